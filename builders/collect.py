@@ -12,8 +12,8 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
+from hdtool.data.durable_files import append_row, cut_torn_line, file_lock, is_torn, may_be_torn_start, read_lines
 from hdtool.data.errors import PromptError, os_errors_as
-from hdtool.data.kept_records import append_row, cut_torn_line, file_lock, is_torn, may_be_torn_start, read_lines
 from hdtool.data.prompts import GrammarKind, Prompt
 from hdtool.runtime.answerer import Answer, Answerer
 from hdtool.runtime.config import DecodeConfig, ModelConfig, SamplingConfig

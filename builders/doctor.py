@@ -36,7 +36,7 @@ from hdtool.runtime.model.load import load_settings, load_tokenizer, pick_device
 from hdtool.runtime.model.quantization import library_of, require_libraries
 from hdtool.runtime.stores.store_set import corpus_index_for, model_store_for
 
-OK, NOTE, MEND = "ok", "note", "mend"
+OK, NOTE, FIX = "ok", "note", "mend"
 """States of a finding: nothing to do, worth knowing, or broken until fixed."""
 
 
@@ -84,7 +84,7 @@ def _version_conflicts(needed: list[Requirement]) -> Iterator[Finding]:
         fault = (
             f"{version}, and {requirement.specifier} is needed" if version else f"missing, and {requirement} is needed"
         )
-        yield Finding(requirement.name, fault, MEND, f'pip install "{requirement.name}{requirement.specifier}"')
+        yield Finding(requirement.name, fault, FIX, f'pip install "{requirement.name}{requirement.specifier}"')
     if not faults:
         yield Finding("others", f"all {len(needed)} packages that hdtool needs are there, in versions that fit")
 
@@ -94,7 +94,7 @@ def _broken_imports() -> Iterator[Finding]:
         try:
             import_module(name)
         except Exception as error:  # extension modules raise many kinds of errors
-            yield Finding(name, f"cannot be imported ({error_reason(error)})", MEND, f"pip install --upgrade {name}")
+            yield Finding(name, f"cannot be imported ({error_reason(error)})", FIX, f"pip install --upgrade {name}")
 
 
 def _extra(extra: str, purpose: str, parts: list[Requirement]) -> Finding:
@@ -105,7 +105,7 @@ def _extra(extra: str, purpose: str, parts: list[Requirement]) -> Finding:
     if conflicts := [
         f"{requirement.name} {_version(requirement.name)}" for requirement in parts if not _fits(requirement)
     ]:
-        return Finding(f"[{extra}]", f"{purpose}: {', '.join(conflicts)} does not fit", MEND, command)
+        return Finding(f"[{extra}]", f"{purpose}: {', '.join(conflicts)} does not fit", FIX, command)
     installed = ", ".join(f"{requirement.name} {_version(requirement.name)}" for requirement in parts)
     return Finding(f"[{extra}]", f"{purpose}: {installed}")
 
@@ -160,7 +160,7 @@ def _devices() -> Iterator[Finding]:
         yield Finding(
             "GPU",
             f"{driver} is here, and torch {torch.__version__} sees no GPU",
-            MEND,
+            FIX,
             f"install the torch for your driver: {TORCH_PAGE}",
         )
     else:
@@ -169,7 +169,7 @@ def _devices() -> Iterator[Finding]:
 
 def _threads() -> Finding:
     measured = sum(1 for _ in (home() / "costs").glob("*/*.json"))
-    text = f"{torch.get_num_threads()} at most; measured here: {measured} models"
+    text = f"{torch.get_num_threads()} at most; measured here: {count_of(measured, 'model')}"
     if not measured:
         return Finding(
             "threads", text, NOTE, "hdtool bench-cost --model MODEL measures a model once, on an idle machine"
@@ -199,7 +199,7 @@ def store_findings() -> Iterator[Finding]:
 def _writable(name: str, folder: Path, variable: str) -> Finding:
     existing = next(place for place in (folder, *folder.parents) if place.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
-        return Finding(name, f"{folder} cannot be written", MEND, f"correct the permissions, or set {variable}")
+        return Finding(name, f"{folder} cannot be written", FIX, f"correct the permissions, or set {variable}")
     free = shutil.disk_usage(existing).free
     state, advice = (
         (NOTE, f"make room, or set {variable} to a folder on another disk") if free < LOW_DISK_BYTES else (OK, "")
@@ -243,7 +243,7 @@ def _hub() -> Iterator[Finding]:
 
 def _store(item: StoredItem) -> Finding:
     if item.fault:
-        return Finding(item.name, item.fault, MEND, f"build it again, or hdtool stores remove {item.name}")
+        return Finding(item.name, item.fault, FIX, f"build it again, or hdtool stores remove {item.name}")
     tokens = f", {item.tokens:,} tokens" if item.tokens is not None else ""
     if item.kind == "model" and not item.model:
         command = f"hdtool build-model-db --model MODEL --from {item.folder}"
@@ -273,7 +273,7 @@ def model_findings(config: ModelConfig) -> Iterator[Finding]:
         yield from _weights(config, folder)
         yield from _tokenizer(config)
     except HdtoolError as error:
-        yield Finding("model", str(error), MEND)
+        yield Finding("model", str(error), FIX)
 
 
 def _weights(config: ModelConfig, folder: Path) -> Iterator[Finding]:
@@ -301,7 +301,7 @@ def _weights(config: ModelConfig, folder: Path) -> Iterator[Finding]:
 def _no_weights(config: ModelConfig) -> Finding:
     if config.model and Path(config.model).expanduser().is_dir():
         advice = "get the folder again, whole: model.safetensors, or all shards of its index"
-        return Finding("weights", "missing or not whole", MEND, advice)
+        return Finding("weights", "missing or not whole", FIX, advice)
     return Finding("weights", "not downloaded yet", NOTE, f"hf download {config.model}, or the first answer does it")
 
 
@@ -343,11 +343,11 @@ def decoding_findings() -> Iterator[Finding]:
         (plain, _), (drafted, steps) = decode_probe("ar"), decode_probe("hd")
     except Exception as error:  # mismatched libraries raise many kinds of errors
         advice = "install the versions of constraints.txt, and report this with the output of hdtool doctor --json"
-        yield Finding("decoding", f"the embedded model cannot be used ({error_reason(error)})", MEND, advice)
+        yield Finding("decoding", f"the embedded model cannot be used ({error_reason(error)})", FIX, advice)
         return
     if drafted != plain:
         advice = "report this with the output of hdtool doctor --json"
-        yield Finding("decoding", "the embedded model gives another answer with drafts than without", MEND, advice)
+        yield Finding("decoding", "the embedded model gives another answer with drafts than without", FIX, advice)
         return
     yield Finding("decoding", f"the embedded model gives {len(plain)} tokens in {steps} steps, as without drafts")
 

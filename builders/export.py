@@ -147,12 +147,12 @@ REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 """Character that tokenizers decode incomplete UTF-8 sequences to."""
 
 
-class Written(NamedTuple):
+class ExportedDocument(NamedTuple):
     """Document as SGLang will tokenize it."""
 
     text: str
     tokens: int
-    lost: int
+    lost_tokens: int
     """Number of the document's tokens that tokenizing ``text`` does not reproduce."""
 
 
@@ -170,10 +170,10 @@ class ExportedCorpus:
     empty_documents: int = 0
     """Number of documents left out because no text remained."""
 
-    def count(self, written: Written) -> None:
-        if written.lost:
+    def count(self, written: ExportedDocument) -> None:
+        if written.lost_tokens:
             self.changed_documents += 1
-            self.lost_tokens += written.lost
+            self.lost_tokens += written.lost_tokens
         if not written.tokens:
             self.empty_documents += 1
             return
@@ -188,8 +188,8 @@ def export_corpus(model: ModelConfig, out: Path, stores: StoresConfig, history: 
     tokenizer = load_tokenizer(model)
     folders, documents, size = _documents(tokenizer, checkpoint_of(model), stores, history)
     exported = ExportedCorpus(folders)
-    with file.replaced() as stream, progress_bar(size, "export", unit="tokens") as shown:
-        for written in _texts(documents, tokenizer, shown):
+    with file.replaced() as stream, progress_bar(size, "export", unit="tokens") as progress:
+        for written in _texts(documents, tokenizer, progress):
             exported.count(written)
             if written.tokens:
                 stream.write((json.dumps(written.text, ensure_ascii=False) + "\n").encode())
@@ -201,7 +201,7 @@ def export_corpus(model: ModelConfig, out: Path, stores: StoresConfig, history: 
 def _documents(
     tokenizer: PreTrainedTokenizerBase, model: Checkpoint | None, stores: StoresConfig, history: str
 ) -> tuple[list[Path], Iterator[Document], int]:
-    """Return the folders to export, an iterator over their documents, and the number of tokens without the history."""
+    """Return the folders to export, an iterator over their documents, and the number of their tokens."""
     found = StoreSet.for_tokenizer(tokenizer, stores, model=model, identified=True)
     fingerprint = found.tokenizer or TokenizerFingerprint.of(tokenizer)
     contents = [StoreContents.of(store.folder) for store in (found.model, found.corpus) if store]
@@ -219,7 +219,7 @@ def _documents(
         for one in contents:
             yield from one.documents()
 
-    return folders, documents(), sum(one.manifest.counts["tokens"] for one in contents)
+    return folders, documents(), answers.tokens + sum(one.manifest.counts["tokens"] for one in contents)
 
 
 def _history_folder(history: str, tokenizer: TokenizerFingerprint, model: Checkpoint | None) -> Path | None:
@@ -237,14 +237,16 @@ def _history_folder(history: str, tokenizer: TokenizerFingerprint, model: Checkp
     return folder
 
 
-def _texts(documents: Iterable[Document], tokenizer: PreTrainedTokenizerBase, shown: ProgressBar) -> Iterator[Written]:
+def _texts(
+    documents: Iterable[Document], tokenizer: PreTrainedTokenizerBase, progress: ProgressBar
+) -> Iterator[ExportedDocument]:
     remaining, done = iter(documents), 0
     while batch := [document.ids for document in islice(remaining, TOKENIZER_BATCH)]:
         texts = [text_of(tokenizer, ids) for ids in batch]
         for ids, text, back in zip(batch, texts, encode_texts(texts, tokenizer), strict=True):
-            yield Written(text, len(back), len(ids) - kept_tokens(ids, back))
+            yield ExportedDocument(text, len(back), len(ids) - count_preserved_tokens(ids, back))
             done += len(ids)
-        shown.to(done)
+        progress.to(done)
 
 
 def text_of(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int] | Tokens) -> str:
@@ -253,16 +255,16 @@ def text_of(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int] | Tokens) -> 
     return str(text).strip(REPLACEMENT)
 
 
-def kept_tokens(ids: Sequence[int] | Tokens, back: Sequence[int] | Tokens) -> int:
+def count_preserved_tokens(ids: Sequence[int] | Tokens, back: Sequence[int] | Tokens) -> int:
     """Return the combined length of the common prefix and the common suffix of two sequences."""
     one, other = np.asarray(ids, np.int64), np.asarray(back, np.int64)
     shorter = min(len(one), len(other))
-    start = _equal_before(one[:shorter] == other[:shorter])
-    end = _equal_before((one[len(one) - shorter :] == other[len(other) - shorter :])[::-1])
+    start = _leading_true_count(one[:shorter] == other[:shorter])
+    end = _leading_true_count((one[len(one) - shorter :] == other[len(other) - shorter :])[::-1])
     return min(shorter, start + end)
 
 
-def _equal_before(equal: Tokens) -> int:
+def _leading_true_count(equal: Tokens) -> int:
     """Return the number of leading True values."""
     different = np.flatnonzero(~equal)
     return int(different[0]) if len(different) else len(equal)

@@ -20,12 +20,11 @@ from hdtool.cli import (
     convert,
     demo,
     doctor,
-    edit_stores,
     generate,
-    inspect_stores,
     replay,
     serve,
     setup,
+    stores,
     verify,
 )
 from hdtool.cli.command import Command, quiet_libraries, restore_hyphens, wrap_standard_error
@@ -121,20 +120,20 @@ COMMAND_SECTIONS: dict[str, dict[Callable[..., Any], tuple[str, str]]] = {
             "hdtool convert logs.db requests.jsonl.gz --out chats.jsonl",
             "hdtool convert batch.jsonl batch_output.jsonl server.log --out chats.jsonl.zst",
         ),
-        edit_stores.stores: ("hdtool stores", "hdtool stores remove model-1a2b3c4d"),
-        inspect_stores.inspect: (
+        stores.stores: ("hdtool stores", "hdtool stores remove model-1a2b3c4d"),
+        stores.inspect: (
             "hdtool inspect stores/model --latency",
             'hdtool inspect stores/corpus --model MODEL --after "for i in"',
         ),
-        edit_stores.add: (
+        stores.add: (
             "hdtool add stores/corpus new.jsonl --model MODEL",
             "hdtool add stores/model answers.jsonl --model MODEL",
         ),
-        edit_stores.drop: (
+        stores.drop: (
             "hdtool drop stores/corpus --source sharegpt.json",
             "hdtool drop stores/model --source 1a2b3c4d",
         ),
-        edit_stores.merge: (
+        stores.merge: (
             "hdtool merge stores/a stores/b --out stores/both",
             "hdtool merge stores/a stores/b --out stores/a --json",
         ),
@@ -181,8 +180,8 @@ for group, commands in COMMAND_SECTIONS.items():
         )(with_options(function))
 
 
-def _show_version(wanted: bool) -> None:
-    if wanted:
+def _show_version(requested: bool) -> None:
+    if requested:
         typer.echo(f"hdtool {metadata.version('hdtool')}")
         raise typer.Exit
 

@@ -22,7 +22,7 @@ from hdtool.cli.command import (
     quiet_libraries,
     with_structure,
 )
-from hdtool.cli.options import numbers, only, without
+from hdtool.cli.options import only, parse_numbers, without
 from hdtool.cli.result_tables import as_columns, rounded
 from hdtool.data import demo
 from hdtool.data.errors import OptionError, RecordError
@@ -56,7 +56,7 @@ SHAPE_ARGUMENT = typer.Argument(
     help=f"{', '.join(SHAPES)}, or the path of a config.json.", autocompletion=completion(tuple(SHAPES))
 )
 SHAPE_MODEL_OPTIONS = only("model", "device", "dtype", "threads", "trust_remote_code").described(
-    model=options.THAT_ANSWERED
+    model=options.ANSWERING_MODEL_HELP
 )
 
 
@@ -235,8 +235,8 @@ def bench_cost(
         float,
         option(
             MEASUREMENT_PANEL,
-            "With --bandwidth, for mixtures of experts: the share, from 0 to 1, by which the tokens of a pass wake "
-            "fewer experts than independent ones would.",
+            "With --bandwidth, for mixtures of experts: the share, from 0 to 1, by which the tokens of a pass "
+            "activate fewer experts than independent ones would.",
         ),
     ] = 0.0,
     out: Annotated[Path, option(OUTPUT_PANEL, "Folder of cost.json and cost.png.")] = Path(BenchConfig.out),
@@ -248,7 +248,7 @@ def bench_cost(
     Prints and writes the table. generate chooses the number of draft tokens by it from then on, and replay --cost
     predicts tokens per second from it.
     """
-    lengths = numbers("contexts", contexts, int, "lengths separated by commas, as in 128,1024")
+    lengths = parse_numbers("contexts", contexts, int, "lengths separated by commas, as in 128,1024")
     config = CostConfig(lengths, bandwidth=bandwidth, teraflops=teraflops, overlap=overlap)
     if config.bandwidth and not shape:
         raise OptionError("--bandwidth estimates the passes of a shape: name one by --shape, as a config.json")
@@ -378,7 +378,7 @@ def _sample(prompts: list[Prompt], settings: BenchConfig) -> tuple[list[Prompt],
 
 def _temperatures(listed: str | None, sampling: SamplingConfig) -> list[float]:
     """Parse ``--temperatures``, without duplicates and without the temperature of ``sampling``."""
-    temperatures = numbers("temperatures", listed, float, "numbers separated by commas") or ()
+    temperatures = parse_numbers("temperatures", listed, float, "numbers separated by commas") or ()
     for temperature in temperatures:
         replace(sampling, temperature=temperature)  # raises if it is invalid
     return [temperature for temperature in dict.fromkeys(temperatures) if temperature != sampling.temperature]

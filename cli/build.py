@@ -94,7 +94,7 @@ def _build(
 ) -> None:
     from hdtool.builders.stores.build import build_corpus_index, build_model_store
     from hdtool.builders.stores.edit_store import note_on_models
-    from hdtool.cli.store_output import engine_for, open_reading, print_built, rankings_for
+    from hdtool.cli.store_output import engine_for, open_documents, print_built, rankings_for
     from hdtool.runtime.model.checkpoint_identity import checkpoint_of
     from hdtool.runtime.model.load import load_tokenizer
 
@@ -121,7 +121,7 @@ def _build(
         build = partial(build_corpus_index, shard_bytes=config.shard_bytes)
     with (
         engine_for(config, quiet=quiet) as engine,
-        open_reading(
+        open_documents(
             inputs, tokenizer, fingerprint, engine, kind, config.max_bad_fraction, quiet=quiet, on_models=on_models
         ) as (sources, documents),
     ):

@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Annotated
 
 from hdtool.cli import options
-from hdtool.cli.command import OUTPUT_PANEL, option, quiet_libraries
-from hdtool.cli.model_argument import require_model
+from hdtool.cli.command import OUTPUT_PANEL, option, quiet_libraries, require_model
 from hdtool.cli.options import only, without
 from hdtool.data import demo
 from hdtool.data.errors import OptionError
@@ -79,8 +78,8 @@ def convert(
     file = canonical_file(out)
     file.check()
     reader = ConversationReader(paths, tolerance=config.max_bad_fraction)
-    with progress_bar(reader.total_bytes, "reading", unit="B", quiet=quiet) as shown:
-        written = write_canonical(reader, file, shown)
+    with progress_bar(reader.total_bytes, "reading", unit="B", quiet=quiet) as progress:
+        written = write_canonical(reader, file, progress)
     print_left_out(reader.tally)
     counts = {**written.counts(), "left_out": reader.tally.bad}
     if as_json:
@@ -112,7 +111,7 @@ def export(
     out: Annotated[Path, option(OUTPUT_PANEL, "The new folder, or SGLang's new file.")],
     loading: Annotated[
         ModelConfig,
-        only("model", "gguf_file", "revision").described(model=options.REQUIRED_MODEL).as_argument(),
+        only("model", "gguf_file", "revision").described(model=options.REQUIRED_MODEL_HELP).as_argument(),
     ],
     decoding: Annotated[DecodeConfig, without("max_new_tokens", "batch_size")],
     store_set: Annotated[StoresConfig, without("namespace")],

@@ -83,7 +83,7 @@ def doctor(
     or wrong the command that mends it. The exit code is 1 if something does not work.
     """
     from hdtool.builders.doctor import (
-        MEND,
+        FIX,
         decoding_findings,
         folder_findings,
         machine_findings,
@@ -102,7 +102,7 @@ def doctor(
     }
     if loading.model is not None:
         groups[f"model {loading.name}"] = list(model_findings(loading))
-    wrong = sum(finding.state == MEND for findings in groups.values() for finding in findings)
+    wrong = sum(finding.state == FIX for findings in groups.values() for finding in findings)
     if as_json:
         rows = {group: [asdict(finding) for finding in findings] for group, findings in groups.items()}
         print(json.dumps({"ok": not wrong, "checks": rows}, ensure_ascii=False))

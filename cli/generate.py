@@ -68,9 +68,9 @@ def collect(
     file.check(questions)
     answerer = Answerer(loading, decoding, sampling, chat, rankings=recording.rankings)
     answerer.check(questions)
-    with progress_bar(len(questions), "prompts", quiet=quiet) as shown:
+    with progress_bar(len(questions), "prompts", quiet=quiet) as progress:
         for answered in collected(answerer, questions, file):
-            shown.to(answered)
+            progress.to(answered)
     answers, tokens = file.counts()
     print(f"{out}: {count_of(answers, 'answer')}, {count_of(tokens, 'token')}", file=sys.stderr)
     print(f"next: {_build_command(loading, out)}", file=sys.stderr)

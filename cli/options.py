@@ -18,6 +18,7 @@ from hdtool.cli.command import (
     HELP_ALL,
     INPUT_PANEL,
     MEASUREMENT_PANEL,
+    MODEL_ARGUMENT,
     MODEL_PANEL,
     OUTPUT_PANEL,
     SAMPLING_PANEL,
@@ -25,9 +26,10 @@ from hdtool.cli.command import (
     STRUCTURE_PANEL,
     TRAINING_PANEL,
     help_all,
+    method_names,
+    model_argument,
     option,
 )
-from hdtool.cli.model_argument import MODEL_ARGUMENT, method_names, model_argument
 from hdtool.data.errors import OptionError
 from hdtool.runtime.config import SOURCE_NAMES, ModelConfig
 from hdtool.runtime.config.model import Settings, option_of
@@ -156,7 +158,7 @@ def _value(name: str, given: Any) -> Any:
     return method_names(given) if name == "methods" else tuple(given) if isinstance(given, list) else given
 
 
-def numbers(name: str, listed: str | None, kind: Callable[[str], T], expected: str) -> tuple[T, ...] | None:
+def parse_numbers(name: str, listed: str | None, kind: Callable[[str], T], expected: str) -> tuple[T, ...] | None:
     """Parse an option that takes comma-separated numbers. Returns None if it was not given."""
     try:
         return None if listed is None else tuple(map(kind, listed.split(",")))
@@ -252,5 +254,5 @@ _TOKENIZER = only("model", "gguf_file", "revision", "trust_remote_code").describ
 )
 Tokenizer = Annotated[ModelConfig, _TOKENIZER]
 ModelOfStore = Annotated[ModelConfig, _TOKENIZER.as_argument()]
-REQUIRED_MODEL = "Folder or hub name of a decoder-only transformers model, a GGUF file, smollm2 or embedded."
-THAT_ANSWERED = "Model that answered; only its tokenizer is read. Default: the demo model."
+REQUIRED_MODEL_HELP = "Folder or hub name of a decoder-only transformers model, a GGUF file, smollm2 or embedded."
+ANSWERING_MODEL_HELP = "Model that answered; only its tokenizer is read. Default: the demo model."

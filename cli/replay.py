@@ -60,7 +60,7 @@ def replay(
     ] = None,
     loading: Annotated[
         ModelConfig,
-        only("model", "gguf_file", "trust_remote_code").described(model=options.THAT_ANSWERED).as_argument(),
+        only("model", "gguf_file", "trust_remote_code").described(model=options.ANSWERING_MODEL_HELP).as_argument(),
     ],
     stores: Annotated[StoresConfig, without("namespace")],
     cost: Annotated[

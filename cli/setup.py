@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from hdtool.cli import options
-from hdtool.cli.command import BUILD_PANEL, INPUT_PANEL, OUTPUT_PANEL, option, quiet_libraries
-from hdtool.cli.model_argument import require_model
+from hdtool.cli.command import BUILD_PANEL, INPUT_PANEL, OUTPUT_PANEL, option, quiet_libraries, require_model
 from hdtool.cli.options import without
 from hdtool.data.errors import OptionError
 from hdtool.data.input_files import find_inputs
@@ -40,7 +39,7 @@ def setup(
     settings: SetupConfig,
     named: Annotated[
         ModelConfig,
-        without("device_map", "generation_config").described(model=options.REQUIRED_MODEL).as_argument(),
+        without("device_map", "generation_config").described(model=options.REQUIRED_MODEL_HELP).as_argument(),
     ],
     replaced: Annotated[
         bool, option(BUILD_PANEL, "Replace the stores that this model has in hdtool's home.", "--replace")
@@ -120,8 +119,8 @@ def _show_plan(plan: SetupPlan, stages: Stages, folder: WorkFolder) -> None:
     count = sum(opening in chosen for opening in openings)
     read = f"{count_of(len(openings), 'conversation')} in {count_of(len(plan.logs), 'file')}"
     print(f"logs      {read}, {count:,} held out")
-    for kind, (fate, place) in stages.planned_stores().items():
-        print(f"{kind:<9} {fate} {place or UNKNOWN_FOLDER_NOTE}")
+    for kind, (build_effect, place) in stages.planned_stores().items():
+        print(f"{kind:<9} {build_effect} {place or UNKNOWN_FOLDER_NOTE}")
     print(f"work      {folder.path}")
     remaining = stages.remaining()
     for number, (name, title) in enumerate(stages.titles().items(), start=1):

@@ -164,7 +164,7 @@ def engine_for(config: BuildConfig, *, quiet: bool) -> Iterator[BuildEngine]:
 
 
 @contextmanager
-def open_reading(
+def open_documents(
     inputs: list[str],
     tokenizer: Any,
     fingerprint: TokenizerFingerprint,

@@ -151,7 +151,7 @@ def _report_in_words(report: dict[str, Any]) -> str:
     lines += [
         f"{ORACLE_CLAIMS[oracle]}: {count} of {report['prompts']}" for oracle, count in report["identical"].items()
     ]
-    lines += map(_place, report["differences"])
+    lines += map(_location, report["differences"])
     advice = ": compare with --dtype float32" if report["dtype"] in ("bfloat16", "float16") else ""
     if not report["differences"]:
         lines.append(f"lossless, at {report['tokens_per_step']:.2f} tokens per step")
@@ -162,7 +162,7 @@ def _report_in_words(report: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _place(difference: dict[str, Any]) -> str:
+def _location(difference: dict[str, Any]) -> str:
     tokens = [difference[side] for side in ("expected", "found", "recomputed_choice")]
     expected, actual, chosen = (f"{token['id']} {token['text']!r}" if token else "the end" for token in tokens)
     lines = [

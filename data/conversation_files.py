@@ -72,7 +72,7 @@ class ConversationReader:
         self.restart()
         # Requests and answers in separate rows are matched by key, in the order in which they occur.
         waiting: dict[tuple[bool, str], deque[LocatedConversation]] = defaultdict(deque)
-        for located in chain.from_iterable(map(self.of_input, range(len(self.inputs)))):
+        for located in chain.from_iterable(map(self.read_input, range(len(self.inputs)))):
             half, is_answer = located.conversation, located.conversation.kind == ANSWERS
             if not half.key:
                 yield located
@@ -90,14 +90,14 @@ class ConversationReader:
         yield from chain.from_iterable(waiting.values())
         self.tally.check(self._tolerance)
 
-    def of_input(self, source: int) -> Iterator[LocatedConversation]:
+    def read_input(self, source: int) -> Iterator[LocatedConversation]:
         """Yield the conversations of one input row by row, without combining requests and answers."""
         path, size = self.inputs[source], self.sizes[source]
         before = self.bytes_read
         with input_errors_as(path), CountedFile(path) as raw:
             for row in read_rows(raw, text_lines=self._text_lines):
                 self.bytes_read = before + row.consumed
-                where = f"{path}{row.place}"
+                where = f"{path}{row.location}"
                 try:
                     conversation = conversation_of(row.value)
                 except ValueError as fault:
@@ -194,14 +194,14 @@ class ConversationCounts:
         return f"{count_of(self.conversations, 'conversation')} of {turns}{texts}"
 
 
-def write_canonical(reader: ConversationReader, file: OutputFile, shown: ProgressBar) -> ConversationCounts:
+def write_canonical(reader: ConversationReader, file: OutputFile, progress: ProgressBar) -> ConversationCounts:
     """Write all conversations in order. The file appears only once it is complete."""
     written = ConversationCounts()
     with file.replaced() as stream, compressed(stream, file.path) as lines:
         for located in reader.conversations():
             lines.write(canonical_line(located))
             written.add(located.conversation)
-            shown.to(reader.bytes_read)
+            progress.to(reader.bytes_read)
         if not written.conversations and not written.texts:
             raise RecordError("no conversation is in the inputs: name files that hold some")
     return written

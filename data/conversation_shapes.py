@@ -424,9 +424,9 @@ def _answer(row: dict[str, Any], *, structured: bool) -> list[Turn] | None:
     return [] if structured and "error" in row else None
 
 
-def _is_structured(held: Any) -> bool:
+def _is_structured(value: Any) -> bool:
     """Return True if a value is an API response, or the JSON text of one."""
-    body = api.body_of(held) if not isinstance(held, str) or '"choices"' in held or '"object"' in held else None
+    body = api.body_of(value) if not isinstance(value, str) or '"choices"' in value or '"object"' in value else None
     return api.is_response(body)
 
 

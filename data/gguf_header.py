@@ -20,7 +20,7 @@ STRUCT_FORMATS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?"
 STRING_TYPE, ARRAY_TYPE = 8, 9
 MAX_ARRAY_DEPTH = 8
 """Maximum depth of nested arrays. A damaged file could nest them without end."""
-MAX_KEPT_NUMBERS = 16
+MAX_KEPT_VALUES = 16
 """Maximum length of an array whose numbers are kept. Longer arrays are vocabularies."""
 
 
@@ -99,7 +99,7 @@ def _header(reader: _Reader, path: Path) -> GGUFHeader:
     alignment = int(values.get("general.alignment", 32))
     if "general.architecture" not in values or alignment < 1:
         raise ValueError
-    return GGUFHeader(values, tuple(table), math.ceil(reader.place / alignment) * alignment)
+    return GGUFHeader(values, tuple(table), math.ceil(reader.offset / alignment) * alignment)
 
 
 class _Reader:
@@ -107,11 +107,11 @@ class _Reader:
 
     def __init__(self, content: mmap.mmap) -> None:
         self._content = content
-        self.place = len(GGUF_MAGIC)
+        self.offset = len(GGUF_MAGIC)
 
     def number(self, kind: str) -> Any:
-        (number,) = struct.unpack_from(f"<{kind}", self._content, self.place)
-        self.place += struct.calcsize(f"<{kind}")
+        (number,) = struct.unpack_from(f"<{kind}", self._content, self.offset)
+        self.offset += struct.calcsize(f"<{kind}")
         return number
 
     def text(self) -> str:
@@ -123,7 +123,7 @@ class _Reader:
         if kind != ARRAY_TYPE:
             return self.number(STRUCT_FORMATS[kind])
         kind, count = self.number("I"), self.number("Q")
-        if kind in STRUCT_FORMATS and count <= MAX_KEPT_NUMBERS:
+        if kind in STRUCT_FORMATS and count <= MAX_KEPT_VALUES:
             return [self.number(STRUCT_FORMATS[kind]) for _ in range(count)]
         if kind in STRUCT_FORMATS:
             self._skip(count * struct.calcsize(f"<{STRUCT_FORMATS[kind]}"))
@@ -142,11 +142,11 @@ class _Reader:
 
     def _string(self) -> bytes:
         length = self.number("Q")
-        start = self.place
+        start = self.offset
         self._skip(length)
-        return self._content[start : self.place]
+        return self._content[start : self.offset]
 
     def _skip(self, length: int) -> None:
-        self.place += length
-        if self.place > len(self._content):
+        self.offset += length
+        if self.offset > len(self._content):
             raise struct.error

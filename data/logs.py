@@ -73,7 +73,7 @@ class LlamaServerLog:
         self._chunks: dict[str, list[Any]] = {}
         self._path = ""
 
-    def concerns(self, line: bytes) -> bool:
+    def is_relevant(self, line: bytes) -> bool:
         return b"log_server_r" in line or b"streamed chunk: " in line or line.startswith(b"data: {")
 
     def read(self, line: str, number: int) -> Iterator[Any]:
@@ -123,7 +123,7 @@ VLLM_PROMPT = re.compile(
 )
 VLLM_BODY = re.compile(r"Request (?P<id>\S+) JSON body: (?P<body>\{.*)")
 VLLM_ANSWER = re.compile(rf"Generated response (?P<id>\S+?)(?P<stream> \(streaming \w+\))?: output: {PYTHON_STRING}, ")
-BEGUN = re.compile(
+VLLM_REQUEST_START = re.compile(
     r"(?:Received request \S+: |Request \S+ details: )prompt: ['\"]|Generated response \S.*: output: ['\"]"
 )
 VLLM_DELTA = " (streaming delta)"
@@ -135,7 +135,7 @@ class VllmLog:
     def __init__(self) -> None:
         self._requests: dict[str, tuple[int, dict[str, Any]]] = {}
 
-    def concerns(self, line: bytes) -> bool:
+    def is_relevant(self, line: bytes) -> bool:
         return (
             b"Received request " in line
             or b"Generated response " in line
@@ -154,7 +154,7 @@ class VllmLog:
             if answer["stream"] != VLLM_DELTA and (text := _text(answer["text"])):
                 request = self._requests.pop(self._find(answer["id"]) or "", None)
                 yield {"id": answer["id"], "request": request[1] if request else None, "response": text}
-        elif BEGUN.search(line):
+        elif VLLM_REQUEST_START.search(line):
             raise RowError("a line of vLLM's log that is cut off")
 
     def unanswered(self) -> Iterator[tuple[int, Any]]:
@@ -186,7 +186,7 @@ def _request(prompt: str) -> dict[str, Any]:
     return {"prompt": prompt} if messages is None else {"messages": messages}
 
 
-LOG_MARKS = re.compile(
+LOG_MARKERS = re.compile(
     rb"log_server_r|llama_model_loader: |^srv {2}|(?:Received request|Generated response) \S|vLLM API server",
     re.MULTILINE,
 )
@@ -207,7 +207,7 @@ MAX_LINES_TRIED = 50
 
 def is_server_log(head: bytes) -> bool:
     """Return True if the first bytes of a file are those of a server log."""
-    if LOG_MARKS.search(head):
+    if LOG_MARKERS.search(head):
         return True
     lines = head.splitlines()[:MAX_LINES_TRIED]
     return any(LOGGER_PREFIX.match(line.decode(errors="replace")) and _is_body(line_value(line)) for line in lines)
@@ -234,7 +234,7 @@ def log_rows(raw: CountedFile, stream: io.BufferedReader) -> Iterator[Row]:
 
 def _values(line: bytes, number: int, logs: tuple[VllmLog, LlamaServerLog]) -> Iterator[Any]:
     for log in logs:
-        if log.concerns(line):
+        if log.is_relevant(line):
             try:
                 yield from log.read(decode_utf8(line), number)
             except RowError as fault:

@@ -20,24 +20,24 @@ _hidden = False
 
 
 class ProgressBar:
-    def __init__(self, shown: Any) -> None:
-        self._shown = shown
+    def __init__(self, bar: Any) -> None:
+        self._bar = bar
 
     def to(self, position: int) -> None:
-        self._shown.update(position - self._shown.n)
+        self._bar.update(position - self._bar.n)
 
     def advance(self) -> None:
-        self._shown.update(1)
+        self._bar.update(1)
 
     def show(self, text: str) -> None:
         """Show a text after the bar from the next update on."""
-        self._shown.set_postfix_str(text, refresh=False)
+        self._bar.set_postfix_str(text, refresh=False)
 
 
-def show_bars(shown: bool) -> None:
+def show_bars(enabled: bool) -> None:
     """Show or hide all progress bars of this process."""
     global _hidden
-    _hidden = not shown
+    _hidden = not enabled
 
 
 @contextmanager
@@ -85,7 +85,7 @@ def with_progress(items: Sequence[T], what: str, *, quiet: bool = False) -> Iter
             progress.advance()
 
 
-MAX_BAD_SHOWN = 20
+MAX_MESSAGES = 20
 MAX_MODELS_COUNTED = 100
 """Maximum number of distinct model names that are counted."""
 TOLERANCE = 0.05
@@ -103,7 +103,7 @@ class Tally:
 
     good: int = 0
     bad: int = 0
-    shown: list[str] = field(default_factory=list)
+    messages: list[str] = field(default_factory=list)
     """Places and reasons of the first unusable records."""
     first_bad: str = ""
     advice: str = ""
@@ -111,23 +111,23 @@ class Tally:
     models: Counter[str] = field(default_factory=Counter)
     """Number of records by the name of the model that answered."""
 
-    def note(self, place: str, fault: Exception) -> None:
+    def note(self, where: str, fault: Exception) -> None:
         # Names in a record may contain line breaks.
         reason = " ".join(str(fault).split())[:200]
         self.bad += 1
         if not self.first_bad:
-            self.first_bad, self.advice = f"{place} ({reason})", str(getattr(fault, "advice", ""))
-        if len(self.shown) < MAX_BAD_SHOWN:
-            self.shown.append(f"{place}: {reason}")
+            self.first_bad, self.advice = f"{where} ({reason})", str(getattr(fault, "advice", ""))
+        if len(self.messages) < MAX_MESSAGES:
+            self.messages.append(f"{where}: {reason}")
 
     def name_model(self, name: str) -> None:
         if name in self.models or len(self.models) < MAX_MODELS_COUNTED:
             self.models[name] += 1
 
-    def refuse(self, place: str, fault: Exception) -> None:
+    def refuse(self, where: str, fault: Exception) -> None:
         """Count a record as unusable that was counted as usable before."""
         self.good -= 1
-        self.note(place, fault)
+        self.note(where, fault)
 
     def add(self, later: Tally) -> None:
         """Add the counts of a later part of the inputs."""
@@ -135,13 +135,13 @@ class Tally:
         self.bad += later.bad
         if not self.first_bad:
             self.first_bad, self.advice = later.first_bad, later.advice
-        self.shown += later.shown[: MAX_BAD_SHOWN - len(self.shown)]
+        self.messages += later.messages[: MAX_MESSAGES - len(self.messages)]
         self.models += later.models
 
     def left_out(self) -> list[str]:
         """Return lines for the user: the first unusable records, and the number of further ones."""
-        more = self.bad - len(self.shown)
-        return [f"left out: {line}" for line in self.shown] + (
+        more = self.bad - len(self.messages)
+        return [f"left out: {line}" for line in self.messages] + (
             [f"left out: {count_of(more, 'more record')}"] if more else []
         )
 

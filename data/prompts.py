@@ -90,7 +90,7 @@ def _is_part(part: Any) -> bool:
 
 
 RESPONSE_FORMAT = "response_format"
-MAX_GRAMMAR_BYTES = 1 << 20
+MAX_GRAMMAR_CHARACTERS = 1 << 20
 """Maximum number of characters of a grammar. Larger ones take minutes to compile."""
 
 
@@ -118,8 +118,8 @@ class Grammar:
         name = f"the {self.kind.label}"
         if not self.text.strip():
             raise PromptError(f"{name} is empty: leave it out for free text")
-        if len(self.text) > MAX_GRAMMAR_BYTES:
-            raise PromptError(f"{name} has {len(self.text):,} characters: {MAX_GRAMMAR_BYTES:,} are the most")
+        if len(self.text) > MAX_GRAMMAR_CHARACTERS:
+            raise PromptError(f"{name} has {len(self.text):,} characters: {MAX_GRAMMAR_CHARACTERS:,} are the most")
 
     @classmethod
     def json_schema(cls, schema: Mapping[str, Any] | bool | str) -> Grammar:
@@ -242,7 +242,7 @@ def _prompts(path: Path, tolerance: float | None, tally: Tally | None) -> list[P
     paths = hub_files(str(path)) if is_hub_name(str(path)) else [path]
     reader = ConversationReader(paths, text_lines=True)
     prompts: list[Prompt] = []
-    for located in (located for source in range(len(paths)) for located in reader.of_input(source)):
+    for located in (located for source in range(len(paths)) for located in reader.read_input(source)):
         try:
             prompts.append(_prompt_of(located))
         except RowError as fault:
@@ -259,7 +259,7 @@ def _prompts(path: Path, tolerance: float | None, tally: Tally | None) -> list[P
 
 def _refuse_bad(tally: Tally) -> None:
     if tally.bad:
-        raise PromptError(f"{tally.shown[0]}: correct or remove it")
+        raise PromptError(f"{tally.messages[0]}: correct or remove it")
 
 
 def interleave_categories(prompts: Sequence[Prompt], limit: int) -> list[Prompt]:

@@ -50,11 +50,11 @@ class Portion:
     consumed: int
     """Bytes of the input read so far."""
     is_last: bool = False
-    held_text: bool = False
+    had_text: bool = False
     """True if the portion had texts before ``without_texts``."""
 
     def without_texts(self) -> Portion:
-        return replace(self, texts=(), held_text=bool(self.texts))
+        return replace(self, texts=(), had_text=bool(self.texts))
 
 
 class RecordReader(ConversationReader):
@@ -66,23 +66,23 @@ class RecordReader(ConversationReader):
 
     def restart(self) -> None:
         super().restart()
-        self._before = 0
-        self._found = False
+        self._finished_bytes = 0
+        self._has_records = False
 
     def __iter__(self) -> Iterator[Record]:
         self.restart()
         for source in range(len(self.inputs)):
-            for located in self.of_input(source):
-                if texts := self._wanted(parts := _parts_of(located.conversation)):
-                    self._found = True
+            for located in self.read_input(source):
+                if texts := self._selected_texts(parts := _parts_of(located.conversation)):
+                    self._has_records = True
                     yield Record(texts, source, parts)
         self.finish()
 
-    def whole(self) -> Iterator[Record]:
+    def whole_records(self) -> Iterator[Record]:
         """Yield the records with all turns, including those that other requests and rows contain."""
         for located in self.conversations():
-            if texts := self._wanted(parts := _parts_of(located.conversation, whole=True)):
-                self._found = True
+            if texts := self._selected_texts(parts := _parts_of(located.conversation, whole=True)):
+                self._has_records = True
                 yield Record(texts, located.source, parts)
         self.finish()
 
@@ -90,8 +90,8 @@ class RecordReader(ConversationReader):
         """Yield the only input in portions of at least ``texts`` texts. The receiver counts them with ``take``."""
         self.restart()
         held: list[str] = []
-        for located in self.of_input(0):
-            held += self._wanted(_parts_of(located.conversation))
+        for located in self.read_input(0):
+            held += self._selected_texts(_parts_of(located.conversation))
             if len(held) >= texts:
                 yield Portion(held, self.tally, self.bytes_read)
                 held, self.tally = [], Tally()
@@ -100,19 +100,19 @@ class RecordReader(ConversationReader):
     def take(self, portion: Portion) -> None:
         """Count a portion that another process read. Portions must arrive in the order of the inputs."""
         self.tally.add(portion.tally)
-        self._found |= portion.held_text
-        self.bytes_read = self._before + portion.consumed
+        self._has_records |= portion.had_text
+        self.bytes_read = self._finished_bytes + portion.consumed
         if portion.is_last:
-            self._before = self.bytes_read
+            self._finished_bytes = self.bytes_read
 
     def finish(self) -> None:
         """Raise RecordError if too many records cannot be used, or if none can."""
         self.tally.check(self._tolerance)
-        if not self._found:
+        if not self._has_records:
             what = "answers of a model" if self.answers_only else "text"
             raise RecordError(f"no {what} found in {_file_names(self.inputs)}: name files that hold some")
 
-    def _wanted(self, parts: Iterable[RecordPart]) -> tuple[str, ...]:
+    def _selected_texts(self, parts: Iterable[RecordPart]) -> tuple[str, ...]:
         return tuple(part.text for part in parts if part.by_model or not self.answers_only)
 
 
@@ -141,11 +141,11 @@ def _parts_of(conversation: Conversation, *, whole: bool = False) -> tuple[Recor
 class RecordedAnswer:
     """Answer of the model in a recorded conversation."""
 
-    place: int
+    message_index: int
     """Index of the answer's message in the conversation."""
     ids: tuple[int, ...] | None = None
     """Recorded token ids, including the one that ends the turn; None if there are none."""
-    most: int | None = None
+    max_tokens: int | None = None
     """Limit of the answer's length in tokens, if known. An answer of this length was cut off."""
     rankings: Rankings | None = None
 

@@ -53,13 +53,13 @@ def compressed(stream: IO[bytes], path: Path) -> Iterator[IO[bytes]]:
     elif ending == ".zst":
         from pyarrow import CompressedOutputStream, PythonFile
 
-        with CompressedOutputStream(PythonFile(_LeftOpen(stream), "w"), "zstd") as file:
+        with CompressedOutputStream(PythonFile(_NonClosingStream(stream), "w"), "zstd") as file:
             yield file
     else:
         yield stream
 
 
-class _LeftOpen(io.RawIOBase):
+class _NonClosingStream(io.RawIOBase):
     """Wrapper that leaves a stream open when the compressor that writes to it is closed."""
 
     def __init__(self, stream: IO[bytes]) -> None:
@@ -82,7 +82,7 @@ class RowError(ValueError):
 class Row(NamedTuple):
     """Row of a file with its place."""
 
-    place: str
+    location: str
     """Suffix of the file name in messages, such as ``:7`` or ``[6]``."""
     value: Any
     """Parsed value, or a RowError if the row cannot be parsed. Later rows are still read."""

@@ -21,7 +21,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, cast
 
-from hdtool.data.kept_records import CachedValue
+from hdtool.data.durable_files import CachedValue
 from hdtool.data.stores.home import import_structure_at_home
 
 COMPILER = "torch._dynamo"

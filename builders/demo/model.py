@@ -38,7 +38,7 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5DecoderLayer, Qw
 
 from hdtool.builders.demo.corpus import TrainingDocument, as_text, demo_arguments, documents, train_tokenizer
 from hdtool.builders.demo.stores import RECIPES, Recipe
-from hdtool.builders.heads.training_loop import checkpoint_with
+from hdtool.builders.heads.training_loop import is_checkpoint_with
 from hdtool.data.errors import ModelError
 from hdtool.data.output_files import OutputFile, json_object
 
@@ -306,7 +306,7 @@ def train(
 
 def checkpoint_file(path: Path) -> OutputFile:
     """Return the checkpoint file, which may be replaced or deleted only if this script wrote it."""
-    is_ours = checkpoint_with({"model", "tools", "step", "spent"})
+    is_ours = is_checkpoint_with({"model", "tools", "step", "spent"})
     return OutputFile(path, "a checkpoint of this script", is_ours, ModelError)
 
 

@@ -5,8 +5,8 @@ The embedded stores hold the demo model's greedy answers to training questions, 
 contains held-out text. FILE holds the answers as ``hdtool collect`` writes them; missing answers are collected.
 
 The stores of the real model are built when the demo first runs, from the answers to everyday questions that ship with
-the package (``chat_questions``) and from the documents of the embedded index. Neither contains a question that the demo
-asks.
+the package (``prompts --everyday``) and from the documents of the embedded index. Neither contains a question that the
+demo asks.
 """
 
 from __future__ import annotations
@@ -143,13 +143,13 @@ def collect_answers(prompts: Sequence[Prompt], path: Path) -> None:
 
 
 def index_documents(
-    everything: Sequence[TrainingDocument], tokenizer: Any, of_each: int = TOKENS_PER_KIND
+    everything: Sequence[TrainingDocument], tokenizer: Any, per_kind: int = TOKENS_PER_KIND
 ) -> Iterator[TrainingDocument]:
-    """Yield whole documents that are not held out, up to ``of_each`` tokens per kind, ordered by hash."""
+    """Yield whole documents that are not held out, up to ``per_kind`` tokens per kind, ordered by hash."""
     left_out = {d.page for d in everything if d.held_out or (d.kind == "code" and LICENCE_WORDS.search(d.answer))}
     learned = sorted((d for d in everything if d.page not in left_out), key=lambda d: stable_hash(d.name))
     for kind in INDEX_KINDS:
-        left = of_each
+        left = per_kind
         for document in {d.answer: d for d in learned if d.kind == kind}.values():
             size = len(tokenizer(document.answer, add_special_tokens=False, verbose=False)["input_ids"])
             if size <= left:

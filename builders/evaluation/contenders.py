@@ -236,7 +236,7 @@ class GenerateContender:
         self._loaded = loaded
         self._model: Any = model
         self._seed = sampling.seed
-        self._most = max_new_tokens
+        self._max_new_tokens = max_new_tokens
         self._drafting = drafting
         refuse_settings(model.generation_config)
         self._sampling = sampling
@@ -253,7 +253,7 @@ class GenerateContender:
     def answer(self, prompt: list[int], guide: Guide | None = None, prediction: Sequence[int] = ()) -> AnsweredTurn:
         if self._assistant:
             self._assistant.generation_config = self._learned
-        room, at_the_end = room_for(self._loaded.target, prompt, self._most)
+        room, at_the_end = room_for(self._loaded.target, prompt, self._max_new_tokens)
         torch.manual_seed(self._seed % 2**63)
         passes = PassCounter(len(prompt))
         generated = partial(
@@ -299,20 +299,20 @@ class PassCounter:
     """Counts forward passes of a peer and the tokens that each one adds."""
 
     def __init__(self, prompt_length: int) -> None:
-        self._known = [prompt_length]
+        self._lengths = [prompt_length]
         """Length of the conversation, in tokens, at the start of each pass."""
         self.drafted = 0
         self._first = True
 
-    def note(self, known: int, drafted: int) -> None:
+    def note(self, length: int, drafted: int) -> None:
         """Record a pass: the length of the conversation before it, and the draft tokens that it verifies."""
-        self._known.append(known)
+        self._lengths.append(length)
         self.drafted += drafted
 
     def tokens(self, answered: int) -> list[int]:
         """Return the number of tokens per pass, for an answer of ``answered`` tokens."""
-        ends = [*self._known[1:], self._known[0] + answered]
-        return [end - start for start, end in zip(self._known, ends, strict=True)]
+        ends = [*self._lengths[1:], self._lengths[0] + answered]
+        return [end - start for start, end in zip(self._lengths, ends, strict=True)]
 
     def answer(
         self, loaded: Loaded, output_ids: list[int], seconds: float, at_the_end: Finish, *, drafts: bool
@@ -342,7 +342,7 @@ class PassCounter:
         rows = options["input_ids"].shape[1]
         if self._first:
             self._first = False
-            self.drafted += rows - self._known[0]
+            self.drafted += rows - self._lengths[0]
         else:
             # The last token is not in the KV cache yet, as it is the first input of this pass.
             self.note(cache_in(options).get_seq_length() + 1, rows - 1)

@@ -16,34 +16,35 @@ from hdtool.runtime.budget.cost_curve import CostCurve
 from hdtool.runtime.budget.measure_passes import MEASURED_NODES
 from hdtool.runtime.model.pass_inputs import WITHOUT_MASK
 
-TOP_NAMES = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_k", "moe_topk")
+TOP_K_NAMES = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_k", "moe_topk")
 """Names under which configurations store the number of active experts per token."""
-OF_WEIGHT = 2
+OPS_PER_WEIGHT = 2
 """Operations per row and weight: one multiplication and one addition."""
 
 
-def distinct_experts(rows: float, top: int, experts: int, overlap: float = 0.0) -> float:
+def distinct_experts(rows: float, top_k: int, experts: int, overlap: float = 0.0) -> float:
     """Return the expected number of distinct experts that ``rows`` rows activate in a layer.
 
-    Each row activates ``top`` of ``experts``. ``overlap`` is the share by which rows activate fewer additional experts
-    than independent rows would.
+    Each row activates ``top_k`` of ``experts``. ``overlap`` is the share by which rows activate fewer additional
+    experts than independent rows would.
     """
-    independent: float = experts * (1 - (1 - top / experts) ** rows)
-    return top + (1 - overlap) * (independent - top)
+    independent: float = experts * (1 - (1 - top_k / experts) ** rows)
+    return top_k + (1 - overlap) * (independent - top_k)
 
 
 @dataclass(frozen=True)
-class Mixture:
+class LayerExperts:
     """Experts of one layer."""
 
-    experts: int
-    top: int
+    count: int
+    top_k: int
+    """Number of experts that each row activates."""
     nbytes: float
     """Size of one expert's weights in bytes."""
 
 
 @dataclass(frozen=True)
-class Keys:
+class LayerKVCache:
     """KV cache of one layer."""
 
     nbytes: int
@@ -58,8 +59,8 @@ class PassReads:
 
     shared: int
     """Size of the dense weights in bytes."""
-    mixtures: tuple[Mixture, ...]
-    keys: tuple[Keys, ...]
+    experts: tuple[LayerExperts, ...]
+    kv_caches: tuple[LayerKVCache, ...]
     itemsize: int
     """Bytes per weight."""
 
@@ -67,26 +68,26 @@ class PassReads:
     def of(cls, model: Any) -> PassReads:
         """Return what passes of ``model`` read; its tensors may be on the meta device."""
         config = model.config.get_text_config(decoder=True)
-        mixtures = tuple(_mixtures(model, config))
+        experts = tuple(_layer_experts(model, config))
         whole = sum(int(weight.nbytes) for weight in model.parameters())
         table, head = model.get_input_embeddings().weight, model.get_output_embeddings()
         if head is None or head.weight is not table:
             whole -= int(table.nbytes)
-        shared = whole - round(sum(one.experts * one.nbytes for one in mixtures))
-        return cls(shared, mixtures, tuple(_keys(config, model.dtype.itemsize)), model.dtype.itemsize)
+        shared = whole - round(sum(one.count * one.nbytes for one in experts))
+        return cls(shared, experts, tuple(_kv_caches(config, model.dtype.itemsize)), model.dtype.itemsize)
 
     def weights(self, rows: int, overlap: float = 0.0) -> float:
         """Return the weight bytes that a pass over ``rows`` rows reads."""
-        woken = (one.nbytes * distinct_experts(rows, one.top, one.experts, overlap) for one in self.mixtures)
-        return self.shared + sum(woken)
+        activated = (one.nbytes * distinct_experts(rows, one.top_k, one.count, overlap) for one in self.experts)
+        return self.shared + sum(activated)
 
     def context(self, rows: int, length: int) -> int:
         """Return the KV cache bytes that a pass over ``rows`` rows reads after ``length`` tokens."""
-        return sum(one.nbytes * min(length + rows, one.window or length + rows) for one in self.keys)
+        return sum(one.nbytes * min(length + rows, one.window or length + rows) for one in self.kv_caches)
 
     def operations(self, rows: int) -> float:
         """Return the number of multiplications and additions of a pass over ``rows`` rows."""
-        return OF_WEIGHT * rows * self.weights(1) / self.itemsize
+        return OPS_PER_WEIGHT * rows * self.weights(1) / self.itemsize
 
 
 @dataclass(frozen=True)
@@ -116,19 +117,19 @@ class Roofline:
         return CostCurve(MEASURED_NODES, milliseconds, tuple(lengths), f"{device} (estimate)", model, dtype)
 
 
-def _mixtures(model: Any, config: Any) -> Iterator[Mixture]:
+def _layer_experts(model: Any, config: Any) -> Iterator[LayerExperts]:
     """Yield the experts of each layer; all count as active if the configuration does not say how many are."""
-    named = (getattr(config, name, None) for name in TOP_NAMES)
-    top = next((value for value in named if isinstance(value, int)), None)
+    named = (getattr(config, name, None) for name in TOP_K_NAMES)
+    top_k = next((value for value in named if isinstance(value, int)), None)
     for module in model.modules():
         experts = module._modules.get("experts")
-        number = _number_of(experts) if experts is not None else 0
+        number = _expert_count(experts) if experts is not None else 0
         if number:
             nbytes = sum(int(weight.nbytes) for weight in experts.parameters())
-            yield Mixture(number, min(number, top or number), nbytes / number)
+            yield LayerExperts(number, min(number, top_k or number), nbytes / number)
 
 
-def _number_of(experts: Module) -> int:
+def _expert_count(experts: Module) -> int:
     """Return the number of experts: the length of a module list, or the first dimension of stacked weights."""
     if isinstance(experts, ModuleList):
         return len(experts)
@@ -136,7 +137,7 @@ def _number_of(experts: Module) -> int:
     return len(stacked[0]) if stacked else 0
 
 
-def _keys(config: Any, itemsize: int) -> Iterator[Keys]:
+def _kv_caches(config: Any, itemsize: int) -> Iterator[LayerKVCache]:
     """Yield the KV cache of each attention layer."""
     window = getattr(config, "sliding_window", None)
     kinds = getattr(config, "layer_types", None)
@@ -148,4 +149,4 @@ def _keys(config: Any, itemsize: int) -> Iterator[Keys]:
     nbytes = itemsize * heads * sum(widths)
     for kind in kinds or [None] * config.num_hidden_layers:
         if kind not in WITHOUT_MASK:
-            yield Keys(nbytes, window if kind is None or "sliding" in kind else None)
+            yield LayerKVCache(nbytes, window if kind is None or "sliding" in kind else None)

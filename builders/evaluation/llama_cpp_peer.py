@@ -80,7 +80,7 @@ class LlamaCppContender:
     def __init__(self, loaded: Loaded, file: Path, max_new_tokens: int, *, lookup: bool) -> None:
         self._loaded = loaded
         self._file = file
-        self._most = max_new_tokens
+        self._max_new_tokens = max_new_tokens
         self._looks_up = lookup
         self._context = 0
         self._llama: Any = None
@@ -91,7 +91,7 @@ class LlamaCppContender:
 
     def answer(self, prompt: list[int], guide: Guide | None = None, prediction: Sequence[int] = ()) -> AnsweredTurn:
         assert guide is None, "its grammars are its own, so the answers could not be compared"
-        room, at_the_end = room_for(self._loaded.target, prompt, self._most)
+        room, at_the_end = room_for(self._loaded.target, prompt, self._max_new_tokens)
         self._provide(len(prompt) + room)
         # Otherwise it would reuse the KV cache of the prefix shared with the previous prompt.
         self._llama.reset()

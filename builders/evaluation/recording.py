@@ -38,7 +38,7 @@ class RecordedTurn:
     prompt: list[int]
     answer: list[int]
     """Token ids; the last one is a stop token, unless the answer was cut off."""
-    most: int | None = None
+    max_tokens: int | None = None
     """Maximum length of the answer, near which the decoding loop clips draft trees; None if unknown."""
     rankings: Rankings | None = None
     """Top-k tokens of the target at each position, if they were recorded."""
@@ -78,14 +78,17 @@ class TurnReader:
         return [self._turn(trace, number, answer) for number, answer in enumerate(trace.answers)]
 
     def _turn(self, trace: Trace, number: int, recorded: RecordedAnswer) -> RecordedTurn:
-        prompt_text = conversation_text(self.tokenizer, trace.messages[: recorded.place], chat=self._chat)
+        prompt_text = conversation_text(self.tokenizer, trace.messages[: recorded.message_index], chat=self._chat)
         prompt = self._ids(prompt_text)
         if not prompt:
             raise PromptError("there is nothing before the answer: leave the conversation out")
         if recorded.ids is None:
-            answer, max_tokens = self._answer(prompt_text, prompt, trace.messages[: recorded.place + 1]), None
+            answer, max_tokens = self._answer(prompt_text, prompt, trace.messages[: recorded.message_index + 1]), None
         else:
-            answer, max_tokens = self._checked(recorded.ids, trace.messages[recorded.place]["content"]), recorded.most
+            answer, max_tokens = (
+                self._checked(recorded.ids, trace.messages[recorded.message_index]["content"]),
+                recorded.max_tokens,
+            )
         return RecordedTurn(trace.id, trace.category, number, prompt, answer, max_tokens, recorded.rankings)
 
     def _answer(self, prompt_text: str, prompt: list[int], messages: Sequence[Message]) -> list[int]:
@@ -136,7 +139,7 @@ class RecordedLogits:
         self._rows = self._logits.numpy()
         self._filled = 0
 
-    def after(self, rankings: Rankings, done: int, path: Sequence[int], nodes: int) -> torch.Tensor:
+    def logits_after(self, rankings: Rankings, done: int, path: Sequence[int], nodes: int) -> torch.Tensor:
         """Return the logits ``[1 + nodes, vocabulary]`` of a tree after ``done`` answer tokens.
 
         Rows outside ``path`` are -inf. The tensor is valid until the next call.
@@ -208,7 +211,7 @@ class RecordingEngine:
         argmax[[0, *(node + 1 for node in path)]] = tokens
         logits, rankings = NO_LOGITS, self._turn.rankings
         if self._logits and rankings:
-            logits = self._logits.after(rankings, done, path, nodes)
+            logits = self._logits.logits_after(rankings, done, path, nodes)
         return Verified(logits, argmax=argmax, finite=np.ones_like(argmax))
 
     @property

@@ -316,7 +316,7 @@ def _replay_turn(engine: RecordingEngine, drafter: _TimedDrafter, turn: Recorded
     engine.answer(turn)
     sampler, length = Sampler(SamplingConfig(), turn.prompt), len(turn.answer)
     # Without a recorded limit, leave room for drafts beyond the end of the answer.
-    max_tokens = turn.most or length + LARGEST_TREE + 1
+    max_tokens = turn.max_tokens or length + LARGEST_TREE + 1
     stops = _StopAtEnd(sampler, len(turn.prompt) + length)
     steps = list(
         decode(

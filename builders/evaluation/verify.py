@@ -37,8 +37,8 @@ class Difference:
 
     prompt: str
     oracle: Oracle
-    asked: list[int]
-    before: list[int]
+    prompt_ids: list[int]
+    shared_ids: list[int]
     """Answer tokens before the difference, which both answers share."""
     expected: int | None
     found: int | None
@@ -49,7 +49,7 @@ class Difference:
     @property
     def position(self) -> int:
         """Index of the differing token in the answer, from 0."""
-        return len(self.before)
+        return len(self.shared_ids)
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ class Verifier:
         self._model = loaded.target.model
         self._sampling = sampling
         self._drafter = drafter
-        self._most, self._draft_tokens = max_new_tokens, draft_tokens
+        self._max_new_tokens, self._draft_tokens = max_new_tokens, draft_tokens
 
     @property
     def oracles(self) -> list[Oracle]:
@@ -125,7 +125,7 @@ class Verifier:
         drafted, steps = self._decoded(ids, self._drafter, grammar, prediction)
         pairs = [(Oracle.PLAIN, plain, drafted)]
         if Oracle.GENERATE in self.oracles:
-            room, _ = room_for(self._loaded.target, ids, self._most)
+            room, _ = room_for(self._loaded.target, ids, self._max_new_tokens)
             masks = masks_of(self._loaded.guide(grammar))
             expected = generate_ids(self._loaded, self._sampling, ids, room, masks=masks)
             pairs.append((Oracle.GENERATE, expected, plain))
@@ -137,12 +137,12 @@ class Verifier:
     def explain(self, differences: Iterable[Difference]) -> list[Explanation]:
         """Recompute the logits at each difference in the working precision and in the next higher one."""
         differences = list(differences)
-        sequences = [[*difference.asked, *difference.before] for difference in differences]
+        sequences = [[*difference.prompt_ids, *difference.shared_ids] for difference in differences]
         working = [self._as_decoded(sequence) for sequence in sequences]
         names = [str(self._model.dtype).removeprefix("torch.")] * 2
         try:
             if quantized_layers(self._model):  # quantized layers have no more precise form
-                step_by_step = [logits_step_by_step(self._model, one.asked, one.before) for one in differences]
+                step_by_step = [logits_step_by_step(self._model, one.prompt_ids, one.shared_ids) for one in differences]
                 names[1] += ", token by token"
             else:
                 step_by_step = self._precisely(sequences) if sequences else []
@@ -158,7 +158,7 @@ class Verifier:
         guide = self._loaded.guide(grammar)
         drafter = guided(drafter, guide, self._draft_tokens)
         masks = masks_of(guide)
-        steps = list(answer_steps(self._loaded, drafter, self._sampling, self._most, ids, masks, prediction))
+        steps = list(answer_steps(self._loaded, drafter, self._sampling, self._max_new_tokens, ids, masks, prediction))
         return [token for step in steps for token in step.tokens], len(steps)
 
     def _as_decoded(self, ids: list[int]) -> torch.Tensor:
@@ -182,11 +182,11 @@ class Verifier:
     ) -> Explanation:
         guide = self._loaded.guide(difference.grammar)
         if guide:
-            guide.follow(difference.before)
+            guide.follow(difference.shared_ids)
         sampler, _ = self._loaded.sampler(
-            self._sampling, difference.asked, max_new_tokens=self._most, first=masks_of(guide)
+            self._sampling, difference.prompt_ids, max_new_tokens=self._max_new_tokens, first=masks_of(guide)
         )
-        sampler.context += difference.before
+        sampler.context += difference.shared_ids
         rough, fine = (sampler.scores(logits.cpu()) for logits in (working, precise))
         chosen = sampler.chooser(precise.cpu()[None])(0)
         if difference.expected is None or difference.found is None:

@@ -1,14 +1,15 @@
-"""Loss of drafting heads: frozen target, batches, labels, and a chunked cross-entropy.
+"""Training examples and the loss of drafting heads: frozen target, batches, labels, and a chunked cross-entropy.
 
-The loss compares the heads with the target's probabilities and with the text. A draft vocabulary restricts the output
-layers, as in EAGLE-3 (arXiv:2503.01840) and FR-Spec (arXiv:2502.14856). The logits of a head and their gradients are
-computed chunk by chunk in the forward pass, so that they are never all in memory at once.
+Examples are token ids, each marked as written by the model or not. The loss compares the heads with the target's
+probabilities and with the text. A draft vocabulary restricts the output layers, as in EAGLE-3 (arXiv:2503.01840) and
+FR-Spec (arXiv:2502.14856). The logits of a head and their gradients are computed chunk by chunk in the forward pass, so
+that they are never all in memory at once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,12 +19,132 @@ from torch.nn import functional
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
-from hdtool.builders.heads.examples import Example
-from hdtool.data.errors import ModelError
-from hdtool.runtime.config import HeadsConfig
+from hdtool.builders.evaluation.recording import TurnReader
+from hdtool.data.chat import encode_text
+from hdtool.data.errors import ModelError, RecordError
+from hdtool.data.progress import ProgressBar
+from hdtool.data.records import Record, RecordedAnswer, RecordReader, Trace
+from hdtool.runtime.config import HeadsConfig, TrainConfig
 from hdtool.runtime.drafters.heads.modules import Heads
 from hdtool.runtime.model.families import hidden_in, module_of_hidden
 from hdtool.runtime.model.target import Target
+
+MIN_TOKENS = 3
+"""Minimum number of tokens of an example; the first head predicts the third token of a text."""
+
+
+@dataclass(frozen=True)
+class Example:
+    """Training text of at most one window of tokens."""
+
+    ids: npt.NDArray[np.int64]
+    drafted: npt.NDArray[np.bool_]
+    """True for each token that the model wrote; all True for plain text. Heads are trained on these tokens only."""
+
+
+def read_examples(reading: RecordReader, turns: TurnReader, window: int, progress: ProgressBar) -> list[Example]:
+    """Return the examples of all records, cut to ``window`` tokens; raise a ``RecordError`` if there are none."""
+    examples: list[Example] = []
+    max_length = 0
+    for record in reading.whole_records():
+        for whole in _record_examples(record, turns):
+            max_length = max(max_length, len(whole.ids))
+            examples += _windows(whole, window)
+        progress.to(reading.bytes_read)
+    if not examples:
+        raise RecordError(
+            f"no examples: the longest text has {max_length} tokens, and heads need {MIN_TOKENS} at least "
+            f"and an answer of the model among them; name more text"
+        )
+    return examples
+
+
+def _record_examples(record: Record, turns: TurnReader) -> Iterator[Example]:
+    if all(part.by_model for part in record.parts):
+        for part in record.parts:
+            ids = part.ids or encode_text(turns.tokenizer, part.text, special=True)
+            yield Example(np.array(ids, np.int64), np.ones(len(ids), np.bool_))
+        return
+    messages = tuple(
+        {"role": "assistant" if part.by_model else part.role, "content": part.text} for part in record.parts
+    )
+    answers = [
+        RecordedAnswer(place, part.ids, len(part.ids) if part.ids else None)
+        for place, part in enumerate(record.parts)
+        if part.by_model and place
+    ]
+    try:
+        yield from _conversation_examples(Trace("", "", messages, tuple(answers), "a conversation"), turns)
+    except RecordError:
+        if any(part.ids for part in record.parts):
+            raise
+        # Templates may refuse roles that do not alternate: use the texts without the template.
+        for part in record.parts:
+            ids = encode_text(turns.tokenizer, part.text, special=True)
+            yield Example(np.array(ids, np.int64), np.full(len(ids), part.by_model))
+
+
+def _conversation_examples(trace: Trace, turns: TurnReader) -> Iterator[Example]:
+    """Yield one example per run of turns whose contexts extend each other, so that no token is trained on twice."""
+    ids: list[int] = []
+    drafted: list[bool] = []
+    for turn in turns.turns(trace):
+        if turn.prompt[: len(ids)] != ids:
+            yield Example(np.array(ids, np.int64), np.array(drafted, np.bool_))
+            ids, drafted = [], []
+        drafted += [False] * (len(turn.prompt) - len(ids)) + [True] * len(turn.answer)
+        ids = turn.prompt + turn.answer
+    if ids:
+        yield Example(np.array(ids, np.int64), np.array(drafted, np.bool_))
+
+
+def _windows(example: Example, window: int) -> Iterator[Example]:
+    for start in range(0, len(example.ids), window):
+        ids, drafted = example.ids[start : start + window], example.drafted[start : start + window]
+        if len(ids) >= MIN_TOKENS and drafted[2:].any():
+            yield Example(ids, drafted)
+
+
+SORTED_BATCHES = 16
+"""Number of batches whose examples are sorted by length together, to reduce padding."""
+
+
+class BatchSampler:
+    """Splits examples into training and validation sets, and draws training batches deterministically by step."""
+
+    def __init__(self, examples: Sequence[Example], config: TrainConfig) -> None:
+        order = np.random.default_rng((config.seed, len(examples))).permutation(len(examples))
+        count = min(max(1, round(config.val_fraction * len(examples))), len(examples) - 1)
+        self.validation = [examples[place] for place in sorted(order[:count])] or list(examples)
+        self.train = [examples[place] for place in sorted(order[count:])]
+        self._seed = config.seed
+        self._batch = min(config.batch, len(self.train))
+        self._batches = -(-len(self.train) // self._batch)
+        self.steps = max(1, round(config.epochs * self._batches))
+        self._epoch, self._order = 0, self._shuffled_batches(0)
+
+    @property
+    def tokens(self) -> int:
+        """Number of training tokens per epoch."""
+        return sum(len(example.ids) for example in self.train)
+
+    def step(self, number: int) -> list[Example]:
+        """Return the batch of a step; examples are repeated to fill the last batch of an epoch."""
+        epoch, batch = divmod(number, self._batches)
+        if epoch != self._epoch:
+            self._epoch, self._order = epoch, self._shuffled_batches(epoch)
+        return [self.train[batch] for batch in self._order[batch]]
+
+    def _shuffled_batches(self, epoch: int) -> list[list[int]]:
+        random = np.random.default_rng((self._seed, epoch, 1))
+        order = random.permutation(len(self.train))
+        order = np.resize(order, self._batches * self._batch)
+        chunk = SORTED_BATCHES * self._batch
+        batches: list[list[int]] = []
+        for start in range(0, len(order), chunk):
+            part = sorted(order[start : start + chunk].tolist(), key=lambda index: len(self.train[index].ids))
+            batches += [part[first : first + self._batch] for first in range(0, len(part), self._batch)]
+        return [batches[index] for index in random.permutation(len(batches))]
 
 
 def draft_vocabulary(
@@ -144,10 +265,10 @@ class FrozenTarget:
         kind = self.model.config.model_type
         self._decoder = module_of_hidden(self.model, kind, lambda: self._all_logits(ids))
         self._output: Any = self.model.get_output_embeddings()
-        logits, hidden = self._both(ids)
+        logits, hidden = self._logits_and_hidden(ids)
         self.hidden_width = int(hidden.shape[-1])
         self.vocabulary = int(logits.shape[-1])
-        self.has_plain_output = self._gives(ids, hidden, logits)
+        self.has_plain_output = self._is_reproduced_by_parts(ids, hidden, logits)
 
     @torch.no_grad()
     def read(self, ids: torch.Tensor) -> TargetOutput:
@@ -156,7 +277,7 @@ class FrozenTarget:
             hidden = hidden_in(self._decoder(input_ids=ids, use_cache=False))
             assert hidden is not None
             return TargetOutput(hidden, embedded)
-        logits, hidden = self._both(ids)
+        logits, hidden = self._logits_and_hidden(ids)
         return TargetOutput(hidden, embedded, logits)
 
     @torch.no_grad()
@@ -195,7 +316,7 @@ class FrozenTarget:
         logits: torch.Tensor = self.model(input_ids=ids, use_cache=False).logits
         return logits
 
-    def _both(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _logits_and_hidden(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the logits and the hidden states of one forward pass."""
         hidden_states: list[torch.Tensor] = []
 
@@ -211,7 +332,7 @@ class FrozenTarget:
             handle.remove()
 
     @torch.no_grad()
-    def _gives(self, ids: torch.Tensor, hidden: torch.Tensor, logits: torch.Tensor) -> bool:
+    def _is_reproduced_by_parts(self, ids: torch.Tensor, hidden: torch.Tensor, logits: torch.Tensor) -> bool:
         """Return True if decoder and output layer, run separately, reproduce these hidden states and logits."""
         weight = getattr(self._output, "weight", None)
         if not isinstance(weight, torch.Tensor) or not weight.is_floating_point():
@@ -246,7 +367,7 @@ class LabelPositions(NamedTuple):
 
     rows: torch.Tensor
     columns: torch.Tensor
-    known: torch.Tensor
+    has_label: torch.Tensor
     """``[heads, positions]``; True where the head has a label."""
 
 
@@ -257,21 +378,21 @@ def label_positions(batch: Batch, heads: int) -> LabelPositions:
     """
     length = batch.drafted.shape[1]
     padded = functional.pad(batch.drafted, (0, heads + 2))
-    known = torch.stack([padded[:, ahead : ahead + length] for ahead in range(2, heads + 2)])
-    rows, columns = known.any(dim=0).nonzero(as_tuple=True)
-    return LabelPositions(rows, columns, known[:, rows, columns])
+    has_label = torch.stack([padded[:, ahead : ahead + length] for ahead in range(2, heads + 2)])
+    rows, columns = has_label.any(dim=0).nonzero(as_tuple=True)
+    return LabelPositions(rows, columns, has_label[:, rows, columns])
 
 
-def head_labels(batch: Batch, places: LabelPositions) -> torch.Tensor:
+def head_labels(batch: Batch, positions: LabelPositions) -> torch.Tensor:
     """Return the token ids to predict, ``[heads, positions]``; arbitrary where a head has no label."""
     last = batch.ids.shape[1] - 1
-    ahead = torch.arange(2, len(places.known) + 2, device=batch.ids.device)[:, None]
-    return batch.ids[places.rows, (places.columns + ahead).clamp_max(last)]
+    ahead = torch.arange(2, len(positions.has_label) + 2, device=batch.ids.device)[:, None]
+    return batch.ids[positions.rows, (positions.columns + ahead).clamp_max(last)]
 
 
-def head_logits(heads: Heads, hidden: torch.Tensor, embedded: torch.Tensor, places: LabelPositions) -> torch.Tensor:
+def head_logits(heads: Heads, hidden: torch.Tensor, embedded: torch.Tensor, positions: LabelPositions) -> torch.Tensor:
     """Return the logits ``[heads, positions, tokens]``, given hidden states and embeddings of the next tokens."""
-    return heads.logits(heads.along(hidden, embedded, places.rows, places.columns))
+    return heads.logits(heads.along(hidden, embedded, positions.rows, positions.columns))
 
 
 def draft_labels(heads: Heads, labels: torch.Tensor) -> torch.Tensor:
@@ -310,21 +431,21 @@ class HeadsLoss(torch.nn.Module):
         self._lm_weight = lm_weight
 
     def forward(
-        self, batch: Batch, places: LabelPositions, hidden: torch.Tensor, embedded: torch.Tensor, target: TargetProbs
+        self, batch: Batch, positions: LabelPositions, hidden: torch.Tensor, embedded: torch.Tensor, target: TargetProbs
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the loss summed over all labels, and per head the number of labels that equal its argmax.
 
         Labels outside the draft vocabulary add no loss, because the heads cannot predict them.
         """
-        labels = draft_labels(self.heads, head_labels(batch, places))
-        states = self.heads.along(hidden, embedded, places.rows, places.columns)
+        labels = draft_labels(self.heads, head_labels(batch, positions))
+        states = self.heads.along(hidden, embedded, positions.rows, positions.columns)
         total = states.new_zeros((), dtype=torch.float32)
         hits = []
         last = batch.ids.shape[1] - 1
-        for head, known in enumerate(places.known & (labels >= 0)):
+        for head, is_labelled in enumerate(positions.has_label & (labels >= 0)):
             output = self.heads.output(head)
-            rows = target.row_of[places.rows, (places.columns + head + 1).clamp_max(last)][known]
-            narrowed, own = output.narrowed(states[known, head]), labels[head][known]
+            rows = target.row_of[positions.rows, (positions.columns + head + 1).clamp_max(last)][is_labelled]
+            narrowed, own = output.narrowed(states[is_labelled, head]), labels[head][is_labelled]
             loss, correct = cross_entropy(
                 narrowed, output.up.weight, target.probs, rows, own, self._lm_weight, output.up.bias
             )

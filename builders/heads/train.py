@@ -14,15 +14,17 @@ import numpy.typing as npt
 import torch
 
 from hdtool.builders.evaluation.recording import TurnReader
-from hdtool.builders.heads.examples import BatchSampler, Example, read_examples
 from hdtool.builders.heads.loss import (
     Batch,
+    BatchSampler,
+    Example,
     FrozenTarget,
     draft_labels,
     draft_vocabulary,
     head_labels,
     head_logits,
     label_positions,
+    read_examples,
 )
 from hdtool.builders.heads.training_loop import (
     HiddenStatesFile,
@@ -60,42 +62,44 @@ def evaluate(heads: Heads, target: FrozenTarget, examples: list[Example]) -> Eva
     """Measure accuracy, calibration and the best static tree of the heads on validation examples."""
     number = heads.config.heads
     ranks: list[Ints] = []
-    seen = np.zeros((2, number, PROB_BUCKETS))
+    counts = np.zeros((2, number, PROB_BUCKETS))
     ordered = sorted(examples, key=lambda example: len(example.ids))
     for start in range(0, len(ordered), EVAL_BATCH):
         batch = Batch.of(ordered[start : start + EVAL_BATCH], target.device)
-        output, places = target.read(batch.ids), label_positions(batch, number)
-        logits = head_logits(heads, output.hidden.to(heads.like.dtype), output.embedded, places).float()
-        batch_ranks = _ranks(logits, draft_labels(heads, head_labels(batch, places)), places.known)
-        _count(seen, logits, batch_ranks)
+        output, positions = target.read(batch.ids), label_positions(batch, number)
+        logits = head_logits(heads, output.hidden.to(heads.like.dtype), output.embedded, positions).float()
+        batch_ranks = _ranks(logits, draft_labels(heads, head_labels(batch, positions)), positions.has_label)
+        _count_calibration(counts, logits, batch_ranks)
         ranks.append(batch_ranks)
-    every = np.concatenate(ranks, axis=1)
-    known = (every >= 0).sum(axis=1)
+    all_ranks = np.concatenate(ranks, axis=1)
+    label_counts = (all_ranks >= 0).sum(axis=1)
     top = {
-        str(best): [round(float(share), 4) for share in ((every >= 0) & (every < best)).sum(axis=1) / known]
+        str(best): [
+            round(float(share), 4) for share in ((all_ranks >= 0) & (all_ranks < best)).sum(axis=1) / label_counts
+        ]
         for best in (1, 5, 10)
     }
-    tree, gains = best_tree(every) if isinstance(heads, ParallelHeads) else ([], [])
-    calibrated = (seen[1] + PRIOR_WEIGHT * bucket_center(np.arange(PROB_BUCKETS))) / (seen[0] + PRIOR_WEIGHT)
+    tree, gains = best_tree(all_ranks) if isinstance(heads, ParallelHeads) else ([], [])
+    calibrated = (counts[1] + PRIOR_WEIGHT * bucket_center(np.arange(PROB_BUCKETS))) / (counts[0] + PRIOR_WEIGHT)
     return EvalResult(
-        top, int(known[0]), tree, gains, [[round(float(value), 4) for value in row] for row in calibrated]
+        top, int(label_counts[0]), tree, gains, [[round(float(value), 4) for value in row] for row in calibrated]
     )
 
 
-def _ranks(logits: torch.Tensor, labels: torch.Tensor, known: torch.Tensor) -> Ints:
+def _ranks(logits: torch.Tensor, labels: torch.Tensor, has_label: torch.Tensor) -> Ints:
     """Return the rank of each label in its head's logits, ``[heads, positions]``; -1 where there is no label.
 
     A token outside the draft vocabulary (label -1) ranks last.
     """
     label_logits = logits.gather(-1, labels.clamp_min(0)[..., None])
     ranks = (logits > label_logits).sum(dim=-1).masked_fill(labels < 0, logits.shape[-1])
-    return ranks.masked_fill(~known, -1).cpu().numpy().astype(np.int64)
+    return ranks.masked_fill(~has_label, -1).cpu().numpy().astype(np.int64)
 
 
-def _count(seen: npt.NDArray[np.float64], logits: torch.Tensor, ranks: Ints) -> None:
+def _count_calibration(counts: npt.NDArray[np.float64], logits: torch.Tensor, ranks: Ints) -> None:
     """Count, per head and probability bucket, the head's top-k tokens and how many of them were the true token.
 
-    Adds these counts to ``seen[0]`` and ``seen[1]``. A head counts only where the true tokens of all earlier heads
+    Adds these counts to ``counts[0]`` and ``counts[1]``. A head counts only where the true tokens of all earlier heads
     ranked in their top-k.
     """
     best = logits.log_softmax(dim=-1).topk(min(TOKENS_PER_RANKING, logits.shape[-1])).values.cpu().numpy()
@@ -103,10 +107,10 @@ def _count(seen: npt.NDArray[np.float64], logits: torch.Tensor, ranks: Ints) -> 
     for head in range(len(ranks)):
         reached = correct & (ranks[head] >= 0)
         buckets = prob_bucket(np.exp(best[head][reached]))
-        np.add.at(seen[0, head], buckets, 1.0)
+        np.add.at(counts[0, head], buckets, 1.0)
         true_ranks = ranks[head][reached]
         held = np.flatnonzero(true_ranks < best.shape[-1])
-        np.add.at(seen[1, head], buckets[held, true_ranks[held]], 1.0)
+        np.add.at(counts[1, head], buckets[held, true_ranks[held]], 1.0)
         correct &= (ranks[head] >= 0) & (ranks[head] < best.shape[-1])
 
 
@@ -115,14 +119,14 @@ def best_tree(ranks: Ints, max_nodes: int = LARGEST_BUDGET) -> tuple[list[list[i
 
     A path is never accepted more often than its prefix, so the most frequent paths form a tree.
     """
-    taken: Counter[tuple[int, ...]] = Counter()
+    path_counts: Counter[tuple[int, ...]] = Counter()
     whole = ranks[:, ranks[0] >= 0].T
     for row in whole.tolist():
         for depth, rank in enumerate(row, start=1):
             if not 0 <= rank < TOKENS_PER_RANKING:
                 break
-            taken[tuple(row[:depth])] += 1
-    chosen = sorted(taken.items(), key=lambda entry: (-entry[1], len(entry[0]), entry[0]))[:max_nodes]
+            path_counts[tuple(row[:depth])] += 1
+    chosen = sorted(path_counts.items(), key=lambda entry: (-entry[1], len(entry[0]), entry[0]))[:max_nodes]
     return [list(path) for path, _ in chosen], [round(count / len(whole), 6) for _, count in chosen]
 
 

@@ -18,9 +18,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from hdtool.builders.heads.examples import BatchSampler, Example
 from hdtool.builders.heads.loss import (
     Batch,
+    BatchSampler,
+    Example,
     FrozenTarget,
     HeadsLoss,
     TargetOutput,
@@ -43,7 +44,7 @@ class Processes:
         self.rank: int = accelerator.process_index if accelerator else 0
         self.size: int = accelerator.num_processes if accelerator else 1
 
-    def shared(self, module: torch.nn.Module) -> Any:
+    def prepare(self, module: torch.nn.Module) -> Any:
         """Wrap a module for data-parallel training, with gradients averaged over the processes."""
         return self._accelerator.prepare_model(module) if self._accelerator else module
 
@@ -51,8 +52,8 @@ class Processes:
         """Return a context manager that accumulates gradients without synchronizing them."""
         return self._accelerator.no_sync(module) if self._accelerator else nullcontext()
 
-    def total(self, numbers: torch.Tensor) -> Any:
-        return self._accelerator.reduce(numbers, reduction="sum") if self._accelerator else numbers
+    def reduce_sum(self, values: torch.Tensor) -> Any:
+        return self._accelerator.reduce(values, reduction="sum") if self._accelerator else values
 
     def wait(self) -> None:
         if self._accelerator:
@@ -223,7 +224,7 @@ class Training:
         if processes.size > min(config.batch, len(batches.train)):
             raise OptionError(f"batch is {config.batch}: {processes.size} processes need at least one text each")
         self._optimizer = torch.optim.AdamW(heads.parameters(), lr=config.learning_rate, betas=ADAMW_BETAS)
-        self._loss = processes.shared(HeadsLoss(heads, config.lm_weight))
+        self._loss = processes.prepare(HeadsLoss(heads, config.lm_weight))
 
     def run(self, settings: dict[str, Any]) -> Iterator[int]:
         """Train to the end; yields the number of steps done.
@@ -273,7 +274,7 @@ class Training:
             group["lr"] = self._config.learning_rate * learning_rate_factor(step, self.steps, self._config.warm_up)
         self._optimizer.step()
         self._optimizer.zero_grad()
-        total, *hits = self._processes.total(sums).tolist()
+        total, *hits = self._processes.reduce_sum(sums).tolist()
         self.history.losses.append(total / sum(known))
         self.history.hits.append([hit / max(1, count) for hit, count in zip(hits, known, strict=True)])
 
@@ -281,9 +282,9 @@ class Training:
         batch = Batch.of(examples, self._target.device)
         with autocast(self._target.device):
             output = self._stored.read(examples, batch) if self._stored else self._target.read(batch.ids)
-            places = label_positions(batch, self.heads.config.heads)
+            positions = label_positions(batch, self.heads.config.heads)
             probs = TargetProbs.of(self._target, output, batch, self.heads)
-            loss, hits = self._loss(batch, places, output.hidden, output.embedded, probs)
+            loss, hits = self._loss(batch, positions, output.hidden, output.embedded, probs)
         # Gradients are averaged over processes; scale so that the result is the mean over all labels.
         (loss * (self.heads.config.heads * self._processes.size / known)).backward()
         return torch.cat([loss.detach()[None], hits.to(loss)])
@@ -332,11 +333,11 @@ class Training:
 
 def checkpoint_file(folder: Path) -> OutputFile:
     advice = "make room, choose another --out, or move it away, and run the command again"
-    is_ours = checkpoint_with({"heads", "optimizer", "done", "losses", "hits", "settings"})
+    is_ours = is_checkpoint_with({"heads", "optimizer", "done", "losses", "hits", "settings"})
     return OutputFile(folder / CHECKPOINT_FILE, "a checkpoint of hdtool train-heads", is_ours, HeadsError, advice)
 
 
-def checkpoint_with(keys: Set[str]) -> Callable[[Path], bool]:
+def is_checkpoint_with(keys: Set[str]) -> Callable[[Path], bool]:
     """Return a function that tells whether a file is a torch checkpoint with exactly these keys."""
 
     def is_ours(path: Path) -> bool:

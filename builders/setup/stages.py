@@ -16,15 +16,20 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from hdtool.builders.evaluation.recording import RecordedTurn, TurnReader
-from hdtool.builders.setup.candidates import Overhead, SetupStores, replay_by_source, replay_with_model_store
+from hdtool.builders.setup.measurements import (
+    Overhead,
+    answer_prompts,
+    number_of_prompts,
+    replay_by_source,
+    replay_with_model_store,
+)
 from hdtool.builders.setup.verdict import MIN_STORE_ANSWERS
 from hdtool.builders.setup.work_folder import (
     LearnedPart,
+    SetupStores,
     WorkFolder,
-    answer_prompts,
     choose_held_out,
     learned_name,
-    number_of_prompts,
     opening_hash,
 )
 from hdtool.builders.stores.build import build_corpus_index, build_model_store, vocabulary_rankings
@@ -159,7 +164,7 @@ class Stages:
         copies = [*self._folder.learned_files, self._folder.held_out]
         stages = [] if all(path.exists() for path in copies) else ["read"]
         stages += [
-            stage for kind, stage in STORE_STAGES.items() if kind not in stores.folders or not stores.built(kind)
+            stage for kind, stage in STORE_STAGES.items() if kind not in stores.folders or not stores.own_manifest(kind)
         ]
         if self._plan.config.rankings and not _has_rankings(stores):
             stages.append(STORE_STAGES[MODEL])
@@ -186,10 +191,10 @@ class Stages:
         return SetupStores(folders, inputs, self._plan.model.name, self._plan.replace)
 
     def planned_stores(self) -> dict[str, tuple[str, Path | None]]:
-        """Return the fate and folder of each store; the folder is None if it depends on missing weights."""
+        """Return the effect of the build on each store, and its folder, or None if that depends on missing weights."""
         stores = self._planned
         return {
-            kind: (stores.fate(kind), stores.folders[kind]) if kind in stores.folders else ("goes to", None)
+            kind: (stores.build_effect(kind), stores.folders[kind]) if kind in stores.folders else ("goes to", None)
             for kind in ((MODEL, CORPUS) if self._plan.corpus else (MODEL,))
         }
 
@@ -311,7 +316,7 @@ class Stages:
         self, kind: str, reading: RecordReader, sources: Sequence[Source], build: Callable[..., Manifest]
     ) -> Result:
         folder = self._stores.folders[kind]
-        if manifest := self._stores.built(kind):  # a set-up was killed between build and record
+        if manifest := self._stores.own_manifest(kind):  # a set-up was killed between build and record
             return _described(folder, manifest)
         with progress_bar(reading.total_bytes, "reading", unit="B", quiet=self._plan.quiet) as progress:
             documents = tokenized(reading, self._tokenizer, progress)

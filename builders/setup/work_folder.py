@@ -1,6 +1,6 @@
-"""Work folder of a set-up, which keeps stage results so that the same command resumes.
+"""Work folder of a set-up, which keeps stage results so that the same command resumes, and the stores that it builds.
 
-It holds copies of logged conversations, so only its owner can read it. Also answers the held-out prompts.
+The folder holds copies of logged conversations, so only its owner can read it.
 """
 
 from __future__ import annotations
@@ -13,23 +13,14 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import replace
-from itertools import chain
+from dataclasses import dataclass
+from functools import cache, partial
 from pathlib import Path
-from statistics import fmean
 from typing import IO, Any, NamedTuple
 
-from hdtool.builders.evaluation.bench import Bench
-from hdtool.builders.evaluation.bench_plan import ContenderFactory, warm_up_questions
-from hdtool.builders.evaluation.contenders import Contender, DraftingContender
-from hdtool.builders.evaluation.scores import mean_speed
-from hdtool.builders.evaluation.verify import Verifier
-from hdtool.builders.setup.candidates import method_options, usable_drafter_methods, with_model_drafters
-from hdtool.data.chat import encode_conversation
 from hdtool.data.conversation import USER, Conversation
-from hdtool.data.conversation_shapes import AnsweredQuestion
-from hdtool.data.errors import PromptError, RecordError, ResultError, os_errors_as
-from hdtool.data.kept_records import file_lock
+from hdtool.data.durable_files import file_lock
+from hdtool.data.errors import RecordError, ResultError, StoreError, os_errors_as
 from hdtool.data.output_files import (
     O_BINARY,
     O_NOFOLLOW,
@@ -39,16 +30,19 @@ from hdtool.data.output_files import (
     sync_to_disk,
     temporary_names,
 )
-from hdtool.data.prompts import Prompt
 from hdtool.data.stores.home import SHOWN_FINGERPRINT_DIGITS, StoredItem, home, remove_empty, setups_at_home
-from hdtool.data.stores.manifest import Checkpoint, InputShare
-from hdtool.data.stores.store import recorded_name
-from hdtool.data.stores.store_files import LOCK_FILE as STORE_LOCK, MANIFEST, delete_leftovers, is_regular
-from hdtool.runtime.config import DecodeConfig, ModelConfig, SamplingConfig
+from hdtool.data.stores.manifest import Checkpoint, InputShare, Manifest
+from hdtool.data.stores.store import FolderCheck, file_checksum, read_manifest, recorded_name
+from hdtool.data.stores.store_files import (
+    LOCK_FILE as STORE_LOCK,
+    MANIFEST,
+    MODEL_KIND,
+    check_destination,
+    delete_leftovers,
+    holds_manifest,
+    is_regular,
+)
 from hdtool.runtime.config.building import MAX_HELD_OUT
-from hdtool.runtime.config.model import INT8
-from hdtool.runtime.model.load import Loaded
-from hdtool.runtime.stores.store_set import StoreSet
 
 
 def opening_hash(conversation: Conversation) -> bytes:
@@ -235,7 +229,7 @@ def _make_private(folder: Path) -> None:
             place.chmod(PRIVATE_FOLDER)
 
 
-def kept_setups() -> list[StoredItem]:
+def stored_setups() -> list[StoredItem]:
     """Return the work folders in hdtool's home, as ``hdtool stores`` lists them."""
     folders = sorted(path.parent for path in home().glob(f"setups/*/*/{RESULTS_FILE}") if is_regular(path))
     return [
@@ -296,96 +290,62 @@ def _remove_half(folder: Path) -> None:
         folder.rmdir()
 
 
-PLAIN_NAME, DRAFTED_NAME, GENERATE_NAME = "ar", "hd", "generate"
-PLAIN_SECONDS = 40.0
-"""Approximate time, in seconds, that plain decoding of the chosen prompts should take."""
-MIN_PROMPTS, MAX_PROMPTS, MAX_GENERATE_PROMPTS = 3, 24, 4
-"""Limits for the number of prompts; transformers answers fewer because it is several times slower."""
+@cache
+def _file_digest(path: Path, changed: int) -> str:
+    """Return the checksum of a file, cached per modification time ``changed`` because a corpus may be large."""
+    return file_checksum(path)
 
 
-def number_of_prompts(max_new_tokens: int, plain_tokens_per_second: float) -> int:
-    """Return the number of prompts that plain decoding answers in about ``PLAIN_SECONDS``."""
-    return max(MIN_PROMPTS, min(MAX_PROMPTS, int(PLAIN_SECONDS * plain_tokens_per_second / max_new_tokens)))
+@dataclass(frozen=True)
+class SetupStores:
+    """Stores of a set-up by kind. A store belongs to the set-up if it holds every text the set-up builds it from."""
 
+    folders: Mapping[str, Path]
+    inputs: Mapping[str, Callable[[], Sequence[Path]]]
+    """Functions that return the text files of each store; the parts of logs are known only after the logs were read."""
+    model: str
+    replace: bool
+    """True if stores that another command built may be replaced."""
 
-def answer_prompts(
-    loaded: Loaded,
-    store_set: StoreSet,
-    model: ModelConfig,
-    prompts: Sequence[Prompt],
-    most_prompts: int,
-    max_new_tokens: int,
-    chat: bool | None,
-    on_progress: Callable[[int], None],
-    folder: Path | None = None,
-) -> dict[str, Any]:
-    """Answer the first prompts that fit the model's context with each method; return speeds and comparisons.
+    def own_manifest(self, kind: str) -> Manifest | None:
+        """Return the store's manifest if it belongs to this set-up, even if more texts were added, else None."""
+        folder, inputs = self.folders[kind], self.inputs[kind]()
+        if not inputs or not holds_manifest(folder) or not all(path.exists() for path in inputs):
+            return None
+        manifest = read_manifest(folder, check=not self.replace)
+        held = {share.sha256 for share in manifest.sources}
+        return manifest if all(_file_digest(path, path.stat().st_mtime_ns) in held for path in inputs) else None
 
-    Every answer uses a fresh drafter. ``generate`` of transformers answers only a few prompts. Trained drafters that
-    lie in the model's ``folder`` or are layers of its checkpoint take part too.
-    """
-    decoding = with_model_drafters(DecodeConfig(max_new_tokens=max_new_tokens), loaded, folder)
-    offered = usable_drafter_methods(decoding, loaded)
-    names = (GENERATE_NAME, PLAIN_NAME, DRAFTED_NAME, *offered)
-    contenders = ContenderFactory(loaded, store_set, model, decoding, SamplingConfig()).contenders(names)
-    bench = Bench(loaded, contenders, max_new_tokens, chat)
-    questions = [prompt for prompt in prompts if bench.fits(prompt)][:most_prompts]
-    if not questions:
-        raise PromptError("no held-out conversation fits the model's context: name logs of shorter ones")
-    bench.warm_up(warm_up_questions(questions, (), 1, bench.fits))
-    without_generate = replace(
-        bench, contenders={name: contender for name, contender in contenders.items() if name != GENERATE_NAME}
-    )
-    answers: list[dict[str, AnsweredQuestion]] = []
-    for answered in chain(
-        bench.answers(questions[:MAX_GENERATE_PROMPTS]), without_generate.answers(questions, done=MAX_GENERATE_PROMPTS)
-    ):
-        answers.append(answered)
-        on_progress(len(answers))
-    compared = tuple(name for name in contenders if name != GENERATE_NAME or model.activations != INT8)
-    different = [
-        prompt for prompt, by_method in zip(questions, answers, strict=True) if not _is_identical(by_method, compared)
-    ]
-    drafting = [contender for name, contender in contenders.items() if name in (DRAFTED_NAME, *offered)]
-    return {
-        "tokens_per_second": {
-            name: mean_speed([by_method[name] for by_method in answers if name in by_method]) for name in contenders
-        },
-        "tokens_per_step": _tokens_per_step(answers, DRAFTED_NAME),
-        "offered": {
-            name: {
-                "tokens_per_step": _tokens_per_step(answers, name),
-                "options": list(method_options(name, decoding)),
-            }
-            for name in offered
-        },
-        "prompts": len(questions),
-        # Prompts for which all methods gave the same tokens. With 8-bit activations, transformers is not compared,
-        # because it does not round them.
-        "identical": len(questions) - len(different),
-        # Other prompts whose differences are explained by rounding.
-        "near_ties": sum(_is_near_tie(loaded, drafting, prompt, max_new_tokens, chat) for prompt in different),
-    }
+    def check(self) -> None:
+        """Raise if a folder is no valid destination of a build, or if it holds a store that must not be replaced."""
+        for kind, folder in self.folders.items():
+            check_destination(folder)
+            if check := self.replacement_check(kind):
+                check(folder)
 
+    def build_effect(self, kind: str) -> str:
+        """Return what will happen to a folder that ``check`` accepted, worded as the start of a sentence."""
+        folder = self.folders[kind]
+        if not holds_manifest(folder):
+            return "goes to"
+        if self.own_manifest(kind):
+            return "was built before and stays in"
+        rankings = kind == MODEL_KIND and read_manifest(folder, check=False).holds_rankings_alone
+        return "joins the rankings in" if rankings else "replaces the store in"
 
-def _tokens_per_step(answers: Sequence[dict[str, AnsweredQuestion]], name: str) -> float:
-    return fmean(tokens for by_method in answers for tokens in by_method[name].step_tokens)
+    def replacement_check(self, kind: str) -> FolderCheck | None:
+        """Return a check that raises if this set-up did not build the store; None if any store may be replaced."""
+        return None if self.replace else partial(self._refuse_other, kind)
 
+    def _refuse_other(self, kind: str, folder: Path) -> None:
+        if holds_manifest(folder) and not self.own_manifest(kind) and not read_manifest(folder).holds_rankings_alone:
+            raise StoreError(
+                f"{folder} holds a {kind} store of {self.model}: --replace replaces it, and hdtool add {folder} FILES "
+                "extends it without a set-up"
+            )
 
-def _is_identical(by_method: dict[str, AnsweredQuestion], compared: Sequence[str]) -> bool:
-    first, *others = (by_method[method].output_ids for method in compared if method in by_method)
-    return all(other == first for other in others)
-
-
-def _is_near_tie(
-    loaded: Loaded, drafting: Sequence[Contender], prompt: Prompt, max_new_tokens: int, chat: bool | None
-) -> bool:
-    """Return True if rounding explains every difference between the methods."""
-    ids = encode_conversation(loaded.tokenizer, prompt.messages, chat=chat, tools=prompt.tools)
-    for contender in drafting:
-        assert isinstance(contender, DraftingContender)
-        verifier = Verifier(loaded, SamplingConfig(), contender.new_drafter(), max_new_tokens)
-        check = verifier.check(prompt.id, ids, prompt.grammar)
-        if not all(explanation.near_tie for explanation in verifier.explain(check.differences)):
-            return False
-    return True
+    def require(self) -> None:
+        """Raise a ``StoreError`` if another command has replaced a store since it was built."""
+        for kind, folder in self.folders.items():
+            if not self.own_manifest(kind):
+                raise StoreError(f"{folder} was replaced by another command meanwhile: run setup again")

@@ -38,8 +38,8 @@ def sequence_groups(
     answers: CountedDocuments, length: int, frequent: FrequentSequences, per_key: int
 ) -> list[NgramGroup]:
     """Group sequences by prefix and, if they have the maximum length, also by first token as phrases."""
-    places, *_ = frequent
-    tokens = answers.tokens[places[:, None] + np.arange(length)]
+    positions, *_ = frequent
+    tokens = answers.tokens[positions[:, None] + np.arange(length)]
     groups = [_group(tokens, frequent, length - 1, per_key)]
     if length == PHRASE_TOKENS + 1:
         groups.append(_group(tokens, frequent, 1, per_key))
@@ -89,8 +89,8 @@ def sort_shard(tokens: Tokens, end: int) -> SortedShard:
     heads = np.zeros(end + 1, np.uint32)
     np.cumsum(np.bincount(tokens, minlength=end + 1)[:end], out=heads[1:])
     # A search stops at an end token, and the last token is one, so clamping to it is safe.
-    places = suffixes[::PREFIX_EVERY, None] + np.arange(1, PREFIX_TOKENS + 1)
-    return SortedShard(suffixes, heads, tokens[np.minimum(places, len(tokens) - 1)])
+    positions = suffixes[::PREFIX_EVERY, None] + np.arange(1, PREFIX_TOKENS + 1)
+    return SortedShard(suffixes, heads, tokens[np.minimum(positions, len(tokens) - 1)])
 
 
 @dataclass(frozen=True)
@@ -135,18 +135,18 @@ def suffix_array(tokens: Tokens) -> npt.NDArray[np.uint32]:
     """
     from pydivsufsort import divsufsort
 
-    places = divsufsort(tokens.astype(tokens.dtype.newbyteorder(">")).view(np.uint8))
+    positions = divsufsort(tokens.astype(tokens.dtype.newbyteorder(">")).view(np.uint8))
     out = np.empty(len(tokens), np.uint32)
-    _token_starts(places, tokens.dtype.itemsize, out)
+    _token_starts(positions, tokens.dtype.itemsize, out)
     return out
 
 
 @compiled
-def _token_starts(places: Tokens, size: int, out: Tokens) -> None:
+def _token_starts(positions: Tokens, size: int, out: Tokens) -> None:
     count = 0
-    for place in places:
-        if place % size == 0:
-            out[count] = place // size
+    for position in positions:
+        if position % size == 0:
+            out[count] = position // size
             count += 1
 
 
@@ -162,7 +162,7 @@ class BuildEngine(Protocol):
         ...
 
     def documents(
-        self, reading: RecordReader, tokenizer: PreTrainedTokenizerBase, shown: ProgressBar
+        self, reading: RecordReader, tokenizer: PreTrainedTokenizerBase, progress: ProgressBar
     ) -> Iterator[Document]:
         """Yield the tokenized texts of all inputs, in input order."""
         ...
@@ -187,9 +187,9 @@ class LocalBuildEngine:
         pass
 
     def documents(
-        self, reading: RecordReader, tokenizer: PreTrainedTokenizerBase, shown: ProgressBar
+        self, reading: RecordReader, tokenizer: PreTrainedTokenizerBase, progress: ProgressBar
     ) -> Iterator[Document]:
-        return tokenized(reading, tokenizer, shown)
+        return tokenized(reading, tokenizer, progress)
 
     def sort(self, files: ShardFiles, shards: Sequence[ShardPlace]) -> None:
         workers = min(self._workers, len(shards))

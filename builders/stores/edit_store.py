@@ -240,20 +240,22 @@ def _renumbered(documents: Iterable[Document], places: dict[int, int]) -> Iterat
 
 def _rebuild(
     folder: Path,
-    like: Manifest,
+    template: Manifest,
     documents: Iterable[Document],
     sources: Sequence[Source],
     check: FolderCheck | None,
     rankings: Ints | None,
 ) -> Manifest:
-    """Build a store with the kind, tokenizer, options and model of the manifest ``like``."""
-    build, names = (build_corpus_index, CORPUS_OPTIONS) if like.kind == CORPUS else (build_model_store, MODEL_OPTIONS)
-    options = {name: like.options[name] for name in names if name in like.options}
-    if like.model:
-        options["model"] = like.model
+    """Build a store with the kind, tokenizer, options and model of the manifest ``template``."""
+    build, names = (
+        (build_corpus_index, CORPUS_OPTIONS) if template.kind == CORPUS else (build_model_store, MODEL_OPTIONS)
+    )
+    options = {name: template.options[name] for name in names if name in template.options}
+    if template.model:
+        options["model"] = template.model
     if rankings is not None:
         options["rankings"] = rankings
-    return build(folder, documents, like.tokenizer, sources, check=check, **options)
+    return build(folder, documents, template.tokenizer, sources, check=check, **options)
 
 
 class DropConversationsResult(NamedTuple):
@@ -282,6 +284,8 @@ class HistoryDocuments:
     def __init__(self, folders: Sequence[Path], tokenizer: TokenizerFingerprint) -> None:
         """Raise a ``StoreError`` if a store has another tokenizer. Conversations appended later are not included."""
         self.sources: list[Source] = []
+        self.tokens = 0
+        """Number of tokens of all documents."""
         self._parts: list[Callable[[], Iterator[Document]]] = []
         for folder in folders:
             if holds_history(folder):
@@ -299,12 +303,14 @@ class HistoryDocuments:
             of_source = [conversation for conversation in held if conversation.source == name]
             digest = hashlib.sha256(b"".join(conversation.hash for conversation in of_source)).hexdigest()
             self._parts.append(partial(_history_documents, store, of_source, len(self.sources)))
+            self.tokens += sum(conversation.tokens for conversation in of_source)
             self.sources.append(Source(f"{folder / name}", digest))
 
     def _add_model_store(self, folder: Path, tokenizer: TokenizerFingerprint) -> None:
         contents = StoreContents.of(folder)
         require_store(contents.manifest, folder, MODEL_KIND, tokenizer)
         self._parts.append(partial(_stored_documents, contents, len(self.sources)))
+        self.tokens += contents.manifest.counts["tokens"]
         self.sources += contents.sources
 
     def __iter__(self) -> Iterator[Document]:
@@ -323,9 +329,9 @@ def _history_documents(store: HistoryStore, conversations: list[StoredConversati
         yield Document(tokens, source)
 
 
-def _stored_documents(contents: StoreContents, before: int) -> Iterator[Document]:
+def _stored_documents(contents: StoreContents, first_source: int) -> Iterator[Document]:
     for document in contents.documents():
-        yield Document(document.ids, before + document.source)
+        yield Document(document.ids, first_source + document.source)
 
 
 def drop_conversations(

@@ -31,8 +31,8 @@ from hdtool.builders.stores.sequences import (
     CountedDocuments,
     FrequentSequences,
     encode_texts,
-    frequent_of_part,
     merge_frequent,
+    most_frequent_in_part,
     part_count,
 )
 from hdtool.data.errors import ClusterError, HdtoolError, error_reason, install_command
@@ -213,7 +213,7 @@ class RayBuildEngine:
         reading.hashes.update(enumerate(hashes))
 
     def documents(
-        self, reading: RecordReader, tokenizer: PreTrainedTokenizerBase, shown: ProgressBar
+        self, reading: RecordReader, tokenizer: PreTrainedTokenizerBase, progress: ProgressBar
     ) -> Iterator[Document]:
         with ray_errors_reported(self._ray):
             shared, encode = self._ray.put(tokenizer), self._task(_encode_portion)
@@ -232,7 +232,7 @@ class RayBuildEngine:
                 reading.take(portion)
                 for document in np.split(ids, ends):
                     yield Document(document, source)
-                shown.to(reading.bytes_read)
+                progress.to(reading.bytes_read)
             reading.finish()
 
     def sort(self, files: ShardFiles, shards: Sequence[ShardPlace]) -> None:
@@ -258,7 +258,7 @@ class RayBuildEngine:
         ):
             shared = self._ray.put(answers.tokens)
             count = self._task(_count_part)
-            how = (shared, answers.end, answers.once)
+            how = (shared, answers.end, answers.once_per_document)
             frequent_by_part = _prefetched((count.remote(*how, *job, parts, top_k) for job in jobs), 2 * self._cpus)
 
             def of_length() -> Iterator[FrequentSequences]:
@@ -330,6 +330,6 @@ def _encode_portion(portion: Portion, tokenizer: PreTrainedTokenizerBase, width:
 
 
 def _count_part(
-    tokens: Tokens, end: int, once: bool, length: int, part: int, parts: int, top_k: int
+    tokens: Tokens, end: int, once_per_document: bool, length: int, part: int, parts: int, top_k: int
 ) -> FrequentSequences:
-    return frequent_of_part(CountedDocuments(tokens, end, once), length, part, parts, top_k)
+    return most_frequent_in_part(CountedDocuments(tokens, end, once_per_document), length, part, parts, top_k)

@@ -65,14 +65,14 @@ class DocumentFile:
 TOKENIZER_BATCH = 1024
 
 
-def tokenized(reading: RecordReader, tokenizer: PreTrainedTokenizerBase, shown: ProgressBar) -> Iterator[Document]:
+def tokenized(reading: RecordReader, tokenizer: PreTrainedTokenizerBase, progress: ProgressBar) -> Iterator[Document]:
     """Yield each text as a document, tokenized in batches."""
     texts = ((text, record.source) for record in reading for text in record.texts)
     while batch := list(islice(texts, TOKENIZER_BATCH)):
         encoded = encode_texts([text for text, _ in batch], tokenizer)
         for ids, (_, source) in zip(encoded, batch, strict=True):
             yield Document(ids, source)
-        shown.to(reading.bytes_read)
+        progress.to(reading.bytes_read)
 
 
 def encode_texts(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
@@ -93,11 +93,11 @@ class CountedDocuments:
 
     tokens: Ints
     end: int
-    once: bool
+    once_per_document: bool
     """True if a sequence counts at most once per document."""
 
     @property
-    def place_type(self) -> np.dtype[Any]:
+    def position_type(self) -> np.dtype[Any]:
         return np.dtype(np.int32 if len(self.tokens) < 2**31 else np.int64)
 
 
@@ -112,7 +112,7 @@ same prefix, and row 3 the number of distinct ones. A prefix is all tokens but t
 def most_frequent(answers: CountedDocuments, length: int, top_k: int) -> FrequentSequences:
     """Return the ``top_k`` most frequent sequences of ``length`` tokens; ties prefer smaller token ids."""
     parts = part_count(answers)
-    frequent_by_part = (frequent_of_part(answers, length, part, parts, top_k) for part in range(parts))
+    frequent_by_part = (most_frequent_in_part(answers, length, part, parts, top_k) for part in range(parts))
     return merge_frequent(answers, length, frequent_by_part, top_k)
 
 
@@ -121,14 +121,16 @@ def part_count(answers: CountedDocuments) -> int:
     return 1 << (len(answers.tokens) * 4 // (_slots(answers) * 3)).bit_length()
 
 
-def frequent_of_part(answers: CountedDocuments, length: int, part: int, parts: int, top_k: int) -> FrequentSequences:
+def most_frequent_in_part(
+    answers: CountedDocuments, length: int, part: int, parts: int, top_k: int
+) -> FrequentSequences:
     """Return the ``top_k`` most frequent sequences whose prefix hash falls into one part."""
     size = _slots(answers)
-    table, repeats = np.full(size, -1, answers.place_type), np.zeros(size, np.uint32)
-    if _count(answers.tokens, answers.end, length, part, parts, answers.once, table, repeats):
+    table, repeats = np.full(size, -1, answers.position_type), np.zeros(size, np.uint32)
+    if _count(answers.tokens, answers.end, length, part, parts, answers.once_per_document, table, repeats):
         return _top_sequences(answers.tokens, _table_sequences(answers.tokens, length, table, repeats), length, top_k)
     del table, repeats  # the part does not fit: count its halves one after the other
-    halves = (frequent_of_part(answers, length, half, 2 * parts, top_k) for half in (part, part + parts))
+    halves = (most_frequent_in_part(answers, length, half, 2 * parts, top_k) for half in (part, part + parts))
     return merge_frequent(answers, length, halves, top_k)
 
 
@@ -157,22 +159,22 @@ def _table_sequences(tokens: Ints, length: int, table: Ints, repeats: Ints) -> F
     All sequences that share a prefix must be in the table.
     """
     used = np.flatnonzero(table >= 0)
-    places, counts = table[used].astype(np.int64), repeats[used] + np.int64(1)
-    totals, distinct = _by_prefix(tokens, places, counts, length - 1, np.full(table_size(len(used)), -1, np.int32))
-    return np.stack([places, counts, totals, distinct])
+    positions, counts = table[used].astype(np.int64), repeats[used] + np.int64(1)
+    totals, distinct = _by_prefix(tokens, positions, counts, length - 1, np.full(table_size(len(used)), -1, np.int32))
+    return np.stack([positions, counts, totals, distinct])
 
 
 def _top_sequences(tokens: Ints, sequences: FrequentSequences, length: int, limit: int) -> FrequentSequences:
     """Return the ``limit`` most frequent of distinct sequences; ties prefer smaller token ids."""
-    places, counts, *_ = sequences
-    if len(places) <= limit:
+    positions, counts, *_ = sequences
+    if len(positions) <= limit:
         return sequences
     min_count = np.sort(counts)[-limit]  # with many ties, np.sort is faster than np.partition
     best = [np.flatnonzero(counts > min_count)]
     equal = np.flatnonzero(counts == min_count)
     missing = limit - len(best[0])
     for offset in range(length):
-        column = tokens[places[equal] + offset].astype(np.int64)  # np.partition is slow for 16-bit integers
+        column = tokens[positions[equal] + offset].astype(np.int64)  # np.partition is slow for 16-bit integers
         largest = np.partition(column, missing - 1)[missing - 1]
         best.append(equal[column < largest])
         missing -= len(best[-1])
@@ -181,12 +183,14 @@ def _top_sequences(tokens: Ints, sequences: FrequentSequences, length: int, limi
 
 
 @compiled
-def _count(tokens: Ints, end: int, length: int, part: int, parts: int, once: bool, places: Ints, repeats: Ints) -> bool:
+def _count(
+    tokens: Ints, end: int, length: int, part: int, parts: int, once_per_document: bool, positions: Ints, repeats: Ints
+) -> bool:
     """Count the sequences whose prefix hash falls into one part; return False if the table is too small.
 
-    ``places`` holds the last position of each sequence, and ``repeats`` how often it occurred again.
+    ``positions`` holds the last position of each sequence, and ``repeats`` how often it occurred again.
     """
-    room, mask = len(places) // 4 * 3, len(places) - 1
+    room, mask = len(positions) // 4 * 3, len(positions) - 1
     begin = 0
     for last in range(len(tokens)):
         if tokens[last] == end:
@@ -198,34 +202,34 @@ def _count(tokens: Ints, end: int, length: int, part: int, parts: int, once: boo
         if np.int64(prefix >> np.uint64(32)) & (parts - 1) != part:
             continue
         slot = slot_of(mix_hash(prefix, np.int64(tokens[last])), mask)
-        while places[slot] >= 0 and not _equal_sequences(tokens, places[slot], at, length):
+        while positions[slot] >= 0 and not _equal_sequences(tokens, positions[slot], at, length):
             slot = (slot + 1) & mask
-        if places[slot] < 0:
+        if positions[slot] < 0:
             room -= 1
             if room < 0:
                 return False
-        elif not once or places[slot] < begin:
+        elif not once_per_document or positions[slot] < begin:
             repeats[slot] += 1
-        places[slot] = at
+        positions[slot] = at
     return True
 
 
 @compiled
-def _by_prefix(tokens: Ints, places: Ints, counts: Ints, prefix: int, table: Ints) -> tuple[Ints, Ints]:
+def _by_prefix(tokens: Ints, positions: Ints, counts: Ints, prefix: int, table: Ints) -> tuple[Ints, Ints]:
     """Return, for each sequence, the total count and the number of sequences that share its prefix."""
     mask = len(table) - 1
-    firsts = np.empty(len(places), np.int32)  # the first sequence with the same prefix
-    totals, distinct = np.zeros(len(places), np.int64), np.zeros(len(places), np.int64)
-    for number in range(len(places)):
-        slot = slot_of(sequence_hash(tokens, places[number], prefix), mask)
-        while table[slot] >= 0 and not _equal_sequences(tokens, places[table[slot]], places[number], prefix):
+    firsts = np.empty(len(positions), np.int32)  # the first sequence with the same prefix
+    totals, distinct = np.zeros(len(positions), np.int64), np.zeros(len(positions), np.int64)
+    for number in range(len(positions)):
+        slot = slot_of(sequence_hash(tokens, positions[number], prefix), mask)
+        while table[slot] >= 0 and not _equal_sequences(tokens, positions[table[slot]], positions[number], prefix):
             slot = (slot + 1) & mask
         if table[slot] < 0:
             table[slot] = number
         firsts[number] = table[slot]
         totals[firsts[number]] += counts[number]
         distinct[firsts[number]] += 1
-    for number in range(len(places)):
+    for number in range(len(positions)):
         totals[number], distinct[number] = totals[firsts[number]], distinct[firsts[number]]
     return totals, distinct
 

@@ -15,8 +15,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from urllib.parse import unquote
 
+from hdtool.data.durable_files import file_lock
 from hdtool.data.errors import OptionError, StoreError
-from hdtool.data.kept_records import file_lock
 from hdtool.data.stores.manifest import (
     HISTORY_FILES,
     LMDB_LOCK_ENDING,
@@ -149,7 +149,7 @@ def history_of_tenant(folder: Path, tenant: str) -> Path:
     return folder / _folder_of(tenant) if tenant else folder
 
 
-def namespace_among(names: Iterable[str]) -> str | None:
+def first_namespace_with_stores(names: Iterable[str]) -> str | None:
     """Return the first of these names that is a valid namespace and has stores, or None."""
     return next((name for name in names if _is_possible(name) and has_stores(name)), None)
 
@@ -162,7 +162,7 @@ def has_stores(namespace: str) -> bool:
     """
     folder = _namespace(namespace)
     try:
-        return folder.is_dir() and {path.name for path in folder.glob("*/*")} != {HISTORY_KIND}
+        return folder.is_dir() and any(path.name != HISTORY_KIND for path in folder.glob("*/*"))
     except OSError as error:
         if error.errno != errno.ENAMETOOLONG:
             raise

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from hdtool.data.conversation import lone_surrogate
+from hdtool.data.durable_files import file_lock
 from hdtool.data.errors import StoreError
-from hdtool.data.kept_records import file_lock
 from hdtool.data.stores.store_files import (
     CORPUS_KIND,
     HISTORY_KIND,

@@ -19,8 +19,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import BinaryIO, TypeVar
 
+from hdtool.data.durable_files import file_lock
 from hdtool.data.errors import StoreError
-from hdtool.data.kept_records import file_lock
 from hdtool.data.output_files import sync_to_disk
 from hdtool.data.stores.manifest import (
     STORE_FORMATS,

@@ -15,8 +15,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from hdtool.data.durable_files import why_foreign_lock
 from hdtool.data.errors import StoreError, os_errors_as
-from hdtool.data.kept_records import why_foreign_lock
 from hdtool.data.output_files import sync_to_disk
 
 MANIFEST = "manifest.json"

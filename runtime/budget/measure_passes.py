@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from hdtool.data.durable_files import MAX_CACHE_AGE, CachedValue
 from hdtool.data.errors import CostError, OptionError
-from hdtool.data.kept_records import MAX_CACHE_AGE, CachedValue
 from hdtool.data.stores.home import cost_at_home, quick_costs_at_home
 from hdtool.runtime.budget.cost_curve import PASS_SIZES, CostCurve, Floats, cost_file
 from hdtool.runtime.config import CostConfig

@@ -21,8 +21,8 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
+from hdtool.data.durable_files import file_lock, folder_lock, lock_path, remove_scratch_folders, scratch_folder
 from hdtool.data.errors import ModelError, os_errors_as
-from hdtool.data.kept_records import file_lock, folder_lock, lock_path, remove_unfinished, scratch_folder
 from hdtool.data.output_files import OutputFile, is_json_with, json_object, sync_to_disk
 from hdtool.data.stores.home import quantized_at_home, quantized_models_at_home
 from hdtool.runtime.kernels.compact_weight import CompactWeight, narrowed
@@ -164,7 +164,7 @@ def quantized_folder(name: str, scheme: str, files: Sequence[Path], load: Callab
     advice = "make room, or let HDTOOL_HOME name a folder with more"
     busy = ModelError(f"another process quantizes {name}")
     with os_errors_as(ModelError, f"{name} cannot be quantized to {folder}", advice), folder_lock(folder, busy):
-        remove_unfinished(folder)
+        remove_scratch_folders(folder)
         quantized = QuantizedManifest.read(folder)  # another process may have written it meanwhile
         if quantized is None or not quantized.is_whole(folder):
             again = ", as files of it were damaged" if folder.is_dir() else ", once"

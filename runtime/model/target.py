@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from hdtool.data.durable_files import MAX_CACHE_AGE, CachedValue
 from hdtool.data.errors import FamilyError
-from hdtool.data.kept_records import MAX_CACHE_AGE, CachedValue
 from hdtool.runtime.engine import PassOptions, Verified
 from hdtool.runtime.model.cache.kv_cache import LayerShape
 from hdtool.runtime.model.cache.slots import Cache

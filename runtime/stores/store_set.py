@@ -13,9 +13,9 @@ from hdtool.data.errors import StoreError
 from hdtool.data.stores.home import (
     NO_STORE,
     corpus_index_at_home,
+    first_namespace_with_stores,
     model_store_at_home,
     model_stores_at_home,
-    namespace_among,
     store_folder,
 )
 from hdtool.data.stores.manifest import Checkpoint, Manifest, TokenizerFingerprint
@@ -194,4 +194,4 @@ def tenant_among(served_as: Sequence[str], model: str) -> str:
 
     A model served only under its own name has no tenant, "", unless there are stores of that name.
     """
-    return namespace_among([*served_as, model]) or next((name for name in served_as if name != model), "")
+    return first_namespace_with_stores([*served_as, model]) or next((name for name in served_as if name != model), "")

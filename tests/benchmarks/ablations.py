@@ -42,7 +42,7 @@ from hdtool.runtime.model.checkpoint_identity import checkpoint_of
 from hdtool.runtime.model.load import Loaded, load
 from hdtool.runtime.sequence import Step
 from hdtool.runtime.stores.store_set import StoreSet
-from tests.benchmarks.known_draws import LONGEST_PROMPT, SEEDS, in_turn
+from tests.benchmarks.known_draws import MAX_PROMPT_TOKENS, SEEDS, in_turn
 from tests.benchmarks.methods import cold, warm
 
 NODES = 32, 64
@@ -136,7 +136,7 @@ def answered(options: argparse.Namespace) -> Iterator[tuple[str, float]]:
         tokens, passes = 0, 0.0
         for number, prompt in enumerate(prompts):
             asked = encode_conversation(loaded.tokenizer, prompt.messages[:1])
-            if len(asked) <= LONGEST_PROMPT:
+            if len(asked) <= MAX_PROMPT_TOKENS:
                 sampling = SamplingConfig(temperature=options.temperature, seed=SEEDS + number)
                 budget = FixedBudget(nodes) if nodes else CostBudget(COST)
                 drafter = drafter_with_budget(partial(_same, budget), config, stores, loaded.target)
@@ -150,9 +150,11 @@ def _same(budget: Budget) -> Budget:
     return budget
 
 
-def steps_of(loaded: Loaded, drafter: Drafter, asked: list[int], sampling: SamplingConfig, most: int) -> list[Step]:
-    sampler, stops = loaded.sampler(sampling, asked, max_new_tokens=most)
-    return list(decode(loaded.target, asked, sampler, max_new_tokens=most, stops=stops, drafter=drafter))
+def steps_of(
+    loaded: Loaded, drafter: Drafter, asked: list[int], sampling: SamplingConfig, max_new_tokens: int
+) -> list[Step]:
+    sampler, stops = loaded.sampler(sampling, asked, max_new_tokens=max_new_tokens)
+    return list(decode(loaded.target, asked, sampler, max_new_tokens=max_new_tokens, stops=stops, drafter=drafter))
 
 
 def measured(without: str) -> Figures:

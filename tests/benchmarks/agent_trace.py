@@ -68,14 +68,14 @@ class TooLongError(Exception):
     """The conversation exceeds the model's context."""
 
 
-def conversations(paths: Sequence[Path], most: int) -> list[list[Request]]:
-    """Return the requests of up to ``most`` conversations."""
+def conversations(paths: Sequence[Path], limit: int) -> list[list[Request]]:
+    """Return the requests of up to ``limit`` conversations."""
     if not paths:
-        return list(islice(of_this_folder(), most))
+        return list(islice(of_this_folder(), limit))
     made = []
-    for trace in read_traces(paths)[:most]:
+    for trace in read_traces(paths)[:limit]:
         messages = [dict(message) for message in trace.messages]
-        made.append([messages[: answer.place] for answer in trace.answers if answer.place])
+        made.append([messages[: answer.message_index] for answer in trace.answers if answer.message_index])
     return [requests for requests in made if requests]
 
 

@@ -21,7 +21,7 @@ from hdtool.runtime.answerer import Answerer
 from hdtool.runtime.config import DecodeConfig, ModelConfig, SamplingConfig
 from hdtool.runtime.environment import machine
 
-MOST = 160
+MAX_NEW_TOKENS = 160
 SIZES = (1, 2, 4, 6, 8)
 
 
@@ -80,7 +80,7 @@ def main() -> None:
 def answering(method: str, size: int, threads: int) -> Answerer:
     return Answerer(
         ModelConfig(device="cpu", threads=threads),
-        DecodeConfig(method, MOST, batch_size=size, history="none"),  # all rounds have the same prompts
+        DecodeConfig(method, MAX_NEW_TOKENS, batch_size=size, history="none"),  # all rounds have the same prompts
         SamplingConfig(),
     )
 

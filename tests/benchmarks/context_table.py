@@ -6,6 +6,7 @@ same size arrives as a prompt.
 
 from __future__ import annotations
 
+import argparse
 import time
 from collections.abc import Callable
 
@@ -33,7 +34,7 @@ def conversation(seed: int) -> list[int]:
     return said[:TOKENS]
 
 
-def one_by_one(add: Callable[[int], None]) -> str:
+def time_tokens(add: Callable[[int], None]) -> str:
     spent = np.empty(TOKENS)
     for place in range(TOKENS):
         started = time.perf_counter()
@@ -43,13 +44,14 @@ def one_by_one(add: Callable[[int], None]) -> str:
     return f"{low:.2f} / {high:.2f} µs"
 
 
-def in_one(read: Callable[[list[int]], object], tokens: list[int]) -> str:
+def time_prompt(read: Callable[[list[int]], object], tokens: list[int]) -> str:
     started = time.perf_counter()
     read(tokens)
     return f"{(time.perf_counter() - started) / len(tokens) * 1e6:.2f} µs"
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     first, second = conversation(1), conversation(2)
     live, paper = ContextTable(), SequenceTable(PaperConfig().sequences)
     live.read(second[:100])  # warm-up: compiles
@@ -59,12 +61,12 @@ def main() -> None:
     words = np.array(first)
     steps = np.lib.stride_tricks.sliding_window_view(words, SEQUENCE_LENGTH + 1)
     singly = (
-        one_by_one(lambda place: live.add(words[place : place + 1])),
-        one_by_one(lambda place: paper.add(steps[place : place + 1])),
+        time_tokens(lambda place: live.add(words[place : place + 1])),
+        time_tokens(lambda place: paper.add(steps[place : place + 1])),
     )
     paper_bytes = paper.nbytes
     paper.clear()
-    at_once = in_one(live.read, second), in_one(paper.add_text, second)
+    at_once = time_prompt(live.read, second), time_prompt(paper.add_text, second)
     print(f"{machine()}; {TOKENS:,} tokens\n")
     print("| context table of | MiB | a token, p50 / p99 | a token of a prompt |\n|---|---|---|---|")
     for name, size, single, many in zip(("hd", "hd-paper"), (live.nbytes, paper_bytes), singly, at_once, strict=True):

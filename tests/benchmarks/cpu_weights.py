@@ -157,18 +157,22 @@ def passes(sides: dict[str, Side], repeats: int) -> None:
     print(f"\nall logits with float32 and 16 bits have the same bits in {same} of {repeats * len(ROWS)} passes")
 
 
-def answer(loaded: Loaded, curve: CostCurve, method: str, prompt: list[int], most: int) -> tuple[list[int], float, int]:
+def answer(
+    loaded: Loaded, curve: CostCurve, method: str, prompt: list[int], max_new_tokens: int
+) -> tuple[list[int], float, int]:
     """Return the tokens, the seconds and the number of steps of an answer."""
-    target, config = loaded.target, DecodeConfig(method, max_new_tokens=most)
+    target, config = loaded.target, DecodeConfig(method, max_new_tokens=max_new_tokens)
     drafter = drafter_with_budget(
         partial(MeasuredBudget, target.log, MeasuredCosts(target.log, curve)), config, StoreSet(), target
     )
     started = CLOCK()
-    steps = list(decode(target, prompt, Sampler(SamplingConfig(), prompt), max_new_tokens=most, drafter=drafter))
+    steps = list(
+        decode(target, prompt, Sampler(SamplingConfig(), prompt), max_new_tokens=max_new_tokens, drafter=drafter)
+    )
     return [token for step in steps for token in step.tokens], CLOCK() - started, len(steps)
 
 
-def answers(sides: dict[str, Side], questions: int, most: int) -> None:
+def answers(sides: dict[str, Side], questions: int, max_new_tokens: int) -> None:
     print("\n| method | weights, code | tokens/s | tokens a step | ratio | answers with the same tokens |")
     print("|---|---|---|---|---|---|")
     loaded = next(iter(sides.values())).loaded
@@ -180,7 +184,9 @@ def answers(sides: dict[str, Side], questions: int, most: int) -> None:
         totals = {name: [0.0, 0.0, 0.0] for name in sides}
         same = 0
         for number, prompt in enumerate(asked):
-            found = {name: answer(side.loaded, curves[name], method, prompt, most) for name, side in sides.items()}
+            found = {
+                name: answer(side.loaded, curves[name], method, prompt, max_new_tokens) for name, side in sides.items()
+            }
             if number:  # the first one is the warm-up
                 same += len({tuple(tokens) for tokens, _, _ in found.values()}) == 1
                 for name, (tokens, seconds, steps) in found.items():

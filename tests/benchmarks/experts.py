@@ -109,14 +109,14 @@ def simulated(mixture: Simulated, curve: CostCurve, conversations: Sequence[Sequ
         drafter = drafter_with_budget(lambda budget=budget: budget, config, StoreSet())  # type: ignore[misc]
         for turn in turns:
             engine.answer(turn)
-            sampler, most = Sampler(SamplingConfig(), turn.prompt), len(turn.answer)
-            room = most + LARGEST_TREE + 1
+            sampler, max_new_tokens = Sampler(SamplingConfig(), turn.prompt), len(turn.answer)
+            room = max_new_tokens + LARGEST_TREE + 1
             made = 0
             for step in decode(
                 engine, turn.prompt, sampler, max_new_tokens=room, drafter=drafter, prefix_caching=False
             ):
                 made += len(step.tokens)
-                if made >= most:
+                if made >= max_new_tokens:
                     break
             tokens += made - 1  # the first token comes from the prefill
         taken += engine.milliseconds

@@ -193,7 +193,7 @@ def print_drafting(shape: str, methods: Sequence[Drafting], length: int = 1000) 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--drafting",
         nargs="*",

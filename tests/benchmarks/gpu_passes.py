@@ -88,7 +88,7 @@ CONTEXTS, NODES, SLOTS, STEPS = (5, 130, 700), (0, 20, 64), (1, 3), 3
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16"))
     parser.add_argument("--families", type=lambda names: names.split(","), default=list(FAMILIES))

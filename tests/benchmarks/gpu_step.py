@@ -29,11 +29,11 @@ TURNS, SHOWN = 15, 14
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("shape", help="a shape, or a config.json")
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--contexts", type=numbers, default=[1000, 7000])
-    parser.add_argument("--nodes", type=numbers, default=[0, 7, 31, 63, 64])
+    parser.add_argument("--contexts", type=parse_integers, default=[1000, 7000])
+    parser.add_argument("--nodes", type=parse_integers, default=[0, 7, 31, 63, 64])
     parser.add_argument("--slots", type=int, default=8)
     parser.add_argument("--trace", action="store_true")
     options = parser.parse_args()
@@ -64,7 +64,7 @@ def main() -> None:
         trace(target, steps, options.contexts[0])
 
 
-def numbers(text: str) -> list[int]:
+def parse_integers(text: str) -> list[int]:
     return [int(one) for one in text.split(",")]
 
 

@@ -27,8 +27,7 @@ import torch
 from transformers.utils import logging
 
 from hdtool.builders.evaluation.bench import rotated
-from hdtool.builders.heads.examples import Example
-from hdtool.builders.heads.loss import FrozenTarget
+from hdtool.builders.heads.loss import Example, FrozenTarget
 from hdtool.builders.heads.train import evaluate
 from hdtool.data import demo
 from hdtool.runtime.accept import Accepted
@@ -45,7 +44,7 @@ from tests.support.one_sequence import OneSequence
 
 BUDGETS = (22, 35, 45, 64)
 TEMPERATURES = (0.0, 0.7)
-HARDER = 32
+ACCURACY_DRAFT_TOKENS = 32
 """Number of draft tokens for the answers on which head accuracy is measured."""
 
 Folders = Mapping[str, Path]
@@ -92,7 +91,7 @@ class Sums:
 
 def accuracy(bench: Bench, folders: Folders, plot: Path) -> None:
     """Measure the accuracy of heads on the model's answers; prompt tokens do not count."""
-    plain = bench.drafter("hd", draft_tokens=HARDER)
+    plain = bench.drafter("hd", draft_tokens=ACCURACY_DRAFT_TOKENS)
     lessons = []
     for prompt in bench.prompts:
         said = [token for step in bench.answer(prompt, plain) for token in step.tokens]

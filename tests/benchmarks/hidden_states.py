@@ -28,7 +28,7 @@ from tests.benchmarks.methods import parser_of_recordings, read_recordings
 from tests.benchmarks.recency import RANKS, SHAPE, Candidates, fit
 from tests.support.one_sequence import OneSequence
 
-MOST_PLACES = 64
+MAX_POSITIONS = 64
 SIMILARITIES = np.array([-0.2, 0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9])
 """Borders of the similarity classes; class 0 is a candidate without an earlier place."""
 CLASSES = (len(SIMILARITIES) + 2) * SHAPE[1]
@@ -73,7 +73,7 @@ def _states(model: OneSequence, tokens: list[int]) -> np.ndarray:
 def _classes(candidates: np.ndarray, tokens: np.ndarray, states: np.ndarray) -> np.ndarray:
     """Return the class of the largest similarity among places where each candidate followed the last token."""
     last = len(tokens) - 1
-    places = np.flatnonzero(tokens[1:last] == tokens[last])[-MOST_PLACES:] + 1
+    places = np.flatnonzero(tokens[1:last] == tokens[last])[-MAX_POSITIONS:] + 1
     similarities = states[places - 1] @ states[last - 1]
     largest: dict[int, float] = {}
     for place, similarity in zip(places, similarities, strict=True):

@@ -162,7 +162,7 @@ def row(tokens: int, folder: Path, last: list[Tokens]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, nargs="+", default=[10_000, 1_000_000, 10_000_000])
     parser.add_argument("--folder", type=Path, help="where the stores are written; a temporary folder by default")
     parser.add_argument("--answers", type=int, default=40, help="new answers at whose tokens drafts are timed")

@@ -73,50 +73,50 @@ MARKED: Sequence[tuple[object, str, str]] = (
 
 
 @dataclass
-class Marks:
+class HostTimer:
     """Records the host time between passes by the innermost marked function."""
 
-    wholes: list[float] = field(default_factory=list)
+    step_seconds: list[float] = field(default_factory=list)
     parts: list[dict[str, float]] = field(default_factory=list)
     passes: list[float] = field(default_factory=list)
     _open: list[str] = field(default_factory=lambda: [LOOP])
-    _taken: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    _part_seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     _last: float = 0.0
     _ended: float = 0.0
     """End of the last pass of a step; 0 after a prefill."""
 
-    def turn(self, now: float) -> None:
-        self._taken[self._open[-1]] += now - self._last
+    def charge(self, now: float) -> None:
+        self._part_seconds[self._open[-1]] += now - self._last
         self._last = now
 
-    def within(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    def timed_part(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)
         def marked(*arguments: Any, **options: Any) -> Any:
-            self.turn(time.perf_counter())
+            self.charge(time.perf_counter())
             self._open.append(name)
             try:
                 return function(*arguments, **options)
             finally:
-                self.turn(time.perf_counter())
+                self.charge(time.perf_counter())
                 self._open.pop()
 
         return marked
 
-    def around(self, compute: Callable[..., Any], is_step: Callable[..., bool]) -> Callable[..., Any]:
+    def timed_pass(self, compute: Callable[..., Any], is_step: Callable[..., bool]) -> Callable[..., Any]:
         """Wrap the function that computes a pass, to record its start and end."""
 
         def noted(*arguments: Any, **options: Any) -> Any:
             began = time.perf_counter()
             of_step = is_step(*arguments, **options)
             if self._ended and of_step:
-                self.turn(began)
-                self.wholes.append(began - self._ended)
-                self.parts.append(dict(self._taken))
+                self.charge(began)
+                self.step_seconds.append(began - self._ended)
+                self.parts.append(dict(self._part_seconds))
             found = compute(*arguments, **options)
             ended = time.perf_counter()
             self._ended = ended if of_step else 0.0
             self.passes.append(ended - began)
-            self._taken.clear()
+            self._part_seconds.clear()
             self._last = ended
             return found
 
@@ -127,7 +127,7 @@ class Marks:
 class Case:
     """Result of a method on a model, with a hash of all tokens and trees."""
 
-    marks: Marks
+    timer: HostTimer
     tokens: int
     steps: int
     seconds: float
@@ -135,28 +135,28 @@ class Case:
 
 
 class Bench:
-    def __init__(self, loaded: Loaded, stores: StoresConfig, prompts: Sequence[Prompt], most: int) -> None:
-        self.loaded, self._stores, self._prompts, self._most = loaded, stores, prompts, most
+    def __init__(self, loaded: Loaded, stores: StoresConfig, prompts: Sequence[Prompt], max_new_tokens: int) -> None:
+        self.loaded, self._stores, self._prompts, self._max_new_tokens = loaded, stores, prompts, max_new_tokens
 
     def run(self, method: str, nodes: int | None, batch: int, *, marked: bool) -> Case:
         config = DecodeConfig(
-            method, self._most, draft_tokens=nodes, batch_size=batch, history="memory", prefix_caching=False
+            method, self._max_new_tokens, draft_tokens=nodes, batch_size=batch, history="memory", prefix_caching=False
         )
         with mock.patch.object(answerer, "load", lambda _: self.loaded):
             asked = Answerer(ModelConfig(device="cpu", threads=1), config, SamplingConfig(), store_set=self._stores)
-        marks, found = Marks(), hashlib.sha256()
+        timer, found = HostTimer(), hashlib.sha256()
         tokens = steps = 0
         model = self.loaded.target.model
         with ExitStack() as patches:
             if marked:
                 for owner, name, part in MARKED:
-                    patches.enter_context(mock.patch.object(owner, name, marks.within(part, getattr(owner, name))))
+                    patches.enter_context(mock.patch.object(owner, name, timer.timed_part(part, getattr(owner, name))))
             if self.loaded.target.compiled:
                 for name, is_step in (("compute_tree", _is_compiled_step), ("compute_trees", lambda *_: True)):
-                    compute = marks.around(getattr(tree_pass, name), is_step)
+                    compute = timer.timed_pass(getattr(tree_pass, name), is_step)
                     patches.enter_context(mock.patch.object(tree_pass, name, compute))
             else:
-                forward = marks.around(model.forward, _is_forward_step)
+                forward = timer.timed_pass(model.forward, _is_forward_step)
                 patches.enter_context(mock.patch.object(model, "forward", forward))
             if marked:
                 patches.enter_context(mock.patch.object(Stats, "add", _hashing(Stats.add, found)))
@@ -167,7 +167,7 @@ class Bench:
                     found.update(piece.encode() if marked else b"")
                 tokens, steps = tokens + answer.stats.tokens, steps + answer.stats.steps
             seconds = time.perf_counter() - began
-        return Case(marks, tokens, steps, seconds, found.hexdigest()[:12])
+        return Case(timer, tokens, steps, seconds, found.hexdigest()[:12])
 
 
 def _is_compiled_step(*given: Any) -> bool:
@@ -207,12 +207,12 @@ def with_vocabulary(loaded: Loaded, tokens: int) -> Loaded:
 
 
 def show(name: str, batch: int, plain: Case, marked: Case) -> None:
-    whole = np.array(plain.marks.wholes) * 1e6
+    whole = np.array(plain.timer.step_seconds) * 1e6
     cells = []
     for part in PARTS:
-        found = np.array([step.get(part, 0.0) for step in marked.marks.parts]) * 1e6
+        found = np.array([step.get(part, 0.0) for step in marked.timer.parts]) * 1e6
         cells.append(f"{np.median(found):.0f} / {np.quantile(found, 0.9):.0f}")
-    passes = f"{np.median(plain.marks.passes) * 1e3:.1f}"
+    passes = f"{np.median(plain.timer.passes) * 1e3:.1f}"
     total = f"**{np.median(whole):.0f}** / {np.quantile(whole, 0.9):.0f} | {np.median(whole) / batch:.0f}"
     print(
         f"| {name} | {batch} | {total} | {' | '.join(cells)} | {passes} | {marked.tokens / marked.steps:.2f} "

@@ -66,7 +66,7 @@ CONTEXT, NODES, PROMPT = 200, (0, 7, 31), 256
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", type=lambda names: names.split(","), default=list(SHAPES))
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=9)

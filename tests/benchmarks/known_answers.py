@@ -24,8 +24,7 @@ import torch
 from transformers.utils import logging
 
 from hdtool.builders.evaluation.recording import RecordedTurn, TurnReader, accept_recorded
-from hdtool.builders.heads.examples import Example
-from hdtool.builders.heads.loss import FrozenTarget
+from hdtool.builders.heads.loss import Example, FrozenTarget
 from hdtool.builders.heads.train import evaluate
 from hdtool.data.records import read_traces
 from hdtool.runtime.accept import Accepted

@@ -29,7 +29,7 @@ from hdtool.runtime.environment import machine
 from hdtool.runtime.model.load import Loaded, load
 from hdtool.runtime.stores.store_set import StoreSet
 
-LONGEST_PROMPT = 900
+MAX_PROMPT_TOKENS = 900
 SEEDS = 5000
 
 
@@ -49,11 +49,11 @@ def in_turn(prompts: Sequence[Prompt]) -> list[Prompt]:
 
 
 def tokens_and_steps(
-    loaded: Loaded, drafter: Drafter, asked: list[int], sampling: SamplingConfig, most: int
+    loaded: Loaded, drafter: Drafter, asked: list[int], sampling: SamplingConfig, max_new_tokens: int
 ) -> tuple[list[int], int]:
     """Return the answer and the number of its steps without the prefill."""
-    sampler, stops = loaded.sampler(sampling, asked, max_new_tokens=most)
-    steps = list(decode(loaded.target, asked, sampler, max_new_tokens=most, stops=stops, drafter=drafter))
+    sampler, stops = loaded.sampler(sampling, asked, max_new_tokens=max_new_tokens)
+    steps = list(decode(loaded.target, asked, sampler, max_new_tokens=max_new_tokens, stops=stops, drafter=drafter))
     return [token for step in steps for token in step.tokens], len(steps) - 1
 
 
@@ -84,7 +84,7 @@ def main() -> None:
                 tokens, steps = 0, {False: 0, True: 0}
                 for number, prompt in enumerate(prompts):
                     asked = encode_conversation(loaded.tokenizer, prompt.messages[:1])
-                    if len(asked) > LONGEST_PROMPT:
+                    if len(asked) > MAX_PROMPT_TOKENS:
                         continue
                     sampling = SamplingConfig(temperature=temperature, seed=SEEDS + number)
                     plain, _ = tokens_and_steps(loaded, NoDraft(), asked, sampling, options.max_new_tokens)

@@ -12,7 +12,7 @@ from typing import Any
 
 from hdtool.data.errors import ModelError
 
-SHORTEST = ("-p", "0", "-n", "0", "-pg", "1,1")
+SHORTEST_RUN = ("-p", "0", "-n", "0", "-pg", "1,1")
 
 
 @dataclass(frozen=True)
@@ -38,14 +38,14 @@ class LlamaBench:
 
     @cached_property
     def build(self) -> str:
-        row, _ = self._run(*SHORTEST)
+        row, _ = self._run(*SHORTEST_RUN)
         return f"commit {row['build_commit']} (build {row['build_number']}), backends {row['backends']}"
 
     @cached_property
     def _start(self) -> float:
         """CPU seconds of an almost empty run, which starts the program and loads the file."""
-        self._run(*SHORTEST)  # loads the file into the page cache
-        return min(self._run(*SHORTEST)[1] for _ in range(3))
+        self._run(*SHORTEST_RUN)  # loads the file into the page cache
+        return min(self._run(*SHORTEST_RUN)[1] for _ in range(3))
 
     def _run(self, *lengths: str) -> tuple[dict[str, Any], float]:
         options = ("-t", str(self.threads), *lengths, "-r", "1", "--no-warmup", "-o", "json")

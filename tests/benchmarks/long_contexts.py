@@ -47,11 +47,11 @@ def prompts(loaded: Loaded, length: int, number: int) -> list[list[int]]:
 
 
 def answer(
-    loaded: Loaded, prompt: list[int], drafter: Drafter | None, most: int, sampling: SamplingConfig
+    loaded: Loaded, prompt: list[int], drafter: Drafter | None, max_new_tokens: int, sampling: SamplingConfig
 ) -> tuple[list[int], float, int]:
     """Return the tokens of an answer, the seconds after the first token, and the number of steps after it."""
-    sampler, _ = loaded.sampler(sampling, prompt, max_new_tokens=most)
-    steps = decode(loaded.target, prompt, sampler, max_new_tokens=most, drafter=drafter)
+    sampler, _ = loaded.sampler(sampling, prompt, max_new_tokens=max_new_tokens)
+    steps = decode(loaded.target, prompt, sampler, max_new_tokens=max_new_tokens, drafter=drafter)
     clock = time.process_time if loaded.target.device.type == "cpu" else time.perf_counter
     tokens = [*next(steps).tokens]
     started, number = clock(), 0

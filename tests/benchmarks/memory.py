@@ -20,7 +20,7 @@ from hdtool.runtime.answerer import Answerer
 from hdtool.runtime.config import DecodeConfig, ModelConfig, SamplingConfig
 from hdtool.runtime.environment import machine
 
-MOST = 32
+MAX_NEW_TOKENS = 32
 
 
 def resident() -> int:
@@ -45,11 +45,11 @@ def main() -> None:
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     prompts = list(read_prompts(demo.PROMPTS))
-    print(f"{machine()}; {options.generations} generations of {MOST} tokens at most\n")
+    print(f"{machine()}; {options.generations} generations of {MAX_NEW_TOKENS} tokens at most\n")
     print("| batch | before, MB | after each fifth of them, MB | growth |")
     print("|---|---|---|---|")
     for batch in options.batches:
-        decoding = DecodeConfig(max_new_tokens=MOST, batch_size=batch)
+        decoding = DecodeConfig(max_new_tokens=MAX_NEW_TOKENS, batch_size=batch)
         answerer = Answerer(ModelConfig(device="cpu"), decoding, SamplingConfig())
         for _ in generate(answerer, prompts, 1):
             pass

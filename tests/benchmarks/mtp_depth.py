@@ -37,7 +37,7 @@ def drafter_of(method: str, passes: int, loaded: Loaded, stores: StoreSet, *, is
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default=str(demo.HYBRID))
     parser.add_argument("--model-db", default="none")
     parser.add_argument("--num-prompts", type=int, default=16)

@@ -75,23 +75,28 @@ def library_answers(folder: Path) -> dict[str, Callable[[list[int], int], tuple[
     passes = [0]
     model.model.register_forward_hook(lambda *_: passes.__setitem__(0, passes[0] + 1))
 
-    def answer(ids: list[int], most: int, **options: Any) -> tuple[list[int], int]:
+    def answer(ids: list[int], max_new_tokens: int, **options: Any) -> tuple[list[int], int]:
         passes[0] = 0
-        found = model.generate(torch.tensor([ids]), max_new_tokens=most, do_sample=False, **options)
+        found = model.generate(torch.tensor([ids]), max_new_tokens=max_new_tokens, do_sample=False, **options)
         return found[0, len(ids) :].tolist(), passes[0]
 
-    return {"`generate`": answer, "`generate`, `use_mtp`": lambda ids, most: answer(ids, most, use_mtp=True)}
+    return {
+        "`generate`": answer,
+        "`generate`, `use_mtp`": lambda ids, max_new_tokens: answer(ids, max_new_tokens, use_mtp=True),
+    }
 
 
-def own_answer(loaded: Loaded, method: str, nodes: int | None, ids: list[int], most: int) -> tuple[list[int], int]:
+def own_answer(
+    loaded: Loaded, method: str, nodes: int | None, ids: list[int], max_new_tokens: int
+) -> tuple[list[int], int]:
     drafter = drafter_for(DecodeConfig(method, draft_tokens=nodes), loaded.target, StoreSet())
-    sampler, stops = loaded.sampler(SamplingConfig(), ids, max_new_tokens=most)
-    steps = list(decode(loaded.target, ids, sampler, max_new_tokens=most, stops=stops, drafter=drafter))
+    sampler, stops = loaded.sampler(SamplingConfig(), ids, max_new_tokens=max_new_tokens)
+    steps = list(decode(loaded.target, ids, sampler, max_new_tokens=max_new_tokens, stops=stops, drafter=drafter))
     return [token for step in steps for token in step.tokens], len(steps)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--num-prompts", type=int, default=16)
     parser.add_argument("--max-new-tokens", type=int, default=96)
@@ -107,13 +112,13 @@ def main() -> None:
         contenders: dict[str, Any] = dict(library_answers(folder))
         for method, nodes in METHODS:
             name = f"`{method}`" + (f", {nodes} nodes" if nodes else "")
-            contenders[name] = lambda ids, most, method=method, nodes=nodes: own_answer(
-                loaded, method, nodes, ids, most
+            contenders[name] = lambda ids, max_new_tokens, method=method, nodes=nodes: own_answer(
+                loaded, method, nodes, ids, max_new_tokens
             )
         compare(contenders, loaded, options.num_prompts, options.max_new_tokens)
 
 
-def compare(contenders: dict[str, Any], loaded: Loaded, number: int, most: int) -> None:
+def compare(contenders: dict[str, Any], loaded: Loaded, number: int, max_new_tokens: int) -> None:
     tokens, passes, seconds = defaultdict[str, int](int), defaultdict[str, int](int), defaultdict[str, float](float)
     prompts, differ = read_prompts(demo.PROMPTS), 0
     names = list(contenders)
@@ -122,7 +127,7 @@ def compare(contenders: dict[str, Any], loaded: Loaded, number: int, most: int) 
         answers = {}
         for name in names[turn % len(names) :] + names[: turn % len(names)]:
             began = time.perf_counter()
-            answers[name], used = contenders[name](ids, most)
+            answers[name], used = contenders[name](ids, max_new_tokens)
             seconds[name] += time.perf_counter() - began
             tokens[name] += len(answers[name])
             passes[name] += used

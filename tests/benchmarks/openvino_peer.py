@@ -20,7 +20,7 @@ from hdtool.runtime.model.load import Loaded
 from hdtool.runtime.sequence import room_for
 
 PACKAGE = "openvino-genai"
-DRAFTED, LONGEST_NGRAM = 5, 3
+DRAFTED, MAX_NGRAM_SIZE = 5, 3
 """Draft tokens and longest n-gram of prompt lookup, as in the example of OpenVINO's documentation."""
 
 
@@ -45,7 +45,7 @@ class OpenVinoContender:
         import openvino_genai
 
         self._loaded = loaded
-        self._most = max_new_tokens
+        self._max_new_tokens = max_new_tokens
         self._looks_up = lookup
         scheduler = openvino_genai.SchedulerConfig()
         scheduler.enable_prefix_caching = False
@@ -63,7 +63,7 @@ class OpenVinoContender:
     def with_limit(self, max_new_tokens: int) -> OpenVinoContender:
         """Return a contender with another answer length that shares the loaded pipeline."""
         other = copy.copy(self)
-        other._most = max_new_tokens
+        other._max_new_tokens = max_new_tokens
         return other
 
     def fresh(self) -> OpenVinoContender:
@@ -73,13 +73,13 @@ class OpenVinoContender:
         import openvino
         import openvino_genai
 
-        room, at_the_end = room_for(self._loaded.target, prompt, self._most)
+        room, at_the_end = room_for(self._loaded.target, prompt, self._max_new_tokens)
         settings = openvino_genai.GenerationConfig()
         settings.max_new_tokens = room
         settings.do_sample = False
         settings.stop_token_ids = set(self._loaded.stops)
         if self._looks_up:
-            settings.num_assistant_tokens, settings.max_ngram_size = DRAFTED, LONGEST_NGRAM
+            settings.num_assistant_tokens, settings.max_ngram_size = DRAFTED, MAX_NGRAM_SIZE
         ids = np.array([prompt], dtype=np.int64)
         inputs = openvino_genai.TokenizedInputs(openvino.Tensor(ids), openvino.Tensor(np.ones_like(ids)))
         found, seconds = timed(torch.device("cpu"), partial(self._pipeline.generate, inputs, settings))

@@ -23,7 +23,7 @@ from tests.support.packed_blocks import some_matrix
 ROWS = (1, 2, 4, 8, 16, 32)
 SHAPES = ((1536, 576), (576, 1536), (2048, 2048), (8192, 2048))
 """Shapes of SmolLM2-135M and of a Llama of 1.2 billion weights. Blocks of 256 need a multiple of 256 columns."""
-NUMBERS = 75_000_000
+VALUES_PER_SIDE = 75_000_000
 """Total number of weights per shape, more than the last-level cache holds."""
 REPEATS = 7
 Side = tuple[Any, int, list[torch.Tensor]]
@@ -89,7 +89,7 @@ def main() -> None:
     print(machine(torch.device("cpu")) + ", one thread\n")
     print(f"| shape | rows | {' | '.join(names)} | same bits |\n|---|---|{'---|' * len(names)}---|")
     for shape in SHAPES:
-        sides = sides_of(shape, NUMBERS // (shape[0] * shape[1]))
+        sides = sides_of(shape, VALUES_PER_SIDE // (shape[0] * shape[1]))
         for rows in ROWS:
             input = torch.randn(rows, shape[1])
             best, same = fastest(input, sides, options.repeats), is_same(input, sides)

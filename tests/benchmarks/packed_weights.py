@@ -209,7 +209,7 @@ def activations(file: str, repeats: int, threads: list[int], context: int) -> No
             print(f"| {name} | {' | '.join(f'{each:.1f}' for each in found)} |", flush=True)
 
 
-def answers(file: str, questions: int, most: int) -> None:
+def answers(file: str, questions: int, max_new_tokens: int) -> None:
     sides = {
         "float32": load(ModelConfig(file, device="cpu", dtype="float32")),
         "packed": load(ModelConfig(file, device="cpu")),
@@ -220,14 +220,14 @@ def answers(file: str, questions: int, most: int) -> None:
         encode_conversation(first.tokenizer, prompt.messages) for prompt in read_prompts(demo.PROMPTS)[: questions + 1]
     ]
     curves = {side: cost_curve_for(loaded.target) for side, loaded in sides.items()}
-    peer = LlamaCppContender(first, Path(file), most, lookup=False) if find_spec("llama_cpp") else None
+    peer = LlamaCppContender(first, Path(file), max_new_tokens, lookup=False) if find_spec("llama_cpp") else None
     totals: dict[tuple[str, str], list[float]] = {}
     equal: dict[tuple[str, str], list[float]] = {}
     for number, prompt in enumerate(asked):
         given: dict[tuple[str, str], list[int]] = {}
         for method in ("ar", "hd"):
             for side, loaded in sides.items():
-                tokens, seconds, steps = answer(loaded, curves[side], method, prompt, most)
+                tokens, seconds, steps = answer(loaded, curves[side], method, prompt, max_new_tokens)
                 given[method, side] = tokens
                 if number:  # the first one is the warm-up
                     _add(totals, (method, side), len(tokens), seconds, steps)

@@ -24,7 +24,7 @@ TURNS = 15
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--activations", choices=("float32", "int8"), default="float32")
     parser.add_argument("--threads", type=int, default=1)

@@ -31,9 +31,9 @@ Answer = Callable[[list[int], int], list[int]]
 
 
 def ours(loaded: Loaded, stats: Stats) -> Answer:
-    def answer(prompt: list[int], most: int) -> list[int]:
+    def answer(prompt: list[int], max_new_tokens: int) -> list[int]:
         ids: list[int] = []
-        for step in decode(loaded.target, prompt, Sampler(SamplingConfig(), prompt), max_new_tokens=most):
+        for step in decode(loaded.target, prompt, Sampler(SamplingConfig(), prompt), max_new_tokens=max_new_tokens):
             ids += step.tokens
             stats.add(step)
         return ids
@@ -45,7 +45,7 @@ def theirs(model: Any) -> Answer:
     # Both continue past the end of the answer, so that all runs have equal length.
     model.generation_config.eos_token_id = None
 
-    return lambda prompt, most: generated(model, prompt, most)
+    return lambda prompt, max_new_tokens: generated(model, prompt, max_new_tokens)
 
 
 def multiply_as_the_library(model: torch.nn.Module) -> None:
@@ -54,7 +54,7 @@ def multiply_as_the_library(model: torch.nn.Module) -> None:
             module.__class__ = torch.nn.Linear
 
 
-def compare(threads: int, rounds: int, prompts: list[list[int]], most: int, *, torchs_products: bool) -> str:
+def compare(threads: int, rounds: int, prompts: list[list[int]], max_new_tokens: int, *, torchs_products: bool) -> str:
     """Return one row of the table."""
     torch.set_num_threads(threads)
     stats = Stats()
@@ -71,9 +71,9 @@ def compare(threads: int, rounds: int, prompts: list[list[int]], most: int, *, t
             said = {}
             for name, answer in answers.items():
                 started = time.perf_counter()
-                said[name] = answer(prompt, most)
+                said[name] = answer(prompt, max_new_tokens)
                 if turn:
-                    times[name].append((time.perf_counter() - started) / most * 1e3)
+                    times[name].append((time.perf_counter() - started) / max_new_tokens * 1e3)
             identical += turn > 0 and said["ours"] == said["theirs"]
     mine, peer = (statistics.median(times[name]) for name in ("ours", "theirs"))
     return (

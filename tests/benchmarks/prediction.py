@@ -53,11 +53,17 @@ def predictions(answers: Sequence[Ids], number: int) -> dict[str, Ids]:
     }
 
 
-def answer(loaded: Loaded, prompt: Ids, drafter: Drafter, most: int, prediction: Ids) -> tuple[Stats, Ids]:
-    sampler, stops = loaded.sampler(SamplingConfig(), prompt, max_new_tokens=most)
+def answer(loaded: Loaded, prompt: Ids, drafter: Drafter, max_new_tokens: int, prediction: Ids) -> tuple[Stats, Ids]:
+    sampler, stops = loaded.sampler(SamplingConfig(), prompt, max_new_tokens=max_new_tokens)
     stats, said = Stats(), []
     for step in decode(
-        loaded.target, prompt, sampler, max_new_tokens=most, stops=stops, drafter=drafter, prediction=prediction
+        loaded.target,
+        prompt,
+        sampler,
+        max_new_tokens=max_new_tokens,
+        stops=stops,
+        drafter=drafter,
+        prediction=prediction,
     ):
         stats.add(step)
         said += step.tokens

@@ -18,12 +18,12 @@ from hdtool.data.records import read_traces
 from hdtool.runtime.config import ModelConfig
 from hdtool.runtime.model.load import load_stops, load_tokenizer
 
-LONGEST = 3
+MAX_MATCH_LENGTH = 3
 TOKENS = 10
 
 
 def drafted(context: Sequence[int]) -> Sequence[int]:
-    for size in range(LONGEST, 0, -1):
+    for size in range(MAX_MATCH_LENGTH, 0, -1):
         key = context[-size:]
         for start in range(len(context) - size):
             if context[start : start + size] == key:

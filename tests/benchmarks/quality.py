@@ -36,7 +36,7 @@ from hdtool.runtime.tree import DraftTree
 NONE = "none"
 PIECE = 48
 """Answer tokens per pass."""
-LONGEST = 300
+MAX_ANSWER_TOKENS = 300
 """Maximum number of answer tokens that are read."""
 
 
@@ -60,7 +60,9 @@ def answers_of(loaded: Loaded, file: Path, count: int) -> Iterator[Answer]:
             asked, answered = json.loads(line)["messages"][:2]
             text = loaded.tokenizer.apply_chat_template([asked], add_generation_prompt=True, tokenize=False)
             prompt = loaded.tokenizer(text, add_special_tokens=False)["input_ids"]
-            yield Answer(prompt, loaded.tokenizer(answered["content"], add_special_tokens=False)["input_ids"][:LONGEST])
+            yield Answer(
+                prompt, loaded.tokenizer(answered["content"], add_special_tokens=False)["input_ids"][:MAX_ANSWER_TOKENS]
+            )
 
 
 @torch.inference_mode()

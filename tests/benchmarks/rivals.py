@@ -65,7 +65,7 @@ class Clocked:
 
     contender: Contender
     calls: list[tuple[int, int, float]] = field(default_factory=list)
-    """Prompt tokens, answer tokens and CPU seconds of each answer since the last ``taken``."""
+    """Prompt tokens, answer tokens and CPU seconds of each answer since the last ``take_calls``."""
 
     def fresh(self) -> Clocked:
         return replace(self, contender=self.contender.fresh())
@@ -76,7 +76,7 @@ class Clocked:
         self.calls.append((len(prompt), len(turn.output_ids), time.process_time() - started))
         return turn
 
-    def taken(self) -> list[tuple[int, int, float]]:
+    def take_calls(self) -> list[tuple[int, int, float]]:
         calls = self.calls.copy()
         self.calls.clear()
         return calls
@@ -226,11 +226,11 @@ def measure(field_: Field, questions: Sequence[Prompt], options: argparse.Namesp
     bench.check(questions)
     bench.warm_up([max(questions, key=lambda question: sum(len(one["content"]) for one in question.messages))])
     for contender in field_.contenders.values():
-        contender.taken()
+        contender.take_calls()
     with progress_bar(options.rounds * len(questions), "questions", quiet=False) as shown:
         for number in range(options.rounds):
             for place, (question, answers) in enumerate(zip(questions, bench.answers(questions), strict=True)):
-                calls = {name: contender.taken() for name, contender in field_.contenders.items()}
+                calls = {name: contender.take_calls() for name, contender in field_.contenders.items()}
                 for name, answered in answers.items():
                     field_.rows[name].add_answer(question.id, answered, sum(cpu for _, _, cpu in calls[name]))
                 plain = calls[next(iter(field_.contenders))]

@@ -29,8 +29,8 @@ from hdtool.runtime.integrations.hf_generate import Generator
 from hdtool.runtime.model.checkpoint_identity import place_of
 from hdtool.runtime.stores.history_store import History
 
-SAMPLES, LENGTH, NODES, KEPT = 4, 96, 16, 1_000_000
-WAYS = {
+SAMPLES, LENGTH, NODES, MAX_ROLLOUT_TOKENS = 4, 96, 16, 1_000_000
+DRAFTING_MODES = {
     "context": (False, False),
     "history": (True, False),
     "rollouts": (False, True),
@@ -112,7 +112,7 @@ class Answering:
 
 def tokens_per_step(epochs: Epochs, others: list[Sample], *, history: bool, rollouts: bool) -> Iterator[float]:
     """Yield the mean tokens per step of a row, for every epoch."""
-    shared, kept = History() if history else None, Rollouts(KEPT if rollouts else 0)
+    shared, kept = History() if history else None, Rollouts(MAX_ROLLOUT_TOKENS if rollouts else 0)
     drafters = [Hierarchy(budget=FixedBudget(NODES), history=shared) for _ in epochs[0]]
     for samples in epochs:
         rows = [
@@ -135,7 +135,7 @@ def tokens_per_step(epochs: Epochs, others: list[Sample], *, history: bool, roll
 
 
 def main() -> None:
-    options = argparse.ArgumentParser()
+    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--temperatures", type=float, nargs="+", default=[1.0, 0.7, 0.5, 0.3])
     options.add_argument("--epochs", type=int, default=4)
     given = options.parse_args()
@@ -155,7 +155,7 @@ def main() -> None:
 
 
 def show(name: str, epochs: Epochs, others: list[Sample]) -> None:
-    for drafts, (history, rollouts) in WAYS.items():
+    for drafts, (history, rollouts) in DRAFTING_MODES.items():
         found = tokens_per_step(epochs, others, history=history, rollouts=rollouts)
         print(f"{name}, {drafts}: tokens per step by epoch", *(f"{each:.2f}" for each in found), flush=True)
 

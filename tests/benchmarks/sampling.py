@@ -46,14 +46,14 @@ class OneByOne(Sampler):
         return self._race.sample(len(self.context), np.ascontiguousarray(probabilities))
 
 
-WAYS = (OneByOne, Sampler)
+SAMPLERS = (OneByOne, Sampler)
 
 
 def steps_of(
-    way: type[Sampler], loaded: Loaded, prompt: Sequence[int], config: SamplingConfig, most: int
+    way: type[Sampler], loaded: Loaded, prompt: Sequence[int], config: SamplingConfig, max_new_tokens: int
 ) -> list[Step]:
     """Return all steps of an answer except the prefill."""
-    found = decode(loaded.target, prompt, way(config, prompt), max_new_tokens=most, prefix_caching=False)
+    found = decode(loaded.target, prompt, way(config, prompt), max_new_tokens=max_new_tokens, prefix_caching=False)
     return list(found)[1:]
 
 
@@ -69,19 +69,19 @@ def main() -> None:
     print("| settings | processors, ms beside a pass | one step | pass, ms | tokens per second, ratio | identical |")
     print("|---|---|---|---|---|---|")
     for name, config in SETTINGS.items():
-        for way in WAYS:  # warm-up: compiles
+        for way in SAMPLERS:  # warm-up: compiles
             steps_of(way, loaded, asked[0], config, 4)
-        beside: dict[type[Sampler], list[float]] = {way: [] for way in WAYS}
+        seconds_outside_pass: dict[type[Sampler], list[float]] = {way: [] for way in SAMPLERS}
         passes, ratios, identical = [], [], 0
         for prompt in asked:
-            found = [steps_of(way, loaded, prompt, config, options.tokens) for way in WAYS]
-            for way, steps in zip(WAYS, found, strict=True):
-                beside[way] += [1e3 * (step.seconds - step.verify_seconds) for step in steps]
+            found = [steps_of(way, loaded, prompt, config, options.tokens) for way in SAMPLERS]
+            for way, steps in zip(SAMPLERS, found, strict=True):
+                seconds_outside_pass[way] += [1e3 * (step.seconds - step.verify_seconds) for step in steps]
                 passes += [1e3 * step.verify_seconds for step in steps]
             slow, fast = (statistics.median(step.seconds for step in steps) for steps in found)
             ratios.append(slow / fast)
             identical += len({tuple(token for step in steps for token in step.tokens) for steps in found}) == 1
-        old, new = (statistics.median(beside[way]) for way in WAYS)
+        old, new = (statistics.median(seconds_outside_pass[way]) for way in SAMPLERS)
         print(
             f"| {name} | {old:.2f} | {new:.2f} | {statistics.median(passes):.2f} | {statistics.median(ratios):.2f} "
             f"| {identical} of {len(asked)} |",

@@ -19,7 +19,7 @@ from hdtool.runtime.model.target import choose_threads
 DOCS = Path(__file__).parents[2] / "docs"
 QUESTION = "\n\nName the topic of this text."
 NEXT = "Which words of it are new to you?"
-MOST = 24
+MAX_NEW_TOKENS = 24
 
 
 def first_prompt(loaded: Loaded, tokens: int) -> str:
@@ -31,17 +31,17 @@ def first_prompt(loaded: Loaded, tokens: int) -> str:
 
 def answered(loaded: Loaded, ids: list[int], *, cached: bool) -> tuple[str, float, int]:
     """Return the answer, the seconds to its first token, and the number of cached prompt tokens."""
-    sampler, stops = loaded.sampler(SamplingConfig(), ids, max_new_tokens=MOST)
+    sampler, stops = loaded.sampler(SamplingConfig(), ids, max_new_tokens=MAX_NEW_TOKENS)
     started = time.perf_counter()
-    steps = decode(loaded.target, ids, sampler, max_new_tokens=MOST, stops=stops, prefix_caching=cached)
+    steps = decode(loaded.target, ids, sampler, max_new_tokens=MAX_NEW_TOKENS, stops=stops, prefix_caching=cached)
     first = next(steps)
     seconds = time.perf_counter() - started
-    tokens = [*first.tokens, *(token for step in islice(steps, MOST) for token in step.tokens)]
+    tokens = [*first.tokens, *(token for step in islice(steps, MAX_NEW_TOKENS) for token in step.tokens)]
     return str(loaded.tokenizer.decode(tokens, skip_special_tokens=True)), seconds, first.cached_tokens
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model")
     parser.add_argument("--tokens", type=int, default=4000)
     parser.add_argument("--threads", type=int, default=1)

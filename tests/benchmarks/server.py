@@ -288,7 +288,7 @@ def _free_port() -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("part", choices=[part.__name__ for part in (streams, turns, refusals, peers)])
     parser.add_argument("--model", required=True)
     parser.add_argument("--method", default="hd")

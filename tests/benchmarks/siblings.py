@@ -19,7 +19,7 @@ from hdtool.runtime.model.load import Loaded, load
 from hdtool.runtime.stores.history_store import History
 from hdtool.runtime.stores.store_set import StoreSet
 
-MOST, NODES = 128, 16
+MAX_NEW_TOKENS, NODES = 128, 16
 
 
 def answers(
@@ -30,20 +30,22 @@ def answers(
     requests = []
     for seed in range(samples):
         sampling = SamplingConfig(temperature=temperature, seed=seed)
-        sampler, stops = loaded.sampler(sampling, ids, max_new_tokens=MOST)
+        sampler, stops = loaded.sampler(sampling, ids, max_new_tokens=MAX_NEW_TOKENS)
         drafter = Hierarchy(stores.model, stores.corpus, budget=FixedBudget(NODES), history=history)
         requests.append(Request(seed, ids, sampler, drafter, stops))
     tokens: dict[int, list[int]] = {seed: [] for seed in range(samples)}
     steps = dict.fromkeys(range(samples), 0)
     waiting = iter(requests)
-    for request, step in decode_batch(loaded.target, lambda: next(waiting, None), samples, max_new_tokens=MOST):
+    for request, step in decode_batch(
+        loaded.target, lambda: next(waiting, None), samples, max_new_tokens=MAX_NEW_TOKENS
+    ):
         tokens[request.key] += step.tokens
         steps[request.key] += 1
     return tokens, steps
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--samples", type=int, default=16)
     parser.add_argument("--prompts", type=int, default=8)
     parser.add_argument("--temperature", type=float, default=1.0)

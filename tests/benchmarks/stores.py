@@ -58,13 +58,13 @@ def documents_of(path: Path, tokenizer: Any, *, answers_only: bool) -> tuple[flo
     return seconds, documents, reading
 
 
-def contexts_of(traces: Path, tokenizer: Any, most: int) -> list[list[int]]:
+def contexts_of(traces: Path, tokenizer: Any, limit: int) -> list[list[int]]:
     contexts = []
     for line in traces.read_text().splitlines():
         text = "\n".join(message["content"] for message in json.loads(line)["messages"])
         ids = tokenizer(text, add_special_tokens=False)["input_ids"]
         contexts += [ids[at - 16 : at] for at in range(16, len(ids), 3)]
-    return contexts[:most]
+    return contexts[:limit]
 
 
 def opening(folder: str, conn: Any) -> None:

@@ -39,7 +39,7 @@ from hdtool.runtime.tree import LARGEST_TREE
 from tests.support.json_schemas import JSON_SCHEMAS
 
 PLAIN, MASKED, GUIDED = "ar", "hd, masked", "hd, guided"
-WAYS = (PLAIN, MASKED, GUIDED)
+MODES = (PLAIN, MASKED, GUIDED)
 
 
 @dataclass
@@ -64,7 +64,7 @@ def question(name: str, schema: dict[str, Any]) -> str:
     return f"Write an example of the following as JSON: {name}. Use this JSON schema: {json.dumps(schema)}"
 
 
-def forced_places(compiler: GrammarCompiler, grammar: Grammar, answer: Sequence[int]) -> list[bool]:
+def forced_positions(compiler: GrammarCompiler, grammar: Grammar, answer: Sequence[int]) -> list[bool]:
     """Return a flag per token: True if its bytes are dictated by the grammar."""
     guide = compiler.guide(grammar)
     found = []
@@ -77,17 +77,17 @@ def forced_places(compiler: GrammarCompiler, grammar: Grammar, answer: Sequence[
 
 
 def answer(
-    loaded: Loaded, compiler: GrammarCompiler, grammar: Grammar, asked: list[int], way: str, options: Any
+    loaded: Loaded, compiler: GrammarCompiler, grammar: Grammar, asked: list[int], mode: str, options: Any
 ) -> tuple[list[int], list[bool], tuple[float, float], int, Finish | None]:
     """Answer a prompt; return the tokens, a drafted flag per token, the seconds, the steps and the finish reason.
 
     The seconds are those of the whole answer and those after the prefill.
     """
-    decoding = DecodeConfig("ar" if way == PLAIN else "hd", options.max_new_tokens)
+    decoding = DecodeConfig("ar" if mode == PLAIN else "hd", options.max_new_tokens)
     stores = StoreSet.for_tokenizer(loaded.tokenizer, options.stores, decoding.databases)
     drafter: Drafter = drafter_for(decoding, loaded.target, stores)
     guide = compiler.guide(grammar)
-    if way == GUIDED:
+    if mode == GUIDED:
         drafter = guided(drafter, guide, LARGEST_TREE)
     sampling = SamplingConfig(temperature=options.temperature, seed=1)
     sampler, stops = loaded.sampler(
@@ -138,20 +138,20 @@ def main() -> None:
     loaded = load(loading)
     options.stores = stores_of_real_model(loading) if options.demo_stores else StoresConfig("none", "none")
     compiler = GrammarCompiler(loaded.tokenizer, loaded.stops, loaded.target.vocabulary)
-    measured = {way: Measured() for way in WAYS}
+    measured = {mode: Measured() for mode in MODES}
     warm = Grammar.regex("[a-z]{8}")
-    for way in WAYS:  # warm-up: compiles, and measures passes
-        answer(loaded, compiler, warm, encode_conversation(loaded.tokenizer, [{"role": "user", "content": "Hi"}]), way,
+    for mode in MODES:  # warm-up: compiles, and measures passes
+        answer(loaded, compiler, warm, encode_conversation(loaded.tokenizer, [{"role": "user", "content": "Hi"}]), mode,
                options)  # fmt: skip
     for _ in range(options.rounds):
         for name, schema in list(JSON_SCHEMAS.items())[: options.schemas]:
             grammar = Grammar.json_schema(schema)
             asked = encode_conversation(loaded.tokenizer, [{"role": "user", "content": question(name, schema)}])
             expected: list[int] = []
-            for way in WAYS:
-                tokens, drafted, seconds, steps, finish = answer(loaded, compiler, grammar, asked, way, options)
+            for mode in MODES:
+                tokens, drafted, seconds, steps, finish = answer(loaded, compiler, grammar, asked, mode, options)
                 expected = expected or tokens
-                one = measured[way]
+                one = measured[mode]
                 one.speeds.append(len(tokens) / seconds[0])
                 one.decoding.append((len(tokens) - 1) / seconds[1])
                 one.tokens, one.steps = one.tokens + len(tokens), one.steps + steps
@@ -160,7 +160,7 @@ def main() -> None:
                 one.valid += finish is Finish.STOP and is_json(
                     str(loaded.tokenizer.decode(tokens, skip_special_tokens=True))
                 )
-                places = forced_places(compiler, grammar, tokens)
+                places = forced_positions(compiler, grammar, tokens)
                 one.forced += sum(places)
                 one.accepted += sum(dictated and known for dictated, known in zip(places, drafted, strict=True))
     report(measured)
@@ -169,10 +169,11 @@ def main() -> None:
 
 def report(measured: dict[str, Measured]) -> None:
     plain, masked = measured[PLAIN], measured[MASKED]
-    for way, one in measured.items():
+    for mode, one in measured.items():
         print(
-            f"{way:<11} {statistics.median(one.speeds):6.1f} tokens/s, {_ratio(one.speeds, plain.speeds)} times plain, "
-            f"{_ratio(one.speeds, masked.speeds)} times masked; after the prompt {statistics.median(one.decoding):.1f} "
+            f"{mode:<11} {statistics.median(one.speeds):6.1f} tokens/s, "
+            f"{_ratio(one.speeds, plain.speeds)} times plain, {_ratio(one.speeds, masked.speeds)} times masked; "
+            f"after the prompt {statistics.median(one.decoding):.1f} "
             f"tokens/s, {_ratio(one.decoding, plain.decoding)} and {_ratio(one.decoding, masked.decoding)} times; "
             f"{one.tokens / one.steps:.2f} tokens per step; "
             f"{one.identical}/{len(plain.speeds)} identical, {one.valid}/{one.complete} complete answers valid; "

@@ -41,7 +41,7 @@ SETTINGS: dict[str, dict[str, float]] = {
 }
 WARM_UP = 5
 """Number of turns that separate drafters replay first."""
-DEEPEST = 64
+MAX_DEPTH = 64
 NO_LOGITS = Verified(torch.empty(0))
 WINDOWS, CPU = [AttentionWindow(FULL)], torch.device("cpu")
 
@@ -65,22 +65,22 @@ class Peer(Protocol):
 class SuffixDecoding:
     """SuffixDecoding with a cache that remembers all answers."""
 
-    def __init__(self, most: int, settings: dict[str, float]) -> None:
+    def __init__(self, max_nodes: int, settings: dict[str, float]) -> None:
         from arctic_inference.suffix_decoding import SuffixDecodingCache  # type: ignore[import-not-found]
 
-        self._cache = SuffixDecodingCache(max_tree_depth=DEEPEST, max_cached_requests=100_000)
-        self._most, self._settings, self._request = most, settings, 0
+        self._cache = SuffixDecodingCache(max_tree_depth=MAX_DEPTH, max_cached_requests=100_000)
+        self._max_nodes, self._settings, self._request = max_nodes, settings, 0
 
     def start(self, prompt: list[int]) -> None:
         self._request += 1
         self._cache.start_request(self._request, np.array(prompt, np.int32))
 
     def context(self, tokens: list[int]) -> Any:
-        return np.array(tokens[-DEEPEST:], np.int32)
+        return np.array(tokens[-MAX_DEPTH:], np.int32)
 
     def draft(self, context: Any) -> Any:
         return self._cache.speculate(
-            self._request, context, max_spec_tokens=self._most, use_tree_spec=True, **self._settings
+            self._request, context, max_spec_tokens=self._max_nodes, use_tree_spec=True, **self._settings
         )
 
     def tree(self, drafted: Any, root: int) -> DraftTree:
@@ -93,11 +93,11 @@ class SuffixDecoding:
         self._cache.stop_request(self._request)
 
 
-class Ours:
+class HierarchyPeer:
     """hd that drafts from the conversation and its history alone."""
 
-    def __init__(self, most: int) -> None:
-        self._drafter = Hierarchy(budget=FixedBudget(most), history=History())
+    def __init__(self, max_nodes: int) -> None:
+        self._drafter = Hierarchy(budget=FixedBudget(max_nodes), history=History())
         self.start, self.draft, self.stop = self._drafter.begin, self._drafter.draft, self._drafter.end
 
     def context(self, tokens: list[int]) -> Any:
@@ -167,13 +167,13 @@ def turns_of(given: argparse.Namespace) -> Sequence[RecordedTurn]:
     return [turn for trace in read_traces([given.traces], None) if trace.answers for turn in reader.turns(trace)]
 
 
-def contenders(most: int) -> dict[str, Player]:
-    peers: dict[str, Peer] = {f"SuffixDecoding, {name}": SuffixDecoding(most, of) for name, of in SETTINGS.items()}
-    return {name: Player(peer) for name, peer in ({"hd": Ours(most)} | peers).items()}
+def contenders(max_nodes: int) -> dict[str, Player]:
+    peers: dict[str, Peer] = {f"SuffixDecoding, {name}": SuffixDecoding(max_nodes, of) for name, of in SETTINGS.items()}
+    return {name: Player(peer) for name, peer in ({"hd": HierarchyPeer(max_nodes)} | peers).items()}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("traces", type=Path)
     parser.add_argument("--model", required=True)
     parser.add_argument("--raw", action="store_true")

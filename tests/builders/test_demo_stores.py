@@ -87,7 +87,7 @@ def morsel() -> list[TrainingDocument]:
 def test_the_questions_are_of_every_kind_and_not_held_out() -> None:
     everything = morsel()
     held_out = {document.question for document in everything if document.held_out}
-    asked = list(learned_questions(everything, of_each=70))
+    asked = list(learned_questions(everything, per_kind=70))
     assert held_out and not held_out & {prompt.messages[0]["content"] for prompt in asked}
     assert [prompt.category for prompt in asked[:4]] == ["math", "explain", "write", "edit"]
     assert len({prompt.messages[0]["content"] for prompt in asked}) == len({prompt.id for prompt in asked}) == 280
@@ -95,7 +95,7 @@ def test_the_questions_are_of_every_kind_and_not_held_out() -> None:
 
 def test_the_corpus_is_whole_documents_of_as_many_tokens_of_each_kind(tokenizer: PreTrainedTokenizerBase) -> None:
     everything = morsel()
-    chosen = list(index_documents(everything, tokenizer, of_each=200))
+    chosen = list(index_documents(everything, tokenizer, per_kind=200))
     assert not [document for document in chosen if document.held_out or document.page == "lib/owned.py"]
     tokens = dict.fromkeys(demo_stores.INDEX_KINDS, 0)
     for document in chosen:
@@ -108,13 +108,13 @@ def test_the_stores_are_the_same_again_and_keep_collected_answers(
 ) -> None:
     monkeypatch.setattr(demo_stores, "MAX_ANSWER_TOKENS", 8)
     everything = morsel()
-    asked = list(learned_questions(everything, of_each=1))
+    asked = list(learned_questions(everything, per_kind=1))
     answers = tmp_path / "whatever.jsonl"
     collect_answers(asked[:2], answers)
     first = answers.read_bytes()
     collect_answers(asked, answers)
     assert answers.read_bytes().startswith(first)
-    chosen = list(index_documents(everything, tokenizer, of_each=100))
+    chosen = list(index_documents(everything, tokenizer, per_kind=100))
     builds = [list(build_stores(tmp_path / name, answers, chosen, tokenizer)) for name in ("one", "other")]
     for (folder, one), (_, other) in zip(*builds, strict=True):
         assert one.sources == other.sources and folder.parent == tmp_path / "one"

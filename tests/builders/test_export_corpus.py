@@ -11,12 +11,13 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
-from hdtool.builders.export import REPLACEMENT, export_corpus, kept_tokens, text_of
+from hdtool.builders.export import REPLACEMENT, count_preserved_tokens, export_corpus, text_of
 from hdtool.builders.stores.build import build_corpus_index, build_model_store
 from hdtool.builders.stores.build_engine import LocalBuildEngine
 from hdtool.builders.stores.edit_store import StoreContents
 from hdtool.cli.app import run
 from hdtool.data import demo
+from hdtool.data.progress import progress_bar
 from hdtool.data.stores.documents import Document, Source
 from hdtool.data.stores.manifest import TokenizerFingerprint
 from hdtool.runtime.config import ModelConfig, StoresConfig
@@ -77,7 +78,7 @@ def test_the_stores_of_the_demo(
     told = json.loads(capfd.readouterr().out)
     back, (kept, lost) = list(read_back(out, tokenizer)), (0, 0)
     for document, again in zip(StoreContents.of(demo.MODEL_STORE).documents(), back, strict=True):
-        same = kept_tokens(document.ids, again)
+        same = count_preserved_tokens(document.ids, again)
         kept, lost = kept + same, lost + len(document.ids) - same
     assert kept > 100 * lost
     assert told["lost_tokens"] == lost
@@ -113,7 +114,7 @@ def test_tokens_that_the_tokenizer_would_not_choose_are_counted(tmp_path: Path, 
     store = index(tmp_path / "store", tokenizer, [single, whole])
     made = export_corpus(ModelConfig(), tmp_path / "corpus.jsonl", StoresConfig("none", str(store)))
     assert list(read_back(tmp_path / "corpus.jsonl", tokenizer)) == [whole, whole]
-    assert (made.changed_documents, made.lost_tokens) == (1, len(single) - kept_tokens(single, whole))
+    assert (made.changed_documents, made.lost_tokens) == (1, len(single) - count_preserved_tokens(single, whole))
 
 
 @pytest.mark.parametrize(
@@ -121,7 +122,7 @@ def test_tokens_that_the_tokenizer_would_not_choose_are_counted(tmp_path: Path, 
     [([1, 2, 3], [1, 2, 3], 3), ([1, 2, 3], [1, 9, 9, 3], 2), ([1, 1, 1], [1, 1], 2), ([], [1], 0), ([4], [5], 0)],
 )
 def test_kept_tokens(one: list[int], other: list[int], kept: int) -> None:
-    assert kept_tokens(one, other) == kept
+    assert count_preserved_tokens(one, other) == kept
 
 
 def test_answers_of_a_history_come_first(tmp_path: Path, tokenizer: Any) -> None:
@@ -134,6 +135,24 @@ def test_answers_of_a_history_come_first(tmp_path: Path, tokenizer: Any) -> None
     options = ("--history", str(folder), "--corpus-db", str(store))
     assert exported(out, "--model-db", "none", *options) == 0
     assert list(read_back(out, tokenizer)) == [answer, ids(tokenizer, "other")]
+
+
+def test_the_progress_counts_the_tokens_of_all_documents(
+    tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, mark = tmp_path / "history", TokenizerFingerprint.of(tokenizer)
+    create_if_new(folder, mark, "model", MAX_STORE_BYTES)
+    answer, other, totals = ids(tokenizer, TEXTS[0]), ids(tokenizer, "other"), list[int]()
+    assert HistoryStore(folder).append(answer, [1, 2])
+
+    def recorded(total: int, *arguments: Any, **options: Any) -> Any:
+        totals.append(total)
+        return progress_bar(total, *arguments, **options)
+
+    monkeypatch.setattr("hdtool.builders.export.progress_bar", recorded)
+    stores = StoresConfig("none", str(index(tmp_path / "store", tokenizer, [other])))
+    export_corpus(ModelConfig(), tmp_path / "corpus.jsonl", stores, str(folder))
+    assert totals == [len(answer) + len(other)]
 
 
 class TestRefusals:

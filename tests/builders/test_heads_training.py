@@ -17,15 +17,18 @@ from safetensors.torch import load_file, save_file
 
 from hdtool.builders.evaluation.recording import TurnReader
 from hdtool.builders.heads import training_loop, training_loop as processes
-from hdtool.builders.heads.examples import BatchSampler, Example, read_examples
 from hdtool.builders.heads.loss import (
     Batch,
+    BatchSampler,
+    Example,
     FrozenTarget,
     HeadsLoss,
     TargetProbs,
     cross_entropy,
     draft_vocabulary,
+    head_labels,
     label_positions,
+    read_examples,
 )
 from hdtool.builders.heads.train import evaluate
 from hdtool.builders.heads.training_loop import Processes, Training, draw_training, learning_rate_factor
@@ -41,7 +44,7 @@ from hdtool.runtime.drafters.trained.proposal import PROB_BUCKETS
 from hdtool.runtime.model.load import load, load_tokenizer
 from hdtool.runtime.model.target import Target
 from tests.support.families import VOCABULARY, model_of
-from tests.support.heads import slowly_after
+from tests.support.heads import reference_logits_after
 from tests.support.oracle import generated, prompt_of
 
 SMALL = HeadsConfig(rank=8, mlp=16)
@@ -62,14 +65,18 @@ def texts(count: int, seed: int = 0) -> list[Example]:
 
 
 def trained(
-    folder: Path, learned: Sequence[Example], config: TrainConfig, most: int | None = None, heads: HeadsConfig = SMALL
+    folder: Path,
+    learned: Sequence[Example],
+    config: TrainConfig,
+    max_steps: int | None = None,
+    heads: HeadsConfig = SMALL,
 ) -> Training:
     target = FrozenTarget(Target(model_of("llama")))
     torch.manual_seed(config.seed)
     made = new_heads(target.model, target.hidden_width, target.vocabulary, heads)
     found = Training(made, target, BatchSampler(learned, config), config, folder, Processes())
     for done in found.run({"a": 1}):
-        if done == most:
+        if done == max_steps:
             break
     return found
 
@@ -102,8 +109,8 @@ def test_a_killed_training_ends_as_one_that_was_not(kind: str, tmp_path: Path) -
     config = TrainConfig(epochs=8, batch=4, save_every=3, val_fraction=0.2)
     heads = KINDS[kind]
     whole = trained(tmp_path / "whole", learned, config, heads=heads)
-    for most in (4, 11):  # some steps after the last checkpoint are lost, and done once more
-        trained(tmp_path / "killed", learned, config, most, heads)
+    for max_steps in (4, 11):  # some steps after the last checkpoint are lost, and done once more
+        trained(tmp_path / "killed", learned, config, max_steps, heads)
     resumed = trained(tmp_path / "killed", learned, config, heads=heads)
     assert resumed.history == whole.history
     for name, weight in whole.heads.state_dict().items():
@@ -134,10 +141,10 @@ def test_the_loss_is_what_its_words_say(family: str, size: int | None, monkeypat
     assert isinstance(heads, ParallelHeads)
     mine = torch.arange(VOCABULARY) if token_ids is None else torch.from_numpy(token_ids)
     batch = Batch.of(learned, target.device)
-    output, places = target.read(batch.ids), label_positions(batch, 4)
+    output, positions = target.read(batch.ids), label_positions(batch, 4)
     heads.requires_grad_(False)
     probs = TargetProbs.of(target, output, batch, heads)
-    found, hits = HeadsLoss(heads, 0.3)(batch, places, output.hidden, output.embedded, probs)
+    found, hits = HeadsLoss(heads, 0.3)(batch, positions, output.hidden, output.embedded, probs)
     expected, right = 0.0, [0] * 4
     for row, example in enumerate(learned):
         ids = torch.from_numpy(example.ids)
@@ -174,9 +181,9 @@ def test_the_loss_of_a_draft_is_that_of_its_path(kind: str, family: str) -> None
     for weight in heads.parameters():
         weight.copy_(0.3 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(weight.numel())))
     batch = Batch.of(learned, target.device)
-    output, places = target.read(batch.ids), label_positions(batch, 4)
+    output, positions = target.read(batch.ids), label_positions(batch, 4)
     found, hits = HeadsLoss(heads, 0.3)(
-        batch, places, output.hidden, output.embedded, TargetProbs.of(target, output, batch, heads)
+        batch, positions, output.hidden, output.embedded, TargetProbs.of(target, output, batch, heads)
     )
     expected, right = 0.0, [0] * 4
     bias = heads.output(0).up.bias
@@ -190,7 +197,7 @@ def test_the_loss_of_a_draft_is_that_of_its_path(kind: str, family: str) -> None
                 label = column + 2 + head
                 if label < len(ids) and example.drafted[label]:
                     seen, path = slice(column + 1), embedded[column + 1 : column + 1 + head]
-                    said = torch.from_numpy(slowly_after(heads, hidden[seen], embedded[seen], path))
+                    said = torch.from_numpy(reference_logits_after(heads, hidden[seen], embedded[seen], path))
                     logs = (said if bias is None else said + bias).log_softmax(-1)
                     probs = logits[label - 1].softmax(-1)
                     expected -= float((probs * logs).sum() + 0.3 * logs[ids[label]])
@@ -319,6 +326,14 @@ def test_plain_texts_are_cut_into_windows(tmp_path: Path) -> None:
     assert len(found) > 2 and all(len(example.ids) <= 50 and example.drafted.all() for example in found)
 
 
+def test_three_tokens_are_enough(tmp_path: Path) -> None:
+    """The first head predicts the third one."""
+    (example,) = read_lessons(written(tmp_path / "a.jsonl", {"text": "import os"}), window=3)
+    assert len(example.ids) == 3
+    batch = Batch.of([example], torch.device("cpu"))
+    assert head_labels(batch, label_positions(batch, 1)).tolist() == [[int(example.ids[2])]]
+
+
 @pytest.mark.parametrize(
     ("rows", "said"),
     [([{"text": "a"}], "no examples: the longest text has 2 tokens"), ([], "is empty")],
@@ -349,8 +364,8 @@ def test_a_model_with_nan_logits_is_an_error(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_a_checkpoint_of_other_settings_is_refused(tmp_path: Path) -> None:
     learned, config = texts(6), TrainConfig(epochs=2, batch=3, save_every=1)
-    trained(tmp_path, learned, config, most=2)
-    found = trained(tmp_path, learned, config, most=3)
+    trained(tmp_path, learned, config, max_steps=2)
+    found = trained(tmp_path, learned, config, max_steps=3)
     with pytest.raises(HeadsError, match=r"other settings \(a\)"):
         next(found.run({"a": 2}))
 

@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from hdtool.builders.heads import loss, training_loop
-from hdtool.builders.heads.examples import BatchSampler, Example
-from hdtool.builders.heads.loss import FrozenTarget
+from hdtool.builders.heads.loss import BatchSampler, Example, FrozenTarget
 from hdtool.builders.heads.training_loop import HiddenStatesFile, Processes, Training
 from hdtool.cli.app import run
 from hdtool.data.errors import HeadsError

@@ -90,7 +90,7 @@ def build(kind: str, folder: Path, inputs: list[Path], engine: BuildEngine, toke
             made = build_corpus_index(folder, documents, mark, reading.sources, shard_bytes=SHARD_BYTES, engine=engine)
         else:
             made = build_model_store(folder, documents, mark, reading.sources, top_k=900, engine=engine)
-    assert reading.tally.bad == 1 and "b.jsonl:8: not valid JSON" in reading.tally.shown[0]
+    assert reading.tally.bad == 1 and "b.jsonl:8: not valid JSON" in reading.tally.messages[0]
     return made
 
 

@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 
 from hdtool.builders.evaluation.replay import ReplayedTurn, ReplayResult
 from hdtool.builders.setup import stages
-from hdtool.builders.setup.candidates import Overhead, method_options, usable_drafter_methods, with_model_drafters
+from hdtool.builders.setup.measurements import Overhead, method_options, usable_drafter_methods, with_model_drafters
 from hdtool.builders.setup.stages import Stages
 from hdtool.builders.setup.verdict import Verdict
 from hdtool.builders.setup.work_folder import RESULTS_FILE, WorkFolder, choose_held_out, opening_hash

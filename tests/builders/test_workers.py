@@ -114,7 +114,7 @@ def test_held_out_pages_share_nothing_with_the_rest(sources: dict[str, Path]) ->
         pages[document.held_out].add(document.name.split("#")[0])
     assert not pages[True] & pages[False]
     assert len(pages[True]) > 1
-    rows = list(prompts(everything, of_each=2))
+    rows = list(prompts(everything, per_kind=2))
     assert {row["from"].split("#")[0] for row in rows} <= pages[True]
     assert [row["category"] for row in rows[:4]] == ["math", "explain", "write", "edit"]
 

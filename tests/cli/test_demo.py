@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from hdtool.builders.demo.chat_questions import chat_questions
+from hdtool.builders.demo.prompts import chat_questions
 from hdtool.cli.app import run
 from hdtool.data import demo
 from hdtool.data.prompts import read_prompts

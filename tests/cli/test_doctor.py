@@ -117,6 +117,16 @@ def test_stores_that_can_and_cannot_be_opened(own_home: Path, capfd: pytest.Capt
     assert "hdtool stores remove corpus-broken" in broken["advice"]
 
 
+@pytest.mark.parametrize(("measured", "text"), [(0, "0 models"), (1, "1 model"), (2, "2 models")])
+def test_measured_models_are_counted(measured: int, text: str, own_home: Path) -> None:
+    for number in range(measured):
+        folder = own_home / "costs" / str(number)
+        folder.mkdir(parents=True)
+        (folder / "cpu.json").touch()
+    (threads,) = (finding for finding in doctor.machine_findings() if finding.name == "threads")
+    assert threads.found.endswith(f"measured here: {text}")
+
+
 def test_a_model_that_would_load_and_draft(capfd: pytest.CaptureFixture[str]) -> None:
     found = checked(capfd, "--model", str(demo.MODEL))
     assert found["family"]["found"].startswith("llama")

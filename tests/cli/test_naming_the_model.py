@@ -9,8 +9,7 @@ import pytest
 from typer.main import get_command
 
 from hdtool.cli.app import app, run
-from hdtool.cli.command import SHORT_NAMES
-from hdtool.cli.model_argument import MODEL_ARGUMENT, take_model
+from hdtool.cli.command import MODEL_ARGUMENT, SHORT_NAMES, take_model
 from hdtool.data import demo
 from hdtool.data.errors import OptionError
 

@@ -15,8 +15,8 @@ from safetensors.torch import load_file, save_file
 from hdtool.cli import store_output
 from hdtool.cli.app import run
 from hdtool.data import demo
+from hdtool.data.durable_files import file_lock
 from hdtool.data.errors import StoreError
-from hdtool.data.kept_records import file_lock
 from hdtool.data.stores.home import home, model_store_at_home, store_at_home, stored_items
 from hdtool.data.stores.manifest import Manifest
 from hdtool.data.stores.store import read_manifest
@@ -105,14 +105,14 @@ def test_a_store_that_came_meanwhile_is_replaced_only_if_asked(
     options: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Another build ends after the check of the folder and before this build begins."""
-    prepare = store_output.open_reading
+    prepare = store_output.open_documents
 
     def read_after_another_build(*arguments: Any, **named: Any) -> Any:
-        monkeypatch.setattr(store_output, "open_reading", prepare)
+        monkeypatch.setattr(store_output, "open_documents", prepare)
         made(capfd, "build-corpus-db", "answers.jsonl", "--out", "store")
         return prepare(*arguments, **named)
 
-    monkeypatch.setattr(store_output, "open_reading", read_after_another_build)
+    monkeypatch.setattr(store_output, "open_documents", read_after_another_build)
     Path("more.txt").write_text("Some text of another origin.")
     words = ("build-corpus-db", "more.txt", "--out", "store", "--quiet")
     if options:

@@ -14,8 +14,7 @@ import pytest
 from typer.main import get_command
 
 from hdtool.cli.app import COMMAND_SECTIONS, VLLM_COMMAND, app, run
-from hdtool.cli.command import MAX_SHORT_LIST, PANEL_ORDER
-from hdtool.cli.model_argument import refuse_unused
+from hdtool.cli.command import MAX_SHORT_LIST, PANEL_ORDER, refuse_unused
 from hdtool.data.errors import OptionError
 from hdtool.runtime.config import METHODS, NEED_LOGITS, OPTION_METHODS, DecodeConfig, StoresConfig
 from hdtool.runtime.config.decoding import HIERARCHIES

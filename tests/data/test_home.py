@@ -11,9 +11,9 @@ from hdtool.data.errors import OptionError
 from hdtool.data.stores import home
 from hdtool.data.stores.home import (
     MAX_FOLDER_NAME,
+    first_namespace_with_stores,
     history_at_home,
     history_of_tenant,
-    namespace_among,
     store_at_home,
 )
 from hdtool.data.stores.manifest import TokenizerFingerprint
@@ -75,25 +75,27 @@ def test_simple_names_stay_readable() -> None:
 
 @pytest.mark.parametrize("name", ["", "x" * (MAX_FOLDER_NAME + 1), "/" * 67])
 def test_a_name_that_cannot_be_a_folder_has_no_stores_and_is_refused_where_it_is_asked_for(name: str) -> None:
-    assert namespace_among([name]) is None
+    assert first_namespace_with_stores([name]) is None
     with pytest.raises(OptionError, match="cannot name a folder"):
         store_at_home("model", MARK, name)
 
 
 def test_the_first_name_with_stores_is_taken() -> None:
-    assert namespace_among(["one", "two"]) is None
-    folder_of("two").mkdir(parents=True)
-    assert namespace_among(["x" * 500, "one", "two"]) == "two"
-    assert namespace_among(["Two"]) is None
+    assert first_namespace_with_stores(["one", "two"]) is None
+    folder_of("one").mkdir(parents=True)
+    assert first_namespace_with_stores(["one", "two"]) is None, "an empty folder holds no stores"
+    store_at_home("model", MARK, "two").mkdir(parents=True)
+    assert first_namespace_with_stores(["x" * 500, "one", "two"]) == "two"
+    assert first_namespace_with_stores(["Two"]) is None
 
 
 def test_a_history_alone_makes_no_namespace() -> None:
     """Else a tenant who is served from the shared stores would lose them once a history is kept."""
     place = history_at_home("model", MARK, "one")
     place.mkdir(parents=True)
-    assert namespace_among(["one"]) is None
+    assert first_namespace_with_stores(["one"]) is None
     store_at_home("model", MARK, "one").mkdir()
-    assert namespace_among(["one"]) == "one"
+    assert first_namespace_with_stores(["one"]) == "one"
 
 
 def test_tenants_never_share_a_folder_of_their_histories(tmp_path: Path) -> None:
@@ -108,4 +110,4 @@ def test_tenants_never_share_a_folder_of_their_histories(tmp_path: Path) -> None
 
 def test_a_file_system_with_shorter_names_has_no_such_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(home, "MAX_FOLDER_NAME", 10_000)
-    assert namespace_among(["x" * 5_000]) is None
+    assert first_namespace_with_stores(["x" * 5_000]) is None

@@ -60,7 +60,7 @@ def test_an_example_is_a_conversation_for_every_command(
     assert "left out: " not in capfd.readouterr().err
     for given in (paths, [tmp_path / "converted.out.jsonl"]):
         traces = read_traces(given)
-        assert all([answer.place for answer in trace.answers] == [1] for trace in traces)
+        assert all([answer.message_index for answer in trace.answers] == [1] for trace in traces)
         assert [list(trace.messages) for trace in traces] == [[ASKED, ANSWER]] * len(rows)
     assert all(prompt.messages == (ASKED,) for prompt in read_prompts(paths[0]))
 

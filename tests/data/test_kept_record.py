@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from hdtool.data.kept_records import CachedValue
+from hdtool.data.durable_files import CachedValue
 
 
 def test_a_value_is_read_in_the_same_circumstances_alone(tmp_path: Path) -> None:

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from hdtool.data.durable_files import file_lock
 from hdtool.data.errors import ResultError, StoreError
-from hdtool.data.kept_records import file_lock
 
 BUSY = StoreError("the lock is held: wait for it")
 

@@ -107,7 +107,7 @@ def test_parquet_is_read_without_a_network(tmp_path: Path, name: str, monkeypatc
     assert 0 < reading.bytes_read < reading.total_bytes
     assert len(list(records)) == 96
     assert reading.bytes_read == reading.total_bytes == path.stat().st_size
-    assert reading.tally.shown == [f"{path}[2]: no conversation, answer or text in it (found: nothing)"]
+    assert reading.tally.messages == [f"{path}[2]: no conversation, answer or text in it (found: nothing)"]
     assert reading.sources == [Source(str(path), hashlib.sha256(path.read_bytes()).hexdigest())]
 
 
@@ -237,8 +237,8 @@ def test_a_bad_record_is_named_and_reading_goes_on(tmp_path: Path, line: str | b
     reading = RecordReader([path], tolerance=0.34)
     assert [record.texts for record in reading] == [("a" * 100_000,), ("b",)]
     assert (reading.tally.good, reading.tally.bad) == (2, 1)
-    assert reading.tally.shown[0].startswith(f"{path}:3: {reason}")
-    assert "\n" not in reading.tally.shown[0]
+    assert reading.tally.messages[0].startswith(f"{path}:3: {reason}")
+    assert "\n" not in reading.tally.messages[0]
 
 
 def test_too_many_bad_records_are_an_error_at_the_end(tmp_path: Path) -> None:
@@ -246,7 +246,7 @@ def test_too_many_bad_records_are_an_error_at_the_end(tmp_path: Path) -> None:
     path = write(tmp_path, "bad.json", json.dumps(["a", *[{"x": 1}] * 30, *["a"] * 28]))
     reading = RecordReader([good, path], tolerance=0.5)
     assert [record.source for record in reading] == [0] + [1] * 29
-    assert (reading.tally.good, reading.tally.bad, len(reading.tally.shown)) == (30, 30, 20)
+    assert (reading.tally.good, reading.tally.bad, len(reading.tally.messages)) == (30, 30, 20)
     reading = RecordReader([good, path], tolerance=0.49)
     records = iter(reading)
     assert [next(records).source for _ in range(30)][-1] == 1

@@ -60,7 +60,7 @@ def test_what_the_assistant_says_after_somebody_is_an_answer(
     tmp_path: Path, messages: list[dict[str, str]], places: list[int]
 ) -> None:
     traces = read_traces([written(tmp_path, CHAT, {"messages": messages})])
-    assert [answer.place for answer in traces[1].answers] == places
+    assert [answer.message_index for answer in traces[1].answers] == places
     assert (traces[1].id, traces[1].category) == ("2", "")
 
 
@@ -191,7 +191,7 @@ def test_contexts_are_rebuilt_through_the_template(tokenizer: Any, tmp_path: Pat
     whole = templated(tokenizer, messages, False)
     assert (second.prompt + second.answer) == whole[: len(second.prompt + second.answer)]
     assert (first.conversation, first.category, first.number, second.number) == ("7", "code", 0, 1)
-    assert first.most is None
+    assert first.max_tokens is None
 
 
 def test_raw_texts_follow_one_another(tokenizer: Any, tmp_path: Path) -> None:
@@ -233,7 +233,7 @@ def test_recorded_ids_are_taken_as_they_are(tokenizer: Any, tmp_path: Path) -> N
     row = collected([{"output_ids": ids, "finish": "length"}], [USER, SAID])
     (trace,) = read_traces([written(tmp_path, row)])
     (turn,) = turns_of(tokenizer, trace)
-    assert (turn.answer, turn.most) == (ids, len(ids))
+    assert (turn.answer, turn.max_tokens) == (ids, len(ids))
 
 
 @pytest.mark.parametrize("ids", [[5, 6], [10**6]])

@@ -19,7 +19,7 @@ from hdtool.runtime.model.target import Target
 from hdtool.runtime.sampling.sampler import Sampler
 from hdtool.runtime.sequence import Step
 from hdtool.runtime.tree import DraftTree
-from tests.support.decoding import SAMPLINGS, answered, run, said
+from tests.support.decoding import SAMPLINGS, answered, output_tokens, run
 from tests.support.families import FAMILIES, VOCABULARY, model_of
 from tests.support.oracle import assert_same_logits, plain_logits, prompt_of
 from tests.support.trees import path_to, tokens_to, trees
@@ -42,8 +42,8 @@ def one_after_another(asked: Iterator[Request[int]]) -> Callable[[], Request[int
 def given_alone(sampling: SamplingConfig) -> tuple[frozenset[int], list[list[int]]]:
     """Stop tokens, and answers of which some end at one."""
     target = Target(model_of("llama"))
-    stops = frozenset(said(run(target, prompt_of(LENGTHS[1]), sampling))[20:21])
-    return stops, [said(run(target, prompt_of(length), sampling, stops=stops)) for length in LENGTHS]
+    stops = frozenset(output_tokens(run(target, prompt_of(LENGTHS[1]), sampling))[20:21])
+    return stops, [output_tokens(run(target, prompt_of(length), sampling, stops=stops)) for length in LENGTHS]
 
 
 @pytest.mark.each_value
@@ -71,7 +71,7 @@ def test_trees_of_a_batch_get_the_logits_of_their_plain_paths(family: str) -> No
     target = Target(model)
 
     @settings(max_examples=6)
-    @given(st.lists(st.tuples(trees(VOCABULARY, most=8), st.integers(1, 60)), min_size=1, max_size=4), st.data())
+    @given(st.lists(st.tuples(trees(VOCABULARY, max_nodes=8), st.integers(1, 60)), min_size=1, max_size=4), st.data())
     def check(drawn: list[tuple[DraftTree, int]], data: st.DataObject) -> None:
         cache = target.allocate(4)
         contexts = [prompt_of(length) for _, length in drawn]
@@ -128,7 +128,7 @@ def test_an_answer_longer_than_the_room_of_its_slot() -> None:
     target = Target(model_of("llama"))
     prompt = prompt_of(5)
     batch = Loop[int](target, target.allocate(2), max_new_tokens=RESERVED_POSITIONS + 200)
-    assert answered(batch, prompt)[0] == said(run(target, prompt, GREEDY, RESERVED_POSITIONS + 200))
+    assert answered(batch, prompt)[0] == output_tokens(run(target, prompt, GREEDY, RESERVED_POSITIONS + 200))
     assert not torch.is_inference_mode_enabled()
 
 
@@ -147,7 +147,7 @@ def test_a_request_that_is_removed_leaves_the_others() -> None:
         outcomes = batch.step() if len(batch) else []
     assert len(tokens[0]) < 30
     for number in (1, 2):
-        assert tokens[number] == said(run(target, prompt_of(5 + number), GREEDY, 30))
+        assert tokens[number] == output_tokens(run(target, prompt_of(5 + number), GREEDY, 30))
 
 
 def test_an_answer_that_ends_before_its_prompt_is_read_ends_its_drafter() -> None:
@@ -164,4 +164,4 @@ def test_an_answer_that_ends_before_its_prompt_is_read_ends_its_drafter() -> Non
     assert not reading.read(8)
     reading.end()
     assert drafter.ends == 1 and len(batch) == 0
-    assert answered(batch, prompt)[0] == said(run(Target(model_of("llama")), prompt, GREEDY, 5))
+    assert answered(batch, prompt)[0] == output_tokens(run(Target(model_of("llama")), prompt, GREEDY, 5))

@@ -26,7 +26,7 @@ from hdtool.runtime.drafters.methods import drafters_for
 from hdtool.runtime.model.target import Target
 from hdtool.runtime.stores.store_set import StoreSet
 from tests.support.families import model_of
-from tests.support.methods import OF_DEMO, drafter_for
+from tests.support.methods import DEMO_METHODS, drafter_for
 from tests.support.processes import read_until, start
 
 TALKS: list[list[str]] = [
@@ -41,7 +41,7 @@ PROMPTS = [
     for number, (first, *later) in enumerate(TALKS)
 ]
 SAMPLED = SamplingConfig(temperature=0.8, top_k=50, seed=7)
-LONGEST = 10
+MAX_NEW_TOKENS = 10
 
 
 @pytest.fixture(autouse=True)
@@ -63,7 +63,7 @@ def told(answers: Iterator[Answer]) -> list[tuple[str, str, list[int], str]]:
 @pytest.fixture(scope="module")
 def alone() -> dict[SamplingConfig, Any]:
     """Plain decoding, one prompt after another."""
-    plain = DecodeConfig("ar", LONGEST)
+    plain = DecodeConfig("ar", MAX_NEW_TOKENS)
     return {
         sampling: told(Answerer(ModelConfig(), plain, sampling).all_answers(PROMPTS))
         for sampling in (SamplingConfig(), SAMPLED)
@@ -73,11 +73,11 @@ def alone() -> dict[SamplingConfig, Any]:
 @pytest.mark.each_value
 @pytest.mark.usefixtures("known_cost")
 @pytest.mark.parametrize("sampling", [SamplingConfig(), SAMPLED], ids=["greedy", "sampled"])
-@pytest.mark.parametrize(("method", "size"), [*((method, 3) for method in OF_DEMO), ("hd", 2), ("hd", 8)])
+@pytest.mark.parametrize(("method", "size"), [*((method, 3) for method in DEMO_METHODS), ("hd", 2), ("hd", 8)])
 def test_every_answer_is_that_of_plain_decoding(
     method: str, size: int, sampling: SamplingConfig, alone: dict[SamplingConfig, Any]
 ) -> None:
-    decoding = DecodeConfig(method, LONGEST, batch_size=size, drafter=drafter_for(method))
+    decoding = DecodeConfig(method, MAX_NEW_TOKENS, batch_size=size, drafter=drafter_for(method))
     answerer = Answerer(ModelConfig(), decoding, sampling)
     for _ in range(2):  # drafters have learned something when they are used again
         assert told(answerer.all_answers(PROMPTS)) == alone[sampling]

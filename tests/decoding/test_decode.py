@@ -11,10 +11,10 @@ from hdtool.runtime.config import SamplingConfig
 from hdtool.runtime.model.target import Target
 from hdtool.runtime.sampling.sampler import Sampler
 from hdtool.runtime.sequence import Finish, Stats
-from tests.support.decoding import SAMPLINGS, run, said
+from tests.support.decoding import SAMPLINGS, output_tokens, run
 from tests.support.families import FAMILIES, VOCABULARY, model_of
 from tests.support.oracle import generated, prompt_of
-from tests.support.trees import LyingDrafter
+from tests.support.trees import WrongDrafter
 
 
 @pytest.mark.each_value
@@ -23,13 +23,13 @@ from tests.support.trees import LyingDrafter
 def test_wrong_drafts_do_not_change_the_output(family: str, sampling: SamplingConfig) -> None:
     target = Target(model_of(family))
     prompt = prompt_of(20)
-    plain = said(run(target, prompt, sampling))
-    liar = LyingDrafter(len(prompt), plain, VOCABULARY, seed=sampling.seed)
-    steps = run(target, prompt, sampling, drafter=liar)
-    assert said(steps) == plain
-    assert liar.accepted > 0, "a liar that is never right tests nothing"
+    plain = output_tokens(run(target, prompt, sampling))
+    wrong_drafter = WrongDrafter(len(prompt), plain, VOCABULARY, seed=sampling.seed)
+    steps = run(target, prompt, sampling, drafter=wrong_drafter)
+    assert output_tokens(steps) == plain
+    assert wrong_drafter.accepted > 0, "a liar that is never right tests nothing"
     assert len(steps) < len(plain)
-    assert sum(len(step.path) for step in steps) == liar.accepted
+    assert sum(len(step.path) for step in steps) == wrong_drafter.accepted
 
 
 @settings(max_examples=40)
@@ -40,9 +40,9 @@ def test_random_drafts_lengths_and_seeds_do_not_change_the_output(
     target = TARGET
     prompt = prompt_of(length)
     sampling = SamplingConfig(temperature=temperature, seed=seed)
-    plain = said(run(target, prompt, sampling, most))
-    drafted = run(target, prompt, sampling, most, drafter=LyingDrafter(length, plain, VOCABULARY, seed))
-    assert said(drafted) == plain
+    plain = output_tokens(run(target, prompt, sampling, most))
+    drafted = run(target, prompt, sampling, most, drafter=WrongDrafter(length, plain, VOCABULARY, seed))
+    assert output_tokens(drafted) == plain
     assert drafted[-1].finish is Finish.LENGTH
 
 
@@ -54,28 +54,28 @@ def test_penalised_greedy_equals_generate() -> None:
     prompt = prompt_of(30)
     expected = generated(model, prompt, 40, repetition_penalty=1.3)
     steps = run(Target(model), prompt, SamplingConfig(repetition_penalty=1.3), 40)
-    assert said(steps) == expected
+    assert output_tokens(steps) == expected
 
 
 def test_a_stop_token_ends_the_answer_even_inside_a_draft() -> None:
     prompt = prompt_of(12)
-    plain = said(run(TARGET, prompt, SamplingConfig()))
+    plain = output_tokens(run(TARGET, prompt, SamplingConfig()))
     stop = plain[10]
     expected = plain[: plain.index(stop) + 1]
     for seed in range(8):
-        liar = LyingDrafter(len(prompt), plain, VOCABULARY, seed)
-        steps = run(TARGET, prompt, SamplingConfig(), stops={stop, 10**9}, drafter=liar)
-        assert said(steps) == expected
+        wrong_drafter = WrongDrafter(len(prompt), plain, VOCABULARY, seed)
+        steps = run(TARGET, prompt, SamplingConfig(), stops={stop, 10**9}, drafter=wrong_drafter)
+        assert output_tokens(steps) == expected
         assert [step.finish for step in steps] == [None] * (len(steps) - 1) + [Finish.STOP]
 
 
 def test_the_length_limit_holds_inside_a_draft() -> None:
     prompt = prompt_of(12)
-    plain = said(run(TARGET, prompt, SamplingConfig()))
+    plain = output_tokens(run(TARGET, prompt, SamplingConfig()))
     for most in (1, 2, 3, 17):
-        liar = LyingDrafter(len(prompt), plain, VOCABULARY, seed=most, most=30)
-        steps = run(TARGET, prompt, SamplingConfig(), most, drafter=liar)
-        assert said(steps) == plain[:most]
+        wrong_drafter = WrongDrafter(len(prompt), plain, VOCABULARY, seed=most, max_nodes=30)
+        steps = run(TARGET, prompt, SamplingConfig(), most, drafter=wrong_drafter)
+        assert output_tokens(steps) == plain[:most]
         assert steps[-1].finish is Finish.LENGTH
         assert all(step.tree.depths.max() < most for step in steps)
 
@@ -86,10 +86,10 @@ def test_a_full_context_ends_the_answer(family: str) -> None:
     target = Target(model_of(family))
     prompt = prompt_of(500)
     plain = run(target, prompt, SamplingConfig(), 100)
-    assert len(said(plain)) == 12
+    assert len(output_tokens(plain)) == 12
     assert plain[-1].finish is Finish.CONTEXT
-    liar = LyingDrafter(len(prompt), said(plain) * 2, VOCABULARY, seed=5, most=30)
-    assert said(run(target, prompt, SamplingConfig(), 100, drafter=liar)) == said(plain)
+    wrong_drafter = WrongDrafter(len(prompt), output_tokens(plain) * 2, VOCABULARY, seed=5, max_nodes=30)
+    assert output_tokens(run(target, prompt, SamplingConfig(), 100, drafter=wrong_drafter)) == output_tokens(plain)
 
 
 def test_a_prompt_that_fills_the_context_is_refused() -> None:
@@ -99,7 +99,9 @@ def test_a_prompt_that_fills_the_context_is_refused() -> None:
 
 def test_the_seed_determines_the_answer() -> None:
     prompt = prompt_of(9)
-    first, again, other = (said(run(TARGET, prompt, SamplingConfig(temperature=1.0, seed=seed))) for seed in (4, 4, 5))
+    first, again, other = (
+        output_tokens(run(TARGET, prompt, SamplingConfig(temperature=1.0, seed=seed))) for seed in (4, 4, 5)
+    )
     assert first == again != other
 
 

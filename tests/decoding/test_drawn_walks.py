@@ -51,7 +51,7 @@ def sampler_of(config: SamplingConfig, allowed: Sequence[int], *, walks: bool) -
 
 @settings(max_examples=300)
 @given(
-    tree=trees(VOCABULARY, most=12),
+    tree=trees(VOCABULARY, max_nodes=12),
     seed=st.integers(0, 2**32),
     spread=st.sampled_from([0.3, 2.0, 8.0]),
     temperature=st.sampled_from([0.4, 1.0, 1.7]),

@@ -22,7 +22,7 @@ from hdtool.runtime.generate_settings import NEUTRAL_SETTINGS, REFUSED_SETTINGS,
 from hdtool.runtime.loop import Request
 from hdtool.runtime.model.load import Loaded, load
 
-MOST = 80
+MAX_NEW_TOKENS = 80
 ASKED = [{"role": "user", "content": "Tom has 3 boxes with 12 pencils each. How many pencils does he have?"}]
 
 GREEDY: dict[str, Any] = {
@@ -131,21 +131,25 @@ def test_every_field_is_classified() -> None:
     assert set(REFUSED_VALUES) == set(REFUSED_SETTINGS)
 
 
-def generated(loaded: Loaded, ids: list[int], most: int = MOST, **options: Any) -> list[int]:
+def generated(loaded: Loaded, ids: list[int], max_new_tokens: int = MAX_NEW_TOKENS, **options: Any) -> list[int]:
     model: Any = loaded.target.model
     asked = torch.tensor([ids])
     said = model.generate(
-        asked, attention_mask=torch.ones_like(asked), max_new_tokens=most, tokenizer=loaded.tokenizer, **options
+        asked,
+        attention_mask=torch.ones_like(asked),
+        max_new_tokens=max_new_tokens,
+        tokenizer=loaded.tokenizer,
+        **options,
     )
     found: list[int] = said[0, len(ids) :].tolist()
     return found
 
 
-def answered(loaded: Loaded, ids: list[int], most: int = MOST) -> list[int]:
+def answered(loaded: Loaded, ids: list[int], max_new_tokens: int = MAX_NEW_TOKENS) -> list[int]:
     """By hd, which drafts and has something accepted."""
-    sampler, stops = loaded.sampler(SamplingConfig(), ids, max_new_tokens=most)
+    sampler, stops = loaded.sampler(SamplingConfig(), ids, max_new_tokens=max_new_tokens)
     drafter = Hierarchy(budget=FixedBudget(12), recycled=True, last=True)
-    steps = decode(loaded.target, ids, sampler, max_new_tokens=most, stops=stops, drafter=drafter)
+    steps = decode(loaded.target, ids, sampler, max_new_tokens=max_new_tokens, stops=stops, drafter=drafter)
     return [token for step in steps for token in step.tokens]
 
 
@@ -169,9 +173,9 @@ def test_a_setting_of_the_model_is_applied_as_in_generate(name: str, loaded: Loa
     assert expected != plain, "a value that changes nothing tests nothing"
     assert answered(loaded, ids) == expected
     config = SamplingConfig()
-    sampler, stops = loaded.sampler(config, ids, max_new_tokens=MOST)
+    sampler, stops = loaded.sampler(config, ids, max_new_tokens=MAX_NEW_TOKENS)
     requests = iter([Request(0, ids, sampler, Hierarchy(budget=FixedBudget(12)), stops)])
-    steps = decode_batch(loaded.target, lambda: next(requests, None), 2, max_new_tokens=MOST)
+    steps = decode_batch(loaded.target, lambda: next(requests, None), 2, max_new_tokens=MAX_NEW_TOKENS)
     assert [token for _, step in steps for token in step.tokens] == expected
 
 
@@ -180,7 +184,7 @@ def test_sampled_scores_are_those_of_generate(name: str, loaded: Loaded, plain: 
     """From the raw logits that generate had, the prepared processors compute its scores, in every step."""
     ids = encode_conversation(loaded.tokenizer, ASKED)
     model: Any = loaded.target.model
-    without, _ = loaded.sampler(SamplingConfig(1.0), ids, max_new_tokens=MOST)
+    without, _ = loaded.sampler(SamplingConfig(1.0), ids, max_new_tokens=MAX_NEW_TOKENS)
     setattr(model.generation_config, name, value_of(name, (GREEDY | SAMPLED)[name], plain))
     torch.manual_seed(0)
     asked = torch.tensor([ids])

@@ -48,7 +48,7 @@ from hdtool.runtime.source_names import SourceName
 from hdtool.runtime.tree import LARGEST_TREE, UNDETERMINED, DraftTree
 from tests.support.json_schemas import JSON_SCHEMAS
 
-MOST = 120
+MAX_NEW_TOKENS = 120
 FEW = ("sentiment", "nested customer", "tool choice", "unicode keys", "user interface", "matrix")
 NO_STORES = StoresConfig("none", "none")
 MODEL = ModelConfig()
@@ -91,7 +91,7 @@ def asked_for(schema: Any, **more: Any) -> Prompt:
 def answers(
     method: str, schemas: Sequence[Any], temperature: float = 0.0, batch: int = 1, nodes: int | None = 12
 ) -> list[Any]:
-    decoding = DecodeConfig(method, MOST, draft_tokens=None if method == "ar" else nodes, batch_size=batch)
+    decoding = DecodeConfig(method, MAX_NEW_TOKENS, draft_tokens=None if method == "ar" else nodes, batch_size=batch)
     sampling = SamplingConfig(temperature=temperature, seed=3)
     answerer = Answerer(MODEL, decoding, sampling, store_set=NO_STORES)
     found = []
@@ -166,7 +166,7 @@ def test_the_answer_is_that_of_generate_under_the_mask(embedded: Loaded) -> None
         assert prompt["input_ids"].shape[1] == asked
         expected = embedded.target.model.generate(
             **prompt,
-            max_new_tokens=MOST,
+            max_new_tokens=MAX_NEW_TOKENS,
             do_sample=False,
             logits_processor=LogitsProcessorList([OracleMask(embedded, schema, asked)]),
         )
@@ -306,7 +306,7 @@ def test_what_the_schema_forces_is_drafted_by_the_grammar() -> None:
 )
 @pytest.mark.parametrize("method", ["ar", "hd"])
 def test_other_notations(grammar: Grammar, pattern: str, method: str) -> None:
-    decoding = DecodeConfig(method, MOST, draft_tokens=8 if method == "hd" else None)
+    decoding = DecodeConfig(method, MAX_NEW_TOKENS, draft_tokens=8 if method == "hd" else None)
     answerer = Answerer(MODEL, decoding, SamplingConfig(), store_set=NO_STORES)
     prompt = Prompt(({"role": "user", "content": ASKED},), grammar=grammar)
     (answer,) = answerer.answers(prompt)

@@ -26,9 +26,9 @@ from hdtool.runtime.prefix_cache import MIN_TAIL_PROMPT, TAIL_TOKENS, PrefixCach
 from hdtool.runtime.sequence import Step
 from hdtool.runtime.stores.corpus_index import CorpusIndex
 from hdtool.runtime.stores.store_set import StoreSet
-from tests.support.decoding import said
+from tests.support.decoding import output_tokens
 from tests.support.oracle import generated
-from tests.support.trees import LyingDrafter
+from tests.support.trees import WrongDrafter
 
 METHODS = ["ar", "pld", "hd", "hd+logitspec"]
 GREEDY = SamplingConfig()
@@ -51,22 +51,22 @@ class Asked:
     answer: list[int]
 
 
-def prompts(most: int) -> list[Prompt]:
-    return interleave_categories(read_prompts(demo.PROMPTS), most)
+def prompts(limit: int) -> list[Prompt]:
+    return interleave_categories(read_prompts(demo.PROMPTS), limit)
 
 
-def encoded(loaded: Loaded, most: int) -> list[list[int]]:
-    return [encode_conversation(loaded.tokenizer, prompt.messages) for prompt in prompts(most)]
+def encoded(loaded: Loaded, limit: int) -> list[list[int]]:
+    return [encode_conversation(loaded.tokenizer, prompt.messages) for prompt in prompts(limit)]
 
 
 @torch.inference_mode()
-def by_the_library(loaded: Loaded, prompt: list[int], sampling: SamplingConfig, most: int) -> list[int]:
+def by_the_library(loaded: Loaded, prompt: list[int], sampling: SamplingConfig, max_new_tokens: int) -> list[int]:
     """An answer token by token, by the library's passes and cache and hdtool's sampler."""
     model: Any = loaded.target.model
     used = DynamicCache(config=model.config)
-    sampler, stops = loaded.sampler(sampling, prompt, max_new_tokens=most)
+    sampler, stops = loaded.sampler(sampling, prompt, max_new_tokens=max_new_tokens)
     answer: list[int] = []
-    while len(answer) < most and not (answer and answer[-1] in stops):
+    while len(answer) < max_new_tokens and not (answer and answer[-1] in stops):
         read = torch.tensor([answer[-1:] or prompt])
         logits = model(read, past_key_values=used, use_cache=True).logits[0, -1:]
         answer.append(sampler.chooser(logits)(0))
@@ -82,19 +82,19 @@ def drafter(loaded: Loaded, method: str) -> Drafter:
 def answer(
     loaded: Loaded,
     prompt: list[int],
-    most: int,
+    max_new_tokens: int,
     drafts: Drafter | None = None,
     sampling: SamplingConfig = GREEDY,
     *,
     cached: bool = True,
 ) -> list[Step]:
-    sampler, stops = loaded.sampler(sampling, prompt, max_new_tokens=most)
+    sampler, stops = loaded.sampler(sampling, prompt, max_new_tokens=max_new_tokens)
     return list(
         decode(
             loaded.target,
             prompt,
             sampler,
-            max_new_tokens=most,
+            max_new_tokens=max_new_tokens,
             stops=stops,
             drafter=drafts,
             prefix_caching=cached,
@@ -102,15 +102,17 @@ def answer(
     )
 
 
-def check_methods(loaded: Loaded, number: int, most: int, sampling: SamplingConfig) -> None:
-    expected = [by_the_library(loaded, prompt, sampling, most) for prompt in encoded(loaded, number)]
+def check_methods(loaded: Loaded, number: int, max_new_tokens: int, sampling: SamplingConfig) -> None:
+    expected = [by_the_library(loaded, prompt, sampling, max_new_tokens) for prompt in encoded(loaded, number)]
     if sampling.is_greedy:
-        assert expected == [generated(loaded.target.model, prompt, most) for prompt in encoded(loaded, number)]
+        assert expected == [
+            generated(loaded.target.model, prompt, max_new_tokens) for prompt in encoded(loaded, number)
+        ]
     for method in METHODS:
         drafts, accepted = drafter(loaded, method), 0
         for prompt, wanted in zip(encoded(loaded, number), expected, strict=True):
-            steps = answer(loaded, prompt, most, drafts, sampling)
-            assert said(steps) == wanted
+            steps = answer(loaded, prompt, max_new_tokens, drafts, sampling)
+            assert output_tokens(steps) == wanted
             accepted += len(wanted) - len(steps)
         assert bool(accepted) == (method != "ar")
 
@@ -158,16 +160,16 @@ def test_the_next_turn_goes_on_from_the_states(hybrid: Loaded) -> None:
     first = encoded(hybrid, 1)[0]
     hybrid.target.cache.slots[0].cut(0)
     steps = answer(hybrid, first, 40, drafter(hybrid, "hd"))
-    spoken = [*first, *said(steps)]
+    spoken = [*first, *output_tokens(steps)]
     assert steps[0].cached_tokens == 0
     later = [*spoken, *first]
     again = answer(hybrid, later, 40, drafter(hybrid, "hd"))
     assert again[0].cached_tokens == len(spoken) - 1, "the last token of the answer was not read yet"
-    assert said(again) == by_the_library(hybrid, later, GREEDY, 40)
-    other = [*later, *said(again)[:5], *first]
+    assert output_tokens(again) == by_the_library(hybrid, later, GREEDY, 40)
+    other = [*later, *output_tokens(again)[:5], *first]
     branched = answer(hybrid, other, 40, drafter(hybrid, "hd"))
     assert branched[0].cached_tokens == len(later), "states are kept at the end of a prompt"
-    assert said(branched) == by_the_library(hybrid, other, GREEDY, 40)
+    assert output_tokens(branched) == by_the_library(hybrid, other, GREEDY, 40)
 
 
 @pytest.mark.parametrize("is_later", [False, True])
@@ -182,7 +184,7 @@ def test_a_long_prompt_with_another_end_goes_on_from_before_it(hybrid: Loaded, i
     other = [*prompt[: -TAIL_TOKENS // 2], *tokens[:20]]
     steps = answer(hybrid, other, 30, drafter(hybrid, "hd"))
     assert steps[0].cached_tokens == len(prompt) - TAIL_TOKENS
-    assert said(steps) == by_the_library(hybrid, other, GREEDY, 30)
+    assert output_tokens(steps) == by_the_library(hybrid, other, GREEDY, 30)
 
 
 def read(loaded: Loaded, cache: Any, prompt: list[int], prefixes: PrefixCache) -> int:
@@ -233,8 +235,8 @@ def test_memory_does_not_grow_from_answer_to_answer(hybrid: Loaded) -> None:
     process, used, tensors, rejected = psutil.Process(), list[int](), list[int](), 0
     for number in range(550):
         one = asked[number % len(asked)]
-        lies = LyingDrafter(len(one.prompt), one.answer, len(hybrid.tokenizer), number)
-        assert said(answer(hybrid, one.prompt, 16, lies)) == one.answer
+        lies = WrongDrafter(len(one.prompt), one.answer, len(hybrid.tokenizer), number)
+        assert output_tokens(answer(hybrid, one.prompt, 16, lies)) == one.answer
         rejected += lies.drafted - lies.accepted
         used.append(process.memory_info().rss)
         if number % 50 == 49:
@@ -270,13 +272,13 @@ def test_after_an_interrupt_inside_a_pass_the_conversation_goes_on(hybrid: Loade
     first = encoded(hybrid, 1)[0]
     for left in interrupting(model.model.layers[layer].mlp):
         answer(hybrid, first, 8)
-        longer = [*first, *said(answer(hybrid, first, 20)), *first]
+        longer = [*first, *output_tokens(answer(hybrid, first, 20)), *first]
         wanted = by_the_library(hybrid, longer, GREEDY, 30)
         for passes in range(5):  # the first one tells whether the model is the same, and the second reads the prompt
             left.append(passes)
-            lies = LyingDrafter(len(longer), wanted, len(hybrid.tokenizer), passes)
+            lies = WrongDrafter(len(longer), wanted, len(hybrid.tokenizer), passes)
             with pytest.raises(KeyboardInterrupt):
                 answer(hybrid, longer, 30, lies)
             again = answer(hybrid, [*longer, *wanted[:3]], 27, drafter(hybrid, "pld"))
-            assert said(again) == wanted[3:]
+            assert output_tokens(again) == wanted[3:]
             assert again[0].cached_tokens >= (len(longer) if passes > 1 else 0)

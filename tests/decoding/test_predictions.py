@@ -31,11 +31,11 @@ from hdtool.runtime.model.target import Target
 from hdtool.runtime.sampling.sampler import Sampler
 from hdtool.runtime.sequence import Stats, Step
 from hdtool.runtime.source_names import SourceName
-from tests.support.decoding import SAMPLINGS, run, said
+from tests.support.decoding import SAMPLINGS, output_tokens, run
 from tests.support.families import FAMILIES, VOCABULARY, model_of
 from tests.support.oracle import generated, prompt_of
 
-MOST = 40
+MAX_NEW_TOKENS = 40
 PROMPT = prompt_of(20)
 
 
@@ -84,11 +84,14 @@ def test_no_family_changes_its_output(family: str, sampling: SamplingConfig) -> 
 
 def check_output(family: str, sampling: SamplingConfig, *names: str) -> None:
     target = Target(model_of(family))
-    plain = said(run(target, PROMPT, sampling, MOST))
+    plain = output_tokens(run(target, PROMPT, sampling, MAX_NEW_TOKENS))
     drafter = Hierarchy(budget=FixedBudget(9))  # one for all, as in a program
     for name in names:
         prediction = predictions(plain)[name]
-        assert said(run(target, PROMPT, sampling, MOST, drafter=drafter, prediction=prediction)) == plain, name
+        assert (
+            output_tokens(run(target, PROMPT, sampling, MAX_NEW_TOKENS, drafter=drafter, prediction=prediction))
+            == plain
+        ), name
 
 
 @pytest.mark.parametrize("sampling", [SAMPLINGS["greedy"], SAMPLINGS["T 0.7"]], ids=["greedy", "sampled"])
@@ -96,7 +99,7 @@ def check_output(family: str, sampling: SamplingConfig, *names: str) -> None:
 def test_each_answer_of_a_batch_has_its_own_prediction(family: str, sampling: SamplingConfig) -> None:
     target = Target(model_of(family))
     prompts = [prompt_of(length) for length in (20, 7, 33, 50, 12, 9, 61)]
-    plain = [said(run(target, prompt, sampling, MOST)) for prompt in prompts]
+    plain = [output_tokens(run(target, prompt, sampling, MAX_NEW_TOKENS)) for prompt in prompts]
 
     def requests() -> Iterator[Request[int]]:
         for number, prompt in enumerate(prompts):
@@ -105,10 +108,10 @@ def test_each_answer_of_a_batch_has_its_own_prediction(family: str, sampling: Sa
 
     asked = requests()
     found: dict[int, list[Step]] = {}
-    for request, step in decode_batch(target, lambda: next(asked, None), 3, max_new_tokens=MOST):
+    for request, step in decode_batch(target, lambda: next(asked, None), 3, max_new_tokens=MAX_NEW_TOKENS):
         found.setdefault(request.key, []).append(step)
-    assert [said(found[number]) for number in range(len(prompts))] == plain
-    assert of_prediction(found[0]).accepted_prediction_tokens > MOST // 2
+    assert [output_tokens(found[number]) for number in range(len(prompts))] == plain
+    assert of_prediction(found[0]).accepted_prediction_tokens > MAX_NEW_TOKENS // 2
 
 
 # What they bring -------------------------------------------------------------------------------
@@ -116,16 +119,16 @@ def test_each_answer_of_a_batch_has_its_own_prediction(family: str, sampling: Sa
 
 def test_a_true_prediction_is_accepted_and_a_foreign_one_is_not() -> None:
     target = Target(model_of("llama"))
-    plain = said(run(target, PROMPT, SamplingConfig(), MOST))
+    plain = output_tokens(run(target, PROMPT, SamplingConfig(), MAX_NEW_TOKENS))
     steps = {
-        name: run(target, PROMPT, SamplingConfig(), MOST, drafter=new_drafter(), prediction=prediction)
+        name: run(target, PROMPT, SamplingConfig(), MAX_NEW_TOKENS, drafter=new_drafter(), prediction=prediction)
         for name, prediction in predictions(plain).items()
     }
-    assert len(steps["true"]) <= MOST // 6
-    assert len(steps["true"]) < len(steps["partly wrong"]) < MOST
-    assert len(steps["cut"]) < MOST // 2
+    assert len(steps["true"]) <= MAX_NEW_TOKENS // 6
+    assert len(steps["true"]) < len(steps["partly wrong"]) < MAX_NEW_TOKENS
+    assert len(steps["cut"]) < MAX_NEW_TOKENS // 2
     stats = of_prediction(steps["true"])
-    assert stats.accepted_prediction_tokens == MOST - len(steps["true"])
+    assert stats.accepted_prediction_tokens == MAX_NEW_TOKENS - len(steps["true"])
     assert stats.rejected_prediction_tokens == stats.drafted.sum() - stats.accepted.sum()
     assert set(stats.sources_json()) == {"prediction"}
     assert of_prediction(steps["partly wrong"]).rejected_prediction_tokens > 0
@@ -135,9 +138,12 @@ def test_a_true_prediction_is_accepted_and_a_foreign_one_is_not() -> None:
 def test_a_prediction_is_of_one_answer() -> None:
     target = Target(model_of("llama"))
     drafter = new_drafter()
-    plain = said(run(target, PROMPT, SamplingConfig(), MOST))
-    assert len(run(target, PROMPT, SamplingConfig(), MOST, drafter=drafter, prediction=plain)) < MOST // 2
-    assert len(run(target, PROMPT, SamplingConfig(), MOST, drafter=drafter)) == MOST
+    plain = output_tokens(run(target, PROMPT, SamplingConfig(), MAX_NEW_TOKENS))
+    assert (
+        len(run(target, PROMPT, SamplingConfig(), MAX_NEW_TOKENS, drafter=drafter, prediction=plain))
+        < MAX_NEW_TOKENS // 2
+    )
+    assert len(run(target, PROMPT, SamplingConfig(), MAX_NEW_TOKENS, drafter=drafter)) == MAX_NEW_TOKENS
 
 
 # In generate of transformers -------------------------------------------------------------------
@@ -146,23 +152,25 @@ def test_a_prediction_is_of_one_answer() -> None:
 @pytest.mark.parametrize("shape", [list, torch.tensor, lambda ids: torch.tensor([ids]), lambda ids: [ids], tuple])
 def test_generate_takes_a_prediction(shape: Any) -> None:
     model: Any = model_of("llama")
-    expected = generated(model, PROMPT, MOST)
+    expected = generated(model, PROMPT, MAX_NEW_TOKENS)
     drafting = Generator(new_drafter())
-    assert generated(model, PROMPT, MOST, custom_generate=drafting, prediction=shape(expected)) == expected
-    assert drafting.stats.accepted_prediction_tokens > MOST // 2
-    assert generated(model, PROMPT, MOST, custom_generate=drafting) == expected
+    assert generated(model, PROMPT, MAX_NEW_TOKENS, custom_generate=drafting, prediction=shape(expected)) == expected
+    assert drafting.stats.accepted_prediction_tokens > MAX_NEW_TOKENS // 2
+    assert generated(model, PROMPT, MAX_NEW_TOKENS, custom_generate=drafting) == expected
     assert drafting.stats.accepted_prediction_tokens == drafting.stats.rejected_prediction_tokens == 0
 
 
 @pytest.mark.parametrize("prediction", ["text", [1.5], [True], [[1], [2]], 7, torch.zeros(2, 3, dtype=torch.long)])
 def test_generate_takes_token_ids_only(prediction: Any) -> None:
     with pytest.raises(OptionError, match="must be token ids of one answer"):
-        generated(model_of("llama"), PROMPT, MOST, custom_generate=Generator(new_drafter()), prediction=prediction)
+        generated(
+            model_of("llama"), PROMPT, MAX_NEW_TOKENS, custom_generate=Generator(new_drafter()), prediction=prediction
+        )
 
 
 def test_a_generator_that_cannot_use_a_prediction_refuses_it() -> None:
     with pytest.raises(OptionError, match="drafter does not use one"):
-        generated(model_of("llama"), PROMPT, MOST, custom_generate=Generator(), prediction=[1])
+        generated(model_of("llama"), PROMPT, MAX_NEW_TOKENS, custom_generate=Generator(), prediction=[1])
 
 
 # Encoding --------------------------------------------------------------------------------------

@@ -26,15 +26,15 @@ from hdtool.runtime.prefix_cache import MIN_CACHED_PREFIX, PrefixCache, PromptRe
 from hdtool.runtime.sampling.sampler import Sampler
 from hdtool.runtime.sequence import Step
 from hdtool.runtime.tree import ROOT, DraftTree
-from tests.support.decoding import answered, run, said
+from tests.support.decoding import answered, output_tokens, run
 from tests.support.families import FAMILIES, HYBRIDS, SHAPE, VOCABULARY, model_of
 from tests.support.one_sequence import OneSequence
 from tests.support.oracle import assert_same_logits, generated, plain_logits, prompt_of
 from tests.support.rehearsed import Direct, Rehearsed
-from tests.support.trees import LyingDrafter
+from tests.support.trees import WrongDrafter
 
 GREEDY = SamplingConfig()
-MOST = 12
+MAX_NEW_TOKENS = 12
 CAPTURES: dict[str, CaptureMaker] = {"passes": never, "captured": lambda device: Rehearsed()}
 
 
@@ -43,7 +43,7 @@ def answer(
 ) -> list[Step]:
     sampler = Sampler(SamplingConfig(temperature=0.8 if seed else 0.0, seed=seed), prompt)
     return list(
-        decode(target, prompt, sampler, max_new_tokens=MOST, drafter=drafter, prefix_caching=cached),
+        decode(target, prompt, sampler, max_new_tokens=MAX_NEW_TOKENS, drafter=drafter, prefix_caching=cached),
     )
 
 
@@ -112,14 +112,14 @@ def test_each_owner_has_contexts_of_its_own_in_slots_and_in_copies(family: str) 
     batch = Loop[int](target, target.allocate(2), max_new_tokens=20, prefixes=PrefixCache(2**30))
     prompt = prompt_of(40)
     answer, cached = answered(batch, prompt)
-    assert (answer, cached) == (said(run(target, prompt, GREEDY, 20)), 0)
+    assert (answer, cached) == (output_tokens(run(target, prompt, GREEDY, 20)), 0)
     later = [*prompt, *answer, *prompt_of(9)]
     again, cached = answered(batch, later)
-    assert again == said(run(target, later, GREEDY, 20))
+    assert again == output_tokens(run(target, later, GREEDY, 20))
     assert cached == len(prompt) + len(answer) - 2  # the last token was never read, the one before is read again
     assert answered(batch, later, owner="another") == (again, 0)
     branch = [*prompt[:30], *prompt_of(12)]
-    assert answered(batch, branch) == (said(run(target, branch, GREEDY, 20)), 29)
+    assert answered(batch, branch) == (output_tokens(run(target, branch, GREEDY, 20)), 29)
     assert answered(batch, later, owner="another")[1] == len(later) - 2
     assert answered(batch, later, owner="a third")[1] == 0
 
@@ -173,7 +173,9 @@ def test_answers_in_slots_that_copy_from_one_another_are_those_of_an_empty_cache
     @settings(max_examples=8)
     @given(st.integers(1, 3), st.sampled_from([0, 2**16, 2**30]), st.lists(SHARED_TURN, min_size=3, max_size=7))
     def check(slots: int, most_bytes: int, turns: list[tuple[int, int, list[int], str]]) -> None:
-        loop = Loop[int](target, target.allocate(slots), max_new_tokens=MOST, prefixes=PrefixCache(most_bytes))
+        loop = Loop[int](
+            target, target.allocate(slots), max_new_tokens=MAX_NEW_TOKENS, prefixes=PrefixCache(most_bytes)
+        )
         before = [prompt_of(40 + number) for number in range(3)]
         found: dict[int, list[int]] = {}
 
@@ -185,9 +187,9 @@ def test_answers_in_slots_that_copy_from_one_another_are_those_of_an_empty_cache
         expected: list[list[int]] = []
         for number, (conversation, known, new, owner) in enumerate(turns):
             prompt = [*before[conversation][:known], *new]
-            expected.append(said(answer(fresh, prompt, cached=False)))
+            expected.append(output_tokens(answer(fresh, prompt, cached=False)))
             before[conversation] = [*prompt, *expected[-1]]
-            drafter = LyingDrafter(len(prompt), expected[-1], VOCABULARY, number)
+            drafter = WrongDrafter(len(prompt), expected[-1], VOCABULARY, number)
             while loop.is_full:
                 note(loop.step())
             note([loop.add(Request(number, prompt, Sampler(GREEDY, prompt), drafter, owner=owner))])
@@ -211,16 +213,16 @@ def test_conversations_with_common_beginnings_get_the_answers_of_an_empty_cache(
         before: list[int] = []
         for known, new, seed, given_up in turns:
             prompt = [*before[:known], *new]
-            expected = said(answer(fresh, prompt, seed=seed, cached=False))
-            drafter = LyingDrafter(len(prompt), expected, VOCABULARY, seed)
+            expected = output_tokens(answer(fresh, prompt, seed=seed, cached=False))
+            drafter = WrongDrafter(len(prompt), expected, VOCABULARY, seed)
             sampler = Sampler(SamplingConfig(temperature=0.8 if seed else 0.0, seed=seed), prompt)
             found: list[int] = []
-            for step in decode(kept, prompt, sampler, max_new_tokens=MOST, drafter=drafter):
+            for step in decode(kept, prompt, sampler, max_new_tokens=MAX_NEW_TOKENS, drafter=drafter):
                 found += step.tokens
                 if given_up and len(found) > 1:
                     break
             assert found == expected[: len(found)]
-            assert given_up or len(found) == MOST
+            assert given_up or len(found) == MAX_NEW_TOKENS
             before = [*prompt, *found]
 
     check()
@@ -291,10 +293,10 @@ def test_only_what_follows_the_common_beginning_is_read_and_the_switch_reads_all
     target = Target(model_of("llama"))
     prompt = prompt_of(60)
     first = answer(target, prompt)
-    longer = [*prompt, *said(first), *prompt_of(9)]
+    longer = [*prompt, *output_tokens(first), *prompt_of(9)]
     assert [step.cached_tokens for step in first] == [0] * len(first)
     # The last answered token was never read, and the one before it is read again.
-    assert answer(target, longer)[0].cached_tokens == len(prompt) + MOST - 2
+    assert answer(target, longer)[0].cached_tokens == len(prompt) + MAX_NEW_TOKENS - 2
     assert answer(target, [*prompt[:30], 1, 2])[0].cached_tokens == 29
     assert answer(target, longer, cached=False)[0].cached_tokens == 0
     assert answer(target, longer)[0].cached_tokens == len(longer) - 2
@@ -320,16 +322,16 @@ def test_after_an_interrupt_inside_a_pass_answers_are_right(capture: str, passes
     try:
         target, fresh = Target(model, CAPTURES[capture]), Target(model, never)
         prompt = prompt_of(40)
-        expected = said(answer(fresh, prompt, cached=False))
+        expected = output_tokens(answer(fresh, prompt, cached=False))
         answer(target, prompt)
         longer = [*prompt, *expected[:5], *prompt_of(30)]
-        wanted = said(answer(fresh, longer, cached=False))
+        wanted = output_tokens(answer(fresh, longer, cached=False))
         left.append(passes)
         with pytest.raises(KeyboardInterrupt):
-            answer(target, longer, LyingDrafter(len(longer), wanted, VOCABULARY, seed=passes))
+            answer(target, longer, WrongDrafter(len(longer), wanted, VOCABULARY, seed=passes))
         left.clear()
         again = answer(target, [*longer, *wanted[:3]])
-        assert said(again) == said(answer(fresh, [*longer, *wanted[:3]], cached=False))
+        assert output_tokens(again) == output_tokens(answer(fresh, [*longer, *wanted[:3]], cached=False))
         assert again[0].cached_tokens > 0
     finally:
         hook.remove()
@@ -361,7 +363,7 @@ def test_a_model_that_changed_reads_the_prompt_again(change: Callable[[torch.nn.
     change(model)
     found = answer(target, prompt)
     assert found[0].cached_tokens == 0
-    assert said(found) == said(answer(Target(model), prompt))
+    assert output_tokens(found) == output_tokens(answer(Target(model), prompt))
     assert answer(target, prompt)[0].cached_tokens == len(prompt) - 2
 
 
@@ -371,8 +373,8 @@ def test_watched_hidden_states_are_those_of_the_whole_prompt() -> None:
     for target in (kept, fresh):
         target.watch_hidden()
     prompt = prompt_of(40)
-    drafter = LyingDrafter(len(prompt), said(answer(fresh, prompt, cached=False)), VOCABULARY, seed=5)
-    longer = [*prompt, *said(answer(kept, prompt, drafter)), *prompt_of(20)]
+    drafter = WrongDrafter(len(prompt), output_tokens(answer(fresh, prompt, cached=False)), VOCABULARY, seed=5)
+    longer = [*prompt, *output_tokens(answer(kept, prompt, drafter)), *prompt_of(20)]
     (found, cached), (expected, _) = (read(target, target.cache, longer) for target in (kept, fresh))
     assert cached > len(prompt)
     assert found.hidden is not None and expected.hidden is not None
@@ -395,7 +397,7 @@ def test_a_longrope_model_beyond_its_original_length_reads_prompts_as_a_whole() 
     for length in (30, 50, 80, 100, 40):
         prompt = prompt_of(100)[:length]
         found = answer(target, prompt)
-        assert said(found) == generated(model, prompt, MOST)
+        assert output_tokens(found) == generated(model, prompt, MAX_NEW_TOKENS)
         assert (found[0].cached_tokens > 0) is (length == 50)
 
 
@@ -406,11 +408,11 @@ def test_a_batch_on_both_sides_of_the_switch_of_a_longrope_model(prefix_caching:
     asked = iter([Request(place, ids, Sampler(SamplingConfig(), ids)) for place, ids in enumerate(prompts)])
     found: list[list[int]] = [[] for _ in prompts]
     steps = decode_batch(
-        Target(model), lambda: next(asked, None), 3, max_new_tokens=MOST, prefix_caching=prefix_caching
+        Target(model), lambda: next(asked, None), 3, max_new_tokens=MAX_NEW_TOKENS, prefix_caching=prefix_caching
     )
     for request, step in steps:
         found[request.key] += step.tokens
-    assert found == [generated(model, ids, MOST) for ids in prompts]
+    assert found == [generated(model, ids, MAX_NEW_TOKENS) for ids in prompts]
 
 
 def test_a_generator_reads_the_second_turn_from_where_it_differs() -> None:
@@ -420,9 +422,9 @@ def test_a_generator_reads_the_second_turn_from_where_it_differs() -> None:
     for generator, expected in ((kept, 60 - 2), (off, 0)):
         for _ in range(2):
             output = model.generate(
-                torch.tensor([prompt]), do_sample=False, max_new_tokens=MOST, custom_generate=generator
+                torch.tensor([prompt]), do_sample=False, max_new_tokens=MAX_NEW_TOKENS, custom_generate=generator
             )
-            assert output[0, 60:].tolist() == generated(model, prompt, MOST)
+            assert output[0, 60:].tolist() == generated(model, prompt, MAX_NEW_TOKENS)
         assert generator.stats.cached_tokens == expected
 
 
@@ -433,7 +435,7 @@ def test_weights_that_are_written_unseen_are_noticed_before_a_prompt_goes_on(fam
     model: Any = FAMILIES[family]().eval()
     model.generation_config.eos_token_id = None
     target, prompt = Target(model), prompt_of(30)
-    first = said(run(target, prompt, GREEDY, 20))
+    first = output_tokens(run(target, prompt, GREEDY, 20))
     same = run(target, [*prompt, *first, *prompt_of(5)], GREEDY, 20)
     assert same[0].cached_tokens > 40
     for weight in model.parameters():
@@ -441,4 +443,4 @@ def test_weights_that_are_written_unseen_are_noticed_before_a_prompt_goes_on(fam
             weight.data.mul_(1.05)
     longer = [*prompt, *first, *prompt_of(7)]
     steps = run(target, longer, GREEDY, 20)
-    assert steps[0].cached_tokens == 0 and said(steps) == said(run(Target(model), longer, GREEDY, 20))
+    assert steps[0].cached_tokens == 0 and output_tokens(steps) == output_tokens(run(Target(model), longer, GREEDY, 20))

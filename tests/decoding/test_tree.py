@@ -9,7 +9,7 @@ from hdtool.runtime.tree import ROOT, DraftTree
 from tests.support.trees import check_integrity, path_to, tokens_to, trees
 
 
-@given(trees(vocabulary=5, most=40))
+@given(trees(vocabulary=5, max_nodes=40))
 def test_the_ancestor_mask_is_the_path_to_each_node(tree: DraftTree) -> None:
     check_integrity(tree)
     for node in range(len(tree)):

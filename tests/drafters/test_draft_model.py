@@ -29,7 +29,7 @@ from hdtool.runtime.model.target import Target
 from hdtool.runtime.sampling.sampler import Sampler
 from hdtool.runtime.source_names import SourceName
 from hdtool.runtime.stores.store_set import StoreSet
-from tests.support.decoding import SAMPLINGS, run, said
+from tests.support.decoding import SAMPLINGS, output_tokens, run
 from tests.support.families import model_of, random_model
 from tests.support.oracle import prompt_of
 from tests.support.rehearsed import direct
@@ -50,11 +50,11 @@ def test_drafts_change_no_token(family: str, draft: str, sampling: str) -> None:
     target, chosen = Target(model_of(family)), SAMPLINGS[sampling]
     drafter = alone(Target(model_of(draft)), target)
     first = prompt_of(20)
-    second = [*first, *said(run(target, first, chosen, most=20)), *prompt_of(5)]
+    second = [*first, *output_tokens(run(target, first, chosen, max_new_tokens=20)), *prompt_of(5)]
     for prompt in (first, second, prompt_of(7)):
-        plain = said(run(target, prompt, chosen, most=24))
-        steps = run(target, prompt, chosen, most=24, drafter=drafter)
-        assert said(steps) == plain
+        plain = output_tokens(run(target, prompt, chosen, max_new_tokens=24))
+        steps = run(target, prompt, chosen, max_new_tokens=24, drafter=drafter)
+        assert output_tokens(steps) == plain
         assert {source for step in steps for source in step.tree.sources.tolist()} == {SourceName.DRAFTER}
 
 
@@ -66,7 +66,7 @@ def test_a_model_that_drafts_for_itself_is_always_right(family: str, capture: An
     target = Target(model_of(family))
     drafter = alone(made, target, nodes=4)
     for prompt in (prompt_of(20), prompt_of(90)):
-        steps = run(target, prompt, SamplingConfig(), most=40, drafter=drafter)
+        steps = run(target, prompt, SamplingConfig(), max_new_tokens=40, drafter=drafter)
         chains = [step.tree.first_chain() for step in steps[1:-1]]
         assert all(len(chain) for chain in chains)
         accepted = [len(step.tokens) - 1 for step in steps[1:-1]]
@@ -101,9 +101,9 @@ def test_nothing_is_drafted_beyond_the_context_of_the_draft_model(family: str) -
     shape: dict[str, Any] = {"ffn_dim": 48, "word_embed_proj_dim": 32} if family == "OPT" else {}
     drafter = alone(Target(random_model(family, max_position_embeddings=48, **shape)), target)
     for length in (30, 48, 60, 30):
-        plain = said(run(target, prompt_of(length), SamplingConfig(), most=30))
-        steps = run(target, prompt_of(length), SamplingConfig(), most=30, drafter=drafter)
-        assert said(steps) == plain
+        plain = output_tokens(run(target, prompt_of(length), SamplingConfig(), max_new_tokens=30))
+        steps = run(target, prompt_of(length), SamplingConfig(), max_new_tokens=30, drafter=drafter)
+        assert output_tokens(steps) == plain
         context, drafted = length, list[int]()
         for step in steps:
             drafted += [context + depth for depth in step.tree.depths[1:].tolist()]
@@ -129,7 +129,9 @@ def test_the_drafters_of_a_batch_share_one_model() -> None:
     for request, step in decode_batch(target, partial(next, asked, None), 2, max_new_tokens=12):
         answers[request.key] += step.tokens
         steps += 1
-    assert list(answers.values()) == [said(run(target, each, SamplingConfig(), most=12)) for each in prompts]
+    assert list(answers.values()) == [
+        output_tokens(run(target, each, SamplingConfig(), max_new_tokens=12)) for each in prompts
+    ]
     assert steps < sum(map(len, answers.values())) / 2  # it drafts for itself
 
 
@@ -161,9 +163,12 @@ def test_another_tokenizer_is_noticed_where_no_store_is_opened(
 def test_tokens_that_a_draft_model_cannot_read_end_its_drafts() -> None:
     target, draft = Target(model_of("llama")), Target(random_model("Llama", vocab_size=50))
     for prompt in (prompt_of(20), [token % 50 for token in prompt_of(20)]):
-        plain = said(run(target, prompt, SamplingConfig(), most=20))
+        plain = output_tokens(run(target, prompt, SamplingConfig(), max_new_tokens=20))
         assert max(plain) >= 50
-        assert said(run(target, prompt, SamplingConfig(), most=20, drafter=alone(draft, target))) == plain
+        assert (
+            output_tokens(run(target, prompt, SamplingConfig(), max_new_tokens=20, drafter=alone(draft, target)))
+            == plain
+        )
 
 
 def changed(tokenizer: TokenizerFingerprint) -> TokenizerFingerprint:

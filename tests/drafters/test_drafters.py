@@ -26,7 +26,7 @@ from hdtool.runtime.source_names import SourceName
 from hdtool.runtime.stores.corpus_index import CorpusIndex
 from hdtool.runtime.stores.model_store import ModelStore
 from hdtool.runtime.tree import LARGEST_TREE
-from tests.support.decoding import SAMPLINGS, run, said
+from tests.support.decoding import SAMPLINGS, output_tokens, run
 from tests.support.families import VOCABULARY, model_of
 from tests.support.oracle import prompt_of
 from tests.support.stores import build, index_of
@@ -47,7 +47,7 @@ def target_of(family: str) -> Target:
 
 @cache
 def plain(family: str, sampling: str) -> list[int]:
-    return said(run(target_of(family), PROMPT, SAMPLINGS[sampling]))
+    return output_tokens(run(target_of(family), PROMPT, SAMPLINGS[sampling]))
 
 
 def drafter_of(name: str, store: ModelStore, index: CorpusIndex) -> Drafter:
@@ -97,7 +97,7 @@ def test_drafts_change_nothing(family: str, name: str, samplings: list[str], fol
     accepted = 0
     for sampling in samplings:
         steps = run(target_of(family), PROMPT, SAMPLINGS[sampling], drafter=drafter)
-        assert said(steps) == plain(family, sampling)
+        assert output_tokens(steps) == plain(family, sampling)
         for step in steps:
             check_integrity(step.tree)
             assert len(step.tree) <= LARGEST_TREE
@@ -136,14 +136,14 @@ def test_any_prompt_any_length_any_end(name: str, examples: int, folder: Path) -
     @given(prompts, st.one_of(st.integers(1, 5), st.integers(6, 40)), st.sampled_from([0.0, 0.9]), st.data())
     def check(prompt: list[int], most: int, temperature: float, data: st.DataObject) -> None:
         sampling = SamplingConfig(temperature=temperature, seed=7)
-        expected = said(run(target_of("llama"), prompt, sampling, most))
+        expected = output_tokens(run(target_of("llama"), prompt, sampling, most))
         steps = run(target_of("llama"), prompt, sampling, most, drafter=drafter)
-        assert said(steps) == expected
+        assert output_tokens(steps) == expected
         assert steps[-1].finish is Finish.LENGTH
         assert all(step.tree.depths.max() < most for step in steps)
         stop = data.draw(st.sampled_from(expected))
         stopped = run(target_of("llama"), prompt, sampling, most, stops={stop}, drafter=drafter)
-        assert said(stopped) == expected[: expected.index(stop) + 1]
+        assert output_tokens(stopped) == expected[: expected.index(stop) + 1]
         assert stopped[-1].finish is Finish.STOP
 
     check()
@@ -156,7 +156,7 @@ def test_windows_and_numbers_of_every_size(folder: Path) -> None:
             config = PaperConfig(window=window, sequences=sequences)
             drafter = PaperDrafter(config, model_store=store, corpus_index=index)
             steps = run(target_of("llama"), PROMPT, SamplingConfig(), drafter=drafter)
-            assert said(steps) == plain("llama", "greedy")
+            assert output_tokens(steps) == plain("llama", "greedy")
             assert max(len(step.tree) for step in steps) <= LARGEST_TREE
 
 

@@ -22,7 +22,7 @@ from hdtool.runtime.drafters.trained.select_drafter import StandaloneDrafter, pu
 from hdtool.runtime.drafters.trained.sequential import AcceptedTokens, QueuedTokens, SequentialDrafter
 from hdtool.runtime.model.target import Target
 from hdtool.runtime.source_names import SourceName
-from tests.support.decoding import run, said
+from tests.support.decoding import output_tokens, run
 from tests.support.families import model_of, random_model
 from tests.support.mtp import with_mtp
 from tests.support.oracle import prompt_of
@@ -147,12 +147,16 @@ def test_pauses_change_no_token(kind: str, tmp_path: Path, monkeypatch: pytest.M
         Hierarchy(budget=FixedBudget(6), trained=trained),
     )
     for sampling in (SamplingConfig(), SamplingConfig(temperature=0.8, seed=3)):
-        plain = said(run(target, prompt_of(20), sampling, most=30))
+        plain = output_tokens(run(target, prompt_of(20), sampling, max_new_tokens=30))
         for drafter in (alone, combined):
             monkeypatch.setattr(drafter, "_gate", Pauses())
             read.clear()
-            steps = [step for _ in range(2) for step in run(target, prompt_of(20), sampling, most=30, drafter=drafter)]
-            assert said(steps) == 2 * plain
+            steps = [
+                step
+                for _ in range(2)
+                for step in run(target, prompt_of(20), sampling, max_new_tokens=30, drafter=drafter)
+            ]
+            assert output_tokens(steps) == 2 * plain
             skips = [unread for unread in read if unread.skipped]
             assert len(skips) > 2 and all(len(unread.tokens) == 3 for unread in skips)
             assert trained.source in {source for step in steps for source in step.tree.sources.tolist()}

@@ -12,8 +12,14 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from hdtool.builders.heads.examples import Example
-from hdtool.builders.heads.loss import LabelPositions, draft_labels, draft_vocabulary, frequent_tokens, head_logits
+from hdtool.builders.heads.loss import (
+    Example,
+    LabelPositions,
+    draft_labels,
+    draft_vocabulary,
+    frequent_tokens,
+    head_logits,
+)
 from hdtool.builders.heads.train import best_tree
 from hdtool.data.errors import FamilyError, HeadsError
 from hdtool.runtime.config import HeadsConfig
@@ -31,7 +37,7 @@ from hdtool.runtime.drafters.trained.proposal import (
 from hdtool.runtime.model import families as hidden
 from hdtool.runtime.model.target import Target
 from tests.support.families import FAMILIES, VOCABULARY, model_of
-from tests.support.heads import SHAPE, VARIANTS, random_for, random_heads, slowly
+from tests.support.heads import SHAPE, VARIANTS, random_for, random_heads, reference_logits
 from tests.support.one_sequence import OneSequence
 from tests.support.oracle import prompt_of
 from tests.support.rehearsed import Rehearsed
@@ -52,7 +58,7 @@ def rows_for(heads: Heads, capacity: int) -> HeadsKVCache:
 def test_heads_compute_what_the_slow_reference_does(config: HeadsConfig) -> None:
     heads = random_heads(config)
     hidden, tokens = conversation(9)
-    expected = slowly(heads, hidden, tokens)
+    expected = reference_logits(heads, hidden, tokens)
     every = LabelPositions(
         torch.zeros(9, dtype=torch.int64), torch.arange(9), torch.ones(config.heads, 9, dtype=torch.bool)
     )
@@ -65,7 +71,7 @@ def test_heads_compute_what_the_slow_reference_does(config: HeadsConfig) -> None
 def test_a_conversation_may_come_in_parts(config: HeadsConfig, parts: list[int]) -> None:
     heads = random_heads(config)
     hidden, tokens = conversation(9)
-    expected = slowly(heads, hidden, tokens)
+    expected = reference_logits(heads, hidden, tokens)
     rows, done = rows_for(heads, 9), 0
     for part in parts:
         found = heads.ahead(hidden[done : done + part], tokens[done : done + part], rows)

@@ -30,9 +30,9 @@ from hdtool.runtime.sampling.sampler import Sampler
 from hdtool.runtime.source_names import SourceName
 from hdtool.runtime.stores.store_set import StoreSet
 from hdtool.runtime.tree import ROOT, DraftTree
-from tests.support.decoding import SAMPLINGS, run, said
+from tests.support.decoding import SAMPLINGS, output_tokens, run
 from tests.support.families import FAMILIES, model_of
-from tests.support.heads import VARIANTS, random_for, slowly
+from tests.support.heads import VARIANTS, random_for, reference_logits
 from tests.support.one_sequence import OneSequence
 from tests.support.oracle import prompt_of
 from tests.support.rehearsed import Rehearsed, direct
@@ -56,7 +56,7 @@ class Checked(StandaloneDrafter):
         self.reference.prefill(context[:-1])
         assert self.reference.verified.hidden is not None
         embedded = self._model.get_input_embeddings()(torch.tensor(context[1:])).detach()
-        expected = slowly(self.heads.heads, self.reference.verified.hidden, embedded, last=True)[-1]
+        expected = reference_logits(self.heads.heads, self.reference.verified.hidden, embedded, last=True)[-1]
         best = np.sort(expected, axis=1)[:, ::-1]
         ids = self.heads.heads.token_ids
         indices = {int(token): index for index, token in enumerate(ids)} if ids is not None else None
@@ -76,7 +76,7 @@ def test_the_cache_of_heads_holds_accepted_tokens_only(config: HeadsConfig, capt
     assert target.captures is (capture is not never)
     drafter = Checked(random_for(target, config, size=0.1), target, FixedBudget(40))
     for length in (10, 3):
-        run(target, prompt_of(length), SamplingConfig(), most=12, drafter=drafter)
+        run(target, prompt_of(length), SamplingConfig(), max_new_tokens=12, drafter=drafter)
     assert drafter.looked > 9
 
 
@@ -86,13 +86,13 @@ def test_the_cache_of_heads_holds_accepted_tokens_only(config: HeadsConfig, capt
 def test_heads_do_not_change_the_output(family: str, sampling: str) -> None:
     target = Target(model_of(family))
     prompt, chosen = prompt_of(20), SAMPLINGS[sampling]
-    plain = said(run(target, prompt, chosen, most=30))
+    plain = output_tokens(run(target, prompt, chosen, max_new_tokens=30))
     for static in (False, True):
         saved = random_for(target, HeadsConfig(rank=8))
         tree = StaticTree(saved) if static else None
         drafter = StandaloneDrafter(HeadsState(saved, target), FixedBudget(64), tree)
-        steps = run(target, prompt, chosen, most=30, drafter=drafter)
-        assert said(steps) == plain
+        steps = run(target, prompt, chosen, max_new_tokens=30, drafter=drafter)
+        assert output_tokens(steps) == plain
         assert sum(len(step.tree) for step in steps) > 0
 
 
@@ -121,7 +121,7 @@ def test_several_conversations_in_one_pass_keep_their_own_states() -> None:
     for request, step in decode_batch(target, lambda: next(asked, None), 2, max_new_tokens=8):
         answers[request.key] += step.tokens
     for number, prompt in enumerate(prompts):
-        assert answers[number] == said(run(target, prompt, SamplingConfig(), most=8))
+        assert answers[number] == output_tokens(run(target, prompt, SamplingConfig(), max_new_tokens=8))
         assert drafters[number].looked > 0
 
 
@@ -132,8 +132,10 @@ def test_steps_of_fixed_shape_show_their_hidden_states() -> None:
     assert target.captures
     drafter = Checked(random_for(target, HeadsConfig(rank=8), size=0.1), target, FixedBudget(12))
     for length in (9, 16):
-        plain = said(run(Target(model), prompt_of(length), SamplingConfig(), most=12))
-        assert said(run(target, prompt_of(length), SamplingConfig(), most=12, drafter=drafter)) == plain
+        plain = output_tokens(run(Target(model), prompt_of(length), SamplingConfig(), max_new_tokens=12))
+        assert (
+            output_tokens(run(target, prompt_of(length), SamplingConfig(), max_new_tokens=12, drafter=drafter)) == plain
+        )
     assert target.captures and drafter.looked > 9
 
 
@@ -158,8 +160,8 @@ def test_heads_that_do_not_pay_rarely_run() -> None:
     target = Target(model_of("llama"))
     drafter = StandaloneDrafter(HeadsState(random_for(target, HeadsConfig(rank=8)), target), Priced(target))
     prompt = prompt_of(20)
-    steps = run(target, prompt, SamplingConfig(), most=400, drafter=drafter)
-    assert said(steps) == said(run(target, prompt, SamplingConfig(), most=400))
+    steps = run(target, prompt, SamplingConfig(), max_new_tokens=400, drafter=drafter)
+    assert output_tokens(steps) == output_tokens(run(target, prompt, SamplingConfig(), max_new_tokens=400))
     assert isinstance(drafter.trained, HeadsState) and 0 < drafter.trained.passes < 20
 
 
@@ -182,8 +184,8 @@ def test_a_draft_after_a_pause_reads_all_tokens_of_the_pause() -> None:
         return tree
 
     drafter.draft = sometimes  # type: ignore[method-assign]
-    steps = run(target, prompt, SamplingConfig(), most=30, drafter=drafter)
-    assert said(steps) == said(run(target, prompt, SamplingConfig(), most=30))
+    steps = run(target, prompt, SamplingConfig(), max_new_tokens=30, drafter=drafter)
+    assert output_tokens(steps) == output_tokens(run(target, prompt, SamplingConfig(), max_new_tokens=30))
     assert len(woken) > 2
 
 
@@ -218,7 +220,7 @@ def test_heads_observe_an_answer_of_one_token() -> None:
     prompt = prompt_of(6)
     for most in (1, 2):
         steps = list(decode(target, prompt, Sampler(SamplingConfig(), prompt), max_new_tokens=most, drafter=drafter))
-        assert len(said(steps)) == most
+        assert len(output_tokens(steps)) == most
     one = OneSequence(target)
     one.prefill(prompt)
     drafter.begin(prompt)
@@ -238,7 +240,7 @@ def test_heads_among_other_sources_do_not_change_the_output(family: str, samplin
     for length in (20, 7):
         prompt = prompt_of(length)
         steps = run(target, prompt, chosen, drafter=drafter)
-        assert said(steps) == said(run(target, prompt, chosen))
+        assert output_tokens(steps) == output_tokens(run(target, prompt, chosen))
         taken |= {source for step in steps for source in step.tree.sources.tolist()}
     assert SourceName.HEADS in taken and SourceName.CONTEXT in taken
     assert drafter.seconds.get(SourceName.HEADS, 1) > 0

@@ -31,7 +31,7 @@ from hdtool.runtime.stores.corpus_index import CorpusIndex
 from hdtool.runtime.stores.history_store import History
 from hdtool.runtime.stores.model_store import ModelStore
 from hdtool.runtime.tree import DraftTree
-from tests.support.decoding import SAMPLINGS, run, said
+from tests.support.decoding import SAMPLINGS, output_tokens, run
 from tests.support.families import VOCABULARY, model_of
 from tests.support.oracle import prompt_of
 from tests.support.reference_hierarchy import (
@@ -75,10 +75,10 @@ def random_documents(seed: int, vocabulary: int, size: int = 40, alphabet: int =
     return [[token for _ in range(8) for token in chance.choice(words)] for _ in range(size)]
 
 
-def check(tree: DraftTree, probs: Probs, vocabulary: int, most: int) -> None:
+def check(tree: DraftTree, probs: Probs, vocabulary: int, max_nodes: int) -> None:
     """What holds of every tree, whatever it was drafted from."""
     check_integrity(tree)
-    assert len(probs) == len(tree) <= most
+    assert len(probs) == len(tree) <= max_nodes
     assert (np.diff(probs) <= 1e-12).all(), "sorted, so that a smaller tree is a prefix"
     assert ((probs > 0) & (probs <= 1 + 1e-9)).all()
     assert ((tree.tokens >= 0) & (tree.tokens < vocabulary)).all()
@@ -102,7 +102,7 @@ def test_trees_and_weights_equal_slow_counting(used: str, vocabulary: int, shard
     stores = model if "M" in used else None, corpus if "S" in used else None
     drafted: set[int] = set()
     for seed, sampled_with in enumerate((None, 7)):
-        hierarchy = drafting(used, *stores, most=24)
+        hierarchy = drafting(used, *stores, max_nodes=24)
         hierarchy.set_seed(sampled_with)
         slow = SlowHierarchy(*stores, used, sampled_with)
         text = [token for ids in random_documents(seed, vocabulary, 6) for token in ids]
@@ -131,11 +131,11 @@ def check_answer(
         ways = [[int(tree.tokens[above]) for above in path_to(tree, node)] for node in range(len(tree))]
         assert [[*text[:at], *way] for way in ways] == [twin.context for twin in expected]
         accepted = accept_recorded(tree, text[at : at + 3])
-        logits = told_logits(seed + at, len(tree) + 1, vocabulary, text[at : at + 4])
+        logits = logits_favoring(seed + at, len(tree) + 1, vocabulary, text[at : at + 4])
         hierarchy.observe(accepted, Verified(logits))
         for token in accepted.tokens:
-            slow.hear(token)
-        slow.listen([Node(text[:at]), *expected], accepted, logits)
+            slow.observe_token(token)
+        slow.observe_logits([Node(text[:at]), *expected], accepted, logits)
         for source, rows in WEIGHTS.items():
             np.testing.assert_allclose(hierarchy.weights(source), slow.weight[rows], rtol=1e-9)
         at += len(accepted.tokens)
@@ -149,7 +149,7 @@ def test_trees_of_long_copies_equal_slow_counting(used: str) -> None:
     """Copies of more tokens than a match counts, from the conversation and from earlier answers, with small changes."""
     vocabulary, random_token = 40, random.Random(used)
     passage = [random_token.randrange(vocabulary) for _ in range(50)]
-    hierarchy, slow = drafting(used, None, None, most=24), SlowHierarchy(None, None, used)
+    hierarchy, slow = drafting(used, None, None, max_nodes=24), SlowHierarchy(None, None, used)
     drafted: set[int] = set()
     for number in range(4):
         text = list(passage)
@@ -173,20 +173,20 @@ SOURCES = {
 }
 
 
-def drafting(used: str, model: ModelStore | None, corpus: CorpusIndex | None, most: int) -> Hierarchy:
+def drafting(used: str, model: ModelStore | None, corpus: CorpusIndex | None, max_nodes: int) -> Hierarchy:
     """From the sources of these letters."""
     return Hierarchy(
         model if "M" in used else None,
         corpus if "S" in used else None,
         context="C" in used,
-        budget=FixedBudget(most),
+        budget=FixedBudget(max_nodes),
         last="L" in used,
         recycled="R" in used,
         history=History() if "H" in used else None,
     )
 
 
-def told_logits(seed: int, rows: int, vocabulary: int, likely: list[int]) -> torch.Tensor:
+def logits_favoring(seed: int, rows: int, vocabulary: int, likely: list[int]) -> torch.Tensor:
     """Random ones, in which some tokens are likely everywhere."""
     logits = torch.randn((rows, vocabulary), generator=torch.Generator().manual_seed(seed))
     logits[:, likely] += 5.0
@@ -197,13 +197,13 @@ def told_logits(seed: int, rows: int, vocabulary: int, likely: list[int]) -> tor
 @given(
     st.lists(st.integers(0, 5), min_size=1, max_size=60), st.integers(0, 70), st.lists(st.integers(1, 5), max_size=9)
 )
-def test_every_tree_is_whole(context: list[int], most: int, strides: list[int]) -> None:
-    hierarchy = Hierarchy(budget=FixedBudget(most))
+def test_every_tree_is_whole(context: list[int], max_nodes: int, strides: list[int]) -> None:
+    hierarchy = Hierarchy(budget=FixedBudget(max_nodes))
     hierarchy.begin(context)
     for stride in strides:
         tree = hierarchy.draft(context)
         assert tree.root == context[-1]
-        check(tree, hierarchy.probs, 6, min(most, 64))
+        check(tree, hierarchy.probs, 6, min(max_nodes, 64))
         emitted = (context * stride)[:stride]
         hierarchy.observe(Accepted([], emitted), NO_LOGITS)
         context = [*context, *emitted]
@@ -287,7 +287,7 @@ def test_the_time_of_no_source_goes_down(monkeypatch: pytest.MonkeyPatch) -> Non
     hierarchy = Hierarchy()
     spent_in = [SourceName.MODEL] * TIMED_EVERY + [SourceName.CONTEXT] * TIMED_EVERY
 
-    def grow(addresses: Any, most: int) -> int:
+    def grow(addresses: Any, max_nodes: int) -> int:
         hierarchy._laps[:] = 0
         hierarchy._laps[spent_in.pop(0)] = 1000
         return 0
@@ -395,15 +395,15 @@ def test_recycling_survives_a_clipped_tree() -> None:
 def test_every_combination_of_sources_says_the_same(sampling: SamplingConfig, tmp_path: Path) -> None:
     target = Target(model_of("llama"))
     prompts = [prompt_of(length) for length in (20, 31)]
-    plain = [said(run(target, prompt, sampling, 24)) for prompt in prompts]
+    plain = [output_tokens(run(target, prompt, sampling, 24)) for prompt in prompts]
     stores = stores_of(tmp_path, [[*prompts[0], *plain[0]], plain[1]], VOCABULARY, 1 << 20)
     for size in range(1, len(SOURCES) + 1):
         for letters in combinations(SOURCES, size):
-            hierarchy = drafting("".join(letters), *stores, most=24)
+            hierarchy = drafting("".join(letters), *stores, max_nodes=24)
             drafted: set[int] = set()
             for prompt, expected in zip(prompts, plain, strict=True):
                 steps = run(target, prompt, sampling, 24, drafter=hierarchy)
-                assert said(steps) == expected, letters
+                assert output_tokens(steps) == expected, letters
                 drafted |= {source for step in steps for source in step.tree.sources.tolist()}
             assert drafted <= {SOURCES[letter] for letter in letters}
             assert not {"M", "S", "L", "R"} & set(letters) or drafted
@@ -444,12 +444,12 @@ def test_what_is_said_stays_the_same(
     """With all sources and feeds, over several turns; the stores know other answers of the model."""
     target = Target(model_of(family))
     prompts = [prompt_of(length) for length in (20, 31, 1)]
-    plain = [said(run(target, prompt, sampling)) for prompt in prompts]
+    plain = [output_tokens(run(target, prompt, sampling)) for prompt in prompts]
     documents = [[*prompts[0], *plain[0]], plain[1]]
     stores = stores_of(tmp_path_factory.mktemp("stores"), documents, VOCABULARY, 1 << 20)
     hierarchy = Hierarchy(*stores, last=True, recycled=True)
     steps = [run(target, prompt, sampling, drafter=hierarchy) for prompt in prompts]
-    assert [said(of) for of in steps] == plain
+    assert [output_tokens(of) for of in steps] == plain
     assert sum(map(len, steps)) < 0.7 * sum(map(len, plain)), "what was never right tests nothing"
     for step in steps[0]:
         check_integrity(step.tree)

@@ -20,7 +20,7 @@ from hdtool.runtime.sampling.sampler import Sampler
 from hdtool.runtime.source_names import SourceName
 from hdtool.runtime.stores.history_store import History
 from hdtool.runtime.stores.store_set import StoreSet
-from tests.support.decoding import SAMPLINGS, run, said
+from tests.support.decoding import SAMPLINGS, output_tokens, run
 from tests.support.families import FAMILIES, model_of
 from tests.support.oracle import prompt_of
 from tests.support.trees import check_integrity
@@ -42,10 +42,10 @@ def test_answers_are_those_of_plain_decoding(family: str, sampling: SamplingConf
     drafter, other = drafting(history), drafting(history)
     steps = []
     for length in (9, 30, 9, 30):
-        plain = said(run(target, prompt_of(length), sampling))
+        plain = output_tokens(run(target, prompt_of(length), sampling))
         for one in (drafter, other):
             made = run(target, prompt_of(length), sampling, drafter=one)
-            assert said(made) == plain
+            assert output_tokens(made) == plain
             steps.append(len(made))
     assert sum(steps[4:]) < sum(steps[:4]), "the history makes no difference"
 
@@ -63,7 +63,7 @@ def test_samples_of_one_prompt_draft_from_each_other_while_they_are_answered() -
     for request, step in decode_batch(target, next_request, 3, max_new_tokens=48):
         answers[request.key] += step.tokens
         accepted += int((step.tree.sources[step.path] == SourceName.HISTORY).sum())
-    assert list(answers.values()) == [said(run(target, prompt, GREEDY))] * 3
+    assert list(answers.values()) == [output_tokens(run(target, prompt, GREEDY))] * 3
     assert accepted > 0
 
 
@@ -89,7 +89,7 @@ def test_an_answer_that_is_broken_off_is_remembered_as_far_as_it_went() -> None:
     begun = [next(steps).tokens, next(steps).tokens, next(steps).tokens]
     steps.close()
     later = run(target, prompt, GREEDY, 40, drafter=drafting(history))
-    assert said(later)[: sum(map(len, begun))] == [token for tokens in begun for token in tokens]
+    assert output_tokens(later)[: sum(map(len, begun))] == [token for tokens in begun for token in tokens]
     assert any(SourceName.HISTORY in step.sources for step in later)
 
 

@@ -118,9 +118,9 @@ def test_the_row_of_the_last_accepted_node_counts() -> None:
     assert drafter.draft([1, 2, 3, 1, 2, 3, 9]).tokens.tolist() == [50]
 
 
-@pytest.mark.parametrize("most", [0, 1, 5, 64, 1000])
-def test_no_tree_exceeds_its_budget(most: int) -> None:
-    assert len(drafted(LogitSpec(FixedBudget(most)), [1, 2, 3], list(range(3, 150)))) == min(60, most)
+@pytest.mark.parametrize("max_nodes", [0, 1, 5, 64, 1000])
+def test_no_tree_exceeds_its_budget(max_nodes: int) -> None:
+    assert len(drafted(LogitSpec(FixedBudget(max_nodes)), [1, 2, 3], list(range(3, 150)))) == min(60, max_nodes)
 
 
 @given(trees(5), st.lists(st.integers(0, 2), min_size=40, max_size=40), st.integers(0, 2**16))
@@ -189,7 +189,7 @@ ODD_LOGITS = torch.tensor([torch.nan, torch.inf, -torch.inf, 0.0, -0.0])
 def test_topk_equals_a_slow_sort(
     rows: int,
     vocabulary: int,
-    most: int,
+    max_nodes: int,
     kind: torch.dtype,
     levels: float,
     odd: float,
@@ -204,12 +204,12 @@ def test_topk_equals_a_slow_sort(
     logits[replaced] = ODD_LOGITS[torch.randint(5, (int(replaced.sum()),), generator=drawn)]
     logits = logits.to(kind)
     logits = logits.T.contiguous().T if strided else logits
-    tokens, scores = topk(logits if whole else for_topk(logits)[:], most)
-    assert tokens.shape == scores.shape == (rows, most)
+    tokens, scores = topk(logits if whole else for_topk(logits)[:], max_nodes)
+    assert tokens.shape == scores.shape == (rows, max_nodes)
     for row, values in enumerate(logits.float().tolist()):
         likely = [token for token, value in enumerate(values) if value > -np.inf]
-        expected = sorted(likely, key=lambda token: (-values[token], token))[:most]
-        absent = most - len(expected)
+        expected = sorted(likely, key=lambda token: (-values[token], token))[:max_nodes]
+        absent = max_nodes - len(expected)
         assert tokens[row].tolist() == expected + [-1] * absent
         assert scores[row].tolist() == [values[token] for token in expected] + [-np.inf] * absent
 

@@ -14,7 +14,7 @@ from hdtool.runtime.drafter import Drafter, NoDraft
 from hdtool.runtime.drafters import methods
 from hdtool.runtime.drafters.methods import drafter_for
 from hdtool.runtime.stores.store_set import StoreSet
-from tests.support.methods import WITHOUT_MODEL
+from tests.support.methods import METHODS_WITHOUT_DRAFT_MODEL
 
 LATE = """
 import gc, sys
@@ -65,7 +65,7 @@ for method in sys.argv[1:]:
     [
         ("hd+logitspec",),
         pytest.param(
-            tuple(name for name in WITHOUT_MODEL if name != "ar"),
+            tuple(name for name in METHODS_WITHOUT_DRAFT_MODEL if name != "ar"),
             marks=pytest.mark.exhaustive,
         ),
     ],

@@ -39,7 +39,7 @@ from hdtool.runtime.model.target import Target
 from hdtool.runtime.sampling.sampler import Sampler
 from hdtool.runtime.source_names import SourceName
 from hdtool.runtime.stores.store_set import StoreSet
-from tests.support.decoding import run, said
+from tests.support.decoding import output_tokens, run
 from tests.support.families import model_of
 from tests.support.library_drafts import best_chains, drafts_of_library
 from tests.support.mtp import TYPES, WITH_STATES, with_mtp
@@ -59,11 +59,15 @@ def drafter_of(method: str, target: Target, nodes: int = 12) -> Any:
 def test_layers_of_each_type_change_no_token(kind: str, tmp_path: Path) -> None:
     target = Target(with_mtp(kind, tmp_path))
     for sampling in (SamplingConfig(), SAMPLED):
-        plain = said(run(target, prompt_of(20), sampling, most=20))
+        plain = output_tokens(run(target, prompt_of(20), sampling, max_new_tokens=20))
         for method in METHODS:
             drafter = drafter_of(method, target)
-            steps = [step for _ in range(2) for step in run(target, prompt_of(20), sampling, most=20, drafter=drafter)]
-            assert said(steps) == 2 * plain
+            steps = [
+                step
+                for _ in range(2)
+                for step in run(target, prompt_of(20), sampling, max_new_tokens=20, drafter=drafter)
+            ]
+            assert output_tokens(steps) == 2 * plain
             drafted = {source for step in steps for source in step.tree.sources.tolist()}
             assert SourceName.HEADS in drafted
 
@@ -85,8 +89,8 @@ def test_drafts_are_those_of_the_library(
     target = Target(model)
     drafter = drafter_of("mtp", target, layers)
     ours = best_chains(drafter)
-    steps = run(target, prompt, SamplingConfig(), most=90, drafter=drafter)
-    accepted, answer = sum(len(step.tokens) - 1 for step in steps), said(steps)
+    steps = run(target, prompt, SamplingConfig(), max_new_tokens=90, drafter=drafter)
+    accepted, answer = sum(len(step.tokens) - 1 for step in steps), output_tokens(steps)
     assert answer == generated[0, 20 : 20 + len(answer)].tolist() and len(answer) == 90
     shared = sorted(set(ours) & set(library))[:-1]
     assert accepted > 2 and len(shared) > 15
@@ -149,7 +153,9 @@ def test_several_answers_in_one_batch_keep_their_own_caches(tmp_path: Path) -> N
         answers: dict[int, list[int]] = {number: [] for number in range(3)}
         for request, step in decode_batch(target, partial(next, asked, None), 2, max_new_tokens=9):
             answers[request.key] += step.tokens
-        assert list(answers.values()) == [said(run(target, each, SamplingConfig(), most=9)) for each in prompts]
+        assert list(answers.values()) == [
+            output_tokens(run(target, each, SamplingConfig(), max_new_tokens=9)) for each in prompts
+        ]
 
 
 def test_the_trained_hybrid_drafts_far_ahead() -> None:
@@ -158,10 +164,12 @@ def test_the_trained_hybrid_drafts_far_ahead() -> None:
     prompt: Any = loaded.tokenizer.apply_chat_template(
         [{"role": "user", "content": "Explain what a list is."}], add_generation_prompt=True, return_dict=False
     )
-    plain = said(run(loaded.target, list(prompt), SamplingConfig(), most=80))
+    plain = output_tokens(run(loaded.target, list(prompt), SamplingConfig(), max_new_tokens=80))
     for method, fewest in (("mtp", 2.5), ("hd+mtp", 2.5)):
-        steps = run(loaded.target, list(prompt), SamplingConfig(), most=80, drafter=drafter_of(method, loaded.target))
-        assert said(steps) == plain
+        steps = run(
+            loaded.target, list(prompt), SamplingConfig(), max_new_tokens=80, drafter=drafter_of(method, loaded.target)
+        )
+        assert output_tokens(steps) == plain
         assert len(plain) / len(steps) > fewest
 
 
@@ -183,8 +191,13 @@ def test_a_configuration_that_says_more_layers_than_there_are(tmp_path: Path) ->
     model.config.num_mtp_layers = 3
     assert mtp_layers_of(model) == 1
     target = Target(model)
-    plain = said(run(target, prompt_of(20), SamplingConfig(), most=12))
-    assert said(run(target, prompt_of(20), SamplingConfig(), most=12, drafter=drafter_of("mtp", target))) == plain
+    plain = output_tokens(run(target, prompt_of(20), SamplingConfig(), max_new_tokens=12))
+    assert (
+        output_tokens(
+            run(target, prompt_of(20), SamplingConfig(), max_new_tokens=12, drafter=drafter_of("mtp", target))
+        )
+        == plain
+    )
 
 
 def test_layers_that_do_not_pay_make_few_passes(tmp_path: Path) -> None:
@@ -211,20 +224,20 @@ def test_layers_that_do_not_pay_make_few_passes(tmp_path: Path) -> None:
 
     drafter._pace = Dear()
     alone = StandaloneDrafter(drafter, drafter_of("mtp", target).budget)
-    steps = run(target, prompt_of(20), SamplingConfig(), most=20, drafter=alone)
-    assert said(steps) == said(run(target, prompt_of(20), SamplingConfig(), most=20))
+    steps = run(target, prompt_of(20), SamplingConfig(), max_new_tokens=20, drafter=alone)
+    assert output_tokens(steps) == output_tokens(run(target, prompt_of(20), SamplingConfig(), max_new_tokens=20))
     assert set(passes) == {0} and all(step.tree.depths.max() <= 1 for step in steps)
 
 
 @pytest.mark.parametrize(("kind", "layers"), [("glm4_moe", 1), ("deepseek_v3", 3)])
 def test_layers_that_overflow_change_no_token(kind: str, layers: int, tmp_path: Path) -> None:
     target = Target(with_mtp(kind, tmp_path, layers))
-    plain = said(run(target, prompt_of(20), SamplingConfig(), most=20))
+    plain = output_tokens(run(target, prompt_of(20), SamplingConfig(), max_new_tokens=20))
     for method in METHODS:
         drafter = drafter_of(method, target)
         for parameter in LOADED_BY_TARGET[target][MTP_CACHE_NAME].own.parameters():
             parameter.fill_(torch.nan)
-        assert said(run(target, prompt_of(20), SamplingConfig(), most=20, drafter=drafter)) == plain
+        assert output_tokens(run(target, prompt_of(20), SamplingConfig(), max_new_tokens=20, drafter=drafter)) == plain
 
 
 def test_a_model_whose_hidden_states_are_watched_is_copied_and_saved(tmp_path: Path) -> None:
@@ -236,8 +249,13 @@ def test_a_model_whose_hidden_states_are_watched_is_copied_and_saved(tmp_path: P
         made(torch.tensor([prompt_of(9)]))
         assert target.hidden.of_pass is before
         copied = Target(made)
-        plain = said(run(target, prompt_of(20), SamplingConfig(), most=20))
-        assert said(run(copied, prompt_of(20), SamplingConfig(), most=20, drafter=drafter_of("mtp", copied))) == plain
+        plain = output_tokens(run(target, prompt_of(20), SamplingConfig(), max_new_tokens=20))
+        assert (
+            output_tokens(
+                run(copied, prompt_of(20), SamplingConfig(), max_new_tokens=20, drafter=drafter_of("mtp", copied))
+            )
+            == plain
+        )
 
 
 def test_a_proposal_is_compared_once_with_what_was_accepted(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ from hdtool.runtime.sequence import Stats
 from hdtool.runtime.source_names import PLUGINS, Source, SourceName, register, registered, source_named, unregister
 from hdtool.runtime.stores.store_set import StoreSet
 from hdtool.runtime.text_stream import text_of
-from tests.support.decoding import run, said
+from tests.support.decoding import output_tokens, run
 from tests.support.families import model_of
 from tests.support.oracle import prompt_of
 
@@ -109,7 +109,7 @@ def test_evidence_without_a_usable_token_drafts_nothing(found: dict[int, float])
 def test_answers_stay_the_same(sampling: SamplingConfig) -> None:
     target = Target(model_of("llama"))
     prompt = prompt_of(20)
-    plain = said(run(target, prompt, sampling, 24))
+    plain = output_tokens(run(target, prompt, sampling, 24))
     answer = [*prompt, *plain]
 
     def oracle(context: Sequence[int]) -> Mapping[int, float]:
@@ -123,7 +123,7 @@ def test_answers_stay_the_same(sampling: SamplingConfig) -> None:
         drafter = drafter_with_budget(lambda: FixedBudget(8), config, StoreSet(), target)
         stats = Stats()
         steps = list(stats.counted(iter(run(target, prompt, sampling, 24, drafter=drafter)), drafter))
-        assert said(steps) == plain
+        assert output_tokens(steps) == plain
         assert stats.accepted[number] > 0 and stats.tokens_per_step > 1.2
         assert "\n  oracle: drafted " in answer_summary(stats)
         assert stats.sources_json()["oracle"]["accepted"] == stats.accepted[number]

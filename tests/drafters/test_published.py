@@ -57,11 +57,11 @@ def test_sam_follows_the_first_place_of_the_longest_match(text: list[int]) -> No
     assert tree.parents.tolist() == list(range(-1, len(tree) - 1))
 
 
-def tree_of_match(text: Sequence[int], match: Sequence[int], most: int, least: float) -> Paths:
+def tree_of_match(text: Sequence[int], match: Sequence[int], max_nodes: int, least: float) -> Paths:
     """The most probable continuations of a match, by their paths; ties make the choice, and not the sum, ambiguous."""
     found: Paths = {}
     waiting: Paths = {(): 1.0}
-    while waiting and len(found) <= most:
+    while waiting and len(found) <= max_nodes:
         path = max(waiting, key=lambda one: (waiting[one], -len(one)))
         prob = found[path] = waiting.pop(path)
         ends = occurrences(text, [*match, *path])
@@ -82,8 +82,10 @@ def paths_of(tree: DraftTree) -> list[tuple[int, ...]]:
 
 @settings(deadline=None)
 @given(words, st.sampled_from([SuffixConfig(), SuffixConfig(2.0, 3.0, 0.0)]), st.integers(1, 12))
-def test_suffix_drafts_the_tree_with_the_most_expected_tokens(text: list[int], config: SuffixConfig, most: int) -> None:
-    drafter = SuffixDecoding(FixedBudget(most), config, remembers=False)
+def test_suffix_drafts_the_tree_with_the_most_expected_tokens(
+    text: list[int], config: SuffixConfig, max_nodes: int
+) -> None:
+    drafter = SuffixDecoding(FixedBudget(max_nodes), config, remembers=False)
     drafter.begin(text[:2])
     drafter.observe(Accepted([], text[2:]), NO_LOGITS)
     tree = drafter.draft(text)
@@ -92,7 +94,7 @@ def test_suffix_drafts_the_tree_with_the_most_expected_tokens(text: list[int], c
         length: tree_of_match(
             text,
             text[-length:],
-            min(most, int(config.nodes_per_token * length + config.extra_nodes)),
+            min(max_nodes, int(config.nodes_per_token * length + config.extra_nodes)),
             config.min_prob,
         )
         for length in range(1, longest_match(text) + 1)
@@ -186,11 +188,11 @@ def test_the_breadths_of_racer_are_halved() -> None:
 
 
 @given(st.lists(st.integers(0, 2), min_size=1, max_size=60), st.integers(1, 30))
-def test_the_trie_gives_the_most_frequent_continuations(text: list[int], most: int) -> None:
+def test_the_trie_gives_the_most_frequent_continuations(text: list[int], max_nodes: int) -> None:
     trie = NgramTrie()
     trie.add(text[:20], 0)
     trie.add(text, 20)
-    rows, lengths = trie.after(text, most)
+    rows, lengths = trie.after(text, max_nodes)
     grams = [text[start : start + NGRAM_LENGTH] for start in range(len(text) - NGRAM_LENGTH + 1)]
     counts = Counter(tuple(gram[:size]) for gram in grams for size in range(1, NGRAM_LENGTH + 1))
     expected: list[int] = []
@@ -204,7 +206,7 @@ def test_the_trie_gives_the_most_frequent_continuations(text: list[int], most: i
         found.append(
             {counts[(*text[-n:], *path)] for n in range(2, NGRAM_LENGTH - size + 1) if (*text[-n:], *path) in counts}
         )
-    best = sorted(expected, reverse=True)[:most]
+    best = sorted(expected, reverse=True)[:max_nodes]
     assert len(found) == len(best)
     assert all(count in options for count, options in zip(best, found, strict=True))
 

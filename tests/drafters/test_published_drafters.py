@@ -29,7 +29,7 @@ from hdtool.runtime.sampling.sampler import Sampler
 from hdtool.runtime.source_names import SourceName
 from hdtool.runtime.stores.store_set import StoreSet
 from hdtool.runtime.tree import DraftTree
-from tests.support.decoding import run, said
+from tests.support.decoding import output_tokens, run
 from tests.support.families import random_model
 from tests.support.library_drafts import best_chains, drafts_of_library
 from tests.support.oracle import prompt_of
@@ -74,11 +74,11 @@ def test_drafts_change_no_token(pair: str, tmp_path: Path) -> None:
     folder = str(make(tmp_path, model))
     target = Target(model)
     for sampling in (SamplingConfig(), SAMPLED):
-        plain = [said(run(target, prompt_of(length), sampling, most=20)) for length in (20, 5)]
+        plain = [output_tokens(run(target, prompt_of(length), sampling, max_new_tokens=20)) for length in (20, 5)]
         for method in ("drafter", "hd+drafter"):
             drafter = drafter_for(DecodeConfig(method, draft_tokens=12, drafter=folder), target, StoreSet())
-            steps = [run(target, prompt_of(length), sampling, most=20, drafter=drafter) for length in (20, 5)]
-            assert [said(each) for each in steps] == plain
+            steps = [run(target, prompt_of(length), sampling, max_new_tokens=20, drafter=drafter) for length in (20, 5)]
+            assert [output_tokens(each) for each in steps] == plain
             drafted = {source for each in steps for step in each for source in step.tree.sources.tolist()}
             assert SourceName.DRAFTER in drafted
 
@@ -99,7 +99,10 @@ def test_answers_of_a_batch_are_drafted_apart(pair: str, tmp_path: Path) -> None
     answers: dict[int, list[int]] = {number: [] for number in range(4)}
     for request, step in decode_batch(target, partial(next, asked, None), 3, max_new_tokens=20):
         answers[request.key] += step.tokens
-    expected = [said(run(target, each, SamplingConfig(), most=5 + 4 * number)) for number, each in enumerate(prompts)]
+    expected = [
+        output_tokens(run(target, each, SamplingConfig(), max_new_tokens=5 + 4 * number))
+        for number, each in enumerate(prompts)
+    ]
     assert list(answers.values()) == expected
 
 
@@ -126,7 +129,9 @@ def test_drafts_are_those_of_the_library(
     target = Target(model)
     drafter: Any = drafter_for(DecodeConfig("drafter", draft_tokens=4, drafter=str(folder)), target, StoreSet())
     ours = best_chains(drafter)
-    accepted = sum(len(step.tokens) - 1 for step in run(target, prompt, SamplingConfig(), most=60, drafter=drafter))
+    accepted = sum(
+        len(step.tokens) - 1 for step in run(target, prompt, SamplingConfig(), max_new_tokens=60, drafter=drafter)
+    )
     assert accepted > 0
     shared = sorted(set(ours) & set(library))[:-1]
     assert len(shared) > 10 and shared[0] == length + 1

@@ -31,9 +31,9 @@ from hdtool.runtime.model.target import Target
 from hdtool.runtime.sampling.sampler import Sampler
 from hdtool.runtime.source_names import SourceName
 from hdtool.runtime.stores.store_set import StoreSet
-from tests.support.decoding import SAMPLINGS, run, said
+from tests.support.decoding import SAMPLINGS, output_tokens, run
 from tests.support.families import FAMILIES, VOCABULARY, model_of
-from tests.support.heads import SEQUENTIAL, SHAPE, VARIANTS, random_for, random_kind, slowly_after
+from tests.support.heads import SEQUENTIAL, SHAPE, VARIANTS, random_for, random_kind, reference_logits_after
 from tests.support.one_sequence import OneSequence
 from tests.support.oracle import prompt_of
 from tests.support.rehearsed import Rehearsed, Replayed
@@ -72,7 +72,7 @@ def test_training_computes_what_the_slow_reference_does(config: HeadsConfig) -> 
             if column + head < length:
                 seen = slice(column + 1)
                 path = tokens[row, column + 1 : column + 1 + head]
-                expected = slowly_after(heads, hidden[row, seen], tokens[row, seen], path)
+                expected = reference_logits_after(heads, hidden[row, seen], tokens[row, seen], path)
                 np.testing.assert_allclose(found[head, place].numpy(), expected, rtol=5e-4, atol=5e-4)
 
 
@@ -117,7 +117,7 @@ class Checked:
                 read, ahead = (embed(torch.tensor(part, dtype=torch.int64)) for part in (self._context[1:], path))
             if len(path) > DEEPEST_COMPARED:
                 continue
-            logits = slowly_after(self._heads, hidden, read, ahead)
+            logits = reference_logits_after(self._heads, hidden, read, ahead)
             expected = np.exp(logits - np.logaddexp.reduce(logits))
             places = [indices[token] if indices else token for token in tokens.tolist()]
             np.testing.assert_allclose(probs, expected[places], rtol=2e-3, atol=1e-5)
@@ -136,8 +136,8 @@ def test_rankings_are_those_of_the_whole_conversation(config: HeadsConfig, captu
     drafter = StandaloneDrafter(SequentialDrafter(checked, FixedPace(), columns=target.watch_hidden()), FixedBudget(24))
     for length in (10, 3):
         prompt = prompt_of(length)
-        steps = run(target, prompt, SamplingConfig(), most=12, drafter=drafter)
-        assert said(steps) == said(run(target, prompt, SamplingConfig(), most=12))
+        steps = run(target, prompt, SamplingConfig(), max_new_tokens=12, drafter=drafter)
+        assert output_tokens(steps) == output_tokens(run(target, prompt, SamplingConfig(), max_new_tokens=12))
     assert checked.looked > 100
 
 
@@ -184,15 +184,15 @@ def equal(found: Ranked, expected: Ranked) -> None:
 def test_they_do_not_change_the_output(family: str, sampling: str) -> None:
     target = Target(model_of(family))
     prompt, chosen = prompt_of(20), SAMPLINGS[sampling]
-    plain = said(run(target, prompt, chosen, most=30))
+    plain = output_tokens(run(target, prompt, chosen, max_new_tokens=30))
     for name in ("hydra", "hydra++", "mtp"):
         trained = sequential_drafter(random_for(target, SEQUENTIAL[name]), target, is_measured=False)
         for drafter in (
             StandaloneDrafter(trained, FixedBudget(40)),
             Hierarchy(budget=FixedBudget(40), trained=trained),
         ):
-            steps = run(target, prompt, chosen, most=30, drafter=drafter)
-            assert said(steps) == plain
+            steps = run(target, prompt, chosen, max_new_tokens=30, drafter=drafter)
+            assert output_tokens(steps) == plain
             assert SourceName.HEADS in {source for step in steps for source in step.tree.sources.tolist()}
 
 
@@ -215,7 +215,7 @@ def test_several_conversations_in_one_pass_keep_their_own_states(config: HeadsCo
     for request, step in decode_batch(target, lambda: next(asked, None), 2, max_new_tokens=8):
         answers[request.key] += step.tokens
     for number, prompt in enumerate(prompts):
-        assert answers[number] == said(run(target, prompt, SamplingConfig(), most=8))
+        assert answers[number] == output_tokens(run(target, prompt, SamplingConfig(), max_new_tokens=8))
         assert checks[number].looked > 0
 
 
@@ -227,7 +227,13 @@ def test_odds_of_the_evaluation_calibrate_the_first_draft() -> None:
     judged = EvalResult(odds=odds)
     for measured in (False, True):
         drafter = sequential_drafter(replace(saved, judged=judged), target, is_measured=measured)
-        run(target, prompt_of(8), SamplingConfig(), most=1, drafter=StandaloneDrafter(drafter, FixedBudget(20)))
+        run(
+            target,
+            prompt_of(8),
+            SamplingConfig(),
+            max_new_tokens=1,
+            drafter=StandaloneDrafter(drafter, FixedBudget(20)),
+        )
         proposal = drafter.propose(1000)
         assert measured or proposal.depths.max() > 3
         for depth, probs in zip(proposal.depths.tolist(), proposal.probs, strict=True):

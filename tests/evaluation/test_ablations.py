@@ -135,7 +135,7 @@ def test_coverage_is_what_sets_say(rows: list[tuple[int, bool, bool, bool]]) -> 
         said = set(chain.from_iterable(words[other] for other in "CMS" if other != letter))
         expected = SourceCoverage(len(own), len(own - rest), len(words[letter]), len(words[letter] - said))
         assert found.sources[str(letters[letter])] == expected
-    assert found.nobody == len(rows) - len(set.union(*places.values()))
+    assert found.unaccepted == len(rows) - len(set.union(*places.values()))
 
 
 def test_shares_are_of_the_steps_that_could_be_drafted_for() -> None:
@@ -254,10 +254,10 @@ def test_repeats_know_earlier_answers_and_stores(tmp_path: Path) -> None:
     found = ngram_repeats([[first], [second, again]], StoreSet(None, CorpusIndex(tmp_path)))
     assert found is not None
     assert found.generations == (1, 2, 3)
-    assert found.places["earlier answers"] == (0.0, 0.0, 0.5)
-    assert found.places["corpus index"] == (0.0, 0.2, 0.0), "a document ends where it ends"
-    assert found.places["none of them"] == (1.0, 0.8, 0.5)
-    assert found.within[-1] == pytest.approx(1 / 9)
+    assert found.origins["earlier answers"] == (0.0, 0.0, 0.5)
+    assert found.origins["corpus index"] == (0.0, 0.2, 0.0), "a document ends where it ends"
+    assert found.origins["none of them"] == (1.0, 0.8, 0.5)
+    assert found.shares_within[-1] == pytest.approx(1 / 9)
     assert ngram_repeats([[turn([1, 2, 3], [4, 5])]], StoreSet()) is None
 
 
@@ -309,7 +309,7 @@ def test_a_benchmarks_answers_are_conversations() -> None:
     row = answered(7, "qa", turn_of([1, 2], 1.0), cut.__class__(**{**cut.__dict__, "finish": "length"}))
     (trace,) = bench_traces([prompt, prompt], [row])
     assert [message["content"] for message in trace.messages] == ["one", "[0, 1, 2]", "two", "[0, 1, 2, 3]"]
-    assert [(one.place, one.ids, one.most) for one in trace.answers] == [
+    assert [(one.message_index, one.ids, one.max_tokens) for one in trace.answers] == [
         (1, (0, 1, 2), None),
         (3, (0, 1, 2, 3), 4),
     ]

@@ -14,7 +14,7 @@ from hdtool.data.prompts import Prompt, interleave_categories, read_prompts
 from hdtool.runtime.config import DecodeConfig, ModelConfig, SamplingConfig, StoresConfig
 from hdtool.runtime.model.load import Loaded, load
 from hdtool.runtime.stores.store_set import StoreSet
-from tests.support.methods import OF_DEMO
+from tests.support.methods import DEMO_METHODS
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +25,7 @@ def embedded() -> Loaded:
 IN_SHORT = ("hd+logitspec", "lade", "amphista")
 """One method for each kind of memory: sources and rankings, a pool of n-grams, heads that pause."""
 METHODS_THAT_DRAFT = [
-    pytest.param(name, marks=() if name in IN_SHORT else pytest.mark.long) for name in OF_DEMO if name != "ar"
+    pytest.param(name, marks=() if name in IN_SHORT else pytest.mark.long) for name in DEMO_METHODS if name != "ar"
 ]
 
 

@@ -70,8 +70,8 @@ def test_a_model_without_memory_reads_as_much() -> None:
 
 def test_windows_bound_what_is_read_of_a_context() -> None:
     model = model_of("gpt_oss")
-    reads, one = PassReads.of(model), PassReads.of(model).keys[0].nbytes
-    windows = [keys.window for keys in reads.keys]
+    reads, one = PassReads.of(model), PassReads.of(model).kv_caches[0].nbytes
+    windows = [kv_cache.window for kv_cache in reads.kv_caches]
     assert sorted(set(windows), key=str) == [WINDOW, None]
     narrow, wide = windows.count(WINDOW), windows.count(None)
     assert reads.context(2, 1000) == one * (narrow * WINDOW + wide * 1002)

@@ -70,9 +70,11 @@ def test_a_replay_of_logitspec_is_a_real_run(turns: list[RecordedTurn], loaded: 
     played = replay_method(ReplayMethod("logitspec", config), turns, StoreSet())
     for turn, one in zip(turns, played.turns, strict=True):
         sampler = Sampler(SamplingConfig(), turn.prompt)
-        assert turn.most is not None
+        assert turn.max_tokens is not None
         steps = list(
-            decode(loaded.target, turn.prompt, sampler, max_new_tokens=turn.most, stops=loaded.stops, drafter=drafter)
+            decode(
+                loaded.target, turn.prompt, sampler, max_new_tokens=turn.max_tokens, stops=loaded.stops, drafter=drafter
+            )
         )
         assert [len(step.tokens) for step in steps] == one.accept_lengths.tolist()
         assert [len(step.tree) for step in steps] == one.nodes.tolist()
@@ -123,13 +125,13 @@ def test_logits_of_a_step_have_what_was_recorded_and_nothing_else() -> None:
     )
     recorded = RecordedLogits([RecordedTurn("", "", 0, [1], [1, 3, 2], rankings=rankings)])
     inf = np.inf
-    first = recorded.after(rankings, 0, [1], 2).tolist()
+    first = recorded.logits_after(rankings, 0, [1], 2).tolist()
     assert first == [
         [-inf, pytest.approx(-0.1), pytest.approx(-3), -inf],
         [-inf] * 4,
         [-inf, pytest.approx(-1), -inf, pytest.approx(-0.5)],
     ]
-    assert recorded.after(rankings, 2, [], 1).tolist() == [[-2, -inf, -1, -inf], [-inf] * 4]
+    assert recorded.logits_after(rankings, 2, [], 1).tolist() == [[-2, -inf, -1, -inf], [-inf] * 4]
 
 
 @pytest.mark.parametrize(

@@ -134,8 +134,8 @@ def test_a_replay_is_a_real_run_step_by_step(
     played = replay_method(ReplayMethod(method, config), turns, store_set)
     accepted = 0
     for turn, one in zip(turns, played.turns, strict=True):
-        assert turn.most is not None
-        steps = answered(loaded, turn.prompt, turn.most, drafter)
+        assert turn.max_tokens is not None
+        steps = answered(loaded, turn.prompt, turn.max_tokens, drafter)
         assert [token for step in steps for token in step.tokens] == turn.answer == one.tokens.tolist()
         assert [len(step.tokens) for step in steps] == one.accept_lengths.tolist()
         assert [len(step.tree) for step in steps] == one.nodes.tolist()

@@ -32,10 +32,10 @@ from hdtool.runtime.stores.store_set import StoreSet
 from hdtool.runtime.tree import ROOT, DraftTree
 from tests.support.families import VOCABULARY, model_of
 from tests.support.oracle import plain_logits, prompt_of
-from tests.support.trees import LyingDrafter
+from tests.support.trees import WrongDrafter
 
 PROMPT = prompt_of(20)
-MOST = 40
+MAX_NEW_TOKENS = 40
 GREEDY = SamplingConfig()
 DRAWN = SamplingConfig(temperature=1.0, seed=3)
 
@@ -59,28 +59,28 @@ def stopless(tokenizer: Any) -> Any:
 
 
 def said(loaded: Loaded, sampling: SamplingConfig = GREEDY) -> list[int]:
-    steps = decode(loaded.target, PROMPT, Sampler(sampling, PROMPT), max_new_tokens=MOST)
+    steps = decode(loaded.target, PROMPT, Sampler(sampling, PROMPT), max_new_tokens=MAX_NEW_TOKENS)
     return [token for step in steps for token in step.tokens]
 
 
 def verified(loaded: Loaded, sampling: SamplingConfig = GREEDY) -> tuple[Check, list[Explanation]]:
     """A small model under drafts that are partly true."""
-    liar = LyingDrafter(len(PROMPT), said(loaded, sampling), VOCABULARY, seed=1)
-    verifier = Verifier(loaded, sampling, liar, MOST)
+    wrong_drafter = WrongDrafter(len(PROMPT), said(loaded, sampling), VOCABULARY, seed=1)
+    verifier = Verifier(loaded, sampling, wrong_drafter, MAX_NEW_TOKENS)
     check = verifier.check("it", PROMPT)
     return check, verifier.explain(check.differences)
 
 
 def test_the_history_holds_no_answer_of_the_oracles(small: Loaded) -> None:
     """Else tokens per step would be too high; a second check of a prompt does draft from the first one."""
-    alone = len(list(answer_steps(small, Hierarchy(history=History()), GREEDY, MOST, PROMPT)))
-    verifier = Verifier(small, GREEDY, Hierarchy(history=History()), MOST)
+    alone = len(list(answer_steps(small, Hierarchy(history=History()), GREEDY, MAX_NEW_TOKENS, PROMPT)))
+    verifier = Verifier(small, GREEDY, Hierarchy(history=History()), MAX_NEW_TOKENS)
     assert verifier.check("it", PROMPT).steps == alone > verifier.check("it again", PROMPT).steps
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, DRAWN], ids=str)
 def test_a_prediction_is_drafted_from(small: Loaded, sampling: SamplingConfig) -> None:
-    verifier = Verifier(small, sampling, Hierarchy(), MOST)
+    verifier = Verifier(small, sampling, Hierarchy(), MAX_NEW_TOKENS)
     check = verifier.check("it", PROMPT, prediction=said(small, sampling))
     assert check.differences == []
     assert check.steps < verifier.check("it", PROMPT).steps
@@ -102,8 +102,8 @@ def test_the_hierarchy_over_the_demos_stores_loses_nothing(embedded: Loaded, sam
 
 
 def test_generate_has_no_say_where_tokens_are_drawn(small: Loaded) -> None:
-    assert Verifier(small, GREEDY, NoDraft(), MOST).oracles == [Oracle.PLAIN, Oracle.GENERATE]
-    assert Verifier(small, DRAWN, NoDraft(), MOST).oracles == [Oracle.PLAIN]
+    assert Verifier(small, GREEDY, NoDraft(), MAX_NEW_TOKENS).oracles == [Oracle.PLAIN, Oracle.GENERATE]
+    assert Verifier(small, DRAWN, NoDraft(), MAX_NEW_TOKENS).oracles == [Oracle.PLAIN]
 
 
 # What is wrong is found ------------------------------------------------------------------------
@@ -131,13 +131,13 @@ def test_an_acceptance_that_takes_wrong_tokens_is_found(
     assert difference.oracle is Oracle.PLAIN
     assert not explanation.near_tie
     plain = said(small, sampling)
-    assert difference.before == plain[: difference.position]
+    assert difference.shared_ids == plain[: difference.position]
     assert difference.expected == explanation.chosen == plain[difference.position] != difference.found
     assert explanation.working and explanation.precise and explanation.rounding is not None
     assert (explanation.working.dtype, explanation.precise.dtype) == ("float32", "float64")
     assert explanation.precise.gap > 100 * explanation.rounding
     if sampling is GREEDY:
-        logits = plain_logits(small.target.model, PROMPT + difference.before)
+        logits = plain_logits(small.target.model, PROMPT + difference.shared_ids)
         assert explanation.working.expected == pytest.approx(logits[difference.expected].item(), rel=1e-4)
         assert explanation.working.gap == pytest.approx((logits.max() - logits[difference.found]).item(), rel=1e-3)
 
@@ -189,7 +189,7 @@ def test_a_near_tie_is_told_from_a_mistake(embedded: Loaded, sampling: SamplingC
         sampling = between_the_twins(sampling, (likeliest, second))
     tie = Difference("it", Oracle.PLAIN, PROMPT, [], likeliest, second)
     mistake = Difference("it", Oracle.PLAIN, PROMPT, [], likeliest, last)
-    near, far = Verifier(loaded, sampling, NoDraft(), MOST).explain([tie, mistake])
+    near, far = Verifier(loaded, sampling, NoDraft(), MAX_NEW_TOKENS).explain([tie, mistake])
     assert near.near_tie
     assert not far.near_tie
     assert near.working and near.precise and near.rounding
@@ -213,7 +213,7 @@ def test_what_cannot_be_recomputed_is_no_near_tie(small: Loaded) -> None:
     model: Any = small.target.model
     model.to(torch.float64)
     difference = Difference("it", Oracle.PLAIN, PROMPT, [], 5, 6)
-    (explanation,) = Verifier(small, GREEDY, NoDraft(), MOST).explain([difference])
+    (explanation,) = Verifier(small, GREEDY, NoDraft(), MAX_NEW_TOKENS).explain([difference])
     assert "there is no higher precision than torch.float64" in explanation.reason
     assert not explanation.near_tie
 
@@ -229,7 +229,7 @@ def test_a_device_without_room_leaves_it_to_the_cpu(small: Loaded, monkeypatch: 
 
     monkeypatch.setattr("hdtool.builders.evaluation.verify.more_precise", cramped)
     difference = Difference("it", Oracle.PLAIN, PROMPT, [], 5, 6)
-    (explanation,) = Verifier(small, GREEDY, NoDraft(), MOST).explain([difference])
+    (explanation,) = Verifier(small, GREEDY, NoDraft(), MAX_NEW_TOKENS).explain([difference])
     assert (explanation.reason, len(tried), tried[-1].type) == ("", 2, "cpu")
 
 

@@ -18,7 +18,7 @@ from tests.support.families import VOCABULARY, model_of
 from tests.support.oracle import prompt_of
 
 LENGTHS = (20, 9, 30)
-WIDTH, MOST = max(LENGTHS), 25
+WIDTH, MAX_NEW_TOKENS = max(LENGTHS), 25
 
 
 def hierarchy(target: Target) -> Hierarchy:
@@ -30,7 +30,7 @@ def batch() -> dict[str, Any]:
     ids, mask = torch.zeros(2, len(LENGTHS), WIDTH, dtype=torch.long)
     for row, length in enumerate(LENGTHS):
         ids[row, WIDTH - length :], mask[row, WIDTH - length :] = torch.tensor(prompt_of(length)), 1
-    return {"input_ids": ids, "attention_mask": mask, "max_new_tokens": MOST, "pad_token_id": 0}
+    return {"input_ids": ids, "attention_mask": mask, "max_new_tokens": MAX_NEW_TOKENS, "pad_token_id": 0}
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", "gpt2"])
@@ -50,9 +50,14 @@ def test_a_sampled_row_is_the_answer_to_its_prompt_with_its_seed() -> None:
     model: Any = model_of("llama")
     generator = Generator(hierarchy)
     prompt = torch.tensor([prompt_of(12)])
-    options: dict[str, Any] = {"do_sample": True, "temperature": 0.8, "max_new_tokens": MOST, "pad_token_id": 0}
+    options: dict[str, Any] = {
+        "do_sample": True,
+        "temperature": 0.8,
+        "max_new_tokens": MAX_NEW_TOKENS,
+        "pad_token_id": 0,
+    }
     rows = model.generate(prompt, **options, num_return_sequences=4, custom_generate=generator, seed=5)
-    assert rows.shape == (4, 12 + MOST)
+    assert rows.shape == (4, 12 + MAX_NEW_TOKENS)
     for row in range(4):
         alone = model.generate(prompt, **options, custom_generate=Generator(), seed=5 + row)
         assert torch.equal(rows[row], alone[0])

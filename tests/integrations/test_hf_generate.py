@@ -44,22 +44,22 @@ from hdtool.runtime.sampling.sampler import Sampler
 from hdtool.runtime.sequence import Finish
 from tests.support.families import VOCABULARY, model_of
 from tests.support.oracle import generated, prompt_of
-from tests.support.trees import LyingDrafter
+from tests.support.trees import WrongDrafter
 
 PROMPT = prompt_of(20)
-MOST = 40
+MAX_NEW_TOKENS = 40
 
 
 def ask(model: Any, prompt: list[int] | None = None, **options: Any) -> Any:
     ids = torch.tensor([prompt or PROMPT])
-    settings = {"do_sample": False, "max_new_tokens": MOST, "attention_mask": torch.ones_like(ids), **options}
+    settings = {"do_sample": False, "max_new_tokens": MAX_NEW_TOKENS, "attention_mask": torch.ones_like(ids), **options}
     return model.generate(ids, **settings)
 
 
-def hooked(model: Any, truth: list[int], *, lies: int = 0, **options: Any) -> tuple[Any, LyingDrafter]:
+def hooked(model: Any, truth: list[int], *, lies: int = 0, **options: Any) -> tuple[Any, WrongDrafter]:
     """The same call through the hook, with drafts that are partly true; and the drafter that lied."""
-    liar = LyingDrafter(len(PROMPT), truth, VOCABULARY, lies)
-    return ask(model, custom_generate=Generator(liar), **options), liar
+    wrong_drafter = WrongDrafter(len(PROMPT), truth, VOCABULARY, lies)
+    return ask(model, custom_generate=Generator(wrong_drafter), **options), wrong_drafter
 
 
 class Counting(LogitsProcessor):
@@ -113,10 +113,10 @@ def test_greedy_equals_generate(family: str, options: dict[str, Any]) -> None:
     model: Any = model_of(family)
     expected = ask(model, **options)
     truth = expected[0, len(PROMPT) :].tolist()
-    found, liar = hooked(model, truth, **options)
+    found, wrong_drafter = hooked(model, truth, **options)
     assert found.tolist() == expected.tolist()
     assert found.dtype == expected.dtype
-    assert liar.accepted > 0 or len(truth) < 4
+    assert wrong_drafter.accepted > 0 or len(truth) < 4
 
 
 @pytest.mark.parametrize("options", WARPERS.values(), ids=WARPERS)
@@ -126,9 +126,9 @@ def test_a_sampled_answer_is_made_from_the_scores_of_generate(options: dict[str,
     told: dict[str, Any] = {"do_sample": True, "top_k": 0, **options}
     told |= {"return_dict_in_generate": True, "output_scores": True}
     plain = ask(model, custom_generate=Generator(), seed=5, **told)
-    drafted, liar = hooked(model, plain.sequences[0, len(PROMPT) :].tolist(), seed=5, **told)
+    drafted, wrong_drafter = hooked(model, plain.sequences[0, len(PROMPT) :].tolist(), seed=5, **told)
     assert drafted.sequences.tolist() == plain.sequences.tolist()
-    assert liar.accepted > 0
+    assert wrong_drafter.accepted > 0
     unrecorded = ask(model, custom_generate=Generator(), seed=5, do_sample=True, **{"top_k": 0, **options})
     assert unrecorded.tolist() == plain.sequences.tolist()
 
@@ -163,10 +163,10 @@ def test_a_processor_with_a_state_sees_each_token_once() -> None:
     theirs, ours = Counting(), Counting()
     expected = ask(model, logits_processor=[theirs])
     told: dict[str, Any] = {"return_dict_in_generate": True, "output_logits": True}
-    found, liar = hooked(model, expected[0, len(PROMPT) :].tolist(), logits_processor=[ours], **told)
+    found, wrong_drafter = hooked(model, expected[0, len(PROMPT) :].tolist(), logits_processor=[ours], **told)
     assert found.sequences.tolist() == expected.tolist()
-    assert ours.lengths == theirs.lengths == list(range(len(PROMPT), len(PROMPT) + MOST))
-    assert liar.accepted > 0
+    assert ours.lengths == theirs.lengths == list(range(len(PROMPT), len(PROMPT) + MAX_NEW_TOKENS))
+    assert wrong_drafter.accepted > 0
     assert all(logits.isfinite().all() for logits in found.logits), "the processor wrote into the model's logits"
 
 
@@ -177,7 +177,7 @@ def test_the_seed_is_hdtools_own() -> None:
     target = Generator()._target_for(model)
     said = [
         token
-        for step in decode(target, PROMPT, Sampler(sampling, PROMPT), max_new_tokens=MOST)
+        for step in decode(target, PROMPT, Sampler(sampling, PROMPT), max_new_tokens=MAX_NEW_TOKENS)
         for token in step.tokens
     ]
     settings: dict[str, Any] = {"do_sample": True, "temperature": 0.8, "top_k": 20}
@@ -284,14 +284,14 @@ def embedded() -> Loaded:
 def test_stop_strings_end_inside_a_draft(embedded: Loaded) -> None:
     model: Any = embedded.target.model
     prompt = embedded.tokenizer("def ")["input_ids"]
-    truth = generated(model, prompt, MOST)
+    truth = generated(model, prompt, MAX_NEW_TOKENS)
     text = str(embedded.tokenizer.decode(truth))
     criterion = StopStringCriteria(embedded.tokenizer, [text[20:23], "never said"])
     expected = ask(model, prompt, stopping_criteria=[criterion])
-    assert expected.shape[1] < len(prompt) + MOST
+    assert expected.shape[1] < len(prompt) + MAX_NEW_TOKENS
     for seed in range(4):
-        liar = LyingDrafter(len(prompt), truth, 1000, seed)
-        found = ask(model, prompt, stopping_criteria=[criterion], custom_generate=Generator(liar))
+        wrong_drafter = WrongDrafter(len(prompt), truth, 1000, seed)
+        found = ask(model, prompt, stopping_criteria=[criterion], custom_generate=Generator(wrong_drafter))
         assert found.tolist() == expected.tolist()
 
 
@@ -338,7 +338,7 @@ def test_text_can_be_iterated_over_from_another_thread(embedded: Loaded) -> None
     thread.start()
     text = "".join(streamer)
     thread.join()
-    assert text == embedded.tokenizer.decode(generated(model, prompt, MOST))
+    assert text == embedded.tokenizer.decode(generated(model, prompt, MAX_NEW_TOKENS))
 
 
 def test_scores_and_logits_are_those_of_generate() -> None:
@@ -346,8 +346,8 @@ def test_scores_and_logits_are_those_of_generate() -> None:
     told: dict[str, Any] = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
     told["repetition_penalty"] = 1.2
     expected = ask(model, **told)
-    found, liar = hooked(model, expected.sequences[0, len(PROMPT) :].tolist(), **told)
-    assert liar.accepted > 0
+    found, wrong_drafter = hooked(model, expected.sequences[0, len(PROMPT) :].tolist(), **told)
+    assert wrong_drafter.accepted > 0
     assert type(found) is type(expected)
     assert found.sequences.tolist() == expected.sequences.tolist()
     for ours, theirs in ((found.scores, expected.scores), (found.logits, expected.logits)):
@@ -374,10 +374,10 @@ def test_padding_on_the_left_is_left_out(family: str, options: dict[str, Any]) -
     padded = [0] * 7 + PROMPT
     mask = torch.tensor([[0] * 7 + [1] * len(PROMPT)])
     expected = ask(model, padded, attention_mask=mask, **options)
-    liar = LyingDrafter(len(PROMPT), expected[0, len(padded) :].tolist(), VOCABULARY, seed=1)
-    found = ask(model, padded, attention_mask=mask, custom_generate=Generator(liar), **options)
+    wrong_drafter = WrongDrafter(len(PROMPT), expected[0, len(padded) :].tolist(), VOCABULARY, seed=1)
+    found = ask(model, padded, attention_mask=mask, custom_generate=Generator(wrong_drafter), **options)
     assert found.tolist() == expected.tolist()
-    assert liar.accepted > 0
+    assert wrong_drafter.accepted > 0
 
 
 # The model around it ---------------------------------------------------------------------------
@@ -416,7 +416,7 @@ def test_threads_that_share_a_generator_take_turns() -> None:
     model: Any = copy.deepcopy(model_of("llama"))
     prompts = [prompt_of(8 + turn) for turn in range(6)]
     expected = [ask(model, prompt)[0].tolist() for prompt in prompts]
-    generator = Generator(LyingDrafter(len(prompts[0]), expected[0][len(prompts[0]) :], VOCABULARY, 0))
+    generator = Generator(WrongDrafter(len(prompts[0]), expected[0][len(prompts[0]) :], VOCABULARY, 0))
     together, active, most = Barrier(len(prompts)), [0], [0]
 
     class Counted(LogitsProcessor):

@@ -19,7 +19,7 @@ from hdtool.runtime.model.target import Target
 from tests.support.families import model_of
 from tests.support.oracle import prompt_of
 
-SAMPLES, MOST, LENGTHS = 3, 40, (12, 7)
+SAMPLES, MAX_NEW_TOKENS, LENGTHS = 3, 40, (12, 7)
 WIDTH = max(LENGTHS)
 
 
@@ -32,7 +32,7 @@ def batch(**options: Any) -> dict[str, Any]:
     ids, mask = torch.zeros(2, len(LENGTHS), WIDTH, dtype=torch.long)
     for row, length in enumerate(LENGTHS):
         ids[row, WIDTH - length :], mask[row, WIDTH - length :] = torch.tensor(prompt_of(length)), 1
-    sampled = {"do_sample": True, "num_return_sequences": SAMPLES, "max_new_tokens": MOST, "pad_token_id": 0}
+    sampled = {"do_sample": True, "num_return_sequences": SAMPLES, "max_new_tokens": MAX_NEW_TOKENS, "pad_token_id": 0}
     return {"input_ids": ids, "attention_mask": mask, **sampled, **options}
 
 

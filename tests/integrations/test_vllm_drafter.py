@@ -15,7 +15,7 @@ from hdtool.runtime.stores.corpus_index import CorpusIndex
 from hdtool.runtime.stores.live_tables import ContextTable, holds
 from hdtool.runtime.stores.model_store import ModelStore
 from hdtool.runtime.stores.store_set import StoreSet
-from tests.support.vllm_batch import LONGEST, ROWS, TOKENS, engine
+from tests.support.vllm_batch import MAX_MODEL_LENGTH, ROWS, TOKENS, engine
 
 SAID = [11, 12, 13, 14, 15, 16, 17, 18]
 
@@ -140,7 +140,9 @@ def test_no_request_ever_drafts_from_another_without_a_history() -> None:
     asked, held_back = engine(history=NO_HISTORY), []
     for turn in range(400):
         requests = [tokens + chance.choices(SAID, k=chance.randint(1, 3)) for tokens in asked.requests]
-        requests = [tokens for tokens in requests if chance.random() > 0.05 and len(tokens) < LONGEST - TOKENS - 4]
+        requests = [
+            tokens for tokens in requests if chance.random() > 0.05 and len(tokens) < MAX_MODEL_LENGTH - TOKENS - 4
+        ]
         if requests and chance.random() < 0.2:
             held_back.append(requests.pop(chance.randrange(len(requests))))
         if held_back and len(requests) < ROWS and chance.random() < 0.3:

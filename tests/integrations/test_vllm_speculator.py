@@ -19,7 +19,7 @@ from hdtool.runtime.integrations import vllm_plugin
 from hdtool.runtime.integrations.vllm.speculator import HierarchySpeculator, open_drafter, without_min_prob
 from tests.support.vllm_batch import worker_config
 
-SLOTS, LONGEST, MOST = 4, 256, 4
+SLOTS, MAX_MODEL_LENGTH, DRAFT_TOKENS = 4, 256, 4
 SAID = [11, 12, 13, 14, 15, 16, 17, 18]
 NO_STORES = {"hdtool": {"model_db": "none", "corpus_db": "none", "history": "none"}}
 
@@ -28,7 +28,10 @@ class Runner:
     """What a V2 runner keeps and passes: requests have slots, and batches name slots in any order."""
 
     def __init__(self) -> None:
-        tokens, lengths = torch.zeros((SLOTS, LONGEST), dtype=torch.int32), torch.zeros(SLOTS, dtype=torch.int32)
+        tokens, lengths = (
+            torch.zeros((SLOTS, MAX_MODEL_LENGTH), dtype=torch.int32),
+            torch.zeros(SLOTS, dtype=torch.int32),
+        )
         self.copied: list[int] = []
         self._states = SimpleNamespace(
             all_token_ids=SimpleNamespace(gpu=tokens), total_len=SimpleNamespace(gpu=lengths)
@@ -57,7 +60,7 @@ class Runner:
         sampled: Any = torch.tensor([count for _, _, count in batch], dtype=torch.int32)
         unused: Any = None
         drafts = self.speculator.propose(described, unused, unused, unused, unused, sampled, *[unused] * 5, **options)
-        assert drafts.dtype == torch.int64 and drafts.shape == (len(batch), MOST)
+        assert drafts.dtype == torch.int64 and drafts.shape == (len(batch), DRAFT_TOKENS)
         return drafts.tolist()
 
 
@@ -66,7 +69,7 @@ def test_rows_are_drafted_for_from_their_own_slots_and_short_drafts_are_filled_u
     again, new = SAID * 2 + SAID[:3], [1, 2, 3]
     runner.write(2, again)
     runner.write(0, new)
-    assert runner.propose([("again", 2, 1), ("new", 0, 1)]) == [SAID[3:7], [3] * MOST]
+    assert runner.propose([("again", 2, 1), ("new", 0, 1)]) == [SAID[3:7], [3] * DRAFT_TOKENS]
 
 
 def test_requests_grow_change_slots_and_are_drafted_for_as_in_v1() -> None:
@@ -86,7 +89,7 @@ def test_requests_grow_change_slots_and_are_drafted_for_as_in_v1() -> None:
         batch = []
         counts = [range(0)] * SLOTS
         for name, (slot, tokens) in chance.sample(list(running.items()), len(running)):
-            counts[slot] = range(chance.randrange(1, MOST + 2))
+            counts[slot] = range(chance.randrange(1, DRAFT_TOKENS + 2))
             for _ in counts[slot]:
                 tokens.append(SAID[(SAID.index(tokens[-1]) + 1) % len(SAID)] if chance.random() < 0.9 else SAID[0])
             runner.write(slot, tokens)
@@ -95,7 +98,7 @@ def test_requests_grow_change_slots_and_are_drafted_for_as_in_v1() -> None:
             expected = v1.draft(counts, states.total_len.gpu.numpy(), states.all_token_ids.gpu.numpy())
             for (name, slot, _), draft in zip(batch, runner.propose(batch), strict=True):
                 last = running[name][1][-1]
-                assert draft == (expected[slot] + [last] * MOST)[:MOST]
+                assert draft == (expected[slot] + [last] * DRAFT_TOKENS)[:DRAFT_TOKENS]
                 right += len(expected[slot])
             drafted |= {name for name, _, _ in batch}
     assert right > 200
@@ -114,18 +117,18 @@ def test_another_request_in_a_slot_does_not_inherit_its_tokens() -> None:
 def test_prompts_in_pieces_get_no_drafts() -> None:
     runner = Runner()
     runner.write(3, SAID * 2)
-    assert runner.propose([("reads its prompt", 3, 0)]) == [[SAID[-1]] * MOST]
+    assert runner.propose([("reads its prompt", 3, 0)]) == [[SAID[-1]] * DRAFT_TOKENS]
 
 
 def test_a_dummy_run_touches_nothing() -> None:
     runner = Runner()
-    assert runner.propose([("", 0, 1)], dummy_run=True) == [[0] * MOST]
+    assert runner.propose([("", 0, 1)], dummy_run=True) == [[0] * DRAFT_TOKENS]
     assert runner.copied == []
 
 
 def test_v2_sends_each_probable_draft_unless_a_minimum_is_given() -> None:
-    assert without_min_prob(VllmConfig(MOST)).min_draft_prob == pytest.approx(0.02)
-    assert without_min_prob(VllmConfig(MOST, 0.5)).min_draft_prob == 0.5
+    assert without_min_prob(VllmConfig(DRAFT_TOKENS)).min_draft_prob == pytest.approx(0.02)
+    assert without_min_prob(VllmConfig(DRAFT_TOKENS, 0.5)).min_draft_prob == 0.5
 
 
 def test_split_prompts_are_refused() -> None:

@@ -21,10 +21,10 @@ from hdtool.runtime.prefix_cache import PrefixCache
 from hdtool.runtime.sampling.sampler import Sampler
 from hdtool.runtime.sequence import Step
 from hdtool.runtime.tree import ROOT, DraftTree
-from tests.support.decoding import SAMPLINGS, answered, run, said
+from tests.support.decoding import SAMPLINGS, answered, output_tokens, run
 from tests.support.families import SHAPE, VOCABULARY, random_model
 from tests.support.oracle import generated, prompt_of
-from tests.support.trees import LyingDrafter
+from tests.support.trees import WrongDrafter
 
 MIXTURE: dict[str, Any] = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
 LATENT: dict[str, Any] = {
@@ -163,22 +163,22 @@ def test_drafts_and_further_turns_change_no_answer(family: str) -> None:
     model, target, prompt = model_of(family), target_of(family), prompt_of(45)
     assert not target.takes_trees
     expected = generated(model, prompt, 40)
-    assert said(run(target, prompt, SamplingConfig(), 40)) == expected
+    assert output_tokens(run(target, prompt, SamplingConfig(), 40)) == expected
     for seed in range(3):
-        steps = run(target, prompt, SamplingConfig(), 40, drafter=LyingDrafter(45, expected, VOCABULARY, seed))
-        assert said(steps) == expected and len(steps) < 38
+        steps = run(target, prompt, SamplingConfig(), 40, drafter=WrongDrafter(45, expected, VOCABULARY, seed))
+        assert output_tokens(steps) == expected and len(steps) < 38
     again = [*prompt, *expected, *prompt_of(9)]
     expected = generated(model, again, 20)
-    steps = run(target, again, SamplingConfig(), 20, drafter=LyingDrafter(len(again), expected, VOCABULARY, 5))
-    assert said(steps) == expected and steps[0].cached_tokens > 45
+    steps = run(target, again, SamplingConfig(), 20, drafter=WrongDrafter(len(again), expected, VOCABULARY, 5))
+    assert output_tokens(steps) == expected and steps[0].cached_tokens > 45
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
 @pytest.mark.one_in(2)
 def test_an_answer_is_drawn_with_its_seed(sampling: SamplingConfig) -> None:
     target, prompt = target_of("zaya"), prompt_of(30)
-    expected = said(run(target, prompt, sampling))
-    assert said(run(target, prompt, sampling, drafter=LyingDrafter(30, expected, VOCABULARY, 1))) == expected
+    expected = output_tokens(run(target, prompt, sampling))
+    assert output_tokens(run(target, prompt, sampling, drafter=WrongDrafter(30, expected, VOCABULARY, 1))) == expected
 
 
 def test_several_answers_at_once_and_conversations_in_turn() -> None:
@@ -188,7 +188,7 @@ def test_several_answers_at_once_and_conversations_in_turn() -> None:
     loop: Loop[int] = Loop(target, target.allocate(3), max_new_tokens=24)
     outcomes = []
     for number, (prompt, truth) in enumerate(zip(prompts, expected, strict=True)):
-        drafter = LyingDrafter(len(prompt), truth, VOCABULARY, number)
+        drafter = WrongDrafter(len(prompt), truth, VOCABULARY, number)
         outcomes.append(loop.add(Request(number, prompt, Sampler(SamplingConfig(), prompt), drafter)))
     while len(loop):
         loop.launch()
@@ -214,7 +214,7 @@ def test_a_changed_end_of_a_long_prompt_goes_on_from_a_kept_cache() -> None:
     run(target, prompt, SamplingConfig(), 8)
     other = [*prompt[:290], *prompt_of(12)]
     steps = run(target, other, SamplingConfig(), 8)
-    assert said(steps) == generated(model, other, 8) and steps[0].cached_tokens == 300 - 32
+    assert output_tokens(steps) == generated(model, other, 8) and steps[0].cached_tokens == 300 - 32
     slot = target.cache.slots[0]
     assert isinstance(slot, ReplaySlot)
     parts = [one.cache for one in slot.older]
@@ -252,12 +252,12 @@ def test_an_interrupted_answer_leaves_the_conversation_usable(monkeypatch: pytes
 
     monkeypatch.setattr(target.stock, "call", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        run(target, prompt, SamplingConfig(), 30, drafter=LyingDrafter(45, expected, VOCABULARY, 2))
+        run(target, prompt, SamplingConfig(), 30, drafter=WrongDrafter(45, expected, VOCABULARY, 2))
     monkeypatch.undo()
     said_before = target.cache.slots[0].tokens
     again = [*said_before, *prompt_of(7)]
     steps = run(target, again, SamplingConfig(), 12)
-    assert said(steps) == generated(model, again, 12) and steps[0].cached_tokens >= 45
+    assert output_tokens(steps) == generated(model, again, 12) and steps[0].cached_tokens >= 45
 
 
 def test_a_pass_that_overflows_is_made_again_without_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -272,8 +272,8 @@ def test_a_pass_that_overflows_is_made_again_without_drafts(monkeypatch: pytest.
         return output
 
     monkeypatch.setattr(target.stock, "call", overflowing)
-    drafter = LyingDrafter(45, expected, VOCABULARY, 2)
-    assert said(run(target, prompt, SamplingConfig(), 16, drafter=drafter)) == expected
+    drafter = WrongDrafter(45, expected, VOCABULARY, 2)
+    assert output_tokens(run(target, prompt, SamplingConfig(), 16, drafter=drafter)) == expected
 
 
 def test_hidden_states_are_those_of_the_accepted_tokens() -> None:
@@ -281,7 +281,7 @@ def test_hidden_states_are_those_of_the_accepted_tokens() -> None:
     target, prompt = Target(model), prompt_of(20)
     target.watch_hidden()
     expected = generated(model, prompt, 16)
-    run(target, prompt, SamplingConfig(), 16, drafter=LyingDrafter(20, expected, VOCABULARY, 3))
+    run(target, prompt, SamplingConfig(), 16, drafter=WrongDrafter(20, expected, VOCABULARY, 3))
     slot = target.cache.slots[0]
     hidden = slot.all_hidden()
     assert hidden is not None and len(hidden) == len(slot.tokens)
@@ -294,8 +294,8 @@ def test_many_waiting_tokens_are_read_without_drafts(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(stock_passes, "MOST_WAITING", 2)
     model, target, prompt = model_of("zaya"), target_of("zaya"), prompt_of(33)
     expected = generated(model, prompt, 30)
-    steps = run(target, prompt, SamplingConfig(), 30, drafter=LyingDrafter(33, expected, VOCABULARY, 1))
-    assert said(steps) == expected and any(not len(step.tree) for step in steps)
+    steps = run(target, prompt, SamplingConfig(), 30, drafter=WrongDrafter(33, expected, VOCABULARY, 1))
+    assert output_tokens(steps) == expected and any(not len(step.tree) for step in steps)
 
 
 def test_trees_are_cut_to_their_first_chain() -> None:

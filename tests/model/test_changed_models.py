@@ -27,14 +27,14 @@ from hdtool.runtime.sampling.sampler import Sampler
 from hdtool.runtime.sequence import Step
 from hdtool.runtime.tree import DraftTree
 from tests.support import fused
-from tests.support.decoding import answered, said
+from tests.support.decoding import answered, output_tokens
 from tests.support.families import VOCABULARY, model_of
 from tests.support.one_sequence import OneSequence
 from tests.support.oracle import generated, prompt_of
 from tests.support.rehearsed import Replayed
-from tests.support.trees import LyingDrafter
+from tests.support.trees import WrongDrafter
 
-MOST = 16
+MAX_NEW_TOKENS = 16
 CAPTURES: dict[str, CaptureMaker] = {"passes": never, "captured": lambda device: Replayed()}
 ENGINES = [*CAPTURES, "compiled"]
 SAMPLED = SamplingConfig(temperature=0.9, seed=3)
@@ -135,26 +135,26 @@ def is_compiled(target: Target) -> bool:
 
 
 def answer(target: Target, prompt: list[int], sampling: SamplingConfig, likely: list[int] | None = None) -> list[Step]:
-    drafter = LyingDrafter(len(prompt), likely, VOCABULARY, seed=1) if likely else None
-    return list(decode(target, prompt, Sampler(sampling, prompt), max_new_tokens=MOST, drafter=drafter))
+    drafter = WrongDrafter(len(prompt), likely, VOCABULARY, seed=1) if likely else None
+    return list(decode(target, prompt, Sampler(sampling, prompt), max_new_tokens=MAX_NEW_TOKENS, drafter=drafter))
 
 
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.each_value
 def test_the_next_answer_is_that_of_the_changed_model(change: Callable[[Any], None], target: Target) -> None:
     model, prompt, captures, was_compiled = target.model, prompt_of(40), target.captures, is_compiled(target)
-    before = generated(model, prompt, MOST)
-    assert said(answer(target, prompt, SamplingConfig(), before)) == before
+    before = generated(model, prompt, MAX_NEW_TOKENS)
+    assert output_tokens(answer(target, prompt, SamplingConfig(), before)) == before
     answer(target, prompt, SAMPLED)
     change(model)
-    expected = generated(model, prompt, MOST)
+    expected = generated(model, prompt, MAX_NEW_TOKENS)
     assert expected != before
     steps = answer(target, prompt, SamplingConfig(), expected)
-    assert said(steps) == expected
+    assert output_tokens(steps) == expected
     assert steps[0].cached_tokens == 0
-    plain = said(answer(Target(model, never), prompt, SAMPLED))
+    plain = output_tokens(answer(Target(model, never), prompt, SAMPLED))
     again = answer(target, prompt, SAMPLED, plain)
-    assert said(again) == plain
+    assert output_tokens(again) == plain
     assert again[0].cached_tokens > 0
     assert target.captures == captures
     assert is_compiled(target) == (was_compiled and change is with_weights_in_place)
@@ -176,8 +176,8 @@ def test_settings_of_an_adapter_are_part_of_the_model(target: Target) -> None:
         lambda: scale(0.25),
     ):
         setting()  # type: ignore[no-untyped-call]
-        answers.append(generated(model, prompt, MOST))
-        assert said(answer(target, prompt, SamplingConfig(), answers[-1])) == answers[-1]
+        answers.append(generated(model, prompt, MAX_NEW_TOKENS))
+        assert output_tokens(answer(target, prompt, SamplingConfig(), answers[-1])) == answers[-1]
     assert answers[0] == answers[2] and len({*map(tuple, answers)}) == 3
 
 
@@ -195,18 +195,18 @@ def test_a_change_before_the_first_answer_is_noticed() -> None:
     model, prompt = own_model(), prompt_of(40)
     target = Target(model, lambda device: Replayed())
     with_adapter(model)
-    assert said(answer(target, prompt, SamplingConfig())) == generated(model, prompt, MOST)
+    assert output_tokens(answer(target, prompt, SamplingConfig())) == generated(model, prompt, MAX_NEW_TOKENS)
 
 
 def test_an_adapter_that_is_taken_away_leaves_the_model_that_was(target: Target) -> None:
     model, prompt, was_compiled = target.model, prompt_of(40), is_compiled(target)
     before = answer(target, prompt, SAMPLED)
     with_adapter(model)
-    assert said(answer(target, prompt, SAMPLED)) != said(before)
+    assert output_tokens(answer(target, prompt, SAMPLED)) != output_tokens(before)
     assert not is_compiled(target)
     mlp_of(model).down_proj = mlp_of(model).down_proj.base
     again = answer(target, prompt, SAMPLED)
-    assert said(again) == said(before) and again[0].cached_tokens == 0
+    assert output_tokens(again) == output_tokens(before) and again[0].cached_tokens == 0
     assert is_compiled(target) == was_compiled
 
 
@@ -258,7 +258,7 @@ class IgnoresMasks(LlamaAttention):
 
 def test_a_model_that_became_one_that_cannot_be_used_is_refused(target: Target) -> None:
     model, prompt, was_compiled = target.model, prompt_of(40), is_compiled(target)
-    expected = said(answer(target, prompt, SamplingConfig()))
+    expected = output_tokens(answer(target, prompt, SamplingConfig()))
     for layer in model.model.layers:
         layer.self_attn.__class__ = IgnoresMasks
     for _ in range(2):
@@ -266,17 +266,17 @@ def test_a_model_that_became_one_that_cannot_be_used_is_refused(target: Target) 
             answer(target, prompt, SamplingConfig())
     for layer in model.model.layers:
         layer.self_attn.__class__ = LlamaAttention
-    assert said(answer(target, prompt, SamplingConfig())) == expected
+    assert output_tokens(answer(target, prompt, SamplingConfig())) == expected
     assert is_compiled(target) == was_compiled
 
 
 def test_contexts_that_a_batch_keeps_are_dropped(target: Target) -> None:
     model, prompt = target.model, prompt_of(40)
-    batch: Loop[int] = Loop(target, target.allocate(2), max_new_tokens=MOST, prefixes=PrefixCache(1 << 24))
-    assert answered(batch, prompt) == (generated(model, prompt, MOST), 0)
+    batch: Loop[int] = Loop(target, target.allocate(2), max_new_tokens=MAX_NEW_TOKENS, prefixes=PrefixCache(1 << 24))
+    assert answered(batch, prompt) == (generated(model, prompt, MAX_NEW_TOKENS), 0)
     assert answered(batch, prompt)[1] > 0
     with_adapter(model)
-    expected = generated(model, prompt, MOST)
+    expected = generated(model, prompt, MAX_NEW_TOKENS)
     assert answered(batch, prompt) == (expected, 0)
     tokens, cached = answered(batch, prompt)
     assert tokens == expected and cached > 0
@@ -290,13 +290,15 @@ def test_a_generator_answers_as_generate_does_with_the_changed_model(
 ) -> None:
     monkeypatch.setattr(hf_generate, "Target", partial(Target, capture=CAPTURES[capture]))
     model, prompt = own_model(), prompt_of(40)
-    generator = Generator(LyingDrafter(40, generated(model, prompt, MOST), VOCABULARY, seed=2))
+    generator = Generator(WrongDrafter(40, generated(model, prompt, MAX_NEW_TOKENS), VOCABULARY, seed=2))
     targets = []
     for is_changed in (False, True):
         if is_changed:
             change(model)
         for _ in range(2):
-            assert generated(model, prompt, MOST, custom_generate=generator) == generated(model, prompt, MOST)
+            assert generated(model, prompt, MAX_NEW_TOKENS, custom_generate=generator) == generated(
+                model, prompt, MAX_NEW_TOKENS
+            )
             targets.append(generator._target)
         assert generator.stats.cached_tokens > 0
     assert targets[0] is targets[-1], "the drafter has learned from its target's answers"
@@ -307,5 +309,7 @@ def test_other_embeddings_are_another_target() -> None:
     generator = Generator()
     generated(model, prompt, 4, custom_generate=generator)
     model.resize_token_embeddings(VOCABULARY + 5)
-    assert generated(model, prompt, MOST, custom_generate=generator) == generated(model, prompt, MOST)
+    assert generated(model, prompt, MAX_NEW_TOKENS, custom_generate=generator) == generated(
+        model, prompt, MAX_NEW_TOKENS
+    )
     assert generator._target is not None and generator._target.vocabulary == VOCABULARY + 5

@@ -33,10 +33,10 @@ from hdtool.runtime.model.load import load
 from hdtool.runtime.model.placement import logits_after, more_precise
 from hdtool.runtime.model.target import Target
 from tests.support import families
-from tests.support.decoding import SAMPLINGS, run, said
+from tests.support.decoding import SAMPLINGS, output_tokens, run
 from tests.support.families import FAMILIES, VOCABULARY
 from tests.support.oracle import generated, prompt_of
-from tests.support.trees import LyingDrafter
+from tests.support.trees import WrongDrafter
 
 DTYPES = [torch.bfloat16, torch.float16]
 LENGTHS = (1, 3, 16, 64, 65, 100)
@@ -116,11 +116,11 @@ def test_drafts_do_not_change_the_answer(family: str) -> None:
     prompt = prompt_of(20)
     target = Target(compact)
     for sampling in (SAMPLINGS["greedy"], SAMPLINGS["T 0.7"]):
-        plain = said(run(Target(wide), prompt, sampling))
-        assert said(run(target, prompt, sampling)) == plain
-        liar = LyingDrafter(len(prompt), plain, VOCABULARY, seed=1)
-        assert said(run(target, prompt, sampling, drafter=liar)) == plain
-        assert liar.accepted > 0
+        plain = output_tokens(run(Target(wide), prompt, sampling))
+        assert output_tokens(run(target, prompt, sampling)) == plain
+        wrong_drafter = WrongDrafter(len(prompt), plain, VOCABULARY, seed=1)
+        assert output_tokens(run(target, prompt, sampling, drafter=wrong_drafter)) == plain
+        assert wrong_drafter.accepted > 0
     assert has_compact_weights(compact)
     assert generated(compact, prompt, 48) == generated(wide, prompt, 48)
 
@@ -219,9 +219,9 @@ def test_a_loaded_checkpoint_has_the_bits_of_one_in_float32(tmp_path: Path, dtyp
     assert fingerprint(compact.model) == fingerprint(wide.model)
     assert _saved_file(compact) != _saved_file(wide)
     prompt = prompt_of(12)
-    plain = said(run(wide, prompt, SamplingConfig()))
-    liar = LyingDrafter(len(prompt), plain, VOCABULARY, seed=3)
-    assert said(run(compact, prompt, SamplingConfig(), drafter=liar)) == plain
+    plain = output_tokens(run(wide, prompt, SamplingConfig()))
+    wrong_drafter = WrongDrafter(len(prompt), plain, VOCABULARY, seed=3)
+    assert output_tokens(run(compact, prompt, SamplingConfig(), drafter=wrong_drafter)) == plain
 
 
 def test_a_checkpoint_in_16_bits_is_never_expanded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,7 @@ from hdtool.runtime.model.compact_layers import compact_weights
 from hdtool.runtime.model.target import Target
 from hdtool.runtime.tree import DraftTree
 from tests.support import families
-from tests.support.decoding import run, said
+from tests.support.decoding import output_tokens, run
 from tests.support.described import (
     CHANGES,
     MODELS,
@@ -68,8 +68,8 @@ def test_a_row_has_the_same_bits_in_every_pass(name: str) -> None:
 def test_answers_are_those_of_plain_decoding(name: str) -> None:
     target, usual = compiled_of(name), target_of(name)
     for sampling in (SamplingConfig(), SamplingConfig(temperature=0.8, seed=3)):
-        expected = said(run(usual, prompt_of(30), sampling, most=20))
-        assert said(run(target, prompt_of(30), sampling, most=20)) == expected
+        expected = output_tokens(run(usual, prompt_of(30), sampling, max_new_tokens=20))
+        assert output_tokens(run(target, prompt_of(30), sampling, max_new_tokens=20)) == expected
 
 
 @pytest.mark.parametrize("fault", [*WRONG, *WRONG_EXPERTS])

@@ -26,13 +26,13 @@ from hdtool.runtime.sampling.sampler import Sampler
 from hdtool.runtime.sequence import Step
 from hdtool.runtime.tree import ROOT, DraftTree
 from tests.support import families
-from tests.support.decoding import SAMPLINGS, answered, run, said
+from tests.support.decoding import SAMPLINGS, answered, output_tokens, run
 from tests.support.described import HYBRID_MODELS, assert_right, compiled_of, model_of, target_of
 from tests.support.families import VOCABULARY
 from tests.support.fused import after, compiled, logits_of, widen
 from tests.support.one_sequence import OneSequence
 from tests.support.oracle import assert_same_logits, plain_logits, prompt_of
-from tests.support.trees import LyingDrafter, path_to, tokens_to
+from tests.support.trees import WrongDrafter, path_to, tokens_to
 
 KINDS = ("granitemoehybrid", "lfm2", "qwen3_5", "qwen3_5_moe", "qwen3_next")
 BUSH = DraftTree.of(3, [5, 8, 13, 21, 34, 55, 2, 9, 11], [ROOT, 0, 0, 2, ROOT, 4, 2, 3, ROOT])
@@ -111,11 +111,11 @@ def test_threads_change_no_bit(name: str) -> None:
 @pytest.mark.one_in(5)
 def test_answers_are_those_of_plain_decoding(name: str, sampling: str) -> None:
     target, usual, prompt = compiled_of(name), target_of(name), prompt_of(30)
-    expected = said(run(usual, prompt, SAMPLINGS[sampling], most=24))
-    assert said(run(target, prompt, SAMPLINGS[sampling], most=24)) == expected
+    expected = output_tokens(run(usual, prompt, SAMPLINGS[sampling], max_new_tokens=24))
+    assert output_tokens(run(target, prompt, SAMPLINGS[sampling], max_new_tokens=24)) == expected
     for seed in range(3):
-        drafter = LyingDrafter(len(prompt), expected, VOCABULARY, seed)
-        assert said(run(target, prompt, SAMPLINGS[sampling], most=24, drafter=drafter)) == expected
+        drafter = WrongDrafter(len(prompt), expected, VOCABULARY, seed)
+        assert output_tokens(run(target, prompt, SAMPLINGS[sampling], max_new_tokens=24, drafter=drafter)) == expected
         assert drafter.accepted
     assert compiled(target).passes > 40
 
@@ -126,13 +126,13 @@ def test_several_answers_at_once_and_conversations_in_turn(name: str) -> None:
     """Answers of different lengths leave a batch and others take their slots, whose states move."""
     target, usual = compiled_of(name), target_of(name)
     prompts = [prompt_of(length) for length in (25, 60, 33, 140)]
-    expected = [said(run(usual, prompt, SamplingConfig(), most=20)) for prompt in prompts]
+    expected = [output_tokens(run(usual, prompt, SamplingConfig(), max_new_tokens=20)) for prompt in prompts]
     loop: Loop[int] = Loop(target, target.allocate(3), max_new_tokens=20)
     outcomes, waiting = [], list(enumerate(prompts))
     while waiting or len(loop):
         while waiting and not loop.is_full:
             number, prompt = waiting.pop(0)
-            drafter = LyingDrafter(len(prompt), expected[number], VOCABULARY, number)
+            drafter = WrongDrafter(len(prompt), expected[number], VOCABULARY, number)
             outcomes.append(loop.add(Request(number, prompt, Sampler(SamplingConfig(), prompt), drafter)))
         outcomes += loop.step()
     found: dict[int, list[int]] = {number: [] for number in range(len(prompts))}
@@ -146,7 +146,7 @@ def test_several_answers_at_once_and_conversations_in_turn(name: str) -> None:
         assert answered(one, prompt)[0] == answer
     again = [*prompts[0], *expected[0], *prompt_of(5)]
     continued, cached = answered(one, again)
-    assert continued == said(run(usual, again, SamplingConfig(), most=20)) and cached >= 25
+    assert continued == output_tokens(run(usual, again, SamplingConfig(), max_new_tokens=20)) and cached >= 25
 
 
 @pytest.mark.parametrize("name", KINDS)

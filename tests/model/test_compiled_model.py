@@ -28,11 +28,11 @@ from hdtool.runtime.model.target import Target
 from hdtool.runtime.sampling.sampler import Sampler
 from hdtool.runtime.stores.store_set import StoreSet
 from hdtool.runtime.tree import UNDETERMINED, DraftTree
-from tests.support.decoding import SAMPLINGS, run, said
+from tests.support.decoding import SAMPLINGS, output_tokens, run
 from tests.support.families import VOCABULARY
 from tests.support.fused import KINDS, TREE, after, both, compile_target, compiled, logits_of, model_of, widen
 from tests.support.oracle import assert_same_logits, generated, plain_logits, prompt_of
-from tests.support.trees import LyingDrafter, tokens_to
+from tests.support.trees import WrongDrafter, tokens_to
 
 LARGE = DraftTree.of(4, list(range(40)), [-1] * 40)
 CERTAIN = replace(TREE, certain=np.array([UNDETERMINED, 5, UNDETERMINED, 3, 8, UNDETERMINED, 1], np.int64))
@@ -227,11 +227,11 @@ def test_the_default_dtype_of_torch_changes_no_bit(dtype: torch.dtype) -> None:
 def test_drafts_do_not_change_the_answer(kind: str, sampling: SamplingConfig) -> None:
     usual, fused = both(kind)
     prompt = prompt_of(20)
-    plain = said(run(fused, prompt, sampling))
-    assert plain == said(run(usual, prompt, sampling))
-    liar = LyingDrafter(len(prompt), plain, VOCABULARY, seed=1)
-    assert said(run(fused, prompt, sampling, drafter=liar)) == plain
-    assert liar.accepted > 0
+    plain = output_tokens(run(fused, prompt, sampling))
+    assert plain == output_tokens(run(usual, prompt, sampling))
+    wrong_drafter = WrongDrafter(len(prompt), plain, VOCABULARY, seed=1)
+    assert output_tokens(run(fused, prompt, sampling, drafter=wrong_drafter)) == plain
+    assert wrong_drafter.accepted > 0
     if sampling == SamplingConfig():
         assert plain == generated(fused.model, prompt, 48)
 
@@ -241,9 +241,9 @@ def test_drafts_do_not_change_the_answer(kind: str, sampling: SamplingConfig) ->
 def test_every_method_gives_the_answer_of_plain_decoding(method: str) -> None:
     _, fused = both("qwen3")
     prompt = prompt_of(12) * 3
-    plain = said(run(fused, prompt, SamplingConfig()))
+    plain = output_tokens(run(fused, prompt, SamplingConfig()))
     drafter = drafter_with_budget(lambda *_: FixedBudget(9), DecodeConfig(method), StoreSet(), fused)
-    assert said(run(fused, prompt, SamplingConfig(), drafter=drafter)) == plain
+    assert output_tokens(run(fused, prompt, SamplingConfig(), drafter=drafter)) == plain
 
 
 def test_an_answer_longer_than_the_cache_at_first() -> None:
@@ -305,12 +305,12 @@ def test_an_overflow_affects_no_other_pass(slots: int) -> None:
 def test_answers_of_a_batch_are_those_given_alone(size: int, sampling: SamplingConfig) -> None:
     _, fused = both("qwen2")
     lengths = (1, 40, 7, 23)
-    alone = {length: said(run(fused, prompt_of(length), sampling, 24)) for length in lengths}
+    alone = {length: output_tokens(run(fused, prompt_of(length), sampling, 24)) for length in lengths}
 
     def requests() -> Iterator[Request[int]]:
         for length in lengths:
-            liar = LyingDrafter(length, alone[length], VOCABULARY, seed=length)
-            yield Request(length, prompt_of(length), Sampler(sampling, prompt_of(length)), liar)
+            wrong_drafter = WrongDrafter(length, alone[length], VOCABULARY, seed=length)
+            yield Request(length, prompt_of(length), Sampler(sampling, prompt_of(length)), wrong_drafter)
 
     asked, answers = requests(), dict[int, list[int]]()
     before = compiled(fused).passes
@@ -351,7 +351,7 @@ def test_a_context_of_the_proof_is_not_used_again() -> None:
     context = some_context(proof.SHORT_CONTEXT + 3, fused.vocabulary)
     found, expected = (run(target, context, SamplingConfig(), 8) for target in (fused, usual))
     assert found[0].cached_tokens == 0
-    assert said(found) == said(expected)
+    assert output_tokens(found) == output_tokens(expected)
 
 
 def test_passes_are_counted_once() -> None:

@@ -34,7 +34,7 @@ from hdtool.runtime.source_names import SourceName
 from hdtool.runtime.stores.store_set import StoreSet
 from hdtool.runtime.tree import DraftTree
 from tests.support import families
-from tests.support.decoding import run, said
+from tests.support.decoding import output_tokens, run
 from tests.support.described import VARIED_MODELS, assert_right, compiled_of, model_of, of_the_same_name, target_of
 from tests.support.fused import after, compiled, logits_of, widen
 from tests.support.one_sequence import OneSequence
@@ -121,8 +121,8 @@ def test_the_last_row_of_a_prompt_has_the_bits_of_one_alone(name: str, length: i
 def test_answers_are_those_of_plain_decoding(name: str) -> None:
     target, usual = compiled_of(name), target_of(name)
     for sampling in (SamplingConfig(), SamplingConfig(temperature=0.8, seed=3)):
-        expected = said(run(usual, prompt_of(30), sampling, most=20))
-        assert said(run(target, prompt_of(30), sampling, most=20)) == expected
+        expected = output_tokens(run(usual, prompt_of(30), sampling, max_new_tokens=20))
+        assert output_tokens(run(target, prompt_of(30), sampling, max_new_tokens=20)) == expected
 
 
 def test_an_assistant_drafts_from_compiled_passes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,13 +135,13 @@ def test_an_assistant_drafts_from_compiled_passes(tmp_path: Path, monkeypatch: p
     drafters = [
         drafter_for(DecodeConfig("drafter", draft_tokens=6, drafter=folder), one, StoreSet()) for one in (target, usual)
     ]
-    plain = said(run(usual, prompt, SamplingConfig(), most=40))
+    plain = output_tokens(run(usual, prompt, SamplingConfig(), max_new_tokens=40))
     found = [
-        run(one, prompt, SamplingConfig(), most=40, drafter=drafter)
+        run(one, prompt, SamplingConfig(), max_new_tokens=40, drafter=drafter)
         for one, drafter in zip((target, usual), drafters, strict=True)
     ]
     assert compiled(target).is_current
-    assert [said(steps) for steps in found] == [plain, plain]
+    assert [output_tokens(steps) for steps in found] == [plain, plain]
     drafted = [[step.tree.tokens.tolist() for step in steps] for steps in found]
     assert drafted[0] == drafted[1]
     assert SourceName.DRAFTER in {source for step in found[0] for source in step.tree.sources.tolist()}

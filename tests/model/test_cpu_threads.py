@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hdtool.cli.app import run
-from hdtool.data.kept_records import CachedValue
+from hdtool.data.durable_files import CachedValue
 from hdtool.runtime.engine import Verified
 from hdtool.runtime.kernels.linear import compile_linear_layers
 from hdtool.runtime.model import target as threads

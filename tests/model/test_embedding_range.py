@@ -29,14 +29,14 @@ from tests.support.oracle import prompt_of
 from tests.support.rehearsed import direct
 from tests.support.trees import check_integrity, path_to, trees
 
-MOST = 24
+MAX_NEW_TOKENS = 24
 PAD = VOCABULARY
 """Ids that the tokenizer has and the model does not: this one, and the one after it."""
 TOKENIZER = TokenizerFingerprint("0123", VOCABULARY + 2)
 
 
 def answer(target: Target, prompt: list[int], drafter: object = None) -> list[int]:
-    steps = decode(target, prompt, Sampler(SamplingConfig(), prompt), max_new_tokens=MOST, drafter=drafter)  # type: ignore[arg-type]
+    steps = decode(target, prompt, Sampler(SamplingConfig(), prompt), max_new_tokens=MAX_NEW_TOKENS, drafter=drafter)  # type: ignore[arg-type]
     return [token for step in steps for token in step.tokens]
 
 
@@ -67,7 +67,7 @@ def test_no_method_drafts_a_token_without_an_embedding(method: str, layout: Capt
     (both,) = {
         tuple(
             token
-            for r, step in decode_batch(target, Asked(prompt, drafter), 1, max_new_tokens=MOST)
+            for r, step in decode_batch(target, Asked(prompt, drafter), 1, max_new_tokens=MAX_NEW_TOKENS)
             for token in step.tokens
         )
     }
@@ -84,7 +84,7 @@ class Asked:
         return self._requests.pop() if self._requests else None
 
 
-@given(trees(2 * VOCABULARY, most=30))
+@given(trees(2 * VOCABULARY, max_nodes=30))
 def test_nodes_with_an_ancestor_without_an_embedding_are_dropped(tree: DraftTree) -> None:
     left = tree.embeddable(VOCABULARY)
     check_integrity(left)
@@ -119,7 +119,7 @@ def test_an_empty_prompt_is_refused() -> None:
 def test_an_answer_cannot_continue_after_another_has_started() -> None:
     """One target holds one conversation: going on would read the other's rows of the KV cache."""
     target, prompt = Target(model_of("llama"), never), prompt_of(8)
-    first = decode(target, prompt, Sampler(SamplingConfig(), prompt), max_new_tokens=MOST)
+    first = decode(target, prompt, Sampler(SamplingConfig(), prompt), max_new_tokens=MAX_NEW_TOKENS)
     next(first)
     plain = answer(target, prompt)
     with pytest.raises(ModelError, match="another conversation began on this model"):
@@ -130,7 +130,7 @@ def test_an_answer_cannot_continue_after_another_has_started() -> None:
 def test_an_answer_that_is_refused_during_a_step_of_another_leaves_that_one_alone() -> None:
     target, prompt = Target(model_of("llama"), never), prompt_of(8)
     plain = answer(target, prompt)
-    first = decode(target, prompt, Sampler(SamplingConfig(), prompt), max_new_tokens=MOST)
+    first = decode(target, prompt, Sampler(SamplingConfig(), prompt), max_new_tokens=MAX_NEW_TOKENS)
     said = list(next(first).tokens)
     with target.busy, pytest.raises(ModelError, match="two threads use one model"):
         answer(target, prompt)

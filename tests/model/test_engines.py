@@ -23,9 +23,9 @@ from tests.support import fused
 from tests.support.families import VOCABULARY, model_of
 from tests.support.oracle import assert_same_logits, generated, plain_logits, prompt_of
 from tests.support.rehearsed import Rehearsed
-from tests.support.trees import LyingDrafter, tokens_to, trees
+from tests.support.trees import WrongDrafter, tokens_to, trees
 
-MOST = 20
+MAX_NEW_TOKENS = 20
 
 
 def stock() -> tuple[Target, Any]:
@@ -81,7 +81,9 @@ def said(engine: Engine, prompt: Sequence[int], drafter: Any = None, **sampling:
     sampler = Sampler(SamplingConfig(**sampling), prompt)
     return [
         token
-        for step in decode(engine, prompt, sampler, max_new_tokens=MOST, drafter=drafter, prefix_caching=False)
+        for step in decode(
+            engine, prompt, sampler, max_new_tokens=MAX_NEW_TOKENS, drafter=drafter, prefix_caching=False
+        )
         for token in step.tokens
     ]
 
@@ -89,7 +91,7 @@ def said(engine: Engine, prompt: Sequence[int], drafter: Any = None, **sampling:
 def test_plain_decoding_says_what_the_library_says(engine: tuple[Target, Any]) -> None:
     target, model = engine
     for length in (1, 7, 150):
-        assert said(target, prompt_of(length)) == generated(model, prompt_of(length), MOST)
+        assert said(target, prompt_of(length)) == generated(model, prompt_of(length), MAX_NEW_TOKENS)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
@@ -98,7 +100,7 @@ def test_drafts_that_lie_change_no_token(engine: tuple[Target, Any], temperature
     for seed in range(4):
         prompt = prompt_of(5 + 9 * seed)
         plain = said(target, prompt, temperature=temperature, seed=seed)
-        drafter = LyingDrafter(len(prompt), plain, VOCABULARY, seed)
+        drafter = WrongDrafter(len(prompt), plain, VOCABULARY, seed)
         assert said(target, prompt, drafter, temperature=temperature, seed=seed) == plain
         assert drafter.accepted > 0, "drafts that are never accepted test little"
 
@@ -184,7 +186,7 @@ def test_requests_are_replaced_and_each_gets_its_own_answer(engine: tuple[Target
         if number is None:
             return None
         prompt = prompts[number]
-        drafter = LyingDrafter(len(prompt), expected[number], VOCABULARY, number)
+        drafter = WrongDrafter(len(prompt), expected[number], VOCABULARY, number)
         sampler = Sampler(SamplingConfig(), prompt)
         return Request(number, prompt, sampler, drafter, max_new_tokens=len(expected[number]))
 

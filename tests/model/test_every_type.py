@@ -44,7 +44,7 @@ MOST_USED = (
 """Much used types, each of a kind of its own or with images; others stand in `tests/support/families.py`."""
 AT_ONCE = 8
 """Types of one process: the libraries take seconds to load."""
-LONGEST = 900
+TIMEOUT_SECONDS = 900
 """Seconds after which a process is taken to hang."""
 KNOWN_NOW = sorted(set(every_type()))
 
@@ -57,7 +57,7 @@ def groups(kinds: Sequence[str], size: int) -> list[Any]:
 def swept(*arguments: str) -> dict[str, Result]:
     """The results of a process of the sweep."""
     command = [sys.executable, "-m", "tests.sweep", "--json", *arguments]
-    process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=LONGEST)
+    process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT_SECONDS)
     assert not process.returncode, process.stderr
     results = [Result(**json.loads(line)) for line in process.stdout.splitlines()]
     return {result.kind: result for result in results}

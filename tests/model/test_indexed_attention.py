@@ -17,11 +17,11 @@ from hdtool.runtime.model.target import Target
 from hdtool.runtime.prefix_cache import PrefixCache
 from hdtool.runtime.sampling.sampler import Sampler
 from hdtool.runtime.sequence import Step
-from tests.support.decoding import answered, run, said
+from tests.support.decoding import answered, output_tokens, run
 from tests.support.families import SHAPE, VOCABULARY
 from tests.support.oracle import generated, prompt_of
 from tests.support.rehearsed import direct
-from tests.support.trees import LyingDrafter
+from tests.support.trees import WrongDrafter
 
 SELECTED = 16
 """Positions that an indexer selects: fewer than a prompt has."""
@@ -82,24 +82,24 @@ def test_drafts_and_further_turns_change_no_answer(family: str) -> None:
     model = model_of(family)
     target, prompt = Target(model), prompt_of(40)
     expected = generated(model, prompt, 40)
-    assert said(run(target, prompt, SamplingConfig(), 40)) == expected
+    assert output_tokens(run(target, prompt, SamplingConfig(), 40)) == expected
     for seed in range(2):
-        drafter = LyingDrafter(len(prompt), expected, VOCABULARY, seed)
+        drafter = WrongDrafter(len(prompt), expected, VOCABULARY, seed)
         steps = run(target, prompt, SamplingConfig(), 40, drafter=drafter)
-        assert said(steps) == expected and len(steps) < 36
+        assert output_tokens(steps) == expected and len(steps) < 36
     again = [*prompt, *expected[:20], *prompt_of(9)]
     expected = generated(model, again, 20)
-    steps = run(target, again, SamplingConfig(), 20, drafter=LyingDrafter(len(again), expected, VOCABULARY, 5))
-    assert said(steps) == expected and steps[0].cached_tokens >= 59
+    steps = run(target, again, SamplingConfig(), 20, drafter=WrongDrafter(len(again), expected, VOCABULARY, 5))
+    assert output_tokens(steps) == expected and steps[0].cached_tokens >= 59
 
 
 def test_an_answer_is_drawn_with_its_seed() -> None:
     model = model_of("DeepseekV32")
     target, prompt = Target(model), prompt_of(40)
     sampling = SamplingConfig(temperature=0.8, seed=4)
-    expected = said(run(target, prompt, sampling))
-    drafter = LyingDrafter(len(prompt), expected, VOCABULARY, 1)
-    assert said(run(target, prompt, sampling, drafter=drafter)) == expected
+    expected = output_tokens(run(target, prompt, sampling))
+    drafter = WrongDrafter(len(prompt), expected, VOCABULARY, 1)
+    assert output_tokens(run(target, prompt, sampling, drafter=drafter)) == expected
 
 
 @pytest.mark.parametrize("captured", [False, True])
@@ -113,7 +113,7 @@ def test_answers_in_a_batch_and_in_captured_steps(captured: bool) -> None:
     found: dict[int, list[int]] = {number: [] for number in range(3)}
     outcomes = []
     for number, (prompt, truth) in enumerate(zip(prompts, expected, strict=True)):
-        drafter = LyingDrafter(len(prompt), truth, VOCABULARY, number)
+        drafter = WrongDrafter(len(prompt), truth, VOCABULARY, number)
         outcomes.append(loop.add(Request(number, prompt, Sampler(SamplingConfig(), prompt), drafter)))
     while len(loop):
         outcomes += loop.step()
@@ -121,8 +121,8 @@ def test_answers_in_a_batch_and_in_captured_steps(captured: bool) -> None:
         assert isinstance(step, Step)
         found[request.key] += step.tokens
     assert list(found.values()) == expected
-    alone = LyingDrafter(len(prompts[1]), expected[1], VOCABULARY, 7)
-    assert said(run(target, prompts[1], SamplingConfig(), 24, drafter=alone)) == expected[1]
+    alone = WrongDrafter(len(prompts[1]), expected[1], VOCABULARY, 7)
+    assert output_tokens(run(target, prompts[1], SamplingConfig(), 24, drafter=alone)) == expected[1]
 
 
 def test_keys_of_indexers_are_copied_with_a_kept_conversation() -> None:
@@ -147,4 +147,4 @@ def test_answers_depend_on_where_the_keys_of_indexers_are(monkeypatch: pytest.Mo
     monkeypatch.setattr(StaticKVCache, "update_indexer", misplaced)
     model = model_of("DeepseekV32")
     target, prompt = Target(model), prompt_of(40)
-    assert said(run(target, prompt, SamplingConfig(), 40)) != generated(model, prompt, 40)
+    assert output_tokens(run(target, prompt, SamplingConfig(), 40)) != generated(model, prompt, 40)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hdtool.builders.setup.work_folder import answer_prompts
+from hdtool.builders.setup.measurements import answer_prompts
 from hdtool.cli.app import run as command
 from hdtool.data import demo
 from hdtool.data.errors import OptionError
@@ -28,12 +28,12 @@ from hdtool.runtime.model.target import Target
 from hdtool.runtime.stores.store_set import StoreSet
 from hdtool.runtime.tree import DraftTree
 from tests.support import described, families, fused
-from tests.support.decoding import SAMPLINGS, run, said
+from tests.support.decoding import SAMPLINGS, output_tokens, run
 from tests.support.fused import compiled
 from tests.support.gguf_files import tiny_llama, vocabulary, write_gguf
 from tests.support.one_sequence import OneSequence
 from tests.support.oracle import assert_same_logits, plain_logits
-from tests.support.trees import LyingDrafter
+from tests.support.trees import WrongDrafter
 
 pytestmark = pytest.mark.skipif(not vector_code.EXPANDS_FLOAT16, reason="blocks are expanded by transformers here")
 SOON = ("Q4_1", "Q8_0")
@@ -67,10 +67,10 @@ def test_drafted_answers_are_those_of_plain_decoding(kind: str, tmp_path: Path) 
     target = target_of(file_of(tmp_path, kind))
     assert compiled(target).activations_are_int8
     for sampling in (SAMPLINGS["greedy"], SAMPLINGS["T 0.7"]):
-        plain = said(run(target, PROMPT, sampling))
-        liar = LyingDrafter(len(PROMPT), plain, SIZE, seed=1)
-        assert said(run(target, PROMPT, sampling, drafter=liar)) == plain
-        assert liar.accepted > 0
+        plain = output_tokens(run(target, PROMPT, sampling))
+        wrong_drafter = WrongDrafter(len(PROMPT), plain, SIZE, seed=1)
+        assert output_tokens(run(target, PROMPT, sampling, drafter=wrong_drafter)) == plain
+        assert wrong_drafter.accepted > 0
 
 
 def test_logits_are_near_those_in_float32(tmp_path: Path) -> None:
@@ -113,7 +113,7 @@ def test_a_row_has_the_same_bits_in_every_pass(length: int, tmp_path: Path) -> N
 def test_a_replaced_weight_is_used(tmp_path: Path) -> None:
     """Adapters that are merged change weights after panels were made of them: the library's code computes then."""
     target = target_of(file_of(tmp_path, "Q8_0"))
-    before = said(run(target, PROMPT, SAMPLINGS["greedy"], most=8))
+    before = output_tokens(run(target, PROMPT, SAMPLINGS["greedy"], max_new_tokens=8))
     layers = [module for module in target.model.modules() if isinstance(module, CompiledLinear)]
     assert len(layers) == 15 and compiled(target).is_current
     for layer in layers:
@@ -122,7 +122,7 @@ def test_a_replaced_weight_is_used(tmp_path: Path) -> None:
     found = one.prefill(PROMPT)
     assert not compiled(target).is_current
     assert_same_logits(found[0], plain_logits(target.model, PROMPT))
-    assert said(run(target, PROMPT, SAMPLINGS["greedy"], most=8)) != before
+    assert output_tokens(run(target, PROMPT, SAMPLINGS["greedy"], max_new_tokens=8)) != before
 
 
 @pytest.mark.parametrize("method", ["hd", "hd+logitspec", "lade"])

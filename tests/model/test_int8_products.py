@@ -18,7 +18,7 @@ from hdtool.runtime.kernels.gemm import COLUMN_MULTIPLE
 from hdtool.runtime.kernels.matrix_formats import ALL_FORMATS, BlockFormat, by_rows
 from hdtool.runtime.kernels.packed_matrix import PackedMatrix
 from hdtool.runtime.kernels.vector_code import EXPANDS_FLOAT16
-from tests.support.packed_blocks import LONGEST_BLOCK, SCALES, expected, int8_linear, set_scales, some_matrix
+from tests.support.packed_blocks import MAX_BLOCK_SIZE, SCALES, expected, int8_linear, set_scales, some_matrix
 from tests.support.project import ROOT
 
 pytestmark = pytest.mark.skipif(not EXPANDS_FLOAT16, reason="blocks are expanded by transformers here")
@@ -70,7 +70,7 @@ def test_products(format: BlockFormat, rows: int, outs: int, wholes: int, bias: 
 
 @pytest.mark.parametrize("format", ALL)
 def test_panels_that_are_made_in_several_parts(format: BlockFormat) -> None:
-    columns = 4 * LONGEST_BLOCK
+    columns = 4 * MAX_BLOCK_SIZE
     matrix = some_matrix(format, 2 * BYTES_AT_ONCE // columns + 13, columns)
     numbers = torch.randn(2, columns)
     panels = Panels(matrix.blocks, format)
@@ -81,7 +81,7 @@ def test_panels_that_are_made_in_several_parts(format: BlockFormat) -> None:
 @pytest.mark.parametrize("format", ALL)
 def test_sums_never_overflow(format: BlockFormat) -> None:
     """Instructions that add in 16 bits saturate: all levels and inputs are as large as they can be."""
-    blocks = torch.full((PANEL_ROWS, 2 * LONGEST_BLOCK // format.numbers, format.bytes), 255, dtype=torch.uint8)
+    blocks = torch.full((PANEL_ROWS, 2 * MAX_BLOCK_SIZE // format.numbers, format.bytes), 255, dtype=torch.uint8)
     if format.name in ("Q8_0", "int8"):
         blocks[:, :, format.bytes - format.numbers :] = 127
     if format.name == "MXFP4":
@@ -96,15 +96,15 @@ def test_sums_never_overflow(format: BlockFormat) -> None:
 
 @pytest.mark.parametrize("format", ALL)
 def test_numbers_that_have_no_8_bits(format: BlockFormat) -> None:
-    matrix = some_matrix(format, 9, LONGEST_BLOCK)
+    matrix = some_matrix(format, 9, MAX_BLOCK_SIZE)
     panels = Panels(matrix.blocks, format)
     for number in (float("inf"), -float("inf"), float("nan")):
-        numbers = torch.ones(2, LONGEST_BLOCK)
+        numbers = torch.ones(2, MAX_BLOCK_SIZE)
         numbers[0, 40] = number
         found = int8_linear(numbers, panels)
         assert found[0].isnan().all() and found[1].isfinite().all()
     for number in (0.0, -0.0, 1e-39, 1e-31):
-        assert int8_linear(torch.full((1, LONGEST_BLOCK), number), panels).abs().max() < 1e-25
+        assert int8_linear(torch.full((1, MAX_BLOCK_SIZE), number), panels).abs().max() < 1e-25
 
 
 FREED = """
@@ -143,9 +143,12 @@ VARIED = ("Q4_1", "Q5_0", "Q8_0", "Q6_K", "IQ4_NL", "MXFP4", "int8")
 
 @pytest.mark.parametrize("format", [one for one in ALL if one.id in VARIED])
 def test_any_processor_has_the_same_bits(format: BlockFormat) -> None:
-    matrix, numbers = some_matrix(format, PANEL_ROWS, LONGEST_BLOCK), torch.randn(1, LONGEST_BLOCK)
-    panels, records = Panels(matrix.blocks, format), torch.empty(LONGEST_BLOCK // PART * RECORD_SIZE, dtype=torch.uint8)
+    matrix, numbers = some_matrix(format, PANEL_ROWS, MAX_BLOCK_SIZE), torch.randn(1, MAX_BLOCK_SIZE)
+    panels, records = (
+        Panels(matrix.blocks, format),
+        torch.empty(MAX_BLOCK_SIZE // PART * RECORD_SIZE, dtype=torch.uint8),
+    )
     found = torch.empty(1, PANEL_ROWS)
     multiply: object = _tile(ANY_PROCESSOR)
-    multiply(panels.data_ptr(), format.kind, LONGEST_BLOCK, numbers.data_ptr(), records.data_ptr(), found.data_ptr())  # type: ignore[operator]
+    multiply(panels.data_ptr(), format.kind, MAX_BLOCK_SIZE, numbers.data_ptr(), records.data_ptr(), found.data_ptr())  # type: ignore[operator]
     assert torch.equal(found, int8_linear(numbers, panels))

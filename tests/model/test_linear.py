@@ -34,12 +34,12 @@ from hdtool.runtime.kernels.linear import (
     share_weights,
 )
 from hdtool.runtime.model.target import Target
-from tests.support.decoding import run, said
+from tests.support.decoding import output_tokens, run
 from tests.support.families import SHAPE, VOCABULARY
 from tests.support.oracle import assert_same_logits, generated, plain_logits, prompt_of
-from tests.support.trees import LyingDrafter
+from tests.support.trees import WrongDrafter
 
-MOST = 256
+MAX_ROWS = 256
 """Rows, more than a pass of the compiled model has."""
 
 
@@ -104,13 +104,13 @@ def test_nan_stays_in_its_row(rows: int, outs: int, data: st.DataObject) -> None
 
 
 def test_a_row_does_not_depend_on_other_rows(compiled_rows: list[int]) -> None:
-    layer, numbers = layer_of(256, 30), torch.randn(MOST, 256)
-    tried = [*range(1, MAX_REGISTER_ROWS + 6 * GROUP), MOST]
+    layer, numbers = layer_of(256, 30), torch.randn(MAX_ROWS, 256)
+    tried = [*range(1, MAX_REGISTER_ROWS + 6 * GROUP), MAX_ROWS]
     with torch.inference_mode():
         alone = torch.cat([layer(row) for row in numbers.split(1)])
         for rows in tried:
             assert torch.equal(layer(numbers[:rows]), alone[:rows])
-    assert compiled_rows == [1] * MOST + tried
+    assert compiled_rows == [1] * MAX_ROWS + tried
 
 
 @pytest.mark.parametrize(
@@ -120,7 +120,7 @@ def test_a_row_does_not_depend_on_other_rows(compiled_rows: list[int]) -> None:
         (1, COLUMN_MULTIPLE),
         (2, 3, COLUMN_MULTIPLE),
         (0, COLUMN_MULTIPLE),
-        (1, MOST, COLUMN_MULTIPLE),
+        (1, MAX_ROWS, COLUMN_MULTIPLE),
     ],
 )
 @pytest.mark.parametrize("bias", [True, False])
@@ -272,11 +272,11 @@ def test_drafts_do_not_change_the_answer_of_a_model(compiled_rows: list[int]) ->
     compile_linear_layers(model)
     prompt = prompt_of(20)
     assert_same_logits(plain_logits(model, prompt), plain_logits(stock, prompt))
-    plain = said(run(Target(model), prompt, SamplingConfig()))
+    plain = output_tokens(run(Target(model), prompt, SamplingConfig()))
     assert plain == generated(stock, prompt, len(plain))
-    liar = LyingDrafter(len(prompt), plain, VOCABULARY, seed=1)
-    assert said(run(Target(model), prompt, SamplingConfig(), drafter=liar)) == plain
-    assert liar.accepted > 0
+    wrong_drafter = WrongDrafter(len(prompt), plain, VOCABULARY, seed=1)
+    assert output_tokens(run(Target(model), prompt, SamplingConfig(), drafter=wrong_drafter)) == plain
+    assert wrong_drafter.accepted > 0
     assert {1, 20} < set(compiled_rows)
 
 

@@ -18,10 +18,10 @@ from hdtool.runtime.model.checks import long_context
 from hdtool.runtime.model.checks.long_context import LongContext, long_contexts
 from hdtool.runtime.model.families import context_limit
 from hdtool.runtime.model.target import Target
-from tests.support.decoding import SAMPLINGS, run, said
+from tests.support.decoding import SAMPLINGS, output_tokens, run
 from tests.support.families import FAMILIES, SHAPE, VOCABULARY, model_of
 from tests.support.oracle import generated, prompt_of
-from tests.support.trees import LyingDrafter
+from tests.support.trees import WrongDrafter
 
 WINDOW = 24
 
@@ -70,7 +70,7 @@ def test_doge_is_refused_because_of_its_window(positions: int) -> None:
 def test_generate_answers_by_chains_past_such_a_window() -> None:
     model: Any = gpt_neo()
     prompt = prompt_of(3 * WINDOW)
-    drafting = Generator(lambda target: LyingDrafter(len(prompt), generated(model, prompt, 24), VOCABULARY, 1))
+    drafting = Generator(lambda target: WrongDrafter(len(prompt), generated(model, prompt, 24), VOCABULARY, 1))
     assert generated(model, prompt, 24, custom_generate=drafting) == generated(model, prompt, 24)
 
 
@@ -78,11 +78,11 @@ def test_generate_answers_by_chains_past_such_a_window() -> None:
 def test_doge_within_its_window_gives_the_answers_of_plain_decoding(sampling: SamplingConfig) -> None:
     model, prompt = doge(SHAPE["max_position_embeddings"]), prompt_of(60)
     target = Target(model)
-    plain = said(run(target, prompt, sampling))
+    plain = output_tokens(run(target, prompt, sampling))
     if not sampling.temperature and sampling.repetition_penalty == 1:
         assert plain == generated(model, prompt, 48)
     for seed in range(3):
-        assert said(run(target, prompt, sampling, drafter=LyingDrafter(60, plain, VOCABULARY, seed))) == plain
+        assert output_tokens(run(target, prompt, sampling, drafter=WrongDrafter(60, plain, VOCABULARY, seed))) == plain
 
 
 class OwnWindow(LlamaAttention):
@@ -136,8 +136,8 @@ def test_code_of_others_without_a_window_is_taken_and_exact() -> None:
     target = Target(model)
     expected = generated(model, prompt, 40)
     for seed in range(2):
-        drafter = LyingDrafter(60, expected, VOCABULARY, seed)
-        assert said(run(target, prompt, SamplingConfig(), 40, drafter=drafter)) == expected
+        drafter = WrongDrafter(60, expected, VOCABULARY, seed)
+        assert output_tokens(run(target, prompt, SamplingConfig(), 40, drafter=drafter)) == expected
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -12,7 +12,7 @@ from hdtool.runtime.kernels.linear import compiled_linear
 from hdtool.runtime.kernels.matrix_formats import FORMATS_BY_GGUF_TYPE, BlockFormat
 from hdtool.runtime.kernels.thread_pool import ROW_MULTIPLE
 from hdtool.runtime.kernels.vector_code import EXPANDS_FLOAT16
-from tests.support.packed_blocks import LONGEST_BLOCK, int8_linear, some_matrix
+from tests.support.packed_blocks import MAX_BLOCK_SIZE, int8_linear, some_matrix
 
 pytestmark = pytest.mark.skipif(not EXPANDS_FLOAT16, reason="blocks are expanded by transformers here")
 OUTS, ROWS = ROW_MULTIPLE + 3, 7
@@ -20,14 +20,14 @@ OUTS, ROWS = ROW_MULTIPLE + 3, 7
 
 @njit(nogil=True)
 def called(matmul: int, matrix: int, inputs: int, outputs: int, bias: int, first: int, end: int) -> None:
-    call_at(matmul, matrix, OUTS, LONGEST_BLOCK, inputs, ROWS, outputs, bias, first, end)
+    call_at(matmul, matrix, OUTS, MAX_BLOCK_SIZE, inputs, ROWS, outputs, bias, first, end)
 
 
 @pytest.mark.parametrize("bias", [None, torch.randn(OUTS)], ids=["without bias", "bias"])
 @pytest.mark.parametrize("in_8_bits", [False, True], ids=["float32", "int8"])
 @pytest.mark.parametrize("format", [pytest.param(one, id=one.name) for one in FORMATS_BY_GGUF_TYPE.values()])
 def test_parts_of_a_matmul_are_the_whole(format: BlockFormat, in_8_bits: bool, bias: torch.Tensor | None) -> None:
-    matrix, numbers = some_matrix(format, OUTS, LONGEST_BLOCK), torch.randn(ROWS, LONGEST_BLOCK)
+    matrix, numbers = some_matrix(format, OUTS, MAX_BLOCK_SIZE), torch.randn(ROWS, MAX_BLOCK_SIZE)
     panels = Panels(matrix.blocks, format)
     expected = int8_linear(numbers, panels, bias) if in_8_bits else compiled_linear(numbers, matrix, bias)
     matmul = int8_matmul_of(format.kind) if in_8_bits else matmul_of(format.kind, format.bytes)

@@ -16,7 +16,7 @@ from torch.nn import Parameter
 from hdtool.runtime.config import SamplingConfig
 from hdtool.runtime.model.static_steps import never
 from hdtool.runtime.model.target import Target
-from tests.support.decoding import run, said
+from tests.support.decoding import output_tokens, run
 from tests.support.families import model_of
 from tests.support.oracle import prompt_of
 from tests.support.rehearsed import direct
@@ -39,7 +39,7 @@ def fused() -> Target:
 
 
 def answer_of(target: Target) -> list[int]:
-    return said(run(target, PROMPT, SamplingConfig()))
+    return output_tokens(run(target, PROMPT, SamplingConfig()))
 
 
 def saved(value: Any) -> bytes:

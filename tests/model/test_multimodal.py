@@ -20,11 +20,11 @@ from hdtool.runtime.model.load import load
 from hdtool.runtime.sampling.sampler import Sampler
 from tests.support.multimodal import TEXT, multimodal_model
 from tests.support.oracle import prompt_of
-from tests.support.trees import LyingDrafter
+from tests.support.trees import WrongDrafter
 
 PROMPT = prompt_of(30)
-MOST = 24
-OPTIONS = {"do_sample": False, "max_new_tokens": MOST, "pad_token_id": 0}
+MAX_NEW_TOKENS = 24
+OPTIONS = {"do_sample": False, "max_new_tokens": MAX_NEW_TOKENS, "pad_token_id": 0}
 
 
 def expected_from(model: Any) -> list[int]:
@@ -38,11 +38,11 @@ def test_the_hook_is_exact_with_prompts_of_text(kind: str) -> None:
     model: Any = multimodal_model(kind)
     ids = torch.tensor([PROMPT])
     expected = expected_from(model)
-    liar = LyingDrafter(len(PROMPT), expected, 97, 3)
+    wrong_drafter = WrongDrafter(len(PROMPT), expected, 97, 3)
     given = {"attention_mask": torch.ones_like(ids), "mm_token_type_ids": torch.zeros_like(ids)}
     if kind not in ("qwen2_5_vl", "qwen3_vl"):  # only these have processors that mark tokens
         del given["mm_token_type_ids"]
-    found = model.generate(ids, **given, custom_generate=Generator(liar), **OPTIONS)
+    found = model.generate(ids, **given, custom_generate=Generator(wrong_drafter), **OPTIONS)
     assert found[0, len(PROMPT) :].tolist() == expected
 
 
@@ -67,8 +67,10 @@ def test_a_multimodal_checkpoint_loads_and_is_exact(kind: str, tmp_path: Path) -
     model = multimodal_model(kind)
     loaded = load(ModelConfig(str(saved(model, tmp_path)), dtype="float32"))
     expected = expected_from(model)
-    liar = LyingDrafter(len(PROMPT), expected, 97, 3)
-    steps = decode(loaded.target, PROMPT, Sampler(SamplingConfig(), PROMPT), max_new_tokens=MOST, drafter=liar)
+    wrong_drafter = WrongDrafter(len(PROMPT), expected, 97, 3)
+    steps = decode(
+        loaded.target, PROMPT, Sampler(SamplingConfig(), PROMPT), max_new_tokens=MAX_NEW_TOKENS, drafter=wrong_drafter
+    )
     assert [token for step in steps for token in step.tokens] == expected
 
 

@@ -15,9 +15,9 @@ from hdtool.runtime.model.target import Target
 from hdtool.runtime.sampling.sampler import Sampler
 from tests.support.families import VOCABULARY, model_of
 from tests.support.oracle import generated, prompt_of
-from tests.support.trees import LyingDrafter
+from tests.support.trees import WrongDrafter
 
-PROMPT, MOST, TURNS = prompt_of(20), 30, 6
+PROMPT, MAX_NEW_TOKENS, TURNS = prompt_of(20), 30, 6
 
 
 def test_a_block_changes_forwards_for_its_own_thread_alone() -> None:
@@ -43,17 +43,19 @@ def test_forwards_return_after_an_error() -> None:
 def test_threads_share_a_model(family: str) -> None:
     """Two targets and plain ``generate``, each in a thread of its own."""
     model: Any = model_of(family)
-    expected, found = generated(model, PROMPT, MOST), list[list[int]]()
+    expected, found = generated(model, PROMPT, MAX_NEW_TOKENS), list[list[int]]()
 
     def draft(seed: int) -> None:
         target = Target(model)
         for turn in range(TURNS):
-            drafter = LyingDrafter(len(PROMPT), expected, VOCABULARY, seed + turn)
-            steps = decode(target, PROMPT, Sampler(SamplingConfig(), PROMPT), max_new_tokens=MOST, drafter=drafter)
+            drafter = WrongDrafter(len(PROMPT), expected, VOCABULARY, seed + turn)
+            steps = decode(
+                target, PROMPT, Sampler(SamplingConfig(), PROMPT), max_new_tokens=MAX_NEW_TOKENS, drafter=drafter
+            )
             found.append([token for step in steps for token in step.tokens])
 
     def plain() -> None:
-        found.extend(generated(model, PROMPT, MOST) for _ in range(TURNS))
+        found.extend(generated(model, PROMPT, MAX_NEW_TOKENS) for _ in range(TURNS))
 
     threads = [Thread(target=draft, args=(1,)), Thread(target=draft, args=(50,)), Thread(target=plain)]
     for thread in threads:

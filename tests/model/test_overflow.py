@@ -30,9 +30,9 @@ from tests.support.decoding import SAMPLINGS
 from tests.support.families import VOCABULARY, model_of
 from tests.support.oracle import generated, prompt_of
 from tests.support.rehearsed import direct
-from tests.support.trees import LyingDrafter
+from tests.support.trees import WrongDrafter
 
-MOST = 24
+MAX_NEW_TOKENS = 24
 GREEDY = SamplingConfig()
 LAYOUTS: dict[str, CaptureMaker] = {"usual": never, "fixed": direct}
 FAMILIES = ["llama", "gemma2", "gpt2", "mistral", "qwen3_moe", "qwen3_5", "falcon_h1", "jamba", "lfm2"]
@@ -54,11 +54,11 @@ def poisoned(family: str, token: int = POISON) -> Any:
 def answer(
     target: Target, prompt: list[int], sampling: SamplingConfig = GREEDY, drafter: Drafter | None = None
 ) -> list[int]:
-    steps = decode(target, prompt, Sampler(sampling, prompt), max_new_tokens=MOST, drafter=drafter)
+    steps = decode(target, prompt, Sampler(sampling, prompt), max_new_tokens=MAX_NEW_TOKENS, drafter=drafter)
     return [token for step in steps for token in step.tokens]
 
 
-class Poisoner(LyingDrafter):
+class Poisoner(WrongDrafter):
     """Also drafts a token that overflows."""
 
     def __init__(self, *arguments: Any, poison: int = POISON) -> None:
@@ -109,11 +109,11 @@ def test_an_overflow_of_the_answer_itself_is_decoded_as_generate_decodes_it(fami
     if token in prompt:
         pytest.skip("the prompt itself would overflow")
     model = poisoned(family, token)
-    plain = generated(model, prompt, MOST)
+    plain = generated(model, prompt, MAX_NEW_TOKENS)
     assert token in plain[:6] and plain[-3:] == [0, 0, 0], "what overflows must be a part of the answer"
     target = Target(model, LAYOUTS[layout])
     for seed in range(3):
-        assert answer(target, prompt, drafter=LyingDrafter(len(prompt), plain, VOCABULARY, seed)) == plain
+        assert answer(target, prompt, drafter=WrongDrafter(len(prompt), plain, VOCABULARY, seed)) == plain
 
 
 def test_a_sampled_answer_that_overflows_itself_is_refused() -> None:
@@ -153,5 +153,5 @@ def test_slots_of_a_batch_are_independent(family: str, size: int) -> None:
     alone = [answer(target, prompt) for prompt in order]
     stop = alone[3][4]  # ends the request of the largest ids early, and any other answer that contains it
     ends = [tokens[: tokens.index(stop) + 1] if stop in tokens else tokens for tokens in alone]
-    found = said(decode_batch(target, Neighbours(order, ends), size, max_new_tokens=MOST, stops={stop}))
+    found = said(decode_batch(target, Neighbours(order, ends), size, max_new_tokens=MAX_NEW_TOKENS, stops={stop}))
     assert found == dict(enumerate(ends))

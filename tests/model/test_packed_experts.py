@@ -24,7 +24,7 @@ from hdtool.runtime.model.gguf.converted_folder import REST
 from hdtool.runtime.model.load import load
 from hdtool.runtime.model.target import Target
 from hdtool.runtime.tree import DraftTree
-from tests.support.decoding import SAMPLINGS, run, said
+from tests.support.decoding import SAMPLINGS, output_tokens, run
 from tests.support.described import YARN
 from tests.support.families import ALTERNATING, random_model
 from tests.support.fused import TREE, after, compiled, logits_of
@@ -58,7 +58,9 @@ def test_logits_have_the_bits_of_the_expanded_model(kind: str, tmp_path: Path) -
     assert len(weights) == 4 and all(map(is_packed, weights)) and not any(map(is_compact, wide.model.parameters()))
     assert torch.equal(logits_of(packed, PROMPT), logits_of(wide, PROMPT))
     assert compiled(packed).is_current and compiled(wide).is_current
-    found, expected = (said(run(one, PROMPT, SAMPLINGS["greedy"], most=20)) for one in (packed, wide))
+    found, expected = (
+        output_tokens(run(one, PROMPT, SAMPLINGS["greedy"], max_new_tokens=20)) for one in (packed, wide)
+    )
     assert found == expected
     assert not any(weight.expansions.count for weight in weights), "no pass expanded all experts of a layer"
     assert (converted(file, packed=True) / REST).stat().st_size < 1 << 17

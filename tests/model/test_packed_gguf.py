@@ -35,11 +35,11 @@ from hdtool.runtime.model.load import load
 from hdtool.runtime.model.placement import logits_after, more_precise
 from hdtool.runtime.model.target import Target
 from hdtool.runtime.tree import DraftTree
-from tests.support.decoding import SAMPLINGS, run, said
+from tests.support.decoding import SAMPLINGS, output_tokens, run
 from tests.support.fused import compiled
 from tests.support.gguf_files import tiny_llama, vocabulary, write_gguf
 from tests.support.one_sequence import OneSequence
-from tests.support.trees import LyingDrafter
+from tests.support.trees import WrongDrafter
 
 pytestmark = pytest.mark.skipif(not vector_code.EXPANDS_FLOAT16, reason="blocks are expanded by transformers here")
 KINDS = [one.name for one in FORMATS_BY_GGUF_TYPE.values()]
@@ -95,11 +95,11 @@ def test_all_logits_and_answers_are_those_of_the_expanded_model(kind: str, tmp_p
         assert torch.equal(all_logits(packed.model, length), all_logits(wide.model, length)), length
     prompt = prompt_of(20)
     for sampling in (SAMPLINGS["greedy"], SAMPLINGS["T 0.7"]):
-        plain = said(run(wide, prompt, sampling))
-        assert said(run(packed, prompt, sampling)) == plain
-        liar = LyingDrafter(len(prompt), plain, len(vocabulary()["model"]["vocab"]), seed=1)
-        assert said(run(packed, prompt, sampling, drafter=liar)) == plain
-        assert liar.accepted > 0
+        plain = output_tokens(run(wide, prompt, sampling))
+        assert output_tokens(run(packed, prompt, sampling)) == plain
+        wrong_drafter = WrongDrafter(len(prompt), plain, len(vocabulary()["model"]["vocab"]), seed=1)
+        assert output_tokens(run(packed, prompt, sampling, drafter=wrong_drafter)) == plain
+        assert wrong_drafter.accepted > 0
     assert packed_names(packed.model) == matrices(wide.model), "no weight was expanded"
 
 

@@ -24,7 +24,7 @@ from hdtool.runtime.kernels.linear import compiled_linear
 from hdtool.runtime.kernels.matrix_formats import ALL_FORMATS, FORMATS_BY_GGUF_TYPE, BlockFormat
 from hdtool.runtime.kernels.packed_matrix import PackedMatrix
 from hdtool.runtime.kernels.vector_code import EXPANDS_FLOAT16
-from tests.support.packed_blocks import LONGEST_BLOCK, SCALES, expected, int8_linear, set_scales, some_matrix
+from tests.support.packed_blocks import MAX_BLOCK_SIZE, SCALES, expected, int8_linear, set_scales, some_matrix
 from tests.support.project import ROOT
 
 pytestmark = pytest.mark.skipif(not EXPANDS_FLOAT16, reason="blocks are expanded by transformers here")
@@ -109,7 +109,7 @@ def test_results_have_the_bits_of_float32(
 @pytest.mark.parametrize("format", ALL)
 def test_a_row_does_not_depend_on_the_rows_beside_it(format: BlockFormat) -> None:
     """Nor on their number."""
-    columns = 2 * LONGEST_BLOCK
+    columns = 2 * MAX_BLOCK_SIZE
     matrix, numbers = some_matrix(format, TILE_OUT_FEATURES + 3, columns), torch.randn(2 * MAX_REGISTER_ROWS, columns)
     alone = torch.cat([compiled_linear(row, matrix) for row in numbers.split(1)])
     for rows in (*range(1, 2 * MAX_TILE_ROWS + 2), MAX_REGISTER_ROWS, MAX_REGISTER_ROWS + 1, len(numbers)):
@@ -121,7 +121,7 @@ def test_a_row_does_not_depend_on_the_rows_beside_it(format: BlockFormat) -> Non
 
 @pytest.mark.parametrize("format", ALL)
 def test_rows_of_an_embedding(format: BlockFormat) -> None:
-    matrix = some_matrix(format, 9, LONGEST_BLOCK)
+    matrix = some_matrix(format, 9, MAX_BLOCK_SIZE)
     weight, wide = CompactWeight(matrix), matrix.float()
     assert is_packed(weight)
     ids = torch.tensor([[0, 8, 3], [3, 3, 1]])

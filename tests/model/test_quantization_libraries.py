@@ -21,11 +21,11 @@ from hdtool.runtime.model.load import Loaded, load
 from hdtool.runtime.model.quantization import RowByRow
 from hdtool.runtime.stores.store_set import StoreSet
 from tests.support.compressed_checkpoints import SCHEMES as COMPRESSED, save_compressed
-from tests.support.decoding import run, said
+from tests.support.decoding import output_tokens, run
 
 pytestmark = pytest.mark.filterwarnings("default")  # theirs are not ours to mend
 QUESTIONS = ("Tom has 3 boxes with 12 pencils each. How many pencils does he have?", "class Stack:")
-MOST = 24
+MAX_NEW_TOKENS = 24
 
 
 @pytest.fixture
@@ -56,7 +56,7 @@ def check(loaded: Loaded, *, exact: bool, is_coarse: bool = False) -> None:
 
     If weights are rounded coarsely, the answers are none of which drafts must be accepted.
     """
-    verifier = Verifier(loaded, SamplingConfig(), Hierarchy(), MOST)
+    verifier = Verifier(loaded, SamplingConfig(), Hierarchy(), MAX_NEW_TOKENS)
     found = [verifier.check("a question", ids) for ids in asked(loaded)]
     differences = [difference for one in found for difference in one.differences]
     assert is_coarse or sum(one.steps for one in found) < sum(one.tokens for one in found)
@@ -121,7 +121,7 @@ def test_a_quantized_checkpoint(torchao: Any) -> None:
     model: Any = AutoModelForCausalLM.from_pretrained(demo.MODEL, dtype=torch.float32)
     torchao.quantize_(model, torchao.Int8WeightOnlyConfig())
     inputs = AutoTokenizer.from_pretrained(demo.MODEL)(QUESTIONS[1], return_tensors="pt")
-    options: dict[str, Any] = {**inputs, "do_sample": False, "max_new_tokens": MOST}
+    options: dict[str, Any] = {**inputs, "do_sample": False, "max_new_tokens": MAX_NEW_TOKENS}
     found = model.generate(**options, custom_generate=Generator(Hierarchy()))
     assert found.tolist() == model.generate(**options).tolist()
 
@@ -130,6 +130,6 @@ def test_conversations_side_by_side(bitsandbytes: Any, tmp_path: Path) -> None:
     """Earlier answers leave no state in the layers of a model."""
     loaded = load(saved(tmp_path, BitsAndBytesConfig(load_in_8bit=True)))
     (ids, _) = asked(loaded)
-    first = said(run(loaded.target, ids, SamplingConfig(), MOST, drafter=NoDraft()))
-    run(loaded.target, ids, SamplingConfig(), MOST, drafter=Hierarchy())
-    assert said(run(loaded.target, ids, SamplingConfig(), MOST, drafter=NoDraft())) == first
+    first = output_tokens(run(loaded.target, ids, SamplingConfig(), MAX_NEW_TOKENS, drafter=NoDraft()))
+    run(loaded.target, ids, SamplingConfig(), MAX_NEW_TOKENS, drafter=Hierarchy())
+    assert output_tokens(run(loaded.target, ids, SamplingConfig(), MAX_NEW_TOKENS, drafter=NoDraft())) == first

@@ -30,7 +30,7 @@ from hdtool.runtime.model.quantization import RowByRow, quantized_layers
 from hdtool.runtime.model.target import Target
 from hdtool.runtime.model.tensor_parallel import ProcessGroup
 from hdtool.runtime.tree import DraftTree
-from tests.support.decoding import run, said
+from tests.support.decoding import output_tokens, run
 from tests.support.families import model_of
 from tests.support.one_sequence import OneSequence
 from tests.support.oracle import prompt_of
@@ -114,9 +114,9 @@ def test_weights_alone_are_quantized(capfd: pytest.CaptureFixture[str]) -> None:
     model = llama(Int8Layer)
     assert len(quantized_layers(model)) == 14
     assert not quantized_layers(model_of("llama"))
-    plain = said(run(Target(model), PROMPT, GREEDY))
-    assert said(run(Target(model), PROMPT, GREEDY, drafter=Hierarchy())) == plain
-    assert said(run(Target(model, direct), PROMPT, GREEDY, drafter=Hierarchy())) == plain
+    plain = output_tokens(run(Target(model), PROMPT, GREEDY))
+    assert output_tokens(run(Target(model), PROMPT, GREEDY, drafter=Hierarchy())) == plain
+    assert output_tokens(run(Target(model, direct), PROMPT, GREEDY, drafter=Hierarchy())) == plain
     assert capfd.readouterr().err == "", "nothing is rounded more than elsewhere"
 
 
@@ -129,7 +129,7 @@ def test_rounding_is_noted_once(monkeypatch: pytest.MonkeyPatch, capfd: pytest.C
     monkeypatch.setattr("hdtool.runtime.model.quantization.HIGH_PRECISION_TOLERANCE", 0.0)
     target = Target(llama(ScalePerRow))
     for drafter in (Hierarchy(), None):
-        said(run(target, PROMPT, GREEDY, drafter=drafter))
+        output_tokens(run(target, PROMPT, GREEDY, drafter=drafter))
     assert capfd.readouterr().err.count("this model rounds its logits by") == 1
 
 

@@ -36,11 +36,11 @@ from hdtool.runtime.model.checkpoint_identity import checkpoint_in_memory
 from hdtool.runtime.model.gguf import converted_folder
 from hdtool.runtime.model.load import load, load_stock
 from hdtool.runtime.model.quantized_folder import BLOCKS, MANIFEST, QuantizedManifest
-from tests.support.decoding import SAMPLINGS, run, said
+from tests.support.decoding import SAMPLINGS, output_tokens, run
 from tests.support.fused import compiled
 from tests.support.gguf_files import tiny_llama, vocabulary
 from tests.support.project import ROOT
-from tests.support.trees import LyingDrafter
+from tests.support.trees import WrongDrafter
 
 pytestmark = pytest.mark.skipif(not vector_code.EXPANDS_FLOAT16, reason="blocks need a conversion of float16")
 WIDE = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -154,10 +154,10 @@ def test_drafted_answers_are_those_of_plain_decoding(scheme: str, activations: s
     place, prompt = checkpoint(tmp_path), [token % SIZE for token in range(3, 600, 29)]
     target = load(config_of(place, scheme, activations=activations)).target
     assert compiled(target).activations_are_int8 == (activations == "int8")
-    plain = said(run(target, prompt, SAMPLINGS["greedy"]))
-    liar = LyingDrafter(len(prompt), plain, SIZE, seed=1)
-    assert said(run(target, prompt, SAMPLINGS["greedy"], drafter=liar)) == plain
-    assert liar.accepted > 0
+    plain = output_tokens(run(target, prompt, SAMPLINGS["greedy"]))
+    wrong_drafter = WrongDrafter(len(prompt), plain, SIZE, seed=1)
+    assert output_tokens(run(target, prompt, SAMPLINGS["greedy"], drafter=wrong_drafter)) == plain
+    assert wrong_drafter.accepted > 0
 
 
 def test_later_starts_read_what_was_kept(

@@ -21,9 +21,9 @@ from hdtool.runtime.model.load import load
 from hdtool.runtime.sampling.sampler import Sampler
 from tests.support.gguf_files import add_tokenizer, vocabulary
 from tests.support.oracle import prompt_of
-from tests.support.trees import LyingDrafter
+from tests.support.trees import WrongDrafter
 
-PROMPT, MOST = prompt_of(30), 24
+PROMPT, MAX_NEW_TOKENS = prompt_of(30), 24
 LAYERS = ["conv", "full_attention", "conv"]
 
 
@@ -120,15 +120,17 @@ def test_a_file_is_drafted_for_as_it_is_decoded(make: Any, write: Any, kind: str
     loaded = load(ModelConfig(str(path)))
     if kind == "F32":
         ids = torch.tensor([PROMPT])
-        given = {"attention_mask": torch.ones_like(ids), "max_new_tokens": MOST, "do_sample": False}
+        given = {"attention_mask": torch.ones_like(ids), "max_new_tokens": MAX_NEW_TOKENS, "do_sample": False}
         expected = model.generate(ids, **given, eos_token_id=None)[0, len(PROMPT) :].tolist()
     else:
         expected = answer(loaded, None)
-    assert answer(loaded, LyingDrafter(len(PROMPT), expected, loaded.target.vocabulary, 3)) == expected
+    assert answer(loaded, WrongDrafter(len(PROMPT), expected, loaded.target.vocabulary, 3)) == expected
 
 
 def answer(loaded: Any, drafter: Any) -> list[int]:
-    steps = decode(loaded.target, PROMPT, Sampler(SamplingConfig(), PROMPT), max_new_tokens=MOST, drafter=drafter)
+    steps = decode(
+        loaded.target, PROMPT, Sampler(SamplingConfig(), PROMPT), max_new_tokens=MAX_NEW_TOKENS, drafter=drafter
+    )
     return [token for step in steps for token in step.tokens]
 
 
@@ -142,6 +144,6 @@ def test_packed_weights_are_computed_in_compiled_passes(activations: str, tmp_pa
     assert isinstance(compiled, CompiledModel) and compiled.activations_are_int8 == (activations == "int8")
     expected = answer(loaded, None)
     for seed in range(3):
-        drafter = LyingDrafter(len(PROMPT), expected, loaded.target.vocabulary, seed)
+        drafter = WrongDrafter(len(PROMPT), expected, loaded.target.vocabulary, seed)
         assert answer(loaded, drafter) == expected and drafter.accepted
-    assert compiled.passes > MOST
+    assert compiled.passes > MAX_NEW_TOKENS

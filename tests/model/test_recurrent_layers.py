@@ -21,17 +21,17 @@ from hdtool.runtime.model.recurrent.closed_forms import ClosedStates, UnknownRec
 from hdtool.runtime.model.static_steps import never
 from hdtool.runtime.model.target import Target
 from hdtool.runtime.tree import ROOT, DraftTree
-from tests.support.decoding import SAMPLINGS, run, said
+from tests.support.decoding import SAMPLINGS, output_tokens, run
 from tests.support.families import HYBRIDS, VOCABULARY, model_of
 from tests.support.one_sequence import OneSequence
 from tests.support.oracle import assert_same_logits, generated, plain_logits, prompt_of
-from tests.support.trees import LyingDrafter, path_to, tokens_to, trees
+from tests.support.trees import WrongDrafter, path_to, tokens_to, trees
 
 BY_LEVELS = {"jamba"}
 """The functions by which it mixes tokens, Mamba's of the first version, have no closed form here."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 FORMS = [(hybrid, form) for hybrid in HYBRIDS for form in ("levels", "closed") if (hybrid, form) != ("jamba", "closed")]
-MOST = 30
+MAX_NEW_TOKENS = 30
 
 
 @cache
@@ -110,7 +110,7 @@ def test_rows_of_a_tree_have_the_logits_of_decoding_token_by_token(hybrid: str, 
     """Trees in three slots at once, and others after paths of them were accepted."""
     target = target_of(hybrid, dtype)
     prefer(target, form)
-    both = st.tuples(trees(VOCABULARY, most=9), trees(VOCABULARY, most=5))
+    both = st.tuples(trees(VOCABULARY, max_nodes=9), trees(VOCABULARY, max_nodes=5))
 
     @settings(max_examples=4)
     @given(st.lists(st.tuples(st.integers(1, 30), both), min_size=1, max_size=3), st.data())
@@ -156,12 +156,12 @@ def test_a_wrong_parent_would_be_seen(hybrid: str) -> None:
 def test_answers_are_those_of_plain_decoding(hybrid: str, form: str, sampling: Any) -> None:
     target, prompt = target_of(hybrid, "float32"), prompt_of(20)
     prefer(target, form)
-    plain = said(run(target, prompt, sampling, MOST))
+    plain = output_tokens(run(target, prompt, sampling, MAX_NEW_TOKENS))
     if sampling == SAMPLINGS["greedy"]:
-        assert plain == generated(target.model, prompt, MOST)
+        assert plain == generated(target.model, prompt, MAX_NEW_TOKENS)
     for seed in range(2):
-        drafter = LyingDrafter(len(prompt), plain, VOCABULARY, seed)
-        assert said(run(target, prompt, sampling, MOST, drafter=drafter)) == plain
+        drafter = WrongDrafter(len(prompt), plain, VOCABULARY, seed)
+        assert output_tokens(run(target, prompt, sampling, MAX_NEW_TOKENS, drafter=drafter)) == plain
         assert drafter.accepted
 
 
@@ -199,14 +199,14 @@ def test_a_time_step_that_long_passes_alone_limit_is_not_limited_in_trees() -> N
     assert not target.continues, "a prompt in parts would have other logits than one that is read at once"
     for length in (1, 20, 90):
         prompt = prompt_of(length)
-        expected = generated(model, prompt, MOST)
+        expected = generated(model, prompt, MAX_NEW_TOKENS)
         for seed in range(3):
-            drafter = LyingDrafter(length, expected, VOCABULARY, seed)
-            assert said(run(target, prompt, SAMPLINGS["greedy"], MOST, drafter=drafter)) == expected
+            drafter = WrongDrafter(length, expected, VOCABULARY, seed)
+            assert output_tokens(run(target, prompt, SAMPLINGS["greedy"], MAX_NEW_TOKENS, drafter=drafter)) == expected
             assert drafter.accepted
         longer = [*prompt, *expected, *prompt_of(7)]
-        steps = run(target, longer, SAMPLINGS["greedy"], MOST)
-        assert said(steps) == generated(model, longer, MOST) and steps[0].cached_tokens == 0
+        steps = run(target, longer, SAMPLINGS["greedy"], MAX_NEW_TOKENS)
+        assert output_tokens(steps) == generated(model, longer, MAX_NEW_TOKENS) and steps[0].cached_tokens == 0
 
 
 def test_hooks_of_projections_are_called_once_for_each_row() -> None:
@@ -215,9 +215,9 @@ def test_hooks_of_projections_are_called_once_for_each_row() -> None:
     for name in ("in_proj", "out_proj"):
         projection = next(module for key, module in model.named_modules() if key.endswith(f"mamba.{name}"))
         hook = projection.register_forward_hook(lambda module, args, found: found * 1.2)
-        expected = generated(model, prompt, MOST)
-        drafter = LyingDrafter(len(prompt), expected, VOCABULARY, 1)
-        assert said(run(target, prompt, SAMPLINGS["greedy"], MOST, drafter=drafter)) == expected
+        expected = generated(model, prompt, MAX_NEW_TOKENS)
+        drafter = WrongDrafter(len(prompt), expected, VOCABULARY, 1)
+        assert output_tokens(run(target, prompt, SAMPLINGS["greedy"], MAX_NEW_TOKENS, drafter=drafter)) == expected
         assert target.takes_trees
         hook.remove()
 
@@ -245,10 +245,12 @@ def test_a_cache_whose_growth_is_interrupted_stays_as_it_was(monkeypatch: pytest
 def test_two_targets_of_a_model_in_two_threads_do_not_see_each_other() -> None:
     model: Any = copy.deepcopy(model_of("qwen3_5"))
     targets, prompt = [Target(model, never), Target(model, never)], prompt_of(20)
-    expected = generated(model, prompt, MOST)
+    expected = generated(model, prompt, MAX_NEW_TOKENS)
 
     def answer(target: Target) -> bool:
-        return all(said(run(target, prompt, SAMPLINGS["greedy"], MOST)) == expected for _ in range(8))
+        return all(
+            output_tokens(run(target, prompt, SAMPLINGS["greedy"], MAX_NEW_TOKENS)) == expected for _ in range(8)
+        )
 
     with ThreadPoolExecutor(2) as pool:
         assert all(pool.map(answer, targets))

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from hdtool.data.kept_records import json_digest
+from hdtool.data.durable_files import json_digest
 
 ANSWER = """
 import hashlib, sys

@@ -33,12 +33,12 @@ from hdtool.runtime.model.static_steps import (
 from hdtool.runtime.model.target import Target
 from hdtool.runtime.sequence import Finish
 from hdtool.runtime.tree import ROOT, DraftTree
-from tests.support.decoding import SAMPLINGS, run, said
+from tests.support.decoding import SAMPLINGS, output_tokens, run
 from tests.support.families import FAMILIES, VOCABULARY, model_of
 from tests.support.one_sequence import OneSequence
 from tests.support.oracle import assert_same_logits, plain_logits, prompt_of
 from tests.support.rehearsed import Direct, Rehearsed, Replayed, direct
-from tests.support.trees import LyingDrafter, path_to, tokens_to, trees
+from tests.support.trees import WrongDrafter, path_to, tokens_to, trees
 
 CPU = torch.device("cpu")
 
@@ -126,7 +126,7 @@ def test_masks_of_a_reused_buffer_equal_those_of_new_buffers(turns: list[tuple[D
         np.testing.assert_array_equal(found[0, 0], np.where(visible, np.float32(0), np.float32(hidden_at)))
 
 
-@given(trees(VOCABULARY, most=64), st.integers(1, 90), st.integers(1, 40))
+@given(trees(VOCABULARY, max_nodes=64), st.integers(1, 90), st.integers(1, 40))
 def test_the_mask_of_the_device_is_the_mask_of_the_host(tree: DraftTree, length: int, size: int) -> None:
     windows = [
         AttentionWindow(FULL),
@@ -160,15 +160,15 @@ def test_captured_steps_give_the_same_answers(family: str, sampling: SamplingCon
     model = model_of(family)
     usual, fixed = Target(model), Target(model, lambda device: Rehearsed())
     prompt = prompt_of(20)
-    plain = said(run(usual, prompt, sampling))
-    assert said(run(fixed, prompt, sampling)) == plain
-    liar = LyingDrafter(len(prompt), plain, VOCABULARY, seed=sampling.seed)
-    assert said(run(fixed, prompt, sampling, drafter=liar)) == plain
-    assert liar.accepted > 0
+    plain = output_tokens(run(usual, prompt, sampling))
+    assert output_tokens(run(fixed, prompt, sampling)) == plain
+    wrong_drafter = WrongDrafter(len(prompt), plain, VOCABULARY, seed=sampling.seed)
+    assert output_tokens(run(fixed, prompt, sampling, drafter=wrong_drafter)) == plain
+    assert wrong_drafter.accepted > 0
     drafter = Hierarchy(budget=FixedBudget(24), recycled=True)
     for _ in range(2):  # the second time it knows what to draft
         steps = run(fixed, prompt, sampling, drafter=drafter)
-        assert said(steps) == plain
+        assert output_tokens(steps) == plain
     assert fixed.captures, "it must not have gone back to the usual steps"
 
 
@@ -176,11 +176,11 @@ def test_captured_steps_give_the_same_answers(family: str, sampling: SamplingCon
 def test_a_full_context_ends_the_answer(family: str) -> None:
     model = model_of(family)
     prompt = prompt_of(500)
-    plain = said(run(Target(model), prompt, SamplingConfig(), 100))
+    plain = output_tokens(run(Target(model), prompt, SamplingConfig(), 100))
     target = Target(model, direct)
-    liar = LyingDrafter(len(prompt), plain * 2, VOCABULARY, seed=5, most=30)
-    steps = run(target, prompt, SamplingConfig(), 100, drafter=liar)
-    assert said(steps) == plain
+    wrong_drafter = WrongDrafter(len(prompt), plain * 2, VOCABULARY, seed=5, max_nodes=30)
+    steps = run(target, prompt, SamplingConfig(), 100, drafter=wrong_drafter)
+    assert output_tokens(steps) == plain
     assert steps[-1].finish is Finish.CONTEXT
     assert target.cache.capacity == -(-(512 + STEP_SIZES[-1]) // 64) * 64
 
@@ -276,7 +276,7 @@ def test_a_pass_without_extents_has_one_capacity_and_its_steps_are_captured_at_o
 
 def test_a_cache_takes_less_where_memory_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     model, prompt = model_of("llama"), prompt_of(20)
-    plain = said(run(Target(model), prompt, SamplingConfig()))
+    plain = output_tokens(run(Target(model), prompt, SamplingConfig()))
     allocate, refused = KVTensors.for_layers, []
 
     def small(shapes: Sequence[LayerShape], capacity: int, *others: Any) -> KVTensors:
@@ -288,7 +288,7 @@ def test_a_cache_takes_less_where_memory_is_refused(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(KVTensors, "for_layers", small)
     target = Target(model, direct)
     assert target.captures and target.cache.capacity <= 192
-    assert said(run(target, prompt, SamplingConfig())) == plain
+    assert output_tokens(run(target, prompt, SamplingConfig())) == plain
     assert min(refused) == SHORTEST_EXTENT
     with pytest.raises(torch.OutOfMemoryError):
         target.prefill(target.allocate(), 0, prompt_of(200))
@@ -425,11 +425,11 @@ class Failing(Direct):
 @pytest.mark.parametrize("good", [0, 1, 2])
 def test_steps_that_cannot_be_captured_run_without_capture(good: int, capsys: pytest.CaptureFixture[str]) -> None:
     model, prompt = model_of("llama"), prompt_of(20)
-    plain = said(run(Target(model), prompt, SamplingConfig()))
+    plain = output_tokens(run(Target(model), prompt, SamplingConfig()))
     target = Target(model, lambda device: Failing(good))
     for seed in range(3):
-        liar = LyingDrafter(len(prompt), plain, VOCABULARY, seed)
-        assert said(run(target, prompt, SamplingConfig(), drafter=liar)) == plain
+        wrong_drafter = WrongDrafter(len(prompt), plain, VOCABULARY, seed)
+        assert output_tokens(run(target, prompt, SamplingConfig(), drafter=wrong_drafter)) == plain
     assert not target.captures
     said_aloud = capsys.readouterr().err
     assert said_aloud.count("\n") == 1

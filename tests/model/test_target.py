@@ -72,7 +72,7 @@ def test_a_committed_path_is_the_context_of_the_next_step(family: str, dtype: to
         context = prompt_of(data.draw(st.integers(1, 40)))
         one.prefill(context)
         for _ in range(2):
-            tree = data.draw(trees(VOCABULARY, most=10))
+            tree = data.draw(trees(VOCABULARY, max_nodes=10))
             one.verify(tree)
             node = data.draw(st.integers(-1, len(tree) - 1))
             path = path_to(tree, node)

@@ -16,11 +16,11 @@ from hdtool.runtime.kernels.linear import compiled_linear
 from hdtool.runtime.kernels.matrix_formats import FORMATS_BY_GGUF_TYPE
 from hdtool.runtime.kernels.thread_pool import MIN_PARALLEL_WEIGHTS, ThreadPool, shared_thread_pool
 from hdtool.runtime.kernels.vector_code import EXPANDS_FLOAT16
-from tests.support.packed_blocks import LONGEST_BLOCK, int8_linear, some_matrix
+from tests.support.packed_blocks import MAX_BLOCK_SIZE, int8_linear, some_matrix
 from tests.support.project import ROOT
 
 pytestmark = pytest.mark.skipif(not EXPANDS_FLOAT16, reason="blocks are expanded by transformers here")
-COLUMNS = LONGEST_BLOCK
+COLUMNS = MAX_BLOCK_SIZE
 OUTS = MIN_PARALLEL_WEIGHTS // COLUMNS + 5
 Q4_1 = FORMATS_BY_GGUF_TYPE[3]
 

@@ -26,11 +26,11 @@ from hdtool.runtime.model import compact_layers
 from hdtool.runtime.model.load import load
 from hdtool.runtime.model.target import Target
 from hdtool.runtime.tree import DraftTree
-from tests.support.decoding import SAMPLINGS, run, said
+from tests.support.decoding import SAMPLINGS, output_tokens, run
 from tests.support.fused import compiled
 from tests.support.gguf_files import tiny_llama, vocabulary
 from tests.support.one_sequence import OneSequence
-from tests.support.trees import LyingDrafter
+from tests.support.trees import WrongDrafter
 
 pytestmark = pytest.mark.filterwarnings("default")  # those of torchao
 SHAPE = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -172,10 +172,10 @@ def test_checkpoints_of_4_bits(torchao: Any, dtype: torch.dtype, tmp_path: Path)
     for activations in ("float32", "int8"):
         target = load(ModelConfig(str(tmp_path), device="cpu", activations=activations)).target
         assert len(packed_layers(target.model)) == 14 and target.compiled
-        plain = said(run(target, PROMPT, SAMPLINGS["greedy"]))
-        liar = LyingDrafter(len(PROMPT), plain, SIZE, seed=1)
-        assert said(run(target, PROMPT, SAMPLINGS["greedy"], drafter=liar)) == plain
-        assert liar.accepted > 0
+        plain = output_tokens(run(target, PROMPT, SAMPLINGS["greedy"]))
+        wrong_drafter = WrongDrafter(len(PROMPT), plain, SIZE, seed=1)
+        assert output_tokens(run(target, PROMPT, SAMPLINGS["greedy"], drafter=wrong_drafter)) == plain
+        assert wrong_drafter.accepted > 0
 
 
 def flatten(state: dict[str, Any]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
@@ -230,15 +230,15 @@ def test_all_logits_and_answers_are_those_of_the_expanded_model(
         expected = all_logits(library.model, length)
         assert (found - expected).norm() < 1e-4 * expected.norm(), "rounded in another order"
     for sampling in (SAMPLINGS["greedy"], SAMPLINGS["T 0.7"]):
-        plain = said(run(packed, PROMPT, sampling))
-        assert said(run(wide, PROMPT, sampling)) == plain
+        plain = output_tokens(run(packed, PROMPT, sampling))
+        assert output_tokens(run(wide, PROMPT, sampling)) == plain
         for activations in ("float32", "int8"):
             target = target_of(folder, activations=activations)
-            answer = said(run(target, PROMPT, sampling))
+            answer = output_tokens(run(target, PROMPT, sampling))
             assert answer == plain or activations == "int8"
-            liar = LyingDrafter(len(PROMPT), answer, SIZE, seed=1)
-            assert said(run(target, PROMPT, sampling, drafter=liar)) == answer
-            assert liar.accepted > 0
+            wrong_drafter = WrongDrafter(len(PROMPT), answer, SIZE, seed=1)
+            assert output_tokens(run(target, PROMPT, sampling, drafter=wrong_drafter)) == answer
+            assert wrong_drafter.accepted > 0
 
 
 @pytest.mark.parametrize("activations", ["float32", "int8"])
@@ -274,9 +274,9 @@ def test_layers_that_no_matmul_takes_are_those_of_the_library(torchao: Any, tmp_
     target = target_of(saved(tmp_path, intermediate_size=480))
     odd = {type(layer.mlp.down_proj.weight).__name__ for layer in target.model.model.layers}
     assert odd == {"Int8Tensor"} and len(packed_layers(target.model)) == 12
-    plain = said(run(target, PROMPT, SAMPLINGS["greedy"]))
-    liar = LyingDrafter(len(PROMPT), plain, SIZE, seed=1)
-    assert said(run(target, PROMPT, SAMPLINGS["greedy"], drafter=liar)) == plain
+    plain = output_tokens(run(target, PROMPT, SAMPLINGS["greedy"]))
+    wrong_drafter = WrongDrafter(len(PROMPT), plain, SIZE, seed=1)
+    assert output_tokens(run(target, PROMPT, SAMPLINGS["greedy"], drafter=wrong_drafter)) == plain
 
 
 def test_without_linear_layers_nothing_is_packed(torchao: Any, monkeypatch: pytest.MonkeyPatch) -> None:

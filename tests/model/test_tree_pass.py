@@ -24,12 +24,12 @@ from hdtool.runtime.model.cache.kv_cache import HeadShape, KVTensors, LayerShape
 from hdtool.runtime.sampling.sampler import Sampler
 from hdtool.runtime.tree import ROOT, UNDETERMINED, DraftTree
 from tests.support import fused
-from tests.support.decoding import run, said
+from tests.support.decoding import output_tokens, run
 from tests.support.families import VOCABULARY
 from tests.support.fused import TREE, after, both, widen
 from tests.support.one_sequence import OneSequence
 from tests.support.oracle import assert_same_logits, prompt_of
-from tests.support.trees import LyingDrafter, tokens_to, trees
+from tests.support.trees import WrongDrafter, tokens_to, trees
 
 CONTEXT = prompt_of(40)
 WALK, RANK, BOTH = PassOptions(walk=True), PassOptions(rank=True), PassOptions(walk=True, rank=True)
@@ -63,7 +63,7 @@ def with_certain(tree: DraftTree, certain: list[int]) -> DraftTree:
     return DraftTree(tree.root, tree.tokens, tree.parents, tree.sources, np.array(certain, np.int64))
 
 
-@given(tree=trees(VOCABULARY, most=24), length=st.integers(1, len(CONTEXT)), data=st.data())
+@given(tree=trees(VOCABULARY, max_nodes=24), length=st.integers(1, len(CONTEXT)), data=st.data())
 def test_the_logits_are_those_of_the_library_and_of_each_path(
     one: OneSequence, tree: DraftTree, length: int, data: st.DataObject
 ) -> None:
@@ -82,7 +82,7 @@ def test_the_logits_are_those_of_the_library_and_of_each_path(
     kv.length = len(CONTEXT)
 
 
-@given(tree=trees(3, most=24), most=st.integers(1, 30))
+@given(tree=trees(3, max_nodes=24), most=st.integers(1, 30))
 def test_the_walk_is_that_of_acceptance(one: OneSequence, tree: DraftTree, most: int) -> None:
     found = compiled(one, tree, WALK)
     assert found.walk
@@ -93,7 +93,7 @@ def test_the_walk_is_that_of_acceptance(one: OneSequence, tree: DraftTree, most:
     assert samplers[0].context == samplers[1].context
 
 
-@given(tree=trees(VOCABULARY, most=12), data=st.data())
+@given(tree=trees(VOCABULARY, max_nodes=12), data=st.data())
 def test_after_certain_tokens_no_logits_are_computed(one: OneSequence, tree: DraftTree, data: st.DataObject) -> None:
     of_row = st.sampled_from([UNDETERMINED, 3, VOCABULARY - 1])
     certain = data.draw(st.lists(of_row, min_size=len(tree) + 1, max_size=len(tree) + 1))
@@ -190,7 +190,7 @@ def test_words_that_do_not_fit_are_moved_by_torch() -> None:
     assert kv_cache.WORD_SIZE == 4 and cache.storage.tensors[0][0, 0, 0, :5, 0].tolist() == [0, 2, 5, 3, 4]
 
 
-@given(tree=trees(VOCABULARY, most=24), certain=st.booleans(), most=st.sampled_from([1, 3, 8]))
+@given(tree=trees(VOCABULARY, max_nodes=24), certain=st.booleans(), most=st.sampled_from([1, 3, 8]))
 def test_rankings_are_those_of_the_logits(one: OneSequence, tree: DraftTree, certain: bool, most: int) -> None:
     rows = [row for row in range(len(tree) + 1) if not certain or row % 3 != 1]
     if certain:
@@ -219,7 +219,9 @@ def test_logits_that_are_folded_in_parts_have_the_same_maxima(vocabulary: int, r
 
 
 @given(
-    drawn=st.lists(st.tuples(trees(VOCABULARY, most=9), st.integers(1, 30), st.booleans()), min_size=1, max_size=3),
+    drawn=st.lists(
+        st.tuples(trees(VOCABULARY, max_nodes=9), st.integers(1, 30), st.booleans()), min_size=1, max_size=3
+    ),
     certain=st.booleans(),
     rank=st.booleans(),
 )
@@ -257,8 +259,8 @@ def test_answers_with_trees_of_all_sizes_are_those_given_alone(one: OneSequence,
     for number, (length, most) in enumerate([(3, 30), (25, 8), (40, 19), (11, 1), (33, 26)]):
         for seed in (1, 2):
             seeded, prompt = replace(sampling, seed=seed), prompt_of(length)
-            alone[number, seed] = said(run(target, prompt, seeded, most))
-            drafter = LyingDrafter(length, alone[number, seed], VOCABULARY, seed, most=6 * number)
+            alone[number, seed] = output_tokens(run(target, prompt, seeded, most))
+            drafter = WrongDrafter(length, alone[number, seed], VOCABULARY, seed, max_nodes=6 * number)
             sampler = Sampler(seeded, prompt)
             asked[number, seed] = Request((number, seed), prompt, sampler, drafter, max_new_tokens=most)
     waiting, before = iter(asked.values()), passes_of(one)

@@ -17,7 +17,7 @@ from hdtool.runtime.text_stream import text_of
 def plain_ids(
     loaded: Loaded,
     ids: Sequence[int],
-    most: int,
+    max_new_tokens: int,
     *,
     temperature: float = 0.0,
     seed: int = 0,
@@ -25,11 +25,11 @@ def plain_ids(
     **settings: Any,
 ) -> list[int]:
     config = SamplingConfig(temperature=temperature, seed=seed, **settings)
-    sampler, stops = loaded.sampler(config, ids, max_new_tokens=most, first=first)
-    steps = decode(loaded.target, ids, sampler, max_new_tokens=most, stops=stops, prefix_caching=False)
+    sampler, stops = loaded.sampler(config, ids, max_new_tokens=max_new_tokens, first=first)
+    steps = decode(loaded.target, ids, sampler, max_new_tokens=max_new_tokens, stops=stops, prefix_caching=False)
     return [token for step in steps for token in step.tokens]
 
 
-def plain_text(loaded: Loaded, question: str, most: int, **settings: Any) -> str:
+def plain_text(loaded: Loaded, question: str, max_new_tokens: int, **settings: Any) -> str:
     ids = encode_conversation(loaded.tokenizer, [{"role": "user", "content": question}])
-    return text_of(loaded.tokenizer, plain_ids(loaded, ids, most, **settings))
+    return text_of(loaded.tokenizer, plain_ids(loaded, ids, max_new_tokens, **settings))

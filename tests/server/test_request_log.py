@@ -19,7 +19,7 @@ from hdtool.runtime.integrations.server.scheduler import RequestLog
 from tests.support.server import ALWAYS_DRAFTS, RunningServer
 
 CHAT = "/v1/chat/completions"
-LONGEST = 60.0
+TIMEOUT_SECONDS = 60.0
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +34,7 @@ def logged(server: RunningServer, ask: Callable[[], Any]) -> dict[str, str]:
     """The fields of the line that a request adds to the log."""
     before = len(server.log)
     ask()
-    ends = time.monotonic() + LONGEST
+    ends = time.monotonic() + TIMEOUT_SECONDS
     while not (lines := re.findall(r"^\S+Z (?:GET|POST) .*\n", server.log[before:], re.MULTILINE)):
         assert time.monotonic() < ends, server.log[before:]
         time.sleep(0.05)

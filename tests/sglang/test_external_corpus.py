@@ -8,7 +8,7 @@ import pytest
 from sglang.srt.speculative.cpp_ngram.external_corpus import SEPARATOR_TOKEN, iter_external_corpus_chunks
 from transformers import AutoTokenizer
 
-from hdtool.builders.export import export_corpus, kept_tokens
+from hdtool.builders.export import count_preserved_tokens, export_corpus
 from hdtool.builders.stores.edit_store import StoreContents
 from hdtool.data import demo
 from hdtool.runtime.config import ModelConfig, StoresConfig
@@ -26,7 +26,7 @@ def test_the_loader_reads_the_documents_of_a_store(tmp_path: Path) -> None:
             read.append([])
         else:
             read[-1].append(token)
-    lost = sum(len(ids) - kept_tokens(ids, back) for ids, back in zip(documents, read, strict=True))
+    lost = sum(len(ids) - count_preserved_tokens(ids, back) for ids, back in zip(documents, read, strict=True))
     assert lost == made.lost_tokens
     with pytest.raises(ValueError, match="exceeds the configured token limit"):
         list(iter_external_corpus_chunks(str(out), tokenizer, made.tokens - 1))

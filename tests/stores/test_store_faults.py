@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 from hdtool.builders.stores import edit_store as rework
 from hdtool.builders.stores.build import build_corpus_index, build_model_store
 from hdtool.builders.stores.build_engine import LocalBuildEngine
-from hdtool.cli.inspect_stores import inspect
+from hdtool.cli.stores import inspect
 from hdtool.data.errors import StoreError
 from hdtool.data.stores import store as stores, store_files
 from hdtool.data.stores.documents import Document, Source

@@ -29,7 +29,7 @@ from hdtool.runtime.model.target import Target
 from hdtool.runtime.source_names import SourceName
 from hdtool.runtime.stores.model_store import VOCABULARY_RANKING_TOKENS, ModelStore
 from hdtool.runtime.stores.store_set import StoreSet
-from tests.support.decoding import SAMPLINGS, run, said
+from tests.support.decoding import SAMPLINGS, output_tokens, run
 from tests.support.families import VOCABULARY, model_of
 from tests.support.oracle import prompt_of
 from tests.support.stores import build
@@ -66,7 +66,7 @@ def test_they_are_drafted_from_the_first_step_on(family: str, recycles: bool, tm
     for sampling in list(SAMPLINGS)[:2]:
         drafter = Hierarchy(ModelStore(tmp_path), budget=FixedBudget(24), last=recycles, recycled=recycles)
         steps = run(target, prompt, SAMPLINGS[sampling], drafter=drafter)
-        assert said(steps) == said(run(target, prompt, SAMPLINGS[sampling]))
+        assert output_tokens(steps) == output_tokens(run(target, prompt, SAMPLINGS[sampling]))
         first = steps[1].tree
         of_rankings = first.tokens[(first.parents == -1) & (first.sources == SourceName.RECYCLED)]
         best = ModelStore(tmp_path).rankings
@@ -108,7 +108,7 @@ def test_a_store_of_rankings_alone_is_drafted_from(family: str, tmp_path: Path) 
     target, prompt = Target(model_of(family)), prompt_of(12)
     for sampling in SAMPLINGS.values():
         steps = run(target, prompt, sampling, drafter=Hierarchy(store, budget=FixedBudget(24)))
-        assert said(steps) == said(run(target, prompt, sampling))
+        assert output_tokens(steps) == output_tokens(run(target, prompt, sampling))
         assert SourceName.RECYCLED in steps[1].tree.sources
 
 

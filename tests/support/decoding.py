@@ -25,18 +25,20 @@ def run(
     target: Target,
     prompt: list[int],
     sampling: SamplingConfig,
-    most: int = 48,
+    max_new_tokens: int = 48,
     *,
     stops: Collection[int] = (),
     drafter: Drafter | None = None,
     prediction: Sequence[int] = (),
 ) -> list[Step]:
     sampler = Sampler(sampling, prompt)
-    steps = decode(target, prompt, sampler, max_new_tokens=most, stops=stops, drafter=drafter, prediction=prediction)
+    steps = decode(
+        target, prompt, sampler, max_new_tokens=max_new_tokens, stops=stops, drafter=drafter, prediction=prediction
+    )
     return list(steps)
 
 
-def said(steps: list[Step]) -> list[int]:
+def output_tokens(steps: list[Step]) -> list[int]:
     return [token for step in steps for token in step.tokens]
 
 

@@ -26,8 +26,18 @@ from hdtool.runtime.loop import Request
 from hdtool.runtime.model.target import Target
 from hdtool.runtime.sampling.sampler import Sampler
 from hdtool.runtime.stores.store_set import StoreSet
-from tests.support.decoding import SAMPLINGS, run, said
-from tests.support.device_scenarios import GREEDY, MOST, PROMPT, SAMPLED, hierarchy, liar, main, plain, told
+from tests.support.decoding import SAMPLINGS, output_tokens, run
+from tests.support.device_scenarios import (
+    GREEDY,
+    MAX_NEW_TOKENS,
+    PROMPT,
+    SAMPLED,
+    diagnostics,
+    hierarchy,
+    main,
+    plain,
+    wrong_drafter,
+)
 from tests.support.families import model_of
 from tests.support.heads import random_for
 from tests.support.json_schemas import JSON_SCHEMAS
@@ -77,12 +87,13 @@ def answers_on_device(model: PreTrainedModel, expected: Answers) -> Answers:
     found = {}
     for name, drafter in drafters(target, expected["greedy"]):
         answered = {
-            key: said(run(target, PROMPT, sampling, MOST, drafter=drafter)) for key, sampling in SAMPLINGS.items()
+            key: output_tokens(run(target, PROMPT, sampling, MAX_NEW_TOKENS, drafter=drafter))
+            for key, sampling in SAMPLINGS.items()
         }
-        first = said(run(target, PROMPT, GREEDY, MOST, drafter=drafter))
-        second = run(target, second_prompt(first), GREEDY, MOST, drafter=drafter)
+        first = output_tokens(run(target, PROMPT, GREEDY, MAX_NEW_TOKENS, drafter=drafter))
+        second = run(target, second_prompt(first), GREEDY, MAX_NEW_TOKENS, drafter=drafter)
         batch = batched(target, drafts=name == "hd")
-        found[name] = {**answered, **batch, "second turn": said(second)}
+        found[name] = {**answered, **batch, "second turn": output_tokens(second)}
         assert second[0].cached_tokens > 0 or not target.continues
     return {"answers": found, "captures": was_captured and target.captures, "faults": list(DEVICE.counts.faults)}
 
@@ -90,7 +101,7 @@ def answers_on_device(model: PreTrainedModel, expected: Answers) -> Answers:
 def drafters(target: Target, truth: list[int]) -> Iterator[tuple[str, Drafter | None]]:
     """Yield drafters by name. Heads come last, because they make the target record hidden states from then on."""
     yield "none", None
-    yield "lying drafter", liar(truth)
+    yield "lying drafter", wrong_drafter(truth)
     yield "hd", hierarchy()
     for kind in ("amphista", "hydra++", "mtp"):
         saved = random_for(target, HeadsConfig(kind, rank=8).resolved)
@@ -105,7 +116,7 @@ def batched(target: Target, *, drafts: bool) -> Answers:
         Request(slot, prompt, Sampler(GREEDY, prompt), hierarchy() if drafts else NoDraft())
         for slot, prompt in prompts.items()
     )
-    for request, step in decode_batch(target, partial(next, requests, None), SLOTS, max_new_tokens=MOST):
+    for request, step in decode_batch(target, partial(next, requests, None), SLOTS, max_new_tokens=MAX_NEW_TOKENS):
         answers[request.key] += step.tokens
     return dict(answers)
 
@@ -121,8 +132,8 @@ def bfloat16(*names: str) -> Answers:
     found = {}
     for name, model in models.items():
         target = Target(on_device(model))
-        ways = None, liar(expected[name]), hierarchy()
-        answers = [said(run(target, PROMPT, GREEDY, MOST, drafter=drafter)) for drafter in ways]
+        ways = None, wrong_drafter(expected[name]), hierarchy()
+        answers = [output_tokens(run(target, PROMPT, GREEDY, MAX_NEW_TOKENS, drafter=drafter)) for drafter in ways]
         gaps = [gap_at_difference(model, expected[name], answer) for answer in answers]
         found[name] = {"gaps": gaps, "captures": target.captures}
     return found
@@ -155,7 +166,7 @@ def grammars() -> Answers:
         for method in ("ar", "hd")
         for batch in (1, 2)
     }
-    return {"expected": expected, "found": found} | told()
+    return {"expected": expected, "found": found} | diagnostics()
 
 
 def methods() -> Answers:
@@ -165,17 +176,17 @@ def methods() -> Answers:
     def answered(target: Target, drafter: Drafter | None) -> Answers:
         prompts = {"greedy": (PROMPT, GREEDY), "sampled": (PROMPT, SAMPLED), "full context": (NEARLY_FULL, GREEDY)}
         return {
-            name: said(run(target, prompt, sampling, 2 * MOST, drafter=drafter))
+            name: output_tokens(run(target, prompt, sampling, 2 * MAX_NEW_TOKENS, drafter=drafter))
             for name, (prompt, sampling) in prompts.items()
         }
 
     expected = answered(Target(model), None)
     install()
     moved = on_device(model)
-    target, generator = Target(moved), Generator(liar(expected["greedy"]))
+    target, generator = Target(moved), Generator(wrong_drafter(expected["greedy"]))
     found = {method: answered(target, drafter_for(DecodeConfig(method), target, StoreSet())) for method in METHODS}
-    found["generate"] = {**expected, "greedy": generated(moved, PROMPT, 2 * MOST, custom_generate=generator)}
-    return {"expected": expected, "found": found, "captures": target.captures} | told()
+    found["generate"] = {**expected, "greedy": generated(moved, PROMPT, 2 * MAX_NEW_TOKENS, custom_generate=generator)}
+    return {"expected": expected, "found": found, "captures": target.captures} | diagnostics()
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ needs_no_cuda = pytest.mark.skipif(
     sys.platform != "linux" or torch.version.cuda is not None,
     reason="a device is simulated on Linux, in a build of torch without CUDA",
 )
-LONGEST = 900
+TIMEOUT_SECONDS = 900
 """Timeout of a process in seconds."""
 
 
@@ -33,7 +33,7 @@ def scenarios(home: Path, *arguments: str, module: str = "device_scenarios") -> 
         env=environment,
         capture_output=True,
         text=True,
-        timeout=LONGEST,
+        timeout=TIMEOUT_SECONDS,
     )
     assert not process.returncode, process.stderr
     found: dict[str, Any] = json.loads(process.stdout)

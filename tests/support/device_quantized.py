@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from hdtool.runtime.model.target import Target
 from tests.support.compressed_checkpoints import save_compressed
-from tests.support.device_scenarios import GREEDY, PROMPT, SAMPLED, hierarchy, main, plain, told, watched
+from tests.support.device_scenarios import GREEDY, PROMPT, SAMPLED, diagnostics, hierarchy, main, plain, watched
 from tests.support.families import model_of
 from tests.support.simulated_cuda.install import install, on_device
 
@@ -87,7 +87,7 @@ def answered(models: dict[str, PreTrainedModel]) -> dict[str, Any]:
             for sampling, drafter in ((GREEDY, None), (SAMPLED, None), (GREEDY, hierarchy()), (SAMPLED, hierarchy()))
         ]
         found[name] = {"tokens": answers, "captures": target.captures, "fused": target._captured.is_fused}
-    return {"expected": {name: answers * 2 for name, answers in expected.items()}, "found": found} | told()
+    return {"expected": {name: answers * 2 for name, answers in expected.items()}, "found": found} | diagnostics()
 
 
 if __name__ == "__main__":

@@ -35,7 +35,7 @@ from hdtool.runtime.model.static_steps import StepOutput, StepPass
 from hdtool.runtime.model.target import Target
 from hdtool.runtime.sampling.sampler import Sampler
 from hdtool.runtime.stores.store_set import StoreSet
-from tests.support.decoding import SAMPLINGS, run, said
+from tests.support.decoding import SAMPLINGS, output_tokens, run
 from tests.support.device_mutations import MUTATIONS, Undo
 from tests.support.families import VOCABULARY, model_of
 from tests.support.heads import SEQUENTIAL, random_for
@@ -43,10 +43,10 @@ from tests.support.oracle import prompt_of
 from tests.support.simulated_cuda.counts import CAPTURE, REPLAY, waits
 from tests.support.simulated_cuda.install import install, on_device
 from tests.support.simulated_cuda.queue import DEVICE
-from tests.support.trees import LyingDrafter
+from tests.support.trees import WrongDrafter
 
 PROMPT = prompt_of(20)
-MOST = 24
+MAX_NEW_TOKENS = 24
 GREEDY, SAMPLED = SamplingConfig(), SAMPLINGS["T 0.7"]
 DEEPER = 4
 NODES = 24
@@ -62,7 +62,7 @@ def hierarchy() -> Drafter:
 
 def plain(model: PreTrainedModel, sampling: SamplingConfig, prompt: list[int] = PROMPT) -> list[int]:
     """Return the answer of a model on the CPU, without drafts."""
-    return said(run(Target(model), prompt, sampling, MOST))
+    return output_tokens(run(Target(model), prompt, sampling, MAX_NEW_TOKENS))
 
 
 def watched(
@@ -71,7 +71,7 @@ def watched(
     drafter: Drafter | None = None,
     *,
     prompt: list[int] = PROMPT,
-    most: int = MOST,
+    max_new_tokens: int = MAX_NEW_TOKENS,
 ) -> dict[str, Any]:
     """Answer on the device, and return the device's events in each step that captured nothing.
 
@@ -79,7 +79,7 @@ def watched(
     """
     before = DEVICE.counts.events[CAPTURE]
     sampler, tokens, events, sizes = Sampler(sampling, prompt), [], [], []
-    for step in decode(target, prompt, sampler, max_new_tokens=most, drafter=drafter or NoDraft()):
+    for step in decode(target, prompt, sampler, max_new_tokens=max_new_tokens, drafter=drafter or NoDraft()):
         tokens += step.tokens
         sizes.append(len(step.tokens))
         events.append(Counter(DEVICE.counts.events))
@@ -116,7 +116,7 @@ def answers(*families: str) -> dict[str, Any]:
         for family in families
     }
     install()
-    return {family: answers_of(family, expected[family]) for family in families} | told()
+    return {family: answers_of(family, expected[family]) for family in families} | diagnostics()
 
 
 def watched_batch(target: Target) -> dict[str, Any]:
@@ -125,14 +125,16 @@ def watched_batch(target: Target) -> dict[str, Any]:
     requests = (Request(slot, prompt, Sampler(GREEDY, prompt), hierarchy()) for slot, prompt in prompts.items())
     tokens: dict[str, list[int]] = {slot: [] for slot in prompts}
     events = []
-    for request, step in decode_batch(target, partial(next, requests, None), len(prompts), max_new_tokens=MOST):
+    for request, step in decode_batch(
+        target, partial(next, requests, None), len(prompts), max_new_tokens=MAX_NEW_TOKENS
+    ):
         tokens[request.key] += step.tokens
         events.append(Counter(DEVICE.counts.events))
     steps = [after - before for before, after in pairwise(events) if after[REPLAY] > before[REPLAY]]
     return {"tokens": tokens, "steps": [step for step in steps if not step[CAPTURE]]}
 
 
-def told() -> dict[str, Any]:
+def diagnostics() -> dict[str, Any]:
     """Return faults and frequent events, which help to explain a failing test."""
     counts = DEVICE.counts
     lines = [f"{number} of {kind}, at {line}" for (kind, line), number in counts.lines.most_common(20)]
@@ -144,7 +146,7 @@ def answers_of(family: str, expected: dict[str, list[int]]) -> dict[str, Any]:
     target = Target(on_device(model))
     ways = {
         "plain": watched(target, GREEDY),
-        "lying drafter": watched(target, GREEDY, liar(greedy)),
+        "lying drafter": watched(target, GREEDY, wrong_drafter(greedy)),
         "hd": watched(target, GREEDY, hierarchy()),
         "sampled": watched(target, SAMPLED),
         "hd, sampled": watched(target, SAMPLED, hierarchy()),
@@ -160,12 +162,12 @@ def answers_of(family: str, expected: dict[str, list[int]]) -> dict[str, Any]:
         "captures": captures and target.captures,
         "fused": fused,
         "layers": [model.config.num_hidden_layers, DEEPER],
-        "deeper": {"plain": deep, "lying drafter": watched(target, GREEDY, liar(deep["tokens"]))},
+        "deeper": {"plain": deep, "lying drafter": watched(target, GREEDY, wrong_drafter(deep["tokens"]))},
     }
 
 
-def liar(truth: Sequence[int], prompt: Sequence[int] = PROMPT) -> Drafter:
-    return LyingDrafter(len(prompt), truth, VOCABULARY, seed=1)
+def wrong_drafter(truth: Sequence[int], prompt: Sequence[int] = PROMPT) -> Drafter:
+    return WrongDrafter(len(prompt), truth, VOCABULARY, seed=1)
 
 
 def captures() -> dict[str, Any]:
@@ -175,8 +177,8 @@ def captures() -> dict[str, Any]:
     target = Target(on_device(model_of("llama")))
     drafter = drafter_for(DecodeConfig(method="hd"), target, StoreSet())
     before = DEVICE.counts.events[CAPTURE] - earlier
-    found = [watched(target, GREEDY, drafter, most=60)["captures"] for _ in range(3)]
-    return {"before": before, "answers": found, "captures": target.captures} | told()
+    found = [watched(target, GREEDY, drafter, max_new_tokens=60)["captures"] for _ in range(3)]
+    return {"before": before, "answers": found, "captures": target.captures} | diagnostics()
 
 
 def sampled() -> dict[str, Any]:
@@ -190,7 +192,7 @@ def sampled() -> dict[str, Any]:
         name: {"plain": watched(target, sampling), "hd": watched(target, sampling, hierarchy())}
         for name, sampling in samplings.items()
     }
-    return {"expected": expected, "found": found} | told()
+    return {"expected": expected, "found": found} | diagnostics()
 
 
 def heads() -> dict[str, Any]:
@@ -200,7 +202,7 @@ def heads() -> dict[str, Any]:
     install()
     target = Target(on_device(model))
     drafter = StandaloneDrafter(HeadsState(random_for(target, HeadsConfig(rank=8)), target), FixedBudget(NODES))
-    return {"expected": expected, "found": [watched(target, GREEDY, drafter) for _ in range(2)]} | told()
+    return {"expected": expected, "found": [watched(target, GREEDY, drafter) for _ in range(2)]} | diagnostics()
 
 
 def mtp() -> dict[str, Any]:
@@ -211,7 +213,7 @@ def mtp() -> dict[str, Any]:
     target = Target(on_device(model))
     saved = random_for(target, SEQUENTIAL["mtp"])
     drafter = StandaloneDrafter(sequential_drafter(saved, target, is_measured=False), FixedBudget(NODES))
-    return {"expected": expected, "found": [watched(target, GREEDY, drafter) for _ in range(2)]} | told()
+    return {"expected": expected, "found": [watched(target, GREEDY, drafter) for _ in range(2)]} | diagnostics()
 
 
 def hidden_without_extents() -> dict[str, Any]:
@@ -226,7 +228,7 @@ def hidden_without_extents() -> dict[str, Any]:
     before = DEVICE.counts.events[CAPTURE]
     drafter = StandaloneDrafter(HeadsState(random_for(target, HeadsConfig(rank=8)), target), FixedBudget(NODES))
     ahead = DEVICE.counts.events[CAPTURE] - before
-    return {"expected": expected, "ahead": ahead, "found": watched(target, GREEDY, drafter)} | told()
+    return {"expected": expected, "ahead": ahead, "found": watched(target, GREEDY, drafter)} | diagnostics()
 
 
 def without_recovery() -> dict[str, Any]:
@@ -243,7 +245,7 @@ def without_recovery() -> dict[str, Any]:
         captured = DEVICE.counts.events[CAPTURE] - before
         found[name] = {"tokens": answer["tokens"], "captures": target.captures, "captured": captured}
     static_steps.recovers = lambda: True
-    return {"expected": expected, "found": found} | told()
+    return {"expected": expected, "found": found} | diagnostics()
 
 
 class WholeCache:
@@ -270,7 +272,7 @@ def reserved() -> dict[str, Any]:
     earlier = DEVICE.counts.events[CAPTURE]
     target = Target(on_device(model))
     before = DEVICE.counts.events[CAPTURE] - earlier
-    answers = [watched(target, GREEDY, liar(expected[0])), watched(target, GREEDY, prompt=long)]
+    answers = [watched(target, GREEDY, wrong_drafter(expected[0])), watched(target, GREEDY, prompt=long)]
     answers.append(watched(target, GREEDY, hierarchy()))
     batch = target.allocate(2)
     target.prefill(batch, 0, PROMPT)
@@ -283,7 +285,7 @@ def reserved() -> dict[str, Any]:
         "length": len(long),
         "capacities": [target.cache.capacity, batch.capacity],
         "captures": target.captures,
-    } | told()
+    } | diagnostics()
 
 
 class Adapter(Module):
@@ -336,16 +338,16 @@ def changes() -> dict[str, Any]:
     """Answer before and after a change of the model, on the CPU and on the device."""
 
     def answered_twice(target: Target, change: Callable[[Any], None]) -> dict[str, Any]:
-        before = said(run(target, PROMPT, GREEDY, MOST))
+        before = output_tokens(run(target, PROMPT, GREEDY, MAX_NEW_TOKENS))
         change(target.model)
-        return {"before": before, "after": said(run(target, PROMPT, GREEDY, MOST))}
+        return {"before": before, "after": output_tokens(run(target, PROMPT, GREEDY, MAX_NEW_TOKENS))}
 
     model = model_of("llama")
     expected = {change.__name__: answered_twice(Target(copy.deepcopy(model)), change) for change in CHANGES}
     install()
     targets = [Target(on_device(model)) for _ in CHANGES]
     found = {change.__name__: answered_twice(target, change) for change, target in zip(CHANGES, targets, strict=True)}
-    return {"expected": expected, "device": found, "captures": [target.captures for target in targets]} | told()
+    return {"expected": expected, "device": found, "captures": [target.captures for target in targets]} | diagnostics()
 
 
 def mutations() -> dict[str, Any]:
@@ -372,7 +374,7 @@ def symptoms(
     try:
         for number, (prompt, greedy) in enumerate(zip(prompts, expected[::2], strict=True)):
             target.cache.reserve(LONG << number)  # new memory for the second prompt, which is read in full
-            drafter = liar(greedy, prompt)
+            drafter = wrong_drafter(greedy, prompt)
             found = watched(target, GREEDY, drafter, prompt=prompt), watched(target, SAMPLED, prompt=prompt)
             tokens += [answer["tokens"] for answer in found]
             most_waits = max([most_waits, *(waits(Counter(step)) for step in found[0]["steps"])])

@@ -30,7 +30,7 @@ VARIANTS = {
 }
 SHAPE = HeadsShape(width=16, vocabulary=53, embedding=12, attention_heads=2, mlp=24)
 
-Numbers = npt.NDArray[np.float64]
+Floats = npt.NDArray[np.float64]
 
 
 SEQUENTIAL = {
@@ -77,7 +77,7 @@ def random_for(target: Target, config: HeadsConfig, seed: int = 0, size: float =
     return SavedHeads(heads, fingerprint(target.model), "random", judged, {})
 
 
-def slowly(heads: Heads, hidden: torch.Tensor, tokens: torch.Tensor, *, last: bool = False) -> Numbers:
+def reference_logits(heads: Heads, hidden: torch.Tensor, tokens: torch.Tensor, *, last: bool = False) -> Floats:
     """Compute logits ``[rows, heads, tokens]`` number by number, after every row or only after the ``last``."""
     weights = {name: weight.double().numpy() for name, weight in heads.state_dict().items()}
     config, width = heads.config, heads.shape.attention_heads
@@ -103,7 +103,7 @@ def slowly(heads: Heads, hidden: torch.Tensor, tokens: torch.Tensor, *, last: bo
     return found
 
 
-def slowly_after(heads: Heads, hidden: torch.Tensor, tokens: torch.Tensor, path: torch.Tensor) -> Numbers:
+def reference_logits_after(heads: Heads, hidden: torch.Tensor, tokens: torch.Tensor, path: torch.Tensor) -> Floats:
     """Compute the logits of heads that draft token by token, after embedded accepted tokens and an embedded path."""
     weights = {name: weight.double().numpy() for name, weight in heads.state_dict().items()}
     config, width = heads.config, heads.shape.attention_heads
@@ -127,7 +127,7 @@ def slowly_after(heads: Heads, hidden: torch.Tensor, tokens: torch.Tensor, path:
     return np.asarray(output.up.weight.detach().double().numpy() @ state)
 
 
-def _adapted(weights: Any, name: str, states: Numbers, tokens: Numbers, heads: int, config: HeadsConfig) -> Numbers:
+def _adapted(weights: Any, name: str, states: Floats, tokens: Floats, heads: int, config: HeadsConfig) -> Floats:
     if config.sampled_token:
         told = np.array([_normed(token, weights[name + "token_norm.weight"]) for token in tokens])
         states = np.concatenate([states, told], axis=1) @ weights[name + "join.weight"].T
@@ -140,11 +140,11 @@ def _adapted(weights: Any, name: str, states: Numbers, tokens: Numbers, heads: i
     return np.array(out)
 
 
-def _attended(weights: Any, name: str, states: Numbers, heads: int, *, turned: bool, causal: bool) -> Numbers:
+def _attended(weights: Any, name: str, states: Floats, heads: int, *, turned: bool, causal: bool) -> Floats:
     width = states.shape[1] // heads
     read = [weights[name + "read.weight"] @ _normed(state, weights[name + "norm.weight"]) for state in states]
     parts = [np.split(line, 3) for line in read]
-    seen: list[list[Numbers]] = [[] for _ in states]
+    seen: list[list[Floats]] = [[] for _ in states]
     for head in range(heads):
         mine = slice(head * width, (head + 1) * width)
         queries, keys, values = ([part[kind][mine] for part in parts] for kind in range(3))
@@ -160,7 +160,7 @@ def _attended(weights: Any, name: str, states: Numbers, heads: int, *, turned: b
     return out
 
 
-def _turned(part: Numbers, place: int) -> Numbers:
+def _turned(part: Floats, place: int) -> Floats:
     half, out = len(part) // 2, part.copy()
     for number in range(half):
         angle = place * ROTARY_BASE ** (-2 * number / len(part))
@@ -170,5 +170,5 @@ def _turned(part: Numbers, place: int) -> Numbers:
     return out
 
 
-def _normed(state: Numbers, weight: Numbers) -> Numbers:
+def _normed(state: Floats, weight: Floats) -> Floats:
     return np.asarray(state / np.sqrt(np.mean(state**2) + NORM_EPSILON) * weight)

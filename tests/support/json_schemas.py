@@ -7,21 +7,21 @@ from typing import Any
 Schema = dict[str, Any]
 
 
-def text(most: int = 24) -> Schema:
-    return {"type": "string", "maxLength": most}
+def text(max_length: int = 24) -> Schema:
+    return {"type": "string", "maxLength": max_length}
 
 
 def one_of(*values: Any) -> Schema:
     return {"enum": list(values)}
 
 
-def number(least: float | None = None, most: float | None = None, kind: str = "integer") -> Schema:
-    bounds = {"minimum": least, "maximum": most}
+def number(minimum: float | None = None, maximum: float | None = None, kind: str = "integer") -> Schema:
+    bounds = {"minimum": minimum, "maximum": maximum}
     return {"type": kind, **{name: value for name, value in bounds.items() if value is not None}}
 
 
-def several(items: Schema, least: int = 0, most: int = 3) -> Schema:
-    return {"type": "array", "items": items, "minItems": least, "maxItems": most}
+def several(items: Schema, min_items: int = 0, max_items: int = 3) -> Schema:
+    return {"type": "array", "items": items, "minItems": min_items, "maxItems": max_items}
 
 
 def record(optional: tuple[str, ...] = (), **properties: Schema) -> Schema:

@@ -8,9 +8,11 @@ from hdtool.runtime.config.decoding import DRAFT_MODEL
 
 SHIPPED = ("medusa", "amphista", "hd+amphista")
 """Methods whose heads ship with the demo model."""
-WITHOUT_MODEL = tuple(name for name, method in METHODS.items() if not method.trained or name in SHIPPED)
-OF_DEMO = tuple(name for name in METHODS if name in WITHOUT_MODEL or METHODS[name].trained == DRAFT_MODEL)
-"""Methods of ``WITHOUT_MODEL``, and methods with a draft model, which can be the demo model itself."""
+METHODS_WITHOUT_DRAFT_MODEL = tuple(name for name, method in METHODS.items() if not method.trained or name in SHIPPED)
+DEMO_METHODS = tuple(
+    name for name in METHODS if name in METHODS_WITHOUT_DRAFT_MODEL or METHODS[name].trained == DRAFT_MODEL
+)
+"""Methods of ``METHODS_WITHOUT_DRAFT_MODEL``, and methods with a draft model, which can be the demo model itself."""
 
 
 def drafter_for(method: str) -> str | None:

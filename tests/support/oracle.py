@@ -15,11 +15,11 @@ def prompt_of(length: int) -> list[int]:
     return ids
 
 
-def generated(model: Any, prompt: list[int], most: int, **options: Any) -> list[int]:
+def generated(model: Any, prompt: list[int], max_new_tokens: int, **options: Any) -> list[int]:
     """Return the answer of ``model.generate``, greedy unless the options say otherwise."""
     asked = torch.tensor([prompt], device=model.device)
     options = {"do_sample": False} | options
-    said = model.generate(asked, attention_mask=torch.ones_like(asked), max_new_tokens=most, **options)
+    said = model.generate(asked, attention_mask=torch.ones_like(asked), max_new_tokens=max_new_tokens, **options)
     ids: list[int] = said[0, len(prompt) :].tolist()
     return ids
 

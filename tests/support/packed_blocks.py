@@ -20,7 +20,7 @@ SCALES: dict[str, tuple[int, ...]] = {"Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,)
 SCALES |= {"Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "IQ4_NL": (0,), "MXFP4": (0,)}
 SCALES |= {"int8": (0,), "int4": (0, 4)}
 """Offsets in a block of float16 scales, of float32 scales for torchao, or of the 8-bit exponent for MXFP4."""
-LONGEST_BLOCK = 256
+MAX_BLOCK_SIZE = 256
 
 
 def some_matrix(format: BlockFormat, outs: int, columns: int, seed: int = 0, scale: float = 0.01) -> PackedMatrix:

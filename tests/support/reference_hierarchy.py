@@ -16,21 +16,21 @@ from hdtool.runtime.stores.corpus_index import CorpusIndex
 from hdtool.runtime.stores.model_store import ModelStore
 
 # The constants of the compiled policy are repeated here, so that changing one there fails the tests.
-LONGEST_MATCH, PLACES, PLACES_BELOW = 32, 64, 16
+MAX_MATCH_LENGTH, MAX_MATCHES, MAX_CHILD_MATCHES = 32, 64, 16
 LEVELS = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 32)
 """Longest match length of each order."""
-TOLD, TOLD_BELOW, OVERLAP = 32, 8, 8
-LONGEST_PREFIX = 4
-LONGEST_RANGE, SAMPLES, FEWEST_SAMPLES = 6, 64, 16
-LONGEST_NODE, BEST, HASHED_ROWS, SHARPNESS, WHOLE = 5, 8, 2**15, 1.5, 1000
-MOST_CANDIDATES, MILLION, LAST_SHARPNESS = 60, 10**6, 0.5
+MAX_HISTORY_MATCHES, MAX_CHILD_HISTORY_MATCHES, OVERLAP = 32, 8, 8
+MAX_MODEL_ORDER = 4
+MAX_CORPUS_ORDER, SAMPLES, MIN_SAMPLES = 6, 64, 16
+MAX_RECYCLED_ORDER, BEST, HASHED_ROWS, SHARPNESS, WHOLE = 5, 8, 2**15, 1.5, 1000
+MAX_CANDIDATES, MILLION, LAST_SHARPNESS = 60, 10**6, 0.5
 CONTEXT_ORDERS, MODEL_ORDERS, CORPUS_ORDERS, RECYCLED_ORDERS, HISTORY_ORDERS = 0, 12, 16, 22, 27
 LAST_ORDERS, ORDERS = 39, 40
 PRIORS = {
     CONTEXT_ORDERS: (len(LEVELS), 1.0, 1.0, 0.0, 0.25),
-    MODEL_ORDERS: (LONGEST_PREFIX, 0.9, 0.75, 0.4, 0.05),
-    CORPUS_ORDERS: (LONGEST_RANGE, 0.9, 0.75, 0.35, 0.12),
-    RECYCLED_ORDERS: (LONGEST_NODE, 0.9, 0.9, 0.0, 0.0),
+    MODEL_ORDERS: (MAX_MODEL_ORDER, 0.9, 0.75, 0.4, 0.05),
+    CORPUS_ORDERS: (MAX_CORPUS_ORDER, 0.9, 0.75, 0.35, 0.12),
+    RECYCLED_ORDERS: (MAX_RECYCLED_ORDER, 0.9, 0.9, 0.0, 0.0),
     HISTORY_ORDERS: (len(LEVELS), 1.0, 1.0, 0.0, 0.06),
     LAST_ORDERS: (1, 0.7, 1.0, 0.0, 0.0),
 }
@@ -57,8 +57,8 @@ RECENCY = (
     (0.70, 0.61, 0.68, 0.95),
 )
 """Factors by the bit length of the distance to the last occurrence, 0 if there is none, and by range of probability."""
-NEIGHBOR_KINDS, NEIGHBOR_PLACES, NEIGHBOR_TOKENS, NEIGHBOR_SHARPNESS = 8, 8, 32, 0.7
-DEEPEST, LEAST_LEFT, LEAST_PART, LEFT_TO_LEARN, WORTH_ADDING, WORTH_EXPANDING = 64, 0.002, 1e-4, 0.02, 0.1, 1.6
+NEIGHBOR_KINDS, NEIGHBOR_DEPTHS, NEIGHBOR_TOKENS, NEIGHBOR_SHARPNESS = 8, 8, 32, 0.7
+MAX_DEPTH, MIN_REMAINDER, MIN_SHARE, LEARNING_REMAINDER, WORTH_ADDING, WORTH_EXPANDING = 64, 0.002, 1e-4, 0.02, 0.1, 1.6
 WORTH_A_SEARCH = 5.0
 
 Counts = dict[int, int]
@@ -80,7 +80,7 @@ class Evidence:
 @dataclass
 class Node:
     context: list[int]
-    above: Node | None = None
+    parent: Node | None = None
     token: int = -1
     probs: float = 1.0
     depth: int = 0
@@ -88,15 +88,15 @@ class Node:
     known: int = 0
     searched: set[int] = field(default_factory=set)
     """Orders at which the corpus was searched, which limit the orders of the children."""
-    alike: list[tuple[int, int]] = field(default_factory=list)
+    matches: list[tuple[int, int]] = field(default_factory=list)
     """Matches in the conversation: index of the next token, and length of the match."""
     capped: set[int] = field(default_factory=set)
-    """Matches in ``alike`` that were found by a search for shorter ones. They count as short, whatever their length."""
+    """Those of ``matches`` that were found by a search for shorter ones. They count as short, whatever their length."""
     shortest: int = 1
     """Length from which all matches have been searched."""
-    told: list[tuple[list[int], int]] = field(default_factory=list)
+    history_matches: list[tuple[list[int], int]] = field(default_factory=list)
     """Matches in earlier answers: tokens of the answer, and index of the next token."""
-    longest: list[tuple[int, int]] = field(default_factory=list)
+    longest_matches: list[tuple[int, int]] = field(default_factory=list)
     """Corpus positions after the matches of the longest order, if all of them were read."""
 
 
@@ -108,8 +108,8 @@ class SlowHierarchy:
     ) -> None:
         self.seed = seed
         self.last: Counts = {}  # share of each candidate in millionths
-        self.near: list[dict[int, int]] = []  # kind of each token that the rankings of a position name
-        self.kept: dict[Row, Ranking] = {}
+        self.neighbor_kinds: list[dict[int, int]] = []  # kind of each token that the rankings of a position name
+        self.rankings: dict[Row, Ranking] = {}
         self.letters, use_context = letters, "C" in letters
         self.weight = prior_weights()
         self.credit, self.asked = STRENGTH * self.weight, np.full(self.weight.shape, STRENGTH)
@@ -117,7 +117,7 @@ class SlowHierarchy:
         self.context: list[int] = []
         self.history: list[tuple[list[int], int]] = []
         """Earlier answers, each after the last tokens of its prompt, and the number of those tokens."""
-        self.answering: tuple[list[int], int] = [], 0
+        self.current_answer: tuple[list[int], int] = [], 0
         self.shards: list[list[int]] = []
         self.end = corpus.end if corpus else 0
         self.samples: dict[int, int] = {}  # samples at the root by order, fixed until the context changes
@@ -133,13 +133,13 @@ class SlowHierarchy:
         if not self.use_context:
             return None
         if node.shortest > 1 and order == min(2, node.shortest - 1):
-            shorter = self._latest(node, 1, PLACES_BELOW if node.above else PLACES)
-            new = [(at, length) for at, length in shorter if length < node.shortest or not node.alike]
-            node.alike = [*node.alike, *new][:PLACES]
+            shorter = self._latest_matches(node, 1, MAX_CHILD_MATCHES if node.parent else MAX_MATCHES)
+            new = [(at, length) for at, length in shorter if length < node.shortest or not node.matches]
+            node.matches = [*node.matches, *new][:MAX_MATCHES]
             node.shortest = 1
             # They count as short matches, whatever their length.
             node.capped = {at for at, _ in new}
-        orders = [(at, min(2, order_of(n)) if at in node.capped else order_of(n)) for at, n in node.alike]
+        orders = [(at, min(2, order_of(n)) if at in node.capped else order_of(n)) for at, n in node.matches]
         # Insertion order breaks ties, so the longest match comes first.
         orders.sort(key=lambda place: -place[1])
         counts = Counter(self.context[at] for at, of in orders if of >= order)
@@ -152,28 +152,32 @@ class SlowHierarchy:
 
         Other children keep those matches of their parent that continue with their token.
         """
-        if node.above:
-            node.shortest = node.above.shortest + 1
-            node.alike = [
-                (at + 1, min(LONGEST_MATCH, length + 1))
-                for at, length in node.above.alike
+        if node.parent:
+            node.shortest = node.parent.shortest + 1
+            node.matches = [
+                (at + 1, min(MAX_MATCH_LENGTH, length + 1))
+                for at, length in node.parent.matches
                 if self.context[at] == node.token and at + 1 < len(self.context)
             ]
-            if not node.alike:
-                node.shortest, node.alike = 1, self._latest(node, 1, PLACES_BELOW)
-            node.told = [(answer, at + 1) for answer, at in node.above.told if token_at(answer, at) == node.token]
+            if not node.matches:
+                node.shortest, node.matches = 1, self._latest_matches(node, 1, MAX_CHILD_MATCHES)
+            node.history_matches = [
+                (answer, at + 1) for answer, at in node.parent.history_matches if token_at(answer, at) == node.token
+            ]
         else:
-            node.shortest, node.alike = 3, self._latest(node, 3, PLACES)
-        if not node.told:
-            node.told = self._told(node)
+            node.shortest, node.matches = 3, self._latest_matches(node, 3, MAX_MATCHES)
+        if not node.history_matches:
+            node.history_matches = self._history_matches(node)
 
-    def _latest(self, node: Node, least: int, most: int) -> list[tuple[int, int]]:
-        alike = ((at, self._alike(node.context, at)) for at in range(len(self.context) - 1, 0, -1))
-        return [(at, length) for at, length in alike if length >= least][:most]
+    def _latest_matches(self, node: Node, min_length: int, max_matches: int) -> list[tuple[int, int]]:
+        matches = ((at, self._match_length(node.context, at)) for at in range(len(self.context) - 1, 0, -1))
+        return [(at, length) for at, length in matches if length >= min_length][:max_matches]
 
-    def _alike(self, context: list[int], at: int) -> int:
+    def _match_length(self, context: list[int], at: int) -> int:
         length = 0
-        while length < min(LONGEST_MATCH, at, len(context)) and self.context[at - 1 - length] == context[-1 - length]:
+        while (
+            length < min(MAX_MATCH_LENGTH, at, len(context)) and self.context[at - 1 - length] == context[-1 - length]
+        ):
             length += 1
         return length
 
@@ -182,28 +186,30 @@ class SlowHierarchy:
         if "H" not in self.letters or order < 2:
             return None
         counts = Counter[int]()
-        ordered = sorted(node.told, key=lambda place: -order_of(alike_in(place[0], place[1], node.context)))
+        ordered = sorted(
+            node.history_matches, key=lambda place: -order_of(match_length(place[0], place[1], node.context))
+        )
         for answer, at in ordered:
-            if at < len(answer) and order_of(alike_in(answer, at, node.context)) >= order:
+            if at < len(answer) and order_of(match_length(answer, at, node.context)) >= order:
                 counts[answer[at]] += 1
         total = sum(counts.values())
         level = HISTORY_ORDERS + order - 1
         return Evidence(level, SourceName.HISTORY, counts, total, 3 * size_of(total) + 2) if total else None
 
-    def _told(self, node: Node) -> list[tuple[list[int], int]]:
-        wanted = TOLD_BELOW if node.above else TOLD
-        answers = [*self.history, self.answering]
+    def _history_matches(self, node: Node) -> list[tuple[list[int], int]]:
+        wanted = MAX_CHILD_HISTORY_MATCHES if node.parent else MAX_HISTORY_MATCHES
+        answers = [*self.history, self.current_answer]
         places = [
             (answer, at)
             for answer, linked in reversed(answers)
             for at in range(len(answer) - 1, linked - 1, -1)
-            if alike_in(answer, at, node.context) >= 2
+            if match_length(answer, at, node.context) >= 2
         ]
         # Matches in the current answer are skipped, because the context contains them.
-        return [place for place in places[: 2 * wanted] if place[0] is not self.answering[0]][:wanted]
+        return [place for place in places[: 2 * wanted] if place[0] is not self.current_answer[0]][:wanted]
 
     def ask_model(self, node: Node, order: int) -> Evidence | None:
-        deepest = min(LONGEST_PREFIX, node.above.known + 1) if node.above else LONGEST_PREFIX
+        deepest = min(MAX_MODEL_ORDER, node.parent.known + 1) if node.parent else MAX_MODEL_ORDER
         if not self.model or order > deepest or order > len(node.context):
             return None
         entries = self.model.after(node.context[-order:])
@@ -214,33 +220,35 @@ class SlowHierarchy:
         counts = dict(zip(tokens.tolist(), found.tolist(), strict=True))
         return Evidence(MODEL_ORDERS + order - 1, SourceName.MODEL, counts, total, bucket(total, distinct))
 
-    def ask_corpus(self, node: Node, order: int, most: int) -> Evidence | None:
-        """Count the tokens that follow the last ``order`` tokens in the corpus, at all matches or at ``most`` of them.
+    def ask_corpus(self, node: Node, order: int, max_samples: int) -> Evidence | None:
+        """Count the tokens after the last ``order`` tokens in the corpus, at all matches or at ``max_samples`` of them.
 
         The matches that are read are evenly spread.
         """
         follows = False
-        if node.above:
-            above = node.above
-            if order > 1 and above.above and order - 1 not in above.searched:
-                follows = order == LONGEST_RANGE and bool(above.longest)
+        if node.parent:
+            parent = node.parent
+            if order > 1 and parent.parent and order - 1 not in parent.searched:
+                follows = order == MAX_CORPUS_ORDER and bool(parent.longest_matches)
                 if not follows:
                     return None
             node.searched.add(order)
         if follows:
-            assert node.above
-            goes_on = [(shard, at + 1) for shard, at in node.above.longest if self._token(shard, at) == node.token]
+            assert node.parent
+            goes_on = [
+                (shard, at + 1) for shard, at in node.parent.longest_matches if self._token(shard, at) == node.token
+            ]
         else:
             goes_on = [(shard, at + order) for shard, at in self._range(node.context[-order:], order)]
         if not goes_on:
             return None
-        if not node.above:
-            most = self.samples.setdefault(order, most)
-        read = min(len(goes_on), most)
+        if not node.parent:
+            max_samples = self.samples.setdefault(order, max_samples)
+        read = min(len(goes_on), max_samples)
         step = (len(goes_on) << 16) // read
         followers = [self._token(*goes_on[turn * step >> 16]) for turn in range(read)]
-        if order == LONGEST_RANGE and read == len(goes_on):
-            node.longest = goes_on
+        if order == MAX_CORPUS_ORDER and read == len(goes_on):
+            node.longest_matches = goes_on
         counts = Counter(token for token in followers if token != self.end)
         level = CORPUS_ORDERS + order - 1
         return Evidence(level, SourceName.CORPUS, counts, read, bucket(len(goes_on), len(counts))) if counts else None
@@ -257,48 +265,48 @@ class SlowHierarchy:
 
     def ask_recycled(self, node: Node, order: int) -> Evidence | None:
         tail = tail_of(node.context, order)
-        owner, counts = self.kept.get(row_of(tail), NO_RANKING)
-        if order > LONGEST_NODE or owner != tail:
+        owner, counts = self.rankings.get(row_of(tail), NO_RANKING)
+        if order > MAX_RECYCLED_ORDER or owner != tail:
             return None
         sure = min(SIZES - 1, SIZES * max(counts.values()) // WHOLE)
         level = RECYCLED_ORDERS + order - 1
         return Evidence(level, SourceName.RECYCLED, counts, WHOLE, 3 * sure)
 
-    def listen(self, nodes: list[Node], accepted: Accepted, logits: torch.Tensor) -> None:
+    def observe_logits(self, nodes: list[Node], accepted: Accepted, logits: torch.Tensor) -> None:
         """Update the rankings from the logits of the root and each node."""
         if "R" in self.letters:
-            self._look_round(nodes[1:], logits[1:], len(accepted.path))
+            self._combine_rankings(nodes[1:], logits[1:], len(accepted.path))
         rows = [0, *(node + 1 for node in accepted.path)]
         if "L" in self.letters:
-            best = logits[rows[-1]].topk(min(MOST_CANDIDATES + 1, logits.shape[1]))
+            best = logits[rows[-1]].topk(min(MAX_CANDIDATES + 1, logits.shape[1]))
             shares = np.exp(LAST_SHARPNESS * (best.values - best.values[0]).double().numpy())
             shares[best.indices.numpy() == accepted.tokens[-1]] = 0.0
             millionths = (shares * (MILLION / shares.sum())).astype(int).tolist()
             found = [
                 pair for pair in zip(best.indices.tolist(), millionths, strict=True) if pair[0] != accepted.tokens[-1]
             ]
-            self.last = dict(found[:MOST_CANDIDATES])
+            self.last = dict(found[:MAX_CANDIDATES])
         for row in reversed(range(len(logits)) if "R" in self.letters else []):
             best = logits[row].topk(BEST)
             shares = np.exp(SHARPNESS * (best.values - best.values[0]).double().numpy())
             whole = (shares * (WHOLE / shares.sum())).astype(int).tolist()
-            said = dict(zip(best.indices.tolist(), whole, strict=True))
-            for order in range(1, LONGEST_NODE + 1):
+            ranking = dict(zip(best.indices.tolist(), whole, strict=True))
+            for order in range(1, MAX_RECYCLED_ORDER + 1):
                 tail = tail_of(nodes[row].context, order)
-                self.kept[row_of(tail)] = tail, said
+                self.rankings[row_of(tail)] = tail, ranking
 
-    def _look_round(self, nodes: list[Node], logits: torch.Tensor, passed: int) -> None:
+    def _combine_rankings(self, nodes: list[Node], logits: torch.Tensor, passed: int) -> None:
         """Combine the rankings of each depth after the new root, weighted by the probabilities of their nodes."""
-        shares = [Counter[int]() for _ in range(NEIGHBOR_PLACES)]
+        shares = [Counter[int]() for _ in range(NEIGHBOR_DEPTHS)]
         for node, row in zip(nodes, logits, strict=True):
-            if 0 <= (place := node.depth - passed - 1) < NEIGHBOR_PLACES:
+            if 0 <= (place := node.depth - passed - 1) < NEIGHBOR_DEPTHS:
                 best = row.topk(BEST)
                 chances = np.exp(NEIGHBOR_SHARPNESS * (best.values - best.values[0]).double().numpy())
                 for token, chance in zip(best.indices.tolist(), chances / chances.sum(), strict=True):
                     if token in shares[place] or len(shares[place]) < NEIGHBOR_TOKENS:
                         shares[place][token] += node.probs * chance
         wholes = [sum(node.probs for node in nodes if node.depth - passed - 1 == place) for place in range(len(shares))]
-        self.near = [
+        self.neighbor_kinds = [
             {token: kind_of(int(MILLION * (share / whole))) for token, share in of.items()}
             for of, whole in zip(shares, wholes, strict=True)
             if of
@@ -306,7 +314,7 @@ class SlowHierarchy:
 
     def _weigh_recency(self, node: Node, chances: dict[int, float]) -> dict[int, float]:
         """Scale probabilities by recency, keeping their sum. Positions with a neighboring ranking stay unchanged."""
-        if not self.use_context or not chances or node.depth < len(self.near):
+        if not self.use_context or not chances or node.depth < len(self.neighbor_kinds):
             return chances
         gained = {
             token: chance
@@ -325,7 +333,7 @@ class SlowHierarchy:
 
     def _agree(self, node: Node, chances: dict[int, float]) -> dict[int, float]:
         """Raise the probabilities of candidates that a neighboring ranking names, keeping their sum."""
-        named = self.near[node.depth] if node.depth < len(self.near) else {}
+        named = self.neighbor_kinds[node.depth] if node.depth < len(self.neighbor_kinds) else {}
         if not chances:
             return {}
         more = {token: chance * (GAINS[named[token]] if token in named else 1) for token, chance in chances.items()}
@@ -366,14 +374,14 @@ class SlowHierarchy:
             weigh(self.ask_model(node, order))
             if left_open < least:
                 break
-            if self.shards and order <= LONGEST_RANGE and left_open >= WORTH_A_SEARCH * least:
-                weigh(self.ask_corpus(node, order, max(FEWEST_SAMPLES, min(SAMPLES, int(left_open / least)))))
+            if self.shards and order <= MAX_CORPUS_ORDER and left_open >= WORTH_A_SEARCH * least:
+                weigh(self.ask_corpus(node, order, max(MIN_SAMPLES, min(SAMPLES, int(left_open / least)))))
                 if left_open < least:
                     break
         chances = self._weigh_recency(node, {token: sum(part.values()) for token, part in parts.items()})
         if not node.known and left_open < least:
-            node.known = LONGEST_PREFIX
-        if not node.above and left_open >= least and self.last:
+            node.known = MAX_MODEL_ORDER
+        if not node.parent and left_open >= least and self.last:
             weigh(
                 Evidence(
                     LAST_ORDERS,
@@ -396,64 +404,64 @@ class SlowHierarchy:
         scale = sum(weights.values()) + (1 - sum(chances.values())) ** 0.5
         return {token: weight / scale for token, weight in weights.items()}
 
-    def draft(self, most: int) -> list[Node]:
+    def draft(self, max_nodes: int) -> list[Node]:
         root = Node(self.context)
         nodes, waiting, bar, node = [root], list[Node](), 0.0, root
         while True:
-            if node.depth < DEEPEST and node.probs > WORTH_EXPANDING * bar:
-                least = max(WORTH_EXPANDING * bar / node.probs, LEAST_LEFT)
-                floor = max(WORTH_ADDING * bar / node.probs, LEAST_PART)
+            if node.depth < MAX_DEPTH and node.probs > WORTH_EXPANDING * bar:
+                least = max(WORTH_EXPANDING * bar / node.probs, MIN_REMAINDER)
+                floor = max(WORTH_ADDING * bar / node.probs, MIN_SHARE)
                 parts, chances, _ = self.expand(node, least, floor)
                 chances = self._agree(node, chances)
                 chances = self._draw(node, chances)
                 for token, part in parts.items():
                     source = max(range(len(SourceName)), key=lambda name: part.get(name, 0.0))
                     probs = chances[token] * node.probs
-                    if len(nodes) - 1 + len(waiting) == most:
+                    if len(nodes) - 1 + len(waiting) == max_nodes:
                         if probs <= bar:
                             continue
                         waiting.pop()
                     place = next((at for at, other in enumerate(waiting) if other.probs < probs), len(waiting))
                     context = [*node.context, token]
                     waiting.insert(place, Node(context, node, token, probs, node.depth + 1, source))
-                    if len(nodes) - 1 + len(waiting) == most:
+                    if len(nodes) - 1 + len(waiting) == max_nodes:
                         bar = waiting[-1].probs
             if not waiting:
                 return nodes[1:]
             node = waiting.pop(0)
             nodes.append(node)
 
-    def hear(self, token: int) -> None:
+    def observe_token(self, token: int) -> None:
         """Update the weights with one step of expectation maximisation, and append the token to the context."""
-        *_, evidences = self.expand(Node(self.context), LEFT_TO_LEARN, 0.0)
+        *_, evidences = self.expand(Node(self.context), LEARNING_REMAINDER, 0.0)
         explained, left_open = [], 1.0
         for evidence in evidences:
             weight = self.weight[evidence.level, evidence.bucket]
             explained.append(left_open * weight * evidence.counts.get(token, 0) / evidence.read)
             left_open *= 1 - weight
-        heard = sum(explained) + left_open * UNSEEN
+        token_prob = sum(explained) + left_open * UNSEEN
         left = 1.0
         for evidence, part in zip(evidences, explained, strict=True):
             at = evidence.level, evidence.bucket
             fading = min(1.0, EMA_WINDOW / self.asked[at])
-            self.credit[at] = self.credit[at] * fading + part / heard
+            self.credit[at] = self.credit[at] * fading + part / token_prob
             self.asked[at] = self.asked[at] * fading + left
             self.weight[at] = self.credit[at] / self.asked[at]
-            left -= part / heard
+            left -= part / token_prob
             if left < NEGLIGIBLE:
                 break
-        self.go_to([*self.context, token])
-        self.answering[0].append(token)
-        self.near = self.near[1:]
+        self.set_context([*self.context, token])
+        self.current_answer[0].append(token)
+        self.neighbor_kinds = self.neighbor_kinds[1:]
 
     def begin(self, context: list[int]) -> None:
-        self.history.append(self.answering)
+        self.history.append(self.current_answer)
         before = context[-OVERLAP:]
-        self.answering = before, len(before)
-        self.go_to(context)
-        self.near = []
+        self.current_answer = before, len(before)
+        self.set_context(context)
+        self.neighbor_kinds = []
 
-    def go_to(self, context: list[int]) -> None:
+    def set_context(self, context: list[int]) -> None:
         self.context = context
         self.samples = {}
         self.last = {}
@@ -464,9 +472,9 @@ def order_of(length: int) -> int:
     return next(order for order, longest in enumerate(LEVELS, start=1) if length <= longest)
 
 
-def alike_in(answer: list[int], at: int, context: list[int]) -> int:
+def match_length(answer: list[int], at: int, context: list[int]) -> int:
     length = 0
-    while length < min(LONGEST_MATCH, at, len(context)) and answer[at - 1 - length] == context[-1 - length]:
+    while length < min(MAX_MATCH_LENGTH, at, len(context)) and answer[at - 1 - length] == context[-1 - length]:
         length += 1
     return length
 

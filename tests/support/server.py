@@ -15,7 +15,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-LONGEST = 300.0
+TIMEOUT_SECONDS = 300.0
 """Timeout of a start in seconds. The first start compiles the drafters."""
 
 
@@ -42,7 +42,7 @@ class RunningServer:
         started = time.monotonic()
         while not (found := re.search(r"listens on http://[^ ]*:(\d+)/v1", self.log)):
             assert self.process.poll() is None, self.log[-4000:]
-            assert time.monotonic() - started < LONGEST, self.log[-4000:]
+            assert time.monotonic() - started < TIMEOUT_SECONDS, self.log[-4000:]
             time.sleep(0.1)
         self.port = int(found[1])
         return self

@@ -11,11 +11,11 @@ from typing import Any
 import pexpect
 import pyte
 
-from tests.support.processes import hear_ctrl_c
+from tests.support.processes import accept_ctrl_c
 
 PASTE = "\x1b[200~{}\x1b[201~"
 """Bracketed paste, as terminals send it."""
-PATIENCE = 180
+TIMEOUT_SECONDS = 180
 """Default timeout in seconds. A busy machine needs a minute to start a command."""
 BRACKETED_PASTE = 2004
 """Terminal mode in which pastes are marked."""
@@ -49,8 +49,8 @@ class Terminal:
             dimensions=(rows, columns),
             env={**os.environ, "TERM": "xterm-256color", **environment},
             encoding="utf-8",
-            timeout=PATIENCE,
-            preexec_fn=hear_ctrl_c,
+            timeout=TIMEOUT_SECONDS,
+            preexec_fn=accept_ctrl_c,
         )
         self.process.delaybeforesend = None
 
@@ -73,7 +73,7 @@ class Terminal:
     def text(self) -> str:
         return "\n".join(self.lines)
 
-    def wait(self, holds: Callable[[], object], seconds: float = PATIENCE) -> None:
+    def wait(self, holds: Callable[[], object], seconds: float = TIMEOUT_SECONDS) -> None:
         """Update the screen until ``holds`` returns True. Fails after the timeout."""
         end = time.monotonic() + seconds
         while not holds():

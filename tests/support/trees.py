@@ -15,9 +15,9 @@ from hdtool.runtime.tree import ROOT, DraftTree
 
 
 @st.composite
-def trees(draw: st.DrawFn, vocabulary: int, most: int = 20) -> DraftTree:
+def trees(draw: st.DrawFn, vocabulary: int, max_nodes: int = 20) -> DraftTree:
     """Generate any tree in which a parent precedes its children, including chains, stars and equal siblings."""
-    tokens = draw(st.lists(st.integers(0, vocabulary - 1), max_size=most))
+    tokens = draw(st.lists(st.integers(0, vocabulary - 1), max_size=max_nodes))
     parents = [draw(st.integers(ROOT, node - 1)) for node in range(len(tokens))]
     return DraftTree.of(draw(st.integers(0, vocabulary - 1)), tokens, parents)
 
@@ -35,18 +35,20 @@ def tokens_to(tree: DraftTree, node: int) -> list[int]:
     return [tree.root, *(int(tree.tokens[above]) for above in path_to(tree, node))]
 
 
-class LyingDrafter:
+class WrongDrafter:
     """Drafter of random trees with right and wrong tokens.
 
     ``truth`` is the answer that the target will give. The target must reject the other tokens.
     """
 
-    def __init__(self, prompt_length: int, truth: Sequence[int], vocabulary: int, seed: int, most: int = 12) -> None:
+    def __init__(
+        self, prompt_length: int, truth: Sequence[int], vocabulary: int, seed: int, max_nodes: int = 12
+    ) -> None:
         self._prompt_length = prompt_length
         self._truth = list(truth)
         self._vocabulary = vocabulary
         self._random = random.Random(seed)
-        self._most = most
+        self._max_nodes = max_nodes
         self.seconds: dict[SourceName, float] = {}
         self.drafted = 0
         self.accepted = 0
@@ -58,7 +60,7 @@ class LyingDrafter:
         ahead = self._truth[len(context) - self._prompt_length :]
         tokens: list[int] = []
         parents: list[int] = []
-        for node in range(self._random.randrange(self._most + 1)):
+        for node in range(self._random.randrange(self._max_nodes + 1)):
             parent = self._random.randrange(ROOT, node)
             depth = 0 if parent == ROOT else len(path_to(DraftTree.of(0, tokens, parents), parent))
             honest = depth < len(ahead) and self._random.random() < 0.6

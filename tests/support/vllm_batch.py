@@ -15,7 +15,7 @@ from hdtool.runtime.integrations.vllm_plugin import CUSTOM_CLASS_METHOD, PROPOSE
 from hdtool.runtime.stores.store_set import StoreSet
 
 MODEL = str(demo.MODEL)
-ROWS, LONGEST, TOKENS = 8, 256, 6
+ROWS, MAX_MODEL_LENGTH, TOKENS = 8, 256, 6
 
 
 class Engine:
@@ -23,7 +23,7 @@ class Engine:
 
     def __init__(self, drafter: BatchDrafter) -> None:
         self.drafter = drafter
-        self.contexts = np.full((ROWS, LONGEST), 7, np.int32)
+        self.contexts = np.full((ROWS, MAX_MODEL_LENGTH), 7, np.int32)
         self.lengths = np.zeros(ROWS, np.int32)
         self.requests: list[list[int]] = []
 
@@ -40,7 +40,7 @@ def engine(
     *requests: list[int], min_draft_prob: float | None = 0.02, store_set: StoreSet | None = None, **limits: Any
 ) -> Engine:
     config = VllmConfig(TOKENS, min_draft_prob, limits.pop("context_mib", 256), limits.pop("history", MEMORY))
-    drafter = BatchDrafter(store_set or StoreSet(), config, **{"rows": ROWS, "longest": LONGEST, **limits})
+    drafter = BatchDrafter(store_set or StoreSet(), config, **{"rows": ROWS, "longest": MAX_MODEL_LENGTH, **limits})
     made = Engine(drafter)
     made.requests = [list(request) for request in requests]
     return made

@@ -13,7 +13,9 @@ from tests.sweep.types import every_type
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m tests.sweep", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.sweep", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("types", nargs="*", metavar="TYPE", help="types of models; all if none is named")
     parser.add_argument("--page", action="store_true", help="write the table into the page of model families")
     parser.add_argument("--json", action="store_true", help="print a JSON object a line")

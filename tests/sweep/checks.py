@@ -23,10 +23,10 @@ from hdtool.runtime.loop import Request
 from hdtool.runtime.model.load import load
 from hdtool.runtime.model.target import Target
 from hdtool.runtime.sampling.sampler import Sampler
-from tests.support.decoding import SAMPLINGS, run, said
+from tests.support.decoding import SAMPLINGS, output_tokens, run
 from tests.support.families import VOCABULARY
 from tests.support.oracle import generated, plain_logits, prompt_of
-from tests.support.trees import LyingDrafter
+from tests.support.trees import WrongDrafter
 from tests.sweep.models import NotBuiltError, small_config, tiny_model
 from tests.sweep.result import CHAINS, FAILS, NOT_BUILT, OTHER, REFUSED, SAME, TREES, WRONG, Result
 from tests.sweep.special import OTHERS
@@ -36,7 +36,7 @@ GREEDY = SamplingConfig()
 SHORT, LONG = prompt_of(45), prompt_of(150)
 """Prompts. The second one is longer than every window of a tiny model."""
 BATCH = prompt_of(12), SHORT, prompt_of(80)
-MOST, FEWER = 40, 24
+MAX_NEW_TOKENS, FEWER_TOKENS = 40, 24
 """Maximum number of tokens of an answer."""
 NEAR_TIE = 1e-3
 """Gap between two logits, in standard deviations, below which float32 rounding may decide."""
@@ -110,12 +110,12 @@ class _Checks:
         """Return True if transformers generates an answer, and note how consistent its answers are."""
         result = self._result
         try:
-            self._short, self._long = generated(model, SHORT, MOST), generated(model, LONG, MOST)
+            self._short, self._long = generated(model, SHORT, MAX_NEW_TOKENS), generated(model, LONG, MAX_NEW_TOKENS)
         except Exception as error:
             result.verdict, result.reason = FAILS, short(error)
             self._refused(model)
             return False
-        if generated(model, SHORT, FEWER) != self._short[:FEWER]:
+        if generated(model, SHORT, FEWER_TOKENS) != self._short[:FEWER_TOKENS]:
             result.notes.append("generate is not deterministic")
         if len(set(self._short)) < 4:
             result.notes.append(f"dull: {len(set(self._short))} different tokens")
@@ -140,10 +140,10 @@ class _Checks:
 
     def _refused_elsewhere(self, model: Any) -> None:
         """Check that the generate hook and loading from a folder refuse the model with an error of hdtool too."""
-        liar = LyingDrafter(len(SHORT), self._short, VOCABULARY, 4)
+        wrong_drafter = WrongDrafter(len(SHORT), self._short, VOCABULARY, 4)
         with saved(model) as folder:
             ways: dict[str, Callable[[], object]] = {
-                "hook": lambda: generated(model, SHORT, 4, custom_generate=Generator(liar)),
+                "hook": lambda: generated(model, SHORT, 4, custom_generate=Generator(wrong_drafter)),
                 "load": lambda: load(ModelConfig(str(folder), dtype="float32")),
             }
             for name, answered in ways.items():
@@ -159,8 +159,8 @@ class _Checks:
     def _looked_up(self, model: Any) -> None:
         """Compare prompt lookup of transformers with its plain decoding."""
         try:
-            found = generated(model, SHORT, FEWER, prompt_lookup_num_tokens=4)
-            self._result.lookup = SAME if found == self._short[:FEWER] else "other tokens"
+            found = generated(model, SHORT, FEWER_TOKENS, prompt_lookup_num_tokens=4)
+            self._result.lookup = SAME if found == self._short[:FEWER_TOKENS] else "other tokens"
         except Exception as error:
             self._result.lookup = f"fails: {short(error)}"
 
@@ -169,38 +169,45 @@ class _Checks:
         for name, prompt, truth in (("", SHORT, self._short), (", long prompt", LONG, self._long)):
             same(f"plain{name}", prompt, truth, partial(_answer, target, prompt))
             for seed, known in ((1, truth), (2, truth), (3, [])):
-                liar = LyingDrafter(len(prompt), known, VOCABULARY, seed)
-                same(f"drafted{name} ({seed})", prompt, truth, partial(_answer, target, prompt, drafter=liar))
+                wrong_drafter = WrongDrafter(len(prompt), known, VOCABULARY, seed)
+                same(f"drafted{name} ({seed})", prompt, truth, partial(_answer, target, prompt, drafter=wrong_drafter))
         self._second_turn(target)
         self._batch(target)
         self._sampled(target)
-        liar = LyingDrafter(len(SHORT), self._short, VOCABULARY, 4)
-        same("hook", SHORT, self._short, lambda: generated(model, SHORT, MOST, custom_generate=Generator(liar)))
+        wrong_drafter = WrongDrafter(len(SHORT), self._short, VOCABULARY, 4)
+        same(
+            "hook",
+            SHORT,
+            self._short,
+            lambda: generated(model, SHORT, MAX_NEW_TOKENS, custom_generate=Generator(wrong_drafter)),
+        )
 
     def _second_turn(self, target: Target) -> None:
-        prompt = [*SHORT, *self._short[:FEWER], *prompt_of(9)]
-        truth = generated(target.model, prompt, FEWER)
+        prompt = [*SHORT, *self._short[:FEWER_TOKENS], *prompt_of(9)]
+        truth = generated(target.model, prompt, FEWER_TOKENS)
 
         def answered() -> list[int]:
-            run(target, SHORT, GREEDY, FEWER, drafter=LyingDrafter(len(SHORT), self._short, VOCABULARY, 5))
-            steps = run(target, prompt, GREEDY, FEWER, drafter=LyingDrafter(len(prompt), truth, VOCABULARY, 6))
+            run(target, SHORT, GREEDY, FEWER_TOKENS, drafter=WrongDrafter(len(SHORT), self._short, VOCABULARY, 5))
+            steps = run(target, prompt, GREEDY, FEWER_TOKENS, drafter=WrongDrafter(len(prompt), truth, VOCABULARY, 6))
             if not steps[0].cached_tokens:
                 self._result.notes.append("a second turn reads all again")
-            return said(steps)
+            return output_tokens(steps)
 
         self._same("second turn", prompt, truth, answered)
 
     def _batch(self, target: Target) -> None:
-        truths = [self._short[:FEWER] if one is SHORT else generated(target.model, one, FEWER) for one in BATCH]
+        truths = [
+            self._short[:FEWER_TOKENS] if one is SHORT else generated(target.model, one, FEWER_TOKENS) for one in BATCH
+        ]
 
         def requests() -> Iterator[Request[int]]:
             for slot, (prompt, truth) in enumerate(zip(BATCH, truths, strict=True)):
-                liar = LyingDrafter(len(prompt), truth, VOCABULARY, 7 + slot)
-                yield Request(slot, prompt, Sampler(GREEDY, prompt), liar)
+                wrong_drafter = WrongDrafter(len(prompt), truth, VOCABULARY, 7 + slot)
+                yield Request(slot, prompt, Sampler(GREEDY, prompt), wrong_drafter)
 
         def answered() -> list[list[int]]:
             answers: list[list[int]] = [[] for _ in BATCH]
-            for request, step in decode_batch(target, partial(next, requests_, None), 3, max_new_tokens=FEWER):
+            for request, step in decode_batch(target, partial(next, requests_, None), 3, max_new_tokens=FEWER_TOKENS):
                 answers[request.key] += step.tokens
             return answers
 
@@ -213,11 +220,11 @@ class _Checks:
 
     def _sampled(self, target: Target) -> None:
         for name in ("T 0.7", "T 1, top-p 0.9"):
-            sampled = partial(_answer, target, SHORT, SAMPLINGS[name], FEWER)
+            sampled = partial(_answer, target, SHORT, SAMPLINGS[name], FEWER_TOKENS)
             plain = self._tried("sampled", sampled)
             if plain is not None:
-                liar = LyingDrafter(len(SHORT), plain, VOCABULARY, 8)
-                found = self._tried("sampled", partial(sampled, drafter=liar))
+                wrong_drafter = WrongDrafter(len(SHORT), plain, VOCABULARY, 8)
+                found = self._tried("sampled", partial(sampled, drafter=wrong_drafter))
                 if found is not None:
                     self._result.checks["sampled"] = SAME if found == plain else f"other tokens at {name}"
 
@@ -228,8 +235,8 @@ class _Checks:
             def answered() -> list[int]:
                 target = load(ModelConfig(str(folder), dtype="float32")).target
                 self._result.compiled = target.compiled is not None
-                liar = LyingDrafter(len(SHORT), self._short, VOCABULARY, 9)
-                return said(run(target, SHORT, GREEDY, MOST, drafter=liar))
+                wrong_drafter = WrongDrafter(len(SHORT), self._short, VOCABULARY, 9)
+                return output_tokens(run(target, SHORT, GREEDY, MAX_NEW_TOKENS, drafter=wrong_drafter))
 
             self._same("load", SHORT, self._short, answered)
             if self._result.checks["load"] != SAME and not self._reloads(folder):
@@ -250,7 +257,9 @@ class _Checks:
     def _reloads(self, folder: Path) -> bool:
         """Return True if transformers gives the same answer after saving and loading."""
         try:
-            return bool(generated(auto_class(self._result.kind).from_pretrained(folder), SHORT, MOST) == self._short)
+            return bool(
+                generated(auto_class(self._result.kind).from_pretrained(folder), SHORT, MAX_NEW_TOKENS) == self._short
+            )
         except Exception:
             return False
 
@@ -264,13 +273,13 @@ class _Checks:
             target = Target(on_device(model))
             if target.captures:
                 self._result.captured = "hdtool" if target._captured.is_fused else "transformers"
-            liar = LyingDrafter(len(SHORT), self._short, VOCABULARY, 10)
-            found = said(run(target, SHORT, GREEDY, FEWER, drafter=liar))
+            wrong_drafter = WrongDrafter(len(SHORT), self._short, VOCABULARY, 10)
+            found = output_tokens(run(target, SHORT, GREEDY, FEWER_TOKENS, drafter=wrong_drafter))
         except Exception as error:  # the simulated device lacks some operations
             self._result.captured = ""
             self._result.notes.append(f"not simulated: {short(error)}")
         else:
-            self._compare("captured", SHORT, self._short[:FEWER], found)
+            self._compare("captured", SHORT, self._short[:FEWER_TOKENS], found)
 
     def _same(self, name: str, prompt: list[int], truth: list[int], answered: Callable[[], list[int]]) -> None:
         found = self._tried(name, answered)
@@ -294,9 +303,13 @@ class _Checks:
 
 
 def _answer(
-    target: Target, prompt: list[int], sampling: SamplingConfig = GREEDY, most: int = MOST, **options: Any
+    target: Target,
+    prompt: list[int],
+    sampling: SamplingConfig = GREEDY,
+    max_new_tokens: int = MAX_NEW_TOKENS,
+    **options: Any,
 ) -> list[int]:
-    return said(run(target, prompt, sampling, most, **options))
+    return output_tokens(run(target, prompt, sampling, max_new_tokens, **options))
 
 
 def difference(made: Callable[[], Any], prompt: list[int], truth: list[int], found: list[int]) -> str:
@@ -334,4 +347,4 @@ def warm_up() -> None:
     torch.set_num_threads(1)
     model = tiny_model("llama")
     target = Target(model)
-    run(target, SHORT[:5], GREEDY, 4, drafter=LyingDrafter(5, [], VOCABULARY, 0))
+    run(target, SHORT[:5], GREEDY, 4, drafter=WrongDrafter(5, [], VOCABULARY, 0))

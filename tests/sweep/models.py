@@ -13,9 +13,9 @@ from tests.sweep.shrink import small_settings, without_windows
 from tests.sweep.special import SPECIAL, merged
 from tests.sweep.types import auto_class, configuration_class
 
-LARGEST = 30_000_000
+MAX_PARAMETERS = 30_000_000
 """Maximum number of parameters of a tiny model."""
-LIVELY, TRIES = 6, 3
+MIN_DISTINCT_TOKENS, TRIES = 6, 3
 """Minimum number of different tokens in an answer, and how often weights may be scaled up to reach it."""
 
 
@@ -70,7 +70,7 @@ def _enliven(model: PreTrainedModel) -> None:
     prompt = prompt_of(45)
     for _ in range(TRIES):
         try:
-            if len(set(generated(model, prompt, 16))) >= LIVELY:
+            if len(set(generated(model, prompt, 16))) >= MIN_DISTINCT_TOKENS:
                 return
         except Exception:  # the type's check reports the error
             return
@@ -82,7 +82,7 @@ def _enliven(model: PreTrainedModel) -> None:
 def _check_size(made: Any, config: PreTrainedConfig) -> None:
     with torch.device("meta"):
         number = sum(part.numel() for part in made.from_config(config).parameters())
-    if number > LARGEST:
+    if number > MAX_PARAMETERS:
         raise NotBuiltError(f"no rule makes it small: {number:,} parameters")
 
 

@@ -28,7 +28,7 @@ COLUMNS = {"hook": "hook", "batch": "batch", "load": "command line", "sampled": 
 """Checks whose failure the page shows, with their names there."""
 TYPE = re.compile(r"`([^`]+)`")
 CELLS = re.compile(r"(?<!\\)\|")
-LONGEST = 160
+MAX_REASON_LENGTH = 160
 """Maximum length of a reason in characters."""
 
 
@@ -91,7 +91,7 @@ def reason_for_page(result: Result) -> str:
     failed = "; ".join(f"{name}: {found}" for name, found in result.checks.items() if found != SAME)
     reason = result.reason.removeprefix("this one ") or failed
     reason = re.sub(r" \(its logits are off by [^)]*\)|/\S*hdtool-sweep-\S*", "", reason).partition(". Use generate")[0]
-    return reason if len(reason) <= LONGEST else reason[: LONGEST - 1] + "…"
+    return reason if len(reason) <= MAX_REASON_LENGTH else reason[: MAX_REASON_LENGTH - 1] + "…"
 
 
 def verdicts_of(page: Path = PAGE) -> Mapping[str, str]:

@@ -18,7 +18,7 @@ from transformers.utils import logging
 from tests.sweep.checks import check, warm_up
 from tests.sweep.result import WRONG, Result
 
-LIMIT = 90.0
+TIMEOUT_SECONDS = 90.0
 """Timeout of a type in seconds."""
 
 
@@ -45,8 +45,8 @@ def _alone(kind: str, captures: bool) -> Result:
     process.start()
     sender.close()
     try:
-        if not wait([receiver], LIMIT):
-            return Result(kind, WRONG, f"takes more than {LIMIT:.0f} seconds")
+        if not wait([receiver], TIMEOUT_SECONDS):
+            return Result(kind, WRONG, f"takes more than {TIMEOUT_SECONDS:.0f} seconds")
         found: dict[str, Any] = receiver.recv()
         return Result(**found)
     except EOFError:

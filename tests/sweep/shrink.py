@@ -15,8 +15,8 @@ from tests.support.families import VOCABULARY, WINDOW
 HIDDEN, HEAD = 64, 16
 LAYERS = 3
 """Number of layers of types whose layers are all alike. Others have at least one layer of each kind."""
-MOST_LAYERS = 6
-LARGEST_ID = 1000
+MAX_LAYERS = 6
+FIRST_SPECIAL_TOKEN_ID = 1000
 """Offset of image and other special tokens, so that they do not occur in text."""
 
 RULES: tuple[tuple[str, int], ...] = (
@@ -60,10 +60,10 @@ LAYER_COUNTS = re.compile(
     r"|num_hidden_blocks|num_decoder_layers|num_encoder_layers|xattn_layers|num_layers_per_stack|perceiver_depth)$"
 )
 TOKEN_ID = re.compile(r"^(?!mask).*(token|pad|start|end|newline|boi|eoi|user|image|video|audio).*_?(id|index|ids)$")
-OF_OTHER_INPUT = re.compile(r"vision|audio|image|encoder|codec|vq|speech|token2wav|talker|dit_|perceiver|qformer")
+NON_TEXT_PARTS = re.compile(r"vision|audio|image|encoder|codec|vq|speech|token2wav|talker|dit_|perceiver|qformer")
 """Parts of a model that text does not pass through, which get one layer each."""
-OF_SPECIAL_TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None}
-KEPT = frozenset(
+SPECIAL_TOKEN_IDS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None}
+UNCHANGED_SETTINGS = frozenset(
     ("id2label", "label2id", "model_type", "architectures", "transformers_version", "dtype", "problem_type")
 )
 UNSET = {
@@ -91,11 +91,11 @@ def small_settings(config: PreTrainedConfig, *, is_text: bool = True) -> dict[st
     lists, length = _per_layer(stated)
     kept = _kept_layers(list(zip(*lists.values(), strict=True)), is_text=is_text) if lists else []
     for name, value in stated.items():
-        if name in KEPT or (value is None and name not in {**OF_SPECIAL_TOKENS, **UNSET}):
+        if name in UNCHANGED_SETTINGS or (value is None and name not in {**SPECIAL_TOKEN_IDS, **UNSET}):
             continue
         if isinstance(own.get(name), PreTrainedConfig):
-            of_text = is_text and not OF_OTHER_INPUT.search(name)
-            other = {key: one for key, one in _unusual(own[name]).items() if key not in KEPT}
+            of_text = is_text and not NON_TEXT_PARTS.search(name)
+            other = {key: one for key, one in _unusual(own[name]).items() if key not in UNCHANGED_SETTINGS}
             small = other | small_settings(own[name], is_text=of_text)
             found[name] = {"model_type": own[name].model_type} | small
         elif name == "per_layer_config":
@@ -163,13 +163,13 @@ def _unusual(part: PreTrainedConfig) -> dict[str, Any]:
 
 def small_value(name: str, value: Any) -> Any:
     """Return a small value for an attribute, or the value itself if it is small enough."""
-    if name in OF_SPECIAL_TOKENS:
-        return OF_SPECIAL_TOKENS[name]
+    if name in SPECIAL_TOKEN_IDS:
+        return SPECIAL_TOKEN_IDS[name]
     for fixed in (LIVELY, SWITCHES):
         if name in fixed:
             return fixed[name]
     if TOKEN_ID.search(name):
-        return LARGEST_ID + value if isinstance(value, int) and value < VOCABULARY else value
+        return FIRST_SPECIAL_TOKEN_ID + value if isinstance(value, int) and value < VOCABULARY else value
     if value is None:
         return UNSET[name]
     if isinstance(value, list | tuple) and all(type(one) is int for one in value):
@@ -188,7 +188,7 @@ def _per_layer(stated: dict[str, Any]) -> tuple[dict[str, Sequence[Any]], int]:
     lists: dict[str, Sequence[Any]] = {
         name: value
         for name, value in stated.items()
-        if isinstance(value, list | tuple) and len(value) == number > 3 and name not in KEPT
+        if isinstance(value, list | tuple) and len(value) == number > 3 and name not in UNCHANGED_SETTINGS
     }
     if of_layers := stated.get("per_layer_config"):
         lists["per_layer_config"] = [of_layers.get(layer, of_layers.get(str(layer))) for layer in range(number)]
@@ -209,7 +209,7 @@ def _kept_layers(kinds: Sequence[tuple[Any, ...]], *, is_text: bool) -> list[int
     first: dict[str, int] = {}
     for layer, kind in enumerate(kinds):
         first.setdefault(repr(kind), layer)
-    kept = list(first.values())[:MOST_LAYERS]
+    kept = list(first.values())[:MAX_LAYERS]
     more = (layer for layer in range(len(kinds)) if layer not in kept)
     return sorted([*kept, *(next(more) for _ in range((LAYERS if is_text else 1) - len(kept)))])
 

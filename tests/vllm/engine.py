@@ -25,7 +25,7 @@ HERE = {
     "VLLM_NO_USAGE_STATS": "1",
 }
 ROOT = Path(__file__).parent.parent.parent
-LONGEST = 900
+TIMEOUT_SECONDS = 900
 """Seconds that an engine may take, compiling included."""
 PROPOSER = "hdtool.runtime.integrations.vllm.HierarchyProposer"
 
@@ -89,7 +89,7 @@ def answer(asked: dict[str, Any], folder: Path) -> dict[str, Any]:
     question, found = folder / "asked.json", folder / "answered.json"
     question.write_text(json.dumps(asked))
     command = [sys.executable, "-m", __name__, str(question), str(found)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=LONGEST)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=TIMEOUT_SECONDS)
     assert done.returncode == 0, done.stderr[-4000:]
     answered: dict[str, Any] = json.loads(found.read_text())
     return answered

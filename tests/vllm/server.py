@@ -16,7 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from tests.vllm.engine import HERE, LONGEST, ROOT
+from tests.vllm.engine import HERE, ROOT, TIMEOUT_SECONDS
 
 
 class Server:
@@ -44,7 +44,7 @@ class Server:
         started = time.monotonic()
         while not self.answers():
             assert self._process.poll() is None, self.log[-4000:]
-            assert time.monotonic() - started < LONGEST, self.log[-4000:]
+            assert time.monotonic() - started < TIMEOUT_SECONDS, self.log[-4000:]
             time.sleep(0.5)
         return self
 
@@ -101,7 +101,7 @@ class Server:
 
     @contextmanager
     def _asked(self, method: str, path: str, body: Any = None) -> Iterator[http.client.HTTPResponse]:
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=LONGEST)
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=TIMEOUT_SECONDS)
         try:
             connection.request(method, path, json.dumps(body), {"Content-Type": "application/json"})
             yield connection.getresponse()

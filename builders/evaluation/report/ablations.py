@@ -203,17 +203,19 @@ def source_coverage(method: str, singles: Mapping[str, ReplayResult]) -> Coverag
         for letter, result in singles.items()
     }
     count = np.sum(list(accepted.values()), axis=0)
-    words = {letter: set(tokens[accepted_tokens].tolist()) for letter, accepted_tokens in accepted.items()}
+    distinct_tokens = {letter: set(tokens[accepted_tokens].tolist()) for letter, accepted_tokens in accepted.items()}
     covered = {}
     for letter, accepted_tokens in accepted.items():
-        others = set[int]().union(*(tokens_of_other for other, tokens_of_other in words.items() if other != letter))
+        others = set[int]().union(
+            *(tokens_of_other for other, tokens_of_other in distinct_tokens.items() if other != letter)
+        )
         covered[str(source_of(letter))] = SourceCoverage(
             positions=int(accepted_tokens.sum()),
             alone=int((accepted_tokens & (count == 1)).sum()),
-            words=len(words[letter]),
-            words_alone=len(words[letter] - others),
+            distinct_tokens=len(distinct_tokens[letter]),
+            distinct_tokens_alone=len(distinct_tokens[letter] - others),
         )
-    return Coverage(method, len(tokens), covered, nobody=int((count == 0).sum()))
+    return Coverage(method, len(tokens), covered, unaccepted=int((count == 0).sum()))
 
 
 THINNING_FACTORS = (16, 8, 4, 2)
@@ -286,7 +288,7 @@ def report_data(
     """Replay the answers of ``traces``, which ``study`` holds as token ids, for all figures of a report."""
     with progress_bar(study.turns, "replays for the report", unit="turns", quiet=quiet) as progress:
         study_results = study.results(progress.to)
-    questions = [trace.messages[answer.place - 1]["content"] for trace in traces for answer in trace.answers]
+    questions = [trace.messages[answer.message_index - 1]["content"] for trace in traces for answer in trace.answers]
     return ReportData(
         shares=study_results.shares(),
         subsets=study_results.subsets(),

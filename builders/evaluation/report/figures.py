@@ -105,9 +105,9 @@ def missing_figures(data: ReportData) -> Iterator[tuple[str, str]]:
 
 
 def _speedups(data: Speeds) -> Figure:
-    rows = len(data.places) * (0.11 * len(data.methods) + 0.14)
+    rows = len(data.labels) * (0.11 * len(data.methods) + 0.14)
     legend = 0.2 * -(-len(data.methods) // 4)
-    best = {task: max(data.methods, key=lambda name: data.methods[name][at]) for at, task in enumerate(data.places)}
+    best = {task: max(data.methods, key=lambda name: data.methods[name][at]) for at, task in enumerate(data.labels)}
     values = "; ".join(f"{task}: {name} {data.methods[name][at]:.2f}" for at, (task, name) in enumerate(best.items()))
     return Figure(
         "speed-up",
@@ -138,7 +138,7 @@ def _durations(data: Durations) -> Figure:
 
 
 def _temperatures(data: Speeds) -> Figure:
-    columns = [f"{temperature:g}" for temperature in data.places]
+    columns = [f"{temperature:g}" for temperature in data.labels]
     values = "; ".join(f"{name}: {', '.join(f'{speed:.0f}' for speed in row)}" for name, row in data.methods.items())
     return Figure(
         "temperatures",
@@ -159,8 +159,8 @@ def _shares(data: SourceShares) -> Figure:
     steps = max(1, data.steps)
     sources = data.sources.items()
     values = "; ".join(
-        f"{name} drafts in {share.hits / steps:.0%} of the steps, has a token accepted in {share.won:.0%} of these, "
-        f"and {share.verified:.0%} of its tokens are accepted"
+        f"{name} drafts in {share.hits / steps:.0%} of the steps, has a token accepted in {share.win_rate:.0%} of "
+        f"these, and {share.acceptance_rate:.0%} of its tokens are accepted"
         for name, share in sources
     )
     columns = {
@@ -181,7 +181,7 @@ def _shares(data: SourceShares) -> Figure:
             f"Sources of {data.method}",
             columns,
             (
-                (name, counts.hits / steps, counts.won, counts.drafted, counts.accepted, counts.verified)
+                (name, counts.hits / steps, counts.win_rate, counts.drafted, counts.accepted, counts.acceptance_rate)
                 for name, counts in sources
             ),
             f"Of {data.steps:,} steps.",
@@ -212,27 +212,29 @@ def _coverage(data: Coverage) -> Figure:
     values = "; ".join(
         f"{name} {source.positions:,}, of which {source.alone:,} from no other" for name, source in sources
     )
-    words = ", ".join(f"{name} {source.words:,} ({source.words_alone:,})" for name, source in sources)
+    distinct = ", ".join(
+        f"{name} {source.distinct_tokens:,} ({source.distinct_tokens_alone:,})" for name, source in sources
+    )
     columns = ("accepted", "from no other", "different tokens", "of these, from no other")
     return Figure(
         f"coverage-{data.method}",
         f"Token coverage of {data.method}",
-        f"Tokens accepted where a source is the only one, of {data.positions:,} in all; {data.nobody:,} were "
+        f"Tokens accepted where a source is the only one, of {data.positions:,} in all; {data.unaccepted:,} were "
         "accepted from none. Filled: where neither of the others, alone, had the same token accepted. Different "
-        f"tokens of the vocabulary (from no other source): {words}.",
+        f"tokens of the vocabulary (from no other source): {distinct}.",
         f"Bars. {values}",
         partial(plots.coverage, data),
         Table.of(
             f"Token coverage of {data.method}",
             {"only source": "", **dict.fromkeys(columns, ",")},
             ((name, *astuple(source)) for name, source in sources),
-            f"Of {data.positions:,} tokens; {data.nobody:,} were accepted from none.",
+            f"Of {data.positions:,} tokens; {data.unaccepted:,} were accepted from none.",
         ),
     )
 
 
 def _repeats(data: Repeats) -> Iterator[Figure]:
-    means = ", ".join(f"{name} {sum(values) / len(values):.0%}" for name, values in data.places.items())
+    means = ", ".join(f"{name} {sum(values) / len(values):.0%}" for name, values in data.origins.items())
     yield Figure(
         "repeated-4-grams",
         "Temporal locality: 4-grams seen before",
@@ -242,14 +244,14 @@ def _repeats(data: Repeats) -> Iterator[Figure]:
         partial(plots.repeats, data),
         Table.of(
             "4-grams seen before, percent",
-            {"up to generation": ",", **dict.fromkeys(data.places, ".1f")},
+            {"up to generation": ",", **dict.fromkeys(data.origins, ".1f")},
             (
-                (last, *(100 * values[at] for values in data.places.values()))
+                (last, *(100 * values[at] for values in data.origins.values()))
                 for at, last in enumerate(data.generations)
             ),
         ),
     )
-    shares = list(zip(data.distances, data.within, strict=True))
+    shares = list(zip(data.distances, data.shares_within, strict=True))
     yield Figure(
         "4-gram-distances",
         "Distance to the last occurrence of a 4-gram",

@@ -36,7 +36,7 @@ class BenchMeasurements:
 
     results: Results
     baseline: str | None = None
-    others: Sequence[Results] = ()
+    other_temperatures: Sequence[Results] = ()
 
     @property
     def scores(self) -> Scores:
@@ -62,7 +62,7 @@ class BenchMeasurements:
 
     def temperatures(self) -> Speeds | None:
         """Return speeds by temperature; None if there is only one temperature."""
-        runs = {run_temperature(run): run for run in (self.results, *self.others)}
+        runs = {run_temperature(run): run for run in (self.results, *self.other_temperatures)}
         if len(runs) < 2:
             return None
         overall = {at: scores_of(runs[at], self.baseline).tasks[ALL_TASKS] for at in sorted(runs)}
@@ -162,14 +162,14 @@ def ngram_repeats(conversations: Sequence[Sequence[RecordedTurn]], store_set: St
     hashes = [ngram_hashes(turn.answer) for turns in conversations for turn in turns]
     if not sum(map(len, hashes)):
         return None
-    places = {
+    origins = {
         "this conversation": [repeated_in_context(turn) for turns in conversations for turn in turns],
         "earlier answers": list(_in_earlier_answers(conversations)),
     }
     for name, text in _texts(store_set):
         known = _in_documents(np.concatenate(hashes), text)
-        places[name] = np.split(known, np.cumsum([len(turn_hashes) for turn_hashes in hashes])[:-1])
-    places["none of them"] = [~np.any(flags, axis=0) for flags in zip(*places.values(), strict=True)]
+        origins[name] = np.split(known, np.cumsum([len(turn_hashes) for turn_hashes in hashes])[:-1])
+    origins["none of them"] = [~np.any(flags, axis=0) for flags in zip(*origins.values(), strict=True)]
     groups = [
         group for group in np.array_split(np.arange(len(hashes)), min(MAX_CURVE_POINTS, len(hashes))) if len(group)
     ]
@@ -178,12 +178,12 @@ def ngram_repeats(conversations: Sequence[Sequence[RecordedTurn]], store_set: St
     steps = 2 ** np.arange(int(np.log2(MAX_DISTANCE)) + 1)
     return Repeats(
         generations=tuple(int(group[-1]) + 1 for group in groups),
-        places={
+        origins={
             name: tuple(float(np.concatenate([flags[turn_index] for turn_index in group]).mean()) for group in groups)
-            for name, flags in places.items()
+            for name, flags in origins.items()
         },
         distances=tuple(steps.tolist()),
-        within=tuple((np.searchsorted(np.sort(back), steps, "right") / sum(map(len, hashes))).tolist()),
+        shares_within=tuple((np.searchsorted(np.sort(back), steps, "right") / sum(map(len, hashes))).tolist()),
     )
 
 
@@ -227,12 +227,12 @@ def repeat_distances(hashes: Sequence[Hashes]) -> npt.NDArray[np.int64]:
     """Return the distance, in tokens, of each repeated 4-gram to its last occurrence in all answers."""
     every = np.concatenate(hashes)
     starts = np.cumsum([0, *(len(turn_hashes) + NGRAM - 1 for turn_hashes in hashes[:-1])])
-    places = np.concatenate(
+    positions = np.concatenate(
         [start + np.arange(len(turn_hashes)) for start, turn_hashes in zip(starts, hashes, strict=True)]
     )
-    order = np.lexsort((places, every))
+    order = np.lexsort((positions, every))
     same = every[order][1:] == every[order][:-1]
-    return np.asarray(np.diff(places[order])[same], np.int64)
+    return np.asarray(np.diff(positions[order])[same], np.int64)
 
 
 def _in_documents(hashes: Hashes, documents: npt.NDArray[Any]) -> Flags:

@@ -131,15 +131,15 @@ METHOD_MARKERS = "osD^vPX<>"
 
 def speedups(data: Speeds, axes: Axes, theme: Theme) -> None:
     count = len(data.methods)
-    places = np.arange(len(data.places))
+    positions = np.arange(len(data.labels))
     height = 0.84 / count
     for number, (method, factors) in enumerate(data.methods.items()):
-        at = places - 0.42 + height * (number + 0.5)
+        at = positions - 0.42 + height * (number + 0.5)
         bars = axes.barh(at, factors, height * 0.92, color=theme.method(method), label=method)
         axes.bar_label(bars, fmt="{:.2f}", fontsize=7, color=theme.foreground, padding=2)
     axes.axvline(1, color=theme.foreground, linewidth=1)
-    axes.set_yticks(places, data.places)
-    axes.set_ylim(len(places) - 0.45, -0.55)
+    axes.set_yticks(positions, data.labels)
+    axes.set_ylim(len(positions) - 0.45, -0.55)
     axes.grid(False, axis="y")
     baseline = f"plain decoding ({PLAIN_METHOD})" if data.baseline == PLAIN_METHOD else data.baseline
     axes.set_xlabel(f"times the tokens per second of {baseline}")
@@ -161,8 +161,8 @@ def durations(data: Durations, axes: Axes, theme: Theme) -> None:
 
 def temperatures(data: Speeds, axes: Axes, theme: Theme) -> None:
     for (method, speeds), marker in zip(data.methods.items(), cycle(METHOD_MARKERS), strict=False):
-        axes.plot(data.places, speeds, marker + "-", color=theme.method(method), label=method)
-    axes.set_xticks(data.places)
+        axes.plot(data.labels, speeds, marker + "-", color=theme.method(method), label=method)
+    axes.set_xticks(data.labels)
     axes.set(xlabel="temperature", ylabel="tokens per second", ylim=(0, None))
     _legend(axes, min(4, len(data.methods)))
 
@@ -170,21 +170,21 @@ def temperatures(data: Speeds, axes: Axes, theme: Theme) -> None:
 def shares(data: SourceShares, axes: Axes, theme: Theme) -> None:
     """Draw three bars per source: steps with drafts, drafts with an accepted token, and accepted tokens, in percent."""
     names = list(data.sources)
-    places = np.arange(len(names))
+    positions = np.arange(len(names))
     colours = [theme.source(name) for name in names]
     drafts = [100 * share.hits / data.steps if data.steps else 0 for share in data.sources.values()]
-    wins = [100 * share.won for share in data.sources.values()]
-    accepted = [100 * share.verified for share in data.sources.values()]
+    wins = [100 * share.win_rate for share in data.sources.values()]
+    accepted = [100 * share.acceptance_rate for share in data.sources.values()]
     looks: Sequence[tuple[list[float], dict[str, Any], str]] = (
         (drafts, {"fill": False}, "steps in which it drafts"),
         (wins, {"fill": False, "hatch": "////"}, "of these, with a token accepted"),
         (accepted, {}, "of its tokens, accepted"),
     )
     for number, (values, look, label) in enumerate(looks):
-        bars = axes.bar(places + 0.27 * (number - 1), values, 0.24, color=colours, edgecolor=colours, **look)
+        bars = axes.bar(positions + 0.27 * (number - 1), values, 0.24, color=colours, edgecolor=colours, **look)
         axes.bar_label(bars, fmt="%.0f", fontsize=9, color=theme.foreground, padding=2)
         axes.bar(0, 0, color=theme.foreground, edgecolor=theme.foreground, label=label, **look)
-    axes.set_xticks(places, names)
+    axes.set_xticks(positions, names)
     axes.grid(False, axis="x")
     axes.set(ylabel="percent", ylim=(0, 108))
     _legend(axes, 2)
@@ -241,7 +241,7 @@ PLACE_SOURCES = {
 
 
 def repeats(data: Repeats, axes: Axes, theme: Theme) -> None:
-    for (name, values), marker in zip(data.places.items(), cycle(METHOD_MARKERS), strict=False):
+    for (name, values), marker in zip(data.origins.items(), cycle(METHOD_MARKERS), strict=False):
         colour = theme.source(PLACE_SOURCES[name])
         axes.plot(data.generations, 100 * np.array(values), marker + "-", color=colour, label=name)
     axes.set(xlabel="generation, in the order in which they were made", ylabel="4-grams seen before, percent")
@@ -250,7 +250,7 @@ def repeats(data: Repeats, axes: Axes, theme: Theme) -> None:
 
 
 def distances(data: Repeats, axes: Axes, theme: Theme) -> None:
-    axes.plot(data.distances, 100 * np.array(data.within), "o-", color=theme.source("context"))
+    axes.plot(data.distances, 100 * np.array(data.shares_within), "o-", color=theme.source("context"))
     axes.set_xscale("log", base=2)
     axes.set_xticks(data.distances[::2], [f"{distance:,}" for distance in data.distances[::2]], rotation=30)
     axes.set(xlabel="tokens back, at most", ylabel="4-grams last seen there, percent", ylim=(0, None))

@@ -13,7 +13,7 @@ from typing import Any
 class Speeds:
     """Speed of each method: by task relative to a baseline, or by temperature in tokens per second."""
 
-    places: tuple[Any, ...]
+    labels: tuple[Any, ...]
     """Tasks or temperatures."""
     methods: Mapping[str, tuple[float, ...]]
     baseline: str = ""
@@ -51,12 +51,12 @@ class SourceCounts:
     """Number of steps in which at least one of its tokens was accepted."""
 
     @property
-    def verified(self) -> float:
+    def acceptance_rate(self) -> float:
         """Ratio of accepted to drafted tokens."""
         return self.accepted / self.drafted if self.drafted else 0.0
 
     @property
-    def won(self) -> float:
+    def win_rate(self) -> float:
         """Ratio of steps with an accepted token to steps with a draft."""
         return self.wins / self.hits if self.hits else 0.0
 
@@ -102,9 +102,10 @@ class SourceCoverage:
     """Number of accepted tokens."""
     alone: int
     """Number of accepted tokens that no other source had accepted when it was the only one."""
-    words: int
+    distinct_tokens: int
     """Number of distinct accepted tokens."""
-    words_alone: int
+    distinct_tokens_alone: int
+    """Number of distinct accepted tokens that no other source had accepted when it was the only one."""
 
 
 @dataclass(frozen=True)
@@ -115,7 +116,7 @@ class Coverage:
     positions: int
     """Number of tokens of all answers."""
     sources: Mapping[str, SourceCoverage]
-    nobody: int
+    unaccepted: int
     """Number of tokens that were accepted from no source."""
 
 
@@ -125,10 +126,10 @@ class Repeats:
 
     generations: tuple[int, ...]
     """Index of the last answer in each group, from 1."""
-    places: Mapping[str, tuple[float, ...]]
-    """For each place, the share of a group's 4-grams that occur there."""
+    origins: Mapping[str, tuple[float, ...]]
+    """For each place where they occurred, the share of a group's 4-grams that occur there."""
     distances: tuple[int, ...]
-    within: tuple[float, ...]
+    shares_within: tuple[float, ...]
     """Share of all 4-grams whose last occurrence is at most this far back."""
 
 
@@ -228,7 +229,7 @@ def claim_findings(
 ) -> tuple[ClaimFinding, ...]:
     return (
         _finding("C > M > S in verify success", _verify_success(shares)),
-        _finding("each source accepts tokens that no other does", _own_tokens(coverage)),
+        _finding("each source accepts tokens that no other does", _unique_tokens(coverage)),
         _finding("C+M beats any single source", _pair_beats_singles(subsets)),
         _finding("the order C, M, S is the best of the six", _best_order(orders)),
     )
@@ -255,22 +256,26 @@ def _verify_success(shares: Sequence[SourceShares]) -> Iterator[tuple[str, bool,
         if len(sources) < len(PAPER_SOURCES):
             continue
         counts = {
-            "steps in which something of it was accepted, of those that it drafted in": [one.won for one in sources],
-            "accepted of the tokens that it drafted": [one.verified for one in sources],
+            "steps in which something of it was accepted, of those that it drafted in": [
+                one.win_rate for one in sources
+            ],
+            "accepted of the tokens that it drafted": [one.acceptance_rate for one in sources],
         }
-        values = "; ".join(f"{what}: {_each(rates, '.1%')}" for what, rates in counts.items())
+        values = "; ".join(f"{what}: {_values_by_source(rates, '.1%')}" for what, rates in counts.items())
         yield share.method, all(rates[0] > rates[1] > rates[2] for rates in counts.values()), values
 
 
-def _each(values: Sequence[float], form: str) -> str:
+def _values_by_source(values: Sequence[float], form: str) -> str:
     return ", ".join(f"{name} {value:{form}}" for name, value in zip(PAPER_SOURCES, values, strict=True))
 
 
-def _own_tokens(coverage: Sequence[Coverage]) -> Iterator[tuple[str, bool, str]]:
+def _unique_tokens(coverage: Sequence[Coverage]) -> Iterator[tuple[str, bool, str]]:
     for covered in coverage:
         alone = [covered.sources[name].alone for name in PAPER_SOURCES if name in covered.sources]
         if len(alone) == len(PAPER_SOURCES):
-            values = f"of {covered.positions:,} tokens, accepted from this source alone: {_each(alone, ',')}"
+            values = (
+                f"of {covered.positions:,} tokens, accepted from this source alone: {_values_by_source(alone, ',')}"
+            )
             yield covered.method, min(alone) > 0, values
 
 

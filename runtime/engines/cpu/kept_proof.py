@@ -23,7 +23,7 @@ import torch
 from torch.nn import Module
 
 import hdtool
-from hdtool.data.kept_records import CachedValue
+from hdtool.data.durable_files import CachedValue
 from hdtool.data.stores.home import proofs_at_home
 from hdtool.runtime.config import ModelConfig
 from hdtool.runtime.kernels.compact_weight import is_compact

@@ -19,7 +19,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from hdtool.data.errors import HdtoolError
-from hdtool.data.stores.home import namespace_among
+from hdtool.data.stores.home import first_namespace_with_stores
 from hdtool.runtime.budget.node_budget import Budget
 from hdtool.runtime.config import DecodeConfig, StoresConfig
 from hdtool.runtime.config.decoding import OPTION_METHODS
@@ -83,7 +83,7 @@ class Tenants:
 
     def _stores_of(self, stores: StoresConfig, tenant: str) -> StoreSet:
         loaded, decoding = self._loaded, self._decoding
-        namespace = stores.namespace or namespace_among([tenant] if tenant else [])
+        namespace = stores.namespace or first_namespace_with_stores([tenant] if tenant else [])
         opened = StoreSet.for_tokenizer(
             loaded.tokenizer,
             replace(stores, namespace=namespace),

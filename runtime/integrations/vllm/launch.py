@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from hdtool.data.errors import OptionError, ServeError, install_command
-from hdtool.data.stores.home import NO_STORE, has_stores, namespace_among
+from hdtool.data.stores.home import NO_STORE, first_namespace_with_stores, has_stores
 from hdtool.runtime.config import HOME, ModelConfig, StoresConfig, VllmConfig
 from hdtool.runtime.integrations.vllm_plugin import CUSTOM_CLASS_METHOD, PLUGIN_NAME, PROPOSER, REQUEST_V2
 from hdtool.runtime.model.checkpoint_identity import served_checkpoint
@@ -118,7 +118,7 @@ class VllmSettings:
     def store_set(self, served_as: Sequence[str]) -> StoresConfig:
         """Return the stores to open: those of the tenant, or of a namespace whose name is in ``served_as``."""
         names = [self.tenant] if self.tenant else served_as
-        return StoresConfig(self.stores.model_db, self.stores.corpus_db, namespace_among(names))
+        return StoresConfig(self.stores.model_db, self.stores.corpus_db, first_namespace_with_stores(names))
 
 
 SECRET_OPTIONS = ("--api-key", "--hf-token", "--ssl-keyfile-password")
@@ -269,7 +269,7 @@ class Launch:
 
     def _namespace(self, stores: StoresConfig, model: str) -> str | None:
         if stores.namespace is None:
-            return namespace_among([*(self._known.served_model_name or ()), model])
+            return first_namespace_with_stores([*(self._known.served_model_name or ()), model])
         if not has_stores(stores.namespace):
             raise ServeError(
                 f"namespace {stores.namespace} has no stores: build them with hdtool build-model-db --namespace "

@@ -16,9 +16,9 @@ from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 
+from hdtool.data.durable_files import file_lock, folder_lock, lock_path, remove_scratch_folders, scratch_folder
 from hdtool.data.errors import ModelError, os_errors_as
 from hdtool.data.gguf_header import GGUFHeader, GGUFTensor
-from hdtool.data.kept_records import file_lock, folder_lock, lock_path, remove_unfinished, scratch_folder
 from hdtool.data.output_files import sync_to_disk
 from hdtool.data.stores.home import converted_at_home
 from hdtool.runtime.kernels.matrix_formats import FORMATS_BY_GGUF_TYPE
@@ -139,7 +139,7 @@ def _complete(
     conversion: Conversion, folder: Path, digest: str, signature: Signature, weights: bool, packed: bool
 ) -> None:
     """Write the requested parts that the folder lacks. The caller must hold the folder's lock."""
-    remove_unfinished(folder)
+    remove_scratch_folders(folder)
     manifest = Manifest.read(folder)  # another process may have written it meanwhile
     if manifest is None:
         print(f"note: reading {conversion.file} into {folder}, once", file=sys.stderr)

@@ -102,7 +102,7 @@ def dispatch(func: Any, args: Any, options: dict[str, Any]) -> Any:
     if func in READS:
         DEVICE.wait("reads a number")
         with DEVICE.working():
-            return func(*mapped(args, numbers_of))
+            return func(*mapped(args, values_of))
     if func is aten._to_copy.default and transfers.is_transfer(*args, **options):
         return transfers.copied_to(*args, **options)
     if func is aten.copy_.default:
@@ -111,7 +111,7 @@ def dispatch(func: Any, args: Any, options: dict[str, Any]) -> Any:
         return made(func, args, options)
     if (device := options.pop("device", None)) is not None and device.type == "cpu":
         options["device"] = CPU
-        return on_host(func, mapped(args, lambda like: torch.empty_like(numbers_of(like))), options)
+        return on_host(func, mapped(args, lambda like: torch.empty_like(values_of(like))), options)
     take_to_device(func, leaves)
     return computed(func, args, options)
 
@@ -121,11 +121,11 @@ def is_composed(func: Any) -> bool:
     return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
 
 
-def numbers_of(tensor: torch.Tensor) -> torch.Tensor:
+def values_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.numbers if isinstance(tensor, DeviceTensor) else tensor
 
 
-def taken(tensor: torch.Tensor) -> torch.Tensor:
+def current_values(tensor: torch.Tensor) -> torch.Tensor:
     """Return what a kernel reads: the device's memory, or a copy of a host tensor as it is now."""
     return tensor.numbers if isinstance(tensor, DeviceTensor) else tensor.detach().clone()
 
@@ -183,7 +183,7 @@ def computed(func: Any, args: Any, options: dict[str, Any]) -> Any:
     """Return the result of a kernel, or of a view, which needs no kernel."""
     leaves = [*leaves_of(args), *leaves_of(options.values())]
     there = [leaf for leaf in leaves if isinstance(leaf, DeviceTensor)]
-    given, kept = mapped(args, taken), mapped(options, taken)
+    given, kept = mapped(args, current_values), mapped(options, current_values)
     if func.is_view or func in VIEWS:
         with torch.inference_mode(there[0].is_inference()):
             return mapped(func(*given, **kept), lambda view: DeviceTensor(view, there[0].allocation))

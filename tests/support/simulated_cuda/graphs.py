@@ -14,7 +14,7 @@ from tests.support.simulated_cuda.counts import CAPTURE, REPLAY
 from tests.support.simulated_cuda.queue import CUDA, DEVICE, Allocation, Operation
 from tests.support.simulated_cuda.tensors import spoil
 
-SHORTEST = 1e-6
+MIN_EVENT_SECONDS = 1e-6
 """Minimum time between two events in seconds."""
 
 
@@ -48,7 +48,7 @@ class Event:
 
     def elapsed_time(self, other: Event) -> float:
         """Return the milliseconds from this event to the other one."""
-        return 1e3 * max(SHORTEST, other._seconds - self._seconds)
+        return 1e3 * max(MIN_EVENT_SECONDS, other._seconds - self._seconds)
 
 
 class Streams:
@@ -91,7 +91,7 @@ class CUDAGraph:
         self._memory: list[tuple[torch.Tensor, Allocation]] = []
         self._is_spoiled = False
 
-    def own(self, numbers: torch.Tensor, allocation: Allocation) -> None:
+    def keep_memory(self, numbers: torch.Tensor, allocation: Allocation) -> None:
         """Keep memory that is allocated while the graph is recorded."""
         self._memory.append((numbers, allocation))
 

@@ -61,7 +61,7 @@ def new_tensor(numbers: torch.Tensor) -> DeviceTensor:
     """Create a tensor in newly allocated memory, which belongs to the graph if one is being recorded."""
     allocation = Allocation(numbers.untyped_storage().nbytes())
     if DEVICE.capture:
-        DEVICE.capture.own(numbers, allocation)
+        DEVICE.capture.keep_memory(numbers, allocation)
     return DeviceTensor(numbers, allocation)
 
 

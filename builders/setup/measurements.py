@@ -1,11 +1,12 @@
-"""Stores of a set-up, replays of held-out conversations by source, and speed predictions."""
+"""Measurements of a set-up: replays by source, speed predictions, and held-out prompts answered with each method."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import partial
+from itertools import chain
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -13,17 +14,22 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from hdtool.builders.evaluation.contenders import answer_steps, timed
+from hdtool.builders.evaluation.bench import Bench
+from hdtool.builders.evaluation.bench_plan import ContenderFactory, warm_up_questions
+from hdtool.builders.evaluation.contenders import Contender, DraftingContender, answer_steps, timed
 from hdtool.builders.evaluation.recording import RecordedTurn
 from hdtool.builders.evaluation.replay import ReplayMethod, ReplayResult, SpeedPrediction
+from hdtool.builders.evaluation.scores import mean_speed
+from hdtool.builders.evaluation.verify import Verifier
 from hdtool.builders.evaluation.worker_pool import replay, total_turns
-from hdtool.data.errors import HdtoolError, StoreError
+from hdtool.data.chat import encode_conversation
+from hdtool.data.conversation_shapes import AnsweredQuestion
+from hdtool.data.errors import HdtoolError, PromptError
 from hdtool.data.progress import progress_bar
-from hdtool.data.stores.manifest import Manifest, TokenizerFingerprint
-from hdtool.data.stores.store import FolderCheck, file_checksum, read_manifest
-from hdtool.data.stores.store_files import MODEL_KIND, check_destination, holds_manifest
+from hdtool.data.prompts import Prompt
+from hdtool.data.stores.manifest import TokenizerFingerprint
 from hdtool.runtime.budget.cost_curve import CostCurve
-from hdtool.runtime.config import METHODS, DecodeConfig, SamplingConfig
+from hdtool.runtime.config import METHODS, DecodeConfig, ModelConfig, SamplingConfig
 from hdtool.runtime.config.decoding import (
     DRAFT_MODEL,
     HEADS_DRAFTER,
@@ -33,6 +39,7 @@ from hdtool.runtime.config.decoding import (
     NO_HISTORY,
     SOURCE_NAMES,
 )
+from hdtool.runtime.config.model import INT8
 from hdtool.runtime.drafter import NoDraft
 from hdtool.runtime.drafters.heads.checkpoint import SETTINGS_FILE, read_settings
 from hdtool.runtime.drafters.trained.proposal import SMALL_MODEL, PublishedDrafter
@@ -93,67 +100,6 @@ def method_options(method: str, decoding: DecodeConfig) -> tuple[str, ...]:
     )
     drafter = ["--drafter", decoding.drafter] if kind == DRAFT_MODEL and decoding.drafter else []
     return ("--method", method, *heads, *drafter)
-
-
-@cache
-def _file_digest(path: Path, changed: int) -> str:
-    """Return the checksum of a file, cached per modification time ``changed`` because a corpus may be large."""
-    return file_checksum(path)
-
-
-@dataclass(frozen=True)
-class SetupStores:
-    """Stores of a set-up by kind. A store belongs to the set-up if it holds every text the set-up builds it from."""
-
-    folders: Mapping[str, Path]
-    inputs: Mapping[str, Callable[[], Sequence[Path]]]
-    """Functions that return the text files of each store; the parts of logs are known only after the logs were read."""
-    model: str
-    replace: bool
-    """True if stores that another command built may be replaced."""
-
-    def built(self, kind: str) -> Manifest | None:
-        """Return the store's manifest if it belongs to this set-up, even if more texts were added, else None."""
-        folder, inputs = self.folders[kind], self.inputs[kind]()
-        if not inputs or not holds_manifest(folder) or not all(path.exists() for path in inputs):
-            return None
-        manifest = read_manifest(folder, check=not self.replace)
-        held = {share.sha256 for share in manifest.sources}
-        return manifest if all(_file_digest(path, path.stat().st_mtime_ns) in held for path in inputs) else None
-
-    def check(self) -> None:
-        """Raise if a folder is no valid destination of a build, or if it holds a store that must not be replaced."""
-        for kind, folder in self.folders.items():
-            check_destination(folder)
-            if check := self.replacement_check(kind):
-                check(folder)
-
-    def fate(self, kind: str) -> str:
-        """Return what will happen to a folder that ``check`` accepted, worded as the start of a sentence."""
-        folder = self.folders[kind]
-        if not holds_manifest(folder):
-            return "goes to"
-        if self.built(kind):
-            return "was built before and stays in"
-        rankings = kind == MODEL_KIND and read_manifest(folder, check=False).holds_rankings_alone
-        return "joins the rankings in" if rankings else "replaces the store in"
-
-    def replacement_check(self, kind: str) -> FolderCheck | None:
-        """Return a check that raises if this set-up did not build the store; None if any store may be replaced."""
-        return None if self.replace else partial(self._refuse_other, kind)
-
-    def _refuse_other(self, kind: str, folder: Path) -> None:
-        if holds_manifest(folder) and not self.built(kind) and not read_manifest(folder).holds_rankings_alone:
-            raise StoreError(
-                f"{folder} holds a {kind} store of {self.model}: --replace replaces it, and hdtool add {folder} FILES "
-                "extends it without a set-up"
-            )
-
-    def require(self) -> None:
-        """Raise a ``StoreError`` if another command has replaced a store since it was built."""
-        for kind, folder in self.folders.items():
-            if not self.built(kind):
-                raise StoreError(f"{folder} was replaced by another command meanwhile: run setup again")
 
 
 PROMPT_LENGTHS = (16, 128, 1024)
@@ -257,3 +203,98 @@ def replay_with_model_store(
 def _cold_method(letters: str, curve: CostCurve) -> ReplayMethod:
     """Return a method without history that drafts from the given sources, named after the last one."""
     return ReplayMethod(SOURCE_NAMES[letters[-1]], DecodeConfig(sources=letters, history=NO_HISTORY), curve)
+
+
+PLAIN_NAME, DRAFTED_NAME, GENERATE_NAME = "ar", "hd", "generate"
+PLAIN_SECONDS = 40.0
+"""Approximate time, in seconds, that plain decoding of the chosen prompts should take."""
+MIN_PROMPTS, MAX_PROMPTS, MAX_GENERATE_PROMPTS = 3, 24, 4
+"""Limits for the number of prompts; transformers answers fewer because it is several times slower."""
+
+
+def number_of_prompts(max_new_tokens: int, plain_tokens_per_second: float) -> int:
+    """Return the number of prompts that plain decoding answers in about ``PLAIN_SECONDS``."""
+    return max(MIN_PROMPTS, min(MAX_PROMPTS, int(PLAIN_SECONDS * plain_tokens_per_second / max_new_tokens)))
+
+
+def answer_prompts(
+    loaded: Loaded,
+    store_set: StoreSet,
+    model: ModelConfig,
+    prompts: Sequence[Prompt],
+    max_prompts: int,
+    max_new_tokens: int,
+    chat: bool | None,
+    on_progress: Callable[[int], None],
+    folder: Path | None = None,
+) -> dict[str, Any]:
+    """Answer the first prompts that fit the model's context with each method; return speeds and comparisons.
+
+    Every answer uses a fresh drafter. ``generate`` of transformers answers only a few prompts. Trained drafters that
+    lie in the model's ``folder`` or are layers of its checkpoint take part too.
+    """
+    decoding = with_model_drafters(DecodeConfig(max_new_tokens=max_new_tokens), loaded, folder)
+    offered = usable_drafter_methods(decoding, loaded)
+    names = (GENERATE_NAME, PLAIN_NAME, DRAFTED_NAME, *offered)
+    contenders = ContenderFactory(loaded, store_set, model, decoding, SamplingConfig()).contenders(names)
+    bench = Bench(loaded, contenders, max_new_tokens, chat)
+    questions = [prompt for prompt in prompts if bench.fits(prompt)][:max_prompts]
+    if not questions:
+        raise PromptError("no held-out conversation fits the model's context: name logs of shorter ones")
+    bench.warm_up(warm_up_questions(questions, (), 1, bench.fits))
+    without_generate = replace(
+        bench, contenders={name: contender for name, contender in contenders.items() if name != GENERATE_NAME}
+    )
+    answers: list[dict[str, AnsweredQuestion]] = []
+    for answered in chain(
+        bench.answers(questions[:MAX_GENERATE_PROMPTS]), without_generate.answers(questions, done=MAX_GENERATE_PROMPTS)
+    ):
+        answers.append(answered)
+        on_progress(len(answers))
+    compared = tuple(name for name in contenders if name != GENERATE_NAME or model.activations != INT8)
+    different = [
+        prompt for prompt, by_method in zip(questions, answers, strict=True) if not _is_identical(by_method, compared)
+    ]
+    drafting = [contender for name, contender in contenders.items() if name in (DRAFTED_NAME, *offered)]
+    return {
+        "tokens_per_second": {
+            name: mean_speed([by_method[name] for by_method in answers if name in by_method]) for name in contenders
+        },
+        "tokens_per_step": _tokens_per_step(answers, DRAFTED_NAME),
+        "offered": {
+            name: {
+                "tokens_per_step": _tokens_per_step(answers, name),
+                "options": list(method_options(name, decoding)),
+            }
+            for name in offered
+        },
+        "prompts": len(questions),
+        # Prompts for which all methods gave the same tokens. With 8-bit activations, transformers is not compared,
+        # because it does not round them.
+        "identical": len(questions) - len(different),
+        # Other prompts whose differences are explained by rounding.
+        "near_ties": sum(_is_near_tie(loaded, drafting, prompt, max_new_tokens, chat) for prompt in different),
+    }
+
+
+def _tokens_per_step(answers: Sequence[dict[str, AnsweredQuestion]], name: str) -> float:
+    return fmean(tokens for by_method in answers for tokens in by_method[name].step_tokens)
+
+
+def _is_identical(by_method: dict[str, AnsweredQuestion], compared: Sequence[str]) -> bool:
+    first, *others = (by_method[method].output_ids for method in compared if method in by_method)
+    return all(other == first for other in others)
+
+
+def _is_near_tie(
+    loaded: Loaded, drafting: Sequence[Contender], prompt: Prompt, max_new_tokens: int, chat: bool | None
+) -> bool:
+    """Return True if rounding explains every difference between the methods."""
+    ids = encode_conversation(loaded.tokenizer, prompt.messages, chat=chat, tools=prompt.tools)
+    for contender in drafting:
+        assert isinstance(contender, DraftingContender)
+        verifier = Verifier(loaded, SamplingConfig(), contender.new_drafter(), max_new_tokens)
+        check = verifier.check(prompt.id, ids, prompt.grammar)
+        if not all(explanation.near_tie for explanation in verifier.explain(check.differences)):
+            return False
+    return True

@@ -96,7 +96,7 @@ def scratch_folder(folder: Path) -> Iterator[Path]:
         shutil.rmtree(scratch, ignore_errors=True)
 
 
-def remove_unfinished(folder: Path) -> None:
+def remove_scratch_folders(folder: Path) -> None:
     """Delete the scratch folders that killed processes left beside ``folder``, whose lock the caller must hold."""
     for place in folder.parent.glob(f".{folder.name}.*.tmp"):
         shutil.rmtree(place, ignore_errors=True)
