@@ -77,8 +77,8 @@ class PassReads:
 
     def weights(self, rows: int, overlap: float = 0.0) -> float:
         """Return the weight bytes that a pass over ``rows`` rows reads."""
-        woken = (one.nbytes * distinct_experts(rows, one.top, one.experts, overlap) for one in self.mixtures)
-        return self.shared + sum(woken)
+        active_bytes = (one.nbytes * distinct_experts(rows, one.top, one.experts, overlap) for one in self.mixtures)
+        return self.shared + sum(active_bytes)
 
     def context(self, rows: int, length: int) -> int:
         """Return the KV cache bytes that a pass over ``rows`` rows reads after ``length`` tokens."""

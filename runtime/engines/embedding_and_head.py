@@ -55,7 +55,7 @@ class LayerInputs(Generic[Matmul]):
     norm: Any
     scale: float
     """Scales the projection."""
-    share: float
+    input_scale: float
     """Scales the sum of the normed projection and the token embedding."""
 
     @torch.inference_mode()
@@ -81,7 +81,7 @@ def layer_inputs(decoder: Any, layers: int, width: int, kind: Kind[Matmul]) -> L
     """Return the decoder's modules for per-layer inputs of this width; None if the engine can't compute them."""
     embedding, projection, norm = (decoder._modules.get(name) for name in (EMBEDDING, PROJECTION, PROJECTION_NORM))
     scale: Any = getattr(decoder, "per_layer_model_projection_scale", None)
-    share: Any = getattr(decoder, "per_layer_input_scale", None)
+    input_scale: Any = getattr(decoder, "per_layer_input_scale", None)
     if embedding is None or not kind.multiplies(projection) or norm is None or not kind.embeds(embedding):
         return None
     out_features = layers * width
@@ -89,13 +89,13 @@ def layer_inputs(decoder: Any, layers: int, width: int, kind: Kind[Matmul]) -> L
         embedding.weight.shape[1] == projection.out_features == out_features
         and projection.bias is None
         and isinstance(scale, float)
-        and isinstance(share, float)
+        and isinstance(input_scale, float)
         and set(norm._parameters) == {"weight"}
         and norm.weight.shape == (width,)
         and kind.fits(norm.weight)
         and not any("forward" in vars(module) for module in (decoder, embedding, norm))
     )
-    return LayerInputs(decoder, embedding, projection, norm, scale, share) if fits else None
+    return LayerInputs(decoder, embedding, projection, norm, scale, input_scale) if fits else None
 
 
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -174,7 +174,7 @@ def windows_of_layers(target: Target) -> list[AttentionWindow] | None:
 
 
 @dataclass(frozen=True)
-class Ends:
+class EmbeddingAndHead:
     """Scales a model's embeddings and bounds its logits."""
 
     multiplier: float
@@ -182,7 +182,7 @@ class Ends:
     softcap: float | None
 
     @classmethod
-    def of(cls, parts: ModelParts[Any]) -> Ends:
+    def of(cls, parts: ModelParts[Any]) -> EmbeddingAndHead:
         family, config = parts.family, cast(Any, parts.decoder).config
         softcap = getattr(config, family.logit_softcap) if family.logit_softcap else None
         return cls(

@@ -17,6 +17,7 @@ from hdtool.runtime.engines.mixer_parts import (
     SHORT_CONVOLUTION,
     ExpertKind,
     qwen_experts,
+    tensors_of,
 )
 from hdtool.runtime.engines.model_families import (
     AFTER,
@@ -76,8 +77,7 @@ class MixtureParts(Generic[Matmul]):
     @property
     def tensors(self) -> Iterator[torch.Tensor]:
         for module in (self.router, self.experts):
-            yield from module.parameters()
-            yield from module.buffers()
+            yield from tensors_of(module)
 
 
 def mixture_parts(layer: Module, router: str) -> MixtureParts[Any] | None:
@@ -147,7 +147,7 @@ HYBRID_FAMILIES: Mapping[str, Family] = {
             "position_embedding_type", "shared_intermediate_size", "time_step_limit",
         },
         experts=ExpertKind(
-            "GraniteMoeHybridMoE", "GraniteMoeHybridTopKRouter", gate="router", beside="block_sparse_moe"
+            "GraniteMoeHybridMoE", "GraniteMoeHybridTopKRouter", gate="router", added_block="block_sparse_moe"
         ),
         required={"position_embedding_type": (None, "rope")},
     ),

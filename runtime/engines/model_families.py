@@ -141,7 +141,7 @@ class Family:
     """Names of settings that hold the placeholder token ids of a multimodal model."""
     experts: ExpertKind | None = None
     """Mixture of experts that some layers have; None if no layer has one."""
-    beside: str = ""
+    added_router: str = ""
     """Router class of experts that layers may have in addition to their MLP."""
     attributes: frozenset[str] = frozenset()
     """Known module attributes in addition to ``ATTRIBUTES``."""
@@ -350,7 +350,7 @@ def _gemma4(**changes: Any) -> Family:
 
 
 VARIED_FAMILIES: Mapping[str, Family] = {
-    "gemma4": _gemma4(has_inputs=True, beside="Gemma4TextRouter"),
+    "gemma4": _gemma4(has_inputs=True, added_router="Gemma4TextRouter"),
     "gemma4_unified": _gemma4(),
 }
 """Families whose layers vary in heads and inputs, by the name of their package in ``transformers.models``."""

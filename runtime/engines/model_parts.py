@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Generic, NamedTuple, TypeVar, cast
 
@@ -21,7 +21,7 @@ from hdtool.runtime.engines.embedding_and_head import (
     layer_inputs,
 )
 from hdtool.runtime.engines.hybrid_families import MIXTURE_MODULES, MixtureParts, is_known_mixture, mixture_parts
-from hdtool.runtime.engines.mixer_parts import MixerParts, mixer_parts
+from hdtool.runtime.engines.mixer_parts import MixerParts, mixer_parts, tensors_of
 from hdtool.runtime.engines.model_families import LLAMA, Family, family_of, is_of_package, package_of
 from hdtool.runtime.kernels.compact_weight import CompactEmbedding
 
@@ -100,7 +100,7 @@ class LayerParts(Generic[Matmul]):
     """Norm of the values, without a weight."""
     inputs: InputParts[Matmul] | None = None
     """Modules that add the layer's own input to hidden states."""
-    beside: MixtureParts[Matmul] | None = None
+    added_mixture: MixtureParts[Matmul] | None = None
     """Mixture of experts that is added to the MLP and has its own norms."""
     factor: torch.Tensor | None = None
     """One-element tensor that scales the layer's output."""
@@ -118,9 +118,9 @@ class LayerParts(Generic[Matmul]):
     @property
     def norms(self) -> tuple[Module, ...]:
         """Norms with weights in the order in which a pass applies them, except that the head norms come last."""
-        beside = self.beside.norms if self.beside else ()
+        added_mixture = self.added_mixture.norms if self.added_mixture else ()
         input_norm = self.inputs.norm if self.inputs else None
-        return *filter(None, (*self.around, *beside, input_norm)), *self.head_norms
+        return *filter(None, (*self.around, *added_mixture, input_norm)), *self.head_norms
 
     @property
     def hidden(self) -> int:
@@ -272,9 +272,11 @@ def _layer_parts(layer: Module, index: int, kind: Kind[Matmul]) -> LayerParts[Ma
     mixer_name = next((name for name in family.mixers if children.get(name) is not None), "self_attn")
     norms = family.norms if mixer_name == "self_attn" else family.norms_of_mixers or family.norms
     inputs = input_parts(layer) if family.has_inputs else None
-    beside = mixture_parts(layer, family.beside)
-    extra_mixture = family.experts.beside if family.experts and children.get(family.experts.beside) is not None else ""
-    extra_modules = {*(LAYER_INPUT_MODULES if inputs else ()), *(MIXTURE_MODULES if beside else ())}
+    added_mixture = mixture_parts(layer, family.added_router)
+    extra_mixture = (
+        family.experts.added_block if family.experts and children.get(family.experts.added_block) is not None else ""
+    )
+    extra_modules = {*(LAYER_INPUT_MODULES if inputs else ()), *(MIXTURE_MODULES if added_mixture else ())}
     if set(children) - dropouts != {
         mixer_name,
         family.names.mlp,
@@ -313,7 +315,7 @@ def _layer_parts(layer: Module, index: int, kind: Kind[Matmul]) -> LayerParts[Ma
         return None
     if inputs and _activation_of(inputs.activation_module) != feed_forward.activation:
         return None
-    epsilons |= {epsilon_of(norm) for norm in beside.norms} if beside else set()
+    epsilons |= {epsilon_of(norm) for norm in added_mixture.norms} if added_mixture else set()
     if (
         getattr(attention, "layer_idx", None) != index
         or not isinstance(scale, float)
@@ -336,7 +338,7 @@ def _layer_parts(layer: Module, index: int, kind: Kind[Matmul]) -> LayerParts[Ma
         layer, attention, qkv, out, feed_forward.gate_up, feed_forward.down, feed_forward.experts, around, head_norms,
         int(heads), groups, width, epsilon, scale, feed_forward.activation, feed_forward.activation_module,
         feed_forward.shared_gate,
-        value_norm=value_norm, inputs=inputs, beside=beside, factor=layer._buffers.get(family.factor),
+        value_norm=value_norm, inputs=inputs, added_mixture=added_mixture, factor=layer._buffers.get(family.factor),
     )  # fmt: skip
     return parts if _is_complete(parts, kind, family) else None
 
@@ -459,11 +461,11 @@ def _is_complete(parts: LayerParts[Matmul], kind: Kind[Matmul], family: Family) 
     weights: list[Any] = [norm._parameters["weight"] for norm in parts.norms]
     sinks: Any = parts.attention._parameters.get("sinks") if family.has_sinks else None
     mixer = parts.mixer.module if parts.mixer else None
-    beside = parts.beside
-    others = parts.experts, mixer, beside.experts if beside else None
+    added_mixture = parts.added_mixture
+    others = parts.experts, mixer, added_mixture.experts if added_mixture else None
     modules: tuple[Module, ...] = (*parts.matmuls, *filter(None, others))
-    known_ids = {id(tensor) for module in (*modules, *parts.norms) for tensor in _tensors_of(module)}
-    known_ids |= {id(tensor) for tensor in beside.tensors} if beside else set()
+    known_ids = {id(tensor) for module in (*modules, *parts.norms) for tensor in tensors_of(module)}
+    known_ids |= {id(tensor) for tensor in added_mixture.tensors} if added_mixture else set()
     known_ids |= {id(tensor) for tensor in (sinks, parts.factor) if tensor is not None}
     inside = {id(module) for parent in modules for module in parent.modules()}
     return (
@@ -471,20 +473,15 @@ def _is_complete(parts: LayerParts[Matmul], kind: Kind[Matmul], family: Family) 
         and all(weight.shape == (width,) for weight, width in zip(weights, widths, strict=True))
         and all(map(kind.fits, weights))
         and (not family.has_sinks or (sinks is not None and kind.fits(sinks)))
-        and (beside is None or is_known_mixture(beside, parts.layer, hidden, parts.epsilon, kind))
+        and (added_mixture is None or is_known_mixture(added_mixture, parts.layer, hidden, parts.epsilon, kind))
         and (not family.factor or (parts.factor is not None and parts.factor.numel() == 1))
-        and {id(tensor) for tensor in _tensors_of(parts.layer)} == known_ids
+        and {id(tensor) for tensor in tensors_of(parts.layer)} == known_ids
         and not any("forward" in vars(module) for module in parts.layer.modules() if id(module) not in inside)
     )
 
 
 def _shape_of(matmul: Any) -> tuple[int, int]:
     return matmul.out_features, matmul.in_features
-
-
-def _tensors_of(module: Module) -> Iterator[torch.Tensor]:
-    yield from module.parameters()
-    yield from module.buffers()
 
 
 def epsilon_of(norm: Module, *, has_weight: bool = True) -> float | None:

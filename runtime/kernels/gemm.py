@@ -17,13 +17,13 @@ import numpy.typing as npt
 from llvmlite import ir  # type: ignore[import-untyped]
 from numba import cfunc, njit, types
 
-from hdtool.runtime.kernels.compiled import array_at, clear_numbers, compiled, copy_numbers, generated
+from hdtool.runtime.kernels.compiled import array_at, clear_floats, compiled, copy_floats, generated
 from hdtool.runtime.kernels.gemm_tiles import (
     ACCUMULATORS,
     MAX_DIRECT_ROWS,
     MAX_TILE_ROWS,
     TILE_OUT_FEATURES,
-    block_numbers,
+    block_size_of,
     copy_vectors,
     partial_tile,
     tile,
@@ -106,7 +106,7 @@ def _multiply_together(
         interleave(inputs + row * width, GROUP, columns, interleaved + row * width, GROUP)
     if whole < rows:
         rest = interleaved + whole * width
-        clear_numbers(rest, group * columns)
+        clear_floats(rest, group * columns)
         interleave(inputs + whole * width, rows - whole, columns, rest, group)
     for out in range(0, out_features, BLOCK_OUT_FEATURES):
         block_rows, to = min(BLOCK_OUT_FEATURES, out_features - out), outputs + out * ITEM_SIZE
@@ -151,9 +151,7 @@ def _multiply_together(
                     stride,
                 )
         for row in range(whole, rows):
-            copy_numbers(
-                last + (row - whole) * block_rows * ITEM_SIZE, block_rows, to + row * output_stride * ITEM_SIZE
-            )
+            copy_floats(last + (row - whole) * block_rows * ITEM_SIZE, block_rows, to + row * output_stride * ITEM_SIZE)
 
 
 @njit(cache=True, nogil=True)
@@ -195,7 +193,7 @@ def _multiply_group(
 @njit(cache=True, nogil=True)
 def bytes_before(column: int, kind: Any, columns: int, stride: int) -> int:
     """Return the byte offset of a column in a matrix row."""
-    return column // block_numbers(kind) * (stride // (columns // block_numbers(kind)))  # type: ignore[no-any-return]
+    return column // block_size_of(kind) * (stride // (columns // block_size_of(kind)))  # type: ignore[no-any-return]
 
 
 @njit(cache=True, nogil=True)
@@ -258,7 +256,7 @@ def multiply(
     ``kind`` is the matrix format and ``size`` the size of its numbers or blocks in bytes. ``output_stride`` is the
     distance between output rows in numbers. ``columns`` must be a multiple of ``COLUMN_MULTIPLE`` and of the block.
     """
-    stride = columns // block_numbers(kind) * size
+    stride = columns // block_size_of(kind) * size
     whole = out_features - out_features % TILE_OUT_FEATURES
     long = size != ITEM_SIZE and rows * columns > L1_NUMBERS
     if rows > (MAX_LONG_REGISTER_ROWS if long else MAX_REGISTER_ROWS):
@@ -334,7 +332,7 @@ def _multiply_interleaved(
 @njit(cache=True, nogil=True)
 def unpack(matrix: int, kind: Any, size: int, out_features: int, columns: int, written: int) -> None:
     """Expand a matrix to float32 at address ``written``; ``size`` is that of its numbers or blocks in bytes."""
-    stride = columns // block_numbers(kind) * size
+    stride = columns // block_size_of(kind) * size
     for out in range(out_features):
         unpack_row(matrix + out * stride, kind, columns, written + out * columns * ITEM_SIZE)
 
@@ -363,7 +361,7 @@ def matmul_of(kind: MatrixKind, size: int) -> Any:
         first: int,
         end: int,
     ) -> None:
-        part = matrix + first * (columns // block_numbers(kind) * size)
+        part = matrix + first * (columns // block_size_of(kind) * size)
         multiply(part, kind, size, end - first, columns, inputs, rows, outputs + first * ITEM_SIZE, out_features)
         add_bias(bias, out_features, rows, outputs, first, end)
 

@@ -324,6 +324,6 @@ def copy_vectors(builder: Any, read: Any, count: Any, written: Any, stride: Any)
 
 
 @generated(None, returns=types.int64)
-def block_numbers(builder: Any, kind: Any) -> Any:
+def block_size_of(builder: Any, kind: Any) -> Any:
     """Return how many numbers a block of a format has; 1 for formats without blocks."""
     return INDEX(FORMAT_OF_TYPE[kind].numbers if kind in FORMAT_OF_TYPE else 1)

@@ -56,7 +56,7 @@ WRONG: dict[str, tuple[str, dict[str, Any]]] = {
     "keys of its own": ("gemma4", {"projections": lambda attention: ("q_proj", "k_proj", "v_proj")}),
     "no keys that later layers read": ("gemma4", {"keeps": "is_kv_shared_layer"}),
     "heads of one shape": ("gemma4", {"varies_heads": False}),
-    "no experts": ("gemma4, experts beside MLPs", {"beside": ""}),
+    "no experts": ("gemma4, experts beside MLPs", {"added_router": ""}),
 }
 
 

@@ -106,8 +106,8 @@ def matmuls_of(part: LayerParts[CompiledLinear]) -> dict[int, MatmulRows]:
 def has_compiled_experts(part: LayerParts[CompiledLinear], family: Family) -> bool:
     """Return True if a layer has no experts or compiled code can route and compute them."""
     block: Any = part.experts
-    if part.beside:
-        return type(part.beside.experts) is CompiledExperts
+    if part.added_mixture:
+        return type(part.added_mixture.experts) is CompiledExperts
     if block is None:
         return True
     if family.experts is None or type(block._modules.get("experts")) is not CompiledExperts:
@@ -123,7 +123,9 @@ def has_compiled_experts(part: LayerParts[CompiledLinear], family: Family) -> bo
 
 def packed_experts(part: LayerParts[CompiledLinear]) -> Iterator[PackedMatrix]:
     """Yield a layer's packed expert matrices, if the rows of each expert fill whole panels."""
-    experts: Any = part.beside.experts if part.beside else cast(Any, part.experts).experts if part.experts else None
+    experts: Any = (
+        part.added_mixture.experts if part.added_mixture else cast(Any, part.experts).experts if part.experts else None
+    )
     for name in WEIGHTS if experts else ():
         stored = stored_of(getattr(experts, name))
         if not isinstance(stored, PackedExperts):

@@ -24,7 +24,7 @@ from hdtool.runtime.engines.cuda.operations import (
     TorchOperations,
 )
 from hdtool.runtime.engines.embedding_and_head import (
-    Ends,
+    EmbeddingAndHead,
     Rotary,
     norms_and_activations_match,
     rotary_kinds,
@@ -75,7 +75,7 @@ class FusedPass:
         self, parts: ModelParts[Module], windows: list[AttentionWindow], operations: Operations, hidden: HiddenStates
     ) -> None:
         self._parts, self._operations, self._hidden = parts, operations, hidden
-        self._ends = Ends.of(parts)
+        self._ends = EmbeddingAndHead.of(parts)
         self.reads_extent = operations.reads_extent
         weights = [weight for module in parts.model.modules() for weight in module.parameters(recurse=False)]
         uses = Counter(_memory_of(weight) for weight in weights if type(weight) is Parameter)

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 
-from hdtool.runtime.kernels.compiled import Array, compiled, copy_numbers
+from hdtool.runtime.kernels.compiled import Array, compiled, copy_floats
 from hdtool.runtime.model.cache.states import StateLayer, States, StateShape
 
 WORD_SIZE = 4
@@ -64,7 +64,7 @@ def move_positions(
         for head in range(heads):
             first = address + row * row_size + head * head_size + start * position_size
             for place in range(len(path)):
-                copy_numbers(first + path[place] * position_size, words, first + place * position_size)
+                copy_floats(first + path[place] * position_size, words, first + place * position_size)
 
 
 def compile_moves() -> None:
