@@ -82,7 +82,7 @@ def layer_inputs(decoder: Any, layers: int, width: int, kind: Kind[Matmul]) -> L
     embedding, projection, norm = (decoder._modules.get(name) for name in (EMBEDDING, PROJECTION, PROJECTION_NORM))
     scale: Any = getattr(decoder, "per_layer_model_projection_scale", None)
     input_scale: Any = getattr(decoder, "per_layer_input_scale", None)
-    if embedding is None or not kind.multiplies(projection) or norm is None or not kind.embeds(embedding):
+    if embedding is None or not kind.is_linear(projection) or norm is None or not kind.is_embedding(embedding):
         return None
     out_features = layers * width
     fits = (
@@ -92,7 +92,7 @@ def layer_inputs(decoder: Any, layers: int, width: int, kind: Kind[Matmul]) -> L
         and isinstance(input_scale, float)
         and set(norm._parameters) == {"weight"}
         and norm.weight.shape == (width,)
-        and kind.fits(norm.weight)
+        and kind.is_readable(norm.weight)
         and not any("forward" in vars(module) for module in (decoder, embedding, norm))
     )
     return LayerInputs(decoder, embedding, projection, norm, scale, input_scale) if fits else None
@@ -137,7 +137,7 @@ def rotary_of(parts: ModelParts[Any], hidden: torch.Tensor, positions: torch.Ten
     """
     embeddings = cast(Any, parts.rotary)(hidden, positions, *filter(None, [kind]))
     cos, sin = (part.flatten(0, 1) for part in embeddings)
-    width, layer = cos.shape[1], parts.attending
+    width, layer = cos.shape[1], parts.first_attention
     if parts.family.varies_heads:
         layer = parts.layers[position_kinds(parts).index(kind)]
     if 2 * width == layer.width and parts.family.has_half_tables:

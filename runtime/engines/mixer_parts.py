@@ -80,8 +80,8 @@ def mixer_parts(
         id(tensor) for tensor in (*small_tensors, *(weight for matmul in matmuls for weight in tensors_of(matmul)))
     }
     is_whole = (
-        all(map(kind.multiplies, matmuls))
-        and all(map(kind.fits, small_tensors))
+        all(map(kind.is_linear, matmuls))
+        and all(map(kind.is_readable, small_tensors))
         and {id(tensor) for tensor in tensors_of(module)} == known_ids
         and not any("forward" in vars(submodule) for submodule in module.modules())
     )
@@ -243,7 +243,7 @@ class ExpertKind:
     """Routing weights are sigmoids of the router's scores instead of a softmax."""
     correction: str = ""
     """Path of a tensor that is added to routing weights for the top-k choice only; empty without one."""
-    added: float = 0.0
+    sum_offset: float = 0.0
     """Constant added to the sum by which routing weights are divided."""
 
 
@@ -266,7 +266,7 @@ class Router:
     """Number of groups whose experts may be chosen for a token."""
     factor: float
     """Scales the final routing weights."""
-    added: float
+    sum_offset: float
     """Constant added to the sum by which routing weights are divided."""
     min_sum: float
     """Lower bound of that sum."""
@@ -318,7 +318,7 @@ def router_of(block: Any, kind: ExpertKind) -> Router | None:
         int(groups),
         int(used_groups),
         float(getattr(gate, "routed_scaling_factor", 1.0)),
-        kind.added,
+        kind.sum_offset,
         float(getattr(gate, "norm_min", 0.0)),
     )
 

@@ -113,17 +113,17 @@ def _multiply_together(
         for column in range(0, columns, MAX_TILE_COLUMNS):
             block_columns = min(MAX_TILE_COLUMNS, columns - column)
             final = column + block_columns == columns
-            place = matrix + out * stride + bytes_before(column, kind, columns, stride)
+            block_rows = matrix + out * stride + bytes_before(column, kind, columns, stride)
             later = (
                 matrix + (out + block_rows) * stride
                 if final
-                else place + bytes_before(block_columns, kind, columns, stride)
+                else block_rows + bytes_before(block_columns, kind, columns, stride)
             )
-            block, between = place, stride
+            block, between = block_rows, stride
             if stride != width:  # float32 is read in-place
                 block, between = unpacked, block_columns * ITEM_SIZE
                 for row in range(block_rows):
-                    unpack_row(place + row * stride, kind, block_columns, unpacked + row * between)
+                    unpack_row(block_rows + row * stride, kind, block_columns, unpacked + row * between)
             for row in range(0, rows, GROUP):
                 group_rows = GROUP if row < whole else group
                 read, kept = interleaved + row * width, sums + row * BLOCK_OUT_FEATURES * LANES * ITEM_SIZE
@@ -224,7 +224,7 @@ MAX_LONG_REGISTER_ROWS = 8 if LANES == 8 else MAX_REGISTER_ROWS
 """The limit if the input rows together exceed L1. On Zen 4 without AVX-512, eleven rows by a 576 x 1,536 matrix in Q4_1
 took 1.3 times as long in registers as in ``multiply_many``."""
 L1_NUMBERS = 8192
-CACHED_NUMBERS = 1 << 17 if LANES == 16 else 10240
+MAX_CACHED_VALUES = 1 << 17 if LANES == 16 else 10240
 """Maximum size of an input group in numbers, so that it stays cached between tiles: in L2 with AVX-512, where rereading
 inputs is faster than unpacking the matrix again."""
 
@@ -306,7 +306,7 @@ def _multiply_interleaved(
     ``interleaved`` is scratch memory for all input rows.
     """
     aligned = line_after(interleaved.ctypes.data)
-    max_rows = min(MAX_TILE_ROWS, max(MAX_DIRECT_ROWS, CACHED_NUMBERS // columns))
+    max_rows = min(MAX_TILE_ROWS, max(MAX_DIRECT_ROWS, MAX_CACHED_VALUES // columns))
     groups = (rows + max_rows - 1) // max_rows
     row = 0
     for group in range(groups):
@@ -321,9 +321,9 @@ def _multiply_interleaved(
             matrix_rows, written = matrix + out * stride, outputs + (row * output_stride + out) * ITEM_SIZE
             if group_rows > MAX_DIRECT_ROWS:
                 read = aligned + first
-                for place in range(0, TILE_OUT_FEATURES, _ROW_OUT_FEATURES[group_rows]):
-                    to = written + place * ITEM_SIZE
-                    _many(matrix_rows + place * stride, kind, columns, read, to, output_stride, group_rows)
+                for first_out in range(0, TILE_OUT_FEATURES, _ROW_OUT_FEATURES[group_rows]):
+                    to = written + first_out * ITEM_SIZE
+                    _many(matrix_rows + first_out * stride, kind, columns, read, to, output_stride, group_rows)
             else:  # e.g. nine rows are split into five and four
                 _multiply_few(matrix_rows, kind, stride, columns, inputs + first, group_rows, written, output_stride)
             row += group_rows

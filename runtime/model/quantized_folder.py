@@ -28,14 +28,14 @@ from hdtool.data.stores.home import quantized_at_home, quantized_models_at_home
 from hdtool.runtime.kernels.compact_weight import CompactWeight, narrowed
 from hdtool.runtime.kernels.gemm import COLUMN_MULTIPLE
 from hdtool.runtime.kernels.packed_matrix import FORMATS_BY_NAME, Q4_0, Q8_0, PackedMatrix, quantize_matrix
-from hdtool.runtime.model.compact_layers import is_of_linear_layers, weight_places
-from hdtool.runtime.model.gguf.converted_folder import ENDING, REST, Signature, content_hash
+from hdtool.runtime.model.compact_layers import is_of_linear_layers, weight_parameters
+from hdtool.runtime.model.gguf.converted_folder import ENDING, REST, Signature, content_hash, remove_files
 from hdtool.runtime.model.hub import fingerprint_of
 
 MANIFEST = "quantized.json"
 FORMAT = 1
 KEYS = ("scheme", "sha256", "fingerprint", "transformers", "files", "kinds", "seen")
-MOST_SEEN = 16
+MAX_SEEN = 16
 Sources = tuple[Signature, ...]
 """Signatures of a checkpoint's files."""
 
@@ -102,7 +102,7 @@ class QuantizedManifest:
     def seen_as(self, sources: Sources) -> QuantizedManifest:
         paths = [source.path for source in sources]
         others = [group for group in self.seen if [source.path for source in group] != paths]
-        return replace(self, seen=(*others, sources)[-MOST_SEEN:])
+        return replace(self, seen=(*others, sources)[-MAX_SEEN:])
 
     def in_folder(self, folder: Path) -> QuantizedManifest:
         """Return the manifest with the current status of the files in ``folder``."""
@@ -124,11 +124,7 @@ def quantized_manifests() -> Iterator[tuple[Path, QuantizedManifest]]:
 def remove(folder: Path) -> None:
     """Delete a quantized model's files, the manifest first, and its folder if that is then empty; ignore OS errors."""
     manifest = QuantizedManifest.read(folder)
-    with suppress(OSError):
-        (folder / MANIFEST).unlink()
-        for name in manifest.files if manifest else ():
-            (folder / name).unlink(missing_ok=True)
-        folder.rmdir()
+    remove_files(folder, (MANIFEST, *(manifest.files if manifest else ())))
 
 
 def remove_quantized(folder: Path) -> None:
@@ -257,7 +253,7 @@ def _quantized_weights(
     To save memory, each weight of the model is freed once it is quantized.
     """
     tables = {id(layer.weight) for layer in (model.get_input_embeddings(), model.get_output_embeddings()) if layer}
-    places = {id(weight): places for places, weight in weight_places(model)}
+    places = {id(weight): places for places, weight in weight_parameters(model)}
     blocks, kinds, rest, kept, seen = {}, dict[str, str](), {}, list[str](), set[int]()
     for name, weight in model.state_dict(keep_vars=True).items():
         if id(weight) in seen:  # a tied weight

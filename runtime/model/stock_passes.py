@@ -12,7 +12,7 @@ from transformers.cache_utils import Cache as LibraryCache
 
 from hdtool.runtime.engine import PassLog, PassOptions, Verified
 from hdtool.runtime.model.cache.kv_cache import SlotKVCache
-from hdtool.runtime.model.cache.replay_slots import Place, ReplayCache, ReplaySlot
+from hdtool.runtime.model.cache.replay_slots import ReplayCache, ReplaySlot, TensorPath
 from hdtool.runtime.model.cache.slots import Cache, Slot
 from hdtool.runtime.model.cache.states import States
 from hdtool.runtime.model.families import HiddenStates, rotary_switch
@@ -110,12 +110,12 @@ class StockPasses:
         """Append tokens to a slot; return the logits ``[1, vocabulary]`` after the last one."""
         first = slot.length
         # Without a mask, the model makes its own for a whole prompt, or uses a causal kernel.
-        mask = self.masks.of_continuation(len(tokens), first) if first else None
+        mask = self.masks.continuation_mask(len(tokens), first) if first else None
         positions = range(first, first + len(tokens))
         slot.begin_reading()
         option = self._last_of_all if self.hidden.is_watched else self.last_only
         logits = self.forward([list(tokens)], [positions], mask, slot.kv, **option)[0, -1:]
-        slot.extend(tokens, self.hidden.of_slot(0, len(tokens)))
+        slot.extend(tokens, self.hidden.slot_rows(0, len(tokens)))
         return logits
 
     @torch.inference_mode()
@@ -132,18 +132,18 @@ class StockPasses:
 
     def verify_alone(self, slot: Slot, tree: DraftTree) -> Verified:
         """Verify a tree in a single slot."""
-        mask = self.masks.of_tree(tree, slot.length, reused=True)
+        mask = self.masks.tree_mask(tree, slot.length, reused=True)
         with self._over([tree], [slot], slot.states, slot.kv):
-            logits = self.run(*self._tree_input.of(tree, slot.length), mask, slot.kv)[0]
+            logits = self.run(*self._tree_input.tree_inputs(tree, slot.length), mask, slot.kv)[0]
         self.log.nodes, self.log.slots = len(tree), 1
-        return Verified(logits, self.hidden.of_slot(0, len(tree) + 1))
+        return Verified(logits, self.hidden.slot_rows(0, len(tree) + 1))
 
     def _verify_together(self, cache: Cache, trees: Sequence[DraftTree]) -> list[Verified]:
         """Verify all trees in one pass, padded to the largest one."""
         slots = cache.slots[: len(trees)]
         lengths = [slot.length for slot in slots]
-        mask = self.masks.of_batch(trees, lengths)
-        ids, positions = self._tree_input.of_batch(trees, lengths)
+        mask = self.masks.batch_mask(trees, lengths)
+        ids, positions = self._tree_input.batch_inputs(trees, lengths)
         rows = ids.shape[1]
         for slot in slots:
             slot.kv.used = max(slot.kv.used, slot.length + rows)
@@ -152,7 +152,7 @@ class StockPasses:
             logits = self.run(ids, positions, mask, batch_cache)
         self.log.nodes, self.log.slots = rows - 1, len(trees)
         used = [len(tree) + 1 for tree in trees]
-        return [Verified(logits[slot, :n], self.hidden.of_slot(slot, n)) for slot, n in enumerate(used)]
+        return [Verified(logits[slot, :n], self.hidden.slot_rows(slot, n)) for slot, n in enumerate(used)]
 
     @contextmanager
     def _over(
@@ -225,7 +225,7 @@ class ReplayPasses:
     Each pass first reads the accepted tokens that the slot's cache lacks.
     """
 
-    def __init__(self, stock: StockPasses, shared: frozenset[Place]) -> None:
+    def __init__(self, stock: StockPasses, shared: frozenset[TensorPath]) -> None:
         self._stock, self._shared = stock, shared
 
     def allocate(self, slots: int) -> ReplayCache:
@@ -277,7 +277,7 @@ class ReplayPasses:
         positions = torch.arange(first, first + len(tokens), device=stock.device)[None]
         options = dict.fromkeys(stock.last_only, keep)
         output = stock.call(ids, positions, None, held.copy_of_filled(), **options)
-        return output.logits[0, -keep:], cache_in(output), stock.hidden.of_slot(0, len(tokens))
+        return output.logits[0, -keep:], cache_in(output), stock.hidden.slot_rows(0, len(tokens))
 
 
 def _slot(cache: Cache, slot: int) -> ReplaySlot:

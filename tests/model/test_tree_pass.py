@@ -173,8 +173,8 @@ def test_moved_positions_are_those_of_torch(path: list[int], start: int, dtype: 
         torch.manual_seed(1)
         for tensor in storage.tensors:
             tensor.normal_()
-        caches.append(StaticKVCache(storage.of_slot(slot)))
-    assert caches[0].storage.places
+        caches.append(StaticKVCache(storage.slot_view(slot)))
+    assert caches[0].storage.layouts
     caches[0].move(start, path)
     caches[1]._move_by_torch(start, path)
     for one, other in zip(caches[0].storage.tensors, caches[1].storage.tensors, strict=True):
@@ -185,7 +185,7 @@ def test_words_that_do_not_fit_are_moved_by_torch() -> None:
     shape = HeadShape(1, 3, torch.bfloat16, torch.device("cpu"))
     cache = StaticKVCache(KVTensors.for_layers([LayerShape(shape, shape)], 8))
     cache.storage.tensors[0].copy_(torch.arange(64.0)[:, None].expand(64, 3))
-    assert cache.storage.places is None
+    assert cache.storage.layouts is None
     cache.commit(1, [1, 4])
     assert kv_cache.WORD_SIZE == 4 and cache.storage.tensors[0][0, 0, 0, :5, 0].tolist() == [0, 2, 5, 3, 4]
 

@@ -20,7 +20,7 @@ BLOCK_QUERIES, MAX_BLOCK_QUERIES = 16, 48
 ``block_queries`` uses the maximum if the threads can share the heads evenly. With 8,000 positions, which exceed L2,
 eight rows of nine heads then took 0.81 times as long as with blocks of 16.
 """
-HIDDEN_SCORE = np.float32(-3e38)
+MASKED_SCORE = np.float32(-3e38)
 """Added to the score of a position that a row doesn't attend to."""
 VALUE_POSITIONS = 64
 """Number of positions whose values are read together."""
@@ -62,7 +62,7 @@ def _masked(caps: bool) -> Any:
             return [builder.select(builder.fcmp_ordered(">", score, tops[0]), score, tops[0])]
 
         (tops,) = code.loop(count, [code.number(float("-inf"))], apply)
-        return code.folded(
+        return code.reduce(
             tops, lambda first, second: builder.select(builder.fcmp_ordered(">", second, first), second, first)
         )
 
@@ -198,17 +198,17 @@ def attend(
     sink_weights = array_at(totals + block_size * (width // LANES) * ITEM_SIZE, (block_size,), types.float32)
     number, row_size = rows * groups, heads * groups * width
     row_positions = array_at(positions_at, (rows,), types.int64)
-    hidden = array_at(mask_row, (padded,), types.float32)
+    mask_values = array_at(mask_row, (padded,), types.float32)
     for column in range(positions):
-        hidden[column] = 0
+        mask_values[column] = 0
     for column in range(positions, padded):
-        hidden[column] = HIDDEN_SCORE
+        mask_values[column] = MASKED_SCORE
     blocks = query_blocks(rows, groups, block_size)
     for block in range(first, end):
         head, start = block // blocks, block % blocks * block_size
         key, value = keys + head * head_stride * ITEM_SIZE, values + head * head_stride * ITEM_SIZE
         count = min(block_size, number - start)
-        begin = _first_seen(row_positions, start // groups, (start + count - 1) // groups + 1, window, length)
+        begin = _first_visible(row_positions, start // groups, (start + count - 1) // groups + 1, window, length)
         for column in range(begin, padded, LANES):
             for query in range(count):
                 query_index = start + query
@@ -224,7 +224,7 @@ def attend(
                 if mask != 0:
                     copy_floats(mask + row * mask_stride * ITEM_SIZE, positions, mask_row)
                 if window:
-                    _hide_before(hidden, row_positions, row_positions[row] - window + 1, begin, length)
+                    _mask_before(mask_values, row_positions, row_positions[row] - window + 1, begin, length)
             scores = scratch + (query * padded + begin) * ITEM_SIZE
             top = _bound_and_mask(scores, seen, scale, cap, added) if cap else _mask(scores, seen, scale, cap, added)
             if sinks:
@@ -243,7 +243,7 @@ def attend(
 
 
 @compiled
-def _first_seen(row_positions: Any, first: int, end: int, window: int, length: int) -> int:
+def _first_visible(row_positions: Any, first: int, end: int, window: int, length: int) -> int:
     """Return the first position to which any row from ``first`` to ``end`` attends, rounded down to ``LANES``."""
     if not window:
         return 0
@@ -254,14 +254,14 @@ def _first_seen(row_positions: Any, first: int, end: int, window: int, length: i
 
 
 @compiled
-def _hide_before(hidden: Any, row_positions: Any, lowest: int, begin: int, length: int) -> None:
+def _mask_before(mask_values: Any, row_positions: Any, lowest: int, begin: int, length: int) -> None:
     """Hide the positions before ``lowest``, the first one in a row's window."""
     for column in range(begin, min(lowest, length)):
-        hidden[column] = HIDDEN_SCORE
+        mask_values[column] = MASKED_SCORE
     if lowest > length:
         for row in range(len(row_positions)):
             if row_positions[row] < lowest:
-                hidden[length + row] = HIDDEN_SCORE
+                mask_values[length + row] = MASKED_SCORE
 
 
 @compiled

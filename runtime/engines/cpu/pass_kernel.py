@@ -292,7 +292,7 @@ def compile_passes() -> None:
 TREE_ROWS = LARGEST_TREE + 1
 """Maximum number of rows in a pass over a tree: its nodes and the root."""
 FLOAT32_INFINITY = INFINITY[torch.float32]
-HIDDEN_VALUE = float(np.finfo(np.float32).min)
+MASK_VALUE = float(np.finfo(np.float32).min)
 """Mask value of positions that a row doesn't attend to."""
 
 TREE_PASS = np.dtype(
@@ -428,10 +428,10 @@ def _place_tree(record: Any, slot: int, root: int, tokens: Array, parents: Array
     if rows > 1:
         shown = array_at(record.shown, (slot + 1, 2), np.int64)[slot]
         mask = array_at(record.mask, (slot + 1, record.rows, record.mask_width), np.float32)[slot]
-        hide_non_ancestors(mask, shown[0], shown[1], parents, length, HIDDEN_VALUE)
+        hide_non_ancestors(mask, shown[0], shown[1], parents, length, MASK_VALUE)
         for row in range(nodes + 1):
             for column in range(length + nodes + 1, length + rows):
-                mask[row, column] = HIDDEN_VALUE
+                mask[row, column] = MASK_VALUE
         shown[0], shown[1] = rows, length
 
 

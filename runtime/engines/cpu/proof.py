@@ -124,7 +124,7 @@ def _fit_cache(parts: CompiledParts, target: Target) -> bool:
     cached = target.allocate(1, 1).storage.layers
     return len(cached) == len(parts.layers) and all(
         all(view is NOTHING for view in views)
-        if layer.mixer or layer.source is not None
+        if layer.mixer or layer.kv_source is not None
         else {(view.shape[1], view.shape[3], view.stride(2)) for view in views}
         == {(layer.heads, layer.width, layer.width)}
         for layer, views in zip(parts.layers, cached, strict=True)
@@ -166,7 +166,7 @@ class _LayerProof:
         """
         layers = self._parts.layers
         mixing = [number for number, layer in enumerate(layers) if layer.mixer]
-        ends = {0, len(layers) - 1, layers.index(self._parts.attending), *mixing[:1]}
+        ends = {0, len(layers) - 1, layers.index(self._parts.first_attention), *mixing[:1]}
         return (
             self._is_same(range(len(layers)), self._case(7, PROOF_TREE))
             and all(self._is_same(sorted(ends), case) for case in self._cases())
@@ -189,8 +189,8 @@ class _LayerProof:
         cache = self._target.allocate(1, length + len(tree) + 1).slots[0].kv
         cache.length = length
         positions = length + torch.tensor([[0, *tree.depths[1:].tolist()]])
-        unwindowed: Any = self._masks.of_tree(tree, length)
-        return cache.storage, cache, positions, self._target.stock.masks.of_tree(tree, length), unwindowed, [tree]
+        unwindowed: Any = self._masks.tree_mask(tree, length)
+        return cache.storage, cache, positions, self._target.stock.masks.tree_mask(tree, length), unwindowed, [tree]
 
     def _batch(self) -> Case:
         target, lengths = self._target, BATCH_LENGTHS
@@ -198,7 +198,8 @@ class _LayerProof:
         rows = max(BATCH_NODES) + 1
         storage = target.allocate(len(trees), max(lengths) + rows).storage
         positions = torch.tensor(lengths)[:, None] + torch.arange(rows)
-        masks, unwindowed = target.stock.masks.of_batch(trees, lengths), cast(Any, self._masks.of_batch(trees, lengths))
+        masks = target.stock.masks.batch_mask(trees, lengths)
+        unwindowed: Any = self._masks.batch_mask(trees, lengths)
         return storage, SlotKVCache(storage, lengths, rows), positions, masks, unwindowed, trees
 
     def _is_same(self, numbers: Iterable[int], case: Case) -> bool:
@@ -265,12 +266,12 @@ class _LayerProof:
         part, arguments = self._parts.layers[number], dict[str, Any]()
         if part.inputs:
             arguments["per_layer_input"] = self._inputs[:, :, number]
-        if self._parts.family.keeps:
+        if self._parts.family.shared_kv_attribute:
             arguments["shared_kv_states"] = self._shared
-        if part.source is not None:
+        if part.kv_source is not None:
             slots, new = positions.shape
             end = max(cache.room_for(new)[1]) + new
-            keys, values = (view[:slots, :, :end] for view in storage.layers[part.source])
+            keys, values = (view[:slots, :, :end] for view in storage.layers[part.kv_source])
             self._shared.setdefault(cast(Any, part.attention).layer_type, (keys, values))
         return arguments
 

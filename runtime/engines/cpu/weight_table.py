@@ -233,7 +233,7 @@ class WeightTable:
 
     def pass_record(self, slots: int, new: int, mask: Any = None) -> layers.Record:
         """Return the record of a pass over ``slots`` sequences with ``new`` rows each."""
-        part, family = self._parts.attending, self._parts.family
+        part, family = self._parts.first_attention, self._parts.family
         pass_record = np.zeros(layers.PASS_FIELDS, np.int64)
         input_width = part.inputs.width if part.inputs else 0
         inner = max(input_width, *(layer.inner for layer in self._parts.layers))
@@ -270,7 +270,7 @@ class WeightTable:
             return filled[1]
         table = self._layers.copy()
         for row, part, cached in zip(table, self._parts.layers, storage.layers, strict=True):
-            keys, values = cached if part.source is None else storage.layers[part.source]
+            keys, values = cached if part.kv_source is None else storage.layers[part.kv_source]
             row[layers.KEYS], row[layers.VALUES] = keys.data_ptr(), values.data_ptr()
             if part.mixer is None:
                 row[layers.SLOT_STRIDE], row[layers.HEAD_STRIDE] = keys.stride(0), keys.stride(1)
@@ -281,9 +281,9 @@ class WeightTable:
 
     def outer_record(self, positions: int) -> layers.Record:
         """Return the record of everything outside the layers for passes with fewer than ``positions`` positions."""
-        parts, rotary, around = self._parts, self._rotary_below(positions), EmbeddingAndHead.of(self._parts)
+        parts, rotary, scaling = self._parts, self._rotary_below(positions), EmbeddingAndHead.of(self._parts)
         weight = parts.embedding.weight
-        stored, factor = stored_of(weight), scale_of(parts.embedding) or around.multiplier
+        stored, factor = stored_of(weight), scale_of(parts.embedding) or scaling.multiplier
         record = np.zeros(outer.OUTER_FIELDS, np.int64)
         record[outer.EMBED : outer.VOCABULARY + 1] = (
             outer.embedding_of(*format_of(stored)).address,
@@ -295,12 +295,12 @@ class WeightTable:
         record[outer.NORM], record[outer.LAST_EPSILON] = parts.norm.weight.data_ptr(), bits(parts.epsilon)
         matmul, matrix, out_features, _, bias = self._matmul_row(self._head)
         record[outer.PROJECT : outer.BIAS + 1] = matmul, matrix, out_features, bias
-        if around.divisor != 1.0 or around.softcap:
-            record[outer.DIVISOR : outer.CAP + 1] = bits(around.divisor), bits(around.softcap or 0.0)
+        if scaling.divisor != 1.0 or scaling.softcap:
+            record[outer.DIVISOR : outer.CAP + 1] = bits(scaling.divisor), bits(scaling.softcap or 0.0)
         record[outer.CACHING_LAYERS] = len(parts.layers)
         if not self.watches_hidden:
             record[outer.CACHING_LAYERS] = (
-                max(number for number, layer in enumerate(parts.layers) if layer.source is None) + 1
+                max(number for number, layer in enumerate(parts.layers) if layer.kv_source is None) + 1
             )
         placeholders = self._placeholders
         record[outer.PLACEHOLDERS : outer.NUMBER_OF_PLACEHOLDERS + 1] = placeholders.ctypes.data, len(placeholders)
@@ -338,7 +338,7 @@ class WeightTable:
         for number, (row, part, window, kind) in enumerate(described):
             for first, matmul in matmuls_of(part).items():
                 row[first : first + layers.MATMUL_FIELDS] = self._matmul_row(matmul)
-            norms = *part.around, *part.head_norms, None, None
+            norms = *part.block_norms, *part.head_norms, None, None
             weights = [_address_of(norm, "weight") for norm in norms]
             row[layers.NORM_BEFORE_MIXER : layers.NORM_K + 1] = weights[: layers.NORM_K + 1 - layers.NORM_BEFORE_MIXER]
             row[layers.SINKS] = _address_of(part.attention, "sinks") if self._parts.family.has_sinks else 0
@@ -445,7 +445,7 @@ def router_record(router: Router, shared_gate: Sequence[int] | None) -> layers.R
     record[experts.ROUTE : experts.BIAS + 1] = matmul, router.weight.data_ptr(), expert_count, width, bias
     record[experts.TOP_K : experts.RENORMALIZES + 1] = router.top, router.has_sigmoids, router.renormalizes
     record[experts.CORRECTION : experts.USED_GROUPS + 1] = correction, router.groups, router.used_groups
-    record[experts.FACTOR : experts.MIN_SUM + 1] = list(map(bits, (router.factor, router.added, router.min_sum)))
+    record[experts.FACTOR : experts.MIN_SUM + 1] = list(map(bits, (router.factor, router.sum_offset, router.min_sum)))
     if shared_gate:
         record[experts.SHARED_GATE :] = shared_gate
     return record

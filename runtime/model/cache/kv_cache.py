@@ -25,7 +25,7 @@ WORD_SIZE = 4
 """Number of bytes moved at once."""
 
 
-class Place(NamedTuple):
+class TensorLayout(NamedTuple):
     """Address and strides in bytes of a tensor ``[rows, 1, heads, positions, width]``, for compiled code."""
 
     address: int
@@ -36,7 +36,7 @@ class Place(NamedTuple):
     position_size: int
 
     @classmethod
-    def of(cls, tensor: torch.Tensor) -> Place:
+    def of(cls, tensor: torch.Tensor) -> TensorLayout:
         strides = [stride * tensor.itemsize for stride in tensor.stride()]
         return cls(tensor.data_ptr(), tensor.shape[0], strides[0], tensor.shape[2], strides[2], strides[3])
 
@@ -63,17 +63,17 @@ def move_positions(
     for row in range(rows):
         for head in range(heads):
             first = address + row * row_size + head * head_size + start * position_size
-            for place in range(len(path)):
-                copy_floats(first + path[place] * position_size, words, first + place * position_size)
+            for index in range(len(path)):
+                copy_floats(first + path[index] * position_size, words, first + index * position_size)
 
 
 def compile_moves() -> None:
     """Compile ``move_positions``, or load it from numba's cache, ahead of the first step."""
-    move_positions(*Place(0, 0, 0, 0, 0, 0), 0, np.empty(0, np.int64))
+    move_positions(*TensorLayout(0, 0, 0, 0, 0, 0), 0, np.empty(0, np.int64))
 
 
 PRIVATE = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_ANONYMOUS") else {}
-MOST_DUE = 16
+MAX_DEFERRED_MOVES = 16
 """Maximum number of positions that a captured step can move before it computes.
 
 Longer paths are rare and moved immediately.
@@ -220,15 +220,15 @@ class KVTensors:
         return cls(held, [(keys, values) for keys, values, _ in views], capacity, of_states, indexers)
 
     @cached_property
-    def places(self) -> list[Place] | None:
+    def layouts(self) -> list[TensorLayout] | None:
         """Addresses and strides of the tensors for compiled code; None if it cannot move them, as on a GPU."""
-        return [Place.of(tensor) for tensor in self.tensors] if all(map(is_movable, self.tensors)) else None
+        return [TensorLayout.of(tensor) for tensor in self.tensors] if all(map(is_movable, self.tensors)) else None
 
     @property
     def bytes(self) -> int:
         return sum(tensor.nbytes for tensor in self.tensors) + (self.states.bytes if self.states else 0)
 
-    def of_slot(self, slot: int) -> KVTensors:
+    def slot_view(self, slot: int) -> KVTensors:
         """Return views of one slot of the batch."""
 
         def part(view: torch.Tensor) -> torch.Tensor:
@@ -250,9 +250,9 @@ class StaticKVCache(Cache):
         """Number of accepted tokens; later positions are not part of the context."""
         self.used = 0
         """Number of leading positions that passes may have written; all later ones are zero."""
-        self.due: tuple[int, list[int]] | None = None
+        self.pending_move: tuple[int, list[int]] | None = None
         """Pending move for the next captured step: first target position, and offsets of the positions to move."""
-        self._unsure: int | None = None
+        self._interrupted_from: int | None = None
         """First target position of a move that may have been interrupted halfway, or None."""
 
     @property
@@ -266,30 +266,30 @@ class StaticKVCache(Cache):
     @property
     def settled(self) -> int:
         """Number of accepted positions that hold the right keys and values once the pending move is made."""
-        return self.length if self._unsure is None else self._unsure
+        return self.length if self._interrupted_from is None else self._interrupted_from
 
     def settle(self) -> None:
         """Make the pending move, if there is one."""
-        if due := self.due:
+        if move := self.pending_move:
             self.begin_move()
-            self.move(*due)
+            self.move(*move)
             self.end_move()
 
     def begin_move(self) -> None:
         """Mark the pending move as started. If it is interrupted before ``end_move``, it cannot be repeated."""
-        if due := self.due:
-            self._unsure, self.due = due[0], None
+        if move := self.pending_move:
+            self._interrupted_from, self.pending_move = move[0], None
 
     def end_move(self) -> None:
-        self._unsure = None
+        self._interrupted_from = None
 
     def cut(self, length: int) -> None:
         """Keep only the first ``length`` positions."""
-        if self.due:
-            if length > self.due[0]:
+        if self.pending_move:
+            if length > self.pending_move[0]:
                 self.settle()
-            self.due = None
-        self.length, self._unsure = length, None
+            self.pending_move = None
+        self.length, self._interrupted_from = length, None
 
     def begin_states(self, *, has_begun: bool) -> None:
         """Set whether the states follow any token; if not, the next pass doesn't read them."""
@@ -328,27 +328,28 @@ class StaticKVCache(Cache):
         self.used = max(self.used, self.length + new)
         return self.storage, [self.length]
 
-    def commit(self, fixed: int, path: Sequence[int], *, later: bool = False) -> None:
+    def commit(self, fixed: int, path: Sequence[int], *, deferred: bool = False) -> None:
         """Accept the first ``fixed`` new positions, then those at the offsets ``path`` after them.
 
-        With ``later``, the next captured step moves positions that must move, unless they exceed ``MOST_DUE``.
+        With ``deferred``, the next captured step moves positions that must move, unless there are more than
+        ``MAX_DEFERRED_MOVES``.
         """
         start = self.length + fixed
         if must_move(path):
-            if later and len(path) <= MOST_DUE:
-                self.due = start, list(path)
+            if deferred and len(path) <= MAX_DEFERRED_MOVES:
+                self.pending_move = start, list(path)
             else:
                 self.move(start, path)
         self.length = start + len(path)
 
     def move(self, start: int, path: Sequence[int]) -> None:
         """Move the positions ``start + path`` to ``start`` and after; ``path`` must increase."""
-        if (places := self.storage.places) is None:
+        if (layouts := self.storage.layouts) is None:
             self._move_by_torch(start, path)
             return
         offsets = np.array(path, np.int64)
-        for place in places:
-            move_positions(*place, start, offsets)
+        for layout in layouts:
+            move_positions(*layout, start, offsets)
 
     @torch.inference_mode()
     def _move_by_torch(self, start: int, path: Sequence[int]) -> None:
@@ -364,7 +365,7 @@ class StaticKVCache(Cache):
     def copy_from(self, source: StaticKVCache, length: int | None = None) -> None:
         """Copy the first ``length`` tokens of another sequence, or all of them. They must fit the capacity."""
         source.settle()
-        self.due = self._unsure = None
+        self.pending_move = self._interrupted_from = None
         self.length = source.settled if length is None else length
         for mine, theirs in zip(self.storage.tensors, source.storage.tensors, strict=True):
             mine.narrow(3, 0, self.length).copy_(theirs.narrow(3, 0, self.length))

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 DEFAULT_LENGTH, LARGEST_LENGTH = 4096, 32_768
 """Minimum and maximum context length of the check in tokens, within the model's own limit."""
 SIZE = re.compile(r"window|chunk|conv|kernel|local|keep|block|span|index_topk")
-OF_STATES = re.compile(r"conv|chunk|kernel")
+RECURRENT_SIZE = re.compile(r"conv|chunk|kernel")
 """Matches sizes that belong to recurrent layers rather than to attention windows."""
 COUNT = re.compile(r"^_|^(num|n)_|layers|experts|heads|pattern|theta|freq|multiple")
 MASKED_BY_KIND = ("sliding_window", "attention_chunk_size")
@@ -80,7 +80,7 @@ class LongContext:
         for tensor in cache.storage.tensors:
             later = tensor.narrow(3, middle, first - middle)
             tensor.narrow(3, middle + inner, first - middle).copy_(later.clone())
-        mask = masks.of_tree(DraftTree.of(root, nodes, [ROOT] * len(nodes)), first)
+        mask = masks.tree_mask(DraftTree.of(root, nodes, [ROOT] * len(nodes)), first)
         mask = _with_hidden(_with_hidden(mask, first, self.hidden - inner), middle, inner)
         cache.begin_after(first + self.hidden)
         positions = [first, *([first + 1] * len(nodes))]
@@ -102,7 +102,7 @@ def long_contexts(model: PreTrainedModel, windows: Sequence[AttentionWindow], li
     for module in foreign:
         sizes.update(sizes_of(vars(module)))
     if has_states(DynamicCache(config=config)):
-        sizes = {name: size for name, size in sizes.items() if not OF_STATES.search(name)}
+        sizes = {name: size for name, size in sizes.items() if not RECURRENT_SIZE.search(name)}
     masked = {size for window in windows for size in (window.window, window.chunk)}
     sizes = {name: size for name, size in sizes.items() if size not in masked}
     if not sizes and not foreign:

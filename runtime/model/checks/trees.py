@@ -11,7 +11,7 @@ from transformers.cache_utils import DynamicCache
 
 from hdtool.data.errors import FamilyError, HdtoolError, error_reason
 from hdtool.runtime.model.cache.kv_cache import layer_shapes
-from hdtool.runtime.model.cache.replay_slots import Place, Replaced
+from hdtool.runtime.model.cache.replay_slots import Replaced, TensorPath
 from hdtool.runtime.model.cache.slots import Cache
 from hdtool.runtime.model.cache.states import has_states, state_shapes
 from hdtool.runtime.model.checks.long_context import LARGEST_LENGTH, long_contexts, sizes_of
@@ -211,8 +211,8 @@ def prove_chains(target: Target, no_trees: FamilyError) -> ReplayPasses:
     try:
         # Tensor versions show what a pass changes in place; inference mode doesn't track them.
         with torch.inference_mode(False), torch.no_grad():
-            plain, places = _token_by_token(stock, context, tokens)
-        passes = ReplayPasses(stock, places)
+            plain, paths = _token_by_token(stock, context, tokens)
+        passes = ReplayPasses(stock, paths)
         actual = _by_chains(passes, context, tokens)
         numbered, in_parts = _distances_of_prompt(stock, context)
     except (HdtoolError, torch.OutOfMemoryError, KeyboardInterrupt):
@@ -265,8 +265,8 @@ def _context(target: Target) -> list[int]:
 
 def _token_by_token(
     stock: StockPasses, context: Sequence[int], tokens: Sequence[int]
-) -> tuple[torch.Tensor, frozenset[Place]]:
-    """Return the logits after each of the tokens, and the places in the cache whose tensors passes replace."""
+) -> tuple[torch.Tensor, frozenset[TensorPath]]:
+    """Return the logits after each of the tokens, and the paths in the cache whose tensors passes replace."""
     logits: list[torch.Tensor] = []
     cache: Any = None
 
@@ -284,7 +284,7 @@ def _token_by_token(
         length += 1
     plain = torch.stack(logits[1:])
     replaced.watch(lambda: cache, partial(read, tokens[:READ_AGAIN], length))  # several tokens may replace fewer
-    return plain, replaced.places
+    return plain, replaced.paths
 
 
 def _by_chains(passes: ReplayPasses, context: Sequence[int], tokens: Sequence[int]) -> torch.Tensor:

@@ -70,7 +70,7 @@ FACTORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.
 FLOAT32 = 0
 LLAMA_3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 """RoPE scaling of all Llama models since 3.1; only the factor differs."""
-READ = "gpt-oss"
+SCALING_READ_BY_TRANSFORMERS = "gpt-oss"
 """Architecture whose RoPE scaling transformers reads."""
 
 
@@ -81,7 +81,7 @@ def restore_scaling(settings: Any, file: Path, header: GGUFHeader) -> None:
     """
     scaling = header.values.get(f"{header.architecture}.rope.scaling.type", "none")
     factors = [tensor for tensor in header.tensors if tensor.name in FACTORS]
-    if header.architecture == READ or (not factors and scaling == "none"):
+    if header.architecture == SCALING_READ_BY_TRANSFORMERS or (not factors and scaling == "none"):
         return
     rope = dict(getattr(settings, "rope_parameters", None) or {})
     if scaling == "none" and [tensor.name for tensor in factors] == [FACTORS[0]] and factors[0].kind == FLOAT32:

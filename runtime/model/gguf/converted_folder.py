@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from importlib import metadata
@@ -73,7 +73,7 @@ def content_hash(path: Path) -> str:
 
 
 ENDING = ".gguf"
-MOST_LISTED = 12
+MAX_LISTED = 12
 
 
 def gguf_file(config: ModelConfig) -> Path | None:
@@ -118,7 +118,7 @@ def _in_folder(folder: Path, name: str | None) -> Path | None:
 
 
 def _listed(files: list[Path]) -> str:
-    names = [path.name for path in files[:MOST_LISTED]] + ["…"] * (len(files) > MOST_LISTED)
+    names = [path.name for path in files[:MAX_LISTED]] + ["…"] * (len(files) > MAX_LISTED)
     return ", ".join(names) or "no GGUF file"
 
 
@@ -129,7 +129,7 @@ PLAN, REST = "packed.json", "rest.safetensors"
 FORMAT = 1
 PACKING = 3
 """Version of packing plans, incremented when matmuls support more formats so that plans are made again."""
-MOST_SEEN = 16
+MAX_SEEN = 16
 """Maximum number of signatures kept: one for each path with the same content, such as a copy."""
 KEYS = ("sha256", "transformers", "files", "seen")
 
@@ -196,7 +196,7 @@ class Manifest:
     def seen_as(self, signature: Signature) -> Manifest:
         """Return a manifest that lists one more file with this content; an older signature of its path is dropped."""
         others = [signature_ for signature_ in self.seen if signature_.path != signature.path]
-        return replace(self, seen=(*others, signature)[-MOST_SEEN:])
+        return replace(self, seen=(*others, signature)[-MAX_SEEN:])
 
 
 def manifests() -> Iterator[tuple[Path, Manifest]]:
@@ -208,8 +208,13 @@ def manifests() -> Iterator[tuple[Path, Manifest]]:
 
 def remove(folder: Path, manifest: Manifest) -> None:
     """Delete a converted model's files, the manifest first, and its folder if that is then empty; ignore OS errors."""
+    remove_files(folder, (MANIFEST, *manifest.files))
+
+
+def remove_files(folder: Path, names: Iterable[str]) -> None:
+    """Delete files of a folder in this order, and the folder if it is then empty; skip what can't be deleted."""
+    for name in names:
+        with suppress(OSError):
+            (folder / name).unlink()
     with suppress(OSError):
-        (folder / MANIFEST).unlink()
-        for name in manifest.files:
-            (folder / name).unlink(missing_ok=True)
         folder.rmdir()

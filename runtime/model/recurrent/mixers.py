@@ -165,7 +165,7 @@ Forward = Callable[..., Any]
 _LOCKS: WeakKeyDictionary[Module, Any] = WeakKeyDictionary()
 
 
-def lock_of(model: Module) -> Any:
+def forward_lock(model: Module) -> Any:
     """Return the lock to hold while replacing or inspecting a model's forwards; all targets of the model share it."""
     return _LOCKS.setdefault(model, RLock())
 
@@ -176,7 +176,7 @@ def has_own_forward(module: Module) -> bool:
 
 
 @contextmanager
-def other_forwards(changes: Iterable[tuple[Module, Forward]]) -> Iterator[None]:
+def replace_forwards(changes: Iterable[tuple[Module, Forward]]) -> Iterator[None]:
     """Replace the ``forward`` of modules in this block, for this thread only."""
     held: list[tuple[Module, Forward | None]] = []
     try:

@@ -23,9 +23,9 @@ from hdtool.runtime.model.recurrent.mixers import (
     HostIndices,
     Mixer,
     RowTree,
+    forward_lock,
     has_own_forward,
-    lock_of,
-    other_forwards,
+    replace_forwards,
 )
 from hdtool.runtime.tree import DraftTree
 
@@ -101,7 +101,7 @@ def _projected(mixer: Mixer, hidden: torch.Tensor) -> Iterator[list[torch.Tensor
     ]
     if mixer.output and _is_plain(mixer.output):
         changes.append((mixer.output, lambda unchanged: unchanged))
-    with other_forwards(changes):
+    with replace_forwards(changes):
         yield now
 
 
@@ -146,7 +146,7 @@ class RecurrentLayers:
     """Runs the mixers of a model in passes over trees."""
 
     def __init__(self, model: Module, mixers: Sequence[Mixer], device: torch.device) -> None:
-        self._lock = lock_of(model)
+        self._lock = forward_lock(model)
         self._mixers, self._device = mixers, device
         self._closed: dict[Mixer, ClosedForm] = {}
 
@@ -208,7 +208,7 @@ class RecurrentLayers:
     def _replaced(self, forwards: Sequence[Forward]) -> Iterator[None]:
         """Replace each mixer's ``forward`` in this block, and hold the model's lock."""
         modules = [mixer.module for mixer in self._mixers]
-        with self._lock, other_forwards(zip(modules, forwards, strict=True)):
+        with self._lock, replace_forwards(zip(modules, forwards, strict=True)):
             yield
 
 
