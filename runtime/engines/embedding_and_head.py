@@ -103,7 +103,7 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "gelu_tanh": partial(gelu, approximate="tanh"),
     "gelu": gelu,
 }
-MIXING = ("conv", "linear_attention", "mamba")
+MIXER_LAYER_TYPES = ("conv", "linear_attention", "mamba")
 """Layer types that use a recurrent or convolution state instead of attention."""
 MAGNITUDES = torch.tensor([[1e-3], [1.0]])
 """Magnitudes of the rows on which norms are compared. In the smaller one, epsilon affects the result."""
@@ -169,7 +169,7 @@ def windows_of_layers(target: Target) -> list[AttentionWindow] | None:
         return None
     number = int(target.config.num_hidden_layers)
     kinds = getattr(target.config, "layer_types", None) or [target.stock.windows[0].kind] * number
-    by_kind |= {kind: AttentionWindow(kind) for kind in MIXING if kind in kinds}
+    by_kind |= {kind: AttentionWindow(kind) for kind in MIXER_LAYER_TYPES if kind in kinds}
     return [by_kind[kind] for kind in kinds] if by_kind.keys() >= set(kinds) else None
 
 

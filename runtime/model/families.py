@@ -111,7 +111,7 @@ def tolerance_of(dtype: torch.dtype, *, strict: bool = False) -> float:
     return STRICT_TOLERANCE if strict else HIGH_PRECISION_TOLERANCE
 
 
-def decisive(each: torch.Tensor, *, is_rounded: bool) -> float:
+def aggregate_distance(each: torch.Tensor, *, is_rounded: bool) -> float:
     """Return the distance that decides for several rows: the largest, or the median if logits are rounded.
 
     ``deviation`` explains the median.
@@ -173,7 +173,7 @@ class HiddenStates:
         """Hidden states of the last pass, shape ``[batch, tokens, columns]``."""
         self.layers: tuple[int, ...] = ()
         """Decoder layers whose outputs follow the output layer's input in the columns."""
-        self._of_layer: dict[int, torch.Tensor] = {}
+        self._layer_outputs: dict[int, torch.Tensor] = {}
         self._width = 0
 
     def watch(self, model: torch.nn.Module, kind: str, run: Callable[[], object]) -> None:
@@ -212,9 +212,9 @@ class HiddenStates:
         if layer is not None:
             hidden = returned[0] if isinstance(returned, tuple) else returned
             assert isinstance(hidden, torch.Tensor)
-            self._of_layer[layer] = hidden
+            self._layer_outputs[layer] = hidden
         elif (hidden := hidden_in(returned)) is not None:
-            parts = [hidden, *(self._of_layer[layer] for layer in self.layers)]
+            parts = [hidden, *(self._layer_outputs[layer] for layer in self.layers)]
             self.last_pass = torch.cat(parts, dim=-1) if len(parts) > 1 else hidden
 
     def rows_of(self, slot: int) -> torch.Tensor:

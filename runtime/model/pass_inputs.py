@@ -115,16 +115,18 @@ class AttentionMasks:
             return None
         if is_bare:
             hidden = torch.zeros((1, length + 1), dtype=torch.bool)
-            return self._of_each(lambda window: self._hiding(hidden))
+            return self._mask_by_kind(lambda window: self._hiding(hidden))
         buffer = self._buffer if reused else MaskBuffer()
-        return self._of_each(lambda window: self._of_window(tree, length, window, buffer))
+        return self._mask_by_kind(lambda window: self._of_window(tree, length, window, buffer))
 
     def continuation_mask(self, rows: int, length: int) -> Mask:
         """Return the causal mask ``[1, 1, rows, length + rows]`` of prompt tokens after ``length`` cached ones."""
         positions = torch.arange(length + rows).numpy()
         new = positions[length:]
         causal = positions <= new[:, None]
-        return self._of_each(lambda window: self._hiding(torch.from_numpy(~window.visible(causal, new, positions))))
+        return self._mask_by_kind(
+            lambda window: self._hiding(torch.from_numpy(~window.visible(causal, new, positions)))
+        )
 
     def batch_mask(self, trees: Sequence[DraftTree], lengths: Sequence[int]) -> Mask:
         """Return the mask ``[trees, 1, rows, longest + rows]`` for trees after contexts of different ``lengths``.
@@ -149,7 +151,7 @@ class AttentionMasks:
                 mask[slot, :, :used_rows, : length + used_rows] = self._of_window(tree, length, window, buffer)[0]
             return mask
 
-        return self._of_each(padded)
+        return self._mask_by_kind(padded)
 
     def on_device(
         self, ancestor_mask: torch.Tensor, positions: torch.Tensor, length: torch.Tensor, extent: int
@@ -165,9 +167,9 @@ class AttentionMasks:
         related = (offset <= 0)[:, None] | ((nodes == 1) & (offset <= LARGEST_TREE)[:, None])
         tree_positions = positions.gather(1, offset.clamp(0, positions.shape[1] - 1))
         column_positions = torch.where(offset < 0, columns, tree_positions)
-        return self._of_each(lambda window: self._hiding(~window.visible(related, positions, column_positions)))
+        return self._mask_by_kind(lambda window: self._hiding(~window.visible(related, positions, column_positions)))
 
-    def _of_each(self, mask_of: Callable[[AttentionWindow], torch.Tensor]) -> Mask:
+    def _mask_by_kind(self, mask_of: Callable[[AttentionWindow], torch.Tensor]) -> Mask:
         masks = {window.kind: mask_of(window) for window in self._windows}
         if len(masks) == 1:
             return next(iter(masks.values()))

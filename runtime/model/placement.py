@@ -51,16 +51,16 @@ def require_accelerate(feature: str) -> None:
         raise ModelError(f"{feature} needs accelerate, which is not installed: {install_command('gpus')}")
 
 
-HIGHER = {torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.float32: torch.float64}
+HIGHER_PRECISION = {torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.float32: torch.float64}
 """Next dtype of much higher precision; float64 has none."""
 
 
 @contextmanager
 def more_precise(model: PreTrainedModel, device: torch.device) -> Iterator[None]:
     """Convert all weights to the next higher precision on ``device``; restore the same tensors at the end."""
-    if model.dtype not in HIGHER:
+    if model.dtype not in HIGHER_PRECISION:
         raise ModelError(f"there is no higher precision than {model.dtype}")
-    higher = HIGHER[model.dtype]
+    higher = HIGHER_PRECISION[model.dtype]
     compact = compact_parameters(model)
     parameters = (tensor for tensor in model.parameters() if not is_compact(tensor))
     tensors = [tensor for tensor in chain(parameters, model.buffers()) if tensor.is_floating_point()]
@@ -69,7 +69,7 @@ def more_precise(model: PreTrainedModel, device: torch.device) -> Iterator[None]
         for weight, refs in compact:
             replace_parameter(refs, expand_compact(weight).to(device, higher))
         for tensor in tensors:
-            wider = tensor.dtype in HIGHER and torch.finfo(tensor.dtype).bits < torch.finfo(higher).bits
+            wider = tensor.dtype in HIGHER_PRECISION and torch.finfo(tensor.dtype).bits < torch.finfo(higher).bits
             tensor.data = tensor.data.to(device, higher if wider else tensor.dtype)
         yield
     finally:

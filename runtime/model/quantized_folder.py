@@ -29,7 +29,7 @@ from hdtool.runtime.kernels.compact_weight import CompactWeight, narrowed
 from hdtool.runtime.kernels.gemm import COLUMN_MULTIPLE
 from hdtool.runtime.kernels.packed_matrix import FORMATS_BY_NAME, Q4_0, Q8_0, PackedMatrix, quantize_matrix
 from hdtool.runtime.model.compact_layers import is_of_linear_layers, weight_parameters
-from hdtool.runtime.model.gguf.converted_folder import ENDING, REST, Signature, content_hash, remove_files
+from hdtool.runtime.model.gguf.converted_folder import GGUF_SUFFIX, REST, Signature, content_hash, remove_files
 from hdtool.runtime.model.hub import fingerprint_of
 
 MANIFEST = "quantized.json"
@@ -140,7 +140,7 @@ def remove_quantized(folder: Path) -> None:
 SCHEMES = {"q8_0": Q8_0, "q4_0": Q4_0}
 BLOCKS = "blocks.safetensors"
 DIGITS = 16
-SPARE = 1 << 26
+SPARE_BYTES = 1 << 26
 """Disk space in bytes to leave free."""
 
 
@@ -156,7 +156,7 @@ def quantized_folder(name: str, scheme: str, files: Sequence[Path], load: Callab
             return folder
     settled = all(source.is_settled for source in sources)
     digest = hashlib.sha256("".join(map(content_hash, files)).encode()).hexdigest()
-    folder = quantized_at_home(f"{Path(name).name.removesuffix(ENDING)}-{scheme}", _key(scheme, digest))
+    folder = quantized_at_home(f"{Path(name).name.removesuffix(GGUF_SUFFIX)}-{scheme}", _key(scheme, digest))
     advice = "make room, or let HDTOOL_HOME name a folder with more"
     busy = ModelError(f"another process quantizes {name}")
     with os_errors_as(ModelError, f"{name} cannot be quantized to {folder}", advice), folder_lock(folder, busy):
@@ -279,7 +279,7 @@ def _is_matrix(place: tuple[Any, str]) -> bool:
 
 def _check_room(name: str, needed: int, folder: Path) -> None:
     free = shutil.disk_usage(folder.parent).free
-    if free < needed + SPARE:
+    if free < needed + SPARE_BYTES:
         raise ModelError(
             f"{name} needs {needed:,} bytes in {folder.parent}, whose disk has {free:,}: make room, or let "
             "HDTOOL_HOME name a folder on another one"

@@ -80,7 +80,7 @@ class CompiledPasses(Protocol):
     def activations_are_int8(self) -> bool: ...
 
 
-NOTHING = nullcontext()
+NO_CONTEXT = nullcontext()
 
 
 class StockPasses:
@@ -200,7 +200,7 @@ class StockPasses:
         **options: Any,
     ) -> Any:
         """Run and time a pass over token ids on the model's device; return the model's output."""
-        with self.row_by_row.on() if self.row_by_row.layers and mask is not None else NOTHING:
+        with self.row_by_row.on() if self.row_by_row.layers and mask is not None else NO_CONTEXT:
             started = time.perf_counter()
             options_: dict[str, Any] = {self.cache_name: cache, "use_cache": True, "return_dict": True, **options}
             if self.takes_positions:
@@ -212,7 +212,7 @@ class StockPasses:
         return output
 
 
-MOST_WAITING = 12
+MAX_WAITING = 12
 """Maximum number of accepted tokens that a pass reads again together with drafts.
 
 If more are waiting, the pass verifies no drafts, so that its cache is kept for certain.
@@ -244,9 +244,9 @@ class ReplayPasses:
     def fitted(cache: Cache, slot: int, tree: DraftTree) -> DraftTree:
         """Return the part of a tree that the slot's next pass verifies: its first chain.
 
-        If more than ``MOST_WAITING`` tokens are waiting, that is only the root.
+        If more than ``MAX_WAITING`` tokens are waiting, that is only the root.
         """
-        if len(_slot(cache, slot).waiting) > MOST_WAITING:
+        if len(_slot(cache, slot).waiting) > MAX_WAITING:
             return DraftTree.bare(tree.root)
         return tree.first_chain()
 

@@ -46,7 +46,7 @@ from hdtool.runtime.tree import LARGEST_TREE, DraftTree
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-ROOM = 512
+MIN_GROWTH = 512
 """Minimum number of positions by which a cache grows when an answer fills it."""
 
 
@@ -265,7 +265,7 @@ class Target:
         longest = used[0].kv.length if len(trees) == 1 else max(slot.kv.length for slot in used)
         if longest + LARGEST_TREE >= cache.storage.capacity:
             needed = longest + LARGEST_TREE + 1
-            cache.reserve(needed, needed + max(ROOM, longest // 2))
+            cache.reserve(needed, needed + max(MIN_GROWTH, longest // 2))
             used = cache.slots[: len(trees)]
         # Without padding, each tree attends only to its own context, so the cost depends on the sum of all contexts.
         is_mean = len(trees) > 1 and not self.pads
@@ -317,7 +317,7 @@ class Target:
             return known
 
         def run() -> None:
-            self.prefill(self.allocate(1, ROOM), 0, some_context(4, self.config.vocab_size))
+            self.prefill(self.allocate(1, MIN_GROWTH), 0, some_context(4, self.config.vocab_size))
 
         self.notice_changes()
         compiled, self.compiled = self.compiled, None

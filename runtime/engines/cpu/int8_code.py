@@ -184,7 +184,7 @@ class IntegerCode(VectorCode):
         super().__init__(builder)
         self.dot = dot
 
-    def everywhere(self, number: int, kind: Any = OCTET, lanes: int = PLANE) -> Any:
+    def constant(self, number: int, kind: Any = OCTET, lanes: int = PLANE) -> Any:
         """Return a constant in all lanes."""
         return self.integers([number] * lanes, kind)
 
@@ -218,7 +218,7 @@ class IntegerCode(VectorCode):
             registers = [self.concatenate(*pair) for pair in zip(registers[::2], registers[1::2], strict=True)]
         return registers[0]
 
-    def of_table(self, table: Sequence[int], indices: Any) -> Any:
+    def table_lookup(self, table: Sequence[int], indices: Any) -> Any:
         """Look up bytes in a table of 16 by 4-bit indices."""
         if self.dot == ANY_PROCESSOR:
             return self.lookup(table, indices, None)
@@ -274,10 +274,10 @@ class DotProduct:
 
     def _before(self) -> Any:
         """Return the sum to which the next products are added."""
-        return self._code.everywhere(0, WORD, PANEL_ROWS) if self._total is None else self._total
+        return self._code.constant(0, WORD, PANEL_ROWS) if self._total is None else self._total
 
     def _widen(self) -> None:
-        ones = self._code.everywhere(1, SHORT, PLANE // 2)
+        ones = self._code.constant(1, SHORT, PLANE // 2)
         self._add_words(self._code.call(WIDENED_PAIRS, WORDS, self._pairs, ones))
         self._pairs, self._added = None, 0
 

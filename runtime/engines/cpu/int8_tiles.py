@@ -105,7 +105,7 @@ def _zero_or_nan(code: IntegerCode, vectors: list[Any]) -> Any:
 
 def _rounded(code: IntegerCode, vector: Any, inverse: Any) -> Any:
     shifted = code.scaled(vector, inverse, ir.Constant(FLOATS, [ROUNDING] * PANEL_ROWS))
-    return code.builder.sub(code.builder.bitcast(shifted, WORDS), code.everywhere(ROUNDING_BITS, WORD, PANEL_ROWS))
+    return code.builder.sub(code.builder.bitcast(shifted, WORDS), code.constant(ROUNDING_BITS, WORD, PANEL_ROWS))
 
 
 def _sum(code: IntegerCode, vectors: list[Any]) -> Any:
@@ -169,7 +169,7 @@ class _Part:
         words = builder.zext(exponents, ir.VectorType(WORD, PANEL_ROWS))
 
         def every(number: int) -> Any:
-            return code.everywhere(number, WORD, PANEL_ROWS)
+            return code.constant(number, WORD, PANEL_ROWS)
 
         tiny, usual = builder.shl(every(TINIEST_SCALE), words), builder.shl(builder.sub(words, every(1)), every(23))
         is_tiny = builder.icmp_unsigned("<", words, every(TINY_SCALES))
@@ -202,16 +202,16 @@ class _Part:
 
     def _of_table(self, table: tuple[int, ...], indices: Any) -> list[Any]:
         if self._signed:
-            return [self._code.of_table([level - SIGN for level in table], indices)]
+            return [self._code.table_lookup([level - SIGN for level in table], indices)]
         if self._form.level_bits > MAX_PAIR_BITS and self._code.dot == DOT_OF_PAIRS:
             parts = [level & 15 for level in table], [level >> LOW_BITS for level in table]
-            return [self._code.of_table(part, indices) for part in parts]
-        return [self._code.of_table(table, indices)]
+            return [self._code.table_lookup(part, indices) for part in parts]
+        return [self._code.table_lookup(table, indices)]
 
     def _eight_bits(self, low: Any, high: Any) -> Any:
         """Return levels of eight bits; if they are signed, the offset is already subtracted."""
         levels = self._or(low, self._shifted(high, LOW_BITS))
-        return self._code.builder.xor(levels, self._code.everywhere(SIGN)) if self._signed else levels
+        return self._code.builder.xor(levels, self._code.constant(SIGN)) if self._signed else levels
 
     def _bits(self, offset: int) -> tuple[Any, Any]:
         """Load a vector of bytes and return their lower and upper four bits."""
@@ -232,14 +232,14 @@ class _Part:
         return self._code.builder.or_(first, second)
 
     def _masked(self, octets: Any, mask: int) -> Any:
-        return self._code.builder.and_(octets, self._code.everywhere(mask))
+        return self._code.builder.and_(octets, self._code.constant(mask))
 
     def _shifted(self, octets: Any, left: int) -> Any:
         """Shift pairs of bytes, because no processor shifts single bytes; callers mask the bits that cross over."""
         builder, kind = self._code.builder, ir.VectorType(SHORT, PLANE // 2)
         if left == 0:
             return octets
-        pairs, count = builder.bitcast(octets, kind), self._code.everywhere(abs(left), SHORT, PLANE // 2)
+        pairs, count = builder.bitcast(octets, kind), self._code.constant(abs(left), SHORT, PLANE // 2)
         return builder.bitcast((builder.shl if left > 0 else builder.lshr)(pairs, count), OCTETS)
 
 
@@ -297,7 +297,7 @@ def _totals(code: IntegerCode, form: PanelFormat, weights: _Part, read: list[Any
 def _whole(code: IntegerCode, planes: list[DotProduct]) -> Any:
     low, *upper = [plane.total() for plane in planes]
     for high in upper:
-        low = code.builder.add(low, code.builder.shl(high, code.everywhere(LOW_BITS, WORD, PANEL_ROWS)))
+        low = code.builder.add(low, code.builder.shl(high, code.constant(LOW_BITS, WORD, PANEL_ROWS)))
     return low
 
 

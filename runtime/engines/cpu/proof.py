@@ -39,7 +39,7 @@ from hdtool.runtime.engines.model_families import LLAMA
 from hdtool.runtime.engines.model_parts import model_parts
 from hdtool.runtime.kernels.thread_pool import shared_thread_pool
 from hdtool.runtime.kernels.vector_code import LANES
-from hdtool.runtime.model.cache.kv_cache import NOTHING, KVTensors, SlotKVCache, StaticKVCache
+from hdtool.runtime.model.cache.kv_cache import NO_TENSOR, KVTensors, SlotKVCache, StaticKVCache
 from hdtool.runtime.model.checks.trees import some_context
 from hdtool.runtime.model.pass_inputs import FULL, AttentionMasks, AttentionWindow, Mask
 from hdtool.runtime.model.transformers_internals import cache_argument
@@ -123,7 +123,7 @@ def _fit_cache(parts: CompiledParts, target: Target) -> bool:
     """
     cached = target.allocate(1, 1).storage.layers
     return len(cached) == len(parts.layers) and all(
-        all(view is NOTHING for view in views)
+        all(view is NO_TENSOR for view in views)
         if layer.mixer or layer.kv_source is not None
         else {(view.shape[1], view.shape[3], view.stride(2)) for view in views}
         == {(layer.heads, layer.width, layer.width)}

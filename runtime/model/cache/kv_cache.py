@@ -78,7 +78,7 @@ MAX_DEFERRED_MOVES = 16
 
 Longer paths are rare and moved immediately.
 """
-NOTHING = torch.empty(0)
+NO_TENSOR = torch.empty(0)
 """Placeholder for the keys or values of a layer that has none."""
 GROWTH = 64
 """Capacities are rounded up to a multiple of this, so that answers of similar length reuse a cache."""
@@ -172,14 +172,14 @@ class LayerWithStates(StateLayer, StaticLayer):  # type: ignore[override]
 
 def views_of_layers(cache: Any, layers: Sequence[Views], states: States | None, *, has_begun: bool) -> list[Any]:
     """Return a ``transformers`` cache layer for each layer: over its keys and values, its states, or both."""
-    of_states = states.layers(has_begun=has_begun) if states else {}
+    state_layers = states.layers(has_begun=has_begun) if states else {}
     views: list[Any] = []
     for index, (keys, _) in enumerate(layers):
-        state = of_states.get(index)
+        state = state_layers.get(index)
         if state is None:
             views.append(StaticLayer(cache, index))
         else:
-            views.append(state if keys is NOTHING else LayerWithStates(cache, index, state))
+            views.append(state if keys is NO_TENSOR else LayerWithStates(cache, index, state))
     return views
 
 
@@ -213,11 +213,11 @@ class KVTensors:
             for shape in dict.fromkeys(rows)
         }
         free = {shape: iter(tensor) for shape, tensor in tensors.items()}
-        views = [[next(free[shape]) if shape else NOTHING for shape in layer] for layer in shapes]
-        indexers = {number: indexed for number, (*_, indexed) in enumerate(views) if indexed is not NOTHING}
-        of_states = States.zeros(states, batch) if states else None
+        views = [[next(free[shape]) if shape else NO_TENSOR for shape in layer] for layer in shapes]
+        indexers = {number: indexed for number, (*_, indexed) in enumerate(views) if indexed is not NO_TENSOR}
+        state_tensors = States.zeros(states, batch) if states else None
         held = [tensor for shape, tensor in tensors.items() if shape.width]
-        return cls(held, [(keys, values) for keys, values, _ in views], capacity, of_states, indexers)
+        return cls(held, [(keys, values) for keys, values, _ in views], capacity, state_tensors, indexers)
 
     @cached_property
     def layouts(self) -> list[TensorLayout] | None:
@@ -232,7 +232,7 @@ class KVTensors:
         """Return views of one slot of the batch."""
 
         def part(view: torch.Tensor) -> torch.Tensor:
-            return view if view is NOTHING else view.narrow(0, slot, 1)
+            return view if view is NO_TENSOR else view.narrow(0, slot, 1)
 
         views = [(part(keys), part(values)) for keys, values in self.layers]
         states = self.states.part(slot, 1) if self.states else None

@@ -216,7 +216,7 @@ class Cache:
         self._allocate(len(self.slots), capacity)
 
     @torch.inference_mode()
-    def pretend(self, slot: int, tokens: Sequence[int], room: int) -> None:
+    def fill_unread(self, slot: int, tokens: Sequence[int], room: int) -> None:
         """Fill a slot with tokens that no pass has read, to time passes after them; reserve ``room`` for more."""
         self.reserve(len(tokens) + room)
         for keys, values in self.slots[slot].kv.storage.layers:

@@ -148,7 +148,7 @@ class _SharedContext(Cache):
         """Discard all tokens after a context of this length."""
         self.length = self._context = context
         self._later: dict[int, Views] = {}
-        self._later_of_indexers: dict[int, torch.Tensor] = {}
+        self._new_indexer_keys: dict[int, torch.Tensor] = {}
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -163,9 +163,9 @@ class _SharedContext(Cache):
         return keys[:, :, :end], values[:, :, :end]
 
     def update_indexer(self, indexer_key_states: torch.Tensor, layer_idx: int) -> torch.Tensor:
-        before = self._later_of_indexers.get(layer_idx)
+        before = self._new_indexer_keys.get(layer_idx)
         later = indexer_key_states if before is None else torch.cat([before, indexer_key_states], 1)
-        self._later_of_indexers[layer_idx] = later
+        self._new_indexer_keys[layer_idx] = later
         keys = self.storage.indexers[layer_idx][:, 0]
         end = self._context + later.shape[1]
         keys[:, self._context : end] = later

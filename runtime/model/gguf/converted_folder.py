@@ -21,7 +21,7 @@ from hdtool.runtime.model.hub import file_of
 if TYPE_CHECKING:
     from hdtool.runtime.config import ModelConfig
 
-SETTLED = 2.0
+MIN_SETTLED_AGE = 2.0
 """Minimum age of a file's last change in seconds before its hash is remembered.
 
 A younger file may change again within one tick of the file system's clock and keep its signature.
@@ -58,7 +58,7 @@ class Signature:
 
     @property
     def is_settled(self) -> bool:
-        return max(self.mtime_ns, self.ctime_ns) / 1e9 + SETTLED < time.time()
+        return max(self.mtime_ns, self.ctime_ns) / 1e9 + MIN_SETTLED_AGE < time.time()
 
 
 def content_hash(path: Path) -> str:
@@ -72,7 +72,7 @@ def content_hash(path: Path) -> str:
     return digest.hexdigest()
 
 
-ENDING = ".gguf"
+GGUF_SUFFIX = ".gguf"
 MAX_LISTED = 12
 
 
@@ -95,7 +95,7 @@ def gguf_file(config: ModelConfig) -> Path | None:
         return path
     if config.gguf_file and not _is_path(name):
         return file_of(name, config.gguf_file, config.revision)
-    if config.gguf_file or path.suffix.lower() == ENDING:
+    if config.gguf_file or path.suffix.lower() == GGUF_SUFFIX:
         raise ModelError(f"{name} does not exist: give the path of a GGUF file, or a folder and --gguf-file")
     return None
 
@@ -107,7 +107,7 @@ def _is_path(name: str) -> bool:
 def _in_folder(folder: Path, name: str | None) -> Path | None:
     if name is None and (folder / "config.json").is_file():
         return None
-    there = sorted(path for path in folder.iterdir() if path.suffix.lower() == ENDING and path.is_file())
+    there = sorted(path for path in folder.iterdir() if path.suffix.lower() == GGUF_SUFFIX and path.is_file())
     if name is not None:
         if (folder / name).is_file():
             return folder / name

@@ -220,15 +220,15 @@ class _Watched(DynamicCache):
     def __init__(self, config: Any) -> None:
         super().__init__(config=config)
         self.calls: list[Module] = []
-        self.of_states: dict[tuple[int, Module], None] = {}
-        self.of_keys: set[Module] = set()
+        self.state_updaters: dict[tuple[int, Module], None] = {}
+        self.key_updaters: set[Module] = set()
 
     def _note(self, layer: int) -> None:
         if self.calls:  # otherwise the observed pass is over
-            self.of_states[layer, self.calls[-1]] = None
+            self.state_updaters[layer, self.calls[-1]] = None
 
     def update(self, key_states: Any, value_states: Any, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
-        self.of_keys.update(self.calls)
+        self.key_updaters.update(self.calls)
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
     def update_conv_state(self, conv_states: Any, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
@@ -248,14 +248,14 @@ def find_mixers(model: PreTrainedModel, config: Any, run: Callable[[DynamicCache
     cache, traces = _Watched(config), dict[Module, _Trace]()
     with _watching(model, cache.calls, traces):
         run(cache)
-    updaters = dict(cache.of_states)
+    updaters = dict(cache.state_updaters)
     # If mixers are nested, the outermost runs level by level.
     inner = {part for _, module in updaters for part in module.modules() if part is not module}
     mixers = []
     for layer, module in updaters:
         if module in inner:
             continue
-        if module in cache.of_keys:
+        if module in cache.key_updaters:
             raise AttentionInMixerError(f"{type(module).__name__} attends beside its recurrence")
         mixers.append(Mixer(layer, module, *traces[module].projections()))
     return mixers
