@@ -113,17 +113,17 @@ def _multiply_together(
         for column in range(0, columns, MAX_TILE_COLUMNS):
             block_columns = min(MAX_TILE_COLUMNS, columns - column)
             final = column + block_columns == columns
-            block_rows = matrix + out * stride + bytes_before(column, kind, columns, stride)
+            block_at = matrix + out * stride + bytes_before(column, kind, columns, stride)
             later = (
                 matrix + (out + block_rows) * stride
                 if final
-                else block_rows + bytes_before(block_columns, kind, columns, stride)
+                else block_at + bytes_before(block_columns, kind, columns, stride)
             )
-            block, between = block_rows, stride
+            block, between = block_at, stride
             if stride != width:  # float32 is read in-place
                 block, between = unpacked, block_columns * ITEM_SIZE
                 for row in range(block_rows):
-                    unpack_row(block_rows + row * stride, kind, block_columns, unpacked + row * between)
+                    unpack_row(block_at + row * stride, kind, block_columns, unpacked + row * between)
             for row in range(0, rows, GROUP):
                 group_rows = GROUP if row < whole else group
                 read, kept = interleaved + row * width, sums + row * BLOCK_OUT_FEATURES * LANES * ITEM_SIZE
