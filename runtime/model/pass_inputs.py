@@ -213,9 +213,9 @@ def hide_non_ancestors(
     values[:shown, start : start + shown] = 0.0
     rows = len(parents) + 1
     for row in range(rows):
-        above = parents[row - 1] + 1 if row > 0 else 0
+        parent_row = parents[row - 1] + 1 if row > 0 else 0
         for column in range(rows):
-            values[row, length + column] = values[above, length + column] if 0 < row > column else mask_value
+            values[row, length + column] = values[parent_row, length + column] if 0 < row > column else mask_value
         values[row, length + row] = 0.0
 
 
@@ -358,10 +358,10 @@ def _fill(
         words[at], words[at + rows], words[at + 2 * rows] = root, length, 0
         if 0 < row <= len(tokens):
             node = row - 1
-            above = HEADER + parents[node] + 1
+            parent_at = HEADER + parents[node] + 1
             words[at] = tokens[node]
-            words[at + rows] = words[above + rows] + 1
-            words[at + 2 * rows] = words[above + 2 * rows] | (np.int64(1) << np.int64(node))
+            words[at + rows] = words[parent_at + rows] + 1
+            words[at + 2 * rows] = words[parent_at + 2 * rows] | (np.int64(1) << np.int64(node))
 
 
 @compiled
@@ -381,15 +381,18 @@ def fill_tree(
 @compiled
 def _fill_trees(
     numbers: npt.NDArray[np.int64],
-    heads: npt.NDArray[np.int64],
+    tree_headers: npt.NDArray[np.int64],
     tokens: npt.NDArray[np.int64],
     parents: npt.NDArray[np.int32],
     rows: int,
 ) -> None:
-    """Write ids and positions of several trees; ``heads`` has each tree's root, number of nodes and context length."""
+    """Write ids and positions of several trees.
+
+    ``tree_headers`` has each tree's root, number of nodes and context length.
+    """
     first = 0
-    for slot in range(len(heads)):
-        root, nodes, length = heads[slot]
+    for slot in range(len(tree_headers)):
+        root, nodes, length = tree_headers[slot]
         at = slot * rows
         numbers[0, at : at + rows], numbers[1, at : at + rows] = root, length
         stop = first + nodes

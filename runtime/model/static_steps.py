@@ -253,7 +253,7 @@ class StaticSteps:
             extent = min(extent_for(max(slot.kv.length for slot in slots) + rows), cache.capacity)
         for place, (slot, tree) in enumerate(zip(slots, trees, strict=True)):
             buffers.input.fill(place, tree, rows, slot.kv.length)
-            slot.kv.used = max(slot.kv.used, slot.kv.length + rows)
+            slot.kv.written_length = max(slot.kv.written_length, slot.kv.length + rows)
         steps = self._steps.setdefault(cache.storage, {})
         shape = len(trees), rows, extent
         if shape not in steps:

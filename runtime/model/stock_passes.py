@@ -146,7 +146,7 @@ class StockPasses:
         ids, positions = self._tree_input.batch_inputs(trees, lengths)
         rows = ids.shape[1]
         for slot in slots:
-            slot.kv.used = max(slot.kv.used, slot.length + rows)
+            slot.kv.written_length = max(slot.kv.written_length, slot.length + rows)
         batch_cache = SlotKVCache(cache.storage, lengths, rows)
         with self._over(trees, slots, cache.storage.states, batch_cache):
             logits = self.run(ids, positions, mask, batch_cache)

@@ -92,9 +92,11 @@ def embedding_of(kind: MatrixKind, size: int) -> Any:
 
 
 @compiled
-def pass_scratch_size(pass_record: Record, layers: Record, kinds: int, positions: int) -> int:
+def pass_scratch_size(pass_record: Record, layers: Record, rotary_types: int, positions: int) -> int:
     """Return the scratch memory that ``compute_pass`` needs, in float32 values."""
-    before = kinds * _rotary_size(pass_record) + layer_inputs_size(pass_record[INPUTS_STRIDE], pass_record[TOTAL_ROWS])
+    before = rotary_types * _rotary_size(pass_record) + layer_inputs_size(
+        pass_record[INPUTS_STRIDE], pass_record[TOTAL_ROWS]
+    )
     return before + layers_scratch_size(pass_record, layers, positions)
 
 
@@ -300,14 +302,14 @@ TREE_PASS = np.dtype(
         ("pass_record", np.int64, PASS_FIELDS),
         ("outer_record", np.int64, OUTER_FIELDS),
         ("rows", np.int64),  # number of rows that each slot has memory for
-        ("used", np.int64),  # number of layers that the pass computes
+        ("layer_count", np.int64),  # number of layers that the pass computes
         ("mask_width", np.int64),
         # Addresses of buffers.
         ("layers", np.int64),
         ("hidden", np.int64),
         ("scratch", np.int64),
         ("mask", np.int64),
-        ("shown", np.int64),  # number of rows and context length of each slot's last mask
+        ("last_masks", np.int64),  # number of rows and context length of each slot's last mask
         ("starts", np.int64),
         ("offsets", np.int64),  # first row of each slot, and the end of the last one
         ("ids", np.int64),
@@ -316,7 +318,7 @@ TREE_PASS = np.dtype(
         ("maxima", np.int64),  # folded maxima of each row's logits, which top-k reads
         ("origins", np.int64),  # origin of each row, see ``convolution``
         ("journal", np.int64),  # values that mixers keep of the rows
-        ("walked", np.int64),  # tokens of each slot's argmax walk, and the nodes that drafted them
+        ("argmax_walks", np.int64),  # tokens of each slot's argmax walk, and the nodes that drafted them
     ],
     align=True,
 )
@@ -359,7 +361,7 @@ def compute_tree(
 def compute_trees(
     at: int,
     thread_pool: int,
-    heads: Array,
+    tree_headers: Array,
     tokens: Array,
     parents: Array,
     forced_tokens: Array,
@@ -369,20 +371,20 @@ def compute_trees(
 ) -> bool:
     """Compute a pass over one tree in each slot, padded to ``min_rows``; return False for unknown tokens or positions.
 
-    ``heads`` has a header for each tree. The length of each wanted walk, and 1 if its logits are finite, are written to
-    ``walk_results``. Padding rows get no logits. See ``compute_tree`` for the other arguments.
+    ``tree_headers`` has a header for each tree. The length of each wanted walk, and 1 if its logits are finite, are
+    written to ``walk_results``. Padding rows get no logits. See ``compute_tree`` for the other arguments.
     """
-    record, slots, first, skips = array_at(at, 1, TREE_PASS)[0], len(heads), 0, False
+    record, slots, first, skips = array_at(at, 1, TREE_PASS)[0], len(tree_headers), 0, False
     record.outer_record[FIRST] = record.pass_record[ADVANCES] = 0
     offsets = array_at(record.offsets, (slots + 1,), np.int64)
     forced_tokens_of_rows = array_at(record.forced_tokens, (slots * record.rows,), np.int64)
     largest = 1
     for slot in range(slots):
-        nodes = heads[slot, NODES]
-        drafted, above = tokens[first : first + nodes], parents[first : first + nodes]
+        nodes = tree_headers[slot, NODES]
+        tree_tokens, tree_parents = tokens[first : first + nodes], parents[first : first + nodes]
         rows = max(nodes + 1, min_rows)
         largest = max(largest, rows)
-        _place_tree(record, slot, heads[slot, 0], drafted, above, heads[slot, LENGTH], rows)
+        _place_tree(record, slot, tree_headers[slot, 0], tree_tokens, tree_parents, tree_headers[slot, LENGTH], rows)
         for row in range(rows):
             forced_token = UNDETERMINED if row <= nodes else 0
             if row <= nodes and len(forced_tokens) > 0:
@@ -401,12 +403,12 @@ def compute_trees(
         return False
     first = 0
     for slot in range(slots):
-        nodes = heads[slot, NODES]
+        nodes = tree_headers[slot, NODES]
         walk_results[slot] = 0
-        if heads[slot, WALKS]:
-            drafted, above = tokens[first : first + nodes], parents[first : first + nodes]
+        if tree_headers[slot, WALKS]:
+            tree_tokens, tree_parents = tokens[first : first + nodes], parents[first : first + nodes]
             walk_results[slot, 0], walk_results[slot, 1] = _walk(
-                record, slot, forced_tokens_of_rows[offsets[slot] :], drafted, above
+                record, slot, forced_tokens_of_rows[offsets[slot] :], tree_tokens, tree_parents
             )
         first += nodes
     return True
@@ -426,13 +428,13 @@ def _place_tree(record: Any, slot: int, root: int, tokens: Array, parents: Array
     if record.pass_record[MIXER_ROW]:
         fill_origins(origins_at(record.origins, slot, rows), parents)
     if rows > 1:
-        shown = array_at(record.shown, (slot + 1, 2), np.int64)[slot]
+        last_mask = array_at(record.last_masks, (slot + 1, 2), np.int64)[slot]
         mask = array_at(record.mask, (slot + 1, record.rows, record.mask_width), np.float32)[slot]
-        hide_non_ancestors(mask, shown[0], shown[1], parents, length, MASK_VALUE)
+        hide_non_ancestors(mask, last_mask[0], last_mask[1], parents, length, MASK_VALUE)
         for row in range(nodes + 1):
             for column in range(length + nodes + 1, length + rows):
                 mask[row, column] = MASK_VALUE
-        shown[0], shown[1] = rows, length
+        last_mask[0], last_mask[1] = rows, length
 
 
 @compiled
@@ -450,7 +452,10 @@ def _compute(record: Any, thread_pool: int, slots: int, rows: int, forced_tokens
         record.rows * record.mask_width,
         record.mask_width,
     )
-    layers, starts = array_at(record.layers, (record.used, FIELDS), np.int64), array_at(record.starts, slots, np.int64)
+    layers, starts = (
+        array_at(record.layers, (record.layer_count, FIELDS), np.int64),
+        array_at(record.starts, slots, np.int64),
+    )
     return compute_pass(pass_record, layers, starts, record.outer_record, forced_tokens, record.hidden, record.scratch)
 
 
@@ -459,20 +464,23 @@ def accept_path(at: int, thread_pool: int, path: Array) -> None:
     """Advance the mixers' states from before the last pass along a path of its rows."""
     record = array_at(at, 1, TREE_PASS)[0]
     record.pass_record[THREAD_POOL] = thread_pool
-    layers, starts = array_at(record.layers, (record.used, FIELDS), np.int64), array_at(record.starts, 1, np.int64)
+    layers, starts = (
+        array_at(record.layers, (record.layer_count, FIELDS), np.int64),
+        array_at(record.starts, 1, np.int64),
+    )
     accept(record.pass_record, layers, starts, path, record.scratch)
 
 
 @compiled
 def _walk(record: Any, slot: int, forced_tokens: Array, tokens: Array, parents: Array) -> tuple[int, bool]:
-    vocabulary, walked = (
+    vocabulary, argmax_walk = (
         record.outer_record[OUT_FEATURES],
-        array_at(record.walked, (slot + 1, 2, TREE_ROWS), np.int64)[slot],
+        array_at(record.argmax_walks, (slot + 1, 2, TREE_ROWS), np.int64)[slot],
     )
     first = array_at(record.offsets, slot + 1, np.int64)[slot]
     logits = record.outer_record[LOGITS] + first * vocabulary * ITEM_SIZE
     return walk_argmax(
-        logits, vocabulary, vocabulary, FLOAT32_INFINITY, forced_tokens, tokens, parents, len(tokens) + 1, walked
+        logits, vocabulary, vocabulary, FLOAT32_INFINITY, forced_tokens, tokens, parents, len(tokens) + 1, argmax_walk
     )
 
 

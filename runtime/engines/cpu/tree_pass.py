@@ -76,18 +76,18 @@ class TreePass:
         self._at = self._record.ctypes.data
         rows = slots * self._rows
         self._memory: dict[str, Any] = {
-            "shown": np.zeros((slots, 2), np.int64),
+            "last_masks": np.zeros((slots, 2), np.int64),
             "starts": np.zeros(slots, np.int64),
             "offsets": np.zeros(slots + 1, np.int64),
             "ids": np.zeros(rows, np.int64),
             "positions": np.zeros(rows, np.int64),
             "forced_tokens": np.zeros(rows, np.int64),
-            "walked": np.zeros((slots, 2, TREE_ROWS), np.int64),
+            "argmax_walks": np.zeros((slots, 2, TREE_ROWS), np.int64),
             "origins": np.zeros((rows if table.mixers else 0, ORIGIN_FIELDS), np.int64),
             "maxima": np.empty((slots * TREE_ROWS, folded_size(table.vocabulary)), np.float32),
         }
         """Buffers whose addresses are in the record."""
-        self._walked: Array = self._memory["walked"]
+        self._argmax_walks: Array = self._memory["argmax_walks"]
         self._maxima: Array = self._memory["maxima"]
         self._walk_results = np.zeros((slots, 2), np.int64)
         """Length of each slot's argmax walk, and 1 if the walk's logits are finite, ``[slots, 2]``."""
@@ -115,9 +115,9 @@ class TreePass:
         # Mixers need equally many rows in each tree, so smaller trees are padded.
         min_rows = max(len(tree.tokens) for tree in trees) + 1 if self._table.mixers else 1
         rows = [max(len(tree.tokens) + 1, min_rows) for tree in trees]
-        if not self._takes(cache.storage, max(map(add, lengths, rows))):
+        if not self._can_compute(cache.storage, max(map(add, lengths, rows))):
             return None
-        heads = np.array(
+        tree_headers = np.array(
             [
                 (tree.root, len(tree.tokens), length, want.walk)
                 for tree, length, want in zip(trees, lengths, wants, strict=True)
@@ -131,7 +131,7 @@ class TreePass:
             known = compute_trees(
                 self._at,
                 thread_pool,
-                heads,
+                tree_headers,
                 tokens,
                 parents,
                 _forced_tokens_of(trees),
@@ -145,8 +145,8 @@ class TreePass:
         walks, offsets = self._walk_results[: len(trees)].tolist(), accumulate(rows, initial=0)
         for slot, (tree, want, (length, finite), first) in enumerate(zip(trees, wants, walks, offsets, strict=False)):
             kv, used_rows = cache.slots[slot].kv, len(tree.tokens) + 1
-            kv.used = max(kv.used, kv.length + rows[slot])
-            walk = Walk.of(self._walked[slot], length, bool(finite)) if want.walk else None
+            kv.written_length = max(kv.written_length, kv.length + rows[slot])
+            walk = Walk.of(self._argmax_walks[slot], length, bool(finite)) if want.walk else None
             maxima = self._maxima[first : first + used_rows] if want.rank else None
             verified.append(
                 Verified(self._view(first, used_rows), walk=walk, maxima=maxima, hidden=self._hidden(first, used_rows))
@@ -158,20 +158,20 @@ class TreePass:
         rows = len(tree.tokens) + 1
         length = kv.length
         end = length + rows
-        if not self._takes(kv.storage, end):
+        if not self._can_compute(kv.storage, end):
             return None
         forced_tokens = NO_FORCED_TOKENS if tree.forced_tokens is None else tree.forced_tokens
         arguments = tree.root, tree.tokens, tree.parents, forced_tokens, length, 0, want.walk, want.rank, False
         if self._threads == 1:
-            length_, finite = compute_tree(self._at, 0, *arguments)
+            walk_length, finite = compute_tree(self._at, 0, *arguments)
         else:
             with self._open_threads() as thread_pool:
-                length_, finite = compute_tree(self._at, thread_pool, *arguments)
-        if length_ < 0:
+                walk_length, finite = compute_tree(self._at, thread_pool, *arguments)
+        if walk_length < 0:
             return None
-        if end > kv.used:
-            kv.used = end
-        walk = Walk.of(self._walked[0], length_, finite) if want.walk else None
+        if end > kv.written_length:
+            kv.written_length = end
+        walk = Walk.of(self._argmax_walks[0], walk_length, finite) if want.walk else None
         maxima = self._maxima[:rows] if want.rank else None
         return Verified(self._view(0, rows), self._hidden(0, rows), walk, maxima=maxima)
 
@@ -181,7 +181,7 @@ class TreePass:
         Return None if the engine can't compute the pass.
         """
         rows, length = len(tokens), kv.length
-        if not self._takes(kv.storage, length + rows):
+        if not self._can_compute(kv.storage, length + rows):
             return None
         ids = np.array(tokens, np.int64)
         with self._open_threads() as thread_pool:
@@ -200,7 +200,7 @@ class TreePass:
             )
         if status < 0:
             return None
-        kv.used = max(kv.used, length + rows)
+        kv.written_length = max(kv.written_length, length + rows)
         return Verified(self._view(0, 1), self._hidden(0, rows))
 
     @property
@@ -229,7 +229,7 @@ class TreePass:
         pass_record = record["pass_record"].copy()
         rows = int(pass_record[SLOTS] * pass_record[NEW])
         layers, journal = (
-            self._memory["layers"][: record["used"]],
+            self._memory["layers"][: record["layer_count"]],
             self._memory["journal"][: rows * mixers.journal_size],
         )
         return KeptRows(mixers, pass_record, layers.copy(), journal.copy())
@@ -244,7 +244,7 @@ class TreePass:
     def _open_threads(self) -> AbstractContextManager[int]:
         return shared_thread_pool(self._threads).open() if self._threads > 1 else NO_THREADS
 
-    def _takes(self, storage: KVTensors, end: int) -> bool:
+    def _can_compute(self, storage: KVTensors, end: int) -> bool:
         """Prepare the record for a pass that ends at cache position ``end``; return False if it can't be computed."""
         if states := self._kept_states():
             states.leave()
@@ -265,14 +265,14 @@ class TreePass:
         record["pass_record"] = pass_record = table.pass_record(self._slots, self._rows)
         record["outer_record"] = table.outer_record(capacity)
         self._storage, self._threads, self._version = weakref.ref(storage), threads, table.version
-        record["rows"], record["used"], record["mask_width"] = self._rows, table.used, capacity
-        memory["layers"], memory["shown"][:] = table.with_cache(storage).copy(), 0
+        record["rows"], record["layer_count"], record["mask_width"] = self._rows, table.layer_count, capacity
+        memory["layers"], memory["last_masks"][:] = table.with_cache(storage).copy(), 0
         self._outputs = {layer: torch.empty(rows, table.width, dtype=torch.float32) for layer in table.watched}
         for layer, output in self._outputs.items():
             memory["layers"][layer, OUTPUTS] = output.data_ptr()
         with torch.inference_mode(False):
             memory["hidden"] = torch.empty(rows, table.width, dtype=torch.float32).numpy()
-            size = pass_scratch_size(pass_record, memory["layers"], table.kinds, capacity)
+            size = pass_scratch_size(pass_record, memory["layers"], table.rotary_types, capacity)
             memory["scratch"] = torch.empty(size, dtype=torch.float32).numpy()
             # The kernel allocates no memory for pages that are never written.
             memory["mask"] = torch.zeros(rows, capacity, dtype=torch.float32).numpy()

@@ -162,7 +162,7 @@ class WeightTable:
         self.watches_hidden = False
         self.watched: tuple[int, ...] = ()
         """Indices of the layers whose outputs passes return after the hidden states."""
-        self.used = len(parts.layers)
+        self.layer_count = len(parts.layers)
         """Number of layers that a pass computes."""
         self._rotary = torch.empty(0)
         self._frequencies: list[torch.Tensor] = []
@@ -183,7 +183,7 @@ class WeightTable:
         return self._parts.head.out_features
 
     @property
-    def kinds(self) -> int:
+    def rotary_types(self) -> int:
         """Number of rotary types."""
         return len(self._kinds)
 
@@ -223,12 +223,12 @@ class WeightTable:
     @contextmanager
     def first_layer_alone(self) -> Iterator[None]:
         """Compute only the first layer within this block, to compare what surrounds the layers."""
-        used, self.used = self.used, 1
+        layer_count, self.layer_count = self.layer_count, 1
         self.version += 1
         try:
             yield
         finally:
-            self.used = used
+            self.layer_count = layer_count
             self.version += 1
 
     def pass_record(self, slots: int, new: int, mask: Any = None) -> layers.Record:
@@ -291,7 +291,7 @@ class WeightTable:
             weight.shape[0],
         )
         record[outer.MULTIPLIER] = 0 if factor == 1.0 else bits(factor)
-        record[outer.ROTARY_TYPES : outer.KNOWN_POSITIONS + 1] = self.kinds, rotary.data_ptr(), rotary.shape[2]
+        record[outer.ROTARY_TYPES : outer.KNOWN_POSITIONS + 1] = self.rotary_types, rotary.data_ptr(), rotary.shape[2]
         record[outer.NORM], record[outer.LAST_EPSILON] = parts.norm.weight.data_ptr(), bits(parts.epsilon)
         matmul, matrix, out_features, _, bias = self._matmul_row(self._head)
         record[outer.PROJECT : outer.BIAS + 1] = matmul, matrix, out_features, bias

@@ -248,7 +248,7 @@ class StaticKVCache(Cache):
         self.storage = storage
         self.length = 0
         """Number of accepted tokens; later positions are not part of the context."""
-        self.used = 0
+        self.written_length = 0
         """Number of leading positions that passes may have written; all later ones are zero."""
         self.pending_move: tuple[int, list[int]] | None = None
         """Pending move for the next captured step: first target position, and offsets of the positions to move."""
@@ -302,10 +302,10 @@ class StaticKVCache(Cache):
 
         A mask hides leftover values only if they are finite: attention multiplies them by 0, and 0 times NaN is NaN.
         """
-        if self.used > position:
+        if self.written_length > position:
             for tensor in self.storage.tensors:
-                tensor.narrow(3, position, min(self.used, self.capacity) - position).zero_()
-            self.used = position
+                tensor.narrow(3, position, min(self.written_length, self.capacity) - position).zero_()
+            self.written_length = position
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -313,7 +313,7 @@ class StaticKVCache(Cache):
         keys, values = self.storage.layers[layer_idx]
         new = key_states.shape[2]
         end = self.length + new
-        self.used = max(self.used, end)
+        self.written_length = max(self.written_length, end)
         keys.narrow(2, self.length, new).copy_(key_states)
         values.narrow(2, self.length, new).copy_(value_states)
         return keys.narrow(2, 0, end), values.narrow(2, 0, end)
@@ -325,7 +325,7 @@ class StaticKVCache(Cache):
 
     def room_for(self, new: int) -> tuple[KVTensors, list[int]]:
         """Return the tensors in which the caller writes ``new`` positions, and a list with the first of these."""
-        self.used = max(self.used, self.length + new)
+        self.written_length = max(self.written_length, self.length + new)
         return self.storage, [self.length]
 
     def commit(self, fixed: int, path: Sequence[int], *, deferred: bool = False) -> None:
@@ -369,7 +369,7 @@ class StaticKVCache(Cache):
         self.length = source.settled if length is None else length
         for mine, theirs in zip(self.storage.tensors, source.storage.tensors, strict=True):
             mine.narrow(3, 0, self.length).copy_(theirs.narrow(3, 0, self.length))
-        self.used = max(self.used, self.length)
+        self.written_length = max(self.written_length, self.length)
         self.clear_from(self.length)
 
 

@@ -31,7 +31,7 @@ class Level(NamedTuple):
 
     rows: torch.Tensor
     """Indices of these rows among the padded rows of all slots."""
-    above: torch.Tensor
+    parents: torch.Tensor
     """Index of each row's parent in the level above, or of its slot in the first level."""
 
 
@@ -49,16 +49,16 @@ class RowTree:
     def levels(self) -> list[Level]:
         levels = []
         for depth in range(int(max(slot_depths.max() for slot_depths in self.depths)) + 1):
-            rows, above = [], []
+            rows, level_parents = [], []
             for slot, (parents, depths) in enumerate(zip(self.parents, self.depths, strict=True)):
                 at = np.flatnonzero(depths == depth)
                 rows.append(at + slot * self.rows)
-                above.append(self.places[slot, parents[at]] if depth else np.full(len(at), slot))
-            levels.append(Level(self._sent(np.concatenate(rows)), self._sent(np.concatenate(above))))
+                level_parents.append(self.level_indices[slot, parents[at]] if depth else np.full(len(at), slot))
+            levels.append(Level(self._sent(np.concatenate(rows)), self._sent(np.concatenate(level_parents))))
         return levels
 
     @cached_property
-    def places(self) -> Rows:
+    def level_indices(self) -> Rows:
         """Index of each row in its level, shape ``[slots, rows]``."""
         places = np.zeros((self.slots, self.rows), np.int64)
         counts: dict[int, int] = {}
@@ -131,8 +131,8 @@ class HostIndices(TreeIndices):
         columns = np.full((tree.slots, tree.rows, size), before, np.int64)
         for slot, parents in enumerate(tree.parents):
             for row, parent in enumerate(parents.tolist()):
-                above = columns[slot, parent] if parent >= 0 else np.arange(before - size, before)
-                columns[slot, row] = [*above[1:], before + row]
+                parent_columns = columns[slot, parent] if parent >= 0 else np.arange(before - size, before)
+                columns[slot, row] = [*parent_columns[1:], before + row]
         return torch.from_numpy(columns).to(self._device)
 
 

@@ -43,18 +43,18 @@ class LevelStates:
         self._levels: list[LayerStates] = []
         self._before = before
 
-    def start(self, above: torch.Tensor) -> LayerStates:
+    def start(self, parents: torch.Tensor) -> LayerStates:
         """Return copies of the states from which the next level's rows start; the mixer updates them in place.
 
-        ``above`` has the index of each row's parent in the previous level, or of its slot in the first level.
+        ``parents`` has the index of each row's parent in the previous level, or of its slot in the first level.
         """
         source = self._levels[-1] if self._levels else self._before
-        self._levels.append({name: tensor.index_select(0, above) for name, tensor in source.items()})
+        self._levels.append({name: tensor.index_select(0, parents) for name, tensor in source.items()})
         return self._levels[-1]
 
     def commit(self, slot: int, rows: Sequence[int], states: States) -> None:
         last = rows[-1]
-        place = self._tree.places[slot, last]
+        place = self._tree.level_indices[slot, last]
         for name, tensor in self._levels[self._tree.depths[slot][last]].items():
             states.tensors[name][0].copy_(tensor[place])
 
@@ -73,7 +73,7 @@ def forward_by_levels(
         try:
             for level in tree.levels:
                 rows_now.append(level.rows)
-                cache.layers[mixer.layer] = StateLayer(states.start(level.above), has_begun=True)
+                cache.layers[mixer.layer] = StateLayer(states.start(level.parents), has_begun=True)
                 part = [_rows_of(value, level.rows, slots, rows) for value in (args, arguments)]
                 results.append(forward(*part[0], **part[1]))
         finally:
