@@ -11,7 +11,7 @@ from hdtool.runtime.engine import Verified, Walk
 from hdtool.runtime.kernels.topk import bits_of, readable
 from hdtool.runtime.sampling.draws import NOT_FINITE
 from hdtool.runtime.sampling.sampler import Sampler
-from hdtool.runtime.sampling.walks import NOTHING_CERTAIN, walk_argmax, walk_draws, walk_known, walk_ranked
+from hdtool.runtime.sampling.walks import NO_FORCED_TOKENS, walk_argmax, walk_draws, walk_known, walk_ranked
 from hdtool.runtime.tree import ROOT, UNDETERMINED, DraftTree
 
 
@@ -56,7 +56,7 @@ def accept(
             node = drafted
     choose = sampler.chooser(verified.logits, finite_only=len(tree) > 0, finite=verified.finite, first=verified.root)
     while True:
-        only = UNDETERMINED if tree.certain is None else int(tree.certain[node + 1])
+        only = UNDETERMINED if tree.forced_tokens is None else int(tree.forced_tokens[node + 1])
         token = only if only != UNDETERMINED and verified.logits[node + 1, only].isfinite() else choose(node + 1)
         if token == NOT_FINITE:
             return Accepted(path[:-1], tokens) if path else None
@@ -106,20 +106,22 @@ def _compiled_walk(tree: DraftTree, verified: Verified, sampler: Sampler, max_to
         return verified.walk.first(max_tokens)
     longest, walked = min(max_tokens, len(tree.tokens) + 1), sampler.walked
     nodes = tree.tokens, tree.parents, longest, walked
-    certain = NOTHING_CERTAIN if tree.certain is None else tree.certain
+    forced_tokens = NO_FORCED_TOKENS if tree.forced_tokens is None else tree.forced_tokens
     if sampler.walks:
         if known := verified.known_argmax():
             tokens, finite = known
             return Walk.of(walked, *walk_known(tokens, finite, *nodes))
         rows = readable(verified.logits)
-        return Walk.of(walked, *walk_argmax(*bits_of(rows), certain, *nodes))
+        return Walk.of(walked, *walk_argmax(*bits_of(rows), forced_tokens, *nodes))
     draws, logits = sampler.draws, verified.logits
-    if draws and verified.ranked and sampler.max_ranked and tree.certain is None:
+    if draws and verified.ranked and sampler.max_ranked and tree.forced_tokens is None:
         (best, scores), position = verified.ranked, len(sampler.context)
         return Walk.of(walked, *walk_ranked(logits.shape[1], best, scores, *nodes, position, draws))
     if draws is None or not logits.is_cpu or logits.dtype != torch.float32:
         return None
     rows, is_masked = readable(logits), sampler.first_mask is not None
     address, stride, vocabulary, _ = bits_of(rows)
-    of_tree = certain, *nodes
-    return Walk.of(walked, *walk_draws(address, stride, vocabulary, *of_tree, len(sampler.context), is_masked, draws))
+    tree_arguments = forced_tokens, *nodes
+    return Walk.of(
+        walked, *walk_draws(address, stride, vocabulary, *tree_arguments, len(sampler.context), is_masked, draws)
+    )

@@ -116,8 +116,8 @@ class SequenceState:
         if len(tree.tokens):
             # Deeper nodes are past the answer's end, and a tokenizer may have more ids than the model has embeddings.
             tree = tree.within(self.room - 1, self._vocabulary)
-        if self._needs_all_logits and tree.certain is not None:
-            tree = replace(tree, certain=None)
+        if self._needs_all_logits and tree.forced_tokens is not None:
+            tree = replace(tree, forced_tokens=None)
         self.tree, self._draft_seconds = tree, seconds
         return tree
 

@@ -15,12 +15,9 @@ from hdtool.runtime.kernels.compiled import Ints, compiled
 ROOT = -1
 """Parent of the nodes that directly follow the last emitted token."""
 UNDETERMINED = -1
-"""Value in ``DraftTree.certain`` where more than one token may follow."""
+"""Value in ``DraftTree.forced_tokens`` where more than one token may follow."""
 LARGEST_TREE = LARGEST_BUDGET
 """Maximum number of nodes that a target verifies in one pass."""
-
-Certain = npt.NDArray[np.int64] | None
-"""Token that must follow each row of a pass; ``UNDETERMINED`` where several may."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,7 +32,7 @@ class DraftTree:
     parents: npt.NDArray[np.int32]
     sources: npt.NDArray[np.uint8]
     """``SourceName`` of each node."""
-    certain: Certain = None
+    forced_tokens: npt.NDArray[np.int64] | None = None
     """The only token that may follow the root and each node; ``UNDETERMINED`` where several may.
 
     Rows with such a token need no logits. None if no grammar is in use, or if all logits are read.
@@ -110,7 +107,7 @@ class DraftTree:
         return self.picked(np.flatnonzero(_embeddable(self.tokens, self.parents, vocabulary)))
 
     def picked(self, order: npt.NDArray[np.int64]) -> DraftTree:
-        """Return a tree of the nodes in ``order``, without ``certain``; each node must come after its parent."""
+        """Return a tree of the nodes in ``order``, without ``forced_tokens``; each node must come after its parent."""
         return DraftTree(self.root, self.tokens[order], _moved(self.parents, order), self.sources[order])
 
 

@@ -78,8 +78,8 @@ class PassReads:
 
     def weights(self, rows: int, overlap: float = 0.0) -> float:
         """Return the weight bytes that a pass over ``rows`` rows reads."""
-        activated = (one.nbytes * distinct_experts(rows, one.top_k, one.count, overlap) for one in self.experts)
-        return self.shared + sum(activated)
+        active_bytes = (one.nbytes * distinct_experts(rows, one.top_k, one.count, overlap) for one in self.experts)
+        return self.shared + sum(active_bytes)
 
     def context(self, rows: int, length: int) -> int:
         """Return the KV cache bytes that a pass over ``rows`` rows reads after ``length`` tokens."""

@@ -198,7 +198,7 @@ class RecordingEngine:
     def verify(self, cache: Cache, trees: Sequence[DraftTree], wants: Sequence[PassOptions] = ()) -> list[Verified]:
         (tree,), slot = trees, cache.slots[0]
         started, length = time.perf_counter(), slot.length
-        self._masks.of_tree(tree, length, reused=True)
+        self._masks.tree_mask(tree, length, reused=True)
         (length + tree.depths).tolist()
         self.log.add(time.perf_counter() - started, len(tree))
         slot.tree = tree

@@ -16,7 +16,7 @@ from hdtool.runtime.drafter import Drafter, NoDraft
 from hdtool.runtime.generate_settings import refuse_settings
 from hdtool.runtime.grammar import guided, masks_of
 from hdtool.runtime.model.load import Loaded
-from hdtool.runtime.model.placement import HIGHER, logits_after, logits_step_by_step, more_precise
+from hdtool.runtime.model.placement import HIGHER_PRECISION, logits_after, logits_step_by_step, more_precise
 from hdtool.runtime.model.quantization import quantized_layers
 from hdtool.runtime.sampling.sampler import Sampler
 from hdtool.runtime.sequence import room_for
@@ -146,7 +146,7 @@ class Verifier:
                 names[1] += ", token by token"
             else:
                 step_by_step = self._precisely(sequences) if sequences else []
-                names[1] = str(HIGHER.get(self._model.dtype)).removeprefix("torch.")
+                names[1] = str(HIGHER_PRECISION.get(self._model.dtype)).removeprefix("torch.")
         except (HdtoolError, RuntimeError, TypeError) as error:  # no higher precision exists, or custom code refuses it
             reason = f"it cannot be recomputed: {error_reason(error)}"
             return [Explanation(difference, reason=reason) for difference in differences]

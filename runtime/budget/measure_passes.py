@@ -117,7 +117,7 @@ def time_tree_passes(
     context = some_context(length, target.config.vocab_size)
     for slot in range(batch):
         if unread:
-            cache.pretend(slot, context, LARGEST_TREE + 1)
+            cache.fill_unread(slot, context, LARGEST_TREE + 1)
         else:
             target.prefill(cache, slot, context, room=max(sizes))
     random = np.random.default_rng(0)

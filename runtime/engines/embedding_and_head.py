@@ -55,7 +55,7 @@ class LayerInputs(Generic[Matmul]):
     norm: Any
     scale: float
     """Scales the projection."""
-    share: float
+    input_scale: float
     """Scales the sum of the normed projection and the token embedding."""
 
     @torch.inference_mode()
@@ -81,21 +81,21 @@ def layer_inputs(decoder: Any, layers: int, width: int, kind: Kind[Matmul]) -> L
     """Return the decoder's modules for per-layer inputs of this width; None if the engine can't compute them."""
     embedding, projection, norm = (decoder._modules.get(name) for name in (EMBEDDING, PROJECTION, PROJECTION_NORM))
     scale: Any = getattr(decoder, "per_layer_model_projection_scale", None)
-    share: Any = getattr(decoder, "per_layer_input_scale", None)
-    if embedding is None or not kind.multiplies(projection) or norm is None or not kind.embeds(embedding):
+    input_scale: Any = getattr(decoder, "per_layer_input_scale", None)
+    if embedding is None or not kind.is_linear(projection) or norm is None or not kind.is_embedding(embedding):
         return None
     out_features = layers * width
     fits = (
         embedding.weight.shape[1] == projection.out_features == out_features
         and projection.bias is None
         and isinstance(scale, float)
-        and isinstance(share, float)
+        and isinstance(input_scale, float)
         and set(norm._parameters) == {"weight"}
         and norm.weight.shape == (width,)
-        and kind.fits(norm.weight)
+        and kind.is_readable(norm.weight)
         and not any("forward" in vars(module) for module in (decoder, embedding, norm))
     )
-    return LayerInputs(decoder, embedding, projection, norm, scale, share) if fits else None
+    return LayerInputs(decoder, embedding, projection, norm, scale, input_scale) if fits else None
 
 
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -103,7 +103,7 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "gelu_tanh": partial(gelu, approximate="tanh"),
     "gelu": gelu,
 }
-MIXING = ("conv", "linear_attention", "mamba")
+MIXER_LAYER_TYPES = ("conv", "linear_attention", "mamba")
 """Layer types that use a recurrent or convolution state instead of attention."""
 MAGNITUDES = torch.tensor([[1e-3], [1.0]])
 """Magnitudes of the rows on which norms are compared. In the smaller one, epsilon affects the result."""
@@ -137,7 +137,7 @@ def rotary_of(parts: ModelParts[Any], hidden: torch.Tensor, positions: torch.Ten
     """
     embeddings = cast(Any, parts.rotary)(hidden, positions, *filter(None, [kind]))
     cos, sin = (part.flatten(0, 1) for part in embeddings)
-    width, layer = cos.shape[1], parts.attending
+    width, layer = cos.shape[1], parts.first_attention
     if parts.family.varies_heads:
         layer = parts.layers[position_kinds(parts).index(kind)]
     if 2 * width == layer.width and parts.family.has_half_tables:
@@ -169,12 +169,12 @@ def windows_of_layers(target: Target) -> list[AttentionWindow] | None:
         return None
     number = int(target.config.num_hidden_layers)
     kinds = getattr(target.config, "layer_types", None) or [target.stock.windows[0].kind] * number
-    by_kind |= {kind: AttentionWindow(kind) for kind in MIXING if kind in kinds}
+    by_kind |= {kind: AttentionWindow(kind) for kind in MIXER_LAYER_TYPES if kind in kinds}
     return [by_kind[kind] for kind in kinds] if by_kind.keys() >= set(kinds) else None
 
 
 @dataclass(frozen=True)
-class Ends:
+class EmbeddingAndHead:
     """Scales a model's embeddings and bounds its logits."""
 
     multiplier: float
@@ -182,7 +182,7 @@ class Ends:
     softcap: float | None
 
     @classmethod
-    def of(cls, parts: ModelParts[Any]) -> Ends:
+    def of(cls, parts: ModelParts[Any]) -> EmbeddingAndHead:
         family, config = parts.family, cast(Any, parts.decoder).config
         softcap = getattr(config, family.logit_softcap) if family.logit_softcap else None
         return cls(

@@ -17,12 +17,13 @@ from hdtool.runtime.engines.mixer_parts import (
     SHORT_CONVOLUTION,
     ExpertKind,
     qwen_experts,
+    tensors_of,
 )
 from hdtool.runtime.engines.model_families import (
-    AFTER,
     EXPERT_SETTINGS,
     GEMMA_NORM,
     LLAMA_NORMS,
+    POST_NORMS,
     ROUNDED_AFTER,
     Family,
     Names,
@@ -76,8 +77,7 @@ class MixtureParts(Generic[Matmul]):
     @property
     def tensors(self) -> Iterator[torch.Tensor]:
         for module in (self.router, self.experts):
-            yield from module.parameters()
-            yield from module.buffers()
+            yield from tensors_of(module)
 
 
 def mixture_parts(layer: Module, router: str) -> MixtureParts[Any] | None:
@@ -106,11 +106,11 @@ def is_known_mixture(parts: MixtureParts[Any], layer: Module, width: int, epsilo
         and isinstance(getattr(router, "scalar_root_size", None), float)
         and not norm._parameters
         and getattr(norm, "eps", None) == epsilon
-        and kind.multiplies(projection)
+        and kind.is_linear(projection)
         and projection.in_features == width
         and projection.bias is None
         and [len(weight) for weight in parts.weights] == [width, experts]
-        and all(map(kind.fits, parts.weights))
+        and all(map(kind.is_readable, parts.weights))
         and not any("forward" in vars(module) for module in router.modules())
     )
 
@@ -147,7 +147,7 @@ HYBRID_FAMILIES: Mapping[str, Family] = {
             "position_embedding_type", "shared_intermediate_size", "time_step_limit",
         },
         experts=ExpertKind(
-            "GraniteMoeHybridMoE", "GraniteMoeHybridTopKRouter", gate="router", beside="block_sparse_moe"
+            "GraniteMoeHybridMoE", "GraniteMoeHybridTopKRouter", gate="router", added_block="block_sparse_moe"
         ),
         required={"position_embedding_type": (None, "rope")},
     ),
@@ -166,14 +166,14 @@ HYBRID_FAMILIES: Mapping[str, Family] = {
         names=replace(LFM2_NAMES, rotary="pos_emb"),
         mixers={"conv": {"Lfm2MoeShortConv": SHORT_CONVOLUTION}},
         experts=ExpertKind(
-            "Lfm2MoeSparseMoeBlock", "Lfm2MoeTopKRouter", has_sigmoids=True, correction="expert_bias", added=1e-6
+            "Lfm2MoeSparseMoeBlock", "Lfm2MoeTopKRouter", has_sigmoids=True, correction="expert_bias", sum_offset=1e-6
         ),
         attributes=frozenset({"is_attention_layer"}),
         settings=EXPERT_SETTINGS | {"conv_L_cache", "conv_bias", "norm_eps", "num_dense_layers", "use_expert_bias"},
     ),
     "olmo_hybrid": Family(
         mixers={"linear_attn": {"OlmoHybridGatedDeltaNet": DELTA_RULE_SEPARATE}},
-        norms=AFTER,
+        norms=POST_NORMS,
         norms_of_mixers=LLAMA_NORMS,
         norm=ROUNDED_AFTER,
         norms_all_heads=True,

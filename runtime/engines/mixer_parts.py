@@ -73,22 +73,23 @@ def mixer_parts(
     matmuls = (*parts.inputs, parts.out)
     small_tensors = [
         *parts.parameters.values(),
-        *_tensors(parts.convolution),
-        *(_tensors(parts.norm) if parts.norm else ()),
+        *tensors_of(parts.convolution),
+        *(tensors_of(parts.norm) if parts.norm else ()),
     ]
     known_ids = {
-        id(tensor) for tensor in (*small_tensors, *(weight for matmul in matmuls for weight in _tensors(matmul)))
+        id(tensor) for tensor in (*small_tensors, *(weight for matmul in matmuls for weight in tensors_of(matmul)))
     }
     is_whole = (
-        all(map(kind.multiplies, matmuls))
-        and all(map(kind.fits, small_tensors))
-        and {id(tensor) for tensor in _tensors(module)} == known_ids
+        all(map(kind.is_linear, matmuls))
+        and all(map(kind.is_readable, small_tensors))
+        and {id(tensor) for tensor in tensors_of(module)} == known_ids
         and not any("forward" in vars(submodule) for submodule in module.modules())
     )
     return parts if is_whole and _is_causal(parts.convolution) and _fits(parts, kind) else None
 
 
-def _tensors(module: Module) -> Iterator[torch.Tensor]:
+def tensors_of(module: Module) -> Iterator[torch.Tensor]:
+    """Yield the parameters and buffers of a module and its submodules."""
     yield from module.parameters()
     yield from module.buffers()
 
@@ -232,7 +233,7 @@ class ExpertKind:
     """Class name of the router."""
     gate: str = "gate"
     """Name of the router in the mixture."""
-    beside: str = ""
+    added_block: str = ""
     """Name of a mixture in the layer that is added to the MLP; empty if it replaces the MLP."""
     shared: str = ""
     """Name of the shared expert's MLP; empty without one."""
@@ -242,7 +243,7 @@ class ExpertKind:
     """Routing weights are sigmoids of the router's scores instead of a softmax."""
     correction: str = ""
     """Path of a tensor that is added to routing weights for the top-k choice only; empty without one."""
-    added: float = 0.0
+    sum_offset: float = 0.0
     """Constant added to the sum by which routing weights are divided."""
 
 
@@ -265,7 +266,7 @@ class Router:
     """Number of groups whose experts may be chosen for a token."""
     factor: float
     """Scales the final routing weights."""
-    added: float
+    sum_offset: float
     """Constant added to the sum by which routing weights are divided."""
     min_sum: float
     """Lower bound of that sum."""
@@ -317,7 +318,7 @@ def router_of(block: Any, kind: ExpertKind) -> Router | None:
         int(groups),
         int(used_groups),
         float(getattr(gate, "routed_scaling_factor", 1.0)),
-        kind.added,
+        kind.sum_offset,
         float(getattr(gate, "norm_min", 0.0)),
     )
 

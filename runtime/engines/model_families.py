@@ -23,7 +23,7 @@ SANDWICH = (
     "pre_feedforward_layernorm",
     "post_feedforward_layernorm",
 )
-AFTER = ("", "post_attention_layernorm", "", "post_feedforward_layernorm")
+POST_NORMS = ("", "post_attention_layernorm", "", "post_feedforward_layernorm")
 
 ATTRIBUTES = frozenset({
     "attention_dropout", "attention_type", "gradient_checkpointing", "head_dim", "hidden_size", "intermediate_size",
@@ -102,7 +102,7 @@ class Family:
     Without a value projection, the keys are also the values. With only queries, keys and values come from an earlier
     layer of the same type.
     """
-    keeps: str = ""
+    shared_kv_attribute: str = ""
     """Name of the attention attribute that is true if later layers read the module's keys and values."""
     value_norm: str = ""
     """Name of a norm of the values that has no weight."""
@@ -141,7 +141,7 @@ class Family:
     """Names of settings that hold the placeholder token ids of a multimodal model."""
     experts: ExpertKind | None = None
     """Mixture of experts that some layers have; None if no layer has one."""
-    beside: str = ""
+    added_router: str = ""
     """Router class of experts that layers may have in addition to their MLP."""
     attributes: frozenset[str] = frozenset()
     """Known module attributes in addition to ``ATTRIBUTES``."""
@@ -172,7 +172,7 @@ class Family:
 LLAMA = Family()
 GELU = frozenset({"gelu_tanh", "gelu"})
 GEMMA_NORM, ROUNDED_AFTER = NormKind(offset=1.0, rounds=False), NormKind(rounds=False)
-ONE_WAY = {"use_bidirectional_attention": (None, False)}
+CAUSAL_ONLY = {"use_bidirectional_attention": (None, False)}
 FAMILIES: Mapping[str, Family] = {
     "ernie4_5_moe": Family(
         is_interleaved=True,
@@ -189,7 +189,7 @@ FAMILIES: Mapping[str, Family] = {
         }),
     ),
     "exaone4": Family(
-        norms=AFTER,
+        norms=POST_NORMS,
         rotates=lambda attention: attention.sliding_window is None or attention.is_sliding,
         attributes=frozenset({"sliding_window_pattern"}),
         settings=frozenset({"sliding_window_pattern"}),
@@ -198,7 +198,7 @@ FAMILIES: Mapping[str, Family] = {
         norm=GEMMA_NORM,
         activations=GELU,
         settings=frozenset({"use_bidirectional_attention"}),
-        required=ONE_WAY,
+        required=CAUSAL_ONLY,
     ),
     "gemma2": Family(
         norms=SANDWICH,
@@ -207,7 +207,7 @@ FAMILIES: Mapping[str, Family] = {
         softcap="attn_logit_softcapping",
         logit_softcap="final_logit_softcapping",
         settings=frozenset({"query_pre_attn_scalar", "use_bidirectional_attention"}),
-        required=ONE_WAY,
+        required=CAUSAL_ONLY,
     ),
     "gemma3": Family(
         norms=SANDWICH,
@@ -216,7 +216,7 @@ FAMILIES: Mapping[str, Family] = {
         logit_softcap="final_logit_softcapping",
         attributes=frozenset({"attn_logit_softcapping"}),
         settings=frozenset({"attn_logit_softcapping", "query_pre_attn_scalar", "use_bidirectional_attention"}),
-        required={**ONE_WAY, "attn_logit_softcapping": (None,)},
+        required={**CAUSAL_ONLY, "attn_logit_softcapping": (None,)},
     ),
     "glm": Family(joins_gate=True, is_partial=True, is_interleaved=True),
     "glm4": Family(
@@ -233,7 +233,7 @@ FAMILIES: Mapping[str, Family] = {
             shared="shared_experts",
             has_sigmoids=True,
             correction="gate.e_score_correction_bias",
-            added=1e-20,
+            sum_offset=1e-20,
         ),
         attributes=frozenset({"rope_parameters", "use_qk_norm"}),
         settings=EXPERT_SETTINGS | {"num_mtp_layers", "use_qk_norm"},
@@ -260,8 +260,8 @@ FAMILIES: Mapping[str, Family] = {
         settings=EXPERT_SETTINGS | {"attention_multiplier"},
     ),
     "mixtral": Family(experts=ExpertKind("MixtralSparseMoeBlock", "MixtralTopKRouter"), settings=EXPERT_SETTINGS),
-    "olmo2": Family(norms=AFTER, norm=ROUNDED_AFTER, norms_all_heads=True),
-    "olmo3": Family(norms=AFTER, norm=ROUNDED_AFTER, norms_all_heads=True),
+    "olmo2": Family(norms=POST_NORMS, norm=ROUNDED_AFTER, norms_all_heads=True),
+    "olmo3": Family(norms=POST_NORMS, norm=ROUNDED_AFTER, norms_all_heads=True),
     "olmoe": Family(
         norms_all_heads=True,
         experts=ExpertKind("OlmoeSparseMoeBlock", "OlmoeTopKRouter"),
@@ -329,7 +329,7 @@ def _gemma4(**changes: Any) -> Family:
         norm=ROUNDED_AFTER,
         activations=GELU,
         projections=_projections_of_gemma4,
-        keeps="store_full_length_kv",
+        shared_kv_attribute="store_full_length_kv",
         value_norm="v_norm",
         varies_heads=True,
         factor="layer_scalar",
@@ -350,7 +350,7 @@ def _gemma4(**changes: Any) -> Family:
 
 
 VARIED_FAMILIES: Mapping[str, Family] = {
-    "gemma4": _gemma4(has_inputs=True, beside="Gemma4TextRouter"),
+    "gemma4": _gemma4(has_inputs=True, added_router="Gemma4TextRouter"),
     "gemma4_unified": _gemma4(),
 }
 """Families whose layers vary in heads and inputs, by the name of their package in ``transformers.models``."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Generic, NamedTuple, TypeVar, cast
 
@@ -21,7 +21,7 @@ from hdtool.runtime.engines.embedding_and_head import (
     layer_inputs,
 )
 from hdtool.runtime.engines.hybrid_families import MIXTURE_MODULES, MixtureParts, is_known_mixture, mixture_parts
-from hdtool.runtime.engines.mixer_parts import MixerParts, mixer_parts
+from hdtool.runtime.engines.mixer_parts import MixerParts, mixer_parts, tensors_of
 from hdtool.runtime.engines.model_families import LLAMA, Family, family_of, is_of_package, package_of
 from hdtool.runtime.kernels.compact_weight import CompactEmbedding
 
@@ -36,7 +36,7 @@ ACTIVATIONS = {
 """Activation names by class name."""
 FIXED_ROTARY = ("default", "linear", "llama3", "proportional", "yarn")
 """Rotary types that don't depend on the context length."""
-OTHER_CODE = re.compile("multiplier|use_rope|no_rope|nope|clip|softcap")
+UNSUPPORTED_ATTRIBUTES = re.compile("multiplier|use_rope|no_rope|nope|clip|softcap")
 """Attribute names that mark a layer that computes something else, perhaps too little to show in rounded logits."""
 
 Matmul = TypeVar("Matmul", bound=Module)
@@ -46,11 +46,11 @@ Matmul = TypeVar("Matmul", bound=Module)
 class Kind(Generic[Matmul]):
     """Modules, widths and model families that an engine supports."""
 
-    multiplies: Callable[[Any], bool]
+    is_linear: Callable[[Any], bool]
     """Tests whether the engine can compute a module as a linear layer."""
-    fits: Callable[[Any], bool]
+    is_readable: Callable[[Any], bool]
     """Tests whether the engine can read a small tensor, such as a norm's weight."""
-    embeds: Callable[[Module], bool]
+    is_embedding: Callable[[Module], bool]
     """Tests whether the engine can compute an embedding."""
     divisor: int = 2
     """Number that must divide the width of heads and of mixer channels."""
@@ -77,7 +77,7 @@ class LayerParts(Generic[Matmul]):
     """Down projection of the MLP or shared expert; empty without either."""
     experts: Module | None
     """Mixture of experts that replaces the MLP or is added to it."""
-    around: tuple[Module | None, ...]
+    block_norms: tuple[Module | None, ...]
     """Norms before and after attention, and before and after the MLP."""
     head_norms: tuple[Module, ...]
     """Norms of queries and keys; empty if they aren't normed."""
@@ -100,11 +100,11 @@ class LayerParts(Generic[Matmul]):
     """Norm of the values, without a weight."""
     inputs: InputParts[Matmul] | None = None
     """Modules that add the layer's own input to hidden states."""
-    beside: MixtureParts[Matmul] | None = None
+    added_mixture: MixtureParts[Matmul] | None = None
     """Mixture of experts that is added to the MLP and has its own norms."""
     factor: torch.Tensor | None = None
     """One-element tensor that scales the layer's output."""
-    source: int | None = None
+    kv_source: int | None = None
     """Index of the earlier layer whose keys and values this layer reads; None if it has its own."""
 
     @property
@@ -118,9 +118,9 @@ class LayerParts(Generic[Matmul]):
     @property
     def norms(self) -> tuple[Module, ...]:
         """Norms with weights in the order in which a pass applies them, except that the head norms come last."""
-        beside = self.beside.norms if self.beside else ()
+        added_mixture = self.added_mixture.norms if self.added_mixture else ()
         input_norm = self.inputs.norm if self.inputs else None
-        return *filter(None, (*self.around, *beside, input_norm)), *self.head_norms
+        return *filter(None, (*self.block_norms, *added_mixture, input_norm)), *self.head_norms
 
     @property
     def hidden(self) -> int:
@@ -159,7 +159,7 @@ class ModelParts(Generic[Matmul]):
     """Computes an additional input for each layer; None if layers read only hidden states."""
 
     @property
-    def attending(self) -> LayerParts[Matmul]:
+    def first_attention(self) -> LayerParts[Matmul]:
         """First attention layer. All attention layers have its head shape unless the family varies heads."""
         return next(layer for layer in self.layers if layer.mixer is None)
 
@@ -195,13 +195,13 @@ def model_parts(model: Any, kind: Kind[Matmul]) -> ModelParts[Matmul] | None:
     rotates = any(layer.mixer is None and family.rotates(layer.attention) for layer in layers)
     inputs = layer_inputs(decoder, len(layers), max(widths), kind) if any(widths) else None
     if (
-        not kind.multiplies(head)
+        not kind.is_linear(head)
         or len(widths) > 1
         or (inputs is None and any(widths))
         or epsilon is None
-        or not all(map(kind.fits, norm.parameters()))
+        or not all(map(kind.is_readable, norm.parameters()))
         or (rotates if rotary is None else not _is_fixed(rotary))
-        or not kind.embeds(embedding)
+        or not kind.is_embedding(embedding)
         or (family is not LLAMA and not _is_described(model, decoder, family))
     ):
         return None
@@ -221,7 +221,7 @@ def _is_fixed(rotary: Any) -> bool:
 
 def _is_described(model: Module, decoder: Any, family: Family) -> bool:
     """Return True if the modules around the layers, and the model's settings, match the family's description."""
-    names = [name for name in vars(decoder) if OTHER_CODE.search(name) and name != family.embedding]
+    names = [name for name in vars(decoder) if UNSUPPORTED_ATTRIBUTES.search(name) and name != family.embedding]
     ends = (decoder, *(module for name, module in decoder._modules.items() if name not in ("layers", PROJECTION)))
     package = package_of(decoder)
     is_known = all(is_of_package(part, package) or type(part) in (Embedding, CompactEmbedding) for part in ends)
@@ -245,24 +245,24 @@ def _layers_of(modules: ModuleList, kind: Kind[Matmul]) -> list[LayerParts[Matmu
 
 
 def _with_sources(layers: list[LayerParts[Matmul]], family: Family) -> list[LayerParts[Matmul]]:
-    """Set ``source`` on layers that read another layer's keys.
+    """Set ``kv_source`` on layers that read another layer's keys.
 
     Return an empty list if no earlier layer keeps keys of the required type and shape.
     """
     sources, linked = dict[str, int](), list[LayerParts[Matmul]]()
     for index, layer in enumerate(layers):
         attention: Any = layer.attention
-        if not family.keeps:
+        if not family.shared_kv_attribute:
             linked.append(layer)
         elif len(layer.qkv) > 1:
             linked.append(layer)
-            if getattr(attention, family.keeps):
+            if getattr(attention, family.shared_kv_attribute):
                 sources[attention.layer_type] = index
         else:
             source = sources.get(attention.layer_type)
             if source is None or (layers[source].heads, layers[source].width) != (layer.heads, layer.width):
                 return []
-            linked.append(replace(layer, source=source))
+            linked.append(replace(layer, kv_source=source))
     return linked
 
 
@@ -272,9 +272,11 @@ def _layer_parts(layer: Module, index: int, kind: Kind[Matmul]) -> LayerParts[Ma
     mixer_name = next((name for name in family.mixers if children.get(name) is not None), "self_attn")
     norms = family.norms if mixer_name == "self_attn" else family.norms_of_mixers or family.norms
     inputs = input_parts(layer) if family.has_inputs else None
-    beside = mixture_parts(layer, family.beside)
-    extra_mixture = family.experts.beside if family.experts and children.get(family.experts.beside) is not None else ""
-    extra_modules = {*(LAYER_INPUT_MODULES if inputs else ()), *(MIXTURE_MODULES if beside else ())}
+    added_mixture = mixture_parts(layer, family.added_router)
+    extra_mixture = (
+        family.experts.added_block if family.experts and children.get(family.experts.added_block) is not None else ""
+    )
+    extra_modules = {*(LAYER_INPUT_MODULES if inputs else ()), *(MIXTURE_MODULES if added_mixture else ())}
     if set(children) - dropouts != {
         mixer_name,
         family.names.mlp,
@@ -288,10 +290,10 @@ def _layer_parts(layer: Module, index: int, kind: Kind[Matmul]) -> LayerParts[Ma
     )
     if feed_forward is None or not _has_known_code(layer, attention, feed_forward.mlp, family):
         return None
-    around = tuple(layer.get_submodule(name) if name else None for name in norms)
+    block_norms = tuple(layer.get_submodule(name) if name else None for name in norms)
     if mixer_name != "self_attn":
         mixer = mixer_parts(attention, index, kind, family.mixers[mixer_name])
-        return None if mixer is None else _mixing_layer(layer, mixer, feed_forward, around, kind, family)
+        return None if mixer is None else _mixing_layer(layer, mixer, feed_forward, block_norms, kind, family)
     head_norms = tuple(attention.get_submodule(name) for name in family.names.head_norms if name in attention._modules)
     projections, out_name = ("qkv_proj",) if family.joins_qkv else family.projections(attention), family.names.out
     reads_other = not family.joins_qkv and len(projections) == 1
@@ -305,15 +307,17 @@ def _layer_parts(layer: Module, index: int, kind: Kind[Matmul]) -> LayerParts[Ma
         return None
     qkv: tuple[Any, ...] = tuple(getattr(attention, name) for name in projections)
     out: Any = attention.get_submodule(out_name)
-    epsilons = {epsilon_of(norm) for norm in (*filter(None, (*around, inputs.norm if inputs else None)), *head_norms)}
+    epsilons = {
+        epsilon_of(norm) for norm in (*filter(None, (*block_norms, inputs.norm if inputs else None)), *head_norms)
+    }
     epsilons |= {epsilon_of(value_norm, has_weight=False)} if value_norm else set()
     width, scale = getattr(attention, "head_dim", 0), getattr(attention, "scaling", None)
     input_matmuls = (inputs.gate, inputs.out) if inputs else ()
-    if not all(map(kind.multiplies, (*qkv, out, *input_matmuls))) or len(epsilons) > 1:
+    if not all(map(kind.is_linear, (*qkv, out, *input_matmuls))) or len(epsilons) > 1:
         return None
     if inputs and _activation_of(inputs.activation_module) != feed_forward.activation:
         return None
-    epsilons |= {epsilon_of(norm) for norm in beside.norms} if beside else set()
+    epsilons |= {epsilon_of(norm) for norm in added_mixture.norms} if added_mixture else set()
     if (
         getattr(attention, "layer_idx", None) != index
         or not isinstance(scale, float)
@@ -333,10 +337,11 @@ def _layer_parts(layer: Module, index: int, kind: Kind[Matmul]) -> LayerParts[Ma
         return None
     groups = out.in_features // (int(heads) * width)
     parts: LayerParts[Matmul] = LayerParts(
-        layer, attention, qkv, out, feed_forward.gate_up, feed_forward.down, feed_forward.experts, around, head_norms,
+        layer, attention, qkv, out, feed_forward.gate_up, feed_forward.down, feed_forward.experts, block_norms,
+        head_norms,
         int(heads), groups, width, epsilon, scale, feed_forward.activation, feed_forward.activation_module,
         feed_forward.shared_gate,
-        value_norm=value_norm, inputs=inputs, beside=beside, factor=layer._buffers.get(family.factor),
+        value_norm=value_norm, inputs=inputs, added_mixture=added_mixture, factor=layer._buffers.get(family.factor),
     )  # fmt: skip
     return parts if _is_complete(parts, kind, family) else None
 
@@ -345,18 +350,18 @@ def _mixing_layer(
     layer: Module,
     mixer: MixerParts[Matmul],
     feed_forward: FeedForwardParts,
-    around: tuple[Module | None, ...],
+    block_norms: tuple[Module | None, ...],
     kind: Kind[Matmul],
     family: Family,
 ) -> LayerParts[Matmul] | None:
     """Return the parts of a layer with a mixer in place of attention; None if the engine can't compute it."""
-    epsilons = {epsilon_of(norm) for norm in filter(None, around)}
+    epsilons = {epsilon_of(norm) for norm in filter(None, block_norms)}
     epsilon = epsilons.pop() if len(epsilons) == 1 else None
     if epsilon is None:
         return None
     parts: LayerParts[Matmul] = LayerParts(
         layer, mixer.module, mixer.inputs, mixer.out, feed_forward.gate_up, feed_forward.down, feed_forward.experts,
-        around, (),
+        block_norms, (),
         0, 0, 0, epsilon, 0.0, feed_forward.activation, feed_forward.activation_module, feed_forward.shared_gate, mixer,
     )  # fmt: skip
     return parts if _is_complete(parts, kind, family) else None
@@ -389,7 +394,7 @@ def _feed_forward_parts(module: Any, mlp: Module | None, kind: Kind[Any], family
     elif mlp is not None:
         return None
     dense = _mlp_parts(mlp or module, family)
-    if dense is None or not all(map(kind.multiplies, (*dense[0], *dense[1], *filter(None, [gate])))):
+    if dense is None or not all(map(kind.is_linear, (*dense[0], *dense[1], *filter(None, [gate])))):
         return None
     if gate is not None and gate.out_features != 1:
         return None
@@ -432,7 +437,7 @@ def _has_known_code(layer: Module, attention: Module, mlp: Module | None, family
     is_mixer = any(layer._modules.get(name) is attention for name in family.mixers)
     holders = [module for module in (layer, None if is_mixer else attention, mlp) if module is not None]
     if family is LLAMA:
-        return not any(OTHER_CODE.search(name) for module in holders for name in vars(module))
+        return not any(UNSUPPORTED_ATTRIBUTES.search(name) for module in holders for name in vars(module))
     norms = [module for name, module in (*layer._modules.items(), *attention._modules.items()) if "norm" in name]
     package = package_of(layer)
     return (
@@ -459,32 +464,27 @@ def _is_complete(parts: LayerParts[Matmul], kind: Kind[Matmul], family: Family) 
     weights: list[Any] = [norm._parameters["weight"] for norm in parts.norms]
     sinks: Any = parts.attention._parameters.get("sinks") if family.has_sinks else None
     mixer = parts.mixer.module if parts.mixer else None
-    beside = parts.beside
-    others = parts.experts, mixer, beside.experts if beside else None
+    added_mixture = parts.added_mixture
+    others = parts.experts, mixer, added_mixture.experts if added_mixture else None
     modules: tuple[Module, ...] = (*parts.matmuls, *filter(None, others))
-    known_ids = {id(tensor) for module in (*modules, *parts.norms) for tensor in _tensors_of(module)}
-    known_ids |= {id(tensor) for tensor in beside.tensors} if beside else set()
+    known_ids = {id(tensor) for module in (*modules, *parts.norms) for tensor in tensors_of(module)}
+    known_ids |= {id(tensor) for tensor in added_mixture.tensors} if added_mixture else set()
     known_ids |= {id(tensor) for tensor in (sinks, parts.factor) if tensor is not None}
     inside = {id(module) for parent in modules for module in parent.modules()}
     return (
         all(_shape_of(matmul) == shape for matmul, shape in zip(parts.matmuls, shapes, strict=True))
         and all(weight.shape == (width,) for weight, width in zip(weights, widths, strict=True))
-        and all(map(kind.fits, weights))
-        and (not family.has_sinks or (sinks is not None and kind.fits(sinks)))
-        and (beside is None or is_known_mixture(beside, parts.layer, hidden, parts.epsilon, kind))
+        and all(map(kind.is_readable, weights))
+        and (not family.has_sinks or (sinks is not None and kind.is_readable(sinks)))
+        and (added_mixture is None or is_known_mixture(added_mixture, parts.layer, hidden, parts.epsilon, kind))
         and (not family.factor or (parts.factor is not None and parts.factor.numel() == 1))
-        and {id(tensor) for tensor in _tensors_of(parts.layer)} == known_ids
+        and {id(tensor) for tensor in tensors_of(parts.layer)} == known_ids
         and not any("forward" in vars(module) for module in parts.layer.modules() if id(module) not in inside)
     )
 
 
 def _shape_of(matmul: Any) -> tuple[int, int]:
     return matmul.out_features, matmul.in_features
-
-
-def _tensors_of(module: Module) -> Iterator[torch.Tensor]:
-    yield from module.parameters()
-    yield from module.buffers()
 
 
 def epsilon_of(norm: Module, *, has_weight: bool = True) -> float | None:

@@ -122,8 +122,8 @@ def stored_of(weight: torch.Tensor) -> Stored:
     return weight.stored if is_compact(weight) else weight
 
 
-def in_float32(weight: torch.Tensor) -> torch.Tensor:
-    """Return the weight expanded to a plain float32 tensor; other weights are returned unchanged."""
+def expand_compact(weight: torch.Tensor) -> torch.Tensor:
+    """Return a compact weight expanded to a plain float32 tensor; return any other weight as it is, in its dtype."""
     return weight.stored.float() if is_compact(weight) else weight
 
 

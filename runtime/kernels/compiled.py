@@ -241,7 +241,7 @@ def float_of(record: npt.NDArray[Any], field: int) -> Any:
 
 
 @compiled
-def copy_numbers(source_at: int, count: int, target_at: int) -> None:
+def copy_floats(source_at: int, count: int, target_at: int) -> None:
     """Copy ``count`` float32 numbers between addresses."""
     source, target = array_at(source_at, (count,), types.float32), array_at(target_at, (count,), types.float32)
     for index in range(count):  # slice assignment takes four seconds longer to compile
@@ -249,7 +249,7 @@ def copy_numbers(source_at: int, count: int, target_at: int) -> None:
 
 
 @compiled
-def clear_numbers(address: int, count: int) -> None:
+def clear_floats(address: int, count: int) -> None:
     """Set ``count`` float32 numbers at an address to 0."""
     target = array_at(address, (count,), types.float32)
     for index in range(count):

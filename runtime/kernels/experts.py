@@ -16,7 +16,7 @@ from torch.nn import Module
 from torch.nn.functional import silu
 
 from hdtool.runtime.kernels.compact_weight import is_compact, stored_of
-from hdtool.runtime.kernels.compiled import Array, array_at, bits, compiled, copy_numbers, float_of
+from hdtool.runtime.kernels.compiled import Array, array_at, bits, compiled, copy_floats, float_of
 from hdtool.runtime.kernels.gemm import COLUMN_MULTIPLE, matmul_of
 from hdtool.runtime.kernels.linear import ORDINARY_TENSORS, format_of
 from hdtool.runtime.kernels.packed_matrix import PackedExperts
@@ -27,26 +27,32 @@ if TYPE_CHECKING:
     from collections.abc import Container, Mapping
 
 ROUTE, SCORES, OUTPUTS, INPUTS, BIAS, TOP_K, SIGMOID, RENORMALIZES, CORRECTION, GROUPS, USED_GROUPS = range(11)
-"""Fields of a router record. ROUTE, SCORES: addresses of the matmul that computes the scores and of its matrix, with
-OUTPUTS rows and INPUTS columns; BIAS: address of its bias, or 0. TOP_K: experts per token. SIGMOID: shares are sigmoids
-of the scores instead of a softmax. RENORMALIZES: a token's shares are scaled to sum to 1. CORRECTION: address of a term
-added to shares only to choose experts, or 0. GROUPS, USED_GROUPS: number of expert groups, and of groups per token."""
+"""Fields of a router record.
+
+ROUTE, SCORES: addresses of the matmul that computes the scores and of its matrix, with OUTPUTS rows and INPUTS columns.
+BIAS: address of its bias, or 0. TOP_K: experts per token. SIGMOID: routing weights are sigmoids of the scores instead
+of a softmax. RENORMALIZES: a token's routing weights are scaled to sum to 1. CORRECTION: address of a term added to
+routing weights only to choose experts, or 0. GROUPS, USED_GROUPS: number of expert groups, and of groups per token.
+"""
 FACTOR, SUM_OFFSET, MIN_SUM, SHARED_GATE = range(USED_GROUPS + 1, USED_GROUPS + 5)
-"""FACTOR, SUM_OFFSET, MIN_SUM: float32 bits of the factor applied to the final shares, of an offset added to the sum
-they are divided by, and of that sum's minimum. SHARED_GATE: fields of a one-row matmul whose sigmoid weights the shared
-expert; without it, the weight is 1."""
+"""FACTOR, SUM_OFFSET, MIN_SUM: float32 bits of the factor applied to the final routing weights, of an offset added to
+the sum they are divided by, and of that sum's minimum. SHARED_GATE: fields of a one-row matmul whose sigmoid weights
+the shared expert; without it, the weight is 1."""
 ROUTER_FIELDS = SHARED_GATE + BIAS + 1
 
 
 @compiled
-def route(router: Array, scores: Array, chosen: Array, shares: Array) -> None:
-    """Write the top experts of each row and their shares, best first; overwrites ``scores`` ``[rows, experts]``."""
+def route(router: Array, scores: Array, chosen: Array, routing_weights: Array) -> None:
+    """Write the top experts of each row and their routing weights, best first.
+
+    ``scores`` ``[rows, experts]`` are overwritten.
+    """
     rows, top_k = chosen.shape
     factor = float_of(router, FACTOR)
     for row in range(rows):
         row_scores = scores[row]
         choices = row_scores.copy()
-        _to_shares(row_scores, router[SIGMOID] != 0)
+        _to_routing_weights(row_scores, router[SIGMOID] != 0)
         if router[CORRECTION]:
             correction = array_at(router[CORRECTION], (len(row_scores),), types.float32)
             for expert in range(len(row_scores)):
@@ -56,7 +62,7 @@ def route(router: Array, scores: Array, chosen: Array, shares: Array) -> None:
         total = np.float32(0)
         for rank in range(top_k):
             best = np.argmax(choices)
-            chosen[row, rank], shares[row, rank] = best, row_scores[best]
+            chosen[row, rank], routing_weights[row, rank] = best, row_scores[best]
             total += row_scores[best]
             choices[best] = -np.inf
         divisor = (
@@ -65,11 +71,11 @@ def route(router: Array, scores: Array, chosen: Array, shares: Array) -> None:
             else np.float32(1)
         )
         for rank in range(top_k):
-            shares[row, rank] = shares[row, rank] / divisor * factor
+            routing_weights[row, rank] = routing_weights[row, rank] / divisor * factor
 
 
 @compiled
-def _to_shares(scores: Array, is_sigmoid: bool) -> None:
+def _to_routing_weights(scores: Array, is_sigmoid: bool) -> None:
     if is_sigmoid:
         for expert in range(len(scores)):
             scores[expert] = np.float32(1) / (np.float32(1) + np.exp(-scores[expert]))
@@ -136,7 +142,7 @@ CHECKED_MAGNITUDES = (1.0, 100.0)
 
 
 @compiled
-def experts_numbers(experts: Array, rows: int) -> int:
+def experts_scratch_size(experts: Array, rows: int) -> int:
     """Return the size of the scratch memory that ``mix_experts`` needs, in float32 numbers."""
     return 2 * rows * (experts[WIDTH] + experts[INNER])  # type: ignore[no-any-return]
 
@@ -147,12 +153,12 @@ def mix_experts(
     threads: int,
     experts: Array,
     chosen: Array,
-    shares: Array,
+    routing_weights: Array,
     inputs: int,
     outputs: int,
     scratch: int,
 ) -> int:
-    """Write each row's sum of the outputs of its ``chosen`` experts ``[rows, top_k]``, weighted by ``shares``.
+    """Write each row's sum of the outputs of its ``chosen`` experts ``[rows, top_k]``, weighted by ``routing_weights``.
 
     ``inputs`` and ``outputs`` are addresses of float32 rows. Returns the number of distinct experts used.
     """
@@ -162,13 +168,13 @@ def mix_experts(
     gathered, gate = scratch, scratch + rows * width * ITEM_SIZE
     products = gate + 2 * rows * inner * ITEM_SIZE
     order = np.argsort(chosen.ravel(), kind="mergesort")
-    first = woken = 0
+    first = active_experts = 0
     while first < rows * top_k:
         expert = chosen[order[first] // top_k, order[first] % top_k]
         end = first
         while end < rows * top_k and chosen[order[end] // top_k, order[end] % top_k] == expert:
             row = order[end] // top_k
-            copy_numbers(inputs + row * width * ITEM_SIZE, width, gathered + (end - first) * width * ITEM_SIZE)
+            copy_floats(inputs + row * width * ITEM_SIZE, width, gathered + (end - first) * width * ITEM_SIZE)
             end += 1
         count = end - first
         _expand(thread_pool, threads, experts, expert, gathered, count, gate)
@@ -177,9 +183,9 @@ def mix_experts(
         parallel_matmul(thread_pool, threads, experts[REDUCE], matrix, width, inner, gate, count, products, bias)
         for pair in range(first, end):
             row, product = order[pair] // top_k, products + (pair - first) * width * ITEM_SIZE
-            add_in_place(outputs + row * width * ITEM_SIZE, product, width, shares[row, order[pair] % top_k])
-        first, woken = end, woken + 1
-    return woken
+            add_in_place(outputs + row * width * ITEM_SIZE, product, width, routing_weights[row, order[pair] % top_k])
+        first, active_experts = end, active_experts + 1
+    return active_experts
 
 
 @compiled
@@ -263,17 +269,18 @@ class CompiledExperts(Module):
         compiled.__dict__ = {**experts.__dict__, "_usual": type(experts)}
         return compiled
 
-    def forward(self, hidden: torch.Tensor, chosen: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
+    def forward(self, hidden: torch.Tensor, chosen: torch.Tensor, routing_weights: torch.Tensor) -> torch.Tensor:
         if not self.takes(hidden):
-            fallback: torch.Tensor = self.__dict__["_usual"].forward(self, hidden, chosen, shares)
+            fallback: torch.Tensor = self.__dict__["_usual"].forward(self, hidden, chosen, routing_weights)
             return fallback
         inputs, rows = hidden.contiguous(), len(hidden)
         record, outputs = experts_record(self), torch.empty_like(inputs)
-        scratch = inputs.new_empty(experts_numbers(record, rows))
+        scratch = inputs.new_empty(experts_scratch_size(record, rows))
         threads = torch.get_num_threads()
-        arguments = chosen.numpy(), shares.float().numpy(), inputs.data_ptr(), outputs.data_ptr(), scratch.data_ptr()
+        routing = chosen.numpy(), routing_weights.float().numpy()
+        addresses = inputs.data_ptr(), outputs.data_ptr(), scratch.data_ptr()
         with shared_thread_pool(threads).open() as thread_pool:
-            mix_experts(thread_pool, threads, record, *arguments)
+            mix_experts(thread_pool, threads, record, *routing, *addresses)
         return outputs
 
     def _apply_gate(self, gate_up: torch.Tensor) -> torch.Tensor:
@@ -369,13 +376,13 @@ def compile_experts(model: Module) -> None:
             continue
         kind = type(experts)
         if kind not in same:
-            same[kind] = _has_same_numbers(experts)
+            same[kind] = _has_same_outputs(experts)
         if same[kind]:
             module._modules["experts"] = CompiledExperts.of(experts)
 
 
 @torch.inference_mode()
-def _has_same_numbers(experts: Any) -> bool:
+def _has_same_outputs(experts: Any) -> bool:
     """Return True if the compiled code gives the same outputs as transformers' module for the first experts."""
     counters = [weight.expansions for weight in experts.parameters() if is_compact(weight)]
     counts_before = [counter.count for counter in counters]
@@ -399,14 +406,14 @@ def _first_experts(experts: Any) -> Any:
 def _is_same(experts: Any, size: float) -> bool:
     random = torch.Generator().manual_seed(0)
     hidden = torch.randn(3, matrices_of(experts.down_proj).shape[1], generator=random) * size
-    chosen, shares = torch.tensor([[0], [experts.num_experts - 1], [0]]), torch.tensor([[1.0], [0.5], [2.0]])
-    expected = experts(hidden, chosen, shares)
-    actual = CompiledExperts.of(experts)(hidden, chosen, shares)
+    chosen, routing_weights = torch.tensor([[0], [experts.num_experts - 1], [0]]), torch.tensor([[1.0], [0.5], [2.0]])
+    expected = experts(hidden, chosen, routing_weights)
+    actual = CompiledExperts.of(experts)(hidden, chosen, routing_weights)
     return actual.shape == expected.shape and torch.allclose(actual, expected, TOLERANCE, TOLERANCE * expected.std())
 
 
 def compile_mixing() -> None:
     """Warm up ``mix_experts`` with zero rows, so that the first pass doesn't wait for compilation."""
     record, none = np.zeros(EXPERT_FIELDS, np.int64), np.zeros((0, 1), np.int64)
-    experts_numbers(record, 0)
+    experts_scratch_size(record, 0)
     mix_experts(0, 1, record, none, np.zeros((0, 1), np.float32), 0, 0, 0)

@@ -17,13 +17,13 @@ import numpy.typing as npt
 from llvmlite import ir  # type: ignore[import-untyped]
 from numba import cfunc, njit, types
 
-from hdtool.runtime.kernels.compiled import array_at, clear_numbers, compiled, copy_numbers, generated
+from hdtool.runtime.kernels.compiled import array_at, clear_floats, compiled, copy_floats, generated
 from hdtool.runtime.kernels.gemm_tiles import (
     ACCUMULATORS,
     MAX_DIRECT_ROWS,
     MAX_TILE_ROWS,
     TILE_OUT_FEATURES,
-    block_numbers,
+    block_size_of,
     copy_vectors,
     partial_tile,
     tile,
@@ -106,24 +106,24 @@ def _multiply_together(
         interleave(inputs + row * width, GROUP, columns, interleaved + row * width, GROUP)
     if whole < rows:
         rest = interleaved + whole * width
-        clear_numbers(rest, group * columns)
+        clear_floats(rest, group * columns)
         interleave(inputs + whole * width, rows - whole, columns, rest, group)
     for out in range(0, out_features, BLOCK_OUT_FEATURES):
         block_rows, to = min(BLOCK_OUT_FEATURES, out_features - out), outputs + out * ITEM_SIZE
         for column in range(0, columns, MAX_TILE_COLUMNS):
             block_columns = min(MAX_TILE_COLUMNS, columns - column)
             final = column + block_columns == columns
-            place = matrix + out * stride + bytes_before(column, kind, columns, stride)
+            block_at = matrix + out * stride + bytes_before(column, kind, columns, stride)
             later = (
                 matrix + (out + block_rows) * stride
                 if final
-                else place + bytes_before(block_columns, kind, columns, stride)
+                else block_at + bytes_before(block_columns, kind, columns, stride)
             )
-            block, between = place, stride
+            block, between = block_at, stride
             if stride != width:  # float32 is read in-place
                 block, between = unpacked, block_columns * ITEM_SIZE
                 for row in range(block_rows):
-                    unpack_row(place + row * stride, kind, block_columns, unpacked + row * between)
+                    unpack_row(block_at + row * stride, kind, block_columns, unpacked + row * between)
             for row in range(0, rows, GROUP):
                 group_rows = GROUP if row < whole else group
                 read, kept = interleaved + row * width, sums + row * BLOCK_OUT_FEATURES * LANES * ITEM_SIZE
@@ -151,9 +151,7 @@ def _multiply_together(
                     stride,
                 )
         for row in range(whole, rows):
-            copy_numbers(
-                last + (row - whole) * block_rows * ITEM_SIZE, block_rows, to + row * output_stride * ITEM_SIZE
-            )
+            copy_floats(last + (row - whole) * block_rows * ITEM_SIZE, block_rows, to + row * output_stride * ITEM_SIZE)
 
 
 @njit(cache=True, nogil=True)
@@ -195,7 +193,7 @@ def _multiply_group(
 @njit(cache=True, nogil=True)
 def bytes_before(column: int, kind: Any, columns: int, stride: int) -> int:
     """Return the byte offset of a column in a matrix row."""
-    return column // block_numbers(kind) * (stride // (columns // block_numbers(kind)))  # type: ignore[no-any-return]
+    return column // block_size_of(kind) * (stride // (columns // block_size_of(kind)))  # type: ignore[no-any-return]
 
 
 @njit(cache=True, nogil=True)
@@ -226,7 +224,7 @@ MAX_LONG_REGISTER_ROWS = 8 if LANES == 8 else MAX_REGISTER_ROWS
 """The limit if the input rows together exceed L1. On Zen 4 without AVX-512, eleven rows by a 576 x 1,536 matrix in Q4_1
 took 1.3 times as long in registers as in ``multiply_many``."""
 L1_NUMBERS = 8192
-CACHED_NUMBERS = 1 << 17 if LANES == 16 else 10240
+MAX_CACHED_VALUES = 1 << 17 if LANES == 16 else 10240
 """Maximum size of an input group in numbers, so that it stays cached between tiles: in L2 with AVX-512, where rereading
 inputs is faster than unpacking the matrix again."""
 
@@ -258,7 +256,7 @@ def multiply(
     ``kind`` is the matrix format and ``size`` the size of its numbers or blocks in bytes. ``output_stride`` is the
     distance between output rows in numbers. ``columns`` must be a multiple of ``COLUMN_MULTIPLE`` and of the block.
     """
-    stride = columns // block_numbers(kind) * size
+    stride = columns // block_size_of(kind) * size
     whole = out_features - out_features % TILE_OUT_FEATURES
     long = size != ITEM_SIZE and rows * columns > L1_NUMBERS
     if rows > (MAX_LONG_REGISTER_ROWS if long else MAX_REGISTER_ROWS):
@@ -308,7 +306,7 @@ def _multiply_interleaved(
     ``interleaved`` is scratch memory for all input rows.
     """
     aligned = line_after(interleaved.ctypes.data)
-    max_rows = min(MAX_TILE_ROWS, max(MAX_DIRECT_ROWS, CACHED_NUMBERS // columns))
+    max_rows = min(MAX_TILE_ROWS, max(MAX_DIRECT_ROWS, MAX_CACHED_VALUES // columns))
     groups = (rows + max_rows - 1) // max_rows
     row = 0
     for group in range(groups):
@@ -323,9 +321,9 @@ def _multiply_interleaved(
             matrix_rows, written = matrix + out * stride, outputs + (row * output_stride + out) * ITEM_SIZE
             if group_rows > MAX_DIRECT_ROWS:
                 read = aligned + first
-                for place in range(0, TILE_OUT_FEATURES, _ROW_OUT_FEATURES[group_rows]):
-                    to = written + place * ITEM_SIZE
-                    _many(matrix_rows + place * stride, kind, columns, read, to, output_stride, group_rows)
+                for first_out in range(0, TILE_OUT_FEATURES, _ROW_OUT_FEATURES[group_rows]):
+                    to = written + first_out * ITEM_SIZE
+                    _many(matrix_rows + first_out * stride, kind, columns, read, to, output_stride, group_rows)
             else:  # e.g. nine rows are split into five and four
                 _multiply_few(matrix_rows, kind, stride, columns, inputs + first, group_rows, written, output_stride)
             row += group_rows
@@ -334,7 +332,7 @@ def _multiply_interleaved(
 @njit(cache=True, nogil=True)
 def unpack(matrix: int, kind: Any, size: int, out_features: int, columns: int, written: int) -> None:
     """Expand a matrix to float32 at address ``written``; ``size`` is that of its numbers or blocks in bytes."""
-    stride = columns // block_numbers(kind) * size
+    stride = columns // block_size_of(kind) * size
     for out in range(out_features):
         unpack_row(matrix + out * stride, kind, columns, written + out * columns * ITEM_SIZE)
 
@@ -363,7 +361,7 @@ def matmul_of(kind: MatrixKind, size: int) -> Any:
         first: int,
         end: int,
     ) -> None:
-        part = matrix + first * (columns // block_numbers(kind) * size)
+        part = matrix + first * (columns // block_size_of(kind) * size)
         multiply(part, kind, size, end - first, columns, inputs, rows, outputs + first * ITEM_SIZE, out_features)
         add_bias(bias, out_features, rows, outputs, first, end)
 

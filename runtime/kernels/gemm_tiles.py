@@ -18,7 +18,7 @@ from hdtool.runtime.kernels.matrix_formats import FORMAT_OF_TYPE, Blocks, Expand
 from hdtool.runtime.kernels.vector_code import CACHE_LINE, CPU, FLOAT, HALF, INDEX, ITEM_SIZE, LANES, SHORT, VectorCode
 
 FLOAT32, BFLOAT16, FLOAT16 = MatrixKind("float32"), MatrixKind("bfloat16"), MatrixKind("float16")
-NUMBER_TYPES = {type_of(FLOAT32): (FLOAT, 4), type_of(BFLOAT16): (SHORT, 2), type_of(FLOAT16): (HALF, 2)}
+ELEMENT_TYPES = {type_of(FLOAT32): (FLOAT, 4), type_of(BFLOAT16): (SHORT, 2), type_of(FLOAT16): (HALF, 2)}
 PREFETCH_DISTANCE = 8192
 """Minimum prefetch distance in bytes; larger tiles prefetch one tile ahead. A pass of four rows through SmolLM2 on Zen
 5 took 8.5 ms with one tile (1,440 bytes), 8.3 with 2,048, 7.1 with 4,096, 7.0 with 8,192 and 7.3 with 16,384."""
@@ -51,7 +51,7 @@ class _Numbers:
 
     def __init__(self, code: VectorCode, kind: Any, vectors: int = 1) -> None:
         self.code = code
-        self.number, self.size = NUMBER_TYPES[kind]
+        self.number, self.size = ELEMENT_TYPES[kind]
         self.step, self.vectors = LANES * vectors, vectors
 
     def stride(self, columns: Any) -> Any:
@@ -66,12 +66,12 @@ class _Numbers:
         """Generate a loop over the columns of several matrix rows; return the final values."""
 
         def step(column: Any, values: list[Any]) -> Sequence[Any]:
-            return body(column, [self._expander(self.code.after(row, self.offset(column))) for row in rows], values)
+            return body(column, [self._expander(self.code.gep(row, self.offset(column))) for row in rows], values)
 
         return self.code.loop(columns, carried, step, self.step)
 
     def _expander(self, address: Any) -> Expand:
-        return lambda place: self._expanded(self.code.after(address, place * LANES * self.size))
+        return lambda vector: self._expanded(self.code.gep(address, vector * LANES * self.size))
 
     def _expanded(self, address: Any) -> Any:
         builder, code = self.code.builder, self.code
@@ -91,13 +91,13 @@ class _Packed:
         self.code = code
         self.format = FORMAT_OF_TYPE[kind]
         self.blocks = Blocks(code, self.format)
-        self.step, self.vectors = self.format.numbers, self.blocks.vectors
+        self.step, self.vectors = self.format.block_size, self.blocks.vectors
 
     def stride(self, columns: Any) -> Any:
         return self.offset(columns)
 
     def offset(self, column: Any) -> Any:
-        block = self.code.builder.udiv(column, INDEX(self.format.numbers))
+        block = self.code.builder.udiv(column, INDEX(self.format.block_size))
         return self.code.builder.mul(block, INDEX(self.format.bytes))
 
     def loop(self, rows: Sequence[Any], columns: Any, carried: Sequence[Any], body: Body) -> list[Any]:
@@ -118,9 +118,9 @@ class _Packed:
             def blocks(column: Any) -> list[tuple[Any, Any]]:
                 """Return the addresses of each row's block and of its scales."""
                 offset = self.offset(builder.add(first, column))
-                scales = code.after(memory, builder.mul(builder.udiv(column, INDEX(self.step)), INDEX(count)))
+                scales = code.gep(memory, builder.mul(builder.udiv(column, INDEX(self.step)), INDEX(count)))
                 return [
-                    (code.after(row, offset), code.after(scales, position * self.blocks.scales))
+                    (code.gep(row, offset), code.gep(scales, position * self.blocks.scales))
                     for position, row in enumerate(rows)
                 ]
 
@@ -141,7 +141,7 @@ class _Packed:
 
 
 def _read(code: VectorCode, kind: Any) -> Any:
-    return (_Numbers if kind in NUMBER_TYPES else _Packed)(code, kind)
+    return (_Numbers if kind in ELEMENT_TYPES else _Packed)(code, kind)
 
 
 def tile_out_features(rows: int) -> int:
@@ -194,8 +194,8 @@ def partial_tile(out_features: Mapping[int, int], *, last: bool) -> Any:
         code = VectorCode(builder)
         for number, features in cases(builder, rows, out_features):
             start = builder.inttoptr(sums, FLOAT.as_pointer())
-            places = [code.after(start, LANES * place) for place in range(features * number)]
-            kept = [code.load(place, code.vector, ITEM_SIZE) for place in places]
+            addresses = [code.gep(start, LANES * vector) for vector in range(features * number)]
+            kept = [code.load(address, code.vector, ITEM_SIZE) for address in addresses]
             before = [builder.select(first, _zero(code), sum_) for sum_ in kept]
             read = _Numbers(code, type_of(FLOAT32), CACHE_LINE // LANES)
             totals = _sums(
@@ -204,8 +204,8 @@ def partial_tile(out_features: Mapping[int, int], *, last: bool) -> Any:
             if last:
                 _write_totals(code, totals, number, outputs, output_stride)
             else:
-                for total, place in zip(totals, places, strict=True):
-                    builder.store(total, builder.bitcast(place, code.vector.as_pointer())).align = ITEM_SIZE
+                for total, address in zip(totals, addresses, strict=True):
+                    builder.store(total, builder.bitcast(address, code.vector.as_pointer())).align = ITEM_SIZE
 
     return run
 
@@ -234,7 +234,7 @@ def _sums(
     """
     builder, out_features = code.builder, len(first) // rows
     start = builder.inttoptr(matrix, BYTES)
-    places = [code.after(start, builder.mul(stride, INDEX(out))) for out in range(out_features)]
+    addresses = [code.gep(start, builder.mul(stride, INDEX(out))) for out in range(out_features)]
     numbers = builder.inttoptr(inputs, FLOAT.as_pointer())
     size = builder.mul(stride, INDEX(out_features))
     distance = builder.select(builder.icmp_signed(">", size, INDEX(PREFETCH_DISTANCE)), size, INDEX(PREFETCH_DISTANCE))
@@ -242,20 +242,20 @@ def _sums(
     def multiply(column: Any, expanders: list[Expand], sums: list[Any]) -> list[Any]:
         if prefetches:
             ahead = builder.add(distance, builder.mul(read.offset(column), INDEX(out_features)))
-            _prefetch(code, code.after(start, ahead), read, out_features)
+            _prefetch(code, code.gep(start, ahead), read, out_features)
         for address in prefetched:
             code.prefetch(builder.inttoptr(builder.add(address, column), BYTES))
         for vector in range(read.vectors):
             at = builder.add(column, INDEX(vector * LANES))
             weights = [expand(vector) for expand in expanders]
-            for row, address in enumerate(_input_places(code, numbers, at, columns, rows, interleaved)):
+            for row, address in enumerate(_input_addresses(code, numbers, at, columns, rows, interleaved)):
                 factor = code.load(address, code.vector, ITEM_SIZE)
                 for out, weight in enumerate(weights):
                     sum_ = out * rows + row
                     sums[sum_] = code.multiply_add(weight, factor, sums[sum_])
         return sums
 
-    sums_after: list[Any] = read.loop(places, columns, first, multiply)
+    sums_after: list[Any] = read.loop(addresses, columns, first, multiply)
     return sums_after
 
 
@@ -270,24 +270,26 @@ def _write_totals(code: VectorCode, sums: Sequence[Any], rows: int, outputs: Any
         totals = code.sums_of([*row_sums, *[_zero(code)] * (LANES - len(row_sums))])
         for row in chunk:
             outputs_of_row = code.part(totals, (row - first) * out_features, out_features)
-            target = code.after(written, builder.mul(output_stride, INDEX(row)))
+            target = code.gep(written, builder.mul(output_stride, INDEX(row)))
             builder.store(outputs_of_row, builder.bitcast(target, outputs_of_row.type.as_pointer())).align = ITEM_SIZE
 
 
-def _input_places(code: VectorCode, inputs: Any, column: Any, columns: Any, rows: int, interleaved: bool) -> list[Any]:
+def _input_addresses(
+    code: VectorCode, inputs: Any, column: Any, columns: Any, rows: int, interleaved: bool
+) -> list[Any]:
     """Return the address of each input row's vector at a column."""
     builder = code.builder
     if interleaved:
-        first = code.after(inputs, builder.mul(column, INDEX(rows)))
-        return [code.after(first, row * LANES) for row in range(rows)]
-    return [code.after(inputs, builder.add(builder.mul(columns, INDEX(row)), column)) for row in range(rows)]
+        first = code.gep(inputs, builder.mul(column, INDEX(rows)))
+        return [code.gep(first, row * LANES) for row in range(rows)]
+    return [code.gep(inputs, builder.add(builder.mul(columns, INDEX(row)), column)) for row in range(rows)]
 
 
 def _prefetch(code: VectorCode, ahead: Any, read: Any, out_features: int) -> None:
     """Prefetch as many bytes as a step reads from all matrix rows, starting at ``ahead``."""
     size = read.format.bytes if isinstance(read, _Packed) else read.size * read.step
     for byte in range(0, max(out_features * size, CACHE_LINE), CACHE_LINE):
-        code.prefetch(code.after(ahead, byte), nearest=INTO_L1)
+        code.prefetch(code.gep(ahead, byte), nearest=INTO_L1)
 
 
 @generated(types.int64, None, types.int64, types.int64)
@@ -298,11 +300,11 @@ def unpack_row(builder: Any, matrix: Any, kind: Any, columns: Any, written: Any)
     first, numbers = builder.inttoptr(matrix, BYTES), builder.inttoptr(written, FLOAT.as_pointer())
 
     def write(column: Any, expanders: list[Expand], _: list[Any]) -> list[Any]:
-        code.prefetch(code.after(first, builder.add(read.offset(column), INDEX(PREFETCH_DISTANCE))), nearest=INTO_L1)
+        code.prefetch(code.gep(first, builder.add(read.offset(column), INDEX(PREFETCH_DISTANCE))), nearest=INTO_L1)
         (expand,) = expanders
-        for place in range(read.vectors):
-            at = code.after(numbers, builder.add(column, INDEX(place * LANES)))
-            builder.store(expand(place), builder.bitcast(at, code.vector.as_pointer())).align = ITEM_SIZE
+        for vector in range(read.vectors):
+            at = code.gep(numbers, builder.add(column, INDEX(vector * LANES)))
+            builder.store(expand(vector), builder.bitcast(at, code.vector.as_pointer())).align = ITEM_SIZE
         return []
 
     read.loop([first], columns, [], write)
@@ -315,8 +317,8 @@ def copy_vectors(builder: Any, read: Any, count: Any, written: Any, stride: Any)
     first, numbers = builder.inttoptr(read, FLOAT.as_pointer()), builder.inttoptr(written, FLOAT.as_pointer())
 
     def write(column: Any, _: list[Any]) -> list[Any]:
-        target = code.after(numbers, builder.mul(column, stride))
-        vector = code.load(code.after(first, column), code.vector, ITEM_SIZE)
+        target = code.gep(numbers, builder.mul(column, stride))
+        vector = code.load(code.gep(first, column), code.vector, ITEM_SIZE)
         builder.store(vector, builder.bitcast(target, code.vector.as_pointer())).align = ITEM_SIZE
         return []
 
@@ -324,6 +326,6 @@ def copy_vectors(builder: Any, read: Any, count: Any, written: Any, stride: Any)
 
 
 @generated(None, returns=types.int64)
-def block_numbers(builder: Any, kind: Any) -> Any:
+def block_size_of(builder: Any, kind: Any) -> Any:
     """Return how many numbers a block of a format has; 1 for formats without blocks."""
-    return INDEX(FORMAT_OF_TYPE[kind].numbers if kind in FORMAT_OF_TYPE else 1)
+    return INDEX(FORMAT_OF_TYPE[kind].block_size if kind in FORMAT_OF_TYPE else 1)

@@ -97,7 +97,7 @@ class BlockFormat:
     name: str
     gguf_type: int | None
     """Type number in GGUF files; None if they don't have the format."""
-    numbers: int
+    block_size: int
     """Weights per block."""
     bytes: int
 
@@ -107,7 +107,7 @@ class BlockFormat:
         return MatrixKind(self.name)
 
     def row_bytes(self, columns: int) -> int:
-        return columns // self.numbers * self.bytes
+        return columns // self.block_size * self.bytes
 
 
 FORMATS_BY_GGUF_TYPE = {
@@ -163,7 +163,7 @@ class Blocks:
 
     def __init__(self, code: VectorCode, format: BlockFormat) -> None:
         self.code, self.builder = code, code.builder
-        self.vectors = format.numbers // LANES
+        self.vectors = format.block_size // LANES
         self.scales = PRECOMPUTED_SCALES.get(format.name, 0)
         self._format = format
         self._expander = getattr(self, f"_{format.name.lower()}")
@@ -185,8 +185,8 @@ class Blocks:
         """
 
         @cache
-        def scale(place: int) -> Any:
-            return self._number(self.code.after(scales, place), FLOAT_SIZE)
+        def scale(vector: int) -> Any:
+            return self._number(self.code.gep(scales, vector), FLOAT_SIZE)
 
         expand: Expand = self._expander(block, scale)
         return expand
@@ -203,10 +203,10 @@ class Blocks:
             table = self._scaled(ir.Constant(self.code.vector, levels), scale, minimum)
             low = self._bytes(block, first)
             indices = low, self.builder.lshr(low, self.code.every(4))
-            return lambda place: self._permuted(table, indices[place])
+            return lambda vector: self._permuted(table, indices[vector])
 
-        def expand(place: int) -> Any:
-            half, byte = divmod(place * LANES, 16)
+        def expand(vector: int) -> Any:
+            half, byte = divmod(vector * LANES, 16)
             level = self._float(self._plus(self._bits(self._bytes(block, first + byte), 4 * half, 4), int(levels[0])))
             return self._scaled(level, scale, minimum)
 
@@ -214,17 +214,17 @@ class Blocks:
 
     def _q5_0(self, block: Any, _: Scale) -> Expand:
         scale = self._half(block, 0)
-        return lambda place: self._scaled(self._level_of_5_bits(block, 2, place, -16), scale, None)
+        return lambda vector: self._scaled(self._level_of_5_bits(block, 2, vector, -16), scale, None)
 
     def _q5_1(self, block: Any, scale: Scale) -> Expand:
-        return lambda place: self._scaled(self._level_of_5_bits(block, 4, place, 0), scale(0), scale(1))
+        return lambda vector: self._scaled(self._level_of_5_bits(block, 4, vector, 0), scale(0), scale(1))
 
-    def _level_of_5_bits(self, block: Any, first: int, place: int, lowest: int) -> Any:
+    def _level_of_5_bits(self, block: Any, first: int, vector: int, lowest: int) -> Any:
         """Return the levels of a vector: 4-bit numbers as in ``_by_level``, and a 32-bit word with the fifth bits."""
-        half, byte = divmod(place * LANES, 16)
+        half, byte = divmod(vector * LANES, 16)
         low = self._bits(self._bytes(block, first + 4 + byte), 4 * half, 4)
-        high_bits = self.code.splat(self.code.load(self.code.after(block, first), WORD))
-        masks = [1 << bit for bit in range(place * LANES, (place + 1) * LANES)]
+        high_bits = self.code.splat(self.code.load(self.code.gep(block, first), WORD))
+        masks = [1 << bit for bit in range(vector * LANES, (vector + 1) * LANES)]
         selected = self.builder.and_(high_bits, self.code.integers(masks))
         is_set = self.builder.icmp_unsigned("!=", selected, self.code.every(0))
         high = self.builder.select(is_set, self.code.every(lowest + 16), self.code.every(lowest))
@@ -247,13 +247,13 @@ class Blocks:
         table = VALUE_TABLES[self._format.name]
         if LANES == 16:
             return self._by_level(block, first, [float(number) for number in table], scale, None)
-        octets = self.code.load(self.code.after(block, first), ir.VectorType(OCTET, 16))
+        octets = self.code.load(self.code.gep(block, first), ir.VectorType(OCTET, 16))
         low = self.builder.and_(octets, self.code.integers([15] * 16, OCTET))
         high = self.builder.lshr(octets, self.code.integers([4] * 16, OCTET))
-        halves = [self.code.looked_up(table, indices) for indices in (low, high)]
+        halves = [self.code.lookup(table, indices) for indices in (low, high)]
 
-        def expand(place: int) -> Any:
-            half, byte = divmod(place * LANES, 16)
+        def expand(vector: int) -> Any:
+            half, byte = divmod(vector * LANES, 16)
             level = self.builder.sext(self.code.part(halves[half], byte, LANES), self.code.words)
             return self._scaled(self._float(level), scale, None)
 
@@ -266,19 +266,19 @@ class Blocks:
         return self._by_signed_byte(block, 4, self._number(block))
 
     def _int4(self, block: Any, _: Scale) -> Expand:
-        both = self._number(block), self._number(self.code.after(block, 4))
+        both = self._number(block), self._number(self.code.gep(block, 4))
         halves = [self._by_level(block, first, [level - 8 for level in LEVELS], *both) for first in (8, 24)]
-        return lambda place: halves[place * LANES // 32](place % (32 // LANES))
+        return lambda vector: halves[vector * LANES // 32](vector % (32 // LANES))
 
     def _by_signed_byte(self, block: Any, first: int, scale: Any) -> Expand:
-        def expand(place: int) -> Any:
-            return self.builder.fmul(self._float(self._bytes(block, first + place * LANES, signed=True)), scale)
+        def expand(vector: int) -> Any:
+            return self.builder.fmul(self._float(self._bytes(block, first + vector * LANES, signed=True)), scale)
 
         return expand
 
     def _q4_k(self, block: Any, scale: Scale) -> Expand:
-        def expand(place: int) -> Any:
-            part, byte = divmod(place * LANES, 32)
+        def expand(vector: int) -> Any:
+            part, byte = divmod(vector * LANES, 32)
             bytes_ = self._bytes(block, 16 + part // 2 * 32 + byte)
             if LANES == 16:
                 index = self.builder.lshr(bytes_, self.code.every(4)) if part % 2 else bytes_
@@ -292,8 +292,8 @@ class Blocks:
         return expand
 
     def _q5_k(self, block: Any, scale: Scale) -> Expand:
-        def expand(place: int) -> Any:
-            part, byte = divmod(place * LANES, 32)
+        def expand(vector: int) -> Any:
+            part, byte = divmod(vector * LANES, 32)
             low = self._bits(self._bytes(block, 48 + part // 2 * 32 + byte), part % 2 * 4, 4)
             high = self._bits(self._bytes(block, 16 + byte), part, 1)
             return self._scaled(self._float(self._joined(low, high)), scale(part), scale(8 + part))
@@ -301,8 +301,8 @@ class Blocks:
         return expand
 
     def _q6_k(self, block: Any, scale: Scale) -> Expand:
-        def expand(place: int) -> Any:
-            part, byte = divmod(place * LANES, 32)
+        def expand(vector: int) -> Any:
+            part, byte = divmod(vector * LANES, 32)
             half, quarter = divmod(part, 4)
             low = self._bytes(block, half * 64 + quarter % 2 * 32 + byte)
             high = self._bytes(block, 128 + half * 32 + byte)
@@ -314,14 +314,14 @@ class Blocks:
 
     def _scales_of_parts(self, block: Any) -> Any:
         """Return a block's 16 scales, stored in 8 bits each, times the block's scale."""
-        octets = self.code.load(self.code.after(block, 192), ir.VectorType(OCTET, 16))
+        octets = self.code.load(self.code.gep(block, 192), ir.VectorType(OCTET, 16))
         whole = self.builder.sext(octets, ir.VectorType(WORD, 16))
         return self.builder.fmul(self._half(block, 208, 16), self.builder.sitofp(whole, ir.VectorType(FLOAT, 16)))
 
     def _scales_and_minima(self, block: Any) -> Any:
         """Return a block's eight scales and eight negated minima, stored in 6 bits each."""
         builder = self.builder
-        first, second, third = (self.code.load(self.code.after(block, 4 + 4 * word), WORD) for word in range(3))
+        first, second, third = (self.code.load(self.code.gep(block, 4 + 4 * word), WORD) for word in range(3))
 
         def upper(word: Any) -> Any:
             return builder.and_(builder.lshr(word, WORD(2)), WORD(0x30303030))
@@ -359,12 +359,12 @@ class Blocks:
 
     def _half(self, block: Any, offset: int, lanes: int = LANES) -> Any:
         """Return the float16 at an offset of a block in all lanes, as float32."""
-        number = self.code.splat(self.code.load(self.code.after(block, offset), HALF), lanes)
+        number = self.code.splat(self.code.load(self.code.gep(block, offset), HALF), lanes)
         return self.builder.fpext(number, ir.VectorType(FLOAT, lanes))
 
     def _bytes(self, block: Any, offset: int, *, signed: bool = False) -> Any:
         """Return bytes of a block as 32-bit integers, one per lane."""
-        octets = self.code.load(self.code.after(block, offset), ir.VectorType(OCTET, LANES))
+        octets = self.code.load(self.code.gep(block, offset), ir.VectorType(OCTET, LANES))
         return (self.builder.sext if signed else self.builder.zext)(octets, self.code.words)
 
     def _bits(self, words: Any, first: int, count: int) -> Any:

@@ -17,9 +17,9 @@ import torch
 from hdtool.runtime.kernels.gemm import unpack
 from hdtool.runtime.kernels.matrix_formats import FORMATS_BY_GGUF_TYPE, INT4, INT8, BlockFormat
 
-PAGE_OUT = 21
+MADV_PAGEOUT = 21
 """MADV_PAGEOUT of Linux, which never loses data."""
-DO_NOT_NEED = 4
+MADV_DONTNEED = 4
 """MADV_DONTNEED of Linux, which discards private writes."""
 ATEN = torch.ops.aten
 ROW_ARGUMENTS = {ATEN.embedding.default: 1, ATEN.index.Tensor: 1, ATEN.index_select.default: 2}
@@ -34,7 +34,7 @@ class PackedMatrix:
     def __init__(self, blocks: torch.Tensor, format: BlockFormat) -> None:
         """``blocks`` is a uint8 tensor with the bytes of one matrix row per row."""
         self.blocks, self.format = blocks, format
-        self.shape = torch.Size((len(blocks), blocks.shape[1] // format.bytes * format.numbers))
+        self.shape = torch.Size((len(blocks), blocks.shape[1] // format.bytes * format.block_size))
         self.device = blocks.device
         self.itemsize, self.nbytes = format.bytes, blocks.nbytes
 
@@ -66,11 +66,11 @@ class PackedMatrix:
 
         Has no effect on systems other than Linux.
         """
-        self._advise(PAGE_OUT)
+        self._advise(MADV_PAGEOUT)
 
     def unmap(self) -> None:
         """Unmap the blocks' pages, on Linux; the file stays in the page cache, but private writes are lost."""
-        self._advise(DO_NOT_NEED)
+        self._advise(MADV_DONTNEED)
 
     def _advise(self, advice: int) -> None:
         if sys.platform == "linux":
@@ -184,7 +184,7 @@ class PackedExperts(PackedMatrix):
         return super().viewed(operation, args)
 
 
-QUANTIZED_AT_ONCE = 1 << 20
+MAX_QUANTIZED_VALUES = 1 << 20
 """Number of weights quantized at a time, to limit memory."""
 FORMATS_BY_NAME = {format.name: format for format in FORMATS_BY_GGUF_TYPE.values()}
 Q8_0, Q4_0 = FORMATS_BY_NAME["Q8_0"], FORMATS_BY_NAME["Q4_0"]
@@ -196,9 +196,9 @@ def quantize_matrix(weight: torch.Tensor, format: BlockFormat) -> PackedMatrix |
     rows, columns = weight.shape
     blocks = torch.empty(rows, format.row_bytes(columns), dtype=torch.uint8)
     quantize = QUANTIZERS[format.name]
-    step = max(1, QUANTIZED_AT_ONCE // columns)
+    step = max(1, MAX_QUANTIZED_VALUES // columns)
     for first in range(0, rows, step):
-        part = weight[first : first + step].detach().float().reshape(-1, format.numbers)
+        part = weight[first : first + step].detach().float().reshape(-1, format.block_size)
         scales, levels = quantize(part)
         half_scales = scales.half()
         if not (part.isfinite().all() and half_scales.isfinite().all()):
@@ -290,7 +290,7 @@ def packed_int4(octets: torch.Tensor, scales: torch.Tensor, minima: torch.Tensor
     Returns None if they don't fill whole blocks.
     """
     out_features, half = octets.shape
-    if half % (INT4.numbers // 2):
+    if half % (INT4.block_size // 2):
         return None
     # Put 16 columns in the low halves of bytes and the next 16 in the high halves; -8 becomes 0.
     levels = torch.stack([octets & 15, octets >> 4], -1).view(out_features, -1, 2, 16) ^ 8
@@ -301,10 +301,10 @@ def _packed(format: BlockFormat, octets: torch.Tensor, headers: list[torch.Tenso
     """Assemble blocks of the group's ``headers`` (scale, minimum), then the levels; None if shapes don't fit."""
     header = SCALE_SIZE * len(headers)
     out_features, size = len(octets), format.bytes - header
-    columns = octets.shape[1] // size * format.numbers
-    if not octets.numel() or octets.shape[1] % size or group % format.numbers:
+    columns = octets.shape[1] // size * format.block_size
+    if not octets.numel() or octets.shape[1] % size or group % format.block_size:
         return None
-    blocks = torch.empty(out_features, columns // format.numbers, format.bytes, dtype=torch.uint8)
+    blocks = torch.empty(out_features, columns // format.block_size, format.bytes, dtype=torch.uint8)
     for index, header_of_groups in enumerate(headers):
         fits = (
             header_of_groups.dim() == 2
@@ -314,7 +314,10 @@ def _packed(format: BlockFormat, octets: torch.Tensor, headers: list[torch.Tenso
         if not fits or not header_of_groups.is_floating_point() or header_of_groups.itemsize > SCALE_SIZE:
             return None
         header_of_blocks = (
-            header_of_groups.float().repeat_interleave(group // format.numbers, 1).expand(out_features, -1).contiguous()
+            header_of_groups.float()
+            .repeat_interleave(group // format.block_size, 1)
+            .expand(out_features, -1)
+            .contiguous()
         )
         blocks[..., index * SCALE_SIZE : (index + 1) * SCALE_SIZE] = header_of_blocks[..., None].view(torch.uint8)
     blocks[..., header:] = octets.view(out_features, -1, size)

@@ -198,7 +198,7 @@ class ThreadPool:
         self._lock = threading.Lock()
         self._wake_ups = [threading.Semaphore(0) for _ in range(threads - 1)]
         for number, passes in enumerate(self._wake_ups):
-            name = f"hdtool product {number + 1}"
+            name = f"hdtool matmul {number + 1}"
             threading.Thread(target=self._serve, args=(passes,), name=name, daemon=True).start()
 
     def _serve(self, wake: threading.Semaphore) -> None:

@@ -32,7 +32,7 @@ class LogitBits(NamedTuple):
 
     address: int
     stride: int
-    """Distance between rows in numbers."""
+    """Distance between rows in values."""
     vocabulary: int
     infinity: Array
 
@@ -155,15 +155,15 @@ def _comparable(logits: torch.Tensor) -> Array:
 class FoldedLogits:
     """Logits with block maxima that the pass computed while the logits were in the cache."""
 
-    def __init__(self, numbers: Array, maxima: Array) -> None:
+    def __init__(self, values: Array, maxima: Array) -> None:
         """``maxima`` holds the output of ``fold`` for each row."""
-        self.numbers, self.maxima = numbers, maxima
+        self.values, self.maxima = values, maxima
 
     def __len__(self) -> int:
-        return len(self.numbers)
+        return len(self.values)
 
     def __getitem__(self, rows: slice) -> FoldedLogits:
-        return FoldedLogits(self.numbers[rows], self.maxima[rows])
+        return FoldedLogits(self.values[rows], self.maxima[rows])
 
 
 Rankable = torch.Tensor | Array | FoldedLogits
@@ -183,7 +183,7 @@ def topk(logits: Rankable, k: int) -> tuple[Array, Array]:
     """Return the top ``k`` tokens of each row and their logits, best first, padded with -1 and -inf."""
     tokens, scores = np.empty((len(logits), k), np.int64), np.empty((len(logits), k), np.float32)
     if isinstance(logits, FoldedLogits):
-        write_topk(logits.numbers, tokens, scores, logits.maxima)
+        write_topk(logits.values, tokens, scores, logits.maxima)
     elif isinstance(logits, np.ndarray):
         write_topk(np.ascontiguousarray(logits), tokens, scores, NOT_FOLDED)
     elif logits.device.type == "cpu":
@@ -210,7 +210,8 @@ def write_topk(logits: Array, tokens: Array, scores: Array, folded: Array) -> No
     vocabulary, k = logits.shape[1], scores.shape[1]
     begins, last = _levels(vocabulary, k)
     maxima, best = np.empty(begins[last + 1], np.float32), np.empty(k, np.float32)
-    above, below = np.empty(vocabulary + TOPK_BLOCK, np.int32), np.empty(vocabulary + TOPK_BLOCK, np.int32)
+    candidates = np.empty(vocabulary + TOPK_BLOCK, np.int32)
+    next_candidates = np.empty(vocabulary + TOPK_BLOCK, np.int32)
     tokens[:], scores[:] = NO_TOKEN, NO_LOGIT
     for row in range(len(logits)):
         first = folded[row] if len(folded) > 0 else maxima[: begins[2]]
@@ -222,12 +223,12 @@ def write_topk(logits: Array, tokens: Array, scores: Array, folded: Array) -> No
             fold(values, highest)
             values = highest
         threshold = _kth_highest(values, best)
-        count = _indices_of(values, threshold, above)
+        count = _indices_of(values, threshold, candidates)
         for level in range(last - 1, -1, -1):
             values = maxima[begins[level] : begins[level + 1]] if level > 1 else first if level else logits[row]
-            count = _indices_below(above[:count], values, threshold, below)
-            above, below = below, above
-        for token in above[:count]:
+            count = _indices_below(candidates[:count], values, threshold, next_candidates)
+            candidates, next_candidates = next_candidates, candidates
+        for token in candidates[:count]:
             _insert(tokens[row], scores[row], token, logits[row, token])
 
 
@@ -270,24 +271,24 @@ def fold(values: Array, highest: Array) -> None:
 
 
 @compiled
-def _indices_of(values: Array, threshold: float, places: Array) -> int:
-    """Write the indices of all values >= ``threshold`` to ``places``; return how many there are."""
+def _indices_of(values: Array, threshold: float, indices: Array) -> int:
+    """Write the indices of all values >= ``threshold`` to ``indices``; return how many there are."""
     count = 0
     for index in range(len(values)):
         # Always write, but count only qualifying indices: without a branch this takes half the time.
-        places[count] = index
+        indices[count] = index
         count += values[index] >= threshold
     return count
 
 
 @compiled
-def _indices_below(above: Array, values: Array, threshold: float, places: Array) -> int:
-    """Like ``_indices_of``, but look only at values one level below the maxima with indices ``above``."""
+def _indices_below(candidates: Array, values: Array, threshold: float, indices: Array) -> int:
+    """Like ``_indices_of``, but look only at values one level below the maxima with indices ``candidates``."""
     count = 0
-    for maximum in above:
+    for maximum in candidates:
         first = maximum // TOPK_LANES * TOPK_BLOCK + maximum % TOPK_LANES
         for index in range(first, min(first + TOPK_BLOCK, len(values)), TOPK_LANES):
-            places[count] = index
+            indices[count] = index
             count += values[index] >= threshold
     return count
 
@@ -298,21 +299,21 @@ def _kth_highest(values: Array, best: Array) -> Any:
     best[:] = NO_LOGIT
     for highest in values:
         if highest > best[-1]:
-            place = len(best) - 1
-            while place > 0 and best[place - 1] < highest:
-                best[place] = best[place - 1]
-                place -= 1
-            best[place] = highest
+            rank = len(best) - 1
+            while rank > 0 and best[rank - 1] < highest:
+                best[rank] = best[rank - 1]
+                rank -= 1
+            best[rank] = highest
     return best[-1]
 
 
 @compiled
 def _insert(tokens: Array, scores: Array, token: int, score: float) -> None:
     """Insert a token into the sorted top k; ties are ordered by token id."""
-    place = len(scores)
-    while place > 0 and (scores[place - 1] < score or (scores[place - 1] == score and tokens[place - 1] > token)):
-        place -= 1
-        if place + 1 < len(scores):
-            tokens[place + 1], scores[place + 1] = tokens[place], scores[place]
-    if place < len(scores):
-        tokens[place], scores[place] = token, score
+    rank = len(scores)
+    while rank > 0 and (scores[rank - 1] < score or (scores[rank - 1] == score and tokens[rank - 1] > token)):
+        rank -= 1
+        if rank + 1 < len(scores):
+            tokens[rank + 1], scores[rank + 1] = tokens[rank], scores[rank]
+    if rank < len(scores):
+        tokens[rank], scores[rank] = token, score

@@ -80,7 +80,7 @@ class VectorCode:
         loaded.align = align
         return loaded
 
-    def after(self, address: Any, count: int | Any) -> Any:
+    def gep(self, address: Any, count: int | Any) -> Any:
         """Return the address of the item ``count`` items after ``address``."""
         return self.builder.gep(address, [INDEX(count) if isinstance(count, int) else count])
 
@@ -100,7 +100,7 @@ class VectorCode:
         undefined = ir.Constant(vector.type, ir.Undefined)
         return self.builder.shuffle_vector(vector, undefined, self.integers(list(range(first, first + lanes))))
 
-    def looked_up(
+    def lookup(
         self, table: Sequence[int], indices: Any, instruction: str | None = LOOK_UP, size: int = TABLE_SIZE
     ) -> Any:
         """Look up 4-bit indices in a table of 16 bytes; ``size`` is the instruction's register size in bytes."""
@@ -112,7 +112,7 @@ class VectorCode:
             for first in range(0, indices.type.count, size)
         ]
         while len(vectors) > 1:
-            vectors = [self.joined(*pair) for pair in zip(vectors[::2], vectors[1::2], strict=True)]
+            vectors = [self.concatenate(*pair) for pair in zip(vectors[::2], vectors[1::2], strict=True)]
         return vectors[0]
 
     def _selected(self, table: Sequence[int], indices: Any) -> Any:
@@ -127,7 +127,7 @@ class VectorCode:
             ]
         return candidates[0]
 
-    def joined(self, first: Any, second: Any) -> Any:
+    def concatenate(self, first: Any, second: Any) -> Any:
         """Concatenate two vectors."""
         return self.builder.shuffle_vector(first, second, self.integers(list(range(2 * first.type.count))))
 
@@ -143,7 +143,7 @@ class VectorCode:
 
     def total(self, vector: Any) -> Any:
         """Sum all lanes in a fixed order."""
-        return self.folded(vector, self.builder.fadd)
+        return self.reduce(vector, self.builder.fadd)
 
     def sums_of(self, vectors: Sequence[Any]) -> Any:
         """Return a vector with the totals of ``LANES`` vectors, summed in the same order as in ``total``."""
@@ -153,8 +153,8 @@ class VectorCode:
             first, second = [], []
             for lane in range(LANES):
                 # The lower half of a lane group comes from the first vector, the upper half from the second.
-                group, place = lane // (2 * count), lane % (2 * count)
-                base = 2 * count * group + place % count + (LANES if place >= count else 0)
+                group, position = lane // (2 * count), lane % (2 * count)
+                base = 2 * count * group + position % count + (LANES if position >= count else 0)
                 first.append(base)
                 second.append(base + count)
             pairs = range(len(vectors) // 2)
@@ -169,7 +169,7 @@ class VectorCode:
             ]
         return vectors[0]
 
-    def folded(self, vector: Any, combine: Callable[[Any, Any], Any]) -> Any:
+    def reduce(self, vector: Any, combine: Callable[[Any, Any], Any]) -> Any:
         """Reduce a vector to one number by repeatedly combining its halves."""
         lanes = vector.type.count
         while lanes > 1:
@@ -301,8 +301,8 @@ def exponentiate(builder: Any, scores: Any, count: Any, largest: Any) -> None:
     top = code.splat(largest)
 
     def apply(index: Any, _: list[Any]) -> list[Any]:
-        place = code.at(scores, index)
-        code.store(code.exp(builder.fsub(code.read(place), top)), place)
+        address = code.at(scores, index)
+        code.store(code.exp(builder.fsub(code.read(address), top)), address)
         return []
 
     code.loop(count, [], apply)
@@ -377,9 +377,9 @@ def add_in_place(builder: Any, sums: Any, numbers: Any, size: Any, factor: Any) 
     scale = code.splat(factor)
 
     def apply(index: Any, _: list[Any]) -> list[Any]:
-        place = code.at(sums, index)
+        address = code.at(sums, index)
         added = builder.fmul(code.read(code.at(numbers, index)), scale)
-        code.store(builder.fadd(code.read(place), added), place)
+        code.store(builder.fadd(code.read(address), added), address)
         return []
 
     code.loop(size, [], apply)
@@ -394,8 +394,8 @@ def _changed(change: Callable[[FloatCode, Any, Any], Any]) -> Any:
         scale = code.splat(factor)
 
         def apply(index: Any, _: list[Any]) -> list[Any]:
-            place = code.at(numbers, index)
-            code.store(change(code, code.read(place), scale), place)
+            address = code.at(numbers, index)
+            code.store(change(code, code.read(address), scale), address)
             return []
 
         code.loop(size, [], apply)
@@ -436,11 +436,11 @@ def rotate_head(builder: Any, read: Any, cos: Any, sin: Any, width: Any, written
 
     def apply(index: Any, _: list[Any]) -> list[Any]:
         partner = builder.add(index, half)
-        first, second = (code.read(code.at(read, place), pair) for place in (index, partner))
-        for place, number, rotated in ((index, first, second), (partner, second, first)):
-            cos_part = builder.fmul(number, code.read(code.at(cos, place), pair))
-            sum_ = builder.fadd(cos_part, builder.fmul(rotated, code.read(code.at(sin, place), pair)))
-            code.store(sum_, code.at(written, place))
+        first, second = (code.read(code.at(read, offset), pair) for offset in (index, partner))
+        for offset, number, rotated in ((index, first, second), (partner, second, first)):
+            cos_part = builder.fmul(number, code.read(code.at(cos, offset), pair))
+            sum_ = builder.fadd(cos_part, builder.fmul(rotated, code.read(code.at(sin, offset), pair)))
+            code.store(sum_, code.at(written, offset))
         return []
 
     code.loop(half, [], apply, ROTARY_LANES)

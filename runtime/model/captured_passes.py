@@ -18,7 +18,7 @@ from hdtool.runtime.model.cache.slots import Cache
 from hdtool.runtime.model.checks.trees import two_steps
 from hdtool.runtime.model.families import deviation
 from hdtool.runtime.model.pass_inputs import Mask
-from hdtool.runtime.model.placement import scattered
+from hdtool.runtime.model.placement import not_on_one_device_reason
 from hdtool.runtime.model.static_steps import StaticSteps, StepOutput, StepPass
 from hdtool.runtime.tree import LARGEST_TREE, DraftTree
 
@@ -61,7 +61,7 @@ class LibraryPass:
             options["position_ids"] = step.positions
         with self._over(step, storage, cache) as states:
             logits: torch.Tensor = stock.model(input_ids=step.tokens, **options, **{stock.cache_name: cache}).logits
-        hidden = stock.hidden.of_pass if stock.hidden.is_watched else None
+        hidden = stock.hidden.last_pass if stock.hidden.is_watched else None
         return StepOutput(logits.flatten(0, 1), hidden, states() if states else None)
 
     def _over(
@@ -106,7 +106,7 @@ class CapturedPasses:
     @torch.inference_mode()
     def enable(self, target: Target, capture: Capture) -> None:
         """Use captured steps from now on if the model can be captured and its logits stay the same."""
-        if reason := scattered(target.model) or target.stock.row_by_row.reason:
+        if reason := not_on_one_device_reason(target.model) or target.stock.row_by_row.reason:
             self.disable()
             return _note(reason)
         self._passes = passes_of(target)

@@ -67,7 +67,7 @@ def _converted(file: Path, *, weights: bool = False, packed: bool = False) -> Pa
         raise ModelError(f"{file} cannot be loaded (as a GGUF file): {error_reason(error)}") from error
 
 
-COMPARED = 256
+MAX_COMPARED_TENSORS = 256
 """Maximum number of a model's tensors in memory that are compared with its files."""
 DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 """Torch names of the safetensors dtypes that are compared."""
@@ -150,7 +150,7 @@ def _is_unchanged(model: PreTrainedModel, folder: Path) -> bool:
         for sample in stored
         if sample.dtype in DTYPES and sample.name in parameters and _is_like(parameters[sample.name], sample)
     )
-    return all(_is_equal(parameters[sample.name], sample) for sample in islice(comparable, COMPARED))
+    return all(_is_equal(parameters[sample.name], sample) for sample in islice(comparable, MAX_COMPARED_TENSORS))
 
 
 def _is_like(parameter: Any, sample: Sample) -> bool:

@@ -26,7 +26,7 @@ from hdtool.runtime.kernels.compact_weight import (
     CompactWeight,
     Stored,
     as_parameter,
-    in_float32,
+    expand_compact,
     is_compact,
     narrowed,
 )
@@ -88,9 +88,9 @@ def packed_mxfp4(blocks: torch.Tensor, scales: torch.Tensor) -> PackedExperts | 
 
     A byte of the checkpoint has two adjacent values, and a byte of the packed format two that are half a block apart.
     """
-    size, half = FORMAT.bytes - 1, FORMAT.numbers // 2
+    size, half = FORMAT.bytes - 1, FORMAT.block_size // 2
     is_known = blocks.dtype == scales.dtype == torch.uint8 and blocks.dim() == 4 and blocks.shape[:3] == scales.shape
-    if not is_known or blocks.shape[3] != size or blocks.shape[2] * FORMAT.numbers % COLUMN_MULTIPLE:
+    if not is_known or blocks.shape[3] != size or blocks.shape[2] * FORMAT.block_size % COLUMN_MULTIPLE:
         return None
     number, rows, count, _ = blocks.shape
     blocks_ = torch.empty(number, rows, count, FORMAT.bytes, dtype=torch.uint8)
@@ -101,7 +101,7 @@ def packed_mxfp4(blocks: torch.Tensor, scales: torch.Tensor) -> PackedExperts | 
     return PackedExperts([PackedMatrix(blocks_.view(number * rows, -1), FORMAT)], number, is_transposed=True)
 
 
-Place = tuple[Module, str]
+ParameterRef = tuple[Module, str]
 """A module and the name of one of its parameters."""
 STORED = {"BF16": torch.bfloat16, "F16": torch.float16}
 PLAN = "_get_dtype_plan"
@@ -119,21 +119,21 @@ def compact_weights(model: Module, proved: dict[str, bool] | None = None) -> Non
     """
     proved = {} if proved is None else proved
     arrange_experts(model)
-    for places in list(_places(model).values()):
-        module, name = places[0]
+    for refs in list(_parameters_by_weight(model).values()):
+        module, name = refs[0]
         weight: Any = module._parameters[name]
-        fits = is_of_linear_layers(places)
+        fits = is_of_linear_layers(refs)
         if is_compact(weight):
-            if not fits or not _is_proved(weight.stored, places, proved):
-                replace_parameter(places, in_float32(weight), requires_grad=weight.requires_grad)
+            if not fits or not _is_proved(weight.stored, refs, proved):
+                replace_parameter(refs, expand_compact(weight), requires_grad=weight.requires_grad)
             continue
         narrow = narrowed(weight.detach()) if fits else None
-        if narrow is not None and _is_proved(narrow, places, proved):
+        if narrow is not None and _is_proved(narrow, refs, proved):
             # Cloned, because mapped tensors may be unaligned, and their file may change.
             narrow = narrow.clone() if weight.dtype in NARROW_DTYPES else narrow
-            replace_parameter(places, CompactWeight(narrow), requires_grad=weight.requires_grad)
+            replace_parameter(refs, CompactWeight(narrow), requires_grad=weight.requires_grad)
         elif weight.dtype in NARROW_DTYPES and _is_ordinary(weight):
-            replace_parameter(places, weight.detach().float(), requires_grad=weight.requires_grad)
+            replace_parameter(refs, weight.detach().float(), requires_grad=weight.requires_grad)
     for module in model.modules():
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.dtype in NARROW_DTYPES:
@@ -149,11 +149,11 @@ def compact_weights(model: Module, proved: dict[str, bool] | None = None) -> Non
 def pack_weights(model: PreTrainedModel) -> bool:
     """Pack the torchao weights of a float32 model that only linear layers use; return True if there are any."""
     packed_any = False
-    for places in list(_places(model).values()) if model.dtype == torch.float32 else []:
-        module, name = places[0]
+    for refs in list(_parameters_by_weight(model).values()) if model.dtype == torch.float32 else []:
+        module, name = refs[0]
         packed = packed_weight(module._parameters[name])
-        if packed is not None and all(type(module) is Linear for module, _ in places):
-            replace_parameter(places, CompactWeight(packed))
+        if packed is not None and all(type(module) is Linear for module, _ in refs):
+            replace_parameter(refs, CompactWeight(packed))
             packed_any = True
     return packed_any
 
@@ -185,48 +185,48 @@ def expand_weights_read(model: Module) -> None:
 
     Code other than compiled matmuls gets correct results from compact weights, but expands them in each pass.
     """
-    for weight, places in compact_places(model):
+    for weight, refs in compact_parameters(model):
         if weight.expansions.count:
-            replace_parameter(places, in_float32(weight), requires_grad=weight.requires_grad)
+            replace_parameter(refs, expand_compact(weight), requires_grad=weight.requires_grad)
 
 
 def has_compact_weights(model: Module) -> bool:
     return any(map(is_compact, model.parameters()))
 
 
-def compact_places(model: Module) -> list[tuple[CompactWeight, list[Place]]]:
-    """Return the compact weights, each with all of its places."""
-    return [(weight, places) for places, weight in weight_places(model) if is_compact(weight)]
+def compact_parameters(model: Module) -> list[tuple[CompactWeight, list[ParameterRef]]]:
+    """Return the compact weights, each with all modules and names that refer to it."""
+    return [(weight, refs) for refs, weight in weight_parameters(model) if is_compact(weight)]
 
 
-def is_of_linear_layers(places: list[Place]) -> bool:
+def is_of_linear_layers(refs: list[ParameterRef]) -> bool:
     """Return True if only linear layers, experts and embeddings that support compact weights use a weight."""
-    return all(_takes(*place) for place in places)
+    return all(_takes(*ref) for ref in refs)
 
 
-def weight_places(model: Module) -> list[tuple[list[Place], torch.Tensor]]:
-    """Return all weights, each with its places."""
-    entries = [(places, places[0][0]._parameters[places[0][1]]) for places in _places(model).values()]
-    return [(places, weight) for places, weight in entries if weight is not None]
+def weight_parameters(model: Module) -> list[tuple[list[ParameterRef], torch.Tensor]]:
+    """Return all weights, each with the modules and names that refer to it."""
+    entries = [(refs, refs[0][0]._parameters[refs[0][1]]) for refs in _parameters_by_weight(model).values()]
+    return [(refs, weight) for refs, weight in entries if weight is not None]
 
 
-def replace_parameter(places: list[Place], weight: torch.Tensor, *, requires_grad: bool = False) -> None:
+def replace_parameter(refs: list[ParameterRef], weight: torch.Tensor, *, requires_grad: bool = False) -> None:
     if is_compact(weight) and not requires_grad:
         parameter: Any = as_parameter(weight)
     else:
         parameter = weight if isinstance(weight, Parameter) else Parameter(weight, requires_grad=requires_grad)
-    for module, name in places:
+    for module, name in refs:
         module._parameters[name] = parameter
 
 
-def _places(model: Module) -> dict[int, list[Place]]:
-    """Return the places of each parameter by its id; a tied parameter has several."""
-    places: dict[int, list[Place]] = {}
+def _parameters_by_weight(model: Module) -> dict[int, list[ParameterRef]]:
+    """Return the references to each parameter by its id; a tied parameter has several."""
+    refs: dict[int, list[ParameterRef]] = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():
             if parameter is not None:
-                places.setdefault(id(parameter), []).append((module, name))
-    return places
+                refs.setdefault(id(parameter), []).append((module, name))
+    return refs
 
 
 def _takes(module: Module, name: str) -> bool:
@@ -248,9 +248,9 @@ def _is_ordinary(weight: torch.Tensor) -> bool:
     return is_compact(weight) or type(weight.data) is torch.Tensor
 
 
-def _is_proved(stored: Stored, places: list[Place], proved: dict[str, bool]) -> bool:
+def _is_proved(stored: Stored, refs: list[ParameterRef], proved: dict[str, bool]) -> bool:
     """Return True if the compiled matmul is bitwise equal for this kind of weight; test each kind once."""
-    if all(isinstance(module, Embedding) for module, _ in places):
+    if all(isinstance(module, Embedding) for module, _ in refs):
         return True
     if isinstance(stored, PackedExperts):
         stored = stored.parts[0][: len(stored.parts[0]) // len(stored)]
@@ -296,5 +296,5 @@ def _expand_state(module: Module, state: dict[str, Any], prefix: str, metadata: 
         if is_compact(weight):
             address = weight.stored.data_ptr()
             if address not in expanded:
-                expanded[address] = in_float32(weight)
+                expanded[address] = expand_compact(weight)
             state[name] = expanded[address]

@@ -21,7 +21,7 @@ PLAIN = "Use generate of transformers without hdtool"
 POSITIONS_BY_DISTANCE = ("bloom", "mpt")
 """Families with ALiBi, which derive distances from the order of tokens and ignore position ids."""
 
-OF_PROMPTS = "reference_sliding_attention"
+PROMPT_FULL_ATTENTION = "reference_sliding_attention"
 """Kind of layers that attend to all prompt tokens, but only to the answer tokens within a window."""
 
 HIGH_PRECISION_TOLERANCE = 1e-3
@@ -111,7 +111,7 @@ def tolerance_of(dtype: torch.dtype, *, strict: bool = False) -> float:
     return STRICT_TOLERANCE if strict else HIGH_PRECISION_TOLERANCE
 
 
-def decisive(each: torch.Tensor, *, is_rounded: bool) -> float:
+def aggregate_distance(each: torch.Tensor, *, is_rounded: bool) -> float:
     """Return the distance that decides for several rows: the largest, or the median if logits are rounded.
 
     ``deviation`` explains the median.
@@ -139,7 +139,7 @@ def refusal(kind: str, reason: str) -> FamilyError:
 
 def tells_prompts_from_answers(config: Any) -> bool:
     """Return True if layers attend to answer tokens differently from prompt tokens."""
-    return OF_PROMPTS in (getattr(config.get_text_config(decoder=True), "layer_types", None) or ())
+    return PROMPT_FULL_ATTENTION in (getattr(config.get_text_config(decoder=True), "layer_types", None) or ())
 
 
 def context_limit(config: Any, prompt_length: int) -> int | None:
@@ -169,11 +169,11 @@ class HiddenStates:
 
     def __init__(self) -> None:
         self.is_watched = False
-        self.of_pass: torch.Tensor | None = None
+        self.last_pass: torch.Tensor | None = None
         """Hidden states of the last pass, shape ``[batch, tokens, columns]``."""
         self.layers: tuple[int, ...] = ()
         """Decoder layers whose outputs follow the output layer's input in the columns."""
-        self._of_layer: dict[int, torch.Tensor] = {}
+        self._layer_outputs: dict[int, torch.Tensor] = {}
         self._width = 0
 
     def watch(self, model: torch.nn.Module, kind: str, run: Callable[[], object]) -> None:
@@ -194,12 +194,12 @@ class HiddenStates:
         self.layers += tuple(layers)
 
     def columns(self, layers: Sequence[int] = ()) -> slice | None:
-        """Return the columns of ``layers`` in ``of_pass``, by default those of the output layer's input, or None."""
+        """Return the columns of ``layers`` in ``last_pass``, by default those of the output layer's input, or None."""
         if not self.is_watched:
             return None
         if not self._width:
-            assert self.of_pass is not None
-            self._width = self.of_pass.shape[-1] // (1 + len(self.layers))
+            assert self.last_pass is not None
+            self._width = self.last_pass.shape[-1] // (1 + len(self.layers))
         for first in range(len(self.layers) - len(layers) + 1):
             if not layers:
                 return slice(0, self._width)
@@ -212,17 +212,17 @@ class HiddenStates:
         if layer is not None:
             hidden = returned[0] if isinstance(returned, tuple) else returned
             assert isinstance(hidden, torch.Tensor)
-            self._of_layer[layer] = hidden
+            self._layer_outputs[layer] = hidden
         elif (hidden := hidden_in(returned)) is not None:
-            parts = [hidden, *(self._of_layer[layer] for layer in self.layers)]
-            self.of_pass = torch.cat(parts, dim=-1) if len(parts) > 1 else hidden
+            parts = [hidden, *(self._layer_outputs[layer] for layer in self.layers)]
+            self.last_pass = torch.cat(parts, dim=-1) if len(parts) > 1 else hidden
 
     def rows_of(self, slot: int) -> torch.Tensor:
         """Return the hidden states of one slot in the last pass, shape ``[tokens, width]``."""
-        assert self.of_pass is not None
-        return self.of_pass[slot]
+        assert self.last_pass is not None
+        return self.last_pass[slot]
 
-    def of_slot(self, slot: int, rows: int) -> torch.Tensor | None:
+    def slot_rows(self, slot: int, rows: int) -> torch.Tensor | None:
         """Return the hidden states of the first ``rows`` tokens of one slot in the last pass; None if not recorded."""
         return self.rows_of(slot)[:rows] if self.is_watched else None
 
@@ -280,7 +280,7 @@ def module_of_hidden(model: torch.nn.Module, kind: str, run: Callable[[], object
     return modules[-1]
 
 
-def picked(hidden: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
+def select_rows(hidden: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
     """Return the given rows, copied as ranges: indexing a GPU tensor by a list would wait for the device."""
     starts = [place for place, row in enumerate(rows) if place == 0 or row != rows[place - 1] + 1]
     ranges = zip(starts, [*starts[1:], len(rows)], strict=True)

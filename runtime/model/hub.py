@@ -28,7 +28,7 @@ from hdtool.data.errors import HdtoolError, ModelError, error_reason
 from hdtool.data.progress import ProgressBar, progress_bar
 
 LOG_IN = "run hf auth login, or set HF_TOKEN"
-NO_SUCH = "there is no such folder here, and the hub has no such model"
+MODEL_NOT_FOUND = "there is no such folder here, and the hub has no such model"
 STATUSES = {
     401: f"the hub refuses your token: {LOG_IN}",
     403: f"your token may not read it: take one with access to it, and {LOG_IN}",
@@ -60,7 +60,7 @@ def hub_advice(error: BaseException, name: str, revision: str | None = None, fil
         case errors.GatedRepoError():
             return f"it is gated: accept its licence at {page}, then {LOG_IN}"
         case errors.RepositoryNotFoundError():
-            return f"{NO_SUCH}, or it is private: check the name, and for a private model {LOG_IN}"
+            return f"{MODEL_NOT_FOUND}, or it is private: check the name, and for a private model {LOG_IN}"
         case errors.RevisionNotFoundError():
             return f"it has no revision {revision or 'main'}: choose one of {page}/tree/main"
         case errors.DisabledRepoError():
@@ -80,14 +80,14 @@ def _without_answer(causes: list[Exception]) -> str:
 
     if any(isinstance(cause, OfflineModeIsEnabled) for cause in causes) or _is_offline():
         return (
-            f"{NO_SUCH} or cannot be reached, as HF_HUB_OFFLINE is set, and it is not in the hub's cache: unset "
-            "HF_HUB_OFFLINE, or name a folder"
+            f"{MODEL_NOT_FOUND} or cannot be reached, as HF_HUB_OFFLINE is set, and it is not in the hub's cache: "
+            "unset HF_HUB_OFFLINE, or name a folder"
         )
     if full := next((cause for cause in causes if getattr(cause, "errno", None) == errno.ENOSPC), None):
         return f"there is no room for it ({full}): make room, or let HF_HOME name a folder on another disk"
     if denied := next((cause for cause in causes if isinstance(cause, PermissionError)), None):
         return f"the hub's cache cannot be written ({denied}): correct the permissions, or let HF_HOME name a folder"
-    return f"{NO_SUCH} or cannot be reached ({error_reason(causes[-1])}): check the name and the connection"
+    return f"{MODEL_NOT_FOUND} or cannot be reached ({error_reason(causes[-1])}): check the name and the connection"
 
 
 def _causes(error: BaseException) -> Iterator[Exception]:
@@ -140,7 +140,7 @@ CONFIGURATION = ["*.json", "*.jinja", "*.txt", "*.model", "*.py", "*.tiktoken"]
 """Patterns of files other than weights: settings, tokenizers, chat templates and code."""
 OTHER_FORMATS = ["onnx/*", "original/*", "coreml/*", "openvino/*", "runs/*"]
 """Patterns of repository folders that transformers does not read."""
-SPARE = 1 << 26
+SPARE_BYTES = 1 << 26
 """Disk space in bytes to leave free after a download."""
 
 
@@ -226,7 +226,7 @@ def _forms(folder: Path) -> Iterator[list[str]]:
 
 def _check_room(name: str, needed: int, folder: Path) -> None:
     free = shutil.disk_usage(folder).free
-    if free < needed + SPARE:
+    if free < needed + SPARE_BYTES:
         raise ModelError(
             f"{name} needs {needed:,} bytes in {folder}, whose disk has {free:,}: make room, or let HF_HOME name a "
             "folder on another one"
@@ -269,11 +269,11 @@ def _counting(shown: ProgressBar) -> type[tqdm[Any]]:
 
 
 DIGITS = 16
-SAMPLED = 64
+SAMPLED_BYTES = 64
 """Number of bytes sampled from each tensor."""
-PLACES = 1024
+SAMPLED_POSITIONS = 1024
 """Number of positions at which a file of unknown format is sampled."""
-LARGEST_HEADER = 256 << 20
+MAX_HEADER_SIZE = 256 << 20
 """Maximum size of a safetensors header in bytes."""
 
 
@@ -302,7 +302,7 @@ def samples(file: Path) -> Iterator[Sample]:
     try:
         with file.open("rb") as stream:
             size = int.from_bytes(stream.read(8), "little")
-            if size > LARGEST_HEADER:
+            if size > MAX_HEADER_SIZE:
                 raise ValueError("its header is too large")
             header = json.loads(stream.read(size))
             for name, entry in header.items():
@@ -318,9 +318,9 @@ def _sample(stream: BinaryIO, data: int, name: str, entry: dict[str, Any]) -> Sa
     start, stop = entry["data_offsets"]
     shape = tuple(entry["shape"])
     width = max(1, (stop - start) // max(1, math.prod(shape)))
-    first = max(0, min((stop - start) // 2, stop - start - SAMPLED)) // width
+    first = max(0, min((stop - start) // 2, stop - start - SAMPLED_BYTES)) // width
     stream.seek(data + start + first * width)
-    wanted = min(SAMPLED, stop - start - first * width)
+    wanted = min(SAMPLED_BYTES, stop - start - first * width)
     content = stream.read(wanted)
     if len(content) < wanted:
         raise ValueError("it ends too early")
@@ -349,7 +349,7 @@ def _sampled_file(file: Path) -> bytes:
     size = file.stat().st_size
     digest = hashlib.sha256()
     with file.open("rb") as stream:
-        for place in range(PLACES):
-            stream.seek(place * max(0, size - SAMPLED) // (PLACES - 1), os.SEEK_SET)
-            digest.update(stream.read(SAMPLED))
+        for place in range(SAMPLED_POSITIONS):
+            stream.seek(place * max(0, size - SAMPLED_BYTES) // (SAMPLED_POSITIONS - 1), os.SEEK_SET)
+            digest.update(stream.read(SAMPLED_BYTES))
     return f"{file.name} {size} {digest.hexdigest()}\n".encode()

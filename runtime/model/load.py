@@ -23,7 +23,7 @@ from hdtool.runtime.engines.cpu.kept_proof import KeptProof, Proof, logits_hash,
 from hdtool.runtime.engines.cpu.proof import compile_cpu
 from hdtool.runtime.generate_settings import generation_settings, sampler_as_generate
 from hdtool.runtime.grammar import GrammarCompiler
-from hdtool.runtime.kernels.compact_weight import in_float32
+from hdtool.runtime.kernels.compact_weight import expand_compact
 from hdtool.runtime.kernels.experts import compile_experts
 from hdtool.runtime.kernels.linear import compile_linear_layers
 from hdtool.runtime.kernels.vector_code import EXPANDS_FLOAT16
@@ -327,7 +327,7 @@ def load_stock(config: ModelConfig) -> PreTrainedModel:
     settings = load_settings(config)
     model: PreTrainedModel
     if config.quantization in BLOCKS and (packed := _packed(config, settings)):
-        weights = {name: in_float32(weight) for name, weight in packed.read().items()}
+        weights = {name: expand_compact(weight) for name, weight in packed.read().items()}
         model = packed_model(settings, weights, packed.folder, **_attention(config))
         _set_generation(model, config)
     else:

@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 
 from hdtool.runtime.kernels.compiled import compiled
-from hdtool.runtime.model.cache.kv_cache import MOST_DUE
+from hdtool.runtime.model.cache.kv_cache import MAX_DEFERRED_MOVES
 from hdtool.runtime.tree import LARGEST_TREE, DraftTree
 
 Mask = torch.Tensor | dict[str, torch.Tensor | None] | None
@@ -104,7 +104,7 @@ class AttentionMasks:
         self._is_on_host = dtype == torch.float32 and device.type == "cpu"
         self._buffer = MaskBuffer()
 
-    def of_tree(self, tree: DraftTree, length: int, *, reused: bool = False) -> Mask:
+    def tree_mask(self, tree: DraftTree, length: int, *, reused: bool = False) -> Mask:
         """Return the mask ``[1, 1, rows, length + rows]`` for the root and nodes of a tree.
 
         Return None if the only kind of layer needs no mask for a bare root. With ``reused``, the mask is valid until
@@ -115,18 +115,20 @@ class AttentionMasks:
             return None
         if is_bare:
             hidden = torch.zeros((1, length + 1), dtype=torch.bool)
-            return self._of_each(lambda window: self._hiding(hidden))
+            return self._mask_by_kind(lambda window: self._hiding(hidden))
         buffer = self._buffer if reused else MaskBuffer()
-        return self._of_each(lambda window: self._of_window(tree, length, window, buffer))
+        return self._mask_by_kind(lambda window: self._of_window(tree, length, window, buffer))
 
-    def of_continuation(self, rows: int, length: int) -> Mask:
+    def continuation_mask(self, rows: int, length: int) -> Mask:
         """Return the causal mask ``[1, 1, rows, length + rows]`` of prompt tokens after ``length`` cached ones."""
         positions = torch.arange(length + rows).numpy()
         new = positions[length:]
         causal = positions <= new[:, None]
-        return self._of_each(lambda window: self._hiding(torch.from_numpy(~window.visible(causal, new, positions))))
+        return self._mask_by_kind(
+            lambda window: self._hiding(torch.from_numpy(~window.visible(causal, new, positions)))
+        )
 
-    def of_batch(self, trees: Sequence[DraftTree], lengths: Sequence[int]) -> Mask:
+    def batch_mask(self, trees: Sequence[DraftTree], lengths: Sequence[int]) -> Mask:
         """Return the mask ``[trees, 1, rows, longest + rows]`` for trees after contexts of different ``lengths``.
 
         Trees are padded to the size of the largest. The logits of padding rows are unused, but no row may be fully
@@ -149,7 +151,7 @@ class AttentionMasks:
                 mask[slot, :, :used_rows, : length + used_rows] = self._of_window(tree, length, window, buffer)[0]
             return mask
 
-        return self._of_each(padded)
+        return self._mask_by_kind(padded)
 
     def on_device(
         self, ancestor_mask: torch.Tensor, positions: torch.Tensor, length: torch.Tensor, extent: int
@@ -160,14 +162,14 @@ class AttentionMasks:
         no row is fully masked.
         """
         columns = torch.arange(extent, device=length.device).expand(len(length), -1)
-        place = columns - length[:, None]
-        nodes = (ancestor_mask[..., None] >> (place - 1).clamp(0, LARGEST_TREE - 1)[:, None]) & 1
-        related = (place <= 0)[:, None] | ((nodes == 1) & (place <= LARGEST_TREE)[:, None])
-        of_tree = positions.gather(1, place.clamp(0, positions.shape[1] - 1))
-        column_positions = torch.where(place < 0, columns, of_tree)
-        return self._of_each(lambda window: self._hiding(~window.visible(related, positions, column_positions)))
+        offset = columns - length[:, None]
+        nodes = (ancestor_mask[..., None] >> (offset - 1).clamp(0, LARGEST_TREE - 1)[:, None]) & 1
+        related = (offset <= 0)[:, None] | ((nodes == 1) & (offset <= LARGEST_TREE)[:, None])
+        tree_positions = positions.gather(1, offset.clamp(0, positions.shape[1] - 1))
+        column_positions = torch.where(offset < 0, columns, tree_positions)
+        return self._mask_by_kind(lambda window: self._hiding(~window.visible(related, positions, column_positions)))
 
-    def _of_each(self, mask_of: Callable[[AttentionWindow], torch.Tensor]) -> Mask:
+    def _mask_by_kind(self, mask_of: Callable[[AttentionWindow], torch.Tensor]) -> Mask:
         masks = {window.kind: mask_of(window) for window in self._windows}
         if len(masks) == 1:
             return next(iter(masks.values()))
@@ -211,9 +213,9 @@ def hide_non_ancestors(
     values[:shown, start : start + shown] = 0.0
     rows = len(parents) + 1
     for row in range(rows):
-        above = parents[row - 1] + 1 if row > 0 else 0
+        parent_row = parents[row - 1] + 1 if row > 0 else 0
         for column in range(rows):
-            values[row, length + column] = values[above, length + column] if 0 < row > column else mask_value
+            values[row, length + column] = values[parent_row, length + column] if 0 < row > column else mask_value
         values[row, length + row] = 0.0
 
 
@@ -236,7 +238,7 @@ def _fill_batch(
         first += sizes[slot]
 
 
-MOVES = MOST_DUE
+MOVES = MAX_DEFERRED_MOVES
 HEADER = 3 + MOVES
 LENGTH, MOVED_TO, MOVED, MOVED_FROM = range(4)
 """Header fields: context length, first target position of a move, number of moved positions, and these positions."""
@@ -252,7 +254,7 @@ class StepTensors(NamedTuple):
     moved_to: torch.Tensor
     """First target position of each slot's move, shape ``[slots]``."""
     moved_from: torch.Tensor
-    """Positions to move, shape ``[slots, MOVES]``, padded with positions that stay in place."""
+    """Positions to move, shape ``[slots, MOVES]``, padded with positions that stay in offset."""
     tokens: torch.Tensor
     positions: torch.Tensor
     """Position ids, shape ``[slots, rows]`` as for ``tokens``."""
@@ -311,13 +313,13 @@ class TreeInput:
             self._views: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
             self._buffer = buffer
 
-    def of(self, tree: DraftTree, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def tree_inputs(self, tree: DraftTree, length: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return token ids and positions ``[1, rows]`` of a tree after a context of ``length`` tokens."""
         ids, positions = self._numbers
         fill_tree(ids, positions, tree.root, tree.tokens, tree.parents, length)
         return self._shaped(1, len(tree) + 1)
 
-    def of_batch(self, trees: Sequence[DraftTree], lengths: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    def batch_inputs(self, trees: Sequence[DraftTree], lengths: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
         """Return token ids and positions ``[trees, rows]`` of several trees, each padded with its root."""
         rows = max(map(len, trees)) + 1
         self._make_room(len(trees))
@@ -356,10 +358,10 @@ def _fill(
         words[at], words[at + rows], words[at + 2 * rows] = root, length, 0
         if 0 < row <= len(tokens):
             node = row - 1
-            above = HEADER + parents[node] + 1
+            parent_at = HEADER + parents[node] + 1
             words[at] = tokens[node]
-            words[at + rows] = words[above + rows] + 1
-            words[at + 2 * rows] = words[above + 2 * rows] | (np.int64(1) << np.int64(node))
+            words[at + rows] = words[parent_at + rows] + 1
+            words[at + 2 * rows] = words[parent_at + 2 * rows] | (np.int64(1) << np.int64(node))
 
 
 @compiled
@@ -379,15 +381,18 @@ def fill_tree(
 @compiled
 def _fill_trees(
     numbers: npt.NDArray[np.int64],
-    heads: npt.NDArray[np.int64],
+    tree_headers: npt.NDArray[np.int64],
     tokens: npt.NDArray[np.int64],
     parents: npt.NDArray[np.int32],
     rows: int,
 ) -> None:
-    """Write ids and positions of several trees; ``heads`` has each tree's root, number of nodes and context length."""
+    """Write ids and positions of several trees.
+
+    ``tree_headers`` has each tree's root, number of nodes and context length.
+    """
     first = 0
-    for slot in range(len(heads)):
-        root, nodes, length = heads[slot]
+    for slot in range(len(tree_headers)):
+        root, nodes, length = tree_headers[slot]
         at = slot * rows
         numbers[0, at : at + rows], numbers[1, at : at + rows] = root, length
         stop = first + nodes

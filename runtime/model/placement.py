@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from hdtool.data.errors import ModelError, install_command
-from hdtool.runtime.kernels.compact_weight import in_float32, is_compact
-from hdtool.runtime.model.compact_layers import compact_places, replace_parameter
+from hdtool.runtime.kernels.compact_weight import expand_compact, is_compact
+from hdtool.runtime.model.compact_layers import compact_parameters, replace_parameter
 from hdtool.runtime.model.transformers_internals import last_logits_only, passes
 
 if TYPE_CHECKING:
@@ -35,13 +35,13 @@ def device_of(model: PreTrainedModel) -> torch.device:
     return model.device if execution is None else torch.device(execution)
 
 
-def scattered(model: PreTrainedModel) -> str:
+def not_on_one_device_reason(model: PreTrainedModel) -> str:
     """Return why the weights are not all on one device; an empty string if they are."""
-    places = {tensor.device for tensor in chain(model.parameters(), model.buffers())}
-    if torch.device("meta") in places:
+    refs = {tensor.device for tensor in chain(model.parameters(), model.buffers())}
+    if torch.device("meta") in refs:
         return "some of its weights are loaded only when they are needed"
-    if len(places) > 1:
-        return f"its weights lie on {', '.join(sorted(map(str, places)))}"
+    if len(refs) > 1:
+        return f"its weights lie on {', '.join(sorted(map(str, refs)))}"
     return ""
 
 
@@ -51,32 +51,32 @@ def require_accelerate(feature: str) -> None:
         raise ModelError(f"{feature} needs accelerate, which is not installed: {install_command('gpus')}")
 
 
-HIGHER = {torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.float32: torch.float64}
+HIGHER_PRECISION = {torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.float32: torch.float64}
 """Next dtype of much higher precision; float64 has none."""
 
 
 @contextmanager
 def more_precise(model: PreTrainedModel, device: torch.device) -> Iterator[None]:
     """Convert all weights to the next higher precision on ``device``; restore the same tensors at the end."""
-    if model.dtype not in HIGHER:
+    if model.dtype not in HIGHER_PRECISION:
         raise ModelError(f"there is no higher precision than {model.dtype}")
-    higher = HIGHER[model.dtype]
-    compact = compact_places(model)
+    higher = HIGHER_PRECISION[model.dtype]
+    compact = compact_parameters(model)
     parameters = (tensor for tensor in model.parameters() if not is_compact(tensor))
     tensors = [tensor for tensor in chain(parameters, model.buffers()) if tensor.is_floating_point()]
     kept = [tensor.data for tensor in tensors]
     try:
-        for weight, places in compact:
-            replace_parameter(places, in_float32(weight).to(device, higher))
+        for weight, refs in compact:
+            replace_parameter(refs, expand_compact(weight).to(device, higher))
         for tensor in tensors:
-            wider = tensor.dtype in HIGHER and torch.finfo(tensor.dtype).bits < torch.finfo(higher).bits
+            wider = tensor.dtype in HIGHER_PRECISION and torch.finfo(tensor.dtype).bits < torch.finfo(higher).bits
             tensor.data = tensor.data.to(device, higher if wider else tensor.dtype)
         yield
     finally:
         for tensor, data in zip(tensors, kept, strict=True):
             tensor.data = data
-        for weight, places in compact:
-            replace_parameter(places, weight)
+        for weight, refs in compact:
+            replace_parameter(refs, weight)
 
 
 @torch.inference_mode()

@@ -155,9 +155,9 @@ class RowByRow:
 
     def __init__(self, model: Module) -> None:
         self.layers = [layer for layer in model.modules() if _looks_for_outliers(layer)]
-        self._on = False
-        self._taken_out: torch.Tensor | None = None
-        self._hooks = [layer.register_forward_pre_hook(self._take_out) for layer in self.layers]
+        self._is_active = False
+        self._outlier_rows: torch.Tensor | None = None
+        self._hooks = [layer.register_forward_pre_hook(self._remove_outliers) for layer in self.layers]
         self._hooks += [layer.register_forward_hook(self._put_back) for layer in self.layers]
 
     @property
@@ -173,27 +173,27 @@ class RowByRow:
     @contextmanager
     def on(self) -> Iterator[None]:
         """Compute row by row in this block; outside, as for prompts, layers compute as in ``generate``."""
-        self._on = True
+        self._is_active = True
         try:
             yield
         finally:
-            self._on = False
+            self._is_active = False
 
-    def _take_out(self, layer: Any, arguments: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor] | None:
-        self._taken_out = None
+    def _remove_outliers(self, layer: Any, arguments: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor] | None:
+        self._outlier_rows = None
         rows = arguments[0]
-        if not self._on or rows.numel() == rows.shape[-1]:
+        if not self._is_active or rows.numel() == rows.shape[-1]:
             return None
         outliers = rows.to(torch.float16).abs() >= layer.state.threshold  # the layer's own criterion
         if not outliers.any():
             return None
-        self._taken_out = rows.masked_fill(~outliers, 0)
+        self._outlier_rows = rows.masked_fill(~outliers, 0)
         return (rows.masked_fill(outliers, 0),)
 
     def _put_back(self, layer: Any, arguments: tuple[torch.Tensor, ...], result: torch.Tensor) -> torch.Tensor | None:
-        if self._taken_out is None:
+        if self._outlier_rows is None:
             return None
-        outliers, self._taken_out = self._taken_out.flatten(0, -2), None
+        outliers, self._outlier_rows = self._outlier_rows.flatten(0, -2), None
         columns = outliers.any(dim=0).nonzero()[:, 0]
         weights = (layer.state.CB[:, columns].float() * layer.state.SCB[:, None] * (1 / 127)).to(result.dtype)
         return torch.addmm(result.flatten(0, -2), outliers[:, columns], weights.t()).view_as(result)

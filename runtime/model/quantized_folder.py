@@ -28,14 +28,14 @@ from hdtool.data.stores.home import quantized_at_home, quantized_models_at_home
 from hdtool.runtime.kernels.compact_weight import CompactWeight, narrowed
 from hdtool.runtime.kernels.gemm import COLUMN_MULTIPLE
 from hdtool.runtime.kernels.packed_matrix import FORMATS_BY_NAME, Q4_0, Q8_0, PackedMatrix, quantize_matrix
-from hdtool.runtime.model.compact_layers import is_of_linear_layers, weight_places
-from hdtool.runtime.model.gguf.converted_folder import ENDING, REST, Signature, content_hash
+from hdtool.runtime.model.compact_layers import is_of_linear_layers, weight_parameters
+from hdtool.runtime.model.gguf.converted_folder import GGUF_SUFFIX, REST, Signature, content_hash, remove_files
 from hdtool.runtime.model.hub import fingerprint_of
 
 MANIFEST = "quantized.json"
 FORMAT = 1
 KEYS = ("scheme", "sha256", "fingerprint", "transformers", "files", "kinds", "seen")
-MOST_SEEN = 16
+MAX_SEEN = 16
 Sources = tuple[Signature, ...]
 """Signatures of a checkpoint's files."""
 
@@ -102,7 +102,7 @@ class QuantizedManifest:
     def seen_as(self, sources: Sources) -> QuantizedManifest:
         paths = [source.path for source in sources]
         others = [group for group in self.seen if [source.path for source in group] != paths]
-        return replace(self, seen=(*others, sources)[-MOST_SEEN:])
+        return replace(self, seen=(*others, sources)[-MAX_SEEN:])
 
     def in_folder(self, folder: Path) -> QuantizedManifest:
         """Return the manifest with the current status of the files in ``folder``."""
@@ -124,11 +124,7 @@ def quantized_manifests() -> Iterator[tuple[Path, QuantizedManifest]]:
 def remove(folder: Path) -> None:
     """Delete a quantized model's files, the manifest first, and its folder if that is then empty; ignore OS errors."""
     manifest = QuantizedManifest.read(folder)
-    with suppress(OSError):
-        (folder / MANIFEST).unlink()
-        for name in manifest.files if manifest else ():
-            (folder / name).unlink(missing_ok=True)
-        folder.rmdir()
+    remove_files(folder, (MANIFEST, *(manifest.files if manifest else ())))
 
 
 def remove_quantized(folder: Path) -> None:
@@ -144,7 +140,7 @@ def remove_quantized(folder: Path) -> None:
 SCHEMES = {"q8_0": Q8_0, "q4_0": Q4_0}
 BLOCKS = "blocks.safetensors"
 DIGITS = 16
-SPARE = 1 << 26
+SPARE_BYTES = 1 << 26
 """Disk space in bytes to leave free."""
 
 
@@ -160,7 +156,7 @@ def quantized_folder(name: str, scheme: str, files: Sequence[Path], load: Callab
             return folder
     settled = all(source.is_settled for source in sources)
     digest = hashlib.sha256("".join(map(content_hash, files)).encode()).hexdigest()
-    folder = quantized_at_home(f"{Path(name).name.removesuffix(ENDING)}-{scheme}", _key(scheme, digest))
+    folder = quantized_at_home(f"{Path(name).name.removesuffix(GGUF_SUFFIX)}-{scheme}", _key(scheme, digest))
     advice = "make room, or let HDTOOL_HOME name a folder with more"
     busy = ModelError(f"another process quantizes {name}")
     with os_errors_as(ModelError, f"{name} cannot be quantized to {folder}", advice), folder_lock(folder, busy):
@@ -257,7 +253,7 @@ def _quantized_weights(
     To save memory, each weight of the model is freed once it is quantized.
     """
     tables = {id(layer.weight) for layer in (model.get_input_embeddings(), model.get_output_embeddings()) if layer}
-    places = {id(weight): places for places, weight in weight_places(model)}
+    places = {id(weight): places for places, weight in weight_parameters(model)}
     blocks, kinds, rest, kept, seen = {}, dict[str, str](), {}, list[str](), set[int]()
     for name, weight in model.state_dict(keep_vars=True).items():
         if id(weight) in seen:  # a tied weight
@@ -283,7 +279,7 @@ def _is_matrix(place: tuple[Any, str]) -> bool:
 
 def _check_room(name: str, needed: int, folder: Path) -> None:
     free = shutil.disk_usage(folder.parent).free
-    if free < needed + SPARE:
+    if free < needed + SPARE_BYTES:
         raise ModelError(
             f"{name} needs {needed:,} bytes in {folder.parent}, whose disk has {free:,}: make room, or let "
             "HDTOOL_HOME name a folder on another one"

@@ -27,7 +27,7 @@ from hdtool.runtime.tree import LARGEST_TREE, ROOT, DraftTree
 WARM_UPS = 1
 """Number of warm-up runs before a capture, since compilation and lazy initialization cannot be captured."""
 
-FIRST_THAT_RECOVERS = 2, 12
+FIRST_RECOVERING_TORCH = 2, 12
 """First torch release that can capture again after a failed capture (pytorch/pytorch#180395)."""
 
 Run = Callable[[], None]
@@ -73,8 +73,8 @@ class CudaGraphs:
                 with torch.cuda.stream(self._side):
                     for _ in range(WARM_UPS):
                         run()
-                    if not recovers():
-                        with refused_waits():
+                    if not can_capture_after_failure():
+                        with forbid_synchronization():
                             run()
             finally:
                 main.wait_stream(self._side)
@@ -124,14 +124,14 @@ class DeviceClock:
         return float(self._events[0].elapsed_time(self._events[1])) / 1e3
 
 
-def recovers() -> bool:
+def can_capture_after_failure() -> bool:
     """Return True if torch can capture again after a failed capture."""
     major, minor = torch.__version__.split(".")[:2]
-    return (int(major), int(minor)) >= FIRST_THAT_RECOVERS
+    return (int(major), int(minor)) >= FIRST_RECOVERING_TORCH
 
 
 @contextmanager
-def refused_waits() -> Iterator[None]:
+def forbid_synchronization() -> Iterator[None]:
     """Make operations that synchronize with the device raise in this block, since they cannot be captured.
 
     This affects all threads: operations of other threads raise as well.
@@ -162,7 +162,7 @@ def never(device: torch.device) -> Capture | None:
     return None
 
 
-SHORTEST_EXTENT = 512
+MIN_EXTENT = 512
 """Smallest extent in cache positions. Larger ones are this times a power of two, or halfway between two of these."""
 STEP_SIZES = (1, 8, 16, 32, 64, LARGEST_TREE + 1)
 """Numbers of rows per slot of captured steps. Matmuls use tiles of 64 rows: one more row starts another tile."""
@@ -217,7 +217,7 @@ class StaticSteps:
 
     def capacity_for(self, needed: int, limit: int | None, slots: int = 1) -> int:
         """Return the capacity per slot for ``needed`` positions: one of few values, so that steps can be reused."""
-        capacity = SHORTEST_EXTENT
+        capacity = MIN_EXTENT
         while capacity < needed:
             capacity *= 2
         if not self._pass.reads_extent:
@@ -253,7 +253,7 @@ class StaticSteps:
             extent = min(extent_for(max(slot.kv.length for slot in slots) + rows), cache.capacity)
         for place, (slot, tree) in enumerate(zip(slots, trees, strict=True)):
             buffers.input.fill(place, tree, rows, slot.kv.length)
-            slot.kv.used = max(slot.kv.used, slot.kv.length + rows)
+            slot.kv.written_length = max(slot.kv.written_length, slot.kv.length + rows)
         steps = self._steps.setdefault(cache.storage, {})
         shape = len(trees), rows, extent
         if shape not in steps:
@@ -268,8 +268,8 @@ class StaticSteps:
     ) -> list[Verified]:
         slots = cache.slots[: len(trees)]
         for place, slot in enumerate(slots):
-            if slot.kv.due:
-                buffers.input.move(place, rows, *slot.kv.due)
+            if slot.kv.pending_move:
+                buffers.input.move(place, rows, *slot.kv.pending_move)
         self._clock.start()
         buffers.input.send(len(trees), rows)
         for slot in slots:
@@ -382,7 +382,7 @@ def rankings_in(outcome: torch.Tensor, rows: int, k: int) -> tuple[torch.Tensor,
 
 def extent_for(rows: int) -> int:
     """Return the smallest extent with at least ``rows`` positions."""
-    extent = SHORTEST_EXTENT
+    extent = MIN_EXTENT
     while extent < rows:
         if extent * 3 // 2 >= rows:
             return extent * 3 // 2

@@ -12,7 +12,7 @@ from transformers.cache_utils import Cache as LibraryCache
 
 from hdtool.runtime.engine import PassLog, PassOptions, Verified
 from hdtool.runtime.model.cache.kv_cache import SlotKVCache
-from hdtool.runtime.model.cache.replay_slots import Place, ReplayCache, ReplaySlot
+from hdtool.runtime.model.cache.replay_slots import ReplayCache, ReplaySlot, TensorPath
 from hdtool.runtime.model.cache.slots import Cache, Slot
 from hdtool.runtime.model.cache.states import States
 from hdtool.runtime.model.families import HiddenStates, rotary_switch
@@ -80,7 +80,7 @@ class CompiledPasses(Protocol):
     def activations_are_int8(self) -> bool: ...
 
 
-NOTHING = nullcontext()
+NO_CONTEXT = nullcontext()
 
 
 class StockPasses:
@@ -110,12 +110,12 @@ class StockPasses:
         """Append tokens to a slot; return the logits ``[1, vocabulary]`` after the last one."""
         first = slot.length
         # Without a mask, the model makes its own for a whole prompt, or uses a causal kernel.
-        mask = self.masks.of_continuation(len(tokens), first) if first else None
+        mask = self.masks.continuation_mask(len(tokens), first) if first else None
         positions = range(first, first + len(tokens))
         slot.begin_reading()
         option = self._last_of_all if self.hidden.is_watched else self.last_only
         logits = self.forward([list(tokens)], [positions], mask, slot.kv, **option)[0, -1:]
-        slot.extend(tokens, self.hidden.of_slot(0, len(tokens)))
+        slot.extend(tokens, self.hidden.slot_rows(0, len(tokens)))
         return logits
 
     @torch.inference_mode()
@@ -132,27 +132,27 @@ class StockPasses:
 
     def verify_alone(self, slot: Slot, tree: DraftTree) -> Verified:
         """Verify a tree in a single slot."""
-        mask = self.masks.of_tree(tree, slot.length, reused=True)
+        mask = self.masks.tree_mask(tree, slot.length, reused=True)
         with self._over([tree], [slot], slot.states, slot.kv):
-            logits = self.run(*self._tree_input.of(tree, slot.length), mask, slot.kv)[0]
+            logits = self.run(*self._tree_input.tree_inputs(tree, slot.length), mask, slot.kv)[0]
         self.log.nodes, self.log.slots = len(tree), 1
-        return Verified(logits, self.hidden.of_slot(0, len(tree) + 1))
+        return Verified(logits, self.hidden.slot_rows(0, len(tree) + 1))
 
     def _verify_together(self, cache: Cache, trees: Sequence[DraftTree]) -> list[Verified]:
         """Verify all trees in one pass, padded to the largest one."""
         slots = cache.slots[: len(trees)]
         lengths = [slot.length for slot in slots]
-        mask = self.masks.of_batch(trees, lengths)
-        ids, positions = self._tree_input.of_batch(trees, lengths)
+        mask = self.masks.batch_mask(trees, lengths)
+        ids, positions = self._tree_input.batch_inputs(trees, lengths)
         rows = ids.shape[1]
         for slot in slots:
-            slot.kv.used = max(slot.kv.used, slot.length + rows)
+            slot.kv.written_length = max(slot.kv.written_length, slot.length + rows)
         batch_cache = SlotKVCache(cache.storage, lengths, rows)
         with self._over(trees, slots, cache.storage.states, batch_cache):
             logits = self.run(ids, positions, mask, batch_cache)
         self.log.nodes, self.log.slots = rows - 1, len(trees)
         used = [len(tree) + 1 for tree in trees]
-        return [Verified(logits[slot, :n], self.hidden.of_slot(slot, n)) for slot, n in enumerate(used)]
+        return [Verified(logits[slot, :n], self.hidden.slot_rows(slot, n)) for slot, n in enumerate(used)]
 
     @contextmanager
     def _over(
@@ -200,7 +200,7 @@ class StockPasses:
         **options: Any,
     ) -> Any:
         """Run and time a pass over token ids on the model's device; return the model's output."""
-        with self.row_by_row.on() if self.row_by_row.layers and mask is not None else NOTHING:
+        with self.row_by_row.on() if self.row_by_row.layers and mask is not None else NO_CONTEXT:
             started = time.perf_counter()
             options_: dict[str, Any] = {self.cache_name: cache, "use_cache": True, "return_dict": True, **options}
             if self.takes_positions:
@@ -212,7 +212,7 @@ class StockPasses:
         return output
 
 
-MOST_WAITING = 12
+MAX_WAITING = 12
 """Maximum number of accepted tokens that a pass reads again together with drafts.
 
 If more are waiting, the pass verifies no drafts, so that its cache is kept for certain.
@@ -225,7 +225,7 @@ class ReplayPasses:
     Each pass first reads the accepted tokens that the slot's cache lacks.
     """
 
-    def __init__(self, stock: StockPasses, shared: frozenset[Place]) -> None:
+    def __init__(self, stock: StockPasses, shared: frozenset[TensorPath]) -> None:
         self._stock, self._shared = stock, shared
 
     def allocate(self, slots: int) -> ReplayCache:
@@ -244,9 +244,9 @@ class ReplayPasses:
     def fitted(cache: Cache, slot: int, tree: DraftTree) -> DraftTree:
         """Return the part of a tree that the slot's next pass verifies: its first chain.
 
-        If more than ``MOST_WAITING`` tokens are waiting, that is only the root.
+        If more than ``MAX_WAITING`` tokens are waiting, that is only the root.
         """
-        if len(_slot(cache, slot).waiting) > MOST_WAITING:
+        if len(_slot(cache, slot).waiting) > MAX_WAITING:
             return DraftTree.bare(tree.root)
         return tree.first_chain()
 
@@ -277,7 +277,7 @@ class ReplayPasses:
         positions = torch.arange(first, first + len(tokens), device=stock.device)[None]
         options = dict.fromkeys(stock.last_only, keep)
         output = stock.call(ids, positions, None, held.copy_of_filled(), **options)
-        return output.logits[0, -keep:], cache_in(output), stock.hidden.of_slot(0, len(tokens))
+        return output.logits[0, -keep:], cache_in(output), stock.hidden.slot_rows(0, len(tokens))
 
 
 def _slot(cache: Cache, slot: int) -> ReplaySlot:

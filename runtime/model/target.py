@@ -37,7 +37,7 @@ from hdtool.runtime.model.families import (
     tells_prompts_from_answers,
     tolerance_of,
 )
-from hdtool.runtime.model.recurrent.mixers import lock_of
+from hdtool.runtime.model.recurrent.mixers import forward_lock
 from hdtool.runtime.model.static_steps import Capture, CaptureMaker, by_device
 from hdtool.runtime.model.stock_passes import CompiledPasses, ReplayPasses, StockPasses
 from hdtool.runtime.model.transformers_internals import use_masked_attention, windows_only_the_cache
@@ -46,7 +46,7 @@ from hdtool.runtime.tree import LARGEST_TREE, DraftTree
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-ROOM = 512
+MIN_GROWTH = 512
 """Minimum number of positions by which a cache grows when an answer fills it."""
 
 
@@ -100,7 +100,7 @@ class Target:
         self._changes = ModelChanges(model)
         self._own_cache: Cache | None = None
         if not self.shapes:
-            with lock_of(model), self.changing(), self.log.unchanged():
+            with forward_lock(model), self.changing(), self.log.unchanged():
                 self._prove()
         if self.captures:
             self._changes.record(holds_memory=True)
@@ -178,7 +178,7 @@ class Target:
 
         A model with other modules or hooks is checked again; raise a ``FamilyError`` if the check fails.
         """
-        with lock_of(self.model):  # another target's pass may have replaced forwards, and its proof adds hooks
+        with forward_lock(self.model):  # another target's pass may have replaced forwards, and its proof adds hooks
             changed = self._changes.found(self._discard)
             if changed:
                 self._changes.record(holds_memory=self.captures)
@@ -265,7 +265,7 @@ class Target:
         longest = used[0].kv.length if len(trees) == 1 else max(slot.kv.length for slot in used)
         if longest + LARGEST_TREE >= cache.storage.capacity:
             needed = longest + LARGEST_TREE + 1
-            cache.reserve(needed, needed + max(ROOM, longest // 2))
+            cache.reserve(needed, needed + max(MIN_GROWTH, longest // 2))
             used = cache.slots[: len(trees)]
         # Without padding, each tree attends only to its own context, so the cost depends on the sum of all contexts.
         is_mean = len(trees) > 1 and not self.pads
@@ -273,7 +273,7 @@ class Target:
         verified = self._captured.verify(cache, trees, wants) if self._captured.steps else None
         if verified is None:
             for slot in used:
-                if slot.kv.due:
+                if slot.kv.pending_move:
                     slot.kv.settle()
             verified = compiled.verify(cache, trees, wants) if (compiled := self._current()) else None
         verified = verified or self.stock.verify(cache, trees)
@@ -305,7 +305,7 @@ class Target:
 
     def commit(self, cache: Cache, slot: int, path: Sequence[int]) -> None:
         """Append the root and the nodes of ``path`` to a slot's context; the rest of its tree is discarded."""
-        cache.slots[slot].commit(path, later=self.captures)
+        cache.slots[slot].commit(path, deferred=self.captures)
 
     def watch_hidden(self, layers: Sequence[int] = ()) -> slice:
         """Return hidden states from each pass from now on, for drafters that use them.
@@ -317,7 +317,7 @@ class Target:
             return known
 
         def run() -> None:
-            self.prefill(self.allocate(1, ROOM), 0, some_context(4, self.config.vocab_size))
+            self.prefill(self.allocate(1, MIN_GROWTH), 0, some_context(4, self.config.vocab_size))
 
         self.notice_changes()
         compiled, self.compiled = self.compiled, None

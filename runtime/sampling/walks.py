@@ -97,19 +97,19 @@ def draw_ranked(position: Any, vocabulary: Any, tokens: Any, scores: Any, draws:
     return sample_among(draws.seed, position, tokens[:kept], padded[:kept], np.inf)
 
 
-NOTHING_CERTAIN = np.empty(0, np.int64)
+NO_FORCED_TOKENS = np.empty(0, np.int64)
 
 
 def compile_drawn_walks(draws: Draws, walked: Array) -> None:
     """Compile walks by drawn tokens, or load them from the cache, before the first step."""
     bare, row = DraftTree.bare(0), np.zeros(1, np.float32)
-    walk_draws(row.ctypes.data, 1, 1, NOTHING_CERTAIN, bare.tokens, bare.parents, 1, walked, 0, False, draws)
+    walk_draws(row.ctypes.data, 1, 1, NO_FORCED_TOKENS, bare.tokens, bare.parents, 1, walked, 0, False, draws)
 
 
 def compile_walks() -> None:
     """Compile walks by argmax, or load them from the cache, before the first step."""
     bare, logits, walked = DraftTree.bare(0), torch.zeros(1, 1), np.zeros((2, 1), np.int64)
-    walk_argmax(*bits_of(logits), NOTHING_CERTAIN, bare.tokens, bare.parents, 1, walked)
+    walk_argmax(*bits_of(logits), NO_FORCED_TOKENS, bare.tokens, bare.parents, 1, walked)
     walk_known(walked[0], walked[0], bare.tokens, bare.parents, 1, walked)
 
 
@@ -118,7 +118,7 @@ def walk_draws(
     address: int,
     stride: int,
     vocabulary: int,
-    certain: Array,
+    forced_tokens: Array,
     drafted: Array,
     parents: Array,
     longest: int,
@@ -129,14 +129,14 @@ def walk_draws(
 ) -> tuple[int, bool]:
     """Write at most ``longest`` tokens drawn from float32 logits, and the node that drafted each, to ``walked``.
 
-    ``position`` is that of the first token. If ``certain`` holds the only possible token after a row, it is taken
+    ``position`` is that of the first token. If ``forced_tokens`` holds the only possible token after a row, it is taken
     without a draw. Return the number of tokens, and whether all logits that decided are finite. The walk ends before a
     row that is not finite and, if a mask applies, before a token that depends on which tokens are forbidden.
     """
     node, among = ROOT, np.empty(0, np.int64)
     for place in range(longest):
         row = array_at(address + (node + 1) * stride * ITEM_SIZE, vocabulary, np.float32)
-        token = certain[node + 1] if len(certain) > 0 else UNDETERMINED
+        token = forced_tokens[node + 1] if len(forced_tokens) > 0 else UNDETERMINED
         if token != UNDETERMINED:
             token = token if np.isfinite(row[token]) else NOT_FINITE
         elif is_masked:
@@ -159,7 +159,7 @@ def walk_argmax(
     stride: int,
     vocabulary: int,
     infinity: Array,
-    certain: Array,
+    forced_tokens: Array,
     drafted: Array,
     parents: Array,
     longest: int,
@@ -167,13 +167,13 @@ def walk_argmax(
 ) -> tuple[int, bool]:
     """Write at most ``longest`` tokens chosen by argmax, and the node that drafted each, to ``walked``.
 
-    If ``certain`` holds the only possible token after a row, it is chosen, and only its logit is read. Return the
+    If ``forced_tokens`` holds the only possible token after a row, it is chosen, and only its logit is read. Return the
     number of tokens, and whether all logits that decided are finite. The walk ends before a row that is not finite,
     unless it is the only row.
     """
     node = ROOT
     for place in range(longest):
-        token = certain[node + 1] if len(certain) > 0 else UNDETERMINED
+        token = forced_tokens[node + 1] if len(forced_tokens) > 0 else UNDETERMINED
         if token == UNDETERMINED:
             token, finite = argmax_of_row(address, stride, vocabulary, infinity, node + 1)
         else:

@@ -37,7 +37,7 @@ from hdtool.runtime.config import DecodeConfig, ModelConfig, SamplingConfig
 from hdtool.runtime.drafters.methods import drafter_with_budget
 from hdtool.runtime.environment import machine
 from hdtool.runtime.model.checks.trees import some_context
-from hdtool.runtime.model.compact_layers import compact_places
+from hdtool.runtime.model.compact_layers import compact_parameters
 from hdtool.runtime.model.load import Loaded, load, load_stock, load_tokenizer
 from hdtool.runtime.sampling.sampler import Sampler
 from hdtool.runtime.stores.store_set import StoreSet
@@ -90,7 +90,7 @@ def memory_of(folder: str, dtype: str) -> None:
     before = resident()
     loaded = load(ModelConfig(folder, device="cpu", dtype=dtype))
     after, parameters = resident(), list(loaded.target.model.parameters())
-    compact = {id(weight): weight.stored.nbytes for weight, _ in compact_places(loaded.target.model)}
+    compact = {id(weight): weight.stored.nbytes for weight, _ in compact_parameters(loaded.target.model)}
     weights = sum(compact.get(id(weight), weight.nbytes) for weight in parameters)
     anon, file = (after[name] - before[name] for name in ("RssAnon", "RssFile"))
     peak = after["VmHWM"] - before["RssAnon"] - before["RssFile"]

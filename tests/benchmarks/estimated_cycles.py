@@ -110,7 +110,7 @@ def _cases(dot: str) -> Iterator[Case]:
             continue
         for rows in ROWS:
             outs = tile_out_features(rows)
-            yield Case(form.name, rows, tile(outs, rows), kind, outs * form.numbers, rows)
+            yield Case(form.name, rows, tile(outs, rows), kind, outs * form.block_size, rows)
             together = min(rows, INT8_TILE_ROWS)
             panel = panel_tile(together, dot)
             yield Case(f"{form.name}, int8 activations", rows, panel, kind, PANEL_ROWS * PART, together)

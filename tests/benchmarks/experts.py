@@ -64,9 +64,9 @@ class Simulated:
     overlap: float
 
     def milliseconds(self, rows: int, overlap: float, factor: float = 1.0) -> float:
-        woken = distinct_experts(rows, self.top, self.experts, overlap) * factor
-        woken = min(self.experts, max(self.top, woken))
-        return PLAIN * (1 - self.share + self.share * woken / self.top + ROW * (rows - 1))
+        active_experts = distinct_experts(rows, self.top, self.experts, overlap) * factor
+        active_experts = min(self.experts, max(self.top, active_experts))
+        return PLAIN * (1 - self.share + self.share * active_experts / self.top + ROW * (rows - 1))
 
     def curve(self, overlap: float) -> CostCurve:
         return CostCurve(
@@ -143,7 +143,7 @@ def real_passes(name: str, threads: int, repeats: int = 6) -> str:
 
 
 def print_real(families: Sequence[str], threads: int) -> None:
-    print(f"{machine()}, random weights in bfloat16; experts woken in all layers: milliseconds\n")
+    print(f"{machine()}, random weights in bfloat16; active experts in all layers: milliseconds\n")
     shown = " | ".join(f"{rows} {'equal' if equal else 'random'}" for rows, equal in SHOWN)
     print(f"| | threads | {shown} | ms a row | ms an expert |\n|{'---|' * (len(SHOWN) + 4)}")
     for name in families:

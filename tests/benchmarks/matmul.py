@@ -90,7 +90,7 @@ def main() -> None:
         for shape in MODELS[model]:
             outs, columns = shape
             for form in options.forms:
-                if form in NAMES and columns % NAMES[form].numbers:
+                if form in NAMES and columns % NAMES[form].block_size:
                     continue  # columns are not a multiple of the block size
                 weights = [weight_of(form, shape) for _ in range(max(1, min(4, IN_TURN // (outs * columns))))]
                 for threads in options.threads:

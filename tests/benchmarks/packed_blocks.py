@@ -50,7 +50,7 @@ def sides_of(shape: tuple[int, int], number: int) -> dict[str, Side]:
         "bfloat16": (BFLOAT16, 2, [matrix.bfloat16() for matrix in numbers]),
     }
     for one in FORMATS_BY_GGUF_TYPE.values():
-        if shape[1] % one.numbers == 0:
+        if shape[1] % one.block_size == 0:
             sides[one.name] = one.kind, one.bytes, [some_matrix(one, *shape, seed).blocks for seed in range(number)]
     return sides
 

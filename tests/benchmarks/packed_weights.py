@@ -47,7 +47,7 @@ from hdtool.runtime.kernels.compact_weight import CompactWeight
 from hdtool.runtime.kernels.linear import compile_linear_layers
 from hdtool.runtime.kernels.packed_matrix import PackedMatrix
 from hdtool.runtime.model.checks.trees import some_context
-from hdtool.runtime.model.compact_layers import Place, compact_places, replace_parameter, weight_places
+from hdtool.runtime.model.compact_layers import ParameterRef, compact_parameters, replace_parameter, weight_parameters
 from hdtool.runtime.model.gguf.converted import stays_packed
 from hdtool.runtime.model.load import Loaded, load
 from hdtool.runtime.model.target import Target
@@ -68,7 +68,7 @@ CHILD = "--loads"
 class Side:
     """Weights of a model in one format."""
 
-    weights: list[tuple[list[Place], torch.Tensor]]
+    weights: list[tuple[list[ParameterRef], torch.Tensor]]
     _compiled: CompiledModel | None = None
 
     def place(self) -> None:
@@ -89,7 +89,7 @@ class Side:
 
 
 def side_of(model: Any, name: str, stored: Callable[[torch.Tensor, str], torch.Tensor]) -> Side:
-    matrices = [(places, weight) for places, weight in weight_places(model) if weight.dim() == 2]
+    matrices = [(places, weight) for places, weight in weight_parameters(model) if weight.dim() == 2]
     return Side([(places, stored(weight, name)) for places, weight in matrices])
 
 
@@ -122,7 +122,7 @@ def target_and_sides(model: str | None, formats: list[str]) -> tuple[Target, dic
 
 def _target(model: Any, sides: dict[str, Side]) -> Target:
     """Return the target of a model on the meta device, with norm weights of 1 and the matrices of the first side."""
-    for places, weight in weight_places(model):
+    for places, weight in weight_parameters(model):
         if weight.dim() == 1:
             replace_parameter(places, torch.ones(weight.shape))
     next(iter(sides.values())).place()
@@ -269,7 +269,7 @@ def _use(loaded: Loaded) -> None:
     one = OneSequence(loaded.target)
     one.prefill(some_context(64, 4000))
     one.verify(DraftTree.bare(1))
-    assert compact_places(loaded.target.model) or loaded.target.dtype == torch.float32
+    assert compact_parameters(loaded.target.model) or loaded.target.dtype == torch.float32
 
 
 def loading(file: str) -> None:

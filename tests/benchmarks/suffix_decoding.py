@@ -131,7 +131,7 @@ class Player:
         while done < len(truth):
             draft_us, drafted = timed(peer.draft, peer.context(context))
             tree = peer.tree(drafted, context[-1])
-            mask_us, _ = timed(partial(masks.of_tree, reused=True), tree, len(context) - 1)
+            mask_us, _ = timed(partial(masks.tree_mask, reused=True), tree, len(context) - 1)
             accepted = accept_recorded(tree, truth[done:])
             self.learn_us.append(timed(peer.learn, accepted)[0])
             self.draft_us.append(draft_us)

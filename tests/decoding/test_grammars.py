@@ -269,7 +269,7 @@ class TestCertainTokens:
         guide = compiler.guide(Grammar.regex("a+"))
         (first,) = (~guide.forbidden(torch.device("cpu"), compiler.vocabulary)).nonzero()[:1, 0].tolist()
         sampler = Sampler(SamplingConfig(temperature=temperature), [1], processors=LogitsProcessorList(masks_of(guide)))
-        tree = replace(DraftTree.of(1, [first], [-1]), certain=np.array([first, first]))
+        tree = replace(DraftTree.of(1, [first], [-1]), forced_tokens=np.array([first, first]))
         logits = torch.full((2, compiler.vocabulary), -torch.inf)
         logits[0, first], logits[1, first] = 0.0, torch.nan
         accepted = accept(tree, Verified(logits), sampler, max_tokens=9)
@@ -347,13 +347,13 @@ class TestTrees:
             assert parent < node
             paths.append([*paths[parent + 1], token])
             assert oracle.validate_tokens(paths[-1]) == len(paths[-1])
-        assert found.certain is not None
-        for path, certain in zip(paths, found.certain.tolist(), strict=True):
-            if certain != UNDETERMINED:
+        assert found.forced_tokens is not None
+        for path, forced_tokens in zip(paths, found.forced_tokens.tolist(), strict=True):
+            if forced_tokens != UNDETERMINED:
                 after = compiler.guide(grammar)
                 after.extend([*answer, *path])
                 allowed = (~after.forbidden(torch.device("cpu"), compiler.vocabulary)).nonzero()[:, 0].tolist()
-                assert allowed == [certain]
+                assert allowed == [forced_tokens]
         kept = found.sources == SourceName.CONTEXT
         expected = [node for node in range(size) if self.is_allowed(oracle, tree, node)]
         assert found.tokens[kept].tolist() == [tokens[node] for node in expected]

@@ -19,7 +19,7 @@ from hdtool.runtime.engine import Verified
 from hdtool.runtime.integrations.hf_generate import Generator
 from hdtool.runtime.loop import Loop, Outcome, Request
 from hdtool.runtime.model.cache.slots import Cache
-from hdtool.runtime.model.cache.states import MOST_SNAPSHOTS
+from hdtool.runtime.model.cache.states import MAX_SNAPSHOTS
 from hdtool.runtime.model.static_steps import CaptureMaker, Run, never
 from hdtool.runtime.model.target import Target
 from hdtool.runtime.prefix_cache import MIN_CACHED_PREFIX, PrefixCache, PromptReader, common_prefix
@@ -101,7 +101,7 @@ def test_a_prompt_read_in_pieces_has_the_logits_of_one_read_at_once(family: str)
 
 def states_after(length: int, most: int, shared: int) -> list[int]:
     """Where a prompt may go on if its states were kept at the end of each piece: there, or at its start."""
-    ends = [*range(most, length, most), length][-MOST_SNAPSHOTS:]
+    ends = [*range(most, length, most), length][-MAX_SNAPSHOTS:]
     found = max((end for end in ends if end <= shared), default=0)
     return [found] if found >= MIN_CACHED_PREFIX else [0, found]
 

@@ -245,9 +245,9 @@ def test_a_model_whose_hidden_states_are_watched_is_copied_and_saved(tmp_path: P
     target = Target(with_mtp("glm4_moe", tmp_path))
     drafter_of("mtp", target)
     for made in (copy.deepcopy(target.model), pickle.loads(pickle.dumps(target.model))):
-        before = target.hidden.of_pass
+        before = target.hidden.last_pass
         made(torch.tensor([prompt_of(9)]))
-        assert target.hidden.of_pass is before
+        assert target.hidden.last_pass is before
         copied = Target(made)
         plain = output_tokens(run(target, prompt_of(20), SamplingConfig(), max_new_tokens=20))
         assert (

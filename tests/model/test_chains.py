@@ -291,7 +291,7 @@ def test_hidden_states_are_those_of_the_accepted_tokens() -> None:
 
 
 def test_many_waiting_tokens_are_read_without_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stock_passes, "MOST_WAITING", 2)
+    monkeypatch.setattr(stock_passes, "MAX_WAITING", 2)
     model, target, prompt = model_of("zaya"), target_of("zaya"), prompt_of(33)
     expected = generated(model, prompt, 30)
     steps = run(target, prompt, SamplingConfig(), 30, drafter=WrongDrafter(33, expected, VOCABULARY, 1))

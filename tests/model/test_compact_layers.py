@@ -23,7 +23,7 @@ from hdtool.runtime.kernels.experts import arrange_experts
 from hdtool.runtime.kernels.linear import CompiledLinear, compile_linear_layers, compiled_linear, share_weights
 from hdtool.runtime.model import compact_layers
 from hdtool.runtime.model.compact_layers import (
-    compact_places,
+    compact_parameters,
     compact_weights,
     expand_weights_read,
     has_compact_weights,
@@ -211,7 +211,7 @@ def test_a_loaded_checkpoint_has_the_bits_of_one_in_float32(tmp_path: Path, dtyp
     compact, wide = (load(ModelConfig(str(folder), device="cpu", dtype=kind)).target for kind in ("auto", "float32"))
     matrices = {name for name, weight in wide.model.named_parameters(remove_duplicate=False) if weight.dim() == 2}
     assert names_of(compact.model) == matrices and not names_of(wide.model)
-    assert {weight.stored.dtype for weight, _ in compact_places(compact.model)} == {dtype}
+    assert {weight.stored.dtype for weight, _ in compact_parameters(compact.model)} == {dtype}
     assert compact.dtype == wide.dtype == torch.float32
     assert {tensor.dtype for tensor in compact.model.parameters()} == {torch.float32}
     for length in LENGTHS:

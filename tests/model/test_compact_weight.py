@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 from torch.nn.functional import embedding, linear
 
-from hdtool.runtime.kernels.compact_weight import CompactWeight, Stored, in_float32, is_compact, narrowed
+from hdtool.runtime.kernels.compact_weight import CompactWeight, Stored, expand_compact, is_compact, narrowed
 from hdtool.runtime.kernels.gemm import COLUMN_MULTIPLE
 from hdtool.runtime.kernels.linear import compiled_linear
 from tests.support.packed_blocks import NAMES, some_matrix
@@ -115,7 +115,7 @@ OPERATIONS: dict[str, Any] = {
     "narrow": lambda weight: weight.to(torch.bfloat16),
     "clone": lambda weight: weight.clone().mul_(3),
     "split": lambda weight: [part * 2 for part in weight.split(2)],
-    "numpy": lambda weight: in_float32(weight.detach()).numpy(),
+    "numpy": lambda weight: expand_compact(weight.detach()).numpy(),
     "bits": lambda weight: weight.view(torch.int32),
     "reduced": lambda weight: torch.stack([weight.std(), weight.abs().max()]),
     "where": lambda weight: torch.where(weight > 0, weight, -weight),
@@ -181,5 +181,5 @@ def test_gradients_pass_through() -> None:
     weight = torch.nn.Parameter(CompactWeight(weight_of(8, 64, torch.bfloat16)), requires_grad=True)
     numbers = torch.ones(2, 64, requires_grad=True)
     linear(numbers, weight).sum().backward()
-    assert numbers.grad is not None and torch.equal(numbers.grad[0], in_float32(weight.detach()).sum(0))
+    assert numbers.grad is not None and torch.equal(numbers.grad[0], expand_compact(weight.detach()).sum(0))
     assert weight.grad is not None and torch.equal(weight.grad, torch.full((8, 64), 2.0))

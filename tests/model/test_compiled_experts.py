@@ -43,13 +43,13 @@ def experts_of(name: str) -> tuple[Module, Module]:
 def test_experts_have_the_numbers_of_the_library(name: str) -> None:
     usual, found = experts_of(name)
     for rows in (1, 2, 7, 40):
-        hidden, shares = torch.randn(rows, 64), torch.rand(rows, 2)
+        hidden, routing_weights = torch.randn(rows, 64), torch.rand(rows, 2)
         chosen = torch.stack([torch.randperm(4)[:2] for _ in range(rows)])
-        of_all = found(hidden, chosen, shares)
-        expected = usual(hidden, chosen, shares)
+        of_all = found(hidden, chosen, routing_weights)
+        expected = usual(hidden, chosen, routing_weights)
         torch.testing.assert_close(of_all, expected, rtol=1e-4, atol=1e-5 * float(expected.abs().max()))
         for row in (0, rows - 1):
-            alone = found(hidden[row : row + 1], chosen[row : row + 1], shares[row : row + 1])
+            alone = found(hidden[row : row + 1], chosen[row : row + 1], routing_weights[row : row + 1])
             assert torch.equal(alone[0], of_all[row])
 
 
@@ -57,11 +57,11 @@ def test_experts_have_the_numbers_of_the_library(name: str) -> None:
 @torch.inference_mode()
 def test_experts_that_no_row_has_are_not_read(name: str) -> None:
     _, found = experts_of(name)
-    hidden, chosen, shares = torch.randn(5, 64), torch.tensor([[0, 2]] * 5), torch.rand(5, 2)
-    expected = found(hidden, chosen, shares)
+    hidden, chosen, routing_weights = torch.randn(5, 64), torch.tensor([[0, 2]] * 5), torch.rand(5, 2)
+    expected = found(hidden, chosen, routing_weights)
     for weight in found.parameters():
         weight[1], weight[3] = float("nan"), float("nan")
-    assert torch.equal(found(hidden, chosen, shares), expected)
+    assert torch.equal(found(hidden, chosen, routing_weights), expected)
 
 
 def test_gradients_are_the_librarys() -> None:
@@ -79,12 +79,14 @@ def test_gradients_are_the_librarys() -> None:
 def test_routes_are_those_of_torch(renorms: bool) -> None:
     torch.manual_seed(2)
     logits = torch.randn(9, 16)
-    chosen, shares = np.zeros((9, 4), np.int64), np.zeros((9, 4), np.float32)
+    chosen, routing_weights = np.zeros((9, 4), np.int64), np.zeros((9, 4), np.float32)
     router = Router(torch.zeros(16, 64), None, 4, False, renorms, None, 1, 1, 1.0, 0.0, 0.0)
-    route(router_record(router, None), logits.clone().numpy(), chosen, shares)
+    route(router_record(router, None), logits.clone().numpy(), chosen, routing_weights)
     probs, best = logits.softmax(1).topk(4)
     assert chosen.tolist() == best.tolist()
-    torch.testing.assert_close(torch.from_numpy(shares), probs / probs.sum(1, keepdim=True) if renorms else probs)
+    torch.testing.assert_close(
+        torch.from_numpy(routing_weights), probs / probs.sum(1, keepdim=True) if renorms else probs
+    )
 
 
 def test_experts_that_compute_something_else_stay(monkeypatch: pytest.MonkeyPatch) -> None:

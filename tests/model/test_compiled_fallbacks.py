@@ -20,7 +20,7 @@ from hdtool.data import demo
 from hdtool.runtime.budget.measure_passes import _saved_file
 from hdtool.runtime.config import ModelConfig
 from hdtool.runtime.engines.cpu.proof import compile_cpu
-from hdtool.runtime.kernels.compact_weight import in_float32
+from hdtool.runtime.kernels.compact_weight import expand_compact
 from hdtool.runtime.kernels.linear import compile_linear_layers, has_compiled_layers
 from hdtool.runtime.model.load import load
 from hdtool.runtime.model.placement import more_precise
@@ -87,15 +87,15 @@ def with_another_function(model: Any) -> None:
 def with_a_transposed_weight(model: Any) -> None:
     """It lies where it was."""
     weight = model.model.layers[0].self_attn.q_proj.weight
-    weight.data = in_float32(weight).data.t()
+    weight.data = expand_compact(weight).data.t()
 
 
 def with_fewer_units(model: Any) -> None:
     """The parts of weights in float32 lie where the whole ones began."""
     mlp = model.model.layers[0].mlp
     for layer in (mlp.gate_proj, mlp.up_proj):
-        layer.weight.data = in_float32(layer.weight).data[:64]
-    mlp.down_proj.weight.data = in_float32(mlp.down_proj.weight).data[:, :64]
+        layer.weight.data = expand_compact(layer.weight).data[:64]
+    mlp.down_proj.weight.data = expand_compact(mlp.down_proj.weight).data[:, :64]
 
 
 def with_another_forward(model: Any) -> None:

@@ -35,7 +35,7 @@ from tests.support.oracle import assert_same_logits, generated, plain_logits, pr
 from tests.support.trees import WrongDrafter, tokens_to
 
 LARGE = DraftTree.of(4, list(range(40)), [-1] * 40)
-CERTAIN = replace(TREE, certain=np.array([UNDETERMINED, 5, UNDETERMINED, 3, 8, UNDETERMINED, 1], np.int64))
+CERTAIN = replace(TREE, forced_tokens=np.array([UNDETERMINED, 5, UNDETERMINED, 3, 8, UNDETERMINED, 1], np.int64))
 LENGTHS = (1, 2, 31, 64, PROMPT_CHUNK, PROMPT_CHUNK + 1, 3 * PROMPT_CHUNK + 9)
 
 

@@ -54,9 +54,9 @@ WRONG: dict[str, tuple[str, dict[str, Any]]] = {
     "no inputs of layers": ("gemma4", {"has_inputs": False}),
     "values of their own": ("gemma4_unified", {"projections": lambda attention: ("q_proj", "k_proj", "v_proj")}),
     "keys of its own": ("gemma4", {"projections": lambda attention: ("q_proj", "k_proj", "v_proj")}),
-    "no keys that later layers read": ("gemma4", {"keeps": "is_kv_shared_layer"}),
+    "no keys that later layers read": ("gemma4", {"shared_kv_attribute": "is_kv_shared_layer"}),
     "heads of one shape": ("gemma4", {"varies_heads": False}),
-    "no experts": ("gemma4, experts beside MLPs", {"beside": ""}),
+    "no experts": ("gemma4, experts beside MLPs", {"added_router": ""}),
 }
 
 
@@ -257,8 +257,11 @@ def test_keys_of_another_layer_are_not_read(monkeypatch: pytest.MonkeyPatch) -> 
 
     def other_sources(model: Any, kind: Any) -> Any:
         parts = model_parts(model, kind)
-        assert parts and [layer.source for layer in parts.layers] == [None] * 4 + [2, 3]
-        layers = [*parts.layers[:4], *(replace(layer, source=(layer.source or 0) - 2) for layer in parts.layers[4:])]
+        assert parts and [layer.kv_source for layer in parts.layers] == [None] * 4 + [2, 3]
+        layers = [
+            *parts.layers[:4],
+            *(replace(layer, kv_source=(layer.kv_source or 0) - 2) for layer in parts.layers[4:]),
+        ]
         return replace(parts, layers=layers)
 
     monkeypatch.setattr(proof, "model_parts", other_sources)

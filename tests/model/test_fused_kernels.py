@@ -11,7 +11,7 @@ from hdtool.runtime.engines.cpu.attention import (
     BLOCK_QUERIES,
     MAX_BLOCK_QUERIES,
     attend,
-    attention_numbers,
+    attention_scratch_size,
     query_blocks,
 )
 from hdtool.runtime.kernels.compiled import compiled
@@ -44,7 +44,7 @@ def attended(
     rows, query_heads, width = queries.shape
     heads, capacity, _ = keys.shape
     found = torch.empty_like(queries)
-    scratch = torch.empty(attention_numbers(positions, width, together)).fill_(float("nan"))
+    scratch = torch.empty(attention_scratch_size(positions, width, together)).fill_(float("nan"))
     attend(
         queries.data_ptr(),
         rows,
@@ -119,8 +119,8 @@ def test_windows_bounds_and_sinks_are_those_of_torch(
     repeated, weighed = (one[:, :positions].double().repeat_interleave(groups, 0) for one in (keys, values))
     scores = torch.einsum("rhw,hpw->hrp", queries.double(), repeated) * width**-0.5
     scores = (2.0 * (scores / 2.0).tanh()).masked_fill(hidden, float("-inf"))
-    drained = sinks.double()[:, None, None].expand(-1, rows, 1)
-    weights = torch.cat((scores, drained), dim=2).softmax(2)[..., :-1]
+    sink_weights = sinks.double()[:, None, None].expand(-1, rows, 1)
+    weights = torch.cat((scores, sink_weights), dim=2).softmax(2)[..., :-1]
     assert (found - torch.einsum("hrp,hpw->rhw", weights, weighed)).abs().max() < 1e-5
 
 

@@ -37,7 +37,7 @@ from tests.support.project import ROOT
 @pytest.fixture(autouse=True)
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A home of each test's own. A file that a test has just written counts as settled."""
-    monkeypatch.setattr(converted_folder, "SETTLED", -60.0)
+    monkeypatch.setattr(converted_folder, "MIN_SETTLED_AGE", -60.0)
     monkeypatch.setenv("HDTOOL_HOME", str(tmp_path / "home"))
     return tmp_path / "home"
 
@@ -57,7 +57,7 @@ def ready(tmp_path_factory: pytest.TempPathFactory, written: Path) -> Path:
     """A home with the converted model of ``written``."""
     place = tmp_path_factory.mktemp("ready")
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(converted_folder, "SETTLED", -60.0)
+        patched.setattr(converted_folder, "MIN_SETTLED_AGE", -60.0)
         patched.setenv("HDTOOL_HOME", str(place))
         folder_of(written, weights=True)
     return place
@@ -260,7 +260,7 @@ def test_a_changed_file_never_gives_the_old_model(file: Path) -> None:
 
 
 def test_a_file_that_changes_all_the_time_is_hashed_all_the_time(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(converted_folder, "SETTLED", 3600.0)
+    monkeypatch.setattr(converted_folder, "MIN_SETTLED_AGE", 3600.0)
     folder = folder_of(file, weights=False)
     manifest = Manifest.read(folder)
     assert manifest is not None and not manifest.seen
@@ -283,6 +283,18 @@ def test_a_copy_keeps_what_another_file_supersedes(file: Path, tmp_path: Path) -
     write_gguf(file, tiny_llama(seed=1))
     assert folder_of(file, weights=False) != old
     assert folder_of(copy, weights=False) == old
+
+
+def test_files_that_can_be_deleted_are_deleted(file: Path) -> None:
+    folder = folder_of(file, weights=True)
+    manifest = Manifest.read(folder)
+    assert manifest
+    first, *others = manifest.files
+    (folder / first).unlink()
+    (folder / first).mkdir()
+    converted_folder.remove(folder, manifest)
+    assert others
+    assert [path.name for path in folder.iterdir()] == [first]
 
 
 def test_missing_parts_are_made_again(known: Path, original: LlamaForCausalLM) -> None:

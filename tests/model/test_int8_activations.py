@@ -50,7 +50,7 @@ PROMPT = [token % SIZE for token in range(3, 600, 29)]
 
 @pytest.fixture(autouse=True)
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(converted_folder, "SETTLED", -60.0)
+    monkeypatch.setattr(converted_folder, "MIN_SETTLED_AGE", -60.0)
     monkeypatch.setenv("HDTOOL_HOME", str(tmp_path / "home"))
 
 

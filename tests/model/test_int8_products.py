@@ -12,7 +12,7 @@ from hypothesis import given, settings, strategies as st
 from numba import njit
 
 from hdtool.runtime.engines.cpu.int8_code import ANY_PROCESSOR, PANEL_ROWS, PART, panel_format
-from hdtool.runtime.engines.cpu.int8_panels import BYTES_AT_ONCE, Panels
+from hdtool.runtime.engines.cpu.int8_panels import MAX_CHUNK_BYTES, Panels
 from hdtool.runtime.engines.cpu.int8_tiles import INT8_TILE_ROWS, RECORD_SIZE, panel_tile, quantize_row
 from hdtool.runtime.kernels.gemm import COLUMN_MULTIPLE
 from hdtool.runtime.kernels.matrix_formats import ALL_FORMATS, BlockFormat, by_rows
@@ -58,7 +58,7 @@ def assert_is_product(
 @settings(deadline=None)
 def test_products(format: BlockFormat, rows: int, outs: int, wholes: int, bias: bool, seed: int) -> None:
     torch.manual_seed(seed)
-    columns = wholes * max(COLUMN_MULTIPLE, format.numbers)
+    columns = wholes * max(COLUMN_MULTIPLE, format.block_size)
     matrix = some_matrix(format, outs, columns, seed)
     numbers, added = torch.randn(rows, columns), torch.randn(outs) if bias else None
     found = int8_linear(numbers, Panels(matrix.blocks, format), added)
@@ -71,7 +71,7 @@ def test_products(format: BlockFormat, rows: int, outs: int, wholes: int, bias: 
 @pytest.mark.parametrize("format", ALL)
 def test_panels_that_are_made_in_several_parts(format: BlockFormat) -> None:
     columns = 4 * MAX_BLOCK_SIZE
-    matrix = some_matrix(format, 2 * BYTES_AT_ONCE // columns + 13, columns)
+    matrix = some_matrix(format, 2 * MAX_CHUNK_BYTES // columns + 13, columns)
     numbers = torch.randn(2, columns)
     panels = Panels(matrix.blocks, format)
     assert panels.memory.nbytes <= 1.05 * matrix.nbytes + panel_format(format).bytes(columns)
@@ -81,9 +81,9 @@ def test_panels_that_are_made_in_several_parts(format: BlockFormat) -> None:
 @pytest.mark.parametrize("format", ALL)
 def test_sums_never_overflow(format: BlockFormat) -> None:
     """Instructions that add in 16 bits saturate: all levels and inputs are as large as they can be."""
-    blocks = torch.full((PANEL_ROWS, 2 * MAX_BLOCK_SIZE // format.numbers, format.bytes), 255, dtype=torch.uint8)
+    blocks = torch.full((PANEL_ROWS, 2 * MAX_BLOCK_SIZE // format.block_size, format.bytes), 255, dtype=torch.uint8)
     if format.name in ("Q8_0", "int8"):
-        blocks[:, :, format.bytes - format.numbers :] = 127
+        blocks[:, :, format.bytes - format.block_size :] = 127
     if format.name == "MXFP4":
         blocks[:, :, 1:] = 0x77  # its largest number is not the last one
     flat = blocks.view(-1, format.bytes).numpy()

@@ -18,9 +18,9 @@ from hdtool.runtime.config import SamplingConfig
 from hdtool.runtime.kernels import linear as layers
 from hdtool.runtime.kernels.gemm import (
     BLOCK_OUT_FEATURES,
-    CACHED_NUMBERS,
     COLUMN_MULTIPLE,
     GROUP,
+    MAX_CACHED_VALUES,
     MAX_INTERLEAVED_ROWS,
     MAX_REGISTER_ROWS,
     MAX_TILE_COLUMNS,
@@ -132,7 +132,7 @@ def test_inputs_of_any_shape(shape: tuple[int, ...], bias: bool, compiled_rows: 
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("columns", [COLUMN_MULTIPLE, CACHED_NUMBERS // 6 // COLUMN_MULTIPLE * COLUMN_MULTIPLE])
+@pytest.mark.parametrize("columns", [COLUMN_MULTIPLE, MAX_CACHED_VALUES // 6 // COLUMN_MULTIPLE * COLUMN_MULTIPLE])
 def test_rows_of_trees_have_the_bits_of_single_rows(columns: int, dtype: torch.dtype) -> None:
     """In one group of input rows, and in groups of six, since six long rows fill the cache."""
     matrix, numbers = torch.randn(TILE_OUT_FEATURES + 3, columns).to(dtype), torch.randn(MAX_REGISTER_ROWS, columns)

@@ -10,7 +10,7 @@ import torch
 
 from hdtool.runtime.answerer import decode
 from hdtool.runtime.config import SamplingConfig
-from hdtool.runtime.model.recurrent.mixers import other_forwards
+from hdtool.runtime.model.recurrent.mixers import replace_forwards
 from hdtool.runtime.model.target import Target
 from hdtool.runtime.sampling.sampler import Sampler
 from tests.support.families import VOCABULARY, model_of
@@ -23,7 +23,7 @@ PROMPT, MAX_NEW_TOKENS, TURNS = prompt_of(20), 30, 6
 def test_a_block_changes_forwards_for_its_own_thread_alone() -> None:
     module, given = torch.nn.Linear(2, 2), torch.ones(1, 2)
     expected, elsewhere = module(given), []
-    with other_forwards([(module, lambda _: "inner")]), other_forwards([(module, lambda _: "outer")]):
+    with replace_forwards([(module, lambda _: "inner")]), replace_forwards([(module, lambda _: "outer")]):
         assert module(given) == "outer"
         other = Thread(target=lambda: elsewhere.append(module(given)))
         other.start()
@@ -34,7 +34,7 @@ def test_a_block_changes_forwards_for_its_own_thread_alone() -> None:
 
 def test_forwards_return_after_an_error() -> None:
     module = torch.nn.Linear(2, 2)
-    with pytest.raises(ValueError, match="inside"), other_forwards([(module, lambda _: None)]):
+    with pytest.raises(ValueError, match="inside"), replace_forwards([(module, lambda _: None)]):
         raise ValueError("inside")
     assert "forward" not in vars(module)
 

@@ -38,7 +38,7 @@ PROMPT = [place * 17 % 90 + 2 for place in range(40)]
 
 @pytest.fixture(autouse=True)
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(converted_folder, "SETTLED", -60.0)
+    monkeypatch.setattr(converted_folder, "MIN_SETTLED_AGE", -60.0)
     monkeypatch.setenv("HDTOOL_HOME", str(tmp_path / "home"))
 
 

@@ -50,7 +50,7 @@ WIDE = {"hidden_size": 256, "intermediate_size": 512}
 
 @pytest.fixture(autouse=True)
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(converted_folder, "SETTLED", -60.0)
+    monkeypatch.setattr(converted_folder, "MIN_SETTLED_AGE", -60.0)
     monkeypatch.setenv("HDTOOL_HOME", str(tmp_path / "home"))
     return tmp_path / "home"
 
@@ -158,7 +158,7 @@ def test_weights_are_unpacked_one_by_one(
     folder = converted(file, packed=True)
     expected = load_file(converted(file, weights=True) / WEIGHTS)
     if not unpacked_before:
-        monkeypatch.setattr(convert, "READING", ("modeling_gguf_pytorch_utils", "none_of_this_name"))
+        monkeypatch.setattr(convert, "LOAD_CHECKPOINT", ("modeling_gguf_pytorch_utils", "none_of_this_name"))
     stay = json.loads((folder / PLAN).read_text())["tensors"].keys()
     handed: dict[str, torch.Tensor] = {}
 

@@ -42,7 +42,7 @@ def assert_same_bits(found: np.ndarray, numbers: np.ndarray) -> None:
 @pytest.mark.parametrize("format", FORMATS_BY_GGUF_TYPE.values(), ids=lambda one: one.name)
 def test_sizes_are_those_of_the_library(format: BlockFormat) -> None:
     kind = GGMLQuantizationType[format.name]
-    assert (int(kind), GGML_QUANT_SIZES[kind]) == (format.gguf_type, (format.numbers, format.bytes))
+    assert (int(kind), GGML_QUANT_SIZES[kind]) == (format.gguf_type, (format.block_size, format.bytes))
 
 
 @given(
@@ -95,7 +95,7 @@ def test_results_have_the_bits_of_float32(
     format: BlockFormat, rows: int, outs: int, wholes: int, bias: bool, seed: int
 ) -> None:
     torch.manual_seed(seed)
-    columns = wholes * max(COLUMN_MULTIPLE, format.numbers)
+    columns = wholes * max(COLUMN_MULTIPLE, format.block_size)
     matrix = some_matrix(format, outs, columns, seed)
     numbers, added = torch.randn(rows, columns), torch.randn(outs) if bias else None
     wide = torch.from_numpy(expected(matrix))

@@ -50,7 +50,7 @@ SIZE = len(vocabulary()["model"]["vocab"])
 
 @pytest.fixture(autouse=True)
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(converted_folder, "SETTLED", -60.0)
+    monkeypatch.setattr(converted_folder, "MIN_SETTLED_AGE", -60.0)
     monkeypatch.setenv("HDTOOL_HOME", str(tmp_path / "home"))
     return tmp_path / "home"
 
@@ -233,6 +233,19 @@ def test_a_moved_home_is_whole(tmp_path: Path, home: Path, capfd: pytest.Capture
     assert manifest and manifest.in_folder(folder_made()) == manifest, "next time, no file is hashed"
 
 
+def test_files_that_can_be_deleted_are_deleted(tmp_path: Path) -> None:
+    load(config_of(checkpoint(tmp_path)))
+    folder = folder_made()
+    manifest = QuantizedManifest.read(folder)
+    assert manifest
+    first, *others = manifest.files
+    (folder / first).unlink()
+    (folder / first).mkdir()
+    quantized_folder.remove(folder)
+    assert others
+    assert [path.name for path in folder.iterdir()] == [first]
+
+
 OTHER = """
 import os, sys
 import safetensors.torch
@@ -241,7 +254,7 @@ from hdtool.runtime.model.gguf import converted_folder
 from hdtool.runtime.model.load import load
 from hdtool.runtime.config import ModelConfig
 
-converted_folder.SETTLED = -60.0
+converted_folder.MIN_SETTLED_AGE = -60.0
 if sys.argv[2] == "killed":
     save = quantized_folder._save
     def killed(tensors, file):

@@ -20,8 +20,8 @@ from hdtool.runtime.engine import PassOptions, Verified
 from hdtool.runtime.model.cache.kv_cache import KVTensors, LayerShape
 from hdtool.runtime.model.pass_inputs import FULL, MOVES, AttentionMasks, AttentionWindow, StepInput, StepTensors
 from hdtool.runtime.model.static_steps import (
+    MIN_EXTENT,
     RECORDED,
-    SHORTEST_EXTENT,
     STEP_SIZES,
     CaptureMaker,
     Run,
@@ -117,7 +117,7 @@ def test_masks_of_a_reused_buffer_equal_those_of_new_buffers(turns: list[tuple[D
     """Contexts that grow, and others that begin anew: nothing of an earlier mask is left."""
     masks, hidden_at = AttentionMasks([AttentionWindow(FULL)], torch.float32, CPU), torch.finfo(torch.float32).min
     for tree, length in turns:
-        found = masks.of_tree(tree, length, reused=True)
+        found = masks.tree_mask(tree, length, reused=True)
         if not len(tree):
             assert found is None
             continue
@@ -142,7 +142,7 @@ def test_the_mask_of_the_device_is_the_mask_of_the_host(tree: DraftTree, length:
     assert sent.positions[0, :own].tolist() == (length + tree.depths).tolist()
     masks = AttentionMasks(windows, torch.float32, CPU)
     found = masks.on_device(sent.ancestor_mask, sent.positions, sent.length, 192)
-    expected = masks.of_tree(tree, length)
+    expected = masks.tree_mask(tree, length)
     assert isinstance(found, dict)
     for reach in windows:
         one, other = found[reach.kind], expected[reach.kind] if isinstance(expected, dict) else None
@@ -207,7 +207,7 @@ def test_conversations_share_the_cache_the_buffers_and_the_steps() -> None:
 
 @given(st.integers(1, 200_000))
 def test_an_extent_is_less_than_half_too_long(rows: int) -> None:
-    assert rows <= extent_for(rows) < max(SHORTEST_EXTENT + 1, 1.5 * rows)
+    assert rows <= extent_for(rows) < max(MIN_EXTENT + 1, 1.5 * rows)
     assert extent_for(extent_for(rows)) == extent_for(rows)
 
 
@@ -289,7 +289,7 @@ def test_a_cache_takes_less_where_memory_is_refused(monkeypatch: pytest.MonkeyPa
     target = Target(model, direct)
     assert target.captures and target.cache.capacity <= 192
     assert output_tokens(run(target, prompt, SamplingConfig())) == plain
-    assert min(refused) == SHORTEST_EXTENT
+    assert min(refused) == MIN_EXTENT
     with pytest.raises(torch.OutOfMemoryError):
         target.prefill(target.allocate(), 0, prompt_of(200))
 

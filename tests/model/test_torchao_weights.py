@@ -48,7 +48,7 @@ def torchao() -> Any:
 def levels_and_scales(draw: st.DrawFn) -> tuple[torch.Tensor, torch.Tensor, int]:
     """With a scale for all weights, for each row, or for a group of columns of each row."""
     outs, groups = draw(st.integers(1, 2 * TILE_OUT_FEATURES)), draw(st.sampled_from([1, 2, 3]))
-    group = INT8.numbers * draw(st.integers(1, 4))
+    group = INT8.block_size * draw(st.integers(1, 4))
     torch.manual_seed(draw(st.integers(0, 2**32 - 1)))
     levels = torch.randint(-128, 128, (outs, groups * group), dtype=torch.int8)
     scales = torch.randn(draw(st.sampled_from([1, outs])), groups, dtype=draw(st.sampled_from(DTYPES)))
@@ -61,7 +61,7 @@ def test_results_have_the_bits_of_float32(given: tuple[torch.Tensor, torch.Tenso
     levels, scales, group = given
     matrix = packed_int8(levels, scales, group)
     assert matrix is not None
-    assert matrix.nbytes == levels.numel() + levels.numel() // INT8.numbers * 4
+    assert matrix.nbytes == levels.numel() + levels.numel() // INT8.block_size * 4
     wide = levels.float() * scales.float().repeat_interleave(group, 1)
     assert torch.equal(matrix.float(), wide)
     numbers = torch.randn(rows, levels.shape[1])

@@ -59,8 +59,8 @@ def takes(one: OneSequence, tree: DraftTree) -> bool:
     return fused.compiled(one.target).verify(one.cache, [tree]) is not None
 
 
-def with_certain(tree: DraftTree, certain: list[int]) -> DraftTree:
-    return DraftTree(tree.root, tree.tokens, tree.parents, tree.sources, np.array(certain, np.int64))
+def with_forced_tokens(tree: DraftTree, forced_tokens: list[int]) -> DraftTree:
+    return DraftTree(tree.root, tree.tokens, tree.parents, tree.sources, np.array(forced_tokens, np.int64))
 
 
 @given(tree=trees(VOCABULARY, max_nodes=24), length=st.integers(1, len(CONTEXT)), data=st.data())
@@ -96,18 +96,18 @@ def test_the_walk_is_that_of_acceptance(one: OneSequence, tree: DraftTree, most:
 @given(tree=trees(VOCABULARY, max_nodes=12), data=st.data())
 def test_after_certain_tokens_no_logits_are_computed(one: OneSequence, tree: DraftTree, data: st.DataObject) -> None:
     of_row = st.sampled_from([UNDETERMINED, 3, VOCABULARY - 1])
-    certain = data.draw(st.lists(of_row, min_size=len(tree) + 1, max_size=len(tree) + 1))
+    forced_tokens = data.draw(st.lists(of_row, min_size=len(tree) + 1, max_size=len(tree) + 1))
     expected = one.verify(tree).clone()
     one.verify(tree).fill_(torch.nan)
-    found = compiled(one, with_certain(tree, certain), WALK)
+    found = compiled(one, with_forced_tokens(tree, forced_tokens), WALK)
     assert found.walk
     node = ROOT
     for token, child in zip(found.walk.tokens, found.walk.path, strict=True):
         row = node + 1
-        assert token == (int(expected[row].argmax()) if certain[row] == UNDETERMINED else certain[row])
+        assert token == (int(expected[row].argmax()) if forced_tokens[row] == UNDETERMINED else forced_tokens[row])
         assert child == (ROOT if (drafted := tree.child(node, token)) is None else drafted)
         node = child
-    for row, token in enumerate(certain):
+    for row, token in enumerate(forced_tokens):
         if token == UNDETERMINED:
             assert torch.equal(found.logits[row], expected[row])
         else:
@@ -115,14 +115,14 @@ def test_after_certain_tokens_no_logits_are_computed(one: OneSequence, tree: Dra
 
 
 @pytest.mark.parametrize(
-    "certain", [[UNDETERMINED] * 7, [5] * 7, [5, 8, UNDETERMINED, 3, UNDETERMINED, UNDETERMINED, 1]]
+    "forced_tokens", [[UNDETERMINED] * 7, [5] * 7, [5, 8, UNDETERMINED, 3, UNDETERMINED, UNDETERMINED, 1]]
 )
-def test_an_overflow_is_seen_where_a_token_is_certain(one: OneSequence, certain: list[int]) -> None:
+def test_an_overflow_is_seen_where_a_token_is_certain(one: OneSequence, forced_tokens: list[int]) -> None:
     weights = one.target.model.model.layers[-1].mlp.down_proj.weight
     before = weights.data.clone()
     try:
         weights.data.fill_(torch.inf)
-        found = compiled(one, with_certain(TREE, certain), WALK)
+        found = compiled(one, with_forced_tokens(TREE, forced_tokens), WALK)
         assert found.walk
         assert found.walk.tokens == [] and not found.walk.finite
         sampler = Sampler(SamplingConfig(), CONTEXT)
@@ -136,10 +136,10 @@ def test_an_overflow_shows_in_its_own_row_without_logits(one: OneSequence) -> No
     hidden, normed = torch.randn(2, 3, table.width)
     hidden[1, 7] = torch.inf
     logits, scratch = torch.empty(3, VOCABULARY), torch.empty(hidden.numel())
-    shape, ends = table.shape_of(1, 3), table.ends(3)
-    ends[pass_kernel.NORMED], ends[pass_kernel.LOGITS] = normed.data_ptr(), logits.data_ptr()
-    certain = np.array([4, 5, UNDETERMINED])
-    pass_kernel._write_open_logits(shape, ends, certain, hidden.data_ptr(), scratch.data_ptr())
+    pass_record, outer_record = table.pass_record(1, 3), table.outer_record(3)
+    outer_record[pass_kernel.NORMED], outer_record[pass_kernel.LOGITS] = normed.data_ptr(), logits.data_ptr()
+    forced_tokens = np.array([4, 5, UNDETERMINED])
+    pass_kernel._write_open_logits(pass_record, outer_record, forced_tokens, hidden.data_ptr(), scratch.data_ptr())
     assert logits[0, 4] == 0 and logits[1, 5].isnan()
     with torch.inference_mode():
         assert torch.equal(logits[2], head(normed)[2])
@@ -173,8 +173,8 @@ def test_moved_positions_are_those_of_torch(path: list[int], start: int, dtype: 
         torch.manual_seed(1)
         for tensor in storage.tensors:
             tensor.normal_()
-        caches.append(StaticKVCache(storage.of_slot(slot)))
-    assert caches[0].storage.places
+        caches.append(StaticKVCache(storage.slot_view(slot)))
+    assert caches[0].storage.layouts
     caches[0].move(start, path)
     caches[1]._move_by_torch(start, path)
     for one, other in zip(caches[0].storage.tensors, caches[1].storage.tensors, strict=True):
@@ -185,16 +185,16 @@ def test_words_that_do_not_fit_are_moved_by_torch() -> None:
     shape = HeadShape(1, 3, torch.bfloat16, torch.device("cpu"))
     cache = StaticKVCache(KVTensors.for_layers([LayerShape(shape, shape)], 8))
     cache.storage.tensors[0].copy_(torch.arange(64.0)[:, None].expand(64, 3))
-    assert cache.storage.places is None
+    assert cache.storage.layouts is None
     cache.commit(1, [1, 4])
     assert kv_cache.WORD_SIZE == 4 and cache.storage.tensors[0][0, 0, 0, :5, 0].tolist() == [0, 2, 5, 3, 4]
 
 
-@given(tree=trees(VOCABULARY, max_nodes=24), certain=st.booleans(), most=st.sampled_from([1, 3, 8]))
-def test_rankings_are_those_of_the_logits(one: OneSequence, tree: DraftTree, certain: bool, most: int) -> None:
-    rows = [row for row in range(len(tree) + 1) if not certain or row % 3 != 1]
-    if certain:
-        tree = with_certain(tree, [3 if row % 3 == 1 else UNDETERMINED for row in range(len(tree) + 1)])
+@given(tree=trees(VOCABULARY, max_nodes=24), forces=st.booleans(), most=st.sampled_from([1, 3, 8]))
+def test_rankings_are_those_of_the_logits(one: OneSequence, tree: DraftTree, forces: bool, most: int) -> None:
+    rows = [row for row in range(len(tree) + 1) if not forces or row % 3 != 1]
+    if forces:
+        tree = with_forced_tokens(tree, [3 if row % 3 == 1 else UNDETERMINED for row in range(len(tree) + 1)])
     found = compiled(one, tree, RANK)
     assert found.maxima is not None
     tokens, scores = topk(found.rankable(), most)
@@ -222,28 +222,28 @@ def test_logits_that_are_folded_in_parts_have_the_same_maxima(vocabulary: int, r
     drawn=st.lists(
         st.tuples(trees(VOCABULARY, max_nodes=9), st.integers(1, 30), st.booleans()), min_size=1, max_size=3
     ),
-    certain=st.booleans(),
+    forces=st.booleans(),
     rank=st.booleans(),
 )
 def test_each_slot_of_a_batch_has_the_bits_of_a_pass_of_its_own(
-    one: OneSequence, drawn: list[tuple[DraftTree, int, bool]], certain: bool, rank: bool
+    one: OneSequence, drawn: list[tuple[DraftTree, int, bool]], forces: bool, rank: bool
 ) -> None:
     target, drafted = one.target, []
     cache = target.allocate(3)
     for slot, (tree, length, _) in enumerate(drawn):
         target.prefill(cache, slot, prompt_of(length), room=20)
-        drafted.append(with_certain(tree, [UNDETERMINED, *[5] * len(tree)]) if certain and slot != 1 else tree)
+        drafted.append(with_forced_tokens(tree, [UNDETERMINED, *[5] * len(tree)]) if forces and slot != 1 else tree)
     before = passes_of(one)
     verified = target.verify(cache, drafted, [PassOptions(walks, rank) for _, _, walks in drawn])
     assert passes_of(one) == before + 1
     assert target.log.context == sum(length for _, length, _ in drawn) // len(drawn)
-    rows_computed = fused.compiled(target)._passes[3]._record["shape"][0, TOTAL_ROWS]
+    rows_computed = fused.compiled(target)._passes[3]._record["pass_record"][0, TOTAL_ROWS]
     assert len(drafted) == 1 or rows_computed == sum(len(tree) + 1 for tree in drafted), "no padding"
     for found, tree, (_, length, walks) in zip(verified, drafted, drawn, strict=True):
         assert len(found) == len(tree) + 1
         assert (found.walk is not None) == walks and (found.maxima is not None) == rank
         alone = compiled(after(target, prompt_of(length)), tree, BOTH)
-        rows = [0] if tree.certain is not None else list(range(len(tree) + 1))
+        rows = [0] if tree.forced_tokens is not None else list(range(len(tree) + 1))
         assert torch.equal(found.logits[rows], alone.logits[rows])
         assert not walks or found.walk == alone.walk
         if rank:

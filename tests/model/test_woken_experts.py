@@ -22,7 +22,7 @@ def wide(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @torch.inference_mode()
-def woken_by_library(model: Any, context: list[int], rows: int) -> int:
+def active_experts_by_library(model: Any, context: list[int], rows: int) -> int:
     """The distinct experts that the library's routers choose for the last rows, over all layers."""
     chosen: list[torch.Tensor] = []
 
@@ -45,21 +45,21 @@ def test_a_pass_reports_the_experts_that_its_rows_choose(name: str) -> None:
     for drafted in ([], [7], [7, 40, 90, 11, 62]):
         target.prefill(target.cache, 0, PROMPT)
         target.verify(target.cache, [DraftTree.of(ROOT, drafted, range(-1, len(drafted) - 1))])
-        expected = woken_by_library(library, [*PROMPT, ROOT, *drafted], 1 + len(drafted))
+        expected = active_experts_by_library(library, [*PROMPT, ROOT, *drafted], 1 + len(drafted))
         assert target.log.experts == expected
 
 
 def test_equal_rows_wake_the_experts_of_one() -> None:
     target = compiled_of("qwen3_moe")
     target.prefill(target.cache, 0, PROMPT)
-    woken = []
+    active_experts = []
     for siblings in (1, 9):
         target.verify(target.cache, [DraftTree.of(ROOT, [7] * siblings, [-1] * siblings)])
-        woken.append(target.log.experts)
-    assert woken[0] == woken[1]
+        active_experts.append(target.log.experts)
+    assert active_experts[0] == active_experts[1]
     with target.log.unchanged():
         target.verify(target.cache, [DraftTree.bare(ROOT)])
-    assert target.log.experts == woken[1]
+    assert target.log.experts == active_experts[1]
 
 
 def test_a_model_without_experts_reports_none() -> None:

@@ -316,7 +316,7 @@ WRONG_EXPERTS: dict[str, tuple[str, dict[str, Any]]] = {
     "no sigmoids": ("glm4_moe", {"experts": _experts_of("glm4_moe", has_sigmoids=False)}),
     "no correction": ("glm4_moe", {"experts": _experts_of("glm4_moe", correction="")}),
     "no shared expert": ("glm4_moe", {"experts": _experts_of("glm4_moe", shared="")}),
-    "another sum of shares": ("glm4_moe", {"experts": _experts_of("glm4_moe", added=0.1)}),
+    "another sum of routing weights": ("glm4_moe", {"experts": _experts_of("glm4_moe", sum_offset=0.1)}),
 }
 """For engines that compute experts themselves. On a GPU, transformers computes them."""
 

@@ -236,7 +236,7 @@ def without_recovery() -> dict[str, Any]:
     models = {name: model_of(name) for name in ("llama", "falcon")}
     expected = {name: plain(model, GREEDY) for name, model in models.items()}
     install()
-    static_steps.recovers = lambda: False
+    static_steps.can_capture_after_failure = lambda: False
     found: dict[str, Any] = {}
     for name, model in models.items():
         before = DEVICE.counts.events[CAPTURE]
@@ -244,7 +244,7 @@ def without_recovery() -> dict[str, Any]:
         answer = watched(target, GREEDY)
         captured = DEVICE.counts.events[CAPTURE] - before
         found[name] = {"tokens": answer["tokens"], "captures": target.captures, "captured": captured}
-    static_steps.recovers = lambda: True
+    static_steps.can_capture_after_failure = lambda: True
     return {"expected": expected, "found": found} | diagnostics()
 
 

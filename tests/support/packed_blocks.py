@@ -26,7 +26,7 @@ MAX_BLOCK_SIZE = 256
 def some_matrix(format: BlockFormat, outs: int, columns: int, seed: int = 0, scale: float = 0.01) -> PackedMatrix:
     """Create a matrix with random bits, and with scales of this standard deviation."""
     random = np.random.default_rng(seed)
-    blocks = random.integers(0, 256, (outs * columns // format.numbers, format.bytes), dtype=np.uint8)
+    blocks = random.integers(0, 256, (outs * columns // format.block_size, format.bytes), dtype=np.uint8)
     for first in SCALES[format.name]:
         set_scales(blocks, format, first, scale * random.standard_normal(len(blocks)))
     return PackedMatrix(torch.from_numpy(blocks.reshape(outs, -1)), format)
@@ -71,6 +71,6 @@ def _of_int4(rows: npt.NDArray[np.uint8]) -> npt.NDArray[np.float32]:
     blocks = rows.reshape(len(rows), -1, INT4.bytes)
     scales, minima = (np.ascontiguousarray(blocks[..., first : first + 4]).view(np.float32) for first in (0, 4))
     octets = blocks[..., 8:].reshape(*blocks.shape[:2], 2, 16)
-    levels = np.concatenate([octets & 15, octets >> 4], -1).reshape(*blocks.shape[:2], INT4.numbers)
+    levels = np.concatenate([octets & 15, octets >> 4], -1).reshape(*blocks.shape[:2], INT4.block_size)
     with np.errstate(all="ignore"):
         return ((levels.astype(np.float32) - 8) * scales + minima).reshape(len(rows), -1)

@@ -16,7 +16,7 @@ from hdtool.runtime.drafters.trained.draft_passes import on_host
 from hdtool.runtime.drafters.trained.proposal import TOKENS_PER_RANKING, loaded_once
 from hdtool.runtime.drafters.trained.sequential import MAX_PASSES, NO_RANKING, ROWS_PER_PASS, Ranked, SequentialDrafter
 from hdtool.runtime.engine import Verified
-from hdtool.runtime.model.cache.kv_cache import NOTHING
+from hdtool.runtime.model.cache.kv_cache import NO_TENSOR
 from hdtool.runtime.model.load import load
 from hdtool.runtime.source_names import SourceName
 from hdtool.runtime.tree import LARGEST_TREE, DraftTree
@@ -205,7 +205,7 @@ def layers_read(target: Target) -> dict[str, int]:
     """Return, for each attention type, the last of the target's layers that stores keys and values."""
     storage = target.cache.storage
     kinds = getattr(target.config, "layer_types", None) or ()
-    return {kind: layer for layer, kind in enumerate(kinds) if storage.layers[layer][0] is not NOTHING}
+    return {kind: layer for layer, kind in enumerate(kinds) if storage.layers[layer][0] is not NO_TENSOR}
 
 
 def load_assistant(published: PublishedDrafter, target: Target) -> Any:

@@ -19,7 +19,7 @@ from hdtool.runtime.drafters.trained.proposal import (
 )
 from hdtool.runtime.engine import Verified
 from hdtool.runtime.kernels.compiled import Array
-from hdtool.runtime.model.families import picked
+from hdtool.runtime.model.families import select_rows
 from hdtool.runtime.source_names import SourceName
 
 NO_HIDDEN = torch.empty((0, 0))
@@ -64,7 +64,7 @@ class AcceptedTokens:
             self._queued.append((hidden, [*self._prompt[1:], accepted.tokens[-1]]))
             return
         rows = [0, *(node + 1 for node in accepted.path)]
-        self._queued.append((hidden if hidden is NO_HIDDEN else picked(hidden, rows), accepted.tokens))
+        self._queued.append((hidden if hidden is NO_HIDDEN else select_rows(hidden, rows), accepted.tokens))
 
     def take(self) -> QueuedTokens:
         """Empty the queue and return its contents; after a long pause, only the last ``READ_AFTER_PAUSE`` tokens."""

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numba import types
 
-from hdtool.runtime.kernels.compiled import array_at, compiled, copy_numbers, generated
+from hdtool.runtime.kernels.compiled import array_at, compiled, copy_floats, generated
 from hdtool.runtime.kernels.vector_code import FLOAT, INDEX, ITEM_SIZE, LANES, FloatCode, exponentiate
 
 BLOCK_QUERIES, MAX_BLOCK_QUERIES = 16, 48
@@ -20,7 +20,7 @@ BLOCK_QUERIES, MAX_BLOCK_QUERIES = 16, 48
 ``block_queries`` uses the maximum if the threads can share the heads evenly. With 8,000 positions, which exceed L2,
 eight rows of nine heads then took 0.81 times as long as with blocks of 16.
 """
-HIDDEN_SCORE = np.float32(-3e38)
+MASKED_SCORE = np.float32(-3e38)
 """Added to the score of a position that a row doesn't attend to."""
 VALUE_POSITIONS = 64
 """Number of positions whose values are read together."""
@@ -42,7 +42,7 @@ def _score(builder: Any, keys: Any, width: Any, query: Any, written: Any) -> Non
 
 
 def _masked(caps: bool) -> Any:
-    """Return an intrinsic that computes ``scores = scores * scale + mask`` in place and returns the largest score.
+    """Return an intrinsic that computes ``scores = scores * scale + mask`` in address and returns the largest score.
 
     With ``caps``, it applies the softcap ``cap`` to the scaled scores.
     """
@@ -53,16 +53,16 @@ def _masked(caps: bool) -> Any:
         factor, bound = code.splat(scale), code.splat(cap)
 
         def apply(index: Any, tops: list[Any]) -> list[Any]:
-            place = code.at(scores, index)
-            score = builder.fmul(code.read(place), factor)
+            address = code.at(scores, index)
+            score = builder.fmul(code.read(address), factor)
             if caps:
                 score = builder.fmul(code.tanh(builder.fdiv(score, bound)), bound)
             score = builder.fadd(score, code.read(code.at(mask, index)))
-            code.store(score, place)
+            code.store(score, address)
             return [builder.select(builder.fcmp_ordered(">", score, tops[0]), score, tops[0])]
 
         (tops,) = code.loop(count, [code.number(float("-inf"))], apply)
-        return code.folded(
+        return code.reduce(
             tops, lambda first, second: builder.select(builder.fcmp_ordered(">", second, first), second, first)
         )
 
@@ -72,24 +72,24 @@ def _masked(caps: bool) -> Any:
 _mask, _bound_and_mask = _masked(caps=False), _masked(caps=True)
 
 
-def _weighed(queries: int, vectors: int) -> Any:
+def _weighted_sum(queries: int, vectors: int) -> Any:
     """Return an intrinsic that adds the weighted values of some positions to the ``sums`` of several queries.
 
     The intrinsic reads ``vectors`` vectors of each value, and adds each query's weights to ``totals``.
     """
 
     @generated(*[types.int64] * 7)
-    def add_weighed(
+    def add_weighted(
         builder: Any, values: Any, width: Any, weights: Any, weights_stride: Any, count: Any, sums: Any, totals: Any
     ) -> None:
         code = FloatCode(builder)
-        places = [
+        sum_addresses = [
             code.at(sums, builder.add(builder.mul(width, INDEX(query)), INDEX(vector * LANES)))
             for query in range(queries)
             for vector in range(vectors)
         ]
-        total_places = [code.at(totals, INDEX(query)) for query in range(queries)]
-        first = [*map(code.read, places), *(code.read(place, FLOAT) for place in total_places)]
+        total_addresses = [code.at(totals, INDEX(query)) for query in range(queries)]
+        first = [*map(code.read, sum_addresses), *(code.read(address, FLOAT) for address in total_addresses)]
 
         def add(index: Any, carried: list[Any]) -> list[Any]:
             row = code.at(values, builder.mul(index, width))
@@ -105,10 +105,10 @@ def _weighed(queries: int, vectors: int) -> Any:
             return [*added, *summed]
 
         results = code.loop(count, first, add, 1)
-        for value, place in zip(results, [*places, *total_places], strict=True):
-            code.store(value, place)
+        for value, address in zip(results, [*sum_addresses, *total_addresses], strict=True):
+            code.store(value, address)
 
-    return add_weighed
+    return add_weighted
 
 
 @generated(types.int64, types.int64, types.float32, types.int64)
@@ -126,8 +126,8 @@ def _divide(builder: Any, sums: Any, width: Any, total: Any, written: Any) -> No
 
 VALUE_QUERIES = 2 if LANES == 8 else 4
 """Queries whose sums of values share registers. With AVX's 16 registers, four took 1.6 to 1.7 times as long."""
-_queries_wide, _one_query_wide = _weighed(VALUE_QUERIES, 4), _weighed(1, 4)
-_queries_narrow, _one_query_narrow = _weighed(VALUE_QUERIES, 1), _weighed(1, 1)
+_queries_wide, _one_query_wide = _weighted_sum(VALUE_QUERIES, 4), _weighted_sum(1, 4)
+_queries_narrow, _one_query_narrow = _weighted_sum(VALUE_QUERIES, 1), _weighted_sum(1, 1)
 WIDE = 4 * LANES
 
 
@@ -144,7 +144,7 @@ def query_blocks(rows: int, groups: int, block_size: int) -> int:
 
 
 @compiled
-def attention_numbers(positions: int, width: int, block_size: int) -> int:
+def attention_scratch_size(positions: int, width: int, block_size: int) -> int:
     """Return the scratch memory that ``attend`` needs, in float32 values."""
     padded = (positions + LANES - 1) // LANES * LANES
     return block_size * (padded + width + width // LANES + 1) + padded
@@ -186,7 +186,7 @@ def attend(
     - ``window`` is the number of positions that a row attends to, 0 for all. ``positions_at`` is the address of the
       rows' int64 positions.
     - ``sinks`` has one score per query head, which enters the softmax but has no value; 0 for none.
-    - ``scratch`` needs room for ``attention_numbers``.
+    - ``scratch`` needs room for ``attention_scratch_size``.
     - ``first`` and ``end`` select some of the ``heads * query_blocks(rows, groups, block_size)`` blocks, which are
       numbered head by head.
     """
@@ -195,24 +195,24 @@ def attend(
     mask_row = scratch + block_size * padded * ITEM_SIZE
     sums = mask_row + padded * ITEM_SIZE
     totals = sums + block_size * width * ITEM_SIZE
-    drained = array_at(totals + block_size * (width // LANES) * ITEM_SIZE, (block_size,), types.float32)
+    sink_weights = array_at(totals + block_size * (width // LANES) * ITEM_SIZE, (block_size,), types.float32)
     number, row_size = rows * groups, heads * groups * width
-    places = array_at(positions_at, (rows,), types.int64)
-    hidden = array_at(mask_row, (padded,), types.float32)
+    row_positions = array_at(positions_at, (rows,), types.int64)
+    mask_values = array_at(mask_row, (padded,), types.float32)
     for column in range(positions):
-        hidden[column] = 0
+        mask_values[column] = 0
     for column in range(positions, padded):
-        hidden[column] = HIDDEN_SCORE
+        mask_values[column] = MASKED_SCORE
     blocks = query_blocks(rows, groups, block_size)
     for block in range(first, end):
         head, start = block // blocks, block % blocks * block_size
         key, value = keys + head * head_stride * ITEM_SIZE, values + head * head_stride * ITEM_SIZE
         count = min(block_size, number - start)
-        begin = _first_seen(places, start // groups, (start + count - 1) // groups + 1, window, length)
+        begin = _first_visible(row_positions, start // groups, (start + count - 1) // groups + 1, window, length)
         for column in range(begin, padded, LANES):
             for query in range(count):
-                place = start + query
-                at = place // groups * row_size + (head * groups + place % groups) * width
+                query_index = start + query
+                at = query_index // groups * row_size + (head * groups + query_index % groups) * width
                 into = scratch + (query * padded + column) * ITEM_SIZE
                 _score(key + column * width * ITEM_SIZE, width, queries + at * ITEM_SIZE, into)
         shown = -1
@@ -222,50 +222,50 @@ def attend(
             if row != shown:
                 shown = row
                 if mask != 0:
-                    copy_numbers(mask + row * mask_stride * ITEM_SIZE, positions, mask_row)
+                    copy_floats(mask + row * mask_stride * ITEM_SIZE, positions, mask_row)
                 if window:
-                    _hide_before(hidden, places, places[row] - window + 1, begin, length)
+                    _mask_before(mask_values, row_positions, row_positions[row] - window + 1, begin, length)
             scores = scratch + (query * padded + begin) * ITEM_SIZE
             top = _bound_and_mask(scores, seen, scale, cap, added) if cap else _mask(scores, seen, scale, cap, added)
             if sinks:
                 sink = array_at(sinks, (heads * groups,), types.float32)[head * groups + (start + query) % groups]
                 top = max(top, sink)
-                drained[query] = np.exp(np.float32(sink - top))
+                sink_weights[query] = np.exp(np.float32(sink - top))
             exponentiate(scores, seen, top)
-        _weigh(value, width, scratch, padded, begin, positions, count, block_size, sums, totals)
+        _weighted_sums(value, width, scratch, padded, begin, positions, count, block_size, sums, totals)
         for query in range(count):
-            place = start + query
-            at = place // groups * row_size + (head * groups + place % groups) * width
+            query_index = start + query
+            at = query_index // groups * row_size + (head * groups + query_index % groups) * width
             total = array_at(totals + query * ITEM_SIZE, (1,), types.float32)[0]
             if sinks:
-                total += drained[query]
+                total += sink_weights[query]
             _divide(sums + query * width * ITEM_SIZE, width, total, written + at * ITEM_SIZE)
 
 
 @compiled
-def _first_seen(places: Any, first: int, end: int, window: int, length: int) -> int:
+def _first_visible(row_positions: Any, first: int, end: int, window: int, length: int) -> int:
     """Return the first position to which any row from ``first`` to ``end`` attends, rounded down to ``LANES``."""
     if not window:
         return 0
     lowest = length
     for row in range(first, end):
-        lowest = min(lowest, places[row] - window + 1)
+        lowest = min(lowest, row_positions[row] - window + 1)
     return max(0, lowest) // LANES * LANES
 
 
 @compiled
-def _hide_before(hidden: Any, places: Any, lowest: int, begin: int, length: int) -> None:
+def _mask_before(mask_values: Any, row_positions: Any, lowest: int, begin: int, length: int) -> None:
     """Hide the positions before ``lowest``, the first one in a row's window."""
     for column in range(begin, min(lowest, length)):
-        hidden[column] = HIDDEN_SCORE
+        mask_values[column] = MASKED_SCORE
     if lowest > length:
-        for row in range(len(places)):
-            if places[row] < lowest:
-                hidden[length + row] = HIDDEN_SCORE
+        for row in range(len(row_positions)):
+            if row_positions[row] < lowest:
+                mask_values[length + row] = MASKED_SCORE
 
 
 @compiled
-def _weigh(
+def _weighted_sums(
     values: int,
     width: int,
     weights: int,

@@ -36,18 +36,18 @@ from hdtool.runtime.model.transformers_internals import text_class
 CompiledParts: TypeAlias = ModelParts[CompiledLinear]
 
 
-def _multiplies(module: Any) -> bool:
+def _is_linear(module: Any) -> bool:
     is_compiled = type(module) is CompiledLinear and "forward" not in vars(module)
     is_whole = is_compiled and module.weight.shape == (module.out_features, module.in_features)
-    return is_whole and all(map(_fits, module.parameters()))
+    return is_whole and all(map(_is_readable, module.parameters()))
 
 
-def _fits(weight: Any) -> bool:
+def _is_readable(weight: Any) -> bool:
     is_float = weight.is_cpu and weight.dtype == torch.float32 and weight.is_contiguous()
     return is_float and (is_compact(weight) or type(weight) in ORDINARY_TENSORS)
 
 
-def _embeds(module: Module) -> bool:
+def _is_embedding(module: Module) -> bool:
     weight: Any = module._parameters.get("weight")
     return (
         (type(module) in (Embedding, CompactEmbedding) or scale_of(module) is not None)
@@ -66,7 +66,7 @@ def scale_of(embedding: Module) -> float | None:
 
 
 COMPILED: Kind[CompiledLinear] = Kind(
-    _multiplies, _fits, _embeds, LANES, {**FAMILIES, **HYBRID_FAMILIES, **VARIED_FAMILIES}
+    _is_linear, _is_readable, _is_embedding, LANES, {**FAMILIES, **HYBRID_FAMILIES, **VARIED_FAMILIES}
 )
 ACTIVATIONS = ("silu", "gelu_tanh")
 """Activations of gated MLPs that have compiled code."""
@@ -94,7 +94,7 @@ def matmuls_of(part: LayerParts[CompiledLinear]) -> dict[int, MatmulRows]:
     """Return a decoder layer's matmuls by the index of their first field in the layer's record."""
     keys, inner = part.heads * part.width, part.inner
     sizes = keys * part.groups, keys, keys
-    inputs = _split(part.qkv, sizes if part.source is None else sizes[:1])
+    inputs = _split(part.qkv, sizes if part.kv_source is None else sizes[:1])
     dense = [*_split(part.gate_up, (inner, inner)), *_split(part.down, (part.hidden,))] if part.down else []
     fields = [*(number * MATMUL_FIELDS for number in range(TO_OUTPUT)), FOURTH, FIFTH, SIXTH]
     matmuls = dict(zip(fields, inputs, strict=False))
@@ -106,8 +106,8 @@ def matmuls_of(part: LayerParts[CompiledLinear]) -> dict[int, MatmulRows]:
 def has_compiled_experts(part: LayerParts[CompiledLinear], family: Family) -> bool:
     """Return True if a layer has no experts or compiled code can route and compute them."""
     block: Any = part.experts
-    if part.beside:
-        return type(part.beside.experts) is CompiledExperts
+    if part.added_mixture:
+        return type(part.added_mixture.experts) is CompiledExperts
     if block is None:
         return True
     if family.experts is None or type(block._modules.get("experts")) is not CompiledExperts:
@@ -117,13 +117,17 @@ def has_compiled_experts(part: LayerParts[CompiledLinear], family: Family) -> bo
         router is not None
         and all(is_of_package(module, package) for module in (block, block.get_submodule(family.experts.gate)))
         and router.weight.shape[1] == part.hidden
-        and all(_fits(weight) for weight in (router.weight, router.bias, router.correction) if weight is not None)
+        and all(
+            _is_readable(weight) for weight in (router.weight, router.bias, router.correction) if weight is not None
+        )
     )
 
 
 def packed_experts(part: LayerParts[CompiledLinear]) -> Iterator[PackedMatrix]:
     """Yield a layer's packed expert matrices, if the rows of each expert fill whole panels."""
-    experts: Any = part.beside.experts if part.beside else cast(Any, part.experts).experts if part.experts else None
+    experts: Any = (
+        part.added_mixture.experts if part.added_mixture else cast(Any, part.experts).experts if part.experts else None
+    )
     for name in WEIGHTS if experts else ():
         stored = stored_of(getattr(experts, name))
         if not isinstance(stored, PackedExperts):
@@ -142,15 +146,17 @@ def _split(layers: Sequence[CompiledLinear], sizes: Sequence[int]) -> list[Matmu
     return [MatmulRows(joined, end - size, end) for size, end in zip(sizes, accumulate(sizes), strict=True)]
 
 
-def _may_multiply(module: Any) -> bool:
+def _may_be_linear(module: Any) -> bool:
     return type(module) is Linear and module.in_features % COLUMN_MULTIPLE == 0
 
 
-def _may_embed(module: Module) -> bool:
+def _may_be_embedding(module: Module) -> bool:
     return (type(module) is Embedding or scale_of(module) is not None) and cast(Embedding, module).max_norm is None
 
 
-OUTLINE = cast(Any, replace(COMPILED, multiplies=_may_multiply, fits=lambda weight: True, embeds=_may_embed))
+OUTLINE = cast(
+    Any, replace(COMPILED, is_linear=_may_be_linear, is_readable=lambda weight: True, is_embedding=_may_be_embedding)
+)
 """``COMPILED`` for modules whose weights aren't loaded yet."""
 
 

@@ -148,8 +148,8 @@ OCTETS = ir.VectorType(OCTET, PLANE)
 SHORTS = ir.VectorType(SHORT, PLANE // 2)
 ARM_REGISTER, WORDS_OF_REGISTER = 16, 4
 """Bytes and 32-bit words of a NEON register."""
-LARGEST_SHORT = (1 << 15) - 1
-LARGEST_INPUT = 1 << 7
+MAX_SHORT = (1 << 15) - 1
+MAX_INPUT = 1 << 7
 
 DOT_OF_OCTETS = "vnni"
 """AVX-VNNI or AVX-512 VNNI: sums four products of unsigned and signed bytes in 32 bits."""
@@ -184,7 +184,7 @@ class IntegerCode(VectorCode):
         super().__init__(builder)
         self.dot = dot
 
-    def everywhere(self, number: int, kind: Any = OCTET, lanes: int = PLANE) -> Any:
+    def constant(self, number: int, kind: Any = OCTET, lanes: int = PLANE) -> Any:
         """Return a constant in all lanes."""
         return self.integers([number] * lanes, kind)
 
@@ -195,10 +195,10 @@ class IntegerCode(VectorCode):
     def quad(self, record: Any, quad: int) -> Any:
         """Load four bytes of an input row into each lane."""
         if self.dot != DOT_OF_SIGNED:
-            return self.builder.bitcast(self.broadcast(self.after(record, quad * QUAD), WORD), OCTETS)
+            return self.builder.bitcast(self.broadcast(self.gep(record, quad * QUAD), WORD), OCTETS)
         # ``sdot`` can read one lane of a register, so a single load serves four quads.
         register, lane = divmod(quad, WORDS_OF_REGISTER)
-        words = self.load(self.after(record, register * ARM_REGISTER), ir.VectorType(WORD, WORDS_OF_REGISTER))
+        words = self.load(self.gep(record, register * ARM_REGISTER), ir.VectorType(WORD, WORDS_OF_REGISTER))
         return self.builder.bitcast(self.lane(words, lane, PANEL_ROWS), OCTETS)
 
     def added_products(self, levels: Any, inputs: Any, added: Any) -> Any:
@@ -215,16 +215,16 @@ class IntegerCode(VectorCode):
             for first in range(0, PLANE, ARM_REGISTER)
         ]
         while len(registers) > 1:
-            registers = [self.joined(*pair) for pair in zip(registers[::2], registers[1::2], strict=True)]
+            registers = [self.concatenate(*pair) for pair in zip(registers[::2], registers[1::2], strict=True)]
         return registers[0]
 
-    def of_table(self, table: Sequence[int], indices: Any) -> Any:
+    def table_lookup(self, table: Sequence[int], indices: Any) -> Any:
         """Look up bytes in a table of 16 by 4-bit indices."""
         if self.dot == ANY_PROCESSOR:
-            return self.looked_up(table, indices, None)
+            return self.lookup(table, indices, None)
         if self.dot == DOT_OF_SIGNED:
-            return self.looked_up(table, indices, LOOK_UP_ARM)
-        return self.looked_up(table, indices, LOOK_UP_X86[PLANE], PLANE)
+            return self.lookup(table, indices, LOOK_UP_ARM)
+        return self.lookup(table, indices, LOOK_UP_X86[PLANE], PLANE)
 
     def in_order(self, vector: Any) -> Any:
         """Return the same vector, computed in program order: LLVM doesn't move empty assembly with side effects.
@@ -245,7 +245,7 @@ class DotProduct:
     def __init__(self, code: IntegerCode, largest: int) -> None:
         """``largest`` is the largest level that ``add`` may get."""
         self._code, self._builder = code, code.builder
-        self._in_16_bits = LARGEST_SHORT // (2 * largest * LARGEST_INPUT)
+        self._in_16_bits = MAX_SHORT // (2 * largest * MAX_INPUT)
         """Number of pairwise sums whose total fits into 16 bits."""
         self._pairs: Any = None
         self._added = 0
@@ -274,10 +274,10 @@ class DotProduct:
 
     def _before(self) -> Any:
         """Return the sum to which the next products are added."""
-        return self._code.everywhere(0, WORD, PANEL_ROWS) if self._total is None else self._total
+        return self._code.constant(0, WORD, PANEL_ROWS) if self._total is None else self._total
 
     def _widen(self) -> None:
-        ones = self._code.everywhere(1, SHORT, PLANE // 2)
+        ones = self._code.constant(1, SHORT, PLANE // 2)
         self._add_words(self._code.call(WIDENED_PAIRS, WORDS, self._pairs, ones))
         self._pairs, self._added = None, 0
 

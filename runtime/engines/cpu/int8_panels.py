@@ -120,7 +120,7 @@ def _multiply_panel(
 
 Bytes = npt.NDArray[Any]
 """Arrays of uint8."""
-BYTES_AT_ONCE = 1 << 20
+MAX_CHUNK_BYTES = 1 << 20
 """Bytes of blocks that are rearranged at a time, so that intermediate results stay in the cache."""
 
 
@@ -130,14 +130,14 @@ class Panels:
     def __init__(self, blocks: torch.Tensor, format: BlockFormat) -> None:
         """``blocks`` are the packed bytes of the matrix, one row per matrix row; they are copied."""
         self.format = format
-        self.shape = torch.Size((len(blocks), blocks.shape[1] // format.bytes * format.numbers))
+        self.shape = torch.Size((len(blocks), blocks.shape[1] // format.bytes * format.block_size))
         out_features, columns = self.shape
         form = panel_format(format)
         count = -(-out_features // PANEL_ROWS)
         self.matmul = int8_matmul_of(format.kind).address
         self.memory = torch.empty(count, form.bytes(columns), dtype=torch.uint8)
         rows, written = blocks.numpy().reshape(out_features, -1, format.bytes), self.memory.numpy()
-        step = max(1, BYTES_AT_ONCE // (PANEL_ROWS * blocks.shape[1]))
+        step = max(1, MAX_CHUNK_BYTES // (PANEL_ROWS * blocks.shape[1]))
 
         def rearrange(first: int) -> None:
             rows_of_panels = _whole_panels(rows[first * PANEL_ROWS : (first + step) * PANEL_ROWS])

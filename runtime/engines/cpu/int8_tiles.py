@@ -57,9 +57,9 @@ def quantize_row(builder: Any, read: Any, kind: Any, columns: Any, written: Any)
     numbers, records = builder.inttoptr(read, FLOAT.as_pointer()), builder.inttoptr(written, BYTES)
 
     def write(part: Any, _: list[Any]) -> list[Any]:
-        first = code.after(numbers, builder.mul(part, INDEX(PART)))
-        record = code.after(records, builder.mul(part, INDEX(RECORD_SIZE)))
-        vectors = [code.load(code.after(first, place * PANEL_ROWS), FLOATS, 4) for place in range(VECTORS)]
+        first = code.gep(numbers, builder.mul(part, INDEX(PART)))
+        record = code.gep(records, builder.mul(part, INDEX(RECORD_SIZE)))
+        vectors = [code.load(code.gep(first, place * PANEL_ROWS), FLOATS, 4) for place in range(VECTORS)]
         largest = _largest(code, vectors)
         scale = builder.fadd(builder.fdiv(largest, FLOAT(MAX_LEVEL)), _zero_or_nan(code, vectors))
         inverse = builder.fdiv(FLOAT(MAX_LEVEL), largest)
@@ -67,14 +67,14 @@ def quantize_row(builder: Any, read: Any, kind: Any, columns: Any, written: Any)
         levels = [_rounded(code, vector, code.splat(inverse, PANEL_ROWS)) for vector in vectors]
         for place, level in enumerate(levels):
             octets = builder.trunc(level, ir.VectorType(OCTET, PANEL_ROWS))
-            _store(builder, octets, code.after(record, place * PANEL_ROWS))
+            _store(builder, octets, code.gep(record, place * PANEL_ROWS))
         halves = [_sum(code, levels[: VECTORS // 2]), _sum(code, levels[VECTORS // 2 :])]
         whole = builder.add(*halves)
-        _store(builder, scale, code.after(record, SCALE))
-        _store(builder, builder.fmul(scale, builder.sitofp(whole, FLOAT)), code.after(record, SCALED_SUM))
+        _store(builder, scale, code.gep(record, SCALE))
+        _store(builder, builder.fmul(scale, builder.sitofp(whole, FLOAT)), code.gep(record, SCALED_SUM))
         for place, total in enumerate(halves if form.scales == 2 else [whole]):
             correction = builder.mul(total, WORD(-form.offset))
-            _store(builder, correction, code.after(record, CORRECTIONS + 4 * place))
+            _store(builder, correction, code.gep(record, CORRECTIONS + 4 * place))
         return []
 
     code.loop(builder.udiv(columns, INDEX(PART)), [], write, 1)
@@ -91,7 +91,7 @@ def _largest(code: IntegerCode, vectors: list[Any]) -> Any:
         return code.builder.select(code.builder.fcmp_ordered(">", first, second), first, second)
 
     largest = reduce(larger, [code.call(f"llvm.fabs.v{PANEL_ROWS}f32", FLOATS, vector) for vector in vectors])
-    return code.folded(largest, larger)
+    return code.reduce(largest, larger)
 
 
 def _zero_or_nan(code: IntegerCode, vectors: list[Any]) -> Any:
@@ -100,16 +100,16 @@ def _zero_or_nan(code: IntegerCode, vectors: list[Any]) -> Any:
     products = zero
     for vector in vectors:
         products = code.scaled(vector, zero, products)
-    return code.folded(products, code.builder.fadd)
+    return code.reduce(products, code.builder.fadd)
 
 
 def _rounded(code: IntegerCode, vector: Any, inverse: Any) -> Any:
     shifted = code.scaled(vector, inverse, ir.Constant(FLOATS, [ROUNDING] * PANEL_ROWS))
-    return code.builder.sub(code.builder.bitcast(shifted, WORDS), code.everywhere(ROUNDING_BITS, WORD, PANEL_ROWS))
+    return code.builder.sub(code.builder.bitcast(shifted, WORDS), code.constant(ROUNDING_BITS, WORD, PANEL_ROWS))
 
 
 def _sum(code: IntegerCode, vectors: list[Any]) -> Any:
-    return code.folded(reduce(code.builder.add, vectors), code.builder.add)
+    return code.reduce(reduce(code.builder.add, vectors), code.builder.add)
 
 
 SIGN = 128
@@ -139,21 +139,21 @@ class _Part:
         builder = code.builder
         self._code, self._form = code, form
         group, place = builder.udiv(part, INDEX(form.parts)), builder.urem(part, INDEX(form.parts))
-        header = code.after(panel, builder.mul(group, INDEX(form.group)))
-        octets = code.after(header, builder.add(INDEX(form.header), builder.mul(place, INDEX(form.part))))
-        self._levels = code.after(octets, form.octets)
+        header = code.gep(panel, builder.mul(group, INDEX(form.group)))
+        octets = code.gep(header, builder.add(INDEX(form.header), builder.mul(place, INDEX(form.part))))
+        self._levels = code.gep(octets, form.octets)
         # Prefetch the headers between groups as well; otherwise each group would wait for memory once.
         for byte in range(0, form.part + form.header, CACHE_LINE):
-            code.prefetch(code.after(self._levels, prefetched + byte))
+            code.prefetch(code.gep(self._levels, prefetched + byte))
         self.scales = [self._scale(header)] * form.scales
         self._signed = form.offset == SIGN and code.dot == DOT_OF_SIGNED
         self.has_offset = form.offset != 0 and not self._signed
-        self.minimum = self._scale(code.after(header, form.scale_size * PANEL_ROWS)) if form.has_minima else None
+        self.minimum = self._scale(code.gep(header, form.scale_size * PANEL_ROWS)) if form.has_minima else None
         if form.octets:
-            factors = [self._factor(code.after(octets, PANEL_ROWS * scale)) for scale in range(form.scales)]
+            factors = [self._factor(code.gep(octets, PANEL_ROWS * scale)) for scale in range(form.scales)]
             self.scales = [builder.fmul(scale, factor) for scale, factor in zip(self.scales, factors, strict=True)]
         if form.octets and form.has_minima:
-            below = builder.fmul(self.minimum, self._factor(code.after(octets, PANEL_ROWS)))
+            below = builder.fmul(self.minimum, self._factor(code.gep(octets, PANEL_ROWS)))
             self.minimum = builder.fneg(below)
 
     def _scale(self, address: Any) -> Any:
@@ -169,7 +169,7 @@ class _Part:
         words = builder.zext(exponents, ir.VectorType(WORD, PANEL_ROWS))
 
         def every(number: int) -> Any:
-            return code.everywhere(number, WORD, PANEL_ROWS)
+            return code.constant(number, WORD, PANEL_ROWS)
 
         tiny, usual = builder.shl(every(TINIEST_SCALE), words), builder.shl(builder.sub(words, every(1)), every(23))
         is_tiny = builder.icmp_unsigned("<", words, every(TINY_SCALES))
@@ -202,20 +202,20 @@ class _Part:
 
     def _of_table(self, table: tuple[int, ...], indices: Any) -> list[Any]:
         if self._signed:
-            return [self._code.of_table([level - SIGN for level in table], indices)]
+            return [self._code.table_lookup([level - SIGN for level in table], indices)]
         if self._form.level_bits > MAX_PAIR_BITS and self._code.dot == DOT_OF_PAIRS:
             parts = [level & 15 for level in table], [level >> LOW_BITS for level in table]
-            return [self._code.of_table(part, indices) for part in parts]
-        return [self._code.of_table(table, indices)]
+            return [self._code.table_lookup(part, indices) for part in parts]
+        return [self._code.table_lookup(table, indices)]
 
     def _eight_bits(self, low: Any, high: Any) -> Any:
         """Return levels of eight bits; if they are signed, the offset is already subtracted."""
         levels = self._or(low, self._shifted(high, LOW_BITS))
-        return self._code.builder.xor(levels, self._code.everywhere(SIGN)) if self._signed else levels
+        return self._code.builder.xor(levels, self._code.constant(SIGN)) if self._signed else levels
 
     def _bits(self, offset: int) -> tuple[Any, Any]:
         """Load a vector of bytes and return their lower and upper four bits."""
-        octets = self._code.load(self._code.after(self._levels, offset), OCTETS)
+        octets = self._code.load(self._code.gep(self._levels, offset), OCTETS)
         return self._masked(octets, 15), self._masked(self._shifted(octets, -LOW_BITS), 15)
 
     def _joined(self, low: Any, quad: int) -> Any:
@@ -224,7 +224,7 @@ class _Part:
         if not bits:
             return low
         plane, place = divmod(quad, QUADS // bits)
-        octets = self._code.load(self._code.after(self._levels, (QUADS // 2 + plane) * PLANE), OCTETS)
+        octets = self._code.load(self._code.gep(self._levels, (QUADS // 2 + plane) * PLANE), OCTETS)
         upper = self._shifted(octets, LOW_BITS - bits * place)
         return self._or(low, self._masked(upper, ((1 << bits) - 1) << LOW_BITS))
 
@@ -232,14 +232,14 @@ class _Part:
         return self._code.builder.or_(first, second)
 
     def _masked(self, octets: Any, mask: int) -> Any:
-        return self._code.builder.and_(octets, self._code.everywhere(mask))
+        return self._code.builder.and_(octets, self._code.constant(mask))
 
     def _shifted(self, octets: Any, left: int) -> Any:
         """Shift pairs of bytes, because no processor shifts single bytes; callers mask the bits that cross over."""
         builder, kind = self._code.builder, ir.VectorType(SHORT, PLANE // 2)
         if left == 0:
             return octets
-        pairs, count = builder.bitcast(octets, kind), self._code.everywhere(abs(left), SHORT, PLANE // 2)
+        pairs, count = builder.bitcast(octets, kind), self._code.constant(abs(left), SHORT, PLANE // 2)
         return builder.bitcast((builder.shl if left > 0 else builder.lshr)(pairs, count), OCTETS)
 
 
@@ -259,14 +259,14 @@ def panel_tile(rows: int, dot: str | None = None) -> Tile:
         def multiply(part: Any, sums: list[Any]) -> list[Any]:
             weights = _Part(code, form, first, part, prefetched)
             places = [builder.add(builder.mul(count, INDEX(row)), part) for row in range(rows)]
-            read = [code.after(records, builder.mul(place, INDEX(RECORD_SIZE))) for place in places]
+            read = [code.gep(records, builder.mul(place, INDEX(RECORD_SIZE))) for place in places]
             totals = _totals(code, form, weights, read)
             return [_added(code, weights, row, *row_sums) for row, *row_sums in zip(read, totals, sums, strict=True)]
 
         sums = code.loop(count, [ir.Constant(FLOATS, [0.0] * PANEL_ROWS)] * rows, multiply, 1)
         written = builder.inttoptr(outputs, FLOAT.as_pointer())
         for row, outputs_of_row in enumerate(sums):
-            target = code.after(written, builder.mul(output_stride, INDEX(row)))
+            target = code.gep(written, builder.mul(output_stride, INDEX(row)))
             builder.store(outputs_of_row, builder.bitcast(target, FLOATS.as_pointer())).align = 4
 
     return generate
@@ -297,18 +297,18 @@ def _totals(code: IntegerCode, form: PanelFormat, weights: _Part, read: list[Any
 def _whole(code: IntegerCode, planes: list[DotProduct]) -> Any:
     low, *upper = [plane.total() for plane in planes]
     for high in upper:
-        low = code.builder.add(low, code.builder.shl(high, code.everywhere(LOW_BITS, WORD, PANEL_ROWS)))
+        low = code.builder.add(low, code.builder.shl(high, code.constant(LOW_BITS, WORD, PANEL_ROWS)))
     return low
 
 
 def _added(code: IntegerCode, weights: _Part, row: Any, totals: list[Any], added: Any) -> Any:
     """Return a row's sums with a part's contribution added."""
     builder = code.builder
-    input_scale = code.broadcast(code.after(row, SCALE), FLOAT)
+    input_scale = code.broadcast(code.gep(row, SCALE), FLOAT)
     for place, (total, scale) in enumerate(zip(totals, weights.scales, strict=True)):
         if weights.has_offset:
-            total = builder.add(total, code.broadcast(code.after(row, CORRECTIONS + 4 * place), WORD))
+            total = builder.add(total, code.broadcast(code.gep(row, CORRECTIONS + 4 * place), WORD))
         added = code.scaled(builder.sitofp(total, FLOATS), builder.fmul(scale, input_scale), added)
     if weights.minimum is not None:
-        added = code.scaled(weights.minimum, code.broadcast(code.after(row, SCALED_SUM), FLOAT), added)
+        added = code.scaled(weights.minimum, code.broadcast(code.gep(row, SCALED_SUM), FLOAT), added)
     return added

@@ -26,6 +26,7 @@ import hdtool
 from hdtool.data.durable_files import CachedValue
 from hdtool.data.stores.home import proofs_at_home
 from hdtool.runtime.config import ModelConfig
+from hdtool.runtime.engines.cpu.proof import PROOF_TREE, SHORT_CONTEXT
 from hdtool.runtime.kernels.compact_weight import is_compact
 from hdtool.runtime.kernels.compiled import processor_name
 from hdtool.runtime.kernels.packed_matrix import PackedMatrix
@@ -33,15 +34,11 @@ from hdtool.runtime.model.cache.kv_cache import HeadShape, LayerShape
 from hdtool.runtime.model.checks.trees import some_context
 from hdtool.runtime.model.gguf.converted_folder import Signature
 from hdtool.runtime.model.target import Target
-from hdtool.runtime.tree import DraftTree
 
 FORMAT = 1
 LIBRARIES = ("torch", "transformers", "numba", "llvmlite", "numpy", "accelerate", "safetensors")
 SETTINGS = ("NUMBA_", "LLVM_", "OMP_", "KMP_", "MKL_", "DNNL_", "ONEDNN_", "ATEN_", "TORCH_", "PYTORCH_", "OPENBLAS_")
 """Prefixes of environment variables that change what libraries compute."""
-CONTEXT = 5
-"""Number of context tokens before the compared tree."""
-TREE = DraftTree.of(7, [11, 23, 5, 41, 2, 17, 29], [-1, 0, 1, -1, 3, 0, -1])
 
 
 @dataclass(frozen=True)
@@ -169,9 +166,9 @@ def logits_hash(target: Target) -> str:
     digest = hashlib.sha256()
     cache = target.allocate()
     with target.changing(), target.log.unchanged():
-        after = target.prefill(cache, 0, some_context(CONTEXT, target.vocabulary))
+        after = target.prefill(cache, 0, some_context(SHORT_CONTEXT, target.vocabulary))
         digest.update(after.logits.numpy().tobytes())
-        digest.update(target.verify(cache, [TREE])[0].logits.numpy().tobytes())
+        digest.update(target.verify(cache, [PROOF_TREE])[0].logits.numpy().tobytes())
     return digest.hexdigest()
 
 

@@ -16,12 +16,13 @@ from hdtool.runtime.engines.cpu.attention import (
     BLOCK_QUERIES,
     MAX_BLOCK_QUERIES,
     attend,
-    attention_numbers,
+    attention_scratch_size,
     block_queries,
     query_blocks,
 )
 from hdtool.runtime.engines.cpu.layer_record import (
-    BESIDE,
+    ACTIVE_EXPERTS,
+    ADDED_MIXTURE,
     EPSILON,
     EXPERT_SCRATCH,
     EXPERTS,
@@ -38,39 +39,40 @@ from hdtool.runtime.engines.cpu.layer_record import (
     INPUT_OUT,
     INPUTS,
     INPUTS_STRIDE,
+    INTERLEAVED,
     KEYS,
+    LAYER_ROTARY_WIDTH,
     MASK,
     MASK_ROW,
     MASK_SLOT,
     MATMUL_FIELDS,
     MIXER,
     NEW,
-    NORM_BEFORE,
-    NORM_END,
+    NORM_AFTER_MIXER,
+    NORM_AFTER_MLP,
+    NORM_BEFORE_MIXER,
+    NORM_BEFORE_MLP,
     NORM_INPUT,
     NORM_K,
-    NORM_MIDDLE,
-    NORM_MIXED,
     NORM_Q,
     NORM_V,
     NORMS_ALL,
     OFFSET,
     OUTPUTS,
-    PAIRED,
-    PART,
     PASS_FIELDS,
-    PLACES,
     RESIDUAL,
     ROTARY,
+    ROTARY_TABLES,
     ROTARY_WIDTH,
-    ROTATED,
     ROUTER,
     ROW_OFFSETS,
+    ROW_POSITIONS,
     SCALE,
     SINKS,
     SLOT_STRIDE,
     SLOTS,
     SOFTCAP,
+    STEP_FUNCTION,
     TANH_GATE,
     THREAD_POOL,
     THREADS,
@@ -82,19 +84,17 @@ from hdtool.runtime.engines.cpu.layer_record import (
     TO_UP,
     TO_VALUES,
     TOTAL_ROWS,
-    TURNED,
     VALUES,
     WIDTH,
     WINDOW,
-    WOKEN,
-    Numbers,
-    compute_part,
+    Record,
+    compute_step,
     multiply,
     multiply_by,
 )
 from hdtool.runtime.engines.cpu.mixers.delta_rule import gate_heads, split_gates
-from hdtool.runtime.engines.cpu.mixers.mix import mix, mixer_function, mixer_numbers
-from hdtool.runtime.kernels.compiled import WORD_SIZE, array_at, compiled, copy_numbers, float_of
+from hdtool.runtime.engines.cpu.mixers.mix import mix, mixer_function, mixer_scratch_size
+from hdtool.runtime.kernels.compiled import WORD_SIZE, Ints, array_at, compiled, copy_floats, float_of
 from hdtool.runtime.kernels.experts import (
     EXPERT_COUNT,
     EXPERT_FIELDS,
@@ -120,61 +120,65 @@ from hdtool.runtime.kernels.vector_code import (
 )
 
 (
-    BESIDE_EXPERTS,
-    BESIDE_ROUTER,
-    BESIDE_NORM_DENSE,
-    BESIDE_NORM_READ,
-    BESIDE_NORM_MIXED,
-    BESIDE_NORM_ROUTED,
-    BESIDE_FACTOR,
-    BESIDE_SHARES,
+    MIXTURE_EXPERTS,
+    MIXTURE_ROUTER,
+    NORM_MLP_OUTPUT,
+    NORM_EXPERTS_INPUT,
+    NORM_EXPERTS_OUTPUT,
+    NORM_ROUTER_INPUT,
+    ROUTER_INPUT_FACTOR,
+    EXPERT_SCALES,
 ) = range(8)
 """Record of a mixture of experts that is added to an MLP.
 
-BESIDE_EXPERTS, BESIDE_ROUTER: addresses of their records. BESIDE_NORM_DENSE to BESIDE_NORM_ROUTED: addresses of the
-norm weights for the MLP's output, the experts' input, the experts' output and the router's input. BESIDE_FACTOR: bits
-of the factor of the router's input. BESIDE_SHARES: address of the factors of the experts' outputs.
+MIXTURE_EXPERTS, MIXTURE_ROUTER: addresses of their records. NORM_MLP_OUTPUT to NORM_ROUTER_INPUT: addresses of the
+norm weights for the MLP's output, the experts' input, the experts' output and the router's input. ROUTER_INPUT_FACTOR:
+bits of the factor of the router's input. EXPERT_SCALES: address of the factors of the experts' outputs.
 """
-BESIDE_FIELDS = BESIDE_SHARES + 1
+MIXTURE_FIELDS = EXPERT_SCALES + 1
 
 
 @compiled
-def add_experts(shape: Numbers, record_at: int, attended: int, rows: int, dense: int, scratch: int) -> None:
+def add_experts(pass_record: Record, record_at: int, attended: int, rows: int, dense: int, scratch: int) -> None:
     """Norm an MLP's output ``dense`` in place and add the normed experts' output.
 
     ``record_at`` is the address of the mixture's record, and ``attended`` that of the hidden states after attention,
     which the router and the experts read.
     """
-    record = array_at(record_at, (BESIDE_FIELDS,), np.int64)
-    experts = array_at(record[BESIDE_EXPERTS], (EXPERT_FIELDS,), np.int64)
-    router = array_at(record[BESIDE_ROUTER], (ROUTER_FIELDS,), np.int64)
-    expert_count, width, top_k = experts[EXPERT_COUNT], shape[HIDDEN], router[TOP_K]
-    epsilon, offset = float_of(shape, EPSILON), float_of(shape, OFFSET)
+    record = array_at(record_at, (MIXTURE_FIELDS,), np.int64)
+    experts = array_at(record[MIXTURE_EXPERTS], (EXPERT_FIELDS,), np.int64)
+    router = array_at(record[MIXTURE_ROUTER], (ROUTER_FIELDS,), np.int64)
+    expert_count, width, top_k = experts[EXPERT_COUNT], pass_record[HIDDEN], router[TOP_K]
+    epsilon, offset = float_of(pass_record, EPSILON), float_of(pass_record, OFFSET)
     read = scratch + rows * expert_count * ITEM_SIZE
     mixed = read + rows * width * ITEM_SIZE
-    norm_rows(dense, rows, width, record[BESIDE_NORM_DENSE], offset, epsilon, dense)
-    norm_rows(attended, rows, width, record[BESIDE_NORM_ROUTED], np.float32(0), epsilon, read)
-    scale_in_place(read, rows * width, float_of(record, BESIDE_FACTOR))
-    multiply_by(shape, router, ROUTE, read, rows, scratch)
-    chosen, shares = np.empty((rows, top_k), np.int64), np.empty((rows, top_k), np.float32)
-    route(router, array_at(scratch, (rows, expert_count), np.float32), chosen, shares)
-    factors = array_at(record[BESIDE_SHARES], (expert_count,), np.float32)
+    norm_rows(dense, rows, width, record[NORM_MLP_OUTPUT], offset, epsilon, dense)
+    norm_rows(attended, rows, width, record[NORM_ROUTER_INPUT], np.float32(0), epsilon, read)
+    scale_in_place(read, rows * width, float_of(record, ROUTER_INPUT_FACTOR))
+    multiply_by(pass_record, router, ROUTE, read, rows, scratch)
+    chosen, routing_weights = np.empty((rows, top_k), np.int64), np.empty((rows, top_k), np.float32)
+    route(router, array_at(scratch, (rows, expert_count), np.float32), chosen, routing_weights)
+    factors = array_at(record[EXPERT_SCALES], (expert_count,), np.float32)
     for row in range(rows):
         for rank in range(top_k):
-            shares[row, rank] *= factors[chosen[row, rank]]
-    norm_rows(attended, rows, width, record[BESIDE_NORM_READ], offset, epsilon, read)
+            routing_weights[row, rank] *= factors[chosen[row, rank]]
+    norm_rows(attended, rows, width, record[NORM_EXPERTS_INPUT], offset, epsilon, read)
     rest = mixed + rows * width * ITEM_SIZE
-    shape[WOKEN] += mix_experts(shape[THREAD_POOL], shape[THREADS], experts, chosen, shares, read, mixed, rest)
-    norm_rows(mixed, rows, width, record[BESIDE_NORM_MIXED], offset, epsilon, mixed)
+    pass_record[ACTIVE_EXPERTS] += mix_experts(
+        pass_record[THREAD_POOL], pass_record[THREADS], experts, chosen, routing_weights, read, mixed, rest
+    )
+    norm_rows(mixed, rows, width, record[NORM_EXPERTS_OUTPUT], offset, epsilon, mixed)
     add_in_place(dense, mixed, rows * width, np.float32(1))
 
 
-NORM, APPEND, ATTEND, ADD_MIXED, GATE, ADD_END, SPLIT, GATE_HEADS, GATE_INPUT, ADD_INPUT, SCALE_END = range(11)
-"""Steps of a layer between its matmuls, for ``part_function``."""
+NORM, APPEND, ATTEND, ADD_MIXER_OUTPUT, GATE, ADD_MLP_OUTPUT, SPLIT, GATE_HEADS, GATE_INPUT, ADD_INPUT, SCALE_OUTPUT = (
+    range(11)
+)
+"""Steps of a layer between its matmuls, for ``step_function``."""
 
 
 @cache
-def part_function() -> Any:
+def step_function() -> Any:
     """Return the C function that computes any step between matmuls.
 
     A call computes the units from ``first`` to ``end``, so that threads can share a step. Units are blocks of queries
@@ -182,78 +186,78 @@ def part_function() -> Any:
     """
 
     @cfunc(types.void(*[types.int64] * MATMUL_ARGUMENTS), cache=True)
-    def compute_part(
-        pass_at: int, layer_at: int, starts_at: int, part: int, one: int, two: int, three: int, first: int, end: int
+    def compute_step(
+        pass_at: int, layer_at: int, starts_at: int, step: int, one: int, two: int, three: int, first: int, end: int
     ) -> None:
-        shape, layer = array_at(pass_at, (PASS_FIELDS,), types.int64), array_at(layer_at, (FIELDS,), types.int64)
-        starts = array_at(starts_at, (shape[SLOTS],), types.int64)
-        width, inner = shape[HIDDEN], layer[TO_GATE * MATMUL_FIELDS + 2]
+        pass_record, layer = array_at(pass_at, (PASS_FIELDS,), types.int64), array_at(layer_at, (FIELDS,), types.int64)
+        starts = array_at(starts_at, (pass_record[SLOTS],), types.int64)
+        width, inner = pass_record[HIDDEN], layer[TO_GATE * MATMUL_FIELDS + 2]
         rows, at, at_inner = end - first, first * width * ITEM_SIZE, first * inner * ITEM_SIZE
-        if part == NORM:
-            _norm(shape, layer[NORM_BEFORE], one + at, rows, two + at)
-        elif part == APPEND:
-            _append(shape, layer, starts, one, two, three, first, end)
-        elif part == ATTEND:
-            _attend(shape, layer, starts, one, two, three, first, end)
-        elif part == ADD_MIXED:
-            _add(shape, layer[NORM_MIXED], one + at, two + at, rows)
-            _norm(shape, layer[NORM_MIDDLE], one + at, rows, three + at)
-        elif part == GATE:
-            if shape[TANH_GATE]:
+        if step == NORM:
+            _norm(pass_record, layer[NORM_BEFORE_MIXER], one + at, rows, two + at)
+        elif step == APPEND:
+            _append(pass_record, layer, starts, one, two, three, first, end)
+        elif step == ATTEND:
+            _attend(pass_record, layer, starts, one, two, three, first, end)
+        elif step == ADD_MIXER_OUTPUT:
+            _add(pass_record, layer[NORM_AFTER_MIXER], one + at, two + at, rows)
+            _norm(pass_record, layer[NORM_BEFORE_MLP], one + at, rows, three + at)
+        elif step == GATE:
+            if pass_record[TANH_GATE]:
                 gelu_in_place(one + at_inner, two + at_inner, rows * inner)
             else:
                 silu_in_place(one + at_inner, two + at_inner, rows * inner)
-        elif part == SPLIT:
+        elif step == SPLIT:
             split_gates(one, two, layer[HEADS] * layer[GROUPS], layer[WIDTH], first, end)
-        elif part == GATE_HEADS:
+        elif step == GATE_HEADS:
             gate_heads(one, two, layer[HEADS] * layer[GROUPS], layer[WIDTH], first, end)
-        elif part == GATE_INPUT:
-            _gate_input(shape, layer, one, first, end)
-        elif part == ADD_INPUT:
-            _add(shape, layer[NORM_INPUT], one + at, two + at, rows)
-        elif part == SCALE_END:
+        elif step == GATE_INPUT:
+            _gate_input(pass_record, layer, one, first, end)
+        elif step == ADD_INPUT:
+            _add(pass_record, layer[NORM_INPUT], one + at, two + at, rows)
+        elif step == SCALE_OUTPUT:
             scale_in_place(one + at, rows * width, array_at(layer[FACTOR], (1,), types.float32)[0])
         else:
-            _add(shape, layer[NORM_END], one + at, two + at, rows)
+            _add(pass_record, layer[NORM_AFTER_MLP], one + at, two + at, rows)
 
-    return compute_part
+    return compute_step
 
 
 @compiled
-def _norm(shape: Numbers, weight: int, hidden: int, rows: int, normed: int) -> None:
+def _norm(pass_record: Record, weight: int, hidden: int, rows: int, normed: int) -> None:
     """Norm some rows for a matmul; do nothing if ``weight`` is 0."""
     if weight:
-        epsilon, offset = float_of(shape, EPSILON), float_of(shape, OFFSET)
-        norm_rows(hidden, rows, shape[HIDDEN], weight, offset, epsilon, normed)
+        epsilon, offset = float_of(pass_record, EPSILON), float_of(pass_record, OFFSET)
+        norm_rows(hidden, rows, pass_record[HIDDEN], weight, offset, epsilon, normed)
 
 
 @compiled
-def _add(shape: Numbers, weight: int, hidden: int, added: int, rows: int) -> None:
-    _norm(shape, weight, added, rows, added)
-    add_in_place(hidden, added, rows * shape[HIDDEN], float_of(shape, RESIDUAL))
+def _add(pass_record: Record, weight: int, hidden: int, added: int, rows: int) -> None:
+    _norm(pass_record, weight, added, rows, added)
+    add_in_place(hidden, added, rows * pass_record[HIDDEN], float_of(pass_record, RESIDUAL))
 
 
 @compiled
-def _gate_input(shape: Numbers, layer: Numbers, gate: int, first: int, end: int) -> None:
+def _gate_input(pass_record: Record, layer: Record, gate: int, first: int, end: int) -> None:
     """Multiply the activated gate by the layer's own input, for some rows, in place."""
     width = layer[INPUT_GATE + 2]
     for row in range(first, end):
-        layer_input = shape[INPUTS] + (row * shape[INPUTS_STRIDE] + layer[INPUT_AT]) * ITEM_SIZE
-        if shape[TANH_GATE]:
+        layer_input = pass_record[INPUTS] + (row * pass_record[INPUTS_STRIDE] + layer[INPUT_AT]) * ITEM_SIZE
+        if pass_record[TANH_GATE]:
             gelu_in_place(gate + row * width * ITEM_SIZE, layer_input, width)
         else:
             silu_in_place(gate + row * width * ITEM_SIZE, layer_input, width)
 
 
 @compiled
-def _offsets(shape: Numbers) -> Numbers:
+def _offsets(pass_record: Record) -> Ints:
     """Return the first row of each sequence, and the end of the last one."""
-    return array_at(shape[ROW_OFFSETS], (shape[SLOTS] + 1,), types.int64)
+    return array_at(pass_record[ROW_OFFSETS], (pass_record[SLOTS] + 1,), types.int64)
 
 
 @compiled
 def _append(
-    shape: Numbers, layer: Numbers, starts: Numbers, queries: int, keys: int, values: int, first: int, end: int
+    pass_record: Record, layer: Record, starts: Ints, queries: int, keys: int, values: int, first: int, end: int
 ) -> None:
     """Norm and rotate queries and keys of some rows, and write keys and values to the KV cache from ``starts`` on.
 
@@ -261,45 +265,45 @@ def _append(
     """
     heads, width = layer[HEADS], layer[WIDTH]
     query_heads, size = heads * layer[GROUPS], width * ITEM_SIZE
-    offsets, slot = _offsets(shape), 0
+    offsets, slot = _offsets(pass_record), 0
     for row in range(first, end):
         while row >= offsets[slot + 1]:
             slot += 1
         position = row - offsets[slot]
-        _prepare_heads(shape, layer, layer[NORM_Q], row, query_heads, queries + row * query_heads * size)
+        _prepare_heads(pass_record, layer, layer[NORM_Q], row, query_heads, queries + row * query_heads * size)
         if not layer[TO_KEYS * MATMUL_FIELDS]:
             continue
         row_keys, row_values = keys + row * heads * size, values + row * heads * size
         if not layer[TO_VALUES * MATMUL_FIELDS]:
-            copy_numbers(row_keys, heads * width, row_values)
-        _prepare_heads(shape, layer, layer[NORM_K], row, heads, row_keys)
+            copy_floats(row_keys, heads * width, row_values)
+        _prepare_heads(pass_record, layer, layer[NORM_K], row, heads, row_keys)
         if layer[NORM_V]:
-            epsilon, offset = float_of(shape, EPSILON), float_of(shape, OFFSET)
+            epsilon, offset = float_of(pass_record, EPSILON), float_of(pass_record, OFFSET)
             norm_rows(row_values, heads, width, layer[NORM_V], offset, epsilon, row_values)
         first_cached = slot * layer[SLOT_STRIDE] + (starts[slot] + position) * width
         for head in range(heads):
             cached = (first_cached + head * layer[HEAD_STRIDE]) * ITEM_SIZE
-            copy_numbers(row_keys + head * size, width, layer[KEYS] + cached)
-            copy_numbers(row_values + head * size, width, layer[VALUES] + cached)
+            copy_floats(row_keys + head * size, width, layer[KEYS] + cached)
+            copy_floats(row_values + head * size, width, layer[VALUES] + cached)
 
 
 @compiled
-def _prepare_heads(shape: Numbers, layer: Numbers, norm: int, row: int, heads: int, at: int) -> None:
+def _prepare_heads(pass_record: Record, layer: Record, norm: int, row: int, heads: int, at: int) -> None:
     """Norm and rotate a row's queries or keys in place."""
-    width, rotated_width, row_size = layer[WIDTH], layer[TURNED], shape[ROTARY_WIDTH] * ITEM_SIZE
-    epsilon, offset = float_of(shape, EPSILON), float_of(shape, OFFSET)
-    if norm and shape[NORMS_ALL]:
+    width, rotated_width, row_size = layer[WIDTH], layer[LAYER_ROTARY_WIDTH], pass_record[ROTARY_WIDTH] * ITEM_SIZE
+    epsilon, offset = float_of(pass_record, EPSILON), float_of(pass_record, OFFSET)
+    if norm and pass_record[NORMS_ALL]:
         norm_row(at, norm, offset, heads * width, epsilon, at)
-    rows = shape[TOTAL_ROWS]
-    cos = shape[ROTATED] + (layer[ROTARY] * 2 * rows + row) * row_size
+    rows = pass_record[TOTAL_ROWS]
+    cos = pass_record[ROTARY_TABLES] + (layer[ROTARY] * 2 * rows + row) * row_size
     sin = cos + rows * row_size
     for head in range(heads):
         head_at = at + head * width * ITEM_SIZE
-        if norm and not shape[NORMS_ALL]:
+        if norm and not pass_record[NORMS_ALL]:
             norm_row(head_at, norm, offset, width, epsilon, head_at)
         if layer[ROTARY] < 0:
             continue
-        if shape[PAIRED]:
+        if pass_record[INTERLEAVED]:
             rotate_pairs(head_at, cos, sin, rotated_width, head_at)
         else:
             rotate_head(head_at, cos, sin, rotated_width, head_at)
@@ -307,23 +311,26 @@ def _prepare_heads(shape: Numbers, layer: Numbers, norm: int, row: int, heads: i
 
 @compiled
 def _attend(
-    shape: Numbers, layer: Numbers, starts: Numbers, queries: int, scratch: int, written: int, first: int, end: int
+    pass_record: Record, layer: Record, starts: Ints, queries: int, scratch: int, written: int, first: int, end: int
 ) -> None:
     """Attend from some blocks of queries, which are numbered through all sequences."""
     heads, groups, width = layer[HEADS], layer[GROUPS], layer[WIDTH]
-    offsets, block = _offsets(shape), block_queries(shape[SLOTS] * heads, shape[THREADS])
-    memory, units = attention_numbers(starts.max() + shape[NEW], width, block), _attention_blocks(shape, layer)
+    offsets, block = _offsets(pass_record), block_queries(pass_record[SLOTS] * heads, pass_record[THREADS])
+    memory, units = (
+        attention_scratch_size(starts.max() + pass_record[NEW], width, block),
+        _attention_blocks(pass_record, layer),
+    )
     # Each part of the work has its own scratch memory; the first unit, rounded up, gives the part's index.
-    part_scratch = scratch + -(-first * parts_of(shape[THREADS], units, 1) // units) * memory * ITEM_SIZE
+    part_scratch = scratch + -(-first * parts_of(pass_record[THREADS], units, 1) // units) * memory * ITEM_SIZE
     before = blocks = 0
-    for slot in range(shape[SLOTS]):
+    for slot in range(pass_record[SLOTS]):
         before, new = before + blocks, offsets[slot + 1] - offsets[slot]
         blocks = heads * query_blocks(new, groups, block)
         if before >= end or before + blocks <= first:
             continue
         at = offsets[slot] * heads * groups * width * ITEM_SIZE
         cached = slot * layer[SLOT_STRIDE] * ITEM_SIZE
-        mask = shape[MASK] + slot * shape[MASK_SLOT] * ITEM_SIZE if shape[MASK] and new > 1 else 0
+        mask = pass_record[MASK] + slot * pass_record[MASK_SLOT] * ITEM_SIZE if pass_record[MASK] and new > 1 else 0
         attend(
             queries + at,
             new,
@@ -335,11 +342,11 @@ def _attend(
             layer[HEAD_STRIDE],
             starts[slot],
             mask,
-            shape[MASK_ROW],
-            float_of(shape, SCALE),
-            float_of(shape, SOFTCAP),
+            pass_record[MASK_ROW],
+            float_of(pass_record, SCALE),
+            float_of(pass_record, SOFTCAP),
             layer[WINDOW],
-            shape[PLACES] + offsets[slot] * WORD_SIZE,
+            pass_record[ROW_POSITIONS] + offsets[slot] * WORD_SIZE,
             layer[SINKS],
             part_scratch,
             written + at,
@@ -350,150 +357,152 @@ def _attend(
 
 
 @compiled
-def _attention_blocks(shape: Numbers, layer: Numbers) -> int:
+def _attention_blocks(pass_record: Record, layer: Record) -> int:
     """Return the number of query blocks in all sequences and heads."""
-    offsets, blocks = _offsets(shape), 0
-    block = block_queries(shape[SLOTS] * layer[HEADS], shape[THREADS])
-    for slot in range(shape[SLOTS]):
+    offsets, blocks = _offsets(pass_record), 0
+    block = block_queries(pass_record[SLOTS] * layer[HEADS], pass_record[THREADS])
+    for slot in range(pass_record[SLOTS]):
         blocks += query_blocks(offsets[slot + 1] - offsets[slot], layer[GROUPS], block)
     return blocks * layer[HEADS]  # type: ignore[no-any-return]
 
 
 @compiled
-def _widest(layers: Numbers) -> tuple[int, int]:
+def _widest(layers: Record) -> tuple[int, int]:
     """Return the maximum width of a row's queries, and of its keys, over all layers."""
     queries, keys = 0, 0
     for number in range(len(layers)):
-        key_numbers = layers[number, HEADS] * layers[number, WIDTH]
-        queries, keys = max(queries, key_numbers * layers[number, GROUPS]), max(keys, key_numbers)
+        key_size = layers[number, HEADS] * layers[number, WIDTH]
+        queries, keys = max(queries, key_size * layers[number, GROUPS]), max(keys, key_size)
     return queries, keys
 
 
 @compiled
-def scratch_numbers(shape: Numbers, layers: Numbers, positions: int) -> int:
+def layers_scratch_size(pass_record: Record, layers: Record, positions: int) -> int:
     """Return the scratch memory that ``compute_layers`` needs for contexts of ``positions``, in float32 values."""
-    rows, attention_scratch = shape[TOTAL_ROWS], 0
+    rows, attention_scratch = pass_record[TOTAL_ROWS], 0
     queries, keys = _widest(layers)
-    row_numbers = shape[HIDDEN] + 2 * (queries + keys) + 2 * shape[INNER]
-    if shape[GATES_HEADS]:
-        row_numbers += 2 * queries
+    row_scratch_size = pass_record[HIDDEN] + 2 * (queries + keys) + 2 * pass_record[INNER]
+    if pass_record[GATES_HEADS]:
+        row_scratch_size += 2 * queries
     # Passes over fewer sequences may use larger blocks, which need more memory; smaller blocks give more parts.
-    block = MAX_BLOCK_QUERIES if shape[THREADS] < 2 else BLOCK_QUERIES
+    block = MAX_BLOCK_QUERIES if pass_record[THREADS] < 2 else BLOCK_QUERIES
     for number in range(len(layers)):
         layer = layers[number]
-        blocks = shape[SLOTS] * layer[HEADS] * query_blocks(shape[NEW], layer[GROUPS], block)
-        parts = parts_of(shape[THREADS], blocks, 1)
+        blocks = pass_record[SLOTS] * layer[HEADS] * query_blocks(pass_record[NEW], layer[GROUPS], block)
+        parts = parts_of(pass_record[THREADS], blocks, 1)
         attention_scratch = max(
-            attention_scratch, parts * attention_numbers(positions, layer[WIDTH], MAX_BLOCK_QUERIES)
+            attention_scratch, parts * attention_scratch_size(positions, layer[WIDTH], MAX_BLOCK_QUERIES)
         )
-    total = rows * row_numbers + max(attention_scratch, rows * shape[EXPERT_SCRATCH])
-    return max(total, rows * shape[HIDDEN] + mixer_numbers(shape))  # type: ignore[no-any-return]
+    total = rows * row_scratch_size + max(attention_scratch, rows * pass_record[EXPERT_SCRATCH])
+    return max(total, rows * pass_record[HIDDEN] + mixer_scratch_size(pass_record))  # type: ignore[no-any-return]
 
 
 @compiled
 def _compute(
-    shape: Numbers, layer: Numbers, starts: Numbers, part: int, one: int, two: int, three: int, units: int, work: int
+    pass_record: Record, layer: Record, starts: Ints, step: int, one: int, two: int, three: int, units: int, work: int
 ) -> None:
-    compute_part(shape, shape[PART], layer, starts, part, one, two, three, units, work)
+    compute_step(pass_record, pass_record[STEP_FUNCTION], layer, starts, step, one, two, three, units, work)
 
 
 @compiled
-def _mix(shape: Numbers, layer: Numbers, inputs: int, rows: int, scratch: int) -> None:
+def _mix(pass_record: Record, layer: Record, inputs: int, rows: int, scratch: int) -> None:
     """Write the weighted sum of each row's experts to ``scratch``, followed by the shared gate's scores."""
     experts = array_at(layer[EXPERTS], (EXPERT_FIELDS,), types.int64)
     router = array_at(layer[ROUTER], (ROUTER_FIELDS,), types.int64)
-    shared_scores = scratch + rows * shape[HIDDEN] * ITEM_SIZE
+    shared_scores = scratch + rows * pass_record[HIDDEN] * ITEM_SIZE
     scores_at = shared_scores + rows * ITEM_SIZE
     scores = array_at(scores_at, (rows, experts[EXPERT_COUNT]), types.float32)
-    chosen, shares = np.empty((rows, router[TOP_K]), np.int64), np.empty((rows, router[TOP_K]), np.float32)
-    multiply_by(shape, router, ROUTE, inputs, rows, scores_at)
-    route(router, scores, chosen, shares)
+    chosen, routing_weights = np.empty((rows, router[TOP_K]), np.int64), np.empty((rows, router[TOP_K]), np.float32)
+    multiply_by(pass_record, router, ROUTE, inputs, rows, scores_at)
+    route(router, scores, chosen, routing_weights)
     if router[SHARED_GATE]:
-        multiply_by(shape, router, SHARED_GATE, inputs, rows, shared_scores)
+        multiply_by(pass_record, router, SHARED_GATE, inputs, rows, shared_scores)
     rest = scores_at + rows * experts[EXPERT_COUNT] * ITEM_SIZE
-    shape[WOKEN] += mix_experts(shape[THREAD_POOL], shape[THREADS], experts, chosen, shares, inputs, scratch, rest)
+    pass_record[ACTIVE_EXPERTS] += mix_experts(
+        pass_record[THREAD_POOL], pass_record[THREADS], experts, chosen, routing_weights, inputs, scratch, rest
+    )
 
 
 @compiled
-def _add_shared(shape: Numbers, layer: Numbers, rows: int, mixed: int, outputs: int) -> None:
+def _add_shared(pass_record: Record, layer: Record, rows: int, mixed: int, outputs: int) -> None:
     """Write the sum of what ``_mix`` wrote and the gated shared expert's ``outputs``, if any, to ``outputs``."""
-    numbers = rows * shape[HIDDEN]
+    size = rows * pass_record[HIDDEN]
     if layer[TO_DOWN * MATMUL_FIELDS]:
         router = array_at(layer[ROUTER], (ROUTER_FIELDS,), types.int64)
-        scores = array_at(mixed + numbers * ITEM_SIZE, (rows,), types.float32)
+        scores = array_at(mixed + size * ITEM_SIZE, (rows,), types.float32)
         for row in range(rows):
-            share, at = np.float32(1), row * shape[HIDDEN] * ITEM_SIZE
+            gate, at = np.float32(1), row * pass_record[HIDDEN] * ITEM_SIZE
             if router[SHARED_GATE]:
-                share /= np.float32(1) + np.exp(-scores[row])
-            add_in_place(mixed + at, outputs + at, shape[HIDDEN], share)
-    copy_numbers(mixed, numbers, outputs)
+                gate /= np.float32(1) + np.exp(-scores[row])
+            add_in_place(mixed + at, outputs + at, pass_record[HIDDEN], gate)
+    copy_floats(mixed, size, outputs)
 
 
 @compiled
-def compute_layers(shape: Numbers, layers: Numbers, starts: Numbers, hidden: int, scratch: int) -> None:
+def compute_layers(pass_record: Record, layers: Record, starts: Ints, hidden: int, scratch: int) -> None:
     """Compute the layers, updating the rows at ``hidden`` in place and writing to the KV cache from ``starts`` on."""
-    rows = shape[TOTAL_ROWS]
+    rows = pass_record[TOTAL_ROWS]
     max_queries, max_keys = _widest(layers)
-    numbers, inner_numbers = rows * shape[HIDDEN], rows * shape[INNER]
+    hidden_size, inner_size = rows * pass_record[HIDDEN], rows * pass_record[INNER]
     normed = scratch
-    queries = normed + numbers * ITEM_SIZE
+    queries = normed + hidden_size * ITEM_SIZE
     keys = queries + rows * max_queries * ITEM_SIZE
     values = keys + rows * max_keys * ITEM_SIZE
     attended = values + rows * max_keys * ITEM_SIZE
     gate = attended + rows * max_queries * ITEM_SIZE
-    up = gate + inner_numbers * ITEM_SIZE
-    gated = up + inner_numbers * ITEM_SIZE
-    rest = gated + 2 * rows * max_queries * shape[GATES_HEADS] * ITEM_SIZE
+    up = gate + inner_size * ITEM_SIZE
+    gated = up + inner_size * ITEM_SIZE
+    rest = gated + 2 * rows * max_queries * pass_record[GATES_HEADS] * ITEM_SIZE
     for number in range(len(layers)):
         layer = layers[number]
-        _compute(shape, layer, starts, NORM, hidden, normed, 0, rows, numbers)
-        read = normed if layer[NORM_BEFORE] else hidden
+        _compute(pass_record, layer, starts, NORM, hidden, normed, 0, rows, hidden_size)
+        read = normed if layer[NORM_BEFORE_MIXER] else hidden
         if layer[MIXER]:
-            mix(shape, layer, starts, read, rows, queries, normed)
+            mix(pass_record, layer, starts, read, rows, queries, normed)
         else:
-            query_numbers = rows * layer[HEADS] * layer[GROUPS] * layer[WIDTH]
-            multiply(shape, layer, TO_QUERIES, read, rows, gated if shape[GATES_HEADS] else queries)
+            query_size = rows * layer[HEADS] * layer[GROUPS] * layer[WIDTH]
+            multiply(pass_record, layer, TO_QUERIES, read, rows, gated if pass_record[GATES_HEADS] else queries)
             if layer[TO_KEYS * MATMUL_FIELDS]:
-                multiply(shape, layer, TO_KEYS, read, rows, keys)
+                multiply(pass_record, layer, TO_KEYS, read, rows, keys)
             if layer[TO_VALUES * MATMUL_FIELDS]:
-                multiply(shape, layer, TO_VALUES, read, rows, values)
-            if shape[GATES_HEADS]:
-                _compute(shape, layer, starts, SPLIT, gated, queries, 0, rows, query_numbers)
-            _compute(shape, layer, starts, APPEND, queries, keys, values, rows, query_numbers)
-            blocks, work = _attention_blocks(shape, layer), query_numbers * (starts.max() + shape[NEW])
-            _compute(shape, layer, starts, ATTEND, queries, rest, attended, blocks, work)
-            if shape[GATES_HEADS]:
-                _compute(shape, layer, starts, GATE_HEADS, gated, attended, 0, rows, query_numbers)
-            multiply(shape, layer, TO_OUTPUT, attended, rows, normed)
-        _compute(shape, layer, starts, ADD_MIXED, hidden, normed, normed, rows, numbers)
-        read = normed if layer[NORM_MIDDLE] else hidden
+                multiply(pass_record, layer, TO_VALUES, read, rows, values)
+            if pass_record[GATES_HEADS]:
+                _compute(pass_record, layer, starts, SPLIT, gated, queries, 0, rows, query_size)
+            _compute(pass_record, layer, starts, APPEND, queries, keys, values, rows, query_size)
+            blocks, work = _attention_blocks(pass_record, layer), query_size * (starts.max() + pass_record[NEW])
+            _compute(pass_record, layer, starts, ATTEND, queries, rest, attended, blocks, work)
+            if pass_record[GATES_HEADS]:
+                _compute(pass_record, layer, starts, GATE_HEADS, gated, attended, 0, rows, query_size)
+            multiply(pass_record, layer, TO_OUTPUT, attended, rows, normed)
+        _compute(pass_record, layer, starts, ADD_MIXER_OUTPUT, hidden, normed, normed, rows, hidden_size)
+        read = normed if layer[NORM_BEFORE_MLP] else hidden
         if layer[EXPERTS]:
-            _mix(shape, layer, read, rows, rest)
+            _mix(pass_record, layer, read, rows, rest)
         if layer[TO_DOWN * MATMUL_FIELDS]:
-            multiply(shape, layer, TO_GATE, read, rows, gate)
-            multiply(shape, layer, TO_UP, read, rows, up)
-            _compute(shape, layer, starts, GATE, gate, up, 0, rows, rows * layer[TO_GATE * MATMUL_FIELDS + 2])
-            multiply(shape, layer, TO_DOWN, gate, rows, normed)
-        if layer[BESIDE]:
-            add_experts(shape, layer[BESIDE], hidden, rows, normed, rest)
+            multiply(pass_record, layer, TO_GATE, read, rows, gate)
+            multiply(pass_record, layer, TO_UP, read, rows, up)
+            _compute(pass_record, layer, starts, GATE, gate, up, 0, rows, rows * layer[TO_GATE * MATMUL_FIELDS + 2])
+            multiply(pass_record, layer, TO_DOWN, gate, rows, normed)
+        if layer[ADDED_MIXTURE]:
+            add_experts(pass_record, layer[ADDED_MIXTURE], hidden, rows, normed, rest)
         if layer[EXPERTS]:
-            _add_shared(shape, layer, rows, rest, normed)
-        _compute(shape, layer, starts, ADD_END, hidden, normed, 0, rows, numbers)
+            _add_shared(pass_record, layer, rows, rest, normed)
+        _compute(pass_record, layer, starts, ADD_MLP_OUTPUT, hidden, normed, 0, rows, hidden_size)
         if layer[INPUT_GATE]:
-            multiply_by(shape, layer, INPUT_GATE, hidden, rows, gate)
-            _compute(shape, layer, starts, GATE_INPUT, gate, 0, 0, rows, rows * layer[INPUT_GATE + 2])
-            multiply_by(shape, layer, INPUT_OUT, gate, rows, normed)
-            _compute(shape, layer, starts, ADD_INPUT, hidden, normed, 0, rows, numbers)
+            multiply_by(pass_record, layer, INPUT_GATE, hidden, rows, gate)
+            _compute(pass_record, layer, starts, GATE_INPUT, gate, 0, 0, rows, rows * layer[INPUT_GATE + 2])
+            multiply_by(pass_record, layer, INPUT_OUT, gate, rows, normed)
+            _compute(pass_record, layer, starts, ADD_INPUT, hidden, normed, 0, rows, hidden_size)
         if layer[FACTOR]:
-            _compute(shape, layer, starts, SCALE_END, hidden, 0, 0, rows, numbers)
+            _compute(pass_record, layer, starts, SCALE_OUTPUT, hidden, 0, 0, rows, hidden_size)
         if layer[OUTPUTS]:
-            copy_numbers(hidden, numbers, layer[OUTPUTS])
+            copy_floats(hidden, hidden_size, layer[OUTPUTS])
 
 
 def compile_layers() -> None:
     """Compile everything in this module now, so that the first pass doesn't have to."""
-    shape, layer, starts = (np.zeros(size, np.int64) for size in (PASS_FIELDS, FIELDS, 1))
-    part_function()
+    pass_record, layer, starts = (np.zeros(size, np.int64) for size in (PASS_FIELDS, FIELDS, 1))
+    step_function()
     mixer_function()
-    scratch_numbers(shape, layer.reshape(1, -1), 0)
-    compute_layers(shape, layer.reshape(1, -1)[:0], starts, 0, 0)
+    layers_scratch_size(pass_record, layer.reshape(1, -1), 0)
+    compute_layers(pass_record, layer.reshape(1, -1)[:0], starts, 0, 0)

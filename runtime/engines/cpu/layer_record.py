@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from hdtool.runtime.kernels.compiled import WORD_SIZE, array_at, compiled, float_of
+from hdtool.runtime.kernels.compiled import WORD_SIZE, Ints, array_at, compiled, float_of
 from hdtool.runtime.kernels.gemm import call_at
 from hdtool.runtime.kernels.thread_pool import MIN_PARALLEL_WEIGHTS, parallel_matmul, run_parallel
 from hdtool.runtime.kernels.vector_code import ITEM_SIZE, add_in_place, norm_rows, scale_in_place
@@ -17,35 +17,47 @@ TO_QUERIES, TO_KEYS, TO_VALUES, TO_OUTPUT, TO_GATE, TO_UP, TO_DOWN = range(7)
 """Indices of a layer's matmuls, each of which has ``MATMUL_FIELDS`` fields at the start of the layer's record."""
 MATMUL_FIELDS = 5
 """Fields of a matmul: addresses of the function and the matrix, rows and columns of the matrix, address of the bias."""
-NORM_BEFORE, NORM_MIXED, NORM_MIDDLE, NORM_END, NORM_Q, NORM_K, SINKS, KEYS, VALUES, WINDOW, ROTARY = range(
-    7 * MATMUL_FIELDS, 7 * MATMUL_FIELDS + 11
-)
+(
+    NORM_BEFORE_MIXER,
+    NORM_AFTER_MIXER,
+    NORM_BEFORE_MLP,
+    NORM_AFTER_MLP,
+    NORM_Q,
+    NORM_K,
+    SINKS,
+    KEYS,
+    VALUES,
+    WINDOW,
+    ROTARY,
+) = range(7 * MATMUL_FIELDS, 7 * MATMUL_FIELDS + 11)
 EXPERTS, ROUTER = range(ROTARY + 1, ROTARY + 3)
 """Norms, attention and experts of a layer.
 
-NORM_BEFORE to NORM_K: addresses of the weights of the norms before and after attention, before and after the MLP, and
-of queries and keys. SINKS: address of attention sinks. KEYS, VALUES: addresses in the KV cache; the layer writes there
-if it has a matmul for keys, and otherwise only reads. WINDOW: number of positions that a row attends to, 0 for all.
+NORM_BEFORE_MIXER to NORM_K: addresses of the weights of the norms before and after attention or a mixer, before and
+after the MLP, and of queries and keys. SINKS: address of attention sinks. KEYS, VALUES: addresses in the KV cache; the
+layer writes there if it has a matmul for keys, and otherwise only reads. WINDOW: number of positions that a row attends
+to, 0 for all.
 ROTARY: index of the rotary type, -1 for none. EXPERTS, ROUTER: addresses of their records; a layer with experts uses
 the MLP's matmuls for the shared expert, if it has one.
 """
-HEADS, GROUPS, WIDTH, TURNED, SLOT_STRIDE, HEAD_STRIDE, NORM_V = range(ROUTER + 1, ROUTER + 8)
+HEADS, GROUPS, WIDTH, LAYER_ROTARY_WIDTH, SLOT_STRIDE, HEAD_STRIDE, NORM_V = range(ROUTER + 1, ROUTER + 8)
 """Heads of a layer.
 
-HEADS: key heads. GROUPS: query heads per key head. WIDTH: head width. TURNED: rotated part of the width. SLOT_STRIDE,
-HEAD_STRIDE: strides of the KV cache between sequences and between heads, in float32 values. NORM_V: address of the
-weight of the values' norm. Without a matmul for values, the values are copied from the keys before the keys are normed.
+HEADS: key heads. GROUPS: query heads per key head. WIDTH: head width. LAYER_ROTARY_WIDTH: rotated part of the width.
+SLOT_STRIDE, HEAD_STRIDE: strides of the KV cache between sequences and between heads, in float32 values. NORM_V:
+address of the weight of the values' norm. Without a matmul for values, the values are copied from the keys before the
+keys are normed.
 """
 INPUT_GATE = NORM_V + 1
 INPUT_OUT = INPUT_GATE + MATMUL_FIELDS
-INPUT_AT, NORM_INPUT, FACTOR, BESIDE = range(INPUT_OUT + MATMUL_FIELDS, INPUT_OUT + MATMUL_FIELDS + 4)
+INPUT_AT, NORM_INPUT, FACTOR, ADDED_MIXTURE = range(INPUT_OUT + MATMUL_FIELDS, INPUT_OUT + MATMUL_FIELDS + 4)
 """A layer's own input, which is gated and added after the MLP, and two parts that few layers have.
 
 INPUT_GATE, INPUT_OUT: first fields of the matmuls before and after the gate. INPUT_AT: offset of the layer's input in a
 row of all layers' inputs. NORM_INPUT: address of the norm's weight. FACTOR: address of the factor of the layer's
-output. BESIDE: address of the record of a mixture of experts that is added to the MLP.
+output. ADDED_MIXTURE: address of the record of a mixture of experts that is added to the MLP.
 """
-MIXER = BESIDE + 1
+MIXER = ADDED_MIXTURE + 1
 """Kind of the layer's token mixer: one of the four values below."""
 ATTENTION, SHORT_CONVOLUTION, DELTA_RULE, MAMBA2 = range(4)
 TAPS, COLUMNS, CHANNELS, CONV_WEIGHT, CONV_BIAS, CONV_STATE, CONV_STRIDE = range(MIXER + 1, MIXER + 8)
@@ -75,87 +87,99 @@ FIELDS = OUTPUTS + 1
 SLOTS, NEW, HIDDEN, INNER = range(4)
 """First fields of a pass. SLOTS: number of sequences. NEW: maximum number of new rows in a sequence; all sequences have
 that many if layers have mixers. HIDDEN: width of hidden states. INNER: maximum width of an MLP or per-layer input."""
-PLACES, ROTATED, ROTARY_WIDTH, PAIRED = range(4, 8)
-"""PLACES: address of the rows' positions. ROTATED: address of their cosines and sines ``[rotary types, 2, rows,
-width]``. ROTARY_WIDTH: that width, of which a layer may read less. PAIRED: 1 if rotary pairs are adjacent elements."""
+ROW_POSITIONS, ROTARY_TABLES, ROTARY_WIDTH, INTERLEAVED = range(4, 8)
+"""ROW_POSITIONS: address of the rows' positions. ROTARY_TABLES: address of their cosines and sines ``[rotary types, 2,
+rows, width]``. ROTARY_WIDTH: that width, of which a layer may read less. INTERLEAVED: 1 if rotary pairs are adjacent
+elements."""
 INPUTS, INPUTS_STRIDE = range(8, 10)
 """Address of the per-layer inputs ``[rows, layers * width]``, and the stride between rows."""
-MASK, MASK_SLOT, MASK_ROW, THREAD_POOL, THREADS, PART = range(10, 16)
+MASK, MASK_SLOT, MASK_ROW, THREAD_POOL, THREADS, STEP_FUNCTION = range(10, 16)
 """MASK, MASK_SLOT, MASK_ROW: address of the mask, and its strides between sequences and rows. THREAD_POOL: the open
-thread pool, 0 for none. THREADS: number of threads. PART: address of ``part_function``."""
+thread pool, 0 for none. THREADS: number of threads. STEP_FUNCTION: address of ``step_function``."""
 SCALE, SOFTCAP, EPSILON, OFFSET, RESIDUAL, NORMS_ALL, TANH_GATE, EXPERT_SCRATCH = range(16, 24)
 """SCALE, SOFTCAP: bits of the factor and the softcap of attention scores. EPSILON, OFFSET: bits of the norms' epsilon
 and of the offset of their weights. RESIDUAL: bits of the residual factor. NORMS_ALL: 1 if queries and keys are normed
 across all heads. TANH_GATE: 1 if gates use a tanh GELU instead of a SiLU. EXPERT_SCRATCH: scratch memory for experts
 per row, in float32 values."""
-GATES_HEADS, MIXER_PART, ORIGINS, JOURNAL, ADVANCES, MIXER_ROW, MIXER_STATE, MIXER_WINDOW = range(24, 32)
-"""GATES_HEADS: 1 if query heads have output gates. MIXER_PART: address of ``mixer_function``. ORIGINS: address of the
-rows' origins, see ``convolution``. JOURNAL: address of what mixers keep of the rows. ADVANCES: 1 if the pass advances
-the mixers' states past its last row. MIXER_ROW, MIXER_STATE, MIXER_WINDOW: scratch memory of a mixer per row, per
-buffered state and per sequence for the convolution's columns, in float32 values."""
-TOTAL_ROWS, ROW_OFFSETS, WOKEN = range(MIXER_WINDOW + 1, MIXER_WINDOW + 4)
+GATES_HEADS, MIXER_FUNCTION, ORIGINS, JOURNAL, ADVANCES, MIXER_ROW, MIXER_STATE, MIXER_WINDOW = range(24, 32)
+"""GATES_HEADS: 1 if query heads have output gates. MIXER_FUNCTION: address of ``mixer_function``. ORIGINS: address of
+the rows' origins, see ``convolution``. JOURNAL: address of what mixers keep of the rows. ADVANCES: 1 if the pass
+advances the mixers' states past its last row. MIXER_ROW, MIXER_STATE, MIXER_WINDOW: scratch memory of a mixer per row,
+per buffered state and per sequence for the convolution's columns, in float32 values."""
+TOTAL_ROWS, ROW_OFFSETS, ACTIVE_EXPERTS = range(MIXER_WINDOW + 1, MIXER_WINDOW + 4)
 """TOTAL_ROWS: number of rows in all sequences. ROW_OFFSETS: address of each sequence's first row, and the end of the
-last one. WOKEN: number of distinct experts used so far in the pass, summed over layers."""
-PASS_FIELDS = WOKEN + 1
+last one. ACTIVE_EXPERTS: number of distinct experts used so far in the pass, summed over layers."""
+PASS_FIELDS = ACTIVE_EXPERTS + 1
 
-Numbers = npt.NDArray[np.int64]
-
-
-@compiled
-def multiply(shape: Numbers, layer: Numbers, which: int, inputs: int, rows: int, outputs: int) -> None:
-    multiply_by(shape, layer, which * MATMUL_FIELDS, inputs, rows, outputs)
+Record = npt.NDArray[np.int64]
 
 
 @compiled
-def multiply_by(shape: Numbers, layer: Numbers, field: int, inputs: int, rows: int, outputs: int) -> None:
+def multiply(pass_record: Record, layer: Record, which: int, inputs: int, rows: int, outputs: int) -> None:
+    multiply_by(pass_record, layer, which * MATMUL_FIELDS, inputs, rows, outputs)
+
+
+@compiled
+def multiply_by(pass_record: Record, layer: Record, field: int, inputs: int, rows: int, outputs: int) -> None:
     """Multiply ``rows`` rows at ``inputs`` by the matrix whose fields begin at ``field``; write to ``outputs``."""
     matmul, matrix, out_features, columns, bias = layer[field : field + MATMUL_FIELDS]
     parallel_matmul(
-        shape[THREAD_POOL], shape[THREADS], matmul, matrix, out_features, columns, inputs, rows, outputs, bias
+        pass_record[THREAD_POOL],
+        pass_record[THREADS],
+        matmul,
+        matrix,
+        out_features,
+        columns,
+        inputs,
+        rows,
+        outputs,
+        bias,
     )
 
 
 @compiled
-def compute_part(
-    shape: Numbers,
+def compute_step(
+    pass_record: Record,
     function: int,
-    layer: Numbers,
-    starts: Numbers,
-    part: int,
+    layer: Record,
+    starts: Ints,
+    step: int,
     one: int,
     two: int,
     three: int,
     units: int,
     work: int,
 ) -> None:
-    """Run the step ``part`` of a C function for ``units`` units, on the thread pool if ``work`` is large enough.
+    """Run the step ``step`` of a C function for ``units`` units, on the thread pool if ``work`` is large enough.
 
     The meaning of ``one``, ``two`` and ``three``, mostly addresses, depends on the step.
     """
-    thread_pool = shape[THREAD_POOL] if work >= MIN_PARALLEL_WEIGHTS else 0
-    addresses = shape.ctypes.data, layer.ctypes.data, starts.ctypes.data
-    run_parallel(thread_pool, shape[THREADS], function, *addresses, part, one, two, three, units, 1)
+    thread_pool = pass_record[THREAD_POOL] if work >= MIN_PARALLEL_WEIGHTS else 0
+    addresses = pass_record.ctypes.data, layer.ctypes.data, starts.ctypes.data
+    run_parallel(thread_pool, pass_record[THREADS], function, *addresses, step, one, two, three, units, 1)
 
 
-EMBED, EMBEDDING, MULTIPLIER, PROJECT, PROJECTION, OUT_FEATURES, EMBED_SCALE, NORM, EMBED_WIDTH, SHARE = range(10)
+EMBED, EMBEDDING, MULTIPLIER, PROJECT, PROJECTION, OUT_FEATURES, EMBED_SCALE, NORM, EMBED_WIDTH, INPUT_SCALE = range(10)
 """Record of the per-layer inputs.
 
 EMBED, EMBEDDING, MULTIPLIER: addresses of the ``embedding_of`` function and of the token embedding, and bits of the
 embedding's factor. PROJECT, PROJECTION, OUT_FEATURES, EMBED_SCALE: addresses of the projection's matmul and matrix, its
 out_features, and bits of its factor. NORM, EMBED_WIDTH: address of the norm's weight, and its width, which is that of
-one layer's input. SHARE: bits of the factor of the sum of both.
+one layer's input. INPUT_SCALE: bits of the factor of the sum of both.
 """
-INPUT_FIELDS = SHARE + 1
+INPUT_FIELDS = INPUT_SCALE + 1
 
 
 @compiled
-def layer_input_numbers(stride: int, rows: int) -> int:
+def layer_inputs_size(stride: int, rows: int) -> int:
     """Return the memory that ``compute_layer_inputs`` writes, in float32 values: all inputs and one more row."""
     return (rows + 1) * stride
 
 
 @compiled
-def compute_layer_inputs(shape: Numbers, record_at: int, ids_at: int, rows: int, embedded: int, written: int) -> None:
+def compute_layer_inputs(
+    pass_record: Record, record_at: int, ids_at: int, rows: int, embedded: int, written: int
+) -> None:
     """Write the per-layer inputs of ``rows`` tokens to ``written``, which needs room for one more row.
 
     ``record_at`` is the address of the inputs' record, ``ids_at`` that of the token ids and ``embedded`` that of the
@@ -165,14 +189,23 @@ def compute_layer_inputs(shape: Numbers, record_at: int, ids_at: int, rows: int,
     stride, width = record[OUT_FEATURES], record[EMBED_WIDTH]
     matmul, matrix = record[PROJECT], record[PROJECTION]
     parallel_matmul(
-        shape[THREAD_POOL], shape[THREADS], matmul, matrix, stride, shape[HIDDEN], embedded, rows, written, 0
+        pass_record[THREAD_POOL],
+        pass_record[THREADS],
+        matmul,
+        matrix,
+        stride,
+        pass_record[HIDDEN],
+        embedded,
+        rows,
+        written,
+        0,
     )
     scale_in_place(written, rows * stride, float_of(record, EMBED_SCALE))
-    epsilon, offset = float_of(shape, EPSILON), float_of(shape, OFFSET)
+    epsilon, offset = float_of(pass_record, EPSILON), float_of(pass_record, OFFSET)
     norm_rows(written, rows * stride // width, width, record[NORM], offset, epsilon, written)
     token_row = written + rows * stride * ITEM_SIZE
     for row in range(rows):
         call_at(record[EMBED], record[EMBEDDING], stride, ids_at + row * WORD_SIZE, 1, token_row, 0, 0, 0, 0)
         scale_in_place(token_row, stride, float_of(record, MULTIPLIER))
         add_in_place(written + row * stride * ITEM_SIZE, token_row, stride, np.float32(1))
-    scale_in_place(written, rows * stride, float_of(record, SHARE))
+    scale_in_place(written, rows * stride, float_of(record, INPUT_SCALE))

@@ -12,15 +12,15 @@ from torch.nn import ModuleList
 
 from hdtool.runtime.engines.cpu.compiled_kind import ACTIVATIONS, COMPILED, CompiledParts, has_compiled_experts
 from hdtool.runtime.engines.cpu.compiled_model import CompiledModel
-from hdtool.runtime.engines.cpu.layer_kernel import compile_layers, compute_layers, scratch_numbers
+from hdtool.runtime.engines.cpu.layer_kernel import compile_layers, compute_layers, layers_scratch_size
 from hdtool.runtime.engines.cpu.layer_record import (
     ADVANCES,
     INPUTS,
     JOURNAL,
     ORIGINS,
-    PLACES,
-    ROTATED,
+    ROTARY_TABLES,
     ROW_OFFSETS,
+    ROW_POSITIONS,
     THREAD_POOL,
     compute_layer_inputs,
 )
@@ -39,7 +39,7 @@ from hdtool.runtime.engines.model_families import LLAMA
 from hdtool.runtime.engines.model_parts import model_parts
 from hdtool.runtime.kernels.thread_pool import shared_thread_pool
 from hdtool.runtime.kernels.vector_code import LANES
-from hdtool.runtime.model.cache.kv_cache import NOTHING, KVTensors, SlotKVCache, StaticKVCache
+from hdtool.runtime.model.cache.kv_cache import NO_TENSOR, KVTensors, SlotKVCache, StaticKVCache
 from hdtool.runtime.model.checks.trees import some_context
 from hdtool.runtime.model.pass_inputs import FULL, AttentionMasks, AttentionWindow, Mask
 from hdtool.runtime.model.transformers_internals import cache_argument
@@ -56,7 +56,7 @@ TOLERANCE = 1e-4
 
 Float32 rounding causes a difference of about 1e-6.
 """
-TREE = DraftTree.of(7, [11, 23, 5, 41, 2, 17, 29], [-1, 0, 1, -1, 3, 0, -1])
+PROOF_TREE = DraftTree.of(7, [11, 23, 5, 41, 2, 17, 29], [-1, 0, 1, -1, 3, 0, -1])
 CONTEXT_LENGTHS = (0, 37, 150)
 """Context lengths on which the first and last layers are compared; a tree follows the second one."""
 SHORT_CONTEXT = 5
@@ -123,8 +123,8 @@ def _fit_cache(parts: CompiledParts, target: Target) -> bool:
     """
     cached = target.allocate(1, 1).storage.layers
     return len(cached) == len(parts.layers) and all(
-        all(view is NOTHING for view in views)
-        if layer.mixer or layer.source is not None
+        all(view is NO_TENSOR for view in views)
+        if layer.mixer or layer.kv_source is not None
         else {(view.shape[1], view.shape[3], view.stride(2)) for view in views}
         == {(layer.heads, layer.width, layer.width)}
         for layer, views in zip(parts.layers, cached, strict=True)
@@ -153,7 +153,7 @@ class _LayerProof:
         """Per-layer inputs of the current pass, ``[sequences, rows, layers, width]``."""
         self._shared: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
         """Keys and values that Transformers' layers share in the current pass, by layer type."""
-        tokens = torch.tensor([some_context(len(TREE) + 1, target.vocabulary)])
+        tokens = torch.tensor([some_context(len(PROOF_TREE) + 1, target.vocabulary)])
         embedded: torch.Tensor = target.model.get_input_embeddings()(tokens)
         self._states = [embedded]
         """Input of each layer: the output of the layer before."""
@@ -166,9 +166,9 @@ class _LayerProof:
         """
         layers = self._parts.layers
         mixing = [number for number, layer in enumerate(layers) if layer.mixer]
-        ends = {0, len(layers) - 1, layers.index(self._parts.attending), *mixing[:1]}
+        ends = {0, len(layers) - 1, layers.index(self._parts.first_attention), *mixing[:1]}
         return (
-            self._is_same(range(len(layers)), self._case(7, TREE))
+            self._is_same(range(len(layers)), self._case(7, PROOF_TREE))
             and all(self._is_same(sorted(ends), case) for case in self._cases())
             and (not mixing or self._is_same(mixing, self._prompt()))
         )
@@ -182,15 +182,15 @@ class _LayerProof:
 
     def _cases(self) -> Iterator[Case]:
         for length in CONTEXT_LENGTHS:
-            yield self._case(length, TREE if length == CONTEXT_LENGTHS[1] else DraftTree.bare(0))
+            yield self._case(length, PROOF_TREE if length == CONTEXT_LENGTHS[1] else DraftTree.bare(0))
         yield self._batch()
 
     def _case(self, length: int, tree: DraftTree) -> Case:
         cache = self._target.allocate(1, length + len(tree) + 1).slots[0].kv
         cache.length = length
         positions = length + torch.tensor([[0, *tree.depths[1:].tolist()]])
-        unwindowed: Any = self._masks.of_tree(tree, length)
-        return cache.storage, cache, positions, self._target.stock.masks.of_tree(tree, length), unwindowed, [tree]
+        unwindowed: Any = self._masks.tree_mask(tree, length)
+        return cache.storage, cache, positions, self._target.stock.masks.tree_mask(tree, length), unwindowed, [tree]
 
     def _batch(self) -> Case:
         target, lengths = self._target, BATCH_LENGTHS
@@ -198,7 +198,8 @@ class _LayerProof:
         rows = max(BATCH_NODES) + 1
         storage = target.allocate(len(trees), max(lengths) + rows).storage
         positions = torch.tensor(lengths)[:, None] + torch.arange(rows)
-        masks, unwindowed = target.stock.masks.of_batch(trees, lengths), cast(Any, self._masks.of_batch(trees, lengths))
+        masks = target.stock.masks.batch_mask(trees, lengths)
+        unwindowed: Any = self._masks.batch_mask(trees, lengths)
         return storage, SlotKVCache(storage, lengths, rows), positions, masks, unwindowed, trees
 
     def _is_same(self, numbers: Iterable[int], case: Case) -> bool:
@@ -237,7 +238,7 @@ class _LayerProof:
             "position_ids": positions,
             "use_cache": True,
         }
-        arguments |= self._beside(number, case)
+        arguments |= self._other_inputs(number, case)
         with self._over(part, case) as states:
             expected = part.layer(hidden.clone(), **arguments, **cache_argument(part.layer, cache))
         if not isinstance(expected, torch.Tensor) or expected.shape != hidden.shape:
@@ -259,18 +260,18 @@ class _LayerProof:
             distances.append(distance(ours, theirs, theirs))
         return expected if all(gap <= TOLERANCE for gap in distances) else None
 
-    def _beside(self, number: int, case: Case) -> dict[str, Any]:
+    def _other_inputs(self, number: int, case: Case) -> dict[str, Any]:
         """Return the arguments for the layer's own input and for keys and values of other layers."""
         storage, cache, positions, *_ = case
         part, arguments = self._parts.layers[number], dict[str, Any]()
         if part.inputs:
             arguments["per_layer_input"] = self._inputs[:, :, number]
-        if self._parts.family.keeps:
+        if self._parts.family.shared_kv_attribute:
             arguments["shared_kv_states"] = self._shared
-        if part.source is not None:
+        if part.kv_source is not None:
             slots, new = positions.shape
             end = max(cache.room_for(new)[1]) + new
-            keys, values = (view[:slots, :, :end] for view in storage.layers[part.source])
+            keys, values = (view[:slots, :, :end] for view in storage.layers[part.kv_source])
             self._shared.setdefault(cast(Any, part.attention).layer_type, (keys, values))
         return arguments
 
@@ -290,32 +291,40 @@ class _LayerProof:
         storage, cache, positions, _, mask, trees = case
         slots, new = positions.shape
         _, starts = cache.room_for(new)
-        shape, offsets = self._table.shape_of(slots, new, mask), np.arange(slots + 1) * new
-        places = positions.expand(slots, -1).contiguous()
+        pass_record, offsets = self._table.pass_record(slots, new, mask), np.arange(slots + 1) * new
+        row_positions = positions.expand(slots, -1).contiguous()
         kinds = [kind for kind in dict.fromkeys(self._kinds) if kind is not None]
-        embeddings = [rotary_of(self._parts, hidden, places, kind) for kind in kinds]
+        embeddings = [rotary_of(self._parts, hidden, row_positions, kind) for kind in kinds]
         tables = (
             joined_tables([torch.stack((rotary.cos, rotary.sin)) for rotary in embeddings])
             if embeddings
             else torch.empty(0)
         )
-        shape[PLACES], shape[ROTATED], shape[INPUTS] = places.data_ptr(), tables.data_ptr(), self._inputs.data_ptr()
-        shape[ROW_OFFSETS] = offsets.ctypes.data
+        pass_record[ROW_POSITIONS], pass_record[ROTARY_TABLES], pass_record[INPUTS] = (
+            row_positions.data_ptr(),
+            tables.data_ptr(),
+            self._inputs.data_ptr(),
+        )
+        pass_record[ROW_OFFSETS] = offsets.ctypes.data
         hidden = hidden.clone(memory_format=torch.contiguous_format)
         layer, mixers = self._table.with_cache(storage)[number : number + 1], self._table.mixers
-        scratch = torch.empty(scratch_numbers(shape, layer, max(starts) + new), dtype=torch.float32)
+        scratch = torch.empty(layers_scratch_size(pass_record, layer, max(starts) + new), dtype=torch.float32)
         origins = np.zeros((slots, new, ORIGIN_FIELDS), np.int64)
         for table, tree in zip(origins, trees or [DraftTree.of(0, [0] * (new - 1), range(-1, new - 2))], strict=True):
             fill_origins(table, tree.parents)
-        journal = torch.empty(slots * new * mixers.journal_numbers if mixers else 0, dtype=torch.float32)
-        shape[ORIGINS], shape[JOURNAL], shape[ADVANCES] = origins.ctypes.data, journal.data_ptr(), not trees
+        journal = torch.empty(slots * new * mixers.journal_size if mixers else 0, dtype=torch.float32)
+        pass_record[ORIGINS], pass_record[JOURNAL], pass_record[ADVANCES] = (
+            origins.ctypes.data,
+            journal.data_ptr(),
+            not trees,
+        )
         lengths = np.array(starts, np.int64)
-        with shared_thread_pool(torch.get_num_threads()).open() as shape[THREAD_POOL]:
-            compute_layers(shape, layer, lengths, hidden.data_ptr(), scratch.data_ptr())
+        with shared_thread_pool(torch.get_num_threads()).open() as pass_record[THREAD_POOL]:
+            compute_layers(pass_record, layer, lengths, hidden.data_ptr(), scratch.data_ptr())
             for slot, tree in enumerate(trees):
                 rows = _path_of(tree)
                 path = np.array([slot, len(rows), len(rows), *rows], np.int64)
-                accept(shape, layer, lengths, path, scratch.data_ptr())
+                accept(pass_record, layer, lengths, path, scratch.data_ptr())
         return hidden
 
 
@@ -338,13 +347,13 @@ def _has_same_inputs(target: Target, compiled: CompiledModel, parts: CompiledPar
     """Return True if the compiled per-layer inputs match Transformers', or there are none."""
     if parts.inputs is None:
         return True
-    ids = torch.tensor([some_context(len(TREE) + 1, target.vocabulary)])
+    ids = torch.tensor([some_context(len(PROOF_TREE) + 1, target.vocabulary)])
     embedded: torch.Tensor = target.model.get_input_embeddings()(ids)
     expected = parts.inputs.of(ids, embedded)
-    rows, record = ids.numel(), compiled.table.ends(1)[LAYER_INPUTS]
-    shape, memory = compiled.table.shape_of(1, rows), torch.empty(rows + 1, expected[0, 0].numel())
-    with shared_thread_pool(torch.get_num_threads()).open() as shape[THREAD_POOL]:
-        compute_layer_inputs(shape, record, ids.data_ptr(), rows, embedded.data_ptr(), memory.data_ptr())
+    rows, record = ids.numel(), compiled.table.outer_record(1)[LAYER_INPUTS]
+    pass_record, memory = compiled.table.pass_record(1, rows), torch.empty(rows + 1, expected[0, 0].numel())
+    with shared_thread_pool(torch.get_num_threads()).open() as pass_record[THREAD_POOL]:
+        compute_layer_inputs(pass_record, record, ids.data_ptr(), rows, embedded.data_ptr(), memory.data_ptr())
     actual = memory[:rows].view_as(expected)
     return distance(actual, expected, expected) <= TOLERANCE
 
@@ -380,7 +389,7 @@ def _logits_of_passes(target: Target) -> list[torch.Tensor]:
     """Return the logits of a tree, of a root after one of its nodes was accepted, and of a continued prompt."""
     cache, context = target.allocate(), some_context(SHORT_CONTEXT, target.vocabulary)
     target.prefill(cache, 0, context)
-    of_tree = target.verify(cache, [TREE])[0].logits.clone()
+    of_tree = target.verify(cache, [PROOF_TREE])[0].logits.clone()
     target.commit(cache, 0, [0, 1])
     bare = target.verify(cache, [DraftTree.bare(1)])[0].logits.clone()
     target.commit(cache, 0, [])

@@ -18,9 +18,9 @@ import torch
 from torch import get_num_threads, is_autocast_enabled
 
 from hdtool.runtime.engine import PassOptions, Verified, Walk
-from hdtool.runtime.engines.cpu.layer_record import JOURNAL, NEW, ORIGINS, OUTPUTS, SLOTS, WOKEN
+from hdtool.runtime.engines.cpu.layer_record import ACTIVE_EXPERTS, JOURNAL, NEW, ORIGINS, OUTPUTS, SLOTS
 from hdtool.runtime.engines.cpu.mixers.convolution import ORIGIN_FIELDS
-from hdtool.runtime.engines.cpu.mixers.mix import OF_SLOT, KeptRows
+from hdtool.runtime.engines.cpu.mixers.mix import PATH_SLOT, KeptRows
 from hdtool.runtime.engines.cpu.pass_kernel import (
     IDS,
     LOGITS,
@@ -31,12 +31,12 @@ from hdtool.runtime.engines.cpu.pass_kernel import (
     accept_path,
     compute_tree,
     compute_trees,
-    pass_numbers,
+    pass_scratch_size,
 )
 from hdtool.runtime.kernels.compiled import Array
 from hdtool.runtime.kernels.thread_pool import NO_THREADS, shared_thread_pool
 from hdtool.runtime.kernels.topk import folded_size
-from hdtool.runtime.sampling.walks import NOTHING_CERTAIN
+from hdtool.runtime.sampling.walks import NO_FORCED_TOKENS
 from hdtool.runtime.tree import UNDETERMINED, DraftTree
 
 if TYPE_CHECKING:
@@ -76,18 +76,18 @@ class TreePass:
         self._at = self._record.ctypes.data
         rows = slots * self._rows
         self._memory: dict[str, Any] = {
-            "shown": np.zeros((slots, 2), np.int64),
+            "last_masks": np.zeros((slots, 2), np.int64),
             "starts": np.zeros(slots, np.int64),
             "offsets": np.zeros(slots + 1, np.int64),
             "ids": np.zeros(rows, np.int64),
             "positions": np.zeros(rows, np.int64),
-            "certain": np.zeros(rows, np.int64),
-            "walked": np.zeros((slots, 2, TREE_ROWS), np.int64),
+            "forced_tokens": np.zeros(rows, np.int64),
+            "argmax_walks": np.zeros((slots, 2, TREE_ROWS), np.int64),
             "origins": np.zeros((rows if table.mixers else 0, ORIGIN_FIELDS), np.int64),
             "maxima": np.empty((slots * TREE_ROWS, folded_size(table.vocabulary)), np.float32),
         }
         """Buffers whose addresses are in the record."""
-        self._walked: Array = self._memory["walked"]
+        self._argmax_walks: Array = self._memory["argmax_walks"]
         self._maxima: Array = self._memory["maxima"]
         self._walk_results = np.zeros((slots, 2), np.int64)
         """Length of each slot's argmax walk, and 1 if the walk's logits are finite, ``[slots, 2]``."""
@@ -109,15 +109,15 @@ class TreePass:
     def verify(self, cache: Cache, trees: Sequence[DraftTree], wants: Sequence[PassOptions]) -> list[Verified] | None:
         """Verify one tree in each of the first slots; return None if the engine can't compute the pass.
 
-        If ``certain`` of a tree says that only one token can follow a row, only that token's logit is written.
+        If ``forced_tokens`` of a tree says that only one token can follow a row, only that token's logit is written.
         """
         lengths = [slot.kv.length for slot, _ in zip(cache.slots, trees, strict=False)]
         # Mixers need equally many rows in each tree, so smaller trees are padded.
         min_rows = max(len(tree.tokens) for tree in trees) + 1 if self._table.mixers else 1
         rows = [max(len(tree.tokens) + 1, min_rows) for tree in trees]
-        if not self._takes(cache.storage, max(map(add, lengths, rows))):
+        if not self._can_compute(cache.storage, max(map(add, lengths, rows))):
             return None
-        heads = np.array(
+        tree_headers = np.array(
             [
                 (tree.root, len(tree.tokens), length, want.walk)
                 for tree, length, want in zip(trees, lengths, wants, strict=True)
@@ -129,7 +129,15 @@ class TreePass:
         ranks = any(want.rank for want in wants)
         with self._open_threads() as thread_pool:
             known = compute_trees(
-                self._at, thread_pool, heads, tokens, parents, _certain_of(trees), min_rows, ranks, self._walk_results
+                self._at,
+                thread_pool,
+                tree_headers,
+                tokens,
+                parents,
+                _forced_tokens_of(trees),
+                min_rows,
+                ranks,
+                self._walk_results,
             )
         if not known:
             return None
@@ -137,8 +145,8 @@ class TreePass:
         walks, offsets = self._walk_results[: len(trees)].tolist(), accumulate(rows, initial=0)
         for slot, (tree, want, (length, finite), first) in enumerate(zip(trees, wants, walks, offsets, strict=False)):
             kv, used_rows = cache.slots[slot].kv, len(tree.tokens) + 1
-            kv.used = max(kv.used, kv.length + rows[slot])
-            walk = Walk.of(self._walked[slot], length, bool(finite)) if want.walk else None
+            kv.written_length = max(kv.written_length, kv.length + rows[slot])
+            walk = Walk.of(self._argmax_walks[slot], length, bool(finite)) if want.walk else None
             maxima = self._maxima[first : first + used_rows] if want.rank else None
             verified.append(
                 Verified(self._view(first, used_rows), walk=walk, maxima=maxima, hidden=self._hidden(first, used_rows))
@@ -150,20 +158,20 @@ class TreePass:
         rows = len(tree.tokens) + 1
         length = kv.length
         end = length + rows
-        if not self._takes(kv.storage, end):
+        if not self._can_compute(kv.storage, end):
             return None
-        certain = NOTHING_CERTAIN if tree.certain is None else tree.certain
-        arguments = tree.root, tree.tokens, tree.parents, certain, length, 0, want.walk, want.rank, False
+        forced_tokens = NO_FORCED_TOKENS if tree.forced_tokens is None else tree.forced_tokens
+        arguments = tree.root, tree.tokens, tree.parents, forced_tokens, length, 0, want.walk, want.rank, False
         if self._threads == 1:
-            length_, finite = compute_tree(self._at, 0, *arguments)
+            walk_length, finite = compute_tree(self._at, 0, *arguments)
         else:
             with self._open_threads() as thread_pool:
-                length_, finite = compute_tree(self._at, thread_pool, *arguments)
-        if length_ < 0:
+                walk_length, finite = compute_tree(self._at, thread_pool, *arguments)
+        if walk_length < 0:
             return None
-        if end > kv.used:
-            kv.used = end
-        walk = Walk.of(self._walked[0], length_, finite) if want.walk else None
+        if end > kv.written_length:
+            kv.written_length = end
+        walk = Walk.of(self._argmax_walks[0], walk_length, finite) if want.walk else None
         maxima = self._maxima[:rows] if want.rank else None
         return Verified(self._view(0, rows), self._hidden(0, rows), walk, maxima=maxima)
 
@@ -173,7 +181,7 @@ class TreePass:
         Return None if the engine can't compute the pass.
         """
         rows, length = len(tokens), kv.length
-        if not self._takes(kv.storage, length + rows):
+        if not self._can_compute(kv.storage, length + rows):
             return None
         ids = np.array(tokens, np.int64)
         with self._open_threads() as thread_pool:
@@ -183,7 +191,7 @@ class TreePass:
                 ids[0],
                 ids[1:],
                 CHAIN[: rows - 1],
-                NOTHING_CERTAIN,
+                NO_FORCED_TOKENS,
                 length,
                 rows - 1,
                 False,
@@ -192,13 +200,13 @@ class TreePass:
             )
         if status < 0:
             return None
-        kv.used = max(kv.used, length + rows)
+        kv.written_length = max(kv.written_length, length + rows)
         return Verified(self._view(0, 1), self._hidden(0, rows))
 
     @property
     def experts(self) -> int:
         """Number of distinct experts that the last pass used, summed over layers."""
-        return int(self._record["shape"][0, WOKEN])
+        return int(self._record["pass_record"][0, ACTIVE_EXPERTS])
 
     def states_of_rows(self) -> StatesOfRows:
         """Return the states after the rows of the last pass over trees."""
@@ -209,7 +217,7 @@ class TreePass:
     def accept(self, path: Array, states: States) -> None:
         """Advance ``states`` along a path of the last pass's rows; for the format of ``path`` see ``mix.PATH``."""
         first, stride = self._states_at
-        if states.address == first + int(path[OF_SLOT]) * stride:
+        if states.address == first + int(path[PATH_SLOT]) * stride:
             self._accept(path)
         else:  # the cache has grown since the pass, so the states have moved
             self.copy_of_kept().accept(path, states)
@@ -218,13 +226,13 @@ class TreePass:
         """Return a copy of what mixers kept of the last pass's rows."""
         record, mixers = self._record[0], self._table.mixers
         assert mixers, "nothing is kept without mixers"
-        shape = record["shape"].copy()
-        rows = int(shape[SLOTS] * shape[NEW])
+        pass_record = record["pass_record"].copy()
+        rows = int(pass_record[SLOTS] * pass_record[NEW])
         layers, journal = (
-            self._memory["layers"][: record["used"]],
-            self._memory["journal"][: rows * mixers.journal_numbers],
+            self._memory["layers"][: record["layer_count"]],
+            self._memory["journal"][: rows * mixers.journal_size],
         )
-        return KeptRows(mixers, shape, layers.copy(), journal.copy())
+        return KeptRows(mixers, pass_record, layers.copy(), journal.copy())
 
     def _accept(self, path: Array) -> None:
         if self._threads == 1:
@@ -236,7 +244,7 @@ class TreePass:
     def _open_threads(self) -> AbstractContextManager[int]:
         return shared_thread_pool(self._threads).open() if self._threads > 1 else NO_THREADS
 
-    def _takes(self, storage: KVTensors, end: int) -> bool:
+    def _can_compute(self, storage: KVTensors, end: int) -> bool:
         """Prepare the record for a pass that ends at cache position ``end``; return False if it can't be computed."""
         if states := self._kept_states():
             states.leave()
@@ -254,33 +262,31 @@ class TreePass:
         table, capacity, memory = self._table, storage.capacity, self._memory
         rows = self._slots * self._rows
         record: Any = self._record[0]
-        record["shape"] = shape = table.shape_of(self._slots, self._rows)
-        record["ends"] = table.ends(capacity)
+        record["pass_record"] = pass_record = table.pass_record(self._slots, self._rows)
+        record["outer_record"] = table.outer_record(capacity)
         self._storage, self._threads, self._version = weakref.ref(storage), threads, table.version
-        record["rows"], record["used"], record["mask_width"] = self._rows, table.used, capacity
-        memory["layers"], memory["shown"][:] = table.with_cache(storage).copy(), 0
+        record["rows"], record["layer_count"], record["mask_width"] = self._rows, table.layer_count, capacity
+        memory["layers"], memory["last_masks"][:] = table.with_cache(storage).copy(), 0
         self._outputs = {layer: torch.empty(rows, table.width, dtype=torch.float32) for layer in table.watched}
         for layer, output in self._outputs.items():
             memory["layers"][layer, OUTPUTS] = output.data_ptr()
         with torch.inference_mode(False):
             memory["hidden"] = torch.empty(rows, table.width, dtype=torch.float32).numpy()
-            numbers = pass_numbers(shape, memory["layers"], table.kinds, capacity)
-            memory["scratch"] = torch.empty(numbers, dtype=torch.float32).numpy()
+            size = pass_scratch_size(pass_record, memory["layers"], table.rotary_types, capacity)
+            memory["scratch"] = torch.empty(size, dtype=torch.float32).numpy()
             # The kernel allocates no memory for pages that are never written.
             memory["mask"] = torch.zeros(rows, capacity, dtype=torch.float32).numpy()
             if mixers := table.mixers:
-                journal_numbers = max(
-                    self._slots * TREE_ROWS * mixers.journal_numbers, self._rows * mixers.max_journal_numbers
-                )
-                memory["journal"] = torch.empty(journal_numbers, dtype=torch.float32).numpy()
+                journal_size = max(self._slots * TREE_ROWS * mixers.journal_size, self._rows * mixers.max_journal_size)
+                memory["journal"] = torch.empty(journal_size, dtype=torch.float32).numpy()
         for name, part in memory.items():
             record[name] = part.ctypes.data
         if states := storage.states:
             self._states_at = states.address, states.stride
-        record["shape"][ORIGINS], record["shape"][JOURNAL] = record["origins"], record["journal"]
-        ends = record["ends"]
-        ends[IDS], ends[POSITIONS] = record["ids"], record["positions"]
-        ends[LOGITS], ends[NORMED] = self._logits.data_ptr(), self._normed.data_ptr()
+        record["pass_record"][ORIGINS], record["pass_record"][JOURNAL] = record["origins"], record["journal"]
+        outer_record = record["outer_record"]
+        outer_record[IDS], outer_record[POSITIONS] = record["ids"], record["positions"]
+        outer_record[LOGITS], outer_record[NORMED] = self._logits.data_ptr(), self._normed.data_ptr()
 
     def _view(self, first: int, rows: int) -> torch.Tensor:
         view = self._views.get((first, rows))
@@ -295,10 +301,10 @@ class TreePass:
         return torch.cat([column[first : first + rows] for column in columns], dim=1) if table.watches_hidden else None
 
 
-def _certain_of(trees: Sequence[DraftTree]) -> Array:
-    """Concatenate the ``certain`` tokens of all trees' rows; return an empty array if no tree has any."""
-    if all(tree.certain is None for tree in trees):
-        return NOTHING_CERTAIN
+def _forced_tokens_of(trees: Sequence[DraftTree]) -> Array:
+    """Concatenate the ``forced_tokens`` tokens of all trees' rows; return an empty array if no tree has any."""
+    if all(tree.forced_tokens is None for tree in trees):
+        return NO_FORCED_TOKENS
     return np.concatenate(
-        [np.full(len(tree) + 1, UNDETERMINED) if tree.certain is None else tree.certain for tree in trees]
+        [np.full(len(tree) + 1, UNDETERMINED) if tree.forced_tokens is None else tree.forced_tokens for tree in trees]
     )

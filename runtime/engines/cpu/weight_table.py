@@ -12,18 +12,18 @@ import numpy as np
 import torch
 from torch.nn.functional import pad
 
-from hdtool.runtime.engines.cpu import layer_kernel, layer_record, layer_record as layers, pass_kernel as ends
+from hdtool.runtime.engines.cpu import layer_kernel, layer_record, layer_record as layers, pass_kernel as outer
 from hdtool.runtime.engines.cpu.compiled_kind import MatmulRows, matmuls_of, packed_experts, scale_of
 from hdtool.runtime.engines.cpu.int8_panels import Panels
-from hdtool.runtime.engines.cpu.layer_kernel import part_function
-from hdtool.runtime.engines.cpu.mixers.convolution import window_numbers
-from hdtool.runtime.engines.cpu.mixers.mix import kept_numbers, mixer_function, row_numbers, state_numbers
-from hdtool.runtime.engines.embedding_and_head import Ends, rotary_kinds, rotary_of
+from hdtool.runtime.engines.cpu.layer_kernel import step_function
+from hdtool.runtime.engines.cpu.mixers.convolution import window_size
+from hdtool.runtime.engines.cpu.mixers.mix import kept_size, mixer_function, row_scratch_size, state_buffer_size
+from hdtool.runtime.engines.embedding_and_head import EmbeddingAndHead, rotary_kinds, rotary_of
 from hdtool.runtime.engines.mixer_parts import DELTA_RULE, MAMBA2, SHORT_CONVOLUTION, MixerParts, Router, router_of
 from hdtool.runtime.kernels import experts
 from hdtool.runtime.kernels.compact_weight import stored_of
 from hdtool.runtime.kernels.compiled import bits
-from hdtool.runtime.kernels.experts import EXPERT_COUNT, WIDTH, experts_numbers, experts_record
+from hdtool.runtime.kernels.experts import EXPERT_COUNT, WIDTH, experts_record, experts_scratch_size
 from hdtool.runtime.kernels.gemm import matmul_of
 from hdtool.runtime.kernels.linear import format_of
 from hdtool.runtime.kernels.packed_matrix import PackedMatrix
@@ -56,9 +56,9 @@ class MixerTable:
         """Mixers by layer index."""
         self._taps: dict[int, torch.Tensor] = {}
         """Convolution weights ``[taps, channels]`` by layer index."""
-        self.journal_numbers = 0
+        self.journal_size = 0
         """Number of float32 values that all layers together keep per row of a tree."""
-        self.max_journal_numbers = 0
+        self.max_journal_size = 0
         """Maximum number of float32 values that a single layer keeps per row."""
         self._memory = [0, 0, 0]
         self.copy_weights()
@@ -92,7 +92,7 @@ class MixerTable:
             tensor.dtype == torch.float32 and tensor[0].is_contiguous() for tensor in states.tensors.values()
         )
 
-    def fill_layers(self, table: layers.Numbers) -> None:
+    def fill_layers(self, table: layers.Record) -> None:
         """Fill in all mixer fields of the layer records except the states' addresses."""
         for number, mixer in self._mixers.items():
             row, parameters, convolution = table[number], mixer.parameters, mixer.convolution
@@ -112,13 +112,13 @@ class MixerTable:
                     bits(norm.variance_epsilon),
                 )
         rows = [table[number] for number in self._mixers]
-        kept = list(map(kept_numbers, rows))
+        kept = list(map(kept_size, rows))
         for row, earlier in zip(rows, accumulate(kept, initial=0), strict=False):
             row[layers.JOURNAL_AT] = earlier
-        self.journal_numbers, self.max_journal_numbers = sum(kept), max(kept)
-        self._memory = [max(map(numbers, rows)) for numbers in (row_numbers, state_numbers, window_numbers)]
+        self.journal_size, self.max_journal_size = sum(kept), max(kept)
+        self._memory = [max(map(numbers, rows)) for numbers in (row_scratch_size, state_buffer_size, window_size)]
 
-    def fill_states(self, table: layers.Numbers, states: States, first: int = 0) -> None:
+    def fill_states(self, table: layers.Record, states: States, first: int = 0) -> None:
         """Fill in the addresses of a cache's states; ``first`` is the slot of the cache's first sequence."""
         for number, mixer in self._mixers.items():
             if number >= len(table):  # the pass computes only the first layers
@@ -131,10 +131,10 @@ class MixerTable:
                 state = states.tensors[StateName(number, name, 0)]
                 row[address], row[stride] = state[0].data_ptr() - first * state.stride(0) * ITEM_SIZE, state.stride(0)
 
-    def fill_shape(self, shape: layers.Numbers) -> None:
+    def fill_pass_record(self, pass_record: layers.Record) -> None:
         """Fill in the mixer function's address and the amounts of scratch memory that a pass needs."""
-        shape[layers.MIXER_PART] = mixer_function().address
-        shape[layers.MIXER_ROW], shape[layers.MIXER_STATE], shape[layers.MIXER_WINDOW] = self._memory
+        pass_record[layers.MIXER_FUNCTION] = mixer_function().address
+        pass_record[layers.MIXER_ROW], pass_record[layers.MIXER_STATE], pass_record[layers.MIXER_WINDOW] = self._memory
 
 
 MIN_ROTARY_POSITIONS = 1024
@@ -158,16 +158,16 @@ class WeightTable:
         self._inputs = np.zeros(layer_record.INPUT_FIELDS, np.int64)
         """Record of the per-layer inputs."""
         self.version = 0
-        """Incremented whenever earlier results of ``ends`` and ``with_cache`` become outdated."""
+        """Incremented whenever earlier results of ``outer_record`` and ``with_cache`` become outdated."""
         self.watches_hidden = False
         self.watched: tuple[int, ...] = ()
         """Indices of the layers whose outputs passes return after the hidden states."""
-        self.used = len(parts.layers)
+        self.layer_count = len(parts.layers)
         """Number of layers that a pass computes."""
         self._rotary = torch.empty(0)
         self._frequencies: list[torch.Tensor] = []
         """Copies of the rotary module's buffers, to detect changes."""
-        self._filled: tuple[weakref.ref[KVTensors], layers.Numbers] | None = None
+        self._filled: tuple[weakref.ref[KVTensors], layers.Record] | None = None
         """Most recent KV cache and the layer records with its addresses."""
         self.mixers = MixerTable.of(parts)
         """Mixers of the model; None if all layers have attention."""
@@ -183,7 +183,7 @@ class WeightTable:
         return self._parts.head.out_features
 
     @property
-    def kinds(self) -> int:
+    def rotary_types(self) -> int:
         """Number of rotary types."""
         return len(self._kinds)
 
@@ -223,51 +223,54 @@ class WeightTable:
     @contextmanager
     def first_layer_alone(self) -> Iterator[None]:
         """Compute only the first layer within this block, to compare what surrounds the layers."""
-        used, self.used = self.used, 1
+        layer_count, self.layer_count = self.layer_count, 1
         self.version += 1
         try:
             yield
         finally:
-            self.used = used
+            self.layer_count = layer_count
             self.version += 1
 
-    def shape_of(self, slots: int, new: int, mask: Any = None) -> layers.Numbers:
+    def pass_record(self, slots: int, new: int, mask: Any = None) -> layers.Record:
         """Return the record of a pass over ``slots`` sequences with ``new`` rows each."""
-        part, family = self._parts.attending, self._parts.family
-        shape = np.zeros(layers.PASS_FIELDS, np.int64)
+        part, family = self._parts.first_attention, self._parts.family
+        pass_record = np.zeros(layers.PASS_FIELDS, np.int64)
         input_width = part.inputs.width if part.inputs else 0
         inner = max(input_width, *(layer.inner for layer in self._parts.layers))
-        shape[layers.TOTAL_ROWS] = slots * new
-        shape[: layers.INNER + 1] = slots, new, part.hidden, inner
-        shape[layers.ROTARY_WIDTH] = self._rotary_below(1).shape[-1] if self._kinds else 0
-        shape[layers.PAIRED] = family.is_interleaved
-        shape[layers.INPUTS_STRIDE] = len(self._parts.layers) * input_width
+        pass_record[layers.TOTAL_ROWS] = slots * new
+        pass_record[: layers.INNER + 1] = slots, new, part.hidden, inner
+        pass_record[layers.ROTARY_WIDTH] = self._rotary_below(1).shape[-1] if self._kinds else 0
+        pass_record[layers.INTERLEAVED] = family.is_interleaved
+        pass_record[layers.INPUTS_STRIDE] = len(self._parts.layers) * input_width
         if mask is not None:
-            shape[layers.MASK : layers.MASK_ROW + 1] = mask.data_ptr(), mask.stride(0), mask.stride(2)
-        shape[layers.THREADS], shape[layers.PART] = torch.get_num_threads(), part_function().address
+            pass_record[layers.MASK : layers.MASK_ROW + 1] = mask.data_ptr(), mask.stride(0), mask.stride(2)
+        pass_record[layers.THREADS], pass_record[layers.STEP_FUNCTION] = (
+            torch.get_num_threads(),
+            step_function().address,
+        )
         softcap = getattr(part.attention, family.softcap) if family.softcap else None
         residual = getattr(part.layer, family.residual) if family.residual else 1.0
         floats = part.scale, softcap or 0.0, part.epsilon, family.norm.offset, residual
-        shape[layers.SCALE : layers.RESIDUAL + 1] = list(map(bits, floats))
-        rows_of_each = 2 if self._beside else 1
+        pass_record[layers.SCALE : layers.RESIDUAL + 1] = list(map(bits, floats))
+        rows_of_each = 2 if self._added_mixtures else 1
         of_experts = [
-            1 + one[EXPERT_COUNT] + rows_of_each * one[WIDTH] + experts_numbers(one, 1) for one in self._experts
+            1 + one[EXPERT_COUNT] + rows_of_each * one[WIDTH] + experts_scratch_size(one, 1) for one in self._experts
         ]
-        shape[layers.EXPERT_SCRATCH] = max(of_experts, default=0)
-        shape[layers.NORMS_ALL] = family.norms_all_heads
-        shape[layers.TANH_GATE] = any(layer.activation == "gelu_tanh" for layer in self._parts.layers)
-        shape[layers.GATES_HEADS] = family.gates_heads
+        pass_record[layers.EXPERT_SCRATCH] = max(of_experts, default=0)
+        pass_record[layers.NORMS_ALL] = family.norms_all_heads
+        pass_record[layers.TANH_GATE] = any(layer.activation == "gelu_tanh" for layer in self._parts.layers)
+        pass_record[layers.GATES_HEADS] = family.gates_heads
         if self.mixers:
-            self.mixers.fill_shape(shape)
-        return shape
+            self.mixers.fill_pass_record(pass_record)
+        return pass_record
 
-    def with_cache(self, storage: KVTensors) -> layers.Numbers:
+    def with_cache(self, storage: KVTensors) -> layers.Record:
         """Return the layer records with the addresses of a KV cache; later calls may return the same array."""
         if (filled := self._filled) and filled[0]() is storage:
             return filled[1]
         table = self._layers.copy()
         for row, part, cached in zip(table, self._parts.layers, storage.layers, strict=True):
-            keys, values = cached if part.source is None else storage.layers[part.source]
+            keys, values = cached if part.kv_source is None else storage.layers[part.kv_source]
             row[layers.KEYS], row[layers.VALUES] = keys.data_ptr(), values.data_ptr()
             if part.mixer is None:
                 row[layers.SLOT_STRIDE], row[layers.HEAD_STRIDE] = keys.stride(0), keys.stride(1)
@@ -276,33 +279,35 @@ class WeightTable:
         self._filled = weakref.ref(storage), table
         return table
 
-    def ends(self, positions: int) -> layers.Numbers:
+    def outer_record(self, positions: int) -> layers.Record:
         """Return the record of everything outside the layers for passes with fewer than ``positions`` positions."""
-        parts, rotary, around = self._parts, self._rotary_below(positions), Ends.of(self._parts)
+        parts, rotary, scaling = self._parts, self._rotary_below(positions), EmbeddingAndHead.of(self._parts)
         weight = parts.embedding.weight
-        stored, factor = stored_of(weight), scale_of(parts.embedding) or around.multiplier
-        record = np.zeros(ends.END_FIELDS, np.int64)
-        record[ends.EMBED : ends.VOCABULARY + 1] = (
-            ends.embedding_of(*format_of(stored)).address,
+        stored, factor = stored_of(weight), scale_of(parts.embedding) or scaling.multiplier
+        record = np.zeros(outer.OUTER_FIELDS, np.int64)
+        record[outer.EMBED : outer.VOCABULARY + 1] = (
+            outer.embedding_of(*format_of(stored)).address,
             stored.data_ptr(),
             weight.shape[0],
         )
-        record[ends.MULTIPLIER] = 0 if factor == 1.0 else bits(factor)
-        record[ends.KINDS : ends.KNOWN + 1] = self.kinds, rotary.data_ptr(), rotary.shape[2]
-        record[ends.NORM], record[ends.LAST_EPSILON] = parts.norm.weight.data_ptr(), bits(parts.epsilon)
+        record[outer.MULTIPLIER] = 0 if factor == 1.0 else bits(factor)
+        record[outer.ROTARY_TYPES : outer.KNOWN_POSITIONS + 1] = self.rotary_types, rotary.data_ptr(), rotary.shape[2]
+        record[outer.NORM], record[outer.LAST_EPSILON] = parts.norm.weight.data_ptr(), bits(parts.epsilon)
         matmul, matrix, out_features, _, bias = self._matmul_row(self._head)
-        record[ends.PROJECT : ends.BIAS + 1] = matmul, matrix, out_features, bias
-        if around.divisor != 1.0 or around.softcap:
-            record[ends.DIVISOR : ends.CAP + 1] = bits(around.divisor), bits(around.softcap or 0.0)
-        record[ends.KEEPING] = len(parts.layers)
+        record[outer.PROJECT : outer.BIAS + 1] = matmul, matrix, out_features, bias
+        if scaling.divisor != 1.0 or scaling.softcap:
+            record[outer.DIVISOR : outer.CAP + 1] = bits(scaling.divisor), bits(scaling.softcap or 0.0)
+        record[outer.CACHING_LAYERS] = len(parts.layers)
         if not self.watches_hidden:
-            record[ends.KEEPING] = max(number for number, layer in enumerate(parts.layers) if layer.source is None) + 1
+            record[outer.CACHING_LAYERS] = (
+                max(number for number, layer in enumerate(parts.layers) if layer.kv_source is None) + 1
+            )
         placeholders = self._placeholders
-        record[ends.PLACEHOLDERS : ends.NUMBER_OF_PLACEHOLDERS + 1] = placeholders.ctypes.data, len(placeholders)
+        record[outer.PLACEHOLDERS : outer.NUMBER_OF_PLACEHOLDERS + 1] = placeholders.ctypes.data, len(placeholders)
         if inputs := parts.inputs:
             self._fill_inputs(inputs)
-            record[ends.LAYER_INPUTS] = self._inputs.ctypes.data
-            record[ends.VOCABULARY] = min(record[ends.VOCABULARY], inputs.embedding.weight.shape[0])
+            record[outer.LAYER_INPUTS] = self._inputs.ctypes.data
+            record[outer.VOCABULARY] = min(record[outer.VOCABULARY], inputs.embedding.weight.shape[0])
         return record
 
     def _fill_inputs(self, inputs: LayerInputs[CompiledLinear]) -> None:
@@ -310,7 +315,7 @@ class WeightTable:
         stored = stored_of(inputs.embedding.weight)
         matmul, matrix, out_features, *_ = self._matmul_row(MatmulRows.whole(inputs.projection))
         self._inputs[:] = (
-            ends.embedding_of(*format_of(stored)).address,
+            outer.embedding_of(*format_of(stored)).address,
             stored.data_ptr(),
             bits(scale_of(inputs.embedding) or 1.0),
             matmul,
@@ -319,31 +324,31 @@ class WeightTable:
             bits(inputs.scale),
             inputs.norm.weight.data_ptr(),
             len(inputs.norm.weight),
-            bits(inputs.share),
+            bits(inputs.input_scale),
         )
 
-    def _layer_rows(self) -> layers.Numbers:
+    def _layer_rows(self) -> layers.Record:
         parts = self._parts.layers
         table = np.zeros((len(parts), layers.FIELDS), np.int64)
-        self._experts: list[layers.Numbers] = []
-        self._routers: list[layers.Numbers] = []
-        self._beside: list[layers.Numbers] = []
-        turned = {kind: table.shape[-1] for kind, table in zip(self._kinds, self._tables_of(1), strict=True)}
+        self._experts: list[layers.Record] = []
+        self._routers: list[layers.Record] = []
+        self._added_mixtures: list[layers.Record] = []
+        rotary_widths = {kind: table.shape[-1] for kind, table in zip(self._kinds, self._tables_of(1), strict=True)}
         described = zip(table, parts, self._windows, rotary_kinds(self._parts), strict=True)
         for number, (row, part, window, kind) in enumerate(described):
             for first, matmul in matmuls_of(part).items():
                 row[first : first + layers.MATMUL_FIELDS] = self._matmul_row(matmul)
-            norms = *part.around, *part.head_norms, None, None
+            norms = *part.block_norms, *part.head_norms, None, None
             weights = [_address_of(norm, "weight") for norm in norms]
-            row[layers.NORM_BEFORE : layers.NORM_K + 1] = weights[: layers.NORM_K + 1 - layers.NORM_BEFORE]
+            row[layers.NORM_BEFORE_MIXER : layers.NORM_K + 1] = weights[: layers.NORM_K + 1 - layers.NORM_BEFORE_MIXER]
             row[layers.SINKS] = _address_of(part.attention, "sinks") if self._parts.family.has_sinks else 0
             row[layers.WINDOW] = window.window or 0
             row[layers.ROTARY] = -1 if kind is None else self._kinds.index(kind)
-            row[layers.HEADS : layers.TURNED + 1] = (
+            row[layers.HEADS : layers.LAYER_ROTARY_WIDTH + 1] = (
                 part.heads,
                 part.groups,
                 part.width,
-                0 if kind is None else turned[kind],
+                0 if kind is None else rotary_widths[kind],
             )
             row[layers.NORM_V] = self._ones.data_ptr() if part.value_norm else 0
             row[layers.FACTOR] = 0 if part.factor is None else part.factor.data_ptr()
@@ -352,13 +357,13 @@ class WeightTable:
                 row[layers.NORM_INPUT] = _address_of(part.inputs.norm, "weight")
             if part.experts:
                 self._fill_experts(row, part)
-            if part.beside:
-                row[layers.BESIDE] = self._record_beside(part.beside)
+            if part.added_mixture:
+                row[layers.ADDED_MIXTURE] = self._added_mixture_record(part.added_mixture)
         if self.mixers:
             self.mixers.fill_layers(table)
         return table
 
-    def _fill_experts(self, row: layers.Numbers, part: LayerParts[CompiledLinear]) -> None:
+    def _fill_experts(self, row: layers.Record, part: LayerParts[CompiledLinear]) -> None:
         described = self._parts.family.experts
         router = described and router_of(part.experts, described)
         assert router
@@ -368,25 +373,25 @@ class WeightTable:
         row[layers.EXPERTS] = self._experts[-1].ctypes.data
         row[layers.ROUTER] = self._routers[-1].ctypes.data
 
-    def _record_beside(self, mixture: MixtureParts[CompiledLinear]) -> int:
+    def _added_mixture_record(self, mixture: MixtureParts[CompiledLinear]) -> int:
         """Create the record of a mixture that is added to an MLP; return its address."""
-        record, (weight, shares) = np.zeros(experts.ROUTER_FIELDS, np.int64), mixture.weights
+        record, (scale, expert_scales) = np.zeros(experts.ROUTER_FIELDS, np.int64), mixture.weights
         matmul = self._matmul_row(MatmulRows.whole(mixture.projection))
         record[experts.ROUTE : experts.TOP_K + 1] = *matmul, mixture.top
         record[experts.RENORMALIZES] = record[experts.GROUPS] = record[experts.USED_GROUPS] = 1
         record[experts.FACTOR] = bits(1.0)
         self._experts.append(experts_record(mixture.experts, self._panels))
         self._routers.append(record)
-        self._beside.append(np.zeros(layer_kernel.BESIDE_FIELDS, np.int64))
-        self._beside[-1][:] = (
+        self._added_mixtures.append(np.zeros(layer_kernel.MIXTURE_FIELDS, np.int64))
+        self._added_mixtures[-1][:] = (
             self._experts[-1].ctypes.data,
             record.ctypes.data,
             *(_address_of(norm, "weight") for norm in mixture.norms),
-            weight.data_ptr(),
+            scale.data_ptr(),
             bits(mixture.factor),
-            shares.data_ptr(),
+            expert_scales.data_ptr(),
         )
-        return self._beside[-1].ctypes.data
+        return self._added_mixtures[-1].ctypes.data
 
     def _matmul_row(self, rows: MatmulRows) -> tuple[int, int, int, int, int]:
         """Return the ``MATMUL_FIELDS`` of a matmul."""
@@ -432,7 +437,7 @@ def joined_tables(tables: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch.stack([pad(table, (0, widest - table.shape[-1])) for table in tables])
 
 
-def router_record(router: Router, shared_gate: Sequence[int] | None) -> layers.Numbers:
+def router_record(router: Router, shared_gate: Sequence[int] | None) -> layers.Record:
     """Return the record of a router; ``shared_gate`` are the fields of the shared gate's matmul."""
     record, (expert_count, width) = np.zeros(experts.ROUTER_FIELDS, np.int64), router.weight.shape
     bias, correction = (0 if tensor is None else tensor.data_ptr() for tensor in (router.bias, router.correction))
@@ -440,7 +445,7 @@ def router_record(router: Router, shared_gate: Sequence[int] | None) -> layers.N
     record[experts.ROUTE : experts.BIAS + 1] = matmul, router.weight.data_ptr(), expert_count, width, bias
     record[experts.TOP_K : experts.RENORMALIZES + 1] = router.top, router.has_sigmoids, router.renormalizes
     record[experts.CORRECTION : experts.USED_GROUPS + 1] = correction, router.groups, router.used_groups
-    record[experts.FACTOR : experts.MIN_SUM + 1] = list(map(bits, (router.factor, router.added, router.min_sum)))
+    record[experts.FACTOR : experts.MIN_SUM + 1] = list(map(bits, (router.factor, router.sum_offset, router.min_sum)))
     if shared_gate:
         record[experts.SHARED_GATE :] = shared_gate
     return record

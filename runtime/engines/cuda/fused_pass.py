@@ -24,7 +24,7 @@ from hdtool.runtime.engines.cuda.operations import (
     TorchOperations,
 )
 from hdtool.runtime.engines.embedding_and_head import (
-    Ends,
+    EmbeddingAndHead,
     Rotary,
     norms_and_activations_match,
     rotary_kinds,
@@ -75,12 +75,12 @@ class FusedPass:
         self, parts: ModelParts[Module], windows: list[AttentionWindow], operations: Operations, hidden: HiddenStates
     ) -> None:
         self._parts, self._operations, self._hidden = parts, operations, hidden
-        self._ends = Ends.of(parts)
+        self._ends = EmbeddingAndHead.of(parts)
         self.reads_extent = operations.reads_extent
         weights = [weight for module in parts.model.modules() for weight in module.parameters(recurse=False)]
         uses = Counter(_memory_of(weight) for weight in weights if type(weight) is Parameter)
         norm = Norm(parts.norm.weight, parts.epsilon, parts.family.norm)
-        first = [_norm_of(layer, layer.around[0], parts.family) for layer in parts.layers]
+        first = [_norm_of(layer, layer.block_norms[0], parts.family) for layer in parts.layers]
         self._kinds = dict.fromkeys(rotary_kinds(parts))
         self._begin = Residual(None, first[0])
         self._layers = [
@@ -111,7 +111,7 @@ class FusedPass:
             getattr(attention, family.softcap) if family.softcap else None,
             attention.sinks if family.has_sinks else None,
         )
-        _, after_attention, before_mlp, after_mlp = (_norm_of(layer, norm, family) for norm in layer.around)
+        _, after_attention, before_mlp, after_mlp = (_norm_of(layer, norm, family) for norm in layer.block_norms)
         head_norms = [Norm(cast(Any, norm).weight, layer.epsilon, family.norm) for norm in layer.head_norms]
         multiplier = float(getattr(layer.layer, family.residual)) if family.residual else 1.0
         return FusedLayer(
@@ -180,7 +180,7 @@ def fuse(target: Target) -> FusedPass | None:
     """
     if target.dtype not in DTYPES or target.processes > 1 or target.state_shapes:
         return None
-    kind: Kind[Module] = Kind(_has_shape, partial(_is_plain, target), partial(_embeds, target), families=FAMILIES)
+    kind: Kind[Module] = Kind(_has_shape, partial(_is_plain, target), partial(_is_embedding, target), families=FAMILIES)
     parts, windows = model_parts(target.model, kind), windows_of_layers(target)
     if parts is None or windows is None or len(windows) != len(parts.layers) or _has_hooks(target, parts):
         return None
@@ -229,7 +229,7 @@ def _is_plain(target: Target, weight: Any) -> bool:
     return is_dense and weight.dtype == target.dtype and weight.device == target.device
 
 
-def _embeds(target: Target, module: Module) -> bool:
+def _is_embedding(target: Target, module: Module) -> bool:
     return isinstance(module, Embedding) and module.max_norm is None and _is_plain(target, module.weight)
 
 

@@ -265,8 +265,8 @@ def move_positions(tensors: list[torch.Tensor], step: StepTensors) -> None:
 
 
 NAME = "hdtool_tree"
-HANDLED = {"scaling", "sliding_window", "softcap", "s_aux"}
-WITHOUT_EFFECT = {
+SUPPORTED_ARGUMENTS = {"scaling", "sliding_window", "softcap", "s_aux"}
+IGNORED_ARGUMENTS = {
     "cache_position", "dropout", "is_causal", "output_attentions", "output_hidden_states", "output_router_logits",
     "position_ids", "use_cache",
 }  # fmt: skip
@@ -295,12 +295,12 @@ class TreeAttention:
             window.kind: mask for mask, window in zip(window_masks, self._windows, strict=True)
         }
         self.calls = 0
-        token = CURRENT.set(self)
+        token = CURRENT_ATTENTION.set(self)
         try:
             with attention_by(model, NAME, attend):
                 yield masks if len(masks) > 1 else next(iter(masks.values()))
         finally:
-            CURRENT.reset(token)
+            CURRENT_ATTENTION.reset(token)
 
     def attend(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor, options: dict[str, Any]
@@ -310,7 +310,9 @@ class TreeAttention:
         Raises NotImplementedError for unknown ``options``, or if a head's keys or values aren't contiguous.
         """
         slots, heads, rows, width = query.shape
-        unknown = {name for name, number in options.items() if number is not None} - HANDLED - WITHOUT_EFFECT
+        unknown = (
+            {name for name, number in options.items() if number is not None} - SUPPORTED_ARGUMENTS - IGNORED_ARGUMENTS
+        )
         if unknown or any(part.stride()[2:] != (part.shape[3], 1) for part in (key, value)):
             raise NotImplementedError(f"attention with {sorted(unknown)}, or to copies of the cache")
         self.calls += 1
@@ -333,7 +335,7 @@ def memory_of(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-CURRENT: ContextVar[TreeAttention] = ContextVar("the attention of the pass that runs")
+CURRENT_ATTENTION: ContextVar[TreeAttention] = ContextVar("the attention of the pass that runs")
 
 
 def attend(
@@ -345,4 +347,4 @@ def attend(
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attend by the current ``TreeAttention``; has the interface of Transformers' attention functions."""
-    return CURRENT.get().attend(query, key, value, attention_mask, options), None
+    return CURRENT_ATTENTION.get().attend(query, key, value, attention_mask, options), None

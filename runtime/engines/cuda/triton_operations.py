@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 MAX_SPLITS = 32
 MIN_SPLIT_KEYS = 128
 """Minimum number of keys in a split. With fewer, merging the splits would outweigh what they save."""
-GATED = 1024
+GATE_BLOCK = 1024
 """Columns that one program of the gate kernel computes."""
 PROGRAMS_PER_PROCESSOR = 2
 NO_NORM = Norm(torch.empty(0), 0.0)
@@ -220,8 +220,8 @@ class TritonOperations:
     def gate(self, gate_up: torch.Tensor, activation: str) -> torch.Tensor:
         tokens, width = gate_up.shape[0], gate_up.shape[1] // 2
         gated = gate_up.new_empty((tokens, width))
-        grid = tokens, triton.cdiv(width, GATED)
-        triton_kernels.gate_kernel[grid](gate_up, gated, width, ACTIVATION=activation, BLOCK=GATED, num_warps=4)
+        grid = tokens, triton.cdiv(width, GATE_BLOCK)
+        triton_kernels.gate_kernel[grid](gate_up, gated, width, ACTIVATION=activation, BLOCK=GATE_BLOCK, num_warps=4)
         return gated
 
     def move(self, tensors: list[torch.Tensor]) -> None:

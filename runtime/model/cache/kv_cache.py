@@ -18,14 +18,14 @@ import numpy as np
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 
-from hdtool.runtime.kernels.compiled import Array, compiled, copy_numbers
+from hdtool.runtime.kernels.compiled import Array, compiled, copy_floats
 from hdtool.runtime.model.cache.states import StateLayer, States, StateShape
 
 WORD_SIZE = 4
 """Number of bytes moved at once."""
 
 
-class Place(NamedTuple):
+class TensorLayout(NamedTuple):
     """Address and strides in bytes of a tensor ``[rows, 1, heads, positions, width]``, for compiled code."""
 
     address: int
@@ -36,7 +36,7 @@ class Place(NamedTuple):
     position_size: int
 
     @classmethod
-    def of(cls, tensor: torch.Tensor) -> Place:
+    def of(cls, tensor: torch.Tensor) -> TensorLayout:
         strides = [stride * tensor.itemsize for stride in tensor.stride()]
         return cls(tensor.data_ptr(), tensor.shape[0], strides[0], tensor.shape[2], strides[2], strides[3])
 
@@ -63,22 +63,22 @@ def move_positions(
     for row in range(rows):
         for head in range(heads):
             first = address + row * row_size + head * head_size + start * position_size
-            for place in range(len(path)):
-                copy_numbers(first + path[place] * position_size, words, first + place * position_size)
+            for index in range(len(path)):
+                copy_floats(first + path[index] * position_size, words, first + index * position_size)
 
 
 def compile_moves() -> None:
     """Compile ``move_positions``, or load it from numba's cache, ahead of the first step."""
-    move_positions(*Place(0, 0, 0, 0, 0, 0), 0, np.empty(0, np.int64))
+    move_positions(*TensorLayout(0, 0, 0, 0, 0, 0), 0, np.empty(0, np.int64))
 
 
 PRIVATE = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_ANONYMOUS") else {}
-MOST_DUE = 16
+MAX_DEFERRED_MOVES = 16
 """Maximum number of positions that a captured step can move before it computes.
 
 Longer paths are rare and moved immediately.
 """
-NOTHING = torch.empty(0)
+NO_TENSOR = torch.empty(0)
 """Placeholder for the keys or values of a layer that has none."""
 GROWTH = 64
 """Capacities are rounded up to a multiple of this, so that answers of similar length reuse a cache."""
@@ -172,14 +172,14 @@ class LayerWithStates(StateLayer, StaticLayer):  # type: ignore[override]
 
 def views_of_layers(cache: Any, layers: Sequence[Views], states: States | None, *, has_begun: bool) -> list[Any]:
     """Return a ``transformers`` cache layer for each layer: over its keys and values, its states, or both."""
-    of_states = states.layers(has_begun=has_begun) if states else {}
+    state_layers = states.layers(has_begun=has_begun) if states else {}
     views: list[Any] = []
     for index, (keys, _) in enumerate(layers):
-        state = of_states.get(index)
+        state = state_layers.get(index)
         if state is None:
             views.append(StaticLayer(cache, index))
         else:
-            views.append(state if keys is NOTHING else LayerWithStates(cache, index, state))
+            views.append(state if keys is NO_TENSOR else LayerWithStates(cache, index, state))
     return views
 
 
@@ -213,26 +213,26 @@ class KVTensors:
             for shape in dict.fromkeys(rows)
         }
         free = {shape: iter(tensor) for shape, tensor in tensors.items()}
-        views = [[next(free[shape]) if shape else NOTHING for shape in layer] for layer in shapes]
-        indexers = {number: indexed for number, (*_, indexed) in enumerate(views) if indexed is not NOTHING}
-        of_states = States.zeros(states, batch) if states else None
+        views = [[next(free[shape]) if shape else NO_TENSOR for shape in layer] for layer in shapes]
+        indexers = {number: indexed for number, (*_, indexed) in enumerate(views) if indexed is not NO_TENSOR}
+        state_tensors = States.zeros(states, batch) if states else None
         held = [tensor for shape, tensor in tensors.items() if shape.width]
-        return cls(held, [(keys, values) for keys, values, _ in views], capacity, of_states, indexers)
+        return cls(held, [(keys, values) for keys, values, _ in views], capacity, state_tensors, indexers)
 
     @cached_property
-    def places(self) -> list[Place] | None:
+    def layouts(self) -> list[TensorLayout] | None:
         """Addresses and strides of the tensors for compiled code; None if it cannot move them, as on a GPU."""
-        return [Place.of(tensor) for tensor in self.tensors] if all(map(is_movable, self.tensors)) else None
+        return [TensorLayout.of(tensor) for tensor in self.tensors] if all(map(is_movable, self.tensors)) else None
 
     @property
     def bytes(self) -> int:
         return sum(tensor.nbytes for tensor in self.tensors) + (self.states.bytes if self.states else 0)
 
-    def of_slot(self, slot: int) -> KVTensors:
+    def slot_view(self, slot: int) -> KVTensors:
         """Return views of one slot of the batch."""
 
         def part(view: torch.Tensor) -> torch.Tensor:
-            return view if view is NOTHING else view.narrow(0, slot, 1)
+            return view if view is NO_TENSOR else view.narrow(0, slot, 1)
 
         views = [(part(keys), part(values)) for keys, values in self.layers]
         states = self.states.part(slot, 1) if self.states else None
@@ -248,11 +248,11 @@ class StaticKVCache(Cache):
         self.storage = storage
         self.length = 0
         """Number of accepted tokens; later positions are not part of the context."""
-        self.used = 0
+        self.written_length = 0
         """Number of leading positions that passes may have written; all later ones are zero."""
-        self.due: tuple[int, list[int]] | None = None
+        self.pending_move: tuple[int, list[int]] | None = None
         """Pending move for the next captured step: first target position, and offsets of the positions to move."""
-        self._unsure: int | None = None
+        self._interrupted_from: int | None = None
         """First target position of a move that may have been interrupted halfway, or None."""
 
     @property
@@ -266,30 +266,30 @@ class StaticKVCache(Cache):
     @property
     def settled(self) -> int:
         """Number of accepted positions that hold the right keys and values once the pending move is made."""
-        return self.length if self._unsure is None else self._unsure
+        return self.length if self._interrupted_from is None else self._interrupted_from
 
     def settle(self) -> None:
         """Make the pending move, if there is one."""
-        if due := self.due:
+        if move := self.pending_move:
             self.begin_move()
-            self.move(*due)
+            self.move(*move)
             self.end_move()
 
     def begin_move(self) -> None:
         """Mark the pending move as started. If it is interrupted before ``end_move``, it cannot be repeated."""
-        if due := self.due:
-            self._unsure, self.due = due[0], None
+        if move := self.pending_move:
+            self._interrupted_from, self.pending_move = move[0], None
 
     def end_move(self) -> None:
-        self._unsure = None
+        self._interrupted_from = None
 
     def cut(self, length: int) -> None:
         """Keep only the first ``length`` positions."""
-        if self.due:
-            if length > self.due[0]:
+        if self.pending_move:
+            if length > self.pending_move[0]:
                 self.settle()
-            self.due = None
-        self.length, self._unsure = length, None
+            self.pending_move = None
+        self.length, self._interrupted_from = length, None
 
     def begin_states(self, *, has_begun: bool) -> None:
         """Set whether the states follow any token; if not, the next pass doesn't read them."""
@@ -302,10 +302,10 @@ class StaticKVCache(Cache):
 
         A mask hides leftover values only if they are finite: attention multiplies them by 0, and 0 times NaN is NaN.
         """
-        if self.used > position:
+        if self.written_length > position:
             for tensor in self.storage.tensors:
-                tensor.narrow(3, position, min(self.used, self.capacity) - position).zero_()
-            self.used = position
+                tensor.narrow(3, position, min(self.written_length, self.capacity) - position).zero_()
+            self.written_length = position
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -313,7 +313,7 @@ class StaticKVCache(Cache):
         keys, values = self.storage.layers[layer_idx]
         new = key_states.shape[2]
         end = self.length + new
-        self.used = max(self.used, end)
+        self.written_length = max(self.written_length, end)
         keys.narrow(2, self.length, new).copy_(key_states)
         values.narrow(2, self.length, new).copy_(value_states)
         return keys.narrow(2, 0, end), values.narrow(2, 0, end)
@@ -325,30 +325,31 @@ class StaticKVCache(Cache):
 
     def room_for(self, new: int) -> tuple[KVTensors, list[int]]:
         """Return the tensors in which the caller writes ``new`` positions, and a list with the first of these."""
-        self.used = max(self.used, self.length + new)
+        self.written_length = max(self.written_length, self.length + new)
         return self.storage, [self.length]
 
-    def commit(self, fixed: int, path: Sequence[int], *, later: bool = False) -> None:
+    def commit(self, fixed: int, path: Sequence[int], *, deferred: bool = False) -> None:
         """Accept the first ``fixed`` new positions, then those at the offsets ``path`` after them.
 
-        With ``later``, the next captured step moves positions that must move, unless they exceed ``MOST_DUE``.
+        With ``deferred``, the next captured step moves positions that must move, unless there are more than
+        ``MAX_DEFERRED_MOVES``.
         """
         start = self.length + fixed
         if must_move(path):
-            if later and len(path) <= MOST_DUE:
-                self.due = start, list(path)
+            if deferred and len(path) <= MAX_DEFERRED_MOVES:
+                self.pending_move = start, list(path)
             else:
                 self.move(start, path)
         self.length = start + len(path)
 
     def move(self, start: int, path: Sequence[int]) -> None:
         """Move the positions ``start + path`` to ``start`` and after; ``path`` must increase."""
-        if (places := self.storage.places) is None:
+        if (layouts := self.storage.layouts) is None:
             self._move_by_torch(start, path)
             return
         offsets = np.array(path, np.int64)
-        for place in places:
-            move_positions(*place, start, offsets)
+        for layout in layouts:
+            move_positions(*layout, start, offsets)
 
     @torch.inference_mode()
     def _move_by_torch(self, start: int, path: Sequence[int]) -> None:
@@ -364,11 +365,11 @@ class StaticKVCache(Cache):
     def copy_from(self, source: StaticKVCache, length: int | None = None) -> None:
         """Copy the first ``length`` tokens of another sequence, or all of them. They must fit the capacity."""
         source.settle()
-        self.due = self._unsure = None
+        self.pending_move = self._interrupted_from = None
         self.length = source.settled if length is None else length
         for mine, theirs in zip(self.storage.tensors, source.storage.tensors, strict=True):
             mine.narrow(3, 0, self.length).copy_(theirs.narrow(3, 0, self.length))
-        self.used = max(self.used, self.length)
+        self.written_length = max(self.written_length, self.length)
         self.clear_from(self.length)
 
 

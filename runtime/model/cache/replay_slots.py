@@ -19,37 +19,37 @@ from transformers import PreTrainedConfig
 
 from hdtool.runtime.model.cache.kv_cache import KVTensors, StaticKVCache
 from hdtool.runtime.model.cache.slots import Cache, Slot
-from hdtool.runtime.model.cache.states import MOST_SNAPSHOTS
+from hdtool.runtime.model.cache.states import MAX_SNAPSHOTS
 
-Place = tuple[Any, ...]
+TensorPath = tuple[Any, ...]
 """Path to a tensor in a cache: attribute names, keys and indices, outermost first."""
 WHOLE = torch.nn.Module, PreTrainedConfig, type, FunctionType, MethodType, ModuleType, torch.dtype, torch.device
 """Types that are neither copied nor searched for tensors."""
 
 
-def copied(cache: Any, shared: Collection[Place]) -> Any:
+def copied(cache: Any, shared: Collection[TensorPath]) -> Any:
     """Return a copy of a cache that a pass may change. Tensors at ``shared`` are not cloned, as passes replace them."""
-    return _rebuilt(cache, lambda place, tensor: tensor if place in shared else tensor.clone())
+    return _rebuilt(cache, lambda path, tensor: tensor if path in shared else tensor.clone())
 
 
-def tensors_of(cache: Any) -> dict[Place, torch.Tensor]:
-    """Return the tensors of a cache by place."""
-    tensors: dict[Place, torch.Tensor] = {}
+def tensors_of(cache: Any) -> dict[TensorPath, torch.Tensor]:
+    """Return the tensors of a cache by path."""
+    tensors: dict[TensorPath, torch.Tensor] = {}
 
-    def note(place: Place, tensor: torch.Tensor) -> torch.Tensor:
-        tensors[place] = tensor
+    def note(path: TensorPath, tensor: torch.Tensor) -> torch.Tensor:
+        tensors[path] = tensor
         return tensor
 
     _rebuilt(cache, note)
     return tensors
 
 
-def with_views_of(longer: Any, cache: Any, shared: Collection[Place]) -> Any:
+def with_views_of(longer: Any, cache: Any, shared: Collection[TensorPath]) -> Any:
     """Return a copy of a cache whose tensors at ``shared`` are views of ``longer``, a cache that begins with it."""
     others = tensors_of(longer)
 
-    def view(place: Place, tensor: torch.Tensor) -> torch.Tensor:
-        extended = others.get(place) if place in shared else None
+    def view(path: TensorPath, tensor: torch.Tensor) -> torch.Tensor:
+        extended = others.get(path) if path in shared else None
         return tensor if extended is None else _as_part(extended, tensor)
 
     return _rebuilt(cache, view)
@@ -67,27 +67,27 @@ def bytes_of(caches: Iterable[Any]) -> int:
 
 
 class Replaced:
-    """Finds the places whose tensors every pass replaces without changing them in place.
+    """Finds the paths of the tensors that every pass replaces without changing them in place.
 
     Passes must not run in inference mode, in which tensors have no version counters.
     """
 
     def __init__(self) -> None:
-        self._always: set[Place] = set()
-        self._other: set[Place] = set()
+        self._always: set[TensorPath] = set()
+        self._other: set[TensorPath] = set()
 
     @property
-    def places(self) -> frozenset[Place]:
+    def paths(self) -> frozenset[TensorPath]:
         return frozenset(self._always - self._other)
 
     def watch(self, cache: Callable[[], Any], run: Callable[[], object]) -> None:
         """Run a pass and record which tensors it replaces; ``cache`` returns the cache before and after the pass."""
-        before = {place: (tensor, tensor._version) for place, tensor in tensors_of(cache()).items()}
+        before = {path: (tensor, tensor._version) for path, tensor in tensors_of(cache()).items()}
         run()
         after = tensors_of(cache())
-        for place, (tensor, version) in before.items():
-            is_replaced = after.get(place) is not tensor and tensor._version == version
-            (self._always if is_replaced else self._other).add(place)
+        for path, (tensor, version) in before.items():
+            is_replaced = after.get(path) is not tensor and tensor._version == version
+            (self._always if is_replaced else self._other).add(path)
 
 
 def _as_part(longer: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
@@ -101,26 +101,26 @@ def _as_part(longer: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
     return part if torch.equal(part, tensor) else tensor
 
 
-def _rebuilt(cache: Any, of_tensor: Callable[[Place, torch.Tensor], torch.Tensor]) -> Any:
+def _rebuilt(cache: Any, of_tensor: Callable[[TensorPath, torch.Tensor], torch.Tensor]) -> Any:
     """Return a copy of a cache with each tensor replaced by the result of ``of_tensor``."""
     copies: dict[int, Any] = {}
 
-    def rebuilt(value: Any, place: Place) -> Any:
+    def rebuilt(value: Any, path: TensorPath) -> Any:
         if id(value) in copies:
             return copies[id(value)]
         if isinstance(value, torch.Tensor):
-            copies[id(value)] = of_tensor(place, value)
+            copies[id(value)] = of_tensor(path, value)
         elif isinstance(value, list | tuple):
-            parts = [rebuilt(part, (*place, number)) for number, part in enumerate(value)]
+            parts = [rebuilt(part, (*path, number)) for number, part in enumerate(value)]
             copies[id(value)] = parts if isinstance(value, list) else tuple(parts)
         elif isinstance(value, dict):
             new = copies[id(value)] = copy.copy(value)
             for key, part in value.items():
-                new[key] = rebuilt(part, (*place, key))
+                new[key] = rebuilt(part, (*path, key))
         elif hasattr(value, "__dict__") and not isinstance(value, WHOLE):
             new = copies[id(value)] = copy.copy(value)
             for name, part in vars(value).items():
-                vars(new)[name] = rebuilt(part, (*place, name))
+                vars(new)[name] = rebuilt(part, (*path, name))
         else:
             return value
         return copies[id(value)]
@@ -141,8 +141,8 @@ NOTHING_READ = Filled()
 class ReplaySlot(Slot):
     """One sequence, and the caches after some of its prefixes."""
 
-    def __init__(self, shared: Collection[Place]) -> None:
-        """Create an empty slot; ``shared`` has the places of tensors that passes replace and never change in place."""
+    def __init__(self, shared: Collection[TensorPath]) -> None:
+        """Create an empty slot; ``shared`` has the paths of tensors that passes replace and never change in place."""
         super().__init__(StaticKVCache(KVTensors([], [], 0)))
         self._shared = shared
         self.filled = NOTHING_READ
@@ -177,7 +177,7 @@ class ReplaySlot(Slot):
         shortened = [
             Filled(filled.length, with_views_of(self.filled.cache, filled.cache, self._shared)) for filled in before
         ]
-        self.older = [*shortened, self.filled][-MOST_SNAPSHOTS:]
+        self.older = [*shortened, self.filled][-MAX_SNAPSHOTS:]
 
     def copy_of_filled(self) -> Any:
         """Return a copy of the cache for a pass over further tokens; None at first, since models create their own."""
@@ -207,7 +207,7 @@ class ReplaySlot(Slot):
         """Record the cache of a pass that read all waiting tokens, the root and a chain of ``tree_length`` nodes."""
         self._after = Filled(self.length + 1 + tree_length, cache)
 
-    def commit(self, path: Sequence[int], *, later: bool = False) -> None:
+    def commit(self, path: Sequence[int], *, deferred: bool = False) -> None:
         tree, hidden, after = self.tree, self.hidden_of_tree, self._after
         if tree is None:  # the prompt was read, but no chain verified
             return
@@ -236,7 +236,7 @@ class ReplayCache(Cache):
     def keeps_states(self) -> bool:
         return True
 
-    def __init__(self, shared: Collection[Place], slots: int = 1) -> None:
+    def __init__(self, shared: Collection[TensorPath], slots: int = 1) -> None:
         self._shared = shared
         super().__init__((), slots)
 

@@ -10,7 +10,7 @@ import torch
 
 from hdtool.runtime.model.cache.kv_cache import KVTensors, LayerShape, StaticKVCache
 from hdtool.runtime.model.cache.states import Snapshot, States, StateShape, kept
-from hdtool.runtime.model.families import picked
+from hdtool.runtime.model.families import select_rows
 from hdtool.runtime.tree import DraftTree
 
 NEVER_CONTINUED = -1
@@ -128,16 +128,16 @@ class Slot:
         self.states_length = self.kv.length
         self.tokens += tokens
 
-    def commit(self, path: Sequence[int], *, later: bool = False) -> None:
-        """Accept the root and the nodes of ``path``; with ``later``, the next captured step moves their positions."""
+    def commit(self, path: Sequence[int], *, deferred: bool = False) -> None:
+        """Accept the root and the nodes of ``path``; if ``deferred``, the next captured step moves their positions."""
         tree, hidden = self.tree, self.hidden_of_tree
         if tree is None:  # the prompt was read, but no tree verified
             return
         self.tree = self.hidden_of_tree = None
         rows = [0, *(node + 1 for node in path)]
         if hidden is not None:
-            self.hidden.append(picked(hidden, rows))
-        self.kv.commit(1, path, later=later)
+            self.hidden.append(select_rows(hidden, rows))
+        self.kv.commit(1, path, deferred=deferred)
         if self.states and self.states_of_tree:
             self.states_length = -1
             self.states_of_tree.commit(self.place_in_tree, rows, self.states)
@@ -216,7 +216,7 @@ class Cache:
         self._allocate(len(self.slots), capacity)
 
     @torch.inference_mode()
-    def pretend(self, slot: int, tokens: Sequence[int], room: int) -> None:
+    def fill_unread(self, slot: int, tokens: Sequence[int], room: int) -> None:
         """Fill a slot with tokens that no pass has read, to time passes after them; reserve ``room`` for more."""
         self.reserve(len(tokens) + room)
         for keys, values in self.slots[slot].kv.storage.layers:
@@ -227,7 +227,7 @@ class Cache:
     def _allocate(self, slots: int, capacity: int) -> None:
         storage = KVTensors.for_layers(self._shapes, capacity, slots, self._state_shapes)
         # Passes recognize a storage by its identity, so the only slot must not have a second object for its tensors.
-        parts = [storage] if slots == 1 else [storage.of_slot(slot) for slot in range(slots)]
+        parts = [storage] if slots == 1 else [storage.slot_view(slot) for slot in range(slots)]
         new_slots = [Slot(StaticKVCache(part)) for part in parts]
         for new, before in zip(new_slots, self.slots, strict=False):
             new.copy_from(before)

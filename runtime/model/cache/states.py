@@ -157,9 +157,9 @@ class Snapshot(NamedTuple):
     states: States
 
 
-MOST_SNAPSHOTS = 4
+MAX_SNAPSHOTS = 4
 
 
 def kept(snapshots: Sequence[Snapshot], new: Snapshot) -> list[Snapshot]:
     """Return the snapshots to keep once ``new`` is added: ``new`` and the longest ones that are shorter."""
-    return [*(snapshot for snapshot in snapshots if snapshot.length < new.length), new][-MOST_SNAPSHOTS:]
+    return [*(snapshot for snapshot in snapshots if snapshot.length < new.length), new][-MAX_SNAPSHOTS:]

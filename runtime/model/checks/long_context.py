@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 DEFAULT_LENGTH, LARGEST_LENGTH = 4096, 32_768
 """Minimum and maximum context length of the check in tokens, within the model's own limit."""
 SIZE = re.compile(r"window|chunk|conv|kernel|local|keep|block|span|index_topk")
-OF_STATES = re.compile(r"conv|chunk|kernel")
+RECURRENT_SIZE = re.compile(r"conv|chunk|kernel")
 """Matches sizes that belong to recurrent layers rather than to attention windows."""
 COUNT = re.compile(r"^_|^(num|n)_|layers|experts|heads|pattern|theta|freq|multiple")
 MASKED_BY_KIND = ("sliding_window", "attention_chunk_size")
@@ -80,7 +80,7 @@ class LongContext:
         for tensor in cache.storage.tensors:
             later = tensor.narrow(3, middle, first - middle)
             tensor.narrow(3, middle + inner, first - middle).copy_(later.clone())
-        mask = masks.of_tree(DraftTree.of(root, nodes, [ROOT] * len(nodes)), first)
+        mask = masks.tree_mask(DraftTree.of(root, nodes, [ROOT] * len(nodes)), first)
         mask = _with_hidden(_with_hidden(mask, first, self.hidden - inner), middle, inner)
         cache.begin_after(first + self.hidden)
         positions = [first, *([first + 1] * len(nodes))]
@@ -102,7 +102,7 @@ def long_contexts(model: PreTrainedModel, windows: Sequence[AttentionWindow], li
     for module in foreign:
         sizes.update(sizes_of(vars(module)))
     if has_states(DynamicCache(config=config)):
-        sizes = {name: size for name, size in sizes.items() if not OF_STATES.search(name)}
+        sizes = {name: size for name, size in sizes.items() if not RECURRENT_SIZE.search(name)}
     masked = {size for window in windows for size in (window.window, window.chunk)}
     sizes = {name: size for name, size in sizes.items() if size not in masked}
     if not sizes and not foreign:
@@ -148,7 +148,7 @@ class _SharedContext(Cache):
         """Discard all tokens after a context of this length."""
         self.length = self._context = context
         self._later: dict[int, Views] = {}
-        self._later_of_indexers: dict[int, torch.Tensor] = {}
+        self._new_indexer_keys: dict[int, torch.Tensor] = {}
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -163,9 +163,9 @@ class _SharedContext(Cache):
         return keys[:, :, :end], values[:, :, :end]
 
     def update_indexer(self, indexer_key_states: torch.Tensor, layer_idx: int) -> torch.Tensor:
-        before = self._later_of_indexers.get(layer_idx)
+        before = self._new_indexer_keys.get(layer_idx)
         later = indexer_key_states if before is None else torch.cat([before, indexer_key_states], 1)
-        self._later_of_indexers[layer_idx] = later
+        self._new_indexer_keys[layer_idx] = later
         keys = self.storage.indexers[layer_idx][:, 0]
         end = self._context + later.shape[1]
         keys[:, self._context : end] = later

@@ -11,13 +11,13 @@ from transformers.cache_utils import DynamicCache
 
 from hdtool.data.errors import FamilyError, HdtoolError, error_reason
 from hdtool.runtime.model.cache.kv_cache import layer_shapes
-from hdtool.runtime.model.cache.replay_slots import Place, Replaced
+from hdtool.runtime.model.cache.replay_slots import Replaced, TensorPath
 from hdtool.runtime.model.cache.slots import Cache
 from hdtool.runtime.model.cache.states import has_states, state_shapes
 from hdtool.runtime.model.checks.long_context import LARGEST_LENGTH, long_contexts, sizes_of
 from hdtool.runtime.model.families import (
     PLAIN,
-    decisive,
+    aggregate_distance,
     deviation,
     distances,
     is_low_precision,
@@ -165,7 +165,7 @@ def _between(target: Target, actual: torch.Tensor, expected: torch.Tensor) -> fl
     """Return the largest distance, or in low precision the median, since a row may be routed to other experts."""
     # Some models in low precision return logits in float32.
     is_rounded = target.rounding is not None or is_low_precision(target.dtype)
-    return decisive(distances(actual, expected), is_rounded=is_rounded)
+    return aggregate_distance(distances(actual, expected), is_rounded=is_rounded)
 
 
 def _continues(target: Target, expected: Expected) -> bool:
@@ -187,12 +187,12 @@ def _continues(target: Target, expected: Expected) -> bool:
     return all(distance <= _tolerance(target) for distance in gaps)
 
 
-LEAST_CONTEXT, MOST_CONTEXT = 24, 288
+MIN_CONTEXT, MAX_CONTEXT = 24, 288
 """Minimum and maximum context length of the check, chosen to exceed any window or block size below the maximum."""
 CHAINS = ((4, 2), (3, 3), (5, 0), (2, 1), (0, 0), (4, 4), (6, 1))
 """Number of drafted and of accepted tokens in each pass."""
-DECODED = sum(1 + accepted for _, accepted in CHAINS)
-READ_AGAIN = 3
+DECODED_TOKENS = sum(1 + accepted for _, accepted in CHAINS)
+REREAD_TOKENS = 3
 """Number of tokens read again from the kept cache after the context, once all chains are verified."""
 
 
@@ -206,21 +206,21 @@ def prove_chains(target: Target, no_trees: FamilyError) -> ReplayPasses:
         raise no_trees
     if quantized_layers(model):
         refuse_dependent_rows(model, target.device)
-    context, tokens = _context(target), some_context(DECODED, target.config.vocab_size)
+    context, tokens = _context(target), some_context(DECODED_TOKENS, target.config.vocab_size)
     before = dict(_tensors_in_modules(model))
     try:
         # Tensor versions show what a pass changes in place; inference mode doesn't track them.
         with torch.inference_mode(False), torch.no_grad():
-            plain, places = _token_by_token(stock, context, tokens)
-        passes = ReplayPasses(stock, places)
+            plain, paths = _token_by_token(stock, context, tokens)
+        passes = ReplayPasses(stock, paths)
         actual = _by_chains(passes, context, tokens)
         numbered, in_parts = _distances_of_prompt(stock, context)
     except (HdtoolError, torch.OutOfMemoryError, KeyboardInterrupt):
         raise
     except Exception as error:  # model code may raise any error
         raise _refused(no_trees, f"it fails on a chain of drafts ({error_reason(error)})") from error
-    gaps = distances(actual, torch.cat([plain, plain[READ_AGAIN - 1 : READ_AGAIN]]))
-    distance = decisive(gaps, is_rounded=is_low_precision(target.dtype))
+    gaps = distances(actual, torch.cat([plain, plain[REREAD_TOKENS - 1 : REREAD_TOKENS]]))
+    distance = aggregate_distance(gaps, is_rounded=is_low_precision(target.dtype))
     tolerance = tolerance_of(target.dtype, strict=True)
     if not distance <= tolerance:
         changed = next((name for name, tensor in _tensors_in_modules(model) if before.get(name) is not tensor), None)
@@ -255,18 +255,18 @@ def _refused(no_trees: FamilyError, reason: str) -> FamilyError:
 
 
 def _context(target: Target) -> list[int]:
-    """Return a context longer than any window or state size in the configuration that fits ``MOST_CONTEXT``."""
-    sizes = [size for _, size in sizes_of(vars(target.config)) if size + LEAST_CONTEXT <= MOST_CONTEXT]
-    length, limit = max(sizes, default=0) + LEAST_CONTEXT, target.context_limit(1)
+    """Return a context longer than any window or state size in the configuration that fits ``MAX_CONTEXT``."""
+    sizes = [size for _, size in sizes_of(vars(target.config)) if size + MIN_CONTEXT <= MAX_CONTEXT]
+    length, limit = max(sizes, default=0) + MIN_CONTEXT, target.context_limit(1)
     if limit is not None:
-        length = max(1, min(length, limit - DECODED - max(drafted for drafted, _ in CHAINS)))
+        length = max(1, min(length, limit - DECODED_TOKENS - max(drafted for drafted, _ in CHAINS)))
     return some_context(length + 1, target.config.vocab_size)[1:]
 
 
 def _token_by_token(
     stock: StockPasses, context: Sequence[int], tokens: Sequence[int]
-) -> tuple[torch.Tensor, frozenset[Place]]:
-    """Return the logits after each of the tokens, and the places in the cache whose tensors passes replace."""
+) -> tuple[torch.Tensor, frozenset[TensorPath]]:
+    """Return the logits after each of the tokens, and the paths in the cache whose tensors passes replace."""
     logits: list[torch.Tensor] = []
     cache: Any = None
 
@@ -283,14 +283,14 @@ def _token_by_token(
         replaced.watch(lambda: cache, partial(read, [token], length))
         length += 1
     plain = torch.stack(logits[1:])
-    replaced.watch(lambda: cache, partial(read, tokens[:READ_AGAIN], length))  # several tokens may replace fewer
-    return plain, replaced.places
+    replaced.watch(lambda: cache, partial(read, tokens[:REREAD_TOKENS], length))  # several tokens may replace fewer
+    return plain, replaced.paths
 
 
 def _by_chains(passes: ReplayPasses, context: Sequence[int], tokens: Sequence[int]) -> torch.Tensor:
     """Return the logits after each token, verified in chains with some rejected drafts.
 
-    The last row is from a pass that reads the first ``READ_AGAIN`` tokens again.
+    The last row is from a pass that reads the first ``REREAD_TOKENS`` tokens again.
     """
     cache, logits, place = passes.allocate(1), [], 0
     passes.prefill(cache, 0, context, 0)
@@ -302,7 +302,7 @@ def _by_chains(passes: ReplayPasses, context: Sequence[int], tokens: Sequence[in
         logits.append(passes.verify_alone(cache, 0, chain).logits[: accepted + 1].clone())
         cache.slots[0].commit(range(accepted))
         place += accepted + 1
-    logits.append(passes.prefill(cache, 0, tokens[:READ_AGAIN], len(context)).logits)
+    logits.append(passes.prefill(cache, 0, tokens[:REREAD_TOKENS], len(context)).logits)
     return torch.cat(logits)
 
 

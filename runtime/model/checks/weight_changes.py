@@ -19,12 +19,12 @@ from hdtool.runtime.kernels.packed_matrix import PackedMatrix
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
-OF_ALL_MODULES = ("_global_forward_hooks", "_global_forward_pre_hooks")
+GLOBAL_HOOKS = ("_global_forward_hooks", "_global_forward_pre_hooks")
 
 LAYOUT = attrgetter("shape", "dtype")
 """Reads a tensor's shape and dtype, which its address and strides don't determine."""
 
-OF_EVERY_MODULE = frozenset(vars(Module()))
+MODULE_ATTRIBUTES = frozenset(vars(Module()))
 """Attributes that torch gives to every module."""
 
 PLAIN = (bool, int, float, str, type(None))
@@ -114,13 +114,13 @@ class RecordedModel:
             (name, _plain(value))
             for module in self._modules
             for name, value in vars(module).items()
-            if name not in OF_EVERY_MODULE or name == "training"
+            if name not in MODULE_ATTRIBUTES or name == "training"
         ]
 
 
 def hooks_of(modules: Iterable[Module]) -> list[dict[int, Any]]:
     """Return torch's global hooks and the hooks of these modules, as dictionaries by id."""
-    of_all = [getattr(torch.nn.modules.module, name) for name in OF_ALL_MODULES]
+    of_all = [getattr(torch.nn.modules.module, name) for name in GLOBAL_HOOKS]
     return of_all + [getattr(module, name) for module in modules for name in HOOKS]
 
 

@@ -70,7 +70,7 @@ FACTORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.
 FLOAT32 = 0
 LLAMA_3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 """RoPE scaling of all Llama models since 3.1; only the factor differs."""
-READ = "gpt-oss"
+SCALING_READ_BY_TRANSFORMERS = "gpt-oss"
 """Architecture whose RoPE scaling transformers reads."""
 
 
@@ -81,7 +81,7 @@ def restore_scaling(settings: Any, file: Path, header: GGUFHeader) -> None:
     """
     scaling = header.values.get(f"{header.architecture}.rope.scaling.type", "none")
     factors = [tensor for tensor in header.tensors if tensor.name in FACTORS]
-    if header.architecture == READ or (not factors and scaling == "none"):
+    if header.architecture == SCALING_READ_BY_TRANSFORMERS or (not factors and scaling == "none"):
         return
     rope = dict(getattr(settings, "rope_parameters", None) or {})
     if scaling == "none" and [tensor.name for tensor in factors] == [FACTORS[0]] and factors[0].kind == FLOAT32:
@@ -110,8 +110,8 @@ def _are_of_llama_3(divisors: np.ndarray[Any, np.dtype[np.float32]], theta: floa
 Take = Callable[[str, torch.Tensor], bool]
 """Callback with a weight's name and value; returns True to drop the weight from the model."""
 Function = Callable[..., Any]
-PUTTING = "core_model_loading", "set_param_for_module"
-READING = "modeling_gguf_pytorch_utils", "load_gguf_checkpoint"
+SET_PARAMETER = "core_model_loading", "set_param_for_module"
+LOAD_CHECKPOINT = "modeling_gguf_pytorch_utils", "load_gguf_checkpoint"
 """Functions of transformers to patch. In a version without them, all weights are in memory at once."""
 
 
@@ -121,7 +121,7 @@ def weights_in_turn(take: Take) -> Iterator[None]:
     with ExitStack() as patches:
         # Otherwise threads read ahead without limit.
         patches.enter_context(patch.dict(os.environ, HF_DEACTIVATE_ASYNC_LOAD="1"))
-        for (module, name), wrapped in ((PUTTING, _putting), (READING, _reading)):
+        for (module, name), wrapped in ((SET_PARAMETER, _putting), (LOAD_CHECKPOINT, _reading)):
             with suppress(ImportError):
                 module_ = import_module(f"transformers.{module}")
                 if hasattr(module_, name):
@@ -144,7 +144,7 @@ def _putting(put: Function, take: Take) -> Function:
 
 def _reading(read: Function, take: Take) -> Function:
     """Wrap ``read``, which unpacks a file, to call ``take`` for each tensor and return zeros for those it takes."""
-    unpacking: Any = import_module(f"transformers.{READING[0]}")
+    unpacking: Any = import_module(f"transformers.{LOAD_CHECKPOINT[0]}")
 
     def read_in_turn(*arguments: Any, **options: Any) -> dict[str, Any]:
         taken: dict[str, tuple[int, ...]] = {}
@@ -181,10 +181,10 @@ def _zeros(shape: tuple[int, ...]) -> torch.Tensor:
 LIBRARIES = ("gguf", "accelerate")
 PLAIN = {0: torch.float32, 1: torch.float16, 30: torch.bfloat16}
 """Dtypes of unquantized tensor formats, by type number."""
-ENDS = ("tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id")
+END_OF_TURN_SETTINGS = ("tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id")
 """Settings with the tokens that end a turn or message; transformers reads only the one that ends a text."""
 LINK = "model.gguf"
-UNSHARDED = 1 << 60
+MAX_SHARD_SIZE = 1 << 60
 """Maximum size of a weight file in bytes, so large that all weights are in a single file."""
 
 
@@ -288,7 +288,7 @@ class Conversion:
     def _ends(self, token_ids: int | list[int] | None) -> int | list[int] | None:
         """Return the token ids that end an answer: those that transformers read, and those that end a turn."""
         ends = list(token_ids) if isinstance(token_ids, (list, tuple)) else [] if token_ids is None else [token_ids]
-        ends += [token for name in ENDS if (token := self.header.values.get(name)) is not None]
+        ends += [token for name in END_OF_TURN_SETTINGS if (token := self.header.values.get(name)) is not None]
         ends = list(dict.fromkeys(ends))
         return ends if len(ends) > 1 else ends[0] if ends else None
 
@@ -339,7 +339,7 @@ def _save(model: Any, folder: Path) -> None:
     from safetensors import SafetensorError
 
     try:
-        model.save_pretrained(folder, max_shard_size=UNSHARDED)
+        model.save_pretrained(folder, max_shard_size=MAX_SHARD_SIZE)
     except SafetensorError as error:  # such as a full disk
         raise OSError(0, " ".join(str(error).split())) from error
 

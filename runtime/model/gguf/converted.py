@@ -76,7 +76,7 @@ def _reason(tensor: GGUFTensor) -> str:
 
 
 FINGERPRINT_DIGITS = 16
-SPARE = 1 << 26
+SPARE_BYTES = 1 << 26
 """Disk space in bytes to leave free after a conversion."""
 
 
@@ -176,7 +176,7 @@ def _with_configuration(conversion: Conversion, folder: Path, digest: str, signa
 
 def _check_room(conversion: Conversion, folder: Path) -> None:
     needed, free = conversion.bytes, shutil.disk_usage(folder).free
-    if free < needed + SPARE:
+    if free < needed + SPARE_BYTES:
         raise ModelError(
             f"{conversion.file} needs {needed:,} bytes in {folder.parent}, whose disk has {free:,}: make room, or let "
             "HDTOOL_HOME name a folder on another one"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from importlib import metadata
@@ -21,7 +21,7 @@ from hdtool.runtime.model.hub import file_of
 if TYPE_CHECKING:
     from hdtool.runtime.config import ModelConfig
 
-SETTLED = 2.0
+MIN_SETTLED_AGE = 2.0
 """Minimum age of a file's last change in seconds before its hash is remembered.
 
 A younger file may change again within one tick of the file system's clock and keep its signature.
@@ -58,7 +58,7 @@ class Signature:
 
     @property
     def is_settled(self) -> bool:
-        return max(self.mtime_ns, self.ctime_ns) / 1e9 + SETTLED < time.time()
+        return max(self.mtime_ns, self.ctime_ns) / 1e9 + MIN_SETTLED_AGE < time.time()
 
 
 def content_hash(path: Path) -> str:
@@ -72,8 +72,8 @@ def content_hash(path: Path) -> str:
     return digest.hexdigest()
 
 
-ENDING = ".gguf"
-MOST_LISTED = 12
+GGUF_SUFFIX = ".gguf"
+MAX_LISTED = 12
 
 
 def gguf_file(config: ModelConfig) -> Path | None:
@@ -95,7 +95,7 @@ def gguf_file(config: ModelConfig) -> Path | None:
         return path
     if config.gguf_file and not _is_path(name):
         return file_of(name, config.gguf_file, config.revision)
-    if config.gguf_file or path.suffix.lower() == ENDING:
+    if config.gguf_file or path.suffix.lower() == GGUF_SUFFIX:
         raise ModelError(f"{name} does not exist: give the path of a GGUF file, or a folder and --gguf-file")
     return None
 
@@ -107,7 +107,7 @@ def _is_path(name: str) -> bool:
 def _in_folder(folder: Path, name: str | None) -> Path | None:
     if name is None and (folder / "config.json").is_file():
         return None
-    there = sorted(path for path in folder.iterdir() if path.suffix.lower() == ENDING and path.is_file())
+    there = sorted(path for path in folder.iterdir() if path.suffix.lower() == GGUF_SUFFIX and path.is_file())
     if name is not None:
         if (folder / name).is_file():
             return folder / name
@@ -118,7 +118,7 @@ def _in_folder(folder: Path, name: str | None) -> Path | None:
 
 
 def _listed(files: list[Path]) -> str:
-    names = [path.name for path in files[:MOST_LISTED]] + ["…"] * (len(files) > MOST_LISTED)
+    names = [path.name for path in files[:MAX_LISTED]] + ["…"] * (len(files) > MAX_LISTED)
     return ", ".join(names) or "no GGUF file"
 
 
@@ -129,7 +129,7 @@ PLAN, REST = "packed.json", "rest.safetensors"
 FORMAT = 1
 PACKING = 3
 """Version of packing plans, incremented when matmuls support more formats so that plans are made again."""
-MOST_SEEN = 16
+MAX_SEEN = 16
 """Maximum number of signatures kept: one for each path with the same content, such as a copy."""
 KEYS = ("sha256", "transformers", "files", "seen")
 
@@ -196,7 +196,7 @@ class Manifest:
     def seen_as(self, signature: Signature) -> Manifest:
         """Return a manifest that lists one more file with this content; an older signature of its path is dropped."""
         others = [signature_ for signature_ in self.seen if signature_.path != signature.path]
-        return replace(self, seen=(*others, signature)[-MOST_SEEN:])
+        return replace(self, seen=(*others, signature)[-MAX_SEEN:])
 
 
 def manifests() -> Iterator[tuple[Path, Manifest]]:
@@ -208,8 +208,13 @@ def manifests() -> Iterator[tuple[Path, Manifest]]:
 
 def remove(folder: Path, manifest: Manifest) -> None:
     """Delete a converted model's files, the manifest first, and its folder if that is then empty; ignore OS errors."""
+    remove_files(folder, (MANIFEST, *manifest.files))
+
+
+def remove_files(folder: Path, names: Iterable[str]) -> None:
+    """Delete files of a folder in this order, and the folder if it is then empty; skip what can't be deleted."""
+    for name in names:
+        with suppress(OSError):
+            (folder / name).unlink()
     with suppress(OSError):
-        (folder / MANIFEST).unlink()
-        for name in manifest.files:
-            (folder / name).unlink(missing_ok=True)
         folder.rmdir()

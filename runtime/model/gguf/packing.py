@@ -33,7 +33,7 @@ from hdtool.runtime.kernels.vector_code import EXPANDS_FLOAT16
 from hdtool.runtime.model.gguf.converted_folder import PACKING, PLAN, REST
 from hdtool.runtime.model.transformers_internals import text_class
 
-PART = 1 << 22
+MAX_EXPANDED_VALUES = 1 << 22
 """Maximum number of values that are expanded to float32 at once while rows are compared."""
 DIGEST = 16
 """Size of a row's hash in bytes."""
@@ -41,7 +41,7 @@ ORDER = ".rows"
 """Suffix that names the tensor with a weight's row order."""
 
 
-JOINED = ("gpt-oss",)
+INTERLEAVED_EXPERTS = ("gpt-oss",)
 """Architectures whose expert gate and up projections are separate in the file but interleaved by row in the model."""
 
 
@@ -81,12 +81,12 @@ def packable(header: GGUFHeader) -> list[PackedTensor]:
 
 
 def _fits(tensor: GGUFTensor, architecture: str) -> bool:
-    columns, dims = tensor.shape[-1], 2 if architecture in JOINED else 3
-    is_whole = columns % max(COLUMN_MULTIPLE, FORMATS_BY_GGUF_TYPE[tensor.kind].numbers) == 0
+    columns, dims = tensor.shape[-1], 2 if architecture in INTERLEAVED_EXPERTS else 3
+    is_whole = columns % max(COLUMN_MULTIPLE, FORMATS_BY_GGUF_TYPE[tensor.kind].block_size) == 0
     return 2 <= len(tensor.shape) <= dims and prod(tensor.shape) > 0 and is_whole
 
 
-Place = tuple[list[PackedTensor], torch.Tensor | None]
+PackedLocation = tuple[list[PackedTensor], torch.Tensor | None]
 """The tensors with a weight's rows, and the row order if it differs from the file's.
 
 Two tensors if a layer's experts have separate gate and up projections in the file, otherwise one.
@@ -99,19 +99,19 @@ class PackingPlan:
     def __init__(self, file: Path, header: GGUFHeader) -> None:
         content = mapped(file)
         self._tensors = [_TensorInFile(tensor, tensor.of(content)) for tensor in packable(header)]
-        self._found: dict[str, Place | None] = {}
+        self._found: dict[str, PackedLocation | None] = {}
 
     def take(self, name: str, weight: torch.Tensor) -> bool:
         """Search the file for a weight of the model; return True if it is found."""
         try:
-            return self._place(name, weight) is not None
+            return self._location(name, weight) is not None
         finally:
             return_free_memory()
 
-    def _place(self, name: str, weight: torch.Tensor) -> Place | None:
+    def _location(self, name: str, weight: torch.Tensor) -> PackedLocation | None:
         """Return where the file holds a weight, or None. Each weight is searched for only once."""
         if name not in self._found:
-            self._found[name] = _place_of(weight, self._tensors)
+            self._found[name] = _location_of(weight, self._tensors)
         return self._found[name]
 
     def is_of(self, model: Mapping[str, torch.Tensor]) -> bool:
@@ -130,7 +130,7 @@ class PackingPlan:
         """
         rest, plan = {}, {}
         for name, weight in weights:
-            if (location := self._place(name, weight)) is None:
+            if (location := self._location(name, weight)) is None:
                 rest[name] = weight.contiguous()
                 continue
             tensors, order = location
@@ -209,8 +209,8 @@ def _has_bits(actual: torch.Tensor, expected: torch.Tensor) -> bool:
 
 
 def _parts(matrix: PackedMatrix | torch.Tensor) -> Iterator[slice]:
-    """Return slices that split a matrix into groups of rows with about ``PART`` values each."""
-    size = max(1, PART // matrix.shape[1])
+    """Return slices that split a matrix into groups of rows with about ``MAX_EXPANDED_VALUES`` values each."""
+    size = max(1, MAX_EXPANDED_VALUES // matrix.shape[1])
     return (slice(first, first + size) for first in range(0, len(matrix), size))
 
 
@@ -220,12 +220,12 @@ def _rows(matrix: PackedMatrix | torch.Tensor) -> list[bytes]:
     return [blake2b(row, digest_size=DIGEST).digest() for part in parts for row in part.contiguous().numpy()]
 
 
-def _place_of(weight: torch.Tensor, tensors: list[_TensorInFile]) -> Place | None:
+def _location_of(weight: torch.Tensor, tensors: list[_TensorInFile]) -> PackedLocation | None:
     if weight.dtype != torch.float32 or weight.dim() not in (2, 3):
         return None
     weight = weight.detach()
     if weight.dim() == 3:
-        return _place_of_experts(
+        return _location_of_experts(
             weight, [candidate for candidate in tensors if candidate.tensor.experts == len(weight)]
         )
     tensors = [candidate for candidate in tensors if not candidate.tensor.experts]
@@ -247,7 +247,7 @@ def _place_of(weight: torch.Tensor, tensors: list[_TensorInFile]) -> Place | Non
     return None
 
 
-def _place_of_experts(weight: torch.Tensor, tensors: list[_TensorInFile]) -> Place | None:
+def _location_of_experts(weight: torch.Tensor, tensors: list[_TensorInFile]) -> PackedLocation | None:
     """Find the tensor with the matrices of all experts, or the two tensors with the upper and lower halves of rows."""
     _, rows, columns = weight.shape
     for count in (1, 2):

@@ -22,7 +22,7 @@ from transformers.activations import ACT2FN
 from hdtool.runtime.model.cache.states import CONV, Names, StateLayer, StateName, States
 from hdtool.runtime.model.recurrent.mixers import Mixer, TreeIndices, has_own_forward
 
-NOTHING = torch.empty(0)
+NO_TENSOR = torch.empty(0)
 """Returned in place of the last state, which is not computed for trees."""
 
 
@@ -338,7 +338,7 @@ class ClosedForm:
             self._states.indices, query, key, value, g, beta, initial_state, normalized=use_qk_l2norm_in_kernel
         )
         self._states.rows[self._states.named(initial_state)] = rows
-        return output, NOTHING
+        return output, NO_TENSOR
 
     def _scan(
         self,
@@ -357,7 +357,7 @@ class ClosedForm:
         step = time_step(dt, dt_bias, softplus=dt_softplus)
         output, rows = scan(self._states.indices, hidden_states, step, A, B, C, initial_states, D)
         self._states.rows[self._states.named(initial_states)] = rows
-        return output, NOTHING
+        return output, NO_TENSOR
 
     def _scan_one(
         self,

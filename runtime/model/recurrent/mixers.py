@@ -31,7 +31,7 @@ class Level(NamedTuple):
 
     rows: torch.Tensor
     """Indices of these rows among the padded rows of all slots."""
-    above: torch.Tensor
+    parents: torch.Tensor
     """Index of each row's parent in the level above, or of its slot in the first level."""
 
 
@@ -49,16 +49,16 @@ class RowTree:
     def levels(self) -> list[Level]:
         levels = []
         for depth in range(int(max(slot_depths.max() for slot_depths in self.depths)) + 1):
-            rows, above = [], []
+            rows, level_parents = [], []
             for slot, (parents, depths) in enumerate(zip(self.parents, self.depths, strict=True)):
                 at = np.flatnonzero(depths == depth)
                 rows.append(at + slot * self.rows)
-                above.append(self.places[slot, parents[at]] if depth else np.full(len(at), slot))
-            levels.append(Level(self._sent(np.concatenate(rows)), self._sent(np.concatenate(above))))
+                level_parents.append(self.level_indices[slot, parents[at]] if depth else np.full(len(at), slot))
+            levels.append(Level(self._sent(np.concatenate(rows)), self._sent(np.concatenate(level_parents))))
         return levels
 
     @cached_property
-    def places(self) -> Rows:
+    def level_indices(self) -> Rows:
         """Index of each row in its level, shape ``[slots, rows]``."""
         places = np.zeros((self.slots, self.rows), np.int64)
         counts: dict[int, int] = {}
@@ -131,8 +131,8 @@ class HostIndices(TreeIndices):
         columns = np.full((tree.slots, tree.rows, size), before, np.int64)
         for slot, parents in enumerate(tree.parents):
             for row, parent in enumerate(parents.tolist()):
-                above = columns[slot, parent] if parent >= 0 else np.arange(before - size, before)
-                columns[slot, row] = [*above[1:], before + row]
+                parent_columns = columns[slot, parent] if parent >= 0 else np.arange(before - size, before)
+                columns[slot, row] = [*parent_columns[1:], before + row]
         return torch.from_numpy(columns).to(self._device)
 
 
@@ -165,7 +165,7 @@ Forward = Callable[..., Any]
 _LOCKS: WeakKeyDictionary[Module, Any] = WeakKeyDictionary()
 
 
-def lock_of(model: Module) -> Any:
+def forward_lock(model: Module) -> Any:
     """Return the lock to hold while replacing or inspecting a model's forwards; all targets of the model share it."""
     return _LOCKS.setdefault(model, RLock())
 
@@ -176,7 +176,7 @@ def has_own_forward(module: Module) -> bool:
 
 
 @contextmanager
-def other_forwards(changes: Iterable[tuple[Module, Forward]]) -> Iterator[None]:
+def replace_forwards(changes: Iterable[tuple[Module, Forward]]) -> Iterator[None]:
     """Replace the ``forward`` of modules in this block, for this thread only."""
     held: list[tuple[Module, Forward | None]] = []
     try:
@@ -220,15 +220,15 @@ class _Watched(DynamicCache):
     def __init__(self, config: Any) -> None:
         super().__init__(config=config)
         self.calls: list[Module] = []
-        self.of_states: dict[tuple[int, Module], None] = {}
-        self.of_keys: set[Module] = set()
+        self.state_updaters: dict[tuple[int, Module], None] = {}
+        self.key_updaters: set[Module] = set()
 
     def _note(self, layer: int) -> None:
         if self.calls:  # otherwise the observed pass is over
-            self.of_states[layer, self.calls[-1]] = None
+            self.state_updaters[layer, self.calls[-1]] = None
 
     def update(self, key_states: Any, value_states: Any, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
-        self.of_keys.update(self.calls)
+        self.key_updaters.update(self.calls)
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
     def update_conv_state(self, conv_states: Any, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
@@ -248,14 +248,14 @@ def find_mixers(model: PreTrainedModel, config: Any, run: Callable[[DynamicCache
     cache, traces = _Watched(config), dict[Module, _Trace]()
     with _watching(model, cache.calls, traces):
         run(cache)
-    updaters = dict(cache.of_states)
+    updaters = dict(cache.state_updaters)
     # If mixers are nested, the outermost runs level by level.
     inner = {part for _, module in updaters for part in module.modules() if part is not module}
     mixers = []
     for layer, module in updaters:
         if module in inner:
             continue
-        if module in cache.of_keys:
+        if module in cache.key_updaters:
             raise AttentionInMixerError(f"{type(module).__name__} attends beside its recurrence")
         mixers.append(Mixer(layer, module, *traces[module].projections()))
     return mixers

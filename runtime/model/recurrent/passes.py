@@ -23,9 +23,9 @@ from hdtool.runtime.model.recurrent.mixers import (
     HostIndices,
     Mixer,
     RowTree,
+    forward_lock,
     has_own_forward,
-    lock_of,
-    other_forwards,
+    replace_forwards,
 )
 from hdtool.runtime.tree import DraftTree
 
@@ -43,18 +43,18 @@ class LevelStates:
         self._levels: list[LayerStates] = []
         self._before = before
 
-    def start(self, above: torch.Tensor) -> LayerStates:
+    def start(self, parents: torch.Tensor) -> LayerStates:
         """Return copies of the states from which the next level's rows start; the mixer updates them in place.
 
-        ``above`` has the index of each row's parent in the previous level, or of its slot in the first level.
+        ``parents`` has the index of each row's parent in the previous level, or of its slot in the first level.
         """
         source = self._levels[-1] if self._levels else self._before
-        self._levels.append({name: tensor.index_select(0, above) for name, tensor in source.items()})
+        self._levels.append({name: tensor.index_select(0, parents) for name, tensor in source.items()})
         return self._levels[-1]
 
     def commit(self, slot: int, rows: Sequence[int], states: States) -> None:
         last = rows[-1]
-        place = self._tree.places[slot, last]
+        place = self._tree.level_indices[slot, last]
         for name, tensor in self._levels[self._tree.depths[slot][last]].items():
             states.tensors[name][0].copy_(tensor[place])
 
@@ -73,7 +73,7 @@ def forward_by_levels(
         try:
             for level in tree.levels:
                 rows_now.append(level.rows)
-                cache.layers[mixer.layer] = StateLayer(states.start(level.above), has_begun=True)
+                cache.layers[mixer.layer] = StateLayer(states.start(level.parents), has_begun=True)
                 part = [_rows_of(value, level.rows, slots, rows) for value in (args, arguments)]
                 results.append(forward(*part[0], **part[1]))
         finally:
@@ -101,7 +101,7 @@ def _projected(mixer: Mixer, hidden: torch.Tensor) -> Iterator[list[torch.Tensor
     ]
     if mixer.output and _is_plain(mixer.output):
         changes.append((mixer.output, lambda unchanged: unchanged))
-    with other_forwards(changes):
+    with replace_forwards(changes):
         yield now
 
 
@@ -146,7 +146,7 @@ class RecurrentLayers:
     """Runs the mixers of a model in passes over trees."""
 
     def __init__(self, model: Module, mixers: Sequence[Mixer], device: torch.device) -> None:
-        self._lock = lock_of(model)
+        self._lock = forward_lock(model)
         self._mixers, self._device = mixers, device
         self._closed: dict[Mixer, ClosedForm] = {}
 
@@ -208,7 +208,7 @@ class RecurrentLayers:
     def _replaced(self, forwards: Sequence[Forward]) -> Iterator[None]:
         """Replace each mixer's ``forward`` in this block, and hold the model's lock."""
         modules = [mixer.module for mixer in self._mixers]
-        with self._lock, other_forwards(zip(modules, forwards, strict=True)):
+        with self._lock, replace_forwards(zip(modules, forwards, strict=True)):
             yield
 
 

@@ -23,9 +23,9 @@ from hdtool.runtime.engines.cpu.layer_record import (
     CONV_STRIDE,
     CONV_WEIGHT,
     TAPS,
-    Numbers,
+    Record,
 )
-from hdtool.runtime.kernels.compiled import WORD_SIZE, Ints, array_at, clear_numbers, compiled, copy_numbers, generated
+from hdtool.runtime.kernels.compiled import WORD_SIZE, Ints, array_at, clear_floats, compiled, copy_floats, generated
 from hdtool.runtime.kernels.vector_code import ITEM_SIZE, LANES, FloatCode
 
 PARENT, SOURCE, TARGET, LAST_CHILD, FREE = range(5)
@@ -41,7 +41,7 @@ BEFORE, PADDING = -1, -2
 
 
 @compiled
-def origins_at(address: int, slot: int, rows: int) -> Numbers:
+def origins_at(address: int, slot: int, rows: int) -> Ints:
     """Return the origins of one sequence's rows, ``[rows, ORIGIN_FIELDS]``."""
     return array_at(address + slot * rows * ORIGIN_FIELDS * WORD_SIZE, (rows, ORIGIN_FIELDS), types.int64)
 
@@ -56,7 +56,7 @@ def buffers_of(rows: int) -> int:
 
 
 @compiled
-def fill_origins(origins: Numbers, parents: Ints) -> None:
+def fill_origins(origins: Ints, parents: Ints) -> None:
     """Fill in a sequence's origins from its tree's parents; rows beyond the tree become padding."""
     rows, buffers, free = len(origins), 0, 0
     for row in range(rows):
@@ -89,9 +89,9 @@ def _add_product(builder: Any, sums: Any, numbers: Any, weights: Any, size: Any)
     code = FloatCode(builder)
 
     def apply(index: Any, _: list[Any]) -> list[Any]:
-        place = code.at(sums, index)
+        address = code.at(sums, index)
         factors = code.read(code.at(numbers, index)), code.read(code.at(weights, index))
-        code.store(code.multiply_add(*factors, code.read(place)), place)
+        code.store(code.multiply_add(*factors, code.read(address)), address)
         return []
 
     code.loop(size, [], apply)
@@ -103,17 +103,17 @@ def silu_of(builder: Any, numbers: Any, size: Any) -> None:
     code = FloatCode(builder)
 
     def apply(index: Any, _: list[Any]) -> list[Any]:
-        place = code.at(numbers, index)
-        number = code.read(place)
+        address = code.at(numbers, index)
+        number = code.read(address)
         divisor = builder.fadd(code.exp(builder.fneg(number)), code.number(1.0))
-        code.store(builder.fdiv(number, divisor), place)
+        code.store(builder.fdiv(number, divisor), address)
         return []
 
     code.loop(size, [], apply)
 
 
 @generated(*[types.int64] * 4)
-def multiply_numbers(builder: Any, first: Any, second: Any, size: Any, written: Any) -> None:
+def multiply_values(builder: Any, first: Any, second: Any, size: Any, written: Any) -> None:
     """``written = first * second``"""
     code = FloatCode(builder)
 
@@ -126,13 +126,13 @@ def multiply_numbers(builder: Any, first: Any, second: Any, size: Any, written: 
 
 
 @compiled
-def window_numbers(layer: Numbers) -> int:
+def window_size(layer: Record) -> int:
     """Return the memory that ``copy_windows`` writes for one sequence, in float32 values."""
     return layer[COLUMNS] * layer[CHANNELS]  # type: ignore[no-any-return]
 
 
 @compiled
-def copy_windows(layer: Numbers, windows: int, first: int, end: int) -> None:
+def copy_windows(layer: Record, windows: int, first: int, end: int) -> None:
     """Transpose the states to windows ``[columns, channels]``, for some vectors of channels.
 
     ``first`` and ``end`` count vectors through all sequences.
@@ -141,8 +141,8 @@ def copy_windows(layer: Numbers, windows: int, first: int, end: int) -> None:
     vectors = channels // LANES
     for vector in range(first, end):
         slot, channel = vector // vectors, vector % vectors * LANES
-        of_slot = layer[CONV_STATE] + (slot * layer[CONV_STRIDE] + channel * columns) * ITEM_SIZE
-        state = array_at(of_slot, (LANES, columns), types.float32)
+        slot_state = layer[CONV_STATE] + (slot * layer[CONV_STRIDE] + channel * columns) * ITEM_SIZE
+        state = array_at(slot_state, (LANES, columns), types.float32)
         window = array_at(windows + slot * columns * channels * ITEM_SIZE, (columns, channels), types.float32)
         for column in range(columns):
             for lane in range(LANES):
@@ -150,21 +150,21 @@ def copy_windows(layer: Numbers, windows: int, first: int, end: int) -> None:
 
 
 @compiled
-def convolve(layer: Numbers, origins: Numbers, row: int, inputs: int, stride: int, window: int, written: int) -> None:
+def convolve(layer: Record, origins: Ints, row: int, inputs: int, stride: int, window: int, written: int) -> None:
     """Write the convolution of one row to ``written``.
 
     ``inputs`` is the address of the inputs of all rows of the sequence, which are ``stride`` float32 values apart, and
     ``window`` that of the transposed state.
     """
-    channels, place, column = layer[CHANNELS], row, layer[COLUMNS]
+    channels, source_row, column = layer[CHANNELS], row, layer[COLUMNS]
     if layer[CONV_BIAS]:
-        copy_numbers(layer[CONV_BIAS], channels, written)
+        copy_floats(layer[CONV_BIAS], channels, written)
     else:
-        clear_numbers(written, channels)
+        clear_floats(written, channels)
     for tap in range(layer[TAPS] - 1, -1, -1):
-        if place >= 0:
-            read = inputs + place * stride * ITEM_SIZE
-            place = origins[place, PARENT]
+        if source_row >= 0:
+            read = inputs + source_row * stride * ITEM_SIZE
+            source_row = origins[source_row, PARENT]
         else:
             column -= 1
             read = window + column * channels * ITEM_SIZE
@@ -173,15 +173,15 @@ def convolve(layer: Numbers, origins: Numbers, row: int, inputs: int, stride: in
 
 @compiled
 def shift_window(
-    layer: Numbers, slot: int, inputs: int, stride: int, count: int, path: Numbers, first: int, end: int
+    layer: Record, slot: int, inputs: int, stride: int, count: int, path: Ints, first: int, end: int
 ) -> None:
     """Advance a sequence's state past ``count`` of its rows, for some vectors of channels.
 
     ``path`` lists the rows, or only the last ones, but at least as many as the state has columns.
     """
     channels, columns = layer[CHANNELS], layer[COLUMNS]
-    of_slot = layer[CONV_STATE] + slot * layer[CONV_STRIDE] * ITEM_SIZE
-    state = array_at(of_slot, (channels, columns), types.float32)
+    slot_state = layer[CONV_STATE] + slot * layer[CONV_STRIDE] * ITEM_SIZE
+    state = array_at(slot_state, (channels, columns), types.float32)
     for column in range(columns):
         later = column + count
         if later < columns:
@@ -195,17 +195,17 @@ def shift_window(
 
 
 @compiled
-def gate_inputs(layer: Numbers, projected: int, kept: int, first: int, end: int) -> None:
+def gate_inputs(layer: Record, projected: int, kept: int, first: int, end: int) -> None:
     channels = layer[CHANNELS]
     size = channels * ITEM_SIZE
     for row in range(first, end):
         at = projected + 3 * row * size
-        multiply_numbers(at, at + 2 * size, channels, kept + row * size)
+        multiply_values(at, at + 2 * size, channels, kept + row * size)
 
 
 @compiled
 def convolve_gated(
-    layer: Numbers, origins: Numbers, row: int, kept: int, window: int, projected: int, written: int
+    layer: Record, origins: Ints, row: int, kept: int, window: int, projected: int, written: int
 ) -> None:
     """Convolve a row and multiply it by its output gate, for the out-projection.
 
@@ -215,7 +215,7 @@ def convolve_gated(
     channels = layer[CHANNELS]
     size = channels * ITEM_SIZE
     if origins[row, PARENT] == PADDING:
-        clear_numbers(written, channels)
+        clear_floats(written, channels)
         return
     convolve(layer, origins, row, kept, channels, window, written)
-    multiply_numbers(projected + (3 * row + 1) * size, written, channels, written)
+    multiply_values(projected + (3 * row + 1) * size, written, channels, written)

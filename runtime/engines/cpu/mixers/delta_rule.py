@@ -26,10 +26,10 @@ from hdtool.runtime.engines.cpu.layer_record import (
     STEP_BIAS,
     STRENGTH,
     VALUE_WIDTH,
-    Numbers,
+    Record,
 )
 from hdtool.runtime.engines.cpu.mixers.convolution import BEFORE, PADDING, PARENT, SOURCE, TARGET, convolve, silu_of
-from hdtool.runtime.kernels.compiled import array_at, clear_numbers, compiled, copy_numbers, float_of, generated
+from hdtool.runtime.kernels.compiled import Ints, array_at, clear_floats, compiled, copy_floats, float_of, generated
 from hdtool.runtime.kernels.vector_code import FLOAT, INDEX, ITEM_SIZE, LANES, FloatCode, norm_row, silu_in_place
 
 LINEAR_FROM = np.float32(20)
@@ -37,14 +37,14 @@ LINEAR_FROM = np.float32(20)
 
 
 @compiled
-def step_of(layer: Numbers, head: int, number: Any) -> Any:
+def step_of(layer: Record, head: int, number: Any) -> Any:
     """Return a head's time step: the softplus of the projected ``number`` plus the head's bias."""
     total = np.float32(number + array_at(layer[STEP_BIAS], (layer[STATE_HEADS],), types.float32)[head])
     return total if total > LINEAR_FROM else np.float32(np.log1p(np.exp(total)))
 
 
 @compiled
-def decay_of(layer: Numbers, head: int, step: Any) -> Any:
+def decay_of(layer: Record, head: int, step: Any) -> Any:
     """Return the factor by which a head's state decays in a time step."""
     rate = np.float32(np.exp(array_at(layer[DECAY_LOG], (layer[STATE_HEADS],), types.float32)[head]))
     return np.float32(np.exp(np.float32(-rate * step)))
@@ -56,9 +56,9 @@ def _multiply_by_sigmoid(builder: Any, gates: Any, numbers: Any, size: Any) -> N
     code = FloatCode(builder)
 
     def apply(index: Any, _: list[Any]) -> list[Any]:
-        place = code.at(numbers, index)
+        address = code.at(numbers, index)
         divisor = builder.fadd(code.exp(builder.fneg(code.read(code.at(gates, index)))), code.number(1.0))
-        code.store(builder.fdiv(code.read(place), divisor), place)
+        code.store(builder.fdiv(code.read(address), divisor), address)
         return []
 
     code.loop(size, [], apply)
@@ -69,7 +69,7 @@ def split_gates(joined: int, queries: int, heads: int, width: int, first: int, e
     """Copy some rows' queries from ``joined``, where each head's queries are followed by its gates."""
     size = width * ITEM_SIZE
     for head in range(first * heads, end * heads):
-        copy_numbers(joined + 2 * head * size, width, queries + head * size)
+        copy_floats(joined + 2 * head * size, width, queries + head * size)
 
 
 @compiled
@@ -118,9 +118,9 @@ def _recalled(vectors: int) -> Any:
         def add(index: Any, sums: list[Any]) -> list[Any]:
             totals = list(sums)
             for half in range(2):
-                place = builder.add(index, INDEX(half))
-                row = code.at(state, builder.mul(place, stride))
-                weight = code.splat(code.read(code.at(key, place), FLOAT))
+                key_row = builder.add(index, INDEX(half))
+                row = code.at(state, builder.mul(key_row, stride))
+                weight = code.splat(code.read(code.at(key, key_row), FLOAT))
                 for vector in range(vectors):
                     numbers = builder.fmul(code.read(code.at(row, INDEX(vector * LANES))), factor)
                     at = half * vectors + vector
@@ -162,10 +162,10 @@ def _learned(vectors: int) -> Any:
         def add(index: Any, sums: list[Any]) -> list[Any]:
             totals = list(sums)
             for half in range(2):
-                place = builder.add(index, INDEX(half))
-                row = code.at(state, builder.mul(place, stride))
-                target = code.at(into, builder.mul(place, into_stride))
-                weight, query_weight = (code.splat(code.read(code.at(one, place), FLOAT)) for one in (key, query))
+                key_row = builder.add(index, INDEX(half))
+                row = code.at(state, builder.mul(key_row, stride))
+                target = code.at(into, builder.mul(key_row, into_stride))
+                weight, query_weight = (code.splat(code.read(code.at(one, key_row), FLOAT)) for one in (key, query))
                 for vector in range(vectors):
                     numbers = builder.fmul(code.read(code.at(row, INDEX(vector * LANES))), factor)
                     numbers = code.multiply_add(weight, changes[vector], numbers)
@@ -202,22 +202,22 @@ def _change(builder: Any, value: Any, held: Any, size: Any, strength: Any, writt
 
 @compiled
 def join_inputs(
-    queries: int, keys: int, values: int, of_keys: int, of_values: int, written: int, first: int, end: int
+    queries: int, keys: int, values: int, key_bytes: int, value_bytes: int, written: int, first: int, end: int
 ) -> None:
     """Copy some rows' queries, keys and values next to each other.
 
-    ``of_keys`` and ``of_values`` are the bytes of a row's keys (or queries) and values.
+    ``key_bytes`` and ``value_bytes`` are the bytes of a row's keys (or queries) and values.
     """
     for row in range(first, end):
-        at = written + row * (2 * of_keys + of_values)
-        copy_numbers(queries + row * of_keys, of_keys // ITEM_SIZE, at)
-        copy_numbers(keys + row * of_keys, of_keys // ITEM_SIZE, at + of_keys)
-        copy_numbers(values + row * of_values, of_values // ITEM_SIZE, at + 2 * of_keys)
+        at = written + row * (2 * key_bytes + value_bytes)
+        copy_floats(queries + row * key_bytes, key_bytes // ITEM_SIZE, at)
+        copy_floats(keys + row * key_bytes, key_bytes // ITEM_SIZE, at + key_bytes)
+        copy_floats(values + row * value_bytes, value_bytes // ITEM_SIZE, at + 2 * key_bytes)
 
 
 @compiled
 def spread_inputs(
-    layer: Numbers,
+    layer: Record,
     inputs: int,
     scores: int,
     joined: int,
@@ -233,26 +233,26 @@ def spread_inputs(
     and values of a row are written next to each other to ``joined``.
     """
     heads, width, states = layer[KEY_HEADS], layer[KEY_WIDTH], layer[STATE_HEADS]
-    some = states // heads
-    values, keys = some * layer[VALUE_WIDTH], heads * width
+    heads_per_key = states // heads
+    values, keys = heads_per_key * layer[VALUE_WIDTH], heads * width
     for row in range(first, end):
         for head in range(heads):
             read = inputs + (row * heads + head) * 2 * (width + values) * ITEM_SIZE
             at = joined + row * layer[CHANNELS] * ITEM_SIZE
-            copy_numbers(read, width, at + head * width * ITEM_SIZE)
-            copy_numbers(read + width * ITEM_SIZE, width, at + (keys + head * width) * ITEM_SIZE)
+            copy_floats(read, width, at + head * width * ITEM_SIZE)
+            copy_floats(read + width * ITEM_SIZE, width, at + (keys + head * width) * ITEM_SIZE)
             read += 2 * width * ITEM_SIZE
-            copy_numbers(read, values, at + (2 * keys + head * values) * ITEM_SIZE)
-            copy_numbers(read + values * ITEM_SIZE, values, gates + (row * heads + head) * values * ITEM_SIZE)
-            of_head = (row * states + head * some) * ITEM_SIZE
-            copy_numbers(scores + 2 * of_head, some, strengths + of_head)
-            copy_numbers(scores + 2 * of_head + some * ITEM_SIZE, some, steps + of_head)
+            copy_floats(read, values, at + (2 * keys + head * values) * ITEM_SIZE)
+            copy_floats(read + values * ITEM_SIZE, values, gates + (row * heads + head) * values * ITEM_SIZE)
+            head_offset = (row * states + head * heads_per_key) * ITEM_SIZE
+            copy_floats(scores + 2 * head_offset, heads_per_key, strengths + head_offset)
+            copy_floats(scores + 2 * head_offset + heads_per_key * ITEM_SIZE, heads_per_key, steps + head_offset)
 
 
 @compiled
 def prepare_delta(
-    layer: Numbers,
-    origins: Numbers,
+    layer: Record,
+    origins: Ints,
     row: int,
     inputs: int,
     window: int,
@@ -277,15 +277,15 @@ def prepare_delta(
         unit_row(convolved + head * size, width, EPSILON, factor, convolved + head * size)
         unit_row(convolved + (heads + head) * size, width, EPSILON, ONE, keys + head * size)
     states = layer[STATE_HEADS]
-    numbers, forgets = array_at(steps, (states,), types.float32), array_at(decays, (states,), types.float32)
+    time_steps, forgets = array_at(steps, (states,), types.float32), array_at(decays, (states,), types.float32)
     learns, strength = array_at(strengths, (states,), types.float32), float_of(layer, STRENGTH)
     for head in range(states):
-        forgets[head] = decay_of(layer, head, step_of(layer, head, numbers[head]))
+        forgets[head] = decay_of(layer, head, step_of(layer, head, time_steps[head]))
         learns[head] = strength / (ONE + np.float32(np.exp(-learns[head])))
 
 
 @compiled
-def delta_kept_numbers(layer: Numbers) -> int:
+def delta_kept_size(layer: Record) -> int:
     """Return how many float32 values are kept per row: the convolution's input, keys, changes and decays."""
     heads = layer[STATE_HEADS]
     keys, values = layer[KEY_HEADS] * layer[KEY_WIDTH], heads * layer[VALUE_WIDTH]
@@ -293,16 +293,16 @@ def delta_kept_numbers(layer: Numbers) -> int:
 
 
 @compiled
-def delta_state_numbers(layer: Numbers) -> int:
+def delta_state_size(layer: Record) -> int:
     """Return the size of the columns of a state that are computed together, in float32 values."""
     return layer[KEY_WIDTH] * min(layer[VALUE_WIDTH], VECTORS * LANES)  # type: ignore[no-any-return]
 
 
 @compiled
 def recur_delta(
-    shape: Numbers,
-    layer: Numbers,
-    origins: Numbers,
+    pass_record: Record,
+    layer: Record,
+    origins: Ints,
     slot: int,
     head: int,
     buffers: int,
@@ -321,7 +321,7 @@ def recur_delta(
     heads, rows = layer[STATE_HEADS], len(origins)
     key_head = head // (heads // key_heads)
     state = layer[STATE] + (slot * layer[STATE_STRIDE] + head * width * values) * ITEM_SIZE
-    size = delta_state_numbers(layer) * ITEM_SIZE
+    size = delta_state_size(layer) * ITEM_SIZE
     column = 0
     while column < values:
         is_wide = values - column >= VECTORS * LANES
@@ -348,29 +348,29 @@ def recur_delta(
                 _change(value, out, block, strength, change)
                 _learn_narrow(read, stride, into, block, key, query, width, decay, change, out)
             last = into
-        if shape[ADVANCES]:
+        if pass_record[ADVANCES]:
             for key_row in range(width):
-                copy_numbers(last + key_row * block * ITEM_SIZE, block, before + key_row * values * ITEM_SIZE)
+                copy_floats(last + key_row * block * ITEM_SIZE, block, before + key_row * values * ITEM_SIZE)
         column += block
 
 
 @compiled
-def gate_delta(layer: Numbers, origins: Numbers, row: int, gates: int, mixed: int) -> None:
+def gate_delta(layer: Record, origins: Ints, row: int, gates: int, mixed: int) -> None:
     """Norm each head's output for one row and multiply it by its gate, in place, for the out-projection."""
     heads, values = layer[STATE_HEADS], layer[VALUE_WIDTH]
     if origins[row, PARENT] == PADDING:
-        clear_numbers(mixed, heads * values)
+        clear_floats(mixed, heads * values)
         return
     for head in range(heads):
         at = head * values * ITEM_SIZE
         norm_row(mixed + at, layer[GATE_NORM], np.float32(0), values, float_of(layer, GATE_EPSILON), mixed + at)
     silu_in_place(gates, mixed, heads * values)
-    copy_numbers(gates, heads * values, mixed)
+    copy_floats(gates, heads * values, mixed)
 
 
 @compiled
 def replay_delta(
-    layer: Numbers, slot: int, head: int, path: Numbers, keys: int, decays: int, changes: int, unread: int
+    layer: Record, slot: int, head: int, path: Ints, keys: int, decays: int, changes: int, unread: int
 ) -> None:
     """Advance one head's state along a path of rows, by replaying the kept keys, decays and changes.
 

@@ -24,11 +24,11 @@ from hdtool.runtime.engines.cpu.layer_record import (
     STATE_HEADS,
     STATE_STRIDE,
     VALUE_WIDTH,
-    Numbers,
+    Record,
 )
 from hdtool.runtime.engines.cpu.mixers.convolution import BEFORE, PADDING, PARENT, SOURCE, TARGET, convolve, silu_of
 from hdtool.runtime.engines.cpu.mixers.delta_rule import decay_of, step_of
-from hdtool.runtime.kernels.compiled import array_at, clear_numbers, compiled, copy_numbers, float_of, generated
+from hdtool.runtime.kernels.compiled import Ints, array_at, clear_floats, compiled, copy_floats, float_of, generated
 from hdtool.runtime.kernels.vector_code import (
     FLOAT,
     INDEX,
@@ -58,10 +58,10 @@ def _scan(
         keys, queries = code.read(code.at(key, index)), code.read(code.at(query, index))
         totals = []
         for row, row_value, sum_ in zip(rows, values, sums, strict=True):
-            place = builder.add(row, index)
-            numbers = builder.fmul(code.read(code.at(state, place)), factor)
+            offset = builder.add(row, index)
+            numbers = builder.fmul(code.read(code.at(state, offset)), factor)
             numbers = code.multiply_add(keys, row_value, numbers)
-            code.store(numbers, code.at(into, place))
+            code.store(numbers, code.at(into, offset))
             totals.append(code.multiply_add(numbers, queries, sum_))
         return totals
 
@@ -76,23 +76,23 @@ def _add_scaled(builder: Any, sums: Any, numbers: Any, size: Any, factor: Any) -
     by = code.splat(factor)
 
     def apply(index: Any, _: list[Any]) -> list[Any]:
-        place = code.at(sums, index)
-        code.store(code.multiply_add(code.read(code.at(numbers, index)), by, code.read(place)), place)
+        address = code.at(sums, index)
+        code.store(code.multiply_add(code.read(code.at(numbers, index)), by, code.read(address)), address)
         return []
 
     code.loop(size, [], apply)
 
 
 @compiled
-def projected_numbers(layer: Numbers) -> int:
+def projected_size(layer: Record) -> int:
     """Return how many float32 values the in-projection gives per row."""
     return layer[STATE_HEADS] * layer[VALUE_WIDTH] + layer[CHANNELS] + layer[STATE_HEADS]  # type: ignore[no-any-return]
 
 
 @compiled
 def prepare_scan(
-    layer: Numbers,
-    origins: Numbers,
+    layer: Record,
+    origins: Ints,
     row: int,
     projected: int,
     window: int,
@@ -109,40 +109,40 @@ def prepare_scan(
     if origins[row, PARENT] == PADDING:
         return
     channels, heads, width = layer[CHANNELS], layer[STATE_HEADS], layer[VALUE_WIDTH]
-    inner, stride = heads * width, projected_numbers(layer)
+    inner, stride = heads * width, projected_size(layer)
     convolve(layer, origins, row, projected + inner * ITEM_SIZE, stride, window, convolved)
     silu_of(convolved, channels)
-    copy_numbers(convolved, inner, values)
-    copy_numbers(convolved + inner * ITEM_SIZE, layer[KEY_HEADS] * layer[KEY_WIDTH], keys)
+    copy_floats(convolved, inner, values)
+    copy_floats(convolved + inner * ITEM_SIZE, layer[KEY_HEADS] * layer[KEY_WIDTH], keys)
     at = projected + (row * stride + inner + channels) * ITEM_SIZE
-    numbers, forgets = array_at(at, (heads,), types.float32), array_at(decays, (heads,), types.float32)
+    time_steps, forgets = array_at(at, (heads,), types.float32), array_at(decays, (heads,), types.float32)
     for head in range(heads):
-        step = step_of(layer, head, numbers[head])
+        step = step_of(layer, head, time_steps[head])
         forgets[head] = decay_of(layer, head, step)
         scale_in_place(values + head * width * ITEM_SIZE, width, step)
 
 
 @compiled
-def scan_kept_numbers(layer: Numbers) -> int:
+def scan_kept_size(layer: Record) -> int:
     """Return how many float32 values are kept per row.
 
     These are the in-projection's output, values times their time steps, keys and decays.
     """
     heads, keys = layer[STATE_HEADS], layer[KEY_HEADS] * layer[KEY_WIDTH]
-    return projected_numbers(layer) + heads * layer[VALUE_WIDTH] + keys + heads  # type: ignore[no-any-return]
+    return projected_size(layer) + heads * layer[VALUE_WIDTH] + keys + heads  # type: ignore[no-any-return]
 
 
 @compiled
-def scan_state_numbers(layer: Numbers) -> int:
+def scan_state_size(layer: Record) -> int:
     """Return the size of the rows of a state that are computed together, in float32 values."""
     return layer[KEY_WIDTH] * LANES  # type: ignore[no-any-return]
 
 
 @compiled
 def scan_head(
-    shape: Numbers,
-    layer: Numbers,
-    origins: Numbers,
+    pass_record: Record,
+    layer: Record,
+    origins: Ints,
     slot: int,
     head: int,
     buffers: int,
@@ -157,7 +157,7 @@ def scan_head(
     heads, rows = layer[STATE_HEADS], len(origins)
     key_head = head // (heads // key_heads)
     state = layer[STATE] + (slot * layer[STATE_STRIDE] + head * height * width) * ITEM_SIZE
-    size = scan_state_numbers(layer) * ITEM_SIZE
+    size = scan_state_size(layer) * ITEM_SIZE
     skip = array_at(layer[SKIP], (heads,), types.float32)[head]
     for first in range(0, height, LANES):
         before, last = state + first * width * ITEM_SIZE, -1
@@ -174,22 +174,22 @@ def scan_head(
             unscaled = convolved + (row * channels + head * height + first) * ITEM_SIZE
             _add_scaled(written + at, unscaled, LANES, skip)
             last = into
-        if shape[ADVANCES]:
-            copy_numbers(last, LANES * width, before)
+        if pass_record[ADVANCES]:
+            copy_floats(last, LANES * width, before)
 
 
 @compiled
-def gate_scan(layer: Numbers, origins: Numbers, row: int, gates: int, mixed: int) -> None:
+def gate_scan(layer: Record, origins: Ints, row: int, gates: int, mixed: int) -> None:
     """Multiply one row's output by its gate and norm each group of heads, for the out-projection.
 
     The result is written to ``mixed``; ``gates`` are overwritten.
     """
-    groups, numbers = layer[KEY_HEADS], layer[STATE_HEADS] * layer[VALUE_WIDTH]
+    groups, inner = layer[KEY_HEADS], layer[STATE_HEADS] * layer[VALUE_WIDTH]
     if origins[row, PARENT] == PADDING:
-        clear_numbers(mixed, numbers)
+        clear_floats(mixed, inner)
         return
-    silu_in_place(gates, mixed, numbers)
-    size = numbers // groups
+    silu_in_place(gates, mixed, inner)
+    size = inner // groups
     for group in range(groups):
         at = group * size * ITEM_SIZE
         norm_row(gates + at, layer[GATE_NORM] + at, np.float32(0), size, float_of(layer, GATE_EPSILON), mixed + at)
@@ -197,7 +197,7 @@ def gate_scan(layer: Numbers, origins: Numbers, row: int, gates: int, mixed: int
 
 @compiled
 def replay_scan(
-    layer: Numbers, slot: int, head: int, path: Numbers, values: int, keys: int, decays: int, unread: int
+    layer: Record, slot: int, head: int, path: Ints, values: int, keys: int, decays: int, unread: int
 ) -> None:
     """Advance one head's state along a path of rows, by replaying the kept values, keys and decays.
 

@@ -22,7 +22,7 @@ from hdtool.runtime.engines.cpu.layer_record import (
     KEY_HEADS,
     KEY_WIDTH,
     MIXER,
-    MIXER_PART,
+    MIXER_FUNCTION,
     MIXER_ROW,
     MIXER_STATE,
     MIXER_WINDOW,
@@ -40,8 +40,8 @@ from hdtool.runtime.engines.cpu.layer_record import (
     TO_QUERIES,
     TO_VALUES,
     VALUE_WIDTH,
-    Numbers,
-    compute_part,
+    Record,
+    compute_step,
     multiply,
     multiply_by,
 )
@@ -51,9 +51,9 @@ from hdtool.runtime.engines.cpu.mixers.convolution import (
     copy_windows,
     origins_at,
     shift_window,
-    window_numbers,
+    window_size,
 )
-from hdtool.runtime.kernels.compiled import Array, array_at, compiled
+from hdtool.runtime.kernels.compiled import Array, Ints, array_at, compiled
 from hdtool.runtime.kernels.gemm import MATMUL_ARGUMENTS
 from hdtool.runtime.kernels.thread_pool import PARTS_PER_THREAD, parts_of
 from hdtool.runtime.kernels.vector_code import ITEM_SIZE, LANES
@@ -66,250 +66,252 @@ WINDOWS, SHIFT, GATE_INPUTS, CONVOLVE_GATED = range(4)
 PREPARE_DELTA, RECUR_DELTA, GATE_DELTA, REPLAY_DELTA = range(4, 8)
 PREPARE_SCAN, SCAN, GATE_SCAN, REPLAY_SCAN, JOIN, SPREAD = range(8, 14)
 """Steps of mixers between their matmuls, for ``mixer_function``."""
-OF_SLOT, COUNT, GIVEN, PATH = range(4)
+PATH_SLOT, COUNT, LISTED_ROWS, PATH = range(4)
 """Record of a path that becomes part of the context.
 
-OF_SLOT: the path's sequence. COUNT: number of its rows. GIVEN: number of rows that this record lists, which may be only
-the last ones. PATH: first of the listed rows.
+PATH_SLOT: the path's sequence. COUNT: number of its rows. LISTED_ROWS: number of rows that this record lists, which may
+be only the last ones. PATH: first of the listed rows.
 """
 
 
 @compiled
-def row_numbers(layer: Numbers) -> int:
+def row_scratch_size(layer: Record) -> int:
     """Return the scratch memory that a layer's mixer needs per row, in float32 values."""
     channels, values = layer[CHANNELS], layer[STATE_HEADS] * layer[VALUE_WIDTH]
     if layer[MIXER] == SHORT_CONVOLUTION:
         return 4 * channels  # type: ignore[no-any-return]
     if layer[MIXER] == DELTA_RULE:
-        numbers = channels + 2 * values + 2 * layer[STATE_HEADS]
-        return numbers if layer[FOURTH] else numbers + channels + values + 2 * layer[STATE_HEADS]  # type: ignore[no-any-return]
+        size = channels + 2 * values + 2 * layer[STATE_HEADS]
+        return size if layer[FOURTH] else size + channels + values + 2 * layer[STATE_HEADS]  # type: ignore[no-any-return]
     return channels + values  # type: ignore[no-any-return]
 
 
 @compiled
-def kept_numbers(layer: Numbers) -> int:
+def kept_size(layer: Record) -> int:
     """Return how many float32 values a layer's mixer keeps per row until the row is accepted or rejected."""
     if layer[MIXER] == SHORT_CONVOLUTION:
         return layer[CHANNELS]  # type: ignore[no-any-return]
-    return delta_rule.delta_kept_numbers(layer) if layer[MIXER] == DELTA_RULE else mamba2.scan_kept_numbers(layer)
+    return delta_rule.delta_kept_size(layer) if layer[MIXER] == DELTA_RULE else mamba2.scan_kept_size(layer)
 
 
 @compiled
-def state_numbers(layer: Numbers) -> int:
+def state_buffer_size(layer: Record) -> int:
     """Return the size of one buffer for the state of a layer's mixer, in float32 values; 0 if it needs none."""
     if layer[MIXER] == SHORT_CONVOLUTION:
         return 0
-    return delta_rule.delta_state_numbers(layer) if layer[MIXER] == DELTA_RULE else mamba2.scan_state_numbers(layer)
+    return delta_rule.delta_state_size(layer) if layer[MIXER] == DELTA_RULE else mamba2.scan_state_size(layer)
 
 
 @compiled
-def mixer_numbers(shape: Numbers) -> int:
+def mixer_scratch_size(pass_record: Record) -> int:
     """Return the scratch memory that ``mix`` needs, in float32 values."""
-    if not shape[MIXER_ROW]:
+    if not pass_record[MIXER_ROW]:
         return 0
-    rows = shape[SLOTS] * shape[NEW]
-    return _work_at(shape, 0) // ITEM_SIZE + rows * shape[MIXER_ROW]  # type: ignore[no-any-return]
+    rows = pass_record[SLOTS] * pass_record[NEW]
+    return _work_at(pass_record, 0) // ITEM_SIZE + rows * pass_record[MIXER_ROW]  # type: ignore[no-any-return]
 
 
 @compiled
-def _buffers_at(shape: Numbers, scratch: int) -> int:
-    return scratch + shape[SLOTS] * shape[MIXER_WINDOW] * ITEM_SIZE  # type: ignore[no-any-return]
+def _buffers_at(pass_record: Record, scratch: int) -> int:
+    return scratch + pass_record[SLOTS] * pass_record[MIXER_WINDOW] * ITEM_SIZE  # type: ignore[no-any-return]
 
 
 @compiled
-def _work_at(shape: Numbers, scratch: int) -> int:
-    parts = shape[THREADS] * PARTS_PER_THREAD
-    return _buffers_at(shape, scratch) + parts * buffers_of(shape[NEW]) * shape[MIXER_STATE] * ITEM_SIZE  # type: ignore[no-any-return]
+def _work_at(pass_record: Record, scratch: int) -> int:
+    buffers = pass_record[THREADS] * PARTS_PER_THREAD * buffers_of(pass_record[NEW])
+    return _buffers_at(pass_record, scratch) + buffers * pass_record[MIXER_STATE] * ITEM_SIZE  # type: ignore[no-any-return]
 
 
 @compiled
-def _part_buffers(shape: Numbers, scratch: int, first: int, units: int) -> int:
+def _part_buffers(pass_record: Record, scratch: int, first: int, units: int) -> int:
     """Return the address of a part's state buffers; the first unit, rounded up, gives the part's index."""
-    part = -(-first * parts_of(shape[THREADS], units, 1) // units)
-    before = part * buffers_of(shape[NEW]) * shape[MIXER_STATE] * ITEM_SIZE
-    return _buffers_at(shape, scratch) + before  # type: ignore[no-any-return]
+    part = -(-first * parts_of(pass_record[THREADS], units, 1) // units)
+    before = part * buffers_of(pass_record[NEW]) * pass_record[MIXER_STATE] * ITEM_SIZE
+    return _buffers_at(pass_record, scratch) + before  # type: ignore[no-any-return]
 
 
 @compiled
 def _compute_convolution(
-    shape: Numbers, layer: Numbers, part: int, scratch: int, kept: int, first: int, end: int
+    pass_record: Record, layer: Record, step: int, scratch: int, kept: int, first: int, end: int
 ) -> None:
-    new, size = shape[NEW], layer[CHANNELS] * ITEM_SIZE
-    projected = _work_at(shape, scratch)
-    mixed = projected + 3 * shape[SLOTS] * new * size
-    if part == GATE_INPUTS:
+    new, size = pass_record[NEW], layer[CHANNELS] * ITEM_SIZE
+    projected = _work_at(pass_record, scratch)
+    mixed = projected + 3 * pass_record[SLOTS] * new * size
+    if step == GATE_INPUTS:
         convolution.gate_inputs(layer, projected, kept, first, end)
         return
     for row in range(first, end):
-        slot, place = row // new, row % new
-        of_slot, window = slot * new * size, scratch + slot * window_numbers(layer) * ITEM_SIZE
+        slot, slot_row = row // new, row % new
+        slot_offset, window = slot * new * size, scratch + slot * window_size(layer) * ITEM_SIZE
         convolution.convolve_gated(
             layer,
-            origins_at(shape[ORIGINS], slot, new),
-            place,
-            kept + of_slot,
+            origins_at(pass_record[ORIGINS], slot, new),
+            slot_row,
+            kept + slot_offset,
             window,
-            projected + 3 * of_slot,
+            projected + 3 * slot_offset,
             mixed + row * size,
         )
 
 
 @compiled
 def _compute_delta(
-    shape: Numbers, layer: Numbers, part: int, scratch: int, kept: int, of_path: int, first: int, end: int
+    pass_record: Record, layer: Record, step: int, scratch: int, kept: int, path_at: int, first: int, end: int
 ) -> None:
-    new, heads = shape[NEW], layer[STATE_HEADS]
-    rows = shape[SLOTS] * new
-    channels, of_heads = layer[CHANNELS] * ITEM_SIZE, heads * ITEM_SIZE
-    of_keys, of_values = layer[KEY_HEADS] * layer[KEY_WIDTH] * ITEM_SIZE, layer[VALUE_WIDTH] * of_heads
+    new, heads = pass_record[NEW], layer[STATE_HEADS]
+    rows = pass_record[SLOTS] * new
+    channels, head_bytes = layer[CHANNELS] * ITEM_SIZE, heads * ITEM_SIZE
+    key_bytes, value_bytes = layer[KEY_HEADS] * layer[KEY_WIDTH] * ITEM_SIZE, layer[VALUE_WIDTH] * head_bytes
     keys = kept + rows * channels
-    changes = keys + rows * of_keys
-    decays = changes + rows * of_values
-    convolved = _work_at(shape, scratch)
+    changes = keys + rows * key_bytes
+    decays = changes + rows * value_bytes
+    convolved = _work_at(pass_record, scratch)
     gates = convolved + rows * channels
-    steps = gates + rows * of_values
-    strengths = steps + rows * of_heads
-    mixed = strengths + rows * of_heads
-    if part == JOIN:
-        values = convolved + 2 * rows * of_keys
-        delta_rule.join_inputs(convolved, convolved + rows * of_keys, values, of_keys, of_values, kept, first, end)
-    elif part == SPREAD:
-        inputs = mixed + rows * of_values
-        scores = inputs + rows * (channels + of_values)
+    steps = gates + rows * value_bytes
+    strengths = steps + rows * head_bytes
+    mixed = strengths + rows * head_bytes
+    if step == JOIN:
+        values = convolved + 2 * rows * key_bytes
+        delta_rule.join_inputs(
+            convolved, convolved + rows * key_bytes, values, key_bytes, value_bytes, kept, first, end
+        )
+    elif step == SPREAD:
+        inputs = mixed + rows * value_bytes
+        scores = inputs + rows * (channels + value_bytes)
         delta_rule.spread_inputs(layer, inputs, scores, kept, gates, strengths, steps, first, end)
-    elif part == PREPARE_DELTA:
+    elif step == PREPARE_DELTA:
         for row in range(first, end):
-            slot, place = row // new, row % new
+            slot, slot_row = row // new, row % new
             delta_rule.prepare_delta(
                 layer,
-                origins_at(shape[ORIGINS], slot, new),
-                place,
+                origins_at(pass_record[ORIGINS], slot, new),
+                slot_row,
                 kept + slot * new * channels,
-                scratch + slot * window_numbers(layer) * ITEM_SIZE,
+                scratch + slot * window_size(layer) * ITEM_SIZE,
                 convolved + row * channels,
-                keys + row * of_keys,
-                steps + row * of_heads,
-                decays + row * of_heads,
-                strengths + row * of_heads,
+                keys + row * key_bytes,
+                steps + row * head_bytes,
+                decays + row * head_bytes,
+                strengths + row * head_bytes,
             )
-    elif part == RECUR_DELTA:
-        buffers = _part_buffers(shape, scratch, first, shape[SLOTS] * heads)
+    elif step == RECUR_DELTA:
+        buffers = _part_buffers(pass_record, scratch, first, pass_record[SLOTS] * heads)
         for unit in range(first, end):
             slot, at = unit // heads, unit // heads * new
             delta_rule.recur_delta(
-                shape,
+                pass_record,
                 layer,
-                origins_at(shape[ORIGINS], slot, new),
+                origins_at(pass_record[ORIGINS], slot, new),
                 slot,
                 unit % heads,
                 buffers,
                 convolved + at * channels,
-                keys + at * of_keys,
-                decays + at * of_heads,
-                strengths + at * of_heads,
-                changes + at * of_values,
-                mixed + at * of_values,
+                keys + at * key_bytes,
+                decays + at * head_bytes,
+                strengths + at * head_bytes,
+                changes + at * value_bytes,
+                mixed + at * value_bytes,
             )
-    elif part == GATE_DELTA:
+    elif step == GATE_DELTA:
         for row in range(first, end):
-            origins, at = origins_at(shape[ORIGINS], row // new, new), row * of_values
+            origins, at = origins_at(pass_record[ORIGINS], row // new, new), row * value_bytes
             delta_rule.gate_delta(layer, origins, row % new, gates + at, mixed + at)
     else:
-        slot, path = _path_at(of_path)
-        at, unread = slot * new, _part_buffers(shape, scratch, first, heads)
+        slot, path = _path_at(path_at)
+        at, unread = slot * new, _part_buffers(pass_record, scratch, first, heads)
         for head in range(first, end):
             delta_rule.replay_delta(
                 layer,
                 slot,
                 head,
                 path,
-                keys + at * of_keys,
-                decays + at * of_heads,
-                changes + at * of_values,
+                keys + at * key_bytes,
+                decays + at * head_bytes,
+                changes + at * value_bytes,
                 unread,
             )
 
 
 @compiled
 def _compute_scan(
-    shape: Numbers, layer: Numbers, part: int, scratch: int, kept: int, of_path: int, first: int, end: int
+    pass_record: Record, layer: Record, step: int, scratch: int, kept: int, path_at: int, first: int, end: int
 ) -> None:
-    new, heads = shape[NEW], layer[STATE_HEADS]
-    rows, of_row = shape[SLOTS] * new, mamba2.projected_numbers(layer) * ITEM_SIZE
-    channels, of_heads = layer[CHANNELS] * ITEM_SIZE, heads * ITEM_SIZE
-    of_keys, of_values = layer[KEY_HEADS] * layer[KEY_WIDTH] * ITEM_SIZE, layer[VALUE_WIDTH] * of_heads
-    values = kept + rows * of_row
-    keys = values + rows * of_values
-    decays = keys + rows * of_keys
-    convolved = _work_at(shape, scratch)
+    new, heads = pass_record[NEW], layer[STATE_HEADS]
+    rows, row_bytes = pass_record[SLOTS] * new, mamba2.projected_size(layer) * ITEM_SIZE
+    channels, head_bytes = layer[CHANNELS] * ITEM_SIZE, heads * ITEM_SIZE
+    key_bytes, value_bytes = layer[KEY_HEADS] * layer[KEY_WIDTH] * ITEM_SIZE, layer[VALUE_WIDTH] * head_bytes
+    values = kept + rows * row_bytes
+    keys = values + rows * value_bytes
+    decays = keys + rows * key_bytes
+    convolved = _work_at(pass_record, scratch)
     mixed = convolved + rows * channels
-    if part == PREPARE_SCAN:
+    if step == PREPARE_SCAN:
         for row in range(first, end):
-            slot, place = row // new, row % new
+            slot, slot_row = row // new, row % new
             mamba2.prepare_scan(
                 layer,
-                origins_at(shape[ORIGINS], slot, new),
-                place,
-                kept + slot * new * of_row,
-                scratch + slot * window_numbers(layer) * ITEM_SIZE,
+                origins_at(pass_record[ORIGINS], slot, new),
+                slot_row,
+                kept + slot * new * row_bytes,
+                scratch + slot * window_size(layer) * ITEM_SIZE,
                 convolved + row * channels,
-                values + row * of_values,
-                keys + row * of_keys,
-                decays + row * of_heads,
+                values + row * value_bytes,
+                keys + row * key_bytes,
+                decays + row * head_bytes,
             )
-    elif part == SCAN:
-        buffers = _part_buffers(shape, scratch, first, shape[SLOTS] * heads)
+    elif step == SCAN:
+        buffers = _part_buffers(pass_record, scratch, first, pass_record[SLOTS] * heads)
         for unit in range(first, end):
             slot, at = unit // heads, unit // heads * new
             mamba2.scan_head(
-                shape,
+                pass_record,
                 layer,
-                origins_at(shape[ORIGINS], slot, new),
+                origins_at(pass_record[ORIGINS], slot, new),
                 slot,
                 unit % heads,
                 buffers,
                 convolved + at * channels,
-                values + at * of_values,
-                keys + at * of_keys,
-                decays + at * of_heads,
-                mixed + at * of_values,
+                values + at * value_bytes,
+                keys + at * key_bytes,
+                decays + at * head_bytes,
+                mixed + at * value_bytes,
             )
-    elif part == GATE_SCAN:
+    elif step == GATE_SCAN:
         for row in range(first, end):
-            origins = origins_at(shape[ORIGINS], row // new, new)
-            mamba2.gate_scan(layer, origins, row % new, kept + row * of_row, mixed + row * of_values)
+            origins = origins_at(pass_record[ORIGINS], row // new, new)
+            mamba2.gate_scan(layer, origins, row % new, kept + row * row_bytes, mixed + row * value_bytes)
     else:
-        slot, path = _path_at(of_path)
-        at, unread = slot * new, _part_buffers(shape, scratch, first, heads)
+        slot, path = _path_at(path_at)
+        at, unread = slot * new, _part_buffers(pass_record, scratch, first, heads)
         for head in range(first, end):
             mamba2.replay_scan(
                 layer,
                 slot,
                 head,
                 path,
-                values + at * of_values,
-                keys + at * of_keys,
-                decays + at * of_heads,
+                values + at * value_bytes,
+                keys + at * key_bytes,
+                decays + at * head_bytes,
                 unread,
             )
 
 
 @compiled
-def _path_at(address: int) -> tuple[int, Numbers]:
+def _path_at(address: int) -> tuple[int, Ints]:
     """Return a path's sequence and its listed rows."""
     head = array_at(address, (PATH,), types.int64)
-    return head[OF_SLOT], array_at(address, (PATH + head[GIVEN],), types.int64)[PATH:]
+    return head[PATH_SLOT], array_at(address, (PATH + head[LISTED_ROWS],), types.int64)[PATH:]
 
 
 @compiled
-def _shift(shape: Numbers, layer: Numbers, kept: int, of_path: int, first: int, end: int) -> None:
-    slot, path = _path_at(of_path)
+def _shift(pass_record: Record, layer: Record, kept: int, path_at: int, first: int, end: int) -> None:
+    slot, path = _path_at(path_at)
     stride, inputs = layer[CHANNELS], kept
     if layer[MIXER] not in (SHORT_CONVOLUTION, DELTA_RULE):
-        stride = mamba2.projected_numbers(layer)
+        stride = mamba2.projected_size(layer)
         inputs += layer[STATE_HEADS] * layer[VALUE_WIDTH] * ITEM_SIZE
-    count = array_at(of_path, (PATH,), types.int64)[COUNT]
-    shift_window(layer, slot, inputs + slot * shape[NEW] * stride * ITEM_SIZE, stride, count, path, first, end)
+    count = array_at(path_at, (PATH,), types.int64)[COUNT]
+    shift_window(layer, slot, inputs + slot * pass_record[NEW] * stride * ITEM_SIZE, stride, count, path, first, end)
 
 
 @cache
@@ -321,50 +323,50 @@ def mixer_function() -> Any:
 
     @cfunc(types.void(*[types.int64] * MATMUL_ARGUMENTS), cache=True)
     def compute_mixer(
-        of_pass: int, of_layer: int, _: int, part: int, scratch: int, kept: int, of_path: int, first: int, end: int
+        pass_at: int, layer_at: int, _: int, step: int, scratch: int, kept: int, path_at: int, first: int, end: int
     ) -> None:
-        shape, layer = array_at(of_pass, (PASS_FIELDS,), types.int64), array_at(of_layer, (FIELDS,), types.int64)
-        if part == WINDOWS:
+        pass_record, layer = array_at(pass_at, (PASS_FIELDS,), types.int64), array_at(layer_at, (FIELDS,), types.int64)
+        if step == WINDOWS:
             copy_windows(layer, scratch, first, end)
-        elif part == SHIFT:
-            _shift(shape, layer, kept, of_path, first, end)
-        elif part <= CONVOLVE_GATED:
-            _compute_convolution(shape, layer, part, scratch, kept, first, end)
-        elif part <= REPLAY_DELTA or part >= JOIN:
-            _compute_delta(shape, layer, part, scratch, kept, of_path, first, end)
+        elif step == SHIFT:
+            _shift(pass_record, layer, kept, path_at, first, end)
+        elif step <= CONVOLVE_GATED:
+            _compute_convolution(pass_record, layer, step, scratch, kept, first, end)
+        elif step <= REPLAY_DELTA or step >= JOIN:
+            _compute_delta(pass_record, layer, step, scratch, kept, path_at, first, end)
         else:
-            _compute_scan(shape, layer, part, scratch, kept, of_path, first, end)
+            _compute_scan(pass_record, layer, step, scratch, kept, path_at, first, end)
 
     return compute_mixer
 
 
 @compiled
-def _kept_at(shape: Numbers, layer: Numbers) -> int:
+def _kept_at(pass_record: Record, layer: Record) -> int:
     """Return the address of the values that a layer keeps of its rows.
 
     The layers of a prompt's pass share one address, because their values aren't needed after the layer.
     """
-    earlier = 0 if shape[ADVANCES] else layer[JOURNAL_AT] * shape[SLOTS] * shape[NEW]
-    return shape[JOURNAL] + earlier * ITEM_SIZE  # type: ignore[no-any-return]
+    earlier = 0 if pass_record[ADVANCES] else layer[JOURNAL_AT] * pass_record[SLOTS] * pass_record[NEW]
+    return pass_record[JOURNAL] + earlier * ITEM_SIZE  # type: ignore[no-any-return]
 
 
 @compiled
-def mix(shape: Numbers, layer: Numbers, starts: Numbers, read: int, rows: int, scratch: int, written: int) -> None:
+def mix(pass_record: Record, layer: Record, starts: Ints, read: int, rows: int, scratch: int, written: int) -> None:
     """Compute a layer's mixer for all rows at ``read`` and write its output to ``written``.
 
     The layer's states are only updated if the pass ``ADVANCES``.
     """
-    function, kept, work = shape[MIXER_PART], _kept_at(shape, layer), _work_at(shape, scratch)
+    function, kept, work = pass_record[MIXER_FUNCTION], _kept_at(pass_record, layer), _work_at(pass_record, scratch)
     channels, heads, vectors = layer[CHANNELS], layer[STATE_HEADS], layer[CHANNELS] // LANES
-    values, of_states = heads * layer[VALUE_WIDTH], rows * heads * layer[VALUE_WIDTH] * layer[KEY_WIDTH]
-    addresses, slots, keys = (scratch, kept, 0), shape[SLOTS], layer[KEY_HEADS] * layer[KEY_WIDTH]
-    in_channels, in_values = rows * channels, rows * values
+    values, state_work = heads * layer[VALUE_WIDTH], rows * heads * layer[VALUE_WIDTH] * layer[KEY_WIDTH]
+    addresses, slots, keys = (scratch, kept, 0), pass_record[SLOTS], layer[KEY_HEADS] * layer[KEY_WIDTH]
+    channel_work, value_work = rows * channels, rows * values
     window = slots * vectors * LANES
-    compute_part(shape, function, layer, starts, WINDOWS, *addresses, slots * vectors, window)
+    compute_step(pass_record, function, layer, starts, WINDOWS, *addresses, slots * vectors, window)
     if layer[MIXER] == SHORT_CONVOLUTION:
-        multiply(shape, layer, TO_QUERIES, read, rows, work)
-        compute_part(shape, function, layer, starts, GATE_INPUTS, *addresses, rows, in_channels)
-        compute_part(shape, function, layer, starts, CONVOLVE_GATED, *addresses, rows, in_channels)
+        multiply(pass_record, layer, TO_QUERIES, read, rows, work)
+        compute_step(pass_record, function, layer, starts, GATE_INPUTS, *addresses, rows, channel_work)
+        compute_step(pass_record, function, layer, starts, CONVOLVE_GATED, *addresses, rows, channel_work)
         mixed = work + 3 * rows * channels * ITEM_SIZE
     elif layer[MIXER] == DELTA_RULE:
         gates = work + rows * channels * ITEM_SIZE
@@ -372,68 +374,68 @@ def mix(shape: Numbers, layer: Numbers, starts: Numbers, read: int, rows: int, s
         strengths = steps + rows * heads * ITEM_SIZE
         if not layer[FOURTH]:
             inputs = strengths + rows * (heads + values) * ITEM_SIZE
-            multiply(shape, layer, TO_QUERIES, read, rows, inputs)
-            multiply(shape, layer, TO_KEYS, read, rows, inputs + rows * (channels + values) * ITEM_SIZE)
-            compute_part(shape, function, layer, starts, SPREAD, *addresses, rows, in_channels)
+            multiply(pass_record, layer, TO_QUERIES, read, rows, inputs)
+            multiply(pass_record, layer, TO_KEYS, read, rows, inputs + rows * (channels + values) * ITEM_SIZE)
+            compute_step(pass_record, function, layer, starts, SPREAD, *addresses, rows, channel_work)
         elif layer[FIFTH]:
             separate = work + rows * keys * ITEM_SIZE
-            multiply(shape, layer, TO_QUERIES, read, rows, work)
-            multiply_by(shape, layer, FIFTH, read, rows, separate)
-            multiply_by(shape, layer, SIXTH, read, rows, separate + rows * keys * ITEM_SIZE)
-            compute_part(shape, function, layer, starts, JOIN, *addresses, rows, in_channels)
+            multiply(pass_record, layer, TO_QUERIES, read, rows, work)
+            multiply_by(pass_record, layer, FIFTH, read, rows, separate)
+            multiply_by(pass_record, layer, SIXTH, read, rows, separate + rows * keys * ITEM_SIZE)
+            compute_step(pass_record, function, layer, starts, JOIN, *addresses, rows, channel_work)
         else:
-            multiply(shape, layer, TO_QUERIES, read, rows, kept)
+            multiply(pass_record, layer, TO_QUERIES, read, rows, kept)
         if layer[FOURTH]:
-            multiply(shape, layer, TO_KEYS, read, rows, gates)
-            multiply(shape, layer, TO_VALUES, read, rows, strengths)
-            multiply_by(shape, layer, FOURTH, read, rows, steps)
-        compute_part(shape, function, layer, starts, PREPARE_DELTA, *addresses, rows, in_channels)
-        compute_part(shape, function, layer, starts, RECUR_DELTA, *addresses, slots * heads, of_states)
-        compute_part(shape, function, layer, starts, GATE_DELTA, *addresses, rows, in_values)
+            multiply(pass_record, layer, TO_KEYS, read, rows, gates)
+            multiply(pass_record, layer, TO_VALUES, read, rows, strengths)
+            multiply_by(pass_record, layer, FOURTH, read, rows, steps)
+        compute_step(pass_record, function, layer, starts, PREPARE_DELTA, *addresses, rows, channel_work)
+        compute_step(pass_record, function, layer, starts, RECUR_DELTA, *addresses, slots * heads, state_work)
+        compute_step(pass_record, function, layer, starts, GATE_DELTA, *addresses, rows, value_work)
         mixed = strengths + rows * heads * ITEM_SIZE
     else:
-        multiply(shape, layer, TO_QUERIES, read, rows, kept)
-        compute_part(shape, function, layer, starts, PREPARE_SCAN, *addresses, rows, in_channels)
-        compute_part(shape, function, layer, starts, SCAN, *addresses, slots * heads, of_states)
-        compute_part(shape, function, layer, starts, GATE_SCAN, *addresses, rows, in_values)
+        multiply(pass_record, layer, TO_QUERIES, read, rows, kept)
+        compute_step(pass_record, function, layer, starts, PREPARE_SCAN, *addresses, rows, channel_work)
+        compute_step(pass_record, function, layer, starts, SCAN, *addresses, slots * heads, state_work)
+        compute_step(pass_record, function, layer, starts, GATE_SCAN, *addresses, rows, value_work)
         mixed = work + rows * channels * ITEM_SIZE
-    if shape[ADVANCES]:
+    if pass_record[ADVANCES]:
         # The windows aren't needed anymore, so their memory holds the path: the last rows of the prompt.
-        new, columns = shape[NEW], min(shape[NEW], layer[COLUMNS])
+        new, columns = pass_record[NEW], min(pass_record[NEW], layer[COLUMNS])
         path = array_at(scratch, (PATH + columns,), types.int64)
-        path[OF_SLOT], path[COUNT], path[GIVEN] = 0, new, columns
+        path[PATH_SLOT], path[COUNT], path[LISTED_ROWS] = 0, new, columns
         for column in range(columns):
             path[PATH + column] = new - columns + column
-        compute_part(shape, function, layer, starts, SHIFT, scratch, kept, scratch, vectors, window)
-    multiply(shape, layer, TO_OUTPUT, mixed, rows, written)
+        compute_step(pass_record, function, layer, starts, SHIFT, scratch, kept, scratch, vectors, window)
+    multiply(pass_record, layer, TO_OUTPUT, mixed, rows, written)
 
 
 @compiled
-def accept(shape: Numbers, layers: Numbers, starts: Numbers, path: Numbers, scratch: int) -> None:
+def accept(pass_record: Record, layers: Record, starts: Ints, path: Ints, scratch: int) -> None:
     """Advance the states from before a pass along a path of its rows, by replaying what mixers kept of these rows."""
-    function, count = shape[MIXER_PART], path[COUNT]
+    function, count = pass_record[MIXER_FUNCTION], path[COUNT]
     for number in range(len(layers)):
         layer = layers[number]
         if not layer[MIXER]:
             continue
-        addresses = scratch, _kept_at(shape, layer), path.ctypes.data
+        addresses = scratch, _kept_at(pass_record, layer), path.ctypes.data
         vectors, heads = layer[CHANNELS] // LANES, layer[STATE_HEADS]
-        compute_part(shape, function, layer, starts, SHIFT, *addresses, vectors, vectors * LANES)
+        compute_step(pass_record, function, layer, starts, SHIFT, *addresses, vectors, vectors * LANES)
         if layer[MIXER] != SHORT_CONVOLUTION:
-            part = REPLAY_DELTA if layer[MIXER] == DELTA_RULE else REPLAY_SCAN
+            step = REPLAY_DELTA if layer[MIXER] == DELTA_RULE else REPLAY_SCAN
             work = count * heads * layer[VALUE_WIDTH] * layer[KEY_WIDTH]
-            compute_part(shape, function, layer, starts, part, *addresses, heads, work)
+            compute_step(pass_record, function, layer, starts, step, *addresses, heads, work)
 
 
 class KeptRows:
     """A copy of what mixers kept of the rows of one pass over trees."""
 
-    def __init__(self, mixers: MixerTable, shape: Numbers, layers: Numbers, journal: Array) -> None:
-        self._mixers, self._shape, self._layers, self._journal = mixers, shape, layers, journal
-        shape[JOURNAL], shape[THREAD_POOL] = journal.ctypes.data, 0
+    def __init__(self, mixers: MixerTable, pass_record: Record, layers: Record, journal: Array) -> None:
+        self._mixers, self._pass_record, self._layers, self._journal = mixers, pass_record, layers, journal
+        pass_record[JOURNAL], pass_record[THREAD_POOL] = journal.ctypes.data, 0
 
     def accept(self, path: Array, states: States) -> None:
         """Advance a slot's states along a path of its rows; ``states`` may have moved since the pass."""
-        self._mixers.fill_states(self._layers, states, int(path[OF_SLOT]))
-        scratch = torch.empty(mixer_numbers(self._shape), dtype=torch.float32)
-        accept(self._shape, self._layers, np.zeros(1, np.int64), path, scratch.data_ptr())
+        self._mixers.fill_states(self._layers, states, int(path[PATH_SLOT]))
+        scratch = torch.empty(mixer_scratch_size(self._pass_record), dtype=torch.float32)
+        accept(self._pass_record, self._layers, np.zeros(1, np.int64), path, scratch.data_ptr())
