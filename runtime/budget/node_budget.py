@@ -282,7 +282,7 @@ class SharedCosts:
     ) -> None:
         """``curves`` hold the passes of batches by the number of slots, with such a tree in each.
 
-        Unless the engine ``pads`` trees to the largest, there is one curve, by the rows of all trees but one.
+        Unless the engine ``pads`` trees to the largest, they are by the rows of all trees but one.
         """
         self.log, self._pads = log, pads
         self._expected: dict[SharedBudget, tuple[int, Probs]] = {}
@@ -293,8 +293,8 @@ class SharedCosts:
         self._costs: dict[int, MeasuredCosts] = {}
         for slots in sorted(curves):
             fewer = max(self._costs, default=0)
-            # Passes of far fewer trees take less, whatever their size.
-            these = range(max(fewer, slots // 2) + 1 if pads else 1, slots + 1)
+            # Where trees are padded, passes of far fewer trees take less, whatever their size.
+            these = range(max(fewer, slots // 2 if pads else 0) + 1, slots + 1)
             self._costs[slots] = MeasuredCosts(log, curves[slots], these, only_timed_sizes=only_timed_sizes)
 
     def costs(self, slots: int) -> MeasuredCosts:
