@@ -285,7 +285,7 @@ class SharedCosts:
     ) -> None:
         """``curves`` maps numbers of slots to the cost of passes with a tree of the given size in each slot.
 
-        If the engine does not pad trees to the largest (``pads``), there is one curve, by the rows of all trees minus
+        If the engine does not pad trees to the largest (``pads``), they are by the rows of all trees minus
         one.
         """
         self.log, self._pads = log, pads
@@ -297,8 +297,8 @@ class SharedCosts:
         self._costs: dict[int, MeasuredCosts] = {}
         for slots in sorted(curves):
             fewer = max(self._costs, default=0)
-            # Passes over far fewer trees are faster at any tree size, so they do not correct these costs.
-            these = range(max(fewer, slots // 2) + 1 if pads else 1, slots + 1)
+            # Where trees are padded, passes over far fewer trees are faster at any tree size, so they do not correct these costs.
+            these = range(max(fewer, slots // 2 if pads else 0) + 1, slots + 1)
             self._costs[slots] = MeasuredCosts(log, curves[slots], these, only_timed_sizes=only_timed_sizes)
 
     def costs(self, slots: int) -> MeasuredCosts:

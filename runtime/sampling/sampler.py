@@ -38,7 +38,8 @@ from hdtool.runtime.sampling.walks import compile_drawn_walks, ranked_for
 from hdtool.runtime.tree import LARGEST_TREE
 
 NOTHING_ALLOWED = "the grammar leads to a place where no token of this model's vocabulary may follow"
-NO_BITS = np.empty(0, np.uint8)
+NO_BITS = np.frombuffer(b"", np.uint8)
+"""Read-only, as the bits of a grammar are: for arrays that can be written, code would be compiled once more."""
 NO_NUMBERS = "the model's logits are not numbers: its dtype may be too small, try --dtype float32"
 
 
@@ -265,6 +266,12 @@ class _RowOnHost:
         self._arrived.synchronize()
         numbers: npt.NDArray[np.float32] = self._pinned.numpy()
         return numbers
+
+
+def compile_sampling() -> None:
+    """Compile draws and masks, or load them from the cache, before any answer needs them."""
+    Sampler(SamplingConfig(temperature=1.0), [0])
+    allowed_scores(0, 0, NO_BITS, np.empty(0, np.int64), np.empty(0, np.float32))
 
 
 class _GrowingIds:

@@ -30,7 +30,7 @@ from hdtool.runtime.budget.node_budget import (
 from hdtool.runtime.config import LARGEST_BUDGET, DecodeConfig
 from hdtool.runtime.drafter import draft_many
 from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
-from hdtool.runtime.drafters.methods import drafter_for
+from hdtool.runtime.drafters.methods import drafter_for, shared_costs_for
 from hdtool.runtime.engine import PassLog, Verified
 from hdtool.runtime.model.cache.slots import Cache
 from hdtool.runtime.model.target import Target
@@ -199,6 +199,26 @@ def test_costs_of_a_batch_follow_the_length_of_the_contexts() -> None:
     assert choose_all_nodes(budgets, probs) == [8] * 4
     log.context = 1000
     assert choose_all_nodes(budgets, probs) == [0] * 4
+
+
+@pytest.mark.parametrize("pads", [True, False])
+def test_a_lone_answer_of_a_batch_has_costs_of_its_own(pads: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A batch of eight is timed after short contexts, each of which has rows of its own; what nodes add to a lone
+    tree's pass after a long context would be extrapolated from them, and be many times too much."""
+    after_one, after_eight = curve_of(FLAT, FLAT, contexts=(4, 3000)), curve_of(FLAT, STEEP, contexts=(4, 400))
+
+    def curve_for(target: Target, batch: int = 1) -> CostCurve:
+        return after_one if batch == 1 else after_eight
+
+    monkeypatch.setattr("hdtool.runtime.drafters.methods.cost_curve_for", curve_for)
+    target = Target(model_of("llama"))
+    monkeypatch.setattr(Target, "pads", pads)
+    together = shared_costs_for(target, {1, 2, 4, 8} if pads else {8})
+    target.log.context = 3000
+    for slots, curve in ((1, after_one), (2, after_eight)):
+        costs = together.costs(slots)
+        costs.update()
+        assert estimated_cost(costs._own, 7) == pytest.approx(curve.seconds(7, 3000))
 
 
 def test_the_long_contexts_of_a_batch_take_no_more_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -425,9 +445,10 @@ def test_costs_that_passes_confirm_are_not_tried_again() -> None:
     assert found.count(0) == 3
 
 
-def test_a_batch_learns_from_passes_with_as_many_trees() -> None:
+@pytest.mark.parametrize("pads", [True, False])
+def test_a_batch_learns_from_passes_with_as_many_trees(pads: bool) -> None:
     log = PassLog()
-    together = SharedCosts(log, {1: curve_of(FLAT), 4: curve_of(FLAT)})
+    together = SharedCosts(log, {1: curve_of(FLAT), 4: curve_of(FLAT)}, pads=pads)
     for slots, learns in ((1, 1), (3, 4), (4, 4)):
         before = {size: together.costs(size)._own["corrections"][0] for size in (1, 4)}
         log.add(2.0, 0, slots)

@@ -6,6 +6,8 @@ import http.client
 import json
 import signal
 import socket
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,48 @@ from tests.support.server import RunningServer
 
 CHAT = "/v1/chat/completions"
 STORES = ("--model-db", str(demo.MODEL_STORE), "--corpus-db", str(demo.CORPUS_INDEX))
+
+
+COMPILING = """
+import gc, json, os, signal, sys, threading, urllib.request
+from numba.core.registry import CPUDispatcher
+from hdtool.data import demo
+from hdtool.runtime.config import DecodeConfig, ModelConfig, SamplingConfig, ServerConfig, StoresConfig
+from hdtool.runtime.integrations.server.launch import Launch
+
+def found():
+    return {f for f in gc.get_objects() if isinstance(f, CPUDispatcher)}
+
+def ask(**options):
+    body = {"messages": [{"role": "user", "content": "Count to ten, and again."}], "max_tokens": 24, **options}
+    request = urllib.request.Request(launch.address + "/chat/completions", json.dumps(body).encode())
+    urllib.request.urlopen(request).read()
+
+def client():
+    ask(temperature=0)
+    ask(temperature=1)
+    ask(temperature=0.8, top_p=0.9, top_k=20, presence_penalty=0.5)
+    ask(temperature=0, regex="[a-z ]{5,40}")
+    ask(temperature=1, regex="[a-z ]{5,40}", n=3)
+    ask(temperature=0, prediction={"type": "content", "content": "one two three four five six"}, n=2)
+    print(sorted(f.__name__ for f in known | found() if set(f.signatures) - before.get(f, set())), flush=True)
+    os.kill(os.getpid(), signal.SIGTERM)
+
+stores = StoresConfig(str(demo.MODEL_STORE), str(demo.CORPUS_INDEX))
+decoding = DecodeConfig(draft_tokens=int(sys.argv[1]) or None, batch_size=4)
+launch = Launch(ModelConfig(threads=1), decoding, SamplingConfig(), stores, ServerConfig(port=0))
+known = found()  # a server that runs has frozen them, which hides them
+before = {f: set(f.signatures) for f in known}
+threading.Thread(target=client).start()
+launch.run()
+"""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("draft_tokens", [0, 16])
+def test_no_answer_of_a_server_waits_for_the_compiler(draft_tokens: int) -> None:
+    command = [sys.executable, "-c", COMPILING, str(draft_tokens)]
+    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "[]\n"
 
 
 def asked(question: str, **options: Any) -> dict[str, Any]:

@@ -174,6 +174,7 @@ class Hierarchy(Uncopyable):
         self.predict((0,))
         self.begin(())
         feed(self._at, np.empty(0, np.int64))
+        grow_all(np.array([self._at]), np.array([1]), np.zeros(1, np.int64))
         grow(self._at, 1)
 
     def _fill_in(self, work: Array, context: bool, vocabulary: int) -> None:

@@ -24,6 +24,7 @@ from hdtool.runtime.integrations.server.preparation import Preparer
 from hdtool.runtime.integrations.server.scheduler import Scheduler, Tenants
 from hdtool.runtime.model.load import load
 from hdtool.runtime.model.target import choose_threads
+from hdtool.runtime.sampling.sampler import compile_sampling
 
 LAST_SECONDS = 5
 """Seconds that ended answers have to send their last events."""
@@ -46,6 +47,7 @@ class Launch:
         loaded = load(model)
         refuse_settings(loaded.target.model.generation_config)
         choose_threads(loaded.target, model.threads, quick_record(loaded.target, what="threads"))
+        compile_sampling()
         self.tenants = Tenants(loaded, decoding, stores, keys.tenants)
         self._engine = Scheduler(
             loaded.target,
