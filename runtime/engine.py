@@ -25,7 +25,7 @@ class PassOptions(NamedTuple):
 
     walk: bool = False
     """Compute ``Verified.walk``, the walk down the tree by argmax."""
-    rank: bool = False
+    wants_maxima: bool = False
     """Compute ``Verified.maxima``, which makes top-k faster."""
     max_ranked: int = 0
     """Number of top tokens per row to return in ``Verified.ranked``, at most ``MAX_RANKED``."""
@@ -216,8 +216,8 @@ class Engine(Protocol):
         """
         ...
 
-    def verify(self, cache: Cache, trees: Sequence[DraftTree], wants: Sequence[PassOptions] = ()) -> list[Verified]:
-        """Verify one tree in each of the first slots, all in one pass; ``wants`` holds the options of each tree."""
+    def verify(self, cache: Cache, trees: Sequence[DraftTree], options: Sequence[PassOptions] = ()) -> list[Verified]:
+        """Verify one tree in each of the first slots, all in one pass; ``options`` holds the options of each tree."""
         ...
 
     @property

@@ -56,7 +56,7 @@ class Guide:
         self._matcher, self._tokenizer = matcher, tokenizer
         self.length = 0
         """Number of tokens of the answer that were consumed."""
-        self._dictated: ForcedTokens | None = None
+        self._forced: ForcedTokens | None = None
         """Forced tokens at this position; None until they are computed."""
 
     def follow(self, answer: Sequence[int]) -> None:
@@ -69,7 +69,7 @@ class Guide:
         if new and not self._matcher.is_stopped() and not self._matcher.consume_tokens(new):
             raise self._stuck()
         self.length += len(new)
-        self._dictated = None
+        self._forced = None
 
     def bits(self) -> npt.NDArray[np.uint8]:
         """Return a bit mask of the tokens that may come next, eight per byte, the first one in the lowest bit."""
@@ -114,14 +114,14 @@ class Guide:
 
     def forced(self) -> list[int]:
         """Return the tokens of the text that must come next, up to the first one that is not allowed."""
-        return self._dictates_next().tokens
+        return self._forced_tokens().tokens
 
-    def _dictates_next(self) -> ForcedTokens:
+    def _forced_tokens(self) -> ForcedTokens:
         """Return the forced tokens at this position, computed once per position."""
-        self._dictated = self._dictated or self._dictates()
-        return self._dictated
+        self._forced = self._forced or self._compute_forced()
+        return self._forced
 
-    def _dictates(self) -> ForcedTokens:
+    def _compute_forced(self) -> ForcedTokens:
         certain, text = self._matcher.compute_ff_tokens(), self.forced_text()
         tokens = self._tokenizer.tokenize_bytes(text) if text else certain
         if tokens is certain or tokens[: len(certain)] != certain:
@@ -130,7 +130,7 @@ class Guide:
 
     def guided(self, tokens: npt.NDArray[Any], parents: npt.NDArray[Any]) -> GuidedTree:
         """Return what the grammar allows and forces in a tree that starts at this position."""
-        root = self._dictates_next()
+        root = self._forced_tokens()
         if not len(tokens):
             return GuidedTree(NO_NODES, {ROOT: root.tokens} if root.tokens else {}, {ROOT: root.certain})
         children: dict[int, list[int]] = {}
@@ -147,7 +147,7 @@ class Guide:
                     continue
                 guided_tree.allowed[node] = True
                 drafted.add(values[node])
-                visit(node, self._dictates())
+                visit(node, self._compute_forced())
                 self._matcher.rollback(1)
             if dictated.tokens and dictated.tokens[0] not in drafted:
                 guided_tree.chains[above] = dictated.tokens
@@ -252,7 +252,7 @@ class GrammarProcessor(LogitsProcessor):
 
     def __init__(self, guide: Guide) -> None:
         self._guide = guide
-        self._asked: int | None = None
+        self._prompt_length: int | None = None
         """Number of prompt tokens, padding included; None before the first call."""
 
     def allowed(self, context: Sequence[int], tokens: list[int]) -> int:
@@ -270,9 +270,9 @@ class GrammarProcessor(LogitsProcessor):
         return cast(torch.FloatTensor, scores.masked_fill(forbidden, -torch.inf))
 
     def _follow(self, context: Sequence[int] | torch.Tensor) -> None:
-        if self._asked is None:
-            self._asked = len(context) - self._guide.length
-        new = context[self._asked + self._guide.length :]
+        if self._prompt_length is None:
+            self._prompt_length = len(context) - self._guide.length
+        new = context[self._prompt_length + self._guide.length :]
         self._guide.extend(new.tolist() if isinstance(new, torch.Tensor) else list(new))
 
 
@@ -306,7 +306,7 @@ class GuidedDrafter(WrappedDrafter):
         """``max_nodes`` is the number of nodes up to which forced tokens are added to a tree."""
         super().__init__(drafter)
         self._guide, self._max_nodes = guide, min(max_nodes, LARGEST_TREE)
-        self._asked = 0
+        self._prompt_length = 0
         self._spent = 0.0
 
     @property
@@ -314,12 +314,12 @@ class GuidedDrafter(WrappedDrafter):
         return {**super().seconds, SourceName.GRAMMAR: self._spent}
 
     def begin(self, prompt: Sequence[int]) -> None:
-        self._asked = len(prompt)
+        self._prompt_length = len(prompt)
         super().begin(prompt)
 
     def draft(self, context: Sequence[int]) -> DraftTree:
         started = time.perf_counter()
-        self._guide.follow(context[self._asked :])
+        self._guide.follow(context[self._prompt_length :])
         expecting = self._drafter if isinstance(self._drafter, ExpectingDrafter) else None
         if expecting:
             expecting.expect(self._guide.forced()[: self._max_nodes])

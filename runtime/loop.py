@@ -201,14 +201,14 @@ class Loop(Generic[Key]):
             # Passes for other caches, run in the meantime, have overwritten the logits.
             if self._engine.log.passes != self._passes_before + 1:
                 states = [state for _, state in self._running]
-                trees, wants = [state.tree for state in states], [state.want for state in states]
-                self._verified = self._engine.verify(self._cache, trees, wants)
+                trees, options = [state.tree for state in states], [state.options for state in states]
+                self._verified = self._engine.verify(self._cache, trees, options)
             return self._finish()
 
     def _launch(self) -> None:
         states = [state for _, state in self._running]
         trees = self._fitted(draft_for(states))
-        self._verified = self._engine.verify(self._cache, trees, [state.want for state in states])
+        self._verified = self._engine.verify(self._cache, trees, [state.options for state in states])
 
     def _fitted(self, trees: list[DraftTree]) -> list[DraftTree]:
         """Return the part of each tree that the engine can verify: the whole tree unless it only verifies chains."""

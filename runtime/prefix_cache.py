@@ -30,11 +30,11 @@ class CachedPrefix(NamedTuple):
 class PrefixCache:
     """Finds cached contexts that a prompt can continue, in slots and in copies of slots that were overwritten.
 
-    The copies take up at most ``most_bytes``; the least recently used one is evicted first.
+    The copies take up at most ``max_bytes``; the least recently used one is evicted first.
     """
 
-    def __init__(self, most_bytes: int = 0) -> None:
-        self._max_bytes = most_bytes
+    def __init__(self, max_bytes: int = 0) -> None:
+        self._max_bytes = max_bytes
         self._saved: list[Slot] = []
         """Copies of slots, the most recently used one last."""
 
@@ -127,7 +127,7 @@ class PromptReader:
         self._read = 0
         self._keeps_states = False
         """True if the recurrent states are saved after each pass."""
-        self._kept: list[torch.Tensor] | None = None
+        self._cached_kv: list[torch.Tensor] | None = None
         """Cached keys and values of the first recomputed token, to compare with the new ones; None if not needed."""
 
     def begin(self, prefixes: PrefixCache | None) -> None:
@@ -150,7 +150,7 @@ class PromptReader:
         self._read = self.cached_tokens = kept.start if kept else 0
         if 0 < self._read < shared:
             slot.cut(shared)
-            self._kept = slot.kv.at(self._read)
+            self._cached_kv = slot.kv.at(self._read)
         slot.cut(self._read)
         slot.owner, slot.version = self._owner, version if self._may_stop else NEVER_CONTINUED
 
@@ -198,7 +198,7 @@ class PromptReader:
         first, end = self._read, self._end(max_tokens)
         room = len(self._prompt) - end + self._room
         verified = self._engine.prefill(self._cache, self.slot, self._prompt[first:end], first, room=room)
-        is_same, self._kept = self._is_same_model(first), None
+        is_same, self._cached_kv = self._is_same_model(first), None
         if not is_same:
             self._read = self.cached_tokens = 0
             return None
@@ -212,7 +212,9 @@ class PromptReader:
 
         This detects weights written through ``data``, which torch's version counters do not.
         """
-        return self._kept is None or not _states_differ(self._kept, self._cache.slots[self.slot].kv.at(position))
+        return self._cached_kv is None or not _states_differ(
+            self._cached_kv, self._cache.slots[self.slot].kv.at(position)
+        )
 
 
 def _states_differ(before: Sequence[torch.Tensor], after: Sequence[torch.Tensor]) -> bool:

@@ -192,7 +192,7 @@ class RecordingEngine:
         cache.slots[slot].extend(tokens, None)
         return self._verified([], self._turn.answer[:1], 0, 0)
 
-    def verify(self, cache: Cache, trees: Sequence[DraftTree], wants: Sequence[PassOptions] = ()) -> list[Verified]:
+    def verify(self, cache: Cache, trees: Sequence[DraftTree], options: Sequence[PassOptions] = ()) -> list[Verified]:
         (tree,), slot = trees, cache.slots[0]
         started, length = time.perf_counter(), slot.length
         self._masks.of_tree(tree, length, reused=True)

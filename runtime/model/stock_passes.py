@@ -58,7 +58,7 @@ class CompiledPasses(Protocol):
         ...
 
     def verify(
-        self, cache: Cache, trees: Sequence[DraftTree], wants: Sequence[PassOptions] = ()
+        self, cache: Cache, trees: Sequence[DraftTree], options: Sequence[PassOptions] = ()
     ) -> list[Verified] | None:
         """Verify one tree in each of the first slots, all in one pass."""
         ...

@@ -261,9 +261,9 @@ class OpenFiles(NamedTuple):
     records: Records
 
 
-def places_within(most_bytes: int) -> int:
-    """Return the number of places of a store limited to ``most_bytes``: a power of two."""
-    return max(MIN_STORE_PLACES, 1 << (most_bytes // DISK_BYTES_PER_PLACE).bit_length() - 1)
+def places_within(max_bytes: int) -> int:
+    """Return the number of places of a store limited to ``max_bytes``: a power of two."""
+    return max(MIN_STORE_PLACES, 1 << (max_bytes // DISK_BYTES_PER_PLACE).bit_length() - 1)
 
 
 @contextmanager
@@ -288,11 +288,11 @@ def deletion_advice(folder: Path) -> str:
     return f"delete {folder} to begin a new history"
 
 
-def create_if_new(folder: Path, tokenizer: TokenizerFingerprint, model: str, most_bytes: int) -> None:
+def create_if_new(folder: Path, tokenizer: TokenizerFingerprint, model: str, max_bytes: int) -> None:
     """Create an empty store unless one exists; raise StoreError if the folder has other files or the limit is bad."""
-    if not 1 <= most_bytes <= MAX_HISTORY_BYTES:
+    if not 1 <= max_bytes <= MAX_HISTORY_BYTES:
         raise StoreError(
-            f"a history store takes 1 to {MAX_HISTORY_BYTES:,} bytes, not {most_bytes:,}: choose another bound"
+            f"a history store takes 1 to {MAX_HISTORY_BYTES:,} bytes, not {max_bytes:,}: choose another bound"
         )
     with store_errors(folder):
         if not is_new_history(folder):
@@ -300,8 +300,8 @@ def create_if_new(folder: Path, tokenizer: TokenizerFingerprint, model: str, mos
         folder.mkdir(FOLDER_MODE, parents=True, exist_ok=True)
         with history_lock(folder):
             if is_new_history(folder):
-                size = min(NEW_STORE_PLACES, places_within(most_bytes))
-                _write(folder, HistoryManifest(tokenizer, model, most_bytes, size, new_build()), None, ())
+                size = min(NEW_STORE_PLACES, places_within(max_bytes))
+                _write(folder, HistoryManifest(tokenizer, model, max_bytes, size, new_build()), None, ())
 
 
 def delete_leftovers(folder: Path) -> None:
@@ -322,7 +322,7 @@ def open_files(folder: Path, *, writable: bool = True) -> OpenFiles:
         try:
             with store_errors(folder):
                 ring = HistoryRing(folder, manifest, writable=writable)
-                records = Records.of(manifest.path(folder, "conversations"), places_within(manifest.most_bytes))
+                records = Records.of(manifest.path(folder, "conversations"), places_within(manifest.max_bytes))
                 return OpenFiles(manifest, stamp, ring, records)
         except StoreError as error:
             if read_history_manifest(folder) == manifest:
@@ -353,13 +353,13 @@ def rebuild(
     kept: Sequence[StoredConversation],
     *,
     size: int,
-    most_bytes: int | None = None,
+    max_bytes: int | None = None,
 ) -> None:
     """Replace the files by new ones that contain the ``kept`` conversations, given oldest first.
 
     If they don't fit in ``size`` places, only the latest are kept.
     """
-    manifest = replace(old.manifest, size=size, build=new_build(), most_bytes=most_bytes or old.manifest.most_bytes)
+    manifest = replace(old.manifest, size=size, build=new_build(), max_bytes=max_bytes or old.manifest.max_bytes)
     with history_lock(folder):
         _write(folder, manifest, old.ring, _latest(kept, size))
 
@@ -389,7 +389,7 @@ def _write(
             moved = [each._replace(number=n, first=int(firsts[n])) for n, each in enumerate(kept)]
         path = manifest.path(folder, "conversations")
         create_empty(path)
-        Records.created(path, places_within(manifest.most_bytes), StoreState(end, len(moved)), moved)
+        Records.created(path, places_within(manifest.max_bytes), StoreState(end, len(moved)), moved)
         for part in ("ring", "chains"):
             sync_to_disk(manifest.path(folder, part))
         write_manifest(folder, manifest.build, manifest.to_json())

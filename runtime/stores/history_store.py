@@ -98,21 +98,21 @@ class HistoryStore(Uncopyable):
         tokenizer: TokenizerFingerprint,
         model: str,
         *,
-        most_bytes: int | None = None,
+        max_bytes: int | None = None,
         read_only: bool = False,
     ) -> HistoryStore:
         """Open a model's store in a folder; unless ``read_only``, it is created if missing.
 
-        ``most_bytes`` sets the size limit, also of an existing store. Raises StoreError if the folder's store is of
+        ``max_bytes`` sets the size limit, also of an existing store. Raises StoreError if the folder's store is of
         another model or tokenizer.
         """
         folder = Path(folder).expanduser()
         if not read_only:
-            create_if_new(folder, tokenizer, model, most_bytes or MAX_STORE_BYTES)
+            create_if_new(folder, tokenizer, model, max_bytes or MAX_STORE_BYTES)
         require_history(read_history_manifest(folder), folder, tokenizer, model)
         store = cls(folder, read_only=read_only)
-        if most_bytes and most_bytes != store.manifest.most_bytes:
-            store.keep(lambda _: True, most_bytes=most_bytes)
+        if max_bytes and max_bytes != store.manifest.max_bytes:
+            store.keep(lambda _: True, max_bytes=max_bytes)
         return store
 
     @property
@@ -163,16 +163,16 @@ class HistoryStore(Uncopyable):
             with self._faults_noted():
                 half = self._open.ring.size // 2
                 ids = np.concatenate([np.asarray(part, np.int32) for part in (prompt_tail, tokens)])
-                count = min(len(tokens), max(half, places_within(self.manifest.most_bytes) // 2) - OVERLAP_TOKENS - 1)
+                count = min(len(tokens), max(half, places_within(self.manifest.max_bytes) // 2) - OVERLAP_TOKENS - 1)
                 before = ids[max(0, len(ids) - count - OVERLAP_TOKENS) : len(ids) - count]
                 self._append(before, ids[len(ids) - count :], source[:MAX_SOURCE_NAME])
                 self.fault = ""
             return not self.fault
 
     def keep(
-        self, wanted: Callable[[StoredConversation], bool], *, most_bytes: int | None = None
+        self, wanted: Callable[[StoredConversation], bool], *, max_bytes: int | None = None
     ) -> list[StoredConversation]:
-        """Drop all but the wanted conversations and return the dropped ones; ``most_bytes`` changes the size limit.
+        """Drop all but the wanted conversations and return the dropped ones; ``max_bytes`` changes the size limit.
 
         The files are rebuilt, so that they no longer contain dropped tokens.
         """
@@ -183,10 +183,10 @@ class HistoryStore(Uncopyable):
                         everything = list(conversations(transaction, self._open.records.path))
                         kept = [each for each in everything if wanted(each)]
                         size = self.manifest.size
-                        if most_bytes:
-                            size = min(size, places_within(most_bytes))
-                        if most_bytes or len(kept) < len(everything):
-                            rebuild(self.folder, self._open, kept, size=size, most_bytes=most_bytes)
+                        if max_bytes:
+                            size = min(size, places_within(max_bytes))
+                        if max_bytes or len(kept) < len(everything):
+                            rebuild(self.folder, self._open, kept, size=size, max_bytes=max_bytes)
                         break
                 self._reopen()
             self._reopen()
@@ -249,7 +249,7 @@ class HistoryStore(Uncopyable):
 
     def _grows(self, transaction: Any, end: int, stop: int) -> bool:
         """Extend the store if it lacks places, or rebuild it if place numbers would overflow; return True if so."""
-        ring, largest = self._open.ring, places_within(self.manifest.most_bytes)
+        ring, largest = self._open.ring, places_within(self.manifest.max_bytes)
         size = ring.size
         if stop >= MAX_PLACE_NUMBER:
             self._check_room(2 * ring.nbytes)
@@ -268,7 +268,7 @@ class HistoryStore(Uncopyable):
         """Remove conversations before place ``below``, and the oldest if there are too many; return True if any."""
         size, path = self._open.ring.size, self._open.records.path
         # The limit is that of the full-size ring, even while it is smaller.
-        max_conversations = places_within(self.manifest.most_bytes) // PLACES_PER_CONVERSATION
+        max_conversations = places_within(self.manifest.max_bytes) // PLACES_PER_CONVERSATION
         surplus = count_of(transaction) + 1 - max_conversations
         if surplus <= 0 >= below:
             return False

@@ -142,7 +142,7 @@ def description(store: HistoryStore) -> dict[str, Any]:
         "tokens": tokens,
         "entries": len(held),
         "bytes": store.nbytes,
-        "options": {"most_bytes": manifest.most_bytes, "size": manifest.size},
+        "options": {"most_bytes": manifest.max_bytes, "size": manifest.size},
         "sources": sources,
         "oldest": _date(min(each.time for each in held)) if held else None,
         "newest": _date(max(each.time for each in held)) if held else None,

@@ -172,8 +172,8 @@ def test_answers_in_slots_that_copy_from_one_another_are_those_of_an_empty_cache
 
     @settings(max_examples=8)
     @given(st.integers(1, 3), st.sampled_from([0, 2**16, 2**30]), st.lists(SHARED_TURN, min_size=3, max_size=7))
-    def check(slots: int, most_bytes: int, turns: list[tuple[int, int, list[int], str]]) -> None:
-        loop = Loop[int](target, target.allocate(slots), max_new_tokens=MOST, prefixes=PrefixCache(most_bytes))
+    def check(slots: int, max_bytes: int, turns: list[tuple[int, int, list[int], str]]) -> None:
+        loop = Loop[int](target, target.allocate(slots), max_new_tokens=MOST, prefixes=PrefixCache(max_bytes))
         before = [prompt_of(40 + number) for number in range(3)]
         found: dict[int, list[int]] = {}
 

@@ -32,7 +32,7 @@ from tests.support.oracle import assert_same_logits, prompt_of
 from tests.support.trees import LyingDrafter, tokens_to, trees
 
 CONTEXT = prompt_of(40)
-WALK, RANK, BOTH = PassOptions(walk=True), PassOptions(rank=True), PassOptions(walk=True, rank=True)
+WALK, RANK, BOTH = PassOptions(walk=True), PassOptions(wants_maxima=True), PassOptions(walk=True, wants_maxima=True)
 
 
 @pytest.fixture(scope="module")
@@ -42,10 +42,10 @@ def one() -> Iterator[OneSequence]:
         yield after(both()[1], CONTEXT, room=200)
 
 
-def compiled(one: OneSequence, tree: DraftTree, want: PassOptions = LOGITS_ONLY) -> Verified:
+def compiled(one: OneSequence, tree: DraftTree, options: PassOptions = LOGITS_ONLY) -> Verified:
     """The outcome of a pass, which compiled code has computed."""
     before = passes_of(one)
-    one.verify(tree, want)
+    one.verify(tree, options)
     assert passes_of(one) == before + 1
     return one.verified
 

@@ -114,7 +114,7 @@ def test_what_was_said_is_found_again(tmp_path: Path) -> None:
 
 
 def test_the_store_grows_up_to_its_bound(tmp_path: Path) -> None:
-    store = opened(tmp_path, most_bytes=12 * 4 * NEW_STORE_PLACES)
+    store = opened(tmp_path, max_bytes=12 * 4 * NEW_STORE_PLACES)
     address, sizes, said = store.log.ctypes.data, set(), []
     rng = np.random.default_rng(0)
     for _ in range(300):
@@ -134,7 +134,7 @@ def test_the_store_grows_up_to_its_bound(tmp_path: Path) -> None:
 def test_growth_moves_nothing_and_may_be_cut_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     size = 1 << 12
     monkeypatch.setattr(history_files, "NEW_STORE_PLACES", size)
-    store, other = opened(tmp_path, most_bytes=12 * 4 * size), opened(tmp_path)
+    store, other = opened(tmp_path, max_bytes=12 * 4 * size), opened(tmp_path)
     said: list[list[int]] = []
 
     def whole(store: HistoryStore, places: int) -> None:
@@ -170,7 +170,7 @@ def no_room(*_: object) -> None:
 
 
 def test_an_answer_that_is_longer_than_the_store_keeps_its_end(tmp_path: Path) -> None:
-    store = opened(tmp_path, most_bytes=SMALL)
+    store = opened(tmp_path, max_bytes=SMALL)
     answer = list(range(3 * MIN_STORE_PLACES))
     assert store.append(answer, [7])
     (kept,) = held(store)
@@ -178,7 +178,7 @@ def test_an_answer_that_is_longer_than_the_store_keeps_its_end(tmp_path: Path) -
 
 
 def test_short_answers_do_not_outgrow_the_bound(tmp_path: Path) -> None:
-    store = opened(tmp_path, most_bytes=12 * 2 * NEW_STORE_PLACES)
+    store = opened(tmp_path, max_bytes=12 * 2 * NEW_STORE_PLACES)
     for number in range(3000):
         assert store.append([number, 1], [])
     assert store.nbytes <= 12 * 2 * NEW_STORE_PLACES
@@ -186,17 +186,17 @@ def test_short_answers_do_not_outgrow_the_bound(tmp_path: Path) -> None:
 
 
 def test_another_bound_makes_the_store_anew(tmp_path: Path) -> None:
-    store = opened(tmp_path, most_bytes=12 * 2 * MIN_STORE_PLACES)
+    store = opened(tmp_path, max_bytes=12 * 2 * MIN_STORE_PLACES)
     for number in range(40):
         store.append([number] * 5, [])
-    smaller = opened(tmp_path, most_bytes=SMALL)
+    smaller = opened(tmp_path, max_bytes=SMALL)
     kept = held(smaller)
     assert kept == [[number] * 5 for number in range(40 - len(kept), 40)]
     assert int(smaller.log["size"][0]) == MIN_STORE_PLACES
     store.refresh()
     assert held(store) == kept
     with pytest.raises(StoreError, match="takes 1 to"):
-        opened(tmp_path / "other", most_bytes=1 << 40)
+        opened(tmp_path / "other", max_bytes=1 << 40)
 
 
 ANSWER = st.tuples(st.lists(st.integers(0, 3), max_size=60), st.lists(st.integers(0, 3), max_size=12))
@@ -207,7 +207,7 @@ ANSWER = st.tuples(st.lists(st.integers(0, 3), max_size=60), st.lists(st.integer
 def test_a_store_equals_a_list(actions: list[Any]) -> None:
     """Appended to, opened again, used by two and dropped from, it holds the latest answers of a plain list."""
     with TemporaryDirectory() as folder:
-        store, other = opened(Path(folder), most_bytes=4 * SMALL), opened(Path(folder))
+        store, other = opened(Path(folder), max_bytes=4 * SMALL), opened(Path(folder))
         said: list[list[int]] = []
         for act in actions:
             if act == "open":
@@ -407,7 +407,7 @@ def writer(folder: Path, name: int, count: int, size: int) -> subprocess.Popen[b
 
 
 def test_two_processes_append_and_a_third_reads(tmp_path: Path) -> None:
-    store = opened(tmp_path / "store", most_bytes=64 << 20)
+    store = opened(tmp_path / "store", max_bytes=64 << 20)
     processes = [writer(tmp_path / "store", name, 400, 200) for name in (1, 2)]
     seen = 0
     while any(process.poll() is None for process in processes):
@@ -428,7 +428,7 @@ def test_two_processes_append_and_a_third_reads(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_nothing_is_lost_while_another_process_drops(tmp_path: Path) -> None:
-    store = opened(tmp_path / "store", most_bytes=64 << 20)
+    store = opened(tmp_path / "store", max_bytes=64 << 20)
     processes = [writer(tmp_path / "store", name, 300, 20) for name in (1, 2)]
     drops = 0
     while any(process.poll() is None for process in processes):
@@ -539,7 +539,7 @@ def test_short_answers_stay_while_the_store_can_grow(tmp_path: Path) -> None:
 def killed(folder: Path, times: int, seed: int) -> int:
     """Kill processes that append, at random moments; how many conversations there are in the end."""
     # Room for all that a hundred processes append: the oldest must not go.
-    store, rng, before = opened(folder, most_bytes=192 << 20), random.Random(seed), 0
+    store, rng, before = opened(folder, max_bytes=192 << 20), random.Random(seed), 0
     for number in range(times):
         with writer(folder, number, 1 << 30, 60) as process:
             assert process.stdout and process.stdout.readline() == b"begun\n"

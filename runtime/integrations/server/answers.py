@@ -123,7 +123,7 @@ def blocks_of(answer: Delta) -> list[Block]:
 STOP, LENGTH, TOOL_CALLS = "stop", "length", "tool_calls"
 
 
-class Answers:
+class ChoiceStream:
     """Generates the choices of one request."""
 
     def __init__(
@@ -215,10 +215,10 @@ class AnswerText:
         self._choice, self._ends = choice, ends
         prompt = choice.prompt
         self._must_call = prompt.tools.grammar is not None
-        is_free = prompt.text and prompt.grammar is None
-        self._reader = ToolCallReader.of(tokenizer, prompt.tools.tools, prompt.text) if is_free else None
+        is_free = prompt.rendered and prompt.grammar is None
+        self._reader = ToolCallReader.of(tokenizer, prompt.tools.tools, prompt.rendered) if is_free else None
         has_own = self._reader is not None and self._reader.reads_thinking
-        self._thinking = ThinkingReader.of(tokenizer, prompt.text) if is_free and not has_own else None
+        self._thinking = ThinkingReader.of(tokenizer, prompt.rendered) if is_free and not has_own else None
         # Tool calls and thinking may be marked by special tokens.
         has_marks = self._reader or (self._thinking and THINK_CLOSING in tokenizer.all_special_tokens)
         self._stream = TextStream(tokenizer, skip_special_tokens=not has_marks)

@@ -201,7 +201,7 @@ class PreparedPrompt:
     logprobs: int | None = None
     """Number of alternatives to report for each token; None reports no log-probabilities."""
     tools: ToolChoice = NO_TOOLS
-    text: str = ""
+    rendered: str = ""
     """Prompt as the chat template renders it; empty for completions."""
     echo: str = ""
     """Text to return before the answer."""
@@ -237,7 +237,7 @@ class Preparer:
         if grammar and choice.grammar:
             raise RequestError("response_format and tool_choice exclude each other", param="tool_choice")
         predicted = prediction_of(body.prediction, "the request")
-        text, ids = read_conversation(tokenizer, messages, tools=choice.tools, variables=variables)
+        rendered, ids = read_conversation(tokenizer, messages, tools=choice.tools, variables=variables)
         is_quoted = not predicted and self._decoding.method in HIERARCHIES
         in_json = bool(choice.tools or grammar)
         prompt = PreparedPrompt(
@@ -248,7 +248,7 @@ class Preparer:
             self._quotes.tokens(messages, tenant, in_json=in_json) if is_quoted else (),
             (body.top_logprobs or 0) if body.logprobs or body.top_logprobs else None,
             choice,
-            text,
+            rendered,
         )
         return self._choices(body, [prompt])
 

@@ -34,7 +34,7 @@ from hdtool.runtime.sequence import Step
 from hdtool.runtime.stores.store_set import StoreSet
 
 if TYPE_CHECKING:
-    from hdtool.runtime.integrations.server.answers import Answers
+    from hdtool.runtime.integrations.server.answers import ChoiceStream
 
 PREFILL_CHUNK_IDLE, PREFILL_CHUNK_BUSY = 512, 128
 """Number of prompt tokens prefilled in one pass, without and with other answers that wait for it."""
@@ -325,7 +325,7 @@ class LogEntry:
     """Code or type of an error; its message is not logged, because it could quote the request."""
     model: str | None = None
     tenant: str | None = None
-    answers: Answers | None = None
+    answers: ChoiceStream | None = None
 
 
 class RequestLog:

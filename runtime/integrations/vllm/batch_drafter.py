@@ -16,7 +16,7 @@ from hdtool.runtime.config import MEMORY, VllmConfig
 from hdtool.runtime.drafters.hierarchy.drafter import UNLIMITED_VOCABULARY, Hierarchy
 from hdtool.runtime.integrations.vllm.chain import (
     NO_DRAFT_ABOVE,
-    FinishedAnswers,
+    AnswerCollector,
     MinProbability,
     draft_rows,
     new_request_states,
@@ -133,7 +133,7 @@ class BatchDrafter(Uncopyable):
         self._drafts = np.empty((rows, config.draft_tokens), np.int64)
         self._sizes = np.zeros(rows, np.int64)
         self._compile()
-        self._finished = FinishedAnswers(self.history, self._requests) if self.history and lasts else None
+        self._finished = AnswerCollector(self.history, self._requests) if self.history and lasts else None
 
     def __len__(self) -> int:
         """Return the number of context tables."""

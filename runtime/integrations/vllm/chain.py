@@ -310,7 +310,7 @@ FIRST_STEP_SECONDS, SLOW_STEP_DECAY = 1.25, 0.95
 """Initial duration of a slow step, and its decay per step, because the first steps of an engine are slow."""
 
 
-class FinishedAnswers:
+class AnswerCollector:
     """Appends finished answers to a stored history; hold ``lock`` while reading or writing the history's logs."""
 
     def __init__(self, history: History, requests: RequestStates) -> None:
@@ -373,6 +373,6 @@ class FinishedAnswers:
         self._timer.start()
 
 
-def _finish_all(answers: weakref.ref[FinishedAnswers]) -> None:
+def _finish_all(answers: weakref.ref[AnswerCollector]) -> None:
     if finished := answers():
         finished.finish_all()
