@@ -39,7 +39,7 @@ def accept(
     recompute the step without drafts.
     """
     walk = _compiled_walk(tree, verified, sampler, max_tokens)
-    if walk and not sampler.first_mask and _has_ended(walk, max_tokens):
+    if walk and not sampler.only_mask and _has_ended(walk, max_tokens):
         return _accept_walk(walk, tree, sampler, stops)
     path: list[int] = []
     tokens: list[int] = []
@@ -92,7 +92,7 @@ def _allowed(walk: Walk, sampler: Sampler) -> list[tuple[int, int]]:
     """Return the ``(token, child)`` pairs of a walk up to the first token that a mask may forbid."""
     if not walk.finite:
         return []
-    count = sampler.first_mask.allowed(sampler.context, walk.tokens) if sampler.first_mask else len(walk.tokens)
+    count = sampler.only_mask.allowed(sampler.context, walk.tokens) if sampler.only_mask else len(walk.tokens)
     return list(zip(walk.tokens[:count], walk.path[:count], strict=True))
 
 
@@ -102,24 +102,26 @@ def _compiled_walk(tree: DraftTree, verified: Verified, sampler: Sampler, max_to
     A walk by draws under a mask ends before the first token that depends on what the mask forbids. A walk by rankings
     ends before the first token that depends on logits outside the ranking.
     """
-    if sampler.walks and verified.walk:
+    if sampler.chooses_by_argmax and verified.walk:
         return verified.walk.first(max_tokens)
-    longest, walked = min(max_tokens, len(tree.tokens) + 1), sampler.walked
-    nodes = tree.tokens, tree.parents, longest, walked
+    max_walk_tokens, walk_buffer = min(max_tokens, len(tree.tokens) + 1), sampler.walk_buffer
+    nodes = tree.tokens, tree.parents, max_walk_tokens, walk_buffer
     certain = NOTHING_CERTAIN if tree.certain is None else tree.certain
-    if sampler.walks:
+    if sampler.chooses_by_argmax:
         if known := verified.known_argmax():
             tokens, finite = known
-            return Walk.of(walked, *walk_known(tokens, finite, *nodes))
+            return Walk.of(walk_buffer, *walk_known(tokens, finite, *nodes))
         rows = readable(verified.logits)
-        return Walk.of(walked, *walk_argmax(*bits_of(rows), certain, *nodes))
+        return Walk.of(walk_buffer, *walk_argmax(*bits_of(rows), certain, *nodes))
     draws, logits = sampler.draws, verified.logits
     if draws and verified.ranked and sampler.max_ranked and tree.certain is None:
         (best, scores), position = verified.ranked, len(sampler.context)
-        return Walk.of(walked, *walk_ranked(logits.shape[1], best, scores, *nodes, position, draws))
+        return Walk.of(walk_buffer, *walk_ranked(logits.shape[1], best, scores, *nodes, position, draws))
     if draws is None or not logits.is_cpu or logits.dtype != torch.float32:
         return None
-    rows, is_masked = readable(logits), sampler.first_mask is not None
+    rows, is_masked = readable(logits), sampler.only_mask is not None
     address, stride, vocabulary, _ = bits_of(rows)
     of_tree = certain, *nodes
-    return Walk.of(walked, *walk_draws(address, stride, vocabulary, *of_tree, len(sampler.context), is_masked, draws))
+    return Walk.of(
+        walk_buffer, *walk_draws(address, stride, vocabulary, *of_tree, len(sampler.context), is_masked, draws)
+    )

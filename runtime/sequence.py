@@ -82,12 +82,12 @@ class SequenceState:
         self.room, self._finish_at_limit = room_for(engine, prompt, max_new_tokens)
         """Number of tokens that may still be generated."""
         self._sampler, self._stops, self.drafter = sampler, stops, drafter or NoDraft()
-        self.options = PassOptions(sampler.walks, reads_logits(self.drafter), max_ranked(self.drafter))
+        self.options = PassOptions(sampler.chooses_by_argmax, reads_logits(self.drafter), max_ranked(self.drafter))
         if engine.captures:  # without capture, the host reads the logits directly
             num_ranked = max(self.options.max_ranked, sampler.max_ranked)
             self.options = self.options._replace(max_ranked=num_ranked, root=sampler.draws_by_row)
             if sampler.draws and sampler.max_ranked:
-                compile_ranked_walks(sampler.draws, sampler.walked)
+                compile_ranked_walks(sampler.draws, sampler.walk_buffer)
         self._needs_all_logits = not sampler.takes_the_only_token or self.options.wants_maxima
         self.tree = DraftTree.bare(prompt[-1])
         """Tree that is verified in the current step."""

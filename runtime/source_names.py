@@ -113,8 +113,12 @@ def plugins() -> dict[SourceName, Source]:
 
 
 def source_of(letter: str) -> SourceName:
-    """Return the number of the source with this letter, which must be registered."""
-    return next(number for number, source in _SOURCES.items() if source.letter == letter)
+    """Return the number of the source with this letter; raise OptionError if there is none."""
+    for number, source in _SOURCES.items():
+        if letter and source.letter == letter:
+            return number
+    letters = ", ".join(source.letter for source in _SOURCES.values() if source.letter)
+    raise OptionError(f"there is no source {letter!r}: the letters are {letters}")
 
 
 def source_named(name: str) -> SourceName:

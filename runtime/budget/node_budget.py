@@ -55,7 +55,7 @@ class Budget(Protocol):
         """Most nodes worth drafting in this step; 0 if it should not draft."""
         ...
 
-    def nodes(self, probs: Probs) -> int:
+    def choose_size(self, probs: Probs) -> int:
         """Return how many of the most probable nodes to verify."""
         ...
 
@@ -70,7 +70,7 @@ class FixedBudget:
 
     max_nodes: int = FIXED_BUDGET
 
-    def nodes(self, probs: Probs) -> int:
+    def choose_size(self, probs: Probs) -> int:
         return min(len(probs), self.max_nodes)
 
     def set_draft_seconds(self, seconds: float) -> None:
@@ -138,7 +138,7 @@ class ChosenSize(Uncopyable):
     def set_draft_seconds(self, seconds: float) -> None:
         self._own["drafting"] = seconds
 
-    def nodes(self, probs: Probs) -> int:
+    def choose_size(self, probs: Probs) -> int:
         best, self._max_nodes, self._paused_until = choose_nodes(self._at, probs, self._step(), self._max_nodes)
         return best
 
@@ -174,13 +174,13 @@ class MeasuredBudget(ChosenSize):
         super().__init__(overhead, lambda: log.passes, costs)
         self._log = log
         self._passes, self._called = log.passes, time.perf_counter()
-        """Number of passes at the last call of ``nodes``, and the time of that call."""
+        """Number of passes at the last call of ``choose_size``, and the time of that call."""
         self._outside = SmoothedSeconds(overhead)
 
-    def nodes(self, probs: Probs) -> int:
+    def choose_size(self, probs: Probs) -> int:
         self._costs.update()
         self._measure_overhead()
-        return super().nodes(probs)
+        return super().choose_size(probs)
 
     def _measure_overhead(self) -> None:
         """Measure the time spent outside the last pass, if that was the only pass since the last call."""
@@ -213,12 +213,12 @@ def choose_nodes(at: int, probs: Probs, step: int, max_nodes: int) -> tuple[int,
     costs = array_at(choice.costs, 1, COSTS)[0]
     gain = expected_tokens(probs)
     chosen, pays, tries, cost, plain = best_size(gain, 0, choice.overhead, costs)
-    max_nodes = useful_tree(chosen, max_nodes)
+    max_nodes = next_max_nodes(chosen, max_nodes)
     if tries:
         return chosen, max_nodes, 0
     saved = gain[chosen] * (plain + choice.overhead) - (cost if pays else plain) - choice.overhead
-    longest = max(MAX_PAUSE_STEPS, retry_steps(choice, plain + choice.overhead))
-    return chosen, max_nodes, decide_pause(choice, pays, saved, longest, step)
+    max_pause = max(MAX_PAUSE_STEPS, retry_steps(choice, plain + choice.overhead))
+    return chosen, max_nodes, decide_pause(choice, pays, saved, max_pause, step)
 
 
 @compiled
@@ -228,7 +228,7 @@ def retry_steps(choice: Any, plain: float) -> int:
 
 
 @compiled
-def useful_tree(chosen: int, max_nodes: int) -> int:
+def next_max_nodes(chosen: int, max_nodes: int) -> int:
     """Return the most nodes worth drafting in the next steps: drafting nodes that are never verified wastes time."""
     return min(MAX_CHOSEN_NODES, max(2 * chosen, max_nodes - 1, MIN_DRAFTED_NODES))
 
@@ -241,27 +241,27 @@ def best_size(gain: Probs, first: int, overhead: float, costs: Any) -> tuple[int
     was chosen to try out an unconfirmed cost; and the estimated seconds of the best pass and of a plain pass.
     """
     plain = estimated_cost(costs, first)
-    best, highest, cost = 0, 0.0, plain
+    best, best_rate, cost = 0, 0.0, plain
     for nodes in range(1, len(gain)):
-        taken = estimated_cost(costs, first + nodes)
+        seconds = estimated_cost(costs, first + nodes)
         # A plain pass takes no longer than a larger one, whose cost may be more recent.
-        plain = min(plain, taken)
-        rate = gain[nodes] / (taken + overhead)
-        if rate > highest:
-            best, highest, cost = nodes, rate, taken
+        plain = min(plain, seconds)
+        rate = gain[nodes] / (seconds + overhead)
+        if rate > best_rate:
+            best, best_rate, cost = nodes, rate, seconds
     # A plain pass yields one token for each sequence of a batch.
-    faster = highest * (plain + overhead) / gain[0]
-    pays = faster > 1.0
+    speedup = best_rate * (plain + overhead) / gain[0]
+    pays = speedup > 1.0
     if pays:
         # In a batch, drafts gain little, and a single plain pass confirms the cost for all sequences.
-        tries = (faster < CLEARLY_FASTER or gain[0] > 1) and confirming_passes(costs, first) < CONFIRMED_PASSES
+        tries = (speedup < CLEARLY_FASTER or gain[0] > 1) and confirming_passes(costs, first) < CONFIRMED_PASSES
     else:
         tries = gain[best] >= WORTH_TRYING * gain[0] and confirming_passes(costs, first + best) < CONFIRMED_PASSES
     return best if pays != tries else 0, pays, tries, cost, plain
 
 
 @compiled
-def decide_pause(choice: Any, paid: bool, saved: float, longest: int, step: int) -> int:
+def decide_pause(choice: Any, paid: bool, saved: float, max_pause: int, step: int) -> int:
     """Decide whether to pause drafting, given the seconds that a draft saves before the drafter's own time is deducted.
 
     Return the step in which drafting resumes, or 0 if it is not paused.
@@ -270,7 +270,7 @@ def decide_pause(choice: Any, paid: bool, saved: float, longest: int, step: int)
         saved -= choice.drafting
         choice.saved = saved if np.isnan(choice.saved) else choice.saved + SAVED_LEARNING_RATE * (saved - choice.saved)
         paid = choice.saved > 0
-    choice.pause = 0 if paid else min(max(1, 2 * choice.pause), longest)
+    choice.pause = 0 if paid else min(max(1, 2 * choice.pause), max_pause)
     if choice.pause <= 2:
         return 0
     choice.saved = np.nan
@@ -305,7 +305,7 @@ class SharedCosts:
         """Return the costs for ``slots`` trees: those of the next larger measured number, or else of the largest."""
         return self._costs[min((known for known in self._costs if known >= slots), default=max(self._costs))]
 
-    def nodes(self, budgets: Sequence[SharedBudget], probs: Sequence[Probs]) -> list[int]:
+    def choose_sizes(self, budgets: Sequence[SharedBudget], probs: Sequence[Probs]) -> list[int]:
         """Return how many nodes of each of these trees to verify; other trees count with their latest probabilities."""
         drafting = sum(budget.drafting for budget in budgets) / len(budgets)
         self._begin_step(drafting * max(len(budgets), len(self._expected)))
@@ -325,12 +325,12 @@ class SharedCosts:
         costs.update()
         if self._outside.mean > 0:
             overhead = min(overhead, self._outside.mean)
-        chosen = np.array([(budget.address, budget.largest, 0) for budget in budgets])
+        chosen = np.array([(budget.address, budget.unpaused_max_nodes, 0) for budget in budgets])
         first = 0 if self._pads else min(slots - 1, MAX_CHOSEN_NODES)
         choose_batch_nodes(chosen, rows, slots, first, self._pads, overhead, costs.address, self.log.passes)
         sizes = []
-        for budget, own, (size, largest, paused_until) in zip(budgets, probs, chosen.tolist(), strict=True):
-            budget.take(largest, paused_until)
+        for budget, own, (size, max_nodes, paused_until) in zip(budgets, probs, chosen.tolist(), strict=True):
+            budget.take(max_nodes, paused_until)
             if paused_until:
                 del self._expected[budget]
             sizes.append(min(len(own), size))
@@ -354,16 +354,16 @@ class SharedBudget(ChosenSize):
     most probable nodes of all trees are verified.
     """
 
-    def __init__(self, together: SharedCosts, overhead: float = STEP_OVERHEAD) -> None:
-        super().__init__(overhead, lambda: together.log.passes, together.costs(1))
-        self.together, self.overhead = together, overhead
+    def __init__(self, shared_costs: SharedCosts, overhead: float = STEP_OVERHEAD) -> None:
+        super().__init__(overhead, lambda: shared_costs.log.passes, shared_costs.costs(1))
+        self.shared_costs, self.overhead = shared_costs, overhead
         # Compile the choice, or load it from the cache, before the first step.
         given = np.array([(self._at, MAX_CHOSEN_NODES, 0)]), np.zeros((1, MAX_CHOSEN_NODES))
-        choose_batch_nodes(*given, 1, 0, True, overhead, together.costs(1).address, 0)
+        choose_batch_nodes(*given, 1, 0, True, overhead, shared_costs.costs(1).address, 0)
         self._own["pause"] = 0
 
-    def nodes(self, probs: Probs) -> int:
-        return self.together.nodes([self], [probs])[0]
+    def choose_size(self, probs: Probs) -> int:
+        return self.shared_costs.choose_sizes([self], [probs])[0]
 
     @property
     def address(self) -> int:
@@ -371,7 +371,7 @@ class SharedBudget(ChosenSize):
         return self._at
 
     @property
-    def largest(self) -> int:
+    def unpaused_max_nodes(self) -> int:
         """Most nodes worth drafting in a step, ignoring pauses."""
         return self._max_nodes
 
@@ -380,17 +380,17 @@ class SharedBudget(ChosenSize):
         """Seconds of the last draft."""
         return float(self._own["drafting"])
 
-    def take(self, largest: int, paused_until: int) -> None:
+    def take(self, max_nodes: int, paused_until: int) -> None:
         """Apply what ``choose_batch_nodes`` chose for the next steps."""
-        self._max_nodes, self._paused_until = largest, paused_until
+        self._max_nodes, self._paused_until = max_nodes, paused_until
 
 
 def choose_all_nodes(budgets: Sequence[Budget], probs: Sequence[Probs]) -> list[int]:
     """Return how many nodes of each tree to verify; the budgets of one batch choose together."""
     shared = [budget for budget in budgets if isinstance(budget, SharedBudget)]
     if shared and len(shared) == len(budgets):
-        return shared[0].together.nodes(shared, probs)
-    return [budget.nodes(own) for budget, own in zip(budgets, probs, strict=True)]
+        return shared[0].shared_costs.choose_sizes(shared, probs)
+    return [budget.choose_size(own) for budget, own in zip(budgets, probs, strict=True)]
 
 
 @compiled
@@ -430,6 +430,6 @@ def choose_batch_nodes(
         if not tries:
             saved = probs[tree, :nodes].sum() * (plain + overhead) / slots - (cost - plain) * nodes / verified
             # In a batch, few nodes of a tree pay, so a fast drafter is retried often.
-            longest = retry_steps(choice, (plain + overhead) / slots) if choice.drafting > 0 else MAX_PAUSE_STEPS
-            paused_until = decide_pause(choice, pays and nodes > 0, saved, longest, step)
-        chosen[tree, 0], chosen[tree, 1], chosen[tree, 2] = nodes, useful_tree(nodes, chosen[tree, 1]), paused_until
+            max_pause = retry_steps(choice, (plain + overhead) / slots) if choice.drafting > 0 else MAX_PAUSE_STEPS
+            paused_until = decide_pause(choice, pays and nodes > 0, saved, max_pause, step)
+        chosen[tree, 0], chosen[tree, 1], chosen[tree, 2] = nodes, next_max_nodes(nodes, chosen[tree, 1]), paused_until

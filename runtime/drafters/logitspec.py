@@ -86,7 +86,7 @@ class LogitSpec:
         kinds = kinds_of(tokens, parents, sources == SourceName.CONTEXT, matched - 1, self._candidates, self._kinds)
         whole = DraftTree(context[-1], tokens, parents, sources)
         order, probs = self._calibration.by_probability(kinds, whole)
-        order = order[: self.budget.nodes(probs)]
+        order = order[: self.budget.choose_size(probs)]
         tree = whole.picked(order)
         self._verified = kinds[order], tree
         self.seconds[SourceName.LAST] += time.perf_counter() - started

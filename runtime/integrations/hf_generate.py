@@ -341,21 +341,21 @@ class _Recorder(Sampler):
         self.scores_recorded: tuple[torch.Tensor, ...] | None = () if request.wants_scores else None
         self.logits_recorded: tuple[torch.Tensor, ...] | None = () if request.wants_logits else None
         if request.wants_scores or request.wants_logits:
-            self.walks = self.takes_the_only_token = False
-            self.first_mask = self.draws = None
+            self.chooses_by_argmax = self.takes_the_only_token = False
+            self.only_mask = self.draws = None
 
     def chooser(self, logits: torch.Tensor, **known: Any) -> Callable[[int], int]:
         return super().chooser(logits.to(self.device), **known)
 
     def choose_processed(self, logits: torch.Tensor, row: int) -> int:
-        before = self.processed(logits[row], self.before)
-        token = self.choose(before)
+        partial_scores = self.processed(logits[row], self.pre_processors)
+        token = self.choose(partial_scores)
         if token == NOT_FINITE:  # the row is recomputed, so it is not recorded yet
             return token
         if self.logits_recorded is not None:
             self.logits_recorded += (logits[row : row + 1].to(torch.float32, copy=True),)
         if self.scores_recorded is not None:
-            scores = self.processed(before, self.truncating)
+            scores = self.processed(partial_scores, self.truncating_processors)
             self.scores_recorded += (scores.to(torch.float32, copy=True)[None],)
         return token
 

@@ -37,7 +37,7 @@ from hdtool.runtime.stores.suffix_search import (
     SUFFIXES,
     TOKEN,
     TOKENS,
-    ShardPlace,
+    ShardExtent,
     Shards,
     find_longest,
     head_range,
@@ -88,52 +88,54 @@ def range_record(shards: Shards) -> tuple[Ints, Ints]:
     The record holds addresses, so the array and the shards must outlive it.
     """
     record = np.zeros(1, RANGES)
-    places = np.zeros((RANGE_ROWS, LONGEST_RANGE + 1, len(shards.places), 2), np.int64)
+    bounds = np.zeros((RANGE_ROWS, LONGEST_RANGE + 1, len(shards.extents), 2), np.int64)
     record["lowest"] = 1
-    record["at"], record["shards"] = places.ctypes.data, shards.addresses()
-    return record, places
+    record["at"], record["shards"] = bounds.ctypes.data, shards.addresses()
+    return record, bounds
 
 
 @compiled
-def places_of(ranges: Any) -> Ints:
+def bounds_of(ranges: Any) -> Ints:
     """Return the ranges of suffixes ``[nodes, orders, shards, 2]``."""
     return array_at(ranges.at, (RANGE_ROWS, LONGEST_RANGE + 1, ranges.shards[4, 1], 2), np.int64)
 
 
 @compiled
-def narrow(corpus: Ints, ranges: Any, tail: Ints, node: int, above: int, order: int) -> None:
+def narrow(corpus: Ints, ranges: Any, tail: Ints, node: int, parent: int, order: int) -> None:
     """Write a node's ranges of ``order`` by narrowing its parent's ranges of the next lower order.
 
-    ``above`` is the parent, and ``tail`` holds the node's last tokens. The longest order narrows the parent's ranges of
-    the longest order instead if those are the only ones; see ``only_longest``.
+    ``parent`` is the parent, and ``tail`` holds the node's last tokens. The longest order narrows the parent's ranges
+    of the longest order instead if those are the only ones; see ``only_longest``.
     """
-    shards, places = shards_at(corpus, ranges.shards), places_of(ranges)
+    shards, bounds = shards_at(corpus, ranges.shards), bounds_of(ranges)
     token = tail[len(tail) - 1]
-    follows = order == LONGEST_RANGE and only_longest(ranges, above)
-    below = order if follows else order - 1
-    known = 0 <= token < shards.heads.shape[1] - 1 and (order == 1 or below >= ranges.lowest[above])
-    num_matches = size_of(ranges, above, below) if known and order > 1 else 0
-    sample, before = 0, 0
-    for shard in range(len(shards.places)):
+    follows = order == LONGEST_RANGE and only_longest(ranges, parent)
+    lower_order = order if follows else order - 1
+    known = 0 <= token < shards.heads.shape[1] - 1 and (order == 1 or lower_order >= ranges.lowest[parent])
+    num_matches = size_of(ranges, parent, lower_order) if known and order > 1 else 0
+    sample, num_earlier = 0, 0
+    for shard in range(len(shards.extents)):
         low: Any = np.int64(0)
         high: Any = np.int64(0)
         if known and order == 1:
             low, high = head_range(shards, shard, token)
         elif known:
-            start = places[above, below, shard, RANGE_LOW]
-            size = places[above, below, shard, RANGE_HIGH] - start
-            low, first, last, high, sample = _bracket(ranges, above, below, num_matches, before, size, sample, token)
-            if ranges.read[above, below] < num_matches:
+            start = bounds[parent, lower_order, shard, RANGE_LOW]
+            size = bounds[parent, lower_order, shard, RANGE_HIGH] - start
+            low, first, last, high, sample = _bracket(
+                ranges, parent, lower_order, num_matches, num_earlier, size, sample, token
+            )
+            if ranges.read[parent, lower_order] < num_matches:
                 low, high = narrow_range(
                     shards, shard, tail, order, start + low, start + first, start + last, start + high
                 )
             else:
                 low, high = start + low, start + high
-            before += size
-        places[node, order, shard, RANGE_LOW], places[node, order, shard, RANGE_HIGH] = low, high
+            num_earlier += size
+        bounds[node, order, shard, RANGE_LOW], bounds[node, order, shard, RANGE_HIGH] = low, high
     ranges.read[node, order] = 0
     if order == LONGEST_RANGE:
-        ranges.beyond[node] = ranges.beyond[above] + 1 if follows else 0
+        ranges.beyond[node] = ranges.beyond[parent] + 1 if follows else 0
 
 
 @compiled
@@ -150,27 +152,27 @@ def only_longest(ranges: Any, node: int) -> bool:
 @compiled
 def size_of(ranges: Any, node: int, order: int) -> int:
     """Return the number of matches of a node and order over all shards."""
-    places, size = places_of(ranges), 0
-    for shard in range(places.shape[2]):
-        size += places[node, order, shard, RANGE_HIGH] - places[node, order, shard, RANGE_LOW]
+    bounds, size = bounds_of(ranges), 0
+    for shard in range(bounds.shape[2]):
+        size += bounds[node, order, shard, RANGE_HIGH] - bounds[node, order, shard, RANGE_LOW]
     return size
 
 
 @compiled
 def _bracket(
-    ranges: Any, node: int, order: int, num_matches: int, before: int, size: int, sample: int, token: int
+    ranges: Any, node: int, order: int, num_matches: int, num_earlier: int, size: int, sample: int, token: int
 ) -> tuple[int, int, int, int, int]:
     """Return bounds ``(low, first, last, high)`` of a shard's matches followed by ``token``, and the next sample.
 
     These matches start between ``low`` and ``first`` and end between ``last`` and ``high``, counted from the start of
-    the shard's part of the range. That part has ``size`` matches, after ``before`` matches of earlier shards, and its
-    first sample is ``sample``. If all ``num_matches`` were read, ``low`` and ``high`` are exact.
+    the shard's part of the range. That part has ``size`` matches, after ``num_earlier`` matches of earlier shards, and
+    its first sample is ``sample``. If all ``num_matches`` were read, ``low`` and ``high`` are exact.
     """
     low, first, last, high = 0, size, 0, size
     read = ranges.read[node, order]
     step = sample_step(num_matches, read)
-    while sample < read and sample_index(sample, step) < before + size:
-        at, follower = sample_index(sample, step) - before, ranges.samples[node, order, sample]
+    while sample < read and sample_index(sample, step) < num_earlier + size:
+        at, follower = sample_index(sample, step) - num_earlier, ranges.samples[node, order, sample]
         if follower < token:
             low = at + 1
         elif follower > token:
@@ -190,7 +192,7 @@ def read_samples(corpus: Ints, ranges: Any, node: int, order: int, num_matches: 
     read = min(num_matches, max_samples)
     matches = ranges.matches[:, :read]
     length = order + ranges.beyond[node] if order == LONGEST_RANGE else order
-    sample_matches(shards, places_of(ranges)[node, order], length, num_matches, matches)
+    sample_matches(shards, bounds_of(ranges)[node, order], length, num_matches, matches)
     read_followers(shards, matches, 0, ranges.samples[node, order])
     ranges.read[node, order] = read
 
@@ -223,12 +225,12 @@ class CorpusSearch(Uncopyable):
 
     def __init__(self, shards: Shards) -> None:
         self._shards = shards
-        self._record, self._places = range_record(shards)
+        self._record, self._bounds = range_record(shards)
         self._tokens, self._counts = np.empty(MAX_SAMPLES, np.int64), np.empty(MAX_SAMPLES, np.int64)
 
     def read(self, context: Sequence[int] | Ints) -> None:
         """Look up the ranges at the end of a context."""
-        self._places[0], self._record["read"][0] = 0, 0
+        self._bounds[0], self._record["read"][0] = 0, 0
         for stop in range(max(1, len(context) - LONGEST_RANGE + 1), len(context) + 1):
             self.look_up(np.array(context[max(0, stop - LONGEST_RANGE) : stop], np.int64))
 
@@ -315,7 +317,7 @@ class CorpusIndex(Uncopyable):
             suffixes=self._part("suffixes", np.uint32).reshape(-1),
             heads=self._part("heads", np.uint32, self.end + 1),
             sampled_prefixes=self._part("signposts", token_type(self.end), PREFIX_TOKENS),
-            places=np.array(self._part("shards", np.int64, len(ShardPlace._fields))),
+            extents=np.array(self._part("shards", np.int64, len(ShardExtent._fields))),
         )
         self._check_shards()
         self.tokens, self.addresses = self.shards.tokens, self.shards.addresses()
@@ -330,14 +332,14 @@ class CorpusIndex(Uncopyable):
 
     def _check_shards(self) -> None:
         """Raise StoreError unless the shards are consecutive and fill the files, so that lookups stay within them."""
-        places = self.shards.places
-        sizes = np.stack([places[:, TOKENS], places[:, SUFFIXES], sampled_prefixes_in(places[:, SUFFIXES])])
-        starts = places[:, [TOKEN, SUFFIX, PREFIX]].T
+        extents = self.shards.extents
+        sizes = np.stack([extents[:, TOKENS], extents[:, SUFFIXES], sampled_prefixes_in(extents[:, SUFFIXES])])
+        starts = extents[:, [TOKEN, SUFFIX, PREFIX]].T
         files = (len(self.shards.tokens), len(self.shards.suffixes), len(self.shards.sampled_prefixes))
         # End tokens have no suffix, so a shard has fewer suffixes than tokens.
-        filled = (places[:, SUFFIXES] < places[:, TOKENS]).all()
-        tiled = filled and places.min() >= 0 and np.array_equal(starts, np.cumsum(sizes, axis=1) - sizes)
-        if not tiled or tuple(sizes.sum(axis=1)) != files or len(self.shards.heads) != len(places):
+        filled = (extents[:, SUFFIXES] < extents[:, TOKENS]).all()
+        tiled = filled and extents.min() >= 0 and np.array_equal(starts, np.cumsum(sizes, axis=1) - sizes)
+        if not tiled or tuple(sizes.sum(axis=1)) != files or len(self.shards.heads) != len(extents):
             raise StoreError(f"{self.folder} is damaged (its shards do not fit its files): build it again")
 
     def after(self, context: Sequence[int] | Ints, max_nodes: int = LARGEST_TREE) -> Continuations:
@@ -461,11 +463,11 @@ def _by_count(grown: Ints, highest: int, nodes: Ints) -> Ints:
     starts = np.zeros(highest + 2, np.int32)  # by count, the index of its first node in the sorted tree
     for node in range(size):
         starts[grown[NODE_COUNT, node]] += 1
-    place = 0
+    first = 0
     for count in range(highest, 0, -1):
         same = starts[count]
-        starts[count] = place
-        place += same
+        starts[count] = first
+        first += same
     moved = np.full(size + 1, -1, np.int64)
     for node in range(size):
         to = starts[grown[NODE_COUNT, node]]

@@ -151,10 +151,10 @@ def description(store: HistoryStore) -> dict[str, Any]:
 
 def history_continuations(store: HistoryStore, context: list[int]) -> Iterator[FoundContinuation]:
     """Yield the continuations of a context's longest matches, most frequent first."""
-    places, lengths = matches(store.log, np.array(context, np.int64))
+    positions, lengths = matches(store.log, np.array(context, np.int64))
     counts_by_path: dict[tuple[int, ...], int] = {}
-    for place in places[lengths == lengths.max(initial=0)].tolist():
-        path = store.tokens(place, MAX_PATH)
+    for position in positions[lengths == lengths.max(initial=0)].tolist():
+        path = store.tokens(position, MAX_PATH)
         path = path[: int(np.argmax(path < 0))] if (path < 0).any() else path
         if len(path):
             counts_by_path[tuple(path.tolist())] = counts_by_path.get(tuple(path.tolist()), 0) + 1
@@ -170,7 +170,7 @@ def history_latency(store: HistoryStore) -> dict[str, float]:
 def _parts(store: HistoryStore) -> Iterator[Ints]:
     rng = np.random.default_rng(0)
     while True:
-        start = int(rng.integers(0, max(1, store.places - MAX_MATCH_TOKENS)))
+        start = int(rng.integers(0, max(1, store.num_positions - MAX_MATCH_TOKENS)))
         yield store.tokens(start, MAX_MATCH_TOKENS).astype(np.int64)
 
 

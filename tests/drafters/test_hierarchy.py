@@ -98,7 +98,7 @@ def test_trees_and_weights_equal_slow_counting(used: str, vocabulary: int, shard
     """In one shard and in many; ranges are read whole and in samples; before learning and after; greedy and sampled."""
     documents = random_documents(vocabulary, vocabulary)
     model, corpus = stores_of(tmp_path, documents, vocabulary, shard_bytes)
-    assert (len(corpus.shards.places) > 1) == (shard_bytes == 700)
+    assert (len(corpus.shards.extents) > 1) == (shard_bytes == 700)
     stores = model if "M" in used else None, corpus if "S" in used else None
     drafted: set[int] = set()
     for seed, sampled_with in enumerate((None, 7)):
@@ -214,7 +214,7 @@ def test_a_smaller_tree_is_a_prefix_of_a_larger_one(tmp_path: Path) -> None:
     stores = stores_of(tmp_path, documents, 30, 1 << 20)
 
     class Half(FixedBudget):
-        def nodes(self, probs: Probs) -> int:
+        def choose_size(self, probs: Probs) -> int:
             return len(probs) // 2
 
     whole, half = Hierarchy(*stores, budget=FixedBudget(32)), Hierarchy(*stores, budget=Half())
@@ -235,7 +235,7 @@ def test_no_drafting_costs_nothing_and_forgets_nothing() -> None:
     class Switch:
         max_nodes: int
 
-        def nodes(self, probs: Probs) -> int:
+        def choose_size(self, probs: Probs) -> int:
             return len(probs)
 
         def set_draft_seconds(self, seconds: float) -> None:

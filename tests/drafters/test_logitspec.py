@@ -155,7 +155,7 @@ def test_nodes_that_are_never_accepted_are_no_longer_drafted() -> None:
     """A budget that sends nodes of at least one in ten; the same repetition never goes on as it did before."""
 
     class OneInTen(FixedBudget):
-        def nodes(self, probs: Probs) -> int:
+        def choose_size(self, probs: Probs) -> int:
             return int((probs >= 0.1).sum())
 
     drafter = LogitSpec(OneInTen(64))

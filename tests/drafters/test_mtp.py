@@ -197,7 +197,7 @@ def test_layers_that_do_not_pay_make_few_passes(tmp_path: Path) -> None:
     class Dear:
         """Each pass costs as much as ten steps."""
 
-        def rows(self, path_probs: Any, certainty: float) -> int:
+        def paths_to_extend(self, path_probs: Any, certainty: float) -> int:
             found = len(path_probs) if path_probs[0] * certainty > 10 else 0
             passes.append(found)
             return found

@@ -25,7 +25,16 @@ from hdtool.runtime.kernels.compiled import HAS_CLOCK
 from hdtool.runtime.model.load import load_tokenizer
 from hdtool.runtime.model.target import Target
 from hdtool.runtime.sequence import Stats
-from hdtool.runtime.source_names import PLUGINS, Source, SourceName, register, registered, source_named, unregister
+from hdtool.runtime.source_names import (
+    PLUGINS,
+    Source,
+    SourceName,
+    register,
+    registered,
+    source_named,
+    source_of,
+    unregister,
+)
 from hdtool.runtime.stores.store_set import StoreSet
 from hdtool.runtime.text_stream import text_of
 from tests.support.decoding import run, said
@@ -184,3 +193,10 @@ def test_replay_reports_it(plugin: SourceName, tmp_path: Path, capsys: pytest.Ca
     assert found["by_source"]["counting"]["accepted"] > 10
     assert main(arguments) == 0
     assert "counting" in capsys.readouterr().out
+
+
+def test_an_unknown_name_or_letter_is_an_error() -> None:
+    assert source_of("C") == source_named("context") == SourceName.CONTEXT
+    for find, unknown in ((source_named, "weather"), (source_of, "?"), (source_of, "")):
+        with pytest.raises(OptionError, match="there is no source"):
+            find(unknown)

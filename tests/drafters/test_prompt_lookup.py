@@ -93,9 +93,9 @@ def test_long_contexts(size: int) -> None:
 class Recorded(FixedBudget):
     """A fixed budget that keeps the probabilities it was asked about."""
 
-    def nodes(self, probs: Probs) -> int:
+    def choose_size(self, probs: Probs) -> int:
         asked.append(probs.tolist())
-        return super().nodes(probs)
+        return super().choose_size(probs)
 
 
 asked: list[list[float]] = []

@@ -224,9 +224,9 @@ def test_odds_of_the_evaluation_calibrate_the_first_draft() -> None:
     target = Target(model_of("llama"))
     saved = random_for(target, SEQUENTIAL["mtp with a draft vocabulary"])
     odds = [[share] * PROB_BUCKETS for share in (0.09, 0.05, 0.02)]
-    judged = EvalResult(odds=odds)
+    evaluation = EvalResult(odds=odds)
     for measured in (False, True):
-        drafter = sequential_drafter(replace(saved, judged=judged), target, is_measured=measured)
+        drafter = sequential_drafter(replace(saved, evaluation=evaluation), target, is_measured=measured)
         run(target, prompt_of(8), SamplingConfig(), most=1, drafter=StandaloneDrafter(drafter, FixedBudget(20)))
         proposal = drafter.propose(1000)
         assert measured or proposal.depths.max() > 3
@@ -240,7 +240,7 @@ def test_saved_heads_load_unchanged(tmp_path: Path) -> None:
         saved = random_for(target, config)
         saved.save(tmp_path / name)
         found = load_heads(tmp_path / name, target.model)
-        assert found.heads.config == config and found.judged == saved.judged
+        assert found.heads.config == config and found.evaluation == saved.evaluation
         assert found.heads.state_dict().keys() == saved.heads.state_dict().keys()
         for key, weight in saved.heads.state_dict().items():
             kept = weight.half().float() if weight.is_floating_point() else weight

@@ -122,7 +122,7 @@ class SlowHierarchy:
         self.end = corpus.end if corpus else 0
         self.samples: dict[int, int] = {}  # samples at the root by order, fixed until the context changes
         if corpus:
-            for token, tokens, *_ in corpus.shards.places.tolist():
+            for token, tokens, *_ in corpus.shards.extents.tolist():
                 self.shards.append(corpus.tokens[token : token + tokens].tolist())
 
     def ask_context(self, node: Node, order: int) -> Evidence | None:

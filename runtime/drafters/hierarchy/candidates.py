@@ -26,7 +26,7 @@ from hdtool.runtime.kernels.compiled import Array, address_of, array_at, caller_
 from hdtool.runtime.sampling.draws import stream_start, time_of
 from hdtool.runtime.source_names import SourceName
 from hdtool.runtime.stores.corpus_index import MAX_SAMPLES, RANGE_ROWS
-from hdtool.runtime.stores.live_tables import latest_place
+from hdtool.runtime.stores.live_tables import latest_position
 from hdtool.runtime.stores.token_log import MAX_MATCH_TOKENS
 from hdtool.runtime.tree import LARGEST_TREE
 
@@ -53,7 +53,7 @@ WORKSPACE = np.dtype(
         ("tails", np.int64, (RANGE_ROWS, MAX_MATCH_TOKENS)),  # last tokens of the context and the path to the node
         ("known", np.int64, RANGE_ROWS),  # length of the longest match in the model store
         ("cut", np.int64, RANGE_ROWS),  # 1 if the estimate ended before the lowest orders
-        ("above", np.int32, LARGEST_TREE),  # parents as in a ``DraftTree``, where the root is not counted
+        ("tree_parents", np.int32, LARGEST_TREE),  # parents as in a ``DraftTree``, where the root is not counted
         # The best paths, most probable first: those that are nodes already, then those that may become nodes.
         ("best_probs", np.float64, LARGEST_TREE),
         ("best_keys", np.int64, LARGEST_TREE),  # source, parent and token, packed
@@ -69,7 +69,7 @@ WORKSPACE = np.dtype(
         ("round", np.int64),  # slots filled in earlier rounds count as empty
         ("slots", np.int64, CANDIDATE_SLOTS),  # hash table of the candidates
         ("hashed", np.int64),  # number of last tokens that are hashed
-        ("marks", np.uint64, MAX_HASHED_TOKENS + 1),  # hash of the last n tokens, by n
+        ("suffix_hashes", np.uint64, MAX_HASHED_TOKENS + 1),  # hash of the last n tokens, by n
         # Evidence for the current n-gram order.
         ("corpus_evidence", np.int64, MAX_SAMPLES),
         ("corpus_counts", np.int64, MAX_SAMPLES),
@@ -389,7 +389,7 @@ def weigh_recency(work: Any, gains: Any, table: Any, node: int) -> None:
     """
     next_place = table.end + work.depths[node]
     for at in range(work.size):
-        place = latest_place(table, work.candidates[at])
+        place = latest_position(table, work.candidates[at])
         work.recency[at] = 0 if place < 0 else distance_class(next_place - place)
     before = total_probability(work)
     for at in range(work.size):

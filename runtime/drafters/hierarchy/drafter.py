@@ -110,7 +110,7 @@ class Hierarchy(Uncopyable):
         self.table = ContextTable()
         self._stores = model, corpus  # their arrays must outlive their addresses
         self._shards = corpus.shards if corpus else no_shards()
-        ranges, self._places = range_record(self._shards)
+        ranges, self._range_bounds = range_record(self._shards)
         self._rankings = rankings = Rankings(last=last, recycled=recycled, known=model.rankings if model else None)
         self._proposed = no_proposal()
         self._plugin_records = prediction_records(
@@ -158,7 +158,9 @@ class Hierarchy(Uncopyable):
         self._fill_in(work, context, vocabulary)
         # These views are kept, because each access to a field of a record takes a tenth of a microsecond.
         self._tokens, self._sources, self._probs = (work[field][0, 1:] for field in ("tokens", "sources", "probs"))
-        self._parents, self._depths, self._root_and_probs = (work[field][0] for field in ("above", "depths", "probs"))
+        self._parents, self._depths, self._root_and_probs = (
+            work[field][0] for field in ("tree_parents", "depths", "probs")
+        )
         self._tails, self._timed, self._laps = work["tails"][0], work["timed"], work["laps"][0]
         self._pending: list[int] = []
         self._nodes = 0
@@ -166,7 +168,7 @@ class Hierarchy(Uncopyable):
         self._grown = 0
         """Number of nodes in the last tree before the budget cut it."""
         self._calibration = AnswerCalibration()
-        self._together: tuple[list[Hierarchy], Array] | None = None
+        self._joint_drafters: tuple[list[Hierarchy], Array] | None = None
         """The drafters of the last joint draft that began with this one, and their addresses."""
         self._drafts, self._learning_seconds = 0, 0.0
         self._cost, self._time = SmoothedSeconds(), SharedTime(len(SourceName))
@@ -197,7 +199,7 @@ class Hierarchy(Uncopyable):
     @property
     def shards(self) -> int:
         """Number of shards of the corpus index."""
-        return len(self._shards.places)
+        return len(self._shards.extents)
 
     @property
     def probs(self) -> Probs:
@@ -216,7 +218,7 @@ class Hierarchy(Uncopyable):
     @property
     def seconds(self) -> dict[SourceName, float]:
         """Seconds spent on drafting so far, divided among sources as in every 32nd draft; empty without a clock."""
-        parts = self._time.read()
+        parts = self._time.seconds()
         if any(parts):
             if self._trained:
                 parts[self._trained.source] += self._trained.seconds
@@ -284,7 +286,7 @@ class Hierarchy(Uncopyable):
         self._note_growing(seconds)
         self._note_cost(seconds)
         self.budget.set_draft_seconds(self._cost.mean)
-        return self._verified_part(context, self.budget.nodes(self._expected_of(grown)))
+        return self._verified_part(context, self.budget.choose_size(self._expected_of(grown)))
 
     @property
     def joint(self) -> Hashable:
@@ -293,15 +295,15 @@ class Hierarchy(Uncopyable):
     def draft_many(self, drafters: Sequence[Hierarchy], contexts: Sequence[Sequence[int]]) -> list[DraftTree]:
         """Draft for several hierarchies, whose trees are grown in one compiled call."""
         began = time.perf_counter()
-        if self._together is None or self._together[0] != drafters:
-            self._together = list(drafters), np.array([drafter.address for drafter in drafters])
+        if self._joint_drafters is None or self._joint_drafters[0] != drafters:
+            self._joint_drafters = list(drafters), np.array([drafter.address for drafter in drafters])
         max_nodes = [drafter.prepare(context) for drafter, context in zip(drafters, contexts, strict=True)]
         drafting = [place for place, wanted in enumerate(max_nodes) if wanted]
         trees = [DraftTree.bare(context[-1]) for context in contexts]
         if not drafting:
             return trees
         grown, started = np.zeros(len(max_nodes), np.int64), time.perf_counter()
-        grow_all(self._together[1], np.array(max_nodes), grown)
+        grow_all(self._joint_drafters[1], np.array(max_nodes), grown)
         each = (time.perf_counter() - started) / len(drafting)
         budgets, probs = [], []
         for place in drafting:
@@ -327,7 +329,7 @@ class Hierarchy(Uncopyable):
         self._began = time.perf_counter()
         self._catch_up()
         self.work["position"] = len(context)
-        self._used_trained = self._trained is not None and (not self._gate or self._gate.now)
+        self._used_trained = self._trained is not None and (not self._gate or self._gate.runs_drafter)
         if self._trained and self._used_trained:
             note_proposal(self._proposed[0], self._trained.source, self._trained.propose(max_nodes))
         if self._plugins:
@@ -349,7 +351,7 @@ class Hierarchy(Uncopyable):
         """Record the seconds spent on growing the tree."""
         self._time.spend(seconds)
         if self._timed[0]:
-            self._time.clock(self._laps)
+            self._time.add_laps(self._laps)
             self._timed[0] = False
 
     def _note_cost(self, seconds: float) -> None:

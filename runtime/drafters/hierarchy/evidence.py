@@ -30,9 +30,9 @@ from hdtool.runtime.stores.corpus_index import (
     MIN_SAMPLES,
     RANGE_ROWS,
     RANGES,
+    bounds_of,
     count_followers,
     narrow,
-    places_of,
     read_samples,
     size_of,
 )
@@ -74,13 +74,13 @@ def _find_in_model(at: int, node: int) -> int:
     if node > 0 and (work.known[parent] > 0 or not work.cut[parent]):
         deepest = min(LONGEST_PREFIX, work.known[parent] + 1)
     work.known[node] = 0
-    prefetch_entries(record_at(at, MODEL_NUMBER, MODEL_RECORD), work.marks, deepest)
+    prefetch_entries(record_at(at, MODEL_NUMBER, MODEL_RECORD), work.suffix_hashes, deepest)
     return deepest
 
 
 def _weigh_model(at: int, node: int, order: int, first: int, left: float) -> float:
     work, model = work_at(at), record_at(at, MODEL_NUMBER, MODEL_RECORD)
-    start, stop, total, distinct = lookup_hash(model, work.marks[order])
+    start, stop, total, distinct = lookup_hash(model, work.suffix_hashes[order])
     if total == 0:
         return left
     work.known[node] = max(work.known[node], order)
@@ -130,7 +130,7 @@ def corpus_source(dtype: str) -> CompiledSource:
     def move(at: int, follower: int, emitted: int) -> None:
         ranges = ranges_at(at)
         if follower == RESTART:
-            places_of(ranges)[0] = 0
+            bounds_of(ranges)[0] = 0
             ranges.read[0] = 0
             return
         corpus = array_at(ranges.shards[0, 0], ranges.shards[0, 1], token)

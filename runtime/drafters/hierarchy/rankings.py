@@ -133,7 +133,7 @@ def _recycled_at(at: int) -> Any:
 def _find_recycled(at: int, node: int) -> int:
     work, table = work_at(at), _recycled_at(at)
     if table.longest > 0:
-        prefetch_rankings(table, work.tails[node, MAX_MATCH_TOKENS - 1], work.marks)
+        prefetch_rankings(table, work.tails[node, MAX_MATCH_TOKENS - 1], work.suffix_hashes)
     return table.longest if table.longest > 1 else -1
 
 
@@ -144,7 +144,7 @@ def _find_single(at: int, node: int) -> int:
 def _weigh_recycled(at: int, node: int, order: int, first: int, left: float) -> float:
     """Contribute the latest ranking that the target gave after the same tokens."""
     work, table = work_at(at), _recycled_at(at)
-    row = kept_row(table, work.tails[node, MAX_MATCH_TOKENS - 1], work.marks[order], order)
+    row = kept_row(table, work.tails[node, MAX_MATCH_TOKENS - 1], work.suffix_hashes[order], order)
     if row < 0:
         return left
     kept = rankings_of(table)[row]

@@ -80,10 +80,10 @@ def _start(work: Any, node: int) -> None:
     """Clear the candidates, and hash the last tokens of a node."""
     work.size = work.used = 0
     work.round += 1
-    mark = np.uint64(0)
+    suffix_hash = np.uint64(0)
     for length in range(1, work.hashed + 1):
-        mark = mix_hash(mark, work.tails[node, MAX_MATCH_TOKENS - length])
-        work.marks[length] = mark
+        suffix_hash = mix_hash(suffix_hash, work.tails[node, MAX_MATCH_TOKENS - length])
+        work.suffix_hashes[length] = suffix_hash
 
 
 @compiled
@@ -144,7 +144,7 @@ def grow(at: int, max_nodes: int) -> int:
             break
     work.expected = 0
     for place in range(node):
-        work.above[place] = work.parents[place + 1] - 1
+        work.tree_parents[place] = work.parents[place + 1] - 1
     lap(work, TREE_NUMBER)
     return node
 

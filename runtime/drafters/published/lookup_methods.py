@@ -101,7 +101,7 @@ class PromptLookup:
         kept = 0
         if max_nodes:
             following = slice(self._matched, self._matched + max_nodes)
-            kept = self._budget.nodes(np.cumprod(self._fitted[following] / self._seen[following]))
+            kept = self._budget.choose_size(np.cumprod(self._fitted[following] / self._seen[following]))
         tree = DraftTree(context[-1], self._chain[:kept], self._parents[:kept], self._sources[:kept])
         self.seconds[SourceName.CONTEXT] += time.perf_counter() - started
         return tree
@@ -154,7 +154,9 @@ class CorpusDrafter:
         started = time.perf_counter()
         max_nodes = min(self._budget.max_nodes, LARGEST_TREE)
         continuations = self._index.after(context, max_nodes) if max_nodes else None
-        kept = self._budget.nodes(continuations.counts / max(continuations.num_matches, 1)) if continuations else 0
+        kept = (
+            self._budget.choose_size(continuations.counts / max(continuations.num_matches, 1)) if continuations else 0
+        )
         tree = DraftTree.bare(context[-1])
         if continuations and kept:
             # Parents come before their children, whose counts are never larger, so any prefix of the tree is a tree.

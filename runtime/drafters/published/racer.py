@@ -286,7 +286,7 @@ class Racer:
         tokens, parents, sources, kinds = _fill(self._table.rows, root, *self._trie.nodes(), max_nodes)
         whole = DraftTree(root, tokens, parents, sources)
         order, probs = self._calibration.by_probability(kinds, whole)
-        order = order[: self._budget.nodes(probs)]
+        order = order[: self._budget.choose_size(probs)]
         self._verified = kinds[order], whole.picked(order)
         self.seconds[SourceName.CONTEXT] += between - started
         self.seconds[SourceName.RECYCLED] += time.perf_counter() - between

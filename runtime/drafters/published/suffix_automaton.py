@@ -240,7 +240,11 @@ class SamDecoding:
         match = automaton.links[automaton.sizes[LAST_STATE]]
         start = int(automaton.ends[match]) if match > START_STATE else int(automaton.sizes[NUM_TOKENS])
         max_nodes = min(TOKENS_AHEAD, self._budget.max_nodes, int(automaton.sizes[NUM_TOKENS]) - start)
-        kept = self._budget.nodes((self._accepted / self._verified) ** np.arange(1, max_nodes + 1)) if max_nodes else 0
+        kept = (
+            self._budget.choose_size((self._accepted / self._verified) ** np.arange(1, max_nodes + 1))
+            if max_nodes
+            else 0
+        )
         tokens = automaton.tokens[start : start + kept].astype(np.int64)
         self._drafted = kept
         self.seconds[SourceName.CONTEXT] += time.perf_counter() - started

@@ -104,7 +104,7 @@ class SuffixDecoding:
                 size, source = size_of_earlier, SourceName.HISTORY
             else:
                 self._best, self._other = self._other, self._best
-        kept = self._budget.nodes(self._best.probs[:size])
+        kept = self._budget.choose_size(self._best.probs[:size])
         tree = DraftTree(
             context[-1],
             self._best.tokens[:kept].copy(),

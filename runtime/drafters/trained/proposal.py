@@ -142,7 +142,7 @@ class RankedBlock:
         self.tokens[:rows, :best].copy_(tokens)
         self.probs[:rows, :best].copy_(probs)
 
-    def received(self, rows: int) -> tuple[Array, Array]:
+    def wait(self, rows: int) -> tuple[Array, Array]:
         """Wait for the last pass, and return the tokens and probabilities of its first ``rows`` rankings."""
         self._clock.start()
         self._host.copy_(self._block, non_blocking=True)

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
@@ -20,9 +20,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from hdtool.data.errors import HdtoolError
 from hdtool.data.stores.home import namespace_among
-from hdtool.runtime.budget.node_budget import Budget
+from hdtool.runtime.budget.node_budget import Budget, SharedCosts
 from hdtool.runtime.config import DecodeConfig, StoresConfig
-from hdtool.runtime.config.decoding import OPTION_METHODS
 from hdtool.runtime.config.measuring import JSON_LINES
 from hdtool.runtime.drafter import Drafter
 from hdtool.runtime.drafters.methods import budget_for, drafter_with_budget, history_for, shared_costs_for
@@ -69,7 +68,6 @@ class Tenants:
         self._loaded, self._decoding = loaded, decoding
         self.store_sets = {name: self._stores_of(stores, name) for name in names}
         self._free: dict[str, list[Drafter]] = {name: [] for name in names}
-        self._measure()
         for name in names:  # raises errors of stores here, and not in the first answer
             self.put(name, self._made(name))
 
@@ -96,16 +94,15 @@ class Tenants:
     def _made(self, tenant: str) -> Drafter:
         return drafter_with_budget(self._budget, self._decoding, self.store_sets[tenant], self._loaded.target)
 
-    def _measure(self) -> None:
-        """Time passes over 1, 2, 4 … answers at once, if the method chooses the sizes of its trees."""
-        target, decoding, size = self._loaded.target, self._decoding, self._decoding.batch_size
-        if decoding.draft_tokens is not None or decoding.method not in OPTION_METHODS["draft_tokens"]:
-            return
-        numbers = {min(size, 2**power) for power in range(size.bit_length() + 1)}
-        self._together = shared_costs_for(target, numbers)
+    @cached_property
+    def _shared_costs(self) -> SharedCosts:
+        """Costs of passes over 1, 2, 4 … answers at once, timed if the first drafter chooses the sizes of its trees."""
+        size = self._decoding.batch_size
+        sizes = {min(size, 2**power) for power in range(size.bit_length() + 1)}
+        return shared_costs_for(self._loaded.target, sizes)
 
     def _budget(self) -> Budget:
-        return budget_for(self._decoding, lambda: self._together)
+        return budget_for(self._decoding, lambda: self._shared_costs)
 
 
 class Scheduler:

@@ -25,7 +25,7 @@ from hdtool.runtime.drafters.hierarchy.matches import ANSWERS_LOG, append_to_log
 from hdtool.runtime.drafters.hierarchy.tree import expand, extend, feed, restart
 from hdtool.runtime.kernels.compiled import Ints, array_at, compiled
 from hdtool.runtime.source_names import SourceName
-from hdtool.runtime.stores.corpus_index import LONGEST_RANGE, places_of
+from hdtool.runtime.stores.corpus_index import LONGEST_RANGE, bounds_of
 from hdtool.runtime.stores.history_store import History
 from hdtool.runtime.stores.live_tables import add
 from hdtool.runtime.stores.token_log import LANE, LOG, MAX_MATCH_TOKENS, OVERLAP_TOKENS, finish, start
@@ -124,7 +124,7 @@ class RequestStates(NamedTuple):
     """Address of each request's context table."""
     tails: Ints
     """Last tokens of each request."""
-    places: Ints
+    range_bounds: Ints
     """Ranges of the last tokens in the corpus index."""
     lanes: Ints
     """Records of where each request's answer is appended to the history."""
@@ -139,14 +139,14 @@ class RequestStates(NamedTuple):
 def new_request_states(max_requests: int, shards: int, *, history: bool = False, ended: bool = False) -> RequestStates:
     """Return empty state for ``max_requests`` requests; ``ended`` keeps lanes of answers that another one follows."""
     tails = np.full((max_requests, MAX_MATCH_TOKENS), -1, np.int64)
-    places = np.zeros((max_requests, LONGEST_RANGE + 1, shards, 2), np.int64)
+    range_bounds = np.zeros((max_requests, LONGEST_RANGE + 1, shards, 2), np.int64)
     lanes = np.zeros(max_requests, LANE)
     lanes_at = lanes.ctypes.data + np.arange(max_requests, dtype=np.int64) * LANE.itemsize
     answers = np.array([FIRST_ANSWER_NUMBER if history else 0, 0], np.int64)
     return RequestStates(
         np.zeros(max_requests, np.int64),
         tails,
-        places,
+        range_bounds,
         lanes,
         lanes_at,
         np.zeros(max_requests if ended else 0, LANE),
@@ -194,8 +194,8 @@ def catch_up(at: int, context: Ints, sampled: int, few: int, requests: RequestSt
     table = table_of(matches_at(at, CONTEXT_NUMBER))
     begins = table.end == 0 or len(context) - table.end > few
     if begins:
-        for place in range(table.end, len(context) - sampled):
-            add(table, np.int64(context[place]))
+        for position in range(table.end, len(context) - sampled):
+            add(table, np.int64(context[position]))
     old = last_tokens(context[: table.end], MAX_MATCH_TOKENS)
     if begins or history.owner == 0:
         begin_answer(history, requests, old[max(0, len(old) - OVERLAP_TOKENS) :])
@@ -221,8 +221,8 @@ def last_tokens(tokens: Ints, max_tokens: int) -> Ints:
 
 
 @compiled
-def begin_answer(history: Any, requests: RequestStates, before: Ints) -> None:
-    """Finish the request's answer in the history and begin one after the tokens ``before``; no-op without a history."""
+def begin_answer(history: Any, requests: RequestStates, overlap: Ints) -> None:
+    """Finish the request's answer in the history and begin one after the ``overlap``; no-op without a history."""
     answers = requests.answers
     if answers[NEXT_ANSWER] == 0:
         return
@@ -231,7 +231,7 @@ def begin_answer(history: Any, requests: RequestStates, before: Ints) -> None:
         requests.ended[answers[NUM_ENDED]] = lane[0]
         answers[NUM_ENDED] += 1
     finish(log, lane)
-    start(log, lane, answers[NEXT_ANSWER], before, len(before))
+    start(log, lane, answers[NEXT_ANSWER], overlap, len(overlap))
     history.owner = answers[NEXT_ANSWER]
     answers[NEXT_ANSWER] += 1
 
@@ -273,7 +273,7 @@ def draft_rows(
                 history.lane = requests.lanes_at[request]
                 history.owner = array_at(history.lane, 1, LANE)[0].owner
             work.tails[0] = requests.tails[request]
-            places_of(ranges)[0] = requests.places[request]
+            bounds_of(ranges)[0] = requests.range_bounds[request]
             ranges.read[0] = 0
             length: Any = np.int64(lengths[rows[turn]])
             new = min(sampled[turn], length)
@@ -283,7 +283,7 @@ def draft_rows(
             sizes[turn] = size
             drafts[turn, :size] = work.tokens[1 : size + 1]
             requests.tails[request] = work.tails[0]
-            requests.places[request] = places_of(ranges)[0]
+            requests.range_bounds[request] = bounds_of(ranges)[0]
 
 
 def appends_history(parallel: Any) -> bool:
