@@ -67,7 +67,7 @@ def collect(
     file = GenerationFile(out, loading, decoding, sampling, recording.rankings)
     file.check(questions)
     answerer = Answerer(loading, decoding, sampling, chat, rankings=recording.rankings)
-    answerer.check(questions)
+    answerer.check_prompts(questions)
     with progress_bar(len(questions), "prompts", quiet=quiet) as shown:
         for answered in collected(answerer, questions, file):
             shown.to(answered)
@@ -137,7 +137,7 @@ def generate(
 
     quiet_libraries()
     answerer = Answerer(loading, decoding, sampling, chat, store_set)
-    answerer.check(questions)
+    answerer.check_prompts(questions)
     if loading.model is None:
         print('answering with the embedded toy model: hdtool generate MODEL "..." names another', file=sys.stderr)
     print_stores(answerer.store_set)

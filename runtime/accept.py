@@ -72,20 +72,20 @@ def accept(
 
 def _accept_walk(walk: Walk, tree: DraftTree, sampler: Sampler, stops: Container[int]) -> Accepted | None:
     """Accept a compiled walk up to its first stop token; return None if the walk is empty."""
-    tokens, path, finite = walk
+    tokens, children, finite = walk
     if not finite and not len(tree):
         sampler.note_overflow()
-    for place, token in enumerate(tokens):
+    for index, token in enumerate(tokens):
         sampler.context.append(token)
         if token in stops:
-            return Accepted(path[:place], tokens[: place + 1], stopped=True)
+            return Accepted(children[:index], tokens[: index + 1], stopped=True)
     sampler.overflowed |= not finite
-    return Accepted(path[:-1], tokens) if tokens else None
+    return Accepted(children[:-1], tokens) if tokens else None
 
 
 def _has_ended(walk: Walk, max_tokens: int) -> bool:
     """Return True if a walk reached an undrafted token, ``max_tokens`` tokens or logits that are not finite."""
-    return not walk.finite or len(walk.tokens) == max_tokens or walk.path[-1:] == [ROOT]
+    return not walk.finite or len(walk.tokens) == max_tokens or walk.children[-1:] == [ROOT]
 
 
 def _allowed(walk: Walk, sampler: Sampler) -> list[tuple[int, int]]:
@@ -93,7 +93,7 @@ def _allowed(walk: Walk, sampler: Sampler) -> list[tuple[int, int]]:
     if not walk.finite:
         return []
     count = sampler.only_mask.allowed(sampler.context, walk.tokens) if sampler.only_mask else len(walk.tokens)
-    return list(zip(walk.tokens[:count], walk.path[:count], strict=True))
+    return list(zip(walk.tokens[:count], walk.children[:count], strict=True))
 
 
 def _compiled_walk(tree: DraftTree, verified: Verified, sampler: Sampler, max_tokens: int) -> Walk | None:

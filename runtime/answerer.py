@@ -16,7 +16,7 @@ from hdtool.runtime.drafter import Drafter, HistoryDrafter, NoDraft, RankingReco
 from hdtool.runtime.drafters.methods import drafters_for
 from hdtool.runtime.engine import Engine
 from hdtool.runtime.generate_settings import refuse_settings
-from hdtool.runtime.grammar import guided, masks_of
+from hdtool.runtime.grammar import guided_drafter, masks_of
 from hdtool.runtime.loop import Key, Loop, Outcome, Request
 from hdtool.runtime.model.load import Loaded, load
 from hdtool.runtime.model.target import choose_threads
@@ -87,18 +87,18 @@ class Answer:
 
     def _texts(self) -> Iterator[str]:
         text = TextStream(self._tokenizer)
-        for step in self._counted():
+        for step in self._collect_steps():
             yield text.add(step.tokens)
         yield text.end()
 
     def _pieces_by_source(self) -> Iterator[Piece]:
         text = TextStream(self._tokenizer)
-        for step in self._counted():
+        for step in self._collect_steps():
             for token, source in zip(step.tokens, step.sources, strict=True):
                 yield text.add([token]), source
         yield text.end(), SourceName.NONE
 
-    def _counted(self) -> Iterator[Step]:
+    def _collect_steps(self) -> Iterator[Step]:
         for step in self.stats.counted(self._steps, self.drafter):
             self.output_ids += step.tokens
             yield step
@@ -138,7 +138,7 @@ class CollectedAnswer(Answer):
         if step.finish:
             self.stats.add_seconds(self._seconds_before, self.drafter.seconds)
 
-    def _counted(self) -> Iterator[Step]:
+    def _collect_steps(self) -> Iterator[Step]:
         return iter(self._collected)
 
 
@@ -337,12 +337,12 @@ class Answerer:
         choose_threads(target, self._threads, quick_record(target, what="threads"))
         return drafters_for(self._decoding, target, self.store_set)
 
-    def check(self, prompts: Sequence[Prompt]) -> None:
+    def check_prompts(self, prompts: Sequence[Prompt]) -> None:
         """Raise PromptError if any prompt cannot be answered; the error names the prompt if there are several."""
         for prompt in prompts:
             try:
-                self._ids(prompt, prompt.messages)
-                self._guided(self._drafters[0], prompt)
+                self._encode_checked(prompt, prompt.messages)
+                self._drafter_and_masks(self._drafters[0], prompt)
             except PromptError as error:
                 raise PromptError(f"prompt {prompt.id}: {error}" if len(prompts) > 1 else str(error)) from None
 
@@ -375,7 +375,7 @@ class Answerer:
 
     def _answer(self, conversation: Conversation) -> Answer:
         ids = self._encode(conversation.prompt, conversation.messages)
-        drafter, masks = self._guided(self._drafters[0], conversation.prompt)
+        drafter, masks = self._drafter_and_masks(self._drafters[0], conversation.prompt)
         max_new_tokens = self._decoding.max_new_tokens
         sampler, stops = self.loaded.sampler(self.sampling, ids, max_new_tokens=max_new_tokens, first=masks)
         steps = decode(
@@ -391,20 +391,20 @@ class Answerer:
         return Answer(self.loaded, drafter, conversation, len(ids), steps, self.sampling.stop)
 
     def _request(self, conversation: BatchedConversation, drafter: Drafter) -> Request[BatchKey]:
-        ids = self._ids(conversation.prompt, conversation.messages)
-        drafter, masks = self._guided(drafter, conversation.prompt)
+        ids = self._encode_checked(conversation.prompt, conversation.messages)
+        drafter, masks = self._drafter_and_masks(drafter, conversation.prompt)
         answer = CollectedAnswer(self.loaded, drafter, conversation, len(ids), self.sampling.stop)
         max_new_tokens = self._decoding.max_new_tokens
         sampler, stops = self.loaded.sampler(self.sampling, ids, max_new_tokens=max_new_tokens, first=masks)
         return Request((conversation, answer), ids, sampler, drafter, stops, self._prediction(conversation, drafter))
 
-    def _guided(self, drafter: Drafter, prompt: Prompt) -> tuple[Drafter, Sequence[LogitsProcessor]]:
+    def _drafter_and_masks(self, drafter: Drafter, prompt: Prompt) -> tuple[Drafter, Sequence[LogitsProcessor]]:
         """Return the drafter for an answer, and the processors that mask what the prompt's grammar forbids."""
         guide = self.loaded.guide(prompt.grammar)
-        drafter = guided(drafter, guide, self._decoding.draft_tokens)
+        drafter = guided_drafter(drafter, guide, self._decoding.draft_tokens)
         return (RankingRecorder(drafter, self._rankings) if self._rankings else drafter), masks_of(guide)
 
-    def _ids(self, prompt: Prompt, messages: Sequence[Message]) -> list[int]:
+    def _encode_checked(self, prompt: Prompt, messages: Sequence[Message]) -> list[int]:
         """Encode messages; raise PromptError if they leave no room for an answer."""
         ids = self._encode(prompt, messages)
         room_for(self.loaded.target, ids, self._decoding.max_new_tokens)

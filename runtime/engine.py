@@ -41,19 +41,21 @@ class Walk(NamedTuple):
     """A walk down a tree: the token chosen at each node, and the child that drafted it, ``ROOT`` if none did."""
 
     tokens: list[int]
-    path: list[int]
+    children: list[int]
     finite: bool
     """True if the logits of all visited nodes are finite."""
 
     @classmethod
-    def of(cls, walked: Array, length: int, finite: bool) -> Walk:
-        """Make a walk from the first ``length`` columns of ``walked``, a row of tokens and a row of nodes."""
-        tokens, path = walked[:, :length].tolist()
-        return cls(tokens, path, finite)
+    def of(cls, walk_buffer: Array, length: int, finite: bool) -> Walk:
+        """Make a walk from the first ``length`` columns of ``walk_buffer``, a row of tokens and a row of nodes."""
+        tokens, children = walk_buffer[:, :length].tolist()
+        return cls(tokens, children, finite)
 
     def first(self, max_tokens: int) -> Walk:
         """Return the walk cut to ``max_tokens`` tokens; a shortened walk is always finite."""
-        return self if len(self.tokens) <= max_tokens else Walk(self.tokens[:max_tokens], self.path[:max_tokens], True)
+        return (
+            self if len(self.tokens) <= max_tokens else Walk(self.tokens[:max_tokens], self.children[:max_tokens], True)
+        )
 
 
 @dataclass(slots=True, eq=False)

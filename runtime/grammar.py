@@ -128,7 +128,7 @@ class Guide:
             return ForcedTokens(certain, certain)
         return ForcedTokens(certain, tokens[: self._matcher.validate_tokens(tokens)])
 
-    def guided(self, tokens: npt.NDArray[Any], parents: npt.NDArray[Any]) -> GuidedTree:
+    def constrain_tree(self, tokens: npt.NDArray[Any], parents: npt.NDArray[Any]) -> GuidedTree:
         """Return what the grammar allows and forces in a tree that starts at this position."""
         root = self._forced_tokens()
         if not len(tokens):
@@ -289,7 +289,7 @@ class ExpectingDrafter(Protocol):
         ...
 
 
-def guided(drafter: Drafter, guide: Guide | None, draft_tokens: int | None = None) -> Drafter:
+def guided_drafter(drafter: Drafter, guide: Guide | None, draft_tokens: int | None = None) -> Drafter:
     """Return a drafter whose trees follow a grammar; without a grammar or in plain decoding, ``drafter`` itself.
 
     ``draft_tokens`` is the maximum number of nodes per tree.
@@ -326,15 +326,15 @@ class GuidedDrafter(WrappedDrafter):
         self._spent += time.perf_counter() - started
         drafted = self._drafter.draft(context)
         started = time.perf_counter()
-        tree = self._guided(drafted)
+        tree = self._constrain(drafted)
         if expecting and tree is not drafted:
             expecting.forget_tree()
         self._spent += time.perf_counter() - started
         return tree
 
-    def _guided(self, tree: DraftTree) -> DraftTree:
+    def _constrain(self, tree: DraftTree) -> DraftTree:
         """Return the allowed nodes of a tree, with forced chains appended, first below the most probable nodes."""
-        guided_tree = self._guide.guided(tree.tokens, tree.parents)
+        guided_tree = self._guide.constrain_tree(tree.tokens, tree.parents)
         if guided_tree.allowed.all() and not guided_tree.chains:
             return DraftTree(
                 tree.root, tree.tokens, tree.parents, tree.sources, _certain(len(tree), guided_tree.certain)
@@ -342,7 +342,7 @@ class GuidedDrafter(WrappedDrafter):
         chains, certain = guided_tree.chains, dict(guided_tree.certain)
         if not guided_tree.allowed.all():
             order = np.flatnonzero(guided_tree.allowed)
-            tree = tree.picked(order)
+            tree = tree.select(order)
             places = {int(node): place for place, node in enumerate(order)}
             chains, certain = (
                 {places.get(node, ROOT): tokens for node, tokens in of.items()} for of in (chains, certain)

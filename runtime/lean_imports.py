@@ -119,8 +119,8 @@ class _DeferredLoader:
         module.__dict__.update({LOADER: self._loader, MARKS: []})
 
 
-_running = threading.RLock()
-_undisabled: list[Callable[[], None]] = []
+_load_lock = threading.RLock()
+_pending_disables: list[Callable[[], None]] = []
 """Callbacks that run once the compiler is loaded; each disables it for one function."""
 
 
@@ -134,7 +134,7 @@ class _DeferredModule(ModuleType):
         return getattr(self, name)
 
     def _load(self) -> None:
-        with _running:
+        with _load_lock:
             loader = self.__dict__.pop(LOADER, None)
             if loader is None:
                 return
@@ -147,8 +147,8 @@ class _DeferredModule(ModuleType):
                 raise
             for marker, function in self.__dict__.pop(MARKS):
                 getattr(self, marker)(function)
-            while _undisabled:
-                _undisabled.pop()()
+            while _pending_disables:
+                _pending_disables.pop()()
 
     def _mark_later(self, marker: str, function: Any) -> Any:
         if LOADER not in self.__dict__:  # loaded since the marker was taken
@@ -185,7 +185,7 @@ def _lean_decorators(module: Any) -> None:
             called = original(fn, recursive, **options)
             call.__dict__.update(called.__dict__)  # by which the compiler recognizes disabled functions
 
-        _undisabled.append(switch_off)
+        _pending_disables.append(switch_off)
         return call
 
     module.disable = disable

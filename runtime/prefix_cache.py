@@ -45,7 +45,7 @@ class PrefixCache:
 
     def in_place(self, free: Iterable[Slot], owner: str, version: int, prompt: Sequence[int]) -> CachedPrefix | None:
         """Return the longest prefix of a prompt that a free slot holds and can continue in-place, or None."""
-        return _longest(free, owner, version, prompt, least=1)
+        return _find_longest(free, owner, version, prompt, min_saved=1)
 
     def to_copy(self, held: Iterable[Slot], owner: str, version: int, prompt: Sequence[int]) -> CachedPrefix | None:
         """Return the longest prefix of a prompt in slots in use and in copies, or None.
@@ -53,11 +53,11 @@ class PrefixCache:
         Copies from an earlier ``version`` of the model are dropped.
         """
         self._saved = [slot for slot in self._saved if slot.version == version]
-        kept = _longest([*held, *self._saved], owner, version, prompt, least=MIN_CACHED_PREFIX - 1)
-        if kept and kept.slot in self._saved:
-            self._saved.remove(kept.slot)
-            self._saved.append(kept.slot)
-        return kept
+        found = _find_longest([*held, *self._saved], owner, version, prompt, min_saved=MIN_CACHED_PREFIX - 1)
+        if found and found.slot in self._saved:
+            self._saved.remove(found.slot)
+            self._saved.append(found.slot)
+        return found
 
     def keep(self, cache: Cache, slot: int) -> None:
         """Save a copy of a slot before it is overwritten; drop the copies whose tokens are a prefix of it."""
@@ -78,10 +78,10 @@ class PrefixCache:
             self._saved.pop(0)
 
 
-def _longest(
-    slots: Iterable[Slot], owner: str, version: int, prompt: Sequence[int], *, least: int
+def _find_longest(
+    slots: Iterable[Slot], owner: str, version: int, prompt: Sequence[int], *, min_saved: int
 ) -> CachedPrefix | None:
-    """Return the slot that saves the most prefill, or None if none saves ``least`` tokens.
+    """Return the slot that saves the most prefill, or None if none saves ``min_saved`` tokens.
 
     The last token of a prompt is always recomputed.
     """
@@ -90,7 +90,7 @@ def _longest(
         if slot.owner == owner and slot.version == version:
             shared = common_prefix(slot.tokens[: min(slot.valid, len(prompt) - 1)], prompt)
             start = slot.resumes_at(shared)
-            if start >= max(least, best.start + 1 if best else 0):
+            if start >= max(min_saved, best.start + 1 if best else 0):
                 best = CachedPrefix(slot, shared, start)
     return best
 
@@ -121,7 +121,7 @@ class PromptReader:
         self._engine, self._cache, self._prompt = engine, cache, list(prompt)
         self._room, self._owner = room, owner
         self.slot = self._first_free = first_free
-        self._may_stop = engine.reads_in_pieces(len(prompt))
+        self._reads_in_pieces = engine.reads_in_pieces(len(prompt))
         self.cached_tokens = 0
         """Number of tokens at the start of the prompt that were cached."""
         self._read = 0
@@ -132,29 +132,29 @@ class PromptReader:
 
     def begin(self, prefixes: PrefixCache | None) -> None:
         """Choose the slot, and load the longest cached prefix of the prompt into it."""
-        slots, kept, is_in_place = self._cache.slots, None, False
-        self._keeps_states = self._may_stop and prefixes is not None and self._cache.keeps_states
-        if prefixes and self._may_stop:
-            kept, is_in_place = self._longest(prefixes)
-            if self._keeps_states and not self._engine.is_unchanged(goes_on=kept is not None):
-                kept = None
+        slots, found, is_in_place = self._cache.slots, None, False
+        self._keeps_states = self._reads_in_pieces and prefixes is not None and self._cache.keeps_states
+        if prefixes and self._reads_in_pieces:
+            found, is_in_place = self._find_prefix(prefixes)
+            if self._keeps_states and not self._engine.is_unchanged(goes_on=found is not None):
+                found = None
         version = self._engine.changes
-        if kept and is_in_place:
-            self.slot = slots.index(kept.slot)
-        shared = kept.shared if kept else 0
+        if found and is_in_place:
+            self.slot = slots.index(found.slot)
+        shared = found.shared if found else 0
         if prefixes and slots[self.slot].valid > shared:
             prefixes.keep(self._cache, self.slot)
-        if kept and not is_in_place:
-            self._cache.load(self.slot, kept.slot, shared)
+        if found and not is_in_place:
+            self._cache.load(self.slot, found.slot, shared)
         slot = self._cache.slots[self.slot]
-        self._read = self.cached_tokens = kept.start if kept else 0
+        self._read = self.cached_tokens = found.start if found else 0
         if 0 < self._read < shared:
             slot.cut(shared)
             self._cached_kv = slot.kv.at(self._read)
         slot.cut(self._read)
-        slot.owner, slot.version = self._owner, version if self._may_stop else NEVER_CONTINUED
+        slot.owner, slot.version = self._owner, version if self._reads_in_pieces else NEVER_CONTINUED
 
-    def _longest(self, prefixes: PrefixCache) -> tuple[CachedPrefix | None, bool]:
+    def _find_prefix(self, prefixes: PrefixCache) -> tuple[CachedPrefix | None, bool]:
         """Return the cached context that saves the most prefill, and True if it is in a free slot."""
         slots, query = self._cache.slots, (self._owner, self._engine.changes, self._prompt)
         in_place = prefixes.in_place(slots[self._first_free :], *query)
@@ -170,7 +170,7 @@ class PromptReader:
         Return the logits ``[1, vocabulary]`` after the prompt once it is complete, else None. A prompt that the engine
         cannot read in pieces is always prefilled as a whole.
         """
-        if max_tokens is not None and self._may_stop:
+        if max_tokens is not None and self._reads_in_pieces:
             return self._read_piece(max_tokens)
         verified = None
         while verified is None:

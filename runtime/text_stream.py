@@ -118,7 +118,7 @@ class StopTexts:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], stops: Container[int]) -> None:
         self._stream = TextStream(tokenizer)
         self._texts, self._stops = texts, stops
-        self._longest = max(map(len, texts))
+        self._max_stop_length = max(map(len, texts))
         self._tail = ""
 
     def __contains__(self, token: object) -> bool:
@@ -127,14 +127,14 @@ class StopTexts:
         if token in self._stops:
             return True
         text = self._tail + self._stream.add([token])
-        self._tail = text[max(0, len(text) - self._longest + 1) :]
+        self._tail = text[max(0, len(text) - self._max_stop_length + 1) :]
         return first_stop(text, self._texts) is not None
 
 
 def first_stop(text: str, stops: Sequence[str]) -> int | None:
     """Return the index at which the first stop string in a text begins; None if there is none."""
-    places = [place for stop in stops if (place := text.find(stop)) >= 0]
-    return min(places, default=None)
+    starts = [start for stop in stops if (start := text.find(stop)) >= 0]
+    return min(starts, default=None)
 
 
 def cut_at_stop(text: str, stops: Sequence[str]) -> str:

@@ -266,14 +266,14 @@ def _replay_turns(
     drafter = _TimedDrafter(made, budget)
     engine = RecordingEngine(RecordedLogits((*warm, *turns)) if contender.needs_logits else None)
 
-    def played(turns_to_replay: Sequence[RecordedTurn]) -> Iterator[ReplayedTurn]:
+    def replay_turns(turns_to_replay: Sequence[RecordedTurn]) -> Iterator[ReplayedTurn]:
         for turn in turns_to_replay:
             yield _replay_turn(engine, drafter, turn)
             on_turn()
 
-    warmed = sum(len(turn.tokens) for turn in played(warm))
+    warmed = sum(len(turn.tokens) for turn in replay_turns(warm))
     before = dict(drafter.seconds)
-    done = tuple(played(turns))
+    done = tuple(replay_turns(turns))
     seconds = {source: taken - before.get(source, 0.0) for source, taken in drafter.seconds.items()}
     return ReplayResult(contender.name, done, seconds, contender.has_history, warmed)
 

@@ -14,7 +14,7 @@ from hdtool.data.prompts import Grammar
 from hdtool.runtime.config import SamplingConfig
 from hdtool.runtime.drafter import Drafter, NoDraft
 from hdtool.runtime.generate_settings import refuse_settings
-from hdtool.runtime.grammar import guided, masks_of
+from hdtool.runtime.grammar import guided_drafter, masks_of
 from hdtool.runtime.model.load import Loaded
 from hdtool.runtime.model.placement import HIGHER, logits_after, logits_step_by_step, more_precise
 from hdtool.runtime.model.quantization import quantized_layers
@@ -37,11 +37,11 @@ class Difference:
 
     prompt: str
     oracle: Oracle
-    asked: list[int]
-    before: list[int]
+    prompt_ids: list[int]
+    shared_ids: list[int]
     """Answer tokens before the difference, which both answers share."""
     expected: int | None
-    found: int | None
+    actual: int | None
     """Token found instead of ``expected``; either is None if that answer has ended."""
     grammar: Grammar | None = None
     """Grammar that the answers must match."""
@@ -49,7 +49,7 @@ class Difference:
     @property
     def position(self) -> int:
         """Index of the differing token in the answer, from 0."""
-        return len(self.before)
+        return len(self.shared_ids)
 
 
 @dataclass(frozen=True)
@@ -137,12 +137,12 @@ class Verifier:
     def explain(self, differences: Iterable[Difference]) -> list[Explanation]:
         """Recompute the logits at each difference in the working precision and in the next higher one."""
         differences = list(differences)
-        sequences = [[*difference.asked, *difference.before] for difference in differences]
+        sequences = [[*difference.prompt_ids, *difference.shared_ids] for difference in differences]
         working = [self._as_decoded(sequence) for sequence in sequences]
         names = [str(self._model.dtype).removeprefix("torch.")] * 2
         try:
             if quantized_layers(self._model):  # quantized layers have no more precise form
-                step_by_step = [logits_step_by_step(self._model, one.asked, one.before) for one in differences]
+                step_by_step = [logits_step_by_step(self._model, one.prompt_ids, one.shared_ids) for one in differences]
                 names[1] += ", token by token"
             else:
                 step_by_step = self._precisely(sequences) if sequences else []
@@ -156,7 +156,7 @@ class Verifier:
         self, ids: list[int], drafter: Drafter, grammar: Grammar | None, prediction: Sequence[int] = ()
     ) -> tuple[list[int], int]:
         guide = self._loaded.guide(grammar)
-        drafter = guided(drafter, guide, self._draft_tokens)
+        drafter = guided_drafter(drafter, guide, self._draft_tokens)
         masks = masks_of(guide)
         steps = list(answer_steps(self._loaded, drafter, self._sampling, self._most, ids, masks, prediction))
         return [token for step in steps for token in step.tokens], len(steps)
@@ -182,16 +182,16 @@ class Verifier:
     ) -> Explanation:
         guide = self._loaded.guide(difference.grammar)
         if guide:
-            guide.follow(difference.before)
+            guide.follow(difference.shared_ids)
         sampler, _ = self._loaded.sampler(
-            self._sampling, difference.asked, max_new_tokens=self._most, first=masks_of(guide)
+            self._sampling, difference.prompt_ids, max_new_tokens=self._most, first=masks_of(guide)
         )
-        sampler.context += difference.before
+        sampler.context += difference.shared_ids
         rough, fine = (sampler.scores(logits.cpu()) for logits in (working, precise))
         chosen = sampler.chooser(precise.cpu()[None])(0)
-        if difference.expected is None or difference.found is None:
+        if difference.expected is None or difference.actual is None:
             return Explanation(difference, chosen=chosen, reason="one of the answers ends here")
-        pair = difference.expected, difference.found
+        pair = difference.expected, difference.actual
         perturbed = sampler.perturbed_scores(fine)
         lag = max(float(perturbed.max() - perturbed[token]) for token in pair)  # distance to the best score
         there = rough.isfinite() & fine.isfinite()

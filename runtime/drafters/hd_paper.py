@@ -67,10 +67,10 @@ class SequenceTable:
         row = self._row_of[token] if 0 <= token < len(self._row_of) else -1
         return self._rows[row, : self._filled[row]] if row >= 0 else self._rows[0, :0]
 
-    def _make_room(self, highest: int, more: int) -> None:
-        """Grow the table to hold ``more`` new keys, with token ids up to ``highest``."""
-        if highest >= len(self._row_of):
-            added = np.full(max(highest + 1, 2 * len(self._row_of)) - len(self._row_of), -1, np.int32)
+    def _make_room(self, max_token: int, more: int) -> None:
+        """Grow the table to hold ``more`` new keys, with token ids up to ``max_token``."""
+        if max_token >= len(self._row_of):
+            added = np.full(max(max_token + 1, 2 * len(self._row_of)) - len(self._row_of), -1, np.int32)
             self._row_of = np.concatenate([self._row_of, added])
         if self._used + more > len(self._rows):
             size = 2 * (self._used + more)
@@ -172,8 +172,8 @@ class PaperDrafter:
                 wanted -= query(context, wanted)
         if self._lookahead:
             with self._timed(SourceName.LOOKAHEAD):
-                self._trie.append_tree(*self._lookahead.nodes(), SourceName.LOOKAHEAD)
-        self._drafted = DraftTree(context[-1], *self._trie.nodes())
+                self._trie.append_tree(*self._lookahead.branch(), SourceName.LOOKAHEAD)
+        self._drafted = DraftTree(context[-1], *self._trie.copy_arrays())
         return self._drafted
 
     def observe(self, accepted: Accepted, verified: Verified) -> None:

@@ -82,12 +82,12 @@ class LogitSpec:
         self._trie.clear()
         self._trie.add(rows[:1], SourceName.CONTEXT, wanted=1)
         self._trie.add(rows[1:], SourceName.LAST, wanted=len(rows))
-        tokens, parents, sources = self._trie.nodes()
+        tokens, parents, sources = self._trie.copy_arrays()
         kinds = kinds_of(tokens, parents, sources == SourceName.CONTEXT, matched - 1, self._candidates, self._kinds)
         whole = DraftTree(context[-1], tokens, parents, sources)
         order, probs = self._calibration.by_probability(kinds, whole)
         order = order[: self.budget.choose_size(probs)]
-        tree = whole.picked(order)
+        tree = whole.select(order)
         self._verified = kinds[order], tree
         self.seconds[SourceName.LAST] += time.perf_counter() - started
         return tree

@@ -24,7 +24,7 @@ from hdtool.runtime.config.decoding import HIERARCHIES
 from hdtool.runtime.drafter import Drafter, HistoryDrafter, NoDraft
 from hdtool.runtime.drafters.methods import drafters_for, history_for
 from hdtool.runtime.generate_settings import Stops
-from hdtool.runtime.grammar import GrammarCompiler, GrammarProcessor, Guide, guided
+from hdtool.runtime.grammar import GrammarCompiler, GrammarProcessor, Guide, guided_drafter
 from hdtool.runtime.integrations.generate_request import GenerateRequest, Rollouts, UnsupportedCallError, predictions_of
 from hdtool.runtime.loop import Request
 from hdtool.runtime.model.checkpoint_identity import checkpoint_in_memory
@@ -238,7 +238,7 @@ class Generator:
         for row, drafter in zip(rows, drafters, strict=True):
             if (row.prediction or self._rollouts) and not isinstance(drafter, HistoryDrafter):
                 raise OptionError(PREDICTION_ERROR)
-            requests.append(row.to_answer(guided(drafter, row.guide)))
+            requests.append(row.to_answer(guided_drafter(drafter, row.guide)))
         before = [dict(request.drafter.seconds) for request in requests]
         self.stats = rows[0].stats
         try:

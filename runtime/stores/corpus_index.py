@@ -51,7 +51,7 @@ from hdtool.runtime.stores.suffix_search import (
 )
 from hdtool.runtime.tree import LARGEST_TREE
 
-LONGEST_RANGE = 6
+MAX_RANGE_ORDER = 6
 MAX_SAMPLES = 64
 MIN_SAMPLES = 16
 """Maximum number of followers sampled from a range, and minimum if the range has that many."""
@@ -61,8 +61,8 @@ RANGE_LOW, RANGE_HIGH = range(2)
 RANGES = np.dtype(
     [
         # Indexed by node (row 0 is the root) and order.
-        ("samples", np.int32, (RANGE_ROWS, LONGEST_RANGE + 1, MAX_SAMPLES)),  # by shard and suffix; with end tokens
-        ("read", np.int64, (RANGE_ROWS, LONGEST_RANGE + 1)),  # number of samples; 0 until they are read
+        ("samples", np.int32, (RANGE_ROWS, MAX_RANGE_ORDER + 1, MAX_SAMPLES)),  # by shard and suffix; with end tokens
+        ("read", np.int64, (RANGE_ROWS, MAX_RANGE_ORDER + 1)),  # number of samples; 0 until they are read
         ("beyond", np.int64, RANGE_ROWS),  # tokens that the longest range matches in addition to its order
         ("lowest", np.int64, RANGE_ROWS),  # the lowest order that was looked up
         ("matches", np.int64, (2, MAX_SAMPLES)),  # scratch space of ``read_samples``
@@ -88,7 +88,7 @@ def range_record(shards: Shards) -> tuple[Ints, Ints]:
     The record holds addresses, so the array and the shards must outlive it.
     """
     record = np.zeros(1, RANGES)
-    bounds = np.zeros((RANGE_ROWS, LONGEST_RANGE + 1, len(shards.extents), 2), np.int64)
+    bounds = np.zeros((RANGE_ROWS, MAX_RANGE_ORDER + 1, len(shards.extents), 2), np.int64)
     record["lowest"] = 1
     record["at"], record["shards"] = bounds.ctypes.data, shards.addresses()
     return record, bounds
@@ -97,7 +97,7 @@ def range_record(shards: Shards) -> tuple[Ints, Ints]:
 @compiled
 def bounds_of(ranges: Any) -> Ints:
     """Return the ranges of suffixes ``[nodes, orders, shards, 2]``."""
-    return array_at(ranges.at, (RANGE_ROWS, LONGEST_RANGE + 1, ranges.shards[4, 1], 2), np.int64)
+    return array_at(ranges.at, (RANGE_ROWS, MAX_RANGE_ORDER + 1, ranges.shards[4, 1], 2), np.int64)
 
 
 @compiled
@@ -109,7 +109,7 @@ def narrow(corpus: Ints, ranges: Any, tail: Ints, node: int, parent: int, order:
     """
     shards, bounds = shards_at(corpus, ranges.shards), bounds_of(ranges)
     token = tail[len(tail) - 1]
-    follows = order == LONGEST_RANGE and only_longest(ranges, parent)
+    follows = order == MAX_RANGE_ORDER and only_longest(ranges, parent)
     lower_order = order if follows else order - 1
     known = 0 <= token < shards.heads.shape[1] - 1 and (order == 1 or lower_order >= ranges.lowest[parent])
     num_matches = size_of(ranges, parent, lower_order) if known and order > 1 else 0
@@ -134,19 +134,19 @@ def narrow(corpus: Ints, ranges: Any, tail: Ints, node: int, parent: int, order:
             num_earlier += size
         bounds[node, order, shard, RANGE_LOW], bounds[node, order, shard, RANGE_HIGH] = low, high
     ranges.read[node, order] = 0
-    if order == LONGEST_RANGE:
+    if order == MAX_RANGE_ORDER:
         ranges.beyond[node] = ranges.beyond[parent] + 1 if follows else 0
 
 
 @compiled
 def only_longest(ranges: Any, node: int) -> bool:
     """Return True if a node has ranges only of the longest order, and all their followers were read."""
-    if ranges.lowest[node] > LONGEST_RANGE:
+    if ranges.lowest[node] > MAX_RANGE_ORDER:
         return False
-    if ranges.lowest[node] < LONGEST_RANGE and size_of(ranges, node, LONGEST_RANGE - 1) > 0:
+    if ranges.lowest[node] < MAX_RANGE_ORDER and size_of(ranges, node, MAX_RANGE_ORDER - 1) > 0:
         return False
-    num_matches = size_of(ranges, node, LONGEST_RANGE)
-    return bool(0 < num_matches == ranges.read[node, LONGEST_RANGE])
+    num_matches = size_of(ranges, node, MAX_RANGE_ORDER)
+    return bool(0 < num_matches == ranges.read[node, MAX_RANGE_ORDER])
 
 
 @compiled
@@ -191,7 +191,7 @@ def read_samples(corpus: Ints, ranges: Any, node: int, order: int, num_matches: 
     shards = shards_at(corpus, ranges.shards)
     read = min(num_matches, max_samples)
     matches = ranges.matches[:, :read]
-    length = order + ranges.beyond[node] if order == LONGEST_RANGE else order
+    length = order + ranges.beyond[node] if order == MAX_RANGE_ORDER else order
     sample_matches(shards, bounds_of(ranges)[node, order], length, num_matches, matches)
     read_followers(shards, matches, 0, ranges.samples[node, order])
     ranges.read[node, order] = read
@@ -231,8 +231,8 @@ class CorpusSearch(Uncopyable):
     def read(self, context: Sequence[int] | Ints) -> None:
         """Look up the ranges at the end of a context."""
         self._bounds[0], self._record["read"][0] = 0, 0
-        for stop in range(max(1, len(context) - LONGEST_RANGE + 1), len(context) + 1):
-            self.look_up(np.array(context[max(0, stop - LONGEST_RANGE) : stop], np.int64))
+        for stop in range(max(1, len(context) - MAX_RANGE_ORDER + 1), len(context) + 1):
+            self.look_up(np.array(context[max(0, stop - MAX_RANGE_ORDER) : stop], np.int64))
 
     def look_up(self, tail: Ints) -> None:
         """Advance by the last token of ``tail`` and read the followers of all orders."""
@@ -254,16 +254,16 @@ class CorpusSearch(Uncopyable):
 def look_up(corpus: Ints, record: Ints, tail: Ints) -> None:
     """Narrow the root's ranges in-place by the last token of ``tail``, and read their followers."""
     ranges = record[0]
-    for order in range(LONGEST_RANGE, 0, -1):
+    for order in range(MAX_RANGE_ORDER, 0, -1):
         narrow(corpus, ranges, tail, 0, 0, order)
-    for order in range(LONGEST_RANGE, 0, -1):
+    for order in range(MAX_RANGE_ORDER, 0, -1):
         found = size_of(ranges, 0, order)
         if found > 0:
             read_samples(corpus, ranges, 0, order, found, MAX_SAMPLES)
 
 
 KIND = "corpus"
-LONGEST_CONTEXT = 16
+MAX_CONTEXT_TOKENS = 16
 CONTINUATION_DEPTH = 10
 MATCH_SAMPLES = 128
 NODE_TOKEN, NODE_PARENT, NODE_COUNT = range(3)
@@ -344,7 +344,7 @@ class CorpusIndex(Uncopyable):
 
     def after(self, context: Sequence[int] | Ints, max_nodes: int = LARGEST_TREE) -> Continuations:
         """Return the continuations of the longest suffix of ``context`` that occurs in the corpus."""
-        tail = np.asarray(context[-LONGEST_CONTEXT:], INT64)
+        tail = np.asarray(context[-MAX_CONTEXT_TOKENS:], INT64)
         # Constructing it from a tuple instead of fields saves a quarter of a microsecond.
         return tuple.__new__(Continuations, lookup(self.tokens, self.addresses, tail, self.end, max_nodes))
 
@@ -404,10 +404,10 @@ def _tree(continuations: Ints, end: int, max_nodes: int) -> Ints:
     Nodes shared by several continuations are built and sorted by count first. Nodes of a single continuation, which are
     the majority but rarely accepted, then fill the remaining space in the order of the continuations.
     """
-    longest, samples = continuations.shape
+    max_depth, samples = continuations.shape
     shared = _shared_lengths(continuations, end)
-    grown = np.empty((3, samples * longest), np.int64)
-    path = np.empty(longest + 1, np.int64)  # nodes of the previous continuation, which shares a prefix with the next
+    grown = np.empty((3, samples * max_depth), np.int64)
+    path = np.empty(max_depth + 1, np.int64)  # nodes of the previous continuation, which shares a prefix with the next
     path[0] = -1
     last = np.empty(samples, np.int64)  # deepest shared node of each continuation
     size = 0
@@ -428,7 +428,7 @@ def _tree(continuations: Ints, end: int, max_nodes: int) -> Ints:
         if kept == max_nodes:
             break
         parent = moved[last[column]]
-        for depth in range(max(shared[column], shared[column + 1]), longest):
+        for depth in range(max(shared[column], shared[column + 1]), max_depth):
             if kept == max_nodes or continuations[depth, column] == end:
                 break
             nodes[NODE_TOKEN, kept] = continuations[depth, column]
@@ -442,9 +442,9 @@ def _tree(continuations: Ints, end: int, max_nodes: int) -> Ints:
 @compiled
 def _shared_lengths(continuations: Ints, end: int) -> Ints:
     """Return how many leading tokens each continuation shares with the previous one; 0 at both ends."""
-    longest, samples = continuations.shape
+    max_depth, samples = continuations.shape
     shared, alike = np.zeros(samples + 1, np.int32), np.ones(samples + 1, np.int32)
-    for depth in range(longest):
+    for depth in range(max_depth):
         for column in range(1, samples):
             token = continuations[depth, column]
             alike[column] &= (token == continuations[depth, column - 1]) & (token != end)
@@ -453,18 +453,18 @@ def _shared_lengths(continuations: Ints, end: int) -> Ints:
 
 
 @compiled
-def _by_count(grown: Ints, highest: int, nodes: Ints) -> Ints:
-    """Write nodes to ``nodes`` sorted by count, which is at most ``highest``; return each node's new index.
+def _by_count(grown: Ints, max_count: int, nodes: Ints) -> Ints:
+    """Write nodes to ``nodes`` sorted by count, which is at most ``max_count``; return each node's new index.
 
     The result maps -1, the parent of top-level nodes, to -1. A counting sort takes a single pass and is stable: since a
     parent's count is at least its child's, parents remain before their children.
     """
     size, max_nodes = grown.shape[1], nodes.shape[1]
-    starts = np.zeros(highest + 2, np.int32)  # by count, the index of its first node in the sorted tree
+    starts = np.zeros(max_count + 2, np.int32)  # by count, the index of its first node in the sorted tree
     for node in range(size):
         starts[grown[NODE_COUNT, node]] += 1
     first = 0
-    for count in range(highest, 0, -1):
+    for count in range(max_count, 0, -1):
         same = starts[count]
         starts[count] = first
         first += same

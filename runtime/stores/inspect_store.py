@@ -17,9 +17,9 @@ import numpy as np
 from hdtool.data.stores.manifest import HISTORY_FORMAT
 from hdtool.data.stores.store_files import HISTORY_KIND
 from hdtool.runtime.kernels.compiled import Ints
-from hdtool.runtime.stores.corpus_index import LONGEST_RANGE, CorpusIndex, CorpusSearch
+from hdtool.runtime.stores.corpus_index import MAX_RANGE_ORDER, CorpusIndex, CorpusSearch
 from hdtool.runtime.stores.history_store import HistoryStore
-from hdtool.runtime.stores.model_store import LONGEST_PREFIX, ModelRecord, ModelStore, look_up
+from hdtool.runtime.stores.model_store import MAX_PREFIX_TOKENS, ModelRecord, ModelStore, look_up
 from hdtool.runtime.stores.token_log import MAX_MATCH_TOKENS, matches
 
 MAX_SHOWN = 20
@@ -49,7 +49,7 @@ def _of_model(store: ModelStore, context: list[int]) -> Iterator[FoundContinuati
 def _of_corpus(index: CorpusIndex, context: list[int]) -> Iterator[FoundContinuation]:
     search = CorpusSearch(index.shards)
     search.read(context)
-    for order in range(min(LONGEST_RANGE, len(context)), 0, -1):
+    for order in range(min(MAX_RANGE_ORDER, len(context)), 0, -1):
         _, counts = search.followers(order)
         if counts:
             for token, count in sorted(counts.items(), key=lambda each: (-each[1], each[0]))[:MAX_SHOWN]:
@@ -62,7 +62,7 @@ def _path(index: CorpusIndex, tokens: list[int], matched: int, count: int) -> li
     search = CorpusSearch(index.shards)
     while len(tokens) < matched + MAX_PATH:
         search.read(tokens)
-        num_matches, counts = search.followers(min(LONGEST_RANGE, len(tokens)))
+        num_matches, counts = search.followers(min(MAX_RANGE_ORDER, len(tokens)))
         if num_matches != count or list(counts.values()) != [count]:
             break
         tokens += counts
@@ -78,7 +78,7 @@ def latency_of(store: CorpusIndex | ModelStore) -> dict[str, float]:
     vocabulary = store.manifest.tokenizer.vocab_size
     if isinstance(store, ModelStore):
         text = ModelRecord.of(store.folder, store.manifest).text()
-        tails = (tail[-LONGEST_PREFIX:] for tail in _perturbed_contexts(text, vocabulary))
+        tails = (tail[-MAX_PREFIX_TOKENS:] for tail in _perturbed_contexts(text, vocabulary))
         return latency(partial(look_up, store.record), tails)
     search = CorpusSearch(store.shards)
 

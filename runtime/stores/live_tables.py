@@ -162,7 +162,7 @@ RECYCLED_TABLE = np.dtype(
     [
         ("rankings", np.int64),  # address of the rows; 0 before anything is kept
         ("vocabulary", np.int64),  # number of rows for single tokens
-        ("longest", np.int64),  # maximum key length; 0 before anything is kept
+        ("max_key_tokens", np.int64),  # maximum key length; 0 before anything is kept
     ],
     align=True,
 )
@@ -195,19 +195,19 @@ class RecycledRankings(Uncopyable):
 
         Later rankings replace these. With ``alone``, the table has no room for keys of several tokens.
         """
-        longest = 1 if alone else MAX_KEY_TOKENS
-        self._allocate(len(known), longest)
-        self.record["longest"] = 1
+        max_key_tokens = 1 if alone else MAX_KEY_TOKENS
+        self._allocate(len(known), max_key_tokens)
+        self.record["max_key_tokens"] = 1
         with np.errstate(divide="ignore"):
             scores = np.log(known[:, RANKING_TOKENS:].astype(np.float32))
         _keep(self.record, np.arange(len(known)).reshape(-1, 1), known[:, :RANKING_TOKENS].astype(np.int64), scores)
-        self.record["longest"] = longest
+        self.record["max_key_tokens"] = max_key_tokens
 
-    def _allocate(self, vocabulary: int, longest: int) -> None:
-        rows = vocabulary + (longest - 1) * ROWS_PER_LENGTH
+    def _allocate(self, vocabulary: int, max_key_tokens: int) -> None:
+        rows = vocabulary + (max_key_tokens - 1) * ROWS_PER_LENGTH
         self._lines = np.zeros((rows + 1) * ROW_BYTES, np.uint8)  # one extra row for alignment
         self.record["rankings"] = -(-self._lines.ctypes.data // ROW_BYTES) * ROW_BYTES
-        self.record["vocabulary"], self.record["longest"] = vocabulary, longest
+        self.record["vocabulary"], self.record["max_key_tokens"] = vocabulary, max_key_tokens
 
 
 @compiled
@@ -220,13 +220,13 @@ def _keep(memory: Array, tails: Array, tokens: Array, scores: Array) -> None:
     for node in range(len(tails) - 1, -1, -1):  # write the most probable node last, so that its ranking stays
         if not np.isfinite(scores[node, 0]):
             continue
-        for length in range(1, table.longest + 1):
+        for length in range(1, table.max_key_tokens + 1):
             suffix_hashes[length] = mix_hash(suffix_hashes[length - 1], tails[node, -length])
         prefetch_rankings(table, tails[node, -1], suffix_hashes)
         for rank in range(RANKING_TOKENS):
             shares[rank] = np.exp(SHARE_SHARPNESS * (scores[node, rank] - scores[node, 0]))
         shares *= SHARE_UNIT / shares.sum()
-        for length in range(1, table.longest + 1):
+        for length in range(1, table.max_key_tokens + 1):
             row = row_of(table, tails[node, -1], suffix_hashes[length], length)
             if row >= 0:
                 kept = rankings[row]
@@ -239,7 +239,7 @@ def _keep(memory: Array, tails: Array, tokens: Array, scores: Array) -> None:
 def prefetch_rankings(table: Any, last: Any, suffix_hashes: Array) -> None:
     """Prefetch the rankings for all key lengths; ``suffix_hashes`` holds the hash of the last tokens by length."""
     rankings = rankings_of(table)
-    for length in range(1, table.longest + 1):
+    for length in range(1, table.max_key_tokens + 1):
         row = row_of(table, last, suffix_hashes[length], length)
         if row >= 0:
             prefetch(rankings, row)
@@ -254,7 +254,7 @@ def tag_of(suffix_hash: np.uint64) -> Any:
 @compiled
 def row_of(table: Any, last: Any, suffix_hash: np.uint64, length: int) -> int:
     """Return the row for ``length`` tokens with this hash, the last of which is ``last``; -1 if there is none."""
-    if length > table.longest or not 0 <= last < table.vocabulary:
+    if length > table.max_key_tokens or not 0 <= last < table.vocabulary:
         return -1
     if length == 1:
         return int(last)
@@ -266,7 +266,7 @@ def row_of(table: Any, last: Any, suffix_hash: np.uint64, length: int) -> int:
 @compiled
 def rankings_of(table: Any) -> Array:
     """Return all rows of the table as an array."""
-    return array_at(table.rankings, table.vocabulary + (table.longest - 1) * ROWS_PER_LENGTH, RANKING)
+    return array_at(table.rankings, table.vocabulary + (table.max_key_tokens - 1) * ROWS_PER_LENGTH, RANKING)
 
 
 @compiled

@@ -335,22 +335,22 @@ def follow_chain(
     after ``visits`` positions, or at ``oldest``. If blocks have ``owners``, those of ``NOBODY`` and of ``owner`` are
     skipped. Returns the new number of positions.
     """
-    (min_length, longest), mask, position, read = limits, len(tokens) - 1, np.int64(start), 0
+    (min_length, max_length), mask, position, read = limits, len(tokens) - 1, np.int64(start), 0
     has_owners = len(owners) > 0
     for _ in range(visits):
         if position <= oldest or read == max_matches or count == len(matched_positions):
             break
         whose = owners[(position & mask) // LOG_BLOCK] if has_owners else 0
         if whose != NOBODY and (whose != owner or not has_owners):
-            length, longest_here = 0, min(np.int64(len(tail)), position - oldest)
-            while length < longest_here:
+            length, max_length_here = 0, min(np.int64(len(tail)), position - oldest)
+            while length < max_length_here:
                 token = tail[len(tail) - 1 - length]
                 if token < 0 or tokens[(position - 1 - length) & mask] != token:
                     break
                 length += 1
             if length >= min_length:
                 read += 1
-                if length <= longest:
+                if length <= max_length:
                     matched_positions[count], lengths[count] = position, length
                     count += 1
         earlier = np.int64(previous[position & mask])

@@ -33,7 +33,7 @@ class Replayed(NamedTuple):
 
 
 def replayed(turns: list[RecordedTurn], minimum: float, most: int) -> Replayed:
-    drafter = BatchDrafter(StoreSet(), VllmConfig(most, minimum, 256, MEMORY), rows=1, longest=LONGEST)
+    drafter = BatchDrafter(StoreSet(), VllmConfig(most, minimum, 256, MEMORY), rows=1, max_length=LONGEST)
     work = drafter._hierarchy.work[0]
     tokens = steps = 0
     estimates: list[float] = []

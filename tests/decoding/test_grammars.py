@@ -37,7 +37,7 @@ from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
 from hdtool.runtime.engine import Verified
 from hdtool.runtime.engines.cpu import tree_pass
 from hdtool.runtime.engines.cpu.pass_kernel import compute_tree
-from hdtool.runtime.grammar import GrammarCompiler, Guide, GuidedDrafter, guided, masks_of
+from hdtool.runtime.grammar import GrammarCompiler, Guide, GuidedDrafter, guided_drafter, masks_of
 from hdtool.runtime.integrations.hf_generate import Generator
 from hdtool.runtime.integrations.server.formats import TokenLogprobs
 from hdtool.runtime.integrations.server.preparation import LogprobRecorder
@@ -228,7 +228,7 @@ class TestCertainTokens:
             found: list[TokenLogprobs] = []
             guide = compiler.guide(Grammar.json_schema(JSON_SCHEMAS["sentiment"]))
             sampler = Sampler(SamplingConfig(), prompt, processors=LogitsProcessorList(masks_of(guide)))
-            recorder = LogprobRecorder(guided(drafter, guide, 12), 2, found)
+            recorder = LogprobRecorder(guided_drafter(drafter, guide, 12), 2, found)
             steps = decode(embedded.target, prompt, sampler, max_new_tokens=40, stops=embedded.stops, drafter=recorder)
             assert sum(len(step.tokens) for step in steps) == len(found)
             return found
@@ -239,7 +239,7 @@ class TestCertainTokens:
         assert skipped and not any(skipped)
 
     def test_recorded_rankings_read_all_logits(self, compiler: GrammarCompiler) -> None:
-        drafter = guided(Hierarchy(), compiler.guide(Grammar.regex("a+")))
+        drafter = guided_drafter(Hierarchy(), compiler.guide(Grammar.regex("a+")))
         assert not reads_logits(drafter)
         assert reads_logits(RankingRecorder(drafter, 2))
 
@@ -340,7 +340,7 @@ class TestTrees:
         tokens = [data.draw(st.sampled_from([*likely, 5, 6])) for _ in range(size)]
         parents = [data.draw(st.integers(-1, node - 1)) for node in range(size)]
         tree = DraftTree.of(0, tokens, parents, SourceName.CONTEXT)
-        found = GuidedDrafter(NoDraft(), guide, most)._guided(tree)
+        found = GuidedDrafter(NoDraft(), guide, most)._constrain(tree)
         assert len(found) <= most
         paths: list[list[int]] = [[]]
         for node, (token, parent) in enumerate(zip(found.tokens.tolist(), found.parents.tolist(), strict=True)):
@@ -383,9 +383,9 @@ class TestTrees:
 
     def test_plain_decoding_stays_plain(self, compiler: GrammarCompiler) -> None:
         drafter = NoDraft()
-        assert guided(drafter, compiler.guide(Grammar.regex("a+")), 8) is drafter
+        assert guided_drafter(drafter, compiler.guide(Grammar.regex("a+")), 8) is drafter
         hierarchy = Hierarchy()
-        assert guided(hierarchy, compiler.guide(Grammar.regex("a+")), 0) is hierarchy
+        assert guided_drafter(hierarchy, compiler.guide(Grammar.regex("a+")), 0) is hierarchy
 
 
 def oracle_forced(compiler: GrammarCompiler, matcher: LLMatcher) -> list[int]:

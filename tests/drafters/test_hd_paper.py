@@ -64,7 +64,7 @@ class FewTexts:
         suffix = next((s for s in (tuple(context[-n:]) for n in (2, 1)) if len(s) and s in self.known), ())
         trie = Trie(LARGEST_TREE)
         trie.add(padded(self.known.get(suffix, [])), 0, wanted=100)
-        tokens, parents, _ = trie.nodes()
+        tokens, parents, _ = trie.copy_arrays()
         return SimpleNamespace(tokens=tokens, parents=parents, matched=min(len(suffix), len(context)))
 
 
@@ -133,7 +133,7 @@ def test_sequences_are_united(additions: list[tuple[Sequences, int]]) -> None:
                     nodes.setdefault(tuple(row[:end]), source)
             expected += len(nodes) > before
         assert brought == expected
-    tree = DraftTree(0, *trie.nodes())
+    tree = DraftTree(0, *trie.copy_arrays())
     check_integrity(tree)
     assert paths(tree) == nodes
     trie.clear()
@@ -143,7 +143,7 @@ def test_sequences_are_united(additions: list[tuple[Sequences, int]]) -> None:
 def test_a_full_tree_takes_no_more() -> None:
     trie = Trie(6)
     assert trie.add(np.arange(16).reshape(4, 4), 1, wanted=7) == 2
-    tree = DraftTree(0, *trie.nodes())
+    tree = DraftTree(0, *trie.copy_arrays())
     assert set(paths(tree)) == {(0,), (0, 1), (0, 1, 2), (0, 1, 2, 3), (4,), (4, 5)}
     assert trie.add(np.arange(100, 104).reshape(1, 4), 1, wanted=7) == 0
 
@@ -154,7 +154,7 @@ def test_a_tree_is_appended_to_the_sequences() -> None:
         trie.clear()
         trie.add(np.arange(8).reshape(2, 4), 1, wanted=size // 3)
         trie.append_tree(np.array([0, 8, 9]), np.array([-1, 0, -1], np.int32), 4)
-        tokens, parents, sources = trie.nodes()
+        tokens, parents, sources = trie.copy_arrays()
         start = len(trie) - 3
         assert (start, tokens[start:].tolist()) == (size, [0, 8, 9])
         assert parents[start:].tolist() == [-1, start, -1]
@@ -195,7 +195,7 @@ def slow_draft(context: list[int], order: str, most: int) -> dict[tuple[int, ...
             for suffix in (tuple(context[-2:]), tuple(context[-1:])):
                 trie = Trie(LARGEST_TREE)
                 trie.add(padded(TEXTS.get(suffix, [])), 0, wanted=100)
-                tokens, parents, _ = trie.nodes()
+                tokens, parents, _ = trie.copy_arrays()
                 for row in sequences_of(tokens, parents, SEQUENCE_LENGTH, most).tolist():
                     fetched.append(([token for token in row if token != NO_TOKEN], SourceName.CORPUS))
     return united(fetched, most)
@@ -264,16 +264,16 @@ def test_only_the_tree_that_was_drafted_is_learned_from() -> None:
     drafter.begin(prompt)
     window = drafter._lookahead
     assert window
-    start = window.nodes()[0].tolist()
+    start = window.branch()[0].tolist()
     drafter.observe(Accepted([], [1]), saying([1]))
     tree = drafter.draft(prompt)
     clipped = tree.clipped(2)
     assert len(clipped) < len(tree)
     drafter.observe(Accepted([], [2]), saying([2] * (len(clipped) + 1)))
-    assert window.nodes()[0].tolist() == start
+    assert window.branch()[0].tolist() == start
     tree = drafter.draft([*prompt, 2])
     drafter.observe(Accepted([], [3]), Verified(torch.empty(len(tree) + 1, 0)))
-    assert window.nodes()[0].tolist() == start
+    assert window.branch()[0].tolist() == start
     tree = drafter.draft([*prompt, 2, 3])
     drafter.observe(Accepted([], [3]), saying([9] * (len(tree) + 1)))
-    assert window.nodes()[0].tolist() != start
+    assert window.branch()[0].tolist() != start

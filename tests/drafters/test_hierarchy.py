@@ -249,7 +249,7 @@ def test_no_drafting_costs_nothing_and_forgets_nothing() -> None:
         for token in context[6:]:
             assert hierarchy is busy or len(hierarchy.draft(context)) == 0
             hierarchy.observe(Accepted([], [token]), NO_LOGITS)
-    assert len(idle.table) == 6 and len(busy.table) == 15
+    assert len(idle.context_table) == 6 and len(busy.context_table) == 15
     switch.max_nodes = 16
     assert idle.draft(context).tokens.tolist() == busy.draft(context).tokens.tolist()
     for source in WEIGHTS:

@@ -148,7 +148,7 @@ def test_nodes_are_sorted_by_probability_and_rates_are_updated(tree: DraftTree, 
     assert probs.tolist() == pytest.approx([expected[node] for node in order])
     assert sorted(order.tolist()) == list(range(len(tree))) and all(a >= b for a, b in pairwise(probs))
     for size in range(len(tree) + 1):
-        check_integrity(tree.picked(order[:size]))
+        check_integrity(tree.select(order[:size]))
 
 
 def test_nodes_that_are_never_accepted_are_no_longer_drafted() -> None:

@@ -194,7 +194,7 @@ def test_the_trie_gives_the_most_frequent_continuations(text: list[int], most: i
     grams = [text[start : start + NGRAM_LENGTH] for start in range(len(text) - NGRAM_LENGTH + 1)]
     counts = Counter(tuple(gram[:size]) for gram in grams for size in range(1, NGRAM_LENGTH + 1))
     expected: list[int] = []
-    for length in range(min(len(text), NGRAM_LENGTH - 1), racer.SHORTEST_MATCH - 1, -1):
+    for length in range(min(len(text), NGRAM_LENGTH - 1), racer.MIN_MATCH_TOKENS - 1, -1):
         match = tuple(text[-length:])
         expected += [count for gram, count in counts.items() if len(gram) > length and gram[:length] == match]
     found = []

@@ -28,7 +28,7 @@ from hdtool.runtime.stores.store_set import StoreSet
 MAKERS: dict[str, Callable[[], object]] = {
     "Hierarchy": Hierarchy,
     "Rankings": lambda: Rankings(recycled=True),
-    "BatchDrafter": lambda: BatchDrafter(StoreSet(), VllmConfig(), rows=1, longest=16),
+    "BatchDrafter": lambda: BatchDrafter(StoreSet(), VllmConfig(), rows=1, max_length=16),
     "CorpusIndex": lambda: CorpusIndex(demo.CORPUS_INDEX),
     "ModelStore": lambda: ModelStore(demo.MODEL_STORE),
 }

@@ -102,7 +102,7 @@ def test_after_certain_tokens_no_logits_are_computed(one: OneSequence, tree: Dra
     found = compiled(one, with_certain(tree, certain), WALK)
     assert found.walk
     node = ROOT
-    for token, child in zip(found.walk.tokens, found.walk.path, strict=True):
+    for token, child in zip(found.walk.tokens, found.walk.children, strict=True):
         row = node + 1
         assert token == (int(expected[row].argmax()) if certain[row] == UNDETERMINED else certain[row])
         assert child == (ROOT if (drafted := tree.child(node, token)) is None else drafted)

@@ -20,16 +20,16 @@ LONGEST_MATCH, PLACES, PLACES_BELOW = 32, 64, 16
 LEVELS = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 32)
 """Longest match length of each order."""
 TOLD, TOLD_BELOW, OVERLAP = 32, 8, 8
-LONGEST_PREFIX = 4
-LONGEST_RANGE, SAMPLES, FEWEST_SAMPLES = 6, 64, 16
+MAX_PREFIX_TOKENS = 4
+MAX_RANGE_ORDER, SAMPLES, FEWEST_SAMPLES = 6, 64, 16
 LONGEST_NODE, BEST, HASHED_ROWS, SHARPNESS, WHOLE = 5, 8, 2**15, 1.5, 1000
 MOST_CANDIDATES, MILLION, LAST_SHARPNESS = 60, 10**6, 0.5
 CONTEXT_ORDERS, MODEL_ORDERS, CORPUS_ORDERS, RECYCLED_ORDERS, HISTORY_ORDERS = 0, 12, 16, 22, 27
 LAST_ORDERS, ORDERS = 39, 40
 PRIORS = {
     CONTEXT_ORDERS: (len(LEVELS), 1.0, 1.0, 0.0, 0.25),
-    MODEL_ORDERS: (LONGEST_PREFIX, 0.9, 0.75, 0.4, 0.05),
-    CORPUS_ORDERS: (LONGEST_RANGE, 0.9, 0.75, 0.35, 0.12),
+    MODEL_ORDERS: (MAX_PREFIX_TOKENS, 0.9, 0.75, 0.4, 0.05),
+    CORPUS_ORDERS: (MAX_RANGE_ORDER, 0.9, 0.75, 0.35, 0.12),
     RECYCLED_ORDERS: (LONGEST_NODE, 0.9, 0.9, 0.0, 0.0),
     HISTORY_ORDERS: (len(LEVELS), 1.0, 1.0, 0.0, 0.06),
     LAST_ORDERS: (1, 0.7, 1.0, 0.0, 0.0),
@@ -203,7 +203,7 @@ class SlowHierarchy:
         return [place for place in places[: 2 * wanted] if place[0] is not self.answering[0]][:wanted]
 
     def ask_model(self, node: Node, order: int) -> Evidence | None:
-        deepest = min(LONGEST_PREFIX, node.above.known + 1) if node.above else LONGEST_PREFIX
+        deepest = min(MAX_PREFIX_TOKENS, node.above.known + 1) if node.above else MAX_PREFIX_TOKENS
         if not self.model or order > deepest or order > len(node.context):
             return None
         entries = self.model.after(node.context[-order:])
@@ -223,7 +223,7 @@ class SlowHierarchy:
         if node.above:
             above = node.above
             if order > 1 and above.above and order - 1 not in above.searched:
-                follows = order == LONGEST_RANGE and bool(above.longest)
+                follows = order == MAX_RANGE_ORDER and bool(above.longest)
                 if not follows:
                     return None
             node.searched.add(order)
@@ -239,7 +239,7 @@ class SlowHierarchy:
         read = min(len(goes_on), most)
         step = (len(goes_on) << 16) // read
         followers = [self._token(*goes_on[turn * step >> 16]) for turn in range(read)]
-        if order == LONGEST_RANGE and read == len(goes_on):
+        if order == MAX_RANGE_ORDER and read == len(goes_on):
             node.longest = goes_on
         counts = Counter(token for token in followers if token != self.end)
         level = CORPUS_ORDERS + order - 1
@@ -366,13 +366,13 @@ class SlowHierarchy:
             weigh(self.ask_model(node, order))
             if left_open < least:
                 break
-            if self.shards and order <= LONGEST_RANGE and left_open >= WORTH_A_SEARCH * least:
+            if self.shards and order <= MAX_RANGE_ORDER and left_open >= WORTH_A_SEARCH * least:
                 weigh(self.ask_corpus(node, order, max(FEWEST_SAMPLES, min(SAMPLES, int(left_open / least)))))
                 if left_open < least:
                     break
         chances = self._weigh_recency(node, {token: sum(part.values()) for token, part in parts.items()})
         if not node.known and left_open < least:
-            node.known = LONGEST_PREFIX
+            node.known = MAX_PREFIX_TOKENS
         if not node.above and left_open >= least and self.last:
             weigh(
                 Evidence(

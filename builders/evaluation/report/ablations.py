@@ -123,10 +123,10 @@ class Study:
 
     def results(self, on_progress: Callable[[int], None] = lambda done: None) -> StudyResults:
         """Run all replays; ``on_progress`` receives the number of turns done so far."""
-        played = replay(
+        replayed = replay(
             self.contenders, self.conversations, self.store_set, workers=self.workers, on_progress=on_progress
         )
-        return StudyResults(self.letters, played)
+        return StudyResults(self.letters, replayed)
 
 
 @dataclass(frozen=True)

@@ -257,9 +257,12 @@ def spread_of(total: Any, distinct: Any) -> int:
 
 
 @compiled
-def share_bucket(share: Any, total_probability: int) -> int:
-    """Return the bucket for a ranking: the share of its best token takes the place of the amount of evidence."""
-    certainty: Any = EVIDENCE_SIZES * np.int64(share) // total_probability
+def share_bucket(share: Any, share_unit: int) -> int:
+    """Return the bucket for a ranking, by the share of its best token instead of the amount of evidence.
+
+    ``share_unit`` is the sum of all shares.
+    """
+    certainty: Any = EVIDENCE_SIZES * np.int64(share) // share_unit
     return 3 * min(EVIDENCE_SIZES - 1, certainty)  # type: ignore[no-any-return]
 
 
@@ -387,10 +390,10 @@ def weigh_recency(work: Any, gains: Any, table: Any, node: int) -> None:
 
     Small probabilities change the most, as they rest on few counts.
     """
-    next_place = table.end + work.depths[node]
+    next_position = table.end + work.depths[node]
     for at in range(work.size):
-        place = latest_position(table, work.candidates[at])
-        work.recency[at] = 0 if place < 0 else distance_class(next_place - place)
+        position = latest_position(table, work.candidates[at])
+        work.recency[at] = 0 if position < 0 else distance_class(next_position - position)
     before = total_probability(work)
     for at in range(work.size):
         work.chances[at] *= gains[work.recency[at], prob_class(work.chances[at])]

@@ -107,7 +107,7 @@ class Hierarchy(Uncopyable):
         """Time at which the current draft began; None if there is none, or if its outcome was observed."""
         self._used_trained = False
         """True if the trained drafter took part in the current draft."""
-        self.table = ContextTable()
+        self.context_table = ContextTable()
         self._stores = model, corpus  # their arrays must outlive their addresses
         self._shards = corpus.shards if corpus else no_shards()
         ranges, self._range_bounds = range_record(self._shards)
@@ -141,9 +141,14 @@ class Hierarchy(Uncopyable):
         self._weight_rows = rows_of_weights(table)
         first = {source: self._weight_rows[source.name].start for source in table}
         self._rows = [(source, source.row(first[source])) for source in table if source in added or used[source]]
-        self._table = np.zeros(MAX_SOURCE_ROWS, SOURCE_ROW)
+        self._source_table = np.zeros(MAX_SOURCE_ROWS, SOURCE_ROW)
         self._records: dict[int, Array] = dict(self._matches)
-        self._records |= {WORK_AT: work, WEIGHTS_AT: self._learned, NEAR_AT: rankings.near, TABLE_AT: self._table}
+        self._records |= {
+            WORK_AT: work,
+            WEIGHTS_AT: self._learned,
+            NEAR_AT: rankings.near,
+            TABLE_AT: self._source_table,
+        }
         self._records |= {SourceName.MODEL: model_record(model), SourceName.CORPUS: ranges}
         self._records |= {SourceName.HEADS: self._proposed, SourceName.PLUGIN_1: self._plugin_records}
         self._records |= {SourceName.LAST: rankings.last, SourceName.RECYCLED: rankings.recycled.record}
@@ -181,7 +186,7 @@ class Hierarchy(Uncopyable):
     def _fill_in(self, work: Array, context: bool, vocabulary: int) -> None:
         sizes = [store.manifest.tokenizer.vocab_size for store in self._stores if store]
         work["vocabulary"] = min([vocabulary, *sizes])
-        self._matches[SourceName.CONTEXT]["log"][0, ANSWERS_LOG] = self.table.memory.ctypes.data
+        self._matches[SourceName.CONTEXT]["log"][0, ANSWERS_LOG] = self.context_table.memory.ctypes.data
         if self._history:
             history_matches = self._matches[SourceName.HISTORY]
             history_matches["log"][0, ANSWERS_LOG] = address_of(self._history.answers.memory)
@@ -233,7 +238,7 @@ class Hierarchy(Uncopyable):
         self._began = None
         if self._trained:
             self._trained.begin(list(prompt))
-        new = self.table.read(prompt)
+        new = self.context_table.read(prompt)
         if self._forgets and new == len(prompt):
             self._rankings.forget()
         if self._history:
@@ -245,8 +250,8 @@ class Hierarchy(Uncopyable):
     def predict(self, prediction: Sequence[int]) -> None:
         """Also draft this answer from a prediction, which is expected to start at the end of the prompt."""
         self._prediction = log = TokenLog(size=1 << (len(prediction) + 2 * LOG_BLOCK).bit_length())
-        lane, before = log.lane(), self._tails[0]
-        log.start(lane, before[before >= 0])
+        lane, tail = log.lane(), self._tails[0]
+        log.start(lane, tail[tail >= 0])
         log.append(lane, prediction)
         self._matches[SourceName.PREDICTION]["log"][0, ANSWERS_LOG] = address_of(log.memory)
         self._use_rows(prediction=True)
@@ -254,7 +259,7 @@ class Hierarchy(Uncopyable):
     def _use_rows(self, *, prediction: bool) -> None:
         """Fill the table of sources, with or without the source of predictions."""
         rows = [row for source, row in self._rows if prediction or source is not PREDICTION_SOURCE]
-        self._table[: len(rows)] = rows
+        self._source_table[: len(rows)] = rows
         self.work["rows"] = len(rows)
 
     def end(self) -> None:
@@ -298,7 +303,7 @@ class Hierarchy(Uncopyable):
         if self._joint_drafters is None or self._joint_drafters[0] != drafters:
             self._joint_drafters = list(drafters), np.array([drafter.address for drafter in drafters])
         max_nodes = [drafter.prepare(context) for drafter, context in zip(drafters, contexts, strict=True)]
-        drafting = [place for place, wanted in enumerate(max_nodes) if wanted]
+        drafting = [index for index, wanted in enumerate(max_nodes) if wanted]
         trees = [DraftTree.bare(context[-1]) for context in contexts]
         if not drafting:
             return trees
@@ -306,18 +311,18 @@ class Hierarchy(Uncopyable):
         grow_all(self._joint_drafters[1], np.array(max_nodes), grown)
         each = (time.perf_counter() - started) / len(drafting)
         budgets, probs = [], []
-        for place in drafting:
-            drafter = drafters[place]
+        for index in drafting:
+            drafter = drafters[index]
             drafter._note_growing(each)
             drafter.budget.set_draft_seconds(drafter._cost.mean)
             budgets.append(drafter.budget)
-            probs.append(drafter._expected_of(grown[place]))
-        for place, size in zip(drafting, choose_all_nodes(budgets, probs), strict=True):
-            trees[place] = drafters[place]._verified_part(contexts[place], size)
+            probs.append(drafter._expected_of(grown[index]))
+        for index, size in zip(drafting, choose_all_nodes(budgets, probs), strict=True):
+            trees[index] = drafters[index]._verified_part(contexts[index], size)
         # Count the whole call: the rest of it takes as long as growing small trees.
         each = (time.perf_counter() - began) / len(drafting)
-        for place in drafting:
-            drafters[place]._note_cost(each)
+        for index in drafting:
+            drafters[index]._note_cost(each)
         return trees
 
     def prepare(self, context: Sequence[int]) -> int:

@@ -25,7 +25,7 @@ from hdtool.runtime.drafters.trained.proposal import MAX_RANKINGS, NO_RANKING_AF
 from hdtool.runtime.kernels.compiled import Array, array_at, compiled, lap
 from hdtool.runtime.source_names import PLUGINS, Evidence, SourceName
 from hdtool.runtime.stores.corpus_index import (
-    LONGEST_RANGE,
+    MAX_RANGE_ORDER,
     MAX_SAMPLES,
     MIN_SAMPLES,
     RANGE_ROWS,
@@ -36,7 +36,7 @@ from hdtool.runtime.stores.corpus_index import (
     read_samples,
     size_of,
 )
-from hdtool.runtime.stores.model_store import LONGEST_PREFIX, MODEL_RECORD, lookup_hash, prefetch_entries, rows_of
+from hdtool.runtime.stores.model_store import MAX_PREFIX_TOKENS, MODEL_RECORD, lookup_hash, prefetch_entries, rows_of
 
 CORPUS_SEARCH_FACTOR = 5.0
 """The corpus index, the slowest source, is searched only while this multiple of ``min_left`` is left."""
@@ -70,9 +70,9 @@ PREDICTION_RECORD = np.dtype(
 def _find_in_model(at: int, node: int) -> int:
     """Return the longest prefix to look up: one token more than the parent matches, if it was looked up in full."""
     work = work_at(at)
-    deepest, parent = LONGEST_PREFIX, work.parents[node]
+    deepest, parent = MAX_PREFIX_TOKENS, work.parents[node]
     if node > 0 and (work.known[parent] > 0 or not work.cut[parent]):
-        deepest = min(LONGEST_PREFIX, work.known[parent] + 1)
+        deepest = min(MAX_PREFIX_TOKENS, work.known[parent] + 1)
     work.known[node] = 0
     prefetch_entries(record_at(at, MODEL_NUMBER, MODEL_RECORD), work.suffix_hashes, deepest)
     return deepest
@@ -90,7 +90,7 @@ def _weigh_model(at: int, node: int, order: int, first: int, left: float) -> flo
 
 
 MODEL_SOURCE = CompiledSource(
-    SourceName.MODEL, 1, Prior(LONGEST_PREFIX, 0.9, 0.75, 0.4, 0.05), _find_in_model, _weigh_model
+    SourceName.MODEL, 1, Prior(MAX_PREFIX_TOKENS, 0.9, 0.75, 0.4, 0.05), _find_in_model, _weigh_model
 )
 
 
@@ -101,8 +101,8 @@ def corpus_source(dtype: str) -> CompiledSource:
 
     def find(at: int, node: int) -> int:
         if node > 0:
-            ranges_at(at).lowest[node] = LONGEST_RANGE + 1
-        return LONGEST_RANGE
+            ranges_at(at).lowest[node] = MAX_RANGE_ORDER + 1
+        return MAX_RANGE_ORDER
 
     def weigh(at: int, node: int, order: int, first: int, left: float) -> float:
         if left < CORPUS_SEARCH_FACTOR * work_at(at).min_left:
@@ -135,10 +135,10 @@ def corpus_source(dtype: str) -> CompiledSource:
             return
         corpus = array_at(ranges.shards[0, 0], ranges.shards[0, 1], token)
         # Narrow in place, from the longest range on: each follows from the next shorter range of the previous root.
-        for order in range(LONGEST_RANGE, 0, -1):
+        for order in range(MAX_RANGE_ORDER, 0, -1):
             narrow(corpus, ranges, work_at(at).tails[0], 0, 0, order)
 
-    return CompiledSource(SourceName.CORPUS, 1, Prior(LONGEST_RANGE, 0.9, 0.75, 0.35, 0.12), find, weigh, move)
+    return CompiledSource(SourceName.CORPUS, 1, Prior(MAX_RANGE_ORDER, 0.9, 0.75, 0.35, 0.12), find, weigh, move)
 
 
 @compiled

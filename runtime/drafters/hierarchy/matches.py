@@ -253,13 +253,13 @@ def _look_up(
 
 
 @compiled
-def _add_followers(matches: Any, log: int, first: int, node: int, tokens: Ints, highest: int) -> None:
-    """Add the tokens after the matches from index ``first`` on, at n-gram orders up to ``highest``."""
+def _add_followers(matches: Any, log: int, first: int, node: int, tokens: Ints, max_order: int) -> None:
+    """Add the tokens after the matches from index ``first`` on, at n-gram orders up to ``max_order``."""
     mask = len(tokens) - 1
     for at in range(first, matches.count[log, node]):
         token = tokens[matches.positions[log, node, at] & mask]
         if token >= 0 and matches.followers < MAX_ROOT_MATCHES:
-            order = min(highest, order_of_match(matches.lengths[log, node, at]))
+            order = min(max_order, order_of_match(matches.lengths[log, node, at]))
             matches.tokens[matches.followers], matches.orders[matches.followers] = token, order
             matches.followers += 1
             matches.of_order[order] += 1

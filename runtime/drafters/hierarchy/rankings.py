@@ -132,13 +132,13 @@ def _recycled_at(at: int) -> Any:
 
 def _find_recycled(at: int, node: int) -> int:
     work, table = work_at(at), _recycled_at(at)
-    if table.longest > 0:
+    if table.max_key_tokens > 0:
         prefetch_rankings(table, work.tails[node, MAX_MATCH_TOKENS - 1], work.suffix_hashes)
-    return table.longest if table.longest > 1 else -1
+    return table.max_key_tokens if table.max_key_tokens > 1 else -1
 
 
 def _find_single(at: int, node: int) -> int:
-    return 1 if _recycled_at(at).longest == 1 else -1
+    return 1 if _recycled_at(at).max_key_tokens == 1 else -1
 
 
 def _weigh_recycled(at: int, node: int, order: int, first: int, left: float) -> float:

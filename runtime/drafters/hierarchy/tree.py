@@ -195,10 +195,10 @@ def _make_node(work: Any, node: int) -> None:
 
 
 @compiled
-def extend(work: Any, above: int, node: int, token: int) -> None:
+def extend(work: Any, parent: int, node: int, token: int) -> None:
     """Set the last tokens of a node: those of its parent, followed by its own token."""
     for place in range(MAX_MATCH_TOKENS - 1):
-        work.tails[node, place] = work.tails[above, place + 1]
+        work.tails[node, place] = work.tails[parent, place + 1]
     work.tails[node, MAX_MATCH_TOKENS - 1] = token
 
 

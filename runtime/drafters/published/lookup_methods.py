@@ -190,9 +190,9 @@ class Lookahead:
     def begin(self, prompt: Sequence[int]) -> None:
         """Initialize the guesses with random tokens of the prompt; the seed is the prompt's length."""
         guesses = np.random.default_rng(len(prompt)).integers(len(prompt), size=self._width + self._max_rows - 2)
-        self._rows = [np.array([prompt[place] for place in guesses], np.int64)]
+        self._rows = [np.array([prompt[position] for position in guesses], np.int64)]
 
-    def nodes(self) -> tuple[Ints, Ints]:
+    def branch(self) -> tuple[Ints, Ints]:
         """Return the tokens and parents of the branch."""
         return np.concatenate(self._rows), self._parents[len(self._rows)]
 

@@ -108,9 +108,9 @@ def _index(automaton: Automaton) -> None:
 @compiled
 def _slot(automaton: Automaton, state: Any, token: Any) -> Any:
     """Return the slot that holds an edge, or the free slot where it belongs."""
-    mark = np.uint64(state) * np.uint64(0x9E3779B97F4A7C15) ^ np.uint64(token) * np.uint64(0xC2B2AE3D27D4EB4F)
+    mixed_hash = np.uint64(state) * np.uint64(0x9E3779B97F4A7C15) ^ np.uint64(token) * np.uint64(0xC2B2AE3D27D4EB4F)
     slot_mask = np.int64(len(automaton.slots) - 1)
-    slot = np.int64((mark ^ (mark >> np.uint64(29))) & np.uint64(0x7FFFFFFF)) & slot_mask
+    slot = np.int64((mixed_hash ^ (mixed_hash >> np.uint64(29))) & np.uint64(0x7FFFFFFF)) & slot_mask
     while True:
         edge = automaton.slots[slot]
         if edge == NO_STATE or (automaton.sources[edge] == state and automaton.labels[edge] == token):

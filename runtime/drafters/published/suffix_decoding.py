@@ -30,7 +30,7 @@ from hdtool.runtime.source_names import SourceName
 from hdtool.runtime.tree import LARGEST_TREE, ROOT, DraftTree
 
 MAX_MATCH_TOKENS = 64
-"""Longest match in tokens."""
+"""Maximum match length in tokens."""
 MAX_KEPT_TOKENS = 1 << 20
 """Number of tokens of earlier answers beyond which the next answer discards them."""
 
@@ -187,7 +187,7 @@ def _expand(
 ) -> int:
     """Write the ``max_nodes`` most probable continuations of a state, best first; return the number of nodes."""
     size = node = 0
-    above, prob, at = np.int64(ROOT), 1.0, np.int64(state)
+    parent, prob, at = np.int64(ROOT), 1.0, np.int64(state)
     while True:
         edge = automaton.edges[at]
         unit = prob / automaton.counts[at]
@@ -201,12 +201,12 @@ def _expand(
                     tokens[place], parents[place] = tokens[place - 1], parents[place - 1]
                     probs[place], states[place] = probs[place - 1], states[place - 1]
                     place -= 1
-                tokens[place], parents[place] = automaton.labels[edge], above
+                tokens[place], parents[place] = automaton.labels[edge], parent
                 probs[place], states[place] = chance, target
             edge = automaton.nexts[edge]
         if node == size:
             return size
-        above, prob, at = np.int64(node), probs[node], np.int64(states[node])
+        parent, prob, at = np.int64(node), probs[node], np.int64(states[node])
         node += 1
         if node == max_nodes:
             return size

@@ -105,7 +105,7 @@ class TokenRecycling:
             whole = DraftTree(root, tokens, parents, np.full(len(tokens), SourceName.RECYCLED, np.uint8))
             order, probs = self._calibration.by_probability(ranks, whole)
             order = order[: min(self._budget.choose_size(probs[:LARGEST_TREE]), LARGEST_TREE)]
-            self._verified = ranks[order], whole.picked(order)
+            self._verified = ranks[order], whole.select(order)
             self.seconds[SourceName.RECYCLED] += time.perf_counter() - started
         return self._verified[1]
 

@@ -37,7 +37,7 @@ from hdtool.runtime.config import DecodeConfig, SamplingConfig
 from hdtool.runtime.config.decoding import HIERARCHIES
 from hdtool.runtime.drafter import Drafter, WrappedDrafter
 from hdtool.runtime.engine import Verified
-from hdtool.runtime.grammar import Guide, guided, masks_of
+from hdtool.runtime.grammar import Guide, guided_drafter, masks_of
 from hdtool.runtime.integrations.server.formats import RequestError, TokenLogprobs
 from hdtool.runtime.integrations.server.requests import (
     MAX_PROMPTS,
@@ -285,7 +285,7 @@ class Preparer:
         """Make the job by which the engine generates a choice; ``deliver`` is called with each step or an error."""
 
         def request(job: AnswerJob, drafter: Drafter) -> Request[AnswerJob]:
-            drafter = guided(drafter, choice.guide, self._decoding.draft_tokens)
+            drafter = guided_drafter(drafter, choice.guide, self._decoding.draft_tokens)
             if choice.recorded is not None:
                 drafter = LogprobRecorder(drafter, choice.prompt.logprobs or 0, choice.recorded)
             return Request(

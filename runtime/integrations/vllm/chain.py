@@ -25,7 +25,7 @@ from hdtool.runtime.drafters.hierarchy.matches import ANSWERS_LOG, append_to_log
 from hdtool.runtime.drafters.hierarchy.tree import expand, extend, feed, restart
 from hdtool.runtime.kernels.compiled import Ints, array_at, compiled
 from hdtool.runtime.source_names import SourceName
-from hdtool.runtime.stores.corpus_index import LONGEST_RANGE, bounds_of
+from hdtool.runtime.stores.corpus_index import MAX_RANGE_ORDER, bounds_of
 from hdtool.runtime.stores.history_store import History
 from hdtool.runtime.stores.live_tables import add
 from hdtool.runtime.stores.token_log import LANE, LOG, MAX_MATCH_TOKENS, OVERLAP_TOKENS, finish, start
@@ -139,7 +139,7 @@ class RequestStates(NamedTuple):
 def new_request_states(max_requests: int, shards: int, *, history: bool = False, ended: bool = False) -> RequestStates:
     """Return empty state for ``max_requests`` requests; ``ended`` keeps lanes of answers that another one follows."""
     tails = np.full((max_requests, MAX_MATCH_TOKENS), -1, np.int64)
-    range_bounds = np.zeros((max_requests, LONGEST_RANGE + 1, shards, 2), np.int64)
+    range_bounds = np.zeros((max_requests, MAX_RANGE_ORDER + 1, shards, 2), np.int64)
     lanes = np.zeros(max_requests, LANE)
     lanes_at = lanes.ctypes.data + np.arange(max_requests, dtype=np.int64) * LANE.itemsize
     answers = np.array([FIRST_ANSWER_NUMBER if history else 0, 0], np.int64)
@@ -252,11 +252,11 @@ def draft_rows(
     """Draft a chain for each of the ``rows`` of ``contexts``, with the state of the request ``chosen`` for it.
 
     ``at`` is the address of a hierarchy, and ``sampled`` the number of new tokens in each row. ``limits`` are the
-    longest context, the maximum number of draft tokens and the minimum probability. If the probability is above
+    maximum context length, the maximum number of draft tokens and the minimum probability. If the probability is above
     ``NO_DRAFT_ABOVE``, the new tokens are only appended to tables and answers. Chains are written to ``drafts`` and
     their lengths to ``sizes``.
     """
-    longest, max_drafts, floor = limits
+    max_length, max_drafts, floor = limits
     is_drafting = floor < NO_DRAFT_ABOVE
     context, history, work, ranges = (
         matches_at(at, CONTEXT_NUMBER),
@@ -279,7 +279,7 @@ def draft_rows(
             new = min(sampled[turn], length)
             catch_up(at, contexts[rows[turn], :length], new, max_drafts + 1, requests, is_drafting)
             # Leave room for the bonus token after the last draft.
-            size = grow_chain(at, min(max_drafts, longest - length - 1), floor) if is_drafting else 0
+            size = grow_chain(at, min(max_drafts, max_length - length - 1), floor) if is_drafting else 0
             sizes[turn] = size
             drafts[turn, :size] = work.tokens[1 : size + 1]
             requests.tails[request] = work.tails[0]
@@ -373,6 +373,6 @@ class AnswerCollector:
         self._timer.start()
 
 
-def _finish_all(answers: weakref.ref[AnswerCollector]) -> None:
-    if finished := answers():
-        finished.finish_all()
+def _finish_all(reference: weakref.ref[AnswerCollector]) -> None:
+    if collector := reference():
+        collector.finish_all()
