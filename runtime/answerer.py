@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Container, Generator, Iterable, Iterator, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from hdtool.data.chat import encode_answer, encode_conversation
 from hdtool.data.errors import HdtoolError, PromptError
@@ -300,6 +300,16 @@ class BatchedAnswers:
                 yield answer
 
 
+class AnswerInputs(NamedTuple):
+    """What an answer is decoded with, besides the tokens of its prompt."""
+
+    drafter: Drafter
+    sampler: Sampler
+    stops: Container[int]
+    prediction: list[int]
+    """Token ids of the predicted answer; empty if there is none or the drafter doesn't use one."""
+
+
 class Answerer:
     """Loads a model and its stores once, and answers prompts with them."""
 
@@ -375,28 +385,33 @@ class Answerer:
 
     def _answer(self, conversation: Conversation) -> Answer:
         ids = self._encode(conversation.prompt, conversation.messages)
-        drafter, masks = self._drafter_and_masks(self._drafters[0], conversation.prompt)
-        max_new_tokens = self._decoding.max_new_tokens
-        sampler, stops = self.loaded.sampler(self.sampling, ids, max_new_tokens=max_new_tokens, first=masks)
+        inputs = self._inputs_of(conversation, ids, self._drafters[0])
         steps = decode(
             self.loaded.target,
             ids,
-            sampler,
-            max_new_tokens=max_new_tokens,
-            stops=stops,
-            drafter=drafter,
-            prediction=self._prediction(conversation, drafter),
+            inputs.sampler,
+            max_new_tokens=self._decoding.max_new_tokens,
+            stops=inputs.stops,
+            drafter=inputs.drafter,
+            prediction=inputs.prediction,
             prefix_caching=self._decoding.prefix_caching,
         )
-        return Answer(self.loaded, drafter, conversation, len(ids), steps, self.sampling.stop)
+        return Answer(self.loaded, inputs.drafter, conversation, len(ids), steps, self.sampling.stop)
 
     def _request(self, conversation: BatchedConversation, drafter: Drafter) -> Request[BatchKey]:
         ids = self._encode_checked(conversation.prompt, conversation.messages)
+        inputs = self._inputs_of(conversation, ids, drafter)
+        answer = CollectedAnswer(self.loaded, inputs.drafter, conversation, len(ids), self.sampling.stop)
+        return Request(
+            (conversation, answer), ids, inputs.sampler, inputs.drafter, inputs.stops, prediction=inputs.prediction
+        )
+
+    def _inputs_of(self, conversation: Conversation, ids: list[int], drafter: Drafter) -> AnswerInputs:
+        """Return what the next answer of a conversation is decoded with; ``ids`` are the tokens of its prompt."""
         drafter, masks = self._drafter_and_masks(drafter, conversation.prompt)
-        answer = CollectedAnswer(self.loaded, drafter, conversation, len(ids), self.sampling.stop)
         max_new_tokens = self._decoding.max_new_tokens
         sampler, stops = self.loaded.sampler(self.sampling, ids, max_new_tokens=max_new_tokens, first=masks)
-        return Request((conversation, answer), ids, sampler, drafter, stops, self._prediction(conversation, drafter))
+        return AnswerInputs(drafter, sampler, stops, self._prediction(conversation, drafter))
 
     def _drafter_and_masks(self, drafter: Drafter, prompt: Prompt) -> tuple[Drafter, Sequence[LogitsProcessor]]:
         """Return the drafter for an answer, and the processors that mask what the prompt's grammar forbids."""

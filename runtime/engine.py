@@ -53,9 +53,9 @@ class Walk(NamedTuple):
 
     def first(self, max_tokens: int) -> Walk:
         """Return the walk cut to ``max_tokens`` tokens; a shortened walk is always finite."""
-        return (
-            self if len(self.tokens) <= max_tokens else Walk(self.tokens[:max_tokens], self.children[:max_tokens], True)
-        )
+        if len(self.tokens) <= max_tokens:
+            return self
+        return Walk(self.tokens[:max_tokens], self.children[:max_tokens], True)
 
 
 @dataclass(slots=True, eq=False)

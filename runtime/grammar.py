@@ -17,6 +17,7 @@ from hdtool.data.errors import OptionError, PromptError, install_command
 from hdtool.data.prompts import Grammar, GrammarKind
 from hdtool.runtime.drafter import Drafter, NoDraft, WrappedDrafter
 from hdtool.runtime.kernels.compiled import Array
+from hdtool.runtime.prefix_cache import common_prefix_length
 from hdtool.runtime.sampling.sampler import NOTHING_ALLOWED
 from hdtool.runtime.source_names import SourceName
 from hdtool.runtime.tree import LARGEST_TREE, ROOT, UNDETERMINED, DraftTree
@@ -96,7 +97,7 @@ class Guide:
         while count < len(tokens):
             # Where the grammar forces tokens, other tokens with the same bytes are forbidden.
             certain = self._matcher.compute_ff_tokens()
-            some = _common_prefix(certain, tokens[count:]) if certain else tokens[count : count + 1]
+            some = tokens[count : count + (common_prefix_length(certain, tokens[count:]) if certain else 1)]
             consumed = self._matcher.try_consume_tokens(some) if some else 0
             count += consumed
             if not some or consumed < len(some):
@@ -154,13 +155,6 @@ class Guide:
 
         visit(ROOT, root)
         return guided_tree
-
-
-def _common_prefix(some: list[int], others: list[int]) -> list[int]:
-    size = 0
-    while size < min(len(some), len(others)) and some[size] == others[size]:
-        size += 1
-    return others[:size]
 
 
 JSON_LAYOUT: JsonCompileOptions = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}

@@ -71,7 +71,7 @@ class PrefixCache:
         self._saved = [
             slot_copy
             for slot_copy in self._saved
-            if slot_copy.owner != saved.owner or common_prefix(slot_copy.tokens, tokens) < len(slot_copy.tokens)
+            if slot_copy.owner != saved.owner or common_prefix_length(slot_copy.tokens, tokens) < len(slot_copy.tokens)
         ]
         self._saved.append(saved)
         while self.bytes > self._max_bytes:
@@ -88,14 +88,14 @@ def _find_longest(
     best = None
     for slot in slots:
         if slot.owner == owner and slot.version == version:
-            shared = common_prefix(slot.tokens[: min(slot.valid, len(prompt) - 1)], prompt)
+            shared = common_prefix_length(slot.tokens[: min(slot.valid, len(prompt) - 1)], prompt)
             start = slot.resumes_at(shared)
             if start >= max(min_saved, best.start + 1 if best else 0):
                 best = CachedPrefix(slot, shared, start)
     return best
 
 
-def common_prefix(first: Sequence[int], second: Sequence[int]) -> int:
+def common_prefix_length(first: Sequence[int], second: Sequence[int]) -> int:
     """Return the length of the common prefix."""
     size = min(len(first), len(second))
     if not size or first[0] != second[0]:

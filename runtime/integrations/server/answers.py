@@ -31,7 +31,7 @@ from hdtool.runtime.integrations.server.tool_calls import (
 )
 from hdtool.runtime.model.load import Loaded
 from hdtool.runtime.sequence import Finish, Stats, Step
-from hdtool.runtime.text_stream import TextStream, first_stop, partial_stop_length
+from hdtool.runtime.text_stream import TextStream, cut_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -267,12 +267,8 @@ class AnswerText:
         if not stops or self._is_cut:
             return "" if self._is_cut else text
         held = self._held + text
-        end = first_stop(held, stops)
-        self._is_cut = end is not None
-        if end is not None:
-            self._stop_text = next(stop for stop in stops if held.startswith(stop, end))
-        else:
-            end = len(held) - (0 if is_last else partial_stop_length(held, stops))
+        end, self._stop_text = cut_of(held, stops, is_last=is_last)
+        self._is_cut = self._stop_text is not None
         self._held = held[end:]
         return held[:end]
 
