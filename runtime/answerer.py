@@ -215,7 +215,7 @@ def _checked(outcome: Outcome[Key]) -> tuple[Request[Key], Step]:
 
 
 BatchKey = tuple["BatchedConversation", CollectedAnswer]
-Start = Callable[["BatchedConversation", Drafter], Request[BatchKey]]
+RequestMaker = Callable[["BatchedConversation", Drafter], Request[BatchKey]]
 """Makes a request for the next answer of a conversation; raises PromptError if it cannot be answered."""
 
 
@@ -239,10 +239,10 @@ class BatchedConversation(Conversation):
 class BatchedAnswers:
     """Answers several prompts at once and yields the answers in the order of the prompts."""
 
-    def __init__(self, prompts: Sequence[Prompt], start: Start, drafters: Sequence[Drafter]) -> None:
+    def __init__(self, prompts: Sequence[Prompt], make_request: RequestMaker, drafters: Sequence[Drafter]) -> None:
         """``drafters`` holds one drafter for each conversation that is answered at once."""
-        self._start = start
-        self._free = list(drafters)
+        self._make_request = make_request
+        self._free_drafters = list(drafters)
         self._unreported = deque(BatchedConversation(prompt) for prompt in prompts)
         self._waiting = deque(self._unreported)
 
@@ -268,12 +268,12 @@ class BatchedAnswers:
         while self._waiting:
             conversation = self._waiting.popleft()
             try:
-                request = self._start(conversation, self._free[-1])
+                request = self._make_request(conversation, self._free_drafters[-1])
             except PromptError as error:
                 conversation.error, conversation.is_over = error, True
                 self._waiting.clear()  # no prompt after an error is answered
                 continue
-            conversation.drafter = self._free.pop()
+            conversation.drafter = self._free_drafters.pop()
             conversation.answers.append(request.key[1])
             return request
         return None
@@ -282,7 +282,7 @@ class BatchedAnswers:
         answer.add(step)
         if step.finish:
             assert conversation.drafter is not None
-            self._free.append(conversation.drafter)
+            self._free_drafters.append(conversation.drafter)
             if conversation.add_answer(answer.text):
                 self._waiting.appendleft(conversation)
             else:

@@ -227,7 +227,7 @@ class Engine(Protocol):
         """True if the engine verifies trees; False if it only verifies chains."""
         ...
 
-    def fitted(self, cache: Cache, slot: int, tree: DraftTree) -> DraftTree:
+    def fit_tree(self, cache: Cache, slot: int, tree: DraftTree) -> DraftTree:
         """Return the part of a drafted tree that the next pass can verify in a slot."""
         ...
 

@@ -111,7 +111,7 @@ class SequenceState:
             self.drafter.predict(self._prediction)
         self._draft_seconds = time.perf_counter() - self._started
 
-    def take(self, tree: DraftTree, seconds: float) -> DraftTree:
+    def set_draft(self, tree: DraftTree, seconds: float) -> DraftTree:
         """Record this step's draft tree and how long drafting took; return the part of the tree to verify."""
         if len(tree.tokens):
             # Deeper nodes are past the answer's end, and a tokenizer may have more ids than the model has embeddings.
@@ -161,14 +161,14 @@ class SequenceState:
         )
 
 
-def draft_for(sequences: Sequence[SequenceState]) -> list[DraftTree]:
+def draft_trees(sequences: Sequence[SequenceState]) -> list[DraftTree]:
     """Begin a step of each sequence and draft its tree; return the trees to verify."""
-    for state in sequences:
-        state.start_step()
+    for sequence in sequences:
+        sequence.start_step()
     started = time.perf_counter()
     trees = draft_many([sequence.drafter for sequence in sequences], [sequence.context for sequence in sequences])
-    each = (time.perf_counter() - started) / len(sequences)
-    return [sequence.take(tree, each) for sequence, tree in zip(sequences, trees, strict=True)]
+    seconds = (time.perf_counter() - started) / len(sequences)
+    return [sequence.set_draft(tree, seconds) for sequence, tree in zip(sequences, trees, strict=True)]
 
 
 def room_for(engine: Engine, prompt: Sequence[int], max_new_tokens: int) -> tuple[int, Finish]:

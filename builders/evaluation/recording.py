@@ -215,7 +215,7 @@ class RecordingEngine:
     def takes_trees(self) -> bool:
         return True
 
-    def fitted(self, cache: Cache, slot: int, tree: DraftTree) -> DraftTree:
+    def fit_tree(self, cache: Cache, slot: int, tree: DraftTree) -> DraftTree:
         return tree
 
     def recompute(self, cache: Cache, slot: int, root: int) -> Verified:

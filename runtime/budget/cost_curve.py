@@ -220,14 +220,14 @@ class PassCosts(Uncopyable):
 
         ``passes`` is the number of passes by which each cost counts as confirmed.
         """
-        self._record = np.zeros(1, COSTS)
-        self._own: Any = self._record[0]
-        self._own["seconds"] = self._own["corrections"] = 1.0
-        self._own["passes"], self._own["sizes"], self._own["shares"] = passes, sizes, shares
-        self.address = self._record.ctypes.data
+        self._memory = np.zeros(1, COSTS)
+        self._record: Any = self._memory[0]
+        self._record["seconds"] = self._record["corrections"] = 1.0
+        self._record["passes"], self._record["sizes"], self._record["shares"] = passes, sizes, shares
+        self.address = self._memory.ctypes.data
 
     def set(self, seconds: Seconds) -> None:
-        self._own["seconds"][: len(seconds)] = seconds
+        self._record["seconds"][: len(seconds)] = seconds
 
 
 class MeasuredCosts(PassCosts):
@@ -244,7 +244,7 @@ class MeasuredCosts(PassCosts):
         self._log, self._curve, self._slots = log, curve, slots
         self._passes = log.passes
         learn_cost(self.address, 0, 1.0)  # compiles the function; all costs are still 1, so nothing is learned
-        self._own["passes"] = 0.0
+        self._record["passes"] = 0.0
         self._set_context(0)
 
     def update(self) -> None:
@@ -266,9 +266,9 @@ class MeasuredCosts(PassCosts):
 def estimated_cost(costs: Any, nodes: int) -> float:
     """Return the estimated seconds of a pass over this many nodes."""
     size, share = costs.sizes[nodes], costs.shares[nodes]
-    below = max(0, size - 1)
+    smaller = max(0, size - 1)
     cost = share * costs.seconds[size] * costs.corrections[size]
-    return cost + (1 - share) * costs.seconds[below] * costs.corrections[below]  # type: ignore[no-any-return]
+    return cost + (1 - share) * costs.seconds[smaller] * costs.corrections[smaller]  # type: ignore[no-any-return]
 
 
 @compiled
@@ -283,13 +283,13 @@ def learn_cost(at: int, nodes: int, seconds: float) -> None:
     """Correct the cost record at address ``at`` by the measured seconds of a pass over this many nodes."""
     costs = array_at(at, 1, COSTS)[0]
     size, share = costs.sizes[nodes], costs.shares[nodes]
-    below, expected = max(0, size - 1), estimated_cost(costs, nodes)
+    smaller, expected = max(0, size - 1), estimated_cost(costs, nodes)
     change = min(MAX_COST_RATIO, max(MIN_COST_RATIO, seconds / expected)) - 1 if expected > 0 else 0.0
     # A longer context slows passes of all sizes, but most of an error is specific to one size.
     for size_nodes in range(LARGEST_BUDGET + 1):
         costs.corrections[size_nodes] *= 1 + OTHER_SIZES_LEARNING_RATE * change
     confirmed = 1.0 if abs(change) <= UNEXPECTED_DEVIATION else UNEXPECTED_WEIGHT
-    for place, part in ((size, share), (below, 1 - share)):
+    for place, part in ((size, share), (smaller, 1 - share)):
         rate = max(COST_LEARNING_RATE, 1 / (ESTIMATE_WEIGHT + costs.passes[place] + 1))
         costs.corrections[place] *= 1 + rate * part * change
         costs.passes[place] += part * confirmed

@@ -238,11 +238,11 @@ class Generator:
         for row, drafter in zip(rows, drafters, strict=True):
             if (row.prediction or self._rollouts) and not isinstance(drafter, HistoryDrafter):
                 raise OptionError(PREDICTION_ERROR)
-            requests.append(row.to_answer(guided_drafter(drafter, row.guide)))
+            requests.append(row.to_request(guided_drafter(drafter, row.guide)))
         before = [dict(request.drafter.seconds) for request in requests]
         self.stats = rows[0].stats
         try:
-            for row, step in self._decoded(target, requests):
+            for row, step in self._decode_rows(target, requests):
                 row.stats.add(step)
                 yield row, step
         finally:
@@ -253,7 +253,7 @@ class Generator:
         if any(row.stats.finish is Finish.CONTEXT for row in rows):
             warnings.warn("the answer ends early: the model's context is full", stacklevel=4)
 
-    def _decoded(self, target: Target, requests: Sequence[Request[_Row]]) -> Iterator[tuple[_Row, Step]]:
+    def _decode_rows(self, target: Target, requests: Sequence[Request[_Row]]) -> Iterator[tuple[_Row, Step]]:
         if len(requests) > 1:
             waiting = iter(requests)
             steps = decode_batch(
@@ -296,8 +296,8 @@ class Generator:
         """
         target = self._target
         # Not model.device, which differs for offloaded weights.
-        now = device_of(model), model.dtype, embedded_tokens(model)
-        if target is None or target.model is not model or (target.device, target.dtype, target.vocabulary) != now:
+        identity = device_of(model), model.dtype, embedded_tokens(model)
+        if target is None or target.model is not model or (target.device, target.dtype, target.vocabulary) != identity:
             self._target = target = None  # frees the old cache first
             self._target = target = Target(model)
             self._drafters.clear()
@@ -322,7 +322,7 @@ class _Row:
     output: list[int] = field(default_factory=list)
     stats: Stats = field(default_factory=Stats)
 
-    def to_answer(self, drafter: Drafter) -> Request[_Row]:
+    def to_request(self, drafter: Drafter) -> Request[_Row]:
         of_row = self.request.prompt, self.sampler, drafter, self.stops, self.prediction
         return Request(self, *of_row, max_new_tokens=self.request.max_new_tokens)
 

@@ -241,7 +241,7 @@ class ReplayPasses:
         return Verified(logits, held.all_hidden())
 
     @staticmethod
-    def fitted(cache: Cache, slot: int, tree: DraftTree) -> DraftTree:
+    def fit_tree(cache: Cache, slot: int, tree: DraftTree) -> DraftTree:
         """Return the part of a tree that the slot's next pass verifies: its first chain.
 
         If more than ``MOST_WAITING`` tokens are waiting, that is only the root.

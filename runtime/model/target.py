@@ -139,8 +139,8 @@ class Target:
         """True if the model verifies trees; otherwise it verifies only chains, with caches of transformers."""
         return self._replay is None
 
-    def fitted(self, cache: Cache, slot: int, tree: DraftTree) -> DraftTree:
-        return self._replay.fitted(cache, slot, tree) if self._replay else tree
+    def fit_tree(self, cache: Cache, slot: int, tree: DraftTree) -> DraftTree:
+        return self._replay.fit_tree(cache, slot, tree) if self._replay else tree
 
     @property
     def changes(self) -> int:

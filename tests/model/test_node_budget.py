@@ -41,7 +41,7 @@ from tests.support.families import model_of
 
 def confirmed(costs: MeasuredCosts) -> MeasuredCosts:
     """As if passes of all sizes had taken so long."""
-    costs._own["passes"] = 100.0
+    costs._record["passes"] = 100.0
     return costs
 
 
@@ -271,7 +271,7 @@ def test_a_pass_of_few_trees_says_nothing_about_many() -> None:
 
 
 def cost_of_plain(costs: MeasuredCosts) -> float:
-    return float(estimated_cost(costs._own, 0))
+    return float(estimated_cost(costs._record, 0))
 
 
 def test_in_a_batch_one_size_is_chosen_by_all_trees() -> None:
@@ -347,7 +347,7 @@ def test_no_other_nodes_bring_more_tokens_per_second(
 ) -> None:
     trees = [np.sort(np.array(tree))[::-1] for tree in probs]
     budgets = by_rows([plain + sum(rises[: place + 1]) for place in range(len(PASS_SIZES))], len(trees))
-    costs = budgets[0].shared_costs.costs(1)._own
+    costs = budgets[0].shared_costs.costs(1)._record
     sizes = choose_all_nodes(budgets, trees)
     rate = [
         (len(trees) + gain) / estimated_cost(costs, len(trees) - 1 + nodes)
@@ -431,11 +431,11 @@ def test_a_batch_learns_from_passes_with_as_many_trees() -> None:
     log = PassLog()
     shared_costs = SharedCosts(log, {1: curve_of(FLAT), 4: curve_of(FLAT)})
     for slots, learns in ((1, 1), (3, 4), (4, 4)):
-        before = {size: shared_costs.costs(size)._own["corrections"][0] for size in (1, 4)}
+        before = {size: shared_costs.costs(size)._record["corrections"][0] for size in (1, 4)}
         log.add(2.0, 0, slots)
         for size, correction in before.items():
             shared_costs.costs(size).update()
-            assert (shared_costs.costs(size)._own["corrections"][0] > correction) == (size == learns)
+            assert (shared_costs.costs(size)._record["corrections"][0] > correction) == (size == learns)
 
 
 def test_a_plain_pass_is_not_thought_slower_than_larger_ones() -> None:
@@ -445,7 +445,7 @@ def test_a_plain_pass_is_not_thought_slower_than_larger_ones() -> None:
     for _ in range(8):
         if budget.max_nodes:
             budget.choose_size(np.array([0.2]))
-    assert budget._own["saved"] < 0 or budget._own["pause"] > 0
+    assert budget._record["saved_seconds"] < 0 or budget._record["pause"] > 0
 
 
 def test_the_time_between_passes_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -459,7 +459,7 @@ def test_the_time_between_passes_is_measured(monkeypatch: pytest.MonkeyPatch) ->
         budget.choose_size(np.full(7, 0.9))
         log.add(1.0, 7)
         now[0] += 1.5
-    assert budget._own["overhead"] == pytest.approx(0.3, rel=0.1)
+    assert budget._record["overhead"] == pytest.approx(0.3, rel=0.1)
 
 
 def test_a_single_interruption_counts_little_in_an_average() -> None:

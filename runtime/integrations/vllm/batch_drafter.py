@@ -171,7 +171,7 @@ class BatchDrafter(Uncopyable):
                     self._finished.observe(self._chosen[: len(rows)], at)
             for row, size, tokens in zip(rows.tolist(), sent.tolist(), self._drafts[: len(rows)].tolist(), strict=True):
                 drafts[row] = tokens[:size]
-        self.min_probability.sent(at, rows, sizes, sent.copy())
+        self.min_probability.record_drafts(at, rows, sizes, sent.copy())
         return drafts
 
     def _grow(self, rows: Ints, sampled: Ints, lengths: Ints, contexts: Ints, floor: float) -> None:

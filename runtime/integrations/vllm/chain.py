@@ -74,7 +74,7 @@ class MinProbability:
         return max(0.0, (self._covariance + SLOPE_PRIOR_WEIGHT * assumed) / (self._variance + SLOPE_PRIOR_WEIGHT))
 
     def begin_step(self, at: float, rows: Ints, lengths: Ints) -> None:
-        """Update with the pass since ``sent`` was called, if it computed no other requests.
+        """Update with the pass since ``record_drafts`` was called, if it computed no other requests.
 
         ``at`` is the current time in seconds, ``lengths`` are the context lengths of the ``rows``.
         """
@@ -84,7 +84,7 @@ class MinProbability:
             if ((grown > 0) & (grown <= sent + 1)).all():
                 self.observe(len(rows), len(rows) + int(sent.sum()), int(grown.sum()), at - before)
 
-    def sent(self, at: float, rows: Ints, lengths: Ints, drafts: Ints) -> None:
+    def record_drafts(self, at: float, rows: Ints, lengths: Ints, drafts: Ints) -> None:
         """Record the number of draft tokens of each row for the next call of ``begin_step``."""
         self._last = at, rows, lengths, drafts
 
@@ -316,22 +316,24 @@ class AnswerCollector:
     def __init__(self, history: History, requests: RequestStates) -> None:
         self.lock = Lock()
         self._history, self._requests = history, requests
-        self._followed: list[Ints] = []
+        self._followed_lanes: list[Ints] = []
         """Lanes of answers that another one has followed since the last check."""
-        self._seen = np.zeros(len(requests.lanes) + 1)
+        self._last_drafted = np.zeros(len(requests.lanes) + 1)
         """Time of the last step that drafted for each request; the last item is for rows without a table."""
-        self._last, self._slowest = -np.inf, FIRST_STEP_SECONDS
+        self._last, self._slow_step_seconds = -np.inf, FIRST_STEP_SECONDS
         self._timer: Timer | None = None
         # Runs at the end of the process, even if multiprocessing started it.
         Finalize(None, _finish_all, (weakref.ref(self),), exitpriority=0)
 
     def observe(self, chosen: Ints, at: float) -> None:
         """Record that a step drafted for the ``chosen`` requests at a time; the caller must hold ``lock``."""
-        self._seen[chosen] = at
+        self._last_drafted[chosen] = at
         since, self._last = at - self._last, at
-        self._slowest = max(SLOW_STEP_DECAY * self._slowest, since if since < MAX_IDLE_SECONDS else 0.0)
+        self._slow_step_seconds = max(
+            SLOW_STEP_DECAY * self._slow_step_seconds, since if since < MAX_IDLE_SECONDS else 0.0
+        )
         if ended := int(self._requests.answers[NUM_ENDED]):
-            self._followed += np.split(self._requests.ended[:ended].copy(), ended)
+            self._followed_lanes += np.split(self._requests.ended[:ended].copy(), ended)
             self._requests.answers[NUM_ENDED] = 0
         if self._timer is None:
             self._refresh()
@@ -349,17 +351,19 @@ class AnswerCollector:
         with self.lock:
             self._timer = None
             self._refresh()
-            self._append(time.perf_counter() - min(max(MIN_IDLE_SECONDS, IDLE_STEPS * self._slowest), MAX_IDLE_SECONDS))
+            self._append(
+                time.perf_counter() - min(max(MIN_IDLE_SECONDS, IDLE_STEPS * self._slow_step_seconds), MAX_IDLE_SECONDS)
+            )
             if self._requests.lanes["owner"].any():
                 self._start_timer()
 
     def _append(self, before: float) -> None:
         """Append the answers that another one has followed, and those whose last step was at ``before`` or earlier."""
-        followed, self._followed = self._followed, []
+        followed, self._followed_lanes = self._followed_lanes, []
         for lane in followed:
             self._history.finish(lane)
         lanes = self._requests.lanes
-        for request in np.flatnonzero((lanes["owner"] > 0) & (self._seen[:-1] <= before)):
+        for request in np.flatnonzero((lanes["owner"] > 0) & (self._last_drafted[:-1] <= before)):
             self._history.finish(lanes[request : request + 1])
 
     def _refresh(self) -> None:
