@@ -133,7 +133,7 @@ def generate(
         stream_answer,
     )
     from hdtool.runtime.answerer import Answerer
-    from hdtool.runtime.source_names import SourceName
+    from hdtool.runtime.source_names import SourceId
 
     quiet_libraries()
     answerer = Answerer(loading, decoding, sampling, chat, store_set)
@@ -143,7 +143,7 @@ def generate(
     print_stores(answerer.store_set)
     color = color and colors_shown()
     started, tokens, interrupted = time.perf_counter(), 0, False
-    drafted: set[SourceName] = set()
+    drafted: set[SourceId] = set()
     for number, answer in numbered(answerer.all_answers(questions)):
         if len(questions) > 1 and not as_json:
             print(f"── {number}/{len(questions)} {answer.prompt.id}", file=sys.stderr)

@@ -24,7 +24,7 @@ from hdtool.runtime.model.tensor_parallel import check_decoding
 from hdtool.runtime.prefix_cache import PrefixCache
 from hdtool.runtime.sampling.sampler import Sampler
 from hdtool.runtime.sequence import Finish, Stats, Step, room_for
-from hdtool.runtime.source_names import SourceName
+from hdtool.runtime.source_names import SourceId
 from hdtool.runtime.stores.store_set import StoreSet
 from hdtool.runtime.text_stream import Piece, TextStream, before_stop, cut_at_stop, text_of
 
@@ -78,7 +78,7 @@ class Answer:
     def __iter__(self) -> Iterator[str]:
         if not self._stop:  # does the work of ``before_stop`` with fewer nested generators
             return (text for text in self._texts() if text)
-        pieces = ((text, SourceName.NONE) for text in self._texts())
+        pieces = ((text, SourceId.NONE) for text in self._texts())
         return (text for text, _ in before_stop(pieces, self._stop))
 
     def by_source(self) -> Iterator[Piece]:
@@ -96,7 +96,7 @@ class Answer:
         for step in self._collect_steps():
             for token, source in zip(step.tokens, step.sources, strict=True):
                 yield text.add([token]), source
-        yield text.end(), SourceName.NONE
+        yield text.end(), SourceId.NONE
 
     def _collect_steps(self) -> Iterator[Step]:
         for step in self.stats.counted(self._steps, self.drafter):

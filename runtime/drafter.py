@@ -18,7 +18,7 @@ from hdtool.runtime.accept import Accepted
 from hdtool.runtime.engine import Verified
 from hdtool.runtime.kernels.compiled import Ints, compiled
 from hdtool.runtime.kernels.topk import topk
-from hdtool.runtime.source_names import SourceName
+from hdtool.runtime.source_names import SourceId
 from hdtool.runtime.tree import LARGEST_TREE, ROOT, DraftTree
 
 
@@ -26,7 +26,7 @@ class Drafter(Protocol):
     """Proposes a draft tree for each step and learns which of its nodes were accepted."""
 
     @property
-    def seconds(self) -> Mapping[SourceName, float]:
+    def seconds(self) -> Mapping[SourceId, float]:
         """Seconds spent in each source since the drafter was made."""
         ...
 
@@ -111,7 +111,7 @@ def draft_many(drafters: Sequence[Drafter], contexts: Sequence[Sequence[int]]) -
 class NoDraft:
     """A drafter for plain decoding: every tree is empty."""
 
-    seconds: Mapping[SourceName, float] = {}
+    seconds: Mapping[SourceId, float] = {}
     reads_logits = False
 
     def begin(self, prompt: Sequence[int]) -> None:
@@ -131,7 +131,7 @@ class WrappedDrafter:
         self._drafter = drafter
 
     @property
-    def seconds(self) -> Mapping[SourceName, float]:
+    def seconds(self) -> Mapping[SourceId, float]:
         return self._drafter.seconds
 
     @property

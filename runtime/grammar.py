@@ -19,7 +19,7 @@ from hdtool.runtime.drafter import Drafter, NoDraft, WrappedDrafter
 from hdtool.runtime.kernels.compiled import Array
 from hdtool.runtime.prefix_cache import common_prefix_length
 from hdtool.runtime.sampling.sampler import NOTHING_ALLOWED
-from hdtool.runtime.source_names import SourceName
+from hdtool.runtime.source_names import SourceId
 from hdtool.runtime.tree import LARGEST_TREE, ROOT, UNDETERMINED, DraftTree
 
 if TYPE_CHECKING:
@@ -304,8 +304,8 @@ class GuidedDrafter(WrappedDrafter):
         self._spent = 0.0
 
     @property
-    def seconds(self) -> Mapping[SourceName, float]:
-        return {**super().seconds, SourceName.GRAMMAR: self._spent}
+    def seconds(self) -> Mapping[SourceId, float]:
+        return {**super().seconds, SourceId.GRAMMAR: self._spent}
 
     def begin(self, prompt: Sequence[int]) -> None:
         self._prompt_length = len(prompt)
@@ -349,7 +349,7 @@ class GuidedDrafter(WrappedDrafter):
                 parents.append(above)
                 above = len(tokens) - 1
                 certain[above] = dictated[place + 1 : place + 2]
-        added = np.full(len(tokens) - len(tree), SourceName.GRAMMAR, np.uint8)
+        added = np.full(len(tokens) - len(tree), SourceId.GRAMMAR, np.uint8)
         return DraftTree(
             tree.root,
             np.array(tokens, np.int64),

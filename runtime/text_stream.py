@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
-from hdtool.runtime.source_names import SourceName
+from hdtool.runtime.source_names import SourceId
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -114,7 +114,7 @@ def decoder_of(tokenizer: PreTrainedTokenizerBase) -> Callable[[list[int]], str]
     return partial(text_of, tokenizer)
 
 
-Piece = tuple[str, SourceName]
+Piece = tuple[str, SourceId]
 
 
 class StopTexts:

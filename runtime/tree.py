@@ -34,7 +34,7 @@ class DraftTree:
     tokens: npt.NDArray[np.int64]
     parents: npt.NDArray[np.int32]
     sources: npt.NDArray[np.uint8]
-    """``SourceName`` of each node."""
+    """``SourceId`` of each node."""
     certain: Certain = None
     """The only token that may follow the root and each node; ``UNDETERMINED`` where several may.
 

@@ -44,7 +44,7 @@ from hdtool.runtime.integrations.server.preparation import LogprobRecorder
 from hdtool.runtime.model.load import Loaded, load
 from hdtool.runtime.sampling.sampler import Sampler
 from hdtool.runtime.sequence import Finish
-from hdtool.runtime.source_names import SourceName
+from hdtool.runtime.source_names import SourceId
 from hdtool.runtime.tree import LARGEST_TREE, UNDETERMINED, DraftTree
 from tests.support.json_schemas import JSON_SCHEMAS
 
@@ -291,8 +291,8 @@ def test_all_schemas(temperature: float) -> None:
 def test_what_the_schema_forces_is_drafted_by_the_grammar() -> None:
     (answer,) = answers("hd", [JSON_SCHEMAS["moderation"]], nodes=32)
     stats = answer.stats
-    assert stats.drafted[SourceName.GRAMMAR] > 0
-    assert stats.accepted[SourceName.GRAMMAR] >= 0.9 * stats.drafted[SourceName.GRAMMAR]
+    assert stats.drafted[SourceId.GRAMMAR] > 0
+    assert stats.accepted[SourceId.GRAMMAR] >= 0.9 * stats.drafted[SourceId.GRAMMAR]
     assert stats.tokens / stats.steps > 2
 
 
@@ -339,7 +339,7 @@ class TestTrees:
         ]
         tokens = [data.draw(st.sampled_from([*likely, 5, 6])) for _ in range(size)]
         parents = [data.draw(st.integers(-1, node - 1)) for node in range(size)]
-        tree = DraftTree.of(0, tokens, parents, SourceName.CONTEXT)
+        tree = DraftTree.of(0, tokens, parents, SourceId.CONTEXT)
         found = GuidedDrafter(NoDraft(), guide, most)._constrain(tree)
         assert len(found) <= most
         paths: list[list[int]] = [[]]
@@ -354,7 +354,7 @@ class TestTrees:
                 after.extend([*answer, *path])
                 allowed = (~after.forbidden(torch.device("cpu"), compiler.vocabulary)).nonzero()[:, 0].tolist()
                 assert allowed == [certain]
-        kept = found.sources == SourceName.CONTEXT
+        kept = found.sources == SourceId.CONTEXT
         expected = [node for node in range(size) if self.is_allowed(oracle, tree, node)]
         assert found.tokens[kept].tolist() == [tokens[node] for node in expected]
         assert guide.forced() == oracle_forced(compiler, oracle), "the state is as before"
@@ -377,7 +377,7 @@ class TestTrees:
         tree = drafter.draft(prompt)
         assert tree.tokens[:6].tolist() == [11, 12, 13, 14, 15, 16]
         assert tree.parents[:6].tolist() == [-1, 0, 1, 2, 3, 4]
-        assert tree.sources[:3].tolist() == [SourceName.GRAMMAR, SourceName.GRAMMAR, SourceName.CONTEXT]
+        assert tree.sources[:3].tolist() == [SourceId.GRAMMAR, SourceId.GRAMMAR, SourceId.CONTEXT]
         after = drafter.draft(prompt)
         assert (after.tokens.tolist(), after.parents.tolist()) == (before.tokens.tolist(), before.parents.tolist())
 

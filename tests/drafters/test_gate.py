@@ -21,7 +21,7 @@ from hdtool.runtime.drafters.trained.proposal import TrainedDrafter
 from hdtool.runtime.drafters.trained.select_drafter import StandaloneDrafter, published_drafter
 from hdtool.runtime.drafters.trained.sequential import AcceptedTokens, QueuedTokens, SequentialDrafter
 from hdtool.runtime.model.target import Target
-from hdtool.runtime.source_names import SourceName
+from hdtool.runtime.source_names import SourceId
 from tests.support.decoding import run, said
 from tests.support.families import model_of, random_model
 from tests.support.mtp import with_mtp
@@ -110,7 +110,7 @@ def of_layers(number: int, folder: Path) -> tuple[Target, TrainedDrafter]:
 def of_model(folder: Path) -> tuple[Target, TrainedDrafter]:
     target = Target(model_of("llama"))
     module = DraftModel(Target(model_of("qwen3")), target.vocabulary)
-    return target, SequentialDrafter(module, FixedPace(), source=SourceName.DRAFTER, width=1)
+    return target, SequentialDrafter(module, FixedPace(), source=SourceId.DRAFTER, width=1)
 
 
 def published(model: Callable[[], PreTrainedModel], make: Maker, folder: Path) -> tuple[Target, TrainedDrafter]:

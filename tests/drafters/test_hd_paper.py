@@ -16,7 +16,7 @@ from hdtool.runtime.accept import Accepted
 from hdtool.runtime.config import PaperConfig
 from hdtool.runtime.drafters.hd_paper import SEQUENCE_LENGTH, PaperDrafter, SequenceTable, lookahead_decoding
 from hdtool.runtime.engine import Verified
-from hdtool.runtime.source_names import SourceName
+from hdtool.runtime.source_names import SourceId
 from hdtool.runtime.tree import LARGEST_TREE, NO_TOKEN, DraftTree, Trie, sequences_of
 from tests.support.trees import check_integrity, path_to, tokens_to, trees
 
@@ -81,7 +81,7 @@ def paths(tree: DraftTree) -> dict[tuple[int, ...], int]:
     return found
 
 
-def united(sequences: list[tuple[list[int], SourceName]], wanted: int) -> dict[tuple[int, ...], int]:
+def united(sequences: list[tuple[list[int], SourceId]], wanted: int) -> dict[tuple[int, ...], int]:
     """The nodes of the first ``wanted`` sequences that bring any."""
     nodes: dict[tuple[int, ...], int] = {}
     for sequence, source in sequences:
@@ -185,19 +185,19 @@ TEXTS = {
 def slow_draft(context: list[int], order: str, most: int) -> dict[tuple[int, ...], int]:
     table = SlowTable(most)
     table.add_text(context)
-    fetched: list[tuple[list[int], SourceName]] = []
+    fetched: list[tuple[list[int], SourceId]] = []
     for letter in order:
         if letter == "C":
-            fetched += [(sequence, SourceName.CONTEXT) for sequence in table.kept.get(context[-1], [])]
+            fetched += [(sequence, SourceId.CONTEXT) for sequence in table.kept.get(context[-1], [])]
         elif letter == "M":
-            fetched += [(sequence, SourceName.MODEL) for sequence in PHRASES.get(context[-1], [])[:most]]
+            fetched += [(sequence, SourceId.MODEL) for sequence in PHRASES.get(context[-1], [])[:most]]
         else:
             for suffix in (tuple(context[-2:]), tuple(context[-1:])):
                 trie = Trie(LARGEST_TREE)
                 trie.add(padded(TEXTS.get(suffix, [])), 0, wanted=100)
                 tokens, parents, _ = trie.copy_arrays()
                 for row in sequences_of(tokens, parents, SEQUENCE_LENGTH, most).tolist():
-                    fetched.append(([token for token in row if token != NO_TOKEN], SourceName.CORPUS))
+                    fetched.append(([token for token in row if token != NO_TOKEN], SourceId.CORPUS))
     return united(fetched, most)
 
 
@@ -217,7 +217,7 @@ def test_databases_are_asked_in_order(context: list[int], order: list[str], use:
             tree = drafter.draft(context[:end])
             check_integrity(tree)
             assert paths(tree) == slow_draft(context[:end], letters, most)
-    named = {"C": SourceName.CONTEXT, "M": SourceName.MODEL, "S": SourceName.CORPUS}
+    named = {"C": SourceId.CONTEXT, "M": SourceId.MODEL, "S": SourceId.CORPUS}
     assert set(tree.sources.tolist()) <= {named[letter] for letter in letters}
 
 
@@ -246,15 +246,15 @@ def test_the_lookahead_branch_feeds_the_table() -> None:
     drafter.observe(Accepted([], [7]), saying([7]))
     for step in range(4):
         tree = drafter.draft([*prompt, *range(7, 8 + step)])
-        assert set(tree.sources.tolist()) == {SourceName.LOOKAHEAD}, "nothing in the table starts with a new token"
+        assert set(tree.sources.tolist()) == {SourceId.LOOKAHEAD}, "nothing in the table starts with a new token"
         drafter.observe(Accepted([], [8 + step]), saying([100 + step] * (len(tree) + 1)))
     tree = drafter.draft([*prompt, *range(7, 12)])
     assert drafter._table.after(10).tolist() == [[100, 101, 102, 103]]
-    drafts = tree.sources != SourceName.LOOKAHEAD
+    drafts = tree.sources != SourceId.LOOKAHEAD
     assert not drafts.any()
     assert drafter.draft([*prompt, *range(7, 12), 10]).tokens.tolist()[:4] == [100, 101, 102, 103]
     assert all(seconds >= 0 for seconds in drafter.seconds.values())
-    assert drafter.seconds[SourceName.LOOKAHEAD] > 0
+    assert drafter.seconds[SourceId.LOOKAHEAD] > 0
 
 
 def test_only_the_tree_that_was_drafted_is_learned_from() -> None:

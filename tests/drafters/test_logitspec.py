@@ -18,7 +18,7 @@ from hdtool.runtime.drafter import CALIBRATION_PRIOR_WEIGHT, NodeCalibration
 from hdtool.runtime.drafters.logitspec import CONTINUATION_LENGTH, MAX_MATCH, UNRANKED, LogitSpec, look_up
 from hdtool.runtime.engine import Verified
 from hdtool.runtime.kernels.topk import for_topk, topk
-from hdtool.runtime.source_names import SourceName
+from hdtool.runtime.source_names import SourceId
 from hdtool.runtime.tree import NO_TOKEN, ROOT, DraftTree
 from tests.support.trees import check_integrity, path_to, trees
 
@@ -90,14 +90,14 @@ def test_candidates_without_a_continuation_are_single_nodes() -> None:
     tree = drafted(LogitSpec(), [1, 2, 3], [3, *range(20, 120)])
     assert tree.tokens.tolist() == list(range(20, 80)), "sixty of them"
     assert set(tree.parents.tolist()) == {-1}
-    assert set(tree.sources.tolist()) == {SourceName.LAST}
+    assert set(tree.sources.tolist()) == {SourceId.LAST}
 
 
 def test_the_continuation_of_the_root_comes_first_and_is_shared() -> None:
     tree = drafted(LogitSpec(), [5, 6, 7, 8, 9, 5], [5, 6, 11])
     assert ways(tree) == [[6, 7, 8, 9, 5], [11]]
-    assert tree.sources.tolist().count(SourceName.LAST) == 1
-    assert tree.sources[tree.tokens == 11] == SourceName.LAST
+    assert tree.sources.tolist().count(SourceId.LAST) == 1
+    assert tree.sources[tree.tokens == 11] == SourceId.LAST
 
 
 def test_without_logits_it_looks_up_the_root_alone() -> None:

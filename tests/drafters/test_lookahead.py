@@ -14,7 +14,7 @@ from hdtool.runtime.engine import Verified
 from hdtool.runtime.kernels.topk import argmax
 from hdtool.runtime.model.target import Target
 from hdtool.runtime.sampling.sampler import Sampler
-from hdtool.runtime.source_names import SourceName
+from hdtool.runtime.source_names import SourceId
 from hdtool.runtime.tree import DraftTree
 from tests.support.families import model_of
 from tests.support.one_sequence import OneSequence
@@ -61,7 +61,7 @@ def test_the_window_moves_as_in_lookahead_decoding(family: str) -> None:
         context = list(sampler.context)
         root = context[-1]
         tokens, parents = branch.branch()
-        tree = DraftTree.of(root, tokens.tolist(), parents.tolist(), SourceName.LOOKAHEAD)
+        tree = DraftTree.of(root, tokens.tolist(), parents.tolist(), SourceId.LOOKAHEAD)
         check_integrity(tree)
         assert tree.tokens.tolist() == [token for row in window.rows for token in row]
         logits = one.verify(tree)

@@ -37,7 +37,7 @@ from hdtool.runtime.model.load import load
 from hdtool.runtime.model.static_steps import CaptureMaker, never
 from hdtool.runtime.model.target import Target
 from hdtool.runtime.sampling.sampler import Sampler
-from hdtool.runtime.source_names import SourceName
+from hdtool.runtime.source_names import SourceId
 from hdtool.runtime.stores.store_set import StoreSet
 from tests.support.decoding import run, said
 from tests.support.families import model_of
@@ -65,7 +65,7 @@ def test_layers_of_each_type_change_no_token(kind: str, tmp_path: Path) -> None:
             steps = [step for _ in range(2) for step in run(target, prompt_of(20), sampling, most=20, drafter=drafter)]
             assert said(steps) == 2 * plain
             drafted = {source for step in steps for source in step.tree.sources.tolist()}
-            assert SourceName.HEADS in drafted
+            assert SourceId.HEADS in drafted
 
 
 @pytest.mark.each_value

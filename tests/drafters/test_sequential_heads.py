@@ -29,7 +29,7 @@ from hdtool.runtime.loop import Request
 from hdtool.runtime.model.static_steps import CaptureMaker, never
 from hdtool.runtime.model.target import Target
 from hdtool.runtime.sampling.sampler import Sampler
-from hdtool.runtime.source_names import SourceName
+from hdtool.runtime.source_names import SourceId
 from hdtool.runtime.stores.store_set import StoreSet
 from tests.support.decoding import SAMPLINGS, run, said
 from tests.support.families import FAMILIES, VOCABULARY, model_of
@@ -193,7 +193,7 @@ def test_they_do_not_change_the_output(family: str, sampling: str) -> None:
         ):
             steps = run(target, prompt, chosen, most=30, drafter=drafter)
             assert said(steps) == plain
-            assert SourceName.HEADS in {source for step in steps for source in step.tree.sources.tolist()}
+            assert SourceId.HEADS in {source for step in steps for source in step.tree.sources.tolist()}
 
 
 @each_kind

@@ -27,7 +27,7 @@ from hdtool.runtime.kernels.compiled import Array
 from hdtool.runtime.kernels.linear import compile_linear_layers
 from hdtool.runtime.model.static_steps import Capture, Run, extent_for
 from hdtool.runtime.model.target import Target
-from hdtool.runtime.source_names import SourceName
+from hdtool.runtime.source_names import SourceId
 
 STATIC_SIZES = (1, 2, 4, 8, 16)
 """Numbers of new positions in a captured pass. The next pass overwrites padding positions."""
@@ -110,7 +110,7 @@ PROMPT_CHUNK = 512
 class HeadsState:
     """Parallel heads during the answers of a target: their KV cache, pending input and latest rankings."""
 
-    source = SourceName.HEADS
+    source = SourceId.HEADS
 
     def __init__(self, saved: SavedHeads, target: Target) -> None:
         assert isinstance(saved.heads, ParallelHeads)

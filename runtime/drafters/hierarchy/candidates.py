@@ -24,13 +24,13 @@ from numba import types
 
 from hdtool.runtime.kernels.compiled import Array, address_of, array_at, caller_of, compiled
 from hdtool.runtime.sampling.draws import stream_start, time_of
-from hdtool.runtime.source_names import SourceName
+from hdtool.runtime.source_names import SourceId
 from hdtool.runtime.stores.corpus_index import MAX_SAMPLES, RANGE_ROWS
 from hdtool.runtime.stores.live_tables import latest_position
 from hdtool.runtime.stores.token_log import MAX_MATCH_TOKENS
 from hdtool.runtime.tree import LARGEST_TREE
 
-WORK_AT, WEIGHTS_AT, NEAR_AT, TABLE_AT = SourceName.NONE.value, *range(len(SourceName), len(SourceName) + 3)
+WORK_AT, WEIGHTS_AT, NEAR_AT, TABLE_AT = SourceId.NONE.value, *range(len(SourceId), len(SourceId) + 3)
 """Indices in the array of addresses; the record of each source has the number of the source as its index."""
 ADDRESSES = TABLE_AT + 1
 MAX_CANDIDATES = 512
@@ -65,7 +65,7 @@ WORKSPACE = np.dtype(
         ("candidates", np.int64, MAX_CANDIDATES),
         ("chances", np.float64, MAX_CANDIDATES),
         ("recency", np.int64, MAX_CANDIDATES),  # class of the distance to the token's latest occurrence
-        ("parts", np.float64, (MAX_CANDIDATES, len(SourceName))),  # contribution of each source to each chance
+        ("parts", np.float64, (MAX_CANDIDATES, len(SourceId))),  # contribution of each source to each chance
         ("round", np.int64),  # slots filled in earlier rounds count as empty
         ("slots", np.int64, CANDIDATE_SLOTS),  # hash table of the candidates
         ("hashed", np.int64),  # number of last tokens that are hashed
@@ -93,7 +93,7 @@ WORKSPACE = np.dtype(
         ("has_context", np.int64),
         # Nanoseconds spent per source in a timed draft; NONE is the tree itself.
         ("timed", np.int64),
-        ("laps", np.int64, len(SourceName)),
+        ("laps", np.int64, len(SourceId)),
         ("since", np.int64),
         ("instant", np.int64, 2),  # seconds and nanoseconds, as returned by the clock
         ("instant_at", np.int64),  # address of ``instant``
@@ -124,7 +124,7 @@ class Prior(NamedTuple):
 class CompiledSource(NamedTuple):
     """A source of evidence: functions that compiled code calls by their addresses."""
 
-    name: SourceName
+    name: SourceId
     lowest: int
     """Lowest n-gram order of the source."""
     prior: Prior
@@ -212,9 +212,9 @@ WEIGHTS = np.dtype(
 )
 
 
-def rows_of_weights(sources: Sequence[CompiledSource]) -> dict[SourceName, slice]:
+def rows_of_weights(sources: Sequence[CompiledSource]) -> dict[SourceId, slice]:
     """Assign rows of weights to each source, one for each n-gram order."""
-    rows, free = dict[SourceName, slice](), 0
+    rows, free = dict[SourceId, slice](), 0
     for source in sources:
         if source.name not in rows:
             rows[source.name] = slice(free, free + source.prior.orders)

@@ -51,7 +51,7 @@ from hdtool.runtime.drafters.trained.proposal import TrainedDrafter
 from hdtool.runtime.engine import Verified
 from hdtool.runtime.kernels.compiled import HAS_CLOCK, Array, SharedTime, Uncopyable
 from hdtool.runtime.sampling.draws import ExponentialRace
-from hdtool.runtime.source_names import Evidence, SourceName
+from hdtool.runtime.source_names import Evidence, SourceId
 from hdtool.runtime.stores.corpus_index import CorpusIndex, no_shards, range_record
 from hdtool.runtime.stores.history_store import History, address_of
 from hdtool.runtime.stores.live_tables import CHAIN_LENGTHS, LONG_CHAIN, ContextTable
@@ -84,7 +84,7 @@ class Hierarchy(Uncopyable):
         recycled: bool = False,
         trained: TrainedDrafter | None = None,
         gate: TrainedGate | None = None,
-        plugins: Mapping[SourceName, Evidence] | None = None,
+        plugins: Mapping[SourceId, Evidence] | None = None,
         history: History | None = None,
         vocabulary: int = UNLIMITED_VOCABULARY,
         remembers: bool = True,
@@ -114,7 +114,7 @@ class Hierarchy(Uncopyable):
         self._rankings = rankings = Rankings(last=last, recycled=recycled, known=model.rankings if model else None)
         self._proposed = no_proposal()
         self._plugin_records = prediction_records(
-            [*self._plugins, *[SourceName.NONE] * (MAX_PLUGINS - len(self._plugins))]
+            [*self._plugins, *[SourceId.NONE] * (MAX_PLUGINS - len(self._plugins))]
         )
         self._lane = np.zeros(1, LANE)
         self._matches: dict[int, Array] = {
@@ -149,9 +149,9 @@ class Hierarchy(Uncopyable):
             NEAR_AT: rankings.near,
             TABLE_AT: self._source_table,
         }
-        self._records |= {SourceName.MODEL: model_record(model), SourceName.CORPUS: ranges}
-        self._records |= {SourceName.HEADS: self._proposed, SourceName.PLUGIN_1: self._plugin_records}
-        self._records |= {SourceName.LAST: rankings.last, SourceName.RECYCLED: rankings.recycled.record}
+        self._records |= {SourceId.MODEL: model_record(model), SourceId.CORPUS: ranges}
+        self._records |= {SourceId.HEADS: self._proposed, SourceId.PLUGIN_1: self._plugin_records}
+        self._records |= {SourceId.LAST: rankings.last, SourceId.RECYCLED: rankings.recycled.record}
         self._records |= {source.name: record for source, record in added.items()}
         assert all(record.flags.aligned for record in self._records.values())
         self._addresses = np.zeros(ADDRESSES, np.int64)
@@ -176,7 +176,7 @@ class Hierarchy(Uncopyable):
         self._joint_drafters: tuple[list[Hierarchy], Array] | None = None
         """The drafters of the last joint draft that began with this one, and their addresses."""
         self._drafts, self._learning_seconds = 0, 0.0
-        self._cost, self._time = SmoothedSeconds(), SharedTime(len(SourceName))
+        self._cost, self._time = SmoothedSeconds(), SharedTime(len(SourceId))
         # Compile the code, or load it from the cache, before the first step.
         self.predict((0,))
         self.begin(())
@@ -186,9 +186,9 @@ class Hierarchy(Uncopyable):
     def _fill_in(self, work: Array, context: bool, vocabulary: int) -> None:
         sizes = [store.manifest.tokenizer.vocab_size for store in self._stores if store]
         work["vocabulary"] = min([vocabulary, *sizes])
-        self._matches[SourceName.CONTEXT]["log"][0, ANSWERS_LOG] = self.context_table.memory.ctypes.data
+        self._matches[SourceId.CONTEXT]["log"][0, ANSWERS_LOG] = self.context_table.memory.ctypes.data
         if self._history:
-            history_matches = self._matches[SourceName.HISTORY]
+            history_matches = self._matches[SourceId.HISTORY]
             history_matches["log"][0, ANSWERS_LOG] = address_of(self._history.answers.memory)
             history_matches["log"][0, STORED_LOG] = address_of(self._history.stored_log)
             history_matches["lane"] = self._lane.ctypes.data
@@ -211,7 +211,7 @@ class Hierarchy(Uncopyable):
         """Probability of each node in the last tree that the whole path to it is accepted."""
         return self._probs[: self._nodes].copy()
 
-    def weights(self, source: SourceName) -> Any:
+    def weights(self, source: SourceId) -> Any:
         """Return the learned weights of a source, by n-gram order and bucket of evidence; see ``candidates.py``."""
         return self._learned["weight"][0, self._weight_rows[source]]
 
@@ -221,7 +221,7 @@ class Hierarchy(Uncopyable):
         return self._learned[0]
 
     @property
-    def seconds(self) -> dict[SourceName, float]:
+    def seconds(self) -> dict[SourceId, float]:
         """Seconds spent on drafting so far, divided among sources as in every 32nd draft; empty without a clock."""
         parts = self._time.seconds()
         if any(parts):
@@ -229,7 +229,7 @@ class Hierarchy(Uncopyable):
                 parts[self._trained.source] += self._trained.seconds
             for number, seconds in self._plugin_seconds.items():
                 parts[number] += seconds
-        return {SourceName(source): part for source, part in enumerate(parts) if part}
+        return {SourceId(source): part for source, part in enumerate(parts) if part}
 
     def begin(self, prompt: Sequence[int]) -> None:
         self.end()
@@ -243,7 +243,7 @@ class Hierarchy(Uncopyable):
             self._rankings.forget()
         if self._history:
             self._history.start(self._lane, prompt, new)
-            self._matches[SourceName.HISTORY]["owner"] = self._lane["owner"]
+            self._matches[SourceId.HISTORY]["owner"] = self._lane["owner"]
         self._use_rows(prediction=False)
         restart(self._at, np.array(prompt[-MAX_MATCH_TOKENS:], np.int64))
 
@@ -253,7 +253,7 @@ class Hierarchy(Uncopyable):
         lane, tail = log.lane(), self._tails[0]
         log.start(lane, tail[tail >= 0])
         log.append(lane, prediction)
-        self._matches[SourceName.PREDICTION]["log"][0, ANSWERS_LOG] = address_of(log.memory)
+        self._matches[SourceId.PREDICTION]["log"][0, ANSWERS_LOG] = address_of(log.memory)
         self._use_rows(prediction=True)
 
     def _use_rows(self, *, prediction: bool) -> None:
@@ -347,7 +347,7 @@ class Hierarchy(Uncopyable):
     def _expected_of(self, grown: int) -> Probs:
         """Return the probabilities of the first ``grown`` nodes for the budget, calibrated for this answer."""
         probs = self._probs[:grown]
-        if not grown or self._sources[0] == SourceName.GRAMMAR:  # almost surely accepted
+        if not grown or self._sources[0] == SourceId.GRAMMAR:  # almost surely accepted
             return probs
         self._grown = grown
         return np.minimum(1.0, probs * self._calibration.factor)

@@ -23,7 +23,7 @@ from hdtool.runtime.drafters.hierarchy.candidates import (
 )
 from hdtool.runtime.drafters.trained.proposal import MAX_RANKINGS, NO_RANKING_AFTER, TOKENS_PER_RANKING, Proposal
 from hdtool.runtime.kernels.compiled import Array, array_at, compiled, lap
-from hdtool.runtime.source_names import PLUGINS, Evidence, SourceName
+from hdtool.runtime.source_names import PLUGINS, Evidence, SourceId
 from hdtool.runtime.stores.corpus_index import (
     MAX_RANGE_ORDER,
     MAX_SAMPLES,
@@ -50,7 +50,7 @@ MAX_PLUGIN_POSITIONS = MAX_HEADS
 MAX_PREDICTED_TOKENS = 60
 """Number of most probable tokens that are kept for each position."""
 ANY_TOKEN, NO_CHAIN_TOKEN = -1, -2
-MODEL_NUMBER, CORPUS_NUMBER = SourceName.MODEL.value, SourceName.CORPUS.value
+MODEL_NUMBER, CORPUS_NUMBER = SourceId.MODEL.value, SourceId.CORPUS.value
 
 PREDICTION_RECORD = np.dtype(
     [
@@ -90,7 +90,7 @@ def _weigh_model(at: int, node: int, order: int, first: int, left: float) -> flo
 
 
 MODEL_SOURCE = CompiledSource(
-    SourceName.MODEL, 1, Prior(MAX_PREFIX_TOKENS, 0.9, 0.75, 0.4, 0.05), _find_in_model, _weigh_model
+    SourceId.MODEL, 1, Prior(MAX_PREFIX_TOKENS, 0.9, 0.75, 0.4, 0.05), _find_in_model, _weigh_model
 )
 
 
@@ -138,7 +138,7 @@ def corpus_source(dtype: str) -> CompiledSource:
         for order in range(MAX_RANGE_ORDER, 0, -1):
             narrow(corpus, ranges, work_at(at).tails[0], 0, 0, order)
 
-    return CompiledSource(SourceName.CORPUS, 1, Prior(MAX_RANGE_ORDER, 0.9, 0.75, 0.35, 0.12), find, weigh, move)
+    return CompiledSource(SourceId.CORPUS, 1, Prior(MAX_RANGE_ORDER, 0.9, 0.75, 0.35, 0.12), find, weigh, move)
 
 
 @compiled
@@ -146,7 +146,7 @@ def ranges_at(at: int) -> Any:
     return record_at(at, CORPUS_NUMBER, RANGES)
 
 
-def prediction_records(sources: Sequence[SourceName]) -> Array:
+def prediction_records(sources: Sequence[SourceId]) -> Array:
     """Return empty prediction records for these sources."""
     records = np.zeros(len(sources), PREDICTION_RECORD)
     records["source"], records["chain"] = sources, ANY_TOKEN
@@ -204,7 +204,7 @@ def advance_record(record: Any, token: int) -> None:
         record.count = 0
 
 
-def prediction_source(name: SourceName, order: int, prior: Prior, records: int = 1) -> CompiledSource:
+def prediction_source(name: SourceId, order: int, prior: Prior, records: int = 1) -> CompiledSource:
     """Return a source that reads ``records`` prediction records.
 
     Each record has a row of weights; a single record has a row for each position.
@@ -233,10 +233,10 @@ def prediction_source(name: SourceName, order: int, prior: Prior, records: int =
     return CompiledSource(name, order, prior, find, weigh, move)
 
 
-PLUGIN_SOURCE = prediction_source(SourceName.PLUGIN_1, BEFORE_ORDER, Prior(MAX_PLUGINS, 0.5, 0.85), MAX_PLUGINS)
+PLUGIN_SOURCE = prediction_source(SourceId.PLUGIN_1, BEFORE_ORDER, Prior(MAX_PLUGINS, 0.5, 0.85), MAX_PLUGINS)
 
 
-TRAINED_NUMBER = SourceName.HEADS.value
+TRAINED_NUMBER = SourceId.HEADS.value
 TRAINED_WEIGHT_ROWS = MAX_HEADS
 """Number of rows of weights, one for each depth; rankings at greater depths share the last row."""
 
@@ -258,11 +258,11 @@ PROPOSAL_RECORD = np.dtype(
 def no_proposal() -> Array:
     """Return a record without a proposal."""
     record = np.zeros(1, PROPOSAL_RECORD)
-    record["source"], record["root"] = SourceName.HEADS, NO_RANKING_AFTER
+    record["source"], record["root"] = SourceId.HEADS, NO_RANKING_AFTER
     return record
 
 
-def note_proposal(record: Any, source: SourceName, proposal: Proposal) -> None:
+def note_proposal(record: Any, source: SourceId, proposal: Proposal) -> None:
     """Store the proposal of a trained drafter for the root and the paths below it."""
     record["source"], record["root"] = source, 0 if len(proposal.tokens) else NO_RANKING_AFTER
     number, best = proposal.tokens.shape
@@ -313,7 +313,7 @@ def _move_proposed(at: int, token: int, emitted: int) -> None:
 
 
 TRAINED_SOURCE = CompiledSource(
-    SourceName.HEADS,
+    SourceId.HEADS,
     BEFORE_ORDER,
     Prior(TRAINED_WEIGHT_ROWS, 0.5, 0.85),
     _find_proposed,

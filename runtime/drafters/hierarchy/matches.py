@@ -22,7 +22,7 @@ from hdtool.runtime.drafters.hierarchy.candidates import (
     work_at,
 )
 from hdtool.runtime.kernels.compiled import Array, Ints, array_at, compiled
-from hdtool.runtime.source_names import SourceName
+from hdtool.runtime.source_names import SourceId
 from hdtool.runtime.stores.corpus_index import RANGE_ROWS
 from hdtool.runtime.stores.live_tables import (
     CHAIN_LENGTHS,
@@ -150,7 +150,7 @@ def _add_to_context(at: int, token: int, emitted: int) -> None:
         add(table_of(matches_at(at, CONTEXT_NUMBER)), token)
 
 
-def _log_source(name: SourceName, prior: Prior) -> CompiledSource:
+def _log_source(name: SourceId, prior: Prior) -> CompiledSource:
     """Return a source that matches token logs."""
     number = name.value
 
@@ -288,9 +288,7 @@ def _weigh(at: int, source: int, matches: Any, order: int, first: int, left: flo
 
 
 _OWN_TEXT_PRIOR = Prior(MATCH_ORDERS, many=0.25)
-CONTEXT_NUMBER = SourceName.CONTEXT.value
-CONTEXT_SOURCE = CompiledSource(
-    SourceName.CONTEXT, 1, _OWN_TEXT_PRIOR, _find_in_context, _weigh_context, _add_to_context
-)
-PREDICTION_SOURCE = _log_source(SourceName.PREDICTION, _OWN_TEXT_PRIOR)
-HISTORY_SOURCE = _log_source(SourceName.HISTORY, Prior(MATCH_ORDERS, many=0.06))
+CONTEXT_NUMBER = SourceId.CONTEXT.value
+CONTEXT_SOURCE = CompiledSource(SourceId.CONTEXT, 1, _OWN_TEXT_PRIOR, _find_in_context, _weigh_context, _add_to_context)
+PREDICTION_SOURCE = _log_source(SourceId.PREDICTION, _OWN_TEXT_PRIOR)
+HISTORY_SOURCE = _log_source(SourceId.HISTORY, Prior(MATCH_ORDERS, many=0.06))

@@ -38,7 +38,7 @@ from hdtool.runtime.drafters.hierarchy.evidence import (
 from hdtool.runtime.engine import Verified
 from hdtool.runtime.kernels.compiled import Array, Uncopyable, compiled
 from hdtool.runtime.kernels.topk import NO_LOGIT, topk
-from hdtool.runtime.source_names import SourceName
+from hdtool.runtime.source_names import SourceId
 from hdtool.runtime.stores.live_tables import (
     MAX_KEY_TOKENS,
     RANKING_TOKENS,
@@ -58,7 +58,7 @@ AGREEMENT = (13.0, 9.0, 6.0, 4.0, 3.0, 2.0, 1.5, 1.3)
 MIN_SHARE_SUM = 1e-9
 LAST_SHARPNESS, NEAR_SHARPNESS = 0.5, 0.7
 """Exponents applied to probabilities before they are normalized to shares."""
-RECYCLED_NUMBER = SourceName.RECYCLED.value
+RECYCLED_NUMBER = SourceId.RECYCLED.value
 
 RankedNodes = tuple[Array, Array, Array]
 """Last tokens, depth and probability of the root and each node that has a row of logits."""
@@ -69,7 +69,7 @@ class Rankings(Uncopyable):
 
     def __init__(self, *, last: bool = False, recycled: bool = False, known: Array | None = None) -> None:
         """``known`` holds rankings after single tokens that are available from the first step on."""
-        self.last, self.near = prediction_records([SourceName.LAST]), prediction_records([SourceName.RECYCLED])
+        self.last, self.near = prediction_records([SourceId.LAST]), prediction_records([SourceId.RECYCLED])
         self.recycled = RecycledRankings()
         self._uses_last, self._uses_recycled = last, recycled
         self.uses_logits, self.is_kept = last or recycled, recycled or known is not None
@@ -122,7 +122,7 @@ def note_last_ranking(last: Any, root: int, tokens: Array, scores: Array) -> Non
             last.count, count = 1, count + 1  # the record predicts one position
 
 
-LAST_SOURCE = prediction_source(SourceName.LAST, 0, Prior(1, 0.7))
+LAST_SOURCE = prediction_source(SourceId.LAST, 0, Prior(1, 0.7))
 
 
 @compiled
@@ -162,7 +162,7 @@ def _move_recycled(at: int, token: int, emitted: int) -> None:
 
 
 RECYCLED_SOURCE = CompiledSource(
-    SourceName.RECYCLED, 1, Prior(MAX_KEY_TOKENS, 0.9, 0.9), _find_recycled, _weigh_recycled, _move_recycled
+    SourceId.RECYCLED, 1, Prior(MAX_KEY_TOKENS, 0.9, 0.9), _find_recycled, _weigh_recycled, _move_recycled
 )  # fmt: skip
 SINGLE_TOKEN_SOURCE = RECYCLED_SOURCE._replace(find=_find_single)
 """The source for known rankings that are never replaced; it comes after the sources that count texts."""

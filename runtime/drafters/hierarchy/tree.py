@@ -28,7 +28,7 @@ from hdtool.runtime.drafters.hierarchy.evidence import position_after
 from hdtool.runtime.drafters.hierarchy.matches import matches_at, table_of
 from hdtool.runtime.drafters.hierarchy.rankings import near_at, weigh_agreement
 from hdtool.runtime.kernels.compiled import Ints, compiled, lap, start_clock
-from hdtool.runtime.source_names import SourceName
+from hdtool.runtime.source_names import SourceId
 from hdtool.runtime.stores.model_store import mix_hash
 from hdtool.runtime.stores.token_log import MAX_MATCH_TOKENS
 
@@ -41,8 +41,8 @@ MIN_LEFT = 0.002
 MIN_CONTRIBUTION = 1e-4
 LEFT_TO_LEARN = 0.02
 """Orders learn from an emitted token only while at least this much probability is left to them."""
-TREE_NUMBER, CONTEXT_NUMBER = SourceName.NONE.value, SourceName.CONTEXT.value
-GRAMMAR_NUMBER, RECYCLED_NUMBER = SourceName.GRAMMAR.value, SourceName.RECYCLED.value
+TREE_NUMBER, CONTEXT_NUMBER = SourceId.NONE.value, SourceId.CONTEXT.value
+GRAMMAR_NUMBER, RECYCLED_NUMBER = SourceId.GRAMMAR.value, SourceId.RECYCLED.value
 
 
 @compiled

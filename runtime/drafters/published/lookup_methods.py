@@ -26,7 +26,7 @@ from hdtool.runtime.accept import Accepted
 from hdtool.runtime.budget.node_budget import Budget, FixedBudget
 from hdtool.runtime.engine import Verified
 from hdtool.runtime.kernels.compiled import Ints, compiled
-from hdtool.runtime.source_names import SourceName
+from hdtool.runtime.source_names import SourceId
 from hdtool.runtime.tree import LARGEST_TREE, ROOT, DraftTree
 
 if TYPE_CHECKING:
@@ -71,12 +71,12 @@ class PromptLookup:
     """
 
     def __init__(self, tokens: int = 10, longest: int = 3, budget: Budget | None = None) -> None:
-        self.seconds: dict[SourceName, float] = {SourceName.CONTEXT: 0.0}
+        self.seconds: dict[SourceId, float] = {SourceId.CONTEXT: 0.0}
         """Seconds spent in the source since the drafter was created."""
         self._longest = longest
         self._budget = budget or FixedBudget(LARGEST_TREE)
         self._parents = np.arange(tokens, dtype=np.int32) + np.int32(ROOT)
-        self._sources = np.full(tokens, SourceName.CONTEXT, np.uint8)
+        self._sources = np.full(tokens, SourceId.CONTEXT, np.uint8)
         self._context = GrowingContext()
         self._seen = np.full(longest + tokens, FITTED_PRIOR_WEIGHT)
         """Number of tokens compared with the answer, by the length of the match before them; ``_fitted`` counts those
@@ -103,7 +103,7 @@ class PromptLookup:
             following = slice(self._matched, self._matched + max_nodes)
             kept = self._budget.choose_size(np.cumprod(self._fitted[following] / self._seen[following]))
         tree = DraftTree(context[-1], self._chain[:kept], self._parents[:kept], self._sources[:kept])
-        self.seconds[SourceName.CONTEXT] += time.perf_counter() - started
+        self.seconds[SourceId.CONTEXT] += time.perf_counter() - started
         return tree
 
     def observe(self, accepted: Accepted, verified: Verified) -> None:
@@ -141,7 +141,7 @@ class CorpusDrafter:
     """Drafts the most frequent continuations in the corpus index, as many nodes as the budget allows."""
 
     def __init__(self, index: CorpusIndex, budget: Budget | None = None) -> None:
-        self.seconds: dict[SourceName, float] = {SourceName.CORPUS: 0.0}
+        self.seconds: dict[SourceId, float] = {SourceId.CORPUS: 0.0}
         """Seconds spent in the source since the drafter was created."""
         self._index = index
         self._budget = budget or FixedBudget(LARGEST_TREE)
@@ -161,8 +161,8 @@ class CorpusDrafter:
         if continuations and kept:
             # Parents come before their children, whose counts are never larger, so any prefix of the tree is a tree.
             tokens, parents = continuations.tokens[:kept].copy(), continuations.parents[:kept].astype(np.int32)
-            tree = DraftTree(context[-1], tokens, parents, np.full(kept, SourceName.CORPUS, np.uint8))
-        self.seconds[SourceName.CORPUS] += time.perf_counter() - started
+            tree = DraftTree(context[-1], tokens, parents, np.full(kept, SourceId.CORPUS, np.uint8))
+        self.seconds[SourceId.CORPUS] += time.perf_counter() - started
         return tree
 
     def observe(self, accepted: Accepted, verified: Verified) -> None:

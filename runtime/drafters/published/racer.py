@@ -27,7 +27,7 @@ from hdtool.runtime.drafters.published.token_recycling import (
 )
 from hdtool.runtime.engine import Verified
 from hdtool.runtime.kernels.compiled import Ints, compiled
-from hdtool.runtime.source_names import SourceName
+from hdtool.runtime.source_names import SourceId
 from hdtool.runtime.tree import LARGEST_TREE, ROOT, DraftTree, Trie
 
 NGRAM_LENGTH = 10
@@ -236,7 +236,7 @@ def _collect(trie: Any, match: int, matched: int, nodes: Ints, counts: Ints, len
 KIND_PRIOR_RATES = (0.4, 0.45, 0.12, 0.06, 0.04, 0.03, 0.02, 0.02, 0.01)
 """Initial acceptance rates of retrieved tokens, then of ranked tokens by rank."""
 RETRIEVED_KIND = 0
-RECYCLED_NUMBER = SourceName.RECYCLED.value
+RECYCLED_NUMBER = SourceId.RECYCLED.value
 
 
 class Racer:
@@ -245,7 +245,7 @@ class Racer:
     max_ranked = RECYCLED_PER_TOKEN
 
     def __init__(self, budget: Budget | None = None, *, remembers: bool = True) -> None:
-        self.seconds: dict[SourceName, float] = {SourceName.CONTEXT: 0.0, SourceName.RECYCLED: 0.0}
+        self.seconds: dict[SourceId, float] = {SourceId.CONTEXT: 0.0, SourceId.RECYCLED: 0.0}
         """Seconds spent in each source since the drafter was created."""
         self._budget = budget or FixedBudget(LARGEST_TREE)
         self._remembers, self._conversation = remembers, ConversationTracker()
@@ -258,7 +258,7 @@ class Racer:
         self._verified = NO_KINDS, DraftTree.bare(0)
         """Kind of each node in the last tree, and the tree."""
         # Compile the code, or load it from the cache, before the first step.
-        self._trie.add(np.full((1, 1), NO_RECYCLED_TOKEN, np.int32), SourceName.CONTEXT, wanted=1)
+        self._trie.add(np.full((1, 1), NO_RECYCLED_TOKEN, np.int32), SourceId.CONTEXT, wanted=1)
         _fill(np.zeros((1, RECYCLED_PER_TOKEN), np.int64), 0, *self._trie.copy_arrays(), 1)
 
     def begin(self, prompt: Sequence[int]) -> None:
@@ -281,15 +281,15 @@ class Racer:
         self._known = len(known)
         rows, _ = self._ngrams.after(known, max_nodes)
         self._trie.clear()
-        self._trie.add(rows, SourceName.CONTEXT, wanted=len(rows))
+        self._trie.add(rows, SourceId.CONTEXT, wanted=len(rows))
         between = time.perf_counter()
         tokens, parents, sources, kinds = _fill(self._table.rows, root, *self._trie.copy_arrays(), max_nodes)
         whole = DraftTree(root, tokens, parents, sources)
         order, probs = self._calibration.by_probability(kinds, whole)
         order = order[: self._budget.choose_size(probs)]
         self._verified = kinds[order], whole.select(order)
-        self.seconds[SourceName.CONTEXT] += between - started
-        self.seconds[SourceName.RECYCLED] += time.perf_counter() - between
+        self.seconds[SourceId.CONTEXT] += between - started
+        self.seconds[SourceId.RECYCLED] += time.perf_counter() - between
         return self._verified[1]
 
     def observe(self, accepted: Accepted, verified: Verified) -> None:
@@ -299,7 +299,7 @@ class Racer:
             self._calibration.update(kinds, tree, accepted.path)
             if self._budget.max_nodes:
                 self._table.keep(tree, verified)
-        self.seconds[SourceName.RECYCLED] += time.perf_counter() - started
+        self.seconds[SourceId.RECYCLED] += time.perf_counter() - started
 
 
 @compiled

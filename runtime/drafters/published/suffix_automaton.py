@@ -16,7 +16,7 @@ from hdtool.runtime.accept import Accepted
 from hdtool.runtime.budget.node_budget import Budget, FixedBudget
 from hdtool.runtime.engine import Verified
 from hdtool.runtime.kernels.compiled import Ints, compiled
-from hdtool.runtime.source_names import SourceName
+from hdtool.runtime.source_names import SourceId
 from hdtool.runtime.tree import LARGEST_TREE, ROOT, DraftTree
 
 NO_STATE = -1
@@ -219,12 +219,12 @@ class SamDecoding:
     """Drafts one chain; all of its tokens have the same acceptance rate, given that the token before is accepted."""
 
     def __init__(self, budget: Budget | None = None) -> None:
-        self.seconds: dict[SourceName, float] = {SourceName.CONTEXT: 0.0}
+        self.seconds: dict[SourceId, float] = {SourceId.CONTEXT: 0.0}
         """Seconds spent in the source since the drafter was created."""
         self._budget = budget or FixedBudget(LARGEST_TREE)
         self._automaton = SuffixAutomaton()
         self._parents = np.arange(TOKENS_AHEAD, dtype=np.int32) + np.int32(ROOT)
-        self._sources = np.full(TOKENS_AHEAD, SourceName.CONTEXT, np.uint8)
+        self._sources = np.full(TOKENS_AHEAD, SourceId.CONTEXT, np.uint8)
         self._verified, self._accepted = RATE_PRIOR_WEIGHT, RATE_PRIOR_WEIGHT * PRIOR_RATE
         self._drafted = 0
 
@@ -247,7 +247,7 @@ class SamDecoding:
         )
         tokens = automaton.tokens[start : start + kept].astype(np.int64)
         self._drafted = kept
-        self.seconds[SourceName.CONTEXT] += time.perf_counter() - started
+        self.seconds[SourceId.CONTEXT] += time.perf_counter() - started
         return DraftTree(context[-1], tokens, self._parents[:kept], self._sources[:kept])
 
     def observe(self, accepted: Accepted, verified: Verified) -> None:
@@ -258,4 +258,4 @@ class SamDecoding:
             self._verified = self._verified * fading + compared
             self._accepted = self._accepted * fading + len(accepted.path)
         self._automaton.extend(accepted.tokens)
-        self.seconds[SourceName.CONTEXT] += time.perf_counter() - started
+        self.seconds[SourceId.CONTEXT] += time.perf_counter() - started

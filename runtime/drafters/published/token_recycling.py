@@ -18,7 +18,7 @@ from hdtool.runtime.drafter import NO_KINDS, NodeCalibration
 from hdtool.runtime.engine import Verified
 from hdtool.runtime.kernels.compiled import Ints, compiled
 from hdtool.runtime.kernels.topk import topk
-from hdtool.runtime.source_names import SourceName
+from hdtool.runtime.source_names import SourceId
 from hdtool.runtime.tree import LARGEST_TREE, ROOT, DraftTree
 
 RECYCLED_PER_TOKEN = 8
@@ -80,7 +80,7 @@ class TokenRecycling:
     max_ranked = RECYCLED_PER_TOKEN
 
     def __init__(self, budget: Budget | None = None, *, remembers: bool = True) -> None:
-        self.seconds: dict[SourceName, float] = {SourceName.RECYCLED: 0.0}
+        self.seconds: dict[SourceId, float] = {SourceId.RECYCLED: 0.0}
         """Seconds spent in the source since the drafter was created."""
         self._budget = budget or FixedBudget(LARGEST_TREE)
         self._remembers, self._conversation = remembers, ConversationTracker()
@@ -102,11 +102,11 @@ class TokenRecycling:
         if self._budget.max_nodes and 0 <= root < len(self._table.rows):
             started = time.perf_counter()
             tokens, parents, ranks = _fill(self._table.rows, root, self._places)
-            whole = DraftTree(root, tokens, parents, np.full(len(tokens), SourceName.RECYCLED, np.uint8))
+            whole = DraftTree(root, tokens, parents, np.full(len(tokens), SourceId.RECYCLED, np.uint8))
             order, probs = self._calibration.by_probability(ranks, whole)
             order = order[: min(self._budget.choose_size(probs[:LARGEST_TREE]), LARGEST_TREE)]
             self._verified = ranks[order], whole.select(order)
-            self.seconds[SourceName.RECYCLED] += time.perf_counter() - started
+            self.seconds[SourceId.RECYCLED] += time.perf_counter() - started
         return self._verified[1]
 
     def observe(self, accepted: Accepted, verified: Verified) -> None:
@@ -116,7 +116,7 @@ class TokenRecycling:
             self._calibration.update(ranks, tree, accepted.path)
             if self._budget.max_nodes:
                 self._table.keep(tree, verified)
-        self.seconds[SourceName.RECYCLED] += time.perf_counter() - started
+        self.seconds[SourceId.RECYCLED] += time.perf_counter() - started
 
 
 @compiled

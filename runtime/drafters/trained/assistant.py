@@ -19,7 +19,7 @@ from hdtool.runtime.engine import Verified
 from hdtool.runtime.model.cache.kv_cache import NOTHING
 from hdtool.runtime.model.load import load
 from hdtool.runtime.prefix_cache import common_prefix_length
-from hdtool.runtime.source_names import SourceName
+from hdtool.runtime.source_names import SourceId
 from hdtool.runtime.tree import LARGEST_TREE, DraftTree
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ def draft_model_drafter(
     """
     model = loaded_once(target, name, lambda: _loaded(name, target, tokenizer))
     pace = pace_for(target, name, is_measured=is_measured)
-    return SequentialDrafter(DraftModel(model, target.vocabulary), pace, source=SourceName.DRAFTER, width=1)
+    return SequentialDrafter(DraftModel(model, target.vocabulary), pace, source=SourceId.DRAFTER, width=1)
 
 
 def _loaded(name: str, target: Target, tokenizer: TokenizerFingerprint | None) -> Target:

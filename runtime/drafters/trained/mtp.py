@@ -35,7 +35,7 @@ from hdtool.runtime.kernels.linear import compile_linear_layers
 from hdtool.runtime.model.cache.kv_cache import KVTensors, LayerShape, StaticKVCache, layer_shapes
 from hdtool.runtime.model.static_steps import extent_for
 from hdtool.runtime.model.transformers_internals import attention_of, use_masked_attention
-from hdtool.runtime.source_names import SourceName
+from hdtool.runtime.source_names import SourceId
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -262,7 +262,7 @@ class MtpLayersInTurn:
     accepted tokens are known.
     """
 
-    source = SourceName.HEADS
+    source = SourceId.HEADS
 
     def __init__(self, layers: LibraryMtp, target: Target, columns: slice) -> None:
         self.seconds = 0.0

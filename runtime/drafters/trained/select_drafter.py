@@ -38,7 +38,7 @@ from hdtool.runtime.drafters.trained.proposal import (
 )
 from hdtool.runtime.drafters.trained.sequential import SequentialDrafter
 from hdtool.runtime.engine import Verified
-from hdtool.runtime.source_names import SourceName
+from hdtool.runtime.source_names import SourceId
 from hdtool.runtime.tree import LARGEST_TREE, ROOT, DraftTree
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ class StandaloneDrafter:
         return best_paths(probs, after, max_nodes, self._parents, self._ranks, self._rankings, self._path_probs)
 
     @property
-    def seconds(self) -> Mapping[SourceName, float]:
+    def seconds(self) -> Mapping[SourceId, float]:
         return {self.trained.source: self.trained.seconds}
 
     def begin(self, prompt: Sequence[int]) -> None:
@@ -161,10 +161,10 @@ def published_drafter(
             return DFlashDrafter(loaded_once(target, name, lambda: load_dflash(published, target)), target)
         if kind == GEMMA_ASSISTANT:
             assistant = AssistantModule(loaded_once(target, name, lambda: load_assistant(published, target)), target)
-            return AssistantDrafter(assistant, pace, columns=target.watch_hidden(), source=SourceName.DRAFTER)
+            return AssistantDrafter(assistant, pace, columns=target.watch_hidden(), source=SourceId.DRAFTER)
         eagle, layers = loaded_once(target, name, lambda: load_eagle3(published, target))
         columns = target.watch_hidden(layers)
-        return SequentialDrafter(EagleModule(eagle, target), pace, columns=columns, source=SourceName.DRAFTER)
+        return SequentialDrafter(EagleModule(eagle, target), pace, columns=columns, source=SourceId.DRAFTER)
 
 
 def drafter_of(saved: SavedHeads, target: Target, *, is_measured: bool) -> TrainedDrafter:

@@ -20,7 +20,7 @@ from hdtool.runtime.drafters.trained.proposal import (
 from hdtool.runtime.engine import Verified
 from hdtool.runtime.kernels.compiled import Array
 from hdtool.runtime.model.families import picked
-from hdtool.runtime.source_names import SourceName
+from hdtool.runtime.source_names import SourceId
 
 NO_HIDDEN = torch.empty((0, 0))
 """Placeholder for hidden states that the drafter does not read."""
@@ -131,7 +131,7 @@ class SequentialDrafter:
         pace: Pace,
         *,
         columns: slice | None = None,
-        source: SourceName = SourceName.HEADS,
+        source: SourceId = SourceId.HEADS,
         odds: list[list[float]] | None = None,
         width: int = ROWS_PER_PASS,
     ) -> None:

@@ -24,7 +24,7 @@ from hdtool.runtime.drafters.hierarchy.evidence import ranges_at
 from hdtool.runtime.drafters.hierarchy.matches import ANSWERS_LOG, append_to_log, matches_at, table_of
 from hdtool.runtime.drafters.hierarchy.tree import expand, extend, feed, restart
 from hdtool.runtime.kernels.compiled import Ints, array_at, compiled
-from hdtool.runtime.source_names import SourceName
+from hdtool.runtime.source_names import SourceId
 from hdtool.runtime.stores.corpus_index import MAX_RANGE_ORDER, bounds_of
 from hdtool.runtime.stores.history_store import History
 from hdtool.runtime.stores.live_tables import add
@@ -114,7 +114,7 @@ FIRST_ANSWER_NUMBER = 1 << 10
 """First number of an answer; lower numbers are reserved for the drafter that the requests share."""
 NEXT_ANSWER, NUM_ENDED = range(2)
 """Indexes in ``RequestStates.answers``."""
-CONTEXT_NUMBER, HISTORY_NUMBER = SourceName.CONTEXT.value, SourceName.HISTORY.value
+CONTEXT_NUMBER, HISTORY_NUMBER = SourceId.CONTEXT.value, SourceId.HISTORY.value
 
 
 class RequestStates(NamedTuple):
