@@ -72,17 +72,17 @@ class CostCurve:
         """Parse ``nodes:milliseconds`` pairs, separated by commas."""
         pairs: dict[int, float] = {}
         for pair in text.split(","):
-            nodes, _, time = pair.partition(":")
+            nodes_text, _, time = pair.partition(":")
             try:
-                place, value = int(nodes), float(time)
+                nodes, value = int(nodes_text), float(time)
             except ValueError:
                 raise CostError(
                     f"{pair.strip()!r} is not a cost: give nodes:milliseconds pairs, as in {COST_CURVE_EXAMPLE}, "
                     "or a file"
                 ) from None
-            if place in pairs:
-                raise CostError(f"the cost of {place} nodes is given twice: give it once")
-            pairs[place] = value
+            if nodes in pairs:
+                raise CostError(f"the cost of {nodes} nodes is given twice: give it once")
+            pairs[nodes] = value
         sizes = sorted(pairs)
         return cls(tuple(sizes), (tuple(pairs[size] for size in sizes),))
 
@@ -160,12 +160,12 @@ def _over_contexts(at: npt.NDArray[Any], measured: Sequence[int], times: Floats)
     if len(measured) == 1:
         only: Floats = times[0]
         return only
-    above = np.clip(np.searchsorted(measured, at), 1, len(measured) - 1)
-    low, high = np.array(measured)[above - 1], np.array(measured)[above]
+    upper = np.clip(np.searchsorted(measured, at), 1, len(measured) - 1)
+    low, high = np.array(measured)[upper - 1], np.array(measured)[upper]
     column = np.arange(len(at))
-    before, after = times[above - 1, column], times[above, column]
-    between = before + np.maximum(0, at - low) / (high - low) * (after - before)
-    interpolated: Floats = np.where(at > high, np.maximum(between, after), between)
+    lower_times, upper_times = times[upper - 1, column], times[upper, column]
+    between = lower_times + np.maximum(0, at - low) / (high - low) * (upper_times - lower_times)
+    interpolated: Floats = np.where(at > high, np.maximum(between, upper_times), between)
     return interpolated
 
 
@@ -289,7 +289,7 @@ def learn_cost(at: int, nodes: int, seconds: float) -> None:
     for size_nodes in range(LARGEST_BUDGET + 1):
         costs.corrections[size_nodes] *= 1 + OTHER_SIZES_LEARNING_RATE * change
     confirmed = 1.0 if abs(change) <= UNEXPECTED_DEVIATION else UNEXPECTED_WEIGHT
-    for place, part in ((size, share), (smaller, 1 - share)):
-        rate = max(COST_LEARNING_RATE, 1 / (ESTIMATE_WEIGHT + costs.passes[place] + 1))
-        costs.corrections[place] *= 1 + rate * part * change
-        costs.passes[place] += part * confirmed
+    for size_index, part in ((size, share), (smaller, 1 - share)):
+        rate = max(COST_LEARNING_RATE, 1 / (ESTIMATE_WEIGHT + costs.passes[size_index] + 1))
+        costs.corrections[size_index] *= 1 + rate * part * change
+        costs.passes[size_index] += part * confirmed

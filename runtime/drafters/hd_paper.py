@@ -90,13 +90,13 @@ def _add(row_of: Ints, rows: Ints, filled: Ints, used: int, tokens: Ints, count:
             filled[used] = 0
             used += 1
         row = row_of[key]
-        place = 0
-        while place < filled[row] and not _equals_row(rows[row, place], tokens, start + 1):
-            place += 1
-        if place == filled[row]:
-            filled[row] = min(place + 1, per_key)
-            place = filled[row] - 1
-        for moved in range(place, 0, -1):
+        index = 0
+        while index < filled[row] and not _equals_row(rows[row, index], tokens, start + 1):
+            index += 1
+        if index == filled[row]:
+            filled[row] = min(index + 1, per_key)
+            index = filled[row] - 1
+        for moved in range(index, 0, -1):
             rows[row, moved] = rows[row, moved - 1]
         rows[row, 0] = tokens[start + 1 : start + 1 + SEQUENCE_LENGTH]
     return used

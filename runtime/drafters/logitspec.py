@@ -114,12 +114,12 @@ def kinds_of(tokens: Ints, parents: Ints, follows: Ints, root_kind: int, candida
     node_kinds = np.full(len(tokens), root_kind, np.int64)
     for node in range(len(tokens)):
         if not follows[node]:
-            above = parents[node]
-            if above != ROOT and not follows[above]:
-                node_kinds[node] = node_kinds[above]
+            parent = parents[node]
+            if parent != ROOT and not follows[parent]:
+                node_kinds[node] = node_kinds[parent]
             else:
                 # A candidate, or a node of both the root's continuation and a candidate's.
-                first = node if above == ROOT else above
+                first = node if parent == ROOT else parent
                 while parents[first] != ROOT:
                     first = parents[first]
                 for rank in range(len(candidates)):

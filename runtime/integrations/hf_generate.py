@@ -420,7 +420,7 @@ def _stacked(recorded: Sequence[tuple[torch.Tensor, ...] | None], longest: int) 
     if not rows or len(rows) < len(recorded):
         return None if recorded[0] is None else ()
     zeros = torch.zeros_like(rows[0][0])
-    return tuple(torch.cat([row[place] if place < len(row) else zeros for row in rows]) for place in range(longest))
+    return tuple(torch.cat([row[index] if index < len(row) else zeros for row in rows]) for index in range(longest))
 
 
 @contextmanager

@@ -265,8 +265,8 @@ class _RowOnHost:
         self._pinned.copy_(row, non_blocking=True)
         self._arrived.record(torch.cuda.current_stream(row.device))
         self._arrived.synchronize()
-        numbers: npt.NDArray[np.float32] = self._pinned.numpy()
-        return numbers
+        scores: npt.NDArray[np.float32] = self._pinned.numpy()
+        return scores
 
 
 class _GrowingIds:

@@ -249,13 +249,13 @@ class HistoryStore(Uncopyable):
 
     def _grows(self, transaction: Any, end: int, stop: int) -> bool:
         """Extend the store if it lacks positions, or rebuild it if positions would overflow; return True if so."""
-        ring, largest = self._open.ring, positions_within(self.manifest.max_bytes)
+        ring, max_size = self._open.ring, positions_within(self.manifest.max_bytes)
         size = ring.size
         if stop >= MAX_POSITION:
             self._check_room(2 * ring.nbytes)
             rebuild(self.folder, self._open, list(conversations(transaction, self._open.records.path)), size=size)
             return True
-        while size < min(largest, stop):
+        while size < min(max_size, stop):
             size *= 2
         if size == ring.size:
             return False

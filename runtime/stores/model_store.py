@@ -453,9 +453,9 @@ def writing(path: Path, end: int, value_bytes: int, entries: int) -> Iterator[Re
         raise OSError(f"LMDB: {error}") from error
 
 
-def _start(kind: int, numbers: Sequence[int]) -> bytes:
+def _start(kind: int, prefix_tokens: Sequence[int]) -> bytes:
     """Return the key of a kind and numbers, or the start of keys if there are more numbers."""
-    return bytes([kind]) + np.asarray(numbers, KEY_DTYPE).tobytes()
+    return bytes([kind]) + np.asarray(prefix_tokens, KEY_DTYPE).tobytes()
 
 
 def _width(end: int) -> np.dtype[Any]:

@@ -311,16 +311,16 @@ def contribute(
     if work.truth == DRAFTING:
         unit, floor = left * weight / read, work.floor
         # No count exceeds ``read``, so an order whose whole part is below the floor adds nothing.
-        for place in range(len(tokens) if left * weight >= floor else 0):
-            part = unit * min(np.int64(counts[place]), read)
+        for index in range(len(tokens) if left * weight >= floor else 0):
+            part = unit * min(np.int64(counts[index]), read)
             # A damaged file may hold tokens outside the vocabulary.
-            if part >= floor and 0 <= tokens[place] < work.vocabulary:
-                add_probability(work, source, np.int64(tokens[place]), part)
+            if part >= floor and 0 <= tokens[index] < work.vocabulary:
+                add_probability(work, source, np.int64(tokens[index]), part)
     else:
         share = 0.0
-        for place in range(len(tokens)):
-            if tokens[place] == work.truth:
-                count: Any = np.int64(counts[place])
+        for index in range(len(tokens)):
+            if tokens[index] == work.truth:
+                count: Any = np.int64(counts[index])
                 share = max(0, min(count, read)) / read
         work.orders[work.used], work.buckets[work.used], work.shares[work.used] = row, bucket, share
         work.used += 1

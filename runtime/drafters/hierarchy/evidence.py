@@ -153,17 +153,17 @@ def prediction_records(sources: Sequence[SourceId]) -> Array:
     return records
 
 
-def _note(record: Any, place: int, tokens: Array, probs: Array) -> None:
-    record["tokens"][place], record["shares"][place] = NO_CHAIN_TOKEN, 0
-    record["tokens"][place, : len(tokens)], record["shares"][place, : len(tokens)] = tokens, probs * MILLION
-    record["count"] = place + 1
+def _note(record: Any, position: int, tokens: Array, probs: Array) -> None:
+    record["tokens"][position], record["shares"][position] = NO_CHAIN_TOKEN, 0
+    record["tokens"][position, : len(tokens)], record["shares"][position, : len(tokens)] = tokens, probs * MILLION
+    record["count"] = position + 1
 
 
 def note_plugin(record: Any, evidence: Evidence, context: Sequence[int]) -> None:
     """Store what a plug-in written in Python predicts after a context and along the chain of its argmax tokens."""
     record["count"] = record["ahead"] = 0
     path = list(context)
-    for place in range(MAX_PLUGIN_POSITIONS):
+    for position in range(MAX_PLUGIN_POSITIONS):
         shares_by_token = evidence(path)
         tokens = np.fromiter(shares_by_token.keys(), np.int64, len(shares_by_token))
         values = np.fromiter(shares_by_token.values(), np.float64, len(shares_by_token))
@@ -172,16 +172,16 @@ def note_plugin(record: Any, evidence: Evidence, context: Sequence[int]) -> None
         if not len(tokens):
             return
         best = np.argsort(-values, kind="stable")[:MAX_PREDICTED_TOKENS]
-        _note(record, place, tokens[best], values[best] / max(1.0, values.sum()))
-        record["chain"][place] = tokens[best[0]]
+        _note(record, position, tokens[best], values[best] / max(1.0, values.sum()))
+        record["chain"][position] = tokens[best[0]]
         path.append(int(tokens[best[0]]))
 
 
 @compiled
 def position_after(record: Any, depth: int) -> int:
     """Return the index of the predicted position after a node at this depth, or -1 if there is none."""
-    place = depth + record.ahead
-    return int(place) if place < record.count else -1
+    position = depth + record.ahead
+    return int(position) if position < record.count else -1
 
 
 @compiled
@@ -197,8 +197,8 @@ def _position_on_chain(record: Any, tail: Array, depth: int) -> int:
 @compiled
 def advance_record(record: Any, token: int) -> None:
     """Advance a record by an emitted token; a token that deviates from the chain ends the prediction."""
-    place = record.ahead
-    is_on_chain = place < record.count and (record.chain[place] == ANY_TOKEN or record.chain[place] == token)
+    position = record.ahead
+    is_on_chain = position < record.count and (record.chain[position] == ANY_TOKEN or record.chain[position] == token)
     record.ahead += 1
     if token == RESTART or not is_on_chain:
         record.count = 0
@@ -218,10 +218,10 @@ def prediction_source(name: SourceId, order: int, prior: Prior, records: int = 1
         work = work_at(at)
         for slot in range(records):
             record = record_array_at(at, number, records, PREDICTION_RECORD)[slot]
-            place = _position_on_chain(record, work.tails[node], work.depths[node])
-            if place >= 0:
-                tokens, shares = record.tokens[place], record.shares[place]
-                row, bucket = first + (slot if records > 1 else place), share_bucket(shares[0], MILLION)
+            position = _position_on_chain(record, work.tails[node], work.depths[node])
+            if position >= 0:
+                tokens, shares = record.tokens[position], record.shares[position]
+                row, bucket = first + (slot if records > 1 else position), share_bucket(shares[0], MILLION)
                 left = contribute(at, record.source, row, tokens, shares, MILLION, bucket, left)
                 lap(work, record.source)
         return left
@@ -282,9 +282,9 @@ def ranking_after(record: Any, ranking: int, token: int) -> int:
     """Return the ranking that follows a token of another ranking, or ``NO_RANKING_AFTER``."""
     if ranking == NO_RANKING_AFTER:
         return NO_RANKING_AFTER
-    for place in range(TOKENS_PER_RANKING):
-        if record.tokens[ranking, place] == token:
-            return int(record.after[ranking, place])
+    for rank in range(TOKENS_PER_RANKING):
+        if record.tokens[ranking, rank] == token:
+            return int(record.after[ranking, rank])
     return int(record.after_others[ranking])
 
 

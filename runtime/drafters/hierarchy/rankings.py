@@ -112,13 +112,13 @@ def note_last_ranking(last: Any, root: int, tokens: Array, scores: Array) -> Non
     last.count = last.ahead = count = 0
     last.tokens[0, :] = NO_CHAIN_TOKEN
     shares = np.exp(LAST_SHARPNESS * (scores - scores[0]))
-    for place in range(len(tokens)):
-        if tokens[place] == root or not np.isfinite(shares[place]):
-            shares[place] = 0.0
+    for rank in range(len(tokens)):
+        if tokens[rank] == root or not np.isfinite(shares[rank]):
+            shares[rank] = 0.0
     shares *= MILLION / max(MIN_SHARE_SUM, shares.sum())
-    for place in range(len(tokens)):
-        if shares[place] > 0 and count < MAX_PREDICTED_TOKENS:
-            last.tokens[0, count], last.shares[0, count] = tokens[place], int(shares[place])
+    for rank in range(len(tokens)):
+        if shares[rank] > 0 and count < MAX_PREDICTED_TOKENS:
+            last.tokens[0, count], last.shares[0, count] = tokens[rank], int(shares[rank])
             last.count, count = 1, count + 1  # the record predicts one position
 
 
@@ -180,20 +180,20 @@ def note_neighbors(near: Any, depths: Array, probs: Array, tokens: Array, scores
     near.tokens[:] = NO_CHAIN_TOKEN
     shares, sums = np.zeros((MAX_PLUGIN_POSITIONS, MAX_NEIGHBOR_TOKENS)), np.zeros(MAX_PLUGIN_POSITIONS)
     for node in range(1, len(tokens)):
-        place = depths[node] - passed - 1
-        if 0 <= place < MAX_PLUGIN_POSITIONS and np.isfinite(scores[node, 0]):
+        position = depths[node] - passed - 1
+        if 0 <= position < MAX_PLUGIN_POSITIONS and np.isfinite(scores[node, 0]):
             chances = np.exp(NEAR_SHARPNESS * (scores[node] - scores[node, 0]))
             chances *= probs[node] / chances.sum()
-            sums[place] += probs[node]
-            near.count = max(near.count, place + 1)
+            sums[position] += probs[node]
+            near.count = max(near.count, position + 1)
             for rank in range(len(chances)):
-                at = _rank_of(near.tokens[place], tokens[node, rank])
+                at = _rank_of(near.tokens[position], tokens[node, rank])
                 if at < MAX_NEIGHBOR_TOKENS and chances[rank] > 0:
-                    near.tokens[place, at] = tokens[node, rank]
-                    shares[place, at] += chances[rank]
-    for place in range(near.count):
-        for at in range(MAX_NEIGHBOR_TOKENS if sums[place] > 0 else 0):
-            near.shares[place, at] = int(MILLION * (shares[place, at] / sums[place]))
+                    near.tokens[position, at] = tokens[node, rank]
+                    shares[position, at] += chances[rank]
+    for position in range(near.count):
+        for at in range(MAX_NEIGHBOR_TOKENS if sums[position] > 0 else 0):
+            near.shares[position, at] = int(MILLION * (shares[position, at] / sums[position]))
 
 
 @compiled
@@ -206,12 +206,12 @@ def _rank_of(named: Array, token: int) -> int:
 
 
 @compiled
-def weigh_agreement(work: Any, near: Any, place: int) -> None:
+def weigh_agreement(work: Any, near: Any, position: int) -> None:
     """Raise the probabilities of candidates that the neighboring ranking of their position contains; keep the sum."""
     before = total_probability(work)
-    for rank in range(_rank_of(near.tokens[place], NO_CHAIN_TOKEN)):
-        at, kind = candidate_index(work, near.tokens[place, rank]), 0
-        while kind < len(AGREEMENT) - 1 and near.shares[place, rank] << (kind + 1) <= MILLION:
+    for rank in range(_rank_of(near.tokens[position], NO_CHAIN_TOKEN)):
+        at, kind = candidate_index(work, near.tokens[position, rank]), 0
+        while kind < len(AGREEMENT) - 1 and near.shares[position, rank] << (kind + 1) <= MILLION:
             kind += 1
         if at >= 0:
             work.chances[at] *= AGREEMENT[kind]

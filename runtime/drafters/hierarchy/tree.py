@@ -143,8 +143,8 @@ def grow(at: int, max_nodes: int) -> int:
         if node == max_nodes:
             break
     work.expected = 0
-    for place in range(node):
-        work.tree_parents[place] = work.parents[place + 1] - 1
+    for index in range(node):
+        work.tree_parents[index] = work.parents[index + 1] - 1
     lap(work, TREE_NUMBER)
     return node
 
@@ -166,18 +166,18 @@ def _insert_paths(work: Any, node: int, size: int, max_nodes: int, bar: float) -
         # Shares from a damaged store may exceed 1.
         probs = min(1.0, work.chances[at]) * work.probs[node]
         if size < max_nodes:
-            place = size
+            index = size
             size += 1
         elif probs > bar:
-            place = size - 1
+            index = size - 1
         else:
             continue
-        while place > node and work.best_probs[place - 1] < probs:
-            work.best_probs[place], work.best_keys[place] = work.best_probs[place - 1], work.best_keys[place - 1]
-            place -= 1
+        while index > node and work.best_probs[index - 1] < probs:
+            work.best_probs[index], work.best_keys[index] = work.best_probs[index - 1], work.best_keys[index - 1]
+            index -= 1
         source = np.argmax(work.parts[at])
-        work.best_probs[place] = probs
-        work.best_keys[place] = source << 40 | node << 32 | work.candidates[at]
+        work.best_probs[index] = probs
+        work.best_keys[index] = source << 40 | node << 32 | work.candidates[at]
         if size == max_nodes:
             bar = work.best_probs[size - 1]
     return size, bar
@@ -197,8 +197,8 @@ def _make_node(work: Any, node: int) -> None:
 @compiled
 def extend(work: Any, parent: int, node: int, token: int) -> None:
     """Set the last tokens of a node: those of its parent, followed by its own token."""
-    for place in range(MAX_MATCH_TOKENS - 1):
-        work.tails[node, place] = work.tails[parent, place + 1]
+    for index in range(MAX_MATCH_TOKENS - 1):
+        work.tails[node, index] = work.tails[parent, index + 1]
     work.tails[node, MAX_MATCH_TOKENS - 1] = token
 
 

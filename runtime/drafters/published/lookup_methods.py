@@ -65,27 +65,27 @@ PRIOR_RATE, FITTED_PRIOR_WEIGHT, FITTED_WINDOW = 0.6, 10.0, 200.0
 class PromptLookup:
     """Drafts one chain, as ``prompt_lookup_num_tokens`` of transformers does; the budget chooses its length.
 
-    The chain continues the longest match of at most ``longest`` tokens or, of equal matches, the first one. A token's
-    probability is the rate at which tokens after a match of the same length were accepted so far; the match includes
-    the earlier tokens of the chain.
+    The chain continues the longest match of at most ``max_length`` tokens or, of equal matches, the first one. A
+    token's probability is the rate at which tokens after a match of the same length were accepted so far; the match
+    includes the earlier tokens of the chain.
     """
 
-    def __init__(self, tokens: int = 10, longest: int = 3, budget: Budget | None = None) -> None:
+    def __init__(self, tokens: int = 10, max_length: int = 3, budget: Budget | None = None) -> None:
         self.seconds: dict[SourceId, float] = {SourceId.CONTEXT: 0.0}
         """Seconds spent in the source since the drafter was created."""
-        self._longest = longest
+        self._max_length = max_length
         self._budget = budget or FixedBudget(LARGEST_TREE)
         self._parents = np.arange(tokens, dtype=np.int32) + np.int32(ROOT)
         self._sources = np.full(tokens, SourceId.CONTEXT, np.uint8)
         self._context = GrowingContext()
-        self._seen = np.full(longest + tokens, FITTED_PRIOR_WEIGHT)
+        self._seen = np.full(max_length + tokens, FITTED_PRIOR_WEIGHT)
         """Number of tokens compared with the answer, by the length of the match before them; ``_fitted`` counts those
         that agreed with it."""
         self._fitted = self._seen * PRIOR_RATE
         self._chain: Ints = np.empty(0, np.int64)
         """The tokens after the last match, drafted or not."""
         self._matched = 0
-        first_match(self._context.grown(()), longest)  # compile it, or load it from the cache, before the first step
+        first_match(self._context.grown(()), max_length)  # compile it, or load it from the cache, before the first step
 
     def begin(self, prompt: Sequence[int]) -> None:
         self._context.restart(prompt)
@@ -94,7 +94,7 @@ class PromptLookup:
     def draft(self, context: Sequence[int]) -> DraftTree:
         started = time.perf_counter()
         tokens_so_far = self._context.grown(context)
-        start, self._matched = first_match(tokens_so_far, self._longest)
+        start, self._matched = first_match(tokens_so_far, self._max_length)
         # Copied, because the buffer will be overwritten.
         self._chain = tokens_so_far[start : start + len(self._parents)].copy()
         max_nodes = min(len(self._chain), self._budget.max_nodes)
@@ -118,7 +118,7 @@ class PromptLookup:
 
 
 @compiled
-def first_match(context: Ints, longest: int) -> tuple[int, int]:
+def first_match(context: Ints, max_length: int) -> tuple[int, int]:
     """Find the longest matches of the end of the context; return the index after the first one, and its length.
 
     Without a match, return the length of the context and 0.
@@ -128,11 +128,11 @@ def first_match(context: Ints, longest: int) -> tuple[int, int]:
     for end in range(size - 1):
         if context[end] == context[size - 1]:
             length = 1
-            while length < min(longest, end + 1) and context[end - length] == context[size - 1 - length]:
+            while length < min(max_length, end + 1) and context[end - length] == context[size - 1 - length]:
                 length += 1
             if length > matched:
                 start, matched = end + 1, length
-                if matched == longest:
+                if matched == max_length:
                     break
     return start, matched
 

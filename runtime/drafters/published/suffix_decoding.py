@@ -195,14 +195,14 @@ def _expand(
             target = automaton.targets[edge]
             chance = unit * automaton.counts[target]
             if chance >= min_prob and (size < max_nodes or chance > probs[size - 1]):
-                place = size if size < max_nodes else size - 1
+                index = size if size < max_nodes else size - 1
                 size = min(size + 1, max_nodes)
-                while place > node and probs[place - 1] < chance:
-                    tokens[place], parents[place] = tokens[place - 1], parents[place - 1]
-                    probs[place], states[place] = probs[place - 1], states[place - 1]
-                    place -= 1
-                tokens[place], parents[place] = automaton.labels[edge], parent
-                probs[place], states[place] = chance, target
+                while index > node and probs[index - 1] < chance:
+                    tokens[index], parents[index] = tokens[index - 1], parents[index - 1]
+                    probs[index], states[index] = probs[index - 1], states[index - 1]
+                    index -= 1
+                tokens[index], parents[index] = automaton.labels[edge], parent
+                probs[index], states[index] = chance, target
             edge = automaton.nexts[edge]
         if node == size:
             return size

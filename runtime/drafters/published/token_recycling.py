@@ -120,20 +120,20 @@ class TokenRecycling:
 
 
 @compiled
-def _fill(rows: Ints, root: int, places: Ints) -> tuple[Ints, Ints, Ints]:
+def _fill(rows: Ints, root: int, max_children: Ints) -> tuple[Ints, Ints, Ints]:
     """Return the tokens, parents and ranks of the nodes of the static tree whose tokens are known."""
-    max_nodes = len(places)
+    max_nodes = len(max_children)
     tokens, parents = np.empty(max_nodes, np.int64), np.empty(max_nodes, np.int32)
-    ranks, nodes = np.empty(max_nodes, np.int64), np.full(max_nodes, NO_RECYCLED_TOKEN)  # the node of each place
-    size, place = 0, 1
-    for above in range(max_nodes):
-        node = ROOT if above == 0 else nodes[above]
-        is_known = above == 0 or node != NO_RECYCLED_TOKEN
-        token = root if above == 0 else tokens[node]
-        for rank in range(places[above]):
+    ranks, nodes = np.empty(max_nodes, np.int64), np.full(max_nodes, NO_RECYCLED_TOKEN)  # the node of each entry
+    size, index = 0, 1
+    for parent in range(max_nodes):
+        node = ROOT if parent == 0 else nodes[parent]
+        is_known = parent == 0 or node != NO_RECYCLED_TOKEN
+        token = root if parent == 0 else tokens[node]
+        for rank in range(max_children[parent]):
             child = rows[token, rank] if is_known and 0 <= token < len(rows) else NO_RECYCLED_TOKEN
             if child != NO_RECYCLED_TOKEN:
-                tokens[size], parents[size], ranks[size], nodes[place] = child, node, rank, size
+                tokens[size], parents[size], ranks[size], nodes[index] = child, node, rank, size
                 size += 1
-            place += 1
+            index += 1
     return tokens[:size], parents[:size], ranks[:size]

@@ -274,11 +274,11 @@ class Server:
 
     async def _http_error(self, request: Request, error: HTTPException) -> Response:
         status = error.status_code
-        place = request.url.path[:200]
+        path = request.url.path[:200]
         if allowed := (error.headers or {}).get("Allow"):
-            message = f"{place} does not take {request.method}: use {allowed}"
+            message = f"{path} does not take {request.method}: use {allowed}"
         else:
-            message = f"there is no {place} here: the paths are {', '.join(PATHS)}"
+            message = f"there is no {path} here: the paths are {', '.join(PATHS)}"
         self._metrics.request("other", status)
         return _refused(request, RequestError(message, status=status))
 

@@ -149,7 +149,7 @@ class ChatFormat:
         if delta.calls:
             before = self._calls.get(index, 0)
             self._calls[index] = before + len(delta.calls)
-            added["tool_calls"] = [{"index": before + place, **_call(call)} for place, call in enumerate(delta.calls)]
+            added["tool_calls"] = [{"index": before + index, **_call(call)} for index, call in enumerate(delta.calls)]
         return [self._chunk(index, added, self._logprobs(delta.logprobs), delta.finish)]
 
     def closing(self, usage: Row) -> Iterable[Row]:

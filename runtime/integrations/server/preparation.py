@@ -119,13 +119,13 @@ def without_line_numbers(text: str) -> str:
     """Remove line numbers from runs of at least ``MIN_NUMBERED_LINES`` lines that are numbered consecutively."""
     lines = text.split(LINE_END)
     numbers = [NUMBERED_LINE.match(line) for line in lines]
-    offsets = [int(number[1]) - place if number else None for place, number in enumerate(numbers)]
-    for offset, places in groupby(range(len(lines)), offsets.__getitem__):
-        listing = list(places)
+    offsets = [int(number[1]) - line_index if number else None for line_index, number in enumerate(numbers)]
+    for offset, line_indices in groupby(range(len(lines)), offsets.__getitem__):
+        listing = list(line_indices)
         if offset is not None and len(listing) >= MIN_NUMBERED_LINES:
-            for place in listing:
-                number = numbers[place]
-                lines[place] = lines[place][number.end() :] if number else lines[place]
+            for line_index in listing:
+                number = numbers[line_index]
+                lines[line_index] = lines[line_index][number.end() :] if number else lines[line_index]
     return LINE_END.join(lines)
 
 
@@ -405,7 +405,7 @@ class LogprobRecorder(WrappedDrafter):
         scores = verified.logits[rows].float().log_softmax(-1)
         chosen = scores.gather(1, torch.tensor(accepted.tokens, device=scores.device)[:, None])[:, 0].tolist()
         best = scores.topk(min(self._num_alternatives, scores.shape[1])) if self._num_alternatives else None
-        for place, token in enumerate(accepted.tokens):
-            pairs = zip(best.indices[place].tolist(), best.values[place].tolist(), strict=True) if best else ()
-            self._recorded.append(TokenLogprobs(token, chosen[place], list(pairs)))
+        for index, token in enumerate(accepted.tokens):
+            pairs = zip(best.indices[index].tolist(), best.values[index].tolist(), strict=True) if best else ()
+            self._recorded.append(TokenLogprobs(token, chosen[index], list(pairs)))
         super().observe(accepted, verified)

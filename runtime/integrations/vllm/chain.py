@@ -357,13 +357,13 @@ class AnswerCollector:
             if self._requests.lanes["owner"].any():
                 self._start_timer()
 
-    def _append(self, before: float) -> None:
-        """Append the answers that another one has followed, and those whose last step was at ``before`` or earlier."""
+    def _append(self, cutoff: float) -> None:
+        """Append the answers that another one has followed, and those whose last step was at ``cutoff`` or earlier."""
         followed, self._followed_lanes = self._followed_lanes, []
         for lane in followed:
             self._history.finish(lane)
         lanes = self._requests.lanes
-        for request in np.flatnonzero((lanes["owner"] > 0) & (self._last_drafted[:-1] <= before)):
+        for request in np.flatnonzero((lanes["owner"] > 0) & (self._last_drafted[:-1] <= cutoff)):
             self._history.finish(lanes[request : request + 1])
 
     def _refresh(self) -> None:
