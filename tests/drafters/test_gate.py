@@ -88,7 +88,7 @@ class Pauses:
         self.steps = 0
 
     @property
-    def now(self) -> bool:
+    def runs_drafter(self) -> bool:
         return self.steps % 10 < 3
 
     def observe(self, tokens: float, seconds: float, used: bool) -> None:
