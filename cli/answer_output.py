@@ -10,7 +10,7 @@ from typing import Any
 from hdtool.cli.result_tables import rounded
 from hdtool.runtime.answerer import Answer
 from hdtool.runtime.sequence import Finish, Stats
-from hdtool.runtime.source_names import SourceName, registered
+from hdtool.runtime.source_names import SourceId, registered
 from hdtool.runtime.stores.store_set import StoreSet
 
 
@@ -21,12 +21,12 @@ def colors_shown() -> bool:
     return bool(os.environ.get("FORCE_COLOR")) or sys.stdout.isatty()
 
 
-def colored(text: str, source: SourceName) -> str:
+def colored(text: str, source: SourceId) -> str:
     color = registered()[source].terminal
     return f"\033[{color}m{text}\033[0m" if text and color else text
 
 
-def legend(drafted: Iterable[SourceName]) -> str:
+def legend(drafted: Iterable[SourceId]) -> str:
     """Return a line that names each source in its colour."""
     named = [colored(str(source), source) for source in drafted]
     return f"drafted by: {', '.join(named)}; without colour: the model" if named else "nothing was drafted"
@@ -105,10 +105,10 @@ def batch_summary(tokens: int, seconds: float, batch_size: int) -> str:
     return f"in total {tokens:,} tokens in {seconds:.2f} s ({tokens / seconds:.1f} tokens/s), batch size {batch_size}"
 
 
-def _source_summary(stats: Stats, source: SourceName) -> str:
+def _source_summary(stats: Stats, source: SourceId) -> str:
     drafted, accepted = stats.drafted[source], stats.accepted[source]
     share = f" ({accepted / drafted:.0%})" if drafted else ""
-    rejected = f" and {drafted - accepted:,} rejected" if source is SourceName.PREDICTION else ""
+    rejected = f" and {drafted - accepted:,} rejected" if source is SourceId.PREDICTION else ""
     return (
         f"  {source}: drafted {drafted:,}, of which {accepted:,}{share} were accepted{rejected}, "
         f"in {stats.hits[source]:,} of {stats.steps:,} steps, {stats.source_us_per_step(source):.0f} µs a step"

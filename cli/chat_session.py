@@ -18,7 +18,7 @@ from hdtool.data.prompts import Message, Prompt
 from hdtool.data.row_readers import RowError
 from hdtool.runtime.answerer import Answerer
 from hdtool.runtime.sequence import Finish, Stats
-from hdtool.runtime.source_names import SourceName
+from hdtool.runtime.source_names import SourceId
 
 ReadMessage = Callable[[], str]
 """Function that returns the next message and raises EOFError at the end of the input."""
@@ -129,7 +129,7 @@ class Session:
         self._answerer = answerer
         self._shows_stats = stats
         self._colored = False
-        self._explained: set[SourceName] = set()
+        self._explained: set[SourceId] = set()
         """Sources whose colours the legend has shown."""
         self._stats: list[Stats] = []
         """Statistics of all answers in this session."""

@@ -67,7 +67,7 @@ def collect(
     file = GenerationFile(out, loading, decoding, sampling, recording.rankings)
     file.check(questions)
     answerer = Answerer(loading, decoding, sampling, chat, rankings=recording.rankings)
-    answerer.check(questions)
+    answerer.check_prompts(questions)
     with progress_bar(len(questions), "prompts", quiet=quiet) as progress:
         for answered in collected(answerer, questions, file):
             progress.to(answered)
@@ -133,17 +133,17 @@ def generate(
         stream_answer,
     )
     from hdtool.runtime.answerer import Answerer
-    from hdtool.runtime.source_names import SourceName
+    from hdtool.runtime.source_names import SourceId
 
     quiet_libraries()
     answerer = Answerer(loading, decoding, sampling, chat, store_set)
-    answerer.check(questions)
+    answerer.check_prompts(questions)
     if loading.model is None:
         print('answering with the embedded toy model: hdtool generate MODEL "..." names another', file=sys.stderr)
     print_stores(answerer.store_set)
     color = color and colors_shown()
     started, tokens, interrupted = time.perf_counter(), 0, False
-    drafted: set[SourceName] = set()
+    drafted: set[SourceId] = set()
     for number, answer in numbered(answerer.all_answers(questions)):
         if len(questions) > 1 and not as_json:
             print(f"── {number}/{len(questions)} {answer.prompt.id}", file=sys.stderr)

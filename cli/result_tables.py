@@ -258,7 +258,7 @@ def _memory(result: ReplayResult) -> dict[str, Any]:
 
 def turn_record(result: ReplayResult, turn: ReplayedTurn) -> dict[str, Any]:
     """Return a record of ``--steps``: one method's steps in one turn."""
-    from hdtool.runtime.source_names import SourceName
+    from hdtool.runtime.source_names import SourceId
 
     return {
         "method": result.method,
@@ -270,7 +270,7 @@ def turn_record(result: ReplayResult, turn: ReplayedTurn) -> dict[str, Any]:
         "steps": len(turn.accept_lengths),
         "accept_lengths": turn.accept_lengths.tolist(),
         "nodes": turn.nodes.tolist(),
-        "sources": [str(SourceName(source)) for source in turn.sources.tolist()],
+        "sources": [str(SourceId(source)) for source in turn.sources.tolist()],
         **_memory(result),
     }
 

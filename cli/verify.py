@@ -136,7 +136,7 @@ def _difference(explanation: Explanation, tokenizer: PreTrainedTokenizerBase) ->
         "compared_with": difference.oracle,
         "position": difference.position,
         "expected": token(difference.expected),
-        "found": token(difference.found),
+        "found": token(difference.actual),
         "logits": measure(explanation.working),
         "recomputed": measure(explanation.precise),
         "recomputed_choice": token(explanation.chosen),

@@ -39,7 +39,7 @@ def accept(
     recompute the step without drafts.
     """
     walk = _compiled_walk(tree, verified, sampler, max_tokens)
-    if walk and not sampler.first_mask and _has_ended(walk, max_tokens):
+    if walk and not sampler.only_mask and _has_ended(walk, max_tokens):
         return _accept_walk(walk, tree, sampler, stops)
     path: list[int] = []
     tokens: list[int] = []
@@ -72,28 +72,28 @@ def accept(
 
 def _accept_walk(walk: Walk, tree: DraftTree, sampler: Sampler, stops: Container[int]) -> Accepted | None:
     """Accept a compiled walk up to its first stop token; return None if the walk is empty."""
-    tokens, path, finite = walk
+    tokens, children, finite = walk
     if not finite and not len(tree):
         sampler.note_overflow()
-    for place, token in enumerate(tokens):
+    for index, token in enumerate(tokens):
         sampler.context.append(token)
         if token in stops:
-            return Accepted(path[:place], tokens[: place + 1], stopped=True)
+            return Accepted(children[:index], tokens[: index + 1], stopped=True)
     sampler.overflowed |= not finite
-    return Accepted(path[:-1], tokens) if tokens else None
+    return Accepted(children[:-1], tokens) if tokens else None
 
 
 def _has_ended(walk: Walk, max_tokens: int) -> bool:
     """Return True if a walk reached an undrafted token, ``max_tokens`` tokens or logits that are not finite."""
-    return not walk.finite or len(walk.tokens) == max_tokens or walk.path[-1:] == [ROOT]
+    return not walk.finite or len(walk.tokens) == max_tokens or walk.children[-1:] == [ROOT]
 
 
 def _allowed(walk: Walk, sampler: Sampler) -> list[tuple[int, int]]:
     """Return the ``(token, child)`` pairs of a walk up to the first token that a mask may forbid."""
     if not walk.finite:
         return []
-    count = sampler.first_mask.allowed(sampler.context, walk.tokens) if sampler.first_mask else len(walk.tokens)
-    return list(zip(walk.tokens[:count], walk.path[:count], strict=True))
+    count = sampler.only_mask.allowed(sampler.context, walk.tokens) if sampler.only_mask else len(walk.tokens)
+    return list(zip(walk.tokens[:count], walk.children[:count], strict=True))
 
 
 def _compiled_walk(tree: DraftTree, verified: Verified, sampler: Sampler, max_tokens: int) -> Walk | None:
@@ -102,26 +102,26 @@ def _compiled_walk(tree: DraftTree, verified: Verified, sampler: Sampler, max_to
     A walk by draws under a mask ends before the first token that depends on what the mask forbids. A walk by rankings
     ends before the first token that depends on logits outside the ranking.
     """
-    if sampler.walks and verified.walk:
+    if sampler.chooses_by_argmax and verified.walk:
         return verified.walk.first(max_tokens)
-    longest, walked = min(max_tokens, len(tree.tokens) + 1), sampler.walked
-    nodes = tree.tokens, tree.parents, longest, walked
+    max_walk_tokens, walk_buffer = min(max_tokens, len(tree.tokens) + 1), sampler.walk_buffer
+    nodes = tree.tokens, tree.parents, max_walk_tokens, walk_buffer
     forced_tokens = NO_FORCED_TOKENS if tree.forced_tokens is None else tree.forced_tokens
-    if sampler.walks:
+    if sampler.chooses_by_argmax:
         if known := verified.known_argmax():
             tokens, finite = known
-            return Walk.of(walked, *walk_known(tokens, finite, *nodes))
+            return Walk.of(walk_buffer, *walk_known(tokens, finite, *nodes))
         rows = readable(verified.logits)
-        return Walk.of(walked, *walk_argmax(*bits_of(rows), forced_tokens, *nodes))
+        return Walk.of(walk_buffer, *walk_argmax(*bits_of(rows), forced_tokens, *nodes))
     draws, logits = sampler.draws, verified.logits
     if draws and verified.ranked and sampler.max_ranked and tree.forced_tokens is None:
         (best, scores), position = verified.ranked, len(sampler.context)
-        return Walk.of(walked, *walk_ranked(logits.shape[1], best, scores, *nodes, position, draws))
+        return Walk.of(walk_buffer, *walk_ranked(logits.shape[1], best, scores, *nodes, position, draws))
     if draws is None or not logits.is_cpu or logits.dtype != torch.float32:
         return None
-    rows, is_masked = readable(logits), sampler.first_mask is not None
+    rows, is_masked = readable(logits), sampler.only_mask is not None
     address, stride, vocabulary, _ = bits_of(rows)
     tree_arguments = forced_tokens, *nodes
     return Walk.of(
-        walked, *walk_draws(address, stride, vocabulary, *tree_arguments, len(sampler.context), is_masked, draws)
+        walk_buffer, *walk_draws(address, stride, vocabulary, *tree_arguments, len(sampler.context), is_masked, draws)
     )

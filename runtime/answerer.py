@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Container, Generator, Iterable, Iterator, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from hdtool.data.chat import encode_answer, encode_conversation
 from hdtool.data.errors import HdtoolError, PromptError
@@ -16,7 +16,7 @@ from hdtool.runtime.drafter import Drafter, HistoryDrafter, NoDraft, RankingReco
 from hdtool.runtime.drafters.methods import drafters_for
 from hdtool.runtime.engine import Engine
 from hdtool.runtime.generate_settings import refuse_settings
-from hdtool.runtime.grammar import guided, masks_of
+from hdtool.runtime.grammar import guided_drafter, masks_of
 from hdtool.runtime.loop import Key, Loop, Outcome, Request
 from hdtool.runtime.model.load import Loaded, load
 from hdtool.runtime.model.target import choose_threads
@@ -24,7 +24,7 @@ from hdtool.runtime.model.tensor_parallel import check_decoding
 from hdtool.runtime.prefix_cache import PrefixCache
 from hdtool.runtime.sampling.sampler import Sampler
 from hdtool.runtime.sequence import Finish, Stats, Step, room_for
-from hdtool.runtime.source_names import SourceName
+from hdtool.runtime.source_names import SourceId
 from hdtool.runtime.stores.store_set import StoreSet
 from hdtool.runtime.text_stream import Piece, TextStream, before_stop, cut_at_stop, text_of
 
@@ -78,7 +78,7 @@ class Answer:
     def __iter__(self) -> Iterator[str]:
         if not self._stop:  # does the work of ``before_stop`` with fewer nested generators
             return (text for text in self._texts() if text)
-        pieces = ((text, SourceName.NONE) for text in self._texts())
+        pieces = ((text, SourceId.NONE) for text in self._texts())
         return (text for text, _ in before_stop(pieces, self._stop))
 
     def by_source(self) -> Iterator[Piece]:
@@ -87,18 +87,18 @@ class Answer:
 
     def _texts(self) -> Iterator[str]:
         text = TextStream(self._tokenizer)
-        for step in self._counted():
+        for step in self._collect_steps():
             yield text.add(step.tokens)
         yield text.end()
 
     def _pieces_by_source(self) -> Iterator[Piece]:
         text = TextStream(self._tokenizer)
-        for step in self._counted():
+        for step in self._collect_steps():
             for token, source in zip(step.tokens, step.sources, strict=True):
                 yield text.add([token]), source
-        yield text.end(), SourceName.NONE
+        yield text.end(), SourceId.NONE
 
-    def _counted(self) -> Iterator[Step]:
+    def _collect_steps(self) -> Iterator[Step]:
         for step in self.stats.counted(self._steps, self.drafter):
             self.output_ids += step.tokens
             yield step
@@ -138,7 +138,7 @@ class CollectedAnswer(Answer):
         if step.finish:
             self.stats.add_seconds(self._seconds_before, self.drafter.seconds)
 
-    def _counted(self) -> Iterator[Step]:
+    def _collect_steps(self) -> Iterator[Step]:
         return iter(self._collected)
 
 
@@ -215,7 +215,7 @@ def _checked(outcome: Outcome[Key]) -> tuple[Request[Key], Step]:
 
 
 BatchKey = tuple["BatchedConversation", CollectedAnswer]
-Start = Callable[["BatchedConversation", Drafter], Request[BatchKey]]
+RequestMaker = Callable[["BatchedConversation", Drafter], Request[BatchKey]]
 """Makes a request for the next answer of a conversation; raises PromptError if it cannot be answered."""
 
 
@@ -239,10 +239,10 @@ class BatchedConversation(Conversation):
 class BatchedAnswers:
     """Answers several prompts at once and yields the answers in the order of the prompts."""
 
-    def __init__(self, prompts: Sequence[Prompt], start: Start, drafters: Sequence[Drafter]) -> None:
+    def __init__(self, prompts: Sequence[Prompt], make_request: RequestMaker, drafters: Sequence[Drafter]) -> None:
         """``drafters`` holds one drafter for each conversation that is answered at once."""
-        self._start = start
-        self._free = list(drafters)
+        self._make_request = make_request
+        self._free_drafters = list(drafters)
         self._unreported = deque(BatchedConversation(prompt) for prompt in prompts)
         self._waiting = deque(self._unreported)
 
@@ -268,12 +268,12 @@ class BatchedAnswers:
         while self._waiting:
             conversation = self._waiting.popleft()
             try:
-                request = self._start(conversation, self._free[-1])
+                request = self._make_request(conversation, self._free_drafters[-1])
             except PromptError as error:
                 conversation.error, conversation.is_over = error, True
                 self._waiting.clear()  # no prompt after an error is answered
                 continue
-            conversation.drafter = self._free.pop()
+            conversation.drafter = self._free_drafters.pop()
             conversation.answers.append(request.key[1])
             return request
         return None
@@ -282,7 +282,7 @@ class BatchedAnswers:
         answer.add(step)
         if step.finish:
             assert conversation.drafter is not None
-            self._free.append(conversation.drafter)
+            self._free_drafters.append(conversation.drafter)
             if conversation.add_answer(answer.text):
                 self._waiting.appendleft(conversation)
             else:
@@ -298,6 +298,16 @@ class BatchedAnswers:
                 if not answer.stats.finish:
                     answer.interrupt()
                 yield answer
+
+
+class AnswerInputs(NamedTuple):
+    """What an answer is decoded with, besides the tokens of its prompt."""
+
+    drafter: Drafter
+    sampler: Sampler
+    stops: Container[int]
+    prediction: list[int]
+    """Token ids of the predicted answer; empty if there is none or the drafter doesn't use one."""
 
 
 class Answerer:
@@ -337,12 +347,12 @@ class Answerer:
         choose_threads(target, self._threads, quick_record(target, what="threads"))
         return drafters_for(self._decoding, target, self.store_set)
 
-    def check(self, prompts: Sequence[Prompt]) -> None:
+    def check_prompts(self, prompts: Sequence[Prompt]) -> None:
         """Raise PromptError if any prompt cannot be answered; the error names the prompt if there are several."""
         for prompt in prompts:
             try:
-                self._ids(prompt, prompt.messages)
-                self._guided(self._drafters[0], prompt)
+                self._encode_checked(prompt, prompt.messages)
+                self._drafter_and_masks(self._drafters[0], prompt)
             except PromptError as error:
                 raise PromptError(f"prompt {prompt.id}: {error}" if len(prompts) > 1 else str(error)) from None
 
@@ -375,36 +385,41 @@ class Answerer:
 
     def _answer(self, conversation: Conversation) -> Answer:
         ids = self._encode(conversation.prompt, conversation.messages)
-        drafter, masks = self._guided(self._drafters[0], conversation.prompt)
-        max_new_tokens = self._decoding.max_new_tokens
-        sampler, stops = self.loaded.sampler(self.sampling, ids, max_new_tokens=max_new_tokens, first=masks)
+        inputs = self._inputs_of(conversation, ids, self._drafters[0])
         steps = decode(
             self.loaded.target,
             ids,
-            sampler,
-            max_new_tokens=max_new_tokens,
-            stops=stops,
-            drafter=drafter,
-            prediction=self._prediction(conversation, drafter),
+            inputs.sampler,
+            max_new_tokens=self._decoding.max_new_tokens,
+            stops=inputs.stops,
+            drafter=inputs.drafter,
+            prediction=inputs.prediction,
             prefix_caching=self._decoding.prefix_caching,
         )
-        return Answer(self.loaded, drafter, conversation, len(ids), steps, self.sampling.stop)
+        return Answer(self.loaded, inputs.drafter, conversation, len(ids), steps, self.sampling.stop)
 
     def _request(self, conversation: BatchedConversation, drafter: Drafter) -> Request[BatchKey]:
-        ids = self._ids(conversation.prompt, conversation.messages)
-        drafter, masks = self._guided(drafter, conversation.prompt)
-        answer = CollectedAnswer(self.loaded, drafter, conversation, len(ids), self.sampling.stop)
+        ids = self._encode_checked(conversation.prompt, conversation.messages)
+        inputs = self._inputs_of(conversation, ids, drafter)
+        answer = CollectedAnswer(self.loaded, inputs.drafter, conversation, len(ids), self.sampling.stop)
+        return Request(
+            (conversation, answer), ids, inputs.sampler, inputs.drafter, inputs.stops, prediction=inputs.prediction
+        )
+
+    def _inputs_of(self, conversation: Conversation, ids: list[int], drafter: Drafter) -> AnswerInputs:
+        """Return what the next answer of a conversation is decoded with; ``ids`` are the tokens of its prompt."""
+        drafter, masks = self._drafter_and_masks(drafter, conversation.prompt)
         max_new_tokens = self._decoding.max_new_tokens
         sampler, stops = self.loaded.sampler(self.sampling, ids, max_new_tokens=max_new_tokens, first=masks)
-        return Request((conversation, answer), ids, sampler, drafter, stops, self._prediction(conversation, drafter))
+        return AnswerInputs(drafter, sampler, stops, self._prediction(conversation, drafter))
 
-    def _guided(self, drafter: Drafter, prompt: Prompt) -> tuple[Drafter, Sequence[LogitsProcessor]]:
+    def _drafter_and_masks(self, drafter: Drafter, prompt: Prompt) -> tuple[Drafter, Sequence[LogitsProcessor]]:
         """Return the drafter for an answer, and the processors that mask what the prompt's grammar forbids."""
         guide = self.loaded.guide(prompt.grammar)
-        drafter = guided(drafter, guide, self._decoding.draft_tokens)
+        drafter = guided_drafter(drafter, guide, self._decoding.draft_tokens)
         return (RankingRecorder(drafter, self._rankings) if self._rankings else drafter), masks_of(guide)
 
-    def _ids(self, prompt: Prompt, messages: Sequence[Message]) -> list[int]:
+    def _encode_checked(self, prompt: Prompt, messages: Sequence[Message]) -> list[int]:
         """Encode messages; raise PromptError if they leave no room for an answer."""
         ids = self._encode(prompt, messages)
         room_for(self.loaded.target, ids, self._decoding.max_new_tokens)

@@ -18,7 +18,7 @@ from hdtool.runtime.accept import Accepted
 from hdtool.runtime.engine import Verified
 from hdtool.runtime.kernels.compiled import Ints, compiled
 from hdtool.runtime.kernels.topk import topk
-from hdtool.runtime.source_names import SourceName
+from hdtool.runtime.source_names import SourceId
 from hdtool.runtime.tree import LARGEST_TREE, ROOT, DraftTree
 
 
@@ -26,7 +26,7 @@ class Drafter(Protocol):
     """Proposes a draft tree for each step and learns which of its nodes were accepted."""
 
     @property
-    def seconds(self) -> Mapping[SourceName, float]:
+    def seconds(self) -> Mapping[SourceId, float]:
         """Seconds spent in each source since the drafter was made."""
         ...
 
@@ -93,25 +93,25 @@ def draft_many(drafters: Sequence[Drafter], contexts: Sequence[Sequence[int]]) -
     if len(drafters) == 1:
         return [drafters[0].draft(contexts[0])]
     groups: dict[Hashable, list[int]] = defaultdict(list)
-    for place, drafter in enumerate(drafters):
+    for index, drafter in enumerate(drafters):
         joint = getattr(drafter, "joint", None)  # ten times as fast as isinstance with a protocol
-        groups[place if joint is None else (type(drafter), joint)].append(place)
+        groups[index if joint is None else (type(drafter), joint)].append(index)
     trees: dict[int, DraftTree] = {}
-    for places in groups.values():
-        first = drafters[places[0]]
-        if len(places) == 1:
-            trees[places[0]] = first.draft(contexts[places[0]])
+    for indices in groups.values():
+        first = drafters[indices[0]]
+        if len(indices) == 1:
+            trees[indices[0]] = first.draft(contexts[indices[0]])
         else:
-            several = [drafters[place] for place in places], [contexts[place] for place in places]
+            several = [drafters[index] for index in indices], [contexts[index] for index in indices]
             drafted = cast(JointDrafter, first).draft_many(*several)
-            trees.update(zip(places, drafted, strict=True))
-    return [trees[place] for place in range(len(drafters))]
+            trees.update(zip(indices, drafted, strict=True))
+    return [trees[index] for index in range(len(drafters))]
 
 
 class NoDraft:
     """A drafter for plain decoding: every tree is empty."""
 
-    seconds: Mapping[SourceName, float] = {}
+    seconds: Mapping[SourceId, float] = {}
     reads_logits = False
 
     def begin(self, prompt: Sequence[int]) -> None:
@@ -131,7 +131,7 @@ class WrappedDrafter:
         self._drafter = drafter
 
     @property
-    def seconds(self) -> Mapping[SourceName, float]:
+    def seconds(self) -> Mapping[SourceId, float]:
         return self._drafter.seconds
 
     @property
@@ -173,7 +173,7 @@ EXPECTED_HITS = 2.0
 """Number of hits that the prior of an answer's factor counts as; low, so that the factor adapts within a few steps."""
 HITS_WINDOW = 50.0
 """Number of expected hits that the factor's moving averages span."""
-LARGEST_FACTOR = 1.5
+MAX_FACTOR = 1.5
 
 Probs = npt.NDArray[np.float64]
 
@@ -214,7 +214,7 @@ def _count_hit(hits: Probs, tokens: Ints, parents: Ints, probs: Probs, token: in
     # The prior does not decay.
     hits[0] = EXPECTED_HITS + (hits[0] - EXPECTED_HITS) * decay + hit
     hits[1] = EXPECTED_HITS + (hits[1] - EXPECTED_HITS) * decay + expected
-    return min(LARGEST_FACTOR, hits[0] / hits[1])  # type: ignore[no-any-return]
+    return min(MAX_FACTOR, hits[0] / hits[1])  # type: ignore[no-any-return]
 
 
 NO_KINDS = np.empty(0, np.int64)
@@ -249,10 +249,10 @@ def _by_probability(kinds: Ints, parents: Ints, depths: Ints, accepted: Probs, v
     probs = np.ones(len(kinds))
     for node in range(len(kinds)):
         kind, depth = kinds[node], depths[node + 1] - 1
-        above = parents[node]
+        parent = parents[node]
         probs[node] = accepted[kind, depth] / verified[kind, depth]
-        if above != ROOT:
-            probs[node] *= probs[above]
+        if parent != ROOT:
+            probs[node] *= probs[parent]
     # Stable, so that a parent stays before a child of equal probability.
     order = np.argsort(-probs, kind="mergesort")
     return order, probs[order]
@@ -261,8 +261,8 @@ def _by_probability(kinds: Ints, parents: Ints, depths: Ints, accepted: Probs, v
 @compiled
 def _update(kinds: Ints, parents: Ints, depths: Ints, path: Ints, accepted: Probs, verified: Probs) -> None:
     for node in range(len(kinds)):
-        above = parents[node]
-        if above == ROOT or path[above]:
+        parent = parents[node]
+        if parent == ROOT or path[parent]:
             kind, depth = kinds[node], depths[node + 1] - 1
             decay = min(1.0, CALIBRATION_WINDOW / verified[kind, depth])
             verified[kind, depth] = verified[kind, depth] * decay + 1.0
@@ -274,10 +274,10 @@ class RankingRecorder(WrappedDrafter):
 
     reads_logits = True
 
-    def __init__(self, drafter: Drafter, best: int) -> None:
-        """``best`` is the number of tokens to record per position."""
+    def __init__(self, drafter: Drafter, num_tokens: int) -> None:
+        """``num_tokens`` is the number of tokens to record per position."""
         super().__init__(drafter)
-        self._best = best
+        self._num_tokens = num_tokens
         self._tokens: list[np.ndarray] = []
         self._logprobs: list[np.ndarray] = []
 
@@ -292,7 +292,7 @@ class RankingRecorder(WrappedDrafter):
 
     def observe(self, accepted: Accepted, verified: Verified) -> None:
         rows = verified.logits[[0, *(node + 1 for node in accepted.path)]].float()
-        tokens, scores = topk(rows, min(self._best, rows.shape[-1]))
+        tokens, scores = topk(rows, min(self._num_tokens, rows.shape[-1]))
         self._tokens.append(tokens.astype(np.int32))
         self._logprobs.append(scores - rows.logsumexp(-1, keepdim=True).cpu().numpy())
         super().observe(accepted, verified)

@@ -25,7 +25,7 @@ class PassOptions(NamedTuple):
 
     walk: bool = False
     """Compute ``Verified.walk``, the walk down the tree by argmax."""
-    rank: bool = False
+    wants_maxima: bool = False
     """Compute ``Verified.maxima``, which makes top-k faster."""
     max_ranked: int = 0
     """Number of top tokens per row to return in ``Verified.ranked``, at most ``MAX_RANKED``."""
@@ -41,19 +41,21 @@ class Walk(NamedTuple):
     """A walk down a tree: the token chosen at each node, and the child that drafted it, ``ROOT`` if none did."""
 
     tokens: list[int]
-    path: list[int]
+    children: list[int]
     finite: bool
     """True if the logits of all visited nodes are finite."""
 
     @classmethod
-    def of(cls, walked: Array, length: int, finite: bool) -> Walk:
-        """Make a walk from the first ``length`` columns of ``walked``, a row of tokens and a row of nodes."""
-        tokens, path = walked[:, :length].tolist()
-        return cls(tokens, path, finite)
+    def of(cls, walk_buffer: Array, length: int, finite: bool) -> Walk:
+        """Make a walk from the first ``length`` columns of ``walk_buffer``, a row of tokens and a row of nodes."""
+        tokens, children = walk_buffer[:, :length].tolist()
+        return cls(tokens, children, finite)
 
     def first(self, max_tokens: int) -> Walk:
         """Return the walk cut to ``max_tokens`` tokens; a shortened walk is always finite."""
-        return self if len(self.tokens) <= max_tokens else Walk(self.tokens[:max_tokens], self.path[:max_tokens], True)
+        if len(self.tokens) <= max_tokens:
+            return self
+        return Walk(self.tokens[:max_tokens], self.children[:max_tokens], True)
 
 
 @dataclass(slots=True, eq=False)
@@ -216,8 +218,8 @@ class Engine(Protocol):
         """
         ...
 
-    def verify(self, cache: Cache, trees: Sequence[DraftTree], wants: Sequence[PassOptions] = ()) -> list[Verified]:
-        """Verify one tree in each of the first slots, all in one pass; ``wants`` holds the options of each tree."""
+    def verify(self, cache: Cache, trees: Sequence[DraftTree], options: Sequence[PassOptions] = ()) -> list[Verified]:
+        """Verify one tree in each of the first slots, all in one pass; ``options`` holds the options of each tree."""
         ...
 
     @property
@@ -225,7 +227,7 @@ class Engine(Protocol):
         """True if the engine verifies trees; False if it only verifies chains."""
         ...
 
-    def fitted(self, cache: Cache, slot: int, tree: DraftTree) -> DraftTree:
+    def fit_tree(self, cache: Cache, slot: int, tree: DraftTree) -> DraftTree:
         """Return the part of a drafted tree that the next pass can verify in a slot."""
         ...
 

@@ -17,8 +17,9 @@ from hdtool.data.errors import OptionError, PromptError, install_command
 from hdtool.data.prompts import Grammar, GrammarKind
 from hdtool.runtime.drafter import Drafter, NoDraft, WrappedDrafter
 from hdtool.runtime.kernels.compiled import Array
+from hdtool.runtime.prefix_cache import common_prefix_length
 from hdtool.runtime.sampling.sampler import NOTHING_ALLOWED
-from hdtool.runtime.source_names import SourceName
+from hdtool.runtime.source_names import SourceId
 from hdtool.runtime.tree import LARGEST_TREE, ROOT, UNDETERMINED, DraftTree
 
 if TYPE_CHECKING:
@@ -56,7 +57,7 @@ class Guide:
         self._matcher, self._tokenizer = matcher, tokenizer
         self.length = 0
         """Number of tokens of the answer that were consumed."""
-        self._dictated: ForcedTokens | None = None
+        self._forced: ForcedTokens | None = None
         """Forced tokens at this position; None until they are computed."""
 
     def follow(self, answer: Sequence[int]) -> None:
@@ -69,7 +70,7 @@ class Guide:
         if new and not self._matcher.is_stopped() and not self._matcher.consume_tokens(new):
             raise self._stuck()
         self.length += len(new)
-        self._dictated = None
+        self._forced = None
 
     def bits(self) -> npt.NDArray[np.uint8]:
         """Return a bit mask of the tokens that may come next, eight per byte, the first one in the lowest bit."""
@@ -96,7 +97,7 @@ class Guide:
         while count < len(tokens):
             # Where the grammar forces tokens, other tokens with the same bytes are forbidden.
             certain = self._matcher.compute_ff_tokens()
-            some = _common_prefix(certain, tokens[count:]) if certain else tokens[count : count + 1]
+            some = tokens[count : count + (common_prefix_length(certain, tokens[count:]) if certain else 1)]
             consumed = self._matcher.try_consume_tokens(some) if some else 0
             count += consumed
             if not some or consumed < len(some):
@@ -114,23 +115,23 @@ class Guide:
 
     def forced(self) -> list[int]:
         """Return the tokens of the text that must come next, up to the first one that is not allowed."""
-        return self._dictates_next().tokens
+        return self._forced_tokens().tokens
 
-    def _dictates_next(self) -> ForcedTokens:
+    def _forced_tokens(self) -> ForcedTokens:
         """Return the forced tokens at this position, computed once per position."""
-        self._dictated = self._dictated or self._dictates()
-        return self._dictated
+        self._forced = self._forced or self._compute_forced()
+        return self._forced
 
-    def _dictates(self) -> ForcedTokens:
+    def _compute_forced(self) -> ForcedTokens:
         certain, text = self._matcher.compute_ff_tokens(), self.forced_text()
         tokens = self._tokenizer.tokenize_bytes(text) if text else certain
         if tokens is certain or tokens[: len(certain)] != certain:
             return ForcedTokens(certain, certain)
         return ForcedTokens(certain, tokens[: self._matcher.validate_tokens(tokens)])
 
-    def guided(self, tokens: npt.NDArray[Any], parents: npt.NDArray[Any]) -> GuidedTree:
+    def constrain_tree(self, tokens: npt.NDArray[Any], parents: npt.NDArray[Any]) -> GuidedTree:
         """Return what the grammar allows and forces in a tree that starts at this position."""
-        root = self._dictates_next()
+        root = self._forced_tokens()
         if not len(tokens):
             return GuidedTree(NO_NODES, {ROOT: root.tokens} if root.tokens else {}, {ROOT: root.certain})
         children: dict[int, list[int]] = {}
@@ -147,20 +148,13 @@ class Guide:
                     continue
                 guided_tree.allowed[node] = True
                 drafted.add(values[node])
-                visit(node, self._dictates())
+                visit(node, self._compute_forced())
                 self._matcher.rollback(1)
             if dictated.tokens and dictated.tokens[0] not in drafted:
                 guided_tree.chains[above] = dictated.tokens
 
         visit(ROOT, root)
         return guided_tree
-
-
-def _common_prefix(some: list[int], others: list[int]) -> list[int]:
-    size = 0
-    while size < min(len(some), len(others)) and some[size] == others[size]:
-        size += 1
-    return others[:size]
 
 
 JSON_LAYOUT: JsonCompileOptions = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
@@ -252,7 +246,7 @@ class GrammarProcessor(LogitsProcessor):
 
     def __init__(self, guide: Guide) -> None:
         self._guide = guide
-        self._asked: int | None = None
+        self._prompt_length: int | None = None
         """Number of prompt tokens, padding included; None before the first call."""
 
     def allowed(self, context: Sequence[int], tokens: list[int]) -> int:
@@ -270,9 +264,9 @@ class GrammarProcessor(LogitsProcessor):
         return cast(torch.FloatTensor, scores.masked_fill(forbidden, -torch.inf))
 
     def _follow(self, context: Sequence[int] | torch.Tensor) -> None:
-        if self._asked is None:
-            self._asked = len(context) - self._guide.length
-        new = context[self._asked + self._guide.length :]
+        if self._prompt_length is None:
+            self._prompt_length = len(context) - self._guide.length
+        new = context[self._prompt_length + self._guide.length :]
         self._guide.extend(new.tolist() if isinstance(new, torch.Tensor) else list(new))
 
 
@@ -289,7 +283,7 @@ class ExpectingDrafter(Protocol):
         ...
 
 
-def guided(drafter: Drafter, guide: Guide | None, draft_tokens: int | None = None) -> Drafter:
+def guided_drafter(drafter: Drafter, guide: Guide | None, draft_tokens: int | None = None) -> Drafter:
     """Return a drafter whose trees follow a grammar; without a grammar or in plain decoding, ``drafter`` itself.
 
     ``draft_tokens`` is the maximum number of nodes per tree.
@@ -306,35 +300,35 @@ class GuidedDrafter(WrappedDrafter):
         """``max_nodes`` is the number of nodes up to which forced tokens are added to a tree."""
         super().__init__(drafter)
         self._guide, self._max_nodes = guide, min(max_nodes, LARGEST_TREE)
-        self._asked = 0
+        self._prompt_length = 0
         self._spent = 0.0
 
     @property
-    def seconds(self) -> Mapping[SourceName, float]:
-        return {**super().seconds, SourceName.GRAMMAR: self._spent}
+    def seconds(self) -> Mapping[SourceId, float]:
+        return {**super().seconds, SourceId.GRAMMAR: self._spent}
 
     def begin(self, prompt: Sequence[int]) -> None:
-        self._asked = len(prompt)
+        self._prompt_length = len(prompt)
         super().begin(prompt)
 
     def draft(self, context: Sequence[int]) -> DraftTree:
         started = time.perf_counter()
-        self._guide.follow(context[self._asked :])
+        self._guide.follow(context[self._prompt_length :])
         expecting = self._drafter if isinstance(self._drafter, ExpectingDrafter) else None
         if expecting:
             expecting.expect(self._guide.forced()[: self._max_nodes])
         self._spent += time.perf_counter() - started
         drafted = self._drafter.draft(context)
         started = time.perf_counter()
-        tree = self._guided(drafted)
+        tree = self._constrain(drafted)
         if expecting and tree is not drafted:
             expecting.forget_tree()
         self._spent += time.perf_counter() - started
         return tree
 
-    def _guided(self, tree: DraftTree) -> DraftTree:
+    def _constrain(self, tree: DraftTree) -> DraftTree:
         """Return the allowed nodes of a tree, with forced chains appended, first below the most probable nodes."""
-        guided_tree = self._guide.guided(tree.tokens, tree.parents)
+        guided_tree = self._guide.constrain_tree(tree.tokens, tree.parents)
         if guided_tree.allowed.all() and not guided_tree.chains:
             return DraftTree(
                 tree.root, tree.tokens, tree.parents, tree.sources, _certain(len(tree), guided_tree.certain)
@@ -342,7 +336,7 @@ class GuidedDrafter(WrappedDrafter):
         chains, certain = guided_tree.chains, dict(guided_tree.certain)
         if not guided_tree.allowed.all():
             order = np.flatnonzero(guided_tree.allowed)
-            tree = tree.picked(order)
+            tree = tree.select(order)
             places = {int(node): place for place, node in enumerate(order)}
             chains, certain = (
                 {places.get(node, ROOT): tokens for node, tokens in of.items()} for of in (chains, certain)
@@ -355,7 +349,7 @@ class GuidedDrafter(WrappedDrafter):
                 parents.append(above)
                 above = len(tokens) - 1
                 certain[above] = dictated[place + 1 : place + 2]
-        added = np.full(len(tokens) - len(tree), SourceName.GRAMMAR, np.uint8)
+        added = np.full(len(tokens) - len(tree), SourceId.GRAMMAR, np.uint8)
         return DraftTree(
             tree.root,
             np.array(tokens, np.int64),

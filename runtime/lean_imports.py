@@ -57,7 +57,7 @@ class _Finder(PathFinder):
         if spec is None or spec.loader is None:
             return spec
         if fullname == COMPILER:
-            spec.loader = cast(Loader, _DeferredLoader(spec))
+            spec.loader = cast(Loader, _DeferredLoader(spec.loader))
         else:
             spec.loader = cast(Loader, _ChangedLoader(spec.loader, CHANGES[fullname]))
         return spec
@@ -85,14 +85,22 @@ class _LoadedLoader(Loader):
         pass
 
 
-class _ChangedLoader:
-    """Wraps a loader to apply ``change`` to the loaded module."""
+class _WrappedLoader:
+    """Delegates to another loader; subclasses override what they change."""
 
-    def __init__(self, loader: Any, change: Callable[[Any], None]) -> None:
-        self._loader, self._change = loader, change
+    def __init__(self, loader: Any) -> None:
+        self._loader = loader
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._loader, name)
+
+
+class _ChangedLoader(_WrappedLoader):
+    """Applies ``change`` to the loaded module."""
+
+    def __init__(self, loader: Any, change: Callable[[Any], None]) -> None:
+        super().__init__(loader)
+        self._change = change
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
         created: ModuleType | None = self._loader.create_module(spec)
@@ -103,14 +111,8 @@ class _ChangedLoader:
         self._change(module)
 
 
-class _DeferredLoader:
+class _DeferredLoader(_WrappedLoader):
     """Loader of a package whose ``__init__`` only runs when an attribute that is not a submodule is accessed."""
-
-    def __init__(self, spec: ModuleSpec) -> None:
-        self._loader: Any = spec.loader
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._loader, name)
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         return _DeferredModule(spec.name)
@@ -119,8 +121,8 @@ class _DeferredLoader:
         module.__dict__.update({LOADER: self._loader, MARKS: []})
 
 
-_running = threading.RLock()
-_undisabled: list[Callable[[], None]] = []
+_load_lock = threading.RLock()
+_pending_disables: list[Callable[[], None]] = []
 """Callbacks that run once the compiler is loaded; each disables it for one function."""
 
 
@@ -134,7 +136,7 @@ class _DeferredModule(ModuleType):
         return getattr(self, name)
 
     def _load(self) -> None:
-        with _running:
+        with _load_lock:
             loader = self.__dict__.pop(LOADER, None)
             if loader is None:
                 return
@@ -147,8 +149,8 @@ class _DeferredModule(ModuleType):
                 raise
             for marker, function in self.__dict__.pop(MARKS):
                 getattr(self, marker)(function)
-            while _undisabled:
-                _undisabled.pop()()
+            while _pending_disables:
+                _pending_disables.pop()()
 
     def _mark_later(self, marker: str, function: Any) -> Any:
         if LOADER not in self.__dict__:  # loaded since the marker was taken
@@ -185,7 +187,7 @@ def _lean_decorators(module: Any) -> None:
             called = original(fn, recursive, **options)
             call.__dict__.update(called.__dict__)  # by which the compiler recognizes disabled functions
 
-        _undisabled.append(switch_off)
+        _pending_disables.append(switch_off)
         return call
 
     module.disable = disable

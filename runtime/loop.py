@@ -16,7 +16,7 @@ from hdtool.runtime.engine import Engine, Verified
 from hdtool.runtime.model.cache.slots import Cache
 from hdtool.runtime.prefix_cache import PrefixCache, PromptReader
 from hdtool.runtime.sampling.sampler import Sampler
-from hdtool.runtime.sequence import SequenceState, Step, draft_for
+from hdtool.runtime.sequence import SequenceState, Step, draft_trees
 from hdtool.runtime.tree import DraftTree
 
 RESERVED_POSITIONS = 512
@@ -67,7 +67,7 @@ class PendingPrefill(Generic[Key]):
     def end(self) -> None:
         """End the answer before it has joined the loop."""
         self.state.end()
-        self._loop.stop_reading(self)
+        self._loop.forget_prefill(self)
 
 
 class Loop(Generic[Key]):
@@ -92,7 +92,7 @@ class Loop(Generic[Key]):
         self._prefixes = prefixes
         self._running: list[tuple[Request[Key], SequenceState]] = []
         """Answers in progress; the index of each is its slot."""
-        self._reading: PendingPrefill[Key] | None = None
+        self._pending_prefill: PendingPrefill[Key] | None = None
         self._verified: list[Verified] = []
         self._passes_before = 0
         """Number of passes that the engine had run before the launched one."""
@@ -103,7 +103,7 @@ class Loop(Generic[Key]):
 
     @property
     def is_full(self) -> bool:
-        return len(self._running) + (self._reading is not None) == len(self._cache.slots)
+        return len(self._running) + (self._pending_prefill is not None) == len(self._cache.slots)
 
     def _lock(self) -> None:
         if not self._engine.busy.acquire(blocking=False):
@@ -125,7 +125,7 @@ class Loop(Generic[Key]):
 
     def start(self, request: Request[Key]) -> PendingPrefill[Key]:
         """Start an answer; the caller prefills its prompt with the returned object and passes that to ``join``."""
-        assert self._reading is None and not self.is_full
+        assert self._pending_prefill is None and not self.is_full
         self._lock()
         try:
             self._engine.notice_changes()
@@ -142,7 +142,7 @@ class Loop(Generic[Key]):
         )
         room = state.room if len(self._cache.slots) == 1 else min(state.room, RESERVED_POSITIONS)
         reader = PromptReader(self._engine, self._cache, len(self._running), request.prompt, room, request.owner)
-        reading = PendingPrefill(self, request, state, reader)
+        pending = PendingPrefill(self, request, state, reader)
         try:
             state.begin()
             with self:
@@ -150,22 +150,22 @@ class Loop(Generic[Key]):
         except BaseException:
             state.end()
             raise
-        self._reading = reading
-        return reading
+        self._pending_prefill = pending
+        return pending
 
-    def stop_reading(self, reading: PendingPrefill[Key]) -> None:
-        if self._reading is reading:
-            self._reading = None
+    def forget_prefill(self, pending: PendingPrefill[Key]) -> None:
+        if self._pending_prefill is pending:
+            self._pending_prefill = None
 
-    def join(self, reading: PendingPrefill[Key]) -> Outcome[Key]:
+    def join(self, pending: PendingPrefill[Key]) -> Outcome[Key]:
         """Accept the first token of an answer whose prompt is prefilled; unless it ends there, it takes a slot."""
-        assert reading.verified is not None
-        request, state, slot = reading.request, reading.state, len(self._running)
-        self._reading = None
+        assert pending.verified is not None
+        request, state, slot = pending.request, pending.state, len(self._running)
+        self._pending_prefill = None
         with self:
-            if reading.reader.slot != slot:  # answers have ended since the prefill began
-                self._overwrite(slot, by=reading.reader.slot)
-            outcome = self._conclude(slot, state, reading.verified)
+            if pending.reader.slot != slot:  # answers have ended since the prefill began
+                self._overwrite(slot, by=pending.reader.slot)
+            outcome = self._conclude(slot, state, pending.verified)
         if _has_ended(outcome):
             state.end()
         else:
@@ -174,12 +174,12 @@ class Loop(Generic[Key]):
 
     def add(self, request: Request[Key]) -> Outcome[Key]:
         """Prefill the whole prompt of a request and accept its first token."""
-        reading = self.start(request)
+        pending = self.start(request)
         try:
-            reading.read()
-            return self.join(reading)
+            pending.read()
+            return self.join(pending)
         except BaseException:
-            reading.end()
+            pending.end()
             raise
 
     def step(self) -> list[Outcome[Key]]:
@@ -201,20 +201,20 @@ class Loop(Generic[Key]):
             # Passes for other caches, run in the meantime, have overwritten the logits.
             if self._engine.log.passes != self._passes_before + 1:
                 states = [state for _, state in self._running]
-                trees, wants = [state.tree for state in states], [state.want for state in states]
-                self._verified = self._engine.verify(self._cache, trees, wants)
+                trees, options = [state.tree for state in states], [state.options for state in states]
+                self._verified = self._engine.verify(self._cache, trees, options)
             return self._finish()
 
     def _launch(self) -> None:
         states = [state for _, state in self._running]
-        trees = self._fitted(draft_for(states))
-        self._verified = self._engine.verify(self._cache, trees, [state.want for state in states])
+        trees = self._fit_trees(draft_trees(states))
+        self._verified = self._engine.verify(self._cache, trees, [state.options for state in states])
 
-    def _fitted(self, trees: list[DraftTree]) -> list[DraftTree]:
+    def _fit_trees(self, trees: list[DraftTree]) -> list[DraftTree]:
         """Return the part of each tree that the engine can verify: the whole tree unless it only verifies chains."""
         if self._engine.takes_trees:
             return trees
-        fitted = [self._engine.fitted(self._cache, slot, tree) for slot, tree in enumerate(trees)]
+        fitted = [self._engine.fit_tree(self._cache, slot, tree) for slot, tree in enumerate(trees)]
         for (_, state), tree in zip(self._running, fitted, strict=True):
             state.tree = tree
         return fitted

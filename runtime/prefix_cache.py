@@ -30,11 +30,11 @@ class CachedPrefix(NamedTuple):
 class PrefixCache:
     """Finds cached contexts that a prompt can continue, in slots and in copies of slots that were overwritten.
 
-    The copies take up at most ``most_bytes``; the least recently used one is evicted first.
+    The copies take up at most ``max_bytes``; the least recently used one is evicted first.
     """
 
-    def __init__(self, most_bytes: int = 0) -> None:
-        self._max_bytes = most_bytes
+    def __init__(self, max_bytes: int = 0) -> None:
+        self._max_bytes = max_bytes
         self._saved: list[Slot] = []
         """Copies of slots, the most recently used one last."""
 
@@ -45,7 +45,7 @@ class PrefixCache:
 
     def in_place(self, free: Iterable[Slot], owner: str, version: int, prompt: Sequence[int]) -> CachedPrefix | None:
         """Return the longest prefix of a prompt that a free slot holds and can continue in-place, or None."""
-        return _longest(free, owner, version, prompt, least=1)
+        return _find_longest(free, owner, version, prompt, min_saved=1)
 
     def to_copy(self, held: Iterable[Slot], owner: str, version: int, prompt: Sequence[int]) -> CachedPrefix | None:
         """Return the longest prefix of a prompt in slots in use and in copies, or None.
@@ -53,11 +53,11 @@ class PrefixCache:
         Copies from an earlier ``version`` of the model are dropped.
         """
         self._saved = [slot for slot in self._saved if slot.version == version]
-        kept = _longest([*held, *self._saved], owner, version, prompt, least=MIN_CACHED_PREFIX - 1)
-        if kept and kept.slot in self._saved:
-            self._saved.remove(kept.slot)
-            self._saved.append(kept.slot)
-        return kept
+        found = _find_longest([*held, *self._saved], owner, version, prompt, min_saved=MIN_CACHED_PREFIX - 1)
+        if found and found.slot in self._saved:
+            self._saved.remove(found.slot)
+            self._saved.append(found.slot)
+        return found
 
     def keep(self, cache: Cache, slot: int) -> None:
         """Save a copy of a slot before it is overwritten; drop the copies whose tokens are a prefix of it."""
@@ -71,31 +71,31 @@ class PrefixCache:
         self._saved = [
             slot_copy
             for slot_copy in self._saved
-            if slot_copy.owner != saved.owner or common_prefix(slot_copy.tokens, tokens) < len(slot_copy.tokens)
+            if slot_copy.owner != saved.owner or common_prefix_length(slot_copy.tokens, tokens) < len(slot_copy.tokens)
         ]
         self._saved.append(saved)
         while self.bytes > self._max_bytes:
             self._saved.pop(0)
 
 
-def _longest(
-    slots: Iterable[Slot], owner: str, version: int, prompt: Sequence[int], *, least: int
+def _find_longest(
+    slots: Iterable[Slot], owner: str, version: int, prompt: Sequence[int], *, min_saved: int
 ) -> CachedPrefix | None:
-    """Return the slot that saves the most prefill, or None if none saves ``least`` tokens.
+    """Return the slot that saves the most prefill, or None if none saves ``min_saved`` tokens.
 
     The last token of a prompt is always recomputed.
     """
     best = None
     for slot in slots:
         if slot.owner == owner and slot.version == version:
-            shared = common_prefix(slot.tokens[: min(slot.valid, len(prompt) - 1)], prompt)
+            shared = common_prefix_length(slot.tokens[: min(slot.valid, len(prompt) - 1)], prompt)
             start = slot.resumes_at(shared)
-            if start >= max(least, best.start + 1 if best else 0):
+            if start >= max(min_saved, best.start + 1 if best else 0):
                 best = CachedPrefix(slot, shared, start)
     return best
 
 
-def common_prefix(first: Sequence[int], second: Sequence[int]) -> int:
+def common_prefix_length(first: Sequence[int], second: Sequence[int]) -> int:
     """Return the length of the common prefix."""
     size = min(len(first), len(second))
     if not size or first[0] != second[0]:
@@ -121,40 +121,40 @@ class PromptReader:
         self._engine, self._cache, self._prompt = engine, cache, list(prompt)
         self._room, self._owner = room, owner
         self.slot = self._first_free = first_free
-        self._may_stop = engine.reads_in_pieces(len(prompt))
+        self._reads_in_pieces = engine.reads_in_pieces(len(prompt))
         self.cached_tokens = 0
         """Number of tokens at the start of the prompt that were cached."""
         self._read = 0
         self._keeps_states = False
         """True if the recurrent states are saved after each pass."""
-        self._kept: list[torch.Tensor] | None = None
+        self._cached_kv: list[torch.Tensor] | None = None
         """Cached keys and values of the first recomputed token, to compare with the new ones; None if not needed."""
 
     def begin(self, prefixes: PrefixCache | None) -> None:
         """Choose the slot, and load the longest cached prefix of the prompt into it."""
-        slots, kept, is_in_place = self._cache.slots, None, False
-        self._keeps_states = self._may_stop and prefixes is not None and self._cache.keeps_states
-        if prefixes and self._may_stop:
-            kept, is_in_place = self._longest(prefixes)
-            if self._keeps_states and not self._engine.is_unchanged(goes_on=kept is not None):
-                kept = None
+        slots, found, is_in_place = self._cache.slots, None, False
+        self._keeps_states = self._reads_in_pieces and prefixes is not None and self._cache.keeps_states
+        if prefixes and self._reads_in_pieces:
+            found, is_in_place = self._find_prefix(prefixes)
+            if self._keeps_states and not self._engine.is_unchanged(goes_on=found is not None):
+                found = None
         version = self._engine.changes
-        if kept and is_in_place:
-            self.slot = slots.index(kept.slot)
-        shared = kept.shared if kept else 0
+        if found and is_in_place:
+            self.slot = slots.index(found.slot)
+        shared = found.shared if found else 0
         if prefixes and slots[self.slot].valid > shared:
             prefixes.keep(self._cache, self.slot)
-        if kept and not is_in_place:
-            self._cache.load(self.slot, kept.slot, shared)
+        if found and not is_in_place:
+            self._cache.load(self.slot, found.slot, shared)
         slot = self._cache.slots[self.slot]
-        self._read = self.cached_tokens = kept.start if kept else 0
+        self._read = self.cached_tokens = found.start if found else 0
         if 0 < self._read < shared:
             slot.cut(shared)
-            self._kept = slot.kv.at(self._read)
+            self._cached_kv = slot.kv.at(self._read)
         slot.cut(self._read)
-        slot.owner, slot.version = self._owner, version if self._may_stop else NEVER_CONTINUED
+        slot.owner, slot.version = self._owner, version if self._reads_in_pieces else NEVER_CONTINUED
 
-    def _longest(self, prefixes: PrefixCache) -> tuple[CachedPrefix | None, bool]:
+    def _find_prefix(self, prefixes: PrefixCache) -> tuple[CachedPrefix | None, bool]:
         """Return the cached context that saves the most prefill, and True if it is in a free slot."""
         slots, query = self._cache.slots, (self._owner, self._engine.changes, self._prompt)
         in_place = prefixes.in_place(slots[self._first_free :], *query)
@@ -170,7 +170,7 @@ class PromptReader:
         Return the logits ``[1, vocabulary]`` after the prompt once it is complete, else None. A prompt that the engine
         cannot read in pieces is always prefilled as a whole.
         """
-        if max_tokens is not None and self._may_stop:
+        if max_tokens is not None and self._reads_in_pieces:
             return self._read_piece(max_tokens)
         verified = None
         while verified is None:
@@ -198,7 +198,7 @@ class PromptReader:
         first, end = self._read, self._end(max_tokens)
         room = len(self._prompt) - end + self._room
         verified = self._engine.prefill(self._cache, self.slot, self._prompt[first:end], first, room=room)
-        is_same, self._kept = self._is_same_model(first), None
+        is_same, self._cached_kv = self._is_same_model(first), None
         if not is_same:
             self._read = self.cached_tokens = 0
             return None
@@ -212,7 +212,9 @@ class PromptReader:
 
         This detects weights written through ``data``, which torch's version counters do not.
         """
-        return self._kept is None or not _states_differ(self._kept, self._cache.slots[self.slot].kv.at(position))
+        return self._cached_kv is None or not _states_differ(
+            self._cached_kv, self._cache.slots[self.slot].kv.at(position)
+        )
 
 
 def _states_differ(before: Sequence[torch.Tensor], after: Sequence[torch.Tensor]) -> bool:

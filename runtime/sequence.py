@@ -25,7 +25,7 @@ from hdtool.runtime.drafter import (
 from hdtool.runtime.engine import Engine, PassOptions, Verified
 from hdtool.runtime.sampling.sampler import Sampler
 from hdtool.runtime.sampling.walks import compile_ranked_walks
-from hdtool.runtime.source_names import SourceName
+from hdtool.runtime.source_names import SourceId
 from hdtool.runtime.tree import DraftTree
 
 
@@ -58,9 +58,9 @@ class Step(NamedTuple):
     """Number of prompt tokens that were in the KV cache; 0 after the first step."""
 
     @property
-    def sources(self) -> list[SourceName]:
+    def sources(self) -> list[SourceId]:
         """Source of each token; ``NONE`` for the bonus token."""
-        return [*(SourceName(source) for source in self.tree.sources[self.path].tolist()), SourceName.NONE]
+        return [*(SourceId(source) for source in self.tree.sources[self.path].tolist()), SourceId.NONE]
 
 
 class SequenceState:
@@ -82,13 +82,13 @@ class SequenceState:
         self.room, self._finish_at_limit = room_for(engine, prompt, max_new_tokens)
         """Number of tokens that may still be generated."""
         self._sampler, self._stops, self.drafter = sampler, stops, drafter or NoDraft()
-        self.want = PassOptions(sampler.walks, reads_logits(self.drafter), max_ranked(self.drafter))
+        self.options = PassOptions(sampler.chooses_by_argmax, reads_logits(self.drafter), max_ranked(self.drafter))
         if engine.captures:  # without capture, the host reads the logits directly
-            num_ranked = max(self.want.max_ranked, sampler.max_ranked)
-            self.want = self.want._replace(max_ranked=num_ranked, root=sampler.draws_by_row)
+            num_ranked = max(self.options.max_ranked, sampler.max_ranked)
+            self.options = self.options._replace(max_ranked=num_ranked, root=sampler.draws_by_row)
             if sampler.draws and sampler.max_ranked:
-                compile_ranked_walks(sampler.draws, sampler.walked)
-        self._needs_all_logits = not sampler.takes_the_only_token or self.want.rank
+                compile_ranked_walks(sampler.draws, sampler.walk_buffer)
+        self._needs_all_logits = not sampler.takes_the_only_token or self.options.wants_maxima
         self.tree = DraftTree.bare(prompt[-1])
         """Tree that is verified in the current step."""
         self.cached_tokens = 0
@@ -111,7 +111,7 @@ class SequenceState:
             self.drafter.predict(self._prediction)
         self._draft_seconds = time.perf_counter() - self._started
 
-    def take(self, tree: DraftTree, seconds: float) -> DraftTree:
+    def set_draft(self, tree: DraftTree, seconds: float) -> DraftTree:
         """Record this step's draft tree and how long drafting took; return the part of the tree to verify."""
         if len(tree.tokens):
             # Deeper nodes are past the answer's end, and a tokenizer may have more ids than the model has embeddings.
@@ -161,14 +161,14 @@ class SequenceState:
         )
 
 
-def draft_for(sequences: Sequence[SequenceState]) -> list[DraftTree]:
+def draft_trees(sequences: Sequence[SequenceState]) -> list[DraftTree]:
     """Begin a step of each sequence and draft its tree; return the trees to verify."""
-    for state in sequences:
-        state.start_step()
+    for sequence in sequences:
+        sequence.start_step()
     started = time.perf_counter()
     trees = draft_many([sequence.drafter for sequence in sequences], [sequence.context for sequence in sequences])
-    each = (time.perf_counter() - started) / len(sequences)
-    return [sequence.take(tree, each) for sequence, tree in zip(sequences, trees, strict=True)]
+    seconds = (time.perf_counter() - started) / len(sequences)
+    return [sequence.set_draft(tree, seconds) for sequence, tree in zip(sequences, trees, strict=True)]
 
 
 def room_for(engine: Engine, prompt: Sequence[int], max_new_tokens: int) -> tuple[int, Finish]:
@@ -213,11 +213,11 @@ class Stats:
     finish: Finish | None = None
     cached_tokens: int = 0
     """Number of prompt tokens that were in the KV cache."""
-    _counts: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros((3, len(SourceName)), np.int64))
+    _counts: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros((3, len(SourceId)), np.int64))
     """``drafted``, ``accepted`` and ``hits``, one row each, ``[3, sources]``."""
     _uncounted: list[tuple[npt.NDArray[np.uint8], list[int]]] = field(default_factory=list)
     """Sources and path of each step that is not in ``_counts`` yet; they are counted lazily or once there are many."""
-    source_seconds: npt.NDArray[np.float64] = field(default_factory=lambda: np.zeros(len(SourceName)))
+    source_seconds: npt.NDArray[np.float64] = field(default_factory=lambda: np.zeros(len(SourceId)))
 
     def add(self, step: Step) -> None:
         self.tokens += len(step.tokens)
@@ -234,8 +234,8 @@ class Stats:
 
     def _count(self) -> npt.NDArray[np.int64]:
         for sources, path in self._uncounted:
-            drafted = np.bincount(sources, minlength=len(SourceName))
-            self._counts += drafted, np.bincount(sources[path], minlength=len(SourceName)), drafted > 0
+            drafted = np.bincount(sources, minlength=len(SourceId))
+            self._counts += drafted, np.bincount(sources[path], minlength=len(SourceId)), drafted > 0
         self._uncounted.clear()
         return self._counts
 
@@ -267,7 +267,7 @@ class Stats:
         finally:
             self.add_seconds(before, drafter.seconds)
 
-    def add_seconds(self, before: Mapping[SourceName, float], after: Mapping[SourceName, float]) -> None:
+    def add_seconds(self, before: Mapping[SourceId, float], after: Mapping[SourceId, float]) -> None:
         """Add the seconds of each source between two readings of ``Drafter.seconds``."""
         for source, seconds in after.items():
             self.source_seconds[source] += seconds - before.get(source, 0.0)
@@ -287,13 +287,13 @@ class Stats:
         return whole
 
     @property
-    def sources(self) -> list[SourceName]:
+    def sources(self) -> list[SourceId]:
         """Sources that drafted a node or took time."""
-        active = (source for source in SourceName if self.drafted[source] or self.source_seconds[source])
+        active = (source for source in SourceId if self.drafted[source] or self.source_seconds[source])
         return [source for source in active if source]
 
     @property
-    def that_drafted(self) -> list[SourceName]:
+    def that_drafted(self) -> list[SourceId]:
         """Sources that drafted a node."""
         return [source for source in self.sources if self.drafted[source]]
 
@@ -312,12 +312,12 @@ class Stats:
     @property
     def accepted_prediction_tokens(self) -> int:
         """Number of accepted draft tokens from a predicted output, as OpenAI's API counts them."""
-        return int(self.accepted[SourceName.PREDICTION])
+        return int(self.accepted[SourceId.PREDICTION])
 
     @property
     def rejected_prediction_tokens(self) -> int:
         """Number of rejected draft tokens from a predicted output; a token counts in each step that drafts it."""
-        return int(self.drafted[SourceName.PREDICTION]) - self.accepted_prediction_tokens
+        return int(self.drafted[SourceId.PREDICTION]) - self.accepted_prediction_tokens
 
     @property
     def tokens_per_step(self) -> float:
@@ -340,7 +340,7 @@ class Stats:
         """Overhead per step in microseconds: the time outside the model's forward pass."""
         return self._per_step(self.seconds - self.verify_seconds) * 1e6
 
-    def source_us_per_step(self, source: SourceName) -> float:
+    def source_us_per_step(self, source: SourceId) -> float:
         return self._per_step(float(self.source_seconds[source])) * 1e6
 
     def _per_step(self, seconds: float) -> float:

@@ -17,7 +17,7 @@ Evidence = Callable[[Sequence[int]], Mapping[int, float]]
 """Maps a context to the tokens that may follow it, each with its probability or count."""
 
 
-class SourceName(IntEnum):
+class SourceId(IntEnum):
     """The number that a node of a draft tree carries; ``str`` gives the name that users see."""
 
     NONE = 0
@@ -60,25 +60,25 @@ class Source:
     argmax tokens. Values that add up to more than 1 are counts, others are probabilities."""
 
 
-PLUGINS = (SourceName.PLUGIN_1, SourceName.PLUGIN_2, SourceName.PLUGIN_3, SourceName.PLUGIN_4)
+PLUGINS = (SourceId.PLUGIN_1, SourceId.PLUGIN_2, SourceId.PLUGIN_3, SourceId.PLUGIN_4)
 """Numbers of plug-ins, assigned in the order in which they register."""
 _SOURCES = {
-    SourceName.NONE: Source("none", "", None, "#b0b6be", "#556070"),
-    SourceName.CONTEXT: Source("context", "C", "38;5;28", "#008888", "#22ffdd"),
-    SourceName.HISTORY: Source("history", "H", "38;5;94", "#997700", "#ffffaa"),
-    SourceName.PREDICTION: Source("prediction", "P", "38;5;25", "#0011cc", "#5588ff"),
-    SourceName.MODEL: Source("model", "M", "38;5;111", "#0077ee", "#22bbdd"),
-    SourceName.CORPUS: Source("corpus", "S", "38;5;138", "#bb1166", "#ff4488"),
-    SourceName.LOOKAHEAD: Source("lookahead", "", "38;5;30", "#666677", "#778877"),
-    SourceName.RECYCLED: Source("recycled", "R", "38;5;208", "#773300", "#cc9911"),
-    SourceName.LAST: Source("last", "L", "38;5;160", "#ee2222", "#ff2200"),
-    SourceName.HEADS: Source("heads", "A", "38;5;207", "#aa44ff", "#bb44ff"),
-    SourceName.DRAFTER: Source("drafter", "D", "38;5;63", "#00bb00", "#00ff00"),
-    SourceName.GRAMMAR: Source("grammar", "", "38;5;126", "#440011", "#eeaa99"),
+    SourceId.NONE: Source("none", "", None, "#b0b6be", "#556070"),
+    SourceId.CONTEXT: Source("context", "C", "38;5;28", "#008888", "#22ffdd"),
+    SourceId.HISTORY: Source("history", "H", "38;5;94", "#997700", "#ffffaa"),
+    SourceId.PREDICTION: Source("prediction", "P", "38;5;25", "#0011cc", "#5588ff"),
+    SourceId.MODEL: Source("model", "M", "38;5;111", "#0077ee", "#22bbdd"),
+    SourceId.CORPUS: Source("corpus", "S", "38;5;138", "#bb1166", "#ff4488"),
+    SourceId.LOOKAHEAD: Source("lookahead", "", "38;5;30", "#666677", "#778877"),
+    SourceId.RECYCLED: Source("recycled", "R", "38;5;208", "#773300", "#cc9911"),
+    SourceId.LAST: Source("last", "L", "38;5;160", "#ee2222", "#ff2200"),
+    SourceId.HEADS: Source("heads", "A", "38;5;207", "#aa44ff", "#bb44ff"),
+    SourceId.DRAFTER: Source("drafter", "D", "38;5;63", "#00bb00", "#00ff00"),
+    SourceId.GRAMMAR: Source("grammar", "", "38;5;126", "#440011", "#eeaa99"),
 }
 
 
-def register(source: Source) -> SourceName:
+def register(source: Source) -> SourceId:
     """Register a plug-in source, which ``--sources`` then selects by its name or letter; return its number.
 
     Raise OptionError if the name or letter is taken, if ``evidence`` is missing, or if all ``PLUGINS`` are in use.
@@ -95,29 +95,33 @@ def register(source: Source) -> SourceName:
     return free[0]
 
 
-def unregister(number: SourceName) -> None:
+def unregister(number: SourceId) -> None:
     """Remove a plug-in source; do nothing for the number of a built-in one."""
     if number in PLUGINS:
         _SOURCES.pop(number, None)
 
 
-def registered() -> Mapping[SourceName, Source]:
+def registered() -> Mapping[SourceId, Source]:
     """Return all sources by number; those of installed packages are included once ``plugins`` was called."""
     return _SOURCES
 
 
-def plugins() -> dict[SourceName, Source]:
+def plugins() -> dict[SourceId, Source]:
     """Return the plug-in sources by number, including those of installed packages."""
     _register_installed()
     return {number: _SOURCES[number] for number in PLUGINS if number in _SOURCES}
 
 
-def source_of(letter: str) -> SourceName:
-    """Return the number of the source with this letter, which must be registered."""
-    return next(number for number, source in _SOURCES.items() if source.letter == letter)
+def source_of(letter: str) -> SourceId:
+    """Return the number of the source with this letter; raise OptionError if there is none."""
+    for number, source in _SOURCES.items():
+        if letter and source.letter == letter:
+            return number
+    letters = ", ".join(source.letter for source in _SOURCES.values() if source.letter)
+    raise OptionError(f"there is no source {letter!r}: the letters are {letters}")
 
 
-def source_named(name: str) -> SourceName:
+def source_named(name: str) -> SourceId:
     """Return the number of the source with this name; raise OptionError if there is none."""
     for number, source in _SOURCES.items():
         if source.name == name:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
-from hdtool.runtime.source_names import SourceName
+from hdtool.runtime.source_names import SourceId
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -70,7 +70,7 @@ class TextStream:
         """Return True for the id of a special token, which is decoded to nothing if these are skipped."""
         if id_ not in self._skipped:
             shown = self._decode([id_])
-            self._skipped[id_] = not shown and bool(text_of(self._tokenizer, [id_], skip_special_tokens=False))
+            self._skipped[id_] = not shown and bool(token_text(self._tokenizer, id_))
         return self._skipped[id_]
 
     def _unread(self) -> str:
@@ -82,9 +82,14 @@ def text_of(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], *, skip_spec
     return str(tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False))
 
 
+def token_text(tokenizer: PreTrainedTokenizerBase, token: int) -> str:
+    """Return the text of one token, which may be special."""
+    return text_of(tokenizer, [token], skip_special_tokens=False)
+
+
 def bytes_of(tokenizer: PreTrainedTokenizerBase, token: int) -> bytes:
     """Return the bytes of a token, which may be part of a character."""
-    text = text_of(tokenizer, [token], skip_special_tokens=False)
+    text = token_text(tokenizer, token)
     if REPLACEMENT not in text:
         return text.encode()
     piece: Any = tokenizer.convert_ids_to_tokens(token)
@@ -109,7 +114,7 @@ def decoder_of(tokenizer: PreTrainedTokenizerBase) -> Callable[[list[int]], str]
     return partial(text_of, tokenizer)
 
 
-Piece = tuple[str, SourceName]
+Piece = tuple[str, SourceId]
 
 
 class StopTexts:
@@ -118,7 +123,7 @@ class StopTexts:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], stops: Container[int]) -> None:
         self._stream = TextStream(tokenizer)
         self._texts, self._stops = texts, stops
-        self._longest = max(map(len, texts))
+        self._max_stop_length = max(map(len, texts))
         self._tail = ""
 
     def __contains__(self, token: object) -> bool:
@@ -127,14 +132,25 @@ class StopTexts:
         if token in self._stops:
             return True
         text = self._tail + self._stream.add([token])
-        self._tail = text[max(0, len(text) - self._longest + 1) :]
+        self._tail = text[max(0, len(text) - self._max_stop_length + 1) :]
         return first_stop(text, self._texts) is not None
 
 
 def first_stop(text: str, stops: Sequence[str]) -> int | None:
     """Return the index at which the first stop string in a text begins; None if there is none."""
-    places = [place for stop in stops if (place := text.find(stop)) >= 0]
-    return min(places, default=None)
+    starts = [start for stop in stops if (start := text.find(stop)) >= 0]
+    return min(starts, default=None)
+
+
+def cut_of(text: str, stops: Sequence[str], *, is_last: bool = False) -> tuple[int, str | None]:
+    """Return how many characters of a text can be shown, and the stop string after them, or None.
+
+    Unless the text is the last one, a possible beginning of a stop string at its end is not shown yet.
+    """
+    end = first_stop(text, stops)
+    if end is None:
+        return len(text) - (0 if is_last else partial_stop_length(text, stops)), None
+    return end, next(stop for stop in stops if text.startswith(stop, end))
 
 
 def cut_at_stop(text: str, stops: Sequence[str]) -> str:
@@ -156,10 +172,9 @@ def _before_stop(pieces: Iterable[Piece], stops: Sequence[str]) -> Iterator[Piec
         if ended:
             continue  # consume the later pieces, so that their steps are counted
         held.append(piece)
-        text = "".join(part for part, _ in held)
-        end = first_stop(text, stops)
-        ended = end is not None
-        ready, held = _split(held, len(text) - partial_stop_length(text, stops) if end is None else end)
+        end, stop = cut_of("".join(part for part, _ in held), stops)
+        ended = stop is not None
+        ready, held = _split(held, end)
         yield from ready
     if not ended:
         yield from held

@@ -31,7 +31,7 @@ class DraftTree:
     tokens: npt.NDArray[np.int64]
     parents: npt.NDArray[np.int32]
     sources: npt.NDArray[np.uint8]
-    """``SourceName`` of each node."""
+    """``SourceId`` of each node."""
     forced_tokens: npt.NDArray[np.int64] | None = None
     """The only token that may follow the root and each node; ``UNDETERMINED`` where several may.
 
@@ -85,7 +85,7 @@ class DraftTree:
             if parent == last:
                 chain.append(node)
                 last = node
-        return self.picked(np.array(chain, np.int64))
+        return self.select(np.array(chain, np.int64))
 
     def within(self, depth: int, vocabulary: int) -> DraftTree:
         """Return the tree ``clipped`` to a depth and reduced to the nodes that are ``embeddable`` in a vocabulary."""
@@ -97,18 +97,18 @@ class DraftTree:
         """Return the tree without nodes deeper than ``depth``."""
         if len(self) <= depth or self.depths.max() <= depth:
             return self
-        return self.picked(np.flatnonzero(self.depths[1:] <= depth))
+        return self.select(np.flatnonzero(self.depths[1:] <= depth))
 
     def embeddable(self, vocabulary: int) -> DraftTree:
         """Return the tree without tokens that have no embedding, and without their descendants."""
         # As unsigned numbers, negative ids are too large as well.
         if not len(self) or self.tokens.view(np.uint64).max() < vocabulary:
             return self
-        return self.picked(np.flatnonzero(_embeddable(self.tokens, self.parents, vocabulary)))
+        return self.select(np.flatnonzero(_embeddable(self.tokens, self.parents, vocabulary)))
 
-    def picked(self, order: npt.NDArray[np.int64]) -> DraftTree:
+    def select(self, order: npt.NDArray[np.int64]) -> DraftTree:
         """Return a tree of the nodes in ``order``, without ``forced_tokens``; each node must come after its parent."""
-        return DraftTree(self.root, self.tokens[order], _moved(self.parents, order), self.sources[order])
+        return DraftTree(self.root, self.tokens[order], _remap_parents(self.parents, order), self.sources[order])
 
 
 _NO_NODES = (np.empty(0, np.int64), np.empty(0, np.int32), np.empty(0, np.uint8))
@@ -135,16 +135,16 @@ def child_of(tokens: npt.NDArray[np.int64], parents: npt.NDArray[np.int32], node
 
 @compiled
 def descend(
-    walked: npt.NDArray[np.int64],
-    place: int,
+    walk_buffer: npt.NDArray[np.int64],
+    column: int,
     tokens: npt.NDArray[np.int64],
     parents: npt.NDArray[np.int32],
     node: int,
     token: int,
 ) -> int:
-    """Write ``token`` and the child of ``node`` that drafts it to column ``place`` of a walk; return the child."""
+    """Write ``token`` and the child of ``node`` that drafts it to ``column`` of a walk; return the child."""
     child = child_of(tokens, parents, node, token)
-    walked[0, place], walked[1, place] = token, child
+    walk_buffer[0, column], walk_buffer[1, column] = token, child
     return child
 
 
@@ -158,14 +158,14 @@ def fits(tokens: npt.NDArray[np.int64], parents: npt.NDArray[np.int32], depth: i
 
 
 @compiled
-def _moved(parents: npt.NDArray[np.int32], order: npt.NDArray[np.int64]) -> npt.NDArray[np.int32]:
+def _remap_parents(parents: npt.NDArray[np.int32], order: npt.NDArray[np.int64]) -> npt.NDArray[np.int32]:
     """Return the parents of the nodes after sorting them into this order."""
-    places = np.full(len(parents) + 1, ROOT, np.int32)  # the last item, at index ROOT, is for the root
-    above = np.empty(len(order), np.int32)
-    for place in range(len(order)):
-        places[order[place]] = place
-        above[place] = places[parents[order[place]]]
-    return above
+    indices = np.full(len(parents) + 1, ROOT, np.int32)  # the last item, at index ROOT, is for the root
+    new_parents = np.empty(len(order), np.int32)
+    for index in range(len(order)):
+        indices[order[index]] = index
+        new_parents[index] = indices[parents[order[index]]]
+    return new_parents
 
 
 @compiled
@@ -185,9 +185,9 @@ def _ancestor_mask(parents: npt.NDArray[np.int32]) -> npt.NDArray[np.bool_]:
     related = np.zeros((rows, rows), np.bool_)
     related[0, 0] = True
     for row in range(1, rows):
-        above = parents[row - 1] + 1
-        for column in range(above + 1):  # ancestors come before their descendants
-            related[row, column] = related[above, column]
+        parent_row = parents[row - 1] + 1
+        for column in range(parent_row + 1):  # ancestors come before their descendants
+            related[row, column] = related[parent_row, column]
         related[row, row] = True
     return related
 
@@ -244,7 +244,7 @@ class Trie:
         self._parents[start : self._size] = parents + np.int32(start) * (parents != ROOT)
         self._sources[start : self._size] = source
 
-    def nodes(self) -> tuple[Ints, Ints, Ints]:
+    def copy_arrays(self) -> tuple[Ints, Ints, Ints]:
         """Return copies of the tokens, parents and sources."""
         size = self._size
         return self._tokens[:size].copy(), self._parents[:size].copy(), self._sources[:size].copy()

@@ -29,7 +29,7 @@ def compile_drafters() -> None:
     for method in METHODS:
         if method not in TRAINED:
             drafter_with_budget(FixedBudget, DecodeConfig(method), stores)
-    BatchDrafter(stores, VllmConfig(), rows=2, longest=64)
+    BatchDrafter(stores, VllmConfig(), rows=2, max_length=64)
 
 
 def compile_layers_and_matmuls() -> None:

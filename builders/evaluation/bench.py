@@ -170,7 +170,7 @@ class RecordedSampler(Sampler):
     def __init__(self, turn: RecordedTurn) -> None:
         super().__init__(SamplingConfig(), turn.prompt)
         self._begin, self._answer = len(turn.prompt), turn.answer
-        self.walks = False
+        self.chooses_by_argmax = False
         self.draws = None
 
     def chooser(self, logits: torch.Tensor, **known: Any) -> Callable[[int], int]:

@@ -33,7 +33,7 @@ from hdtool.runtime.drafter import Drafter
 from hdtool.runtime.engines.cpu.proof import compile_cpu
 from hdtool.runtime.environment import dtype_name
 from hdtool.runtime.generate_settings import generate_options, refuse_settings
-from hdtool.runtime.grammar import Guide, guided, masks_of
+from hdtool.runtime.grammar import Guide, guided_drafter, masks_of
 from hdtool.runtime.kernels.linear import compile_linear_layers
 from hdtool.runtime.model.families import refuse_by_configuration
 from hdtool.runtime.model.load import Loaded, load_tokenizer, pick_device, pick_dtype
@@ -176,7 +176,7 @@ class DraftingContender:
 
     def answer(self, prompt: list[int], guide: Guide | None = None, prediction: Sequence[int] = ()) -> AnsweredTurn:
         stats = Stats()
-        drafter = guided(self.drafter, guide, self.draft_tokens)
+        drafter = guided_drafter(self.drafter, guide, self.draft_tokens)
         decoding = answer_steps(
             self.loaded, drafter, self.sampling, self.max_new_tokens, prompt, masks_of(guide), prediction
         )

@@ -195,7 +195,7 @@ class RecordingEngine:
         cache.slots[slot].extend(tokens, None)
         return self._verified([], self._turn.answer[:1], 0, 0)
 
-    def verify(self, cache: Cache, trees: Sequence[DraftTree], wants: Sequence[PassOptions] = ()) -> list[Verified]:
+    def verify(self, cache: Cache, trees: Sequence[DraftTree], options: Sequence[PassOptions] = ()) -> list[Verified]:
         (tree,), slot = trees, cache.slots[0]
         started, length = time.perf_counter(), slot.length
         self._masks.tree_mask(tree, length, reused=True)
@@ -218,7 +218,7 @@ class RecordingEngine:
     def takes_trees(self) -> bool:
         return True
 
-    def fitted(self, cache: Cache, slot: int, tree: DraftTree) -> DraftTree:
+    def fit_tree(self, cache: Cache, slot: int, tree: DraftTree) -> DraftTree:
         return tree
 
     def recompute(self, cache: Cache, slot: int, root: int) -> Verified:

@@ -30,7 +30,7 @@ from hdtool.runtime.drafters.methods import drafter_with_budget
 from hdtool.runtime.engine import Verified
 from hdtool.runtime.sampling.sampler import Sampler
 from hdtool.runtime.sequence import Step
-from hdtool.runtime.source_names import SourceName
+from hdtool.runtime.source_names import SourceId
 from hdtool.runtime.stores.history_store import History
 from hdtool.runtime.stores.store_set import StoreSet
 from hdtool.runtime.tree import LARGEST_TREE, DraftTree
@@ -50,7 +50,7 @@ class ReplayedTurn:
     tokens: Ints
     """Token ids of the answer."""
     sources: Ints
-    """Per token: the ``SourceName`` that drafted it; NONE for a bonus token."""
+    """Per token: the ``SourceId`` that drafted it; NONE for a bonus token."""
     accept_lengths: Ints
     """Per step: number of accepted tokens plus the bonus token."""
     nodes: Ints
@@ -108,7 +108,7 @@ class ReplayResult:
 
     method: str
     turns: tuple[ReplayedTurn, ...]
-    source_seconds: Mapping[SourceName, float]
+    source_seconds: Mapping[SourceId, float]
     history: bool = False
     """True if the method drafted from earlier answers."""
     warm_tokens: int = 0
@@ -168,14 +168,14 @@ class ReplayResult:
             for name in names
         }
 
-    def by_source(self) -> dict[SourceName, SourceShare]:
+    def by_source(self) -> dict[SourceId, SourceShare]:
         """Return what each source drafted, for sources that drafted anything or took any time."""
-        drafted = sum((turn.drafted for turn in self.turns), np.zeros(len(SourceName), np.int64))
-        hits = sum((turn.hits for turn in self.turns), np.zeros(len(SourceName), np.int64))
+        drafted = sum((turn.drafted for turn in self.turns), np.zeros(len(SourceId), np.int64))
+        hits = sum((turn.hits for turn in self.turns), np.zeros(len(SourceId), np.int64))
         tokens = np.concatenate([turn.tokens for turn in self.turns])
         origins = np.concatenate([turn.sources for turn in self.turns])
         shares = {}
-        for source in SourceName:
+        for source in SourceId:
             seconds = self.source_seconds.get(source, 0.0)
             if source and (drafted[source] or seconds):
                 taken = tokens[origins == source]
@@ -266,14 +266,14 @@ def _replay_turns(
     drafter = _TimedDrafter(made, budget)
     engine = RecordingEngine(RecordedLogits((*warm, *turns)) if contender.needs_logits else None)
 
-    def played(turns_to_replay: Sequence[RecordedTurn]) -> Iterator[ReplayedTurn]:
+    def replay_turns(turns_to_replay: Sequence[RecordedTurn]) -> Iterator[ReplayedTurn]:
         for turn in turns_to_replay:
             yield _replay_turn(engine, drafter, turn)
             on_turn()
 
-    warmed = sum(len(turn.tokens) for turn in played(warm))
+    warmed = sum(len(turn.tokens) for turn in replay_turns(warm))
     before = dict(drafter.seconds)
-    done = tuple(played(turns))
+    done = tuple(replay_turns(turns))
     seconds = {source: taken - before.get(source, 0.0) for source, taken in drafter.seconds.items()}
     return ReplayResult(contender.name, done, seconds, contender.has_history, warmed)
 
@@ -330,8 +330,8 @@ def _replay_turn(engine: RecordingEngine, drafter: _TimedDrafter, turn: Recorded
 
 def _turn_result(turn: RecordedTurn, steps: Sequence[Step], seconds: Sequence[tuple[float, float]]) -> ReplayedTurn:
     trees, paths = [step.tree for step in steps], [step.path for step in steps]
-    drafted = np.array([np.bincount(tree.sources, minlength=len(SourceName)) for tree in trees])
-    origins = [[*tree.sources[path].tolist(), int(SourceName.NONE)] for tree, path in zip(trees, paths, strict=True)]
+    drafted = np.array([np.bincount(tree.sources, minlength=len(SourceId)) for tree in trees])
+    origins = [[*tree.sources[path].tolist(), int(SourceId.NONE)] for tree, path in zip(trees, paths, strict=True)]
     times = np.array(seconds)
     return ReplayedTurn(
         conversation=turn.conversation,

@@ -14,7 +14,7 @@ from hdtool.data.prompts import Grammar
 from hdtool.runtime.config import SamplingConfig
 from hdtool.runtime.drafter import Drafter, NoDraft
 from hdtool.runtime.generate_settings import refuse_settings
-from hdtool.runtime.grammar import guided, masks_of
+from hdtool.runtime.grammar import guided_drafter, masks_of
 from hdtool.runtime.model.load import Loaded
 from hdtool.runtime.model.placement import HIGHER_PRECISION, logits_after, logits_step_by_step, more_precise
 from hdtool.runtime.model.quantization import quantized_layers
@@ -41,7 +41,7 @@ class Difference:
     shared_ids: list[int]
     """Answer tokens before the difference, which both answers share."""
     expected: int | None
-    found: int | None
+    actual: int | None
     """Token found instead of ``expected``; either is None if that answer has ended."""
     grammar: Grammar | None = None
     """Grammar that the answers must match."""
@@ -156,7 +156,7 @@ class Verifier:
         self, ids: list[int], drafter: Drafter, grammar: Grammar | None, prediction: Sequence[int] = ()
     ) -> tuple[list[int], int]:
         guide = self._loaded.guide(grammar)
-        drafter = guided(drafter, guide, self._draft_tokens)
+        drafter = guided_drafter(drafter, guide, self._draft_tokens)
         masks = masks_of(guide)
         steps = list(answer_steps(self._loaded, drafter, self._sampling, self._max_new_tokens, ids, masks, prediction))
         return [token for step in steps for token in step.tokens], len(steps)
@@ -189,9 +189,9 @@ class Verifier:
         sampler.context += difference.shared_ids
         rough, fine = (sampler.scores(logits.cpu()) for logits in (working, precise))
         chosen = sampler.chooser(precise.cpu()[None])(0)
-        if difference.expected is None or difference.found is None:
+        if difference.expected is None or difference.actual is None:
             return Explanation(difference, chosen=chosen, reason="one of the answers ends here")
-        pair = difference.expected, difference.found
+        pair = difference.expected, difference.actual
         perturbed = sampler.perturbed_scores(fine)
         lag = max(float(perturbed.max() - perturbed[token]) for token in pair)  # distance to the best score
         there = rough.isfinite() & fine.isfinite()

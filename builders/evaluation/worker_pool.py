@@ -70,8 +70,8 @@ def replay(
         workers = (os.cpu_count() or 1) if tokens > MIN_TOKENS_FOR_WORKERS else 1
     processes = min(len(jobs), workers)
     if processes == 1:
-        played = count(1)
-        done = [job.play(store_set, lambda: on_progress(next(played))) for job in jobs]
+        turns_done = count(1)
+        done = [job.play(store_set, lambda: on_progress(next(turns_done))) for job in jobs]
     else:
         done = _in_processes(jobs, store_set, processes, on_progress)
     names = [contender.name for contender in contenders]

@@ -179,12 +179,12 @@ def replay_by_source(
     cold = contenders[-1].name
     contenders.append(ReplayMethod(SOURCE_NAMES[HISTORY_LETTER], DecodeConfig(sources=HISTORY_LETTER + letters), curve))
     with progress_bar(total_turns(contenders, conversations, ()), "turns", quiet=quiet) as progress:
-        played = replay(contenders, conversations, store_set, on_progress=progress.to)
-    predicted = overhead.predict(played[cold], curve)
+        replayed = replay(contenders, conversations, store_set, on_progress=progress.to)
+    predicted = overhead.predict(replayed[cold], curve)
     return {
-        "tokens_per_step": {name: round(result.tokens_per_step, 3) for name, result in played.items()},
-        "accepted": {str(source): share.accepted for source, share in played[cold].by_source().items()},
-        "draft_tokens_per_step": round(played[cold].nodes_per_step, 1),
+        "tokens_per_step": {name: round(result.tokens_per_step, 3) for name, result in replayed.items()},
+        "accepted": {str(source): share.accepted for source, share in replayed[cold].by_source().items()},
+        "draft_tokens_per_step": round(replayed[cold].nodes_per_step, 1),
         "tokens_per_second": predicted.tokens_per_second,
         "plain_tokens_per_second": predicted.plain_tokens_per_second,
     }
@@ -196,8 +196,8 @@ def replay_with_model_store(
     """Return the tokens per step with only the conversation and the model store as sources."""
     contender = _cold_method("CM", curve)
     with progress_bar(total_turns([contender], conversations, ()), "turns", quiet=quiet) as progress:
-        played = replay([contender], conversations, store_set, on_progress=progress.to)
-    return round(played[contender.name].tokens_per_step, 3)
+        replayed = replay([contender], conversations, store_set, on_progress=progress.to)
+    return round(replayed[contender.name].tokens_per_step, 3)
 
 
 def _cold_method(letters: str, curve: CostCurve) -> ReplayMethod:

@@ -48,7 +48,7 @@ from hdtool.runtime.stores.model_store import (
     split_hash,
     writing,
 )
-from hdtool.runtime.stores.suffix_search import ShardPlace, sampled_prefixes_in
+from hdtool.runtime.stores.suffix_search import ShardExtent, sampled_prefixes_in
 
 MAX_DOUBLINGS = 3
 """Maximum number of times the hash table is doubled when keys cluster."""
@@ -186,7 +186,7 @@ def build_corpus_index(
         return build.commit(Manifest(CORPUS, tokenizer, counts, options, file.shares()))
 
 
-def _write_documents(file: DocumentFile, documents: Iterable[Document], max_tokens: int) -> list[ShardPlace]:
+def _write_documents(file: DocumentFile, documents: Iterable[Document], max_tokens: int) -> list[ShardExtent]:
     """Stream the documents to disk in shards of at most ``max_tokens`` tokens, end tokens included."""
     borders = [(0, 0)]  # (tokens and ends, ends alone) before each shard
     for document in documents:
@@ -195,11 +195,11 @@ def _write_documents(file: DocumentFile, documents: Iterable[Document], max_toke
             if file.size - borders[-1][0] + len(piece) + 1 > max_tokens:
                 borders.append((file.size, file.documents))
             file.add(piece, document.source)
-    shards: list[ShardPlace] = []
+    shards: list[ShardExtent] = []
     prefix = 0
     for (start, ends), (stop, more_ends) in pairwise([*borders, (file.size, file.documents)]):
         if suffixes := stop - more_ends - (start - ends):  # 0 if there are no documents
-            shards.append(ShardPlace(start, stop - start, start - ends, suffixes, prefix))
+            shards.append(ShardExtent(start, stop - start, start - ends, suffixes, prefix))
             prefix += sampled_prefixes_in(suffixes)
     return shards
 

@@ -20,7 +20,7 @@ from hdtool.data.records import RecordReader
 from hdtool.data.stores.documents import Document
 from hdtool.runtime.kernels.compiled import Ints, compiled
 from hdtool.runtime.stores.model_store import PHRASE_TOKENS, NgramGroup
-from hdtool.runtime.stores.suffix_search import PREFIX_EVERY, PREFIX_TOKENS, ShardPlace
+from hdtool.runtime.stores.suffix_search import PREFIX_EVERY, PREFIX_TOKENS, ShardExtent
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -109,10 +109,10 @@ class ShardFiles:
         for path in (self.suffixes, self.heads, self.sampled_prefixes):
             path.touch()
 
-    def tokens(self, shard: ShardPlace) -> Tokens:
+    def tokens(self, shard: ShardExtent) -> Tokens:
         return np.fromfile(self.documents, self.width, shard.tokens, offset=shard.token * self.width.itemsize)
 
-    def write(self, number: int, shard: ShardPlace, done: SortedShard) -> None:
+    def write(self, number: int, shard: ShardExtent, done: SortedShard) -> None:
         for path, array, position in (
             (self.suffixes, done.suffixes, shard.suffix * 4),
             (self.heads, done.heads, number * (self.end + 1) * 4),
@@ -122,7 +122,7 @@ class ShardFiles:
                 stream.seek(position)
                 stream.write(np.ascontiguousarray(array).data)
 
-    def sort(self, number: int, shard: ShardPlace) -> None:
+    def sort(self, number: int, shard: ShardExtent) -> None:
         """Read, sort and write one shard."""
         self.write(number, shard, sort_shard(self.tokens(shard), self.end))
 
@@ -167,7 +167,7 @@ class BuildEngine(Protocol):
         """Yield the tokenized texts of all inputs, in input order."""
         ...
 
-    def sort(self, files: ShardFiles, shards: Sequence[ShardPlace]) -> None:
+    def sort(self, files: ShardFiles, shards: Sequence[ShardExtent]) -> None:
         """Sort every shard and write its arrays to ``files``."""
         ...
 
@@ -191,7 +191,7 @@ class LocalBuildEngine:
     ) -> Iterator[Document]:
         return tokenized(reading, tokenizer, progress)
 
-    def sort(self, files: ShardFiles, shards: Sequence[ShardPlace]) -> None:
+    def sort(self, files: ShardFiles, shards: Sequence[ShardExtent]) -> None:
         workers = min(self._workers, len(shards))
         pool = ProcessPoolExecutor(workers, mp_context=get_context("spawn")) if workers > 1 else None
         with progress_bar(len(shards), "sorting", unit="shards", quiet=self._quiet) as progress, pool or nullcontext():

@@ -41,7 +41,7 @@ from hdtool.data.records import Portion, RecordReader
 from hdtool.data.stores.documents import Document, Tokens, token_type
 from hdtool.data.stores.store import file_checksum
 from hdtool.runtime.stores.model_store import NgramGroup
-from hdtool.runtime.stores.suffix_search import ShardPlace
+from hdtool.runtime.stores.suffix_search import ShardExtent
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -235,7 +235,7 @@ class RayBuildEngine:
                 progress.to(reading.bytes_read)
             reading.finish()
 
-    def sort(self, files: ShardFiles, shards: Sequence[ShardPlace]) -> None:
+    def sort(self, files: ShardFiles, shards: Sequence[ShardExtent]) -> None:
         memory = SORT_MEMORY_FACTOR * max(shard.tokens for shard in shards) * files.width.itemsize
         if memory > (node_memory := max_node_memory(self._ray)):
             raise ClusterError(

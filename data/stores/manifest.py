@@ -302,7 +302,7 @@ class HistoryManifest:
     tokenizer: TokenizerFingerprint
     model: str
     """Fingerprint of the model that gave the answers."""
-    most_bytes: int
+    max_bytes: int
     size: int
     """Number of token positions in the ring, a power of two."""
     build: str
@@ -317,7 +317,7 @@ class HistoryManifest:
             "format": HISTORY_FORMAT,
             "tokenizer": asdict(self.tokenizer),
             "model": self.model,
-            "options": {"most_bytes": self.most_bytes, "size": self.size},
+            "options": {"most_bytes": self.max_bytes, "size": self.size},
             "files": {part: self.path(Path(), part).name for part in HISTORY_FILES},
         }
 

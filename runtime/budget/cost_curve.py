@@ -72,17 +72,17 @@ class CostCurve:
         """Parse ``nodes:milliseconds`` pairs, separated by commas."""
         pairs: dict[int, float] = {}
         for pair in text.split(","):
-            nodes, _, time = pair.partition(":")
+            nodes_text, _, time = pair.partition(":")
             try:
-                place, value = int(nodes), float(time)
+                nodes, value = int(nodes_text), float(time)
             except ValueError:
                 raise CostError(
                     f"{pair.strip()!r} is not a cost: give nodes:milliseconds pairs, as in {COST_CURVE_EXAMPLE}, "
                     "or a file"
                 ) from None
-            if place in pairs:
-                raise CostError(f"the cost of {place} nodes is given twice: give it once")
-            pairs[place] = value
+            if nodes in pairs:
+                raise CostError(f"the cost of {nodes} nodes is given twice: give it once")
+            pairs[nodes] = value
         sizes = sorted(pairs)
         return cls(tuple(sizes), (tuple(pairs[size] for size in sizes),))
 
@@ -160,12 +160,12 @@ def _over_contexts(at: npt.NDArray[Any], measured: Sequence[int], times: Floats)
     if len(measured) == 1:
         only: Floats = times[0]
         return only
-    above = np.clip(np.searchsorted(measured, at), 1, len(measured) - 1)
-    low, high = np.array(measured)[above - 1], np.array(measured)[above]
+    upper = np.clip(np.searchsorted(measured, at), 1, len(measured) - 1)
+    low, high = np.array(measured)[upper - 1], np.array(measured)[upper]
     column = np.arange(len(at))
-    before, after = times[above - 1, column], times[above, column]
-    between = before + np.maximum(0, at - low) / (high - low) * (after - before)
-    interpolated: Floats = np.where(at > high, np.maximum(between, after), between)
+    lower_times, upper_times = times[upper - 1, column], times[upper, column]
+    between = lower_times + np.maximum(0, at - low) / (high - low) * (upper_times - lower_times)
+    interpolated: Floats = np.where(at > high, np.maximum(between, upper_times), between)
     return interpolated
 
 
@@ -220,14 +220,14 @@ class PassCosts(Uncopyable):
 
         ``passes`` is the number of passes by which each cost counts as confirmed.
         """
-        self._record = np.zeros(1, COSTS)
-        self._own: Any = self._record[0]
-        self._own["seconds"] = self._own["corrections"] = 1.0
-        self._own["passes"], self._own["sizes"], self._own["shares"] = passes, sizes, shares
-        self.address = self._record.ctypes.data
+        self._memory = np.zeros(1, COSTS)
+        self._record: Any = self._memory[0]
+        self._record["seconds"] = self._record["corrections"] = 1.0
+        self._record["passes"], self._record["sizes"], self._record["shares"] = passes, sizes, shares
+        self.address = self._memory.ctypes.data
 
     def set(self, seconds: Seconds) -> None:
-        self._own["seconds"][: len(seconds)] = seconds
+        self._record["seconds"][: len(seconds)] = seconds
 
 
 class MeasuredCosts(PassCosts):
@@ -244,7 +244,7 @@ class MeasuredCosts(PassCosts):
         self._log, self._curve, self._slots = log, curve, slots
         self._passes = log.passes
         learn_cost(self.address, 0, 1.0)  # compiles the function; all costs are still 1, so nothing is learned
-        self._own["passes"] = 0.0
+        self._record["passes"] = 0.0
         self._set_context(0)
 
     def update(self) -> None:
@@ -266,9 +266,9 @@ class MeasuredCosts(PassCosts):
 def estimated_cost(costs: Any, nodes: int) -> float:
     """Return the estimated seconds of a pass over this many nodes."""
     size, share = costs.sizes[nodes], costs.shares[nodes]
-    below = max(0, size - 1)
+    smaller = max(0, size - 1)
     cost = share * costs.seconds[size] * costs.corrections[size]
-    return cost + (1 - share) * costs.seconds[below] * costs.corrections[below]  # type: ignore[no-any-return]
+    return cost + (1 - share) * costs.seconds[smaller] * costs.corrections[smaller]  # type: ignore[no-any-return]
 
 
 @compiled
@@ -283,13 +283,13 @@ def learn_cost(at: int, nodes: int, seconds: float) -> None:
     """Correct the cost record at address ``at`` by the measured seconds of a pass over this many nodes."""
     costs = array_at(at, 1, COSTS)[0]
     size, share = costs.sizes[nodes], costs.shares[nodes]
-    below, expected = max(0, size - 1), estimated_cost(costs, nodes)
+    smaller, expected = max(0, size - 1), estimated_cost(costs, nodes)
     change = min(MAX_COST_RATIO, max(MIN_COST_RATIO, seconds / expected)) - 1 if expected > 0 else 0.0
     # A longer context slows passes of all sizes, but most of an error is specific to one size.
     for size_nodes in range(LARGEST_BUDGET + 1):
         costs.corrections[size_nodes] *= 1 + OTHER_SIZES_LEARNING_RATE * change
     confirmed = 1.0 if abs(change) <= UNEXPECTED_DEVIATION else UNEXPECTED_WEIGHT
-    for place, part in ((size, share), (below, 1 - share)):
-        rate = max(COST_LEARNING_RATE, 1 / (ESTIMATE_WEIGHT + costs.passes[place] + 1))
-        costs.corrections[place] *= 1 + rate * part * change
-        costs.passes[place] += part * confirmed
+    for size_index, part in ((size, share), (smaller, 1 - share)):
+        rate = max(COST_LEARNING_RATE, 1 / (ESTIMATE_WEIGHT + costs.passes[size_index] + 1))
+        costs.corrections[size_index] *= 1 + rate * part * change
+        costs.passes[size_index] += part * confirmed

@@ -55,7 +55,7 @@ class Budget(Protocol):
         """Most nodes worth drafting in this step; 0 if it should not draft."""
         ...
 
-    def nodes(self, probs: Probs) -> int:
+    def choose_size(self, probs: Probs) -> int:
         """Return how many of the most probable nodes to verify."""
         ...
 
@@ -70,7 +70,7 @@ class FixedBudget:
 
     max_nodes: int = FIXED_BUDGET
 
-    def nodes(self, probs: Probs) -> int:
+    def choose_size(self, probs: Probs) -> int:
         return min(len(probs), self.max_nodes)
 
     def set_draft_seconds(self, seconds: float) -> None:
@@ -81,8 +81,8 @@ BUDGET_RECORD = np.dtype(
     [
         ("overhead", np.float64),  # seconds of a step outside its pass
         ("costs", np.int64),  # address of a ``COSTS`` record
-        ("drafting", np.float64),  # seconds of the last draft; 0 if the drafter's own time does not count
-        ("saved", np.float64),  # moving average of the seconds that a draft saves; NaN after a pause
+        ("draft_seconds", np.float64),  # seconds of the last draft; 0 if the drafter's own time does not count
+        ("saved_seconds", np.float64),  # moving average of the seconds that a draft saves; NaN after a pause
         ("pause", np.int64),
     ],
     align=True,
@@ -104,7 +104,7 @@ class SmoothedSeconds:
         self.mean += max(OVERHEAD_LEARNING_RATE, 1 / self._observed) * (seconds - self.mean)
 
 
-class ChosenSize(Uncopyable):
+class AdaptiveBudget(Uncopyable):
     """A budget that chooses the number of nodes with the most expected tokens per second.
 
     While drafting does not pay, it is paused; each pause lasts twice as many steps as the one before.
@@ -116,34 +116,34 @@ class ChosenSize(Uncopyable):
         ``step`` returns the number of the current step.
         """
         self._step = step
-        self._choice = np.zeros(1, BUDGET_RECORD)
-        self._at = self._choice.ctypes.data
-        self._own: Any = self._choice[0]
-        self._own["overhead"], self._own["saved"] = overhead, np.nan
+        self._memory = np.zeros(1, BUDGET_RECORD)
+        self._at = self._memory.ctypes.data
+        self._record: Any = self._memory[0]
+        self._record["overhead"], self._record["saved_seconds"] = overhead, np.nan
         self._use(costs)
         self._max_nodes = MAX_CHOSEN_NODES
         self._paused_until = 0
         # Compile the choice, or load it from the cache, before the first step.
         choose_nodes(self._at, np.empty(0), 0, self._max_nodes)
-        self._own["pause"] = 0
+        self._record["pause"] = 0
 
     def _use(self, costs: PassCosts) -> None:
         self._costs = costs
-        self._own["costs"] = costs.address
+        self._record["costs"] = costs.address
 
     @property
     def max_nodes(self) -> int:
         return 0 if self._step() < self._paused_until else self._max_nodes
 
     def set_draft_seconds(self, seconds: float) -> None:
-        self._own["drafting"] = seconds
+        self._record["draft_seconds"] = seconds
 
-    def nodes(self, probs: Probs) -> int:
+    def choose_size(self, probs: Probs) -> int:
         best, self._max_nodes, self._paused_until = choose_nodes(self._at, probs, self._step(), self._max_nodes)
         return best
 
 
-class CostBudget(ChosenSize):
+class CostBudget(AdaptiveBudget):
     """A budget that chooses by a given cost curve.
 
     The caller passes the length of the context to ``start_step`` before each step.
@@ -165,7 +165,7 @@ class CostBudget(ChosenSize):
             self._costs.set(self._curve.seconds_by_size(LARGEST_BUDGET, context))
 
 
-class MeasuredBudget(ChosenSize):
+class MeasuredBudget(AdaptiveBudget):
     """A budget that chooses by costs that measured passes correct, and by the measured time between passes."""
 
     _costs: MeasuredCosts
@@ -173,23 +173,23 @@ class MeasuredBudget(ChosenSize):
     def __init__(self, log: PassLog, costs: MeasuredCosts, overhead: float = STEP_OVERHEAD) -> None:
         super().__init__(overhead, lambda: log.passes, costs)
         self._log = log
-        self._passes, self._called = log.passes, time.perf_counter()
-        """Number of passes at the last call of ``nodes``, and the time of that call."""
+        self._passes, self._call_time = log.passes, time.perf_counter()
+        """Number of passes at the last call of ``choose_size``, and the time of that call."""
         self._outside = SmoothedSeconds(overhead)
 
-    def nodes(self, probs: Probs) -> int:
+    def choose_size(self, probs: Probs) -> int:
         self._costs.update()
         self._measure_overhead()
-        return super().nodes(probs)
+        return super().choose_size(probs)
 
     def _measure_overhead(self) -> None:
         """Measure the time spent outside the last pass, if that was the only pass since the last call."""
         log, now = self._log, time.perf_counter()
         if log.passes == self._passes + 1 and self.max_nodes and log.nodes >= 0:
-            around = now - self._called - log.last_seconds - self._own["drafting"]
+            around = now - self._call_time - log.last_seconds - self._record["draft_seconds"]
             self._outside.observe(max(0.0, around))
-            self._own["overhead"] = self._outside.mean
-        self._passes, self._called = log.passes, now
+            self._record["overhead"] = self._outside.mean
+        self._passes, self._call_time = log.passes, now
 
 
 @compiled
@@ -213,22 +213,22 @@ def choose_nodes(at: int, probs: Probs, step: int, max_nodes: int) -> tuple[int,
     costs = array_at(choice.costs, 1, COSTS)[0]
     gain = expected_tokens(probs)
     chosen, pays, tries, cost, plain = best_size(gain, 0, choice.overhead, costs)
-    max_nodes = useful_tree(chosen, max_nodes)
+    max_nodes = next_max_nodes(chosen, max_nodes)
     if tries:
         return chosen, max_nodes, 0
     saved = gain[chosen] * (plain + choice.overhead) - (cost if pays else plain) - choice.overhead
-    longest = max(MAX_PAUSE_STEPS, retry_steps(choice, plain + choice.overhead))
-    return chosen, max_nodes, decide_pause(choice, pays, saved, longest, step)
+    max_pause = max(MAX_PAUSE_STEPS, retry_steps(choice, plain + choice.overhead))
+    return chosen, max_nodes, decide_pause(choice, pays, saved, max_pause, step)
 
 
 @compiled
 def retry_steps(choice: Any, plain: float) -> int:
     """Return the number of plain steps, ``plain`` seconds each, after which a retry takes only ``RETRY_SHARE``."""
-    return int(choice.drafting / (RETRY_SHARE * plain))
+    return int(choice.draft_seconds / (RETRY_SHARE * plain))
 
 
 @compiled
-def useful_tree(chosen: int, max_nodes: int) -> int:
+def next_max_nodes(chosen: int, max_nodes: int) -> int:
     """Return the most nodes worth drafting in the next steps: drafting nodes that are never verified wastes time."""
     return min(MAX_CHOSEN_NODES, max(2 * chosen, max_nodes - 1, MIN_DRAFTED_NODES))
 
@@ -241,39 +241,43 @@ def best_size(gain: Probs, first: int, overhead: float, costs: Any) -> tuple[int
     was chosen to try out an unconfirmed cost; and the estimated seconds of the best pass and of a plain pass.
     """
     plain = estimated_cost(costs, first)
-    best, highest, cost = 0, 0.0, plain
+    best, best_rate, cost = 0, 0.0, plain
     for nodes in range(1, len(gain)):
-        taken = estimated_cost(costs, first + nodes)
+        seconds = estimated_cost(costs, first + nodes)
         # A plain pass takes no longer than a larger one, whose cost may be more recent.
-        plain = min(plain, taken)
-        rate = gain[nodes] / (taken + overhead)
-        if rate > highest:
-            best, highest, cost = nodes, rate, taken
+        plain = min(plain, seconds)
+        rate = gain[nodes] / (seconds + overhead)
+        if rate > best_rate:
+            best, best_rate, cost = nodes, rate, seconds
     # A plain pass yields one token for each sequence of a batch.
-    faster = highest * (plain + overhead) / gain[0]
-    pays = faster > 1.0
+    speedup = best_rate * (plain + overhead) / gain[0]
+    pays = speedup > 1.0
     if pays:
         # In a batch, drafts gain little, and a single plain pass confirms the cost for all sequences.
-        tries = (faster < CLEARLY_FASTER or gain[0] > 1) and confirming_passes(costs, first) < CONFIRMED_PASSES
+        tries = (speedup < CLEARLY_FASTER or gain[0] > 1) and confirming_passes(costs, first) < CONFIRMED_PASSES
     else:
         tries = gain[best] >= WORTH_TRYING * gain[0] and confirming_passes(costs, first + best) < CONFIRMED_PASSES
     return best if pays != tries else 0, pays, tries, cost, plain
 
 
 @compiled
-def decide_pause(choice: Any, paid: bool, saved: float, longest: int, step: int) -> int:
+def decide_pause(choice: Any, paid: bool, saved: float, max_pause: int, step: int) -> int:
     """Decide whether to pause drafting, given the seconds that a draft saves before the drafter's own time is deducted.
 
     Return the step in which drafting resumes, or 0 if it is not paused.
     """
-    if choice.drafting > 0:
-        saved -= choice.drafting
-        choice.saved = saved if np.isnan(choice.saved) else choice.saved + SAVED_LEARNING_RATE * (saved - choice.saved)
-        paid = choice.saved > 0
-    choice.pause = 0 if paid else min(max(1, 2 * choice.pause), longest)
+    if choice.draft_seconds > 0:
+        saved -= choice.draft_seconds
+        choice.saved_seconds = (
+            saved
+            if np.isnan(choice.saved_seconds)
+            else choice.saved_seconds + SAVED_LEARNING_RATE * (saved - choice.saved_seconds)
+        )
+        paid = choice.saved_seconds > 0
+    choice.pause = 0 if paid else min(max(1, 2 * choice.pause), max_pause)
     if choice.pause <= 2:
         return 0
-    choice.saved = np.nan
+    choice.saved_seconds = np.nan
     return int(step + 1 + choice.pause)
 
 
@@ -292,7 +296,7 @@ class SharedCosts:
         self._expected: dict[SharedBudget, tuple[int, Probs]] = {}
         """Step of each sequence's latest draft, and the probabilities of its nodes."""
         self._outside = SmoothedSeconds()
-        self._step, self._passes, self._called = 0, -1, 0.0
+        self._step, self._passes, self._call_time = 0, -1, 0.0
         """Number of the current step, and the number of passes and the time at its beginning."""
         self._costs: dict[int, MeasuredCosts] = {}
         for slots in sorted(curves):
@@ -305,12 +309,12 @@ class SharedCosts:
         """Return the costs for ``slots`` trees: those of the next larger measured number, or else of the largest."""
         return self._costs[min((known for known in self._costs if known >= slots), default=max(self._costs))]
 
-    def nodes(self, budgets: Sequence[SharedBudget], probs: Sequence[Probs]) -> list[int]:
+    def choose_sizes(self, budgets: Sequence[SharedBudget], probs: Sequence[Probs]) -> list[int]:
         """Return how many nodes of each of these trees to verify; other trees count with their latest probabilities."""
-        drafting = sum(budget.drafting for budget in budgets) / len(budgets)
+        drafting = sum(budget.draft_seconds for budget in budgets) / len(budgets)
         self._begin_step(drafting * max(len(budgets), len(self._expected)))
-        for budget, own in zip(budgets, probs, strict=True):
-            self._expected[budget] = self._step, own
+        for budget, tree_probs in zip(budgets, probs, strict=True):
+            self._expected[budget] = self._step, tree_probs
         others = [
             budget_key
             for budget_key, (step, _) in self._expected.items()
@@ -318,22 +322,22 @@ class SharedCosts:
         ]
         self._expected = {budget_key: self._expected[budget_key] for budget_key in (*budgets, *others)}
         rows = np.zeros((len(self._expected), MAX_CHOSEN_NODES))
-        for row, (_, own) in zip(rows, self._expected.values(), strict=True):
-            row[: len(own)] = own[:MAX_CHOSEN_NODES]
+        for row, (_, tree_probs) in zip(rows, self._expected.values(), strict=True):
+            row[: len(tree_probs)] = tree_probs[:MAX_CHOSEN_NODES]
         slots = max(self.log.slots, len(rows))
         costs, overhead = self.costs(slots), budgets[0].overhead * slots
         costs.update()
         if self._outside.mean > 0:
             overhead = min(overhead, self._outside.mean)
-        chosen = np.array([(budget.address, budget.largest, 0) for budget in budgets])
+        chosen = np.array([(budget.address, budget.unpaused_max_nodes, 0) for budget in budgets])
         first = 0 if self._pads else min(slots - 1, MAX_CHOSEN_NODES)
         choose_batch_nodes(chosen, rows, slots, first, self._pads, overhead, costs.address, self.log.passes)
         sizes = []
-        for budget, own, (size, largest, paused_until) in zip(budgets, probs, chosen.tolist(), strict=True):
-            budget.take(largest, paused_until)
+        for budget, tree_probs, (size, max_nodes, paused_until) in zip(budgets, probs, chosen.tolist(), strict=True):
+            budget.apply_choice(max_nodes, paused_until)
             if paused_until:
                 del self._expected[budget]
-            sizes.append(min(len(own), size))
+            sizes.append(min(len(tree_probs), size))
         return sizes
 
     def _begin_step(self, drafting: float) -> None:
@@ -342,28 +346,28 @@ class SharedCosts:
         if log.passes == self._passes:
             return
         if log.passes == self._passes + 1 and log.nodes >= 0:
-            self._outside.observe(max(0.0, now - self._called - log.last_seconds - drafting))
-        self._passes, self._called = log.passes, now
+            self._outside.observe(max(0.0, now - self._call_time - log.last_seconds - drafting))
+        self._passes, self._call_time = log.passes, now
         self._step += 1
 
 
-class SharedBudget(ChosenSize):
+class SharedBudget(AdaptiveBudget):
     """The budget of one sequence in a batch, whose sequences choose together.
 
     If the engine pads trees, all trees get the same size, chosen by the sum of their expected tokens. Otherwise the
     most probable nodes of all trees are verified.
     """
 
-    def __init__(self, together: SharedCosts, overhead: float = STEP_OVERHEAD) -> None:
-        super().__init__(overhead, lambda: together.log.passes, together.costs(1))
-        self.together, self.overhead = together, overhead
+    def __init__(self, shared_costs: SharedCosts, overhead: float = STEP_OVERHEAD) -> None:
+        super().__init__(overhead, lambda: shared_costs.log.passes, shared_costs.costs(1))
+        self.shared_costs, self.overhead = shared_costs, overhead
         # Compile the choice, or load it from the cache, before the first step.
         given = np.array([(self._at, MAX_CHOSEN_NODES, 0)]), np.zeros((1, MAX_CHOSEN_NODES))
-        choose_batch_nodes(*given, 1, 0, True, overhead, together.costs(1).address, 0)
-        self._own["pause"] = 0
+        choose_batch_nodes(*given, 1, 0, True, overhead, shared_costs.costs(1).address, 0)
+        self._record["pause"] = 0
 
-    def nodes(self, probs: Probs) -> int:
-        return self.together.nodes([self], [probs])[0]
+    def choose_size(self, probs: Probs) -> int:
+        return self.shared_costs.choose_sizes([self], [probs])[0]
 
     @property
     def address(self) -> int:
@@ -371,26 +375,26 @@ class SharedBudget(ChosenSize):
         return self._at
 
     @property
-    def largest(self) -> int:
+    def unpaused_max_nodes(self) -> int:
         """Most nodes worth drafting in a step, ignoring pauses."""
         return self._max_nodes
 
     @property
-    def drafting(self) -> float:
+    def draft_seconds(self) -> float:
         """Seconds of the last draft."""
-        return float(self._own["drafting"])
+        return float(self._record["draft_seconds"])
 
-    def take(self, largest: int, paused_until: int) -> None:
+    def apply_choice(self, max_nodes: int, paused_until: int) -> None:
         """Apply what ``choose_batch_nodes`` chose for the next steps."""
-        self._max_nodes, self._paused_until = largest, paused_until
+        self._max_nodes, self._paused_until = max_nodes, paused_until
 
 
 def choose_all_nodes(budgets: Sequence[Budget], probs: Sequence[Probs]) -> list[int]:
     """Return how many nodes of each tree to verify; the budgets of one batch choose together."""
     shared = [budget for budget in budgets if isinstance(budget, SharedBudget)]
     if shared and len(shared) == len(budgets):
-        return shared[0].together.nodes(shared, probs)
-    return [budget.nodes(own) for budget, own in zip(budgets, probs, strict=True)]
+        return shared[0].shared_costs.choose_sizes(shared, probs)
+    return [budget.choose_size(tree_probs) for budget, tree_probs in zip(budgets, probs, strict=True)]
 
 
 @compiled
@@ -430,6 +434,6 @@ def choose_batch_nodes(
         if not tries:
             saved = probs[tree, :nodes].sum() * (plain + overhead) / slots - (cost - plain) * nodes / verified
             # In a batch, few nodes of a tree pay, so a fast drafter is retried often.
-            longest = retry_steps(choice, (plain + overhead) / slots) if choice.drafting > 0 else MAX_PAUSE_STEPS
-            paused_until = decide_pause(choice, pays and nodes > 0, saved, longest, step)
-        chosen[tree, 0], chosen[tree, 1], chosen[tree, 2] = nodes, useful_tree(nodes, chosen[tree, 1]), paused_until
+            max_pause = retry_steps(choice, (plain + overhead) / slots) if choice.draft_seconds > 0 else MAX_PAUSE_STEPS
+            paused_until = decide_pause(choice, pays and nodes > 0, saved, max_pause, step)
+        chosen[tree, 0], chosen[tree, 1], chosen[tree, 2] = nodes, next_max_nodes(nodes, chosen[tree, 1]), paused_until

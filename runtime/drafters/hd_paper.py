@@ -16,7 +16,7 @@ from hdtool.runtime.config import SOURCE_LETTERS, PaperConfig
 from hdtool.runtime.drafters.published.lookup_methods import Lookahead
 from hdtool.runtime.engine import Verified
 from hdtool.runtime.kernels.compiled import Ints, compiled
-from hdtool.runtime.source_names import SourceName, source_of
+from hdtool.runtime.source_names import SourceId, source_of
 from hdtool.runtime.tree import LARGEST_TREE, DraftTree, Trie, sequences_of
 
 if TYPE_CHECKING:
@@ -67,10 +67,10 @@ class SequenceTable:
         row = self._row_of[token] if 0 <= token < len(self._row_of) else -1
         return self._rows[row, : self._filled[row]] if row >= 0 else self._rows[0, :0]
 
-    def _make_room(self, highest: int, more: int) -> None:
-        """Grow the table to hold ``more`` new keys, with token ids up to ``highest``."""
-        if highest >= len(self._row_of):
-            added = np.full(max(highest + 1, 2 * len(self._row_of)) - len(self._row_of), -1, np.int32)
+    def _make_room(self, max_token: int, more: int) -> None:
+        """Grow the table to hold ``more`` new keys, with token ids up to ``max_token``."""
+        if max_token >= len(self._row_of):
+            added = np.full(max(max_token + 1, 2 * len(self._row_of)) - len(self._row_of), -1, np.int32)
             self._row_of = np.concatenate([self._row_of, added])
         if self._used + more > len(self._rows):
             size = 2 * (self._used + more)
@@ -90,13 +90,13 @@ def _add(row_of: Ints, rows: Ints, filled: Ints, used: int, tokens: Ints, count:
             filled[used] = 0
             used += 1
         row = row_of[key]
-        place = 0
-        while place < filled[row] and not _equals_row(rows[row, place], tokens, start + 1):
-            place += 1
-        if place == filled[row]:
-            filled[row] = min(place + 1, per_key)
-            place = filled[row] - 1
-        for moved in range(place, 0, -1):
+        index = 0
+        while index < filled[row] and not _equals_row(rows[row, index], tokens, start + 1):
+            index += 1
+        if index == filled[row]:
+            filled[row] = min(index + 1, per_key)
+            index = filled[row] - 1
+        for moved in range(index, 0, -1):
             rows[row, moved] = rows[row, moved - 1]
         rows[row, 0] = tokens[start + 1 : start + 1 + SEQUENCE_LENGTH]
     return used
@@ -125,9 +125,7 @@ class PaperDrafter:
         corpus_index: CorpusIndex | None = None,
     ) -> None:
         self.config = config = config or PaperConfig()
-        self.seconds: dict[SourceName, float] = dict.fromkeys(
-            (*map(source_of, SOURCE_LETTERS), SourceName.LOOKAHEAD), 0.0
-        )
+        self.seconds: dict[SourceId, float] = dict.fromkeys((*map(source_of, SOURCE_LETTERS), SourceId.LOOKAHEAD), 0.0)
         """Seconds spent in each source since the drafter was created."""
         self._store = model_store
         self._index = corpus_index
@@ -147,7 +145,7 @@ class PaperDrafter:
         """Compile all code, or load it from the cache, before the first step; ``begin`` clears the state."""
         words = [0] * (SEQUENCE_LENGTH + 1)
         self.begin(words)
-        self._trie.add(np.zeros((1, SEQUENCE_LENGTH), np.int32), SourceName.NONE, wanted=1)
+        self._trie.add(np.zeros((1, SEQUENCE_LENGTH), np.int32), SourceId.NONE, wanted=1)
         for _, query in self._queries:
             query(words, 1)
         tree = self.draft(words)
@@ -171,9 +169,9 @@ class PaperDrafter:
             with self._timed(source):
                 wanted -= query(context, wanted)
         if self._lookahead:
-            with self._timed(SourceName.LOOKAHEAD):
-                self._trie.append_tree(*self._lookahead.nodes(), SourceName.LOOKAHEAD)
-        self._drafted = DraftTree(context[-1], *self._trie.nodes())
+            with self._timed(SourceId.LOOKAHEAD):
+                self._trie.append_tree(*self._lookahead.branch(), SourceId.LOOKAHEAD)
+        self._drafted = DraftTree(context[-1], *self._trie.copy_arrays())
         return self._drafted
 
     def observe(self, accepted: Accepted, verified: Verified) -> None:
@@ -182,26 +180,26 @@ class PaperDrafter:
         if tree is None or not self._learns or len(verified) != len(tree) + 1 or not verified.logits.numel():
             return
         if self._lookahead:
-            with self._timed(SourceName.LOOKAHEAD):
+            with self._timed(SourceId.LOOKAHEAD):
                 predicted = verified.best(len(verified) - self._lookahead.num_observed)
                 self._table.add(self._lookahead.observe(tree.root, predicted))
 
     def _learn(self, context: Sequence[int]) -> None:
         """Add the new sequences of the context to the table."""
         if self._learns:
-            with self._timed(SourceName.CONTEXT):
+            with self._timed(SourceId.CONTEXT):
                 fresh = context[self._read :]
                 if len(fresh) > SEQUENCE_LENGTH:
                     self._table.add_text(fresh)
                     self._read = len(context) - SEQUENCE_LENGTH
 
     def _query_context(self, context: Sequence[int], wanted: int) -> int:
-        return self._trie.add(self._table.after(context[-1]), SourceName.CONTEXT, wanted=wanted)
+        return self._trie.add(self._table.after(context[-1]), SourceId.CONTEXT, wanted=wanted)
 
     def _query_model(self, context: Sequence[int], wanted: int) -> int:
         assert self._store
         phrases, _ = self._store.phrases_after(context[-1], self.config.sequences)
-        return self._trie.add(phrases, SourceName.MODEL, wanted=wanted)
+        return self._trie.add(phrases, SourceId.MODEL, wanted=wanted)
 
     def _query_corpus(self, context: Sequence[int], wanted: int) -> int:
         """Add continuations of the last two tokens, then of the last one; return how many sequences were added."""
@@ -212,13 +210,13 @@ class PaperDrafter:
             sequences = sequences_of(
                 continuations.tokens, continuations.parents, SEQUENCE_LENGTH, self.config.sequences
             )
-            added += self._trie.add(sequences, SourceName.CORPUS, wanted=wanted - added)
+            added += self._trie.add(sequences, SourceId.CORPUS, wanted=wanted - added)
             if added == wanted or continuations.matched < length:  # the index has already fallen back to one token
                 break
         return added
 
     @contextmanager
-    def _timed(self, source: SourceName) -> Iterator[None]:
+    def _timed(self, source: SourceId) -> Iterator[None]:
         started = time.perf_counter()
         yield
         self.seconds[source] += time.perf_counter() - started

@@ -20,7 +20,7 @@ from hdtool.runtime.drafter import NO_KINDS, NodeCalibration
 from hdtool.runtime.drafters.published.lookup_methods import GrowingContext
 from hdtool.runtime.engine import Verified
 from hdtool.runtime.kernels.compiled import Ints, compiled
-from hdtool.runtime.source_names import SourceName
+from hdtool.runtime.source_names import SourceId
 from hdtool.runtime.tree import LARGEST_TREE, NO_TOKEN, ROOT, DraftTree, Trie
 
 UNRANKED = -1
@@ -45,7 +45,7 @@ class LogitSpec:
     max_ranked = MAX_RANKED_CANDIDATES + 1
 
     def __init__(self, budget: Budget | None = None) -> None:
-        self.seconds: dict[SourceName, float] = {SourceName.LAST: 0.0}
+        self.seconds: dict[SourceId, float] = {SourceId.LAST: 0.0}
         """Seconds spent in the source since the drafter was created."""
         self.budget = budget or FixedBudget(LARGEST_TREE)
         self._trie = Trie(LARGEST_TREE)
@@ -80,16 +80,16 @@ class LogitSpec:
         tokens = self._context.grown(context)
         rows, matched = look_up(tokens, self._candidates, self._depths, self._ranks)
         self._trie.clear()
-        self._trie.add(rows[:1], SourceName.CONTEXT, wanted=1)
-        self._trie.add(rows[1:], SourceName.LAST, wanted=len(rows))
-        tokens, parents, sources = self._trie.nodes()
-        kinds = kinds_of(tokens, parents, sources == SourceName.CONTEXT, matched - 1, self._candidates, self._kinds)
+        self._trie.add(rows[:1], SourceId.CONTEXT, wanted=1)
+        self._trie.add(rows[1:], SourceId.LAST, wanted=len(rows))
+        tokens, parents, sources = self._trie.copy_arrays()
+        kinds = kinds_of(tokens, parents, sources == SourceId.CONTEXT, matched - 1, self._candidates, self._kinds)
         whole = DraftTree(context[-1], tokens, parents, sources)
         order, probs = self._calibration.by_probability(kinds, whole)
-        order = order[: self.budget.nodes(probs)]
-        tree = whole.picked(order)
+        order = order[: self.budget.choose_size(probs)]
+        tree = whole.select(order)
         self._verified = kinds[order], tree
-        self.seconds[SourceName.LAST] += time.perf_counter() - started
+        self.seconds[SourceId.LAST] += time.perf_counter() - started
         return tree
 
     def observe(self, accepted: Accepted, verified: Verified) -> None:
@@ -105,7 +105,7 @@ class LogitSpec:
             self._candidates = likely[likely != accepted.tokens[-1]][:MAX_RANKED_CANDIDATES]
             if len(self._ranks) != verified.logits.shape[-1]:
                 self._ranks = np.full(verified.logits.shape[-1], UNRANKED)
-        self.seconds[SourceName.LAST] += time.perf_counter() - started
+        self.seconds[SourceId.LAST] += time.perf_counter() - started
 
 
 @compiled
@@ -114,12 +114,12 @@ def kinds_of(tokens: Ints, parents: Ints, follows: Ints, root_kind: int, candida
     node_kinds = np.full(len(tokens), root_kind, np.int64)
     for node in range(len(tokens)):
         if not follows[node]:
-            above = parents[node]
-            if above != ROOT and not follows[above]:
-                node_kinds[node] = node_kinds[above]
+            parent = parents[node]
+            if parent != ROOT and not follows[parent]:
+                node_kinds[node] = node_kinds[parent]
             else:
                 # A candidate, or a node of both the root's continuation and a candidate's.
-                first = node if above == ROOT else above
+                first = node if parent == ROOT else parent
                 while parents[first] != ROOT:
                     first = parents[first]
                 for rank in range(len(candidates)):

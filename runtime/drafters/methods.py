@@ -49,11 +49,11 @@ def drafters_for(config: DecodeConfig, target: Target, store_set: StoreSet) -> l
     batch = config.batch_size
 
     @cache
-    def together() -> SharedCosts:
+    def shared_costs() -> SharedCosts:
         return shared_costs_for(target, {batch})
 
     def budget() -> Budget:
-        return budget_for(config, together)
+        return budget_for(config, shared_costs)
 
     stores = replace(store_set, history=store_set.history or history_for(config, target, store_set))
     return [drafter_with_budget(budget, config, stores, target) for _ in range(batch)]
@@ -68,11 +68,11 @@ def shared_costs_for(target: Target, sizes: Collection[int]) -> SharedCosts:
     return SharedCosts(target.log, curves, only_timed_sizes=target.captures, pads=target.pads)
 
 
-def budget_for(config: DecodeConfig, together: Callable[[], SharedCosts]) -> Budget:
-    """Return the budget of a drafter; ``together`` is called only if the budget depends on measured passes."""
+def budget_for(config: DecodeConfig, shared_costs: Callable[[], SharedCosts]) -> Budget:
+    """Return the budget of a drafter; ``shared_costs`` is called only if the budget depends on measured passes."""
     if config.draft_tokens is not None:
         return FixedBudget(config.draft_tokens)
-    shared = together()
+    shared = shared_costs()
     return MeasuredBudget(shared.log, shared.costs(1)) if config.batch_size == 1 else SharedBudget(shared)
 
 

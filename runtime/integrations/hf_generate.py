@@ -24,7 +24,7 @@ from hdtool.runtime.config.decoding import HIERARCHIES
 from hdtool.runtime.drafter import Drafter, HistoryDrafter, NoDraft
 from hdtool.runtime.drafters.methods import drafters_for, history_for
 from hdtool.runtime.generate_settings import Stops
-from hdtool.runtime.grammar import GrammarCompiler, GrammarProcessor, Guide, guided
+from hdtool.runtime.grammar import GrammarCompiler, GrammarProcessor, Guide, guided_drafter
 from hdtool.runtime.integrations.generate_request import GenerateRequest, Rollouts, UnsupportedCallError, predictions_of
 from hdtool.runtime.loop import Request
 from hdtool.runtime.model.checkpoint_identity import checkpoint_in_memory
@@ -238,11 +238,11 @@ class Generator:
         for row, drafter in zip(rows, drafters, strict=True):
             if (row.prediction or self._rollouts) and not isinstance(drafter, HistoryDrafter):
                 raise OptionError(PREDICTION_ERROR)
-            requests.append(row.to_answer(guided(drafter, row.guide)))
+            requests.append(row.to_request(guided_drafter(drafter, row.guide)))
         before = [dict(request.drafter.seconds) for request in requests]
         self.stats = rows[0].stats
         try:
-            for row, step in self._decoded(target, requests):
+            for row, step in self._decode_rows(target, requests):
                 row.stats.add(step)
                 yield row, step
         finally:
@@ -253,7 +253,7 @@ class Generator:
         if any(row.stats.finish is Finish.CONTEXT for row in rows):
             warnings.warn("the answer ends early: the model's context is full", stacklevel=4)
 
-    def _decoded(self, target: Target, requests: Sequence[Request[_Row]]) -> Iterator[tuple[_Row, Step]]:
+    def _decode_rows(self, target: Target, requests: Sequence[Request[_Row]]) -> Iterator[tuple[_Row, Step]]:
         if len(requests) > 1:
             waiting = iter(requests)
             steps = decode_batch(
@@ -296,8 +296,8 @@ class Generator:
         """
         target = self._target
         # Not model.device, which differs for offloaded weights.
-        now = device_of(model), model.dtype, embedded_tokens(model)
-        if target is None or target.model is not model or (target.device, target.dtype, target.vocabulary) != now:
+        identity = device_of(model), model.dtype, embedded_tokens(model)
+        if target is None or target.model is not model or (target.device, target.dtype, target.vocabulary) != identity:
             self._target = target = None  # frees the old cache first
             self._target = target = Target(model)
             self._drafters.clear()
@@ -322,7 +322,7 @@ class _Row:
     output: list[int] = field(default_factory=list)
     stats: Stats = field(default_factory=Stats)
 
-    def to_answer(self, drafter: Drafter) -> Request[_Row]:
+    def to_request(self, drafter: Drafter) -> Request[_Row]:
         of_row = self.request.prompt, self.sampler, drafter, self.stops, self.prediction
         return Request(self, *of_row, max_new_tokens=self.request.max_new_tokens)
 
@@ -341,21 +341,21 @@ class _Recorder(Sampler):
         self.scores_recorded: tuple[torch.Tensor, ...] | None = () if request.wants_scores else None
         self.logits_recorded: tuple[torch.Tensor, ...] | None = () if request.wants_logits else None
         if request.wants_scores or request.wants_logits:
-            self.walks = self.takes_the_only_token = False
-            self.first_mask = self.draws = None
+            self.chooses_by_argmax = self.takes_the_only_token = False
+            self.only_mask = self.draws = None
 
     def chooser(self, logits: torch.Tensor, **known: Any) -> Callable[[int], int]:
         return super().chooser(logits.to(self.device), **known)
 
     def choose_processed(self, logits: torch.Tensor, row: int) -> int:
-        before = self.processed(logits[row], self.before)
-        token = self.choose(before)
+        partial_scores = self.processed(logits[row], self.pre_processors)
+        token = self.choose(partial_scores)
         if token == NOT_FINITE:  # the row is recomputed, so it is not recorded yet
             return token
         if self.logits_recorded is not None:
             self.logits_recorded += (logits[row : row + 1].to(torch.float32, copy=True),)
         if self.scores_recorded is not None:
-            scores = self.processed(before, self.truncating)
+            scores = self.processed(partial_scores, self.truncating_processors)
             self.scores_recorded += (scores.to(torch.float32, copy=True)[None],)
         return token
 
@@ -420,7 +420,7 @@ def _stacked(recorded: Sequence[tuple[torch.Tensor, ...] | None], longest: int) 
     if not rows or len(rows) < len(recorded):
         return None if recorded[0] is None else ()
     zeros = torch.zeros_like(rows[0][0])
-    return tuple(torch.cat([row[place] if place < len(row) else zeros for row in rows]) for place in range(longest))
+    return tuple(torch.cat([row[index] if index < len(row) else zeros for row in rows]) for index in range(longest))
 
 
 @contextmanager

@@ -155,7 +155,7 @@ class HierarchyCorpus:
         return request
 
     def _fitted(self, tree: DraftTree) -> DraftTree:
-        return tree.picked(np.arange(min(len(tree), self._nodes - 1))).embeddable(self._vocabulary)
+        return tree.select(np.arange(min(len(tree), self._nodes - 1))).embeddable(self._vocabulary)
 
 
 class _Request:

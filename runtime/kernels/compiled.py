@@ -158,21 +158,21 @@ class SharedTime:
     """Splits a total time among parts in proportion to their laps."""
 
     def __init__(self, parts: int) -> None:
-        self._laps, self._shared_out = np.zeros((2, parts))
+        self._laps, self._seconds = np.zeros((2, parts))
         self._spent = 0.0
 
     def spend(self, seconds: float) -> None:
         self._spent += seconds
 
-    def clock(self, laps: Array) -> None:
+    def add_laps(self, laps: Array) -> None:
         self._laps += laps
 
-    def read(self) -> list[float]:
+    def seconds(self) -> list[float]:
         """Return the seconds attributed to each part; later calls never return less for a part."""
         if total := self._laps.sum():
-            self._shared_out += self._spent * self._laps / total
+            self._seconds += self._spent * self._laps / total
             self._spent = 0.0
-        return self._shared_out.tolist()  # type: ignore[no-any-return]
+        return self._seconds.tolist()  # type: ignore[no-any-return]
 
 
 class Uncopyable:

@@ -168,12 +168,12 @@ class CapturedPasses:
         return self.steps.capacity_for(needed, limit, slots) if self.steps else needed
 
     @torch.inference_mode()
-    def verify(self, cache: Cache, trees: Sequence[DraftTree], wants: Sequence[PassOptions]) -> list[Verified] | None:
+    def verify(self, cache: Cache, trees: Sequence[DraftTree], options: Sequence[PassOptions]) -> list[Verified] | None:
         """Start to verify trees; ``wait`` waits for the results. Return None if steps are not captured."""
         start: Callable[[], list[Verified]] | None = None
         while self.steps and start is None:
             try:
-                start = self.steps.prepared(cache, trees, combined_options(wants))
+                start = self.steps.prepared(cache, trees, combined_options(options))
             except Exception as error:  # model code that cannot be captured may raise any error
                 self._give_up(error_reason(error))
         if start is None:
@@ -189,10 +189,10 @@ class CapturedPasses:
         return self.steps.wait(), *running
 
 
-def combined_options(wants: Sequence[PassOptions]) -> PassOptions:
+def combined_options(options: Sequence[PassOptions]) -> PassOptions:
     """Combine the options of all trees in a pass."""
     return PassOptions(
-        max_ranked=max((want.max_ranked for want in wants), default=0), root=any(want.root for want in wants)
+        max_ranked=max((each.max_ranked for each in options), default=0), root=any(each.root for each in options)
     )
 
 

@@ -237,11 +237,12 @@ class StaticSteps:
         return self._clock.seconds()
 
     def prepared(
-        self, cache: Cache, trees: Sequence[DraftTree], want: PassOptions = LOGITS_ONLY
+        self, cache: Cache, trees: Sequence[DraftTree], options: PassOptions = LOGITS_ONLY
     ) -> Callable[[], list[Verified]]:
         """Return a function that starts to verify the trees; capture the step first if its shape is new.
 
-        The step makes the cache's pending moves. ``want`` says whether rankings and root logits are copied to the host.
+        The step makes the cache's pending moves. ``options`` says whether rankings and root logits are copied
+        to the host.
         """
         slots = cache.slots[: len(trees)]
         rows = STEP_SIZES[bisect_left(STEP_SIZES, max(map(len, trees)) + 1)]
@@ -261,10 +262,10 @@ class StaticSteps:
                 slot.kv.settle()
             buffers.input.send(len(trees), rows)
             steps[shape] = self._captured(buffers, cache.storage, *shape)
-        return lambda: self._run(steps[shape], buffers, cache, trees, rows, want)
+        return lambda: self._run(steps[shape], buffers, cache, trees, rows, options)
 
     def _run(
-        self, step: _Step, buffers: _Buffers, cache: Cache, trees: Sequence[DraftTree], rows: int, want: PassOptions
+        self, step: _Step, buffers: _Buffers, cache: Cache, trees: Sequence[DraftTree], rows: int, options: PassOptions
     ) -> list[Verified]:
         slots = cache.slots[: len(trees)]
         for place, slot in enumerate(slots):
@@ -278,7 +279,7 @@ class StaticSteps:
         for place, slot in enumerate(slots):
             slot.kv.end_move()
             slot.states_of_tree, slot.place_in_tree = step.states, place
-        collect = buffers.received(len(trees), rows, want)
+        collect = buffers.received(len(trees), rows, options)
         self._clock.stop()
         return [collect(place * rows, len(tree) + 1) for place, tree in enumerate(trees)]
 
@@ -335,7 +336,7 @@ class _Buffers:
         if hidden is not None and self._hidden is not None:
             self._hidden[:rows].copy_(hidden.flatten(0, 1))
 
-    def received(self, slots: int, rows: int, want: PassOptions) -> Callable[[int, int], Verified]:
+    def received(self, slots: int, rows: int, options: PassOptions) -> Callable[[int, int], Verified]:
         """Start copying the results to the host; return a function that selects rows of them.
 
         Rankings are not part of the captured step, which would then be needed for each number of ranked tokens. The
@@ -343,13 +344,13 @@ class _Buffers:
         """
         assert self._logits is not None
         logits, number, end = self._logits, slots * rows, 2 * slots * rows
-        if k := min(want.max_ranked, MAX_RANKED, logits.shape[1]):
+        if k := min(options.max_ranked, MAX_RANKED, logits.shape[1]):
             end += number * k + -(-number * k // 2)
             best = logits[:number].topk(k)
             for part, best_part in zip(rankings_in(self._outcome, number, k), (best.indices, best.values), strict=True):
                 part.copy_(best_part)
         self._host[:end].copy_(self._outcome[:end], non_blocking=True)
-        roots = self._roots_on_host(slots, rows) if want.root else None
+        roots = self._roots_on_host(slots, rows) if options.root else None
         tokens, finite = self._host[: 2 * number].view(2, number).numpy()
         ranked, scores = (part.numpy() for part in rankings_in(self._host, number, k))
 

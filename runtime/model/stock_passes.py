@@ -58,7 +58,7 @@ class CompiledPasses(Protocol):
         ...
 
     def verify(
-        self, cache: Cache, trees: Sequence[DraftTree], wants: Sequence[PassOptions] = ()
+        self, cache: Cache, trees: Sequence[DraftTree], options: Sequence[PassOptions] = ()
     ) -> list[Verified] | None:
         """Verify one tree in each of the first slots, all in one pass."""
         ...
@@ -241,7 +241,7 @@ class ReplayPasses:
         return Verified(logits, held.all_hidden())
 
     @staticmethod
-    def fitted(cache: Cache, slot: int, tree: DraftTree) -> DraftTree:
+    def fit_tree(cache: Cache, slot: int, tree: DraftTree) -> DraftTree:
         """Return the part of a tree that the slot's next pass verifies: its first chain.
 
         If more than ``MAX_WAITING`` tokens are waiting, that is only the root.

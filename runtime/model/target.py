@@ -139,8 +139,8 @@ class Target:
         """True if the model verifies trees; otherwise it verifies only chains, with caches of transformers."""
         return self._replay is None
 
-    def fitted(self, cache: Cache, slot: int, tree: DraftTree) -> DraftTree:
-        return self._replay.fitted(cache, slot, tree) if self._replay else tree
+    def fit_tree(self, cache: Cache, slot: int, tree: DraftTree) -> DraftTree:
+        return self._replay.fit_tree(cache, slot, tree) if self._replay else tree
 
     @property
     def changes(self) -> int:
@@ -252,7 +252,7 @@ class Target:
             sequence.kv.clear_from(end)  # these passes read beyond the context
         return Verified(logits, sequence.all_hidden(), slot=sequence)
 
-    def verify(self, cache: Cache, trees: Sequence[DraftTree], wants: Sequence[PassOptions] = ()) -> list[Verified]:
+    def verify(self, cache: Cache, trees: Sequence[DraftTree], options: Sequence[PassOptions] = ()) -> list[Verified]:
         """Verify one tree in each of the first slots in a single pass; return logits for the root and each node.
 
         Results are valid until the next call. A captured step may still be running when this returns: call ``wait``
@@ -270,12 +270,12 @@ class Target:
         # Without padding, each tree attends only to its own context, so the cost depends on the sum of all contexts.
         is_mean = len(trees) > 1 and not self.pads
         self.log.context = sum(slot.kv.length for slot in used) // len(used) if is_mean else longest
-        verified = self._captured.verify(cache, trees, wants) if self._captured.steps else None
+        verified = self._captured.verify(cache, trees, options) if self._captured.steps else None
         if verified is None:
             for slot in used:
                 if slot.kv.pending_move:
                     slot.kv.settle()
-            verified = compiled.verify(cache, trees, wants) if (compiled := self._current()) else None
+            verified = compiled.verify(cache, trees, options) if (compiled := self._current()) else None
         verified = verified or self.stock.verify(cache, trees)
         for slot, tree, result in zip(used, trees, verified, strict=True):
             slot.tree, slot.hidden_of_tree, result.slot = tree, result.hidden, slot

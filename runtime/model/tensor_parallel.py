@@ -164,7 +164,7 @@ class LeadingTarget(Target):
         self._broadcast("prefill", cache, slot, list(tokens), start, room)
         return super().prefill(cache, slot, tokens, start, room=room)
 
-    def verify(self, cache: Cache, trees: Sequence[DraftTree], wants: Sequence[PassOptions] = ()) -> list[Verified]:
+    def verify(self, cache: Cache, trees: Sequence[DraftTree], options: Sequence[PassOptions] = ()) -> list[Verified]:
         self._broadcast("verify", cache, list(trees))
         return super().verify(cache, trees)
 

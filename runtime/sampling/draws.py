@@ -46,8 +46,8 @@ class ExponentialRace:
 
     def uniforms(self, position: int, tokens: int) -> npt.NDArray[np.float64]:
         """Return the uniform numbers, in [0, 1), of the first ``tokens`` token ids at a position."""
-        numbers: npt.NDArray[np.float64] = _uniforms(self.seed, position, tokens)
-        return numbers
+        uniforms: npt.NDArray[np.float64] = _uniforms(self.seed, position, tokens)
+        return uniforms
 
 
 @compiled
@@ -70,12 +70,12 @@ def _uniform(number: Any) -> Any:
 
 @compiled
 def _uniforms(seed: Any, position: Any, tokens: Any) -> Any:
-    numbers = np.empty(tokens)
+    uniforms = np.empty(tokens)
     number = stream_start(seed, position)
     for token in range(tokens):
         number += SPLITMIX_STRIDE
-        numbers[token] = _uniform(number)
-    return numbers
+        uniforms[token] = _uniform(number)
+    return uniforms
 
 
 @compiled
@@ -102,13 +102,13 @@ def race_block(start: Any, first: Any, weights: Any, winner: Any, earliest: Any)
     number = start + U64(first) * SPLITMIX_STRIDE
     early = 0
     # Branch-free, so that the compiler vectorizes it. Hardly any block has a token that can win.
-    for place in range(weights.shape[0]):
-        early += _uniform(number + U64(place + 1) * SPLITMIX_STRIDE) < weights[place] * earliest
+    for index in range(weights.shape[0]):
+        early += _uniform(number + U64(index + 1) * SPLITMIX_STRIDE) < weights[index] * earliest
     if early > 0:
-        for place in range(weights.shape[0]):
-            time = _time_before(earliest, number + U64(place + 1) * SPLITMIX_STRIDE, weights[place])
+        for index in range(weights.shape[0]):
+            time = _time_before(earliest, number + U64(index + 1) * SPLITMIX_STRIDE, weights[index])
             if time < earliest:
-                winner, earliest = first + place, time
+                winner, earliest = first + index, time
     return winner, earliest
 
 
@@ -132,11 +132,11 @@ def sample_among(seed: Any, position: Any, tokens: Any, weights: Any, nucleus: A
         winner = _winner_before(start, tokens, weights, winner)
         if winner < 0:
             return -1
-        before = 0.0
-        for place in range(weights.shape[0]):
-            if _is_before(tokens, weights, place, winner):
-                before += weights[place]
-        if before < nucleus or before == 0:  # the most probable token is always kept
+        mass_before = 0.0
+        for index in range(weights.shape[0]):
+            if _is_before(tokens, weights, index, winner):
+                mass_before += weights[index]
+        if mass_before < nucleus or mass_before == 0:  # the most probable token is always kept
             return tokens[winner]
 
 
@@ -144,17 +144,17 @@ def sample_among(seed: Any, position: Any, tokens: Any, weights: Any, nucleus: A
 def _winner_before(start: Any, tokens: Any, weights: Any, border: Any) -> Any:
     """Return the index of the token that wins among those ordered before ``border``; among all if that is negative."""
     winner, earliest = -1, np.inf
-    for place in range(tokens.shape[0]):
-        if border < 0 or _is_before(tokens, weights, place, border):
-            time = _time_before(earliest, start + U64(tokens[place] + 1) * SPLITMIX_STRIDE, weights[place])
+    for index in range(tokens.shape[0]):
+        if border < 0 or _is_before(tokens, weights, index, border):
+            time = _time_before(earliest, start + U64(tokens[index] + 1) * SPLITMIX_STRIDE, weights[index])
             if time < earliest:
-                winner, earliest = place, time
+                winner, earliest = index, time
     return winner
 
 
 @compiled
-def _is_before(tokens: Any, weights: Any, place: Any, than: Any) -> Any:
-    return weights[place] > weights[than] or (weights[place] == weights[than] and tokens[place] > tokens[than])
+def _is_before(tokens: Any, weights: Any, index: Any, other: Any) -> Any:
+    return weights[index] > weights[other] or (weights[index] == weights[other] and tokens[index] > tokens[other])
 
 
 MAX_TOP_K_BY_MAXIMA = 128
@@ -205,11 +205,11 @@ class Truncation:
     @classmethod
     def at_end_of(cls, processors: Sequence[LogitsProcessor]) -> tuple[list[LogitsProcessor], Truncation]:
         """Split a list of processors into those to run before the draw and the truncation that the list ends with."""
-        before, options = list(processors), {}
+        pre_processors, options = list(processors), {}
         for kind, name in reversed(WARPER_OPTIONS.items()):
-            if before and type(before[-1]) is kind and keeps_one(before[-1]):
-                options[name] = getattr(before.pop(), name)
-        return before, cls(**options)
+            if pre_processors and type(pre_processors[-1]) is kind and keeps_one(pre_processors[-1]):
+                options[name] = getattr(pre_processors.pop(), name)
+        return pre_processors, cls(**options)
 
     def compile(self, race: ExponentialRace) -> None:
         """Compile the draw, or load it from the cache, before the first step."""
@@ -236,8 +236,8 @@ class Truncation:
         if self.is_compiled:
             return int(draw_row(position, scores, among, self.draws(race)))
         if self.top_k < len(scores):
-            place = len(scores) - self.top_k
-            scores = np.where(scores < np.partition(scores, place)[place], np.float32(-np.inf), scores)
+            index = len(scores) - self.top_k
+            scores = np.where(scores < np.partition(scores, index)[index], np.float32(-np.inf), scores)
         return int(draw_row(position, scores, among, replace(self, top_k=0).draws(race)))
 
     def winner(self, race: ExponentialRace, position: int, scores: npt.NDArray[np.float32]) -> int:
@@ -268,35 +268,35 @@ def winner_among_any(position: Any, scores: Any, draws: Any) -> Any:
     winner = _draw_by_temperature(position, scores, scores[best], draws)
     if winner == best:
         return winner
-    before = 0
+    num_higher = 0
     for token in range(len(scores)):
-        before += scores[token] > scores[winner]
-    is_kept = draws.top_p >= 1 and (draws.top_k == 0 or before < draws.top_k)
+        num_higher += scores[token] > scores[winner]
+    is_kept = draws.top_p >= 1 and (draws.top_k == 0 or num_higher < draws.top_k)
     weight = np.exp((scores[winner] - scores[best]) / draws.temperature)
     return winner if is_kept and weight >= draws.min_p else UNDECIDED
 
 
 @compiled
-def _draw_by_temperature(position: Any, scores: Any, highest: Any, draws: Any) -> Any:
+def _draw_by_temperature(position: Any, scores: Any, max_score: Any, draws: Any) -> Any:
     """Draw with a temperature only; weights are computed block by block and not stored."""
     start, winner, earliest = stream_start(draws.seed, position), -1, np.inf
     weights = np.empty(RACE_BLOCK, np.float32)
     for first in range(0, len(scores), RACE_BLOCK):
         part = scores[first : first + RACE_BLOCK]
-        for place in range(len(part)):
-            weights[place] = (part[place] - highest) / draws.temperature
+        for index in range(len(part)):
+            weights[index] = (part[index] - max_score) / draws.temperature
         exponentiate(weights.ctypes.data, RACE_BLOCK, np.float32(0))
         winner, earliest = race_block(start, first, weights[: len(part)], winner, earliest)
     return winner
 
 
 @compiled
-def _draw_from_all(position: Any, scores: Any, highest: Any, among: Any, draws: Any) -> Any:
+def _draw_from_all(position: Any, scores: Any, max_score: Any, among: Any, draws: Any) -> Any:
     """Draw with top-p or min-p, or from given tokens."""
     padded = np.empty(-(-len(scores) // LANES) * LANES, np.float32)
     weights = padded[: len(scores)]
     for token in range(len(scores)):
-        weights[token] = (scores[token] - highest) / draws.temperature
+        weights[token] = (scores[token] - max_score) / draws.temperature
     padded[len(scores) :] = -np.inf
     exponentiate(padded.ctypes.data, len(padded), np.float32(0))
     if draws.top_p >= 1 and draws.min_p == 0:
@@ -311,8 +311,8 @@ def _draw_from_all(position: Any, scores: Any, highest: Any, among: Any, draws: 
         tokens[likely] = token
         likely += weights[token] >= min_weight
     kept = np.empty(likely, np.float32)
-    for place in range(likely):
-        kept[place] = weights[tokens[place]]
+    for index in range(likely):
+        kept[index] = weights[tokens[index]]
     _indices_to_tokens(tokens[:likely], among)
     return sample_among(draws.seed, position, tokens[:likely], kept, _nucleus(total, draws))
 
@@ -334,7 +334,7 @@ def _nucleus(total: Any, draws: Any) -> Any:
 
 
 @compiled
-def _draw_from_top(position: Any, scores: Any, highest: Any, among: Any, draws: Any) -> Any:
+def _draw_from_top(position: Any, scores: Any, max_score: Any, among: Any, draws: Any) -> Any:
     """Draw with top-k for a small k."""
     top_k = draws.top_k
     top, values = np.empty((1, top_k + 1), np.int64), np.empty((1, top_k + 1), np.float32)
@@ -343,29 +343,29 @@ def _draw_from_top(position: Any, scores: Any, highest: Any, among: Any, draws: 
     tokens = top[0, :top_k]
     if values[0, top_k] == values[0, top_k - 1]:
         tokens = np.nonzero(scores >= values[0, top_k])[0]
-    return draw_from_kept(position, tokens, scores[tokens], highest, among, draws)
+    return draw_from_kept(position, tokens, scores[tokens], max_score, among, draws)
 
 
 @compiled
-def draw_from_kept(position: Any, tokens: Any, scores: Any, highest: Any, among: Any, draws: Any) -> Any:
+def draw_from_kept(position: Any, tokens: Any, scores: Any, max_score: Any, among: Any, draws: Any) -> Any:
     """Return the token drawn from those that top-k keeps; ``tokens`` is overwritten."""
     weights, total, kept = np.empty(len(tokens), np.float32), 0.0, 0
-    for place in range(len(tokens)):
-        weight = np.exp((scores[place] - highest) / draws.temperature)
+    for index in range(len(tokens)):
+        weight = np.exp((scores[index] - max_score) / draws.temperature)
         total += weight
         if weight >= draws.min_p:
-            tokens[kept], weights[kept] = tokens[place], weight
+            tokens[kept], weights[kept] = tokens[index], weight
             kept += 1
     _indices_to_tokens(tokens[:kept], among)
     return sample_among(draws.seed, position, tokens[:kept], weights[:kept], _nucleus(total, draws))
 
 
 @compiled
-def _indices_to_tokens(places: Any, among: Any) -> None:
+def _indices_to_tokens(indices: Any, among: Any) -> None:
     """Replace indices into ``among`` by the tokens at these indices, in place; do nothing if ``among`` is empty."""
     if len(among) > 0:
-        for place in range(len(places)):
-            places[place] = among[places[place]]
+        for index in range(len(indices)):
+            indices[index] = among[indices[index]]
 
 
 @compiled
@@ -378,12 +378,12 @@ def allowed_scores(address: int, vocabulary: int, bits: Any, tokens: Any, scores
     if not argmax_of(row.view(np.int32), INFINITY_BITS)[1]:
         return -1
     count = 0
-    for place in range(min(len(bits), -(-vocabulary // 8))):
-        of_eight = bits[place]
+    for index in range(min(len(bits), -(-vocabulary // 8))):
+        of_eight = bits[index]
         if of_eight:
-            for bit in range(min(8, vocabulary - 8 * place)):
+            for bit in range(min(8, vocabulary - 8 * index)):
                 if of_eight >> bit & 1:
-                    tokens[count], scores[count] = 8 * place + bit, row[8 * place + bit]
+                    tokens[count], scores[count] = 8 * index + bit, row[8 * index + bit]
                     count += 1
     return count
 

@@ -96,43 +96,43 @@ class Sampler:
         self.seed = None if self._greedy else config.seed
         """The seed of the draws; None if decoding is greedy."""
         truncated = Truncation.at_end_of(self._processors)
-        self.before: list[LogitsProcessor]
-        self.before, self._truncation = (list(self._processors), Truncation()) if self._greedy else truncated
+        self.pre_processors: list[LogitsProcessor]
+        self.pre_processors, self._truncation = (list(self._processors), Truncation()) if self._greedy else truncated
         """The processors before the truncation, which is a part of the draw."""
-        self.truncating = self._processors[len(self.before) :]
+        self.truncating_processors = self._processors[len(self.pre_processors) :]
         if not self._greedy:
             self._truncation.compile(self._race)
-        self.first_mask = self._only_mask(padding)
+        self.only_mask = self._find_only_mask(padding)
         """The mask, if it is the only processor before the choice; otherwise None."""
-        self.walks = self.only_argmax or (self._greedy and self.first_mask is not None)
+        self.chooses_by_argmax = self.only_argmax or (self._greedy and self.only_mask is not None)
         """True if each token is the argmax of its logits, or of the logits that a mask allows."""
         self.draws = self._own_draws()
         """The options of each draw if nothing or only a mask processes the logits before it; otherwise None."""
         self._allowed = np.empty(0, np.int64), np.empty(0, np.float32)
         """Buffers for the tokens that a mask allows and for their scores."""
-        if self.first_mask:
+        if self.only_mask:
             allowed_scores(0, 0, NO_BITS, *self._allowed)
         self._ids, self._on_host = _GrowingIds(padding), _RowOnHost()
         self.context = list(context)
-        self.walked = np.empty((2, LARGEST_TREE + 1), np.int64)
+        self.walk_buffer = np.empty((2, LARGEST_TREE + 1), np.int64)
         """Buffer for the tokens of a compiled walk and for the nodes that drafted them, ``[2, tokens]``."""
         if self.draws:
-            compile_drawn_walks(self.draws, self.walked)
-        self.max_ranked = ranked_for(self.draws) if self.draws and not self.first_mask else 0
+            compile_drawn_walks(self.draws, self.walk_buffer)
+        self.max_ranked = ranked_for(self.draws) if self.draws and not self.only_mask else 0
         """Number of highest logits per row that a draw needs; 0 if it needs all of them."""
-        self.draws_by_row = not (self._greedy or self.before or self.max_ranked)
+        self.draws_by_row = not (self._greedy or self.pre_processors or self.max_ranked)
         """True if each draw reads all logits of its row, unprocessed."""
         self.overflowed = False
         """True if the highest logit of any row used so far was NaN or infinite."""
 
-    def _only_mask(self, padding: Sequence[int]) -> Mask | None:
-        if len(self.before) != 1 or padding:
+    def _find_only_mask(self, padding: Sequence[int]) -> Mask | None:
+        if len(self.pre_processors) != 1 or padding:
             return None
-        (only,) = self.before
+        (only,) = self.pre_processors
         return only if isinstance(only, Mask) else None
 
     def _own_draws(self) -> Draws | None:
-        if self._greedy or not (self.first_mask or (not self.before and self._truncation.is_compiled)):
+        if self._greedy or not (self.only_mask or (not self.pre_processors and self._truncation.is_compiled)):
             return None
         return self._truncation.draws(self._race)
 
@@ -158,10 +158,12 @@ class Sampler:
         """
 
         def process(row: int) -> int:
-            if self.first_mask and logits.is_cpu and logits.dtype == torch.float32:
-                return self._noted(self._choose_allowed(logits[row], self.first_mask), finite_only=finite_only)
+            if self.only_mask and logits.is_cpu and logits.dtype == torch.float32:
+                return self._noted(self._choose_allowed(logits[row], self.only_mask), finite_only=finite_only)
             # A draw checks by itself whether the row is finite, and much faster.
-            if (self.before or self._greedy) and not (logits[row].max().isfinite() if finite is None else finite[row]):
+            if (self.pre_processors or self._greedy) and not (
+                logits[row].max().isfinite() if finite is None else finite[row]
+            ):
                 self.overflowed = True
                 if finite_only:
                     return NOT_FINITE
@@ -210,7 +212,7 @@ class Sampler:
 
     def choose_processed(self, logits: torch.Tensor, row: int) -> int:
         """Return the token chosen at a row by its processed scores, or ``NOT_FINITE``."""
-        return self.choose(self.processed(logits[row], self.before))
+        return self.choose(self.processed(logits[row], self.pre_processors))
 
     def ids(self, device: torch.device) -> torch.LongTensor:
         """Return the padded context so far as a tensor ``[1, length]`` for processors and stopping criteria."""
@@ -232,7 +234,7 @@ class Sampler:
         return scores[0]
 
     def choose(self, scores: torch.Tensor) -> int:
-        """Return the token chosen by scores that come from the processors ``before``, or ``NOT_FINITE``."""
+        """Return the token chosen by scores that come from the ``pre_processors``, or ``NOT_FINITE``."""
         if self._greedy:
             return int(argmax(scores))
         return self._truncation.draw(self._race, len(self.context), self._on_host.of(scores.detach()))
@@ -264,8 +266,8 @@ class _RowOnHost:
         self._pinned.copy_(row, non_blocking=True)
         self._arrived.record(torch.cuda.current_stream(row.device))
         self._arrived.synchronize()
-        numbers: npt.NDArray[np.float32] = self._pinned.numpy()
-        return numbers
+        scores: npt.NDArray[np.float32] = self._pinned.numpy()
+        return scores
 
 
 def compile_sampling() -> None:

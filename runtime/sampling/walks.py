@@ -37,10 +37,10 @@ def ranked_for(draws: Draws) -> int:
     return MAX_RANKED if draws.min_p > 0 and draws.top_p >= 1 else 0
 
 
-def compile_ranked_walks(draws: Draws, walked: Array) -> None:
+def compile_ranked_walks(draws: Draws, walk_buffer: Array) -> None:
     """Compile walks by ranked draws, or load them from the cache, before the first step."""
     bare, tokens, scores = DraftTree.bare(0), np.zeros((1, 1), np.int64), np.zeros((1, 1), np.float32)
-    walk_ranked(1, tokens, scores, bare.tokens, bare.parents, 1, walked, 0, draws)
+    walk_ranked(1, tokens, scores, bare.tokens, bare.parents, 1, walk_buffer, 0, draws)
 
 
 @compiled
@@ -50,28 +50,28 @@ def walk_ranked(
     scores: Array,
     drafted: Array,
     parents: Array,
-    longest: int,
-    walked: Array,
+    max_tokens: int,
+    walk_buffer: Array,
     position: int,
     draws: Draws,
 ) -> tuple[int, bool]:
-    """Write at most ``longest`` tokens drawn from the highest scores, and the node that drafted each, to ``walked``.
+    """Write at most ``max_tokens`` tokens drawn from the highest scores, and the node of each, to ``walk_buffer``.
 
     ``tokens`` and ``scores`` are the highest of each row, best first; the first token is drawn at ``position``. Return
     the number of drawn tokens, and whether all scores that decided are finite. The walk ends before a row that is not
     finite, and before a token that depends on other scores.
     """
     node = ROOT
-    for place in range(longest):
-        token = draw_ranked(position + place, vocabulary, tokens[node + 1], scores[node + 1], draws)
+    for step in range(max_tokens):
+        token = draw_ranked(position + step, vocabulary, tokens[node + 1], scores[node + 1], draws)
         if token == NOT_FINITE:
-            return place, False
+            return step, False
         if token == UNDECIDED:
-            return place, True
-        node = descend(walked, place, drafted, parents, node, token)
+            return step, True
+        node = descend(walk_buffer, step, drafted, parents, node, token)
         if node == ROOT:
-            return place + 1, True
-    return longest, True
+            return step + 1, True
+    return max_tokens, True
 
 
 @compiled
@@ -85,8 +85,8 @@ def draw_ranked(position: Any, vocabulary: Any, tokens: Any, scores: Any, draws:
             return UNDECIDED
         return draw_from_kept(position, tokens[:top_k].copy(), scores[:top_k], scores[0], ALL_TOKENS, draws)
     padded = np.empty(-(-known // LANES) * LANES, np.float32)
-    for place in range(known):
-        padded[place] = (scores[place] - scores[0]) / draws.temperature
+    for step in range(known):
+        padded[step] = (scores[step] - scores[0]) / draws.temperature
     padded[known:] = -np.inf
     exponentiate(padded.ctypes.data, len(padded), np.float32(0))
     kept = 0
@@ -100,17 +100,17 @@ def draw_ranked(position: Any, vocabulary: Any, tokens: Any, scores: Any, draws:
 NO_FORCED_TOKENS = np.empty(0, np.int64)
 
 
-def compile_drawn_walks(draws: Draws, walked: Array) -> None:
+def compile_drawn_walks(draws: Draws, walk_buffer: Array) -> None:
     """Compile walks by drawn tokens, or load them from the cache, before the first step."""
     bare, row = DraftTree.bare(0), np.zeros(1, np.float32)
-    walk_draws(row.ctypes.data, 1, 1, NO_FORCED_TOKENS, bare.tokens, bare.parents, 1, walked, 0, False, draws)
+    walk_draws(row.ctypes.data, 1, 1, NO_FORCED_TOKENS, bare.tokens, bare.parents, 1, walk_buffer, 0, False, draws)
 
 
 def compile_walks() -> None:
     """Compile walks by argmax, or load them from the cache, before the first step."""
-    bare, logits, walked = DraftTree.bare(0), torch.zeros(1, 1), np.zeros((2, 1), np.int64)
-    walk_argmax(*bits_of(logits), NO_FORCED_TOKENS, bare.tokens, bare.parents, 1, walked)
-    walk_known(walked[0], walked[0], bare.tokens, bare.parents, 1, walked)
+    bare, logits, walk_buffer = DraftTree.bare(0), torch.zeros(1, 1), np.zeros((2, 1), np.int64)
+    walk_argmax(*bits_of(logits), NO_FORCED_TOKENS, bare.tokens, bare.parents, 1, walk_buffer)
+    walk_known(walk_buffer[0], walk_buffer[0], bare.tokens, bare.parents, 1, walk_buffer)
 
 
 @compiled
@@ -121,36 +121,36 @@ def walk_draws(
     forced_tokens: Array,
     drafted: Array,
     parents: Array,
-    longest: int,
-    walked: Array,
+    max_tokens: int,
+    walk_buffer: Array,
     position: int,
     is_masked: bool,
     draws: Draws,
 ) -> tuple[int, bool]:
-    """Write at most ``longest`` tokens drawn from float32 logits, and the node that drafted each, to ``walked``.
+    """Write at most ``max_tokens`` tokens drawn from float32 logits, and the node of each, to ``walk_buffer``.
 
     ``position`` is that of the first token. If ``forced_tokens`` holds the only possible token after a row, it is taken
     without a draw. Return the number of tokens, and whether all logits that decided are finite. The walk ends before a
     row that is not finite and, if a mask applies, before a token that depends on which tokens are forbidden.
     """
     node, among = ROOT, np.empty(0, np.int64)
-    for place in range(longest):
+    for step in range(max_tokens):
         row = array_at(address + (node + 1) * stride * ITEM_SIZE, vocabulary, np.float32)
         token = forced_tokens[node + 1] if len(forced_tokens) > 0 else UNDETERMINED
         if token != UNDETERMINED:
             token = token if np.isfinite(row[token]) else NOT_FINITE
         elif is_masked:
-            token = winner_among_any(position + place, row, draws)
+            token = winner_among_any(position + step, row, draws)
         else:
-            token = draw_row(position + place, row, among, draws)
+            token = draw_row(position + step, row, among, draws)
         if token == NOT_FINITE:
-            return place, False
+            return step, False
         if token == UNDECIDED:
-            return place, True
-        node = descend(walked, place, drafted, parents, node, token)
+            return step, True
+        node = descend(walk_buffer, step, drafted, parents, node, token)
         if node == ROOT:
-            return place + 1, True
-    return longest, True
+            return step + 1, True
+    return max_tokens, True
 
 
 @compiled
@@ -162,41 +162,41 @@ def walk_argmax(
     forced_tokens: Array,
     drafted: Array,
     parents: Array,
-    longest: int,
-    walked: Array,
+    max_tokens: int,
+    walk_buffer: Array,
 ) -> tuple[int, bool]:
-    """Write at most ``longest`` tokens chosen by argmax, and the node that drafted each, to ``walked``.
+    """Write at most ``max_tokens`` tokens chosen by argmax, and the node of each, to ``walk_buffer``.
 
     If ``forced_tokens`` holds the only possible token after a row, it is chosen, and only its logit is read. Return the
     number of tokens, and whether all logits that decided are finite. The walk ends before a row that is not finite,
     unless it is the only row.
     """
     node = ROOT
-    for place in range(longest):
+    for step in range(max_tokens):
         token = forced_tokens[node + 1] if len(forced_tokens) > 0 else UNDETERMINED
         if token == UNDETERMINED:
             token, finite = argmax_of_row(address, stride, vocabulary, infinity, node + 1)
         else:
             finite = is_finite(address, stride, infinity, node + 1, token)
         if not finite and len(drafted) > 0:
-            return place, False
-        node = descend(walked, place, drafted, parents, node, token)
+            return step, False
+        node = descend(walk_buffer, step, drafted, parents, node, token)
         if node == ROOT:
-            return place + 1, finite
-    return longest, True
+            return step + 1, finite
+    return max_tokens, True
 
 
 @compiled
 def walk_known(
-    argmax: Array, are_finite: Array, drafted: Array, parents: Array, longest: int, walked: Array
+    argmax: Array, are_finite: Array, drafted: Array, parents: Array, max_tokens: int, walk_buffer: Array
 ) -> tuple[int, bool]:
     """Walk like ``walk_argmax`` if the argmax of every row is already known."""
     node = ROOT
-    for place in range(longest):
+    for step in range(max_tokens):
         token, finite = argmax[node + 1], are_finite[node + 1] != 0
         if not finite and len(drafted) > 0:
-            return place, False
-        node = descend(walked, place, drafted, parents, node, token)
+            return step, False
+        node = descend(walk_buffer, step, drafted, parents, node, token)
         if node == ROOT:
-            return place + 1, finite
-    return longest, True
+            return step + 1, finite
+    return max_tokens, True

@@ -37,7 +37,7 @@ from hdtool.runtime.stores.suffix_search import (
     SUFFIXES,
     TOKEN,
     TOKENS,
-    ShardPlace,
+    ShardExtent,
     Shards,
     find_longest,
     head_range,
@@ -51,7 +51,7 @@ from hdtool.runtime.stores.suffix_search import (
 )
 from hdtool.runtime.tree import LARGEST_TREE
 
-LONGEST_RANGE = 6
+MAX_RANGE_ORDER = 6
 MAX_SAMPLES = 64
 MIN_SAMPLES = 16
 """Maximum number of followers sampled from a range, and minimum if the range has that many."""
@@ -61,8 +61,8 @@ RANGE_LOW, RANGE_HIGH = range(2)
 RANGES = np.dtype(
     [
         # Indexed by node (row 0 is the root) and order.
-        ("samples", np.int32, (RANGE_ROWS, LONGEST_RANGE + 1, MAX_SAMPLES)),  # by shard and suffix; with end tokens
-        ("read", np.int64, (RANGE_ROWS, LONGEST_RANGE + 1)),  # number of samples; 0 until they are read
+        ("samples", np.int32, (RANGE_ROWS, MAX_RANGE_ORDER + 1, MAX_SAMPLES)),  # by shard and suffix; with end tokens
+        ("read", np.int64, (RANGE_ROWS, MAX_RANGE_ORDER + 1)),  # number of samples; 0 until they are read
         ("beyond", np.int64, RANGE_ROWS),  # tokens that the longest range matches in addition to its order
         ("lowest", np.int64, RANGE_ROWS),  # the lowest order that was looked up
         ("matches", np.int64, (2, MAX_SAMPLES)),  # scratch space of ``read_samples``
@@ -88,89 +88,91 @@ def range_record(shards: Shards) -> tuple[Ints, Ints]:
     The record holds addresses, so the array and the shards must outlive it.
     """
     record = np.zeros(1, RANGES)
-    places = np.zeros((RANGE_ROWS, LONGEST_RANGE + 1, len(shards.places), 2), np.int64)
+    bounds = np.zeros((RANGE_ROWS, MAX_RANGE_ORDER + 1, len(shards.extents), 2), np.int64)
     record["lowest"] = 1
-    record["at"], record["shards"] = places.ctypes.data, shards.addresses()
-    return record, places
+    record["at"], record["shards"] = bounds.ctypes.data, shards.addresses()
+    return record, bounds
 
 
 @compiled
-def places_of(ranges: Any) -> Ints:
+def bounds_of(ranges: Any) -> Ints:
     """Return the ranges of suffixes ``[nodes, orders, shards, 2]``."""
-    return array_at(ranges.at, (RANGE_ROWS, LONGEST_RANGE + 1, ranges.shards[4, 1], 2), np.int64)
+    return array_at(ranges.at, (RANGE_ROWS, MAX_RANGE_ORDER + 1, ranges.shards[4, 1], 2), np.int64)
 
 
 @compiled
-def narrow(corpus: Ints, ranges: Any, tail: Ints, node: int, above: int, order: int) -> None:
+def narrow(corpus: Ints, ranges: Any, tail: Ints, node: int, parent: int, order: int) -> None:
     """Write a node's ranges of ``order`` by narrowing its parent's ranges of the next lower order.
 
-    ``above`` is the parent, and ``tail`` holds the node's last tokens. The longest order narrows the parent's ranges of
-    the longest order instead if those are the only ones; see ``only_longest``.
+    ``parent`` is the parent, and ``tail`` holds the node's last tokens. The longest order narrows the parent's ranges
+    of the longest order instead if those are the only ones; see ``only_longest``.
     """
-    shards, places = shards_at(corpus, ranges.shards), places_of(ranges)
+    shards, bounds = shards_at(corpus, ranges.shards), bounds_of(ranges)
     token = tail[len(tail) - 1]
-    follows = order == LONGEST_RANGE and only_longest(ranges, above)
-    below = order if follows else order - 1
-    known = 0 <= token < shards.heads.shape[1] - 1 and (order == 1 or below >= ranges.lowest[above])
-    num_matches = size_of(ranges, above, below) if known and order > 1 else 0
-    sample, before = 0, 0
-    for shard in range(len(shards.places)):
+    follows = order == MAX_RANGE_ORDER and only_longest(ranges, parent)
+    lower_order = order if follows else order - 1
+    known = 0 <= token < shards.heads.shape[1] - 1 and (order == 1 or lower_order >= ranges.lowest[parent])
+    num_matches = size_of(ranges, parent, lower_order) if known and order > 1 else 0
+    sample, num_earlier = 0, 0
+    for shard in range(len(shards.extents)):
         low: Any = np.int64(0)
         high: Any = np.int64(0)
         if known and order == 1:
             low, high = head_range(shards, shard, token)
         elif known:
-            start = places[above, below, shard, RANGE_LOW]
-            size = places[above, below, shard, RANGE_HIGH] - start
-            low, first, last, high, sample = _bracket(ranges, above, below, num_matches, before, size, sample, token)
-            if ranges.read[above, below] < num_matches:
+            start = bounds[parent, lower_order, shard, RANGE_LOW]
+            size = bounds[parent, lower_order, shard, RANGE_HIGH] - start
+            low, first, last, high, sample = _bracket(
+                ranges, parent, lower_order, num_matches, num_earlier, size, sample, token
+            )
+            if ranges.read[parent, lower_order] < num_matches:
                 low, high = narrow_range(
                     shards, shard, tail, order, start + low, start + first, start + last, start + high
                 )
             else:
                 low, high = start + low, start + high
-            before += size
-        places[node, order, shard, RANGE_LOW], places[node, order, shard, RANGE_HIGH] = low, high
+            num_earlier += size
+        bounds[node, order, shard, RANGE_LOW], bounds[node, order, shard, RANGE_HIGH] = low, high
     ranges.read[node, order] = 0
-    if order == LONGEST_RANGE:
-        ranges.beyond[node] = ranges.beyond[above] + 1 if follows else 0
+    if order == MAX_RANGE_ORDER:
+        ranges.beyond[node] = ranges.beyond[parent] + 1 if follows else 0
 
 
 @compiled
 def only_longest(ranges: Any, node: int) -> bool:
     """Return True if a node has ranges only of the longest order, and all their followers were read."""
-    if ranges.lowest[node] > LONGEST_RANGE:
+    if ranges.lowest[node] > MAX_RANGE_ORDER:
         return False
-    if ranges.lowest[node] < LONGEST_RANGE and size_of(ranges, node, LONGEST_RANGE - 1) > 0:
+    if ranges.lowest[node] < MAX_RANGE_ORDER and size_of(ranges, node, MAX_RANGE_ORDER - 1) > 0:
         return False
-    num_matches = size_of(ranges, node, LONGEST_RANGE)
-    return bool(0 < num_matches == ranges.read[node, LONGEST_RANGE])
+    num_matches = size_of(ranges, node, MAX_RANGE_ORDER)
+    return bool(0 < num_matches == ranges.read[node, MAX_RANGE_ORDER])
 
 
 @compiled
 def size_of(ranges: Any, node: int, order: int) -> int:
     """Return the number of matches of a node and order over all shards."""
-    places, size = places_of(ranges), 0
-    for shard in range(places.shape[2]):
-        size += places[node, order, shard, RANGE_HIGH] - places[node, order, shard, RANGE_LOW]
+    bounds, size = bounds_of(ranges), 0
+    for shard in range(bounds.shape[2]):
+        size += bounds[node, order, shard, RANGE_HIGH] - bounds[node, order, shard, RANGE_LOW]
     return size
 
 
 @compiled
 def _bracket(
-    ranges: Any, node: int, order: int, num_matches: int, before: int, size: int, sample: int, token: int
+    ranges: Any, node: int, order: int, num_matches: int, num_earlier: int, size: int, sample: int, token: int
 ) -> tuple[int, int, int, int, int]:
     """Return bounds ``(low, first, last, high)`` of a shard's matches followed by ``token``, and the next sample.
 
     These matches start between ``low`` and ``first`` and end between ``last`` and ``high``, counted from the start of
-    the shard's part of the range. That part has ``size`` matches, after ``before`` matches of earlier shards, and its
-    first sample is ``sample``. If all ``num_matches`` were read, ``low`` and ``high`` are exact.
+    the shard's part of the range. That part has ``size`` matches, after ``num_earlier`` matches of earlier shards, and
+    its first sample is ``sample``. If all ``num_matches`` were read, ``low`` and ``high`` are exact.
     """
     low, first, last, high = 0, size, 0, size
     read = ranges.read[node, order]
     step = sample_step(num_matches, read)
-    while sample < read and sample_index(sample, step) < before + size:
-        at, follower = sample_index(sample, step) - before, ranges.samples[node, order, sample]
+    while sample < read and sample_index(sample, step) < num_earlier + size:
+        at, follower = sample_index(sample, step) - num_earlier, ranges.samples[node, order, sample]
         if follower < token:
             low = at + 1
         elif follower > token:
@@ -189,8 +191,8 @@ def read_samples(corpus: Ints, ranges: Any, node: int, order: int, num_matches: 
     shards = shards_at(corpus, ranges.shards)
     read = min(num_matches, max_samples)
     matches = ranges.matches[:, :read]
-    length = order + ranges.beyond[node] if order == LONGEST_RANGE else order
-    sample_matches(shards, places_of(ranges)[node, order], length, num_matches, matches)
+    length = order + ranges.beyond[node] if order == MAX_RANGE_ORDER else order
+    sample_matches(shards, bounds_of(ranges)[node, order], length, num_matches, matches)
     read_followers(shards, matches, 0, ranges.samples[node, order])
     ranges.read[node, order] = read
 
@@ -223,14 +225,14 @@ class CorpusSearch(Uncopyable):
 
     def __init__(self, shards: Shards) -> None:
         self._shards = shards
-        self._record, self._places = range_record(shards)
+        self._record, self._bounds = range_record(shards)
         self._tokens, self._counts = np.empty(MAX_SAMPLES, np.int64), np.empty(MAX_SAMPLES, np.int64)
 
     def read(self, context: Sequence[int] | Ints) -> None:
         """Look up the ranges at the end of a context."""
-        self._places[0], self._record["read"][0] = 0, 0
-        for stop in range(max(1, len(context) - LONGEST_RANGE + 1), len(context) + 1):
-            self.look_up(np.array(context[max(0, stop - LONGEST_RANGE) : stop], np.int64))
+        self._bounds[0], self._record["read"][0] = 0, 0
+        for stop in range(max(1, len(context) - MAX_RANGE_ORDER + 1), len(context) + 1):
+            self.look_up(np.array(context[max(0, stop - MAX_RANGE_ORDER) : stop], np.int64))
 
     def look_up(self, tail: Ints) -> None:
         """Advance by the last token of ``tail`` and read the followers of all orders."""
@@ -252,16 +254,16 @@ class CorpusSearch(Uncopyable):
 def look_up(corpus: Ints, record: Ints, tail: Ints) -> None:
     """Narrow the root's ranges in-place by the last token of ``tail``, and read their followers."""
     ranges = record[0]
-    for order in range(LONGEST_RANGE, 0, -1):
+    for order in range(MAX_RANGE_ORDER, 0, -1):
         narrow(corpus, ranges, tail, 0, 0, order)
-    for order in range(LONGEST_RANGE, 0, -1):
+    for order in range(MAX_RANGE_ORDER, 0, -1):
         found = size_of(ranges, 0, order)
         if found > 0:
             read_samples(corpus, ranges, 0, order, found, MAX_SAMPLES)
 
 
 KIND = "corpus"
-LONGEST_CONTEXT = 16
+MAX_CONTEXT_TOKENS = 16
 CONTINUATION_DEPTH = 10
 MATCH_SAMPLES = 128
 NODE_TOKEN, NODE_PARENT, NODE_COUNT = range(3)
@@ -315,7 +317,7 @@ class CorpusIndex(Uncopyable):
             suffixes=self._part("suffixes", np.uint32).reshape(-1),
             heads=self._part("heads", np.uint32, self.end + 1),
             sampled_prefixes=self._part("signposts", token_type(self.end), PREFIX_TOKENS),
-            places=np.array(self._part("shards", np.int64, len(ShardPlace._fields))),
+            extents=np.array(self._part("shards", np.int64, len(ShardExtent._fields))),
         )
         self._check_shards()
         self.tokens, self.addresses = self.shards.tokens, self.shards.addresses()
@@ -330,19 +332,19 @@ class CorpusIndex(Uncopyable):
 
     def _check_shards(self) -> None:
         """Raise StoreError unless the shards are consecutive and fill the files, so that lookups stay within them."""
-        places = self.shards.places
-        sizes = np.stack([places[:, TOKENS], places[:, SUFFIXES], sampled_prefixes_in(places[:, SUFFIXES])])
-        starts = places[:, [TOKEN, SUFFIX, PREFIX]].T
+        extents = self.shards.extents
+        sizes = np.stack([extents[:, TOKENS], extents[:, SUFFIXES], sampled_prefixes_in(extents[:, SUFFIXES])])
+        starts = extents[:, [TOKEN, SUFFIX, PREFIX]].T
         files = (len(self.shards.tokens), len(self.shards.suffixes), len(self.shards.sampled_prefixes))
         # End tokens have no suffix, so a shard has fewer suffixes than tokens.
-        filled = (places[:, SUFFIXES] < places[:, TOKENS]).all()
-        tiled = filled and places.min() >= 0 and np.array_equal(starts, np.cumsum(sizes, axis=1) - sizes)
-        if not tiled or tuple(sizes.sum(axis=1)) != files or len(self.shards.heads) != len(places):
+        filled = (extents[:, SUFFIXES] < extents[:, TOKENS]).all()
+        tiled = filled and extents.min() >= 0 and np.array_equal(starts, np.cumsum(sizes, axis=1) - sizes)
+        if not tiled or tuple(sizes.sum(axis=1)) != files or len(self.shards.heads) != len(extents):
             raise StoreError(f"{self.folder} is damaged (its shards do not fit its files): build it again")
 
     def after(self, context: Sequence[int] | Ints, max_nodes: int = LARGEST_TREE) -> Continuations:
         """Return the continuations of the longest suffix of ``context`` that occurs in the corpus."""
-        tail = np.asarray(context[-LONGEST_CONTEXT:], INT64)
+        tail = np.asarray(context[-MAX_CONTEXT_TOKENS:], INT64)
         # Constructing it from a tuple instead of fields saves a quarter of a microsecond.
         return tuple.__new__(Continuations, lookup(self.tokens, self.addresses, tail, self.end, max_nodes))
 
@@ -402,10 +404,10 @@ def _tree(continuations: Ints, end: int, max_nodes: int) -> Ints:
     Nodes shared by several continuations are built and sorted by count first. Nodes of a single continuation, which are
     the majority but rarely accepted, then fill the remaining space in the order of the continuations.
     """
-    longest, samples = continuations.shape
+    max_depth, samples = continuations.shape
     shared = _shared_lengths(continuations, end)
-    grown = np.empty((3, samples * longest), np.int64)
-    path = np.empty(longest + 1, np.int64)  # nodes of the previous continuation, which shares a prefix with the next
+    grown = np.empty((3, samples * max_depth), np.int64)
+    path = np.empty(max_depth + 1, np.int64)  # nodes of the previous continuation, which shares a prefix with the next
     path[0] = -1
     last = np.empty(samples, np.int64)  # deepest shared node of each continuation
     size = 0
@@ -426,7 +428,7 @@ def _tree(continuations: Ints, end: int, max_nodes: int) -> Ints:
         if kept == max_nodes:
             break
         parent = moved[last[column]]
-        for depth in range(max(shared[column], shared[column + 1]), longest):
+        for depth in range(max(shared[column], shared[column + 1]), max_depth):
             if kept == max_nodes or continuations[depth, column] == end:
                 break
             nodes[NODE_TOKEN, kept] = continuations[depth, column]
@@ -440,9 +442,9 @@ def _tree(continuations: Ints, end: int, max_nodes: int) -> Ints:
 @compiled
 def _shared_lengths(continuations: Ints, end: int) -> Ints:
     """Return how many leading tokens each continuation shares with the previous one; 0 at both ends."""
-    longest, samples = continuations.shape
+    max_depth, samples = continuations.shape
     shared, alike = np.zeros(samples + 1, np.int32), np.ones(samples + 1, np.int32)
-    for depth in range(longest):
+    for depth in range(max_depth):
         for column in range(1, samples):
             token = continuations[depth, column]
             alike[column] &= (token == continuations[depth, column - 1]) & (token != end)
@@ -451,21 +453,21 @@ def _shared_lengths(continuations: Ints, end: int) -> Ints:
 
 
 @compiled
-def _by_count(grown: Ints, highest: int, nodes: Ints) -> Ints:
-    """Write nodes to ``nodes`` sorted by count, which is at most ``highest``; return each node's new index.
+def _by_count(grown: Ints, max_count: int, nodes: Ints) -> Ints:
+    """Write nodes to ``nodes`` sorted by count, which is at most ``max_count``; return each node's new index.
 
     The result maps -1, the parent of top-level nodes, to -1. A counting sort takes a single pass and is stable: since a
     parent's count is at least its child's, parents remain before their children.
     """
     size, max_nodes = grown.shape[1], nodes.shape[1]
-    starts = np.zeros(highest + 2, np.int32)  # by count, the index of its first node in the sorted tree
+    starts = np.zeros(max_count + 2, np.int32)  # by count, the index of its first node in the sorted tree
     for node in range(size):
         starts[grown[NODE_COUNT, node]] += 1
-    place = 0
-    for count in range(highest, 0, -1):
+    first = 0
+    for count in range(max_count, 0, -1):
         same = starts[count]
-        starts[count] = place
-        place += same
+        starts[count] = first
+        first += same
     moved = np.full(size + 1, -1, np.int64)
     for node in range(size):
         to = starts[grown[NODE_COUNT, node]]

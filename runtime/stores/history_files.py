@@ -1,10 +1,10 @@
 """Creates, opens, extends and rebuilds the files of a history store.
 
-The ring has the layout of a token log without blocks. Conversations are consecutive, each preceded by an empty place
-and a few tokens of its prompt. Writers must hold the LMDB write lock of the conversations. Places at or above the
+The ring has the layout of a token log without blocks. Conversations are consecutive, each preceded by an empty position
+and a few tokens of its prompt. Writers must hold the LMDB write lock of the conversations. Positions at or above the
 committed end were written by an append that was killed; the next writer unlinks them from their chains.
 
-The files are extended to grow the store, and rebuilt when conversations are dropped or place numbers would overflow. To
+The files are extended to grow the store, and rebuilt when conversations are dropped or positions would overflow. To
 rebuild, the caller must hold the write lock, so that nobody appends to files about to be replaced. Other processes see
 the new manifest at their next append or refresh.
 """
@@ -52,19 +52,19 @@ from hdtool.runtime.stores.token_log import (
     TOKEN,
     TokenLog,
     chain_of,
+    entries_of,
     heads_of,
     link,
-    places_of,
 )
 
-PLACES_PER_CHAIN = 2
-"""Average number of places per chain in a full ring, so that a place takes 10 bytes, chains included."""
+POSITIONS_PER_CHAIN = 2
+"""Average number of positions per chain in a full ring, so that a position takes 10 bytes, chains included."""
 CHAINS_HEADER_BYTES = 64
-"""Size of the header before the chains. It holds an int64: the end of the places that may have been written."""
-ALLOCATION_PLACES = 1 << 16
-"""Number of places whose disk space is allocated at a time; writing to a mapped page without space kills a process."""
+"""Size of the header before the chains. It holds an int64: the end of what may have been written."""
+ALLOCATION_POSITIONS = 1 << 16
+"""Number of positions whose disk space is allocated at once; writing to a mapped page without space kills a process."""
 ZERO_BLOCK = 1 << 20
-BYTES_PER_PLACE = 8
+BYTES_PER_POSITION = 8
 BYTES_PER_CHAIN = 4
 
 
@@ -73,11 +73,11 @@ class HistoryRing:
 
     def __init__(self, folder: Path, manifest: HistoryManifest, *, writable: bool = True) -> None:
         self.size = manifest.size
-        self.chains = max(1, manifest.size // PLACES_PER_CHAIN)
+        self.chains = max(1, manifest.size // POSITIONS_PER_CHAIN)
         self._path, self._chains_path = manifest.path(folder, "ring"), manifest.path(folder, "chains")
-        places = _mapped(self._path, BYTES_PER_PLACE * self.size, writable)
+        entries = _mapped(self._path, BYTES_PER_POSITION * self.size, writable)
         chains = _mapped(self._chains_path, CHAINS_HEADER_BYTES + BYTES_PER_CHAIN * self.chains, writable)
-        self.places: Ints = np.frombuffer(places, np.int32).reshape(-1, 2)
+        self.entries: Ints = np.frombuffer(entries, np.int32).reshape(-1, 2)
         self._header: Ints = np.frombuffer(chains, np.int64, 1)
         self.heads: Ints = np.frombuffer(chains, np.int32, offset=CHAINS_HEADER_BYTES)
         self._end = np.zeros(1, np.int64)
@@ -86,12 +86,12 @@ class HistoryRing:
 
     @property
     def nbytes(self) -> int:
-        return self.places.nbytes + CHAINS_HEADER_BYTES + self.heads.nbytes
+        return self.entries.nbytes + CHAINS_HEADER_BYTES + self.heads.nbytes
 
     def fill(self, log: Ints, end: Ints) -> None:
         """Write the ring's addresses to a record for compiled code; ``end`` is the array that holds its end."""
         log["end_at"], log["owners"] = end.ctypes.data, 0
-        log["places"], log["heads"] = self.places.ctypes.data, self.heads.ctypes.data
+        log["entries"], log["heads"] = self.entries.ctypes.data, self.heads.ctypes.data
         log["size"], log["chains"] = self.size, self.chains
 
     def recover(self, end: int) -> None:
@@ -100,22 +100,22 @@ class HistoryRing:
             unlink(self._log, end, reserved)
         self._header[0] = end
 
-    def append(self, end: int, before: Ints, tokens: Ints) -> int:
+    def append(self, end: int, overlap: Ints, tokens: Ints) -> int:
         """Write a conversation after the committed end and return its own end, which the caller must commit.
 
-        ``before`` holds the tokens that precede the answer's ``tokens``.
+        ``overlap`` holds the tokens that precede the answer's ``tokens``.
         """
-        stop = end + 1 + len(before) + len(tokens)
+        stop = end + 1 + len(overlap) + len(tokens)
         self.recover(end)
         self._allocate(end, stop)
         self._header[0] = stop
-        write(self._log, end, before, tokens)
+        write(self._log, end, overlap, tokens)
         return stop
 
     def append_spans(self, source_ring: HistoryRing, spans: Ints) -> int:
         """Copy conversations from another ring into this empty one, and return the end of the last one.
 
-        Each row of ``spans`` has the place of an answer's first token, the number of tokens kept from before it, and
+        Each row of ``spans`` has the position of an answer's first token, the number of tokens kept from before it, and
         the number of tokens in the answer.
         """
         stop = int(spans[:, 1:].sum()) + len(spans)
@@ -125,18 +125,18 @@ class HistoryRing:
         return stop
 
     def lengthen(self, size: int) -> None:
-        """Extend the files to ``size`` places; processes that already map them are unaffected.
+        """Extend the files to ``size`` positions; processes that already map them are unaffected.
 
-        Places keep their numbers, as the ring has not wrapped around yet. Chains aren't rebuilt: the heads are
+        Positions stay the same, as the ring has not wrapped around yet. Chains aren't rebuilt: the heads are
         repeated, so several heads share a chain, and the search compares tokens anyway.
         """
         chains = self.heads.tobytes()
         with open(self._path, "r+b", buffering=0) as stream:
-            stream.truncate(BYTES_PER_PLACE * size)
+            stream.truncate(BYTES_PER_POSITION * size)
             _write_zeros(
                 stream,
-                BYTES_PER_PLACE * self.size,
-                BYTES_PER_PLACE * min(size, -(-self.size // ALLOCATION_PLACES) * ALLOCATION_PLACES),
+                BYTES_PER_POSITION * self.size,
+                BYTES_PER_POSITION * min(size, -(-self.size // ALLOCATION_POSITIONS) * ALLOCATION_POSITIONS),
             )
         with open(self._chains_path, "r+b") as stream:
             stream.seek(CHAINS_HEADER_BYTES + len(chains))
@@ -144,17 +144,19 @@ class HistoryRing:
                 stream.write(chains)
 
     def tokens(self, first: int, count: int) -> Ints:
-        """Return a copy of ``count`` tokens from place ``first``."""
-        places = np.arange(first, first + count) & (self.size - 1)
-        ring_tokens: Ints = self.places[places, TOKEN]
+        """Return a copy of ``count`` tokens from position ``first``."""
+        positions = np.arange(first, first + count) & (self.size - 1)
+        ring_tokens: Ints = self.entries[positions, TOKEN]
         return ring_tokens
 
     def _allocate(self, start: int, stop: int) -> None:
-        """Allocate disk space for each portion of places that is first written to in this range."""
-        start, stop = (min(self.size, -(-place // ALLOCATION_PLACES) * ALLOCATION_PLACES) for place in (start, stop))
+        """Allocate disk space for each portion of positions that is first written to in this range."""
+        start, stop = (
+            min(self.size, -(-position // ALLOCATION_POSITIONS) * ALLOCATION_POSITIONS) for position in (start, stop)
+        )
         if start < stop:
             with open(self._path, "r+b", buffering=0) as stream:
-                _write_zeros(stream, BYTES_PER_PLACE * start, BYTES_PER_PLACE * stop)
+                _write_zeros(stream, BYTES_PER_POSITION * start, BYTES_PER_POSITION * stop)
 
 
 def create_ring(folder: Path, manifest: HistoryManifest) -> HistoryRing:
@@ -163,9 +165,9 @@ def create_ring(folder: Path, manifest: HistoryManifest) -> HistoryRing:
     for path in (ring, chains):
         create_empty(path)
     with open(ring, "r+b", buffering=0) as stream:
-        stream.truncate(BYTES_PER_PLACE * manifest.size)
+        stream.truncate(BYTES_PER_POSITION * manifest.size)
     with open(chains, "r+b", buffering=0) as stream:
-        _write_zeros(stream, 0, CHAINS_HEADER_BYTES + BYTES_PER_CHAIN * max(1, manifest.size // PLACES_PER_CHAIN))
+        _write_zeros(stream, 0, CHAINS_HEADER_BYTES + BYTES_PER_CHAIN * max(1, manifest.size // POSITIONS_PER_CHAIN))
     return HistoryRing(folder, manifest)
 
 
@@ -194,58 +196,58 @@ def _write_zeros(stream: FileIO, start: int, stop: int) -> None:
 
 
 @compiled
-def write(memory: Ints, place: int, before: Ints, tokens: Ints) -> None:
-    """Write a conversation starting at ``place``; the tokens in ``before`` aren't linked to chains."""
+def write(memory: Ints, position: int, overlap: Ints, tokens: Ints) -> None:
+    """Write a conversation starting at ``position``; the tokens in ``overlap`` aren't linked to chains."""
     log = memory[0]
-    places, mask = places_of(log), log.size - 1
-    places[place & mask, TOKEN], places[place & mask, PREVIOUS] = NO_TOKEN, 0
-    place += 1
-    for token in before:
-        places[place & mask, TOKEN], places[place & mask, PREVIOUS] = token, 0
-        place += 1
+    entries, mask = entries_of(log), log.size - 1
+    entries[position & mask, TOKEN], entries[position & mask, PREVIOUS] = NO_TOKEN, 0
+    position += 1
+    for token in overlap:
+        entries[position & mask, TOKEN], entries[position & mask, PREVIOUS] = token, 0
+        position += 1
     for token in tokens:
-        places[place & mask, TOKEN], places[place & mask, PREVIOUS] = token, 0
-        link(log, place)
-        place += 1
+        entries[position & mask, TOKEN], entries[position & mask, PREVIOUS] = token, 0
+        link(log, position)
+        position += 1
 
 
 @compiled
 def copy_spans(memory: Ints, source_ring: Ints, spans: Ints) -> None:
     """Write conversations of another ring consecutively; see ``HistoryRing.append_spans``."""
-    source, mask = places_of(source_ring[0]), source_ring[0].size - 1
-    place = 0
+    source, mask = entries_of(source_ring[0]), source_ring[0].size - 1
+    position = 0
     for number in range(len(spans)):
-        first, before, count = spans[number]
-        tokens = np.empty(before + count, np.int32)
-        for at in range(before + count):
-            tokens[at] = source[(first - before + at) & mask, TOKEN]
-        write(memory, place, tokens[:before], tokens[before:])
-        place += 1 + before + count
+        first, overlap, count = spans[number]
+        tokens = np.empty(overlap + count, np.int32)
+        for at in range(overlap + count):
+            tokens[at] = source[(first - overlap + at) & mask, TOKEN]
+        write(memory, position, tokens[:overlap], tokens[overlap:])
+        position += 1 + overlap + count
 
 
 @compiled
 def unlink(memory: Ints, end: int, reserved: int) -> None:
-    """Unlink all places from ``reserved`` down to the committed ``end``, which restores the chains."""
+    """Unlink all positions from ``reserved`` down to the committed ``end``, which restores the chains."""
     log = memory[0]
-    places, heads, mask = places_of(log), heads_of(log), log.size - 1
-    for place in range(reserved - 1, end - 1, -1):
+    entries, heads, mask = entries_of(log), heads_of(log), log.size - 1
+    for position in range(reserved - 1, end - 1, -1):
         pair_hash = np.uint64(0)
         for length in range(1, CHAIN_KEY_TOKENS + 1):
-            pair_hash = mix_hash(pair_hash, max(places[(place - length) & mask, TOKEN], np.int32(0)))
+            pair_hash = mix_hash(pair_hash, max(entries[(position - length) & mask, TOKEN], np.int32(0)))
         chain = chain_of(log, pair_hash)
-        before = places[place & mask, PREVIOUS]
-        if heads[chain] == place:
-            heads[chain] = before if 0 <= before < place else 0
+        previous = entries[position & mask, PREVIOUS]
+        if heads[chain] == position:
+            heads[chain] = previous if 0 <= previous < position else 0
 
 
 MAX_STORE_BYTES = 256 << 20
 """Default limit of a store's size in bytes."""
-DISK_BYTES_PER_PLACE = 12
-"""Bytes per place on disk: token, link, and its share of the chains and the conversations."""
-NEW_STORE_PLACES, MIN_STORE_PLACES = 1 << 16, 1 << 8
-"""Number of places in a new store, and minimum for stores with a small size limit."""
+DISK_BYTES_PER_POSITION = 12
+"""Bytes per position on disk: token, link, and its share of the chains and the conversations."""
+NEW_STORE_POSITIONS, MIN_STORE_POSITIONS = 1 << 16, 1 << 8
+"""Number of positions in a new store, and minimum for stores with a small size limit."""
 MAX_FILLED_FRACTION = 0.875
-"""Fraction of places to fill when a rebuild has to drop conversations to fit."""
+"""Fraction of positions to fill when a rebuild has to drop conversations to fit."""
 FOLDER_MODE = 0o700
 """Mode of a new folder, private because a history contains conversations. Existing folders keep their mode."""
 OPEN_ATTEMPTS = 10
@@ -261,9 +263,9 @@ class OpenFiles(NamedTuple):
     records: Records
 
 
-def places_within(most_bytes: int) -> int:
-    """Return the number of places of a store limited to ``most_bytes``: a power of two."""
-    return max(MIN_STORE_PLACES, 1 << (most_bytes // DISK_BYTES_PER_PLACE).bit_length() - 1)
+def positions_within(max_bytes: int) -> int:
+    """Return the number of positions of a store limited to ``max_bytes``: a power of two."""
+    return max(MIN_STORE_POSITIONS, 1 << (max_bytes // DISK_BYTES_PER_POSITION).bit_length() - 1)
 
 
 @contextmanager
@@ -288,11 +290,11 @@ def deletion_advice(folder: Path) -> str:
     return f"delete {folder} to begin a new history"
 
 
-def create_if_new(folder: Path, tokenizer: TokenizerFingerprint, model: str, most_bytes: int) -> None:
+def create_if_new(folder: Path, tokenizer: TokenizerFingerprint, model: str, max_bytes: int) -> None:
     """Create an empty store unless one exists; raise StoreError if the folder has other files or the limit is bad."""
-    if not 1 <= most_bytes <= MAX_HISTORY_BYTES:
+    if not 1 <= max_bytes <= MAX_HISTORY_BYTES:
         raise StoreError(
-            f"a history store takes 1 to {MAX_HISTORY_BYTES:,} bytes, not {most_bytes:,}: choose another bound"
+            f"a history store takes 1 to {MAX_HISTORY_BYTES:,} bytes, not {max_bytes:,}: choose another bound"
         )
     with store_errors(folder):
         if not is_new_history(folder):
@@ -300,8 +302,8 @@ def create_if_new(folder: Path, tokenizer: TokenizerFingerprint, model: str, mos
         folder.mkdir(FOLDER_MODE, parents=True, exist_ok=True)
         with history_lock(folder):
             if is_new_history(folder):
-                size = min(NEW_STORE_PLACES, places_within(most_bytes))
-                _write(folder, HistoryManifest(tokenizer, model, most_bytes, size, new_build()), None, ())
+                size = min(NEW_STORE_POSITIONS, positions_within(max_bytes))
+                _write(folder, HistoryManifest(tokenizer, model, max_bytes, size, new_build()), None, ())
 
 
 def delete_leftovers(folder: Path) -> None:
@@ -322,7 +324,7 @@ def open_files(folder: Path, *, writable: bool = True) -> OpenFiles:
         try:
             with store_errors(folder):
                 ring = HistoryRing(folder, manifest, writable=writable)
-                records = Records.of(manifest.path(folder, "conversations"), places_within(manifest.most_bytes))
+                records = Records.of(manifest.path(folder, "conversations"), positions_within(manifest.max_bytes))
                 return OpenFiles(manifest, stamp, ring, records)
         except StoreError as error:
             if read_history_manifest(folder) == manifest:
@@ -339,7 +341,7 @@ def _stamp(folder: Path) -> tuple[int, int]:
 
 
 def lengthen(folder: Path, old: OpenFiles, size: int) -> None:
-    """Extend a store to ``size`` places without moving anything; files that are already longer stay valid."""
+    """Extend a store to ``size`` positions without moving anything; files that are already longer stay valid."""
     with history_lock(folder):
         old.ring.lengthen(size)
         for part in ("ring", "chains"):
@@ -353,23 +355,23 @@ def rebuild(
     kept: Sequence[StoredConversation],
     *,
     size: int,
-    most_bytes: int | None = None,
+    max_bytes: int | None = None,
 ) -> None:
     """Replace the files by new ones that contain the ``kept`` conversations, given oldest first.
 
-    If they don't fit in ``size`` places, only the latest are kept.
+    If they don't fit in ``size`` positions, only the latest are kept.
     """
-    manifest = replace(old.manifest, size=size, build=new_build(), most_bytes=most_bytes or old.manifest.most_bytes)
+    manifest = replace(old.manifest, size=size, build=new_build(), max_bytes=max_bytes or old.manifest.max_bytes)
     with history_lock(folder):
         _write(folder, manifest, old.ring, _latest(kept, size))
 
 
 def _latest(kept: Sequence[StoredConversation], size: int) -> Sequence[StoredConversation]:
-    """Return the conversations if they fit in ``size`` places, else the latest that fill most of them."""
-    places = np.cumsum([0, *(1 + each.before + each.tokens for each in reversed(kept))])
-    if places[-1] <= size:
+    """Return the conversations if they fit in ``size`` positions, else the latest that fill most of them."""
+    totals = np.cumsum([0, *(1 + each.before + each.tokens for each in reversed(kept))])
+    if totals[-1] <= size:
         return kept
-    return kept[len(kept) + 1 - int(np.searchsorted(places, MAX_FILLED_FRACTION * size, "right")) :]
+    return kept[len(kept) + 1 - int(np.searchsorted(totals, MAX_FILLED_FRACTION * size, "right")) :]
 
 
 def _write(
@@ -389,7 +391,7 @@ def _write(
             moved = [each._replace(number=n, first=int(firsts[n])) for n, each in enumerate(kept)]
         path = manifest.path(folder, "conversations")
         create_empty(path)
-        Records.created(path, places_within(manifest.most_bytes), StoreState(end, len(moved)), moved)
+        Records.created(path, positions_within(manifest.max_bytes), StoreState(end, len(moved)), moved)
         for part in ("ring", "chains"):
             sync_to_disk(manifest.path(folder, part))
         write_manifest(folder, manifest.build, manifest.to_json())

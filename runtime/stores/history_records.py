@@ -1,7 +1,7 @@
 """Metadata of a history store's conversations, in an LMDB file with msgpack values.
 
 A conversation's key is its number, as a 64-bit big-endian integer. Its value is ``{first, before, tokens, source, time,
-hash}``: the place of the answer's first token in the ring, the number of tokens kept from before it, the number of
+hash}``: the position of the answer's first token in the ring, the number of tokens kept from before it, the number of
 tokens in the answer, the name of its source, a Unix timestamp, and a hash of the answer's tokens. A key of one zero
 byte stores ``{end, next}``: the committed end of the ring and the next conversation's number. A conversation exists
 once its transaction is committed.
@@ -32,8 +32,8 @@ from hdtool.runtime.stores.store_files import damage_of
 
 STATE_KEY = b"\0"
 """Key of the state, which sorts before any conversation's."""
-PLACES_PER_CONVERSATION = 64
-"""Limits the number of conversations to one per this many places, however short they are."""
+MIN_POSITIONS_PER_CONVERSATION = 64
+"""Limits the number of conversations to one per this many positions, however short they are."""
 BYTES_PER_CONVERSATION = 1024
 """LMDB map size per conversation; the file only grows as needed."""
 MIN_MAP_BYTES = 1 << 24
@@ -77,31 +77,31 @@ class StoredConversation(NamedTuple):
 class Records:
     """An open LMDB file of conversations; usable after a fork."""
 
-    def __init__(self, path: Path, places: int) -> None:
+    def __init__(self, path: Path, positions: int) -> None:
         self.path = path
-        self._room = MIN_MAP_BYTES + BYTES_PER_CONVERSATION * (places // PLACES_PER_CONVERSATION)
+        self._room = MIN_MAP_BYTES + BYTES_PER_CONVERSATION * (positions // MIN_POSITIONS_PER_CONVERSATION)
         self._synced = time.monotonic()
         self._environment, self._process = self._open(), os.getpid()
 
     @classmethod
-    def of(cls, path: Path, places: int) -> Records:
+    def of(cls, path: Path, positions: int) -> Records:
         """Return the open records of a file, opening it if necessary; raise StoreError if it is missing or damaged."""
         name = os.path.realpath(path)
         with _opening:
             if (records := _opened.get(name)) is None:
                 if not path.is_file():
                     raise StoreError(f"{path} is missing")
-                records = cls(path, places)
+                records = cls(path, positions)
                 records._check()
                 _opened[name] = records
         return records
 
     @classmethod
     def created(
-        cls, path: Path, places: int, state: StoreState, conversations: Iterable[StoredConversation] = ()
+        cls, path: Path, positions: int, state: StoreState, conversations: Iterable[StoredConversation] = ()
     ) -> Records:
         """Fill a new file with these conversations, and return it once it is synced to disk."""
-        records = _opened[os.path.realpath(path)] = cls(path, places)
+        records = _opened[os.path.realpath(path)] = cls(path, positions)
         with records.writing() as transaction:
             put_state(transaction, state)
             for each in conversations:

@@ -2,7 +2,7 @@
 
 Any number of processes may read the store and append to it; appends are serialized. A reader maps the ring and sees
 what was committed at its last ``refresh``. Once the store is full, the oldest conversations are removed before their
-places are overwritten.
+positions are overwritten.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ from hdtool.runtime.stores.history_files import (
     delete_leftovers,
     lengthen,
     open_files,
-    places_within,
+    positions_within,
     rebuild,
     store_errors,
 )
 from hdtool.runtime.stores.history_records import (
     MAX_SOURCE_NAME,
-    PLACES_PER_CONVERSATION,
+    MIN_POSITIONS_PER_CONVERSATION,
     StoredConversation,
     StoreState,
     conversations,
@@ -56,11 +56,11 @@ from hdtool.runtime.stores.history_records import (
     state_of,
     token_hash,
 )
-from hdtool.runtime.stores.token_log import LOG, MAX_LOG_PLACES, OVERLAP_TOKENS, TokenLog
+from hdtool.runtime.stores.token_log import LOG, MAX_LOG_POSITIONS, OVERLAP_TOKENS, TokenLog
 
-EVICTION_PARTS = 64
-"""Evictions free this fraction of the ring, 1 / EVICTION_PARTS, so that most appends need none."""
-MAX_PLACE_NUMBER = 1 << 31
+EVICTION_DIVISOR = 64
+"""Evictions free this fraction of the ring, 1 / EVICTION_DIVISOR, so that most appends need none."""
+MAX_POSITION = 1 << 31
 RESERVED_DISK_BYTES = 16 << 20
 """Disk space in bytes that appends leave free."""
 ROOM_CHECK_SECONDS = 1.0
@@ -81,7 +81,7 @@ class HistoryStore(Uncopyable):
         self._lock = threading.RLock()
         self._log, self._end = np.zeros(1, LOG), np.zeros(1, np.int64)
         self._room_until = 0.0
-        self._was: OpenFiles | None = None
+        self._previous_files: OpenFiles | None = None
         self._read_only = read_only
         if not read_only:
             compile_ring()
@@ -98,26 +98,26 @@ class HistoryStore(Uncopyable):
         tokenizer: TokenizerFingerprint,
         model: str,
         *,
-        most_bytes: int | None = None,
+        max_bytes: int | None = None,
         read_only: bool = False,
     ) -> HistoryStore:
         """Open a model's store in a folder; unless ``read_only``, it is created if missing.
 
-        ``most_bytes`` sets the size limit, also of an existing store. Raises StoreError if the folder's store is of
+        ``max_bytes`` sets the size limit, also of an existing store. Raises StoreError if the folder's store is of
         another model or tokenizer.
         """
         folder = Path(folder).expanduser()
         if not read_only:
-            create_if_new(folder, tokenizer, model, most_bytes or MAX_STORE_BYTES)
+            create_if_new(folder, tokenizer, model, max_bytes or MAX_STORE_BYTES)
         require_history(read_history_manifest(folder), folder, tokenizer, model)
         store = cls(folder, read_only=read_only)
-        if most_bytes and most_bytes != store.manifest.most_bytes:
-            store.keep(lambda _: True, most_bytes=most_bytes)
+        if max_bytes and max_bytes != store.manifest.max_bytes:
+            store.keep(lambda _: True, max_bytes=max_bytes)
         return store
 
     @property
-    def places(self) -> int:
-        """Number of places in use, as of the last refresh."""
+    def num_positions(self) -> int:
+        """Number of positions in use, as of the last refresh."""
         return int(min(self._end[0], self._open.ring.size))
 
     @property
@@ -163,16 +163,16 @@ class HistoryStore(Uncopyable):
             with self._faults_noted():
                 half = self._open.ring.size // 2
                 ids = np.concatenate([np.asarray(part, np.int32) for part in (prompt_tail, tokens)])
-                count = min(len(tokens), max(half, places_within(self.manifest.most_bytes) // 2) - OVERLAP_TOKENS - 1)
-                before = ids[max(0, len(ids) - count - OVERLAP_TOKENS) : len(ids) - count]
-                self._append(before, ids[len(ids) - count :], source[:MAX_SOURCE_NAME])
+                count = min(len(tokens), max(half, positions_within(self.manifest.max_bytes) // 2) - OVERLAP_TOKENS - 1)
+                overlap = ids[max(0, len(ids) - count - OVERLAP_TOKENS) : len(ids) - count]
+                self._append(overlap, ids[len(ids) - count :], source[:MAX_SOURCE_NAME])
                 self.fault = ""
             return not self.fault
 
     def keep(
-        self, wanted: Callable[[StoredConversation], bool], *, most_bytes: int | None = None
+        self, wanted: Callable[[StoredConversation], bool], *, max_bytes: int | None = None
     ) -> list[StoredConversation]:
-        """Drop all but the wanted conversations and return the dropped ones; ``most_bytes`` changes the size limit.
+        """Drop all but the wanted conversations and return the dropped ones; ``max_bytes`` changes the size limit.
 
         The files are rebuilt, so that they no longer contain dropped tokens.
         """
@@ -183,10 +183,10 @@ class HistoryStore(Uncopyable):
                         everything = list(conversations(transaction, self._open.records.path))
                         kept = [each for each in everything if wanted(each)]
                         size = self.manifest.size
-                        if most_bytes:
-                            size = min(size, places_within(most_bytes))
-                        if most_bytes or len(kept) < len(everything):
-                            rebuild(self.folder, self._open, kept, size=size, most_bytes=most_bytes)
+                        if max_bytes:
+                            size = min(size, positions_within(max_bytes))
+                        if max_bytes or len(kept) < len(everything):
+                            rebuild(self.folder, self._open, kept, size=size, max_bytes=max_bytes)
                         break
                 self._reopen()
             self._reopen()
@@ -201,7 +201,7 @@ class HistoryStore(Uncopyable):
                 return list(conversations(transaction, self._open.records.path))
 
     def tokens(self, first: int, count: int) -> Ints:
-        """Return ``count`` tokens from place ``first``; -1 between conversations and above the committed end."""
+        """Return ``count`` tokens from position ``first``; -1 between conversations and above the committed end."""
         ring_tokens = self._open.ring.tokens(first, count)
         ring_tokens[max(0, int(self._end[0]) - first) :] = -1
         return ring_tokens
@@ -214,11 +214,11 @@ class HistoryStore(Uncopyable):
             if token_hash(tokens) == each.hash:
                 yield each, tokens
 
-    def _append(self, before: Ints, tokens: Ints, source: str) -> None:
+    def _append(self, overlap: Ints, tokens: Ints, source: str) -> None:
         for _ in range(APPEND_ATTEMPTS):
             with self._open.records.writing() as transaction:
                 if is_current := self._is_current():
-                    end = self._append_once(transaction, before, tokens, source)
+                    end = self._append_once(transaction, overlap, tokens, source)
             if not is_current:
                 self._reopen()
             elif end:
@@ -229,33 +229,33 @@ class HistoryStore(Uncopyable):
             f"{self.folder} was replaced {APPEND_ATTEMPTS} times during an append: wait for the other commands"
         )
 
-    def _append_once(self, transaction: Any, before: Ints, tokens: Ints, source: str) -> int:
+    def _append_once(self, transaction: Any, overlap: Ints, tokens: Ints, source: str) -> int:
         """Append a conversation and return the new end; 0 if the store was extended, rebuilt or evicted from instead.
 
         In that case the caller commits the transaction and retries.
         """
         ring, records = self._open.ring, self._open.records
         state = state_of(transaction, records.path)
-        stop = state.end + 1 + len(before) + len(tokens)
+        stop = state.end + 1 + len(overlap) + len(tokens)
         self._check_room()
         if self._grows(transaction, state.end, stop) or self._remove_oldest(transaction, stop - ring.size):
             return 0
-        end = ring.append(state.end, before, tokens)
+        end = ring.append(state.end, overlap, tokens)
         first = end - len(tokens)
-        new = StoredConversation(state.next, first, len(before), len(tokens), source, time.time(), token_hash(tokens))
+        new = StoredConversation(state.next, first, len(overlap), len(tokens), source, time.time(), token_hash(tokens))
         put(transaction, new)
         put_state(transaction, StoreState(end, state.next + 1))
         return end
 
     def _grows(self, transaction: Any, end: int, stop: int) -> bool:
-        """Extend the store if it lacks places, or rebuild it if place numbers would overflow; return True if so."""
-        ring, largest = self._open.ring, places_within(self.manifest.most_bytes)
+        """Extend the store if it lacks positions, or rebuild it if positions would overflow; return True if so."""
+        ring, max_size = self._open.ring, positions_within(self.manifest.max_bytes)
         size = ring.size
-        if stop >= MAX_PLACE_NUMBER:
+        if stop >= MAX_POSITION:
             self._check_room(2 * ring.nbytes)
             rebuild(self.folder, self._open, list(conversations(transaction, self._open.records.path)), size=size)
             return True
-        while size < min(largest, stop):
+        while size < min(max_size, stop):
             size *= 2
         if size == ring.size:
             return False
@@ -265,21 +265,21 @@ class HistoryStore(Uncopyable):
         return True
 
     def _remove_oldest(self, transaction: Any, below: int) -> bool:
-        """Remove conversations before place ``below``, and the oldest if there are too many; return True if any."""
+        """Remove conversations before position ``below``, and the oldest if there are too many; return True if any."""
         size, path = self._open.ring.size, self._open.records.path
         # The limit is that of the full-size ring, even while it is smaller.
-        max_conversations = places_within(self.manifest.most_bytes) // PLACES_PER_CONVERSATION
+        max_conversations = positions_within(self.manifest.max_bytes) // MIN_POSITIONS_PER_CONVERSATION
         surplus = count_of(transaction) + 1 - max_conversations
         if surplus <= 0 >= below:
             return False
-        surplus += max_conversations // EVICTION_PARTS if surplus > 0 else 0
+        surplus += max_conversations // EVICTION_DIVISOR if surplus > 0 else 0
         removed: list[StoredConversation] = []
         for each in conversations(transaction, path):
             start = each.first - each.before - 1
             if start >= below and len(removed) >= surplus:
                 break
             if not removed:
-                below += size // EVICTION_PARTS if start < below else 0
+                below += size // EVICTION_DIVISOR if start < below else 0
             removed.append(each)
         for each in removed:
             delete(transaction, each)
@@ -324,7 +324,7 @@ class HistoryStore(Uncopyable):
 
     def _use(self, opened: OpenFiles) -> None:
         if hasattr(self, "_open"):
-            self._was = self._open  # stays mapped until the next call, as compiled code may still read it
+            self._previous_files = self._open  # stays mapped until the next call, as compiled code may still read it
         self._open: OpenFiles = opened
         self._end[0] = 0
         opened.ring.fill(self._log, self._end)
@@ -349,7 +349,7 @@ class History:
     """Name of the source under which the store records answers."""
 
     def __init__(
-        self, max_tokens: int = MAX_LOG_PLACES, *, prompts: bool = False, store: HistoryStore | None = None
+        self, max_tokens: int = MAX_LOG_POSITIONS, *, prompts: bool = False, store: HistoryStore | None = None
     ) -> None:
         """Keep the latest ``max_tokens`` tokens in memory, with those of prompts if ``prompts`` is True.
 
@@ -380,10 +380,10 @@ class History:
     def finish(self, lane: Ints) -> None:
         """End the answer of a lane, and move it to the store if there is one."""
         owner = int(lane["owner"][0])
-        before, tokens = self.answers.answer(lane) if self.store and owner else (lane[:0], lane[:0])
+        overlap, tokens = self.answers.answer(lane) if self.store and owner else (lane[:0], lane[:0])
         self.answers.finish(lane)
         lane["owner"] = 0
-        if self.store and len(tokens) and self.store.append(tokens, before, self.source):
+        if self.store and len(tokens) and self.store.append(tokens, overlap, self.source):
             self.answers.discard(owner)
 
     def lane(self) -> Ints:

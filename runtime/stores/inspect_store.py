@@ -17,9 +17,9 @@ import numpy as np
 from hdtool.data.stores.manifest import HISTORY_FORMAT
 from hdtool.data.stores.store_files import HISTORY_KIND
 from hdtool.runtime.kernels.compiled import Ints
-from hdtool.runtime.stores.corpus_index import LONGEST_RANGE, CorpusIndex, CorpusSearch
+from hdtool.runtime.stores.corpus_index import MAX_RANGE_ORDER, CorpusIndex, CorpusSearch
 from hdtool.runtime.stores.history_store import HistoryStore
-from hdtool.runtime.stores.model_store import LONGEST_PREFIX, ModelRecord, ModelStore, look_up
+from hdtool.runtime.stores.model_store import MAX_PREFIX_TOKENS, ModelRecord, ModelStore, look_up
 from hdtool.runtime.stores.token_log import MAX_MATCH_TOKENS, matches
 
 MAX_SHOWN = 20
@@ -49,7 +49,7 @@ def _of_model(store: ModelStore, context: list[int]) -> Iterator[FoundContinuati
 def _of_corpus(index: CorpusIndex, context: list[int]) -> Iterator[FoundContinuation]:
     search = CorpusSearch(index.shards)
     search.read(context)
-    for order in range(min(LONGEST_RANGE, len(context)), 0, -1):
+    for order in range(min(MAX_RANGE_ORDER, len(context)), 0, -1):
         _, counts = search.followers(order)
         if counts:
             for token, count in sorted(counts.items(), key=lambda each: (-each[1], each[0]))[:MAX_SHOWN]:
@@ -62,7 +62,7 @@ def _path(index: CorpusIndex, tokens: list[int], matched: int, count: int) -> li
     search = CorpusSearch(index.shards)
     while len(tokens) < matched + MAX_PATH:
         search.read(tokens)
-        num_matches, counts = search.followers(min(LONGEST_RANGE, len(tokens)))
+        num_matches, counts = search.followers(min(MAX_RANGE_ORDER, len(tokens)))
         if num_matches != count or list(counts.values()) != [count]:
             break
         tokens += counts
@@ -78,7 +78,7 @@ def latency_of(store: CorpusIndex | ModelStore) -> dict[str, float]:
     vocabulary = store.manifest.tokenizer.vocab_size
     if isinstance(store, ModelStore):
         text = ModelRecord.of(store.folder, store.manifest).text()
-        tails = (tail[-LONGEST_PREFIX:] for tail in _perturbed_contexts(text, vocabulary))
+        tails = (tail[-MAX_PREFIX_TOKENS:] for tail in _perturbed_contexts(text, vocabulary))
         return latency(partial(look_up, store.record), tails)
     search = CorpusSearch(store.shards)
 
@@ -142,7 +142,7 @@ def description(store: HistoryStore) -> dict[str, Any]:
         "tokens": tokens,
         "entries": len(held),
         "bytes": store.nbytes,
-        "options": {"most_bytes": manifest.most_bytes, "size": manifest.size},
+        "options": {"most_bytes": manifest.max_bytes, "size": manifest.size},
         "sources": sources,
         "oldest": _date(min(each.time for each in held)) if held else None,
         "newest": _date(max(each.time for each in held)) if held else None,
@@ -151,10 +151,10 @@ def description(store: HistoryStore) -> dict[str, Any]:
 
 def history_continuations(store: HistoryStore, context: list[int]) -> Iterator[FoundContinuation]:
     """Yield the continuations of a context's longest matches, most frequent first."""
-    places, lengths = matches(store.log, np.array(context, np.int64))
+    positions, lengths = matches(store.log, np.array(context, np.int64))
     counts_by_path: dict[tuple[int, ...], int] = {}
-    for place in places[lengths == lengths.max(initial=0)].tolist():
-        path = store.tokens(place, MAX_PATH)
+    for position in positions[lengths == lengths.max(initial=0)].tolist():
+        path = store.tokens(position, MAX_PATH)
         path = path[: int(np.argmax(path < 0))] if (path < 0).any() else path
         if len(path):
             counts_by_path[tuple(path.tolist())] = counts_by_path.get(tuple(path.tolist()), 0) + 1
@@ -170,7 +170,7 @@ def history_latency(store: HistoryStore) -> dict[str, float]:
 def _parts(store: HistoryStore) -> Iterator[Ints]:
     rng = np.random.default_rng(0)
     while True:
-        start = int(rng.integers(0, max(1, store.places - MAX_MATCH_TOKENS)))
+        start = int(rng.integers(0, max(1, store.num_positions - MAX_MATCH_TOKENS)))
         yield store.tokens(start, MAX_MATCH_TOKENS).astype(np.int64)
 
 

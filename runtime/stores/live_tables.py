@@ -18,19 +18,19 @@ CONTEXT_WINDOW = 1 << 15
 """Number of latest tokens of the conversation that the table holds; a power of two."""
 CHAIN_HEADS = 1 << 15
 CHAIN_LENGTHS = (1, 3)
-"""Numbers of preceding tokens that define the two kinds of chains: all places in a chain follow the same tokens."""
+"""Numbers of preceding tokens that define the two kinds of chains: all positions in a chain follow the same tokens."""
 SHORT_CHAIN, LONG_CHAIN = range(2)
 MAX_LATEST_VISITS = 4
-"""Maximum number of chain entries to visit for a token's latest place, as tokens may share a hash."""
+"""Maximum number of chain entries to visit for a token's latest position, as tokens may share a hash."""
 COMPARED_AT_ONCE = 256
 """Number of tokens compared without a branch; a power of two."""
 
 CONTEXT_TABLE = np.dtype(
     [
-        ("end", np.int64),  # number of tokens ever added, which is the place of the next
+        ("end", np.int64),  # number of tokens ever added, which is the position of the next
         ("ring", np.int32, CONTEXT_WINDOW),
-        ("before", np.int32, (2, CONTEXT_WINDOW)),  # previous place in the chain, by kind of chain and place
-        ("heads", np.int32, (2, CHAIN_HEADS)),  # latest place, by kind of chain and hash
+        ("previous", np.int32, (2, CONTEXT_WINDOW)),  # previous position in the chain, by kind of chain and position
+        ("heads", np.int32, (2, CHAIN_HEADS)),  # latest position, by kind of chain and hash
     ],
     align=True,
 )
@@ -76,16 +76,16 @@ def holds(table: Any, tokens: Ints) -> bool:
     """Return True if ``tokens`` start with the content of the table."""
     if table.end > len(tokens):
         return False
-    place = max(np.int64(0), table.end - CONTEXT_WINDOW)
-    while place < table.end:
+    position = max(np.int64(0), table.end - CONTEXT_WINDOW)
+    while position < table.end:
         # Compare runs that don't wrap around the ring, without branches.
-        stop = min(table.end, (place | (COMPARED_AT_ONCE - 1)) + 1)
-        start, differ = place & (CONTEXT_WINDOW - 1), np.int64(0)
-        for offset in range(stop - place):
-            differ |= np.int64(table.ring[start + offset]) ^ np.int64(tokens[place + offset])
+        stop = min(table.end, (position | (COMPARED_AT_ONCE - 1)) + 1)
+        start, differ = position & (CONTEXT_WINDOW - 1), np.int64(0)
+        for offset in range(stop - position):
+            differ |= np.int64(table.ring[start + offset]) ^ np.int64(tokens[position + offset])
         if differ != 0:
             return False
-        place = stop
+        position = stop
     return True
 
 
@@ -103,23 +103,23 @@ def _add_all(memory: Ints, tokens: Ints) -> None:
 
 @compiled
 def add(table: Any, token: Any) -> None:
-    """Append a token and link its place to both kinds of chains."""
-    place = table.end
-    mark = np.uint64(0)
-    for length in range(1, min(CHAIN_LENGTHS[LONG_CHAIN], place) + 1):
-        mark = mix_hash(mark, table.ring[(place - length) & (CONTEXT_WINDOW - 1)])
+    """Append a token and link its position to both kinds of chains."""
+    position = table.end
+    suffix_hash = np.uint64(0)
+    for length in range(1, min(CHAIN_LENGTHS[LONG_CHAIN], position) + 1):
+        suffix_hash = mix_hash(suffix_hash, table.ring[(position - length) & (CONTEXT_WINDOW - 1)])
         if length == CHAIN_LENGTHS[SHORT_CHAIN] or length == CHAIN_LENGTHS[LONG_CHAIN]:
             chain = SHORT_CHAIN if length == CHAIN_LENGTHS[SHORT_CHAIN] else LONG_CHAIN
-            head = head_of(mark)
-            table.before[chain, place & (CONTEXT_WINDOW - 1)] = table.heads[chain, head]
-            table.heads[chain, head] = place
-    table.ring[place & (CONTEXT_WINDOW - 1)] = token
-    table.end = place + 1
+            head = head_of(suffix_hash)
+            table.previous[chain, position & (CONTEXT_WINDOW - 1)] = table.heads[chain, head]
+            table.heads[chain, head] = position
+    table.ring[position & (CONTEXT_WINDOW - 1)] = token
+    table.end = position + 1
 
 
 @compiled
-def latest_place(table: Any, token: Any) -> int:
-    """Return a token's latest place other than the last place of the table; -1 if there is none."""
+def latest_position(table: Any, token: Any) -> int:
+    """Return a token's latest position other than the last position of the table; -1 if there is none."""
     oldest = max(np.int64(0), table.end - CONTEXT_WINDOW)
     after = np.int64(table.heads[SHORT_CHAIN, head_of(mix_hash(np.uint64(0), token))])
     for _ in range(MAX_LATEST_VISITS):
@@ -127,14 +127,14 @@ def latest_place(table: Any, token: Any) -> int:
             break
         if table.ring[(after - 1) & (CONTEXT_WINDOW - 1)] == token:
             return int(after - 1)
-        after = np.int64(table.before[SHORT_CHAIN, after & (CONTEXT_WINDOW - 1)])
+        after = np.int64(table.previous[SHORT_CHAIN, after & (CONTEXT_WINDOW - 1)])
     return -1
 
 
 @compiled
-def head_of(mark: np.uint64) -> np.int64:
+def head_of(suffix_hash: np.uint64) -> np.int64:
     """Return the index of a hash's chain, taken from the high bits, which are mixed best."""
-    return np.int64((mark >> np.uint64(40)) & np.uint64(CHAIN_HEADS - 1))
+    return np.int64((suffix_hash >> np.uint64(40)) & np.uint64(CHAIN_HEADS - 1))
 
 
 RANKING_TOKENS = 8
@@ -162,7 +162,7 @@ RECYCLED_TABLE = np.dtype(
     [
         ("rankings", np.int64),  # address of the rows; 0 before anything is kept
         ("vocabulary", np.int64),  # number of rows for single tokens
-        ("longest", np.int64),  # maximum key length; 0 before anything is kept
+        ("max_key_tokens", np.int64),  # maximum key length; 0 before anything is kept
     ],
     align=True,
 )
@@ -195,19 +195,19 @@ class RecycledRankings(Uncopyable):
 
         Later rankings replace these. With ``alone``, the table has no room for keys of several tokens.
         """
-        longest = 1 if alone else MAX_KEY_TOKENS
-        self._allocate(len(known), longest)
-        self.record["longest"] = 1
+        max_key_tokens = 1 if alone else MAX_KEY_TOKENS
+        self._allocate(len(known), max_key_tokens)
+        self.record["max_key_tokens"] = 1
         with np.errstate(divide="ignore"):
             scores = np.log(known[:, RANKING_TOKENS:].astype(np.float32))
         _keep(self.record, np.arange(len(known)).reshape(-1, 1), known[:, :RANKING_TOKENS].astype(np.int64), scores)
-        self.record["longest"] = longest
+        self.record["max_key_tokens"] = max_key_tokens
 
-    def _allocate(self, vocabulary: int, longest: int) -> None:
-        rows = vocabulary + (longest - 1) * ROWS_PER_LENGTH
+    def _allocate(self, vocabulary: int, max_key_tokens: int) -> None:
+        rows = vocabulary + (max_key_tokens - 1) * ROWS_PER_LENGTH
         self._lines = np.zeros((rows + 1) * ROW_BYTES, np.uint8)  # one extra row for alignment
         self.record["rankings"] = -(-self._lines.ctypes.data // ROW_BYTES) * ROW_BYTES
-        self.record["vocabulary"], self.record["longest"] = vocabulary, longest
+        self.record["vocabulary"], self.record["max_key_tokens"] = vocabulary, max_key_tokens
 
 
 @compiled
@@ -216,61 +216,63 @@ def _keep(memory: Array, tails: Array, tokens: Array, scores: Array) -> None:
     table = memory[0]
     rankings = rankings_of(table)
     shares = np.empty(RANKING_TOKENS)
-    marks = np.zeros(MAX_KEY_TOKENS + 1, np.uint64)
+    suffix_hashes = np.zeros(MAX_KEY_TOKENS + 1, np.uint64)
     for node in range(len(tails) - 1, -1, -1):  # write the most probable node last, so that its ranking stays
         if not np.isfinite(scores[node, 0]):
             continue
-        for length in range(1, table.longest + 1):
-            marks[length] = mix_hash(marks[length - 1], tails[node, -length])
-        prefetch_rankings(table, tails[node, -1], marks)
-        for place in range(RANKING_TOKENS):
-            shares[place] = np.exp(SHARE_SHARPNESS * (scores[node, place] - scores[node, 0]))
+        for length in range(1, table.max_key_tokens + 1):
+            suffix_hashes[length] = mix_hash(suffix_hashes[length - 1], tails[node, -length])
+        prefetch_rankings(table, tails[node, -1], suffix_hashes)
+        for rank in range(RANKING_TOKENS):
+            shares[rank] = np.exp(SHARE_SHARPNESS * (scores[node, rank] - scores[node, 0]))
         shares *= SHARE_UNIT / shares.sum()
-        for length in range(1, table.longest + 1):
-            row = row_of(table, tails[node, -1], marks[length], length)
+        for length in range(1, table.max_key_tokens + 1):
+            row = row_of(table, tails[node, -1], suffix_hashes[length], length)
             if row >= 0:
                 kept = rankings[row]
-                kept.tag = tag_of(marks[length])
-                for place in range(RANKING_TOKENS):
-                    kept.tokens[place], kept.shares[place] = tokens[node, place], int(shares[place])
+                kept.tag = tag_of(suffix_hashes[length])
+                for rank in range(RANKING_TOKENS):
+                    kept.tokens[rank], kept.shares[rank] = tokens[node, rank], int(shares[rank])
 
 
 @compiled
-def prefetch_rankings(table: Any, last: Any, marks: Array) -> None:
-    """Prefetch the rankings for all key lengths; ``marks`` holds the hash of the last tokens by length."""
+def prefetch_rankings(table: Any, last: Any, suffix_hashes: Array) -> None:
+    """Prefetch the rankings for all key lengths; ``suffix_hashes`` holds the hash of the last tokens by length."""
     rankings = rankings_of(table)
-    for length in range(1, table.longest + 1):
-        row = row_of(table, last, marks[length], length)
+    for length in range(1, table.max_key_tokens + 1):
+        row = row_of(table, last, suffix_hashes[length], length)
         if row >= 0:
             prefetch(rankings, row)
 
 
 @compiled
-def tag_of(mark: np.uint64) -> Any:
+def tag_of(suffix_hash: np.uint64) -> Any:
     """Return the upper half of a hash, which doesn't select the row and thus detects collisions."""
-    return np.uint32(mark >> np.uint64(32))
+    return np.uint32(suffix_hash >> np.uint64(32))
 
 
 @compiled
-def row_of(table: Any, last: Any, mark: np.uint64, length: int) -> int:
+def row_of(table: Any, last: Any, suffix_hash: np.uint64, length: int) -> int:
     """Return the row for ``length`` tokens with this hash, the last of which is ``last``; -1 if there is none."""
-    if length > table.longest or not 0 <= last < table.vocabulary:
+    if length > table.max_key_tokens or not 0 <= last < table.vocabulary:
         return -1
     if length == 1:
         return int(last)
-    return int(table.vocabulary + (length - 2) * ROWS_PER_LENGTH + np.int64(mark & np.uint64(ROWS_PER_LENGTH - 1)))
+    return int(
+        table.vocabulary + (length - 2) * ROWS_PER_LENGTH + np.int64(suffix_hash & np.uint64(ROWS_PER_LENGTH - 1))
+    )
 
 
 @compiled
 def rankings_of(table: Any) -> Array:
     """Return all rows of the table as an array."""
-    return array_at(table.rankings, table.vocabulary + (table.longest - 1) * ROWS_PER_LENGTH, RANKING)
+    return array_at(table.rankings, table.vocabulary + (table.max_key_tokens - 1) * ROWS_PER_LENGTH, RANKING)
 
 
 @compiled
-def kept_row(table: Any, last: Any, mark: np.uint64, length: int) -> int:
+def kept_row(table: Any, last: Any, suffix_hash: np.uint64, length: int) -> int:
     """Like ``row_of``, but return -1 unless a ranking is kept for these tokens."""
-    row = row_of(table, last, mark, length)
-    if row >= 0 and rankings_of(table)[row].shares[0] > 0 and rankings_of(table)[row].tag == tag_of(mark):
+    row = row_of(table, last, suffix_hash, length)
+    if row >= 0 and rankings_of(table)[row].shares[0] > 0 and rankings_of(table)[row].tag == tag_of(suffix_hash):
         return row
     return -1

@@ -38,7 +38,7 @@ from hdtool.runtime.kernels.compiled import Ints as Ints, Uncopyable, array_at, 
 from hdtool.runtime.stores.store_files import mapped_part
 
 KIND = "model"
-LONGEST_PREFIX = 4
+MAX_PREFIX_TOKENS = 4
 PHRASE_TOKENS = 4
 """Number of tokens in a phrase, without the token before it."""
 
@@ -116,7 +116,7 @@ class ModelStore(Uncopyable):
 
     def after(self, context: Sequence[int] | Ints) -> list[StoreEntry]:
         """Return the entries for the suffixes of ``context`` that the store has as prefixes, longest first."""
-        entries = look_up(self.record, np.array(context[-LONGEST_PREFIX:], np.int64)).tolist()
+        entries = look_up(self.record, np.array(context[-MAX_PREFIX_TOKENS:], np.int64)).tolist()
         return [
             StoreEntry(length, total, distinct, *self._valid(self.rows[start:stop]))
             for length, start, stop, total, distinct in entries
@@ -173,14 +173,14 @@ def lookup_hash(model: Any, prefix_hash: np.uint64) -> tuple[Any, Any, Any, Any]
 
 
 @compiled
-def prefetch_entries(model: Any, hashes: Ints, longest: int) -> None:
-    """Prefetch the entries of prefixes of 1 to ``longest`` tokens, so that their cache misses overlap."""
+def prefetch_entries(model: Any, hashes: Ints, max_tokens: int) -> None:
+    """Prefetch the entries of prefixes of 1 to ``max_tokens`` tokens, so that their cache misses overlap."""
     slots = array_at(model.slots[0], model.slots[1], np.int32)
     keys = array_at(model.keys[0], model.keys[1] * KEY_WIDTH, np.int32)
     mask = len(slots) - 1
-    for length in range(1, longest + 1):
+    for length in range(1, max_tokens + 1):
         prefetch(slots, slot_of(hashes[length], mask))
-    for length in range(1, longest + 1):
+    for length in range(1, max_tokens + 1):
         key = np.int64(slots[slot_of(hashes[length], mask)])
         if 0 <= key < model.keys[1]:
             prefetch(keys, key * KEY_WIDTH)
@@ -274,7 +274,7 @@ def sequence_hash(tokens: Ints, start: int, length: int) -> np.uint64:
 
 RECORD_PART = "record"
 DOCUMENT_KIND = 0
-NGRAM_KINDS = range(1, LONGEST_PREFIX + 2)
+NGRAM_KINDS = range(1, MAX_PREFIX_TOKENS + 2)
 PHRASE_KIND = NGRAM_KINDS[-1]
 KEY_DTYPE, COUNT_DTYPE = np.dtype(">u4"), np.dtype("<u4")
 ENTRIES_PER_TRANSACTION = 1 << 14
@@ -453,9 +453,9 @@ def writing(path: Path, end: int, value_bytes: int, entries: int) -> Iterator[Re
         raise OSError(f"LMDB: {error}") from error
 
 
-def _start(kind: int, numbers: Sequence[int]) -> bytes:
+def _start(kind: int, prefix_tokens: Sequence[int]) -> bytes:
     """Return the key of a kind and numbers, or the start of keys if there are more numbers."""
-    return bytes([kind]) + np.asarray(numbers, KEY_DTYPE).tobytes()
+    return bytes([kind]) + np.asarray(prefix_tokens, KEY_DTYPE).tobytes()
 
 
 def _width(end: int) -> np.dtype[Any]:

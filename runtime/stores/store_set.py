@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 
 def open_store(folder: str | Path) -> CorpusIndex | ModelStore:
     """Open the corpus index or model store in a folder; raise StoreError if it contains neither."""
-    place = Path(folder).expanduser()
-    return read_store(place, lambda manifest: store_of(place, manifest))
+    path = Path(folder).expanduser()
+    return read_store(path, lambda manifest: store_of(path, manifest))
 
 
 def store_of(folder: Path, manifest: Manifest) -> CorpusIndex | ModelStore:
@@ -41,7 +41,7 @@ def store_of(folder: Path, manifest: Manifest) -> CorpusIndex | ModelStore:
     return (CorpusIndex if manifest.kind == KIND else ModelStore)(folder, manifest=manifest)
 
 
-StorePlace = tuple[Path, TokenizerFingerprint]
+StoreLocation = tuple[Path, TokenizerFingerprint]
 AnyStore = TypeVar("AnyStore", ModelStore, CorpusIndex)
 
 
@@ -88,9 +88,12 @@ class StoreSet:
         return cls(model_store, corpus, databases, tokenizer=fingerprint, checkpoint=model, namespace=config.namespace)
 
     def __reduce__(self) -> tuple[Callable[..., StoreSet], tuple[object, ...]]:
-        """Pickle the folders only, so that another process reopens and maps the stores instead of copying them."""
-        places = [(store.folder, store.manifest.tokenizer) if store else None for store in self._both]
-        return _reopened, (*places, self.databases)
+        """Pickle the folders of the stores, so that another process reopens and maps them instead of copying them.
+
+        The history is dropped, because it is in this process's memory.
+        """
+        model, corpus = [(store.folder, store.manifest.tokenizer) if store else None for store in self._both]
+        return _reopened, (model, corpus, self.databases, self.tokenizer, self.checkpoint, self.namespace)
 
     @property
     def _both(self) -> tuple[ModelStore | None, CorpusIndex | None]:
@@ -105,16 +108,30 @@ class StoreSet:
         return "no stores, only the conversation itself" if "C" in self.databases else "no stores"
 
 
-def _reopened(model: StorePlace | None, corpus: StorePlace | None, databases: str) -> StoreSet:
-    return StoreSet(ModelStore(*model) if model else None, CorpusIndex(*corpus) if corpus else None, databases)
+def _reopened(
+    model: StoreLocation | None,
+    corpus: StoreLocation | None,
+    databases: str,
+    tokenizer: TokenizerFingerprint | None,
+    checkpoint: Checkpoint | None,
+    namespace: str | None,
+) -> StoreSet:
+    return StoreSet(
+        ModelStore(*model) if model else None,
+        CorpusIndex(*corpus) if corpus else None,
+        databases,
+        tokenizer=tokenizer,
+        checkpoint=checkpoint,
+        namespace=namespace,
+    )
 
 
 def _open(
-    place: Path | str | None,
+    location: Path | str | None,
     opened: Callable[[Path, TokenizerFingerprint], AnyStore],
     fingerprint: TokenizerFingerprint,
 ) -> AnyStore | None:
-    return opened(store_folder(str(place)), fingerprint) if place and place != NO_STORE else None
+    return opened(store_folder(str(location)), fingerprint) if location and location != NO_STORE else None
 
 
 def model_store_for(

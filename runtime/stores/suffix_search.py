@@ -33,7 +33,7 @@ Int = Any
 """An integer of NumPy or Python; compiled code accepts both."""
 
 
-class ShardPlace(NamedTuple):
+class ShardExtent(NamedTuple):
     """A shard's first token and suffix, their numbers, and its first sampled prefix, in the files of the index."""
 
     token: int
@@ -56,8 +56,8 @@ class Shards(NamedTuple):
     heads: Ints
     """Index of the first suffix that starts with a token ``[shards, vocabulary + 1]``."""
     sampled_prefixes: Ints
-    places: Ints
-    """Fields of ``ShardPlace`` ``[shards, 5]``."""
+    extents: Ints
+    """Fields of ``ShardExtent`` ``[shards, 5]``."""
 
     def addresses(self) -> Ints:
         """Return the arrays' addresses and sizes for ``shards_at``; the arrays must outlive it."""
@@ -88,7 +88,7 @@ def find_longest(shards: Shards, tail: Ints) -> tuple[int, Ints]:
     If a suffix occurs, so do all shorter ones. Lengths are therefore tried in growing strides until one doesn't occur,
     and then by bisection.
     """
-    ranges = np.zeros((2, len(shards.places), 2), np.int64)  # of the longest match so far, and of the current attempt
+    ranges = np.zeros((2, len(shards.extents), 2), np.int64)  # of the longest match so far, and of the current attempt
     matched, missing = 0, _usable(tail, shards.heads.shape[1] - 1) + 1
     stride = FIRST_LENGTH
     while matched + 1 < missing:
@@ -117,7 +117,7 @@ def _usable(tail: Ints, vocabulary: int) -> int:
 def _find(shards: Shards, tail: Ints, length: int, ranges: Ints) -> bool:
     """Return True if the last ``length`` tokens occur; write ranges whose starts are exact but ends may be too late."""
     occurs = False
-    for shard in range(len(shards.places)):
+    for shard in range(len(shards.extents)):
         low, high = head_range(shards, shard, tail[len(tail) - length])
         if length > 1 and low < high:
             low = find_boundary(shards, shard, tail, length, low, high, False)
@@ -140,8 +140,8 @@ def _narrow_ends(shards: Shards, tail: Ints, length: int, ranges: Ints) -> None:
 @compiled
 def head_range(shards: Shards, shard: int, token: Int) -> tuple[Int, Int]:
     """Return the range of suffixes that start with a token, within the shard even if the file is damaged."""
-    low = min(np.int64(shards.heads[shard, token]), shards.places[shard, SUFFIXES])
-    return low, max(low, min(np.int64(shards.heads[shard, token + 1]), shards.places[shard, SUFFIXES]))
+    low = min(np.int64(shards.heads[shard, token]), shards.extents[shard, SUFFIXES])
+    return low, max(low, min(np.int64(shards.heads[shard, token + 1]), shards.extents[shard, SUFFIXES]))
 
 
 @compiled
@@ -182,7 +182,7 @@ def _between_sampled(
         middle = (left + right) >> 1
         order = 0
         for offset in range(1, min(length, PREFIX_TOKENS + 1)):
-            token = np.int64(shards.sampled_prefixes[shards.places[shard, PREFIX] + middle, offset - 1])
+            token = np.int64(shards.sampled_prefixes[shards.extents[shard, PREFIX] + middle, offset - 1])
             wanted = tail[len(tail) - length + offset]
             if token != wanted:
                 order = -1 if token < wanted else 1
@@ -204,8 +204,8 @@ def _between_sampled(
 def _prefetch_texts(shards: Shards, shard: int, low: Int, high: Int, stride: int) -> None:
     """Prefetch the text of every ``stride``-th suffix between ``low`` and ``high``."""
     for at in range(low, high, stride):
-        place = np.int64(shards.suffixes[shards.places[shard, SUFFIX] + at])
-        prefetch(shards.tokens, shards.places[shard, TOKEN] + place + 1)
+        position = np.int64(shards.suffixes[shards.extents[shard, SUFFIX] + at])
+        prefetch(shards.tokens, shards.extents[shard, TOKEN] + position + 1)
 
 
 @compiled
@@ -214,9 +214,9 @@ def _order(shards: Shards, shard: int, suffix: Int, tail: Ints, length: int) -> 
 
     Returns -1 if the suffix sorts before them, 0 if it starts with them, and 1 if it sorts after them.
     """
-    place = np.int64(shards.suffixes[shards.places[shard, SUFFIX] + suffix])
-    start, first = shards.places[shard, TOKEN] + place, len(tail) - length
-    room = shards.places[shard, TOKENS] - place
+    position = np.int64(shards.suffixes[shards.extents[shard, SUFFIX] + suffix])
+    start, first = shards.extents[shard, TOKEN] + position, len(tail) - length
+    room = shards.extents[shard, TOKENS] - position
     for offset in range(1, length):
         if offset >= room:
             return -1
@@ -267,8 +267,8 @@ def _bisect(shards: Shards, shard: int, length: int, low: Int, high: Int, token:
 @compiled
 def _follower_of(shards: Shards, shard: int, suffix: Int, length: int) -> Int:
     """Return the token after the first ``length`` of a suffix, within the shard even if the file is damaged."""
-    place = np.int64(shards.suffixes[shards.places[shard, SUFFIX] + suffix]) + length
-    return np.int64(shards.tokens[shards.places[shard, TOKEN] + min(place, shards.places[shard, TOKENS] - 1)])
+    position = np.int64(shards.suffixes[shards.extents[shard, SUFFIX] + suffix]) + length
+    return np.int64(shards.tokens[shards.extents[shard, TOKEN] + min(position, shards.extents[shard, TOKENS] - 1)])
 
 
 @compiled
@@ -290,24 +290,24 @@ def sample_index(sample: int, step: int) -> int:
 def sample_matches(shards: Shards, ranges: Ints, length: int, num_matches: int, matches: Ints) -> None:
     """Write where the text continues after evenly spread samples of a range of ``length`` tokens.
 
-    Each column of ``matches`` ``[2, samples]`` gets the place of the next token and the end of its shard.
+    Each column of ``matches`` ``[2, samples]`` gets the position of the next token and the end of its shard.
     """
     samples = matches.shape[1]
-    step, sample, before = sample_step(num_matches, samples), 0, 0
+    step, sample, num_earlier = sample_step(num_matches, samples), 0, 0
     for shard in range(len(ranges)):
         low, high = ranges[shard, 0], ranges[shard, 1]
-        first, start = shards.places[shard, SUFFIX] + low - before, shards.places[shard, TOKEN]
-        before += high - low
+        first, start = shards.extents[shard, SUFFIX] + low - num_earlier, shards.extents[shard, TOKEN]
+        num_earlier += high - low
         # These loads all miss the cache; without branches in between, the misses overlap.
-        while sample < samples and sample_index(sample, step) < before:
+        while sample < samples and sample_index(sample, step) < num_earlier:
             matches[0, sample] = start + length + np.int64(shards.suffixes[first + sample_index(sample, step)])
-            matches[1, sample] = start + shards.places[shard, TOKENS]
+            matches[1, sample] = start + shards.extents[shard, TOKENS]
             sample += 1
 
 
 @compiled
 def read_followers(shards: Shards, matches: Ints, depth: int, followers: Ints) -> None:
-    """Write the token ``depth`` places after each match's next token, or an end token beyond the end of its shard."""
+    """Write the token ``depth`` positions after each match's next token, or an end token beyond its shard."""
     end = shards.heads.shape[1] - 1
     for sample in range(matches.shape[1]):
         at = matches[0, sample] + depth

@@ -1,8 +1,8 @@
 """Token logs: ring buffers of tokens with hash chains, and the search for the latest matches of a context.
 
-Each place holds a token and the previous place that follows the same two tokens. The places after a token pair thus
-form a chain, latest first, as in LZ compressors. Concurrent answers are appended in separate blocks. Once the ring is
-full, the oldest tokens are overwritten.
+Each position holds a token and the previous position that follows the same two tokens. The positions after a token pair
+thus form a chain, latest first, as in LZ compressors. Concurrent answers are appended in separate blocks. Once the ring
+is full, the oldest tokens are overwritten.
 
 The drafter uses this search for the history and for predictions, and ``inspect`` shows and times it.
 """
@@ -19,30 +19,30 @@ from hdtool.runtime.kernels.compiled import Ints, Uncopyable, array_at, compiled
 from hdtool.runtime.stores.model_store import mix_hash, sequence_hash
 
 CHAIN_KEY_TOKENS = 2
-"""Number of preceding tokens that the places of a chain share."""
+"""Number of preceding tokens that the positions of a chain share."""
 LOG_BLOCK = 64
-"""Number of places that an answer reserves at a time; a power of two."""
+"""Number of positions that an answer reserves at a time; a power of two."""
 OVERLAP_TOKENS = 8
 """Number of preceding tokens copied to the start of an answer or non-adjacent block, so that matches can span it."""
-INITIAL_LOG_PLACES, MAX_LOG_PLACES = 1 << 16, 1 << 20
-"""Initial and default maximum number of places in a ring."""
-MAX_LOG_PLACE_NUMBER = (1 << 31) - (1 << 24)
-"""Place number after which a ring in memory is cleared, since place numbers have 32 bits."""
+INITIAL_LOG_POSITIONS, MAX_LOG_POSITIONS = 1 << 16, 1 << 20
+"""Initial and default maximum number of positions in a ring."""
+MAX_LOG_POSITION = (1 << 31) - (1 << 24)
+"""Position after which a ring in memory is cleared, since positions have 32 bits."""
 NO_TOKEN = -1
-"""Marks empty places between answers."""
+"""Marks empty positions between answers."""
 NOBODY = -1
 """Owner of blocks that are never matched."""
 TOKEN, PREVIOUS = range(2)
-MAX_STALE_PLACES = 64
-"""Maximum number of places on a chain that a lookup skips because other processes appended them after ``end``."""
+MAX_STALE_POSITIONS = 64
+"""Maximum number of positions on a chain that a lookup skips because other processes appended them after ``end``."""
 
 LOG = np.dtype(
     [
-        ("end_at", np.int64),  # address of the end: the number of places ever reserved
-        ("places", np.int64),  # address of the ring: a token and the previous place on its chain
-        ("heads", np.int64),  # address of the latest place of each chain
+        ("end_at", np.int64),  # address of the end: the number of positions ever reserved
+        ("entries", np.int64),  # address of the ring: a token and the previous position on its chain
+        ("heads", np.int64),  # address of the latest position of each chain
         ("owners", np.int64),  # address of the owners of blocks, or 0
-        ("size", np.int64),  # number of places in the ring, a power of two
+        ("size", np.int64),  # number of positions in the ring, a power of two
         ("chains", np.int64),  # number of chains, a power of two
     ],
     align=True,
@@ -50,28 +50,28 @@ LOG = np.dtype(
 LANE = np.dtype(
     [
         ("owner", np.int64),  # number of the answer
-        ("place", np.int64),  # place of its next token
+        ("position", np.int64),  # position of its next token
         ("stop", np.int64),  # end of its current block
         ("first", np.int64),  # start of its first block
-        ("before", np.int64),  # number of tokens before the answer, which are on no chain
+        ("overlap", np.int64),  # number of tokens before the answer, which are on no chain
     ],
     align=True,
 )
 
 
 class TokenLog(Uncopyable):
-    """A token log in memory that grows up to ``max_places``, at 12 bytes per place."""
+    """A token log in memory that grows up to ``max_positions``, at 12 bytes per position."""
 
-    def __init__(self, max_places: int = MAX_LOG_PLACES, size: int = INITIAL_LOG_PLACES) -> None:
-        self.max_places = max_places
+    def __init__(self, max_positions: int = MAX_LOG_POSITIONS, size: int = INITIAL_LOG_POSITIONS) -> None:
+        self.max_positions = max_positions
         self.memory = np.zeros(1, LOG)
         self._end = np.zeros(1, np.int64)
         self._answers = 0
-        self._allocate(min(size, max_places))
+        self._allocate(min(size, max_positions))
 
     def __len__(self) -> int:
-        """Return the number of places in use."""
-        return min(int(self._end[0]), len(self._places))
+        """Return the number of positions in use."""
+        return min(int(self._end[0]), len(self._entries))
 
     def lane(self) -> Ints:
         """Return a record that tracks the answer being appended; it can be reused for the next answer."""
@@ -93,8 +93,8 @@ class TokenLog(Uncopyable):
 
     def answer(self, lane: Ints) -> tuple[Ints, Ints]:
         """Return the tokens before a lane's answer and those of the answer, unless they were overwritten."""
-        tokens, before = answer_of(self.memory, lane)
-        return tokens[:before], tokens[before:]
+        tokens, overlap = answer_of(self.memory, lane)
+        return tokens[:overlap], tokens[overlap:]
 
     def discard(self, owner: int) -> None:
         """Stop matching the blocks of an answer."""
@@ -105,35 +105,35 @@ class TokenLog(Uncopyable):
         self._heads[:] = -1
 
     def _allocate(self, size: int) -> None:
-        self._places = np.full((size, 2), NO_TOKEN, np.int32)
+        self._entries = np.full((size, 2), NO_TOKEN, np.int32)
         self._heads = np.full(size, -1, np.int32)
         self._owners = np.full(size // LOG_BLOCK, NOBODY, np.int32)
         self.memory["end_at"], self.memory["size"], self.memory["chains"] = self._end.ctypes.data, size, size
-        self.memory["places"], self.memory["heads"] = self._places.ctypes.data, self._heads.ctypes.data
+        self.memory["entries"], self.memory["heads"] = self._entries.ctypes.data, self._heads.ctypes.data
         self.memory["owners"] = self._owners.ctypes.data
 
     def grow(self) -> None:
-        """Double the ring if it is over half full, keeping place numbers; clear it if they would overflow."""
-        size, end = len(self._places), int(self._end[0])
-        if end > MAX_LOG_PLACE_NUMBER:
+        """Double the ring if it is over half full, keeping positions; clear it if they would overflow."""
+        size, end = len(self._entries), int(self._end[0])
+        if end > MAX_LOG_POSITION:
             self.clear()
             return
-        if size >= self.max_places or 2 * end <= size:
+        if size >= self.max_positions or 2 * end <= size:
             return
-        places, owners = self._places, self._owners
+        entries, owners = self._entries, self._owners
         kept = np.arange(max(0, end - size), end)  # other lanes may have wrapped around since the last start
-        while size < self.max_places and 2 * end > size:
+        while size < self.max_positions and 2 * end > size:
             size *= 2
         self._allocate(size)
-        self._places[kept & (size - 1)] = places[kept & (len(places) - 1)]
+        self._entries[kept & (size - 1)] = entries[kept & (len(entries) - 1)]
         kept = np.arange(kept[0] // LOG_BLOCK, end // LOG_BLOCK)
         self._owners[kept & (len(self._owners) - 1)] = owners[kept & (len(owners) - 1)]
         link_all(self.memory, end)
 
 
 @compiled
-def places_of(log: Any) -> Ints:
-    return array_at(log.places, (log.size, 2), np.int32)
+def entries_of(log: Any) -> Ints:
+    return array_at(log.entries, (log.size, 2), np.int32)
 
 
 @compiled
@@ -159,20 +159,20 @@ def chain_of(log: Any, pair_hash: np.uint64) -> np.int64:
 
 @compiled
 def latest(log: Any, pair_hash: np.uint64, end: Any) -> np.int64:
-    """Return the latest place of a pair's chain below ``end``; -1 if none is found."""
-    places, place = places_of(log), np.int64(heads_of(log)[chain_of(log, pair_hash)])
-    for _ in range(MAX_STALE_PLACES):
-        if place < end:
-            return place
-        place = np.int64(places[place & (log.size - 1), PREVIOUS])
+    """Return the latest position of a pair's chain below ``end``; -1 if none is found."""
+    entries, position = entries_of(log), np.int64(heads_of(log)[chain_of(log, pair_hash)])
+    for _ in range(MAX_STALE_POSITIONS):
+        if position < end:
+            return position
+        position = np.int64(entries[position & (log.size - 1), PREVIOUS])
     return np.int64(-1)
 
 
 @compiled
 def start(memory: Ints, lane: Ints, owner: int, tokens: Ints, unlinked: int) -> None:
     """Begin an answer by appending the tokens before it; the first ``unlinked`` of them are not linked to chains."""
-    lane[0].owner, lane[0].place, lane[0].stop = owner, 0, 0
-    lane[0].first, lane[0].before = 0, unlinked
+    lane[0].owner, lane[0].position, lane[0].stop = owner, 0, 0
+    lane[0].first, lane[0].overlap = 0, unlinked
     for at in range(len(tokens)):
         append(memory[0], lane[0], tokens[at], at >= unlinked)
 
@@ -187,116 +187,117 @@ def append_all(memory: Ints, lane: Ints, tokens: Ints) -> None:
 def finish(memory: Ints, lane: Ints) -> None:
     end = array_at(memory[0].end_at, 1, np.int64)
     if lane[0].stop > 0 and lane[0].stop == end[0]:
-        end[0] = -(-(lane[0].place + 1) // LOG_BLOCK) * LOG_BLOCK  # a block has a single owner
-    lane[0].stop = lane[0].place = 0
+        end[0] = -(-(lane[0].position + 1) // LOG_BLOCK) * LOG_BLOCK  # a block has a single owner
+    lane[0].stop = lane[0].position = 0
 
 
 @compiled
 def answer_of(memory: Ints, lane: Ints) -> tuple[Ints, int]:
     """Return the tokens in an answer's blocks, without overlaps, and how many of them precede the answer."""
     log, lane_record = memory[0], lane[0]
-    places, owners, mask, end = places_of(log), owners_of(log), log.size - 1, end_of(log)
+    entries, owners, mask, end = entries_of(log), owners_of(log), log.size - 1, end_of(log)
     if lane_record.stop == 0:
         return np.empty(0, np.int32), 0
     oldest = max(lane_record.first, end - log.size)
     tokens, count = np.empty(end - oldest, np.int32), 0
-    place = stop = np.int64(-1)
+    position = stop = np.int64(-1)
     for block in range(oldest, end, LOG_BLOCK):
         if owners[(block & mask) // LOG_BLOCK] != lane_record.owner:
             continue
         if stop != block:
-            place = np.int64(block if stop < 0 else block + OVERLAP_TOKENS)
+            position = np.int64(block if stop < 0 else block + OVERLAP_TOKENS)
         stop = np.int64(block + LOG_BLOCK)
-        while place < stop and places[place & mask, TOKEN] >= 0:
-            tokens[count] = places[place & mask, TOKEN]
+        while position < stop and entries[position & mask, TOKEN] >= 0:
+            tokens[count] = entries[position & mask, TOKEN]
             count += 1
-            place += 1
-    before = lane_record.before if oldest == lane_record.first else OVERLAP_TOKENS
-    return tokens[:count], min(before, count)
+            position += 1
+    overlap = lane_record.overlap if oldest == lane_record.first else OVERLAP_TOKENS
+    return tokens[:count], min(overlap, count)
 
 
 @compiled
 def append(log: Any, lane: Any, token: Any, linked: bool) -> None:
     """Append a token to a lane's answer; if ``linked``, also to its chain."""
-    if lane.place + 1 >= lane.stop or lane.stop - LOG_BLOCK < end_of(log) - log.size:
+    if lane.position + 1 >= lane.stop or lane.stop - LOG_BLOCK < end_of(log) - log.size:
         _reserve(log, lane)
-    places, place = places_of(log), lane.place
+    entries, position = entries_of(log), lane.position
     if linked:
-        link(log, place)
-    places[place & (log.size - 1), TOKEN] = token
-    lane.place = place + 1
+        link(log, position)
+    entries[position & (log.size - 1), TOKEN] = token
+    lane.position = position + 1
 
 
 @compiled
 def _reserve(log: Any, lane: Any) -> None:
     """Reserve the next block of a lane, and copy the overlap unless it is adjacent to the previous one.
 
-    The last place of a block is only used if the next block is adjacent.
+    The last position of a block is only used if the next block is adjacent.
     """
-    places, owners, end = places_of(log), owners_of(log), array_at(log.end_at, 1, np.int64)
+    entries, owners, end = entries_of(log), owners_of(log), array_at(log.end_at, 1, np.int64)
     mask, first = log.size - 1, end[0]
-    for place in range(first, first + LOG_BLOCK):
-        places[place & mask, TOKEN], places[place & mask, PREVIOUS] = NO_TOKEN, -1
+    for position in range(first, first + LOG_BLOCK):
+        entries[position & mask, TOKEN], entries[position & mask, PREVIOUS] = NO_TOKEN, -1
     owners[(first & mask) // LOG_BLOCK] = lane.owner
     end[0] = first + LOG_BLOCK
-    before, had, lane.place, lane.stop = lane.place, lane.stop, first, first + LOG_BLOCK
-    if had == 0:
+    old_position, old_stop, lane.position, lane.stop = lane.position, lane.stop, first, first + LOG_BLOCK
+    if old_stop == 0:
         lane.first = first
         return
-    if had == first:
-        lane.place = before
+    if old_stop == first:
+        lane.position = old_position
         return
-    kept = max(before - OVERLAP_TOKENS, had - LOG_BLOCK, end[0] - log.size)
-    for place in range(kept, before):
-        places[lane.place & mask, TOKEN] = places[place & mask, TOKEN]
-        lane.place += 1
+    overlap_start = max(old_position - OVERLAP_TOKENS, old_stop - LOG_BLOCK, end[0] - log.size)
+    for position in range(overlap_start, old_position):
+        entries[lane.position & mask, TOKEN] = entries[position & mask, TOKEN]
+        lane.position += 1
 
 
 @compiled
-def link(log: Any, place: Any) -> None:
-    """Link a place to the chain of the two tokens before it, if both exist."""
-    places, mask = places_of(log), log.size - 1
+def link(log: Any, position: Any) -> None:
+    """Link a position to the chain of the two tokens before it, if both exist."""
+    entries, mask = entries_of(log), log.size - 1
     pair_hash = np.uint64(0)
     for length in range(1, CHAIN_KEY_TOKENS + 1):
-        token = places[(place - length) & mask, TOKEN] if place >= length else np.int32(NO_TOKEN)
+        token = entries[(position - length) & mask, TOKEN] if position >= length else np.int32(NO_TOKEN)
         if token < 0:
             return
         pair_hash = mix_hash(pair_hash, token)
-    places[place & mask, PREVIOUS] = latest(log, pair_hash, place)
-    heads_of(log)[chain_of(log, pair_hash)] = place
+    entries[position & mask, PREVIOUS] = latest(log, pair_hash, position)
+    heads_of(log)[chain_of(log, pair_hash)] = position
 
 
 @compiled
 def link_all(memory: Ints, end: int) -> None:
     """Build the chains of a ring from its tokens."""
     log = memory[0]
-    places, mask = places_of(log), log.size - 1
-    for place in range(max(0, end - log.size), end):
-        places[place & mask, PREVIOUS] = -1
-        if places[place & mask, TOKEN] >= 0:
-            link(log, place)
+    entries, mask = entries_of(log), log.size - 1
+    for position in range(max(0, end - log.size), end):
+        entries[position & mask, PREVIOUS] = -1
+        if entries[position & mask, TOKEN] >= 0:
+            link(log, position)
 
 
 MAX_MATCH_TOKENS = 32
 """Maximum match length in tokens."""
 MAX_MATCHES = 32
-"""Maximum number of places found for a context."""
+"""Maximum number of positions found for a context."""
 
 
 @compiled
-def search(log: Any, owner: int, tail: Ints, pair_hash: np.uint64, matched_places: Ints, lengths: Ints) -> int:
-    """Write the latest places of a chain that match the end of ``tail``, and their match lengths; return their number.
+def search(log: Any, owner: int, tail: Ints, pair_hash: np.uint64, matched_positions: Ints, lengths: Ints) -> int:
+    """Write the latest positions of a chain that match the end of ``tail``, and the match lengths; return the number.
 
-    At most twice as many places are visited as ``matched_places`` can hold. Places of the answer ``owner`` are skipped.
+    At most twice as many positions are visited as ``matched_positions`` can hold. Positions of the answer ``owner`` are
+    skipped.
     """
-    places, end, owners = places_of(log), end_of(log), np.empty(0, np.int32)
+    entries, end, owners = entries_of(log), end_of(log), np.empty(0, np.int32)
     if log.owners:
         owners = owners_of(log)
     start, oldest = latest(log, pair_hash, end), max(np.int64(0), end - log.size)
-    limits, max_matches = (CHAIN_KEY_TOKENS, MAX_MATCH_TOKENS), len(matched_places)
+    limits, max_matches = (CHAIN_KEY_TOKENS, MAX_MATCH_TOKENS), len(matched_positions)
     return follow_chain(
-        places[:, TOKEN],
-        places[:, PREVIOUS],
+        entries[:, TOKEN],
+        entries[:, PREVIOUS],
         owners,
         owner,
         start,
@@ -305,7 +306,7 @@ def search(log: Any, owner: int, tail: Ints, pair_hash: np.uint64, matched_place
         limits,
         max_matches,
         2 * max_matches,
-        matched_places,
+        matched_positions,
         lengths,
         0,
     )
@@ -314,7 +315,7 @@ def search(log: Any, owner: int, tail: Ints, pair_hash: np.uint64, matched_place
 @numba.njit(inline="always")
 def follow_chain(
     tokens: Ints,
-    before: Ints,
+    previous: Ints,
     owners: Ints,
     owner: int,
     start: Any,
@@ -323,48 +324,48 @@ def follow_chain(
     limits: tuple[int, int],
     max_matches: int,
     visits: int,
-    matched_places: Ints,
+    matched_positions: Ints,
     lengths: Ints,
     count: int,
 ) -> int:
-    """Follow a chain back from ``start`` and append places that match the end of ``tail`` to the first ``count`` ones.
+    """Follow a chain back from ``start`` and append positions that match the end of ``tail`` to ``count`` others.
 
-    ``tokens`` is the ring and ``before`` the previous place on each place's chain. ``limits`` are the minimum match
+    ``tokens`` is the ring and ``previous`` the previous position on the chain of each. ``limits`` are the minimum match
     length, and the maximum: longer matches count, but aren't appended. The search stops after ``max_matches`` matches,
-    after ``visits`` places, or at ``oldest``. If blocks have ``owners``, those of ``NOBODY`` and of ``owner`` are
-    skipped. Returns the new number of places.
+    after ``visits`` positions, or at ``oldest``. If blocks have ``owners``, those of ``NOBODY`` and of ``owner`` are
+    skipped. Returns the new number of positions.
     """
-    (min_length, longest), mask, place, read = limits, len(tokens) - 1, np.int64(start), 0
+    (min_length, max_length), mask, position, read = limits, len(tokens) - 1, np.int64(start), 0
     has_owners = len(owners) > 0
     for _ in range(visits):
-        if place <= oldest or read == max_matches or count == len(matched_places):
+        if position <= oldest or read == max_matches or count == len(matched_positions):
             break
-        whose = owners[(place & mask) // LOG_BLOCK] if has_owners else 0
+        whose = owners[(position & mask) // LOG_BLOCK] if has_owners else 0
         if whose != NOBODY and (whose != owner or not has_owners):
-            length, longest_here = 0, min(np.int64(len(tail)), place - oldest)
-            while length < longest_here:
+            length, max_length_here = 0, min(np.int64(len(tail)), position - oldest)
+            while length < max_length_here:
                 token = tail[len(tail) - 1 - length]
-                if token < 0 or tokens[(place - 1 - length) & mask] != token:
+                if token < 0 or tokens[(position - 1 - length) & mask] != token:
                     break
                 length += 1
             if length >= min_length:
                 read += 1
-                if length <= longest:
-                    matched_places[count], lengths[count] = place, length
+                if length <= max_length:
+                    matched_positions[count], lengths[count] = position, length
                     count += 1
-        earlier = np.int64(before[place & mask])
-        if earlier >= place:
+        earlier = np.int64(previous[position & mask])
+        if earlier >= position:
             break  # the file is damaged, or being written by another process
-        place = earlier
+        position = earlier
     return count
 
 
 @compiled
 def matches(memory: Ints, tail: Ints) -> tuple[Ints, Ints]:
-    """Return the places of tokens that followed the end of a context before, and the match lengths."""
-    matched_places, lengths = np.empty(MAX_MATCHES, np.int64), np.empty(MAX_MATCHES, np.int64)
+    """Return the positions of tokens that followed the end of a context before, and the match lengths."""
+    matched_positions, lengths = np.empty(MAX_MATCHES, np.int64), np.empty(MAX_MATCHES, np.int64)
     if len(tail) < CHAIN_KEY_TOKENS:
-        return matched_places[:0], lengths[:0]
+        return matched_positions[:0], lengths[:0]
     pair_hash = np.uint64(sequence_hash(tail, len(tail) - CHAIN_KEY_TOKENS, CHAIN_KEY_TOKENS))
-    count = search(memory[0], NOBODY, tail[-MAX_MATCH_TOKENS:], pair_hash, matched_places, lengths)
-    return matched_places[:count], lengths[:count]
+    count = search(memory[0], NOBODY, tail[-MAX_MATCH_TOKENS:], pair_hash, matched_positions, lengths)
+    return matched_positions[:count], lengths[:count]

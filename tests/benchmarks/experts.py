@@ -81,8 +81,8 @@ class VirtualEngine(RecordingEngine):
         super().__init__()
         self._mixture, self._random, self.milliseconds = mixture, np.random.default_rng(0), 0.0
 
-    def verify(self, cache: Cache, trees: Sequence[DraftTree], wants: Sequence[PassOptions] = ()) -> list[Verified]:
-        verified, rows = super().verify(cache, trees, wants), len(trees[0]) + 1
+    def verify(self, cache: Cache, trees: Sequence[DraftTree], options: Sequence[PassOptions] = ()) -> list[Verified]:
+        verified, rows = super().verify(cache, trees, options), len(trees[0]) + 1
         factor = self._random.normal(1.0, NOISE) if rows > 1 else 1.0
         taken = self._mixture.milliseconds(rows, self._mixture.overlap, factor)
         self.log.last_seconds = taken / 1e3

@@ -152,7 +152,7 @@ def row(tokens: int, folder: Path, last: list[Tokens]) -> str:
     store = HistoryStore.open(folder, MARK, MODEL)
 
     def tail(_: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-        start = int(rng.integers(max(1, store.places - MAX_MATCH_TOKENS)))
+        start = int(rng.integers(max(1, store.num_positions - MAX_MATCH_TOKENS)))
         return store.tokens(start, MAX_MATCH_TOKENS).astype(np.int64)
 
     return (

@@ -56,7 +56,7 @@ SMALL = 0.05
 LOOP = "loop"
 PARTS = ("drafter", "budget", "draft", "masks, ids", "accept", "commit", "learn", "observe", "text", "statistics", LOOP)
 MARKED: Sequence[tuple[object, str, str]] = (
-    (loop, "draft_for", "draft"),
+    (loop, "draft_trees", "draft"),
     (sequence, "draft_many", "drafter"),
     (SequenceState, "accept", "accept"),
     (SequenceState, "observe", "observe"),

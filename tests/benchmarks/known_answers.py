@@ -37,7 +37,7 @@ from hdtool.runtime.environment import machine
 from hdtool.runtime.model.checkpoint_identity import checkpoint_of
 from hdtool.runtime.model.load import load
 from hdtool.runtime.model.target import Target
-from hdtool.runtime.source_names import SourceName
+from hdtool.runtime.source_names import SourceId
 from hdtool.runtime.stores.store_set import StoreSet
 from hdtool.runtime.tree import ROOT, DraftTree
 
@@ -104,7 +104,7 @@ def spread(values: torch.Tensor, rows: torch.Tensor, nodes: int) -> torch.Tensor
 
 def has_match(tree: DraftTree) -> bool:
     """Return True unless all nodes are bare candidates of the last logits, without a lookup match."""
-    return bool(np.any((tree.sources != SourceName.LAST) | (tree.parents != ROOT)))
+    return bool(np.any((tree.sources != SourceId.LAST) | (tree.parents != ROOT)))
 
 
 def task_of(turn: RecordedTurn) -> str:

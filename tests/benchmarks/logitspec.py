@@ -41,7 +41,7 @@ from hdtool.runtime.engine import Verified
 from hdtool.runtime.environment import machine
 from hdtool.runtime.model.load import Loaded, load
 from hdtool.runtime.sequence import Step
-from hdtool.runtime.source_names import SourceName
+from hdtool.runtime.source_names import SourceId
 from hdtool.runtime.stores.store_set import StoreSet
 from hdtool.runtime.tree import DraftTree
 
@@ -141,7 +141,7 @@ class Counted:
         self.drafts = self.found = 0
 
     @property
-    def seconds(self) -> Mapping[SourceName, float]:
+    def seconds(self) -> Mapping[SourceId, float]:
         return self.drafter.seconds
 
     def begin(self, prompt: Sequence[int]) -> None:
@@ -151,7 +151,7 @@ class Counted:
         tree = self.drafter.draft(context)
         self.drafts += 1
         # A bare candidate at the root comes from the logits alone; all other nodes come from a lookup.
-        bare = isinstance(self.drafter, LogitSpec) and (tree.sources == SourceName.LAST) & (tree.parents == -1)
+        bare = isinstance(self.drafter, LogitSpec) and (tree.sources == SourceId.LAST) & (tree.parents == -1)
         self.found += bool(np.any(~np.broadcast_to(bare, len(tree))))
         return tree
 

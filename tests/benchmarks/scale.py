@@ -32,7 +32,7 @@ from hdtool.data.stores.manifest import TokenizerFingerprint
 from hdtool.runtime.config import BuildConfig, ModelConfig
 from hdtool.runtime.environment import machine
 from hdtool.runtime.model.load import load_tokenizer
-from hdtool.runtime.stores.corpus_index import LONGEST_CONTEXT, CorpusIndex
+from hdtool.runtime.stores.corpus_index import MAX_CONTEXT_TOKENS, CorpusIndex
 
 LOOK_UPS, FRESH = 3000, 60
 GROWN = 1.7
@@ -62,8 +62,8 @@ def contexts(index: CorpusIndex, count: int, seed: int) -> list[npt.NDArray[np.i
     rng = np.random.default_rng(seed)
     found = []
     for _ in range(count):
-        at = int(rng.integers(0, len(index.tokens) - LONGEST_CONTEXT))
-        context = np.array(index.tokens[at : at + LONGEST_CONTEXT], np.int64)
+        at = int(rng.integers(0, len(index.tokens) - MAX_CONTEXT_TOKENS))
+        context = np.array(index.tokens[at : at + MAX_CONTEXT_TOKENS], np.int64)
         context[-int(rng.integers(2, 9))] = rng.integers(index.end)
         found.append(context)
     return found

@@ -31,7 +31,7 @@ from hdtool.runtime.config.model import ACTIVATIONS
 from hdtool.runtime.drafter import Drafter
 from hdtool.runtime.drafters.methods import drafter_for
 from hdtool.runtime.environment import machine
-from hdtool.runtime.grammar import GrammarCompiler, GrammarProcessor, guided
+from hdtool.runtime.grammar import GrammarCompiler, GrammarProcessor, guided_drafter
 from hdtool.runtime.model.load import Loaded, load
 from hdtool.runtime.sequence import Finish
 from hdtool.runtime.stores.store_set import StoreSet
@@ -88,7 +88,7 @@ def answer(
     drafter: Drafter = drafter_for(decoding, loaded.target, stores)
     guide = compiler.guide(grammar)
     if mode == GUIDED:
-        drafter = guided(drafter, guide, LARGEST_TREE)
+        drafter = guided_drafter(drafter, guide, LARGEST_TREE)
     sampling = SamplingConfig(temperature=options.temperature, seed=1)
     sampler, stops = loaded.sampler(
         sampling, asked, max_new_tokens=options.max_new_tokens, first=[GrammarProcessor(guide)]

@@ -34,7 +34,7 @@ class Replayed(NamedTuple):
 
 def replayed(turns: list[RecordedTurn], minimum: float, max_draft_tokens: int) -> Replayed:
     drafter = BatchDrafter(
-        StoreSet(), VllmConfig(max_draft_tokens, minimum, 256, MEMORY), rows=1, longest=MAX_MODEL_LENGTH
+        StoreSet(), VllmConfig(max_draft_tokens, minimum, 256, MEMORY), rows=1, max_length=MAX_MODEL_LENGTH
     )
     work = drafter._hierarchy.work[0]
     tokens = steps = 0

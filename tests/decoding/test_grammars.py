@@ -37,14 +37,14 @@ from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
 from hdtool.runtime.engine import Verified
 from hdtool.runtime.engines.cpu import tree_pass
 from hdtool.runtime.engines.cpu.pass_kernel import compute_tree
-from hdtool.runtime.grammar import GrammarCompiler, Guide, GuidedDrafter, guided, masks_of
+from hdtool.runtime.grammar import GrammarCompiler, Guide, GuidedDrafter, guided_drafter, masks_of
 from hdtool.runtime.integrations.hf_generate import Generator
 from hdtool.runtime.integrations.server.formats import TokenLogprobs
 from hdtool.runtime.integrations.server.preparation import LogprobRecorder
 from hdtool.runtime.model.load import Loaded, load
 from hdtool.runtime.sampling.sampler import Sampler
 from hdtool.runtime.sequence import Finish
-from hdtool.runtime.source_names import SourceName
+from hdtool.runtime.source_names import SourceId
 from hdtool.runtime.tree import LARGEST_TREE, UNDETERMINED, DraftTree
 from tests.support.json_schemas import JSON_SCHEMAS
 
@@ -228,7 +228,7 @@ class TestCertainTokens:
             found: list[TokenLogprobs] = []
             guide = compiler.guide(Grammar.json_schema(JSON_SCHEMAS["sentiment"]))
             sampler = Sampler(SamplingConfig(), prompt, processors=LogitsProcessorList(masks_of(guide)))
-            recorder = LogprobRecorder(guided(drafter, guide, 12), 2, found)
+            recorder = LogprobRecorder(guided_drafter(drafter, guide, 12), 2, found)
             steps = decode(embedded.target, prompt, sampler, max_new_tokens=40, stops=embedded.stops, drafter=recorder)
             assert sum(len(step.tokens) for step in steps) == len(found)
             return found
@@ -239,7 +239,7 @@ class TestCertainTokens:
         assert skipped and not any(skipped)
 
     def test_recorded_rankings_read_all_logits(self, compiler: GrammarCompiler) -> None:
-        drafter = guided(Hierarchy(), compiler.guide(Grammar.regex("a+")))
+        drafter = guided_drafter(Hierarchy(), compiler.guide(Grammar.regex("a+")))
         assert not reads_logits(drafter)
         assert reads_logits(RankingRecorder(drafter, 2))
 
@@ -291,8 +291,8 @@ def test_all_schemas(temperature: float) -> None:
 def test_what_the_schema_forces_is_drafted_by_the_grammar() -> None:
     (answer,) = answers("hd", [JSON_SCHEMAS["moderation"]], nodes=32)
     stats = answer.stats
-    assert stats.drafted[SourceName.GRAMMAR] > 0
-    assert stats.accepted[SourceName.GRAMMAR] >= 0.9 * stats.drafted[SourceName.GRAMMAR]
+    assert stats.drafted[SourceId.GRAMMAR] > 0
+    assert stats.accepted[SourceId.GRAMMAR] >= 0.9 * stats.drafted[SourceId.GRAMMAR]
     assert stats.tokens / stats.steps > 2
 
 
@@ -339,8 +339,8 @@ class TestTrees:
         ]
         tokens = [data.draw(st.sampled_from([*likely, 5, 6])) for _ in range(size)]
         parents = [data.draw(st.integers(-1, node - 1)) for node in range(size)]
-        tree = DraftTree.of(0, tokens, parents, SourceName.CONTEXT)
-        found = GuidedDrafter(NoDraft(), guide, most)._guided(tree)
+        tree = DraftTree.of(0, tokens, parents, SourceId.CONTEXT)
+        found = GuidedDrafter(NoDraft(), guide, most)._constrain(tree)
         assert len(found) <= most
         paths: list[list[int]] = [[]]
         for node, (token, parent) in enumerate(zip(found.tokens.tolist(), found.parents.tolist(), strict=True)):
@@ -354,7 +354,7 @@ class TestTrees:
                 after.extend([*answer, *path])
                 allowed = (~after.forbidden(torch.device("cpu"), compiler.vocabulary)).nonzero()[:, 0].tolist()
                 assert allowed == [forced_tokens]
-        kept = found.sources == SourceName.CONTEXT
+        kept = found.sources == SourceId.CONTEXT
         expected = [node for node in range(size) if self.is_allowed(oracle, tree, node)]
         assert found.tokens[kept].tolist() == [tokens[node] for node in expected]
         assert guide.forced() == oracle_forced(compiler, oracle), "the state is as before"
@@ -377,15 +377,15 @@ class TestTrees:
         tree = drafter.draft(prompt)
         assert tree.tokens[:6].tolist() == [11, 12, 13, 14, 15, 16]
         assert tree.parents[:6].tolist() == [-1, 0, 1, 2, 3, 4]
-        assert tree.sources[:3].tolist() == [SourceName.GRAMMAR, SourceName.GRAMMAR, SourceName.CONTEXT]
+        assert tree.sources[:3].tolist() == [SourceId.GRAMMAR, SourceId.GRAMMAR, SourceId.CONTEXT]
         after = drafter.draft(prompt)
         assert (after.tokens.tolist(), after.parents.tolist()) == (before.tokens.tolist(), before.parents.tolist())
 
     def test_plain_decoding_stays_plain(self, compiler: GrammarCompiler) -> None:
         drafter = NoDraft()
-        assert guided(drafter, compiler.guide(Grammar.regex("a+")), 8) is drafter
+        assert guided_drafter(drafter, compiler.guide(Grammar.regex("a+")), 8) is drafter
         hierarchy = Hierarchy()
-        assert guided(hierarchy, compiler.guide(Grammar.regex("a+")), 0) is hierarchy
+        assert guided_drafter(hierarchy, compiler.guide(Grammar.regex("a+")), 0) is hierarchy
 
 
 def oracle_forced(compiler: GrammarCompiler, matcher: LLMatcher) -> list[int]:

@@ -36,8 +36,8 @@ class Noted(Target):
 
     notes: list[str]
 
-    def verify(self, cache: Cache, trees: Sequence[DraftTree], wants: Sequence[PassOptions] = ()) -> list[Verified]:
-        verified = super().verify(cache, trees, wants)
+    def verify(self, cache: Cache, trees: Sequence[DraftTree], options: Sequence[PassOptions] = ()) -> list[Verified]:
+        verified = super().verify(cache, trees, options)
         self.notes.append("started")
         return verified
 

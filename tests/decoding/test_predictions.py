@@ -30,7 +30,7 @@ from hdtool.runtime.model.load import load_tokenizer
 from hdtool.runtime.model.target import Target
 from hdtool.runtime.sampling.sampler import Sampler
 from hdtool.runtime.sequence import Stats, Step
-from hdtool.runtime.source_names import SourceName
+from hdtool.runtime.source_names import SourceId
 from tests.support.decoding import SAMPLINGS, output_tokens, run
 from tests.support.families import FAMILIES, VOCABULARY, model_of
 from tests.support.oracle import generated, prompt_of
@@ -303,7 +303,7 @@ def test_collect_drafts_from_predictions(tmp_path: Path, capfd: pytest.CaptureFi
 def test_methods_without_predictions_ignore_those_of_a_file(capfd: pytest.CaptureFixture[str]) -> None:
     prompt = Prompt(({"role": "user", "content": QUESTION},), prediction="some text")
     (answer,) = Answerer(ModelConfig(), DecodeConfig("pld", 8), SamplingConfig()).all_answers([prompt])
-    assert "".join(answer) and not answer.stats.drafted[SourceName.PREDICTION]
+    assert "".join(answer) and not answer.stats.drafted[SourceId.PREDICTION]
 
 
 @pytest.mark.parametrize(

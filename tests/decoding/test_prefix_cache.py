@@ -22,7 +22,7 @@ from hdtool.runtime.model.cache.slots import Cache
 from hdtool.runtime.model.cache.states import MAX_SNAPSHOTS
 from hdtool.runtime.model.static_steps import CaptureMaker, Run, never
 from hdtool.runtime.model.target import Target
-from hdtool.runtime.prefix_cache import MIN_CACHED_PREFIX, PrefixCache, PromptReader, common_prefix
+from hdtool.runtime.prefix_cache import MIN_CACHED_PREFIX, PrefixCache, PromptReader, common_prefix_length
 from hdtool.runtime.sampling.sampler import Sampler
 from hdtool.runtime.sequence import Step
 from hdtool.runtime.tree import ROOT, DraftTree
@@ -86,7 +86,7 @@ def test_a_prompt_read_in_pieces_has_the_logits_of_one_read_at_once(family: str)
         other = [*prompt[:known], *prompt_of(23)]
         verified, cached = read(target, cache, other, slot=int(is_running))
         assert_same_logits(verified.logits[0], plain_logits(target.model, other))
-        shared = common_prefix(prompt, other[:-1])
+        shared = common_prefix_length(prompt, other[:-1])
         if family in HYBRIDS:
             assert cached in states_after(length, most, shared) if target.continues else not cached
         else:
@@ -172,10 +172,8 @@ def test_answers_in_slots_that_copy_from_one_another_are_those_of_an_empty_cache
 
     @settings(max_examples=8)
     @given(st.integers(1, 3), st.sampled_from([0, 2**16, 2**30]), st.lists(SHARED_TURN, min_size=3, max_size=7))
-    def check(slots: int, most_bytes: int, turns: list[tuple[int, int, list[int], str]]) -> None:
-        loop = Loop[int](
-            target, target.allocate(slots), max_new_tokens=MAX_NEW_TOKENS, prefixes=PrefixCache(most_bytes)
-        )
+    def check(slots: int, max_bytes: int, turns: list[tuple[int, int, list[int], str]]) -> None:
+        loop = Loop[int](target, target.allocate(slots), max_new_tokens=MAX_NEW_TOKENS, prefixes=PrefixCache(max_bytes))
         before = [prompt_of(40 + number) for number in range(3)]
         found: dict[int, list[int]] = {}
 

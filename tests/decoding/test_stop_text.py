@@ -13,7 +13,7 @@ from hdtool.cli.app import run
 from hdtool.data.prompts import Prompt
 from hdtool.runtime.answerer import Answerer
 from hdtool.runtime.config import DecodeConfig, ModelConfig, SamplingConfig
-from hdtool.runtime.source_names import SourceName
+from hdtool.runtime.source_names import SourceId
 from hdtool.runtime.text_stream import before_stop, cut_at_stop
 
 TEXTS = st.text("ab\n", max_size=12)
@@ -26,9 +26,9 @@ QUESTIONS = ("def read(path):", "What is a list in Python?", "import os")
 def test_what_is_shown_ends_before_the_first_stop_string(pieces: list[str], stops: list[str]) -> None:
     read: list[str] = []
 
-    def source(number: int) -> SourceName:
+    def source(number: int) -> SourceId:
         read.append(pieces[number])
-        return SourceName(number % 3)
+        return SourceId(number % 3)
 
     shown = list(before_stop(((piece, source(number)) for number, piece in enumerate(pieces)), stops))
     whole = "".join(pieces)
@@ -36,7 +36,7 @@ def test_what_is_shown_ends_before_the_first_stop_string(pieces: list[str], stop
     expected = whole[: min(places)] if places else whole
     assert "".join(text for text, _ in shown) == cut_at_stop(whole, stops) == expected
     assert read == pieces, "the steps behind the text are counted to their end"
-    of_characters = [SourceName(number % 3) for number, piece in enumerate(pieces) for _ in piece]
+    of_characters = [SourceId(number % 3) for number, piece in enumerate(pieces) for _ in piece]
     assert [found for text, found in shown for _ in text] == of_characters[: len(expected)]
 
 

@@ -9,7 +9,7 @@ from hdtool.builders.evaluation.recording import RecordedTurn
 from hdtool.builders.evaluation.replay import ReplayMethod, replay_method
 from hdtool.runtime.budget.cost_curve import CostCurve
 from hdtool.runtime.config import DecodeConfig
-from hdtool.runtime.drafter import EXPECTED_HITS, LARGEST_FACTOR, AnswerCalibration
+from hdtool.runtime.drafter import EXPECTED_HITS, MAX_FACTOR, AnswerCalibration
 from hdtool.runtime.stores.store_set import StoreSet
 from hdtool.runtime.tree import ROOT
 
@@ -37,7 +37,7 @@ def test_the_factor_has_a_limit_forgets_and_starts_anew() -> None:
     calibration = AnswerCalibration()
     for _ in range(100):
         observed(calibration, [0.1], [ROOT], DRAWN)
-    assert calibration.factor == LARGEST_FACTOR
+    assert calibration.factor == MAX_FACTOR
     for _ in range(1000):
         observed(calibration, [0.5], [ROOT], DRAWN + OTHERS)
     assert calibration.factor < 0.1

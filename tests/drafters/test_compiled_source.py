@@ -11,10 +11,10 @@ from hdtool.runtime.budget.node_budget import FixedBudget
 from hdtool.runtime.drafters.hierarchy.candidates import RESTART, CompiledSource, Prior, contribute, record_at, work_at
 from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
 from hdtool.runtime.engine import Verified
-from hdtool.runtime.source_names import SourceName
+from hdtool.runtime.source_names import SourceId
 from hdtool.runtime.stores.token_log import MAX_MATCH_TOKENS
 
-NUMBER = SourceName.LOOKAHEAD.value
+NUMBER = SourceId.LOOKAHEAD.value
 COUNTER = np.dtype([("emitted", np.int64), ("restarts", np.int64), ("token", np.int64, 1), ("count", np.int64, 1)])
 
 
@@ -36,14 +36,14 @@ def move(at: int, token: int, emitted: int) -> None:
     counter.restarts += token == RESTART
 
 
-COUNTING = CompiledSource(SourceName.LOOKAHEAD, 2, Prior(1, 0.3, 0.5, 0.5, 0.5), find, weigh, move)
+COUNTING = CompiledSource(SourceId.LOOKAHEAD, 2, Prior(1, 0.3, 0.5, 0.5, 0.5), find, weigh, move)
 
 
 def test_it_drafts_learns_and_follows() -> None:
     record = np.zeros(1, COUNTER)
     record["count"] = 1
     hierarchy = Hierarchy(budget=FixedBudget(5), sources={COUNTING: record})
-    before = hierarchy.weights(SourceName.LOOKAHEAD)[0, 0]
+    before = hierarchy.weights(SourceId.LOOKAHEAD)[0, 0]
     restarts = int(record["restarts"][0])
     hierarchy.begin([900, 500, 7])
     tree = hierarchy.draft([900, 500, 7])
@@ -52,7 +52,7 @@ def test_it_drafts_learns_and_follows() -> None:
     assert hierarchy.probs[:2] == pytest.approx([before, before**2])
     hierarchy.observe(Accepted([0, 1], [8, 9, 10]), Verified(torch.empty(0)))
     hierarchy.draft([900, 500, 7, 8, 9, 10])
-    assert hierarchy.weights(SourceName.LOOKAHEAD)[0, 0] > before, "it was right"
+    assert hierarchy.weights(SourceId.LOOKAHEAD)[0, 0] > before, "it was right"
     assert record["emitted"][0] == 3 and record["restarts"][0] == restarts + 1
 
 
@@ -64,4 +64,4 @@ def test_the_sources_of_the_package_come_after_it() -> None:
     hierarchy.begin(context)
     tree = hierarchy.draft(context)
     assert {6, 90} <= set(tree.tokens[tree.parents < 0].tolist())
-    assert {NUMBER, SourceName.CONTEXT.value} <= set(tree.sources.tolist())
+    assert {NUMBER, SourceId.CONTEXT.value} <= set(tree.sources.tolist())

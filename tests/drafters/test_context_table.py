@@ -15,7 +15,7 @@ from hdtool.runtime.drafters.hierarchy.matches import (
     find_matches,
     order_of_match,
 )
-from hdtool.runtime.stores.live_tables import CHAIN_LENGTHS, CONTEXT_WINDOW, LONG_CHAIN, ContextTable, latest_place
+from hdtool.runtime.stores.live_tables import CHAIN_LENGTHS, CONTEXT_WINDOW, LONG_CHAIN, ContextTable, latest_position
 from hdtool.runtime.stores.model_store import sequence_hash
 from hdtool.runtime.stores.token_log import MAX_MATCH_TOKENS
 
@@ -147,13 +147,13 @@ def test_the_latest_place_of_a_token_is_found(context: list[int], token: int) ->
     table = ContextTable()
     table.read(context)
     earlier = [place for place, other in enumerate(context[:-1]) if other == token]
-    assert latest_place(table.memory[0], token) == (earlier[-1] if earlier else -1)
+    assert latest_position(table.memory[0], token) == (earlier[-1] if earlier else -1)
 
 
 def test_the_latest_place_is_within_the_window() -> None:
     table = ContextTable()
     table.read([7, *[1, 2] * (CONTEXT_WINDOW // 2)])
-    assert latest_place(table.memory[0], 7) == -1, "the ring no longer holds it"
-    assert latest_place(table.memory[0], 1) == CONTEXT_WINDOW - 1
+    assert latest_position(table.memory[0], 7) == -1, "the ring no longer holds it"
+    assert latest_position(table.memory[0], 1) == CONTEXT_WINDOW - 1
     table.reset()
-    assert latest_place(table.memory[0], 1) == -1
+    assert latest_position(table.memory[0], 1) == -1

@@ -27,7 +27,7 @@ from hdtool.runtime.loop import Request
 from hdtool.runtime.model.load import load
 from hdtool.runtime.model.target import Target
 from hdtool.runtime.sampling.sampler import Sampler
-from hdtool.runtime.source_names import SourceName
+from hdtool.runtime.source_names import SourceId
 from hdtool.runtime.stores.store_set import StoreSet
 from tests.support.decoding import SAMPLINGS, output_tokens, run
 from tests.support.families import model_of, random_model
@@ -37,7 +37,7 @@ from tests.support.rehearsed import direct
 
 def alone(draft: Target, target: Target, nodes: int = 8) -> StandaloneDrafter:
     module = DraftModel(draft, target.vocabulary)
-    drafter = SequentialDrafter(module, FixedPace(), source=SourceName.DRAFTER, width=1)
+    drafter = SequentialDrafter(module, FixedPace(), source=SourceId.DRAFTER, width=1)
     return StandaloneDrafter(drafter, FixedBudget(nodes))
 
 
@@ -55,7 +55,7 @@ def test_drafts_change_no_token(family: str, draft: str, sampling: str) -> None:
         plain = output_tokens(run(target, prompt, chosen, max_new_tokens=24))
         steps = run(target, prompt, chosen, max_new_tokens=24, drafter=drafter)
         assert output_tokens(steps) == plain
-        assert {source for step in steps for source in step.tree.sources.tolist()} == {SourceName.DRAFTER}
+        assert {source for step in steps for source in step.tree.sources.tolist()} == {SourceId.DRAFTER}
 
 
 @pytest.mark.parametrize("capture", [None, direct], ids=["eager", "fixed"])

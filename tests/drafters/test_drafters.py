@@ -22,7 +22,7 @@ from hdtool.runtime.drafters.published.suffix_decoding import SuffixDecoding
 from hdtool.runtime.drafters.published.token_recycling import TokenRecycling
 from hdtool.runtime.model.target import Target
 from hdtool.runtime.sequence import Finish
-from hdtool.runtime.source_names import SourceName
+from hdtool.runtime.source_names import SourceId
 from hdtool.runtime.stores.corpus_index import CorpusIndex
 from hdtool.runtime.stores.model_store import ModelStore
 from hdtool.runtime.tree import LARGEST_TREE
@@ -113,7 +113,7 @@ def test_all_sources_have_their_part(folder: Path) -> None:
     for config in SAMPLINGS.values():
         for step in run(target_of("llama"), PROMPT, config, drafter=drafter):
             drafted |= set(step.tree.sources.tolist())
-    names = {SourceName.CONTEXT, SourceName.MODEL, SourceName.CORPUS, SourceName.LOOKAHEAD}
+    names = {SourceId.CONTEXT, SourceId.MODEL, SourceId.CORPUS, SourceId.LOOKAHEAD}
     assert drafted == names == {name for name, seconds in drafter.seconds.items() if seconds > 0}
 
 
@@ -203,5 +203,5 @@ def test_the_corpus_alone_keeps_to_its_budget(most: int, folder: Path) -> None:
     kept = min(most, len(found.tokens))
     assert tree.tokens.tolist() == found.tokens[:kept].tolist()
     assert tree.parents.tolist() == found.parents[:kept].tolist()
-    assert set(tree.sources.tolist()) <= {SourceName.CORPUS}
+    assert set(tree.sources.tolist()) <= {SourceId.CORPUS}
     assert not len(drafter.draft([VOCABULARY + 5])), "no tokenizer has it, but a drafter must not fall over it"

@@ -10,7 +10,7 @@ from hdtool.runtime.budget.node_budget import FixedBudget
 from hdtool.runtime.drafters.hierarchy.candidates import MANY_TOKENS, evidence_bucket
 from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
 from hdtool.runtime.engine import Verified
-from hdtool.runtime.source_names import SourceName
+from hdtool.runtime.source_names import SourceId
 from tests.support.project import ROOT
 
 CONVERSATION = [1, 2, 3, 1, 2, 4, 1, 2]
@@ -30,7 +30,7 @@ def test_the_example_is_what_the_drafter_computes() -> None:
     assert f"`{' '.join(map(str, CONVERSATION))}`" in example
     hierarchy, bucket = Hierarchy(budget=FixedBudget(2)), evidence_bucket(2, MANY_TOKENS)
     hierarchy.begin(CONVERSATION)
-    weight = on_page(float(hierarchy.weights(SourceName.CONTEXT)[1, bucket]))
+    weight = on_page(float(hierarchy.weights(SourceId.CONTEXT)[1, bucket]))
     second = on_page(weight / 2)
     left = on_page(1 - weight)
     first = on_page(left * weight / 2)
@@ -47,7 +47,7 @@ def test_the_example_is_what_the_drafter_computes() -> None:
     on_page(1 - credit)
     hierarchy.observe(Accepted([], [4]), Verified(torch.empty(0)))
     hierarchy.draft([*CONVERSATION, 4])
-    learned = hierarchy.weights(SourceName.CONTEXT)[:2, bucket]
+    learned = hierarchy.weights(SourceId.CONTEXT)[:2, bucket]
     assert learned[1] == pytest.approx((20 * weight + credit) / 21, rel=1e-9)
     assert learned[0] == pytest.approx((20 * weight + first / estimate) / (21 - credit), rel=1e-9)
     for number in learned.tolist():

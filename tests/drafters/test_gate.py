@@ -21,7 +21,7 @@ from hdtool.runtime.drafters.trained.proposal import TrainedDrafter
 from hdtool.runtime.drafters.trained.select_drafter import StandaloneDrafter, published_drafter
 from hdtool.runtime.drafters.trained.sequential import AcceptedTokens, QueuedTokens, SequentialDrafter
 from hdtool.runtime.model.target import Target
-from hdtool.runtime.source_names import SourceName
+from hdtool.runtime.source_names import SourceId
 from tests.support.decoding import output_tokens, run
 from tests.support.families import model_of, random_model
 from tests.support.mtp import with_mtp
@@ -34,7 +34,7 @@ def speed(gate: TrainedGate, steps: int, drafting: tuple[float, float], without:
     """Tokens per second of so many steps, each kind with its tokens and seconds."""
     tokens = seconds = 0.0
     for _ in range(steps):
-        step = drafting if gate.now else without
+        step = drafting if gate.runs_drafter else without
         gate.observe(*step)
         tokens, seconds = tokens + step[0], seconds + step[1]
     return tokens / seconds
@@ -61,7 +61,7 @@ def test_a_single_interruption_does_not_switch_it_off() -> None:
 
 def test_a_step_counts_for_its_own_kind_though_another_answer_has_switched_the_gate() -> None:
     gate = TrainedGate()
-    while gate.now:
+    while gate.runs_drafter:
         gate.observe(3.0, 1.0, used=True)
     gate.observe(100.0, 1.0, used=True)  # this step began before the switch
     assert gate._observed == [0, TRIAL_STEPS + 1]
@@ -73,8 +73,8 @@ def test_the_gate_follows_a_change() -> None:
         speed(gate, 3000, (tokens, 1.2), (1.5, 1.0))
         used = list[bool]()
         for _ in range(500):
-            used.append(gate.now)
-            gate.observe(*((tokens, 1.2) if gate.now else (1.5, 1.0)))
+            used.append(gate.runs_drafter)
+            gate.observe(*((tokens, 1.2) if gate.runs_drafter else (1.5, 1.0)))
         assert np.mean(used) > 0.9 if tokens > 1.8 else np.mean(used) < 0.1
 
 
@@ -88,7 +88,7 @@ class Pauses:
         self.steps = 0
 
     @property
-    def now(self) -> bool:
+    def runs_drafter(self) -> bool:
         return self.steps % 10 < 3
 
     def observe(self, tokens: float, seconds: float, used: bool) -> None:
@@ -110,7 +110,7 @@ def of_layers(number: int, folder: Path) -> tuple[Target, TrainedDrafter]:
 def of_model(folder: Path) -> tuple[Target, TrainedDrafter]:
     target = Target(model_of("llama"))
     module = DraftModel(Target(model_of("qwen3")), target.vocabulary)
-    return target, SequentialDrafter(module, FixedPace(), source=SourceName.DRAFTER, width=1)
+    return target, SequentialDrafter(module, FixedPace(), source=SourceId.DRAFTER, width=1)
 
 
 def published(model: Callable[[], PreTrainedModel], make: Maker, folder: Path) -> tuple[Target, TrainedDrafter]:

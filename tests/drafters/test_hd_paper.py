@@ -16,7 +16,7 @@ from hdtool.runtime.accept import Accepted
 from hdtool.runtime.config import PaperConfig
 from hdtool.runtime.drafters.hd_paper import SEQUENCE_LENGTH, PaperDrafter, SequenceTable, lookahead_decoding
 from hdtool.runtime.engine import Verified
-from hdtool.runtime.source_names import SourceName
+from hdtool.runtime.source_names import SourceId
 from hdtool.runtime.tree import LARGEST_TREE, NO_TOKEN, DraftTree, Trie, sequences_of
 from tests.support.trees import check_integrity, path_to, tokens_to, trees
 
@@ -64,7 +64,7 @@ class FewTexts:
         suffix = next((s for s in (tuple(context[-n:]) for n in (2, 1)) if len(s) and s in self.known), ())
         trie = Trie(LARGEST_TREE)
         trie.add(padded(self.known.get(suffix, [])), 0, wanted=100)
-        tokens, parents, _ = trie.nodes()
+        tokens, parents, _ = trie.copy_arrays()
         return SimpleNamespace(tokens=tokens, parents=parents, matched=min(len(suffix), len(context)))
 
 
@@ -81,7 +81,7 @@ def paths(tree: DraftTree) -> dict[tuple[int, ...], int]:
     return found
 
 
-def united(sequences: list[tuple[list[int], SourceName]], wanted: int) -> dict[tuple[int, ...], int]:
+def united(sequences: list[tuple[list[int], SourceId]], wanted: int) -> dict[tuple[int, ...], int]:
     """The nodes of the first ``wanted`` sequences that bring any."""
     nodes: dict[tuple[int, ...], int] = {}
     for sequence, source in sequences:
@@ -133,7 +133,7 @@ def test_sequences_are_united(additions: list[tuple[Sequences, int]]) -> None:
                     nodes.setdefault(tuple(row[:end]), source)
             expected += len(nodes) > before
         assert brought == expected
-    tree = DraftTree(0, *trie.nodes())
+    tree = DraftTree(0, *trie.copy_arrays())
     check_integrity(tree)
     assert paths(tree) == nodes
     trie.clear()
@@ -143,7 +143,7 @@ def test_sequences_are_united(additions: list[tuple[Sequences, int]]) -> None:
 def test_a_full_tree_takes_no_more() -> None:
     trie = Trie(6)
     assert trie.add(np.arange(16).reshape(4, 4), 1, wanted=7) == 2
-    tree = DraftTree(0, *trie.nodes())
+    tree = DraftTree(0, *trie.copy_arrays())
     assert set(paths(tree)) == {(0,), (0, 1), (0, 1, 2), (0, 1, 2, 3), (4,), (4, 5)}
     assert trie.add(np.arange(100, 104).reshape(1, 4), 1, wanted=7) == 0
 
@@ -154,7 +154,7 @@ def test_a_tree_is_appended_to_the_sequences() -> None:
         trie.clear()
         trie.add(np.arange(8).reshape(2, 4), 1, wanted=size // 3)
         trie.append_tree(np.array([0, 8, 9]), np.array([-1, 0, -1], np.int32), 4)
-        tokens, parents, sources = trie.nodes()
+        tokens, parents, sources = trie.copy_arrays()
         start = len(trie) - 3
         assert (start, tokens[start:].tolist()) == (size, [0, 8, 9])
         assert parents[start:].tolist() == [-1, start, -1]
@@ -185,19 +185,19 @@ TEXTS = {
 def slow_draft(context: list[int], order: str, most: int) -> dict[tuple[int, ...], int]:
     table = SlowTable(most)
     table.add_text(context)
-    fetched: list[tuple[list[int], SourceName]] = []
+    fetched: list[tuple[list[int], SourceId]] = []
     for letter in order:
         if letter == "C":
-            fetched += [(sequence, SourceName.CONTEXT) for sequence in table.kept.get(context[-1], [])]
+            fetched += [(sequence, SourceId.CONTEXT) for sequence in table.kept.get(context[-1], [])]
         elif letter == "M":
-            fetched += [(sequence, SourceName.MODEL) for sequence in PHRASES.get(context[-1], [])[:most]]
+            fetched += [(sequence, SourceId.MODEL) for sequence in PHRASES.get(context[-1], [])[:most]]
         else:
             for suffix in (tuple(context[-2:]), tuple(context[-1:])):
                 trie = Trie(LARGEST_TREE)
                 trie.add(padded(TEXTS.get(suffix, [])), 0, wanted=100)
-                tokens, parents, _ = trie.nodes()
+                tokens, parents, _ = trie.copy_arrays()
                 for row in sequences_of(tokens, parents, SEQUENCE_LENGTH, most).tolist():
-                    fetched.append(([token for token in row if token != NO_TOKEN], SourceName.CORPUS))
+                    fetched.append(([token for token in row if token != NO_TOKEN], SourceId.CORPUS))
     return united(fetched, most)
 
 
@@ -217,7 +217,7 @@ def test_databases_are_asked_in_order(context: list[int], order: list[str], use:
             tree = drafter.draft(context[:end])
             check_integrity(tree)
             assert paths(tree) == slow_draft(context[:end], letters, most)
-    named = {"C": SourceName.CONTEXT, "M": SourceName.MODEL, "S": SourceName.CORPUS}
+    named = {"C": SourceId.CONTEXT, "M": SourceId.MODEL, "S": SourceId.CORPUS}
     assert set(tree.sources.tolist()) <= {named[letter] for letter in letters}
 
 
@@ -246,15 +246,15 @@ def test_the_lookahead_branch_feeds_the_table() -> None:
     drafter.observe(Accepted([], [7]), saying([7]))
     for step in range(4):
         tree = drafter.draft([*prompt, *range(7, 8 + step)])
-        assert set(tree.sources.tolist()) == {SourceName.LOOKAHEAD}, "nothing in the table starts with a new token"
+        assert set(tree.sources.tolist()) == {SourceId.LOOKAHEAD}, "nothing in the table starts with a new token"
         drafter.observe(Accepted([], [8 + step]), saying([100 + step] * (len(tree) + 1)))
     tree = drafter.draft([*prompt, *range(7, 12)])
     assert drafter._table.after(10).tolist() == [[100, 101, 102, 103]]
-    drafts = tree.sources != SourceName.LOOKAHEAD
+    drafts = tree.sources != SourceId.LOOKAHEAD
     assert not drafts.any()
     assert drafter.draft([*prompt, *range(7, 12), 10]).tokens.tolist()[:4] == [100, 101, 102, 103]
     assert all(seconds >= 0 for seconds in drafter.seconds.values())
-    assert drafter.seconds[SourceName.LOOKAHEAD] > 0
+    assert drafter.seconds[SourceId.LOOKAHEAD] > 0
 
 
 def test_only_the_tree_that_was_drafted_is_learned_from() -> None:
@@ -264,16 +264,16 @@ def test_only_the_tree_that_was_drafted_is_learned_from() -> None:
     drafter.begin(prompt)
     window = drafter._lookahead
     assert window
-    start = window.nodes()[0].tolist()
+    start = window.branch()[0].tolist()
     drafter.observe(Accepted([], [1]), saying([1]))
     tree = drafter.draft(prompt)
     clipped = tree.clipped(2)
     assert len(clipped) < len(tree)
     drafter.observe(Accepted([], [2]), saying([2] * (len(clipped) + 1)))
-    assert window.nodes()[0].tolist() == start
+    assert window.branch()[0].tolist() == start
     tree = drafter.draft([*prompt, 2])
     drafter.observe(Accepted([], [3]), Verified(torch.empty(len(tree) + 1, 0)))
-    assert window.nodes()[0].tolist() == start
+    assert window.branch()[0].tolist() == start
     tree = drafter.draft([*prompt, 2, 3])
     drafter.observe(Accepted([], [3]), saying([9] * (len(tree) + 1)))
-    assert window.nodes()[0].tolist() != start
+    assert window.branch()[0].tolist() != start

@@ -187,7 +187,7 @@ def test_saved_heads_load_unchanged(tmp_path: Path) -> None:
         saved.save(tmp_path / name)
         assert {path.stat().st_mode & 0o777 for path in (tmp_path / name).iterdir()} == {0o666 & ~umask()}
         found = load_heads(tmp_path / name, target.model)
-        assert found.heads.config == config and found.judged == saved.judged
+        assert found.heads.config == config and found.evaluation == saved.evaluation
         for key, weight in saved.heads.state_dict().items():
             kept = weight.half().float() if weight.is_floating_point() else weight
             torch.testing.assert_close(found.heads.state_dict()[key], kept, rtol=0, atol=0)

@@ -27,7 +27,7 @@ from hdtool.runtime.loop import Request
 from hdtool.runtime.model.static_steps import CaptureMaker, never
 from hdtool.runtime.model.target import Target
 from hdtool.runtime.sampling.sampler import Sampler
-from hdtool.runtime.source_names import SourceName
+from hdtool.runtime.source_names import SourceId
 from hdtool.runtime.stores.store_set import StoreSet
 from hdtool.runtime.tree import ROOT, DraftTree
 from tests.support.decoding import SAMPLINGS, output_tokens, run
@@ -103,9 +103,9 @@ def test_the_accepted_are_counted_as_theirs() -> None:
     steps = [
         step for length in range(5, 12) for step in run(target, prompt_of(length), SamplingConfig(), drafter=drafter)
     ]
-    taken = [source for step in steps for source in step.sources if source is not SourceName.NONE]
-    assert len(taken) > 5 and set(taken) == {SourceName.HEADS}
-    assert drafter.seconds[SourceName.HEADS] > 0
+    taken = [source for step in steps for source in step.sources if source is not SourceId.NONE]
+    assert len(taken) > 5 and set(taken) == {SourceId.HEADS}
+    assert drafter.seconds[SourceId.HEADS] > 0
 
 
 def test_several_conversations_in_one_pass_keep_their_own_states() -> None:
@@ -242,8 +242,8 @@ def test_heads_among_other_sources_do_not_change_the_output(family: str, samplin
         steps = run(target, prompt, chosen, drafter=drafter)
         assert output_tokens(steps) == output_tokens(run(target, prompt, chosen))
         taken |= {source for step in steps for source in step.tree.sources.tolist()}
-    assert SourceName.HEADS in taken and SourceName.CONTEXT in taken
-    assert drafter.seconds.get(SourceName.HEADS, 1) > 0
+    assert SourceId.HEADS in taken and SourceId.CONTEXT in taken
+    assert drafter.seconds.get(SourceId.HEADS, 1) > 0
 
 
 def heads_alone() -> tuple[Hierarchy, HeadsState, list[int]]:
@@ -263,12 +263,12 @@ def test_a_heads_evidence_enters_the_estimate_at_its_depth() -> None:
     """With nothing else known, a node has its head's tokens as children, as likely as the head and its weight say."""
     drafter, session, context = heads_alone()
     tree = drafter.draft(context)
-    assert len(tree) == 30 and set(tree.sources.tolist()) == {SourceName.HEADS}
+    assert len(tree) == 30 and set(tree.sources.tolist()) == {SourceId.HEADS}
     for node, parent in enumerate(tree.parents.tolist()):
         head = int(tree.depths[node + 1]) - 1
         (rank,) = np.flatnonzero(session.tokens[head] == tree.tokens[node])
         sure = min(7, int(8 * session.probs[head, 0]))
-        weight = drafter.weights(SourceName.HEADS)[head, 3 * sure]
+        weight = drafter.weights(SourceId.HEADS)[head, 3 * sure]
         above = drafter.probs[parent] if parent >= 0 else 1.0
         assert drafter.probs[node] == pytest.approx(above * weight * session.probs[head, rank], rel=1e-3)
 

@@ -26,7 +26,7 @@ from hdtool.runtime.drafters.hierarchy.drafter import TIMED_EVERY, Hierarchy
 from hdtool.runtime.engine import Verified
 from hdtool.runtime.kernels.compiled import HAS_CLOCK
 from hdtool.runtime.model.target import Target
-from hdtool.runtime.source_names import SourceName
+from hdtool.runtime.source_names import SourceId
 from hdtool.runtime.stores.corpus_index import CorpusIndex
 from hdtool.runtime.stores.history_store import History
 from hdtool.runtime.stores.model_store import ModelStore
@@ -50,12 +50,12 @@ from tests.support.trees import check_integrity, path_to
 Documents = list[list[int]]
 NO_LOGITS = Verified(torch.empty(0))
 WEIGHTS = {
-    SourceName.CONTEXT: slice(CONTEXT_ORDERS, MODEL_ORDERS),
-    SourceName.MODEL: slice(MODEL_ORDERS, CORPUS_ORDERS),
-    SourceName.CORPUS: slice(CORPUS_ORDERS, RECYCLED_ORDERS),
-    SourceName.RECYCLED: slice(RECYCLED_ORDERS, HISTORY_ORDERS),
-    SourceName.HISTORY: slice(HISTORY_ORDERS, LAST_ORDERS),
-    SourceName.LAST: slice(LAST_ORDERS, ORDERS),
+    SourceId.CONTEXT: slice(CONTEXT_ORDERS, MODEL_ORDERS),
+    SourceId.MODEL: slice(MODEL_ORDERS, CORPUS_ORDERS),
+    SourceId.CORPUS: slice(CORPUS_ORDERS, RECYCLED_ORDERS),
+    SourceId.RECYCLED: slice(RECYCLED_ORDERS, HISTORY_ORDERS),
+    SourceId.HISTORY: slice(HISTORY_ORDERS, LAST_ORDERS),
+    SourceId.LAST: slice(LAST_ORDERS, ORDERS),
 }
 """The rows of the reference's weights."""
 
@@ -98,7 +98,7 @@ def test_trees_and_weights_equal_slow_counting(used: str, vocabulary: int, shard
     """In one shard and in many; ranges are read whole and in samples; before learning and after; greedy and sampled."""
     documents = random_documents(vocabulary, vocabulary)
     model, corpus = stores_of(tmp_path, documents, vocabulary, shard_bytes)
-    assert (len(corpus.shards.places) > 1) == (shard_bytes == 700)
+    assert (len(corpus.shards.extents) > 1) == (shard_bytes == 700)
     stores = model if "M" in used else None, corpus if "S" in used else None
     drafted: set[int] = set()
     for seed, sampled_with in enumerate((None, 7)):
@@ -164,12 +164,12 @@ def test_trees_of_long_copies_equal_slow_counting(used: str) -> None:
 
 
 SOURCES = {
-    "C": SourceName.CONTEXT,
-    "H": SourceName.HISTORY,
-    "M": SourceName.MODEL,
-    "S": SourceName.CORPUS,
-    "L": SourceName.LAST,
-    "R": SourceName.RECYCLED,
+    "C": SourceId.CONTEXT,
+    "H": SourceId.HISTORY,
+    "M": SourceId.MODEL,
+    "S": SourceId.CORPUS,
+    "L": SourceId.LAST,
+    "R": SourceId.RECYCLED,
 }
 
 
@@ -214,7 +214,7 @@ def test_a_smaller_tree_is_a_prefix_of_a_larger_one(tmp_path: Path) -> None:
     stores = stores_of(tmp_path, documents, 30, 1 << 20)
 
     class Half(FixedBudget):
-        def nodes(self, probs: Probs) -> int:
+        def choose_size(self, probs: Probs) -> int:
             return len(probs) // 2
 
     whole, half = Hierarchy(*stores, budget=FixedBudget(32)), Hierarchy(*stores, budget=Half())
@@ -235,7 +235,7 @@ def test_no_drafting_costs_nothing_and_forgets_nothing() -> None:
     class Switch:
         max_nodes: int
 
-        def nodes(self, probs: Probs) -> int:
+        def choose_size(self, probs: Probs) -> int:
             return len(probs)
 
         def set_draft_seconds(self, seconds: float) -> None:
@@ -249,7 +249,7 @@ def test_no_drafting_costs_nothing_and_forgets_nothing() -> None:
         for token in context[6:]:
             assert hierarchy is busy or len(hierarchy.draft(context)) == 0
             hierarchy.observe(Accepted([], [token]), NO_LOGITS)
-    assert len(idle.table) == 6 and len(busy.table) == 15
+    assert len(idle.context_table) == 6 and len(busy.context_table) == 15
     switch.max_nodes = 16
     assert idle.draft(context).tokens.tolist() == busy.draft(context).tokens.tolist()
     for source in WEIGHTS:
@@ -276,7 +276,7 @@ def test_the_time_is_shared_out_by_source(tmp_path: Path) -> None:
         hierarchy.observe(Accepted([], [token]), NO_LOGITS)
     seconds = hierarchy.seconds
     if HAS_CLOCK:
-        assert {SourceName.CONTEXT, SourceName.MODEL, SourceName.CORPUS} <= set(seconds)
+        assert {SourceId.CONTEXT, SourceId.MODEL, SourceId.CORPUS} <= set(seconds)
         assert all(0 < part < 10 for part in seconds.values())
     else:
         assert seconds == {}
@@ -285,7 +285,7 @@ def test_the_time_is_shared_out_by_source(tmp_path: Path) -> None:
 def test_the_time_of_no_source_goes_down(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first timed draft spends its time in the model store, the second one in the context table."""
     hierarchy = Hierarchy()
-    spent_in = [SourceName.MODEL] * TIMED_EVERY + [SourceName.CONTEXT] * TIMED_EVERY
+    spent_in = [SourceId.MODEL] * TIMED_EVERY + [SourceId.CONTEXT] * TIMED_EVERY
 
     def grow(addresses: Any, max_nodes: int) -> int:
         hierarchy._laps[:] = 0
@@ -294,13 +294,13 @@ def test_the_time_of_no_source_goes_down(monkeypatch: pytest.MonkeyPatch) -> Non
 
     monkeypatch.setattr("hdtool.runtime.drafters.hierarchy.drafter.grow", grow)
     monkeypatch.setattr("hdtool.runtime.drafters.hierarchy.drafter.HAS_CLOCK", True)
-    before: dict[SourceName, float] = {}
+    before: dict[SourceId, float] = {}
     while spent_in:
         hierarchy.draft([1])
         now = hierarchy.seconds
         assert all(now.get(source, 0.0) >= seconds for source, seconds in before.items())
         before = now
-    assert before.keys() == {SourceName.MODEL, SourceName.CONTEXT}
+    assert before.keys() == {SourceId.MODEL, SourceId.CONTEXT}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
@@ -322,7 +322,7 @@ def test_recycled_logits_are_the_best_of_the_rows(dtype: torch.dtype) -> None:
     check(after, hierarchy.probs, 500, 32)
     below = after.tokens[after.parents == -1].tolist()
     assert set(below) - {2} <= set(logits[verified].float().topk(8).indices.tolist())
-    assert SourceName.RECYCLED in after.sources
+    assert SourceId.RECYCLED in after.sources
 
 
 def one_hot(tokens: list[int]) -> torch.Tensor:
@@ -357,7 +357,7 @@ def test_the_last_logit_gives_what_stood_beside_the_root() -> None:
     logits[0, [4, 5, 6]] = torch.tensor([3.0, 2.0, 1.0])
     hierarchy.observe(Accepted([], [5]), Verified(logits))
     tree = hierarchy.draft([5])
-    assert tree.tokens.tolist() == [4, 6] and set(tree.sources.tolist()) == {SourceName.LAST}
+    assert tree.tokens.tolist() == [4, 6] and set(tree.sources.tolist()) == {SourceId.LAST}
     assert hierarchy.probs[0] > hierarchy.probs[1]
     hierarchy.observe(Accepted([], [9]), NO_LOGITS)
     assert len(hierarchy.draft([9])) == 0, "nobody knows what stood beside this one"
@@ -372,7 +372,7 @@ def test_candidates_come_to_be_worth_what_they_bring() -> None:
         hierarchy.observe(Accepted([], [1]), Verified(logits))
         hierarchy.observe(Accepted([], [2 if turn % 2 else 50]), NO_LOGITS)
     share = np.exp(0.75) / (1 + np.exp(0.75))
-    learned = hierarchy.weights(SourceName.LAST)[0, 3 * int(8 * share)]
+    learned = hierarchy.weights(SourceId.LAST)[0, 3 * int(8 * share)]
     assert 0.4 < learned < 0.6, "one of them was right every other time"
 
 

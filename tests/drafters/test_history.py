@@ -17,7 +17,7 @@ from hdtool.runtime.engine import Verified
 from hdtool.runtime.loop import Request
 from hdtool.runtime.model.target import Target
 from hdtool.runtime.sampling.sampler import Sampler
-from hdtool.runtime.source_names import SourceName
+from hdtool.runtime.source_names import SourceId
 from hdtool.runtime.stores.history_store import History
 from hdtool.runtime.stores.store_set import StoreSet
 from tests.support.decoding import SAMPLINGS, output_tokens, run
@@ -62,7 +62,7 @@ def test_samples_of_one_prompt_draft_from_each_other_while_they_are_answered() -
 
     for request, step in decode_batch(target, next_request, 3, max_new_tokens=48):
         answers[request.key] += step.tokens
-        accepted += int((step.tree.sources[step.path] == SourceName.HISTORY).sum())
+        accepted += int((step.tree.sources[step.path] == SourceId.HISTORY).sum())
     assert list(answers.values()) == [output_tokens(run(target, prompt, GREEDY))] * 3
     assert accepted > 0
 
@@ -78,9 +78,9 @@ def test_a_row_that_is_behind_drafts_from_the_row_ahead() -> None:
     tree = behind.draft([1, 2, 3, *text[:1]])
     path = accept_recorded(tree, [*text[1:], 0]).path
     assert tree.tokens[path].tolist() == text[1:]
-    assert SourceName.HISTORY in tree.sources[path]
+    assert SourceId.HISTORY in tree.sources[path]
     tree = ahead.draft([1, 2, 3, *text])
-    assert SourceName.HISTORY not in tree.sources, "its own answer is left to the context table"
+    assert SourceId.HISTORY not in tree.sources, "its own answer is left to the context table"
 
 
 def test_an_answer_that_is_broken_off_is_remembered_as_far_as_it_went() -> None:
@@ -90,7 +90,7 @@ def test_an_answer_that_is_broken_off_is_remembered_as_far_as_it_went() -> None:
     steps.close()
     later = run(target, prompt, GREEDY, 40, drafter=drafting(history))
     assert output_tokens(later)[: sum(map(len, begun))] == [token for tokens in begun for token in tokens]
-    assert any(SourceName.HISTORY in step.sources for step in later)
+    assert any(SourceId.HISTORY in step.sources for step in later)
 
 
 def test_prompts_are_remembered_only_on_demand() -> None:

@@ -18,7 +18,7 @@ from hdtool.runtime.drafter import CALIBRATION_PRIOR_WEIGHT, NodeCalibration
 from hdtool.runtime.drafters.logitspec import CONTINUATION_LENGTH, MAX_MATCH, UNRANKED, LogitSpec, look_up
 from hdtool.runtime.engine import Verified
 from hdtool.runtime.kernels.topk import for_topk, topk
-from hdtool.runtime.source_names import SourceName
+from hdtool.runtime.source_names import SourceId
 from hdtool.runtime.tree import NO_TOKEN, ROOT, DraftTree
 from tests.support.trees import check_integrity, path_to, trees
 
@@ -90,14 +90,14 @@ def test_candidates_without_a_continuation_are_single_nodes() -> None:
     tree = drafted(LogitSpec(), [1, 2, 3], [3, *range(20, 120)])
     assert tree.tokens.tolist() == list(range(20, 80)), "sixty of them"
     assert set(tree.parents.tolist()) == {-1}
-    assert set(tree.sources.tolist()) == {SourceName.LAST}
+    assert set(tree.sources.tolist()) == {SourceId.LAST}
 
 
 def test_the_continuation_of_the_root_comes_first_and_is_shared() -> None:
     tree = drafted(LogitSpec(), [5, 6, 7, 8, 9, 5], [5, 6, 11])
     assert ways(tree) == [[6, 7, 8, 9, 5], [11]]
-    assert tree.sources.tolist().count(SourceName.LAST) == 1
-    assert tree.sources[tree.tokens == 11] == SourceName.LAST
+    assert tree.sources.tolist().count(SourceId.LAST) == 1
+    assert tree.sources[tree.tokens == 11] == SourceId.LAST
 
 
 def test_without_logits_it_looks_up_the_root_alone() -> None:
@@ -148,14 +148,14 @@ def test_nodes_are_sorted_by_probability_and_rates_are_updated(tree: DraftTree, 
     assert probs.tolist() == pytest.approx([expected[node] for node in order])
     assert sorted(order.tolist()) == list(range(len(tree))) and all(a >= b for a, b in pairwise(probs))
     for size in range(len(tree) + 1):
-        check_integrity(tree.picked(order[:size]))
+        check_integrity(tree.select(order[:size]))
 
 
 def test_nodes_that_are_never_accepted_are_no_longer_drafted() -> None:
     """A budget that sends nodes of at least one in ten; the same repetition never goes on as it did before."""
 
     class OneInTen(FixedBudget):
-        def nodes(self, probs: Probs) -> int:
+        def choose_size(self, probs: Probs) -> int:
             return int((probs >= 0.1).sum())
 
     drafter = LogitSpec(OneInTen(64))

@@ -14,7 +14,7 @@ from hdtool.runtime.engine import Verified
 from hdtool.runtime.kernels.topk import argmax
 from hdtool.runtime.model.target import Target
 from hdtool.runtime.sampling.sampler import Sampler
-from hdtool.runtime.source_names import SourceName
+from hdtool.runtime.source_names import SourceId
 from hdtool.runtime.tree import DraftTree
 from tests.support.families import model_of
 from tests.support.one_sequence import OneSequence
@@ -53,15 +53,15 @@ def test_the_window_moves_as_in_lookahead_decoding(family: str) -> None:
     sampler = Sampler(SamplingConfig(), prompt)
     branch = Lookahead(WIDTH, LENGTH)
     branch.begin(prompt)
-    window = Window(branch.nodes()[0].tolist())
+    window = Window(branch.branch()[0].tolist())
     assert set(window.rows[0]) <= set(prompt)
     one.prefill(prompt, room=80)
     accepted = accept(DraftTree.bare(prompt[-1]), one.verified, sampler, max_tokens=80)
     for _ in range(12):
         context = list(sampler.context)
         root = context[-1]
-        tokens, parents = branch.nodes()
-        tree = DraftTree.of(root, tokens.tolist(), parents.tolist(), SourceName.LOOKAHEAD)
+        tokens, parents = branch.branch()
+        tree = DraftTree.of(root, tokens.tolist(), parents.tolist(), SourceId.LOOKAHEAD)
         check_integrity(tree)
         assert tree.tokens.tolist() == [token for row in window.rows for token in row]
         logits = one.verify(tree)
@@ -89,12 +89,12 @@ def test_the_branch_is_the_mask_of_lookahead_decoding(width: int, length: int, s
     branch.begin([3, 4, 5])
     rows = 1
     for step in range(steps):
-        said = np.arange(len(branch.nodes()[0])) + 1000 * (step + 1)
+        said = np.arange(len(branch.branch()[0])) + 1000 * (step + 1)
         closed = branch.observe(9, said[-branch.num_observed :])
         assert len(closed) == (width if rows == length - 1 else 0)
         rows = min(rows + 1, length - 1)
     columns = width + length - 1 - rows
-    tokens, parents = branch.nodes()
+    tokens, parents = branch.branch()
     assert len(tokens) == len(parents) == columns * rows - 1 <= branch.max_nodes
     tree = DraftTree.of(9, tokens.tolist(), parents.tolist())
     check_integrity(tree)
@@ -114,9 +114,9 @@ def test_the_same_prompt_starts_the_same_window() -> None:
     branch.observe(1, np.arange(9))
     branch.begin(prompt)
     other.begin(prompt)
-    assert branch.nodes()[0].tolist() == other.nodes()[0].tolist()
+    assert branch.branch()[0].tolist() == other.branch()[0].tolist()
     branch.begin([7])
-    assert branch.nodes()[0].tolist() == [7] * (WIDTH + ROWS - 2)
+    assert branch.branch()[0].tolist() == [7] * (WIDTH + ROWS - 2)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])

@@ -37,7 +37,7 @@ from hdtool.runtime.model.load import load
 from hdtool.runtime.model.static_steps import CaptureMaker, never
 from hdtool.runtime.model.target import Target
 from hdtool.runtime.sampling.sampler import Sampler
-from hdtool.runtime.source_names import SourceName
+from hdtool.runtime.source_names import SourceId
 from hdtool.runtime.stores.store_set import StoreSet
 from tests.support.decoding import output_tokens, run
 from tests.support.families import model_of
@@ -69,7 +69,7 @@ def test_layers_of_each_type_change_no_token(kind: str, tmp_path: Path) -> None:
             ]
             assert output_tokens(steps) == 2 * plain
             drafted = {source for step in steps for source in step.tree.sources.tolist()}
-            assert SourceName.HEADS in drafted
+            assert SourceId.HEADS in drafted
 
 
 @pytest.mark.each_value
@@ -210,7 +210,7 @@ def test_layers_that_do_not_pay_make_few_passes(tmp_path: Path) -> None:
     class Dear:
         """Each pass costs as much as ten steps."""
 
-        def rows(self, path_probs: Any, certainty: float) -> int:
+        def paths_to_extend(self, path_probs: Any, certainty: float) -> int:
             found = len(path_probs) if path_probs[0] * certainty > 10 else 0
             passes.append(found)
             return found

@@ -47,7 +47,7 @@ def test_rows_are_added_while_they_bring_more_than_they_cost() -> None:
         (9.0, 0.1, 0.9, 0),
     ):
         pace = MeasuredPace(costs_of(base, row), log_of(10.0))
-        assert pace.rows(PROBS, certainty) == expected, (base, row, certainty)
+        assert pace.paths_to_extend(PROBS, certainty) == expected, (base, row, certainty)
 
 
 def test_the_speed_of_steps_is_that_of_their_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -56,23 +56,23 @@ def test_the_speed_of_steps_is_that_of_their_drafts(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("time.perf_counter", lambda: next(clock))
     pace = MeasuredPace(costs_of(1.0, 1.0), log_of(10.0))
     pace.note_step(5)  # no step came before it
-    assert pace.rows(PROBS, 0.9) == 2
+    assert pace.paths_to_extend(PROBS, 0.9) == 2
     for _ in range(20):
         pace.note_step(3)
-    assert pace.rows(PROBS, 0.9) == 0
+    assert pace.paths_to_extend(PROBS, 0.9) == 0
     pace.restart()
     pace.note_step(300)
-    assert pace.rows(PROBS, 0.9) == 0
+    assert pace.paths_to_extend(PROBS, 0.9) == 0
 
 
 def test_the_first_pass_is_made_to_learn_its_cost_and_prompts_tell_nothing_of_it() -> None:
     costs = LinearCost()
     pace = MeasuredPace(costs, log_of(1e-9))
     pace.note_pass(500, 3.0)
-    assert costs.observed == 0 and pace.rows(PROBS, 0.9) == 4
+    assert costs.observed == 0 and pace.paths_to_extend(PROBS, 0.9) == 4
     pace.note_pass(4, 3.0)
-    assert costs.observed == 1 and pace.rows(PROBS, 0.9) == 0
-    assert FixedPace().rows(PROBS, 0.0) == 4
+    assert costs.observed == 1 and pace.paths_to_extend(PROBS, 0.9) == 0
+    assert FixedPace().paths_to_extend(PROBS, 0.0) == 4
 
 
 def test_drafters_of_one_target_share_what_passes_cost() -> None:

@@ -25,7 +25,16 @@ from hdtool.runtime.kernels.compiled import HAS_CLOCK
 from hdtool.runtime.model.load import load_tokenizer
 from hdtool.runtime.model.target import Target
 from hdtool.runtime.sequence import Stats
-from hdtool.runtime.source_names import PLUGINS, Source, SourceName, register, registered, source_named, unregister
+from hdtool.runtime.source_names import (
+    PLUGINS,
+    Source,
+    SourceId,
+    register,
+    registered,
+    source_named,
+    source_of,
+    unregister,
+)
 from hdtool.runtime.stores.store_set import StoreSet
 from hdtool.runtime.text_stream import text_of
 from tests.support.decoding import output_tokens, run
@@ -41,19 +50,19 @@ def counting(context: Sequence[int]) -> Mapping[int, float]:
 
 
 @pytest.fixture
-def plugin() -> Iterator[SourceName]:
+def plugin() -> Iterator[SourceId]:
     number = register(Source("counting", "X", terminal=94, light="#123456", dark="#654321", evidence=counting))
     yield number
     unregister(number)
 
 
-def drafting(number: SourceName) -> Hierarchy:
+def drafting(number: SourceId) -> Hierarchy:
     evidence = registered()[number].evidence
     assert evidence
     return Hierarchy(context=False, budget=FixedBudget(12), plugins={number: evidence})
 
 
-def test_its_chain_becomes_a_path_and_its_other_tokens_branches(plugin: SourceName) -> None:
+def test_its_chain_becomes_a_path_and_its_other_tokens_branches(plugin: SourceId) -> None:
     hierarchy = drafting(plugin)
     hierarchy.begin([7, 8])
     tree = hierarchy.draft([7, 8])
@@ -64,7 +73,7 @@ def test_its_chain_becomes_a_path_and_its_other_tokens_branches(plugin: SourceNa
     assert depths.max() <= MAX_PLUGIN_POSITIONS
 
 
-def test_its_weight_is_learned_and_its_time_measured(plugin: SourceName) -> None:
+def test_its_weight_is_learned_and_its_time_measured(plugin: SourceId) -> None:
     right, wrong = drafting(plugin), drafting(plugin)
     context = list(range(10))
     for hierarchy, step in ((right, 1), (wrong, 5)):
@@ -75,23 +84,23 @@ def test_its_weight_is_learned_and_its_time_measured(plugin: SourceName) -> None
             emitted = [words[-1] + step]
             words += emitted
             hierarchy.observe(Accepted([], emitted), NO_LOGITS)
-    assert right.weights(SourceName.PLUGIN_1)[0].max() > wrong.weights(SourceName.PLUGIN_1)[0].max()
-    assert wrong.weights(SourceName.PLUGIN_1)[0, ::3].min() < right.weights(SourceName.PLUGIN_1)[0, ::3].min()
+    assert right.weights(SourceId.PLUGIN_1)[0].max() > wrong.weights(SourceId.PLUGIN_1)[0].max()
+    assert wrong.weights(SourceId.PLUGIN_1)[0, ::3].min() < right.weights(SourceId.PLUGIN_1)[0, ::3].min()
     if HAS_CLOCK:
         assert right.seconds[plugin] > 0
 
 
-def test_an_emitted_token_off_the_chain_ends_it(plugin: SourceName) -> None:
+def test_an_emitted_token_off_the_chain_ends_it(plugin: SourceId) -> None:
     """Weights learn from the evidence that was drafted from, and not from that of another context."""
     hierarchy = drafting(plugin)
     hierarchy.begin([1])
     hierarchy.draft([1])
-    before = hierarchy.weights(SourceName.PLUGIN_1)[0].copy()
+    before = hierarchy.weights(SourceId.PLUGIN_1)[0].copy()
     hierarchy.observe(Accepted([], [40, 41]), NO_LOGITS)
-    once = hierarchy.weights(SourceName.PLUGIN_1)[0].copy()
+    once = hierarchy.weights(SourceId.PLUGIN_1)[0].copy()
     assert (once <= before).all() and (once < before).any()
     hierarchy.observe(Accepted([], [42]), NO_LOGITS)
-    np.testing.assert_array_equal(hierarchy.weights(SourceName.PLUGIN_1)[0], once)
+    np.testing.assert_array_equal(hierarchy.weights(SourceId.PLUGIN_1)[0], once)
 
 
 @pytest.mark.parametrize("found", [{}, {3: float("nan")}, {3: -1.0}, {-5: 1.0, 10**12: 1.0}, {3: 0.0}])
@@ -131,14 +140,14 @@ def test_answers_stay_the_same(sampling: SamplingConfig) -> None:
         unregister(number)
 
 
-def test_it_is_named_and_colored(plugin: SourceName) -> None:
+def test_it_is_named_and_colored(plugin: SourceId) -> None:
     assert str(plugin) == "counting" and source_named("counting") == plugin
     assert colored("word", plugin) == "\033[94mword\033[0m"
     assert "counting" in legend([plugin])
     assert [theme.source("counting") for theme in THEMES] == ["#123456", "#654321"]
 
 
-def test_it_is_selected_by_name_or_letter(plugin: SourceName) -> None:
+def test_it_is_selected_by_name_or_letter(plugin: SourceId) -> None:
     assert DecodeConfig(sources="context,counting").drafts_from == "CX"
     assert DecodeConfig(sources="CX").sources == ReplayConfig(sources="context,counting").sources == "CX"
     assert "X" not in DecodeConfig().sources
@@ -147,7 +156,7 @@ def test_it_is_selected_by_name_or_letter(plugin: SourceName) -> None:
         DecodeConfig(sources="context,counting")
 
 
-def test_registration_is_checked(plugin: SourceName) -> None:
+def test_registration_is_checked(plugin: SourceId) -> None:
     for source in (
         Source("counting", "Y", evidence=counting),
         Source("context", "Y", evidence=counting),
@@ -166,7 +175,7 @@ def test_registration_is_checked(plugin: SourceName) -> None:
         unregister(number)
 
 
-def test_replay_reports_it(plugin: SourceName, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_replay_reports_it(plugin: SourceId, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ids = list(range(1000, 1040))
     answer = {"output_ids": ids, "finish": "length"}
     recorded = tmp_path / "traces.jsonl"
@@ -184,3 +193,10 @@ def test_replay_reports_it(plugin: SourceName, tmp_path: Path, capsys: pytest.Ca
     assert found["by_source"]["counting"]["accepted"] > 10
     assert main(arguments) == 0
     assert "counting" in capsys.readouterr().out
+
+
+def test_an_unknown_name_or_letter_is_an_error() -> None:
+    assert source_of("C") == source_named("context") == SourceId.CONTEXT
+    for find, unknown in ((source_named, "weather"), (source_of, "?"), (source_of, "")):
+        with pytest.raises(OptionError, match="there is no source"):
+            find(unknown)

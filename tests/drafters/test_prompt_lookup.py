@@ -17,7 +17,7 @@ from hdtool.runtime.budget.node_budget import FixedBudget, Probs
 from hdtool.runtime.config import DecodeConfig
 from hdtool.runtime.drafters.published.lookup_methods import PromptLookup
 from hdtool.runtime.engine import Verified
-from hdtool.runtime.source_names import SourceName
+from hdtool.runtime.source_names import SourceId
 from hdtool.runtime.stores.store_set import StoreSet
 from tests.benchmarks.prompt_lookup import accept_lengths
 from tests.support.trees import check_integrity
@@ -43,7 +43,7 @@ def test_drafts_what_transformers_drafts(context: list[int], tokens: int, longes
     assert tree.root == context[-1]
     assert tree.tokens.tolist() == library(context, tokens, longest)
     assert tree.parents.tolist() == list(range(-1, len(tree) - 1))
-    assert set(tree.sources.tolist()) <= {SourceName.CONTEXT}
+    assert set(tree.sources.tolist()) <= {SourceId.CONTEXT}
 
 
 @given(st.lists(st.lists(st.integers(0, 4), min_size=1, max_size=9), min_size=2, max_size=20))
@@ -87,15 +87,15 @@ def test_long_contexts(size: int) -> None:
     drafter.begin(context[:-1])
     tree = drafter.draft(context)
     assert tree.tokens.tolist() == library(context, 10, 3) == context[17_003:17_013]
-    assert drafter.seconds[SourceName.CONTEXT] > 0
+    assert drafter.seconds[SourceId.CONTEXT] > 0
 
 
 class Recorded(FixedBudget):
     """A fixed budget that keeps the probabilities it was asked about."""
 
-    def nodes(self, probs: Probs) -> int:
+    def choose_size(self, probs: Probs) -> int:
         asked.append(probs.tolist())
-        return super().nodes(probs)
+        return super().choose_size(probs)
 
 
 asked: list[list[float]] = []

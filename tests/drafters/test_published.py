@@ -22,7 +22,7 @@ from hdtool.runtime.drafters.published.suffix_automaton import TOKENS_AHEAD, Sam
 from hdtool.runtime.drafters.published.suffix_decoding import SuffixConfig, SuffixDecoding
 from hdtool.runtime.drafters.published.token_recycling import CHILDREN, RECYCLED_PER_TOKEN, TokenRecycling
 from hdtool.runtime.engine import Verified
-from hdtool.runtime.source_names import SourceName
+from hdtool.runtime.source_names import SourceId
 from hdtool.runtime.tree import ROOT, DraftTree
 from tests.support.trees import check_integrity
 
@@ -127,7 +127,7 @@ def test_suffix_remembers_answers_and_not_prompts() -> None:
         drafter.observe(Accepted([], [6, 7, 8]), NO_LOGITS)
         tree = drafter.draft([4, 5, 6, 7, 8])
         assert tree.tokens.tolist() == ([9, 10] if remembers else [])
-        assert set(tree.sources.tolist()) <= {SourceName.HISTORY}
+        assert set(tree.sources.tolist()) <= {SourceId.HISTORY}
         drafter.begin([9, 1, 2])
         assert not len(drafter.draft([9, 1, 2]))
 
@@ -151,7 +151,7 @@ def test_rankings_of_verified_tokens_come_back(drafter: Drafter) -> None:
     paths = paths_of(tree)
     assert {(2,), (3,), (2, 4), (2, 1), (2, 1, 2)} <= set(paths)
     assert (3, 4) not in paths and len(set(paths)) == len(paths)
-    assert set(tree.sources.tolist()) == {SourceName.RECYCLED}
+    assert set(tree.sources.tolist()) == {SourceId.RECYCLED}
 
 
 @pytest.mark.parametrize("make", [TokenRecycling, Racer])
@@ -196,7 +196,7 @@ def test_the_trie_gives_the_most_frequent_continuations(text: list[int], max_nod
     grams = [text[start : start + NGRAM_LENGTH] for start in range(len(text) - NGRAM_LENGTH + 1)]
     counts = Counter(tuple(gram[:size]) for gram in grams for size in range(1, NGRAM_LENGTH + 1))
     expected: list[int] = []
-    for length in range(min(len(text), NGRAM_LENGTH - 1), racer.SHORTEST_MATCH - 1, -1):
+    for length in range(min(len(text), NGRAM_LENGTH - 1), racer.MIN_MATCH_TOKENS - 1, -1):
         match = tuple(text[-length:])
         expected += [count for gram, count in counts.items() if len(gram) > length and gram[:length] == match]
     found = []

@@ -26,7 +26,7 @@ from hdtool.runtime.loop import Request
 from hdtool.runtime.model.static_steps import CaptureMaker, never
 from hdtool.runtime.model.target import Target
 from hdtool.runtime.sampling.sampler import Sampler
-from hdtool.runtime.source_names import SourceName
+from hdtool.runtime.source_names import SourceId
 from hdtool.runtime.stores.store_set import StoreSet
 from hdtool.runtime.tree import DraftTree
 from tests.support.decoding import output_tokens, run
@@ -80,7 +80,7 @@ def test_drafts_change_no_token(pair: str, tmp_path: Path) -> None:
             steps = [run(target, prompt_of(length), sampling, max_new_tokens=20, drafter=drafter) for length in (20, 5)]
             assert [output_tokens(each) for each in steps] == plain
             drafted = {source for each in steps for step in each for source in step.tree.sources.tolist()}
-            assert SourceName.DRAFTER in drafted
+            assert SourceId.DRAFTER in drafted
 
 
 @pytest.mark.parametrize("pair", PAIRS)

@@ -29,7 +29,7 @@ from hdtool.runtime.loop import Request
 from hdtool.runtime.model.static_steps import CaptureMaker, never
 from hdtool.runtime.model.target import Target
 from hdtool.runtime.sampling.sampler import Sampler
-from hdtool.runtime.source_names import SourceName
+from hdtool.runtime.source_names import SourceId
 from hdtool.runtime.stores.store_set import StoreSet
 from tests.support.decoding import SAMPLINGS, output_tokens, run
 from tests.support.families import FAMILIES, VOCABULARY, model_of
@@ -193,7 +193,7 @@ def test_they_do_not_change_the_output(family: str, sampling: str) -> None:
         ):
             steps = run(target, prompt, chosen, max_new_tokens=30, drafter=drafter)
             assert output_tokens(steps) == plain
-            assert SourceName.HEADS in {source for step in steps for source in step.tree.sources.tolist()}
+            assert SourceId.HEADS in {source for step in steps for source in step.tree.sources.tolist()}
 
 
 @each_kind
@@ -224,9 +224,9 @@ def test_odds_of_the_evaluation_calibrate_the_first_draft() -> None:
     target = Target(model_of("llama"))
     saved = random_for(target, SEQUENTIAL["mtp with a draft vocabulary"])
     odds = [[share] * PROB_BUCKETS for share in (0.09, 0.05, 0.02)]
-    judged = EvalResult(odds=odds)
+    evaluation = EvalResult(odds=odds)
     for measured in (False, True):
-        drafter = sequential_drafter(replace(saved, judged=judged), target, is_measured=measured)
+        drafter = sequential_drafter(replace(saved, evaluation=evaluation), target, is_measured=measured)
         run(
             target,
             prompt_of(8),
@@ -246,7 +246,7 @@ def test_saved_heads_load_unchanged(tmp_path: Path) -> None:
         saved = random_for(target, config)
         saved.save(tmp_path / name)
         found = load_heads(tmp_path / name, target.model)
-        assert found.heads.config == config and found.judged == saved.judged
+        assert found.heads.config == config and found.evaluation == saved.evaluation
         assert found.heads.state_dict().keys() == saved.heads.state_dict().keys()
         for key, weight in saved.heads.state_dict().items():
             kept = weight.half().float() if weight.is_floating_point() else weight

@@ -52,7 +52,7 @@ from hdtool.data.stores.documents import Document, Source
 from hdtool.data.stores.manifest import TokenizerFingerprint
 from hdtool.runtime.config import ModelConfig
 from hdtool.runtime.model.load import load_tokenizer
-from hdtool.runtime.source_names import SourceName
+from hdtool.runtime.source_names import SourceId
 from hdtool.runtime.stores.corpus_index import CorpusIndex
 from hdtool.runtime.stores.model_store import ModelStore
 from hdtool.runtime.stores.store_set import StoreSet
@@ -69,7 +69,7 @@ def turn(prompt: list[int], answer: list[int], conversation: str = "1") -> Recor
 def played_turn(tokens: list[int], sources: list[int], steps: list[int] | None = None) -> ReplayedTurn:
     steps = steps or [1] * len(tokens)
     nothing = np.zeros(len(steps))
-    drafted = np.bincount(sources, minlength=len(SourceName))
+    drafted = np.bincount(sources, minlength=len(SourceId))
     return ReplayedTurn(
         "1", "", 0, 3, np.array(tokens), np.array(sources, np.uint8), np.array(steps), nothing.astype(int),
         nothing, nothing, drafted, (drafted > 0).astype(int),
@@ -121,7 +121,7 @@ def test_a_study_of_the_demo_agrees_with_itself() -> None:
 
 @given(st.lists(st.tuples(st.integers(0, 5), *[st.booleans()] * 3), min_size=1, max_size=40))
 def test_coverage_is_what_sets_say(rows: list[tuple[int, bool, bool, bool]]) -> None:
-    letters = {"C": SourceName.CONTEXT, "M": SourceName.MODEL, "S": SourceName.CORPUS}
+    letters = {"C": SourceId.CONTEXT, "M": SourceId.MODEL, "S": SourceId.CORPUS}
     tokens = [row[0] for row in rows]
     singles = {
         letter: ReplayResult("hd", (played_turn(tokens, [int(source) * row[place] for row in rows]),), {})
@@ -140,7 +140,7 @@ def test_coverage_is_what_sets_say(rows: list[tuple[int, bool, bool, bool]]) -> 
 
 def test_shares_are_of_the_steps_that_could_be_drafted_for() -> None:
     one = played_turn([1, 2, 3, 4], [0, 1, 1, 0], [1, 3])
-    shares = source_shares("hd", ReplayResult("hd", (one,), {SourceName.MODEL: 0.1}))
+    shares = source_shares("hd", ReplayResult("hd", (one,), {SourceId.MODEL: 0.1}))
     assert shares.steps == 1
     assert shares.sources == {"context": SourceCounts(2, 2, 1, 1)}, "what only took time drafted nothing"
 

@@ -147,7 +147,7 @@ def test_as_many_nodes_as_pay(probs: list[float], context: int, slope: float) ->
     curve = CostCurve((0, 1), ((1.0, 1.0 + slope), (2.0, 2.0 + 2 * slope)), (0, 1000))
     budget = CostBudget(curve)
     budget.start_step(context)
-    assert budget.nodes(np.array(probs)) == slowest_choice(probs, curve, context)
+    assert budget.choose_size(np.array(probs)) == slowest_choice(probs, curve, context)
 
 
 def test_where_nothing_pays_drafting_rests() -> None:
@@ -157,5 +157,5 @@ def test_where_nothing_pays_drafting_rests() -> None:
         budget.start_step(step)
         if budget.max_nodes:
             asked += 1
-            assert budget.nodes(np.array([0.5, 0.5])) == 0
+            assert budget.choose_size(np.array([0.5, 0.5])) == 0
     assert 3 < asked < 30

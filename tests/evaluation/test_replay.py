@@ -43,7 +43,7 @@ from hdtool.runtime.drafters.methods import drafter_for
 from hdtool.runtime.model.load import Loaded, load
 from hdtool.runtime.sampling.sampler import Sampler
 from hdtool.runtime.sequence import Finish, Step
-from hdtool.runtime.source_names import SourceName
+from hdtool.runtime.source_names import SourceId
 from hdtool.runtime.stores.history_store import History
 from hdtool.runtime.stores.store_set import StoreSet
 from hdtool.runtime.text_stream import text_of
@@ -140,7 +140,7 @@ def test_a_replay_is_a_real_run_step_by_step(
         assert [len(step.tokens) for step in steps] == one.accept_lengths.tolist()
         assert [len(step.tree) for step in steps] == one.nodes.tolist()
         assert [source for step in steps for source in step.sources] == one.sources.tolist()
-        drafted = np.array([np.bincount(step.tree.sources, minlength=len(SourceName)) for step in steps])
+        drafted = np.array([np.bincount(step.tree.sources, minlength=len(SourceId)) for step in steps])
         assert (drafted.sum(axis=0) == one.drafted).all() and ((drafted > 0).sum(axis=0) == one.hits).all()
         accepted += len(turn.answer) - len(steps)
     assert (accepted > 0) == (method != "ar")

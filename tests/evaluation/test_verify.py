@@ -132,14 +132,14 @@ def test_an_acceptance_that_takes_wrong_tokens_is_found(
     assert not explanation.near_tie
     plain = said(small, sampling)
     assert difference.shared_ids == plain[: difference.position]
-    assert difference.expected == explanation.chosen == plain[difference.position] != difference.found
+    assert difference.expected == explanation.chosen == plain[difference.position] != difference.actual
     assert explanation.working and explanation.precise and explanation.rounding is not None
     assert (explanation.working.dtype, explanation.precise.dtype) == ("float32", "float64")
     assert explanation.precise.gap > 100 * explanation.rounding
     if sampling is GREEDY:
         logits = plain_logits(small.target.model, PROMPT + difference.shared_ids)
         assert explanation.working.expected == pytest.approx(logits[difference.expected].item(), rel=1e-4)
-        assert explanation.working.gap == pytest.approx((logits.max() - logits[difference.found]).item(), rel=1e-3)
+        assert explanation.working.gap == pytest.approx((logits.max() - logits[difference.actual]).item(), rel=1e-3)
 
 
 def test_a_cache_that_keeps_wrong_rows_is_found(small: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -85,7 +85,7 @@ def test_an_answer_is_kept_whole_and_of_its_prompt_the_last_tokens_alone(tmp_pat
     finish(asked)
     assert sorted(held(tmp_path / "past")) == sorted([ANSWER, ANSWER[::-1], [40, 41, 42]])
     store = HistoryStore(tmp_path / "past", read_only=True)
-    assert sum(1 + each.before + each.tokens for each in store.conversations()) == store.places == 3 * 9 + 15
+    assert sum(1 + each.before + each.tokens for each in store.conversations()) == store.num_positions == 3 * 9 + 15
 
 
 def test_answers_are_kept_without_a_further_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,12 +145,12 @@ def test_an_answer_is_whole_although_drafting_pauses(tmp_path: Path, monkeypatch
 
 def test_the_store_keeps_its_bound(tmp_path: Path) -> None:
     bound = 12 * 256
-    asked = lasting(tmp_path / "past", most_bytes=bound)
+    asked = lasting(tmp_path / "past", max_bytes=bound)
     for number in range(60):
         answered(asked, ([1, number], [number + 500, *ANSWER, number]))
     finish(asked)
     store = HistoryStore(tmp_path / "past", read_only=True)
-    assert store.manifest.most_bytes == bound and store.places <= 256
+    assert store.manifest.max_bytes == bound and store.num_positions <= 256
     assert 0 < len(held(tmp_path / "past")) < 60
     assert held(tmp_path / "past")[-1] == [559, *ANSWER, 59]
 

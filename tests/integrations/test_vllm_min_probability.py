@@ -77,11 +77,11 @@ def test_only_passes_over_the_same_requests_count() -> None:
     rows, lengths, sent = np.arange(3), np.array([10, 20, 30]), np.array([0, 2, 4])
     for grown, counts in (([1, 3, 5], 1), ([1, 1, 1], 1), ([2, 3, 5], 0), ([1, 0, 5], 0), ([1, 3, 500], 0)):
         min_probability = MinProbability()
-        min_probability.sent(0.0, rows, lengths, sent)
+        min_probability.record_drafts(0.0, rows, lengths, sent)
         min_probability.begin_step(0.5, rows, lengths + grown)
         unchanged = MinProbability()
         assert (min_probability.floor(200) != unchanged.floor(200)) == bool(counts)
-        unchanged.sent(0.0, rows, lengths, sent)
+        unchanged.record_drafts(0.0, rows, lengths, sent)
         unchanged.begin_step(0.5, rows[:2], (lengths + grown)[:2])
         assert unchanged.floor(200) == MinProbability().floor(200)
 

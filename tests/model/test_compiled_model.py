@@ -374,13 +374,13 @@ def test_no_pass_compiles_anything() -> None:
     before = signatures()
     one = after(target, prompt_of(PROMPT_CHUNK + 5))
     for tree in (TREE, DraftTree.bare(1), CERTAIN):
-        for want in (PassOptions(), PassOptions(walk=True), PassOptions(rank=True)):
-            one.verify(tree, want)
+        for options in (PassOptions(), PassOptions(walk=True), PassOptions(wants_maxima=True)):
+            one.verify(tree, options)
     cache = target.allocate(2)
     for slot in range(2):
         target.prefill(cache, slot, prompt_of(9), room=9)
     for trees in ([TREE], [TREE, DraftTree.bare(1)], [CERTAIN, TREE]):
-        target.verify(cache, trees, [PassOptions(walk=True, rank=True)] * len(trees))
+        target.verify(cache, trees, [PassOptions(walk=True, wants_maxima=True)] * len(trees))
     assert signatures() == before
     assert {"compute_layers", "compute_pass", "compute_tree", "compute_trees"} <= before.keys()
 

@@ -30,7 +30,7 @@ from hdtool.runtime.kernels.packed_matrix import packed_int8
 from hdtool.runtime.model.compact_layers import compact_weights, replace_parameter
 from hdtool.runtime.model.load import load
 from hdtool.runtime.model.target import Target
-from hdtool.runtime.source_names import SourceName
+from hdtool.runtime.source_names import SourceId
 from hdtool.runtime.stores.store_set import StoreSet
 from hdtool.runtime.tree import DraftTree
 from tests.support import families
@@ -144,7 +144,7 @@ def test_an_assistant_drafts_from_compiled_passes(tmp_path: Path, monkeypatch: p
     assert [output_tokens(steps) for steps in found] == [plain, plain]
     drafted = [[step.tree.tokens.tolist() for step in steps] for steps in found]
     assert drafted[0] == drafted[1]
-    assert SourceName.DRAFTER in {source for step in found[0] for source in step.tree.sources.tolist()}
+    assert SourceId.DRAFTER in {source for step in found[0] for source in step.tree.sources.tolist()}
 
 
 def multimodal_target() -> Target:

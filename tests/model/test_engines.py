@@ -114,7 +114,7 @@ def test_each_node_of_a_tree_has_the_logits_of_its_path(engine: tuple[Target, An
     def check(tree: DraftTree, length: int) -> None:
         context = prompt_of(length)
         target.prefill(cache, 0, context, room=64)
-        (verified,) = target.verify(cache, [tree], [PassOptions(walk=True, rank=True)])
+        (verified,) = target.verify(cache, [tree], [PassOptions(walk=True, wants_maxima=True)])
         target.wait()
         for node in range(-1, len(tree)):
             assert_same_logits(verified.logits[node + 1], plain_logits(model, [*context, *tokens_to(tree, node)]))

@@ -5,11 +5,13 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from hdtool.data import demo
+from hdtool.data.stores.manifest import Checkpoint
 from hdtool.runtime.budget.node_budget import FixedBudget
 from hdtool.runtime.config import DecodeConfig, ModelConfig, StoresConfig, VllmConfig
 from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
@@ -18,6 +20,7 @@ from hdtool.runtime.drafters.methods import drafter_with_budget
 from hdtool.runtime.integrations.vllm.batch_drafter import BatchDrafter
 from hdtool.runtime.model.load import load_tokenizer
 from hdtool.runtime.stores.corpus_index import CorpusIndex
+from hdtool.runtime.stores.history_store import History
 from hdtool.runtime.stores.live_tables import ContextTable
 from hdtool.runtime.stores.model_store import ModelStore
 from hdtool.runtime.stores.store_set import StoreSet
@@ -25,7 +28,7 @@ from hdtool.runtime.stores.store_set import StoreSet
 MAKERS: dict[str, Callable[[], object]] = {
     "Hierarchy": Hierarchy,
     "Rankings": lambda: Rankings(recycled=True),
-    "BatchDrafter": lambda: BatchDrafter(StoreSet(), VllmConfig(), rows=1, longest=16),
+    "BatchDrafter": lambda: BatchDrafter(StoreSet(), VllmConfig(), rows=1, max_length=16),
     "CorpusIndex": lambda: CorpusIndex(demo.CORPUS_INDEX),
     "ModelStore": lambda: ModelStore(demo.MODEL_STORE),
 }
@@ -59,3 +62,18 @@ def test_a_store_set_can_be_pickled() -> None:
         drafter = drafter_with_budget(FixedBudget, DecodeConfig("hd"), again)
         drafter.begin([1, 2, 3])
         assert drafter.draft([1, 2, 3]).root == 3
+
+
+def test_a_store_set_keeps_its_identity_when_pickled() -> None:
+    loaded = load_tokenizer(ModelConfig())
+    checkpoint = Checkpoint("fingerprint", "name")
+    store_set = StoreSet.for_tokenizer(
+        loaded,
+        StoresConfig(str(demo.MODEL_STORE), str(demo.CORPUS_INDEX), namespace="acme"),
+        model=checkpoint,
+        identified=True,
+    )
+    again = pickle.loads(pickle.dumps(replace(store_set, history=History())))
+    assert again.tokenizer == store_set.tokenizer is not None
+    assert (again.checkpoint, again.namespace) == (checkpoint, "acme")
+    assert again.history is None, "it is in the memory of the other process"

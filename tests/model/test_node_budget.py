@@ -41,7 +41,7 @@ from tests.support.families import model_of
 
 def confirmed(costs: MeasuredCosts) -> MeasuredCosts:
     """As if passes of all sizes had taken so long."""
-    costs._own["passes"] = 100.0
+    costs._record["passes"] = 100.0
     return costs
 
 
@@ -65,15 +65,17 @@ STEEP = [1 + (rows - 1) / 2 for rows in PASS_SIZES]
 
 def test_free_nodes_are_all_verified_and_expensive_ones_are_not() -> None:
     probs = np.array([0.9, 0.5, 0.3, 0.2, 0.1])
-    assert budget_of(FLAT)[0].nodes(probs) == 5
-    assert budget_of(STEEP)[0].nodes(probs[3:]) == 0
-    assert budget_of([1.0, 1.1, 1.2, *[5.0] * (len(PASS_SIZES) - 3)])[0].nodes(probs) == 3, "four rows cost little"
-    assert budget_of(FLAT)[0].nodes(np.empty(0)) == 0
+    assert budget_of(FLAT)[0].choose_size(probs) == 5
+    assert budget_of(STEEP)[0].choose_size(probs[3:]) == 0
+    assert budget_of([1.0, 1.1, 1.2, *[5.0] * (len(PASS_SIZES) - 3)])[0].choose_size(probs) == 3, (
+        "four rows cost little"
+    )
+    assert budget_of(FLAT)[0].choose_size(np.empty(0)) == 0
 
 
 @pytest.mark.parametrize("size", [0, 1, 7, LARGEST_BUDGET])
 def test_a_fixed_budget_is_kept(size: int) -> None:
-    assert FixedBudget(size).nodes(np.ones(LARGEST_BUDGET)) == size
+    assert FixedBudget(size).choose_size(np.ones(LARGEST_BUDGET)) == size
 
 
 def test_pauses_of_drafting_grow_while_it_does_not_pay() -> None:
@@ -82,13 +84,13 @@ def test_pauses_of_drafting_grow_while_it_does_not_pay() -> None:
     for step in range(400):
         if budget.max_nodes:
             asked.append(step)
-            assert budget.nodes(np.array([0.1])) == 0
+            assert budget.choose_size(np.array([0.1])) == 0
         log.add(1.0, 0)
     assert 3 < len(asked) < 30
     assert max(np.diff(asked)) > 40
     while not budget.max_nodes:
         log.add(1.0, 0)
-    budget.nodes(np.full(20, 0.99))
+    budget.choose_size(np.full(20, 0.99))
     log.add(1.0, 0)
     assert budget.max_nodes, "what paid once is tried again at once"
 
@@ -97,11 +99,11 @@ def test_estimated_costs_follow_measured_passes() -> None:
     """At loading a pass of eight rows seemed as cheap as one; in the conversation it takes three times as long."""
     budget, log = budget_of(FLAT)
     probs = np.full(7, 0.12)
-    assert budget.nodes(probs) == 7
+    assert budget.choose_size(probs) == 7
     sent = 7
     for _ in range(200):
         log.add(3.0 if sent else 1.0, sent)
-        sent = budget.nodes(probs) if budget.max_nodes else 0
+        sent = budget.choose_size(probs) if budget.max_nodes else 0
     assert sent == 0
 
 
@@ -112,17 +114,17 @@ def test_a_size_that_was_not_timed_costs_what_lies_between_unless_steps_are_capt
         log = PassLog()
         costs = MeasuredCosts(log, curve_of(cheap), only_timed_sizes=captures)
         budget = MeasuredBudget(log, confirmed(costs), overhead=0.0)
-        assert budget.nodes(np.array([0.9, 0.9, 0.9, 0.9, 0.1, 0.1, 0.1])) == best
+        assert budget.choose_size(np.array([0.9, 0.9, 0.9, 0.9, 0.1, 0.1, 0.1])) == best
 
 
 @pytest.mark.parametrize("verified", [-1, 15])
 def test_a_pass_counts_for_the_nodes_that_it_verified(verified: int) -> None:
     """A prompt is read in a pass of its own, and a grammar adds nodes: neither is the cost of the chosen size."""
     budget, log = budget_of([1.0] * 5 + [1.5] * (len(PASS_SIZES) - 5))
-    assert budget.nodes(np.full(7, 0.2)) == 7
+    assert budget.choose_size(np.full(7, 0.2)) == 7
     for _ in range(20):
         log.add(3.0, verified)
-        assert budget.nodes(np.full(7, 0.2)) == 7
+        assert budget.choose_size(np.full(7, 0.2)) == 7
 
 
 def test_passes_of_every_size_are_timed_on_a_real_target() -> None:
@@ -187,9 +189,9 @@ def test_the_quick_measurement_knows_what_a_longer_context_adds(
 def test_costs_follow_the_length_of_the_context() -> None:
     log = PassLog()
     budget = budget_by(log, curve_of(FLAT, STEEP, contexts=(0, 1000)))
-    assert budget.nodes(np.full(8, 0.3)) == 8
+    assert budget.choose_size(np.full(8, 0.3)) == 8
     log.context = 1000
-    assert budget.nodes(np.full(8, 0.3)) == 0
+    assert budget.choose_size(np.full(8, 0.3)) == 0
 
 
 def test_costs_of_a_batch_follow_the_length_of_the_contexts() -> None:
@@ -239,11 +241,11 @@ def shared(costs: list[float], slots: int, log: PassLog) -> list[SharedBudget]:
 def together_by(
     log: PassLog, curves: dict[int, CostCurve], slots: int, *, is_confirmed: bool = True, pads: bool = True
 ) -> list[SharedBudget]:
-    together = SharedCosts(log, curves, pads=pads)
+    shared_costs = SharedCosts(log, curves, pads=pads)
     if is_confirmed:
         for size in curves:
-            confirmed(together.costs(size))
-    return [SharedBudget(together, overhead=0.0) for _ in range(slots)]
+            confirmed(shared_costs.costs(size))
+    return [SharedBudget(shared_costs, overhead=0.0) for _ in range(slots)]
 
 
 @pytest.mark.parametrize("slots", [1, 4])
@@ -258,7 +260,7 @@ def test_slow_drafts_pause_in_a_batch_too(slots: int) -> None:
                 if budget.max_nodes:
                     awake += 1
                     budget.set_draft_seconds(seconds / slots)
-                    budget.nodes(np.array([0.5]))
+                    budget.choose_size(np.array([0.5]))
             log.add(1.0, 0, slots)
         assert (awake < 20 * slots) is rests
 
@@ -270,7 +272,7 @@ def test_a_batch_confirms_what_a_plain_pass_takes() -> None:
     budgets = together_by(log, {4: curve_of(costs)}, 4, is_confirmed=False)
     sizes = []
     for _ in range(12):
-        sizes.append(max([budget.nodes(np.full(3, 0.9)) if budget.max_nodes else 0 for budget in budgets][1:]))
+        sizes.append(max([budget.choose_size(np.full(3, 0.9)) if budget.max_nodes else 0 for budget in budgets][1:]))
         log.add(4.1 if sizes[-1] else 0.5, sizes[-1], 4)
     assert 0 in sizes[:2]
     assert sizes[-6:] == [0] * 6
@@ -289,7 +291,7 @@ def test_a_pass_of_few_trees_says_nothing_about_many() -> None:
 
 
 def cost_of_plain(costs: MeasuredCosts) -> float:
-    return float(estimated_cost(costs._own, 0))
+    return float(estimated_cost(costs._record, 0))
 
 
 def test_in_a_batch_one_size_is_chosen_by_all_trees() -> None:
@@ -297,14 +299,14 @@ def test_in_a_batch_one_size_is_chosen_by_all_trees() -> None:
     costs = [1.0 if rows == 1 else 1.5 for rows in PASS_SIZES]
     good, poor = np.full(7, 0.15), np.full(7, 0.01)
     first, *others = shared(costs, 4, PassLog())
-    assert first.nodes(good) == 7, "as long as nothing is known of the others"
+    assert first.choose_size(good) == 7, "as long as nothing is known of the others"
     for other in others:
-        other.nodes(poor)
-    assert first.nodes(good) == 0
+        other.choose_size(poor)
+    assert first.choose_size(good) == 0
     for other in others[:2]:
-        other.nodes(good)
-    assert first.nodes(good) == 7
-    assert others[2].nodes(poor[:3]) == 3, "who has fewer sends what there is, which costs nothing more"
+        other.choose_size(good)
+    assert first.choose_size(good) == 7
+    assert others[2].choose_size(poor[:3]) == 3, "who has fewer sends what there is, which costs nothing more"
 
 
 def test_a_budget_counts_the_slots_in_use_and_their_costs() -> None:
@@ -314,14 +316,14 @@ def test_a_budget_counts_the_slots_in_use_and_their_costs() -> None:
     probs, poor, log = np.full(7, 0.3), np.full(7, 0.001), PassLog()
     first, *others = together_by(log, {1: free, 4: dear}, 4)
     for other in others:
-        other.nodes(poor)  # answers that end in this step and in the next one
+        other.choose_size(poor)  # answers that end in this step and in the next one
     for _ in range(2):
         log.add(1.0, 0)
-        first.nodes(probs)
-    assert first.nodes(probs) == 7
+        first.choose_size(probs)
+    assert first.choose_size(probs) == 7
     for other in others[:2]:
-        other.nodes(poor)
-    assert first.nodes(probs) == 0
+        other.choose_size(poor)
+    assert first.choose_size(probs) == 0
 
 
 def by_rows(costs: list[float], slots: int, log: PassLog | None = None) -> list[SharedBudget]:
@@ -365,7 +367,7 @@ def test_no_other_nodes_bring_more_tokens_per_second(
 ) -> None:
     trees = [np.sort(np.array(tree))[::-1] for tree in probs]
     budgets = by_rows([plain + sum(rises[: place + 1]) for place in range(len(PASS_SIZES))], len(trees))
-    costs = budgets[0].together.costs(1)._own
+    costs = budgets[0].shared_costs.costs(1)._record
     sizes = choose_all_nodes(budgets, trees)
     rate = [
         (len(trees) + gain) / estimated_cost(costs, len(trees) - 1 + nodes)
@@ -413,11 +415,11 @@ def test_drafts_that_only_look_dear_are_tried() -> None:
     probs = np.full(3, 0.3)
     slow = [1.0, *[4.0] * (len(PASS_SIZES) - 1)]
     alone, log = budget_of(slow, is_confirmed=False)
-    found = verified(lambda: alone.nodes(probs) if alone.max_nodes else 0, log, lambda nodes: 1.0, 60)
+    found = verified(lambda: alone.choose_size(probs) if alone.max_nodes else 0, log, lambda nodes: 1.0, 60)
     assert found[-20:] == [3] * 20
     log = PassLog()
     (one,) = together_by(log, {1: curve_of(slow)}, 1, is_confirmed=False)
-    found = verified(lambda: one.nodes(probs) if one.max_nodes else 0, log, lambda nodes: 1.0, 60)
+    found = verified(lambda: one.choose_size(probs) if one.max_nodes else 0, log, lambda nodes: 1.0, 60)
     assert found[-20:] == [3] * 20
 
 
@@ -426,7 +428,7 @@ def test_a_plain_pass_that_only_looks_slow_is_tried() -> None:
     budget, log = budget_of(FLAT, is_confirmed=False)
     probs = np.full(3, 0.1)
     found = verified(
-        lambda: budget.nodes(probs) if budget.max_nodes else 0, log, lambda nodes: 1.0 if nodes else 0.5, 200
+        lambda: budget.choose_size(probs) if budget.max_nodes else 0, log, lambda nodes: 1.0 if nodes else 0.5, 200
     )
     assert found[-100:].count(0) > 90
 
@@ -435,26 +437,26 @@ def test_costs_that_passes_confirm_are_not_tried_again() -> None:
     steep, log = budget_of(STEEP, is_confirmed=False)
     probs = np.full(3, 0.3)
     rises = dict(zip(MEASURED_NODES, STEEP, strict=True))
-    found = verified(lambda: steep.nodes(probs) if steep.max_nodes else 0, log, rises.__getitem__, 400)
+    found = verified(lambda: steep.choose_size(probs) if steep.max_nodes else 0, log, rises.__getitem__, 400)
     assert 3 <= sum(map(bool, found)) <= 9, "three for each size that may pay"
     flat, log = budget_of(FLAT, is_confirmed=False)
-    found = verified(lambda: flat.nodes(probs), log, lambda nodes: 1.0, 400)
+    found = verified(lambda: flat.choose_size(probs), log, lambda nodes: 1.0, 400)
     assert found.count(0) == 0, "clearly faster, whatever a plain pass takes"
     flat, log = budget_of(FLAT, is_confirmed=False)
-    found = verified(lambda: flat.nodes(probs / 3), log, lambda nodes: 1.0, 400)
+    found = verified(lambda: flat.choose_size(probs / 3), log, lambda nodes: 1.0, 400)
     assert found.count(0) == 3
 
 
 @pytest.mark.parametrize("pads", [True, False])
 def test_a_batch_learns_from_passes_with_as_many_trees(pads: bool) -> None:
     log = PassLog()
-    together = SharedCosts(log, {1: curve_of(FLAT), 4: curve_of(FLAT)}, pads=pads)
+    shared_costs = SharedCosts(log, {1: curve_of(FLAT), 4: curve_of(FLAT)}, pads=pads)
     for slots, learns in ((1, 1), (3, 4), (4, 4)):
-        before = {size: together.costs(size)._own["corrections"][0] for size in (1, 4)}
+        before = {size: shared_costs.costs(size)._record["corrections"][0] for size in (1, 4)}
         log.add(2.0, 0, slots)
         for size, correction in before.items():
-            together.costs(size).update()
-            assert (together.costs(size)._own["corrections"][0] > correction) == (size == learns)
+            shared_costs.costs(size).update()
+            assert (shared_costs.costs(size)._record["corrections"][0] > correction) == (size == learns)
 
 
 def test_a_plain_pass_is_not_thought_slower_than_larger_ones() -> None:
@@ -463,8 +465,8 @@ def test_a_plain_pass_is_not_thought_slower_than_larger_ones() -> None:
     budget.set_draft_seconds(0.5)
     for _ in range(8):
         if budget.max_nodes:
-            budget.nodes(np.array([0.2]))
-    assert budget._own["saved"] < 0 or budget._own["pause"] > 0
+            budget.choose_size(np.array([0.2]))
+    assert budget._record["saved_seconds"] < 0 or budget._record["pause"] > 0
 
 
 def test_the_time_between_passes_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -475,10 +477,10 @@ def test_the_time_between_passes_is_measured(monkeypatch: pytest.MonkeyPatch) ->
     budget = budget_by(log, curve_of(FLAT), overhead=2.0)
     for _ in range(60):
         budget.set_draft_seconds(0.2)
-        budget.nodes(np.full(7, 0.9))
+        budget.choose_size(np.full(7, 0.9))
         log.add(1.0, 7)
         now[0] += 1.5
-    assert budget._own["overhead"] == pytest.approx(0.3, rel=0.1)
+    assert budget._record["overhead"] == pytest.approx(0.3, rel=0.1)
 
 
 def test_a_single_interruption_counts_little_in_an_average() -> None:
@@ -511,9 +513,9 @@ def test_a_draft_that_finds_nothing_counts_as_one_that_does_not_pay() -> None:
     asked: list[int] = []
 
     class Noting(FixedBudget):
-        def nodes(self, probs: Probs) -> int:
+        def choose_size(self, probs: Probs) -> int:
             asked.append(len(probs))
-            return super().nodes(probs)
+            return super().choose_size(probs)
 
     drafters = [Hierarchy(budget=Noting(4)) for _ in range(2)]
     for drafter in drafters:

@@ -32,7 +32,7 @@ from tests.support.oracle import assert_same_logits, prompt_of
 from tests.support.trees import WrongDrafter, tokens_to, trees
 
 CONTEXT = prompt_of(40)
-WALK, RANK, BOTH = PassOptions(walk=True), PassOptions(rank=True), PassOptions(walk=True, rank=True)
+WALK, RANK, BOTH = PassOptions(walk=True), PassOptions(wants_maxima=True), PassOptions(walk=True, wants_maxima=True)
 
 
 @pytest.fixture(scope="module")
@@ -42,10 +42,10 @@ def one() -> Iterator[OneSequence]:
         yield after(both()[1], CONTEXT, room=200)
 
 
-def compiled(one: OneSequence, tree: DraftTree, want: PassOptions = LOGITS_ONLY) -> Verified:
+def compiled(one: OneSequence, tree: DraftTree, options: PassOptions = LOGITS_ONLY) -> Verified:
     """The outcome of a pass, which compiled code has computed."""
     before = passes_of(one)
-    one.verify(tree, want)
+    one.verify(tree, options)
     assert passes_of(one) == before + 1
     return one.verified
 
@@ -102,7 +102,7 @@ def test_after_certain_tokens_no_logits_are_computed(one: OneSequence, tree: Dra
     found = compiled(one, with_forced_tokens(tree, forced_tokens), WALK)
     assert found.walk
     node = ROOT
-    for token, child in zip(found.walk.tokens, found.walk.path, strict=True):
+    for token, child in zip(found.walk.tokens, found.walk.children, strict=True):
         row = node + 1
         assert token == (int(expected[row].argmax()) if forced_tokens[row] == UNDETERMINED else forced_tokens[row])
         assert child == (ROOT if (drafted := tree.child(node, token)) is None else drafted)

@@ -29,6 +29,13 @@ def test_cancelled_answers_take_no_place_among_those_that_wait(loaded: Loaded) -
     assert engine.waiting == 2
 
 
+@pytest.mark.parametrize("batch_size", [1, 2])
+def test_passes_are_timed_for_any_budget_that_depends_on_them(loaded: Loaded, batch_size: int) -> None:
+    decoding = DecodeConfig(method="ar", batch_size=batch_size)
+    tenants = Tenants(loaded, decoding, StoresConfig(model_db="none", corpus_db="none"), [""])
+    assert tenants._budget().max_nodes > 0
+
+
 def test_a_job_whose_drafter_cannot_be_made_is_told(loaded: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
     decoding = DecodeConfig(method="ar")
     tenants = Tenants(loaded, decoding, StoresConfig(model_db="none", corpus_db="none"), [""])

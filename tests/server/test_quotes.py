@@ -26,7 +26,7 @@ from hdtool.runtime.integrations.server.responses_api import ResponsesRequest
 from hdtool.runtime.model.load import Loaded
 from hdtool.runtime.sampling.sampler import Sampler
 from hdtool.runtime.sequence import Stats
-from hdtool.runtime.source_names import SourceName
+from hdtool.runtime.source_names import SourceId
 from hdtool.runtime.stores.store_set import StoreSet
 from hdtool.runtime.text_stream import text_of
 from tests.support.server import RunningServer
@@ -172,7 +172,7 @@ def test_answers_are_those_with_any_prediction(server: RunningServer) -> None:
 
 def test_usage_counts_predictions_of_requests_alone() -> None:
     stats = Stats()
-    stats.drafted[SourceName.PREDICTION], stats.accepted[SourceName.PREDICTION] = 5, 3
+    stats.drafted[SourceId.PREDICTION], stats.accepted[SourceId.PREDICTION] = 5, 3
     for is_predicted, expected in ((True, (3, 2)), (False, (0, 0))):
         counted = usage_of(1, stats, is_predicted=is_predicted)["completion_tokens_details"]
         assert (counted["accepted_prediction_tokens"], counted["rejected_prediction_tokens"]) == expected

@@ -23,7 +23,7 @@ from hdtool.runtime.integrations.hf_generate import Generator
 from hdtool.runtime.integrations.server.app import ApiKeys
 from hdtool.runtime.integrations.server.scheduler import Tenants
 from hdtool.runtime.model.load import Loaded
-from hdtool.runtime.source_names import SourceName
+from hdtool.runtime.source_names import SourceId
 from hdtool.runtime.stores.store_set import StoreSet
 
 NOWHERE = StoresConfig(model_db="none", corpus_db="none")
@@ -190,7 +190,7 @@ def test_calls_of_one_generator_draft_from_each_other_and_other_generators_do_no
     def from_history(generator: Generator) -> int:
         options = {"do_sample": False, "max_new_tokens": 24, "custom_generate": generator}
         model.generate(prompt, attention_mask=torch.ones_like(prompt), **options)
-        return int(generator.stats.drafted[SourceName.HISTORY])
+        return int(generator.stats.drafted[SourceId.HISTORY])
 
     first, second = (Generator.drafting(loaded.tokenizer, DecodeConfig(draft_tokens=16), NOWHERE) for _ in range(2))
     assert from_history(first) < from_history(first)
@@ -211,7 +211,7 @@ def test_without_a_history_no_call_drafts_from_what_the_model_ranked_in_another(
         ids = torch.tensor([prompt])
         options = {"do_sample": False, "max_new_tokens": 24, "custom_generate": generator}
         model.generate(ids, attention_mask=torch.ones_like(ids), **options)
-        return int(generator.stats.drafted[SourceName.RECYCLED])
+        return int(generator.stats.drafted[SourceId.RECYCLED])
 
     def made(history: str) -> Generator:
         config = DecodeConfig("hd+logitspec", draft_tokens=16, history=history, sources="context,history,recycled")

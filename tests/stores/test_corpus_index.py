@@ -18,9 +18,9 @@ from hdtool.data.stores.manifest import TokenizerFingerprint
 from hdtool.data.stores.store import damaged_files
 from hdtool.runtime.stores.corpus_index import (
     CONTINUATION_DEPTH,
-    LONGEST_CONTEXT,
-    LONGEST_RANGE,
     MATCH_SAMPLES,
+    MAX_CONTEXT_TOKENS,
+    MAX_RANGE_ORDER,
     MAX_SAMPLES,
     CorpusIndex,
     count_followers,
@@ -35,7 +35,7 @@ from tests.support.stores import Documents, index_of
 
 def brute_force(documents: Documents, context: list[int]) -> tuple[int, Counter[tuple[int, ...]]]:
     """The longest suffix that occurs, and how often each continuation follows it."""
-    for length in range(min(len(context), LONGEST_CONTEXT), 0, -1):
+    for length in range(min(len(context), MAX_CONTEXT_TOKENS), 0, -1):
         suffix = context[-length:]
         places = [
             (ids, at + length)
@@ -103,15 +103,15 @@ def test_ranges_of_a_draft_tree_are_those_of_a_lookup(
         record, _places = range_record(index.shards)
         ranges = record[0]
         tokens, counts = np.empty(MAX_SAMPLES, np.int64), np.empty(MAX_SAMPLES, np.int64)
-        tail = np.full(LONGEST_CONTEXT, -1, np.int64)
+        tail = np.full(MAX_CONTEXT_TOKENS, -1, np.int64)
         for number, token in enumerate(context, 1):
             tail = np.append(tail[1:], token)
             node = int(number == len(context))
-            for order in range(LONGEST_RANGE, 0, -1):
+            for order in range(MAX_RANGE_ORDER, 0, -1):
                 narrow(index.tokens, ranges, tail, node, 0, order)
                 if not node and fewest and (found := size_of(ranges, 0, order)):
                     read_samples(index.tokens, ranges, 0, order, found, fewest)
-        for order in range(1, LONGEST_RANGE + 1):
+        for order in range(1, MAX_RANGE_ORDER + 1):
             expected = index.after(context[-order:], max_nodes=10_000)
             found = size_of(ranges, 1, order)
             if order > len(context) or expected.matched < order:
@@ -146,7 +146,7 @@ def test_what_is_shown_is_what_the_documents_hold(shard_bytes: int, tmp_path_fac
             )
 
         shown = list(continuations(index_of(tmp_path_factory.mktemp("index"), documents, 4, shard_bytes), context))
-        lengths = range(min(LONGEST_RANGE, len(context)), 0, -1)
+        lengths = range(min(MAX_RANGE_ORDER, len(context)), 0, -1)
         longest = next((length for length in lengths if followers(*context[-length:])), 0)
         assert {matched for matched, _, _ in shown} == ({longest} if longest else set())
         assert {path[0]: count for _, path, count in shown} == (followers(*context[-longest:]) if longest else {})

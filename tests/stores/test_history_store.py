@@ -41,8 +41,8 @@ from hdtool.data.stores.manifest import (
 from hdtool.data.stores.store import read_manifest
 from hdtool.data.stores.store_files import MANIFEST
 from hdtool.runtime.stores import history_files, history_store
-from hdtool.runtime.stores.history_files import MIN_STORE_PLACES, NEW_STORE_PLACES
-from hdtool.runtime.stores.history_records import PLACES_PER_CONVERSATION
+from hdtool.runtime.stores.history_files import MIN_STORE_POSITIONS, NEW_STORE_POSITIONS
+from hdtool.runtime.stores.history_records import MIN_POSITIONS_PER_CONVERSATION
 from hdtool.runtime.stores.history_store import History, HistoryStore
 from hdtool.runtime.stores.inspect_store import description, history_continuations, history_latency
 from hdtool.runtime.stores.model_store import sequence_hash
@@ -52,15 +52,15 @@ from hdtool.runtime.stores.token_log import (
     PREVIOUS,
     TOKEN,
     end_of,
+    entries_of,
     latest,
     matches,
-    places_of,
 )
 
 VOCABULARY = 60_000
 MARK = TokenizerFingerprint("test", VOCABULARY)
 MODEL = "0123456789abcdef"
-SMALL = 12 * MIN_STORE_PLACES
+SMALL = 12 * MIN_STORE_POSITIONS
 """A bound in bytes of as many places as a store has at least."""
 PLANTED = [54_321, 12_345, 54_123]
 
@@ -86,12 +86,12 @@ def found(store: HistoryStore, *context: int) -> list[int]:
 def on_chain(store: HistoryStore, first: int, second: int) -> list[int]:
     """The tokens that followed a pair, on its whole chain."""
     log, followers = store.log[0], []
-    places, mask = places_of(log), int(log["size"]) - 1
-    place = int(latest(log, np.uint64(sequence_hash(np.array([first, second], np.int64), 0, 2)), end_of(log)))
-    while place > 0:
-        if [int(places[(place - back) & mask, TOKEN]) for back in (2, 1)] == [first, second]:
-            followers.append(int(places[place & mask, TOKEN]))
-        place = int(places[place & mask, PREVIOUS])
+    entries, mask = entries_of(log), int(log["size"]) - 1
+    position = int(latest(log, np.uint64(sequence_hash(np.array([first, second], np.int64), 0, 2)), end_of(log)))
+    while position > 0:
+        if [int(entries[(position - back) & mask, TOKEN]) for back in (2, 1)] == [first, second]:
+            followers.append(int(entries[position & mask, TOKEN]))
+        position = int(entries[position & mask, PREVIOUS])
     return followers
 
 
@@ -114,7 +114,7 @@ def test_what_was_said_is_found_again(tmp_path: Path) -> None:
 
 
 def test_the_store_grows_up_to_its_bound(tmp_path: Path) -> None:
-    store = opened(tmp_path, most_bytes=12 * 4 * NEW_STORE_PLACES)
+    store = opened(tmp_path, max_bytes=12 * 4 * NEW_STORE_POSITIONS)
     address, sizes, said = store.log.ctypes.data, set(), []
     rng = np.random.default_rng(0)
     for _ in range(300):
@@ -122,8 +122,8 @@ def test_the_store_grows_up_to_its_bound(tmp_path: Path) -> None:
         assert store.append(answer, answer[:3])
         said.append(answer)
         sizes.add(int(store.log["size"][0]))
-    assert sizes == {NEW_STORE_PLACES, 2 * NEW_STORE_PLACES, 4 * NEW_STORE_PLACES}
-    assert store.nbytes <= 12 * 4 * NEW_STORE_PLACES
+    assert sizes == {NEW_STORE_POSITIONS, 2 * NEW_STORE_POSITIONS, 4 * NEW_STORE_POSITIONS}
+    assert store.nbytes <= 12 * 4 * NEW_STORE_POSITIONS
     assert store.log.ctypes.data == address
     kept = held(store)
     assert len(kept) > 200 and kept == said[-len(kept) :], "the oldest conversations went first"
@@ -133,8 +133,8 @@ def test_the_store_grows_up_to_its_bound(tmp_path: Path) -> None:
 
 def test_growth_moves_nothing_and_may_be_cut_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     size = 1 << 12
-    monkeypatch.setattr(history_files, "NEW_STORE_PLACES", size)
-    store, other = opened(tmp_path, most_bytes=12 * 4 * size), opened(tmp_path)
+    monkeypatch.setattr(history_files, "NEW_STORE_POSITIONS", size)
+    store, other = opened(tmp_path, max_bytes=12 * 4 * size), opened(tmp_path)
     said: list[list[int]] = []
 
     def whole(store: HistoryStore, places: int) -> None:
@@ -170,33 +170,33 @@ def no_room(*_: object) -> None:
 
 
 def test_an_answer_that_is_longer_than_the_store_keeps_its_end(tmp_path: Path) -> None:
-    store = opened(tmp_path, most_bytes=SMALL)
-    answer = list(range(3 * MIN_STORE_PLACES))
+    store = opened(tmp_path, max_bytes=SMALL)
+    answer = list(range(3 * MIN_STORE_POSITIONS))
     assert store.append(answer, [7])
     (kept,) = held(store)
-    assert kept == answer[-len(kept) :] and len(kept) > MIN_STORE_PLACES // 3
+    assert kept == answer[-len(kept) :] and len(kept) > MIN_STORE_POSITIONS // 3
 
 
 def test_short_answers_do_not_outgrow_the_bound(tmp_path: Path) -> None:
-    store = opened(tmp_path, most_bytes=12 * 2 * NEW_STORE_PLACES)
+    store = opened(tmp_path, max_bytes=12 * 2 * NEW_STORE_POSITIONS)
     for number in range(3000):
         assert store.append([number, 1], [])
-    assert store.nbytes <= 12 * 2 * NEW_STORE_PLACES
+    assert store.nbytes <= 12 * 2 * NEW_STORE_POSITIONS
     assert held(store)[-1] == [2999, 1]
 
 
 def test_another_bound_makes_the_store_anew(tmp_path: Path) -> None:
-    store = opened(tmp_path, most_bytes=12 * 2 * MIN_STORE_PLACES)
+    store = opened(tmp_path, max_bytes=12 * 2 * MIN_STORE_POSITIONS)
     for number in range(40):
         store.append([number] * 5, [])
-    smaller = opened(tmp_path, most_bytes=SMALL)
+    smaller = opened(tmp_path, max_bytes=SMALL)
     kept = held(smaller)
     assert kept == [[number] * 5 for number in range(40 - len(kept), 40)]
-    assert int(smaller.log["size"][0]) == MIN_STORE_PLACES
+    assert int(smaller.log["size"][0]) == MIN_STORE_POSITIONS
     store.refresh()
     assert held(store) == kept
     with pytest.raises(StoreError, match="takes 1 to"):
-        opened(tmp_path / "other", most_bytes=1 << 40)
+        opened(tmp_path / "other", max_bytes=1 << 40)
 
 
 ANSWER = st.tuples(st.lists(st.integers(0, 3), max_size=60), st.lists(st.integers(0, 3), max_size=12))
@@ -207,7 +207,7 @@ ANSWER = st.tuples(st.lists(st.integers(0, 3), max_size=60), st.lists(st.integer
 def test_a_store_equals_a_list(actions: list[Any]) -> None:
     """Appended to, opened again, used by two and dropped from, it holds the latest answers of a plain list."""
     with TemporaryDirectory() as folder:
-        store, other = opened(Path(folder), most_bytes=4 * SMALL), opened(Path(folder))
+        store, other = opened(Path(folder), max_bytes=4 * SMALL), opened(Path(folder))
         said: list[list[int]] = []
         for act in actions:
             if act == "open":
@@ -224,7 +224,7 @@ def test_a_store_equals_a_list(actions: list[Any]) -> None:
                 said += [tokens] if tokens else []
             kept = held(store)
             assert kept == said[len(said) - len(kept) :]
-            assert sum(map(len, kept)) >= min(sum(map(len, said)), MIN_STORE_PLACES // 3)
+            assert sum(map(len, kept)) >= min(sum(map(len, said)), MIN_STORE_POSITIONS // 3)
             said = kept
             for tail in [(0, 0), (1, 2), (3, 1)]:
                 after = {
@@ -407,7 +407,7 @@ def writer(folder: Path, name: int, count: int, size: int) -> subprocess.Popen[b
 
 
 def test_two_processes_append_and_a_third_reads(tmp_path: Path) -> None:
-    store = opened(tmp_path / "store", most_bytes=64 << 20)
+    store = opened(tmp_path / "store", max_bytes=64 << 20)
     processes = [writer(tmp_path / "store", name, 400, 200) for name in (1, 2)]
     seen = 0
     while any(process.poll() is None for process in processes):
@@ -428,7 +428,7 @@ def test_two_processes_append_and_a_third_reads(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_nothing_is_lost_while_another_process_drops(tmp_path: Path) -> None:
-    store = opened(tmp_path / "store", most_bytes=64 << 20)
+    store = opened(tmp_path / "store", max_bytes=64 << 20)
     processes = [writer(tmp_path / "store", name, 300, 20) for name in (1, 2)]
     drops = 0
     while any(process.poll() is None for process in processes):
@@ -476,7 +476,7 @@ def test_a_reader_sees_nothing_before_it_refreshes(tmp_path: Path) -> None:
     store, other = opened(tmp_path), opened(tmp_path)
     for _ in range(10):
         other.append([1, 2, 3], [])
-    assert found(store, 1, 2) == [] and not store.places
+    assert found(store, 1, 2) == [] and not store.num_positions
     store.refresh()
     assert found(store, 1, 2) == [3] * 10
     for _ in range(20):
@@ -531,7 +531,7 @@ def test_a_store_that_was_deleted_is_one_warning(tmp_path: Path) -> None:
 
 def test_short_answers_stay_while_the_store_can_grow(tmp_path: Path) -> None:
     store = opened(tmp_path / "store")
-    every = [[number, 1, 2, 3] for number in range(NEW_STORE_PLACES // PLACES_PER_CONVERSATION + 100)]
+    every = [[number, 1, 2, 3] for number in range(NEW_STORE_POSITIONS // MIN_POSITIONS_PER_CONVERSATION + 100)]
     assert all(store.append(answer, []) for answer in every)
     assert held(store) == every
 
@@ -539,7 +539,7 @@ def test_short_answers_stay_while_the_store_can_grow(tmp_path: Path) -> None:
 def killed(folder: Path, times: int, seed: int) -> int:
     """Kill processes that append, at random moments; how many conversations there are in the end."""
     # Room for all that a hundred processes append: the oldest must not go.
-    store, rng, before = opened(folder, most_bytes=192 << 20), random.Random(seed), 0
+    store, rng, before = opened(folder, max_bytes=192 << 20), random.Random(seed), 0
     for number in range(times):
         with writer(folder, number, 1 << 30, 60) as process:
             assert process.stdout and process.stdout.readline() == b"begun\n"
@@ -638,7 +638,7 @@ def test_tokens_that_a_power_failure_lost_are_removed(tmp_path: Path) -> None:
         store.append([number, 2, 3], [])
     last = store.conversations()[-2:]
     for each in last:
-        store._open.ring.places[each.first : each.first + 3, 0] = 0
+        store._open.ring.entries[each.first : each.first + 3, 0] = 0
     del store
     assert held(opened(tmp_path)) == [[number, 2, 3] for number in range(3)]
 

@@ -25,7 +25,7 @@ from hdtool.data.stores.store import damaged_files
 from hdtool.runtime.stores.model_store import (
     KEY_TOTAL,
     KEY_WIDTH,
-    LONGEST_PREFIX,
+    MAX_PREFIX_TOKENS,
     MAX_PROBES,
     MODEL_RECORD,
     PHRASE_TOKENS,
@@ -63,12 +63,12 @@ class Oracle:
 
     def __init__(self, documents: Documents, *, top_k: int, per_key: int, once_per_document: bool) -> None:
         self.per_key = per_key
-        self.all = [sequences(documents, length, once_per_document) for length in range(2, LONGEST_PREFIX + 2)]
+        self.all = [sequences(documents, length, once_per_document) for length in range(2, MAX_PREFIX_TOKENS + 2)]
         self.kept = [dict(sorted(all.items(), key=lambda item: (-item[1], item[0]))[:top_k]) for all in self.all]
 
     def after(self, context: list[int]) -> Found:
         found: Found = {}
-        for prefix in range(min(len(context), LONGEST_PREFIX), 0, -1):
+        for prefix in range(min(len(context), MAX_PREFIX_TOKENS), 0, -1):
             tail = tuple(context[-prefix:])
             rows = self.rows(self.kept[prefix - 1], tail)
             follows = [count for ids, count in self.all[prefix - 1].items() if ids[:prefix] == tail]
@@ -116,9 +116,9 @@ def ngrams_in(store: ModelStore) -> tuple[dict[tuple[int, ...], tuple[int, int, 
             tokens = tuple(np.frombuffer(key[1:], ">u4").tolist())
             total, distinct, followers, counts = msgpack.unpackb(value)
             wide = token_type(store.vocabulary).newbyteorder("<")
-            followers = np.frombuffer(followers, wide).reshape(-1, PHRASE_TOKENS if key[0] > LONGEST_PREFIX else 1)
+            followers = np.frombuffer(followers, wide).reshape(-1, PHRASE_TOKENS if key[0] > MAX_PREFIX_TOKENS else 1)
             rows = list(zip(map(tuple, followers.tolist()), np.frombuffer(counts, "<u4").tolist(), strict=True))
-            if key[0] > LONGEST_PREFIX:
+            if key[0] > MAX_PREFIX_TOKENS:
                 phrases[tokens[0]] = rows
             else:
                 assert len(tokens) == key[0]

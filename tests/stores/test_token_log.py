@@ -11,13 +11,13 @@ from hdtool.runtime.stores.history_store import History
 from hdtool.runtime.stores.token_log import (
     CHAIN_KEY_TOKENS,
     LOG_BLOCK,
-    MAX_LOG_PLACE_NUMBER,
+    MAX_LOG_POSITION,
     MAX_MATCHES,
     OVERLAP_TOKENS,
     TOKEN,
     TokenLog,
+    entries_of,
     matches,
-    places_of,
 )
 
 VOCABULARY = 3
@@ -62,13 +62,13 @@ def check_answer(log: TokenLog, lane: Any, answer: Answer, started: bool) -> Non
     if len(before) + len(tokens) == len(answer.before) + len(answer.tokens):
         assert tokens.tolist() == whole and before.tolist() == (answer.before if started else [])
     else:
-        assert len(log) >= log.max_places - LOG_BLOCK or not started, "only a full ring forgets"
+        assert len(log) >= log.max_positions - LOG_BLOCK or not started, "only a full ring forgets"
 
 
 def check_places(log: TokenLog) -> None:
     """Each chain leads to the latest places after its tokens, those of a lane among them."""
     size, end = int(log.memory["size"][0]), int(log._end[0])
-    ring = places_of(log.memory[0])
+    ring = entries_of(log.memory[0])
     oldest = max(0, end - size)
     at = {place: int(ring[place & (size - 1), TOKEN]) for place in range(oldest, end)}
     for tail in [(first, second) for first in range(VOCABULARY) for second in range(VOCABULARY)]:
@@ -84,14 +84,14 @@ def check_places(log: TokenLog) -> None:
 @settings(max_examples=60)
 @given(ACTIONS)
 def test_interleaved_answers_are_found_and_given_back(actions: list[Action]) -> None:
-    run(TokenLog(max_places=1 << 10, size=1 << 8), actions)
+    run(TokenLog(max_positions=1 << 10, size=1 << 8), actions)
 
 
 @settings(max_examples=30)
 @given(st.lists(st.lists(st.integers(0, VOCABULARY - 1), min_size=1, max_size=200), min_size=1, max_size=12))
 def test_one_answer_after_another_is_found_wherever_it_occurs(answers: list[list[int]]) -> None:
     """The places found are those of a brute-force search of the answers that are kept."""
-    log = TokenLog(max_places=1 << 14, size=1 << 7)
+    log = TokenLog(max_positions=1 << 14, size=1 << 7)
     lane = log.lane()
     for tokens in answers:
         log.start(lane, [])
@@ -105,13 +105,13 @@ def test_one_answer_after_another_is_found_wherever_it_occurs(answers: list[list
             for at in range(len(tokens) - 1, CHAIN_KEY_TOKENS - 1, -1)
             if tuple(tokens[at - CHAIN_KEY_TOKENS : at]) == tail
         ]
-        ring = places_of(log.memory[0])
+        ring = entries_of(log.memory[0])
         assert [int(ring[place, TOKEN]) for place in found.tolist()] == expected[:MAX_MATCHES]
         assert (lengths == CHAIN_KEY_TOKENS).all()
 
 
 def test_a_ring_that_wrapped_before_it_grows_keeps_the_latest_tokens() -> None:
-    log = TokenLog(max_places=1 << 10, size=1 << 8)
+    log = TokenLog(max_positions=1 << 10, size=1 << 8)
     lane, other = log.lane(), log.lane()
     log.start(lane, [])
     tokens = (np.arange(600) % 251).tolist()
@@ -138,10 +138,10 @@ def test_a_discarded_answer_has_no_owner() -> None:
 def test_a_ring_begins_anew_before_the_numbers_of_its_places_run_out() -> None:
     log = TokenLog()
     lane = log.lane()
-    log._end[0] = MAX_LOG_PLACE_NUMBER + LOG_BLOCK
+    log._end[0] = MAX_LOG_POSITION + LOG_BLOCK
     log.start(lane, [1, 2])
     log.append(lane, [3, 4, 5])
     log.finish(lane)
     assert len(log) == LOG_BLOCK
     found, _ = matches(log.memory, np.array([2, 3], np.int64))
-    assert [int(places_of(log.memory[0])[place, TOKEN]) for place in found] == [4]
+    assert [int(entries_of(log.memory[0])[place, TOKEN]) for place in found] == [4]

@@ -26,7 +26,7 @@ from hdtool.runtime.config import ModelConfig
 from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
 from hdtool.runtime.model.load import Loaded, load
 from hdtool.runtime.model.target import Target
-from hdtool.runtime.source_names import SourceName
+from hdtool.runtime.source_names import SourceId
 from hdtool.runtime.stores.model_store import VOCABULARY_RANKING_TOKENS, ModelStore
 from hdtool.runtime.stores.store_set import StoreSet
 from tests.support.decoding import SAMPLINGS, output_tokens, run
@@ -68,7 +68,7 @@ def test_they_are_drafted_from_the_first_step_on(family: str, recycles: bool, tm
         steps = run(target, prompt, SAMPLINGS[sampling], drafter=drafter)
         assert output_tokens(steps) == output_tokens(run(target, prompt, SAMPLINGS[sampling]))
         first = steps[1].tree
-        of_rankings = first.tokens[(first.parents == -1) & (first.sources == SourceName.RECYCLED)]
+        of_rankings = first.tokens[(first.parents == -1) & (first.sources == SourceId.RECYCLED)]
         best = ModelStore(tmp_path).rankings
         assert best is not None and len(of_rankings)
         assert set(of_rankings.tolist()) <= set(best[first.root, :VOCABULARY_RANKING_TOKENS].tolist())
@@ -79,7 +79,7 @@ def test_without_them_nothing_is_drafted_of_unknown_tokens(tmp_path: Path) -> No
     assert ModelStore(tmp_path).rankings is None
     drafter = Hierarchy(ModelStore(tmp_path), budget=FixedBudget(24))
     drafter.begin([1])
-    assert SourceName.RECYCLED not in drafter.draft([1]).sources
+    assert SourceId.RECYCLED not in drafter.draft([1]).sources
 
 
 def test_they_last_as_long_as_their_model(tmp_path: Path) -> None:
@@ -109,7 +109,7 @@ def test_a_store_of_rankings_alone_is_drafted_from(family: str, tmp_path: Path) 
     for sampling in SAMPLINGS.values():
         steps = run(target, prompt, sampling, drafter=Hierarchy(store, budget=FixedBudget(24)))
         assert output_tokens(steps) == output_tokens(run(target, prompt, sampling))
-        assert SourceName.RECYCLED in steps[1].tree.sources
+        assert SourceId.RECYCLED in steps[1].tree.sources
 
 
 def test_answers_are_added_to_rankings_as_if_built_with_them(tmp_path: Path) -> None:

@@ -43,9 +43,9 @@ class OneSequence:
         self.verified = verified
         return verified.logits
 
-    def verify(self, tree: DraftTree, want: PassOptions = LOGITS_ONLY) -> torch.Tensor:
-        """Return the logits of the root and each node. ``verified`` has the other outputs that ``want`` asks for."""
-        self.verified = self.target.verify(self.cache, [tree], [want])[0]
+    def verify(self, tree: DraftTree, options: PassOptions = LOGITS_ONLY) -> torch.Tensor:
+        """Return the logits of the root and each node. ``verified`` has the other outputs that ``options`` asks for."""
+        self.verified = self.target.verify(self.cache, [tree], [options])[0]
         self.target.wait()
         return self.verified.logits
 

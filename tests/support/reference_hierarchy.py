@@ -11,7 +11,7 @@ import torch
 
 from hdtool.runtime.accept import Accepted
 from hdtool.runtime.sampling.draws import ExponentialRace
-from hdtool.runtime.source_names import SourceName
+from hdtool.runtime.source_names import SourceId
 from hdtool.runtime.stores.corpus_index import CorpusIndex
 from hdtool.runtime.stores.model_store import ModelStore
 
@@ -71,7 +71,7 @@ NO_RANKING: Ranking = ((), {})
 @dataclass
 class Evidence:
     level: int
-    source: SourceName
+    source: SourceId
     counts: Counts
     read: int
     bucket: int
@@ -122,7 +122,7 @@ class SlowHierarchy:
         self.end = corpus.end if corpus else 0
         self.samples: dict[int, int] = {}  # samples at the root by order, fixed until the context changes
         if corpus:
-            for token, tokens, *_ in corpus.shards.places.tolist():
+            for token, tokens, *_ in corpus.shards.extents.tolist():
                 self.shards.append(corpus.tokens[token : token + tokens].tolist())
 
     def ask_context(self, node: Node, order: int) -> Evidence | None:
@@ -145,7 +145,7 @@ class SlowHierarchy:
         counts = Counter(self.context[at] for at, of in orders if of >= order)
         total = sum(counts.values())
         level = CONTEXT_ORDERS + order - 1
-        return Evidence(level, SourceName.CONTEXT, counts, total, 3 * size_of(total) + 2) if total else None
+        return Evidence(level, SourceId.CONTEXT, counts, total, 3 * size_of(total) + 2) if total else None
 
     def look_up(self, node: Node) -> None:
         """Find the matches of a node. The root, and a child without any, search for the latest ones.
@@ -194,7 +194,7 @@ class SlowHierarchy:
                 counts[answer[at]] += 1
         total = sum(counts.values())
         level = HISTORY_ORDERS + order - 1
-        return Evidence(level, SourceName.HISTORY, counts, total, 3 * size_of(total) + 2) if total else None
+        return Evidence(level, SourceId.HISTORY, counts, total, 3 * size_of(total) + 2) if total else None
 
     def _history_matches(self, node: Node) -> list[tuple[list[int], int]]:
         wanted = MAX_CHILD_HISTORY_MATCHES if node.parent else MAX_HISTORY_MATCHES
@@ -218,7 +218,7 @@ class SlowHierarchy:
         node.known = max(node.known, order)
         _, total, distinct, tokens, found = entries[0]
         counts = dict(zip(tokens.tolist(), found.tolist(), strict=True))
-        return Evidence(MODEL_ORDERS + order - 1, SourceName.MODEL, counts, total, bucket(total, distinct))
+        return Evidence(MODEL_ORDERS + order - 1, SourceId.MODEL, counts, total, bucket(total, distinct))
 
     def ask_corpus(self, node: Node, order: int, max_samples: int) -> Evidence | None:
         """Count the tokens after the last ``order`` tokens in the corpus, at all matches or at ``max_samples`` of them.
@@ -251,7 +251,7 @@ class SlowHierarchy:
             node.longest_matches = goes_on
         counts = Counter(token for token in followers if token != self.end)
         level = CORPUS_ORDERS + order - 1
-        return Evidence(level, SourceName.CORPUS, counts, read, bucket(len(goes_on), len(counts))) if counts else None
+        return Evidence(level, SourceId.CORPUS, counts, read, bucket(len(goes_on), len(counts))) if counts else None
 
     def _range(self, tail: list[int], order: int) -> list[tuple[int, int]]:
         found = []
@@ -270,7 +270,7 @@ class SlowHierarchy:
             return None
         sure = min(SIZES - 1, SIZES * max(counts.values()) // WHOLE)
         level = RECYCLED_ORDERS + order - 1
-        return Evidence(level, SourceName.RECYCLED, counts, WHOLE, 3 * sure)
+        return Evidence(level, SourceId.RECYCLED, counts, WHOLE, 3 * sure)
 
     def observe_logits(self, nodes: list[Node], accepted: Accepted, logits: torch.Tensor) -> None:
         """Update the rankings from the logits of the root and each node."""
@@ -385,14 +385,14 @@ class SlowHierarchy:
             weigh(
                 Evidence(
                     LAST_ORDERS,
-                    SourceName.LAST,
+                    SourceId.LAST,
                     self.last,
                     MILLION,
                     3 * min(SIZES - 1, SIZES * max(self.last.values()) // MILLION),
                 )
             )
             for token, part in parts.items():
-                chances[token] = chances.get(token, 0.0) + part.get(SourceName.LAST, 0.0)
+                chances[token] = chances.get(token, 0.0) + part.get(SourceId.LAST, 0.0)
         return parts, chances, evidences
 
     def _draw(self, node: Node, chances: dict[int, float]) -> dict[int, float]:
@@ -415,7 +415,7 @@ class SlowHierarchy:
                 chances = self._agree(node, chances)
                 chances = self._draw(node, chances)
                 for token, part in parts.items():
-                    source = max(range(len(SourceName)), key=lambda name: part.get(name, 0.0))
+                    source = max(range(len(SourceId)), key=lambda name: part.get(name, 0.0))
                     probs = chances[token] * node.probs
                     if len(nodes) - 1 + len(waiting) == max_nodes:
                         if probs <= bar:

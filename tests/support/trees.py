@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from hdtool.runtime.accept import Accepted
 from hdtool.runtime.engine import Verified
-from hdtool.runtime.source_names import SourceName
+from hdtool.runtime.source_names import SourceId
 from hdtool.runtime.tree import ROOT, DraftTree
 
 
@@ -49,7 +49,7 @@ class WrongDrafter:
         self._vocabulary = vocabulary
         self._random = random.Random(seed)
         self._max_nodes = max_nodes
-        self.seconds: dict[SourceName, float] = {}
+        self.seconds: dict[SourceId, float] = {}
         self.drafted = 0
         self.accepted = 0
 

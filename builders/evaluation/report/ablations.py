@@ -39,7 +39,7 @@ from hdtool.data.stores.documents import Document, Source, stored_documents
 from hdtool.data.stores.manifest import TokenizerFingerprint
 from hdtool.runtime.budget.cost_curve import CostCurve
 from hdtool.runtime.config import FIXED_BUDGET, SOURCE_LETTERS, DecodeConfig
-from hdtool.runtime.source_names import SourceName, source_of
+from hdtool.runtime.source_names import SourceId, source_of
 from hdtool.runtime.stores.corpus_index import CorpusIndex
 from hdtool.runtime.stores.store_set import StoreSet
 from hdtool.runtime.text_stream import TextStream
@@ -72,8 +72,8 @@ def pieces(
 ) -> tuple[tuple[str, str], ...]:
     """Return the text that each token completes, with the name of the source that drafted the token."""
     text = TextStream(tokenizer)
-    parts = [(text.add([token]), str(SourceName(source))) for token, source in zip(tokens, sources, strict=True)]
-    return tuple(piece for piece in (*parts, (text.end(), str(SourceName.NONE))) if piece[0])
+    parts = [(text.add([token]), str(SourceId(source))) for token, source in zip(tokens, sources, strict=True)]
+    return tuple(piece for piece in (*parts, (text.end(), str(SourceId.NONE))) if piece[0])
 
 
 HIERARCHIES = ("hd-paper", "hd")
@@ -123,10 +123,10 @@ class Study:
 
     def results(self, on_progress: Callable[[int], None] = lambda done: None) -> StudyResults:
         """Run all replays; ``on_progress`` receives the number of turns done so far."""
-        played = replay(
+        replayed = replay(
             self.contenders, self.conversations, self.store_set, workers=self.workers, on_progress=on_progress
         )
-        return StudyResults(self.letters, played)
+        return StudyResults(self.letters, replayed)
 
 
 @dataclass(frozen=True)
@@ -278,7 +278,7 @@ def _size(study: Study, corpus: CorpusIndex) -> IndexSize:
         tokens_per_step=result.tokens_per_step,
         draft_us=result.draft_us(50),
         draft_us_p90=result.draft_us(90),
-        corpus_us=result.source_seconds.get(SourceName.CORPUS, 0.0) / result.drafted_steps * 1e6,
+        corpus_us=result.source_seconds.get(SourceId.CORPUS, 0.0) / result.drafted_steps * 1e6,
     )
 
 

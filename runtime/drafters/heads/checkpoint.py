@@ -200,7 +200,7 @@ class SavedHeads:
     """Fingerprint of the model that the heads were trained on."""
     model: str
     """Name of that model."""
-    judged: EvalResult
+    evaluation: EvalResult
     training: dict[str, Any]
 
     def save(self, folder: Path) -> None:
@@ -213,7 +213,7 @@ class SavedHeads:
             "target": self.target,
             "heads": asdict(self.heads.config),
             "shape": asdict(self.heads.shape),
-            "judged": asdict(self.judged),
+            "judged": asdict(self.evaluation),
             "training": self.training,
         }
         weights = {name: _for_file(weight) for name, weight in self.heads.state_dict().items()}
@@ -260,7 +260,7 @@ def load_heads(folder: Path, model: PreTrainedModel) -> SavedHeads:
         heads = ARCHITECTURES[config.kind](HeadsShape(**settings["shape"]), config)
         heads.load_state_dict(load_file(folder / WEIGHTS_FILE))
         _check_token_ids(heads)
-        judged = EvalResult(**settings["judged"])
+        evaluation = EvalResult(**settings["judged"])
     except FileNotFoundError:
         raise HeadsError(f"{folder / WEIGHTS_FILE} is missing: train the heads again with hdtool train-heads") from None
     except Exception as error:  # damaged files raise many kinds
@@ -272,7 +272,7 @@ def load_heads(folder: Path, model: PreTrainedModel) -> SavedHeads:
     heads.requires_grad_(False).eval()
     if isinstance(heads, MtpHeads) and not config.draft_vocabulary:
         heads.share(output)
-    return SavedHeads(heads, settings["target"], settings["model"], judged, settings["training"])
+    return SavedHeads(heads, settings["target"], settings["model"], evaluation, settings["training"])
 
 
 def _check_token_ids(heads: Heads) -> None:

@@ -27,7 +27,7 @@ from hdtool.runtime.kernels.compiled import Array
 from hdtool.runtime.kernels.linear import compile_linear_layers
 from hdtool.runtime.model.static_steps import Capture, Run, extent_for
 from hdtool.runtime.model.target import Target
-from hdtool.runtime.source_names import SourceName
+from hdtool.runtime.source_names import SourceId
 
 STATIC_SIZES = (1, 2, 4, 8, 16)
 """Numbers of new positions in a captured pass. The next pass overwrites padding positions."""
@@ -78,13 +78,13 @@ class FixedPass:
         self._hidden[new:size] = 0  # masking works only for finite values
         extent = extent_for(cache.length + size)
         if (size, extent) not in self._passes:
-            self._passes[size, extent] = self._captured(cache.keys_values, size, extent)
+            self._passes[size, extent] = self._record(cache.keys_values, size, extent)
         self._passes[size, extent]()
         if self._heads.layers:
             cache.length += new
-        return self._result.received(len(self._result.tokens))
+        return self._result.wait(len(self._result.tokens))
 
-    def _captured(self, keys_values: torch.Tensor, size: int, extent: int) -> Run:
+    def _record(self, keys_values: torch.Tensor, size: int, extent: int) -> Run:
         heads, device_input, hidden = self._heads, self._input, self._hidden[:size]
 
         def run() -> None:
@@ -110,12 +110,12 @@ PROMPT_CHUNK = 512
 class HeadsState:
     """Parallel heads during the answers of a target: their KV cache, pending input and latest rankings."""
 
-    source = SourceName.HEADS
+    source = SourceId.HEADS
 
     def __init__(self, saved: SavedHeads, target: Target) -> None:
         assert isinstance(saved.heads, ParallelHeads)
         self.heads = saved.heads
-        self.calibration = Calibration(saved.judged.odds or None, self.heads.config.heads)
+        self.calibration = Calibration(saved.evaluation.odds or None, self.heads.config.heads)
         self.seconds = 0.0
         """Seconds spent in passes of the heads."""
         self.passes = 0
@@ -196,7 +196,7 @@ def sequential_drafter(saved: SavedHeads, target: Target, *, is_measured: bool) 
     else:
         assert isinstance(saved.heads, MtpHeads)
         module = TrainedMtp(saved.heads, target)
-    return SequentialDrafter(module, pace, columns=columns, odds=saved.judged.odds or None)
+    return SequentialDrafter(module, pace, columns=columns, odds=saved.evaluation.odds or None)
 
 
 class HydraModule:
@@ -217,7 +217,9 @@ class HydraModule:
         self._depths = [0]
         """Distance of each row from row 0, in tokens."""
         reading, extending = target.new_recorder(), target.new_recorder()
-        self._reading = FixedPass(heads, self._embed, TOKENS_PER_RANKING, reading, self._begun) if reading else None
+        self._reading = (
+            FixedPass(heads, self._embed, TOKENS_PER_RANKING, reading, self._start_path) if reading else None
+        )
         self._extending = extending
         pinned = self._device.type == "cuda"
         self._host = torch.zeros((3, ROWS_PER_PASS), dtype=torch.int64, pin_memory=pinned)
@@ -243,7 +245,7 @@ class HydraModule:
         for start in range(0, len(tokens), READ_CHUNK):
             part = hidden[start : start + READ_CHUNK]
             stages = self._heads.read(part, part, self._cache)  # Hydra's layers read no tokens
-        return on_host(self._begun(stages, torch.tensor(tokens[-1:], device=self._device)))
+        return on_host(self._start_path(stages, torch.tensor(tokens[-1:], device=self._device)))
 
     @torch.inference_mode()
     def extend(self, parents: list[int], tokens: list[int]) -> Ranked:
@@ -252,7 +254,7 @@ class HydraModule:
         self._depths += [depth] * new
         rows = list(range(first, first + new))
         if not self._extending:
-            return on_host(self._extended(depth, torch.tensor([parents, tokens, rows], device=self._device)))
+            return on_host(self._extend_paths(depth, torch.tensor([parents, tokens, rows], device=self._device)))
         size = next(size for size in CAPTURED_ROWS if size >= new)
         padding = [0] * (size - new)  # padding rewrites row 0, of which only the first token is ever read
         self._host[:, :size] = torch.tensor([parents + padding, tokens + padding, rows + padding])
@@ -260,22 +262,22 @@ class HydraModule:
         if (depth, size) not in self._captured:
             self._captured[depth, size] = self._record(depth, size)
         self._captured[depth, size]()
-        return self._result.received(new)
+        return self._result.wait(new)
 
-    def _begun(self, stages: list[torch.Tensor], token: torch.Tensor) -> TopTokens:
+    def _start_path(self, stages: list[torch.Tensor], token: torch.Tensor) -> TopTokens:
         """Begin row 0 with an accepted token, and rank the next tokens."""
         self._before.copy_(stages[-1])
-        self._paths[:1, 0].copy_(self._normed(token))
+        self._paths[:1, 0].copy_(self._embed_normed(token))
         return self._best(0, self._paths[:1])
 
-    def _extended(self, depth: int, given: torch.Tensor) -> TopTokens:
+    def _extend_paths(self, depth: int, given: torch.Tensor) -> TopTokens:
         parents, tokens, rows = given
         paths = self._paths.index_select(0, parents)
-        paths[:, depth] = self._normed(tokens)
+        paths[:, depth] = self._embed_normed(tokens)
         self._paths.index_copy_(0, rows, paths)
         return self._best(depth, paths)
 
-    def _normed(self, tokens: torch.Tensor) -> torch.Tensor:
+    def _embed_normed(self, tokens: torch.Tensor) -> torch.Tensor:
         normed: torch.Tensor = self._heads.token_norm(self._embed(tokens))
         return normed
 
@@ -288,7 +290,7 @@ class HydraModule:
         assert self._extending
 
         def run() -> None:
-            self._result.write(*self._extended(depth, self._input[:, :size]))
+            self._result.write(*self._extend_paths(depth, self._input[:, :size]))
 
         return self._extending.record(run)
 

@@ -24,13 +24,13 @@ from numba import types
 
 from hdtool.runtime.kernels.compiled import Array, address_of, array_at, caller_of, compiled
 from hdtool.runtime.sampling.draws import stream_start, time_of
-from hdtool.runtime.source_names import SourceName
+from hdtool.runtime.source_names import SourceId
 from hdtool.runtime.stores.corpus_index import MAX_SAMPLES, RANGE_ROWS
-from hdtool.runtime.stores.live_tables import latest_place
+from hdtool.runtime.stores.live_tables import latest_position
 from hdtool.runtime.stores.token_log import MAX_MATCH_TOKENS
 from hdtool.runtime.tree import LARGEST_TREE
 
-WORK_AT, WEIGHTS_AT, NEAR_AT, TABLE_AT = SourceName.NONE.value, *range(len(SourceName), len(SourceName) + 3)
+WORK_AT, WEIGHTS_AT, NEAR_AT, TABLE_AT = SourceId.NONE.value, *range(len(SourceId), len(SourceId) + 3)
 """Indices in the array of addresses; the record of each source has the number of the source as its index."""
 ADDRESSES = TABLE_AT + 1
 MAX_CANDIDATES = 512
@@ -53,7 +53,7 @@ WORKSPACE = np.dtype(
         ("tails", np.int64, (RANGE_ROWS, MAX_MATCH_TOKENS)),  # last tokens of the context and the path to the node
         ("known", np.int64, RANGE_ROWS),  # length of the longest match in the model store
         ("cut", np.int64, RANGE_ROWS),  # 1 if the estimate ended before the lowest orders
-        ("above", np.int32, LARGEST_TREE),  # parents as in a ``DraftTree``, where the root is not counted
+        ("tree_parents", np.int32, LARGEST_TREE),  # parents as in a ``DraftTree``, where the root is not counted
         # The best paths, most probable first: those that are nodes already, then those that may become nodes.
         ("best_probs", np.float64, LARGEST_TREE),
         ("best_keys", np.int64, LARGEST_TREE),  # source, parent and token, packed
@@ -65,11 +65,11 @@ WORKSPACE = np.dtype(
         ("candidates", np.int64, MAX_CANDIDATES),
         ("chances", np.float64, MAX_CANDIDATES),
         ("recency", np.int64, MAX_CANDIDATES),  # class of the distance to the token's latest occurrence
-        ("parts", np.float64, (MAX_CANDIDATES, len(SourceName))),  # contribution of each source to each chance
+        ("parts", np.float64, (MAX_CANDIDATES, len(SourceId))),  # contribution of each source to each chance
         ("round", np.int64),  # slots filled in earlier rounds count as empty
         ("slots", np.int64, CANDIDATE_SLOTS),  # hash table of the candidates
         ("hashed", np.int64),  # number of last tokens that are hashed
-        ("marks", np.uint64, MAX_HASHED_TOKENS + 1),  # hash of the last n tokens, by n
+        ("suffix_hashes", np.uint64, MAX_HASHED_TOKENS + 1),  # hash of the last n tokens, by n
         # Evidence for the current n-gram order.
         ("corpus_evidence", np.int64, MAX_SAMPLES),
         ("corpus_counts", np.int64, MAX_SAMPLES),
@@ -93,7 +93,7 @@ WORKSPACE = np.dtype(
         ("has_context", np.int64),
         # Nanoseconds spent per source in a timed draft; NONE is the tree itself.
         ("timed", np.int64),
-        ("laps", np.int64, len(SourceName)),
+        ("laps", np.int64, len(SourceId)),
         ("since", np.int64),
         ("instant", np.int64, 2),  # seconds and nanoseconds, as returned by the clock
         ("instant_at", np.int64),  # address of ``instant``
@@ -124,7 +124,7 @@ class Prior(NamedTuple):
 class CompiledSource(NamedTuple):
     """A source of evidence: functions that compiled code calls by their addresses."""
 
-    name: SourceName
+    name: SourceId
     lowest: int
     """Lowest n-gram order of the source."""
     prior: Prior
@@ -212,9 +212,9 @@ WEIGHTS = np.dtype(
 )
 
 
-def rows_of_weights(sources: Sequence[CompiledSource]) -> dict[SourceName, slice]:
+def rows_of_weights(sources: Sequence[CompiledSource]) -> dict[SourceId, slice]:
     """Assign rows of weights to each source, one for each n-gram order."""
-    rows, free = dict[SourceName, slice](), 0
+    rows, free = dict[SourceId, slice](), 0
     for source in sources:
         if source.name not in rows:
             rows[source.name] = slice(free, free + source.prior.orders)
@@ -257,9 +257,12 @@ def spread_of(total: Any, distinct: Any) -> int:
 
 
 @compiled
-def share_bucket(share: Any, total_probability: int) -> int:
-    """Return the bucket for a ranking: the share of its best token takes the place of the amount of evidence."""
-    certainty: Any = EVIDENCE_SIZES * np.int64(share) // total_probability
+def share_bucket(share: Any, share_unit: int) -> int:
+    """Return the bucket for a ranking, by the share of its best token instead of the amount of evidence.
+
+    ``share_unit`` is the sum of all shares.
+    """
+    certainty: Any = EVIDENCE_SIZES * np.int64(share) // share_unit
     return 3 * min(EVIDENCE_SIZES - 1, certainty)  # type: ignore[no-any-return]
 
 
@@ -308,16 +311,16 @@ def contribute(
     if work.truth == DRAFTING:
         unit, floor = left * weight / read, work.floor
         # No count exceeds ``read``, so an order whose whole part is below the floor adds nothing.
-        for place in range(len(tokens) if left * weight >= floor else 0):
-            part = unit * min(np.int64(counts[place]), read)
+        for index in range(len(tokens) if left * weight >= floor else 0):
+            part = unit * min(np.int64(counts[index]), read)
             # A damaged file may hold tokens outside the vocabulary.
-            if part >= floor and 0 <= tokens[place] < work.vocabulary:
-                add_probability(work, source, np.int64(tokens[place]), part)
+            if part >= floor and 0 <= tokens[index] < work.vocabulary:
+                add_probability(work, source, np.int64(tokens[index]), part)
     else:
         share = 0.0
-        for place in range(len(tokens)):
-            if tokens[place] == work.truth:
-                count: Any = np.int64(counts[place])
+        for index in range(len(tokens)):
+            if tokens[index] == work.truth:
+                count: Any = np.int64(counts[index])
                 share = max(0, min(count, read)) / read
         work.orders[work.used], work.buckets[work.used], work.shares[work.used] = row, bucket, share
         work.used += 1
@@ -387,10 +390,10 @@ def weigh_recency(work: Any, gains: Any, table: Any, node: int) -> None:
 
     Small probabilities change the most, as they rest on few counts.
     """
-    next_place = table.end + work.depths[node]
+    next_position = table.end + work.depths[node]
     for at in range(work.size):
-        place = latest_place(table, work.candidates[at])
-        work.recency[at] = 0 if place < 0 else distance_class(next_place - place)
+        position = latest_position(table, work.candidates[at])
+        work.recency[at] = 0 if position < 0 else distance_class(next_position - position)
     before = total_probability(work)
     for at in range(work.size):
         work.chances[at] *= gains[work.recency[at], prob_class(work.chances[at])]

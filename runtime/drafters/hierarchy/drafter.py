@@ -51,7 +51,7 @@ from hdtool.runtime.drafters.trained.proposal import TrainedDrafter
 from hdtool.runtime.engine import Verified
 from hdtool.runtime.kernels.compiled import HAS_CLOCK, Array, SharedTime, Uncopyable
 from hdtool.runtime.sampling.draws import ExponentialRace
-from hdtool.runtime.source_names import Evidence, SourceName
+from hdtool.runtime.source_names import Evidence, SourceId
 from hdtool.runtime.stores.corpus_index import CorpusIndex, no_shards, range_record
 from hdtool.runtime.stores.history_store import History, address_of
 from hdtool.runtime.stores.live_tables import CHAIN_LENGTHS, LONG_CHAIN, ContextTable
@@ -84,7 +84,7 @@ class Hierarchy(Uncopyable):
         recycled: bool = False,
         trained: TrainedDrafter | None = None,
         gate: TrainedGate | None = None,
-        plugins: Mapping[SourceName, Evidence] | None = None,
+        plugins: Mapping[SourceId, Evidence] | None = None,
         history: History | None = None,
         vocabulary: int = UNLIMITED_VOCABULARY,
         remembers: bool = True,
@@ -107,14 +107,14 @@ class Hierarchy(Uncopyable):
         """Time at which the current draft began; None if there is none, or if its outcome was observed."""
         self._used_trained = False
         """True if the trained drafter took part in the current draft."""
-        self.table = ContextTable()
+        self.context_table = ContextTable()
         self._stores = model, corpus  # their arrays must outlive their addresses
         self._shards = corpus.shards if corpus else no_shards()
-        ranges, self._places = range_record(self._shards)
+        ranges, self._range_bounds = range_record(self._shards)
         self._rankings = rankings = Rankings(last=last, recycled=recycled, known=model.rankings if model else None)
         self._proposed = no_proposal()
         self._plugin_records = prediction_records(
-            [*self._plugins, *[SourceName.NONE] * (MAX_PLUGINS - len(self._plugins))]
+            [*self._plugins, *[SourceId.NONE] * (MAX_PLUGINS - len(self._plugins))]
         )
         self._lane = np.zeros(1, LANE)
         self._matches: dict[int, Array] = {
@@ -141,12 +141,17 @@ class Hierarchy(Uncopyable):
         self._weight_rows = rows_of_weights(table)
         first = {source: self._weight_rows[source.name].start for source in table}
         self._rows = [(source, source.row(first[source])) for source in table if source in added or used[source]]
-        self._table = np.zeros(MAX_SOURCE_ROWS, SOURCE_ROW)
+        self._source_table = np.zeros(MAX_SOURCE_ROWS, SOURCE_ROW)
         self._records: dict[int, Array] = dict(self._matches)
-        self._records |= {WORK_AT: work, WEIGHTS_AT: self._learned, NEAR_AT: rankings.near, TABLE_AT: self._table}
-        self._records |= {SourceName.MODEL: model_record(model), SourceName.CORPUS: ranges}
-        self._records |= {SourceName.HEADS: self._proposed, SourceName.PLUGIN_1: self._plugin_records}
-        self._records |= {SourceName.LAST: rankings.last, SourceName.RECYCLED: rankings.recycled.record}
+        self._records |= {
+            WORK_AT: work,
+            WEIGHTS_AT: self._learned,
+            NEAR_AT: rankings.near,
+            TABLE_AT: self._source_table,
+        }
+        self._records |= {SourceId.MODEL: model_record(model), SourceId.CORPUS: ranges}
+        self._records |= {SourceId.HEADS: self._proposed, SourceId.PLUGIN_1: self._plugin_records}
+        self._records |= {SourceId.LAST: rankings.last, SourceId.RECYCLED: rankings.recycled.record}
         self._records |= {source.name: record for source, record in added.items()}
         assert all(record.flags.aligned for record in self._records.values())
         self._addresses = np.zeros(ADDRESSES, np.int64)
@@ -158,7 +163,9 @@ class Hierarchy(Uncopyable):
         self._fill_in(work, context, vocabulary)
         # These views are kept, because each access to a field of a record takes a tenth of a microsecond.
         self._tokens, self._sources, self._probs = (work[field][0, 1:] for field in ("tokens", "sources", "probs"))
-        self._parents, self._depths, self._root_and_probs = (work[field][0] for field in ("above", "depths", "probs"))
+        self._parents, self._depths, self._root_and_probs = (
+            work[field][0] for field in ("tree_parents", "depths", "probs")
+        )
         self._tails, self._timed, self._laps = work["tails"][0], work["timed"], work["laps"][0]
         self._pending: list[int] = []
         self._nodes = 0
@@ -166,10 +173,10 @@ class Hierarchy(Uncopyable):
         self._grown = 0
         """Number of nodes in the last tree before the budget cut it."""
         self._calibration = AnswerCalibration()
-        self._together: tuple[list[Hierarchy], Array] | None = None
+        self._joint_drafters: tuple[list[Hierarchy], Array] | None = None
         """The drafters of the last joint draft that began with this one, and their addresses."""
         self._drafts, self._learning_seconds = 0, 0.0
-        self._cost, self._time = SmoothedSeconds(), SharedTime(len(SourceName))
+        self._cost, self._time = SmoothedSeconds(), SharedTime(len(SourceId))
         # Compile the code, or load it from the cache, before the first step.
         self.predict((0,))
         self.begin(())
@@ -180,9 +187,9 @@ class Hierarchy(Uncopyable):
     def _fill_in(self, work: Array, context: bool, vocabulary: int) -> None:
         sizes = [store.manifest.tokenizer.vocab_size for store in self._stores if store]
         work["vocabulary"] = min([vocabulary, *sizes])
-        self._matches[SourceName.CONTEXT]["log"][0, ANSWERS_LOG] = self.table.memory.ctypes.data
+        self._matches[SourceId.CONTEXT]["log"][0, ANSWERS_LOG] = self.context_table.memory.ctypes.data
         if self._history:
-            history_matches = self._matches[SourceName.HISTORY]
+            history_matches = self._matches[SourceId.HISTORY]
             history_matches["log"][0, ANSWERS_LOG] = address_of(self._history.answers.memory)
             history_matches["log"][0, STORED_LOG] = address_of(self._history.stored_log)
             history_matches["lane"] = self._lane.ctypes.data
@@ -198,14 +205,14 @@ class Hierarchy(Uncopyable):
     @property
     def shards(self) -> int:
         """Number of shards of the corpus index."""
-        return len(self._shards.places)
+        return len(self._shards.extents)
 
     @property
     def probs(self) -> Probs:
         """Probability of each node in the last tree that the whole path to it is accepted."""
         return self._probs[: self._nodes].copy()
 
-    def weights(self, source: SourceName) -> Any:
+    def weights(self, source: SourceId) -> Any:
         """Return the learned weights of a source, by n-gram order and bucket of evidence; see ``candidates.py``."""
         return self._learned["weight"][0, self._weight_rows[source]]
 
@@ -215,15 +222,15 @@ class Hierarchy(Uncopyable):
         return self._learned[0]
 
     @property
-    def seconds(self) -> dict[SourceName, float]:
+    def seconds(self) -> dict[SourceId, float]:
         """Seconds spent on drafting so far, divided among sources as in every 32nd draft; empty without a clock."""
-        parts = self._time.read()
+        parts = self._time.seconds()
         if any(parts):
             if self._trained:
                 parts[self._trained.source] += self._trained.seconds
             for number, seconds in self._plugin_seconds.items():
                 parts[number] += seconds
-        return {SourceName(source): part for source, part in enumerate(parts) if part}
+        return {SourceId(source): part for source, part in enumerate(parts) if part}
 
     def begin(self, prompt: Sequence[int]) -> None:
         self.end()
@@ -232,28 +239,28 @@ class Hierarchy(Uncopyable):
         self._began = None
         if self._trained:
             self._trained.begin(list(prompt))
-        new = self.table.read(prompt)
+        new = self.context_table.read(prompt)
         if self._forgets and new == len(prompt):
             self._rankings.forget()
         if self._history:
             self._history.start(self._lane, prompt, new)
-            self._matches[SourceName.HISTORY]["owner"] = self._lane["owner"]
+            self._matches[SourceId.HISTORY]["owner"] = self._lane["owner"]
         self._use_rows(prediction=False)
         restart(self._at, np.array(prompt[-MAX_MATCH_TOKENS:], np.int64))
 
     def predict(self, prediction: Sequence[int]) -> None:
         """Also draft this answer from a prediction, which is expected to start at the end of the prompt."""
         self._prediction = log = TokenLog(size=1 << (len(prediction) + 2 * LOG_BLOCK).bit_length())
-        lane, before = log.lane(), self._tails[0]
-        log.start(lane, before[before >= 0])
+        lane, tail = log.lane(), self._tails[0]
+        log.start(lane, tail[tail >= 0])
         log.append(lane, prediction)
-        self._matches[SourceName.PREDICTION]["log"][0, ANSWERS_LOG] = address_of(log.memory)
+        self._matches[SourceId.PREDICTION]["log"][0, ANSWERS_LOG] = address_of(log.memory)
         self._use_rows(prediction=True)
 
     def _use_rows(self, *, prediction: bool) -> None:
         """Fill the table of sources, with or without the source of predictions."""
         rows = [row for source, row in self._rows if prediction or source is not PREDICTION_SOURCE]
-        self._table[: len(rows)] = rows
+        self._source_table[: len(rows)] = rows
         self.work["rows"] = len(rows)
 
     def end(self) -> None:
@@ -285,7 +292,7 @@ class Hierarchy(Uncopyable):
         self._note_growing(seconds)
         self._note_cost(seconds)
         self.budget.set_draft_seconds(self._cost.mean)
-        return self._verified_part(context, self.budget.nodes(self._expected_of(grown)))
+        return self._verified_part(context, self.budget.choose_size(self._expected_of(grown)))
 
     @property
     def joint(self) -> Hashable:
@@ -294,29 +301,29 @@ class Hierarchy(Uncopyable):
     def draft_many(self, drafters: Sequence[Hierarchy], contexts: Sequence[Sequence[int]]) -> list[DraftTree]:
         """Draft for several hierarchies, whose trees are grown in one compiled call."""
         began = time.perf_counter()
-        if self._together is None or self._together[0] != drafters:
-            self._together = list(drafters), np.array([drafter.address for drafter in drafters])
+        if self._joint_drafters is None or self._joint_drafters[0] != drafters:
+            self._joint_drafters = list(drafters), np.array([drafter.address for drafter in drafters])
         max_nodes = [drafter.prepare(context) for drafter, context in zip(drafters, contexts, strict=True)]
-        drafting = [place for place, wanted in enumerate(max_nodes) if wanted]
+        drafting = [index for index, wanted in enumerate(max_nodes) if wanted]
         trees = [DraftTree.bare(context[-1]) for context in contexts]
         if not drafting:
             return trees
         grown, started = np.zeros(len(max_nodes), np.int64), time.perf_counter()
-        grow_all(self._together[1], np.array(max_nodes), grown)
+        grow_all(self._joint_drafters[1], np.array(max_nodes), grown)
         each = (time.perf_counter() - started) / len(drafting)
         budgets, probs = [], []
-        for place in drafting:
-            drafter = drafters[place]
+        for index in drafting:
+            drafter = drafters[index]
             drafter._note_growing(each)
             drafter.budget.set_draft_seconds(drafter._cost.mean)
             budgets.append(drafter.budget)
-            probs.append(drafter._expected_of(grown[place]))
-        for place, size in zip(drafting, choose_all_nodes(budgets, probs), strict=True):
-            trees[place] = drafters[place]._verified_part(contexts[place], size)
+            probs.append(drafter._expected_of(grown[index]))
+        for index, size in zip(drafting, choose_all_nodes(budgets, probs), strict=True):
+            trees[index] = drafters[index]._verified_part(contexts[index], size)
         # Count the whole call: the rest of it takes as long as growing small trees.
         each = (time.perf_counter() - began) / len(drafting)
-        for place in drafting:
-            drafters[place]._note_cost(each)
+        for index in drafting:
+            drafters[index]._note_cost(each)
         return trees
 
     def prepare(self, context: Sequence[int]) -> int:
@@ -328,7 +335,7 @@ class Hierarchy(Uncopyable):
         self._began = time.perf_counter()
         self._catch_up()
         self.work["position"] = len(context)
-        self._used_trained = self._trained is not None and (not self._gate or self._gate.now)
+        self._used_trained = self._trained is not None and (not self._gate or self._gate.runs_drafter)
         if self._trained and self._used_trained:
             note_proposal(self._proposed[0], self._trained.source, self._trained.propose(max_nodes))
         if self._plugins:
@@ -341,7 +348,7 @@ class Hierarchy(Uncopyable):
     def _expected_of(self, grown: int) -> Probs:
         """Return the probabilities of the first ``grown`` nodes for the budget, calibrated for this answer."""
         probs = self._probs[:grown]
-        if not grown or self._sources[0] == SourceName.GRAMMAR:  # almost surely accepted
+        if not grown or self._sources[0] == SourceId.GRAMMAR:  # almost surely accepted
             return probs
         self._grown = grown
         return np.minimum(1.0, probs * self._calibration.factor)
@@ -350,7 +357,7 @@ class Hierarchy(Uncopyable):
         """Record the seconds spent on growing the tree."""
         self._time.spend(seconds)
         if self._timed[0]:
-            self._time.clock(self._laps)
+            self._time.add_laps(self._laps)
             self._timed[0] = False
 
     def _note_cost(self, seconds: float) -> None:

@@ -23,20 +23,20 @@ from hdtool.runtime.drafters.hierarchy.candidates import (
 )
 from hdtool.runtime.drafters.trained.proposal import MAX_RANKINGS, NO_RANKING_AFTER, TOKENS_PER_RANKING, Proposal
 from hdtool.runtime.kernels.compiled import Array, array_at, compiled, lap
-from hdtool.runtime.source_names import PLUGINS, Evidence, SourceName
+from hdtool.runtime.source_names import PLUGINS, Evidence, SourceId
 from hdtool.runtime.stores.corpus_index import (
-    LONGEST_RANGE,
+    MAX_RANGE_ORDER,
     MAX_SAMPLES,
     MIN_SAMPLES,
     RANGE_ROWS,
     RANGES,
+    bounds_of,
     count_followers,
     narrow,
-    places_of,
     read_samples,
     size_of,
 )
-from hdtool.runtime.stores.model_store import LONGEST_PREFIX, MODEL_RECORD, lookup_hash, prefetch_entries, rows_of
+from hdtool.runtime.stores.model_store import MAX_PREFIX_TOKENS, MODEL_RECORD, lookup_hash, prefetch_entries, rows_of
 
 CORPUS_SEARCH_FACTOR = 5.0
 """The corpus index, the slowest source, is searched only while this multiple of ``min_left`` is left."""
@@ -50,7 +50,7 @@ MAX_PLUGIN_POSITIONS = MAX_HEADS
 MAX_PREDICTED_TOKENS = 60
 """Number of most probable tokens that are kept for each position."""
 ANY_TOKEN, NO_CHAIN_TOKEN = -1, -2
-MODEL_NUMBER, CORPUS_NUMBER = SourceName.MODEL.value, SourceName.CORPUS.value
+MODEL_NUMBER, CORPUS_NUMBER = SourceId.MODEL.value, SourceId.CORPUS.value
 
 PREDICTION_RECORD = np.dtype(
     [
@@ -70,17 +70,17 @@ PREDICTION_RECORD = np.dtype(
 def _find_in_model(at: int, node: int) -> int:
     """Return the longest prefix to look up: one token more than the parent matches, if it was looked up in full."""
     work = work_at(at)
-    deepest, parent = LONGEST_PREFIX, work.parents[node]
+    deepest, parent = MAX_PREFIX_TOKENS, work.parents[node]
     if node > 0 and (work.known[parent] > 0 or not work.cut[parent]):
-        deepest = min(LONGEST_PREFIX, work.known[parent] + 1)
+        deepest = min(MAX_PREFIX_TOKENS, work.known[parent] + 1)
     work.known[node] = 0
-    prefetch_entries(record_at(at, MODEL_NUMBER, MODEL_RECORD), work.marks, deepest)
+    prefetch_entries(record_at(at, MODEL_NUMBER, MODEL_RECORD), work.suffix_hashes, deepest)
     return deepest
 
 
 def _weigh_model(at: int, node: int, order: int, first: int, left: float) -> float:
     work, model = work_at(at), record_at(at, MODEL_NUMBER, MODEL_RECORD)
-    start, stop, total, distinct = lookup_hash(model, work.marks[order])
+    start, stop, total, distinct = lookup_hash(model, work.suffix_hashes[order])
     if total == 0:
         return left
     work.known[node] = max(work.known[node], order)
@@ -90,7 +90,7 @@ def _weigh_model(at: int, node: int, order: int, first: int, left: float) -> flo
 
 
 MODEL_SOURCE = CompiledSource(
-    SourceName.MODEL, 1, Prior(LONGEST_PREFIX, 0.9, 0.75, 0.4, 0.05), _find_in_model, _weigh_model
+    SourceId.MODEL, 1, Prior(MAX_PREFIX_TOKENS, 0.9, 0.75, 0.4, 0.05), _find_in_model, _weigh_model
 )
 
 
@@ -101,8 +101,8 @@ def corpus_source(dtype: str) -> CompiledSource:
 
     def find(at: int, node: int) -> int:
         if node > 0:
-            ranges_at(at).lowest[node] = LONGEST_RANGE + 1
-        return LONGEST_RANGE
+            ranges_at(at).lowest[node] = MAX_RANGE_ORDER + 1
+        return MAX_RANGE_ORDER
 
     def weigh(at: int, node: int, order: int, first: int, left: float) -> float:
         if left < CORPUS_SEARCH_FACTOR * work_at(at).min_left:
@@ -130,15 +130,15 @@ def corpus_source(dtype: str) -> CompiledSource:
     def move(at: int, follower: int, emitted: int) -> None:
         ranges = ranges_at(at)
         if follower == RESTART:
-            places_of(ranges)[0] = 0
+            bounds_of(ranges)[0] = 0
             ranges.read[0] = 0
             return
         corpus = array_at(ranges.shards[0, 0], ranges.shards[0, 1], token)
         # Narrow in place, from the longest range on: each follows from the next shorter range of the previous root.
-        for order in range(LONGEST_RANGE, 0, -1):
+        for order in range(MAX_RANGE_ORDER, 0, -1):
             narrow(corpus, ranges, work_at(at).tails[0], 0, 0, order)
 
-    return CompiledSource(SourceName.CORPUS, 1, Prior(LONGEST_RANGE, 0.9, 0.75, 0.35, 0.12), find, weigh, move)
+    return CompiledSource(SourceId.CORPUS, 1, Prior(MAX_RANGE_ORDER, 0.9, 0.75, 0.35, 0.12), find, weigh, move)
 
 
 @compiled
@@ -146,24 +146,24 @@ def ranges_at(at: int) -> Any:
     return record_at(at, CORPUS_NUMBER, RANGES)
 
 
-def prediction_records(sources: Sequence[SourceName]) -> Array:
+def prediction_records(sources: Sequence[SourceId]) -> Array:
     """Return empty prediction records for these sources."""
     records = np.zeros(len(sources), PREDICTION_RECORD)
     records["source"], records["chain"] = sources, ANY_TOKEN
     return records
 
 
-def _note(record: Any, place: int, tokens: Array, probs: Array) -> None:
-    record["tokens"][place], record["shares"][place] = NO_CHAIN_TOKEN, 0
-    record["tokens"][place, : len(tokens)], record["shares"][place, : len(tokens)] = tokens, probs * MILLION
-    record["count"] = place + 1
+def _note(record: Any, position: int, tokens: Array, probs: Array) -> None:
+    record["tokens"][position], record["shares"][position] = NO_CHAIN_TOKEN, 0
+    record["tokens"][position, : len(tokens)], record["shares"][position, : len(tokens)] = tokens, probs * MILLION
+    record["count"] = position + 1
 
 
 def note_plugin(record: Any, evidence: Evidence, context: Sequence[int]) -> None:
     """Store what a plug-in written in Python predicts after a context and along the chain of its argmax tokens."""
     record["count"] = record["ahead"] = 0
     path = list(context)
-    for place in range(MAX_PLUGIN_POSITIONS):
+    for position in range(MAX_PLUGIN_POSITIONS):
         shares_by_token = evidence(path)
         tokens = np.fromiter(shares_by_token.keys(), np.int64, len(shares_by_token))
         values = np.fromiter(shares_by_token.values(), np.float64, len(shares_by_token))
@@ -172,16 +172,16 @@ def note_plugin(record: Any, evidence: Evidence, context: Sequence[int]) -> None
         if not len(tokens):
             return
         best = np.argsort(-values, kind="stable")[:MAX_PREDICTED_TOKENS]
-        _note(record, place, tokens[best], values[best] / max(1.0, values.sum()))
-        record["chain"][place] = tokens[best[0]]
+        _note(record, position, tokens[best], values[best] / max(1.0, values.sum()))
+        record["chain"][position] = tokens[best[0]]
         path.append(int(tokens[best[0]]))
 
 
 @compiled
 def position_after(record: Any, depth: int) -> int:
     """Return the index of the predicted position after a node at this depth, or -1 if there is none."""
-    place = depth + record.ahead
-    return int(place) if place < record.count else -1
+    position = depth + record.ahead
+    return int(position) if position < record.count else -1
 
 
 @compiled
@@ -197,14 +197,14 @@ def _position_on_chain(record: Any, tail: Array, depth: int) -> int:
 @compiled
 def advance_record(record: Any, token: int) -> None:
     """Advance a record by an emitted token; a token that deviates from the chain ends the prediction."""
-    place = record.ahead
-    is_on_chain = place < record.count and (record.chain[place] == ANY_TOKEN or record.chain[place] == token)
+    position = record.ahead
+    is_on_chain = position < record.count and (record.chain[position] == ANY_TOKEN or record.chain[position] == token)
     record.ahead += 1
     if token == RESTART or not is_on_chain:
         record.count = 0
 
 
-def prediction_source(name: SourceName, order: int, prior: Prior, records: int = 1) -> CompiledSource:
+def prediction_source(name: SourceId, order: int, prior: Prior, records: int = 1) -> CompiledSource:
     """Return a source that reads ``records`` prediction records.
 
     Each record has a row of weights; a single record has a row for each position.
@@ -218,10 +218,10 @@ def prediction_source(name: SourceName, order: int, prior: Prior, records: int =
         work = work_at(at)
         for slot in range(records):
             record = record_array_at(at, number, records, PREDICTION_RECORD)[slot]
-            place = _position_on_chain(record, work.tails[node], work.depths[node])
-            if place >= 0:
-                tokens, shares = record.tokens[place], record.shares[place]
-                row, bucket = first + (slot if records > 1 else place), share_bucket(shares[0], MILLION)
+            position = _position_on_chain(record, work.tails[node], work.depths[node])
+            if position >= 0:
+                tokens, shares = record.tokens[position], record.shares[position]
+                row, bucket = first + (slot if records > 1 else position), share_bucket(shares[0], MILLION)
                 left = contribute(at, record.source, row, tokens, shares, MILLION, bucket, left)
                 lap(work, record.source)
         return left
@@ -233,10 +233,10 @@ def prediction_source(name: SourceName, order: int, prior: Prior, records: int =
     return CompiledSource(name, order, prior, find, weigh, move)
 
 
-PLUGIN_SOURCE = prediction_source(SourceName.PLUGIN_1, BEFORE_ORDER, Prior(MAX_PLUGINS, 0.5, 0.85), MAX_PLUGINS)
+PLUGIN_SOURCE = prediction_source(SourceId.PLUGIN_1, BEFORE_ORDER, Prior(MAX_PLUGINS, 0.5, 0.85), MAX_PLUGINS)
 
 
-TRAINED_NUMBER = SourceName.HEADS.value
+TRAINED_NUMBER = SourceId.HEADS.value
 TRAINED_WEIGHT_ROWS = MAX_HEADS
 """Number of rows of weights, one for each depth; rankings at greater depths share the last row."""
 
@@ -258,11 +258,11 @@ PROPOSAL_RECORD = np.dtype(
 def no_proposal() -> Array:
     """Return a record without a proposal."""
     record = np.zeros(1, PROPOSAL_RECORD)
-    record["source"], record["root"] = SourceName.HEADS, NO_RANKING_AFTER
+    record["source"], record["root"] = SourceId.HEADS, NO_RANKING_AFTER
     return record
 
 
-def note_proposal(record: Any, source: SourceName, proposal: Proposal) -> None:
+def note_proposal(record: Any, source: SourceId, proposal: Proposal) -> None:
     """Store the proposal of a trained drafter for the root and the paths below it."""
     record["source"], record["root"] = source, 0 if len(proposal.tokens) else NO_RANKING_AFTER
     number, best = proposal.tokens.shape
@@ -282,9 +282,9 @@ def ranking_after(record: Any, ranking: int, token: int) -> int:
     """Return the ranking that follows a token of another ranking, or ``NO_RANKING_AFTER``."""
     if ranking == NO_RANKING_AFTER:
         return NO_RANKING_AFTER
-    for place in range(TOKENS_PER_RANKING):
-        if record.tokens[ranking, place] == token:
-            return int(record.after[ranking, place])
+    for rank in range(TOKENS_PER_RANKING):
+        if record.tokens[ranking, rank] == token:
+            return int(record.after[ranking, rank])
     return int(record.after_others[ranking])
 
 
@@ -313,7 +313,7 @@ def _move_proposed(at: int, token: int, emitted: int) -> None:
 
 
 TRAINED_SOURCE = CompiledSource(
-    SourceName.HEADS,
+    SourceId.HEADS,
     BEFORE_ORDER,
     Prior(TRAINED_WEIGHT_ROWS, 0.5, 0.85),
     _find_proposed,

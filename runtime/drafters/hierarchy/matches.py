@@ -22,7 +22,7 @@ from hdtool.runtime.drafters.hierarchy.candidates import (
     work_at,
 )
 from hdtool.runtime.kernels.compiled import Array, Ints, array_at, compiled
-from hdtool.runtime.source_names import SourceName
+from hdtool.runtime.source_names import SourceId
 from hdtool.runtime.stores.corpus_index import RANGE_ROWS
 from hdtool.runtime.stores.live_tables import (
     CHAIN_LENGTHS,
@@ -42,8 +42,8 @@ from hdtool.runtime.stores.token_log import (
     TOKEN,
     append,
     end_of,
+    entries_of,
     follow_chain,
-    places_of,
     search,
 )
 
@@ -54,7 +54,7 @@ MAX_SHORT_ORDER = CHAIN_LENGTHS[LONG_CHAIN] - 1
 MAX_ROOT_MATCHES, MAX_NODE_MATCHES = 64, 16
 """Most matches read from a chain at the root, and at nodes below it; older ones add little."""
 MAX_CHAIN_VISITS = 2 * MAX_ROOT_MATCHES
-"""Most places visited in a chain, hash collisions included."""
+"""Most positions visited in a chain, hash collisions included."""
 MAX_NODE_LOG_MATCHES = 8
 """Most matches looked up in a log at a node below the root."""
 ANSWERS_LOG, STORED_LOG, NUM_LOGS = range(3)
@@ -69,7 +69,7 @@ MATCH_RECORD = np.dtype(
         # The matches of each node.
         ("count", np.int64, (NUM_LOGS, RANGE_ROWS)),
         ("shortest", np.int64, RANGE_ROWS),  # matches of fewer tokens have not been looked up
-        ("places", np.int32, (NUM_LOGS, RANGE_ROWS, MAX_ROOT_MATCHES)),
+        ("positions", np.int32, (NUM_LOGS, RANGE_ROWS, MAX_ROOT_MATCHES)),
         ("lengths", np.int32, (NUM_LOGS, RANGE_ROWS, MAX_ROOT_MATCHES)),
         # The tokens that follow the matches of the current node.
         ("followers", np.int64),  # number of these tokens
@@ -107,40 +107,42 @@ def table_of(matches: Any) -> Any:
 
 def _find_in_context(at: int, node: int) -> int:
     work, matches = work_at(at), matches_at(at, CONTEXT_NUMBER)
-    find_matches(table_of(matches), matches, node, work.parents[node], work.tails[node], work.marks)
+    find_matches(table_of(matches), matches, node, work.parents[node], work.tails[node], work.suffix_hashes)
     return max(matches.highest, MAX_SHORT_ORDER)  # type: ignore[no-any-return]
 
 
 def _weigh_context(at: int, node: int, order: int, first: int, left: float) -> float:
     work, matches = work_at(at), matches_at(at, CONTEXT_NUMBER)
     if order == min(MAX_SHORT_ORDER, matches.shortest[node] - 1):
-        add_short_matches(table_of(matches), matches, node, work.tails[node], work.marks)
+        add_short_matches(table_of(matches), matches, node, work.tails[node], work.suffix_hashes)
     return _weigh(at, CONTEXT_NUMBER, matches, order, first, left)
 
 
 @compiled
-def find_matches(table: Any, matches: Any, node: int, parent: int, tail: Array, marks: Array) -> None:
-    """Find the places in the conversation that match the last tokens of a node, and the tokens after these places."""
+def find_matches(table: Any, matches: Any, node: int, parent: int, tail: Array, suffix_hashes: Array) -> None:
+    """Find the positions in the conversation that match the last tokens of a node, and the tokens after them."""
     _begin(matches, node)
     if node == 0:
         matches.shortest[0] = CHAIN_LENGTHS[LONG_CHAIN]
-        _look_up(table, matches, 0, LONG_CHAIN, MAX_ROOT_MATCHES, tail, marks)
+        _look_up(table, matches, 0, LONG_CHAIN, MAX_ROOT_MATCHES, tail, suffix_hashes)
     else:
         matches.shortest[node] = matches.shortest[parent] + 1
         _inherit(matches, 0, node, parent, tail[MAX_MATCH_TOKENS - 1], table.ring, table.end)
         if matches.count[0, node] == 0:
             matches.shortest[node] = CHAIN_LENGTHS[SHORT_CHAIN]
-            _look_up(table, matches, node, SHORT_CHAIN, MAX_NODE_MATCHES, tail, marks)
+            _look_up(table, matches, node, SHORT_CHAIN, MAX_NODE_MATCHES, tail, suffix_hashes)
     _add_followers(matches, 0, 0, node, table.ring, MAX_MATCH_TOKENS)
 
 
 @compiled
-def add_short_matches(table: Any, matches: Any, node: int, tail: Array, marks: Array) -> None:
+def add_short_matches(table: Any, matches: Any, node: int, tail: Array, suffix_hashes: Array) -> None:
     """Add matches from the short chain that are shorter than all matches so far."""
-    before = matches.count[0, node]
-    _look_up(table, matches, node, SHORT_CHAIN, MAX_ROOT_MATCHES if node == 0 else MAX_NODE_MATCHES, tail, marks)
+    num_longer = matches.count[0, node]
+    _look_up(
+        table, matches, node, SHORT_CHAIN, MAX_ROOT_MATCHES if node == 0 else MAX_NODE_MATCHES, tail, suffix_hashes
+    )
     matches.shortest[node] = CHAIN_LENGTHS[SHORT_CHAIN]
-    _add_followers(matches, 0, before, node, table.ring, MAX_SHORT_ORDER)
+    _add_followers(matches, 0, num_longer, node, table.ring, MAX_SHORT_ORDER)
 
 
 def _add_to_context(at: int, token: int, emitted: int) -> None:
@@ -148,7 +150,7 @@ def _add_to_context(at: int, token: int, emitted: int) -> None:
         add(table_of(matches_at(at, CONTEXT_NUMBER)), token)
 
 
-def _log_source(name: SourceName, prior: Prior) -> CompiledSource:
+def _log_source(name: SourceId, prior: Prior) -> CompiledSource:
     """Return a source that matches token logs."""
     number = name.value
 
@@ -191,13 +193,15 @@ def _begin(matches: Any, node: int) -> None:
 def _find_in_log(work: Any, matches: Any, log: int, node: int) -> None:
     """Find the matches of a node in a log: those inherited from its parent, or else by a search."""
     record, tail = array_at(matches.log[log], 1, LOG), work.tails[node]
-    tokens = places_of(record[0])[:, TOKEN]
+    tokens = entries_of(record[0])[:, TOKEN]
     if node > 0:
         _inherit(matches, log, node, work.parents[node], tail[MAX_MATCH_TOKENS - 1], tokens, end_of(record[0]))
     if matches.count[log, node] == 0:
-        max_places = MAX_MATCHES if node == 0 else MAX_NODE_LOG_MATCHES
-        places, lengths = matches.places[log, node, :max_places], matches.lengths[log, node, :max_places]
-        matches.count[log, node] = search(record[0], matches.owner, tail, work.marks[CHAIN_KEY_TOKENS], places, lengths)
+        max_positions = MAX_MATCHES if node == 0 else MAX_NODE_LOG_MATCHES
+        positions, lengths = matches.positions[log, node, :max_positions], matches.lengths[log, node, :max_positions]
+        matches.count[log, node] = search(
+            record[0], matches.owner, tail, work.suffix_hashes[CHAIN_KEY_TOKENS], positions, lengths
+        )
     _add_followers(matches, log, 0, node, tokens, MAX_MATCH_TOKENS)
 
 
@@ -206,37 +210,56 @@ def _inherit(matches: Any, log: int, node: int, parent: int, token: Any, tokens:
     """Copy the parent's matches that the token of a node continues."""
     count, mask = 0, len(tokens) - 1
     for at in range(matches.count[log, parent]):
-        place = matches.places[log, parent, at]
-        if tokens[place & mask] == token and place + 1 < end:
-            matches.places[log, node, count] = place + 1
+        position = matches.positions[log, parent, at]
+        if tokens[position & mask] == token and position + 1 < end:
+            matches.positions[log, node, count] = position + 1
             matches.lengths[log, node, count] = min(matches.lengths[log, parent, at] + 1, MAX_MATCH_TOKENS)
             count += 1
     matches.count[log, node] = count
 
 
 @compiled
-def _look_up(table: Any, matches: Any, node: int, chain: int, max_places: int, tail: Array, marks: Array) -> None:
-    """Read at most ``max_places`` of the latest matches in a chain, and add those that the node does not have."""
+def _look_up(
+    table: Any, matches: Any, node: int, chain: int, max_positions: int, tail: Array, suffix_hashes: Array
+) -> None:
+    """Read at most ``max_positions`` of the latest matches in a chain, and add those that the node does not have."""
     oldest, start = (
         max(np.int64(0), table.end - CONTEXT_WINDOW),
-        table.heads[chain, head_of(marks[CHAIN_LENGTHS[chain]])],
+        table.heads[chain, head_of(suffix_hashes[CHAIN_LENGTHS[chain]])],
     )
     count = matches.count[0, node]
     limits = (CHAIN_LENGTHS[chain], MAX_MATCH_TOKENS if count == 0 else matches.shortest[node] - 1)
-    ring, before, places, lengths = table.ring, table.before[chain], matches.places[0, node], matches.lengths[0, node]
+    ring, previous, positions, lengths = (
+        table.ring,
+        table.previous[chain],
+        matches.positions[0, node],
+        matches.lengths[0, node],
+    )
     matches.count[0, node] = follow_chain(
-        ring, before, NO_OWNERS, 0, start, oldest, tail, limits, max_places, MAX_CHAIN_VISITS, places, lengths, count
+        ring,
+        previous,
+        NO_OWNERS,
+        0,
+        start,
+        oldest,
+        tail,
+        limits,
+        max_positions,
+        MAX_CHAIN_VISITS,
+        positions,
+        lengths,
+        count,
     )
 
 
 @compiled
-def _add_followers(matches: Any, log: int, first: int, node: int, tokens: Ints, highest: int) -> None:
-    """Add the tokens after the matches from index ``first`` on, at n-gram orders up to ``highest``."""
+def _add_followers(matches: Any, log: int, first: int, node: int, tokens: Ints, max_order: int) -> None:
+    """Add the tokens after the matches from index ``first`` on, at n-gram orders up to ``max_order``."""
     mask = len(tokens) - 1
     for at in range(first, matches.count[log, node]):
-        token = tokens[matches.places[log, node, at] & mask]
+        token = tokens[matches.positions[log, node, at] & mask]
         if token >= 0 and matches.followers < MAX_ROOT_MATCHES:
-            order = min(highest, order_of_match(matches.lengths[log, node, at]))
+            order = min(max_order, order_of_match(matches.lengths[log, node, at]))
             matches.tokens[matches.followers], matches.orders[matches.followers] = token, order
             matches.followers += 1
             matches.of_order[order] += 1
@@ -246,9 +269,9 @@ def _add_followers(matches: Any, log: int, first: int, node: int, tokens: Ints, 
 @compiled
 def _weigh(at: int, source: int, matches: Any, order: int, first: int, left: float) -> float:
     """Contribute the tokens after matches of this order or a higher one; return the probability that is left."""
-    for place in range(matches.followers if matches.of_order[order] > 0 else 0):
-        if matches.orders[place] == order:
-            token, different = matches.tokens[place], 0
+    for follower in range(matches.followers if matches.of_order[order] > 0 else 0):
+        if matches.orders[follower] == order:
+            token, different = matches.tokens[follower], 0
             while different < matches.distinct and matches.different[different] != token:
                 different += 1
             if different == matches.distinct:
@@ -265,9 +288,7 @@ def _weigh(at: int, source: int, matches: Any, order: int, first: int, left: flo
 
 
 _OWN_TEXT_PRIOR = Prior(MATCH_ORDERS, many=0.25)
-CONTEXT_NUMBER = SourceName.CONTEXT.value
-CONTEXT_SOURCE = CompiledSource(
-    SourceName.CONTEXT, 1, _OWN_TEXT_PRIOR, _find_in_context, _weigh_context, _add_to_context
-)
-PREDICTION_SOURCE = _log_source(SourceName.PREDICTION, _OWN_TEXT_PRIOR)
-HISTORY_SOURCE = _log_source(SourceName.HISTORY, Prior(MATCH_ORDERS, many=0.06))
+CONTEXT_NUMBER = SourceId.CONTEXT.value
+CONTEXT_SOURCE = CompiledSource(SourceId.CONTEXT, 1, _OWN_TEXT_PRIOR, _find_in_context, _weigh_context, _add_to_context)
+PREDICTION_SOURCE = _log_source(SourceId.PREDICTION, _OWN_TEXT_PRIOR)
+HISTORY_SOURCE = _log_source(SourceId.HISTORY, Prior(MATCH_ORDERS, many=0.06))

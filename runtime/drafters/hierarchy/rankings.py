@@ -38,7 +38,7 @@ from hdtool.runtime.drafters.hierarchy.evidence import (
 from hdtool.runtime.engine import Verified
 from hdtool.runtime.kernels.compiled import Array, Uncopyable, compiled
 from hdtool.runtime.kernels.topk import NO_LOGIT, topk
-from hdtool.runtime.source_names import SourceName
+from hdtool.runtime.source_names import SourceId
 from hdtool.runtime.stores.live_tables import (
     MAX_KEY_TOKENS,
     RANKING_TOKENS,
@@ -58,7 +58,7 @@ AGREEMENT = (13.0, 9.0, 6.0, 4.0, 3.0, 2.0, 1.5, 1.3)
 MIN_SHARE_SUM = 1e-9
 LAST_SHARPNESS, NEAR_SHARPNESS = 0.5, 0.7
 """Exponents applied to probabilities before they are normalized to shares."""
-RECYCLED_NUMBER = SourceName.RECYCLED.value
+RECYCLED_NUMBER = SourceId.RECYCLED.value
 
 RankedNodes = tuple[Array, Array, Array]
 """Last tokens, depth and probability of the root and each node that has a row of logits."""
@@ -69,7 +69,7 @@ class Rankings(Uncopyable):
 
     def __init__(self, *, last: bool = False, recycled: bool = False, known: Array | None = None) -> None:
         """``known`` holds rankings after single tokens that are available from the first step on."""
-        self.last, self.near = prediction_records([SourceName.LAST]), prediction_records([SourceName.RECYCLED])
+        self.last, self.near = prediction_records([SourceId.LAST]), prediction_records([SourceId.RECYCLED])
         self.recycled = RecycledRankings()
         self._uses_last, self._uses_recycled = last, recycled
         self.uses_logits, self.is_kept = last or recycled, recycled or known is not None
@@ -112,17 +112,17 @@ def note_last_ranking(last: Any, root: int, tokens: Array, scores: Array) -> Non
     last.count = last.ahead = count = 0
     last.tokens[0, :] = NO_CHAIN_TOKEN
     shares = np.exp(LAST_SHARPNESS * (scores - scores[0]))
-    for place in range(len(tokens)):
-        if tokens[place] == root or not np.isfinite(shares[place]):
-            shares[place] = 0.0
+    for rank in range(len(tokens)):
+        if tokens[rank] == root or not np.isfinite(shares[rank]):
+            shares[rank] = 0.0
     shares *= MILLION / max(MIN_SHARE_SUM, shares.sum())
-    for place in range(len(tokens)):
-        if shares[place] > 0 and count < MAX_PREDICTED_TOKENS:
-            last.tokens[0, count], last.shares[0, count] = tokens[place], int(shares[place])
+    for rank in range(len(tokens)):
+        if shares[rank] > 0 and count < MAX_PREDICTED_TOKENS:
+            last.tokens[0, count], last.shares[0, count] = tokens[rank], int(shares[rank])
             last.count, count = 1, count + 1  # the record predicts one position
 
 
-LAST_SOURCE = prediction_source(SourceName.LAST, 0, Prior(1, 0.7))
+LAST_SOURCE = prediction_source(SourceId.LAST, 0, Prior(1, 0.7))
 
 
 @compiled
@@ -132,19 +132,19 @@ def _recycled_at(at: int) -> Any:
 
 def _find_recycled(at: int, node: int) -> int:
     work, table = work_at(at), _recycled_at(at)
-    if table.longest > 0:
-        prefetch_rankings(table, work.tails[node, MAX_MATCH_TOKENS - 1], work.marks)
-    return table.longest if table.longest > 1 else -1
+    if table.max_key_tokens > 0:
+        prefetch_rankings(table, work.tails[node, MAX_MATCH_TOKENS - 1], work.suffix_hashes)
+    return table.max_key_tokens if table.max_key_tokens > 1 else -1
 
 
 def _find_single(at: int, node: int) -> int:
-    return 1 if _recycled_at(at).longest == 1 else -1
+    return 1 if _recycled_at(at).max_key_tokens == 1 else -1
 
 
 def _weigh_recycled(at: int, node: int, order: int, first: int, left: float) -> float:
     """Contribute the latest ranking that the target gave after the same tokens."""
     work, table = work_at(at), _recycled_at(at)
-    row = kept_row(table, work.tails[node, MAX_MATCH_TOKENS - 1], work.marks[order], order)
+    row = kept_row(table, work.tails[node, MAX_MATCH_TOKENS - 1], work.suffix_hashes[order], order)
     if row < 0:
         return left
     kept = rankings_of(table)[row]
@@ -162,7 +162,7 @@ def _move_recycled(at: int, token: int, emitted: int) -> None:
 
 
 RECYCLED_SOURCE = CompiledSource(
-    SourceName.RECYCLED, 1, Prior(MAX_KEY_TOKENS, 0.9, 0.9), _find_recycled, _weigh_recycled, _move_recycled
+    SourceId.RECYCLED, 1, Prior(MAX_KEY_TOKENS, 0.9, 0.9), _find_recycled, _weigh_recycled, _move_recycled
 )  # fmt: skip
 SINGLE_TOKEN_SOURCE = RECYCLED_SOURCE._replace(find=_find_single)
 """The source for known rankings that are never replaced; it comes after the sources that count texts."""
@@ -180,20 +180,20 @@ def note_neighbors(near: Any, depths: Array, probs: Array, tokens: Array, scores
     near.tokens[:] = NO_CHAIN_TOKEN
     shares, sums = np.zeros((MAX_PLUGIN_POSITIONS, MAX_NEIGHBOR_TOKENS)), np.zeros(MAX_PLUGIN_POSITIONS)
     for node in range(1, len(tokens)):
-        place = depths[node] - passed - 1
-        if 0 <= place < MAX_PLUGIN_POSITIONS and np.isfinite(scores[node, 0]):
+        position = depths[node] - passed - 1
+        if 0 <= position < MAX_PLUGIN_POSITIONS and np.isfinite(scores[node, 0]):
             chances = np.exp(NEAR_SHARPNESS * (scores[node] - scores[node, 0]))
             chances *= probs[node] / chances.sum()
-            sums[place] += probs[node]
-            near.count = max(near.count, place + 1)
+            sums[position] += probs[node]
+            near.count = max(near.count, position + 1)
             for rank in range(len(chances)):
-                at = _rank_of(near.tokens[place], tokens[node, rank])
+                at = _rank_of(near.tokens[position], tokens[node, rank])
                 if at < MAX_NEIGHBOR_TOKENS and chances[rank] > 0:
-                    near.tokens[place, at] = tokens[node, rank]
-                    shares[place, at] += chances[rank]
-    for place in range(near.count):
-        for at in range(MAX_NEIGHBOR_TOKENS if sums[place] > 0 else 0):
-            near.shares[place, at] = int(MILLION * (shares[place, at] / sums[place]))
+                    near.tokens[position, at] = tokens[node, rank]
+                    shares[position, at] += chances[rank]
+    for position in range(near.count):
+        for at in range(MAX_NEIGHBOR_TOKENS if sums[position] > 0 else 0):
+            near.shares[position, at] = int(MILLION * (shares[position, at] / sums[position]))
 
 
 @compiled
@@ -206,12 +206,12 @@ def _rank_of(named: Array, token: int) -> int:
 
 
 @compiled
-def weigh_agreement(work: Any, near: Any, place: int) -> None:
+def weigh_agreement(work: Any, near: Any, position: int) -> None:
     """Raise the probabilities of candidates that the neighboring ranking of their position contains; keep the sum."""
     before = total_probability(work)
-    for rank in range(_rank_of(near.tokens[place], NO_CHAIN_TOKEN)):
-        at, kind = candidate_index(work, near.tokens[place, rank]), 0
-        while kind < len(AGREEMENT) - 1 and near.shares[place, rank] << (kind + 1) <= MILLION:
+    for rank in range(_rank_of(near.tokens[position], NO_CHAIN_TOKEN)):
+        at, kind = candidate_index(work, near.tokens[position, rank]), 0
+        while kind < len(AGREEMENT) - 1 and near.shares[position, rank] << (kind + 1) <= MILLION:
             kind += 1
         if at >= 0:
             work.chances[at] *= AGREEMENT[kind]

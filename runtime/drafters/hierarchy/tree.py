@@ -28,7 +28,7 @@ from hdtool.runtime.drafters.hierarchy.evidence import position_after
 from hdtool.runtime.drafters.hierarchy.matches import matches_at, table_of
 from hdtool.runtime.drafters.hierarchy.rankings import near_at, weigh_agreement
 from hdtool.runtime.kernels.compiled import Ints, compiled, lap, start_clock
-from hdtool.runtime.source_names import SourceName
+from hdtool.runtime.source_names import SourceId
 from hdtool.runtime.stores.model_store import mix_hash
 from hdtool.runtime.stores.token_log import MAX_MATCH_TOKENS
 
@@ -41,8 +41,8 @@ MIN_LEFT = 0.002
 MIN_CONTRIBUTION = 1e-4
 LEFT_TO_LEARN = 0.02
 """Orders learn from an emitted token only while at least this much probability is left to them."""
-TREE_NUMBER, CONTEXT_NUMBER = SourceName.NONE.value, SourceName.CONTEXT.value
-GRAMMAR_NUMBER, RECYCLED_NUMBER = SourceName.GRAMMAR.value, SourceName.RECYCLED.value
+TREE_NUMBER, CONTEXT_NUMBER = SourceId.NONE.value, SourceId.CONTEXT.value
+GRAMMAR_NUMBER, RECYCLED_NUMBER = SourceId.GRAMMAR.value, SourceId.RECYCLED.value
 
 
 @compiled
@@ -80,10 +80,10 @@ def _start(work: Any, node: int) -> None:
     """Clear the candidates, and hash the last tokens of a node."""
     work.size = work.used = 0
     work.round += 1
-    mark = np.uint64(0)
+    suffix_hash = np.uint64(0)
     for length in range(1, work.hashed + 1):
-        mark = mix_hash(mark, work.tails[node, MAX_MATCH_TOKENS - length])
-        work.marks[length] = mark
+        suffix_hash = mix_hash(suffix_hash, work.tails[node, MAX_MATCH_TOKENS - length])
+        work.suffix_hashes[length] = suffix_hash
 
 
 @compiled
@@ -143,8 +143,8 @@ def grow(at: int, max_nodes: int) -> int:
         if node == max_nodes:
             break
     work.expected = 0
-    for place in range(node):
-        work.above[place] = work.parents[place + 1] - 1
+    for index in range(node):
+        work.tree_parents[index] = work.parents[index + 1] - 1
     lap(work, TREE_NUMBER)
     return node
 
@@ -166,18 +166,18 @@ def _insert_paths(work: Any, node: int, size: int, max_nodes: int, bar: float) -
         # Shares from a damaged store may exceed 1.
         probs = min(1.0, work.chances[at]) * work.probs[node]
         if size < max_nodes:
-            place = size
+            index = size
             size += 1
         elif probs > bar:
-            place = size - 1
+            index = size - 1
         else:
             continue
-        while place > node and work.best_probs[place - 1] < probs:
-            work.best_probs[place], work.best_keys[place] = work.best_probs[place - 1], work.best_keys[place - 1]
-            place -= 1
+        while index > node and work.best_probs[index - 1] < probs:
+            work.best_probs[index], work.best_keys[index] = work.best_probs[index - 1], work.best_keys[index - 1]
+            index -= 1
         source = np.argmax(work.parts[at])
-        work.best_probs[place] = probs
-        work.best_keys[place] = source << 40 | node << 32 | work.candidates[at]
+        work.best_probs[index] = probs
+        work.best_keys[index] = source << 40 | node << 32 | work.candidates[at]
         if size == max_nodes:
             bar = work.best_probs[size - 1]
     return size, bar
@@ -195,10 +195,10 @@ def _make_node(work: Any, node: int) -> None:
 
 
 @compiled
-def extend(work: Any, above: int, node: int, token: int) -> None:
+def extend(work: Any, parent: int, node: int, token: int) -> None:
     """Set the last tokens of a node: those of its parent, followed by its own token."""
-    for place in range(MAX_MATCH_TOKENS - 1):
-        work.tails[node, place] = work.tails[above, place + 1]
+    for index in range(MAX_MATCH_TOKENS - 1):
+        work.tails[node, index] = work.tails[parent, index + 1]
     work.tails[node, MAX_MATCH_TOKENS - 1] = token
 
 

@@ -26,7 +26,7 @@ from hdtool.runtime.accept import Accepted
 from hdtool.runtime.budget.node_budget import Budget, FixedBudget
 from hdtool.runtime.engine import Verified
 from hdtool.runtime.kernels.compiled import Ints, compiled
-from hdtool.runtime.source_names import SourceName
+from hdtool.runtime.source_names import SourceId
 from hdtool.runtime.tree import LARGEST_TREE, ROOT, DraftTree
 
 if TYPE_CHECKING:
@@ -65,27 +65,27 @@ PRIOR_RATE, FITTED_PRIOR_WEIGHT, FITTED_WINDOW = 0.6, 10.0, 200.0
 class PromptLookup:
     """Drafts one chain, as ``prompt_lookup_num_tokens`` of transformers does; the budget chooses its length.
 
-    The chain continues the longest match of at most ``longest`` tokens or, of equal matches, the first one. A token's
-    probability is the rate at which tokens after a match of the same length were accepted so far; the match includes
-    the earlier tokens of the chain.
+    The chain continues the longest match of at most ``max_length`` tokens or, of equal matches, the first one. A
+    token's probability is the rate at which tokens after a match of the same length were accepted so far; the match
+    includes the earlier tokens of the chain.
     """
 
-    def __init__(self, tokens: int = 10, longest: int = 3, budget: Budget | None = None) -> None:
-        self.seconds: dict[SourceName, float] = {SourceName.CONTEXT: 0.0}
+    def __init__(self, tokens: int = 10, max_length: int = 3, budget: Budget | None = None) -> None:
+        self.seconds: dict[SourceId, float] = {SourceId.CONTEXT: 0.0}
         """Seconds spent in the source since the drafter was created."""
-        self._longest = longest
+        self._max_length = max_length
         self._budget = budget or FixedBudget(LARGEST_TREE)
         self._parents = np.arange(tokens, dtype=np.int32) + np.int32(ROOT)
-        self._sources = np.full(tokens, SourceName.CONTEXT, np.uint8)
+        self._sources = np.full(tokens, SourceId.CONTEXT, np.uint8)
         self._context = GrowingContext()
-        self._seen = np.full(longest + tokens, FITTED_PRIOR_WEIGHT)
+        self._seen = np.full(max_length + tokens, FITTED_PRIOR_WEIGHT)
         """Number of tokens compared with the answer, by the length of the match before them; ``_fitted`` counts those
         that agreed with it."""
         self._fitted = self._seen * PRIOR_RATE
         self._chain: Ints = np.empty(0, np.int64)
         """The tokens after the last match, drafted or not."""
         self._matched = 0
-        first_match(self._context.grown(()), longest)  # compile it, or load it from the cache, before the first step
+        first_match(self._context.grown(()), max_length)  # compile it, or load it from the cache, before the first step
 
     def begin(self, prompt: Sequence[int]) -> None:
         self._context.restart(prompt)
@@ -94,16 +94,16 @@ class PromptLookup:
     def draft(self, context: Sequence[int]) -> DraftTree:
         started = time.perf_counter()
         tokens_so_far = self._context.grown(context)
-        start, self._matched = first_match(tokens_so_far, self._longest)
+        start, self._matched = first_match(tokens_so_far, self._max_length)
         # Copied, because the buffer will be overwritten.
         self._chain = tokens_so_far[start : start + len(self._parents)].copy()
         max_nodes = min(len(self._chain), self._budget.max_nodes)
         kept = 0
         if max_nodes:
             following = slice(self._matched, self._matched + max_nodes)
-            kept = self._budget.nodes(np.cumprod(self._fitted[following] / self._seen[following]))
+            kept = self._budget.choose_size(np.cumprod(self._fitted[following] / self._seen[following]))
         tree = DraftTree(context[-1], self._chain[:kept], self._parents[:kept], self._sources[:kept])
-        self.seconds[SourceName.CONTEXT] += time.perf_counter() - started
+        self.seconds[SourceId.CONTEXT] += time.perf_counter() - started
         return tree
 
     def observe(self, accepted: Accepted, verified: Verified) -> None:
@@ -118,7 +118,7 @@ class PromptLookup:
 
 
 @compiled
-def first_match(context: Ints, longest: int) -> tuple[int, int]:
+def first_match(context: Ints, max_length: int) -> tuple[int, int]:
     """Find the longest matches of the end of the context; return the index after the first one, and its length.
 
     Without a match, return the length of the context and 0.
@@ -128,11 +128,11 @@ def first_match(context: Ints, longest: int) -> tuple[int, int]:
     for end in range(size - 1):
         if context[end] == context[size - 1]:
             length = 1
-            while length < min(longest, end + 1) and context[end - length] == context[size - 1 - length]:
+            while length < min(max_length, end + 1) and context[end - length] == context[size - 1 - length]:
                 length += 1
             if length > matched:
                 start, matched = end + 1, length
-                if matched == longest:
+                if matched == max_length:
                     break
     return start, matched
 
@@ -141,7 +141,7 @@ class CorpusDrafter:
     """Drafts the most frequent continuations in the corpus index, as many nodes as the budget allows."""
 
     def __init__(self, index: CorpusIndex, budget: Budget | None = None) -> None:
-        self.seconds: dict[SourceName, float] = {SourceName.CORPUS: 0.0}
+        self.seconds: dict[SourceId, float] = {SourceId.CORPUS: 0.0}
         """Seconds spent in the source since the drafter was created."""
         self._index = index
         self._budget = budget or FixedBudget(LARGEST_TREE)
@@ -154,13 +154,15 @@ class CorpusDrafter:
         started = time.perf_counter()
         max_nodes = min(self._budget.max_nodes, LARGEST_TREE)
         continuations = self._index.after(context, max_nodes) if max_nodes else None
-        kept = self._budget.nodes(continuations.counts / max(continuations.num_matches, 1)) if continuations else 0
+        kept = (
+            self._budget.choose_size(continuations.counts / max(continuations.num_matches, 1)) if continuations else 0
+        )
         tree = DraftTree.bare(context[-1])
         if continuations and kept:
             # Parents come before their children, whose counts are never larger, so any prefix of the tree is a tree.
             tokens, parents = continuations.tokens[:kept].copy(), continuations.parents[:kept].astype(np.int32)
-            tree = DraftTree(context[-1], tokens, parents, np.full(kept, SourceName.CORPUS, np.uint8))
-        self.seconds[SourceName.CORPUS] += time.perf_counter() - started
+            tree = DraftTree(context[-1], tokens, parents, np.full(kept, SourceId.CORPUS, np.uint8))
+        self.seconds[SourceId.CORPUS] += time.perf_counter() - started
         return tree
 
     def observe(self, accepted: Accepted, verified: Verified) -> None:
@@ -188,9 +190,9 @@ class Lookahead:
     def begin(self, prompt: Sequence[int]) -> None:
         """Initialize the guesses with random tokens of the prompt; the seed is the prompt's length."""
         guesses = np.random.default_rng(len(prompt)).integers(len(prompt), size=self._width + self._max_rows - 2)
-        self._rows = [np.array([prompt[place] for place in guesses], np.int64)]
+        self._rows = [np.array([prompt[position] for position in guesses], np.int64)]
 
-    def nodes(self) -> tuple[Ints, Ints]:
+    def branch(self) -> tuple[Ints, Ints]:
         """Return the tokens and parents of the branch."""
         return np.concatenate(self._rows), self._parents[len(self._rows)]
 

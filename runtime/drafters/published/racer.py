@@ -27,14 +27,14 @@ from hdtool.runtime.drafters.published.token_recycling import (
 )
 from hdtool.runtime.engine import Verified
 from hdtool.runtime.kernels.compiled import Ints, compiled
-from hdtool.runtime.source_names import SourceName
+from hdtool.runtime.source_names import SourceId
 from hdtool.runtime.tree import LARGEST_TREE, ROOT, DraftTree, Trie
 
 NGRAM_LENGTH = 10
 """Number of tokens in an n-gram."""
 MAX_TRIE_NODES = 10_000
 HASH_CHAINS = 1 << 14
-SHORTEST_MATCH = 2
+MIN_MATCH_TOKENS = 2
 NO_NODE = -1
 ROOT_NODE = 0
 
@@ -108,8 +108,8 @@ def _add_all(trie: Any, tokens: Ints) -> None:
 
 @compiled
 def _head(parent: Any, token: Any) -> int:
-    mark = np.int64(parent) * 40503 + np.int64(token) * 2654435761
-    return int((mark ^ (mark >> 15)) & (HASH_CHAINS - 1))
+    mixed_hash = np.int64(parent) * 40503 + np.int64(token) * 2654435761
+    return int((mixed_hash ^ (mixed_hash >> 15)) & (HASH_CHAINS - 1))
 
 
 @compiled
@@ -185,7 +185,7 @@ def _after(trie: Any, tail: Ints, rows: Ints, lengths: Ints) -> int:
     max_rows = len(rows)
     nodes, counts = np.empty(max_rows, np.int64), np.empty(max_rows, np.int64)
     size = 0
-    for length in range(len(tail), SHORTEST_MATCH - 1, -1):
+    for length in range(len(tail), MIN_MATCH_TOKENS - 1, -1):
         match = ROOT_NODE
         for token in tail[len(tail) - length :]:
             match = child_of(trie, match, token)
@@ -197,8 +197,8 @@ def _after(trie: Any, tail: Ints, rows: Ints, lengths: Ints) -> int:
         size = _collect(trie, match, length, nodes, counts, lengths, size)
     for row in range(size):
         node = nodes[row]
-        for place in range(lengths[row] - 1, -1, -1):
-            rows[row, place] = trie.tokens[node]
+        for depth in range(lengths[row] - 1, -1, -1):
+            rows[row, depth] = trie.tokens[node]
             node = trie.parents[node]
     return size
 
@@ -214,19 +214,19 @@ def _collect(trie: Any, match: int, matched: int, nodes: Ints, counts: Ints, len
     waiting[0], depths[0] = match, 0
     read, written = 0, 1
     while read < written:
-        above, depth = waiting[read], depths[read] + 1
+        parent, depth = waiting[read], depths[read] + 1
         read += 1
-        child = trie.first[above]
+        child = trie.first[parent]
         while child != NO_NODE:
             count = trie.counts[child]
             if size < max_rows or count > counts[size - 1]:
-                place = size if size < max_rows else size - 1
+                index = size if size < max_rows else size - 1
                 size = min(size + 1, max_rows)
-                while place > 0 and counts[place - 1] < count:
-                    nodes[place], counts[place] = nodes[place - 1], counts[place - 1]
-                    lengths[place] = lengths[place - 1]
-                    place -= 1
-                nodes[place], counts[place], lengths[place] = child, count, depth
+                while index > 0 and counts[index - 1] < count:
+                    nodes[index], counts[index] = nodes[index - 1], counts[index - 1]
+                    lengths[index] = lengths[index - 1]
+                    index -= 1
+                nodes[index], counts[index], lengths[index] = child, count, depth
                 waiting[written], depths[written] = child, depth
                 written += 1
             child = trie.next[child]
@@ -236,7 +236,7 @@ def _collect(trie: Any, match: int, matched: int, nodes: Ints, counts: Ints, len
 KIND_PRIOR_RATES = (0.4, 0.45, 0.12, 0.06, 0.04, 0.03, 0.02, 0.02, 0.01)
 """Initial acceptance rates of retrieved tokens, then of ranked tokens by rank."""
 RETRIEVED_KIND = 0
-RECYCLED_NUMBER = SourceName.RECYCLED.value
+RECYCLED_NUMBER = SourceId.RECYCLED.value
 
 
 class Racer:
@@ -245,7 +245,7 @@ class Racer:
     max_ranked = RECYCLED_PER_TOKEN
 
     def __init__(self, budget: Budget | None = None, *, remembers: bool = True) -> None:
-        self.seconds: dict[SourceName, float] = {SourceName.CONTEXT: 0.0, SourceName.RECYCLED: 0.0}
+        self.seconds: dict[SourceId, float] = {SourceId.CONTEXT: 0.0, SourceId.RECYCLED: 0.0}
         """Seconds spent in each source since the drafter was created."""
         self._budget = budget or FixedBudget(LARGEST_TREE)
         self._remembers, self._conversation = remembers, ConversationTracker()
@@ -258,8 +258,8 @@ class Racer:
         self._verified = NO_KINDS, DraftTree.bare(0)
         """Kind of each node in the last tree, and the tree."""
         # Compile the code, or load it from the cache, before the first step.
-        self._trie.add(np.full((1, 1), NO_RECYCLED_TOKEN, np.int32), SourceName.CONTEXT, wanted=1)
-        _fill(np.zeros((1, RECYCLED_PER_TOKEN), np.int64), 0, *self._trie.nodes(), 1)
+        self._trie.add(np.full((1, 1), NO_RECYCLED_TOKEN, np.int32), SourceId.CONTEXT, wanted=1)
+        _fill(np.zeros((1, RECYCLED_PER_TOKEN), np.int64), 0, *self._trie.copy_arrays(), 1)
 
     def begin(self, prompt: Sequence[int]) -> None:
         if not self._conversation.continues(prompt) and not self._remembers:
@@ -281,15 +281,15 @@ class Racer:
         self._known = len(known)
         rows, _ = self._ngrams.after(known, max_nodes)
         self._trie.clear()
-        self._trie.add(rows, SourceName.CONTEXT, wanted=len(rows))
+        self._trie.add(rows, SourceId.CONTEXT, wanted=len(rows))
         between = time.perf_counter()
-        tokens, parents, sources, kinds = _fill(self._table.rows, root, *self._trie.nodes(), max_nodes)
+        tokens, parents, sources, kinds = _fill(self._table.rows, root, *self._trie.copy_arrays(), max_nodes)
         whole = DraftTree(root, tokens, parents, sources)
         order, probs = self._calibration.by_probability(kinds, whole)
-        order = order[: self._budget.nodes(probs)]
-        self._verified = kinds[order], whole.picked(order)
-        self.seconds[SourceName.CONTEXT] += between - started
-        self.seconds[SourceName.RECYCLED] += time.perf_counter() - between
+        order = order[: self._budget.choose_size(probs)]
+        self._verified = kinds[order], whole.select(order)
+        self.seconds[SourceId.CONTEXT] += between - started
+        self.seconds[SourceId.RECYCLED] += time.perf_counter() - between
         return self._verified[1]
 
     def observe(self, accepted: Accepted, verified: Verified) -> None:
@@ -299,12 +299,12 @@ class Racer:
             self._calibration.update(kinds, tree, accepted.path)
             if self._budget.max_nodes:
                 self._table.keep(tree, verified)
-        self.seconds[SourceName.RECYCLED] += time.perf_counter() - started
+        self.seconds[SourceId.RECYCLED] += time.perf_counter() - started
 
 
 @compiled
 def _fill(
-    rows: Ints, root: int, retrieved: Ints, above: Ints, origins: Ints, max_nodes: int
+    rows: Ints, root: int, retrieved: Ints, retrieved_parents: Ints, retrieved_sources: Ints, max_nodes: int
 ) -> tuple[Ints, Ints, Ints, Ints]:
     """Add ranked tokens to the retrieved nodes, breadth first, up to ``max_nodes`` nodes in all.
 
@@ -313,7 +313,7 @@ def _fill(
     size = min(len(retrieved), max_nodes)
     tokens, parents = np.empty(max_nodes, np.int64), np.empty(max_nodes, np.int32)
     sources, kinds = np.empty(max_nodes, np.uint8), np.full(max_nodes, RETRIEVED_KIND)
-    tokens[:size], parents[:size], sources[:size] = retrieved[:size], above[:size], origins[:size]
+    tokens[:size], parents[:size], sources[:size] = retrieved[:size], retrieved_parents[:size], retrieved_sources[:size]
     waiting, breadths = np.full(max_nodes + 1, ROOT), np.full(max_nodes + 1, RECYCLED_PER_TOKEN)
     read, written = 0, 1
     while read < written and size < max_nodes:

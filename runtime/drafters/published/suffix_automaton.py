@@ -16,7 +16,7 @@ from hdtool.runtime.accept import Accepted
 from hdtool.runtime.budget.node_budget import Budget, FixedBudget
 from hdtool.runtime.engine import Verified
 from hdtool.runtime.kernels.compiled import Ints, compiled
-from hdtool.runtime.source_names import SourceName
+from hdtool.runtime.source_names import SourceId
 from hdtool.runtime.tree import LARGEST_TREE, ROOT, DraftTree
 
 NO_STATE = -1
@@ -108,9 +108,9 @@ def _index(automaton: Automaton) -> None:
 @compiled
 def _slot(automaton: Automaton, state: Any, token: Any) -> Any:
     """Return the slot that holds an edge, or the free slot where it belongs."""
-    mark = np.uint64(state) * np.uint64(0x9E3779B97F4A7C15) ^ np.uint64(token) * np.uint64(0xC2B2AE3D27D4EB4F)
+    mixed_hash = np.uint64(state) * np.uint64(0x9E3779B97F4A7C15) ^ np.uint64(token) * np.uint64(0xC2B2AE3D27D4EB4F)
     slot_mask = np.int64(len(automaton.slots) - 1)
-    slot = np.int64((mark ^ (mark >> np.uint64(29))) & np.uint64(0x7FFFFFFF)) & slot_mask
+    slot = np.int64((mixed_hash ^ (mixed_hash >> np.uint64(29))) & np.uint64(0x7FFFFFFF)) & slot_mask
     while True:
         edge = automaton.slots[slot]
         if edge == NO_STATE or (automaton.sources[edge] == state and automaton.labels[edge] == token):
@@ -219,12 +219,12 @@ class SamDecoding:
     """Drafts one chain; all of its tokens have the same acceptance rate, given that the token before is accepted."""
 
     def __init__(self, budget: Budget | None = None) -> None:
-        self.seconds: dict[SourceName, float] = {SourceName.CONTEXT: 0.0}
+        self.seconds: dict[SourceId, float] = {SourceId.CONTEXT: 0.0}
         """Seconds spent in the source since the drafter was created."""
         self._budget = budget or FixedBudget(LARGEST_TREE)
         self._automaton = SuffixAutomaton()
         self._parents = np.arange(TOKENS_AHEAD, dtype=np.int32) + np.int32(ROOT)
-        self._sources = np.full(TOKENS_AHEAD, SourceName.CONTEXT, np.uint8)
+        self._sources = np.full(TOKENS_AHEAD, SourceId.CONTEXT, np.uint8)
         self._verified, self._accepted = RATE_PRIOR_WEIGHT, RATE_PRIOR_WEIGHT * PRIOR_RATE
         self._drafted = 0
 
@@ -240,10 +240,14 @@ class SamDecoding:
         match = automaton.links[automaton.sizes[LAST_STATE]]
         start = int(automaton.ends[match]) if match > START_STATE else int(automaton.sizes[NUM_TOKENS])
         max_nodes = min(TOKENS_AHEAD, self._budget.max_nodes, int(automaton.sizes[NUM_TOKENS]) - start)
-        kept = self._budget.nodes((self._accepted / self._verified) ** np.arange(1, max_nodes + 1)) if max_nodes else 0
+        kept = (
+            self._budget.choose_size((self._accepted / self._verified) ** np.arange(1, max_nodes + 1))
+            if max_nodes
+            else 0
+        )
         tokens = automaton.tokens[start : start + kept].astype(np.int64)
         self._drafted = kept
-        self.seconds[SourceName.CONTEXT] += time.perf_counter() - started
+        self.seconds[SourceId.CONTEXT] += time.perf_counter() - started
         return DraftTree(context[-1], tokens, self._parents[:kept], self._sources[:kept])
 
     def observe(self, accepted: Accepted, verified: Verified) -> None:
@@ -254,4 +258,4 @@ class SamDecoding:
             self._verified = self._verified * fading + compared
             self._accepted = self._accepted * fading + len(accepted.path)
         self._automaton.extend(accepted.tokens)
-        self.seconds[SourceName.CONTEXT] += time.perf_counter() - started
+        self.seconds[SourceId.CONTEXT] += time.perf_counter() - started

@@ -26,11 +26,11 @@ from hdtool.runtime.drafters.published.suffix_automaton import (
 )
 from hdtool.runtime.engine import Verified
 from hdtool.runtime.kernels.compiled import Ints, compiled
-from hdtool.runtime.source_names import SourceName
+from hdtool.runtime.source_names import SourceId
 from hdtool.runtime.tree import LARGEST_TREE, ROOT, DraftTree
 
 MAX_MATCH_TOKENS = 64
-"""Longest match in tokens."""
+"""Maximum match length in tokens."""
 MAX_KEPT_TOKENS = 1 << 20
 """Number of tokens of earlier answers beyond which the next answer discards them."""
 
@@ -64,7 +64,7 @@ class SuffixDecoding:
     def __init__(
         self, budget: Budget | None = None, config: SuffixConfig = DEFAULT_SUFFIX_CONFIG, *, remembers: bool = True
     ) -> None:
-        self.seconds: dict[SourceName, float] = {SourceName.CONTEXT: 0.0, SourceName.HISTORY: 0.0}
+        self.seconds: dict[SourceId, float] = {SourceId.CONTEXT: 0.0, SourceId.HISTORY: 0.0}
         """Seconds spent in each source since the drafter was created."""
         self._budget = budget or FixedBudget(LARGEST_TREE)
         self._config, self._remembers = config, remembers
@@ -95,35 +95,35 @@ class SuffixDecoding:
         match = (state, int(local.lengths[state])) if state > START_STATE else (START_STATE, 0)
         size, score = self._grow(self._context, match, max_nodes, 0.0)
         between = time.perf_counter()
-        source = SourceName.CONTEXT
+        source = SourceId.CONTEXT
         if self._remembers:
             self._best, self._other = self._other, self._best
             match = advance(self._answers.arrays, START_STATE, 0, np.array(self._tail, np.int64))
             size_of_earlier, score_of_earlier = self._grow(self._answers, match, max_nodes, score)
             if score_of_earlier > score:
-                size, source = size_of_earlier, SourceName.HISTORY
+                size, source = size_of_earlier, SourceId.HISTORY
             else:
                 self._best, self._other = self._other, self._best
-        kept = self._budget.nodes(self._best.probs[:size])
+        kept = self._budget.choose_size(self._best.probs[:size])
         tree = DraftTree(
             context[-1],
             self._best.tokens[:kept].copy(),
             self._best.parents[:kept].copy(),
             np.full(kept, source, np.uint8),
         )
-        self.seconds[SourceName.CONTEXT] += between - started
-        self.seconds[SourceName.HISTORY] += time.perf_counter() - between
+        self.seconds[SourceId.CONTEXT] += between - started
+        self.seconds[SourceId.HISTORY] += time.perf_counter() - between
         return tree
 
     def observe(self, accepted: Accepted, verified: Verified) -> None:
         started = time.perf_counter()
         self._context.extend(accepted.tokens)
-        self.seconds[SourceName.CONTEXT] += time.perf_counter() - started
+        self.seconds[SourceId.CONTEXT] += time.perf_counter() - started
         if self._remembers:
             started = time.perf_counter()
             self._answers.extend(accepted.tokens)
             self._tail = (self._tail + accepted.tokens)[-MAX_MATCH_TOKENS:]
-            self.seconds[SourceName.HISTORY] += time.perf_counter() - started
+            self.seconds[SourceId.HISTORY] += time.perf_counter() - started
 
     def _grow(
         self, automaton: SuffixAutomaton, match: tuple[int, int], max_nodes: int, score: float
@@ -187,7 +187,7 @@ def _expand(
 ) -> int:
     """Write the ``max_nodes`` most probable continuations of a state, best first; return the number of nodes."""
     size = node = 0
-    above, prob, at = np.int64(ROOT), 1.0, np.int64(state)
+    parent, prob, at = np.int64(ROOT), 1.0, np.int64(state)
     while True:
         edge = automaton.edges[at]
         unit = prob / automaton.counts[at]
@@ -195,18 +195,18 @@ def _expand(
             target = automaton.targets[edge]
             chance = unit * automaton.counts[target]
             if chance >= min_prob and (size < max_nodes or chance > probs[size - 1]):
-                place = size if size < max_nodes else size - 1
+                index = size if size < max_nodes else size - 1
                 size = min(size + 1, max_nodes)
-                while place > node and probs[place - 1] < chance:
-                    tokens[place], parents[place] = tokens[place - 1], parents[place - 1]
-                    probs[place], states[place] = probs[place - 1], states[place - 1]
-                    place -= 1
-                tokens[place], parents[place] = automaton.labels[edge], above
-                probs[place], states[place] = chance, target
+                while index > node and probs[index - 1] < chance:
+                    tokens[index], parents[index] = tokens[index - 1], parents[index - 1]
+                    probs[index], states[index] = probs[index - 1], states[index - 1]
+                    index -= 1
+                tokens[index], parents[index] = automaton.labels[edge], parent
+                probs[index], states[index] = chance, target
             edge = automaton.nexts[edge]
         if node == size:
             return size
-        above, prob, at = np.int64(node), probs[node], np.int64(states[node])
+        parent, prob, at = np.int64(node), probs[node], np.int64(states[node])
         node += 1
         if node == max_nodes:
             return size

@@ -18,7 +18,7 @@ from hdtool.runtime.drafter import NO_KINDS, NodeCalibration
 from hdtool.runtime.engine import Verified
 from hdtool.runtime.kernels.compiled import Ints, compiled
 from hdtool.runtime.kernels.topk import topk
-from hdtool.runtime.source_names import SourceName
+from hdtool.runtime.source_names import SourceId
 from hdtool.runtime.tree import LARGEST_TREE, ROOT, DraftTree
 
 RECYCLED_PER_TOKEN = 8
@@ -80,7 +80,7 @@ class TokenRecycling:
     max_ranked = RECYCLED_PER_TOKEN
 
     def __init__(self, budget: Budget | None = None, *, remembers: bool = True) -> None:
-        self.seconds: dict[SourceName, float] = {SourceName.RECYCLED: 0.0}
+        self.seconds: dict[SourceId, float] = {SourceId.RECYCLED: 0.0}
         """Seconds spent in the source since the drafter was created."""
         self._budget = budget or FixedBudget(LARGEST_TREE)
         self._remembers, self._conversation = remembers, ConversationTracker()
@@ -102,11 +102,11 @@ class TokenRecycling:
         if self._budget.max_nodes and 0 <= root < len(self._table.rows):
             started = time.perf_counter()
             tokens, parents, ranks = _fill(self._table.rows, root, self._places)
-            whole = DraftTree(root, tokens, parents, np.full(len(tokens), SourceName.RECYCLED, np.uint8))
+            whole = DraftTree(root, tokens, parents, np.full(len(tokens), SourceId.RECYCLED, np.uint8))
             order, probs = self._calibration.by_probability(ranks, whole)
-            order = order[: min(self._budget.nodes(probs[:LARGEST_TREE]), LARGEST_TREE)]
-            self._verified = ranks[order], whole.picked(order)
-            self.seconds[SourceName.RECYCLED] += time.perf_counter() - started
+            order = order[: min(self._budget.choose_size(probs[:LARGEST_TREE]), LARGEST_TREE)]
+            self._verified = ranks[order], whole.select(order)
+            self.seconds[SourceId.RECYCLED] += time.perf_counter() - started
         return self._verified[1]
 
     def observe(self, accepted: Accepted, verified: Verified) -> None:
@@ -116,24 +116,24 @@ class TokenRecycling:
             self._calibration.update(ranks, tree, accepted.path)
             if self._budget.max_nodes:
                 self._table.keep(tree, verified)
-        self.seconds[SourceName.RECYCLED] += time.perf_counter() - started
+        self.seconds[SourceId.RECYCLED] += time.perf_counter() - started
 
 
 @compiled
-def _fill(rows: Ints, root: int, places: Ints) -> tuple[Ints, Ints, Ints]:
+def _fill(rows: Ints, root: int, max_children: Ints) -> tuple[Ints, Ints, Ints]:
     """Return the tokens, parents and ranks of the nodes of the static tree whose tokens are known."""
-    max_nodes = len(places)
+    max_nodes = len(max_children)
     tokens, parents = np.empty(max_nodes, np.int64), np.empty(max_nodes, np.int32)
-    ranks, nodes = np.empty(max_nodes, np.int64), np.full(max_nodes, NO_RECYCLED_TOKEN)  # the node of each place
-    size, place = 0, 1
-    for above in range(max_nodes):
-        node = ROOT if above == 0 else nodes[above]
-        is_known = above == 0 or node != NO_RECYCLED_TOKEN
-        token = root if above == 0 else tokens[node]
-        for rank in range(places[above]):
+    ranks, nodes = np.empty(max_nodes, np.int64), np.full(max_nodes, NO_RECYCLED_TOKEN)  # the node of each entry
+    size, index = 0, 1
+    for parent in range(max_nodes):
+        node = ROOT if parent == 0 else nodes[parent]
+        is_known = parent == 0 or node != NO_RECYCLED_TOKEN
+        token = root if parent == 0 else tokens[node]
+        for rank in range(max_children[parent]):
             child = rows[token, rank] if is_known and 0 <= token < len(rows) else NO_RECYCLED_TOKEN
             if child != NO_RECYCLED_TOKEN:
-                tokens[size], parents[size], ranks[size], nodes[place] = child, node, rank, size
+                tokens[size], parents[size], ranks[size], nodes[index] = child, node, rank, size
                 size += 1
-            place += 1
+            index += 1
     return tokens[:size], parents[:size], ranks[:size]

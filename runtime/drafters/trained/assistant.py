@@ -18,7 +18,8 @@ from hdtool.runtime.drafters.trained.sequential import MAX_PASSES, NO_RANKING, R
 from hdtool.runtime.engine import Verified
 from hdtool.runtime.model.cache.kv_cache import NO_TENSOR
 from hdtool.runtime.model.load import load
-from hdtool.runtime.source_names import SourceName
+from hdtool.runtime.prefix_cache import common_prefix_length
+from hdtool.runtime.source_names import SourceId
 from hdtool.runtime.tree import LARGEST_TREE, DraftTree
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ def draft_model_drafter(
     """
     model = loaded_once(target, name, lambda: _loaded(name, target, tokenizer))
     pace = pace_for(target, name, is_measured=is_measured)
-    return SequentialDrafter(DraftModel(model, target.vocabulary), pace, source=SourceName.DRAFTER, width=1)
+    return SequentialDrafter(DraftModel(model, target.vocabulary), pace, source=SourceId.DRAFTER, width=1)
 
 
 def _loaded(name: str, target: Target, tokenizer: TokenizerFingerprint | None) -> Target:
@@ -121,15 +122,6 @@ class DraftModel:
 
     def _ranked(self, logits: torch.Tensor) -> Ranked:
         return on_host(topk_tokens(logits[:, : self._vocabulary], TOKENS_PER_RANKING))
-
-
-def common_prefix_length(first: Sequence[int], second: Sequence[int]) -> int:
-    number = 0
-    for first_token, second_token in zip(first, second, strict=False):
-        if first_token != second_token:
-            break
-        number += 1
-    return number
 
 
 KeyValueViews = dict[str, tuple[torch.Tensor, torch.Tensor]]

@@ -23,7 +23,7 @@ from hdtool.runtime.drafters.trained.proposal import (
 )
 from hdtool.runtime.drafters.trained.sequential import AcceptedTokens
 from hdtool.runtime.engine import Verified
-from hdtool.runtime.source_names import SourceName
+from hdtool.runtime.source_names import SourceId
 
 if TYPE_CHECKING:
     from hdtool.runtime.drafters.trained.proposal import PublishedDrafter
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 class DFlashDrafter:
     """Drafts with a DFlash model during the answers of a target."""
 
-    source = SourceName.DRAFTER
+    source = SourceId.DRAFTER
 
     def __init__(self, model: Any, target: Target) -> None:
         self.seconds = 0.0

@@ -33,19 +33,19 @@ class TrainedGate:
     """
 
     def __init__(self) -> None:
-        self.now = True
+        self.runs_drafter = True
         """True if the next step should run the drafter."""
         self._tokens, self._seconds = [0.0, 0.0], [0.0, 0.0]
         self._observed = [0, 0]
         self._steps_left = TRIAL_STEPS
 
     def observe(self, tokens: float, seconds: float, used: bool | None = None) -> None:
-        """Record the tokens and seconds of a step, and whether it ``used`` the drafter (by default, as ``now`` says).
+        """Record the tokens and seconds of a step, and whether it ``used`` the drafter (default: ``runs_drafter``).
 
-        Answers of a batch share a gate and must pass ``used``, as another answer may have switched ``now`` since the
-        step began.
+        Answers of a batch share a gate and must pass ``used``, as another answer may have switched ``runs_drafter``
+        since the step began.
         """
-        kind = int(self.now if used is None else used)
+        kind = int(self.runs_drafter if used is None else used)
         if self._observed[kind]:
             seconds = min(seconds, MAX_STEP_RATIO * self._seconds[kind])
         self._observed[kind] += 1
@@ -58,18 +58,18 @@ class TrainedGate:
 
     def _next(self) -> None:
         if not all(self._observed):
-            self.now, self._steps_left = not self.now, TRIAL_STEPS
+            self.runs_drafter, self._steps_left = not self.runs_drafter, TRIAL_STEPS
             return
         (without, drafting), seconds = self._speeds(), self._seconds
         is_faster = drafting > without
-        if self.now == is_faster:
-            self.now, self._steps_left = not is_faster, TRIAL_STEPS
+        if self.runs_drafter == is_faster:
+            self.runs_drafter, self._steps_left = not is_faster, TRIAL_STEPS
             return
         if is_faster:
             pause = min(TRIAL_STEPS * (1 - without / drafting) / MAX_TRIAL_LOSS, 2 * min(self._observed))
         else:  # the drafter makes no tree worse, so a trial loses at most the time of its passes
             pause = TRIAL_STEPS * (seconds[1] / seconds[0] - 1) / MAX_TRIAL_LOSS
-        self.now, self._steps_left = is_faster, int(min(max(pause, TRIAL_STEPS), MAX_GATE_PAUSE))
+        self.runs_drafter, self._steps_left = is_faster, int(min(max(pause, TRIAL_STEPS), MAX_GATE_PAUSE))
 
     def _speeds(self) -> tuple[float, float]:
         """Return the tokens per second without and with the drafter."""
@@ -88,7 +88,7 @@ MAX_EXTENDED_ROWS = 16
 class Pace(Protocol):
     """Decides how many paths of a draft the drafter's next pass extends."""
 
-    def rows(self, path_probs: Array, certainty: float) -> int:
+    def paths_to_extend(self, path_probs: Array, certainty: float) -> int:
         """Return how many of the candidate paths to extend; 0 ends the draft.
 
         ``path_probs`` are the probabilities of the candidates in descending order; ``certainty`` is the expected
@@ -106,7 +106,7 @@ class Pace(Protocol):
 class FixedPace:
     """Extends all candidate paths in every pass."""
 
-    def rows(self, path_probs: Array, certainty: float) -> int:
+    def paths_to_extend(self, path_probs: Array, certainty: float) -> int:
         return len(path_probs)
 
     def note_pass(self, rows: int, seconds: float) -> None:
@@ -128,7 +128,7 @@ class MeasuredPace:
         self._tokens, self._seconds, self._steps = 0.0, 0.0, 0
         self._last: float | None = None
 
-    def rows(self, path_probs: Array, certainty: float) -> int:
+    def paths_to_extend(self, path_probs: Array, certainty: float) -> int:
         if not self._costs.observed:
             return len(path_probs)
         speed, best, best_rows, gain = self._speed, 0.0, 0, 0.0

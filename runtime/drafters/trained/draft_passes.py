@@ -39,7 +39,7 @@ class PassRows(NamedTuple):
     """Inputs for the rows of a captured pass, padded to its size."""
 
     tokens: list[int]
-    places: list[int]
+    offsets: list[int]
     """Offset of each row's position from the end of the accepted ones."""
     seen: list[int]
     """Bitmask of the drafted positions that each row attends to."""
@@ -108,7 +108,7 @@ class DraftPasses:
         self.begin([])
 
     def _forget_rows(self) -> None:
-        self._ancestors, self._places = [0], [-1]
+        self._ancestors, self._offsets = [0], [-1]
         """Bitmask of the drafted rows that each row attends to, and its offset from the accepted positions."""
 
     def read(self, hidden: torch.Tensor, tokens: list[int]) -> tuple[Array, Array]:
@@ -143,18 +143,18 @@ class DraftPasses:
         first = len(self._ancestors)
         for number, parent in enumerate(parents, start=first - 1):
             self._ancestors.append(self._ancestors[parent] | 1 << number)
-            self._places.append(self._places[parent] + 1)
+            self._offsets.append(self._offsets[parent] + 1)
         rows = range(first, first + len(parents))
         if self._capture:
             return self._extend_captured(rows, parents, tokens)
         base, new = self._length, len(tokens)
         end = base + rows.stop - 1
         self._make_room(end)
-        seen, places = torch.tensor([self._ancestors[first:], self._places[first:]])
+        seen, offsets = torch.tensor([self._ancestors[first:], self._offsets[first:]])
         indices = torch.arange(base + first - 1, end, device=self._device)
         cache = IndexedKVCache(self._storage, indices[None], end)
-        mask = draft_mask(torch.tensor(base), seen, places, end, self._window, self._states)
-        ids, positions = torch.tensor([tokens], device=self._device), (base + 1 + places)[None].to(self._device)
+        mask = draft_mask(torch.tensor(base), seen, offsets, end, self._window, self._states)
+        ids, positions = torch.tensor([tokens], device=self._device), (base + 1 + offsets)[None].to(self._device)
         states = self._module(ids, self._states[parents][None], positions, cache, mask)[0]
         self._states[first : first + new] = states
         return on_host(self._best_of(states))
@@ -175,9 +175,9 @@ class DraftPasses:
         size = next(size for size in CAPTURED_SIZES if size >= new)
         self._new_hidden[:new].copy_(hidden)
         self._new_hidden[new:size] = 0  # masking works only for finite values
-        places, nothing = list(range(size)), [0] * size
-        seen = [(2 << place) - 1 for place in places]
-        rows = PassRows([*tokens, *[0] * (size - new)], places, seen, nothing, nothing)
+        offsets, nothing = list(range(size)), [0] * size
+        seen = [(2 << row) - 1 for row in offsets]
+        rows = PassRows([*tokens, *[0] * (size - new)], offsets, seen, nothing, nothing)
         ranked = self._replay(rows, first=0, last=new - 1)
         self._length += new
         return ranked[0][:1], ranked[1][:1]
@@ -186,7 +186,7 @@ class DraftPasses:
         padding = [0] * (next(size for size in CAPTURED_SIZES if size >= len(rows)) - len(rows))
         padded = PassRows(
             [*tokens, *padding],
-            [*self._places[rows.start :], *padding],
+            [*self._offsets[rows.start :], *padding],
             [*self._ancestors[rows.start :], *padding],
             [*parents, *padding],
             [*rows, *[len(self._states) - 1] * len(padding)],
@@ -210,20 +210,20 @@ class DraftPasses:
         if key not in self._captured:
             self._captured[key] = self._record(*key)
         self._captured[key]()
-        return self._result.received(size)
+        return self._result.wait(size)
 
     def _record(self, is_read: bool, size: int, extent: int) -> Run:
         assert self._capture is not None
         given = self._input
-        tokens, places, seen, parents, written, indices = given[
+        tokens, offsets, seen, parents, written, indices = given[
             CAPTURED_HEADER_WORDS : CAPTURED_HEADER_WORDS + WORDS_PER_ROW * size
         ].view(WORDS_PER_ROW, size)
 
         def run() -> None:
             cache = IndexedKVCache(self._storage, indices[None], extent)
             before = self._new_hidden[:size] if is_read else self._states.index_select(0, parents)
-            mask = draft_mask(given[0], seen, places, extent, self._window, self._states)
-            positions = given[0] + places + 1  # a token's position is one after that of its hidden state
+            mask = draft_mask(given[0], seen, offsets, extent, self._window, self._states)
+            positions = given[0] + offsets + 1  # a token's position is one after that of its hidden state
             states = self._module(tokens[None], before[None], positions[None], cache, mask)[0]
             if is_read:
                 states = states.index_select(0, given[1:CAPTURED_HEADER_WORDS])
@@ -246,18 +246,18 @@ def causal_mask(first: int, new: int, window: int | None, like: torch.Tensor) ->
 
 
 def draft_mask(
-    base: torch.Tensor, seen: torch.Tensor, places: torch.Tensor, extent: int, window: int | None, like: torch.Tensor
+    base: torch.Tensor, seen: torch.Tensor, offsets: torch.Tensor, extent: int, window: int | None, like: torch.Tensor
 ) -> torch.Tensor:
     """Return the attention mask ``[1, 1, rows, extent]`` for drafted rows after ``base`` accepted positions.
 
-    ``seen`` is a bitmask of the drafted positions that each row attends to, and ``places`` is the offset of its own
+    ``seen`` is a bitmask of the drafted positions that each row attends to, and ``offsets`` is the offset of its own
     position.
     """
     keys = torch.arange(extent, device=like.device) - base.to(like.device)
     bits = (seen.to(like.device)[:, None] >> keys.clamp(0, 62)) & 1
     visible = (keys < 0) | ((bits == 1) & (keys <= 62))
     if window:
-        visible &= keys > places.to(like.device)[:, None] - window
+        visible &= keys > offsets.to(like.device)[:, None] - window
     return _hiding(visible, like)
 
 

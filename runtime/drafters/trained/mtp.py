@@ -35,7 +35,7 @@ from hdtool.runtime.kernels.linear import compile_linear_layers
 from hdtool.runtime.model.cache.kv_cache import KVTensors, LayerShape, StaticKVCache, layer_shapes
 from hdtool.runtime.model.static_steps import extent_for
 from hdtool.runtime.model.transformers_internals import attention_of, use_masked_attention
-from hdtool.runtime.source_names import SourceName
+from hdtool.runtime.source_names import SourceId
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -149,8 +149,8 @@ def _kind_of_layer(kinds: list[str]) -> str:
 def mtp_layers_of(model: PreTrainedModel) -> int:
     """Return how many MTP layers the checkpoint of a model has."""
     config = model.config.get_text_config(decoder=True)
-    numbers = [getattr(config, name, None) or getattr(model.config, name, None) for name in LAYER_COUNT_FIELDS]
-    configured = next((number for number in numbers if isinstance(number, int)), 0)
+    layer_counts = [getattr(config, name, None) or getattr(model.config, name, None) for name in LAYER_COUNT_FIELDS]
+    configured = next((number for number in layer_counts if isinstance(number, int)), 0)
     expected = re.compile("|".join(patterns_of(model)))
     mtp_tensors = list(filter(expected.search, _tensors_of(model)))
     stored = {number[1] for name in mtp_tensors if (number := re.search(r"\blayers\.(\d+)\.", name))}
@@ -180,8 +180,8 @@ def load_mtp(model: PreTrainedModel) -> LibraryMtp:
         raise HeadsError(f"the checkpoint of {name or 'this model'} has no MTP layers: {TRAINING_ADVICE}")
     use_masked_attention(model)
     try:
-        told: Any = WithMtpLayers(model, number)
-        layers: Any = MtpModel.from_pretrained(told, device_map={"": model.device})
+        library_model: Any = WithMtpLayers(model, number)
+        layers: Any = MtpModel.from_pretrained(library_model, device_map={"": model.device})
         layers.config._attn_implementation = attention_of(model.config)
         return LibraryMtp(layers, int(model.get_output_embeddings().weight.shape[1]))
     except Exception as error:  # the library raises many kinds for checkpoints that it does not know
@@ -262,7 +262,7 @@ class MtpLayersInTurn:
     accepted tokens are known.
     """
 
-    source = SourceName.HEADS
+    source = SourceId.HEADS
 
     def __init__(self, layers: LibraryMtp, target: Target, columns: slice) -> None:
         self.seconds = 0.0

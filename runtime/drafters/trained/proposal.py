@@ -24,7 +24,7 @@ from hdtool.runtime.engine import Verified
 from hdtool.runtime.kernels.compiled import Array, compiled
 from hdtool.runtime.model.checkpoint_identity import place_of
 from hdtool.runtime.model.static_steps import DeviceClock
-from hdtool.runtime.source_names import SourceName
+from hdtool.runtime.source_names import SourceId
 
 if TYPE_CHECKING:
     from hdtool.runtime.model.target import Target
@@ -142,7 +142,7 @@ class RankedBlock:
         self.tokens[:rows, :best].copy_(tokens)
         self.probs[:rows, :best].copy_(probs)
 
-    def received(self, rows: int) -> tuple[Array, Array]:
+    def wait(self, rows: int) -> tuple[Array, Array]:
         """Wait for the last pass, and return the tokens and probabilities of its first ``rows`` rankings."""
         self._clock.start()
         self._host.copy_(self._block, non_blocking=True)
@@ -196,7 +196,7 @@ class TrainedDrafter(Protocol):
     """A drafter that was trained for its target; it drafts alone or as one of the sources of a tree."""
 
     @property
-    def source(self) -> SourceName:
+    def source(self) -> SourceId:
         """The source to which drafted nodes are attributed."""
         ...
 

@@ -38,7 +38,7 @@ from hdtool.runtime.drafters.trained.proposal import (
 )
 from hdtool.runtime.drafters.trained.sequential import SequentialDrafter
 from hdtool.runtime.engine import Verified
-from hdtool.runtime.source_names import SourceName
+from hdtool.runtime.source_names import SourceId
 from hdtool.runtime.tree import LARGEST_TREE, ROOT, DraftTree
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ class StandaloneDrafter:
         return best_paths(probs, after, max_nodes, self._parents, self._ranks, self._rankings, self._path_probs)
 
     @property
-    def seconds(self) -> Mapping[SourceName, float]:
+    def seconds(self) -> Mapping[SourceId, float]:
         return {self.trained.source: self.trained.seconds}
 
     def begin(self, prompt: Sequence[int]) -> None:
@@ -90,7 +90,7 @@ class StandaloneDrafter:
     def draft(self, context: Sequence[int]) -> DraftTree:
         max_nodes = min(self.budget.max_nodes, LARGEST_TREE)
         self._began = time.perf_counter() if max_nodes and self._gate else None
-        self._used = self._gate is None or self._gate.now
+        self._used = self._gate is None or self._gate.runs_drafter
         if not max_nodes or not self._used:
             return DraftTree.bare(context[-1])
         before = self.trained.seconds
@@ -98,12 +98,12 @@ class StandaloneDrafter:
         self.budget.set_draft_seconds(self.trained.seconds - before)
         if self._static:
             tree = self._static
-            size = self.budget.nodes(tree.gains[:max_nodes])
+            size = self.budget.choose_size(tree.gains[:max_nodes])
             parents, ranks, rankings = tree.parents[:size], tree.ranks[:size], tree.depths[:size] - 1
         else:
             assert len(proposal.tokens) <= MAX_RANKINGS
             grown = self._best_paths(proposal.probs, np.ascontiguousarray(proposal.after), max_nodes)
-            size = self.budget.nodes(self._path_probs[:grown])
+            size = self.budget.choose_size(self._path_probs[:grown])
             parents, ranks, rankings = self._parents[:size].copy(), self._ranks[:size], self._rankings[:size]
         return DraftTree(context[-1], proposal.tokens[rankings, ranks], parents, self._sources[:size])
 
@@ -118,12 +118,12 @@ class StaticTree:
     """The tree that was chosen when the heads were evaluated."""
 
     def __init__(self, saved: SavedHeads) -> None:
-        paths = [tuple(path) for path in saved.judged.tree]
+        paths = [tuple(path) for path in saved.evaluation.tree]
         places = {path: node for node, path in enumerate(paths)} | {(): ROOT}
         self.parents = np.array([places[path[:-1]] for path in paths], np.int32)
         self.ranks: npt.NDArray[np.int64] = np.array([path[-1] for path in paths], np.int64)
         self.depths: npt.NDArray[np.int64] = np.array([len(path) for path in paths], np.int64)
-        self.gains: npt.NDArray[np.float64] = np.array(saved.judged.gains)
+        self.gains: npt.NDArray[np.float64] = np.array(saved.evaluation.gains)
 
 
 STATIC = "static"
@@ -161,10 +161,10 @@ def published_drafter(
             return DFlashDrafter(loaded_once(target, name, lambda: load_dflash(published, target)), target)
         if kind == GEMMA_ASSISTANT:
             assistant = AssistantModule(loaded_once(target, name, lambda: load_assistant(published, target)), target)
-            return AssistantDrafter(assistant, pace, columns=target.watch_hidden(), source=SourceName.DRAFTER)
+            return AssistantDrafter(assistant, pace, columns=target.watch_hidden(), source=SourceId.DRAFTER)
         eagle, layers = loaded_once(target, name, lambda: load_eagle3(published, target))
         columns = target.watch_hidden(layers)
-        return SequentialDrafter(EagleModule(eagle, target), pace, columns=columns, source=SourceName.DRAFTER)
+        return SequentialDrafter(EagleModule(eagle, target), pace, columns=columns, source=SourceId.DRAFTER)
 
 
 def drafter_of(saved: SavedHeads, target: Target, *, is_measured: bool) -> TrainedDrafter:

@@ -20,7 +20,7 @@ from hdtool.runtime.drafters.trained.proposal import (
 from hdtool.runtime.engine import Verified
 from hdtool.runtime.kernels.compiled import Array
 from hdtool.runtime.model.families import select_rows
-from hdtool.runtime.source_names import SourceName
+from hdtool.runtime.source_names import SourceId
 
 NO_HIDDEN = torch.empty((0, 0))
 """Placeholder for hidden states that the drafter does not read."""
@@ -131,7 +131,7 @@ class SequentialDrafter:
         pace: Pace,
         *,
         columns: slice | None = None,
-        source: SourceName = SourceName.HEADS,
+        source: SourceId = SourceId.HEADS,
         odds: list[list[float]] | None = None,
         width: int = ROWS_PER_PASS,
     ) -> None:
@@ -172,11 +172,11 @@ class SequentialDrafter:
         hidden, tokens, skipped = self._accepted.take()
         if skipped:
             self.module.skip(skipped)
-        rows = self._noted(self.module.read(hidden, tokens), 0, 0, 1.0)
+        rows = self._store_rankings(self.module.read(hidden, tokens), 0, 0, 1.0)
         self._spent(started, len(tokens))
         first = 0
         for depth in range(1, min(self._passes, max_nodes - 1) + 1):
-            chosen = self._extended(first, rows, max_nodes)
+            chosen = self._choose_extensions(first, rows, max_nodes)
             if not len(chosen):
                 break
             began = time.perf_counter()
@@ -186,13 +186,13 @@ class SequentialDrafter:
             ranked = self.module.extend(parents.tolist(), self._tokens[parents, ranks].tolist())
             self._after[parents, ranks] = np.arange(rows, rows + len(chosen))
             before = self._path_probs[parents] * self._probs[parents, ranks]
-            rows = self._noted(ranked, rows, depth, before)
+            rows = self._store_rankings(ranked, rows, depth, before)
             self._spent(began, len(chosen))
         tokens_of, probs, after = (part[:rows] for part in (self._tokens, self._probs, self._after))
         self._proposed = Proposal(tokens_of, probs, after, np.full(rows, NO_RANKING_AFTER), self._depths[:rows])
         return self._proposed
 
-    def _noted(self, ranked: Ranked, first: int, depth: int, path_probs: Array | float) -> int:
+    def _store_rankings(self, ranked: Ranked, first: int, depth: int, path_probs: Array | float) -> int:
         """Store rankings from row ``first`` on; return the number of the first row after them."""
         tokens, probs = ranked
         rows, best = first + len(tokens), tokens.shape[1]
@@ -207,7 +207,7 @@ class SequentialDrafter:
         self._depths[first:rows], self._path_probs[first:rows] = depth, path_probs
         return rows
 
-    def _extended(self, first: int, rows: int, max_nodes: int) -> Array:
+    def _choose_extensions(self, first: int, rows: int, max_nodes: int) -> Array:
         """Choose which tokens of the rankings ``first`` to ``rows`` to extend; return their flat indices, best first.
 
         A token outside of the ``max_nodes`` best nodes so far is not extended: its continuations are even less
@@ -219,7 +219,7 @@ class SequentialDrafter:
         best = np.argsort(-paths, kind="stable")[: self._width]
         best = best[(paths[best] > 0) & (paths[best] >= bar)]
         certainty = float(self._probs[first:rows, 0].mean())
-        return best[: self._pace.rows(paths[best], certainty)]
+        return best[: self._pace.paths_to_extend(paths[best], certainty)]
 
     def _spent(self, began: float, rows: int) -> None:
         seconds = time.perf_counter() - began

@@ -117,7 +117,7 @@ class CompiledModel:
             slot.states.clear()
 
     def verify(
-        self, cache: Cache, trees: Sequence[DraftTree], wants: Sequence[PassOptions] = ()
+        self, cache: Cache, trees: Sequence[DraftTree], options: Sequence[PassOptions] = ()
     ) -> list[Verified] | None:
         """Verify one tree in each of the first slots; return None if the engine can't compute the pass."""
         passes, count, started = self._passes_for(len(cache.slots)), len(trees), time.perf_counter()
@@ -126,14 +126,14 @@ class CompiledModel:
                 self._begin(slot)
                 slot.states_of_tree = None
         if count == 1:
-            single = passes.verify_one(cache.slots[0].kv, trees[0], wants[0] if wants else LOGITS_ONLY)
+            single = passes.verify_one(cache.slots[0].kv, trees[0], options[0] if options else LOGITS_ONLY)
             if single is None:
                 return None
             self._add(passes, started, len(trees[0].tokens))
             if self.table.mixers:
                 self._keep_states(passes, cache.slots[:1])
             return [single]
-        verified = passes.verify(cache, trees, wants or [LOGITS_ONLY] * count)
+        verified = passes.verify(cache, trees, options or [LOGITS_ONLY] * count)
         if verified:
             nodes = [len(tree.tokens) for tree in trees]
             self._add(passes, started, max(nodes) if self.pads else sum(nodes) + count - 1, count)

@@ -106,7 +106,7 @@ class TreePass:
         self._views: dict[tuple[int, int], torch.Tensor] = {}
         """Views of the logits by first row and row count."""
 
-    def verify(self, cache: Cache, trees: Sequence[DraftTree], wants: Sequence[PassOptions]) -> list[Verified] | None:
+    def verify(self, cache: Cache, trees: Sequence[DraftTree], options: Sequence[PassOptions]) -> list[Verified] | None:
         """Verify one tree in each of the first slots; return None if the engine can't compute the pass.
 
         If ``forced_tokens`` of a tree says that only one token can follow a row, only that token's logit is written.
@@ -119,14 +119,14 @@ class TreePass:
             return None
         tree_headers = np.array(
             [
-                (tree.root, len(tree.tokens), length, want.walk)
-                for tree, length, want in zip(trees, lengths, wants, strict=True)
+                (tree.root, len(tree.tokens), length, each.walk)
+                for tree, length, each in zip(trees, lengths, options, strict=True)
             ],
             np.int64,
         )
         tokens = np.concatenate([tree.tokens for tree in trees])
         parents = np.concatenate([tree.parents for tree in trees])
-        ranks = any(want.rank for want in wants)
+        ranks = any(each.wants_maxima for each in options)
         with self._open_threads() as thread_pool:
             known = compute_trees(
                 self._at,
@@ -143,17 +143,19 @@ class TreePass:
             return None
         verified: list[Verified] = []
         walks, offsets = self._walk_results[: len(trees)].tolist(), accumulate(rows, initial=0)
-        for slot, (tree, want, (length, finite), first) in enumerate(zip(trees, wants, walks, offsets, strict=False)):
+        for slot, (tree, tree_options, (length, finite), first) in enumerate(
+            zip(trees, options, walks, offsets, strict=False)
+        ):
             kv, used_rows = cache.slots[slot].kv, len(tree.tokens) + 1
             kv.written_length = max(kv.written_length, kv.length + rows[slot])
-            walk = Walk.of(self._argmax_walks[slot], length, bool(finite)) if want.walk else None
-            maxima = self._maxima[first : first + used_rows] if want.rank else None
+            walk = Walk.of(self._argmax_walks[slot], length, bool(finite)) if tree_options.walk else None
+            maxima = self._maxima[first : first + used_rows] if tree_options.wants_maxima else None
             verified.append(
                 Verified(self._view(first, used_rows), walk=walk, maxima=maxima, hidden=self._hidden(first, used_rows))
             )
         return verified
 
-    def verify_one(self, kv: StaticKVCache, tree: DraftTree, want: PassOptions) -> Verified | None:
+    def verify_one(self, kv: StaticKVCache, tree: DraftTree, options: PassOptions) -> Verified | None:
         """Verify a tree after one sequence; return None if the engine can't compute the pass. See ``verify``."""
         rows = len(tree.tokens) + 1
         length = kv.length
@@ -161,7 +163,17 @@ class TreePass:
         if not self._can_compute(kv.storage, end):
             return None
         forced_tokens = NO_FORCED_TOKENS if tree.forced_tokens is None else tree.forced_tokens
-        arguments = tree.root, tree.tokens, tree.parents, forced_tokens, length, 0, want.walk, want.rank, False
+        arguments = (
+            tree.root,
+            tree.tokens,
+            tree.parents,
+            forced_tokens,
+            length,
+            0,
+            options.walk,
+            options.wants_maxima,
+            False,
+        )
         if self._threads == 1:
             walk_length, finite = compute_tree(self._at, 0, *arguments)
         else:
@@ -171,8 +183,8 @@ class TreePass:
             return None
         if end > kv.written_length:
             kv.written_length = end
-        walk = Walk.of(self._argmax_walks[0], walk_length, finite) if want.walk else None
-        maxima = self._maxima[:rows] if want.rank else None
+        walk = Walk.of(self._argmax_walks[0], walk_length, finite) if options.walk else None
+        maxima = self._maxima[:rows] if options.wants_maxima else None
         return Verified(self._view(0, rows), self._hidden(0, rows), walk, maxima=maxima)
 
     def read(self, kv: StaticKVCache, tokens: Sequence[int]) -> Verified | None:

@@ -31,7 +31,7 @@ from hdtool.runtime.integrations.server.tool_calls import (
 )
 from hdtool.runtime.model.load import Loaded
 from hdtool.runtime.sequence import Finish, Stats, Step
-from hdtool.runtime.text_stream import TextStream, first_stop, partial_stop_length
+from hdtool.runtime.text_stream import TextStream, cut_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -84,7 +84,7 @@ class Blocks:
             yield from self._extend(BlockKind.TEXT, delta.text)
         for call in delta.calls:
             yield from self.close()
-            yield self._opened(BlockKind.CALL, call.name)
+            yield self._open_block(BlockKind.CALL, call.name)
             yield from self._extend(BlockKind.CALL, call.arguments)
             yield from self.close()
 
@@ -97,7 +97,7 @@ class Blocks:
     def _extend(self, kind: BlockKind, text: str) -> Iterator[Event]:
         if self._open is None or self._open.kind is not kind:
             yield from self.close()
-            yield self._opened(kind)
+            yield self._open_block(kind)
         assert self._open
         block, logprobs = self._open, self._logprobs
         block.text += text
@@ -106,7 +106,7 @@ class Blocks:
             self._logprobs = []
         yield Event(Change.ADDED, block, text, logprobs if kind is BlockKind.TEXT else ())
 
-    def _opened(self, kind: BlockKind, name: str = "") -> Event:
+    def _open_block(self, kind: BlockKind, name: str = "") -> Event:
         self._open = Block(kind, len(self.all), name)
         self.all.append(self._open)
         return Event(Change.OPENED, self._open)
@@ -123,7 +123,7 @@ def blocks_of(answer: Delta) -> list[Block]:
 STOP, LENGTH, TOOL_CALLS = "stop", "length", "tool_calls"
 
 
-class Answers:
+class ChoiceStream:
     """Generates the choices of one request."""
 
     def __init__(
@@ -215,19 +215,19 @@ class AnswerText:
         self._choice, self._ends = choice, ends
         prompt = choice.prompt
         self._must_call = prompt.tools.grammar is not None
-        is_free = prompt.text and prompt.grammar is None
-        self._reader = ToolCallReader.of(tokenizer, prompt.tools.tools, prompt.text) if is_free else None
+        is_free = prompt.rendered and prompt.grammar is None
+        self._reader = ToolCallReader.of(tokenizer, prompt.tools.tools, prompt.rendered) if is_free else None
         has_own = self._reader is not None and self._reader.reads_thinking
-        self._thinking = ThinkingReader.of(tokenizer, prompt.text) if is_free and not has_own else None
+        self._thinking = ThinkingReader.of(tokenizer, prompt.rendered) if is_free and not has_own else None
         # Tool calls and thinking may be marked by special tokens.
         has_marks = self._reader or (self._thinking and THINK_CLOSING in tokenizer.all_special_tokens)
         self._stream = TextStream(tokenizer, skip_special_tokens=not has_marks)
-        self._held = ""
+        self._held_back = ""
         self._is_cut = False
         self._stop_text: str | None = None
-        self._calls = 0
-        self._reported = 0
-        self._required = ""
+        self._num_calls = 0
+        self._num_reported = 0
+        self._required_text = ""
 
     def add(self, step: Step) -> Delta:
         """Return what a step adds to the answer; at the last step, with the finish reason."""
@@ -249,8 +249,8 @@ class AnswerText:
                 more = self._reader.end()
                 text, reasoning, calls = text + more[0], reasoning + more[1], calls + more[2]
         if (max_calls := self._choice.prompt.tools.max_calls) is not None:
-            calls = calls[: max_calls - self._calls]
-        self._calls += len(calls)
+            calls = calls[: max_calls - self._num_calls]
+        self._num_calls += len(calls)
         stop_text = self._stop_text if finish else None
         return Delta(text, reasoning, calls, self._new_logprobs(len(tokens)), self._reason(finish), stop_text)
 
@@ -259,38 +259,34 @@ class AnswerText:
             return None
         if finish is not Finish.STOP:
             return LENGTH
-        return TOOL_CALLS if self._calls else STOP
+        return TOOL_CALLS if self._num_calls else STOP
 
     def _before_stop(self, text: str, *, is_last: bool) -> str:
         """Add text and return what can be shown: text before a stop string and before a possible beginning of one."""
         stops = self._choice.stop_texts
         if not stops or self._is_cut:
             return "" if self._is_cut else text
-        held = self._held + text
-        end = first_stop(held, stops)
-        self._is_cut = end is not None
-        if end is not None:
-            self._stop_text = next(stop for stop in stops if held.startswith(stop, end))
-        else:
-            end = len(held) - (0 if is_last else partial_stop_length(held, stops))
-        self._held = held[end:]
+        held = self._held_back + text
+        end, self._stop_text = cut_of(held, stops, is_last=is_last)
+        self._is_cut = self._stop_text is not None
+        self._held_back = held[end:]
         return held[:end]
 
     def _required_calls(self, text: str, *, is_last: bool) -> tuple[str, list[ToolCall]]:
         """Collect an answer that must be a JSON array of calls; at its end, return them, or the text if invalid."""
-        self._required += text
+        self._required_text += text
         if not is_last:
             return "", []
-        calls = calls_of(_json_of(self._required))
-        return ("", calls) if calls else (self._required, [])
+        calls = calls_of(_json_of(self._required_text))
+        return ("", calls) if calls else (self._required_text, [])
 
     def _new_logprobs(self, tokens: int) -> list[TokenLogprobs]:
         recorded = self._choice.recorded
         if recorded is None:
             return []
-        first = self._reported
-        self._reported += tokens
-        return recorded[first : self._reported]
+        first = self._num_reported
+        self._num_reported += tokens
+        return recorded[first : self._num_reported]
 
 
 def _refusal(error: Exception) -> RequestError:

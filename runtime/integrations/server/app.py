@@ -30,7 +30,7 @@ from hdtool.data.errors import ContextError, HdtoolError, OptionError
 from hdtool.data.input_files import read_text
 from hdtool.runtime.config import ServerConfig
 from hdtool.runtime.integrations.server import messages_api, responses_api
-from hdtool.runtime.integrations.server.answers import Answers
+from hdtool.runtime.integrations.server.answers import ChoiceStream
 from hdtool.runtime.integrations.server.formats import (
     AUTHENTICATION,
     DISCONNECTED,
@@ -239,7 +239,7 @@ class Server:
     async def _answer(
         self, request: Request, choices: Sequence[PreparedChoice], form: Format, *, stream: bool
     ) -> Response:
-        answers = Answers(self._engine, self._metrics, self._loaded, self._preparer, choices)
+        answers = ChoiceStream(self._engine, self._metrics, self._loaded, self._preparer, choices)
         answers.submit(request.state.tenant)
         entry: LogEntry = request.scope[ENTRY_KEY]
         entry.model, entry.answers = self._name, answers
@@ -274,11 +274,11 @@ class Server:
 
     async def _http_error(self, request: Request, error: HTTPException) -> Response:
         status = error.status_code
-        place = request.url.path[:200]
+        path = request.url.path[:200]
         if allowed := (error.headers or {}).get("Allow"):
-            message = f"{place} does not take {request.method}: use {allowed}"
+            message = f"{path} does not take {request.method}: use {allowed}"
         else:
-            message = f"there is no {place} here: the paths are {', '.join(PATHS)}"
+            message = f"there is no {path} here: the paths are {', '.join(PATHS)}"
         self._metrics.request("other", status)
         return _refused(request, RequestError(message, status=status))
 
@@ -333,7 +333,7 @@ def _with_usage(body: GenerationRequest) -> bool:
     return bool(body.stream_options and body.stream_options.include_usage)
 
 
-async def _events(answers: Answers, entry: LogEntry, form: Format) -> AsyncIterator[str]:
+async def _events(answers: ChoiceStream, entry: LogEntry, form: Format) -> AsyncIterator[str]:
     """Stream an answer as server-sent events; errors become the last event."""
     try:
         for row in form.opening(answers.prompt_tokens):
@@ -360,7 +360,7 @@ async def _events(answers: Answers, entry: LogEntry, form: Format) -> AsyncItera
         answers.cancel()
 
 
-async def _whole(answers: Answers, choices: int, form: Format) -> Response:
+async def _whole(answers: ChoiceStream, choices: int, form: Format) -> Response:
     collected = [Delta() for _ in range(choices)]
     async for index, delta in answers.deltas():
         collected[index].add(delta)

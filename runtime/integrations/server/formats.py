@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 from hdtool.data.errors import HdtoolError
 from hdtool.runtime.integrations.server.tool_calls import ToolCall
 from hdtool.runtime.sequence import Stats
-from hdtool.runtime.text_stream import bytes_of, text_of
+from hdtool.runtime.text_stream import bytes_of, token_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -149,7 +149,7 @@ class ChatFormat:
         if delta.calls:
             before = self._calls.get(index, 0)
             self._calls[index] = before + len(delta.calls)
-            added["tool_calls"] = [{"index": before + place, **_call(call)} for place, call in enumerate(delta.calls)]
+            added["tool_calls"] = [{"index": before + index, **_call(call)} for index, call in enumerate(delta.calls)]
         return [self._chunk(index, added, self._logprobs(delta.logprobs), delta.finish)]
 
     def closing(self, usage: Row) -> Iterable[Row]:
@@ -212,7 +212,7 @@ class CompletionFormat:
     def _logprobs(self, index: int, tokens: Sequence[TokenLogprobs]) -> Row | None:
         if not tokens:
             return None
-        texts = [self._text(entry.token) for entry in tokens]
+        texts = [token_text(self._tokenizer, entry.token) for entry in tokens]
         offsets = []
         for text in texts:
             offsets.append(self._offsets[index])
@@ -221,14 +221,13 @@ class CompletionFormat:
             "tokens": texts,
             "token_logprobs": [_finite(entry.logprob) for entry in tokens],
             "top_logprobs": [
-                {self._text(token): _finite(logprob) for token, logprob in entry.top} if entry.top else None
+                {token_text(self._tokenizer, token): _finite(logprob) for token, logprob in entry.top}
+                if entry.top
+                else None
                 for entry in tokens
             ],
             "text_offset": offsets,
         }
-
-    def _text(self, token: int) -> str:
-        return text_of(self._tokenizer, [token], skip_special_tokens=False)
 
 
 def usage_of(prompt_tokens: int, stats: Stats, *, is_predicted: bool = True) -> Row:
@@ -252,8 +251,11 @@ def logprob_rows(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[TokenLogpr
     """Return log-probabilities in the JSON of chat completions."""
 
     def row(token: int, logprob: float) -> Row:
-        text = text_of(tokenizer, [token], skip_special_tokens=False)
-        return {"token": text, "logprob": _finite(logprob), "bytes": list(bytes_of(tokenizer, token))}
+        return {
+            "token": token_text(tokenizer, token),
+            "logprob": _finite(logprob),
+            "bytes": list(bytes_of(tokenizer, token)),
+        }
 
     return [
         {**row(entry.token, entry.logprob), "top_logprobs": [row(token, logprob) for token, logprob in entry.top]}

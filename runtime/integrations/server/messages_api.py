@@ -164,7 +164,7 @@ class TokenCountRequest(Body):
             self.context_management.apply(messages)
         return {
             "messages": messages,
-            "tools": [_function(tool, place) for place, tool in enumerate(self.tools or ())] or None,
+            "tools": [_function(tool, index) for index, tool in enumerate(self.tools or ())] or None,
             "tool_choice": _tool_choice(choice) if choice else None,
             "parallel_tool_calls": False if choice and choice.disable_parallel_tool_use else None,
             "reasoning_effort": output.effort,
@@ -209,8 +209,8 @@ def _messages(system: str | list[Part] | None, messages: Sequence[Message]) -> I
         system = [part for part in system if not (part.text or "").startswith(BILLING_PREFIX)]
     if system:
         yield {"role": "system", "content": _text(system, "system")}
-    for place, message in enumerate(messages):
-        where = f"messages.{place}"
+    for index, message in enumerate(messages):
+        where = f"messages.{index}"
         if isinstance(message.content, str):
             yield {"role": message.role, "content": message.content}
         elif message.role == "assistant":
@@ -222,7 +222,7 @@ def _messages(system: str | list[Part] | None, messages: Sequence[Message]) -> I
 def _assistant(parts: Sequence[Part], where: str, names: dict[str, str]) -> Row:
     """Convert a turn of the assistant to a message; add the called functions to ``names``, keyed by call id."""
     texts, reasoning, calls = [], [], []
-    for place, part in enumerate(parts):
+    for index, part in enumerate(parts):
         if part.type == "text":
             texts.append(part.text or "")
         elif part.type == "thinking":
@@ -232,7 +232,7 @@ def _assistant(parts: Sequence[Part], where: str, names: dict[str, str]) -> Row:
             function = {"name": part.name, "arguments": json.dumps(part.input or {}, ensure_ascii=False)}
             calls.append({"id": part.id, "function": function})
         elif part.type != "redacted_thinking":
-            raise _unknown(part, f"{where}.content.{place}")
+            raise _unknown(part, f"{where}.content.{index}")
     made: Row = {"role": "assistant", "content": "".join(texts)}
     if reasoning:
         made["reasoning_content"] = "".join(reasoning)
@@ -242,14 +242,14 @@ def _assistant(parts: Sequence[Part], where: str, names: dict[str, str]) -> Row:
 def _others(role: str, parts: Sequence[Part], where: str, names: dict[str, str]) -> Iterator[Row]:
     """Convert a turn of the user or the system to messages: one for adjacent texts, one for each tool result."""
     texts: list[str] = []
-    for place, part in enumerate(parts):
+    for index, part in enumerate(parts):
         if part.type != "tool_result":
-            texts.append(_text([part], f"{where}.content.{place}"))
+            texts.append(_text([part], f"{where}.content.{index}"))
             continue
         if texts:
             yield {"role": role, "content": PARAGRAPH.join(texts)}
             texts = []
-        result = _result(part.content or "", f"{where}.content.{place}")
+        result = _result(part.content or "", f"{where}.content.{index}")
         made = {"role": "tool", "content": f"Error: {result}" if part.is_error else result}
         made |= {"tool_call_id": part.tool_use_id} if part.tool_use_id else {}
         name = names.get(part.tool_use_id or "")
@@ -272,9 +272,9 @@ def _result(content: str | list[Part], where: str) -> str:
 def _text(content: str | list[Part], where: str) -> str:
     if isinstance(content, str):
         return content
-    for place, part in enumerate(content):
+    for index, part in enumerate(content):
         if part.type != "text" or part.text is None:
-            raise _unknown(part, where if len(content) == 1 else f"{where}.{place}")
+            raise _unknown(part, where if len(content) == 1 else f"{where}.{index}")
     return PARAGRAPH.join(part.text or "" for part in content)
 
 
@@ -288,13 +288,13 @@ def _unknown(part: Part, where: str) -> RequestError:
     )
 
 
-def _function(tool: Tool, place: int) -> Row:
+def _function(tool: Tool, index: int) -> Row:
     if tool.type not in (None, "custom") or tool.input_schema is None:
         raise RequestError(
-            f"tools.{place}: this server runs no tools, and {tool.name[:60]!r} "
+            f"tools.{index}: this server runs no tools, and {tool.name[:60]!r} "
             f"{'has no input_schema' if tool.type in (None, 'custom') else f'is of type {tool.type!r}'}: leave it out, "
             "or describe it by an input_schema",
-            param=f"tools.{place}",
+            param=f"tools.{index}",
         )
     described = {"description": tool.description} if tool.description else {}
     return {"type": "function", "function": {"name": tool.name, **described, "parameters": tool.input_schema}}

@@ -37,7 +37,7 @@ from hdtool.runtime.config import DecodeConfig, SamplingConfig
 from hdtool.runtime.config.decoding import HIERARCHIES
 from hdtool.runtime.drafter import Drafter, WrappedDrafter
 from hdtool.runtime.engine import Verified
-from hdtool.runtime.grammar import Guide, guided, masks_of
+from hdtool.runtime.grammar import Guide, guided_drafter, masks_of
 from hdtool.runtime.integrations.server.formats import RequestError, TokenLogprobs
 from hdtool.runtime.integrations.server.requests import (
     MAX_PROMPTS,
@@ -119,13 +119,13 @@ def without_line_numbers(text: str) -> str:
     """Remove line numbers from runs of at least ``MIN_NUMBERED_LINES`` lines that are numbered consecutively."""
     lines = text.split(LINE_END)
     numbers = [NUMBERED_LINE.match(line) for line in lines]
-    offsets = [int(number[1]) - place if number else None for place, number in enumerate(numbers)]
-    for offset, places in groupby(range(len(lines)), offsets.__getitem__):
-        listing = list(places)
+    offsets = [int(number[1]) - line_index if number else None for line_index, number in enumerate(numbers)]
+    for offset, line_indices in groupby(range(len(lines)), offsets.__getitem__):
+        listing = list(line_indices)
         if offset is not None and len(listing) >= MIN_NUMBERED_LINES:
-            for place in listing:
-                number = numbers[place]
-                lines[place] = lines[place][number.end() :] if number else lines[place]
+            for line_index in listing:
+                number = numbers[line_index]
+                lines[line_index] = lines[line_index][number.end() :] if number else lines[line_index]
     return LINE_END.join(lines)
 
 
@@ -201,7 +201,7 @@ class PreparedPrompt:
     logprobs: int | None = None
     """Number of alternatives to report for each token; None reports no log-probabilities."""
     tools: ToolChoice = NO_TOOLS
-    text: str = ""
+    rendered: str = ""
     """Prompt as the chat template renders it; empty for completions."""
     echo: str = ""
     """Text to return before the answer."""
@@ -237,7 +237,7 @@ class Preparer:
         if grammar and choice.grammar:
             raise RequestError("response_format and tool_choice exclude each other", param="tool_choice")
         predicted = prediction_of(body.prediction, "the request")
-        text, ids = read_conversation(tokenizer, messages, tools=choice.tools, variables=variables)
+        rendered, ids = read_conversation(tokenizer, messages, tools=choice.tools, variables=variables)
         is_quoted = not predicted and self._decoding.method in HIERARCHIES
         in_json = bool(choice.tools or grammar)
         prompt = PreparedPrompt(
@@ -248,7 +248,7 @@ class Preparer:
             self._quotes.tokens(messages, tenant, in_json=in_json) if is_quoted else (),
             (body.top_logprobs or 0) if body.logprobs or body.top_logprobs else None,
             choice,
-            text,
+            rendered,
         )
         return self._choices(body, [prompt])
 
@@ -285,7 +285,7 @@ class Preparer:
         """Make the job by which the engine generates a choice; ``deliver`` is called with each step or an error."""
 
         def request(job: AnswerJob, drafter: Drafter) -> Request[AnswerJob]:
-            drafter = guided(drafter, choice.guide, self._decoding.draft_tokens)
+            drafter = guided_drafter(drafter, choice.guide, self._decoding.draft_tokens)
             if choice.recorded is not None:
                 drafter = LogprobRecorder(drafter, choice.prompt.logprobs or 0, choice.recorded)
             return Request(
@@ -405,7 +405,7 @@ class LogprobRecorder(WrappedDrafter):
         scores = verified.logits[rows].float().log_softmax(-1)
         chosen = scores.gather(1, torch.tensor(accepted.tokens, device=scores.device)[:, None])[:, 0].tolist()
         best = scores.topk(min(self._num_alternatives, scores.shape[1])) if self._num_alternatives else None
-        for place, token in enumerate(accepted.tokens):
-            pairs = zip(best.indices[place].tolist(), best.values[place].tolist(), strict=True) if best else ()
-            self._recorded.append(TokenLogprobs(token, chosen[place], list(pairs)))
+        for index, token in enumerate(accepted.tokens):
+            pairs = zip(best.indices[index].tolist(), best.values[index].tolist(), strict=True) if best else ()
+            self._recorded.append(TokenLogprobs(token, chosen[index], list(pairs)))
         super().observe(accepted, verified)

@@ -172,7 +172,7 @@ class CompletionRequest(GenerationRequest):
 
 def template_messages(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
     """Convert messages for the chat template: contents become text, and arguments of tool calls become objects."""
-    return [_message(message, f"messages.{place}") for place, message in enumerate(messages)]
+    return [_message(message, f"messages.{index}") for index, message in enumerate(messages)]
 
 
 def _message(message: ChatMessage, where: str) -> dict[str, Any]:
@@ -193,16 +193,16 @@ def _message(message: ChatMessage, where: str) -> dict[str, Any]:
 
 
 def _require_text(message: ChatMessage, where: str) -> None:
-    for place, part in enumerate(message.content if isinstance(message.content, list) else ()):
+    for index, part in enumerate(message.content if isinstance(message.content, list) else ()):
         if part.type != TEXT:
             raise RequestError(
-                f"this server answers text only, and part {place + 1} of {where} is of type {part.type[:40]!r}: leave "
+                f"this server answers text only, and part {index + 1} of {where} is of type {part.type[:40]!r}: leave "
                 "it out, or describe it in a part of type 'text'",
-                param=f"{where}.content.{place}.type",
+                param=f"{where}.content.{index}.type",
                 code=UNSUPPORTED_CONTENT,
             )
         if part.text is None:
-            raise RequestError(f"part {place + 1} of {where} has no text", param=f"{where}.content.{place}.text")
+            raise RequestError(f"part {index + 1} of {where} has no text", param=f"{where}.content.{index}.text")
 
 
 def require_text_answers(request: ChatRequest) -> None:
@@ -292,10 +292,10 @@ def _wrong_field(error: ValidationError) -> RequestError:
         (error_detail for error_detail in faults if error_detail[0][:1] == first),
         key=lambda error_detail: len(error_detail[0]),
     )
-    place, message = ".".join(map(str, path)), fault["msg"].removeprefix("Value error, ")
+    location, message = ".".join(map(str, path)), fault["msg"].removeprefix("Value error, ")
     if fault["type"] == "extra_forbidden":
         message = "this server does not know the field: leave it out"
-    return RequestError(f"{place}: {message}" if place else message, param=place or None)
+    return RequestError(f"{location}: {message}" if location else message, param=location or None)
 
 
 def _is_branch(part: str | int) -> bool:
@@ -331,9 +331,9 @@ class ResponseTools:
         if left_out and not self.presented:
             raise _not_run(left_out[0], f"tools.{given.index(left_out[0])}")
         self._by_name: dict[str, ResponseTool] = {}
-        for place, tool in enumerate(given):
+        for index, tool in enumerate(given):
             if tool in self.presented:
-                for response_tool in _tools_of(tool, f"tools.{place}"):
+                for response_tool in _tools_of(tool, f"tools.{index}"):
                     self._by_name[response_tool.function["name"]] = response_tool
 
     @property
@@ -390,8 +390,8 @@ def _tools_of(tool: Row, where: str, namespace: Row | None = None) -> Iterator[R
         members = tool.get("tools")
         if not isinstance(members, list) or not all(isinstance(member, dict) for member in members):
             raise RequestError(f"{where}: a namespace holds a list of tools", param=f"{where}.tools")
-        for place, member in enumerate(members):
-            yield from _tools_of(member, f"{where}.tools.{place}", tool)
+        for index, member in enumerate(members):
+            yield from _tools_of(member, f"{where}.tools.{index}", tool)
         return
     if kind not in (FUNCTION, CUSTOM):
         raise _not_run(tool, where)

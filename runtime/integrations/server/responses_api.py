@@ -200,8 +200,8 @@ def _messages(instructions: str | None, given: str | list[Item]) -> list[Row]:
     if isinstance(given, str):
         return [*made, {"role": "user", "content": given}]
     names: dict[str, str] = {}
-    for place, item in enumerate(given):
-        where = f"input.{place}"
+    for index, item in enumerate(given):
+        where = f"input.{index}"
         if item.type == "message" and item.role:
             role = "system" if item.role == "developer" else item.role
             _add_message(made, role, _text(item.content, where))
@@ -242,11 +242,11 @@ def _add_call(made: list[Row], call: Row) -> None:
 def _text(content: str | list[Part] | None, where: str) -> str:
     if not isinstance(content, list):
         return content or ""
-    for place, part in enumerate(content):
+    for index, part in enumerate(content):
         if part.type not in TEXT_PARTS or (part.text is None and part.refusal is None):
             raise RequestError(
-                f"{where}.content.{place}: this server takes text only, and this part is of type {part.type[:40]!r}",
-                param=f"{where}.content.{place}",
+                f"{where}.content.{index}: this server takes text only, and this part is of type {part.type[:40]!r}",
+                param=f"{where}.content.{index}",
                 code=UNSUPPORTED_CONTENT,
             )
     return "".join(part.text or part.refusal or "" for part in content)

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
@@ -20,9 +20,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from hdtool.data.errors import HdtoolError
 from hdtool.data.stores.home import first_namespace_with_stores
-from hdtool.runtime.budget.node_budget import Budget
+from hdtool.runtime.budget.node_budget import Budget, SharedCosts
 from hdtool.runtime.config import DecodeConfig, StoresConfig
-from hdtool.runtime.config.decoding import OPTION_METHODS
 from hdtool.runtime.config.measuring import JSON_LINES
 from hdtool.runtime.drafter import Drafter
 from hdtool.runtime.drafters.methods import budget_for, drafter_with_budget, history_for, shared_costs_for
@@ -34,7 +33,7 @@ from hdtool.runtime.sequence import Step
 from hdtool.runtime.stores.store_set import StoreSet
 
 if TYPE_CHECKING:
-    from hdtool.runtime.integrations.server.answers import Answers
+    from hdtool.runtime.integrations.server.answers import ChoiceStream
 
 PREFILL_CHUNK_IDLE, PREFILL_CHUNK_BUSY = 512, 128
 """Number of prompt tokens prefilled in one pass, without and with other answers that wait for it."""
@@ -68,18 +67,17 @@ class Tenants:
     def __init__(self, loaded: Loaded, decoding: DecodeConfig, stores: StoresConfig, names: list[str]) -> None:
         self._loaded, self._decoding = loaded, decoding
         self.store_sets = {name: self._stores_of(stores, name) for name in names}
-        self._free: dict[str, list[Drafter]] = {name: [] for name in names}
-        self._measure()
+        self._free_drafters: dict[str, list[Drafter]] = {name: [] for name in names}
         for name in names:  # raises errors of stores here, and not in the first answer
-            self.put(name, self._made(name))
+            self.put(name, self._new_drafter(name))
 
     def take(self, tenant: str) -> Drafter:
-        free = self._free[tenant]
-        return free.pop() if free else self._made(tenant)
+        free = self._free_drafters[tenant]
+        return free.pop() if free else self._new_drafter(tenant)
 
     def put(self, tenant: str, drafter: Drafter) -> None:
         """Return a drafter to the pool at the end of its answer."""
-        self._free[tenant].append(drafter)
+        self._free_drafters[tenant].append(drafter)
 
     def _stores_of(self, stores: StoresConfig, tenant: str) -> StoreSet:
         loaded, decoding = self._loaded, self._decoding
@@ -93,19 +91,18 @@ class Tenants:
         )
         return replace(opened, history=history_for(decoding, loaded.target, opened, tenant=tenant))
 
-    def _made(self, tenant: str) -> Drafter:
+    def _new_drafter(self, tenant: str) -> Drafter:
         return drafter_with_budget(self._budget, self._decoding, self.store_sets[tenant], self._loaded.target)
 
-    def _measure(self) -> None:
-        """Time passes over 1, 2, 4 … answers at once, if the method chooses the sizes of its trees."""
-        target, decoding, size = self._loaded.target, self._decoding, self._decoding.batch_size
-        if decoding.draft_tokens is not None or decoding.method not in OPTION_METHODS["draft_tokens"]:
-            return
-        numbers = {min(size, 2**power) for power in range(size.bit_length() + 1)}
-        self._together = shared_costs_for(target, numbers)
+    @cached_property
+    def _shared_costs(self) -> SharedCosts:
+        """Costs of passes over 1, 2, 4 … answers at once, timed if the first drafter chooses the sizes of its trees."""
+        size = self._decoding.batch_size
+        sizes = {min(size, 2**power) for power in range(size.bit_length() + 1)}
+        return shared_costs_for(self._loaded.target, sizes)
 
     def _budget(self) -> Budget:
-        return budget_for(self._decoding, lambda: self._together)
+        return budget_for(self._decoding, lambda: self._shared_costs)
 
 
 class Scheduler:
@@ -118,10 +115,10 @@ class Scheduler:
         self._max_waiting = max_waiting
         self.prefixes = PrefixCache(prefix_bytes) if prefix_bytes and decoding.prefix_caching else None
         self._waiting: deque[AnswerJob] = deque()
-        self._changed = threading.Condition()
+        self._condition = threading.Condition()
         self._is_stopping = False
         self._drafters: dict[AnswerJob, Drafter] = {}
-        self._reading: PendingPrefill[AnswerJob] | None = None
+        self._pending_prefill: PendingPrefill[AnswerJob] | None = None
         self._new_loop()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
@@ -141,7 +138,7 @@ class Scheduler:
 
     @property
     def running(self) -> int:
-        return len(self._running) + (self._reading is not None)
+        return len(self._running) + (self._pending_prefill is not None)
 
     @property
     def is_alive(self) -> bool:
@@ -152,26 +149,26 @@ class Scheduler:
 
     def submit(self, jobs: Sequence[AnswerJob]) -> None:
         """Queue jobs; raise OverloadError if more than ``max_waiting`` would wait or the server is stopping."""
-        with self._changed:
+        with self._condition:
             if len(self._waiting) + len(jobs) > self._max_waiting:
                 self._waiting = deque(job for job in self._waiting if not job.is_cancelled)
             if len(self._waiting) + len(jobs) > self._max_waiting or self._is_stopping:
                 raise OverloadError("the server has as many requests as it accepts: ask again later")
             self._waiting.extend(jobs)
-            self._changed.notify()
+            self._condition.notify()
 
     def stop(self) -> None:
         """End all answers, waiting ones included, with an error and wait for the thread to end."""
-        with self._changed:
+        with self._condition:
             self._is_stopping = True
-            self._changed.notify()
+            self._condition.notify()
         if self._thread.is_alive():
             self._thread.join()
 
     def _run(self) -> None:
         while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._is_stopping or self._waiting or self.running)
+            with self._condition:
+                self._condition.wait_for(lambda: self._is_stopping or self._waiting or self.running)
                 if self._is_stopping:
                     break
             try:
@@ -184,21 +181,21 @@ class Scheduler:
     def _advance(self) -> None:
         """Prefill one piece of a prompt, and run one step of all running answers."""
         self._drop_cancelled()
-        if self._reading is None and not self._loop.is_full:
+        if self._pending_prefill is None and not self._loop.is_full:
             self._start_next()
-        if self._reading is not None and self._reading.read(
+        if self._pending_prefill is not None and self._pending_prefill.read(
             PREFILL_CHUNK_BUSY if len(self._loop) else PREFILL_CHUNK_IDLE
         ):
-            reading, self._reading = self._reading, None
-            self._running[reading.request.key] = reading.request
-            self._hand_out(self._loop.join(reading))
+            pending, self._pending_prefill = self._pending_prefill, None
+            self._running[pending.request.key] = pending.request
+            self._deliver(self._loop.join(pending))
         if len(self._loop):
             for outcome in self._loop.step():
-                self._hand_out(outcome)
+                self._deliver(outcome)
 
     def _start_next(self) -> None:
         while True:
-            with self._changed:
+            with self._condition:
                 if not self._waiting:
                     return
                 job = self._waiting.popleft()
@@ -211,7 +208,7 @@ class Scheduler:
                 job.deliver(_public_error(error))
                 continue
             try:
-                self._reading = self._loop.start(job.request(job, drafter))
+                self._pending_prefill = self._loop.start(job.request(job, drafter))
                 return
             except HdtoolError as error:
                 self._finish(job)
@@ -221,14 +218,14 @@ class Scheduler:
         for job in [job for job in self._running if job.is_cancelled]:
             self._loop.remove(self._running[job])
             self._finish(job)
-        if self._reading is not None:
-            job = self._reading.request.key
+        if self._pending_prefill is not None:
+            job = self._pending_prefill.request.key
             if job.is_cancelled:
-                self._reading.end()
-                self._reading = None
+                self._pending_prefill.end()
+                self._pending_prefill = None
                 self._finish(job)
 
-    def _hand_out(self, outcome: Outcome[AnswerJob]) -> None:
+    def _deliver(self, outcome: Outcome[AnswerJob]) -> None:
         request, step = outcome
         if isinstance(step, HdtoolError) or step.finish:
             self._finish(request.key)
@@ -242,14 +239,14 @@ class Scheduler:
     def _fail(self, error: Exception) -> None:
         """End all running answers with an error, and waiting ones as well if the engine is stopping."""
         jobs = list(self._drafters)
-        self._reading = None
+        self._pending_prefill = None
         try:
             self._loop.end()
         finally:
             self._drafters.clear()  # the drafters may be in any state, so new ones are made
             self._new_loop()
         if self._is_stopping:
-            with self._changed:
+            with self._condition:
                 jobs += self._waiting
                 self._waiting.clear()
         for job in jobs:
@@ -325,7 +322,7 @@ class LogEntry:
     """Code or type of an error; its message is not logged, because it could quote the request."""
     model: str | None = None
     tenant: str | None = None
-    answers: Answers | None = None
+    answers: ChoiceStream | None = None
 
 
 class RequestLog:
@@ -341,13 +338,13 @@ class RequestLog:
         entry = scope[ENTRY_KEY] = LogEntry()
         started = time.monotonic()
 
-        async def sent(message: Message) -> None:
+        async def send_noting_status(message: Message) -> None:
             if message["type"] == "http.response.start":
                 entry.status = message["status"]
             await send(message)
 
         try:
-            await self._app(scope, receive, sent)
+            await self._app(scope, receive, send_noting_status)
         except Exception:
             entry.status = 500
             raise

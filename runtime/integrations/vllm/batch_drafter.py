@@ -16,7 +16,7 @@ from hdtool.runtime.config import MEMORY, VllmConfig
 from hdtool.runtime.drafters.hierarchy.drafter import UNLIMITED_VOCABULARY, Hierarchy
 from hdtool.runtime.integrations.vllm.chain import (
     NO_DRAFT_ABOVE,
-    FinishedAnswers,
+    AnswerCollector,
     MinProbability,
     draft_rows,
     new_request_states,
@@ -108,10 +108,10 @@ class BatchDrafter(Uncopyable):
         config: VllmConfig,
         *,
         rows: int,
-        longest: int,
+        max_length: int,
         vocabulary: int = UNLIMITED_VOCABULARY,
     ) -> None:
-        """``rows`` is the largest batch, ``longest`` the longest context, ``vocabulary`` the number of token ids.
+        """``rows`` is the largest batch, ``max_length`` that of a context, ``vocabulary`` the number of token ids.
 
         The history of the ``store_set`` is used if it has one, else one in memory if ``config`` asks for it.
         """
@@ -119,7 +119,7 @@ class BatchDrafter(Uncopyable):
         self.min_probability = MinProbability(config.min_draft_prob)
         self.max_tables = max(1, min(rows, (config.context_mib << 20) // CONTEXT_TABLE.itemsize))
         """Maximum number of context tables; requests without a table get no drafts."""
-        self._longest = longest
+        self._max_length = max_length
         self.history = store_set.history or (History() if config.history == MEMORY else None)
         self._hierarchy = Hierarchy(store_set.model, store_set.corpus, vocabulary=vocabulary, history=self.history)
         self._tables: list[Ints] = []
@@ -133,7 +133,7 @@ class BatchDrafter(Uncopyable):
         self._drafts = np.empty((rows, config.draft_tokens), np.int64)
         self._sizes = np.zeros(rows, np.int64)
         self._compile()
-        self._finished = FinishedAnswers(self.history, self._requests) if self.history and lasts else None
+        self._finished = AnswerCollector(self.history, self._requests) if self.history and lasts else None
 
     def __len__(self) -> int:
         """Return the number of context tables."""
@@ -171,14 +171,14 @@ class BatchDrafter(Uncopyable):
                     self._finished.observe(self._chosen[: len(rows)], at)
             for row, size, tokens in zip(rows.tolist(), sent.tolist(), self._drafts[: len(rows)].tolist(), strict=True):
                 drafts[row] = tokens[:size]
-        self.min_probability.sent(at, rows, sizes, sent.copy())
+        self.min_probability.record_drafts(at, rows, sizes, sent.copy())
         return drafts
 
     def _grow(self, rows: Ints, sampled: Ints, lengths: Ints, contexts: Ints, floor: float) -> None:
         match_rows(
             self._requests.tables[: len(self)], self._rows_of[: len(self)], contexts, lengths, rows, self._chosen
         )
-        limits = self._longest, self._drafts.shape[1], floor
+        limits = self._max_length, self._drafts.shape[1], floor
         batch = contexts, lengths, rows, sampled
         draft_rows(self._hierarchy.address, self._requests, self._chosen, *batch, limits, self._drafts, self._sizes)
 

@@ -24,8 +24,8 @@ from hdtool.runtime.drafters.hierarchy.evidence import ranges_at
 from hdtool.runtime.drafters.hierarchy.matches import ANSWERS_LOG, append_to_log, matches_at, table_of
 from hdtool.runtime.drafters.hierarchy.tree import expand, extend, feed, restart
 from hdtool.runtime.kernels.compiled import Ints, array_at, compiled
-from hdtool.runtime.source_names import SourceName
-from hdtool.runtime.stores.corpus_index import LONGEST_RANGE, places_of
+from hdtool.runtime.source_names import SourceId
+from hdtool.runtime.stores.corpus_index import MAX_RANGE_ORDER, bounds_of
 from hdtool.runtime.stores.history_store import History
 from hdtool.runtime.stores.live_tables import add
 from hdtool.runtime.stores.token_log import LANE, LOG, MAX_MATCH_TOKENS, OVERLAP_TOKENS, finish, start
@@ -74,7 +74,7 @@ class MinProbability:
         return max(0.0, (self._covariance + SLOPE_PRIOR_WEIGHT * assumed) / (self._variance + SLOPE_PRIOR_WEIGHT))
 
     def begin_step(self, at: float, rows: Ints, lengths: Ints) -> None:
-        """Update with the pass since ``sent`` was called, if it computed no other requests.
+        """Update with the pass since ``record_drafts`` was called, if it computed no other requests.
 
         ``at`` is the current time in seconds, ``lengths`` are the context lengths of the ``rows``.
         """
@@ -84,7 +84,7 @@ class MinProbability:
             if ((grown > 0) & (grown <= sent + 1)).all():
                 self.observe(len(rows), len(rows) + int(sent.sum()), int(grown.sum()), at - before)
 
-    def sent(self, at: float, rows: Ints, lengths: Ints, drafts: Ints) -> None:
+    def record_drafts(self, at: float, rows: Ints, lengths: Ints, drafts: Ints) -> None:
         """Record the number of draft tokens of each row for the next call of ``begin_step``."""
         self._last = at, rows, lengths, drafts
 
@@ -114,7 +114,7 @@ FIRST_ANSWER_NUMBER = 1 << 10
 """First number of an answer; lower numbers are reserved for the drafter that the requests share."""
 NEXT_ANSWER, NUM_ENDED = range(2)
 """Indexes in ``RequestStates.answers``."""
-CONTEXT_NUMBER, HISTORY_NUMBER = SourceName.CONTEXT.value, SourceName.HISTORY.value
+CONTEXT_NUMBER, HISTORY_NUMBER = SourceId.CONTEXT.value, SourceId.HISTORY.value
 
 
 class RequestStates(NamedTuple):
@@ -124,7 +124,7 @@ class RequestStates(NamedTuple):
     """Address of each request's context table."""
     tails: Ints
     """Last tokens of each request."""
-    places: Ints
+    range_bounds: Ints
     """Ranges of the last tokens in the corpus index."""
     lanes: Ints
     """Records of where each request's answer is appended to the history."""
@@ -139,14 +139,14 @@ class RequestStates(NamedTuple):
 def new_request_states(max_requests: int, shards: int, *, history: bool = False, ended: bool = False) -> RequestStates:
     """Return empty state for ``max_requests`` requests; ``ended`` keeps lanes of answers that another one follows."""
     tails = np.full((max_requests, MAX_MATCH_TOKENS), -1, np.int64)
-    places = np.zeros((max_requests, LONGEST_RANGE + 1, shards, 2), np.int64)
+    range_bounds = np.zeros((max_requests, MAX_RANGE_ORDER + 1, shards, 2), np.int64)
     lanes = np.zeros(max_requests, LANE)
     lanes_at = lanes.ctypes.data + np.arange(max_requests, dtype=np.int64) * LANE.itemsize
     answers = np.array([FIRST_ANSWER_NUMBER if history else 0, 0], np.int64)
     return RequestStates(
         np.zeros(max_requests, np.int64),
         tails,
-        places,
+        range_bounds,
         lanes,
         lanes_at,
         np.zeros(max_requests if ended else 0, LANE),
@@ -194,8 +194,8 @@ def catch_up(at: int, context: Ints, sampled: int, few: int, requests: RequestSt
     table = table_of(matches_at(at, CONTEXT_NUMBER))
     begins = table.end == 0 or len(context) - table.end > few
     if begins:
-        for place in range(table.end, len(context) - sampled):
-            add(table, np.int64(context[place]))
+        for position in range(table.end, len(context) - sampled):
+            add(table, np.int64(context[position]))
     old = last_tokens(context[: table.end], MAX_MATCH_TOKENS)
     if begins or history.owner == 0:
         begin_answer(history, requests, old[max(0, len(old) - OVERLAP_TOKENS) :])
@@ -221,8 +221,8 @@ def last_tokens(tokens: Ints, max_tokens: int) -> Ints:
 
 
 @compiled
-def begin_answer(history: Any, requests: RequestStates, before: Ints) -> None:
-    """Finish the request's answer in the history and begin one after the tokens ``before``; no-op without a history."""
+def begin_answer(history: Any, requests: RequestStates, overlap: Ints) -> None:
+    """Finish the request's answer in the history and begin one after the ``overlap``; no-op without a history."""
     answers = requests.answers
     if answers[NEXT_ANSWER] == 0:
         return
@@ -231,7 +231,7 @@ def begin_answer(history: Any, requests: RequestStates, before: Ints) -> None:
         requests.ended[answers[NUM_ENDED]] = lane[0]
         answers[NUM_ENDED] += 1
     finish(log, lane)
-    start(log, lane, answers[NEXT_ANSWER], before, len(before))
+    start(log, lane, answers[NEXT_ANSWER], overlap, len(overlap))
     history.owner = answers[NEXT_ANSWER]
     answers[NEXT_ANSWER] += 1
 
@@ -252,11 +252,11 @@ def draft_rows(
     """Draft a chain for each of the ``rows`` of ``contexts``, with the state of the request ``chosen`` for it.
 
     ``at`` is the address of a hierarchy, and ``sampled`` the number of new tokens in each row. ``limits`` are the
-    longest context, the maximum number of draft tokens and the minimum probability. If the probability is above
+    maximum context length, the maximum number of draft tokens and the minimum probability. If the probability is above
     ``NO_DRAFT_ABOVE``, the new tokens are only appended to tables and answers. Chains are written to ``drafts`` and
     their lengths to ``sizes``.
     """
-    longest, max_drafts, floor = limits
+    max_length, max_drafts, floor = limits
     is_drafting = floor < NO_DRAFT_ABOVE
     context, history, work, ranges = (
         matches_at(at, CONTEXT_NUMBER),
@@ -273,17 +273,17 @@ def draft_rows(
                 history.lane = requests.lanes_at[request]
                 history.owner = array_at(history.lane, 1, LANE)[0].owner
             work.tails[0] = requests.tails[request]
-            places_of(ranges)[0] = requests.places[request]
+            bounds_of(ranges)[0] = requests.range_bounds[request]
             ranges.read[0] = 0
             length: Any = np.int64(lengths[rows[turn]])
             new = min(sampled[turn], length)
             catch_up(at, contexts[rows[turn], :length], new, max_drafts + 1, requests, is_drafting)
             # Leave room for the bonus token after the last draft.
-            size = grow_chain(at, min(max_drafts, longest - length - 1), floor) if is_drafting else 0
+            size = grow_chain(at, min(max_drafts, max_length - length - 1), floor) if is_drafting else 0
             sizes[turn] = size
             drafts[turn, :size] = work.tokens[1 : size + 1]
             requests.tails[request] = work.tails[0]
-            requests.places[request] = places_of(ranges)[0]
+            requests.range_bounds[request] = bounds_of(ranges)[0]
 
 
 def appends_history(parallel: Any) -> bool:
@@ -310,28 +310,30 @@ FIRST_STEP_SECONDS, SLOW_STEP_DECAY = 1.25, 0.95
 """Initial duration of a slow step, and its decay per step, because the first steps of an engine are slow."""
 
 
-class FinishedAnswers:
+class AnswerCollector:
     """Appends finished answers to a stored history; hold ``lock`` while reading or writing the history's logs."""
 
     def __init__(self, history: History, requests: RequestStates) -> None:
         self.lock = Lock()
         self._history, self._requests = history, requests
-        self._followed: list[Ints] = []
+        self._followed_lanes: list[Ints] = []
         """Lanes of answers that another one has followed since the last check."""
-        self._seen = np.zeros(len(requests.lanes) + 1)
+        self._last_drafted = np.zeros(len(requests.lanes) + 1)
         """Time of the last step that drafted for each request; the last item is for rows without a table."""
-        self._last, self._slowest = -np.inf, FIRST_STEP_SECONDS
+        self._last, self._slow_step_seconds = -np.inf, FIRST_STEP_SECONDS
         self._timer: Timer | None = None
         # Runs at the end of the process, even if multiprocessing started it.
         Finalize(None, _finish_all, (weakref.ref(self),), exitpriority=0)
 
     def observe(self, chosen: Ints, at: float) -> None:
         """Record that a step drafted for the ``chosen`` requests at a time; the caller must hold ``lock``."""
-        self._seen[chosen] = at
+        self._last_drafted[chosen] = at
         since, self._last = at - self._last, at
-        self._slowest = max(SLOW_STEP_DECAY * self._slowest, since if since < MAX_IDLE_SECONDS else 0.0)
+        self._slow_step_seconds = max(
+            SLOW_STEP_DECAY * self._slow_step_seconds, since if since < MAX_IDLE_SECONDS else 0.0
+        )
         if ended := int(self._requests.answers[NUM_ENDED]):
-            self._followed += np.split(self._requests.ended[:ended].copy(), ended)
+            self._followed_lanes += np.split(self._requests.ended[:ended].copy(), ended)
             self._requests.answers[NUM_ENDED] = 0
         if self._timer is None:
             self._refresh()
@@ -349,17 +351,19 @@ class FinishedAnswers:
         with self.lock:
             self._timer = None
             self._refresh()
-            self._append(time.perf_counter() - min(max(MIN_IDLE_SECONDS, IDLE_STEPS * self._slowest), MAX_IDLE_SECONDS))
+            self._append(
+                time.perf_counter() - min(max(MIN_IDLE_SECONDS, IDLE_STEPS * self._slow_step_seconds), MAX_IDLE_SECONDS)
+            )
             if self._requests.lanes["owner"].any():
                 self._start_timer()
 
-    def _append(self, before: float) -> None:
-        """Append the answers that another one has followed, and those whose last step was at ``before`` or earlier."""
-        followed, self._followed = self._followed, []
+    def _append(self, cutoff: float) -> None:
+        """Append the answers that another one has followed, and those whose last step was at ``cutoff`` or earlier."""
+        followed, self._followed_lanes = self._followed_lanes, []
         for lane in followed:
             self._history.finish(lane)
         lanes = self._requests.lanes
-        for request in np.flatnonzero((lanes["owner"] > 0) & (self._seen[:-1] <= before)):
+        for request in np.flatnonzero((lanes["owner"] > 0) & (self._last_drafted[:-1] <= cutoff)):
             self._history.finish(lanes[request : request + 1])
 
     def _refresh(self) -> None:
@@ -373,6 +377,6 @@ class FinishedAnswers:
         self._timer.start()
 
 
-def _finish_all(answers: weakref.ref[FinishedAnswers]) -> None:
-    if finished := answers():
-        finished.finish_all()
+def _finish_all(reference: weakref.ref[AnswerCollector]) -> None:
+    if collector := reference():
+        collector.finish_all()

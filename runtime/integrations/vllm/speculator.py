@@ -118,7 +118,7 @@ def open_drafter(vllm_config: Any, adapt: Callable[[VllmConfig], VllmConfig] = l
         store_set,
         adapt(settings.serving),
         rows=vllm_config.scheduler_config.max_num_seqs,
-        longest=model.max_model_len,
+        max_length=model.max_model_len,
         vocabulary=model.get_vocab_size(),
     )
 
@@ -231,9 +231,9 @@ class HierarchySpeculator:
 class TokenSlots:
     """Host copy of the tokens of running requests, in the same slots as in vLLM."""
 
-    def __init__(self, slots: int, longest: int) -> None:
+    def __init__(self, slots: int, max_length: int) -> None:
         # Takes no memory for pages that are never written.
-        self.tokens = np.zeros((slots, longest), np.int32)
+        self.tokens = np.zeros((slots, max_length), np.int32)
         self.lengths = np.zeros(slots, np.int32)
         self._owners = [""] * slots
 
@@ -258,8 +258,8 @@ def latest_tokens(states: Any, slots: torch.Tensor, sampled: torch.Tensor, max_t
     Each row of the result has the number of sampled tokens, the length, and the last ``max_tokens`` tokens.
     """
     lengths = states.total_len.gpu[slots]
-    places = lengths[:, None] - torch.arange(max_tokens, 0, -1, device=lengths.device)
-    tokens = states.all_token_ids.gpu[slots[:, None], places.clamp(min=0)]
+    positions = lengths[:, None] - torch.arange(max_tokens, 0, -1, device=lengths.device)
+    tokens = states.all_token_ids.gpu[slots[:, None], positions.clamp(min=0)]
     latest: npt.NDArray[np.int32] = torch.cat([sampled[:, None], lengths[:, None], tokens], 1).int().cpu().numpy()
     return latest
 
