@@ -301,7 +301,8 @@ class SharedCosts:
         self._costs: dict[int, MeasuredCosts] = {}
         for slots in sorted(curves):
             fewer = max(self._costs, default=0)
-            # Where trees are padded, passes over far fewer trees are faster at any tree size, so they do not correct these costs.
+            # Where trees are padded, passes over far fewer trees are faster at any tree size, so they do not correct
+            # these costs.
             these = range(max(fewer, slots // 2 if pads else 0) + 1, slots + 1)
             self._costs[slots] = MeasuredCosts(log, curves[slots], these, only_timed_sizes=only_timed_sizes)
 

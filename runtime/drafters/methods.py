@@ -61,8 +61,8 @@ def drafters_for(config: DecodeConfig, target: Target, store_set: StoreSet) -> l
 
 def shared_costs_for(target: Target, sizes: Collection[int]) -> SharedCosts:
     """Time the passes of batches of these sizes, and return the costs that their budgets share."""
-    # Without padding, costs depend on the number of rows, so the largest batch's curve holds for smaller ones, too. A lone tree reads one context: after a long one
-    # its nodes cost far less than the trees of a batch, each after a context of its own.
+    # Without padding, costs depend on the number of rows, so the largest batch's curve holds for smaller ones, too. A
+    # lone tree has a curve of its own: it reads a single long context, where each tree of a batch reads another one.
     timed = set(sizes) if target.pads else {1, max(sizes)}
     curves = {size: cost_curve_for(target, size) for size in sorted(timed)}
     return SharedCosts(target.log, curves, only_timed_sizes=target.captures, pads=target.pads)

@@ -220,7 +220,7 @@ def test_a_lone_answer_of_a_batch_has_costs_of_its_own(pads: bool, monkeypatch: 
     for slots, curve in ((1, after_one), (2, after_eight)):
         costs = together.costs(slots)
         costs.update()
-        assert estimated_cost(costs._own, 7) == pytest.approx(curve.seconds(7, 3000))
+        assert estimated_cost(costs._record, 7) == pytest.approx(curve.seconds(7, 3000))
 
 
 def test_the_long_contexts_of_a_batch_take_no_more_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
