@@ -118,13 +118,13 @@ def test_with_tools(tokenizer: PreTrainedTokenizerBase) -> None:
 
 def test_a_template_without_tags_and_a_text_completion_keep_them(tokenizer: PreTrainedTokenizerBase) -> None:
     text = "<think>Well.</think>Hello."
-    assert whole(answer(tokenizer, text, text="")).text == text
+    assert whole(answer(tokenizer, text, rendered="")).text == text
     tokenizer.chat_template = "{{ messages }}"
     assert whole(answer(tokenizer, text)).text == text
 
 
 def test_an_answer_that_must_match_a_grammar_is_no_thinking(tokenizer: PreTrainedTokenizerBase) -> None:
-    found = whole(answer(tokenizer, "[1]", text=OPEN_PROMPT, grammar=Grammar.json_schema({"type": "array"})))
+    found = whole(answer(tokenizer, "[1]", rendered=OPEN_PROMPT, grammar=Grammar.json_schema({"type": "array"})))
     assert (found.reasoning, found.text) == ("", "[1]")
 
 
