@@ -270,7 +270,7 @@ def test_every_method_is_verified(method: str, drawn: bool, capfd: pytest.Captur
 def test_verify_shows_what_is_not_lossless(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     from hdtool.runtime.model.cache.kv_cache import StaticKVCache
 
-    def keep(self: StaticKVCache, fixed: int, path: list[int], *, later: bool = False) -> None:
+    def keep(self: StaticKVCache, fixed: int, path: list[int], *, deferred: bool = False) -> None:
         self.length += fixed + len(path)  # the rows of the path stay where they are, among rejected ones
 
     monkeypatch.setattr(StaticKVCache, "commit", keep)

@@ -143,7 +143,7 @@ def test_an_acceptance_that_takes_wrong_tokens_is_found(
 
 
 def test_a_cache_that_keeps_wrong_rows_is_found(small: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
-    def commit(self: StaticKVCache, fixed: int, path: Sequence[int], *, later: bool = False) -> None:
+    def commit(self: StaticKVCache, fixed: int, path: Sequence[int], *, deferred: bool = False) -> None:
         self.length += fixed + len(path)  # the rows of the path stay where they are, among rejected ones
 
     monkeypatch.setattr(StaticKVCache, "commit", commit)

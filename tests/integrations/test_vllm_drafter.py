@@ -47,7 +47,7 @@ def test_no_token_beyond_the_models_vocabulary() -> None:
 
 def test_a_draft_ends_before_the_context_does() -> None:
     context = SAID + SAID + SAID[:3]
-    assert [len(engine(context, longest=len(context) + room).drafts()[0]) for room in range(4)] == [0, 0, 1, 2]
+    assert [len(engine(context, max_length=len(context) + room).drafts()[0]) for room in range(4)] == [0, 0, 1, 2]
 
 
 def test_improbable_drafts_are_dropped() -> None:

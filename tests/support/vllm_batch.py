@@ -40,7 +40,7 @@ def engine(
     *requests: list[int], min_draft_prob: float | None = 0.02, store_set: StoreSet | None = None, **limits: Any
 ) -> Engine:
     config = VllmConfig(TOKENS, min_draft_prob, limits.pop("context_mib", 256), limits.pop("history", MEMORY))
-    drafter = BatchDrafter(store_set or StoreSet(), config, **{"rows": ROWS, "longest": MAX_MODEL_LENGTH, **limits})
+    drafter = BatchDrafter(store_set or StoreSet(), config, **{"rows": ROWS, "max_length": MAX_MODEL_LENGTH, **limits})
     made = Engine(drafter)
     made.requests = [list(request) for request in requests]
     return made
