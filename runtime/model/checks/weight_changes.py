@@ -85,7 +85,7 @@ class RecordedModel:
         return self._weights.memory()
 
     def is_same(self) -> bool:
-        """Return True if modules, code, weights and settings are as recorded; in-place writes to weights don't count."""
+        """Return True if modules, code, weights and settings are as recorded, except for in-place writes to weights."""
         return self._code == self._code_now() and self._weights.are_same() and self._settings == self._settings_now()
 
     def was_written(self) -> bool:
@@ -179,7 +179,7 @@ class ModelChanges:
         self._memory = self._recorded.memory() if holds_memory else []
 
     def found(self, discard: Callable[[bool], None]) -> bool:
-        """Return True if the model changed since it was recorded, or was never recorded; the caller must then record it.
+        """Return True if the model changed since it was recorded, or never was; the caller must then record the model.
 
         If there is a record, ``discard`` is called first: with True if modules or code changed, with False if only
         weights or settings did. If weights were only written in place, it is not called. If ``discard`` raises, the
