@@ -188,7 +188,7 @@ class CapturedPasses:
         return verified
 
     def wait(self) -> tuple[float, int, int] | None:
-        """Wait for the running step; return ``(seconds, nodes, trees)`` of it, or None if no step is running."""
+        """Wait for the running step; return its ``(seconds, nodes, trees)``, or None if no step is running."""
         if self.steps is None or self._running is None:
             return None
         running, self._running = self._running, None

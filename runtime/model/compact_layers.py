@@ -160,9 +160,10 @@ def pack_weights(model: PreTrainedModel) -> bool:
 
 @contextmanager
 def loading_as_stored(folder: Path) -> Iterator[None]:
-    """Make transformers load weights of float32 models in 16 bits if all tensors of the checkpoint have that dtype.
+    """Make transformers load weights of float32 models in this block in the checkpoint's 16-bit dtype.
 
-    Loading in float32 and narrowing afterwards gives the same weights, but temporarily needs twice the memory.
+    If the checkpoint's tensors don't all have one 16-bit dtype, nothing changes. Loading in float32 and narrowing
+    afterwards gives the same weights, but temporarily needs twice the memory.
     """
     dtype, usual = _stored_dtype(folder), getattr(PreTrainedModel, PLAN, None)
     if dtype is None or usual is None:

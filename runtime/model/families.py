@@ -157,7 +157,7 @@ def context_limit(config: Any, prompt_length: int) -> int | None:
 def rotary_switch(config: Any) -> int | None:
     """Return the length beyond which a LongRoPE model uses other rotary factors; None for other models.
 
-    The factors change for all positions, which invalidates the KV cache, and all rows of a pass use the same ones.
+    The factors change for all positions, which invalidates the KV cache, and all rows of a pass use the same factors.
     """
     rope = getattr(config.get_text_config(decoder=True), "rope_parameters", None) or {}
     switch = rope.get("original_max_position_embeddings") if rope.get("rope_type") == "longrope" else None

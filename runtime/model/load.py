@@ -295,7 +295,7 @@ def _proved_now(
 
 
 def _compute_in_int8(target: Target) -> None:
-    """Use 8-bit activations from now on; raise an ``OptionError`` without compiled passes and packed weights.
+    """Use 8-bit activations from now on; raise an ``OptionError`` if compiled passes or packed weights are missing.
 
     Call this after compiled passes were proved in float32.
     """

@@ -52,12 +52,12 @@ def require_accelerate(feature: str) -> None:
 
 
 HIGHER_PRECISION = {torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.float32: torch.float64}
-"""The next dtype of much higher precision for each dtype; float64 has none."""
+"""Maps each dtype to the next one of much higher precision; float64 has none."""
 
 
 @contextmanager
 def more_precise(model: PreTrainedModel, device: torch.device) -> Iterator[None]:
-    """Convert all weights to the next higher precision on ``device`` in this block; restore the original ones after it.
+    """Convert all weights to the next higher precision on ``device`` in this block; then restore the original tensors.
 
     Raise a ``ModelError`` if no higher precision exists.
     """

@@ -51,7 +51,7 @@ class CompiledPasses(Protocol):
         ...
 
     def read(self, tokens: Sequence[int], slot: Slot) -> torch.Tensor | None:
-        """Append tokens to a slot; return the logits ``[1, vocabulary]`` after the last one.
+        """Append tokens to a slot; return the logits ``[1, vocabulary]`` after the last token.
 
         If this returns None, the slot may already have some of the tokens.
         """
@@ -107,7 +107,7 @@ class StockPasses:
         self._tree_input = TreeInput(self.device)
 
     def read(self, tokens: Sequence[int], slot: Slot) -> torch.Tensor:
-        """Append tokens to a slot; return the logits ``[1, vocabulary]`` after the last one."""
+        """Append tokens to a slot; return the logits ``[1, vocabulary]`` after the last token."""
         first = slot.length
         # Without a mask, the model makes its own for a whole prompt, or uses a causal kernel.
         mask = self.masks.continuation_mask(len(tokens), first) if first else None

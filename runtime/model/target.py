@@ -152,8 +152,8 @@ class Target:
         """Return False if weights changed in a way that torch doesn't track, which invalidates all cached contexts.
 
         Writing to a weight through ``.data`` leaves its version unchanged. The logits after a single token are
-        therefore compared with those of the first call. Later calls compare only if a prompt ``goes_on`` from a cached
-        context; otherwise they return True.
+        therefore compared with those that the first call recorded. Later calls compare only if a prompt ``goes_on``
+        from a cached context; otherwise they return True.
 
         The keys and values of a context from which a prompt goes on are also compared. Recurrent states can't be
         compared, hence this check.
@@ -213,8 +213,8 @@ class Target:
     def reads_in_pieces(self, length: int) -> bool:
         """Return True if a prompt of this length may be read in several passes.
 
-        It may not if a row's result depends on the pass: in LLM.int8(), in a LongRoPE model beyond its original length,
-        and in models whose passes don't continue correctly from earlier ones.
+        It may not if a row's result depends on the pass: in 8-bit layers of bitsandbytes, in a LongRoPE model beyond
+        its original length, and in models whose passes don't continue correctly from earlier passes.
         """
         is_fixed = not self.stock.row_by_row.layers and self.context_limit(length) == self.context_limit(1)
         return is_fixed and self.continues

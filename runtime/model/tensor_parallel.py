@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from hdtool.runtime.config import DecodeConfig, ModelConfig
 
 MESSAGE_SIZE = 1 << 14
-"""Size of a message's first broadcast in bytes; any rest follows in a second one. A draft tree takes a tenth of it."""
+"""Size of a message's first broadcast in bytes; any rest follows in a second one. A tree takes about a tenth of it."""
 LENGTH_BYTES = 8
 MESSAGE_TIMEOUT = timedelta(days=30)
 """Maximum time between two messages, during which the leader may wait for a prompt."""
@@ -219,7 +219,7 @@ def check_decoding(config: DecodeConfig) -> None:
 
 
 def check_device(wanted: str) -> None:
-    """Raise an ``OptionError`` if ``wanted`` names another device than processes that torchrun starts compute on."""
+    """Raise an ``OptionError`` if ``wanted`` is neither "auto" nor the device that processes of torchrun compute on."""
     available = "cuda" if torch.cuda.is_available() else "cpu"
     if wanted not in ("auto", available):
         raise OptionError(

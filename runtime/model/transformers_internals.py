@@ -104,12 +104,12 @@ def is_known_type(model_type: str) -> bool:
 
 
 def last_logits_only(model: PreTrainedModel) -> dict[str, int]:
-    """Return the option that makes a pass compute only the last token's logits; no option if the model has none."""
+    """Return the argument that makes a pass compute only the last token's logits; an empty dictionary without one."""
     return {"logits_to_keep": 1} if takes(model, "logits_to_keep") else {}
 
 
 def last_logits_of_all_rows(model: PreTrainedModel) -> dict[str, Any]:
-    """Return the option that makes a pass compute only the last token's logits, while all layers compute every token.
+    """Return the argument that makes a pass compute only the last token's logits, but every layer all of the tokens.
 
     If ``logits_to_keep`` is a number, some decoders skip tokens in their last layers; if it has positions, they don't.
     """
@@ -198,7 +198,7 @@ def attention_by(model: PreTrainedModel, name: str, function: Callable[..., Any]
     try:
         yield
     finally:
-        for config, previous in zip(configs, before, strict=True):  # a whole also sets its parts, which come later
+        for config, previous in zip(configs, before, strict=True):  # a config also sets its parts, which come later
             config._attn_implementation = previous
 
 
@@ -211,7 +211,7 @@ def experts_on_device(model: torch.nn.Module) -> Iterator[None]:
     """
     configs: list[Any] = list(_with_parts(cast(Any, model).config))
     before = [getattr(config, "_experts_implementation", None) for config in configs]
-    for config, previous in zip(configs, before, strict=True):  # a whole also sets its parts, which come later
+    for config, previous in zip(configs, before, strict=True):  # a config also sets its parts, which come later
         config._experts_implementation = "grouped_mm" if previous == "eager" else previous
     try:
         yield

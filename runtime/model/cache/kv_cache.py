@@ -329,7 +329,7 @@ class StaticKVCache(Cache):
         return self.storage, [self.length]
 
     def commit(self, fixed: int, path: Sequence[int], *, deferred: bool = False) -> None:
-        """Accept the first ``fixed`` new positions, then those at the offsets ``path`` after them.
+        """Accept the first ``fixed`` new positions and, counted from the next one, the positions at offsets ``path``.
 
         With ``deferred``, the next captured step moves positions that must move, unless ``path`` is longer than
         ``MAX_DEFERRED_MOVES``.
@@ -382,7 +382,7 @@ class IndexedKVCache(Cache):
     """A ``transformers`` cache for a step with fixed shapes over the first slots of a batch.
 
     The step writes its rows at ``indices``, a device tensor ``[slots, rows]``, and always reads ``extent`` positions;
-    the mask hides those after the context.
+    the mask hides positions after the context.
     """
 
     def __init__(self, storage: KVTensors, indices: torch.Tensor, extent: int) -> None:
@@ -415,7 +415,7 @@ class SlotKVCache(Cache):
     """A ``transformers`` cache for a batch whose slots have contexts of different lengths."""
 
     def __init__(self, storage: KVTensors, lengths: Sequence[int], new: int) -> None:
-        """Provide for ``new`` positions in each of the first slots, after ``lengths`` existing ones."""
+        """Provide for ``new`` positions in each of the first slots, after the slots' context ``lengths``."""
         states = storage.states.part(0, len(lengths)) if storage.states else None
         super().__init__(layers=views_of_layers(self, storage.layers, states, has_begun=True))
         self.capacity = storage.capacity

@@ -50,7 +50,8 @@ def tensors_of(cache: Any) -> dict[TensorPath, torch.Tensor]:
 def with_views_of(longer: Any, cache: Any, shared: Collection[TensorPath]) -> Any:
     """Return a copy of ``cache`` that shares memory with ``longer``, a cache after more tokens of the same sequence.
 
-    Tensors at the paths ``shared`` become views of those in ``longer``, if these begin with them.
+    A tensor at one of the paths ``shared`` becomes a view of the tensor at that path in ``longer`` if the latter begins
+    with the former.
     """
     others = tensors_of(longer)
 

@@ -78,7 +78,7 @@ class Slot:
         """Return how many tokens a prompt need not read again if it begins with this slot's first ``shared`` tokens.
 
         Without recurrent states, only the last shared token is read again, to compare its keys and values. With states,
-        reading resumes at the longest length whose states exist: the current ones or a snapshot.
+        reading resumes at the longest length whose states exist, as the current states or in a snapshot.
         """
         if self.states is None:
             return max(0, shared - 1)

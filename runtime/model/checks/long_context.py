@@ -43,7 +43,7 @@ class LongContext:
 
     length: int
     hidden: int
-    """Number of cache positions that the mask hides, in the middle and at the end, like other branches."""
+    """Number of cache positions that the mask hides, in the middle and at the end, as it hides other branches."""
     largest: tuple[str, int] | None
     """Name and value of the largest window or state size that hdtool's masks don't apply; None without such a size."""
 

@@ -75,7 +75,7 @@ SCALING_READ_BY_TRANSFORMERS = "gpt-oss"
 
 
 def restore_scaling(settings: Any, file: Path, header: GGUFHeader) -> None:
-    """Add Llama 3's RoPE scaling to a configuration; print a note if the file has a scaling that isn't read.
+    """Add Llama 3's RoPE scaling to a configuration; print a note on any other scaling that transformers doesn't read.
 
     GGUF files have no setting for Llama 3's scaling, only a tensor with the divisor of each frequency.
     """
@@ -117,7 +117,7 @@ LOAD_CHECKPOINT = "modeling_gguf_pytorch_utils", "load_gguf_checkpoint"
 
 @contextmanager
 def weights_in_turn(take: Take) -> Iterator[None]:
-    """Call ``take`` for each weight that transformers reads in this block; if it returns True, zeros take its place."""
+    """Call ``take`` for each weight that transformers reads in this block; zeros replace the weights that it drops."""
     with ExitStack() as patches:
         # Otherwise threads read ahead without limit.
         patches.enter_context(patch.dict(os.environ, HF_DEACTIVATE_ASYNC_LOAD="1"))
@@ -143,7 +143,7 @@ def _putting(put: Function, take: Take) -> Function:
 
 
 def _reading(read: Function, take: Take) -> Function:
-    """Wrap ``read``, which unpacks a file, to call ``take`` for each tensor and return zeros for those it takes."""
+    """Wrap ``read``, which unpacks a file, to call ``take`` for each tensor and return zeros for dropped tensors."""
     unpacking: Any = import_module(f"transformers.{LOAD_CHECKPOINT[0]}")
 
     def read_in_turn(*arguments: Any, **options: Any) -> dict[str, Any]:

@@ -30,7 +30,7 @@ class Level(NamedTuple):
     """The rows of all slots at one depth."""
 
     rows: torch.Tensor
-    """Indices of these rows among the padded rows of all slots."""
+    """Indices of the level's rows among the padded rows of all slots."""
     parents: torch.Tensor
     """Index of each row's parent in the level above; in the first level, index of the row's slot."""
 
