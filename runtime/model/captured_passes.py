@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 class LibraryPass:
     """A pass with the layers of transformers, and optionally hdtool's own attention.
 
-    ``attention`` reads only the contexts. Without it, the attention of transformers reads a fixed extent of the cache,
-    and the mask hides positions after the contexts.
+    hdtool's ``attention`` reads only the slots' contexts. Without it, the attention of transformers reads a fixed
+    extent of the cache, and the mask hides positions after the contexts.
     """
 
     def __init__(self, stock: StockPasses, attention: TreeAttention | None = None) -> None:
@@ -67,7 +67,10 @@ class LibraryPass:
     def _over(
         self, step: StepTensors, storage: KVTensors, cache: IndexedKVCache
     ) -> AbstractContextManager[Callable[[], StackedStates] | None]:
-        """Compute recurrent layers over the trees of the step."""
+        """Compute recurrent layers over the step's trees in the returned context.
+
+        The context yields a function that returns the states after the pass, or None for a model without states.
+        """
         recurrent = self._stock.recurrent
         return recurrent.over_step(step, storage.states, cache) if recurrent and storage.states else nullcontext()
 
@@ -82,7 +85,7 @@ def library_passes(target: Target) -> Iterator[LibraryPass]:
 
 
 RESERVED_SHARE = 1 / 8
-"""Share of the free GPU memory after loading that a cache reserves at once.
+"""Share of the GPU memory that is free after loading, which a cache reserves at once.
 
 A cache that grows moves to other memory, for which all steps must be captured again.
 """
@@ -105,13 +108,13 @@ class CapturedPasses:
 
     @torch.inference_mode()
     def enable(self, target: Target, capture: Capture) -> None:
-        """Use captured steps from now on if the model can be captured and its logits stay the same."""
+        """Use captured steps from now on if the model can be captured, with logits like those of uncaptured steps."""
         if reason := not_on_one_device_reason(target.model) or target.stock.row_by_row.reason:
             self.disable()
             return _note(reason)
         self._passes = passes_of(target)
         steps = StaticSteps(self._passes[0], capture, target.device, reserved_positions(target))
-        # Steps are captured for one cache, but an answer may still need the contents of the target's.
+        # Steps are captured for one cache, but an answer may still need the contents of the target's own cache.
         is_free = target.cache.user is None
         cache = target.cache if is_free else target.allocate()
         cache.reserve(1, steps.capacity_for(1, target.context_limit(1)))
@@ -169,7 +172,10 @@ class CapturedPasses:
 
     @torch.inference_mode()
     def verify(self, cache: Cache, trees: Sequence[DraftTree], options: Sequence[PassOptions]) -> list[Verified] | None:
-        """Start to verify trees; ``wait`` waits for the results. Return None if steps are not captured."""
+        """Start to verify trees and return their results, which are valid only after ``wait``.
+
+        Return None if steps are not captured.
+        """
         start: Callable[[], list[Verified]] | None = None
         while self.steps and start is None:
             try:
@@ -182,7 +188,7 @@ class CapturedPasses:
         return verified
 
     def wait(self) -> tuple[float, int, int] | None:
-        """Wait for the running step; return its seconds, nodes and trees, or None if no step is running."""
+        """Wait for the running step; return its ``(seconds, nodes, trees)``, or None if no step is running."""
         if self.steps is None or self._running is None:
             return None
         running, self._running = self._running, None
@@ -190,7 +196,7 @@ class CapturedPasses:
 
 
 def combined_options(options: Sequence[PassOptions]) -> PassOptions:
-    """Combine the options of all trees in a pass."""
+    """Return the options of a pass from those of its trees: the largest ``max_ranked``, and ``root`` if any sets it."""
     return PassOptions(
         max_ranked=max((each.max_ranked for each in options), default=0), root=any(each.root for each in options)
     )

@@ -1,4 +1,4 @@
-"""Identifies a checkpoint from a configuration before loading, or from a model in memory."""
+"""Identifies the checkpoint that a configuration names, without loading it, or that a model in memory came from."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ def place_of(
     weights: bool = False,
     revision: str | None = None,
 ) -> Path:
-    """Return the folder to load from; raise a ``ModelError`` if the name isn't a model's.
+    """Return the folder to load a configuration's model from; raise a ``ModelError`` if its name isn't that of a model.
 
-    GGUF files are converted and hub files downloaded if needed. Without ``weights``, the folder may hold only the
-    configuration and the tokenizer.
+    GGUF files are converted and hub files downloaded if needed. A local folder must have at least one of the files
+    ``needed``. Without ``weights``, the returned folder may hold only the configuration and the tokenizer.
     """
     if (name := config.place) is None:
         return demo.MODEL
@@ -52,7 +52,10 @@ def place_of(
 
 
 def packed_place(config: ModelConfig) -> tuple[Path, Path] | None:
-    """Return the GGUF file that a configuration names and its converted folder; None if no weights stay packed."""
+    """Return ``(file, folder)``: the GGUF file that a configuration names, and the folder with the converted file.
+
+    Return None if the configuration names no GGUF file, or if none of its weights stay packed.
+    """
     if not (file := gguf_file(config)) or not stays_packed(file):
         return None
     return file, _converted(file, packed=True)
@@ -68,9 +71,9 @@ def _converted(file: Path, *, weights: bool = False, packed: bool = False) -> Pa
 
 
 MAX_COMPARED_TENSORS = 256
-"""Maximum number of a model's tensors in memory that are compared with its files."""
+"""Maximum number of tensors for which a model in memory is compared with its files."""
 DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-"""Torch names of the safetensors dtypes that are compared."""
+"""Names in torch of the safetensors dtypes whose tensors are compared."""
 
 
 def checkpoint_of(config: ModelConfig, revision: str | None = None) -> Checkpoint | None:
@@ -83,7 +86,7 @@ def checkpoint_of(config: ModelConfig, revision: str | None = None) -> Checkpoin
 
 
 def served_checkpoint(config: ModelConfig, revision: str | None = None) -> Checkpoint | None:
-    """Return the checkpoint of a model that a server loads, or None if hdtool cannot find it."""
+    """Return the checkpoint of a model that a server loads, or None if hdtool cannot find the checkpoint."""
     try:
         return checkpoint_of(config, revision)
     except ModelError:
@@ -91,7 +94,10 @@ def served_checkpoint(config: ModelConfig, revision: str | None = None) -> Check
 
 
 def checkpoint_in_memory(model: PreTrainedModel) -> Checkpoint | None:
-    """Return the checkpoint that a model was loaded from; None if its weights changed since or aren't from files."""
+    """Return the checkpoint that a model was loaded from.
+
+    Return None if no files of the model are found, or if its weights have changed since they were loaded.
+    """
     name = str(getattr(model, "name_or_path", "") or "")
     if not name:
         return None
@@ -106,7 +112,7 @@ def checkpoint_in_memory(model: PreTrainedModel) -> Checkpoint | None:
 
 
 def name_in_words(name: str) -> str:
-    """Return the hub name of a model, or the last part of its path."""
+    """Return a model's hub name, also if ``name`` is its folder in the hub's cache; for other paths, the last part."""
     path = Path(name).expanduser()
     if not path.exists():
         return name
@@ -133,7 +139,7 @@ def _checkpoint_in(folder: Path, name: str) -> Checkpoint | None:
 
 
 def _is_unchanged(model: PreTrainedModel, folder: Path) -> bool:
-    """Return True if samples of a model's tensors equal those of its files; skip tensors of other names or shapes."""
+    """Return True if a model's tensors equal the samples of its files; skip tensors that differ in name or shape."""
     parameters = dict(model.named_parameters())
     files = [file for file in weight_files(folder) or () if file.suffix == ".safetensors"]
     if not files and (folder / REST).is_file():

@@ -1,6 +1,6 @@
-"""Keeps a CPU model's weights in their checkpoint's 16 bits, or packed, with bitwise equal results.
+"""Keeps a CPU model's weights in their checkpoint's 16 bits, or packed, without changing any bit of the results.
 
-A weight is kept in 16 bits only if these represent its values exactly. Any compact weight must be used only by linear
+A weight is kept in 16 bits only if 16 bits represent its values exactly. Any compact weight must be used only by linear
 layers, experts and embeddings, and the compiled matmul must give bitwise equal results for the compact and the expanded
 weight.
 """
@@ -44,7 +44,7 @@ MXFP4 = "mxfp4"
 """Name of the quantization scheme in configurations."""
 FORMAT = next(one for one in ALL_FORMATS if one.name == "MXFP4")
 EXPANDING = "transformers.integrations.mxfp4", "Mxfp4Dequantize"
-"""Class of transformers that expands MXFP4 blocks. If a version lacks it, weights are loaded expanded."""
+"""Module and class of transformers that expands MXFP4 blocks. If a version lacks it, weights are loaded expanded."""
 
 
 @contextmanager
@@ -105,7 +105,7 @@ ParameterRef = tuple[Module, str]
 """A module and the name of one of its parameters."""
 STORED = {"BF16": torch.bfloat16, "F16": torch.float16}
 PLAN = "_get_dtype_plan"
-"""Method of transformers that returns the parameters with a separate dtype."""
+"""Method of transformers that returns the dtypes of the parameters that have a separate one."""
 TRIED_ROWS = (*range(1, MAX_TILE_ROWS + 1), MAX_REGISTER_ROWS + 1)
 """Numbers of input rows that together use all tiles of the compiled matmul."""
 _loading = Lock()
@@ -114,8 +114,8 @@ _loading = Lock()
 def compact_weights(model: Module, proved: dict[str, bool] | None = None) -> None:
     """Keep the weights of linear layers, experts and embeddings in 16 bits if possible; expand all others to float32.
 
-    Packed weights stay packed under the same conditions. ``proved`` says for which kinds of weights the compiled matmul
-    is known to be bitwise equal or not; results for other kinds are added.
+    Packed weights stay packed under the same conditions. ``proved`` says for each kind of weight that was tested before
+    if the compiled matmul gives bitwise equal results for compact and expanded weights; newly tested kinds are added.
     """
     proved = {} if proved is None else proved
     arrange_experts(model)
@@ -160,9 +160,10 @@ def pack_weights(model: PreTrainedModel) -> bool:
 
 @contextmanager
 def loading_as_stored(folder: Path) -> Iterator[None]:
-    """Make transformers load weights of float32 models in 16 bits if all tensors of the checkpoint have one such dtype.
+    """Make transformers load weights of float32 models in this block in the checkpoint's 16-bit dtype.
 
-    Loading in float32 and narrowing afterwards gives the same weights, but temporarily needs twice the memory.
+    If the checkpoint's tensors don't all have one 16-bit dtype, nothing changes. Loading in float32 and narrowing
+    afterwards gives the same weights, but temporarily needs twice the memory.
     """
     dtype, usual = _stored_dtype(folder), getattr(PreTrainedModel, PLAN, None)
     if dtype is None or usual is None:
@@ -195,7 +196,7 @@ def has_compact_weights(model: Module) -> bool:
 
 
 def compact_parameters(model: Module) -> list[tuple[CompactWeight, list[ParameterRef]]]:
-    """Return the compact weights, each with all modules and names that refer to it."""
+    """Return ``(weight, refs)`` for each compact weight; ``refs`` are all modules and names that refer to it."""
     return [(weight, refs) for refs, weight in weight_parameters(model) if is_compact(weight)]
 
 
@@ -205,7 +206,7 @@ def is_of_linear_layers(refs: list[ParameterRef]) -> bool:
 
 
 def weight_parameters(model: Module) -> list[tuple[list[ParameterRef], torch.Tensor]]:
-    """Return all weights, each with the modules and names that refer to it."""
+    """Return ``(refs, weight)`` for each weight; ``refs`` are all modules and names that refer to it."""
     entries = [(refs, refs[0][0]._parameters[refs[0][1]]) for refs in _parameters_by_weight(model).values()]
     return [(refs, weight) for refs, weight in entries if weight is not None]
 
@@ -249,7 +250,10 @@ def _is_ordinary(weight: torch.Tensor) -> bool:
 
 
 def _is_proved(stored: Stored, refs: list[ParameterRef], proved: dict[str, bool]) -> bool:
-    """Return True if the compiled matmul is bitwise equal for this kind of weight; test each kind once."""
+    """Return True if the compiled matmul gives bitwise equal results for compact and expanded weights of this kind.
+
+    Each kind is tested only once.
+    """
     if all(isinstance(module, Embedding) for module, _ in refs):
         return True
     if isinstance(stored, PackedExperts):
@@ -278,7 +282,7 @@ def _has_same_bits(narrow: Stored) -> bool:
 
 
 def _stored_dtype(folder: Path) -> torch.dtype | None:
-    """Return the 16-bit dtype that all tensors of a checkpoint have, or None."""
+    """Return the 16-bit dtype that all tensors of a checkpoint have, or None if there is none."""
     files = weight_files(folder) or []
     if not files or any(file.suffix != ".safetensors" for file in files):
         return None

@@ -32,10 +32,10 @@ If a model ignores masks or positions, its logits differ by tenths of a standard
 bfloat16 changes them by a few hundredths.
 """
 STRICT_TOLERANCE = 3e-4
-"""Maximum distance in float32 for models with recurrent layers and for chains.
+"""Maximum distance between logits in float32 for models with recurrent layers and for chains.
 
-Correct passes of most models differ by 1e-5, of a few by 2e-4. A recurrence carries errors from step to step, and in
-some layers an error of 1e-3 changes tokens.
+Logits of correct passes differ by 1e-5 for most models, and by 2e-4 for a few. A recurrence carries errors from step to
+step, and in some layers an error of 1e-3 changes tokens.
 """
 
 
@@ -84,7 +84,7 @@ def refuse_by_class(model: PreTrainedModel) -> None:
 
 
 def refuse_by_logits(kind: str, of_tree: torch.Tensor, plain: torch.Tensor, rounding: float | None = None) -> None:
-    """Raise a ``FamilyError`` if the logits of tree nodes differ from plain decoding of their paths."""
+    """Raise a ``FamilyError`` if the logits of tree nodes differ from those of plain decoding along their paths."""
     if distance := deviation(of_tree, plain, rounding):
         raise refusal(kind, f"does not follow tree masks and position ids (its logits are off by {distance})")
 
@@ -100,21 +100,21 @@ def deviation(actual: torch.Tensor, expected: torch.Tensor, rounding: float | No
     measured = rounding is not None
     tolerance = LOW_PRECISION_TOLERANCE if measured else tolerance_of(expected.dtype)
     distance = distances(actual, expected).median().item()
-    # Both may have this rounding error, in opposite directions.
+    # Actual and expected logits may both have this rounding error, in opposite directions.
     return "" if distance <= max(tolerance, 2 * (rounding or 0)) else f"{distance:.2g} sigma"
 
 
 def tolerance_of(dtype: torch.dtype, *, strict: bool = False) -> float:
-    """Return the maximum distance of logits, keys or values computed in a dtype."""
+    """Return the maximum distance of logits, keys or values that rounding to a dtype explains."""
     if is_low_precision(dtype):
         return LOW_PRECISION_TOLERANCE
     return STRICT_TOLERANCE if strict else HIGH_PRECISION_TOLERANCE
 
 
 def aggregate_distance(each: torch.Tensor, *, is_rounded: bool) -> float:
-    """Return the distance that decides for several rows: the largest, or the median if logits are rounded.
+    """Return the distance that decides for several rows: the largest or, if ``is_rounded``, the median.
 
-    ``deviation`` explains the median.
+    The docstring of ``deviation`` explains why the median decides.
     """
     return float(each.median() if is_rounded else each.max())
 
@@ -124,7 +124,7 @@ def is_low_precision(dtype: torch.dtype) -> bool:
 
 
 def distances(actual: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
-    """Return the root mean square distance of each row of logits, in standard deviations.
+    """Return each row's root mean square distance from the expected logits, in standard deviations of the latter.
 
     The maximum would grow with the vocabulary: with 32,000 tokens, the logits of some token differ by a tenth of a
     standard deviation even between correct passes.
@@ -143,7 +143,7 @@ def tells_prompts_from_answers(config: Any) -> bool:
 
 
 def context_limit(config: Any, prompt_length: int) -> int | None:
-    """Return the maximum context length in tokens for this prompt, or None if the model has none.
+    """Return the maximum context length in tokens for a prompt of this length, or None if the model has no limit.
 
     A LongRoPE model's answer must not cross ``rotary_switch``, where all its positions change.
     """
@@ -157,7 +157,7 @@ def context_limit(config: Any, prompt_length: int) -> int | None:
 def rotary_switch(config: Any) -> int | None:
     """Return the length beyond which a LongRoPE model uses other rotary factors; None for other models.
 
-    The factors change for all positions, which invalidates the KV cache, and all rows of a pass use the same ones.
+    The factors change for all positions, which invalidates the KV cache, and all rows of a pass use the same factors.
     """
     rope = getattr(config.get_text_config(decoder=True), "rope_parameters", None) or {}
     switch = rope.get("original_max_position_embeddings") if rope.get("rope_type") == "longrope" else None
@@ -172,12 +172,12 @@ class HiddenStates:
         self.last_pass: torch.Tensor | None = None
         """Hidden states of the last pass, shape ``[batch, tokens, columns]``."""
         self.layers: tuple[int, ...] = ()
-        """Decoder layers whose outputs follow the output layer's input in the columns."""
+        """Decoder layers whose outputs follow the output layer's input in the columns of ``last_pass``."""
         self._layer_outputs: dict[int, torch.Tensor] = {}
         self._width = 0
 
     def watch(self, model: torch.nn.Module, kind: str, run: Callable[[], object]) -> None:
-        """Record each pass of a model from now on. ``run`` makes a forward pass; ``kind`` names the model in errors."""
+        """Record each pass of a model from now on. ``run`` must make a pass; ``kind`` names the model in errors."""
         module_of_hidden(model, kind, run).register_forward_hook(Recorder(self))
         self.is_watched = True
 
@@ -194,7 +194,10 @@ class HiddenStates:
         self.layers += tuple(layers)
 
     def columns(self, layers: Sequence[int] = ()) -> slice | None:
-        """Return the columns of ``layers`` in ``last_pass``, by default those of the output layer's input, or None."""
+        """Return the columns of ``layers`` in ``last_pass``, or None if these aren't recorded.
+
+        Without ``layers``, return the columns of the output layer's input.
+        """
         if not self.is_watched:
             return None
         if not self._width:

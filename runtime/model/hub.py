@@ -1,7 +1,7 @@
 """Finds model files on this machine, downloads them from the Hugging Face hub and computes fingerprints of weights.
 
-A fine-tune has its base's names, shapes and sizes and may differ in only a few matrices. A fingerprint therefore
-samples the middle of every tensor, where an embedding's rows belong to tokens in use.
+A fine-tuned model has the names, shapes and sizes of its base model and may differ in only a few matrices. A
+fingerprint therefore samples the middle of every tensor, where an embedding's rows belong to tokens in use.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def hub_errors_worded(name: str, revision: str | None = None, file: str | None =
 
 
 def hub_advice(error: BaseException, name: str, revision: str | None = None, file: str | None = None) -> str:
-    """Return what went wrong and what to do, without the model's name."""
+    """Return what an error of ``huggingface_hub`` means and what to do, without the model's name."""
     from huggingface_hub import errors
 
     causes = list(_causes(error))
@@ -106,7 +106,7 @@ def _is_offline() -> bool:
 
 SINGLE = ("model.safetensors", "pytorch_model.bin")
 INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
-"""Names of the JSON files whose ``weight_map`` has the shard of each tensor."""
+"""Names of the JSON files whose ``weight_map`` names the shard with each tensor."""
 ADAPTERS = ("adapter_model.safetensors", "adapter_model.bin")
 """Files with adapter weights, which are added to the model's."""
 
@@ -144,9 +144,9 @@ SPARE_BYTES = 1 << 26
 """Disk space in bytes to leave free after a download."""
 
 
-@cache  # each lookup would ask the hub for the newest version
+@cache  # otherwise each lookup would ask the hub for the newest version
 def snapshot(name: str, revision: str | None = None, *, weights: bool = False) -> Path:
-    """Return a model's folder in the hub's cache; download missing files first."""
+    """Return a model's folder in the hub's cache; download missing files first, but weights only with ``weights``."""
     with hub_errors_worded(name, revision):
         folder = _with_configuration(name, revision)
     if weights and not weight_files(folder):
@@ -338,7 +338,7 @@ def _lines(file: Path) -> Iterator[bytes]:
 
 
 def _members(file: Path) -> Iterator[bytes]:
-    """Yield a line per member of a file from ``torch.save``, an archive whose directory has a checksum per tensor."""
+    """Yield a line for each member of a file from ``torch.save``, a ZIP archive with a checksum for each tensor."""
     with zipfile.ZipFile(file) as archive:
         for member in archive.infolist():
             name = member.filename.partition("/")[2]  # the top folder is named after the file

@@ -112,9 +112,9 @@ class Loaded:
         max_new_tokens: int,
         first: Sequence[LogitsProcessor] = (),
     ) -> tuple[Sampler, Container[int]]:
-        """Return the sampler and the stops of an answer, with the settings that ``generate`` would use.
+        """Return ``(sampler, stops)`` for an answer, with the settings that ``generate`` would use.
 
-        The logits processors ``first`` run before those of the settings.
+        The logits processors ``first`` run before the processors of the settings.
         """
         room, _ = room_for(self.target, prompt, max_new_tokens)
         model = self.target.model
@@ -132,7 +132,7 @@ class Loaded:
 def load(config: ModelConfig | str) -> Loaded:
     """Load the model and tokenizer that a configuration or name selects; without a name, the embedded demo.
 
-    Raise an ``HdtoolError`` that says what to do if that fails.
+    If loading fails, raise an ``HdtoolError`` that says what to do.
     """
     config = ModelConfig(config) if isinstance(config, str) else config
     name = config.name
@@ -228,7 +228,10 @@ def _kept_proof(config: ModelConfig, settings: Any, packed: Packed | None) -> Ke
 def _proved_before(
     config: ModelConfig, settings: Any, packed: Packed | None, kept: KeptProof, proof: Proof | None
 ) -> Target | None:
-    """Load a model that an earlier process proved. If its results differ, delete the record and return None."""
+    """Load a model that an earlier process proved; return None without a ``proof``.
+
+    If the model or its results differ from the proof, delete the proof's record and return None.
+    """
     if proof is None:
         return None
     try:
@@ -292,7 +295,10 @@ def _proved_now(
 
 
 def _compute_in_int8(target: Target) -> None:
-    """Use 8-bit activations from now on; call this after compiled passes were proved in float32."""
+    """Use 8-bit activations from now on; raise an ``OptionError`` if compiled passes or packed weights are missing.
+
+    Call this after compiled passes were proved in float32.
+    """
     if target.compiled is None or not target.compiled.use_int8_activations():
         raise OptionError(NO_INT8)
 

@@ -38,7 +38,7 @@ class AttentionWindow:
     def visible(self, related: Any, query: Any, key: Any) -> Any:
         """Restrict ``related``, which says what keys a query may read, to keys within the query's window.
 
-        Takes and returns arrays or tensors.
+        ``query`` and ``key`` are positions. All arguments and the result are arrays, or all are tensors.
         """
         if self.window is not None:
             related = related & (key[..., None, :] > query[..., None] - self.window)
@@ -52,7 +52,7 @@ INDEXED, HYBRID, HYBRID_SLIDING = "indexed_attention", "hybrid", "hybrid_sliding
 WITHOUT_MASK = ("linear_attention", "conv", "dummy", "mamba", "moe", "mlp")
 """Kinds of layers that read no attention mask: recurrences, short convolutions and layers without attention."""
 UNMASKED: dict[str, torch.Tensor | None] = dict.fromkeys(("linear_attention", "conv"))
-"""Entries for these kinds in the masks of models with several kinds of layers."""
+"""Entries for kinds that read no mask, in the masks of models with several kinds of layers."""
 ALIASES = {FULL: (HYBRID, INDEXED), SLIDING: (HYBRID_SLIDING,)}
 """Other names of a kind in some models' masks, for layers that also have a state or an indexer."""
 
@@ -93,9 +93,9 @@ class MaskBuffer:
 
 
 class AttentionMasks:
-    """Makes the additive masks of a model whose layers have these attention windows.
+    """Makes additive masks for a model, given the attention windows of its layers.
 
-    A model with one kind of layer gets a single mask, a model with several kinds a mask per kind.
+    A model with one kind of layer gets a single mask, a model with several kinds a dictionary with a mask per kind.
     """
 
     def __init__(self, windows: list[AttentionWindow], dtype: torch.dtype, device: torch.device) -> None:
@@ -107,8 +107,8 @@ class AttentionMasks:
     def tree_mask(self, tree: DraftTree, length: int, *, reused: bool = False) -> Mask:
         """Return the mask ``[1, 1, rows, length + rows]`` for the root and nodes of a tree.
 
-        Return None if the only kind of layer needs no mask for a bare root. With ``reused``, the mask is valid until
-        the next such call.
+        Return None for a bare root if the model has one kind of layer, whose window contains the whole context. With
+        ``reused``, the mask is valid until the next call with ``reused``.
         """
         is_bare = not len(tree) and all(window.sees_all(length + 1) for window in self._windows)
         if is_bare and len(self._windows) == 1:
@@ -241,11 +241,11 @@ def _fill_batch(
 MOVES = MAX_DEFERRED_MOVES
 HEADER = 3 + MOVES
 LENGTH, MOVED_TO, MOVED, MOVED_FROM = range(4)
-"""Header fields: context length, first target position of a move, number of moved positions, and these positions."""
+"""Header indices: context length, first target position of a move, number of moved positions, and first of these."""
 
 
 class StepTensors(NamedTuple):
-    """Views of the parts of the buffer on the device."""
+    """The input buffer of a step on the device, and views of its parts."""
 
     buffer: torch.Tensor
     """The whole buffer, shape ``[slots, numbers]``."""
@@ -254,7 +254,7 @@ class StepTensors(NamedTuple):
     moved_to: torch.Tensor
     """First target position of each slot's move, shape ``[slots]``."""
     moved_from: torch.Tensor
-    """Positions to move, shape ``[slots, MOVES]``, padded with positions that stay in offset."""
+    """Positions to move, shape ``[slots, MOVES]``; padding entries move positions to where they already are."""
     tokens: torch.Tensor
     positions: torch.Tensor
     """Position ids, shape ``[slots, rows]`` as for ``tokens``."""
@@ -276,7 +276,7 @@ class StepInput:
         _fill(self._words_of(slot, rows), tree.root, tree.tokens, tree.parents, rows, length)
 
     def move(self, slot: int, rows: int, start: int, path: Sequence[int]) -> None:
-        """Add a move of the positions ``start + path`` to ``start`` and after."""
+        """Add a move of the positions ``start + path`` to consecutive positions from ``start`` on."""
         words = self._words_of(slot, rows)
         words[MOVED_TO], words[MOVED] = start, len(path)
         words[MOVED_FROM:HEADER] = start + np.arange(MOVES)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 def use_planless_attention(device: torch.device) -> None:
     """Disable cuDNN's attention on CUDA devices.
 
-    It plans for each new prompt length and tree size, which takes tens of milliseconds each time.
+    That attention makes a plan for each new prompt length and tree size, which takes tens of milliseconds.
     """
     if device.type == "cuda":
         torch.backends.cuda.enable_cudnn_sdp(False)
@@ -36,7 +36,7 @@ def device_of(model: PreTrainedModel) -> torch.device:
 
 
 def not_on_one_device_reason(model: PreTrainedModel) -> str:
-    """Return why the weights are not all on one device; an empty string if they are."""
+    """Return why a model's weights are not all on one device, or an empty string if they are."""
     refs = {tensor.device for tensor in chain(model.parameters(), model.buffers())}
     if torch.device("meta") in refs:
         return "some of its weights are loaded only when they are needed"
@@ -52,12 +52,15 @@ def require_accelerate(feature: str) -> None:
 
 
 HIGHER_PRECISION = {torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.float32: torch.float64}
-"""Next dtype of much higher precision; float64 has none."""
+"""Maps each dtype to the next one of much higher precision; float64 has none."""
 
 
 @contextmanager
 def more_precise(model: PreTrainedModel, device: torch.device) -> Iterator[None]:
-    """Convert all weights to the next higher precision on ``device``; restore the same tensors at the end."""
+    """Convert all weights to the next higher precision on ``device`` in this block; then restore the original tensors.
+
+    Raise a ``ModelError`` if no higher precision exists.
+    """
     if model.dtype not in HIGHER_PRECISION:
         raise ModelError(f"there is no higher precision than {model.dtype}")
     higher = HIGHER_PRECISION[model.dtype]
@@ -89,7 +92,10 @@ def logits_after(model: PreTrainedModel, ids: Sequence[int]) -> torch.Tensor:
 
 @torch.inference_mode()
 def logits_step_by_step(model: PreTrainedModel, prompt: Sequence[int], answer: Sequence[int]) -> torch.Tensor:
-    """Return the logits after an answer read token by token; they differ from a single pass only by rounding."""
+    """Return the logits after a prompt and an answer, which is read token by token.
+
+    They differ from the logits of a single pass only by rounding.
+    """
     parts = [torch.tensor([part], device=model.device) for part in (prompt, *([token] for token in answer))]
     *_, last = passes(model, parts)
     logits: torch.Tensor = last.logits[0, -1]

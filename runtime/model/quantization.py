@@ -33,13 +33,13 @@ if TYPE_CHECKING:
     from transformers.utils.quantization_config import QuantizationConfigMixin
 
 LIBRARIES = {"int8": "torchao", "nf4": "bitsandbytes"}
-"""Libraries that quantize while loading; quantized checkpoints name theirs."""
+"""Libraries that quantize while loading, by scheme; a quantized checkpoint names its library itself."""
 MODULES = {"torchao": "torchao", "bitsandbytes": "bitsandbytes", "compressed-tensors": "compressed_tensors"}
 """Names of the modules to import, by library."""
 
 
 def library_of(settings: Any) -> str:
-    """Return the library that quantized a checkpoint, from its configuration; empty if it isn't quantized."""
+    """Return the library that quantized a checkpoint, from its configuration; an empty string if it isn't quantized."""
     for part in (settings, settings.get_text_config(decoder=True)):
         config_: Any = getattr(part, "quantization_config", None)
         if config_ is not None:
@@ -50,7 +50,10 @@ def library_of(settings: Any) -> str:
 
 
 def require_libraries(name: str, settings: Any, scheme: str | None) -> None:
-    """Raise if the quantization cannot be applied or a required library is missing, before weights are read."""
+    """Raise an ``OptionError`` if a quantized checkpoint would be quantized again.
+
+    Raise a ``ModelError`` if a required library is missing. Call this before weights are read.
+    """
     saved = library_of(settings)
     if scheme and saved:
         raise OptionError(f"{name} is quantized already, with {saved}: leave out --quantization {scheme}")
@@ -62,7 +65,10 @@ def require_libraries(name: str, settings: Any, scheme: str | None) -> None:
 
 
 def quantization(scheme: str, dtype: torch.dtype) -> QuantizationConfigMixin:
-    """Return the configuration for transformers. Schemes are weight-only, which keeps a pass's rows independent."""
+    """Return the quantization configuration for transformers.
+
+    All schemes quantize only weights, so the rows of a pass stay independent.
+    """
     from transformers import BitsAndBytesConfig, TorchAoConfig
 
     if scheme == "nf4":
@@ -103,9 +109,9 @@ def quantized_layers(model: PreTrainedModel) -> dict[str, Module]:
 
 @torch.inference_mode()
 def refuse_dependent_rows(model: PreTrainedModel, device: torch.device) -> None:
-    """Raise a ``FamilyError`` if a row's output depends on other rows, as with one activation scale per tensor.
+    """Raise a ``FamilyError`` if a layer's output for one row depends on other rows of the pass.
 
-    The logits of a token would then depend on the drafts in the tree.
+    It does with one activation scale per tensor, for example. A token's logits then depend on the drafts in the tree.
     """
     for name, layer in quantized_layers(model).items():
         if (dependence := _dependence(layer, model.dtype, device)) > DEPENDENCE_TOLERANCE:
@@ -117,7 +123,7 @@ def refuse_dependent_rows(model: PreTrainedModel, device: torch.device) -> None:
 
 
 def _dependence(layer: Any, dtype: torch.dtype, device: torch.device) -> float:
-    """Return the relative change of a row's output when another row is added to the pass."""
+    """Return the relative change of a layer's output for one row when another row is added to the pass."""
     places = [tensor.device for tensor in chain(layer.parameters(), layer.buffers())]
     place = places[0] if places and places[0].type != "meta" else device
     row = torch.cos(torch.arange(layer.in_features, device=place) * 0.7)
@@ -131,8 +137,8 @@ def _dependence(layer: Any, dtype: torch.dtype, device: torch.device) -> float:
 def measure_rounding(model: PreTrainedModel, paths: torch.Tensor, at_once: torch.Tensor) -> float:
     """Return the rounding error of a model's logits in standard deviations; print a note if it is large.
 
-    ``at_once`` are the logits of ``paths``, each read in one pass. Token by token, they differ only by rounding, which
-    exceeds what the dtype suggests if layers quantize their input.
+    ``at_once`` are the logits of ``paths``, each read in one pass. Logits of paths read token by token differ from them
+    only by rounding, but by more than the dtype suggests if layers quantize their input.
     """
     logits = [out.logits[:, -1] for out in passes(model, paths.split(1, dim=1))]
     rounding = distances(torch.stack(logits, dim=1), at_once).max().item()
@@ -172,7 +178,7 @@ class RowByRow:
 
     @contextmanager
     def on(self) -> Iterator[None]:
-        """Compute row by row in this block; outside, as for prompts, layers compute as in ``generate``."""
+        """Make layers compute row by row in this block; outside it, as for prompts, they compute as in ``generate``."""
         self._is_active = True
         try:
             yield

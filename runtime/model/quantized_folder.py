@@ -41,7 +41,7 @@ Sources = tuple[Signature, ...]
 
 
 class KeptFile(NamedTuple):
-    """Hash of a file in the folder, and its status, which shows later writes."""
+    """Hash and status of a file in the folder; a different status shows later writes."""
 
     sha256: str
     bytes: int
@@ -74,7 +74,7 @@ class QuantizedManifest:
     kinds: dict[str, str]
     """Block format of each quantized weight, by name."""
     seen: tuple[Sources, ...] = ()
-    """Groups of source files known to have this content."""
+    """Signatures of source files known to have the checkpoint's content, in a group per copy of the checkpoint."""
     format: int = FORMAT
 
     @classmethod
@@ -204,7 +204,7 @@ def _key(scheme: str, digest: str) -> str:
 def _make(
     model: Any, name: str, scheme: str, folder: Path, digest: str, sources: Sources, files: Sequence[Path]
 ) -> QuantizedManifest:
-    """Quantize a model and write it to a folder. The caller must hold the folder's lock."""
+    """Quantize a model and write it to a folder; return its manifest. The caller must hold the folder's lock."""
     blocks, kinds, rest, kept = _quantized_weights(model, SCHEMES[scheme].name)
     if kept:
         total = len(kept) + len(kinds)
@@ -248,9 +248,11 @@ def _make(
 def _quantized_weights(
     model: Any, kind: str
 ) -> tuple[dict[str, torch.Tensor], dict[str, str], dict[str, torch.Tensor], list[str]]:
-    """Return a model's blocks, their formats, all other weights, and the names of matrices that could not be quantized.
+    """Return ``(blocks, kinds, rest, kept)``.
 
-    To save memory, each weight of the model is freed once it is quantized.
+    ``blocks`` and ``kinds`` have the blocks and the format of each quantized weight by name, and ``rest`` has all other
+    weights. ``kept`` are the names of matrices that could not be quantized. To save memory, each weight of the model is
+    freed once it is quantized.
     """
     tables = {id(layer.weight) for layer in (model.get_input_embeddings(), model.get_output_embeddings()) if layer}
     places = {id(weight): places for places, weight in weight_parameters(model)}

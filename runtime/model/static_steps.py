@@ -1,8 +1,8 @@
 """Captures steps with fixed shapes once (as CUDA graphs) and replays them.
 
 A step moves the cache positions of accepted paths, verifies a tree in each of the first slots and computes the argmax
-at each node. There is one captured step per number of slots and tree size and, if the pass reads a fixed number of
-cache positions, per extent.
+at each node. There is one captured step for each number of slots and each tree size and, if passes read a fixed number
+of cache positions, for each such number (the extent).
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ def clear_cublas_workspaces() -> None:
 
 
 CaptureMaker = Callable[[torch.device], Capture | None]
-"""Returns a ``Capture`` for a device, or None if steps are not captured and take the shape of their tree."""
+"""Returns a ``Capture`` for a device, or None if steps on it are not captured and have the shape of their trees."""
 
 
 def by_device(device: torch.device) -> Capture | None:
@@ -163,11 +163,11 @@ def never(device: torch.device) -> Capture | None:
 
 
 MIN_EXTENT = 512
-"""Smallest extent in cache positions. Larger ones are this times a power of two, or halfway between two of these."""
+"""Smallest extent in cache positions. Larger extents are a power of two times this, or halfway between two of those."""
 STEP_SIZES = (1, 8, 16, 32, 64, LARGEST_TREE + 1)
 """Numbers of rows per slot of captured steps. Matmuls use tiles of 64 rows: one more row starts another tile."""
 RECORDED = STEP_SIZES[:-1]
-"""Sizes that are captured before an answer needs them; budgets don't choose larger ones."""
+"""Sizes that are captured before an answer needs them; budgets don't choose larger sizes."""
 
 
 class StepOutput(NamedTuple):
@@ -178,7 +178,7 @@ class StepOutput(NamedTuple):
     hidden: torch.Tensor | None
     """Shape ``[slots, rows, width]``; None if hidden states aren't recorded."""
     states: StatesOfTree | None = None
-    """States of recurrent layers after each row."""
+    """States of recurrent layers after each row, if the model has any."""
 
 
 class StepPass(Protocol):
@@ -233,7 +233,7 @@ class StaticSteps:
             self.prepared(cache, [DraftTree.of(0, [0] * (rows - 1), [ROOT] * (rows - 1))])
 
     def wait(self) -> float:
-        """Wait for the last step's logits and argmax; return the seconds it took."""
+        """Wait for the last step's logits and argmax; return the seconds that the step took."""
         return self._clock.seconds()
 
     def prepared(
@@ -337,10 +337,10 @@ class _Buffers:
             self._hidden[:rows].copy_(hidden.flatten(0, 1))
 
     def received(self, slots: int, rows: int, options: PassOptions) -> Callable[[int, int], Verified]:
-        """Start copying the results to the host; return a function that selects rows of them.
+        """Start copying results to the host; return a function that selects them by first row and number of rows.
 
-        Rankings are not part of the captured step, which would then be needed for each number of ranked tokens. The
-        host launches their few kernels while the device computes the pass.
+        Rankings are not part of the captured step, because each number of ranked tokens would need a step of its own.
+        The host launches their few kernels while the device computes the pass.
         """
         assert self._logits is not None
         logits, number, end = self._logits, slots * rows, 2 * slots * rows
@@ -376,7 +376,7 @@ class _Buffers:
 
 
 def rankings_in(outcome: torch.Tensor, rows: int, k: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return views of the ranked tokens and their logits in ``outcome``, shape ``[rows, k]``."""
+    """Return views of the ranked tokens and of their logits in ``outcome``, each of shape ``[rows, k]``."""
     tokens, logits = outcome[2 * rows :].split_with_sizes([rows * k, len(outcome) - (2 + k) * rows])
     return tokens.view(rows, k), logits.view(torch.float32)[: rows * k].view(rows, k)
 

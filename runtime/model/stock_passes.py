@@ -44,14 +44,14 @@ class CompiledPasses(Protocol):
         ...
 
     def watch_hidden(self, layers: tuple[int, ...]) -> None:
-        """Return hidden states from each pass from now on, followed by the outputs of these layers.
+        """Make each pass return hidden states from now on, followed by the outputs of ``layers``.
 
-        Hooks that record hidden states by now count as part of the model.
+        Hooks that already record hidden states count as part of the model.
         """
         ...
 
     def read(self, tokens: Sequence[int], slot: Slot) -> torch.Tensor | None:
-        """Append tokens to a slot; return the logits ``[1, vocabulary]`` after the last one.
+        """Append tokens to a slot; return the logits ``[1, vocabulary]`` after the last token.
 
         If this returns None, the slot may already have some of the tokens.
         """
@@ -68,7 +68,7 @@ class CompiledPasses(Protocol):
         ...
 
     def use_int8_activations(self) -> bool:
-        """Quantize activations to 8 bits in matmuls with packed weights from now on; return True if there are any."""
+        """Quantize activations to 8 bits in matmuls with packed weights from now on; return True if any are packed."""
         ...
 
     @property
@@ -102,12 +102,12 @@ class StockPasses:
         self.cache_name = cache_name(model) or ""
         """Name of the cache argument, read once because a wrapper of ``forward`` need not name its arguments."""
         self.recurrent: RecurrentLayers | None = None
-        """Runs recurrent layers over trees, if the model has any."""
+        """Runs recurrent layers over trees; None if the model has none."""
         self.takes_positions, self.takes_mask = takes(model, "position_ids"), takes(model, "attention_mask")
         self._tree_input = TreeInput(self.device)
 
     def read(self, tokens: Sequence[int], slot: Slot) -> torch.Tensor:
-        """Append tokens to a slot; return the logits ``[1, vocabulary]`` after the last one."""
+        """Append tokens to a slot; return the logits ``[1, vocabulary]`` after the last token."""
         first = slot.length
         # Without a mask, the model makes its own for a whole prompt, or uses a causal kernel.
         mask = self.masks.continuation_mask(len(tokens), first) if first else None
@@ -120,7 +120,7 @@ class StockPasses:
 
     @torch.inference_mode()
     def verify(self, cache: Cache, trees: Sequence[DraftTree]) -> list[Verified]:
-        """Verify one tree in each of the first slots, in one pass if their rotary factors agree."""
+        """Verify one tree in each of the first slots, in one pass if the slots' rotary factors agree."""
         slots = cache.slots[: len(trees)]
         if len(trees) == 1 or self._have_other_factors(slots):
             return [self.verify_alone(slot, tree) for slot, tree in zip(slots, trees, strict=True)]
@@ -158,7 +158,7 @@ class StockPasses:
     def _over(
         self, trees: Sequence[DraftTree], slots: Sequence[Slot], states: States | None, cache: LibraryCache
     ) -> Iterator[None]:
-        """Compute recurrent layers over trees in this block; afterwards give each slot the states after its rows."""
+        """Compute recurrent layers over trees in this block; then give each slot the states after its tree's rows."""
         if self.recurrent is None or states is None:
             yield
             return
@@ -220,7 +220,7 @@ If more are waiting, the pass verifies no drafts, so that its cache is kept for 
 
 
 class ReplayPasses:
-    """Passes over chains, for a model that cannot verify trees.
+    """Runs passes over chains, for a model that cannot verify trees.
 
     Each pass first reads the accepted tokens that the slot's cache lacks.
     """
@@ -233,7 +233,10 @@ class ReplayPasses:
 
     @torch.inference_mode()
     def prefill(self, cache: Cache, slot: int, tokens: Sequence[int], start: int) -> Verified:
-        """Read tokens into a slot after its first ``start`` tokens; return the last token's logits."""
+        """Read tokens into a slot after its first ``start`` tokens; drop the slot's later tokens.
+
+        Return the logits after the last token.
+        """
         held = _slot(cache, slot)
         held.cut(start)
         logits, after, hidden = self._pass(held, tokens, 1)
@@ -244,7 +247,7 @@ class ReplayPasses:
     def fit_tree(cache: Cache, slot: int, tree: DraftTree) -> DraftTree:
         """Return the part of a tree that the slot's next pass verifies: its first chain.
 
-        If more than ``MAX_WAITING`` tokens are waiting, that is only the root.
+        If more than ``MAX_WAITING`` tokens are waiting, that part is only the root.
         """
         if len(_slot(cache, slot).waiting) > MAX_WAITING:
             return DraftTree.bare(tree.root)
@@ -270,7 +273,11 @@ class ReplayPasses:
         return Verified(logits, held.hidden_of_tree)
 
     def _pass(self, held: ReplaySlot, new: Sequence[int], keep: int) -> tuple[torch.Tensor, Any, torch.Tensor | None]:
-        """Read waiting and ``new`` tokens; return the logits of the last ``keep``, the cache and hidden states."""
+        """Read waiting tokens and then ``new``; return ``(logits, cache, hidden)``.
+
+        ``logits`` are those of the last ``keep`` tokens. ``hidden`` has the hidden states of all tokens that were read,
+        or is None if they aren't recorded.
+        """
         stock, tokens = self._stock, [*held.waiting, *new]
         first = held.filled.length
         ids = torch.tensor([tokens], device=stock.device)

@@ -1,8 +1,8 @@
 """The target model: a stock ``transformers`` model as an engine, with captured or compiled passes where possible.
 
 For compiled passes, the number of CPU threads is measured: on a busy machine, or if memory bandwidth is the bottleneck,
-fewer can be faster, and the results are bitwise equal with any number. In transformers' code the number can change the
-order of a sum, so there it depends only on the machine.
+fewer can be faster, and the results are bitwise equal with any number. In transformers' code, the number of threads can
+change the order of a sum, so there the number depends only on the machine.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ class Target:
     ) -> None:
         """Check that the model can verify trees, or else chains; raise a ``FamilyError`` if it can do neither.
 
-        ``capture`` returns the ``Capture`` for a device, or None if steps aren't captured on it. ``shapes`` are those
-        of the layers' keys and values if an earlier check found them; the model isn't checked again then.
+        ``capture`` returns the ``Capture`` for a device, or None if steps aren't captured on it. ``shapes`` are the
+        shapes of the layers' keys and values from an earlier check; given these, the model isn't checked again.
         """
         refuse_by_configuration(model.config)
         refuse_by_class(model)
@@ -88,7 +88,7 @@ class Target:
         Measured for quantized models and if the tolerance of the dtype is too small, otherwise None.
         """
         self._replay: ReplayPasses | None = None
-        """Passes over chains, if the model cannot verify trees."""
+        """Runs passes over chains if the model cannot verify trees, otherwise None."""
         self.no_trees: FamilyError | None = None
         """Why the model cannot verify trees; None if it can."""
         self._capture, self._captured = capture, CapturedPasses()
@@ -152,10 +152,11 @@ class Target:
         """Return False if weights changed in a way that torch doesn't track, which invalidates all cached contexts.
 
         Writing to a weight through ``.data`` leaves its version unchanged. The logits after a single token are
-        therefore compared with those of the first call. Later calls compare only if a prompt ``goes_on`` from a cached
-        context; otherwise they return True.
+        therefore compared with those that the first call recorded. Later calls compare only if a prompt ``goes_on``
+        from a cached context; otherwise they return True.
 
-        Where a prompt goes on, its keys and values are also compared. Recurrent states can't be, hence this check.
+        The keys and values of a context from which a prompt goes on are also compared. Recurrent states can't be
+        compared, hence this check.
         """
         if self.processes > 1 or (self._first_logits is not None and not goes_on):
             return True
@@ -170,7 +171,7 @@ class Target:
         return False
 
     def changing(self) -> AbstractContextManager[None]:
-        """Ignore changes to the model in this block, which hdtool makes itself and which don't affect answers."""
+        """Ignore the changes that hdtool itself makes to the model in this block, which don't affect answers."""
         return self._changes.ignored()
 
     def notice_changes(self) -> None:
@@ -212,8 +213,8 @@ class Target:
     def reads_in_pieces(self, length: int) -> bool:
         """Return True if a prompt of this length may be read in several passes.
 
-        It may not if a row's result depends on the pass: in LLM.int8(), in a LongRoPE model beyond its original length,
-        and in models whose passes don't continue correctly from earlier ones.
+        It may not if a row's result depends on the pass: in 8-bit layers of bitsandbytes, in a LongRoPE model beyond
+        its original length, and in models whose passes don't continue correctly from earlier passes.
         """
         is_fixed = not self.stock.row_by_row.layers and self.context_limit(length) == self.context_limit(1)
         return is_fixed and self.continues
@@ -225,7 +226,7 @@ class Target:
 
     @property
     def cache(self) -> Cache:
-        """Cache for answers that are decoded one after another; it keeps the context of the last one."""
+        """Cache for answers that are decoded one after another; it keeps the context of the last answer."""
         if self._own_cache is None:
             self._own_cache = self.allocate()
         return self._own_cache
@@ -256,7 +257,7 @@ class Target:
         """Verify one tree in each of the first slots in a single pass; return logits for the root and each node.
 
         Results are valid until the next call. A captured step may still be running when this returns: call ``wait``
-        before reading them.
+        before reading its results.
         """
         used = cache.slots[: len(trees)]
         if self._replay:
@@ -308,10 +309,10 @@ class Target:
         cache.slots[slot].commit(path, deferred=self.captures)
 
     def watch_hidden(self, layers: Sequence[int] = ()) -> slice:
-        """Return hidden states from each pass from now on, for drafters that use them.
+        """Make each pass return hidden states from now on, for drafters that use them; return a slice of columns.
 
-        The returned slice has the columns of the output layer's input or, if ``layers`` are given, of the outputs of
-        these decoder layers.
+        The slice has the columns of the output layer's input or, if ``layers`` are given, of the outputs of these
+        decoder layers.
         """
         if (known := self.hidden.columns(layers)) is not None:
             return known
@@ -371,7 +372,7 @@ NODES = (0, 15)
 REPEATS, PATIENCE = 3, 0.02
 """Number of timed repetitions after a warm-up, and the time in seconds after which no more are started."""
 MIN_SPEEDUP = 1.03
-"""Factor by which twice as many threads must be faster to be used."""
+"""Minimum speedup that twice as many threads must bring to be used."""
 CGROUPS = Path("/sys/fs/cgroup")
 
 
@@ -379,7 +380,8 @@ def choose_threads(target: Target, wanted: int | None = None, record: CachedValu
     """Set the number of threads to ``wanted``, or choose one up to torch's current number; return the number.
 
     Compiled passes are timed with all threads, half of them, and so on, until fewer are slower. With a ``record``,
-    processes reuse the result for 24 hours. Other models use as many threads as the container's CPU quota allows.
+    processes reuse the result for 24 hours. Without compiled passes, at most as many threads are used as the
+    container's CPU quota allows.
     """
     if wanted is not None:
         torch.set_num_threads(wanted)
@@ -418,7 +420,10 @@ def _measured(target: Target, best: int) -> int:
 
 
 def _seconds_with(threads: int, target: Target) -> float:
-    """Return the mean time in seconds of one pass per tree size, including passes slowed by a busy machine."""
+    """Return the total time in seconds of one pass for each of ``NODES``.
+
+    It is the mean of several repetitions, including those slowed by a busy machine.
+    """
     torch.set_num_threads(threads)
     cache = target.allocate()
     target.prefill(cache, 0, some_context(4, target.config.vocab_size), room=max(NODES))

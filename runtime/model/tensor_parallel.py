@@ -33,12 +33,12 @@ if TYPE_CHECKING:
     from hdtool.runtime.config import DecodeConfig, ModelConfig
 
 MESSAGE_SIZE = 1 << 14
-"""Size of a message's first broadcast in bytes; any rest follows in a second one. A tree takes about a tenth."""
+"""Size of a message's first broadcast in bytes; any rest follows in a second one. A tree takes about a tenth of it."""
 LENGTH_BYTES = 8
 MESSAGE_TIMEOUT = timedelta(days=30)
 """Maximum time between two messages, during which the leader may wait for a prompt."""
 ERROR_DELAY = 5.0
-"""Time in seconds that a follower waits before it prints an error, since the leader may print the same one."""
+"""Time in seconds that a follower waits before it prints an error, since the leader may print the same error."""
 
 Load = Callable[["ModelConfig"], Target]
 
@@ -67,7 +67,7 @@ class ProcessGroup:
             self._send(bytearray(rest))
 
     def receive(self) -> tuple[str, tuple[Any, ...]]:
-        """Wait for the leader's next operation; return it with its arguments."""
+        """Wait for the leader's next operation; return ``(operation, arguments)``."""
         message = self._send(bytearray(MESSAGE_SIZE))
         size = int.from_bytes(message[:LENGTH_BYTES], "little")
         payload = message[LENGTH_BYTES : LENGTH_BYTES + size]
@@ -77,7 +77,7 @@ class ProcessGroup:
         return operation, arguments
 
     def _send(self, message: bytearray) -> bytearray:
-        """Broadcast the first process's message in place; return it in every process."""
+        """Broadcast the leader's message, which replaces ``message`` in all followers; return it in every process."""
         dist.broadcast(torch.frombuffer(message, dtype=torch.uint8), src=0, group=self._messages)
         return message
 
@@ -92,7 +92,7 @@ def leader() -> ProcessGroup | None:
 
 @contextmanager
 def leading() -> Iterator[None]:
-    """Make this process the leader in this block; the followers end when it does."""
+    """Make this process the leader in this block; the followers end with the block."""
     global _group
     _group = ProcessGroup()
     try:
@@ -105,7 +105,7 @@ def leading() -> Iterator[None]:
 
 
 def follow(load: Load) -> int:
-    """Repeat the leader's operations on the target until it ends; return the exit code."""
+    """Repeat the leader's operations on this process's target until the leader ends; return the exit code."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # all processes get Ctrl-C; the leader handles it
     group = ProcessGroup()
     target: Target | None = None
@@ -130,7 +130,7 @@ def follow(load: Load) -> int:
 
 
 def _report_late(error: HdtoolError) -> int:
-    """Print an error after a delay, in which torchrun ends this process if the leader failed as well."""
+    """Print an error after a delay, in which torchrun ends this process if the leader failed; return the exit code."""
     time.sleep(ERROR_DELAY)
     print(f"error: process {os.environ['RANK']}: {error}", file=sys.stderr)
     return error.exit_code
@@ -198,7 +198,7 @@ def repeat(target: Target, caches: dict[int, Cache], operation: str, number: int
 
 
 def check_decoding(config: DecodeConfig) -> None:
-    """Raise an ``OptionError`` if there are several processes and the method or options need the whole model in one."""
+    """Raise an ``OptionError`` if several processes run the model and the method or other options need a single one."""
     if not leader():
         return
     if config.batch_size > 1:
@@ -219,7 +219,7 @@ def check_decoding(config: DecodeConfig) -> None:
 
 
 def check_device(wanted: str) -> None:
-    """Raise an ``OptionError`` if the device is not the kind that processes of torchrun compute on."""
+    """Raise an ``OptionError`` if ``wanted`` is neither "auto" nor the device that processes of torchrun compute on."""
     available = "cuda" if torch.cuda.is_available() else "cpu"
     if wanted not in ("auto", available):
         raise OptionError(

@@ -42,12 +42,12 @@ def cache_argument(module: torch.nn.Module, cache: Cache | None) -> dict[str, Ca
 
 
 def cache_in(arguments: Mapping[str, Any]) -> Any:
-    """Return the KV cache in a pass's arguments or output fields, or None."""
+    """Return the KV cache in a pass's arguments or output fields, or None if they have none."""
     return next((arguments[name] for name in CACHE_NAMES if arguments.get(name) is not None), None)
 
 
 def passes(model: PreTrainedModel, parts: Iterable[torch.Tensor]) -> Iterator[Any]:
-    """Run passes over consecutive parts of a sequence, each from the cache of the one before; yield their outputs."""
+    """Run a pass over each of the consecutive parts of a sequence, with the cache of the pass before; yield outputs."""
     cache: Any = None
     for ids in parts:
         out = model(input_ids=ids, use_cache=True, **cache_argument(model, cache))
@@ -81,7 +81,7 @@ def takes(model: PreTrainedModel, argument: str) -> bool:
 def text_class(settings: Any, *, trust_remote_code: bool) -> Any:
     """Return the auto class that loads a text model with this configuration, or None if transformers has none.
 
-    A multimodal checkpoint is loaded as a whole but reads only text.
+    A multimodal model is loaded as a whole but reads only text.
     """
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForMultimodalLM
 
@@ -104,14 +104,14 @@ def is_known_type(model_type: str) -> bool:
 
 
 def last_logits_only(model: PreTrainedModel) -> dict[str, int]:
-    """Return the option that makes a pass compute only the last token's logits; empty if the model has none."""
+    """Return the argument that makes a pass compute only the last token's logits; an empty dictionary without one."""
     return {"logits_to_keep": 1} if takes(model, "logits_to_keep") else {}
 
 
 def last_logits_of_all_rows(model: PreTrainedModel) -> dict[str, Any]:
-    """Return the option for only the last token's logits in a pass whose layers all still compute every token.
+    """Return the argument that makes a pass compute only the last token's logits, but every layer all of the tokens.
 
-    Given a number, some decoders skip tokens in their last layers; given positions, they don't.
+    If ``logits_to_keep`` is a number, some decoders skip tokens in their last layers; if it has positions, they don't.
     """
     decoder: Any = model.get_decoder() if hasattr(model, "get_decoder") else None
     slices = decoder is not None and decoder is not model and takes(decoder, "logits_to_keep")
@@ -119,7 +119,10 @@ def last_logits_of_all_rows(model: PreTrainedModel) -> dict[str, Any]:
 
 
 def processor_of_row(processor: LogitsProcessor, row: int) -> LogitsProcessor | None:
-    """Return a batch's logits processor for one of its rows; None if the processor depends on the whole batch."""
+    """Return a logits processor for one row of the batch that ``processor`` was made for.
+
+    Return None if the processor depends on the whole batch.
+    """
     from transformers import (
         ClassifierFreeGuidanceLogitsProcessor,
         EncoderNoRepeatNGramLogitsProcessor,
@@ -153,7 +156,7 @@ def is_stateful(model: PreTrainedModel) -> bool:
 
 
 def windows_only_the_cache(model: PreTrainedModel, config: Any) -> bool:
-    """Return True if transformers drops keys beyond a sliding window from the cache, but the model's masks ignore it.
+    """Return True if transformers drops keys beyond a sliding window from the cache, but the masks ignore the window.
 
     A pass over a whole prompt then attends to more tokens than passes over its parts.
     """
@@ -185,7 +188,7 @@ def use_masked_attention(model: PreTrainedModel) -> None:
 
 @contextmanager
 def attention_by(model: PreTrainedModel, name: str, function: Callable[..., Any]) -> Iterator[None]:
-    """Register ``function`` as ``name``, and use it for attention in this block in layers that look attention up."""
+    """Register ``function`` as the attention ``name``, which layers that look their attention up use in this block."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     ALL_ATTENTION_FUNCTIONS.register(name, function)
@@ -195,7 +198,7 @@ def attention_by(model: PreTrainedModel, name: str, function: Callable[..., Any]
     try:
         yield
     finally:
-        for config, previous in zip(configs, before, strict=True):  # setting it also sets the parts, which come later
+        for config, previous in zip(configs, before, strict=True):  # a config also sets its parts, which come later
             config._attn_implementation = previous
 
 
@@ -208,7 +211,7 @@ def experts_on_device(model: torch.nn.Module) -> Iterator[None]:
     """
     configs: list[Any] = list(_with_parts(cast(Any, model).config))
     before = [getattr(config, "_experts_implementation", None) for config in configs]
-    for config, previous in zip(configs, before, strict=True):  # setting it also sets the parts, which come later
+    for config, previous in zip(configs, before, strict=True):  # a config also sets its parts, which come later
         config._experts_implementation = "grouped_mm" if previous == "eager" else previous
     try:
         yield
@@ -218,7 +221,7 @@ def experts_on_device(model: torch.nn.Module) -> Iterator[None]:
 
 
 def _with_parts(config: Any) -> Iterator[Any]:
-    """Yield a configuration and, recursively, those of its parts, such as a vision model."""
+    """Yield a configuration and, recursively, the configurations of its parts, such as a vision model."""
     yield config
     for name in getattr(config, "sub_configs", None) or ():
         if (part := getattr(config, name, None)) is not None:
@@ -238,7 +241,7 @@ def argument_of_generate(name: str) -> Any:
     """Return the value of an argument of the enclosing ``generate`` call; None outside of one.
 
     transformers 5 passes neither ``streamer`` nor ``synced_gpus`` to a custom generate function, although it has
-    already put the prompt into the streamer, whose reader would wait forever. Both are local variables of that frame.
+    already put the prompt into the streamer, whose reader would wait forever. Both are local variables of ``generate``.
     """
     from transformers import GenerationMixin
 

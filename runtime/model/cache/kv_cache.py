@@ -22,7 +22,7 @@ from hdtool.runtime.kernels.compiled import Array, compiled, copy_floats
 from hdtool.runtime.model.cache.states import StateLayer, States, StateShape
 
 WORD_SIZE = 4
-"""Number of bytes moved at once."""
+"""Number of bytes that ``move_positions`` moves at once."""
 
 
 class TensorLayout(NamedTuple):
@@ -58,7 +58,7 @@ def move_positions(
     start: int,
     path: Array,
 ) -> None:
-    """Move the positions ``start + path`` to ``start`` and after, in each row and head."""
+    """Move the positions ``start + path`` to consecutive positions from ``start`` on, in each row and head."""
     words = position_size // WORD_SIZE
     for row in range(rows):
         for head in range(heads):
@@ -221,7 +221,7 @@ class KVTensors:
 
     @cached_property
     def layouts(self) -> list[TensorLayout] | None:
-        """Addresses and strides of the tensors for compiled code; None if it cannot move them, as on a GPU."""
+        """Addresses and strides of the tensors for compiled code; None if it cannot move positions, as on a GPU."""
         return [TensorLayout.of(tensor) for tensor in self.tensors] if all(map(is_movable, self.tensors)) else None
 
     @property
@@ -251,7 +251,7 @@ class StaticKVCache(Cache):
         self.written_length = 0
         """Number of leading positions that passes may have written; all later ones are zero."""
         self.pending_move: tuple[int, list[int]] | None = None
-        """Pending move for the next captured step: first target position, and offsets of the positions to move."""
+        """Move to make in the next captured step, as ``(start, path)`` for ``move``; None without one."""
         self._interrupted_from: int | None = None
         """First target position of a move that may have been interrupted halfway, or None."""
 
@@ -292,7 +292,7 @@ class StaticKVCache(Cache):
         self.length, self._interrupted_from = length, None
 
     def begin_states(self, *, has_begun: bool) -> None:
-        """Set whether the states follow any token; if not, the next pass doesn't read them."""
+        """Set whether any token has been read into the states; if none has, the next pass doesn't read them."""
         for layer in self.layers:
             if isinstance(layer, StateLayer):
                 layer.begin(has_begun)
@@ -324,14 +324,14 @@ class StaticKVCache(Cache):
         return keys.narrow(1, 0, self.length + new)
 
     def room_for(self, new: int) -> tuple[KVTensors, list[int]]:
-        """Return the tensors in which the caller writes ``new`` positions, and a list with the first of these."""
+        """Return the tensors in which the caller writes ``new`` positions, and a list with the first new position."""
         self.written_length = max(self.written_length, self.length + new)
         return self.storage, [self.length]
 
     def commit(self, fixed: int, path: Sequence[int], *, deferred: bool = False) -> None:
-        """Accept the first ``fixed`` new positions, then those at the offsets ``path`` after them.
+        """Accept the first ``fixed`` new positions and, counted from the next one, the positions at offsets ``path``.
 
-        With ``deferred``, the next captured step moves positions that must move, unless there are more than
+        With ``deferred``, the next captured step moves positions that must move, unless ``path`` is longer than
         ``MAX_DEFERRED_MOVES``.
         """
         start = self.length + fixed
@@ -343,7 +343,7 @@ class StaticKVCache(Cache):
         self.length = start + len(path)
 
     def move(self, start: int, path: Sequence[int]) -> None:
-        """Move the positions ``start + path`` to ``start`` and after; ``path`` must increase."""
+        """Move the positions ``start + path`` to consecutive positions from ``start`` on; ``path`` must increase."""
         if (layouts := self.storage.layouts) is None:
             self._move_by_torch(start, path)
             return
@@ -374,7 +374,7 @@ class StaticKVCache(Cache):
 
 
 def must_move(path: Sequence[int]) -> bool:
-    """Return True if the positions of a path are not contiguous yet; ``path`` must increase."""
+    """Return True if positions of a path must move, because its offsets aren't 0, 1, 2, …; ``path`` must increase."""
     return len(path) > 0 and path[-1] != len(path) - 1
 
 
@@ -382,7 +382,7 @@ class IndexedKVCache(Cache):
     """A ``transformers`` cache for a step with fixed shapes over the first slots of a batch.
 
     The step writes its rows at ``indices``, a device tensor ``[slots, rows]``, and always reads ``extent`` positions;
-    the mask hides those after the context.
+    the mask hides positions after the context.
     """
 
     def __init__(self, storage: KVTensors, indices: torch.Tensor, extent: int) -> None:
@@ -415,7 +415,7 @@ class SlotKVCache(Cache):
     """A ``transformers`` cache for a batch whose slots have contexts of different lengths."""
 
     def __init__(self, storage: KVTensors, lengths: Sequence[int], new: int) -> None:
-        """Provide for ``new`` positions in each of the first slots, after ``lengths`` existing ones."""
+        """Provide for ``new`` positions in each of the first slots, after the slots' context ``lengths``."""
         states = storage.states.part(0, len(lengths)) if storage.states else None
         super().__init__(layers=views_of_layers(self, storage.layers, states, has_begun=True))
         self.capacity = storage.capacity
@@ -440,15 +440,15 @@ class SlotKVCache(Cache):
         return keys[: len(self._slots), : self.length + indexer_key_states.shape[1]]
 
     def room_for(self, new: int) -> tuple[KVTensors, list[int]]:
-        """Return the tensors in which the caller writes ``new`` positions per slot, and the first one in each slot."""
+        """Return the tensors in which the caller writes ``new`` positions per slot, and each slot's first one."""
         return self._storage, self._lengths
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Return a tensor of zeros; on a CPU it has a separate memory mapping, which is released with the tensor.
 
-    Caches differ in size and live longer than other tensors. An allocator shared by both would fragment and keep more
-    and more unused memory.
+    Caches differ in size and live longer than other tensors. An allocator shared by caches and other tensors would
+    fragment and keep more and more unused memory.
     """
     size = prod(shape) * dtype.itemsize
     if device.type != "cpu" or not size:

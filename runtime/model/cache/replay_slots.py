@@ -1,6 +1,6 @@
-"""Slots for any kind of ``transformers`` cache; each pass runs on a copy.
+"""Slots for any kind of ``transformers`` cache; each pass runs on a copy of the cache.
 
-Keys and values grow by concatenation into new tensors, so the copy can share the old ones. States are updated in
+Keys and values grow by concatenation into new tensors, so the copy can share the old tensors. States are updated in
 place, so they are cloned.
 
 These caches cannot drop their last tokens. After a rejected draft, a slot therefore keeps the cache from before the
@@ -28,7 +28,10 @@ WHOLE = torch.nn.Module, PreTrainedConfig, type, FunctionType, MethodType, Modul
 
 
 def copied(cache: Any, shared: Collection[TensorPath]) -> Any:
-    """Return a copy of a cache that a pass may change. Tensors at ``shared`` are not cloned, as passes replace them."""
+    """Return a copy of a cache that a pass may change.
+
+    Tensors at the paths ``shared`` are not cloned, because passes replace them instead of changing them in place.
+    """
     return _rebuilt(cache, lambda path, tensor: tensor if path in shared else tensor.clone())
 
 
@@ -45,7 +48,11 @@ def tensors_of(cache: Any) -> dict[TensorPath, torch.Tensor]:
 
 
 def with_views_of(longer: Any, cache: Any, shared: Collection[TensorPath]) -> Any:
-    """Return a copy of a cache whose tensors at ``shared`` are views of ``longer``, a cache that begins with it."""
+    """Return a copy of ``cache`` that shares memory with ``longer``, a cache after more tokens of the same sequence.
+
+    A tensor at one of the paths ``shared`` becomes a view of the tensor at that path in ``longer`` if the latter begins
+    with the former.
+    """
     others = tensors_of(longer)
 
     def view(path: TensorPath, tensor: torch.Tensor) -> torch.Tensor:
@@ -91,7 +98,7 @@ class Replaced:
 
 
 def _as_part(longer: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-    """Return ``tensor`` as a view of ``longer`` if that begins with it along one dimension, otherwise itself."""
+    """Return a view of ``longer`` that equals ``tensor`` if ``longer`` begins with it, otherwise ``tensor`` itself."""
     if longer.dim() != tensor.dim() or longer.dtype != tensor.dtype or longer.device != tensor.device:
         return tensor
     differ = [dim for dim, (long, short) in enumerate(zip(longer.shape, tensor.shape, strict=True)) if long != short]
@@ -180,7 +187,7 @@ class ReplaySlot(Slot):
         self.older = [*shortened, self.filled][-MAX_SNAPSHOTS:]
 
     def copy_of_filled(self) -> Any:
-        """Return a copy of the cache for a pass over further tokens; None at first, since models create their own."""
+        """Return a copy of ``filled``'s cache for a pass over further tokens; None at first, when models create one."""
         return copied(self.filled.cache, self._shared)
 
     def cut(self, length: int) -> None:

@@ -21,7 +21,7 @@ class StatesOfTree(Protocol):
     """States after each row of a verified tree."""
 
     def commit(self, slot: int, rows: Sequence[int], states: States) -> None:
-        """Advance ``states`` from before the tree along a path of rows, which starts with the root.
+        """Advance ``states``, which are those before the tree, along a path of rows that starts with the root.
 
         ``slot`` is the index of the tree's slot in the pass.
         """
@@ -39,19 +39,19 @@ class Slot:
         self.tokens: list[int] = []
         """Accepted tokens."""
         self.hidden: list[torch.Tensor] = []
-        """Hidden states of these tokens, in parts to concatenate; empty if they aren't recorded."""
+        """Hidden states of the accepted tokens, in parts to concatenate; empty if hidden states aren't recorded."""
         self.owner = ""
         """Tenant whose prompt the slot holds; prompts of other tenants never continue it."""
         self.version = 0
         """How often the model had changed when the prompt was read, or ``NEVER_CONTINUED``."""
         self.tree: DraftTree | None = None
-        """Last verified tree, until a path is committed."""
+        """Last verified tree; None once a path of it is committed."""
         self.hidden_of_tree: torch.Tensor | None = None
         self.states_of_tree: StatesOfTree | None = None
         self.place_in_tree = 0
         """Index of this slot in the pass that verified the tree."""
         self.states_length = 0
-        """Number of accepted tokens that the states follow; -1 during an update or after an interrupted one."""
+        """Number of accepted tokens read into the states; -1 during an update, and after an interrupted one."""
         self.snapshots: list[Snapshot] = []
         """Copies of the states after fewer tokens, from which another prompt may continue."""
 
@@ -78,7 +78,7 @@ class Slot:
         """Return how many tokens a prompt need not read again if it begins with this slot's first ``shared`` tokens.
 
         Without recurrent states, only the last shared token is read again, to compare its keys and values. With states,
-        reading resumes at the longest length whose states exist: the current ones or a snapshot.
+        reading resumes at the longest length whose states exist, as the current states or in a snapshot.
         """
         if self.states is None:
             return max(0, shared - 1)
@@ -129,7 +129,10 @@ class Slot:
         self.tokens += tokens
 
     def commit(self, path: Sequence[int], *, deferred: bool = False) -> None:
-        """Accept the root and the nodes of ``path``; if ``deferred``, the next captured step moves their positions."""
+        """Accept the root and the nodes of ``path``.
+
+        With ``deferred``, the next captured step may move their positions in the cache.
+        """
         tree, hidden = self.tree, self.hidden_of_tree
         if tree is None:  # the prompt was read, but no tree verified
             return
@@ -153,7 +156,7 @@ class Slot:
         return self.hidden[0] if self.hidden else None
 
     def copy_from(self, source: Slot, length: int | None = None) -> None:
-        """Copy the first ``length`` tokens of another slot, or all of them, with their keys, values and states."""
+        """Copy the first ``length`` tokens of another slot, by default all, with their keys, values and states."""
         self.kv.copy_from(source.kv, length)
         self._copy_states(source)
         self.tokens = source.tokens[: self.kv.length]
@@ -174,7 +177,7 @@ class Slot:
 
 
 class Cache:
-    """Slots for sequences that are decoded together; those in use come first."""
+    """Slots for sequences that are decoded together; slots in use come first."""
 
     @property
     def keeps_states(self) -> bool:

@@ -57,7 +57,7 @@ Names = tuple[StateName, ...]
 
 @dataclass(frozen=True, eq=False)
 class States:
-    """All states of some sequences.
+    """All states of one or more sequences.
 
     States of equal shape, dtype and device share a tensor ``[states, sequences, ...]``.
     """
@@ -92,7 +92,7 @@ class States:
 
     @property
     def stride(self) -> int:
-        """Stride in bytes between the sequences of the first state."""
+        """Distance in bytes between consecutive sequences in the tensor of the first state."""
         first = next(iter(self.stacks.values()))
         return first.stride(1) * first.itemsize
 
@@ -129,7 +129,7 @@ class States:
 
 
 class StateLayer(LinearAttentionLayer):
-    """A ``transformers`` cache layer over the states of one layer, which passes update in place."""
+    """A ``transformers`` cache layer with one layer's states, which forward passes update in place."""
 
     def __init__(self, tensors: Mapping[StateName, torch.Tensor], *, has_begun: bool) -> None:
         number = max(name.number for name in tensors) + 1
@@ -145,7 +145,7 @@ class StateLayer(LinearAttentionLayer):
         self.begin(has_begun)
 
     def begin(self, has_begun: bool) -> None:
-        """Set whether the states follow any token; if not, passes don't read them."""
+        """Set whether any token has been read into the states; if none has, forward passes don't read them."""
         for index in self.has_previous_state:
             self.has_previous_state[index] = has_begun
 
@@ -161,5 +161,8 @@ MAX_SNAPSHOTS = 4
 
 
 def kept(snapshots: Sequence[Snapshot], new: Snapshot) -> list[Snapshot]:
-    """Return the snapshots to keep once ``new`` is added: ``new`` and the longest ones that are shorter."""
+    """Return the snapshots to keep once ``new`` is added: the longest of the shorter ones, followed by ``new``.
+
+    At most ``MAX_SNAPSHOTS`` are kept.
+    """
     return [*(snapshot for snapshot in snapshots if snapshot.length < new.length), new][-MAX_SNAPSHOTS:]

@@ -27,10 +27,10 @@ DEFAULT_LENGTH, LARGEST_LENGTH = 4096, 32_768
 """Minimum and maximum context length of the check in tokens, within the model's own limit."""
 SIZE = re.compile(r"window|chunk|conv|kernel|local|keep|block|span|index_topk")
 RECURRENT_SIZE = re.compile(r"conv|chunk|kernel")
-"""Matches sizes that belong to recurrent layers rather than to attention windows."""
+"""Matches the names of sizes that belong to recurrent layers rather than to attention windows."""
 COUNT = re.compile(r"^_|^(num|n)_|layers|experts|heads|pattern|theta|freq|multiple")
 MASKED_BY_KIND = ("sliding_window", "attention_chunk_size")
-"""Sizes that hdtool's masks apply to layers of the matching kind."""
+"""Names of the window sizes that hdtool's masks apply if a configuration has ``layer_types``."""
 KNOWN_CODE = ("torch", "transformers", "hdtool", "accelerate")
 ROWS = 4
 """Number of rows of the tree: the root and its children."""
@@ -43,9 +43,9 @@ class LongContext:
 
     length: int
     hidden: int
-    """Number of cache positions that the mask hides, in the middle and at the end, like other branches."""
+    """Number of cache positions that the mask hides, in the middle and at the end, as it hides other branches."""
     largest: tuple[str, int] | None
-    """Name and value of the model's largest size that hdtool's masks don't apply; None without such a size."""
+    """Name and value of the largest window or state size that hdtool's masks don't apply; None without such a size."""
 
     @property
     def found_in(self) -> str:
@@ -65,9 +65,10 @@ class LongContext:
         shapes: Sequence[LayerShape],
         filled: DynamicCache,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return logits after a root and a node: in a tree, and in plain decoding, where the model makes its own masks.
+        """Return ``(of_tree, plain)``, which both have the logits after a root and after a node.
 
-        ``tokens`` are the root and the nodes. ``filled`` provides sample keys and values of any tokens.
+        ``of_tree`` is from a pass over a tree, ``plain`` from plain decoding, where the model makes its own masks.
+        ``tokens`` are the root and the nodes. ``filled`` is a cache with keys and values of any tokens, as samples.
         """
         first, middle, inner = self.length, self.length // 2, self.hidden // 2
         cache = _drawn_cache(shapes, filled, first + self.hidden + ROWS)
@@ -89,10 +90,10 @@ class LongContext:
 
 
 def long_contexts(model: PreTrainedModel, windows: Sequence[AttentionWindow], limit: int | None) -> list[LongContext]:
-    """Return the contexts to check a model on; none if hdtool's masks cover all of its windows.
+    """Return the contexts after which to check a model, or an empty list if hdtool's masks cover all of its windows.
 
-    They do if all of the model's code is known, such as that of ``transformers``, which has its sizes in the
-    configuration, and if the configuration has only sizes that the masks apply.
+    The masks cover all windows if they apply all sizes in the configuration and if all of the model's code is known,
+    such as that of ``transformers``, which takes its sizes from the configuration.
     """
     config = model.config.get_text_config(decoder=True)
     sizes = dict(sizes_of(vars(config)))
@@ -120,14 +121,17 @@ def long_contexts(model: PreTrainedModel, windows: Sequence[AttentionWindow], li
 
 
 def sizes_of(attributes: dict[str, Any]) -> Iterator[tuple[str, int]]:
-    """Yield the attributes that are sizes of a window or a state, judging by their names."""
+    """Yield the name and value of each attribute that is the size of a window or a state, judging by its name."""
     for name, value in attributes.items():
         if type(value) is int and value > 1 and SIZE.search(name) and not COUNT.search(name):
             yield name, value
 
 
 def _is_foreign(module: Module) -> bool:
-    """Return True if a module's code is from none of ``KNOWN_CODE``; linear layers are exempt."""
+    """Return True if a module's class is from none of ``KNOWN_CODE`` or its ``forward`` was replaced.
+
+    Linear layers are exempt, as are forwards that accelerate replaced.
+    """
     is_replaced = "forward" in vars(module) and not hasattr(module, "_hf_hook")
     is_known = type(module).__module__.split(".")[0] in KNOWN_CODE
     return (is_replaced or not is_known) and not hasattr(module, "in_features")
@@ -173,7 +177,10 @@ class _SharedContext(Cache):
 
 
 def _drawn_cache(shapes: Sequence[LayerShape], filled: DynamicCache, capacity: int) -> _SharedContext:
-    """Return a cache with random keys and values, which layers share unless some read another layer's."""
+    """Return a cache with random keys and values.
+
+    Layers of equal shape share them, unless some layers read the keys and values of another layer.
+    """
     if any(shape.keys is None for shape in shapes):
         storage = KVTensors.for_layers(shapes, capacity)
     else:

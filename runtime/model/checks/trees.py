@@ -44,9 +44,10 @@ def some_context(length: int, vocabulary: int) -> list[int]:
 def small_tree(
     vocabulary: int, number: int = 5, depth: int = 3, length: int = 4
 ) -> tuple[list[int], DraftTree, list[list[int]]]:
-    """Return a context, a tree of ``number`` separate paths of ``depth`` nodes each, and these paths.
+    """Return ``(context, tree, paths)``: ``number`` separate ``paths`` of ``depth`` nodes each, and the tree of them.
 
-    If a model ignores masks or positions, the logits of all paths but the first are wrong.
+    The context has ``length`` tokens, of which the last is the root. If a model ignores masks or positions, the logits
+    of all paths but the first are wrong.
     """
     context = some_context(length, vocabulary)
     paths = [[(31 * path + 11 * place + 5) % vocabulary for place in range(depth)] for path in range(number)]
@@ -56,7 +57,7 @@ def small_tree(
 
 
 CONTEXT, FIRST_PART = 13, 5
-"""Context length of the check, and the length of its first part; both exceed the size of convolutions."""
+"""Context length of the check, and length of the context's first part; both lengths exceed the size of convolutions."""
 PATHS, DEPTH = 3, 2
 
 
@@ -117,7 +118,10 @@ def _find_recurrences(target: Target) -> Expected:
 
 
 def _distance(target: Target, expected: Expected) -> float:
-    """Return the largest distance for the small tree. Keep closed forms if they are exact, else switch to levels."""
+    """Return the largest distance of logits for the small tree.
+
+    Keep using closed forms if their distance is within the tolerance, otherwise run mixers level by level from now on.
+    """
     recurrent = target.stock.recurrent
     assert recurrent
     if recurrent.has_closed_forms:
@@ -142,7 +146,7 @@ def _small_tree(target: Target) -> tuple[list[int], DraftTree, list[list[int]]]:
 
 
 def _plain(target: Target, tokens: Sequence[Sequence[int]], cache: DynamicCache, start: int = 0) -> torch.Tensor:
-    """Return the logits of the model's own code after each row's last token; ``start`` tokens are in the cache."""
+    """Return the logits of the model's own code after each row's last token; the cache already has ``start`` tokens."""
     positions = [range(start, start + len(row)) for row in tokens]
     return target.stock.forward([list(row) for row in tokens], positions, None, cache)[:, -1]
 
@@ -162,7 +166,10 @@ def _distance_of_tree(target: Target, expected: Expected) -> float:
 
 
 def _between(target: Target, actual: torch.Tensor, expected: torch.Tensor) -> float:
-    """Return the largest distance, or in low precision the median, since a row may be routed to other experts."""
+    """Return the largest distance of a row or, if logits are rounded, the median.
+
+    In low precision and with quantized layers, a row may be routed to other experts.
+    """
     # Some models in low precision return logits in float32.
     is_rounded = target.rounding is not None or is_low_precision(target.dtype)
     return aggregate_distance(distances(actual, expected), is_rounded=is_rounded)
@@ -171,8 +178,8 @@ def _between(target: Target, actual: torch.Tensor, expected: torch.Tensor) -> fl
 def _continues(target: Target, expected: Expected) -> bool:
     """Return True if a pass over several tokens continues correctly from the states of earlier passes.
 
-    Its logits are also compared with token-by-token decoding, since some models' layers read several tokens in another
-    way.
+    Reading the last token separately must also give the logits of a single pass over the context, since the layers of
+    some models read several tokens in another way than one.
     """
     context, _, _ = _small_tree(target)
     cache = target.allocate()
@@ -190,7 +197,7 @@ def _continues(target: Target, expected: Expected) -> bool:
 MIN_CONTEXT, MAX_CONTEXT = 24, 288
 """Minimum and maximum context length of the check, chosen to exceed any window or block size below the maximum."""
 CHAINS = ((4, 2), (3, 3), (5, 0), (2, 1), (0, 0), (4, 4), (6, 1))
-"""Number of drafted and of accepted tokens in each pass."""
+"""Pairs ``(drafted, accepted)``: the number of drafted and of accepted tokens in each pass of the check."""
 DECODED_TOKENS = sum(1 + accepted for _, accepted in CHAINS)
 REREAD_TOKENS = 3
 """Number of tokens read again from the kept cache after the context, once all chains are verified."""
@@ -234,9 +241,10 @@ def prove_chains(target: Target, no_trees: FamilyError) -> ReplayPasses:
 
 @torch.inference_mode()
 def _distances_of_prompt(stock: StockPasses, context: Sequence[int]) -> tuple[float, float]:
-    """Return how far a prompt's logits are from those of ``generate``, and those of two parts from those of one.
+    """Return two distances of the logits after a prompt: one pass from ``generate``, and two passes from one pass.
 
-    ``generate`` may number positions differently. Parts differ if attention within the prompt is bidirectional.
+    ``generate`` may number positions differently. Two passes, each over a part of the prompt, differ from one pass if
+    attention within the prompt is bidirectional.
     """
     ids = torch.tensor([list(context)], device=stock.device)
     positions, middle = torch.arange(len(context), device=stock.device)[None], len(context) // 2

@@ -31,7 +31,7 @@ PLAIN = (bool, int, float, str, type(None))
 
 
 class RecordedWeights:
-    """Records the submodules, parameters and buffers of modules, and the memory of the weights."""
+    """Records the submodules, parameters and buffers of modules, and where their weights lie in memory."""
 
     def __init__(self, modules: Sequence[Module]) -> None:
         self._holders = [
@@ -63,7 +63,7 @@ class RecordedWeights:
         return list(chain.from_iterable(holder.values() for holder in self._holders))
 
     def _now_stored(self) -> list[Any]:
-        """Return what compact weights store; None for one that became an ordinary parameter in place."""
+        """Return what each compact weight stores, or None for a weight that became an ordinary parameter in place."""
         return list(map(getattr, self._compact, repeat("stored"), repeat(None)))
 
     def _now_at(self) -> list[tuple[Any, ...]]:
@@ -85,7 +85,7 @@ class RecordedModel:
         return self._weights.memory()
 
     def is_same(self) -> bool:
-        """Return True if modules, code, weights and settings are unchanged; in-place writes to weights don't count."""
+        """Return True if modules, code, weights and settings are as recorded, except for in-place writes to weights."""
         return self._code == self._code_now() and self._weights.are_same() and self._settings == self._settings_now()
 
     def was_written(self) -> bool:
@@ -125,7 +125,10 @@ def hooks_of(modules: Iterable[Module]) -> list[dict[int, Any]]:
 
 
 def _with_numbers(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yield the tensors with a weight's memory: the weight itself, or the parts of a tensor subclass."""
+    """Yield the tensors that hold a weight's numbers: the weight itself or, for a tensor subclass, its parts.
+
+    Skip tensors on the meta device and those with a layout that isn't strided.
+    """
     if hasattr(tensor, "__tensor_flatten__"):
         parts = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
         for part in parts:
@@ -136,7 +139,10 @@ def _with_numbers(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def _plain(value: Any) -> Hashable:
-    """Return a value that changes if a setting is replaced or modified in place; None for other objects."""
+    """Return a value that changes if a setting is replaced or modified in place.
+
+    Settings are plain values, tensors and containers of them; return None for other objects.
+    """
     if isinstance(value, PLAIN):
         return value
     if isinstance(value, torch.Tensor):
@@ -161,7 +167,7 @@ class ModelChanges:
 
     @contextmanager
     def ignored(self) -> Iterator[None]:
-        """Ignore changes to the model in this block, which hdtool makes itself and which don't affect answers."""
+        """Ignore the changes that hdtool itself makes to the model in this block, which don't affect answers."""
         noticed, self._notices, self._recorded = self._notices, False, None
         try:
             yield
@@ -173,11 +179,11 @@ class ModelChanges:
         self._memory = self._recorded.memory() if holds_memory else []
 
     def found(self, discard: Callable[[bool], None]) -> bool:
-        """Return True if the model changed since it was recorded, or never was; the caller must then record it again.
+        """Return True if the model changed since it was recorded, or never was; the caller must then record the model.
 
-        If there was a record, ``discard`` is called first: with True if modules or code changed, and with False if only
-        weights or settings did. It is not called if weights were only written in place. If it raises, the next call
-        finds the change again.
+        If there is a record, ``discard`` is called first: with True if modules or code changed, with False if only
+        weights or settings did. If weights were only written in place, it is not called. If ``discard`` raises, the
+        next call finds the change again. Return False while changes are ignored.
         """
         if not self._notices:
             return False

@@ -75,7 +75,7 @@ SCALING_READ_BY_TRANSFORMERS = "gpt-oss"
 
 
 def restore_scaling(settings: Any, file: Path, header: GGUFHeader) -> None:
-    """Add Llama 3's RoPE scaling to a configuration; print a note if the file has any other kind.
+    """Add Llama 3's RoPE scaling to a configuration; print a note on any other scaling that transformers doesn't read.
 
     GGUF files have no setting for Llama 3's scaling, only a tensor with the divisor of each frequency.
     """
@@ -99,7 +99,7 @@ def restore_scaling(settings: Any, file: Path, header: GGUFHeader) -> None:
 
 
 def _are_of_llama_3(divisors: np.ndarray[Any, np.dtype[np.float32]], theta: float, factor: float) -> bool:
-    """Return True if the divisors are Llama 3's: ``factor`` for low frequencies, 1 for high ones, blended between."""
+    """Return True if divisors are Llama 3's: ``factor`` for low frequencies, 1 for high ones, a blend between them."""
     wavelengths = 2 * math.pi * theta ** (np.arange(len(divisors)) / len(divisors))
     low, high = LLAMA_3["low_freq_factor"], LLAMA_3["high_freq_factor"]
     share = (LLAMA_3["original_max_position_embeddings"] / wavelengths - low) / (high - low)
@@ -108,16 +108,16 @@ def _are_of_llama_3(divisors: np.ndarray[Any, np.dtype[np.float32]], theta: floa
 
 
 Take = Callable[[str, torch.Tensor], bool]
-"""Callback with a weight's name and value; returns True to drop the weight from the model."""
+"""Callback that takes a weight's name and value, and returns True to drop the weight from the model."""
 Function = Callable[..., Any]
 SET_PARAMETER = "core_model_loading", "set_param_for_module"
 LOAD_CHECKPOINT = "modeling_gguf_pytorch_utils", "load_gguf_checkpoint"
-"""Functions of transformers to patch. In a version without them, all weights are in memory at once."""
+"""Modules and names of the functions of transformers to patch. Without them, all weights are in memory at once."""
 
 
 @contextmanager
 def weights_in_turn(take: Take) -> Iterator[None]:
-    """Call ``take`` for each weight that transformers reads in this block; zeros replace the weights it takes."""
+    """Call ``take`` for each weight that transformers reads in this block; zeros replace the weights that it drops."""
     with ExitStack() as patches:
         # Otherwise threads read ahead without limit.
         patches.enter_context(patch.dict(os.environ, HF_DEACTIVATE_ASYNC_LOAD="1"))
@@ -143,7 +143,7 @@ def _putting(put: Function, take: Take) -> Function:
 
 
 def _reading(read: Function, take: Take) -> Function:
-    """Wrap ``read``, which unpacks a file, to call ``take`` for each tensor and return zeros for those it takes."""
+    """Wrap ``read``, which unpacks a file, to call ``take`` for each tensor and return zeros for dropped tensors."""
     unpacking: Any = import_module(f"transformers.{LOAD_CHECKPOINT[0]}")
 
     def read_in_turn(*arguments: Any, **options: Any) -> dict[str, Any]:
@@ -182,7 +182,7 @@ LIBRARIES = ("gguf", "accelerate")
 PLAIN = {0: torch.float32, 1: torch.float16, 30: torch.bfloat16}
 """Dtypes of unquantized tensor formats, by type number."""
 END_OF_TURN_SETTINGS = ("tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id")
-"""Settings with the tokens that end a turn or message; transformers reads only the one that ends a text."""
+"""Settings with the tokens that end a turn or message; transformers reads only the token that ends a text."""
 LINK = "model.gguf"
 MAX_SHARD_SIZE = 1 << 60
 """Maximum size of a weight file in bytes, so large that all weights are in a single file."""
@@ -190,7 +190,7 @@ MAX_SHARD_SIZE = 1 << 60
 
 @dataclass(frozen=True)
 class Conversion:
-    """Converts a GGUF file. Create it with ``of``, which checks the file."""
+    """Converts a GGUF file. Create instances with ``of``, which checks the file."""
 
     file: Path
     header: GGUFHeader
@@ -255,7 +255,10 @@ class Conversion:
         return (folder / WEIGHTS,)
 
     def write_packed(self, configuration: Path, folder: Path) -> tuple[Path, Path]:
-        """Write the packing plan and the weights that can't stay packed; reuse weights found in ``configuration``."""
+        """Write the packing plan and the weights that can't stay packed to ``folder``.
+
+        ``configuration`` is a folder from ``write_configuration``; if it already has the weights, they are reused.
+        """
         plan, there = PackingPlan(self.file, self.header), configuration / WEIGHTS
         if there.is_file():
             return plan.write(load_file(there).items(), folder)
@@ -296,7 +299,8 @@ class Conversion:
     def _alone(self, folder: Path) -> Iterator[tuple[Path, str]]:
         """Yield a folder with only a link to the file, and the link's name.
 
-        Otherwise transformers would also read neighboring files, such as another tokenizer.
+        Otherwise transformers would also read neighboring files, such as another tokenizer. If the file system has no
+        symbolic links, yield the file's own folder and name.
         """
         source = folder / "source"
         source.mkdir()

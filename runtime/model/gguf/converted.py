@@ -186,7 +186,10 @@ def _check_room(conversion: Conversion, folder: Path) -> None:
 def _with_weights(
     write: Callable[[Path, Path], Sequence[Path]], file: Path, folder: Path, manifest: Manifest, signature: Signature
 ) -> Manifest:
-    """Add weight files to a folder: ``write`` makes them in a temporary folder, given the folder's configuration."""
+    """Add weight files to a folder; return its new manifest.
+
+    ``write`` takes the folder, whose configuration it reads, and a temporary folder, in which it makes the files.
+    """
     with scratch_folder(folder) as place:
         paths = write(folder, place)
         for written in paths:
@@ -207,7 +210,10 @@ def _check_unchanged(file: Path, signature: Signature) -> None:
 
 
 def _remember(folder: Path, signature: Signature) -> None:
-    """Record that a file has this content, so that it isn't hashed again; ignore a manifest that can't be written."""
+    """Record that a file has the content converted to a folder, so that the file isn't hashed again.
+
+    Ignore a manifest that can't be written.
+    """
     busy = ModelError(f"another process converts to {folder}")
     with suppress(ModelError, OSError), file_lock(lock_path(folder), busy):
         if manifest := Manifest.read(folder):
@@ -217,7 +223,7 @@ def _remember(folder: Path, signature: Signature) -> None:
 def _remove_superseded(folder: Path, signature: Signature) -> None:
     """Delete models converted from the file's earlier contents or by another version of transformers.
 
-    A model stays if another file still has its content.
+    A model is kept if another file still has the content that it was converted from.
     """
     for other_folder, manifest in manifests():
         files = {signature_.path: signature_ for signature_ in manifest.seen}

@@ -31,7 +31,7 @@ CHUNK = 1 << 24
 
 @dataclass(frozen=True)
 class Signature:
-    """Path and metadata of a file, which differ after any change to it.
+    """Path and metadata of a file; any change to the file changes its metadata.
 
     A program can reset the modification time (``mtime_ns``), but not the time of the last inode change (``ctime_ns``).
     """
@@ -130,7 +130,7 @@ FORMAT = 1
 PACKING = 3
 """Version of packing plans, incremented when matmuls support more formats so that plans are made again."""
 MAX_SEEN = 16
-"""Maximum number of signatures kept: one for each path with the same content, such as a copy."""
+"""Maximum number of signatures that a manifest keeps: one for each path with its content, such as that of a copy."""
 KEYS = ("sha256", "transformers", "files", "seen")
 
 
@@ -139,11 +139,11 @@ class Manifest:
     sha256: str
     """SHA-256 of the GGUF file."""
     transformers: str
-    """Version of transformers that converted the file; others may read it differently."""
+    """Version of transformers that converted the file; other versions may read the file differently."""
     files: dict[str, int]
     """Size in bytes of each file in the folder. Expanded or packed weights are added when they are first needed."""
     seen: tuple[Signature, ...] = ()
-    """Files known to have this content."""
+    """Signatures of the files known to have the converted content."""
     packing: int = 0
     """Value of ``PACKING`` when the packing plan was made; 0 without a plan."""
     slow: str = ""
@@ -152,7 +152,10 @@ class Manifest:
 
     @classmethod
     def read(cls, folder: Path) -> Manifest | None:
-        """Return a folder's manifest, or None if it is unreadable or a file that it lists is missing or resized."""
+        """Return a folder's manifest.
+
+        Return None if it is missing, damaged or of another format, or if a file that it lists is missing or resized.
+        """
         try:
             row = json_object(folder / MANIFEST)
             seen = tuple(Signature(**fields) for fields in row["seen"])
@@ -194,7 +197,7 @@ class Manifest:
         file.write(json.dumps(asdict(self), indent=1) + "\n")
 
     def seen_as(self, signature: Signature) -> Manifest:
-        """Return a manifest that lists one more file with this content; an older signature of its path is dropped."""
+        """Return the manifest with a file's signature added to ``seen``; an older one of the file's path is dropped."""
         others = [signature_ for signature_ in self.seen if signature_.path != signature.path]
         return replace(self, seen=(*others, signature)[-MAX_SEEN:])
 
@@ -212,7 +215,7 @@ def remove(folder: Path, manifest: Manifest) -> None:
 
 
 def remove_files(folder: Path, names: Iterable[str]) -> None:
-    """Delete files of a folder in this order, and the folder if it is then empty; skip what can't be deleted."""
+    """Delete the files ``names`` of a folder in order, then the folder if it is empty; skip what can't be deleted."""
     for name in names:
         with suppress(OSError):
             (folder / name).unlink()

@@ -87,9 +87,10 @@ def _fits(tensor: GGUFTensor, architecture: str) -> bool:
 
 
 PackedLocation = tuple[list[PackedTensor], torch.Tensor | None]
-"""The tensors with a weight's rows, and the row order if it differs from the file's.
+"""Pair ``(tensors, order)``: the file's tensors with a weight's rows, and the place in the file of each row.
 
-Two tensors if a layer's experts have separate gate and up projections in the file, otherwise one.
+``order`` is None if the rows are in the file's order. There are two tensors if a layer's experts have separate gate and
+up projections in the file, otherwise one.
 """
 
 
@@ -109,7 +110,7 @@ class PackingPlan:
             return_free_memory()
 
     def _location(self, name: str, weight: torch.Tensor) -> PackedLocation | None:
-        """Return where the file holds a weight, or None. Each weight is searched for only once."""
+        """Return where the file holds a weight, or None if it doesn't. Each weight is searched for only once."""
         if name not in self._found:
             self._found[name] = _location_of(weight, self._tensors)
         return self._found[name]
@@ -197,7 +198,7 @@ class _TensorInFile:
             self._matrix.unmap()
 
     def equals(self, weight: torch.Tensor) -> bool:
-        """Return True if all rows equal those of a weight bit for bit, in the same order."""
+        """Return True if all rows of the tensor equal those of a weight bit for bit, in the same order."""
         try:
             return all(_has_bits(self._matrix[part].float(), weight[part]) for part in _parts(weight))
         finally:
@@ -248,7 +249,10 @@ def _location_of(weight: torch.Tensor, tensors: list[_TensorInFile]) -> PackedLo
 
 
 def _location_of_experts(weight: torch.Tensor, tensors: list[_TensorInFile]) -> PackedLocation | None:
-    """Find the tensor with the matrices of all experts, or the two tensors with the upper and lower halves of rows."""
+    """Find the tensor with the matrices of all experts, or the two tensors with the two halves of each matrix's rows.
+
+    Return None if there are none.
+    """
     _, rows, columns = weight.shape
     for count in (1, 2):
         matched = []
@@ -271,7 +275,7 @@ def _location_of_experts(weight: torch.Tensor, tensors: list[_TensorInFile]) -> 
 
 
 def packed_model(settings: Any, weights: dict[str, torch.Tensor], folder: Path, **options: Any) -> Any:
-    """Load a float32 CPU model with these weights by transformers; ``folder`` is its converted folder."""
+    """Load a float32 CPU model with these weights by transformers; ``folder`` has its converted or quantized files."""
     family: Any = text_class(settings, trust_remote_code=False)._model_mapping[type(settings)]
     model, report = cast(
         tuple[Any, dict[str, Any]],
@@ -286,9 +290,10 @@ def packed_model(settings: Any, weights: dict[str, torch.Tensor], folder: Path, 
 
 
 def assembled_model(settings: Any, weights: dict[str, torch.Tensor], folder: Path, **options: Any) -> Any:
-    """Build the model without the loader of transformers, which takes longer than the rest of the startup.
+    """Build the model that ``packed_model`` loads, but without the loader of transformers.
 
-    Weight names and shapes are not checked: compare the model's outline with that of one from ``packed_model``.
+    The loader takes longer than the rest of the startup. Without it, weight names and shapes are not checked: compare
+    the model's outline with that of a model from ``packed_model``.
     """
     from accelerate import init_empty_weights
     from transformers.initialization import no_init_weights

@@ -1,8 +1,8 @@
 """Computes recurrences over all rows of a tree at once, in closed form.
 
 In a chunked recurrence, each token of a chunk reads the tokens before it. Over a tree, each row reads its ancestors
-instead, with the decay in between. Rows follow their parents, so the triangular system is the same. Rows get no states
-themselves: only committing a path updates the states.
+instead, with the decay in between. Rows follow their parents, so the system to solve is triangular as for a chunk. Rows
+get no states themselves: only committing a path updates the states.
 
 In a copy of the mixer's ``forward``, the modeling module's functions for convolutions and recurrences are replaced. The
 modeling module itself is not changed.
@@ -61,7 +61,7 @@ class ScanRows(NamedTuple):
 
 
 def _decay_and_add(state: torch.Tensor, decay: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
-    """Multiply a state by its decay and add the outer products of the rows, in place."""
+    """Multiply a state by its decay and add the outer products of the rows of ``left`` and ``right``, in place."""
     left = left.transpose(-1, -2)
     if state.dim() == 3 and state.dtype == left.dtype:
         state.mul_(decay).baddbmm_(left, right)  # allocates no temporary of the state's size
@@ -189,7 +189,7 @@ MIXES_ONE = {*DELTA_RULES_OF_ONE, SCAN_OF_ONE, "selective_state_update"}
 
 
 class ClosedStates:
-    """State updates by the rows of one layer, and the columns of its convolutions."""
+    """Updates that rows make to the states of one layer, and the columns that the layer's convolutions read."""
 
     def __init__(self, before: dict[StateName, torch.Tensor], indices: TreeIndices) -> None:
         self.before, self.indices = before, indices
@@ -278,7 +278,10 @@ class ClosedForm:
 
     @classmethod
     def of(cls, mixer: Mixer) -> ClosedForm | None:
-        """Return the closed form of a mixer that calls known functions, or None. The caller must check its results."""
+        """Return the closed form of a mixer, or None if its ``forward`` was replaced or doesn't call known functions.
+
+        The caller must check the results of the closed form.
+        """
         module = mixer.module
         if has_own_forward(module) or any(hasattr(part, "_hf_hook") for part in module.modules()):
             return None

@@ -30,9 +30,9 @@ class Level(NamedTuple):
     """The rows of all slots at one depth."""
 
     rows: torch.Tensor
-    """Indices of these rows among the padded rows of all slots."""
+    """Indices of the level's rows among the padded rows of all slots."""
     parents: torch.Tensor
-    """Index of each row's parent in the level above, or of its slot in the first level."""
+    """Index of each row's parent in the level above; in the first level, index of the row's slot."""
 
 
 class RowTree:
@@ -82,7 +82,7 @@ class TreeIndices:
 
     @cached_property
     def ancestors(self) -> torch.Tensor:
-        """True where a row reads another, its ancestors and itself; shape ``[slots, rows, rows]``."""
+        """True where a row reads another: a row reads its ancestors and itself. Shape ``[slots, rows, rows]``."""
         raise NotImplementedError
 
     @cached_property
@@ -137,7 +137,7 @@ class HostIndices(TreeIndices):
 
 
 class DeviceIndices(TreeIndices):
-    """Indices of a captured step, computed on the device. Padding reads only the root."""
+    """Indices of a captured step, computed on the device. Padding rows read only the root."""
 
     def __init__(self, step: StepTensors) -> None:
         super().__init__()
@@ -171,7 +171,7 @@ def forward_lock(model: Module) -> Any:
 
 
 def has_own_forward(module: Module) -> bool:
-    """Return True if a module's ``forward`` isn't its class's, as with accelerate's hooks."""
+    """Return True if a module has a ``forward`` of its own instead of its class's, as with accelerate's hooks."""
     return "forward" in vars(module)
 
 
@@ -202,7 +202,7 @@ class Mixer:
     """A module that mixes the tokens of a sequence through a recurrent state or a short convolution."""
 
     layer: int
-    """Index of the cache layer that holds its states."""
+    """Index of the cache layer that holds the mixer's states."""
     module: Module
     inputs: list[Module] = field(default_factory=list)
     """Projections of the mixer's input, each called once."""
@@ -279,7 +279,7 @@ class _Trace:
 
 @contextmanager
 def _watching(model: Module, calls: list[Module], traces: dict[Module, _Trace]) -> Iterator[None]:
-    """In this block, keep this thread's stack of module calls in ``calls``, and trace their linear layers."""
+    """In this block, keep this thread's stack of module calls in ``calls``, and each module's trace in ``traces``."""
     thread = get_ident()
 
     def enter(module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -46,7 +46,7 @@ class LevelStates:
     def start(self, parents: torch.Tensor) -> LayerStates:
         """Return copies of the states from which the next level's rows start; the mixer updates them in place.
 
-        ``parents`` has the index of each row's parent in the previous level, or of its slot in the first level.
+        ``parents`` has the index of each row's parent in the previous level; in the first level, that of its slot.
         """
         source = self._levels[-1] if self._levels else self._before
         self._levels.append({name: tensor.index_select(0, parents) for name, tensor in source.items()})
@@ -106,7 +106,10 @@ def _projected(mixer: Mixer, hidden: torch.Tensor) -> Iterator[list[torch.Tensor
 
 
 def _is_plain(module: Module) -> bool:
-    """Return True if calling a module only runs its ``forward``; hooks would run for all rows and again per level."""
+    """Return True if calling a module only runs its class's ``forward``, without hooks.
+
+    Hooks would run once for all rows and again for each level.
+    """
     return not (has_own_forward(module) or module._forward_hooks or module._forward_pre_hooks)
 
 
@@ -169,9 +172,9 @@ class RecurrentLayers:
 
     @contextmanager
     def over(self, trees: Sequence[DraftTree], states: States, cache: Cache) -> Iterator[StatesOfPass]:
-        """Make the model's passes in this block run over trees, from the ``states`` before them, which stay unchanged.
+        """Make the model's passes in this block run over trees, starting from ``states``, which stay unchanged.
 
-        Yield the states after each row.
+        Yield the states after each row of the trees.
         """
         tree, states = RowTree(trees, self._device), states.part(0, len(trees))
         indices = HostIndices(tree, self._device)
@@ -195,7 +198,7 @@ class RecurrentLayers:
     def over_step(self, step: StepTensors, states: States, cache: Cache) -> Iterator[Callable[[], StackedStates]]:
         """Make the model's passes in this block compute a captured step.
 
-        Yield a function that returns the states after its rows.
+        Yield a function that returns the states after the step's rows, to call after the pass.
         """
         states = states.part(0, step.tokens.shape[0])
         indices = DeviceIndices(step)
