@@ -58,7 +58,7 @@ def _of_corpus(index: CorpusIndex, context: list[int]) -> Iterator[FoundContinua
 
 
 def _path(index: CorpusIndex, tokens: list[int], matched: int, count: int) -> list[int]:
-    """Return the token after a match and those that follow it, for as long as all its occurrences continue alike."""
+    """Return the token after a match and the tokens after that one, while all occurrences of the path go on alike."""
     search = CorpusSearch(index.shards)
     while len(tokens) < matched + MAX_PATH:
         search.read(tokens)
