@@ -149,7 +149,7 @@ def _checked_int(value: Any) -> int:
 
 
 def _over_nodes(at: npt.NDArray[Any], measured: Sequence[int], times: Floats) -> Floats:
-    """Interpolate over the nodes; beyond the last measured one, extrapolate with the last slope, or 0 if negative."""
+    """Interpolate over the nodes; beyond the last measured number, extrapolate with the last slope, at least 0."""
     rise = max(0.0, float(times[-1] - times[-2]) / (measured[-1] - measured[-2]))
     interpolated: Floats = np.interp(at, measured, times) + rise * np.maximum(0, at - measured[-1])
     return interpolated

@@ -105,7 +105,7 @@ def time_tree_passes(
     """Return the median seconds of a forward pass for each tree size.
 
     Each of the ``batch`` slots gets a context of ``length`` tokens, root excluded, and a tree of the given size. If the
-    target does not pad trees, a size is one less than the rows of the whole pass: the roots and nodes of all slots.
+    target does not pad trees, a size is one less than the rows of the whole pass (the roots and nodes of all slots).
     An ``unread`` context has keys and values that no pass has computed, which does not change the latency.
 
     At most ``times`` passes of each size are run, and no further round begins after ``patience`` seconds. The median
@@ -179,7 +179,7 @@ def _quick_contexts(target: Target, batch: int = 1) -> tuple[int, ...]:
 
 
 def _quick_milliseconds(target: Target, contexts: Sequence[int], batch: int) -> tuple[tuple[float, ...], ...]:
-    """Time passes of all sizes after the first context; after longer ones, time a few and interpolate the rest."""
+    """Time passes of all sizes after the first context; after longer contexts, time a few and interpolate."""
     short = 1e3 * time_tree_passes(target, MEASURED_NODES, QUICK_REPETITIONS, QUICK_MAX_SECONDS, batch=batch)
     rows = [short]
     for length in contexts[1:]:

@@ -29,7 +29,7 @@ INITIAL_KEYS = 1 << 10
 
 
 class SequenceTable:
-    """Stores up to ``per_key`` sequences that followed each token; a further one replaces the least recent.
+    """Stores up to ``per_key`` sequences that followed each token; a further sequence replaces the least recent.
 
     A sequence that occurs again is stored only once and becomes the most recent one.
     """

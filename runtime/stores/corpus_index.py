@@ -54,7 +54,7 @@ from hdtool.runtime.tree import LARGEST_TREE
 MAX_RANGE_ORDER = 6
 MAX_SAMPLES = 64
 MIN_SAMPLES = 16
-"""Maximum number of followers sampled from a range, and minimum if the range has that many."""
+"""Most and fewest followers sampled from a range; a range with fewer is read in full."""
 RANGE_ROWS = LARGEST_TREE + 1
 RANGE_LOW, RANGE_HIGH = range(2)
 

@@ -249,7 +249,10 @@ class HistoryStore(Uncopyable):
         return end
 
     def _grows(self, transaction: Any, end: int, stop: int) -> bool:
-        """Extend the store if it lacks positions, or rebuild it if positions would overflow; return True if either."""
+        """Extend the store if it lacks positions, or rebuild it if positions would overflow.
+
+        Return True if the store was extended or rebuilt.
+        """
         ring, max_size = self._open.ring, positions_within(self.manifest.max_bytes)
         size = ring.size
         if stop >= MAX_POSITION:
@@ -290,7 +293,10 @@ class HistoryStore(Uncopyable):
         return bool(removed)
 
     def _check_room(self, needed: int = 0) -> None:
-        """Raise OSError unless the disk has space for ``needed`` bytes; checked at most once a second for 0."""
+        """Raise OSError unless the disk has space for ``needed`` bytes.
+
+        If ``needed`` is 0, the disk is checked at most once a second.
+        """
         if not needed and time.monotonic() < self._room_until:
             return
         self._room_until = 0.0

@@ -30,7 +30,7 @@ TIMED_LOOKUPS = 4000
 CONTEXT_LENGTH = 16
 
 FoundContinuation = tuple[int, list[int], int]
-"""Length of the match, the tokens that follow it, and their count."""
+"""``(length, tokens, count)``: the length of a match, tokens that followed it, and how often they did."""
 
 
 def continuations(store: CorpusIndex | ModelStore, context: list[int]) -> Iterator[FoundContinuation]:

@@ -91,7 +91,7 @@ ByteArray = npt.NDArray[np.uint8]
 
 
 def damage_of(path: Path, number: int) -> str:
-    """Return what is damaged in an LMDB file's snapshot with a transaction number; empty if the snapshot is intact.
+    """Describe the damage to the snapshot of transaction ``number`` in an LMDB file; empty if the snapshot is intact.
 
     The caller must hold a read transaction of the snapshot, so that its pages aren't reused.
     """

@@ -170,7 +170,7 @@ def _note_other_models(
     tokenizer: TokenizerFingerprint,
     namespace: str | None,
 ) -> None:
-    """Print a note if the named model store is of another model, or if hdtool's home has only those of others."""
+    """Print a note if the named model store is of another model, or if only other models have one in hdtool's home."""
     if opened:
         store_model = opened.manifest.model
         if named and store_model and model and store_model != model:

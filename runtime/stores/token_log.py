@@ -78,7 +78,10 @@ class TokenLog(Uncopyable):
         return np.zeros(1, LANE)
 
     def start(self, lane: Ints, tokens: Sequence[int] | Ints, *, learned: bool = False) -> None:
-        """Begin an answer after ``tokens``, the last few of which are copied; if ``learned``, all are, and match."""
+        """Begin an answer after ``tokens``, the last few of which are copied.
+
+        If ``learned``, all of ``tokens`` are appended, and can be matched.
+        """
         self.grow()
         self._answers += 1
         ids = np.asarray(tokens if learned else tokens[-OVERLAP_TOKENS:], np.int64)
@@ -92,7 +95,10 @@ class TokenLog(Uncopyable):
         finish(self.memory, lane)
 
     def answer(self, lane: Ints) -> tuple[Ints, Ints]:
-        """Return ``(before, tokens)``: tokens before a lane's answer and its own, without overwritten ones."""
+        """Return ``(before, tokens)``: the tokens before a lane's answer, and the tokens of the answer.
+
+        Tokens that were overwritten are left out.
+        """
         tokens, overlap = answer_of(self.memory, lane)
         return tokens[:overlap], tokens[overlap:]
 
@@ -330,10 +336,11 @@ def follow_chain(
 ) -> int:
     """Follow a chain back from ``start``, and add positions that match the end of ``tail`` to ``matched_positions``.
 
-    ``count`` is the number of positions that it holds already; the new number is returned. ``tokens`` holds the tokens
-    of the ring, and ``previous`` each position's previous position on its chain. ``limits`` is ``(min_length,
-    max_length)``: longer matches count, but aren't added. The search stops after ``max_matches`` matches, after
-    ``visits`` positions, or at ``oldest``. If blocks have ``owners``, those of ``NOBODY`` and of ``owner`` are skipped.
+    ``count`` is the number of positions that ``matched_positions`` holds already; the new number is returned.
+    ``tokens`` holds the tokens of the ring, and ``previous`` each position's previous position on its chain. ``limits``
+    is ``(min_length, max_length)``: longer matches count, but aren't added. The search stops after ``max_matches``
+    matches, after ``visits`` positions, or at ``oldest``. If blocks have ``owners``, blocks of ``NOBODY`` and of
+    ``owner`` are skipped.
     """
     (min_length, max_length), mask, position, read = limits, len(tokens) - 1, np.int64(start), 0
     has_owners = len(owners) > 0

@@ -174,7 +174,7 @@ class Hierarchy(Uncopyable):
         """Number of nodes in the last tree before the budget cut it."""
         self._calibration = AnswerCalibration()
         self._joint_drafters: tuple[list[Hierarchy], Array] | None = None
-        """The drafters of the last ``draft_many`` of this drafter, and their addresses; None before the first."""
+        """The drafters passed to the last ``draft_many``, and their addresses; None before the first call."""
         self._drafts, self._learning_seconds = 0, 0.0
         self._cost, self._time = SmoothedSeconds(), SharedTime(len(SourceId))
         # Compile the code, or load it from the cache, before the first step.

@@ -286,7 +286,7 @@ def _proposed_at(at: int) -> Any:
 
 @compiled
 def ranking_after(record: Any, ranking: int, token: int) -> int:
-    """Return the index of the ranking after a token that follows ``ranking``, or ``NO_RANKING_AFTER``."""
+    """Return the ranking that applies after ``token`` if ``ranking`` applies before it, or ``NO_RANKING_AFTER``."""
     if ranking == NO_RANKING_AFTER:
         return NO_RANKING_AFTER
     for rank in range(TOKENS_PER_RANKING):

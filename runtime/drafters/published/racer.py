@@ -75,7 +75,7 @@ class NgramTrie:
         _add_all(self.memory[0], np.asarray(context[start:], np.int64))
 
     def after(self, context: Sequence[int] | Ints, max_rows: int) -> tuple[Ints, Ints]:
-        """Return ``(rows, lengths)``: the most frequent continuations of the suffixes of a context, and lengths."""
+        """Return the most frequent continuations of all suffixes of a context as ``(rows, lengths)``, one per row."""
         rows: Ints = np.full((max_rows, NGRAM_LENGTH), NO_NODE, np.int32)
         lengths: Ints = np.zeros(max_rows, np.int64)
         count = _after(self.memory[0], np.asarray(context[-NGRAM_LENGTH + 1 :], np.int64), rows, lengths)

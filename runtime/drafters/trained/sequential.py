@@ -36,7 +36,7 @@ class QueuedTokens(NamedTuple):
     hidden: torch.Tensor
     tokens: list[int]
     skipped: int
-    """Number of tokens before these that are skipped after a long pause."""
+    """Number of tokens that were skipped before ``tokens`` after a long pause; otherwise 0."""
 
 
 class AcceptedTokens:
