@@ -31,13 +31,13 @@ Floats = npt.NDArray[np.float64]
 class CostCurve:
     """Measured latency of a forward pass by number of draft nodes and context length.
 
-    Latencies between measured points are interpolated linearly. Beyond the last point they are extrapolated from the
-    last two, but never fall below the last.
+    Latencies between measured points are interpolated linearly. Beyond the last point, they are extrapolated from the
+    last two points, but never fall below the latency at the last one.
     """
 
     nodes: tuple[int, ...]
     milliseconds: tuple[tuple[float, ...], ...]
-    """Milliseconds of a pass, ``[context][number of nodes]``."""
+    """``milliseconds[i][j]`` is the time of a pass over ``nodes[j]`` nodes after ``contexts[i]`` tokens."""
     contexts: tuple[int, ...] = (0,)
     device: str = ""
     model: str = ""
@@ -124,7 +124,7 @@ class CostCurve:
     def seconds_of_passes(
         self, nodes: Sequence[int] | npt.NDArray[Any], contexts: Sequence[int] | npt.NDArray[Any]
     ) -> Floats:
-        """Return the seconds of several passes, one for each pair from ``nodes`` and ``contexts``."""
+        """Return the seconds of several passes; pass ``i`` is over ``nodes[i]`` nodes after ``contexts[i]`` tokens."""
         times = np.array(self.milliseconds) / 1e3
         at_each = np.stack([_over_nodes(np.asarray(nodes), self.nodes, row) for row in times])
         return _over_contexts(np.asarray(contexts), self.contexts, at_each)
@@ -149,14 +149,14 @@ def _checked_int(value: Any) -> int:
 
 
 def _over_nodes(at: npt.NDArray[Any], measured: Sequence[int], times: Floats) -> Floats:
-    """Interpolate over the nodes; beyond the last, extrapolate with the last slope if it is positive."""
+    """Interpolate over the nodes; beyond the last measured number, extrapolate with the last slope, at least 0."""
     rise = max(0.0, float(times[-1] - times[-2]) / (measured[-1] - measured[-2]))
     interpolated: Floats = np.interp(at, measured, times) + rise * np.maximum(0, at - measured[-1])
     return interpolated
 
 
 def _over_contexts(at: npt.NDArray[Any], measured: Sequence[int], times: Floats) -> Floats:
-    """Interpolate each pass over the contexts by the rule of ``_over_nodes``; ``times`` is ``[context, pass]``."""
+    """Interpolate the time of each pass over contexts, as ``_over_nodes`` does; ``times`` is ``[context, pass]``."""
     if len(measured) == 1:
         only: Floats = times[0]
         return only
@@ -181,7 +181,7 @@ MAX_COST_RATIO, MIN_COST_RATIO = 2.0, 0.5
 ESTIMATE_WEIGHT = 4
 """Number of measured passes that weigh as much as the initial estimate."""
 UNEXPECTED_DEVIATION, UNEXPECTED_WEIGHT = 0.3, 0.25
-"""Relative error beyond which a pass confirms a cost only in part, and the weight that it then has."""
+"""Relative error beyond which a pass confirms a cost only in part, and the weight of such a pass."""
 CONTEXT_STEP = 64
 """Number of tokens by which the context length must change before the costs are computed again."""
 
@@ -273,7 +273,7 @@ def estimated_cost(costs: Any, nodes: int) -> float:
 
 @compiled
 def confirming_passes(costs: Any, nodes: int) -> float:
-    """Return how many passes have confirmed the cost of this many nodes."""
+    """Return how many passes have confirmed the cost of a pass over this many nodes, interpolated like the cost."""
     size, share = costs.sizes[nodes], costs.shares[nodes]
     return share * costs.passes[size] + (1 - share) * costs.passes[max(0, size - 1)]  # type: ignore[no-any-return]
 

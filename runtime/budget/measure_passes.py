@@ -49,7 +49,7 @@ def lengths_within(limit_of: Callable[[int], int | None], name: str, config: Cos
     """Return the context lengths to measure for the model called ``name``.
 
     ``limit_of`` returns the model's context limit, which may depend on the length; None if there is no limit. Raise
-    OptionError if ``config`` names a length that is not below it.
+    OptionError if ``config`` names a length that is not below the limit.
     """
 
     def fits(length: int) -> bool:
@@ -105,11 +105,11 @@ def time_tree_passes(
     """Return the median seconds of a forward pass for each tree size.
 
     Each of the ``batch`` slots gets a context of ``length`` tokens, root excluded, and a tree of the given size. If the
-    target does not pad trees, a size is the number of rows of the whole pass minus one: roots and nodes of all slots.
+    target does not pad trees, a size is one less than the rows of the whole pass (the roots and nodes of all slots).
     An ``unread`` context has keys and values that no pass has computed, which does not change the latency.
 
     At most ``times`` passes of each size are run, and no further round begins after ``patience`` seconds. The median
-    predicts the duration of a step: the fastest pass is a tenth faster than a usual one.
+    predicts the duration of a step: the fastest pass is a tenth faster than a typical pass.
     """
     began = time.perf_counter()
     is_free = batch == 1 and not unread and target.cache.user is None and not target.cache.slots[0].tokens
@@ -163,7 +163,7 @@ def cost_curve_for(target: Target, batch: int = 1) -> CostCurve:
 
 
 def _quick_contexts(target: Target, batch: int = 1) -> tuple[int, ...]:
-    """Return the short context and, if attention can be timed without a prefill, a long one."""
+    """Return the length of the short context and, if attention can be timed without a prefill, that of a long one."""
     if target.captures or target.processes > 1 or not target.takes_trees:
         return (SHORT_CONTEXT,)
     bytes_per_token = sum(
@@ -179,7 +179,7 @@ def _quick_contexts(target: Target, batch: int = 1) -> tuple[int, ...]:
 
 
 def _quick_milliseconds(target: Target, contexts: Sequence[int], batch: int) -> tuple[tuple[float, ...], ...]:
-    """Time passes of all sizes after the first context; after others, time a few sizes and interpolate the rest."""
+    """Time passes of all sizes after the first context; after longer contexts, time a few and interpolate."""
     short = 1e3 * time_tree_passes(target, MEASURED_NODES, QUICK_REPETITIONS, QUICK_MAX_SECONDS, batch=batch)
     rows = [short]
     for length in contexts[1:]:
@@ -194,7 +194,7 @@ def _quick_milliseconds(target: Target, contexts: Sequence[int], batch: int) -> 
 def quick_record(target: Target, **circumstances: Any) -> CachedValue | None:
     """Return the record that keeps a quick measurement for this model and device; None if processes share the model.
 
-    Its key includes a fingerprint of all weights, which the processes could compute only together.
+    The record's key includes a fingerprint of all weights, which the processes could compute only together.
     """
     if target.processes > 1:
         return None

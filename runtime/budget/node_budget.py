@@ -223,7 +223,7 @@ def choose_nodes(at: int, probs: Probs, step: int, max_nodes: int) -> tuple[int,
 
 @compiled
 def retry_steps(choice: Any, plain: float) -> int:
-    """Return the number of plain steps, ``plain`` seconds each, after which a retry takes only ``RETRY_SHARE``."""
+    """Return the number of ``plain``-second steps after which retrying a draft takes ``RETRY_SHARE`` of the time."""
     return int(choice.draft_seconds / (RETRY_SHARE * plain))
 
 
@@ -235,10 +235,11 @@ def next_max_nodes(chosen: int, max_nodes: int) -> int:
 
 @compiled
 def best_size(gain: Probs, first: int, overhead: float, costs: Any) -> tuple[int, bool, bool, float, float]:
-    """Return the number of nodes with the most expected tokens per second, where n nodes yield ``gain[n]`` tokens.
+    """Choose the number of nodes with the most expected tokens per second, where n nodes yield ``gain[n]`` tokens.
 
-    A pass without nodes has ``first`` rows besides the first root. Also return whether drafts pay; whether the opposite
-    was chosen to try out an unconfirmed cost; and the estimated seconds of the best pass and of a plain pass.
+    Return ``(size, pays, tries, cost, plain)``: the number of nodes; whether drafts pay; whether the opposite was
+    chosen to try out an unconfirmed cost; and the estimated seconds of the best pass with nodes and of a plain pass,
+    which has no nodes and ``first`` rows besides the first root.
     """
     plain = estimated_cost(costs, first)
     best, best_rate, cost = 0, 0.0, plain
@@ -264,7 +265,7 @@ def best_size(gain: Probs, first: int, overhead: float, costs: Any) -> tuple[int
 def decide_pause(choice: Any, paid: bool, saved: float, max_pause: int, step: int) -> int:
     """Decide whether to pause drafting, given the seconds that a draft saves before the drafter's own time is deducted.
 
-    Return the step in which drafting resumes, or 0 if it is not paused.
+    Return the step in which drafting resumes, or 0 if drafting is not paused.
     """
     if choice.draft_seconds > 0:
         saved -= choice.draft_seconds
@@ -287,14 +288,14 @@ class SharedCosts:
     def __init__(
         self, log: PassLog, curves: Mapping[int, CostCurve], *, only_timed_sizes: bool = False, pads: bool = True
     ) -> None:
-        """``curves`` maps numbers of slots to the cost of passes with a tree of the given size in each slot.
+        """``curves`` maps numbers of slots to the cost of passes by the size of the tree in each slot.
 
-        If the engine does not pad trees to the largest (``pads``), they are by the rows of all trees minus
-        one.
+        Without ``pads``, the engine does not pad trees to the largest, and a size is one less than the rows of all
+        trees.
         """
         self.log, self._pads = log, pads
         self._expected: dict[SharedBudget, tuple[int, Probs]] = {}
-        """Step of each sequence's latest draft, and the probabilities of its nodes."""
+        """By the budget of each sequence, the step of its latest draft, and the probabilities of this draft's nodes."""
         self._outside = SmoothedSeconds()
         self._step, self._passes, self._call_time = 0, -1, 0.0
         """Number of the current step, and the number of passes and the time at its beginning."""
@@ -307,11 +308,11 @@ class SharedCosts:
             self._costs[slots] = MeasuredCosts(log, curves[slots], these, only_timed_sizes=only_timed_sizes)
 
     def costs(self, slots: int) -> MeasuredCosts:
-        """Return the costs for ``slots`` trees: those of the next larger measured number, or else of the largest."""
+        """Return the costs for the smallest measured number of slots that fits ``slots`` trees, or else the largest."""
         return self._costs[min((known for known in self._costs if known >= slots), default=max(self._costs))]
 
     def choose_sizes(self, budgets: Sequence[SharedBudget], probs: Sequence[Probs]) -> list[int]:
-        """Return how many nodes of each of these trees to verify; other trees count with their latest probabilities."""
+        """Return how many nodes of each budget's tree to verify; other trees count with their latest probabilities."""
         drafting = sum(budget.draft_seconds for budget in budgets) / len(budgets)
         self._begin_step(drafting * max(len(budgets), len(self._expected)))
         for budget, tree_probs in zip(budgets, probs, strict=True):
@@ -342,7 +343,7 @@ class SharedCosts:
         return sizes
 
     def _begin_step(self, drafting: float) -> None:
-        """Begin a step after a pass, and measure the last one's overhead: its time beyond the pass and ``drafting``."""
+        """Begin a step if a pass ran; measure the last step's overhead, its time beyond the pass and ``drafting``."""
         log, now = self.log, time.perf_counter()
         if log.passes == self._passes:
             return
@@ -353,7 +354,7 @@ class SharedCosts:
 
 
 class SharedBudget(AdaptiveBudget):
-    """The budget of one sequence in a batch, whose sequences choose together.
+    """The budget of one sequence in a batch; the budgets of a batch choose together.
 
     If the engine pads trees, all trees get the same size, chosen by the sum of their expected tokens. Otherwise the
     most probable nodes of all trees are verified.
@@ -402,7 +403,7 @@ def choose_all_nodes(budgets: Sequence[Budget], probs: Sequence[Probs]) -> list[
 def choose_batch_nodes(
     chosen: Ints, probs: Probs, slots: int, first: int, pads: bool, overhead: float, of_costs: int, step: int
 ) -> None:
-    """Choose the sizes of the first trees in a batch, by the ``COSTS`` record at address ``of_costs``.
+    """Choose the sizes of the first ``len(chosen)`` trees in a batch, by the ``COSTS`` record at address ``of_costs``.
 
     ``probs`` has a row for each tree. Each row of ``chosen`` holds the address of a budget record and its
     ``max_nodes``, and is overwritten with the number of nodes, the new ``max_nodes`` and the step in which drafting

@@ -29,7 +29,7 @@ INITIAL_KEYS = 1 << 10
 
 
 class SequenceTable:
-    """Stores up to ``per_key`` sequences that followed each token, and replaces the least recent one.
+    """Stores up to ``per_key`` sequences that followed each token; a further sequence replaces the least recent.
 
     A sequence that occurs again is stored only once and becomes the most recent one.
     """
@@ -114,7 +114,7 @@ class PaperDrafter:
     """Queries its sources in order until it has enough sequences, and merges these into one tree.
 
     If ``config.order`` includes the context table, the prompt, emitted tokens and n-grams of the lookahead branch are
-    added to it. Sources without a store are skipped.
+    added to this table. Sources without a store are skipped.
     """
 
     def __init__(
@@ -202,7 +202,7 @@ class PaperDrafter:
         return self._trie.add(phrases, SourceId.MODEL, wanted=wanted)
 
     def _query_corpus(self, context: Sequence[int], wanted: int) -> int:
-        """Add continuations of the last two tokens, then of the last one; return how many sequences were added."""
+        """Add continuations of the last two tokens, then of the last token; return how many sequences were added."""
         assert self._index
         added = 0
         for length in (2, 1):

@@ -31,7 +31,8 @@ CONTINUATION_LENGTH = 20
 MAX_RANKED_CANDIDATES = 60
 """Most tokens of the last logits that are candidates."""
 DEPTHS = ((8, 4), (32, 3), (MAX_RANKED_CANDIDATES, 1))
-"""(rank, length): the first 8 candidates start sequences of 4 tokens, those up to rank 32 of 3, the others of 1."""
+"""Pairs ``(rank, length)``: the first 8 candidates start sequences of 4 tokens, further candidates up to rank 32 start
+sequences of 3, and all lower-ranked candidates stay alone."""
 PRIOR_RATES = (0.2, 0.4, 0.6, 0.02, 0.01, 0.003)
 """Initial acceptance rates by kind of node: continuations of the root after a match of 1, 2 or 3 tokens, then
 candidates and their continuations by group of ranks."""
@@ -59,7 +60,7 @@ class LogitSpec:
         self._ranks = np.empty(0, np.int64)
         self._calibration = NodeCalibration(PRIOR_RATES)
         self._verified = NO_KINDS, DraftTree.bare(0)
-        """Kind of each node in the last tree, and the tree."""
+        """``(kinds, tree)``: the last tree, and the kind of each of its nodes."""
         self._compile()
 
     def _compile(self) -> None:
@@ -118,7 +119,7 @@ def kinds_of(tokens: Ints, parents: Ints, follows: Ints, root_kind: int, candida
             if parent != ROOT and not follows[parent]:
                 node_kinds[node] = node_kinds[parent]
             else:
-                # A candidate, or a node of both the root's continuation and a candidate's.
+                # A candidate, or the node at which a candidate's continuation leaves the root's.
                 first = node if parent == ROOT else parent
                 while parents[first] != ROOT:
                     first = parents[first]
@@ -132,10 +133,10 @@ def kinds_of(tokens: Ints, parents: Ints, follows: Ints, root_kind: int, candida
 def look_up(context: Ints, candidates: Ints, depths: Ints, ranks: Ints) -> tuple[Ints, Any]:
     """Look up the root and the candidates in the context.
 
-    Return rows of tokens, and the length of the root's match. Row 0 is the continuation of the root; each further row
-    is a candidate with its continuation. The longest match is used or, of equal matches, the one with the longest
-    continuation, then the latest. ``ranks`` has one entry for each token of the vocabulary and is restored before
-    returning.
+    Return ``(rows, matched)``: rows of tokens, and the length of the root's match. Row 0 is the continuation of the
+    root; each further row is a candidate with its continuation. The longest match is used or, of equally long matches,
+    the one with the longest continuation, then the latest. ``ranks`` has one entry for each token of the vocabulary
+    and is restored before returning.
     """
     size = len(context)
     rows = np.full((len(candidates) + 1, CONTINUATION_LENGTH), NO_TOKEN, np.int32)

@@ -1,4 +1,4 @@
-"""Create drafters by the name of their method; one line in ``DRAFTER_FACTORIES`` makes one known to every command."""
+"""Create drafters by the name of their method; a line in ``DRAFTER_FACTORIES`` makes a method known to all commands."""
 
 from __future__ import annotations
 
@@ -40,7 +40,10 @@ DrafterFactory = Callable[[DecodeConfig, StoreSet, BudgetFactory, Target | None]
 
 
 def drafter_for(config: DecodeConfig, target: Target, store_set: StoreSet) -> Drafter:
-    """Return a drafter for ``config.method``. It learns across conversations and can be kept as long as the target."""
+    """Return a drafter for ``config.method``.
+
+    The drafter learns across conversations and can be kept as long as the target.
+    """
     return drafters_for(replace(config, batch_size=1), target, store_set)[0]
 
 
@@ -62,7 +65,7 @@ def drafters_for(config: DecodeConfig, target: Target, store_set: StoreSet) -> l
 def shared_costs_for(target: Target, sizes: Collection[int]) -> SharedCosts:
     """Time the passes of batches of these sizes, and return the costs that their budgets share."""
     # Without padding, costs depend on the number of rows, so the largest batch's curve holds for smaller ones, too. A
-    # lone tree has a curve of its own: it reads a single long context, where each tree of a batch reads another one.
+    # lone tree has a curve of its own: it reads a single long context, whereas each tree of a batch reads its own.
     timed = set(sizes) if target.pads else {1, max(sizes)}
     curves = {size: cost_curve_for(target, size) for size in sorted(timed)}
     return SharedCosts(target.log, curves, only_timed_sizes=target.captures, pads=target.pads)
@@ -79,7 +82,7 @@ def budget_for(config: DecodeConfig, shared_costs: Callable[[], SharedCosts]) ->
 def history_for(
     config: DecodeConfig, target: Target, store_set: StoreSet, *, read_only: bool = False, tenant: str = ""
 ) -> History | None:
-    """Return the history that the drafters of a model share, or None if their method has none.
+    """Return the history that the drafters of a model share, or None if ``config`` drafts from no history.
 
     The history of each tenant or namespace is stored in a separate folder below that of ``config``. With ``read_only``,
     the store is not written.

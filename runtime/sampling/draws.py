@@ -95,7 +95,7 @@ def sample(seed: Any, position: Any, probabilities: Any) -> Any:
 
 @compiled
 def race_block(start: Any, first: Any, weights: Any, winner: Any, earliest: Any) -> Any:
-    """Add the tokens from ``first`` on to a race, and return its winner and the winner's time.
+    """Add the tokens from ``first`` on to a race; return ``(winner, earliest)``, its winner and the winner's time.
 
     ``start`` is the start of the position's random stream.
     """
@@ -124,8 +124,8 @@ def _time_before(earliest: Any, number: Any, weight: Any) -> Any:
 def sample_among(seed: Any, position: Any, tokens: Any, weights: Any, nucleus: Any) -> Any:
     """Return the token that wins the race within the nucleus; -1 if no weight is above 0.
 
-    Tokens join the nucleus in order of decreasing weight until their sum reaches ``nucleus``. Of tokens with equal
-    weights, the one with the highest id joins first, as in a stable sort.
+    Tokens join the nucleus in order of decreasing weight until the sum of their weights reaches ``nucleus``. Of tokens
+    with equal weights, the one with the highest id joins first, as in a stable sort.
     """
     start, winner = stream_start(seed, position), -1
     while True:
@@ -142,7 +142,10 @@ def sample_among(seed: Any, position: Any, tokens: Any, weights: Any, nucleus: A
 
 @compiled
 def _winner_before(start: Any, tokens: Any, weights: Any, border: Any) -> Any:
-    """Return the index of the token that wins among those ordered before ``border``; among all if that is negative."""
+    """Return the index of the token that wins among those ordered before the token at index ``border``, or -1 if none.
+
+    All tokens take part if ``border`` is negative.
+    """
     winner, earliest = -1, np.inf
     for index in range(tokens.shape[0]):
         if border < 0 or _is_before(tokens, weights, index, border):
@@ -173,7 +176,7 @@ WARPER_OPTIONS = {
     TopPLogitsWarper: "top_p",
     MinPLogitsWarper: "min_p",
 }
-"""Processors that a ``Truncation`` replaces, in the order of ``generate``, and the attribute that holds their
+"""Maps each processor that a ``Truncation`` replaces, in the order of ``generate``, to the attribute that holds its
 option."""
 
 
@@ -241,7 +244,11 @@ class Truncation:
         return int(draw_row(position, scores, among, replace(self, top_k=0).draws(race)))
 
     def winner(self, race: ExponentialRace, position: int, scores: npt.NDArray[np.float32]) -> int:
-        """Return the token that is drawn whichever others are forbidden; ``UNDECIDED`` if the draw depends on them."""
+        """Return the token that is drawn whichever other tokens are forbidden.
+
+        Return ``UNDECIDED`` if the draw depends on the forbidden tokens, and ``NOT_FINITE`` if the highest score is not
+        finite.
+        """
         return int(winner_among_any(position, scores, self.draws(race)))
 
 
@@ -370,9 +377,9 @@ def _indices_to_tokens(indices: Any, among: Any) -> None:
 
 @compiled
 def allowed_scores(address: int, vocabulary: int, bits: Any, tokens: Any, scores: Any) -> int:
-    """Write the tokens whose bit is set to ``tokens`` and their scores to ``scores``; return their number.
+    """Write to ``tokens`` all tokens whose bit is set, and to ``scores`` their scores; return their number.
 
-    ``address`` is that of the float32 scores of the vocabulary. Return -1 if the highest of them is not finite.
+    ``address`` is that of the vocabulary's scores in float32. Return -1 if the highest of these scores is not finite.
     """
     row = array_at(address, vocabulary, np.float32)
     if not argmax_of(row.view(np.int32), INFINITY_BITS)[1]:
@@ -389,5 +396,5 @@ def allowed_scores(address: int, vocabulary: int, bits: Any, tokens: Any, scores
 
 
 def keeps_one(processor: Any) -> bool:
-    """Return True if a processor forbids tokens by minus infinity and may leave a single one."""
+    """Return True if a processor forbids tokens by minus infinity and may leave a single token."""
     return getattr(processor, "filter_value", -np.inf) == -np.inf and getattr(processor, "min_tokens_to_keep", 1) == 1

@@ -82,7 +82,7 @@ class Sampler:
         processors: LogitsProcessorList | None = None,
         padding: Sequence[int] = (),
     ) -> None:
-        """``processors`` replace those of ``config``, of which only ``seed`` and ``is_greedy`` are used then.
+        """If ``processors`` are given, only ``seed`` and ``is_greedy`` of ``config`` are used.
 
         Processors see the ``padding`` tokens in front of the context; the model does not.
         """
@@ -152,9 +152,10 @@ class Sampler:
     ) -> Callable[[int], int]:
         """Return a function that maps a row of ``logits`` to the token chosen there, given the context so far.
 
-        ``finite``, if known, says for each row whether its highest logit is finite; ``first`` is the first row on the
-        host, if it was copied. With ``finite_only``, the function returns ``NOT_FINITE`` for a row whose highest logit
-        is NaN or infinite, without calling any processor; otherwise it raises ModelError if a draw meets such a row.
+        ``finite``, if known, says for each row whether its highest logit is finite; ``first`` is a copy of the first
+        row on the host, or None. With ``finite_only``, the function returns ``NOT_FINITE`` for a row whose highest
+        logit is NaN or infinite, without calling any processor; otherwise it raises ModelError if a draw meets such a
+        row.
         """
 
         def process(row: int) -> int:
@@ -211,7 +212,7 @@ class Sampler:
         return self._truncation.draw(self._race, len(self.context), scores[:count], tokens[:count])
 
     def choose_processed(self, logits: torch.Tensor, row: int) -> int:
-        """Return the token chosen at a row by its processed scores, or ``NOT_FINITE``."""
+        """Return the token chosen at a row by its processed scores, or ``NOT_FINITE``; see ``choose``."""
         return self.choose(self.processed(logits[row], self.pre_processors))
 
     def ids(self, device: torch.device) -> torch.LongTensor:
@@ -234,7 +235,10 @@ class Sampler:
         return scores[0]
 
     def choose(self, scores: torch.Tensor) -> int:
-        """Return the token chosen by scores that come from the ``pre_processors``, or ``NOT_FINITE``."""
+        """Return the token chosen by scores that the ``pre_processors`` returned.
+
+        Return ``NOT_FINITE`` if a draw finds that the highest score is not finite.
+        """
         if self._greedy:
             return int(argmax(scores))
         return self._truncation.draw(self._race, len(self.context), self._on_host.of(scores.detach()))
@@ -304,7 +308,9 @@ class _GrowingIds:
 
 
 def processors_of(config: SamplingConfig) -> LogitsProcessorList:
-    """Return the processors for the options in ``config`` alone, in the order of ``generate``; None adds no processor.
+    """Return the processors for the options in ``config`` alone, in the order of ``generate``.
+
+    An option that is None adds no processor.
 
     ``runtime/generate_settings.py`` makes the processors of ``generate``, which include the model's own settings.
     """

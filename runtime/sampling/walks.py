@@ -57,9 +57,10 @@ def walk_ranked(
 ) -> tuple[int, bool]:
     """Write at most ``max_tokens`` tokens drawn from the highest scores, and the node of each, to ``walk_buffer``.
 
-    ``tokens`` and ``scores`` are the highest of each row, best first; the first token is drawn at ``position``. Return
-    the number of drawn tokens, and whether all scores that decided are finite. The walk ends before a row that is not
-    finite, and before a token that depends on other scores.
+    ``scores`` holds the highest scores of each row, best first, and ``tokens`` their tokens; the first token is drawn
+    at ``position``. The walk ends before a row whose highest score is not finite, and before a token that depends on
+    scores that are not given. Return ``(count, finite)``: the number of drawn tokens, and whether all scores that
+    decided are finite.
     """
     node = ROOT
     for step in range(max_tokens):
@@ -76,7 +77,10 @@ def walk_ranked(
 
 @compiled
 def draw_ranked(position: Any, vocabulary: Any, tokens: Any, scores: Any, draws: Any) -> Any:
-    """Return the token that ``draw_row`` would draw, given a row's highest scores; ``UNDECIDED`` if others decide."""
+    """Return the token that ``draw_row`` would draw, given only the highest scores of a row.
+
+    Return ``UNDECIDED`` if the draw depends on other scores, and ``NOT_FINITE`` if the highest score is not finite.
+    """
     known, top_k = len(tokens), draws.top_k
     if not np.isfinite(scores[0]):
         return NOT_FINITE
@@ -129,9 +133,10 @@ def walk_draws(
 ) -> tuple[int, bool]:
     """Write at most ``max_tokens`` tokens drawn from float32 logits, and the node of each, to ``walk_buffer``.
 
-    ``position`` is that of the first token. If ``forced_tokens`` holds the only possible token after a row, it is taken
-    without a draw. Return the number of tokens, and whether all logits that decided are finite. The walk ends before a
-    row that is not finite and, if a mask applies, before a token that depends on which tokens are forbidden.
+    ``position`` is that of the first token. If ``forced_tokens`` holds the only possible token after a row, that token
+    is taken without a draw. The walk ends before a row that is not finite and, if a mask applies, before a token that
+    depends on which tokens are forbidden. Return ``(count, finite)``: the number of tokens, and whether all logits that
+    decided are finite.
     """
     node, among = ROOT, np.empty(0, np.int64)
     for step in range(max_tokens):
@@ -167,9 +172,9 @@ def walk_argmax(
 ) -> tuple[int, bool]:
     """Write at most ``max_tokens`` tokens chosen by argmax, and the node of each, to ``walk_buffer``.
 
-    If ``forced_tokens`` holds the only possible token after a row, it is chosen, and only its logit is read. Return the
-    number of tokens, and whether all logits that decided are finite. The walk ends before a row that is not finite,
-    unless it is the only row.
+    If ``forced_tokens`` holds the only possible token after a row, that token is chosen, and only its logit is read.
+    The walk ends before a row that is not finite, unless it is the only row. Return ``(count, finite)``: the number of
+    tokens, and whether all logits that decided are finite.
     """
     node = ROOT
     for step in range(max_tokens):
@@ -190,7 +195,7 @@ def walk_argmax(
 def walk_known(
     argmax: Array, are_finite: Array, drafted: Array, parents: Array, max_tokens: int, walk_buffer: Array
 ) -> tuple[int, bool]:
-    """Walk like ``walk_argmax`` if the argmax of every row is already known."""
+    """Walk like ``walk_argmax``, given the argmax of every row and whether the row is finite."""
     node = ROOT
     for step in range(max_tokens):
         token, finite = argmax[node + 1], are_finite[node + 1] != 0

@@ -8,7 +8,7 @@ shard. A child's range lies within its parent's range of the next lower order, s
 Emitted tokens narrow the ranges of the root.
 
 If only the longest order was looked up for a node, its children have no lower range to narrow. They narrow the node's
-longest range instead, provided that all followers were read. A verbatim quote is thus followed to its end.
+longest range instead, provided that all its followers were read. A verbatim quote is thus followed to its end.
 
 Only some followers of a range are read: samples at even distances. They are in suffix order, so they bound the range of
 each child exactly or to within a few suffixes.
@@ -54,7 +54,7 @@ from hdtool.runtime.tree import LARGEST_TREE
 MAX_RANGE_ORDER = 6
 MAX_SAMPLES = 64
 MIN_SAMPLES = 16
-"""Maximum number of followers sampled from a range, and minimum if the range has that many."""
+"""Most and fewest followers sampled from a range; a range with fewer is read in full."""
 RANGE_ROWS = LARGEST_TREE + 1
 RANGE_LOW, RANGE_HIGH = range(2)
 
@@ -104,8 +104,8 @@ def bounds_of(ranges: Any) -> Ints:
 def narrow(corpus: Ints, ranges: Any, tail: Ints, node: int, parent: int, order: int) -> None:
     """Write a node's ranges of ``order`` by narrowing its parent's ranges of the next lower order.
 
-    ``parent`` is the parent, and ``tail`` holds the node's last tokens. The longest order narrows the parent's ranges
-    of the longest order instead if those are the only ones; see ``only_longest``.
+    ``tail`` holds the node's last tokens. For the longest order, the parent's ranges of that order are narrowed instead
+    if the parent has no others; see ``only_longest``.
     """
     shards, bounds = shards_at(corpus, ranges.shards), bounds_of(ranges)
     token = tail[len(tail) - 1]
@@ -372,7 +372,7 @@ def lookup(tokens: Ints, addresses: Ints, tail: Ints, end: int, max_nodes: int) 
 
 @compiled
 def _sorted_continuations(continuations: Ints) -> Ints:
-    """Return the columns in sorted order, by insertion sort, since each shard's are already sorted."""
+    """Return the columns in sorted order, by insertion sort, since the columns of each shard are already sorted."""
     count = continuations.shape[1]
     order = np.empty(count, np.int64)
     for column in range(count):
@@ -441,7 +441,7 @@ def _tree(continuations: Ints, end: int, max_nodes: int) -> Ints:
 
 @compiled
 def _shared_lengths(continuations: Ints, end: int) -> Ints:
-    """Return how many leading tokens each continuation shares with the previous one; 0 at both ends."""
+    """Return how many leading tokens each continuation shares with the previous one; the first and last entry are 0."""
     max_depth, samples = continuations.shape
     shared, alike = np.zeros(samples + 1, np.int32), np.ones(samples + 1, np.int32)
     for depth in range(max_depth):

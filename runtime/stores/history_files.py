@@ -89,7 +89,7 @@ class HistoryRing:
         return self.entries.nbytes + CHAINS_HEADER_BYTES + self.heads.nbytes
 
     def fill(self, log: Ints, end: Ints) -> None:
-        """Write the ring's addresses to a record for compiled code; ``end`` is the array that holds its end."""
+        """Write the ring's addresses to a record for compiled code; ``end`` is the array that holds the ring's end."""
         log["end_at"], log["owners"] = end.ctypes.data, 0
         log["entries"], log["heads"] = self.entries.ctypes.data, self.heads.ctypes.data
         log["size"], log["chains"] = self.size, self.chains
@@ -101,7 +101,7 @@ class HistoryRing:
         self._header[0] = end
 
     def append(self, end: int, overlap: Ints, tokens: Ints) -> int:
-        """Write a conversation after the committed end and return its own end, which the caller must commit.
+        """Write a conversation after the committed end and return the new end, which the caller must commit.
 
         ``overlap`` holds the tokens that precede the answer's ``tokens``.
         """
@@ -291,7 +291,7 @@ def deletion_advice(folder: Path) -> str:
 
 
 def create_if_new(folder: Path, tokenizer: TokenizerFingerprint, model: str, max_bytes: int) -> None:
-    """Create an empty store unless one exists; raise StoreError if the folder has other files or the limit is bad."""
+    """Create an empty store unless one exists; raise StoreError for a folder with other files or an invalid limit."""
     if not 1 <= max_bytes <= MAX_HISTORY_BYTES:
         raise StoreError(
             f"a history store takes 1 to {MAX_HISTORY_BYTES:,} bytes, not {max_bytes:,}: choose another bound"

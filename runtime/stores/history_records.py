@@ -7,7 +7,7 @@ byte stores ``{end, next}``: the committed end of the ring and the next conversa
 once its transaction is committed.
 
 LMDB's write lock locks the whole store, including the ring: writers hold it until the transaction with the new end is
-committed. It is released if its holder is killed.
+committed. The lock is released if its holder is killed.
 """
 
 from __future__ import annotations

@@ -66,7 +66,7 @@ RESERVED_DISK_BYTES = 16 << 20
 ROOM_CHECK_SECONDS = 1.0
 """Seconds between checks of the free disk space."""
 APPEND_ATTEMPTS = 100
-"""Maximum attempts to append, which is retried after conversations were removed or the store was replaced."""
+"""Maximum attempts at an append, which is retried after conversations were removed or the store was replaced."""
 
 
 class HistoryStore(Uncopyable):
@@ -126,7 +126,7 @@ class HistoryStore(Uncopyable):
 
     @property
     def log(self) -> Ints:
-        """Record for compiled code, whose address never changes. ``refresh`` and ``append`` update it."""
+        """Record for compiled code, at an address that never changes. ``refresh`` and ``append`` update it."""
         return self._log
 
     @property
@@ -230,9 +230,10 @@ class HistoryStore(Uncopyable):
         )
 
     def _append_once(self, transaction: Any, overlap: Ints, tokens: Ints, source: str) -> int:
-        """Append a conversation and return the new end; 0 if the store was extended, rebuilt or evicted from instead.
+        """Append a conversation and return the new end.
 
-        In that case the caller commits the transaction and retries.
+        Return 0 if the store was extended or rebuilt, or conversations were removed, instead. The caller then commits
+        the transaction and retries.
         """
         ring, records = self._open.ring, self._open.records
         state = state_of(transaction, records.path)
@@ -248,7 +249,10 @@ class HistoryStore(Uncopyable):
         return end
 
     def _grows(self, transaction: Any, end: int, stop: int) -> bool:
-        """Extend the store if it lacks positions, or rebuild it if positions would overflow; return True if so."""
+        """Extend the store if it lacks positions, or rebuild it if positions would overflow.
+
+        Return True if the store was extended or rebuilt.
+        """
         ring, max_size = self._open.ring, positions_within(self.manifest.max_bytes)
         size = ring.size
         if stop >= MAX_POSITION:
@@ -265,9 +269,12 @@ class HistoryStore(Uncopyable):
         return True
 
     def _remove_oldest(self, transaction: Any, below: int) -> bool:
-        """Remove conversations before position ``below``, and the oldest if there are too many; return True if any."""
+        """Remove conversations before position ``below``, and the oldest if there are too many.
+
+        Return True if any were removed.
+        """
         size, path = self._open.ring.size, self._open.records.path
-        # The limit is that of the full-size ring, even while it is smaller.
+        # The limit is that of the full-size ring, even while the ring is smaller.
         max_conversations = positions_within(self.manifest.max_bytes) // MIN_POSITIONS_PER_CONVERSATION
         surplus = count_of(transaction) + 1 - max_conversations
         if surplus <= 0 >= below:
@@ -286,7 +293,10 @@ class HistoryStore(Uncopyable):
         return bool(removed)
 
     def _check_room(self, needed: int = 0) -> None:
-        """Raise OSError unless the disk has space for ``needed`` bytes; checked at most once a second if that is 0."""
+        """Raise OSError unless the disk has space for ``needed`` bytes.
+
+        If ``needed`` is 0, the disk is checked at most once a second.
+        """
         if not needed and time.monotonic() < self._room_until:
             return
         self._room_until = 0.0
@@ -351,7 +361,7 @@ class History:
     def __init__(
         self, max_tokens: int = MAX_LOG_POSITIONS, *, prompts: bool = False, store: HistoryStore | None = None
     ) -> None:
-        """Keep the latest ``max_tokens`` tokens in memory, with those of prompts if ``prompts`` is True.
+        """Keep the latest ``max_tokens`` tokens in memory, including tokens of prompts if ``prompts`` is True.
 
         Finished answers move to the ``store``, where they are matched from then on.
         """
@@ -361,7 +371,7 @@ class History:
 
     @property
     def stored_log(self) -> Ints | None:
-        """The store's record for compiled code, whose address never changes; None without a store."""
+        """The store's record for compiled code, at an address that never changes; None without a store."""
         return self.store.log if self.store else None
 
     def start(self, lane: Ints, prompt: Sequence[int], new: int) -> None:
@@ -406,7 +416,7 @@ def open_history(
 ) -> HistoryStore:
     """Open the history store of a model and tenant, in the folder ``named`` or in hdtool's home.
 
-    Each tenant has a separate folder. The store is created if missing, with ``read_only`` only if ``created``.
+    Each tenant has a separate folder. A missing store is created, but with ``read_only`` only if ``created``.
     """
     folder = (
         history_at_home(model, tokenizer, tenant or None)

@@ -30,7 +30,7 @@ TIMED_LOOKUPS = 4000
 CONTEXT_LENGTH = 16
 
 FoundContinuation = tuple[int, list[int], int]
-"""Length of the match, the tokens that follow it, and their count."""
+"""``(length, tokens, count)``: the length of a match, tokens that followed it, and how often they did."""
 
 
 def continuations(store: CorpusIndex | ModelStore, context: list[int]) -> Iterator[FoundContinuation]:
@@ -58,7 +58,7 @@ def _of_corpus(index: CorpusIndex, context: list[int]) -> Iterator[FoundContinua
 
 
 def _path(index: CorpusIndex, tokens: list[int], matched: int, count: int) -> list[int]:
-    """Return the token after a match and those that follow it, for as long as all its occurrences continue alike."""
+    """Return the token after a match and the tokens after that one, while all occurrences of the path go on alike."""
     search = CorpusSearch(index.shards)
     while len(tokens) < matched + MAX_PATH:
         search.read(tokens)

@@ -119,7 +119,7 @@ def add(table: Any, token: Any) -> None:
 
 @compiled
 def latest_position(table: Any, token: Any) -> int:
-    """Return a token's latest position other than the last position of the table; -1 if there is none."""
+    """Return a token's latest position other than the last position of the table; -1 if none is found."""
     oldest = max(np.int64(0), table.end - CONTEXT_WINDOW)
     after = np.int64(table.heads[SHORT_CHAIN, head_of(mix_hash(np.uint64(0), token))])
     for _ in range(MAX_LATEST_VISITS):
@@ -184,16 +184,18 @@ class RecycledRankings(Uncopyable):
     def keep(self, tails: Array, tokens: Array, scores: Array, vocabulary: int) -> None:
         """Keep a ranking for each row of ``tails``, the last tokens of a node; the most probable node comes first.
 
-        ``tokens`` are the top tokens, best first, with their logits in ``scores``. ``vocabulary`` is the model's size.
+        ``tokens`` are the top tokens, best first, with their logits in ``scores``. ``vocabulary`` is the size of the
+        model's vocabulary.
         """
         if self._lines is None:
             self._allocate(vocabulary, MAX_KEY_TOKENS)
         _keep(self.record, tails, tokens, scores)
 
     def begin_with(self, known: Array, *, alone: bool) -> None:
-        """Initialize the table with a ranking for each token: rows of tokens, then their probabilities in millionths.
+        """Initialize the table with a ranking after each token of the vocabulary.
 
-        Later rankings replace these. With ``alone``, the table has no room for keys of several tokens.
+        A row of ``known`` holds the tokens of a ranking, then their probabilities in millionths. Later rankings
+        replace these. With ``alone``, the table has no room for keys of several tokens.
         """
         max_key_tokens = 1 if alone else MAX_KEY_TOKENS
         self._allocate(len(known), max_key_tokens)

@@ -1,13 +1,13 @@
 """The model store: frequent continuations of the last one to four tokens in the model's own answers.
 
 Lookups read a hash table that maps each prefix to its most frequent next tokens, and an array of the most frequent
-four-token phrases after each token. Both are built from the record, an LMDB file with the documents and n-grams. Stores
-are extended, merged and split by the record's documents.
+four-token phrases after each token. Table and array are built from the record, an LMDB file with the documents and
+n-grams. Stores are extended, merged and split by the record's documents.
 
 A key of the record is a byte with the kind of the entry, followed by big-endian 32-bit numbers:
 
 - Kind 0, a document: its number. The value is its tokens.
-- Kinds 1 to 4, the tokens after a prefix of that length, and kind 5, the phrases after a token: the tokens of the
+- Kinds 1 to 4, the tokens after a prefix of 1 to 4 tokens, and kind 5, the phrases after a token: the tokens of the
   prefix. The value is ``[total, distinct, tokens, counts]``, where ``tokens`` concatenates all continuations.
 
 In values, tokens and counts are little-endian. Tokens have two bytes, or four for large vocabularies; counts have four.
@@ -140,14 +140,14 @@ class ModelStore(Uncopyable):
 
 
 def rankings_in(folder: Path, manifest: Manifest) -> Ints | None:
-    """Return a copy of the vocabulary's rankings in a store; None if it has none."""
+    """Return a copy of the vocabulary's rankings in a store; None if the store has none."""
     if "rankings" not in manifest.files:
         return None
     return np.array(mapped_part(folder, manifest, "rankings", np.int32, 2 * VOCABULARY_RANKING_TOKENS))
 
 
 def model_record(store: ModelStore | None) -> Ints:
-    """Return a record of a store's array addresses; the store must outlive it. With None, lookups find nothing."""
+    """Return a record of a store's array addresses; the store must outlive it. Without one, lookups find nothing."""
     record = np.zeros(1, MODEL_RECORD)
     if store:
         for part in ("slots", "keys", "rows"):
@@ -188,7 +188,10 @@ def prefetch_entries(model: Any, hashes: Ints, max_tokens: int) -> None:
 
 @compiled
 def look_up(memory: Ints, tail: Ints) -> Ints:
-    """Return a row for each suffix of ``tail`` with an entry, longest first: its length, then the entry's fields."""
+    """Return a row for each suffix of ``tail`` with an entry, longest first.
+
+    A row holds the length of the suffix, then the result of ``entry_of``.
+    """
     model, entries, count = memory[0], np.empty((len(tail), 5), np.int64), 0
     hashes = np.zeros(len(tail) + 1, np.uint64)
     for length in range(1, len(tail) + 1):
@@ -205,9 +208,10 @@ def look_up(memory: Ints, tail: Ints) -> Ints:
 
 @compiled
 def entry_of(slots: Ints, keys: Ints, rows: int, prefix_hash: np.uint64) -> tuple[Any, Any, Any, Any]:
-    """Return the entry of the prefix with a hash: start and stop among ``rows``, total and distinct.
+    """Return ``(start, stop, total, distinct)`` for the prefix with a hash: the range of its rows, and its counts.
 
-    At most ``MAX_ROWS_READ`` rows are returned. All values are 0 if there is no entry.
+    ``rows`` is the number of rows in the store; the range has at most ``MAX_ROWS_READ``. All values are 0 if there is
+    no entry.
     """
     key = find_key(slots, keys, prefix_hash)
     if key < 0:
@@ -386,7 +390,7 @@ class ModelRecord:
         )
 
     def _entries(self, start: bytes) -> Iterator[tuple[bytes, Any]]:
-        """Yield the keys and unpacked values whose key begins with ``start``."""
+        """Yield each key that begins with ``start``, and its unpacked value."""
         try:
             with self._environment.begin() as transaction:
                 cursor = transaction.cursor()
@@ -454,7 +458,7 @@ def writing(path: Path, end: int, value_bytes: int, entries: int) -> Iterator[Re
 
 
 def _start(kind: int, prefix_tokens: Sequence[int]) -> bytes:
-    """Return the key of a kind and numbers, or the start of keys if there are more numbers."""
+    """Return the key of a kind and numbers, or the common start of all keys in which more numbers follow."""
     return bytes([kind]) + np.asarray(prefix_tokens, KEY_DTYPE).tobytes()
 
 

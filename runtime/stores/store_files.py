@@ -1,6 +1,6 @@
 """Memory-maps the files of stores, and checks LMDB's pages, because a damaged page would crash the process.
 
-The check follows both trees of a snapshot, of data and of free pages, from their roots. Every page must lie in the
+The check follows the two trees of a snapshot, of data and of free pages, from their roots. Every page must lie in the
 file, store the right page number and a valid kind, and contain its nodes. The layout is LMDB 0.9's, little-endian.
 """
 
@@ -91,7 +91,7 @@ ByteArray = npt.NDArray[np.uint8]
 
 
 def damage_of(path: Path, number: int) -> str:
-    """Describe the damage of an LMDB file's snapshot, by transaction number; empty if it is intact.
+    """Describe the damage to the snapshot of transaction ``number`` in an LMDB file; empty if the snapshot is intact.
 
     The caller must hold a read transaction of the snapshot, so that its pages aren't reused.
     """

@@ -52,7 +52,7 @@ class StoreSet:
     model: ModelStore | None = None
     corpus: CorpusIndex | None = None
     databases: str = SOURCE_LETTERS
-    """Letters of the databases to draft from; stores of others are not opened."""
+    """Letters of the databases to draft from; stores of other databases are not opened."""
     history: History | None = None
     """Earlier answers; if None, the model's drafters start with an empty history."""
     tokenizer: TokenizerFingerprint | None = None
@@ -74,7 +74,7 @@ class StoreSet:
     ) -> StoreSet:
         """Open the stores that ``config`` names, else those in hdtool's home.
 
-        From there, the model store is only used if it is that of ``model``. With ``identified``, the fingerprint of
+        A model store in hdtool's home is used only if it is that of ``model``. With ``identified``, the fingerprint of
         the tokenizer is computed even if no store is opened. Raises StoreError if a store has another tokenizer.
         """
         model_db = config.model_db if "M" in databases else NO_STORE
@@ -137,7 +137,7 @@ def _open(
 def model_store_for(
     model: Checkpoint | None, tokenizer: TokenizerFingerprint, namespace: str | None = None
 ) -> Path | None:
-    """Return the folder of a model's store in hdtool's home, or of the embedded store for the demo model.
+    """Return the folder of a model's store in hdtool's home, or of the embedded store for the demo model, else None.
 
     With a ``namespace``, only that tenant's store is considered: answers are never shared between tenants.
     """
@@ -152,9 +152,9 @@ def model_store_for(
 
 
 def corpus_index_for(tokenizer: TokenizerFingerprint, namespace: str | None = None) -> Path | None:
-    """Return the folder of a tokenizer's corpus index: in hdtool's home the tenant's or the common one, else embedded.
+    """Return the folder of a tokenizer's corpus index, or None if there is none.
 
-    Returns None if there is none for the tokenizer.
+    A tenant's index in hdtool's home comes first, then the common one there, then the embedded one.
     """
     for owner in {namespace: None, None: None}:
         if ((at_home := corpus_index_at_home(tokenizer, owner)) / MANIFEST).exists():
@@ -170,7 +170,7 @@ def _note_other_models(
     tokenizer: TokenizerFingerprint,
     namespace: str | None,
 ) -> None:
-    """Print a note if the named model store is of another model, or if hdtool's home only has stores of others."""
+    """Print a note if the named model store is of another model, or if only other models have one in hdtool's home."""
     if opened:
         store_model = opened.manifest.model
         if named and store_model and model and store_model != model:

@@ -6,8 +6,8 @@ read the tokens that follow a range.
 
 Most of the time is memory latency: each bisection step reads a suffix and then the text at its position, which are far
 apart. ``find_boundary`` therefore has three rounds. The first bisects the sampled prefixes: the tokens after the first
-one of every 256th suffix, which are few enough to stay in the cache. The other two prefetch everything that they may
-read, so that each waits for memory only once.
+one of every 256th suffix, which are few enough to stay in the cache. The other rounds prefetch everything that they
+may read, so that each waits for memory only once.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ PREFIX_TOKENS = 4
 BISECTION_STRIDES = (16, 1)
 """Distance between the suffixes that the second and third round bisect."""
 FIRST_LENGTH = 3
-"""First match length to try, about the usual one for text that isn't in the corpus."""
+"""First match length to try, about the usual match length for text that isn't in the corpus."""
 MIN_WIDE_BRACKET = 1024
 """Number of suffixes above which ``narrow_range`` uses the sampled prefixes."""
 FIRST_LENGTH_STRIDE = 8
@@ -34,7 +34,11 @@ Int = Any
 
 
 class ShardExtent(NamedTuple):
-    """A shard's first token and suffix, their numbers, and its first sampled prefix, in the files of the index."""
+    """The place of a shard in the files of the index.
+
+    ``token``, ``suffix`` and ``prefix`` are the indices of its first token, suffix and sampled prefix; ``tokens`` and
+    ``suffixes`` are its numbers of tokens and suffixes.
+    """
 
     token: int
     tokens: int
@@ -54,13 +58,13 @@ class Shards(NamedTuple):
     suffixes: Ints
     """Suffix arrays of all shards: positions within the shard, sorted by the text that starts there."""
     heads: Ints
-    """Index of the first suffix that starts with a token ``[shards, vocabulary + 1]``."""
+    """Index of the first suffix that starts with each token, ``[shards, vocabulary + 1]``."""
     sampled_prefixes: Ints
     extents: Ints
     """Fields of ``ShardExtent`` ``[shards, 5]``."""
 
     def addresses(self) -> Ints:
-        """Return the arrays' addresses and sizes for ``shards_at``; the arrays must outlive it."""
+        """Return the arrays' addresses and sizes for ``shards_at``; the arrays must outlive the result."""
         return np.array([(array.ctypes.data, array.shape[0], array.shape[-1]) for array in self], np.int64)
 
 
@@ -148,7 +152,8 @@ def head_range(shards: Shards, shard: int, token: Int) -> tuple[Int, Int]:
 def find_boundary(shards: Shards, shard: int, tail: Ints, length: int, low: Int, high: Int, past: bool) -> Int:
     """Return the first suffix between ``low`` and ``high`` that starts with or sorts after the last ``length`` tokens.
 
-    With ``past``, return the first that sorts after them. All suffixes must start with the first of these tokens.
+    With ``past``, return the first that sorts after these tokens. Return ``high`` if there is none. All suffixes in
+    between must start with the first of the tokens.
     """
     low, high = _between_sampled(shards, shard, tail, length, low, high, past)
     for stride in BISECTION_STRIDES:
@@ -230,10 +235,10 @@ def _order(shards: Shards, shard: int, suffix: Int, tail: Ints, length: int) -> 
 def narrow_range(
     shards: Shards, shard: int, tail: Ints, length: int, low: Int, first: Int, last: Int, high: Int
 ) -> tuple[Int, Int]:
-    """Return the part of a range that matches one token more, the last one of ``tail``.
+    """Return the start and end of the part of a range that matches one more token, the last one of ``tail``.
 
-    The suffixes of the range share the ``length - 1`` tokens before it. The part must be known to start between ``low``
-    and ``first`` and to end between ``last`` and ``high``.
+    The suffixes of the range share the ``length - 1`` tokens before this token. The part must be known to start between
+    ``low`` and ``first`` and to end between ``last`` and ``high``.
     """
     token = tail[len(tail) - 1]
     if first - low > MIN_WIDE_BRACKET:
@@ -254,7 +259,7 @@ def narrow_range(
 
 @compiled
 def _bisect(shards: Shards, shard: int, length: int, low: Int, high: Int, token: Int) -> Int:
-    """Return the first suffix of a range whose token after the first ``length`` is ``token`` or larger."""
+    """Return the first suffix of a range whose token after the first ``length`` tokens is ``token`` or larger."""
     while low < high:
         middle = (low + high) >> 1
         if _follower_of(shards, shard, middle, length) < token:
@@ -266,7 +271,7 @@ def _bisect(shards: Shards, shard: int, length: int, low: Int, high: Int, token:
 
 @compiled
 def _follower_of(shards: Shards, shard: int, suffix: Int, length: int) -> Int:
-    """Return the token after the first ``length`` of a suffix, within the shard even if the file is damaged."""
+    """Return the token after the first ``length`` tokens of a suffix, within the shard even if the file is damaged."""
     position = np.int64(shards.suffixes[shards.extents[shard, SUFFIX] + suffix]) + length
     return np.int64(shards.tokens[shards.extents[shard, TOKEN] + min(position, shards.extents[shard, TOKENS] - 1)])
 

@@ -78,7 +78,10 @@ class TokenLog(Uncopyable):
         return np.zeros(1, LANE)
 
     def start(self, lane: Ints, tokens: Sequence[int] | Ints, *, learned: bool = False) -> None:
-        """Begin an answer after ``tokens``, the last few of which are copied; if ``learned``, append and match all."""
+        """Begin an answer after ``tokens``, the last few of which are copied.
+
+        If ``learned``, all of ``tokens`` are appended, and can be matched.
+        """
         self.grow()
         self._answers += 1
         ids = np.asarray(tokens if learned else tokens[-OVERLAP_TOKENS:], np.int64)
@@ -92,7 +95,10 @@ class TokenLog(Uncopyable):
         finish(self.memory, lane)
 
     def answer(self, lane: Ints) -> tuple[Ints, Ints]:
-        """Return the tokens before a lane's answer and those of the answer, unless they were overwritten."""
+        """Return ``(before, tokens)``: the tokens before a lane's answer, and the tokens of the answer.
+
+        Tokens that were overwritten are left out.
+        """
         tokens, overlap = answer_of(self.memory, lane)
         return tokens[:overlap], tokens[overlap:]
 
@@ -113,7 +119,7 @@ class TokenLog(Uncopyable):
         self.memory["owners"] = self._owners.ctypes.data
 
     def grow(self) -> None:
-        """Double the ring if it is over half full, keeping positions; clear it if they would overflow."""
+        """Double the ring if it is over half full, keeping positions; clear it if positions would overflow."""
         size, end = len(self._entries), int(self._end[0])
         if end > MAX_LOG_POSITION:
             self.clear()
@@ -229,7 +235,7 @@ def append(log: Any, lane: Any, token: Any, linked: bool) -> None:
 
 @compiled
 def _reserve(log: Any, lane: Any) -> None:
-    """Reserve the next block of a lane, and copy the overlap unless it is adjacent to the previous one.
+    """Reserve the next block of a lane, and copy the overlap unless the block is adjacent to the previous one.
 
     The last position of a block is only used if the next block is adjacent.
     """
@@ -285,7 +291,7 @@ MAX_MATCHES = 32
 
 @compiled
 def search(log: Any, owner: int, tail: Ints, pair_hash: np.uint64, matched_positions: Ints, lengths: Ints) -> int:
-    """Write the latest positions of a chain that match the end of ``tail``, and the match lengths; return the number.
+    """Write the latest positions of a chain that match the end of ``tail``, and the match lengths; return their number.
 
     At most twice as many positions are visited as ``matched_positions`` can hold. Positions of the answer ``owner`` are
     skipped.
@@ -328,12 +334,13 @@ def follow_chain(
     lengths: Ints,
     count: int,
 ) -> int:
-    """Follow a chain back from ``start`` and append positions that match the end of ``tail`` to ``count`` others.
+    """Follow a chain back from ``start``, and add positions that match the end of ``tail`` to ``matched_positions``.
 
-    ``tokens`` is the ring and ``previous`` the previous position on the chain of each. ``limits`` are the minimum match
-    length, and the maximum: longer matches count, but aren't appended. The search stops after ``max_matches`` matches,
-    after ``visits`` positions, or at ``oldest``. If blocks have ``owners``, those of ``NOBODY`` and of ``owner`` are
-    skipped. Returns the new number of positions.
+    ``count`` is the number of positions that ``matched_positions`` holds already; the new number is returned.
+    ``tokens`` holds the tokens of the ring, and ``previous`` each position's previous position on its chain. ``limits``
+    is ``(min_length, max_length)``: longer matches count, but aren't added. The search stops after ``max_matches``
+    matches, after ``visits`` positions, or at ``oldest``. If blocks have ``owners``, blocks of ``NOBODY`` and of
+    ``owner`` are skipped.
     """
     (min_length, max_length), mask, position, read = limits, len(tokens) - 1, np.int64(start), 0
     has_owners = len(owners) > 0
@@ -362,7 +369,7 @@ def follow_chain(
 
 @compiled
 def matches(memory: Ints, tail: Ints) -> tuple[Ints, Ints]:
-    """Return the positions of tokens that followed the end of a context before, and the match lengths."""
+    """Return ``(positions, lengths)``: where tokens followed the end of a context before, and the match lengths."""
     matched_positions, lengths = np.empty(MAX_MATCHES, np.int64), np.empty(MAX_MATCHES, np.int64)
     if len(tail) < CHAIN_KEY_TOKENS:
         return matched_positions[:0], lengths[:0]

@@ -65,7 +65,7 @@ class HydraHeads(Heads):
         return torch.stack(outputs, dim=1)
 
     def state(self, head: int, before: torch.Tensor, path: torch.Tensor) -> torch.Tensor:
-        """Return a head's states ``[rows, width]``, given the states before each path and its normed embeddings."""
+        """Return a head's states ``[rows, width]``, given the states before paths and the paths' normed embeddings."""
         first, *others = self._steps_of(head)
         states = before + functional.silu(first(torch.cat([before, path], dim=-1)))
         for step in others:
@@ -81,8 +81,8 @@ class HydraHeads(Heads):
 class MtpHeads(Heads):
     """A layer that predicts the token after the next one, and continues from its own hidden states.
 
-    It shares the target's output layer or, with a draft vocabulary, copies its rows for these tokens. Neither is
-    trained.
+    The module shares the target's output layer or, with a draft vocabulary, holds a copy of that layer's rows for the
+    vocabulary's tokens. Neither is trained.
     """
 
     def __init__(self, shape: HeadsShape, config: HeadsConfig) -> None:
@@ -172,7 +172,7 @@ ARCHITECTURES: Mapping[str, Callable[[HeadsShape, HeadsConfig], Heads]] = {
 }
 """The class that implements each kind of heads."""
 EXACT_SVD_WIDTH = 1024
-"""Largest width of a matrix that is decomposed by an exact SVD, which takes minutes for larger ones."""
+"""Largest width of a matrix that is decomposed by an exact SVD, which takes minutes for larger matrices."""
 
 
 @dataclass(frozen=True)
@@ -186,7 +186,7 @@ class EvalResult:
     tree: list[list[int]] = field(default_factory=list)
     """Nodes of the static tree, best first. A node is its path: the rank that each head gave to the token."""
     gains: list[float] = field(default_factory=list)
-    """How often each of these nodes is accepted."""
+    """How often each node of the static tree is accepted."""
     odds: list[list[float]] = field(default_factory=list)
     """How often a token is accepted after an accepted path, by head and probability bucket."""
 
@@ -199,7 +199,7 @@ class SavedHeads:
     target: str
     """Fingerprint of the model that the heads were trained on."""
     model: str
-    """Name of that model."""
+    """Name of the model that the heads were trained on."""
     evaluation: EvalResult
     training: dict[str, Any]
 
@@ -228,7 +228,7 @@ def _for_file(weight: torch.Tensor) -> torch.Tensor:
 
 
 def output_files(folder: Path) -> tuple[OutputFile, OutputFile]:
-    """Return the output files for weights and settings; they replace existing files only if hdtool wrote these."""
+    """Return the output files for weights and settings; they replace existing files only if hdtool wrote them."""
     is_settings = is_json_with(SETTINGS_KEYS, HEADS_FORMAT)
 
     def is_weights(path: Path) -> bool:
@@ -383,7 +383,7 @@ def _formatted(value: Any, depth: int = 0) -> str:
 def heads_for(method: str, folders: Sequence[str], model: PreTrainedModel) -> SavedHeads:
     """Load heads for a method from the first folder that holds a suitable kind.
 
-    Without ``folders``, search the heads that ship with the model. Raise HeadsError if there are none.
+    Without ``folders``, search the heads that ship with the model. Raise HeadsError if no heads are suitable.
     """
     wanted = kinds_for(method)
     places = _heads_folders(folders, model)

@@ -1,7 +1,7 @@
 """Modules of drafting heads and their KV cache, for training and for drafting.
 
 Adaptation layers read the target's hidden states and the tokens chosen from them. Each head applies a residual block to
-the output of one layer, auto-embedding blocks attend across the heads (Amphista; Li et al., 2024), and output layers,
+the output of one of them, auto-embedding blocks attend across the heads (Amphista; Li et al., 2024), and output layers,
 which may be low-rank, compute logits. The first head predicts the token after the last chosen one.
 """
 
@@ -173,7 +173,7 @@ class AdaptationLayer(nn.Module):
     ) -> torch.Tensor:
         """Return states after new positions; ``states`` and embedded ``tokens`` are ``[batch, new, width]``.
 
-        ``cache`` holds the keys and values of earlier positions; None attends to the new positions only.
+        ``cache`` holds the keys and values of earlier positions; without it, only the new positions are attended to.
         """
         return self.attending(states, tokens, rotary, None if cache is None else partial(cache.update, layer))
 
@@ -197,7 +197,7 @@ class AdaptationLayer(nn.Module):
 
 
 class OutputLayer(nn.Module):
-    """Computes the logits of one head, through a bottleneck of ``rank`` unless that is 0."""
+    """Computes the logits of one head, through a bottleneck of width ``rank`` unless ``rank`` is 0."""
 
     down: nn.Linear | None
     up: nn.Linear
@@ -260,7 +260,9 @@ class Heads(nn.Module):
     def along(
         self, hidden: torch.Tensor, embedded: torch.Tensor, rows: torch.Tensor, columns: torch.Tensor
     ) -> torch.Tensor:
-        """Return states ``[places, heads, width]`` at the given places of texts, whose own tokens serve as the draft.
+        """Return states ``[places, heads, width]`` at the given places of texts.
+
+        A place has an index in ``rows`` and in ``columns``; the texts' own tokens serve as the draft.
 
         ``hidden`` and ``embedded`` are ``[rows, columns, width]``: hidden states, and embeddings of the next tokens.
         """
@@ -347,7 +349,7 @@ def topk_tokens(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the top-k tokens of each row and their probabilities.
 
-    ``token_ids`` are the target's ids of a draft vocabulary.
+    ``token_ids`` holds the target's id of each token in the draft vocabulary, if there is one.
     """
     logits = logits.float()
     best = logits.topk(min(number, logits.shape[-1]), dim=-1)

@@ -122,7 +122,7 @@ class HeadsState:
         self.tokens = np.empty((0, 0), np.int64)
         """Best tokens of each head after the last token read, ``[heads, best]``."""
         self.probs = np.empty((0, 0))
-        """Probability of each of these tokens, given that the path before it is accepted."""
+        """Probability of each token in ``tokens``, given that the path before it is accepted."""
         self._embed = target.model.get_input_embeddings()
         recorder = target.new_recorder()
         self._fixed = FixedPass(self.heads, self._embed, TOKENS_PER_RANKING, recorder) if recorder else None
@@ -134,7 +134,7 @@ class HeadsState:
         self.begin([0])
 
     def begin(self, prompt: list[int]) -> None:
-        """Begin another answer, whose first input is the prompt. The target prefills it next."""
+        """Begin another answer, whose first input is the prompt. The target prefills the prompt next."""
         self._cache.restart()
         self._accepted.begin(prompt)
         self._proposed: Proposal | None = None
@@ -184,7 +184,7 @@ CAPTURED_ROWS = (1, 2, ROWS_PER_PASS)
 def sequential_drafter(saved: SavedHeads, target: Target, *, is_measured: bool) -> SequentialDrafter:
     """Return a drafter for heads that draft token by token.
 
-    If ``is_measured``, it measures its passes and stops drafting where further ones do not pay.
+    If ``is_measured``, the drafter measures its passes and stops drafting where further passes do not pay.
     """
     columns = target.watch_hidden()
     if target.device.type == "cpu":

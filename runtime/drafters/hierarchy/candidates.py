@@ -1,6 +1,6 @@
 """Candidate tokens after a node: their probabilities, how evidence adds to them, and learned weights.
 
-A parameter ``at`` is the address of an array of addresses, through which a function reaches all records.
+A parameter ``at`` is the address of an array that holds the addresses of all records.
 
 The estimate goes from the highest n-gram order to the lowest; each order gets a share of the remaining probability:
 
@@ -31,16 +31,17 @@ from hdtool.runtime.stores.token_log import MAX_MATCH_TOKENS
 from hdtool.runtime.tree import LARGEST_TREE
 
 WORK_AT, WEIGHTS_AT, NEAR_AT, TABLE_AT = SourceId.NONE.value, *range(len(SourceId), len(SourceId) + 3)
-"""Indices in the array of addresses; the record of each source has the number of the source as its index."""
+"""Indices in the array of addresses; the address of a source's record is at the number of the source."""
 ADDRESSES = TABLE_AT + 1
 MAX_CANDIDATES = 512
 CANDIDATE_SLOTS = 2 * MAX_CANDIDATES
 MAX_HASHED_TOKENS = 8
-"""Most last tokens of a node that are hashed."""
+"""Largest number of a node's last tokens that are hashed."""
 MAX_WEIGHT_ROWS, MAX_SOURCE_ROWS = 128, 32
 """Most rows of learned weights, and most rows in the table of sources."""
 DRAFTING = RESTART = -1
-"""Passed instead of an emitted token if an estimate is for a tree, and if another conversation begins."""
+"""Passed in place of an emitted token: ``DRAFTING`` if an estimate serves to grow a tree, ``RESTART`` if another
+conversation begins."""
 
 WORKSPACE = np.dtype(
     [
@@ -102,7 +103,7 @@ WORKSPACE = np.dtype(
 )
 SOURCE_ROW = np.dtype([(name, np.int64) for name in ("source", "first", "lowest", "highest", "find", "weigh", "move")])
 """A row in the table of sources: the source's number, its first row of weights, the lowest and highest n-gram order
-with evidence at the current node, and the addresses of its functions (0 for none)."""
+with evidence at the current node, and the addresses of the source's functions (``move`` is 0 if it has none)."""
 FIND, MOVE = types.int64(types.int64, types.int64), types.void(types.int64, types.int64, types.int64)
 WEIGH = types.float64(*[types.int64] * 4, types.float64)
 
@@ -132,9 +133,12 @@ class CompiledSource(NamedTuple):
     """``find(at, node)``: begin with a node, and return the highest order with evidence, or -1 without any."""
     weigh: Callable[[int, int, int, int, float], float]
     """``weigh(at, node, order, first, left)``: add the evidence for an order to the candidates, out of the remaining
-    probability ``left``, and return what remains then. ``first`` is the source's first row of weights."""
+    probability ``left``, and return the probability that remains. ``first`` is the source's first row of weights."""
     move: Callable[[int, int, int], None] | None = None
-    """``move(at, token, emitted)``: follow when the root moves on by a token; ``emitted`` is 0 in a prompt, else 1."""
+    """``move(at, token, emitted)``: update the source's records when the root moves on by a token.
+
+    ``token`` is ``RESTART`` if another conversation begins; ``emitted`` is 0 in a prompt, else 1.
+    """
 
     def row(self, first: int) -> tuple[int, ...]:
         """Return the source's row in the table of sources, given its first row of weights."""
@@ -147,7 +151,10 @@ call_find, call_weigh, call_move = caller_of(FIND), caller_of(WEIGH), caller_of(
 
 @compiled
 def record_array_at(at: int, number: int, count: int, kind: Any) -> Array:
-    """Return records by index in the array of addresses: the number of a source, or a constant such as ``WORK_AT``."""
+    """Return the ``count`` records at the address with index ``number``.
+
+    The index is the number of a source, or a constant such as ``WORK_AT``.
+    """
     return array_at(array_at(at, ADDRESSES, np.int64)[number], count, kind)
 
 
@@ -243,7 +250,7 @@ def weights_at(at: int) -> Any:
 
 @compiled
 def evidence_bucket(total: Any, spread: int) -> int:
-    """Return the bucket for an amount of evidence, in powers of two, and its spread."""
+    """Return the bucket for evidence by its total, in powers of two, and its spread."""
     size, left = 0, total
     while left >= 2 and size < EVIDENCE_SIZES - 1:
         left >>= 1
@@ -290,7 +297,7 @@ def learn(weights: Any, work: Any) -> None:
 
 
 DISTANCE_CLASSES = len(RECENCY)
-"""Number of distance classes: never, 1 token ago, 2 or 3, 4 to 7, and so on by doubling; the last one is unbounded."""
+"""Number of distance classes: never, 1 token ago, 2 or 3, 4 to 7, and so on by doubling; the last is unbounded."""
 PROB_CLASS_BOUNDS = (0.1, 0.01, 0.001)
 """Lower bounds of the probability classes; the last class is below all of them."""
 MIN_RACE_TIME = 1e-12
@@ -304,7 +311,7 @@ def contribute(
     """Add an order's evidence to the candidates; return the probability that is left to lower orders.
 
     ``row`` and ``bucket`` select the weight; ``tokens`` occurred ``counts`` times among ``read`` observations. If the
-    estimate serves to learn from an emitted token, the token's share is recorded instead.
+    estimate serves to learn from an emitted token, the token's share is recorded, and no candidate changes.
     """
     work = work_at(at)
     weight = weights_at(at).weight[row, bucket]
@@ -329,7 +336,7 @@ def contribute(
 
 @compiled
 def add_probability(work: Any, source: int, token: Any, part: float) -> None:
-    """Add to the probability of a candidate, which is created if there is room."""
+    """Add ``part`` to the probability of a token; a token that is no candidate yet becomes one if there is room."""
     slot = _slot_of(work, token)
     if _is_taken(work, slot):
         at = work.slots[slot] & (MAX_CANDIDATES - 1)
@@ -346,7 +353,7 @@ def add_probability(work: Any, source: int, token: Any, part: float) -> None:
 
 @compiled
 def candidate_index(work: Any, token: Any) -> int:
-    """Return the index of a candidate, or -1 if there is none."""
+    """Return the index of a token among the candidates, or -1 if it is not one of them."""
     slot = _slot_of(work, token)
     return int(work.slots[slot] & (MAX_CANDIDATES - 1)) if _is_taken(work, slot) else -1
 
@@ -422,8 +429,8 @@ def prob_class(prob: float) -> int:
 def weigh_draws(work: Any, node: int) -> None:
     """Divide the probability of each candidate after a node by the square root of its time in the race, and normalize.
 
-    Exact probabilities would determine the winner of the race. With estimates, the inverse square root fits best. All
-    other tokens together have no known time; they count with the square root of the probability left to them.
+    Exact probabilities would determine the winner of the race. With estimates, the inverse square root fits best. Other
+    tokens have no known time; together they count with the square root of the probability left to them.
     """
     start = stream_start(work.seed, work.position + work.depths[node])
     sum_of_all = np.sqrt(max(0.0, 1.0 - total_probability(work)))

@@ -65,7 +65,7 @@ UNLIMITED_VOCABULARY = 2**31 - 1
 
 
 class Hierarchy(Uncopyable):
-    """Drafts from the context, a prediction, the history, the model store, the corpus index and plug-ins, as given.
+    """Drafts from the context, a prediction, the history, the model store, the corpus index and plug-ins, where given.
 
     It can also draft from the target's logits: with ``last``, from the ranking that the root was chosen from; with
     ``recycled``, from the rankings at nodes of earlier trees, accepted or not. Learned weights and recycled rankings
@@ -93,7 +93,7 @@ class Hierarchy(Uncopyable):
         """Only the first ``vocabulary`` token ids are drafted. Several drafters may share a ``history``.
 
         Unless the drafter ``remembers`` them, recycled rankings are dropped when another conversation begins.
-        ``sources`` are further compiled sources, with the records that they read.
+        ``sources`` maps further compiled sources to the records that they read.
         """
         self._history = history
         self._forgets = recycled and not remembers
@@ -104,7 +104,7 @@ class Hierarchy(Uncopyable):
         self._plugins = dict(plugins or {})
         self._plugin_seconds = dict.fromkeys(self._plugins, 0.0)
         self._began: float | None = None
-        """Time at which the current draft began; None if there is none, or if its outcome was observed."""
+        """Time at which the current draft began; None if there is no draft, or once its outcome was observed."""
         self._used_trained = False
         """True if the trained drafter took part in the current draft."""
         self.context_table = ContextTable()
@@ -174,7 +174,7 @@ class Hierarchy(Uncopyable):
         """Number of nodes in the last tree before the budget cut it."""
         self._calibration = AnswerCalibration()
         self._joint_drafters: tuple[list[Hierarchy], Array] | None = None
-        """The drafters of the last joint draft that began with this one, and their addresses."""
+        """The drafters passed to the last ``draft_many``, and their addresses; None before the first call."""
         self._drafts, self._learning_seconds = 0, 0.0
         self._cost, self._time = SmoothedSeconds(), SharedTime(len(SourceId))
         # Compile the code, or load it from the cache, before the first step.
@@ -209,7 +209,7 @@ class Hierarchy(Uncopyable):
 
     @property
     def probs(self) -> Probs:
-        """Probability of each node in the last tree that the whole path to it is accepted."""
+        """For each node in the last tree, the probability that the whole path to it is accepted."""
         return self._probs[: self._nodes].copy()
 
     def weights(self, source: SourceId) -> Any:
@@ -223,7 +223,7 @@ class Hierarchy(Uncopyable):
 
     @property
     def seconds(self) -> dict[SourceId, float]:
-        """Seconds spent on drafting so far, divided among sources as in every 32nd draft; empty without a clock."""
+        """Seconds spent on drafting so far, divided by source as timed in every 32nd draft; empty without a clock."""
         parts = self._time.seconds()
         if any(parts):
             if self._trained:

@@ -68,7 +68,11 @@ PREDICTION_RECORD = np.dtype(
 
 
 def _find_in_model(at: int, node: int) -> int:
-    """Return the longest prefix to look up: one token more than the parent matches, if it was looked up in full."""
+    """Return the length of the longest prefix to look up.
+
+    This is one token more than the longest match of the parent, or ``MAX_PREFIX_TOKENS`` if that match is unknown: at
+    the root, or if the parent's estimate ended before a match was found.
+    """
     work = work_at(at)
     deepest, parent = MAX_PREFIX_TOKENS, work.parents[node]
     if node > 0 and (work.known[parent] > 0 or not work.cut[parent]):
@@ -186,7 +190,10 @@ def position_after(record: Any, depth: int) -> int:
 
 @compiled
 def _position_on_chain(record: Any, tail: Array, depth: int) -> int:
-    """Return the predicted position after a node with these last tokens, or -1 if they deviate from the chain."""
+    """Return the index of the predicted position after a node whose last tokens are ``tail``.
+
+    Return -1 if there is no such position, or if the path to the node deviates from the chain.
+    """
     for step in range(depth if record.ahead + depth < record.count else 0):
         token = record.chain[record.ahead + step]
         if token != ANY_TOKEN and token != tail[len(tail) - depth + step]:
@@ -207,7 +214,7 @@ def advance_record(record: Any, token: int) -> None:
 def prediction_source(name: SourceId, order: int, prior: Prior, records: int = 1) -> CompiledSource:
     """Return a source that reads ``records`` prediction records.
 
-    Each record has a row of weights; a single record has a row for each position.
+    Each of several records has one row of weights; a single record has a row for each position.
     """
     number = name.value
 
@@ -279,7 +286,7 @@ def _proposed_at(at: int) -> Any:
 
 @compiled
 def ranking_after(record: Any, ranking: int, token: int) -> int:
-    """Return the ranking that follows a token of another ranking, or ``NO_RANKING_AFTER``."""
+    """Return the ranking that applies after ``token`` if ``ranking`` applies before it, or ``NO_RANKING_AFTER``."""
     if ranking == NO_RANKING_AFTER:
         return NO_RANKING_AFTER
     for rank in range(TOKENS_PER_RANKING):

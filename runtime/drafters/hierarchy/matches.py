@@ -1,8 +1,8 @@
 """Sources that match text: the conversation, a prediction of the answer, and the history of other answers.
 
-Each keeps a ring buffer of tokens with hash chains through it, like LZ compressors. Matches are looked up at the root.
-A node inherits those of its parent's matches that its token continues; others are looked up only if none is left, or if
-short n-grams count.
+Each source keeps a ring buffer of tokens with hash chains through it, like LZ compressors. Matches are looked up at the
+root. A node inherits the matches of its parent that its token continues; further matches are looked up only if none is
+left, or once the estimate reaches short n-grams.
 """
 
 from __future__ import annotations
@@ -58,7 +58,8 @@ MAX_CHAIN_VISITS = 2 * MAX_ROOT_MATCHES
 MAX_NODE_LOG_MATCHES = 8
 """Most matches looked up in a log at a node below the root."""
 ANSWERS_LOG, STORED_LOG, NUM_LOGS = range(3)
-"""Logs of the history: the answers of this process, and the store on disk. Other sources have only the first one."""
+"""Indices of the history's logs: the answers of this process, and the store on disk. Other sources have only the first
+log."""
 NO_OWNERS = np.empty(0, np.int32)
 
 MATCH_RECORD = np.dtype(
@@ -175,7 +176,7 @@ def _log_source(name: SourceId, prior: Prior) -> CompiledSource:
 
 @compiled
 def append_to_log(matches: Any, token: int) -> None:
-    """Append a token to the current answer if it is logged."""
+    """Append a token to the current answer if this answer is logged."""
     if matches.lane:
         lane = array_at(matches.lane, 1, LANE)[0]
         if lane.owner > 0:
@@ -191,7 +192,7 @@ def _begin(matches: Any, node: int) -> None:
 
 @compiled
 def _find_in_log(work: Any, matches: Any, log: int, node: int) -> None:
-    """Find the matches of a node in a log: those inherited from its parent, or else by a search."""
+    """Find the matches of a node in a log: inherit them from its parent or, if none is left, search the log."""
     record, tail = array_at(matches.log[log], 1, LOG), work.tails[node]
     tokens = entries_of(record[0])[:, TOKEN]
     if node > 0:

@@ -61,7 +61,7 @@ LAST_SHARPNESS, NEAR_SHARPNESS = 0.5, 0.7
 RECYCLED_NUMBER = SourceId.RECYCLED.value
 
 RankedNodes = tuple[Array, Array, Array]
-"""Last tokens, depth and probability of the root and each node that has a row of logits."""
+"""``(tails, depths, probs)``: last tokens, depth and probability of the root and each node that has a row of logits."""
 
 
 class Rankings(Uncopyable):
@@ -92,7 +92,7 @@ class Rankings(Uncopyable):
             self.recycled.begin_with(self._known, alone=not self._uses_recycled)
 
     def observe(self, accepted: Accepted, verified: Verified, nodes: RankedNodes | None) -> None:
-        """Read the logits of the root and each node; without ``nodes``, only those after the last accepted token."""
+        """Read the logits of the root and each node; without ``nodes``, only the row after the last accepted token."""
         if not len(verified):
             return
         if self._uses_last:
@@ -142,7 +142,7 @@ def _find_single(at: int, node: int) -> int:
 
 
 def _weigh_recycled(at: int, node: int, order: int, first: int, left: float) -> float:
-    """Contribute the latest ranking that the target gave after the same tokens."""
+    """Contribute the latest ranking that the target gave after the node's last ``order`` tokens."""
     work, table = work_at(at), _recycled_at(at)
     row = kept_row(table, work.tails[node, MAX_MATCH_TOKENS - 1], work.suffix_hashes[order], order)
     if row < 0:
@@ -198,7 +198,7 @@ def note_neighbors(near: Any, depths: Array, probs: Array, tokens: Array, scores
 
 @compiled
 def _rank_of(named: Array, token: int) -> int:
-    """Return the index of a token among those of a position, or the index after them."""
+    """Return the index of a token among the tokens ``named`` for a position, or the index after the last of them."""
     at = 0
     while at < MAX_NEIGHBOR_TOKENS and named[at] != token and named[at] != NO_CHAIN_TOKEN:
         at += 1

@@ -88,7 +88,7 @@ def _start(work: Any, node: int) -> None:
 
 @compiled
 def _add_order(at: int, node: int, order: int, left: float) -> float:
-    """Add the evidence of all sources for an n-gram order while enough probability is left; return what is left."""
+    """Add the evidence of all sources for an n-gram order while enough probability is left; return the rest."""
     work, table = work_at(at), table_at(at)
     for number in range(work.rows):
         row = table[number]
@@ -160,7 +160,8 @@ def grow_all(at: Ints, max_nodes: Ints, grown: Ints) -> None:
 def _insert_paths(work: Any, node: int, size: int, max_nodes: int, bar: float) -> tuple[int, float]:
     """Insert the continuations of a node into the list.
 
-    Return its new size and, once it is full, the probability that a further path must exceed.
+    Return ``(size, bar)``: the new size of the list, and the probability that a further path must exceed, which is 0
+    until the list is full.
     """
     for at in range(work.size):
         # Shares from a damaged store may exceed 1.

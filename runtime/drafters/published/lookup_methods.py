@@ -65,7 +65,7 @@ PRIOR_RATE, FITTED_PRIOR_WEIGHT, FITTED_WINDOW = 0.6, 10.0, 200.0
 class PromptLookup:
     """Drafts one chain, as ``prompt_lookup_num_tokens`` of transformers does; the budget chooses its length.
 
-    The chain continues the longest match of at most ``max_length`` tokens or, of equal matches, the first one. A
+    The chain continues the longest match of at most ``max_length`` tokens or, of equally long matches, the first one. A
     token's probability is the rate at which tokens after a match of the same length were accepted so far; the match
     includes the earlier tokens of the chain.
     """
@@ -80,7 +80,7 @@ class PromptLookup:
         self._context = GrowingContext()
         self._seen = np.full(max_length + tokens, FITTED_PRIOR_WEIGHT)
         """Number of tokens compared with the answer, by the length of the match before them; ``_fitted`` counts those
-        that agreed with it."""
+        that agreed with the answer."""
         self._fitted = self._seen * PRIOR_RATE
         self._chain: Ints = np.empty(0, np.int64)
         """The tokens after the last match, drafted or not."""
@@ -119,9 +119,10 @@ class PromptLookup:
 
 @compiled
 def first_match(context: Ints, max_length: int) -> tuple[int, int]:
-    """Find the longest matches of the end of the context; return the index after the first one, and its length.
+    """Find the first of the longest matches of the end of the context.
 
-    Without a match, return the length of the context and 0.
+    Return ``(start, matched)``: the index after the match, and its length; without a match, the length of the context
+    and 0.
     """
     size = len(context)
     start, matched = size, 0
@@ -221,6 +222,6 @@ class Lookahead:
 
 
 def _parents(rows: int, width: int) -> Ints:
-    """Return the parents: row 0 is a chain that begins with the root, and other nodes follow the node above them."""
+    """Return the parents in a branch: row 0 is a chain below the root, and any other node follows the node above."""
     below = np.arange(max(rows - 1, 0) * width) + ROOT
     return np.concatenate([np.arange(width - 1) + ROOT, below]).astype(np.int32)

@@ -75,7 +75,7 @@ class NgramTrie:
         _add_all(self.memory[0], np.asarray(context[start:], np.int64))
 
     def after(self, context: Sequence[int] | Ints, max_rows: int) -> tuple[Ints, Ints]:
-        """Return the most frequent continuations of all suffixes of a context, one row each, and their lengths."""
+        """Return the most frequent continuations of all suffixes of a context as ``(rows, lengths)``, one per row."""
         rows: Ints = np.full((max_rows, NGRAM_LENGTH), NO_NODE, np.int32)
         lengths: Ints = np.zeros(max_rows, np.int64)
         count = _after(self.memory[0], np.asarray(context[-NGRAM_LENGTH + 1 :], np.int64), rows, lengths)
@@ -181,7 +181,7 @@ def _enter(trie: Any, node: int) -> None:
 
 @compiled
 def _after(trie: Any, tail: Ints, rows: Ints, lengths: Ints) -> int:
-    """Write the paths from the matches to their most frequent continuations to ``rows``; return the number of rows."""
+    """Write the most frequent continuations of all matches to ``rows``, and their lengths; return their number."""
     max_rows = len(rows)
     nodes, counts = np.empty(max_rows, np.int64), np.empty(max_rows, np.int64)
     size = 0
@@ -256,7 +256,7 @@ class Racer:
         """Number of context tokens whose n-grams have been counted."""
         self._calibration = NodeCalibration(KIND_PRIOR_RATES)
         self._verified = NO_KINDS, DraftTree.bare(0)
-        """Kind of each node in the last tree, and the tree."""
+        """``(kinds, tree)``: the last tree, and the kind of each of its nodes."""
         # Compile the code, or load it from the cache, before the first step.
         self._trie.add(np.full((1, 1), NO_RECYCLED_TOKEN, np.int32), SourceId.CONTEXT, wanted=1)
         _fill(np.zeros((1, RECYCLED_PER_TOKEN), np.int64), 0, *self._trie.copy_arrays(), 1)

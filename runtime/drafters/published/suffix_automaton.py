@@ -1,7 +1,7 @@
 """An online suffix automaton (Blumer et al., 1985) that counts occurrences, and SAM-Decoding with it.
 
-A state represents the substrings that end at the same places. Its link leads to the longest suffix that occurs at more
-places, so following the links enumerates the matches of the end of the text, longest first.
+A state represents the substrings that end at the same places. Its link leads to the longest suffix of these substrings
+that occurs at more places, so following the links enumerates the matches of the end of the text, longest first.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ def after(automaton: Automaton, state: Any, token: Any) -> Any:
 
 @compiled
 def advance(automaton: Automaton, state: Any, matched: Any, tokens: Ints) -> tuple[Any, Any]:
-    """Read more tokens of another text; return the state and length of its longest suffix that occurs."""
+    """Read more tokens of another text; return the state and length of that text's longest suffix that occurs."""
     for token in tokens:
         while state != START_STATE and after(automaton, state, token) == NO_STATE:
             state = automaton.links[state]
@@ -171,7 +171,7 @@ def _extend(automaton: Automaton, token: Any) -> None:
 
 @compiled
 def _reached(automaton: Automaton, state: Any, token: Any, target: Any) -> Any:
-    """Return the state of a state's longest substring followed by a token.
+    """Return the state of the longest substring of ``state`` followed by ``token``.
 
     This is the edge's ``target``, which is split if it also represents longer substrings.
     """

@@ -1,8 +1,8 @@
 """SuffixDecoding (Oliaro et al., 2024): a tree of the most frequent continuations of one match of the context.
 
 Two automata count continuations: one in the prompt and the current answer, the other in all answers including the
-current one. Each suffix of the context that occurs in one of them is a match; the longer it is, the more nodes its tree
-has. The tree with the most expected tokens is drafted.
+current one. Each suffix of the context that occurs in one of them is a match; the longer a match, the more nodes its
+tree has. The tree with the most expected tokens is drafted.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from hdtool.runtime.tree import LARGEST_TREE, ROOT, DraftTree
 MAX_MATCH_TOKENS = 64
 """Maximum match length in tokens."""
 MAX_KEPT_TOKENS = 1 << 20
-"""Number of tokens of earlier answers beyond which the next answer discards them."""
+"""Number of tokens of earlier answers beyond which these answers are discarded before the next one."""
 
 
 class SuffixConfig(NamedTuple):

@@ -31,7 +31,7 @@ class TopTokens:
 
     def __init__(self) -> None:
         self.rows = np.empty((0, RECYCLED_PER_TOKEN), np.int64)
-        """Ranked tokens by token, best first; ``NO_RECYCLED_TOKEN`` if they are unknown."""
+        """For each token, the tokens ranked after it, best first; ``NO_RECYCLED_TOKEN`` if they are unknown."""
         topk(torch.zeros(1, 1), RECYCLED_PER_TOKEN)  # compile it, or load it from the cache, before the first step
 
     def clear(self) -> None:
@@ -88,7 +88,7 @@ class TokenRecycling:
         self._places = np.array([children for level in CHILDREN for children in level], np.int64)
         self._calibration = NodeCalibration(RANK_PRIOR_RATES)
         self._verified = NO_KINDS, DraftTree.bare(0)
-        """Rank of each node in the last tree, and the tree."""
+        """``(ranks, tree)``: the last tree, and the rank of each of its nodes."""
         _fill(np.full((1, RECYCLED_PER_TOKEN), 0), 0, self._places)  # compile it, or load it from the cache
 
     def begin(self, prompt: Sequence[int]) -> None:

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 def draft_model_drafter(
     name: str, target: Target, tokenizer: TokenizerFingerprint | None, *, is_measured: bool
 ) -> SequentialDrafter:
-    """Return a drafter for the small model called ``name``; if ``is_measured``, it drafts only as far as that pays.
+    """Return a drafter for the small model called ``name``; if ``is_measured``, it drafts only as far as drafting pays.
 
     Raise ModelError if the model's tokenizer differs from ``tokenizer``, which is the target's.
     """
@@ -113,7 +113,7 @@ class DraftModel:
         return self._limit is not None and len(self._context) + self._drafted > self._limit
 
     def _verified(self, tree: DraftTree, path: Sequence[int]) -> torch.Tensor:
-        """Read a chain of tokens into the cache; return the logits after the last one."""
+        """Read a chain of tokens into the cache; return the logits after the last token."""
         (verified,) = self._model.verify(self._cache, [tree])
         self._model.wait()
         logits = verified.logits[-1:]
@@ -165,7 +165,7 @@ class AssistantModule:
         return self._pass(self._states[parents], tokens)
 
     def _pass(self, hidden: torch.Tensor, tokens: list[int]) -> Ranked:
-        """Rank the tokens that follow each of ``tokens``, one batch entry each, given the hidden states before them."""
+        """Rank the tokens after each of ``tokens``, given the hidden state before it; each is a batch entry."""
         rows = len(tokens)
         ids = torch.tensor(tokens, device=hidden.device)[:, None]
         output = self._assistant(
@@ -194,7 +194,7 @@ class AssistantDrafter(SequentialDrafter):
 
 
 def layers_read(target: Target) -> dict[str, int]:
-    """Return, for each attention type, the last of the target's layers that stores keys and values."""
+    """Return, by attention type, the last layer of that type in the target that stores keys and values."""
     storage = target.cache.storage
     kinds = getattr(target.config, "layer_types", None) or ()
     return {kind: layer for layer, kind in enumerate(kinds) if storage.layers[layer][0] is not NO_TENSOR}

@@ -1,6 +1,6 @@
 """DFlash drafters, which predict a block of masked tokens in one pass, like a diffusion model.
 
-They read the outputs of some layers of the target. The model and its KV cache are those of transformers.
+They read the outputs of some layers of the target. The drafter's model and KV cache come from transformers.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class DFlashDrafter:
         return self._proposed
 
     def _noise(self, ids: torch.Tensor) -> torch.Tensor:
-        """Return embeddings without the norm that some models apply after them."""
+        """Return token embeddings without the norm that some models apply to them."""
         norm = getattr(self._embed, "embed_norm", None)
         if norm is None:
             embeddings: torch.Tensor = self._embed(ids)

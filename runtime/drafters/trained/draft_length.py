@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 GATE_LEARNING_RATE = 0.01
 """Learning rate of the average tokens and seconds of a step, with and without the drafter."""
 PRIOR_STEPS = 8
-"""Weight, in steps, of the assumption that the drafter adds no tokens, so that a costly one needs more evidence."""
+"""Weight, in steps, of the assumption that the drafter adds no tokens, so that a costly drafter needs more evidence."""
 TRIAL_STEPS = 4
 """Number of steps for which the slower kind of step is tried."""
 MAX_TRIAL_LOSS = 0.01
@@ -23,7 +23,7 @@ MAX_TRIAL_LOSS = 0.01
 MAX_GATE_PAUSE = 512
 """Longest pause before the slower kind of step is tried again, in steps."""
 MAX_STEP_RATIO = 3.0
-"""Multiple of the average to which the seconds of a step are clipped, as it may have been interrupted."""
+"""Multiple of the average to which the seconds of a step are clipped, as the step may have been interrupted."""
 
 
 class TrainedGate:
@@ -92,7 +92,7 @@ class Pace(Protocol):
         """Return how many of the candidate paths to extend; 0 ends the draft.
 
         ``path_probs`` are the probabilities of the candidates in descending order; ``certainty`` is the expected
-        probability of the best token after one of them.
+        probability of the best token after a candidate.
         """
         ...
 
@@ -168,7 +168,7 @@ class MeasuredPace:
 
 
 def pace_for(target: Target, name: str, *, is_measured: bool) -> Pace:
-    """Return the pace of a drafter; a measured one shares pass costs with the target's other drafters of this name."""
+    """Return the pace of a drafter; if measured, it shares pass costs with the target's other drafters of this name."""
     if not is_measured:
         return FixedPace()
     return MeasuredPace(loaded_once(target, f"{name}: costs of passes", LinearCost), target.log)

@@ -1,4 +1,4 @@
-"""Passes of a small module over accepted tokens and over draft paths after them, with one KV cache.
+"""Forward passes of a small module over accepted tokens and over draft paths after them, with one KV cache.
 
 On a GPU, passes have fixed shapes, each of which is captured once and then replayed.
 """
@@ -26,7 +26,7 @@ READ_CHUNK = 512
 CAPTURED_SIZES = (1, 2, 4, 8, 16)
 """Numbers of rows in a captured pass."""
 CAPTURED_HEADER_WORDS = 2
-"""Number of integers before those of the rows: accepted positions, and the row of the last accepted token."""
+"""Number of integers before those of the rows: the number of accepted positions, and the last accepted token's row."""
 READS_NOTHING = -1
 
 Module = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Any, torch.Tensor], torch.Tensor]
@@ -54,7 +54,7 @@ WORDS_PER_ROW = len(PassRows._fields) + 1
 
 
 class DraftPasses:
-    """Passes of a module, with its KV cache and the hidden states of the current draft.
+    """Forward passes of a module, with its KV cache and the hidden states of the current draft.
 
     Row 0 is the last accepted token; ``extend`` numbers its rows consecutively after it. The cache holds the accepted
     positions followed by those of drafted rows, which the next accepted positions overwrite.
@@ -75,14 +75,14 @@ class DraftPasses:
     ) -> None:
         """``width`` is that of the module's hidden states.
 
-        ``read_width`` is that of the target's hidden states, if it differs, and ``window`` the size of the sliding
-        window, if there is one.
+        ``read_width`` is that of the target's hidden states, or None if it is the same; ``window`` is the size of the
+        sliding window, or None without one.
         """
         self._module, self._best_of, self._shapes, self._window = module, best, shapes, window
         self._device = target.device
         self._storage = KVTensors.for_layers(shapes, 0)
         self._states = torch.zeros((2 + ROWS_PER_PASS * MAX_PASSES, width), dtype=target.dtype, device=self._device)
-        """Hidden state of each row; padding writes to the last one."""
+        """Hidden state of each row; padding writes to the last row."""
         self._host = torch.zeros(
             CAPTURED_HEADER_WORDS + WORDS_PER_ROW * CAPTURED_SIZES[-1],
             dtype=torch.int64,
@@ -109,7 +109,7 @@ class DraftPasses:
 
     def _forget_rows(self) -> None:
         self._ancestors, self._offsets = [0], [-1]
-        """Bitmask of the drafted rows that each row attends to, and its offset from the accepted positions."""
+        """For each row, a bitmask of drafted rows that it attends to, and its offset from the accepted positions."""
 
     def read(self, hidden: torch.Tensor, tokens: list[int]) -> tuple[Array, Array]:
         """Read accepted tokens; return the best tokens after the last one, and their probabilities."""
@@ -139,7 +139,10 @@ class DraftPasses:
         return on_host(self._best_of(states))
 
     def extend(self, parents: list[int], tokens: list[int]) -> tuple[Array, Array]:
-        """Extend the path of each row in ``parents`` by a token; return the best tokens after it, and probabilities."""
+        """Extend the path of each row in ``parents`` by a token.
+
+        Return the best tokens after each of the tokens, and their probabilities.
+        """
         first = len(self._ancestors)
         for number, parent in enumerate(parents, start=first - 1):
             self._ancestors.append(self._ancestors[parent] | 1 << number)
@@ -197,7 +200,7 @@ class DraftPasses:
     def _replay(self, rows: PassRows, first: int, last: int = READS_NOTHING) -> tuple[Array, Array]:
         """Run a captured pass over rows, whose keys and values are written after ``first`` drafted positions.
 
-        If the rows are accepted tokens, ``last`` is the index of the last one.
+        If the rows are accepted tokens, ``last`` is the index of the last of them.
         """
         size, start = len(rows.tokens), self._length + first
         self._make_room(start + size)
@@ -236,7 +239,7 @@ class DraftPasses:
 
 
 def causal_mask(first: int, new: int, window: int | None, like: torch.Tensor) -> torch.Tensor:
-    """Return the attention mask ``[1, 1, new, first + new]`` for new tokens after ``first`` others."""
+    """Return the attention mask ``[1, 1, new, first + new]`` for ``new`` tokens after ``first`` earlier ones."""
     keys = torch.arange(first + new, device=like.device)
     queries = keys[first:, None]
     visible = keys <= queries
@@ -250,8 +253,8 @@ def draft_mask(
 ) -> torch.Tensor:
     """Return the attention mask ``[1, 1, rows, extent]`` for drafted rows after ``base`` accepted positions.
 
-    ``seen`` is a bitmask of the drafted positions that each row attends to, and ``offsets`` is the offset of its own
-    position.
+    ``seen`` holds a bitmask of the drafted positions that each row attends to, and ``offsets`` the offset of each row's
+    position from ``base``.
     """
     keys = torch.arange(extent, device=like.device) - base.to(like.device)
     bits = (seen.to(like.device)[:, None] >> keys.clamp(0, 62)) & 1

@@ -22,10 +22,10 @@ if TYPE_CHECKING:
     from hdtool.runtime.model.target import Target
 
 RENAMED_PARAMETERS = {"midlayer.": "layer.", "layers.0.": "layer."}
-"""Prefixes of tensor names in the two checkpoint formats, and the prefixes used here."""
+"""Maps prefixes of tensor names in the two checkpoint formats to the prefixes used here."""
 TARGET_IDS, OFFSETS = "t2d", "d2t"
-"""Tensors of a checkpoint: a mask of the target's tokens that can be drafted, and for each draft token the difference
-between the target's id and its own."""
+"""Names of tensors in a checkpoint: a mask of the target's tokens that can be drafted, and for each draft token the
+difference between the target's id and its own."""
 
 
 @dataclass(frozen=True)
@@ -137,7 +137,10 @@ class Eagle3(nn.Module):
     def forward(
         self, tokens: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, cache: Any, mask: torch.Tensor
     ) -> torch.Tensor:
-        """Return hidden states after tokens, given those before them: of the target's three layers, or its own."""
+        """Return hidden states after tokens, given those before them.
+
+        ``hidden`` holds the outputs of the target's three layers, or the drafter's own hidden states.
+        """
         if hidden.shape[-1] == self.fc.in_features:
             hidden = self.fc(hidden)
         states: torch.Tensor = self.layer(
@@ -174,9 +177,9 @@ def layers_of(settings: dict[str, Any], number: int) -> list[int]:
 
 
 def load_eagle3(published: PublishedDrafter, target: Target) -> tuple[Eagle3, list[int]]:
-    """Load an EAGLE-3 drafter; return it and the target's layers that it reads.
+    """Load an EAGLE-3 drafter; return it and the indices of the target's layers that it reads.
 
-    Raise HeadsError if it does not fit the target.
+    Raise HeadsError if the drafter does not fit the target.
     """
     from transformers import LlamaConfig
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding

@@ -1,7 +1,7 @@
 """Drafting by multi-token-prediction (MTP) layers: a single layer applied repeatedly, or several layers in turn.
 
-No other module uses ``MtpModel`` of transformers. Checkpoints store these layers beside the model's own; most
-configurations state their number, under different names.
+No other module uses ``MtpModel`` of transformers. Checkpoints store MTP layers beside the model's other
+layers; most configurations state the number of MTP layers, under different names.
 """
 
 from __future__ import annotations
@@ -141,7 +141,10 @@ class WithMtpLayers:
 
 
 def _kind_of_layer(kinds: list[str]) -> str:
-    """Return the type of the MTP layers of a model: full attention, unless none of its own layers has that type."""
+    """Return the type of a model's MTP layers, given the types of its other layers.
+
+    This is full attention or, if none of them has that type, their last type of attention that is not linear, if any.
+    """
     others = [kind for kind in kinds if "attention" in kind and "linear" not in kind]
     return FULL_ATTENTION if FULL_ATTENTION in kinds or not others else others[-1]
 
@@ -160,7 +163,7 @@ def mtp_layers_of(model: PreTrainedModel) -> int:
 def patterns_of(model: PreTrainedModel) -> list[str]:
     """Return patterns for the names of MTP tensors: those that the model ignores, and layers after its last one.
 
-    transformers knows the latter only for the layer counts of published models.
+    transformers knows layers after the last one only for the layer counts of published models.
     """
     ignored_patterns = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
     first = int(model.config.get_text_config(decoder=True).num_hidden_layers)
@@ -256,10 +259,10 @@ class IteratedMtp(DraftPasses):
 
 
 class MtpLayersInTurn:
-    """Several MTP layers in turn; each reads the hidden states of the one before it, one position further ahead.
+    """Several MTP layers in turn; each reads the hidden states of the layer before it, one position further ahead.
 
-    At the last positions, all layers but the first read drafted tokens. They read these positions again once the
-    accepted tokens are known.
+    At the last positions, all layers but the first read drafted tokens; once the accepted tokens are known, these
+    layers read the positions again.
     """
 
     source = SourceId.HEADS
@@ -325,7 +328,7 @@ class MtpLayersInTurn:
         return self._proposed
 
     def _read(self, layer: int, hidden: torch.Tensor, tokens: list[int]) -> torch.Tensor:
-        """Read all tokens after the settled ones into a layer's cache; return their hidden states."""
+        """Read all tokens after the settled positions into a layer's cache; return their hidden states."""
         window, parts = self._layers.window(layer), list[torch.Tensor]()
         for start in range(0, len(tokens), READ_CHUNK):
             ids = torch.tensor([tokens[start : start + READ_CHUNK]], device=self._device)

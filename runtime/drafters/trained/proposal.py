@@ -43,7 +43,7 @@ def loaded_once(target: Target, name: str, load: Callable[[], Loaded]) -> Loaded
 
 
 EAGLE3, DFLASH, GEMMA_ASSISTANT, SMALL_MODEL = "EAGLE-3", "DFlash", "assistant", "model"
-"""Kinds of published drafters; the last one is any small language model."""
+"""Kinds of published drafters; ``SMALL_MODEL`` is any small language model."""
 UNSUPPORTED_KINDS = {
     "eagle": "an EAGLE drafter of an earlier kind",
     "medusa": "a set of Medusa heads",
@@ -137,7 +137,7 @@ class RankedBlock:
         return block[:ranked].view(self._shape), block[ranked:].view(torch.float32)[:ranked].view(self._shape)
 
     def write(self, tokens: torch.Tensor, probs: torch.Tensor) -> None:
-        """Write the rankings of a pass to the first rows. Captured as a part of the pass."""
+        """Write the rankings of a pass to the first rows. This is captured as a part of the pass."""
         rows, best = tokens.shape
         self.tokens[:rows, :best].copy_(tokens)
         self.probs[:rows, :best].copy_(probs)
@@ -169,7 +169,7 @@ class Proposal(NamedTuple):
     after: Array
     """Index of the ranking that follows each token, or ``NO_RANKING_AFTER``."""
     after_others: Array
-    """Index of the ranking that follows any token which a ranking does not contain, or ``NO_RANKING_AFTER``."""
+    """For each ranking, the index of the ranking after a token that it does not contain, or ``NO_RANKING_AFTER``."""
     depths: Array
     """Number of tokens between the root and the token that each ranking predicts."""
 
@@ -206,7 +206,7 @@ class TrainedDrafter(Protocol):
         ...
 
     def begin(self, prompt: list[int]) -> None:
-        """Begin another answer, whose first input is the prompt. The target prefills it next."""
+        """Begin another answer, whose first input is the prompt. The target prefills the prompt next."""
         ...
 
     def observe(self, accepted: Accepted, verified: Verified) -> None:

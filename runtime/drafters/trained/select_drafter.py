@@ -61,7 +61,7 @@ class StandaloneDrafter:
     ) -> None:
         """With a ``gate``, the drafter runs only while it pays; by default, it runs in every step.
 
-        With a ``static`` tree, every draft has its shape; by default, a draft has the most probable nodes.
+        With a ``static`` tree, every draft has that shape; by default, a draft has the most probable nodes.
         """
         self.trained, self.budget = trained, budget
         self._gate = gate

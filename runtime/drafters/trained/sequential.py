@@ -36,7 +36,7 @@ class QueuedTokens(NamedTuple):
     hidden: torch.Tensor
     tokens: list[int]
     skipped: int
-    """Number of tokens before these that are skipped after a long pause."""
+    """Number of tokens that were skipped before ``tokens`` after a long pause; otherwise 0."""
 
 
 class AcceptedTokens:
@@ -95,7 +95,7 @@ class SequentialModule(Protocol):
 
     @property
     def passes(self) -> int:
-        """Most passes that it can make after the first one."""
+        """Most passes that the module can make per draft, not counting the first."""
         ...
 
     def begin(self, prompt: list[int]) -> None:
@@ -114,7 +114,7 @@ class SequentialModule(Protocol):
         ...
 
     def extend(self, parents: list[int], tokens: list[int]) -> Ranked:
-        """Extend each path in ``parents`` by a token, and rank the tokens that follow.
+        """Extend the path of each row in ``parents`` by a token, and rank the tokens that follow.
 
         Row 0 is the last token read; ``extend`` numbers its rows consecutively after it. All rows of one call are at
         the same depth.
@@ -138,7 +138,7 @@ class SequentialDrafter:
         """``columns`` selects the hidden states to read; see ``Target.watch_hidden``.
 
         ``odds`` are acceptance rates by depth and probability bucket (see ``Calibration``); rankings at greater depths
-        use the last of them. ``width`` is the most paths that a pass extends.
+        use the last depth's rates. ``width`` is the most paths that a pass extends.
         """
         self.module, self.source, self.seconds = module, source, 0.0
         self._pace, self._width = pace, width
@@ -208,7 +208,9 @@ class SequentialDrafter:
         return rows
 
     def _choose_extensions(self, first: int, rows: int, max_nodes: int) -> Array:
-        """Choose which tokens of the rankings ``first`` to ``rows`` to extend; return their flat indices, best first.
+        """Choose which tokens of the rankings ``first`` to ``rows`` to extend, and return them, best first.
+
+        A token is returned as its flat index in these rankings.
 
         A token outside of the ``max_nodes`` best nodes so far is not extended: its continuations are even less
         probable.
