@@ -102,7 +102,7 @@ def unregister(number: SourceId) -> None:
 
 
 def registered() -> Mapping[SourceId, Source]:
-    """Return all sources by number; those of installed packages are included once ``plugins`` was called."""
+    """Return all sources by number, including the sources of installed packages once ``plugins`` was called."""
     return _SOURCES
 
 
