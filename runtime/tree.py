@@ -142,7 +142,7 @@ def descend(
     node: int,
     token: int,
 ) -> int:
-    """Write ``token`` and the child of ``node`` that drafts it to a ``column`` of a walk; return the child or ``ROOT``."""
+    """Write ``token`` and the child of ``node`` that drafts it to a walk's ``column``; return the child or ``ROOT``."""
     child = child_of(tokens, parents, node, token)
     walk_buffer[0, column], walk_buffer[1, column] = token, child
     return child

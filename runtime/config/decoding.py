@@ -37,9 +37,9 @@ class Method(NamedTuple):
 
     description: str
     databases: str
-    """Letters of the stores it reads; C is the conversation, however matches are found in it."""
+    """Letters of the stores that the method reads; C is the conversation, however matches are found in it."""
     logits: str = ""
-    """Letters of the sources it reads that use logits."""
+    """Letters of the method's sources that use logits."""
     history: bool = False
     """True if the method drafts from earlier answers."""
     trained: str = ""
@@ -85,7 +85,7 @@ TAKE_HEADS = tuple(name for name in TRAINED if METHODS[name].trained in (HEADS_D
 NEED_MODEL = ("lade", *TRAINED)
 """Methods that run the model or a trained drafter to draft."""
 NEED_LOGITS = (*NEED_MODEL, *(name for name, method in METHODS.items() if method.logits))
-"""Methods that need the model's logits or run the model; the others need only tokens."""
+"""Methods that need the model's logits or run the model; all other methods need only tokens."""
 OPTION_METHODS = {
     "draft_tokens": tuple(name for name in METHODS if name not in ("ar", "lade", "hd-paper")),
     "sources": ("hd-paper", *HIERARCHIES),
@@ -100,7 +100,7 @@ OPTION_METHODS = {
     "model_db": tuple(name for name, method in METHODS.items() if "M" in method.databases),
     "corpus_db": tuple(name for name, method in METHODS.items() if "S" in method.databases),
 }
-"""Methods that use an option, for options that only some methods use."""
+"""Maps each option that only some methods use to these methods."""
 LARGEST_BUDGET = 64
 """Maximum number of draft tokens per forward pass."""
 FIXED_BUDGET = 32
@@ -243,7 +243,7 @@ class DecodeConfig(Settings):
 
     @property
     def databases(self) -> str:
-        """Letters of the stores, context included, to draft from. A method with a single one always uses it."""
+        """Letters of the stores, context included, to draft from. A method with a single store always uses it."""
         all_of_them = METHODS[self.method].databases
         return "".join(letter for letter in all_of_them if letter in self.sources or len(all_of_them) == 1)
 

@@ -52,7 +52,7 @@ class MinProbability:
     def __init__(self, fixed: float | None = None) -> None:
         self._fixed = fixed
         self._passes = 0
-        # Moving averages over passes, the variance of their numbers of tokens, and its covariance with their seconds.
+        # Moving averages over passes: means, the variance of the number of tokens, and its covariance with the seconds.
         self._rows = self._tokens = self._emitted = self._seconds = 0.0
         self._variance = self._covariance = 0.0
         self._last: tuple[float, Ints, Ints, Ints] = 0.0, NO_TOKENS, NO_TOKENS, NO_TOKENS
@@ -74,7 +74,7 @@ class MinProbability:
         return max(0.0, (self._covariance + SLOPE_PRIOR_WEIGHT * assumed) / (self._variance + SLOPE_PRIOR_WEIGHT))
 
     def begin_step(self, at: float, rows: Ints, lengths: Ints) -> None:
-        """Update with the pass since ``record_drafts`` was called, if it computed no other requests.
+        """Update with the pass since ``record_drafts`` was called, if it computed just the requests recorded there.
 
         ``at`` is the current time in seconds, ``lengths`` are the context lengths of the ``rows``.
         """
@@ -133,7 +133,7 @@ class RequestStates(NamedTuple):
     ended: Ints
     """Copies of the lanes of answers that another one has followed, at most one per request; empty if not requested."""
     answers: Ints
-    """Number of the next answer, 0 without a history, and number of lanes in ``ended``."""
+    """Two items: the number of the next answer (0 without a history), and the number of lanes in ``ended``."""
 
 
 def new_request_states(max_requests: int, shards: int, *, history: bool = False, ended: bool = False) -> RequestStates:
@@ -186,7 +186,7 @@ def grow_chain(at: int, max_tokens: int, floor: float) -> int:
 def catch_up(at: int, context: Ints, sampled: int, few: int, requests: RequestStates, is_drafting: bool) -> None:
     """Append the new tokens of ``context`` to the context table, and learn from the last ``sampled`` ones.
 
-    If more than ``few`` tokens are new, those before the sampled ones are a prompt, and an answer of the history
+    If more than ``few`` tokens are new, the tokens before the sampled ones are a prompt, and an answer of the history
     begins. If ``is_drafting`` is False, the tokens are only appended, and the tree's root moves to the end of the
     context once drafting resumes.
     """
@@ -340,7 +340,7 @@ class AnswerCollector:
             self._start_timer()
 
     def finish_all(self) -> None:
-        """Append all answers to the history; those in progress end here."""
+        """Append all answers to the history; answers in progress end here."""
         with self.lock:
             if self._timer:
                 self._timer.cancel()
@@ -358,7 +358,7 @@ class AnswerCollector:
                 self._start_timer()
 
     def _append(self, cutoff: float) -> None:
-        """Append the answers that another one has followed, and those whose last step was at ``cutoff`` or earlier."""
+        """Append answers that another answer followed, and answers whose last step was at ``cutoff`` or earlier."""
         followed, self._followed_lanes = self._followed_lanes, []
         for lane in followed:
             self._history.finish(lane)
