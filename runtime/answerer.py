@@ -247,7 +247,7 @@ class BatchedAnswers:
         self._waiting = deque(self._unreported)
 
     def answers(self, steps: Iterable[tuple[Request[BatchKey], Step]]) -> Iterator[Answer]:
-        """Yield the answers ordered by prompt and turn; after an interrupt, the unfinished ones as well.
+        """Yield the answers ordered by prompt and turn; after an interrupt, also yield the unfinished answers.
 
         ``steps`` must come from decoding the requests that ``next_request`` returns. If a prompt cannot be answered,
         its PromptError is raised after the answers to its earlier turns, and no later prompt is started.
@@ -342,7 +342,7 @@ class Answerer:
 
     @cached_property
     def _drafters(self) -> list[Drafter]:
-        """One drafter per batch slot; made on first use, because forward passes are timed for them."""
+        """One drafter per batch slot; made on first use, because making drafters may time forward passes."""
         target = self.loaded.target
         choose_threads(target, self._threads, quick_record(target, what="threads"))
         return drafters_for(self._decoding, target, self.store_set)

@@ -39,7 +39,7 @@ class Drafter(Protocol):
         ...
 
     def observe(self, accepted: Accepted, verified: Verified) -> None:
-        """Learn from the outcome of the last tree; ``verified`` has a row for its root and for each node."""
+        """Learn from the outcome of the last tree; ``verified`` holds a row for the root and for each node."""
         ...
 
 
@@ -182,7 +182,7 @@ class AnswerCalibration:
     """Tracks how often the next token of an answer was drafted, relative to how often that was expected.
 
     Learned weights change slowly and apply to all answers. Within a few steps, ``factor`` corrects them for an answer
-    that is more or less predictable than they expect.
+    that is more or less predictable than the weights imply.
     """
 
     def __init__(self) -> None:

@@ -122,7 +122,7 @@ PREFILL_PASS = -1
 
 @dataclass(slots=True)
 class PassLog:
-    """Counts passes and holds the shape and duration of the last one, from which budgets learn what drafts cost."""
+    """Counts passes and holds the shape and duration of the last pass, from which budgets learn what drafts cost."""
 
     passes: int = 0
     seconds: float = 0.0

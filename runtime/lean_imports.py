@@ -4,7 +4,7 @@
 import sympy. It also reads a thousand source files to find which names they define. Together, these imports and the
 scan take as long as importing torch. The compiler is loaded at its first use instead.
 
-Each replacement is optional: if a library lacks the function to replace, the import is an ordinary one.
+Each replacement is optional: if a library lacks the function to replace, the library is imported as usual.
 """
 
 from __future__ import annotations

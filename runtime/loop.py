@@ -33,7 +33,7 @@ class Request(Generic[Key]):
     prompt: Sequence[int]
     sampler: Sampler
     drafter: Drafter = field(default_factory=NoDraft)
-    """Drafter that no other request uses until this one ends."""
+    """Drafter that no other request uses until this request ends."""
     stops: Container[int] = ()
     """Tokens that end this answer; if empty, the stops of the loop apply."""
     prediction: Sequence[int] = ()
@@ -95,7 +95,7 @@ class Loop(Generic[Key]):
         self._pending_prefill: PendingPrefill[Key] | None = None
         self._verified: list[Verified] = []
         self._passes_before = 0
-        """Number of passes that the engine had run before the launched one."""
+        """Number of passes that the engine had run before the launched pass."""
         self._has_begun = False
 
     def __len__(self) -> int:

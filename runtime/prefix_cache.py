@@ -128,7 +128,7 @@ class PromptReader:
         self._keeps_states = False
         """True if the recurrent states are saved after each pass."""
         self._cached_kv: list[torch.Tensor] | None = None
-        """Cached keys and values of the first recomputed token, to compare with the new ones; None if not needed."""
+        """Cached keys and values of the first recomputed token, to compare with its new ones; None if not needed."""
 
     def begin(self, prefixes: PrefixCache | None) -> None:
         """Choose the slot, and load the longest cached prefix of the prompt into it."""

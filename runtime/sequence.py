@@ -43,7 +43,7 @@ class Finish(StrEnum):
 
 
 class Step(NamedTuple):
-    """The tokens that one forward pass of the target emitted, the tree that it verified, and how long it took."""
+    """The tokens that one forward pass of the target emitted, the tree that it verified, and how long the step took."""
 
     tokens: list[int]
     tree: DraftTree
@@ -216,7 +216,7 @@ class Stats:
     _counts: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros((3, len(SourceId)), np.int64))
     """``drafted``, ``accepted`` and ``hits``, one row each, ``[3, sources]``."""
     _uncounted: list[tuple[npt.NDArray[np.uint8], list[int]]] = field(default_factory=list)
-    """Sources and path of each step that is not in ``_counts`` yet; they are counted lazily or once there are many."""
+    """Sources and path of each step that is not in ``_counts`` yet; added on demand, or once there are many."""
     source_seconds: npt.NDArray[np.float64] = field(default_factory=lambda: np.zeros(len(SourceId)))
 
     def add(self, step: Step) -> None:

@@ -24,7 +24,7 @@ SOURCE_NAMES = {
     "L": "last-logits",
     "R": "recycled",
 }
-"""Source names by letter; options accept both."""
+"""Source names by letter; options accept names and letters."""
 
 
 ALL_LETTERS = "".join(SOURCE_NAMES)
@@ -233,7 +233,7 @@ class DecodeConfig(Settings):
 
     @property
     def identifies_tokenizer(self) -> bool:
-        """True if the tokenizer must be compared with another one even if no store is opened."""
+        """True if the tokenizer must be compared with another tokenizer even if no store is opened."""
         return self.keeps_history or self.drafter is not None
 
     @property
@@ -273,7 +273,7 @@ class RecordingConfig(Settings):
 
 @dataclass(frozen=True)
 class StoresConfig(Settings):
-    """Stores to draft from. Each is a folder or name, ``none``, or None for the one in hdtool's home that fits."""
+    """Stores to draft from. Each is a folder or name, ``none``, or None for the fitting one in hdtool's home."""
 
     model_db: str | None = setting(
         None, "Folder or name of a model store, or none. Default: that of this model in hdtool's home."
@@ -286,7 +286,7 @@ class StoresConfig(Settings):
         "Namespace of the stores. Default: the tenant of the API key, or in vLLM the served model name, if it has "
         "stores.",
     )
-    """Only this namespace's model store is used, if any; its corpus index takes precedence over the common one."""
+    """Only this namespace's model store is used, if any; its corpus index takes precedence over the common index."""
 
 
 @dataclass(frozen=True)

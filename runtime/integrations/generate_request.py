@@ -173,7 +173,7 @@ class GenerateRequest:
 
 
 def predictions_of(prediction: Any, rows: int) -> list[list[int]]:
-    """Return each row's predicted token ids; ``prediction`` is one prediction for all rows, or a list with one each."""
+    """Return each row's predicted token ids; ``prediction`` holds one prediction for all rows, or one for each row."""
     ids = prediction.tolist() if hasattr(prediction, "tolist") else prediction
     if (
         isinstance(ids, (list, tuple))

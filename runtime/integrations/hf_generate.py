@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 
 
 class CallLock:
-    """Serializes calls from several threads; raises on a nested call, which would deadlock."""
+    """Serializes calls from several threads; raises OptionError on a nested call, which would deadlock."""
 
     def __init__(self, nested: str) -> None:
         """``nested`` is the error message for nested calls."""

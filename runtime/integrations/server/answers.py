@@ -273,7 +273,7 @@ class AnswerText:
         return held[:end]
 
     def _required_calls(self, text: str, *, is_last: bool) -> tuple[str, list[ToolCall]]:
-        """Collect the text of an answer that must be a JSON array of calls; return nothing before its end.
+        """Collect the text of an answer that must be a JSON array of calls; return ``("", [])`` before its last piece.
 
         At the end, return ``("", calls)``, or ``(text, [])`` if the text is not such an array.
         """

@@ -145,7 +145,7 @@ def quoted_forms(text: str, *, in_json: bool) -> Iterator[str]:
 
 
 class Quotes:
-    """Encodes text that answers may quote, with a cache, as a conversation repeats its messages in every request."""
+    """Encodes text that answers may quote, with a cache, because each request repeats the conversation so far."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, max_characters: int = MAX_KEPT_CHARACTERS) -> None:
         self._tokenizer, self._max_characters = tokenizer, max_characters
@@ -156,7 +156,7 @@ class Quotes:
     def tokens(self, messages: Sequence[Mapping[str, Any]], owner: str, *, in_json: bool) -> Sequence[int]:
         """Return the tokens of the messages in the forms in which an answer would quote them.
 
-        The cache is separate for each ``owner``, so that response times reveal nothing about others' messages.
+        The cache is separate for each ``owner``, so that response times reveal nothing about other owners' messages.
         """
         quoted = [str(message["content"]) for message in messages if message["role"] in QUOTING_ROLES]
         encoded = [self._encoded(text, owner, in_json) for text in quoted if LINE_END in text]

@@ -106,7 +106,7 @@ class Tenants:
 
 
 class Scheduler:
-    """Runs jobs in a thread, in the order in which they were submitted and several at once."""
+    """Runs jobs in a thread, several at once, starting them in the order in which they were submitted."""
 
     def __init__(
         self, target: Target, tenants: Tenants, decoding: DecodeConfig, *, max_waiting: int, prefix_bytes: int

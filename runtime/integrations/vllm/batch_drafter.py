@@ -85,7 +85,7 @@ def _match_moved(tables: Ints, contexts: Ints, lengths: Ints, wanted: Ints, chos
 
 @compiled
 def _is_prefix(address: int, context: Ints, length: int) -> bool:
-    """Return True if a table holds a prefix of a context; first compares the table's last token, which usually differs."""
+    """Return True if a table holds a prefix of a context; starts with the table's last token, which usually differs."""
     table = array_at(address, 1, CONTEXT_TABLE)[0]
     size = table.end
     if size == 0 or size > length or table.ring[(size - 1) & (len(table.ring) - 1)] != context[size - 1]:

@@ -1,10 +1,10 @@
 """Drafts chains for vLLM along the greedy path through the hierarchy's tree, and detects finished answers.
 
-A draft token adds seconds to a pass, and its probability is the expected number of tokens that it adds. It pays off if
-this number per added second exceeds the throughput of the pass. In a large batch a pass is compute-bound, so no draft
-pays off. vLLM verifies one sequence per request, so branches are useless.
+A draft token adds seconds to a pass, and its probability is the expected number of tokens that it adds to the answer.
+The draft pays off if this number per added second exceeds the throughput of the pass. In a large batch a pass is
+compute-bound, so no draft pays off. vLLM verifies one sequence per request, so branches are useless.
 
-vLLM does not tell a drafter when a request ends. An answer is finished once another one follows it in its context
+vLLM does not tell a drafter when a request ends. An answer is finished once another answer follows it in its context
 table, or if no step has drafted for it for some time. A timer checks this, because no step follows the last answer. A
 request that continues later, such as a preempted one, begins another answer after its last tokens.
 """
@@ -131,13 +131,13 @@ class RequestStates(NamedTuple):
     lanes_at: Ints
     """Address of each record in ``lanes``."""
     ended: Ints
-    """Copies of the lanes of answers that another one has followed, at most one per request; empty if not requested."""
+    """Copies of the lanes of answers that another answer followed, at most one per request; empty if not requested."""
     answers: Ints
     """Two items: the number of the next answer (0 without a history), and the number of lanes in ``ended``."""
 
 
 def new_request_states(max_requests: int, shards: int, *, history: bool = False, ended: bool = False) -> RequestStates:
-    """Return empty state for ``max_requests`` requests; ``ended`` keeps lanes of answers that another one follows."""
+    """Return empty state for ``max_requests`` requests; ``ended`` keeps lanes of answers that another follows."""
     tails = np.full((max_requests, MAX_MATCH_TOKENS), -1, np.int64)
     range_bounds = np.zeros((max_requests, MAX_RANGE_ORDER + 1, shards, 2), np.int64)
     lanes = np.zeros(max_requests, LANE)
@@ -317,7 +317,7 @@ class AnswerCollector:
         self.lock = Lock()
         self._history, self._requests = history, requests
         self._followed_lanes: list[Ints] = []
-        """Lanes of answers that another one has followed since the last check."""
+        """Lanes of answers that another answer has followed since the last check."""
         self._last_drafted = np.zeros(len(requests.lanes) + 1)
         """Time of the last step that drafted for each request; the last item is for rows without a table."""
         self._last, self._slow_step_seconds = -np.inf, FIRST_STEP_SECONDS
