@@ -130,7 +130,7 @@ class PassLog:
     """Number of draft tokens that the last pass verified. For several trees, the size of the largest one, to which the
     others are padded; without padding, the number of rows of all trees minus one."""
     slots: int = 1
-    """Number of trees in the last pass that verified any."""
+    """Number of trees in the last pass that verified trees."""
     last_seconds: float = 0.0
     context: int = 0
     """Number of tokens before the tree of the last pass. For several trees, the length of the longest context, to which

@@ -36,7 +36,7 @@ class ForcedTokens(NamedTuple):
     certain: list[int]
     """Tokens that must follow, however the text continues."""
     tokens: list[int]
-    """Tokens of the text that must follow; the last one is uncertain, because it may merge with later text."""
+    """Tokens of the text that must follow; the last token is uncertain, because it may merge with later text."""
 
 
 class GuidedTree(NamedTuple):
@@ -45,7 +45,7 @@ class GuidedTree(NamedTuple):
     allowed: npt.NDArray[np.bool_]
     """True for each node that is allowed and whose ancestors are all allowed."""
     chains: dict[int, list[int]]
-    """Forced tokens to append below a node, if none of its allowed children drafts the first one."""
+    """Forced tokens to append below a node, if none of its allowed children drafts the first of them."""
     certain: dict[int, list[int]]
     """Tokens that must follow a node, however the text continues."""
 

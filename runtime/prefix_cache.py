@@ -30,7 +30,7 @@ class CachedPrefix(NamedTuple):
 class PrefixCache:
     """Finds cached contexts that a prompt can continue, in slots and in copies of slots that were overwritten.
 
-    The copies take up at most ``max_bytes``; the least recently used one is evicted first.
+    The copies take up at most ``max_bytes``; the least recently used copy is evicted first.
     """
 
     def __init__(self, max_bytes: int = 0) -> None:

@@ -78,7 +78,7 @@ PARTS: Mapping[str, Mapping[str, Any]] = {
     HYDRA_PLUS: {"auto_embedding": 0, "positions": False, "adaptation": 1, "sampled_token": False, "head_layers": 4},
     MTP_LAYER: {"auto_embedding": 0, "positions": False, "adaptation": 1, "sampled_token": True, "rank": 0},
 }
-"""Settings fixed by each kind. Options still choose a Hydra head's layers, and everything for Amphista."""
+"""Settings that each kind fixes. Options still choose the layers of Hydra heads, and all settings of Amphista heads."""
 
 
 @dataclass(frozen=True)

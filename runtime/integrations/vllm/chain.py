@@ -37,7 +37,7 @@ NO_DRAFT_ABOVE = 0.9
 PRIOR_TOKENS = 256.0
 """Prior number of tokens at which a pass takes twice as long as with one token."""
 SLOPE_PRIOR_WEIGHT = 1.0
-"""Weight of the prior slope, as a variance of the number of tokens per pass."""
+"""Weight of the prior slope, in units of the variance of the number of tokens per pass."""
 PASS_WINDOW = 64.0
 """Number of passes that the moving averages span."""
 STALL_FACTOR = 4.0
