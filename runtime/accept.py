@@ -16,7 +16,7 @@ from hdtool.runtime.tree import ROOT, UNDETERMINED, DraftTree
 
 
 class Accepted(NamedTuple):
-    """The accepted nodes of one step, and the emitted tokens: those of the nodes, then the bonus token."""
+    """The accepted nodes of one step, and the emitted tokens: the tokens of these nodes, then the bonus token."""
 
     path: list[int]
     tokens: list[int]
@@ -30,13 +30,13 @@ def accept(
     """Accept draft tokens as long as they equal the tokens that the target chooses.
 
     At each node, the sampler chooses the next token from the target's logits. That token is emitted whether it was
-    drafted or not, and the walk continues at the child that drafted it. It ends if no child did, at a stop token, or
-    after ``max_tokens`` tokens. Each token is appended to ``sampler.context``, and then tested exactly once for
+    drafted or not, and the walk continues at the child that drafted it. The walk ends if no child did, at a stop token,
+    or after ``max_tokens`` tokens. Each token is appended to ``sampler.context``, and then tested exactly once for
     membership in ``stops``.
 
     A rejected draft token that overflows can make the logits of other nodes NaN or infinite, so the walk ends before
-    such a node. If drafts did this to the root, nothing is accepted. Return None in this case: the caller must
-    recompute the step without drafts.
+    such a node. Return None if drafts did this to the root's logits: nothing is accepted, and the caller must recompute
+    the step without drafts.
     """
     walk = _compiled_walk(tree, verified, sampler, max_tokens)
     if walk and not sampler.only_mask and _has_ended(walk, max_tokens):
@@ -89,7 +89,7 @@ def _has_ended(walk: Walk, max_tokens: int) -> bool:
 
 
 def _allowed(walk: Walk, sampler: Sampler) -> list[tuple[int, int]]:
-    """Return the ``(token, child)`` pairs of a walk up to the first token that a mask may forbid."""
+    """Return the ``(token, child)`` pairs of a walk before any that a mask may forbid; empty if it is not finite."""
     if not walk.finite:
         return []
     count = sampler.only_mask.allowed(sampler.context, walk.tokens) if sampler.only_mask else len(walk.tokens)

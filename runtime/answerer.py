@@ -64,7 +64,7 @@ class Answer:
         steps: Iterable[Step] = (),
         stop: Sequence[str] = (),
     ) -> None:
-        """``stop`` holds the stop strings; the text ends before the first one."""
+        """``stop`` holds the stop strings; the text ends before the first one that occurs."""
         self.question = conversation.messages[-1]["content"]
         self.prompt = conversation.prompt
         self.prompt_tokens = prompt_tokens
@@ -117,7 +117,7 @@ class Answer:
 
 
 class CollectedAnswer(Answer):
-    """An answer that is generated in a batch: the batch adds its steps, and iterating over it yields their text."""
+    """An answer that is generated in a batch: ``add`` collects the steps, and iterating over the answer yields text."""
 
     def __init__(
         self,
@@ -153,7 +153,7 @@ def decode(
     prediction: Sequence[int] = (),
     prefix_caching: bool = True,
 ) -> Generator[Step]:
-    """Generate the answer to a prompt and yield each step; ``finish`` is set in the last one.
+    """Generate the answer to a prompt and yield each step; only the last step has ``finish`` set.
 
     ``prediction`` holds tokens that the answer will probably contain: the drafter drafts from them, and the model
     never reads them. With ``prefix_caching``, the prefix that the prompt shares with the last conversation is not
@@ -216,7 +216,7 @@ def _checked(outcome: Outcome[Key]) -> tuple[Request[Key], Step]:
 
 BatchKey = tuple["BatchedConversation", CollectedAnswer]
 RequestMaker = Callable[["BatchedConversation", Drafter], Request[BatchKey]]
-"""Makes a request for the next answer of a conversation; raises PromptError if it cannot be answered."""
+"""Makes a request for the next answer of a conversation; raises PromptError if its prompt cannot be answered."""
 
 
 class BatchedConversation(Conversation):
@@ -247,10 +247,10 @@ class BatchedAnswers:
         self._waiting = deque(self._unreported)
 
     def answers(self, steps: Iterable[tuple[Request[BatchKey], Step]]) -> Iterator[Answer]:
-        """Yield the answers ordered by prompt and turn; after an interrupt, the unfinished ones as well.
+        """Yield the answers ordered by prompt and turn; after an interrupt, also yield the unfinished answers.
 
         ``steps`` must come from decoding the requests that ``next_request`` returns. If a prompt cannot be answered,
-        its PromptError is raised in place of its answers, and no later prompt is started.
+        its PromptError is raised after the answers to its earlier turns, and no later prompt is started.
         """
         try:
             for request, step in steps:
@@ -342,13 +342,13 @@ class Answerer:
 
     @cached_property
     def _drafters(self) -> list[Drafter]:
-        """One drafter per batch slot; made on first use, because forward passes are timed for them."""
+        """One drafter per batch slot; made on first use, because making drafters may time forward passes."""
         target = self.loaded.target
         choose_threads(target, self._threads, quick_record(target, what="threads"))
         return drafters_for(self._decoding, target, self.store_set)
 
     def check_prompts(self, prompts: Sequence[Prompt]) -> None:
-        """Raise PromptError if any prompt cannot be answered; the error names the prompt if there are several."""
+        """Raise PromptError if a prompt cannot be answered; if there are several prompts, the error names this one."""
         for prompt in prompts:
             try:
                 self._encode_checked(prompt, prompt.messages)

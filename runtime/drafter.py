@@ -39,7 +39,7 @@ class Drafter(Protocol):
         ...
 
     def observe(self, accepted: Accepted, verified: Verified) -> None:
-        """Learn from the outcome of the last tree; ``verified`` has a row for its root and for each node."""
+        """Learn from the outcome of the last tree; ``verified`` holds a row for the root and for each node."""
         ...
 
 
@@ -48,7 +48,7 @@ class HistoryDrafter(Protocol):
     """A drafter that remembers whole answers and drafts from a prediction."""
 
     def predict(self, prediction: Sequence[int]) -> None:
-        """Draft from these tokens as well, which the answer that ``begin`` started will probably contain."""
+        """Also draft from ``prediction``: tokens that the answer started by ``begin`` will probably contain."""
         ...
 
     def end(self) -> None:
@@ -61,11 +61,11 @@ class JointDrafter(Protocol):
 
     @property
     def joint(self) -> Hashable:
-        """Key by which drafters are grouped: those of one class with equal keys draft in one call."""
+        """Key by which drafters are grouped: drafters of one class with equal keys draft in one call."""
         ...
 
     def draft_many(self, drafters: Sequence[Any], contexts: Sequence[Sequence[int]]) -> list[DraftTree]:
-        """Return one tree per drafter; all ``drafters`` have an equal ``joint``, and the first one is this drafter."""
+        """Return one tree per drafter; all ``drafters`` have an equal ``joint``, and ``drafters[0]`` is ``self``."""
         ...
 
 
@@ -79,7 +79,7 @@ class SeededDrafter(Protocol):
 
 
 def reads_logits(drafter: Drafter) -> bool:
-    """Return the drafter's ``reads_logits``: True, the default, if it reads the logits passed to ``observe``."""
+    """Return True if the drafter reads the logits passed to ``observe``; assumed if it lacks ``reads_logits``."""
     return bool(getattr(drafter, "reads_logits", True))
 
 
@@ -182,13 +182,13 @@ class AnswerCalibration:
     """Tracks how often the next token of an answer was drafted, relative to how often that was expected.
 
     Learned weights change slowly and apply to all answers. Within a few steps, ``factor`` corrects them for an answer
-    that is more or less predictable.
+    that is more or less predictable than the weights imply.
     """
 
     def __init__(self) -> None:
         self._hits = np.zeros(2)
         self.start()
-        # Compile it now or load it from the cache, so that no step waits for it.
+        # Compile ``_count_hit`` now, or load it from the cache, so that no step waits for this.
         self.update(np.empty(0, np.int64), np.empty(0, np.int32), np.empty(0), 0)
 
     def start(self) -> None:
@@ -228,13 +228,13 @@ class NodeCalibration:
         """``prior`` holds the initial acceptance rate of each kind, which applies at every depth."""
         self._verified = np.full((len(prior), LARGEST_TREE), CALIBRATION_PRIOR_WEIGHT)
         self._accepted = self._verified * np.array(prior)[:, None]
-        # Compile it now or load it from the cache, so that no step waits for it.
+        # Compile both functions now, or load them from the cache, so that no step waits for this.
         none, bare = np.empty(0, np.int64), DraftTree.bare(0)
         self.by_probability(none, bare)
         self.update(none, bare, ())
 
     def by_probability(self, kinds: Ints, tree: DraftTree) -> tuple[Ints, Probs]:
-        """Return nodes by descending probability that the whole path to them is accepted, and these probabilities."""
+        """Return ``(nodes, probs)``, sorted by descending probability that a node's whole path is accepted."""
         return _by_probability(kinds, tree.parents, tree.depths, self._accepted, self._verified)
 
     def update(self, kinds: Ints, tree: DraftTree, path: Sequence[int]) -> None:

@@ -52,7 +52,7 @@ class Walk(NamedTuple):
         return cls(tokens, children, finite)
 
     def first(self, max_tokens: int) -> Walk:
-        """Return the walk cut to ``max_tokens`` tokens; a shortened walk is always finite."""
+        """Return the walk cut to ``max_tokens`` tokens; ``finite`` is True if this shortens it."""
         if len(self.tokens) <= max_tokens:
             return self
         return Walk(self.tokens[:max_tokens], self.children[:max_tokens], True)
@@ -62,7 +62,8 @@ class Walk(NamedTuple):
 class Verified:
     """The result of a pass for one sequence, valid until the next pass of the engine.
 
-    There is one row for the root and one for each node of the tree. After a prefill, there is one for the last token.
+    There is one row for the root and one for each node of the tree. After a prefill, the only row is that of the last
+    token.
     """
 
     logits: torch.Tensor
@@ -100,16 +101,16 @@ class Verified:
         return argmax(self.logits[first:]) if self.argmax is None else self.argmax[first:]
 
     def known_argmax(self) -> tuple[Array, Array] | None:
-        """Return ``argmax`` and ``finite``, which are computed on a device if the pass has not done so.
+        """Return ``(argmax, finite)``, computing them on a device if the pass has not done so.
 
-        Return None on a CPU if the pass has not computed them, because it is faster there to compute single rows.
+        On a CPU, return None if the pass has not computed them, because computing single rows is faster there.
         """
         if self.argmax is not None and self.finite is not None:
             return self.argmax, self.finite
         if self.logits.is_cpu:
             return None
         tokens = self.logits.argmax(dim=-1)
-        # Both in one transfer, because each transfer waits for the device.
+        # Tokens and flags in one transfer, because each transfer waits for the device.
         is_finite = self.logits.gather(-1, tokens[..., None])[..., 0].isfinite()
         self.argmax, self.finite = torch.stack([tokens, is_finite.to(tokens.dtype)]).cpu().numpy()
         return self.argmax, self.finite
@@ -121,7 +122,7 @@ PREFILL_PASS = -1
 
 @dataclass(slots=True)
 class PassLog:
-    """Counts passes and holds the shape and duration of the last one, from which budgets learn what drafts cost."""
+    """Counts passes and holds the shape and duration of the last pass, from which budgets learn what drafts cost."""
 
     passes: int = 0
     seconds: float = 0.0
@@ -129,7 +130,7 @@ class PassLog:
     """Number of draft tokens that the last pass verified. For several trees, the size of the largest one, to which the
     others are padded; without padding, the number of rows of all trees minus one."""
     slots: int = 1
-    """Number of trees in the last pass that verified any."""
+    """Number of trees in the last pass that verified trees."""
     last_seconds: float = 0.0
     context: int = 0
     """Number of tokens before the tree of the last pass. For several trees, the length of the longest context, to which
@@ -160,8 +161,8 @@ class PassLog:
 class Engine(Protocol):
     """Runs forward passes over draft trees; `Target` is the engine for models of transformers.
 
-    Each slot of a cache holds one sequence. The last emitted token of a sequence is the root of its next tree. It is
-    verified together with the nodes, and its keys and values are in the cache only after that pass.
+    Each slot of a cache holds one sequence. The last emitted token of a sequence is the root of its next tree. The root
+    is verified together with the nodes, and its keys and values are in the cache only after that pass.
     """
 
     vocabulary: int
@@ -184,7 +185,7 @@ class Engine(Protocol):
 
     @property
     def changes(self) -> int:
-        """Number of changes of the model so far; keys and values computed before the last one are invalid."""
+        """Number of changes of the model so far; keys and values computed before the last change are invalid."""
         ...
 
     def context_limit(self, prompt_length: int) -> int | None:
@@ -192,7 +193,7 @@ class Engine(Protocol):
         ...
 
     def reads_in_pieces(self, length: int) -> bool:
-        """Return True if prefilling a prompt of this length in several passes gives the same result as in one."""
+        """Return True if prefilling a prompt of this length in several passes gives the same result as in one pass."""
         ...
 
     def is_unchanged(self, *, goes_on: bool) -> bool:
@@ -212,7 +213,7 @@ class Engine(Protocol):
         ...
 
     def prefill(self, cache: Cache, slot: int, tokens: Sequence[int], start: int = 0, *, room: int = 0) -> Verified:
-        """Prefill ``tokens`` after the first ``start`` tokens of a slot; what the slot holds beyond those is dropped.
+        """Prefill ``tokens`` after the first ``start`` tokens of a slot; tokens that the slot held there are dropped.
 
         Return one row of logits, for the last token. ``room`` is the number of tokens that may follow.
         """

@@ -80,7 +80,7 @@ def fingerprint(model: PreTrainedModel) -> str:
 
 
 def machine(device: torch.device | None = None) -> str:
-    """Describe a device and the library versions in one line; ``device`` defaults to the GPU, else to the CPU."""
+    """Describe a device and the library versions in one line; ``device`` defaults to the GPU, if any, else the CPU."""
     if device is None:
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     host = "" if device.type == "cuda" else f", {os.cpu_count()} cores, {platform.system()}"

@@ -1,4 +1,4 @@
-"""Has ``transformers`` prepare the logits processors and stopping criteria of ``generate`` for hdtool's loop."""
+"""Takes the logits processors and stopping criteria that ``generate`` of transformers would use, for hdtool's loop."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ REFUSED_SETTINGS: dict[str, tuple[Refused, str]] = {
     "assistant_ensemble_weight": (_given, "it changes the distribution that tokens are drawn from"),
     "cache_implementation": (lambda value: value == "quantized", "a quantized KV cache changes the output"),
 }
-"""Unsupported settings that change the output of ``generate``: a test for refused values, and the reason."""
+"""Maps each unsupported setting that changes the output of ``generate`` to ``(test for refused values, reason)``."""
 
 NEUTRAL_SETTINGS: dict[str, Any] = {
     "prompt_lookup_num_tokens": None,
@@ -102,11 +102,12 @@ def sampler_as_generate(
     ends: frozenset[int],
     first: Sequence[LogitsProcessor] = (),
 ) -> tuple[Sampler, Container[int]]:
-    """Return the sampler and the stops of one answer, with the processors and criteria that ``generate`` would use.
+    """Return ``(sampler, stops)`` for one answer, with the processors and criteria that ``generate`` would use.
 
-    To get these, ``generate`` is called with a ``custom_generate`` that returns before the first forward pass. Options
-    that are None in ``config`` come from the model's generation settings, else from the defaults of transformers. The
-    processors in ``first`` run before those of ``generate``. Raise ModelError if the settings cannot be used.
+    To get these processors and criteria, ``generate`` is called with a ``custom_generate`` that returns before the
+    first forward pass. Options that are None in ``config`` come from the model's generation settings, else from the
+    defaults of transformers. The processors in ``first`` run before those of ``generate``. Raise ModelError if the
+    settings cannot be used.
     """
     settings = model.generation_config
     refuse_settings(settings)
@@ -129,7 +130,7 @@ def sampler_as_generate(
     ids = torch.tensor([list(prompt)], device=model.device)
     options = NEUTRAL_SETTINGS | generate_options(config, settings, ends, max_new_tokens)
     try:
-        # ``generate`` passes no tokenizer with ``custom_generate``, so it cannot build this criterion.
+        # ``generate`` passes no tokenizer with ``custom_generate``, so it cannot build the criterion for stop strings.
         generate: Any = model.generate
         generate(ids, attention_mask=torch.ones_like(ids), custom_generate=take, **options, stop_strings=None)
         if strings := settings.stop_strings:
@@ -160,7 +161,7 @@ def generate_options(
 
 
 def refused_setting(settings: GenerationConfig, allowed: Container[str] = ()) -> tuple[str, str] | None:
-    """Return the name of the first unsupported setting outside ``allowed`` and the reason, or None."""
+    """Return ``(name, reason)`` for the first unsupported setting that is not in ``allowed``, or None."""
     for name, (is_refused, reason) in REFUSED_SETTINGS.items():
         if name not in allowed and is_refused(getattr(settings, name, None)):
             return name, reason
@@ -180,7 +181,8 @@ def refuse_settings(settings: GenerationConfig) -> None:
 def generation_settings(chosen: str, model_settings: GenerationConfig) -> GenerationConfig:
     """Load generation settings from a file or its folder; ``NO_SETTINGS`` selects the defaults of transformers.
 
-    Special tokens that they lack are copied from ``model_settings``. Raise ModelError if the file cannot be used.
+    Special tokens that the loaded settings lack are copied from ``model_settings``. Raise ModelError if the file cannot
+    be used.
     """
     if chosen == NO_SETTINGS:
         settings = GenerationConfig()

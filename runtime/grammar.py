@@ -36,16 +36,16 @@ class ForcedTokens(NamedTuple):
     certain: list[int]
     """Tokens that must follow, however the text continues."""
     tokens: list[int]
-    """Tokens of the text that must follow; the last one is uncertain, because it may merge with later text."""
+    """Tokens of the text that must follow; the last token is uncertain, because it may merge with later text."""
 
 
 class GuidedTree(NamedTuple):
     """What a grammar allows and forces in a draft tree; dictionaries are keyed by node, with ``ROOT`` for the root."""
 
     allowed: npt.NDArray[np.bool_]
-    """True for each node that is allowed, and whose ancestors are."""
+    """True for each node that is allowed and whose ancestors are all allowed."""
     chains: dict[int, list[int]]
-    """Forced tokens to append below a node, if none of its allowed children drafts the first one."""
+    """Forced tokens to append below a node, if none of its allowed children drafts the first of them."""
     certain: dict[int, list[int]]
     """Tokens that must follow a node, however the text continues."""
 
@@ -73,7 +73,7 @@ class Guide:
         self._forced = None
 
     def bits(self) -> npt.NDArray[np.uint8]:
-        """Return a bit mask of the tokens that may come next, eight per byte, the first one in the lowest bit."""
+        """Return a bit mask of the tokens that may come next: eight tokens per byte, lowest bit first."""
         bitmask = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
         if self._matcher.is_error():
             raise self._stuck()
@@ -82,7 +82,7 @@ class Guide:
     def forbidden(self, device: torch.device, size: int) -> torch.Tensor:
         """Return a bool tensor ``[size]`` that is True for each token that may not come next.
 
-        Raise PromptError if this is all of them.
+        Raise PromptError if no token may come next.
         """
         is_forbidden = np.unpackbits(~self.bits(), bitorder="little")[:size].view(np.bool_)
         if len(is_forbidden) < size:  # a model may have more logits than its tokenizer has tokens
@@ -237,7 +237,7 @@ def _on_one_line(text: str) -> str:
 
 
 def masks_of(guide: Guide | None) -> list[LogitsProcessor]:
-    """Return the processor that masks forbidden tokens, in a list that is empty without a grammar."""
+    """Return a list with the processor that masks what the grammar forbids, or an empty list without a grammar."""
     return [GrammarProcessor(guide)] if guide else []
 
 
@@ -297,7 +297,7 @@ class GuidedDrafter(WrappedDrafter):
     """Drafts for one answer: drops nodes that a grammar forbids from another drafter's trees and adds forced tokens."""
 
     def __init__(self, drafter: Drafter, guide: Guide, max_nodes: int = LARGEST_TREE) -> None:
-        """``max_nodes`` is the number of nodes up to which forced tokens are added to a tree."""
+        """Forced tokens are added to a tree until it has ``max_nodes`` nodes."""
         super().__init__(drafter)
         self._guide, self._max_nodes = guide, min(max_nodes, LARGEST_TREE)
         self._prompt_length = 0
@@ -327,7 +327,7 @@ class GuidedDrafter(WrappedDrafter):
         return tree
 
     def _constrain(self, tree: DraftTree) -> DraftTree:
-        """Return the allowed nodes of a tree, with forced chains appended, first below the most probable nodes."""
+        """Return the tree without forbidden nodes and with forced chains, first below the most probable nodes."""
         guided_tree = self._guide.constrain_tree(tree.tokens, tree.parents)
         if guided_tree.allowed.all() and not guided_tree.chains:
             return DraftTree(

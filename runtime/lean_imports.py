@@ -1,10 +1,10 @@
 """Speeds up importing torch and transformers by deferring torch's compiler, distributed tensors and a file scan.
 
-``transformers`` imports torch's compiler for decorators that switch it off, and its distributed tensors, which import
-sympy. It also reads a thousand source files to find which names they define. Together, that takes as long as importing
-torch. The compiler is loaded at its first use instead.
+``transformers`` imports torch's compiler for decorators that switch it off, and torch's distributed tensors, which
+import sympy. It also reads a thousand source files to find which names they define. Together, these imports and the
+scan take as long as importing torch. The compiler is loaded at its first use instead.
 
-Each replacement is optional: if a library lacks the function to replace, the import is an ordinary one.
+Each replacement is optional: if a library lacks the function to replace, the library is imported as usual.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ COMPILER = "torch._dynamo"
 MARKERS = ("assume_constant_result", "allow_in_graph")
 """Decorators of the compiler that register a function with it and return the function itself."""
 INDEPENDENT = (f"{COMPILER}._trace_wrapped_higher_order_op",)
-"""Submodules of the compiler that models import and that do not need the rest of it."""
+"""Submodules of the compiler that models import and that do not need the rest of the compiler."""
 LOADER, MARKS = "_deferred_loader", "_deferred_marks"
 Structure = dict[frozenset[str], dict[str, set[str]]]
 """Maps each set of required libraries to the modules that need them, and each module to the names that it defines."""
@@ -64,7 +64,7 @@ class _Finder(PathFinder):
 
 
 def _part_of_compiler(name: str) -> ModuleSpec | None:
-    """Load the compiler before one of its submodules; return a spec if this has already imported the submodule."""
+    """Load the compiler before one of its submodules; return a spec if this imported the submodule too, else None."""
     if not isinstance(sys.modules[COMPILER], _DeferredModule):
         return None
     sys.modules[COMPILER]._load()

@@ -33,7 +33,7 @@ class Request(Generic[Key]):
     prompt: Sequence[int]
     sampler: Sampler
     drafter: Drafter = field(default_factory=NoDraft)
-    """Drafter that no other request uses until this one ends."""
+    """Drafter that no other request uses until this request ends."""
     stops: Container[int] = ()
     """Tokens that end this answer; if empty, the stops of the loop apply."""
     prediction: Sequence[int] = ()
@@ -45,7 +45,7 @@ class Request(Generic[Key]):
 
 
 Outcome = tuple[Request[Key], Step | HdtoolError]
-"""A step of a request, or the error that ended its answer."""
+"""A request with its latest step, or with the error that ended its answer."""
 
 
 class PendingPrefill(Generic[Key]):
@@ -58,7 +58,7 @@ class PendingPrefill(Generic[Key]):
         self._loop = loop
 
     def read(self, max_tokens: int | None = None) -> bool:
-        """Prefill at most ``max_tokens`` tokens of the prompt, or all if None; return True if it is complete."""
+        """Prefill at most ``max_tokens`` tokens of the prompt, or all if None; return True once all are prefilled."""
         with self._loop:
             self.verified = self.reader.read(max_tokens)
         self.state.cached_tokens = self.reader.cached_tokens
@@ -74,7 +74,7 @@ class Loop(Generic[Key]):
     """Generates a batch of answers step by step; the caller adds and removes requests between steps.
 
     As a context manager, a loop locks the engine for one step. Entering it raises ModelError if another thread uses the
-    engine, or if another loop has begun to use the cache since.
+    engine, or if another loop has begun to use the cache after this one.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class Loop(Generic[Key]):
         self._pending_prefill: PendingPrefill[Key] | None = None
         self._verified: list[Verified] = []
         self._passes_before = 0
-        """Number of passes that the engine had run before the launched one."""
+        """Number of passes that the engine had run before the launched pass."""
         self._has_begun = False
 
     def __len__(self) -> int:
@@ -124,7 +124,7 @@ class Loop(Generic[Key]):
         self._engine.busy.release()
 
     def start(self, request: Request[Key]) -> PendingPrefill[Key]:
-        """Start an answer; the caller prefills its prompt with the returned object and passes that to ``join``."""
+        """Start an answer; the caller prefills its prompt with the result and passes the result to ``join``."""
         assert self._pending_prefill is None and not self.is_full
         self._lock()
         try:
@@ -158,7 +158,7 @@ class Loop(Generic[Key]):
             self._pending_prefill = None
 
     def join(self, pending: PendingPrefill[Key]) -> Outcome[Key]:
-        """Accept the first token of an answer whose prompt is prefilled; unless it ends there, it takes a slot."""
+        """Accept the first token after a prefilled prompt; unless it ends the answer, the answer takes a slot."""
         assert pending.verified is not None
         request, state, slot = pending.request, pending.state, len(self._running)
         self._pending_prefill = None
@@ -198,7 +198,7 @@ class Loop(Generic[Key]):
         """Wait for the launched pass and accept tokens by its logits."""
         with self:
             self._engine.wait()
-            # Passes for other caches, run in the meantime, have overwritten the logits.
+            # If passes for other caches ran in the meantime, they have overwritten the logits.
             if self._engine.log.passes != self._passes_before + 1:
                 states = [state for _, state in self._running]
                 trees, options = [state.tree for state in states], [state.options for state in states]
@@ -211,7 +211,7 @@ class Loop(Generic[Key]):
         self._verified = self._engine.verify(self._cache, trees, [state.options for state in states])
 
     def _fit_trees(self, trees: list[DraftTree]) -> list[DraftTree]:
-        """Return the part of each tree that the engine can verify: the whole tree unless it only verifies chains."""
+        """Return the part of each tree that the engine can verify: all of it unless the engine only verifies chains."""
         if self._engine.takes_trees:
             return trees
         fitted = [self._engine.fit_tree(self._cache, slot, tree) for slot, tree in enumerate(trees)]

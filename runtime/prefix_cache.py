@@ -30,7 +30,7 @@ class CachedPrefix(NamedTuple):
 class PrefixCache:
     """Finds cached contexts that a prompt can continue, in slots and in copies of slots that were overwritten.
 
-    The copies take up at most ``max_bytes``; the least recently used one is evicted first.
+    The copies take up at most ``max_bytes``; the least recently used copy is evicted first.
     """
 
     def __init__(self, max_bytes: int = 0) -> None:
@@ -48,7 +48,7 @@ class PrefixCache:
         return _find_longest(free, owner, version, prompt, min_saved=1)
 
     def to_copy(self, held: Iterable[Slot], owner: str, version: int, prompt: Sequence[int]) -> CachedPrefix | None:
-        """Return the longest prefix of a prompt in slots in use and in copies, or None.
+        """Return the longest prefix of a prompt that a slot in use or a copy of a slot holds, or None.
 
         Copies from an earlier ``version`` of the model are dropped.
         """
@@ -60,7 +60,7 @@ class PrefixCache:
         return found
 
     def keep(self, cache: Cache, slot: int) -> None:
-        """Save a copy of a slot before it is overwritten; drop the copies whose tokens are a prefix of it."""
+        """Copy a slot before it is overwritten; drop earlier copies of its owner that hold a prefix of its tokens."""
         held = cache.slots[slot]
         tokens = held.tokens[: held.valid]
         if not self._max_bytes or len(tokens) < MIN_CACHED_PREFIX or held.version == NEVER_CONTINUED:
@@ -81,7 +81,7 @@ class PrefixCache:
 def _find_longest(
     slots: Iterable[Slot], owner: str, version: int, prompt: Sequence[int], *, min_saved: int
 ) -> CachedPrefix | None:
-    """Return the slot that saves the most prefill, or None if none saves ``min_saved`` tokens.
+    """Return the cached prefix that saves the most prefill, or None if none saves ``min_saved`` tokens.
 
     The last token of a prompt is always recomputed.
     """
@@ -96,7 +96,7 @@ def _find_longest(
 
 
 def common_prefix_length(first: Sequence[int], second: Sequence[int]) -> int:
-    """Return the length of the common prefix."""
+    """Return the length of the common prefix of two sequences."""
     size = min(len(first), len(second))
     if not size or first[0] != second[0]:
         return 0
@@ -128,7 +128,7 @@ class PromptReader:
         self._keeps_states = False
         """True if the recurrent states are saved after each pass."""
         self._cached_kv: list[torch.Tensor] | None = None
-        """Cached keys and values of the first recomputed token, to compare with the new ones; None if not needed."""
+        """Cached keys and values of the first recomputed token, to compare with its new ones; None if not needed."""
 
     def begin(self, prefixes: PrefixCache | None) -> None:
         """Choose the slot, and load the longest cached prefix of the prompt into it."""
@@ -155,7 +155,7 @@ class PromptReader:
         slot.owner, slot.version = self._owner, version if self._reads_in_pieces else NEVER_CONTINUED
 
     def _find_prefix(self, prefixes: PrefixCache) -> tuple[CachedPrefix | None, bool]:
-        """Return the cached context that saves the most prefill, and True if it is in a free slot."""
+        """Return the cached context that saves the most prefill, or None, and whether a free slot holds it."""
         slots, query = self._cache.slots, (self._owner, self._engine.changes, self._prompt)
         in_place = prefixes.in_place(slots[self._first_free :], *query)
         copied = prefixes.to_copy(slots[: self._first_free], *query)
@@ -167,8 +167,8 @@ class PromptReader:
     def read(self, max_tokens: int | None = None) -> Verified | None:
         """Prefill at most ``max_tokens`` tokens, or the whole prompt if None.
 
-        Return the logits ``[1, vocabulary]`` after the prompt once it is complete, else None. A prompt that the engine
-        cannot read in pieces is always prefilled as a whole.
+        Once the whole prompt is prefilled, return the logits ``[1, vocabulary]`` after it, else None. A prompt that the
+        engine cannot read in pieces is always prefilled as a whole.
         """
         if max_tokens is not None and self._reads_in_pieces:
             return self._read_piece(max_tokens)

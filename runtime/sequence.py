@@ -1,4 +1,4 @@
-"""The state of one answer between forward passes, its steps, and statistics over them."""
+"""The state of one answer between forward passes, the steps of an answer, and statistics over steps."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Finish(StrEnum):
 
 
 class Step(NamedTuple):
-    """The tokens that one forward pass of the target emitted, the tree that it verified, and how long it took."""
+    """The tokens that one forward pass of the target emitted, the tree that it verified, and how long the step took."""
 
     tokens: list[int]
     tree: DraftTree
@@ -130,7 +130,7 @@ class SequenceState:
             self.drafter.end()
 
     def accept(self, verified: Verified, recompute: Callable[[int], Verified]) -> tuple[Accepted, Verified]:
-        """Return the accepted tokens, and the logits from which they were chosen.
+        """Return ``(accepted, verified)``: the accepted nodes and tokens, and the logits from which these were chosen.
 
         ``recompute`` verifies the root again without drafts. It is called if the pass with drafts overflowed.
         """
@@ -172,7 +172,7 @@ def draft_trees(sequences: Sequence[SequenceState]) -> list[DraftTree]:
 
 
 def room_for(engine: Engine, prompt: Sequence[int], max_new_tokens: int) -> tuple[int, Finish]:
-    """Return the maximum number of new tokens and the finish reason at that length.
+    """Return ``(room, finish)``: the maximum number of new tokens, and the finish reason of an answer of that length.
 
     Raise PromptError for an invalid prompt, and its subclass ContextError if the prompt fills the context.
     """
@@ -216,7 +216,7 @@ class Stats:
     _counts: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros((3, len(SourceId)), np.int64))
     """``drafted``, ``accepted`` and ``hits``, one row each, ``[3, sources]``."""
     _uncounted: list[tuple[npt.NDArray[np.uint8], list[int]]] = field(default_factory=list)
-    """Sources and path of each step that is not in ``_counts`` yet; they are counted lazily or once there are many."""
+    """Sources and path of each step that is not in ``_counts`` yet; added on demand, or once there are many."""
     source_seconds: npt.NDArray[np.float64] = field(default_factory=lambda: np.zeros(len(SourceId)))
 
     def add(self, step: Step) -> None:
@@ -253,7 +253,7 @@ class Stats:
 
     @property
     def hits(self) -> npt.NDArray[np.int64]:
-        """Number of steps per source in which it drafted at least one node."""
+        """Number of steps in which each source drafted at least one node."""
         hits: npt.NDArray[np.int64] = self._count()[2]
         return hits
 

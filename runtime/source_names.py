@@ -56,8 +56,8 @@ class Source:
     dark: str = "#11bb00"
     """Color of its tokens on dark pages, as in CSS."""
     evidence: Evidence | None = None
-    """Function of a plug-in, called in each step for the context and for each extension of it by the function's own
-    argmax tokens. Values that add up to more than 1 are counts, others are probabilities."""
+    """Function of a plug-in, called in each step for the context and for each extension of the context by the
+    function's own argmax tokens. Values that add up to more than 1 are counts, other values are probabilities."""
 
 
 PLUGINS = (SourceId.PLUGIN_1, SourceId.PLUGIN_2, SourceId.PLUGIN_3, SourceId.PLUGIN_4)
@@ -102,7 +102,7 @@ def unregister(number: SourceId) -> None:
 
 
 def registered() -> Mapping[SourceId, Source]:
-    """Return all sources by number; those of installed packages are included once ``plugins`` was called."""
+    """Return all sources by number, including the sources of installed packages once ``plugins`` was called."""
     return _SOURCES
 
 

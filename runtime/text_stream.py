@@ -30,9 +30,9 @@ BYTE_OF = {chr(byte): byte for byte in PRINTABLE} | {
 class TextStream:
     """Detokenizes incrementally: returns text once it can no longer change, in pieces that join to ``text_of`` all ids.
 
-    The text of a token may depend on the token before it, so new ids are decoded together with those of the last
-    returned piece, which are ``_ids[_start:_read]``. Special tokens, which ``text_of`` skips, are dropped on arrival,
-    so that a long run of them is not decoded again with each new token.
+    The text of a token may depend on the token before it, so new ids are decoded together with the ids of the last
+    returned piece, ``_ids[_start:_read]``. Special tokens, which ``text_of`` skips, are dropped on arrival, so that a
+    long run of them is not decoded again with each new token.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, *, skip_special_tokens: bool = True) -> None:
@@ -67,7 +67,7 @@ class TextStream:
         self._ids[first:] = [id_ for id_ in self._ids[first:] if not self._is_skipped(id_)]
 
     def _is_skipped(self, id_: int) -> bool:
-        """Return True for the id of a special token, which is decoded to nothing if these are skipped."""
+        """Return True for a special token that ``_decode`` skips: it decodes to nothing, although it has a text."""
         if id_ not in self._skipped:
             shown = self._decode([id_])
             self._skipped[id_] = not shown and bool(token_text(self._tokenizer, id_))
@@ -105,7 +105,7 @@ def bytes_of(tokenizer: PreTrainedTokenizerBase, token: int) -> bytes:
 def decoder_of(tokenizer: PreTrainedTokenizerBase) -> Callable[[list[int]], str]:
     """Return a function that decodes ids as ``text_of`` does.
 
-    If the tokenizer's classes only delegate to the tokenizers library, its decoder is returned, which is faster.
+    If the tokenizer's classes only delegate to the tokenizers library, the library's faster decoder is returned.
     """
     backend = getattr(tokenizer, "_tokenizer", None)
     stock = getattr(type(tokenizer), "decode", None) is PreTrainedTokenizerFast.decode
@@ -143,9 +143,9 @@ def first_stop(text: str, stops: Sequence[str]) -> int | None:
 
 
 def cut_of(text: str, stops: Sequence[str], *, is_last: bool = False) -> tuple[int, str | None]:
-    """Return how many characters of a text can be shown, and the stop string after them, or None.
+    """Return ``(length, stop)``: how many characters of a text can be shown, and the stop string after them, or None.
 
-    Unless the text is the last one, a possible beginning of a stop string at its end is not shown yet.
+    Unless the text ``is_last``, the longest suffix that may be the beginning of a stop string is not shown yet.
     """
     end = first_stop(text, stops)
     if end is None:

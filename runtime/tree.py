@@ -1,4 +1,4 @@
-"""The draft tree that one forward pass verifies, and the trie that merges sequences into one."""
+"""The draft tree that one forward pass verifies, and the trie that merges sequences into a tree."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ def descend(
     node: int,
     token: int,
 ) -> int:
-    """Write ``token`` and the child of ``node`` that drafts it to ``column`` of a walk; return the child."""
+    """Write ``token`` and the child of ``node`` that drafts it to a walk's ``column``; return the child or ``ROOT``."""
     child = child_of(tokens, parents, node, token)
     walk_buffer[0, column], walk_buffer[1, column] = token, child
     return child
@@ -159,7 +159,7 @@ def fits(tokens: npt.NDArray[np.int64], parents: npt.NDArray[np.int32], depth: i
 
 @compiled
 def _remap_parents(parents: npt.NDArray[np.int32], order: npt.NDArray[np.int64]) -> npt.NDArray[np.int32]:
-    """Return the parents of the nodes after sorting them into this order."""
+    """Return the parents of the nodes in ``order``, as indices into ``order``, or ``ROOT``."""
     indices = np.full(len(parents) + 1, ROOT, np.int32)  # the last item, at index ROOT, is for the root
     new_parents = np.empty(len(order), np.int32)
     for index in range(len(order)):
@@ -201,11 +201,11 @@ def _depths(parents: npt.NDArray[np.int32]) -> npt.NDArray[np.int64]:
 
 
 NO_TOKEN = -1
-"""Padding after the end of sequences that are shorter than others."""
+"""Padding at the end of a row that is longer than its sequence."""
 
 
 class Trie:
-    """Merges sequences into a tree of at most ``max_nodes`` nodes; a shared prefix keeps its first sequence's source.
+    """Merges sequences into a tree of up to ``max_nodes`` nodes; a shared prefix keeps the source that added it first.
 
     There is room for ``extra`` more nodes of a tree that is appended without merging.
     """
@@ -224,7 +224,7 @@ class Trie:
         self._size = 0
 
     def add(self, sequences: Ints, source: int, *, wanted: int) -> int:
-        """Add rows of tokens until ``wanted`` of them have added a node; return how many have.
+        """Add rows of tokens until ``wanted`` rows have added a node; return how many rows have done so.
 
         Tokens beyond ``max_nodes`` are dropped.
         """
@@ -238,7 +238,7 @@ class Trie:
         return int(added)
 
     def append_tree(self, tokens: Ints, parents: Ints, source: int) -> None:
-        """Append a whole tree below the same root without merging."""
+        """Append a whole tree without merging; its root is taken to be the root of this trie."""
         start, self._size = self._size, self._size + len(tokens)
         self._tokens[start : self._size] = tokens
         self._parents[start : self._size] = parents + np.int32(start) * (parents != ROOT)
@@ -278,7 +278,7 @@ def _add(
 def sequences_of(tokens: Ints, parents: Ints, length: int, max_paths: int) -> Ints:
     """Return the first ``max_paths`` paths from the root to a node of depth ``length`` or a leaf above it, one per row.
 
-    Rows are in the order of their last nodes, and shorter ones are padded with ``NO_TOKEN``. A parent must come before
+    Rows are in the order of their last nodes, and shorter paths are padded with ``NO_TOKEN``. A parent must come before
     its children.
     """
     return _sequences(np.ascontiguousarray(tokens), np.ascontiguousarray(parents), length, max_paths)

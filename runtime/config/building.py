@@ -40,7 +40,7 @@ MAX_HELD_OUT = 200
 
 @dataclass(frozen=True)
 class SetupConfig(Settings):
-    """What setup holds out of the stores and how it measures drafting on it."""
+    """Which conversations setup holds out of the stores, and how it measures drafting on them."""
 
     held_out: float = setting(
         0.1,
@@ -71,14 +71,14 @@ MAX_HEADS = 8
 
 
 AMPHISTA, MEDUSA, HYDRA, HYDRA_PLUS, MTP_LAYER = KINDS = "amphista", "medusa", "hydra", "hydra++", "mtp"
-"""Kinds of drafting heads. Amphista and Medusa draft all positions in parallel, the others token by token."""
+"""Kinds of drafting heads. Amphista and Medusa draft all positions in parallel, the other kinds token by token."""
 PARTS: Mapping[str, Mapping[str, Any]] = {
     MEDUSA: {"auto_embedding": 0, "positions": False, "adaptation": 0, "sampled_token": False},
     HYDRA: {"auto_embedding": 0, "positions": False, "adaptation": 0, "sampled_token": False, "head_layers": 1},
     HYDRA_PLUS: {"auto_embedding": 0, "positions": False, "adaptation": 1, "sampled_token": False, "head_layers": 4},
     MTP_LAYER: {"auto_embedding": 0, "positions": False, "adaptation": 1, "sampled_token": True, "rank": 0},
 }
-"""Settings fixed by each kind. Options still choose a Hydra head's layers, and everything for Amphista."""
+"""Settings that each kind fixes. Options still choose the layers of Hydra heads, and all settings of Amphista heads."""
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ class HeadsConfig(Settings):
 
     @property
     def resolved(self) -> HeadsConfig:
-        """These settings, with those that the kind fixes filled in."""
+        """These settings, with the values that the kind fixes."""
         parts = PARTS.get(self.kind, {})
         return replace(self, **{**parts, **({"head_layers": self.head_layers} if self.head_layers else {})})
 

@@ -24,7 +24,7 @@ SOURCE_NAMES = {
     "L": "last-logits",
     "R": "recycled",
 }
-"""Source names by letter; options accept both."""
+"""Source names by letter; options accept names and letters."""
 
 
 ALL_LETTERS = "".join(SOURCE_NAMES)
@@ -37,9 +37,9 @@ class Method(NamedTuple):
 
     description: str
     databases: str
-    """Letters of the stores it reads; C is the conversation, however matches are found in it."""
+    """Letters of the stores that the method reads; C is the conversation, however matches are found in it."""
     logits: str = ""
-    """Letters of the sources it reads that use logits."""
+    """Letters of the method's sources that use logits."""
     history: bool = False
     """True if the method drafts from earlier answers."""
     trained: str = ""
@@ -85,7 +85,7 @@ TAKE_HEADS = tuple(name for name in TRAINED if METHODS[name].trained in (HEADS_D
 NEED_MODEL = ("lade", *TRAINED)
 """Methods that run the model or a trained drafter to draft."""
 NEED_LOGITS = (*NEED_MODEL, *(name for name, method in METHODS.items() if method.logits))
-"""Methods that need the model's logits or run the model; the others need only tokens."""
+"""Methods that need the model's logits or run the model; all other methods need only tokens."""
 OPTION_METHODS = {
     "draft_tokens": tuple(name for name in METHODS if name not in ("ar", "lade", "hd-paper")),
     "sources": ("hd-paper", *HIERARCHIES),
@@ -100,7 +100,7 @@ OPTION_METHODS = {
     "model_db": tuple(name for name, method in METHODS.items() if "M" in method.databases),
     "corpus_db": tuple(name for name, method in METHODS.items() if "S" in method.databases),
 }
-"""Methods that use an option, for options that only some methods use."""
+"""Maps each option that only some methods use to these methods."""
 LARGEST_BUDGET = 64
 """Maximum number of draft tokens per forward pass."""
 FIXED_BUDGET = 32
@@ -233,7 +233,7 @@ class DecodeConfig(Settings):
 
     @property
     def identifies_tokenizer(self) -> bool:
-        """True if the tokenizer must be compared with another one even if no store is opened."""
+        """True if the tokenizer must be compared with another tokenizer even if no store is opened."""
         return self.keeps_history or self.drafter is not None
 
     @property
@@ -243,7 +243,7 @@ class DecodeConfig(Settings):
 
     @property
     def databases(self) -> str:
-        """Letters of the stores, context included, to draft from. A method with a single one always uses it."""
+        """Letters of the stores, context included, to draft from. A method with a single store always uses it."""
         all_of_them = METHODS[self.method].databases
         return "".join(letter for letter in all_of_them if letter in self.sources or len(all_of_them) == 1)
 
@@ -273,7 +273,7 @@ class RecordingConfig(Settings):
 
 @dataclass(frozen=True)
 class StoresConfig(Settings):
-    """Stores to draft from. Each is a folder or name, ``none``, or None for the one in hdtool's home that fits."""
+    """Stores to draft from. Each is a folder or name, ``none``, or None for the fitting one in hdtool's home."""
 
     model_db: str | None = setting(
         None, "Folder or name of a model store, or none. Default: that of this model in hdtool's home."
@@ -286,7 +286,7 @@ class StoresConfig(Settings):
         "Namespace of the stores. Default: the tenant of the API key, or in vLLM the served model name, if it has "
         "stores.",
     )
-    """Only this namespace's model store is used, if any; its corpus index takes precedence over the common one."""
+    """Only this namespace's model store is used, if any; its corpus index takes precedence over the common index."""
 
 
 @dataclass(frozen=True)

@@ -131,7 +131,7 @@ class BenchConfig(Settings):
     ) -> tuple[str, ...]:
         """Return the peers and methods to measure.
 
-        ``trained`` has the methods whose trained drafter is available, ``llama_cpp`` the llama.cpp peers that can run;
+        ``trained`` lists methods whose trained drafter is available, ``llama_cpp`` the llama.cpp peers that can run;
         ``grammars`` excludes peers that can't follow a grammar.
         """
         lacking = {"generate-assisted": self.assistant is None, "rest": not has_corpus}
@@ -170,7 +170,7 @@ class ShapeConfig(Settings):
 
 @dataclass(frozen=True)
 class CostConfig:
-    """Context lengths at which forward passes are timed, and device speeds if they are estimated instead."""
+    """Context lengths at which forward passes are timed, and device speeds to estimate the times instead."""
 
     contexts: tuple[int, ...] | None = None
     """Context lengths in tokens; None means the powers of two that fit the model."""

@@ -154,7 +154,7 @@ class ModelConfig(Settings):
 
     @property
     def place(self) -> str | None:
-        """Folder, GGUF file or hub name of the model; None for the embedded one."""
+        """Folder, GGUF file or hub name of the model; None for the embedded model."""
         return demo.located(self.model)
 
     @property

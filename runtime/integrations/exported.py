@@ -19,7 +19,7 @@ ATTRIBUTE = "_hdtool_generator"
 
 
 class _Holder:
-    """Holds the generator of a model; copying the model yields an empty holder, so that the copy makes its own."""
+    """Holds a model's generator; a copy of the model gets an empty holder, so that it makes a generator of its own."""
 
     def __init__(self) -> None:
         self.generator: Generator | None = None

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from transformers import GenerationConfig, StoppingCriteriaList
 
 MAX_ANSWERS = MAX_MATCHES
-"""Number of answers that are kept per prompt; a drafter reads no more matches of the same tokens."""
+"""Number of answers that are kept per prompt; a drafter reads at most as many matches of the same tokens."""
 TAIL = 8
 """Number of prompt tokens that are repeated before each answer, so that a drafter finds where answers begin."""
 
@@ -105,7 +105,7 @@ SUPPORTED_ARGUMENTS = (
 ENCODER_OUTPUTS = "mm_encoder_outputs"
 """Argument with the images, videos and audio that ``generate`` has encoded, by kind; empty for a text prompt."""
 ZERO_IS_TEXT = {"mm_token_type_ids": None, "moe_mm_token_type_ids": None, "token_type_ids": ("gemma3",)}
-"""Arguments in which zeros mark text, with the model types for which they do (None for all types).
+"""Maps each argument in which zeros mark text to the model types for which they do; None stands for all types.
 
 Other model types add an embedding for token type 0.
 """
@@ -173,7 +173,7 @@ class GenerateRequest:
 
 
 def predictions_of(prediction: Any, rows: int) -> list[list[int]]:
-    """Return the predicted token ids of each row; ``prediction`` is one for all rows or a list of one per row."""
+    """Return each row's predicted token ids; ``prediction`` holds one prediction for all rows, or one for each row."""
     ids = prediction.tolist() if hasattr(prediction, "tolist") else prediction
     if (
         isinstance(ids, (list, tuple))
@@ -235,7 +235,7 @@ def _refuse_inputs(input_ids: torch.Tensor, arguments: Mapping[str, Any], model_
 def _is_set(name: str, value: object, model_type: str) -> bool:
     """Return True if an argument changes what the model computes.
 
-    Tensors do, even those of zeros unless these mark text. None, False and empty mappings do not.
+    Tensors do, even tensors of zeros, unless zeros mark text in this argument. None, False and empty mappings do not.
     """
     if isinstance(value, torch.Tensor):
         types = ZERO_IS_TEXT.get(name, ())
@@ -253,7 +253,7 @@ def _row_of(positions: torch.Tensor | None, row: int, rows: int) -> torch.Tensor
 
 
 def _padding_of(mask: torch.Tensor | None, length: int) -> int:
-    """Return the number of tokens that the mask of a row hides on the left; raise if it hides others."""
+    """Return how many tokens the mask of a row hides on the left; raise UnsupportedCallError if it hides any other."""
     if mask is None:
         return 0
     seen: list[bool] = mask.bool().tolist()
@@ -264,7 +264,7 @@ def _padding_of(mask: torch.Tensor | None, length: int) -> int:
 
 
 def _refuse_positions(positions: torch.Tensor | None, padded: int, length: int) -> None:
-    """Raise unless positions count up from 0 after the padding, as those do that ``generate`` passes by default.
+    """Raise UnsupportedCallError unless positions count up from 0 after the padding, as by default in ``generate``.
 
     Models with several position axes have positions ``[axes, tokens]``.
     """

@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 
 
 class CallLock:
-    """Serializes calls from several threads; raises on a nested call, which would deadlock."""
+    """Serializes calls from several threads; raises OptionError on a nested call, which would deadlock."""
 
     def __init__(self, nested: str) -> None:
         """``nested`` is the error message for nested calls."""
@@ -115,8 +115,8 @@ class Generator:
 
         With ``prefix_caching``, the prefix that a prompt shares with the last conversation is not prefilled again.
 
-        ``rollouts`` is the number of answer tokens to keep by prompt. If a prompt is repeated, its earlier answers are
-        used to draft the new one.
+        ``rollouts`` is the maximum number of answer tokens to keep, for all prompts together. If a prompt is repeated,
+        its earlier answers are used to draft the new answer.
 
         Without a ``seed``, each sampled call draws a seed from torch's generator, so ``torch.manual_seed`` makes a
         program reproducible. Row ``i`` of a batch uses the seed plus ``i``.
@@ -130,7 +130,7 @@ class Generator:
         self._rollouts = Rollouts(rollouts)
         self._target: Target | None = None
         self._drafters: dict[int, list[Drafter]] = {}
-        """One drafter per row, by the number of rows in a call."""
+        """Maps the number of rows in a call to one drafter per row."""
         self.stats = Stats()
         """Statistics of the last call."""
 
@@ -292,7 +292,7 @@ class Generator:
     def _target_for(self, model: PreTrainedModel) -> Target:
         """Return the target of the last call, or a new one if the model, device, dtype or vocabulary has changed.
 
-        A target detects other changes itself, such as those of adapters, and the drafters keep what they have learned.
+        A target itself detects other changes, such as changes of adapters; the drafters then keep what they learned.
         """
         target = self._target
         # Not model.device, which differs for offloaded weights.
@@ -328,7 +328,7 @@ class _Row:
 
 
 class _Recorder(Sampler):
-    """A sampler with the processors of ``generate`` that records the scores and logits that the call returns."""
+    """Samples with the processors of ``generate``, and records the scores and logits that the call returns."""
 
     def __init__(
         self, request: GenerateRequest, processors: LogitsProcessorList, seed: int, device: torch.device
@@ -415,7 +415,10 @@ def _output(input_ids: torch.LongTensor, rows: Sequence[_Row], padding: int) -> 
 
 
 def _stacked(recorded: Sequence[tuple[torch.Tensor, ...] | None], longest: int) -> tuple[torch.Tensor, ...] | None:
-    """Return one tensor ``[rows, vocabulary]`` per new token, with zeros in rows that have ended."""
+    """Return one tensor ``[rows, vocabulary]`` per new token, with zeros in rows that have ended.
+
+    Return None if nothing was to be recorded, and an empty tuple if a row recorded nothing.
+    """
     rows = [row for row in recorded if row]
     if not rows or len(rows) < len(recorded):
         return None if recorded[0] is None else ()

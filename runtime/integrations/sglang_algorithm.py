@@ -18,7 +18,7 @@ DEFAULT_RUNNING, DEFAULT_NODES = 48, 12
 
 
 class HierarchyAlgorithm(CustomSpecAlgo):  # type: ignore[misc]  # SGLang is not installed for type checks
-    """An algorithm that SGLang treats like its NGRAM everywhere: in masks, relays between batches and cache sizes."""
+    """An algorithm that SGLang treats like its built-in NGRAM: in masks, relays between batches and cache sizes."""
 
     def is_ngram(self) -> bool:
         return True
@@ -27,11 +27,11 @@ class HierarchyAlgorithm(CustomSpecAlgo):  # type: ignore[misc]  # SGLang is not
         return False
 
     def __getattr__(self, name: str) -> Any:
-        """Return the attribute of NGRAM, for what SGLang only defines for its own algorithms."""
+        """Return NGRAM's attribute of this name, because SGLang defines some attributes only for its own algorithms."""
         return getattr(SpeculativeAlgorithm.NGRAM, name)
 
     def handle_server_args(self, server_args: Any) -> None:
-        """Fill in options as NGRAM does; raise OptionError for those that trees do not work with.
+        """Fill in options as NGRAM does; raise OptionError for options that do not work with trees.
 
         SGLang records what is assigned to ``server_args``.
         """

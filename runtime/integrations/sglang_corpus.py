@@ -1,6 +1,6 @@
-"""Drafts trees for SGLang's n-gram worker, in place of its corpus, and reads the settings that name their sources.
+"""Drafts trees for SGLang's n-gram worker, in place of the worker's corpus, and reads the settings.
 
-SGLang verifies trees of equal size for all requests; the root of each is the last token of its context.
+SGLang verifies trees of equal size for all requests; the root of a tree is the last token of the request's context.
 """
 
 from __future__ import annotations
@@ -87,10 +87,11 @@ class HierarchyCorpus:
     def batch_get(
         self, req_ids: Sequence[str], batch_tokens: Sequence[Sequence[int]], total_lens: Sequence[int]
     ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """Draft a tree for each request; return the flattened tokens ``[requests, nodes]`` and ancestor masks.
+        """Draft a tree for each request; return ``(tokens, masks)``, flattened.
 
-        The masks are ``[requests, nodes, nodes]``, with 1 for each node itself and its ancestors. ``batch_tokens``
-        holds the last tokens of each context, and ``total_lens`` the lengths of the contexts.
+        Before flattening, tokens are ``[requests, nodes]`` and masks ``[requests, nodes, nodes]``, with 1 where the
+        column is the row's node or its ancestor. ``batch_tokens`` holds the last tokens of each context, and
+        ``total_lens`` the lengths of the contexts.
         """
         requests = []
         for name, tail, total in zip(req_ids, batch_tokens, total_lens, strict=True):
@@ -144,7 +145,7 @@ class HierarchyCorpus:
         raise StoreError(NO_CORPORA)
 
     def list_external_corpora(self) -> dict[str, int]:
-        """Return no corpora: those of SGLang are not supported."""
+        """Return an empty dictionary: corpora of SGLang are not supported."""
         return {}
 
     def _begin(self, name: str, context: Sequence[int], total: int) -> _Request:

@@ -1,7 +1,7 @@
-"""Plug-in that makes SGLang draft with hdtool, an entry point of ``sglang.srt.plugins``.
+"""Plug-in in the entry point group ``sglang.srt.plugins`` that makes SGLang draft with hdtool.
 
-SGLang loads it in each of its processes before it reads its options, so this module imports little. It registers the
-algorithm ``HDTOOL``, whose worker is imported if ``--speculative-algorithm`` names it.
+SGLang loads the plug-in in each of its processes before reading its options, so this module imports little. The plug-in
+registers the algorithm ``HDTOOL``, whose worker is only imported if ``--speculative-algorithm`` names ``HDTOOL``.
 """
 
 from __future__ import annotations

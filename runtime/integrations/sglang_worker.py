@@ -25,7 +25,7 @@ class HierarchyWorker(ngram_worker.NGRAMWorker):  # type: ignore[misc]  # SGLang
         self._running: WeakValueDictionary[str, Any] = WeakValueDictionary()
 
     def note_request_finished(self, *, rid: str, natural_stop: bool) -> None:
-        """Called by SGLang's scheduler once the request contains its last tokens; end its answer."""
+        """End the answer of a request; called by SGLang's scheduler once the request contains its last tokens."""
         if request := self._running.pop(rid, None):
             self.ngram_corpus.finish(rid, _tokens(request))
 

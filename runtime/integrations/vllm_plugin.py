@@ -1,6 +1,6 @@
-"""Plug-in that makes vLLM's Model Runner V2 draft with hdtool, an entry point of ``vllm.general_plugins``.
+"""Plug-in in the entry point group ``vllm.general_plugins`` that makes vLLM's Model Runner V2 draft with hdtool.
 
-vLLM runs a ``custom_class`` drafter in its V1 runner and refuses it if ``VLLM_USE_V2_MODEL_RUNNER=1`` requests V2,
+vLLM runs a ``custom_class`` drafter in its V1 runner, but refuses it if ``VLLM_USE_V2_MODEL_RUNNER=1`` requests V2,
 which has no hook for external drafters. If V2 is requested, the plug-in wraps two functions of vLLM: the check of its
 configuration, and the factory of its speculators. This module imports little, because every process of vLLM loads it.
 """
@@ -23,7 +23,7 @@ CHECK_FUNCTION, FACTORY_FUNCTION = "_get_v2_model_runner_unsupported_features", 
 
 
 def register() -> None:
-    """Make V2 accept hdtool's drafter if it is requested.
+    """Make V2 accept hdtool's drafter if V2 is requested.
 
     vLLM calls this in each of its processes before it reads its configuration, possibly several times.
     """

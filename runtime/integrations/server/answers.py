@@ -69,7 +69,7 @@ class Event(NamedTuple):
 
 
 class Blocks:
-    """Splits an answer into blocks, and reports when a block is opened, extended or closed; one is open at a time."""
+    """Splits an answer into blocks, at most one open at a time, and reports when one is opened, extended or closed."""
 
     def __init__(self) -> None:
         self.all: list[Block] = []
@@ -137,7 +137,7 @@ class ChoiceStream:
         self._jobs: list[AnswerJob] = []
 
     def submit(self, tenant: str) -> None:
-        """Submit the choices to the engine; raise RequestError if its queue is full or it is stopping."""
+        """Submit the choices to the engine; raise RequestError if the engine has a full queue or is stopping."""
         self._jobs = [
             self._preparer.job(choice, tenant, partial(self._deliver, index))
             for index, choice in enumerate(self._choices)
@@ -155,7 +155,7 @@ class ChoiceStream:
             self._jobs[index].is_cancelled = True
 
     async def deltas(self) -> AsyncIterator[tuple[int, Delta]]:
-        """Yield what each step adds, with the index of its choice; ending the iteration early cancels the jobs.
+        """Yield ``(index, delta)``: a choice and what a step adds to it; ending the iteration early cancels the jobs.
 
         Raise RequestError if an answer fails.
         """
@@ -273,7 +273,10 @@ class AnswerText:
         return held[:end]
 
     def _required_calls(self, text: str, *, is_last: bool) -> tuple[str, list[ToolCall]]:
-        """Collect an answer that must be a JSON array of calls; at its end, return them, or the text if invalid."""
+        """Collect the text of an answer that must be a JSON array of calls; return ``("", [])`` before its last piece.
+
+        At the end, return ``("", calls)``, or ``(text, [])`` if the text is not such an array.
+        """
         self._required_text += text
         if not is_last:
             return "", []

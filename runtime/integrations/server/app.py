@@ -217,7 +217,7 @@ class Server:
         return JSONResponse({"input_tokens": tokens})
 
     async def _prepared(self, request: Request, kind: type[R], prepare: Callable[[R], P]) -> tuple[R, P]:
-        """Read the body of a request, and call ``prepare`` with it in a worker thread; return both."""
+        """Read the body of a request and call ``prepare`` with it in a worker thread; return the body and result."""
         json_text = await _read_body(request, self._config.max_body_mib, self._config.body_seconds)
 
         def prepared() -> tuple[R, P]:

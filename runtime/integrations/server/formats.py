@@ -1,4 +1,4 @@
-"""Formats answers and errors as the JSON of OpenAI's completions, both whole responses and events of a stream."""
+"""Formats answers and errors as the JSON of OpenAI's completions: whole responses, or the events of a stream."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class RequestError(HdtoolError):
 
     @property
     def name(self) -> str:
-        """Code of the error, or its type without one; neither quotes the request, so both may be logged."""
+        """Code of the error, or its type if it has no code; may be logged, because neither quotes the request."""
         return self.code or self.kind
 
     @property
@@ -269,5 +269,5 @@ def _call(call: ToolCall) -> Row:
 
 
 def _finite(logprob: float) -> float:
-    """Limit a log-probability to at least -9999, also for NaN: JSON has neither infinities nor NaN."""
+    """Return a log-probability, but at least -9999, and -9999 for NaN: JSON has neither infinities nor NaN."""
     return max(logprob, -9999.0) if logprob == logprob else -9999.0

@@ -27,7 +27,7 @@ from hdtool.runtime.model.target import choose_threads
 from hdtool.runtime.sampling.sampler import compile_sampling
 
 LAST_SECONDS = 5
-"""Seconds that ended answers have to send their last events."""
+"""Seconds in which answers that have ended can still send their last events."""
 
 
 class Launch:
@@ -88,7 +88,8 @@ class Launch:
             timeout_graceful_shutdown=self._config.shutdown_seconds + LAST_SECONDS,
         )
         # Exclude loaded objects from garbage collection. A full collection runs once a quarter more objects are alive
-        # than after the last one. Without the loaded ones, this is often enough to free the objects of requests.
+        # than after the last collection. If loaded objects don't count, this is often enough to free the objects of
+        # requests.
         gc.collect()
         gc.freeze()
         gc.collect()

@@ -1,4 +1,4 @@
-"""Anthropic's Messages API, as coding agents use it: converts its requests to chats and formats answers as its JSON."""
+"""Anthropic's Messages API, as coding agents use it: converts requests to chat requests, and answers to its JSON."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ MEDIA_PARTS = ("image", "document")
 BILLING_PREFIX = "x-anthropic-billing-header:"
 """Prefix of a part of the system prompt that Claude Code adds for Anthropic's billing.
 
-It contains a number that differs between conversations. At the start of the prompt, it would prevent any cache hit, so
-this part is dropped.
+This part contains a number that differs between conversations. At the start of the prompt, the number would prevent any
+cache hit, so the part is dropped.
 """
 
 

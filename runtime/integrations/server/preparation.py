@@ -1,7 +1,7 @@
 """Turns a request into jobs: encodes prompts, compiles grammars, checks settings, and predicts quoted text.
 
-Drafters match an answer with its prompt token by token. When an answer quotes a tool result, the text differs: it has
-no line numbers, and inside the JSON of a call it is escaped, so every line end breaks a match.
+Drafters match an answer with its prompt token by token. When an answer quotes a tool result, the quote differs from it:
+the quote has no line numbers, and inside the JSON of a call it is escaped, so every line end breaks a match.
 """
 
 from __future__ import annotations
@@ -86,9 +86,9 @@ def takes_late_instructions(tokenizer: PreTrainedTokenizerBase) -> bool:
 
 
 def with_early_instructions(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Join the system messages at the beginning to one, and convert later ones to user messages.
+    """Join the system messages at the beginning into one, and convert later system messages to user messages.
 
-    Messages that become adjacent with equal roles are joined.
+    A converted message is joined with the user messages next to it.
     """
     made: list[dict[str, Any]] = []
     joins = False
@@ -132,7 +132,8 @@ def without_line_numbers(text: str) -> str:
 def quoted_forms(text: str, *, in_json: bool) -> Iterator[str]:
     """Yield the forms in which an answer would quote a text of several lines, other than the text itself.
 
-    These are the text without line numbers and, with ``in_json``, the text escaped as in a JSON string.
+    These are the text without its line numbers, if it has any, and with ``in_json``, that text escaped as in a JSON
+    string.
     """
     if LINE_END not in text:
         return
@@ -144,7 +145,7 @@ def quoted_forms(text: str, *, in_json: bool) -> Iterator[str]:
 
 
 class Quotes:
-    """Encodes text that answers may quote, with a cache, as a conversation repeats its messages in every request."""
+    """Encodes text that answers may quote, with a cache, because each request repeats the conversation so far."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, max_characters: int = MAX_KEPT_CHARACTERS) -> None:
         self._tokenizer, self._max_characters = tokenizer, max_characters
@@ -155,7 +156,7 @@ class Quotes:
     def tokens(self, messages: Sequence[Mapping[str, Any]], owner: str, *, in_json: bool) -> Sequence[int]:
         """Return the tokens of the messages in the forms in which an answer would quote them.
 
-        The cache is separate for each ``owner``, so that response times reveal nothing about others' messages.
+        The cache is separate for each ``owner``, so that response times reveal nothing about other owners' messages.
         """
         quoted = [str(message["content"]) for message in messages if message["role"] in QUOTING_ROLES]
         encoded = [self._encoded(text, owner, in_json) for text in quoted if LINE_END in text]

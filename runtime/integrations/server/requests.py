@@ -1,7 +1,7 @@
 """Request bodies of OpenAI's chat and completion APIs, and the conversion of its Responses API's tools to functions.
 
 A custom tool, whose input is text, becomes a function with this text as its only parameter. The names of functions in a
-namespace are prefixed by its name.
+namespace begin with the name of the namespace.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Body(BaseModel):
 
     @classmethod
     def of(cls, fields: dict[str, Any]) -> Self:
-        """Make a request from fields that are parsed already, ignoring those that are None."""
+        """Make a request from fields that are parsed already, ignoring fields that are None."""
         try:
             return cls.model_validate({name: value for name, value in fields.items() if value is not None})
         except ValidationError as error:
@@ -88,13 +88,13 @@ class GenerationRequest(Body):
 
     @property
     def structure(self) -> dict[str, Any]:
-        """Fields that define what the answer must match, without those that are None."""
+        """Fields that are not None and define what the answer must match."""
         names = ("json_schema", "regex", "grammar", "response_format")
         return {name: value for name in names if (value := getattr(self, name)) is not None}
 
 
 class Part(BaseModel):
-    """A part of a message; only the type ``text`` is accepted, and others are refused later, with a clear error."""
+    """A part of a message; parts of any type but ``text`` are refused later, with a clear error."""
 
     model_config = ConfigDict(strict=True)
     type: str
@@ -230,7 +230,7 @@ def _call(call: Call, where: str) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class ToolChoice:
-    """The tools that are presented to the model, and the grammar of calls if it must call some."""
+    """The tools that are presented to the model, and the grammar of calls if the model must call some."""
 
     tools: tuple[dict[str, Any], ...] = ()
     grammar: Grammar | None = None
@@ -284,7 +284,7 @@ def _calls_of(tools: Sequence[dict[str, Any]], max_calls: int | None) -> Grammar
 
 
 def _wrong_field(error: ValidationError) -> RequestError:
-    """Return an error for the first invalid field; if it may have several types, for the type that matches best."""
+    """Return the error of the first invalid field; for a field with several types, of the type that matches best."""
     errors = error.errors(include_url=False, include_context=False)
     faults = [([part for part in error_detail["loc"] if not _is_branch(part)], error_detail) for error_detail in errors]
     first = faults[0][0][:1]
@@ -341,7 +341,7 @@ class ResponseTools:
         return [{"type": FUNCTION, "function": tool.function} for tool in self._by_name.values()] or None
 
     def choice(self, choice: Any) -> Any:
-        """Convert a ``tool_choice`` to that of chat requests."""
+        """Convert a ``tool_choice`` to the form that chat requests use."""
         if isinstance(choice, dict) and choice.get("type") in (FUNCTION, CUSTOM):
             return {"type": FUNCTION, "function": {"name": function_name(choice.get("name"), choice.get(NAMESPACE))}}
         return choice

@@ -1,4 +1,4 @@
-"""OpenAI's Responses API, as coding agents use it: converts its requests to chats and formats answers as its JSON.
+"""OpenAI's Responses API, as coding agents use it: converts requests to chat requests, and answers to its JSON.
 
 The server stores no responses, so each request must contain the whole conversation.
 """
@@ -195,7 +195,7 @@ class ResponsesRequest(TokenCountRequest):
 
 
 def _messages(instructions: str | None, given: str | list[Item]) -> list[Row]:
-    """Convert the input to chat messages; initial system messages are joined, and so are the items of one turn."""
+    """Convert the input to chat messages; join initial system messages, and the items of a turn of the assistant."""
     made: list[Row] = [{"role": "system", "content": instructions}] if instructions else []
     if isinstance(given, str):
         return [*made, {"role": "user", "content": given}]

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from hdtool.runtime.integrations.server.answers import ChoiceStream
 
 PREFILL_CHUNK_IDLE, PREFILL_CHUNK_BUSY = 512, 128
-"""Number of prompt tokens prefilled in one pass, without and with other answers that wait for it."""
+"""Number of prompt tokens prefilled in one pass: if no other answer is running, and if others wait for the pass."""
 
 
 class OverloadError(HdtoolError):
@@ -106,7 +106,7 @@ class Tenants:
 
 
 class Scheduler:
-    """Runs jobs in a thread, in the order in which they were submitted and several at once."""
+    """Runs jobs in a thread, several at once, starting them in the order in which they were submitted."""
 
     def __init__(
         self, target: Target, tenants: Tenants, decoding: DecodeConfig, *, max_waiting: int, prefix_bytes: int

@@ -26,8 +26,8 @@ class ThinkingPlace(Enum):
 class ThinkingReader:
     """Splits the text of an answer into plain text and reasoning while it is generated.
 
-    The tags and the line breaks next to them are removed. An opening tag after the beginning of the answer is plain
-    text.
+    The tags ``<think>`` and ``</think>`` and the line breaks next to them are removed. An opening tag after the
+    beginning of the answer is plain text.
     """
 
     def __init__(self, prompt: str) -> None:
@@ -47,7 +47,7 @@ class ThinkingReader:
         return cls(prompt) if THINK_CLOSING in str(getattr(tokenizer, "chat_template", "")) else None
 
     def add(self, text: str, *, is_last: bool = False) -> tuple[str, str]:
-        """Add text and return the plain text and the reasoning that it completes."""
+        """Add text; return ``(text, reasoning)``: the plain text and the reasoning that it completes."""
         self._held += text
         reasoning = ""
         if self._place is ThinkingPlace.START:
@@ -164,7 +164,7 @@ class ToolCallReader:
         return None
 
     def add(self, text: str) -> tuple[str, str, list[ToolCall]]:
-        """Add text and return the plain text, the reasoning and the calls that it completes."""
+        """Add text; return ``(text, reasoning, calls)``: the plain text, reasoning and calls that it completes."""
         if self._parser is None:
             return text, "", []
         try:
@@ -174,7 +174,7 @@ class ToolCallReader:
             return self._unread + text, "", []
 
     def end(self) -> tuple[str, str, list[ToolCall]]:
-        """Return the remaining plain text, reasoning and calls at the end of the answer."""
+        """Return the rest at the end of the answer: ``(text, reasoning, calls)``, as ``add`` does."""
         if self._parser is None:
             return "", "", []
         try:

@@ -1,7 +1,7 @@
 """Drafts for all requests of a vLLM batch, with one context table per request and shared stores.
 
 vLLM passes no request ids, and it moves, removes and adds requests between rows. A context table is used for a row only
-if its tokens are a prefix of the row's context, so no request gets drafts from the tokens of another one.
+if the table's tokens are a prefix of the row's context, so no request gets drafts from the tokens of another request.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ NO_TABLE = -1
 
 @compiled
 def match_rows(tables: Ints, rows_of: Ints, contexts: Ints, lengths: Ints, wanted: Ints, chosen: Ints) -> int:
-    """Choose a table for each of the ``wanted`` rows of ``contexts``; return how many rows were matched.
+    """Write a table for each of the ``wanted`` rows of ``contexts`` to ``chosen``; return how many rows were matched.
 
     ``rows_of`` holds the last row of each table and is updated in-place. A table is free if its tokens are not a prefix
-    of any row. A new row gets a free table, which is cleared, or ``NO_TABLE`` if none is left.
+    of any row. A row without a match gets a free table, which is cleared, or ``NO_TABLE`` if no free table is left.
     """
     last = np.full(len(contexts), NO_TABLE, np.int64)
     free = np.ones(len(tables), np.bool_)
@@ -85,7 +85,7 @@ def _match_moved(tables: Ints, contexts: Ints, lengths: Ints, wanted: Ints, chos
 
 @compiled
 def _is_prefix(address: int, context: Ints, length: int) -> bool:
-    """Return True if a table holds a prefix of a context; compares its last token first, which usually differs."""
+    """Return True if a table holds a prefix of a context; starts with the table's last token, which usually differs."""
     table = array_at(address, 1, CONTEXT_TABLE)[0]
     size = table.end
     if size == 0 or size > length or table.ring[(size - 1) & (len(table.ring) - 1)] != context[size - 1]:
@@ -111,9 +111,9 @@ class BatchDrafter(Uncopyable):
         max_length: int,
         vocabulary: int = UNLIMITED_VOCABULARY,
     ) -> None:
-        """``rows`` is the largest batch, ``max_length`` that of a context, ``vocabulary`` the number of token ids.
+        """``rows`` is the largest batch, ``max_length`` the longest context, ``vocabulary`` the number of token ids.
 
-        The history of the ``store_set`` is used if it has one, else one in memory if ``config`` asks for it.
+        The history is that of the ``store_set``, else a history in memory if ``config`` asks for one, else None.
         """
         self.store_set = store_set
         self.min_probability = MinProbability(config.min_draft_prob)
@@ -145,7 +145,7 @@ class BatchDrafter(Uncopyable):
         return self._count * CONTEXT_TABLE.itemsize
 
     def draft(self, sampled: Sequence[Sized], lengths: Ints, contexts: Ints) -> list[list[int]]:
-        """Return the draft tokens for each row of a batch; none for rows without ``sampled`` tokens, still in prefill.
+        """Return the draft tokens for each row of a batch; none for rows in prefill, which have no ``sampled`` tokens.
 
         Row ``i`` of ``contexts`` holds ``lengths[i]`` tokens: a prompt and its answer so far, which ends with the
         sampled tokens.
@@ -183,7 +183,7 @@ class BatchDrafter(Uncopyable):
         draft_rows(self._hierarchy.address, self._requests, self._chosen, *batch, limits, self._drafts, self._sizes)
 
     def _make_tables(self, wanted: int) -> None:
-        """Allocate context tables until there are ``wanted`` or the maximum."""
+        """Allocate context tables until there are ``wanted`` tables, or ``max_tables`` if that is less."""
         while self._count < min(wanted, self.max_tables):
             place = self._count % TABLES_PER_BLOCK
             if place == 0:
@@ -194,7 +194,7 @@ class BatchDrafter(Uncopyable):
             self._count += 1
 
     def _compile(self) -> None:
-        """Compile all functions now or load them from the cache, so that no request waits for it."""
+        """Compile all functions now, or load them from the cache, so that no request waits for this."""
         self._make_tables(1)
         row, length = np.zeros(1, np.int64), np.ones(1, np.int64)
         self._grow(row, length, np.ones(1, np.int32), np.zeros((1, 1), np.int32), 1.0)

@@ -1,10 +1,10 @@
 """Drafts chains for vLLM along the greedy path through the hierarchy's tree, and detects finished answers.
 
-A draft token adds seconds to a pass, and its probability is the expected number of tokens that it adds. It pays off if
-this number per added second exceeds the throughput of the pass. In a large batch a pass is compute-bound, so no draft
-pays off. vLLM verifies one sequence per request, so branches are useless.
+A draft token adds seconds to a pass, and its probability is the expected number of tokens that it adds to the answer.
+The draft pays off if this number per added second exceeds the throughput of the pass. In a large batch a pass is
+compute-bound, so no draft pays off. vLLM verifies one sequence per request, so branches are useless.
 
-vLLM does not tell a drafter when a request ends. An answer is finished once another one follows it in its context
+vLLM does not tell a drafter when a request ends. An answer is finished once another answer follows it in its context
 table, or if no step has drafted for it for some time. A timer checks this, because no step follows the last answer. A
 request that continues later, such as a preempted one, begins another answer after its last tokens.
 """
@@ -37,7 +37,7 @@ NO_DRAFT_ABOVE = 0.9
 PRIOR_TOKENS = 256.0
 """Prior number of tokens at which a pass takes twice as long as with one token."""
 SLOPE_PRIOR_WEIGHT = 1.0
-"""Weight of the prior slope, as a variance of the number of tokens per pass."""
+"""Weight of the prior slope, in units of the variance of the number of tokens per pass."""
 PASS_WINDOW = 64.0
 """Number of passes that the moving averages span."""
 STALL_FACTOR = 4.0
@@ -52,7 +52,7 @@ class MinProbability:
     def __init__(self, fixed: float | None = None) -> None:
         self._fixed = fixed
         self._passes = 0
-        # Moving averages over passes, the variance of their numbers of tokens, and its covariance with their seconds.
+        # Moving averages over passes: means, the variance of the number of tokens, and its covariance with the seconds.
         self._rows = self._tokens = self._emitted = self._seconds = 0.0
         self._variance = self._covariance = 0.0
         self._last: tuple[float, Ints, Ints, Ints] = 0.0, NO_TOKENS, NO_TOKENS, NO_TOKENS
@@ -74,7 +74,7 @@ class MinProbability:
         return max(0.0, (self._covariance + SLOPE_PRIOR_WEIGHT * assumed) / (self._variance + SLOPE_PRIOR_WEIGHT))
 
     def begin_step(self, at: float, rows: Ints, lengths: Ints) -> None:
-        """Update with the pass since ``record_drafts`` was called, if it computed no other requests.
+        """Update with the pass since ``record_drafts`` was called, if it computed just the requests recorded there.
 
         ``at`` is the current time in seconds, ``lengths`` are the context lengths of the ``rows``.
         """
@@ -131,13 +131,13 @@ class RequestStates(NamedTuple):
     lanes_at: Ints
     """Address of each record in ``lanes``."""
     ended: Ints
-    """Copies of the lanes of answers that another one has followed, at most one per request; empty if not requested."""
+    """Copies of the lanes of answers that another answer followed, at most one per request; empty if not requested."""
     answers: Ints
-    """Number of the next answer, 0 without a history, and number of lanes in ``ended``."""
+    """Two items: the number of the next answer (0 without a history), and the number of lanes in ``ended``."""
 
 
 def new_request_states(max_requests: int, shards: int, *, history: bool = False, ended: bool = False) -> RequestStates:
-    """Return empty state for ``max_requests`` requests; ``ended`` keeps lanes of answers that another one follows."""
+    """Return empty state for ``max_requests`` requests; ``ended`` keeps lanes of answers that another follows."""
     tails = np.full((max_requests, MAX_MATCH_TOKENS), -1, np.int64)
     range_bounds = np.zeros((max_requests, MAX_RANGE_ORDER + 1, shards, 2), np.int64)
     lanes = np.zeros(max_requests, LANE)
@@ -186,7 +186,7 @@ def grow_chain(at: int, max_tokens: int, floor: float) -> int:
 def catch_up(at: int, context: Ints, sampled: int, few: int, requests: RequestStates, is_drafting: bool) -> None:
     """Append the new tokens of ``context`` to the context table, and learn from the last ``sampled`` ones.
 
-    If more than ``few`` tokens are new, those before the sampled ones are a prompt, and an answer of the history
+    If more than ``few`` tokens are new, the tokens before the sampled ones are a prompt, and an answer of the history
     begins. If ``is_drafting`` is False, the tokens are only appended, and the tree's root moves to the end of the
     context once drafting resumes.
     """
@@ -317,7 +317,7 @@ class AnswerCollector:
         self.lock = Lock()
         self._history, self._requests = history, requests
         self._followed_lanes: list[Ints] = []
-        """Lanes of answers that another one has followed since the last check."""
+        """Lanes of answers that another answer has followed since the last check."""
         self._last_drafted = np.zeros(len(requests.lanes) + 1)
         """Time of the last step that drafted for each request; the last item is for rows without a table."""
         self._last, self._slow_step_seconds = -np.inf, FIRST_STEP_SECONDS
@@ -340,7 +340,7 @@ class AnswerCollector:
             self._start_timer()
 
     def finish_all(self) -> None:
-        """Append all answers to the history; those in progress end here."""
+        """Append all answers to the history; answers in progress end here."""
         with self.lock:
             if self._timer:
                 self._timer.cancel()
@@ -358,7 +358,7 @@ class AnswerCollector:
                 self._start_timer()
 
     def _append(self, cutoff: float) -> None:
-        """Append the answers that another one has followed, and those whose last step was at ``cutoff`` or earlier."""
+        """Append answers that another answer followed, and answers whose last step was at ``cutoff`` or earlier."""
         followed, self._followed_lanes = self._followed_lanes, []
         for lane in followed:
             self._history.finish(lane)

