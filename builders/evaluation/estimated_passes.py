@@ -25,8 +25,8 @@ OPS_PER_WEIGHT = 2
 def distinct_experts(rows: float, top_k: int, experts: int, overlap: float = 0.0) -> float:
     """Return the expected number of distinct experts that ``rows`` rows activate in a layer.
 
-    Each row activates ``top_k`` of ``experts``. ``overlap`` is the share by which rows activate fewer additional
-    experts than independent rows would.
+    Each row activates ``top_k`` of ``experts``. ``overlap`` reduces the number of experts beyond the first ``top_k``:
+    by nothing at 0, as if rows were independent, and to none at 1.
     """
     independent: float = experts * (1 - (1 - top_k / experts) ** rows)
     return top_k + (1 - overlap) * (independent - top_k)

@@ -142,7 +142,7 @@ class RecordedLogits:
     def logits_after(self, rankings: Rankings, done: int, path: Sequence[int], nodes: int) -> torch.Tensor:
         """Return the logits ``[1 + nodes, vocabulary]`` of a tree after ``done`` answer tokens.
 
-        Rows outside ``path`` are -inf. The tensor is valid until the next call.
+        Only the rows of the root and of ``path`` have finite logits. The tensor is valid until the next call.
         """
         self._rows[: self._filled] = -torch.inf
         self._filled = 1 + nodes
@@ -157,9 +157,9 @@ NO_ARGMAX = -1
 
 
 class RecordingEngine:
-    """Engine that returns the argmax of a recorded answer, and its logits if they were recorded.
+    """Engine that returns the tokens of a recorded answer as the argmax, and its logits if they were recorded.
 
-    The time it logs per pass is an engine's host time for a tree's mask and positions.
+    For each pass it logs the time that building the tree's mask and positions takes on the host.
     """
 
     captures, changes, vocabulary = False, 0, 2**31 - 1

@@ -161,7 +161,7 @@ class ReplayResult:
         return _percentile([turn.observe_seconds[1:] for turn in self.turns], percentile)
 
     def by_category(self) -> dict[str, ReplayResult]:
-        """Split the result by category; the parts lack the times of the sources."""
+        """Split the result by category; the parts have no ``source_seconds``."""
         names = dict.fromkeys(turn.category for turn in self.turns)
         return {
             name: replace(self, turns=tuple(turn for turn in self.turns if turn.category == name), source_seconds={})
@@ -232,7 +232,7 @@ def has_history(config: DecodeConfig) -> bool:
 
 
 def with_own_history(store_set: StoreSet, config: DecodeConfig) -> StoreSet:
-    """Return the stores with a new in-memory history if the settings use one, else without history."""
+    """Return the stores with a new in-memory history if ``config`` drafts from a history, else without history."""
     return replace(store_set, history=History(prompts=config.history_prompts) if has_history(config) else None)
 
 

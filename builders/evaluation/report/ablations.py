@@ -70,7 +70,7 @@ def typical_case(
 def pieces(
     tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int], sources: Sequence[int]
 ) -> tuple[tuple[str, str], ...]:
-    """Return the text that each token completes, with the name of the source that drafted the token."""
+    """Return pairs ``(text, source)``: the text that a token completes, and the source that drafted the token."""
     text = TextStream(tokenizer)
     parts = [(text.add([token]), str(SourceId(source))) for token, source in zip(tokens, sources, strict=True)]
     return tuple(piece for piece in (*parts, (text.end(), str(SourceId.NONE))) if piece[0])
@@ -137,7 +137,7 @@ class StudyResults:
     results: Mapping[str, ReplayResult]
 
     def whole(self, method: str) -> ReplayResult:
-        """Return the replay with all available sources."""
+        """Return the replay of ``method`` with all available sources."""
         return self.results[_replay_name(method, self.letters)]
 
     def shares(self) -> tuple[SourceShares, ...]:
@@ -196,7 +196,10 @@ def source_shares(method: str, result: ReplayResult) -> SourceShares:
 
 
 def source_coverage(method: str, singles: Mapping[str, ReplayResult]) -> Coverage:
-    """Count the tokens accepted from each source as the only one, and those that no other source had."""
+    """Count the tokens accepted in each source's own replay, and those of them accepted in no other source's replay.
+
+    ``singles`` are the replays of ``method`` with one source each, by source letter.
+    """
     tokens = np.concatenate([turn.tokens for turn in next(iter(singles.values())).turns])
     accepted = {
         letter: np.concatenate([turn.sources for turn in result.turns]) == source_of(letter)
@@ -256,7 +259,7 @@ def replay_sizes(study: Study, build: BuildIndex, *, quiet: bool = False) -> Ind
 
 
 def _thinned_index(corpus: CorpusIndex, part: int, folder: Path, build: BuildIndex) -> CorpusIndex:
-    """Build an index of a random sample of the documents, one in ``part`` of them.
+    """Build an index of a random sample of the documents: on average, one in ``part``.
 
     The sample is random because many corpora alternate questions and answers.
     """
