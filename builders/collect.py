@@ -1,7 +1,7 @@
 """Collects a model's answers: one JSON line per prompt, resumable after a kill.
 
-Lines are flushed to disk one by one, in prompt order. A torn last line is answered again when resuming. A file with any
-other foreign line is refused and left unchanged.
+Lines are flushed to disk one by one, in prompt order. When resuming, the prompt of a torn last line is answered again.
+A file that holds anything other than answers to the prompts is refused and left unchanged.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ def print_stores(store_set: StoreSet) -> None:
 
 
 def stream_answer(answer: Answer, *, show: bool = True, color: bool = False) -> None:
-    """Generate an answer and, with ``show``, print it as it grows. Ctrl-C ends it and keeps the tokens so far."""
+    """Generate an answer and, with ``show``, print it as it grows. Ctrl-C ends the answer; its tokens so far stay."""
     pieces = (colored(*piece) for piece in answer.by_source()) if color else iter(answer)
     try:
         for piece in pieces:

@@ -43,8 +43,8 @@ def encode_conversation(
 ) -> list[int]:
     """Encode a prompt as token ids.
 
-    If ``chat`` is None, the chat template is used if there is one. Without it, the conversation must be a single
-    message whose text is the prompt. ``tools`` and ``variables`` are passed to the template.
+    If ``chat`` is None, the chat template is used if there is one. Without a template, the conversation must be a
+    single message whose text is the prompt. ``tools`` and ``variables`` are passed to the template.
     """
     return read_conversation(tokenizer, messages, chat=chat, tools=tools, variables=variables)[1]
 
@@ -111,8 +111,8 @@ def encode_answer(
 ) -> list[int]:
     """Return the token ids that the model would generate for an answer with this text, without the token that ends it.
 
-    They may differ from the ids of the text alone, because a tokenizer may prefix a text with a space, and a template
-    may put one before the answer. An empty text gives an empty list.
+    These ids may differ from the ids of the text alone, because a tokenizer may prefix a text with a space, and a
+    template may put a space before the answer. An empty text gives an empty list.
     """
     if not text:
         return []

@@ -107,7 +107,7 @@ class AnsweredTurn:
     text: str
     output_ids: list[int]
     step_tokens: list[int]
-    """Number of tokens that each forward pass yielded: the accepted ones and the bonus token."""
+    """Number of tokens that each forward pass yielded: the accepted tokens and the bonus token."""
     seconds: float
     """Time from the prompt's token ids to the answer's token ids, including prefill."""
     finish: str
@@ -131,7 +131,7 @@ class AnsweredQuestion:
     category: str
     turns: tuple[AnsweredTurn, ...]
     seconds_rounds: tuple[tuple[float, ...], ...] = ()
-    """Seconds of each turn in each round. The recorded answer comes from one of the rounds."""
+    """Seconds per round and turn. ``turns`` holds the answers of one of these rounds."""
 
     @property
     def tokens_per_second(self) -> float:
@@ -379,7 +379,7 @@ def _chat(row: dict[str, Any]) -> Conversation | None:
 
 
 def _exchange(row: dict[str, Any]) -> Conversation | None:
-    """Parse a request with its response, or one of the two."""
+    """Parse a request with its response, or either of them alone. Returns None if the row has neither."""
     request_turns = _request(row)
     answer = _answer(row, structured=request_turns is not None)
     if request_turns is None and answer is None:

@@ -245,7 +245,7 @@ def _lock(descriptor: int, *, wait: bool) -> bool:
 
 
 def sync_to_disk(path: Path) -> None:
-    """Flush a file or a folder's entries to disk. For a folder, errors are ignored, as not every system supports it."""
+    """Flush a file or a folder's entries to disk. For folders, which not every system can flush, errors are ignored."""
     is_folder = path.is_dir()
     try:
         descriptor = os.open(path, os.O_RDONLY if is_folder else os.O_RDWR)

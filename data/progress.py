@@ -139,7 +139,7 @@ class Tally:
         self.models += later.models
 
     def left_out(self) -> list[str]:
-        """Return lines for the user: the first unusable records, and the number of further ones."""
+        """Return lines for the user: the first unusable records, and the number of further unusable records."""
         more = self.bad - len(self.messages)
         return [f"left out: {line}" for line in self.messages] + (
             [f"left out: {count_of(more, 'more record')}"] if more else []

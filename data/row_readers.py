@@ -44,7 +44,7 @@ def is_compressed(stream: io.BufferedReader) -> bool:
 
 @contextmanager
 def compressed(stream: IO[bytes], path: Path) -> Iterator[IO[bytes]]:
-    """Yield a stream that compresses into another one, as the suffix of ``path`` requires."""
+    """Yield a stream that writes to ``stream``, compressed if the suffix of ``path`` is ``.gz`` or ``.zst``."""
     ending = path.suffix.lower()
     if ending == ".gz":
         # Without a timestamp and a name, equal content gives equal bytes.

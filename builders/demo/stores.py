@@ -46,7 +46,7 @@ from hdtool.runtime.stores.corpus_index import CorpusIndex
 
 @dataclass(frozen=True)
 class Recipe:
-    """Shape and training settings of a demo model; the defaults are those of the embedded model."""
+    """Shape and training settings of a demo model; the defaults describe the embedded model."""
 
     kind: str = "llama"
     vocabulary: int = 4096
@@ -112,7 +112,7 @@ def _is_current(folder: Path, tokenizer: TokenizerFingerprint, source: Source, m
 
 
 def _retokenized(corpus: CorpusIndex, tokenizer: PreTrainedTokenizerBase) -> Iterator[Tokenized]:
-    """Yield the documents of the embedded index, tokenized by another tokenizer."""
+    """Yield the documents of the embedded index ``corpus``, tokenized again by ``tokenizer``."""
     embedded = load_tokenizer(ModelConfig())
     texts = embedded.batch_decode([ids.tolist() for ids in stored_documents(corpus.documents, corpus.end)])
     with progress_bar(len(texts), "corpus index", unit="texts") as progress:
@@ -160,7 +160,7 @@ def index_documents(
 def build_stores(
     out: Path, answers: Path, chosen: Iterable[TrainingDocument], tokenizer: Any
 ) -> Iterator[tuple[Path, Manifest]]:
-    """Build both stores; yields folder and manifest of each. The manifests do not depend on the input paths."""
+    """Build both stores; yields ``(folder, manifest)`` for each. The manifests do not depend on the input paths."""
     fingerprint, model = TokenizerFingerprint.of(tokenizer), checkpoint_of(ModelConfig())
     answered, sources = _tokens_of(answers, "answers.jsonl", tokenizer, answers_only=True)
     yield (

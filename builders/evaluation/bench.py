@@ -217,7 +217,7 @@ def drafting_runner(target: Target, drafter: Drafter) -> ReplayRunner:
 
 
 def generate_runner(target: Target, **options: Any) -> ReplayRunner:
-    """Return a runner of ``model.generate``; it generates as many tokens as recorded, but not the recorded ones."""
+    """Return a runner of ``model.generate``, which generates as many tokens as recorded, but chooses its own."""
     model: Any = target.model
 
     def run(turn: RecordedTurn) -> Timing:

@@ -226,8 +226,8 @@ def answer_steps(
 class GenerateContender:
     """Transformers' ``generate`` as a contender, with the same stop tokens, length and temperature.
 
-    Its greedy answers have the tokens of plain decoding. Its sampled answers do not, because transformers draws random
-    numbers differently.
+    Its greedy answers have the tokens of plain decoding. Its sampled answers differ, because transformers draws tokens
+    differently.
     """
 
     def __init__(

@@ -245,8 +245,8 @@ def replay_method(
 ) -> ReplayResult:
     """Replay recorded answers in order, with a fresh drafter and a new history.
 
-    The turns of ``warm`` are replayed first and not counted. ``on_turn`` is called after every turn, warm ones
-    included.
+    The turns of ``warm`` are replayed first and left out of the result. ``on_turn`` is called after every turn,
+    including the turns of ``warm``.
     """
     before = accumulate((len(turn.answer) for turn in turns), initial=0)
     start = [turn for turn, tokens in zip(turns, before, strict=False) if tokens < WARM_UP_TOKENS]

@@ -75,7 +75,7 @@ def with_model_drafters(decoding: DecodeConfig, loaded: Loaded, folder: Path | N
 
 
 def usable_drafter_methods(decoding: DecodeConfig, loaded: Loaded) -> list[str]:
-    """Return the hierarchies whose trained drafter is present and fits; print a note for each that does not fit."""
+    """Return the hierarchies whose trained drafter is present and usable; print a note for each unusable drafter."""
     methods = []
     tokenizer = TokenizerFingerprint.of(loaded.tokenizer)
     there = methods_with_drafters(decoding, loaded.target.model)
@@ -201,7 +201,7 @@ def replay_with_model_store(
 
 
 def _cold_method(letters: str, curve: CostCurve) -> ReplayMethod:
-    """Return a method without history that drafts from the given sources, named after the last one."""
+    """Return a method without history that drafts from the given sources and is named after the last source."""
     return ReplayMethod(SOURCE_NAMES[letters[-1]], DecodeConfig(sources=letters, history=NO_HISTORY), curve)
 
 
@@ -270,7 +270,7 @@ def answer_prompts(
         },
         "prompts": len(questions),
         # Prompts for which all methods gave the same tokens. With 8-bit activations, transformers is not compared,
-        # because it does not round them.
+        # because it does not round activations.
         "identical": len(questions) - len(different),
         # Other prompts whose differences are explained by rounding.
         "near_ties": sum(_is_near_tie(loaded, drafting, prompt, max_new_tokens, chat) for prompt in different),

@@ -133,7 +133,7 @@ class Verdict:
 
     @property
     def method(self) -> str:
-        """Fastest method: the stores alone, or with a trained drafter that is available."""
+        """Fastest measured method: ``hd``, which drafts from stores alone, or one with an available trained drafter."""
         speeds = self.stages["answers"]["tokens_per_second"]
         return max((HD_METHOD, *self._offered), key=lambda name: float(speeds[name]))
 
@@ -194,7 +194,7 @@ class Verdict:
         ]
 
     def to_json(self) -> dict[str, Any]:
-        """Return the ``--json`` output; its names are stable."""
+        """Return the ``--json`` output, whose keys are stable."""
         read, passes, replayed, answers = (self.stages[name] for name in ("read", "passes", "replay", "answers"))
         stores = {name: self.stages[name] for name in ("model_store", "corpus_index") if name in self.stages}
         return {

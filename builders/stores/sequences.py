@@ -124,7 +124,7 @@ def part_count(answers: CountedDocuments) -> int:
 def most_frequent_in_part(
     answers: CountedDocuments, length: int, part: int, parts: int, top_k: int
 ) -> FrequentSequences:
-    """Return the ``top_k`` most frequent sequences whose prefix hash falls into ``part``, one of ``parts``."""
+    """Return the ``top_k`` most frequent sequences whose prefix hash falls into part number ``part``."""
     size = _slots(answers)
     table, repeats = np.full(size, -1, answers.position_type), np.zeros(size, np.uint32)
     if _count(answers.tokens, answers.end, length, part, parts, answers.once_per_document, table, repeats):

@@ -42,7 +42,7 @@ SMOLLM2, EMBEDDED = "smollm2", "embedded"
 
 
 def located(model: str | None) -> str | None:
-    """Return SmolLM2's file or None for the names of the demo's models, and any other name unchanged.
+    """Return SmolLM2's file for ``smollm2``, None for ``embedded``, and any other name unchanged.
 
     Raises ModelError if SmolLM2's package is not installed.
     """

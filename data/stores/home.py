@@ -47,7 +47,7 @@ MAX_FOLDER_NAME = 200
 MAX_MODEL_NAME = 100
 """Maximum number of characters of a model's name in a folder name."""
 UNESCAPED_BYTES = frozenset(b"abcdefghijklmnopqrstuvwxyz0123456789-_")
-"""Bytes that a folder name may contain. All others are percent-encoded."""
+"""Bytes that a folder name may contain. All other bytes are percent-encoded."""
 WINDOWS_DEVICE = re.compile(r"(con|prn|aux|nul|(com|lpt)[0-9])")
 """Folder names that Windows reserves for devices."""
 
@@ -130,7 +130,7 @@ def model_store_at_home(model: Checkpoint, tokenizer: TokenizerFingerprint, name
 def model_stores_at_home(
     tokenizer: TokenizerFingerprint, namespace: str | None = None
 ) -> list[tuple[Path, Checkpoint | None]]:
-    """Return the folders of a tokenizer's model stores with their models, or None for stores that name no model."""
+    """Return ``(folder, model)`` for each model store of a tokenizer; the model is None if the store names none."""
     folder = store_at_home(MODEL_KIND, tokenizer, namespace)
     stores = []
     for path in sorted([folder / MANIFEST, *folder.glob(f"*/{MANIFEST}")]):
@@ -145,7 +145,7 @@ def history_at_home(model: str, tokenizer: TokenizerFingerprint, namespace: str 
 
 
 def history_of_tenant(folder: Path, tenant: str) -> Path:
-    """Return a tenant's subfolder of a history folder that the user named, or that folder if ``tenant`` is empty."""
+    """Return a tenant's subfolder of the history folder that the user named, or ``folder`` if ``tenant`` is empty."""
     return folder / _folder_of(tenant) if tenant else folder
 
 
@@ -233,7 +233,7 @@ class StoredItem:
     tokens: int | None = None
     sources: tuple[InputShare, ...] = ()
     fault: str | None = None
-    """Why it cannot be opened; None if it can."""
+    """Why the item cannot be opened; None if it can be opened."""
     shared_name: str | None = None
     """Short name that several items share, which is why ``name`` is longer; None if the short name is unique."""
 
@@ -361,7 +361,7 @@ def _history_item(item: StoredItem, files: list[Path]) -> StoredItem:
 
 
 def with_unique_names(items: list[StoredItem]) -> list[StoredItem]:
-    """Return the items, with their folders as names where several would have the same name."""
+    """Return the items; an item whose name is not unique gets its folder's path in hdtool's home as its name."""
     names = Counter(item.name for item in items)
     return [
         item

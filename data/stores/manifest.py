@@ -151,7 +151,7 @@ class InputShare:
 
 
 def input_shares(sources: Sequence[Source], counted: Iterable[Sequence[int]]) -> tuple[InputShare, ...]:
-    """Return the shares of the inputs. ``counted`` has the numbers of documents and tokens written for each."""
+    """Return the shares of the inputs. ``counted`` has a pair per input: its numbers of documents and of tokens."""
     return tuple(
         InputShare(source.name, source.sha256, int(records), int(tokens))
         for source, (records, tokens) in zip(sources, counted, strict=True)

@@ -1,7 +1,7 @@
 """Read and build a store: a folder of flat files that a manifest names, with sizes and checksums.
 
 The manifest is replaced atomically once all files are written. Until then the old store stays complete, and readers
-can still use the files that they have opened. A build deletes the files of killed builds and leaves all others alone.
+can still use the files that they have opened. A build deletes the files of killed builds, but never other files.
 """
 
 from __future__ import annotations
@@ -265,7 +265,7 @@ def refuse_replacing(folder: Path) -> None:
 def require_unchanged(manifest: Manifest) -> FolderCheck:
     """Return a check that a store still has this manifest.
 
-    A command that rewrites a store would otherwise lose the changes that another one has made since.
+    Without the check, a command that rewrites a store would lose the changes that another command has made since.
     """
 
     def check(folder: Path) -> None:

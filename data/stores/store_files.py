@@ -1,7 +1,7 @@
 """Names of store files, which decide what hdtool may delete.
 
-hdtool deletes only regular files named like those of a build, and does not build into a folder that holds other files
-and no store.
+hdtool deletes only regular files whose names a build could have given, and does not build into a folder that holds
+other files but no store.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def delete_leftovers(folder: Path, kept: Collection[str]) -> None:
 
 
 def check_destination(folder: Path) -> None:
-    """Raise StoreError unless a build may write to ``folder``: if it is new or empty, or has a store or leftovers."""
+    """Raise StoreError unless ``folder`` is new or empty, or holds leftovers of builds or a store that was built."""
     with os_errors_as(StoreError, f"{folder} cannot be read", "mend the permissions or choose another place"):
         if folder.is_dir():
             if holds_history(folder):

@@ -53,7 +53,8 @@ def typical_case(
 ) -> TypicalCase:
     """Return the answer whose tokens per step are closest to the average.
 
-    ``questions`` has one entry per turn. Answers outside ``CASE_LENGTHS`` are used only if there are no others.
+    ``questions`` has one entry per turn. Only answers with a length in ``CASE_LENGTHS`` are considered, if there are
+    any.
     """
     candidates = list(zip(result.turns, questions, strict=True))
     fitting = [candidate for candidate in candidates if len(candidate[0].tokens) in CASE_LENGTHS] or candidates
@@ -168,7 +169,7 @@ class StudyResults:
 
 
 def source_subsets(letters: str) -> tuple[str, ...]:
-    """Return all non-empty subsets, smaller ones first."""
+    """Return all non-empty subsets of ``letters``, ordered by size."""
     return tuple(
         "".join(letters_chosen) for size in range(1, len(letters) + 1) for letters_chosen in combinations(letters, size)
     )
@@ -196,7 +197,7 @@ def source_shares(method: str, result: ReplayResult) -> SourceShares:
 
 
 def source_coverage(method: str, singles: Mapping[str, ReplayResult]) -> Coverage:
-    """Count the tokens accepted in each source's own replay, and those of them accepted in no other source's replay.
+    """Count the tokens accepted in each source's own replay, and how many of them in no other source's replay.
 
     ``singles`` are the replays of ``method`` with one source each, by source letter.
     """

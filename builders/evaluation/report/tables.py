@@ -48,7 +48,7 @@ class SourceCounts:
     hits: int
     """Number of steps in which the source drafted anything."""
     wins: int
-    """Number of steps in which at least one of its tokens was accepted."""
+    """Number of steps in which at least one token of the source was accepted."""
 
     @property
     def acceptance_rate(self) -> float:
@@ -101,11 +101,11 @@ class SourceCoverage:
     positions: int
     """Number of accepted tokens."""
     alone: int
-    """Number of accepted tokens that are accepted from none of the other sources when tried alone."""
+    """Number of accepted tokens that no other source, as the only one, had accepted."""
     distinct_tokens: int
     """Number of distinct accepted tokens."""
     distinct_tokens_alone: int
-    """Number of distinct accepted tokens that are accepted from none of the other sources when tried alone."""
+    """Number of distinct accepted tokens that no other source, as the only one, had accepted."""
 
 
 @dataclass(frozen=True)
