@@ -201,7 +201,7 @@ def export_corpus(model: ModelConfig, out: Path, stores: StoresConfig, history: 
 def _documents(
     tokenizer: PreTrainedTokenizerBase, model: Checkpoint | None, stores: StoresConfig, history: str
 ) -> tuple[list[Path], Iterator[Document], int]:
-    """Return the folders to export, an iterator over their documents, and the number of their tokens."""
+    """Return the folders to export, an iterator over their documents, and the documents' total number of tokens."""
     found = StoreSet.for_tokenizer(tokenizer, stores, model=model, identified=True)
     fingerprint = found.tokenizer or TokenizerFingerprint.of(tokenizer)
     contents = [StoreContents.of(store.folder) for store in (found.model, found.corpus) if store]
@@ -223,7 +223,7 @@ def _documents(
 
 
 def _history_folder(history: str, tokenizer: TokenizerFingerprint, model: Checkpoint | None) -> Path | None:
-    """Return the folder of the history store that ``--history`` selects, or None."""
+    """Return the folder of the history store that ``--history`` selects, or None if it selects no store on disk."""
     if history in (MEMORY, NO_HISTORY):
         return None
     if history != HOME:

@@ -36,7 +36,7 @@ from hdtool.runtime.config import (
 
 COLOR_CODE = re.compile("\033\\[[0-9;]*m")
 CONTROL_CHARACTERS = re.compile("[\\x00-\\x08\\x0b-\\x1f]")
-"""Control characters that move the cursor, as progress bars do. Line breaks and tabs are not among them."""
+"""Matches control characters except tabs and line breaks. Progress bars move the cursor with such characters."""
 ERASE_LINE = "\r\033[K"
 """Sequence that clears the current line, so that a message replaces a progress bar, which is drawn again below."""
 CONTINUATION_INDENT = "  "
@@ -241,7 +241,7 @@ class Command(TyperCommand):
 
 
 def protect_hyphens(text: str) -> str:
-    """Replace hyphens by non-breaking hyphens, so that no line is broken at one; ``restore_hyphens`` reverts this."""
+    """Replace hyphens by non-breaking hyphens, so that lines are not broken there; ``restore_hyphens`` reverts it."""
     return text.replace("-", NON_BREAKING_HYPHEN)
 
 
@@ -326,7 +326,7 @@ DRAFTING_OPTIONS = (
     *("method", "draft_tokens", "sources", "order", "lookahead", "prefix_caching"),
     *("heads", "drafter", "history_prompts", "tree"),
 )
-"""Drafting options, which only an exported folder uses."""
+"""Drafting options of ``export`` that only the export of a folder uses."""
 CONFLICTS = (
     Conflict(("prediction",), ("draft_tokens",), (0,), "with --draft-tokens 0"),
     Conflict(("color",), ("as_json",), (True,), "with --json"),

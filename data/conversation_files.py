@@ -35,7 +35,7 @@ class LocatedConversation(NamedTuple):
 
 
 class ConversationReader:
-    """Reader of conversations from files. It combines requests with answers in other rows."""
+    """Reader of conversations from files, which combines requests with answers in other rows."""
 
     def __init__(self, inputs: Sequence[Path], *, tolerance: float = TOLERANCE, text_lines: bool = False) -> None:
         self.inputs = list(inputs)

@@ -312,7 +312,7 @@ def _conversation_in(value: Any) -> Conversation:
         return Conversation(tuple(message_turns(value, "messages")))
     if not isinstance(value, dict):
         raise RowError(f"a record is an object or a text (found: {type(value).__name__})")
-    # A Parquet row has all columns of its file, and unused ones are null.
+    # A Parquet row has all columns of its file, and columns that it does not use are null.
     row = {key: held for key, held in value.items() if held is not None}
     for form in ROW_FORMS:
         if conversation := form(row):
@@ -323,7 +323,7 @@ def _conversation_in(value: Any) -> Conversation:
 
 
 def _batch(row: dict[str, Any]) -> Conversation | None:
-    """Parse a line of a batch file, which is a request or the answer to one."""
+    """Parse a line of a batch file, which holds either a request or an answer. Returns None for any other row."""
     if "custom_id" not in row:
         return None
     key = f"custom_id {row['custom_id']}"
@@ -425,7 +425,7 @@ def _answer(row: dict[str, Any], *, structured: bool) -> list[Turn] | None:
 
 
 def _is_structured(value: Any) -> bool:
-    """Return True if a value is an API response, or the JSON text of one."""
+    """Return True if a value is an API response, as parsed JSON or as JSON text."""
     body = api.body_of(value) if not isinstance(value, str) or '"choices"' in value or '"object"' in value else None
     return api.is_response(body)
 

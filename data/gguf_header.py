@@ -103,7 +103,7 @@ def _header(reader: _Reader, path: Path) -> GGUFHeader:
 
 
 class _Reader:
-    """Sequential reader of values. It raises ``struct.error`` past the end of the file."""
+    """Sequential reader of values, which raises ``struct.error`` past the end of the file."""
 
     def __init__(self, content: mmap.mmap) -> None:
         self._content = content

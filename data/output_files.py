@@ -20,7 +20,7 @@ from typing import IO, Any
 from hdtool.data.errors import HdtoolError, os_errors_as
 
 MAX_JSON_BYTES = 64 << 20
-"""Upper bound of the size of JSON values and lines that hdtool writes, in bytes."""
+"""Maximum size, in bytes, of the JSON values and lines that hdtool writes."""
 PNG_MAGIC = b"\x89PNG\r\n\x1a\n"
 PNG_ENTRY = b"tEXtSoftware\0hdtool"
 PNG_METADATA = {"Software": "hdtool"}

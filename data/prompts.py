@@ -27,7 +27,7 @@ TOOL_EXAMPLE = '{"type": "function", "function": {"name": ..., "parameters": {..
 
 
 def read_tools(path: Path) -> tuple[dict[str, Any], ...]:
-    """Read the tools in a JSON file: a list of them, or an object with a list ``tools``."""
+    """Read the tools in a JSON file, which holds a list of tools or an object with a list ``tools``."""
     with input_errors_as(path, PromptError):
         data = path.read_bytes()
     try:
@@ -323,7 +323,7 @@ POOLED_TASK = "mt_bench"
 
 def tasks_of(categories: Sequence[str]) -> list[str]:
     """Return the task of each question, given the categories of all questions."""
-    # A set of questions with a single one of these categories, such as `math`, is not MT-Bench.
+    # Questions with only one of MT-Bench's categories, such as `math`, are not MT-Bench.
     pooled = len(set(categories) & set(MT_BENCH)) > 1
     return [POOLED_TASK if pooled and category in MT_BENCH else category for category in categories]
 

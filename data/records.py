@@ -110,7 +110,7 @@ class RecordReader(ConversationReader):
             self._finished_bytes = self.bytes_read
 
     def finish(self) -> None:
-        """Raise RecordError if too many records cannot be used, or if none can."""
+        """Raise RecordError if too many records cannot be used, or if no record with a usable text was found."""
         self.tally.check(self._tolerance)
         if not self._has_records:
             what = "answers of a model" if self.answers_only else "text"
@@ -156,7 +156,7 @@ class RecordedAnswer:
 
 @dataclass(frozen=True)
 class Trace:
-    """Conversation with the answers of the model that can be replayed."""
+    """Conversation, and the answers in it that can be replayed."""
 
     id: str
     category: str

@@ -25,7 +25,7 @@ from transformers import PreTrainedTokenizerFast
 DEFAULT_DOCS = Path(f"/usr/share/doc/python3.{sys.version_info.minor}/html/_sources")
 DOC_FOLDERS = ("tutorial", "library", "howto", "faq", "reference", "using", "installing", "extending")
 MAX_ANSWER_CHARACTERS = 2000
-"""Maximum number of characters; the training window would cut longer answers."""
+"""Maximum number of characters of an answer; the training window would cut longer answers."""
 
 
 @dataclass(frozen=True)

@@ -173,7 +173,7 @@ def hybrid_loss(model: PreTrainedModel, batch: torch.Tensor) -> torch.Tensor:
     no_masks = {
         "full_attention": None,
         "linear_attention": None,
-    }  # given masks, transformers does not sync with the GPU to build them
+    }  # if masks are given, transformers does not sync with the GPU to build masks
     with torch.autocast(batch.device.type, dtype=torch.bfloat16):
         hidden = model.model(input_ids=batch[:, :-1], attention_mask=no_masks, use_cache=False).last_hidden_state
         logits, later = model.lm_head(hidden), mtp_logits(model, hidden[:, :-1], batch[:, 1:-1])
@@ -183,7 +183,7 @@ def hybrid_loss(model: PreTrainedModel, batch: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def mtp_agreement(model: PreTrainedModel, ids: torch.Tensor) -> tuple[int, int]:
-    """Return the number of positions where the MTP layer's argmax equals the model's, and the number compared."""
+    """Return at how many positions the MTP layer's argmax equals the model's, and the number of positions compared."""
     hidden = model.model(input_ids=ids[:, :-1], use_cache=False).last_hidden_state
     drafted, preferred = (
         mtp_logits(model, hidden[:, :-1], ids[:, 1:-1]).argmax(-1),
@@ -238,7 +238,7 @@ def new_llama(recipe: Recipe, vocabulary: int, special: dict[str, Any]) -> PreTr
 
 
 def optimizers(model: PreTrainedModel, recipe: Recipe) -> list[torch.optim.Optimizer]:
-    """Return Muon for the matrices of the layers, which halves the steps needed, and AdamW for all other weights."""
+    """Return Muon for the layers' matrices, which halves the steps needed, and AdamW for all other weights."""
     matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name]
     vectors = [p for name, p in model.named_parameters() if p.ndim != 2 or "embed" in name]
     return [
@@ -274,7 +274,7 @@ def train(
 ) -> tuple[int, float]:
     """Train until all steps are done or the time is over, resuming from a checkpoint if there is one.
 
-    Returns the total number of steps and of seconds, summed over all runs.
+    Returns ``(steps, seconds)``, summed over all runs.
     """
     model.train()
     torch.nn.Module.to(model, device)
@@ -372,7 +372,7 @@ def report_file(out: Path) -> OutputFile:
 
 
 def refuse_foreign_folder(out: Path, rescue: Path) -> None:
-    """Raise a ``ModelError`` unless the folder is new, empty, or one that this script started or finished."""
+    """Raise a ``ModelError`` unless the folder is new, empty, or was begun or finished by this script."""
     finished, begun = report_file(out).exists(), checkpoint_file(rescue).exists()
     if out.exists() and any(out.iterdir()) and not (finished or begun):
         raise ModelError(f"{out} is not empty and holds no model of this script: choose another --out")

@@ -68,7 +68,7 @@ class Recipe:
 
 
 HYBRID_RECIPE = Recipe(kind="hybrid", layers=8, mlp=320, batch=64, steps=3000, rounds=4, matrix_decay=0.1)
-"""A third as many attention layers as the embedded model, and four times as many tokens per step."""
+"""Recipe with a third of the embedded model's attention layers, and four times its tokens per step."""
 
 RECIPES = {recipe.kind: recipe for recipe in (Recipe(), HYBRID_RECIPE)}
 
@@ -83,7 +83,7 @@ def is_first_demo() -> bool:
 
 
 def stores_of_real_model(loading: ModelConfig) -> StoresConfig:
-    """Return both stores of the real model, building those that are missing or made from other texts."""
+    """Return both stores of the real model, building each store that is missing or was built from other texts."""
     tokenizer, model = load_tokenizer(loading), checkpoint_of(loading)
     fingerprint = TokenizerFingerprint.of(tokenizer)
     folder = home() / "demo" / fingerprint.fingerprint
@@ -133,7 +133,7 @@ LICENCE_WORDS = re.compile("copyright|licen[cs]e", re.IGNORECASE)
 
 
 def collect_answers(prompts: Sequence[Prompt], path: Path) -> None:
-    """Collect the answers that the file lacks, as ``hdtool collect --max-new-tokens 160`` does."""
+    """Answer the prompts that the file holds no answer to, as ``hdtool collect --max-new-tokens 160`` does."""
     sampling, decoding = SamplingConfig(), DecodeConfig(max_new_tokens=MAX_ANSWER_TOKENS)
     model = ModelConfig()
     answerer = Answerer(model, decoding, sampling)

@@ -49,7 +49,7 @@ class Bench:
     """Called after each turn that a contender has answered."""
 
     def check(self, questions: Sequence[Prompt]) -> None:
-        """Raise a ``PromptError`` if any question cannot be answered, before any is answered."""
+        """Raise a ``PromptError`` if any question cannot be answered, before answers are generated."""
         self._refuse_repeated(questions)
         for question in questions:
             try:
@@ -95,7 +95,7 @@ class Bench:
             self._encode(question, question.conversation([""] * len(question.later_turns)))
 
     def _refuse_repeated(self, questions: Sequence[Prompt]) -> None:
-        """Raise if warm drafters get equal questions, because their history would hold the answer."""
+        """Raise if warm drafters get equal questions, because their history would hold the answer to the second."""
         first_ids: dict[str, str] = {}
         for question in questions if self.drafters == WARM else ():
             text = json.dumps([question.messages, question.later_turns])

@@ -230,10 +230,10 @@ class BenchPlan:
         return replace(self, bench=bench, sampling=sampling)
 
     def results(self, on_progress: Callable[[int, int], None] = lambda done, total: None) -> Results:
-        """Measure what the folder lacks; return all results.
+        """Measure the questions that the result folder lacks; return all results.
 
-        ``on_progress`` is called with the number of turns done and in total, counting each contender and round as well
-        as the warm-up.
+        ``on_progress`` is called with the number of turns done and their total number, which count each contender and
+        round as well as the warm-up.
         """
         folder = Path(self.bench.out)
         before = BenchRun.read(folder)

@@ -345,12 +345,12 @@ class PassCounter:
             self._first = False
             self.drafted += rows - self._lengths[0]
         else:
-            # The last token is not in the KV cache yet, as it is the first input of this pass.
+            # The conversation's last token is not in the KV cache yet, as it is the first input of this pass.
             self.note(cache_in(options).get_seq_length() + 1, rows - 1)
 
 
 def timed(device: torch.device, action: Callable[[], T]) -> tuple[T, float]:
-    """Return an action's result and its seconds, synchronizing the device before and after."""
+    """Return ``(result, seconds)`` of an action, synchronizing the device before and after it."""
     _synchronize(device)
     started = time.perf_counter()
     result = action()

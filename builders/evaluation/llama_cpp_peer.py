@@ -151,7 +151,7 @@ class LlamaCppContender:
 
 
 def describe_build(files: Mapping[str, Path], *, on_gpu: bool) -> dict[str, Any]:
-    """Return a JSON-compatible description of the installed llama.cpp and of the file of each row."""
+    """Return a JSON-compatible description of the installed llama.cpp and of each row's file."""
     import llama_cpp
 
     features = build_features(llama_cpp.llama_print_system_info().decode())
@@ -244,7 +244,7 @@ def check_same_model(file: Path, loaded: Loaded) -> None:
                 "name a GGUF file of the same model"
             )
     tokens = header.values.get("tokenizer.ggml.tokens")
-    # Vocabularies of files may be padded, so larger ones are fine.
+    # Vocabularies of files may be padded, so a file may have more tokens than the tokenizer.
     if isinstance(tokens, int) and tokens < len(loaded.tokenizer):
         raise ModelError(
             f"--llama-cpp-file names {file}, with {tokens:,} tokens, and the tokenizer of {loaded.name} has "

@@ -112,7 +112,7 @@ class ReplayResult:
     history: bool = False
     """True if the method drafted from earlier answers."""
     warm_tokens: int = 0
-    """Number of answer tokens replayed before the measured turns; they are not counted."""
+    """Number of answer tokens replayed before the measured turns, which ``turns`` does not include."""
 
     @classmethod
     def joined(cls, parts: Sequence[ReplayResult]) -> ReplayResult:

@@ -57,7 +57,7 @@ class Scores:
         return scores[method].tokens_per_second / scores[reference].tokens_per_second
 
     def headline(self) -> str:
-        """Return a sentence on the speed of the default method, or of the fastest if the default was not measured."""
+        """Return a sentence on the speed of the default method or, if it was not measured, of the fastest method."""
         whole = self.tasks[ALL_TASKS]
         drafting = [name for name in whole if name in METHODS and name != PLAIN_METHOD] or list(whole)
         method = (

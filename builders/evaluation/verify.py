@@ -39,7 +39,7 @@ class Difference:
     oracle: Oracle
     prompt_ids: list[int]
     shared_ids: list[int]
-    """Answer tokens before the difference, which both answers share."""
+    """Tokens before the difference, which are equal in both answers."""
     expected: int | None
     actual: int | None
     """Token found instead of ``expected``. Each of the two is None if its answer ends before this position."""
@@ -114,7 +114,7 @@ class Verifier:
 
     @property
     def oracles(self) -> list[Oracle]:
-        """References to compare with; ``generate`` only for greedy decoding, because it samples differently."""
+        """References to compare with; ``generate``, which samples differently, only for greedy decoding."""
         return [Oracle.PLAIN, Oracle.GENERATE] if self._sampling.is_greedy else [Oracle.PLAIN]
 
     def check(

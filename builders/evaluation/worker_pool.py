@@ -60,7 +60,7 @@ def replay(
     """Replay every contender on all conversations; ``on_progress`` receives the number of turns done so far.
 
     ``warm`` conversations are replayed before every part and not counted. By default, ``workers`` is the number of
-    cores for long replays and 1 for short ones.
+    cores if the replay has more than ``MIN_TOKENS_FOR_WORKERS`` tokens, else 1.
     """
     jobs = _jobs(contenders, conversations, warm)
     for contender in contenders:  # compile the kernels once, and fail early if a store is missing

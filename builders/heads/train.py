@@ -99,8 +99,8 @@ def _ranks(logits: torch.Tensor, labels: torch.Tensor, has_label: torch.Tensor) 
 def _count_calibration(counts: npt.NDArray[np.float64], logits: torch.Tensor, ranks: Ints) -> None:
     """Count, per head and probability bucket, the head's top-k tokens and how many of them were the true token.
 
-    Adds these counts to ``counts[0]`` and ``counts[1]``. Only positions are counted at which every earlier head had its
-    true token in its top-k.
+    Adds these counts to ``counts[0]`` and ``counts[1]``. A head counts a position only if the true tokens of all
+    earlier heads ranked in the top-k of these heads.
     """
     best = logits.log_softmax(dim=-1).topk(min(TOKENS_PER_RANKING, logits.shape[-1])).values.cpu().numpy()
     correct = np.ones(ranks.shape[1], np.bool_)

@@ -61,7 +61,7 @@ class Processes:
 
 
 def world_size() -> int:
-    """Return the number of processes that a launcher started, this one included."""
+    """Return the number of processes that a launcher started, including this process; 1 without a launcher."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 

@@ -146,7 +146,7 @@ class Stages:
                 self._folder.finish(name, run())
 
     def remaining(self) -> list[str]:
-        """Return the names of the stages to run; without local weights, all stages that depend on them."""
+        """Return the names of the stages to run; without local weights, these include all that depend on weights."""
         outdated = {*self._outdated(self._planned), *self._folder.outdated(self._conditions(self._planned_checkpoint))}
         return [name for name in self._stages if name in outdated or name not in self._folder.stages]
 
@@ -155,7 +155,7 @@ class Stages:
         weights = model.fingerprint if model else ""
         versions = [weights, self._fingerprint.fingerprint, machine(), version("hdtool")]
         index = corpus_index_at_home(self._fingerprint)
-        if not self._plan.corpus and holds_manifest(index):  # the held-out prompts are answered with drafts from it
+        if not self._plan.corpus and holds_manifest(index):  # held-out prompts are answered with drafts from the index
             versions.append(repr(_file_states([index / MANIFEST])))
         return {stage: [*versions, *conditions] for stage, conditions in self._plan.conditions().items()}
 
@@ -176,7 +176,7 @@ class Stages:
 
     @cached_property
     def _planned(self) -> SetupStores:
-        """Stores, found without downloads; lacks the model store if its folder depends on weights that are missing."""
+        """Stores, found without downloading weights, but no model store if its folder depends on missing weights."""
         return self._stores_of(self._planned_checkpoint)
 
     @cached_property
@@ -245,7 +245,7 @@ class Stages:
         for trace in read_traces([self._folder.held_out]):
             try:
                 held_out.append(self._turns.turns(trace))
-            except RecordError as error:  # a template may refuse roles that others accept
+            except RecordError as error:  # a template may refuse roles that other templates accept
                 print(f"left out: {error}", file=sys.stderr)
         if not held_out:
             raise RecordError("no held-out conversation can be rebuilt with this model's chat template: try --raw")

@@ -46,7 +46,7 @@ from hdtool.runtime.config.building import MAX_HELD_OUT
 
 
 def opening_hash(conversation: Conversation) -> bytes:
-    """Return a hash of the first question, ignoring case and whitespace."""
+    """Return a hash of a conversation's first question, ignoring case and whitespace."""
     question = next((turn.text for turn in conversation.turns if turn.role == USER), "")
     return hashlib.sha256(" ".join(question.lower().split()).encode("utf-8", "surrogatepass")).digest()
 
@@ -69,7 +69,7 @@ def choose_held_out(openings: Sequence[bytes], share: float) -> frozenset[bytes]
         )
     left = min(MAX_HELD_OUT, math.ceil(share * len(openings)))
     chosen = set()
-    for opening in sorted(counts)[:-1]:  # never hold out the last one
+    for opening in sorted(counts)[:-1]:  # never hold out the last opening
         if left <= 0:
             break
         chosen.add(opening)
@@ -190,11 +190,11 @@ class WorkFolder:
             self._write()
 
     def outdated(self, conditions: Mapping[str, Sequence[str]]) -> list[str]:
-        """Return the measurements that were made under other conditions."""
+        """Return the stages whose measurements were not made under ``conditions``."""
         return [stage for stage, now in conditions.items() if self._conditions.get(stage) != list(now)]
 
     def keep_measurements(self, conditions: Mapping[str, Sequence[str]]) -> None:
-        """Discard measurements that were not made under ``conditions``, and record these for new measurements."""
+        """Discard measurements not made under ``conditions``, and record ``conditions`` for the next measurements."""
         changed = self.outdated(conditions)
         self._conditions = {stage: list(now) for stage, now in conditions.items()}
         self.forget(*changed)

@@ -42,8 +42,8 @@ def note_on_models(
 ) -> str | None:
     """Return a one-line note if records were answered by other models than the store's, else None.
 
-    ``models`` counts the records per model name. ``command``, to be passed if the user gave no ``--model``, is a
-    command line that rebuilds the store for the model named in place of its ``MODEL``.
+    ``models`` counts the records per model name. ``command`` is the command line that rebuilds the store for another
+    model, with ``MODEL`` as a placeholder for its name; pass it if the user gave no ``--model``.
     """
     other_models = {name: count for name, count in models.items() if not _is_named(name, config, checkpoint)}
     if not other_models:
@@ -108,7 +108,7 @@ HASH_PREFIX = re.compile("[0-9a-f]{8,64}", re.IGNORECASE)
 
 @dataclass(frozen=True)
 class StoreContents:
-    """Documents of a store and their sources; they stay readable after the store is replaced on disk."""
+    """Documents and sources of a store; the documents stay readable after the store is replaced on disk."""
 
     folder: Path
     manifest: Manifest
@@ -215,7 +215,7 @@ def drop(folder: Path, name: str) -> DropResult:
 
 
 def _selected(folder: Path, shares: Sequence[InputShare], name: str) -> tuple[InputShare, ...]:
-    """Return the shares of the source that ``name`` selects; several only if their names and hashes are equal."""
+    """Return the shares of the source that ``name`` selects: one, or several that have equal names and hashes."""
     recorded = recorded_name(name)
     selected = [share for share in shares if share.name == recorded]
     advice = "by its hash"

@@ -145,7 +145,7 @@ def ray_errors_reported(ray: Any) -> Iterator[None]:
 
 
 def on_each_node(ray: Any, function: Callable[..., T], *arguments: object) -> Iterator[tuple[str, T]]:
-    """Run a function on every live node; yield each node's address and result."""
+    """Run a function on every live node; yield ``(address, result)`` for each node."""
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     nodes = [node for node in ray.nodes() if node["Alive"]]
@@ -321,7 +321,7 @@ def _portions(path: str, answers_only: bool) -> Iterator[Portion]:
 
 
 def _encode_portion(portion: Portion, tokenizer: PreTrainedTokenizerBase, width: str) -> tuple[Portion, Tokens, Tokens]:
-    """Return the portion without its texts, the concatenated token ids, and the offsets that split them by text."""
+    """Return the portion without its texts, the concatenated token ids, and the offsets at which a new text starts."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # each core already has a worker
     ids = encode_texts(portion.texts, tokenizer)
     ends = np.cumsum([len(text) for text in ids], dtype=np.int64)[:-1]

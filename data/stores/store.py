@@ -131,7 +131,7 @@ def _check_size(folder: Path, file: StoredFile, kind: str) -> None:
 
 
 def require_store(manifest: Manifest, folder: Path, kind: str, tokenizer: TokenizerFingerprint | None = None) -> None:
-    """Raise StoreError unless a store has this kind and, if given, this tokenizer."""
+    """Raise StoreError unless a store is of this kind and, if ``tokenizer`` is given, was built with it."""
     if manifest.kind != kind:
         raise StoreError(f"{folder} is a {manifest.kind} store, a {kind} store is needed: name another folder")
     if tokenizer and manifest.tokenizer != tokenizer:

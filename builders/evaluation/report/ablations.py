@@ -106,7 +106,7 @@ class Study:
 
     @cached_property
     def contenders(self) -> list[ReplayMethod]:
-        """Both hierarchies with every subset of sources, and ``hd-paper`` also in every order."""
+        """Every method of ``HIERARCHIES`` with every subset of sources, and ``hd-paper`` also with every order."""
         choices = [(method, chosen) for method in HIERARCHIES for chosen in source_subsets(self.letters)]
         choices += [("hd-paper", order) for order in source_orders(self.letters)]
         return [self.contender(*choice) for choice in dict.fromkeys(choices)]
@@ -197,7 +197,7 @@ def source_shares(method: str, result: ReplayResult) -> SourceShares:
 
 
 def source_coverage(method: str, singles: Mapping[str, ReplayResult]) -> Coverage:
-    """Count the tokens accepted in each source's own replay, and how many of them in no other source's replay.
+    """Count the tokens accepted in each source's own replay, and how many of them are accepted in no other replay.
 
     ``singles`` are the replays of ``method`` with one source each, by source letter.
     """
@@ -223,7 +223,7 @@ def source_coverage(method: str, singles: Mapping[str, ReplayResult]) -> Coverag
 
 
 THINNING_FACTORS = (16, 8, 4, 2)
-"""Each smaller index holds one in this many documents."""
+"""Each smaller index holds one document in this many."""
 MAX_INDEX_TOKENS = 50_000_000
 """Size above which building the smaller indexes would take minutes."""
 MIN_INDEX_DOCUMENTS = 10 * THINNING_FACTORS[0]
@@ -275,7 +275,7 @@ def _thinned_index(corpus: CorpusIndex, part: int, folder: Path, build: BuildInd
 def _size(study: Study, corpus: CorpusIndex) -> IndexSize:
     store_set = StoreSet(study.store_set.model, corpus)
     contender = study.contender(SIZES_METHOD, study.letters)
-    # In one process, because times are reported.
+    # Replay in one process, because times are reported.
     result = replay([contender], study.conversations, store_set, workers=1)[contender.name]
     return IndexSize(
         tokens=corpus.manifest.counts["tokens"],

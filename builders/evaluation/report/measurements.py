@@ -43,7 +43,7 @@ class BenchMeasurements:
         return scores_of(self.results, self.baseline)
 
     def speedups(self) -> Speeds:
-        """Return speedups over plain decoding, or over the baseline if one is named or plain decoding is missing."""
+        """Return speedups over the baseline if one was named or plain decoding is missing, else over plain decoding."""
         scores = self.scores
         compared = scores.comparisons[0] if self.baseline is None else scores.baseline
         methods = {

@@ -63,7 +63,7 @@ class SourceCounts:
 
 @dataclass(frozen=True)
 class SourceShares:
-    """Counts of each source in one method; ``steps`` excludes prefills."""
+    """Counts of each source over the steps of one method; ``steps`` is the number of steps without prefills."""
 
     method: str
     steps: int
@@ -143,7 +143,7 @@ class IndexSize:
     """Median over steps."""
     draft_us_p90: float
     corpus_us: float
-    """Time in the corpus index, averaged over steps."""
+    """Microseconds in the corpus index, averaged over steps."""
 
 
 @dataclass(frozen=True)
