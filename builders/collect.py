@@ -1,7 +1,7 @@
 """Collects a model's answers: one JSON line per prompt, resumable after a kill.
 
-Lines are flushed to disk one by one, in prompt order. A torn last line is answered again when resuming. A file with any
-other foreign line is refused and left unchanged.
+Lines are flushed to disk one by one, in prompt order. When resuming, the prompt of a torn last line is answered again.
+A file that holds anything other than answers to the prompts is refused and left unchanged.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class GenerationFile:
         append_row(self.path, {**self._asked(prompt), "messages": conversation, "answers": answers})
 
     def counts(self) -> tuple[int, int]:
-        """Return the number of answers in the file and the number of their tokens."""
+        """Return ``(answers, tokens)``: how many answers the file holds, and how many tokens they have in total."""
         rows = (json.loads(line) for line in read_lines(self.path))
         lengths = [len(answer["output_ids"]) for row in rows for answer in row["answers"]]
         return len(lengths), sum(lengths)
@@ -72,7 +72,7 @@ class GenerationFile:
         return {"id": prompt.id, "category": prompt.category, **self._settings, **_grammar(prompt)}
 
     def _read(self, prompts: Sequence[Prompt]) -> tuple[int, bytes]:
-        """Return the number of answered prompts, and the torn last line (empty if there is none)."""
+        """Return ``(done, torn)``: the number of answered prompts, and the torn last line, empty if there is none."""
         done = 0
         for line in read_lines(self.path):
             if is_torn(line):
@@ -117,7 +117,7 @@ class GenerationFile:
 
 
 def _grammar(prompt: Prompt) -> dict[str, Any]:
-    """Return the grammar in the format of a prompts file; a JSON schema becomes an object again."""
+    """Return the grammar as in a prompts file, a JSON schema as parsed JSON; empty if the prompt has no grammar."""
     if prompt.grammar is None:
         return {}
     kind, text = prompt.grammar.kind, prompt.grammar.text

@@ -210,7 +210,7 @@ def _writable(name: str, folder: Path, variable: str) -> Finding:
 def _compiled_code() -> Finding:
     """Report how many compiled functions are in numba's cache.
 
-    numba caches them next to the source files, or in a user folder if those are read-only.
+    numba caches them next to the source files or, if it cannot write there, in a user folder.
     """
     chosen = os.environ.get("NUMBA_CACHE_DIR")
     places = [Path(chosen)] if chosen else [Path(place) for place in hdtool.__path__]
@@ -221,7 +221,7 @@ def _compiled_code() -> Finding:
 
 
 def _code_folders(place: Path) -> Iterator[Path]:
-    """Yield the package folders of hdtool, skipping others in a checkout, such as a virtual environment."""
+    """Yield hdtool's package folders, skipping other folders of a checkout, such as a virtual environment."""
     packages = [place / name for name in ("runtime", "builders") if (place / name).is_dir()]
     yield from packages or [place]
 

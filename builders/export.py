@@ -1,8 +1,8 @@
 """Exports: a model folder whose ``generate`` drafts with hdtool, and a corpus of stores for SGLang.
 
-SGLang tokenizes the corpus's strings when it starts, which may not give the original tokens, so an export counts those
-that change. Tokens change where a document was cut inside a character, where the model chose other tokens than the
-tokenizer would for the text, and where the tokenizer starts every text with a space.
+SGLang tokenizes the corpus's strings when it starts, which may not give the original tokens, so an export counts the
+tokens that change. Tokens change where a document was cut inside a character, where the model chose other tokens than
+the tokenizer would for the text, and where the tokenizer starts every text with a space.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def generate(*arguments: Any, model: Any, **options: Any) -> Any:
 
 
 def export(model: ModelConfig, out: Path, decoding: DecodeConfig, stores: StoresConfig) -> list[Path]:
-    """Write the model folder; return the files of the model that it links to."""
+    """Write the model folder; return the model's files that the folder links to."""
     code = OutputFile(out / CODE_FILE, "a file of hdtool export", _is_ours, ModelError)
     _check_destination(out)
     code.check()
@@ -65,7 +65,7 @@ def export(model: ModelConfig, out: Path, decoding: DecodeConfig, stores: Stores
     if source / CODE_FILE in files:
         raise ModelError(f"{source} has a {CODE_FILE} of its own, which an export would replace: export another model")
     _check_drafting(source, decoding, stores)
-    # Written first, so that a later export recognizes and completes the folder of a killed one.
+    # Write the code first, so that a later export recognizes and completes the folder of a killed export.
     code.write(
         CODE_TEMPLATE.format(
             first_line=FIRST_LINE, decoding=_changed_settings_code(decoding), stores=_stores_code(stores)
@@ -83,7 +83,7 @@ def export(model: ModelConfig, out: Path, decoding: DecodeConfig, stores: Stores
 
 
 def _check_drafting(source: Path, decoding: DecodeConfig, stores: StoresConfig) -> None:
-    """Raise if the model has no tokenizer, or if a named store does not fit it."""
+    """Raise if the model has no tokenizer, or if a named store does not fit the tokenizer."""
     tokenizer = load_tokenizer(ModelConfig(str(source)))
     named_stores = StoresConfig(stores.model_db or NO_STORE, stores.corpus_db or NO_STORE)
     StoreSet.for_tokenizer(tokenizer, named_stores, decoding.databases)
@@ -142,7 +142,7 @@ def _stores_code(stores: StoresConfig) -> str:
 
 
 SEPARATOR = 1
-"""Number of tokens that SGLang inserts between documents; they count against its limit."""
+"""Number of tokens that SGLang inserts between documents and counts against its limit."""
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 """Character that tokenizers decode incomplete UTF-8 sequences to."""
 
@@ -201,7 +201,7 @@ def export_corpus(model: ModelConfig, out: Path, stores: StoresConfig, history: 
 def _documents(
     tokenizer: PreTrainedTokenizerBase, model: Checkpoint | None, stores: StoresConfig, history: str
 ) -> tuple[list[Path], Iterator[Document], int]:
-    """Return the folders to export, an iterator over their documents, and the number of their tokens."""
+    """Return the folders to export, an iterator over their documents, and the documents' total number of tokens."""
     found = StoreSet.for_tokenizer(tokenizer, stores, model=model, identified=True)
     fingerprint = found.tokenizer or TokenizerFingerprint.of(tokenizer)
     contents = [StoreContents.of(store.folder) for store in (found.model, found.corpus) if store]
@@ -223,7 +223,7 @@ def _documents(
 
 
 def _history_folder(history: str, tokenizer: TokenizerFingerprint, model: Checkpoint | None) -> Path | None:
-    """Return the folder of the history store that ``--history`` selects, or None."""
+    """Return the folder of the history store that ``--history`` selects, or None if it selects no store on disk."""
     if history in (MEMORY, NO_HISTORY):
         return None
     if history != HOME:

@@ -39,7 +39,7 @@ def print_stores(store_set: StoreSet) -> None:
 
 
 def stream_answer(answer: Answer, *, show: bool = True, color: bool = False) -> None:
-    """Generate an answer and, with ``show``, print it as it grows. Ctrl-C ends it and keeps the tokens so far."""
+    """Generate an answer and, with ``show``, print it as it grows. Ctrl-C ends the answer; its tokens so far stay."""
     pieces = (colored(*piece) for piece in answer.by_source()) if color else iter(answer)
     try:
         for piece in pieces:
@@ -52,7 +52,7 @@ def stream_answer(answer: Answer, *, show: bool = True, color: bool = False) -> 
 
 
 def numbered(answers: Iterable[Answer]) -> Iterator[tuple[int, Answer]]:
-    """Yield each answer with the number of its prompt, from 1. All turns of a conversation share one number."""
+    """Yield ``(number, answer)``; prompts are numbered from 1, and all turns of a conversation share a number."""
     number, before = 0, None
     for answer in answers:
         number += answer.prompt is not before
@@ -90,7 +90,7 @@ FINISH_TEXTS = {
 
 
 def answer_summary(stats: Stats) -> str:
-    """Return the statistics of an answer: a line in total, and one per source."""
+    """Return the statistics of an answer: a line on the whole answer, and a line per source."""
     ending = FINISH_TEXTS.get(stats.finish, "") if stats.finish else ""
     return (
         f"{stats.tokens} tokens in {stats.seconds:.2f} s ({stats.tokens_per_second:.1f} tokens/s), "

@@ -195,7 +195,7 @@ def shape_table(report: dict[str, Any]) -> str:
 
 
 CONTEXTS_PER_BLOCK = 8
-"""Maximum number of context lengths per table, so that it fits a terminal."""
+"""Maximum number of context lengths per table, so that a table fits a terminal."""
 
 
 def bench_cost(
@@ -366,7 +366,7 @@ def bench(
 
 
 def _sample(prompts: list[Prompt], settings: BenchConfig) -> tuple[list[Prompt], list[Prompt]]:
-    """Return the questions to measure and the remaining ones, which serve for the warm-up."""
+    """Return ``(measured, spare)``: the questions to measure, and all other questions, which serve for the warm-up."""
     measured = prompts
     if settings.per_task is not None:
         measured = interleave_tasks(prompts, settings.per_task)

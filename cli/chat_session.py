@@ -26,7 +26,7 @@ INPUT_PROMPT = "> "
 
 
 def is_interactive() -> bool:
-    """Return True if standard input and standard output are both a terminal."""
+    """Return True if both standard input and standard output are terminals."""
     return sys.stdin is not None and sys.stdin.isatty() and sys.stdout.isatty()
 
 

@@ -36,7 +36,7 @@ from hdtool.runtime.config import (
 
 COLOR_CODE = re.compile("\033\\[[0-9;]*m")
 CONTROL_CHARACTERS = re.compile("[\\x00-\\x08\\x0b-\\x1f]")
-"""Control characters that move the cursor, as progress bars do. Line breaks and tabs are not among them."""
+"""Matches control characters except tabs and line breaks. Progress bars move the cursor with such characters."""
 ERASE_LINE = "\r\033[K"
 """Sequence that clears the current line, so that a message replaces a progress bar, which is drawn again below."""
 CONTINUATION_INDENT = "  "
@@ -126,7 +126,7 @@ def require_stores(parameters: Mapping[str, Any]) -> None:
 
 
 def with_structure(prompts: Sequence[Prompt], structure: GrammarConfig, tools: Path | None) -> list[Prompt]:
-    """Add the grammar and the tools of the options to prompts that have none."""
+    """Add the grammar of the options to prompts without a grammar, and ``tools`` to prompts without tools."""
     grammar, offered = structure.read(), read_tools(tools) if tools is not None else ()
     return [replace(one, grammar=one.grammar or grammar, tools=one.tools or offered) for one in prompts]
 
@@ -184,7 +184,7 @@ RARELY_USED = {
     "sources",
     "tree",
 }
-"""Options that ``--help`` leaves out if a command has many. ``--help-all`` shows them."""
+"""Options that ``--help`` leaves out if a command has more than ``MAX_SHORT_LIST``. ``--help-all`` shows them."""
 MAX_SHORT_LIST = 25
 """Number of parameters up to which ``--help`` lists all of them."""
 HELP_ALL = "help_all"
@@ -197,7 +197,7 @@ class Command(TyperCommand):
     def __init__(self, *given: Any, **named: Any) -> None:
         super().__init__(*given, **named)
         self.help = protect_hyphens(self.help or "")
-        if not self.context_settings.get("ignore_unknown_options"):  # -m and the others may be options of vLLM
+        if not self.context_settings.get("ignore_unknown_options"):  # the short names may be options of vLLM
             for parameter in self.params:
                 parameter.opts[:0] = [SHORT_NAMES[name] for name in parameter.opts if name in SHORT_NAMES]
 
@@ -241,7 +241,7 @@ class Command(TyperCommand):
 
 
 def protect_hyphens(text: str) -> str:
-    """Replace hyphens by non-breaking ones, so that lines are not broken there. ``restore_hyphens`` undoes it."""
+    """Replace hyphens by non-breaking hyphens, so that lines are not broken there; ``restore_hyphens`` reverts it."""
     return text.replace("-", NON_BREAKING_HYPHEN)
 
 
@@ -268,7 +268,7 @@ def _show_all(ctx: typer.Context, requested: bool) -> None:
 
 
 def help_all(names: Collection[str]) -> list[inspect.Parameter]:
-    """Return the parameter ``--help-all`` in a list, which is empty if ``--help`` already shows everything."""
+    """Return a list with the parameter ``--help-all``, or an empty list if ``--help`` already shows everything."""
     left_out = (["all options"] if rarely_used(names) else []) + (["the methods"] if has_methods(names) else [])
     if not left_out:
         return []
@@ -315,7 +315,7 @@ class Conflict(NamedTuple):
 
     options: tuple[str, ...]
     deciding_options: tuple[str, ...]
-    """Parameters whose values decide. Commands that lack one of them have no conflict."""
+    """Parameters whose values decide. The conflict does not apply to commands that lack any of these parameters."""
     values: tuple[object, ...]
     """Values of ``deciding_options`` with which the options have no effect. Empty means any value but None."""
     reason: str
@@ -326,7 +326,7 @@ DRAFTING_OPTIONS = (
     *("method", "draft_tokens", "sources", "order", "lookahead", "prefix_caching"),
     *("heads", "drafter", "history_prompts", "tree"),
 )
-"""Drafting options, which only an exported folder uses."""
+"""Drafting options of ``export`` that only the export of a folder uses."""
 CONFLICTS = (
     Conflict(("prediction",), ("draft_tokens",), (0,), "with --draft-tokens 0"),
     Conflict(("color",), ("as_json",), (True,), "with --json"),
@@ -377,7 +377,7 @@ def refuse_unused(typed: Collection[str], settings: Mapping[str, Any]) -> None:
 
 
 def _selected_methods(settings: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the methods that will run, or an empty tuple if any of them may."""
+    """Return the methods that will run, or an empty tuple if the settings do not tell."""
     if "method" in settings:
         return (settings["method"],)
     if listed := settings.get("methods"):

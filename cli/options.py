@@ -78,9 +78,9 @@ class SelectedOptions:
     """Options to offer, in this order; empty means all."""
     left_out: tuple[str, ...] = ()
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    """Defaults that replace those of the class."""
+    """Defaults, by option, that replace the defaults of the settings class."""
     helps: Mapping[str, Any] = field(default_factory=dict)
-    """Help texts, or whole options, that replace those of the class."""
+    """Help texts, or whole typer options, by option, that replace the help texts of the settings class."""
     is_argument: bool = False
     """True if the command also accepts the model as its first argument, without ``--model``."""
 

@@ -187,7 +187,7 @@ def _same_file(first: Path, second: Path) -> bool:
 
 
 def _traces_with_answers(traces: list[Trace]) -> list[Trace]:
-    """Return the traces that hold an answer, and print the number of the others."""
+    """Return the traces that hold an answer, and print the number of traces that hold none."""
     answered = [trace for trace in traces if trace.answers]
     if lacking := len(traces) - len(answered):
         print(f"left out: {lacking} of {len(traces)} conversations, which hold no answer", file=sys.stderr)

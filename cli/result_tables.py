@@ -75,7 +75,7 @@ DRAFTER_STATES = {
     WARM: "memory: warm, with the history and the weights of the questions before",
     None: "memory: warm, with the weights of the questions before, without a history",
 }
-"""Line about the drafters' state, by the setting of the run; None if an earlier version did not record it."""
+"""Line about the drafters' state, by the run's setting, which is None in runs of versions that did not record it."""
 
 
 def bench_record(results: Results, scores: Scores) -> dict[str, Any]:
@@ -96,7 +96,7 @@ def bench_record(results: Results, scores: Scores) -> dict[str, Any]:
 
 
 def bench_table(results: Results, scores: Scores) -> str:
-    """Format the setting, a block per task and one for all tasks, and tables with a column per task."""
+    """Format a benchmark: headline, setting, a block per task, costs per step, tables of several tasks, and notes."""
     from hdtool.builders.evaluation.llama_cpp_peer import build_notes
 
     run = results.run

@@ -134,7 +134,7 @@ def serve_vllm(
 
 
 def _show(launch: Launch, *, dry_run: bool) -> None:
-    """Print the command, the server's address, and a warning if other machines can reach it."""
+    """Print the command, the server's address, and a warning if other machines can reach the server."""
     command, left_out = launch.printable
     print(shlex.join(command), file=sys.stdout if dry_run else sys.stderr, flush=True)
     if left_out:

@@ -36,7 +36,7 @@ AGE_UNITS = ((86400 * 365, "y"), (86400, "d"), (3600, "h"), (60, "min"))
 ANY_MODEL = "any"
 """Shown as the model of a corpus index."""
 UNKNOWN_MODEL = "unknown"
-"""Shown as the model of a store that does not name one."""
+"""Shown as the model of a store that names no model."""
 
 
 def store_table(items: list[StoredItem], home: str) -> str:
@@ -120,7 +120,7 @@ def _cut(text: str, max_width: int) -> str:
 
 
 def verify_conversations(store: HistoryStore) -> int:
-    """Check all conversations and return their number. Raises StoreError if one has changed since it was written."""
+    """Check all conversations and return their number. Raises StoreError if any has changed since it was written."""
     held = store.conversations()
     whole = sum(1 for _ in store.answers(held))
     if whole < len(held):

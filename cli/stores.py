@@ -231,9 +231,9 @@ def add(
 
 
 def _check_model(store: Path, manifest: Manifest, loading: ModelConfig, *, rankings: bool) -> None:
-    """Print a note if a store holds answers of another model.
+    """Print a note if a store holds answers of a model other than the one that ``loading`` names.
 
-    Raises StoreError if ``rankings`` of this model would be added to them.
+    Raises StoreError instead if ``rankings`` is True, because rankings must be of the model that gave the answers.
     """
     from hdtool.runtime.model.checkpoint_identity import checkpoint_of
 
@@ -383,7 +383,7 @@ def _rows(tokenizer: PreTrainedTokenizerBase, rows: Iterable[tuple[int, list[int
 
 
 def _ngrams(folder: Path, manifest: Manifest, text: str, config: ModelConfig) -> list[dict[str, Any]]:
-    """Return the n-grams that begin with a text, those with the most frequent prefix first."""
+    """Return the n-grams that begin with a text, sorted by the frequency of their prefix, highest first."""
     from hdtool.runtime.stores.inspect_store import MAX_SHOWN
     from hdtool.runtime.stores.model_store import ModelRecord
 
@@ -405,7 +405,7 @@ def _ngrams(folder: Path, manifest: Manifest, text: str, config: ModelConfig) ->
 
 
 def _tokenizer(folder: Path, manifest: Manifest | HistoryManifest, config: ModelConfig) -> PreTrainedTokenizerBase:
-    """Load the model's tokenizer. Raises StoreError if the store was built with another one."""
+    """Load the model's tokenizer. Raises StoreError if the store was built with a different tokenizer."""
     from hdtool.data.stores.manifest import HistoryManifest, require_history
     from hdtool.runtime.model.load import load_tokenizer
 

@@ -195,7 +195,7 @@ class _MethodFile:
         return cls(path, answers, last, b"")
 
     def refuse_other_questions(self, ids: Sequence[int | str]) -> None:
-        """Raise ResultError unless the lines, the torn one included, answer the first of these questions in order."""
+        """Raise ResultError unless the lines, including a torn line, answer the first questions of ``ids`` in order."""
         done = len(self.answers)
         if [answer.question_id for answer in self.answers] != list(ids[:done]):
             raise ResultError(f"{self.path} does not hold the questions in their order: {CHOOSE_ANOTHER_FOLDER}")

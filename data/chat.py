@@ -26,7 +26,7 @@ def has_chat_template(tokenizer: PreTrainedTokenizerBase) -> bool:
 
 
 def with_system(prompt: Prompt, text: str) -> Prompt:
-    """Return the prompt with a system message in front. Raises PromptError if it already has one."""
+    """Return the prompt with a system message in front. Raises PromptError if the prompt already has one."""
     if prompt.messages[0]["role"] == "system":
         prompt_name = f"prompt {prompt.id}" if prompt.id else "the prompt"
         raise PromptError(f"{prompt_name} has a system message of its own: leave out --system, or remove that message")
@@ -43,8 +43,8 @@ def encode_conversation(
 ) -> list[int]:
     """Encode a prompt as token ids.
 
-    If ``chat`` is None, the chat template is used if there is one. Without it, the conversation must be a single
-    message whose text is the prompt. ``tools`` and ``variables`` are passed to the template.
+    If ``chat`` is None, the chat template is used if there is one. Without a template, the conversation must be a
+    single message whose text is the prompt. ``tools`` and ``variables`` are passed to the template.
     """
     return read_conversation(tokenizer, messages, chat=chat, tools=tools, variables=variables)[1]
 
@@ -57,7 +57,7 @@ def read_conversation(
     tools: Sequence[dict[str, Any]] = (),
     variables: Variables = NO_VARIABLES,
 ) -> tuple[str, list[int]]:
-    """Return the text of a prompt and its token ids. Takes the arguments of ``encode_conversation``."""
+    """Return the text of a prompt and the text's token ids. Takes the arguments of ``encode_conversation``."""
     if chat is None:
         chat = has_chat_template(tokenizer)
     if tools and not chat:
@@ -111,8 +111,8 @@ def encode_answer(
 ) -> list[int]:
     """Return the token ids that the model would generate for an answer with this text, without the token that ends it.
 
-    They may differ from the ids of the text alone, because a tokenizer may prefix a text with a space, and a template
-    may put one before the answer. An empty text gives an empty list.
+    These ids may differ from the ids of the text alone, because a tokenizer may prefix a text with a space, and a
+    template may put a space before the answer. An empty text gives an empty list.
     """
     if not text:
         return []

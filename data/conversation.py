@@ -162,7 +162,7 @@ CALL_KEYS = ("tool_calls", "function_call", "refusal")
 REASONING_TYPES = ("reasoning", "thinking", "redacted_thinking", "summary_text", "reasoning_text")
 """Types of message parts that do not belong to the answer."""
 MEDIA_TYPES = ("image", "audio", "video", "file", "document")
-"""Every part that is not text has one of these words in its type."""
+"""Words by which the types of message parts that are not text are recognised."""
 ITEM_ROLES = {"function_call": ASSISTANT, "custom_tool_call": ASSISTANT, "function_call_output": TOOL}
 """Roles of the Responses API's items that are not messages."""
 

@@ -35,7 +35,7 @@ class LocatedConversation(NamedTuple):
 
 
 class ConversationReader:
-    """Reader of conversations from files. It combines requests with answers in other rows."""
+    """Reader of conversations from files, which combines requests with answers in other rows."""
 
     def __init__(self, inputs: Sequence[Path], *, tolerance: float = TOLERANCE, text_lines: bool = False) -> None:
         self.inputs = list(inputs)
@@ -111,7 +111,7 @@ class ConversationReader:
 
 
 ORIGIN_KEY = "converted_from"
-"""Key of the file and line that a conversation came from. ``convert`` recognises its own files by it."""
+"""Key of the file and line that a conversation came from. ``convert`` recognises its own files by this key."""
 
 
 def canonical(located: LocatedConversation) -> dict[str, Any]:
@@ -195,7 +195,7 @@ class ConversationCounts:
 
 
 def write_canonical(reader: ConversationReader, file: OutputFile, progress: ProgressBar) -> ConversationCounts:
-    """Write all conversations in order. The file appears only once it is complete."""
+    """Write all conversations in order and return their counts. The file appears only once it is complete."""
     written = ConversationCounts()
     with file.replaced() as stream, compressed(stream, file.path) as lines:
         for located in reader.conversations():

@@ -107,7 +107,7 @@ class AnsweredTurn:
     text: str
     output_ids: list[int]
     step_tokens: list[int]
-    """Number of tokens that each forward pass yielded: the accepted ones and the bonus token."""
+    """Number of tokens that each forward pass yielded: the accepted tokens and the bonus token."""
     seconds: float
     """Time from the prompt's token ids to the answer's token ids, including prefill."""
     finish: str
@@ -131,7 +131,7 @@ class AnsweredQuestion:
     category: str
     turns: tuple[AnsweredTurn, ...]
     seconds_rounds: tuple[tuple[float, ...], ...] = ()
-    """Seconds of each turn in each round. The recorded answer comes from one of the rounds."""
+    """Seconds per round and turn. ``turns`` holds the answers of one of these rounds."""
 
     @property
     def tokens_per_second(self) -> float:
@@ -312,7 +312,7 @@ def _conversation_in(value: Any) -> Conversation:
         return Conversation(tuple(message_turns(value, "messages")))
     if not isinstance(value, dict):
         raise RowError(f"a record is an object or a text (found: {type(value).__name__})")
-    # A Parquet row has all columns of its file, and unused ones are null.
+    # A Parquet row has all columns of its file, and columns that it does not use are null.
     row = {key: held for key, held in value.items() if held is not None}
     for form in ROW_FORMS:
         if conversation := form(row):
@@ -323,7 +323,7 @@ def _conversation_in(value: Any) -> Conversation:
 
 
 def _batch(row: dict[str, Any]) -> Conversation | None:
-    """Parse a line of a batch file, which is a request or the answer to one."""
+    """Parse a line of a batch file, which holds either a request or an answer. Returns None for any other row."""
     if "custom_id" not in row:
         return None
     key = f"custom_id {row['custom_id']}"
@@ -379,7 +379,7 @@ def _chat(row: dict[str, Any]) -> Conversation | None:
 
 
 def _exchange(row: dict[str, Any]) -> Conversation | None:
-    """Parse a request with its response, or one of the two."""
+    """Parse a request with its response, or either of them alone. Returns None if the row has neither."""
     request_turns = _request(row)
     answer = _answer(row, structured=request_turns is not None)
     if request_turns is None and answer is None:
@@ -425,7 +425,7 @@ def _answer(row: dict[str, Any], *, structured: bool) -> list[Turn] | None:
 
 
 def _is_structured(value: Any) -> bool:
-    """Return True if a value is an API response, or the JSON text of one."""
+    """Return True if a value is an API response, as parsed JSON or as JSON text."""
     body = api.body_of(value) if not isinstance(value, str) or '"choices"' in value or '"object"' in value else None
     return api.is_response(body)
 

@@ -54,7 +54,7 @@ def file_lock(
 
 
 def why_foreign_lock(path: Path) -> str | None:
-    """Return why ``path`` is not a lock file of hdtool, or None if it is one or does not exist.
+    """Return why ``path`` is not a lock file of hdtool, or None if it is a lock file or does not exist.
 
     The check is needed because some versions of filelock follow links and truncate the file that they open.
     """

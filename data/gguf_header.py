@@ -69,9 +69,9 @@ class GGUFHeader:
         return str(self.values["general.architecture"])
 
     def check_whole(self, path: Path, blocks: Mapping[int, tuple[int, int]]) -> None:
-        """Raise ModelError if the file ends before its last tensor.
+        """Raise ModelError if the file ends before the end of a tensor, or if ``blocks`` lacks a tensor's type.
 
-        ``blocks`` has the numbers per block and the bytes per block of each quantization type.
+        ``blocks`` maps each quantization type to ``(numbers per block, bytes per block)``.
         """
         ends = [self.data]
         for tensor in self.tensors:
@@ -103,7 +103,7 @@ def _header(reader: _Reader, path: Path) -> GGUFHeader:
 
 
 class _Reader:
-    """Sequential reader of values. It raises ``struct.error`` past the end of the file."""
+    """Sequential reader of values, which raises ``struct.error`` past the end of the file."""
 
     def __init__(self, content: mmap.mmap) -> None:
         self._content = content

@@ -1,9 +1,9 @@
 """Read conversations from the logs of llama.cpp's server and of vLLM, and from the database of the ``llm`` tool.
 
-llama.cpp logs carry no request id, so an answer belongs to the earliest request without one. The logged body of a
+llama.cpp logs carry no request id, so an answer belongs to the earliest unanswered request. The logged body of a
 streamed answer is empty, so its chunks, which have ids, are joined. vLLM logs prompts as rendered by the chat template
-(``--enable-log-requests``; from 0.11 at level DEBUG) and answers (``--enable-log-outputs``). Some versions log the JSON
-body of a request. Requests and answers are paired, and all other lines are skipped.
+(``--enable-log-requests``; from 0.11 at level DEBUG) and answers (``--enable-log-outputs``); some versions of vLLM log
+the JSON body of a request. Requests and answers are paired, and all other lines are skipped.
 
 ``llm`` up to 0.31 has one row of ``responses`` per exchange. Later versions keep messages as a tree: ``message_nodes``
 point to their parents, and ``turns`` to the node of each answer.
@@ -206,7 +206,7 @@ MAX_LINES_TRIED = 50
 
 
 def is_server_log(head: bytes) -> bool:
-    """Return True if the first bytes of a file are those of a server log."""
+    """Return True if ``head``, the first bytes of a file, comes from a server log."""
     if LOG_MARKERS.search(head):
         return True
     lines = head.splitlines()[:MAX_LINES_TRIED]
@@ -214,7 +214,7 @@ def is_server_log(head: bytes) -> bool:
 
 
 def log_rows(raw: CountedFile, stream: io.BufferedReader) -> Iterator[Row]:
-    """Yield a row for each request, with a ``request``, a ``response`` or both, or with the JSON object of a line."""
+    """Yield a row per exchange, with its ``request``, its ``response`` or both, and a row per line with a JSON body."""
     logs = (VllmLog(), LlamaServerLog())
     has_rows = False
     for number, line in enumerate(stream, start=1):
@@ -344,7 +344,7 @@ def _message(role: str, parts: str) -> dict[str, Any]:
 def _responses(database: sqlite3.Connection, tables: set[str]) -> Iterator[Any]:
     if "responses" not in tables:
         return
-    # Some versions wrote each exchange to both kinds of tables.
+    # Some versions of llm wrote each exchange to the tables of both formats.
     known = {name for (name,) in database.execute("select id from turns")} if "turns" in tables else set()
     conversations: dict[str, list[dict[str, str]]] = {}
     rows = database.execute(

@@ -20,7 +20,7 @@ from typing import IO, Any
 from hdtool.data.errors import HdtoolError, os_errors_as
 
 MAX_JSON_BYTES = 64 << 20
-"""Upper bound of the size of JSON values and lines that hdtool writes, in bytes."""
+"""Maximum size, in bytes, of the JSON values and lines that hdtool writes."""
 PNG_MAGIC = b"\x89PNG\r\n\x1a\n"
 PNG_ENTRY = b"tEXtSoftware\0hdtool"
 PNG_METADATA = {"Software": "hdtool"}
@@ -245,7 +245,7 @@ def _lock(descriptor: int, *, wait: bool) -> bool:
 
 
 def sync_to_disk(path: Path) -> None:
-    """Flush a file or a folder's entries to disk. For a folder, errors are ignored, as not every system supports it."""
+    """Flush a file or a folder's entries to disk. For folders, which not every system can flush, errors are ignored."""
     is_folder = path.is_dir()
     try:
         descriptor = os.open(path, os.O_RDONLY if is_folder else os.O_RDWR)

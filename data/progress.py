@@ -65,7 +65,7 @@ def progress_bar(total: int, what: str, *, unit: str = "", quiet: bool = False) 
 
 @contextmanager
 def deferred_bar(what: str, *, quiet: bool = False) -> Iterator[Callable[[int, int], None]]:
-    """Yield a function of position and total. Its first call opens the bar, as the total is unknown before."""
+    """Yield a function ``show(position, total)``. Its first call opens the bar, once the total is known."""
     with ExitStack() as opened:
         bars: list[ProgressBar] = []
 
@@ -125,7 +125,7 @@ class Tally:
             self.models[name] += 1
 
     def refuse(self, where: str, fault: Exception) -> None:
-        """Count a record as unusable that was counted as usable before."""
+        """Count a record as unusable after it was counted as usable."""
         self.good -= 1
         self.note(where, fault)
 
@@ -139,7 +139,7 @@ class Tally:
         self.models += later.models
 
     def left_out(self) -> list[str]:
-        """Return lines for the user: the first unusable records, and the number of further ones."""
+        """Return lines for the user: the first unusable records, and the number of further unusable records."""
         more = self.bad - len(self.messages)
         return [f"left out: {line}" for line in self.messages] + (
             [f"left out: {count_of(more, 'more record')}"] if more else []

@@ -27,7 +27,7 @@ TOOL_EXAMPLE = '{"type": "function", "function": {"name": ..., "parameters": {..
 
 
 def read_tools(path: Path) -> tuple[dict[str, Any], ...]:
-    """Read the tools in a JSON file: a list of them, or an object with a list ``tools``."""
+    """Read the tools in a JSON file, which holds a list of tools or an object with a list ``tools``."""
     with input_errors_as(path, PromptError):
         data = path.read_bytes()
     try:
@@ -67,7 +67,7 @@ def read_prediction(path: Path) -> str:
 
 
 def prediction_of(value: Any, where: str) -> str:
-    """Return the text of a prediction in JSON: a string, OpenAI's object with a string or text parts, or null."""
+    """Return the text of a prediction in JSON, a string or OpenAI's object with a string or text parts; "" for null."""
     if value is None:
         return ""
     if isinstance(value, dict) and value.get("type") == CONTENT_TYPE:
@@ -91,7 +91,7 @@ def _is_part(part: Any) -> bool:
 
 RESPONSE_FORMAT = "response_format"
 MAX_GRAMMAR_CHARACTERS = 1 << 20
-"""Maximum number of characters of a grammar. Larger ones take minutes to compile."""
+"""Maximum number of characters of a grammar. Larger grammars take minutes to compile."""
 
 
 class GrammarKind(StrEnum):
@@ -156,9 +156,9 @@ def read_grammar(kind: GrammarKind, path: Path) -> Grammar:
 
 
 def grammar_of(row: Mapping[str, Any], where: str) -> Grammar | None:
-    """Return the grammar of a prompts file's row, or None.
+    """Return the grammar in a row of a prompts file, or None if the row has none.
 
-    The row gives it under the key of a ``GrammarKind`` or as OpenAI's ``response_format``, but not both.
+    The grammar is given under the key of a ``GrammarKind`` or as OpenAI's ``response_format``, but not both.
     """
     kinds = [kind for kind in GrammarKind if row.get(kind.value) is not None]
     response_format = _response_format_grammar(row.get(RESPONSE_FORMAT), where)
@@ -263,7 +263,7 @@ def _refuse_bad(tally: Tally) -> None:
 
 
 def interleave_categories(prompts: Sequence[Prompt], limit: int) -> list[Prompt]:
-    """Return the first prompts of every category, alternating between categories."""
+    """Return at most ``limit`` prompts: the first of every category, then the second of every category, and so on."""
     groups: dict[str, list[Prompt]] = {}
     for prompt in prompts:
         groups.setdefault(prompt.category, []).append(prompt)
@@ -300,7 +300,10 @@ def _require_text(row: Any) -> None:
 
 
 def _split_at_last_question(conversation: Conversation) -> tuple[tuple[Message, ...], tuple[str, ...]]:
-    """Return the conversation up to its last question, without a recorded answer to it, and the user's later turns."""
+    """Return ``(messages, later_turns)``: the messages to answer first, and the user's turns to answer after that.
+
+    Recorded answers to the last question are left out.
+    """
     turns = list(conversation.turns)
     if conversation.kind == TEXT:
         return ({"role": USER, "content": turns[0].text},), ()
@@ -320,7 +323,7 @@ POOLED_TASK = "mt_bench"
 
 def tasks_of(categories: Sequence[str]) -> list[str]:
     """Return the task of each question, given the categories of all questions."""
-    # A set of questions with a single one of these categories, such as `math`, is not MT-Bench.
+    # Questions with only one of MT-Bench's categories, such as `math`, are not MT-Bench.
     pooled = len(set(categories) & set(MT_BENCH)) > 1
     return [POOLED_TASK if pooled and category in MT_BENCH else category for category in categories]
 

@@ -1,8 +1,9 @@
 """Read texts for stores and traces for replay from conversations, recorded answers and plain texts.
 
 Each turn of a conversation is a separate text. From a request and its response, only the turns since the model's last
-answer count, because earlier requests held the others. Any conversation with an answer of the model can be replayed,
-but answer files of Spec-Bench need their file of questions. Unusable records are counted, and too many are an error.
+answer count, because earlier requests held the earlier turns. Any conversation with an answer of the model can be
+replayed, but answer files of Spec-Bench need their file of questions. Unusable records are counted, and too many are an
+error.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class Record:
     texts: tuple[str, ...]
     source: int
     parts: tuple[RecordPart, ...] = ()
-    """All parts of the record in order, including those that do not become documents."""
+    """All parts of the record in order, including parts that do not become documents."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ class Portion:
 
 
 class RecordReader(ConversationReader):
-    """Reader of records from files. It counts usable and unusable ones."""
+    """Reader of records from files, which counts usable and unusable records."""
 
     def __init__(self, inputs: Sequence[Path], *, answers_only: bool = False, tolerance: float = TOLERANCE) -> None:
         self.answers_only = answers_only
@@ -79,7 +80,7 @@ class RecordReader(ConversationReader):
         self.finish()
 
     def whole_records(self) -> Iterator[Record]:
-        """Yield the records with all turns, including those that other requests and rows contain."""
+        """Yield the records with all turns, including turns that other requests and rows contain too."""
         for located in self.conversations():
             if texts := self._selected_texts(parts := _parts_of(located.conversation, whole=True)):
                 self._has_records = True
@@ -87,7 +88,10 @@ class RecordReader(ConversationReader):
         self.finish()
 
     def portions(self, texts: int) -> Iterator[Portion]:
-        """Yield the only input in portions of at least ``texts`` texts. The receiver counts them with ``take``."""
+        """Yield the reader's only input in portions that the receiver counts with ``take``.
+
+        Each portion but the last has at least ``texts`` texts.
+        """
         self.restart()
         held: list[str] = []
         for located in self.read_input(0):
@@ -106,7 +110,7 @@ class RecordReader(ConversationReader):
             self._finished_bytes = self.bytes_read
 
     def finish(self) -> None:
-        """Raise RecordError if too many records cannot be used, or if none can."""
+        """Raise RecordError if too many records cannot be used, or if no record with a usable text was found."""
         self.tally.check(self._tolerance)
         if not self._has_records:
             what = "answers of a model" if self.answers_only else "text"
@@ -152,7 +156,7 @@ class RecordedAnswer:
 
 @dataclass(frozen=True)
 class Trace:
-    """Conversation with the answers of the model that can be replayed."""
+    """Conversation, and the answers in it that can be replayed."""
 
     id: str
     category: str

@@ -44,7 +44,7 @@ def is_compressed(stream: io.BufferedReader) -> bool:
 
 @contextmanager
 def compressed(stream: IO[bytes], path: Path) -> Iterator[IO[bytes]]:
-    """Yield a stream that compresses into another one, as the suffix of ``path`` requires."""
+    """Yield a stream that writes to ``stream``, compressed if the suffix of ``path`` is ``.gz`` or ``.zst``."""
     ending = path.suffix.lower()
     if ending == ".gz":
         # Without a timestamp and a name, equal content gives equal bytes.
@@ -186,7 +186,7 @@ def json_rows(raw: CountedFile, stream: io.BufferedReader) -> Iterator[Row]:
         ) from None
     rows = value if isinstance(value, list) and not is_conversation(value) else [value]
     for index, row in enumerate(rows):
-        # The whole file has been read, so the progress shown is that of processing its records.
+        # The whole file has been read, so show how many of its records have been processed.
         yield Row(f"[{index}]", row, raw.size * (index + 1) // len(rows), index + 1)
 
 
@@ -217,7 +217,7 @@ PARQUET_MAGIC, ARROW_MAGIC = b"PAR1", b"\xff\xff\xff\xff"
 
 @contextmanager
 def as_file_on_disk(path: Path, stream: io.BufferedReader) -> Iterator[tuple[Path, str]]:
-    """Yield a seekable file, decompressed if necessary, and a folder for scratch files."""
+    """Yield ``(file, scratch)``: a seekable file, decompressed if necessary, and a folder for scratch files."""
     with tempfile.TemporaryDirectory() as scratch:
         file = path
         if is_compressed(stream):

@@ -25,7 +25,7 @@ from transformers import PreTrainedTokenizerFast
 DEFAULT_DOCS = Path(f"/usr/share/doc/python3.{sys.version_info.minor}/html/_sources")
 DOC_FOLDERS = ("tutorial", "library", "howto", "faq", "reference", "using", "installing", "extending")
 MAX_ANSWER_CHARACTERS = 2000
-"""Maximum number of characters; the training window would cut longer answers."""
+"""Maximum number of characters of an answer; the training window would cut longer answers."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class TrainingDocument:
 
     @property
     def held_out(self) -> bool:
-        """True for GSM8K's test split, and for one in forty pages and source files with all their documents."""
+        """True for GSM8K's test split, and for all documents of one in forty pages and source files."""
         return self.page == "gsm8k/test" if self.kind == "math" else stable_hash(self.page) % 40 == 0
 
 
@@ -203,7 +203,7 @@ def library_code(folder: Path) -> Iterator[TrainingDocument]:
 
 
 def function_tasks(page: str, lines: list[str], node: ast.FunctionDef) -> Iterator[TrainingDocument]:
-    """Yield two tasks about a documented function: write it, and add its docstring."""
+    """Yield tasks about a documented function: to write it and, if it is short, to add its docstring."""
     doc = ast.get_docstring(node)
     first = node.body[0]
     if not doc or len(node.body) < 2 or first.end_lineno is None or node.end_lineno is None:

@@ -77,7 +77,7 @@ def one_round(encoded: dict[str, list[Tokens]], seed: int) -> Tokens:
 
 
 def pass_fractions(passes: float) -> list[float]:
-    """Split a number of passes into whole ones and a fraction: 2.5 gives ``[1.0, 1.0, 0.5]``."""
+    """Split a number of passes into whole passes and a fraction: 2.5 gives ``[1.0, 1.0, 0.5]``."""
     return [1.0] * int(passes) + ([passes % 1] if passes % 1 else [])
 
 
@@ -111,7 +111,7 @@ SAVED_NAME_PREFIXES = {
     "mtp.eh_proj.": "mtp.fc.",
     "mtp.post_norm.": "mtp.norm.",
 }
-"""Maps prefixes of weight names in transformers to those in Qwen3.5's checkpoints."""
+"""Maps prefixes of weight names in transformers to prefixes in Qwen3.5's checkpoints."""
 
 
 def new_hybrid(recipe: Recipe, vocabulary: int, special: dict[str, Any]) -> PreTrainedModel:
@@ -159,7 +159,7 @@ def set_time_steps(bias: torch.Tensor) -> None:
 
 
 def mtp_logits(model: PreTrainedModel, hidden: torch.Tensor, following: torch.Tensor) -> torch.Tensor:
-    """Return the MTP layer's logits for the token after ``following``, the next tokens of the hidden states."""
+    """Return the MTP layer's logits for the tokens after ``following``, the tokens that follow the hidden states."""
     positions = torch.arange(1, following.shape[1] + 1, device=following.device)[None]
     embedded = model.model.embed_tokens(following)
     rotary = model.model.rotary_emb(embedded, positions)
@@ -169,11 +169,11 @@ def mtp_logits(model: PreTrainedModel, hidden: torch.Tensor, following: torch.Te
 
 
 def hybrid_loss(model: PreTrainedModel, batch: torch.Tensor) -> torch.Tensor:
-    """Return the cross-entropy of the next token plus the weighted one of the token after it."""
+    """Return the model's loss on the next token plus ``MTP_LOSS_WEIGHT`` times the MTP layer's on the token after."""
     no_masks = {
         "full_attention": None,
         "linear_attention": None,
-    }  # given masks, transformers does not sync with the GPU to build them
+    }  # if masks are given, transformers does not sync with the GPU to build masks
     with torch.autocast(batch.device.type, dtype=torch.bfloat16):
         hidden = model.model(input_ids=batch[:, :-1], attention_mask=no_masks, use_cache=False).last_hidden_state
         logits, later = model.lm_head(hidden), mtp_logits(model, hidden[:, :-1], batch[:, 1:-1])
@@ -183,7 +183,7 @@ def hybrid_loss(model: PreTrainedModel, batch: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def mtp_agreement(model: PreTrainedModel, ids: torch.Tensor) -> tuple[int, int]:
-    """Return the number of positions where the MTP layer's argmax equals the model's, and the number compared."""
+    """Return at how many positions the MTP layer's argmax equals the model's, and the number of positions compared."""
     hidden = model.model(input_ids=ids[:, :-1], use_cache=False).last_hidden_state
     drafted, preferred = (
         mtp_logits(model, hidden[:, :-1], ids[:, 1:-1]).argmax(-1),
@@ -238,7 +238,7 @@ def new_llama(recipe: Recipe, vocabulary: int, special: dict[str, Any]) -> PreTr
 
 
 def optimizers(model: PreTrainedModel, recipe: Recipe) -> list[torch.optim.Optimizer]:
-    """Return Muon for the matrices of the layers, which halves the steps needed, and AdamW for all other weights."""
+    """Return Muon for the layers' matrices, which halves the steps needed, and AdamW for all other weights."""
     matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name]
     vectors = [p for name, p in model.named_parameters() if p.ndim != 2 or "embed" in name]
     return [
@@ -248,9 +248,9 @@ def optimizers(model: PreTrainedModel, recipe: Recipe) -> list[torch.optim.Optim
 
 
 def learning_rate_factor(step: int, progress: float) -> float:
-    """Return the share of the full learning rate.
+    """Return the factor on the learning rate at a step.
 
-    It warms up over 50 steps, stays constant, and falls linearly to zero over the last 45 %.
+    The factor rises over 50 steps, stays 1, and falls linearly to zero over the last 45 % of the training.
     """
     return min(1.0, (step + 1) / 50, (1 - progress) / 0.45)
 
@@ -274,7 +274,7 @@ def train(
 ) -> tuple[int, float]:
     """Train until all steps are done or the time is over, resuming from a checkpoint if there is one.
 
-    Returns the total number of steps and of seconds, summed over all runs.
+    Returns ``(steps, seconds)``, summed over all runs.
     """
     model.train()
     torch.nn.Module.to(model, device)
@@ -325,9 +325,9 @@ def restore(path: Path, model: PreTrainedModel, optimizers: list[torch.optim.Opt
 
 @torch.no_grad()
 def held_out_losses(model: PreTrainedModel, group: list[Tokens], recipe: Recipe) -> dict[str, float]:
-    """Return the mean loss per token over held-out documents of one kind, cut to the window.
+    """Return ``loss_per_token``, the mean over held-out documents of one kind (cut to the window), and ``tokens``.
 
-    For a hybrid model, ``ahead_agrees`` is how often the MTP layer's argmax equals the model's.
+    For a hybrid model, the result also has ``ahead_agrees``, how often the MTP layer's argmax equals the model's.
     """
     model.eval()
     total, count, same, positions = 0.0, 0, 0, 0
@@ -372,7 +372,7 @@ def report_file(out: Path) -> OutputFile:
 
 
 def refuse_foreign_folder(out: Path, rescue: Path) -> None:
-    """Raise a ``ModelError`` unless the folder is new, empty, or one that this script started or finished."""
+    """Raise a ``ModelError`` unless the folder is new, empty, or was begun or finished by this script."""
     finished, begun = report_file(out).exists(), checkpoint_file(rescue).exists()
     if out.exists() and any(out.iterdir()) and not (finished or begun):
         raise ModelError(f"{out} is not empty and holds no model of this script: choose another --out")

@@ -28,7 +28,7 @@ PROMPT_KEYS = ("id", "category", "messages", "reference", "from")
 
 
 def prompts(everything: Iterable[TrainingDocument], per_kind: int = PROMPTS_PER_KIND) -> Iterator[dict[str, Any]]:
-    """Yield held-out prompts, alternating between kinds so that the first ones cover every kind."""
+    """Yield held-out prompts, alternating between kinds so that the first prompts cover every kind."""
     held_out = sorted((d for d in everything if d.held_out and d.question), key=lambda d: stable_hash(d.name))
     once = {document.question: document for document in held_out}
     for number, row in enumerate(one_of_each_kind(once.values(), per_kind), start=1):
@@ -43,7 +43,7 @@ def prompts(everything: Iterable[TrainingDocument], per_kind: int = PROMPTS_PER_
 
 
 def one_of_each_kind(ordered: Collection[TrainingDocument], per_kind: int) -> Iterator[tuple[TrainingDocument, ...]]:
-    """Yield tuples of one document per kind, at most ``per_kind`` of them."""
+    """Yield at most ``per_kind`` tuples, each with one document of every kind."""
     return zip(*([d for d in ordered if d.kind == kind][:per_kind] for kind in PROMPT_KINDS), strict=False)
 
 
@@ -180,7 +180,7 @@ QUESTION_FORMS: tuple[tuple[str, str, str], ...] = (
 
 
 def chat_questions(per_form: int = QUESTIONS_PER_FORM) -> Iterator[tuple[str, str]]:
-    """Yield kind and text of the questions: up to ``per_form`` topics per form, chosen by hash."""
+    """Yield questions as ``(kind, text)``: up to ``per_form`` topics per form, chosen by hash."""
     for kind, topics, form in QUESTION_FORMS:
         texts = {form.format(" ".join(topic.split())) for topic in topics.split(";")}
         yield from ((kind, text) for text in sorted(texts, key=stable_hash)[:per_form])
@@ -189,7 +189,7 @@ def chat_questions(per_form: int = QUESTIONS_PER_FORM) -> Iterator[tuple[str, st
 def document_questions(
     everything: Iterable[TrainingDocument], per_kind: int = QUESTIONS_PER_KIND
 ) -> Iterator[tuple[str, str]]:
-    """Yield kind and text of questions about documents that are not held out, up to ``per_kind`` per kind."""
+    """Yield questions about documents that are not held out as ``(kind, text)``, up to ``per_kind`` per kind."""
     texts: dict[str, set[str]] = {kind: set() for kind in PROMPT_KINDS}
     for document in everything:
         if document.question and not document.held_out:

@@ -46,7 +46,7 @@ from hdtool.runtime.stores.corpus_index import CorpusIndex
 
 @dataclass(frozen=True)
 class Recipe:
-    """Shape and training settings of a demo model; the defaults are those of the embedded model."""
+    """Shape and training settings of a demo model; the defaults describe the embedded model."""
 
     kind: str = "llama"
     vocabulary: int = 4096
@@ -68,7 +68,7 @@ class Recipe:
 
 
 HYBRID_RECIPE = Recipe(kind="hybrid", layers=8, mlp=320, batch=64, steps=3000, rounds=4, matrix_decay=0.1)
-"""A third as many attention layers as the embedded model, and four times as many tokens per step."""
+"""Recipe with a third of the embedded model's attention layers, and four times its tokens per step."""
 
 RECIPES = {recipe.kind: recipe for recipe in (Recipe(), HYBRID_RECIPE)}
 
@@ -83,7 +83,7 @@ def is_first_demo() -> bool:
 
 
 def stores_of_real_model(loading: ModelConfig) -> StoresConfig:
-    """Return both stores of the real model, building those that are missing or made from other texts."""
+    """Return both stores of the real model, building each store that is missing or was built from other texts."""
     tokenizer, model = load_tokenizer(loading), checkpoint_of(loading)
     fingerprint = TokenizerFingerprint.of(tokenizer)
     folder = home() / "demo" / fingerprint.fingerprint
@@ -112,7 +112,7 @@ def _is_current(folder: Path, tokenizer: TokenizerFingerprint, source: Source, m
 
 
 def _retokenized(corpus: CorpusIndex, tokenizer: PreTrainedTokenizerBase) -> Iterator[Tokenized]:
-    """Yield the documents of the embedded index, tokenized by another tokenizer."""
+    """Yield the documents of the embedded index ``corpus``, tokenized again by ``tokenizer``."""
     embedded = load_tokenizer(ModelConfig())
     texts = embedded.batch_decode([ids.tolist() for ids in stored_documents(corpus.documents, corpus.end)])
     with progress_bar(len(texts), "corpus index", unit="texts") as progress:
@@ -133,7 +133,7 @@ LICENCE_WORDS = re.compile("copyright|licen[cs]e", re.IGNORECASE)
 
 
 def collect_answers(prompts: Sequence[Prompt], path: Path) -> None:
-    """Collect the answers that the file lacks, as ``hdtool collect --max-new-tokens 160`` does."""
+    """Answer the prompts that the file holds no answer to, as ``hdtool collect --max-new-tokens 160`` does."""
     sampling, decoding = SamplingConfig(), DecodeConfig(max_new_tokens=MAX_ANSWER_TOKENS)
     model = ModelConfig()
     answerer = Answerer(model, decoding, sampling)
@@ -160,7 +160,7 @@ def index_documents(
 def build_stores(
     out: Path, answers: Path, chosen: Iterable[TrainingDocument], tokenizer: Any
 ) -> Iterator[tuple[Path, Manifest]]:
-    """Build both stores; yields folder and manifest of each. The manifests do not depend on the input paths."""
+    """Build both stores; yields ``(folder, manifest)`` for each. The manifests do not depend on the input paths."""
     fingerprint, model = TokenizerFingerprint.of(tokenizer), checkpoint_of(ModelConfig())
     answered, sources = _tokens_of(answers, "answers.jsonl", tokenizer, answers_only=True)
     yield (

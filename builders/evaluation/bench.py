@@ -31,8 +31,8 @@ from hdtool.runtime.sequence import Finish, Stats, Step, room_for
 class Bench:
     """Benchmark of several contenders on one model.
 
-    All contenders answer a question before the next one starts, so that drifts of machine speed affect all of them;
-    their order rotates from question to question. Later turns follow a contender's own answers.
+    All contenders answer a question before the next question starts, so that drifts of machine speed affect all of
+    them; their order rotates from question to question. Later turns follow a contender's own answers.
 
     No drafter answers a question twice, because its history would hold the answer. ``COLD`` drafters answer one
     question each. ``WARM`` drafters answer all questions of a round and start after the warm-up. Compiled code and
@@ -49,7 +49,7 @@ class Bench:
     """Called after each turn that a contender has answered."""
 
     def check(self, questions: Sequence[Prompt]) -> None:
-        """Raise a ``PromptError`` if any question cannot be answered, before any is answered."""
+        """Raise a ``PromptError`` if any question cannot be answered, before answers are generated."""
         self._refuse_repeated(questions)
         for question in questions:
             try:
@@ -66,14 +66,16 @@ class Bench:
         return True
 
     def warm_up(self, questions: Iterable[Prompt]) -> None:
-        """Answer questions without measuring, to fill caches and select kernels; they must not be measured later."""
+        """Answer questions without measuring, to fill caches and select kernels; do not measure them later."""
         for question in questions:
             for contender in self.contenders.values():
                 self._answered(question, contender.fresh())
 
     def answers(self, questions: Sequence[Prompt], done: int = 0) -> Iterator[dict[str, AnsweredQuestion]]:
-        """Yield the answers of all contenders to each question from ``done`` on; of several rounds, the one of median
-        speed."""
+        """Yield all contenders' answers to each question, skipping the first ``done`` questions.
+
+        If there are several rounds, a contender's answer is taken from its round of median speed.
+        """
         lasting = [self._fresh() for _ in range(self.rounds)] if self.drafters == WARM else None
         for place, question in enumerate(questions[done:], start=done):
             answers_by_name: dict[str, list[AnsweredQuestion]] = {name: [] for name in self.contenders}
@@ -93,7 +95,7 @@ class Bench:
             self._encode(question, question.conversation([""] * len(question.later_turns)))
 
     def _refuse_repeated(self, questions: Sequence[Prompt]) -> None:
-        """Raise if warm drafters get equal questions, because their history would hold the answer."""
+        """Raise if warm drafters get equal questions, because their history would hold the answer to the second."""
         first_ids: dict[str, str] = {}
         for question in questions if self.drafters == WARM else ():
             text = json.dumps([question.messages, question.later_turns])
@@ -151,7 +153,7 @@ def questions_hash(questions: Sequence[Prompt]) -> str:
 
 
 def _median_round(rounds: Sequence[AnsweredQuestion]) -> AnsweredQuestion:
-    """Return the round of median speed as a whole, so tokens match times; of two rounds, the slower."""
+    """Return the round of median speed (of two, the slower) as a whole, so that its tokens match its times."""
     by_speed = sorted(rounds, key=lambda answered: answered.tokens_per_second)
     chosen = by_speed[(len(by_speed) - 1) // 2]
     seconds = tuple(tuple(turn.seconds for turn in answered.turns) for answered in rounds)
@@ -186,9 +188,9 @@ class Timing:
     tokens: int = 0
     seconds: float = 0.0
     stats: Stats | None = None
-    """Statistics of all steps; only for hdtool's methods."""
+    """Statistics of all steps; None if the contender is not one of hdtool's methods."""
     later: Stats | None = None
-    """Statistics without the prefill."""
+    """Statistics of all steps but the prefill; None if ``stats`` is None."""
 
     @property
     def tokens_per_second(self) -> float:
@@ -206,7 +208,7 @@ def drafting_runner(target: Target, drafter: Drafter) -> ReplayRunner:
         sampler, max_tokens = RecordedSampler(turn), len(turn.answer)
         steps = decode(
             target, turn.prompt, sampler, max_new_tokens=max_tokens, drafter=drafter, prefix_caching=False
-        )  # a contender would profit from prompts that another one has read
+        )  # prefix caching would let a contender profit from prompts that another contender has prefilled
         made, seconds = timed(target.device, lambda: list(steps))
         stats = _total_stats(made)
         return Timing(stats.tokens, seconds, stats, _total_stats(made[1:]))
@@ -215,7 +217,7 @@ def drafting_runner(target: Target, drafter: Drafter) -> ReplayRunner:
 
 
 def generate_runner(target: Target, **options: Any) -> ReplayRunner:
-    """Return a runner of ``model.generate``; it generates as many tokens as recorded, but not the recorded ones."""
+    """Return a runner of ``model.generate``, which generates as many tokens as recorded, but chooses its own."""
     model: Any = target.model
 
     def run(turn: RecordedTurn) -> Timing:
@@ -235,9 +237,9 @@ def paired_benchmark(
 ) -> Iterator[dict[str, Timing]]:
     """Time all contenders on recorded turns; after every turn, yields each contender's total so far.
 
-    All contenders run a turn before the next one starts, and their order rotates. Every turn runs once per contender.
+    All contenders run a turn before the next turn starts, and their order rotates. Every turn runs once per contender.
     To warm up, the longest turn runs first with separate runners, so that no cache grows in a measured turn and no
-    history remains. A contender that fails is left out with a note, which keeps the others' results.
+    history remains. A contender that fails is left out with a note, without affecting the other results.
     """
     longest = max(turns, key=lambda turn: len(turn.prompt) + len(turn.answer))
     failed = {name for name, runner in new_runners().items() if _timed(name, runner, longest) is None}

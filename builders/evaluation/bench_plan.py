@@ -96,9 +96,9 @@ PROMPT_LOOKUP_TOKENS = 10
 class ContenderFactory:
     """Creates contenders.
 
-    hdtool's methods share the loaded target. ``generate`` runs on the same model unless hdtool replaced its linear
-    layers, as it does for small models on CPUs; then it runs on a stock model that shares the weights. llama.cpp reads
-    its weights from a GGUF file.
+    hdtool's methods share the loaded target. ``generate`` runs on the target's model or, if hdtool replaced the linear
+    layers, as it does for small models on CPUs, on a stock model that shares the weights. llama.cpp reads its weights
+    from a GGUF file.
     """
 
     def __init__(
@@ -113,7 +113,7 @@ class ContenderFactory:
     def contenders(
         self, names: Sequence[str], assistant: str | None = None, llama_cpp: Mapping[str, Path] | None = None
     ) -> dict[str, Contender]:
-        """Return contenders by name, in the given order; ``llama_cpp`` maps its rows to GGUF files."""
+        """Return contenders by name, in the given order; ``llama_cpp`` maps llama.cpp rows to GGUF files."""
         contenders: dict[str, Contender] = {}
         stock = self._stock() if set(names) & GENERATE_PEERS else None
         for name in names:
@@ -207,7 +207,7 @@ class BenchPlan:
 
     def options(self) -> dict[str, Any]:
         """Return the settings as recorded in ``run.json``; only a run with equal settings is resumed."""
-        # ``threads`` of the benchmark overrides that of the model.
+        # The benchmark comes last because its ``threads`` overrides the model's.
         parts = (self.model, self.decoding, self.sampling, self.store_set, self.bench)
         options = {
             name: value for part in parts for name, value in asdict(part).items() if name not in SETTINGS_WITHOUT_EFFECT
@@ -230,17 +230,17 @@ class BenchPlan:
         return replace(self, bench=bench, sampling=sampling)
 
     def results(self, on_progress: Callable[[int, int], None] = lambda done, total: None) -> Results:
-        """Measure what the folder lacks; return all results.
+        """Measure the questions that the result folder lacks; return all results.
 
-        ``on_progress`` is called with the number of turns done and in total, counting each contender and round as well
-        as the warm-up.
+        ``on_progress`` is called with the number of turns done and their total number, which count each contender and
+        round as well as the warm-up.
         """
         folder = Path(self.bench.out)
         before = BenchRun.read(folder)
         if before is not None:
             options = self.options()
-            # A complete run is returned even if an earlier version recorded fewer settings; an incomplete one is not
-            # resumed then.
+            # If an earlier version recorded fewer settings, a complete run is returned, but an incomplete run is not
+            # resumed.
             refuse_other_options(folder, before, {name: options[name] for name in options if name in before.options})
             results = read_results(folder)
             if results.complete:

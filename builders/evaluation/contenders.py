@@ -66,7 +66,7 @@ def draw_cost(curve: CostCurve, path: Path) -> None:
 
 
 def cost_plot_file(path: Path) -> OutputFile:
-    """Return the plot's file, which may be replaced only if hdtool drew the old one."""
+    """Return the output file of the plot; an existing file is replaced only if hdtool drew it."""
     return OutputFile(path, "a picture of hdtool bench-cost", is_own_png, CostError)
 
 
@@ -76,7 +76,7 @@ SHAPE_SEED = 0
 def load_shape(shape: str, config: ModelConfig) -> Loaded:
     """Create a model with random weights from a known shape or a configuration on disk.
 
-    The tokenizer is that of the model in ``config``.
+    Its tokenizer is loaded from the model that ``config`` names.
     """
     tokenizer = load_tokenizer(config)
     if config.quantization:
@@ -208,7 +208,7 @@ def answer_steps(
 ) -> Iterator[Step]:
     """Yield the steps of an answer of at most ``max_tokens`` tokens; ``masks`` enforce a grammar.
 
-    Prefix caching is off, because a contender would profit from prompts that another one has read.
+    Prefix caching is off, because otherwise a contender would profit from prompts that another contender has prefilled.
     """
     sampler, stops = loaded.sampler(sampling, prompt, max_new_tokens=max_tokens, first=masks)
     return decode(
@@ -226,13 +226,14 @@ def answer_steps(
 class GenerateContender:
     """Transformers' ``generate`` as a contender, with the same stop tokens, length and temperature.
 
-    Greedy answers equal plain decoding. Sampled answers differ, because transformers draws tokens differently.
+    Its greedy answers have the tokens of plain decoding. Its sampled answers differ, because transformers draws tokens
+    differently.
     """
 
     def __init__(
         self, loaded: Loaded, model: PreTrainedModel, sampling: SamplingConfig, max_new_tokens: int, **drafting: Any
     ) -> None:
-        """``drafting`` holds the options of ``generate`` for assisted decoding; without any, it decodes plainly."""
+        """``drafting`` holds the options of ``generate`` for assisted decoding; if empty, nothing is drafted."""
         self._loaded = loaded
         self._model: Any = model
         self._seed = sampling.seed
@@ -296,7 +297,7 @@ def generate_ids(
 
 
 class PassCounter:
-    """Counts forward passes of a peer and the tokens that each one adds."""
+    """Counts the forward passes of ``generate`` or llama.cpp, and the tokens that each pass adds."""
 
     def __init__(self, prompt_length: int) -> None:
         self._lengths = [prompt_length]
@@ -344,12 +345,12 @@ class PassCounter:
             self._first = False
             self.drafted += rows - self._lengths[0]
         else:
-            # The last token is not in the KV cache yet, as it is the first input of this pass.
+            # The conversation's last token is not in the KV cache yet, as it is the first input of this pass.
             self.note(cache_in(options).get_seq_length() + 1, rows - 1)
 
 
 def timed(device: torch.device, action: Callable[[], T]) -> tuple[T, float]:
-    """Return an action's result and its seconds, synchronizing the device before and after."""
+    """Return ``(result, seconds)`` of an action, synchronizing the device before and after it."""
     _synchronize(device)
     started = time.perf_counter()
     result = action()

@@ -25,8 +25,8 @@ OPS_PER_WEIGHT = 2
 def distinct_experts(rows: float, top_k: int, experts: int, overlap: float = 0.0) -> float:
     """Return the expected number of distinct experts that ``rows`` rows activate in a layer.
 
-    Each row activates ``top_k`` of ``experts``. ``overlap`` is the share by which rows activate fewer additional
-    experts than independent rows would.
+    Each row activates ``top_k`` of ``experts``. ``overlap`` is the fraction by which the number of experts beyond the
+    first ``top_k`` is lower than for independent rows.
     """
     independent: float = experts * (1 - (1 - top_k / experts) ** rows)
     return top_k + (1 - overlap) * (independent - top_k)
@@ -106,7 +106,7 @@ class Roofline:
     def curve(
         self, reads: PassReads, lengths: Sequence[int], overlap: float = 0.0, *, model: str = "", dtype: str = ""
     ) -> CostCurve:
-        """Return the cost curve of passes at these context lengths, whose last token is the root of the tree."""
+        """Return the cost curve of passes at context lengths ``lengths``, which include the root of the tree."""
         milliseconds = tuple(
             tuple(1e3 * self.seconds(reads, nodes + 1, length - 1, overlap) for nodes in MEASURED_NODES)
             for length in lengths

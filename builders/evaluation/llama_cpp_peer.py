@@ -54,7 +54,7 @@ UNKNOWN_QUANTIZATION = "unknown quantization"
 
 
 def row_files(model: ModelConfig, other_file: str | None = None) -> dict[str, Path]:
-    """Return the GGUF file of each llama.cpp row: the model's own file, or the separately named one."""
+    """Return the GGUF file of each llama.cpp row that has one: ``other_file`` for ``OTHER_FILE``, else the model's."""
     own_file = gguf_file(model)
     files = dict.fromkeys(OWN_FILE_ROWS, own_file) if own_file else {}
     return files | ({OTHER_FILE: Path(other_file).expanduser()} if other_file else {})
@@ -74,7 +74,7 @@ def exclusion_reason(name: str, files: Mapping[str, Path], model: ModelConfig, s
 class LlamaCppContender:
     """llama.cpp, plain or with prompt lookup, answering greedily with the same ids, stop tokens and length.
 
-    Its matmuls round activations to few bits, so answers may differ from float32.
+    Its matmuls round activations to few bits, so its answers may differ from answers computed in float32.
     """
 
     def __init__(self, loaded: Loaded, file: Path, max_new_tokens: int, *, lookup: bool) -> None:
@@ -93,7 +93,7 @@ class LlamaCppContender:
         assert guide is None, "its grammars are its own, so the answers could not be compared"
         room, at_the_end = room_for(self._loaded.target, prompt, self._max_new_tokens)
         self._provide(len(prompt) + room)
-        # Otherwise it would reuse the KV cache of the prefix shared with the previous prompt.
+        # Without this, llama.cpp would reuse the KV cache of the prefix shared with the previous prompt.
         self._llama.reset()
         self._passes = passes = PassCounter(len(prompt))
         output_ids, seconds = timed(torch.device("cpu"), partial(self._generated, prompt, room))
@@ -151,7 +151,7 @@ class LlamaCppContender:
 
 
 def describe_build(files: Mapping[str, Path], *, on_gpu: bool) -> dict[str, Any]:
-    """Return a JSON-compatible description of the installed llama.cpp and of the file of each row."""
+    """Return a JSON-compatible description of the installed llama.cpp and of each row's file."""
     import llama_cpp
 
     features = build_features(llama_cpp.llama_print_system_info().decode())
@@ -183,7 +183,10 @@ def build_features(system_info: str) -> list[str]:
 
 
 def quantization_name(header: GGUFHeader) -> str:
-    """Return the name of a file's quantization, such as Q4_K_M, or the type of most weights if it has no name."""
+    """Return a file's quantization, such as Q4_K_M; if it has no known name, the type of most of its tensors' weights.
+
+    If that type is unknown too, return ``UNKNOWN_QUANTIZATION``.
+    """
     from gguf import GGMLQuantizationType, LlamaFileType
 
     try:
@@ -241,7 +244,7 @@ def check_same_model(file: Path, loaded: Loaded) -> None:
                 "name a GGUF file of the same model"
             )
     tokens = header.values.get("tokenizer.ggml.tokens")
-    # Vocabularies of files may be padded, so larger ones are fine.
+    # Vocabularies of files may be padded, so a file may have more tokens than the tokenizer.
     if isinstance(tokens, int) and tokens < len(loaded.tokenizer):
         raise ModelError(
             f"--llama-cpp-file names {file}, with {tokens:,} tokens, and the tokenizer of {loaded.name} has "

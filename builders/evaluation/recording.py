@@ -67,7 +67,7 @@ class TurnReader:
             raise RecordError(f"{trace.where}: {error}") from None
 
     def usable(self, traces: Iterable[Trace], tally: Tally) -> Iterator[tuple[Trace, list[RecordedTurn]]]:
-        """Yield traces with their turns; traces whose contexts cannot be rebuilt are counted in ``tally``."""
+        """Yield ``(trace, turns)``; traces whose contexts cannot be rebuilt are counted in ``tally`` instead."""
         for trace in traces:
             try:
                 yield trace, self._turns(trace)
@@ -92,7 +92,7 @@ class TurnReader:
         return RecordedTurn(trace.id, trace.category, number, prompt, answer, max_tokens, recorded.rankings)
 
     def _answer(self, prompt_text: str, prompt: list[int], messages: Sequence[Message]) -> list[int]:
-        """Return the token ids of an answer recorded as text, which counts as complete."""
+        """Return the token ids of an answer recorded as text, including a token that ends it."""
         text = messages[-1]["content"]
         whole = (
             conversation_text(self.tokenizer, messages, chat=True, answered=True) if self._chat else prompt_text + text
@@ -130,7 +130,7 @@ class RecordedLogits:
     """Builds logits from recorded rankings: one row for the root and one per node, -inf where unknown."""
 
     def __init__(self, turns: Iterable[RecordedTurn]) -> None:
-        """Allocate rows wide enough for all token ids of these turns."""
+        """Allocate rows wide enough for all token ids of the turns with rankings."""
         self._vocabulary = 1 + max(
             (int(max(*turn.prompt, *turn.answer, turn.rankings.tokens.max())) for turn in turns if turn.rankings),
             default=0,
@@ -142,7 +142,7 @@ class RecordedLogits:
     def logits_after(self, rankings: Rankings, done: int, path: Sequence[int], nodes: int) -> torch.Tensor:
         """Return the logits ``[1 + nodes, vocabulary]`` of a tree after ``done`` answer tokens.
 
-        Rows outside ``path`` are -inf. The tensor is valid until the next call.
+        Only the rows of the root and of ``path`` have finite logits. The tensor is valid until the next call.
         """
         self._rows[: self._filled] = -torch.inf
         self._filled = 1 + nodes
@@ -157,9 +157,9 @@ NO_ARGMAX = -1
 
 
 class RecordingEngine:
-    """Engine that returns the argmax of a recorded answer, and its logits if they were recorded.
+    """Engine that returns the tokens of a recorded answer as the argmax, and its logits if they were recorded.
 
-    The time it logs per pass is an engine's host time for a tree's mask and positions.
+    For each pass it logs the time that building the tree's mask and positions takes on the host.
     """
 
     captures, changes, vocabulary = False, 0, 2**31 - 1
@@ -235,7 +235,7 @@ class RecordingEngine:
 
 
 def accept_recorded(tree: DraftTree, truth: Sequence[int]) -> Accepted:
-    """Return the path of a tree that matches the recorded tokens, and the bonus token."""
+    """Accept the tree's longest path that matches the recorded tokens, followed by a bonus token."""
     path: list[int] = []
     node = ROOT
     for token in truth[:-1]:  # the last token is always the bonus token

@@ -112,7 +112,7 @@ class ReplayResult:
     history: bool = False
     """True if the method drafted from earlier answers."""
     warm_tokens: int = 0
-    """Number of answer tokens replayed before the measured turns; they are not counted."""
+    """Number of answer tokens replayed before the measured turns, which ``turns`` does not include."""
 
     @classmethod
     def joined(cls, parts: Sequence[ReplayResult]) -> ReplayResult:
@@ -161,7 +161,7 @@ class ReplayResult:
         return _percentile([turn.observe_seconds[1:] for turn in self.turns], percentile)
 
     def by_category(self) -> dict[str, ReplayResult]:
-        """Split the result by category; the parts lack the times of the sources."""
+        """Split the result by category; the parts have no ``source_seconds``."""
         names = dict.fromkeys(turn.category for turn in self.turns)
         return {
             name: replace(self, turns=tuple(turn for turn in self.turns if turn.category == name), source_seconds={})
@@ -232,7 +232,7 @@ def has_history(config: DecodeConfig) -> bool:
 
 
 def with_own_history(store_set: StoreSet, config: DecodeConfig) -> StoreSet:
-    """Return the stores with a new in-memory history if the settings use one, else without history."""
+    """Return the stores with a new in-memory history if ``config`` drafts from a history, else without history."""
     return replace(store_set, history=History(prompts=config.history_prompts) if has_history(config) else None)
 
 
@@ -245,8 +245,8 @@ def replay_method(
 ) -> ReplayResult:
     """Replay recorded answers in order, with a fresh drafter and a new history.
 
-    The turns of ``warm`` are replayed first and not counted. ``on_turn`` is called after every turn, warm ones
-    included.
+    The turns of ``warm`` are replayed first and left out of the result. ``on_turn`` is called after every turn,
+    including the turns of ``warm``.
     """
     before = accumulate((len(turn.answer) for turn in turns), initial=0)
     start = [turn for turn, tokens in zip(turns, before, strict=False) if tokens < WARM_UP_TOKENS]

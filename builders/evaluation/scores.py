@@ -43,7 +43,7 @@ class Scores:
 
     baseline: str
     reference: str | None
-    """Method whose answers the others are compared with."""
+    """Method whose answers all other answers are compared with; None if no such method was measured."""
     tasks: dict[str, dict[str, Score]]
 
     @property
@@ -57,7 +57,7 @@ class Scores:
         return scores[method].tokens_per_second / scores[reference].tokens_per_second
 
     def headline(self) -> str:
-        """Return a sentence on the speed of the default method, or of the fastest if the default was not measured."""
+        """Return a sentence on the speed of the default method or, if it was not measured, of the fastest method."""
         whole = self.tasks[ALL_TASKS]
         drafting = [name for name in whole if name in METHODS and name != PLAIN_METHOD] or list(whole)
         method = (
@@ -80,7 +80,7 @@ class Scores:
         return ". ".join(sentences) + "."
 
     def to_json(self) -> dict[str, Any]:
-        """Return the ``--json`` output; its names are stable."""
+        """Return the ``--json`` output, whose keys are stable."""
         return {
             "baseline": self.baseline,
             "reference": self.reference,
@@ -119,7 +119,7 @@ def baseline_of(methods: Sequence[str], requested: str | None = None) -> str:
 
 
 def _indices_by_task(questions: Sequence[AnsweredQuestion]) -> dict[str, list[int]]:
-    """Return the indices of the questions of each task."""
+    """Return each task's question indices, if there are several tasks, and then all indices as ``ALL_TASKS``."""
     tasks: dict[str, list[int]] = {}
     for place, task in enumerate(tasks_of([question.category for question in questions])):
         tasks.setdefault(task, []).append(place)

@@ -39,10 +39,10 @@ class Difference:
     oracle: Oracle
     prompt_ids: list[int]
     shared_ids: list[int]
-    """Answer tokens before the difference, which both answers share."""
+    """Tokens before the difference, which are equal in both answers."""
     expected: int | None
     actual: int | None
-    """Token found instead of ``expected``; either is None if that answer has ended."""
+    """Token found instead of ``expected``. Each of the two is None if its answer ends before this position."""
     grammar: Grammar | None = None
     """Grammar that the answers must match."""
 
@@ -67,14 +67,14 @@ class Check:
 
 @dataclass(frozen=True)
 class Measure:
-    """Logits of both tokens of a difference, computed in one precision."""
+    """Logits of the expected and of the found token, computed in one precision."""
 
     dtype: str
     expected: float
     found: float
     """Logits of the expected and of the found token, after penalties and temperature."""
     gap: float
-    """Absolute difference of the two scores; for sampling, Gumbel noise is added to the logits."""
+    """Absolute difference between the tokens' scores: the logits, plus Gumbel noise when sampling."""
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ class Verifier:
 
     @property
     def oracles(self) -> list[Oracle]:
-        """References to compare with; ``generate`` only for greedy decoding, because it samples differently."""
+        """References to compare with; ``generate``, which samples differently, only for greedy decoding."""
         return [Oracle.PLAIN, Oracle.GENERATE] if self._sampling.is_greedy else [Oracle.PLAIN]
 
     def check(
@@ -135,7 +135,10 @@ class Verifier:
         return Check(prompt, len(plain), steps, [difference for difference in differences if difference])
 
     def explain(self, differences: Iterable[Difference]) -> list[Explanation]:
-        """Recompute the logits at each difference in the working precision and in the next higher one."""
+        """Recompute the logits at each difference in the working precision and in the next higher one.
+
+        Models with quantized layers are recomputed token by token instead of in a higher precision.
+        """
         differences = list(differences)
         sequences = [[*difference.prompt_ids, *difference.shared_ids] for difference in differences]
         working = [self._as_decoded(sequence) for sequence in sequences]

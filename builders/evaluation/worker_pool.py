@@ -1,8 +1,8 @@
 """Runs replays in several processes.
 
 A job replays one method on one part of the conversations. Parts have a fixed size and start with a fresh drafter, so
-results do not depend on the number of processes. If the method has a history, conversations depend on earlier ones, so
-a single job replays all of them.
+results do not depend on the number of processes. If the method has a history, a replay of a conversation depends on
+the conversations before it, so a single job replays all of them.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def replay(
     """Replay every contender on all conversations; ``on_progress`` receives the number of turns done so far.
 
     ``warm`` conversations are replayed before every part and not counted. By default, ``workers`` is the number of
-    cores for long replays and 1 for short ones.
+    cores if the replay has more than ``MIN_TOKENS_FOR_WORKERS`` tokens, else 1.
     """
     jobs = _jobs(contenders, conversations, warm)
     for contender in contenders:  # compile the kernels once, and fail early if a store is missing
@@ -83,7 +83,7 @@ def total_turns(
     conversations: Sequence[RecordedConversation],
     warm: Sequence[RecordedConversation],
 ) -> int:
-    """Return the number of turns of a replay, warm ones included."""
+    """Return the number of turns of a replay, including the turns of ``warm``."""
     return sum(len(job.turns) + len(job.warm) for job in _jobs(contenders, conversations, warm))
 
 

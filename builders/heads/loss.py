@@ -39,11 +39,11 @@ class Example:
 
     ids: npt.NDArray[np.int64]
     drafted: npt.NDArray[np.bool_]
-    """True for each token that the model wrote; all True for plain text. Heads are trained on these tokens only."""
+    """True for each token that the model wrote, and for all of plain text. Heads learn to predict only such tokens."""
 
 
 def read_examples(reading: RecordReader, turns: TurnReader, window: int, progress: ProgressBar) -> list[Example]:
-    """Return the examples of all records, cut to ``window`` tokens; raise a ``RecordError`` if there are none."""
+    """Return all records as examples of at most ``window`` tokens; raise a ``RecordError`` if there are no examples."""
     examples: list[Example] = []
     max_length = 0
     for record in reading.whole_records():
@@ -150,9 +150,10 @@ class BatchSampler:
 def draft_vocabulary(
     config: HeadsConfig, examples: Sequence[Example], vocabulary: int
 ) -> tuple[HeadsConfig, npt.NDArray[np.int64] | None]:
-    """Return the config and the token ids of the draft vocabulary.
+    """Return ``(config, token_ids)``, where ``token_ids`` are the tokens of the draft vocabulary.
 
-    If the draft vocabulary is unset or would hold all tokens, the ids are None and the setting is cleared.
+    If ``config`` sets no draft vocabulary, or one that would hold all tokens, the setting is cleared and the ids are
+    None.
     """
     if config.draft_vocabulary is None or config.draft_vocabulary >= vocabulary:
         return replace(config, draft_vocabulary=None), None
@@ -218,7 +219,7 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 cross_entropy: Callable[..., tuple[torch.Tensor, torch.Tensor]] = _CrossEntropy.apply
-"""Return the summed loss of ``states @ weight.T`` and the number of labels that equal the argmax.
+"""Return ``(loss, correct)``: the summed loss of ``states @ weight.T``, and how many labels equal the argmax.
 
 Takes the arguments of ``_CrossEntropy.forward``. The loss of a state is the cross-entropy to its row of ``probs``, plus
 ``lm_weight`` times the cross-entropy to its label. ``bias`` is added to the logits and gets no gradient.
@@ -254,7 +255,7 @@ class FrozenTarget:
     """Target model without gradients that returns hidden states, and logits at selected positions.
 
     If the output layer alone computes the model's logits, it runs only for the positions and tokens that the loss
-    needs. Models that scale or cap logits afterwards compute all of them.
+    needs. If the model scales or caps logits afterwards, the whole model computes the logits of all tokens.
     """
 
     def __init__(self, target: Target) -> None:

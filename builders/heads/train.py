@@ -59,7 +59,7 @@ Ints = npt.NDArray[np.int64]
 
 @torch.inference_mode()
 def evaluate(heads: Heads, target: FrozenTarget, examples: list[Example]) -> EvalResult:
-    """Measure accuracy, calibration and the best static tree of the heads on validation examples."""
+    """Measure the heads' accuracy, calibration and (for parallel heads) best static tree on validation examples."""
     number = heads.config.heads
     ranks: list[Ints] = []
     counts = np.zeros((2, number, PROB_BUCKETS))
@@ -99,8 +99,8 @@ def _ranks(logits: torch.Tensor, labels: torch.Tensor, has_label: torch.Tensor) 
 def _count_calibration(counts: npt.NDArray[np.float64], logits: torch.Tensor, ranks: Ints) -> None:
     """Count, per head and probability bucket, the head's top-k tokens and how many of them were the true token.
 
-    Adds these counts to ``counts[0]`` and ``counts[1]``. A head counts only where the true tokens of all earlier heads
-    ranked in their top-k.
+    Adds these counts to ``counts[0]`` and ``counts[1]``. A head counts a position only if the true tokens of all
+    earlier heads ranked in the top-k of these heads.
     """
     best = logits.log_softmax(dim=-1).topk(min(TOKENS_PER_RANKING, logits.shape[-1])).values.cpu().numpy()
     correct = np.ones(ranks.shape[1], np.bool_)
@@ -115,9 +115,10 @@ def _count_calibration(counts: npt.NDArray[np.float64], logits: torch.Tensor, ra
 
 
 def best_tree(ranks: Ints, max_nodes: int = LARGEST_BUDGET) -> tuple[list[list[int]], list[float]]:
-    """Return the paths of the static tree with the most accepted tokens, and how often each path is accepted.
+    """Return ``(paths, rates)`` of the static tree with the most accepted tokens.
 
-    A path is never accepted more often than its prefix, so the most frequent paths form a tree.
+    A path's rate is the share of positions at which it is accepted. A path is never accepted more often than its
+    prefix, so the most frequent paths form a tree.
     """
     path_counts: Counter[tuple[int, ...]] = Counter()
     whole = ranks[:, ranks[0] >= 0].T
@@ -151,7 +152,7 @@ def train(
 ) -> Iterator[str]:
     """Train heads and save them to ``out``; yields lines for the user.
 
-    ``hidden_states`` is a file in which the target's hidden states are cached; it works in a single process only.
+    ``hidden_states`` is a file in which the target's hidden states are cached; it requires a single process.
     """
     stored_in = [hidden_states_output(hidden_states)] if hidden_states else []
     for file in (*output_files(out), checkpoint_file(out), curve_file(out), *stored_in):

@@ -61,7 +61,7 @@ class Processes:
 
 
 def world_size() -> int:
-    """Return the number of processes that a launcher started, this one included."""
+    """Return the number of processes that a launcher started, including this process; 1 without a launcher."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
@@ -354,7 +354,7 @@ def is_checkpoint_with(keys: Set[str]) -> Callable[[Path], bool]:
 
 
 def learning_rate_factor(step: int, steps: int, warm_up: float) -> float:
-    """Return the share of the full learning rate: linear warm-up, then cosine decay."""
+    """Return the factor on the learning rate at a step: linear warm-up, then cosine decay to zero."""
     rising = max(1, round(warm_up * steps))
     if step < rising:
         return (step + 1) / rising

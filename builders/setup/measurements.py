@@ -75,7 +75,7 @@ def with_model_drafters(decoding: DecodeConfig, loaded: Loaded, folder: Path | N
 
 
 def usable_drafter_methods(decoding: DecodeConfig, loaded: Loaded) -> list[str]:
-    """Return the hierarchies whose trained drafter is present and fits; print a note for each that does not fit."""
+    """Return the hierarchies whose trained drafter is present and usable; print a note for each unusable drafter."""
     methods = []
     tokenizer = TokenizerFingerprint.of(loaded.tokenizer)
     there = methods_with_drafters(decoding, loaded.target.model)
@@ -105,7 +105,7 @@ def method_options(method: str, decoding: DecodeConfig) -> tuple[str, ...]:
 PROMPT_LENGTHS = (16, 128, 1024)
 """Prompt lengths, in tokens, whose prefill is timed."""
 PREFILLS = 2
-"""Number of prefills per length; the fastest one counts."""
+"""Number of prefills per length; the fastest prefill counts."""
 ANSWER_TOKENS = 24
 """Number of tokens of the plain answer that measures the host time per step."""
 
@@ -132,12 +132,12 @@ class Overhead:
             prefill = partial(target.prefill, target.allocate(), 0, some_context(length, vocabulary))
             fastest.append(min(timed(target.device, prefill)[1] for _ in range(PREFILLS)))
         answer = answer_steps(loaded, NoDraft(), SamplingConfig(), ANSWER_TOKENS, some_context(lengths[0], vocabulary))
-        steps = list(answer)[1:]  # the first one is the prefill
+        steps = list(answer)[1:]  # the first step is the prefill
         host = float(np.median([step.seconds - step.verify_seconds for step in steps])) if steps else 0.0
         return cls(lengths, tuple(fastest), host)
 
     def predict(self, result: ReplayResult, curve: CostCurve) -> SpeedPrediction:
-        """Predict tokens per second of a replayed method and of plain decoding, as means over answers like `bench`."""
+        """Predict tokens per second of a replayed method and of plain decoding: means over answers, as in ``bench``."""
         prompts = np.array([turn.prompt_tokens for turn in result.turns])
         # The first step of a turn is its prefill.
         prefills = self._prefills(prompts) - curve.seconds_of_passes(np.zeros(len(prompts)), prompts)
@@ -152,7 +152,7 @@ class Overhead:
         return SpeedPrediction(fmean(drafted), fmean(plain))
 
     def _prefills(self, prompts: Floats) -> Floats:
-        """Return prefill seconds by prompt length: interpolated, and extrapolated linearly beyond the longest one."""
+        """Return prefill seconds by prompt length: interpolated, or extrapolated beyond the longest measured length."""
         seconds: Floats = np.interp(prompts, self.lengths, self.prefill_seconds)
         if len(self.lengths) > 1:
             rise = self.prefill_seconds[-1] - self.prefill_seconds[-2]
@@ -201,7 +201,7 @@ def replay_with_model_store(
 
 
 def _cold_method(letters: str, curve: CostCurve) -> ReplayMethod:
-    """Return a method without history that drafts from the given sources, named after the last one."""
+    """Return a method without history that drafts from the given sources and is named after the last source."""
     return ReplayMethod(SOURCE_NAMES[letters[-1]], DecodeConfig(sources=letters, history=NO_HISTORY), curve)
 
 
@@ -270,7 +270,7 @@ def answer_prompts(
         },
         "prompts": len(questions),
         # Prompts for which all methods gave the same tokens. With 8-bit activations, transformers is not compared,
-        # because it does not round them.
+        # because it does not round activations.
         "identical": len(questions) - len(different),
         # Other prompts whose differences are explained by rounding.
         "near_ties": sum(_is_near_tie(loaded, drafting, prompt, max_new_tokens, chat) for prompt in different),

@@ -136,7 +136,7 @@ class Stages:
         self._planned.check()
 
     def run(self, on_stage: Callable[[str], None]) -> None:
-        """Run all stages that are not done; ``on_stage`` is called with every stage's name, done or not, before it."""
+        """Run all stages that are not done. ``on_stage`` is called with each stage's name before it, done or not."""
         self._stores.check()
         self._folder.keep_measurements(self._conditions(self._checkpoint))
         self._folder.forget(*self._outdated(self._stores))
@@ -146,7 +146,7 @@ class Stages:
                 self._folder.finish(name, run())
 
     def remaining(self) -> list[str]:
-        """Return the names of the stages to run; without local weights, all stages that depend on them."""
+        """Return the names of the stages to run; without local weights, these include all that depend on weights."""
         outdated = {*self._outdated(self._planned), *self._folder.outdated(self._conditions(self._planned_checkpoint))}
         return [name for name in self._stages if name in outdated or name not in self._folder.stages]
 
@@ -155,7 +155,7 @@ class Stages:
         weights = model.fingerprint if model else ""
         versions = [weights, self._fingerprint.fingerprint, machine(), version("hdtool")]
         index = corpus_index_at_home(self._fingerprint)
-        if not self._plan.corpus and holds_manifest(index):  # the held-out prompts are answered with drafts from it
+        if not self._plan.corpus and holds_manifest(index):  # held-out prompts are answered with drafts from the index
             versions.append(repr(_file_states([index / MANIFEST])))
         return {stage: [*versions, *conditions] for stage, conditions in self._plan.conditions().items()}
 
@@ -176,7 +176,7 @@ class Stages:
 
     @cached_property
     def _planned(self) -> SetupStores:
-        """Stores, found without downloading weights; lacks the model store if its folder depends on them."""
+        """Stores, found without downloading weights, but no model store if its folder depends on missing weights."""
         return self._stores_of(self._planned_checkpoint)
 
     @cached_property
@@ -191,7 +191,10 @@ class Stages:
         return SetupStores(folders, inputs, self._plan.model.name, self._plan.replace)
 
     def planned_stores(self) -> dict[str, tuple[str, Path | None]]:
-        """Return the effect of the build on each store, and its folder, or None if that depends on missing weights."""
+        """Return, by kind of store, the effect of the build on the store and the store's folder.
+
+        The folder is None if it depends on missing weights.
+        """
         stores = self._planned
         return {
             kind: (stores.build_effect(kind), stores.folders[kind]) if kind in stores.folders else ("goes to", None)
@@ -242,7 +245,7 @@ class Stages:
         for trace in read_traces([self._folder.held_out]):
             try:
                 held_out.append(self._turns.turns(trace))
-            except RecordError as error:  # a template may refuse roles that others accept
+            except RecordError as error:  # a template may refuse roles that other templates accept
                 print(f"left out: {error}", file=sys.stderr)
         if not held_out:
             raise RecordError("no held-out conversation can be rebuilt with this model's chat template: try --raw")
@@ -355,7 +358,10 @@ class Stages:
         return {**result, "learning_curve": self._learning_curve(curve, result["tokens_per_step"]["model"])}
 
     def _learning_curve(self, curve: CostCurve, whole: float) -> list[Result]:
-        """Return the tokens per step with a model store of half the answers and of all; empty if they are too few."""
+        """Return the tokens per step with half of the answers in the model store and with all of them.
+
+        The list is empty if there are too few answers.
+        """
         answers = read_manifest(self._stores.folders[MODEL]).counts["documents"]
         if answers < MIN_STORE_ANSWERS:
             return []

@@ -70,7 +70,7 @@ def _on_answers(stages: Mapping[str, Mapping[str, Any]], missing: float | None) 
 def _answers_for(factor: float, half: Mapping[str, float], whole: Mapping[str, float]) -> int | None:
     """Estimate how many more answers raise tokens per step by ``factor``, with a constant gain per doubling.
 
-    Returns None if that would extrapolate too far.
+    Returns None if the measured gain is not positive, or if the estimate would extrapolate too far.
     """
     doublings = math.log2(whole["answers"] / half["answers"])
     growth = whole["tokens_per_step"] / half["tokens_per_step"]
@@ -111,7 +111,7 @@ def _on_history(steps: Mapping[str, float]) -> Iterator[str]:
 
 HD_METHOD = "hd"
 MIN_SPEEDUP = 1.05
-"""Minimum speedup over plain decoding; a smaller one may be measurement noise."""
+"""Minimum speedup over plain decoding at which drafting pays; a smaller speedup may be measurement noise."""
 RELIABLE_ANSWERS = 12
 """Number of measured answers below which the verdict may not be representative."""
 
@@ -133,7 +133,7 @@ class Verdict:
 
     @property
     def method(self) -> str:
-        """Fastest method: the stores alone, or with a trained drafter that is available."""
+        """Fastest measured method: ``hd``, or a method with a trained drafter that is available."""
         speeds = self.stages["answers"]["tokens_per_second"]
         return max((HD_METHOD, *self._offered), key=lambda name: float(speeds[name]))
 
@@ -168,7 +168,7 @@ class Verdict:
 
     @property
     def advice(self) -> list[str]:
-        """Sentences on what to do besides answering; empty if the method is not lossless."""
+        """Sentences on what to do besides running ``next_command``; empty if the method is not lossless."""
         return advice(self.stages, None if self.pays else MIN_SPEEDUP / self.measured) if self.lossless else []
 
     def lines(self) -> list[str]:
@@ -194,7 +194,7 @@ class Verdict:
         ]
 
     def to_json(self) -> dict[str, Any]:
-        """Return the ``--json`` output; its names are stable."""
+        """Return the ``--json`` output, whose keys are stable."""
         read, passes, replayed, answers = (self.stages[name] for name in ("read", "passes", "replay", "answers"))
         stores = {name: self.stages[name] for name in ("model_store", "corpus_index") if name in self.stages}
         return {

@@ -1,4 +1,4 @@
-"""Work folder of a set-up, which keeps stage results so that the same command resumes, and the stores that it builds.
+"""Work folder of a set-up, which keeps stage results so that the same command can resume, and the stores of a set-up.
 
 The folder holds copies of logged conversations, so only its owner can read it.
 """
@@ -46,7 +46,7 @@ from hdtool.runtime.config.building import MAX_HELD_OUT
 
 
 def opening_hash(conversation: Conversation) -> bytes:
-    """Return a hash of the first question, ignoring case and whitespace."""
+    """Return a hash of a conversation's first question, ignoring case and whitespace."""
     question = next((turn.text for turn in conversation.turns if turn.role == USER), "")
     return hashlib.sha256(" ".join(question.lower().split()).encode("utf-8", "surrogatepass")).digest()
 
@@ -69,7 +69,7 @@ def choose_held_out(openings: Sequence[bytes], share: float) -> frozenset[bytes]
         )
     left = min(MAX_HELD_OUT, math.ceil(share * len(openings)))
     chosen = set()
-    for opening in sorted(counts)[:-1]:  # never hold out the last one
+    for opening in sorted(counts)[:-1]:  # never hold out the last opening
         if left <= 0:
             break
         chosen.add(opening)
@@ -98,7 +98,7 @@ class LearnedPart(NamedTuple):
 
 
 class WorkFolder:
-    """Files of one set-up: stage results, both parts of the logs, and the cost curve of forward passes."""
+    """Files of one set-up: stage results, the learned and held-out parts of the logs, and the cost curve."""
 
     def __init__(self, model: str, identity: Sequence[str], logs: Sequence[str] = ()) -> None:
         """``identity`` is everything that the split of the logs depends on; it selects the folder."""
@@ -190,11 +190,11 @@ class WorkFolder:
             self._write()
 
     def outdated(self, conditions: Mapping[str, Sequence[str]]) -> list[str]:
-        """Return the measurements that were made under other conditions."""
+        """Return the stages whose measurements were not made under ``conditions``."""
         return [stage for stage, now in conditions.items() if self._conditions.get(stage) != list(now)]
 
     def keep_measurements(self, conditions: Mapping[str, Sequence[str]]) -> None:
-        """Discard measurements made under other conditions, and record ``conditions`` for the next ones."""
+        """Discard measurements not made under ``conditions``, and record ``conditions`` for the next measurements."""
         changed = self.outdated(conditions)
         self._conditions = {stage: list(now) for stage, now in conditions.items()}
         self.forget(*changed)
@@ -221,7 +221,7 @@ def _results_file(folder: Path) -> OutputFile:
 
 
 def _make_private(folder: Path) -> None:
-    """Create the folder and its two parents with access for the owner only, and restrict existing ones."""
+    """Create the folder and its two parents, or restrict existing folders, so that only the owner has access."""
     places = [folder, folder.parent, folder.parent.parent]
     for place in reversed(places):
         place.mkdir(PRIVATE_FOLDER, parents=True, exist_ok=True)

@@ -1,8 +1,8 @@
 """Builds the corpus index and the model store, including the flat arrays that lookups read.
 
-Documents are first streamed to disk. The shards of an index are sorted in parallel, so memory is bounded by the shard
-size. A model store counts the most frequent sequences of two to five tokens, several lengths in parallel, and compiles
-its lookup arrays from the record. Vocabulary rankings take one forward pass per batch of tokens.
+Documents are first streamed to disk. An index is sorted in shards, in parallel, so that memory is bounded by the shard
+size. For a model store, the most frequent sequences of two to five tokens are counted, several lengths in parallel, and
+lookup arrays are compiled from these counts. Vocabulary rankings take one forward pass per batch of tokens.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def compiled_arrays(record: ModelRecord) -> dict[str, Ints]:
 
 
 def _prefix_arrays(by_length: list[NgramGroup]) -> dict[str, Ints]:
-    """Return the hash table of all prefixes, its keys, and the rows of next tokens after each prefix."""
+    """Return ``slots`` (hash table of all prefixes), ``keys`` (one row per prefix) and ``rows`` (their next tokens)."""
     keys = np.empty((sum(len(group.heads) for group in by_length), KEY_WIDTH), np.int32)
     key = row = 0
     for group in by_length:
@@ -78,7 +78,7 @@ def _hash_table(keys: Ints, heads: list[Ints]) -> Ints:
     """Return the hash table, large enough that a lookup reads at most ``MAX_PROBES`` slots.
 
     Fills the hash columns of ``keys`` as a side effect. Keys with equal hashes collide at any table size, so after
-    ``MAX_DOUBLINGS`` doublings the remaining keys are left out.
+    ``MAX_DOUBLINGS`` doublings, keys that find no slot are left out.
     """
     size = table_size(len(keys))
     for _ in range(MAX_DOUBLINGS + 1):
@@ -111,7 +111,7 @@ def _fill_table(slots: Ints, keys: Ints, heads: Ints, first: int) -> int:
 
 
 def _phrase_arrays(phrases: NgramGroup, end: int) -> dict[str, Ints]:
-    """Return the phrases sorted by first token, and for each token the offset of its first phrase."""
+    """Return ``phrases``, sorted by first token, and ``heads``, the offset of each token's first phrase."""
     sizes = np.zeros(end + 1, np.int32)
     sizes[phrases.heads[:, 0].astype(np.int64) + 1] = phrases.stops - phrases.starts
     rows = np.column_stack([phrases.tokens, phrases.counts])
@@ -163,7 +163,7 @@ def build_corpus_index(
     engine: BuildEngine | None = None,
     check: FolderCheck | None = None,
 ) -> Manifest:
-    """Build a corpus index of all documents in ``folder``, atomically replacing the store there.
+    """Build a corpus index of ``documents``, atomically replacing any store in ``folder``.
 
     ``engine`` sorts the shards; by default, one local process per core does. ``check`` is called with the folder and
     raises if the existing store must not be replaced.
@@ -187,8 +187,8 @@ def build_corpus_index(
 
 
 def _write_documents(file: DocumentFile, documents: Iterable[Document], max_tokens: int) -> list[ShardExtent]:
-    """Stream the documents to disk in shards of at most ``max_tokens`` tokens, end tokens included."""
-    borders = [(0, 0)]  # (tokens and ends, ends alone) before each shard
+    """Write documents to disk in shards of at most ``max_tokens`` tokens, end tokens included; return the shards."""
+    borders = [(0, 0)]  # before each shard: number of all tokens, and number of end tokens
     for document in documents:
         for at in range(0, len(document.ids), max_tokens - 1):
             piece = document.ids[at : at + max_tokens - 1]
@@ -218,11 +218,11 @@ def build_model_store(
     rankings: Ints | None = None,
     check: FolderCheck | None = None,
 ) -> Manifest:
-    """Build a model store of all documents in ``folder``, atomically replacing the store there.
+    """Build a model store of ``documents``, atomically replacing any store in ``folder``.
 
     Keeps the ``top_k`` most frequent sequences of each length as prefixes with a next token, at most ``per_key`` per
-    prefix. Sequences of five tokens are also kept as phrases after their first token, at most ``per_key`` per token.
-    Ties are broken in favor of smaller token ids.
+    prefix. Sequences of five tokens are also kept as phrases after their first token, at most ``per_key`` phrases per
+    first token. Ties are broken in favor of smaller token ids.
 
     ``model`` is the checkpoint that wrote the answers, and ``rankings`` are its ``vocabulary_rankings``; with rankings,
     a store can be built from no documents at all. ``check`` is called with the folder and raises if the existing store

@@ -57,7 +57,7 @@ def _group(tokens: Ints, frequent: FrequentSequences, prefix: int, per_key: int)
     chosen = np.arange(len(tokens)) - np.repeat(firsts, sizes) < per_key
     totals, distinct = totals[order[firsts]], distinct[order[firsts]]
     if prefix + 1 < tokens.shape[1]:
-        totals, distinct = np.add.reduceat(counts, firsts), sizes  # the given totals are those of a longer prefix
+        totals, distinct = np.add.reduceat(counts, firsts), sizes  # the given totals belong to a longer prefix
     return NgramGroup(
         heads=tokens[firsts, :prefix],
         totals=np.minimum(totals, MAX_COUNT),
@@ -88,7 +88,7 @@ def sort_shard(tokens: Tokens, end: int) -> SortedShard:
     suffixes = suffix_array(tokens)[: np.count_nonzero(tokens != end)]
     heads = np.zeros(end + 1, np.uint32)
     np.cumsum(np.bincount(tokens, minlength=end + 1)[:end], out=heads[1:])
-    # A search stops at an end token, and the last token is one, so clamping to it is safe.
+    # A search stops at an end token, and the last token is an end token, so positions may be clamped to it.
     positions = suffixes[::PREFIX_EVERY, None] + np.arange(1, PREFIX_TOKENS + 1)
     return SortedShard(suffixes, heads, tokens[np.minimum(positions, len(tokens) - 1)])
 
@@ -130,8 +130,8 @@ class ShardFiles:
 def suffix_array(tokens: Tokens) -> npt.NDArray[np.uint32]:
     """Return the positions of all tokens, sorted by the token sequence that starts at each.
 
-    libdivsufsort sorts bytes. Big-endian tokens sort in byte order, so the result is the byte positions that are token
-    starts.
+    libdivsufsort sorts suffixes of bytes. Big-endian tokens compare like their bytes, so dropping the byte positions at
+    which no token starts leaves the suffixes of tokens in order.
     """
     from pydivsufsort import divsufsort
 
@@ -155,7 +155,7 @@ PARALLEL_LENGTHS = 2
 
 
 class BuildEngine(Protocol):
-    """Runs the tasks of a build. Their order and the machines they run on do not affect the resulting store."""
+    """Runs the tasks of a build. Neither their order nor the machines that run them affect the resulting store."""
 
     def prepare(self, reading: RecordReader) -> None:
         """Check the inputs before any of them is read."""

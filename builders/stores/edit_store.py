@@ -42,8 +42,8 @@ def note_on_models(
 ) -> str | None:
     """Return a one-line note if records were answered by other models than the store's, else None.
 
-    ``models`` counts the records per model name. ``command`` rebuilds the store for another model, whose name replaces
-    ``MODEL`` in it; pass it if the user gave no ``--model``.
+    ``models`` counts the records per model name. ``command`` is the command line that rebuilds the store for another
+    model, with ``MODEL`` as a placeholder for its name; pass it if the user gave no ``--model``.
     """
     other_models = {name: count for name, count in models.items() if not _is_named(name, config, checkpoint)}
     if not other_models:
@@ -108,7 +108,7 @@ HASH_PREFIX = re.compile("[0-9a-f]{8,64}", re.IGNORECASE)
 
 @dataclass(frozen=True)
 class StoreContents:
-    """Documents of a store and their sources; they stay readable after the store is replaced on disk."""
+    """Documents and sources of a store; the documents stay readable after the store is replaced on disk."""
 
     folder: Path
     manifest: Manifest
@@ -197,7 +197,8 @@ def add(
 def drop(folder: Path, name: str) -> DropResult:
     """Rebuild a store without one source, so that no file keeps content that only this source had.
 
-    ``name`` is the recorded name, a file name that is unique among the sources, or at least 8 digits of the hash.
+    ``name`` selects the source by its recorded name, by a file name that is unique among the sources, or by at least 8
+    digits of its hash.
     """
     old = StoreContents.of(folder)
     shares = old.manifest.sources
@@ -214,7 +215,7 @@ def drop(folder: Path, name: str) -> DropResult:
 
 
 def _selected(folder: Path, shares: Sequence[InputShare], name: str) -> tuple[InputShare, ...]:
-    """Return the shares of the source that ``name`` selects; several only if their names and hashes are equal."""
+    """Return the shares of the source that ``name`` selects: one, or several that have equal names and hashes."""
     recorded = recorded_name(name)
     selected = [share for share in shares if share.name == recorded]
     advice = "by its hash"
@@ -234,7 +235,7 @@ def _selected(folder: Path, shares: Sequence[InputShare], name: str) -> tuple[In
 
 
 def _renumbered(documents: Iterable[Document], places: dict[int, int]) -> Iterator[Document]:
-    """Yield the documents whose source is in ``places``, with the source renumbered accordingly."""
+    """Yield the documents whose source number is a key of ``places``, with the value as their new source number."""
     return (Document(document.ids, places[document.source]) for document in documents if document.source in places)
 
 
@@ -282,7 +283,10 @@ class HistoryDocuments:
     """Iterates over the conversations of history stores and the documents of model stores."""
 
     def __init__(self, folders: Sequence[Path], tokenizer: TokenizerFingerprint) -> None:
-        """Raise a ``StoreError`` if a store has another tokenizer. Conversations appended later are not included."""
+        """Open the stores; conversations appended later are not included.
+
+        Raises a ``StoreError`` if a store was built with another tokenizer, or if a history holds no conversations.
+        """
         self.sources: list[Source] = []
         self.tokens = 0
         """Number of tokens of all documents."""
@@ -340,7 +344,7 @@ def drop_conversations(
     """Remove the conversations of a source, or from before a time, or older than an age.
 
     If both ``source`` and ``before`` are given, only conversations that match both are removed. The store is rewritten,
-    so no file keeps their tokens; processes that have it open notice when they begin their next answer.
+    so no file keeps the removed tokens; processes that have the store open notice when they begin their next answer.
     """
     if source is None and before is None:
         raise StoreError(f"nothing to drop from {folder}: name a source, or a time before which conversations go")

@@ -83,7 +83,7 @@ def ray_session(address: str | None, workers: int | None = None) -> Iterator[Any
 
 @contextmanager
 def _stderr_to(file: IO[bytes]) -> Iterator[None]:
-    """Redirect file descriptor 2 to ``file``, because Ray's compiled part writes to it once a second."""
+    """Redirect file descriptor 2, to which Ray's compiled part writes once a second, to ``file``."""
     saved = os.dup(STDERR_FD)
     os.dup2(file.fileno(), STDERR_FD)
     try:
@@ -106,7 +106,7 @@ def _connection_error(address: str | None, error: Exception, output: IO[bytes]) 
 
 
 def _check_reachable(address: str) -> None:
-    """Raise a ``ClusterError`` if nothing listens at ``address``, within ``CONNECT_SECONDS``."""
+    """Raise a ``ClusterError`` unless ``address`` accepts a connection within ``CONNECT_SECONDS``."""
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit():
         raise ClusterError(
@@ -125,7 +125,7 @@ def _check_reachable(address: str) -> None:
 
 @contextmanager
 def ray_errors_reported(ray: Any) -> Iterator[None]:
-    """Re-raise hdtool errors of a task as they are, and failures of Ray as a ``ClusterError``."""
+    """Re-raise a task's hdtool errors unchanged, and its import errors and failures of Ray as a ``ClusterError``."""
     try:
         yield
     except ray.exceptions.RayTaskError as error:
@@ -145,7 +145,7 @@ def ray_errors_reported(ray: Any) -> Iterator[None]:
 
 
 def on_each_node(ray: Any, function: Callable[..., T], *arguments: object) -> Iterator[tuple[str, T]]:
-    """Run a function on every live node; yield each node's address and result."""
+    """Run a function on every live node; yield ``(address, result)`` for each node."""
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     nodes = [node for node in ray.nodes() if node["Alive"]]
@@ -189,7 +189,7 @@ class RayBuildEngine:
         self._sorters = min(workers or self._cpus, self._cpus)
 
     def prepare(self, reading: RecordReader) -> None:
-        """Check that all nodes see the same inputs and have the same versions, and hash the inputs."""
+        """Check that all nodes have this process's package versions and see equally large inputs; hash the inputs."""
         paths = _absolute(reading)
         own_versions = _versions()
         for node, (versions, sizes) in on_each_node(self._ray, _versions_and_sizes, paths):
@@ -281,7 +281,7 @@ class RayBuildEngine:
     def _results(
         self, function: Any, jobs: Iterable[tuple[Any, ...]], at_once: int = 0, **options: Any
     ) -> Iterator[Any]:
-        """Run ``function`` on each job with limited prefetch; yield the results in job order."""
+        """Run ``function`` on each job, at most ``at_once`` ahead (0: two per core); yield the results in job order."""
         with ray_errors_reported(self._ray):
             task = self._task(function, **options)
             tasks = (task.remote(*job) for job in jobs)
@@ -321,7 +321,7 @@ def _portions(path: str, answers_only: bool) -> Iterator[Portion]:
 
 
 def _encode_portion(portion: Portion, tokenizer: PreTrainedTokenizerBase, width: str) -> tuple[Portion, Tokens, Tokens]:
-    """Return the portion without its texts, the concatenated token ids, and the offsets that split them by text."""
+    """Return the portion without its texts, the concatenated token ids, and the offsets at which a new text starts."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # each core already has a worker
     ids = encode_texts(portion.texts, tokenizer)
     ends = np.cumsum([len(text) for text in ids], dtype=np.int64)[:-1]

@@ -104,8 +104,8 @@ class CountedDocuments:
 FrequentSequences = npt.NDArray[np.int64]
 """Sequences of one length, as an array ``[4, sequences]``.
 
-Row 0 is a position of the sequence in the documents, row 1 its count, row 2 the total count of all sequences with the
-same prefix, and row 3 the number of distinct ones. A prefix is all tokens but the last.
+Row 0 is a position at which the sequence occurs, row 1 its count, row 2 the total count of all sequences with the same
+prefix, and row 3 the number of distinct sequences with that prefix. A prefix is all tokens but the last.
 """
 
 
@@ -124,7 +124,7 @@ def part_count(answers: CountedDocuments) -> int:
 def most_frequent_in_part(
     answers: CountedDocuments, length: int, part: int, parts: int, top_k: int
 ) -> FrequentSequences:
-    """Return the ``top_k`` most frequent sequences whose prefix hash falls into one part."""
+    """Return the ``top_k`` most frequent sequences whose prefix hash falls into part number ``part``."""
     size = _slots(answers)
     table, repeats = np.full(size, -1, answers.position_type), np.zeros(size, np.uint32)
     if _count(answers.tokens, answers.end, length, part, parts, answers.once_per_document, table, repeats):
@@ -149,7 +149,7 @@ def _slots(answers: CountedDocuments) -> int:
 
 
 def table_size(entries: int) -> int:
-    """Return the number of hash table slots for ``entries``: a power of two, at most half of it used."""
+    """Return the number of hash table slots for ``entries``: a power of two, of which at most half are used."""
     return 1 << (2 * entries).bit_length()
 
 
@@ -165,7 +165,7 @@ def _table_sequences(tokens: Ints, length: int, table: Ints, repeats: Ints) -> F
 
 
 def _top_sequences(tokens: Ints, sequences: FrequentSequences, length: int, limit: int) -> FrequentSequences:
-    """Return the ``limit`` most frequent of distinct sequences; ties prefer smaller token ids."""
+    """Return the ``limit`` most frequent sequences, which must be distinct; ties prefer smaller token ids."""
     positions, counts, *_ = sequences
     if len(positions) <= limit:
         return sequences
@@ -186,9 +186,10 @@ def _top_sequences(tokens: Ints, sequences: FrequentSequences, length: int, limi
 def _count(
     tokens: Ints, end: int, length: int, part: int, parts: int, once_per_document: bool, positions: Ints, repeats: Ints
 ) -> bool:
-    """Count the sequences whose prefix hash falls into one part; return False if the table is too small.
+    """Count the sequences whose prefix hash falls into ``part``; return False if the table is too small.
 
-    ``positions`` holds the last position of each sequence, and ``repeats`` how often it occurred again.
+    ``positions`` is the hash table: each slot holds a sequence's last position, or -1. ``repeats`` counts, per slot,
+    the sequence's occurrences after the first.
     """
     room, mask = len(positions) // 4 * 3, len(positions) - 1
     begin = 0

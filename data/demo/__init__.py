@@ -13,7 +13,7 @@ MODEL = _HERE / "model"
 """Checkpoint in the layout of ``save_pretrained``. ``docs/reference/demo-model.md`` tells how it was trained."""
 
 HYBRID = _HERE / "hybrid"
-"""Checkpoint with Qwen3.5's layers: linear attention in three of four, and a multi-token-prediction layer."""
+"""Checkpoint with Qwen3.5's layers: three of four with linear attention, and a multi-token-prediction layer."""
 
 PROMPTS = _HERE / "prompts.jsonl"
 """Conversations to answer, with ``id``, ``category``, ``messages`` and ``reference``, the held-out answer."""
@@ -42,7 +42,7 @@ SMOLLM2, EMBEDDED = "smollm2", "embedded"
 
 
 def located(model: str | None) -> str | None:
-    """Return SmolLM2's file or None for the names of the demo's models, and any other name unchanged.
+    """Return SmolLM2's file for ``smollm2``, None for ``embedded``, and any other name unchanged.
 
     Raises ModelError if SmolLM2's package is not installed.
     """

@@ -62,8 +62,8 @@ def stored_documents(tokens: Tokens, end: int) -> Iterator[Tokens]:
 def with_sources(documents: Iterable[Tokens], counts: Sequence[int]) -> Iterator[Document]:
     """Yield stored documents with the index of their input.
 
-    ``counts`` has the number of documents per input. Raises StoreError if their sum differs from the number of
-    documents.
+    ``counts`` has the number of documents per input. Raises StoreError if the sum of ``counts`` differs from the
+    number of documents.
     """
     owners = (source for source, count in enumerate(counts) for _ in range(count))
     for ids in documents:

@@ -43,11 +43,11 @@ from hdtool.data.stores.store_files import (
 NO_STORE = "none"
 """Value of options and settings that stands for no store."""
 MAX_FOLDER_NAME = 200
-"""Maximum length of a namespace's folder name. File systems allow up to 255 characters, some of them fewer."""
+"""Maximum length of a namespace's folder name. File systems allow up to 255 characters, some fewer."""
 MAX_MODEL_NAME = 100
 """Maximum number of characters of a model's name in a folder name."""
 UNESCAPED_BYTES = frozenset(b"abcdefghijklmnopqrstuvwxyz0123456789-_")
-"""Bytes that a folder name may contain. All others are percent-encoded."""
+"""Bytes that a folder name may contain. All other bytes are percent-encoded."""
 WINDOWS_DEVICE = re.compile(r"(con|prn|aux|nul|(com|lpt)[0-9])")
 """Folder names that Windows reserves for devices."""
 
@@ -113,7 +113,7 @@ def _folder_name(name: str) -> str:
 
 
 def store_at_home(kind: str, tokenizer: TokenizerFingerprint, namespace: str | None = None) -> Path:
-    """Return the folder of all stores of a kind for a tokenizer, separate for each namespace."""
+    """Return the folder that holds all stores of one kind for a tokenizer; each namespace has a folder of its own."""
     return (home() / "stores" if namespace is None else _namespace(namespace)) / tokenizer.fingerprint / kind
 
 
@@ -123,14 +123,14 @@ def corpus_index_at_home(tokenizer: TokenizerFingerprint, namespace: str | None 
 
 
 def model_store_at_home(model: Checkpoint, tokenizer: TokenizerFingerprint, namespace: str | None = None) -> Path:
-    """Return the folder of a model's store. A fine-tune has its own, because it answers differently."""
+    """Return the folder of a model's store. A fine-tune has its own store, because it answers differently."""
     return store_at_home(MODEL_KIND, tokenizer, namespace) / model.fingerprint
 
 
 def model_stores_at_home(
     tokenizer: TokenizerFingerprint, namespace: str | None = None
 ) -> list[tuple[Path, Checkpoint | None]]:
-    """Return the folders of a tokenizer's model stores with their models, or None for stores that name no model."""
+    """Return ``(folder, model)`` for each model store of a tokenizer; the model is None if the store names none."""
     folder = store_at_home(MODEL_KIND, tokenizer, namespace)
     stores = []
     for path in sorted([folder / MANIFEST, *folder.glob(f"*/{MANIFEST}")]):
@@ -140,17 +140,17 @@ def model_stores_at_home(
 
 
 def history_at_home(model: str, tokenizer: TokenizerFingerprint, namespace: str | None = None) -> Path:
-    """Return the folder of a model's history store. Models do not share one, because each repeats its own answers."""
+    """Return the folder of a model's history store. No two models share a store, as each repeats its own answers."""
     return store_at_home(HISTORY_KIND, tokenizer, namespace) / model
 
 
 def history_of_tenant(folder: Path, tenant: str) -> Path:
-    """Return a tenant's subfolder of a history folder that the user named, or that folder if ``tenant`` is empty."""
+    """Return a tenant's subfolder of the history folder that the user named, or ``folder`` if ``tenant`` is empty."""
     return folder / _folder_of(tenant) if tenant else folder
 
 
 def first_namespace_with_stores(names: Iterable[str]) -> str | None:
-    """Return the first of these names that is a valid namespace and has stores, or None."""
+    """Return the first name that is a valid namespace with stores, or None if there is no such name."""
     return next((name for name in names if _is_possible(name) and has_stores(name)), None)
 
 
@@ -222,7 +222,7 @@ class StoredItem:
     """Store, converted model or set-up in hdtool's home."""
 
     name: str
-    """Unique name by which the user selects it: its kind and the first digits of a fingerprint."""
+    """Unique name by which the user selects the item: its kind and the first digits of a fingerprint."""
     kind: str
     folder: Path
     changed: float
@@ -233,7 +233,7 @@ class StoredItem:
     tokens: int | None = None
     sources: tuple[InputShare, ...] = ()
     fault: str | None = None
-    """Why it cannot be opened; None if it can."""
+    """Why the item cannot be opened; None if it can be opened."""
     shared_name: str | None = None
     """Short name that several items share, which is why ``name`` is longer; None if the short name is unique."""
 
@@ -252,7 +252,7 @@ def stored_items() -> list[StoredItem]:
 
 
 def find_item(name: str, items: Iterable[StoredItem]) -> StoredItem:
-    """Return the item with this name or folder. Raises StoreError if there is none or if several share the name."""
+    """Return the item with this name or folder. Raises StoreError unless exactly one matches."""
     known = list(items)
     if sharing := [item for item in known if item.shared_name == name]:
         raise _ambiguous(name, sharing)
@@ -361,7 +361,7 @@ def _history_item(item: StoredItem, files: list[Path]) -> StoredItem:
 
 
 def with_unique_names(items: list[StoredItem]) -> list[StoredItem]:
-    """Return the items, with their folders as names where several would have the same name."""
+    """Return the items; an item whose name is not unique gets its folder's path in hdtool's home as its name."""
     names = Counter(item.name for item in items)
     return [
         item

@@ -151,7 +151,7 @@ class InputShare:
 
 
 def input_shares(sources: Sequence[Source], counted: Iterable[Sequence[int]]) -> tuple[InputShare, ...]:
-    """Return the shares of the inputs. ``counted`` has the numbers of documents and tokens written for each."""
+    """Return the shares of the inputs. ``counted`` has a pair per input: its numbers of documents and of tokens."""
     return tuple(
         InputShare(source.name, source.sha256, int(records), int(tokens))
         for source, (records, tokens) in zip(sources, counted, strict=True)
@@ -346,7 +346,7 @@ def new_build() -> str:
 
 
 def manifest_stamp(path: Path | str) -> tuple[int, int]:
-    """Return a value that changes when the manifest at this path is replaced. Raises OSError if there is none."""
+    """Return a value that changes when the manifest at ``path`` is replaced. Raises OSError if there is no manifest."""
     status = os.stat(path)
     return status.st_ino, status.st_mtime_ns
 
@@ -380,7 +380,7 @@ def _advice(folder: Path) -> str:
 def require_history(
     manifest: HistoryManifest, folder: Path, tokenizer: TokenizerFingerprint, model: str | None = None
 ) -> None:
-    """Raise StoreError unless a history store has this tokenizer and, if given, this model."""
+    """Raise StoreError unless a history store was written with this tokenizer and, if given, for this model."""
     if manifest.tokenizer != tokenizer:
         raise StoreError(
             f"{folder} holds answers in another tokenizer ({printable(manifest.tokenizer.fingerprint)[:40]}, "

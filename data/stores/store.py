@@ -1,7 +1,7 @@
 """Read and build a store: a folder of flat files that a manifest names, with sizes and checksums.
 
 The manifest is replaced atomically once all files are written. Until then the old store stays complete, and readers
-can still use the files that they have opened. A build deletes the files of killed builds and leaves all others alone.
+can still use the files that they have opened. A build deletes the files of killed builds, but never other files.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ def _check_size(folder: Path, file: StoredFile, kind: str) -> None:
 
 
 def require_store(manifest: Manifest, folder: Path, kind: str, tokenizer: TokenizerFingerprint | None = None) -> None:
-    """Raise StoreError unless a store has this kind and, if given, this tokenizer."""
+    """Raise StoreError unless a store is of this kind and, if ``tokenizer`` is given, was built with it."""
     if manifest.kind != kind:
         raise StoreError(f"{folder} is a {manifest.kind} store, a {kind} store is needed: name another folder")
     if tokenizer and manifest.tokenizer != tokenizer:
@@ -265,7 +265,7 @@ def refuse_replacing(folder: Path) -> None:
 def require_unchanged(manifest: Manifest) -> FolderCheck:
     """Return a check that a store still has this manifest.
 
-    A command that rewrites a store would otherwise lose the changes that another one has made since.
+    Without the check, a command that rewrites a store would lose the changes that another command has made since.
     """
 
     def check(folder: Path) -> None:

@@ -1,7 +1,7 @@
 """Names of store files, which decide what hdtool may delete.
 
-hdtool deletes only regular files named like those of a build, and does not build into a folder that holds other files
-and no store.
+hdtool deletes only regular files whose names a build could have given, and does not build into a folder that holds
+other files but no store.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def create_empty(path: Path) -> None:
 
 
 def manifest_bytes(folder: Path, needed: str = "store", advice: str = "build one, or name the folder of one") -> bytes:
-    """Return the content of the manifest in a folder. Raises StoreError if there is none."""
+    """Return the content of the manifest in a folder. Raises StoreError if the folder has no readable manifest."""
     path = folder / MANIFEST
     try:
         if path.exists() and not path.is_file():  # reading a named pipe would block
@@ -91,7 +91,7 @@ def manifest_bytes(folder: Path, needed: str = "store", advice: str = "build one
 def write_manifest(folder: Path, build: str, row: dict[str, Any]) -> None:
     """Replace the manifest in a folder atomically. The caller must hold the folder's lock."""
     new = folder / f"{MANIFEST}-{build}"
-    new.unlink(missing_ok=True)  # a killed process may have left one
+    new.unlink(missing_ok=True)  # a killed process may have left this file
     try:
         with open(new, "x", encoding="utf-8", newline="\n") as stream:
             stream.write(json.dumps(row, indent=1, ensure_ascii=False) + "\n")
@@ -113,7 +113,7 @@ def delete_leftovers(folder: Path, kept: Collection[str]) -> None:
 
 
 def check_destination(folder: Path) -> None:
-    """Raise StoreError unless a build may write to ``folder``: if it is new or empty, or has a store or leftovers."""
+    """Raise StoreError unless ``folder`` is new or empty, or holds a store (but no history) or leftovers of builds."""
     with os_errors_as(StoreError, f"{folder} cannot be read", "mend the permissions or choose another place"):
         if folder.is_dir():
             if holds_history(folder):

@@ -53,7 +53,8 @@ def typical_case(
 ) -> TypicalCase:
     """Return the answer whose tokens per step are closest to the average.
 
-    ``questions`` has one entry per turn. Answers outside ``CASE_LENGTHS`` are used only if there are no others.
+    ``questions`` has one entry per turn. Only answers with a length in ``CASE_LENGTHS`` are considered, if there are
+    any.
     """
     candidates = list(zip(result.turns, questions, strict=True))
     fitting = [candidate for candidate in candidates if len(candidate[0].tokens) in CASE_LENGTHS] or candidates
@@ -70,7 +71,7 @@ def typical_case(
 def pieces(
     tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int], sources: Sequence[int]
 ) -> tuple[tuple[str, str], ...]:
-    """Return the text that each token completes, with the name of the source that drafted the token."""
+    """Return pairs ``(text, source)``: the text that a token completes, and the source that drafted the token."""
     text = TextStream(tokenizer)
     parts = [(text.add([token]), str(SourceId(source))) for token, source in zip(tokens, sources, strict=True)]
     return tuple(piece for piece in (*parts, (text.end(), str(SourceId.NONE))) if piece[0])
@@ -105,7 +106,7 @@ class Study:
 
     @cached_property
     def contenders(self) -> list[ReplayMethod]:
-        """Both hierarchies with every subset of sources, and ``hd-paper`` also in every order."""
+        """Every method of ``HIERARCHIES`` with every subset of sources, and ``hd-paper`` also with every order."""
         choices = [(method, chosen) for method in HIERARCHIES for chosen in source_subsets(self.letters)]
         choices += [("hd-paper", order) for order in source_orders(self.letters)]
         return [self.contender(*choice) for choice in dict.fromkeys(choices)]
@@ -137,7 +138,7 @@ class StudyResults:
     results: Mapping[str, ReplayResult]
 
     def whole(self, method: str) -> ReplayResult:
-        """Return the replay with all available sources."""
+        """Return the replay of ``method`` with all available sources."""
         return self.results[_replay_name(method, self.letters)]
 
     def shares(self) -> tuple[SourceShares, ...]:
@@ -168,7 +169,7 @@ class StudyResults:
 
 
 def source_subsets(letters: str) -> tuple[str, ...]:
-    """Return all non-empty subsets, smaller ones first."""
+    """Return all non-empty subsets of ``letters``, ordered by size."""
     return tuple(
         "".join(letters_chosen) for size in range(1, len(letters) + 1) for letters_chosen in combinations(letters, size)
     )
@@ -196,7 +197,10 @@ def source_shares(method: str, result: ReplayResult) -> SourceShares:
 
 
 def source_coverage(method: str, singles: Mapping[str, ReplayResult]) -> Coverage:
-    """Count the tokens accepted from each source as the only one, and those that no other source had."""
+    """Count the tokens accepted in each source's own replay, and how many of them are accepted in no other replay.
+
+    ``singles`` are the replays of ``method`` with one source each, by source letter.
+    """
     tokens = np.concatenate([turn.tokens for turn in next(iter(singles.values())).turns])
     accepted = {
         letter: np.concatenate([turn.sources for turn in result.turns]) == source_of(letter)
@@ -219,7 +223,7 @@ def source_coverage(method: str, singles: Mapping[str, ReplayResult]) -> Coverag
 
 
 THINNING_FACTORS = (16, 8, 4, 2)
-"""Each smaller index holds one in this many documents."""
+"""Each smaller index holds one document in this many."""
 MAX_INDEX_TOKENS = 50_000_000
 """Size above which building the smaller indexes would take minutes."""
 MIN_INDEX_DOCUMENTS = 10 * THINNING_FACTORS[0]
@@ -256,7 +260,7 @@ def replay_sizes(study: Study, build: BuildIndex, *, quiet: bool = False) -> Ind
 
 
 def _thinned_index(corpus: CorpusIndex, part: int, folder: Path, build: BuildIndex) -> CorpusIndex:
-    """Build an index of a random sample of the documents, one in ``part`` of them.
+    """Build an index of a random sample of the documents: on average, one in ``part``.
 
     The sample is random because many corpora alternate questions and answers.
     """
@@ -271,7 +275,7 @@ def _thinned_index(corpus: CorpusIndex, part: int, folder: Path, build: BuildInd
 def _size(study: Study, corpus: CorpusIndex) -> IndexSize:
     store_set = StoreSet(study.store_set.model, corpus)
     contender = study.contender(SIZES_METHOD, study.letters)
-    # In one process, because times are reported.
+    # Replay in one process, because times are reported.
     result = replay([contender], study.conversations, store_set, workers=1)[contender.name]
     return IndexSize(
         tokens=corpus.manifest.counts["tokens"],

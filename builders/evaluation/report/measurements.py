@@ -43,7 +43,7 @@ class BenchMeasurements:
         return scores_of(self.results, self.baseline)
 
     def speedups(self) -> Speeds:
-        """Return speedups over plain decoding, or over the baseline if one is named or plain decoding is missing."""
+        """Return speedups over the baseline if one was named or plain decoding is missing, else over plain decoding."""
         scores = self.scores
         compared = scores.comparisons[0] if self.baseline is None else scores.baseline
         methods = {
@@ -158,7 +158,7 @@ Flags = npt.NDArray[np.bool_]
 
 
 def ngram_repeats(conversations: Sequence[Sequence[RecordedTurn]], store_set: StoreSet) -> Repeats | None:
-    """Return where the 4-grams of answers occurred before; None if no answer has four tokens."""
+    """Return where the 4-grams of answers occurred before; None if every answer has fewer than four tokens."""
     hashes = [ngram_hashes(turn.answer) for turns in conversations for turn in turns]
     if not sum(map(len, hashes)):
         return None
@@ -224,7 +224,7 @@ def _in_earlier_answers(conversations: Sequence[Sequence[RecordedTurn]]) -> Iter
 
 
 def repeat_distances(hashes: Sequence[Hashes]) -> npt.NDArray[np.int64]:
-    """Return the distance, in tokens, of each repeated 4-gram to its last occurrence in all answers."""
+    """Return the distance, in tokens, from each repeated 4-gram to its previous occurrence in the joined answers."""
     every = np.concatenate(hashes)
     starts = np.cumsum([0, *(len(turn_hashes) + NGRAM - 1 for turn_hashes in hashes[:-1])])
     positions = np.concatenate(

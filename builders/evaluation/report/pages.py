@@ -153,7 +153,7 @@ def bench_page(measured: BenchMeasurements, study: Study, replayed: str, command
 
 
 def headline(results: Mapping[str, ReplayResult], curve: CostCurve | None) -> str:
-    """Return a sentence on the gain of the default method, or of the best one if the default was not replayed."""
+    """Return a sentence on the gain of the default method or, if it was not replayed, of the best method."""
 
     def gain(result: ReplayResult) -> float:
         return result.predict(curve).speedup if curve else result.tokens_per_step

@@ -168,7 +168,10 @@ def temperatures(data: Speeds, axes: Axes, theme: Theme) -> None:
 
 
 def shares(data: SourceShares, axes: Axes, theme: Theme) -> None:
-    """Draw three bars per source: steps with drafts, drafts with an accepted token, and accepted tokens, in percent."""
+    """Draw three bars per source, in percent: steps with a draft, drafts with an accepted token, and accepted tokens.
+
+    The percentages refer to all steps, to the steps with a draft, and to the drafted tokens.
+    """
     names = list(data.sources)
     positions = np.arange(len(names))
     colours = [theme.source(name) for name in names]
@@ -211,7 +214,7 @@ def trials(data: Trials, axes: Axes, theme: Theme) -> None:
 
 
 def coverage(data: Coverage, axes: Axes, theme: Theme) -> None:
-    """Draw two bars per source: tokens accepted with it as the only source, and those no other source had."""
+    """Draw two bars per source: tokens accepted in the source's own replay, and how many only this replay accepted."""
     names = list(data.sources)
     for place, (name, source) in enumerate(data.sources.items()):
         colour = theme.source(name)

@@ -28,7 +28,7 @@ class Durations:
     def line(self, method: str) -> tuple[float, float]:
         """Fit a least-squares line through a method's answers.
 
-        Returns the seconds per token and the seconds before the first token.
+        Returns ``(seconds per token, seconds before the first token)``.
         """
         import numpy as np
 
@@ -48,7 +48,7 @@ class SourceCounts:
     hits: int
     """Number of steps in which the source drafted anything."""
     wins: int
-    """Number of steps in which at least one of its tokens was accepted."""
+    """Number of steps in which at least one token of the source was accepted."""
 
     @property
     def acceptance_rate(self) -> float:
@@ -63,7 +63,7 @@ class SourceCounts:
 
 @dataclass(frozen=True)
 class SourceShares:
-    """Counts of each source in one method; ``steps`` excludes prefills."""
+    """Counts of each source over the steps of one method; ``steps`` is the number of steps without prefills."""
 
     method: str
     steps: int
@@ -101,11 +101,11 @@ class SourceCoverage:
     positions: int
     """Number of accepted tokens."""
     alone: int
-    """Number of accepted tokens that no other source had accepted when it was the only one."""
+    """Number of accepted tokens that no other source, as the only one, had accepted."""
     distinct_tokens: int
     """Number of distinct accepted tokens."""
     distinct_tokens_alone: int
-    """Number of distinct accepted tokens that no other source had accepted when it was the only one."""
+    """Number of distinct accepted tokens that no other source, as the only one, had accepted."""
 
 
 @dataclass(frozen=True)
@@ -127,10 +127,10 @@ class Repeats:
     generations: tuple[int, ...]
     """Index of the last answer in each group, from 1."""
     origins: Mapping[str, tuple[float, ...]]
-    """For each place where they occurred, the share of a group's 4-grams that occur there."""
+    """Per place, the share of each group's 4-grams that occurred there before."""
     distances: tuple[int, ...]
     shares_within: tuple[float, ...]
-    """Share of all 4-grams whose last occurrence is at most this far back."""
+    """Per distance, the share of all 4-grams whose last occurrence is at most that many tokens back."""
 
 
 @dataclass(frozen=True)
@@ -143,7 +143,7 @@ class IndexSize:
     """Median over steps."""
     draft_us_p90: float
     corpus_us: float
-    """Time in the corpus index, averaged over steps."""
+    """Microseconds in the corpus index, averaged over steps."""
 
 
 @dataclass(frozen=True)
@@ -199,7 +199,10 @@ class Table:
 
 
 def source_wins(sources: Iterable[int], step_tokens: Iterable[int]) -> Counter[int]:
-    """Count the steps in which each source had a token accepted; ``sources`` has one entry per token."""
+    """Count the steps in which each source had a token accepted.
+
+    ``sources`` has an entry per token, and ``step_tokens`` the number of tokens per step.
+    """
     rest = iter(sources)
     return Counter(chain.from_iterable(set(islice(rest, tokens)) for tokens in step_tokens))
 
