@@ -215,6 +215,7 @@ def test_each_pass_of_a_layer_that_drafts_token_by_token_is_waited_for_once(othe
         assert step[REPLAY] == step[COPY_OUT] == step[WAIT + "an event"] == waits(step), found["lines"]
 
 
+@pytest.mark.long
 def test_steps_with_hidden_states_are_captured_before_the_first_answer(others: dict[str, Any]) -> None:
     found = others["hidden_without_extents"]
     assert not found["faults"]
