@@ -102,7 +102,10 @@ def address_of(function: Callable[..., Any], signature: Any) -> int:
 
 
 def caller_of(signature: Any) -> Any:
-    """Return an intrinsic that takes an address and a tuple of arguments and calls a function of this signature."""
+    """Return an intrinsic that takes an address and a tuple of arguments and calls the function at the address.
+
+    ``signature`` is the numba signature of that function.
+    """
     returned = signature.return_type
 
     def call(context: Any, address: Any, arguments: Any) -> Any:
@@ -139,7 +142,7 @@ else:
 
 @compiled
 def lap(work: Any, source: int) -> None:
-    """Add the time since the previous lap, in nanoseconds, to a source's total, if this draft is timed."""
+    """Add the nanoseconds since the previous lap to the total of ``source``, if this draft is timed."""
     if work.timed:
         _read(MONOTONIC, work.instant_at)
         now = work.instant[0] * 1_000_000_000 + work.instant[1]

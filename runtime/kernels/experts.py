@@ -37,13 +37,13 @@ routing weights only to choose experts, or 0. GROUPS, USED_GROUPS: number of exp
 FACTOR, SUM_OFFSET, MIN_SUM, SHARED_GATE = range(USED_GROUPS + 1, USED_GROUPS + 5)
 """FACTOR, SUM_OFFSET, MIN_SUM: float32 bits of the factor applied to the final routing weights, of an offset added to
 the sum they are divided by, and of that sum's minimum. SHARED_GATE: fields of a one-row matmul whose sigmoid weights
-the shared expert; without it, the weight is 1."""
+the shared expert, or zeros to weight it by 1."""
 ROUTER_FIELDS = SHARED_GATE + BIAS + 1
 
 
 @compiled
 def route(router: Array, scores: Array, chosen: Array, routing_weights: Array) -> None:
-    """Write the top experts of each row and their routing weights, best first.
+    """Write the top experts of each row to ``chosen``, best first, and their weights to ``routing_weights``.
 
     ``scores`` ``[rows, experts]`` are overwritten.
     """
@@ -138,7 +138,7 @@ TOLERANCE = 1e-4
 CHECKED_EXPERTS = 2
 """Number of experts whose outputs are compared with transformers'."""
 CHECKED_MAGNITUDES = (1.0, 100.0)
-"""Scales of the inputs in that comparison; large inputs reach the clamping limits of the activation."""
+"""Scales of the inputs on which experts are compared; large inputs reach the clamping limits of the activation."""
 
 
 @compiled
@@ -158,9 +158,10 @@ def mix_experts(
     outputs: int,
     scratch: int,
 ) -> int:
-    """Write each row's sum of the outputs of its ``chosen`` experts ``[rows, top_k]``, weighted by ``routing_weights``.
+    """Write each row's weighted sum of expert outputs; return the number of distinct experts used.
 
-    ``inputs`` and ``outputs`` are addresses of float32 rows. Returns the number of distinct experts used.
+    ``chosen`` and ``routing_weights`` ``[rows, top_k]`` are each row's experts and their weights. ``inputs`` and
+    ``outputs`` are addresses of float32 rows.
     """
     rows, top_k = chosen.shape
     width, inner = experts[WIDTH], experts[INNER]
@@ -226,7 +227,7 @@ class ExpertMatrices(NamedTuple):
 def expert_matrices(weight: Any, panels: Mapping[int, Any]) -> list[ExpertMatrices]:
     """Return the matrices of a parameter: a single one, or gate and up if they are packed separately.
 
-    ``panels`` maps addresses of packed parts to repacked copies, which are used instead.
+    ``panels`` maps addresses of packed parts to repacked copies, whose addresses are returned instead.
     """
     stored = matrices_of(stored_of(weight))
     parts = stored.parts if isinstance(stored, PackedExperts) else [stored]
@@ -261,7 +262,7 @@ def _has_pairs(module: Any) -> bool:
 
 
 class CompiledExperts(Module):
-    """Compiled experts that share another module's parameters and fall back to its ``forward``."""
+    """Compiled experts that share another module's parameters and fall back to that module's ``forward``."""
 
     @classmethod
     def of(cls, experts: Module) -> CompiledExperts:
@@ -320,7 +321,7 @@ def fits_compiled_experts(module: Any, dtypes: Container[torch.dtype] = (torch.f
 
 
 def _parts_fit(weight: Any) -> bool:
-    """Return True if the parts of a packed weight, one or separate gate and up, have the same format and shape."""
+    """Return True if a weight isn't packed, or its parts (one, or gate and up) have the same format and shape."""
     stored = stored_of(weight)
     if not isinstance(stored, PackedExperts):
         return not is_compact(weight) or isinstance(stored, torch.Tensor)

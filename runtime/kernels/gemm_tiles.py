@@ -24,7 +24,7 @@ PREFETCH_DISTANCE = 8192
 5 took 8.5 ms with one tile (1,440 bytes), 8.3 with 2,048, 7.1 with 4,096, 7.0 with 8,192 and 7.3 with 16,384."""
 INTO_L1 = CPU.startswith("znver")
 """True if prefetching into L1 is faster than into L2, as on Zen. An Intel Xeon with AMX read 15 to 22 GB/s with L1 and
-23 to 29 with L2; a pass of one row took 11.5 and 10.5 ms."""
+23 to 29 with L2; a pass of one row took 11.5 ms with L1 and 10.5 ms with L2."""
 SCALED_COLUMNS = 1024
 """Number of columns whose scales are computed ahead and kept on the stack."""
 ACCUMULATORS = 16 if LANES == 16 else 8
@@ -103,7 +103,7 @@ class _Packed:
     def loop(self, rows: Sequence[Any], columns: Any, carried: Sequence[Any], body: Body) -> list[Any]:
         """Generate a loop over the blocks of several matrix rows; return the final values.
 
-        For formats whose scales are computed ahead, an extra loop computes those of each ``SCALED_COLUMNS`` columns.
+        If a format's scales are computed ahead, an extra loop computes them for each ``SCALED_COLUMNS`` columns.
         """
         code, builder, count = self.code, self.code.builder, self.blocks.scales * len(rows)
         size = max(1, SCALED_COLUMNS // self.step * count)
@@ -145,7 +145,7 @@ def _read(code: VectorCode, kind: Any) -> Any:
 
 
 def tile_out_features(rows: int) -> int:
-    """Return how many matrix rows a tile with this many input rows has; a divisor of ``TILE_OUT_FEATURES``."""
+    """Return the number of matrix rows of a tile with ``rows`` input rows; it divides ``TILE_OUT_FEATURES``."""
     return max(
         out_features
         for out_features in (1, 2, 4)
@@ -327,5 +327,5 @@ def copy_vectors(builder: Any, read: Any, count: Any, written: Any, stride: Any)
 
 @generated(None, returns=types.int64)
 def block_size_of(builder: Any, kind: Any) -> Any:
-    """Return how many numbers a block of a format has; 1 for formats without blocks."""
+    """Return the number of weights in a block of a format; 1 for formats without blocks."""
     return INDEX(FORMAT_OF_TYPE[kind].block_size if kind in FORMAT_OF_TYPE else 1)

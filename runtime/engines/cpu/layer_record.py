@@ -35,10 +35,9 @@ EXPERTS, ROUTER = range(ROTARY + 1, ROTARY + 3)
 
 NORM_BEFORE_MIXER to NORM_K: addresses of the weights of the norms before and after attention or a mixer, before and
 after the MLP, and of queries and keys. SINKS: address of attention sinks. KEYS, VALUES: addresses in the KV cache; a
-layer without a matmul for keys only reads there. WINDOW: number of positions that a row attends
-to, 0 for all.
-ROTARY: index of the rotary type, -1 for none. EXPERTS, ROUTER: addresses of the records of the experts and their
-router; a layer with experts uses the MLP's matmuls for the shared expert, if the layer has one.
+layer without a matmul for keys only reads there. WINDOW: number of positions that a row attends to, 0 for all. ROTARY:
+index of the rotary type, -1 for none. EXPERTS, ROUTER: addresses of the records of the experts and their router; a
+layer with experts uses the MLP's matmuls for the shared expert, if the layer has one.
 """
 HEADS, GROUPS, WIDTH, LAYER_ROTARY_WIDTH, SLOT_STRIDE, HEAD_STRIDE, NORM_V = range(ROUTER + 1, ROUTER + 8)
 """Heads of a layer.

@@ -289,7 +289,7 @@ class _LayerProof:
             yield states
 
     def _compiled(self, number: int, hidden: torch.Tensor, case: Case) -> torch.Tensor:
-        """Return the output of one compiled layer, write to the KV cache, and advance the states along each tree's path."""
+        """Return a compiled layer's output, writing to the KV cache and advancing the states along each tree's path."""
         storage, cache, positions, _, mask, trees = case
         slots, new = positions.shape
         _, starts = cache.room_for(new)
