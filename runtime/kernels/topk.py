@@ -49,7 +49,7 @@ def bits_of(logits: torch.Tensor) -> LogitBits:
 
 @compiled
 def argmax_of_row(address: int, stride: int, vocabulary: int, infinity: Array, row: int) -> tuple[int, bool]:
-    """Return ``(token, is_finite)``: a row's first argmax, where NaN is the maximum, and True if its logit is finite."""
+    """Return ``(token, is_finite)``: the first argmax, with NaN as the maximum, and True if its logit is finite."""
     return argmax_of(array_at(address + row * stride * infinity.itemsize, vocabulary, infinity.dtype), infinity[0])
 
 
