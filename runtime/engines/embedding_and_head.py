@@ -121,7 +121,7 @@ class Rotary(NamedTuple):
 
     @classmethod
     def of(cls, cos: torch.Tensor, sin: torch.Tensor, *, is_interleaved: bool) -> Rotary:
-        """Build from the cosines and sines of Transformers' rotary modules, whose second half repeats the first."""
+        """Build from the cosines and sines of Transformers' rotary modules, whose two halves are equal."""
         half = cos.shape[1] // 2
         first, second = -sin[:, :half], sin[:, half:]
         if not is_interleaved:

@@ -92,7 +92,7 @@ def mixture_parts(layer: Module, router: str) -> MixtureParts[Any] | None:
 
 
 def is_known_mixture(parts: MixtureParts[Any], layer: Module, width: int, epsilon: float, kind: Kind[Any]) -> bool:
-    """Return True if the router has exactly the expected modules, parameters and attributes, and their shapes match."""
+    """Return True if the router's modules, parameters and attributes are as expected and their shapes match."""
     router, package = parts.router, package_of(layer)
     norm: Any = router._modules.get("norm")
     projection: Any = router._modules.get("proj")

@@ -185,7 +185,7 @@ def _delta_rule_separate(module: Any) -> MixerParts[Any]:
 def _delta_rule_by_heads(module: Any) -> MixerParts[Any]:
     """Return the parts of a delta rule with two projections.
 
-    One gives queries, keys, values and gates; the other gives write strengths and time steps.
+    The first projection gives queries, keys, values and gates, and the second gives write strengths and time steps.
     """
     if module.activation != "silu":
         raise AttributeError("another activation")

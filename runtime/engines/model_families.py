@@ -1,7 +1,8 @@
 """Describes model types by how their layers differ from Llama's.
 
 A description applies only to Transformers' own classes, and only while their modules and configuration have no
-attributes or settings beyond those listed here. A release that adds one may compute something else.
+attributes or settings beyond those listed here. A release of Transformers that adds an attribute or setting may compute
+something else.
 """
 
 from __future__ import annotations

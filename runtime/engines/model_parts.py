@@ -106,7 +106,7 @@ class LayerParts(Generic[Matmul]):
     factor: torch.Tensor | None = None
     """One-element tensor that scales the layer's output; None if the output isn't scaled."""
     kv_source: int | None = None
-    """Index of the earlier layer whose keys and values this layer reads; None if it has its own."""
+    """Index of the earlier layer whose keys and values this layer reads; None if the layer has its own."""
 
     @property
     def matmuls(self) -> tuple[Matmul, ...]:

@@ -1,7 +1,8 @@
 """Numba helpers: compile options, LLVM intrinsics, function pointers, a clock and raw memory.
 
 Numba specializes a function and its callees for every constant argument and integer width. ``compiled`` forces a single
-specialization, which halves compile time and runs as fast: LLVM still inlines small functions with their constants.
+specialization, which halves compile time. The code runs as fast, since LLVM still inlines small functions with their
+constants.
 """
 
 from __future__ import annotations

@@ -30,9 +30,10 @@ ROUTE, SCORES, OUTPUTS, INPUTS, BIAS, TOP_K, SIGMOID, RENORMALIZES, CORRECTION, 
 """Fields of a router record.
 
 ROUTE, SCORES: addresses of the matmul that computes the scores and of its matrix, with OUTPUTS rows and INPUTS columns.
-BIAS: address of its bias, or 0. TOP_K: experts per token. SIGMOID: routing weights are sigmoids of the scores instead
-of a softmax. RENORMALIZES: a token's routing weights are scaled to sum to 1. CORRECTION: address of a term added to
-routing weights only to choose experts, or 0. GROUPS, USED_GROUPS: number of expert groups, and of groups per token.
+BIAS: address of the matmul's bias, or 0. TOP_K: experts per token. SIGMOID: routing weights are sigmoids of the scores
+instead of a softmax. RENORMALIZES: a token's routing weights are scaled to sum to 1. CORRECTION: address of a term
+added to routing weights only to choose experts, or 0. GROUPS, USED_GROUPS: number of expert groups, and of groups per
+token.
 """
 FACTOR, SUM_OFFSET, MIN_SUM, SHARED_GATE = range(USED_GROUPS + 1, USED_GROUPS + 5)
 """FACTOR, SUM_OFFSET, MIN_SUM: float32 bits of the factor applied to the final routing weights, of an offset added to
@@ -112,11 +113,12 @@ def _hide_groups(choices: Array, groups: int, used: int) -> None:
 
 EXPERT_COUNT, WIDTH, INNER, EXPAND, GATE, GATE_SIZE, UP, UP_SIZE, EXPAND_BIAS = range(9)
 """Fields of an experts record. WIDTH, INNER: hidden and intermediate size. EXPAND: address of the gate and up matmul.
-GATE, UP: addresses of the matrices; GATE_SIZE, UP_SIZE: their bytes per expert. EXPAND_BIAS: address, or 0."""
+GATE, UP: addresses of the matrices; GATE_SIZE, UP_SIZE: their bytes per expert. EXPAND_BIAS: address of the matmul's
+bias, or 0."""
 REDUCE, DOWN, DOWN_SIZE, REDUCE_BIAS, PAIRS, ALPHA, LIMIT, TANH_GATE = range(9, 17)
-"""REDUCE: address of the down matmul; DOWN: of its matrix; DOWN_SIZE: bytes per expert; REDUCE_BIAS: address, or 0.
-PAIRS: one matrix interleaves gate and up; ALPHA and LIMIT are then the float32 bits of the activation's constants.
-TANH_GATE: without PAIRS, the activation is tanh GELU instead of SiLU."""
+"""REDUCE, DOWN: addresses of the down matmul and of its matrix. DOWN_SIZE: the matrix's bytes per expert. REDUCE_BIAS:
+address of the matmul's bias, or 0. PAIRS: one matrix interleaves gate and up; ALPHA and LIMIT are then the float32 bits
+of the activation's constants. TANH_GATE: without PAIRS, the activation is tanh GELU instead of SiLU."""
 EXPERT_FIELDS = TANH_GATE + 1
 IS_TANH_GELU = {"SiLU": False, "SiLUActivation": False, "GELUTanh": True, "PytorchGELUTanh": True}
 """True for tanh GELU and False for SiLU, by the activation's class name."""
@@ -225,7 +227,7 @@ class ExpertMatrices(NamedTuple):
 
 
 def expert_matrices(weight: Any, panels: Mapping[int, Any]) -> list[ExpertMatrices]:
-    """Return the matrices of a parameter: a single one, or gate and up if they are packed separately.
+    """Return a list of the matrices of a parameter: one, or two if gate and up are packed separately.
 
     ``panels`` maps addresses of packed parts to repacked copies, whose addresses are returned instead.
     """

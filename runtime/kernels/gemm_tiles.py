@@ -1,7 +1,7 @@
 """LLVM code generation for matmul tiles: a few matrix rows by a few input rows.
 
-The matrix is stored in float32, 16 bits or packed blocks and expanded to float32 in registers, so results are bitwise
-those of the expanded matrix. The order of summation is independent of the number of rows.
+The matrix is stored in float32, 16 bits or packed blocks and expanded to float32 in registers, so results equal those
+of the expanded matrix bit for bit. The order of summation is independent of the number of rows.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ QUAD_ACCUMULATORS = 4 if LANES == 8 else ACCUMULATORS
 rows by a 1,536 x 576 matrix in Q4_1 took 166 µs with eight sums and 97 µs with four, on Zen 4 without AVX-512."""
 TILE_OUT_FEATURES, MAX_TILE_ROWS = 8, 11 if LANES == 8 else max(8, PAIR_ACCUMULATORS // 2)
 """Matrix rows divided evenly among tiles, and maximum input rows of a tile. AVX has registers for eleven sums of one
-matrix row: nine input rows by a 1,536 x 576 matrix in Q4_1 take 0.78 of the time of five and then four."""
+matrix row: nine input rows by a 1,536 x 576 matrix in Q4_1 take 0.78 of the time of a tile of five and one of four."""
 MAX_DIRECT_ROWS = 4
 """Maximum input rows that a tile reads in-place; more rows are interleaved vector by vector."""
 
@@ -227,7 +227,7 @@ def _sums(
     prefetches: bool = False,
     prefetched: Sequence[Any] = (),
 ) -> list[Any]:
-    """Generate the sums of products over these columns, starting from ``first``, ordered by matrix row.
+    """Generate the sums of products over ``columns`` columns, starting from ``first`` and ordered by matrix row.
 
     ``prefetches`` also prefetches later matrix rows; ``prefetched`` are addresses at which to prefetch one byte per
     column.

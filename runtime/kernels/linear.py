@@ -17,7 +17,7 @@ from hdtool.runtime.kernels.thread_pool import parallel_matmul, shared_thread_po
 
 MATRIX_KINDS = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16, torch.float16: FLOAT16}
 ORDINARY_TENSORS = (torch.Tensor, Parameter)
-"""Tensor classes whose memory can be read directly, unlike those of quantization libraries."""
+"""Tensor classes whose memory can be read directly, unlike the tensor classes of quantization libraries."""
 
 
 class CompiledLinear(Linear):

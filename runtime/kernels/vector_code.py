@@ -30,7 +30,7 @@ CACHE_LINE = 64
 
 
 def has_feature(feature: str) -> bool:
-    """Return True if the processor has a feature, by its LLVM name."""
+    """Return True if the processor has the feature with this LLVM name."""
     try:
         return bool(binding.get_host_cpu_features().get(feature))
     except RuntimeError:  # LLVM cannot detect features on some processors

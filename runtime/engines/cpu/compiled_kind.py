@@ -104,7 +104,7 @@ def matmuls_of(part: LayerParts[CompiledLinear]) -> dict[int, MatmulRows]:
 
 
 def has_compiled_experts(part: LayerParts[CompiledLinear], family: Family) -> bool:
-    """Return True if a layer has no experts or compiled code can route and compute them."""
+    """Return True if compiled code can route and compute a layer's experts, or if the layer has none."""
     block: Any = part.experts
     if part.added_mixture:
         return type(part.added_mixture.experts) is CompiledExperts

@@ -30,7 +30,7 @@ class CompiledModel:
         self._parts, self._log = parts, log
         self.table = WeightTable(parts, windows)
         self._passes = {1: TreePass(self.table)}
-        """Passes by the number of slots that they have memory for."""
+        """``TreePass`` objects by the number of slots for which they have memory."""
         self.is_current = False
         """True if the last ``check`` found the model unchanged."""
         self.passes = 0
@@ -90,7 +90,7 @@ class CompiledModel:
         return self.table.first_layer_alone()
 
     def read(self, tokens: Sequence[int], slot: Slot) -> torch.Tensor | None:
-        """Append tokens to a slot in chunks; return the logits ``[1, vocabulary]`` after the last one.
+        """Append tokens to a slot in chunks; return the logits ``[1, vocabulary]`` after the last token.
 
         Return None if the engine can't compute a chunk; the slot then contains only the chunks before it.
         """

@@ -135,8 +135,8 @@ declare i32 @llvm.vector.reduce.add.v16i32(<16 x i32>)
 def has_dot_of_octets(triple: str, cpu: str, features: str) -> bool:
     """Return True if LLVM selects ``sdot`` for a processor.
 
-    LLVM's list of host features doesn't name the instruction, and using it where LLVM doesn't support it ends the
-    process. Therefore this function compiles a sum for which LLVM selects ``sdot`` wherever it can.
+    LLVM's list of host features doesn't name the instruction, and using ``sdot`` where LLVM doesn't support it ends the
+    process. Therefore this function compiles a sum for which LLVM selects ``sdot`` wherever possible.
     """
     target_machine = binding.Target.from_triple(triple).create_target_machine(cpu=cpu, features=features, opt=2)
     return "sdot" in target_machine.emit_assembly(binding.parse_assembly(SUM_OF_PRODUCTS))

@@ -46,7 +46,7 @@ MAX_LEVEL = 127.0
 MIN_MAGNITUDE = 1e-30
 """Parts whose magnitudes don't exceed this become zero, because the inverse of their scale might be infinite."""
 ROUNDING, ROUNDING_BITS = 12582912.0, 0x4B400000
-"""1.5 * 2**23 and its bits. Adding it to a small number rounds that to an integer in the lowest bits of the sum."""
+"""1.5 * 2**23 and its bits. Adding it rounds a small number to an integer, which is in the lowest bits of the sum."""
 
 
 @generated(types.int64, None, types.int64, types.int64)
@@ -113,7 +113,7 @@ def _sum(code: IntegerCode, vectors: list[Any]) -> Any:
 
 
 SIGN = 128
-"""Highest bit of a byte. Flipping it subtracts 128 from an unsigned level, which makes it signed."""
+"""Highest bit of a byte. Flipping this bit subtracts 128 from an unsigned level, which makes the level signed."""
 MAX_PAIR_BITS = 6
 """Maximum number of bits of a level for which the sum of two products fits into 16 bits for all inputs."""
 PANEL_PREFETCH_DISTANCE = 8192
@@ -121,9 +121,9 @@ PANEL_PREFETCH_DISTANCE = 8192
 ONE_ROW_PREFETCH_DISTANCE = 1024 if CPU in ("znver3", "znver4") else PANEL_PREFETCH_DISTANCE
 """Prefetch distance in bytes for one input row.
 
-With so little to compute, Zen 4's hardware prefetcher keeps up with memory. Those of other processors don't: a pass of
-SmolLM2 took 3.3 ms on Zen 5 with 1,024 bytes, 2.7 ms with 4,096, 2.6 ms with 8,192 and 2.8 ms with 16,384. On an Intel
-Xeon with AMX it took 8.4 ms with 1,024 bytes and 7.5 ms with 8,192.
+With so little to compute, Zen 4's hardware prefetcher keeps up with memory. Other processors' prefetchers don't: a pass
+of SmolLM2 took 3.3 ms on Zen 5 with 1,024 bytes, 2.7 ms with 4,096, 2.6 ms with 8,192 and 2.8 ms with 16,384. On an
+Intel Xeon with AMX, the pass took 8.4 ms with 1,024 bytes and 7.5 ms with 8,192.
 """
 FAR_PREFETCH_ROWS = 2
 """Minimum number of input rows for which tiles use ``PANEL_PREFETCH_DISTANCE``."""

@@ -151,7 +151,7 @@ def outline_of(model: Module) -> str:
 
 
 def _form(tensor: torch.Tensor | None, numbers: dict[int, int]) -> str:
-    """Describe a tensor's layout. ``numbers`` assigns a number to each tensor by ``id``, so tied tensors share one."""
+    """Describe a tensor's layout. ``numbers`` numbers tensors by their ``id``, so tied tensors share a number."""
     if tensor is None:
         return "none"
     stored: Any = tensor.stored if is_compact(tensor) else tensor
@@ -162,7 +162,7 @@ def _form(tensor: torch.Tensor | None, numbers: dict[int, int]) -> str:
 
 @torch.inference_mode()
 def logits_hash(target: Target) -> str:
-    """Return a hash of the logits of a prefill and of a tree, the two kinds of passes."""
+    """Return a hash of the logits of a prefill and of a pass over a tree."""
     digest = hashlib.sha256()
     cache = target.allocate()
     with target.changing(), target.log.unchanged():

@@ -75,8 +75,9 @@ JOURNAL_AT, STRENGTH, FOURTH = range(MIXER + 19, MIXER + 22)
 """JOURNAL_AT: number of float32 values that earlier layers keep per row. STRENGTH: bits of the factor of a delta rule's
 write strengths. FOURTH: first field of the matmul for a mixer's fourth input.
 
-If a delta rule has a fifth and a sixth input, the first, fifth and sixth give queries, keys and values. If it has no
-fourth input, its two inputs give queries, keys, values and gates, and strengths and steps, grouped by key head.
+If a delta rule has a fifth and a sixth input, the first, fifth and sixth give queries, keys and values. A delta rule
+without a fourth input has two inputs, grouped by key head: the first gives queries, keys, values and gates, and the
+second gives write strengths and time steps.
 """
 FIFTH, SIXTH = FOURTH + MATMUL_FIELDS, FOURTH + 2 * MATMUL_FIELDS
 OUTPUTS = SIXTH + MATMUL_FIELDS

@@ -188,7 +188,7 @@ class TreePass:
         return Verified(self._view(0, rows), self._hidden(0, rows), walk, maxima=maxima)
 
     def read(self, kv: StaticKVCache, tokens: Sequence[int]) -> Verified | None:
-        """Append at most ``PROMPT_CHUNK`` tokens to a sequence; return the logits after the last one.
+        """Append at most ``PROMPT_CHUNK`` tokens to a sequence; return the logits after the last token.
 
         Return None if the engine can't compute the pass.
         """

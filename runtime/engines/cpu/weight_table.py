@@ -79,7 +79,7 @@ class MixerTable:
                 self._taps[number] = weight.clone(memory_format=torch.contiguous_format)
 
     def fits(self, states: States) -> bool:
-        """Return True if a cache has exactly these mixers' states, in the layout that compiled code reads."""
+        """Return True if ``states`` are exactly those of these mixers, in the layout that compiled code reads."""
         expected: dict[StateName, tuple[int, ...]] = {}
         for number, mixer in self._mixers.items():
             expected[StateName(number, CONV, 0)] = mixer.channels, mixer.taps
@@ -149,7 +149,7 @@ class WeightTable:
         self._parts, self._windows = parts, windows
         self._kinds = [kind for kind in dict.fromkeys(rotary_kinds(parts)) if kind is not None]
         self._panels: dict[int, Panels] = {}
-        """Panels by the address of the packed matrix that they were made from."""
+        """Panels by the address of the packed matrix from which they were made."""
         self._head = MatmulRows.whole(parts.head)
         width = max(layer.width for layer in parts.layers)
         self._ones = torch.full((width,), 1 - parts.family.norm.offset, dtype=torch.float32)

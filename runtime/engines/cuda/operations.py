@@ -255,7 +255,7 @@ def _attention(
 
 
 def move_positions(tensors: list[torch.Tensor], step: StepTensors) -> None:
-    """Move the keys and values of accepted paths to their final positions; padding moves onto itself."""
+    """Move the keys and values of accepted paths to their final positions; padded moves copy a position to itself."""
     slots, moves = step.moved_from.shape
     targets = step.moved_to[:, None] + torch.arange(moves, device=step.moved_to.device)
     for tensor in tensors:

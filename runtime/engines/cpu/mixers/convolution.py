@@ -1,7 +1,7 @@
 """Short convolutions over draft trees: each row reads its own input, its ancestors' inputs and the state's columns.
 
 This module also assigns state buffers to the rows of a tree. A row reuses its parent's buffer if no later row starts
-from the parent, so a chain needs one buffer and a tree at most one for every two rows.
+from the parent, so a chain needs one buffer and a tree of ``n`` rows at most ``n // 2 + 1``.
 
 Products are always added from the row itself backwards to its ancestors and the state, so sums don't depend on where an
 earlier input is stored.
@@ -33,8 +33,8 @@ PARENT, SOURCE, TARGET, LAST_CHILD, FREE = range(5)
 """Fields of a row's origin.
 
 PARENT: parent row, ``BEFORE`` or ``PADDING``. SOURCE: buffer of the state that the row starts from, or ``BEFORE``.
-TARGET: buffer for the state after the row. LAST_CHILD: last row that starts from this row. FREE: an entry of the stack
-of free buffers, which spans all rows.
+TARGET: buffer for the state after the row. LAST_CHILD: last row that starts from this row, ``BEFORE`` for none. FREE:
+an entry of the stack of free buffers, which consists of this field of all rows.
 """
 ORIGIN_FIELDS = FREE + 1
 BEFORE, PADDING = -1, -2

@@ -1,6 +1,6 @@
 """The scan of Mamba-2, by head.
 
-For each row, the head's state ``[value, key]`` decays, and the outer product of a value and a key is added to it. The
+For each row, the head's state ``[value, key]`` decays, and the outer product of the row's value and key is added. The
 in-projection gives a gate, the convolution's input (values, keys and queries of all heads) and each head's time step.
 Values, keys and queries are called x, B and C in the paper.
 """
