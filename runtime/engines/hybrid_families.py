@@ -45,7 +45,7 @@ ROUTER_MODULE_ATTRIBUTES = frozenset({"config", "eps", "hidden_size", "scalar_ro
 
 @dataclass(frozen=True)
 class MixtureParts(Generic[Matmul]):
-    """The modules of a mixture of experts whose output is added to an MLP's."""
+    """The modules of a mixture of experts whose output is added to an MLP's output."""
 
     router: Module
     experts: Module

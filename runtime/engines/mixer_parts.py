@@ -273,7 +273,7 @@ class Router:
 
 
 def qwen_experts(family: str) -> ExpertKind:
-    """Describe a Qwen mixture, which has a gated shared expert; ``family`` is the prefix of its class names."""
+    """Return the ``ExpertKind`` of Qwen mixtures with a gated shared expert; ``family`` prefixes their class names."""
     return ExpertKind(
         f"{family}SparseMoeBlock",
         f"{family}TopKRouter",

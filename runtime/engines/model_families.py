@@ -129,9 +129,9 @@ class Family:
     """Name of the attention attribute that holds the softcap of attention scores."""
     has_sinks: bool = False
     residual: str = ""
-    """Name of the layer attribute that scales what attention and MLP add to hidden states."""
+    """Name of the layer attribute with the factor that scales what attention and MLP add to hidden states."""
     embedding: str = ""
-    """Name of the decoder attribute that scales embeddings."""
+    """Name of the decoder attribute with the factor that scales embeddings."""
     logit_divisor: str = ""
     """Name of the setting that logits are divided by."""
     logit_softcap: str = ""

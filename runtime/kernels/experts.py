@@ -391,7 +391,7 @@ def _has_same_outputs(experts: Any) -> bool:
     counts_before = [counter.count for counter in counters]
     try:
         return all(_is_same(_first_experts(experts), size) for size in CHECKED_MAGNITUDES)
-    except Exception:  # a forward with other arguments
+    except Exception:  # such as a forward with other arguments
         return False
     finally:
         for counter, count in zip(counters, counts_before, strict=True):

@@ -51,7 +51,7 @@ class CompiledLinear(Linear):
         """Return True if the compiled matmul supports this input and the current weight and bias."""
         weight, bias = self.weight, self.bias
         return (
-            not (torch.compiler.is_compiling() or torch._C._get_tracing_state())  # these see torch operations only
+            not (torch.compiler.is_compiling() or torch._C._get_tracing_state())  # tracing sees only torch operations
             and type(input) in ORDINARY_TENSORS
             and input.dtype == weight.dtype == torch.float32
             and input.is_cpu

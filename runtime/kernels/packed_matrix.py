@@ -271,7 +271,7 @@ def _of_int8(weight: Any) -> PackedMatrix | None:
 
 def _of_int4(weight: Any) -> PackedMatrix | None:
     octets = weight.qdata
-    if octets.itemsize != 1 or weight.activation_dtype != torch.bfloat16:  # others are rounded to float8
+    if octets.itemsize != 1 or weight.activation_dtype != torch.bfloat16:  # torchao rounds other inputs to float8
         return None
     return packed_int4(octets.view(torch.uint8), weight.scale.t(), weight.zero_point.t(), weight.block_size[-1])
 

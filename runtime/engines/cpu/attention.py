@@ -44,7 +44,7 @@ def _score(builder: Any, keys: Any, width: Any, query: Any, written: Any) -> Non
 def _masked(caps: bool) -> Any:
     """Return an intrinsic that computes ``scores = scores * scale + mask`` in place and returns the largest score.
 
-    With ``caps``, it applies the softcap ``cap`` to the scaled scores.
+    With ``caps``, the intrinsic applies the softcap ``cap`` to the scaled scores.
     """
 
     @generated(types.int64, types.int64, types.float32, types.float32, types.int64, returns=types.float32)

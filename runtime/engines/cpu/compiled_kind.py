@@ -163,7 +163,7 @@ OUTLINE = cast(
 def may_be_compiled(settings: Any) -> bool:
     """Return True if the engine may support a model with this configuration, judging by the model's modules.
 
-    Also return True if the modules can't be built from the configuration. The proof decides when the model is loaded.
+    Also return True if the modules can't be built from the configuration. When the model is loaded, the proof decides.
     """
     try:
         from accelerate import init_empty_weights

@@ -197,7 +197,7 @@ def _factors(rows: Bytes, name: str) -> list[Bytes]:
         return [rows[..., 192:208:2], rows[..., 193:208:2]]
     if name not in ("Q4_K", "Q5_K"):
         return []
-    scales, minima, third = rows[..., 4:8], rows[..., 8:12], rows[..., 12:16]  # 6 bits each; third has the rest of both
+    scales, minima, third = rows[..., 4:8], rows[..., 8:12], rows[..., 12:16]  # 6 bits each; third has low bits of both
     return [
         np.concatenate([scales & 63, third & 15 | scales >> 6 << 4], -1),
         np.concatenate([minima & 63, third >> 4 | minima >> 6 << 4], -1),

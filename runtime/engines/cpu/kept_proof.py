@@ -151,7 +151,7 @@ def outline_of(model: Module) -> str:
 
 
 def _form(tensor: torch.Tensor | None, numbers: dict[int, int]) -> str:
-    """Describe a tensor's layout. ``numbers`` numbers tensors by their ``id``, so tied tensors share a number."""
+    """Describe a tensor's layout. ``numbers`` assigns a number to each ``id``, so tied tensors share a number."""
     if tensor is None:
         return "none"
     stored: Any = tensor.stored if is_compact(tensor) else tensor

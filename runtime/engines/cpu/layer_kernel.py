@@ -133,8 +133,8 @@ from hdtool.runtime.kernels.vector_code import (
 
 MIXTURE_EXPERTS, MIXTURE_ROUTER: addresses of the experts' and the router's records. NORM_MLP_OUTPUT to
 NORM_ROUTER_INPUT: addresses of the norm weights for the MLP's output, the experts' input, the experts' output and the
-router's input. ROUTER_INPUT_FACTOR: bits of the factor of the router's input. EXPERT_SCALES: address of the factors of
-the experts' outputs.
+router's input. ROUTER_INPUT_FACTOR: bits of the factor that scales the router's input. EXPERT_SCALES: address of the
+factors that scale the experts' outputs.
 """
 MIXTURE_FIELDS = EXPERT_SCALES + 1
 

@@ -53,8 +53,8 @@ INPUT_AT, NORM_INPUT, FACTOR, ADDED_MIXTURE = range(INPUT_OUT + MATMUL_FIELDS, I
 """A layer's per-layer input, which is gated and added after the MLP, and two parts that few layers have.
 
 INPUT_GATE, INPUT_OUT: first fields of the matmuls before and after the gate. INPUT_AT: offset of the layer's input in a
-row of all layers' inputs. NORM_INPUT: address of the norm's weight. FACTOR: address of the factor of the layer's
-output. ADDED_MIXTURE: address of the record of a mixture of experts that is added to the MLP.
+row of all layers' inputs. NORM_INPUT: address of the norm's weight. FACTOR: address of the factor that scales the
+layer's output. ADDED_MIXTURE: address of the record of a mixture of experts that is added to the MLP.
 """
 MIXER = ADDED_MIXTURE + 1
 """Kind of the layer's token mixer: one of the four values below."""

@@ -134,7 +134,10 @@ def _fit_cache(parts: CompiledParts, target: Target) -> bool:
 
 
 def _fit_states(parts: CompiledParts, target: Target) -> bool:
-    """Return True if the cache holds the states of all mixers and Transformers' mixers can be computed over trees."""
+    """Return True if the cache holds all mixers' states and Transformers can compute the mixers over trees.
+
+    Also return True if there are neither mixers nor states.
+    """
     states, mixers, recurrent = target.allocate(1, 1).storage.states, MixerTable.of(parts), target.stock.recurrent
     if states is None or mixers is None or recurrent is None:
         return states is None and mixers is None

@@ -255,7 +255,7 @@ def merge_kernel(
     parts, levels, sinks, mixed, stride, heads,
     SPLITS: tl.constexpr, SINKS: tl.constexpr, WIDTH: tl.constexpr, LOADED: tl.constexpr,
 ):  # fmt: skip
-    """Combine the parts of all splits for one head of one token, weighted by their levels."""
+    """Combine one token's parts from all splits for one head, weighted by the parts' levels."""
     at = tl.program_id(0).to(tl.int64)
     split = tl.arange(0, SPLITS)
     level = tl.load(levels + split * stride + at)

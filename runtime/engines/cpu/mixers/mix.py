@@ -96,7 +96,7 @@ def kept_size(layer: Record) -> int:
 
 @compiled
 def state_buffer_size(layer: Record) -> int:
-    """Return the size of one buffer for the state of a layer's mixer, in float32 values; 0 if it has none."""
+    """Return the size of one buffer for the state of a layer's mixer, in float32 values; 0 without a recurrence."""
     if layer[MIXER] == SHORT_CONVOLUTION:
         return 0
     return delta_rule.delta_state_size(layer) if layer[MIXER] == DELTA_RULE else mamba2.scan_state_size(layer)
