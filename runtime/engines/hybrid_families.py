@@ -59,7 +59,7 @@ class MixtureParts(Generic[Matmul]):
 
     @property
     def weights(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """``(scale, factors)``: the scale of each channel of the router's input, and of each expert's output."""
+        """``(scale, factors)``: one scale per channel of the router's input, and one factor per expert's output."""
         router: Any = self.router
         return router.scale, router.per_expert_scale
 

@@ -225,7 +225,7 @@ ROUTER_ATTRIBUTES = frozenset({
 
 @dataclass(frozen=True)
 class ExpertKind:
-    """Names of the classes and modules of a model type's mixture of experts, and how its router scores experts."""
+    """Class and module names of a model type's mixture of experts, and how its router scores experts."""
 
     block: str
     """Class name of the mixture. Engines without code for experts call the module itself."""

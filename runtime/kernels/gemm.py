@@ -46,7 +46,7 @@ MAX_INTERLEAVED_ROWS = 128
 """Maximum input rows interleaved at once. On an Intel Xeon with AMX, 256 rows took 1.02 times as long."""
 
 _GROUP_OUT_FEATURES = {rows: 4 if rows == SMALL_GROUP else 2 for rows in GROUPS}
-"""Number of matrix rows of a tile by its number of input rows."""
+"""Matrix rows per tile, by the tile's number of input rows."""
 _add, _complete = partial_tile(_GROUP_OUT_FEATURES, last=False), partial_tile(_GROUP_OUT_FEATURES, last=True)
 
 

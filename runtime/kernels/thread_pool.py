@@ -24,8 +24,8 @@ WORK = 0
 COMPLETED = CACHE_LINE // WORD_SIZE
 """Field with the number of completed parts, on a separate cache line."""
 JOB = 2 * CACHE_LINE // WORD_SIZE
-"""First field of the job record, which holds the address of the function, its arguments except the range of units, the
-number of units, the multiple at which parts start, and the number of parts."""
+"""First field of the job record: the function's address and its arguments without the range of units, the number of
+units, the multiple at which parts start, and the number of parts."""
 CONTROL_FIELDS = JOB + MATMUL_ARGUMENTS + 2
 MAX_PARTS = 1 << 16
 CLOSED = -1

@@ -115,7 +115,7 @@ def _sum(code: IntegerCode, vectors: list[Any]) -> Any:
 SIGN = 128
 """Highest bit of a byte. Flipping this bit subtracts 128 from an unsigned level, which makes the level signed."""
 MAX_PAIR_BITS = 6
-"""Maximum number of bits of a level for which the sum of two products fits into 16 bits for all inputs."""
+"""Maximum number of level bits with which the sum of two products always fits into 16 bits."""
 PANEL_PREFETCH_DISTANCE = 8192
 """Prefetch distance in bytes."""
 ONE_ROW_PREFETCH_DISTANCE = 1024 if CPU in ("znver3", "znver4") else PANEL_PREFETCH_DISTANCE

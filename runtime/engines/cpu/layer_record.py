@@ -33,7 +33,7 @@ MATMUL_FIELDS = 5
 EXPERTS, ROUTER = range(ROTARY + 1, ROTARY + 3)
 """Norms, attention and experts of a layer.
 
-NORM_BEFORE_MIXER to NORM_K: addresses of the weights of the norms before and after attention or a mixer, before and
+NORM_BEFORE_MIXER to NORM_K: addresses of norm weights, for the norms before and after attention or a mixer, before and
 after the MLP, and of queries and keys. SINKS: address of attention sinks. KEYS, VALUES: addresses in the KV cache; a
 layer without a matmul for keys only reads there. WINDOW: number of positions that a row attends to, 0 for all. ROTARY:
 index of the rotary type, -1 for none. EXPERTS, ROUTER: addresses of the records of the experts and their router; a
@@ -69,8 +69,8 @@ of sequences.
 STATE, STATE_STRIDE, KEY_HEADS, STATE_HEADS, KEY_WIDTH, VALUE_WIDTH = range(MIXER + 8, MIXER + 14)
 """A recurrence's state: address, stride between sequences, key heads, state heads, key width and value width."""
 DECAY_LOG, STEP_BIAS, SKIP, GATE_NORM, GATE_EPSILON = range(MIXER + 14, MIXER + 19)
-"""Addresses of each head's log decay rate, time-step bias and skip factor and of the gated norm's weight, and bits of
-the gated norm's epsilon."""
+"""DECAY_LOG, STEP_BIAS, SKIP: addresses of each head's log decay rate, time-step bias and skip factor. GATE_NORM,
+GATE_EPSILON: address of the gated norm's weight and bits of the norm's epsilon."""
 JOURNAL_AT, STRENGTH, FOURTH = range(MIXER + 19, MIXER + 22)
 """JOURNAL_AT: number of float32 values that earlier layers keep per row. STRENGTH: bits of the factor of a delta rule's
 write strengths. FOURTH: first field of the matmul for a mixer's fourth input.
@@ -98,7 +98,7 @@ MASK, MASK_SLOT, MASK_ROW, THREAD_POOL, THREADS, STEP_FUNCTION = range(10, 16)
 thread pool, 0 for none. THREADS: number of threads. STEP_FUNCTION: address of ``step_function``."""
 SCALE, SOFTCAP, EPSILON, OFFSET, RESIDUAL, NORMS_ALL, TANH_GATE, EXPERT_SCRATCH = range(16, 24)
 """SCALE, SOFTCAP: bits of the factor and the softcap of attention scores. EPSILON, OFFSET: bits of the norms' epsilon
-and of the offset of their weights. RESIDUAL: bits of the residual factor. NORMS_ALL: 1 if queries and keys are normed
+and of the norm weights' offset. RESIDUAL: bits of the residual factor. NORMS_ALL: 1 if queries and keys are normed
 across all heads. TANH_GATE: 1 if gates use a tanh GELU instead of a SiLU. EXPERT_SCRATCH: scratch memory for experts
 per row, in float32 values."""
 GATES_HEADS, MIXER_FUNCTION, ORIGINS, JOURNAL, ADVANCES, MIXER_ROW, MIXER_STATE, MIXER_WINDOW = range(24, 32)
@@ -165,7 +165,7 @@ EMBED, EMBEDDING, MULTIPLIER, PROJECT, PROJECTION, OUT_FEATURES, EMBED_SCALE, NO
 EMBED, EMBEDDING, MULTIPLIER: addresses of the ``embedding_of`` function and of the token embedding, and bits of the
 embedding's factor. PROJECT, PROJECTION, OUT_FEATURES, EMBED_SCALE: addresses of the projection's matmul and matrix, its
 out_features, and bits of its factor. NORM, EMBED_WIDTH: address of the norm's weight, and the width of the norm and of
-one layer's input. INPUT_SCALE: bits of the factor of the sum of token embedding and normed projection.
+one layer's input. INPUT_SCALE: bits of the factor that scales the sum of token embedding and normed projection.
 """
 INPUT_FIELDS = INPUT_SCALE + 1
 

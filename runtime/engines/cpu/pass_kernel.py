@@ -54,12 +54,12 @@ from hdtool.runtime.sampling.walks import NO_FORCED_TOKENS, walk_argmax
 from hdtool.runtime.tree import LARGEST_TREE, UNDETERMINED, DraftTree
 
 IDS, POSITIONS, EMBED, EMBEDDING, VOCABULARY, MULTIPLIER, ROTARY_TYPES, ROTARIES, KNOWN_POSITIONS = range(9)
-"""First fields of the record of what surrounds the layers.
+"""First fields of the record that describes everything outside the layers.
 
 IDS, POSITIONS: addresses of the rows' token ids and positions. EMBED, EMBEDDING, VOCABULARY: addresses of the
-``embedding_of`` function and of the embedding matrix, and the number of its rows. MULTIPLIER: bits of the embeddings'
+``embedding_of`` function and the embedding matrix, and the matrix's number of rows. MULTIPLIER: bits of the embeddings'
 factor, 0 for none. ROTARY_TYPES: number of rotary types. ROTARIES, KNOWN_POSITIONS: address of the cosines and sines
-``[ROTARY_TYPES, 2, KNOWN_POSITIONS, width]``, and the number of positions they cover.
+``[ROTARY_TYPES, 2, KNOWN_POSITIONS, width]``, and the number of positions that these cover.
 """
 NORM, LAST_EPSILON, NORMED, FIRST, PROJECT, PROJECTION, OUT_FEATURES, BIAS, LOGITS, MAXIMA, DIVISOR, CAP = range(9, 21)
 """NORM, LAST_EPSILON: address of the final norm's weight and bits of its epsilon. NORMED: address to which normed

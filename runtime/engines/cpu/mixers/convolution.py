@@ -34,7 +34,7 @@ PARENT, SOURCE, TARGET, LAST_CHILD, FREE = range(5)
 
 PARENT: parent row, ``BEFORE`` or ``PADDING``. SOURCE: buffer of the state that the row starts from, or ``BEFORE``.
 TARGET: buffer for the state after the row. LAST_CHILD: last row that starts from this row, ``BEFORE`` for none. FREE:
-an entry of the stack of free buffers, which consists of this field of all rows.
+an entry in the stack of free buffers; the stack consists of all rows' FREE fields.
 """
 ORIGIN_FIELDS = FREE + 1
 BEFORE, PADDING = -1, -2
