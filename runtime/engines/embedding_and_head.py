@@ -21,19 +21,19 @@ if TYPE_CHECKING:
 Matmul = TypeVar("Matmul", bound=Module)
 GATE, ACTIVATION, OUT, NORM = "per_layer_input_gate", "act_fn", "per_layer_projection", "post_per_layer_input_norm"
 LAYER_INPUT_MODULES = frozenset({GATE, ACTIVATION, OUT, NORM})
-"""Names of the modules that add a layer's own input."""
+"""Names of the layer modules that add the per-layer input to hidden states."""
 EMBEDDING, PROJECTION, PROJECTION_NORM = (
     "embed_tokens_per_layer",
     "per_layer_model_projection",
     "per_layer_projection_norm",
 )
 DECODER_INPUT_MODULES = frozenset({EMBEDDING, PROJECTION, PROJECTION_NORM})
-"""Names of the decoder modules that compute the inputs of all layers."""
+"""Names of the decoder modules that compute the per-layer inputs."""
 
 
 @dataclass(frozen=True)
 class InputParts(Generic[Matmul]):
-    """The modules that add a layer's own input to the hidden states after the MLP."""
+    """The modules that add a layer's per-layer input to the hidden states after the MLP."""
 
     gate: Matmul
     out: Matmul
@@ -47,7 +47,7 @@ class InputParts(Generic[Matmul]):
 
 @dataclass(frozen=True)
 class LayerInputs(Generic[Matmul]):
-    """Computes the inputs of all layers from a separate token embedding and a projection of the main embedding."""
+    """Computes the per-layer inputs from a separate token embedding and a projection of the main embedding."""
 
     decoder: Module
     embedding: Any
@@ -60,9 +60,9 @@ class LayerInputs(Generic[Matmul]):
 
     @torch.inference_mode()
     def of(self, ids: torch.Tensor, embedded: torch.Tensor) -> torch.Tensor:
-        """Return the inputs ``[batch, tokens, layers, width]``, computed by Transformers' code.
+        """Return the per-layer inputs ``[batch, tokens, layers, width]``, computed by Transformers' code.
 
-        ``embedded`` are the main embeddings ``[batch, tokens, hidden]`` of ``ids``.
+        ``embedded`` holds the main embeddings ``[batch, tokens, hidden]`` of ``ids``.
         """
         decoder: Any = self.decoder
         inputs: torch.Tensor = decoder.project_per_layer_inputs(embedded, decoder.get_per_layer_inputs(ids, embedded))
@@ -70,7 +70,7 @@ class LayerInputs(Generic[Matmul]):
 
 
 def input_parts(layer: Module) -> InputParts[Any] | None:
-    """Return the modules that add a layer's own input, or None if the layer has none."""
+    """Return the modules that add a layer's per-layer input, or None if the layer has no such input."""
     modules = layer._modules
     if modules.get(GATE) is None:
         return None
@@ -78,7 +78,7 @@ def input_parts(layer: Module) -> InputParts[Any] | None:
 
 
 def layer_inputs(decoder: Any, layers: int, width: int, kind: Kind[Matmul]) -> LayerInputs[Matmul] | None:
-    """Return the decoder's modules for per-layer inputs of this width; None if the engine can't compute them."""
+    """Return the decoder's modules for per-layer inputs of this width; None if the engine can't compute the inputs."""
     embedding, projection, norm = (decoder._modules.get(name) for name in (EMBEDDING, PROJECTION, PROJECTION_NORM))
     scale: Any = getattr(decoder, "per_layer_model_projection_scale", None)
     input_scale: Any = getattr(decoder, "per_layer_input_scale", None)
@@ -106,11 +106,11 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 MIXER_LAYER_TYPES = ("conv", "linear_attention", "mamba")
 """Layer types that use a recurrent or convolution state instead of attention."""
 MAGNITUDES = torch.tensor([[1e-3], [1.0]])
-"""Magnitudes of the rows on which norms are compared. In the smaller one, epsilon affects the result."""
+"""Magnitudes of the rows on which norms are compared. With the smaller one, epsilon affects the result."""
 
 
 class Rotary(NamedTuple):
-    """Cosines and sines that rotate a head, or only its first part if they are narrower."""
+    """Cosines and sines that rotate a head, or only its first part if they are narrower than the head."""
 
     cos: torch.Tensor
     """``[tokens, width]``."""
@@ -121,7 +121,7 @@ class Rotary(NamedTuple):
 
     @classmethod
     def of(cls, cos: torch.Tensor, sin: torch.Tensor, *, is_interleaved: bool) -> Rotary:
-        """Build from the cosines and sines that Transformers' rotary modules return, which repeat in both halves."""
+        """Build from the cosines and sines of Transformers' rotary modules, whose two halves are equal."""
         half = cos.shape[1] // 2
         first, second = -sin[:, :half], sin[:, half:]
         if not is_interleaved:
@@ -133,7 +133,7 @@ class Rotary(NamedTuple):
 def rotary_of(parts: ModelParts[Any], hidden: torch.Tensor, positions: torch.Tensor, kind: str) -> Rotary:
     """Return the cosines and sines of one layer type, computed by the model's rotary module.
 
-    Raises NotImplementedError if they don't fit the width of a head.
+    Raises NotImplementedError if their width doesn't fit a head.
     """
     embeddings = cast(Any, parts.rotary)(hidden, positions, *filter(None, [kind]))
     cos, sin = (part.flatten(0, 1) for part in embeddings)
@@ -148,7 +148,7 @@ def rotary_of(parts: ModelParts[Any], hidden: torch.Tensor, positions: torch.Ten
 
 
 def position_kinds(parts: ModelParts[Any]) -> list[str]:
-    """Return the layer type to pass to the rotary module for each layer; empty strings if it takes none."""
+    """Return the layer type to pass to the rotary module for each layer; empty strings if the module takes none."""
     has_several = parts.rotary is not None and isinstance(cast(Any, parts.rotary).rope_type, dict)
     return list(cast(Any, parts.decoder).config.layer_types) if has_several else [""] * len(parts.layers)
 

@@ -38,14 +38,14 @@ Matmul = TypeVar("Matmul", bound=Module)
 NORMS = "post_feedforward_layernorm_1", "pre_feedforward_layernorm_2", "post_feedforward_layernorm_2"
 ROUTER, EXPERTS = "router", "experts"
 MIXTURE_MODULES = frozenset({ROUTER, EXPERTS, *NORMS})
-"""Names of the modules that a layer with experts in addition to its MLP has besides the usual ones."""
+"""Names of the additional modules of a layer that has experts as well as an MLP."""
 ROUTER_MODULE_ATTRIBUTES = frozenset({"config", "eps", "hidden_size", "scalar_root_size", "training"})
 """Router attributes that this package reads or that don't affect the result."""
 
 
 @dataclass(frozen=True)
 class MixtureParts(Generic[Matmul]):
-    """The modules of a mixture of experts whose output is added to an MLP's."""
+    """The modules of a mixture of experts whose output is added to an MLP's output."""
 
     router: Module
     experts: Module
@@ -59,7 +59,7 @@ class MixtureParts(Generic[Matmul]):
 
     @property
     def weights(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Scale of the router's input, one value per channel, and factors of the outputs, one value per expert."""
+        """``(scale, factors)``: one scale per channel of the router's input, and one factor per expert's output."""
         router: Any = self.router
         return router.scale, router.per_expert_scale
 
@@ -81,7 +81,7 @@ class MixtureParts(Generic[Matmul]):
 
 
 def mixture_parts(layer: Module, router: str) -> MixtureParts[Any] | None:
-    """Return the mixture added to a layer's MLP, or None if the layer has none with a router of this class."""
+    """Return the mixture added to a layer's MLP, or None if there is none whose router's class is ``router``."""
     modules = layer._modules
     if not router or modules.get(EXPERTS) is None or type(modules.get(ROUTER)).__name__ != router:
         return None
@@ -92,7 +92,7 @@ def mixture_parts(layer: Module, router: str) -> MixtureParts[Any] | None:
 
 
 def is_known_mixture(parts: MixtureParts[Any], layer: Module, width: int, epsilon: float, kind: Kind[Any]) -> bool:
-    """Return True if the router's modules, parameters and attributes are the expected ones and their shapes match."""
+    """Return True if the router's modules, parameters and attributes are as expected and their shapes match."""
     router, package = parts.router, package_of(layer)
     norm: Any = router._modules.get("norm")
     projection: Any = router._modules.get("proj")

@@ -53,7 +53,7 @@ class MixerParts(Generic[Matmul]):
 
     @property
     def parameters(self) -> dict[str, torch.Tensor]:
-        """Parameters of the mixer itself, each with one value per head."""
+        """Parameters of the mixer's module, without those of its submodules; each has one value per head."""
         return {name: weight for name, weight in self.module._parameters.items() if weight is not None}
 
 
@@ -139,7 +139,7 @@ HEAD_PARAMETERS = {SHORT_CONVOLUTION: (), DELTA_RULE: ("A_log", "dt_bias"), MAMB
 
 
 def _norms(parts: MixerParts[Any]) -> bool:
-    """Return True if the gated norm covers one head of a delta rule, or one group of a Mamba-2 layer's heads."""
+    """Return True if the gated norm spans one head (delta rule) or one group of heads (Mamba-2)."""
     norm: Any = parts.norm
     weight = norm._parameters.get("weight")
     values = parts.heads * parts.value_width
@@ -185,7 +185,7 @@ def _delta_rule_separate(module: Any) -> MixerParts[Any]:
 def _delta_rule_by_heads(module: Any) -> MixerParts[Any]:
     """Return the parts of a delta rule with two projections.
 
-    One gives queries, keys, values and gates; the other gives write strengths and time steps.
+    The first projection gives queries, keys, values and gates, and the second gives write strengths and time steps.
     """
     if module.activation != "silu":
         raise AttributeError("another activation")
@@ -225,7 +225,7 @@ ROUTER_ATTRIBUTES = frozenset({
 
 @dataclass(frozen=True)
 class ExpertKind:
-    """Names of the classes and modules of a model type's mixture of experts, and how its router scores experts."""
+    """Class and module names of a model type's mixture of experts, and how its router scores experts."""
 
     block: str
     """Class name of the mixture. Engines without code for experts call the module itself."""
@@ -234,7 +234,7 @@ class ExpertKind:
     gate: str = "gate"
     """Name of the router in the mixture."""
     added_block: str = ""
-    """Name of a mixture in the layer that is added to the MLP; empty if it replaces the MLP."""
+    """Name of the layer's mixture if it is added to the MLP; empty if the mixture replaces the MLP."""
     shared: str = ""
     """Name of the shared expert's MLP; empty without one."""
     shared_gate: str = ""
@@ -260,7 +260,7 @@ class Router:
     renormalizes: bool
     """The routing weights of the chosen experts are divided by their sum."""
     correction: torch.Tensor | None
-    """Added to routing weights for the top-k choice only."""
+    """Added to routing weights for the top-k choice only; None without a correction."""
     groups: int
     used_groups: int
     """Number of groups whose experts may be chosen for a token."""
@@ -269,11 +269,11 @@ class Router:
     sum_offset: float
     """Constant added to the sum by which routing weights are divided."""
     min_sum: float
-    """Lower bound of that sum."""
+    """Lower bound of the sum by which routing weights are divided."""
 
 
 def qwen_experts(family: str) -> ExpertKind:
-    """Return Qwen's mixture with a gated shared expert; ``family`` is the prefix of its class names."""
+    """Return the ``ExpertKind`` of Qwen mixtures with a gated shared expert; ``family`` prefixes their class names."""
     return ExpertKind(
         f"{family}SparseMoeBlock",
         f"{family}TopKRouter",
@@ -283,7 +283,7 @@ def qwen_experts(family: str) -> ExpertKind:
 
 
 def router_of(block: Any, kind: ExpertKind) -> Router | None:
-    """Return the router of a mixture; None if either has unknown modules, attributes or tensors."""
+    """Return the router of a mixture; None if the mixture or its router has unknown modules, attributes or tensors."""
     gate = block._modules.get(kind.gate)
     if gate is None or type(gate).__name__ != kind.router:
         return None

@@ -1,7 +1,8 @@
 """Describes model types by how their layers differ from Llama's.
 
 A description applies only to Transformers' own classes, and only while their modules and configuration have no
-attributes or settings beyond those listed here. A release that adds one may compute something else.
+attributes or settings beyond those listed here. A release of Transformers that adds an attribute or setting may compute
+something else.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ EXPERT_SETTINGS = frozenset({
     "num_local_experts", "output_router_logits", "routed_scaling_factor", "router_aux_loss_coef",
     "router_jitter_noise", "shared_expert_intermediate_size", "topk_group",
 })  # fmt: skip
-"""Settings that only the modules of a mixture of experts read, or only training."""
+"""Settings that are read only by the modules of a mixture of experts, or only in training."""
 
 
 @dataclass(frozen=True)
@@ -88,9 +89,9 @@ class Family:
     norm: NormKind = ROUNDED_FIRST
     names: Names = field(default_factory=Names)
     mixers: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
-    """Modules that replace attention, by attribute name; each maps class names to kinds of mixers."""
+    """Modules that may replace attention: maps each attribute name to mixer kinds by class name."""
     norms_of_mixers: tuple[str, str, str, str] | None = None
-    """Names of the norms in layers with a mixer; None if they are those of ``norms``."""
+    """Names of the norms in layers with a mixer; None if ``norms`` applies to these layers as well."""
     gates_heads: bool = False
     """Each query head has an output gate."""
     activations: frozenset[str] = frozenset({"silu"})
@@ -111,7 +112,7 @@ class Family:
     factor: str = ""
     """Name of the layer buffer that scales the layer's output."""
     has_inputs: bool = False
-    """Layers may have inputs of their own in addition to hidden states."""
+    """Layers may have a per-layer input in addition to hidden states."""
     joins_gate: bool = False
     """One matrix gives the MLP's gate and up projections."""
     norms_all_heads: bool = False
@@ -128,9 +129,9 @@ class Family:
     """Name of the attention attribute that holds the softcap of attention scores."""
     has_sinks: bool = False
     residual: str = ""
-    """Name of the layer attribute that scales what attention and MLP add to hidden states."""
+    """Name of the layer attribute with the factor that scales what attention and MLP add to hidden states."""
     embedding: str = ""
-    """Name of the decoder attribute that scales embeddings."""
+    """Name of the decoder attribute with the factor that scales embeddings."""
     logit_divisor: str = ""
     """Name of the setting that logits are divided by."""
     logit_softcap: str = ""
@@ -142,13 +143,13 @@ class Family:
     experts: ExpertKind | None = None
     """Mixture of experts that some layers have; None if no layer has one."""
     added_router: str = ""
-    """Router class of experts that layers may have in addition to their MLP."""
+    """Class name of the router for experts that layers may have in addition to their MLP."""
     attributes: frozenset[str] = frozenset()
     """Known module attributes in addition to ``ATTRIBUTES``."""
     settings: frozenset[str] = frozenset()
     """Known settings in addition to ``SETTINGS``."""
     required: Mapping[str, tuple[object, ...]] = field(default_factory=dict)
-    """Values that a setting must have for the description to apply."""
+    """Allowed values by setting; with any other value, the description doesn't apply."""
 
     def knows(self, module: Module) -> bool:
         """Return True if the description covers all attributes of a module."""
@@ -293,7 +294,7 @@ FAMILIES: Mapping[str, Family] = {
 
 
 def family_of(layer: Module, families: Mapping[str, Family]) -> Family | None:
-    """Return the family of a layer by its class's package, or None if ``families`` lacks it."""
+    """Return the family whose package defines a layer's class, or None if ``families`` lacks that package."""
     return families.get(package_of(layer))
 
 

@@ -37,7 +37,7 @@ ACTIVATIONS = {
 FIXED_ROTARY = ("default", "linear", "llama3", "proportional", "yarn")
 """Rotary types that don't depend on the context length."""
 UNSUPPORTED_ATTRIBUTES = re.compile("multiplier|use_rope|no_rope|nope|clip|softcap")
-"""Attribute names that mark a layer that computes something else, perhaps too little to show in rounded logits."""
+"""Matches names of attributes that may change what a layer computes, perhaps too little to show in rounded logits."""
 
 Matmul = TypeVar("Matmul", bound=Module)
 
@@ -53,9 +53,9 @@ class Kind(Generic[Matmul]):
     is_embedding: Callable[[Module], bool]
     """Tests whether the engine can compute an embedding."""
     divisor: int = 2
-    """Number that must divide the width of heads and of mixer channels."""
+    """Head widths and mixer widths must be multiples of this number."""
     families: Mapping[str, Family] = field(default_factory=dict)
-    """Supported families besides Llama's, by package name."""
+    """Supported families besides Llama's, by the name of their package in ``transformers.models``."""
 
 
 @dataclass(frozen=True)
@@ -67,18 +67,19 @@ class LayerParts(Generic[Matmul]):
     qkv: tuple[Matmul, ...]
     """Query, key and value projections, or one joined matrix.
 
-    Without a value projection, the keys are also the values; with only queries, keys come from another layer.
+    Without a value projection, the keys are also the values. With only queries, keys and values come from an earlier
+    layer.
     """
     out: Matmul
     """Output projection of the attention or mixer."""
     gate_up: tuple[Matmul, ...]
-    """Gate and up projections of the MLP or shared expert, or one joined matrix; empty without either."""
+    """Gate and up projections, or their joined matrix, of the MLP or shared expert; empty if the layer has neither."""
     down: tuple[Matmul, ...]
-    """Down projection of the MLP or shared expert; empty without either."""
+    """Down projection of the MLP or shared expert; empty if the layer has neither."""
     experts: Module | None
-    """Mixture of experts that replaces the MLP or is added to it."""
+    """Mixture of experts that replaces the MLP or is added to it; None without one. See also ``added_mixture``."""
     block_norms: tuple[Module | None, ...]
-    """Norms before and after attention, and before and after the MLP."""
+    """Norms before and after attention, and before and after the MLP; None for each that the layer lacks."""
     head_norms: tuple[Module, ...]
     """Norms of queries and keys; empty if they aren't normed."""
     heads: int
@@ -97,15 +98,15 @@ class LayerParts(Generic[Matmul]):
     mixer: MixerParts[Matmul] | None = None
     """Mixer that replaces attention; ``qkv`` then holds its input projections."""
     value_norm: Module | None = None
-    """Norm of the values, without a weight."""
+    """Norm of the values, without a weight; None if the values aren't normed."""
     inputs: InputParts[Matmul] | None = None
-    """Modules that add the layer's own input to hidden states."""
+    """Modules that add the layer's per-layer input to hidden states; None if the layer has no such input."""
     added_mixture: MixtureParts[Matmul] | None = None
-    """Mixture of experts that is added to the MLP and has its own norms."""
+    """Mixture of experts that is added to the MLP and has its own norms; None without one."""
     factor: torch.Tensor | None = None
-    """One-element tensor that scales the layer's output."""
+    """One-element tensor that scales the layer's output; None if the output isn't scaled."""
     kv_source: int | None = None
-    """Index of the earlier layer whose keys and values this layer reads; None if it has its own."""
+    """Index of the earlier layer whose keys and values this layer reads; None if the layer has its own."""
 
     @property
     def matmuls(self) -> tuple[Matmul, ...]:
@@ -128,7 +129,7 @@ class LayerParts(Generic[Matmul]):
 
     @property
     def inner(self) -> int:
-        """Width of the MLP or shared expert; 0 without either."""
+        """Width of the MLP or shared expert; 0 if the layer has neither."""
         return cast(int, self.down[0].in_features) if self.down else 0
 
     @property
@@ -160,7 +161,7 @@ class ModelParts(Generic[Matmul]):
 
     @property
     def first_attention(self) -> LayerParts[Matmul]:
-        """First attention layer. All attention layers have its head shape unless the family varies heads."""
+        """First attention layer. The others have the same head shape unless ``family.varies_heads``."""
         return next(layer for layer in self.layers if layer.mixer is None)
 
     @property
@@ -245,9 +246,9 @@ def _layers_of(modules: ModuleList, kind: Kind[Matmul]) -> list[LayerParts[Matmu
 
 
 def _with_sources(layers: list[LayerParts[Matmul]], family: Family) -> list[LayerParts[Matmul]]:
-    """Set ``kv_source`` on layers that read another layer's keys.
+    """Return the layers, with ``kv_source`` set on those that read another layer's keys and values.
 
-    Return an empty list if no earlier layer keeps keys of the required type and shape.
+    Return an empty list if such a layer has no earlier layer with keys of its type and shape.
     """
     sources, linked = dict[str, int](), list[LayerParts[Matmul]]()
     for index, layer in enumerate(layers):
@@ -384,7 +385,7 @@ class FeedForwardParts(NamedTuple):
 
 
 def _feed_forward_parts(module: Any, mlp: Module | None, kind: Kind[Any], family: Family) -> FeedForwardParts | None:
-    """Return the parts of an MLP, or of a mixture of experts and its shared ``mlp``; None if they are unsupported."""
+    """Return the parts of an MLP, or of a mixture of experts and its shared ``mlp``; None for unsupported modules."""
     described, experts, gate = family.experts, None, None
     if described and type(module).__name__ == described.block:
         experts, gate = module, module._modules.get(described.shared_gate)
@@ -425,7 +426,7 @@ def _mlp_parts(mlp: Module, family: Family) -> tuple[tuple[Any, ...], tuple[Any,
 
 
 def _activation_of(module: Module) -> str:
-    """Return an activation's name; empty if it is unknown or written in Python, which rounds after each operation."""
+    """Return an activation's name; empty if unknown, or if written in Python, which rounds after each operation."""
     function = getattr(getattr(module, "act", None), "__name__", "")
     return "" if "python" in function else ACTIVATIONS.get(type(module).__name__, "")
 

@@ -123,7 +123,7 @@ def stored_of(weight: torch.Tensor) -> Stored:
 
 
 def expand_compact(weight: torch.Tensor) -> torch.Tensor:
-    """Return a compact weight expanded to a plain float32 tensor; return any other weight as it is, in its dtype."""
+    """Return a compact weight expanded to a plain float32 tensor; return any other weight unchanged."""
     return weight.stored.float() if is_compact(weight) else weight
 
 
@@ -134,7 +134,7 @@ def embedding_rows(weight: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
 
 
 class CompactEmbedding(Embedding):
-    """A ``torch.nn.Embedding`` that looks up rows of a compact weight itself; see ``as_parameter``."""
+    """A ``torch.nn.Embedding`` that finds rows of a compact weight without torch's dispatch; see ``as_parameter``."""
 
     @classmethod
     def of(cls, module: Embedding) -> CompactEmbedding:
@@ -150,7 +150,7 @@ class CompactEmbedding(Embedding):
 
 
 def narrowed(weight: torch.Tensor) -> torch.Tensor | None:
-    """Return the weight in a 16-bit dtype that represents it exactly; None if there is none."""
+    """Return the weight in a 16-bit dtype that represents all values exactly, or None if no dtype does."""
     if weight.dtype in NARROW_DTYPES:
         return weight
     if weight.dtype != torch.float32:
@@ -174,7 +174,7 @@ def _rows(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tor
 
 
 def _viewed(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Apply a view to the stored form. Packed blocks support few views; for others the weight is expanded."""
+    """Apply a view to the stored form. Packed blocks support few views; for other views the weight is expanded."""
     stored = args[0].stored
     if isinstance(stored, PackedMatrix):
         viewed = stored.viewed(operation, args[1:])

@@ -1,7 +1,8 @@
 """Numba helpers: compile options, LLVM intrinsics, function pointers, a clock and raw memory.
 
 Numba specializes a function and its callees for every constant argument and integer width. ``compiled`` forces a single
-specialization, which halves compile time and runs as fast: LLVM still inlines small functions with their constants.
+specialization, which halves compile time. The code runs as fast, since LLVM still inlines small functions with their
+constants.
 """
 
 from __future__ import annotations
@@ -102,7 +103,10 @@ def address_of(function: Callable[..., Any], signature: Any) -> int:
 
 
 def caller_of(signature: Any) -> Any:
-    """Return an intrinsic that takes an address and a tuple of arguments and calls a function of this signature."""
+    """Return an intrinsic that takes an address and a tuple of arguments and calls the function at the address.
+
+    ``signature`` is the numba signature of that function.
+    """
     returned = signature.return_type
 
     def call(context: Any, address: Any, arguments: Any) -> Any:
@@ -139,7 +143,7 @@ else:
 
 @compiled
 def lap(work: Any, source: int) -> None:
-    """Add the time since the previous lap, in nanoseconds, to a source's total, if this draft is timed."""
+    """Add the nanoseconds since the previous lap to the total of ``source``, if this draft is timed."""
     if work.timed:
         _read(MONOTONIC, work.instant_at)
         now = work.instant[0] * 1_000_000_000 + work.instant[1]

@@ -30,20 +30,21 @@ ROUTE, SCORES, OUTPUTS, INPUTS, BIAS, TOP_K, SIGMOID, RENORMALIZES, CORRECTION, 
 """Fields of a router record.
 
 ROUTE, SCORES: addresses of the matmul that computes the scores and of its matrix, with OUTPUTS rows and INPUTS columns.
-BIAS: address of its bias, or 0. TOP_K: experts per token. SIGMOID: routing weights are sigmoids of the scores instead
-of a softmax. RENORMALIZES: a token's routing weights are scaled to sum to 1. CORRECTION: address of a term added to
-routing weights only to choose experts, or 0. GROUPS, USED_GROUPS: number of expert groups, and of groups per token.
+BIAS: address of the matmul's bias, or 0. TOP_K: experts per token. SIGMOID: routing weights are sigmoids of the scores
+instead of a softmax. RENORMALIZES: a token's routing weights are scaled to sum to 1. CORRECTION: address of a term
+added to routing weights only to choose experts, or 0. GROUPS, USED_GROUPS: number of expert groups, and of groups per
+token.
 """
 FACTOR, SUM_OFFSET, MIN_SUM, SHARED_GATE = range(USED_GROUPS + 1, USED_GROUPS + 5)
 """FACTOR, SUM_OFFSET, MIN_SUM: float32 bits of the factor applied to the final routing weights, of an offset added to
 the sum they are divided by, and of that sum's minimum. SHARED_GATE: fields of a one-row matmul whose sigmoid weights
-the shared expert; without it, the weight is 1."""
+the shared expert, or zeros to weight it by 1."""
 ROUTER_FIELDS = SHARED_GATE + BIAS + 1
 
 
 @compiled
 def route(router: Array, scores: Array, chosen: Array, routing_weights: Array) -> None:
-    """Write the top experts of each row and their routing weights, best first.
+    """Write the top experts of each row to ``chosen``, best first, and their weights to ``routing_weights``.
 
     ``scores`` ``[rows, experts]`` are overwritten.
     """
@@ -112,11 +113,12 @@ def _hide_groups(choices: Array, groups: int, used: int) -> None:
 
 EXPERT_COUNT, WIDTH, INNER, EXPAND, GATE, GATE_SIZE, UP, UP_SIZE, EXPAND_BIAS = range(9)
 """Fields of an experts record. WIDTH, INNER: hidden and intermediate size. EXPAND: address of the gate and up matmul.
-GATE, UP: addresses of the matrices; GATE_SIZE, UP_SIZE: their bytes per expert. EXPAND_BIAS: address, or 0."""
+GATE, UP: addresses of the matrices; GATE_SIZE, UP_SIZE: their bytes per expert. EXPAND_BIAS: address of the matmul's
+bias, or 0."""
 REDUCE, DOWN, DOWN_SIZE, REDUCE_BIAS, PAIRS, ALPHA, LIMIT, TANH_GATE = range(9, 17)
-"""REDUCE: address of the down matmul; DOWN: of its matrix; DOWN_SIZE: bytes per expert; REDUCE_BIAS: address, or 0.
-PAIRS: one matrix interleaves gate and up; ALPHA and LIMIT are then the float32 bits of the activation's constants.
-TANH_GATE: without PAIRS, the activation is tanh GELU instead of SiLU."""
+"""REDUCE, DOWN: addresses of the down matmul and of its matrix. DOWN_SIZE: the matrix's bytes per expert. REDUCE_BIAS:
+address of the matmul's bias, or 0. PAIRS: one matrix interleaves gate and up; ALPHA and LIMIT are then the float32 bits
+of the activation's constants. TANH_GATE: without PAIRS, the activation is tanh GELU instead of SiLU."""
 EXPERT_FIELDS = TANH_GATE + 1
 IS_TANH_GELU = {"SiLU": False, "SiLUActivation": False, "GELUTanh": True, "PytorchGELUTanh": True}
 """True for tanh GELU and False for SiLU, by the activation's class name."""
@@ -138,7 +140,7 @@ TOLERANCE = 1e-4
 CHECKED_EXPERTS = 2
 """Number of experts whose outputs are compared with transformers'."""
 CHECKED_MAGNITUDES = (1.0, 100.0)
-"""Scales of the inputs in that comparison; large inputs reach the clamping limits of the activation."""
+"""Scales of the inputs on which experts are compared; large inputs reach the clamping limits of the activation."""
 
 
 @compiled
@@ -158,9 +160,10 @@ def mix_experts(
     outputs: int,
     scratch: int,
 ) -> int:
-    """Write each row's sum of the outputs of its ``chosen`` experts ``[rows, top_k]``, weighted by ``routing_weights``.
+    """Write each row's weighted sum of expert outputs; return the number of distinct experts used.
 
-    ``inputs`` and ``outputs`` are addresses of float32 rows. Returns the number of distinct experts used.
+    ``chosen`` and ``routing_weights`` ``[rows, top_k]`` are each row's experts and their weights. ``inputs`` and
+    ``outputs`` are addresses of float32 rows.
     """
     rows, top_k = chosen.shape
     width, inner = experts[WIDTH], experts[INNER]
@@ -224,9 +227,9 @@ class ExpertMatrices(NamedTuple):
 
 
 def expert_matrices(weight: Any, panels: Mapping[int, Any]) -> list[ExpertMatrices]:
-    """Return the matrices of a parameter: a single one, or gate and up if they are packed separately.
+    """Return a list of the matrices of a parameter: one, or two if gate and up are packed separately.
 
-    ``panels`` maps addresses of packed parts to repacked copies, which are used instead.
+    ``panels`` maps addresses of packed parts to repacked copies, whose addresses are returned instead.
     """
     stored = matrices_of(stored_of(weight))
     parts = stored.parts if isinstance(stored, PackedExperts) else [stored]
@@ -261,7 +264,7 @@ def _has_pairs(module: Any) -> bool:
 
 
 class CompiledExperts(Module):
-    """Compiled experts that share another module's parameters and fall back to its ``forward``."""
+    """Compiled experts that share another module's parameters and fall back to that module's ``forward``."""
 
     @classmethod
     def of(cls, experts: Module) -> CompiledExperts:
@@ -320,7 +323,7 @@ def fits_compiled_experts(module: Any, dtypes: Container[torch.dtype] = (torch.f
 
 
 def _parts_fit(weight: Any) -> bool:
-    """Return True if the parts of a packed weight, one or separate gate and up, have the same format and shape."""
+    """Return True if a weight isn't packed, or its parts (one, or gate and up) have the same format and shape."""
     stored = stored_of(weight)
     if not isinstance(stored, PackedExperts):
         return not is_compact(weight) or isinstance(stored, torch.Tensor)
@@ -388,7 +391,7 @@ def _has_same_outputs(experts: Any) -> bool:
     counts_before = [counter.count for counter in counters]
     try:
         return all(_is_same(_first_experts(experts), size) for size in CHECKED_MAGNITUDES)
-    except Exception:  # a forward with other arguments
+    except Exception:  # such as a forward with other arguments
         return False
     finally:
         for counter, count in zip(counters, counts_before, strict=True):

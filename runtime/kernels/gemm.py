@@ -34,8 +34,8 @@ from hdtool.runtime.kernels.matrix_formats import MatrixKind, by_rows
 from hdtool.runtime.kernels.vector_code import CACHE_LINE, INDEX, ITEM_SIZE, LANES
 
 GROUPS = (2, 4, 6) if LANES == 8 else (ACCUMULATORS // 4, ACCUMULATORS // 2)
-"""Possible numbers of input rows per tile; the last rows use the smallest that fits. AVX registers hold the twelve sums
-of six input rows by two matrix rows, which needs fewer loads per multiplication than smaller tiles."""
+"""Possible numbers of input rows per tile; the last rows use the smallest tile that fits. AVX registers hold the twelve
+sums of six input rows by two matrix rows, which needs fewer loads per multiplication than smaller tiles."""
 SMALL_GROUP, GROUP = GROUPS[0], GROUPS[-1]
 MAX_TILE_COLUMNS = 768
 """Maximum columns of a tile, so that its input rows stay in L1; a multiple of every format's block."""
@@ -43,10 +43,10 @@ BLOCK_OUT_FEATURES = 64
 """Matrix rows per cache block, which is multiplied by all input rows before the next block is read. On an Intel Xeon
 with AMX, 128 rows took 1.05 to 1.1 times as long."""
 MAX_INTERLEAVED_ROWS = 128
-"""Maximum input rows interleaved at once. On that Xeon, 256 took 1.02 times as long."""
+"""Maximum input rows interleaved at once. On an Intel Xeon with AMX, 256 rows took 1.02 times as long."""
 
 _GROUP_OUT_FEATURES = {rows: 4 if rows == SMALL_GROUP else 2 for rows in GROUPS}
-"""Number of matrix rows of a tile by its number of input rows."""
+"""Matrix rows per tile, by the tile's number of input rows."""
 _add, _complete = partial_tile(_GROUP_OUT_FEATURES, last=False), partial_tile(_GROUP_OUT_FEATURES, last=True)
 
 
@@ -218,11 +218,11 @@ COLUMN_MULTIPLE = 64
 """Required divisor of a matrix's number of columns."""
 MAX_REGISTER_ROWS = 18 if LANES == 16 else 11
 """Maximum input rows for which the matrix is unpacked in registers, once per tile; for more, ``multiply_many`` is
-faster. On an Intel Xeon with AVX-512, a 1,536 x 768 matrix in Q4_1 takes 0.84 of that function's time with 17 rows and
-0.97 with 20; in Q6_K, 0.97 and 1.15."""
+faster. On an Intel Xeon with AVX-512, a 1,536 x 768 matrix in Q4_1 takes 0.84 of ``multiply_many``'s time with 17 rows
+and 0.97 with 20; in Q6_K, 0.97 and 1.15."""
 MAX_LONG_REGISTER_ROWS = 8 if LANES == 8 else MAX_REGISTER_ROWS
-"""The limit if the input rows together exceed L1. On Zen 4 without AVX-512, eleven rows by a 576 x 1,536 matrix in Q4_1
-took 1.3 times as long in registers as in ``multiply_many``."""
+"""Like ``MAX_REGISTER_ROWS``, for input rows that together exceed L1. On Zen 4 without AVX-512, eleven rows by a 576 x
+1,536 matrix in Q4_1 took 1.3 times as long in registers as in ``multiply_many``."""
 L1_NUMBERS = 8192
 MAX_CACHED_VALUES = 1 << 17 if LANES == 16 else 10240
 """Maximum size of an input group in numbers, so that it stays cached between tiles: in L2 with AVX-512, where rereading
@@ -331,7 +331,7 @@ def _multiply_interleaved(
 
 @njit(cache=True, nogil=True)
 def unpack(matrix: int, kind: Any, size: int, out_features: int, columns: int, written: int) -> None:
-    """Expand a matrix to float32 at address ``written``; ``size`` is that of its numbers or blocks in bytes."""
+    """Expand a matrix to float32 at address ``written``; ``size`` is the size of a number or block in bytes."""
     stride = columns // block_size_of(kind) * size
     for out in range(out_features):
         unpack_row(matrix + out * stride, kind, columns, written + out * columns * ITEM_SIZE)

@@ -1,7 +1,7 @@
 """LLVM code generation for matmul tiles: a few matrix rows by a few input rows.
 
-The matrix is stored in float32, 16 bits or packed blocks and expanded to float32 in registers, so results are bitwise
-those of the expanded matrix. The order of summation is independent of the number of rows.
+The matrix is stored in float32, 16 bits or packed blocks and expanded to float32 in registers, so results equal those
+of the expanded matrix bit for bit. The order of summation is independent of the number of rows.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ PREFETCH_DISTANCE = 8192
 5 took 8.5 ms with one tile (1,440 bytes), 8.3 with 2,048, 7.1 with 4,096, 7.0 with 8,192 and 7.3 with 16,384."""
 INTO_L1 = CPU.startswith("znver")
 """True if prefetching into L1 is faster than into L2, as on Zen. An Intel Xeon with AMX read 15 to 22 GB/s with L1 and
-23 to 29 with L2; a pass of one row took 11.5 and 10.5 ms."""
+23 to 29 with L2; a pass of one row took 11.5 ms with L1 and 10.5 ms with L2."""
 SCALED_COLUMNS = 1024
 """Number of columns whose scales are computed ahead and kept on the stack."""
 ACCUMULATORS = 16 if LANES == 16 else 8
@@ -37,7 +37,7 @@ QUAD_ACCUMULATORS = 4 if LANES == 8 else ACCUMULATORS
 rows by a 1,536 x 576 matrix in Q4_1 took 166 µs with eight sums and 97 µs with four, on Zen 4 without AVX-512."""
 TILE_OUT_FEATURES, MAX_TILE_ROWS = 8, 11 if LANES == 8 else max(8, PAIR_ACCUMULATORS // 2)
 """Matrix rows divided evenly among tiles, and maximum input rows of a tile. AVX has registers for eleven sums of one
-matrix row: nine input rows by a 1,536 x 576 matrix in Q4_1 take 0.78 of the time of five and then four."""
+matrix row: nine input rows by a 1,536 x 576 matrix in Q4_1 take 0.78 of the time of a tile of five and one of four."""
 MAX_DIRECT_ROWS = 4
 """Maximum input rows that a tile reads in-place; more rows are interleaved vector by vector."""
 
@@ -103,7 +103,7 @@ class _Packed:
     def loop(self, rows: Sequence[Any], columns: Any, carried: Sequence[Any], body: Body) -> list[Any]:
         """Generate a loop over the blocks of several matrix rows; return the final values.
 
-        For formats whose scales are computed ahead, an extra loop computes those of each ``SCALED_COLUMNS`` columns.
+        If a format's scales are computed ahead, an extra loop computes them for each ``SCALED_COLUMNS`` columns.
         """
         code, builder, count = self.code, self.code.builder, self.blocks.scales * len(rows)
         size = max(1, SCALED_COLUMNS // self.step * count)
@@ -145,7 +145,7 @@ def _read(code: VectorCode, kind: Any) -> Any:
 
 
 def tile_out_features(rows: int) -> int:
-    """Return how many matrix rows a tile with this many input rows has; a divisor of ``TILE_OUT_FEATURES``."""
+    """Return the number of matrix rows of a tile with ``rows`` input rows; it divides ``TILE_OUT_FEATURES``."""
     return max(
         out_features
         for out_features in (1, 2, 4)
@@ -227,7 +227,7 @@ def _sums(
     prefetches: bool = False,
     prefetched: Sequence[Any] = (),
 ) -> list[Any]:
-    """Generate the sums of products over these columns, starting from ``first``, ordered by matrix row.
+    """Generate the sums of products over ``columns`` columns, starting from ``first`` and ordered by matrix row.
 
     ``prefetches`` also prefetches later matrix rows; ``prefetched`` are addresses at which to prefetch one byte per
     column.
@@ -327,5 +327,5 @@ def copy_vectors(builder: Any, read: Any, count: Any, written: Any, stride: Any)
 
 @generated(None, returns=types.int64)
 def block_size_of(builder: Any, kind: Any) -> Any:
-    """Return how many numbers a block of a format has; 1 for formats without blocks."""
+    """Return the number of weights in a block of a format; 1 for formats without blocks."""
     return INDEX(FORMAT_OF_TYPE[kind].block_size if kind in FORMAT_OF_TYPE else 1)

@@ -17,7 +17,7 @@ from hdtool.runtime.kernels.thread_pool import parallel_matmul, shared_thread_po
 
 MATRIX_KINDS = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16, torch.float16: FLOAT16}
 ORDINARY_TENSORS = (torch.Tensor, Parameter)
-"""Tensor classes whose memory can be read directly, unlike those of quantization libraries."""
+"""Tensor classes whose memory can be read directly, unlike the tensor classes of quantization libraries."""
 
 
 class CompiledLinear(Linear):
@@ -51,7 +51,7 @@ class CompiledLinear(Linear):
         """Return True if the compiled matmul supports this input and the current weight and bias."""
         weight, bias = self.weight, self.bias
         return (
-            not (torch.compiler.is_compiling() or torch._C._get_tracing_state())  # these see torch operations only
+            not (torch.compiler.is_compiling() or torch._C._get_tracing_state())  # tracing sees only torch operations
             and type(input) in ORDINARY_TENSORS
             and input.dtype == weight.dtype == torch.float32
             and input.is_cpu
@@ -84,7 +84,7 @@ def compiled_linear(input: torch.Tensor, weight: Stored, bias: torch.Tensor | No
 def multiply(
     matmul: int, matrix: int, shape: torch.Size, input: torch.Tensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Call the matmul at address ``matmul`` on torch's number of threads; ``shape`` is the matrix's."""
+    """Call the matmul at address ``matmul`` on torch's number of threads; ``shape`` is the shape of ``matrix``."""
     threads, (out_features, columns) = torch.get_num_threads(), shape
     rows = input.numel() // columns
     outputs = input.new_empty(*input.shape[:-1], out_features)  # keeps the input's dtype
@@ -96,7 +96,7 @@ def multiply(
 
 
 def format_of(weight: Stored) -> tuple[Any, int]:
-    """Return a weight's format for the compiled matmul, and the size of a number or block in bytes."""
+    """Return ``(kind, size)``: a weight's format for the compiled matmul, and the bytes of a number or block."""
     return weight.format.kind if isinstance(weight, PackedMatrix) else MATRIX_KINDS[weight.dtype], weight.itemsize
 
 
@@ -114,7 +114,7 @@ def has_compiled_layers(model: Module) -> bool:
 
 
 def share_weights(stock: Module, compiled: Module) -> None:
-    """Make the stock model use the compiled model's weights, to save memory; it keeps torch's matmuls.
+    """Make the stock model, which keeps torch's matmuls, use the compiled model's weights, to save memory.
 
     Compact weights aren't shared, so that the stock model computes exactly as in plain transformers.
     """
@@ -136,7 +136,7 @@ def has_plain_weight(layer: Module) -> bool:
 
 def fits_compiled_matmul(layer: Linear, dtypes: Container[torch.dtype] = (torch.float32,)) -> bool:
     """Return True if the compiled matmul supports the layer and its weight has one of ``dtypes``."""
-    if not has_plain_weight(layer):  # some libraries store it under another name
+    if not has_plain_weight(layer):  # some libraries store the weight under another name
         return False
     weight, has_columns = layer.weight, layer.in_features % COLUMN_MULTIPLE == 0
     bias = layer.bias is None or _fits_bias(layer.bias, layer.out_features)

@@ -62,7 +62,7 @@ Tile = Callable[..., None]
 
 
 def by_rows(tiles: Mapping[int, Tile]) -> Any:
-    """Return an intrinsic that runs the tile for a number of rows, its last argument and a key of ``tiles``.
+    """Return an intrinsic that runs the tile ``tiles[rows]``, where ``rows`` is the intrinsic's last argument.
 
     Arrays are given by address; ``kind`` is the matrix format.
     """
@@ -96,7 +96,7 @@ class BlockFormat:
 
     name: str
     gguf_type: int | None
-    """Type number in GGUF files; None if they don't have the format."""
+    """Type number in GGUF files; None for a format that GGUF files don't have."""
     block_size: int
     """Weights per block."""
     bytes: int
@@ -136,11 +136,11 @@ VALUE_TABLES = {
     "IQ4_NL": (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113),
     "MXFP4": (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12),
 }
-"""Values of the 4-bit codes, for formats with a lookup table; MXFP4's are doubled to be integers."""
+"""Values of the 4-bit codes, for formats with a lookup table; the values of MXFP4 are doubled to be integers."""
 TINY_SCALES = 2
 """MXFP4 exponents below this give subnormal float32 scales."""
 TINIEST_SCALE = 1 << 21
-"""Float32 bits of the scale for exponent 0; it doubles with each exponent."""
+"""Float32 bits of the MXFP4 scale for exponent 0; the scale doubles with each exponent."""
 
 
 Expand = Callable[[int], Any]
@@ -155,7 +155,7 @@ PERMUTATION = "llvm.x86.avx512.permvar.sf.512"
 PRECOMPUTED_SCALES = {"Q4_1": 2, "Q5_1": 2, "Q4_K": 16, "Q5_K": 16, "Q6_K": 16}
 """Number of scales and addends per block, for formats whose scales a tile computes ahead for many blocks: broadcasting
 them from memory saves shuffles, the bottleneck of tiles with few input rows. Formats with a single scale or with
-float32 scales are faster without it."""
+float32 scales are faster without computing ahead."""
 
 
 class Blocks:
@@ -220,7 +220,7 @@ class Blocks:
         return lambda vector: self._scaled(self._level_of_5_bits(block, 4, vector, 0), scale(0), scale(1))
 
     def _level_of_5_bits(self, block: Any, first: int, vector: int, lowest: int) -> Any:
-        """Return the levels of a vector: 4-bit numbers as in ``_by_level``, and a 32-bit word with the fifth bits."""
+        """Return a vector of levels, from 4-bit numbers stored as in ``_by_level`` and a 32-bit word of fifth bits."""
         half, byte = divmod(vector * LANES, 16)
         low = self._bits(self._bytes(block, first + 4 + byte), 4 * half, 4)
         high_bits = self.code.splat(self.code.load(self.code.gep(block, first), WORD))

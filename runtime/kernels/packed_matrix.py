@@ -64,7 +64,7 @@ class PackedMatrix:
     def page_out(self) -> None:
         """Let the system page out the blocks; they are read back from their file or swap on use.
 
-        Has no effect on systems other than Linux.
+        This has an effect only on Linux.
         """
         self._advise(MADV_PAGEOUT)
 
@@ -97,7 +97,7 @@ class PackedMatrix:
         return numbers.view(*copied.shape[:-1], self.shape[1])
 
     def viewed(self, operation: Any, args: Sequence[Any]) -> PackedMatrix | torch.Tensor | None:
-        """Return the result of a view operation if it needs to expand at most its own numbers; else None."""
+        """Return a view operation's result, or None if that would expand more of the matrix than the result itself."""
         if operation in (ATEN.detach.default, ATEN.alias.default):
             return self
         if operation is ATEN.slice.Tensor and (not args or args[0] == 0) and args[3:] in ((), (1,)):
@@ -241,7 +241,7 @@ def _nearest(numbers: torch.Tensor) -> torch.Tensor:
 
 
 ACTIVATION_ATTRIBUTES = ("act_quant_kwargs", "act_quant_scale", "act_quant_zero_point", "act_pre_scale")
-"""Attributes that are set on torchao weights whose layer also quantizes or scales its input."""
+"""Attributes that are set on a torchao weight if its layer also quantizes or scales inputs."""
 SCALE_SIZE = 4
 """Size of a scale in a torchao block in bytes."""
 
@@ -249,7 +249,7 @@ SCALE_SIZE = 4
 def packed_weight(weight: Any) -> PackedMatrix | None:
     """Pack a weight-only quantized weight of torchao, which isn't imported; return None for any other weight.
 
-    The packed numbers are those that torchao multiplies float32 inputs by.
+    The packed matrix represents exactly the numbers by which torchao multiplies float32 inputs.
     """
     kind = type(weight)
     if kind.__module__.split(".")[0] != "torchao" or weight.dim() != 2 or not weight.is_cpu:
@@ -271,13 +271,13 @@ def _of_int8(weight: Any) -> PackedMatrix | None:
 
 def _of_int4(weight: Any) -> PackedMatrix | None:
     octets = weight.qdata
-    if octets.itemsize != 1 or weight.activation_dtype != torch.bfloat16:  # others are rounded to float8
+    if octets.itemsize != 1 or weight.activation_dtype != torch.bfloat16:  # torchao rounds other inputs to float8
         return None
     return packed_int4(octets.view(torch.uint8), weight.scale.t(), weight.zero_point.t(), weight.block_size[-1])
 
 
 def packed_int8(levels: torch.Tensor, scales: torch.Tensor, group: int) -> PackedMatrix | None:
-    """Pack 8-bit integers with a scale per ``group`` of columns; return None if they don't fill whole blocks.
+    """Pack 8-bit integers with a scale per ``group`` of columns; return None if the integers don't fill whole blocks.
 
     ``scales`` has one row per matrix row, or a single one for all.
     """
@@ -287,7 +287,7 @@ def packed_int8(levels: torch.Tensor, scales: torch.Tensor, group: int) -> Packe
 def packed_int4(octets: torch.Tensor, scales: torch.Tensor, minima: torch.Tensor, group: int) -> PackedMatrix | None:
     """Pack signed 4-bit integers, two columns per byte, with a scale and a minimum per ``group`` of columns.
 
-    Returns None if they don't fill whole blocks.
+    Return None if the integers don't fill whole blocks.
     """
     out_features, half = octets.shape
     if half % (INT4.block_size // 2):
@@ -298,7 +298,7 @@ def packed_int4(octets: torch.Tensor, scales: torch.Tensor, minima: torch.Tensor
 
 
 def _packed(format: BlockFormat, octets: torch.Tensor, headers: list[torch.Tensor], group: int) -> PackedMatrix | None:
-    """Assemble blocks of the group's ``headers`` (scale, minimum), then the levels; None if shapes don't fit."""
+    """Assemble blocks of their group's ``headers`` (scale, minimum) and their levels; None if shapes don't fit."""
     header = SCALE_SIZE * len(headers)
     out_features, size = len(octets), format.bytes - header
     columns = octets.shape[1] // size * format.block_size

@@ -20,17 +20,17 @@ from hdtool.runtime.kernels.gemm import MATMUL_ARGUMENTS, call_at
 from hdtool.runtime.kernels.vector_code import CACHE_LINE, INDEX, PAUSE, VectorCode
 
 WORK = 0
-"""Field with the job number in the upper bits and the number of parts not yet taken in the lower ones."""
+"""Field with the job number in the upper bits and the number of parts not yet taken in the lower, or ``CLOSED``."""
 COMPLETED = CACHE_LINE // WORD_SIZE
 """Field with the number of completed parts, on a separate cache line."""
 JOB = 2 * CACHE_LINE // WORD_SIZE
-"""First field of the job record, which holds the address of the function, its arguments except the range of units, the
-number of units, the multiple at which parts start, and the number of parts."""
+"""First field of the job record: the function's address and its arguments without the range of units, the number of
+units, the multiple at which parts start, and the number of parts."""
 CONTROL_FIELDS = JOB + MATMUL_ARGUMENTS + 2
 MAX_PARTS = 1 << 16
 CLOSED = -1
 PARTS_PER_THREAD = 2
-"""Parts of a job per thread: more balance the load if a thread is interrupted, but add overhead."""
+"""Parts of a job per thread. More parts balance the load if a thread is interrupted, but add overhead."""
 MIN_PARALLEL_WEIGHTS = 1 << 16
 """Matmuls with fewer weights run on the calling thread only."""
 ROW_MULTIPLE = 16
@@ -56,7 +56,7 @@ def increment(builder: Any, address: Any) -> None:
 
 @generated(types.int64, types.int64, types.int64, returns=types.boolean)
 def compare_and_swap(builder: Any, address: Any, old: Any, new: Any) -> Any:
-    """Store ``new`` and return True if the word still holds ``old``."""
+    """If the word at ``address`` still holds ``old``, store ``new`` and return True; otherwise return False."""
     pair = builder.cmpxchg(builder.inttoptr(address, INDEX.as_pointer()), old, new, "acq_rel", "acquire")
     return builder.extract_value(pair, 1)
 
@@ -95,7 +95,7 @@ def _work(control: int) -> None:
 
 @compiled
 def parts_of(threads: int, units: int, multiple: int) -> int:
-    """Return how many parts a job is split into."""
+    """Return the number of parts into which a job is split."""
     return min(threads * PARTS_PER_THREAD, units // multiple)
 
 
@@ -207,7 +207,7 @@ class ThreadPool:
             _work(self._control)
 
     def open(self) -> AbstractContextManager[int]:
-        """Open the pool in a context that yields its address for ``run_parallel``; 0 while another pass holds it."""
+        """Open the pool in a context that yields its address for ``run_parallel``, or 0 while another pass holds it."""
         return self._opened() if self._wake_ups else NO_THREADS
 
     @contextmanager

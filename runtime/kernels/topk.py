@@ -1,7 +1,7 @@
 """Argmax and top-k over the vocabulary, for the logits of each node of a draft tree.
 
-A float's bits, read as an integer with the magnitude bits of negatives inverted, sort like the floats. One compiled
-argmax therefore serves all dtypes, bfloat16 included, which NumPy lacks, and is faster than torch's.
+Floats sort like their bits, if these are read as integers with the magnitude bits of negatives inverted. One compiled
+argmax therefore serves all dtypes, even bfloat16, which NumPy lacks, and is faster than torch's.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ INFINITY: dict[torch.dtype, npt.NDArray[Any]] = {
     torch.bfloat16: np.array([0x7F80], np.int16),
     torch.float16: np.array([0x7C00], np.int16),
 }
-"""Bits of infinity in each dtype, as an array of one integer of that size."""
+"""Bits of infinity in each dtype, as an array of one integer of the dtype's size."""
 
 
 class LogitBits(NamedTuple):
@@ -49,7 +49,7 @@ def bits_of(logits: torch.Tensor) -> LogitBits:
 
 @compiled
 def argmax_of_row(address: int, stride: int, vocabulary: int, infinity: Array, row: int) -> tuple[int, bool]:
-    """Return the first argmax of a row and whether its logit is finite; NaN counts as the maximum."""
+    """Return ``(token, is_finite)``: the first argmax, with NaN as the maximum, and True if its logit is finite."""
     return argmax_of(array_at(address + row * stride * infinity.itemsize, vocabulary, infinity.dtype), infinity[0])
 
 
@@ -107,7 +107,7 @@ def _key(bits: Any, magnitude: Any) -> Any:
 
 @compiled
 def _first_between(bits: Array, low: int, high: int, outside: bool) -> int:
-    """Return the index of the first number whose key is in the range, or outside it; 0 if there is none."""
+    """Return the first index whose key is in ``[low, high]``, or not in it with ``outside``; 0 if there is none."""
     for index in range(len(bits)):
         if (low <= _key(bits[index], np.iinfo(bits.dtype).max) <= high) != outside:
             return index
@@ -120,7 +120,7 @@ FOLD = 8
 """Number of values that each maximum covers."""
 TOPK_BLOCK = TOPK_LANES * FOLD
 MAXIMA_PER_TOKEN = 4
-"""Minimum number of maxima on the last level per token of the top k; with fewer, too many values remain candidates."""
+"""Minimum number of last-level maxima per token of the top k; with fewer, too many values remain candidates."""
 MAX_LEVELS = 8
 MAX_RANKED = 64
 """Maximum number of tokens in a ranking that a pass computes."""
@@ -170,9 +170,9 @@ Rankable = torch.Tensor | Array | FoldedLogits
 
 
 def for_topk(logits: torch.Tensor, maxima: Array | None = None) -> Rankable:
-    """Return the logits in the form that is fastest to slice and pass to ``topk``: on a CPU, a NumPy view.
+    """Return the logits in the form that is fastest to slice and pass to ``topk``: for float32 on a CPU, a NumPy view.
 
-    ``maxima`` holds the output of ``fold`` for each row, if the pass computed it.
+    ``maxima`` holds the output of ``fold`` for each row; None if the pass didn't compute it.
     """
     if maxima is not None:
         return FoldedLogits(logits.numpy(), maxima)
@@ -180,7 +180,7 @@ def for_topk(logits: torch.Tensor, maxima: Array | None = None) -> Rankable:
 
 
 def topk(logits: Rankable, k: int) -> tuple[Array, Array]:
-    """Return the top ``k`` tokens of each row and their logits, best first, padded with -1 and -inf."""
+    """Return ``(tokens, logits)``, both ``[rows, k]``: each row's top ``k``, best first, padded with -1 and -inf."""
     tokens, scores = np.empty((len(logits), k), np.int64), np.empty((len(logits), k), np.float32)
     if isinstance(logits, FoldedLogits):
         write_topk(logits.values, tokens, scores, logits.maxima)
@@ -193,7 +193,7 @@ def topk(logits: Rankable, k: int) -> tuple[Array, Array]:
     else:
         tokens[:], scores[:] = NO_TOKEN, NO_LOGIT
         best = logits.detach().float().topk(min(k, logits.shape[-1]))
-        # A single transfer, since each waits for the device.
+        # A single transfer of both, since each transfer waits for the device.
         packed = torch.stack([best.values, best.indices.to(torch.int32).view(torch.float32)]).cpu().numpy()
         scores[:, : packed.shape[2]] = packed[0]
         tokens[:, : packed.shape[2]] = packed[1].view(np.int32)
@@ -204,8 +204,8 @@ def topk(logits: Rankable, k: int) -> tuple[Array, Array]:
 def write_topk(logits: Array, tokens: Array, scores: Array, folded: Array) -> None:
     """Write the top-k tokens of each row and their scores, found by a tree of maxima.
 
-    The k-th highest maximum of the last level is a lower bound for the top k, so branches below it are skipped.
-    ``folded`` holds the first level's maxima of each row; if empty, they are computed.
+    The k-th highest maximum of the last level is a lower bound for the top k, so branches with lower maxima are
+    skipped. ``folded`` holds each row's first-level maxima, or is empty to compute them here.
     """
     vocabulary, k = logits.shape[1], scores.shape[1]
     begins, last = _levels(vocabulary, k)
@@ -234,7 +234,7 @@ def write_topk(logits: Array, tokens: Array, scores: Array, folded: Array) -> No
 
 @compiled
 def _levels(vocabulary: int, k: int) -> tuple[Array, int]:
-    """Return each level's offset in the array of maxima, followed by the end of the last level, and the last level."""
+    """Return ``(offsets, last)``: level ``i``'s maxima, up to level ``last``, are at ``offsets[i]:offsets[i + 1]``."""
     begins = np.zeros(MAX_LEVELS + 2, np.int64)
     size, level = folded_size(vocabulary), 1
     begins[2] = size
@@ -283,7 +283,7 @@ def _indices_of(values: Array, threshold: float, indices: Array) -> int:
 
 @compiled
 def _indices_below(candidates: Array, values: Array, threshold: float, indices: Array) -> int:
-    """Like ``_indices_of``, but look only at values one level below the maxima with indices ``candidates``."""
+    """Like ``_indices_of``, but only for the values that the maxima with indices ``candidates`` cover."""
     count = 0
     for maximum in candidates:
         first = maximum // TOPK_LANES * TOPK_BLOCK + maximum % TOPK_LANES

@@ -30,7 +30,7 @@ CACHE_LINE = 64
 
 
 def has_feature(feature: str) -> bool:
-    """Return True if the processor has a feature, by its LLVM name."""
+    """Return True if the processor has the feature with this LLVM name."""
     try:
         return bool(binding.get_host_cpu_features().get(feature))
     except RuntimeError:  # LLVM cannot detect features on some processors
@@ -185,7 +185,7 @@ class VectorCode:
     def loop(
         self, count: Any, carried: Sequence[Any], body: Callable[[Any, list[Any]], Sequence[Any]], step: int = LANES
     ) -> list[Any]:
-        """Generate a loop over indices below ``count`` and return the final values.
+        """Generate a loop over the indices below ``count``, ``step`` apart, and return the final values.
 
         ``body`` generates the next values from an index and the current values, which start as ``carried``.
         """
@@ -215,7 +215,7 @@ VECTOR = ir.VectorType(FLOAT, LANES)
 WORDS = ir.VectorType(WORD, LANES)
 LOG2_E = 1.44269504088896341
 LN2_HIGH, LN2_LOW = 0.693359375, -2.12194440e-4
-"""They sum to log(2); multiplying the first by a small integer is exact."""
+"""Two parts that sum to log(2); multiplying LN2_HIGH by a small integer is exact."""
 POLYNOMIAL = (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1)
 """Coefficients from the Cephes library: for ``abs(r) <= log(2) / 2``, ``exp(r) = 1 + r + r**2 * polynomial(r)``."""
 ROUNDING = 12582912.0
@@ -330,7 +330,7 @@ def _gated(sigmoid_of: Callable[[FloatCode, Any], Any]) -> Any:
 def _twice_inside_tanh(code: FloatCode, numbers: Any) -> Any:
     """Return ``2 * sqrt(2 / pi) * (x + 0.044715 * x**3)``, whose sigmoid times ``x`` is tanh GELU.
 
-    The two are equal because ``(1 + tanh(x)) / 2 == sigmoid(2 * x)``.
+    This holds because ``(1 + tanh(x)) / 2 == sigmoid(2 * x)``.
     """
     factor = 2 * math.sqrt(2 / math.pi)
     cubed = code.builder.fmul(code.builder.fmul(numbers, numbers), numbers)
@@ -464,7 +464,7 @@ def rotate_pairs(builder: Any, read: Any, cos: Any, sin: Any, width: Any, writte
 
 
 ROTARY_LANES = LANES // 2
-"""Numbers rotated at once. A head's width is a multiple of ``LANES``, so half the width is a multiple of this."""
+"""Numbers rotated at once. A head's width is a multiple of ``LANES``, so half of it is a multiple of this number."""
 
 
 @compiled

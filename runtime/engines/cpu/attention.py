@@ -42,9 +42,9 @@ def _score(builder: Any, keys: Any, width: Any, query: Any, written: Any) -> Non
 
 
 def _masked(caps: bool) -> Any:
-    """Return an intrinsic that computes ``scores = scores * scale + mask`` in address and returns the largest score.
+    """Return an intrinsic that computes ``scores = scores * scale + mask`` in place and returns the largest score.
 
-    With ``caps``, it applies the softcap ``cap`` to the scaled scores.
+    With ``caps``, the intrinsic applies the softcap ``cap`` to the scaled scores.
     """
 
     @generated(types.int64, types.int64, types.float32, types.float32, types.int64, returns=types.float32)
@@ -125,7 +125,7 @@ def _divide(builder: Any, sums: Any, width: Any, total: Any, written: Any) -> No
 
 
 VALUE_QUERIES = 2 if LANES == 8 else 4
-"""Queries whose sums of values share registers. With AVX's 16 registers, four took 1.6 to 1.7 times as long."""
+"""Queries whose sums of values share registers. With AVX's 16 registers, four queries took 1.6 to 1.7 times as long."""
 _queries_wide, _one_query_wide = _weighted_sum(VALUE_QUERIES, 4), _weighted_sum(1, 4)
 _queries_narrow, _one_query_narrow = _weighted_sum(VALUE_QUERIES, 1), _weighted_sum(1, 1)
 WIDE = 4 * LANES
@@ -176,7 +176,7 @@ def attend(
 ) -> None:
     """Compute attention of one sequence, for some blocks of queries.
 
-    All buffers are given by address and hold float32 values, in which strides are counted as well.
+    All buffers are given by address and hold float32 values, unless noted; strides are counted in float32 values.
 
     - ``queries`` and ``written`` are ``[rows, heads * groups, width]``.
     - ``keys`` and ``values`` hold ``length`` earlier positions, followed by the new rows, for each of the ``heads``.
@@ -186,7 +186,7 @@ def attend(
     - ``window`` is the number of positions that a row attends to, 0 for all. ``positions_at`` is the address of the
       rows' int64 positions.
     - ``sinks`` has one score per query head, which enters the softmax but has no value; 0 for none.
-    - ``scratch`` needs room for ``attention_scratch_size``.
+    - ``scratch`` needs room for ``attention_scratch_size`` values.
     - ``first`` and ``end`` select some of the ``heads * query_blocks(rows, groups, block_size)`` blocks, which are
       numbered head by head.
     """

@@ -104,7 +104,7 @@ def matmuls_of(part: LayerParts[CompiledLinear]) -> dict[int, MatmulRows]:
 
 
 def has_compiled_experts(part: LayerParts[CompiledLinear], family: Family) -> bool:
-    """Return True if a layer has no experts or compiled code can route and compute them."""
+    """Return True if compiled code can route and compute a layer's experts, or if the layer has none."""
     block: Any = part.experts
     if part.added_mixture:
         return type(part.added_mixture.experts) is CompiledExperts
@@ -124,7 +124,7 @@ def has_compiled_experts(part: LayerParts[CompiledLinear], family: Family) -> bo
 
 
 def packed_experts(part: LayerParts[CompiledLinear]) -> Iterator[PackedMatrix]:
-    """Yield a layer's packed expert matrices, if the rows of each expert fill whole panels."""
+    """Yield a layer's packed expert matrices in which each expert's rows fill whole panels."""
     experts: Any = (
         part.added_mixture.experts if part.added_mixture else cast(Any, part.experts).experts if part.experts else None
     )
@@ -163,7 +163,7 @@ OUTLINE = cast(
 def may_be_compiled(settings: Any) -> bool:
     """Return True if the engine may support a model with this configuration, judging by the model's modules.
 
-    Also return True if the modules can't be built from the configuration. The proof at loading decides.
+    Also return True if the modules can't be built from the configuration. When the model is loaded, the proof decides.
     """
     try:
         from accelerate import init_empty_weights

@@ -30,7 +30,7 @@ class CompiledModel:
         self._parts, self._log = parts, log
         self.table = WeightTable(parts, windows)
         self._passes = {1: TreePass(self.table)}
-        """Passes by the number of slots that they have memory for."""
+        """``TreePass`` objects by the number of slots for which they have memory."""
         self.is_current = False
         """True if the last ``check`` found the model unchanged."""
         self.passes = 0
@@ -44,7 +44,7 @@ class CompiledModel:
         self.check(again=False)
 
     def check(self, *, again: bool = True) -> None:
-        """Update ``is_current`` before a prompt; without ``again``, don't compare the weights anew."""
+        """Update ``is_current`` before a prompt; without ``again``, keep the result of the last weight comparison."""
         if again:
             self._set_unchanged(self._recorded.is_same())
         if self._is_same:
@@ -63,8 +63,8 @@ class CompiledModel:
     def use_int8_activations(self) -> bool:
         """Multiply packed weights by 8-bit activations from now on; return True if the model has packed weights.
 
-        Rounding to 8 bits amplifies small differences, so it requires rows that are bitwise equal in every pass, which
-        compiled passes guarantee.
+        Rounding to 8 bits amplifies small differences, so a row's result must not depend, bit for bit, on the other
+        rows in the pass; compiled passes guarantee this.
         """
         return self.table.use_int8_activations()
 
@@ -77,7 +77,7 @@ class CompiledModel:
         return bool(self.table.mixers)
 
     def watch_hidden(self, layers: tuple[int, ...]) -> None:
-        """Return hidden states from each pass from now on, followed by the outputs of these layers.
+        """Make each pass return hidden states from now on, followed by the outputs of these layers.
 
         Hooks that already watch the model no longer count as changes.
         """
@@ -86,11 +86,11 @@ class CompiledModel:
             self.record()
 
     def first_layer_alone(self) -> AbstractContextManager[None]:
-        """Compute only the first layer within this block."""
+        """Return a context in which passes compute only the first layer."""
         return self.table.first_layer_alone()
 
     def read(self, tokens: Sequence[int], slot: Slot) -> torch.Tensor | None:
-        """Append tokens to a slot in chunks; return the logits ``[1, vocabulary]`` after the last one.
+        """Append tokens to a slot in chunks; return the logits ``[1, vocabulary]`` after the last token.
 
         Return None if the engine can't compute a chunk; the slot then contains only the chunks before it.
         """

@@ -41,7 +41,7 @@ QUADS = PART // QUAD
 PLANE = PANEL_ROWS * QUAD
 """Size in bytes of a vector with one quad for each row of a panel."""
 LOW_BITS = 4
-"""Number of low bits of a level, which are stored separately from the others."""
+"""Number of low bits of a level, which are stored separately from its higher bits."""
 EXPONENT_SIZE, HALF_SIZE, FLOAT_SIZE = 1, 2, 4
 
 
@@ -57,9 +57,9 @@ class PanelFormat:
     parts: int = 1
     """Number of parts that share a header of scales."""
     scales: int = 1
-    """Number of scales per row of a part: one, or one for each half of the columns."""
+    """Number of scales per row of a part: one for all columns, or one for each half."""
     has_factors: bool = False
-    """Each part has integers by which its header's scales and minima are multiplied."""
+    """Each part has integers that multiply the scales and minima of its header."""
     scale_size: int = HALF_SIZE
     """Size in bytes of a scale in the header: an exponent, a float16 or a float32."""
     table: tuple[int, ...] = ()
@@ -135,8 +135,8 @@ declare i32 @llvm.vector.reduce.add.v16i32(<16 x i32>)
 def has_dot_of_octets(triple: str, cpu: str, features: str) -> bool:
     """Return True if LLVM selects ``sdot`` for a processor.
 
-    LLVM's list of host features doesn't name the instruction, and using it where LLVM doesn't support it ends the
-    process. Therefore this function compiles a sum for which LLVM selects ``sdot`` wherever it can.
+    LLVM's list of host features doesn't name the instruction, and using ``sdot`` where LLVM doesn't support it ends the
+    process. Therefore this function compiles a sum for which LLVM selects ``sdot`` wherever possible.
     """
     target_machine = binding.Target.from_triple(triple).create_target_machine(cpu=cpu, features=features, opt=2)
     return "sdot" in target_machine.emit_assembly(binding.parse_assembly(SUM_OF_PRODUCTS))
@@ -227,10 +227,10 @@ class IntegerCode(VectorCode):
         return self.lookup(table, indices, LOOK_UP_X86[PLANE], PLANE)
 
     def in_order(self, vector: Any) -> Any:
-        """Return the same vector, computed in program order: LLVM doesn't move empty assembly with side effects.
+        """Return ``vector``, computed in program order: LLVM doesn't move empty assembly with side effects.
 
         Otherwise LLVM computes one input row after another, which keeps all levels of a part in registers. AVX2 has too
-        few of these: a part of four rows in Q8_0 took 23 cycles per row on Zen 4 without AVX-512, and 19 in order.
+        few registers: a part of four rows in Q8_0 took 23 cycles per row on Zen 4 without AVX-512, and 19 in order.
         """
         kind = ir.FunctionType(vector.type, [vector.type])
         return self.builder.asm(kind, "", "=v,0", [vector], side_effect=True)
@@ -240,7 +240,7 @@ class IntegerCode(VectorCode):
 
 
 class DotProduct:
-    """Generates dot products of levels with signed inputs, one per lane. Levels are unsigned, except for ``sdot``."""
+    """Generates one dot product of levels with signed inputs per lane. Levels are unsigned, except for ``sdot``."""
 
     def __init__(self, code: IntegerCode, largest: int) -> None:
         """``largest`` is the largest level that ``add`` may get."""

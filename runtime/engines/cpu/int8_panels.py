@@ -1,6 +1,6 @@
 """Rearranges packed weights into panels and multiplies them by activations that are quantized to int8.
 
-Each row of activations has its own scales and sums, so its results don't depend on other rows.
+Each row of activations has its own scales and sums, so a row's results don't depend on other rows.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _tile = by_rows({rows: panel_tile(rows) for rows in range(1, INT8_TILE_ROWS + 1)
 
 @cache
 def int8_matmul_of(kind: MatrixKind) -> Any:
-    """Return the int8 matmul for a format's panels as a C function, to be kept alive while its address is used."""
+    """Return the C function of the int8 matmul for a format's panels; keep it alive while its address is used."""
 
     @cfunc(types.void(*[types.int64] * MATMUL_ARGUMENTS), cache=True)
     def matmul(
@@ -102,7 +102,7 @@ def _multiply_records(
 def _multiply_panel(
     panel: int, kind: Any, columns: int, inputs: int, width: int, rows: int, outputs: int, output_stride: int
 ) -> None:
-    """Multiply a panel by all quantized rows, in tiles; the records of a row have ``width`` bytes."""
+    """Multiply a panel by all quantized rows, in tiles; a row's records have ``width`` bytes in total."""
     row = 0
     while row < rows:
         tile_rows = min(rows - row, INT8_TILE_ROWS)
@@ -161,7 +161,7 @@ def _whole_panels(rows: Bytes) -> Bytes:
 
 
 def _write(rows: Bytes, form: PanelFormat, name: str, written: Bytes) -> None:
-    """Write the panels of ``rows [rows, blocks, bytes per block]``, whose number is a multiple of ``PANEL_ROWS``."""
+    """Write ``[rows, blocks, bytes per block]`` as panels; the number of rows must be a multiple of ``PANEL_ROWS``."""
     panels, blocks = len(rows) // PANEL_ROWS, rows.shape[1]
     groups = written.reshape(panels, blocks, form.group)
     size = form.scale_size
@@ -197,7 +197,7 @@ def _factors(rows: Bytes, name: str) -> list[Bytes]:
         return [rows[..., 192:208:2], rows[..., 193:208:2]]
     if name not in ("Q4_K", "Q5_K"):
         return []
-    scales, minima, third = rows[..., 4:8], rows[..., 8:12], rows[..., 12:16]  # 6 bits each; third has the rest of both
+    scales, minima, third = rows[..., 4:8], rows[..., 8:12], rows[..., 12:16]  # 6 bits each; third has low bits of both
     return [
         np.concatenate([scales & 63, third & 15 | scales >> 6 << 4], -1),
         np.concatenate([minima & 63, third >> 4 | minima >> 6 << 4], -1),
@@ -252,7 +252,7 @@ def _bits(levels: Bytes, high_bits: int) -> list[Bytes]:
 
 
 def _joined(quads: Bytes, bits: int) -> Any:
-    """Pack ``8 // bits`` quads into the bytes of one."""
+    """Pack ``8 // bits`` quads into the bytes of one quad."""
     per_byte = 8 // bits
     count = quads.shape[-2] // per_byte
     if bits == 4:  # low bits hold the first half of the part, high bits the second

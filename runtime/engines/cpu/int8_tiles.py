@@ -37,16 +37,16 @@ VECTORS = PART // PANEL_ROWS
 SCALE, SCALED_SUM, CORRECTIONS = PART, PART + 4, PART + 8
 """Byte offsets in the record of a quantized part, which begins with one byte per column.
 
-SCALE: the part's scale. SCALED_SUM: the sum of its values. CORRECTIONS: integers to add to the dot products because of
-the levels' offset, one for each half of the columns or one for all.
+SCALE: the part's scale. SCALED_SUM: the sum of the part's values. CORRECTIONS: integers to add to the dot products
+because of the levels' offset, one for each half of the columns or one for all columns.
 """
 RECORD_SIZE = PART + 16
 """Size of a part's record in bytes."""
 MAX_LEVEL = 127.0
 MIN_MAGNITUDE = 1e-30
-"""Parts whose values are all smaller become zero, because the inverse of the scale might be infinite."""
+"""Parts whose magnitudes don't exceed this become zero, because the inverse of their scale might be infinite."""
 ROUNDING, ROUNDING_BITS = 12582912.0, 0x4B400000
-"""1.5 * 2**23 and its bits. Adding it to a small number rounds that to an integer in the lowest bits of the sum."""
+"""1.5 * 2**23 and its bits. Adding it rounds a small number to an integer, which is in the lowest bits of the sum."""
 
 
 @generated(types.int64, None, types.int64, types.int64)
@@ -113,20 +113,20 @@ def _sum(code: IntegerCode, vectors: list[Any]) -> Any:
 
 
 SIGN = 128
-"""Highest bit of a byte. Flipping it subtracts 128 from an unsigned level, which makes it signed."""
+"""Highest bit of a byte. Flipping this bit subtracts 128 from an unsigned level, which makes the level signed."""
 MAX_PAIR_BITS = 6
-"""Maximum number of bits of a level for which the sum of two products fits into 16 bits for all inputs."""
+"""Maximum number of level bits with which the sum of two products always fits into 16 bits."""
 PANEL_PREFETCH_DISTANCE = 8192
 """Prefetch distance in bytes."""
 ONE_ROW_PREFETCH_DISTANCE = 1024 if CPU in ("znver3", "znver4") else PANEL_PREFETCH_DISTANCE
 """Prefetch distance in bytes for one input row.
 
-With so little to compute, Zen 4's hardware prefetcher keeps up with memory. Those of other processors don't: a pass of
-SmolLM2 took 3.3 ms on Zen 5 with 1,024 bytes, 2.7 ms with 4,096, 2.6 ms with 8,192 and 2.8 ms with 16,384. On an Intel
-Xeon with AMX it took 8.4 ms with 1,024 bytes and 7.5 ms with 8,192.
+With so little to compute, Zen 4's hardware prefetcher keeps up with memory. Other processors' prefetchers don't: a pass
+of SmolLM2 took 3.3 ms on Zen 5 with 1,024 bytes, 2.7 ms with 4,096, 2.6 ms with 8,192 and 2.8 ms with 16,384. On an
+Intel Xeon with AMX, the pass took 8.4 ms with 1,024 bytes and 7.5 ms with 8,192.
 """
 FAR_PREFETCH_ROWS = 2
-"""Minimum number of input rows for which ``PANEL_PREFETCH_DISTANCE`` is used."""
+"""Minimum number of input rows for which tiles use ``PANEL_PREFETCH_DISTANCE``."""
 INT8_TILE_ROWS = 8 if PANEL_ROWS == 16 else 4
 """Input rows of a tile. Their sums and the levels must fit into registers, of which AVX-512 has 32 and AVX2 has 16."""
 
@@ -182,9 +182,10 @@ class _Part:
         return builder.sitofp((builder.sext if self._form.scales == 2 else builder.zext)(octets, words), FLOATS)
 
     def quads(self) -> Iterator[tuple[int, list[Any]]]:
-        """Yield the index of each quad of columns in the part, and the levels of these columns in all rows.
+        """Yield ``(quad, levels)`` for each quad of columns in the part: its index and its levels in all rows.
 
-        If sums of whole levels wouldn't fit into 16 bits, their lower and upper bits are two separate vectors.
+        ``levels`` has one vector, or two with the lower and upper bits if sums of whole levels wouldn't fit into 16
+        bits.
         """
         table, split = self._form.table, self._form.high_bits == LOW_BITS
         for first in range(QUADS // 2):
@@ -219,7 +220,7 @@ class _Part:
         return self._masked(octets, 15), self._masked(self._shifted(octets, -LOW_BITS), 15)
 
     def _joined(self, low: Any, quad: int) -> Any:
-        """Add the bits beyond four to ``low``; these are stored in vectors that several quads share."""
+        """Add a quad's bits beyond four to ``low``; several quads share the vectors that store these bits."""
         bits = self._form.high_bits
         if not bits:
             return low
@@ -280,7 +281,7 @@ def panel_bytes(builder: Any, kind: Any, columns: Any) -> Any:
 
 
 def _totals(code: IntegerCode, form: PanelFormat, weights: _Part, read: list[Any]) -> list[list[Any]]:
-    """Return the integer dot products of a part with each input row, one per scale of the part."""
+    """Return, for each input row, its integer dot products with a part: one per scale of the part."""
     planes = 2 if form.level_bits > MAX_PAIR_BITS and code.dot == DOT_OF_PAIRS else 1
     bits = LOW_BITS if planes == 2 else form.level_bits
     largest = (1 << bits) - 1

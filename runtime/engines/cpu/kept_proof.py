@@ -1,8 +1,8 @@
 """Stores models' proofs in hdtool's home folder, so that later starts can skip the comparison with Transformers.
 
 A stored proof is valid only if the model's files, the code of hdtool and its libraries, the processor, the settings and
-the number of threads are unchanged. A start with a stored proof checks that a small tree still has bitwise identical
-logits, and proves the model again if it doesn't.
+the number of threads are unchanged. A start with a stored proof checks that a short prompt and a small tree still have
+the stored proof's logits, bit for bit, and otherwise proves the model again.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Proof:
     compact: dict[str, bool]
     """Maps each weight's name to True if the weight may stay compact."""
     logits: str
-    """Hash of the logits of a small tree."""
+    """Hash of the logits of a short prefill and a small tree."""
 
     def in_json(self) -> dict[str, Any]:
         shapes = [
@@ -75,7 +75,7 @@ class KeptProof:
     """A model's proof in hdtool's home folder, for the current machine and settings."""
 
     def __init__(self, config: ModelConfig, settings: Any, family: type, files: Iterable[Path]) -> None:
-        """``settings`` is the model's configuration, ``family`` its class, and ``files`` all files it is read from."""
+        """``settings`` is the model's configuration, ``family`` the model's class, ``files`` all files of the model."""
         code = Path(str(sys.modules[family.__module__].__file__))
         self.record = CachedValue(
             proofs_at_home(),
@@ -151,7 +151,7 @@ def outline_of(model: Module) -> str:
 
 
 def _form(tensor: torch.Tensor | None, numbers: dict[int, int]) -> str:
-    """Describe a tensor's layout. ``numbers`` assigns a number to each tensor by ``id``, so tied tensors share one."""
+    """Describe a tensor's layout. ``numbers`` assigns a number to each ``id``, so tied tensors share a number."""
     if tensor is None:
         return "none"
     stored: Any = tensor.stored if is_compact(tensor) else tensor
@@ -162,7 +162,7 @@ def _form(tensor: torch.Tensor | None, numbers: dict[int, int]) -> str:
 
 @torch.inference_mode()
 def logits_hash(target: Target) -> str:
-    """Return a hash of the logits of a prefill and of a tree, which covers both kinds of passes."""
+    """Return a hash of the logits of a prefill and of a pass over a tree."""
     digest = hashlib.sha256()
     cache = target.allocate()
     with target.changing(), target.log.unchanged():
@@ -175,8 +175,8 @@ def logits_hash(target: Target) -> str:
 def proof_of(target: Target, outline: str, compact: dict[str, bool]) -> Proof | None:
     """Return the proof of a loaded target, or None if the target must be proved again at each start.
 
-    Only targets with reproducible logits have a proof: those with compiled passes, without recurrent states and without
-    compact weights that have been expanded.
+    Only targets with reproducible logits have a proof: targets with compiled passes, without recurrent states and
+    without compact weights that have been expanded.
     """
     if (
         target.compiled is None

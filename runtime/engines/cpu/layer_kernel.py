@@ -1,7 +1,7 @@
 """Computes decoder layers in compiled code.
 
-Each row is computed independently and in a fixed order of operations, so its result is bitwise the same for any other
-rows and any number of threads.
+Each row is computed independently and in a fixed order of operations, so its result doesn't depend, bit for bit, on the
+other rows or the number of threads.
 """
 
 from __future__ import annotations
@@ -131,16 +131,17 @@ from hdtool.runtime.kernels.vector_code import (
 ) = range(8)
 """Record of a mixture of experts that is added to an MLP.
 
-MIXTURE_EXPERTS, MIXTURE_ROUTER: addresses of their records. NORM_MLP_OUTPUT to NORM_ROUTER_INPUT: addresses of the
-norm weights for the MLP's output, the experts' input, the experts' output and the router's input. ROUTER_INPUT_FACTOR:
-bits of the factor of the router's input. EXPERT_SCALES: address of the factors of the experts' outputs.
+MIXTURE_EXPERTS, MIXTURE_ROUTER: addresses of the experts' and the router's records. NORM_MLP_OUTPUT to
+NORM_ROUTER_INPUT: addresses of the norm weights for the MLP's output, the experts' input, the experts' output and the
+router's input. ROUTER_INPUT_FACTOR: bits of the factor that scales the router's input. EXPERT_SCALES: address of the
+factors that scale the experts' outputs.
 """
 MIXTURE_FIELDS = EXPERT_SCALES + 1
 
 
 @compiled
 def add_experts(pass_record: Record, record_at: int, attended: int, rows: int, dense: int, scratch: int) -> None:
-    """Norm an MLP's output ``dense`` in place and add the normed experts' output.
+    """Norm an MLP's output ``dense`` in place and add the experts' normed output to it.
 
     ``record_at`` is the address of the mixture's record, and ``attended`` that of the hidden states after attention,
     which the router and the experts read.
@@ -239,7 +240,7 @@ def _add(pass_record: Record, weight: int, hidden: int, added: int, rows: int) -
 
 @compiled
 def _gate_input(pass_record: Record, layer: Record, gate: int, first: int, end: int) -> None:
-    """Multiply the activated gate by the layer's own input, for some rows, in place."""
+    """Activate some rows' gates and multiply them by the layer's per-layer input, in place."""
     width = layer[INPUT_GATE + 2]
     for row in range(first, end):
         layer_input = pass_record[INPUTS] + (row * pass_record[INPUTS_STRIDE] + layer[INPUT_AT]) * ITEM_SIZE
@@ -251,7 +252,7 @@ def _gate_input(pass_record: Record, layer: Record, gate: int, first: int, end: 
 
 @compiled
 def _offsets(pass_record: Record) -> Ints:
-    """Return the first row of each sequence, and the end of the last one."""
+    """Return the first row of each sequence, followed by the total number of rows."""
     return array_at(pass_record[ROW_OFFSETS], (pass_record[SLOTS] + 1,), types.int64)
 
 
@@ -320,7 +321,7 @@ def _attend(
         attention_scratch_size(starts.max() + pass_record[NEW], width, block),
         _attention_blocks(pass_record, layer),
     )
-    # Each part of the work has its own scratch memory; the first unit, rounded up, gives the part's index.
+    # Each part of the work has its own scratch memory; the part's index is ``first * parts / units``, rounded up.
     part_scratch = scratch + -(-first * parts_of(pass_record[THREADS], units, 1) // units) * memory * ITEM_SIZE
     before = blocks = 0
     for slot in range(pass_record[SLOTS]):
@@ -368,7 +369,7 @@ def _attention_blocks(pass_record: Record, layer: Record) -> int:
 
 @compiled
 def _widest(layers: Record) -> tuple[int, int]:
-    """Return the maximum width of a row's queries, and of its keys, over all layers."""
+    """Return ``(queries, keys)``: the maximum widths of a row's queries and of its keys over all layers."""
     queries, keys = 0, 0
     for number in range(len(layers)):
         key_size = layers[number, HEADS] * layers[number, WIDTH]
@@ -384,7 +385,7 @@ def layers_scratch_size(pass_record: Record, layers: Record, positions: int) -> 
     row_scratch_size = pass_record[HIDDEN] + 2 * (queries + keys) + 2 * pass_record[INNER]
     if pass_record[GATES_HEADS]:
         row_scratch_size += 2 * queries
-    # Passes over fewer sequences may use larger blocks, which need more memory; smaller blocks give more parts.
+    # A pass over fewer sequences may use larger blocks, which need more memory; smaller blocks give more parts.
     block = MAX_BLOCK_QUERIES if pass_record[THREADS] < 2 else BLOCK_QUERIES
     for number in range(len(layers)):
         layer = layers[number]
@@ -406,7 +407,7 @@ def _compute(
 
 @compiled
 def _mix(pass_record: Record, layer: Record, inputs: int, rows: int, scratch: int) -> None:
-    """Write the weighted sum of each row's experts to ``scratch``, followed by the shared gate's scores."""
+    """Write the weighted sum of each row's expert outputs to ``scratch``, followed by the shared gate's scores."""
     experts = array_at(layer[EXPERTS], (EXPERT_FIELDS,), types.int64)
     router = array_at(layer[ROUTER], (ROUTER_FIELDS,), types.int64)
     shared_scores = scratch + rows * pass_record[HIDDEN] * ITEM_SIZE
@@ -425,7 +426,10 @@ def _mix(pass_record: Record, layer: Record, inputs: int, rows: int, scratch: in
 
 @compiled
 def _add_shared(pass_record: Record, layer: Record, rows: int, mixed: int, outputs: int) -> None:
-    """Write the sum of what ``_mix`` wrote and the gated shared expert's ``outputs``, if any, to ``outputs``."""
+    """Add the gated output of the shared expert, if any, to ``mixed`` from ``_mix``; copy the sum to ``outputs``.
+
+    ``outputs`` initially holds the shared expert's output.
+    """
     size = rows * pass_record[HIDDEN]
     if layer[TO_DOWN * MATMUL_FIELDS]:
         router = array_at(layer[ROUTER], (ROUTER_FIELDS,), types.int64)

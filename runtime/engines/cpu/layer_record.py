@@ -33,12 +33,11 @@ MATMUL_FIELDS = 5
 EXPERTS, ROUTER = range(ROTARY + 1, ROTARY + 3)
 """Norms, attention and experts of a layer.
 
-NORM_BEFORE_MIXER to NORM_K: addresses of the weights of the norms before and after attention or a mixer, before and
-after the MLP, and of queries and keys. SINKS: address of attention sinks. KEYS, VALUES: addresses in the KV cache; the
-layer writes there if it has a matmul for keys, and otherwise only reads. WINDOW: number of positions that a row attends
-to, 0 for all.
-ROTARY: index of the rotary type, -1 for none. EXPERTS, ROUTER: addresses of their records; a layer with experts uses
-the MLP's matmuls for the shared expert, if it has one.
+NORM_BEFORE_MIXER to NORM_K: addresses of norm weights, for the norms before and after attention or a mixer, before and
+after the MLP, and of queries and keys. SINKS: address of attention sinks. KEYS, VALUES: addresses in the KV cache; a
+layer without a matmul for keys only reads there. WINDOW: number of positions that a row attends to, 0 for all. ROTARY:
+index of the rotary type, -1 for none. EXPERTS, ROUTER: addresses of the records of the experts and their router; a
+layer with experts uses the MLP's matmuls for the shared expert, if the layer has one.
 """
 HEADS, GROUPS, WIDTH, LAYER_ROTARY_WIDTH, SLOT_STRIDE, HEAD_STRIDE, NORM_V = range(ROUTER + 1, ROUTER + 8)
 """Heads of a layer.
@@ -51,11 +50,11 @@ keys are normed.
 INPUT_GATE = NORM_V + 1
 INPUT_OUT = INPUT_GATE + MATMUL_FIELDS
 INPUT_AT, NORM_INPUT, FACTOR, ADDED_MIXTURE = range(INPUT_OUT + MATMUL_FIELDS, INPUT_OUT + MATMUL_FIELDS + 4)
-"""A layer's own input, which is gated and added after the MLP, and two parts that few layers have.
+"""A layer's per-layer input, which is gated and added after the MLP, and two parts that few layers have.
 
 INPUT_GATE, INPUT_OUT: first fields of the matmuls before and after the gate. INPUT_AT: offset of the layer's input in a
-row of all layers' inputs. NORM_INPUT: address of the norm's weight. FACTOR: address of the factor of the layer's
-output. ADDED_MIXTURE: address of the record of a mixture of experts that is added to the MLP.
+row of all layers' inputs. NORM_INPUT: address of the norm's weight. FACTOR: address of the factor that scales the
+layer's output. ADDED_MIXTURE: address of the record of a mixture of experts that is added to the MLP.
 """
 MIXER = ADDED_MIXTURE + 1
 """Kind of the layer's token mixer: one of the four values below."""
@@ -70,14 +69,15 @@ of sequences.
 STATE, STATE_STRIDE, KEY_HEADS, STATE_HEADS, KEY_WIDTH, VALUE_WIDTH = range(MIXER + 8, MIXER + 14)
 """A recurrence's state: address, stride between sequences, key heads, state heads, key width and value width."""
 DECAY_LOG, STEP_BIAS, SKIP, GATE_NORM, GATE_EPSILON = range(MIXER + 14, MIXER + 19)
-"""Addresses of each head's log decay rate, time-step bias and skip factor and of the gated norm's weight, and bits of
-the gated norm's epsilon."""
+"""DECAY_LOG, STEP_BIAS, SKIP: addresses of each head's log decay rate, time-step bias and skip factor. GATE_NORM,
+GATE_EPSILON: address of the gated norm's weight and bits of the norm's epsilon."""
 JOURNAL_AT, STRENGTH, FOURTH = range(MIXER + 19, MIXER + 22)
 """JOURNAL_AT: number of float32 values that earlier layers keep per row. STRENGTH: bits of the factor of a delta rule's
 write strengths. FOURTH: first field of the matmul for a mixer's fourth input.
 
-If a delta rule has a fifth and a sixth input, the first, fifth and sixth give queries, keys and values. If it has no
-fourth input, its two inputs give queries, keys, values and gates, and strengths and steps, grouped by key head.
+If a delta rule has a fifth and a sixth input, the first, fifth and sixth give queries, keys and values. A delta rule
+without a fourth input has two inputs, grouped by key head: the first gives queries, keys, values and gates, and the
+second gives write strengths and time steps.
 """
 FIFTH, SIXTH = FOURTH + MATMUL_FIELDS, FOURTH + 2 * MATMUL_FIELDS
 OUTPUTS = SIXTH + MATMUL_FIELDS
@@ -89,8 +89,8 @@ SLOTS, NEW, HIDDEN, INNER = range(4)
 that many if layers have mixers. HIDDEN: width of hidden states. INNER: maximum width of an MLP or per-layer input."""
 ROW_POSITIONS, ROTARY_TABLES, ROTARY_WIDTH, INTERLEAVED = range(4, 8)
 """ROW_POSITIONS: address of the rows' positions. ROTARY_TABLES: address of their cosines and sines ``[rotary types, 2,
-rows, width]``. ROTARY_WIDTH: that width, of which a layer may read less. INTERLEAVED: 1 if rotary pairs are adjacent
-elements."""
+rows, width]``. ROTARY_WIDTH: this ``width``, of which a layer may read less. INTERLEAVED: 1 if rotary pairs are
+adjacent elements."""
 INPUTS, INPUTS_STRIDE = range(8, 10)
 """Address of the per-layer inputs ``[rows, layers * width]``, and the stride between rows."""
 MASK, MASK_SLOT, MASK_ROW, THREAD_POOL, THREADS, STEP_FUNCTION = range(10, 16)
@@ -98,7 +98,7 @@ MASK, MASK_SLOT, MASK_ROW, THREAD_POOL, THREADS, STEP_FUNCTION = range(10, 16)
 thread pool, 0 for none. THREADS: number of threads. STEP_FUNCTION: address of ``step_function``."""
 SCALE, SOFTCAP, EPSILON, OFFSET, RESIDUAL, NORMS_ALL, TANH_GATE, EXPERT_SCRATCH = range(16, 24)
 """SCALE, SOFTCAP: bits of the factor and the softcap of attention scores. EPSILON, OFFSET: bits of the norms' epsilon
-and of the offset of their weights. RESIDUAL: bits of the residual factor. NORMS_ALL: 1 if queries and keys are normed
+and of the norm weights' offset. RESIDUAL: bits of the residual factor. NORMS_ALL: 1 if queries and keys are normed
 across all heads. TANH_GATE: 1 if gates use a tanh GELU instead of a SiLU. EXPERT_SCRATCH: scratch memory for experts
 per row, in float32 values."""
 GATES_HEADS, MIXER_FUNCTION, ORIGINS, JOURNAL, ADVANCES, MIXER_ROW, MIXER_STATE, MIXER_WINDOW = range(24, 32)
@@ -107,8 +107,8 @@ the rows' origins, see ``convolution``. JOURNAL: address of what mixers keep of 
 advances the mixers' states past its last row. MIXER_ROW, MIXER_STATE, MIXER_WINDOW: scratch memory of a mixer per row,
 per buffered state and per sequence for the convolution's columns, in float32 values."""
 TOTAL_ROWS, ROW_OFFSETS, ACTIVE_EXPERTS = range(MIXER_WINDOW + 1, MIXER_WINDOW + 4)
-"""TOTAL_ROWS: number of rows in all sequences. ROW_OFFSETS: address of each sequence's first row, and the end of the
-last one. ACTIVE_EXPERTS: number of distinct experts used so far in the pass, summed over layers."""
+"""TOTAL_ROWS: number of rows in all sequences. ROW_OFFSETS: address of each sequence's first row, followed by
+TOTAL_ROWS. ACTIVE_EXPERTS: number of distinct experts used so far in the pass, summed over layers."""
 PASS_FIELDS = ACTIVE_EXPERTS + 1
 
 Record = npt.NDArray[np.int64]
@@ -164,15 +164,15 @@ EMBED, EMBEDDING, MULTIPLIER, PROJECT, PROJECTION, OUT_FEATURES, EMBED_SCALE, NO
 
 EMBED, EMBEDDING, MULTIPLIER: addresses of the ``embedding_of`` function and of the token embedding, and bits of the
 embedding's factor. PROJECT, PROJECTION, OUT_FEATURES, EMBED_SCALE: addresses of the projection's matmul and matrix, its
-out_features, and bits of its factor. NORM, EMBED_WIDTH: address of the norm's weight, and its width, which is that of
-one layer's input. INPUT_SCALE: bits of the factor of the sum of both.
+out_features, and bits of its factor. NORM, EMBED_WIDTH: address of the norm's weight, and the width of the norm and of
+one layer's input. INPUT_SCALE: bits of the factor that scales the sum of token embedding and normed projection.
 """
 INPUT_FIELDS = INPUT_SCALE + 1
 
 
 @compiled
 def layer_inputs_size(stride: int, rows: int) -> int:
-    """Return the memory that ``compute_layer_inputs`` writes, in float32 values: all inputs and one more row."""
+    """Return how many float32 values ``compute_layer_inputs`` writes: the inputs of all rows, and one more row."""
     return (rows + 1) * stride
 
 
@@ -182,8 +182,8 @@ def compute_layer_inputs(
 ) -> None:
     """Write the per-layer inputs of ``rows`` tokens to ``written``, which needs room for one more row.
 
-    ``record_at`` is the address of the inputs' record, ``ids_at`` that of the token ids and ``embedded`` that of the
-    main embeddings.
+    ``record_at``, ``ids_at`` and ``embedded`` are the addresses of the inputs' record, the token ids and the main
+    embeddings.
     """
     record = array_at(record_at, (INPUT_FIELDS,), np.int64)
     stride, width = record[OUT_FEATURES], record[EMBED_WIDTH]

@@ -54,12 +54,12 @@ from hdtool.runtime.sampling.walks import NO_FORCED_TOKENS, walk_argmax
 from hdtool.runtime.tree import LARGEST_TREE, UNDETERMINED, DraftTree
 
 IDS, POSITIONS, EMBED, EMBEDDING, VOCABULARY, MULTIPLIER, ROTARY_TYPES, ROTARIES, KNOWN_POSITIONS = range(9)
-"""First fields of the record of what surrounds the layers.
+"""First fields of the record that describes everything outside the layers.
 
 IDS, POSITIONS: addresses of the rows' token ids and positions. EMBED, EMBEDDING, VOCABULARY: addresses of the
-``embedding_of`` function and of the embedding matrix, and the number of its rows. MULTIPLIER: bits of the embeddings'
+``embedding_of`` function and the embedding matrix, and the matrix's number of rows. MULTIPLIER: bits of the embeddings'
 factor, 0 for none. ROTARY_TYPES: number of rotary types. ROTARIES, KNOWN_POSITIONS: address of the cosines and sines
-``[ROTARY_TYPES, 2, KNOWN_POSITIONS, width]``, and the number of positions they cover.
+``[ROTARY_TYPES, 2, KNOWN_POSITIONS, width]``, and the number of positions that these cover.
 """
 NORM, LAST_EPSILON, NORMED, FIRST, PROJECT, PROJECTION, OUT_FEATURES, BIAS, LOGITS, MAXIMA, DIVISOR, CAP = range(9, 21)
 """NORM, LAST_EPSILON: address of the final norm's weight and bits of its epsilon. NORMED: address to which normed
@@ -78,7 +78,7 @@ IN_CACHE = 1 << 17
 
 @cache
 def embedding_of(kind: MatrixKind, size: int) -> Any:
-    """Return the C function that expands a format's embedding rows, to be kept alive while its address is used."""
+    """Return the C function that expands a format's embedding rows; keep it alive while its address is used."""
 
     @cfunc(types.void(*[types.int64] * MATMUL_ARGUMENTS), cache=True)
     def embed(
@@ -118,8 +118,8 @@ def compute_pass(
 ) -> bool:
     """Compute the layers, and write normed hidden states and logits; return False for unknown ids or positions.
 
-    Placeholder ids count as unknown. ``forced_tokens`` is empty or has, for each row, the only token that can follow
-    it, or a negative number if several tokens can.
+    Placeholder ids count as unknown. ``forced_tokens`` is empty or holds, for each row, the only token that can follow
+    the row, or a negative number if several tokens can.
     """
     rows, pass_record[ACTIVE_EXPERTS] = pass_record[TOTAL_ROWS], 0
     ids, positions = (
@@ -175,7 +175,7 @@ def compute_pass(
 
 @compiled
 def _leave_rows(pass_record: Record, outer: Record, starts: Ints, positions: Ints) -> None:
-    """Restrict the pass to the rows with logits, as if a previous pass had computed the rows before.
+    """Restrict the pass to the rows with logits, as if a previous pass had computed the earlier rows.
 
     The rows must form a chain, because attention reads no mask if only one row remains.
     """
@@ -249,10 +249,10 @@ def _project(pass_record: Record, outer: Record, rows: int, normed: int) -> None
 
 @compiled
 def _write_open_logits(pass_record: Record, outer: Record, forced_tokens: Ints, hidden: int, scratch: int) -> None:
-    """Compute logits only for rows that several tokens can follow, and write a single logit for the others.
+    """Compute all logits of rows that several tokens can follow, and write only the forced token's logit of other rows.
 
-    The matmul writes the logits of these rows without gaps. They are then moved to their places from last to first,
-    because no row's place is before where the matmul wrote it.
+    The matmul writes the computed rows of logits without gaps. These are then moved to their final positions from last
+    to first, because a final position is never before the position where the matmul wrote the row.
     """
     width, out_features, rows, count = pass_record[HIDDEN], outer[OUT_FEATURES], len(forced_tokens), 0
     for row in range(rows):
@@ -311,7 +311,7 @@ TREE_PASS = np.dtype(
         ("mask", np.int64),
         ("last_masks", np.int64),  # number of rows and context length of each slot's last mask
         ("starts", np.int64),
-        ("offsets", np.int64),  # first row of each slot, and the end of the last one
+        ("offsets", np.int64),  # first row of each slot, followed by the total number of rows
         ("ids", np.int64),
         ("positions", np.int64),
         ("forced_tokens", np.int64),
@@ -342,12 +342,11 @@ def compute_tree(
 ) -> tuple[int, bool]:
     """Compute a pass over one tree, with the record at address ``at``, and write logits of the rows from ``first`` on.
 
-    ``forced_tokens`` is empty or has, for each row, the only token that can follow it, whose logit is then the only one
-    written. With ``ranks``, maxima for top-k are written as well. With ``advances``, mixers' states advance past the
-    last row.
+    A row with a forced token gets only that token's logit; see ``compute_pass`` for ``forced_tokens``. With ``ranks``,
+    maxima for top-k are written as well. With ``advances``, mixers' states advance past the last row.
 
-    Return the length of the argmax walk, 0 unless ``walks``, and True if the walk's logits are finite. The length is -1
-    for unknown tokens or positions.
+    Return ``(length, is_finite)``: the length of the argmax walk, and True if the walk's logits are finite. Without
+    ``walks``, return ``(0, True)``; for unknown tokens or positions, ``(-1, False)``.
     """
     record, rows = array_at(at, 1, TREE_PASS)[0], len(tokens) + 1
     record.outer_record[FIRST], record.pass_record[ADVANCES] = first, advances
@@ -371,8 +370,9 @@ def compute_trees(
 ) -> bool:
     """Compute a pass over one tree in each slot, padded to ``min_rows``; return False for unknown tokens or positions.
 
-    ``tree_headers`` has a header for each tree. The length of each wanted walk, and 1 if its logits are finite, are
-    written to ``walk_results``. Padding rows get no logits. See ``compute_tree`` for the other arguments.
+    ``tree_headers`` has a header for each tree. Each tree's row of ``walk_results`` is set to the length of the walk
+    and 1 if the walk's logits are finite, or to zeros if no walk is wanted. Padding rows get no logits. See
+    ``compute_tree`` for the other arguments.
     """
     record, slots, first, skips = array_at(at, 1, TREE_PASS)[0], len(tree_headers), 0, False
     record.outer_record[FIRST] = record.pass_record[ADVANCES] = 0
@@ -439,7 +439,10 @@ def _place_tree(record: Any, slot: int, root: int, tokens: Array, parents: Array
 
 @compiled
 def _compute(record: Any, thread_pool: int, slots: int, rows: int, forced_tokens: Array, ranks: bool) -> bool:
-    """Compute the pass over the trees that ``_place_tree`` wrote; the largest has ``rows`` rows."""
+    """Compute the pass over the trees that ``_place_tree`` wrote, of which the largest has ``rows`` rows.
+
+    Return False for unknown tokens or positions.
+    """
     pass_record = record.pass_record
     pass_record[ROW_OFFSETS], pass_record[TOTAL_ROWS] = (
         record.offsets,
@@ -461,7 +464,7 @@ def _compute(record: Any, thread_pool: int, slots: int, rows: int, forced_tokens
 
 @compiled
 def accept_path(at: int, thread_pool: int, path: Array) -> None:
-    """Advance the mixers' states from before the last pass along a path of its rows."""
+    """Advance the mixers' states, which are still those before the last pass, along a path of that pass's rows."""
     record = array_at(at, 1, TREE_PASS)[0]
     record.pass_record[THREAD_POOL] = thread_pool
     layers, starts = (

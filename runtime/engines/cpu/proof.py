@@ -52,20 +52,22 @@ if TYPE_CHECKING:
     from hdtool.runtime.model.target import Target
 
 TOLERANCE = 1e-4
-"""Maximum difference between an output row and Transformers', relative to what the layer adds to the hidden states.
+"""Maximum relative difference between a row that compiled code computes and the row that Transformers computes.
 
-Float32 rounding causes a difference of about 1e-6.
+The difference of a layer's output row is relative to what the layer adds to the hidden states. Float32 rounding causes
+a difference of about 1e-6.
 """
 PROOF_TREE = DraftTree.of(7, [11, 23, 5, 41, 2, 17, 29], [-1, 0, 1, -1, 3, 0, -1])
 CONTEXT_LENGTHS = (0, 37, 150)
-"""Context lengths on which the first and last layers are compared; a tree follows the second one."""
+"""Context lengths on which some layers are compared; a tree follows the second length, a bare root the others."""
 SHORT_CONTEXT = 5
-"""Context length where all layers are computed: a large model needs a second for 40 tokens on one core."""
+"""Context length where all layers are computed; short, since a large model needs a second for 40 tokens on one core."""
 BATCH_LENGTHS, BATCH_NODES = (5, 20), (2, 4)
 Case = tuple[KVTensors, StaticKVCache | SlotKVCache, torch.Tensor, Mask, torch.Tensor | None, Sequence[DraftTree]]
-"""A compared pass: cache tensors, cache, positions, Transformers' masks, the compiled code's mask, and trees.
+"""``(storage, cache, positions, masks, mask, trees)`` of a compared pass.
 
-The compiled code's mask ignores attention windows. A prompt has no trees.
+``masks`` are Transformers' masks. ``mask`` is the compiled code's, which ignores attention windows. ``trees`` is empty
+for a prompt.
 """
 Rotation = tuple[torch.Tensor, torch.Tensor]
 
@@ -74,7 +76,7 @@ Rotation = tuple[torch.Tensor, torch.Tensor]
 def compile_cpu(target: Target, *, proved: bool = False) -> CompiledModel | None:
     """Compile a model's passes; return None if the model is unsupported or the results differ from Transformers'.
 
-    With ``proved``, the results aren't compared, because an earlier process has compared them.
+    With ``proved``, the results aren't compared with Transformers', because an earlier process has compared them.
     """
     if target.device.type != "cpu" or target.dtype != torch.float32 or target.processes > 1 or not target.takes_trees:
         return None
@@ -119,7 +121,7 @@ def _is_compiled(parts: CompiledParts) -> bool:
 def _fit_cache(parts: CompiledParts, target: Target) -> bool:
     """Return True if the cached keys and values of each layer have the shape of its heads.
 
-    Layers with a mixer, and layers that read another layer's keys, must have none.
+    Layers with a mixer, and layers that read another layer's keys, must have no cached keys and values.
     """
     cached = target.allocate(1, 1).storage.layers
     return len(cached) == len(parts.layers) and all(
@@ -132,7 +134,10 @@ def _fit_cache(parts: CompiledParts, target: Target) -> bool:
 
 
 def _fit_states(parts: CompiledParts, target: Target) -> bool:
-    """Return True if the cache holds the states of all mixers and Transformers' mixers can be computed over trees."""
+    """Return True if the cache holds all mixers' states and Transformers can compute the mixers over trees.
+
+    Also return True if there are neither mixers nor states.
+    """
     states, mixers, recurrent = target.allocate(1, 1).storage.states, MixerTable.of(parts), target.stock.recurrent
     if states is None or mixers is None or recurrent is None:
         return states is None and mixers is None
@@ -156,12 +161,12 @@ class _LayerProof:
         tokens = torch.tensor([some_context(len(PROOF_TREE) + 1, target.vocabulary)])
         embedded: torch.Tensor = target.model.get_input_embeddings()(tokens)
         self._states = [embedded]
-        """Input of each layer: the output of the layer before."""
+        """Input of each layer so far: the embeddings, then Transformers' output of the previous layer."""
 
     def holds(self) -> bool:
-        """Return True if all compiled layers match on a tree, and some on other inputs.
+        """Return True if all compiled layers match Transformers' on a tree, and some layers on other inputs as well.
 
-        The first layer, the last one, the first with attention and the first with a mixer are also compared on other
+        The first layer, the last layer, the first with attention and the first with a mixer are also compared on other
         context lengths and a batch, and all layers with mixers on a prompt.
         """
         layers = self._parts.layers
@@ -174,7 +179,7 @@ class _LayerProof:
         )
 
     def _prompt(self) -> Case:
-        """Return the continuation of a prompt, which advances the states past its tokens."""
+        """Return the case of a continued prompt, whose pass advances the states past its tokens."""
         cache = self._target.allocate(1, CONTEXT_LENGTHS[1] + SHORT_CONTEXT).slots[0].kv
         cache.length = CONTEXT_LENGTHS[1]
         cache.begin_states(has_begun=True)
@@ -255,13 +260,13 @@ class _LayerProof:
             actual[is_padding] = expected[is_padding]
         distances = [distance(actual, expected, expected - hidden)]
         for tensor, new in zip(cached, written, strict=True):
-            # A row of a state may be tiny compared with the rows it is summed with, so each state is compared as one.
+            # A row of a state may be tiny compared with the rows it is summed with, so a state is compared as one row.
             ours, theirs = (state.flatten(-2) if part.mixer else state for state in (tensor, new))
             distances.append(distance(ours, theirs, theirs))
         return expected if all(gap <= TOLERANCE for gap in distances) else None
 
     def _other_inputs(self, number: int, case: Case) -> dict[str, Any]:
-        """Return the arguments for the layer's own input and for keys and values of other layers."""
+        """Return the arguments for a layer's per-layer input and for other layers' keys and values."""
         storage, cache, positions, *_ = case
         part, arguments = self._parts.layers[number], dict[str, Any]()
         if part.inputs:
@@ -287,7 +292,7 @@ class _LayerProof:
             yield states
 
     def _compiled(self, number: int, hidden: torch.Tensor, case: Case) -> torch.Tensor:
-        """Return the output of one compiled layer; writes to the KV cache and advances the states along a path."""
+        """Return a compiled layer's output, writing to the KV cache and advancing the states along each tree's path."""
         storage, cache, positions, _, mask, trees = case
         slots, new = positions.shape
         _, starts = cache.room_for(new)
@@ -329,7 +334,7 @@ class _LayerProof:
 
 
 def _path_of(tree: DraftTree) -> list[int]:
-    """Return the rows from the root to the last node at depth 2 or more, or to the last node if there is none."""
+    """Return the rows from the root to the last node at depth 2 or more, or to the last node if no node is as deep."""
     rows, node = list[int](), int(max(range(-1, len(tree)), key=lambda node_: (tree.depths[node_ + 1] > 1, node_)))
     while node >= 0:
         rows.insert(0, node + 1)
@@ -338,13 +343,13 @@ def _path_of(tree: DraftTree) -> list[int]:
 
 
 def distance(actual: torch.Tensor, expected: torch.Tensor, scale: torch.Tensor) -> float:
-    """Return the largest norm of a row of ``actual - expected``, relative to the norm of the same row of ``scale``."""
+    """Return the maximum over rows of ``norm(actual - expected) / norm(scale)``."""
     lengths = torch.linalg.vector_norm(scale, dim=-1).clamp_min(1e-12)
     return float((torch.linalg.vector_norm(actual - expected, dim=-1) / lengths).max())
 
 
 def _has_same_inputs(target: Target, compiled: CompiledModel, parts: CompiledParts) -> bool:
-    """Return True if the compiled per-layer inputs match Transformers', or there are none."""
+    """Return True if the compiled per-layer inputs match Transformers', or if the model has no such inputs."""
     if parts.inputs is None:
         return True
     ids = torch.tensor([some_context(len(PROOF_TREE) + 1, target.vocabulary)])
@@ -359,7 +364,10 @@ def _has_same_inputs(target: Target, compiled: CompiledModel, parts: CompiledPar
 
 
 def _has_same_logits(target: Target, compiled: CompiledModel, parts: CompiledParts) -> bool:
-    """Return True if whole passes give the same logits, with only the first layer: the others are compared already."""
+    """Return True if whole passes give Transformers' logits, in a model with only the first layer.
+
+    The other layers have been compared on their own.
+    """
     with compiled.first_layer_alone(), _first_layer_alone(parts):
         expected = _logits_of_passes(target)
         compiled.record()  # the model has fewer layers within this block
@@ -386,7 +394,7 @@ def _first_layer_alone(parts: CompiledParts) -> Iterator[None]:
 
 
 def _logits_of_passes(target: Target) -> list[torch.Tensor]:
-    """Return the logits of a tree, of a root after one of its nodes was accepted, and of a continued prompt."""
+    """Return the logits of a tree, of a root after one of the tree's nodes was accepted, and of a continued prompt."""
     cache, context = target.allocate(), some_context(SHORT_CONTEXT, target.vocabulary)
     target.prefill(cache, 0, context)
     of_tree = target.verify(cache, [PROOF_TREE])[0].logits.clone()

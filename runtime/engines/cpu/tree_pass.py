@@ -52,13 +52,13 @@ CHAIN = np.arange(-1, PROMPT_CHUNK, dtype=np.int32)
 
 
 class StatesOfRows:
-    """Computes the recurrent states after any row of a pass over trees from what mixers kept of the rows."""
+    """Computes the recurrent states after any row of a pass over trees, from values that mixers kept for the rows."""
 
     def __init__(self, passes: TreePass) -> None:
         self._source: TreePass | KeptRows = passes
 
     def leave(self) -> None:
-        """Copy what mixers kept, before another pass overwrites it."""
+        """Copy the values that mixers kept, before another pass overwrites them."""
         if isinstance(self._source, TreePass):
             self._source = self._source.copy_of_kept()
 
@@ -109,7 +109,7 @@ class TreePass:
     def verify(self, cache: Cache, trees: Sequence[DraftTree], options: Sequence[PassOptions]) -> list[Verified] | None:
         """Verify one tree in each of the first slots; return None if the engine can't compute the pass.
 
-        If ``forced_tokens`` of a tree says that only one token can follow a row, only that token's logit is written.
+        If a tree's ``forced_tokens`` allow only one token after a row, only that token's logit is written.
         """
         lengths = [slot.kv.length for slot, _ in zip(cache.slots, trees, strict=False)]
         # Mixers need equally many rows in each tree, so smaller trees are padded.
@@ -188,7 +188,7 @@ class TreePass:
         return Verified(self._view(0, rows), self._hidden(0, rows), walk, maxima=maxima)
 
     def read(self, kv: StaticKVCache, tokens: Sequence[int]) -> Verified | None:
-        """Append at most ``PROMPT_CHUNK`` tokens to a sequence; return the logits after the last one.
+        """Append at most ``PROMPT_CHUNK`` tokens to a sequence; return the logits after the last token.
 
         Return None if the engine can't compute the pass.
         """
@@ -235,7 +235,7 @@ class TreePass:
             self.copy_of_kept().accept(path, states)
 
     def copy_of_kept(self) -> KeptRows:
-        """Return a copy of what mixers kept of the last pass's rows."""
+        """Return a copy of the values that mixers kept for the last pass's rows."""
         record, mixers = self._record[0], self._table.mixers
         assert mixers, "nothing is kept without mixers"
         pass_record = record["pass_record"].copy()
@@ -257,7 +257,7 @@ class TreePass:
         return shared_thread_pool(self._threads).open() if self._threads > 1 else NO_THREADS
 
     def _can_compute(self, storage: KVTensors, end: int) -> bool:
-        """Prepare the record for a pass that ends at cache position ``end``; return False if it can't be computed."""
+        """Prepare the record for a pass that ends at cache position ``end``; return False for unsupported passes."""
         if states := self._kept_states():
             states.leave()
             self._kept_states = lambda: None
@@ -307,14 +307,14 @@ class TreePass:
         return view
 
     def _hidden(self, first: int, rows: int) -> torch.Tensor | None:
-        """Return the normed hidden states of some rows and the outputs of watched layers, or None if not watched."""
+        """Return some rows' normed hidden states and the outputs of watched layers; None if no states are watched."""
         table = self._table
         columns = [self._normed, *(self._outputs[layer] for layer in table.watched)]
         return torch.cat([column[first : first + rows] for column in columns], dim=1) if table.watches_hidden else None
 
 
 def _forced_tokens_of(trees: Sequence[DraftTree]) -> Array:
-    """Concatenate the ``forced_tokens`` tokens of all trees' rows; return an empty array if no tree has any."""
+    """Concatenate the ``forced_tokens`` of all trees, one per row; return an empty array if no tree has any."""
     if all(tree.forced_tokens is None for tree in trees):
         return NO_FORCED_TOKENS
     return np.concatenate(

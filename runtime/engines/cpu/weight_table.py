@@ -57,9 +57,9 @@ class MixerTable:
         self._taps: dict[int, torch.Tensor] = {}
         """Convolution weights ``[taps, channels]`` by layer index."""
         self.journal_size = 0
-        """Number of float32 values that all layers together keep per row of a tree."""
+        """Number of float32 values that the mixers of all layers together keep per row of a tree."""
         self.max_journal_size = 0
-        """Maximum number of float32 values that a single layer keeps per row."""
+        """Maximum number of float32 values that a single layer's mixer keeps per row."""
         self._memory = [0, 0, 0]
         self.copy_weights()
 
@@ -79,7 +79,7 @@ class MixerTable:
                 self._taps[number] = weight.clone(memory_format=torch.contiguous_format)
 
     def fits(self, states: States) -> bool:
-        """Return True if a cache has exactly these mixers' states, in the layout that compiled code reads."""
+        """Return True if ``states`` are exactly those of these mixers, in the layout that compiled code reads."""
         expected: dict[StateName, tuple[int, ...]] = {}
         for number, mixer in self._mixers.items():
             expected[StateName(number, CONV, 0)] = mixer.channels, mixer.taps
@@ -119,7 +119,7 @@ class MixerTable:
         self._memory = [max(map(numbers, rows)) for numbers in (row_scratch_size, state_buffer_size, window_size)]
 
     def fill_states(self, table: layers.Record, states: States, first: int = 0) -> None:
-        """Fill in the addresses of a cache's states; ``first`` is the slot of the cache's first sequence."""
+        """Fill in the addresses of ``states``, whose first sequence has slot ``first`` in the pass."""
         for number, mixer in self._mixers.items():
             if number >= len(table):  # the pass computes only the first layers
                 break
@@ -149,11 +149,11 @@ class WeightTable:
         self._parts, self._windows = parts, windows
         self._kinds = [kind for kind in dict.fromkeys(rotary_kinds(parts)) if kind is not None]
         self._panels: dict[int, Panels] = {}
-        """Panels by the address of the packed matrix that they were made from."""
+        """Panels by the address of the packed matrix from which they were made."""
         self._head = MatmulRows.whole(parts.head)
         width = max(layer.width for layer in parts.layers)
         self._ones = torch.full((width,), 1 - parts.family.norm.offset, dtype=torch.float32)
-        """Weight for norms that have none."""
+        """Weights for norms that have no weight: with the family's offset added, they are 1."""
         self._placeholders = np.array(parts.placeholders, np.int64)
         self._inputs = np.zeros(layer_record.INPUT_FIELDS, np.int64)
         """Record of the per-layer inputs."""
@@ -197,7 +197,7 @@ class WeightTable:
         return bool(self._panels)
 
     def watch(self, layers: tuple[int, ...]) -> None:
-        """Return hidden states from passes from now on, followed by the outputs of these layers."""
+        """Make passes return hidden states from now on, followed by the outputs of these layers."""
         self.watches_hidden, self.watched = True, layers
         self.version += 1
 
@@ -394,7 +394,7 @@ class WeightTable:
         return self._added_mixtures[-1].ctypes.data
 
     def _matmul_row(self, rows: MatmulRows) -> tuple[int, int, int, int, int]:
-        """Return the ``MATMUL_FIELDS`` of a matmul."""
+        """Return a matmul's ``MATMUL_FIELDS`` fields for a record."""
         layer, stored = rows.layer, rows.stored
         bias = 0 if layer.bias is None else layer.bias[rows.first :].data_ptr()
         if panels := self._panels.get(stored.data_ptr()):
@@ -404,7 +404,7 @@ class WeightTable:
         return matmul, matrix, rows.end - rows.first, layer.in_features, bias
 
     def check_copies(self) -> None:
-        """Refresh what was computed from weights and buffers, which may have been changed in place."""
+        """Refresh values computed from weights and buffers, which may have been changed in place."""
         if self.mixers:
             self.mixers.copy_weights()
         buffers = list(self._parts.rotary.buffers()) if self._parts.rotary else []
@@ -438,7 +438,7 @@ def joined_tables(tables: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def router_record(router: Router, shared_gate: Sequence[int] | None) -> layers.Record:
-    """Return the record of a router; ``shared_gate`` are the fields of the shared gate's matmul."""
+    """Return the record of a router; ``shared_gate`` holds the fields of the shared gate's matmul, if there is one."""
     record, (expert_count, width) = np.zeros(experts.ROUTER_FIELDS, np.int64), router.weight.shape
     bias, correction = (0 if tensor is None else tensor.data_ptr() for tensor in (router.bias, router.correction))
     matmul = matmul_of(*format_of(router.weight)).address

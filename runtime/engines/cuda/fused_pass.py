@@ -69,7 +69,7 @@ class FusedLayer:
 
 
 class FusedPass:
-    """Computes passes over one draft tree per slot, for steps that are captured and replayed."""
+    """Computes forward passes over one draft tree per slot, for steps that are captured and replayed."""
 
     def __init__(
         self, parts: ModelParts[Module], windows: list[AttentionWindow], operations: Operations, hidden: HiddenStates
@@ -212,7 +212,7 @@ def triton_operations(device: torch.device) -> TritonOperations | None:
 
 
 def _has_hooks(target: Target, parts: ModelParts[Module]) -> bool:
-    """Return True if modules that the pass doesn't call have hooks, other than those that watch hidden states."""
+    """Return True if modules that the pass doesn't call have hooks, other than hooks that watch hidden states."""
     experts = [layer.experts for layer in parts.layers if layer.experts is not None]
     callees = (*parts.matmuls, *experts, parts.embedding, parts.rotary)
     called = {id(module) for callee in callees for module in callee.modules()}
@@ -252,7 +252,7 @@ def _joined_matmul(modules: list[Any], uses: Counter[int]) -> Matmul:
 def _is_mergeable(module: Any, uses: Counter[int]) -> bool:
     """Return True if a module is an unmodified ``Linear`` whose weights don't share memory with other tensors.
 
-    Other owners of shared memory, such as an optimizer that keeps all weights in one buffer, would go on writing there.
+    Other owners of shared memory, such as an optimizer with all weights in one buffer, would go on using that memory.
     """
     is_plain = type(module) is Linear and "forward" not in vars(module) and not any(map(len, hooks_of([module])))
     return is_plain and all(
@@ -281,7 +281,7 @@ def _merged(parameters: list[Any]) -> torch.Tensor:
 
 
 def _merged_before(parameters: list[Any]) -> torch.Tensor | None:
-    """Return the merged tensor that consists of exactly these parameters in this order, or None."""
+    """Return the merged tensor that consists of exactly these parameters in this order, or None if there is none."""
     merged = MERGED.get(parameters[0].data_ptr())
     if merged is None or merged.dtype != parameters[0].dtype:
         return None

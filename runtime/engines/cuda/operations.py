@@ -53,15 +53,15 @@ class Residual:
     """How to add a sublayer's output to the hidden states, and how to norm the sum for the next matmul."""
 
     after: Norm | None
-    """Norm of the output, applied before it is added."""
+    """Norm applied to the output before it is added; None for no norm."""
     before: Norm | None
-    """Norm of the sum, which the next matmul reads."""
+    """Norm applied to the sum for the next matmul; None if that matmul reads the sum itself."""
     multiplier: float = 1.0
     """Scales the output before it is added."""
 
 
 HeadNorms = tuple[Norm, Norm] | None
-"""Norms of queries and keys. The weight's length tells whether a norm spans one head or all heads together."""
+"""Norms of queries and keys; None without norms. The weight's length tells if a norm spans one head or all heads."""
 
 
 class Operations(Protocol):
@@ -104,7 +104,7 @@ class Operations(Protocol):
         ...
 
     def gate(self, gate_up: torch.Tensor, activation: str) -> torch.Tensor:
-        """Return the activation of each row's first half, multiplied by its second half."""
+        """Return the activation of each row's first half, multiplied by the row's second half."""
         ...
 
     def move(self, tensors: list[torch.Tensor]) -> None:
@@ -132,7 +132,7 @@ class TorchOperations:
     def begin(self, step: StepTensors, extent: int) -> None:
         self._step, self._extent = step, extent
         if self._shifted:
-            # Weights may have been changed in place, so each pass adds the offset anew, to all of them at once.
+            # Weights may have been changed in place, so each pass adds the offset anew, to all weights at once.
             weights = [norm.weight for norm in self._shifted]
             sums = torch.cat(weights).float() + self._shifted[0].kind.offset
             parts = sums.split(list(map(len, weights)))
@@ -255,7 +255,7 @@ def _attention(
 
 
 def move_positions(tensors: list[torch.Tensor], step: StepTensors) -> None:
-    """Move the keys and values of accepted paths to their final positions; padding moves onto itself."""
+    """Move the keys and values of accepted paths to their final positions; padded moves copy a position to itself."""
     slots, moves = step.moved_from.shape
     targets = step.moved_to[:, None] + torch.arange(moves, device=step.moved_to.device)
     for tensor in tensors:
@@ -331,7 +331,7 @@ class TreeAttention:
 
 
 def memory_of(tensor: torch.Tensor) -> int:
-    """Return the address of a tensor's storage, which is also that of its slices."""
+    """Return the address of a tensor's storage, which the tensor's slices share."""
     return tensor.untyped_storage().data_ptr()
 
 
@@ -346,5 +346,5 @@ def attend(
     attention_mask: torch.Tensor,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attend by the current ``TreeAttention``; has the interface of Transformers' attention functions."""
+    """Attend by the current ``TreeAttention``, with the interface of Transformers' attention functions."""
     return CURRENT_ATTENTION.get().attend(query, key, value, attention_mask, options), None

@@ -151,7 +151,7 @@ def add_block(
 ):  # fmt: skip
     """Attend to ``BLOCK_N`` keys from position ``at`` on.
 
-    Return the updated maximum, sum and weighted values of the online softmax.
+    Return the online softmax's updated ``(best, total, mixed)``: maximum, sum of weights and weighted values.
     """
     column = at + tl.arange(0, BLOCK_N)
     inner = tl.arange(0, LOADED)
@@ -255,7 +255,7 @@ def merge_kernel(
     parts, levels, sinks, mixed, stride, heads,
     SPLITS: tl.constexpr, SINKS: tl.constexpr, WIDTH: tl.constexpr, LOADED: tl.constexpr,
 ):  # fmt: skip
-    """Combine the parts of all splits for one head of one token, weighted by their levels."""
+    """Combine one token's parts from all splits for one head, weighted by the parts' levels."""
     at = tl.program_id(0).to(tl.int64)
     split = tl.arange(0, SPLITS)
     level = tl.load(levels + split * stride + at)
@@ -287,7 +287,7 @@ def activated(number, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def gate_kernel(gate_up, gated, width, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr):
-    """Multiply the activation of a row's first half by its second half, for one block of columns."""
+    """Multiply the activation of a row's first half by the row's second half, for one block of columns."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 MAX_SPLITS = 32
 MIN_SPLIT_KEYS = 128
-"""Minimum number of keys in a split. With fewer, merging the splits would outweigh what they save."""
+"""Minimum number of keys in a split. With fewer, merging the splits would take longer than they save."""
 GATE_BLOCK = 1024
 """Columns that one program of the gate kernel computes."""
 PROGRAMS_PER_PROCESSOR = 2
@@ -36,7 +36,7 @@ class Blocks(NamedTuple):
 
     @classmethod
     def of(cls, queries: int, width: int, dtype: torch.dtype, capability: int) -> Blocks:
-        """Return the largest blocks that fit into registers. Those for float32 are small, as it can't use tensor cores.
+        """Return the largest blocks that fit into registers; float32 gets small ones, as it can't use tensor cores.
 
         ``capability`` is the GPU's major compute capability.
         """
@@ -249,7 +249,7 @@ def padded(width: int) -> int:
 
 
 def processor_of(device: torch.device) -> tuple[int, int]:
-    """Return a GPU's number of multiprocessors and its major compute capability; 1 and 0 for other devices."""
+    """Return a GPU's ``(multiprocessors, major compute capability)``; ``(1, 0)`` for other devices."""
     if device.type != "cuda":
         return 1, 0
     properties = torch.cuda.get_device_properties(device)

@@ -1,9 +1,10 @@
 """Short convolutions over draft trees: each row reads its own input, its ancestors' inputs and the state's columns.
 
 This module also assigns state buffers to the rows of a tree. A row reuses its parent's buffer if no later row starts
-from the parent, so a chain needs one buffer and a tree at most one for every two rows.
+from the parent, so a chain needs one buffer and a tree of ``n`` rows at most ``n // 2 + 1``.
 
-Products are always added from the row itself backwards, so sums don't depend on where an earlier input is stored.
+Products are always added from the row itself backwards to its ancestors and the state, so sums don't depend on where an
+earlier input is stored.
 
 The in-projection of a gated convolution gives three values per channel: the input's gate, the output's gate and the
 input. The gated input of each row is kept for replay.
@@ -32,8 +33,8 @@ PARENT, SOURCE, TARGET, LAST_CHILD, FREE = range(5)
 """Fields of a row's origin.
 
 PARENT: parent row, ``BEFORE`` or ``PADDING``. SOURCE: buffer of the state that the row starts from, or ``BEFORE``.
-TARGET: buffer for the state after the row. LAST_CHILD: last row that starts from this row. FREE: an entry of the stack
-of free buffers, which spans all rows.
+TARGET: buffer for the state after the row. LAST_CHILD: last row that starts from this row, ``BEFORE`` for none. FREE:
+an entry in the stack of free buffers; the stack consists of all rows' FREE fields.
 """
 ORIGIN_FIELDS = FREE + 1
 BEFORE, PADDING = -1, -2
@@ -48,7 +49,7 @@ def origins_at(address: int, slot: int, rows: int) -> Ints:
 
 @compiled
 def buffers_of(rows: int) -> int:
-    """Return how many buffers any tree of this many rows needs at most.
+    """Return the maximum number of buffers that a tree of this many rows needs.
 
     Each buffer in use except the last belongs to a row with a later child.
     """
@@ -153,8 +154,8 @@ def copy_windows(layer: Record, windows: int, first: int, end: int) -> None:
 def convolve(layer: Record, origins: Ints, row: int, inputs: int, stride: int, window: int, written: int) -> None:
     """Write the convolution of one row to ``written``.
 
-    ``inputs`` is the address of the inputs of all rows of the sequence, which are ``stride`` float32 values apart, and
-    ``window`` that of the transposed state.
+    ``inputs`` is the address of the sequence's input rows, which are ``stride`` float32 values apart, and ``window``
+    the address of the transposed state.
     """
     channels, source_row, column = layer[CHANNELS], row, layer[COLUMNS]
     if layer[CONV_BIAS]:
@@ -177,7 +178,7 @@ def shift_window(
 ) -> None:
     """Advance a sequence's state past ``count`` of its rows, for some vectors of channels.
 
-    ``path`` lists the rows, or only the last ones, but at least as many as the state has columns.
+    ``path`` lists all ``count`` rows, or at least as many of the last ones as the state has columns.
     """
     channels, columns = layer[CHANNELS], layer[COLUMNS]
     slot_state = layer[CONV_STATE] + slot * layer[CONV_STRIDE] * ITEM_SIZE
@@ -209,8 +210,7 @@ def convolve_gated(
 ) -> None:
     """Convolve a row and multiply it by its output gate, for the out-projection.
 
-    ``kept`` and ``projected`` are the addresses of the gated inputs and the in-projection's output for all rows of the
-    sequence.
+    ``kept`` and ``projected`` are the addresses of the sequence's gated inputs and in-projection outputs.
     """
     channels = layer[CHANNELS]
     size = channels * ITEM_SIZE

@@ -1,8 +1,9 @@
 """The gated delta rule of Qwen3.5 and other models, by head.
 
-For each row, the head's state decays, and the difference between the row's value and what the state returns for its key
-is added at that key. A state ``[key, value]`` is computed a few columns at a time for all rows of a tree, so that the
-working set stays in the core's cache. All variants use the same order of operations per column.
+For each row, the head's state decays, and the difference between the row's value and what the state returns for the
+row's key is added at that key. A state ``[key, value]`` is computed a few columns at a time for all rows of a tree, so
+that the working set stays in the core's cache. The order of operations per column doesn't depend on how many columns
+are computed together.
 """
 
 from __future__ import annotations
@@ -108,7 +109,7 @@ def unit_row(builder: Any, read: Any, width: Any, epsilon: Any, factor: Any, wri
 
 
 def _recalled(vectors: int) -> Any:
-    """Return an intrinsic that writes the product of a key and some columns of a state after its decay."""
+    """Return an intrinsic that writes the product of a key and some columns of the decayed state."""
 
     @generated(*[types.int64] * 4, types.float32, types.int64)
     def recall(builder: Any, state: Any, stride: Any, key: Any, width: Any, decay: Any, written: Any) -> None:
@@ -229,8 +230,8 @@ def spread_inputs(
 ) -> None:
     """Reorder some rows' inputs, which are grouped by key head.
 
-    ``inputs`` has a query, a key, values and gates for each key head, and ``scores`` strengths and steps. Queries, keys
-    and values of a row are written next to each other to ``joined``.
+    For each key head, ``inputs`` has a query, a key, values and gates, and ``scores`` has write strengths and time
+    steps. Queries, keys and values of a row are written next to each other to ``joined``.
     """
     heads, width, states = layer[KEY_HEADS], layer[KEY_WIDTH], layer[STATE_HEADS]
     heads_per_key = states // heads
@@ -264,8 +265,8 @@ def prepare_delta(
 ) -> None:
     """Convolve one row of a sequence, norm its queries and keys, and compute its decays and write strengths.
 
-    ``inputs`` is the address of the inputs of all rows of the sequence. The other addresses are those of this row.
-    ``strengths`` are changed in place.
+    ``inputs`` is the address of the sequence's input rows, and the other addresses belong to this row. ``strengths``
+    are changed in place.
     """
     if origins[row, PARENT] == PADDING:
         return
@@ -313,7 +314,7 @@ def recur_delta(
     changes: int,
     written: int,
 ) -> None:
-    """Compute one head for all rows of a sequence, and write what is added to the state at each key to ``changes``.
+    """Compute one head for all rows of a sequence; write to ``changes`` what each row adds to the state at its key.
 
     The addresses from ``convolved`` on are those of the sequence's first row.
     """

@@ -1,6 +1,6 @@
 """The scan of Mamba-2, by head.
 
-For each row, the head's state ``[value, key]`` decays, and the outer product of a value and a key is added to it. The
+For each row, the head's state ``[value, key]`` decays, and the outer product of the row's value and key is added. The
 in-projection gives a gate, the convolution's input (values, keys and queries of all heads) and each head's time step.
 Values, keys and queries are called x, B and C in the paper.
 """
@@ -47,7 +47,7 @@ def _scan(
 ) -> None:
     """Update ``LANES`` rows of a state and write their products with a query.
 
-    Each row decays, and its value times the key is added to it.
+    Each row of the state decays, and the key times the row's value is added to it.
     """
     code = FloatCode(builder)
     factor = code.splat(decay)
@@ -103,8 +103,8 @@ def prepare_scan(
 ) -> None:
     """Convolve one row of a sequence, and compute its keys, its decays and its values times their time steps.
 
-    ``projected`` is the address of the in-projection's output for all rows of the sequence. The other addresses are
-    those of this row.
+    ``projected`` is the address of the in-projection's outputs for the whole sequence, and the other addresses belong
+    to this row.
     """
     if origins[row, PARENT] == PADDING:
         return

@@ -69,8 +69,8 @@ PREPARE_SCAN, SCAN, GATE_SCAN, REPLAY_SCAN, JOIN, SPREAD = range(8, 14)
 PATH_SLOT, COUNT, LISTED_ROWS, PATH = range(4)
 """Record of a path that becomes part of the context.
 
-PATH_SLOT: the path's sequence. COUNT: number of its rows. LISTED_ROWS: number of rows that this record lists, which may
-be only the last ones. PATH: first of the listed rows.
+PATH_SLOT: the path's sequence. COUNT: number of rows of the path. LISTED_ROWS: number of rows that this record lists,
+which may be only the last rows of the path. PATH: first of the listed rows.
 """
 
 
@@ -96,7 +96,7 @@ def kept_size(layer: Record) -> int:
 
 @compiled
 def state_buffer_size(layer: Record) -> int:
-    """Return the size of one buffer for the state of a layer's mixer, in float32 values; 0 if it needs none."""
+    """Return the size of one buffer for the state of a layer's mixer, in float32 values; 0 without a recurrence."""
     if layer[MIXER] == SHORT_CONVOLUTION:
         return 0
     return delta_rule.delta_state_size(layer) if layer[MIXER] == DELTA_RULE else mamba2.scan_state_size(layer)
@@ -124,7 +124,7 @@ def _work_at(pass_record: Record, scratch: int) -> int:
 
 @compiled
 def _part_buffers(pass_record: Record, scratch: int, first: int, units: int) -> int:
-    """Return the address of a part's state buffers; the first unit, rounded up, gives the part's index."""
+    """Return the address of a part's state buffers; the part's index is ``first * parts / units``, rounded up."""
     part = -(-first * parts_of(pass_record[THREADS], units, 1) // units)
     before = part * buffers_of(pass_record[NEW]) * pass_record[MIXER_STATE] * ITEM_SIZE
     return _buffers_at(pass_record, scratch) + before  # type: ignore[no-any-return]
@@ -298,7 +298,7 @@ def _compute_scan(
 
 @compiled
 def _path_at(address: int) -> tuple[int, Ints]:
-    """Return a path's sequence and its listed rows."""
+    """Return ``(slot, rows)``: a path's sequence and its listed rows."""
     head = array_at(address, (PATH,), types.int64)
     return head[PATH_SLOT], array_at(address, (PATH + head[LISTED_ROWS],), types.int64)[PATH:]
 
@@ -342,7 +342,7 @@ def mixer_function() -> Any:
 
 @compiled
 def _kept_at(pass_record: Record, layer: Record) -> int:
-    """Return the address of the values that a layer keeps of its rows.
+    """Return the address of the values that a layer keeps for the rows of a pass.
 
     The layers of a prompt's pass share one address, because their values aren't needed after the layer.
     """
@@ -354,7 +354,7 @@ def _kept_at(pass_record: Record, layer: Record) -> int:
 def mix(pass_record: Record, layer: Record, starts: Ints, read: int, rows: int, scratch: int, written: int) -> None:
     """Compute a layer's mixer for all rows at ``read`` and write its output to ``written``.
 
-    The layer's states are only updated if the pass ``ADVANCES``.
+    The layer's states are updated only if the pass record's ``ADVANCES`` is set.
     """
     function, kept, work = pass_record[MIXER_FUNCTION], _kept_at(pass_record, layer), _work_at(pass_record, scratch)
     channels, heads, vectors = layer[CHANNELS], layer[STATE_HEADS], layer[CHANNELS] // LANES
@@ -412,7 +412,7 @@ def mix(pass_record: Record, layer: Record, starts: Ints, read: int, rows: int, 
 
 @compiled
 def accept(pass_record: Record, layers: Record, starts: Ints, path: Ints, scratch: int) -> None:
-    """Advance the states from before a pass along a path of its rows, by replaying what mixers kept of these rows."""
+    """Advance the states from before a pass along a path of the pass's rows, by replaying what mixers kept for them."""
     function, count = pass_record[MIXER_FUNCTION], path[COUNT]
     for number in range(len(layers)):
         layer = layers[number]
@@ -428,14 +428,14 @@ def accept(pass_record: Record, layers: Record, starts: Ints, path: Ints, scratc
 
 
 class KeptRows:
-    """A copy of what mixers kept of the rows of one pass over trees."""
+    """A copy of the values that mixers kept for the rows of one pass over trees."""
 
     def __init__(self, mixers: MixerTable, pass_record: Record, layers: Record, journal: Array) -> None:
         self._mixers, self._pass_record, self._layers, self._journal = mixers, pass_record, layers, journal
         pass_record[JOURNAL], pass_record[THREAD_POOL] = journal.ctypes.data, 0
 
     def accept(self, path: Array, states: States) -> None:
-        """Advance a slot's states along a path of its rows; ``states`` may have moved since the pass."""
+        """Advance a slot's states along a path of the slot's rows; ``states`` may have moved since the pass."""
         self._mixers.fill_states(self._layers, states, int(path[PATH_SLOT]))
         scratch = torch.empty(mixer_scratch_size(self._pass_record), dtype=torch.float32)
         accept(self._pass_record, self._layers, np.zeros(1, np.int64), path, scratch.data_ptr())
