@@ -123,7 +123,7 @@ class OutputFile:
             raise self.error(f"{self.path} cannot be written ({fault}): {self.advice}")
 
     def exists(self) -> bool:
-        """Return True if hdtool wrote this file before. Raises ``error`` if another program did."""
+        """Return True if hdtool has already written to this file. Raises ``error`` if another program did."""
         return bool(_size(self._destination()))
 
     def write(self, content: bytes | str) -> None:

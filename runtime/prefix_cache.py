@@ -44,7 +44,7 @@ class PrefixCache:
         return sum(slot.bytes for slot in self._saved)
 
     def in_place(self, free: Iterable[Slot], owner: str, version: int, prompt: Sequence[int]) -> CachedPrefix | None:
-        """Return the longest prefix of a prompt that a free slot holds and can continue in-place, or None."""
+        """Return the longest prefix of a prompt that a free slot holds and can continue in place, or None."""
         return _find_longest(free, owner, version, prompt, min_saved=1)
 
     def to_copy(self, held: Iterable[Slot], owner: str, version: int, prompt: Sequence[int]) -> CachedPrefix | None:

@@ -162,7 +162,7 @@ class SequenceState:
 
 
 def draft_trees(sequences: Sequence[SequenceState]) -> list[DraftTree]:
-    """Begin a step of each sequence and draft its tree; return the trees to verify."""
+    """Begin a step for each sequence and draft its tree; return the trees to verify."""
     for sequence in sequences:
         sequence.start_step()
     started = time.perf_counter()

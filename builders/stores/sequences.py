@@ -165,7 +165,7 @@ def _table_sequences(tokens: Ints, length: int, table: Ints, repeats: Ints) -> F
 
 
 def _top_sequences(tokens: Ints, sequences: FrequentSequences, length: int, limit: int) -> FrequentSequences:
-    """Return the ``limit`` most frequent sequences, which must be distinct; ties prefer smaller token ids."""
+    """Return the ``limit`` most frequent of ``sequences``, which must be distinct; ties prefer smaller token ids."""
     positions, counts, *_ = sequences
     if len(positions) <= limit:
         return sequences

@@ -349,7 +349,7 @@ def topk_tokens(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the top-k tokens of each row and their probabilities.
 
-    ``token_ids`` holds the target's id of each token in the draft vocabulary, if there is one.
+    ``token_ids`` maps ids of the draft vocabulary to the target's; None if the drafter uses the target's vocabulary.
     """
     logits = logits.float()
     best = logits.topk(min(number, logits.shape[-1]), dim=-1)

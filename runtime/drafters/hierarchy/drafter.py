@@ -269,7 +269,7 @@ class Hierarchy(Uncopyable):
             self._history.finish(self._lane)
 
     def expect(self, tokens: Sequence[int]) -> None:
-        """Begin the next tree with this chain, which will almost surely be accepted, and continue from its end."""
+        """Begin the next tree with the chain ``tokens``, which is almost certain to be accepted, and extend its end."""
         size = min(len(tokens), LARGEST_TREE)
         self.work["chain"][0, :size] = tokens[:size]
         self.work["expected"] = size

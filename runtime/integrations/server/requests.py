@@ -366,7 +366,7 @@ def function_name(name: Any, namespace: Any = None) -> Any:
 
 
 def custom_arguments(text: str) -> str:
-    """Return the arguments, as JSON, of the function that stands for a custom tool with this input."""
+    """Wrap a custom tool's input in the JSON arguments of the function that represents the tool."""
     return json.dumps({INPUT_FIELD: text}, ensure_ascii=False)
 
 
