@@ -69,7 +69,7 @@ NOT_CAPTURED = {"falcon": "cannot copy from memory that is not pinned during a c
 """Families whose code a graph cannot record, and why: Falcon makes a tensor of a number of the host in each layer."""
 BY_LEVELS = {"jamba"}
 """Families whose passes depend on the shape of the tree, so that none is captured."""
-OFTEN = ("gemma2", "gpt_oss", "llama4", "deepseek_v3", "falcon"), ("qwen3_5", "granitemoehybrid", "jamba", "lfm2")
+OFTEN = ("gemma2", "gpt_oss", "deepseek_v3", "falcon"), ("qwen3_5", "jamba")
 """Families of the long suite, each of a kind of its own; the exhaustive one has all."""
 AT_ONCE = 5
 """Families that a process decodes with."""
