@@ -129,7 +129,7 @@ class ChoiceStream:
     def __init__(
         self, engine: Scheduler, metrics: Metrics, loaded: Loaded, preparer: Preparer, choices: Sequence[PreparedChoice]
     ) -> None:
-        self._engine, self._metrics, self._preparer, self._choices = engine, metrics, preparer, choices
+        self._scheduler, self._metrics, self._preparer, self._choices = engine, metrics, preparer, choices
         self._texts = [AnswerText(loaded.tokenizer, choice, loaded.stops) for choice in choices]
         self._queue: asyncio.Queue[tuple[int, Step | Exception]] = asyncio.Queue()
         self._loop = asyncio.get_running_loop()
@@ -143,7 +143,7 @@ class ChoiceStream:
             for index, choice in enumerate(self._choices)
         ]
         try:
-            self._engine.submit(self._jobs)
+            self._scheduler.submit(self._jobs)
         except OverloadError as error:
             raise _refusal(error) from None
 

@@ -123,7 +123,7 @@ class Server:
         self, loaded: Loaded, engine: Scheduler, preparer: Preparer, keys: ApiKeys, config: ServerConfig, name: str
     ) -> None:
         """``name`` is the name under which the model is served."""
-        self._loaded, self._engine, self._preparer, self._keys = loaded, engine, preparer, keys
+        self._loaded, self._scheduler, self._preparer, self._keys = loaded, engine, preparer, keys
         self._config, self._name = config, name
         self._metrics = Metrics(engine)
         self._started = int(time.time())
@@ -148,11 +148,11 @@ class Server:
 
     @asynccontextmanager
     async def _lifespan(self, app: Starlette) -> AsyncIterator[None]:
-        self._engine.start()
+        self._scheduler.start()
         collecting = asyncio.create_task(_collect_garbage())
         yield
         collecting.cancel()
-        await to_thread.run_sync(self._engine.stop)
+        await to_thread.run_sync(self._scheduler.stop)
 
     def _guarded(self, handler: Handler) -> Handler:
         """Wrap a handler: require an API key, return errors in the format of the API, and count the request."""
@@ -239,7 +239,7 @@ class Server:
     async def _answer(
         self, request: Request, choices: Sequence[PreparedChoice], form: Format, *, stream: bool
     ) -> Response:
-        answers = ChoiceStream(self._engine, self._metrics, self._loaded, self._preparer, choices)
+        answers = ChoiceStream(self._scheduler, self._metrics, self._loaded, self._preparer, choices)
         answers.submit(request.state.tenant)
         entry: LogEntry = request.scope[ENTRY_KEY]
         entry.model, entry.answers = self._name, answers
@@ -265,7 +265,7 @@ class Server:
         return made | ({"max_model_len": limit} if limit else {})
 
     async def _health(self, request: Request) -> Response:
-        if self._engine.is_alive:
+        if self._scheduler.is_alive:
             return JSONResponse({"status": "ok"})
         return JSONResponse({"status": "the engine has stopped"}, status_code=503)
 

@@ -49,7 +49,7 @@ class Launch:
         choose_threads(loaded.target, model.threads, quick_record(loaded.target, what="threads"))
         compile_sampling()
         self.tenants = Tenants(loaded, decoding, stores, keys.tenants)
-        self._engine = Scheduler(
+        self._scheduler = Scheduler(
             loaded.target,
             self.tenants,
             decoding,
@@ -58,7 +58,7 @@ class Launch:
         )
         name = config.served_model_name or loaded.name
         self._socket.listen()
-        self._app = Server(loaded, self._engine, Preparer(loaded, decoding, sampling), keys, config, name).app()
+        self._app = Server(loaded, self._scheduler, Preparer(loaded, decoding, sampling), keys, config, name).app()
 
     @property
     def address(self) -> str:
@@ -93,7 +93,7 @@ class Launch:
         gc.collect()
         gc.freeze()
         gc.collect()
-        server = _GracefulServer(config, self._engine, self._config.shutdown_seconds)
+        server = _GracefulServer(config, self._scheduler, self._config.shutdown_seconds)
         asyncio.run(server.serve(sockets=[self._socket]))
 
 
@@ -102,7 +102,7 @@ class _GracefulServer(uvicorn.Server):
 
     def __init__(self, config: uvicorn.Config, engine: Scheduler, seconds: float) -> None:
         super().__init__(config)
-        self._engine, self._seconds = engine, seconds
+        self._scheduler, self._seconds = engine, seconds
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         ending = asyncio.create_task(self._end_answers())
@@ -111,7 +111,7 @@ class _GracefulServer(uvicorn.Server):
 
     async def _end_answers(self) -> None:
         await asyncio.sleep(self._seconds)
-        await asyncio.to_thread(self._engine.stop)
+        await asyncio.to_thread(self._scheduler.stop)
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
