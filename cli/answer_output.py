@@ -9,6 +9,8 @@ from typing import Any
 
 from hdtool.cli.result_tables import rounded
 from hdtool.runtime.answerer import Answer
+from hdtool.runtime.kernels.linear import has_compiled_layers
+from hdtool.runtime.model.target import Target
 from hdtool.runtime.sequence import Finish, Stats
 from hdtool.runtime.source_names import SourceId, registered
 from hdtool.runtime.stores.store_set import StoreSet
@@ -36,6 +38,18 @@ def print_stores(store_set: StoreSet) -> None:
     """Print the opened stores to standard error, if there are any."""
     if store_set.databases:
         print(f"drafting from {store_set}", file=sys.stderr)
+
+
+def passes_summary(target: Target) -> str:
+    """Return a line that tells what computes the model's forward passes."""
+    if target.captures:
+        how = "captured steps on the device"
+    elif target.compiled:
+        how = "compiled CPU layers"
+    else:
+        matmuls = "compiled matmuls" if has_compiled_layers(target.model) else "torch's matmuls"
+        how = f"transformers' layers with {matmuls}"
+    return f"forward passes by {how}{'' if target.takes_trees else ', which verify chains only'}"
 
 
 def stream_answer(answer: Answer, *, show: bool = True, color: bool = False) -> None:

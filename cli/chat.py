@@ -30,7 +30,7 @@ def chat(
     Answers stream to standard output and their speed, not their text, depends on drafting. The KV cache of earlier
     turns is kept. Ctrl-C ends an answer, Ctrl-D the conversation; /help lists the commands.
     """
-    from hdtool.cli.answer_output import print_stores
+    from hdtool.cli.answer_output import passes_summary, print_stores
     from hdtool.cli.chat_session import Session, message_reader
     from hdtool.data.chat import has_chat_template
     from hdtool.runtime.answerer import Answerer
@@ -43,6 +43,8 @@ def chat(
             "or use hdtool generate"
         )
     print_stores(answerer.store_set)
+    if stats:
+        print(passes_summary(answerer.loaded.target), file=sys.stderr)
     session = Session(answerer, system, stats=stats, color=color)
     print(f"{loading.name}: /help lists the commands, Ctrl-D leaves", file=sys.stderr)
     _converse(session, message_reader())

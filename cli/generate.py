@@ -129,6 +129,7 @@ def generate(
         colors_shown,
         legend,
         numbered,
+        passes_summary,
         print_stores,
         stream_answer,
     )
@@ -141,6 +142,8 @@ def generate(
     if loading.model is None:
         print('answering with the embedded toy model: hdtool generate MODEL "..." names another', file=sys.stderr)
     print_stores(answerer.store_set)
+    if stats:
+        print(passes_summary(answerer.loaded.target), file=sys.stderr)
     color = color and colors_shown()
     started, tokens, interrupted = time.perf_counter(), 0, False
     drafted: set[SourceId] = set()

@@ -235,7 +235,12 @@ Namespace = Annotated[
     ),
 ]
 Stats = Annotated[
-    bool, option(OUTPUT_PANEL, "Print time, steps and sources of each answer to standard error.", "--stats")
+    bool,
+    option(
+        OUTPUT_PANEL,
+        "Print what computes the passes, and time, steps and sources of each answer, to standard error.",
+        "--stats",
+    ),
 ]
 Color = Annotated[
     bool,

@@ -169,53 +169,7 @@ CALIBRATION_PRIOR_WEIGHT = 10.0
 CALIBRATION_WINDOW = 200.0
 """Number of observations that the moving averages span; limited, as acceptance rates change with the topic."""
 
-EXPECTED_HITS = 2.0
-"""Number of hits that the prior of an answer's factor counts as; low, so that the factor adapts within a few steps."""
-HITS_WINDOW = 50.0
-"""Number of expected hits that the factor's moving averages span."""
-MAX_FACTOR = 1.5
-
 Probs = npt.NDArray[np.float64]
-
-
-class AnswerCalibration:
-    """Tracks how often the next token of an answer was drafted, relative to how often that was expected.
-
-    Learned weights change slowly and apply to all answers. Within a few steps, ``factor`` corrects them for an answer
-    that is more or less predictable than the weights imply.
-    """
-
-    def __init__(self) -> None:
-        self._hits = np.zeros(2)
-        self.start()
-        # Compile ``_count_hit`` now, or load it from the cache, so that no step waits for this.
-        self.update(np.empty(0, np.int64), np.empty(0, np.int32), np.empty(0), 0)
-
-    def start(self) -> None:
-        """Reset the factor to 1 for a new answer."""
-        self._hits[:] = EXPECTED_HITS
-        self.factor = 1.0
-
-    def update(self, tokens: Ints, parents: Ints, probs: Probs, token: int) -> None:
-        """Update the factor with the ``token`` that followed the root; the nodes need not have been verified."""
-        self.factor = _count_hit(self._hits, tokens, parents, probs, token)
-
-
-@compiled
-def _count_hit(hits: Probs, tokens: Ints, parents: Ints, probs: Probs, token: int) -> float:
-    """Add the actual and the expected hits of the root's children to ``hits`` in-place; return the factor."""
-    hit = expected = 0.0
-    for node in range(len(tokens)):
-        if parents[node] == ROOT:
-            expected += probs[node]
-            if tokens[node] == token:
-                hit = 1.0
-    decay = 1.0 - min(1.0, expected / HITS_WINDOW)
-    # The prior does not decay.
-    hits[0] = EXPECTED_HITS + (hits[0] - EXPECTED_HITS) * decay + hit
-    hits[1] = EXPECTED_HITS + (hits[1] - EXPECTED_HITS) * decay + expected
-    return min(MAX_FACTOR, hits[0] / hits[1])  # type: ignore[no-any-return]
-
 
 NO_KINDS = np.empty(0, np.int64)
 """Node kinds of an empty tree."""

@@ -64,9 +64,22 @@ def test_an_answer_streams_to_standard_output(capfd: pytest.CaptureFixture[str])
     assert run(asked) == 0
     printed = capfd.readouterr()
     assert printed.out.strip()
-    assert printed.err.startswith("8 tokens in ")
+    passes, summary, _ = printed.err.split("\n", 2)
+    assert passes == "forward passes by compiled CPU layers"
+    assert summary.startswith("8 tokens in ")
     assert "8 steps (1.00 tokens per step)" in printed.err
     assert "stopped at --max-new-tokens" in printed.err
+
+
+@pytest.mark.parametrize(
+    ("options", "passes"),
+    [(["--no-fused-layers"], "compiled matmuls"), (["--dtype", "bfloat16"], "torch's matmuls")],
+    ids=["matmuls", "bfloat16"],
+)
+def test_it_tells_what_computes_the_passes(options: list[str], passes: str, capfd: pytest.CaptureFixture[str]) -> None:
+    asked = ["generate", "--model", "embedded", "--prompt", "hello", "--max-new-tokens", "2", "--stats"]
+    assert run([*asked, *options, "--method", "ar"]) == 0
+    assert f"forward passes by transformers' layers with {passes}\n" in capfd.readouterr().err
 
 
 def test_json_holds_what_transformers_says(capfd: pytest.CaptureFixture[str]) -> None:

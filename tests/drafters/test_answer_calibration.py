@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -9,37 +12,64 @@ from hdtool.builders.evaluation.recording import RecordedTurn
 from hdtool.builders.evaluation.replay import ReplayMethod, replay_method
 from hdtool.runtime.budget.cost_curve import CostCurve
 from hdtool.runtime.config import DecodeConfig
-from hdtool.runtime.drafter import EXPECTED_HITS, MAX_FACTOR, AnswerCalibration
+from hdtool.runtime.drafters.hierarchy.answer_calibration import (
+    EXPECTED_HITS,
+    MAX_FACTOR,
+    calibrate,
+    count_hit,
+    start_calibration,
+)
+from hdtool.runtime.drafters.hierarchy.candidates import WORKSPACE
+from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
 from hdtool.runtime.stores.store_set import StoreSet
-from hdtool.runtime.tree import ROOT
 
 STEEP = CostCurve.parse("0:22,1:26.5,3:27,7:31,15:54,63:150")
 """A small model after 16,000 tokens."""
 DRAWN, OTHERS = 7, 9
 
 
-def observed(calibration: AnswerCalibration, probs: list[float], parents: list[int], token: int) -> float:
-    tokens = np.arange(DRAWN, DRAWN + len(probs), dtype=np.int64)
-    calibration.update(tokens, np.array(parents, np.int32), np.array(probs), token)
-    return calibration.factor
+class Calibration:
+    """The record of an answer."""
+
+    def __init__(self) -> None:
+        self._memory = np.zeros(1, WORKSPACE)
+        self._work = self._memory.view(np.recarray)[0]
+        start_calibration(self._work)
+
+    @property
+    def factor(self) -> float:
+        """What a probability of a half is multiplied by."""
+        self._work.probs[1] = 0.5
+        calibrate(self._work, 1)
+        self._work.grown = 0
+        return float(self._work.calibrated[0] / 0.5)
+
+    def observe(self, probs: list[float], parents: list[int], token: int) -> float:
+        nodes = slice(1, len(probs) + 1)
+        self._work.tokens[nodes] = np.arange(DRAWN, DRAWN + len(probs))
+        self._work.parents[nodes], self._work.probs[nodes] = parents, probs
+        self._work.grown = len(probs)
+        count_hit(self._work, token)
+        return self.factor
+
+    def start(self) -> None:
+        start_calibration(self._work)
 
 
 def test_hits_and_expected_hits_are_those_after_the_root() -> None:
-    calibration = AnswerCalibration()
-    factor = observed(calibration, [0.5, 0.4, 0.25], [ROOT, 0, ROOT], DRAWN + 2)
+    factor = Calibration().observe([0.5, 0.4, 0.25], [0, 1, 0], DRAWN + 2)
     assert factor == pytest.approx((EXPECTED_HITS + 1) / (EXPECTED_HITS + 0.75))
-    missed = AnswerCalibration()
-    factor = observed(missed, [0.5, 0.4, 0.25], [ROOT, 0, ROOT], DRAWN + 1)  # a token below a node is no hit
+    factor = Calibration().observe([0.5, 0.4, 0.25], [0, 1, 0], DRAWN + 1)  # a token below a node is no hit
     assert factor == pytest.approx(EXPECTED_HITS / (EXPECTED_HITS + 0.75))
 
 
 def test_the_factor_has_a_limit_forgets_and_starts_anew() -> None:
-    calibration = AnswerCalibration()
+    calibration = Calibration()
     for _ in range(100):
-        observed(calibration, [0.1], [ROOT], DRAWN)
+        calibration.observe([0.1], [0], DRAWN)
     assert calibration.factor == MAX_FACTOR
     for _ in range(1000):
-        observed(calibration, [0.5], [ROOT], DRAWN + OTHERS)
+        calibration.observe([0.5], [0], DRAWN + OTHERS)
     assert calibration.factor < 0.1
     calibration.start()
     assert calibration.factor == 1.0
@@ -55,11 +85,17 @@ def seconds_of(turn: RecordedTurn) -> float:
     )
 
 
+def uncalibrated(self: Hierarchy, context: Sequence[int], prepare: Any = Hierarchy.prepare) -> int:
+    nodes = int(prepare(self, context))
+    self.work["hits"] = EXPECTED_HITS
+    return nodes
+
+
 def test_an_answer_that_seems_predictable_costs_little(monkeypatch: pytest.MonkeyPatch) -> None:
     random = np.random.default_rng(0)
     text = random.permutation(600) + 10
     prompt, answer = [*text, *text, *text], random.choice(text, 96)
     turn = RecordedTurn("0", "", 0, list(map(int, prompt)), list(map(int, answer)))
     calibrated = seconds_of(turn)
-    monkeypatch.setattr(AnswerCalibration, "update", lambda *given: None)
+    monkeypatch.setattr(Hierarchy, "prepare", uncalibrated)
     assert calibrated < 1.02 < seconds_of(turn)

@@ -55,6 +55,10 @@ WORKSPACE = np.dtype(
         ("known", np.int64, RANGE_ROWS),  # length of the longest match in the model store
         ("cut", np.int64, RANGE_ROWS),  # 1 if the estimate ended before the lowest orders
         ("tree_parents", np.int32, LARGEST_TREE),  # parents as in a ``DraftTree``, where the root is not counted
+        # The calibration of the probabilities for an answer.
+        ("grown", np.int64),  # number of nodes of the last tree, until its outcome is counted
+        ("hits", np.float64, 2),  # how often the next token was drafted, and how often that was expected
+        ("calibrated", np.float64, LARGEST_TREE),  # calibrated probabilities of the nodes
         # The best paths, most probable first: those that are nodes already, then those that may become nodes.
         ("best_probs", np.float64, LARGEST_TREE),
         ("best_keys", np.int64, LARGEST_TREE),  # source, parent and token, packed

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Hashable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
+from numba import types
 
 from hdtool.runtime.accept import Accepted
 from hdtool.runtime.budget.node_budget import Budget, FixedBudget, Probs, SmoothedSeconds, choose_all_nodes
-from hdtool.runtime.drafter import AnswerCalibration
 from hdtool.runtime.drafters.hierarchy.candidates import (
     ADDRESSES,
     MAX_HASHED_TOKENS,
@@ -45,7 +45,7 @@ from hdtool.runtime.drafters.hierarchy.matches import (
     STORED_LOG,
 )
 from hdtool.runtime.drafters.hierarchy.rankings import LAST_SOURCE, RECYCLED_SOURCE, SINGLE_TOKEN_SOURCE, Rankings
-from hdtool.runtime.drafters.hierarchy.tree import feed, grow, grow_all, restart
+from hdtool.runtime.drafters.hierarchy.tree import feed_token, grow, grow_all, restart
 from hdtool.runtime.drafters.trained.draft_length import TrainedGate
 from hdtool.runtime.drafters.trained.proposal import TrainedDrafter
 from hdtool.runtime.engine import Verified
@@ -163,16 +163,13 @@ class Hierarchy(Uncopyable):
         self._fill_in(work, context, vocabulary)
         # These views are kept, because each access to a field of a record takes a tenth of a microsecond.
         self._tokens, self._sources, self._probs = (work[field][0, 1:] for field in ("tokens", "sources", "probs"))
-        self._parents, self._depths, self._root_and_probs = (
-            work[field][0] for field in ("tree_parents", "depths", "probs")
+        self._parents, self._depths, self._calibrated, self._root_and_probs = (
+            work[field][0] for field in ("tree_parents", "depths", "calibrated", "probs")
         )
         self._tails, self._timed, self._laps = work["tails"][0], work["timed"], work["laps"][0]
         self._pending: list[int] = []
         self._nodes = 0
         """Number of nodes in the last tree; 0 if the verified rows may not belong to these nodes."""
-        self._grown = 0
-        """Number of nodes in the last tree before the budget cut it."""
-        self._calibration = AnswerCalibration()
         self._joint_drafters: tuple[list[Hierarchy], Array] | None = None
         """The drafters passed to the last ``draft_many``, and their addresses; None before the first call."""
         self._drafts, self._learning_seconds = 0, 0.0
@@ -180,9 +177,9 @@ class Hierarchy(Uncopyable):
         # Compile the code, or load it from the cache, before the first step.
         self.predict((0,))
         self.begin(())
-        feed(self._at, np.empty(0, np.int64))
         grow_all(np.array([self._at]), np.array([1]), np.zeros(1, np.int64))
         grow(self._at, 1)
+        cast(Any, feed_token).compile((types.int64, types.int64))
 
     def _fill_in(self, work: Array, context: bool, vocabulary: int) -> None:
         sizes = [store.manifest.tokenizer.vocab_size for store in self._stores if store]
@@ -234,8 +231,7 @@ class Hierarchy(Uncopyable):
 
     def begin(self, prompt: Sequence[int]) -> None:
         self.end()
-        self._nodes = self._grown = 0
-        self._calibration.start()
+        self._nodes = 0
         self._began = None
         if self._trained:
             self._trained.begin(list(prompt))
@@ -292,7 +288,7 @@ class Hierarchy(Uncopyable):
         self._note_growing(seconds)
         self._note_cost(seconds)
         self.budget.set_draft_seconds(self._cost.mean)
-        return self._verified_part(context, self.budget.choose_size(self._expected_of(grown)))
+        return self._verified_part(context, self.budget.choose_size(self._calibrated[:grown]))
 
     @property
     def joint(self) -> Hashable:
@@ -317,7 +313,7 @@ class Hierarchy(Uncopyable):
             drafter._note_growing(each)
             drafter.budget.set_draft_seconds(drafter._cost.mean)
             budgets.append(drafter.budget)
-            probs.append(drafter._expected_of(grown[index]))
+            probs.append(drafter._calibrated[: grown[index]])
         for index, size in zip(drafting, choose_all_nodes(budgets, probs), strict=True):
             trees[index] = drafters[index]._verified_part(contexts[index], size)
         # Count the whole call: the rest of it takes as long as growing small trees.
@@ -328,7 +324,7 @@ class Hierarchy(Uncopyable):
 
     def prepare(self, context: Sequence[int]) -> int:
         """Write the inputs of a tree to memory; return how many nodes to grow, or 0 if this step should not draft."""
-        max_nodes, self._grown = min(self.budget.max_nodes, LARGEST_TREE), 0
+        max_nodes = min(self.budget.max_nodes, LARGEST_TREE)
         if not max_nodes:
             self.work["expected"] = self._nodes = 0
             return 0
@@ -344,14 +340,6 @@ class Hierarchy(Uncopyable):
             self._timed[0] = HAS_CLOCK
         self._drafts += 1
         return max_nodes
-
-    def _expected_of(self, grown: int) -> Probs:
-        """Return the probabilities of the first ``grown`` nodes for the budget, calibrated for this answer."""
-        probs = self._probs[:grown]
-        if not grown or self._sources[0] == SourceId.GRAMMAR:  # almost surely accepted
-            return probs
-        self._grown = grown
-        return np.minimum(1.0, probs * self._calibration.factor)
 
     def _note_growing(self, seconds: float) -> None:
         """Record the seconds spent on growing the tree."""
@@ -390,23 +378,18 @@ class Hierarchy(Uncopyable):
         if self._trained:
             self._trained.observe(accepted, verified)
         is_current = not self._pending  # otherwise, the workspace belongs to an earlier context than the logits
-        rows, nodes = len(verified), self._nodes
-        is_ranked = is_current and rows == nodes + 1
+        nodes = self._nodes
         self._pending += accepted.tokens
         is_drafting = self.budget.max_nodes > 0
         if self._trained and self._gate and self._began is not None:
             self._gate.observe(len(accepted.tokens), time.perf_counter() - self._began, self._used_trained)
         self._began = None
-        if grown := self._grown:
-            self._calibration.update(
-                self._tokens[:grown], self._parents[:grown], self._probs[:grown], accepted.tokens[0]
-            )
         if not is_drafting and not nodes:
             return
         started = time.perf_counter()
         uses_logits = is_drafting and self._rankings.uses_logits
         ranked = None
-        if uses_logits and is_ranked:  # copy the tails, as the root moves on
+        if uses_logits and is_current and (rows := len(verified)) == nodes + 1:  # copy the tails, as the root moves on
             ranked = self._tails[:rows].copy(), self._depths[:rows], self._root_and_probs[:rows]
         self._catch_up()
         if uses_logits:
@@ -416,6 +399,6 @@ class Hierarchy(Uncopyable):
 
     def _catch_up(self) -> None:
         """Learn from the emitted tokens; this is postponed while drafting does not pay."""
-        if self._pending:
-            feed(self._at, np.array(self._pending, np.int64))
-            self._pending.clear()
+        for token in self._pending:
+            feed_token(self._at, token)
+        self._pending.clear()

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from hdtool.runtime.drafters.hierarchy.answer_calibration import calibrate, count_hit, start_calibration
 from hdtool.runtime.drafters.hierarchy.candidates import (
     DRAFTING,
     RESTART,
@@ -145,6 +146,7 @@ def grow(at: int, max_nodes: int) -> int:
     work.expected = 0
     for index in range(node):
         work.tree_parents[index] = work.parents[index + 1] - 1
+    calibrate(work, node)
     lap(work, TREE_NUMBER)
     return node
 
@@ -207,6 +209,7 @@ def extend(work: Any, parent: int, node: int, token: int) -> None:
 def restart(at: int, tail: Ints) -> None:
     """Move the root to the end of another context, whose last tokens are ``tail``."""
     work = work_at(at)
+    start_calibration(work)
     work.tails[0] = -1
     move_all(at, RESTART, 0)
     for token in tail:
@@ -217,9 +220,17 @@ def restart(at: int, tail: Ints) -> None:
 @compiled
 def feed(at: int, tokens: Ints) -> None:
     """Learn from emitted tokens one by one, and move the root on by each."""
-    work = work_at(at)
     for token in tokens:
-        expand(at, 0, LEFT_TO_LEARN, 0.0, token)
-        learn(weights_at(at), work)
-        extend(work, 0, 0, token)
-        move_all(at, token, 1)
+        feed_token(at, token)
+
+
+@compiled
+def feed_token(at: int, token: int) -> None:
+    """Learn from an emitted token, and move the root on by it."""
+    work = work_at(at)
+    if work.grown:
+        count_hit(work, token)
+    expand(at, 0, LEFT_TO_LEARN, 0.0, token)
+    learn(weights_at(at), work)
+    extend(work, 0, 0, token)
+    move_all(at, token, 1)
