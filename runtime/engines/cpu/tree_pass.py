@@ -218,7 +218,7 @@ class TreePass:
     @property
     def experts(self) -> int:
         """Number of distinct experts that the last pass used, summed over layers."""
-        return int(self._record["pass_record"][0, ACTIVE_EXPERTS])
+        return int(self._record["pass_record"][0, ACTIVE_EXPERTS]) if self._table.has_experts else 0
 
     def states_of_rows(self) -> StatesOfRows:
         """Return the states after the rows of the last pass over trees."""
@@ -309,8 +309,10 @@ class TreePass:
     def _hidden(self, first: int, rows: int) -> torch.Tensor | None:
         """Return some rows' normed hidden states and the outputs of watched layers; None if no states are watched."""
         table = self._table
+        if not table.watches_hidden:
+            return None
         columns = [self._normed, *(self._outputs[layer] for layer in table.watched)]
-        return torch.cat([column[first : first + rows] for column in columns], dim=1) if table.watches_hidden else None
+        return torch.cat([column[first : first + rows] for column in columns], dim=1)
 
 
 def _forced_tokens_of(trees: Sequence[DraftTree]) -> Array:

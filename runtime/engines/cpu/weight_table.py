@@ -201,6 +201,10 @@ class WeightTable:
         self.watches_hidden, self.watched = True, layers
         self.version += 1
 
+    @property
+    def has_experts(self) -> bool:
+        return bool(self._experts)
+
     def use_int8_activations(self) -> bool:
         """Multiply packed weights by 8-bit activations from now on; return True if the model has packed weights.
 

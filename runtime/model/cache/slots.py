@@ -146,8 +146,7 @@ class Slot:
             self.states_of_tree.commit(self.place_in_tree, rows, self.states)
             self.states_length, self.states_of_tree = self.kv.length, None
         self.tokens.append(tree.root)
-        if path:
-            self.tokens += tree.tokens[path].tolist()
+        self.tokens += [int(tree.tokens[node]) for node in path]
 
     def all_hidden(self) -> torch.Tensor | None:
         """Return the hidden states of all accepted tokens, or None if they aren't recorded."""
