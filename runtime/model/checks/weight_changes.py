@@ -143,13 +143,14 @@ def _plain(value: Any) -> Hashable:
 
     Settings are plain values, tensors and containers of them; return None for other objects.
     """
-    if isinstance(value, PLAIN):
+    kind = type(value)  # isinstance would also read ``__class__``, which configurations of transformers answer slowly
+    if issubclass(kind, PLAIN):
         return value
-    if isinstance(value, torch.Tensor):
+    if issubclass(kind, torch.Tensor):
         return id(value), *map(torch.Tensor.data_ptr, _with_numbers(value))
-    if isinstance(value, dict):
+    if issubclass(kind, dict):
         return tuple((_plain(key), _plain(item)) for key, item in value.items())
-    if isinstance(value, list | tuple | set | frozenset):
+    if issubclass(kind, list | tuple | set | frozenset):
         return tuple(map(_plain, value))
     return None
 
