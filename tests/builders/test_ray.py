@@ -219,7 +219,7 @@ def test_progress_is_shown(inputs: list[Path], tmp_path: Path) -> None:
             except OSError:  # the other end is closed
                 break
     assert building.wait(60) == 0, told
-    assert b"reading: 100%" in told and b"shards sorted: 100%" in told
+    assert b"reading: 100%" in told and b"sorting: 100%" in told
 
 
 # What goes wrong ---------------------------------------------------------------------------------
