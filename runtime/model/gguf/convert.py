@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stderr, suppress
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from importlib import import_module, metadata
 from importlib.util import find_spec
 from io import StringIO
@@ -31,7 +31,7 @@ from hdtool.data.errors import HdtoolError, ModelError, install_command
 from hdtool.data.gguf_header import GGUFHeader
 from hdtool.runtime.model.gguf import gpt_oss
 from hdtool.runtime.model.gguf.converted_folder import WEIGHTS
-from hdtool.runtime.model.gguf.packing import PackingPlan
+from hdtool.runtime.model.gguf.packing import PackingPlan, unpacked
 
 MISREAD = f"{gpt_oss.ARCHITECTURE}.{gpt_oss.SCALING}"
 """Start of the names of settings that transformers misreads, so they are hidden from it."""
@@ -130,7 +130,10 @@ LOAD_CHECKPOINT = "modeling_gguf_pytorch_utils", "load_gguf_checkpoint"
 @contextmanager
 def weights_in_turn(take: Take) -> Iterator[None]:
     """Call ``take`` for each weight that transformers reads in this block; zeros replace the weights that it drops."""
+    import gguf
+
     with ExitStack() as patches:
+        patches.enter_context(patch.object(gguf, "dequantize", partial(unpacked, gguf.dequantize)))
         # Otherwise threads read ahead without limit.
         patches.enter_context(patch.dict(os.environ, HF_DEACTIVATE_ASYNC_LOAD="1"))
         for (module, name), wrapped in ((SET_PARAMETER, _putting), (LOAD_CHECKPOINT, _reading)):
