@@ -21,7 +21,14 @@ from hdtool.runtime.kernels.gemm import COLUMN_MULTIPLE, matmul_of
 from hdtool.runtime.kernels.linear import ORDINARY_TENSORS, format_of
 from hdtool.runtime.kernels.packed_matrix import PackedExperts
 from hdtool.runtime.kernels.thread_pool import parallel_matmul, shared_thread_pool
-from hdtool.runtime.kernels.vector_code import ITEM_SIZE, add_in_place, gate_pairs, gelu_in_place, silu_in_place
+from hdtool.runtime.kernels.vector_code import (
+    ITEM_SIZE,
+    add_in_place,
+    gate_halves,
+    gate_pairs,
+    gelu_in_place,
+    silu_in_place,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Container, Mapping
@@ -117,8 +124,9 @@ GATE, UP: addresses of the matrices; GATE_SIZE, UP_SIZE: their bytes per expert.
 bias, or 0."""
 REDUCE, DOWN, DOWN_SIZE, REDUCE_BIAS, PAIRS, ALPHA, LIMIT, TANH_GATE = range(9, 17)
 """REDUCE, DOWN: addresses of the down matmul and of its matrix. DOWN_SIZE: the matrix's bytes per expert. REDUCE_BIAS:
-address of the matmul's bias, or 0. PAIRS: one matrix interleaves gate and up; ALPHA and LIMIT are then the float32 bits
-of the activation's constants. TANH_GATE: without PAIRS, the activation is tanh GELU instead of SiLU."""
+address of the matmul's bias, or 0. PAIRS: gate and up are interleaved in their bias and, if UP is 0, in one matrix;
+ALPHA and LIMIT are then the float32 bits of the activation's constants. TANH_GATE: without PAIRS, the activation is
+tanh GELU instead of SiLU."""
 EXPERT_FIELDS = TANH_GATE + 1
 IS_TANH_GELU = {"SiLU": False, "SiLUActivation": False, "GELUTanh": True, "PytorchGELUTanh": True}
 """True for tanh GELU and False for SiLU, by the activation's class name."""
@@ -197,14 +205,19 @@ def _expand(thread_pool: int, threads: int, experts: Array, expert: int, inputs:
     width, inner = experts[WIDTH], experts[INNER]
     matrix, up_matrix = experts[GATE] + expert * experts[GATE_SIZE], experts[UP] + expert * experts[UP_SIZE]
     bias = experts[EXPAND_BIAS] + 2 * expert * inner * ITEM_SIZE if experts[EXPAND_BIAS] else 0
-    if experts[PAIRS]:
+    alpha, limit = float_of(experts, ALPHA), float_of(experts, LIMIT)
+    if experts[PAIRS] and not experts[UP]:
         parallel_matmul(thread_pool, threads, experts[EXPAND], matrix, 2 * inner, width, inputs, rows, gate, bias)
-        gate_pairs(gate, rows * inner, float_of(experts, ALPHA), float_of(experts, LIMIT), gate)
+        gate_pairs(gate, rows * inner, alpha, limit, gate)
         return
     up = gate + rows * inner * ITEM_SIZE
     parallel_matmul(thread_pool, threads, experts[EXPAND], matrix, inner, width, inputs, rows, gate, 0)
     parallel_matmul(thread_pool, threads, experts[EXPAND], up_matrix, inner, width, inputs, rows, up, 0)
-    if experts[TANH_GATE]:
+    if experts[PAIRS]:
+        for row in range(rows):
+            first = row * inner * ITEM_SIZE
+            gate_halves(gate + first, up + first, bias, inner, alpha, limit)
+    elif experts[TANH_GATE]:
         gelu_in_place(gate, up, rows * inner)
     else:
         silu_in_place(gate, up, rows * inner)
@@ -246,10 +259,11 @@ def experts_record(module: Any, panels: Mapping[int, Any] = MappingProxyType({})
     """Return the record of a layer's experts for compiled code; for ``panels`` see ``expert_matrices``."""
     record = np.zeros(EXPERT_FIELDS, np.int64)
     (gate, *separate_up), (down,) = (expert_matrices(getattr(module, name), panels) for name in WEIGHTS)
-    up = separate_up[0] if separate_up else gate._replace(first=gate.first + gate.size // 2)
     record[: INNER + 1] = matrices_of(module.down_proj).shape
     record[EXPAND : GATE_SIZE + 1] = gate
-    record[UP : UP_SIZE + 1] = up.first, up.size
+    if separate_up or not _has_pairs(module):
+        up = separate_up[0] if separate_up else gate._replace(first=gate.first + gate.size // 2)
+        record[UP : UP_SIZE + 1] = up.first, up.size
     record[REDUCE : DOWN_SIZE + 1] = down
     if _has_pairs(module):
         record[EXPAND_BIAS], record[REDUCE_BIAS] = (getattr(module, name).data_ptr() for name in BIASES)
@@ -315,20 +329,24 @@ def fits_compiled_experts(module: Any, dtypes: Container[torch.dtype] = (torch.f
     expand, reduce = (weight.transpose(1, 2) if expected["is_transposed"] else weight for weight in weights)
     number, width, inner = reduce.shape
     return (
-        all(map(_parts_fit, weights))
+        all(_parts_fit(weight, _has_pairs(module)) for weight in weights)
         and (_pairs_fit(module, dtypes) if expected["has_bias"] else _has_gelu(module) is not None)
         and expand.shape == (number, 2 * inner, width)
         and all(weight.shape[2] % COLUMN_MULTIPLE == 0 and _is_plain(weight, dtypes) for weight in (expand, reduce))
     )
 
 
-def _parts_fit(weight: Any) -> bool:
-    """Return True if a weight isn't packed, or its parts (one, or gate and up) have the same format and shape."""
+def _parts_fit(weight: Any, has_pairs: bool) -> bool:
+    """Return True if a weight isn't packed, or its parts (one, or gate and up) have the same format and shape.
+
+    The rows of two parts must be interleaved if the module has interleaved gate and up rows, and only then.
+    """
     stored = stored_of(weight)
     if not isinstance(stored, PackedExperts):
         return not is_compact(weight) or isinstance(stored, torch.Tensor)
     forms = {(part.format, part.shape) for part in stored.parts}
-    return len(forms) == 1 and len(stored.parts) <= 2 and not (stored.is_transposed and len(stored.parts) > 1)
+    number = len(stored.parts)
+    return len(forms) == 1 and (number == 1 or (number == 2 and stored.is_interleaved == has_pairs))
 
 
 def _has_gelu(module: Any) -> bool | None:

@@ -112,14 +112,22 @@ class PackedMatrix:
 class PackedExperts(PackedMatrix):
     """Matrices ``[experts, rows, columns]`` in packed blocks, split into parts that hold some rows of every expert."""
 
-    def __init__(self, parts: Sequence[PackedMatrix], experts: int, *, is_transposed: bool = False) -> None:
+    def __init__(
+        self,
+        parts: Sequence[PackedMatrix],
+        experts: int,
+        *,
+        is_transposed: bool = False,
+        is_interleaved: bool = False,
+    ) -> None:
         """Each part holds the same number of rows of each expert, in expert order.
 
-        With ``is_transposed``, the shape is ``[experts, columns, rows]``, as some modules expect.
+        With ``is_transposed``, the shape is ``[experts, columns, rows]``, as some modules expect. With
+        ``is_interleaved``, an expert's rows alternate between the parts instead of following one another.
         """
         first = parts[0]
         super().__init__(first.blocks, first.format)
-        self.parts, self.is_transposed = tuple(parts), is_transposed
+        self.parts, self.is_transposed, self.is_interleaved = tuple(parts), is_transposed, is_interleaved
         rows, columns = sum(len(part) for part in parts) // experts, first.shape[1]
         self.shape = torch.Size((experts, columns, rows) if is_transposed else (experts, rows, columns))
         self.nbytes = sum(part.nbytes for part in parts)
@@ -132,7 +140,10 @@ class PackedExperts(PackedMatrix):
         assert step == 1
         sizes = [len(part) // len(self) for part in self.parts]
         parts = [part[first * size : end * size] for part, size in zip(self.parts, sizes, strict=True)]
-        return PackedExperts(parts, end - first, is_transposed=self.is_transposed)
+        return self._with(parts, end - first, is_transposed=self.is_transposed)
+
+    def _with(self, parts: Sequence[PackedMatrix], experts: int, *, is_transposed: bool) -> PackedExperts:
+        return PackedExperts(parts, experts, is_transposed=is_transposed, is_interleaved=self.is_interleaved)
 
     @property
     def tensors(self) -> list[torch.Tensor]:
@@ -147,7 +158,7 @@ class PackedExperts(PackedMatrix):
 
     def transpose(self, *dims: int) -> PackedExperts:
         assert set(dims) == {1, 2}
-        return PackedExperts(self.parts, len(self), is_transposed=not self.is_transposed)
+        return self._with(self.parts, len(self), is_transposed=not self.is_transposed)
 
     def clone(self) -> PackedExperts:
         return self
@@ -162,7 +173,7 @@ class PackedExperts(PackedMatrix):
 
     def float(self) -> torch.Tensor:
         parts = [part.float().view(len(self), -1, part.shape[1]) for part in self.parts]
-        matrix = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+        matrix = torch.stack(parts, 2).flatten(1, 2) if self.is_interleaved else torch.cat(parts, 1)
         return matrix.transpose(1, 2) if self.is_transposed else matrix
 
     def into(self, memory: torch.Tensor) -> torch.Tensor:

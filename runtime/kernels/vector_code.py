@@ -344,6 +344,25 @@ gelu_in_place = _gated(_twice_inside_tanh)
 """Computes ``gate = gelu(gate) * up`` with tanh GELU."""
 
 
+def _clamped_gate(code: FloatCode, gate: Any, up: Any, alpha: Any, limit: Any) -> Any:
+    """Return ``(up + 1) * gate * sigmoid(alpha * gate)``, where ``gate`` and ``up`` are first clamped to ``limit``."""
+    builder, upper_limit = code.builder, code.splat(limit)
+    lower_limit, one = builder.fneg(upper_limit), code.number(1.0)
+    gate = builder.select(builder.fcmp_ordered(">", gate, upper_limit), upper_limit, gate)
+    up = builder.select(builder.fcmp_ordered(">", up, upper_limit), upper_limit, up)
+    up = builder.select(builder.fcmp_ordered("<", up, lower_limit), lower_limit, up)
+    divisor = builder.fadd(code.exp(builder.fneg(builder.fmul(gate, code.splat(alpha)))), one)
+    return builder.fmul(builder.fadd(up, one), builder.fdiv(gate, divisor))
+
+
+def _read_pairs(code: FloatCode, pairs: Any, index: Any) -> tuple[Any, Any]:
+    """Return the first and the second numbers of ``LANES`` pairs, from the pair at ``index``."""
+    builder, pair = code.builder, code.builder.mul(index, INDEX(2))
+    both = [code.read(code.at(pairs, builder.add(pair, INDEX(half * LANES)))) for half in range(2)]
+    first, second = (code.integers([2 * lane + half for lane in range(LANES)]) for half in range(2))
+    return builder.shuffle_vector(*both, first), builder.shuffle_vector(*both, second)
+
+
 @generated(*[types.int64] * 2, *[types.float32] * 2, types.int64)
 def gate_pairs(builder: Any, pairs: Any, size: Any, alpha: Any, limit: Any, written: Any) -> None:
     """Write ``(up + 1) * gate * sigmoid(alpha * gate)`` for pairs ``[gate, up]``, clamped to ``limit``.
@@ -351,20 +370,24 @@ def gate_pairs(builder: Any, pairs: Any, size: Any, alpha: Any, limit: Any, writ
     ``written`` may equal ``pairs``. ``size`` is the number of pairs.
     """
     code = FloatCode(builder)
-    factor, upper_limit = code.splat(alpha), code.splat(limit)
-    lower_limit, one = builder.fneg(upper_limit), code.number(1.0)
-    halves = [code.integers([2 * lane + half for lane in range(LANES)]) for half in range(2)]
 
     def apply(index: Any, _: list[Any]) -> list[Any]:
-        first = builder.mul(index, INDEX(2))
-        both = [code.read(code.at(pairs, builder.add(first, INDEX(half * LANES)))) for half in range(2)]
-        gate, up = (builder.shuffle_vector(*both, half) for half in halves)
-        gate = builder.select(builder.fcmp_ordered(">", gate, upper_limit), upper_limit, gate)
-        up = builder.select(builder.fcmp_ordered(">", up, upper_limit), upper_limit, up)
-        up = builder.select(builder.fcmp_ordered("<", up, lower_limit), lower_limit, up)
-        divisor = builder.fadd(code.exp(builder.fneg(builder.fmul(gate, factor))), one)
-        gated = builder.fmul(builder.fadd(up, one), builder.fdiv(gate, divisor))
-        code.store(gated, code.at(written, index))
+        code.store(_clamped_gate(code, *_read_pairs(code, pairs, index), alpha, limit), code.at(written, index))
+        return []
+
+    code.loop(size, [], apply)
+
+
+@generated(*[types.int64] * 4, *[types.float32] * 2)
+def gate_halves(builder: Any, gate: Any, up: Any, biases: Any, size: Any, alpha: Any, limit: Any) -> None:
+    """Like ``gate_pairs``, with ``gate``, which is overwritten, and ``up`` apart and pairs of biases to add to them."""
+    code = FloatCode(builder)
+
+    def apply(index: Any, _: list[Any]) -> list[Any]:
+        gate_bias, up_bias = _read_pairs(code, biases, index)
+        gates = builder.fadd(code.read(code.at(gate, index)), gate_bias)
+        ups = builder.fadd(code.read(code.at(up, index)), up_bias)
+        code.store(_clamped_gate(code, gates, ups, alpha, limit), code.at(gate, index))
         return []
 
     code.loop(size, [], apply)

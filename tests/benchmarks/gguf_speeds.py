@@ -5,10 +5,10 @@
 
 With ``--openvino FOLDER``, OpenVINO GenAI takes part with a converted model of the first file.
 
-A shape is a file of random blocks in the size of Llama 3.2 1B or LFM2 1.2B. hdtool runs with activations in float32 and
-in int8. All contenders take turns: a prompt of each length, then single tokens, each from an empty cache. Prints median
-tokens per second of CPU time, or of wall-clock time with several threads. The CPU time of ``llama-bench`` excludes its
-start.
+A shape is a file of random blocks in the size of Llama 3.2 1B, LFM2 1.2B or four layers of gpt-oss-20b. hdtool runs
+with activations in float32 and in int8. All contenders take turns: a prompt of each length, then single tokens, each
+from an empty cache. Prints median tokens per second of CPU time, or of wall-clock time with several threads. The CPU
+time of ``llama-bench`` excludes its start.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from transformers import Lfm2Config, LlamaConfig
+from transformers import GptOssConfig, Lfm2Config, LlamaConfig
 from transformers.utils import logging
 
 from hdtool.data.errors import HdtoolError
@@ -38,8 +38,9 @@ from hdtool.runtime.tree import DraftTree
 from tests.benchmarks.cpu_weights import SHAPE
 from tests.benchmarks.llama_bench import LlamaBench
 from tests.benchmarks.openvino_peer import OpenVinoContender
+from tests.support.gpt_oss_gguf import ROPE
 from tests.support.one_sequence import OneSequence
-from tests.support.random_gguf import write_random_gguf
+from tests.support.random_gguf import Settings, write_random_gguf
 
 LFM2: dict[str, Any] = {
     "vocab_size": 65536,
@@ -53,9 +54,16 @@ LFM2: dict[str, Any] = {
     "full_attn_idxs": [2, 5, 8, 10, 12, 14],
     "tie_word_embeddings": True,
 }
-SHAPES: dict[str, Callable[[], LlamaConfig | Lfm2Config]] = {
+GPT_OSS: dict[str, Any] = {
+    "vocab_size": 32768,
+    "num_hidden_layers": 4,
+    "num_local_experts": 32,
+    "rope_parameters": ROPE,
+}
+SHAPES: dict[str, Callable[[], Settings]] = {
     "llama": lambda: LlamaConfig(**SHAPE, bos_token_id=1, eos_token_id=2, pad_token_id=0),
     "lfm2": lambda: Lfm2Config(**LFM2),
+    "gpt-oss": lambda: GptOssConfig(**GPT_OSS, bos_token_id=1, eos_token_id=2, pad_token_id=0),
 }
 
 Run = Callable[[int], tuple[float, float]]

@@ -92,12 +92,14 @@ def test_int8_activations_multiply_by_the_experts(tmp_path: Path) -> None:
     assert of_experts <= made.table._panels.keys()
 
 
+@pytest.mark.parametrize("is_interleaved", [False, True])
 @pytest.mark.parametrize("is_transposed", [False, True])
-def test_parts_are_read_as_one_tensor(is_transposed: bool) -> None:
+def test_parts_are_read_as_one_tensor(is_transposed: bool, is_interleaved: bool) -> None:
     format = FORMATS_BY_GGUF_TYPE[8]
     parts = [some_matrix(format, 3 * 32, 64, seed) for seed in range(2)]
-    stored = PackedExperts(parts, 3, is_transposed=is_transposed)
-    whole = torch.cat([part.float().view(3, 32, 64) for part in parts], 1)
+    stored = PackedExperts(parts, 3, is_transposed=is_transposed, is_interleaved=is_interleaved)
+    halves = [part.float().view(3, 32, 64) for part in parts]
+    whole = torch.stack(halves, 2).view(3, 64, 64) if is_interleaved else torch.cat(halves, 1)
     expected = whole.transpose(1, 2) if is_transposed else whole
     weight = CompactWeight(stored)
     assert weight.shape == expected.shape and weight.stride() == expected.stride()

@@ -11,8 +11,11 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from gguf import GGMLQuantizationType
+from gguf.quants import dequantize
 from safetensors.torch import load_file
 
 import hdtool
@@ -39,6 +42,7 @@ from tests.support.decoding import SAMPLINGS, output_tokens, run
 from tests.support.fused import compiled
 from tests.support.gguf_files import tiny_llama, vocabulary, write_gguf
 from tests.support.one_sequence import OneSequence
+from tests.support.packed_blocks import NAMES as NAMES_OF_FORMATS, some_matrix
 from tests.support.trees import WrongDrafter
 
 pytestmark = pytest.mark.skipif(not vector_code.EXPANDS_FLOAT16, reason="blocks are expanded by transformers here")
@@ -236,6 +240,23 @@ def test_formats_that_no_matmul_takes_are_expanded(tmp_path: Path) -> None:
 def test_without_the_instructions_the_file_is_expanded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packing, "EXPANDS_FLOAT16", False)
     assert not packed_names(hdtool.load(str(file_of(tmp_path))).target.model)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_values_are_unpacked_as_the_library_does(kind: str) -> None:
+    format, rows = NAMES_OF_FORMATS[kind], 3 * packing.SAMPLED_ROWS + 1
+    blocks = some_matrix(format, rows, 256).blocks.numpy().reshape(1, rows, -1)
+    number, read = GGMLQuantizationType[kind], []
+
+    def reference(blocks: Any, kind: int) -> Any:
+        read.append(blocks.size)
+        return dequantize(blocks, GGMLQuantizationType(kind)) * factor
+
+    for factor, calls in ((1, 1), (2, 2)):
+        read.clear()
+        found = packing.unpacked(reference, blocks, number)
+        assert np.array_equal(found, dequantize(blocks, number) * factor), "where the kernel differs, the library reads"
+        assert len(read) == calls and read[0] < blocks.size / 2
 
 
 def test_where_the_matmul_differs_weights_are_expanded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -87,7 +87,7 @@ def write_gguf(
     for name, weight in _weights(model).items():
         kept = kind if weight.ndim > 1 else "F32"
         stored = GGMLQuantizationType[kept]
-        writer.add_tensor(name, _blocks(weight, stored), raw_dtype=stored)
+        writer.add_tensor(name, blocks_of(weight, stored), raw_dtype=stored)
     if divisors is not None:
         writer.add_tensor("rope_freqs.weight", divisors.astype(np.float32))
     return written(writer, path)
@@ -134,12 +134,13 @@ def write_experts_gguf(path: Path, kind: str, **changed: Any) -> Path:
     for name, weight in named.items():
         stored = GGMLQuantizationType["F32" if weight.dim() == 1 or name.endswith("gate_inp") else kind]
         matrix = weight.detach().reshape(-1, weight.shape[-1]).numpy()
-        numbers = matrix if stored == GGMLQuantizationType.F32 else _blocks(matrix, stored)
+        numbers = matrix if stored == GGMLQuantizationType.F32 else blocks_of(matrix, stored)
         writer.add_tensor(f"{name}.weight", numbers.reshape(*weight.shape[:-1], -1), raw_dtype=stored)
     return written(writer, path)
 
 
-def _blocks(weight: np.ndarray[Any, Any], kind: GGMLQuantizationType) -> np.ndarray[Any, Any]:
+def blocks_of(weight: np.ndarray[Any, Any], kind: GGMLQuantizationType) -> np.ndarray[Any, Any]:
+    """Quantize a matrix, or return random blocks of its shape in a format to which the library gguf can't quantize."""
     if kind.name.endswith("_K") or kind.name == "IQ4_NL":
         # IQ4_NL has numbers up to 127. Larger scales would give attention scores of hundreds, which magnify rounding.
         scale = 0.001 if kind.name == "IQ4_NL" else 0.01
@@ -181,7 +182,8 @@ def add_settings(
     writer.add_head_count(settings.num_attention_heads)
     writer.add_head_count_kv(key_value_heads or settings.num_key_value_heads or settings.num_attention_heads)
     writer.add_layer_norm_rms_eps(epsilon or settings.rms_norm_eps)
-    writer.add_rope_dimension_count(settings.hidden_size // settings.num_attention_heads)
+    head_dim = getattr(settings, "head_dim", None) or settings.hidden_size // settings.num_attention_heads
+    writer.add_rope_dimension_count(head_dim)
     rope: Any = settings.rope_parameters
     writer.add_rope_freq_base(rope["rope_theta"])
     writer.add_vocab_size(settings.vocab_size)
@@ -195,20 +197,25 @@ def written(writer: GGUFWriter, path: Path) -> Path:
     return path
 
 
-def add_tokenizer(writer: GGUFWriter, size: int | None = None) -> None:
-    """Add the demo model's tokenizer, padded with unused tokens to ``size``."""
+def add_tokenizer(
+    writer: GGUFWriter, size: int | None = None, *, splitting: str = "default", end: int = END_OF_TEXT
+) -> None:
+    """Add the demo model's tokenizer, padded with unused tokens to ``size``.
+
+    ``splitting`` names the rules by which text is split, and ``end`` is the token that ends an answer.
+    """
     tokenizer = vocabulary()
     added = {one["id"] for one in tokenizer["added_tokens"]}
     tokens = sorted(tokenizer["model"]["vocab"].items(), key=lambda entry: entry[1])
     writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("default")
+    writer.add_tokenizer_pre(splitting)
     unused = max(0, (size or 0) - len(tokens))
     writer.add_token_list([*(token for token, _ in tokens), *(f"[unused{number}]" for number in range(unused))])
     kinds = [TokenType.CONTROL if number in added else TokenType.NORMAL for _, number in tokens]
     writer.add_token_types(kinds + [TokenType.NORMAL] * unused)
     writer.add_token_merges([" ".join(pair) for pair in tokenizer["model"]["merges"]])
     writer.add_bos_token_id(END_OF_TEXT)
-    writer.add_eos_token_id(END_OF_TEXT)
+    writer.add_eos_token_id(end)
     writer.add_pad_token_id(END_OF_TEXT)
     writer.add_add_bos_token(False)
     writer.add_chat_template(TEMPLATE)

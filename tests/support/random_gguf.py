@@ -2,32 +2,42 @@
 
 from __future__ import annotations
 
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from gguf import GGMLQuantizationType, GGUFWriter
-from transformers import Lfm2Config, LlamaConfig
+from transformers import GptOssConfig, Lfm2Config, LlamaConfig
 
 from tests.support.gguf_files import add_settings, add_tokenizer, written
+from tests.support.gpt_oss_gguf import add_gpt_oss_settings
 from tests.support.packed_blocks import NAMES, some_matrix
 
 ATTENTION = "full_attention"
+EXPERTS, ROUTER = "_exps", "ffn_gate_inp"
+Settings = LlamaConfig | Lfm2Config | GptOssConfig
 
 
-def write_random_gguf(path: Path, settings: LlamaConfig | Lfm2Config, kind: str, embedding: str) -> Path:
-    """Write a model with random blocks. ``embedding`` is the format of the tied embedding and output layer."""
-    writer = GGUFWriter(path, settings.model_type)
-    add = _add_lfm2 if isinstance(settings, Lfm2Config) else _add_llama
+def write_random_gguf(path: Path, settings: Settings, kind: str, embedding: str) -> Path:
+    """Write a model with random blocks.
+
+    ``embedding`` is the format of the embedding and a tied output layer, and of all matrices beside experts.
+    """
+    writer = GGUFWriter(path, settings.model_type.replace("_", "-"))
+    add = {"lfm2": _add_lfm2, "gpt_oss": _add_gpt_oss}.get(settings.model_type, _add_llama)
     matrices, vectors = add(writer, settings)
     add_tokenizer(writer, settings.vocab_size)
     table = {"token_embd": (settings.vocab_size, settings.hidden_size)}
+    has_experts = any(EXPERTS in name for name in matrices)
     for seed, (name, shape) in enumerate({**table, **matrices}.items()):
-        stored = embedding if name in table else kind
+        is_expert = EXPERTS in name or not has_experts
+        stored = "F32" if name.endswith(ROUTER) else kind if is_expert and name not in table else embedding
         writer.add_tensor(f"{name}.weight", _random(stored, shape, seed), raw_dtype=GGMLQuantizationType[stored])
     for name, sizes in vectors.items():
-        writer.add_tensor(f"{name}.weight", np.full(sizes, 1.0 / (sizes[1] if len(sizes) > 1 else 1), np.float32))
+        tensor = name if name.endswith(".bias") else f"{name}.weight"
+        writer.add_tensor(tensor, np.full(sizes, 1.0 / (sizes[1] if len(sizes) > 1 else 1), np.float32))
     return written(writer, path)
 
 
@@ -64,14 +74,30 @@ def _add_lfm2(writer: GGUFWriter, settings: Any) -> tuple[Shapes, Shapes]:
     return matrices, vectors
 
 
+def _add_gpt_oss(writer: GGUFWriter, settings: Any) -> tuple[Shapes, Shapes]:
+    add_gpt_oss_settings(writer, settings)
+    width, inner, count = settings.hidden_size, settings.intermediate_size, settings.num_local_experts
+    experts: Shapes = {f"ffn_{part}{EXPERTS}": (count, inner, width) for part in ("gate", "up")}
+    experts[f"ffn_down{EXPERTS}"] = (count, width, inner)
+    of_layer = _attention(settings) | experts | {ROUTER: (count, width)}
+    biases = {f"{name}.bias": shape[:-1] for name, shape in of_layer.items()}
+    norms = dict.fromkeys(("attn_norm", "post_attention_norm"), (width,))
+    each = biases | norms | {"attn_sinks": (settings.num_attention_heads,)}
+    layers = range(settings.num_hidden_layers)
+    matrices = {f"blk.{n}.{name}": shape for n in layers for name, shape in of_layer.items()}
+    vectors = {f"blk.{n}.{name}": sizes for n in layers for name, sizes in each.items()}
+    return {"output": (settings.vocab_size, width), **matrices}, {"output_norm": (width,), **vectors}
+
+
 def _attention(settings: Any) -> Shapes:
     width = settings.hidden_size
-    narrow = settings.num_key_value_heads * (width // settings.num_attention_heads)
+    head = getattr(settings, "head_dim", None) or width // settings.num_attention_heads
+    wide, narrow = settings.num_attention_heads * head, settings.num_key_value_heads * head
     return {
-        "attn_q": (width, width),
+        "attn_q": (wide, width),
         "attn_k": (narrow, width),
         "attn_v": (narrow, width),
-        "attn_output": (width, width),
+        "attn_output": (width, wide),
     }
 
 
@@ -82,8 +108,8 @@ def _mlp(settings: Any) -> Shapes:
 
 def _random(kind: str, shape: tuple[int, ...], seed: int) -> np.ndarray[Any, Any]:
     """Return the bytes of a random matrix in a tensor format."""
-    if kind == "BF16":
+    if kind in ("BF16", "F32"):
         numbers = torch.randn(shape, generator=torch.Generator().manual_seed(seed)) / shape[1] ** 0.5
-        return np.asarray(numbers.bfloat16().view(torch.uint8))
-    rows, columns = shape
-    return np.asarray(some_matrix(NAMES[kind], rows, columns, seed).blocks)
+        return np.asarray(numbers if kind == "F32" else numbers.bfloat16().view(torch.uint8))
+    *rows, columns = shape
+    return np.asarray(some_matrix(NAMES[kind], prod(rows), columns, seed).blocks).reshape(*rows, -1)

@@ -12,10 +12,10 @@ import math
 import mmap
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stderr, suppress
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from importlib import import_module, metadata
 from importlib.util import find_spec
 from io import StringIO
@@ -29,8 +29,12 @@ from safetensors.torch import load_file
 
 from hdtool.data.errors import HdtoolError, ModelError, install_command
 from hdtool.data.gguf_header import GGUFHeader
+from hdtool.runtime.model.gguf import gpt_oss
 from hdtool.runtime.model.gguf.converted_folder import WEIGHTS
-from hdtool.runtime.model.gguf.packing import PackingPlan
+from hdtool.runtime.model.gguf.packing import PackingPlan, unpacked
+
+MISREAD = f"{gpt_oss.ARCHITECTURE}.{gpt_oss.SCALING}"
+"""Start of the names of settings that transformers misreads, so they are hidden from it."""
 
 
 @contextmanager
@@ -42,6 +46,11 @@ def read_once() -> Iterator[None]:
 
     class Reader(gguf.GGUFReader):
         """Slices a plain array, because slicing a ``memmap`` takes five times as long."""
+
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            super().__init__(*arguments, **options)
+            for name in [name for name in self.fields if name.startswith(MISREAD)]:
+                del self.fields[name]
 
         @property
         def data(self) -> Any:
@@ -70,18 +79,21 @@ FACTORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.
 FLOAT32 = 0
 LLAMA_3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 """RoPE scaling of all Llama models since 3.1; only the factor differs."""
-SCALING_READ_BY_TRANSFORMERS = "gpt-oss"
-"""Architecture whose RoPE scaling transformers reads."""
 
 
-def restore_scaling(settings: Any, file: Path, header: GGUFHeader) -> None:
-    """Add Llama 3's RoPE scaling to a configuration; print a note on any other scaling that transformers doesn't read.
+def restore_settings(settings: Any, file: Path, header: GGUFHeader) -> None:
+    """Set what transformers doesn't read into a configuration; print a note on an unknown RoPE scaling.
 
-    GGUF files have no setting for Llama 3's scaling, only a tensor with the divisor of each frequency.
+    This is a part of gpt-oss's settings, and Llama 3's RoPE scaling, for which GGUF files have no setting, only a
+    tensor with the divisor of each frequency.
     """
+    if header.architecture == gpt_oss.ARCHITECTURE:
+        for name, value in gpt_oss.settings_of(header).items():
+            setattr(settings, name, value)
     scaling = header.values.get(f"{header.architecture}.rope.scaling.type", "none")
     factors = [tensor for tensor in header.tensors if tensor.name in FACTORS]
-    if header.architecture == SCALING_READ_BY_TRANSFORMERS or (not factors and scaling == "none"):
+    is_read = header.architecture == gpt_oss.ARCHITECTURE and scaling == gpt_oss.SCALING_TYPE
+    if not factors and (is_read or scaling == "none"):
         return
     rope = dict(getattr(settings, "rope_parameters", None) or {})
     if scaling == "none" and [tensor.name for tensor in factors] == [FACTORS[0]] and factors[0].kind == FLOAT32:
@@ -118,7 +130,10 @@ LOAD_CHECKPOINT = "modeling_gguf_pytorch_utils", "load_gguf_checkpoint"
 @contextmanager
 def weights_in_turn(take: Take) -> Iterator[None]:
     """Call ``take`` for each weight that transformers reads in this block; zeros replace the weights that it drops."""
+    import gguf
+
     with ExitStack() as patches:
+        patches.enter_context(patch.object(gguf, "dequantize", partial(unpacked, gguf.dequantize)))
         # Otherwise threads read ahead without limit.
         patches.enter_context(patch.dict(os.environ, HF_DEACTIVATE_ASYNC_LOAD="1"))
         for (module, name), wrapped in ((SET_PARAMETER, _putting), (LOAD_CHECKPOINT, _reading)):
@@ -144,7 +159,7 @@ def _putting(put: Function, take: Take) -> Function:
 
 def _reading(read: Function, take: Take) -> Function:
     """Wrap ``read``, which unpacks a file, to call ``take`` for each tensor and return zeros for dropped tensors."""
-    unpacking: Any = import_module(f"transformers.{LOAD_CHECKPOINT[0]}")
+    unpacking: Any = _unpacking()
 
     def read_in_turn(*arguments: Any, **options: Any) -> dict[str, Any]:
         taken: dict[str, tuple[int, ...]] = {}
@@ -166,12 +181,46 @@ def _processor(kind: type[Any], take: Take, taken: dict[str, tuple[int, ...]]) -
             # Tensors that are not unpacked are views of the file, and not writable.
             if place is None or not tensor.weights.flags.writeable:
                 return tensor
-            if not take(place, torch.from_numpy(np.ascontiguousarray(tensor.weights))):
+            if not take(place, torch.from_numpy(tensor.weights)):
                 return tensor
             taken[place] = tensor.weights.shape
             return tensor._replace(name="")  # transformers skips tensors whose name maps to no weight
 
     return InTurn
+
+
+def _unpacking() -> Any:
+    return import_module(f"transformers.{LOAD_CHECKPOINT[0]}")
+
+
+@contextmanager
+def _gpt_oss_experts() -> Iterator[None]:
+    """In this block, transformers finds the experts of gpt-oss, which it expects under other names than they have."""
+    unpacking = _unpacking()
+    processor = _experts_processor(unpacking.TensorProcessor)
+    with patch.dict(unpacking.TENSOR_PROCESSORS, {gpt_oss.ARCHITECTURE: processor}):
+        yield
+
+
+def _experts_processor(kind: type[Any]) -> type[Any]:
+    class Experts(kind):  # type: ignore[misc]
+        def __init__(self, config: Any = None) -> None:
+            super().__init__(config=config)
+            self._tensors = gpt_oss.ExpertTensors()
+
+        def perform_fallback_tensor_mapping(
+            self, gguf_to_hf_name_map: dict[str, str], suffix: str, qual_name: str, hf_name: str
+        ) -> None:
+            if name := gpt_oss.tensor_name(qual_name + hf_name):
+                gguf_to_hf_name_map[name] = qual_name + hf_name
+
+        def process(self, weights: Any, name: str, **options: Any) -> Any:
+            name, weights = self._tensors.read(name, weights)
+            if name not in options["tensor_key_mapping"]:  # the model's parameter has a name without this suffix
+                name = name.removesuffix(".weight")
+            return super().process(weights=weights, name=name, **options)
+
+    return Experts
 
 
 def _zeros(shape: tuple[int, ...]) -> torch.Tensor:
@@ -238,11 +287,17 @@ class Conversion:
                 settings.eos_token_id = self._ends(settings.eos_token_id)
                 # Servers choose the model class by this name, which GGUF files lack.
                 settings.architectures = [cast(type, MODEL_FOR_CAUSAL_LM_MAPPING[type(settings)]).__name__]
-                restore_scaling(settings, self.file, self.header)
+                restore_settings(settings, self.file, self.header)
                 settings.save_pretrained(folder)
-                GenerationConfig.from_model_config(settings).save_pretrained(folder)
+                generation = GenerationConfig.from_model_config(settings)
             with self._errors_worded("tokenizer"):
-                AutoTokenizer.from_pretrained(source, gguf_file=name).save_pretrained(folder)
+                tokenizer: Any = AutoTokenizer.from_pretrained(source, gguf_file=name)
+                tokenizer.save_pretrained(folder)
+            if self.header.architecture == gpt_oss.ARCHITECTURE:
+                vocabulary = tokenizer.get_vocab()
+                named = [vocabulary[token] for token in gpt_oss.END_TOKENS if token in vocabulary]
+                generation.eos_token_id = self._ends(generation.eos_token_id, named)
+            generation.save_pretrained(folder)
 
     def write_weights(self, configuration: Path, folder: Path) -> tuple[Path]:
         """Write all weights to ``folder``; ``configuration`` is a folder from ``write_configuration``."""
@@ -272,7 +327,13 @@ class Conversion:
         """Load the model in float32 with transformers; raise a ``ModelError`` if the file lacks weights."""
         from transformers import AutoConfig, AutoModelForCausalLM, GgufConfig
 
-        with self._alone(folder) as (source, name), read_once(), self._errors_worded("weights"), _progress():
+        with (
+            self._alone(folder) as (source, name),
+            read_once(),
+            _gpt_oss_experts(),
+            self._errors_worded("weights"),
+            _progress(),
+        ):
             model, report = cast(
                 tuple[Any, dict[str, Any]],
                 AutoModelForCausalLM.from_pretrained(
@@ -288,11 +349,11 @@ class Conversion:
                 raise ModelError(f"{self.file} lacks {len(lacking)} weights of its model ({lacking[0]}, …)")
         return model
 
-    def _ends(self, token_ids: int | list[int] | None) -> int | list[int] | None:
-        """Return the token ids that end an answer: those that transformers read, and those that end a turn."""
+    def _ends(self, token_ids: int | list[int] | None, others: Sequence[int] = ()) -> int | list[int] | None:
+        """Return the ids that end an answer: those that transformers read, those that end a turn, and ``others``."""
         ends = list(token_ids) if isinstance(token_ids, (list, tuple)) else [] if token_ids is None else [token_ids]
         ends += [token for name in END_OF_TURN_SETTINGS if (token := self.header.values.get(name)) is not None]
-        ends = list(dict.fromkeys(ends))
+        ends = list(dict.fromkeys([*ends, *others]))
         return ends if len(ends) > 1 else ends[0] if ends else None
 
     @contextmanager

@@ -70,8 +70,6 @@ def _reason(tensor: GGUFTensor) -> str:
     name = FORMATS_BY_GGUF_TYPE[tensor.kind].name
     if not EXPANDS_FLOAT16:
         return f"in {name} on a processor that cannot convert float16"
-    if len(tensor.shape) > 2:
-        return f"in {name} of experts"
     return f"in {name} with {tensor.shape[-1]} columns"
 
 

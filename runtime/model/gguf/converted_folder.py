@@ -127,7 +127,7 @@ WEIGHTS = "model.safetensors"
 PLAN, REST = "packed.json", "rest.safetensors"
 """Names of the files with the packing plan and with all weights that aren't packed."""
 FORMAT = 1
-PACKING = 3
+PACKING = 4
 """Version of packing plans, incremented when matmuls support more formats so that plans are made again."""
 MAX_SEEN = 16
 """Maximum number of signatures that a manifest keeps: one for each path with its content, such as that of a copy."""

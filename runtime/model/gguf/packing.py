@@ -7,8 +7,8 @@ float32 rows, as transformers reads the file, equals a row of one of the file's 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from hashlib import blake2b
 from math import prod
@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
@@ -26,7 +27,7 @@ from hdtool.data.errors import ModelError
 from hdtool.data.gguf_header import GGUFHeader, GGUFTensor
 from hdtool.runtime.kernels.compact_weight import CompactWeight, as_parameter, is_compact
 from hdtool.runtime.kernels.compiled import return_free_memory
-from hdtool.runtime.kernels.gemm import COLUMN_MULTIPLE
+from hdtool.runtime.kernels.gemm import COLUMN_MULTIPLE, unpack
 from hdtool.runtime.kernels.matrix_formats import FORMATS_BY_GGUF_TYPE
 from hdtool.runtime.kernels.packed_matrix import PackedExperts, PackedMatrix
 from hdtool.runtime.kernels.vector_code import EXPANDS_FLOAT16
@@ -39,10 +40,6 @@ DIGEST = 16
 """Size of a row's hash in bytes."""
 ORDER = ".rows"
 """Suffix that names the tensor with a weight's row order."""
-
-
-INTERLEAVED_EXPERTS = ("gpt-oss",)
-"""Architectures whose expert gate and up projections are separate in the file but interleaved by row in the model."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +55,10 @@ class PackedTensor:
     """True if the rows have the same order in the file and in the weight."""
     experts: int = 0
     """Number of experts, which have an equal number of rows each; 0 for a single matrix."""
+    transposed: bool = False
+    """True if the model has the experts' matrices transposed."""
+    interleaved: bool = False
+    """True if an expert's rows in the weight alternate between this tensor and another one."""
 
     @property
     def bytes(self) -> int:
@@ -73,17 +74,16 @@ def packable(header: GGUFHeader) -> list[PackedTensor]:
     """Return the tensors of a file that the compiled matmul can read in their blocks."""
     tensors = []
     for tensor in header.tensors:
-        if EXPANDS_FLOAT16 and tensor.kind in FORMATS_BY_GGUF_TYPE and _fits(tensor, header.architecture):
+        if EXPANDS_FLOAT16 and tensor.kind in FORMATS_BY_GGUF_TYPE and _fits(tensor):
             *experts, out_features, columns = tensor.shape
             rows, number = out_features * prod(experts), sum(experts)
             tensors.append(PackedTensor(tensor.kind, header.data + tensor.offset, rows, columns, True, number))
     return tensors
 
 
-def _fits(tensor: GGUFTensor, architecture: str) -> bool:
-    columns, dims = tensor.shape[-1], 2 if architecture in INTERLEAVED_EXPERTS else 3
-    is_whole = columns % max(COLUMN_MULTIPLE, FORMATS_BY_GGUF_TYPE[tensor.kind].block_size) == 0
-    return 2 <= len(tensor.shape) <= dims and prod(tensor.shape) > 0 and is_whole
+def _fits(tensor: GGUFTensor) -> bool:
+    is_whole = tensor.shape[-1] % max(COLUMN_MULTIPLE, FORMATS_BY_GGUF_TYPE[tensor.kind].block_size) == 0
+    return 2 <= len(tensor.shape) <= 3 and prod(tensor.shape) > 0 and is_whole
 
 
 PackedLocation = tuple[list[PackedTensor], torch.Tensor | None]
@@ -147,6 +147,27 @@ class PackingPlan:
         return places
 
 
+SAMPLED_ROWS = 64
+
+
+def unpacked(reference: Callable[..., Any], blocks: npt.NDArray[np.uint8], kind: int) -> Any:
+    """Return a tensor's values in float32, by compiled code if this gives the bits of ``reference`` for sampled rows.
+
+    ``reference`` is the function of the library gguf, which takes fifty times as long on MXFP4.
+    """
+    format, rows = FORMATS_BY_GGUF_TYPE.get(kind), blocks.reshape(-1, blocks.shape[-1])
+    columns = rows.shape[1] // format.bytes * format.block_size if format else 0
+    if format is None or not EXPANDS_FLOAT16 or columns % COLUMN_MULTIPLE or not rows.flags.c_contiguous:
+        return reference(blocks, kind)
+    values = np.empty((len(rows), columns), np.float32)
+    unpack(rows.ctypes.data, format.kind, format.bytes, len(rows), columns, values.ctypes.data)
+    step = max(1, len(rows) // SAMPLED_ROWS)
+    sample = np.ascontiguousarray(reference(np.ascontiguousarray(rows[::step]), kind))
+    if not np.array_equal(sample.view(np.int32), values[::step].view(np.int32)):
+        return reference(blocks, kind)
+    return values.reshape(*blocks.shape[:-1], columns)
+
+
 def read_weights(file: Path, folder: Path) -> dict[str, torch.Tensor]:
     """Return a model's weights by name; packed weights in the file's row order are memory-mapped from it."""
     rest = load_file(folder / REST)
@@ -171,7 +192,12 @@ def mapped(file: Path) -> torch.Tensor:
 def _matrix(file: Path, tensors: list[PackedTensor], content: torch.Tensor, order: torch.Tensor | None) -> PackedMatrix:
     tensor = tensors[0]
     if tensor.experts:
-        return PackedExperts([packed.of(content) for packed in tensors], tensor.experts)
+        return PackedExperts(
+            [packed.of(content) for packed in tensors],
+            tensor.experts,
+            is_transposed=tensor.transposed,
+            is_interleaved=tensor.interleaved,
+        )
     if order is None:
         return tensor.of(content)
     # Read, not mapped: mapped pages would stay in memory beside the reordered copy.
@@ -249,29 +275,31 @@ def _location_of(weight: torch.Tensor, tensors: list[_TensorInFile]) -> PackedLo
 
 
 def _location_of_experts(weight: torch.Tensor, tensors: list[_TensorInFile]) -> PackedLocation | None:
-    """Find the tensor with the matrices of all experts, or the two tensors with the two halves of each matrix's rows.
+    """Find the tensor with the matrices of all experts, or the two tensors with half of each matrix's rows.
 
-    Return None if there are none.
+    The weight may have the matrices transposed, and their rows may alternate between the two tensors. Return None if
+    the file has no such tensors.
     """
-    _, rows, columns = weight.shape
-    for count in (1, 2):
-        matched = []
-        for part in weight.split(rows // count, 1) if rows % count == 0 else ():
-            matrix = part.reshape(-1, columns)
-            alike = [
-                candidate
-                for candidate in tensors
-                if (candidate.tensor.outs, candidate.tensor.columns) == tuple(matrix.shape)
-            ]
-            same = (
-                candidate
-                for candidate in alike
-                if _has_bits(candidate.first_row, matrix[:1]) and candidate.equals(matrix)
-            )
-            matched += [candidate.tensor for candidate in same][:1]
-        if len(matched) == count and len({tensor.kind for tensor in matched}) == 1:
-            return matched, None
+    for transposed in (False, True):
+        matrices = weight.transpose(1, 2) if transposed else weight
+        rows = matrices.shape[1]
+        halves = [*matrices.split(rows // 2, 1)] if rows % 2 == 0 else []
+        # Interleaved rows first, because halves start with the same row and must be copied to be compared.
+        for interleaved, parts in ((False, [matrices]), (True, [matrices[:, ::2], matrices[:, 1::2]]), (False, halves)):
+            matched = [found for part in parts if (found := _tensor_with(part, tensors))]
+            if matched and len(matched) == len(parts) and len({tensor.kind for tensor in matched}) == 1:
+                return [replace(tensor, transposed=transposed, interleaved=interleaved) for tensor in matched], None
     return None
+
+
+def _tensor_with(matrices: torch.Tensor, tensors: list[_TensorInFile]) -> PackedTensor | None:
+    """Find the tensor with these matrices ``[experts, rows, columns]``."""
+    shape = matrices.shape[0] * matrices.shape[1], matrices.shape[2]
+    alike = [candidate for candidate in tensors if (candidate.tensor.outs, candidate.tensor.columns) == shape]
+    first_row = matrices[0, :1]
+    alike = [candidate for candidate in alike if _has_bits(candidate.first_row, first_row)]
+    rows = matrices.reshape(shape) if alike else matrices
+    return next((candidate.tensor for candidate in alike if candidate.equals(rows)), None)
 
 
 def packed_model(settings: Any, weights: dict[str, torch.Tensor], folder: Path, **options: Any) -> Any:

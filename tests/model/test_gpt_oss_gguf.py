@@ -1,0 +1,170 @@
+"""GGUF files of gpt-oss, as llama.cpp's converter writes them: configuration, weights, and experts in their blocks."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import GptOssConfig
+
+from hdtool.cli.app import run as command
+from hdtool.data.gguf_header import GGUFHeader
+from hdtool.runtime.config import ModelConfig
+from hdtool.runtime.kernels import vector_code
+from hdtool.runtime.kernels.compact_weight import is_compact, is_packed
+from hdtool.runtime.kernels.experts import WEIGHTS, CompiledExperts
+from hdtool.runtime.model.gguf import converted_folder, gpt_oss
+from hdtool.runtime.model.gguf.convert import restore_settings
+from hdtool.runtime.model.gguf.converted import converted
+from hdtool.runtime.model.gguf.converted_folder import REST
+from hdtool.runtime.model.load import load
+from hdtool.runtime.model.target import Target
+from hdtool.runtime.tree import DraftTree
+from tests.support.decoding import SAMPLINGS, output_tokens, run
+from tests.support.fused import TREE, after, compiled, logits_of
+from tests.support.gguf_files import END_OF_TEXT, END_OF_TURN
+from tests.support.gpt_oss_gguf import ROPE, write_gpt_oss
+from tests.support.oracle import assert_same_logits, plain_logits
+from tests.support.trees import WrongDrafter
+
+PROMPT = [place * 17 % 90 + 4 for place in range(40)]
+needs_blocks = pytest.mark.skipif(not vector_code.EXPANDS_FLOAT16, reason="blocks are expanded by transformers here")
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(converted_folder, "MIN_SETTLED_AGE", -60.0)
+    monkeypatch.setenv("HDTOOL_HOME", str(tmp_path / "home"))
+
+
+def loaded(file: Path, **options: Any) -> Target:
+    return load(ModelConfig(str(file), device="cpu", **options)).target
+
+
+def expert_weights(target: Target) -> list[Any]:
+    experts = [module for module in target.model.modules() if type(module) is CompiledExperts]
+    return [one.get_parameter(name) for one in experts for name in WEIGHTS]
+
+
+PUBLISHED: dict[str, Any] = {
+    "context_length": 131072,
+    "embedding_length": 2880,
+    "feed_forward_length": 2880,
+    "block_count": 24,
+    "attention.head_count": 64,
+    "attention.head_count_kv": 8,
+    "attention.key_length": 64,
+    "attention.value_length": 64,
+    "attention.sliding_window": 128,
+    "attention.layer_norm_rms_epsilon": 9.999999747378752e-06,
+    "expert_count": 32,
+    "expert_used_count": 4,
+    "expert_feed_forward_length": 2880,
+    "rope.freq_base": 150000.0,
+    "rope.scaling.type": "yarn",
+    "rope.scaling.factor": 32.0,
+    "rope.scaling.original_context_length": 4096,
+}
+"""Settings in files of gpt-oss-20b, of which older ones lack those of YaRN's frequencies."""
+
+
+def test_settings_are_those_of_the_original_configuration() -> None:
+    original = GptOssConfig(num_hidden_layers=24, num_local_experts=32, rope_parameters=ROPE)
+    header = GGUFHeader({f"gpt-oss.{name}": value for name, value in PUBLISHED.items()}, (), 0)
+    settings = gpt_oss.settings_of(header)
+    assert settings == {name: getattr(original, name) for name in settings}
+    del header.values["gpt-oss.attention.key_length"]
+    with pytest.raises(ValueError, match=r"lacks the setting gpt-oss\.attention\.key_length"):
+        gpt_oss.settings_of(header)
+
+
+@needs_blocks
+@pytest.mark.parametrize("kind", ["MXFP4", *(pytest.param(kind, marks=pytest.mark.long) for kind in ("Q8_0", "Q4_K"))])
+def test_logits_have_the_bits_of_the_expanded_model(kind: str, tmp_path: Path) -> None:
+    wider: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 512} if kind == "Q4_K" else {}
+    original = write_gpt_oss(tmp_path / "oss.gguf", kind, **wider)
+    packed, wide = (loaded(tmp_path / "oss.gguf", **options) for options in ({}, {"dtype": "float32"}))
+    assert_same_configuration(wide, original)
+    state = wide.model.state_dict()
+    assert all(torch.equal(weight, state[name]) for name, weight in original.state_dict().items())
+    weights = expert_weights(packed)
+    assert len(weights) == 4 and all(map(is_packed, weights)) and not any(map(is_compact, wide.model.parameters()))
+    assert [len(weight.stored.parts) for weight in weights] == [2, 1, 2, 1]
+    assert len({part.untyped_storage().data_ptr() for one in weights for part in one.stored.tensors}) == 1, "the file"
+    assert (converted(tmp_path / "oss.gguf", packed=True) / REST).stat().st_size < 1 << 17
+    expected = logits_of(wide, PROMPT)
+    assert torch.equal(logits_of(packed, PROMPT), expected)
+    assert_same_logits(expected[0], plain_logits(original, [*PROMPT, TREE.root]))
+    assert compiled(packed).is_current and compiled(wide).is_current and packed.takes_trees
+    for sampling in (SAMPLINGS["greedy"], SAMPLINGS["T 0.7"]):
+        plain = output_tokens(run(wide, PROMPT, sampling, max_new_tokens=20))
+        drafter = WrongDrafter(len(PROMPT), plain, wide.vocabulary, 1)
+        assert output_tokens(run(packed, PROMPT, sampling, max_new_tokens=20, drafter=drafter)) == plain
+        assert drafter.accepted
+    assert not any(weight.expansions.count for weight in weights), "no pass expanded all experts of a layer"
+
+
+def assert_same_configuration(found: Target, original: Any) -> None:
+    settings, expected = found.model.config.to_dict(), original.config.to_dict()
+    not_in_the_file = {"dtype", "initializer_range", "architectures", "_name_or_path"}
+    assert {name: settings[name] for name in expected.keys() - not_in_the_file} == {
+        name: value for name, value in expected.items() if name not in not_in_the_file
+    }
+    assert settings["architectures"] == ["GptOssForCausalLM"]
+    assert found.model.generation_config.eos_token_id == [END_OF_TURN, END_OF_TEXT]
+
+
+@needs_blocks
+@torch.inference_mode()
+def test_int8_activations_multiply_by_the_experts(tmp_path: Path) -> None:
+    """A row has the same bits in each pass, and almost the numbers of activations in float32."""
+    original = write_gpt_oss(tmp_path / "oss.gguf")
+    rounded = loaded(tmp_path / "oss.gguf", activations="int8")
+    of_tree, expected = logits_of(rounded, PROMPT), plain_logits(original, [*PROMPT, TREE.root])
+    assert 1e-4 < (of_tree[0] - expected).norm() / expected.norm() < 0.05
+    alone = after(rounded, PROMPT)
+    for row, token in ((0, TREE.root), (1, int(TREE.tokens[0]))):
+        assert torch.equal(alone.verify(DraftTree.bare(token))[0], of_tree[row])
+        alone.commit()
+    parts = {part.data_ptr() for weight in expert_weights(rounded) for part in weight.stored.parts}
+    assert len(parts) == 6 and parts <= compiled(rounded).table._panels.keys()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("method", ["hd", "lade"])
+def test_methods_are_lossless(method: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    write_gpt_oss(tmp_path / "oss.gguf")
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text(json.dumps({"prompt": "Say it again."}) + "\n")
+    options = ("--model", str(tmp_path / "oss.gguf"), "--prompts", str(prompts), "--max-new-tokens", "24")
+    assert command(["verify", *options, "--method", method, "--json"]) == 0
+    found = json.loads(capfd.readouterr().out)
+    assert found["lossless"] and found["identical"] == {"plain": 1, "generate": 1}, found
+
+
+@needs_blocks
+@pytest.mark.long
+def test_experts_that_no_matmul_takes_are_expanded(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """The gate and up matrices have 96 columns."""
+    original = write_gpt_oss(tmp_path / "oss.gguf", hidden_size=96)
+    target = loaded(tmp_path / "oss.gguf")
+    assert not any(is_packed(weight) for weight in target.model.parameters() if weight.dim() == 3)
+    found = plain_logits(target.model, PROMPT)
+    assert_same_logits(found, plain_logits(original, PROMPT))
+    assert "4 in MXFP4 with 96 columns" in capfd.readouterr().err
+
+
+def test_a_scaling_that_is_not_known_is_said(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    settings = GptOssConfig()
+    values = {**PUBLISHED, "rope.scaling.type": "linear"}
+    header = GGUFHeader(
+        {"general.architecture": "gpt-oss"} | {f"gpt-oss.{name}": value for name, value in values.items()},
+        (),
+        0,
+    )
+    restore_settings(settings, tmp_path, header)
+    assert settings.rope_parameters == {"rope_type": "default", "rope_theta": 150000.0}
+    assert "scales its rotary positions (of type linear)" in capfd.readouterr().err
