@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 from transformers import LlamaConfig
 
+from hdtool.runtime.engines.cpu.compiled_kind import COMPILED
 from tests.support.project import ROOT
-from tests.sweep.page import PAGE, table, verdicts_of, write
+from tests.sweep.page import PAGE, TYPE, table, verdicts_of, write
 from tests.sweep.result import REFUSED, SAME, TREES, VERDICTS, WRONG, Result
 from tests.sweep.shrink import small_settings
 from tests.sweep.types import every_type
@@ -99,6 +100,14 @@ def test_the_table_is_read_as_it_is_written(tmp_path: Any) -> None:
     assert verdicts_of(page) == {"b": TREES, "a": REFUSED}
     assert "has \\| in it" in page.read_text(encoding="utf-8") and "this one" not in table(results)
     assert page.read_text(encoding="utf-8").startswith("# Model families")
+
+
+def test_compiled_families_that_are_too_narrow_here_are_told_from_others() -> None:
+    """The page answers whether a user's model is compiled, not whether the tiny model of its type is."""
+    rows = [line for line in PAGE.read_text(encoding="utf-8").splitlines() if line.startswith("| no |")]
+    assert rows and not {kind for row in rows for kind in TYPE.findall(row)} & set(COMPILED.families)
+    narrow = table([Result("qwen3_moe", TREES, lookup=SAME), Result("gpt2", TREES, lookup=SAME)])
+    assert "| in published sizes | no | same |" in narrow and "| no | no | same |" in narrow
 
 
 class FutureConfig(LlamaConfig):

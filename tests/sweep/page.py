@@ -28,6 +28,11 @@ COLUMNS = {"hook": "hook", "batch": "batch", "load": "command line", "sampled": 
 """Checks whose failure the page shows, with their names there."""
 TYPE = re.compile(r"`([^`]+)`")
 CELLS = re.compile(r"(?<!\\)\|")
+PUBLISHED_SIZES = frozenset({
+    "glm", "glm4", "glm4_moe", "granitemoehybrid", "lfm2_moe", "qwen2_moe", "qwen3_5", "qwen3_5_moe",
+    "qwen3_5_moe_text", "qwen3_5_text", "qwen3_moe", "qwen3_next",
+})  # fmt: skip
+"""Types whose models are compiled on CPUs, unless they are as narrow as those of the sweep."""
 MAX_REASON_LENGTH = 160
 """Maximum length of a reason in characters."""
 
@@ -70,7 +75,8 @@ def _group(verdict: str, results: list[Result]) -> Iterator[str]:
 
 def _columns(one: Result) -> tuple[str, ...]:
     failed = ", ".join(title for name, title in COLUMNS.items() if one.checks.get(name) != SAME)
-    return "yes" if one.compiled else "no", one.captured or "no", _lookup(one.lookup), failed
+    compiled = "yes" if one.compiled else "in published sizes" if one.kind in PUBLISHED_SIZES else "no"
+    return compiled, one.captured or "no", _lookup(one.lookup), failed
 
 
 def _head(titles: list[str]) -> Iterator[str]:
