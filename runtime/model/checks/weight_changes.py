@@ -9,7 +9,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain, repeat
 from operator import attrgetter, is_
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.nn import Module
@@ -145,7 +145,7 @@ def _plain(value: Any) -> Hashable:
     """
     kind = type(value)  # isinstance would also read ``__class__``, which configurations of transformers answer slowly
     if issubclass(kind, PLAIN):
-        return value
+        return cast(Hashable, value)
     if issubclass(kind, torch.Tensor):
         return id(value), *map(torch.Tensor.data_ptr, _with_numbers(value))
     if issubclass(kind, dict):
