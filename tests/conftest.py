@@ -38,10 +38,10 @@ def pytest_configure(config: pytest.Config) -> None:
     )
     # The process that hands tests to workers runs none, and loading torch takes seconds.
     if hasattr(config, "workerinput") or not config.getoption("numprocesses", None):
-        _set_up_libraries()
+        _set_up_libraries(max_examples=200 if config.getoption("markexpr") == "exhaustive" else 25)
 
 
-def _set_up_libraries() -> None:
+def _set_up_libraries(max_examples: int) -> None:
     import hypothesis
     import torch
     from transformers.utils import logging
@@ -49,7 +49,9 @@ def _set_up_libraries() -> None:
     torch.set_num_threads(1)
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    hypothesis.settings.register_profile("hdtool", deadline=None, derandomize=True, print_blob=True, max_examples=50)
+    hypothesis.settings.register_profile(
+        "hdtool", deadline=None, derandomize=True, print_blob=True, max_examples=max_examples
+    )
     hypothesis.settings.load_profile("hdtool")
 
 

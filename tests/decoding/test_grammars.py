@@ -14,7 +14,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 from llguidance import LLMatcher
 from llguidance.hf import from_tokenizer
 from transformers import (
@@ -316,7 +316,6 @@ def test_other_notations(grammar: Grammar, pattern: str, method: str) -> None:
 class TestTrees:
     """Random trees under a schema: what remains is allowed, what is added is forced, and parents come first."""
 
-    @settings(max_examples=60, deadline=None)
     @given(data=st.data(), name=st.sampled_from(FEW), most=st.integers(1, LARGEST_TREE))
     def test_every_node_is_allowed(self, data: st.DataObject, name: str, most: int, compiler: GrammarCompiler) -> None:
         grammar = Grammar.json_schema(JSON_SCHEMAS[name])

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 
 from hdtool.builders.evaluation.recording import accept_recorded
 from hdtool.builders.stores.build import build_corpus_index, build_model_store
@@ -193,7 +193,6 @@ def logits_favoring(seed: int, rows: int, vocabulary: int, likely: list[int]) ->
     return logits
 
 
-@settings(max_examples=60)
 @given(
     st.lists(st.integers(0, 5), min_size=1, max_size=60), st.integers(0, 70), st.lists(st.integers(1, 5), max_size=9)
 )

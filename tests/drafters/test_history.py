@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 
 from hdtool.builders.evaluation.recording import accept_recorded
 from hdtool.runtime.accept import Accepted
@@ -120,7 +120,6 @@ def test_drafters_of_one_model_share_a_history_unless_there_is_none() -> None:
         assert len(shared) == expected
 
 
-@settings(max_examples=50)
 @given(st.lists(st.lists(st.integers(0, 4), max_size=200), max_size=6), st.integers(6, 9))
 def test_a_small_ring_runs_over(answers: list[list[int]], bits: int) -> None:
     """Whatever is overwritten while two answers are appended in turn, trees stay whole."""

@@ -523,7 +523,7 @@ def use(folder: Path) -> None:
     list(rework.StoreContents.of(folder).documents())
 
 
-@pytest.mark.parametrize("examples", [40, pytest.param(150, marks=pytest.mark.long)])
+@pytest.mark.parametrize("examples", [25, pytest.param(75, marks=pytest.mark.long)])
 @pytest.mark.parametrize("files", [False, True])
 def test_a_hostile_store_works_or_is_refused(
     files: bool,
@@ -557,7 +557,7 @@ def test_a_hostile_store_works_or_is_refused(
     assert outcomes == {"works", "refused"}, "the test must reach both"
 
 
-@settings(max_examples=100)
+@settings(max_examples=50)
 @given(content=st.binary(max_size=60))
 def test_any_bytes_in_place_of_a_manifest_are_an_error(
     content: bytes, tmp_path_factory: pytest.TempPathFactory
