@@ -43,9 +43,10 @@ from tests.support.project import ROOT
 from tests.support.trees import WrongDrafter
 
 pytestmark = pytest.mark.skipif(not vector_code.EXPANDS_FLOAT16, reason="blocks need a conversion of float16")
-WIDE = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
-TOKENS = torch.tensor([[3, 5, 8, 13, 21, 34, 55]])
 SIZE = len(vocabulary()["model"]["vocab"])
+SHAPE = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
+WIDE = {**SHAPE, "vocab_size": SIZE}
+TOKENS = torch.tensor([[3, 5, 8, 13, 21, 34, 55]])
 
 
 @pytest.fixture(autouse=True)
