@@ -91,9 +91,9 @@ def exact_attention(
             bits = int(step.ancestor_mask[slot, row])
             mine = {length + 1 + node: positions[node + 1] for node in range(rows - 1) if bits >> node & 1}
             seen = {column: column for column in range(length + 1)} | mine
-            for column in range(CAPACITY):
-                if column not in seen or seen[column] <= positions[row] - window:
-                    scores[slot, :, row, column] = -torch.inf
+            shown = [column for column, position in seen.items() if position > positions[row] - window]
+            hidden = torch.ones(CAPACITY, dtype=torch.bool).index_fill(0, torch.tensor(shown), False)
+            scores[slot, :, row, hidden] = -torch.inf
     if layout.sinks is not None:
         sinks = layout.sinks.double().view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
         weights = torch.cat([scores, sinks], dim=-1).softmax(-1)[..., :-1]
