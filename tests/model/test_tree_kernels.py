@@ -390,13 +390,10 @@ def compiled(code: str, capability: int, widths: tuple[int, ...], folder: Path) 
     return found
 
 
-CAPABILITIES = pytest.mark.parametrize(
-    "capability", [90, *(pytest.param(each, marks=pytest.mark.long) for each in SHARED_MEMORY if each != 90)]
-)
-FARTHER = (), (pytest.mark.long,), (pytest.mark.exhaustive,)
-"""Another capability or another width is for the long suite, and both together for the exhaustive one."""
+OFTEN = {80: 64, 89: 128, 90: 256, 100: 128}
+"""The long suite compiles for each capability with one width of heads, and the exhaustive one with all."""
 COMPILED = [
-    pytest.param(capability, width, marks=FARTHER[(capability != 90) + (width != 128)])
+    pytest.param(capability, width, marks=pytest.mark.long if OFTEN[capability] == width else pytest.mark.exhaustive)
     for capability in SHARED_MEMORY
     for width in (64, 128, 256)
 ]
@@ -410,7 +407,10 @@ def test_attention_compiles_without_spills(capability: int, width: int, tmp_path
         assert not found.spilled and found.shared <= SHARED_MEMORY[capability] * 1024, (case, found)
 
 
-@CAPABILITIES
+@pytest.mark.parametrize(
+    "capability",
+    [pytest.param(each, marks=pytest.mark.long if each >= 90 else pytest.mark.exhaustive) for each in OFTEN],
+)
 def test_what_lies_between_matmuls_compiles_within_few_registers(capability: int, tmp_path: Path) -> None:
     """For hidden states of up to 8192 numbers."""
     cases = compiled(BETWEEN, capability, (2048, 8192), tmp_path)

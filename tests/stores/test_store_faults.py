@@ -316,7 +316,8 @@ def build_without_pause(kind: str, folder: str, stop: Any) -> None:
         build(kind, Path(folder), number := (number + 1) % 1000)
 
 
-@pytest.mark.parametrize("kind", [KINDS[0], *(pytest.param(kind, marks=pytest.mark.long) for kind in KINDS[1:])])
+@pytest.mark.long
+@pytest.mark.parametrize("kind", [KINDS[0], *(pytest.param(kind, marks=pytest.mark.exhaustive) for kind in KINDS[1:])])
 def test_a_process_builds_while_another_opens(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the moment: a store that was opened holds the documents of one build."""
     monkeypatch.setattr(stores, "MAX_OPEN_ATTEMPTS", 1000)
