@@ -408,7 +408,7 @@ def test_every_combination_of_sources_says_the_same(sampling: SamplingConfig, tm
             assert not {"M", "S", "L", "R"} & set(letters) or drafted
 
 
-@pytest.mark.parametrize("times", [15, pytest.param(40, marks=pytest.mark.long)])
+@pytest.mark.parametrize("times", [15, pytest.param(40, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("part", ["slots", "keys", "rows", "documents", "suffixes", "heads", "signposts", "shards"])
 def test_damage_costs_a_draft_at_worst(part: str, times: int, tmp_path: Path) -> None:
     chance = random.Random(part)

@@ -24,8 +24,19 @@ def embedded() -> Loaded:
 
 IN_SHORT = ("hd+logitspec", "lade", "amphista")
 """One method for each kind of memory: sources and rankings, a pool of n-grams, heads that pause."""
+RARELY = ("pld", "rest", "medusa")
+"""Methods without a memory, or with that of another one, as what drafts beside the sources of ``hd`` has."""
 METHODS_THAT_DRAFT = [
-    pytest.param(name, marks=() if name in IN_SHORT else pytest.mark.long) for name in DEMO_METHODS if name != "ar"
+    pytest.param(
+        name,
+        marks=()
+        if name in IN_SHORT
+        else pytest.mark.exhaustive
+        if name in RARELY or name.startswith("hd+")
+        else pytest.mark.long,
+    )
+    for name in DEMO_METHODS
+    if name != "ar"
 ]
 
 

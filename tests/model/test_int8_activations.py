@@ -37,11 +37,14 @@ from tests.support.trees import WrongDrafter
 
 pytestmark = pytest.mark.skipif(not vector_code.EXPANDS_FLOAT16, reason="blocks are expanded by transformers here")
 SOON = ("Q4_1", "Q8_0")
+LATER = ("Q5_0", "Q4_K", "Q6_K", "IQ4_NL", "MXFP4")
 KINDS = [
-    one.name if one.name in SOON else pytest.param(one.name, marks=pytest.mark.long)
+    one.name
+    if one.name in SOON
+    else pytest.param(one.name, marks=pytest.mark.long if one.name in LATER else pytest.mark.exhaustive)
     for one in FORMATS_BY_GGUF_TYPE.values()
 ]
-"""Each format compiles its layers, which takes a while."""
+"""Each format compiles its layers, which takes a while. Those that are left out are computed much as others are."""
 SHAPE = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2}
 """Heads as wide as vectors, and blocks of 256 columns."""
 PROMPT = [token % VOCABULARY for token in range(3, 600, 29)]

@@ -253,6 +253,10 @@ def test_positions_move_as_in_torch(dtype: torch.dtype) -> None:
     assert torch.equal(*moved) and not torch.equal(moved[0], stored)
 
 
+RARER = ("mistral", "qwen3_moe", "gemma2")
+"""Their windows, experts and bounded scores are those of a family that is tested beside them."""
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("family", ["gemma2", "gpt_oss", "gpt2"])
 def test_layers_of_the_library_attend_by_the_kernels(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -261,7 +265,9 @@ def test_layers_of_the_library_attend_by_the_kernels(family: str, monkeypatch: p
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("family", ["mistral", "qwen3", "qwen3_moe", "gemma2", "gpt_oss"])
+@pytest.mark.parametrize(
+    "family", ["qwen3", "gpt_oss", *(pytest.param(one, marks=pytest.mark.exhaustive) for one in RARER)]
+)
 def test_trees_of_a_batch_get_the_logits_of_their_plain_paths(family: str) -> None:
     assert_trees_of_a_batch_are_right(family)
 
@@ -390,10 +396,10 @@ def compiled(code: str, capability: int, widths: tuple[int, ...], folder: Path) 
     return found
 
 
-OFTEN = {80: 64, 89: 128, 90: 256, 100: 128}
-"""The long suite compiles for each capability with one width of heads, and the exhaustive one with all."""
+OFTEN = (89, 128), (90, 256), (100, 64)
+"""The least shared memory and the newest generations, each with another width; the exhaustive suite has all."""
 COMPILED = [
-    pytest.param(capability, width, marks=pytest.mark.long if OFTEN[capability] == width else pytest.mark.exhaustive)
+    pytest.param(capability, width, marks=pytest.mark.long if (capability, width) in OFTEN else pytest.mark.exhaustive)
     for capability in SHARED_MEMORY
     for width in (64, 128, 256)
 ]
@@ -409,7 +415,7 @@ def test_attention_compiles_without_spills(capability: int, width: int, tmp_path
 
 @pytest.mark.parametrize(
     "capability",
-    [pytest.param(each, marks=pytest.mark.long if each >= 90 else pytest.mark.exhaustive) for each in OFTEN],
+    [pytest.param(each, marks=pytest.mark.long if each == 90 else pytest.mark.exhaustive) for each in SHARED_MEMORY],
 )
 def test_what_lies_between_matmuls_compiles_within_few_registers(capability: int, tmp_path: Path) -> None:
     """For hidden states of up to 8192 numbers."""

@@ -126,7 +126,7 @@ def ngrams_in(store: ModelStore) -> tuple[dict[tuple[int, ...], tuple[int, int, 
     return prefixes, phrases
 
 
-@pytest.mark.parametrize("examples", [8, pytest.param(25, marks=pytest.mark.long)])
+@pytest.mark.parametrize("examples", [8, pytest.param(50, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("slots", [1 << 21, 8])
 @pytest.mark.parametrize("vocabulary", VOCABULARIES)
 def test_lookups_equal_counting(

@@ -524,7 +524,7 @@ def use(folder: Path) -> None:
     list(rework.StoreContents.of(folder).documents())
 
 
-@pytest.mark.parametrize("examples", [25, pytest.param(75, marks=pytest.mark.long)])
+@pytest.mark.parametrize("examples", [25, pytest.param(150, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("files", [False, True])
 def test_a_hostile_store_works_or_is_refused(
     files: bool,
