@@ -60,7 +60,7 @@ def test_samples_of_one_prompt_draft_from_each_other_while_they_are_answered() -
         """The second and the third begin when the first is some steps ahead."""
         return waiting.pop(0) if waiting and (len(waiting) == 3 or len(answers[0]) > 8) else None
 
-    for request, step in decode_batch(target, next_request, 3, max_new_tokens=48):
+    for request, step in decode_batch(target, next_request, 3, max_new_tokens=32):
         answers[request.key] += step.tokens
         accepted += int((step.tree.sources[step.path] == SourceId.HISTORY).sum())
     assert list(answers.values()) == [output_tokens(run(target, prompt, GREEDY))] * 3
