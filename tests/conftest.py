@@ -21,8 +21,11 @@ os.environ["HDTOOL_HOME"] = HOME.name
 collect_ignore = ["smoke"]  # for an installation: make test-newest
 collect_ignore += [engine for engine in ("sglang", "vllm") if not find_spec(engine)]
 
-FAMILIES = {"llama", "gemma2", "gpt2", "llama4"}
-"""Full, sliding and chunked attention, learned positions, a mixture of experts; the others are tested by test-long."""
+FAMILIES = ("llama", "gemma2", "gpt2", "llama4")
+"""Full, sliding and chunked attention, learned positions, a mixture of experts.
+
+`make test` runs the first one and, by the name of a test, one of the others; `make test-long` a quarter of the rest.
+"""
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -38,10 +41,10 @@ def pytest_configure(config: pytest.Config) -> None:
     )
     # The process that hands tests to workers runs none, and loading torch takes seconds.
     if hasattr(config, "workerinput") or not config.getoption("numprocesses", None):
-        _set_up_libraries()
+        _set_up_libraries(max_examples=200 if config.getoption("markexpr") == "exhaustive" else 25)
 
 
-def _set_up_libraries() -> None:
+def _set_up_libraries(max_examples: int) -> None:
     import hypothesis
     import torch
     from transformers.utils import logging
@@ -49,7 +52,9 @@ def _set_up_libraries() -> None:
     torch.set_num_threads(1)
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    hypothesis.settings.register_profile("hdtool", deadline=None, derandomize=True, print_blob=True, max_examples=50)
+    hypothesis.settings.register_profile(
+        "hdtool", deadline=None, derandomize=True, print_blob=True, max_examples=max_examples
+    )
     hypothesis.settings.load_profile("hdtool")
 
 
@@ -59,16 +64,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     others: dict[str, list[pytest.Function]] = defaultdict(list)
     families: dict[str, list[pytest.Function]] = defaultdict(list)
     sampled: dict[tuple[str, int], list[pytest.Function]] = defaultdict(list)
+    soon = _families_of_tests(items)
     for item in items:
         if isinstance(item, pytest.Function) and hasattr(item, "callspec"):
             family, test = item.callspec.params.get("family"), item.nodeid.partition("[")[0]
-            is_crossed = item.get_closest_marker("each_value") and not item.get_closest_marker("long")
-            is_other = isinstance(family, str) and family not in FAMILIES
+            is_long = item.get_closest_marker("long") is not None
+            is_crossed = item.get_closest_marker("each_value") and not is_long
+            is_other = isinstance(family, str) and family not in (FAMILIES if is_long else soon[test])
             if is_crossed:
                 (others if is_other else crossed)[test].append(item)
             elif is_other:
                 families[test].append(item)
-            elif (mark := item.get_closest_marker("one_in")) and not item.get_closest_marker("long"):
+            elif (mark := item.get_closest_marker("one_in")) and not is_long:
                 sampled[test, mark.args[0]].append(item)
     # The wheel and the script of GPU checks take longest: begun last, one worker would wait for the other.
     items.sort(key=lambda item: "project" not in item.path.parts)
@@ -84,6 +91,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for number, case in enumerate(cases, crc32(test.encode())):
             if number % step:
                 case.add_marker(pytest.mark.long if number % step == 1 else pytest.mark.exhaustive)
+
+
+def _families_of_tests(items: list[pytest.Item]) -> dict[str, set[str]]:
+    """By tests: the families that are not left to the exhaustive suite, in part."""
+    found: dict[str, set[str]] = defaultdict(set)
+    for item in items:
+        family = item.callspec.params.get("family") if hasattr(item, "callspec") else None
+        if family in FAMILIES:
+            found[item.nodeid.partition("[")[0]].add(family)
+    for test, known in found.items():
+        if len(others := [family for family in FAMILIES[1:] if family in known]) > 1:
+            known -= {*others} - {others[crc32(test.encode()) % len(others)]}
+    return found
 
 
 def _each_value_once(cases: list[pytest.Function]) -> list[pytest.Function]:

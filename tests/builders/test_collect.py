@@ -68,7 +68,7 @@ def test_a_line_cut_short_is_answered_again(asked: list[str]) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("times", [2, pytest.param(6, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("times", [1, pytest.param(6, marks=pytest.mark.exhaustive)])
 def test_a_killed_collect_goes_on(times: int, asked: list[str]) -> None:
     out = Path(asked[4])
 

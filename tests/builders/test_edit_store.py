@@ -38,7 +38,7 @@ def parts(manifest: Manifest) -> object:
     return manifest.sources, manifest.counts, manifest.options, hashes
 
 
-@pytest.mark.parametrize("examples", [7, pytest.param(20, marks=pytest.mark.long)])
+@pytest.mark.parametrize("examples", [4, pytest.param(20, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("kind", BUILDS)
 def test_merging_and_dropping_equal_building(
     kind: str, examples: int, tmp_path_factory: pytest.TempPathFactory

@@ -6,6 +6,7 @@ import copy
 import json
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -52,13 +53,17 @@ KINDS = {kind: replace(SMALL, kind=kind).resolved for kind in ("amphista", "hydr
 each_kind = pytest.mark.parametrize("kind", KINDS)
 
 
+@cache
+def said_to(length: int) -> list[int]:
+    return generated(model_of("llama"), prompt_of(length), 20)
+
+
 def texts(count: int, seed: int = 0) -> list[Example]:
     """What a model says to prompts; the prompts are not worth drafting."""
-    model = model_of("llama")
     found = []
     for number in range(count):
         prompt = prompt_of(4 + (number + seed) % 5)
-        answer = generated(model, prompt, 20)
+        answer = said_to(len(prompt))
         drafted = np.array([False] * len(prompt) + [True] * len(answer))
         found.append(Example(np.array(prompt + answer), drafted))
     return found
@@ -176,7 +181,7 @@ def test_the_loss_of_a_draft_is_that_of_its_path(kind: str, family: str) -> None
     if (bias_of_model := model.get_output_embeddings().bias) is not None:
         torch.nn.init.normal_(bias_of_model)
     target = FrozenTarget(Target(model))
-    learned = texts(3)
+    learned = texts(2)
     heads = new_heads(target.model, target.hidden_width, VOCABULARY, KINDS[kind]).requires_grad_(False)
     for weight in heads.parameters():
         weight.copy_(0.3 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(weight.numel())))

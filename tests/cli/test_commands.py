@@ -30,6 +30,7 @@ from tests.support.processes import HDTOOL, start
 
 SHIPPED = [name for name in METHODS if not name.endswith("hydra")]
 """Methods whose drafters are shipped with a demo model."""
+ANSWERED = ("hd", "hd+amphista")
 MODELS, DRAFTERS = {MTP_DRAFTER: [str(demo.HYBRID)]}, {DRAFT_MODEL: ["--drafter", str(demo.MODEL)]}
 """What else such methods are given."""
 
@@ -108,7 +109,7 @@ def test_json_holds_what_transformers_says(capfd: pytest.CaptureFixture[str]) ->
 @pytest.mark.each_value
 @pytest.mark.parametrize("sampled", [(), ("--temperature", "1", "--seed", "3")], ids=["greedy", "sampled"])
 @pytest.mark.parametrize(
-    "method", [pytest.param(name, marks=() if name in ("hd", "hd+amphista") else pytest.mark.long) for name in SHIPPED]
+    "method", [name if name in ANSWERED else pytest.param(name, marks=pytest.mark.exhaustive) for name in SHIPPED]
 )
 def test_every_method_says_the_same(method: str, sampled: tuple[str, ...], capfd: pytest.CaptureFixture[str]) -> None:
     """Beside ``test_every_method_is_verified``, which runs all of them in every ``make test``."""

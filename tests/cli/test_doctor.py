@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -14,12 +15,17 @@ from hdtool.builders import doctor
 from hdtool.cli.app import run
 from hdtool.data import demo
 
+decode_probe = doctor.decode_probe
+probed = cache(decode_probe)
+"""The embedded model answers once for all tests but those of this answer."""
+
 
 @pytest.fixture(autouse=True)
 def own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("HDTOOL_HOME", str(tmp_path / "home"))
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(doctor, "decode_probe", probed)
     monkeypatch.chdir(tmp_path)
     return tmp_path / "home"
 
@@ -44,6 +50,7 @@ def test_a_sound_installation(capfd: pytest.CaptureFixture[str]) -> None:
 def test_a_library_that_no_model_works_with_is_noticed(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(doctor, "decode_probe", decode_probe)
     monkeypatch.setattr("hdtool.runtime.model.transformers_internals.CACHE_NAMES", ("renamed",))
     found = checked(capfd, code=1)
     assert "takes no key-value cache" in found["decoding"]["found"] and found["decoding"]["state"] == "mend"
@@ -174,6 +181,9 @@ def test_a_model_that_is_not_there(capfd: pytest.CaptureFixture[str]) -> None:
     assert "does not exist" in checked(capfd, "--model", "./nothing", code=1)["model"]["found"]
 
 
-def test_a_check_writes_nothing(own_home: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_check_writes_nothing(
+    own_home: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor, "decode_probe", decode_probe)
     checked(capfd, "--model", str(demo.MODEL))
     assert not own_home.exists()

@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("times", [6, pytest.param(20, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("times", [3, pytest.param(20, marks=pytest.mark.exhaustive)])
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="threads cannot be counted before forking")
 def test_kills_lose_nothing(times: int) -> None:
     command = [sys.executable, "-m", "tests.kills", "--times", str(times), "--seed", "1"]

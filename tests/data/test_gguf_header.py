@@ -81,7 +81,7 @@ def test_arrays_without_end_are_refused(tmp_path: Path) -> None:
         read(tmp_path / "a.gguf", b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + nested)
 
 
-@settings(max_examples=300)
+@settings(max_examples=150)
 @given(st.integers(4, len(HEADER) - 1), st.binary(min_size=1, max_size=9))
 def test_damage_is_an_error_of_one_line_or_unseen(tmp_path_factory: Any, place: int, bytes_there: bytes) -> None:
     path = tmp_path_factory.getbasetemp() / "damaged.gguf"

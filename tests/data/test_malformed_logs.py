@@ -229,7 +229,7 @@ values = st.recursive(
 
 
 @given(values)
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=200, deadline=None)
 def test_any_value_is_a_conversation_or_a_reason(value: Any) -> None:
     try:
         found = conversation_of(value)
@@ -242,7 +242,7 @@ def test_any_value_is_a_conversation_or_a_reason(value: Any) -> None:
 
 
 @given(st.binary(max_size=300), st.sampled_from(["a.log", "a", "a.jsonl.zst", "a.db", "a.arrow"]), st.integers(0, 4))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 def test_any_bytes_are_read_or_named(
     tmp_path_factory: pytest.TempPathFactory, data: bytes, name: str, start: int
 ) -> None:

@@ -296,7 +296,7 @@ def test_lines_are_read_one_by_one(tmp_path: Path) -> None:
 
 
 @given(st.binary(max_size=200), st.sampled_from(["a.json", "a.jsonl", "a.txt", "a", "a.gz"]))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 def test_any_bytes_are_read_or_named(tmp_path_factory: pytest.TempPathFactory, data: bytes, name: str) -> None:
     path = tmp_path_factory.getbasetemp() / name
     path.write_bytes(data)

@@ -80,7 +80,7 @@ while True:
 """
 
 
-@pytest.mark.parametrize("times", [6, pytest.param(20, marks=pytest.mark.long)])
+@pytest.mark.parametrize("times", [6, pytest.param(20, marks=pytest.mark.exhaustive)])
 def test_killed_builds_leave_the_old_store_or_a_new_one(times: int, tmp_path: Path) -> None:
     """A process that builds without pause is killed at a random moment."""
     build(tmp_path, b"old")

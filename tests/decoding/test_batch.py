@@ -56,7 +56,7 @@ def test_each_answer_is_the_one_given_alone(size: int, sampling: SamplingConfig,
     ask = one_after_another(requests(sampling, drafting))
     answers: list[tuple[int, list[int]]] = []
     going: dict[int, list[int]] = {}
-    for request, step in decode_batch(target, ask, size, max_new_tokens=48, stops=stops):
+    for request, step in decode_batch(target, ask, size, max_new_tokens=32, stops=stops):
         going.setdefault(id(request), []).extend(step.tokens)
         if step.finish:
             answers.append((request.key, going.pop(id(request))))

@@ -44,9 +44,11 @@ SAMPLED = SamplingConfig(temperature=0.8, top_k=50, seed=7)
 MAX_NEW_TOKENS = 10
 
 
-@pytest.fixture(autouse=True)
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HDTOOL_HOME", str(tmp_path / "home"))
+@pytest.fixture(autouse=True, scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("HDTOOL_HOME", str(tmp_path_factory.mktemp("home")))
+        yield
 
 
 def told(answers: Iterator[Answer]) -> list[tuple[str, str, list[int], str]]:

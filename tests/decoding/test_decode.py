@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 
 from hdtool.data.errors import OptionError, PromptError
 from hdtool.runtime.answerer import decode
@@ -32,7 +32,6 @@ def test_wrong_drafts_do_not_change_the_output(family: str, sampling: SamplingCo
     assert sum(len(step.path) for step in steps) == wrong_drafter.accepted
 
 
-@settings(max_examples=40)
 @given(st.integers(0, 10**6), st.integers(1, 40), st.integers(1, 30), st.floats(0, 2))
 def test_random_drafts_lengths_and_seeds_do_not_change_the_output(
     seed: int, length: int, most: int, temperature: float

@@ -49,7 +49,7 @@ def sampler_of(config: SamplingConfig, allowed: Sequence[int], *, walks: bool) -
     return sampler
 
 
-@settings(max_examples=300)
+@settings(max_examples=100)
 @given(
     tree=trees(VOCABULARY, max_nodes=12),
     seed=st.integers(0, 2**32),

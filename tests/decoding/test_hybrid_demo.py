@@ -6,6 +6,7 @@ import gc
 import statistics
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import psutil
@@ -124,13 +125,13 @@ def test_its_layers_compute_trees_in_closed_form(hybrid: Loaded) -> None:
 
 @pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
 def test_answers_are_those_of_the_library(hybrid: Loaded, sampling: SamplingConfig) -> None:
-    check_methods(hybrid, 2, 60, sampling)
+    check_methods(hybrid, 2, 32, sampling)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
 def test_many_answers_are_those_of_the_library(hybrid: Loaded, sampling: SamplingConfig) -> None:
-    check_methods(hybrid, 8, 100, sampling)
+    check_methods(hybrid, 5, 80, sampling)
 
 
 @pytest.mark.long
@@ -138,22 +139,22 @@ def test_many_answers_are_those_of_the_library(hybrid: Loaded, sampling: Samplin
 @pytest.mark.parametrize("method", METHODS)
 def test_answers_in_a_batch_are_those_of_answers_alone(method: str, sampling: SamplingConfig) -> None:
     """Three conversations at a time, some of two turns."""
+    assert answers_of(method, 3, sampling) == answers_of("ar", 1, sampling)
+
+
+@cache
+def answers_of(method: str, batch_size: int, sampling: SamplingConfig) -> list[list[int]]:
     asked = [
         Prompt(prompt.messages, ("And why?",) if number % 3 == 0 else (), f"p{number}")
-        for number, prompt in enumerate(prompts(8))
+        for number, prompt in enumerate(prompts(6))
     ]
-
-    def answers(method: str, size: int) -> list[list[int]]:
-        answerer = Answerer(
-            ModelConfig(str(demo.HYBRID)), DecodeConfig(method, 40, batch_size=size), sampling, store_set=STORES
-        )
-        found = []
-        for one in answerer.all_answers(asked):
-            list(one)
-            found.append(one.output_ids)
-        return found
-
-    assert answers(method, 3) == answers("ar", 1)
+    decoding = DecodeConfig(method, 32, batch_size=batch_size)
+    answerer = Answerer(ModelConfig(str(demo.HYBRID)), decoding, sampling, store_set=STORES)
+    found = []
+    for one in answerer.all_answers(asked):
+        list(one)
+        found.append(one.output_ids)
+    return found
 
 
 def test_the_next_turn_goes_on_from_the_states(hybrid: Loaded) -> None:
@@ -219,7 +220,7 @@ def test_answers_inside_generate_are_those_without_hdtool(hybrid: Loaded) -> Non
     drafting = Generator.drafting(hybrid.tokenizer, DecodeConfig("hd"), STORES)
     prompt = encoded(hybrid, 1)[0]
     for _ in range(2):  # the second time from kept states
-        assert generated(model, prompt, 40, custom_generate=drafting) == generated(model, prompt, 40)
+        assert generated(model, prompt, 20, custom_generate=drafting) == generated(model, prompt, 20)
         assert drafting.stats.steps < drafting.stats.tokens
     plain, drafted = (
         generated(model, prompt, 20, do_sample=True, seed=3, custom_generate=Generator(drafts))
@@ -230,10 +231,10 @@ def test_answers_inside_generate_are_those_without_hdtool(hybrid: Loaded) -> Non
 
 @pytest.mark.long
 def test_memory_does_not_grow_from_answer_to_answer(hybrid: Loaded) -> None:
-    """500 answers with rejected drafts; the medians of the first and the last 100 answers after a warm-up."""
+    """250 answers with rejected drafts; the medians of the first and the last 100 answers after a warm-up."""
     asked = [Asked(prompt, generated(hybrid.target.model, prompt, 16)) for prompt in encoded(hybrid, 10)]
     process, used, tensors, rejected = psutil.Process(), list[int](), list[int](), 0
-    for number in range(550):
+    for number in range(300):
         one = asked[number % len(asked)]
         lies = WrongDrafter(len(one.prompt), one.answer, len(hybrid.tokenizer), number)
         assert output_tokens(answer(hybrid, one.prompt, 16, lies)) == one.answer
@@ -242,7 +243,7 @@ def test_memory_does_not_grow_from_answer_to_answer(hybrid: Loaded) -> None:
         if number % 50 == 49:
             gc.collect()
             tensors.append(sum(type(held) is torch.Tensor for held in gc.get_objects()))
-    assert rejected > 500
+    assert rejected > 250
     before, after = (statistics.median(part) for part in (used[50:150], used[-100:]))
     assert after < 1.01 * before
     assert max(tensors[1:]) <= tensors[1], "tensors are held that nothing needs"
@@ -272,13 +273,13 @@ def test_after_an_interrupt_inside_a_pass_the_conversation_goes_on(hybrid: Loade
     first = encoded(hybrid, 1)[0]
     for left in interrupting(model.model.layers[layer].mlp):
         answer(hybrid, first, 8)
-        longer = [*first, *output_tokens(answer(hybrid, first, 20)), *first]
-        wanted = by_the_library(hybrid, longer, GREEDY, 30)
+        longer = [*first, *output_tokens(answer(hybrid, first, 10)), *first]
+        wanted = by_the_library(hybrid, longer, GREEDY, 16)
         for passes in range(5):  # the first one tells whether the model is the same, and the second reads the prompt
             left.append(passes)
             lies = WrongDrafter(len(longer), wanted, len(hybrid.tokenizer), passes)
             with pytest.raises(KeyboardInterrupt):
-                answer(hybrid, longer, 30, lies)
-            again = answer(hybrid, [*longer, *wanted[:3]], 27, drafter(hybrid, "pld"))
+                answer(hybrid, longer, 16, lies)
+            again = answer(hybrid, [*longer, *wanted[:3]], 13, drafter(hybrid, "pld"))
             assert output_tokens(again) == wanted[3:]
             assert again[0].cached_tokens >= (len(longer) if passes > 1 else 0)

@@ -170,7 +170,7 @@ def test_answers_in_slots_that_copy_from_one_another_are_those_of_an_empty_cache
     model = model_of(family)
     target, fresh = Target(model, CAPTURES[capture]), Target(model, never)
 
-    @settings(max_examples=8)
+    @settings(max_examples=4)
     @given(st.integers(1, 3), st.sampled_from([0, 2**16, 2**30]), st.lists(SHARED_TURN, min_size=3, max_size=7))
     def check(slots: int, max_bytes: int, turns: list[tuple[int, int, list[int], str]]) -> None:
         loop = Loop[int](target, target.allocate(slots), max_new_tokens=MAX_NEW_TOKENS, prefixes=PrefixCache(max_bytes))
@@ -205,7 +205,7 @@ def test_conversations_with_common_beginnings_get_the_answers_of_an_empty_cache(
     model = model_of(family)
     kept, fresh = Target(model, CAPTURES[capture]), Target(model, never)
 
-    @settings(max_examples=5, deadline=None)
+    @settings(max_examples=4, deadline=None)
     @given(turns=st.lists(TURN, min_size=2, max_size=4))
     def check(turns: list[tuple[int, list[int], int, bool]]) -> None:
         before: list[int] = []

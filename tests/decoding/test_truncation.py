@@ -46,7 +46,7 @@ def drawn_after(made: list[LogitsProcessor], race: ExponentialRace, scores: torc
     return race.sample(POSITION, processed.softmax(-1).numpy())
 
 
-@settings(max_examples=300)
+@settings(max_examples=100)
 @given(
     seed=st.integers(0, 2**64 - 1),
     vocabulary=st.sampled_from([1, 2, 40, 300, 5000]),
@@ -73,7 +73,7 @@ def test_the_draw_is_that_of_the_processors(
     assert draws.draw(race, POSITION, scores.numpy()) == drawn_after(made, race, scores)
 
 
-@settings(max_examples=200)
+@settings(max_examples=100)
 @given(
     seed=st.integers(0, 2**32),
     vocabulary=st.sampled_from([1, 2, 8, 41, 300, 5000]),

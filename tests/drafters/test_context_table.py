@@ -96,7 +96,7 @@ def test_nodes_inherit_what_their_tokens_continue(context: list[int], path: list
         assert finder.find(tail, node=node) == followers(context, expected)
 
 
-@settings(max_examples=20)
+@settings(max_examples=10)
 @given(st.integers(0, 2 * CONTEXT_WINDOW), st.integers(0, 10**6))
 def test_what_is_too_old_is_forgotten(before: int, seed: int) -> None:
     context = np.random.default_rng(seed).integers(0, 40, before + CONTEXT_WINDOW).tolist()

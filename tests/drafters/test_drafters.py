@@ -126,7 +126,7 @@ prompts = st.one_of(
 )
 
 
-@pytest.mark.parametrize("examples", [8, pytest.param(25, marks=pytest.mark.long)])
+@pytest.mark.parametrize("examples", [5, pytest.param(25, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_any_prompt_any_length_any_end(name: str, examples: int, folder: Path) -> None:
     store, index = stores_of("llama", folder)

@@ -147,14 +147,14 @@ def test_pauses_change_no_token(kind: str, tmp_path: Path, monkeypatch: pytest.M
         Hierarchy(budget=FixedBudget(6), trained=trained),
     )
     for sampling in (SamplingConfig(), SamplingConfig(temperature=0.8, seed=3)):
-        plain = output_tokens(run(target, prompt_of(20), sampling, max_new_tokens=30))
+        plain = output_tokens(run(target, prompt_of(20), sampling, max_new_tokens=25))
         for drafter in (alone, combined):
             monkeypatch.setattr(drafter, "_gate", Pauses())
             read.clear()
             steps = [
                 step
                 for _ in range(2)
-                for step in run(target, prompt_of(20), sampling, max_new_tokens=30, drafter=drafter)
+                for step in run(target, prompt_of(20), sampling, max_new_tokens=25, drafter=drafter)
             ]
             assert output_tokens(steps) == 2 * plain
             skips = [unread for unread in read if unread.skipped]

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 
 from hdtool.builders.heads.loss import (
     Example,
@@ -272,7 +272,6 @@ def test_labels_outside_of_the_draft_vocabulary_are_never_found() -> None:
 
 
 @given(st.integers(0, 10**6), st.integers(1, 4), st.integers(1, 5), st.integers(1, 64))
-@settings(max_examples=60)
 def test_the_most_probable_paths_are_found_in_order(seed: int, heads: int, best: int, most: int) -> None:
     probs = -np.sort(-np.random.default_rng(seed).random((heads, best)), axis=1)
     parents, ranks, rankings, chances = np.zeros(64, np.int32), *np.zeros((2, 64), np.int64), np.zeros(64)

@@ -39,7 +39,7 @@ def slow_look_up(words: list[int], tail: list[int], wanted: int) -> list[int]:
     return words[end + 1 : end + 1 + known] if length else []
 
 
-@settings(max_examples=300)
+@settings(max_examples=100)
 @given(
     st.lists(st.integers(0, 6), min_size=1, max_size=60),
     st.permutations(range(7)),
@@ -174,7 +174,7 @@ KINDS_OF_LOGITS = torch.float64, torch.float32, torch.bfloat16, torch.float16
 ODD_LOGITS = torch.tensor([torch.nan, torch.inf, -torch.inf, 0.0, -0.0])
 
 
-@settings(max_examples=200)
+@settings(max_examples=80)
 @given(
     st.integers(0, 6),
     st.one_of(st.integers(1, 300), st.integers(1, 5000), st.sampled_from([127, 128, 129, 1024, 8192, 20000])),

@@ -59,13 +59,13 @@ def drafter_of(method: str, target: Target, nodes: int = 12) -> Any:
 def test_layers_of_each_type_change_no_token(kind: str, tmp_path: Path) -> None:
     target = Target(with_mtp(kind, tmp_path))
     for sampling in (SamplingConfig(), SAMPLED):
-        plain = output_tokens(run(target, prompt_of(20), sampling, max_new_tokens=20))
+        plain = output_tokens(run(target, prompt_of(20), sampling, max_new_tokens=12))
         for method in METHODS:
             drafter = drafter_of(method, target)
             steps = [
                 step
                 for _ in range(2)
-                for step in run(target, prompt_of(20), sampling, max_new_tokens=20, drafter=drafter)
+                for step in run(target, prompt_of(20), sampling, max_new_tokens=12, drafter=drafter)
             ]
             assert output_tokens(steps) == 2 * plain
             drafted = {source for step in steps for source in step.tree.sources.tolist()}
@@ -84,14 +84,14 @@ def test_drafts_are_those_of_the_library(
     # The library knows the place of the layers by the published sizes of a type alone.
     monkeypatch.setattr(model, "_keys_to_ignore_on_load_unexpected", patterns_of(model))
     ids: Any = torch.tensor([prompt])
-    generated = model.generate(ids, max_new_tokens=90, do_sample=False, use_mtp=True)  # type: ignore[operator]
+    generated = model.generate(ids, max_new_tokens=60, do_sample=False, use_mtp=True)  # type: ignore[operator]
 
     target = Target(model)
     drafter = drafter_of("mtp", target, layers)
     ours = best_chains(drafter)
-    steps = run(target, prompt, SamplingConfig(), max_new_tokens=90, drafter=drafter)
+    steps = run(target, prompt, SamplingConfig(), max_new_tokens=60, drafter=drafter)
     accepted, answer = sum(len(step.tokens) - 1 for step in steps), output_tokens(steps)
-    assert answer == generated[0, 20 : 20 + len(answer)].tolist() and len(answer) == 90
+    assert answer == generated[0, 20 : 20 + len(answer)].tolist() and len(answer) == 60
     shared = sorted(set(ours) & set(library))[:-1]
     assert accepted > 2 and len(shared) > 15
     assert [ours[place] for place in shared] == [library[place][: len(ours[place])] for place in shared]

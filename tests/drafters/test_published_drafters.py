@@ -74,10 +74,10 @@ def test_drafts_change_no_token(pair: str, tmp_path: Path) -> None:
     folder = str(make(tmp_path, model))
     target = Target(model)
     for sampling in (SamplingConfig(), SAMPLED):
-        plain = [output_tokens(run(target, prompt_of(length), sampling, max_new_tokens=20)) for length in (20, 5)]
+        plain = [output_tokens(run(target, prompt_of(length), sampling, max_new_tokens=12)) for length in (20, 5)]
         for method in ("drafter", "hd+drafter"):
             drafter = drafter_for(DecodeConfig(method, draft_tokens=12, drafter=folder), target, StoreSet())
-            steps = [run(target, prompt_of(length), sampling, max_new_tokens=20, drafter=drafter) for length in (20, 5)]
+            steps = [run(target, prompt_of(length), sampling, max_new_tokens=12, drafter=drafter) for length in (20, 5)]
             assert [output_tokens(each) for each in steps] == plain
             drafted = {source for each in steps for step in each for source in step.tree.sources.tolist()}
             assert SourceId.DRAFTER in drafted
@@ -124,13 +124,13 @@ def test_drafts_are_those_of_the_library(
         other.generation_config.num_assistant_tokens = 5
     ids: Any = torch.tensor([prompt])
     given = {"speculation_type": "dflash"} if pair == "dflash" else {}
-    model.generate(ids, max_new_tokens=60, do_sample=False, assistant_model=other, **given)  # type: ignore[operator]
+    model.generate(ids, max_new_tokens=50, do_sample=False, assistant_model=other, **given)  # type: ignore[operator]
 
     target = Target(model)
     drafter: Any = drafter_for(DecodeConfig("drafter", draft_tokens=4, drafter=str(folder)), target, StoreSet())
     ours = best_chains(drafter)
     accepted = sum(
-        len(step.tokens) - 1 for step in run(target, prompt, SamplingConfig(), max_new_tokens=60, drafter=drafter)
+        len(step.tokens) - 1 for step in run(target, prompt, SamplingConfig(), max_new_tokens=50, drafter=drafter)
     )
     assert accepted > 0
     shared = sorted(set(ours) & set(library))[:-1]

@@ -136,9 +136,9 @@ def test_rankings_are_those_of_the_whole_conversation(config: HeadsConfig, captu
     drafter = StandaloneDrafter(SequentialDrafter(checked, FixedPace(), columns=target.watch_hidden()), FixedBudget(24))
     for length in (10, 3):
         prompt = prompt_of(length)
-        steps = run(target, prompt, SamplingConfig(), max_new_tokens=12, drafter=drafter)
-        assert output_tokens(steps) == output_tokens(run(target, prompt, SamplingConfig(), max_new_tokens=12))
-    assert checked.looked > 100
+        steps = run(target, prompt, SamplingConfig(), max_new_tokens=8, drafter=drafter)
+        assert output_tokens(steps) == output_tokens(run(target, prompt, SamplingConfig(), max_new_tokens=8))
+    assert checked.looked > 60
 
 
 @each_kind
@@ -184,14 +184,14 @@ def equal(found: Ranked, expected: Ranked) -> None:
 def test_they_do_not_change_the_output(family: str, sampling: str) -> None:
     target = Target(model_of(family))
     prompt, chosen = prompt_of(20), SAMPLINGS[sampling]
-    plain = output_tokens(run(target, prompt, chosen, max_new_tokens=30))
+    plain = output_tokens(run(target, prompt, chosen, max_new_tokens=20))
     for name in ("hydra", "hydra++", "mtp"):
         trained = sequential_drafter(random_for(target, SEQUENTIAL[name]), target, is_measured=False)
         for drafter in (
             StandaloneDrafter(trained, FixedBudget(40)),
             Hierarchy(budget=FixedBudget(40), trained=trained),
         ):
-            steps = run(target, prompt, chosen, max_new_tokens=30, drafter=drafter)
+            steps = run(target, prompt, chosen, max_new_tokens=20, drafter=drafter)
             assert output_tokens(steps) == plain
             assert SourceId.HEADS in {source for step in steps for source in step.tree.sources.tolist()}
 
@@ -212,10 +212,10 @@ def test_several_conversations_in_one_pass_keep_their_own_states(config: HeadsCo
         for number, (prompt, drafter) in enumerate(zip(prompts, drafters, strict=True))
     )
     answers: dict[int, list[int]] = {number: [] for number in range(len(prompts))}
-    for request, step in decode_batch(target, lambda: next(asked, None), 2, max_new_tokens=8):
+    for request, step in decode_batch(target, lambda: next(asked, None), 2, max_new_tokens=6):
         answers[request.key] += step.tokens
     for number, prompt in enumerate(prompts):
-        assert answers[number] == output_tokens(run(target, prompt, SamplingConfig(), max_new_tokens=8))
+        assert answers[number] == output_tokens(run(target, prompt, SamplingConfig(), max_new_tokens=6))
         assert checks[number].looked > 0
 
 

@@ -24,8 +24,19 @@ def embedded() -> Loaded:
 
 IN_SHORT = ("hd+logitspec", "lade", "amphista")
 """One method for each kind of memory: sources and rankings, a pool of n-grams, heads that pause."""
+RARELY = ("pld", "rest", "medusa")
+"""Methods without a memory, or with that of another one, as what drafts beside the sources of ``hd`` has."""
 METHODS_THAT_DRAFT = [
-    pytest.param(name, marks=() if name in IN_SHORT else pytest.mark.long) for name in DEMO_METHODS if name != "ar"
+    pytest.param(
+        name,
+        marks=()
+        if name in IN_SHORT
+        else pytest.mark.exhaustive
+        if name in RARELY or name.startswith("hd+")
+        else pytest.mark.long,
+    )
+    for name in DEMO_METHODS
+    if name != "ar"
 ]
 
 
@@ -33,7 +44,7 @@ METHODS_THAT_DRAFT = [
 def all_methods(embedded: Loaded) -> ContenderFactory:
     """All methods with the demo's stores and heads; a fixed number of nodes, so that no time decides on a tree."""
     stores = StoresConfig(model_db=str(demo.MODEL_STORE), corpus_db=str(demo.CORPUS_INDEX))
-    decoding = DecodeConfig(draft_tokens=8, max_new_tokens=48, drafter=str(demo.MODEL))
+    decoding = DecodeConfig(draft_tokens=8, max_new_tokens=32, drafter=str(demo.MODEL))
     store_set = StoreSet.for_tokenizer(embedded.tokenizer, stores)
     return ContenderFactory(embedded, store_set, ModelConfig(), decoding, SamplingConfig())
 
@@ -55,7 +66,7 @@ def test_nothing_learned_before_shows_in_cold_answers(
             return found
 
     def bench(rounds: int = 1) -> Bench:
-        return Noted(embedded, all_methods.contenders([name]), 48, rounds=rounds)
+        return Noted(embedded, all_methods.contenders([name]), 32, rounds=rounds)
 
     list(bench().answers([third]))
     (alone,) = noted

@@ -124,7 +124,7 @@ def test_a_file_that_it_cannot_load_is_named(embedded: Loaded, monkeypatch: pyte
 def same_sizes(path: Path, kind: str = "F32", **changed: int) -> Path:
     """A GGUF file with random weights of the embedded model's sizes."""
     config = AutoConfig.from_pretrained(demo.MODEL)
-    sizes = ("hidden_size", "num_hidden_layers", "tie_word_embeddings")
+    sizes = ("vocab_size", "hidden_size", "num_hidden_layers", "tie_word_embeddings")
     return write_gguf(path, tiny_llama(**{**{size: getattr(config, size) for size in sizes}, **changed}), kind)
 
 

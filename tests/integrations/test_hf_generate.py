@@ -47,7 +47,7 @@ from tests.support.oracle import generated, prompt_of
 from tests.support.trees import WrongDrafter
 
 PROMPT = prompt_of(20)
-MAX_NEW_TOKENS = 40
+MAX_NEW_TOKENS = 28
 
 
 def ask(model: Any, prompt: list[int] | None = None, **options: Any) -> Any:

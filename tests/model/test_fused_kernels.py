@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 
 from hdtool.runtime.engines.cpu.attention import (
     BLOCK_QUERIES,
@@ -79,7 +79,6 @@ def random_cache(heads: int, positions: int, width: int, seed: int) -> tuple[tor
     return cache[0], cache[1]
 
 
-@settings(max_examples=40)
 @given(SHAPES, st.integers(1, 70), st.integers(1, 200), st.integers(0, 1000))
 def test_attention_is_that_of_torch(shape: tuple[int, int, int], rows: int, positions: int, seed: int) -> None:
     heads, groups, width = shape[0], shape[1], shape[2] * LANES
@@ -94,7 +93,6 @@ def test_attention_is_that_of_torch(shape: tuple[int, int, int], rows: int, posi
     assert (attended(queries, keys, values, positions, mask) - expected).abs().max() < 1e-5
 
 
-@settings(max_examples=40)
 @given(SHAPES, st.integers(1, 40), st.integers(0, 150), st.integers(1, 180), st.integers(0, 1000))
 def test_windows_bounds_and_sinks_are_those_of_torch(
     shape: tuple[int, int, int], rows: int, length: int, window: int, seed: int
@@ -124,7 +122,6 @@ def test_windows_bounds_and_sinks_are_those_of_torch(
     assert (found - torch.einsum("hrp,hpw->rhw", weights, weighed)).abs().max() < 1e-5
 
 
-@settings(max_examples=60)
 @given(SHAPES, st.integers(1, 2 * BLOCK_QUERIES), st.integers(1, 150), st.integers(0, 1000), st.data())
 def test_a_row_has_the_bits_that_it_has_alone(
     shape: tuple[int, int, int], rows: int, positions: int, seed: int, data: st.DataObject
@@ -148,7 +145,6 @@ def test_a_row_has_the_bits_that_it_has_alone(
     assert torch.equal(found[row], alone[0])
 
 
-@settings(max_examples=30)
 @given(st.integers(1, 40), st.integers(1, 40), st.integers(0, 1000), st.sampled_from([1e-3, 1.0, 1e3]))
 def test_norms_and_gated_units_are_those_of_torch_and_of_each_row(
     rows: int, vectors: int, seed: int, size: float

@@ -30,7 +30,7 @@ from hdtool.runtime.model.gguf.convert import LLAMA_3, Conversion, narrow_if_exa
 from hdtool.runtime.model.gguf.converted import converted as folder_of
 from hdtool.runtime.model.gguf.converted_folder import WEIGHTS, Manifest
 from hdtool.runtime.model.load import load, load_stops, load_tokenizer
-from tests.support.gguf_files import END_OF_TEXT, END_OF_TURN, TEMPLATE, tiny_llama, write_gguf
+from tests.support.gguf_files import END_OF_TEXT, END_OF_TURN, TEMPLATE, tiny_llama, vocabulary, write_gguf
 from tests.support.project import ROOT
 
 
@@ -68,6 +68,13 @@ def known(written: Path, ready: Path, home: Path) -> Path:
     """A file that was converted before; a test must not change it."""
     shutil.copytree(ready, home)
     return written
+
+
+@pytest.fixture(scope="module")
+def of_all_tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A file with the whole tokenizer of the demo model."""
+    model = tiny_llama(vocab_size=len(vocabulary()["model"]["vocab"]))
+    return write_gguf(tmp_path_factory.mktemp("whole") / "tiny.gguf", model)
 
 
 @pytest.fixture
@@ -156,13 +163,13 @@ def test_a_file_is_named_by_itself_or_by_its_folder(
     assert answered(capfd, "--method", "ar", "--model", "~/tiny.gguf")["output_ids"] == expected
 
 
-def test_a_file_on_the_hub(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_on_the_hub(of_all_tokens: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import huggingface_hub
 
     def download(repository: str, name: str, **options: object) -> str:
         if (repository, name) != ("someone/tiny-GGUF", "tiny.gguf"):
             raise FileNotFoundError(name)
-        return str(file)
+        return str(of_all_tokens)
 
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
     config = ModelConfig("someone/tiny-GGUF", gguf_file="tiny.gguf")
@@ -172,8 +179,9 @@ def test_a_file_on_the_hub(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         load_tokenizer(ModelConfig("someone/tiny-GGUF", gguf_file="other.gguf"))
 
 
-def test_tokenizer_template_and_stops_come_from_the_file(file: Path) -> None:
+def test_tokenizer_template_and_stops_come_from_the_file(of_all_tokens: Path, tmp_path: Path) -> None:
     """Another tokenizer in the same folder is not read."""
+    file = Path(shutil.copy(of_all_tokens, tmp_path))
     (file.parent / "tokenizer_config.json").write_text('{"chat_template": "wrong", "tokenizer_class": "BertTokenizer"}')
     config = ModelConfig(str(file))
     tokenizer, stock = load_tokenizer(config), AutoTokenizer.from_pretrained(demo.MODEL)

@@ -30,22 +30,24 @@ from hdtool.runtime.tree import DraftTree
 from tests.support import described, families, fused
 from tests.support.decoding import SAMPLINGS, output_tokens, run
 from tests.support.fused import compiled
-from tests.support.gguf_files import tiny_llama, vocabulary, write_gguf
+from tests.support.gguf_files import VOCABULARY, tiny_llama, write_gguf
 from tests.support.one_sequence import OneSequence
 from tests.support.oracle import assert_same_logits, plain_logits
 from tests.support.trees import WrongDrafter
 
 pytestmark = pytest.mark.skipif(not vector_code.EXPANDS_FLOAT16, reason="blocks are expanded by transformers here")
 SOON = ("Q4_1", "Q8_0")
+LATER = ("Q5_0", "Q4_K", "Q6_K", "IQ4_NL", "MXFP4")
 KINDS = [
-    one.name if one.name in SOON else pytest.param(one.name, marks=pytest.mark.long)
+    one.name
+    if one.name in SOON
+    else pytest.param(one.name, marks=pytest.mark.long if one.name in LATER else pytest.mark.exhaustive)
     for one in FORMATS_BY_GGUF_TYPE.values()
 ]
-"""Each format compiles its layers, which takes a while."""
+"""Each format compiles its layers, which takes a while. Those that are left out are computed much as others are."""
 SHAPE = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2}
 """Heads as wide as vectors, and blocks of 256 columns."""
-SIZE = len(vocabulary()["model"]["vocab"])
-PROMPT = [token % SIZE for token in range(3, 600, 29)]
+PROMPT = [token % VOCABULARY for token in range(3, 600, 29)]
 
 
 @pytest.fixture(autouse=True)
@@ -68,7 +70,7 @@ def test_drafted_answers_are_those_of_plain_decoding(kind: str, tmp_path: Path) 
     assert compiled(target).activations_are_int8
     for sampling in (SAMPLINGS["greedy"], SAMPLINGS["T 0.7"]):
         plain = output_tokens(run(target, PROMPT, sampling))
-        wrong_drafter = WrongDrafter(len(PROMPT), plain, SIZE, seed=1)
+        wrong_drafter = WrongDrafter(len(PROMPT), plain, VOCABULARY, seed=1)
         assert output_tokens(run(target, PROMPT, sampling, drafter=wrong_drafter)) == plain
         assert wrong_drafter.accepted > 0
 
@@ -89,7 +91,7 @@ def test_logits_are_near_those_in_float32(tmp_path: Path) -> None:
 def test_a_row_has_the_same_bits_in_every_pass(length: int, tmp_path: Path) -> None:
     """Prompts as a whole, token by token, after a kept beginning, and in a batch."""
     target = target_of(file_of(tmp_path))
-    tokens = [token % SIZE for token in range(7, 7 + 31 * length, 31)]
+    tokens = [token % VOCABULARY for token in range(7, 7 + 31 * length, 31)]
     one = OneSequence(target)
     whole = one.prefill(tokens).clone()
     assert torch.equal(one.read_on(tokens), whole)

@@ -80,7 +80,7 @@ def test_doge_within_its_window_gives_the_answers_of_plain_decoding(sampling: Sa
     target = Target(model)
     plain = output_tokens(run(target, prompt, sampling))
     if not sampling.temperature and sampling.repetition_penalty == 1:
-        assert plain == generated(model, prompt, 48)
+        assert plain == generated(model, prompt, 32)
     for seed in range(3):
         assert output_tokens(run(target, prompt, sampling, drafter=WrongDrafter(60, plain, VOCABULARY, seed))) == plain
 

@@ -40,7 +40,7 @@ from hdtool.runtime.model.target import Target
 from hdtool.runtime.tree import DraftTree
 from tests.support.decoding import SAMPLINGS, output_tokens, run
 from tests.support.fused import compiled
-from tests.support.gguf_files import tiny_llama, vocabulary, write_gguf
+from tests.support.gguf_files import VOCABULARY, tiny_llama, write_gguf
 from tests.support.one_sequence import OneSequence
 from tests.support.packed_blocks import NAMES as NAMES_OF_FORMATS, some_matrix
 from tests.support.trees import WrongDrafter
@@ -80,7 +80,7 @@ def matrices(model: torch.nn.Module) -> set[str]:
 @cache
 def prompt_of(length: int) -> list[int]:
     generator = torch.Generator().manual_seed(length)
-    return torch.randint(2, len(vocabulary()["model"]["vocab"]), (length,), generator=generator).tolist()
+    return torch.randint(2, VOCABULARY, (length,), generator=generator).tolist()
 
 
 def all_logits(model: Any, length: int) -> torch.Tensor:
@@ -101,7 +101,7 @@ def test_all_logits_and_answers_are_those_of_the_expanded_model(kind: str, tmp_p
     for sampling in (SAMPLINGS["greedy"], SAMPLINGS["T 0.7"]):
         plain = output_tokens(run(wide, prompt, sampling))
         assert output_tokens(run(packed, prompt, sampling)) == plain
-        wrong_drafter = WrongDrafter(len(prompt), plain, len(vocabulary()["model"]["vocab"]), seed=1)
+        wrong_drafter = WrongDrafter(len(prompt), plain, VOCABULARY, seed=1)
         assert output_tokens(run(packed, prompt, sampling, drafter=wrong_drafter)) == plain
         assert wrong_drafter.accepted > 0
     assert packed_names(packed.model) == matrices(wide.model), "no weight was expanded"

@@ -19,7 +19,7 @@ from hdtool.runtime.engines.cpu.compiled_model import CompiledModel
 from hdtool.runtime.kernels import vector_code
 from hdtool.runtime.model.load import load
 from hdtool.runtime.sampling.sampler import Sampler
-from tests.support.gguf_files import add_tokenizer, vocabulary
+from tests.support.gguf_files import VOCABULARY, add_tokenizer
 from tests.support.oracle import prompt_of
 from tests.support.trees import WrongDrafter
 
@@ -31,7 +31,7 @@ def tiny(kind: str, **settings: Any) -> PreTrainedModel:
     torch.manual_seed(0)
     config = AutoConfig.for_model(
         kind,
-        vocab_size=len(vocabulary()["model"]["vocab"]),
+        vocab_size=VOCABULARY,
         hidden_size=64,
         num_hidden_layers=3,
         initializer_range=0.3,
@@ -93,7 +93,7 @@ def write_mamba(path: Path, model: Any, kind: str) -> None:
 
 def write_tensors(writer: GGUFWriter, architecture: MODEL_ARCH, model: PreTrainedModel, kind: str) -> None:
     names = get_tensor_name_map(architecture, 3)
-    add_tokenizer(writer)
+    add_tokenizer(writer, VOCABULARY)
     for name, parameter in model.named_parameters():
         weight = parameter.detach().numpy()
         found = names.get_name(name, try_suffixes=(".weight", ".bias")) or f"{names.get_name(f'{name}.weight')}"

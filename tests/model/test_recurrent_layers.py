@@ -112,7 +112,7 @@ def test_rows_of_a_tree_have_the_logits_of_decoding_token_by_token(hybrid: str, 
     prefer(target, form)
     both = st.tuples(trees(VOCABULARY, max_nodes=9), trees(VOCABULARY, max_nodes=5))
 
-    @settings(max_examples=4)
+    @settings(max_examples=3)
     @given(st.lists(st.tuples(st.integers(1, 30), both), min_size=1, max_size=3), st.data())
     def check(drawn: list[tuple[int, tuple[DraftTree, DraftTree]]], data: st.DataObject) -> None:
         cache, prompts = target.allocate(len(drawn)), [prompt_of(length) for length, _ in drawn]

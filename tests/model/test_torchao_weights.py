@@ -28,14 +28,13 @@ from hdtool.runtime.model.target import Target
 from hdtool.runtime.tree import DraftTree
 from tests.support.decoding import SAMPLINGS, output_tokens, run
 from tests.support.fused import compiled
-from tests.support.gguf_files import tiny_llama, vocabulary
+from tests.support.gguf_files import VOCABULARY, tiny_llama
 from tests.support.one_sequence import OneSequence
 from tests.support.trees import WrongDrafter
 
 pytestmark = pytest.mark.filterwarnings("default")  # those of torchao
 SHAPE = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2}
-SIZE = len(vocabulary()["model"]["vocab"])
-PROMPT = [token % SIZE for token in range(3, 600, 29)]
+PROMPT = [token % VOCABULARY for token in range(3, 600, 29)]
 DTYPES = (torch.float32, torch.bfloat16)
 
 
@@ -173,7 +172,7 @@ def test_checkpoints_of_4_bits(torchao: Any, dtype: torch.dtype, tmp_path: Path)
         target = load(ModelConfig(str(tmp_path), device="cpu", activations=activations)).target
         assert len(packed_layers(target.model)) == 14 and target.compiled
         plain = output_tokens(run(target, PROMPT, SAMPLINGS["greedy"]))
-        wrong_drafter = WrongDrafter(len(PROMPT), plain, SIZE, seed=1)
+        wrong_drafter = WrongDrafter(len(PROMPT), plain, VOCABULARY, seed=1)
         assert output_tokens(run(target, PROMPT, SAMPLINGS["greedy"], drafter=wrong_drafter)) == plain
         assert wrong_drafter.accepted > 0
 
@@ -199,7 +198,7 @@ def target_of(folder: str, **options: Any) -> Target:
 @cache
 def context_of(length: int) -> list[int]:
     generator = torch.Generator().manual_seed(length)
-    return torch.randint(2, SIZE, (length,), generator=generator).tolist()
+    return torch.randint(2, VOCABULARY, (length,), generator=generator).tolist()
 
 
 def all_logits(model: Any, length: int) -> torch.Tensor:
@@ -236,7 +235,7 @@ def test_all_logits_and_answers_are_those_of_the_expanded_model(
             target = target_of(folder, activations=activations)
             answer = output_tokens(run(target, PROMPT, sampling))
             assert answer == plain or activations == "int8"
-            wrong_drafter = WrongDrafter(len(PROMPT), answer, SIZE, seed=1)
+            wrong_drafter = WrongDrafter(len(PROMPT), answer, VOCABULARY, seed=1)
             assert output_tokens(run(target, PROMPT, sampling, drafter=wrong_drafter)) == answer
             assert wrong_drafter.accepted > 0
 
@@ -275,7 +274,7 @@ def test_layers_that_no_matmul_takes_are_those_of_the_library(torchao: Any, tmp_
     odd = {type(layer.mlp.down_proj.weight).__name__ for layer in target.model.model.layers}
     assert odd == {"Int8Tensor"} and len(packed_layers(target.model)) == 12
     plain = output_tokens(run(target, PROMPT, SAMPLINGS["greedy"]))
-    wrong_drafter = WrongDrafter(len(PROMPT), plain, SIZE, seed=1)
+    wrong_drafter = WrongDrafter(len(PROMPT), plain, VOCABULARY, seed=1)
     assert output_tokens(run(target, PROMPT, SAMPLINGS["greedy"], drafter=wrong_drafter)) == plain
 
 

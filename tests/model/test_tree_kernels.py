@@ -34,7 +34,7 @@ from tests.support.rehearsed import direct
 from tests.support.trees import path_to, tokens_to
 
 CPU = torch.device("cpu")
-CAPACITY = 832
+CAPACITY = 576
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -91,9 +91,9 @@ def exact_attention(
             bits = int(step.ancestor_mask[slot, row])
             mine = {length + 1 + node: positions[node + 1] for node in range(rows - 1) if bits >> node & 1}
             seen = {column: column for column in range(length + 1)} | mine
-            for column in range(CAPACITY):
-                if column not in seen or seen[column] <= positions[row] - window:
-                    scores[slot, :, row, column] = -torch.inf
+            shown = [column for column, position in seen.items() if position > positions[row] - window]
+            hidden = torch.ones(CAPACITY, dtype=torch.bool).index_fill(0, torch.tensor(shown), False)
+            scores[slot, :, row, hidden] = -torch.inf
     if layout.sinks is not None:
         sinks = layout.sinks.double().view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
         weights = torch.cat([scores, sinks], dim=-1).softmax(-1)[..., :-1]
@@ -106,7 +106,7 @@ CASES: dict[str, dict[str, Any]] = {
     "one row": {"rows": 1, "heads": 4, "keys": 2, "width": 32, "lengths": [100]},
     "one head of keys": {"rows": 8, "heads": 4, "keys": 1, "width": 64, "lengths": [300]},
     "an odd width, a batch": {"rows": 16, "heads": 6, "keys": 2, "width": 80, "lengths": [5, 517]},
-    "a window": {"rows": 33, "heads": 8, "keys": 2, "width": 16, "lengths": [700], "window": 64},
+    "a window": {"rows": 33, "heads": 8, "keys": 2, "width": 16, "lengths": [500], "window": 64},
     "windows of a batch": {"rows": 8, "heads": 4, "keys": 4, "width": 32, "lengths": [0, 63, 64], "window": 16},
     "bounded scores": {"rows": 5, "heads": 4, "keys": 2, "width": 16, "lengths": [90], "softcap": 2.0},
     "sinks": {"rows": 5, "heads": 4, "keys": 2, "width": 16, "lengths": [90, 2], "sinks": True},
@@ -253,6 +253,10 @@ def test_positions_move_as_in_torch(dtype: torch.dtype) -> None:
     assert torch.equal(*moved) and not torch.equal(moved[0], stored)
 
 
+RARER = ("mistral", "qwen3_moe", "gemma2")
+"""Their windows, experts and bounded scores are those of a family that is tested beside them."""
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("family", ["gemma2", "gpt_oss", "gpt2"])
 def test_layers_of_the_library_attend_by_the_kernels(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -261,7 +265,9 @@ def test_layers_of_the_library_attend_by_the_kernels(family: str, monkeypatch: p
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("family", ["mistral", "qwen3", "qwen3_moe", "gemma2", "gpt_oss"])
+@pytest.mark.parametrize(
+    "family", ["qwen3", "gpt_oss", *(pytest.param(one, marks=pytest.mark.exhaustive) for one in RARER)]
+)
 def test_trees_of_a_batch_get_the_logits_of_their_plain_paths(family: str) -> None:
     assert_trees_of_a_batch_are_right(family)
 
@@ -390,13 +396,10 @@ def compiled(code: str, capability: int, widths: tuple[int, ...], folder: Path) 
     return found
 
 
-CAPABILITIES = pytest.mark.parametrize(
-    "capability", [90, *(pytest.param(each, marks=pytest.mark.long) for each in SHARED_MEMORY if each != 90)]
-)
-FARTHER = (), (pytest.mark.long,), (pytest.mark.exhaustive,)
-"""Another capability or another width is for the long suite, and both together for the exhaustive one."""
+OFTEN = (89, 128), (90, 256), (100, 64)
+"""The least shared memory and the newest generations, each with another width; the exhaustive suite has all."""
 COMPILED = [
-    pytest.param(capability, width, marks=FARTHER[(capability != 90) + (width != 128)])
+    pytest.param(capability, width, marks=pytest.mark.long if (capability, width) in OFTEN else pytest.mark.exhaustive)
     for capability in SHARED_MEMORY
     for width in (64, 128, 256)
 ]
@@ -410,7 +413,10 @@ def test_attention_compiles_without_spills(capability: int, width: int, tmp_path
         assert not found.spilled and found.shared <= SHARED_MEMORY[capability] * 1024, (case, found)
 
 
-@CAPABILITIES
+@pytest.mark.parametrize(
+    "capability",
+    [pytest.param(each, marks=pytest.mark.long if each == 90 else pytest.mark.exhaustive) for each in SHARED_MEMORY],
+)
 def test_what_lies_between_matmuls_compiles_within_few_registers(capability: int, tmp_path: Path) -> None:
     """For hidden states of up to 8192 numbers."""
     cases = compiled(BETWEEN, capability, (2048, 8192), tmp_path)

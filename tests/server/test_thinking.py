@@ -43,7 +43,6 @@ CASES: dict[str, tuple[str, str, str, str]] = {
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-@settings(max_examples=30)
 @given(cuts=st.lists(st.integers(0, 50), max_size=8))
 def test_thinking_is_split_however_the_text_is_cut(case: tuple[str, str, str, str], cuts: list[int]) -> None:
     prompt, text, plain, reasoning = case

@@ -8,7 +8,7 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 from transformers import PreTrainedTokenizerBase
 
 from hdtool.runtime.config import ModelConfig
@@ -55,7 +55,6 @@ def reader(marker: str) -> ToolCallReader:
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-@settings(max_examples=25)
 @given(cuts=st.lists(st.integers(0, 150), max_size=6))
 def test_calls_are_found_however_the_text_is_split(case: tuple[str, str, str, list[ToolCall]], cuts: list[int]) -> None:
     marker, text, expected, calls = case

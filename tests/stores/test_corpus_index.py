@@ -54,7 +54,7 @@ def brute_force(documents: Documents, context: list[int]) -> tuple[int, Counter[
 
 
 @pytest.mark.each_value
-@pytest.mark.parametrize("examples", [20, pytest.param(60, marks=pytest.mark.long)])
+@pytest.mark.parametrize("examples", [10, pytest.param(60, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("shard_bytes", [1 << 20, 120])
 @pytest.mark.parametrize("vocabulary", [4, 60_000, 65_535, 65_536, 200_000])
 def test_continuations_are_those_of_the_documents(
@@ -92,7 +92,6 @@ def test_ranges_of_a_draft_tree_are_those_of_a_lookup(
 ) -> None:
     """The hierarchy narrows its parent's range, ``after`` starts from the heads table: the same matches."""
 
-    @settings(max_examples=60)
     @given(
         st.lists(st.lists(st.integers(0, 3), max_size=12), min_size=1, max_size=8).filter(any),
         st.lists(st.integers(-1, 5), min_size=1, max_size=9),
@@ -131,7 +130,6 @@ def test_ranges_of_a_draft_tree_are_those_of_a_lookup(
 def test_what_is_shown_is_what_the_documents_hold(shard_bytes: int, tmp_path_factory: pytest.TempPathFactory) -> None:
     """Every continuation occurs as often as shown, and none of the first tokens is missing."""
 
-    @settings(max_examples=60)
     @given(
         st.lists(st.lists(st.integers(0, 2), max_size=14), min_size=1, max_size=8).filter(any),
         st.lists(st.integers(0, 3), min_size=1, max_size=9),

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 
 from hdtool.builders.stores import edit_store
 from hdtool.builders.stores.build import build_corpus_index, build_model_store
@@ -202,7 +202,6 @@ def test_another_bound_makes_the_store_anew(tmp_path: Path) -> None:
 ANSWER = st.tuples(st.lists(st.integers(0, 3), max_size=60), st.lists(st.integers(0, 3), max_size=12))
 
 
-@settings(max_examples=40)
 @given(st.lists(st.one_of(ANSWER, st.sampled_from(["open", "other", "drop"])), max_size=40))
 def test_a_store_equals_a_list(actions: list[Any]) -> None:
     """Appended to, opened again, used by two and dropped from, it holds the latest answers of a plain list."""

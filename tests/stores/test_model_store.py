@@ -126,7 +126,7 @@ def ngrams_in(store: ModelStore) -> tuple[dict[tuple[int, ...], tuple[int, int, 
     return prefixes, phrases
 
 
-@pytest.mark.parametrize("examples", [20, pytest.param(50, marks=pytest.mark.long)])
+@pytest.mark.parametrize("examples", [8, pytest.param(50, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("slots", [1 << 21, 8])
 @pytest.mark.parametrize("vocabulary", VOCABULARIES)
 def test_lookups_equal_counting(
@@ -186,7 +186,7 @@ def parts_of(folder: Path, manifest: Manifest) -> dict[str, bytes]:
 
 
 @given(st.lists(st.lists(st.integers(0, 2), min_size=8, max_size=14), min_size=2, max_size=5), st.randoms())
-@settings(max_examples=30)
+@settings(max_examples=10)
 def test_the_same_documents_give_the_same_store(
     tmp_path_factory: pytest.TempPathFactory, documents: Documents, random: Random
 ) -> None:

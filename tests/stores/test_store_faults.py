@@ -316,7 +316,8 @@ def build_without_pause(kind: str, folder: str, stop: Any) -> None:
         build(kind, Path(folder), number := (number + 1) % 1000)
 
 
-@pytest.mark.parametrize("kind", [KINDS[0], *(pytest.param(kind, marks=pytest.mark.long) for kind in KINDS[1:])])
+@pytest.mark.long
+@pytest.mark.parametrize("kind", [KINDS[0], *(pytest.param(kind, marks=pytest.mark.exhaustive) for kind in KINDS[1:])])
 def test_a_process_builds_while_another_opens(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the moment: a store that was opened holds the documents of one build."""
     monkeypatch.setattr(stores, "MAX_OPEN_ATTEMPTS", 1000)
@@ -523,7 +524,7 @@ def use(folder: Path) -> None:
     list(rework.StoreContents.of(folder).documents())
 
 
-@pytest.mark.parametrize("examples", [40, pytest.param(150, marks=pytest.mark.long)])
+@pytest.mark.parametrize("examples", [25, pytest.param(150, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("files", [False, True])
 def test_a_hostile_store_works_or_is_refused(
     files: bool,
@@ -557,7 +558,7 @@ def test_a_hostile_store_works_or_is_refused(
     assert outcomes == {"works", "refused"}, "the test must reach both"
 
 
-@settings(max_examples=100)
+@settings(max_examples=50)
 @given(content=st.binary(max_size=60))
 def test_any_bytes_in_place_of_a_manifest_are_an_error(
     content: bytes, tmp_path_factory: pytest.TempPathFactory

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 
 from hdtool.runtime.stores.history_store import History
 from hdtool.runtime.stores.token_log import (
@@ -81,13 +81,11 @@ def check_places(log: TokenLog) -> None:
         assert found.tolist() == sorted(found.tolist(), reverse=True)
 
 
-@settings(max_examples=60)
 @given(ACTIONS)
 def test_interleaved_answers_are_found_and_given_back(actions: list[Action]) -> None:
     run(TokenLog(max_positions=1 << 10, size=1 << 8), actions)
 
 
-@settings(max_examples=30)
 @given(st.lists(st.lists(st.integers(0, VOCABULARY - 1), min_size=1, max_size=200), min_size=1, max_size=12))
 def test_one_answer_after_another_is_found_wherever_it_occurs(answers: list[list[int]]) -> None:
     """The places found are those of a brute-force search of the answers that are kept."""

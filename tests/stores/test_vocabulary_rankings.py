@@ -31,6 +31,7 @@ from hdtool.runtime.stores.model_store import VOCABULARY_RANKING_TOKENS, ModelSt
 from hdtool.runtime.stores.store_set import StoreSet
 from tests.support.decoding import SAMPLINGS, output_tokens, run
 from tests.support.families import VOCABULARY, model_of
+from tests.support.gguf_files import tiny_llama, write_gguf
 from tests.support.oracle import prompt_of
 from tests.support.stores import build
 
@@ -65,8 +66,8 @@ def test_they_are_drafted_from_the_first_step_on(family: str, recycles: bool, tm
     target, prompt = Target(model_of(family)), prompt_of(12)
     for sampling in list(SAMPLINGS)[:2]:
         drafter = Hierarchy(ModelStore(tmp_path), budget=FixedBudget(24), last=recycles, recycled=recycles)
-        steps = run(target, prompt, SAMPLINGS[sampling], drafter=drafter)
-        assert output_tokens(steps) == output_tokens(run(target, prompt, SAMPLINGS[sampling]))
+        steps = run(target, prompt, SAMPLINGS[sampling], 24, drafter=drafter)
+        assert output_tokens(steps) == output_tokens(run(target, prompt, SAMPLINGS[sampling], 24))
         first = steps[1].tree
         of_rankings = first.tokens[(first.parents == -1) & (first.sources == SourceId.RECYCLED)]
         best = ModelStore(tmp_path).rankings
@@ -107,8 +108,8 @@ def test_a_store_of_rankings_alone_is_drafted_from(family: str, tmp_path: Path) 
     assert not store.after([1, 2, 3, 4]) and not len(store.phrases_after(5)[0])
     target, prompt = Target(model_of(family)), prompt_of(12)
     for sampling in SAMPLINGS.values():
-        steps = run(target, prompt, sampling, drafter=Hierarchy(store, budget=FixedBudget(24)))
-        assert output_tokens(steps) == output_tokens(run(target, prompt, sampling))
+        steps = run(target, prompt, sampling, max_new_tokens=24, drafter=Hierarchy(store, budget=FixedBudget(24)))
+        assert output_tokens(steps) == output_tokens(run(target, prompt, sampling, max_new_tokens=24))
         assert SourceId.RECYCLED in steps[1].tree.sources
 
 
@@ -148,14 +149,20 @@ def test_rankings_of_another_size_are_damage(tmp_path: Path) -> None:
         ModelStore(tmp_path)
 
 
-def test_the_command_needs_answers_or_rankings(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A model with few tokens to rank the others after."""
+    return str(write_gguf(tmp_path_factory.mktemp("model") / "small.gguf", tiny_llama()))
+
+
+def test_the_command_needs_answers_or_rankings(small: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     store = str(tmp_path / "store")
-    assert command(["build-model-db", "--model", "embedded", "--out", store]) == 2
+    assert command(["build-model-db", "--model", small, "--out", store]) == 2
     assert "nothing to build from: give the model's answers with --from, or --rankings" in capfd.readouterr().err
-    assert command(["build-model-db", "--model", "embedded", "--out", store, "--rankings", "--quiet"]) == 0
+    assert command(["build-model-db", "--model", small, "--out", store, "--rankings", "--quiet"]) == 0
     assert command(["inspect", store, "--verify"]) == 0
-    assert "4,096 rankings" in capfd.readouterr().out
-    assert str(StoreSet(ModelStore(tmp_path / "store"))).endswith("(4,096 rankings)")
+    assert "512 rankings" in capfd.readouterr().out
+    assert str(StoreSet(ModelStore(tmp_path / "store"))).endswith("(512 rankings)")
 
 
 def test_add_takes_rankings_of_the_same_model_alone(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -181,15 +188,15 @@ def test_add_takes_rankings_of_the_same_model_alone(tmp_path: Path, capfd: pytes
     assert "a model store is needed" in capfd.readouterr().err
 
 
-def test_the_command_computes_them(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_command_computes_them(small: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     answers = tmp_path / "answers.jsonl"
     answers.write_text("".join(json.dumps({"output": f"The answer to question {n} is {n}."}) + "\n" for n in range(9)))
     store = tmp_path / "store"
     arguments = ["build-model-db", "--from", str(answers), "--out", str(store), "--rankings", "--quiet"]
-    assert command(arguments) == 0
+    assert command([*arguments, "--model", small]) == 0
     assert "rankings" in capfd.readouterr().out
     found = ModelStore(store)
-    loaded = load(ModelConfig())
+    loaded = load(ModelConfig(small))
     assert found.rankings is not None and len(found.rankings) == len(loaded.tokenizer)
     assert (found.rankings == vocabulary_rankings(loaded, len(loaded.tokenizer))).mean() > 0.99
     assert "rankings" in json.loads((store / MANIFEST).read_text())["files"]

@@ -25,7 +25,7 @@ def run(
     target: Target,
     prompt: list[int],
     sampling: SamplingConfig,
-    max_new_tokens: int = 48,
+    max_new_tokens: int = 32,
     *,
     stops: Collection[int] = (),
     drafter: Drafter | None = None,

@@ -19,6 +19,8 @@ from tests.support.packed_blocks import NAMES, some_matrix
 
 TEMPLATE = (demo.MODEL / "chat_template.jinja").read_text()
 END_OF_TEXT, END_OF_TURN = 0, 1
+VOCABULARY = 512
+"""The first tokens of the demo model's: the library gguf takes most of a test's time to read all of them."""
 HEADS, KEY_VALUE_HEADS = 4, 2
 LAYER = {
     "attn_norm": "input_layernorm",
@@ -43,7 +45,7 @@ def vocabulary() -> dict[str, Any]:
 def tiny_llama(seed: int = 0, **changed: Any) -> LlamaForCausalLM:
     torch.manual_seed(seed)
     settings: dict[str, Any] = {
-        "vocab_size": len(vocabulary()["model"]["vocab"]),
+        "vocab_size": VOCABULARY,
         "hidden_size": 64,
         "intermediate_size": 96,
         "num_hidden_layers": 2,
@@ -78,7 +80,7 @@ def write_gguf(
     """
     writer = GGUFWriter(path, "llama")
     add_settings(writer, model.config)
-    add_tokenizer(writer)
+    add_tokenizer(writer, model.config.vocab_size)
     for name, value in (settings or {}).items():
         if isinstance(value, int):
             writer.add_uint32(name, value)
@@ -108,7 +110,7 @@ def write_experts_gguf(path: Path, kind: str, **changed: Any) -> Path:
     """
     torch.manual_seed(0)
     shape = {
-        "vocab_size": len(vocabulary()["model"]["vocab"]), "hidden_size": 256, "intermediate_size": 256,
+        "vocab_size": VOCABULARY, "hidden_size": 256, "intermediate_size": 256,
         "moe_intermediate_size": 768, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
         "head_dim": 64, "max_position_embeddings": 512, "num_experts": 4, "num_experts_per_tok": 2,
         "initializer_range": 0.1, "tie_word_embeddings": False,
@@ -120,7 +122,7 @@ def write_experts_gguf(path: Path, kind: str, **changed: Any) -> Path:
     writer.add_expert_used_count(model.config.num_experts_per_tok)
     writer.add_expert_feed_forward_length(model.config.moe_intermediate_size)
     writer.add_key_length(model.config.head_dim)
-    add_tokenizer(writer)
+    add_tokenizer(writer, model.config.vocab_size)
     named = {
         "token_embd": model.model.embed_tokens.weight,
         "output_norm": model.model.norm.weight,
@@ -197,23 +199,22 @@ def written(writer: GGUFWriter, path: Path) -> Path:
     return path
 
 
-def add_tokenizer(
-    writer: GGUFWriter, size: int | None = None, *, splitting: str = "default", end: int = END_OF_TEXT
-) -> None:
-    """Add the demo model's tokenizer, padded with unused tokens to ``size``.
+def add_tokenizer(writer: GGUFWriter, size: int, *, splitting: str = "default", end: int = END_OF_TEXT) -> None:
+    """Add the first ``size`` tokens of the demo model's tokenizer, padded with unused tokens.
 
     ``splitting`` names the rules by which text is split, and ``end`` is the token that ends an answer.
     """
     tokenizer = vocabulary()
     added = {one["id"] for one in tokenizer["added_tokens"]}
-    tokens = sorted(tokenizer["model"]["vocab"].items(), key=lambda entry: entry[1])
+    tokens = sorted(tokenizer["model"]["vocab"].items(), key=lambda entry: entry[1])[:size]
+    merged = len(tokens) - len(tokenizer["model"]["vocab"])  # the last tokens are those that merges make
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(splitting)
-    unused = max(0, (size or 0) - len(tokens))
+    unused = size - len(tokens)
     writer.add_token_list([*(token for token, _ in tokens), *(f"[unused{number}]" for number in range(unused))])
     kinds = [TokenType.CONTROL if number in added else TokenType.NORMAL for _, number in tokens]
     writer.add_token_types(kinds + [TokenType.NORMAL] * unused)
-    writer.add_token_merges([" ".join(pair) for pair in tokenizer["model"]["merges"]])
+    writer.add_token_merges([" ".join(pair) for pair in tokenizer["model"]["merges"][: merged or None]])
     writer.add_bos_token_id(END_OF_TEXT)
     writer.add_eos_token_id(end)
     writer.add_pad_token_id(END_OF_TEXT)

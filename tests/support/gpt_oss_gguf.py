@@ -59,7 +59,7 @@ def write_gpt_oss(path: Path, experts: str = "MXFP4", others: str = "Q8_0", **ch
     model: Any = random_model("GptOss", **{**shape, **changed}).eval()
     writer = GGUFWriter(path, "gpt-oss")
     add_gpt_oss_settings(writer, model.config)
-    add_tokenizer(writer, splitting="gpt-4o", end=END_OF_TURN)
+    add_tokenizer(writer, model.config.vocab_size, splitting="gpt-4o", end=END_OF_TURN)
     for name, part in _weights(model):
         is_plain = part.dim() == 1 or name.endswith(".bias") or "ffn_gate_inp" in name
         kind = GGMLQuantizationType["F32" if is_plain else experts if "_exps" in name else others]
