@@ -1,7 +1,6 @@
 """The drafter interface, plain decoding, and the calibration of the probabilities that drafters give to nodes.
 
-A node without an estimated probability gets the acceptance rate of its kind and depth. Estimated probabilities are
-scaled by a factor per answer.
+A node without an estimated probability gets the acceptance rate of its kind and depth.
 """
 
 from __future__ import annotations

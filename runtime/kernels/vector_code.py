@@ -380,7 +380,10 @@ def gate_pairs(builder: Any, pairs: Any, size: Any, alpha: Any, limit: Any, writ
 
 @generated(*[types.int64] * 4, *[types.float32] * 2)
 def gate_halves(builder: Any, gate: Any, up: Any, biases: Any, size: Any, alpha: Any, limit: Any) -> None:
-    """Like ``gate_pairs``, with ``gate``, which is overwritten, and ``up`` apart and pairs of biases to add to them."""
+    """Add biases to ``gate`` and ``up``, and overwrite ``gate`` with the clamped activation of ``gate_pairs``.
+
+    Gate and up are separate arrays of ``size`` numbers; their biases are pairs ``[gate, up]``.
+    """
     code = FloatCode(builder)
 
     def apply(index: Any, _: list[Any]) -> list[Any]:

@@ -43,7 +43,7 @@ for is_compiled in (True, False):
 
 @pytest.mark.long
 def test_a_seed_gives_the_same_bits_with_an_empty_home_and_after_other_measurements(tmp_path: Path) -> None:
-    """Of compiled code and of the library's."""
+    """Neither compiled passes nor those of transformers depend on what was measured earlier."""
     (threads, bits), by_library = answered(tmp_path)
     others = 1 if threads > 1 else 2
     for record in (tmp_path / "costs" / "quick").glob("*.json"):  # as if another number of threads had been faster

@@ -11,7 +11,12 @@ from typing import Any
 
 import numpy as np
 
-from hdtool.runtime.drafters.hierarchy.answer_calibration import calibrate, count_hit, start_calibration
+from hdtool.runtime.drafters.hierarchy.answer_calibration import (
+    GRAMMAR_NUMBER,
+    calibrate,
+    count_hit,
+    start_calibration,
+)
 from hdtool.runtime.drafters.hierarchy.candidates import (
     DRAFTING,
     RESTART,
@@ -43,7 +48,7 @@ MIN_CONTRIBUTION = 1e-4
 LEFT_TO_LEARN = 0.02
 """Orders learn from an emitted token only while at least this much probability is left to them."""
 TREE_NUMBER, CONTEXT_NUMBER = SourceId.NONE.value, SourceId.CONTEXT.value
-GRAMMAR_NUMBER, RECYCLED_NUMBER = SourceId.GRAMMAR.value, SourceId.RECYCLED.value
+RECYCLED_NUMBER = SourceId.RECYCLED.value
 
 
 @compiled

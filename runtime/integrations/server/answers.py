@@ -127,9 +127,14 @@ class ChoiceStream:
     """Generates the choices of one request."""
 
     def __init__(
-        self, engine: Scheduler, metrics: Metrics, loaded: Loaded, preparer: Preparer, choices: Sequence[PreparedChoice]
+        self,
+        scheduler: Scheduler,
+        metrics: Metrics,
+        loaded: Loaded,
+        preparer: Preparer,
+        choices: Sequence[PreparedChoice],
     ) -> None:
-        self._scheduler, self._metrics, self._preparer, self._choices = engine, metrics, preparer, choices
+        self._scheduler, self._metrics, self._preparer, self._choices = scheduler, metrics, preparer, choices
         self._texts = [AnswerText(loaded.tokenizer, choice, loaded.stops) for choice in choices]
         self._queue: asyncio.Queue[tuple[int, Step | Exception]] = asyncio.Queue()
         self._loop = asyncio.get_running_loop()

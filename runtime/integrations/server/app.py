@@ -120,12 +120,12 @@ class Server:
     """The HTTP handlers of one server."""
 
     def __init__(
-        self, loaded: Loaded, engine: Scheduler, preparer: Preparer, keys: ApiKeys, config: ServerConfig, name: str
+        self, loaded: Loaded, scheduler: Scheduler, preparer: Preparer, keys: ApiKeys, config: ServerConfig, name: str
     ) -> None:
         """``name`` is the name under which the model is served."""
-        self._loaded, self._scheduler, self._preparer, self._keys = loaded, engine, preparer, keys
+        self._loaded, self._scheduler, self._preparer, self._keys = loaded, scheduler, preparer, keys
         self._config, self._name = config, name
-        self._metrics = Metrics(engine)
+        self._metrics = Metrics(scheduler)
         self._started = int(time.time())
         self._limiter = CapacityLimiter(PREPARATION_THREADS)
 

@@ -100,9 +100,9 @@ class Launch:
 class _GracefulServer(uvicorn.Server):
     """Exits with code 0 after SIGINT and SIGTERM; answers that take longer than ``seconds`` end with an error."""
 
-    def __init__(self, config: uvicorn.Config, engine: Scheduler, seconds: float) -> None:
+    def __init__(self, config: uvicorn.Config, scheduler: Scheduler, seconds: float) -> None:
         super().__init__(config)
-        self._scheduler, self._seconds = engine, seconds
+        self._scheduler, self._seconds = scheduler, seconds
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         ending = asyncio.create_task(self._end_answers())
