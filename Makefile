@@ -29,7 +29,7 @@ demo: .venv/smollm2 .compiled
 test: .venv/installed-dev .venv/triton .compiled
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	$(MAKE) --no-print-directory -j3 types kernels
+	$(MAKE) --no-print-directory -j2 kernels-layers types kernels-drafters
 	$(BIN)/pytest -n logical --dist worksteal -m "not long and not exhaustive"
 
 # Compiled once here, and not by each worker of the tests at the same time.
