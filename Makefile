@@ -29,11 +29,11 @@ demo: .venv/smollm2 .compiled
 test: .venv/installed-dev .venv/triton .compiled
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	$(MAKE) --no-print-directory -j2 kernels-layers types kernels-drafters
+	$(MAKE) --no-print-directory -j2 types kernels
 	$(BIN)/pytest -n logical --dist worksteal -m "not long and not exhaustive"
 
 # Compiled once here, and not by each worker of the tests at the same time.
-kernels: kernels-drafters kernels-layers
+kernels: kernels-drafters kernels-layers kernels-matmuls
 
 kernels-%: .venv/installed-dev .compiled
 	@$(BIN)/python -m tests.compile_kernels $*

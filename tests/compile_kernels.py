@@ -1,6 +1,6 @@
 """Compile what drafters and models compile when they are made, so that test workers load it and do not all wait for it.
 
-python -m tests.compile_kernels drafters    # or layers
+python -m tests.compile_kernels drafters    # or layers or matmuls
 """
 
 from __future__ import annotations
@@ -32,10 +32,13 @@ def compile_drafters() -> None:
     BatchDrafter(stores, VllmConfig(), rows=2, max_length=64)
 
 
-def compile_layers_and_matmuls() -> None:
+def compile_all_layers() -> None:
     compile_layers()
     compile_passes()
     compile_tree_passes()
+
+
+def compile_matmuls() -> None:
     for dtype, kind in MATRIX_KINDS.items():
         matmul_of(kind, dtype.itemsize)
         embedding_of(kind, dtype.itemsize)
@@ -45,7 +48,7 @@ def compile_layers_and_matmuls() -> None:
         int8_matmul_of(format.kind)
 
 
-PARTS = {"drafters": compile_drafters, "layers": compile_layers_and_matmuls}
+PARTS = {"drafters": compile_drafters, "layers": compile_all_layers, "matmuls": compile_matmuls}
 
 if __name__ == "__main__":
     PARTS[sys.argv[1]]()

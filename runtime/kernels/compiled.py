@@ -20,6 +20,7 @@ import numba
 import numpy as np
 import numpy.typing as npt
 from llvmlite import ir  # type: ignore[import-untyped]
+from llvmlite.binding import add_symbol  # type: ignore[import-untyped]
 from numba import cfunc, types
 from numba.core import cgutils
 from numba.extending import intrinsic
@@ -100,6 +101,20 @@ def _function(function: Callable[..., Any], signature: Any) -> Any:
 def address_of(function: Callable[..., Any], signature: Any) -> int:
     """Compile a function with a numba signature and return its address."""
     return int(_function(function, signature).address)
+
+
+def share(name: str, function: Any) -> None:
+    """Let compiled code call a C function by name, so that it isn't compiled into each caller.
+
+    Share it before code that names it is compiled or loaded, and keep it alive.
+    """
+    add_symbol(name, function.address)
+
+
+def shared_address(builder: Any, name: str) -> Any:
+    """Generate the address of a shared C function."""
+    kind = ir.FunctionType(ir.VoidType(), [])
+    return builder.ptrtoint(cgutils.get_or_insert_function(builder.module, kind, name), ir.IntType(64))  # type: ignore[no-untyped-call]
 
 
 def caller_of(signature: Any) -> Any:

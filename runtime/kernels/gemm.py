@@ -15,20 +15,31 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 from llvmlite import ir  # type: ignore[import-untyped]
-from numba import cfunc, njit, types
+from numba import cfunc, types
 
-from hdtool.runtime.kernels.compiled import array_at, clear_floats, compiled, copy_floats, generated
+from hdtool.runtime.kernels.compiled import (
+    array_at,
+    caller_of,
+    clear_floats,
+    compiled,
+    copy_floats,
+    generated,
+    share,
+    shared_address,
+)
 from hdtool.runtime.kernels.gemm_tiles import (
     ACCUMULATORS,
     MAX_DIRECT_ROWS,
     MAX_TILE_ROWS,
     TILE_OUT_FEATURES,
     block_size_of,
+    call_unpack,
     copy_vectors,
     partial_tile,
     tile,
     tile_out_features,
-    unpack_row,
+    unpack_address,
+    unpack_of,
 )
 from hdtool.runtime.kernels.matrix_formats import MatrixKind, by_rows
 from hdtool.runtime.kernels.vector_code import CACHE_LINE, INDEX, ITEM_SIZE, LANES
@@ -50,10 +61,11 @@ _GROUP_OUT_FEATURES = {rows: 4 if rows == SMALL_GROUP else 2 for rows in GROUPS}
 _add, _complete = partial_tile(_GROUP_OUT_FEATURES, last=False), partial_tile(_GROUP_OUT_FEATURES, last=True)
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def multiply_many(
+    unpack: int,
+    block_size: int,
     matrix: int,
-    kind: Any,
     stride: int,
     out_features: int,
     columns: int,
@@ -74,14 +86,25 @@ def multiply_many(
         read, written = inputs + first * columns * ITEM_SIZE, outputs + first * output_stride * ITEM_SIZE
         chunk_rows = min(chunk, rows - first)
         _multiply_together(
-            matrix, kind, stride, out_features, columns, read, chunk_rows, written, output_stride, memory
+            unpack,
+            block_size,
+            matrix,
+            stride,
+            out_features,
+            columns,
+            read,
+            chunk_rows,
+            written,
+            output_stride,
+            memory,
         )
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _multiply_together(
+    unpack: int,
+    block_size: int,
     matrix: int,
-    kind: Any,
     stride: int,
     out_features: int,
     columns: int,
@@ -113,17 +136,16 @@ def _multiply_together(
         for column in range(0, columns, MAX_TILE_COLUMNS):
             block_columns = min(MAX_TILE_COLUMNS, columns - column)
             final = column + block_columns == columns
-            block_at = matrix + out * stride + bytes_before(column, kind, columns, stride)
+            block_at = matrix + out * stride + bytes_before(column, block_size, columns, stride)
             later = (
                 matrix + (out + block_rows) * stride
                 if final
-                else block_at + bytes_before(block_columns, kind, columns, stride)
+                else block_at + bytes_before(block_columns, block_size, columns, stride)
             )
             block, between = block_at, stride
             if stride != width:  # float32 is read in-place
                 block, between = unpacked, block_columns * ITEM_SIZE
-                for row in range(block_rows):
-                    unpack_row(block_at + row * stride, kind, block_columns, unpacked + row * between)
+                call_unpack(unpack, (block_at, stride, block_rows, block_columns, unpacked))
             for row in range(0, rows, GROUP):
                 group_rows = GROUP if row < whole else group
                 read, kept = interleaved + row * width, sums + row * BLOCK_OUT_FEATURES * LANES * ITEM_SIZE
@@ -154,7 +176,7 @@ def _multiply_together(
             copy_floats(last + (row - whole) * block_rows * ITEM_SIZE, block_rows, to + row * output_stride * ITEM_SIZE)
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _multiply_group(
     matrix: int,
     stride: int,
@@ -190,19 +212,19 @@ def _multiply_group(
         near += columns
 
 
-@njit(cache=True, nogil=True)
-def bytes_before(column: int, kind: Any, columns: int, stride: int) -> int:
+@compiled
+def bytes_before(column: int, block_size: int, columns: int, stride: int) -> int:
     """Return the byte offset of a column in a matrix row."""
-    return column // block_size_of(kind) * (stride // (columns // block_size_of(kind)))  # type: ignore[no-any-return]
+    return column // block_size * (stride // (columns // block_size))
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def line_after(address: int) -> int:
     """Round an address up to a cache line; a vector that crosses a line takes two loads."""
     return (address + CACHE_LINE - 1) // CACHE_LINE * CACHE_LINE
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def interleave(inputs: int, rows: int, columns: int, written: int, group: int) -> None:
     """Interleave a group's rows vector by vector, in the order a tile reads them.
 
@@ -239,11 +261,109 @@ _many = by_rows(
 )
 
 
-@njit(cache=True, nogil=True)
-def multiply(
+TILES = types.void(*[types.int64] * 8)
+"""Signature of a format's C function ``multiply_rows``."""
+MULTIPLY = types.void(*[types.int64] * 11)
+TILES_NAME, MULTIPLY_NAME = "hdtool_multiply_rows_", "hdtool_multiply"
+"""Names of shared functions; the first one is followed by the name of the format."""
+call_tiles = caller_of(TILES)
+_multiply: Any = types.ExternalFunction(MULTIPLY_NAME, MULTIPLY)
+
+
+@cache
+def _tiles_of(kind: MatrixKind) -> Any:
+    """Compile and share a format's tiles."""
+
+    @cfunc(TILES, cache=True)
+    def multiply_rows(
+        matrix: int,
+        stride: int,
+        out_features: int,
+        columns: int,
+        inputs: int,
+        outputs: int,
+        output_stride: int,
+        rows: int,
+    ) -> None:
+        """Multiply matrix rows, a multiple of ``TILE_OUT_FEATURES``, by up to ``MAX_TILE_ROWS`` input rows.
+
+        More than ``MAX_DIRECT_ROWS`` input rows must be interleaved. Fewer matrix rows are multiplied by one input row.
+        """
+        if out_features < TILE_OUT_FEATURES:
+            for out in range(out_features):
+                _single(matrix + out * stride, kind, columns, inputs, outputs + out * ITEM_SIZE, output_stride, 1)
+        elif rows <= MAX_DIRECT_ROWS:
+            for out in range(0, out_features, _ROW_OUT_FEATURES[rows]):
+                _few(matrix + out * stride, kind, columns, inputs, outputs + out * ITEM_SIZE, output_stride, rows)
+        else:
+            for out in range(0, out_features, _ROW_OUT_FEATURES[rows]):
+                _many(matrix + out * stride, kind, columns, inputs, outputs + out * ITEM_SIZE, output_stride, rows)
+
+    share(TILES_NAME + kind.name, multiply_rows)
+    return multiply_rows
+
+
+@generated(None, returns=types.int64)
+def _tiles_address(builder: Any, kind: Any) -> Any:
+    """Return the address of a format's ``multiply_rows``."""
+    return shared_address(builder, TILES_NAME + kind.kind_name)
+
+
+@cache
+def _multiply_function() -> Any:
+    """Compile and share the matmul of all formats."""
+
+    @cfunc(MULTIPLY, cache=True)
+    def multiply(
+        tiles: int,
+        unpack: int,
+        block_size: int,
+        size: int,
+        matrix: int,
+        out_features: int,
+        columns: int,
+        inputs: int,
+        rows: int,
+        outputs: int,
+        output_stride: int,
+    ) -> None:
+        """Compute ``outputs = inputs @ matrix.T`` on arrays given by address; inputs and outputs are float32.
+
+        ``tiles`` and ``unpack`` are the addresses of the format's functions, ``block_size`` is the number of weights in
+        a block and ``size`` its bytes. ``output_stride`` is the distance between output rows in numbers. ``columns``
+        must be a multiple of ``COLUMN_MULTIPLE`` and of the block.
+        """
+        stride = columns // block_size * size
+        whole = out_features - out_features % TILE_OUT_FEATURES
+        long = size != ITEM_SIZE and rows * columns > L1_NUMBERS
+        if rows > (MAX_LONG_REGISTER_ROWS if long else MAX_REGISTER_ROWS):
+            multiply_many(unpack, block_size, matrix, stride, whole, columns, inputs, rows, outputs, output_stride)
+        elif rows <= MAX_DIRECT_ROWS or size == ITEM_SIZE:  # float32 needs no unpacking
+            out, step = 0, whole if rows <= MAX_DIRECT_ROWS else TILE_OUT_FEATURES
+            while out < whole:
+                read, written = matrix + out * stride, outputs + out * ITEM_SIZE
+                _multiply_few(tiles, read, stride, step, columns, inputs, rows, written, output_stride)
+                out += step
+        else:
+            interleaved = np.empty(rows * columns + LANES, np.float32)
+            _multiply_interleaved(
+                tiles, matrix, stride, whole, columns, inputs, rows, outputs, output_stride, interleaved
+            )
+        if whole < out_features:
+            for row in range(rows):
+                read, written = inputs + row * columns * ITEM_SIZE, outputs + (row * output_stride + whole) * ITEM_SIZE
+                last = matrix + whole * stride
+                call_tiles(tiles, (last, stride, out_features - whole, columns, read, written, output_stride, 1))
+
+    share(MULTIPLY_NAME, multiply)
+    return multiply
+
+
+@compiled
+def _multiply_few(
+    tiles: int,
     matrix: int,
-    kind: Any,
-    size: int,
+    stride: int,
     out_features: int,
     columns: int,
     inputs: int,
@@ -251,47 +371,19 @@ def multiply(
     outputs: int,
     output_stride: int,
 ) -> None:
-    """Compute ``outputs = inputs @ matrix.T`` on arrays given by address; inputs and outputs are float32.
-
-    ``kind`` is the matrix format and ``size`` the size of its numbers or blocks in bytes. ``output_stride`` is the
-    distance between output rows in numbers. ``columns`` must be a multiple of ``COLUMN_MULTIPLE`` and of the block.
-    """
-    stride = columns // block_size_of(kind) * size
-    whole = out_features - out_features % TILE_OUT_FEATURES
-    long = size != ITEM_SIZE and rows * columns > L1_NUMBERS
-    if rows > (MAX_LONG_REGISTER_ROWS if long else MAX_REGISTER_ROWS):
-        multiply_many(matrix, kind, stride, whole, columns, inputs, rows, outputs, output_stride)
-    elif rows <= MAX_DIRECT_ROWS or size == ITEM_SIZE:  # float32 needs no unpacking
-        for out in range(0, whole, TILE_OUT_FEATURES):
-            written = outputs + out * ITEM_SIZE
-            _multiply_few(matrix + out * stride, kind, stride, columns, inputs, rows, written, output_stride)
-    else:
-        interleaved = np.empty(rows * columns + LANES, np.float32)
-        _multiply_interleaved(matrix, kind, stride, whole, columns, inputs, rows, outputs, output_stride, interleaved)
-    for out in range(whole, out_features):
-        for row in range(rows):
-            read, written = inputs + row * columns * ITEM_SIZE, outputs + (row * output_stride + out) * ITEM_SIZE
-            _single(matrix + out * stride, kind, columns, read, written, output_stride, 1)
-
-
-@njit(cache=True, nogil=True)
-def _multiply_few(
-    matrix: int, kind: Any, stride: int, columns: int, inputs: int, rows: int, outputs: int, output_stride: int
-) -> None:
-    """Multiply ``TILE_OUT_FEATURES`` matrix rows by input rows that are read in-place."""
+    """Multiply by input rows that are read in-place."""
     row = 0
     while row < rows:
         tile_rows = min(rows - row, MAX_DIRECT_ROWS)
         read, written = inputs + row * columns * ITEM_SIZE, outputs + row * output_stride * ITEM_SIZE
-        for out in range(0, TILE_OUT_FEATURES, _ROW_OUT_FEATURES[tile_rows]):
-            _few(matrix + out * stride, kind, columns, read, written + out * ITEM_SIZE, output_stride, tile_rows)
+        call_tiles(tiles, (matrix, stride, out_features, columns, read, written, output_stride, tile_rows))
         row += tile_rows
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _multiply_interleaved(
+    tiles: int,
     matrix: int,
-    kind: Any,
     stride: int,
     out_features: int,
     columns: int,
@@ -314,27 +406,17 @@ def _multiply_interleaved(
         offset = row * columns * ITEM_SIZE
         interleave(inputs + offset, group_rows, columns, aligned + offset, group_rows)
         row += group_rows
-    for out in range(0, out_features, TILE_OUT_FEATURES):
+    out, step = 0, out_features if groups == 1 else TILE_OUT_FEATURES
+    while out < out_features:
         row = 0
         for group in range(groups):
             group_rows, first = (rows - row) // (groups - group), row * columns * ITEM_SIZE
-            matrix_rows, written = matrix + out * stride, outputs + (row * output_stride + out) * ITEM_SIZE
-            if group_rows > MAX_DIRECT_ROWS:
-                read = aligned + first
-                for first_out in range(0, TILE_OUT_FEATURES, _ROW_OUT_FEATURES[group_rows]):
-                    to = written + first_out * ITEM_SIZE
-                    _many(matrix_rows + first_out * stride, kind, columns, read, to, output_stride, group_rows)
-            else:  # e.g. nine rows are split into five and four
-                _multiply_few(matrix_rows, kind, stride, columns, inputs + first, group_rows, written, output_stride)
+            written = outputs + (row * output_stride + out) * ITEM_SIZE
+            read = aligned + first if group_rows > MAX_DIRECT_ROWS else inputs + first
+            part = matrix + out * stride
+            call_tiles(tiles, (part, stride, step, columns, read, written, output_stride, group_rows))
             row += group_rows
-
-
-@njit(cache=True, nogil=True)
-def unpack(matrix: int, kind: Any, size: int, out_features: int, columns: int, written: int) -> None:
-    """Expand a matrix to float32 at address ``written``; ``size`` is the size of a number or block in bytes."""
-    stride = columns // block_size_of(kind) * size
-    for out in range(out_features):
-        unpack_row(matrix + out * stride, kind, columns, written + out * columns * ITEM_SIZE)
+        out += step
 
 
 MATMUL_ARGUMENTS = 9
@@ -349,6 +431,8 @@ def matmul_of(kind: MatrixKind, size: int) -> Any:
     Keep the result alive as long as its address is used.
     """
 
+    _tiles_of(kind), unpack_of(kind), _multiply_function()
+
     @cfunc(types.void(*[types.int64] * MATMUL_ARGUMENTS), cache=True)
     def matmul(
         matrix: int,
@@ -361,8 +445,21 @@ def matmul_of(kind: MatrixKind, size: int) -> Any:
         first: int,
         end: int,
     ) -> None:
-        part = matrix + first * (columns // block_size_of(kind) * size)
-        multiply(part, kind, size, end - first, columns, inputs, rows, outputs + first * ITEM_SIZE, out_features)
+        block_size = block_size_of(kind)
+        part, written = matrix + first * (columns // block_size * size), outputs + first * ITEM_SIZE
+        _multiply(
+            _tiles_address(kind),
+            unpack_address(kind),
+            block_size,
+            size,
+            part,
+            end - first,
+            columns,
+            inputs,
+            rows,
+            written,
+            out_features,
+        )
         add_bias(bias, out_features, rows, outputs, first, end)
 
     return matmul

@@ -7,14 +7,24 @@ of the expanded matrix bit for bit. The order of summation is independent of the
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from typing import Any
 
 from llvmlite import ir  # type: ignore[import-untyped]
-from numba import types
+from numba import cfunc, types
 from numba.core import cgutils
 
-from hdtool.runtime.kernels.compiled import BYTES, generated
-from hdtool.runtime.kernels.matrix_formats import FORMAT_OF_TYPE, Blocks, Expand, MatrixKind, Tile, cases, type_of
+from hdtool.runtime.kernels.compiled import BYTES, caller_of, generated, share, shared_address
+from hdtool.runtime.kernels.matrix_formats import (
+    FORMAT_OF_TYPE,
+    BlockFormat,
+    Blocks,
+    Expand,
+    MatrixKind,
+    Tile,
+    cases,
+    type_of,
+)
 from hdtool.runtime.kernels.vector_code import CACHE_LINE, CPU, FLOAT, HALF, INDEX, ITEM_SIZE, LANES, SHORT, VectorCode
 
 FLOAT32, BFLOAT16, FLOAT16 = MatrixKind("float32"), MatrixKind("bfloat16"), MatrixKind("float16")
@@ -308,6 +318,37 @@ def unpack_row(builder: Any, matrix: Any, kind: Any, columns: Any, written: Any)
         return []
 
     read.loop([first], columns, [], write)
+
+
+UNPACK = types.void(*[types.int64] * 5)
+"""Signature of a format's C function ``unpack_rows``."""
+UNPACK_NAME = "hdtool_unpack_rows_"
+"""Name of a format's shared ``unpack_rows``, without the format's name at its end."""
+call_unpack = caller_of(UNPACK)
+
+
+@cache
+def unpack_of(kind: MatrixKind) -> Any:
+    """Compile and share the C function that expands rows of a format to float32 at address ``written``."""
+
+    @cfunc(UNPACK, cache=True)
+    def unpack_rows(matrix: int, stride: int, rows: int, columns: int, written: int) -> None:
+        for row in range(rows):
+            unpack_row(matrix + row * stride, kind, columns, written + row * columns * ITEM_SIZE)
+
+    share(UNPACK_NAME + kind.name, unpack_rows)
+    return unpack_rows
+
+
+def unpack(format: BlockFormat, matrix: int, rows: int, columns: int, written: int) -> None:
+    """Expand rows of a matrix to float32 at address ``written``."""
+    unpack_of(format.kind).ctypes(matrix, columns // format.block_size * format.bytes, rows, columns, written)
+
+
+@generated(None, returns=types.int64)
+def unpack_address(builder: Any, kind: Any) -> Any:
+    """Return the address of a format's ``unpack_rows``, which ``unpack_of`` must have compiled."""
+    return shared_address(builder, UNPACK_NAME + kind.kind_name)
 
 
 @generated(*[types.int64] * 4)

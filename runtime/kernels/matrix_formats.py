@@ -32,6 +32,7 @@ class MatrixKindType(types.Type):
 
     def __init__(self, kind_name: str) -> None:
         super().__init__(f"MatrixKind({kind_name})")
+        self.kind_name = kind_name
 
 
 register_model(MatrixKindType)(models.OpaqueModel)

@@ -15,8 +15,9 @@ from typing import Any
 import torch
 
 from hdtool.runtime.environment import machine
-from hdtool.runtime.kernels.gemm import multiply, unpack
-from hdtool.runtime.kernels.gemm_tiles import BFLOAT16, FLOAT32
+from hdtool.runtime.kernels.gemm import matmul_of
+from hdtool.runtime.kernels.gemm_tiles import BFLOAT16, FLOAT32, unpack
+from hdtool.runtime.kernels.linear import multiply
 from hdtool.runtime.kernels.matrix_formats import FORMATS_BY_GGUF_TYPE, BlockFormat
 from tests.support.packed_blocks import some_matrix
 
@@ -31,15 +32,13 @@ Side = tuple[Any, int, list[torch.Tensor]]
 
 
 def product(input: torch.Tensor, kind: Any, size: int, matrix: torch.Tensor) -> torch.Tensor:
-    rows, columns = input.shape
-    found = input.new_empty(rows, len(matrix))
-    multiply(matrix.data_ptr(), kind, size, len(matrix), columns, input.data_ptr(), rows, found.data_ptr(), len(matrix))
-    return found
+    shape = torch.Size((len(matrix), input.shape[1]))
+    return multiply(matmul_of(kind, size).address, matrix.data_ptr(), shape, input)
 
 
 def unpacked(blocks: torch.Tensor, columns: int, format: BlockFormat) -> torch.Tensor:
     found = torch.empty(len(blocks), columns)
-    unpack(blocks.data_ptr(), format.kind, format.bytes, len(blocks), columns, found.data_ptr())
+    unpack(format, blocks.data_ptr(), len(blocks), columns, found.data_ptr())
     return found
 
 

@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from numba import cfunc, njit, types
+from numba import cfunc, types
 
 from hdtool.runtime.engines.cpu.int8_code import PANEL_ROWS, PART, QUAD, PanelFormat, panel_format
 from hdtool.runtime.engines.cpu.int8_tiles import INT8_TILE_ROWS, RECORD_SIZE, panel_bytes, panel_tile, quantize_row
-from hdtool.runtime.kernels.compiled import array_at
+from hdtool.runtime.kernels.compiled import array_at, caller_of, compiled, generated, share, shared_address
 from hdtool.runtime.kernels.gemm import MATMUL_ARGUMENTS, add_bias
 from hdtool.runtime.kernels.matrix_formats import BlockFormat, MatrixKind, by_rows
 from hdtool.runtime.kernels.vector_code import ITEM_SIZE
@@ -24,9 +24,19 @@ from hdtool.runtime.kernels.vector_code import ITEM_SIZE
 _tile = by_rows({rows: panel_tile(rows) for rows in range(1, INT8_TILE_ROWS + 1)})
 
 
+TILE, QUANTIZE = types.void(*[types.int64] * 6), types.void(*[types.int64] * 3)
+"""Signatures of the C functions ``multiply_panel`` and ``quantize``, which each format has."""
+MULTIPLY = types.void(*[types.int64] * 10)
+TILE_NAME, QUANTIZE_NAME, MULTIPLY_NAME = "hdtool_multiply_panel_", "hdtool_quantize_", "hdtool_multiply_int8"
+"""Names of shared functions; the first two are followed by the name of the format."""
+call_tile, call_quantize = caller_of(TILE), caller_of(QUANTIZE)
+_multiply_int8: Any = types.ExternalFunction(MULTIPLY_NAME, MULTIPLY)
+
+
 @cache
 def int8_matmul_of(kind: MatrixKind) -> Any:
     """Return the C function of the int8 matmul for a format's panels; keep it alive while its address is used."""
+    _tile_of(kind), _quantize_of(kind), _multiply_function()
 
     @cfunc(types.void(*[types.int64] * MATMUL_ARGUMENTS), cache=True)
     def matmul(
@@ -40,37 +50,100 @@ def int8_matmul_of(kind: MatrixKind) -> Any:
         first: int,
         end: int,
     ) -> None:
-        part = matrix + first // PANEL_ROWS * panel_bytes(kind, columns)
-        multiply_int8(part, kind, end - first, columns, inputs, rows, outputs + first * ITEM_SIZE, out_features)
+        size, written = panel_bytes(kind, columns), outputs + first * ITEM_SIZE
+        part = matrix + first // PANEL_ROWS * size
+        _multiply_int8(
+            _tile_address(kind),
+            _quantize_address(kind),
+            size,
+            part,
+            end - first,
+            columns,
+            inputs,
+            rows,
+            written,
+            out_features,
+        )
         add_bias(bias, out_features, rows, outputs, first, end)
 
     return matmul
 
 
-@njit(cache=True, nogil=True)
-def multiply_int8(
-    panels: int,
-    kind: Any,
-    out_features: int,
-    columns: int,
-    inputs: int,
-    rows: int,
-    outputs: int,
-    output_stride: int,
-) -> None:
-    """Multiply panels by float32 rows; ``kind`` is the format that the panels were made from.
+@cache
+def _tile_of(kind: MatrixKind) -> Any:
+    """Compile and share a format's tiles."""
 
-    ``panels``, ``inputs`` and ``outputs`` are addresses. Output rows are ``output_stride`` float32 values apart.
-    """
-    # numba frees an array after the last line that names it, so the callee, which uses the address, gets the array too.
-    records = np.empty(rows * (columns // PART * RECORD_SIZE), np.uint8)
-    _multiply_records(panels, kind, out_features, columns, inputs, rows, outputs, output_stride, records)
+    @cfunc(TILE, cache=True)
+    def multiply_panel(panel: int, columns: int, records: int, outputs: int, output_stride: int, rows: int) -> None:
+        """Multiply a panel by up to ``INT8_TILE_ROWS`` quantized rows."""
+        _tile(panel, kind, columns, records, outputs, output_stride, rows)
+
+    share(TILE_NAME + kind.name, multiply_panel)
+    return multiply_panel
 
 
-@njit(cache=True, nogil=True)
+@cache
+def _quantize_of(kind: MatrixKind) -> Any:
+    """Compile and share the function that quantizes a row for a format."""
+
+    @cfunc(QUANTIZE, cache=True)
+    def quantize(read: int, columns: int, written: int) -> None:
+        quantize_row(read, kind, columns, written)
+
+    share(QUANTIZE_NAME + kind.name, quantize)
+    return quantize
+
+
+@generated(None, returns=types.int64)
+def _tile_address(builder: Any, kind: Any) -> Any:
+    """Return the address of a format's ``multiply_panel``."""
+    return shared_address(builder, TILE_NAME + kind.kind_name)
+
+
+@generated(None, returns=types.int64)
+def _quantize_address(builder: Any, kind: Any) -> Any:
+    """Return the address of a format's ``quantize``."""
+    return shared_address(builder, QUANTIZE_NAME + kind.kind_name)
+
+
+@cache
+def _multiply_function() -> Any:
+    """Compile and share the int8 matmul of all formats."""
+
+    @cfunc(MULTIPLY, cache=True)
+    def multiply_int8(
+        tile: int,
+        quantize: int,
+        panel_size: int,
+        panels: int,
+        out_features: int,
+        columns: int,
+        inputs: int,
+        rows: int,
+        outputs: int,
+        output_stride: int,
+    ) -> None:
+        """Multiply panels of ``panel_size`` bytes by float32 rows.
+
+        All arrays are given by address, and ``tile`` and ``quantize`` are the addresses of the format's functions.
+        Output rows are ``output_stride`` float32 values apart.
+        """
+        # numba frees an array after the last line that names it, so the callee, which uses the address, gets the array.
+        records = np.empty(rows * (columns // PART * RECORD_SIZE), np.uint8)
+        _multiply_records(
+            tile, quantize, panel_size, panels, out_features, columns, inputs, rows, outputs, output_stride, records
+        )
+
+    share(MULTIPLY_NAME, multiply_int8)
+    return multiply_int8
+
+
+@compiled
 def _multiply_records(
+    tile: int,
+    quantize: int,
+    panel_size: int,
     panels: int,
-    kind: Any,
     out_features: int,
     columns: int,
     inputs: int,
@@ -80,41 +153,33 @@ def _multiply_records(
     records: npt.NDArray[np.uint8],
 ) -> None:
     """Quantize the rows into ``records`` and multiply the panels by them."""
-    width, size = columns // PART * RECORD_SIZE, panel_bytes(kind, columns)
-    quantized = records.ctypes.data
+    width, quantized = columns // PART * RECORD_SIZE, records.ctypes.data
     for row in range(rows):
-        quantize_row(inputs + row * columns * ITEM_SIZE, kind, columns, quantized + row * width)
+        call_quantize(quantize, (inputs + row * columns * ITEM_SIZE, columns, quantized + row * width))
     whole = out_features // PANEL_ROWS * PANEL_ROWS
     for out in range(0, whole, PANEL_ROWS):
-        panel = panels + out // PANEL_ROWS * size
-        _multiply_panel(panel, kind, columns, quantized, width, rows, outputs + out * ITEM_SIZE, output_stride)
+        panel = panels + out // PANEL_ROWS * panel_size
+        _multiply_panel(tile, panel, columns, quantized, width, rows, outputs + out * ITEM_SIZE, output_stride)
     if whole < out_features:
         last = np.empty((rows, PANEL_ROWS), np.float32)
-        panel = panels + whole // PANEL_ROWS * size
-        _multiply_panel(panel, kind, columns, quantized, width, rows, last.ctypes.data, last.shape[1])
+        panel = panels + whole // PANEL_ROWS * panel_size
+        _multiply_panel(tile, panel, columns, quantized, width, rows, last.ctypes.data, last.shape[1])
         for row in range(rows):
             array_at(outputs + row * output_stride * ITEM_SIZE, (out_features,), types.float32)[whole:] = last[
                 row, : out_features - whole
             ]
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _multiply_panel(
-    panel: int, kind: Any, columns: int, inputs: int, width: int, rows: int, outputs: int, output_stride: int
+    tile: int, panel: int, columns: int, inputs: int, width: int, rows: int, outputs: int, output_stride: int
 ) -> None:
     """Multiply a panel by all quantized rows, in tiles; a row's records have ``width`` bytes in total."""
     row = 0
     while row < rows:
         tile_rows = min(rows - row, INT8_TILE_ROWS)
-        _tile(
-            panel,
-            kind,
-            columns,
-            inputs + row * width,
-            outputs + row * output_stride * ITEM_SIZE,
-            output_stride,
-            tile_rows,
-        )
+        written = outputs + row * output_stride * ITEM_SIZE
+        call_tile(tile, (panel, columns, inputs + row * width, written, output_stride, tile_rows))
         row += tile_rows
 
 

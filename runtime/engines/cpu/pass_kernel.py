@@ -44,7 +44,7 @@ from hdtool.runtime.engines.cpu.mixers.convolution import fill_origins, origins_
 from hdtool.runtime.engines.cpu.mixers.mix import accept
 from hdtool.runtime.kernels.compiled import WORD_SIZE, Array, Ints, array_at, compiled, copy_floats, float_of
 from hdtool.runtime.kernels.gemm import MATMUL_ARGUMENTS, call_at
-from hdtool.runtime.kernels.gemm_tiles import block_size_of, unpack_row
+from hdtool.runtime.kernels.gemm_tiles import block_size_of, call_unpack, unpack_address, unpack_of
 from hdtool.runtime.kernels.matrix_formats import MatrixKind
 from hdtool.runtime.kernels.thread_pool import parallel_matmul
 from hdtool.runtime.kernels.topk import FOLD, INFINITY, TOPK_BLOCK, fold, folded_size
@@ -79,6 +79,7 @@ IN_CACHE = 1 << 17
 @cache
 def embedding_of(kind: MatrixKind, size: int) -> Any:
     """Return the C function that expands a format's embedding rows; keep it alive while its address is used."""
+    unpack_of(kind)
 
     @cfunc(types.void(*[types.int64] * MATMUL_ARGUMENTS), cache=True)
     def embed(
@@ -86,7 +87,8 @@ def embedding_of(kind: MatrixKind, size: int) -> Any:
     ) -> None:
         ids, stride = array_at(ids_at, (rows,), types.int64), columns // block_size_of(kind) * size
         for row in range(rows):
-            unpack_row(matrix + ids[row] * stride, kind, columns, written + row * columns * ITEM_SIZE)
+            target = written + row * columns * ITEM_SIZE
+            call_unpack(unpack_address(kind), (matrix + ids[row] * stride, stride, 1, columns, target))
 
     return embed
 
