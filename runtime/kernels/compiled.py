@@ -103,18 +103,32 @@ def address_of(function: Callable[..., Any], signature: Any) -> int:
     return int(_function(function, signature).address)
 
 
+_shared: list[Any] = []
+"""Shared functions, kept because compiled code holds their addresses."""
+
+
 def share(name: str, function: Any) -> None:
     """Let compiled code call a C function by name, so that it isn't compiled into each caller.
 
-    Share it before code that names it is compiled or loaded, and keep it alive.
+    Call this before code that uses the name is compiled or loaded from a cache; otherwise, LLVM aborts the process.
     """
+    _shared.append(function)
     add_symbol(name, function.address)
 
 
-def shared_address(builder: Any, name: str) -> Any:
-    """Generate the address of a shared C function."""
-    kind = ir.FunctionType(ir.VoidType(), [])
-    return builder.ptrtoint(cgutils.get_or_insert_function(builder.module, kind, name), ir.IntType(64))  # type: ignore[no-untyped-call]
+def shared_address(prefix: str) -> Any:
+    """Return an intrinsic that takes a matrix format and returns the address of its function.
+
+    The function must be shared under the name ``prefix`` followed by the format's name.
+    """
+
+    @generated(None, returns=types.int64)
+    def address(builder: Any, kind: Any) -> Any:
+        function_type = ir.FunctionType(ir.VoidType(), [])
+        function = cgutils.get_or_insert_function(builder.module, function_type, prefix + kind.kind_name)  # type: ignore[no-untyped-call]
+        return builder.ptrtoint(function, ir.IntType(64))
+
+    return address
 
 
 def caller_of(signature: Any) -> Any:
@@ -126,7 +140,11 @@ def caller_of(signature: Any) -> Any:
 
     def call(context: Any, address: Any, arguments: Any) -> Any:
         def lower(target: Any, builder: Any, _: Any, values: Any) -> Any:
-            arguments_ = cgutils.unpack_tuple(builder, values[1])  # type: ignore[no-untyped-call]
+            given = cgutils.unpack_tuple(builder, values[1])  # type: ignore[no-untyped-call]
+            arguments_ = [
+                target.cast(builder, value, kind, wanted)
+                for value, kind, wanted in zip(given, arguments.types, signature.args, strict=True)
+            ]
             llvm_type = ir.VoidType() if returned == types.void else target.get_value_type(returned)
             pointer = ir.FunctionType(llvm_type, [value.type for value in arguments_]).as_pointer()
             result = builder.call(builder.inttoptr(values[0], pointer), arguments_)

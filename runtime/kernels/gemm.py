@@ -1,4 +1,4 @@
-"""Matmuls ``outputs = inputs @ matrix.T + bias``, compiled to one C function per matrix format and called by address.
+"""Matmuls ``outputs = inputs @ matrix.T + bias``: a C function per matrix format, called by address.
 
 BLAS is tuned for many rows. With one row, or the few rows of a draft tree, it doesn't reach memory bandwidth; this
 kernel reads the matrix once, in memory order, and prefetches ahead.
@@ -62,7 +62,7 @@ _add, _complete = partial_tile(_GROUP_OUT_FEATURES, last=False), partial_tile(_G
 
 
 @compiled
-def multiply_many(
+def _multiply_many(
     unpack: int,
     block_size: int,
     matrix: int,
@@ -74,9 +74,9 @@ def multiply_many(
     outputs: int,
     output_stride: int,
 ) -> None:
-    """Like ``multiply``, for many input rows; ``out_features`` must be a multiple of ``TILE_OUT_FEATURES``.
+    """Compute the matmul for many input rows; see ``_multiply_function``.
 
-    ``stride`` is the size of a matrix row in bytes.
+    ``out_features`` must be a multiple of ``TILE_OUT_FEATURES``, and ``stride`` is the size of a matrix row in bytes.
     """
     chunks = (rows + MAX_INTERLEAVED_ROWS - 1) // MAX_INTERLEAVED_ROWS
     chunk = (rows + chunks * GROUP - 1) // (chunks * GROUP) * GROUP
@@ -239,12 +239,12 @@ def interleave(inputs: int, rows: int, columns: int, written: int, group: int) -
 COLUMN_MULTIPLE = 64
 """Required divisor of a matrix's number of columns."""
 MAX_REGISTER_ROWS = 18 if LANES == 16 else 11
-"""Maximum input rows for which the matrix is unpacked in registers, once per tile; for more, ``multiply_many`` is
-faster. On an Intel Xeon with AVX-512, a 1,536 x 768 matrix in Q4_1 takes 0.84 of ``multiply_many``'s time with 17 rows
+"""Maximum input rows for which the matrix is unpacked in registers, once per tile; for more, ``_multiply_many`` is
+faster. On an Intel Xeon with AVX-512, a 1,536 x 768 matrix in Q4_1 takes 0.84 of ``_multiply_many``'s time with 17 rows
 and 0.97 with 20; in Q6_K, 0.97 and 1.15."""
 MAX_LONG_REGISTER_ROWS = 8 if LANES == 8 else MAX_REGISTER_ROWS
 """Like ``MAX_REGISTER_ROWS``, for input rows that together exceed L1. On Zen 4 without AVX-512, eleven rows by a 576 x
-1,536 matrix in Q4_1 took 1.3 times as long in registers as in ``multiply_many``."""
+1,536 matrix in Q4_1 took 1.3 times as long in registers as in ``_multiply_many``."""
 L1_NUMBERS = 8192
 MAX_CACHED_VALUES = 1 << 17 if LANES == 16 else 10240
 """Maximum size of an input group in numbers, so that it stays cached between tiles: in L2 with AVX-512, where rereading
@@ -262,11 +262,11 @@ _many = by_rows(
 
 
 TILES = types.void(*[types.int64] * 8)
-"""Signature of a format's C function ``multiply_rows``."""
+"""Signature of a format's C function ``multiply_tiles``."""
 MULTIPLY = types.void(*[types.int64] * 11)
-TILES_NAME, MULTIPLY_NAME = "hdtool_multiply_rows_", "hdtool_multiply"
-"""Names of shared functions; the first one is followed by the name of the format."""
-call_tiles = caller_of(TILES)
+TILES_PREFIX, MULTIPLY_NAME = "hdtool_multiply_tiles_", "hdtool_multiply"
+"""Names of shared functions; the name of the format follows the prefix."""
+call_tiles, _tiles_address = caller_of(TILES), shared_address(TILES_PREFIX)
 _multiply: Any = types.ExternalFunction(MULTIPLY_NAME, MULTIPLY)
 
 
@@ -275,7 +275,7 @@ def _tiles_of(kind: MatrixKind) -> Any:
     """Compile and share a format's tiles."""
 
     @cfunc(TILES, cache=True)
-    def multiply_rows(
+    def multiply_tiles(
         matrix: int,
         stride: int,
         out_features: int,
@@ -285,9 +285,10 @@ def _tiles_of(kind: MatrixKind) -> Any:
         output_stride: int,
         rows: int,
     ) -> None:
-        """Multiply matrix rows, a multiple of ``TILE_OUT_FEATURES``, by up to ``MAX_TILE_ROWS`` input rows.
+        """Multiply ``out_features`` matrix rows by up to ``MAX_TILE_ROWS`` input rows.
 
-        More than ``MAX_DIRECT_ROWS`` input rows must be interleaved. Fewer matrix rows are multiplied by one input row.
+        More than ``MAX_DIRECT_ROWS`` input rows must be interleaved. ``out_features`` must be a multiple of
+        ``TILE_OUT_FEATURES``, or less than that with a single input row.
         """
         if out_features < TILE_OUT_FEATURES:
             for out in range(out_features):
@@ -299,14 +300,8 @@ def _tiles_of(kind: MatrixKind) -> Any:
             for out in range(0, out_features, _ROW_OUT_FEATURES[rows]):
                 _many(matrix + out * stride, kind, columns, inputs, outputs + out * ITEM_SIZE, output_stride, rows)
 
-    share(TILES_NAME + kind.name, multiply_rows)
-    return multiply_rows
-
-
-@generated(None, returns=types.int64)
-def _tiles_address(builder: Any, kind: Any) -> Any:
-    """Return the address of a format's ``multiply_rows``."""
-    return shared_address(builder, TILES_NAME + kind.kind_name)
+    share(TILES_PREFIX + kind.name, multiply_tiles)
+    return multiply_tiles
 
 
 @cache
@@ -329,16 +324,17 @@ def _multiply_function() -> Any:
     ) -> None:
         """Compute ``outputs = inputs @ matrix.T`` on arrays given by address; inputs and outputs are float32.
 
-        ``tiles`` and ``unpack`` are the addresses of the format's functions, ``block_size`` is the number of weights in
-        a block and ``size`` its bytes. ``output_stride`` is the distance between output rows in numbers. ``columns``
-        must be a multiple of ``COLUMN_MULTIPLE`` and of the block.
+        ``tiles`` and ``unpack`` are the addresses of the format's functions. A block has ``block_size`` weights and
+        ``size`` bytes. ``output_stride`` is the distance between output rows in numbers. ``columns`` must be a multiple
+        of ``COLUMN_MULTIPLE`` and of ``block_size``.
         """
         stride = columns // block_size * size
         whole = out_features - out_features % TILE_OUT_FEATURES
         long = size != ITEM_SIZE and rows * columns > L1_NUMBERS
         if rows > (MAX_LONG_REGISTER_ROWS if long else MAX_REGISTER_ROWS):
-            multiply_many(unpack, block_size, matrix, stride, whole, columns, inputs, rows, outputs, output_stride)
+            _multiply_many(unpack, block_size, matrix, stride, whole, columns, inputs, rows, outputs, output_stride)
         elif rows <= MAX_DIRECT_ROWS or size == ITEM_SIZE:  # float32 needs no unpacking
+            # All matrix rows at once, unless several groups of input rows share them while they are cached.
             out, step = 0, whole if rows <= MAX_DIRECT_ROWS else TILE_OUT_FEATURES
             while out < whole:
                 read, written = matrix + out * stride, outputs + out * ITEM_SIZE
@@ -412,6 +408,7 @@ def _multiply_interleaved(
         for group in range(groups):
             group_rows, first = (rows - row) // (groups - group), row * columns * ITEM_SIZE
             written = outputs + (row * output_stride + out) * ITEM_SIZE
+            # For example, nine rows are split into five and four, which are read in-place.
             read = aligned + first if group_rows > MAX_DIRECT_ROWS else inputs + first
             part = matrix + out * stride
             call_tiles(tiles, (part, stride, step, columns, read, written, output_stride, group_rows))
@@ -431,7 +428,9 @@ def matmul_of(kind: MatrixKind, size: int) -> Any:
     Keep the result alive as long as its address is used.
     """
 
-    _tiles_of(kind), unpack_of(kind), _multiply_function()
+    _tiles_of(kind)
+    unpack_of(kind)
+    _multiply_function()
 
     @cfunc(types.void(*[types.int64] * MATMUL_ARGUMENTS), cache=True)
     def matmul(

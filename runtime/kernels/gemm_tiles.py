@@ -321,34 +321,31 @@ def unpack_row(builder: Any, matrix: Any, kind: Any, columns: Any, written: Any)
 
 
 UNPACK = types.void(*[types.int64] * 5)
-"""Signature of a format's C function ``unpack_rows``."""
-UNPACK_NAME = "hdtool_unpack_rows_"
-"""Name of a format's shared ``unpack_rows``, without the format's name at its end."""
-call_unpack = caller_of(UNPACK)
+"""Signature of a format's C function ``unpack_rows``.
+
+Cached code of other modules relies on it: run ``make .compiled`` after a change, which deletes numba's caches.
+"""
+UNPACK_PREFIX = "hdtool_unpack_rows_"
+"""Prefix of the name under which ``unpack_rows`` is shared."""
+call_unpack, unpack_address = caller_of(UNPACK), shared_address(UNPACK_PREFIX)
 
 
 @cache
 def unpack_of(kind: MatrixKind) -> Any:
-    """Compile and share the C function that expands rows of a format to float32 at address ``written``."""
+    """Compile and share the C function that expands matrix rows of a format to float32."""
 
     @cfunc(UNPACK, cache=True)
     def unpack_rows(matrix: int, stride: int, rows: int, columns: int, written: int) -> None:
         for row in range(rows):
             unpack_row(matrix + row * stride, kind, columns, written + row * columns * ITEM_SIZE)
 
-    share(UNPACK_NAME + kind.name, unpack_rows)
+    share(UNPACK_PREFIX + kind.name, unpack_rows)
     return unpack_rows
 
 
-def unpack(format: BlockFormat, matrix: int, rows: int, columns: int, written: int) -> None:
+def unpack_matrix(format: BlockFormat, matrix: int, rows: int, columns: int, written: int) -> None:
     """Expand rows of a matrix to float32 at address ``written``."""
     unpack_of(format.kind).ctypes(matrix, columns // format.block_size * format.bytes, rows, columns, written)
-
-
-@generated(None, returns=types.int64)
-def unpack_address(builder: Any, kind: Any) -> Any:
-    """Return the address of a format's ``unpack_rows``, which ``unpack_of`` must have compiled."""
-    return shared_address(builder, UNPACK_NAME + kind.kind_name)
 
 
 @generated(*[types.int64] * 4)

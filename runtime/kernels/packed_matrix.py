@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from hdtool.runtime.kernels.gemm_tiles import unpack
+from hdtool.runtime.kernels.gemm_tiles import unpack_matrix
 from hdtool.runtime.kernels.matrix_formats import FORMATS_BY_GGUF_TYPE, INT4, INT8, BlockFormat
 
 MADV_PAGEOUT = 21
@@ -81,7 +81,7 @@ class PackedMatrix:
 
     def into(self, memory: torch.Tensor) -> torch.Tensor:
         """Expand the matrix into a contiguous float32 tensor of its shape, and return that tensor."""
-        unpack(self.format, self.data_ptr(), len(self), self.shape[1], memory.data_ptr())
+        unpack_matrix(self.format, self.data_ptr(), len(self), self.shape[1], memory.data_ptr())
         return memory
 
     def rows(self, operation: Any, args: Sequence[Any], kwargs: Any) -> torch.Tensor | None:

@@ -16,7 +16,7 @@ import torch
 
 from hdtool.runtime.environment import machine
 from hdtool.runtime.kernels.gemm import matmul_of
-from hdtool.runtime.kernels.gemm_tiles import BFLOAT16, FLOAT32, unpack
+from hdtool.runtime.kernels.gemm_tiles import BFLOAT16, FLOAT32, unpack_matrix
 from hdtool.runtime.kernels.linear import multiply
 from hdtool.runtime.kernels.matrix_formats import FORMATS_BY_GGUF_TYPE, BlockFormat
 from tests.support.packed_blocks import some_matrix
@@ -38,7 +38,7 @@ def product(input: torch.Tensor, kind: Any, size: int, matrix: torch.Tensor) -> 
 
 def unpacked(blocks: torch.Tensor, columns: int, format: BlockFormat) -> torch.Tensor:
     found = torch.empty(len(blocks), columns)
-    unpack(format, blocks.data_ptr(), len(blocks), columns, found.data_ptr())
+    unpack_matrix(format, blocks.data_ptr(), len(blocks), columns, found.data_ptr())
     return found
 
 

@@ -16,27 +16,30 @@ from numba import cfunc, types
 
 from hdtool.runtime.engines.cpu.int8_code import PANEL_ROWS, PART, QUAD, PanelFormat, panel_format
 from hdtool.runtime.engines.cpu.int8_tiles import INT8_TILE_ROWS, RECORD_SIZE, panel_bytes, panel_tile, quantize_row
-from hdtool.runtime.kernels.compiled import array_at, caller_of, compiled, generated, share, shared_address
+from hdtool.runtime.kernels.compiled import array_at, caller_of, compiled, share, shared_address
 from hdtool.runtime.kernels.gemm import MATMUL_ARGUMENTS, add_bias
 from hdtool.runtime.kernels.matrix_formats import BlockFormat, MatrixKind, by_rows
 from hdtool.runtime.kernels.vector_code import ITEM_SIZE
 
-_tile = by_rows({rows: panel_tile(rows) for rows in range(1, INT8_TILE_ROWS + 1)})
+_tile_by_rows = by_rows({rows: panel_tile(rows) for rows in range(1, INT8_TILE_ROWS + 1)})
 
 
 TILE, QUANTIZE = types.void(*[types.int64] * 6), types.void(*[types.int64] * 3)
-"""Signatures of the C functions ``multiply_panel`` and ``quantize``, which each format has."""
+"""Signatures of the C functions ``multiply_tile`` and ``quantize``, which each format has."""
 MULTIPLY = types.void(*[types.int64] * 10)
-TILE_NAME, QUANTIZE_NAME, MULTIPLY_NAME = "hdtool_multiply_panel_", "hdtool_quantize_", "hdtool_multiply_int8"
-"""Names of shared functions; the first two are followed by the name of the format."""
-call_tile, call_quantize = caller_of(TILE), caller_of(QUANTIZE)
+TILE_PREFIX, QUANTIZE_PREFIX, MULTIPLY_NAME = "hdtool_multiply_int8_tile_", "hdtool_quantize_", "hdtool_multiply_int8"
+"""Names of shared functions; the name of the format follows the prefixes."""
+call_tile, _tile_address = caller_of(TILE), shared_address(TILE_PREFIX)
+call_quantize, _quantize_address = caller_of(QUANTIZE), shared_address(QUANTIZE_PREFIX)
 _multiply_int8: Any = types.ExternalFunction(MULTIPLY_NAME, MULTIPLY)
 
 
 @cache
 def int8_matmul_of(kind: MatrixKind) -> Any:
     """Return the C function of the int8 matmul for a format's panels; keep it alive while its address is used."""
-    _tile_of(kind), _quantize_of(kind), _multiply_function()
+    _tile_of(kind)
+    _quantize_of(kind)
+    _multiply_function()
 
     @cfunc(types.void(*[types.int64] * MATMUL_ARGUMENTS), cache=True)
     def matmul(
@@ -74,12 +77,12 @@ def _tile_of(kind: MatrixKind) -> Any:
     """Compile and share a format's tiles."""
 
     @cfunc(TILE, cache=True)
-    def multiply_panel(panel: int, columns: int, records: int, outputs: int, output_stride: int, rows: int) -> None:
+    def multiply_tile(panel: int, columns: int, records: int, outputs: int, output_stride: int, rows: int) -> None:
         """Multiply a panel by up to ``INT8_TILE_ROWS`` quantized rows."""
-        _tile(panel, kind, columns, records, outputs, output_stride, rows)
+        _tile_by_rows(panel, kind, columns, records, outputs, output_stride, rows)
 
-    share(TILE_NAME + kind.name, multiply_panel)
-    return multiply_panel
+    share(TILE_PREFIX + kind.name, multiply_tile)
+    return multiply_tile
 
 
 @cache
@@ -90,20 +93,8 @@ def _quantize_of(kind: MatrixKind) -> Any:
     def quantize(read: int, columns: int, written: int) -> None:
         quantize_row(read, kind, columns, written)
 
-    share(QUANTIZE_NAME + kind.name, quantize)
+    share(QUANTIZE_PREFIX + kind.name, quantize)
     return quantize
-
-
-@generated(None, returns=types.int64)
-def _tile_address(builder: Any, kind: Any) -> Any:
-    """Return the address of a format's ``multiply_panel``."""
-    return shared_address(builder, TILE_NAME + kind.kind_name)
-
-
-@generated(None, returns=types.int64)
-def _quantize_address(builder: Any, kind: Any) -> Any:
-    """Return the address of a format's ``quantize``."""
-    return shared_address(builder, QUANTIZE_NAME + kind.kind_name)
 
 
 @cache

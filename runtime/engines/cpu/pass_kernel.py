@@ -440,17 +440,29 @@ def _place_tree(record: Any, slot: int, root: int, tokens: Array, parents: Array
 
 
 @compiled
+def _records_of(record: Any) -> tuple[Record, Record]:
+    """Return the two arrays nested in a tree pass's record as ordinary arrays.
+
+    A nested array is a type of its own in numba, for which the pass would be compiled again.
+    """
+    return (
+        array_at(record.pass_record.ctypes.data, (PASS_FIELDS,), np.int64),
+        array_at(record.outer_record.ctypes.data, (OUTER_FIELDS,), np.int64),
+    )
+
+
+@compiled
 def _compute(record: Any, thread_pool: int, slots: int, rows: int, forced_tokens: Array, ranks: bool) -> bool:
     """Compute the pass over the trees that ``_place_tree`` wrote, of which the largest has ``rows`` rows.
 
     Return False for unknown tokens or positions.
     """
-    pass_record = record.pass_record
+    pass_record, outer_record = _records_of(record)
     pass_record[ROW_OFFSETS], pass_record[TOTAL_ROWS] = (
         record.offsets,
         array_at(record.offsets, slots + 1, np.int64)[slots],
     )
-    record.outer_record[MAXIMA] = record.maxima if ranks else 0
+    outer_record[MAXIMA] = record.maxima if ranks else 0
     pass_record[SLOTS], pass_record[NEW], pass_record[THREAD_POOL] = slots, rows, thread_pool
     pass_record[MASK], pass_record[MASK_SLOT], pass_record[MASK_ROW] = (
         record.mask if rows > 1 else 0,
@@ -461,19 +473,20 @@ def _compute(record: Any, thread_pool: int, slots: int, rows: int, forced_tokens
         array_at(record.layers, (record.layer_count, FIELDS), np.int64),
         array_at(record.starts, slots, np.int64),
     )
-    return compute_pass(pass_record, layers, starts, record.outer_record, forced_tokens, record.hidden, record.scratch)
+    return compute_pass(pass_record, layers, starts, outer_record, forced_tokens, record.hidden, record.scratch)
 
 
 @compiled
 def accept_path(at: int, thread_pool: int, path: Array) -> None:
     """Advance the mixers' states, which are still those before the last pass, along a path of that pass's rows."""
     record = array_at(at, 1, TREE_PASS)[0]
-    record.pass_record[THREAD_POOL] = thread_pool
+    pass_record, _ = _records_of(record)
+    pass_record[THREAD_POOL] = thread_pool
     layers, starts = (
         array_at(record.layers, (record.layer_count, FIELDS), np.int64),
         array_at(record.starts, 1, np.int64),
     )
-    accept(record.pass_record, layers, starts, path, record.scratch)
+    accept(pass_record, layers, starts, path, record.scratch)
 
 
 @compiled

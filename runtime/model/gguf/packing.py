@@ -28,7 +28,7 @@ from hdtool.data.gguf_header import GGUFHeader, GGUFTensor
 from hdtool.runtime.kernels.compact_weight import CompactWeight, as_parameter, is_compact
 from hdtool.runtime.kernels.compiled import return_free_memory
 from hdtool.runtime.kernels.gemm import COLUMN_MULTIPLE
-from hdtool.runtime.kernels.gemm_tiles import unpack
+from hdtool.runtime.kernels.gemm_tiles import unpack_matrix
 from hdtool.runtime.kernels.matrix_formats import FORMATS_BY_GGUF_TYPE
 from hdtool.runtime.kernels.packed_matrix import PackedExperts, PackedMatrix
 from hdtool.runtime.kernels.vector_code import EXPANDS_FLOAT16
@@ -161,7 +161,7 @@ def unpacked(reference: Callable[..., Any], blocks: npt.NDArray[np.uint8], kind:
     if format is None or not EXPANDS_FLOAT16 or columns % COLUMN_MULTIPLE or not rows.flags.c_contiguous:
         return reference(blocks, kind)
     values = np.empty((len(rows), columns), np.float32)
-    unpack(format, rows.ctypes.data, len(rows), columns, values.ctypes.data)
+    unpack_matrix(format, rows.ctypes.data, len(rows), columns, values.ctypes.data)
     step = max(1, len(rows) // SAMPLED_ROWS)
     sample = np.ascontiguousarray(reference(np.ascontiguousarray(rows[::step]), kind))
     if not np.array_equal(sample.view(np.int32), values[::step].view(np.int32)):
