@@ -29,7 +29,7 @@ from hdtool.data.errors import OptionError, RecordError
 from hdtool.data.input_files import find_inputs
 from hdtool.data.progress import Tally, deferred_bar, progress_bar
 from hdtool.data.prompts import Prompt, interleave_categories, interleave_tasks, read_prompts
-from hdtool.data.records import read_traces
+from hdtool.data.texts_and_traces import read_traces
 from hdtool.runtime.config import (
     METHODS,
     PEERS,

@@ -16,7 +16,7 @@ from hdtool.data.errors import OptionError, RecordError
 from hdtool.data.input_files import find_inputs
 from hdtool.data.output_files import OutputFile, is_json_lines_with
 from hdtool.data.progress import Tally, progress_bar, with_progress
-from hdtool.data.records import Trace, read_traces
+from hdtool.data.texts_and_traces import Trace, read_traces
 from hdtool.runtime.config import METHODS, BuildConfig, ModelConfig, ReplayConfig, StoresConfig
 
 STEPS_KEYS = (

@@ -27,9 +27,9 @@ if TYPE_CHECKING:
     from hdtool.builders.evaluation.report.figures import ReportData
     from hdtool.builders.evaluation.report.measurements import BenchMeasurements
     from hdtool.builders.evaluation.report.pages import Page
-    from hdtool.data.records import Trace
     from hdtool.data.stores.documents import Document, Source
     from hdtool.data.stores.manifest import TokenizerFingerprint
+    from hdtool.data.texts_and_traces import Trace
     from hdtool.runtime.budget.cost_curve import CostCurve
 
 TABLE_WIDTH = 80

@@ -181,7 +181,7 @@ def open_documents(
     records name.
     """
     from hdtool.builders.stores.edit_store import HistoryDocuments, history_folders
-    from hdtool.data.records import RecordReader
+    from hdtool.data.texts_and_traces import RecordReader
 
     folders, others = history_folders(inputs)
     history = HistoryDocuments(folders, fingerprint)

@@ -31,12 +31,12 @@ from hdtool.data import demo
 from hdtool.data.errors import StoreError
 from hdtool.data.progress import progress_bar
 from hdtool.data.prompts import Prompt
-from hdtool.data.records import RecordReader
 from hdtool.data.stores.documents import Document as Tokenized, Source, stored_documents
 from hdtool.data.stores.home import home
 from hdtool.data.stores.manifest import Checkpoint, Manifest, TokenizerFingerprint
 from hdtool.data.stores.store import file_checksum, read_manifest
 from hdtool.data.stores.store_files import check_destination
+from hdtool.data.texts_and_traces import RecordReader
 from hdtool.runtime.answerer import Answerer
 from hdtool.runtime.config import DecodeConfig, ModelConfig, SamplingConfig, StoresConfig
 from hdtool.runtime.model.checkpoint_identity import checkpoint_of

@@ -16,7 +16,7 @@ from hdtool.data.conversation import Rankings
 from hdtool.data.errors import PromptError, RecordError
 from hdtool.data.progress import Tally
 from hdtool.data.prompts import Message
-from hdtool.data.records import RecordedAnswer, Trace
+from hdtool.data.texts_and_traces import RecordedAnswer, Trace
 from hdtool.runtime.accept import Accepted
 from hdtool.runtime.config import ModelConfig
 from hdtool.runtime.engine import PassLog, PassOptions, Verified

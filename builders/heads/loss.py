@@ -23,7 +23,7 @@ from hdtool.builders.evaluation.recording import TurnReader
 from hdtool.data.chat import encode_text
 from hdtool.data.errors import ModelError, RecordError
 from hdtool.data.progress import ProgressBar
-from hdtool.data.records import Record, RecordedAnswer, RecordReader, Trace
+from hdtool.data.texts_and_traces import Record, RecordedAnswer, RecordReader, Trace
 from hdtool.runtime.config import HeadsConfig, TrainConfig
 from hdtool.runtime.drafters.heads.modules import Heads
 from hdtool.runtime.model.families import hidden_in, module_of_hidden

@@ -39,7 +39,7 @@ from hdtool.builders.heads.training_loop import (
 from hdtool.data.errors import OptionError
 from hdtool.data.input_files import find_inputs
 from hdtool.data.progress import progress_bar
-from hdtool.data.records import RecordReader
+from hdtool.data.texts_and_traces import RecordReader
 from hdtool.runtime.config import LARGEST_BUDGET, HeadsConfig, ModelConfig, TrainConfig
 from hdtool.runtime.drafters.heads.checkpoint import EvalResult, SavedHeads, new_heads, output_files
 from hdtool.runtime.drafters.heads.modules import Heads, ParallelHeads

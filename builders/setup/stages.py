@@ -40,12 +40,12 @@ from hdtool.data.conversation_files import ConversationReader, LocatedConversati
 from hdtool.data.errors import ModelError, RecordError
 from hdtool.data.progress import progress_bar
 from hdtool.data.prompts import read_prompts
-from hdtool.data.records import Record, RecordReader, read_traces
 from hdtool.data.stores.documents import Source
 from hdtool.data.stores.home import NO_STORE, corpus_index_at_home, model_store_at_home
 from hdtool.data.stores.manifest import Checkpoint, Manifest, TokenizerFingerprint
 from hdtool.data.stores.store import read_manifest, recorded_name
 from hdtool.data.stores.store_files import MANIFEST, holds_manifest
+from hdtool.data.texts_and_traces import Record, RecordReader, read_traces
 from hdtool.runtime.budget.cost_curve import CostCurve
 from hdtool.runtime.budget.measure_passes import context_lengths_for, measure_cost_curve, save_at_home
 from hdtool.runtime.config import CostConfig, ModelConfig, StoresConfig

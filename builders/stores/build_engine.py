@@ -16,8 +16,8 @@ import numpy.typing as npt
 
 from hdtool.builders.stores.sequences import CountedDocuments, FrequentSequences, most_frequent, tokenized
 from hdtool.data.progress import ProgressBar, progress_bar
-from hdtool.data.records import RecordReader
 from hdtool.data.stores.documents import Document
+from hdtool.data.texts_and_traces import RecordReader
 from hdtool.runtime.kernels.compiled import Ints, compiled
 from hdtool.runtime.stores.model_store import PHRASE_TOKENS, NgramGroup
 from hdtool.runtime.stores.suffix_search import PREFIX_EVERY, PREFIX_TOKENS, ShardExtent

@@ -37,9 +37,9 @@ from hdtool.builders.stores.sequences import (
 )
 from hdtool.data.errors import ClusterError, HdtoolError, error_reason, install_command
 from hdtool.data.progress import ProgressBar, progress_bar
-from hdtool.data.records import Portion, RecordReader
 from hdtool.data.stores.documents import Document, Tokens, token_type
 from hdtool.data.stores.store import file_checksum
+from hdtool.data.texts_and_traces import Portion, RecordReader
 from hdtool.runtime.stores.model_store import NgramGroup
 from hdtool.runtime.stores.suffix_search import ShardExtent
 

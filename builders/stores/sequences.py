@@ -16,9 +16,9 @@ import numpy as np
 import numpy.typing as npt
 
 from hdtool.data.progress import ProgressBar
-from hdtool.data.records import RecordReader
 from hdtool.data.stores.documents import Document, Source, Tokens, token_type
 from hdtool.data.stores.manifest import InputShare, input_shares
+from hdtool.data.texts_and_traces import RecordReader
 from hdtool.runtime.kernels.compiled import Ints, compiled
 from hdtool.runtime.stores.model_store import mix_hash, sequence_hash, slot_of
 

@@ -29,7 +29,7 @@ from hdtool.builders.evaluation.recording import TurnReader
 from hdtool.builders.evaluation.replay import ReplayMethod
 from hdtool.data.chat import encode_conversation
 from hdtool.data.prompts import read_prompts
-from hdtool.data.records import read_traces
+from hdtool.data.texts_and_traces import read_traces
 from hdtool.runtime.answerer import decode
 from hdtool.runtime.budget.cost_curve import CostCurve
 from hdtool.runtime.budget.node_budget import Budget, CostBudget, FixedBudget

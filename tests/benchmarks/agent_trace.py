@@ -34,7 +34,7 @@ from typing import Any
 import numpy as np
 import psutil
 
-from hdtool.data.records import read_traces
+from hdtool.data.texts_and_traces import read_traces
 from hdtool.runtime.environment import machine
 from tests.support.server import RunningServer
 

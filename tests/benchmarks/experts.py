@@ -26,7 +26,7 @@ import torch
 
 from hdtool.builders.evaluation.estimated_passes import distinct_experts
 from hdtool.builders.evaluation.recording import RecordedTurn, RecordingEngine, TurnReader
-from hdtool.data.records import read_traces
+from hdtool.data.texts_and_traces import read_traces
 from hdtool.runtime.answerer import decode
 from hdtool.runtime.budget.cost_curve import PASS_SIZES, CostCurve, MeasuredCosts
 from hdtool.runtime.budget.node_budget import MeasuredBudget

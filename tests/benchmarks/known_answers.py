@@ -26,7 +26,7 @@ from transformers.utils import logging
 from hdtool.builders.evaluation.recording import RecordedTurn, TurnReader, accept_recorded
 from hdtool.builders.heads.loss import Example, FrozenTarget
 from hdtool.builders.heads.train import evaluate
-from hdtool.data.records import read_traces
+from hdtool.data.texts_and_traces import read_traces
 from hdtool.runtime.accept import Accepted
 from hdtool.runtime.config import METHODS as KNOWN, DecodeConfig, ModelConfig, StoresConfig
 from hdtool.runtime.drafter import Drafter

@@ -19,7 +19,7 @@ import torch
 
 from hdtool.builders.evaluation.recording import RecordedTurn, TurnReader
 from hdtool.builders.evaluation.replay import ReplayMethod, ReplayResult, replay_method
-from hdtool.data.records import read_traces
+from hdtool.data.texts_and_traces import read_traces
 from hdtool.runtime.config import METHODS, ModelConfig, ReplayConfig, StoresConfig
 from hdtool.runtime.drafters.methods import DRAFTER_FACTORIES
 from hdtool.runtime.drafters.published.suffix_decoding import SuffixConfig, SuffixDecoding

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hdtool.builders.evaluation.recording import TurnReader
-from hdtool.data.records import read_traces
+from hdtool.data.texts_and_traces import read_traces
 from hdtool.runtime.config import ModelConfig
 from hdtool.runtime.model.load import load_stops, load_tokenizer
 

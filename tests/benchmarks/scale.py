@@ -26,9 +26,9 @@ from hdtool.builders.stores.build import build_corpus_index
 from hdtool.builders.stores.build_engine import SORT_MEMORY_FACTOR, LocalBuildEngine
 from hdtool.builders.stores.sequences import tokenized
 from hdtool.data.progress import progress_bar
-from hdtool.data.records import RecordReader
 from hdtool.data.stores.documents import Document, Source
 from hdtool.data.stores.manifest import TokenizerFingerprint
+from hdtool.data.texts_and_traces import RecordReader
 from hdtool.runtime.config import BuildConfig, ModelConfig
 from hdtool.runtime.environment import machine
 from hdtool.runtime.model.load import load_tokenizer

@@ -22,9 +22,9 @@ import psutil
 from hdtool.builders.stores.build import build_corpus_index, build_model_store
 from hdtool.builders.stores.sequences import tokenized
 from hdtool.data.progress import progress_bar
-from hdtool.data.records import RecordReader
 from hdtool.data.stores.documents import Document
 from hdtool.data.stores.manifest import TokenizerFingerprint
+from hdtool.data.texts_and_traces import RecordReader
 from hdtool.runtime.config import ModelConfig
 from hdtool.runtime.environment import machine
 from hdtool.runtime.model.load import load_tokenizer

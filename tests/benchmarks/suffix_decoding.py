@@ -24,7 +24,7 @@ import numpy as np
 import torch
 
 from hdtool.builders.evaluation.recording import RecordedTurn, TurnReader, accept_recorded
-from hdtool.data.records import read_traces
+from hdtool.data.texts_and_traces import read_traces
 from hdtool.runtime.accept import Accepted
 from hdtool.runtime.budget.node_budget import FixedBudget
 from hdtool.runtime.config import ModelConfig

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from hdtool.builders.evaluation.recording import RecordedTurn, TurnReader
-from hdtool.data.records import read_traces
+from hdtool.data.texts_and_traces import read_traces
 from hdtool.runtime.config import MEMORY, ModelConfig, VllmConfig
 from hdtool.runtime.integrations.vllm.batch_drafter import BatchDrafter
 from hdtool.runtime.stores.store_set import StoreSet

@@ -37,7 +37,7 @@ from hdtool.cli.app import run
 from hdtool.data import demo
 from hdtool.data.errors import HeadsError, ModelError, RecordError
 from hdtool.data.progress import progress_bar
-from hdtool.data.records import RecordReader
+from hdtool.data.texts_and_traces import RecordReader
 from hdtool.runtime.config import HeadsConfig, ModelConfig, TrainConfig
 from hdtool.runtime.drafters.heads.checkpoint import EvalResult, SavedHeads, load_heads, new_heads
 from hdtool.runtime.drafters.heads.modules import ParallelHeads

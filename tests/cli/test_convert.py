@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from hdtool.cli.app import run
-from hdtool.data.records import RecordReader
+from hdtool.data.texts_and_traces import RecordReader
 from tests.support.logs import ANSWER, ASKED, GOOD
 
 

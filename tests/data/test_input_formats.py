@@ -14,7 +14,7 @@ import pytest
 from hdtool.cli.app import run
 from hdtool.data.conversation import ROLE_NAMES
 from hdtool.data.prompts import read_prompts
-from hdtool.data.records import read_traces
+from hdtool.data.texts_and_traces import read_traces
 from tests.support.project import ROOT
 
 PAGE = (ROOT / "docs" / "guides" / "input-formats.md").read_text(encoding="utf-8")

@@ -15,8 +15,8 @@ from hypothesis import given, settings, strategies as st
 from hdtool.data.conversation import Conversation
 from hdtool.data.conversation_shapes import conversation_of
 from hdtool.data.errors import RecordError
-from hdtool.data.records import RecordReader
 from hdtool.data.row_readers import RowError
+from hdtool.data.texts_and_traces import RecordReader
 from tests.support.logs import ANSWER, ASKED, GOOD, OK, REQUEST, RESPONSES, SECRET, converted, database, said
 
 RESULT = {"role": "tool", "content": "4"}

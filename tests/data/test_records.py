@@ -19,8 +19,8 @@ from hypothesis import given, settings, strategies as st
 
 from hdtool.data.errors import RecordError
 from hdtool.data.input_files import find_inputs
-from hdtool.data.records import Record, RecordPart, RecordReader
 from hdtool.data.stores.documents import Source
+from hdtool.data.texts_and_traces import Record, RecordPart, RecordReader
 
 SHAREGPT = {"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]}
 TURNS = ["user", "assistant", "tool", "model"]

@@ -8,7 +8,7 @@ from pathlib import Path
 import pyarrow
 import pytest
 
-from hdtool.data.records import RecordReader
+from hdtool.data.texts_and_traces import RecordReader
 from tests.support.logs import ANSWER, ASKED, GOOD, OK, REQUEST, RESPONSES, converted, database, said
 
 VLLM = "INFO Received request c-1: prompt: 'What is a list?', params: SamplingParams(n=1), lora_request: None."

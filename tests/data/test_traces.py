@@ -12,7 +12,7 @@ import pytest
 from hdtool.builders.evaluation.recording import RecordedTurn, TurnReader
 from hdtool.cli.app import run
 from hdtool.data.errors import HdtoolError, OptionError, RecordError
-from hdtool.data.records import RecordedAnswer, Trace, read_traces
+from hdtool.data.texts_and_traces import RecordedAnswer, Trace, read_traces
 from hdtool.runtime.config import ModelConfig
 from hdtool.runtime.model.load import load, load_stops, load_tokenizer
 

@@ -19,7 +19,7 @@ from hdtool.data import demo
 from hdtool.data.chat import encode_answer, encode_conversation
 from hdtool.data.errors import OptionError
 from hdtool.data.prompts import Prompt, read_prompts
-from hdtool.data.records import RecordedAnswer, Trace
+from hdtool.data.texts_and_traces import RecordedAnswer, Trace
 from hdtool.runtime.answerer import Answerer, decode_batch
 from hdtool.runtime.budget.node_budget import FixedBudget
 from hdtool.runtime.config import DecodeConfig, ModelConfig, SamplingConfig

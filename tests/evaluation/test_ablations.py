@@ -17,6 +17,7 @@ from hdtool.builders.evaluation.report import ablations as sizes_of_corpora
 from hdtool.builders.evaluation.report.ablations import (
     Study,
     bench_traces,
+    claim_findings,
     pieces,
     replay_sizes,
     source_coverage,
@@ -39,7 +40,6 @@ from hdtool.builders.evaluation.report.tables import (
     SourceShares,
     Trial,
     Trials,
-    claim_findings,
     source_wins,
 )
 from hdtool.builders.stores.build import build_corpus_index

@@ -15,8 +15,8 @@ from hdtool.builders.evaluation.replay import ReplayMethod, replay_method
 from hdtool.cli.app import run
 from hdtool.data import demo
 from hdtool.data.conversation import Rankings
-from hdtool.data.records import read_traces
 from hdtool.data.row_readers import RowError
+from hdtool.data.texts_and_traces import read_traces
 from hdtool.runtime.answerer import decode
 from hdtool.runtime.config import DecodeConfig, ModelConfig, SamplingConfig
 from hdtool.runtime.drafters.methods import drafter_for

@@ -27,7 +27,7 @@ from hdtool.data import demo
 from hdtool.data.chat import encode_conversation
 from hdtool.data.errors import HdtoolError
 from hdtool.data.prompts import read_prompts
-from hdtool.data.records import read_traces
+from hdtool.data.texts_and_traces import read_traces
 from hdtool.runtime.answerer import decode
 from hdtool.runtime.budget.cost_curve import CostCurve
 from hdtool.runtime.config import (

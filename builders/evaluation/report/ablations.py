@@ -1,10 +1,13 @@
-"""Replays for a report: a typical answer, subsets and orders of sources, coverage, and index sizes."""
+"""Replays for a report: a typical answer, subsets and orders of sources, coverage, and index sizes.
+
+The replays also decide whether claims of the Hierarchy Drafting paper hold for the data.
+"""
 
 from __future__ import annotations
 
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import combinations, compress, permutations
@@ -34,9 +37,9 @@ from hdtool.data.conversation import STOPPED
 from hdtool.data.conversation_shapes import AnsweredQuestion
 from hdtool.data.progress import progress_bar
 from hdtool.data.prompts import Prompt
-from hdtool.data.records import RecordedAnswer, Trace
 from hdtool.data.stores.documents import Document, Source, stored_documents
 from hdtool.data.stores.manifest import TokenizerFingerprint
+from hdtool.data.texts_and_traces import RecordedAnswer, Trace
 from hdtool.runtime.budget.cost_curve import CostCurve
 from hdtool.runtime.config import FIXED_BUDGET, SOURCE_LETTERS, DecodeConfig
 from hdtool.runtime.source_names import SourceId, source_of
@@ -321,3 +324,95 @@ def _trace(question: Prompt, answered: AnsweredQuestion) -> Trace:
         for place, turn in zip(places, turns, strict=True)
     )
     return Trace(question.id, question.category, tuple(messages), recorded, f"question {question.id}")
+
+
+PAPER_SOURCES = ("context", "model", "corpus")
+PAPER_METHOD = "hd-paper"
+"""Method that decides the verdict; evidence of other methods is listed too."""
+
+
+@dataclass(frozen=True)
+class ClaimFinding:
+    """Claim of the paper, and what this data says about it."""
+
+    claim: str
+    holds: bool | None
+    """None if this data does not decide it."""
+    evidence: tuple[str, ...]
+    """One line per method."""
+
+    @property
+    def verdict(self) -> str:
+        return {True: "holds", False: "does not hold", None: "not decided"}[self.holds]
+
+
+def claim_findings(
+    shares: Sequence[SourceShares], coverage: Sequence[Coverage], subsets: Sequence[Trials], orders: Trials | None
+) -> tuple[ClaimFinding, ...]:
+    return (
+        _finding("C > M > S in verify success", _verify_success(shares)),
+        _finding("each source accepts tokens that no other does", _unique_tokens(coverage)),
+        _finding("C+M beats any single source", _pair_beats_singles(subsets)),
+        _finding("the order C, M, S is the best of the six", _best_order(orders)),
+    )
+
+
+def _finding(claim: str, evidence_rows: Iterator[tuple[str, bool, str]]) -> ClaimFinding:
+    verdicts = {method: (holds, evidence) for method, holds, evidence in evidence_rows}
+    if not verdicts:
+        return ClaimFinding(claim, None, ("a source is missing, or nothing was drafted from one",))
+    paper_first = sorted(verdicts.items(), key=lambda item: item[0] != PAPER_METHOD)
+    holds = paper_first[0][1][0]
+    lines = (
+        f"{method}: {evidence}{'' if own == holds else ' (differs from above)'}"
+        for method, (own, evidence) in paper_first
+    )
+    return ClaimFinding(claim, holds, tuple(lines))
+
+
+def _verify_success(shares: Sequence[SourceShares]) -> Iterator[tuple[str, bool, str]]:
+    for share in shares:
+        sources = [
+            share.sources[name] for name in PAPER_SOURCES if name in share.sources and share.sources[name].drafted
+        ]
+        if len(sources) < len(PAPER_SOURCES):
+            continue
+        counts = {
+            "steps in which something of it was accepted, of those that it drafted in": [
+                one.win_rate for one in sources
+            ],
+            "accepted of the tokens that it drafted": [one.acceptance_rate for one in sources],
+        }
+        values = "; ".join(f"{what}: {_values_by_source(rates, '.1%')}" for what, rates in counts.items())
+        yield share.method, all(rates[0] > rates[1] > rates[2] for rates in counts.values()), values
+
+
+def _values_by_source(values: Sequence[float], form: str) -> str:
+    return ", ".join(f"{name} {value:{form}}" for name, value in zip(PAPER_SOURCES, values, strict=True))
+
+
+def _unique_tokens(coverage: Sequence[Coverage]) -> Iterator[tuple[str, bool, str]]:
+    for covered in coverage:
+        alone = [covered.sources[name].alone for name in PAPER_SOURCES if name in covered.sources]
+        if len(alone) == len(PAPER_SOURCES):
+            values = (
+                f"of {covered.positions:,} tokens, accepted from this source alone: {_values_by_source(alone, ',')}"
+            )
+            yield covered.method, min(alone) > 0, values
+
+
+def _pair_beats_singles(subsets: Sequence[Trials]) -> Iterator[tuple[str, bool, str]]:
+    for trials in subsets:
+        rates = {row.sources: row.tokens_per_step for row in trials.rows}
+        if {"C", "M", "S", "CM"} <= rates.keys():
+            values = ", ".join(f"{'+'.join(name)} {rates[name]:.3f}" for name in ("CM", "C", "M", "S"))
+            yield trials.method, all(rates["CM"] > rates[name] for name in "CMS"), f"tokens per step: {values}"
+
+
+def _best_order(orders: Trials | None) -> Iterator[tuple[str, bool, str]]:
+    if orders is None or len(orders.rows) < 6:
+        return
+    ranked = sorted(orders.rows, key=lambda row: -row.tokens_per_step)
+    values = ", ".join(f"{row.sources} {row.tokens_per_step:.3f} ({row.draft_us:.0f} µs)" for row in ranked)
+    best = ranked[0].sources == "CMS" and ranked[0].tokens_per_step > ranked[1].tokens_per_step
+    yield orders.method, best, f"tokens per step (drafting, median of the steps): {values}"
