@@ -1,6 +1,6 @@
 """Collects a model's answers: one JSON line per prompt, resumable after a kill.
 
-Lines are flushed to disk one by one, in prompt order. When resuming, the prompt of a torn last line is answered again.
+Lines are flushed to disk one by one, in prompt order. If a kill cut the last line short, its prompt is answered again.
 A file that holds anything other than answers to the prompts is refused and left unchanged.
 """
 
@@ -21,7 +21,7 @@ from hdtool.runtime.drafter import RankingRecorder
 
 
 class GenerationFile:
-    """JSON Lines file of answers, in prompt order."""
+    """JSON Lines file that holds the answers to prompts, in prompt order."""
 
     def __init__(
         self, path: Path, model: ModelConfig, decoding: DecodeConfig, sampling: SamplingConfig, rankings: int = 0
@@ -36,13 +36,13 @@ class GenerationFile:
         } | ({"rankings": rankings} if rankings else {})
 
     def check(self, prompts: Sequence[Prompt]) -> None:
-        """Raise a ``PromptError`` if the file holds anything but answers to these prompts. Changes nothing."""
+        """Raise a ``PromptError`` if the file holds anything but answers to these prompts; never change the file."""
         with self._errors_worded():
             self._read(prompts)
 
     @contextmanager
     def open(self, prompts: Sequence[Prompt]) -> Iterator[Sequence[Prompt]]:
-        """Lock the file for this process; yields the prompts that have no answer yet."""
+        """Lock the file for this process, and yield the prompts that have no answer yet."""
         busy = PromptError(f"another collect is writing {self.path}: wait for it, or choose another --out")
         with self._errors_worded():
             self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -83,7 +83,7 @@ class GenerationFile:
         return done, b""
 
     def _check_torn(self, torn: bytes, number: int, prompts: Sequence[Prompt]) -> None:
-        """Raise unless the torn line can be the start of an answer to the next prompt."""
+        """Raise a ``PromptError`` unless the torn line can be the start of an answer to ``prompts[number]``."""
         if number < len(prompts):
             row = {**self._asked(prompts[number]), "messages": [dict(message) for message in prompts[number].messages]}
             if may_be_torn_start(torn, json.dumps(row, ensure_ascii=False).removesuffix("]}")):
@@ -117,7 +117,7 @@ class GenerationFile:
 
 
 def _grammar(prompt: Prompt) -> dict[str, Any]:
-    """Return the grammar as in a prompts file, a JSON schema as parsed JSON; empty if the prompt has no grammar."""
+    """Return the grammar as a row of a prompts file holds it, with a JSON schema parsed; empty without a grammar."""
     if prompt.grammar is None:
         return {}
     kind, text = prompt.grammar.kind, prompt.grammar.text
@@ -132,7 +132,7 @@ def _recorded(answer: Answer) -> dict[str, Any]:
 
 
 def collect(answerer: Answerer, prompts: Sequence[Prompt], file: GenerationFile) -> Iterator[int]:
-    """Answer every prompt that the file lacks; yields the number of prompts answered so far."""
+    """Answer every prompt that has no answer in ``file``, yielding the number of prompts answered so far."""
     with file.open(prompts) as left:
         done = len(prompts) - len(left)
         yield done

@@ -123,7 +123,7 @@ def _fits(requirement: Requirement) -> bool:
 
 
 DRIVER_PROGRAMS = ("nvidia-smi", "rocm-smi")
-"""Programs that GPU drivers install."""
+"""Programs that are installed along with GPU drivers."""
 TORCH_PAGE = "https://pytorch.org/get-started/locally"
 
 
@@ -335,7 +335,7 @@ def _described(folder: Path) -> str:
 PROBE_PROMPT = "def read(path):"
 PROBE_TOKENS = 10
 PROBE_NODES = 8
-"""Draft tokens per step, fixed because a budget from measured passes could be zero."""
+"""Number of draft tokens per step; fixed, because a budget derived from measured passes could be zero."""
 
 
 def decoding_findings() -> Iterator[Finding]:

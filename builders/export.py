@@ -54,7 +54,7 @@ def generate(*arguments: Any, model: Any, **options: Any) -> Any:
 
 
 def export(model: ModelConfig, out: Path, decoding: DecodeConfig, stores: StoresConfig) -> list[Path]:
-    """Write the model folder; return the model's files that the folder links to."""
+    """Write a model folder whose ``generate`` drafts with hdtool; return the model's files that it links to."""
     code = OutputFile(out / CODE_FILE, "a file of hdtool export", _is_ours, ModelError)
     _check_destination(out)
     code.check()
@@ -90,7 +90,7 @@ def _check_drafting(source: Path, decoding: DecodeConfig, stores: StoresConfig) 
 
 
 def _check_destination(out: Path) -> None:
-    """Raise a ``ModelError`` unless the folder is new, empty, or an earlier export."""
+    """Raise a ``ModelError`` unless ``out`` is new, an empty folder, or the folder of an earlier export."""
     if out.is_dir():
         if any(out.iterdir()) and not (out / CODE_FILE).is_file():
             raise ModelError(f"{out} holds other files: choose an empty or a new folder")
@@ -110,7 +110,7 @@ def _files(folder: Path) -> Iterator[Path]:
 
 
 def _link(file: Path, to: Path) -> None:
-    """Link ``to`` to a file: symbolically, or by a hard link where the system refuses symbolic links."""
+    """Make ``to`` a symbolic link to a file, or a hard link where the system refuses symbolic links."""
     target = file.resolve()
     if os.path.lexists(to):
         if to.resolve() == target or (to.exists() and to.samefile(target)):
@@ -144,7 +144,7 @@ def _stores_code(stores: StoresConfig) -> str:
 SEPARATOR = 1
 """Number of tokens that SGLang inserts between documents and counts against its limit."""
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
-"""Character that tokenizers decode incomplete UTF-8 sequences to."""
+"""Character to which tokenizers decode incomplete UTF-8 sequences."""
 
 
 class ExportedDocument(NamedTuple):
@@ -158,7 +158,7 @@ class ExportedDocument(NamedTuple):
 
 @dataclass
 class ExportedCorpus:
-    """Counts of an exported corpus file."""
+    """Number of documents and tokens that were exported, changed or left out."""
 
     stores: list[Path]
     documents: int = 0

@@ -1,4 +1,4 @@
-"""Run the ``hdtool`` command by ``python -m hdtool.cli``."""
+"""Run the ``hdtool`` command as ``python -m hdtool.cli``."""
 
 from hdtool.cli.app import main
 

@@ -41,7 +41,7 @@ def print_stores(store_set: StoreSet) -> None:
 
 
 def passes_summary(target: Target) -> str:
-    """Return a line that tells what computes the model's forward passes."""
+    """Return a line that says how the model's forward passes are computed."""
     if target.captures:
         how = "captured steps on the device"
     elif target.compiled:
@@ -53,7 +53,7 @@ def passes_summary(target: Target) -> str:
 
 
 def stream_answer(answer: Answer, *, show: bool = True, color: bool = False) -> None:
-    """Generate an answer and, with ``show``, print it as it grows. Ctrl-C ends the answer; its tokens so far stay."""
+    """Generate an answer and, with ``show``, print it piece by piece. Ctrl-C ends the answer and keeps its tokens."""
     pieces = (colored(*piece) for piece in answer.by_source()) if color else iter(answer)
     try:
         for piece in pieces:
@@ -115,7 +115,7 @@ def answer_summary(stats: Stats) -> str:
 
 
 def batch_summary(tokens: int, seconds: float, batch_size: int) -> str:
-    """Return the total throughput of answers that were generated in one batch, so that their times overlap."""
+    """Return a line with the joint throughput of all answers, whose own times overlap within a batch."""
     return f"in total {tokens:,} tokens in {seconds:.2f} s ({tokens / seconds:.1f} tokens/s), batch size {batch_size}"
 
 

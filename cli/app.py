@@ -35,7 +35,7 @@ from hdtool.runtime.lean_imports import import_leanly
 TORCHRUN_VARIABLE = "TORCHELASTIC_RUN_ID"
 """Environment variable that torchrun sets for the processes that it starts."""
 BROKEN_PIPE_EXIT = 141
-"""Exit code that shells use when the reader closes the pipe."""
+"""Exit code that shells use for a program whose reader closed the pipe."""
 COMPLETION_VARIABLE = "_HDTOOL_COMPLETE"
 """Environment variable that a shell's completion script sets."""
 
@@ -54,7 +54,7 @@ class Commands(typer.core.TyperGroup):
     def get_help(self, ctx: Any) -> str:
         return restore_hyphens(super().get_help(ctx))
 
-    # typer shows panels with rich only, which is switched off.
+    # typer shows panels only with rich, which is switched off.
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         width = formatter.width - 6 - max(map(len, self.commands))
         for group in COMMAND_SECTIONS:
@@ -216,7 +216,7 @@ def _uses_vllm(arguments: list[str]) -> bool:
 def _run_together(arguments: list[str]) -> int:
     """Run ``generate`` under torchrun: rank 0 runs the command, the other ranks compute their part of the model.
 
-    Return the exit code. Any other command is an error.
+    Returns the exit code. Any command other than ``generate`` is an error.
     """
     if arguments[:1] != ["generate"]:
         command = " ".join(arguments[:1]) or "no command"

@@ -126,7 +126,7 @@ def _runners(
 
 
 def _shape_report(loaded: Loaded, traces: str, answers: int, timings: dict[str, Timing]) -> dict[str, Any]:
-    """Return the ``--json`` record. Its keys are stable."""
+    """Return the ``--json`` record of ``bench-shape``. Its keys are stable."""
     import torch
 
     from hdtool.builders.evaluation.bench import copy_bandwidth
@@ -174,7 +174,7 @@ SHAPE_COLUMNS = {
 
 
 def shape_table(report: dict[str, Any]) -> str:
-    """Format the report as a text table."""
+    """Format the report of ``bench-shape`` as a text table."""
     steps = "captured steps" if report["captured"] else "steps called one by one"
     first = next(iter(report["methods"].values()))["tokens_per_second"]
     rows = [["", *SHAPE_COLUMNS.values(), "speed-up"]]

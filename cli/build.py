@@ -40,7 +40,7 @@ def build_model_db(
 ) -> None:
     """Build a model store from a model's answers.
 
-    Keeps the most frequent sequences, by their first 1 to 4 tokens. Of conversations, only the model's turns are read.
+    Keeps the most frequent sequences, by their first 1 to 4 tokens. Only the model's turns of conversations are read.
     In hdtool's home, each model has a store of its own. Without answers, --rankings alone makes a store.
     """
     if not inputs and not rankings:
@@ -167,7 +167,7 @@ def train_heads(
     ] = None,
     chat: options.Chat = None,
     loading: Annotated[ModelConfig, only("model", "gguf_file", "device", "dtype", "trust_remote_code").as_argument()],
-    medusa: Annotated[bool, option(HEADS_PANEL, "The same as --kind medusa.", "--medusa")] = False,
+    medusa: Annotated[bool, option(HEADS_PANEL, "Short for --kind medusa.", "--medusa")] = False,
     heads: HeadsConfig,
     config: TrainConfig,
     quiet: options.Quiet = False,

@@ -31,7 +31,7 @@ def is_interactive() -> bool:
 
 
 def message_reader() -> ReadMessage:
-    """Return the line editor on a terminal, else a reader of standard input's lines."""
+    """Return a line editor if the session is on a terminal, else a function that reads lines from standard input."""
     return _line_editor() if is_interactive() else _next_line
 
 
@@ -174,7 +174,7 @@ class Session:
         run(argument)
 
     def _ask(self, messages: list[Message]) -> None:
-        """Answer the last of these messages, and keep them with the answer as the conversation.
+        """Answer the last of these messages, and store the messages and the answer as the session's conversation.
 
         If Ctrl-C comes before any text, the conversation stays unchanged.
         """

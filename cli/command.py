@@ -1,4 +1,4 @@
-"""The command class, with help panels and examples, and helpers for options and for wrapped output.
+"""Command class with panels and examples in its help, and helpers for options and for line wrapping.
 
 A command accepts the model as its first argument or by ``--model``, and rejects options that have no effect.
 """
@@ -126,7 +126,7 @@ def require_stores(parameters: Mapping[str, Any]) -> None:
 
 
 def with_structure(prompts: Sequence[Prompt], structure: GrammarConfig, tools: Path | None) -> list[Prompt]:
-    """Add the grammar of the options to prompts without a grammar, and ``tools`` to prompts without tools."""
+    """Add the grammar in ``structure`` to prompts without one, and the tools in ``tools`` to prompts without tools."""
     grammar, offered = structure.read(), read_tools(tools) if tools is not None else ()
     return [replace(one, grammar=one.grammar or grammar, tools=one.tools or offered) for one in prompts]
 
@@ -163,7 +163,7 @@ PANEL_ORDER = (
     "Options",
 )
 SHORT_NAMES = {"--model": "-m", "--prompt": "-p", "--max-new-tokens": "-n", "--out": "-o", "--from": "-f"}
-"""Short names of frequent options."""
+"""Short names of frequently used options."""
 RARELY_USED = {
     "attn_implementation",
     "body_seconds",
@@ -184,7 +184,7 @@ RARELY_USED = {
     "sources",
     "tree",
 }
-"""Options that ``--help`` leaves out if a command has more than ``MAX_SHORT_LIST``. ``--help-all`` shows them."""
+"""Options that only ``--help-all`` shows if a command has more than ``MAX_SHORT_LIST`` parameters."""
 MAX_SHORT_LIST = 25
 """Number of parameters up to which ``--help`` lists all of them."""
 HELP_ALL = "help_all"
@@ -315,7 +315,7 @@ class Conflict(NamedTuple):
 
     options: tuple[str, ...]
     deciding_options: tuple[str, ...]
-    """Parameters whose values decide. The conflict does not apply to commands that lack any of these parameters."""
+    """Options whose values cause the conflict, which does not apply to commands that lack any of these options."""
     values: tuple[object, ...]
     """Values of ``deciding_options`` with which the options have no effect. Empty means any value but None."""
     reason: str
@@ -326,7 +326,7 @@ DRAFTING_OPTIONS = (
     *("method", "draft_tokens", "sources", "order", "lookahead", "prefix_caching"),
     *("heads", "drafter", "history_prompts", "tree"),
 )
-"""Drafting options of ``export`` that only the export of a folder uses."""
+"""Drafting options of ``export`` that have an effect only if a folder is exported."""
 CONFLICTS = (
     Conflict(("prediction",), ("draft_tokens",), (0,), "with --draft-tokens 0"),
     Conflict(("color",), ("as_json",), (True,), "with --json"),
@@ -357,7 +357,7 @@ CONFLICTS = (
 
 
 def refuse_unused(typed: Collection[str], settings: Mapping[str, Any]) -> None:
-    """Raise OptionError for the first typed option that has no effect, except where its value is ``none``."""
+    """Raise OptionError for the first typed option that has no effect. Every method accepts the value ``none``."""
     methods = _selected_methods(settings)
     known = all(method in METHODS or method in PEERS or method in SHAPE_PEERS for method in methods)
     for option, users in OPTION_METHODS.items():
@@ -430,8 +430,8 @@ def take_model(command: str, given: MutableMapping[str, Any]) -> None:
 def _take_model_or_prompt(command: str, first: str, given: MutableMapping[str, Any]) -> None:
     """Decide whether the first argument is the model or the prompt.
 
-    Of two arguments, the first is the model. A single argument is the prompt, unless an option gives the prompt and no
-    option gives the model.
+    If there are two arguments, the first is the model. A single argument is the prompt, unless an option gives the
+    prompt and no option gives the model.
     """
     has_prompt = given["prompt"] is not None or given["prompts"] is not None
     if given["text"] is not None or (has_prompt and given["model"] is None and first != STANDARD_INPUT):

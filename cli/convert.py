@@ -94,7 +94,7 @@ TRANSFORMERS, SGLANG = TARGETS = "transformers", "sglang"
 DEFAULT_LIMIT = 10_000_000
 """Maximum number of corpus tokens that SGLang accepts by default."""
 EXAMPLE_NODES = 8
-"""Number of draft tokens from the corpus in the printed command, which SGLang requires; its default total is 11."""
+"""Draft tokens from the corpus in the printed command. SGLang requires this number; the default total is 11."""
 Target = Annotated[
     str,
     option(

@@ -73,7 +73,7 @@ def demo(
     color = colors_shown()
     totals: dict[str, list[Stats]] = {"plain": [], "drafting": []}
     same = 0
-    for prompt in every[:num_prompts]:  # they alternate between categories
+    for prompt in every[:num_prompts]:  # the prompts alternate between categories
         (usual,) = plain.answers(prompt)
         for _ in usual:
             pass
@@ -121,7 +121,7 @@ def _is_compiled(answerer: Answerer) -> bool:
 
 
 def _answer_once(answerer: Answerer, prompt: Prompt) -> None:
-    """Answer a prompt once for warm-up, which loads the model and compiles."""
+    """Answer a prompt once as a warm-up, during which the model is loaded and code is compiled."""
     for _ in next(answerer.answers(prompt)):
         pass
 

@@ -153,7 +153,8 @@ def _trace_files(paths: list[Path]) -> list[Path]:
 def _refuse_repeated(traces: list[Path], warm: list[Path], config: ReplayConfig) -> None:
     """Raise OptionError for files that would be replayed twice.
 
-    The drafter would already know their answers from its history or its weights, and its figures would be too high.
+    A drafter would already know the recorded answers from its history or its weights, and the measured acceptance
+    would be too high.
     """
     for number, path in enumerate(traces):
         if any(_same_file(path, warm_file) for warm_file in warm):

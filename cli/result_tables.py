@@ -46,7 +46,7 @@ def fill_text(text: str) -> str:
 
 
 def as_columns(rows: Sequence[Sequence[str]], *, left: int = 1, widths: Sequence[int] = (), gap: int = 2) -> str:
-    """Align rows in columns, the first ``left`` of which are flush left.
+    """Align rows in columns. The first ``left`` columns are left-aligned, all others right-aligned.
 
     ``widths`` are the columns' minimum widths, and ``gap`` is the number of spaces between columns.
     """
@@ -75,7 +75,7 @@ DRAFTER_STATES = {
     WARM: "memory: warm, with the history and the weights of the questions before",
     None: "memory: warm, with the weights of the questions before, without a history",
 }
-"""Line about the drafters' state, by the run's setting, which is None in runs of versions that did not record it."""
+"""Line about the drafters' state, by the run's ``drafters`` option; None if the run's hdtool did not record it yet."""
 
 
 def bench_record(results: Results, scores: Scores) -> dict[str, Any]:
@@ -135,7 +135,7 @@ def bench_table(results: Results, scores: Scores) -> str:
 
 
 def _speedup_title(reference: str) -> str:
-    """Return the title of the column that compares the speed with another method's."""
+    """Return the title of the column of speed-ups over the method ``reference``."""
     return (
         "vs plain"
         if reference == PLAIN_METHOD
@@ -150,7 +150,7 @@ def _speedup(scores: Scores, reference: str, task: str, method: str) -> str:
 
 
 def _by_task(title: str, scores: Scores, cell: Callable[[str, str], str]) -> Iterator[str]:
-    """Yield tables with a column per task, as many columns side by side as fit. The column of all tasks comes last."""
+    """Yield tables with a column per task, at most ``TABLE_WIDTH`` wide. The column of all tasks comes last."""
     methods = [title, *scores.tasks[ALL_TASKS]]
     widest = max(map(len, methods))
     columns_shown: list[list[str]] = []
@@ -357,7 +357,7 @@ def write_report(
 
 
 def report_bench(folder: Path, plan: BenchPlan, measured: BenchMeasurements, *, quiet: bool) -> None:
-    """Write the page of a benchmark. Figures that need replays use the measured answers."""
+    """Write a benchmark's report. Figures such as source coverage come from replaying one method's measured answers."""
     from hdtool.builders.evaluation.recording import TurnReader
     from hdtool.builders.evaluation.report.ablations import Study, bench_traces
     from hdtool.builders.evaluation.report.pages import bench_page

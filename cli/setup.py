@@ -99,7 +99,7 @@ def setup(
 
 
 def _options(model: ModelConfig) -> tuple[str, ...]:
-    """Return the command-line options that load the model with these settings."""
+    """Return the command-line options for the model settings that differ from their defaults, without the model."""
     typed: list[str] = []
     for one in fields(model):
         value = getattr(model, one.name)

@@ -71,7 +71,7 @@ def store_record(item: StoredItem) -> dict[str, Any]:
 
 
 def abbreviated(number: int) -> str:
-    """Return a number with at most three digits and a prefix, such as 1.2M."""
+    """Format a number with at most three digits and an SI prefix, as in 1.2M."""
     value, prefix = float(number), ""
     for larger in "kMGT":
         if value < 999.5:
@@ -120,7 +120,7 @@ def _cut(text: str, max_width: int) -> str:
 
 
 def verify_conversations(store: HistoryStore) -> int:
-    """Check all conversations and return their number. Raises StoreError if any has changed since it was written."""
+    """Check and count a history store's conversations. Raises StoreError if any has changed since it was written."""
     held = store.conversations()
     whole = sum(1 for _ in store.answers(held))
     if whole < len(held):

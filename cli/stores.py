@@ -233,7 +233,8 @@ def add(
 def _check_model(store: Path, manifest: Manifest, loading: ModelConfig, *, rankings: bool) -> None:
     """Print a note if a store holds answers of a model other than the one that ``loading`` names.
 
-    Raises StoreError instead if ``rankings`` is True, because rankings must be of the model that gave the answers.
+    Raises StoreError instead if ``rankings`` is True, because rankings must come from the model that gave the
+    answers.
     """
     from hdtool.runtime.model.checkpoint_identity import checkpoint_of
 
@@ -261,14 +262,14 @@ def drop(
     ] = None,
     older_than: Annotated[
         float | None,
-        option(INPUT_PANEL, "Of a history store, remove the conversations that are older than so many days."),
+        option(INPUT_PANEL, "Remove conversations older than this many days from a history store."),
     ] = None,
     as_json: options.Json = False,
 ) -> None:
     """Remove the contribution of one input from a store.
 
-    For privacy or licences: no file keeps anything that only this input contributed. Of a history store, conversations
-    are removed by their source, by their age, or by both.
+    For privacy or licences: no file keeps anything that only this input contributed. In a history store, conversations
+    are removed by their source, their age, or both.
     """
     from hdtool.builders.stores import edit_store as rework
 

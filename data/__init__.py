@@ -1,4 +1,4 @@
 """Readers and writers of files: prompts, conversations, records, stores, results, and the demo's data.
 
-Imports nothing else of hdtool, and heavy libraries only inside functions.
+Imports no other package of hdtool, and imports heavy libraries only inside functions.
 """

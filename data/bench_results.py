@@ -1,8 +1,8 @@
 """Result folders of ``hdtool bench``, with the run's settings and one JSON Lines file of answers per method.
 
-A question is done once every file has its line, and lines are flushed to disk before the next question starts. After a
-kill, the files differ by at most one question and a torn line, which a resumed run truncates. A larger difference means
-that another program changed the files, and is an error.
+A question is done once every file holds a line for it, and the lines are flushed to disk before the next question
+starts. After a kill, the files differ by at most one question and a torn line, which a resumed run truncates. A larger
+difference means that another program changed the files, and is an error.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class BenchRun:
     """Settings and environment of a benchmark run."""
 
     options: dict[str, Any]
-    """Options of the command. A folder never mixes answers of runs with different options."""
+    """Options of the command. A folder never mixes answers from runs with different options."""
     methods: tuple[str, ...]
     questions: int
     surroundings: dict[str, Any] = field(default_factory=dict)
@@ -38,7 +38,7 @@ class BenchRun:
 
     @classmethod
     def read(cls, folder: Path) -> BenchRun | None:
-        """Read the run of a folder. Returns None if there is none, and raises ResultError if it cannot be read."""
+        """Read the run stored in a folder, or return None if there is none. Raises ResultError for an unusable file."""
         path = folder / RUN_FILE
         try:
             row = json.loads(path.read_text(encoding="utf-8"))
@@ -63,7 +63,7 @@ class BenchRun:
 
 @dataclass(frozen=True)
 class Results:
-    """A run with the answers to the questions that every method has answered, in the order of the questions."""
+    """Benchmark run, with each method's answers to the questions that all methods have answered, in question order."""
 
     run: BenchRun
     answers: dict[str, list[AnsweredQuestion]]
@@ -74,7 +74,7 @@ class Results:
 
 
 def read_results(folder: Path) -> Results:
-    """Read the results in a folder, whose run may be incomplete."""
+    """Read the results stored in a folder. The run may be incomplete."""
     run = BenchRun.read(folder)
     if run is None:
         raise ResultError(f"{folder} holds no results: make some with hdtool bench --out {folder}")
@@ -84,7 +84,7 @@ def read_results(folder: Path) -> Results:
 
 
 def refuse_other_options(folder: Path, run: BenchRun, options: Mapping[str, Any]) -> None:
-    """Raise ResultError unless the run was started with these options."""
+    """Raise ResultError unless the run stored in a folder was started with these options."""
     for name, requested in options.items():
         if name not in run.options:
             option = f"--{name.replace('_', '-')}"
@@ -100,7 +100,7 @@ def refuse_other_options(folder: Path, run: BenchRun, options: Mapping[str, Any]
 
 
 def refuse_files_without_run(folder: Path, methods: Collection[str]) -> None:
-    """Raise ResultError if a folder has answer files but no run."""
+    """Raise ResultError if a folder holds answer files of these methods but no ``run.json``."""
     if BenchRun.read(folder) is None:
         for path in (folder / _results_file(method) for method in methods):
             if os.path.lexists(path):
@@ -109,7 +109,7 @@ def refuse_files_without_run(folder: Path, methods: Collection[str]) -> None:
 
 @contextmanager
 def locked_results(folder: Path) -> Iterator[None]:
-    """Create a folder of results if needed, and lock it. Raises ResultError if another process holds the lock."""
+    """Create a results folder if necessary, and hold its lock. Raises ResultError if another process holds the lock."""
     busy = ResultError(f"another bench is writing {folder}: wait for it, or choose another --out")
     advice = "answers in it are kept; make room or choose another --out, and run the command again"
     with os_errors_as(ResultError, f"{folder} cannot be written", advice):
@@ -119,17 +119,17 @@ def locked_results(folder: Path) -> Iterator[None]:
 
 
 class ResultFolder:
-    """Writer of answers into a locked folder."""
+    """Writer of a benchmark's answers to a results folder that the caller has locked."""
 
     def __init__(self, folder: Path, run: BenchRun, ids: Sequence[int | str]) -> None:
-        """Resume a run with the same settings, or start one. ``ids`` lists the ids of all questions in order."""
+        """Start a run, or resume the folder's run with the same settings. ``ids`` lists all question ids in order."""
         self.folder = folder
         self.run = run
         self.answered = self._resume(ids)
         """Number of questions that every method has answered."""
 
     def add(self, answers: Mapping[str, AnsweredQuestion]) -> None:
-        """Append the answers of every method to one question, and flush them to disk."""
+        """Append every method's answer to one question, and flush the answers to disk."""
         for method, answer in answers.items():
             append_row(
                 self.folder / _results_file(method), answer.to_json(f"{self.run.surroundings['model']}-{method}")
@@ -175,7 +175,7 @@ class _MethodFile:
     path: Path
     answers: list[AnsweredQuestion]
     last: bytes
-    """Last complete line, with its line end."""
+    """Last complete line, including its newline."""
     torn: bytes
 
     @classmethod

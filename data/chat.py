@@ -43,7 +43,7 @@ def encode_conversation(
 ) -> list[int]:
     """Encode a prompt as token ids.
 
-    If ``chat`` is None, the chat template is used if there is one. Without a template, the conversation must be a
+    If ``chat`` is None, the tokenizer's chat template is used if there is one. Without a template, there must be a
     single message whose text is the prompt. ``tools`` and ``variables`` are passed to the template.
     """
     return read_conversation(tokenizer, messages, chat=chat, tools=tools, variables=variables)[1]
@@ -57,7 +57,7 @@ def read_conversation(
     tools: Sequence[dict[str, Any]] = (),
     variables: Variables = NO_VARIABLES,
 ) -> tuple[str, list[int]]:
-    """Return the text of a prompt and the text's token ids. Takes the arguments of ``encode_conversation``."""
+    """Return the rendered text of a prompt and its token ids. Takes the same arguments as ``encode_conversation``."""
     if chat is None:
         chat = has_chat_template(tokenizer)
     if tools and not chat:
@@ -82,7 +82,7 @@ def conversation_text(
     tools: Sequence[dict[str, Any]] = (),
     variables: Variables = NO_VARIABLES,
 ) -> str:
-    """Return the text of a prompt or, with ``answered``, of a conversation that ends with the answer.
+    """Return the text of a prompt or, if ``answered`` is True, of a conversation whose last message is the answer.
 
     Without ``chat``, a single message is returned unchanged, and several messages become one line each.
     """

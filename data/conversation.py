@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
 
 def lone_surrogate(text: str) -> str | None:
-    """Return the first lone surrogate, as ``U+D83D at character 3``, or None if the text is valid Unicode.
+    """Describe the first lone surrogate in a text, as in ``U+D83D at character 3``; None if the text is valid Unicode.
 
-    JSON escapes and invalid bytes on a command line can produce one, and no tokenizer accepts it.
+    JSON escapes and invalid bytes on a command line can produce lone surrogates, which no tokenizer accepts.
     """
     try:
         text.encode()
@@ -32,7 +32,7 @@ def lone_surrogate(text: str) -> str | None:
 LOGPROB_DIGITS = 4
 """Decimal places of log-probabilities in files."""
 LOWEST_LOGPROB = -9999.0
-"""Replaces minus infinity in files, because JSON has no infinity."""
+"""Lowest log-probability in files. It replaces minus infinity, which JSON cannot express."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,7 +53,7 @@ class Rankings:
 
     @classmethod
     def of_json(cls, value: Any, positions: int) -> Rankings:
-        """Parse rankings. Raises RowError unless there is one row for each of ``positions`` tokens."""
+        """Parse rankings. Raises RowError unless there is one row for each of the answer's ``positions`` tokens."""
         import numpy as np
 
         try:
@@ -75,7 +75,7 @@ CHAT = "chat"
 TEXT = "text"
 """Plain text: a document, an answer or a prompt, depending on the command."""
 QUESTIONS = "questions"
-"""User turns that are answered one after another, as in Spec-Bench's file of questions."""
+"""User turns that are answered one after another, as in Spec-Bench's question file."""
 REQUEST = "request"
 """Request whose answer is in another row."""
 ANSWERS = "answers"
@@ -114,9 +114,9 @@ class Conversation:
     max_new_tokens: int | None = None
     """Limit under which the recorded answers were generated; None if unknown."""
     prompted: int = 0
-    """Number of turns at the start that were sent to the model, including its earlier answers."""
+    """Number of leading turns that were sent to the model, including the model's earlier answers."""
     model: str = field(default="", compare=False)
-    """Model that answered, as the record names it; empty if it names none."""
+    """Name of the model that answered, as given in the record; empty if the record names none."""
 
     @property
     def answers(self) -> list[int]:
@@ -135,7 +135,7 @@ class Conversation:
 
 
 def with_answers(questions: Conversation, answers: Conversation) -> Conversation:
-    """Combine questions or a request with their answers. Raises RowError if there are more answers than turns."""
+    """Combine questions or a request with their answers. Raises RowError if there are more answers than questions."""
     turns: Sequence[Turn] = (*questions.turns, *answers.turns)
     prompted = len(questions.turns)
     if questions.kind == QUESTIONS:
@@ -158,11 +158,11 @@ ROLE_NAMES = {
 ROLE_BY_NAME = {name: role for role, names in ROLE_NAMES.items() for name in names}
 MESSAGE_TEXT_KEYS = ("value", "content", "text")
 CALL_KEYS = ("tool_calls", "function_call", "refusal")
-"""Keys of messages that may lack a text."""
+"""Keys whose presence allows a message to lack text."""
 REASONING_TYPES = ("reasoning", "thinking", "redacted_thinking", "summary_text", "reasoning_text")
 """Types of message parts that do not belong to the answer."""
 MEDIA_TYPES = ("image", "audio", "video", "file", "document")
-"""Words by which the types of message parts that are not text are recognised."""
+"""Words that mark the type of a message part as media instead of text."""
 ITEM_ROLES = {"function_call": ASSISTANT, "custom_tool_call": ASSISTANT, "function_call_output": TOOL}
 """Roles of the Responses API's items that are not messages."""
 
@@ -344,7 +344,7 @@ def _list_turns(parts: list[Any]) -> list[Turn]:
 
 
 def _choice_turns(choices: list[Any]) -> list[Turn]:
-    """Return the first choice that has a text, because several choices answer the same prompt."""
+    """Return a turn for the first choice that has text. Several choices are alternative answers to one prompt."""
     texts = [_choice_text(choice) for choice in sorted(choices, key=_choice_index)]
     if not texts:
         return []
@@ -370,7 +370,7 @@ def _streamed(text: str) -> str:
 
 
 def _joined(chunks: Iterable[Any]) -> str:
-    """Concatenate the text of streamed chunks. Of several choices, only the first counts."""
+    """Concatenate the text of streamed chunks. If there are several choices, only the first is used."""
     texts: list[Any] = []
     for chunk in chunks:
         if not isinstance(chunk, dict):

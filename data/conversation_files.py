@@ -28,14 +28,14 @@ class LocatedConversation(NamedTuple):
 
     conversation: Conversation
     where: str
-    """File and line, for messages."""
+    """File and line, for error messages and for the origin in canonical files."""
     source: int
     """Index of the input file."""
     row: Row
 
 
 class ConversationReader:
-    """Reader of conversations from files, which combines requests with answers in other rows."""
+    """Reader of conversations from files. It combines requests with answers that are in other rows."""
 
     def __init__(self, inputs: Sequence[Path], *, tolerance: float = TOLERANCE, text_lines: bool = False) -> None:
         self.inputs = list(inputs)
@@ -115,7 +115,7 @@ ORIGIN_KEY = "converted_from"
 
 
 def canonical(located: LocatedConversation) -> dict[str, Any]:
-    """Return the JSON object of a conversation: its id, category and model if known, its content and its origin."""
+    """Return a conversation as a JSON object: its id, its category and model if known, its content and its origin."""
     conversation = located.conversation
     row: dict[str, Any] = {"id": conversation.id or str(located.row.number)}
     if conversation.category:
@@ -126,7 +126,7 @@ def canonical(located: LocatedConversation) -> dict[str, Any]:
 
 
 def canonical_line(located: LocatedConversation) -> bytes:
-    """Encode a conversation as a line of JSON. Names that are not valid Unicode are written with JSON escapes."""
+    """Encode a conversation as a line of JSON. Lone surrogates, which file names may hold, become JSON escapes."""
     return (json.dumps(canonical(located), ensure_ascii=False) + "\n").encode(errors="backslashreplace")
 
 
@@ -173,7 +173,7 @@ class ConversationCounts:
     conversations: int = 0
     turns: int = 0
     answers: int = 0
-    """Model turns that answer another role."""
+    """Number of the model's answers, as counted by ``Conversation.answers``."""
     texts: int = 0
 
     def add(self, conversation: Conversation) -> None:

@@ -1,8 +1,9 @@
 """Parse a row of any known format into a conversation, and read and write Spec-Bench answer rows.
 
-The keys of an object determine its format; ``docs/guides/input-formats.md`` lists all of them. Spec-Bench's scripts
-read ``choices[0]``: the texts of all turns and, one number per turn, ``decoding_steps``, ``new_tokens`` and
-``wall_time``. ``accept_lengths`` has the number of tokens of every step of all turns. hdtool adds the other keys.
+The keys of an object determine its format; ``docs/guides/input-formats.md`` lists all formats. Spec-Bench's scripts
+read ``choices[0]``: the texts of all turns and, with one number per turn, ``decoding_steps``, ``new_tokens`` and
+``wall_time``. ``accept_lengths`` holds the number of tokens that each step of all turns yielded. hdtool adds the other
+keys.
 """
 
 from __future__ import annotations
@@ -65,14 +66,14 @@ def _text(row: dict[str, Any], key: str) -> str:
 
 
 def is_collected(row: dict[str, Any]) -> bool:
-    """Return True if ``collect`` wrote the ``answers`` of a row. Some data sets use the key differently."""
+    """Return True if ``hdtool collect`` wrote the ``answers`` of a row. Some data sets use this key for other data."""
     answers = row.get("answers")
     ids = isinstance(answers, list) and any(isinstance(answer, dict) and "output_ids" in answer for answer in answers)
     return ids or ("answers" in row and "max_new_tokens" in row)
 
 
 def with_ids(turns: Sequence[Turn], row: dict[str, Any]) -> list[Turn]:
-    """Attach recorded tokens to the last answers. Earlier answers belong to the prompt."""
+    """Attach the token ids recorded in a row to the last answers in ``turns``. Earlier answers belong to the prompt."""
     answers, max_tokens = row["answers"], row.get("max_new_tokens")
     places = [index for index, turn in enumerate(turns) if turn.by_model]
     if not isinstance(answers, list) or not 0 < len(answers) <= len(places):
@@ -118,9 +119,9 @@ class AnsweredTurn:
     model_seconds: float | None = None
     """Time in the model's forward passes; None if unknown."""
     drafted_by: list[int] = field(default_factory=list)
-    """Number of the source that drafted each token, 0 for a bonus token; empty if unknown."""
+    """For each token, the id of the source that drafted it, or 0 for a bonus token; empty if unknown."""
     sources: dict[str, dict[str, float]] = field(default_factory=dict)
-    """Counts of each source, by its name."""
+    """Statistics of each draft source, by the name of the source."""
 
 
 @dataclass(frozen=True)
@@ -131,7 +132,7 @@ class AnsweredQuestion:
     category: str
     turns: tuple[AnsweredTurn, ...]
     seconds_rounds: tuple[tuple[float, ...], ...] = ()
-    """Seconds per round and turn. ``turns`` holds the answers of one of these rounds."""
+    """Seconds that each turn took, by measurement round. ``turns`` holds the answers of one of these rounds."""
 
     @property
     def tokens_per_second(self) -> float:
@@ -173,7 +174,7 @@ class AnsweredQuestion:
 
     @classmethod
     def from_json(cls, row: Mapping[str, Any]) -> AnsweredQuestion:
-        """Parse a row. Raises KeyError, TypeError or ValueError if hdtool did not write it."""
+        """Parse a row of an answer file. Raises KeyError, TypeError or ValueError if hdtool did not write the row."""
         choice = first_choice(row["choices"])
         lengths = _split_by_turn(choice["accept_lengths"], choice["decoding_steps"])
         turns = tuple(
@@ -206,12 +207,12 @@ def first_choice(choices: Any) -> dict[str, Any]:
 
 
 def question_id(name: str) -> int | str:
-    """Convert an id to an int if it is a decimal number, as in Spec-Bench's file of questions."""
+    """Convert an id to an int if it is a decimal number, as in Spec-Bench's question file."""
     return int(name) if name.isdecimal() and str(int(name)) == name else name
 
 
 def _split_by_turn(lengths: Sequence[int], counts: Sequence[int]) -> list[list[int]]:
-    """Split the step lengths of a whole answer by turn; ``counts`` has the number of steps per turn."""
+    """Split the acceptance lengths of all steps by turn; ``counts`` holds the number of steps per turn."""
     if sum(counts) != len(lengths):
         raise ValueError("accept_lengths and decoding_steps differ")
     rest = iter(lengths)
@@ -262,7 +263,7 @@ def _text_excerpt(text: str) -> str:
 CONVERSATION_KEYS = ("conversations", "messages", "conversation")
 ID_KEYS = ("id", "question_id", "custom_id", "conversation_id")
 ENDPOINTS_WITHOUT_TEXT = ("embedding", "moderation", "image", "audio")
-"""Words in the URL of a batch request that holds no conversation."""
+"""Words in the URL of a batch request which show that the request holds no conversation."""
 FIRST_ERROR_STATUS = 400
 """Lowest HTTP status of a failed request."""
 
@@ -271,13 +272,13 @@ FORMATS_PAGE = "https://hdtool.github.io/hdtool/guides/input-formats/"
 
 
 class UnknownFormError(RowError):
-    """Raised when a row has none of the known formats."""
+    """Raised when a row is in none of the known formats."""
 
     advice = f"; accepted forms: {FORMATS_PAGE}"
 
 
 def conversation_of(value: Any) -> Conversation:
-    """Parse a row into a conversation. Raises RowError if it holds none."""
+    """Parse a row into a conversation. Raises RowError if the row holds none."""
     if isinstance(value, RowError):
         raise value
     conversation = _conversation_in(value)
@@ -409,7 +410,7 @@ def _request(row: dict[str, Any]) -> list[Turn] | None:
 def _answer(row: dict[str, Any], *, structured: bool) -> list[Turn] | None:
     """Parse the answer in a row.
 
-    A plain text counts as an answer only if ``structured``, which says that the request has the format of an API.
+    A plain string counts as an answer only if ``structured`` is True: if the row also holds messages or a request.
     """
     for key in api.RESPONSE_KEYS:
         held = row.get(key)

@@ -110,10 +110,9 @@ MAX_CACHE_AGE = 24 * 3600.0
 
 @dataclass(frozen=True)
 class CachedValue:
-    """Value cached in a file that is named by the hash of its circumstances.
+    """Value cached in a file whose name is a hash of the circumstances that the value depends on.
 
-    A damaged file, or one with other circumstances, is a cache miss. If the folder is not writable, every read is a
-    miss.
+    A damaged file, or one with other circumstances, is a cache miss. If the folder is not writable, nothing is cached.
     """
 
     folder: Path
@@ -128,7 +127,7 @@ class CachedValue:
         return json.dumps(self.circumstances, sort_keys=True)
 
     def read(self, parse: Callable[[Any], T], *, max_age: float = inf) -> T | None:
-        """Return the cached value after ``parse``, or None if it is missing or older than ``max_age`` seconds."""
+        """Return the cached value as parsed by ``parse``, or None if missing or older than ``max_age`` seconds."""
         try:
             if max_age < inf and abs(time.time() - self.path.stat().st_mtime) > max_age:
                 return None
@@ -163,7 +162,7 @@ def json_digest(value: Any) -> str:
 
 
 def read_lines(path: Path) -> Iterator[bytes]:
-    """Yield the lines of a file with their line ends. The last line has none if it is torn.
+    """Yield the lines of a file, including their newlines. A torn last line has no newline.
 
     A missing file yields nothing. A folder or special file raises OSError.
     """

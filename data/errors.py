@@ -1,7 +1,8 @@
 """Errors that the user can correct, and installation commands for optional packages.
 
-Each message is one line: what was wrong, what was found, what to do next. The command line prints it and exits with
-``exit_code``. hdtool is on no package index, so the commands list the packages of an extra instead of naming it.
+Each message is one line: what was wrong, what was found, what to do next. The command line prints the message and exits
+with ``exit_code``. hdtool is on no package index, so the installation commands list an extra's packages instead of
+naming the extra.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ def os_errors_as(error: type[HdtoolError], fault: str, advice: str) -> Iterator[
 
 
 def error_reason(error: Exception) -> str:
-    """Return the first line of a library's error message."""
+    """Return the first line of an exception's message, or the exception's class name if the message is empty."""
     return str(error).strip().split("\n")[0] or type(error).__name__
 
 
@@ -78,7 +79,7 @@ class ResultError(HdtoolError):
 
 
 class ServeError(HdtoolError):
-    """Raised when a package of the serving engine is not installed."""
+    """Raised when a package that the serving engine needs is not installed."""
 
 
 class ClusterError(HdtoolError):
@@ -92,7 +93,7 @@ class OptionError(HdtoolError):
 
 
 def extra_requirements(extra: str) -> list[Requirement]:
-    """Return the requirements that an extra adds."""
+    """Return the requirements that an extra of hdtool adds."""
     from packaging.requirements import Requirement
 
     needed = [Requirement(line) for line in metadata.requires("hdtool") or ()]
@@ -100,5 +101,5 @@ def extra_requirements(extra: str) -> list[Requirement]:
 
 
 def install_command(extra: str) -> str:
-    """Return the pip command that installs an extra's packages, whatever the current folder."""
+    """Return a pip command that installs an extra's packages and can be run in any folder."""
     return " ".join(["pip install", *(f'"{each.name}{each.specifier}"' for each in extra_requirements(extra))])

@@ -1,4 +1,4 @@
-"""Read the header of a GGUF file, which has its settings and tensor table, and check that the file is complete."""
+"""Read a GGUF file's header, which holds the metadata and the tensor table, and check that the file is complete."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ GGUF_MAGIC = b"GGUF"
 GGUF_VERSIONS = (2, 3)
 DOWNLOAD_AGAIN = "get the file again"
 STRUCT_FORMATS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
-"""``struct`` formats of the number types in a file."""
+"""Format characters of ``struct`` for GGUF's numeric types."""
 STRING_TYPE, ARRAY_TYPE = 8, 9
 MAX_ARRAY_DEPTH = 8
 """Maximum depth of nested arrays. A damaged file could nest them without end."""
@@ -31,7 +31,7 @@ class GGUFTensor:
     kind: int
     """Quantization type of the numbers."""
     offset: int
-    """Offset from the start of the data in bytes."""
+    """Offset in bytes from the start of the tensor data."""
     shape: tuple[int, ...] = ()
     """Shape as in torch, where the last dimension is contiguous."""
 
@@ -39,10 +39,10 @@ class GGUFTensor:
 @dataclass(frozen=True)
 class GGUFHeader:
     values: dict[str, Any]
-    """Settings by name. Long arrays and arrays of strings are replaced by their length."""
+    """Metadata by key. Long arrays and arrays of strings are replaced by their length."""
     tensors: tuple[GGUFTensor, ...]
     data: int
-    """Offset of the data in the file."""
+    """Offset in bytes of the tensor data in the file."""
 
     @classmethod
     def read(cls, path: Path) -> GGUFHeader:
@@ -103,7 +103,7 @@ def _header(reader: _Reader, path: Path) -> GGUFHeader:
 
 
 class _Reader:
-    """Sequential reader of values, which raises ``struct.error`` past the end of the file."""
+    """Sequential reader of a header's values. Raises ``struct.error`` past the end of the file."""
 
     def __init__(self, content: mmap.mmap) -> None:
         self._content = content

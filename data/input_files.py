@@ -72,7 +72,7 @@ FORMAT_BY_MAGIC = {PARQUET_MAGIC: "parquet", SQLITE_MAGIC: "database", ARROW_MAG
 
 
 def read_rows(raw: CountedFile, *, text_lines: bool = False) -> Iterator[Row]:
-    """Yield the rows of a file. Raises RecordError if it has none. ``text_lines`` makes each line of a text a row."""
+    """Yield the rows of a file. Raises RecordError if it has none. With ``text_lines``, each line of text is a row."""
     stream = decompressed(raw)
     head = stream.peek(READ_BYTES)
     form = _format(raw.path, head)
@@ -144,7 +144,7 @@ ROW_READERS: dict[str, Callable[[CountedFile, io.BufferedReader], Iterator[Row]]
 
 
 AMBIGUOUS_ENDINGS = (".log", ".db", ".sqlite", ".sqlite3", ".arrow")
-"""Suffixes that other programs use too, so that the content decides."""
+"""Suffixes that unrelated files have too, so that the content decides whether a file is an input."""
 
 
 def find_inputs(patterns: Sequence[str | Path]) -> list[Path]:
@@ -186,7 +186,7 @@ def _is_input(path: Path) -> bool:
 
 
 def read_text(path: Path, advice: str) -> str:
-    """Return the text of a file. Raises PromptError, ending in ``advice``, if it is not UTF-8 text."""
+    """Return the text of a file. Raises PromptError, whose message ends with ``advice``, if the file is not UTF-8."""
     with input_errors_as(path, PromptError):
         data = path.read_bytes()
     try:

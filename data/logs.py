@@ -1,9 +1,9 @@
 """Read conversations from the logs of llama.cpp's server and of vLLM, and from the database of the ``llm`` tool.
 
 llama.cpp logs carry no request id, so an answer belongs to the earliest unanswered request. The logged body of a
-streamed answer is empty, so its chunks, which have ids, are joined. vLLM logs prompts as rendered by the chat template
-(``--enable-log-requests``; from 0.11 at level DEBUG) and answers (``--enable-log-outputs``); some versions of vLLM log
-the JSON body of a request. Requests and answers are paired, and all other lines are skipped.
+streamed answer is empty, so the answer is joined from its chunks, which have ids. vLLM logs prompts as rendered by the
+chat template (``--enable-log-requests``; from 0.11 at level DEBUG) and answers (``--enable-log-outputs``); some
+versions of vLLM log the JSON body of a request. Requests and answers are paired, and all other lines are skipped.
 
 ``llm`` up to 0.31 has one row of ``responses`` per exchange. Later versions keep messages as a tree: ``message_nodes``
 point to their parents, and ``turns`` to the node of each answer.
@@ -66,7 +66,7 @@ GENERATION_PATHS = ("completion", "responses", "messages", "infill")
 
 
 class LlamaServerLog:
-    """Parser of llama.cpp's server log, which pairs requests with answers."""
+    """Parser that pairs the requests and answers in a log of llama.cpp's server."""
 
     def __init__(self) -> None:
         self._requests: deque[tuple[int, Any]] = deque()
@@ -130,7 +130,7 @@ VLLM_DELTA = " (streaming delta)"
 
 
 class VllmLog:
-    """Parser of vLLM's log, which pairs requests with answers by their ids."""
+    """Parser that pairs the requests and answers in vLLM's log by their ids."""
 
     def __init__(self) -> None:
         self._requests: dict[str, tuple[int, dict[str, Any]]] = {}
@@ -190,7 +190,7 @@ LOG_MARKERS = re.compile(
     rb"log_server_r|llama_model_loader: |^srv {2}|(?:Received request|Generated response) \S|vLLM API server",
     re.MULTILINE,
 )
-"""Pattern in the first lines by which a log is recognised."""
+"""Pattern that identifies a server log by its first lines."""
 LOGGED_BODY_KEYS = (
     "messages",
     "conversations",
@@ -273,7 +273,7 @@ where {table}.response_id = ? order by {table}."order"
 
 
 def database_rows(raw: CountedFile, stream: io.BufferedReader) -> Iterator[Row]:
-    """Yield a row in chat format for each conversation."""
+    """Yield a row in chat format for each conversation in a database of ``llm``."""
     with as_file_on_disk(raw.path, stream) as (file, _):
         try:
             with closing(_opened(file)) as database:
@@ -365,7 +365,7 @@ def _responses(database: sqlite3.Connection, tables: set[str]) -> Iterator[Any]:
 
 
 def _with_fragments(database: sqlite3.Connection, tables: set[str], table: str, name: str, text: str | None) -> str:
-    """Return a prompt with its fragments in front."""
+    """Return a prompt or system prompt, preceded by its fragments."""
     texts = []
     if {table, "fragments"} <= tables:
         texts = [content for (content,) in database.execute(FRAGMENTS_QUERY.format(table=table), (name,))]

@@ -1,7 +1,7 @@
 """Write output files atomically, and never over files that hdtool did not create.
 
 New content goes to a temporary file in the same folder, which replaces the old file once it is on disk. An interrupted
-or failed write leaves the old file unchanged. Ownership checks read at most the head of a file.
+or failed write leaves the old file unchanged. Ownership checks read at most ``MAX_JSON_BYTES`` of a file.
 """
 
 from __future__ import annotations
@@ -177,7 +177,7 @@ class OutputFile:
 
 
 def temporary_names(names: str) -> re.Pattern[str]:
-    """Return a pattern of the temporary files of all destinations whose names match the pattern ``names``."""
+    """Return a pattern for the names of temporary files whose destinations have names that match ``names``."""
     return re.compile(rf"\.({names})\.{TEMPORARY_ENDING}")
 
 
@@ -209,7 +209,7 @@ def _temporary(destination: Path, mode: int) -> tuple[Path, int]:
 
 
 def _temporary_prefix(destination: Path) -> str:
-    """Return the prefix of a file's temporary names. Long names are cut, because file systems limit their length."""
+    """Return the prefix of a temporary file's name. Long names are cut, because file systems limit their length."""
     return f".{destination.name.encode()[:150].decode(errors='ignore')}."
 
 

@@ -1,9 +1,9 @@
 """Read prompts with their tools, predicted outputs and grammars.
 
 A text file holds one prompt per line. In any other input, a prompt is a conversation up to the last message that the
-model did not write, and ``turns`` of Spec-Bench are answered one after another. The ``prediction`` of a JSON object is
-what the answer will probably look like, its ``json_schema``, ``regex``, ``grammar`` or ``response_format`` is what the
-answer must match, and the chat template presents its ``tools``.
+model did not write, and ``turns`` of Spec-Bench are answered one after another. In a JSON object, ``prediction`` holds
+the probable answer, ``json_schema``, ``regex``, ``grammar`` or ``response_format`` constrains the answer, and ``tools``
+lists the tools that the chat template presents.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def read_prediction(path: Path) -> str:
 
 
 def prediction_of(value: Any, where: str) -> str:
-    """Return the text of a prediction in JSON, a string or OpenAI's object with a string or text parts; "" for null."""
+    """Return the text of a JSON prediction, which is a string or OpenAI's ``content`` object; "" for null."""
     if value is None:
         return ""
     if isinstance(value, dict) and value.get("type") == CONTENT_TYPE:
@@ -95,7 +95,7 @@ MAX_GRAMMAR_CHARACTERS = 1 << 20
 
 
 class GrammarKind(StrEnum):
-    """Notation of a grammar. The value names its option and its key in a prompts file."""
+    """Notation of a grammar. Each value is also the name of the option and of the key in a prompts file."""
 
     JSON_SCHEMA = "json_schema"
     REGEX = "regex"
@@ -228,7 +228,7 @@ class Prompt:
 
 
 def read_prompts(path: Path, *, tolerance: float | None = None, tally: Tally | None = None) -> list[Prompt]:
-    """Read all prompts of a file or of a data set on the hub.
+    """Read all prompts in a file or in a data set on the hub.
 
     Without ``tolerance``, the first unusable row raises PromptError. With it, unusable rows are counted in ``tally``.
     """
@@ -292,7 +292,7 @@ def _prompt_of(located: LocatedConversation) -> Prompt:
 
 
 def _require_text(row: Any) -> None:
-    """Raise RowError if a message has an image or a sound, which the answer would ignore."""
+    """Raise RowError if a message has an image, audio, video or file part, which the model would not see."""
     messages = row.get("messages") if isinstance(row, dict) else None
     for message in messages if isinstance(messages, list) else ():
         if isinstance(message, dict) and (kind := media_part(message.get("content"))):
@@ -329,7 +329,7 @@ def tasks_of(categories: Sequence[str]) -> list[str]:
 
 
 def interleave_tasks(prompts: Sequence[Prompt], per_task: int) -> list[Prompt]:
-    """Return the first prompts of every task, alternating between tasks and, in a combined task, between categories."""
+    """Return up to ``per_task`` prompts per task, alternating between tasks and, in a combined task, categories."""
     groups: dict[str, list[Prompt]] = {}
     for task, prompt in zip(tasks_of([prompt.category for prompt in prompts]), prompts, strict=True):
         groups.setdefault(task, []).append(prompt)

@@ -38,7 +38,7 @@ def decompressed(raw: io.RawIOBase) -> io.BufferedReader:
 
 
 def is_compressed(stream: io.BufferedReader) -> bool:
-    """Return True if a stream returned by ``decompressed`` decompresses."""
+    """Return True if a stream returned by ``decompressed`` reads compressed data."""
     return not isinstance(stream.raw, io.RawIOBase) or isinstance(stream.raw, gzip.GzipFile)
 
 
@@ -80,7 +80,7 @@ class RowError(ValueError):
 
 
 class Row(NamedTuple):
-    """Row of a file with its place."""
+    """Row of an input file, with its location."""
 
     location: str
     """Suffix of the file name in messages, such as ``:7`` or ``[6]``."""
@@ -129,7 +129,7 @@ def parse_json(text: str) -> Any:
 
 
 def decode_utf8(data: bytes) -> str:
-    """Decode UTF-8 text without its byte order mark. Raises RowError if it is not valid or is binary."""
+    """Decode UTF-8 text, dropping a byte order mark. Raises RowError if the data are binary or not valid UTF-8."""
     if b"\0" in data:
         raise RowError("binary data")
     try:
@@ -150,7 +150,7 @@ def line_rows(raw: CountedFile, lines: Iterable[bytes]) -> Iterator[Row]:
 
 
 def line_value(line: bytes) -> Any:
-    """Return the JSON value of a line, which may follow a logger's prefix. Returns a RowError instead of raising it."""
+    """Parse the JSON value in a line, skipping a logger's prefix. On failure, returns a RowError without raising it."""
     try:
         text = decode_utf8(line)
         try:

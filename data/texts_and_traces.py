@@ -2,8 +2,8 @@
 
 Each turn of a conversation is a separate text. From a request and its response, only the turns since the model's last
 answer count, because earlier requests held the earlier turns. Any conversation with an answer of the model can be
-replayed, but answer files of Spec-Bench need their file of questions. Unusable records are counted, and too many are an
-error.
+replayed, but Spec-Bench's answer files need the question file as well. Unusable records are counted, and too many are
+an error.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class RecordPart(NamedTuple):
     ids: tuple[int, ...] | None = None
     """Recorded token ids; None if there are none."""
     role: str = "user"
-    """Role in the chat, unless the model wrote the part."""
+    """Role of the part's author; not meaningful if ``by_model`` is True."""
 
 
 @dataclass(frozen=True)
@@ -52,14 +52,14 @@ class Portion:
     """Bytes of the input read so far."""
     is_last: bool = False
     had_text: bool = False
-    """True if the portion had texts before ``without_texts``."""
+    """True if the portion had texts before ``without_texts`` removed them."""
 
     def without_texts(self) -> Portion:
         return replace(self, texts=(), had_text=bool(self.texts))
 
 
 class RecordReader(ConversationReader):
-    """Reader of records from files, which counts usable and unusable records."""
+    """Reader that yields the records in files and counts usable and unusable records."""
 
     def __init__(self, inputs: Sequence[Path], *, answers_only: bool = False, tolerance: float = TOLERANCE) -> None:
         self.answers_only = answers_only
@@ -163,13 +163,13 @@ class Trace:
     messages: tuple[Message, ...]
     answers: tuple[RecordedAnswer, ...]
     where: str
-    """File and line, for messages."""
+    """File and line, for error messages."""
 
 
 def read_traces(
     paths: Sequence[Path], questions: Path | None = None, *, tolerance: float = TOLERANCE, tally: Tally | None = None
 ) -> list[Trace]:
-    """Read all conversations of the files in order. Unusable records are counted in ``tally``."""
+    """Read all conversations in the files, in order. Unusable records are counted in ``tally``."""
     questions_by_key = _questions(questions) if questions else {}
     reader = ConversationReader(paths, tolerance=1.0)
     traces: list[Trace] = []
@@ -192,7 +192,7 @@ def read_traces(
 
 
 def _questions(path: Path) -> Mapping[str, Conversation]:
-    """Read Spec-Bench's questions, keyed like their answers."""
+    """Read Spec-Bench's questions into a dict, by the keys that their answers have."""
     reader = ConversationReader([path])
     conversations = {
         f"question {conversation.conversation.id}": conversation.conversation for conversation in reader.conversations()

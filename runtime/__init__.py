@@ -1,4 +1,5 @@
-"""The decoding loop (``loop.py``), draft trees, acceptance, sampling and batching, and the folders they use.
+"""The decoding loop (``loop.py``), draft trees, acceptance, sampling and batching, and the subpackages that they use.
 
-Imports nothing from hdtool but ``data``. The loop yields steps of tokens, which callers turn into text and statistics.
+Imports only ``data`` from the rest of hdtool. The loop yields decoding steps, which callers turn into text and
+statistics.
 """

@@ -30,13 +30,13 @@ def accept(
     """Accept draft tokens as long as they equal the tokens that the target chooses.
 
     At each node, the sampler chooses the next token from the target's logits. That token is emitted whether it was
-    drafted or not, and the walk continues at the child that drafted it. The walk ends if no child did, at a stop token,
-    or after ``max_tokens`` tokens. Each token is appended to ``sampler.context``, and then tested exactly once for
-    membership in ``stops``.
+    drafted or not, and the walk continues at the child that drafted it. The walk ends if there is no such child, at a
+    stop token, or after ``max_tokens`` tokens. Each token is appended to ``sampler.context``, and then tested exactly
+    once for membership in ``stops``.
 
-    A rejected draft token that overflows can make the logits of other nodes NaN or infinite, so the walk ends before
-    such a node. Return None if drafts did this to the root's logits: nothing is accepted, and the caller must recompute
-    the step without drafts.
+    A rejected draft token whose activations overflow can make the logits of other nodes NaN or infinite, so the walk
+    ends before such a node. Return None if the root's logits are not finite because of drafts: nothing is accepted, and
+    the caller must recompute the step without drafts.
     """
     walk = _compiled_walk(tree, verified, sampler, max_tokens)
     if walk and not sampler.only_mask and _has_ended(walk, max_tokens):
@@ -45,7 +45,7 @@ def accept(
     tokens: list[int] = []
     node = ROOT
     if walk:
-        # Scores are processed only from the first token that a mask may forbid or that the rankings don't determine.
+        # Logits are processed only from the first token on that a mask may forbid or that the rankings don't determine.
         for token, drafted in _allowed(walk, sampler):
             tokens.append(token)
             sampler.context.append(token)
@@ -71,7 +71,7 @@ def accept(
 
 
 def _accept_walk(walk: Walk, tree: DraftTree, sampler: Sampler, stops: Container[int]) -> Accepted | None:
-    """Accept a compiled walk up to its first stop token; return None if the walk is empty."""
+    """Accept the tokens of a complete walk up to the first stop token; return None if the walk is empty."""
     tokens, children, finite = walk
     if not finite and not len(tree):
         sampler.note_overflow()
@@ -89,7 +89,7 @@ def _has_ended(walk: Walk, max_tokens: int) -> bool:
 
 
 def _allowed(walk: Walk, sampler: Sampler) -> list[tuple[int, int]]:
-    """Return the ``(token, child)`` pairs of a walk before any that a mask may forbid; empty if it is not finite."""
+    """Return a walk's ``(token, child)`` pairs before the first that a mask may forbid; none if not ``walk.finite``."""
     if not walk.finite:
         return []
     count = sampler.only_mask.allowed(sampler.context, walk.tokens) if sampler.only_mask else len(walk.tokens)
@@ -97,7 +97,7 @@ def _allowed(walk: Walk, sampler: Sampler) -> list[tuple[int, int]]:
 
 
 def _compiled_walk(tree: DraftTree, verified: Verified, sampler: Sampler, max_tokens: int) -> Walk | None:
-    """Walk down the tree by argmax or by draws in compiled code; return None if the logits must be processed first.
+    """Walk down the tree in compiled code, by argmax or by draws; return None if the logits must be processed first.
 
     A walk by draws under a mask ends before the first token that depends on what the mask forbids. A walk by rankings
     ends before the first token that depends on logits outside the ranking.

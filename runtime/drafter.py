@@ -1,6 +1,6 @@
-"""The drafter interface, plain decoding, and the calibration of the probabilities that drafters give to nodes.
+"""The drafter interface, a drafter for plain decoding, and the calibration of acceptance probabilities.
 
-A node without an estimated probability gets the acceptance rate of its kind and depth.
+A node without an estimated probability gets the measured acceptance rate of its kind and depth.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Drafter(Protocol):
 
     @property
     def seconds(self) -> Mapping[SourceId, float]:
-        """Seconds spent in each source since the drafter was made."""
+        """Seconds spent in each draft source since the drafter was created."""
         ...
 
     def begin(self, prompt: Sequence[int]) -> None:
@@ -34,17 +34,17 @@ class Drafter(Protocol):
         ...
 
     def draft(self, context: Sequence[int]) -> DraftTree:
-        """Return a tree rooted at the last token of ``context``, which is the prompt and all tokens emitted since."""
+        """Return a tree rooted at the last token of ``context``: the prompt, followed by all tokens emitted since."""
         ...
 
     def observe(self, accepted: Accepted, verified: Verified) -> None:
-        """Learn from the outcome of the last tree; ``verified`` holds a row for the root and for each node."""
+        """Learn from the verification of the last tree; ``verified`` holds one row for the root and one per node."""
         ...
 
 
 @runtime_checkable
 class HistoryDrafter(Protocol):
-    """A drafter that remembers whole answers and drafts from a prediction."""
+    """A drafter that remembers whole answers and drafts from predicted output."""
 
     def predict(self, prediction: Sequence[int]) -> None:
         """Also draft from ``prediction``: tokens that the answer started by ``begin`` will probably contain."""
@@ -78,7 +78,7 @@ class SeededDrafter(Protocol):
 
 
 def reads_logits(drafter: Drafter) -> bool:
-    """Return True if the drafter reads the logits passed to ``observe``; assumed if it lacks ``reads_logits``."""
+    """Return True if the drafter reads the logits passed to ``observe``, or does not define ``reads_logits``."""
     return bool(getattr(drafter, "reads_logits", True))
 
 
@@ -164,9 +164,9 @@ class WrappedDrafter:
 
 
 CALIBRATION_PRIOR_WEIGHT = 10.0
-"""Number of observations that the prior rate counts as."""
+"""Weight of the prior acceptance rate, in observations."""
 CALIBRATION_WINDOW = 200.0
-"""Number of observations that the moving averages span; limited, as acceptance rates change with the topic."""
+"""Span of the moving averages in observations; limited, because acceptance rates change with the topic."""
 
 Probs = npt.NDArray[np.float64]
 
@@ -175,7 +175,7 @@ NO_KINDS = np.empty(0, np.int64)
 
 
 class NodeCalibration:
-    """Tracks how often a node is accepted once its parent is, by kind and depth."""
+    """Tracks, by kind and depth, how often a node is accepted if its parent is accepted."""
 
     def __init__(self, prior: Sequence[float]) -> None:
         """``prior`` holds the initial acceptance rate of each kind, which applies at every depth."""
@@ -187,7 +187,7 @@ class NodeCalibration:
         self.update(none, bare, ())
 
     def by_probability(self, kinds: Ints, tree: DraftTree) -> tuple[Ints, Probs]:
-        """Return ``(nodes, probs)``, sorted by descending probability that a node's whole path is accepted."""
+        """Return ``(nodes, probs)`` in descending order of the probability that a node's whole path is accepted."""
         return _by_probability(kinds, tree.parents, tree.depths, self._accepted, self._verified)
 
     def update(self, kinds: Ints, tree: DraftTree, path: Sequence[int]) -> None:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class PassOptions(NamedTuple):
-    """Results that a caller uses besides the logits of a pass; hints that an engine may ignore."""
+    """Results of a pass that a caller uses besides the logits. These are hints, which an engine may ignore."""
 
     walk: bool = False
     """Compute ``Verified.walk``, the walk down the tree by argmax."""
@@ -47,12 +47,12 @@ class Walk(NamedTuple):
 
     @classmethod
     def of(cls, walk_buffer: Array, length: int, finite: bool) -> Walk:
-        """Make a walk from the first ``length`` columns of ``walk_buffer``, a row of tokens and a row of nodes."""
+        """Make a walk from the first ``length`` columns of ``walk_buffer``: one row of tokens, one of nodes."""
         tokens, children = walk_buffer[:, :length].tolist()
         return cls(tokens, children, finite)
 
     def first(self, max_tokens: int) -> Walk:
-        """Return the walk cut to ``max_tokens`` tokens; ``finite`` is True if this shortens it."""
+        """Return the first ``max_tokens`` tokens of the walk; ``finite`` is True if this shortens the walk."""
         if len(self.tokens) <= max_tokens:
             return self
         return Walk(self.tokens[:max_tokens], self.children[:max_tokens], True)
@@ -72,7 +72,7 @@ class Verified:
     """Input of the output layer, ``[rows, width]``; after a prefill, one row per token. None unless it is recorded."""
     walk: Walk | None = None
     argmax: Array | None = None
-    """Argmax of each row's logits, and in ``finite``, True where that logit is finite; None if not computed."""
+    """Argmax of each row's logits; ``finite`` is True where that logit is finite. Both are None if not computed."""
     finite: Array | None = None
     maxima: Array | None = None
     ranked: tuple[Array, Array] | None = None
@@ -122,7 +122,7 @@ PREFILL_PASS = -1
 
 @dataclass(slots=True)
 class PassLog:
-    """Counts passes and holds the shape and duration of the last pass, from which budgets learn what drafts cost."""
+    """Counts passes and holds the last pass's shape and duration, from which budgets learn what draft tokens cost."""
 
     passes: int = 0
     seconds: float = 0.0
@@ -149,7 +149,7 @@ class PassLog:
 
     @contextmanager
     def unchanged(self) -> Iterator[None]:
-        """Restore the log after the block, so that the passes of a check or a measurement are not counted."""
+        """Restore the log after the ``with`` block, so that the passes of a check or a measurement are not counted."""
         before = astuple(self)
         try:
             yield
@@ -159,7 +159,7 @@ class PassLog:
 
 
 class Engine(Protocol):
-    """Runs forward passes over draft trees; `Target` is the engine for models of transformers.
+    """Runs forward passes over draft trees; `Target` is the engine for transformers models.
 
     Each slot of a cache holds one sequence. The last emitted token of a sequence is the root of its next tree. The root
     is verified together with the nodes, and its keys and values are in the cache only after that pass.
@@ -169,7 +169,7 @@ class Engine(Protocol):
     """Number of tokens with an embedding."""
     device: torch.device
     log: PassLog
-    """Number, shape and duration of the passes so far."""
+    """Number and total duration of the passes so far, and the shape of the last one."""
     busy: Lock
     """Lock held during a step: only one thread at a time may use an engine."""
 
@@ -185,7 +185,7 @@ class Engine(Protocol):
 
     @property
     def changes(self) -> int:
-        """Number of changes of the model so far; keys and values computed before the last change are invalid."""
+        """Number of times that the model has changed; keys and values computed before the last change are invalid."""
         ...
 
     def context_limit(self, prompt_length: int) -> int | None:
@@ -213,14 +213,14 @@ class Engine(Protocol):
         ...
 
     def prefill(self, cache: Cache, slot: int, tokens: Sequence[int], start: int = 0, *, room: int = 0) -> Verified:
-        """Prefill ``tokens`` after the first ``start`` tokens of a slot; tokens that the slot held there are dropped.
+        """Prefill ``tokens`` after the first ``start`` tokens in a slot, replacing all later tokens that the slot held.
 
         Return one row of logits, for the last token. ``room`` is the number of tokens that may follow.
         """
         ...
 
     def verify(self, cache: Cache, trees: Sequence[DraftTree], options: Sequence[PassOptions] = ()) -> list[Verified]:
-        """Verify one tree in each of the first slots, all in one pass; ``options`` holds the options of each tree."""
+        """Verify one tree per slot, from the first slot on, in one pass; ``options`` holds the options of each tree."""
         ...
 
     @property
@@ -233,11 +233,11 @@ class Engine(Protocol):
         ...
 
     def wait(self) -> None:
-        """Wait until the pass that still runs, if any, has ended."""
+        """Wait until the running pass, if any, has ended."""
         ...
 
     def commit(self, cache: Cache, slot: int, path: Sequence[int]) -> None:
-        """Append the root and the nodes of ``path`` to a slot, and discard the rest of its tree."""
+        """Append the root and the accepted nodes ``path`` to a slot, and discard the other nodes of the tree."""
         ...
 
     def recompute(self, cache: Cache, slot: int, root: int) -> Verified:

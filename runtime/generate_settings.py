@@ -1,4 +1,4 @@
-"""Takes the logits processors and stopping criteria that ``generate`` of transformers would use, for hdtool's loop."""
+"""Gets the logits processors and stopping criteria that transformers' ``generate`` would use, for hdtool's loop."""
 
 from __future__ import annotations
 

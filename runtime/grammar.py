@@ -36,11 +36,11 @@ class ForcedTokens(NamedTuple):
     certain: list[int]
     """Tokens that must follow, however the text continues."""
     tokens: list[int]
-    """Tokens of the text that must follow; the last token is uncertain, because it may merge with later text."""
+    """Tokenization of the text that must follow; the last token is uncertain, because it may merge with later text."""
 
 
 class GuidedTree(NamedTuple):
-    """What a grammar allows and forces in a draft tree; dictionaries are keyed by node, with ``ROOT`` for the root."""
+    """What a grammar allows and forces in a draft tree; dictionary keys are nodes, and ``ROOT`` for the root."""
 
     allowed: npt.NDArray[np.bool_]
     """True for each node that is allowed and whose ancestors are all allowed."""
@@ -51,12 +51,12 @@ class GuidedTree(NamedTuple):
 
 
 class Guide:
-    """The state of a grammar after the tokens of one answer so far."""
+    """The state of matching one answer with a grammar, after the tokens consumed so far."""
 
     def __init__(self, matcher: LLMatcher, tokenizer: LLTokenizer) -> None:
         self._matcher, self._tokenizer = matcher, tokenizer
         self.length = 0
-        """Number of tokens of the answer that were consumed."""
+        """Number of tokens of the answer that have been consumed."""
         self._forced: ForcedTokens | None = None
         """Forced tokens at this position; None until they are computed."""
 
@@ -158,9 +158,9 @@ class Guide:
 
 
 JSON_LAYOUT: JsonCompileOptions = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-"""JSON on one line, as ``json.dumps`` writes it. If whitespace is free, small models may emit it endlessly."""
+"""JSON on one line, as ``json.dumps`` writes it. If whitespace is unrestricted, small models may emit it endlessly."""
 MAX_LEXER_WORK, MAX_SYMBOLS = 200_000, 500_000
-"""Limits on the work of compiling a grammar, in units of llguidance; they are reached within a second."""
+"""Limits on the work of compiling a grammar, in llguidance's units; compilation reaches them within a second."""
 MAX_FORCED_BYTES = 20_000
 """Maximum number of bytes that a grammar may force at its start; drafting more as a chain would take seconds."""
 MAX_COMPILED_GRAMMARS = 64
@@ -203,7 +203,7 @@ class GrammarCompiler:
         try:
             compiled = LLMatcher(self._tokenizer, _notation(grammar), log_level=0, limits=self._limits)
             fault = compiled.get_error() or _too_long(compiled)
-        except Exception as error:  # the GBNF conversion raises no specific class
+        except Exception as error:  # the GBNF conversion raises no specific exception class
             fault = str(error)
         if fault:
             raise PromptError(f"the {grammar.kind.label} cannot be used ({_on_one_line(fault)}): correct it")
@@ -211,7 +211,7 @@ class GrammarCompiler:
 
 
 def _notation(grammar: Grammar) -> str:
-    """Return a grammar in the notation of llguidance."""
+    """Return a grammar in llguidance's notation."""
     from llguidance import LLMatcher
 
     if grammar.kind is GrammarKind.JSON_SCHEMA:
@@ -250,7 +250,7 @@ class GrammarProcessor(LogitsProcessor):
         """Number of prompt tokens, padding included; None before the first call."""
 
     def allowed(self, context: Sequence[int], tokens: list[int]) -> int:
-        """Return how many of ``tokens`` are surely allowed after the context; much faster than computing a mask."""
+        """Return how many of ``tokens``, in order, are known to be allowed next; much faster than computing a mask."""
         self._follow(context)
         return self._guide.allowed(tokens)
 
@@ -327,7 +327,7 @@ class GuidedDrafter(WrappedDrafter):
         return tree
 
     def _constrain(self, tree: DraftTree) -> DraftTree:
-        """Return the tree without forbidden nodes and with forced chains, first below the most probable nodes."""
+        """Return the tree without forbidden nodes and with forced chains, added first below the most probable nodes."""
         guided_tree = self._guide.constrain_tree(tree.tokens, tree.parents)
         if guided_tree.allowed.all() and not guided_tree.chains:
             return DraftTree(
@@ -360,7 +360,7 @@ class GuidedDrafter(WrappedDrafter):
 
 
 def _certain(nodes: int, certain_by_node: Mapping[int, Sequence[int]]) -> npt.NDArray[np.int64]:
-    """Return the token that must follow the root and each node; ``UNDETERMINED`` where several may."""
+    """Return, for the root and each node, the token that must follow; ``UNDETERMINED`` where several may follow."""
     tokens = np.full(1 + nodes, UNDETERMINED, np.int64)
     for node, dictated in certain_by_node.items():
         if dictated:

@@ -1,4 +1,4 @@
-"""Speeds up importing torch and transformers by deferring torch's compiler, distributed tensors and a file scan.
+"""Speeds up importing torch and transformers: defers torch's compiler, skips distributed tensors, caches a file scan.
 
 ``transformers`` imports torch's compiler for decorators that switch it off, and torch's distributed tensors, which
 import sympy. It also reads a thousand source files to find which names they define. Together, these imports and the
@@ -26,7 +26,7 @@ from hdtool.data.stores.home import import_structure_at_home
 
 COMPILER = "torch._dynamo"
 MARKERS = ("assume_constant_result", "allow_in_graph")
-"""Decorators of the compiler that register a function with it and return the function itself."""
+"""The compiler's decorators that only register a function and return it unchanged."""
 INDEPENDENT = (f"{COMPILER}._trace_wrapped_higher_order_op",)
 """Submodules of the compiler that models import and that do not need the rest of the compiler."""
 LOADER, MARKS = "_deferred_loader", "_deferred_marks"
@@ -41,7 +41,7 @@ def import_leanly() -> None:
 
 
 class _Finder(PathFinder):
-    """Finds a few modules as usual, but replaces their loaders: the compiler is deferred, ``CHANGES`` are applied."""
+    """Finds a few modules as usual, but replaces their loaders to defer the compiler and to apply ``CHANGES``."""
 
     find_distributions = None  # type: ignore[assignment]  # PathFinder already lists them
 
@@ -96,7 +96,7 @@ class _WrappedLoader:
 
 
 class _ChangedLoader(_WrappedLoader):
-    """Applies ``change`` to the loaded module."""
+    """Loads a module with another loader, then applies ``change`` to the module."""
 
     def __init__(self, loader: Any, change: Callable[[Any], None]) -> None:
         super().__init__(loader)
@@ -153,7 +153,7 @@ class _DeferredModule(ModuleType):
                 _pending_disables.pop()()
 
     def _mark_later(self, marker: str, function: Any) -> Any:
-        if LOADER not in self.__dict__:  # loaded since the marker was taken
+        if LOADER not in self.__dict__:  # the compiler was loaded after the marker was looked up
             return getattr(self, marker)(function)
         self.__dict__[MARKS].append((marker, function))
         return function
@@ -185,7 +185,7 @@ def _lean_decorators(module: Any) -> None:
         def switch_off() -> None:
             nonlocal called
             called = original(fn, recursive, **options)
-            call.__dict__.update(called.__dict__)  # by which the compiler recognizes disabled functions
+            call.__dict__.update(called.__dict__)  # attributes by which the compiler recognizes disabled functions
 
         _pending_disables.append(switch_off)
         return call
@@ -199,9 +199,9 @@ def _is_loaded(name: str) -> bool:
 
 
 def _lean_structure(module: Any) -> None:
-    """Read the names that transformers defines from a record of the last scan, and disable distributed tensors.
+    """Read the names that transformers defines from a cached earlier scan, and disable distributed tensors.
 
-    The record is valid while the names, sizes and modification times of all source files stay the same.
+    The cached scan is valid while the names, sizes and modification times of all source files stay the same.
     """
     if hasattr(module, "is_torch_distributed_available"):
         module.is_torch_distributed_available = lambda: False

@@ -195,7 +195,7 @@ class Loop(Generic[Key]):
             self._launch()
 
     def finish(self) -> list[Outcome[Key]]:
-        """Wait for the launched pass and accept tokens by its logits."""
+        """Wait for the launched pass and accept tokens according to its logits."""
         with self:
             self._engine.wait()
             # If passes for other caches ran in the meantime, they have overwritten the logits.

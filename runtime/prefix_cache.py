@@ -1,4 +1,4 @@
-"""Prefills prompts in pieces, after the longest prefix that is cached."""
+"""Prefills prompts in pieces, starting after the longest cached prefix."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class PrefixCache:
         return sum(slot.bytes for slot in self._saved)
 
     def in_place(self, free: Iterable[Slot], owner: str, version: int, prompt: Sequence[int]) -> CachedPrefix | None:
-        """Return the longest prefix of a prompt that a free slot holds and can continue in place, or None."""
+        """Return the longest prefix of a prompt that a free slot holds and that can be continued there, or None."""
         return _find_longest(free, owner, version, prompt, min_saved=1)
 
     def to_copy(self, held: Iterable[Slot], owner: str, version: int, prompt: Sequence[int]) -> CachedPrefix | None:
@@ -112,7 +112,7 @@ MIN_TAIL_PROMPT, TAIL_TOKENS = 256, 32
 
 
 class PromptReader:
-    """Prefills one prompt into a slot, after its longest cached prefix."""
+    """Prefills one prompt into a slot, after the prompt's longest cached prefix."""
 
     def __init__(
         self, engine: Engine, cache: Cache, first_free: int, prompt: Sequence[int], room: int, owner: str = ""
@@ -185,7 +185,7 @@ class PromptReader:
         """Return the position in the prompt at which the next pass ends.
 
         Recurrent layers save their states there, and the next turn can only continue from saved states. A pass ends
-        shortly before the end of a prompt, because chat templates change the end in the next turn.
+        shortly before the end of a prompt, because chat templates change the last tokens in the next turn.
         """
         whole = len(self._prompt)
         end = min(whole, self._read + max_tokens)

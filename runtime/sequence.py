@@ -55,7 +55,7 @@ class Step(NamedTuple):
     """Seconds of the whole step; includes work of the consumer if the device computes asynchronously."""
     finish: Finish | None = None
     cached_tokens: int = 0
-    """Number of prompt tokens that were in the KV cache; 0 after the first step."""
+    """Number of prompt tokens that were already in the KV cache; 0 after the first step."""
 
     @property
     def sources(self) -> list[SourceId]:
@@ -92,7 +92,7 @@ class SequenceState:
         self.tree = DraftTree.bare(prompt[-1])
         """Tree that is verified in the current step."""
         self.cached_tokens = 0
-        """Number of prompt tokens that were cached; 0 after the first step."""
+        """Number of prompt tokens that were already cached; 0 after the first step."""
         self._started = self._draft_seconds = self._seconds_in_model = 0.0
         self._engine, self._vocabulary = engine, engine.vocabulary
 
@@ -212,11 +212,11 @@ class Stats:
     verify_seconds: float = 0.0
     finish: Finish | None = None
     cached_tokens: int = 0
-    """Number of prompt tokens that were in the KV cache."""
+    """Number of prompt tokens that were already in the KV cache."""
     _counts: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros((3, len(SourceId)), np.int64))
     """``drafted``, ``accepted`` and ``hits``, one row each, ``[3, sources]``."""
     _uncounted: list[tuple[npt.NDArray[np.uint8], list[int]]] = field(default_factory=list)
-    """Sources and path of each step that is not in ``_counts`` yet; added on demand, or once there are many."""
+    """Sources and path of each step that is not in ``_counts`` yet; counted on demand, or once there are many."""
     source_seconds: npt.NDArray[np.float64] = field(default_factory=lambda: np.zeros(len(SourceId)))
 
     def add(self, step: Step) -> None:
@@ -258,7 +258,7 @@ class Stats:
         return hits
 
     def counted(self, steps: Iterable[Step], drafter: Drafter) -> Iterator[Step]:
-        """Yield the steps and add each to the sums; at the end, add the seconds of each source."""
+        """Yield the steps and add each to the statistics; at the end, add the seconds spent in each source."""
         before = dict(drafter.seconds)
         try:
             for step in steps:
@@ -268,7 +268,7 @@ class Stats:
             self.add_seconds(before, drafter.seconds)
 
     def add_seconds(self, before: Mapping[SourceId, float], after: Mapping[SourceId, float]) -> None:
-        """Add the seconds of each source between two readings of ``Drafter.seconds``."""
+        """Add the seconds spent in each source between two readings of ``Drafter.seconds``."""
         for source, seconds in after.items():
             self.source_seconds[source] += seconds - before.get(source, 0.0)
 

@@ -1,4 +1,4 @@
-"""Registry of the built-in and plug-in sources, with their numbers, names, letters and colors."""
+"""Registry of the built-in and plug-in draft sources, with their numbers, names, letters and colors."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Evidence = Callable[[Sequence[int]], Mapping[int, float]]
 
 
 class SourceId(IntEnum):
-    """The number that a node of a draft tree carries; ``str`` gives the name that users see."""
+    """Number of the source that drafted a node of a draft tree; ``str`` gives the name that users see."""
 
     NONE = 0
     CONTEXT = 1
@@ -50,11 +50,11 @@ class Source:
     letter: str = ""
     """One-letter name by which ``--sources`` selects the source; empty if it cannot be selected."""
     terminal: int | str | None = "38;5;142"
-    """Color of its tokens in a terminal: an ANSI code such as 96, ``38;5;N`` for one of 256 colors, or None."""
+    """Terminal color of the source's tokens: an ANSI code such as 96, ``38;5;N`` for one of 256 colors, or None."""
     light: str = "#118822"
-    """Color of its tokens on light pages, as in CSS."""
+    """CSS color of the source's tokens on light pages."""
     dark: str = "#11bb00"
-    """Color of its tokens on dark pages, as in CSS."""
+    """CSS color of the source's tokens on dark pages."""
     evidence: Evidence | None = None
     """Function of a plug-in, called in each step for the context and for each extension of the context by the
     function's own argmax tokens. Values that add up to more than 1 are counts, other values are probabilities."""

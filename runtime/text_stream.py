@@ -28,7 +28,7 @@ BYTE_OF = {chr(byte): byte for byte in PRINTABLE} | {
 
 
 class TextStream:
-    """Detokenizes incrementally: returns text once it can no longer change, in pieces that join to ``text_of`` all ids.
+    """Detokenizes incrementally: returns text once it can no longer change, in pieces that join to the full text.
 
     The text of a token may depend on the token before it, so new ids are decoded together with the ids of the last
     returned piece, ``_ids[_start:_read]``. Special tokens, which ``text_of`` skips, are dropped on arrival, so that a
@@ -62,7 +62,7 @@ class TextStream:
         return fresh
 
     def _drop_skipped(self, newest: int) -> None:
-        """Drop the special tokens among the last ``newest`` ids, which have no text in any context."""
+        """Drop special tokens, which have no text in any context, from the last ``newest`` ids."""
         first = len(self._ids) - newest
         self._ids[first:] = [id_ for id_ in self._ids[first:] if not self._is_skipped(id_)]
 
@@ -83,12 +83,12 @@ def text_of(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], *, skip_spec
 
 
 def token_text(tokenizer: PreTrainedTokenizerBase, token: int) -> str:
-    """Return the text of one token, which may be special."""
+    """Return the text of one token, which may be a special token."""
     return text_of(tokenizer, [token], skip_special_tokens=False)
 
 
 def bytes_of(tokenizer: PreTrainedTokenizerBase, token: int) -> bytes:
-    """Return the bytes of a token, which may be part of a character."""
+    """Return the bytes of a token, which may be only part of a character."""
     text = token_text(tokenizer, token)
     if REPLACEMENT not in text:
         return text.encode()
@@ -145,7 +145,7 @@ def first_stop(text: str, stops: Sequence[str]) -> int | None:
 def cut_of(text: str, stops: Sequence[str], *, is_last: bool = False) -> tuple[int, str | None]:
     """Return ``(length, stop)``: how many characters of a text can be shown, and the stop string after them, or None.
 
-    Unless the text ``is_last``, the longest suffix that may be the beginning of a stop string is not shown yet.
+    Unless the text is complete (``is_last``), the longest suffix that may begin a stop string is not shown yet.
     """
     end = first_stop(text, stops)
     if end is None:

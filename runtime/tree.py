@@ -88,7 +88,7 @@ class DraftTree:
         return self.select(np.array(chain, np.int64))
 
     def within(self, depth: int, vocabulary: int) -> DraftTree:
-        """Return the tree ``clipped`` to a depth and reduced to the nodes that are ``embeddable`` in a vocabulary."""
+        """Return the tree without nodes that are too deep or have no embedding; see ``clipped`` and ``embeddable``."""
         if fits(self.tokens, self.parents, depth, vocabulary):
             return self
         return self.clipped(depth).embeddable(vocabulary)
@@ -100,7 +100,7 @@ class DraftTree:
         return self.select(np.flatnonzero(self.depths[1:] <= depth))
 
     def embeddable(self, vocabulary: int) -> DraftTree:
-        """Return the tree without tokens that have no embedding, and without their descendants."""
+        """Return the tree without nodes whose tokens have no embedding, and without their descendants."""
         # As unsigned numbers, negative ids are too large as well.
         if not len(self) or self.tokens.view(np.uint64).max() < vocabulary:
             return self
@@ -115,7 +115,7 @@ _NO_NODES = (np.empty(0, np.int64), np.empty(0, np.int32), np.empty(0, np.uint8)
 
 
 def compile_trees() -> None:
-    """Compile the functions of trees, or load them from the cache, before the first step."""
+    """Compile the functions for trees, or load them from the cache, before the first step."""
     tree = DraftTree.of(0, [1, 1], [ROOT, 0])
     _ = tree.ancestor_mask
     tree.clipped(1)
@@ -150,7 +150,7 @@ def descend(
 
 @compiled
 def fits(tokens: npt.NDArray[np.int64], parents: npt.NDArray[np.int32], depth: int, vocabulary: int) -> bool:
-    """Return True if no node is deeper than ``depth``, and each has an embedding."""
+    """Return True if no node is deeper than ``depth`` and all tokens have an embedding."""
     for token in tokens:
         if not 0 <= token < vocabulary:
             return False
@@ -276,7 +276,7 @@ def _add(
 
 
 def sequences_of(tokens: Ints, parents: Ints, length: int, max_paths: int) -> Ints:
-    """Return the first ``max_paths`` paths from the root to a node of depth ``length`` or a leaf above it, one per row.
+    """Return the first ``max_paths`` paths from the root to depth ``length`` or to a shallower leaf, one per row.
 
     Rows are in the order of their last nodes, and shorter paths are padded with ``NO_TOKEN``. A parent must come before
     its children.

@@ -1,8 +1,8 @@
 """Training text of the demo model: worked problems, Python's documentation and Python's standard library.
 
 All of it is openly licensed (GSM8K: MIT; Python's documentation and standard library: PSF-2.0). A document is a
-conversation or plain text. A stable hash of its page name decides whether it is held out, so that prompts, held-out
-loss and training data never overlap.
+conversation or plain text. A stable hash of a document's page name decides whether the document is held out, so that
+training data never overlaps with prompts or with the data of the held-out loss.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class TrainingDocument:
 
 
 def demo_arguments(description: str | None, out: str) -> argparse.ArgumentParser:
-    """Return a parser with the options that the scripts of this folder share; ``out`` is the help of ``--out``."""
+    """Return a parser with the options that the scripts in this folder share; ``out`` is the help of ``--out``."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gsm8k", type=Path, required=True, help="folder with GSM8K's train.jsonl and test.jsonl")
     parser.add_argument("--docs", type=Path, default=DEFAULT_DOCS, help="Python's documentation as reStructuredText")

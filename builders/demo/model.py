@@ -45,7 +45,7 @@ from hdtool.data.output_files import OutputFile, json_object
 Tokens = npt.NDArray[np.uint16]
 
 PASSES = {"math": 3.0, "explain": 2.0, "prose": 1.0, "write": 1.0, "edit": 0.7, "code": 0.6}
-"""Number of times that the documents of each kind are repeated per round."""
+"""Number of passes over the documents of each kind per round."""
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, group: Iterable[TrainingDocument]) -> dict[str, list[Tokens]]:
@@ -84,7 +84,7 @@ def pass_fractions(passes: float) -> list[float]:
 def batch_at(step: int, progress: float, tokens: Tokens, recipe: Recipe) -> torch.Tensor:
     """Return a batch of windows of ``window + 1`` tokens, or of ``context + 1`` near the end of the training.
 
-    The windows depend on the seed and the step alone, so a resumed run sees the same batches.
+    Where the windows start depends on their length, the seed and the step alone, so a resumed run repeats the batches.
     """
     is_long = progress >= 1 - recipe.long_share
     length = recipe.context if is_long else recipe.window
@@ -150,7 +150,7 @@ def new_hybrid(recipe: Recipe, vocabulary: int, special: dict[str, Any]) -> PreT
 
 
 def set_time_steps(bias: torch.Tensor) -> None:
-    """Initialize time steps to 0.001 to 0.1, as Mamba does.
+    """Initialize time steps to values from 0.001 to 0.1, as Mamba does.
 
     With transformers' initial bias of 1, most states would decay within one token.
     """
@@ -159,7 +159,7 @@ def set_time_steps(bias: torch.Tensor) -> None:
 
 
 def mtp_logits(model: PreTrainedModel, hidden: torch.Tensor, following: torch.Tensor) -> torch.Tensor:
-    """Return the MTP layer's logits for the tokens after ``following``, the tokens that follow the hidden states."""
+    """Return the MTP layer's logits for the tokens after ``following``, which holds the next token of each position."""
     positions = torch.arange(1, following.shape[1] + 1, device=following.device)[None]
     embedded = model.model.embed_tokens(following)
     rotary = model.model.rotary_emb(embedded, positions)
@@ -169,7 +169,7 @@ def mtp_logits(model: PreTrainedModel, hidden: torch.Tensor, following: torch.Te
 
 
 def hybrid_loss(model: PreTrainedModel, batch: torch.Tensor) -> torch.Tensor:
-    """Return the model's loss on the next token plus ``MTP_LOSS_WEIGHT`` times the MTP layer's on the token after."""
+    """Return the next-token loss plus ``MTP_LOSS_WEIGHT`` times the MTP layer's loss on the token after the next."""
     no_masks = {
         "full_attention": None,
         "linear_attention": None,
@@ -183,7 +183,7 @@ def hybrid_loss(model: PreTrainedModel, batch: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def mtp_agreement(model: PreTrainedModel, ids: torch.Tensor) -> tuple[int, int]:
-    """Return at how many positions the MTP layer's argmax equals the model's, and the number of positions compared."""
+    """Return the number of positions where the MTP layer's argmax equals the model's, and of all positions compared."""
     hidden = model.model(input_ids=ids[:, :-1], use_cache=False).last_hidden_state
     drafted, preferred = (
         mtp_logits(model, hidden[:, :-1], ids[:, 1:-1]).argmax(-1),
@@ -238,7 +238,7 @@ def new_llama(recipe: Recipe, vocabulary: int, special: dict[str, Any]) -> PreTr
 
 
 def optimizers(model: PreTrainedModel, recipe: Recipe) -> list[torch.optim.Optimizer]:
-    """Return Muon for the layers' matrices, which halves the steps needed, and AdamW for all other weights."""
+    """Return Muon, which halves the steps needed, for the layers' matrices, and AdamW for all other weights."""
     matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name]
     vectors = [p for name, p in model.named_parameters() if p.ndim != 2 or "embed" in name]
     return [
@@ -248,9 +248,9 @@ def optimizers(model: PreTrainedModel, recipe: Recipe) -> list[torch.optim.Optim
 
 
 def learning_rate_factor(step: int, progress: float) -> float:
-    """Return the factor on the learning rate at a step.
+    """Return the factor that scales the learning rate at a step.
 
-    The factor rises over 50 steps, stays 1, and falls linearly to zero over the last 45 % of the training.
+    The factor rises to 1 over 50 steps, stays there, and falls linearly to zero over the last 45 % of the training.
     """
     return min(1.0, (step + 1) / 50, (1 - progress) / 0.45)
 
@@ -272,7 +272,7 @@ def train(
     compiled: bool = True,
     seconds: float = math.inf,
 ) -> tuple[int, float]:
-    """Train until all steps are done or the time is over, resuming from a checkpoint if there is one.
+    """Train until all steps are done or the time is up, resuming from a checkpoint if there is one.
 
     Returns ``(steps, seconds)``, summed over all runs.
     """
@@ -327,7 +327,8 @@ def restore(path: Path, model: PreTrainedModel, optimizers: list[torch.optim.Opt
 def held_out_losses(model: PreTrainedModel, group: list[Tokens], recipe: Recipe) -> dict[str, float]:
     """Return ``loss_per_token``, the mean over held-out documents of one kind (cut to the window), and ``tokens``.
 
-    For a hybrid model, the result also has ``ahead_agrees``, how often the MTP layer's argmax equals the model's.
+    For a hybrid model, the result also has ``ahead_agrees``, the share of positions at which the MTP layer's argmax
+    equals the model's.
     """
     model.eval()
     total, count, same, positions = 0.0, 0, 0, 0

@@ -6,7 +6,7 @@ order given by a hash. ``reference`` is the held-out answer.
 ``--learned N`` writes N questions of each kind from the training data instead, none of them held out, to collect the
 model's answers to them. ``--everyday`` writes the questions that the demo's real model answers: what people ask a chat
 model, from lists of topics and question forms, together with questions from GSM8K's training split, from Python's
-documentation and from functions of its standard library. The demo and Spec-Bench ask none of them.
+documentation and from functions of its standard library. Neither the demo nor Spec-Bench asks any of them.
 """
 
 from __future__ import annotations
@@ -180,7 +180,7 @@ QUESTION_FORMS: tuple[tuple[str, str, str], ...] = (
 
 
 def chat_questions(per_form: int = QUESTIONS_PER_FORM) -> Iterator[tuple[str, str]]:
-    """Yield questions as ``(kind, text)``: up to ``per_form`` topics per form, chosen by hash."""
+    """Yield questions as ``(kind, text)``: up to ``per_form`` topics per question form, chosen by hash."""
     for kind, topics, form in QUESTION_FORMS:
         texts = {form.format(" ".join(topic.split())) for topic in topics.split(";")}
         yield from ((kind, text) for text in sorted(texts, key=stable_hash)[:per_form])

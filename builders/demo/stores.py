@@ -133,7 +133,7 @@ LICENCE_WORDS = re.compile("copyright|licen[cs]e", re.IGNORECASE)
 
 
 def collect_answers(prompts: Sequence[Prompt], path: Path) -> None:
-    """Answer the prompts that the file holds no answer to, as ``hdtool collect --max-new-tokens 160`` does."""
+    """Answer the prompts that have no answer in the file, as ``hdtool collect --max-new-tokens 160`` does."""
     sampling, decoding = SamplingConfig(), DecodeConfig(max_new_tokens=MAX_ANSWER_TOKENS)
     model = ModelConfig()
     answerer = Answerer(model, decoding, sampling)
@@ -160,7 +160,7 @@ def index_documents(
 def build_stores(
     out: Path, answers: Path, chosen: Iterable[TrainingDocument], tokenizer: Any
 ) -> Iterator[tuple[Path, Manifest]]:
-    """Build both stores; yields ``(folder, manifest)`` for each. The manifests do not depend on the input paths."""
+    """Build both stores, yielding ``(folder, manifest)`` for each. The manifests do not depend on the input paths."""
     fingerprint, model = TokenizerFingerprint.of(tokenizer), checkpoint_of(ModelConfig())
     answered, sources = _tokens_of(answers, "answers.jsonl", tokenizer, answers_only=True)
     yield (

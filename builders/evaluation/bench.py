@@ -1,4 +1,4 @@
-"""Benchmarks: contenders that answer questions, and real forward passes over recorded answers."""
+"""Benchmarks that time contenders on questions, or with real forward passes over recorded answers."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ from hdtool.runtime.sequence import Finish, Stats, Step, room_for
 class Bench:
     """Benchmark of several contenders on one model.
 
-    All contenders answer a question before the next question starts, so that drifts of machine speed affect all of
-    them; their order rotates from question to question. Later turns follow a contender's own answers.
+    All contenders answer a question before the next question starts, so that changes in machine speed affect all of
+    them; their order rotates from question to question. In later turns, each contender continues its own answers.
 
-    No drafter answers a question twice, because its history would hold the answer. ``COLD`` drafters answer one
-    question each. ``WARM`` drafters answer all questions of a round and start after the warm-up. Compiled code and
+    No drafter answers a question twice, because its history would hold the answer. A ``COLD`` drafter answers one
+    question only. A ``WARM`` drafter answers all questions of a round and starts after the warm-up. Compiled code and
     measured pass times are shared by all contenders.
     """
 
@@ -66,7 +66,7 @@ class Bench:
         return True
 
     def warm_up(self, questions: Iterable[Prompt]) -> None:
-        """Answer questions without measuring, to fill caches and select kernels; do not measure them later."""
+        """Answer questions without timing, to fill caches and select kernels; do not measure these questions later."""
         for question in questions:
             for contender in self.contenders.values():
                 self._answered(question, contender.fresh())
@@ -74,7 +74,7 @@ class Bench:
     def answers(self, questions: Sequence[Prompt], done: int = 0) -> Iterator[dict[str, AnsweredQuestion]]:
         """Yield all contenders' answers to each question, skipping the first ``done`` questions.
 
-        If there are several rounds, a contender's answer is taken from its round of median speed.
+        With several rounds, each contender's answer comes from the round in which its speed was the median.
         """
         lasting = [self._fresh() for _ in range(self.rounds)] if self.drafters == WARM else None
         for place, question in enumerate(questions[done:], start=done):
@@ -134,7 +134,7 @@ def turn_count(question: Prompt) -> int:
 
 
 def rotated(names: Sequence[str], turn: int) -> list[str]:
-    """Return the names, rotated by ``turn`` places."""
+    """Return the names, rotated to the left by ``turn`` places."""
     first = turn % len(names)
     return [*names[first:], *names[:first]]
 
@@ -153,7 +153,7 @@ def questions_hash(questions: Sequence[Prompt]) -> str:
 
 
 def _median_round(rounds: Sequence[AnsweredQuestion]) -> AnsweredQuestion:
-    """Return the round of median speed (of two, the slower) as a whole, so that its tokens match its times."""
+    """Return the round of median speed (the slower of two middle ones), so that tokens and times match."""
     by_speed = sorted(rounds, key=lambda answered: answered.tokens_per_second)
     chosen = by_speed[(len(by_speed) - 1) // 2]
     seconds = tuple(tuple(turn.seconds for turn in answered.turns) for answered in rounds)
@@ -161,7 +161,7 @@ def _median_round(rounds: Sequence[AnsweredQuestion]) -> AnsweredQuestion:
 
 
 COPIED_BYTES = {"cuda": 1 << 31}
-"""Bytes copied to measure memory bandwidth, several times the size of the device's caches."""
+"""Bytes copied to measure memory bandwidth, by device type: several times the size of the device's caches."""
 DEFAULT_COPIED_BYTES = 1 << 27
 COPIES = 5
 
@@ -217,7 +217,7 @@ def drafting_runner(target: Target, drafter: Drafter) -> ReplayRunner:
 
 
 def generate_runner(target: Target, **options: Any) -> ReplayRunner:
-    """Return a runner of ``model.generate``, which generates as many tokens as recorded, but chooses its own."""
+    """Return a runner of ``model.generate``, which adds as many tokens as recorded but chooses them itself."""
     model: Any = target.model
 
     def run(turn: RecordedTurn) -> Timing:
@@ -235,11 +235,11 @@ def generate_runner(target: Target, **options: Any) -> ReplayRunner:
 def paired_benchmark(
     new_runners: Callable[[], Mapping[str, ReplayRunner]], turns: Sequence[RecordedTurn]
 ) -> Iterator[dict[str, Timing]]:
-    """Time all contenders on recorded turns; after every turn, yields each contender's total so far.
+    """Time all contenders on recorded turns, yielding each contender's total so far after every turn.
 
     All contenders run a turn before the next turn starts, and their order rotates. Every turn runs once per contender.
     To warm up, the longest turn runs first with separate runners, so that no cache grows in a measured turn and no
-    history remains. A contender that fails is left out with a note, without affecting the other results.
+    history is carried over. A contender that fails is left out with a note, without affecting the other results.
     """
     longest = max(turns, key=lambda turn: len(turn.prompt) + len(turn.answer))
     failed = {name for name, runner in new_runners().items() if _timed(name, runner, longest) is None}
@@ -285,7 +285,7 @@ def _total_timing(parts: Sequence[Timing]) -> Timing:
 
 
 def copy_bandwidth(device: torch.device) -> float:
-    """Return the device's memory bandwidth (bytes read plus written per second) in the fastest of several copies."""
+    """Return the device's memory bandwidth (bytes read plus written per second), from the fastest of several copies."""
     size = COPIED_BYTES.get(device.type, DEFAULT_COPIED_BYTES)
     source, copy = (torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(2))
     return 2 * size / min(timed(device, lambda: copy.copy_(source))[1] for _ in range(COPIES))

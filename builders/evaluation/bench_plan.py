@@ -1,4 +1,4 @@
-"""Plans and runs a benchmark: from settings and questions to a result folder."""
+"""Plans a benchmark from settings and questions, runs it, and writes a result folder."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def warm_up_questions(
     """Return ``count`` warm-up questions that are not measured.
 
     Prefers ``spare`` questions that fit the model, of different categories, then cycles through ``WARM_UP_PROMPTS``.
-    Questions whose text is measured are excluded, whatever their id.
+    Questions with the text of a measured question are excluded, whatever their id.
     """
     measured_texts = {question.messages[-1]["content"] for question in measured}
     unmeasured = [question for question in spare if question.messages[-1]["content"] not in measured_texts]
@@ -94,7 +94,7 @@ PROMPT_LOOKUP_TOKENS = 10
 
 
 class ContenderFactory:
-    """Creates contenders.
+    """Creates the contenders of a benchmark.
 
     hdtool's methods share the loaded target. ``generate`` runs on the target's model or, if hdtool replaced the linear
     layers, as it does for small models on CPUs, on a stock model that shares the weights. llama.cpp reads its weights
@@ -113,7 +113,7 @@ class ContenderFactory:
     def contenders(
         self, names: Sequence[str], assistant: str | None = None, llama_cpp: Mapping[str, Path] | None = None
     ) -> dict[str, Contender]:
-        """Return contenders by name, in the given order; ``llama_cpp`` maps llama.cpp rows to GGUF files."""
+        """Return contenders by name, in the given order; ``llama_cpp`` maps llama.cpp contenders to GGUF files."""
         contenders: dict[str, Contender] = {}
         stock = self._stock() if set(names) & GENERATE_PEERS else None
         for name in names:
@@ -203,11 +203,11 @@ class BenchPlan:
     store_set: StoresConfig = field(default_factory=StoresConfig)
     chat: bool | None = None
     spare: Sequence[Prompt] = ()
-    """Questions that are not measured, for the warm-up."""
+    """Questions for the warm-up, which are not measured."""
 
     def options(self) -> dict[str, Any]:
         """Return the settings as recorded in ``run.json``; only a run with equal settings is resumed."""
-        # The benchmark comes last because its ``threads`` overrides the model's.
+        # ``self.bench`` comes last because its ``threads`` overrides the model's.
         parts = (self.model, self.decoding, self.sampling, self.store_set, self.bench)
         options = {
             name: value for part in parts for name, value in asdict(part).items() if name not in SETTINGS_WITHOUT_EFFECT
@@ -219,7 +219,7 @@ class BenchPlan:
     def at(self, temperature: float) -> BenchPlan:
         """Return this plan at another temperature, with its results in a subfolder.
 
-        Sampling drops llama.cpp, which is measured with greedy answers only.
+        For sampling temperatures, llama.cpp is left out, because it is measured with greedy decoding only.
         """
         folder = Path(self.bench.out) / f"temperature-{temperature:g}"
         sampling = replace(self.sampling, temperature=temperature)
@@ -230,17 +230,17 @@ class BenchPlan:
         return replace(self, bench=bench, sampling=sampling)
 
     def results(self, on_progress: Callable[[int, int], None] = lambda done, total: None) -> Results:
-        """Measure the questions that the result folder lacks; return all results.
+        """Measure the questions that have no result in the folder yet; return all results.
 
-        ``on_progress`` is called with the number of turns done and their total number, which count each contender and
-        round as well as the warm-up.
+        ``on_progress`` is called with the number of turns done and their total number. Each contender and round counts
+        separately, and the warm-up is included.
         """
         folder = Path(self.bench.out)
         before = BenchRun.read(folder)
         if before is not None:
             options = self.options()
-            # If an earlier version recorded fewer settings, a complete run is returned, but an incomplete run is not
-            # resumed.
+            # If an earlier hdtool version recorded fewer settings, a complete run is returned, but an incomplete run is
+            # not resumed.
             refuse_other_options(folder, before, {name: options[name] for name in options if name in before.options})
             results = read_results(folder)
             if results.complete:

@@ -1,4 +1,4 @@
-"""Contenders of a benchmark, models of known shapes, and the plot of forward pass costs."""
+"""Contenders of a benchmark, models with random weights in known shapes, and the plot of forward pass costs."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ COST_PLOT_INCHES, COST_PLOT_DPI = (7.0, 4.2), 150
 
 
 def draw_cost(curve: CostCurve, path: Path) -> None:
-    """Plot milliseconds per forward pass over draft nodes as a PNG, with one line per context length."""
+    """Plot milliseconds per forward pass against the number of draft nodes, one line per context length, as a PNG."""
     from matplotlib import colormaps
     from matplotlib.figure import Figure  # not pyplot, which keeps global state
 
@@ -156,7 +156,7 @@ class Contender(Protocol):
         ...
 
     def fresh(self) -> Contender:
-        """Return a copy without anything learned from earlier prompts."""
+        """Return a copy that has learned nothing from earlier prompts."""
         ...
 
 
@@ -224,10 +224,10 @@ def answer_steps(
 
 
 class GenerateContender:
-    """Transformers' ``generate`` as a contender, with the same stop tokens, length and temperature.
+    """Transformers' ``generate`` as a contender, with the same stop tokens, length limit and temperature as hdtool.
 
-    Its greedy answers have the tokens of plain decoding. Its sampled answers differ, because transformers draws tokens
-    differently.
+    Its greedy answers have the same tokens as plain decoding. Its sampled answers differ, because transformers draws
+    tokens differently.
     """
 
     def __init__(
@@ -243,7 +243,7 @@ class GenerateContender:
         self._sampling = sampling
         self._assistant: Any = drafting.get("assistant_model")
         self._learned: Any = copy.deepcopy(self._assistant.generation_config) if self._assistant else None
-        """Generation config of the draft model; some schedules adapt the number of draft tokens between answers."""
+        """Generation config of the draft model; between answers, some schedules adapt its number of draft tokens."""
         self._begun: Any = copy.deepcopy(self._learned)
 
     def fresh(self) -> GenerateContender:
@@ -306,19 +306,19 @@ class PassCounter:
         self._first = True
 
     def note(self, length: int, drafted: int) -> None:
-        """Record a pass: the length of the conversation before it, and the draft tokens that it verifies."""
+        """Record a pass that verifies ``drafted`` draft tokens after a conversation of ``length`` tokens."""
         self._lengths.append(length)
         self.drafted += drafted
 
     def tokens(self, answered: int) -> list[int]:
-        """Return the number of tokens per pass, for an answer of ``answered`` tokens."""
+        """Return the number of tokens that each pass added to an answer of ``answered`` tokens."""
         ends = [*self._lengths[1:], self._lengths[0] + answered]
         return [end - start for start, end in zip(self._lengths, ends, strict=True)]
 
     def answer(
         self, loaded: Loaded, output_ids: list[int], seconds: float, at_the_end: Finish, *, drafts: bool
     ) -> AnsweredTurn:
-        """Return the answered turn; without drafts, every pass counts one token."""
+        """Return the answered turn; without drafts, each pass counts as one token."""
         ended = output_ids[-1] in loaded.stops
         return AnsweredTurn(
             text_of(loaded.tokenizer, output_ids),
@@ -331,7 +331,7 @@ class PassCounter:
 
     @contextmanager
     def counted(self, model: PreTrainedModel, *, enabled: bool) -> Iterator[None]:
-        """Count the passes inside ``generate`` by their input lengths, with a forward hook."""
+        """Count the forward passes inside ``generate``, and their draft tokens, with a forward pre-hook."""
         hook = model.register_forward_pre_hook(self._note_inputs, with_kwargs=True) if enabled else None
         try:
             yield
@@ -350,7 +350,7 @@ class PassCounter:
 
 
 def timed(device: torch.device, action: Callable[[], T]) -> tuple[T, float]:
-    """Return ``(result, seconds)`` of an action, synchronizing the device before and after it."""
+    """Run an action; return ``(result, seconds)``, with the device synchronized before and after it."""
     _synchronize(device)
     started = time.perf_counter()
     result = action()

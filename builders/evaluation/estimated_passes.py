@@ -66,7 +66,7 @@ class PassReads:
 
     @classmethod
     def of(cls, model: Any) -> PassReads:
-        """Return what passes of ``model`` read; its tensors may be on the meta device."""
+        """Return what a forward pass of ``model`` reads; the model may be on the meta device."""
         config = model.config.get_text_config(decoder=True)
         experts = tuple(_layer_experts(model, config))
         whole = sum(int(weight.nbytes) for weight in model.parameters())
@@ -106,7 +106,7 @@ class Roofline:
     def curve(
         self, reads: PassReads, lengths: Sequence[int], overlap: float = 0.0, *, model: str = "", dtype: str = ""
     ) -> CostCurve:
-        """Return the cost curve of passes at context lengths ``lengths``, which include the root of the tree."""
+        """Return the cost curve of passes at context lengths ``lengths``, which include the root of the draft tree."""
         milliseconds = tuple(
             tuple(1e3 * self.seconds(reads, nodes + 1, length - 1, overlap) for nodes in MEASURED_NODES)
             for length in lengths

@@ -54,14 +54,14 @@ UNKNOWN_QUANTIZATION = "unknown quantization"
 
 
 def row_files(model: ModelConfig, other_file: str | None = None) -> dict[str, Path]:
-    """Return the GGUF file of each llama.cpp row that has one: ``other_file`` for ``OTHER_FILE``, else the model's."""
+    """Map llama.cpp contenders to GGUF files: ``OTHER_FILE`` to ``other_file`` if given, others to the model's."""
     own_file = gguf_file(model)
     files = dict.fromkeys(OWN_FILE_ROWS, own_file) if own_file else {}
     return files | ({OTHER_FILE: Path(other_file).expanduser()} if other_file else {})
 
 
 def exclusion_reason(name: str, files: Mapping[str, Path], model: ModelConfig, sampling: SamplingConfig) -> str:
-    """Return why a llama.cpp row cannot take part, as the end of a sentence; empty if it can."""
+    """Return why a llama.cpp contender cannot take part, as the end of a sentence; empty if it can."""
     if name not in files:
         return f"runs on GGUF files, and {model.name} is none: name one with --model"
     if not find_spec("llama_cpp"):
@@ -72,7 +72,7 @@ def exclusion_reason(name: str, files: Mapping[str, Path], model: ModelConfig, s
 
 
 class LlamaCppContender:
-    """llama.cpp, plain or with prompt lookup, answering greedily with the same ids, stop tokens and length.
+    """llama.cpp, plain or with prompt lookup, answering greedily with hdtool's prompt ids, stop tokens and length.
 
     Its matmuls round activations to few bits, so its answers may differ from answers computed in float32.
     """
@@ -108,7 +108,7 @@ class LlamaCppContender:
         return output_ids
 
     def _provide(self, tokens: int) -> None:
-        """Load the model, unless it is loaded with a KV cache of at least ``tokens`` tokens."""
+        """Load the model, unless it is already loaded with a KV cache of at least ``tokens`` tokens."""
         if self._context >= tokens:
             return
         from llama_cpp import Llama
@@ -151,7 +151,7 @@ class LlamaCppContender:
 
 
 def describe_build(files: Mapping[str, Path], *, on_gpu: bool) -> dict[str, Any]:
-    """Return a JSON-compatible description of the installed llama.cpp and of each row's file."""
+    """Return a JSON-compatible description of the installed llama.cpp and of each contender's GGUF file."""
     import llama_cpp
 
     features = build_features(llama_cpp.llama_print_system_info().decode())
@@ -173,7 +173,7 @@ def describe_build(files: Mapping[str, Path], *, on_gpu: bool) -> dict[str, Any]
 
 
 def build_features(system_info: str) -> list[str]:
-    """Parse the features of a build from system_info, such as ``CPU : AVX2 = 1 | AVX512 = 0 |``."""
+    """Return the enabled features listed in llama.cpp's system_info, such as ``CPU : AVX2 = 1 | AVX512 = 0 |``."""
     features = []
     for part in system_info.split("|"):
         name, equals, value = part.rpartition(":")[2].partition("=")
@@ -183,7 +183,7 @@ def build_features(system_info: str) -> list[str]:
 
 
 def quantization_name(header: GGUFHeader) -> str:
-    """Return a file's quantization, such as Q4_K_M; if it has no known name, the type of most of its tensors' weights.
+    """Return a file's quantization, such as Q4_K_M, or the type of most of its weights if it names none that is known.
 
     If that type is unknown too, return ``UNKNOWN_QUANTIZATION``.
     """
@@ -205,7 +205,7 @@ def quantization_name(header: GGUFHeader) -> str:
 
 
 def build_notes(surroundings: Mapping[str, Any]) -> list[str]:
-    """Return notes for readers of llama.cpp's rows, such as missing CPU features; empty without such rows."""
+    """Return notes on llama.cpp's results, such as missing CPU features; empty if llama.cpp was not measured."""
     build = surroundings.get(BUILD_KEY)
     if build is None:
         return []

@@ -92,7 +92,7 @@ class TurnReader:
         return RecordedTurn(trace.id, trace.category, number, prompt, answer, max_tokens, recorded.rankings)
 
     def _answer(self, prompt_text: str, prompt: list[int], messages: Sequence[Message]) -> list[int]:
-        """Return the token ids of an answer recorded as text, including a token that ends it."""
+        """Return the token ids of an answer recorded as text, including the stop token that ends it."""
         text = messages[-1]["content"]
         whole = (
             conversation_text(self.tokenizer, messages, chat=True, answered=True) if self._chat else prompt_text + text
@@ -153,7 +153,7 @@ class RecordedLogits:
 
 NO_LOGITS = torch.empty(0)
 NO_ARGMAX = -1
-"""Argmax of positions that were not recorded; no tree drafts this token."""
+"""Argmax at positions that were not recorded; this id is in no draft tree."""
 
 
 class RecordingEngine:

@@ -1,9 +1,9 @@
-"""Replay: compares a method's drafts with recorded answers, without the model.
+"""Replay: compares a method's drafts with recorded answers, without running the model.
 
 A recorded answer tells which draft tokens the model would have accepted, as long as the method drafts from tokens
 alone. Methods that read logits get them at accepted positions if the recording has rankings, but never after rejected
-nodes, so their figures are lower bounds. As in the decoding loop, prefill is a step with one token, and the end token
-counts. The drafter starts each turn with the whole prompt. A history grows with the answers, as it does in use.
+nodes, so their results are lower bounds. As in the decoding loop, prefill is a step that yields one token, and the end
+token counts. The drafter starts each turn with the whole prompt. A history grows with the answers, as it does in use.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class ReplayedTurn:
 
     @property
     def contexts(self) -> Ints:
-        """Per step: number of tokens in the KV cache before its pass."""
+        """Per step: number of tokens in the conversation before it; the last one is the root of the draft tree."""
         return self.prompt_tokens + np.cumsum(self.accept_lengths) - self.accept_lengths
 
 
@@ -303,7 +303,7 @@ class _TimedDrafter(WrappedDrafter):
 
 
 class _StopAtEnd:
-    """Set of stop tokens that stops an answer at its recorded length."""
+    """Stands in for the set of stop tokens, and ends an answer at its recorded length whatever the token."""
 
     def __init__(self, sampler: Sampler, length: int) -> None:
         self._context, self._length = sampler.context, length

@@ -33,7 +33,7 @@ class Score:
     """Number of questions answered with the reference's tokens in all turns; None if not comparable."""
     nodes_per_step: float
     draft_us_per_step: float | None
-    """None for peers, which do not report drafting time."""
+    """Microseconds of drafting; None for peers, which do not report drafting time."""
     model_ms_per_step: float | None
 
 
@@ -110,7 +110,7 @@ def scores_of(results: Results, baseline: str | None = None) -> Scores:
 
 
 def baseline_of(methods: Sequence[str], requested: str | None = None) -> str:
-    """Return the method that speedups refer to; raise an ``OptionError`` if ``requested`` was not measured."""
+    """Return the method to which speedups refer; raise an ``OptionError`` if ``requested`` was not measured."""
     if requested is None:
         return "generate" if "generate" in methods else methods[0]
     if requested not in methods:

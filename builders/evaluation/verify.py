@@ -42,7 +42,7 @@ class Difference:
     """Tokens before the difference, which are equal in both answers."""
     expected: int | None
     actual: int | None
-    """Token found instead of ``expected``. Each of the two is None if its answer ends before this position."""
+    """Token found instead of ``expected``. Either of the two is None if its answer ends before this position."""
     grammar: Grammar | None = None
     """Grammar that the answers must match."""
 
@@ -72,7 +72,7 @@ class Measure:
     dtype: str
     expected: float
     found: float
-    """Logits of the expected and of the found token, after penalties and temperature."""
+    """Logit of the found token. Penalties and temperature are applied to both logits."""
     gap: float
     """Absolute difference between the tokens' scores: the logits, plus Gumbel noise when sampling."""
 
@@ -114,7 +114,7 @@ class Verifier:
 
     @property
     def oracles(self) -> list[Oracle]:
-        """References to compare with; ``generate``, which samples differently, only for greedy decoding."""
+        """References to compare with; ``generate`` only for greedy decoding, because it samples differently."""
         return [Oracle.PLAIN, Oracle.GENERATE] if self._sampling.is_greedy else [Oracle.PLAIN]
 
     def check(

@@ -83,7 +83,7 @@ def total_turns(
     conversations: Sequence[RecordedConversation],
     warm: Sequence[RecordedConversation],
 ) -> int:
-    """Return the number of turns of a replay, including the turns of ``warm``."""
+    """Return the number of turns that ``replay`` runs for all contenders, including the turns of ``warm``."""
     return sum(len(job.turns) + len(job.warm) for job in _jobs(contenders, conversations, warm))
 
 

@@ -85,7 +85,7 @@ def _record_examples(record: Record, turns: TurnReader) -> Iterator[Example]:
 
 
 def _conversation_examples(trace: Trace, turns: TurnReader) -> Iterator[Example]:
-    """Yield one example per run of turns whose contexts extend each other, so that no token is trained on twice."""
+    """Yield one example per run of turns that each continue the one before, so that no token is trained on twice."""
     ids: list[int] = []
     drafted: list[bool] = []
     for turn in turns.turns(trace):
@@ -252,7 +252,7 @@ class TargetOutput(NamedTuple):
 
 
 class FrozenTarget:
-    """Target model without gradients that returns hidden states, and logits at selected positions.
+    """Target model with frozen weights, which computes hidden states, and logits at selected positions.
 
     If the output layer alone computes the model's logits, it runs only for the positions and tokens that the loss
     needs. If the model scales or caps logits afterwards, the whole model computes the logits of all tokens.
@@ -406,7 +406,7 @@ def draft_labels(heads: Heads, labels: torch.Tensor) -> torch.Tensor:
 
 
 class TargetProbs(NamedTuple):
-    """Probabilities that the target gives the draft vocabulary, at positions whose next token is a label."""
+    """Target's probabilities over the draft vocabulary, at positions whose next token is a label."""
 
     probs: torch.Tensor
     """``[positions, tokens]``; each position is computed once and shared by all heads that predict its token."""
@@ -424,7 +424,7 @@ class TargetProbs(NamedTuple):
 
 
 class HeadsLoss(torch.nn.Module):
-    """Loss as a module, so that ``accelerate`` can wrap it."""
+    """Loss of the heads, as a module so that ``accelerate`` can wrap it."""
 
     def __init__(self, heads: Heads, lm_weight: float) -> None:
         super().__init__()

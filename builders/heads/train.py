@@ -50,7 +50,7 @@ from hdtool.runtime.model.load import load_stock
 from hdtool.runtime.model.target import Target
 
 EVAL_BATCH = 8
-"""Number of examples per forward pass."""
+"""Number of examples per forward pass of the evaluation."""
 PRIOR_WEIGHT = 1.0
 """Pseudo-count of the prior in the calibration."""
 
@@ -99,8 +99,8 @@ def _ranks(logits: torch.Tensor, labels: torch.Tensor, has_label: torch.Tensor) 
 def _count_calibration(counts: npt.NDArray[np.float64], logits: torch.Tensor, ranks: Ints) -> None:
     """Count, per head and probability bucket, the head's top-k tokens and how many of them were the true token.
 
-    Adds these counts to ``counts[0]`` and ``counts[1]``. A head counts a position only if the true tokens of all
-    earlier heads ranked in the top-k of these heads.
+    Adds these counts to ``counts[0]`` and ``counts[1]``. A position counts for a head only if every earlier head
+    ranked its own true token in its top-k.
     """
     best = logits.log_softmax(dim=-1).topk(min(TOKENS_PER_RANKING, logits.shape[-1])).values.cpu().numpy()
     correct = np.ones(ranks.shape[1], np.bool_)
@@ -150,7 +150,7 @@ def train(
     hidden_states: Path | None = None,
     quiet: bool = False,
 ) -> Iterator[str]:
-    """Train heads and save them to ``out``; yields lines for the user.
+    """Train heads and save them to ``out``, yielding lines for the user.
 
     ``hidden_states`` is a file in which the target's hidden states are cached; it requires a single process.
     """

@@ -122,9 +122,9 @@ class HiddenStatesFile:
         return True
 
     def write(self) -> Iterator[int]:
-        """Compute and store all hidden states; yields the number of tokens done so far.
+        """Compute and store all hidden states, yielding the number of tokens done so far.
 
-        Raises a ``HeadsError`` if the disk is too full.
+        Raises a ``HeadsError`` if the disk has too little free space.
         """
         free = shutil.disk_usage(_existing_parent(self._file.path.absolute())).free
         if free < self.bytes:
@@ -227,7 +227,7 @@ class Training:
         self._loss = processes.prepare(HeadsLoss(heads, config.lm_weight))
 
     def run(self, settings: dict[str, Any]) -> Iterator[int]:
-        """Train to the end; yields the number of steps done.
+        """Train to the end, yielding the number of steps done.
 
         Raises a ``HeadsError`` if there is a checkpoint whose settings differ from ``settings``.
         """
@@ -240,7 +240,7 @@ class Training:
             yield step + 1
 
     def finish(self) -> None:
-        """Delete the checkpoint. Call it once the heads are saved."""
+        """Delete the checkpoint; call this method once the heads are saved."""
         self._checkpoint.remove()
 
     def summary(self) -> str:
@@ -354,7 +354,7 @@ def is_checkpoint_with(keys: Set[str]) -> Callable[[Path], bool]:
 
 
 def learning_rate_factor(step: int, steps: int, warm_up: float) -> float:
-    """Return the factor on the learning rate at a step: linear warm-up, then cosine decay to zero."""
+    """Return the factor that scales the learning rate at a step: linear warm-up, then cosine decay to zero."""
     rising = max(1, round(warm_up * steps))
     if step < rising:
         return (step + 1) / rising

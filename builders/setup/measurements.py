@@ -75,7 +75,7 @@ def with_model_drafters(decoding: DecodeConfig, loaded: Loaded, folder: Path | N
 
 
 def usable_drafter_methods(decoding: DecodeConfig, loaded: Loaded) -> list[str]:
-    """Return the hierarchies whose trained drafter is present and usable; print a note for each unusable drafter."""
+    """Return the ``HIERARCHIES`` whose trained drafter is present and usable; print a note for each unusable one."""
     methods = []
     tokenizer = TokenizerFingerprint.of(loaded.tokenizer)
     there = methods_with_drafters(decoding, loaded.target.model)
@@ -103,11 +103,11 @@ def method_options(method: str, decoding: DecodeConfig) -> tuple[str, ...]:
 
 
 PROMPT_LENGTHS = (16, 128, 1024)
-"""Prompt lengths, in tokens, whose prefill is timed."""
+"""Lengths, in tokens, of the prompts whose prefill is timed."""
 PREFILLS = 2
 """Number of prefills per length; the fastest prefill counts."""
 ANSWER_TOKENS = 24
-"""Number of tokens of the plain answer that measures the host time per step."""
+"""Number of tokens of the plain answer from which the host time per step is measured."""
 
 Floats = npt.NDArray[Any]
 
@@ -213,7 +213,7 @@ MIN_PROMPTS, MAX_PROMPTS, MAX_GENERATE_PROMPTS = 3, 24, 4
 
 
 def number_of_prompts(max_new_tokens: int, plain_tokens_per_second: float) -> int:
-    """Return the number of prompts that plain decoding answers in about ``PLAIN_SECONDS``."""
+    """Return the number of prompts, within the limits, that plain decoding answers in about ``PLAIN_SECONDS``."""
     return max(MIN_PROMPTS, min(MAX_PROMPTS, int(PLAIN_SECONDS * plain_tokens_per_second / max_new_tokens)))
 
 

@@ -136,7 +136,7 @@ class Stages:
         self._planned.check()
 
     def run(self, on_stage: Callable[[str], None]) -> None:
-        """Run all stages that are not done. ``on_stage`` is called with each stage's name before it, done or not."""
+        """Run all unfinished stages, calling ``on_stage`` with the name of every stage before it runs or is skipped."""
         self._stores.check()
         self._folder.keep_measurements(self._conditions(self._checkpoint))
         self._folder.forget(*self._outdated(self._stores))
@@ -176,7 +176,7 @@ class Stages:
 
     @cached_property
     def _planned(self) -> SetupStores:
-        """Stores, found without downloading weights, but no model store if its folder depends on missing weights."""
+        """Stores, without downloading weights; the model store is absent if its folder depends on missing weights."""
         return self._stores_of(self._planned_checkpoint)
 
     @cached_property
@@ -191,7 +191,7 @@ class Stages:
         return SetupStores(folders, inputs, self._plan.model.name, self._plan.replace)
 
     def planned_stores(self) -> dict[str, tuple[str, Path | None]]:
-        """Return, by kind of store, the effect of the build on the store and the store's folder.
+        """Return, by kind of store, ``(effect, folder)``: what the build does to the store, and the store's folder.
 
         The folder is None if it depends on missing weights.
         """
@@ -252,7 +252,7 @@ class Stages:
         return held_out
 
     def openings(self) -> list[bytes]:
-        """Return the hash of the first question of every logged conversation that holds an answer."""
+        """Return, for every logged conversation that holds an answer, the hash of its first question."""
         logged = self._logged("reading")
         openings = [opening_hash(located.conversation) for located in logged if located.conversation.answers]
         tally = self._reader.tally
@@ -319,7 +319,7 @@ class Stages:
         self, kind: str, reading: RecordReader, sources: Sequence[Source], build: Callable[..., Manifest]
     ) -> Result:
         folder = self._stores.folders[kind]
-        if manifest := self._stores.own_manifest(kind):  # a set-up was killed between build and record
+        if manifest := self._stores.own_manifest(kind):  # a set-up was killed before it recorded the build
             return _described(folder, manifest)
         with progress_bar(reading.total_bytes, "reading", unit="B", quiet=self._plan.quiet) as progress:
             documents = tokenized(reading, self._tokenizer, progress)

@@ -14,9 +14,9 @@ from hdtool.data.progress import count_of
 from hdtool.data.stores.home import SHOWN_FINGERPRINT_DIGITS
 
 MIN_GAIN = 1.01
-"""Minimum ratio of tokens per step with and without a source for the source to count as useful."""
+"""Minimum ratio of tokens per step with a source to those without it for the source to count as useful."""
 TARGET_GAIN = 1.05
-"""Ratio of tokens per step for which the number of further answers is estimated."""
+"""Increase in tokens per step, as a ratio, for which the number of further answers is estimated."""
 MAX_EXTRAPOLATION = 10
 """Maximum ratio of extrapolated to measured answers in the learning curve."""
 MIN_STORE_ANSWERS = 20
@@ -68,7 +68,7 @@ def _on_answers(stages: Mapping[str, Mapping[str, Any]], missing: float | None) 
 
 
 def _answers_for(factor: float, half: Mapping[str, float], whole: Mapping[str, float]) -> int | None:
-    """Estimate how many more answers raise tokens per step by ``factor``, with a constant gain per doubling.
+    """Estimate how many more answers raise tokens per step by ``factor``, assuming a constant gain per doubling.
 
     Returns None if the measured gain is not positive, or if the estimate would extrapolate too far.
     """

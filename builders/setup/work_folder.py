@@ -1,4 +1,4 @@
-"""Work folder of a set-up, which keeps stage results so that the same command can resume, and the stores of a set-up.
+"""Work folder of a set-up, from which the same command can resume, and the stores that a set-up builds.
 
 The folder holds copies of logged conversations, so only its owner can read it.
 """
@@ -54,8 +54,8 @@ def opening_hash(conversation: Conversation) -> bytes:
 def choose_held_out(openings: Sequence[bytes], share: float) -> frozenset[bytes]:
     """Choose conversations to hold out, about ``share`` of them, by hash; return their opening hashes.
 
-    Conversations with the same opening are never split, because their answers resemble each other. The choice does not
-    depend on the order of the logs.
+    Conversations with the same first question are held out together or not at all, because their answers resemble each
+    other. The choice does not depend on the order of the logs.
     """
     if not openings:
         raise RecordError(
@@ -88,7 +88,7 @@ PRIVATE_FOLDER, PRIVATE_FILE = 0o700, 0o600
 
 
 class LearnedPart(NamedTuple):
-    """Conversations of one log that the stores are built from."""
+    """Part of one log from which the stores are built."""
 
     log: str
     """Name of the log, as the user typed it."""
@@ -107,7 +107,7 @@ class WorkFolder:
         self.path = setups_at_home(model) / digest
         self.held_out, self.cost = self.path / HELD_OUT_FILE, self.path / COST_FILE
         self.half = self.path / HALF_STORE
-        """Temporary store of half of the answers, for the learning curve."""
+        """Folder of a temporary store with half of the answers, for the learning curve."""
         self._file = _results_file(self.path)
         self._about = {"model": recorded_name(model), "logs": [recorded_name(log) for log in logs]}
         self.stages: dict[str, dict[str, Any]] = {}
@@ -130,13 +130,13 @@ class WorkFolder:
                 _make_private(self.path)
                 held.enter_context(file_lock(self.path / SETUP_LOCK, busy))
             self.load()
-            if not self._file.exists():  # hdtool stores finds the folder by this file
+            if not self._file.exists():  # ``hdtool stores`` finds the folder by this file
                 self._write()
             yield self
 
     @property
     def learned(self) -> list[LearnedPart]:
-        """Parts of the logs that the stores are built from; empty before the logs were read."""
+        """Parts of the logs from which the stores are built; empty before the logs were read."""
         return [LearnedPart(*part) for part in self.stages.get("read", {}).get("learned", ())]
 
     @property
@@ -145,7 +145,7 @@ class WorkFolder:
 
     @contextmanager
     def writing_learned(self) -> Iterator[Callable[[int, bytes], None]]:
-        """Yield a function that appends a line to the part of log ``log``; deletes earlier parts first."""
+        """Delete earlier learned parts, and yield a function that appends a line to the learned part of a log."""
         written: set[Path] = set()
         current: list[tuple[Path, IO[bytes]]] = []
 
@@ -317,7 +317,7 @@ class SetupStores:
         return manifest if all(_file_digest(path, path.stat().st_mtime_ns) in held for path in inputs) else None
 
     def check(self) -> None:
-        """Raise if a folder is no valid destination of a build, or if it holds a store that must not be replaced."""
+        """Raise if a folder is no valid destination for a build, or if it holds a store that must not be replaced."""
         for kind, folder in self.folders.items():
             check_destination(folder)
             if check := self.replacement_check(kind):

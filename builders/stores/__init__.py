@@ -1,4 +1,4 @@
-"""Builds and edits of stores, and the engines that run builds.
+"""Builds and edits stores; build engines run the builds locally or on a Ray cluster.
 
 Imports `data`, `runtime/stores` and `runtime/kernels`.
 """

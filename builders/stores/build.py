@@ -2,7 +2,7 @@
 
 Documents are first streamed to disk. An index is sorted in shards, in parallel, so that memory is bounded by the shard
 size. For a model store, the most frequent sequences of two to five tokens are counted, several lengths in parallel, and
-lookup arrays are compiled from these counts. Vocabulary rankings take one forward pass per batch of tokens.
+lookup arrays are compiled from these counts. Vocabulary rankings need one forward pass per batch of tokens.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from hdtool.runtime.stores.model_store import (
 from hdtool.runtime.stores.suffix_search import ShardExtent, sampled_prefixes_in
 
 MAX_DOUBLINGS = 3
-"""Maximum number of times the hash table is doubled when keys cluster."""
+"""Maximum number of times that the hash table is doubled while some keys find no slot."""
 
 
 def compiled_arrays(record: ModelRecord) -> dict[str, Ints]:
@@ -75,10 +75,10 @@ def _prefix_arrays(by_length: list[NgramGroup]) -> dict[str, Ints]:
 
 
 def _hash_table(keys: Ints, heads: list[Ints]) -> Ints:
-    """Return the hash table, large enough that a lookup reads at most ``MAX_PROBES`` slots.
+    """Return a hash table of all prefixes in which a lookup reads at most ``MAX_PROBES`` slots.
 
-    Fills the hash columns of ``keys`` as a side effect. Keys with equal hashes collide at any table size, so after
-    ``MAX_DOUBLINGS`` doublings, keys that find no slot are left out.
+    Fills the hash columns of ``keys`` as a side effect. Keys with equal hashes collide at any table size, so keys that
+    find no slot after ``MAX_DOUBLINGS`` doublings are left out.
     """
     size = table_size(len(keys))
     for _ in range(MAX_DOUBLINGS + 1):
@@ -94,7 +94,7 @@ def _hash_table(keys: Ints, heads: list[Ints]) -> Ints:
 
 @compiled
 def _fill_table(slots: Ints, keys: Ints, heads: Ints, first: int) -> int:
-    """Insert the prefixes ``heads`` as keys ``first``, ``first + 1``, ...; return how many found no slot."""
+    """Insert the prefixes ``heads`` as keys ``first``, ``first + 1``, ...; return the number that found no slot."""
     mask, left_out = len(slots) - 1, 0
     for number in range(len(heads)):
         prefix_hash = sequence_hash(heads[number], 0, heads.shape[1])
@@ -187,8 +187,8 @@ def build_corpus_index(
 
 
 def _write_documents(file: DocumentFile, documents: Iterable[Document], max_tokens: int) -> list[ShardExtent]:
-    """Write documents to disk in shards of at most ``max_tokens`` tokens, end tokens included; return the shards."""
-    borders = [(0, 0)]  # before each shard: number of all tokens, and number of end tokens
+    """Write documents to disk in shards of at most ``max_tokens`` tokens, end tokens included; return their extents."""
+    borders = [(0, 0)]  # before each shard: number of tokens, and of end tokens among them
     for document in documents:
         for at in range(0, len(document.ids), max_tokens - 1):
             piece = document.ids[at : at + max_tokens - 1]
@@ -224,7 +224,7 @@ def build_model_store(
     prefix. Sequences of five tokens are also kept as phrases after their first token, at most ``per_key`` phrases per
     first token. Ties are broken in favor of smaller token ids.
 
-    ``model`` is the checkpoint that wrote the answers, and ``rankings`` are its ``vocabulary_rankings``; with rankings,
+    ``model`` is the checkpoint that wrote the documents, and ``rankings`` are its ``vocabulary_rankings``; with them,
     a store can be built from no documents at all. ``check`` is called with the folder and raises if the existing store
     must not be replaced.
     """

@@ -30,14 +30,14 @@ MAX_COUNT = 2**31 - 1
 
 
 def mine_groups(answers: CountedDocuments, length: int, top_k: int, per_key: int) -> list[NgramGroup]:
-    """Return the n-gram groups made of the ``top_k`` most frequent sequences of ``length`` tokens."""
+    """Find the ``top_k`` most frequent sequences of ``length`` tokens; return them as n-gram groups."""
     return sequence_groups(answers, length, most_frequent(answers, length, top_k), per_key)
 
 
 def sequence_groups(
     answers: CountedDocuments, length: int, frequent: FrequentSequences, per_key: int
 ) -> list[NgramGroup]:
-    """Group sequences by prefix and, if they have the maximum length, also by first token as phrases."""
+    """Group sequences by prefix; sequences of the maximum length are also grouped by first token, as phrases."""
     positions, *_ = frequent
     tokens = answers.tokens[positions[:, None] + np.arange(length)]
     groups = [_group(tokens, frequent, length - 1, per_key)]
@@ -71,7 +71,7 @@ def _group(tokens: Ints, frequent: FrequentSequences, prefix: int, per_key: int)
 Tokens = npt.NDArray[Any]
 
 SORT_MEMORY_FACTOR = 8
-"""Peak memory of sorting a shard, in bytes per byte of tokens, output included."""
+"""Peak memory for sorting a shard, as a multiple of the size of its tokens; the output is included."""
 
 
 class SortedShard(NamedTuple):
@@ -105,7 +105,7 @@ class ShardFiles:
     end: int
 
     def create(self) -> None:
-        """Create the output files empty; ``write`` extends them."""
+        """Create empty output files, which ``write`` then fills."""
         for path in (self.suffixes, self.heads, self.sampled_prefixes):
             path.touch()
 

@@ -40,7 +40,7 @@ MAX_MODELS_SHOWN = 3
 def note_on_models(
     models: Mapping[str, int], config: ModelConfig, checkpoint: Checkpoint | None, command: str = ""
 ) -> str | None:
-    """Return a one-line note if records were answered by other models than the store's, else None.
+    """Return a one-line note if records were answered by models other than the store's, else None.
 
     ``models`` counts the records per model name. ``command`` is the command line that rebuilds the store for another
     model, with ``MODEL`` as a placeholder for its name; pass it if the user gave no ``--model``.
@@ -70,7 +70,7 @@ def note_on_models(
 
 
 def _is_named(name: str, config: ModelConfig, checkpoint: Checkpoint | None) -> bool:
-    """Return True if ``name``, taken from a record, may refer to the model of ``config``."""
+    """Return True if ``name``, taken from a record, may refer to the model that ``config`` describes."""
     try:
         place, own_place = demo.located(name), config.place
     except ModelError:  # the package that contains the demo's model is not installed
@@ -88,7 +88,7 @@ def _is_named(name: str, config: ModelConfig, checkpoint: Checkpoint | None) -> 
 
 
 def _last_part(name: str) -> str:
-    """Return a model name without its owner or folder, in lower case."""
+    """Return a model name in lower case, without its owner or folder and without ``.gguf``."""
     return name.rstrip("/").rpartition("/")[2].lower().removesuffix(".gguf")
 
 
@@ -176,7 +176,7 @@ def add(
 ) -> Manifest:
     """Append documents to a store and return its new manifest.
 
-    ``kind`` is the kind of store the documents were read for; another kind in ``folder`` raises a ``StoreError``.
+    ``kind`` is the kind of store that the documents are for; a store of another kind raises a ``StoreError``.
     ``rankings`` replace the vocabulary rankings of a model store; None keeps them.
     """
     old = StoreContents.of(folder)
@@ -260,7 +260,7 @@ def _rebuild(
 
 
 class DropConversationsResult(NamedTuple):
-    """Number of dropped conversations, number of their tokens, and their sources."""
+    """Number of dropped conversations, their total number of tokens, and their sources."""
 
     conversations: int
     tokens: int
@@ -268,7 +268,7 @@ class DropConversationsResult(NamedTuple):
 
 
 def history_folders(inputs: Sequence[str | Path]) -> tuple[list[Path], list[str]]:
-    """Split inputs into the folders that hold a history or model store, and all other inputs."""
+    """Split inputs into folders that hold a history or another store, and all other inputs."""
     folders, other_inputs = [], []
     for name in inputs:
         path = Path(name).expanduser()
@@ -322,7 +322,7 @@ class HistoryDocuments:
             yield from part()
 
     def with_others(self, documents: Iterator[Document]) -> Iterator[Document]:
-        """Yield the stores' documents, then ``documents`` with their sources renumbered to follow ``sources``."""
+        """Yield the stores' documents, then ``documents`` with source numbers that follow those of the stores."""
         yield from self
         for document in documents:
             yield Document(document.ids, document.source + len(self.sources))
@@ -341,7 +341,7 @@ def _stored_documents(contents: StoreContents, first_source: int) -> Iterator[Do
 def drop_conversations(
     folder: Path, *, source: str | None = None, before: timedelta | datetime | None = None
 ) -> DropConversationsResult:
-    """Remove the conversations of a source, or from before a time, or older than an age.
+    """Remove the conversations of one source, or those older than ``before``, a point in time or an age.
 
     If both ``source`` and ``before`` are given, only conversations that match both are removed. The store is rewritten,
     so no file keeps the removed tokens; processes that have the store open notice when they begin their next answer.

@@ -47,10 +47,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 CONNECT_SECONDS = 5.0
-"""Timeout for reaching the cluster's head, in seconds; Ray itself tries for minutes."""
+"""Timeout for reaching the cluster's head, in seconds; Ray itself would keep trying for minutes."""
 STDERR_FD = 2
 INVALID_TOKEN_ERROR = b"InvalidAuthToken"
-"""Appears in Ray's error message if the authentication token is missing or wrong."""
+"""Part of Ray's error message when the authentication token is missing or wrong."""
 
 T = TypeVar("T")
 
@@ -73,7 +73,7 @@ def ray_session(address: str | None, workers: int | None = None) -> Iterator[Any
         try:
             with _stderr_to(output):
                 ray.init(**options, log_to_driver=False, logging_level="ERROR")
-        except Exception as error:  # ConnectionError, RuntimeError, ValueError and Ray's own
+        except Exception as error:  # ConnectionError, RuntimeError, ValueError and Ray's own errors
             raise _connection_error(address, error, output) from None
     try:
         yield ray
@@ -125,7 +125,7 @@ def _check_reachable(address: str) -> None:
 
 @contextmanager
 def ray_errors_reported(ray: Any) -> Iterator[None]:
-    """Re-raise a task's hdtool errors unchanged, and its import errors and failures of Ray as a ``ClusterError``."""
+    """Re-raise hdtool errors of tasks unchanged, and their import errors and Ray's failures as a ``ClusterError``."""
     try:
         yield
     except ray.exceptions.RayTaskError as error:
@@ -161,7 +161,7 @@ def on_each_node(ray: Any, function: Callable[..., T], *arguments: object) -> It
 
 
 def max_node_memory(ray: Any) -> float:
-    """Return the memory, in bytes, that the largest live node offers to tasks."""
+    """Return the most memory, in bytes, that any live node offers to tasks."""
     return max(float(node["Resources"].get("memory", 0)) for node in ray.nodes() if node["Alive"])
 
 
@@ -189,7 +189,7 @@ class RayBuildEngine:
         self._sorters = min(workers or self._cpus, self._cpus)
 
     def prepare(self, reading: RecordReader) -> None:
-        """Check that all nodes have this process's package versions and see equally large inputs; hash the inputs."""
+        """Check that all nodes have this process's package versions and see inputs of equal size; hash the inputs."""
         paths = _absolute(reading)
         own_versions = _versions()
         for node, (versions, sizes) in on_each_node(self._ray, _versions_and_sizes, paths):
@@ -281,7 +281,7 @@ class RayBuildEngine:
     def _results(
         self, function: Any, jobs: Iterable[tuple[Any, ...]], at_once: int = 0, **options: Any
     ) -> Iterator[Any]:
-        """Run ``function`` on each job, at most ``at_once`` ahead (0: two per core); yield the results in job order."""
+        """Run ``function`` on each job, starting ``at_once`` jobs ahead (0: two per core); yield results in order."""
         with ray_errors_reported(self._ray):
             task = self._task(function, **options)
             tasks = (task.remote(*job) for job in jobs)
@@ -321,7 +321,7 @@ def _portions(path: str, answers_only: bool) -> Iterator[Portion]:
 
 
 def _encode_portion(portion: Portion, tokenizer: PreTrainedTokenizerBase, width: str) -> tuple[Portion, Tokens, Tokens]:
-    """Return the portion without its texts, the concatenated token ids, and the offsets at which a new text starts."""
+    """Return the portion without its texts, the concatenated token ids, and the offset of each text but the first."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # each core already has a worker
     ids = encode_texts(portion.texts, tokenizer)
     ends = np.cumsum([len(text) for text in ids], dtype=np.int64)[:-1]

@@ -89,7 +89,7 @@ MAX_TABLE_SLOTS = 1 << 21
 
 @dataclass(frozen=True)
 class CountedDocuments:
-    """Documents as one token array, and how to count their sequences."""
+    """Documents in one token array, and settings for counting their sequences."""
 
     tokens: Ints
     end: int
@@ -117,7 +117,7 @@ def most_frequent(answers: CountedDocuments, length: int, top_k: int) -> Frequen
 
 
 def part_count(answers: CountedDocuments) -> int:
-    """Return the number of parts to split the prefixes into, so that each part should fit the counting table."""
+    """Return the number of parts into which to split the prefixes so that each should fit the counting table."""
     return 1 << (len(answers.tokens) * 4 // (_slots(answers) * 3)).bit_length()
 
 
@@ -149,12 +149,12 @@ def _slots(answers: CountedDocuments) -> int:
 
 
 def table_size(entries: int) -> int:
-    """Return the number of hash table slots for ``entries``: a power of two, of which at most half are used."""
+    """Return the number of hash table slots for ``entries``: a power of two that keeps at least half of them free."""
     return 1 << (2 * entries).bit_length()
 
 
 def _table_sequences(tokens: Ints, length: int, table: Ints, repeats: Ints) -> FrequentSequences:
-    """Return the sequences of a counting table, with totals per prefix.
+    """Return the sequences in a counting table, with the total and distinct counts of their prefixes.
 
     All sequences that share a prefix must be in the table.
     """
@@ -217,9 +217,9 @@ def _count(
 
 @compiled
 def _by_prefix(tokens: Ints, positions: Ints, counts: Ints, prefix: int, table: Ints) -> tuple[Ints, Ints]:
-    """Return, for each sequence, the total count and the number of sequences that share its prefix."""
+    """Return, for each sequence, the total count and the number of all sequences with its prefix."""
     mask = len(table) - 1
-    firsts = np.empty(len(positions), np.int32)  # the first sequence with the same prefix
+    firsts = np.empty(len(positions), np.int32)  # index of the first sequence with the same prefix
     totals, distinct = np.zeros(len(positions), np.int64), np.zeros(len(positions), np.int64)
     for number in range(len(positions)):
         slot = slot_of(sequence_hash(tokens, positions[number], prefix), mask)

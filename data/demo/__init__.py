@@ -13,16 +13,16 @@ MODEL = _HERE / "model"
 """Checkpoint in the layout of ``save_pretrained``. ``docs/reference/demo-model.md`` tells how it was trained."""
 
 HYBRID = _HERE / "hybrid"
-"""Checkpoint with Qwen3.5's layers: three of four with linear attention, and a multi-token-prediction layer."""
+"""Checkpoint with Qwen3.5's architecture: three of four layers with linear attention, and an MTP layer."""
 
 PROMPTS = _HERE / "prompts.jsonl"
 """Conversations to answer, with ``id``, ``category``, ``messages`` and ``reference``, the held-out answer."""
 
 MODEL_STORE = _HERE / "stores" / "model"
-"""Frequent token sequences in the model's answers to questions of its training data."""
+"""Model store with the frequent token sequences in the model's answers to questions from its training data."""
 
 CORPUS_INDEX = _HERE / "stores" / "corpus"
-"""Worked problems, documentation and code of the training data, without held-out texts."""
+"""Corpus index over worked problems, documentation and code from the training data, without held-out texts."""
 
 HEADS = (_HERE / "heads" / "amphista", _HERE / "heads" / "medusa")
 """Drafting heads trained on the model's own answers, as in ``docs/guides/train-heads.md``."""

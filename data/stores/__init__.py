@@ -1,4 +1,4 @@
 """Stores on disk: manifests, files and default folders.
 
-Imports only ``data/errors`` and other files of ``data``.
+Imports nothing of hdtool outside ``data``.
 """

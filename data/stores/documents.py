@@ -23,7 +23,7 @@ Tokens = npt.NDArray[Any]
 
 @dataclass(frozen=True)
 class Source:
-    """Input file of a store."""
+    """Input file that a store was built from."""
 
     name: str
     sha256: str
@@ -45,7 +45,8 @@ def token_type(vocab_size: int) -> np.dtype[Any]:
 def stored_documents(tokens: Tokens, end: int) -> Iterator[Tokens]:
     """Yield the documents of a token array without their end tokens.
 
-    Raises StoreError if the file is damaged: if a token is above the end token, or the last document has no end token.
+    Raises StoreError if the file is damaged: if a token id exceeds the end token's, or the last document has no
+    end token.
     """
     start = 0
     for at in range(0, len(tokens), TOKEN_CHUNK):
@@ -60,7 +61,7 @@ def stored_documents(tokens: Tokens, end: int) -> Iterator[Tokens]:
 
 
 def with_sources(documents: Iterable[Tokens], counts: Sequence[int]) -> Iterator[Document]:
-    """Yield stored documents with the index of their input.
+    """Yield stored documents, each with the index of the input that it came from.
 
     ``counts`` has the number of documents per input. Raises StoreError if the sum of ``counts`` differs from the
     number of documents.

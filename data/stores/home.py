@@ -1,6 +1,6 @@
-"""Default folders in hdtool's home, and the stores in it.
+"""Default folders in hdtool's home, and the stores in these folders.
 
-A folder may hold other files beside a store. hdtool deletes only files that belong to the store by name and kind.
+A folder may hold other files besides a store. hdtool deletes only files that belong to the store by name and kind.
 """
 
 from __future__ import annotations
@@ -62,13 +62,13 @@ def home() -> Path:
 
 
 def cost_at_home(fingerprint: str, device: str, dtype: str, threads: int) -> Path:
-    """Return the file of a model's cost curve for a device, dtype and number of threads on this machine."""
+    """Return the path of a model's cost curve for a device, dtype and number of threads on this machine."""
     words = re.sub(r"\W+", "-", device).strip("-")
     return home() / "costs" / fingerprint / f"{words}-{dtype}-{threads}.json"
 
 
 def quick_costs_at_home() -> Path:
-    """Return the folder of quick measurements, which expire."""
+    """Return the folder of quick cost measurements, which expire."""
     return home() / "costs" / "quick"
 
 
@@ -98,7 +98,7 @@ def quantized_at_home(name: str, fingerprint: str) -> Path:
 
 
 def setups_at_home(model: str) -> Path:
-    """Return the folder of a model's set-ups."""
+    """Return the folder in which ``hdtool setup`` keeps its work for a model."""
     return home() / "setups" / _folder_name(model)
 
 
@@ -287,7 +287,7 @@ def _ambiguous(name: str, sharing: list[StoredItem]) -> StoreError:
 
 
 def remove_store(item: StoredItem) -> None:
-    """Delete a store's files, the manifest first, and its folder if it is empty then."""
+    """Delete a store's files, the manifest first, and then the folder if nothing else is in it."""
     folder = item.folder
     try:
         if item.kind == HISTORY_KIND:

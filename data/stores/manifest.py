@@ -107,7 +107,7 @@ _FINGERPRINT = re.compile("[0-9a-f]{16}")
 
 @dataclass(frozen=True)
 class TokenizerFingerprint:
-    """Identity of a tokenizer, which is equal for tokenizers that give the same ids."""
+    """Identity of a tokenizer, equal for all tokenizers that encode texts as the same ids."""
 
     fingerprint: str
     vocab_size: int
@@ -123,7 +123,7 @@ class TokenizerFingerprint:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """Identity of a model's weights, which is equal for all copies of the files, whatever their names."""
+    """Identity of a model's weights, equal for all copies of the weight files, whatever the copies are named."""
 
     fingerprint: str
     name: str = field(compare=False)
@@ -167,7 +167,7 @@ class StoredFile:
 
 @dataclass(frozen=True)
 class Manifest:
-    """Description of a store, which is read without opening its other files."""
+    """Description of a store, readable without opening the store's other files."""
 
     kind: str
     tokenizer: TokenizerFingerprint
@@ -262,7 +262,7 @@ def _counts_of(row: Any) -> dict[str, int]:
 
 
 def _files_of(row: Any, parts: Iterable[str], optional: Iterable[str]) -> dict[str, StoredFile]:
-    """Validate the files by part. Raises ValueError for unknown parts and for names that hdtool never gives."""
+    """Validate a manifest's files. Raises ValueError for unknown parts and for file names that hdtool never gives."""
     files = mapping_field(row, "files")
     parts = [*parts, *(part for part in optional if part in files)]
     if unknown := files.keys() - set(parts):
@@ -279,7 +279,7 @@ def _files_of(row: Any, parts: Iterable[str], optional: Iterable[str]) -> dict[s
 
 HISTORY_FORMAT = 1
 DEFAULT_SOURCE = "answers"
-"""Default source of conversations."""
+"""Default source name of the conversations in a history store."""
 HISTORY_FILES = {"conversations": "mdb", "ring": "bin", "chains": "bin"}
 """Parts of a history store, with the suffixes of their files."""
 LMDB_LOCK_ENDING = "-lock"
@@ -428,6 +428,6 @@ def history_leftovers(folder: Path, manifest: HistoryManifest) -> list[Path]:
 
 
 def history_lock(folder: Path) -> AbstractContextManager[None]:
-    """Hold the folder's lock while files are created. Wait up to ``LOCK_TIMEOUT`` seconds, then raise StoreError."""
+    """Hold a history store's lock inside the block. Waits up to ``LOCK_TIMEOUT`` seconds, then raises StoreError."""
     busy = StoreError(f"another command makes the history store {folder} anew: wait for it")
     return file_lock(folder / LOCK_FILE, busy, seconds=LOCK_TIMEOUT)

@@ -1,4 +1,4 @@
-"""Read and build a store: a folder of flat files that a manifest names, with sizes and checksums.
+"""Read and build a store: a folder of flat files that a manifest lists with sizes and checksums.
 
 The manifest is replaced atomically once all files are written. Until then the old store stays complete, and readers
 can still use the files that they have opened. A build deletes the files of killed builds, but never other files.
@@ -69,12 +69,12 @@ T = TypeVar("T")
 
 
 def read_manifest(folder: Path, *, check: bool = True) -> Manifest:
-    """Read the manifest of a store. With ``check``, raise StoreError unless all files exist in full size."""
+    """Read the manifest of a store. With ``check``, raise StoreError if a file is missing or has another size."""
     return read_store(folder, lambda manifest: manifest, check=check)
 
 
 def read_store(folder: Path, read: Callable[[Manifest], T], *, check: bool = True) -> T:
-    """Return the result of ``read`` for a store's manifest, and retry if the store is replaced meanwhile.
+    """Call ``read`` with a store's manifest and return the result. Retries if the store is replaced meanwhile.
 
     ``read`` opens files, and raises StoreError if it cannot.
     """
@@ -91,7 +91,7 @@ def read_store(folder: Path, read: Callable[[Manifest], T], *, check: bool = Tru
 def parse_manifest(folder: Path, text: bytes, *, check: bool) -> Manifest:
     """Parse a manifest. Raises StoreError if it is damaged or has another format.
 
-    With ``check``, all files must exist in full size.
+    With ``check``, every file must exist and have its recorded size.
     """
     try:
         row = json.loads(text)
@@ -192,7 +192,7 @@ class StoreBuild:
         return path
 
     def commit(self, manifest: Manifest) -> Manifest:
-        """Replace the manifest atomically, which makes the written files the store.
+        """Replace the manifest atomically, so that the store consists of the files that this build wrote.
 
         Returns the manifest with sizes and checksums.
         """
@@ -214,7 +214,7 @@ class StoreBuild:
 
 
 def recorded_name(name: str) -> str:
-    """Return an input's name as manifests record it, with invalid bytes escaped."""
+    """Return the name of an input or a model as manifests record it, with lone surrogates escaped."""
     return name.encode("utf-8", "backslashreplace").decode()
 
 

@@ -49,7 +49,7 @@ PART_ENDINGS = {
 }
 MANIFEST_FIELDS = frozenset({"kind", "tokenizer", "counts", "options", "sources", "files", "format"})
 MIN_OWN_FIELDS = 5
-"""Minimum number of manifest fields for which a JSON object counts as a damaged manifest of hdtool."""
+"""Number of known fields that is enough for a JSON object to count as a manifest of hdtool, even a damaged one."""
 
 _BUILD = "[0-9a-f]{8}"
 """Pattern of a build's eight random hexadecimal digits."""
@@ -103,7 +103,7 @@ def write_manifest(folder: Path, build: str, row: dict[str, Any]) -> None:
 
 
 def delete_leftovers(folder: Path, kept: Collection[str]) -> None:
-    """Delete the files of all builds, except the names in ``kept``."""
+    """Delete the files of all builds in a folder, except files whose names are in ``kept``."""
     for name in os.listdir(folder):
         path = folder / name
         if name not in kept and (_PART_NAME.fullmatch(name) or NEW_MANIFEST.fullmatch(name)) and is_regular(path):

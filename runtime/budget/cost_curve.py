@@ -1,4 +1,4 @@
-"""Cost of a forward pass by number of draft nodes: a measured curve, and costs that later passes correct."""
+"""Latency of a forward pass by number of draft nodes: a measured curve, and estimates that later passes correct."""
 
 from __future__ import annotations
 
@@ -64,12 +64,12 @@ class CostCurve:
 
     @classmethod
     def given(cls, text: str) -> CostCurve:
-        """Read a curve from the value of an option: ``nodes:milliseconds`` pairs, or the name of a file."""
+        """Return the curve that an option's value gives, as ``nodes:milliseconds`` pairs or as the path of a file."""
         return cls.parse(text) if text.partition(":")[0].strip().isdigit() else cls.read(Path(text).expanduser())
 
     @classmethod
     def parse(cls, text: str) -> CostCurve:
-        """Parse ``nodes:milliseconds`` pairs, separated by commas."""
+        """Parse a curve from comma-separated ``nodes:milliseconds`` pairs."""
         pairs: dict[int, float] = {}
         for pair in text.split(","):
             nodes_text, _, time = pair.partition(":")
@@ -118,25 +118,25 @@ class CostCurve:
         cost_file(path).write(json.dumps({"format": COST_CURVE_FORMAT, **asdict(self)}) + "\n")
 
     def seconds(self, nodes: int, context: int = 0) -> float:
-        """Return the seconds of a pass over this many nodes after a context of this length."""
+        """Return the duration in seconds of a forward pass over ``nodes`` draft nodes after ``context`` tokens."""
         return float(self.seconds_of_passes(np.array([nodes]), np.array([context]))[0])
 
     def seconds_of_passes(
         self, nodes: Sequence[int] | npt.NDArray[Any], contexts: Sequence[int] | npt.NDArray[Any]
     ) -> Floats:
-        """Return the seconds of several passes; pass ``i`` is over ``nodes[i]`` nodes after ``contexts[i]`` tokens."""
+        """Return the seconds that passes take; pass ``i`` is over ``nodes[i]`` nodes after ``contexts[i]`` tokens."""
         times = np.array(self.milliseconds) / 1e3
         at_each = np.stack([_over_nodes(np.asarray(nodes), self.nodes, row) for row in times])
         return _over_contexts(np.asarray(contexts), self.contexts, at_each)
 
     def seconds_by_size(self, max_nodes: int, context: int) -> Floats:
-        """Return the seconds of passes over 0, 1, 2 … ``max_nodes`` nodes after a context of this length."""
+        """Return the durations in seconds of passes over 0, 1, 2 … ``max_nodes`` nodes after ``context`` tokens."""
         sizes = np.arange(max_nodes + 1)
         return self.seconds_of_passes(sizes, np.full(len(sizes), context))
 
 
 def cost_file(path: Path) -> OutputFile:
-    """Return the output file for a curve; it replaces an existing file only if that holds a curve."""
+    """Return the output file for a curve; writing overwrites an existing file only if that file holds a curve."""
     is_ours = is_json_with([field.name for field in fields(CostCurve)], COST_CURVE_FORMAT)
     advice = "choose another place, or move it away"
     return OutputFile(path, "a file of hdtool bench-cost", is_ours, CostError, advice)
@@ -149,14 +149,14 @@ def _checked_int(value: Any) -> int:
 
 
 def _over_nodes(at: npt.NDArray[Any], measured: Sequence[int], times: Floats) -> Floats:
-    """Interpolate over the nodes; beyond the last measured number, extrapolate with the last slope, at least 0."""
+    """Interpolate ``times`` at node counts ``at``; beyond the last measured count, extrapolate but never decrease."""
     rise = max(0.0, float(times[-1] - times[-2]) / (measured[-1] - measured[-2]))
     interpolated: Floats = np.interp(at, measured, times) + rise * np.maximum(0, at - measured[-1])
     return interpolated
 
 
 def _over_contexts(at: npt.NDArray[Any], measured: Sequence[int], times: Floats) -> Floats:
-    """Interpolate the time of each pass over contexts, as ``_over_nodes`` does; ``times`` is ``[context, pass]``."""
+    """Interpolate each pass's time at its context in ``at``, like ``_over_nodes``; ``times`` is ``[context, pass]``."""
     if len(measured) == 1:
         only: Floats = times[0]
         return only
@@ -173,7 +173,7 @@ PASS_SIZES = (1, 2, 4, 8, 12, 16, 20, 24, 32, 48, 64)
 """Numbers of rows (the nodes and the root) for which forward passes are timed. Steps are captured for a few sizes only,
 so a captured step costs as much as the next larger size; the cost of any other pass is interpolated."""
 MAX_CHOSEN_NODES = PASS_SIZES[-1] - 1
-"""Most nodes that a budget chooses by cost: with the root, they fill a tile of 64 rows."""
+"""Maximum number of nodes that a budget chooses by cost: with the root, they fill a tile of 64 rows."""
 COST_LEARNING_RATE, OTHER_SIZES_LEARNING_RATE = 0.05, 0.01
 """Learning rates: how far one measured pass moves the cost of its own size, and the costs of all other sizes."""
 MAX_COST_RATIO, MIN_COST_RATIO = 2.0, 0.5
@@ -186,13 +186,13 @@ CONTEXT_STEP = 64
 """Number of tokens by which the context length must change before the costs are computed again."""
 
 OWN_SIZE_INDEX = np.arange(LARGEST_BUDGET + 1)
-"""For each number of nodes, the index of its cost if each number has its own cost."""
+"""Index of the cost for each number of nodes, if every number of nodes has a cost of its own."""
 NEXT_SIZE_INDEX = np.minimum(np.searchsorted(PASS_SIZES, OWN_SIZE_INDEX + 1), len(PASS_SIZES) - 1)
 """For each number of nodes, the index in ``PASS_SIZES`` of the smallest size that fits, or else of the largest size."""
 WHOLE_SHARES = np.ones(LARGEST_BUDGET + 1)
-"""Interpolation weights with which a pass costs as much as one of the next larger size."""
+"""Interpolation weights for costs that are not interpolated: a pass costs as much as one of the next larger size."""
 INTERPOLATED_SHARES = np.interp(OWN_SIZE_INDEX + 1, PASS_SIZES, np.arange(len(PASS_SIZES))) - NEXT_SIZE_INDEX + 1
-"""Interpolation weights of the next larger size; the next smaller size has the rest."""
+"""Interpolation weights of the next larger size; the next smaller size gets the remaining weight."""
 
 Seconds = npt.NDArray[np.float64]
 Sizes = npt.NDArray[np.int64]
@@ -218,7 +218,7 @@ class PassCosts(Uncopyable):
     def __init__(self, sizes: Sizes = OWN_SIZE_INDEX, shares: Shares = WHOLE_SHARES, passes: float = np.inf) -> None:
         """``sizes`` and ``shares`` determine how the cost of each number of nodes is interpolated; see ``COSTS``.
 
-        ``passes`` is the number of passes by which each cost counts as confirmed.
+        ``passes`` is the number of passes that count as having confirmed each cost.
         """
         self._memory = np.zeros(1, COSTS)
         self._record: Any = self._memory[0]
@@ -231,7 +231,7 @@ class PassCosts(Uncopyable):
 
 
 class MeasuredCosts(PassCosts):
-    """Costs from a measured curve, corrected by every later pass; the budgets of an engine may share them."""
+    """Costs from a measured curve, corrected by later passes; the budgets of an engine may share one instance."""
 
     def __init__(
         self, log: PassLog, curve: CostCurve, slots: range = range(1, 2), *, only_timed_sizes: bool = False
@@ -248,7 +248,7 @@ class MeasuredCosts(PassCosts):
         self._set_context(0)
 
     def update(self) -> None:
-        """Learn from the last pass; recompute the costs if the context length has changed by ``CONTEXT_STEP``."""
+        """Learn from the last pass; recompute the costs if the context length changed by at least ``CONTEXT_STEP``."""
         log = self._log
         if log.passes != self._passes:
             self._passes, nodes = log.passes, log.nodes
@@ -264,7 +264,7 @@ class MeasuredCosts(PassCosts):
 
 @compiled
 def estimated_cost(costs: Any, nodes: int) -> float:
-    """Return the estimated seconds of a pass over this many nodes."""
+    """Return the estimated duration in seconds of a forward pass over ``nodes`` draft nodes."""
     size, share = costs.sizes[nodes], costs.shares[nodes]
     smaller = max(0, size - 1)
     cost = share * costs.seconds[size] * costs.corrections[size]
@@ -273,14 +273,14 @@ def estimated_cost(costs: Any, nodes: int) -> float:
 
 @compiled
 def confirming_passes(costs: Any, nodes: int) -> float:
-    """Return how many passes have confirmed the cost of a pass over this many nodes, interpolated like the cost."""
+    """Return how many passes have confirmed the cost of a pass over ``nodes`` nodes, interpolated like the cost."""
     size, share = costs.sizes[nodes], costs.shares[nodes]
     return share * costs.passes[size] + (1 - share) * costs.passes[max(0, size - 1)]  # type: ignore[no-any-return]
 
 
 @compiled
 def learn_cost(at: int, nodes: int, seconds: float) -> None:
-    """Correct the cost record at address ``at`` by the measured seconds of a pass over this many nodes."""
+    """Correct the costs in the record at address ``at``, given that a pass over ``nodes`` nodes took ``seconds``."""
     costs = array_at(at, 1, COSTS)[0]
     size, share = costs.sizes[nodes], costs.shares[nodes]
     smaller, expected = max(0, size - 1), estimated_cost(costs, nodes)

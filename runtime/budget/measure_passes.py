@@ -28,25 +28,25 @@ from hdtool.runtime.tree import LARGEST_TREE, DraftTree
 
 MEASURED_NODES = tuple(rows - 1 for rows in PASS_SIZES)
 REPETITIONS, MAX_SECONDS = 20, 10.0
-"""Number of passes per size, whose median is taken, and the time limit per context in seconds."""
+"""Number of passes timed per tree size, of which the median is taken, and time limit per context in seconds."""
 QUICK_REPETITIONS, QUICK_MAX_SECONDS = 4, 1.0
-"""Number of passes and time limit of the quick measurement before an answer."""
+"""Number of passes per tree size, and time limit in seconds, of the quick measurement that precedes an answer."""
 SHORT_CONTEXT = 4
 """Length of a context that hardly affects the latency of a pass."""
 LONG_CONTEXT, MIN_LONG_CONTEXT, LONG_CONTEXT_BYTES = 4096, 256, 128 * 2**20
 """Length of the long context in the quick measurement, its minimum, and a limit on the KV cache of all sequences in
 bytes. The limit shortens the context; below the minimum, no long context is timed."""
 LONG_CONTEXT_NODES = (0, 7, 15, 31, 63)
-"""Numbers of nodes whose passes are timed after the long context."""
+"""Numbers of nodes for which passes are timed after the long context."""
 
 
 def context_lengths_for(loaded: Loaded, config: CostConfig) -> tuple[int, ...]:
-    """Return the context lengths to measure, root included; each leaves room for one more token."""
+    """Return the context lengths (root included) at which to time passes; each leaves room for one more token."""
     return lengths_within(loaded.target.context_limit, loaded.name, config)
 
 
 def lengths_within(limit_of: Callable[[int], int | None], name: str, config: CostConfig) -> tuple[int, ...]:
-    """Return the context lengths to measure for the model called ``name``.
+    """Return the context lengths at which to time passes of the model called ``name``.
 
     ``limit_of`` returns the model's context limit, which may depend on the length; None if there is no limit. Raise
     OptionError if ``config`` names a length that is not below the limit.
@@ -71,7 +71,7 @@ def lengths_within(limit_of: Callable[[int], int | None], name: str, config: Cos
 def measure_cost_curve(
     loaded: Loaded, lengths: Sequence[int], on_progress: Callable[[int], None] = lambda measured: None
 ) -> CostCurve:
-    """Measure the cost curve of a model after contexts of these lengths, root included.
+    """Measure a model's cost curve after contexts of these ``lengths``, which include the root.
 
     ``on_progress`` is called with the number of finished contexts.
     """
@@ -102,14 +102,15 @@ def time_tree_passes(
     *,
     unread: bool = False,
 ) -> Floats:
-    """Return the median seconds of a forward pass for each tree size.
+    """Return the median duration in seconds of a forward pass for each tree size.
 
     Each of the ``batch`` slots gets a context of ``length`` tokens, root excluded, and a tree of the given size. If the
     target does not pad trees, a size is one less than the rows of the whole pass (the roots and nodes of all slots).
-    An ``unread`` context has keys and values that no pass has computed, which does not change the latency.
+    If ``unread``, no prefill computes the context's keys and values, which does not change the latency.
 
-    At most ``times`` passes of each size are run, and no further round begins after ``patience`` seconds. The median
-    predicts the duration of a step: the fastest pass is a tenth faster than a typical pass.
+    Each of at most ``times`` rounds runs one pass of each size, and no round begins after ``patience`` seconds. The
+    median predicts the duration of a step; the minimum would not, as the fastest pass is a tenth faster than a typical
+    pass.
     """
     began = time.perf_counter()
     is_free = batch == 1 and not unread and target.cache.user is None and not target.cache.slots[0].tokens
@@ -145,7 +146,7 @@ def _random_tree(target: Target, nodes: int, random: np.random.Generator) -> Dra
 
 
 def cost_curve_for(target: Target, batch: int = 1) -> CostCurve:
-    """Return the saved cost curve of this model and device, or else measure one quickly.
+    """Return the saved cost curve for this model and device, or else measure one quickly.
 
     A quick measurement for one sequence is kept for ``MAX_CACHE_AGE``, if the model runs in a single process.
     """
@@ -192,7 +193,7 @@ def _quick_milliseconds(target: Target, contexts: Sequence[int], batch: int) -> 
 
 
 def quick_record(target: Target, **circumstances: Any) -> CachedValue | None:
-    """Return the record that keeps a quick measurement for this model and device; None if processes share the model.
+    """Return the record for a quick measurement of this model and device; None if several processes share the model.
 
     The record's key includes a fingerprint of all weights, which the processes could compute only together.
     """

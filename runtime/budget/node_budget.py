@@ -27,13 +27,13 @@ if TYPE_CHECKING:
     from hdtool.runtime.engine import PassLog
 
 STEP_OVERHEAD = 2e-4
-"""Seconds that a step is assumed to spend outside its forward pass until they are measured."""
+"""Initial estimate of the seconds that a step spends outside its forward pass, used until they are measured."""
 OVERHEAD_LEARNING_RATE, MAX_OVERHEAD_RATIO = 0.1, 3.0
 """Learning rate of the smoothed overhead, and the largest multiple of the mean that a single step may contribute."""
 MAX_PAUSE_STEPS = 64
-"""Longest pause in steps after drafting did not pay, for drafters whose own time does not count."""
+"""Longest pause in steps while drafting does not pay, for drafters whose own time is not counted as a cost."""
 SAVED_LEARNING_RATE = 0.1
-"""Learning rate of the seconds that a draft saves, for drafters whose own time counts."""
+"""Learning rate of the average seconds that a draft saves, for drafters whose own time is counted as a cost."""
 RETRY_SHARE = 0.01
 """Largest share of the time that may be spent on retrying drafts."""
 
@@ -52,7 +52,7 @@ class Budget(Protocol):
 
     @property
     def max_nodes(self) -> int:
-        """Most nodes worth drafting in this step; 0 if it should not draft."""
+        """Maximum number of nodes worth drafting in this step; 0 if the step should not draft."""
         ...
 
     def choose_size(self, probs: Probs) -> int:
@@ -60,7 +60,7 @@ class Budget(Protocol):
         ...
 
     def set_draft_seconds(self, seconds: float) -> None:
-        """Set the seconds that the current draft took, for drafters whose own time counts."""
+        """Set how many seconds the current draft took, for drafters whose own time is counted as a cost."""
         ...
 
 
@@ -123,7 +123,7 @@ class AdaptiveBudget(Uncopyable):
         self._use(costs)
         self._max_nodes = MAX_CHOSEN_NODES
         self._paused_until = 0
-        # Compile the choice, or load it from the cache, before the first step.
+        # Compile ``choose_nodes``, or load it from the cache, before the first step.
         choose_nodes(self._at, np.empty(0), 0, self._max_nodes)
         self._record["pause"] = 0
 
@@ -166,7 +166,7 @@ class CostBudget(AdaptiveBudget):
 
 
 class MeasuredBudget(AdaptiveBudget):
-    """A budget that chooses by costs that measured passes correct, and by the measured time between passes."""
+    """A budget that chooses by costs corrected after each measured pass, and by the measured time between passes."""
 
     _costs: MeasuredCosts
 
@@ -183,7 +183,7 @@ class MeasuredBudget(AdaptiveBudget):
         return super().choose_size(probs)
 
     def _measure_overhead(self) -> None:
-        """Measure the time spent outside the last pass, if that was the only pass since the last call."""
+        """Measure the last step's time outside its forward pass, if only one pass has run since the last call."""
         log, now = self._log, time.perf_counter()
         if log.passes == self._passes + 1 and self.max_nodes and log.nodes >= 0:
             around = now - self._call_time - log.last_seconds - self._record["draft_seconds"]
@@ -223,13 +223,13 @@ def choose_nodes(at: int, probs: Probs, step: int, max_nodes: int) -> tuple[int,
 
 @compiled
 def retry_steps(choice: Any, plain: float) -> int:
-    """Return the number of ``plain``-second steps after which retrying a draft takes ``RETRY_SHARE`` of the time."""
+    """Return after how many plain steps of ``plain`` seconds retrying a draft costs ``RETRY_SHARE`` of the time."""
     return int(choice.draft_seconds / (RETRY_SHARE * plain))
 
 
 @compiled
 def next_max_nodes(chosen: int, max_nodes: int) -> int:
-    """Return the most nodes worth drafting in the next steps: drafting nodes that are never verified wastes time."""
+    """Return the maximum number of nodes for the next drafts: drafting nodes that are never verified wastes time."""
     return min(MAX_CHOSEN_NODES, max(2 * chosen, max_nodes - 1, MIN_DRAFTED_NODES))
 
 
@@ -288,17 +288,17 @@ class SharedCosts:
     def __init__(
         self, log: PassLog, curves: Mapping[int, CostCurve], *, only_timed_sizes: bool = False, pads: bool = True
     ) -> None:
-        """``curves`` maps numbers of slots to the cost of passes by the size of the tree in each slot.
+        """``curves`` maps a number of slots to the cost of passes over these slots, by the size of each slot's tree.
 
-        Without ``pads``, the engine does not pad trees to the largest, and a size is one less than the rows of all
-        trees.
+        Without ``pads``, the engine does not pad trees to the largest, and a size is one less than the total number of
+        rows of all trees.
         """
         self.log, self._pads = log, pads
         self._expected: dict[SharedBudget, tuple[int, Probs]] = {}
-        """By the budget of each sequence, the step of its latest draft, and the probabilities of this draft's nodes."""
+        """Maps each sequence's budget to the step of its latest draft and the probabilities of this draft's nodes."""
         self._outside = SmoothedSeconds()
         self._step, self._passes, self._call_time = 0, -1, 0.0
-        """Number of the current step, and the number of passes and the time at its beginning."""
+        """Number of the current step, and the number of passes and the time when this step began."""
         self._costs: dict[int, MeasuredCosts] = {}
         for slots in sorted(curves):
             fewer = max(self._costs, default=0)
@@ -308,11 +308,11 @@ class SharedCosts:
             self._costs[slots] = MeasuredCosts(log, curves[slots], these, only_timed_sizes=only_timed_sizes)
 
     def costs(self, slots: int) -> MeasuredCosts:
-        """Return the costs for the smallest measured number of slots that fits ``slots`` trees, or else the largest."""
+        """Return the costs for the smallest measured number of slots that holds ``slots`` trees, or the largest one."""
         return self._costs[min((known for known in self._costs if known >= slots), default=max(self._costs))]
 
     def choose_sizes(self, budgets: Sequence[SharedBudget], probs: Sequence[Probs]) -> list[int]:
-        """Return how many nodes of each budget's tree to verify; other trees count with their latest probabilities."""
+        """Return how many nodes of each budget's tree to verify; for other trees, use their latest probabilities."""
         drafting = sum(budget.draft_seconds for budget in budgets) / len(budgets)
         self._begin_step(drafting * max(len(budgets), len(self._expected)))
         for budget, tree_probs in zip(budgets, probs, strict=True):
@@ -343,7 +343,7 @@ class SharedCosts:
         return sizes
 
     def _begin_step(self, drafting: float) -> None:
-        """Begin a step if a pass ran; measure the last step's overhead, its time beyond the pass and ``drafting``."""
+        """Begin a step if a pass has run; measure the last step's overhead: time outside the pass and drafting."""
         log, now = self.log, time.perf_counter()
         if log.passes == self._passes:
             return
@@ -363,7 +363,7 @@ class SharedBudget(AdaptiveBudget):
     def __init__(self, shared_costs: SharedCosts, overhead: float = STEP_OVERHEAD) -> None:
         super().__init__(overhead, lambda: shared_costs.log.passes, shared_costs.costs(1))
         self.shared_costs, self.overhead = shared_costs, overhead
-        # Compile the choice, or load it from the cache, before the first step.
+        # Compile ``choose_batch_nodes``, or load it from the cache, before the first step.
         given = np.array([(self._at, MAX_CHOSEN_NODES, 0)]), np.zeros((1, MAX_CHOSEN_NODES))
         choose_batch_nodes(*given, 1, 0, True, overhead, shared_costs.costs(1).address, 0)
         self._record["pause"] = 0
@@ -378,12 +378,12 @@ class SharedBudget(AdaptiveBudget):
 
     @property
     def unpaused_max_nodes(self) -> int:
-        """Most nodes worth drafting in a step, ignoring pauses."""
+        """Maximum number of nodes worth drafting in a step, ignoring pauses."""
         return self._max_nodes
 
     @property
     def draft_seconds(self) -> float:
-        """Seconds of the last draft."""
+        """Seconds that the last draft took."""
         return float(self._record["draft_seconds"])
 
     def apply_choice(self, max_nodes: int, paused_until: int) -> None:

@@ -1,4 +1,4 @@
-"""Settings with their defaults and help, which the command line and the docs read.
+"""Settings classes with the defaults and help texts that the command line and the docs show.
 
 Imports only `data`, and no heavy packages.
 """

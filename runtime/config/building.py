@@ -78,7 +78,7 @@ PARTS: Mapping[str, Mapping[str, Any]] = {
     HYDRA_PLUS: {"auto_embedding": 0, "positions": False, "adaptation": 1, "sampled_token": False, "head_layers": 4},
     MTP_LAYER: {"auto_embedding": 0, "positions": False, "adaptation": 1, "sampled_token": True, "rank": 0},
 }
-"""Settings that each kind fixes. Options still choose the layers of Hydra heads, and all settings of Amphista heads."""
+"""Settings that each kind fixes, except that an option can set the layers of Hydra heads; Amphista heads fix none."""
 
 
 @dataclass(frozen=True)
@@ -121,18 +121,18 @@ class HeadsConfig(Settings):
 
     @property
     def resolved(self) -> HeadsConfig:
-        """These settings, with the values that the kind fixes."""
+        """These settings, overridden by the values that the kind fixes."""
         parts = PARTS.get(self.kind, {})
         return replace(self, **{**parts, **({"head_layers": self.head_layers} if self.head_layers else {})})
 
     @property
     def plain(self) -> HeadsConfig:
-        """These settings as Medusa heads: each reads only the target's hidden state."""
+        """These settings with the kind ``medusa``, whose heads read only the target's hidden state."""
         return replace(self, kind=MEDUSA).resolved
 
     @classmethod
     def of_checkpoint(cls, settings: Mapping[str, Any]) -> HeadsConfig:
-        """Return a checkpoint's settings; earlier versions stored no kind, so it is inferred."""
+        """Return a checkpoint's settings; earlier versions stored no kind, which is then inferred."""
         config = cls(**settings)
         is_medusa = "kind" not in settings and not config.adaptation and not config.auto_embedding
         return config.plain if is_medusa else config

@@ -12,7 +12,7 @@ from hdtool.runtime.config.model import Settings, require, setting
 from hdtool.runtime.source_names import plugins
 
 SOURCE_LETTERS = "CMS"
-"""Letters of context table, model store and corpus index."""
+"""Letters of the context table, the model store and the corpus index."""
 LOGIT_LETTERS = "LR"
 """Letters of the sources that read the model's logits: last-token logits and recycled rankings."""
 HISTORY_LETTER = "H"
@@ -110,7 +110,7 @@ FIXED_BUDGET = 32
 def source_letters(option: str, given: str, known: str) -> str:
     """Return the source letters for an option's value: letters, or names separated by commas.
 
-    Raises OptionError if a source is unknown or named twice. ``sources`` also accepts plug-ins.
+    Raises OptionError if a source is unknown or named twice. The option ``sources`` also accepts plug-ins.
     """
     by_name = {SOURCE_NAMES[letter]: letter for letter in known}
     letters = _letters(given, by_name)
@@ -130,7 +130,7 @@ def _letters(given: str, by_name: dict[str, str]) -> str:
 
 @dataclass(frozen=True)
 class GrammarConfig(Settings):
-    """Constraint on all answers (structured output); at most one of these is given."""
+    """Constraint on all answers (structured output); at most one of the fields is set."""
 
     json_schema: Path | None = setting(None, "File with a JSON schema that answers must follow.")
     regex: str | None = setting(None, "Regular expression that answers must match as a whole.")
@@ -233,7 +233,7 @@ class DecodeConfig(Settings):
 
     @property
     def identifies_tokenizer(self) -> bool:
-        """True if the tokenizer must be compared with another tokenizer even if no store is opened."""
+        """True if the tokenizer must be identified, to compare it with others, even if no store is opened."""
         return self.keeps_history or self.drafter is not None
 
     @property
@@ -243,7 +243,7 @@ class DecodeConfig(Settings):
 
     @property
     def databases(self) -> str:
-        """Letters of the stores, context included, to draft from. A method with a single store always uses it."""
+        """Letters of the stores to draft from, including the context; a method's only store is always used."""
         all_of_them = METHODS[self.method].databases
         return "".join(letter for letter in all_of_them if letter in self.sources or len(all_of_them) == 1)
 
@@ -273,7 +273,7 @@ class RecordingConfig(Settings):
 
 @dataclass(frozen=True)
 class StoresConfig(Settings):
-    """Stores to draft from. Each is a folder or name, ``none``, or None for the fitting one in hdtool's home."""
+    """Stores to draft from. Each is a folder or name, ``none``, or None for the matching store in hdtool's home."""
 
     model_db: str | None = setting(
         None, "Folder or name of a model store, or none. Default: that of this model in hdtool's home."
@@ -374,7 +374,7 @@ class PaperConfig:
     lookahead: bool = True
     """True if each forward pass also runs a lookahead branch, which generates n-grams for the context table."""
     window: int = 7
-    """Columns of the lookahead branch, each of which completes one sequence per step."""
+    """Number of columns of the lookahead branch, each of which completes one sequence per step."""
 
     def __post_init__(self) -> None:
         source_letters("order", self.order, SOURCE_LETTERS)

@@ -30,7 +30,7 @@ PEERS = {
 OTHER_FILE = "llama.cpp-file"
 LLAMA_CPP = ("llama.cpp", "llama.cpp-pld", OTHER_FILE)
 WITHOUT_GRAMMARS = ("generate-pld", "generate-assisted", *LLAMA_CPP)
-"""Peers that hdtool's grammars don't work with: transformers doesn't constrain drafts, llama.cpp has its own."""
+"""Peers that can't follow hdtool's grammars: transformers doesn't constrain drafts, llama.cpp has its own grammars."""
 SHAPE_PEERS = {
     "generate": PEERS["generate"],
     "generate-static": "model.generate with a static cache, which it compiles on GPUs",
@@ -170,7 +170,7 @@ class ShapeConfig(Settings):
 
 @dataclass(frozen=True)
 class CostConfig:
-    """Context lengths at which forward passes are timed, and device speeds to estimate the times instead."""
+    """Context lengths at which forward passes are timed, and device speeds from which to estimate the times instead."""
 
     contexts: tuple[int, ...] | None = None
     """Context lengths in tokens; None means the powers of two that fit the model."""

@@ -63,7 +63,7 @@ class Settings:
 
 
 def require(holds: bool, name: str, value: object, expected: str) -> None:
-    """Raise OptionError with the option, its value and what was expected, unless ``holds``."""
+    """Raise OptionError unless ``holds``; the message names the option, its value and what was expected."""
     if not holds:
         raise OptionError(f"--{name.replace('_', '-')} must be {expected}, got {value}")
 
@@ -180,7 +180,7 @@ class SamplingConfig(Settings):
 
     @property
     def is_greedy(self) -> bool:
-        """True if decoding is greedy, as at temperatures so close to 0 that logits would overflow."""
+        """True if decoding is greedy: at temperature 0, or so close to it that scaled logits would overflow."""
         return self.temperature < LOWEST_TEMPERATURE
 
     def __post_init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Drafters: one file for each method, `hierarchy/` for the default one and `heads/` for trained drafting heads.
+"""Drafters: the default one in `hierarchy/`, trained ones in `trained/` and `heads/`, and further published methods.
 
 Imports `data` and all of `runtime` but `integrations`.
 """

@@ -1,4 +1,4 @@
-"""Hierarchy Drafting as in its paper (Cho et al., 2025): draft a fixed number of sequences, local stores first."""
+"""Hierarchy Drafting as published (Cho et al., 2025): draft a fixed number of sequences, local stores first."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ INITIAL_KEYS = 1 << 10
 
 
 class SequenceTable:
-    """Stores up to ``per_key`` sequences that followed each token; a further sequence replaces the least recent.
+    """Stores up to ``per_key`` sequences that followed each token; a further sequence replaces the least recent one.
 
     A sequence that occurs again is stored only once and becomes the most recent one.
     """
@@ -50,7 +50,7 @@ class SequenceTable:
         self._used = 0
 
     def add_text(self, tokens: Sequence[int]) -> None:
-        """Add the sequences that follow the tokens of a text."""
+        """Add each token of a text as a key, with the ``SEQUENCE_LENGTH`` tokens that follow it."""
         self._add(np.array(tokens, np.int32), len(tokens) - SEQUENCE_LENGTH, 1)
 
     def add(self, sequences: Ints) -> None:
@@ -142,7 +142,7 @@ class PaperDrafter:
         self._compile()
 
     def _compile(self) -> None:
-        """Compile all code, or load it from the cache, before the first step; ``begin`` clears the state."""
+        """Compile all code, or load it from the cache, before the first step; the next ``begin`` clears the state."""
         words = [0] * (SEQUENCE_LENGTH + 1)
         self.begin(words)
         self._trie.add(np.zeros((1, SEQUENCE_LENGTH), np.int32), SourceId.NONE, wanted=1)
@@ -185,7 +185,7 @@ class PaperDrafter:
                 self._table.add(self._lookahead.observe(tree.root, predicted))
 
     def _learn(self, context: Sequence[int]) -> None:
-        """Add the new sequences of the context to the table."""
+        """Add the sequences from the new part of the context to the table."""
         if self._learns:
             with self._timed(SourceId.CONTEXT):
                 fresh = context[self._read :]

@@ -29,7 +29,7 @@ MAX_MATCH = 3
 CONTINUATION_LENGTH = 20
 """Number of tokens in the continuation of the root."""
 MAX_RANKED_CANDIDATES = 60
-"""Most tokens of the last logits that are candidates."""
+"""Maximum number of candidates taken from the last logits."""
 DEPTHS = ((8, 4), (32, 3), (MAX_RANKED_CANDIDATES, 1))
 """Pairs ``(rank, length)``: the first 8 candidates start sequences of 4 tokens, further candidates up to rank 32 start
 sequences of 3, and all lower-ranked candidates stay alone."""
@@ -60,7 +60,7 @@ class LogitSpec:
         self._ranks = np.empty(0, np.int64)
         self._calibration = NodeCalibration(PRIOR_RATES)
         self._verified = NO_KINDS, DraftTree.bare(0)
-        """``(kinds, tree)``: the last tree, and the kind of each of its nodes."""
+        """``(kinds, tree)``: the kind of each node in the last tree, and this tree."""
         self._compile()
 
     def _compile(self) -> None:

@@ -33,7 +33,7 @@ from hdtool.runtime.stores.store_set import StoreSet
 from hdtool.runtime.tree import compile_trees
 
 MAX_TIMING_SECONDS = 2.0
-"""Seconds after which a message explains the delay."""
+"""Seconds of preparing a drafter after which a message explains the delay."""
 
 BudgetFactory = Callable[[], Budget]
 DrafterFactory = Callable[[DecodeConfig, StoreSet, BudgetFactory, Target | None], Drafter]
@@ -63,7 +63,7 @@ def drafters_for(config: DecodeConfig, target: Target, store_set: StoreSet) -> l
 
 
 def shared_costs_for(target: Target, sizes: Collection[int]) -> SharedCosts:
-    """Time the passes of batches of these sizes, and return the costs that their budgets share."""
+    """Time forward passes over batches of these sizes, and return costs that the budgets of a batch share."""
     # Without padding, costs depend on the number of rows, so the largest batch's curve holds for smaller ones, too. A
     # lone tree has a curve of its own: it reads a single long context, whereas each tree of a batch reads its own.
     timed = set(sizes) if target.pads else {1, max(sizes)}
@@ -96,7 +96,7 @@ def history_for(
 
         if not store_set.tokenizer:
             raise OptionError(f"--history {config.history} needs the tokenizer: open the stores for a tokenizer first")
-        # An engine that loads the model itself knows only the model's files, so they identify the model if known.
+        # An engine that loads the model itself knows only the model's files; where known, these identify the model.
         checkpoint = store_set.checkpoint
         model = checkpoint.fingerprint if checkpoint else fingerprint(target.model)
         owner = tenant or store_set.namespace or ""

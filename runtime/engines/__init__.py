@@ -1,4 +1,5 @@
 """CPU and CUDA engines that replace Transformers' forward passes over draft trees.
 
-This package imports only `data`, `runtime/config`, `runtime/kernels`, `runtime/model` and the draft tree.
+This package imports only `data`, `runtime/config`, `runtime/engine`, `runtime/kernels`, `runtime/model`, the draft tree
+and, in `cpu`, the argmax walks of `runtime/sampling`.
 """

@@ -1,4 +1,4 @@
-"""Describes what surrounds a model's layers: rotary positions, windows, per-layer inputs, embeddings and logits."""
+"""Describes a model around its layers: rotary positions, attention windows, per-layer inputs, embeddings, logits."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class LayerInputs(Generic[Matmul]):
     scale: float
     """Scales the projection."""
     input_scale: float
-    """Scales the sum of the normed projection and the token embedding."""
+    """Scales the sum of the normalized projection and the token embedding."""
 
     @torch.inference_mode()
     def of(self, ids: torch.Tensor, embedded: torch.Tensor) -> torch.Tensor:
@@ -78,7 +78,7 @@ def input_parts(layer: Module) -> InputParts[Any] | None:
 
 
 def layer_inputs(decoder: Any, layers: int, width: int, kind: Kind[Matmul]) -> LayerInputs[Matmul] | None:
-    """Return the decoder's modules for per-layer inputs of this width; None if the engine can't compute the inputs."""
+    """Return the decoder modules that compute per-layer inputs of ``width``; None if the engine can't use them."""
     embedding, projection, norm = (decoder._modules.get(name) for name in (EMBEDDING, PROJECTION, PROJECTION_NORM))
     scale: Any = getattr(decoder, "per_layer_model_projection_scale", None)
     input_scale: Any = getattr(decoder, "per_layer_input_scale", None)
@@ -106,7 +106,7 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 MIXER_LAYER_TYPES = ("conv", "linear_attention", "mamba")
 """Layer types that use a recurrent or convolution state instead of attention."""
 MAGNITUDES = torch.tensor([[1e-3], [1.0]])
-"""Magnitudes of the rows on which norms are compared. With the smaller one, epsilon affects the result."""
+"""Magnitudes of the rows on which norms are compared; for the smaller one, epsilon affects the result."""
 
 
 class Rotary(NamedTuple):
@@ -121,7 +121,7 @@ class Rotary(NamedTuple):
 
     @classmethod
     def of(cls, cos: torch.Tensor, sin: torch.Tensor, *, is_interleaved: bool) -> Rotary:
-        """Build from the cosines and sines of Transformers' rotary modules, whose two halves are equal."""
+        """Build from the cosines and sines that a Transformers rotary module returns, whose two halves are equal."""
         half = cos.shape[1] // 2
         first, second = -sin[:, :half], sin[:, half:]
         if not is_interleaved:
@@ -131,9 +131,9 @@ class Rotary(NamedTuple):
 
 
 def rotary_of(parts: ModelParts[Any], hidden: torch.Tensor, positions: torch.Tensor, kind: str) -> Rotary:
-    """Return the cosines and sines of one layer type, computed by the model's rotary module.
+    """Return the cosines and sines for layers of type ``kind``, as computed by the model's rotary module.
 
-    Raises NotImplementedError if their width doesn't fit a head.
+    Raises NotImplementedError if the width of the cosines and sines doesn't fit a head.
     """
     embeddings = cast(Any, parts.rotary)(hidden, positions, *filter(None, [kind]))
     cos, sin = (part.flatten(0, 1) for part in embeddings)
@@ -148,13 +148,13 @@ def rotary_of(parts: ModelParts[Any], hidden: torch.Tensor, positions: torch.Ten
 
 
 def position_kinds(parts: ModelParts[Any]) -> list[str]:
-    """Return the layer type to pass to the rotary module for each layer; empty strings if the module takes none."""
+    """Return, for each layer, the layer type to pass to the rotary module; empty strings if the module takes none."""
     has_several = parts.rotary is not None and isinstance(cast(Any, parts.rotary).rope_type, dict)
     return list(cast(Any, parts.decoder).config.layer_types) if has_several else [""] * len(parts.layers)
 
 
 def rotary_kinds(parts: ModelParts[Any]) -> list[str | None]:
-    """Return the layer type to pass to the rotary module for each layer; None for layers without rotary positions."""
+    """Return, for each layer, the layer type to pass to the rotary module; None for layers without rotary positions."""
     rotates, kinds = parts.family.rotates, position_kinds(parts)
     return [
         kind if layer.mixer is None and rotates(layer.attention) else None
@@ -175,7 +175,7 @@ def windows_of_layers(target: Target) -> list[AttentionWindow] | None:
 
 @dataclass(frozen=True)
 class EmbeddingAndHead:
-    """Scales a model's embeddings and bounds its logits."""
+    """Scales a model's embeddings, and divides and softcaps its logits."""
 
     multiplier: float
     divisor: float
@@ -202,7 +202,7 @@ class EmbeddingAndHead:
 
 @torch.inference_mode()
 def norms_and_activations_match(parts: ModelParts[Any], device: torch.device) -> bool:
-    """Return True if a model's norms and activations compute what their family describes.
+    """Return True if a model's norm and activation modules compute what the model's family describes.
 
     The compared rows are float32 regardless of the weights' dtype, so that rounding doesn't hide a difference.
     """

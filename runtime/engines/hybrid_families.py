@@ -38,7 +38,7 @@ Matmul = TypeVar("Matmul", bound=Module)
 NORMS = "post_feedforward_layernorm_1", "pre_feedforward_layernorm_2", "post_feedforward_layernorm_2"
 ROUTER, EXPERTS = "router", "experts"
 MIXTURE_MODULES = frozenset({ROUTER, EXPERTS, *NORMS})
-"""Names of the additional modules of a layer that has experts as well as an MLP."""
+"""Names of the modules that a layer with both experts and an MLP has in addition to other layers' modules."""
 ROUTER_MODULE_ATTRIBUTES = frozenset({"config", "eps", "hidden_size", "scalar_root_size", "training"})
 """Router attributes that this package reads or that don't affect the result."""
 
@@ -92,7 +92,7 @@ def mixture_parts(layer: Module, router: str) -> MixtureParts[Any] | None:
 
 
 def is_known_mixture(parts: MixtureParts[Any], layer: Module, width: int, epsilon: float, kind: Kind[Any]) -> bool:
-    """Return True if the router's modules, parameters and attributes are as expected and their shapes match."""
+    """Return True if the modules, parameters, attributes and shapes of a mixture's router are as expected."""
     router, package = parts.router, package_of(layer)
     norm: Any = router._modules.get("norm")
     projection: Any = router._modules.get("proj")

@@ -22,7 +22,7 @@ STATE_ATTRIBUTES = frozenset({
     "num_heads", "num_k_heads", "num_v_heads", "ssm_state_size", "use_bias", "use_conv_bias", "value_dim", "chunk_size",
     "time_step_limit", "bias", "training", "config",
 })  # fmt: skip
-"""Mixer attributes that this file reads or that weight shapes imply."""
+"""Attributes of mixers that this file reads or whose values follow from weight shapes."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ def _is_causal(convolution: Any) -> bool:
 
 
 def _fits(parts: MixerParts[Any], kind: Kind[Any]) -> bool:
-    """Return True if the weight shapes are consistent and all widths are multiples of the engine's divisor."""
+    """Return True if the weight shapes are consistent and all widths are multiples of ``kind.divisor``."""
     heads, keys, values = parts.heads, parts.key_heads * parts.key_width, parts.heads * parts.value_width
     hidden, head_parameters = (
         parts.out.out_features,
@@ -220,23 +220,23 @@ ROUTER_ATTRIBUTES = frozenset({
     "hidden_dim", "norm_min", "norm_topk_prob", "num_experts", "num_group", "routed_scaling_factor", "top_k",
     "topk_group", "training", "use_expert_bias",
 })  # fmt: skip
-"""Router attributes that this file reads, that weight shapes imply, or that only training reads."""
+"""Attributes of routers that this file reads, whose values follow from weight shapes, or that only training reads."""
 
 
 @dataclass(frozen=True)
 class ExpertKind:
-    """Class and module names of a model type's mixture of experts, and how its router scores experts."""
+    """Class and module names of a model type's mixture of experts, and how the mixture's router scores experts."""
 
     block: str
-    """Class name of the mixture. Engines without code for experts call the module itself."""
+    """Class name of the mixture. Engines without their own code for experts call Transformers' module."""
     router: str
     """Class name of the router."""
     gate: str = "gate"
-    """Name of the router in the mixture."""
+    """Attribute name of the router in the mixture's module."""
     added_block: str = ""
-    """Name of the layer's mixture if it is added to the MLP; empty if the mixture replaces the MLP."""
+    """Attribute name of the mixture in layers that add it to an MLP; empty if the mixture replaces the MLP."""
     shared: str = ""
-    """Name of the shared expert's MLP; empty without one."""
+    """Attribute name of the shared expert's MLP; empty without a shared expert."""
     shared_gate: str = ""
     """Name of the linear layer whose sigmoid scales the shared expert's output; empty if it isn't scaled."""
     has_sigmoids: bool = False
@@ -249,7 +249,7 @@ class ExpertKind:
 
 @dataclass(frozen=True)
 class Router:
-    """Weights and settings that choose each token's experts."""
+    """Weights and settings of a router, which chooses each token's experts."""
 
     weight: torch.Tensor
     bias: torch.Tensor | None

@@ -70,7 +70,7 @@ class Names:
     gate: str = "gate_proj"
     up: str = "up_proj"
     gate_up: str = "gate_up_proj"
-    """Name of a joined gate and up projection."""
+    """Name of the module that joins the gate and up projections."""
     down: str = "down_proj"
     activation: str | None = None
     """Name of the MLP's activation module; None for the usual name, empty for a SiLU that isn't a module."""
@@ -89,24 +89,24 @@ class Family:
     norm: NormKind = ROUNDED_FIRST
     names: Names = field(default_factory=Names)
     mixers: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
-    """Modules that may replace attention: maps each attribute name to mixer kinds by class name."""
+    """Modules that may replace attention: maps each attribute name to a mapping from class name to mixer kind."""
     norms_of_mixers: tuple[str, str, str, str] | None = None
     """Names of the norms in layers with a mixer; None if ``norms`` applies to these layers as well."""
     gates_heads: bool = False
     """Each query head has an output gate."""
     activations: frozenset[str] = frozenset({"silu"})
     joins_qkv: bool = False
-    """One matrix gives queries, keys and values."""
+    """A single projection computes queries, keys and values."""
     projections: Callable[[Any], tuple[str, ...]] = field(default=lambda attention: PROJECTIONS)
     """Returns the names of an attention module's query, key and value projections.
 
-    Without a value projection, the keys are also the values. With only queries, keys and values come from an earlier
-    layer of the same type.
+    Without a value projection, the keys are also the values. With only a query projection, the layer reads the keys and
+    values of an earlier layer of the same type.
     """
     shared_kv_attribute: str = ""
     """Name of the attention attribute that is true if later layers read the module's keys and values."""
     value_norm: str = ""
-    """Name of a norm of the values that has no weight."""
+    """Name of the values' norm, which has no weight; empty if values aren't normalized."""
     varies_heads: bool = False
     """The number of heads and their width may vary between layers."""
     factor: str = ""
@@ -114,7 +114,7 @@ class Family:
     has_inputs: bool = False
     """Layers may have a per-layer input in addition to hidden states."""
     joins_gate: bool = False
-    """One matrix gives the MLP's gate and up projections."""
+    """A single projection computes the MLP's gate and up outputs."""
     norms_all_heads: bool = False
     """Norms of queries and keys span all heads instead of one."""
     is_partial: bool = False
@@ -141,7 +141,7 @@ class Family:
     placeholders: tuple[str, ...] = ()
     """Names of settings that hold the placeholder token ids of a multimodal model."""
     experts: ExpertKind | None = None
-    """Mixture of experts that some layers have; None if no layer has one."""
+    """Description of the mixture of experts in some layers; None if no layer has one."""
     added_router: str = ""
     """Class name of the router for experts that layers may have in addition to their MLP."""
     attributes: frozenset[str] = frozenset()
@@ -149,7 +149,7 @@ class Family:
     settings: frozenset[str] = frozenset()
     """Known settings in addition to ``SETTINGS``."""
     required: Mapping[str, tuple[object, ...]] = field(default_factory=dict)
-    """Allowed values by setting; with any other value, the description doesn't apply."""
+    """Maps settings to their allowed values; with any other value, the description doesn't apply."""
 
     def knows(self, module: Module) -> bool:
         """Return True if the description covers all attributes of a module."""
@@ -354,4 +354,4 @@ VARIED_FAMILIES: Mapping[str, Family] = {
     "gemma4": _gemma4(has_inputs=True, added_router="Gemma4TextRouter"),
     "gemma4_unified": _gemma4(),
 }
-"""Families whose layers vary in heads and inputs, by the name of their package in ``transformers.models``."""
+"""Families whose layers may differ in heads and inputs, by the name of their package in ``transformers.models``."""

@@ -67,8 +67,8 @@ class LayerParts(Generic[Matmul]):
     qkv: tuple[Matmul, ...]
     """Query, key and value projections, or one joined matrix.
 
-    Without a value projection, the keys are also the values. With only queries, keys and values come from an earlier
-    layer.
+    Without a value projection, the keys are also the values. With only a query projection, the layer reads the keys and
+    values of an earlier layer.
     """
     out: Matmul
     """Output projection of the attention or mixer."""
@@ -81,9 +81,9 @@ class LayerParts(Generic[Matmul]):
     block_norms: tuple[Module | None, ...]
     """Norms before and after attention, and before and after the MLP; None for each that the layer lacks."""
     head_norms: tuple[Module, ...]
-    """Norms of queries and keys; empty if they aren't normed."""
+    """Norms of queries and keys; empty if they aren't normalized."""
     heads: int
-    """Number of key/value heads; 0 with a mixer."""
+    """Number of key/value heads; 0 in a layer with a mixer."""
     groups: int
     """Query heads per key/value head."""
     width: int
@@ -98,7 +98,7 @@ class LayerParts(Generic[Matmul]):
     mixer: MixerParts[Matmul] | None = None
     """Mixer that replaces attention; ``qkv`` then holds its input projections."""
     value_norm: Module | None = None
-    """Norm of the values, without a weight; None if the values aren't normed."""
+    """Norm of the values, without a weight; None if the values aren't normalized."""
     inputs: InputParts[Matmul] | None = None
     """Modules that add the layer's per-layer input to hidden states; None if the layer has no such input."""
     added_mixture: MixtureParts[Matmul] | None = None
@@ -248,7 +248,7 @@ def _layers_of(modules: ModuleList, kind: Kind[Matmul]) -> list[LayerParts[Matmu
 def _with_sources(layers: list[LayerParts[Matmul]], family: Family) -> list[LayerParts[Matmul]]:
     """Return the layers, with ``kv_source`` set on those that read another layer's keys and values.
 
-    Return an empty list if such a layer has no earlier layer with keys of its type and shape.
+    Return an empty list if no earlier layer of the same type shares keys of the shape that such a layer needs.
     """
     sources, linked = dict[str, int](), list[LayerParts[Matmul]]()
     for index, layer in enumerate(layers):
@@ -426,7 +426,7 @@ def _mlp_parts(mlp: Module, family: Family) -> tuple[tuple[Any, ...], tuple[Any,
 
 
 def _activation_of(module: Module) -> str:
-    """Return an activation's name; empty if unknown, or if written in Python, which rounds after each operation."""
+    """Return an activation's name; empty for unknown ones and those in Python, which round after each operation."""
     function = getattr(getattr(module, "act", None), "__name__", "")
     return "" if "python" in function else ACTIVATIONS.get(type(module).__name__, "")
 
@@ -449,14 +449,14 @@ def _has_known_code(layer: Module, attention: Module, mlp: Module | None, family
 
 
 def _is_complete(parts: LayerParts[Matmul], kind: Kind[Matmul], family: Family) -> bool:
-    """Return True if all shapes match, no ``forward`` is replaced, and the layer has no parameters beyond its parts."""
+    """Return True if all shapes match, no ``forward`` is replaced, and the layer's only parameters are its parts'."""
     hidden, inner, keys = parts.hidden, parts.inner, parts.heads * parts.width
     queries = keys * parts.groups
     key_rows = [keys] * (len(parts.qkv) - 1)
     projections = [queries + 2 * keys] if family.joins_qkv else [queries * (1 + family.gates_heads), *key_rows]
     dense = [2 * inner] if family.joins_gate else [inner, inner]
     shapes = [*((rows, hidden) for rows in projections), (hidden, queries)]
-    if parts.mixer:  # mixer_parts has checked the shapes of its inputs
+    if parts.mixer:  # mixer_parts has checked the mixer's shapes
         shapes = [*map(_shape_of, parts.qkv), (hidden, _shape_of(parts.out)[1])]
     shapes += [*((rows, hidden) for rows in dense), (hidden, inner)] if parts.down else []
     shapes += [(parts.inputs.width, hidden), (hidden, parts.inputs.width)] if parts.inputs else []

@@ -1,4 +1,4 @@
-"""hdtool inside other programs: `generate` of transformers, vLLM and SGLang, and hdtool's own server.
+"""Integrations of hdtool: in `generate` of transformers, in vLLM and SGLang, and in hdtool's own server.
 
 Any module of `runtime` may be imported here.
 """

@@ -31,7 +31,7 @@ class _Holder:
 def generate(
     model: PreTrainedModel, decoding: Mapping[str, Any], stores: Mapping[str, Any], *arguments: Any, **options: Any
 ) -> Any:
-    """Generate as ``model.generate`` does, with the same arguments, and draft by the exported folder's settings.
+    """Generate as ``model.generate`` does, with the same arguments, and draft with the exported folder's settings.
 
     Calls that hdtool cannot decode, such as beam search, are passed on to transformers with a warning.
     """

@@ -1,8 +1,8 @@
-"""Reads the arguments of ``model.generate``, refuses what the loop does not support, and keeps rollouts by prompt.
+"""Reads the arguments of ``model.generate``, refuses calls that the loop cannot decode, and keeps rollouts by prompt.
 
 Rollouts are earlier answers to a prompt, from which later answers to it are drafted. Reinforcement learning repeats the
-same prompts in every epoch, and several times in a batch. A history of all answers is searched for the latest matches
-of two tokens, which soon belong to other prompts. Rollouts are looked up by their prompt instead.
+same prompts in every epoch, and several times in a batch. A history search returns the latest matches of two tokens,
+which soon come from answers to other prompts. Rollouts are looked up by their prompt instead.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from transformers import GenerationConfig, StoppingCriteriaList
 
 MAX_ANSWERS = MAX_MATCHES
-"""Number of answers that are kept per prompt; a drafter reads at most as many matches of the same tokens."""
+"""Maximum number of answers kept per prompt; a drafter reads no more matches of the same tokens than this."""
 TAIL = 8
 """Number of prompt tokens that are repeated before each answer, so that a drafter finds where answers begin."""
 
@@ -36,7 +36,7 @@ class Rollouts:
     """Earlier answers by prompt; the answers to the least recently used prompts are dropped first."""
 
     def __init__(self, max_tokens: int) -> None:
-        """At most ``max_tokens`` tokens of answers are kept, 0 for none; prompts are only kept as hashes."""
+        """Keep at most ``max_tokens`` tokens of answers, or none if it is 0; prompts are only stored as hashes."""
         if max_tokens < 0:
             raise OptionError(f"rollouts is {max_tokens}, but it is a number of tokens to keep: give 0 or more")
         self._max_tokens = max_tokens
@@ -105,7 +105,7 @@ SUPPORTED_ARGUMENTS = (
 ENCODER_OUTPUTS = "mm_encoder_outputs"
 """Argument with the images, videos and audio that ``generate`` has encoded, by kind; empty for a text prompt."""
 ZERO_IS_TEXT = {"mm_token_type_ids": None, "moe_mm_token_type_ids": None, "token_type_ids": ("gemma3",)}
-"""Maps each argument in which zeros mark text to the model types for which they do; None stands for all types.
+"""Maps each argument in which zeros mark text to the model types for which this holds; None stands for all types.
 
 Other model types add an embedding for token type 0.
 """
@@ -140,7 +140,7 @@ class GenerateRequest:
         model_type: str = "",
         synced_gpus: bool = False,
     ) -> list[GenerateRequest]:
-        """Make one request per row of a call; raise UnsupportedCallError if the loop does not support the call."""
+        """Make one request per row of the batch; raise UnsupportedCallError if the loop does not support the call."""
         if synced_gpus:
             raise _refusal(
                 "synced_gpus is set", "processes that share a model by ZeRO-3 or FSDP must make equally many passes"

@@ -1,4 +1,4 @@
-"""Runs hdtool's decoding loop inside ``model.generate`` of transformers, by ``custom_generate``."""
+"""Runs hdtool's decoding loop inside ``model.generate`` of transformers, through ``custom_generate``."""
 
 from __future__ import annotations
 
@@ -229,7 +229,7 @@ class Generator:
         return _output(input_ids, rows, _padding_token(generation_config))
 
     def _steps(self, model: PreTrainedModel, rows: Sequence[_Row]) -> Iterator[tuple[_Row, Step]]:
-        """Generate all rows and yield each step with its row."""
+        """Generate the answers of all rows, and yield each step with its row."""
         target = self._target_for(model)
         if len(rows) not in self._drafters:
             self._drafters[len(rows)] = self._make(target, len(rows))
@@ -280,7 +280,7 @@ class Generator:
             yield row, step
 
     def _guide(self, model: PreTrainedModel, grammar: Grammar) -> Guide:
-        """Return the initial state of an answer that must match a grammar."""
+        """Return the initial grammar state of an answer that must match ``grammar``."""
         if self._tokenizer is None:
             raise OptionError("a grammar needs the model's tokenizer: make the Generator by Generator.drafting")
         vocabulary = embedded_tokens(model)

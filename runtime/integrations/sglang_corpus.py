@@ -1,4 +1,4 @@
-"""Drafts trees for SGLang's n-gram worker, in place of the worker's corpus, and reads the settings.
+"""Drafts trees for SGLang's n-gram worker, in place of the worker's corpus, and reads hdtool's settings.
 
 SGLang verifies trees of equal size for all requests; the root of a tree is the last token of the request's context.
 """
@@ -34,7 +34,7 @@ SETTINGS_VARIABLE = "HDTOOL_SGLANG"
 DRAFTING_FIELDS = ("sources", "history", "history_prompts")
 STORE_FIELDS = tuple(one.name for one in fields(StoresConfig))
 HOST_SOURCES = "context,history,model,corpus"
-"""Sources that need neither logits nor hidden states, because SGLang keeps these on the device."""
+"""Default sources, which need neither logits nor hidden states: SGLang keeps those on the device."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class HierarchyCorpus:
     """Replaces SGLang's n-gram corpus by one drafter per request; all drafters share the stores and the history."""
 
     def __init__(self, make: Callable[[], Drafter], nodes: int, vocabulary: int) -> None:
-        """``make`` makes a drafter; trees have ``nodes`` nodes, root included, and tokens below ``vocabulary``."""
+        """``make`` creates a drafter; trees have ``nodes`` nodes with the root, and token ids below ``vocabulary``."""
         self._make, self._nodes, self._vocabulary = make, nodes, vocabulary
         self._requests: dict[str, _Request] = {}
         self._free = [make()]  # compiles the drafter now, so that no request waits for it
@@ -81,7 +81,7 @@ class HierarchyCorpus:
         return request in self._requests
 
     def begin(self, request: str, context: Sequence[int]) -> None:
-        """Start a request with its whole context; requests that are not started here begin with their last tokens."""
+        """Start a request with its whole context; otherwise, ``batch_get`` starts it with only its last tokens."""
         self._begin(request, context, len(context))
 
     def batch_get(
@@ -119,7 +119,7 @@ class HierarchyCorpus:
         """Do nothing: no work runs in the background."""
 
     def finish(self, request: str, context: Sequence[int]) -> None:
-        """Add the last tokens of a request from its whole context, and end its answer."""
+        """Add the tokens of a request's whole ``context`` that are not known yet, and end its answer."""
         if running := self._requests.get(request):
             running.extend(context[running.total :])
             self.erase_match_state([request])
@@ -160,7 +160,7 @@ class HierarchyCorpus:
 
 
 class _Request:
-    """The drafter of a request, the known end of its context, and the total length of the context."""
+    """The drafter of a request, the last tokens of its context, as far as known, and the length of the context."""
 
     def __init__(self, drafter: Drafter, context: list[int], total: int) -> None:
         self.drafter, self.context, self.total = drafter, context, total

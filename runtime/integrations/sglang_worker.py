@@ -18,7 +18,7 @@ class HierarchyWorker(ngram_worker.NGRAMWorker):  # type: ignore[misc]  # SGLang
     def __init__(self, server_args: Any, gpu_id: int, nccl_port: int, target_worker: Any) -> None:
         with _without_corpus():
             super().__init__(server_args, gpu_id, nccl_port, target_worker)
-        # The corpus gets this many last tokens, so that they include all that a step can emit.
+        # SGLang passes this many last tokens to the corpus, enough to include all that a step can emit.
         self.max_trie_depth = self.draft_token_num + 1
         make = drafters_of(server_args, self.draft_token_num)
         self.ngram_corpus = HierarchyCorpus(make, self.draft_token_num, target_worker.model_config.vocab_size)
@@ -45,7 +45,7 @@ def _tokens(request: Any) -> list[int]:
 
 @contextmanager
 def _without_corpus() -> Iterator[None]:
-    """Keep SGLang from compiling and allocating its own corpus, which is replaced."""
+    """Keep SGLang from compiling and allocating its own corpus, which ``HierarchyCorpus`` replaces."""
     original = ngram_worker.NgramCorpus
     ngram_worker.NgramCorpus = lambda **options: None
     try:

@@ -60,7 +60,7 @@ class CompactWeight(torch.Tensor):
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
-        """Set the value; an ordinary tensor, as after a conversion or a merge, turns this into a plain parameter."""
+        """Set the value; an ordinary tensor, as after a conversion or a merge, makes this a plain parameter."""
         if is_compact(value):
             self.stored, self.expansions = value.stored, value.expansions
         else:
@@ -105,8 +105,8 @@ def is_compact(weight: object) -> TypeGuard[CompactWeight]:
 def as_parameter(weight: CompactWeight) -> CompactWeight:
     """Mark the weight as a module parameter and return it.
 
-    Unlike ``torch.nn.Parameter``, this doesn't detach it: the first operation on a tensor subclass makes torch import
-    its distributed tensors, which takes as long as loading a small model.
+    Unlike ``torch.nn.Parameter``, this doesn't detach the weight: the first operation on a tensor subclass makes torch
+    import its distributed tensors, which takes as long as loading a small model.
     """
     weight._is_param = True
     return weight
@@ -134,7 +134,7 @@ def embedding_rows(weight: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
 
 
 class CompactEmbedding(Embedding):
-    """A ``torch.nn.Embedding`` that finds rows of a compact weight without torch's dispatch; see ``as_parameter``."""
+    """A ``torch.nn.Embedding`` that reads rows of a compact weight without torch's dispatch; see ``as_parameter``."""
 
     @classmethod
     def of(cls, module: Embedding) -> CompactEmbedding:

@@ -46,7 +46,7 @@ _njit: Any = numba.njit(cache=True, nogil=True, no_cfunc_wrapper=True)  # type: 
 
 
 def compiled(function: Function) -> Function:
-    """Compile a function once for all signed integers, constants included; unsigned integers keep their type."""
+    """Compile a function once for all signed integer types, constants included; unsigned integers keep their type."""
     dispatcher = _njit(function)
     template_for = dispatcher.get_call_template
 
@@ -94,7 +94,7 @@ def _general(kind: Any) -> Any:
 
 @cache
 def _function(function: Callable[..., Any], signature: Any) -> Any:
-    """Compile a C function, cached in memory and on disk."""
+    """Compile a function as a C function; the result is cached in memory and on disk."""
     return cfunc(signature, cache=True)(function)
 
 
@@ -108,7 +108,7 @@ _shared: list[Any] = []
 
 
 def share(name: str, function: Any) -> None:
-    """Let compiled code call a C function by name, so that it isn't compiled into each caller.
+    """Let compiled code call a C function by name, so that the function isn't compiled into each caller.
 
     Call this before code that uses the name is compiled or loaded from a cache; otherwise, LLVM aborts the process.
     """
@@ -117,7 +117,7 @@ def share(name: str, function: Any) -> None:
 
 
 def shared_address(prefix: str) -> Any:
-    """Return an intrinsic that takes a matrix format and returns the address of its function.
+    """Return an intrinsic that takes a matrix format and returns the address of the format's shared function.
 
     The function must be shared under the name ``prefix`` followed by the format's name.
     """
@@ -192,7 +192,7 @@ def start_clock(work: Any) -> None:
 
 
 class SharedTime:
-    """Splits a total time among parts in proportion to their laps."""
+    """Splits a total time among parts in proportion to the laps measured for each."""
 
     def __init__(self, parts: int) -> None:
         self._laps, self._seconds = np.zeros((2, parts))

@@ -44,8 +44,8 @@ token.
 """
 FACTOR, SUM_OFFSET, MIN_SUM, SHARED_GATE = range(USED_GROUPS + 1, USED_GROUPS + 5)
 """FACTOR, SUM_OFFSET, MIN_SUM: float32 bits of the factor applied to the final routing weights, of an offset added to
-the sum they are divided by, and of that sum's minimum. SHARED_GATE: fields of a one-row matmul whose sigmoid weights
-the shared expert, or zeros to weight it by 1."""
+the sum they are divided by, and of that sum's minimum. SHARED_GATE: first of the fields, laid out like ROUTE to BIAS,
+of a one-row matmul whose sigmoid weights the shared expert; zeros weight it by 1."""
 ROUTER_FIELDS = SHARED_GATE + BIAS + 1
 
 
@@ -240,7 +240,7 @@ class ExpertMatrices(NamedTuple):
 
 
 def expert_matrices(weight: Any, panels: Mapping[int, Any]) -> list[ExpertMatrices]:
-    """Return a list of the matrices of a parameter: one, or two if gate and up are packed separately.
+    """Return the matrices stored in a parameter, as a list of one item, or two if gate and up are packed separately.
 
     ``panels`` maps addresses of packed parts to repacked copies, whose addresses are returned instead.
     """
@@ -256,7 +256,7 @@ def expert_matrices(weight: Any, panels: Mapping[int, Any]) -> list[ExpertMatric
 
 
 def experts_record(module: Any, panels: Mapping[int, Any] = MappingProxyType({})) -> Array:
-    """Return the record of a layer's experts for compiled code; for ``panels`` see ``expert_matrices``."""
+    """Return the record that describes a layer's experts to compiled code; for ``panels`` see ``expert_matrices``."""
     record = np.zeros(EXPERT_FIELDS, np.int64)
     (gate, *separate_up), (down,) = (expert_matrices(getattr(module, name), panels) for name in WEIGHTS)
     record[: INNER + 1] = matrices_of(module.down_proj).shape
@@ -374,7 +374,7 @@ def _is_plain(weight: Any, dtypes: Container[torch.dtype]) -> bool:
 
 
 def arrange_experts(model: Module) -> None:
-    """Lay out transposed expert matrices in memory in the order the matmul reads.
+    """Lay out transposed expert matrices in memory in the order in which the matmul reads them.
 
     Shapes and values are unchanged; strides change.
     """
@@ -409,7 +409,7 @@ def _has_same_outputs(experts: Any) -> bool:
     counts_before = [counter.count for counter in counters]
     try:
         return all(_is_same(_first_experts(experts), size) for size in CHECKED_MAGNITUDES)
-    except Exception:  # such as a forward with other arguments
+    except Exception:  # for example, if ``forward`` takes other arguments
         return False
     finally:
         for counter, count in zip(counters, counts_before, strict=True):
@@ -434,7 +434,7 @@ def _is_same(experts: Any, size: float) -> bool:
 
 
 def compile_mixing() -> None:
-    """Warm up ``mix_experts`` with zero rows, so that the first pass doesn't wait for compilation."""
+    """Call ``mix_experts`` with zero rows to compile it, so that the first pass doesn't wait for compilation."""
     record, none = np.zeros(EXPERT_FIELDS, np.int64), np.zeros((0, 1), np.int64)
     experts_scratch_size(record, 0)
     mix_experts(0, 1, record, none, np.zeros((0, 1), np.float32), 0, 0, 0)

@@ -49,12 +49,12 @@ GROUPS = (2, 4, 6) if LANES == 8 else (ACCUMULATORS // 4, ACCUMULATORS // 2)
 sums of six input rows by two matrix rows, which needs fewer loads per multiplication than smaller tiles."""
 SMALL_GROUP, GROUP = GROUPS[0], GROUPS[-1]
 MAX_TILE_COLUMNS = 768
-"""Maximum columns of a tile, so that its input rows stay in L1; a multiple of every format's block."""
+"""Maximum columns of a tile, so that its input rows stay in L1; a multiple of every format's block size."""
 BLOCK_OUT_FEATURES = 64
 """Matrix rows per cache block, which is multiplied by all input rows before the next block is read. On an Intel Xeon
 with AMX, 128 rows took 1.05 to 1.1 times as long."""
 MAX_INTERLEAVED_ROWS = 128
-"""Maximum input rows interleaved at once. On an Intel Xeon with AMX, 256 rows took 1.02 times as long."""
+"""Maximum number of input rows interleaved at once. On an Intel Xeon with AMX, 256 rows took 1.02 times as long."""
 
 _GROUP_OUT_FEATURES = {rows: 4 if rows == SMALL_GROUP else 2 for rows in GROUPS}
 """Matrix rows per tile, by the tile's number of input rows."""
@@ -220,7 +220,7 @@ def bytes_before(column: int, block_size: int, columns: int, stride: int) -> int
 
 @compiled
 def line_after(address: int) -> int:
-    """Round an address up to a cache line; a vector that crosses a line takes two loads."""
+    """Round an address up to the start of a cache line; a vector that crosses a line takes two loads."""
     return (address + CACHE_LINE - 1) // CACHE_LINE * CACHE_LINE
 
 
@@ -228,8 +228,8 @@ def line_after(address: int) -> int:
 def interleave(inputs: int, rows: int, columns: int, written: int, group: int) -> None:
     """Interleave a group's rows vector by vector, in the order a tile reads them.
 
-    ``group`` is the number of rows in the interleaved layout, at least ``rows``. Without interleaving, rows a power of
-    two apart would share one cache set.
+    ``group`` is the number of rows in the interleaved layout, at least ``rows``. Without interleaving, rows that
+    lie a power of two apart in memory would share one cache set.
     """
     for row in range(rows):
         read, target = inputs + row * columns * ITEM_SIZE, written + row * LANES * ITEM_SIZE
@@ -240,8 +240,8 @@ COLUMN_MULTIPLE = 64
 """Required divisor of a matrix's number of columns."""
 MAX_REGISTER_ROWS = 18 if LANES == 16 else 11
 """Maximum input rows for which the matrix is unpacked in registers, once per tile; for more, ``_multiply_many`` is
-faster. On an Intel Xeon with AVX-512, a 1,536 x 768 matrix in Q4_1 takes 0.84 of ``_multiply_many``'s time with 17 rows
-and 0.97 with 20; in Q6_K, 0.97 and 1.15."""
+faster. On an Intel Xeon with AVX-512 and a 1,536 x 768 matrix in Q4_1, unpacking in registers takes 0.84 times as long
+as ``_multiply_many`` with 17 rows and 0.97 with 20; in Q6_K, 0.97 and 1.15."""
 MAX_LONG_REGISTER_ROWS = 8 if LANES == 8 else MAX_REGISTER_ROWS
 """Like ``MAX_REGISTER_ROWS``, for input rows that together exceed L1. On Zen 4 without AVX-512, eleven rows by a 576 x
 1,536 matrix in Q4_1 took 1.3 times as long in registers as in ``_multiply_many``."""
@@ -272,7 +272,7 @@ _multiply: Any = types.ExternalFunction(MULTIPLY_NAME, MULTIPLY)
 
 @cache
 def _tiles_of(kind: MatrixKind) -> Any:
-    """Compile and share a format's tiles."""
+    """Compile the function ``multiply_tiles`` of a format and share it with compiled code by name."""
 
     @cfunc(TILES, cache=True)
     def multiply_tiles(
@@ -306,7 +306,7 @@ def _tiles_of(kind: MatrixKind) -> Any:
 
 @cache
 def _multiply_function() -> Any:
-    """Compile and share the matmul of all formats."""
+    """Compile the matmul that serves all formats and share it with compiled code by name."""
 
     @cfunc(MULTIPLY, cache=True)
     def multiply(
@@ -367,7 +367,7 @@ def _multiply_few(
     outputs: int,
     output_stride: int,
 ) -> None:
-    """Multiply by input rows that are read in-place."""
+    """Multiply the matrix by input rows that are read in-place, at most ``MAX_DIRECT_ROWS`` at a time."""
     row = 0
     while row < rows:
         tile_rows = min(rows - row, MAX_DIRECT_ROWS)
@@ -389,7 +389,7 @@ def _multiply_interleaved(
     output_stride: int,
     interleaved: npt.NDArray[np.float32],
 ) -> None:
-    """Multiply by groups of up to ``MAX_TILE_ROWS`` interleaved input rows, fewer if they are long; see ``interleave``.
+    """Multiply by groups of up to ``MAX_TILE_ROWS`` interleaved input rows, fewer if rows are long; see ``interleave``.
 
     ``interleaved`` is scratch memory for all input rows.
     """
@@ -418,7 +418,7 @@ def _multiply_interleaved(
 
 MATMUL_ARGUMENTS = 9
 """Number of arguments of a matmul: matrix, out_features, columns, inputs, rows, outputs, bias (or 0), and the first and
-end of the matrix rows to compute: whole panels, except at the end of the matrix. Arrays are given by address."""
+end of the matrix rows to compute, which form whole panels except at the matrix's end. Arrays are given by address."""
 
 
 @cache

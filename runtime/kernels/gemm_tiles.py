@@ -38,10 +38,10 @@ INTO_L1 = CPU.startswith("znver")
 SCALED_COLUMNS = 1024
 """Number of columns whose scales are computed ahead and kept on the stack."""
 ACCUMULATORS = 16 if LANES == 16 else 8
-"""Maximum sums of a tile, which must fit in registers together with the operands. AVX has 16 registers; ARM needs four
-registers for one of AVX-512."""
+"""Maximum number of sums in a tile, which must fit in registers together with the operands. AVX has 16 registers; ARM
+needs four registers for one of AVX-512."""
 PAIR_ACCUMULATORS = 24 if LANES == 16 else 8
-"""Maximum sums of a tile of one or two matrix rows, whose operands take fewer registers."""
+"""Maximum number of sums in a tile of one or two matrix rows, whose operands take fewer registers."""
 QUAD_ACCUMULATORS = 4 if LANES == 8 else ACCUMULATORS
 """Maximum sums of a tile of four matrix rows. With more, AVX has no registers left for scales and minima: two input
 rows by a 1,536 x 576 matrix in Q4_1 took 166 µs with eight sums and 97 µs with four, on Zen 4 without AVX-512."""
@@ -53,7 +53,7 @@ MAX_DIRECT_ROWS = 4
 
 
 Body = Callable[[Any, list[Expand], list[Any]], Sequence[Any]]
-"""Generates a loop body from the column, one expander per matrix row and the current values; returns the next ones."""
+"""Generates a loop body from the column, an expander per matrix row and the current values; returns the next values."""
 
 
 class _Numbers:
@@ -73,7 +73,7 @@ class _Numbers:
         return self.stride(column)
 
     def loop(self, rows: Sequence[Any], columns: Any, carried: Sequence[Any], body: Body) -> list[Any]:
-        """Generate a loop over the columns of several matrix rows; return the final values."""
+        """Generate a loop over the columns of several matrix rows; return the final values of ``carried``."""
 
         def step(column: Any, values: list[Any]) -> Sequence[Any]:
             return body(column, [self._expander(self.code.gep(row, self.offset(column))) for row in rows], values)
@@ -111,7 +111,7 @@ class _Packed:
         return self.code.builder.mul(block, INDEX(self.format.bytes))
 
     def loop(self, rows: Sequence[Any], columns: Any, carried: Sequence[Any], body: Body) -> list[Any]:
-        """Generate a loop over the blocks of several matrix rows; return the final values.
+        """Generate a loop over the blocks of several matrix rows; return the final values of ``carried``.
 
         If a format's scales are computed ahead, an extra loop computes them for each ``SCALED_COLUMNS`` columns.
         """
@@ -126,7 +126,7 @@ class _Packed:
             )
 
             def blocks(column: Any) -> list[tuple[Any, Any]]:
-                """Return the addresses of each row's block and of its scales."""
+                """Return, for each row, the addresses of its block and of the block's scales."""
                 offset = self.offset(builder.add(first, column))
                 scales = code.gep(memory, builder.mul(builder.udiv(column, INDEX(self.step)), INDEX(count)))
                 return [
@@ -155,7 +155,7 @@ def _read(code: VectorCode, kind: Any) -> Any:
 
 
 def tile_out_features(rows: int) -> int:
-    """Return the number of matrix rows of a tile with ``rows`` input rows; it divides ``TILE_OUT_FEATURES``."""
+    """Return the number of matrix rows in a tile with ``rows`` input rows; it divides ``TILE_OUT_FEATURES``."""
     return max(
         out_features
         for out_features in (1, 2, 4)
@@ -323,7 +323,7 @@ def unpack_row(builder: Any, matrix: Any, kind: Any, columns: Any, written: Any)
 UNPACK = types.void(*[types.int64] * 5)
 """Signature of a format's C function ``unpack_rows``.
 
-Cached code of other modules relies on it: run ``make .compiled`` after a change, which deletes numba's caches.
+Cached code of other modules relies on this signature: after a change, delete numba's caches by ``make .compiled``.
 """
 UNPACK_PREFIX = "hdtool_unpack_rows_"
 """Prefix of the name under which ``unpack_rows`` is shared."""
@@ -332,7 +332,7 @@ call_unpack, unpack_address = caller_of(UNPACK), shared_address(UNPACK_PREFIX)
 
 @cache
 def unpack_of(kind: MatrixKind) -> Any:
-    """Compile and share the C function that expands matrix rows of a format to float32."""
+    """Compile the C function that expands a format's matrix rows to float32, and share it by name."""
 
     @cfunc(UNPACK, cache=True)
     def unpack_rows(matrix: int, stride: int, rows: int, columns: int, written: int) -> None:

@@ -96,7 +96,7 @@ def multiply(
 
 
 def format_of(weight: Stored) -> tuple[Any, int]:
-    """Return ``(kind, size)``: a weight's format for the compiled matmul, and the bytes of a number or block."""
+    """Return ``(kind, size)``: a weight's format for the compiled matmul, and the bytes per number or block."""
     return weight.format.kind if isinstance(weight, PackedMatrix) else MATRIX_KINDS[weight.dtype], weight.itemsize
 
 

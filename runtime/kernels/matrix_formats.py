@@ -2,7 +2,7 @@
 
 Layouts are those of ggml, https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h, and two for torchao. A weight
 is ``d * q``, ``d * q + m`` or ``d * q - m``, where each operation rounds once. In GGUF files, ``d`` has at most 17 bits
-and a ``q`` with an addend at most 5, so the product is exact and a fused multiply-add gives the same result.
+and, if there is an ``m``, ``q`` has at most 5, so the product is exact and a fused multiply-add gives the same result.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def cases(builder: Any, number: Any, by_number: Mapping[int, Case]) -> Iterator[
 
 @dataclass(frozen=True)
 class BlockFormat:
-    """Layout of blocks: consecutive numbers of a matrix row that are stored together with their scales."""
+    """Layout of blocks: consecutive weights of a matrix row that are stored together with their scales."""
 
     name: str
     gguf_type: int | None
@@ -129,8 +129,8 @@ FORMATS_BY_GGUF_TYPE = {
 INT8 = BlockFormat("int8", None, 64, 68)
 """A float32 scale, then 8-bit integers."""
 INT4 = BlockFormat("int4", None, 64, 40)
-"""A float32 scale and minimum, then 4-bit integers: 16 bytes for each 32 columns, of which the low halves hold the
-first 16 columns."""
+"""A float32 scale and minimum, then 4-bit integers: 16 bytes for each 32 columns, whose low halves hold the first 16
+columns."""
 ALL_FORMATS = (*FORMATS_BY_GGUF_TYPE.values(), INT8, INT4)
 FORMAT_OF_TYPE = {type_of(block_format.kind): block_format for block_format in ALL_FORMATS}
 VALUE_TABLES = {
@@ -145,9 +145,9 @@ TINIEST_SCALE = 1 << 21
 
 
 Expand = Callable[[int], Any]
-"""Generates the vector of a block at an index."""
+"""Generates code that unpacks the vector of a block at an index."""
 Scale = Callable[[int], Any]
-"""Generates the scale of a block at an index, in all lanes."""
+"""Generates code that broadcasts the scale of a block at an index to all lanes."""
 FLOAT_SIZE = 4
 MANTISSA_BITS = 23
 LEVELS = [float(level) for level in range(16)]
@@ -199,7 +199,7 @@ class Blocks:
         return self._by_level(block, 4, LEVELS, scale(0), scale(1))
 
     def _by_level(self, block: Any, first: int, levels: list[float], scale: Any, minimum: Any) -> Expand:
-        """Expand 4-bit numbers: the low halves of 16 bytes, then the high halves."""
+        """Expand 4-bit numbers, stored in the low halves of 16 bytes and then in the high halves."""
         if LANES == 16:
             table = self._scaled(ir.Constant(self.code.vector, levels), scale, minimum)
             low = self._bytes(block, first)

@@ -18,9 +18,9 @@ from hdtool.runtime.kernels.gemm_tiles import unpack_matrix
 from hdtool.runtime.kernels.matrix_formats import FORMATS_BY_GGUF_TYPE, INT4, INT8, BlockFormat
 
 MADV_PAGEOUT = 21
-"""MADV_PAGEOUT of Linux, which never loses data."""
+"""Linux's ``madvise`` advice to page memory out, which never loses data."""
 MADV_DONTNEED = 4
-"""MADV_DONTNEED of Linux, which discards private writes."""
+"""Linux's ``madvise`` advice to drop pages, which discards private writes."""
 ATEN = torch.ops.aten
 ROW_ARGUMENTS = {ATEN.embedding.default: 1, ATEN.index.Tensor: 1, ATEN.index_select.default: 2}
 """Position of the index argument in each operation that gathers rows."""
@@ -32,7 +32,7 @@ class PackedMatrix:
     dtype = torch.uint8
 
     def __init__(self, blocks: torch.Tensor, format: BlockFormat) -> None:
-        """``blocks`` is a uint8 tensor with the bytes of one matrix row per row."""
+        """``blocks`` is a uint8 tensor whose rows hold the bytes of one matrix row each."""
         self.blocks, self.format = blocks, format
         self.shape = torch.Size((len(blocks), blocks.shape[1] // format.bytes * format.block_size))
         self.device = blocks.device
@@ -69,7 +69,7 @@ class PackedMatrix:
         self._advise(MADV_PAGEOUT)
 
     def unmap(self) -> None:
-        """Unmap the blocks' pages, on Linux; the file stays in the page cache, but private writes are lost."""
+        """Drop the blocks' memory pages, on Linux; the file stays in the page cache, but private writes are lost."""
         self._advise(MADV_DONTNEED)
 
     def _advise(self, advice: int) -> None:
@@ -237,7 +237,7 @@ def _q4_0(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 QUANTIZERS: dict[str, Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]] = {"Q8_0": _q8_0, "Q4_0": _q4_0}
-"""Functions by format name that return the scales and packed levels of blocks ``[blocks, numbers]``."""
+"""Maps a format name to a function that returns the scales and packed levels of blocks ``[blocks, numbers]``."""
 
 
 def _inverse(scales: torch.Tensor) -> torch.Tensor:
@@ -309,7 +309,7 @@ def packed_int4(octets: torch.Tensor, scales: torch.Tensor, minima: torch.Tensor
 
 
 def _packed(format: BlockFormat, octets: torch.Tensor, headers: list[torch.Tensor], group: int) -> PackedMatrix | None:
-    """Assemble blocks of their group's ``headers`` (scale, minimum) and their levels; None if shapes don't fit."""
+    """Assemble blocks from their groups' ``headers`` (scale, minimum) and levels; return None if shapes don't fit."""
     header = SCALE_SIZE * len(headers)
     out_features, size = len(octets), format.bytes - header
     columns = octets.shape[1] // size * format.block_size

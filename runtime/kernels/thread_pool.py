@@ -39,13 +39,13 @@ ROW_MULTIPLE = 16
 
 @generated(types.int64, returns=types.int64)
 def load(builder: Any, address: Any) -> Any:
-    """Load with acquire ordering."""
+    """Load a 64-bit integer with acquire ordering."""
     return builder.load_atomic(builder.inttoptr(address, INDEX.as_pointer()), "acquire", WORD_SIZE)
 
 
 @generated(types.int64, types.int64)
 def store(builder: Any, address: Any, value: Any) -> None:
-    """Store with release ordering."""
+    """Store a 64-bit integer with release ordering."""
     builder.store_atomic(value, builder.inttoptr(address, INDEX.as_pointer()), "release", WORD_SIZE)
 
 
@@ -70,7 +70,7 @@ def pause(builder: Any) -> None:
 
 @compiled
 def _take_part(control: int) -> bool:
-    """Take a part of the current job and compute it; return False if none is left."""
+    """Try to take a part of the current job and compute it; return False if no part was taken."""
     word = load(control + WORK * WORD_SIZE)
     if word == CLOSED or word % MAX_PARTS == 0 or not compare_and_swap(control + WORK * WORD_SIZE, word, word - 1):
         return False
@@ -95,7 +95,7 @@ def _work(control: int) -> None:
 
 @compiled
 def parts_of(threads: int, units: int, multiple: int) -> int:
-    """Return the number of parts into which a job is split."""
+    """Return the number of parts into which a job of ``units`` is split."""
     return min(threads * PARTS_PER_THREAD, units // multiple)
 
 

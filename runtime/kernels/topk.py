@@ -120,10 +120,10 @@ FOLD = 8
 """Number of values that each maximum covers."""
 TOPK_BLOCK = TOPK_LANES * FOLD
 MAXIMA_PER_TOKEN = 4
-"""Minimum number of last-level maxima per token of the top k; with fewer, too many values remain candidates."""
+"""Minimum number of maxima on the last level per token of the top k; with fewer, too many candidates remain."""
 MAX_LEVELS = 8
 MAX_RANKED = 64
-"""Maximum number of tokens in a ranking that a pass computes."""
+"""Maximum number of tokens that a pass ranks in each row."""
 COMPARABLE = torch.float32, torch.float64
 """Dtypes compared directly; others are converted to float32, as NumPy has no bfloat16."""
 NO_TOKEN, NO_LOGIT = -1, -np.inf
@@ -153,7 +153,7 @@ def _comparable(logits: torch.Tensor) -> Array:
 
 
 class FoldedLogits:
-    """Logits with block maxima that the pass computed while the logits were in the cache."""
+    """Logits with block maxima, which the pass computed while the logits were in the CPU cache."""
 
     def __init__(self, values: Array, maxima: Array) -> None:
         """``maxima`` holds the output of ``fold`` for each row."""

@@ -227,7 +227,7 @@ ONE_BITS = 127 << 23
 
 
 class FloatCode(VectorCode):
-    """Emits instructions on float32 numbers in memory, whose addresses are integers."""
+    """Emits instructions on float32 numbers in memory, which are addressed by integers."""
 
     def number(self, value: float) -> Any:
         """Return a constant in all lanes."""
@@ -309,7 +309,7 @@ def exponentiate(builder: Any, scores: Any, count: Any, largest: Any) -> None:
 
 
 def _gated(sigmoid_of: Callable[[FloatCode, Any], Any]) -> Any:
-    """Return an intrinsic for ``gate = act(gate) * up``, in-place, with ``act(x) = x * sigmoid(f(x))``."""
+    """Return an intrinsic for ``gate = gate * sigmoid(f(gate)) * up``, where ``sigmoid_of`` generates ``f(gate)``."""
 
     @generated(*[types.int64] * 3)
     def gate_in_place(builder: Any, gate: Any, up: Any, size: Any) -> None:
@@ -345,7 +345,7 @@ gelu_in_place = _gated(_twice_inside_tanh)
 
 
 def _clamped_gate(code: FloatCode, gate: Any, up: Any, alpha: Any, limit: Any) -> Any:
-    """Return ``(up + 1) * gate * sigmoid(alpha * gate)``, where ``gate`` and ``up`` are first clamped to ``limit``."""
+    """Return ``(up + 1) * gate * sigmoid(alpha * gate)`` with ``gate`` clamped to ``limit``, ``up`` to ``±limit``."""
     builder, upper_limit = code.builder, code.splat(limit)
     lower_limit, one = builder.fneg(upper_limit), code.number(1.0)
     gate = builder.select(builder.fcmp_ordered(">", gate, upper_limit), upper_limit, gate)
@@ -356,7 +356,7 @@ def _clamped_gate(code: FloatCode, gate: Any, up: Any, alpha: Any, limit: Any) -
 
 
 def _read_pairs(code: FloatCode, pairs: Any, index: Any) -> tuple[Any, Any]:
-    """Return the first and the second numbers of ``LANES`` pairs, from the pair at ``index``."""
+    """Return the first and the second numbers of ``LANES`` pairs, starting with the pair at ``index``."""
     builder, pair = code.builder, code.builder.mul(index, INDEX(2))
     both = [code.read(code.at(pairs, builder.add(pair, INDEX(half * LANES)))) for half in range(2)]
     first, second = (code.integers([2 * lane + half for lane in range(LANES)]) for half in range(2))
@@ -490,7 +490,7 @@ def rotate_pairs(builder: Any, read: Any, cos: Any, sin: Any, width: Any, writte
 
 
 ROTARY_LANES = LANES // 2
-"""Numbers rotated at once. A head's width is a multiple of ``LANES``, so half of it is a multiple of this number."""
+"""Number of values rotated at once. It divides half a head's width, as the width is a multiple of ``LANES``."""
 
 
 @compiled

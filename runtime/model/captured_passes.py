@@ -67,9 +67,9 @@ class LibraryPass:
     def _over(
         self, step: StepTensors, storage: KVTensors, cache: IndexedKVCache
     ) -> AbstractContextManager[Callable[[], StackedStates] | None]:
-        """Compute recurrent layers over the step's trees in the returned context.
+        """Return a context in which recurrent layers compute over the step's trees.
 
-        The context yields a function that returns the states after the pass, or None for a model without states.
+        It yields a function that returns the states after the pass; for a model without states, it yields None.
         """
         recurrent = self._stock.recurrent
         return recurrent.over_step(step, storage.states, cache) if recurrent and storage.states else nullcontext()
@@ -78,16 +78,16 @@ class LibraryPass:
 def library_passes(target: Target) -> Iterator[LibraryPass]:
     """Yield the passes with transformers' layers that may be captured, the faster one first."""
     operations, windows = triton_operations(target.device), target.stock.windows
-    selects = any(shape.indexer for shape in target.shapes)  # by the mask, which hdtool's attention doesn't read
+    selects = any(shape.indexer for shape in target.shapes)  # through the mask, which hdtool's attention ignores
     if operations and not selects and not any(window.chunk for window in windows):
         yield LibraryPass(target.stock, TreeAttention(operations, windows))
     yield LibraryPass(target.stock)
 
 
 RESERVED_SHARE = 1 / 8
-"""Share of the GPU memory that is free after loading, which a cache reserves at once.
+"""Share of the GPU memory left free after loading that a cache reserves at once.
 
-A cache that grows moves to other memory, for which all steps must be captured again.
+A cache that grows is allocated anew, and all steps must then be captured again.
 """
 
 
@@ -125,7 +125,7 @@ class CapturedPasses:
             # The first two steps are captured, and the next two replayed.
             actual = [*two_steps(target, cache), *two_steps(target, cache)]
             if self._passes[:1] != [proven]:
-                continue  # it failed and was replaced by the next one
+                continue  # capturing it failed, and the next pass replaced it
             pairs = zip(actual, [*expected, *expected], strict=True)
             distance = next(filter(None, (deviation(*pair, target.rounding) for pair in pairs)), "")
             if not distance:

@@ -1,4 +1,4 @@
-"""Identifies the checkpoint that a configuration names, without loading it, or that a model in memory came from."""
+"""Identifies the checkpoint that a configuration names, without loading it, or that a loaded model came from."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from hdtool.runtime.config import ModelConfig
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "config.json")
-"""Files of which a folder with a tokenizer has at least one."""
+"""Names of files, at least one of which every folder with a tokenizer has."""
 
 
 def place_of(
@@ -30,7 +30,7 @@ def place_of(
     weights: bool = False,
     revision: str | None = None,
 ) -> Path:
-    """Return the folder to load a configuration's model from; raise a ``ModelError`` if its name isn't that of a model.
+    """Return the folder to load a configuration's model from; raise a ``ModelError`` if there is no such model.
 
     GGUF files are converted and hub files downloaded if needed. A local folder must have at least one of the files
     ``needed``. Without ``weights``, the returned folder may hold only the configuration and the tokenizer.
@@ -52,7 +52,7 @@ def place_of(
 
 
 def packed_place(config: ModelConfig) -> tuple[Path, Path] | None:
-    """Return ``(file, folder)``: the GGUF file that a configuration names, and the folder with the converted file.
+    """Return ``(file, folder)``: the GGUF file that a configuration names, and the folder with its conversion.
 
     Return None if the configuration names no GGUF file, or if none of its weights stay packed.
     """
@@ -71,9 +71,9 @@ def _converted(file: Path, *, weights: bool = False, packed: bool = False) -> Pa
 
 
 MAX_COMPARED_TENSORS = 256
-"""Maximum number of tensors for which a model in memory is compared with its files."""
+"""Maximum number of tensors of a loaded model that are compared with the model's files."""
 DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-"""Names in torch of the safetensors dtypes whose tensors are compared."""
+"""Names of torch dtypes by safetensors dtype; tensors of other dtypes are not compared."""
 
 
 def checkpoint_of(config: ModelConfig, revision: str | None = None) -> Checkpoint | None:
@@ -112,7 +112,7 @@ def checkpoint_in_memory(model: PreTrainedModel) -> Checkpoint | None:
 
 
 def name_in_words(name: str) -> str:
-    """Return a model's hub name, also if ``name`` is its folder in the hub's cache; for other paths, the last part."""
+    """Return a model's hub name, even if ``name`` is its folder in the hub's cache; for other paths, the last part."""
     path = Path(name).expanduser()
     if not path.exists():
         return name
@@ -139,7 +139,7 @@ def _checkpoint_in(folder: Path, name: str) -> Checkpoint | None:
 
 
 def _is_unchanged(model: PreTrainedModel, folder: Path) -> bool:
-    """Return True if a model's tensors equal the samples of its files; skip tensors that differ in name or shape."""
+    """Return True if a model's tensors equal the samples from its files; skip tensors that differ in name or shape."""
     parameters = dict(model.named_parameters())
     files = [file for file in weight_files(folder) or () if file.suffix == ".safetensors"]
     if not files and (folder / REST).is_file():

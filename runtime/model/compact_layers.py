@@ -1,4 +1,4 @@
-"""Keeps a CPU model's weights in their checkpoint's 16 bits, or packed, without changing any bit of the results.
+"""Keeps a CPU model's weights in the checkpoint's 16-bit dtype, or packed, without changing any bit of the results.
 
 A weight is kept in 16 bits only if 16 bits represent its values exactly. Any compact weight must be used only by linear
 layers, experts and embeddings, and the compiled matmul must give bitwise equal results for the compact and the expanded
@@ -44,12 +44,12 @@ MXFP4 = "mxfp4"
 """Name of the quantization scheme in configurations."""
 FORMAT = next(one for one in ALL_FORMATS if one.name == "MXFP4")
 EXPANDING = "transformers.integrations.mxfp4", "Mxfp4Dequantize"
-"""Module and class of transformers that expands MXFP4 blocks. If a version lacks it, weights are loaded expanded."""
+"""Module and class of transformers that expands MXFP4 blocks. If it is missing, weights are loaded expanded."""
 
 
 @contextmanager
 def keeping_mxfp4() -> Iterator[None]:
-    """Make transformers load the MXFP4 experts of float32 models in this block without expanding them."""
+    """In this block, make transformers load the MXFP4 experts of float32 models without expanding them."""
     try:
         expanding = getattr(import_module(EXPANDING[0]), EXPANDING[1])
         usual = expanding.convert
@@ -84,9 +84,9 @@ def _kept(weights: Any, model: Any, name: str) -> CompactWeight | None:
 
 
 def packed_mxfp4(blocks: torch.Tensor, scales: torch.Tensor) -> PackedExperts | None:
-    """Pack experts from MXFP4 blocks ``[experts, rows, blocks, bytes]`` and their scales; None for other layouts.
+    """Pack experts from MXFP4 blocks ``[experts, rows, blocks, bytes]`` and scales; return None for other layouts.
 
-    A byte of the checkpoint has two adjacent values, and a byte of the packed format two that are half a block apart.
+    A byte in the checkpoint holds two adjacent values, a byte in the packed format two that are half a block apart.
     """
     size, half = FORMAT.bytes - 1, FORMAT.block_size // 2
     is_known = blocks.dtype == scales.dtype == torch.uint8 and blocks.dim() == 4 and blocks.shape[:3] == scales.shape
@@ -105,7 +105,7 @@ ParameterRef = tuple[Module, str]
 """A module and the name of one of its parameters."""
 STORED = {"BF16": torch.bfloat16, "F16": torch.float16}
 PLAN = "_get_dtype_plan"
-"""Method of transformers that returns the dtypes of the parameters that have a separate one."""
+"""Name of the method of transformers that returns the dtypes of parameters whose dtype differs from the model's."""
 TRIED_ROWS = (*range(1, MAX_TILE_ROWS + 1), MAX_REGISTER_ROWS + 1)
 """Numbers of input rows that together use all tiles of the compiled matmul."""
 _loading = Lock()
@@ -114,8 +114,8 @@ _loading = Lock()
 def compact_weights(model: Module, proved: dict[str, bool] | None = None) -> None:
     """Keep the weights of linear layers, experts and embeddings in 16 bits if possible; expand all others to float32.
 
-    Packed weights stay packed under the same conditions. ``proved`` says for each kind of weight that was tested before
-    if the compiled matmul gives bitwise equal results for compact and expanded weights; newly tested kinds are added.
+    Packed weights stay packed under the same conditions. ``proved`` says for each kind of weight tested so far
+    whether the compiled matmul gives bitwise equal results for compact and expanded weights; new kinds are added.
     """
     proved = {} if proved is None else proved
     arrange_experts(model)
@@ -147,7 +147,7 @@ def compact_weights(model: Module, proved: dict[str, bool] | None = None) -> Non
 
 
 def pack_weights(model: PreTrainedModel) -> bool:
-    """Pack the torchao weights of a float32 model that only linear layers use; return True if there are any."""
+    """Pack those torchao weights of a float32 model that only linear layers use; return True if any were packed."""
     packed_any = False
     for refs in list(_parameters_by_weight(model).values()) if model.dtype == torch.float32 else []:
         module, name = refs[0]
@@ -160,9 +160,9 @@ def pack_weights(model: PreTrainedModel) -> bool:
 
 @contextmanager
 def loading_as_stored(folder: Path) -> Iterator[None]:
-    """Make transformers load weights of float32 models in this block in the checkpoint's 16-bit dtype.
+    """In this block, make transformers load weights of float32 models in the checkpoint's 16-bit dtype.
 
-    If the checkpoint's tensors don't all have one 16-bit dtype, nothing changes. Loading in float32 and narrowing
+    If the checkpoint's tensors don't all have one 16-bit dtype, they load as usual. Loading in float32 and narrowing
     afterwards gives the same weights, but temporarily needs twice the memory.
     """
     dtype, usual = _stored_dtype(folder), getattr(PreTrainedModel, PLAN, None)
@@ -245,7 +245,7 @@ def _takes(module: Module, name: str) -> bool:
 
 
 def _is_ordinary(weight: torch.Tensor) -> bool:
-    """Return True if a weight is compact or a plain tensor, rather than of a quantization library's class."""
+    """Return True if a weight is compact or a plain tensor, not an instance of a quantization library's class."""
     return is_compact(weight) or type(weight.data) is torch.Tensor
 
 
@@ -294,7 +294,7 @@ def _stored_dtype(folder: Path) -> torch.dtype | None:
 
 
 def _expand_state(module: Module, state: dict[str, Any], prefix: str, metadata: object) -> None:
-    """Expand compact weights in a state dict to float32, as for saving; tied weights share memory."""
+    """Expand compact weights in a state dict to float32, as needed for saving; tied weights keep sharing memory."""
     expanded: dict[int, torch.Tensor] = {}
     for name, weight in state.items():
         if is_compact(weight):

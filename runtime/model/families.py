@@ -19,14 +19,14 @@ READABLE_LAYERS = {FULL, SLIDING, CHUNKED, *WITHOUT_MASK, *(name for names in AL
 PLAIN = "Use generate of transformers without hdtool"
 """Advice for users whose model is refused."""
 POSITIONS_BY_DISTANCE = ("bloom", "mpt")
-"""Families with ALiBi, which derive distances from the order of tokens and ignore position ids."""
+"""Model families with ALiBi, whose attention derives distances from the order of tokens and ignores position ids."""
 
 PROMPT_FULL_ATTENTION = "reference_sliding_attention"
-"""Kind of layers that attend to all prompt tokens, but only to the answer tokens within a window."""
+"""Type of layers that attend to all prompt tokens, but only to those answer tokens that are within a window."""
 
 HIGH_PRECISION_TOLERANCE = 1e-3
 LOW_PRECISION_TOLERANCE = 0.1
-"""Maximum distance between logits of a tree and of plain decoding, in standard deviations of the logits.
+"""Maximum distance between the logits of a tree and those of plain decoding, in standard deviations of the latter.
 
 If a model ignores masks or positions, its logits differ by tenths of a standard deviation at most nodes. Rounding to
 bfloat16 changes them by a few hundredths.
@@ -40,7 +40,7 @@ step, and in some layers an error of 1e-3 changes tokens.
 
 
 def refuse_by_configuration(config: Any) -> None:
-    """Raise a ``FamilyError`` if the configuration is unsupported, before weights are loaded."""
+    """Raise a ``FamilyError`` if a model's configuration is unsupported; this needs no weights."""
     kind = config.model_type
     if getattr(config, "is_encoder_decoder", False):
         raise refusal(kind, f"is an encoder-decoder: hdtool drafts for decoder-only models. {PLAIN}")
@@ -112,7 +112,7 @@ def tolerance_of(dtype: torch.dtype, *, strict: bool = False) -> float:
 
 
 def aggregate_distance(each: torch.Tensor, *, is_rounded: bool) -> float:
-    """Return the distance that decides for several rows: the largest or, if ``is_rounded``, the median.
+    """Reduce the distances of several rows to the one that decides: the largest or, if ``is_rounded``, the median.
 
     The docstring of ``deviation`` explains why the median decides.
     """
@@ -182,7 +182,7 @@ class HiddenStates:
         self.is_watched = True
 
     def watch_layers(self, decoder: torch.nn.Module, layers: Sequence[int]) -> None:
-        """Record the outputs of decoder layers as well from now on."""
+        """From now on, also record the outputs of these decoder layers."""
         decoder_layers = getattr(decoder, "layers", ())
         if not layers or not all(0 <= layer < len(decoder_layers) for layer in layers):
             raise FamilyError(
@@ -284,7 +284,7 @@ def module_of_hidden(model: torch.nn.Module, kind: str, run: Callable[[], object
 
 
 def select_rows(hidden: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
-    """Return the given rows, copied as ranges: indexing a GPU tensor by a list would wait for the device."""
+    """Return the given rows, copied in contiguous ranges: indexing a GPU tensor with a list would synchronize."""
     starts = [place for place, row in enumerate(rows) if place == 0 or row != rows[place - 1] + 1]
     ranges = zip(starts, [*starts[1:], len(rows)], strict=True)
     return torch.cat([hidden[rows[start] : rows[stop - 1] + 1] for start, stop in ranges])

@@ -48,7 +48,7 @@ def hub_errors_worded(name: str, revision: str | None = None, file: str | None =
 
 
 def hub_advice(error: BaseException, name: str, revision: str | None = None, file: str | None = None) -> str:
-    """Return what an error of ``huggingface_hub`` means and what to do, without the model's name."""
+    """Return a text that explains an error of ``huggingface_hub`` and says what to do, without the model's name."""
     from huggingface_hub import errors
 
     causes = list(_causes(error))
@@ -112,7 +112,7 @@ ADAPTERS = ("adapter_model.safetensors", "adapter_model.bin")
 
 
 def weight_files(folder: Path) -> list[Path] | None:
-    """Return the files with the weights of a folder's model, including adapters; None if any are missing."""
+    """Return the weight files of the model stored in a folder, including adapters; None if any are missing."""
     files = next(_complete(folder), None)
     return files and files + [folder / name for name in ADAPTERS if (folder / name).is_file()]
 
@@ -191,7 +191,7 @@ def _with_configuration(name: str, revision: str | None) -> Path:
 
 
 def _download_weights(name: str, folder: Path) -> None:
-    """Download the weights of the commit whose snapshot folder this is."""
+    """Download to a snapshot folder the weights that belong to its commit."""
     from huggingface_hub import snapshot_download
 
     commit = folder.name

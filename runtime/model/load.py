@@ -1,4 +1,4 @@
-"""Loads a target and its tokenizer from a folder, a hub name or a GGUF file."""
+"""Loads a target model and its tokenizer from a folder, the Hugging Face hub or a GGUF file."""
 
 from __future__ import annotations
 
@@ -73,11 +73,11 @@ NO_BLOCKS = (
     "which libraries compute with"
 )
 CONFIG_FILES = ("config.json",)
-"""Files without which a folder holds no model."""
+"""Files that a folder must have to be accepted as a model."""
 
 
 class Packed(NamedTuple):
-    """Describes where a model's weights are stored in blocks, and reads them."""
+    """Location of a model's weights in quantized blocks, with a function that reads them."""
 
     folder: Path
     """Folder with the model's configuration."""
@@ -94,7 +94,7 @@ class Loaded:
     target: Target
     tokenizer: PreTrainedTokenizerBase
     checkpoint: Checkpoint | None = None
-    """Checkpoint that the model was loaded from, by which its stores are found; None if unknown."""
+    """Checkpoint that the model was loaded from, which identifies the model's stores; None if unknown."""
 
     def guide(self, grammar: Grammar | None) -> Guide | None:
         """Return a guide that makes a new answer match the grammar; None without a grammar."""
@@ -114,7 +114,7 @@ class Loaded:
     ) -> tuple[Sampler, Container[int]]:
         """Return ``(sampler, stops)`` for an answer, with the settings that ``generate`` would use.
 
-        The logits processors ``first`` run before the processors of the settings.
+        The logits processors ``first`` run before those that the settings define.
         """
         room, _ = room_for(self.target, prompt, max_new_tokens)
         model = self.target.model
@@ -130,7 +130,7 @@ class Loaded:
 
 
 def load(config: ModelConfig | str) -> Loaded:
-    """Load the model and tokenizer that a configuration or name selects; without a name, the embedded demo.
+    """Load the model and tokenizer that a configuration or name selects; without a name, load the built-in demo model.
 
     If loading fails, raise an ``HdtoolError`` that says what to do.
     """
@@ -174,7 +174,7 @@ def _target_on(device: torch.device, config: ModelConfig, settings: Any) -> Targ
 
 
 def _packed(config: ModelConfig, settings: Any) -> Packed | None:
-    """Return where a model's weights are stored in blocks, or None if they aren't used in blocks."""
+    """Return where a model's weights are stored in quantized blocks, or None if it doesn't compute with such blocks."""
     if scheme := config.quantization if config.quantization in BLOCKS else None:
         folder = _quantized(config, settings, scheme)
         return Packed(folder, (), lambda: read_quantized(folder))
@@ -191,7 +191,7 @@ def _packed(config: ModelConfig, settings: Any) -> Packed | None:
 
 
 def _quantized(config: ModelConfig, settings: Any, scheme: str) -> Path:
-    """Return the folder with a checkpoint's weights in blocks; quantize the checkpoint if needed."""
+    """Return the folder with a checkpoint's weights quantized to blocks; quantize the checkpoint first if needed."""
     name = config.name
     if saved := library_of(settings):
         raise OptionError(f"{name} is quantized already, with {saved}: leave out --quantization {scheme}")
@@ -210,7 +210,7 @@ def _quantized(config: ModelConfig, settings: Any, scheme: str) -> Path:
 
 
 def _kept_proof(config: ModelConfig, settings: Any, packed: Packed | None) -> KeptProof | None:
-    """Return the record of a model's proof, or None if the model must be proved at each start."""
+    """Return the record that keeps a model's proof between starts, or None if each start must prove the model."""
     in_blocks = config.quantization in BLOCKS
     by_library = library_of(settings) or (config.quantization and not in_blocks)
     fixed = config.dtype != "auto" or by_library or config.trust_remote_code
@@ -297,7 +297,7 @@ def _proved_now(
 def _compute_in_int8(target: Target) -> None:
     """Use 8-bit activations from now on; raise an ``OptionError`` if compiled passes or packed weights are missing.
 
-    Call this after compiled passes were proved in float32.
+    Call this only after the compiled passes are proved in float32.
     """
     if target.compiled is None or not target.compiled.use_int8_activations():
         raise OptionError(NO_INT8)
@@ -344,7 +344,7 @@ def load_stock(config: ModelConfig) -> PreTrainedModel:
 
 def _on_one_device(config: ModelConfig, settings: Any, device: torch.device) -> Any:
     if config.quantization or library_of(settings):
-        # Loaded directly onto the device, because libraries pack weights for a specific device.
+        # Loaded directly onto the device, because quantization libraries pack weights for a specific device.
         return _weights(config, settings, device, device_map={"": str(device)})
     model = _weights(config, settings, device)
     return _attempt(config.name, f"on {device}", lambda: model.to(device))
@@ -500,7 +500,7 @@ def _attempt(name: str, part: str, action: Callable[[], T]) -> T:
 
 
 def _reason(error: Exception, name: str) -> str:
-    """Return the first sentence of a library's error, or the usual cause, with advice."""
+    """Return the first sentence of a library's error or, if a model isn't found, the usual cause, with advice."""
     text = " ".join(str(error).split())
     if "huggingface.co" in text and not Path(name).exists():
         return "there is no such folder here, and the hub has no such model or cannot be reached: check the name"

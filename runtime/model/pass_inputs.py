@@ -36,7 +36,7 @@ class AttentionWindow:
         return (self.window is None or length <= self.window) and (self.chunk is None or length <= self.chunk)
 
     def visible(self, related: Any, query: Any, key: Any) -> Any:
-        """Restrict ``related``, which says what keys a query may read, to keys within the query's window.
+        """Restrict ``related``, which marks the keys that each query may read, to keys within the query's window.
 
         ``query`` and ``key`` are positions. All arguments and the result are arrays, or all are tensors.
         """
@@ -52,9 +52,9 @@ INDEXED, HYBRID, HYBRID_SLIDING = "indexed_attention", "hybrid", "hybrid_sliding
 WITHOUT_MASK = ("linear_attention", "conv", "dummy", "mamba", "moe", "mlp")
 """Kinds of layers that read no attention mask: recurrences, short convolutions and layers without attention."""
 UNMASKED: dict[str, torch.Tensor | None] = dict.fromkeys(("linear_attention", "conv"))
-"""Entries for kinds that read no mask, in the masks of models with several kinds of layers."""
+"""Entries for layers that read no mask, added to the mask dictionary of a model with several kinds of layers."""
 ALIASES = {FULL: (HYBRID, INDEXED), SLIDING: (HYBRID_SLIDING,)}
-"""Other names of a kind in some models' masks, for layers that also have a state or an indexer."""
+"""Other names under which some models look up the mask of a kind, for layers that also have a state or an indexer."""
 
 
 def windows_of(config: Any) -> list[AttentionWindow]:
@@ -93,7 +93,7 @@ class MaskBuffer:
 
 
 class AttentionMasks:
-    """Makes additive masks for a model, given the attention windows of its layers.
+    """Makes the additive attention masks of a model, given the attention windows of its layers.
 
     A model with one kind of layer gets a single mask, a model with several kinds a dictionary with a mask per kind.
     """
@@ -206,9 +206,9 @@ def hide_non_ancestors(
     length: int,
     mask_value: float,
 ) -> None:
-    """Write a tree's mask at column ``length``, after making the last tree's square visible again.
+    """Write a tree's mask at column ``length``, after unmasking the square of the previous tree.
 
-    That square has ``shown`` rows and begins at column ``start``.
+    The previous tree has ``shown`` rows, and its square begins at column ``start``.
     """
     values[:shown, start : start + shown] = 0.0
     rows = len(parents) + 1
@@ -241,7 +241,7 @@ def _fill_batch(
 MOVES = MAX_DEFERRED_MOVES
 HEADER = 3 + MOVES
 LENGTH, MOVED_TO, MOVED, MOVED_FROM = range(4)
-"""Header indices: context length, first target position of a move, number of moved positions, and first of these."""
+"""Header indices of the context length and of a move: its first target position, its length and its first source."""
 
 
 class StepTensors(NamedTuple):

@@ -22,14 +22,14 @@ if TYPE_CHECKING:
 def use_planless_attention(device: torch.device) -> None:
     """Disable cuDNN's attention on CUDA devices.
 
-    That attention makes a plan for each new prompt length and tree size, which takes tens of milliseconds.
+    cuDNN builds an execution plan for each new prompt length and tree size, which takes tens of milliseconds.
     """
     if device.type == "cuda":
         torch.backends.cuda.enable_cudnn_sdp(False)
 
 
 def device_of(model: PreTrainedModel) -> torch.device:
-    """Return the device of the model's input; for offloaded weights, the execution device of their hook."""
+    """Return the device of the model's input; for offloaded weights, the execution device set by accelerate's hook."""
     hook = getattr(model.get_input_embeddings(), "_hf_hook", None)
     execution = getattr(hook, "execution_device", None)
     return model.device if execution is None else torch.device(execution)
@@ -92,9 +92,9 @@ def logits_after(model: PreTrainedModel, ids: Sequence[int]) -> torch.Tensor:
 
 @torch.inference_mode()
 def logits_step_by_step(model: PreTrainedModel, prompt: Sequence[int], answer: Sequence[int]) -> torch.Tensor:
-    """Return the logits after a prompt and an answer, which is read token by token.
+    """Return the logits after a prompt and an answer, reading the answer token by token.
 
-    They differ from the logits of a single pass only by rounding.
+    The logits differ from the logits of a single pass only by rounding.
     """
     parts = [torch.tensor([part], device=model.device) for part in (prompt, *([token] for token in answer))]
     *_, last = passes(model, parts)

@@ -1,7 +1,7 @@
 """Configures quantization libraries, refuses invalid options and checks that rows of a pass stay independent.
 
-Invalid combinations are refused before weights are read. The later proof of compiled passes may also rule out int8
-activations.
+Invalid combinations of options are refused before weights are read. The later proof of compiled passes may also rule
+out int8 activations.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def require_libraries(name: str, settings: Any, scheme: str | None) -> None:
 
 
 def quantization(scheme: str, dtype: torch.dtype) -> QuantizationConfigMixin:
-    """Return the quantization configuration for transformers.
+    """Return the configuration with which transformers quantizes a model by ``scheme``.
 
     All schemes quantize only weights, so the rows of a pass stay independent.
     """
@@ -81,9 +81,9 @@ def quantization(scheme: str, dtype: torch.dtype) -> QuantizationConfigMixin:
 NEIGHBOR_SCALE = 100.0
 """Factor by which the added row is larger than the tested one in the check for row independence."""
 DEPENDENCE_TOLERANCE = 1e-2
-"""Maximum relative change of a row that another row may cause.
+"""Maximum relative change that another row of the pass may cause in a row's output.
 
-It is several times the rounding error of bfloat16, but less than the 1.2 to 1.9 % that shared outliers cause in
+This is several times the rounding error of bfloat16, but less than the 1.2 to 1.9 % that shared outliers cause in
 LLM.int8(), and far less than the effect of a shared scale.
 """
 
@@ -111,7 +111,7 @@ def quantized_layers(model: PreTrainedModel) -> dict[str, Module]:
 def refuse_dependent_rows(model: PreTrainedModel, device: torch.device) -> None:
     """Raise a ``FamilyError`` if a layer's output for one row depends on other rows of the pass.
 
-    It does with one activation scale per tensor, for example. A token's logits then depend on the drafts in the tree.
+    With one activation scale per tensor, for example, a token's logits depend on the drafts in the tree.
     """
     for name, layer in quantized_layers(model).items():
         if (dependence := _dependence(layer, model.dtype, device)) > DEPENDENCE_TOLERANCE:
@@ -137,8 +137,8 @@ def _dependence(layer: Any, dtype: torch.dtype, device: torch.device) -> float:
 def measure_rounding(model: PreTrainedModel, paths: torch.Tensor, at_once: torch.Tensor) -> float:
     """Return the rounding error of a model's logits in standard deviations; print a note if it is large.
 
-    ``at_once`` are the logits of ``paths``, each read in one pass. Logits of paths read token by token differ from them
-    only by rounding, but by more than the dtype suggests if layers quantize their input.
+    ``at_once`` are the logits of ``paths``, each read in one pass. Reading the paths token by token changes these
+    logits only by rounding, but by more than the dtype suggests if layers quantize their input.
     """
     logits = [out.logits[:, -1] for out in passes(model, paths.split(1, dim=1))]
     rounding = distances(torch.stack(logits, dim=1), at_once).max().item()
@@ -168,7 +168,7 @@ class RowByRow:
 
     @property
     def reason(self) -> str:
-        """Why steps cannot be captured; empty if the model has no such layers."""
+        """Reason why steps cannot be captured; empty if the model has no layers that look for outliers."""
         return "its 8-bit layers look for outliers in each pass" if self.layers else ""
 
     def release(self) -> None:

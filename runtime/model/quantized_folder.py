@@ -1,4 +1,4 @@
-"""Quantizes checkpoints to Q8_0 or Q4_0 blocks in hdtool's home, once per content.
+"""Quantizes each checkpoint once to Q8_0 or Q4_0 blocks, which are kept in hdtool's home.
 
 Only linear layers and embeddings are quantized. Embeddings and the output layer use Q8_0 with either scheme, because
 their error reaches every logit.
@@ -41,7 +41,7 @@ Sources = tuple[Signature, ...]
 
 
 class KeptFile(NamedTuple):
-    """Hash and status of a file in the folder; a different status shows later writes."""
+    """Content hash and status of a file in the folder; a changed status reveals that the file was written since."""
 
     sha256: str
     bytes: int
@@ -67,19 +67,19 @@ class QuantizedManifest:
     sha256: str
     """SHA-256 over the hashes of the checkpoint's files."""
     fingerprint: str
-    """Fingerprint of the checkpoint, by which stores are found."""
+    """Fingerprint of the checkpoint, which identifies the model's stores."""
     transformers: str
     """Version of transformers that read the checkpoint."""
     files: dict[str, KeptFile]
     kinds: dict[str, str]
     """Block format of each quantized weight, by name."""
     seen: tuple[Sources, ...] = ()
-    """Signatures of source files known to have the checkpoint's content, in a group per copy of the checkpoint."""
+    """Signatures of source files known to have the checkpoint's content, one group per copy of the checkpoint."""
     format: int = FORMAT
 
     @classmethod
     def read(cls, folder: Path) -> QuantizedManifest | None:
-        """Return the manifest of a folder, or None if it is missing, damaged or of another format."""
+        """Return the manifest stored in a folder, or None if it is missing, damaged or in another format."""
         try:
             row = json_object(folder / MANIFEST)
             seen = tuple(tuple(Signature(**fields) for fields in sources) for sources in row.pop("seen"))
@@ -105,7 +105,7 @@ class QuantizedManifest:
         return replace(self, seen=(*others, sources)[-MAX_SEEN:])
 
     def in_folder(self, folder: Path) -> QuantizedManifest:
-        """Return the manifest with the current status of the files in ``folder``."""
+        """Return a copy of the manifest that records the current status of the files in ``folder``."""
         return replace(self, files={name: KeptFile.of(folder / name, file.sha256) for name, file in self.files.items()})
 
     def write(self, folder: Path) -> None:
@@ -145,7 +145,7 @@ SPARE_BYTES = 1 << 26
 
 
 def quantized_folder(name: str, scheme: str, files: Sequence[Path], load: Callable[[], Any]) -> Path:
-    """Return the folder with a checkpoint's weights in blocks; quantize the checkpoint if needed.
+    """Return the folder with a checkpoint's weights quantized to blocks; quantize the checkpoint first if needed.
 
     ``files`` are all files that the weights depend on; ``load`` loads the model.
     """

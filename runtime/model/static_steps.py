@@ -92,7 +92,7 @@ class CudaGraphs:
         return graph.replay
 
     def reset(self) -> None:
-        # A pool and its handle become invalid with the last of its graphs.
+        # A pool and its handle become invalid once the last graph in the pool is released.
         self._pool = torch.cuda.graph_pool_handle()
 
 
@@ -150,7 +150,7 @@ def clear_cublas_workspaces() -> None:
 
 
 CaptureMaker = Callable[[torch.device], Capture | None]
-"""Returns a ``Capture`` for a device, or None if steps on it are not captured and have the shape of their trees."""
+"""Returns a ``Capture`` for a device, or None if steps on that device are neither captured nor padded."""
 
 
 def by_device(device: torch.device) -> Capture | None:
@@ -165,9 +165,9 @@ def never(device: torch.device) -> Capture | None:
 MIN_EXTENT = 512
 """Smallest extent in cache positions. Larger extents are a power of two times this, or halfway between two of those."""
 STEP_SIZES = (1, 8, 16, 32, 64, LARGEST_TREE + 1)
-"""Numbers of rows per slot of captured steps. Matmuls use tiles of 64 rows: one more row starts another tile."""
+"""Numbers of rows per slot in captured steps. Matmuls use tiles of 64 rows: one more row starts another tile."""
 RECORDED = STEP_SIZES[:-1]
-"""Sizes that are captured before an answer needs them; budgets don't choose larger sizes."""
+"""Step sizes that are captured before an answer needs them; draft budgets never choose larger ones."""
 
 
 class StepOutput(NamedTuple):
@@ -185,10 +185,10 @@ class StepPass(Protocol):
     """A pass over trees with fixed shapes."""
 
     reads_extent: bool
-    """True if the pass reads a fixed number of positions, whatever the context lengths."""
+    """True if the pass reads a fixed number of cache positions (the extent), whatever the context lengths."""
 
     def run(self, step: StepTensors, storage: KVTensors, extent: int) -> StepOutput:
-        """Make pending moves and verify the trees, without synchronization or control flow that depends on values."""
+        """Make pending moves and verify the trees, without synchronization or data-dependent control flow."""
         ...
 
 
@@ -196,7 +196,7 @@ class StaticSteps:
     """Captures and replays the steps of one model."""
 
     def __init__(self, used: StepPass, capture: Capture, device: torch.device, reserved: int = 0) -> None:
-        """Capture passes of ``used``. If it reads no fixed extent, caches allocate ``reserved`` positions at once."""
+        """Capture passes of ``used``; if these read no fixed extent, caches allocate ``reserved`` positions at once."""
         self._pass, self._capture, self._device, self._reserved = used, capture, device, reserved
         self._clock = DeviceClock(device)
         self._steps: WeakKeyDictionary[KVTensors, dict[tuple[int, int, int], _Step]] = WeakKeyDictionary()
@@ -340,7 +340,7 @@ class _Buffers:
         """Start copying results to the host; return a function that selects them by first row and number of rows.
 
         Rankings are not part of the captured step, because each number of ranked tokens would need a step of its own.
-        The host launches their few kernels while the device computes the pass.
+        The host launches the few ranking kernels while the device computes the pass.
         """
         assert self._logits is not None
         logits, number, end = self._logits, slots * rows, 2 * slots * rows

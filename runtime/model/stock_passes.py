@@ -68,7 +68,7 @@ class CompiledPasses(Protocol):
         ...
 
     def use_int8_activations(self) -> bool:
-        """Quantize activations to 8 bits in matmuls with packed weights from now on; return True if any are packed."""
+        """Quantize activations to 8 bits in matmuls with packed weights from now on; return False if there are none."""
         ...
 
     @property
@@ -84,7 +84,7 @@ NO_CONTEXT = nullcontext()
 
 
 class StockPasses:
-    """Runs and times passes of one model with its own code."""
+    """Runs and times passes of a model's own code."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
@@ -109,7 +109,7 @@ class StockPasses:
     def read(self, tokens: Sequence[int], slot: Slot) -> torch.Tensor:
         """Append tokens to a slot; return the logits ``[1, vocabulary]`` after the last token."""
         first = slot.length
-        # Without a mask, the model makes its own for a whole prompt, or uses a causal kernel.
+        # A whole prompt needs no mask: the model makes its own, or uses a causal kernel.
         mask = self.masks.continuation_mask(len(tokens), first) if first else None
         positions = range(first, first + len(tokens))
         slot.begin_reading()
@@ -215,7 +215,7 @@ class StockPasses:
 MAX_WAITING = 12
 """Maximum number of accepted tokens that a pass reads again together with drafts.
 
-If more are waiting, the pass verifies no drafts, so that its cache is kept for certain.
+If more tokens are waiting, the pass verifies no drafts: none can be rejected, so the slot can keep the pass's cache.
 """
 
 

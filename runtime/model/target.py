@@ -1,8 +1,8 @@
 """The target model: a stock ``transformers`` model as an engine, with captured or compiled passes where possible.
 
-For compiled passes, the number of CPU threads is measured: on a busy machine, or if memory bandwidth is the bottleneck,
-fewer can be faster, and the results are bitwise equal with any number. In transformers' code, the number of threads can
-change the order of a sum, so there the number depends only on the machine.
+``choose_threads`` times compiled passes to choose the number of CPU threads: on a busy machine, or if memory bandwidth
+is the bottleneck, fewer can be faster, and any number gives bitwise equal results. In transformers' code, the number of
+threads can change the order of a sum, so without compiled passes the number depends only on the machine.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ MIN_GROWTH = 512
 
 
 class Target:
-    """A model as an engine: it reads prompts, verifies draft trees and commits accepted paths."""
+    """A ``transformers`` model as an engine, which reads prompts, verifies draft trees and commits accepted paths."""
 
     def __init__(
         self, model: PreTrainedModel, capture: CaptureMaker = by_device, shapes: Sequence[LayerShape] | None = None
@@ -59,7 +59,7 @@ class Target:
         """Check that the model can verify trees, or else chains; raise a ``FamilyError`` if it can do neither.
 
         ``capture`` returns the ``Capture`` for a device, or None if steps aren't captured on it. ``shapes`` are the
-        shapes of the layers' keys and values from an earlier check; given these, the model isn't checked again.
+        shapes of each layer's keys and values, known from an earlier check; if given, the model isn't checked again.
         """
         refuse_by_configuration(model.config)
         refuse_by_class(model)
@@ -71,7 +71,7 @@ class Target:
         self.log, self.hidden = self.stock.log, self.stock.hidden
         weakref.finalize(self, self.stock.row_by_row.release)  # the model may outlive its target
         self.vocabulary = embedded_tokens(model)
-        """Number of token embeddings; token ids must be smaller."""
+        """Number of token embeddings; every token id must be less than this."""
         self.processes = 1
         """Number of processes that share the weights (tensor parallelism)."""
         self.busy = Lock()
@@ -81,19 +81,19 @@ class Target:
         self.state_shapes: tuple[StateShape, ...] = ()
         """Shapes of the recurrent layers' states."""
         self.continues = not windows_only_the_cache(model, self.config) and not tells_prompts_from_answers(self.config)
-        """True if a prompt may be read in several passes, because each pass continues from earlier tokens correctly."""
+        """True if passes continue correctly from tokens that earlier passes read, so prompts may be read in parts."""
         self.rounding: float | None = None
-        """Rounding error of the logits in standard deviations.
+        """Rounding error of the logits, in standard deviations of the logits.
 
-        Measured for quantized models and if the tolerance of the dtype is too small, otherwise None.
+        Measured for quantized models and for models that round more than their dtype suggests; otherwise None.
         """
         self._replay: ReplayPasses | None = None
-        """Runs passes over chains if the model cannot verify trees, otherwise None."""
+        """Runs passes over chains for a model that cannot verify trees; None if it can."""
         self.no_trees: FamilyError | None = None
         """Why the model cannot verify trees; None if it can."""
         self._capture, self._captured = capture, CapturedPasses()
         self.compiled: CompiledPasses | None = None
-        """Compiled passes that replace the model's code once they are proved equal to it."""
+        """Compiled passes, which replace the model's own code once they are proved equivalent to it."""
         self._overflow_noted = False
         self._first_logits: torch.Tensor | None = None
         """Logits after a single token, to detect weight changes that torch doesn't track."""
@@ -121,7 +121,7 @@ class Target:
             self._replay, self.no_trees = prove_chains(self, no_trees), no_trees
             return
         if (recurrent := self.stock.recurrent) and not recurrent.can_be_captured:
-            return  # running level by level depends on the tree's shape
+            return  # passes that run level by level have shapes that depend on the tree
         if capture := self._capture(self.device):
             self._captured.enable(self, capture)
 
@@ -136,7 +136,7 @@ class Target:
 
     @property
     def takes_trees(self) -> bool:
-        """True if the model verifies trees; otherwise it verifies only chains, with caches of transformers."""
+        """True if the model can verify trees; otherwise it verifies only chains, with caches of ``transformers``."""
         return self._replay is None
 
     def fit_tree(self, cache: Cache, slot: int, tree: DraftTree) -> DraftTree:
@@ -144,19 +144,18 @@ class Target:
 
     @property
     def changes(self) -> int:
-        """Number of changes to adapters, weights or hooks so far; each invalidates all cached contexts."""
+        """Number of changes so far, such as to adapters, weights or hooks; each invalidates all cached contexts."""
         return self._changes.count
 
     @torch.inference_mode()
     def is_unchanged(self, *, goes_on: bool) -> bool:
         """Return False if weights changed in a way that torch doesn't track, which invalidates all cached contexts.
 
-        Writing to a weight through ``.data`` leaves its version unchanged. The logits after a single token are
-        therefore compared with those that the first call recorded. Later calls compare only if a prompt ``goes_on``
-        from a cached context; otherwise they return True.
+        Writing to a weight through ``.data`` leaves its version counter unchanged. The logits after a single token are
+        therefore compared with those that the first call recorded. Later calls compare them only if ``goes_on`` says
+        that a prompt continues a cached context; otherwise they return True.
 
-        The keys and values of a context from which a prompt goes on are also compared. Recurrent states can't be
-        compared, hence this check.
+        Comparing the cached keys and values of such a context is not enough, since recurrent states can't be compared.
         """
         if self.processes > 1 or (self._first_logits is not None and not goes_on):
             return True
@@ -171,15 +170,15 @@ class Target:
         return False
 
     def changing(self) -> AbstractContextManager[None]:
-        """Ignore the changes that hdtool itself makes to the model in this block, which don't affect answers."""
+        """In this block, ignore changes to the model: hdtool itself makes them, and they don't affect answers."""
         return self._changes.ignored()
 
     def notice_changes(self) -> None:
         """Discard captured and compiled passes if the model's adapters, weights or hooks changed since the last prompt.
 
-        A model with other modules or hooks is checked again; raise a ``FamilyError`` if the check fails.
+        If the model's modules, code or hooks changed, check it again; raise a ``FamilyError`` if the check fails.
         """
-        with forward_lock(self.model):  # another target's pass may have replaced forwards, and its proof adds hooks
+        with forward_lock(self.model):  # a pass of another target may have replaced forwards, and a proof adds hooks
             changed = self._changes.found(self._discard)
             if changed:
                 self._changes.record(holds_memory=self.captures)
@@ -204,17 +203,17 @@ class Target:
         return self._captured.steps is not None
 
     def new_recorder(self) -> Capture | None:
-        """Return a ``Capture`` for passes of other modules, or None if the model's steps aren't captured."""
+        """Return a ``Capture`` for other modules to capture passes with, or None if steps aren't captured."""
         return self._capture(self.device) if self.captures else None
 
     def context_limit(self, prompt_length: int) -> int | None:
         return context_limit(self.config, prompt_length)
 
     def reads_in_pieces(self, length: int) -> bool:
-        """Return True if a prompt of this length may be read in several passes.
+        """Return True if a prompt of ``length`` tokens may be read in several passes.
 
-        It may not if a row's result depends on the pass: in 8-bit layers of bitsandbytes, in a LongRoPE model beyond
-        its original length, and in models whose passes don't continue correctly from earlier passes.
+        It may not if a token's result depends on how the passes split the prompt: with 8-bit layers of bitsandbytes, in
+        a LongRoPE model beyond its original context length, and if passes don't continue correctly from earlier ones.
         """
         is_fixed = not self.stock.row_by_row.layers and self.context_limit(length) == self.context_limit(1)
         return is_fixed and self.continues
@@ -235,7 +234,8 @@ class Target:
     def prefill(self, cache: Cache, slot: int, tokens: Sequence[int], start: int = 0, *, room: int = 0) -> Verified:
         """Read tokens into a slot after its first ``start`` tokens; drop the slot's later tokens.
 
-        Return the logits ``[1, vocabulary]`` after the last token. ``room`` is the number of tokens that may follow.
+        Return the logits ``[1, vocabulary]`` after the last token. ``room`` is the number of positions to reserve for
+        further tokens.
         """
         self.wait()
         if self._replay:
@@ -268,7 +268,7 @@ class Target:
             needed = longest + LARGEST_TREE + 1
             cache.reserve(needed, needed + max(MIN_GROWTH, longest // 2))
             used = cache.slots[: len(trees)]
-        # Without padding, each tree attends only to its own context, so the cost depends on the sum of all contexts.
+        # Without padding, each tree attends only to its own context, so the cost depends on the sum of context lengths.
         is_mean = len(trees) > 1 and not self.pads
         self.log.context = sum(slot.kv.length for slot in used) // len(used) if is_mean else longest
         verified = self._captured.verify(cache, trees, options) if self._captured.steps else None
@@ -311,8 +311,8 @@ class Target:
     def watch_hidden(self, layers: Sequence[int] = ()) -> slice:
         """Make each pass return hidden states from now on, for drafters that use them; return a slice of columns.
 
-        The slice has the columns of the output layer's input or, if ``layers`` are given, of the outputs of these
-        decoder layers.
+        The slice selects the columns with the output layer's input or, if ``layers`` are given, those with the outputs
+        of these decoder layers.
         """
         if (known := self.hidden.columns(layers)) is not None:
             return known
@@ -368,11 +368,11 @@ def embedded_tokens(model: PreTrainedModel) -> int:
 
 
 NODES = (0, 15)
-"""Numbers of nodes in the trees that are timed."""
+"""Sizes, in nodes, of the trees that are timed to choose the number of threads."""
 REPEATS, PATIENCE = 3, 0.02
-"""Number of timed repetitions after a warm-up, and the time in seconds after which no more are started."""
+"""Number of timed repetitions after a warm-up, and the time in seconds after which no further one starts."""
 MIN_SPEEDUP = 1.03
-"""Minimum speedup that twice as many threads must bring to be used."""
+"""Minimum speedup for which twice as many threads are used."""
 CGROUPS = Path("/sys/fs/cgroup")
 
 
@@ -422,7 +422,7 @@ def _measured(target: Target, best: int) -> int:
 def _seconds_with(threads: int, target: Target) -> float:
     """Return the total time in seconds of one pass for each of ``NODES``.
 
-    It is the mean of several repetitions, including those slowed by a busy machine.
+    The time is averaged over several repetitions, including those slowed by a busy machine.
     """
     torch.set_num_threads(threads)
     cache = target.allocate()

@@ -1,7 +1,7 @@
 """Tensor parallelism: processes that torchrun starts run one model, each with a shard of its weights.
 
 Only the leader encodes prompts, drafts, chooses the number of draft tokens, samples and prints. The followers repeat
-its operations on the target, so decisions that depend on time or rounding cannot differ between processes.
+the leader's operations on the target, so decisions that depend on time or rounding cannot differ between processes.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from hdtool.runtime.config import DecodeConfig, ModelConfig
 
 MESSAGE_SIZE = 1 << 14
-"""Size of a message's first broadcast in bytes; any rest follows in a second one. A tree takes about a tenth of it."""
+"""Size of a message's first broadcast in bytes; any rest follows in a second. A tree takes about a tenth of this."""
 LENGTH_BYTES = 8
 MESSAGE_TIMEOUT = timedelta(days=30)
 """Maximum time between two messages, during which the leader may wait for a prompt."""
@@ -44,7 +44,7 @@ Load = Callable[["ModelConfig"], Target]
 
 
 class ProcessGroup:
-    """The processes of one model, with messages from the leader to the followers."""
+    """The processes that share one model; the leader sends messages to the followers."""
 
     def __init__(self) -> None:
         cuda = torch.cuda.is_available()
@@ -219,7 +219,7 @@ def check_decoding(config: DecodeConfig) -> None:
 
 
 def check_device(wanted: str) -> None:
-    """Raise an ``OptionError`` if ``wanted`` is neither "auto" nor the device that processes of torchrun compute on."""
+    """Raise an ``OptionError`` if ``wanted`` is neither "auto" nor the type of device that torchrun's processes use."""
     available = "cuda" if torch.cuda.is_available() else "cpu"
     if wanted not in ("auto", available):
         raise OptionError(

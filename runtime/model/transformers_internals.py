@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     from transformers.cache_utils import Cache
 
 CACHE_NAMES = ("cache", "past_key_values", "cache_params")
-"""Names of the cache argument in ``forward``, its output and ``generate``.
+"""Possible names of the cache argument in ``forward``, its output and ``generate``.
 
-Releases before 5.24 use the second name, or the third in purely recurrent models.
+Releases of transformers before 5.24 use the second name, or the third in purely recurrent models.
 """
 MASKED_ATTENTION = ("sdpa", "eager")
 """Attention implementations that accept arbitrary masks; flash attention does not."""
@@ -47,7 +47,7 @@ def cache_in(arguments: Mapping[str, Any]) -> Any:
 
 
 def passes(model: PreTrainedModel, parts: Iterable[torch.Tensor]) -> Iterator[Any]:
-    """Run a pass over each of the consecutive parts of a sequence, with the cache of the pass before; yield outputs."""
+    """Run a pass over each consecutive part of a sequence, continuing the cache of the previous pass; yield outputs."""
     cache: Any = None
     for ids in parts:
         out = model(input_ids=ids, use_cache=True, **cache_argument(model, cache))
@@ -74,7 +74,7 @@ def is_own_cache(cache: object) -> bool:
 
 
 def takes(model: PreTrainedModel, argument: str) -> bool:
-    """Return True if ``forward`` has a parameter with this name."""
+    """Return True if the model's ``forward`` has a parameter named ``argument``."""
     return argument in inspect.signature(model.forward).parameters
 
 
@@ -104,14 +104,15 @@ def is_known_type(model_type: str) -> bool:
 
 
 def last_logits_only(model: PreTrainedModel) -> dict[str, int]:
-    """Return the argument that makes a pass compute only the last token's logits; an empty dictionary without one."""
+    """Return the argument that limits a pass to the last token's logits; an empty dictionary if the model has none."""
     return {"logits_to_keep": 1} if takes(model, "logits_to_keep") else {}
 
 
 def last_logits_of_all_rows(model: PreTrainedModel) -> dict[str, Any]:
-    """Return the argument that makes a pass compute only the last token's logits, but every layer all of the tokens.
+    """Return the argument that limits a pass to the last token's logits, but lets every layer compute all tokens.
 
-    If ``logits_to_keep`` is a number, some decoders skip tokens in their last layers; if it has positions, they don't.
+    If ``logits_to_keep`` is a number, some decoders skip tokens in their last layers; for a tensor of positions, they
+    don't.
     """
     decoder: Any = model.get_decoder() if hasattr(model, "get_decoder") else None
     slices = decoder is not None and decoder is not model and takes(decoder, "logits_to_keep")
@@ -143,7 +144,7 @@ def processor_of_row(processor: LogitsProcessor, row: int) -> LogitsProcessor | 
         allowed = processor._prefix_allowed_tokens_fn
         return PrefixConstrainedLogitsProcessor(lambda _, ids: allowed(row, ids), 1)
     ignored = getattr(processor, "prompt_ignore_length", None)
-    if isinstance(ignored, torch.Tensor):  # the padding of each row, which a repetition penalty ignores
+    if isinstance(ignored, torch.Tensor):  # length of each row's padding, which a repetition penalty ignores
         alone: Any = copy.copy(processor)
         alone.prompt_ignore_length = ignored[row : row + 1]
         return cast("LogitsProcessor", alone)
@@ -188,7 +189,7 @@ def use_masked_attention(model: PreTrainedModel) -> None:
 
 @contextmanager
 def attention_by(model: PreTrainedModel, name: str, function: Callable[..., Any]) -> Iterator[None]:
-    """Register ``function`` as the attention ``name``, which layers that look their attention up use in this block."""
+    """In this block, layers that look up their attention use ``function``, which is registered under ``name``."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     ALL_ATTENTION_FUNCTIONS.register(name, function)
@@ -198,20 +199,20 @@ def attention_by(model: PreTrainedModel, name: str, function: Callable[..., Any]
     try:
         yield
     finally:
-        for config, previous in zip(configs, before, strict=True):  # a config also sets its parts, which come later
+        for config, previous in zip(configs, before, strict=True):  # setting a config also sets its later parts
             config._attn_implementation = previous
 
 
 @contextmanager
 def experts_on_device(model: torch.nn.Module) -> Iterator[None]:
-    """Make mixtures of experts select weights on the device in this block.
+    """In this block, make mixtures of experts select the weights of the chosen experts on the device.
 
-    The ``eager`` code of transformers reads the chosen experts on the host, which CUDA graphs cannot capture. Its
-    default, grouped matmuls, has bfloat16 kernels that read the choice on the device.
+    The ``eager`` code of transformers reads the chosen experts' indices on the host, which CUDA graphs cannot capture.
+    The default, grouped matmuls, has bfloat16 kernels that read the indices on the device.
     """
     configs: list[Any] = list(_with_parts(cast(Any, model).config))
     before = [getattr(config, "_experts_implementation", None) for config in configs]
-    for config, previous in zip(configs, before, strict=True):  # a config also sets its parts, which come later
+    for config, previous in zip(configs, before, strict=True):  # setting a config also sets its later parts
         config._experts_implementation = "grouped_mm" if previous == "eager" else previous
     try:
         yield

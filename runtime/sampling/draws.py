@@ -1,4 +1,4 @@
-"""Random draws keyed by seed, position and token, after top-k, top-p and min-p."""
+"""Random draws of tokens after top-k, top-p and min-p; random numbers depend only on seed, position and token."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from hdtool.runtime.kernels.vector_code import LANES, exponentiate
 
 U64 = np.uint64
 RACE_BLOCK = 64
-"""Number of tokens that are compared at once with the earliest token so far."""
+"""Number of tokens whose times are compared at once with the earliest time so far."""
 U64_MAX = 2**64 - 1
 SPLITMIX_STRIDE = U64(0x9E3779B97F4A7C15)
 """Increment of SplitMix64 (Steele et al., 2014), whose n-th number is a hash of start + n * stride."""
@@ -33,8 +33,8 @@ class ExponentialRace:
 
     This is the Gumbel-max trick: each token gets an exponential time with its probability as the rate, and the smallest
     time wins, so each token wins with its probability. Rounding changes the result only if two times are nearly equal.
-    Inverse-CDF sampling with one number per position is less robust: rounding matters next to any border of the
-    cumulative probabilities.
+    Inverse-CDF sampling with one number per position is less robust: rounding matters near every boundary in the
+    cumulative distribution.
     """
 
     def __init__(self, seed: int) -> None:
@@ -45,7 +45,7 @@ class ExponentialRace:
         return int(sample(self.seed, position, probabilities))
 
     def uniforms(self, position: int, tokens: int) -> npt.NDArray[np.float64]:
-        """Return the uniform numbers, in [0, 1), of the first ``tokens`` token ids at a position."""
+        """Return the uniform random numbers in [0, 1) of the token ids below ``tokens`` at a position."""
         uniforms: npt.NDArray[np.float64] = _uniforms(self.seed, position, tokens)
         return uniforms
 
@@ -80,7 +80,7 @@ def _uniforms(seed: Any, position: Any, tokens: Any) -> Any:
 
 @compiled
 def time_of(start: Any, token: Any) -> Any:
-    """Return the exponential time of a token with probability 1, in the random stream that begins at ``start``."""
+    """Return a token's exponential time at rate 1, drawn from the random stream that begins at ``start``."""
     return -np.log1p(-_uniform(start + U64(token + 1) * SPLITMIX_STRIDE))
 
 
@@ -95,7 +95,7 @@ def sample(seed: Any, position: Any, probabilities: Any) -> Any:
 
 @compiled
 def race_block(start: Any, first: Any, weights: Any, winner: Any, earliest: Any) -> Any:
-    """Add the tokens from ``first`` on to a race; return ``(winner, earliest)``, its winner and the winner's time.
+    """Add the tokens from ``first`` on to a race; return ``(winner, earliest)``: the winner so far, and its time.
 
     ``start`` is the start of the position's random stream.
     """
@@ -114,7 +114,7 @@ def race_block(start: Any, first: Any, weights: Any, winner: Any, earliest: Any)
 
 @compiled
 def _time_before(earliest: Any, number: Any, weight: Any) -> Any:
-    """Return the smaller of ``earliest`` and the exponential time of a token with this number and weight."""
+    """Return the smaller of ``earliest`` and the exponential time that ``number`` gives a token of rate ``weight``."""
     draw = _uniform(number)
     # -log1p(-u) >= u, so most tokens are ruled out without a logarithm.
     return min(earliest, -np.log1p(-draw) / weight) if draw < weight * earliest else earliest
@@ -124,8 +124,8 @@ def _time_before(earliest: Any, number: Any, weight: Any) -> Any:
 def sample_among(seed: Any, position: Any, tokens: Any, weights: Any, nucleus: Any) -> Any:
     """Return the token that wins the race within the nucleus; -1 if no weight is above 0.
 
-    Tokens join the nucleus in order of decreasing weight until the sum of their weights reaches ``nucleus``. Of tokens
-    with equal weights, the one with the highest id joins first, as in a stable sort.
+    Tokens join the nucleus in order of decreasing weight until the sum of their weights reaches ``nucleus``. Among
+    tokens with equal weights, the one with the highest id joins first, as in a stable sort.
     """
     start, winner = stream_start(seed, position), -1
     while True:
@@ -181,7 +181,7 @@ option."""
 
 
 class Draws(NamedTuple):
-    """Options of a draw, as compiled code takes them."""
+    """Options of a draw, in the form that compiled code takes."""
 
     seed: Any
     temperature: Any
@@ -234,7 +234,7 @@ class Truncation:
     ) -> int:
         """Return the token drawn at a position by its scores; ``NOT_FINITE`` if the highest score is not finite.
 
-        ``scores`` has one score for each token of the vocabulary or, if given, of ``among``.
+        ``scores`` has one score for each token in ``among`` or, by default, in the vocabulary.
         """
         if self.is_compiled:
             return int(draw_row(position, scores, among, self.draws(race)))
@@ -244,7 +244,7 @@ class Truncation:
         return int(draw_row(position, scores, among, replace(self, top_k=0).draws(race)))
 
     def winner(self, race: ExponentialRace, position: int, scores: npt.NDArray[np.float32]) -> int:
-        """Return the token that is drawn whichever other tokens are forbidden.
+        """Return the token that is drawn no matter which other tokens a mask forbids.
 
         Return ``UNDECIDED`` if the draw depends on the forbidden tokens, and ``NOT_FINITE`` if the highest score is not
         finite.
@@ -268,7 +268,7 @@ def draw_row(position: Any, scores: Any, among: Any, draws: Any) -> Any:
 
 @compiled
 def winner_among_any(position: Any, scores: Any, draws: Any) -> Any:
-    """Return the winner among all tokens if it wins whichever other tokens are forbidden; see ``Truncation.winner``."""
+    """Return the winner among all tokens if it wins no matter which others are forbidden; see ``Truncation.winner``."""
     best, is_finite = argmax_of(scores.view(np.int32), INFINITY_BITS)
     if not is_finite:
         return NOT_FINITE
@@ -299,7 +299,7 @@ def _draw_by_temperature(position: Any, scores: Any, max_score: Any, draws: Any)
 
 @compiled
 def _draw_from_all(position: Any, scores: Any, max_score: Any, among: Any, draws: Any) -> Any:
-    """Draw with top-p or min-p, or from given tokens."""
+    """Draw with top-p or min-p, or only from the tokens in ``among``."""
     padded = np.empty(-(-len(scores) // LANES) * LANES, np.float32)
     weights = padded[: len(scores)]
     for token in range(len(scores)):
@@ -336,7 +336,7 @@ def _total(padded: Any) -> Any:
 
 @compiled
 def _nucleus(total: Any, draws: Any) -> Any:
-    """Return the weight that the nucleus must reach, given the weight of all tokens; infinity without top-p."""
+    """Return the weight that the nucleus must reach, given the total weight of all tokens; infinity without top-p."""
     return draws.top_p * total if draws.top_p < 1 else np.inf
 
 
@@ -396,5 +396,5 @@ def allowed_scores(address: int, vocabulary: int, bits: Any, tokens: Any, scores
 
 
 def keeps_one(processor: Any) -> bool:
-    """Return True if a processor forbids tokens by minus infinity and may leave a single token."""
+    """Return True if a processor forbids tokens by scores of minus infinity and may leave only a single token."""
     return getattr(processor, "filter_value", -np.inf) == -np.inf and getattr(processor, "min_tokens_to_keep", 1) == 1

@@ -1,4 +1,4 @@
-"""Choose the next token from logits: by argmax, or by an exponential race with draws keyed by position."""
+"""Choose the next token from logits: by argmax, or by an exponential race with random numbers keyed by position."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from hdtool.runtime.tree import LARGEST_TREE
 
 NOTHING_ALLOWED = "the grammar leads to a place where no token of this model's vocabulary may follow"
 NO_BITS = np.frombuffer(b"", np.uint8)
-"""Read-only, as the bits of a grammar are: for arrays that can be written, code would be compiled once more."""
+"""Empty bitmask; read-only like a grammar's bitmask, because code would be compiled once more for a writable array."""
 NO_NUMBERS = "the model's logits are not numbers: its dtype may be too small, try --dtype float32"
 
 
@@ -184,7 +184,7 @@ class Sampler:
         return token
 
     def note_overflow(self) -> None:
-        """Record that logits are not finite although nothing was drafted; raise ModelError if tokens are drawn."""
+        """Record that logits are not finite although nothing was drafted; raise ModelError if tokens are sampled."""
         self.overflowed = True
         if not self._greedy:
             raise ModelError(NO_NUMBERS)
@@ -212,7 +212,7 @@ class Sampler:
         return self._truncation.draw(self._race, len(self.context), scores[:count], tokens[:count])
 
     def choose_processed(self, logits: torch.Tensor, row: int) -> int:
-        """Return the token chosen at a row by its processed scores, or ``NOT_FINITE``; see ``choose``."""
+        """Return the token chosen from a row's processed scores, or ``NOT_FINITE``; see ``choose``."""
         return self.choose(self.processed(logits[row], self.pre_processors))
 
     def ids(self, device: torch.device) -> torch.LongTensor:
@@ -235,7 +235,7 @@ class Sampler:
         return scores[0]
 
     def choose(self, scores: torch.Tensor) -> int:
-        """Return the token chosen by scores that the ``pre_processors`` returned.
+        """Return the token chosen from the scores that the ``pre_processors`` returned.
 
         Return ``NOT_FINITE`` if a draw finds that the highest score is not finite.
         """
@@ -246,7 +246,7 @@ class Sampler:
     def perturbed_scores(self, scores: torch.Tensor) -> torch.Tensor:
         """Return scores whose argmax is the chosen token: ``scores``, plus Gumbel noise if tokens are sampled.
 
-        Up to a constant, they are the negative logarithms of the times in the exponential race.
+        Up to a constant, these scores are the negative logarithms of the tokens' times in the exponential race.
         """
         scores = scores.double().cpu()
         if self._greedy:
@@ -262,7 +262,7 @@ class _RowOnHost:
         self._pinned = torch.empty(0)
 
     def of(self, row: torch.Tensor) -> npt.NDArray[np.float32]:
-        """Return the row in float32. A row that was on a GPU is valid until the next call."""
+        """Return the row in float32; the result for a row on a GPU is valid only until the next call."""
         if row.device.type != "cuda":
             return np.ascontiguousarray(row.float().cpu().numpy())
         if self._pinned.shape != row.shape:

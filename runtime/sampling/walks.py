@@ -1,4 +1,4 @@
-"""Compiled walks down a verified tree, by argmax or by drawn tokens.
+"""Compiled walks down a verified draft tree, along argmax tokens or randomly drawn tokens.
 
 On a GPU, a pass also returns the highest scores of each row, so that most draws need not wait for the whole row.
 """
@@ -38,7 +38,7 @@ def ranked_for(draws: Draws) -> int:
 
 
 def compile_ranked_walks(draws: Draws, walk_buffer: Array) -> None:
-    """Compile walks by ranked draws, or load them from the cache, before the first step."""
+    """Compile walks along tokens drawn from the highest scores, or load them from the cache, before the first step."""
     bare, tokens, scores = DraftTree.bare(0), np.zeros((1, 1), np.int64), np.zeros((1, 1), np.float32)
     walk_ranked(1, tokens, scores, bare.tokens, bare.parents, 1, walk_buffer, 0, draws)
 
@@ -59,8 +59,8 @@ def walk_ranked(
 
     ``scores`` holds the highest scores of each row, best first, and ``tokens`` their tokens; the first token is drawn
     at ``position``. The walk ends before a row whose highest score is not finite, and before a token that depends on
-    scores that are not given. Return ``(count, finite)``: the number of drawn tokens, and whether all scores that
-    decided are finite.
+    scores that are not given. Return ``(count, finite)``: the number of drawn tokens, and whether all scores that the
+    draws depend on are finite.
     """
     node = ROOT
     for step in range(max_tokens):
@@ -105,13 +105,13 @@ NO_FORCED_TOKENS = np.empty(0, np.int64)
 
 
 def compile_drawn_walks(draws: Draws, walk_buffer: Array) -> None:
-    """Compile walks by drawn tokens, or load them from the cache, before the first step."""
+    """Compile walks along drawn tokens, or load them from the cache, before the first step."""
     bare, row = DraftTree.bare(0), np.zeros(1, np.float32)
     walk_draws(row.ctypes.data, 1, 1, NO_FORCED_TOKENS, bare.tokens, bare.parents, 1, walk_buffer, 0, False, draws)
 
 
 def compile_walks() -> None:
-    """Compile walks by argmax, or load them from the cache, before the first step."""
+    """Compile walks along argmax tokens, or load them from the cache, before the first step."""
     bare, logits, walk_buffer = DraftTree.bare(0), torch.zeros(1, 1), np.zeros((2, 1), np.int64)
     walk_argmax(*bits_of(logits), NO_FORCED_TOKENS, bare.tokens, bare.parents, 1, walk_buffer)
     walk_known(walk_buffer[0], walk_buffer[0], bare.tokens, bare.parents, 1, walk_buffer)
@@ -136,7 +136,7 @@ def walk_draws(
     ``position`` is that of the first token. If ``forced_tokens`` holds the only possible token after a row, that token
     is taken without a draw. The walk ends before a row that is not finite and, if a mask applies, before a token that
     depends on which tokens are forbidden. Return ``(count, finite)``: the number of tokens, and whether all logits that
-    decided are finite.
+    these depend on are finite.
     """
     node, among = ROOT, np.empty(0, np.int64)
     for step in range(max_tokens):
@@ -174,7 +174,7 @@ def walk_argmax(
 
     If ``forced_tokens`` holds the only possible token after a row, that token is chosen, and only its logit is read.
     The walk ends before a row that is not finite, unless it is the only row. Return ``(count, finite)``: the number of
-    tokens, and whether all logits that decided are finite.
+    tokens, and whether all logits that these depend on are finite.
     """
     node = ROOT
     for step in range(max_tokens):

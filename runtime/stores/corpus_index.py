@@ -7,11 +7,12 @@ For each node of a draft tree and each n-gram order, the matches of the node's l
 shard. A child's range lies within its parent's range of the next lower order, so only order 1 reads the heads table.
 Emitted tokens narrow the ranges of the root.
 
-If only the longest order was looked up for a node, its children have no lower range to narrow. They narrow the node's
-longest range instead, provided that all its followers were read. A verbatim quote is thus followed to its end.
+If only the longest order was looked up for a node, its children have no lower-order range to narrow. The children then
+narrow the node's range of the longest order, provided that all followers of that range (the tokens after its matches)
+were read. A verbatim quote is thus followed to its end.
 
-Only some followers of a range are read: samples at even distances. They are in suffix order, so they bound the range of
-each child exactly or to within a few suffixes.
+Only a sample of a range's followers is read, at even distances. The sampled followers are in suffix order, so they
+bound the range of each child exactly or to within a few suffixes.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ from hdtool.runtime.tree import LARGEST_TREE
 MAX_RANGE_ORDER = 6
 MAX_SAMPLES = 64
 MIN_SAMPLES = 16
-"""Most and fewest followers sampled from a range; a range with fewer is read in full."""
+"""Maximum and minimum number of followers to sample from a range; if a range has fewer, all are read."""
 RANGE_ROWS = LARGEST_TREE + 1
 RANGE_LOW, RANGE_HIGH = range(2)
 
@@ -62,11 +63,11 @@ RANGES = np.dtype(
     [
         # Indexed by node (row 0 is the root) and order.
         ("samples", np.int32, (RANGE_ROWS, MAX_RANGE_ORDER + 1, MAX_SAMPLES)),  # by shard and suffix; with end tokens
-        ("read", np.int64, (RANGE_ROWS, MAX_RANGE_ORDER + 1)),  # number of samples; 0 until they are read
+        ("read", np.int64, (RANGE_ROWS, MAX_RANGE_ORDER + 1)),  # number of samples; 0 until the range is sampled
         ("beyond", np.int64, RANGE_ROWS),  # tokens that the longest range matches in addition to its order
         ("lowest", np.int64, RANGE_ROWS),  # the lowest order that was looked up
         ("matches", np.int64, (2, MAX_SAMPLES)),  # scratch space of ``read_samples``
-        ("at", np.int64),  # address of the ranges of suffixes by node, order and shard
+        ("at", np.int64),  # address of the array of suffix ranges, indexed by node, order and shard
         ("shards", np.int64, (5, 3)),  # addresses and sizes of the index's arrays
     ],
     align=True,
@@ -83,7 +84,7 @@ def no_shards() -> Shards:
 
 
 def range_record(shards: Shards) -> tuple[Ints, Ints]:
-    """Return a record for the ranges of a draft tree, and the array of ranges that it points to.
+    """Return a ``RANGES`` record for a draft tree, and the array of suffix ranges that the record points to.
 
     The record holds addresses, so the array and the shards must outlive it.
     """
@@ -96,16 +97,16 @@ def range_record(shards: Shards) -> tuple[Ints, Ints]:
 
 @compiled
 def bounds_of(ranges: Any) -> Ints:
-    """Return the ranges of suffixes ``[nodes, orders, shards, 2]``."""
+    """Return the array of suffix ranges that a record points to, with shape ``[nodes, orders, shards, 2]``."""
     return array_at(ranges.at, (RANGE_ROWS, MAX_RANGE_ORDER + 1, ranges.shards[4, 1], 2), np.int64)
 
 
 @compiled
 def narrow(corpus: Ints, ranges: Any, tail: Ints, node: int, parent: int, order: int) -> None:
-    """Write a node's ranges of ``order`` by narrowing its parent's ranges of the next lower order.
+    """Write a node's ranges of one n-gram order by narrowing its parent's ranges of the next lower order.
 
-    ``tail`` holds the node's last tokens. For the longest order, the parent's ranges of that order are narrowed instead
-    if the parent has no others; see ``only_longest``.
+    ``tail`` holds the node's last tokens. If the parent has ranges only of the longest order, a node's ranges of the
+    longest order are narrowed from these instead; see ``only_longest``.
     """
     shards, bounds = shards_at(corpus, ranges.shards), bounds_of(ranges)
     token = tail[len(tail) - 1]
@@ -140,7 +141,7 @@ def narrow(corpus: Ints, ranges: Any, tail: Ints, node: int, parent: int, order:
 
 @compiled
 def only_longest(ranges: Any, node: int) -> bool:
-    """Return True if a node has ranges only of the longest order, and all their followers were read."""
+    """Return True if a node has ranges only of the longest order, and all followers of these ranges were read."""
     if ranges.lowest[node] > MAX_RANGE_ORDER:
         return False
     if ranges.lowest[node] < MAX_RANGE_ORDER and size_of(ranges, node, MAX_RANGE_ORDER - 1) > 0:
@@ -151,7 +152,7 @@ def only_longest(ranges: Any, node: int) -> bool:
 
 @compiled
 def size_of(ranges: Any, node: int, order: int) -> int:
-    """Return the number of matches of a node and order over all shards."""
+    """Return the number of matches in a node's ranges of one order, summed over all shards."""
     bounds, size = bounds_of(ranges), 0
     for shard in range(bounds.shape[2]):
         size += bounds[node, order, shard, RANGE_HIGH] - bounds[node, order, shard, RANGE_LOW]
@@ -162,7 +163,7 @@ def size_of(ranges: Any, node: int, order: int) -> int:
 def _bracket(
     ranges: Any, node: int, order: int, num_matches: int, num_earlier: int, size: int, sample: int, token: int
 ) -> tuple[int, int, int, int, int]:
-    """Return bounds ``(low, first, last, high)`` of a shard's matches followed by ``token``, and the next sample.
+    """Return bounds ``(low, first, last, high)`` on a shard's matches that ``token`` follows, and the next sample.
 
     These matches start between ``low`` and ``first`` and end between ``last`` and ``high``, counted from the start of
     the shard's part of the range. That part has ``size`` matches, after ``num_earlier`` matches of earlier shards, and
@@ -187,7 +188,7 @@ def _bracket(
 
 @compiled
 def read_samples(corpus: Ints, ranges: Any, node: int, order: int, num_matches: int, max_samples: int) -> None:
-    """Read up to ``max_samples`` followers of a node's range, which has ``num_matches`` matches."""
+    """Read up to ``max_samples`` of the tokens that follow the ``num_matches`` matches of a node and order."""
     shards = shards_at(corpus, ranges.shards)
     read = min(num_matches, max_samples)
     matches = ranges.matches[:, :read]
@@ -199,7 +200,7 @@ def read_samples(corpus: Ints, ranges: Any, node: int, order: int, num_matches: 
 
 @compiled
 def count_followers(ranges: Any, node: int, order: int, tokens: Ints, counts: Ints) -> int:
-    """Write the distinct followers of a range and their sample counts; return how many there are.
+    """Write the distinct tokens among the samples of a range, and their counts; return the number of distinct tokens.
 
     End tokens are skipped.
     """
@@ -221,7 +222,7 @@ def count_followers(ranges: Any, node: int, order: int, tokens: Ints, counts: In
 
 
 class CorpusSearch(Uncopyable):
-    """Searches the ranges at the end of a context, as the hierarchy does at the root of its draft trees."""
+    """Finds the suffix ranges that match the end of a context, as the hierarchy does at the root of a draft tree."""
 
     def __init__(self, shards: Shards) -> None:
         self._shards = shards
@@ -229,13 +230,13 @@ class CorpusSearch(Uncopyable):
         self._tokens, self._counts = np.empty(MAX_SAMPLES, np.int64), np.empty(MAX_SAMPLES, np.int64)
 
     def read(self, context: Sequence[int] | Ints) -> None:
-        """Look up the ranges at the end of a context."""
+        """Find the suffix ranges of all orders that match the end of a context."""
         self._bounds[0], self._record["read"][0] = 0, 0
         for stop in range(max(1, len(context) - MAX_RANGE_ORDER + 1), len(context) + 1):
             self.look_up(np.array(context[max(0, stop - MAX_RANGE_ORDER) : stop], np.int64))
 
     def look_up(self, tail: Ints) -> None:
-        """Advance by the last token of ``tail`` and read the followers of all orders."""
+        """Extend the context by the last token of ``tail``, and read the followers of the ranges of all orders."""
         look_up(self._shards.tokens, self._record, tail)
 
     def followers(self, order: int) -> tuple[int, dict[int, int]]:
@@ -271,7 +272,7 @@ INT64 = np.dtype(np.int64)  # NumPy handles a dtype four times as fast as a clas
 
 
 class Continuations(NamedTuple):
-    """Tree of what follows the longest suffix of a context found in the corpus, most frequent nodes first."""
+    """Tree of the tokens that follow a context's longest suffix found in the corpus, most frequent nodes first."""
 
     matched: int
     """Length of the suffix in tokens."""
@@ -300,7 +301,7 @@ class CorpusIndex(Uncopyable):
     def __init__(
         self, folder: Path, tokenizer: TokenizerFingerprint | None = None, manifest: Manifest | None = None
     ) -> None:
-        """Open the index, given its ``manifest`` if already read; raise StoreError if it can't be used."""
+        """Open the index, with its ``manifest`` if already read; raise StoreError if the index can't be used."""
         self.folder = folder
         if manifest:
             self._open(manifest, tokenizer)
@@ -331,7 +332,7 @@ class CorpusIndex(Uncopyable):
         return mapped_part(self.folder, self.manifest, part, kind, width)
 
     def _check_shards(self) -> None:
-        """Raise StoreError unless the shards are consecutive and fill the files, so that lookups stay within them."""
+        """Raise StoreError unless the shards fill the files without gaps, so that lookups stay within the files."""
         extents = self.shards.extents
         sizes = np.stack([extents[:, TOKENS], extents[:, SUFFIXES], sampled_prefixes_in(extents[:, SUFFIXES])])
         starts = extents[:, [TOKEN, SUFFIX, PREFIX]].T
@@ -372,7 +373,7 @@ def lookup(tokens: Ints, addresses: Ints, tail: Ints, end: int, max_nodes: int) 
 
 @compiled
 def _sorted_continuations(continuations: Ints) -> Ints:
-    """Return the columns in sorted order, by insertion sort, since the columns of each shard are already sorted."""
+    """Return the columns in sorted order; uses insertion sort, because the columns of each shard are already sorted."""
     count = continuations.shape[1]
     order = np.empty(count, np.int64)
     for column in range(count):
@@ -454,13 +455,13 @@ def _shared_lengths(continuations: Ints, end: int) -> Ints:
 
 @compiled
 def _by_count(grown: Ints, max_count: int, nodes: Ints) -> Ints:
-    """Write nodes to ``nodes`` sorted by count, which is at most ``max_count``; return each node's new index.
+    """Write the ``grown`` nodes to ``nodes``, highest count first, and return the new index of each node.
 
-    The result maps -1, the parent of top-level nodes, to -1. A counting sort takes a single pass and is stable: since a
-    parent's count is at least its child's, parents remain before their children.
+    No count exceeds ``max_count``. The result maps -1, the parent of top-level nodes, to -1. A counting sort takes a
+    single pass and is stable: since a parent's count is at least its child's, parents remain before their children.
     """
     size, max_nodes = grown.shape[1], nodes.shape[1]
-    starts = np.zeros(max_count + 2, np.int32)  # by count, the index of its first node in the sorted tree
+    starts = np.zeros(max_count + 2, np.int32)  # for each count, the new index of the first node with this count
     for node in range(size):
         starts[grown[NODE_COUNT, node]] += 1
     first = 0

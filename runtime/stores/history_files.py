@@ -60,7 +60,7 @@ from hdtool.runtime.stores.token_log import (
 POSITIONS_PER_CHAIN = 2
 """Average number of positions per chain in a full ring, so that a position takes 10 bytes, chains included."""
 CHAINS_HEADER_BYTES = 64
-"""Size of the header before the chains. It holds an int64: the end of what may have been written."""
+"""Size of the header before the chains. It holds an int64: the end of positions that may have been written."""
 ALLOCATION_POSITIONS = 1 << 16
 """Number of positions whose disk space is allocated at once; writing to a mapped page without space kills a process."""
 ZERO_BLOCK = 1 << 20
@@ -69,7 +69,7 @@ BYTES_PER_CHAIN = 4
 
 
 class HistoryRing:
-    """The memory-mapped ring and chains of a build of a history store."""
+    """The memory-mapped ring and chains of one build of a history store."""
 
     def __init__(self, folder: Path, manifest: HistoryManifest, *, writable: bool = True) -> None:
         self.size = manifest.size
@@ -95,7 +95,7 @@ class HistoryRing:
         log["size"], log["chains"] = self.size, self.chains
 
     def recover(self, end: int) -> None:
-        """Unlink what a killed writer left after the committed end."""
+        """Unlink the positions that a killed writer left after the committed end."""
         if end < (reserved := int(self._header[0])) <= end + self.size:
             unlink(self._log, end, reserved)
         self._header[0] = end
@@ -128,7 +128,7 @@ class HistoryRing:
         """Extend the files to ``size`` positions; processes that already map them are unaffected.
 
         Positions stay the same, as the ring has not wrapped around yet. Chains aren't rebuilt: the heads are
-        repeated, so several heads share a chain, and the search compares tokens anyway.
+        repeated, so several heads share a chain. This is safe because searches compare tokens.
         """
         chains = self.heads.tobytes()
         with open(self._path, "r+b", buffering=0) as stream:
@@ -150,7 +150,7 @@ class HistoryRing:
         return ring_tokens
 
     def _allocate(self, start: int, stop: int) -> None:
-        """Allocate disk space for each portion of positions that is first written to in this range."""
+        """Allocate disk space for each run of ``ALLOCATION_POSITIONS`` positions that begins in ``[start, stop)``."""
         start, stop = (
             min(self.size, -(-position // ALLOCATION_POSITIONS) * ALLOCATION_POSITIONS) for position in (start, stop)
         )
@@ -172,7 +172,7 @@ def create_ring(folder: Path, manifest: HistoryManifest) -> HistoryRing:
 
 
 def compile_ring() -> None:
-    """Compile the functions that append, or load them from the cache, before the first answer ends."""
+    """Compile the functions that append conversations, or load them from the cache, before the first answer ends."""
     log, none = TokenLog(size=LOG_BLOCK).memory, np.empty(0, np.int32)
     write(log, 0, none, none)
     unlink(log, 0, 0)
@@ -213,7 +213,7 @@ def write(memory: Ints, position: int, overlap: Ints, tokens: Ints) -> None:
 
 @compiled
 def copy_spans(memory: Ints, source_ring: Ints, spans: Ints) -> None:
-    """Write conversations of another ring consecutively; see ``HistoryRing.append_spans``."""
+    """Copy conversations from another ring, one after another; see ``HistoryRing.append_spans``."""
     source, mask = entries_of(source_ring[0]), source_ring[0].size - 1
     position = 0
     for number in range(len(spans)):
@@ -227,7 +227,7 @@ def copy_spans(memory: Ints, source_ring: Ints, spans: Ints) -> None:
 
 @compiled
 def unlink(memory: Ints, end: int, reserved: int) -> None:
-    """Unlink all positions from ``reserved`` down to the committed ``end``, which restores the chains."""
+    """Unlink the positions from the committed ``end`` to ``reserved``, latest first, which restores the chains."""
     log = memory[0]
     entries, heads, mask = entries_of(log), heads_of(log), log.size - 1
     for position in range(reserved - 1, end - 1, -1):
@@ -317,8 +317,8 @@ def delete_leftovers(folder: Path) -> None:
 def open_files(folder: Path, *, writable: bool = True) -> OpenFiles:
     """Open the files that the manifest names, retrying if the manifest is replaced meanwhile."""
     for _ in range(OPEN_ATTEMPTS):
-        # Taken before the manifest is read: if it is replaced in between, the next append reopens the files.
-        # In the other order, appends would go to files that are no longer read.
+        # Take the stamp before reading the manifest: if the manifest is replaced in between, the next append reopens
+        # the files. In the other order, appends would go to files that are no longer read.
         stamp = _stamp(folder)
         manifest = read_history_manifest(folder)
         try:
@@ -367,7 +367,7 @@ def rebuild(
 
 
 def _latest(kept: Sequence[StoredConversation], size: int) -> Sequence[StoredConversation]:
-    """Return the conversations if they fit in ``size`` positions, else the latest that fill most of them."""
+    """Return the conversations if they fit in ``size`` positions, else the latest ones, which fill most of the ring."""
     totals = np.cumsum([0, *(1 + each.before + each.tokens for each in reversed(kept))])
     if totals[-1] <= size:
         return kept

@@ -31,15 +31,15 @@ from hdtool.runtime.kernels.compiled import Ints
 from hdtool.runtime.stores.store_files import damage_of
 
 STATE_KEY = b"\0"
-"""Key of the state, which sorts before any conversation's."""
+"""Key of the ``StoreState``; it sorts before the keys of all conversations."""
 MIN_POSITIONS_PER_CONVERSATION = 64
-"""Limits the number of conversations to one per this many positions, however short they are."""
+"""The ring keeps at most one conversation per this many positions, however short conversations are."""
 BYTES_PER_CONVERSATION = 1024
 """LMDB map size per conversation; the file only grows as needed."""
 MIN_MAP_BYTES = 1 << 24
 MAX_READERS = 1024
 SYNC_SECONDS = 1.0
-"""Minimum interval between syncs to disk. A kill loses nothing, a power failure the appends since the last sync."""
+"""Minimum interval between syncs to disk. A killed process loses nothing; a power failure loses unsynced appends."""
 DIGEST_BYTES = 8
 MAX_SOURCE_NAME = 200
 """Maximum length of a source's name in characters."""
@@ -100,7 +100,7 @@ class Records:
     def created(
         cls, path: Path, positions: int, state: StoreState, conversations: Iterable[StoredConversation] = ()
     ) -> Records:
-        """Fill a new file with these conversations, and return it once it is synced to disk."""
+        """Write the conversations to a new file, sync the file to disk, and return its open records."""
         records = _opened[os.path.realpath(path)] = cls(path, positions)
         with records.writing() as transaction:
             put_state(transaction, state)
@@ -121,7 +121,7 @@ class Records:
             yield transaction
 
     def sync(self) -> None:
-        """Sync committed transactions to disk, unless that was done within the last ``SYNC_SECONDS``."""
+        """Sync committed transactions to disk, unless the last sync was within ``SYNC_SECONDS``."""
         if (now := time.monotonic()) - self._synced > SYNC_SECONDS:
             self._synced = now
             self._current().sync(True)

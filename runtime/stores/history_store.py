@@ -59,21 +59,21 @@ from hdtool.runtime.stores.history_records import (
 from hdtool.runtime.stores.token_log import LOG, MAX_LOG_POSITIONS, OVERLAP_TOKENS, TokenLog
 
 EVICTION_DIVISOR = 64
-"""Evictions free this fraction of the ring, 1 / EVICTION_DIVISOR, so that most appends need none."""
+"""An eviction frees 1 / EVICTION_DIVISOR of the ring, so that most appends need no eviction."""
 MAX_POSITION = 1 << 31
 RESERVED_DISK_BYTES = 16 << 20
 """Disk space in bytes that appends leave free."""
 ROOM_CHECK_SECONDS = 1.0
 """Seconds between checks of the free disk space."""
 APPEND_ATTEMPTS = 100
-"""Maximum attempts at an append, which is retried after conversations were removed or the store was replaced."""
+"""Maximum number of attempts per append; retries follow an eviction, extension or replacement of the store."""
 
 
 class HistoryStore(Uncopyable):
     """A history store, open for lookups and, unless it is read-only, for appends."""
 
     def __init__(self, folder: Path, *, read_only: bool = False) -> None:
-        """Open the store in a folder, whatever its model. With ``read_only``, nothing is appended or repaired."""
+        """Open a folder's store without checking its model. With ``read_only``, nothing is appended or repaired."""
         self.folder = Path(folder).expanduser()
         self._manifest_path = str(self.folder / MANIFEST)
         self.fault = ""
@@ -101,9 +101,9 @@ class HistoryStore(Uncopyable):
         max_bytes: int | None = None,
         read_only: bool = False,
     ) -> HistoryStore:
-        """Open a model's store in a folder; unless ``read_only``, it is created if missing.
+        """Open a model's store in a folder; create the store if it is missing, unless ``read_only``.
 
-        ``max_bytes`` sets the size limit, also of an existing store. Raises StoreError if the folder's store is of
+        ``max_bytes`` sets the size limit, also of an existing store. Raises StoreError if the folder's store belongs to
         another model or tokenizer.
         """
         folder = Path(folder).expanduser()
@@ -126,7 +126,7 @@ class HistoryStore(Uncopyable):
 
     @property
     def log(self) -> Ints:
-        """Record for compiled code, at an address that never changes. ``refresh`` and ``append`` update it."""
+        """Record of the ring for compiled code, at a fixed address; ``refresh`` and ``append`` update the record."""
         return self._log
 
     @property
@@ -135,7 +135,7 @@ class HistoryStore(Uncopyable):
         return self._open.ring.nbytes + self._open.records.nbytes
 
     def refresh(self) -> None:
-        """Load what other processes appended, dropped or replaced; to be called between answers.
+        """Load the changes of other processes (appends, removals, rebuilds); call this between answers.
 
         On an error, the store appears empty and a warning is issued; see ``fault``.
         """
@@ -172,7 +172,7 @@ class HistoryStore(Uncopyable):
     def keep(
         self, wanted: Callable[[StoredConversation], bool], *, max_bytes: int | None = None
     ) -> list[StoredConversation]:
-        """Drop all but the wanted conversations and return the dropped ones; ``max_bytes`` changes the size limit.
+        """Keep only the ``wanted`` conversations and return the others; ``max_bytes`` changes the size limit.
 
         The files are rebuilt, so that they no longer contain dropped tokens.
         """
@@ -201,13 +201,13 @@ class HistoryStore(Uncopyable):
                 return list(conversations(transaction, self._open.records.path))
 
     def tokens(self, first: int, count: int) -> Ints:
-        """Return ``count`` tokens from position ``first``; -1 between conversations and above the committed end."""
+        """Return ``count`` tokens from position ``first``; -1 between conversations and from the committed end on."""
         ring_tokens = self._open.ring.tokens(first, count)
         ring_tokens[max(0, int(self._end[0]) - first) :] = -1
         return ring_tokens
 
     def answers(self, chosen: Sequence[StoredConversation]) -> Iterator[tuple[StoredConversation, Ints]]:
-        """Yield conversations with their tokens, skipping those that were damaged or overwritten."""
+        """Yield each of the ``chosen`` conversations with its tokens, skipping damaged and overwritten ones."""
         ring = self._open.ring
         for each in chosen:
             tokens = ring.tokens(each.first, each.tokens)
@@ -232,8 +232,8 @@ class HistoryStore(Uncopyable):
     def _append_once(self, transaction: Any, overlap: Ints, tokens: Ints, source: str) -> int:
         """Append a conversation and return the new end.
 
-        Return 0 if the store was extended or rebuilt, or conversations were removed, instead. The caller then commits
-        the transaction and retries.
+        If the store must be extended or rebuilt, or conversations must be removed, do only that and return 0. The
+        caller then commits the transaction and retries.
         """
         ring, records = self._open.ring, self._open.records
         state = state_of(transaction, records.path)
@@ -269,7 +269,7 @@ class HistoryStore(Uncopyable):
         return True
 
     def _remove_oldest(self, transaction: Any, below: int) -> bool:
-        """Remove conversations before position ``below``, and the oldest if there are too many.
+        """Remove conversations that start before position ``below``, and the oldest ones if the store has too many.
 
         Return True if any were removed.
         """
@@ -326,7 +326,7 @@ class HistoryStore(Uncopyable):
             return state_of(transaction, self._open.records.path)
 
     def _reopen(self) -> None:
-        """Open the files that the new manifest names; raise StoreError if they are of another model."""
+        """Open the files that the new manifest names; raise StoreError if their model or tokenizer differs."""
         opened = open_files(self.folder, writable=not self._read_only)
         require_history(opened.manifest, self.folder, self.manifest.tokenizer, self.manifest.model)
         self._use(opened)
@@ -341,7 +341,7 @@ class HistoryStore(Uncopyable):
 
     @contextmanager
     def _faults_noted(self) -> Iterator[None]:
-        """Turn a StoreError into ``fault`` and, unless the previous call failed as well, into a warning."""
+        """Catch a StoreError, set ``fault`` to its message, and warn unless the previous call also failed."""
         try:
             with store_errors(self.folder):
                 yield
@@ -388,7 +388,7 @@ class History:
             self.answers.start(lane, prompt)
 
     def finish(self, lane: Ints) -> None:
-        """End the answer of a lane, and move it to the store if there is one."""
+        """End a lane's answer, and move the answer to the store if there is one."""
         owner = int(lane["owner"][0])
         overlap, tokens = self.answers.answer(lane) if self.store and owner else (lane[:0], lane[:0])
         self.answers.finish(lane)
@@ -416,7 +416,7 @@ def open_history(
 ) -> HistoryStore:
     """Open the history store of a model and tenant, in the folder ``named`` or in hdtool's home.
 
-    Each tenant has a separate folder. A missing store is created, but with ``read_only`` only if ``created``.
+    Each tenant has a separate folder. A missing store is created if ``created`` is set or ``read_only`` is not.
     """
     folder = (
         history_at_home(model, tokenizer, tenant or None)

@@ -30,7 +30,7 @@ TIMED_LOOKUPS = 4000
 CONTEXT_LENGTH = 16
 
 FoundContinuation = tuple[int, list[int], int]
-"""``(length, tokens, count)``: the length of a match, tokens that followed it, and how often they did."""
+"""``(length, tokens, count)``: the length of a match, tokens that followed it, and how often they followed."""
 
 
 def continuations(store: CorpusIndex | ModelStore, context: list[int]) -> Iterator[FoundContinuation]:
@@ -58,7 +58,7 @@ def _of_corpus(index: CorpusIndex, context: list[int]) -> Iterator[FoundContinua
 
 
 def _path(index: CorpusIndex, tokens: list[int], matched: int, count: int) -> list[int]:
-    """Return the token after a match and the tokens after that one, while all occurrences of the path go on alike."""
+    """Return the token after a match and those that follow in all its occurrences, at most ``MAX_PATH`` tokens."""
     search = CorpusSearch(index.shards)
     while len(tokens) < matched + MAX_PATH:
         search.read(tokens)
@@ -70,10 +70,10 @@ def _path(index: CorpusIndex, tokens: list[int], matched: int, count: int) -> li
 
 
 def latency_of(store: CorpusIndex | ModelStore) -> dict[str, float]:
-    """Measure the latency of lookups at a draft node, for all context lengths; see ``latency`` for the result.
+    """Measure the latency of looking up all match lengths at a draft node; see ``latency`` for the result.
 
-    Contexts are parts of the store's documents with one of the last eight tokens replaced at random, so that matches
-    are as short as in unseen text.
+    Contexts are parts of the store's documents with one of the second-last to eighth-last tokens replaced at random, so
+    that matches are as short as in unseen text.
     """
     vocabulary = store.manifest.tokenizer.vocab_size
     if isinstance(store, ModelStore):

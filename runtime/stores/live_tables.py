@@ -1,7 +1,7 @@
 """Tables updated while decoding: a conversation's tokens with hash chains, and recycled rankings of the target model.
 
-Recycled rankings are stored per last token, and in hashed rows for the last two to ``MAX_KEY_TOKENS`` tokens. A new
-ranking replaces the previous one after the same tokens.
+A ranking lists the most probable tokens after a context. It is stored in the row of the context's last token, and in
+hashed rows for the last two to ``MAX_KEY_TOKENS`` tokens. A new ranking replaces the previous one for the same tokens.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ CHAIN_LENGTHS = (1, 3)
 """Numbers of preceding tokens that define the two kinds of chains: all positions in a chain follow the same tokens."""
 SHORT_CHAIN, LONG_CHAIN = range(2)
 MAX_LATEST_VISITS = 4
-"""Maximum number of chain entries to visit for a token's latest position, as tokens may share a hash."""
+"""Maximum number of chain entries visited to find a token's latest position; other tokens may share the chain."""
 COMPARED_AT_ONCE = 256
 """Number of tokens compared without a branch; a power of two."""
 
@@ -56,8 +56,8 @@ class ContextTable:
     def read(self, prompt: Sequence[int] | Ints) -> int:
         """Make ``prompt`` the content of the table, and return how many of its tokens were added.
 
-        A prompt that starts with the current content, such as a conversation's next turn, is only extended; else the
-        table is rebuilt.
+        If the prompt starts with the current content, as at a conversation's next turn, the table is only extended;
+        otherwise it is rebuilt.
         """
         tokens = np.asarray(prompt, np.int64)
         known = len(self)
@@ -142,9 +142,9 @@ RANKING_TOKENS = 8
 MAX_KEY_TOKENS = 5
 """Maximum number of last tokens in the key of a ranking."""
 ROWS_PER_LENGTH = 1 << 15
-"""Rows for each key length above 1."""
+"""Number of hashed rows for each key length above 1."""
 SHARE_UNIT = 1000
-"""Shares in recycled rankings are stored as integers, in thousandths."""
+"""Integer that stands for a share of 1: recycled rankings store shares in thousandths."""
 SHARE_SHARPNESS = 1.5
 """Exponent applied to probabilities before they are normalized to shares; above 1, it favors the best token."""
 
@@ -174,7 +174,7 @@ class RecycledRankings(Uncopyable):
     def __init__(self) -> None:
         self.record = np.zeros(1, RECYCLED_TABLE)
         self._lines: Array | None = None
-        none = np.zeros((0, RANKING_TOKENS), np.int64)  # for compilation before a step needs it
+        none = np.zeros((0, RANKING_TOKENS), np.int64)  # to compile ``_keep`` before the first step needs it
         _keep(self.record, none, none, none.astype(np.float32))
 
     def clear(self) -> None:
@@ -182,7 +182,7 @@ class RecycledRankings(Uncopyable):
         self.record[:] = np.zeros(1, RECYCLED_TABLE)
 
     def keep(self, tails: Array, tokens: Array, scores: Array, vocabulary: int) -> None:
-        """Keep a ranking for each row of ``tails``, the last tokens of a node; the most probable node comes first.
+        """Keep a ranking per node. Rows of ``tails`` hold a node's last tokens; the most probable node comes first.
 
         ``tokens`` are the top tokens, best first, with their logits in ``scores``. ``vocabulary`` is the size of the
         model's vocabulary.
@@ -239,7 +239,7 @@ def _keep(memory: Array, tails: Array, tokens: Array, scores: Array) -> None:
 
 @compiled
 def prefetch_rankings(table: Any, last: Any, suffix_hashes: Array) -> None:
-    """Prefetch the rankings for all key lengths; ``suffix_hashes`` holds the hash of the last tokens by length."""
+    """Prefetch the rankings for all key lengths; ``suffix_hashes[n]`` is the hash of the last ``n`` tokens."""
     rankings = rankings_of(table)
     for length in range(1, table.max_key_tokens + 1):
         row = row_of(table, last, suffix_hashes[length], length)
@@ -255,7 +255,7 @@ def tag_of(suffix_hash: np.uint64) -> Any:
 
 @compiled
 def row_of(table: Any, last: Any, suffix_hash: np.uint64, length: int) -> int:
-    """Return the row for ``length`` tokens with this hash, the last of which is ``last``; -1 if there is none."""
+    """Return the row for a key of ``length`` tokens that has this hash and ends with ``last``; -1 if there is none."""
     if length > table.max_key_tokens or not 0 <= last < table.vocabulary:
         return -1
     if length == 1:

@@ -2,12 +2,12 @@
 
 Lookups read a hash table that maps each prefix to its most frequent next tokens, and an array of the most frequent
 four-token phrases after each token. Table and array are built from the record, an LMDB file with the documents and
-n-grams. Stores are extended, merged and split by the record's documents.
+n-grams. Stores are extended, merged and split by way of these documents.
 
 A key of the record is a byte with the kind of the entry, followed by big-endian 32-bit numbers:
 
-- Kind 0, a document: its number. The value is its tokens.
-- Kinds 1 to 4, the tokens after a prefix of 1 to 4 tokens, and kind 5, the phrases after a token: the tokens of the
+- Kind 0, a document: the document's number. The value holds the document's tokens.
+- Kinds 1 to 4 (the tokens after a prefix of 1 to 4 tokens) and kind 5 (the phrases after a token): the tokens of the
   prefix. The value is ``[total, distinct, tokens, counts]``, where ``tokens`` concatenates all continuations.
 
 In values, tokens and counts are little-endian. Tokens have two bytes, or four for large vocabularies; counts have four.
@@ -43,16 +43,16 @@ PHRASE_TOKENS = 4
 """Number of tokens in a phrase, without the token before it."""
 
 MAX_PROBES = 256
-"""Maximum number of slots probed. Even among 2**31 half-full slots, runs of used slots have at most about 100."""
+"""Maximum number of slots probed. If half of 2**31 slots are used, runs of used slots are at most about 100 long."""
 MAX_ROWS_READ = 64
 """Maximum number of next tokens returned by a lookup, most frequent first."""
 
 VOCABULARY_RANKING_TOKENS = 8
-"""Number of tokens ranked per vocabulary entry. A row has their ids, best first, then probabilities in millionths."""
+"""Number of top tokens kept for each token. A row has their ids, best first, then probabilities in millionths."""
 
 HASH_LOW, HASH_HIGH, KEY_START, KEY_STOP, KEY_TOTAL, KEY_DISTINCT = range(6)
 KEY_WIDTH = 6
-"""Fields of a key: hash of the prefix, range of its rows, total count, and number of distinct next tokens."""
+"""Number of fields in a key: hash of the prefix, range of its rows, total count, number of distinct next tokens."""
 ROW_TOKEN, ROW_COUNT = range(2)
 
 MODEL_RECORD = np.dtype(
@@ -86,7 +86,7 @@ class ModelStore(Uncopyable):
     def __init__(
         self, folder: Path, tokenizer: TokenizerFingerprint | None = None, manifest: Manifest | None = None
     ) -> None:
-        """Open the store, given its ``manifest`` if already read; raise StoreError if it can't be used."""
+        """Open the store, with its ``manifest`` if already read; raise StoreError if the store can't be used."""
         self.folder = folder
         if manifest:
             self._open(manifest, tokenizer)
@@ -115,7 +115,7 @@ class ModelStore(Uncopyable):
         return mapped_part(self.folder, self.manifest, part, np.int32, width, "c")
 
     def after(self, context: Sequence[int] | Ints) -> list[StoreEntry]:
-        """Return the entries for the suffixes of ``context`` that the store has as prefixes, longest first."""
+        """Return the store's entries whose prefix is a suffix of ``context``, longest prefix first."""
         entries = look_up(self.record, np.array(context[-MAX_PREFIX_TOKENS:], np.int64)).tolist()
         return [
             StoreEntry(length, total, distinct, *self._valid(self.rows[start:stop]))
@@ -140,14 +140,14 @@ class ModelStore(Uncopyable):
 
 
 def rankings_in(folder: Path, manifest: Manifest) -> Ints | None:
-    """Return a copy of the vocabulary's rankings in a store; None if the store has none."""
+    """Return a copy of the rankings that a store holds for the vocabulary; None if it holds none."""
     if "rankings" not in manifest.files:
         return None
     return np.array(mapped_part(folder, manifest, "rankings", np.int32, 2 * VOCABULARY_RANKING_TOKENS))
 
 
 def model_record(store: ModelStore | None) -> Ints:
-    """Return a record of a store's array addresses; the store must outlive it. Without one, lookups find nothing."""
+    """Return a record of a store's array addresses, valid while the store lives; for None, lookups find nothing."""
     record = np.zeros(1, MODEL_RECORD)
     if store:
         for part in ("slots", "keys", "rows"):
@@ -160,13 +160,13 @@ def model_record(store: ModelStore | None) -> Ints:
 
 @compiled
 def rows_of(model: Any) -> Ints:
-    """Return the rows of all prefixes: next tokens and counts."""
+    """Return the rows of all prefixes as an array; a row has a next token and its count."""
     return array_at(model.rows[0], (model.rows[1], 2), np.int32)
 
 
 @compiled
 def lookup_hash(model: Any, prefix_hash: np.uint64) -> tuple[Any, Any, Any, Any]:
-    """Look up the prefix with a hash; see ``entry_of`` for the result."""
+    """Look up a prefix by its hash; see ``entry_of`` for the result."""
     slots = array_at(model.slots[0], model.slots[1], np.int32)
     keys = array_at(model.keys[0], (model.keys[1], KEY_WIDTH), np.int32)
     return entry_of(slots, keys, model.rows[1], prefix_hash)
@@ -188,7 +188,7 @@ def prefetch_entries(model: Any, hashes: Ints, max_tokens: int) -> None:
 
 @compiled
 def look_up(memory: Ints, tail: Ints) -> Ints:
-    """Return a row for each suffix of ``tail`` with an entry, longest first.
+    """Return a row for each suffix of ``tail`` that has an entry in the store, longest first.
 
     A row holds the length of the suffix, then the result of ``entry_of``.
     """
@@ -208,7 +208,7 @@ def look_up(memory: Ints, tail: Ints) -> Ints:
 
 @compiled
 def entry_of(slots: Ints, keys: Ints, rows: int, prefix_hash: np.uint64) -> tuple[Any, Any, Any, Any]:
-    """Return ``(start, stop, total, distinct)`` for the prefix with a hash: the range of its rows, and its counts.
+    """Find a prefix by its hash; return ``(start, stop, total, distinct)``: the range of its rows, and its counts.
 
     ``rows`` is the number of rows in the store; the range has at most ``MAX_ROWS_READ``. All values are 0 if there is
     no entry.
@@ -258,7 +258,7 @@ def split_hash(prefix_hash: np.uint64) -> tuple[np.int32, np.int32]:
 
 @compiled
 def mix_hash(suffix_hash: np.uint64, token: Any) -> np.uint64:
-    """Return the hash of a sequence from its first token and the hash of the remaining ones; the empty sequence has 0.
+    """Return a sequence's hash, given its first token and the hash of the rest; an empty sequence has the hash 0.
 
     Lookups compare only hashes. With a million keys, about one in ten million unknown sequences collides with a key,
     which costs a rejected draft.
@@ -345,7 +345,7 @@ class ModelRecord:
 
     @classmethod
     def of(cls, folder: Path, manifest: Manifest) -> ModelRecord:
-        """Return the record of a store, after comparing its checksum: LMDB may crash on a damaged file.
+        """Verify the checksum of a store's record, as LMDB may crash on a damaged file, and return the open record.
 
         Raises StoreError if the checksum is wrong.
         """
@@ -368,7 +368,7 @@ class ModelRecord:
         return np.concatenate([end[:0], *(part for ids in self.documents() for part in (ids, end))])
 
     def ngrams(self, prefix: Sequence[int] = ()) -> Iterator[Ngrams]:
-        """Yield all n-grams whose prefix starts with these tokens, by kind and prefix."""
+        """Yield all n-grams whose prefix starts with these tokens, ordered by kind, then by prefix."""
         for kind in NGRAM_KINDS:
             for key, (total, distinct, tokens, counts) in self._entries(_start(kind, prefix)):
                 followers = np.frombuffer(tokens, self._width).reshape(-1, PHRASE_TOKENS if kind == PHRASE_KIND else 1)
@@ -406,7 +406,7 @@ class ModelRecord:
 
 
 class RecordWriter:
-    """Writes a new record, which must be done in key order: documents, then n-grams by ascending kind."""
+    """Writes a new record. Call the methods in key order: documents first, then n-grams by ascending kind."""
 
     def __init__(self, environment: Any, end: int) -> None:
         self._environment = environment
@@ -458,7 +458,7 @@ def writing(path: Path, end: int, value_bytes: int, entries: int) -> Iterator[Re
 
 
 def _start(kind: int, prefix_tokens: Sequence[int]) -> bytes:
-    """Return the key of a kind and numbers, or the common start of all keys in which more numbers follow."""
+    """Return the key for a kind and numbers, which is also the start of all keys in which more numbers follow."""
     return bytes([kind]) + np.asarray(prefix_tokens, KEY_DTYPE).tobytes()
 
 

@@ -1,7 +1,7 @@
 """Memory-maps the files of stores, and checks LMDB's pages, because a damaged page would crash the process.
 
-The check follows the two trees of a snapshot, of data and of free pages, from their roots. Every page must lie in the
-file, store the right page number and a valid kind, and contain its nodes. The layout is LMDB 0.9's, little-endian.
+The check walks the two trees of a snapshot (data and free pages) from their roots. Every page must lie in the file,
+store the right page number and a valid kind, and contain its nodes. The layout is LMDB 0.9's, little-endian.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ PAGE_HEADER_BYTES = 16
 BRANCH_PAGE, LEAF_PAGE, OVERFLOW_PAGE = 1, 2, 4
 NODE_HEADER_BYTES = 8
 OVERFLOW_VALUE, INLINE_VALUE = 1, 0
-"""Flags of a node whose value is in overflow pages or in the node itself."""
+"""Flags of a node: its value is stored in overflow pages, or in the node itself."""
 TREE_RECORD = np.dtype(
     [
         ("page_size", "<u4"),
@@ -106,7 +106,7 @@ def damage_of(path: Path, number: int) -> str:
         trees = snapshot["trees"]
         if snapshot["magic"] == LMDB_MAGIC and int(trees[0]["page_size"]) == page_size:
             if int(snapshot["number"]) > number:
-                return ""  # replaced meanwhile by another process, for which the file is fine
+                return ""  # another process has committed a newer snapshot since, so the file is usable
             pages, entries = len(data) // page_size, 0
             for tree in trees:
                 if int(tree["root"]) == NO_PAGE:

@@ -60,7 +60,7 @@ class StoreSet:
     checkpoint: Checkpoint | None = None
     """The model's checkpoint; None if its files are unknown."""
     namespace: str | None = None
-    """Tenant that the stores belong to, which also separates histories on disk."""
+    """Tenant to which the stores belong; each tenant also has its own history on disk."""
 
     @classmethod
     def for_tokenizer(
@@ -74,7 +74,7 @@ class StoreSet:
     ) -> StoreSet:
         """Open the stores that ``config`` names, else those in hdtool's home.
 
-        A model store in hdtool's home is used only if it is that of ``model``. With ``identified``, the fingerprint of
+        A model store in hdtool's home is used only if it belongs to ``model``. With ``identified``, the fingerprint of
         the tokenizer is computed even if no store is opened. Raises StoreError if a store has another tokenizer.
         """
         model_db = config.model_db if "M" in databases else NO_STORE
@@ -170,7 +170,7 @@ def _note_other_models(
     tokenizer: TokenizerFingerprint,
     namespace: str | None,
 ) -> None:
-    """Print a note if the named model store is of another model, or if only other models have one in hdtool's home."""
+    """Print a note if the named model store belongs to another model, or if hdtool's home only has stores of others."""
     if opened:
         store_model = opened.manifest.model
         if named and store_model and model and store_model != model:
@@ -196,7 +196,7 @@ def _size(manifest: Manifest) -> str:
 def lasting_history(
     named: str, store_set: StoreSet, model: str, tenant: str, *, read_only: bool = False
 ) -> HistoryStore:
-    """Open the history store ``named`` in the settings, created if missing; raise StoreError if it can't be used."""
+    """Open the history store that ``named`` selects, creating it if missing; raise StoreError if it can't be used."""
     if store_set.checkpoint is None or store_set.tokenizer is None:
         raise StoreError(
             f"the history of {model} cannot be kept in {named}, because its weights are not on this machine and a "
@@ -209,6 +209,6 @@ def lasting_history(
 def tenant_among(served_as: Sequence[str], model: str) -> str:
     """Return the tenant whose answers a server keeps: the first of its model names with stores, else its first name.
 
-    A model served only under its own name has no tenant, "", unless there are stores of that name.
+    For a model served only under its own name, return an empty string, unless there are stores of that name.
     """
     return first_namespace_with_stores([*served_as, model]) or next((name for name in served_as if name != model), "")

@@ -2,12 +2,12 @@
 
 ``find_longest`` searches for a context, starting from the heads table. ``narrow_range`` extends a match by one token,
 starting from the range of the match, which a draft node has from its parent. ``sample_matches`` and ``read_followers``
-read the tokens that follow a range.
+read the tokens after a range's matches.
 
 Most of the time is memory latency: each bisection step reads a suffix and then the text at its position, which are far
-apart. ``find_boundary`` therefore has three rounds. The first bisects the sampled prefixes: the tokens after the first
-one of every 256th suffix, which are few enough to stay in the cache. The other rounds prefetch everything that they
-may read, so that each waits for memory only once.
+apart. ``find_boundary`` therefore has three rounds. The first bisects the sampled prefixes, which hold a few tokens of
+every 256th suffix and are small enough to stay in the cache. The other rounds prefetch everything that they may read,
+so that each waits for memory only once.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ PREFIX_EVERY = 256
 PREFIX_TOKENS = 4
 """Number of tokens in a sampled prefix, without the suffix's first token, which is known from the heads table."""
 BISECTION_STRIDES = (16, 1)
-"""Distance between the suffixes that the second and third round bisect."""
+"""Distances between the suffixes that the second and third round of ``find_boundary`` bisect."""
 FIRST_LENGTH = 3
 """First match length to try, about the usual match length for text that isn't in the corpus."""
 MIN_WIDE_BRACKET = 1024
@@ -61,7 +61,7 @@ class Shards(NamedTuple):
     """Index of the first suffix that starts with each token, ``[shards, vocabulary + 1]``."""
     sampled_prefixes: Ints
     extents: Ints
-    """Fields of ``ShardExtent`` ``[shards, 5]``."""
+    """One row per shard with the fields of ``ShardExtent``, ``[shards, 5]``."""
 
     def addresses(self) -> Ints:
         """Return the arrays' addresses and sizes for ``shards_at``; the arrays must outlive the result."""
@@ -75,7 +75,7 @@ def sampled_prefixes_in(suffixes: Any) -> Any:
 
 @compiled
 def shards_at(tokens: Ints, at: Ints) -> Shards:
-    """Return the shards at ``Shards.addresses``; passing each array from Python would cost a tenth of a microsecond."""
+    """Return the shards at ``Shards.addresses``: passing them from Python would cost 0.1 microseconds per array."""
     return Shards(
         tokens,
         array_at(at[1, 0], at[1, 1], np.uint32),
@@ -87,7 +87,7 @@ def shards_at(tokens: Ints, at: Ints) -> Shards:
 
 @compiled
 def find_longest(shards: Shards, tail: Ints) -> tuple[int, Ints]:
-    """Return the length of the longest suffix of ``tail`` that occurs, and its range in each shard.
+    """Return the length of the longest suffix of ``tail`` that occurs in the corpus, and its range in each shard.
 
     If a suffix occurs, so do all shorter ones. Lengths are therefore tried in growing strides until one doesn't occur,
     and then by bisection.
@@ -110,7 +110,7 @@ def find_longest(shards: Shards, tail: Ints) -> tuple[int, Ints]:
 
 @compiled
 def _usable(tail: Ints, vocabulary: int) -> int:
-    """Return how many of the last tokens are in the vocabulary; no match can contain any other token."""
+    """Return the length of the longest suffix within the vocabulary; no match can contain any other token."""
     usable = 0
     while usable < len(tail) and 0 <= tail[len(tail) - usable - 1] < vocabulary:
         usable += 1
@@ -119,7 +119,7 @@ def _usable(tail: Ints, vocabulary: int) -> int:
 
 @compiled
 def _find(shards: Shards, tail: Ints, length: int, ranges: Ints) -> bool:
-    """Return True if the last ``length`` tokens occur; write ranges whose starts are exact but ends may be too late."""
+    """Return True if the last ``length`` tokens occur; write their ranges, with exact starts but possibly late ends."""
     occurs = False
     for shard in range(len(shards.extents)):
         low, high = head_range(shards, shard, tail[len(tail) - length])
@@ -143,7 +143,7 @@ def _narrow_ends(shards: Shards, tail: Ints, length: int, ranges: Ints) -> None:
 
 @compiled
 def head_range(shards: Shards, shard: int, token: Int) -> tuple[Int, Int]:
-    """Return the range of suffixes that start with a token, within the shard even if the file is damaged."""
+    """Return the range of suffixes that start with a token, clamped to the shard in case the file is damaged."""
     low = min(np.int64(shards.heads[shard, token]), shards.extents[shard, SUFFIXES])
     return low, max(low, min(np.int64(shards.heads[shard, token + 1]), shards.extents[shard, SUFFIXES]))
 
@@ -271,7 +271,7 @@ def _bisect(shards: Shards, shard: int, length: int, low: Int, high: Int, token:
 
 @compiled
 def _follower_of(shards: Shards, shard: int, suffix: Int, length: int) -> Int:
-    """Return the token after the first ``length`` tokens of a suffix, within the shard even if the file is damaged."""
+    """Return the token after the first ``length`` tokens of a suffix, never reading beyond the end of the shard."""
     position = np.int64(shards.suffixes[shards.extents[shard, SUFFIX] + suffix]) + length
     return np.int64(shards.tokens[shards.extents[shard, TOKEN] + min(position, shards.extents[shard, TOKENS] - 1)])
 
@@ -284,7 +284,7 @@ def sample_step(num_matches: int, samples: int) -> int:
 
 @compiled
 def sample_index(sample: int, step: int) -> int:
-    """Return the index of the match that a sample reads.
+    """Return the index within a range of the match that a sample is taken from.
 
     Samples are evenly spread, because the first matches of a sorted range all have followers with small ids.
     """
@@ -293,7 +293,7 @@ def sample_index(sample: int, step: int) -> int:
 
 @compiled
 def sample_matches(shards: Shards, ranges: Ints, length: int, num_matches: int, matches: Ints) -> None:
-    """Write where the text continues after evenly spread samples of a range of ``length`` tokens.
+    """Write the positions after evenly spread matches in a range whose suffixes share ``length`` tokens.
 
     Each column of ``matches`` ``[2, samples]`` gets the position of the next token and the end of its shard.
     """

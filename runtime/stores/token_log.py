@@ -4,7 +4,7 @@ Each position holds a token and the previous position that follows the same two 
 thus form a chain, latest first, as in LZ compressors. Concurrent answers are appended in separate blocks. Once the ring
 is full, the oldest tokens are overwritten.
 
-The drafter uses this search for the history and for predictions, and ``inspect`` shows and times it.
+The drafter uses this search for the history and for predictions, and ``inspect`` shows its matches and its latency.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ CHAIN_KEY_TOKENS = 2
 LOG_BLOCK = 64
 """Number of positions that an answer reserves at a time; a power of two."""
 OVERLAP_TOKENS = 8
-"""Number of preceding tokens copied to the start of an answer or non-adjacent block, so that matches can span it."""
+"""Number of preceding tokens copied to the start of an answer or non-adjacent block, to let matches extend there."""
 INITIAL_LOG_POSITIONS, MAX_LOG_POSITIONS = 1 << 16, 1 << 20
 """Initial and default maximum number of positions in a ring."""
 MAX_LOG_POSITION = (1 << 31) - (1 << 24)
@@ -78,7 +78,7 @@ class TokenLog(Uncopyable):
         return np.zeros(1, LANE)
 
     def start(self, lane: Ints, tokens: Sequence[int] | Ints, *, learned: bool = False) -> None:
-        """Begin an answer after ``tokens``, the last few of which are copied.
+        """Begin an answer after ``tokens``, copying the last few of them before the answer.
 
         If ``learned``, all of ``tokens`` are appended, and can be matched.
         """
@@ -165,7 +165,7 @@ def chain_of(log: Any, pair_hash: np.uint64) -> np.int64:
 
 @compiled
 def latest(log: Any, pair_hash: np.uint64, end: Any) -> np.int64:
-    """Return the latest position of a pair's chain below ``end``; -1 if none is found."""
+    """Return the latest position below ``end`` on the chain of a token pair; -1 if none is found."""
     entries, position = entries_of(log), np.int64(heads_of(log)[chain_of(log, pair_hash)])
     for _ in range(MAX_STALE_POSITIONS):
         if position < end:
@@ -223,7 +223,7 @@ def answer_of(memory: Ints, lane: Ints) -> tuple[Ints, int]:
 
 @compiled
 def append(log: Any, lane: Any, token: Any, linked: bool) -> None:
-    """Append a token to a lane's answer; if ``linked``, also to its chain."""
+    """Append a token to a lane's answer; if ``linked``, also link its position to a chain."""
     if lane.position + 1 >= lane.stop or lane.stop - LOG_BLOCK < end_of(log) - log.size:
         _reserve(log, lane)
     entries, position = entries_of(log), lane.position
@@ -369,7 +369,7 @@ def follow_chain(
 
 @compiled
 def matches(memory: Ints, tail: Ints) -> tuple[Ints, Ints]:
-    """Return ``(positions, lengths)``: where tokens followed the end of a context before, and the match lengths."""
+    """Return ``(positions, lengths)``: positions after earlier occurrences of a context's end, and match lengths."""
     matched_positions, lengths = np.empty(MAX_MATCHES, np.int64), np.empty(MAX_MATCHES, np.int64)
     if len(tail) < CHAIN_KEY_TOKENS:
         return matched_positions[:0], lengths[:0]

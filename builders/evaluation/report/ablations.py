@@ -92,7 +92,7 @@ class Study:
     budget: int | None = None
     workers: int | None = None
     curve: CostCurve | None = None
-    """Decides how many draft tokens pay if ``budget`` is None."""
+    """Cost curve that decides how many draft tokens pay if ``budget`` is None."""
 
     @property
     def draft_tokens(self) -> str:
@@ -103,7 +103,7 @@ class Study:
 
     @property
     def letters(self) -> str:
-        """Letters of the available sources."""
+        """Letters of the available sources, in the default lookup order."""
         there = {"C": True, "M": self.store_set.model is not None, "S": self.store_set.corpus is not None}
         return "".join(letter for letter in SOURCE_LETTERS if there[letter])
 
@@ -226,9 +226,9 @@ def source_coverage(method: str, singles: Mapping[str, ReplayResult]) -> Coverag
 
 
 THINNING_FACTORS = (16, 8, 4, 2)
-"""Each smaller index holds one document in this many."""
+"""Factors by which the smaller indexes hold fewer documents than the corpus index."""
 MAX_INDEX_TOKENS = 50_000_000
-"""Size above which building the smaller indexes would take minutes."""
+"""Size of a corpus index, in tokens, above which building the smaller indexes would take minutes."""
 MIN_INDEX_DOCUMENTS = 10 * THINNING_FACTORS[0]
 SIZES_METHOD = "hd"
 
@@ -328,7 +328,7 @@ def _trace(question: Prompt, answered: AnsweredQuestion) -> Trace:
 
 PAPER_SOURCES = ("context", "model", "corpus")
 PAPER_METHOD = "hd-paper"
-"""Method that decides the verdict; evidence of other methods is listed too."""
+"""Method whose replays decide the verdict; evidence from other methods is listed too."""
 
 
 @dataclass(frozen=True)

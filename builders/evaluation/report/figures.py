@@ -46,12 +46,12 @@ class ReportData:
     """Drafting times by index size, or the reason why there are none."""
     case: TypicalCase | None = None
     replayed: str = ""
-    """Caption on the number of draft tokens in replays."""
+    """Caption that states the number of draft tokens in the replays."""
 
 
 @dataclass(frozen=True)
 class Figure:
-    """Plot with its texts."""
+    """Plot with its title, caption, alternative text and table."""
 
     name: str
     title: str
@@ -89,7 +89,7 @@ def figures_of(data: ReportData) -> Iterator[Figure]:
 
 
 def missing_figures(data: ReportData) -> Iterator[tuple[str, str]]:
-    """Yield the names of figures without data, each with the command that would add it."""
+    """Yield the names of figures without data, each with the command or data that would add it."""
     needs: Sequence[tuple[str, Any, str]] = (
         ("speed-up per task and method", data.speedups, BENCH_COMMAND),
         ("generation time against tokens", data.durations, BENCH_COMMAND),

@@ -147,9 +147,9 @@ def _shares(method: str, rows: Sequence[AnsweredQuestion]) -> SourceShares:
 
 NGRAM = 4
 MAX_CURVE_POINTS = 16
-"""Maximum number of points of the curve over answers."""
+"""Maximum number of points in the curve of repeated 4-grams over the answers."""
 MAX_DISTANCE = 2**16
-"""Longest distance, in tokens, to an earlier occurrence that the report shows."""
+"""Longest distance to an earlier occurrence that the report shows, in tokens."""
 HASH_MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
 """Multiplier of the rolling hash; odd, so that multiplication is invertible."""
 

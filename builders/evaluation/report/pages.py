@@ -29,7 +29,7 @@ from hdtool.runtime.environment import machine
 
 TEMPLATES = Path(__file__).parent / "templates"
 SOURCE_LABELS = {"none": "the model itself"}
-"""Labels of sources that differ from their names."""
+"""Labels of the sources whose label differs from their name."""
 
 Pictures = Mapping[str, Mapping[str, bytes]]
 """PNG files by figure name and theme name."""
@@ -169,7 +169,7 @@ def headline(results: Mapping[str, ReplayResult], curve: CostCurve | None) -> st
 
 
 def memory_notes(results: Mapping[str, ReplayResult], warm: Sequence[str]) -> list[str]:
-    """Return phrases on the history of the methods; ``warm`` are the files replayed first."""
+    """Return phrases that describe the methods' histories; ``warm`` are the files replayed first."""
     growing = [name for name, result in results.items() if result.history]
     only = f" ({', '.join(growing)})" if len(growing) < len(results) else ""
     parts = [f"growing over the recordings, in their order{only}" if growing else "none"]
@@ -224,7 +224,7 @@ PICTURE_NAME = re.compile(
     r"(speed-up|generation-time|temperatures|repeated-4-grams|4-gram-distances|database-size"
     r"|(sources|subsets|orders|coverage)-[a-z+-]+)(\.dark)?\.png"
 )
-"""Matches the names of all figures that a report may have."""
+"""Matches the file names of all pictures that a report may have."""
 
 
 def write_page(folder: Path, page: Page) -> Path:

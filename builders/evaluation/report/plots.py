@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 PLOT_INCHES = 5.4
-"""Width in inches, chosen so that text stays readable on a phone."""
+"""Width of a plot in inches, chosen so that text stays readable on a phone."""
 PLOT_DPI = 200
 
 METHOD_COLOURS = {
@@ -73,7 +73,7 @@ class Theme:
 
     @property
     def sources(self) -> dict[str, str]:
-        """Colors of all registered sources by name; bonus tokens come last."""
+        """Colors of all registered sources by name; the color of bonus tokens comes last."""
         known = sorted(registered().items(), key=lambda entry: not entry[0])
         return {source.name: source.light if self.name == "light" else source.dark for _, source in known}
 
@@ -108,7 +108,7 @@ def render_png(draw: Draw, theme: Theme, height: float) -> bytes:
 
 
 def _plot_settings(theme: Theme) -> dict[Any, Any]:
-    """Return matplotlib's settings for one figure."""
+    """Return matplotlib's settings for a figure in the colors of ``theme``."""
     background, foreground = theme.background, theme.foreground
     return {
         **dict.fromkeys(("figure.facecolor", "axes.facecolor", "savefig.facecolor"), background),
@@ -194,7 +194,7 @@ def shares(data: SourceShares, axes: Axes, theme: Theme) -> None:
 
 
 def trials(data: Trials, axes: Axes, theme: Theme) -> None:
-    """Draw one bar per choice of sources, labelled with their letters in order."""
+    """Draw one bar per choice of sources, labelled with the letters of these sources in lookup order."""
     rows = data.rows
     best = data.best
     for place, row in enumerate(rows):
@@ -214,7 +214,7 @@ def trials(data: Trials, axes: Axes, theme: Theme) -> None:
 
 
 def coverage(data: Coverage, axes: Axes, theme: Theme) -> None:
-    """Draw two bars per source: tokens accepted in the source's own replay, and how many only this replay accepted."""
+    """Draw two bars per source: tokens accepted in the source's own replay, and those accepted in no other replay."""
     names = list(data.sources)
     for place, (name, source) in enumerate(data.sources.items()):
         colour = theme.source(name)

@@ -79,7 +79,7 @@ class Trial:
     tokens_per_step: float
     nodes_per_step: float
     draft_us: float
-    """Median over steps."""
+    """Median drafting time per step, in microseconds."""
 
 
 @dataclass(frozen=True)
@@ -96,21 +96,21 @@ class Trials:
 
 @dataclass(frozen=True)
 class SourceCoverage:
-    """Tokens accepted from a source when it is the only one."""
+    """Tokens accepted from a source in a replay that drafts from this source alone."""
 
     positions: int
-    """Number of accepted tokens."""
+    """Number of positions with an accepted token."""
     alone: int
-    """Number of accepted tokens that no other source, as the only one, had accepted."""
+    """Number of accepted tokens at positions where no other source's replay has an accepted token."""
     distinct_tokens: int
     """Number of distinct accepted tokens."""
     distinct_tokens_alone: int
-    """Number of distinct accepted tokens that no other source, as the only one, had accepted."""
+    """Number of distinct accepted tokens that no other source's replay accepted at any position."""
 
 
 @dataclass(frozen=True)
 class Coverage:
-    """Number of answer tokens that are accepted from each source when it is the only one."""
+    """Number of answer tokens accepted from each source in replays that draft from one source alone."""
 
     method: str
     positions: int
@@ -130,7 +130,7 @@ class Repeats:
     """Per place, the share of each group's 4-grams that occurred there before."""
     distances: tuple[int, ...]
     shares_within: tuple[float, ...]
-    """Per distance, the share of all 4-grams whose last occurrence is at most that many tokens back."""
+    """Per distance, the share of all 4-grams whose previous occurrence is at most that many tokens back."""
 
 
 @dataclass(frozen=True)
@@ -140,10 +140,10 @@ class IndexSize:
     tokens: int
     tokens_per_step: float
     draft_us: float
-    """Median over steps."""
+    """Median drafting time per step, in microseconds."""
     draft_us_p90: float
     corpus_us: float
-    """Microseconds in the corpus index, averaged over steps."""
+    """Mean time of corpus index lookups per step, in microseconds."""
 
 
 @dataclass(frozen=True)

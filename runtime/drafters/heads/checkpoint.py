@@ -117,7 +117,7 @@ class MtpHeads(Heads):
         return torch.stack(outputs, dim=1)
 
     def shapes(self) -> list[LayerShape]:
-        """Return the shapes that the layer caches per position."""
+        """Return the shapes of the tensors that the layer caches per position."""
         heads, like = self.shape.attention_heads, self.like
         shape = HeadShape(heads, self.shape.width // heads, like.dtype, like.device)
         return [LayerShape(shape, shape)]
@@ -184,7 +184,7 @@ class EvalResult:
     places: int = 0
     """Number of evaluated positions."""
     tree: list[list[int]] = field(default_factory=list)
-    """Nodes of the static tree, best first. A node is its path: the rank that each head gave to the token."""
+    """Nodes of the static tree, best first. Each node is a path with one rank per head, from the first head on."""
     gains: list[float] = field(default_factory=list)
     """How often each node of the static tree is accepted."""
     odds: list[list[float]] = field(default_factory=list)
@@ -246,7 +246,7 @@ def output_files(folder: Path) -> tuple[OutputFile, OutputFile]:
 
 
 def load_heads(folder: Path, model: PreTrainedModel) -> SavedHeads:
-    """Load the heads of a folder onto the model's device; raise HeadsError if they were trained on another model."""
+    """Load the heads stored in a folder onto the model's device; raise HeadsError if trained on another model."""
     from safetensors.torch import load_file
 
     settings = read_settings(folder)

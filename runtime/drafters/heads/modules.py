@@ -1,8 +1,8 @@
 """Modules of drafting heads and their KV cache, for training and for drafting.
 
 Adaptation layers read the target's hidden states and the tokens chosen from them. Each head applies a residual block to
-the output of one of them, auto-embedding blocks attend across the heads (Amphista; Li et al., 2024), and output layers,
-which may be low-rank, compute logits. The first head predicts the token after the last chosen one.
+the output of one of these layers, auto-embedding blocks attend across the heads (Amphista; Li et al., 2024), and output
+layers, which may be low-rank, compute logits. The first head predicts the token after the last chosen one.
 """
 
 from __future__ import annotations
@@ -171,7 +171,7 @@ class AdaptationLayer(nn.Module):
     def forward(
         self, states: torch.Tensor, tokens: torch.Tensor, rotary: Rotary, cache: CacheView | None, layer: int
     ) -> torch.Tensor:
-        """Return states after new positions; ``states`` and embedded ``tokens`` are ``[batch, new, width]``.
+        """Return the layer's output at new positions; ``states`` and embedded ``tokens`` are ``[batch, new, width]``.
 
         ``cache`` holds the keys and values of earlier positions; without it, only the new positions are attended to.
         """
@@ -260,9 +260,9 @@ class Heads(nn.Module):
     def along(
         self, hidden: torch.Tensor, embedded: torch.Tensor, rows: torch.Tensor, columns: torch.Tensor
     ) -> torch.Tensor:
-        """Return states ``[places, heads, width]`` at the given places of texts.
+        """Return the heads' states ``[places, heads, width]`` at places in texts, whose own tokens serve as the draft.
 
-        A place has an index in ``rows`` and in ``columns``; the texts' own tokens serve as the draft.
+        Place ``i`` is at ``rows[i]`` and ``columns[i]``.
 
         ``hidden`` and ``embedded`` are ``[rows, columns, width]``: hidden states, and embeddings of the next tokens.
         """

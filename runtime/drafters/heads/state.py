@@ -108,7 +108,7 @@ PROMPT_CHUNK = 512
 
 
 class HeadsState:
-    """Parallel heads during the answers of a target: their KV cache, pending input and latest rankings."""
+    """State of parallel heads while their target generates answers: KV cache, pending input and latest rankings."""
 
     source = SourceId.HEADS
 
@@ -141,7 +141,7 @@ class HeadsState:
         """The proposal to compare with the next accepted tokens."""
 
     def observe(self, accepted: Accepted, verified: Verified) -> None:
-        """Update the calibration and queue the target's hidden states of the accepted path."""
+        """Update the calibration, and queue the accepted tokens with the target's hidden states along their path."""
         proposed, self._proposed = self._proposed, None
         if proposed is not None:
             self.calibration.learn(proposed, self._buckets, accepted.tokens)
@@ -200,7 +200,7 @@ def sequential_drafter(saved: SavedHeads, target: Target, *, is_measured: bool) 
 
 
 class HydraModule:
-    """Hydra heads during an answer. Each row is a draft path, which a head reads as a whole.
+    """Ranks next tokens with Hydra heads. Each row is a draft path, which a head reads as a whole.
 
     Row 0 is the last accepted token; ``extend`` numbers its rows consecutively after it.
     """

@@ -2,7 +2,7 @@
 
 Learned weights change slowly and apply to all answers. Within a few steps, a factor corrects them for an answer that is
 more or less predictable than the weights imply: how often its next token was drafted, relative to how often that was
-expected. The functions work on the record of ``WORKSPACE``.
+expected. The functions work on a ``WORKSPACE`` record.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from hdtool.runtime.kernels.compiled import compiled
 from hdtool.runtime.source_names import SourceId
 
 EXPECTED_HITS = 2.0
-"""Number of hits that the prior of an answer's factor counts as; low, so that the factor adapts within a few steps."""
+"""Weight of the prior of an answer's factor, in hits; low, so that the factor adapts within a few steps."""
 HITS_WINDOW = 50.0
 """Number of expected hits that the factor's moving averages span."""
 MAX_FACTOR = 1.5
@@ -29,7 +29,7 @@ def start_calibration(work: Any) -> None:
 
 @compiled
 def calibrate(work: Any, nodes: int) -> None:
-    """Write the calibrated probabilities of a tree's nodes, except for those that a grammar makes almost certain."""
+    """Write the calibrated probabilities of a tree's nodes, uncorrected if the tree begins with a grammar's chain."""
     is_certain = nodes > 0 and work.sources[1] == GRAMMAR_NUMBER
     work.grown = 0 if is_certain else nodes
     factor = 1.0 if is_certain else min(MAX_FACTOR, work.hits[0] / work.hits[1])
@@ -39,7 +39,7 @@ def calibrate(work: Any, nodes: int) -> None:
 
 @compiled
 def count_hit(work: Any, token: int) -> None:
-    """Count whether the last tree had the ``token`` that followed the root; its nodes need not have been verified."""
+    """Count whether the last tree contained the ``token`` that followed the root, even if its node was not verified."""
     hit = expected = 0.0
     for node in range(1, work.grown + 1):
         if work.parents[node] == 0:

@@ -1,4 +1,4 @@
-"""Candidate tokens after a node: their probabilities, how evidence adds to them, and learned weights.
+"""Candidate tokens after a node: their probabilities, the evidence that adds to these, and its learned weights.
 
 A parameter ``at`` is the address of an array that holds the addresses of all records.
 
@@ -31,14 +31,14 @@ from hdtool.runtime.stores.token_log import MAX_MATCH_TOKENS
 from hdtool.runtime.tree import LARGEST_TREE
 
 WORK_AT, WEIGHTS_AT, NEAR_AT, TABLE_AT = SourceId.NONE.value, *range(len(SourceId), len(SourceId) + 3)
-"""Indices in the array of addresses; the address of a source's record is at the number of the source."""
+"""Indices into the array of addresses, which holds the address of each source's record at the source's number."""
 ADDRESSES = TABLE_AT + 1
 MAX_CANDIDATES = 512
 CANDIDATE_SLOTS = 2 * MAX_CANDIDATES
 MAX_HASHED_TOKENS = 8
 """Largest number of a node's last tokens that are hashed."""
 MAX_WEIGHT_ROWS, MAX_SOURCE_ROWS = 128, 32
-"""Most rows of learned weights, and most rows in the table of sources."""
+"""Maximum number of rows of learned weights, and of rows in the table of sources."""
 DRAFTING = RESTART = -1
 """Passed in place of an emitted token: ``DRAFTING`` if an estimate serves to grow a tree, ``RESTART`` if another
 conversation begins."""
@@ -107,7 +107,7 @@ WORKSPACE = np.dtype(
 )
 SOURCE_ROW = np.dtype([(name, np.int64) for name in ("source", "first", "lowest", "highest", "find", "weigh", "move")])
 """A row in the table of sources: the source's number, its first row of weights, the lowest and highest n-gram order
-with evidence at the current node, and the addresses of the source's functions (``move`` is 0 if it has none)."""
+that may have evidence at the current node, and the addresses of the source's functions (``move`` is 0 without one)."""
 FIND, MOVE = types.int64(types.int64, types.int64), types.void(types.int64, types.int64, types.int64)
 WEIGH = types.float64(*[types.int64] * 4, types.float64)
 
@@ -134,7 +134,7 @@ class CompiledSource(NamedTuple):
     """Lowest n-gram order of the source."""
     prior: Prior
     find: Callable[[int, int], int]
-    """``find(at, node)``: begin with a node, and return the highest order with evidence, or -1 without any."""
+    """``find(at, node)``: begin with a node, and return the highest order that may have evidence, or -1 if none."""
     weigh: Callable[[int, int, int, int, float], float]
     """``weigh(at, node, order, first, left)``: add the evidence for an order to the candidates, out of the remaining
     probability ``left``, and return the probability that remains. ``first`` is the source's first row of weights."""
@@ -155,7 +155,7 @@ call_find, call_weigh, call_move = caller_of(FIND), caller_of(WEIGH), caller_of(
 
 @compiled
 def record_array_at(at: int, number: int, count: int, kind: Any) -> Array:
-    """Return the ``count`` records at the address with index ``number``.
+    """Return the ``count`` records whose address is at index ``number`` in the array of addresses.
 
     The index is the number of a source, or a constant such as ``WORK_AT``.
     """
@@ -179,7 +179,7 @@ def table_at(at: int) -> Array:
 
 @compiled
 def move_all(at: int, token: int, emitted: int) -> None:
-    """Call ``move`` of all sources when the root moves on by a token."""
+    """Call the ``move`` functions of all sources when the root moves on by a token."""
     table = table_at(at)
     for row in range(work_at(at).rows):
         if table[row].move:
@@ -192,7 +192,7 @@ ONE_TOKEN, FEW_TOKENS, MANY_TOKENS = range(3)
 PRIOR_OBSERVATIONS = 20.0
 """Weight of the prior, in observations."""
 WEIGHT_WINDOW = 100.0
-"""Number of observations that a weight averages over; it is small, as answers change with the questions."""
+"""Number of observations that a weight averages over; small, because answers differ from question to question."""
 UNSEEN_SHARE = 1 / 32_000
 """Share of a single token in the probability that is left after all orders; it suits vocabularies of any size."""
 NEGLIGIBLE_PROB = 1e-6
@@ -210,7 +210,7 @@ RECENCY = (
     (0.70, 0.61, 0.68, 0.95),
     (0.70, 0.61, 0.68, 0.95),  # 1,024 or more tokens ago; too few conversations are that long to fit this row
 )
-"""Factors by class of distance and class of probability; only their ratios matter (``tests/benchmarks/recency.py``)."""
+"""Factors by class of distance (row) and probability (column); only ratios matter (``tests/benchmarks/recency.py``)."""
 
 WEIGHTS = np.dtype(
     [
@@ -254,7 +254,7 @@ def weights_at(at: int) -> Any:
 
 @compiled
 def evidence_bucket(total: Any, spread: int) -> int:
-    """Return the bucket for evidence by its total, in powers of two, and its spread."""
+    """Return the weight bucket for evidence, given its total (by powers of two) and its spread."""
     size, left = 0, total
     while left >= 2 and size < EVIDENCE_SIZES - 1:
         left >>= 1
@@ -269,7 +269,7 @@ def spread_of(total: Any, distinct: Any) -> int:
 
 @compiled
 def share_bucket(share: Any, share_unit: int) -> int:
-    """Return the bucket for a ranking, by the share of its best token instead of the amount of evidence.
+    """Return the weight bucket for a ranking, given the share of its best token instead of an amount of evidence.
 
     ``share_unit`` is the sum of all shares.
     """

@@ -220,7 +220,7 @@ class Hierarchy(Uncopyable):
 
     @property
     def seconds(self) -> dict[SourceId, float]:
-        """Seconds spent on drafting so far, divided by source as timed in every 32nd draft; empty without a clock."""
+        """Seconds spent on drafting so far, split by source as measured in every 32nd draft; empty without a clock."""
         parts = self._time.seconds()
         if any(parts):
             if self._trained:
@@ -245,7 +245,7 @@ class Hierarchy(Uncopyable):
         restart(self._at, np.array(prompt[-MAX_MATCH_TOKENS:], np.int64))
 
     def predict(self, prediction: Sequence[int]) -> None:
-        """Also draft this answer from a prediction, which is expected to start at the end of the prompt."""
+        """Also draft this answer from a predicted text, which is expected to begin right after the prompt."""
         self._prediction = log = TokenLog(size=1 << (len(prediction) + 2 * LOG_BLOCK).bit_length())
         lane, tail = log.lane(), self._tails[0]
         log.start(lane, tail[tail >= 0])
@@ -254,7 +254,7 @@ class Hierarchy(Uncopyable):
         self._use_rows(prediction=True)
 
     def _use_rows(self, *, prediction: bool) -> None:
-        """Fill the table of sources, with or without the source of predictions."""
+        """Fill the table of sources, with or without the prediction source."""
         rows = [row for source, row in self._rows if prediction or source is not PREDICTION_SOURCE]
         self._source_table[: len(rows)] = rows
         self.work["rows"] = len(rows)
@@ -265,7 +265,7 @@ class Hierarchy(Uncopyable):
             self._history.finish(self._lane)
 
     def expect(self, tokens: Sequence[int]) -> None:
-        """Begin the next tree with the chain ``tokens``, which is almost certain to be accepted, and extend its end."""
+        """Begin the next tree with the chain ``tokens``, which is almost surely accepted, and continue from its end."""
         size = min(len(tokens), LARGEST_TREE)
         self.work["chain"][0, :size] = tokens[:size]
         self.work["expected"] = size
@@ -275,7 +275,7 @@ class Hierarchy(Uncopyable):
         self.work["seed"] = ExponentialRace(seed or 0).seed
 
     def forget_tree(self) -> None:
-        """Record that the last tree was verified in another form, so that rows of logits do not belong to its nodes."""
+        """Record that the last tree was not verified as drafted, so that rows of logits do not match its nodes."""
         self._nodes = 0
 
     def draft(self, context: Sequence[int]) -> DraftTree:
@@ -323,7 +323,7 @@ class Hierarchy(Uncopyable):
         return trees
 
     def prepare(self, context: Sequence[int]) -> int:
-        """Write the inputs of a tree to memory; return how many nodes to grow, or 0 if this step should not draft."""
+        """Prepare the inputs for growing a tree; return how many nodes to grow, or 0 if this step should not draft."""
         max_nodes = min(self.budget.max_nodes, LARGEST_TREE)
         if not max_nodes:
             self.work["expected"] = self._nodes = 0
@@ -398,7 +398,7 @@ class Hierarchy(Uncopyable):
         self._learning_seconds = time.perf_counter() - started
 
     def _catch_up(self) -> None:
-        """Learn from the emitted tokens; this is postponed while drafting does not pay."""
+        """Learn from the tokens emitted since the last call; this is postponed while drafting does not pay."""
         for token in self._pending:
             feed_token(self._at, token)
         self._pending.clear()

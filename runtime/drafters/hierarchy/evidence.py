@@ -39,14 +39,14 @@ from hdtool.runtime.stores.corpus_index import (
 from hdtool.runtime.stores.model_store import MAX_PREFIX_TOKENS, MODEL_RECORD, lookup_hash, prefetch_entries, rows_of
 
 CORPUS_SEARCH_FACTOR = 5.0
-"""The corpus index, the slowest source, is searched only while this multiple of ``min_left`` is left."""
+"""The corpus index, the slowest source, is searched only while at least this multiple of ``min_left`` is left."""
 BEFORE_ORDER = 3
 """N-gram order at which trained drafters and plug-ins contribute, ahead of the other sources."""
 MILLION = 1_000_000
 """Predicted shares are integers in millionths."""
 MAX_PLUGINS = len(PLUGINS)
 MAX_PLUGIN_POSITIONS = MAX_HEADS
-"""Most positions after the root that a plug-in predicts."""
+"""Maximum number of positions after the root that a plug-in predicts."""
 MAX_PREDICTED_TOKENS = 60
 """Number of most probable tokens that are kept for each position."""
 ANY_TOKEN, NO_CHAIN_TOKEN = -1, -2
@@ -68,7 +68,7 @@ PREDICTION_RECORD = np.dtype(
 
 
 def _find_in_model(at: int, node: int) -> int:
-    """Return the length of the longest prefix to look up.
+    """Return the length of the longest prefix to look up in the model store.
 
     This is one token more than the longest match of the parent, or ``MAX_PREFIX_TOKENS`` if that match is unknown: at
     the root, or if the parent's estimate ended before a match was found.

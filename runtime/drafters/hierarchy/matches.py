@@ -52,11 +52,11 @@ MATCH_ORDERS = MAX_HASHED_TOKENS + 4
 MAX_SHORT_ORDER = CHAIN_LENGTHS[LONG_CHAIN] - 1
 """Highest n-gram order of matches from the short chain, which is read only if longer matches do not suffice."""
 MAX_ROOT_MATCHES, MAX_NODE_MATCHES = 64, 16
-"""Most matches read from a chain at the root, and at nodes below it; older ones add little."""
+"""Maximum number of matches read from a chain at the root, and at nodes below it; older matches add little."""
 MAX_CHAIN_VISITS = 2 * MAX_ROOT_MATCHES
-"""Most positions visited in a chain, hash collisions included."""
+"""Maximum number of positions visited in a chain, hash collisions included."""
 MAX_NODE_LOG_MATCHES = 8
-"""Most matches looked up in a log at a node below the root."""
+"""Maximum number of matches looked up in a log at a node below the root."""
 ANSWERS_LOG, STORED_LOG, NUM_LOGS = range(3)
 """Indices of the history's logs: the answers of this process, and the store on disk. Other sources have only the first
 log."""
@@ -152,7 +152,7 @@ def _add_to_context(at: int, token: int, emitted: int) -> None:
 
 
 def _log_source(name: SourceId, prior: Prior) -> CompiledSource:
-    """Return a source that matches token logs."""
+    """Return a source that finds matches in token logs."""
     number = name.value
 
     def find(at: int, node: int) -> int:

@@ -52,7 +52,7 @@ from hdtool.runtime.stores.live_tables import (
 from hdtool.runtime.stores.token_log import MAX_MATCH_TOKENS
 
 MAX_NEIGHBOR_TOKENS = 32
-"""Most tokens in a neighboring ranking, beginning with those of the most probable nodes."""
+"""Maximum number of tokens in a neighboring ranking, beginning with those of the most probable nodes."""
 AGREEMENT = (13.0, 9.0, 6.0, 4.0, 3.0, 2.0, 1.5, 1.3)
 """Factors for candidates whose share in a neighboring ranking is at least 1/2, at least 1/4, and so on."""
 MIN_SHARE_SUM = 1e-9
@@ -68,7 +68,7 @@ class Rankings(Uncopyable):
     """Records of the sources that read the target's logits; each row is ranked only once for all of these sources."""
 
     def __init__(self, *, last: bool = False, recycled: bool = False, known: Array | None = None) -> None:
-        """``known`` holds rankings after single tokens that are available from the first step on."""
+        """``known`` holds rankings after single tokens, for use from the first step on."""
         self.last, self.near = prediction_records([SourceId.LAST]), prediction_records([SourceId.RECYCLED])
         self.recycled = RecycledRankings()
         self._uses_last, self._uses_recycled = last, recycled
@@ -165,7 +165,7 @@ RECYCLED_SOURCE = CompiledSource(
     SourceId.RECYCLED, 1, Prior(MAX_KEY_TOKENS, 0.9, 0.9), _find_recycled, _weigh_recycled, _move_recycled
 )  # fmt: skip
 SINGLE_TOKEN_SOURCE = RECYCLED_SOURCE._replace(find=_find_single)
-"""The source for known rankings that are never replaced; it comes after the sources that count texts."""
+"""The source of known rankings that are never replaced; listed after the sources that count n-grams in texts."""
 
 
 @compiled

@@ -53,7 +53,7 @@ RECYCLED_NUMBER = SourceId.RECYCLED.value
 
 @compiled
 def expand(at: int, node: int, min_left: float, floor: float, truth: int) -> None:
-    """Interpolate from the highest n-gram order down, until less than ``min_left`` is left to lower orders.
+    """Interpolate from the highest n-gram order down, until less probability than ``min_left`` is left to lower orders.
 
     If ``truth`` is ``DRAFTING``, fill in the candidates, without contributions below ``floor``. If it is an emitted
     token, record the share that each order gives to this token instead.
@@ -63,7 +63,7 @@ def expand(at: int, node: int, min_left: float, floor: float, truth: int) -> Non
     _start(work, node)
     lap(work, TREE_NUMBER)
     order = 0
-    # Call ``find`` from the last row on, as the last sources prefetch what they will read. No source is left out, even
+    # Call ``find`` in reverse order, as the last sources prefetch what they will read. No source is left out, even
     # if one would suffice, because the node's children inherit its matches.
     for number in range(work.rows - 1, -1, -1):
         row = table[number]
@@ -94,7 +94,7 @@ def _start(work: Any, node: int) -> None:
 
 @compiled
 def _add_order(at: int, node: int, order: int, left: float) -> float:
-    """Add the evidence of all sources for an n-gram order while enough probability is left; return the rest."""
+    """Add all sources' evidence for an n-gram order while enough probability is left; return what then remains."""
     work, table = work_at(at), table_at(at)
     for number in range(work.rows):
         row = table[number]
@@ -158,14 +158,14 @@ def grow(at: int, max_nodes: int) -> int:
 
 @compiled
 def grow_all(at: Ints, max_nodes: Ints, grown: Ints) -> None:
-    """Grow a tree for each drafter, given by address; write the numbers of nodes to ``grown``."""
+    """Grow a tree for each drafter, given the drafters' addresses ``at``; write the numbers of nodes to ``grown``."""
     for row in range(len(max_nodes)):
         grown[row] = grow(at[row], max_nodes[row]) if max_nodes[row] > 0 else 0
 
 
 @compiled
 def _insert_paths(work: Any, node: int, size: int, max_nodes: int, bar: float) -> tuple[int, float]:
-    """Insert the continuations of a node into the list.
+    """Insert the continuations of a node into the list of best paths.
 
     Return ``(size, bar)``: the new size of the list, and the probability that a further path must exceed, which is 0
     until the list is full.
@@ -193,7 +193,7 @@ def _insert_paths(work: Any, node: int, size: int, max_nodes: int, bar: float) -
 
 @compiled
 def _make_node(work: Any, node: int) -> None:
-    """Turn the next path of the list into a node."""
+    """Turn the next path in the list of best paths into a node."""
     key = work.best_keys[node - 1]
     parent, token = (key >> 32) & 0xFF, key & 0xFFFFFFFF
     work.probs[node] = work.best_probs[node - 1]

@@ -1,4 +1,4 @@
-"""Published methods, implemented from their papers so that they can be compared with `hd` in the same loop.
+"""Published methods, implemented from their papers for comparison with `hd` in the same decoding loop.
 
-Imports `data` and the loop.
+Imports `data` and the decoding loop.
 """

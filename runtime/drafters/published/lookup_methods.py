@@ -207,7 +207,7 @@ class Lookahead:
         return self._width if self.is_full else len(self._rows[0])
 
     def observe(self, root: int, argmax: Ints) -> Ints:
-        """Advance by the argmax after the last nodes; return the completed n-grams, one row each."""
+        """Advance the branch by the argmax after each of its last nodes; return the completed n-grams, one row each."""
         rows = self._rows
         if not self.is_full:
             # Drop the first column: its head is the new root, which was not guessed.

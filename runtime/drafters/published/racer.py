@@ -207,7 +207,7 @@ def _after(trie: Any, tail: Ints, rows: Ints, lengths: Ints) -> int:
 def _collect(trie: Any, match: int, matched: int, nodes: Ints, counts: Ints, lengths: Ints, size: int) -> int:
     """Merge the nodes below a match into the most frequent nodes, sorted by count; return the number of nodes.
 
-    Of nodes with equal counts, the shallower one comes first.
+    Among nodes with equal counts, the shallower one comes first.
     """
     max_rows = len(nodes)
     waiting, depths = np.empty(MAX_TRIE_NODES, np.int64), np.empty(MAX_TRIE_NODES, np.int64)
@@ -256,7 +256,7 @@ class Racer:
         """Number of context tokens whose n-grams have been counted."""
         self._calibration = NodeCalibration(KIND_PRIOR_RATES)
         self._verified = NO_KINDS, DraftTree.bare(0)
-        """``(kinds, tree)``: the last tree, and the kind of each of its nodes."""
+        """``(kinds, tree)``: the kind of each node in the last tree, and this tree."""
         # Compile the code, or load it from the cache, before the first step.
         self._trie.add(np.full((1, 1), NO_RECYCLED_TOKEN, np.int32), SourceId.CONTEXT, wanted=1)
         _fill(np.zeros((1, RECYCLED_PER_TOKEN), np.int64), 0, *self._trie.copy_arrays(), 1)

@@ -120,14 +120,14 @@ def _slot(automaton: Automaton, state: Any, token: Any) -> Any:
 
 @compiled
 def after(automaton: Automaton, state: Any, token: Any) -> Any:
-    """Return the state that a token leads to, or ``NO_STATE``."""
+    """Return the state that ``token`` leads to from ``state``, or ``NO_STATE``."""
     edge = automaton.slots[_slot(automaton, state, token)]
     return automaton.targets[edge] if edge != NO_STATE else np.int32(NO_STATE)
 
 
 @compiled
 def advance(automaton: Automaton, state: Any, matched: Any, tokens: Ints) -> tuple[Any, Any]:
-    """Read more tokens of another text; return the state and length of that text's longest suffix that occurs."""
+    """Read tokens of another text; return state and length of its longest suffix that occurs in the automaton."""
     for token in tokens:
         while state != START_STATE and after(automaton, state, token) == NO_STATE:
             state = automaton.links[state]
@@ -210,7 +210,7 @@ def _add_edge(automaton: Automaton, state: Any, token: Any, target: Any) -> None
 
 
 TOKENS_AHEAD = 40
-"""Most tokens in a draft."""
+"""Maximum number of tokens in a draft."""
 PRIOR_RATE, RATE_PRIOR_WEIGHT, RATE_WINDOW = 0.6, 10.0, 200.0
 """Initial acceptance rate, its weight in tokens, and the window of the moving average in tokens."""
 

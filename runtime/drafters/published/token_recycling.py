@@ -1,7 +1,7 @@
 """Token Recycling (Luo et al., 2024): a static tree over the tokens that the target ranked highest after each token.
 
-Rankings are recycled from all nodes of a verified tree, accepted or not. Of the paper's 80 nodes, those accepted most
-often are drafted, as many as the budget allows.
+Rankings are recycled from all nodes of a verified tree, accepted or not. The paper's tree has 80 nodes; those accepted
+most often are drafted, as many as the budget allows.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class TokenRecycling:
         self._places = np.array([children for level in CHILDREN for children in level], np.int64)
         self._calibration = NodeCalibration(RANK_PRIOR_RATES)
         self._verified = NO_KINDS, DraftTree.bare(0)
-        """``(ranks, tree)``: the last tree, and the rank of each of its nodes."""
+        """``(ranks, tree)``: the rank of each node in the last tree, and this tree."""
         _fill(np.full((1, RECYCLED_PER_TOKEN), 0), 0, self._places)  # compile it, or load it from the cache
 
     def begin(self, prompt: Sequence[int]) -> None:
@@ -121,7 +121,7 @@ class TokenRecycling:
 
 @compiled
 def _fill(rows: Ints, root: int, max_children: Ints) -> tuple[Ints, Ints, Ints]:
-    """Return the tokens, parents and ranks of the nodes of the static tree whose tokens are known."""
+    """Return the tokens, parents and ranks of those nodes in the static tree whose tokens are known."""
     max_nodes = len(max_children)
     tokens, parents = np.empty(max_nodes, np.int64), np.empty(max_nodes, np.int32)
     ranks, nodes = np.empty(max_nodes, np.int64), np.full(max_nodes, NO_RECYCLED_TOKEN)  # the node of each entry

@@ -74,7 +74,7 @@ class DraftModel:
         self._model.notice_changes()
         self._context = list(prompt[:1])
         self._limit = self._model.context_limit(max(1, len(prompt)))
-        """Most tokens that the model can read, after which nothing is drafted; None if there is no limit."""
+        """Maximum number of tokens that the model can read, after which it drafts nothing; None without a limit."""
         self._accepted = 0
         """Number of context tokens in the cache."""
 
@@ -165,7 +165,7 @@ class AssistantModule:
         return self._pass(self._states[parents], tokens)
 
     def _pass(self, hidden: torch.Tensor, tokens: list[int]) -> Ranked:
-        """Rank the tokens after each of ``tokens``, given the hidden state before it; each is a batch entry."""
+        """Rank the tokens after each of ``tokens``, given the hidden state before it; each token is a batch entry."""
         rows = len(tokens)
         ids = torch.tensor(tokens, device=hidden.device)[:, None]
         output = self._assistant(

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 class DFlashDrafter:
-    """Drafts with a DFlash model during the answers of a target."""
+    """Drafts with a DFlash model for a target."""
 
     source = SourceId.DRAFTER
 

@@ -1,4 +1,4 @@
-"""Decide whether the passes of a trained drafter pay, how many to make in a step, and over how many tokens each."""
+"""Decide whether a trained drafter's passes pay, how many of them to run per draft, and how many paths each extends."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from hdtool.runtime.model.target import Target
 
 GATE_LEARNING_RATE = 0.01
-"""Learning rate of the average tokens and seconds of a step, with and without the drafter."""
+"""Learning rate of the moving averages of tokens and seconds per step, with and without the drafter."""
 PRIOR_STEPS = 8
 """Weight, in steps, of the assumption that the drafter adds no tokens, so that a costly drafter needs more evidence."""
 TRIAL_STEPS = 4
@@ -82,7 +82,7 @@ PACE_LEARNING_RATE = 0.03
 MAX_PASS_RATIO = 3.0
 """Multiple of the expected value to which the seconds of a pass or step are clipped."""
 MAX_EXTENDED_ROWS = 16
-"""Most rows of a pass whose cost is learned; larger passes, such as prefills, say nothing about drafting."""
+"""Maximum number of rows in a pass whose cost is learned; larger ones, such as prefills, say nothing about drafting."""
 
 
 class Pace(Protocol):

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from hdtool.runtime.model.target import Target
 
 READ_CHUNK = 512
-"""Most accepted tokens that one pass reads."""
+"""Maximum number of accepted tokens that one pass reads."""
 CAPTURED_SIZES = (1, 2, 4, 8, 16)
 """Numbers of rows in a captured pass."""
 CAPTURED_HEADER_WORDS = 2
@@ -30,7 +30,7 @@ CAPTURED_HEADER_WORDS = 2
 READS_NOTHING = -1
 
 Module = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Any, torch.Tensor], torch.Tensor]
-"""Computes the hidden states after tokens ``[1, rows]``, from hidden states before them, positions, cache and mask."""
+"""Computes the hidden states after tokens ``[1, rows]``, given the states before them, positions, cache and mask."""
 SelectTopTokens = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 """Computes the best tokens after hidden states ``[rows, width]``, and their probabilities."""
 

@@ -45,7 +45,7 @@ class EagleShape:
 
     @classmethod
     def of(cls, settings: dict[str, Any], target: Target, target_width: int) -> EagleShape:
-        """Return the shape stated by the configuration of a checkpoint."""
+        """Return the shape that the configuration of a checkpoint states."""
         layer = settings.get("transformer_layer_config") or settings
         width, heads = int(layer["hidden_size"]), int(layer["num_attention_heads"])
         embeddings: Any = target.model.get_input_embeddings()
@@ -171,7 +171,7 @@ class EagleModule(DraftPasses):
 
 
 def layers_of(settings: dict[str, Any], number: int) -> list[int]:
-    """Return the target's layers whose outputs a drafter reads; checkpoints name the layers after these."""
+    """Return indices of the target layers whose outputs a drafter reads; checkpoints list each layer's successor."""
     named = settings.get("eagle_aux_hidden_state_layer_ids") or (2, number // 2, number - 3)
     return [int(layer) - 1 for layer in named]
 

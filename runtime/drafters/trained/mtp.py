@@ -68,7 +68,7 @@ class LibraryMtp:
         layers.create_masks_for_mtp_layer = lambda *_: {"attention_mask": self._mask}
         self.width = width
         self.shapes = self._shapes()
-        """Shapes that each layer caches per position."""
+        """Shapes of the tensors that each layer caches per position."""
 
     @property
     def module(self) -> torch.nn.Module:
@@ -161,9 +161,9 @@ def mtp_layers_of(model: PreTrainedModel) -> int:
 
 
 def patterns_of(model: PreTrainedModel) -> list[str]:
-    """Return patterns for the names of MTP tensors: those that the model ignores, and layers after its last one.
+    """Return patterns for the names of MTP tensors: those that the model ignores, and layers beyond its last one.
 
-    transformers knows layers after the last one only for the layer counts of published models.
+    The patterns in transformers cover layers beyond the last one only for the layer counts of published models.
     """
     ignored_patterns = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
     first = int(model.config.get_text_config(decoder=True).num_hidden_layers)
@@ -226,7 +226,7 @@ MTP_CACHE_NAME = "MTP layers"
 def mtp_drafter(target: Target, *, is_measured: bool) -> TrainedDrafter:
     """Return a drafter for the MTP layers of the target's checkpoint.
 
-    If ``is_measured``, a layer that is applied repeatedly makes only the passes that pay.
+    If ``is_measured``, a single layer, which is applied repeatedly, runs only the passes that pay.
     """
     with target.changing():
         layers = loaded_once(target, MTP_CACHE_NAME, lambda: _loaded(target))

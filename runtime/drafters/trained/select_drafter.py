@@ -149,7 +149,7 @@ def published_drafter(
 ) -> TrainedDrafter:
     """Return a drafter for a published checkpoint: one made for the target, or any small model.
 
-    If ``is_measured``, drafters that work token by token make only the passes that pay.
+    If ``is_measured``, drafters that draft token by token run only the passes that pay.
     """
     published = PublishedDrafter.named(name)
     kind = published.kind

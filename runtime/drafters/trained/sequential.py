@@ -78,9 +78,9 @@ class AcceptedTokens:
 
 
 ROWS_PER_PASS = 4
-"""Most paths that a pass extends."""
+"""Maximum number of paths that one pass extends."""
 MAX_PASSES = 12
-"""Most passes per draft, not counting the first, which reads the accepted tokens."""
+"""Maximum number of passes per draft, not counting the first, which reads the accepted tokens."""
 MAX_CALIBRATED_DEPTH = 7
 """Depth from which on all rankings share one calibration, if there are no ``odds``."""
 
@@ -91,11 +91,11 @@ NO_RANKING: Ranked = np.full((1, 1), NO_RANKING_AFTER), np.zeros((1, 1))
 
 
 class SequentialModule(Protocol):
-    """Ranks the tokens after a draft path from the path's last token and the state computed before that token."""
+    """Ranks the tokens that may follow a draft path, given the path's last token and the state before that token."""
 
     @property
     def passes(self) -> int:
-        """Most passes that the module can make per draft, not counting the first."""
+        """Maximum number of passes that the module can run per draft, not counting the first."""
         ...
 
     def begin(self, prompt: list[int]) -> None:
@@ -123,7 +123,7 @@ class SequentialModule(Protocol):
 
 
 class SequentialDrafter:
-    """Drafts with a sequential module during the answers of a target."""
+    """Drafts with a sequential module: each pass after the first extends the best paths of the one before."""
 
     def __init__(
         self,
@@ -138,7 +138,7 @@ class SequentialDrafter:
         """``columns`` selects the hidden states to read; see ``Target.watch_hidden``.
 
         ``odds`` are acceptance rates by depth and probability bucket (see ``Calibration``); rankings at greater depths
-        use the last depth's rates. ``width`` is the most paths that a pass extends.
+        use the last depth's rates. ``width`` is the maximum number of paths that one pass extends.
         """
         self.module, self.source, self.seconds = module, source, 0.0
         self._pace, self._width = pace, width
@@ -208,9 +208,9 @@ class SequentialDrafter:
         return rows
 
     def _choose_extensions(self, first: int, rows: int, max_nodes: int) -> Array:
-        """Choose which tokens of the rankings ``first`` to ``rows`` to extend, and return them, best first.
+        """Choose which tokens of the rankings from ``first`` up to ``rows``, exclusive, to extend.
 
-        A token is returned as its flat index in these rankings.
+        Return the flat indices of the chosen tokens in these rankings, best first.
 
         A token outside of the ``max_nodes`` best nodes so far is not extended: its continuations are even less
         probable.

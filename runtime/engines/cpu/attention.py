@@ -15,10 +15,10 @@ from hdtool.runtime.kernels.compiled import array_at, compiled, copy_floats, gen
 from hdtool.runtime.kernels.vector_code import FLOAT, INDEX, ITEM_SIZE, LANES, FloatCode, exponentiate
 
 BLOCK_QUERIES, MAX_BLOCK_QUERIES = 16, 48
-"""Queries per block; the queries of a block share the keys and values that are in L1.
+"""Number of queries per block; a block's queries share keys and values while these are in the L1 cache.
 
-``block_queries`` uses the maximum if the threads can share the heads evenly. With 8,000 positions, which exceed L2,
-eight rows of nine heads then took 0.81 times as long as with blocks of 16.
+``block_queries`` uses the maximum if the threads can share the heads evenly. With 8,000 positions, whose keys and
+values exceed L2, eight rows of nine heads then took 0.81 times as long as with blocks of 16.
 """
 MASKED_SCORE = np.float32(-3e38)
 """Added to the score of a position that a row doesn't attend to."""
@@ -125,7 +125,7 @@ def _divide(builder: Any, sums: Any, width: Any, total: Any, written: Any) -> No
 
 
 VALUE_QUERIES = 2 if LANES == 8 else 4
-"""Queries whose sums of values share registers. With AVX's 16 registers, four queries took 1.6 to 1.7 times as long."""
+"""Queries whose sums are in registers together. With AVX's 16 registers, four queries took 1.6 to 1.7 times as long."""
 _queries_wide, _one_query_wide = _weighted_sum(VALUE_QUERIES, 4), _weighted_sum(1, 4)
 _queries_narrow, _one_query_narrow = _weighted_sum(VALUE_QUERIES, 1), _weighted_sum(1, 1)
 WIDE = 4 * LANES
@@ -174,7 +174,7 @@ def attend(
     first: int,
     end: int,
 ) -> None:
-    """Compute attention of one sequence, for some blocks of queries.
+    """Compute attention for some blocks of one sequence's queries.
 
     All buffers are given by address and hold float32 values, unless noted; strides are counted in float32 values.
 
@@ -244,7 +244,7 @@ def attend(
 
 @compiled
 def _first_visible(row_positions: Any, first: int, end: int, window: int, length: int) -> int:
-    """Return the first position to which any row from ``first`` to ``end`` attends, rounded down to ``LANES``."""
+    """Return the first position that rows ``first`` to ``end`` attend to, rounded down to a multiple of ``LANES``."""
     if not window:
         return 0
     lowest = length
@@ -277,7 +277,7 @@ def _weighted_sums(
     sums: int,
     totals: int,
 ) -> None:
-    """Sum the weighted values from position ``begin`` on for each query, and the weights themselves."""
+    """Sum each query's weighted values, and the weights themselves, from position ``begin`` on."""
     array_at(sums, (block_size * width + block_size * (width // LANES),), types.float32)[:] = 0.0
     for first in range(begin, positions, VALUE_POSITIONS):
         chunk = min(VALUE_POSITIONS, positions - first)

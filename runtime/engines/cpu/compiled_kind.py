@@ -1,4 +1,4 @@
-"""Decides which models the compiled passes support, and lists the matmuls of their layers."""
+"""Decides which models compiled passes support, and lists the matmuls in a model's layers."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ class MatmulRows(NamedTuple):
 
 
 def matmuls_of(part: LayerParts[CompiledLinear]) -> dict[int, MatmulRows]:
-    """Return a decoder layer's matmuls by the index of their first field in the layer's record."""
+    """Return a decoder layer's matmuls, keyed by the index of each one's first field in the layer's record."""
     keys, inner = part.heads * part.width, part.inner
     sizes = keys * part.groups, keys, keys
     inputs = _split(part.qkv, sizes if part.kv_source is None else sizes[:1])
@@ -157,13 +157,14 @@ def _may_be_embedding(module: Module) -> bool:
 OUTLINE = cast(
     Any, replace(COMPILED, is_linear=_may_be_linear, is_readable=lambda weight: True, is_embedding=_may_be_embedding)
 )
-"""``COMPILED`` for modules whose weights aren't loaded yet."""
+"""Variant of ``COMPILED`` for modules whose weights aren't loaded yet."""
 
 
 def may_be_compiled(settings: Any) -> bool:
     """Return True if the engine may support a model with this configuration, judging by the model's modules.
 
-    Also return True if the modules can't be built from the configuration. When the model is loaded, the proof decides.
+    Also return True if the modules can't be built from the configuration. When the model is loaded, ``compile_cpu``
+    decides by comparing results with Transformers'.
     """
     try:
         from accelerate import init_empty_weights

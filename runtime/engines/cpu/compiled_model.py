@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class CompiledModel:
-    """Computes the passes of one model, as long as the model is unchanged since ``record``."""
+    """Computes one model's forward passes, as long as the model hasn't changed since the last call of ``record``."""
 
     def __init__(self, parts: CompiledParts, windows: Sequence[AttentionWindow], log: PassLog) -> None:
         self._parts, self._log = parts, log
@@ -86,7 +86,7 @@ class CompiledModel:
             self.record()
 
     def first_layer_alone(self) -> AbstractContextManager[None]:
-        """Return a context in which passes compute only the first layer."""
+        """Return a context manager within which passes compute only the first layer."""
         return self.table.first_layer_alone()
 
     def read(self, tokens: Sequence[int], slot: Slot) -> torch.Tensor | None:
@@ -112,7 +112,7 @@ class CompiledModel:
         return logits
 
     def _begin(self, slot: Slot) -> None:
-        """Clear the states of an empty slot, which still hold an earlier sequence."""
+        """Clear the recurrent states of a slot without tokens, which may be those of an earlier sequence."""
         if slot.states and not slot.length:
             slot.states.clear()
 
@@ -147,7 +147,7 @@ class CompiledModel:
             slot.states_of_tree, slot.place_in_tree = states, place
 
     def verify_alone(self, slot: Slot, tree: DraftTree) -> Verified | None:
-        """Verify a tree in one of several slots; return None if the engine can't compute the pass."""
+        """Verify a tree in just one of several slots; return None if the engine can't compute the pass."""
         passes, started = self._passes_for(1), time.perf_counter()
         self._begin(slot)
         slot.states_of_tree = None

@@ -1,8 +1,8 @@
-"""Generates integer dot products for the processor's best instruction, and defines the panel formats that they read.
+"""Generates integer dot products with the processor's best instruction, and defines the formats of panels of weights.
 
-A panel stores the weights of some rows in parts of 32 columns: first the lowest four bits of each weight, with four
-columns of a row per lane, then the remaining bits. The weights of a part are ``scale * (level - offset) + minimum``,
-with the block's scale and minimum. Dot products are integers, so they don't depend on the instruction.
+A panel stores the weights of ``PANEL_ROWS`` rows in parts of 32 columns: first the lowest four bits of each level, with
+four columns of a row per lane, then the remaining bits. The weights of a part are ``scale * (level - offset) +
+minimum``, with the block's scale and minimum. Integer dot products are exact, so every instruction gives equal results.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from hdtool.runtime.kernels.vector_code import (
 )
 
 PANEL_ROWS = 16 if has_feature("avx512bw") else 8
-"""Rows of a panel: the number of 32-bit lanes of the widest vector register that multiplies bytes.
+"""Rows in a panel: the number of 32-bit lanes in the widest vector registers whose bytes can be multiplied.
 
 Panels are never stored in files, so they may differ between processors.
 """
 PART = 32
 """Number of columns in a part."""
 QUAD = 4
-"""Columns in a lane, since dot-product instructions sum the products of four bytes."""
+"""Number of columns per lane, because dot-product instructions sum the products of four bytes."""
 QUADS = PART // QUAD
 PLANE = PANEL_ROWS * QUAD
 """Size in bytes of a vector with one quad for each row of a panel."""
@@ -50,7 +50,7 @@ class PanelFormat:
     """Memory layout of a panel."""
 
     high_bits: int
-    """Number of bits of a level beyond four."""
+    """Number of bits in a level beyond the lowest four."""
     offset: int = 0
     """Subtracted from each stored level, which is unsigned, to get the weight's integer."""
     has_minima: bool = False
@@ -63,7 +63,7 @@ class PanelFormat:
     scale_size: int = HALF_SIZE
     """Size in bytes of a scale in the header: an exponent, a float16 or a float32."""
     table: tuple[int, ...] = ()
-    """Levels of the four-bit codes; empty if codes are levels."""
+    """Maps four-bit codes to levels; empty if the codes are the levels."""
 
     @property
     def level_bits(self) -> int:
@@ -135,8 +135,8 @@ declare i32 @llvm.vector.reduce.add.v16i32(<16 x i32>)
 def has_dot_of_octets(triple: str, cpu: str, features: str) -> bool:
     """Return True if LLVM selects ``sdot`` for a processor.
 
-    LLVM's list of host features doesn't name the instruction, and using ``sdot`` where LLVM doesn't support it ends the
-    process. Therefore this function compiles a sum for which LLVM selects ``sdot`` wherever possible.
+    LLVM's list of host features doesn't name the instruction, and using ``sdot`` where LLVM doesn't support it aborts
+    the process. Therefore this function compiles a sum for which LLVM selects ``sdot`` wherever possible.
     """
     target_machine = binding.Target.from_triple(triple).create_target_machine(cpu=cpu, features=features, opt=2)
     return "sdot" in target_machine.emit_assembly(binding.parse_assembly(SUM_OF_PRODUCTS))
@@ -169,7 +169,7 @@ ADDED_IN_PAIRS, WIDENED_PAIRS = (
 def best_dot() -> str:
     """Return the best dot-product instruction of this processor."""
     if machine().lower() in ("aarch64", "arm64"):
-        # The target that numba compiles for, which its settings can change.
+        # The target that numba compiles for, which numba's settings can change.
         compiled_for = cpu_target.target_context.codegen().magic_tuple()
         return DOT_OF_SIGNED if has_dot_of_octets(*compiled_for) else ANY_PROCESSOR
     if has_feature("avxvnni") or (has_feature("avx512vnni") and has_feature("avx512vl")):
@@ -193,7 +193,7 @@ class IntegerCode(VectorCode):
         return self.splat(self.load(address, kind), PANEL_ROWS)
 
     def quad(self, record: Any, quad: int) -> Any:
-        """Load four bytes of an input row into each lane."""
+        """Load the four bytes of an input row's quad into every lane."""
         if self.dot != DOT_OF_SIGNED:
             return self.builder.bitcast(self.broadcast(self.gep(record, quad * QUAD), WORD), OCTETS)
         # ``sdot`` can read one lane of a register, so a single load serves four quads.
@@ -219,7 +219,7 @@ class IntegerCode(VectorCode):
         return registers[0]
 
     def table_lookup(self, table: Sequence[int], indices: Any) -> Any:
-        """Look up bytes in a table of 16 by 4-bit indices."""
+        """Look up bytes in a 16-entry table with 4-bit indices."""
         if self.dot == ANY_PROCESSOR:
             return self.lookup(table, indices, None)
         if self.dot == DOT_OF_SIGNED:
@@ -227,10 +227,10 @@ class IntegerCode(VectorCode):
         return self.lookup(table, indices, LOOK_UP_X86[PLANE], PLANE)
 
     def in_order(self, vector: Any) -> Any:
-        """Return ``vector``, computed in program order: LLVM doesn't move empty assembly with side effects.
+        """Return ``vector``, passed through empty assembly with side effects so that LLVM computes it in program order.
 
         Otherwise LLVM computes one input row after another, which keeps all levels of a part in registers. AVX2 has too
-        few registers: a part of four rows in Q8_0 took 23 cycles per row on Zen 4 without AVX-512, and 19 in order.
+        few for that: a part of four rows in Q8_0 took 23 cycles per row on Zen 4 without AVX-512, and 19 in order.
         """
         kind = ir.FunctionType(vector.type, [vector.type])
         return self.builder.asm(kind, "", "=v,0", [vector], side_effect=True)
@@ -240,7 +240,7 @@ class IntegerCode(VectorCode):
 
 
 class DotProduct:
-    """Generates one dot product of levels with signed inputs per lane. Levels are unsigned, except for ``sdot``."""
+    """Generates a dot product of levels and signed inputs in each lane. Levels are unsigned, except with ``sdot``."""
 
     def __init__(self, code: IntegerCode, largest: int) -> None:
         """``largest`` is the largest level that ``add`` may get."""

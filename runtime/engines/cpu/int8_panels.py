@@ -25,7 +25,7 @@ _tile_by_rows = by_rows({rows: panel_tile(rows) for rows in range(1, INT8_TILE_R
 
 
 TILE, QUANTIZE = types.void(*[types.int64] * 6), types.void(*[types.int64] * 3)
-"""Signatures of the C functions ``multiply_tile`` and ``quantize``, which each format has."""
+"""Signatures of the C functions ``multiply_tile`` and ``quantize``, which are compiled for each format."""
 MULTIPLY = types.void(*[types.int64] * 10)
 TILE_PREFIX, QUANTIZE_PREFIX, MULTIPLY_NAME = "hdtool_multiply_int8_tile_", "hdtool_quantize_", "hdtool_multiply_int8"
 """Names of shared functions; the name of the format follows the prefixes."""
@@ -36,7 +36,7 @@ _multiply_int8: Any = types.ExternalFunction(MULTIPLY_NAME, MULTIPLY)
 
 @cache
 def int8_matmul_of(kind: MatrixKind) -> Any:
-    """Return the C function of the int8 matmul for a format's panels; keep it alive while its address is used."""
+    """Return the C function of a format's int8 matmul; callers must keep it alive while using its address."""
     _tile_of(kind)
     _quantize_of(kind)
     _multiply_function()
@@ -74,7 +74,7 @@ def int8_matmul_of(kind: MatrixKind) -> Any:
 
 @cache
 def _tile_of(kind: MatrixKind) -> Any:
-    """Compile and share a format's tiles."""
+    """Compile and share the function that multiplies a format's panels by tiles of rows."""
 
     @cfunc(TILE, cache=True)
     def multiply_tile(panel: int, columns: int, records: int, outputs: int, output_stride: int, rows: int) -> None:
@@ -177,11 +177,11 @@ def _multiply_panel(
 Bytes = npt.NDArray[Any]
 """Arrays of uint8."""
 MAX_CHUNK_BYTES = 1 << 20
-"""Bytes of blocks that are rearranged at a time, so that intermediate results stay in the cache."""
+"""Number of bytes to rearrange at a time, so that intermediate results stay in the cache."""
 
 
 class Panels:
-    """A matrix rearranged into panels, with the memory and the matmul for them."""
+    """A matrix rearranged into panels, with the panels' memory and matmul."""
 
     def __init__(self, blocks: torch.Tensor, format: BlockFormat) -> None:
         """``blocks`` are the packed bytes of the matrix, one row per matrix row; they are copied."""
@@ -211,13 +211,13 @@ class Panels:
 
 
 def _whole_panels(rows: Bytes) -> Bytes:
-    """Pad the last panel with zero rows."""
+    """Pad the rows with zeros to whole panels."""
     missing = -len(rows) % PANEL_ROWS
     return np.pad(rows, ((0, missing), (0, 0), (0, 0))) if missing else rows
 
 
 def _write(rows: Bytes, form: PanelFormat, name: str, written: Bytes) -> None:
-    """Write ``[rows, blocks, bytes per block]`` as panels; the number of rows must be a multiple of ``PANEL_ROWS``."""
+    """Write ``rows [rows, blocks, bytes per block]`` as panels; their number must be a multiple of ``PANEL_ROWS``."""
     panels, blocks = len(rows) // PANEL_ROWS, rows.shape[1]
     groups = written.reshape(panels, blocks, form.group)
     size = form.scale_size
@@ -245,7 +245,7 @@ def _by_panel(items: Bytes) -> Bytes:
 
 
 def _factors(rows: Bytes, name: str) -> list[Bytes]:
-    """Return the integers by which a part multiplies its block's scales and minimum, each ``[rows, blocks, n]``.
+    """Return the integers that multiply the block's scales and minimum in each part, as arrays ``[rows, blocks, n]``.
 
     ``n`` is the number of parts. The list is empty for formats without such integers.
     """
@@ -290,13 +290,13 @@ def _nibbles(octets: Bytes) -> Bytes:
 
 
 def _shifted(octets: Bytes, bits: int) -> Bytes:
-    """Split bytes ``[..., n]`` into groups of ``bits``, lowest first, as ``[..., 8 // bits, n]``."""
+    """Split bytes ``[..., n]`` into groups of ``bits`` bits, lowest first, as ``[..., 8 // bits, n]``."""
     mask = (1 << bits) - 1
     return np.stack([octets >> shift & mask for shift in range(0, 8, bits)], -2)
 
 
 def _bits(levels: Bytes, high_bits: int) -> list[Bytes]:
-    """Pack the lower four bits of two columns into each byte, and the remaining bits of as many columns as fit.
+    """Pack the levels' lower four bits, two columns per byte, and their remaining bits, as many columns as fit.
 
     Each result has the shape ``[rows, blocks, parts, planes, QUAD]``.
     """

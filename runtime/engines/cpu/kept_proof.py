@@ -1,8 +1,8 @@
 """Stores models' proofs in hdtool's home folder, so that later starts can skip the comparison with Transformers.
 
 A stored proof is valid only if the model's files, the code of hdtool and its libraries, the processor, the settings and
-the number of threads are unchanged. A start with a stored proof checks that a short prompt and a small tree still have
-the stored proof's logits, bit for bit, and otherwise proves the model again.
+the number of threads are unchanged. At a start with a stored proof, hdtool checks that a short prompt and a small tree
+still give the stored logits, bit for bit, and otherwise proves the model again.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def _shape(layer: Any) -> LayerShape:
 
 
 class KeptProof:
-    """A model's proof in hdtool's home folder, for the current machine and settings."""
+    """One model's proof, stored in hdtool's home folder for the current machine and settings."""
 
     def __init__(self, config: ModelConfig, settings: Any, family: type, files: Iterable[Path]) -> None:
         """``settings`` is the model's configuration, ``family`` the model's class, ``files`` all files of the model."""

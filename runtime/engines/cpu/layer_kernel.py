@@ -141,7 +141,7 @@ MIXTURE_FIELDS = EXPERT_SCALES + 1
 
 @compiled
 def add_experts(pass_record: Record, record_at: int, attended: int, rows: int, dense: int, scratch: int) -> None:
-    """Norm an MLP's output ``dense`` in place and add the experts' normed output to it.
+    """Normalize an MLP's output ``dense`` in place and add the experts' normalized output.
 
     ``record_at`` is the address of the mixture's record, and ``attended`` that of the hidden states after attention,
     which the router and the experts read.
@@ -226,7 +226,7 @@ def step_function() -> Any:
 
 @compiled
 def _norm(pass_record: Record, weight: int, hidden: int, rows: int, normed: int) -> None:
-    """Norm some rows for a matmul; do nothing if ``weight`` is 0."""
+    """Normalize some rows and write them to ``normed``; do nothing if ``weight`` is 0."""
     if weight:
         epsilon, offset = float_of(pass_record, EPSILON), float_of(pass_record, OFFSET)
         norm_rows(hidden, rows, pass_record[HIDDEN], weight, offset, epsilon, normed)
@@ -260,7 +260,7 @@ def _offsets(pass_record: Record) -> Ints:
 def _append(
     pass_record: Record, layer: Record, starts: Ints, queries: int, keys: int, values: int, first: int, end: int
 ) -> None:
-    """Norm and rotate queries and keys of some rows, and write keys and values to the KV cache from ``starts`` on.
+    """Normalize and rotate some rows' queries and keys, and write keys and values to the KV cache from ``starts`` on.
 
     ``queries``, ``keys`` and ``values`` are the addresses of matmul outputs, which are changed in place.
     """
@@ -290,7 +290,7 @@ def _append(
 
 @compiled
 def _prepare_heads(pass_record: Record, layer: Record, norm: int, row: int, heads: int, at: int) -> None:
-    """Norm and rotate a row's queries or keys in place."""
+    """Normalize and rotate a row's queries or keys in place."""
     width, rotated_width, row_size = layer[WIDTH], layer[LAYER_ROTARY_WIDTH], pass_record[ROTARY_WIDTH] * ITEM_SIZE
     epsilon, offset = float_of(pass_record, EPSILON), float_of(pass_record, OFFSET)
     if norm and pass_record[NORMS_ALL]:
@@ -314,7 +314,7 @@ def _prepare_heads(pass_record: Record, layer: Record, norm: int, row: int, head
 def _attend(
     pass_record: Record, layer: Record, starts: Ints, queries: int, scratch: int, written: int, first: int, end: int
 ) -> None:
-    """Attend from some blocks of queries, which are numbered through all sequences."""
+    """Compute attention for some blocks of queries, which are numbered consecutively over all sequences."""
     heads, groups, width = layer[HEADS], layer[GROUPS], layer[WIDTH]
     offsets, block = _offsets(pass_record), block_queries(pass_record[SLOTS] * heads, pass_record[THREADS])
     memory, units = (
@@ -359,7 +359,7 @@ def _attend(
 
 @compiled
 def _attention_blocks(pass_record: Record, layer: Record) -> int:
-    """Return the number of query blocks in all sequences and heads."""
+    """Return the total number of query blocks of all sequences and key heads."""
     offsets, blocks = _offsets(pass_record), 0
     block = block_queries(pass_record[SLOTS] * layer[HEADS], pass_record[THREADS])
     for slot in range(pass_record[SLOTS]):
@@ -379,7 +379,7 @@ def _widest(layers: Record) -> tuple[int, int]:
 
 @compiled
 def layers_scratch_size(pass_record: Record, layers: Record, positions: int) -> int:
-    """Return the scratch memory that ``compute_layers`` needs for contexts of ``positions``, in float32 values."""
+    """Return the scratch memory that ``compute_layers`` needs for up to ``positions`` positions, in float32 values."""
     rows, attention_scratch = pass_record[TOTAL_ROWS], 0
     queries, keys = _widest(layers)
     row_scratch_size = pass_record[HIDDEN] + 2 * (queries + keys) + 2 * pass_record[INNER]

@@ -16,7 +16,7 @@ from hdtool.runtime.kernels.vector_code import ITEM_SIZE, add_in_place, norm_row
 TO_QUERIES, TO_KEYS, TO_VALUES, TO_OUTPUT, TO_GATE, TO_UP, TO_DOWN = range(7)
 """Indices of a layer's matmuls, each of which has ``MATMUL_FIELDS`` fields at the start of the layer's record."""
 MATMUL_FIELDS = 5
-"""Fields of a matmul: addresses of the function and the matrix, rows and columns of the matrix, address of the bias."""
+"""Number of fields per matmul: addresses of function and matrix, the matrix's rows and columns, the bias's address."""
 (
     NORM_BEFORE_MIXER,
     NORM_AFTER_MIXER,
@@ -45,7 +45,7 @@ HEADS, GROUPS, WIDTH, LAYER_ROTARY_WIDTH, SLOT_STRIDE, HEAD_STRIDE, NORM_V = ran
 HEADS: key heads. GROUPS: query heads per key head. WIDTH: head width. LAYER_ROTARY_WIDTH: rotated part of the width.
 SLOT_STRIDE, HEAD_STRIDE: strides of the KV cache between sequences and between heads, in float32 values. NORM_V:
 address of the weight of the values' norm. Without a matmul for values, the values are copied from the keys before the
-keys are normed.
+keys are normalized.
 """
 INPUT_GATE = NORM_V + 1
 INPUT_OUT = INPUT_GATE + MATMUL_FIELDS
@@ -103,9 +103,9 @@ across all heads. TANH_GATE: 1 if gates use a tanh GELU instead of a SiLU. EXPER
 per row, in float32 values."""
 GATES_HEADS, MIXER_FUNCTION, ORIGINS, JOURNAL, ADVANCES, MIXER_ROW, MIXER_STATE, MIXER_WINDOW = range(24, 32)
 """GATES_HEADS: 1 if query heads have output gates. MIXER_FUNCTION: address of ``mixer_function``. ORIGINS: address of
-the rows' origins, see ``convolution``. JOURNAL: address of what mixers keep of the rows. ADVANCES: 1 if the pass
-advances the mixers' states past its last row. MIXER_ROW, MIXER_STATE, MIXER_WINDOW: scratch memory of a mixer per row,
-per buffered state and per sequence for the convolution's columns, in float32 values."""
+the rows' origins, see ``convolution``. JOURNAL: address of the values that mixers keep for the rows. ADVANCES: 1 if
+the pass advances the mixers' states past its last row. MIXER_ROW, MIXER_STATE, MIXER_WINDOW: scratch memory of a mixer
+per row, per buffered state and per sequence for the convolution's columns, in float32 values."""
 TOTAL_ROWS, ROW_OFFSETS, ACTIVE_EXPERTS = range(MIXER_WINDOW + 1, MIXER_WINDOW + 4)
 """TOTAL_ROWS: number of rows in all sequences. ROW_OFFSETS: address of each sequence's first row, followed by
 TOTAL_ROWS. ACTIVE_EXPERTS: number of distinct experts used so far in the pass, summed over layers."""
@@ -150,7 +150,7 @@ def compute_step(
     units: int,
     work: int,
 ) -> None:
-    """Run the step ``step`` of a C function for ``units`` units, on the thread pool if ``work`` is large enough.
+    """Run ``step`` of the C function at ``function`` for all ``units``, on the thread pool if ``work`` is large enough.
 
     The meaning of ``one``, ``two`` and ``three``, mostly addresses, depends on the step.
     """
@@ -165,14 +165,15 @@ EMBED, EMBEDDING, MULTIPLIER, PROJECT, PROJECTION, OUT_FEATURES, EMBED_SCALE, NO
 EMBED, EMBEDDING, MULTIPLIER: addresses of the ``embedding_of`` function and of the token embedding, and bits of the
 embedding's factor. PROJECT, PROJECTION, OUT_FEATURES, EMBED_SCALE: addresses of the projection's matmul and matrix, its
 out_features, and bits of its factor. NORM, EMBED_WIDTH: address of the norm's weight, and the width of the norm and of
-one layer's input. INPUT_SCALE: bits of the factor that scales the sum of token embedding and normed projection.
+one layer's input. INPUT_SCALE: bits of the factor that scales the sum of token embedding and normalized
+projection.
 """
 INPUT_FIELDS = INPUT_SCALE + 1
 
 
 @compiled
 def layer_inputs_size(stride: int, rows: int) -> int:
-    """Return how many float32 values ``compute_layer_inputs`` writes: the inputs of all rows, and one more row."""
+    """Return the memory that ``compute_layer_inputs`` writes, in float32 values: all rows' inputs and one more row."""
     return (rows + 1) * stride
 
 

@@ -70,7 +70,7 @@ logits; a DIVISOR of 0 means neither."""
 LAYER_INPUTS, PLACEHOLDERS, NUMBER_OF_PLACEHOLDERS, CACHING_LAYERS = range(CAP + 1, CAP + 5)
 """LAYER_INPUTS: address of the record of the per-layer inputs, 0 for none. PLACEHOLDERS, NUMBER_OF_PLACEHOLDERS:
 address and number of placeholder ids. CACHING_LAYERS: number of layers up to the last one whose keys, values or states
-later rows need. In a prefill, the layers after these compute only the rows with logits."""
+later rows need. In a prefill, all further layers compute only the rows with logits."""
 OUTER_FIELDS = CACHING_LAYERS + 1
 IN_CACHE = 1 << 17
 """Number of logits to compute at a time, so that they are still in L2 when their maxima are computed."""
@@ -78,7 +78,7 @@ IN_CACHE = 1 << 17
 
 @cache
 def embedding_of(kind: MatrixKind, size: int) -> Any:
-    """Return the C function that expands a format's embedding rows; keep it alive while its address is used."""
+    """Return the C function that expands a format's embeddings; callers must keep it alive while using its address."""
     unpack_of(kind)
 
     @cfunc(types.void(*[types.int64] * MATMUL_ARGUMENTS), cache=True)
@@ -118,7 +118,7 @@ def compute_pass(
     hidden: int,
     scratch: int,
 ) -> bool:
-    """Compute the layers, and write normed hidden states and logits; return False for unknown ids or positions.
+    """Compute a pass, writing normalized hidden states and logits; return False for unknown ids or positions.
 
     Placeholder ids count as unknown. ``forced_tokens`` is empty or holds, for each row, the only token that can follow
     the row, or a negative number if several tokens can.
@@ -214,7 +214,7 @@ def _bound(outer: Record, logits: int, count: int) -> None:
 
 @compiled
 def _project(pass_record: Record, outer: Record, rows: int, normed: int) -> None:
-    """Write the logits of normed rows, and their folded maxima if ``MAXIMA`` isn't 0."""
+    """Write the logits of normalized rows, and the logits' folded maxima if ``MAXIMA`` isn't 0."""
     width, out_features = pass_record[HIDDEN], outer[OUT_FEATURES]
     matmul = (
         outer[PROJECT],
@@ -325,7 +325,7 @@ TREE_PASS = np.dtype(
     align=True,
 )
 NODES, LENGTH, WALKS = 1, 2, 3
-"""Fields of a tree's header in a batch, after its root: number of nodes, context length, and 1 to walk the tree."""
+"""Fields of a tree's header after the root: number of nodes, context length, and 1 if an argmax walk is wanted."""
 
 
 @compiled
@@ -418,7 +418,7 @@ def compute_trees(
 
 @compiled
 def _place_tree(record: Any, slot: int, root: int, tokens: Array, parents: Array, length: int, rows: int) -> None:
-    """Write a tree's ids, positions and mask, padded to ``rows``."""
+    """Write a tree's ids, positions and mask, padded to ``rows`` rows."""
     offsets, nodes = array_at(record.offsets, slot + 2, np.int64), len(tokens)
     first = offsets[slot]
     offsets[slot + 1] = first + rows
@@ -443,7 +443,7 @@ def _place_tree(record: Any, slot: int, root: int, tokens: Array, parents: Array
 def _records_of(record: Any) -> tuple[Record, Record]:
     """Return the two arrays nested in a tree pass's record as ordinary arrays.
 
-    A nested array is a type of its own in numba, for which the pass would be compiled again.
+    Nested arrays have their own type in numba, so numba would compile the pass again for them.
     """
     return (
         array_at(record.pass_record.ctypes.data, (PASS_FIELDS,), np.int64),

@@ -1,4 +1,4 @@
-"""Compiles a model and proves it: compares the compiled code's results with those of Transformers."""
+"""Compiles a model and proves the compiled code correct: compares its results with those of Transformers."""
 
 from __future__ import annotations
 
@@ -59,9 +59,9 @@ a difference of about 1e-6.
 """
 PROOF_TREE = DraftTree.of(7, [11, 23, 5, 41, 2, 17, 29], [-1, 0, 1, -1, 3, 0, -1])
 CONTEXT_LENGTHS = (0, 37, 150)
-"""Context lengths on which some layers are compared; a tree follows the second length, a bare root the others."""
+"""Context lengths at which some layers are compared: with a tree for the second length, a bare root for the others."""
 SHORT_CONTEXT = 5
-"""Context length where all layers are computed; short, since a large model needs a second for 40 tokens on one core."""
+"""Context length for passes of all layers; short, because a large model needs a second for 40 tokens on one core."""
 BATCH_LENGTHS, BATCH_NODES = (5, 20), (2, 4)
 Case = tuple[KVTensors, StaticKVCache | SlotKVCache, torch.Tensor, Mask, torch.Tensor | None, Sequence[DraftTree]]
 """``(storage, cache, positions, masks, mask, trees)`` of a compared pass.
@@ -103,7 +103,7 @@ def compile_cpu(target: Target, *, proved: bool = False) -> CompiledModel | None
 
 
 def _is_compiled(parts: CompiledParts) -> bool:
-    """Return True if all activations, experts, rotary widths, factors and norms of the layers have compiled code."""
+    """Return True if compiled code supports all layers' activations, experts, rotary widths, factors and norms."""
     kinds = [kind for kind in dict.fromkeys(rotary_kinds(parts)) if kind is not None]
     none, first = torch.empty(0, dtype=torch.float32), torch.zeros(1, 1, dtype=torch.int64)
     rotary_widths = [rotary_of(parts, none, first, kind).cos.shape[1] for kind in kinds]
@@ -145,7 +145,7 @@ def _fit_states(parts: CompiledParts, target: Target) -> bool:
 
 
 class _LayerProof:
-    """Compares compiled layers with Transformers' on the model's hidden states."""
+    """Compares compiled layers with Transformers' layers, on hidden states of the model."""
 
     def __init__(
         self, target: Target, table: WeightTable, parts: CompiledParts, windows: Sequence[AttentionWindow]
@@ -179,7 +179,7 @@ class _LayerProof:
         )
 
     def _prompt(self) -> Case:
-        """Return the case of a continued prompt, whose pass advances the states past its tokens."""
+        """Return the case of a continued prompt, in which the pass advances the states past the new tokens."""
         cache = self._target.allocate(1, CONTEXT_LENGTHS[1] + SHORT_CONTEXT).slots[0].kv
         cache.length = CONTEXT_LENGTHS[1]
         cache.begin_states(has_begun=True)
@@ -266,7 +266,7 @@ class _LayerProof:
         return expected if all(gap <= TOLERANCE for gap in distances) else None
 
     def _other_inputs(self, number: int, case: Case) -> dict[str, Any]:
-        """Return the arguments for a layer's per-layer input and for other layers' keys and values."""
+        """Return the arguments that pass a layer its per-layer input and other layers' keys and values."""
         storage, cache, positions, *_ = case
         part, arguments = self._parts.layers[number], dict[str, Any]()
         if part.inputs:
@@ -282,7 +282,7 @@ class _LayerProof:
 
     @contextmanager
     def _over(self, part: LayerParts[CompiledLinear], case: Case) -> Iterator[StatesOfPass | None]:
-        """Make Transformers' mixer compute a case's trees within this block; yields None without a mixer or trees."""
+        """Make Transformers' mixer compute the case's trees within this block; yield None without a mixer or trees."""
         storage, cache, *_, trees = case
         recurrent = self._target.stock.recurrent
         if not (part.mixer and trees and recurrent and storage.states):
@@ -334,7 +334,7 @@ class _LayerProof:
 
 
 def _path_of(tree: DraftTree) -> list[int]:
-    """Return the rows from the root to the last node at depth 2 or more, or to the last node if no node is as deep."""
+    """Return the rows from the root to the last node at depth 2 or more, or to the last node if none is that deep."""
     rows, node = list[int](), int(max(range(-1, len(tree)), key=lambda node_: (tree.depths[node_ + 1] > 1, node_)))
     while node >= 0:
         rows.insert(0, node + 1)

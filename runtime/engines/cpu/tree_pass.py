@@ -156,7 +156,7 @@ class TreePass:
         return verified
 
     def verify_one(self, kv: StaticKVCache, tree: DraftTree, options: PassOptions) -> Verified | None:
-        """Verify a tree after one sequence; return None if the engine can't compute the pass. See ``verify``."""
+        """Verify a tree that follows one sequence; return None if the engine can't compute the pass. See ``verify``."""
         rows = len(tree.tokens) + 1
         length = kv.length
         end = length + rows
@@ -286,7 +286,7 @@ class TreePass:
             memory["hidden"] = torch.empty(rows, table.width, dtype=torch.float32).numpy()
             size = pass_scratch_size(pass_record, memory["layers"], table.rotary_types, capacity)
             memory["scratch"] = torch.empty(size, dtype=torch.float32).numpy()
-            # The kernel allocates no memory for pages that are never written.
+            # The operating system allocates no memory for pages that are never written.
             memory["mask"] = torch.zeros(rows, capacity, dtype=torch.float32).numpy()
             if mixers := table.mixers:
                 journal_size = max(self._slots * TREE_ROWS * mixers.journal_size, self._rows * mixers.max_journal_size)
@@ -307,7 +307,7 @@ class TreePass:
         return view
 
     def _hidden(self, first: int, rows: int) -> torch.Tensor | None:
-        """Return some rows' normed hidden states and the outputs of watched layers; None if no states are watched."""
+        """Return some rows' normalized hidden states and watched layers' outputs; None if no states are watched."""
         table = self._table
         if not table.watches_hidden:
             return None

@@ -132,7 +132,7 @@ class MixerTable:
                 row[address], row[stride] = state[0].data_ptr() - first * state.stride(0) * ITEM_SIZE, state.stride(0)
 
     def fill_pass_record(self, pass_record: layers.Record) -> None:
-        """Fill in the mixer function's address and the amounts of scratch memory that a pass needs."""
+        """Fill in the mixer function's address and the amounts of scratch memory that mixers need in a pass."""
         pass_record[layers.MIXER_FUNCTION] = mixer_function().address
         pass_record[layers.MIXER_ROW], pass_record[layers.MIXER_STATE], pass_record[layers.MIXER_WINDOW] = self._memory
 
@@ -184,7 +184,7 @@ class WeightTable:
 
     @property
     def rotary_types(self) -> int:
-        """Number of rotary types."""
+        """Number of layer types that have their own cosines and sines."""
         return len(self._kinds)
 
     @property
@@ -226,7 +226,7 @@ class WeightTable:
 
     @contextmanager
     def first_layer_alone(self) -> Iterator[None]:
-        """Compute only the first layer within this block, to compare what surrounds the layers."""
+        """Make passes compute only the first layer within this block, to compare the rest of a pass."""
         layer_count, self.layer_count = self.layer_count, 1
         self.version += 1
         try:
@@ -284,7 +284,7 @@ class WeightTable:
         return table
 
     def outer_record(self, positions: int) -> layers.Record:
-        """Return the record of everything outside the layers for passes with fewer than ``positions`` positions."""
+        """Return the record of everything outside the layers for passes whose positions are below ``positions``."""
         parts, rotary, scaling = self._parts, self._rotary_below(positions), EmbeddingAndHead.of(self._parts)
         weight = parts.embedding.weight
         stored, factor = stored_of(weight), scale_of(parts.embedding) or scaling.multiplier
@@ -398,7 +398,7 @@ class WeightTable:
         return self._added_mixtures[-1].ctypes.data
 
     def _matmul_row(self, rows: MatmulRows) -> tuple[int, int, int, int, int]:
-        """Return a matmul's ``MATMUL_FIELDS`` fields for a record."""
+        """Return the ``MATMUL_FIELDS`` values that describe a matmul in a record."""
         layer, stored = rows.layer, rows.stored
         bias = 0 if layer.bias is None else layer.bias[rows.first :].data_ptr()
         if panels := self._panels.get(stored.data_ptr()):

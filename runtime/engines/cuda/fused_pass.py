@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MERGED: WeakValueDictionary[int, torch.Tensor] = WeakValueDictionary()
-"""Merged weights by address, so that several targets of one model share them."""
+"""Merged weights, keyed by address, so that several targets of one model can share them."""
 
 Matmul = Callable[[torch.Tensor], torch.Tensor]
 
@@ -271,7 +271,7 @@ def _merged(parameters: list[Any]) -> torch.Tensor:
     Each view gets a separate storage object, because code that saves a model may reject or drop tensors that share one.
     """
     if (merged := _merged_before(parameters)) is None:
-        # Inference tensors can't be trained, and parameters made in inference mode accept no other tensors.
+        # Inference tensors can't be trained, and parameters made in inference mode accept no others as data.
         with torch.inference_mode(parameters[0].is_inference()):
             merged = torch.cat([parameter.data for parameter in parameters])
             for parameter, part in zip(parameters, merged.split(list(map(len, parameters))), strict=True):

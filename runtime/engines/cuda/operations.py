@@ -50,7 +50,7 @@ class Norm:
 
 @dataclass(frozen=True)
 class Residual:
-    """How to add a sublayer's output to the hidden states, and how to norm the sum for the next matmul."""
+    """How to add a sublayer's output to the hidden states, and how to normalize the sum for the next matmul."""
 
     after: Norm | None
     """Norm applied to the output before it is added; None for no norm."""
@@ -61,7 +61,7 @@ class Residual:
 
 
 HeadNorms = tuple[Norm, Norm] | None
-"""Norms of queries and keys; None without norms. The weight's length tells if a norm spans one head or all heads."""
+"""Norms of queries and keys; None without norms. The weight's length tells whether a norm spans one head or all."""
 
 
 class Operations(Protocol):
@@ -79,7 +79,7 @@ class Operations(Protocol):
         ...
 
     def add_norm(self, hidden: torch.Tensor, added: torch.Tensor | None, residual: Residual) -> torch.Tensor:
-        """Add ``added``, if any, to ``hidden`` in place; return the normed sum, or ``hidden`` itself without a norm."""
+        """Add ``added``, if any, to ``hidden`` in place; return the normalized sum, or ``hidden`` if there is none."""
         ...
 
     def rotate_and_store(
@@ -90,7 +90,7 @@ class Operations(Protocol):
         cache: tuple[torch.Tensor, torch.Tensor],
         layout: HeadLayout,
     ) -> torch.Tensor:
-        """Norm and rotate the queries and keys of ``qkv``, and write keys and values into the cache.
+        """Normalize and rotate the queries and keys of ``qkv``, and write keys and values into the cache.
 
         Return a tensor ``[tokens, columns]`` whose first ``heads * width`` columns are the queries. ``qkv`` may be
         changed in place.
@@ -100,7 +100,7 @@ class Operations(Protocol):
     def attention(
         self, queries: torch.Tensor, cache: tuple[torch.Tensor, torch.Tensor], layout: HeadLayout
     ) -> torch.Tensor:
-        """Attend from the queries to context and tree; return ``[tokens, heads * width]``."""
+        """Compute attention of the queries over the context and the tree; return ``[tokens, heads * width]``."""
         ...
 
     def gate(self, gate_up: torch.Tensor, activation: str) -> torch.Tensor:
@@ -120,7 +120,7 @@ class TorchOperations:
     def __init__(self, masks: AttentionMasks) -> None:
         self._masks = masks
         self._shifted: list[Norm] = []
-        """Norms whose weights have an offset."""
+        """Norms that add an offset to their weights."""
         self._sums: dict[int, torch.Tensor] = {}
         """Float32 sums of weight and offset, by the ``id`` of the norm."""
 
@@ -182,7 +182,7 @@ class TorchOperations:
         return normed
 
     def _normed_heads(self, heads: torch.Tensor, norm: Norm) -> torch.Tensor:
-        """Norm ``[tokens, heads, width]`` by head, or across all heads if the weight spans them."""
+        """Normalize ``[tokens, heads, width]`` by head, or across all heads if the weight spans them."""
         if len(norm.weight) == heads.shape[2]:
             return self._normed(heads, norm)
         return self._normed(heads.flatten(1), norm).view(heads.shape)
@@ -287,7 +287,7 @@ class TreeAttention:
 
     @contextmanager
     def replacing(self, model: Any, step: StepTensors) -> Iterator[Mask]:
-        """Replace the model's attention within this block; yields the masks to pass to the model."""
+        """Replace the model's attention within this block; yield the masks to pass to the model."""
         self._operations.begin(step, 0)
         window_masks = [torch.zeros((1, 1, 1, 1), device=step.length.device) for _ in self._windows]
         self._window_of = {memory_of(mask): window for mask, window in zip(window_masks, self._windows, strict=True)}
@@ -305,7 +305,7 @@ class TreeAttention:
     def attend(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor, options: dict[str, Any]
     ) -> torch.Tensor:
-        """Attend from queries ``[slots, heads, rows, width]``; return ``[slots, rows, heads, width]``.
+        """Compute attention of queries ``[slots, heads, rows, width]``; return ``[slots, rows, heads, width]``.
 
         Raises NotImplementedError for unknown ``options``, or if a head's keys or values aren't contiguous.
         """
@@ -346,5 +346,5 @@ def attend(
     attention_mask: torch.Tensor,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attend by the current ``TreeAttention``, with the interface of Transformers' attention functions."""
+    """Compute attention with the current ``TreeAttention``, through Transformers' interface for attention functions."""
     return CURRENT_ATTENTION.get().attend(query, key, value, attention_mask, options), None

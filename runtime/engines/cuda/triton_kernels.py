@@ -31,9 +31,9 @@ def add_norm_kernel(
     ADDS: tl.constexpr, AFTER: tl.constexpr, BEFORE: tl.constexpr, SCALES: tl.constexpr,
     OFFSET: tl.constexpr, ROUNDS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Add ``added`` to ``hidden`` in place if ``ADDS``, and write the norm of the sum to ``normed`` if ``BEFORE``.
+    """Add ``added`` to ``hidden`` in place if ``ADDS``, and normalize the sum into ``normed`` if ``BEFORE``.
 
-    ``added`` is normed first if ``AFTER``, then multiplied by ``multiplier`` if ``SCALES``.
+    ``added`` is normalized first if ``AFTER``, then multiplied by ``multiplier`` if ``SCALES``.
     """
     at = tl.program_id(0).to(tl.int64) * width
     column = tl.arange(0, BLOCK)
@@ -58,7 +58,7 @@ def norm_parts_kernel(
     qkv, query_norm, key_norm, stride, queries, keys, epsilon,
     OFFSET: tl.constexpr, ROUNDS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Norm a row's queries, or its keys, in place across all heads."""
+    """Normalize a row's queries, or its keys, in place across all heads."""
     is_query = tl.program_id(1) == 0
     width = tl.where(is_query, queries, keys)
     at = tl.program_id(0).to(tl.int64) * stride + tl.where(is_query, 0, queries)
@@ -89,8 +89,8 @@ def rotary_kernel(
 ):  # fmt: skip
     """Rotate queries in place, write rotated keys into the cache, and copy values there.
 
-    Queries and keys are normed first if ``NORMS``. A rotated pair is two adjacent elements if ``PAIRS``, and otherwise
-    one element of each half. The last ``REST`` elements of a head aren't rotated.
+    Queries and keys are normalized first if ``NORMS``. A rotated pair is two adjacent elements if ``PAIRS``, and
+    otherwise one element of each half. The last ``REST`` elements of a head aren't rotated.
     """
     token, head = tl.program_id(0), tl.program_id(1)
     width = 2 * HALF + REST
@@ -149,9 +149,9 @@ def add_block(
     WIDTH: tl.constexpr, LOADED: tl.constexpr, VALUES: tl.constexpr, VALUES_LOADED: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Attend to ``BLOCK_N`` keys from position ``at`` on.
+    """Continue the online softmax of attention over ``BLOCK_N`` keys from position ``at`` on.
 
-    Return the online softmax's updated ``(best, total, mixed)``: maximum, sum of weights and weighted values.
+    Return the updated ``(best, total, mixed)``: maximum score, sum of weights, and weighted sum of values.
     """
     column = at + tl.arange(0, BLOCK_N)
     inner = tl.arange(0, LOADED)
@@ -192,7 +192,7 @@ def attention_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Attend from a block of query rows to one split of the keys.
+    """Compute attention of a block of query rows over one split of the keys.
 
     All rows attend to the context. The bits of ``ancestors`` select which of the tree's nodes each row attends to.
     The outputs are ``parts [splits, tokens, heads, VALUES]`` and ``levels [splits, tokens, heads]``, the log2 of each
@@ -255,7 +255,7 @@ def merge_kernel(
     parts, levels, sinks, mixed, stride, heads,
     SPLITS: tl.constexpr, SINKS: tl.constexpr, WIDTH: tl.constexpr, LOADED: tl.constexpr,
 ):  # fmt: skip
-    """Combine one token's parts from all splits for one head, weighted by the parts' levels."""
+    """Combine the outputs of all splits for one token and head, weighted by the splits' levels."""
     at = tl.program_id(0).to(tl.int64)
     split = tl.arange(0, SPLITS)
     level = tl.load(levels + split * stride + at)

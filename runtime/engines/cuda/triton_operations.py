@@ -28,7 +28,7 @@ NO_NORM = Norm(torch.empty(0), 0.0)
 
 
 class Blocks(NamedTuple):
-    """Query rows and keys in one block of the attention kernel, and the number of warps."""
+    """The attention kernel's numbers of query rows and keys per block, and its number of warps."""
 
     queries: int
     keys: int
@@ -51,7 +51,7 @@ HOPPER = 9
 
 
 class TritonOperations:
-    """Implements each operation with one Triton kernel.
+    """Implements each operation with one Triton kernel, with two exceptions.
 
     Attention needs two kernels, and so does ``rotate_and_store`` if a norm spans all heads.
     """
@@ -134,7 +134,7 @@ class TritonOperations:
         return qkv
 
     def _norm_all_heads(self, qkv: torch.Tensor, norms: tuple[Norm, Norm]) -> None:
-        """Norm queries and keys in place, each across all heads."""
+        """Normalize queries and keys in place, each across all heads."""
         queries, keys = norms
         triton_kernels.norm_parts_kernel[(len(qkv), 2)](
             qkv,
@@ -212,7 +212,7 @@ class TritonOperations:
         return mixed
 
     def _splits(self, programs: int) -> int:
-        """Return into how many splits to divide the keys so that all multiprocessors have work."""
+        """Return the number of splits of the keys that gives every multiprocessor work."""
         wanted = PROGRAMS_PER_PROCESSOR * self._processors // programs
         splits: int = triton.next_power_of_2(max(1, wanted))
         return min(MAX_SPLITS, splits)

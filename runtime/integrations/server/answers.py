@@ -160,7 +160,7 @@ class ChoiceStream:
             self._jobs[index].is_cancelled = True
 
     async def deltas(self) -> AsyncIterator[tuple[int, Delta]]:
-        """Yield ``(index, delta)``: a choice and what a step adds to it; ending the iteration early cancels the jobs.
+        """Yield ``(index, delta)``: a choice and what a step adds to it. Ending the iteration early cancels the jobs.
 
         Raise RequestError if an answer fails.
         """

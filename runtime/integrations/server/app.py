@@ -368,7 +368,7 @@ async def _whole(answers: ChoiceStream, choices: int, form: Format) -> Response:
 
 
 async def _unless_disconnected(request: Request, answer: Callable[[], Awaitable[Response]]) -> Response:
-    """Return the response of ``answer``, which is cancelled if the client disconnects."""
+    """Return the response that ``answer`` makes; cancel ``answer`` if the client disconnects."""
 
     async def gone() -> None:
         while (await request.receive())["type"] != "http.disconnect":

@@ -86,7 +86,7 @@ class Delta:
 
 
 class Format(Protocol):
-    """Formats the answers to one request for an API."""
+    """Formats the answers to one request as the JSON of an API."""
 
     last_event: str | None
     """Data of a last event that is not JSON; None if the API has no such event."""
@@ -269,5 +269,5 @@ def _call(call: ToolCall) -> Row:
 
 
 def _finite(logprob: float) -> float:
-    """Return a log-probability, but at least -9999, and -9999 for NaN: JSON has neither infinities nor NaN."""
+    """Replace NaN and log-probabilities below -9999 by -9999, because JSON has neither infinities nor NaN."""
     return max(logprob, -9999.0) if logprob == logprob else -9999.0

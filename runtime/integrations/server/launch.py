@@ -88,8 +88,8 @@ class Launch:
             timeout_graceful_shutdown=self._config.shutdown_seconds + LAST_SECONDS,
         )
         # Exclude loaded objects from garbage collection. A full collection runs once a quarter more objects are alive
-        # than after the last collection. If loaded objects don't count, this is often enough to free the objects of
-        # requests.
+        # than after the last collection. If loaded objects don't count, collections run often enough to free the
+        # objects of requests.
         gc.collect()
         gc.freeze()
         gc.collect()

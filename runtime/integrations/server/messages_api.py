@@ -122,7 +122,7 @@ class ContextManagement(BaseModel):
     edits: list[ContextEdit] | None = None
 
     def apply(self, messages: list[Row]) -> None:
-        """Remove the thinking of the assistant in-place from all but the last turns that the edits keep."""
+        """Remove the assistant's thinking in-place from all turns but the last ones, as many as the edits keep."""
         thinking = [message for message in messages if "reasoning_content" in message]
         for edit in self.edits or ():
             if isinstance(edit.keep, KeptTurns) and edit.keep.type != "all":

@@ -1,7 +1,7 @@
 """Turns a request into jobs: encodes prompts, compiles grammars, checks settings, and predicts quoted text.
 
-Drafters match an answer with its prompt token by token. When an answer quotes a tool result, the quote differs from it:
-the quote has no line numbers, and inside the JSON of a call it is escaped, so every line end breaks a match.
+Drafters match an answer with its prompt token by token. When an answer quotes a tool result, the quote differs from the
+result: it has no line numbers, and inside the JSON of a call it is escaped, so every line end breaks a match.
 """
 
 from __future__ import annotations
@@ -224,7 +224,7 @@ class Preparer:
     """Prepares the requests of one server."""
 
     def __init__(self, loaded: Loaded, decoding: DecodeConfig, defaults: SamplingConfig) -> None:
-        """``defaults`` holds the sampling settings for what a request does not set."""
+        """``defaults`` holds the sampling settings to use where a request sets none."""
         self._loaded, self._decoding, self._defaults = loaded, decoding, defaults
         self._takes_late_instructions = takes_late_instructions(loaded.tokenizer)
         self._lock = threading.Lock()
@@ -283,7 +283,7 @@ class Preparer:
         return self._choices(body, prepared)
 
     def job(self, choice: PreparedChoice, tenant: str, deliver: Callable[[Step | Exception], None]) -> AnswerJob:
-        """Make the job by which the engine generates a choice; ``deliver`` is called with each step or an error."""
+        """Make the job with which the engine generates a choice; it calls ``deliver`` with each step or an error."""
 
         def request(job: AnswerJob, drafter: Drafter) -> Request[AnswerJob]:
             drafter = guided_drafter(drafter, choice.guide, self._decoding.draft_tokens)

@@ -230,7 +230,7 @@ def _call(call: Call, where: str) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class ToolChoice:
-    """The tools that are presented to the model, and the grammar of calls if the model must call some."""
+    """The tools that are presented to the model, and the grammar of calls if the model must call one."""
 
     tools: tuple[dict[str, Any], ...] = ()
     grammar: Grammar | None = None
@@ -284,7 +284,7 @@ def _calls_of(tools: Sequence[dict[str, Any]], max_calls: int | None) -> Grammar
 
 
 def _wrong_field(error: ValidationError) -> RequestError:
-    """Return the error of the first invalid field; for a field with several types, of the type that matches best."""
+    """Return the error for the first invalid field; if several types are allowed, that of the type that fits best."""
     errors = error.errors(include_url=False, include_context=False)
     faults = [([part for part in error_detail["loc"] if not _is_branch(part)], error_detail) for error_detail in errors]
     first = faults[0][0][:1]

@@ -169,7 +169,7 @@ class ResponsesRequest(TokenCountRequest):
 
     @property
     def echoed(self) -> Row:
-        """Settings of the request, as the response repeats them."""
+        """Settings of the request that the response repeats."""
         reasoning = self.reasoning or Reasoning()
         form = self.text.format.model_dump(by_alias=True, exclude_none=True) if self.text and self.text.format else None
         return {

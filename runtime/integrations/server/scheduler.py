@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from hdtool.runtime.integrations.server.answers import ChoiceStream
 
 PREFILL_CHUNK_IDLE, PREFILL_CHUNK_BUSY = 512, 128
-"""Number of prompt tokens prefilled in one pass: if no other answer is running, and if others wait for the pass."""
+"""Number of prompt tokens prefilled in one pass while no other answer is running, and while others are running."""
 
 
 class OverloadError(HdtoolError):
@@ -44,7 +44,7 @@ class OverloadError(HdtoolError):
 
 
 class EngineError(Exception):
-    """Delivered if the engine failed; clients must not see the message."""
+    """Delivered instead of a step if the engine failed; clients must not see the message."""
 
 
 @dataclass(eq=False)
@@ -96,7 +96,7 @@ class Tenants:
 
     @cached_property
     def _shared_costs(self) -> SharedCosts:
-        """Costs of passes over 1, 2, 4 … answers at once, timed if the first drafter chooses the sizes of its trees."""
+        """Costs of passes over 1, 2, 4 … answers at once; timed when a drafter first needs them to size its trees."""
         size = self._decoding.batch_size
         sizes = {min(size, 2**power) for power in range(size.bit_length() + 1)}
         return shared_costs_for(self._loaded.target, sizes)
@@ -106,7 +106,7 @@ class Tenants:
 
 
 class Scheduler:
-    """Runs jobs in a thread, several at once, starting them in the order in which they were submitted."""
+    """Runs jobs in one thread, several at once, and starts them in the order of submission."""
 
     def __init__(
         self, target: Target, tenants: Tenants, decoding: DecodeConfig, *, max_waiting: int, prefix_bytes: int

@@ -47,7 +47,7 @@ class ThinkingReader:
         return cls(prompt) if THINK_CLOSING in str(getattr(tokenizer, "chat_template", "")) else None
 
     def add(self, text: str, *, is_last: bool = False) -> tuple[str, str]:
-        """Add text; return ``(text, reasoning)``: the plain text and the reasoning that it completes."""
+        """Add text; return ``(text, reasoning)``: the plain text and the reasoning that are now known."""
         self._held += text
         reasoning = ""
         if self._place is ThinkingPlace.START:
@@ -164,7 +164,7 @@ class ToolCallReader:
         return None
 
     def add(self, text: str) -> tuple[str, str, list[ToolCall]]:
-        """Add text; return ``(text, reasoning, calls)``: the plain text, reasoning and calls that it completes."""
+        """Add text; return ``(text, reasoning, calls)``: the plain text, reasoning and calls that are now known."""
         if self._parser is None:
             return text, "", []
         try:
@@ -174,7 +174,7 @@ class ToolCallReader:
             return self._unread + text, "", []
 
     def end(self) -> tuple[str, str, list[ToolCall]]:
-        """Return the rest at the end of the answer: ``(text, reasoning, calls)``, as ``add`` does."""
+        """End the answer, and return what is left of it as ``(text, reasoning, calls)``, like ``add``."""
         if self._parser is None:
             return "", "", []
         try:

@@ -31,10 +31,11 @@ NO_TABLE = -1
 
 @compiled
 def match_rows(tables: Ints, rows_of: Ints, contexts: Ints, lengths: Ints, wanted: Ints, chosen: Ints) -> int:
-    """Write a table for each of the ``wanted`` rows of ``contexts`` to ``chosen``; return how many rows were matched.
+    """Choose a table for each ``wanted`` row of ``contexts``, and return the number of rows with a matching table.
 
-    ``rows_of`` holds the last row of each table and is updated in-place. A table is free if its tokens are not a prefix
-    of any row. A row without a match gets a free table, which is cleared, or ``NO_TABLE`` if no free table is left.
+    Indexes of tables are written to ``chosen``. ``rows_of`` holds the row for which each table was last chosen, and is
+    updated in-place. A table is free if its tokens are not a prefix of any row. A row without a match gets a free
+    table, which is cleared, or ``NO_TABLE`` if no free table is left.
     """
     last = np.full(len(contexts), NO_TABLE, np.int64)
     free = np.ones(len(tables), np.bool_)
@@ -85,7 +86,7 @@ def _match_moved(tables: Ints, contexts: Ints, lengths: Ints, wanted: Ints, chos
 
 @compiled
 def _is_prefix(address: int, context: Ints, length: int) -> bool:
-    """Return True if a table holds a prefix of a context; starts with the table's last token, which usually differs."""
+    """Return True if a table holds a prefix of a context; compares the table's last token first, to fail early."""
     table = array_at(address, 1, CONTEXT_TABLE)[0]
     size = table.end
     if size == 0 or size > length or table.ring[(size - 1) & (len(table.ring) - 1)] != context[size - 1]:
@@ -160,7 +161,7 @@ class BatchDrafter(Uncopyable):
         sent = self._sizes[: len(rows)]
         sent[:] = 0
         floor = self.min_probability.floor(len(rows))
-        # A stored history keeps whole answers, so their tokens are added even if nothing is drafted.
+        # A stored history keeps whole answers, so the new tokens are added even if nothing is drafted.
         if len(rows) and (floor < NO_DRAFT_ABOVE or self._finished):
             with self._finished.lock if self._finished else NO_LOCK:
                 if self.history:

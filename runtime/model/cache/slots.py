@@ -21,7 +21,7 @@ class StatesOfTree(Protocol):
     """States after each row of a verified tree."""
 
     def commit(self, slot: int, rows: Sequence[int], states: States) -> None:
-        """Advance ``states``, which are those before the tree, along a path of rows that starts with the root.
+        """Advance ``states``, the states before the tree, along a path of rows that starts with the root.
 
         ``slot`` is the index of the tree's slot in the pass.
         """
@@ -31,7 +31,7 @@ class StatesOfTree(Protocol):
 class Slot:
     """One sequence in a cache.
 
-    Its contents stay when its answer ends, until another sequence replaces them.
+    The contents stay after the sequence's answer ends, until another sequence replaces them.
     """
 
     def __init__(self, kv: StaticKVCache) -> None:
@@ -43,7 +43,7 @@ class Slot:
         self.owner = ""
         """Tenant whose prompt the slot holds; prompts of other tenants never continue it."""
         self.version = 0
-        """How often the model had changed when the prompt was read, or ``NEVER_CONTINUED``."""
+        """Number of changes to the model before the prompt was read, or ``NEVER_CONTINUED``."""
         self.tree: DraftTree | None = None
         """Last verified tree; None once a path of it is committed."""
         self.hidden_of_tree: torch.Tensor | None = None
@@ -131,7 +131,7 @@ class Slot:
     def commit(self, path: Sequence[int], *, deferred: bool = False) -> None:
         """Accept the root and the nodes of ``path``.
 
-        With ``deferred``, the next captured step may move their positions in the cache.
+        With ``deferred``, moving their positions in the cache may be left to the next captured step.
         """
         tree, hidden = self.tree, self.hidden_of_tree
         if tree is None:  # the prompt was read, but no tree verified
@@ -194,7 +194,7 @@ class Cache:
         self.number = 0
         """Number that identifies the cache in all processes of a tensor-parallel model."""
         self.user: object = None
-        """Decoding loop whose answers the cache holds; None if it is free."""
+        """Decoding loop whose answers the cache holds; None if the cache is free."""
         self.slots: list[Slot] = []
         self._allocate(slots, capacity)
 
@@ -219,16 +219,16 @@ class Cache:
 
     @torch.inference_mode()
     def fill_unread(self, slot: int, tokens: Sequence[int], room: int) -> None:
-        """Fill a slot with tokens that no pass has read, to time passes after them; reserve ``room`` for more."""
+        """Fill a slot with tokens that no pass has read, to time passes after them; reserve ``room`` more positions."""
         self.reserve(len(tokens) + room)
         for keys, values in self.slots[slot].kv.storage.layers:
             for numbers in (keys, values):
-                numbers.fill_(0.01)  # unwritten pages all map to one zero page, always a CPU cache hit
+                numbers.fill_(0.01)  # unwritten pages all map to one zero page, which stays in the CPU's cache
         self.slots[slot].extend(tokens, None)
 
     def _allocate(self, slots: int, capacity: int) -> None:
         storage = KVTensors.for_layers(self._shapes, capacity, slots, self._state_shapes)
-        # Passes recognize a storage by its identity, so the only slot must not have a second object for its tensors.
+        # Passes recognize a storage by its identity, so a single slot must use the storage itself, not a view.
         parts = [storage] if slots == 1 else [storage.slot_view(slot) for slot in range(slots)]
         new_slots = [Slot(StaticKVCache(part)) for part in parts]
         for new, before in zip(new_slots, self.slots, strict=False):

@@ -161,7 +161,7 @@ MAX_SNAPSHOTS = 4
 
 
 def kept(snapshots: Sequence[Snapshot], new: Snapshot) -> list[Snapshot]:
-    """Return the snapshots to keep once ``new`` is added: the longest of the shorter ones, followed by ``new``.
+    """Return the snapshots to keep once ``new`` is added: the longest of those shorter than ``new``, then ``new``.
 
     At most ``MAX_SNAPSHOTS`` are kept.
     """

@@ -43,7 +43,7 @@ class LongContext:
 
     length: int
     hidden: int
-    """Number of cache positions that the mask hides, in the middle and at the end, as it hides other branches."""
+    """Number of cache positions that the mask hides, in the middle and at the end, like other branches of a tree."""
     largest: tuple[str, int] | None
     """Name and value of the largest window or state size that hdtool's masks don't apply; None without such a size."""
 
@@ -65,10 +65,10 @@ class LongContext:
         shapes: Sequence[LayerShape],
         filled: DynamicCache,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return ``(of_tree, plain)``, which both have the logits after a root and after a node.
+        """Return ``(of_tree, plain)``: two tensors, each with the logits after a root and after one of its children.
 
         ``of_tree`` is from a pass over a tree, ``plain`` from plain decoding, where the model makes its own masks.
-        ``tokens`` are the root and the nodes. ``filled`` is a cache with keys and values of any tokens, as samples.
+        ``tokens`` are the root and the nodes. ``filled`` is a cache with sample keys and values of any tokens.
         """
         first, middle, inner = self.length, self.length // 2, self.hidden // 2
         cache = _drawn_cache(shapes, filled, first + self.hidden + ROWS)
@@ -213,7 +213,7 @@ def _drawn_cache(shapes: Sequence[LayerShape], filled: DynamicCache, capacity: i
 
 
 def _with_hidden(mask: Mask, start: int, hidden: int) -> Mask:
-    """Return the mask with ``hidden`` more columns inserted at ``start``, which hide their positions."""
+    """Return the mask with ``hidden`` columns inserted at ``start`` that hide their positions."""
     if isinstance(mask, dict):
         return {kind: None if part is None else _inserted(part, start, hidden) for kind, part in mask.items()}
     assert mask is not None

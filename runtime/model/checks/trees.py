@@ -44,7 +44,7 @@ def some_context(length: int, vocabulary: int) -> list[int]:
 def small_tree(
     vocabulary: int, number: int = 5, depth: int = 3, length: int = 4
 ) -> tuple[list[int], DraftTree, list[list[int]]]:
-    """Return ``(context, tree, paths)``: ``number`` separate ``paths`` of ``depth`` nodes each, and the tree of them.
+    """Return ``(context, tree, paths)``: ``number`` separate ``paths`` of ``depth`` nodes each, and the tree they form.
 
     The context has ``length`` tokens, of which the last is the root. If a model ignores masks or positions, the logits
     of all paths but the first are wrong.
@@ -118,7 +118,7 @@ def _find_recurrences(target: Target) -> Expected:
 
 
 def _distance(target: Target, expected: Expected) -> float:
-    """Return the largest distance of logits for the small tree.
+    """Return the largest distance between actual and expected logits for the small tree.
 
     Keep using closed forms if their distance is within the tolerance, otherwise run mixers level by level from now on.
     """
@@ -152,7 +152,7 @@ def _plain(target: Target, tokens: Sequence[Sequence[int]], cache: DynamicCache,
 
 
 def _distance_of_tree(target: Target, expected: Expected) -> float:
-    """Return the largest distance of a row in the small tree or in the next pass after a commit."""
+    """Return the largest distance from the expected logits, in the small tree and in the next pass after a commit."""
     context, tree, paths = _small_tree(target)
     cache = target.allocate()
     target.prefill(cache, 0, context[:-1], room=2 * len(tree))
@@ -166,7 +166,7 @@ def _distance_of_tree(target: Target, expected: Expected) -> float:
 
 
 def _between(target: Target, actual: torch.Tensor, expected: torch.Tensor) -> float:
-    """Return the largest distance of a row or, if logits are rounded, the median.
+    """Return the largest distance of the rows' logits from those expected or, if logits are rounded, the median.
 
     In low precision and with quantized layers, a row may be routed to other experts.
     """
@@ -179,7 +179,7 @@ def _continues(target: Target, expected: Expected) -> bool:
     """Return True if a pass over several tokens continues correctly from the states of earlier passes.
 
     Reading the last token separately must also give the logits of a single pass over the context, since the layers of
-    some models read several tokens in another way than one.
+    some models compute several tokens differently from a single one.
     """
     context, _, _ = _small_tree(target)
     cache = target.allocate()
@@ -195,12 +195,12 @@ def _continues(target: Target, expected: Expected) -> bool:
 
 
 MIN_CONTEXT, MAX_CONTEXT = 24, 288
-"""Minimum and maximum context length of the check, chosen to exceed any window or block size below the maximum."""
+"""Minimum and maximum context length of the check, which exceeds window or block sizes of up to their difference."""
 CHAINS = ((4, 2), (3, 3), (5, 0), (2, 1), (0, 0), (4, 4), (6, 1))
 """Pairs ``(drafted, accepted)``: the number of drafted and of accepted tokens in each pass of the check."""
 DECODED_TOKENS = sum(1 + accepted for _, accepted in CHAINS)
 REREAD_TOKENS = 3
-"""Number of tokens read again from the kept cache after the context, once all chains are verified."""
+"""Number of tokens read again after all chains, continuing the cache that was kept after the context."""
 
 
 def prove_chains(target: Target, no_trees: FamilyError) -> ReplayPasses:
@@ -241,7 +241,7 @@ def prove_chains(target: Target, no_trees: FamilyError) -> ReplayPasses:
 
 @torch.inference_mode()
 def _distances_of_prompt(stock: StockPasses, context: Sequence[int]) -> tuple[float, float]:
-    """Return two distances of the logits after a prompt: one pass from ``generate``, and two passes from one pass.
+    """Return the distances of logits after a prompt between one pass and ``generate``, and between two passes and one.
 
     ``generate`` may number positions differently. Two passes, each over a part of the prompt, differ from one pass if
     attention within the prompt is bidirectional.
@@ -263,7 +263,7 @@ def _refused(no_trees: FamilyError, reason: str) -> FamilyError:
 
 
 def _context(target: Target) -> list[int]:
-    """Return a context longer than any window or state size in the configuration that fits ``MAX_CONTEXT``."""
+    """Return a context longer than any window or state size in the configuration that isn't too large to check."""
     sizes = [size for _, size in sizes_of(vars(target.config)) if size + MIN_CONTEXT <= MAX_CONTEXT]
     length, limit = max(sizes, default=0) + MIN_CONTEXT, target.context_limit(1)
     if limit is not None:
@@ -274,7 +274,7 @@ def _context(target: Target) -> list[int]:
 def _token_by_token(
     stock: StockPasses, context: Sequence[int], tokens: Sequence[int]
 ) -> tuple[torch.Tensor, frozenset[TensorPath]]:
-    """Return the logits after each of the tokens, and the paths in the cache whose tensors passes replace."""
+    """Return the logits after each of the tokens, and the paths of the cache tensors that every pass replaces."""
     logits: list[torch.Tensor] = []
     cache: Any = None
 
@@ -291,7 +291,7 @@ def _token_by_token(
         replaced.watch(lambda: cache, partial(read, [token], length))
         length += 1
     plain = torch.stack(logits[1:])
-    replaced.watch(lambda: cache, partial(read, tokens[:REREAD_TOKENS], length))  # several tokens may replace fewer
+    replaced.watch(lambda: cache, partial(read, tokens[:REREAD_TOKENS], length))  # long passes may replace fewer
     return plain, replaced.paths
 
 

@@ -168,7 +168,7 @@ class ModelChanges:
 
     @contextmanager
     def ignored(self) -> Iterator[None]:
-        """Ignore the changes that hdtool itself makes to the model in this block, which don't affect answers."""
+        """In this block, ignore changes to the model: hdtool itself makes them, and they don't affect answers."""
         noticed, self._notices, self._recorded = self._notices, False, None
         try:
             yield
@@ -180,7 +180,7 @@ class ModelChanges:
         self._memory = self._recorded.memory() if holds_memory else []
 
     def found(self, discard: Callable[[bool], None]) -> bool:
-        """Return True if the model changed since it was recorded, or never was; the caller must then record the model.
+        """Return True if the model changed since it was recorded or was never recorded; the caller must then record it.
 
         If there is a record, ``discard`` is called first: with True if modules or code changed, with False if only
         weights or settings did. If weights were only written in place, it is not called. If ``discard`` raises, the

@@ -34,7 +34,7 @@ from hdtool.runtime.model.gguf.converted_folder import WEIGHTS
 from hdtool.runtime.model.gguf.packing import PackingPlan, unpacked
 
 MISREAD = f"{gpt_oss.ARCHITECTURE}.{gpt_oss.SCALING}"
-"""Start of the names of settings that transformers misreads, so they are hidden from it."""
+"""Prefix of the names of settings that transformers misreads and that are therefore hidden from it."""
 
 
 @contextmanager
@@ -45,7 +45,7 @@ def read_once() -> Iterator[None]:
     maps: list[mmap.mmap] = []
 
     class Reader(gguf.GGUFReader):
-        """Slices a plain array, because slicing a ``memmap`` takes five times as long."""
+        """A GGUF reader that slices a plain array, because slicing a ``memmap`` takes five times as long."""
 
         def __init__(self, *arguments: Any, **options: Any) -> None:
             super().__init__(*arguments, **options)
@@ -82,9 +82,9 @@ LLAMA_3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_positi
 
 
 def restore_settings(settings: Any, file: Path, header: GGUFHeader) -> None:
-    """Set what transformers doesn't read into a configuration; print a note on an unknown RoPE scaling.
+    """Restore the settings that transformers doesn't read from a GGUF file; print a note on an unknown RoPE scaling.
 
-    This is a part of gpt-oss's settings, and Llama 3's RoPE scaling, for which GGUF files have no setting, only a
+    These are some settings of gpt-oss, and the RoPE scaling of Llama 3, for which GGUF files have no setting, only a
     tensor with the divisor of each frequency.
     """
     if header.architecture == gpt_oss.ARCHITECTURE:
@@ -111,7 +111,7 @@ def restore_settings(settings: Any, file: Path, header: GGUFHeader) -> None:
 
 
 def _are_of_llama_3(divisors: np.ndarray[Any, np.dtype[np.float32]], theta: float, factor: float) -> bool:
-    """Return True if divisors are Llama 3's: ``factor`` for low frequencies, 1 for high ones, a blend between them."""
+    """Return True if divisors are Llama 3's: ``factor`` for low frequencies, 1 for high ones, blended in between."""
     wavelengths = 2 * math.pi * theta ** (np.arange(len(divisors)) / len(divisors))
     low, high = LLAMA_3["low_freq_factor"], LLAMA_3["high_freq_factor"]
     share = (LLAMA_3["original_max_position_embeddings"] / wavelengths - low) / (high - low)
@@ -124,7 +124,7 @@ Take = Callable[[str, torch.Tensor], bool]
 Function = Callable[..., Any]
 SET_PARAMETER = "core_model_loading", "set_param_for_module"
 LOAD_CHECKPOINT = "modeling_gguf_pytorch_utils", "load_gguf_checkpoint"
-"""Modules and names of the functions of transformers to patch. Without them, all weights are in memory at once."""
+"""Modules and names of transformers' functions to patch. If they are missing, all weights are in memory at once."""
 
 
 @contextmanager
@@ -195,7 +195,7 @@ def _unpacking() -> Any:
 
 @contextmanager
 def _gpt_oss_experts() -> Iterator[None]:
-    """In this block, transformers finds the experts of gpt-oss, which it expects under other names than they have."""
+    """In this block, make transformers find the experts of gpt-oss, whose tensors have other names than it expects."""
     unpacking = _unpacking()
     processor = _experts_processor(unpacking.TensorProcessor)
     with patch.dict(unpacking.TENSOR_PROCESSORS, {gpt_oss.ARCHITECTURE: processor}):
@@ -273,7 +273,7 @@ class Conversion:
 
     @property
     def bytes(self) -> int:
-        """Maximum size of the converted weights in bytes; transformers leaves some tensors out."""
+        """Upper bound for the size of the converted weights in bytes; transformers leaves some tensors out."""
         return sum(tensor.numbers for tensor in self.header.tensors) * self.dtype.itemsize
 
     def write_configuration(self, folder: Path) -> None:
@@ -312,7 +312,7 @@ class Conversion:
     def write_packed(self, configuration: Path, folder: Path) -> tuple[Path, Path]:
         """Write the packing plan and the weights that can't stay packed to ``folder``.
 
-        ``configuration`` is a folder from ``write_configuration``; if it already has the weights, they are reused.
+        ``configuration`` is a folder from ``write_configuration``; if it also has converted weights, they are reused.
         """
         plan, there = PackingPlan(self.file, self.header), configuration / WEIGHTS
         if there.is_file():

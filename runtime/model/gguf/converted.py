@@ -208,9 +208,9 @@ def _check_unchanged(file: Path, signature: Signature) -> None:
 
 
 def _remember(folder: Path, signature: Signature) -> None:
-    """Record that a file has the content converted to a folder, so that the file isn't hashed again.
+    """Record in a folder's manifest that a file has the converted content, so that the file isn't hashed again.
 
-    Ignore a manifest that can't be written.
+    Do nothing if the manifest can't be written.
     """
     busy = ModelError(f"another process converts to {folder}")
     with suppress(ModelError, OSError), file_lock(lock_path(folder), busy):

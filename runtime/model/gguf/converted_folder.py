@@ -130,7 +130,7 @@ FORMAT = 1
 PACKING = 4
 """Version of packing plans, incremented when matmuls support more formats so that plans are made again."""
 MAX_SEEN = 16
-"""Maximum number of signatures that a manifest keeps: one for each path with its content, such as that of a copy."""
+"""Maximum number of signatures that a manifest keeps: one for each path of a file with the converted content."""
 KEYS = ("sha256", "transformers", "files", "seen")
 
 
@@ -152,9 +152,9 @@ class Manifest:
 
     @classmethod
     def read(cls, folder: Path) -> Manifest | None:
-        """Return a folder's manifest.
+        """Return the manifest stored in a folder.
 
-        Return None if it is missing, damaged or of another format, or if a file that it lists is missing or resized.
+        Return None if it is missing, damaged or in another format, or if a file that it lists is missing or resized.
         """
         try:
             row = json_object(folder / MANIFEST)
@@ -197,13 +197,13 @@ class Manifest:
         file.write(json.dumps(asdict(self), indent=1) + "\n")
 
     def seen_as(self, signature: Signature) -> Manifest:
-        """Return the manifest with a file's signature added to ``seen``; an older one of the file's path is dropped."""
+        """Return the manifest with a file's signature added to ``seen``; drop an older signature of its path."""
         others = [signature_ for signature_ in self.seen if signature_.path != signature.path]
         return replace(self, seen=(*others, signature)[-MAX_SEEN:])
 
 
 def manifests() -> Iterator[tuple[Path, Manifest]]:
-    """Yield the folder and the manifest of each complete model in hdtool's home."""
+    """Yield the folder and the manifest of each complete converted model in hdtool's home."""
     for place in converted_models_at_home().glob(f"[!.]*/{MANIFEST}"):
         if manifest := Manifest.read(place.parent):
             yield place.parent, manifest
@@ -215,7 +215,7 @@ def remove(folder: Path, manifest: Manifest) -> None:
 
 
 def remove_files(folder: Path, names: Iterable[str]) -> None:
-    """Delete the files ``names`` of a folder in order, then the folder if it is empty; skip what can't be deleted."""
+    """Delete the named files from a folder in order, then the folder if it is empty; skip what can't be deleted."""
     for name in names:
         with suppress(OSError):
             (folder / name).unlink()

@@ -1,7 +1,7 @@
-"""What transformers misreads in gpt-oss files: settings of the configuration, and the experts.
+"""Reads what transformers misreads in GGUF files of gpt-oss: configuration settings and the tensors of experts.
 
-``convert`` applies these settings, and lets transformers read tensors by these names. Names and shapes in a file are
-those that llama.cpp's converter writes.
+``convert`` applies the settings, and passes the tensors of experts to transformers under the names from this module.
+The names and shapes in a file are those that llama.cpp's converter writes.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from hdtool.data.gguf_header import GGUFHeader
 
 ARCHITECTURE = "gpt-oss"
 END_TOKENS = ("<|return|>", "<|endoftext|>", "<|call|>")
-"""Tokens that end an answer in the original generation settings; a file names only the first as such."""
+"""Tokens that end an answer according to the original generation settings; a file states only the first."""
 SCALING_TYPE = "yarn"
 SCALING = "rope.scaling."
-"""Start of the names of the RoPE scaling's settings; transformers takes the lengths of these names for the values."""
+"""Prefix of the names of RoPE scaling settings; transformers mistakes the lengths of these names for the values."""
 INTEGERS = {
     "context_length": "max_position_embeddings",
     "embedding_length": "hidden_size",
@@ -32,10 +32,10 @@ INTEGERS = {
     "expert_used_count": "num_experts_per_tok",
     "expert_feed_forward_length": "intermediate_size",
 }
-"""Names of a file's settings, with their names in transformers."""
+"""Names of integer settings in a file, with the names of these settings in transformers."""
 EPSILON, THETA = "attention.layer_norm_rms_epsilon", "rope.freq_base"
 YARN = {"factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "original_max_position_embeddings": 4096}
-"""RoPE scaling of the published models, for settings that a file lacks."""
+"""RoPE scaling of the published models, used for settings that a file lacks."""
 STORED_YARN = {
     "factor": "factor",
     "yarn_beta_fast": "beta_fast",
@@ -46,7 +46,7 @@ LAYER_TYPES = ("sliding_attention", "full_attention")
 
 
 def settings_of(header: GGUFHeader) -> dict[str, Any]:
-    """Return the configuration's settings that a file states; raise a ``ValueError`` if it lacks one."""
+    """Return the configuration settings stated in a file's header; raise a ``ValueError`` if one is missing."""
     values = {name.removeprefix(f"{ARCHITECTURE}."): value for name, value in header.values.items()}
     if lacking := [name for name in (*INTEGERS, EPSILON, THETA) if name not in values]:
         raise ValueError(f"it lacks the setting {ARCHITECTURE}.{lacking[0]}")
@@ -59,7 +59,7 @@ def settings_of(header: GGUFHeader) -> dict[str, Any]:
 
 
 def _scaling(values: dict[str, Any]) -> dict[str, Any]:
-    """Return the RoPE scaling, whose bounds the model doesn't round to whole dimensions, which files don't state."""
+    """Return the RoPE scaling. Files don't state that its bounds are not rounded to whole dimensions (``truncate``)."""
     if values.get(f"{SCALING}type") != SCALING_TYPE:
         return {"rope_type": "default"}
     stored = {name: values.get(SCALING + key, YARN[name]) for key, name in STORED_YARN.items()}
@@ -77,21 +77,21 @@ TENSOR = re.compile(r"(?P<layer>blk\.\d+)\.ffn_(?P<part>gate|up|down)_exps\.(?P<
 
 
 def tensor_name(parameter: str) -> str | None:
-    """Return the name that ``ExpertTensors`` gives to the values of a parameter of experts; None for any other."""
+    """Return the name that ``ExpertTensors`` gives the tensor for an experts' parameter; None for other parameters."""
     match = PARAMETER.search(parameter)
     return match and f"blk.{match['layer']}.ffn_{match['part']}_exps.{'bias' if match['bias'] else 'weight'}"
 
 
 class ExpertTensors:
-    """Joins and transposes the tensors of experts, as the model has them."""
+    """Joins and transposes a file's tensors of experts into the layout of the model's parameters."""
 
     def __init__(self) -> None:
         self._halves: dict[str, npt.NDArray[np.float32]] = {}
 
     def read(self, name: str, values: npt.NDArray[np.float32]) -> tuple[str, npt.NDArray[np.float32]]:
-        """Return a tensor's name and its values for the model; other tensors than those of experts are unchanged.
+        """Return a tensor's name and values in the model's layout; tensors that don't belong to experts are unchanged.
 
-        Rows of gate and up alternate. The name is empty for the first of the two.
+        The gate and up tensors are joined with alternating rows; the name is empty for whichever is read first.
         """
         match = TENSOR.match(name)
         if match is None:

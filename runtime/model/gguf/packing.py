@@ -1,4 +1,4 @@
-"""Finds the weights of a model that can be computed in the quantized blocks of its GGUF file, and their row order.
+"""Finds the weights of a model that can stay in the quantized blocks of its GGUF file, and the order of their rows.
 
 Tensor names and row orders differ between model families, so neither is assumed: a weight stays packed if each of its
 float32 rows, as transformers reads the file, equals a row of one of the file's tensors bit for bit.
@@ -40,7 +40,7 @@ MAX_EXPANDED_VALUES = 1 << 22
 DIGEST = 16
 """Size of a row's hash in bytes."""
 ORDER = ".rows"
-"""Suffix that names the tensor with a weight's row order."""
+"""Suffix that turns a weight's name into the name of the tensor with its row order."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class PackedTensor:
     experts: int = 0
     """Number of experts, which have an equal number of rows each; 0 for a single matrix."""
     transposed: bool = False
-    """True if the model has the experts' matrices transposed."""
+    """True if the model stores the experts' matrices transposed."""
     interleaved: bool = False
     """True if an expert's rows in the weight alternate between this tensor and another one."""
 
@@ -72,7 +72,7 @@ class PackedTensor:
 
 
 def packable(header: GGUFHeader) -> list[PackedTensor]:
-    """Return the tensors of a file that the compiled matmul can read in their blocks."""
+    """Return the tensors of a GGUF file whose quantized blocks the compiled matmul can read."""
     tensors = []
     for tensor in header.tensors:
         if EXPANDS_FLOAT16 and tensor.kind in FORMATS_BY_GGUF_TYPE and _fits(tensor):
@@ -88,7 +88,7 @@ def _fits(tensor: GGUFTensor) -> bool:
 
 
 PackedLocation = tuple[list[PackedTensor], torch.Tensor | None]
-"""Pair ``(tensors, order)``: the file's tensors with a weight's rows, and the place in the file of each row.
+"""Pair ``(tensors, order)``: the tensors in the file that hold a weight's rows, and each row's index in them.
 
 ``order`` is None if the rows are in the file's order. There are two tensors if a layer's experts have separate gate and
 up projections in the file, otherwise one.
@@ -152,9 +152,9 @@ SAMPLED_ROWS = 64
 
 
 def unpacked(reference: Callable[..., Any], blocks: npt.NDArray[np.uint8], kind: int) -> Any:
-    """Return a tensor's values in float32, by compiled code if this gives the bits of ``reference`` for sampled rows.
+    """Return a tensor's values in float32, from compiled code if it matches ``reference`` bit for bit in sampled rows.
 
-    ``reference`` is the function of the library gguf, which takes fifty times as long on MXFP4.
+    ``reference`` is ``dequantize`` of the gguf library, which takes fifty times as long for MXFP4.
     """
     format, rows = FORMATS_BY_GGUF_TYPE.get(kind), blocks.reshape(-1, blocks.shape[-1])
     columns = rows.shape[1] // format.bytes * format.block_size if format else 0
@@ -170,7 +170,7 @@ def unpacked(reference: Callable[..., Any], blocks: npt.NDArray[np.uint8], kind:
 
 
 def read_weights(file: Path, folder: Path) -> dict[str, torch.Tensor]:
-    """Return a model's weights by name; packed weights in the file's row order are memory-mapped from it."""
+    """Return a model's weights by name; packed weights in the row order of ``file`` are memory-mapped from it."""
     rest = load_file(folder / REST)
     try:
         row = json.loads((folder / PLAN).read_text(encoding="utf-8"))
@@ -294,7 +294,7 @@ def _location_of_experts(weight: torch.Tensor, tensors: list[_TensorInFile]) -> 
 
 
 def _tensor_with(matrices: torch.Tensor, tensors: list[_TensorInFile]) -> PackedTensor | None:
-    """Find the tensor with these matrices ``[experts, rows, columns]``."""
+    """Find the tensor in the file that holds these matrices ``[experts, rows, columns]``; return None without one."""
     shape = matrices.shape[0] * matrices.shape[1], matrices.shape[2]
     alike = [candidate for candidate in tensors if (candidate.tensor.outs, candidate.tensor.columns) == shape]
     first_row = matrices[0, :1]
@@ -304,7 +304,7 @@ def _tensor_with(matrices: torch.Tensor, tensors: list[_TensorInFile]) -> Packed
 
 
 def packed_model(settings: Any, weights: dict[str, torch.Tensor], folder: Path, **options: Any) -> Any:
-    """Load a float32 CPU model with these weights by transformers; ``folder`` has its converted or quantized files."""
+    """Load a float32 CPU model with these weights in transformers; ``folder`` has its converted or quantized files."""
     family: Any = text_class(settings, trust_remote_code=False)._model_mapping[type(settings)]
     model, report = cast(
         tuple[Any, dict[str, Any]],

@@ -1,8 +1,8 @@
 """Computes recurrences over all rows of a tree at once, in closed form.
 
 In a chunked recurrence, each token of a chunk reads the tokens before it. Over a tree, each row reads its ancestors
-instead, with the decay in between. Rows follow their parents, so the system to solve is triangular as for a chunk. Rows
-get no states themselves: only committing a path updates the states.
+instead, with the decay in between. Rows follow their parents, so the system to solve is triangular as for a chunk. No
+state is computed for each row: only committing a path updates the states.
 
 In a copy of the mixer's ``forward``, the modeling module's functions for convolutions and recurrences are replaced. The
 modeling module itself is not changed.
@@ -259,7 +259,7 @@ class UnknownRecurrenceError(Exception):
 
 
 class ClosedForm:
-    """A copy of a mixer's ``forward`` that calls closed forms over trees."""
+    """A copy of a mixer's ``forward`` that computes recurrences and convolutions over trees in closed form."""
 
     def __init__(self, mixer: Mixer, forward: FunctionType) -> None:
         self._mixer = mixer

@@ -1,4 +1,4 @@
-"""Finds the modules that update recurrent states by observing a pass, and indexes the rows of trees for them."""
+"""Observes a pass to find the modules that update recurrent states, and computes their index tensors for trees."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Rows = npt.NDArray[np.int64]
 
 
 class Level(NamedTuple):
-    """The rows of all slots at one depth."""
+    """The rows at one depth of the trees, for all slots."""
 
     rows: torch.Tensor
     """Indices of the level's rows among the padded rows of all slots."""
@@ -109,7 +109,7 @@ class TreeIndices:
 
 
 class HostIndices(TreeIndices):
-    """Indices of trees that the host knows."""
+    """Index tensors computed on the host, from the trees of a pass."""
 
     def __init__(self, tree: RowTree, device: torch.device) -> None:
         super().__init__()
@@ -137,7 +137,7 @@ class HostIndices(TreeIndices):
 
 
 class DeviceIndices(TreeIndices):
-    """Indices of a captured step, computed on the device. Padding rows read only the root."""
+    """Index tensors of a captured step, computed on the device. Padding rows read only the root."""
 
     def __init__(self, step: StepTensors) -> None:
         super().__init__()
@@ -241,7 +241,7 @@ class _Watched(DynamicCache):
 
 
 def find_mixers(model: PreTrainedModel, config: Any, run: Callable[[DynamicCache], object]) -> list[Mixer]:
-    """Return the mixers of a model. ``run`` must make a pass over a few tokens with the given cache.
+    """Return the mixers of a model. ``run`` must make a pass over a few tokens with the cache it is given.
 
     Raise an ``AttentionInMixerError`` if a mixer also has attention.
     """

@@ -46,7 +46,7 @@ class LevelStates:
     def start(self, parents: torch.Tensor) -> LayerStates:
         """Return copies of the states from which the next level's rows start; the mixer updates them in place.
 
-        ``parents`` has the index of each row's parent in the previous level; in the first level, that of its slot.
+        ``parents`` has the index of each row's parent in the previous level; in the first level, the index of its slot.
         """
         source = self._levels[-1] if self._levels else self._before
         self._levels.append({name: tensor.index_select(0, parents) for name, tensor in source.items()})

@@ -49,7 +49,7 @@ def origins_at(address: int, slot: int, rows: int) -> Ints:
 
 @compiled
 def buffers_of(rows: int) -> int:
-    """Return the maximum number of buffers that a tree of this many rows needs.
+    """Return the number of state buffers that are enough for any tree of this many rows.
 
     Each buffer in use except the last belongs to a row with a later child.
     """
@@ -136,7 +136,7 @@ def window_size(layer: Record) -> int:
 def copy_windows(layer: Record, windows: int, first: int, end: int) -> None:
     """Transpose the states to windows ``[columns, channels]``, for some vectors of channels.
 
-    ``first`` and ``end`` count vectors through all sequences.
+    ``first`` and ``end`` number the vectors consecutively over all sequences.
     """
     channels, columns = layer[CHANNELS], layer[COLUMNS]
     vectors = channels // LANES

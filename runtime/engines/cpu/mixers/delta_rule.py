@@ -1,4 +1,4 @@
-"""The gated delta rule of Qwen3.5 and other models, by head.
+"""Computes the gated delta rule of Qwen3.5 and other models, head by head.
 
 For each row, the head's state decays, and the difference between the row's value and what the state returns for the
 row's key is added at that key. A state ``[key, value]`` is computed a few columns at a time for all rows of a tree, so
@@ -207,7 +207,7 @@ def join_inputs(
 ) -> None:
     """Copy some rows' queries, keys and values next to each other.
 
-    ``key_bytes`` and ``value_bytes`` are the bytes of a row's keys (or queries) and values.
+    ``key_bytes`` and ``value_bytes`` are the sizes in bytes of a row's keys (or queries) and of its values.
     """
     for row in range(first, end):
         at = written + row * (2 * key_bytes + value_bytes)
@@ -263,7 +263,7 @@ def prepare_delta(
     decays: int,
     strengths: int,
 ) -> None:
-    """Convolve one row of a sequence, norm its queries and keys, and compute its decays and write strengths.
+    """Convolve one row of a sequence, normalize its queries and keys, and compute its decays and write strengths.
 
     ``inputs`` is the address of the sequence's input rows, and the other addresses belong to this row. ``strengths``
     are changed in place.
@@ -357,7 +357,7 @@ def recur_delta(
 
 @compiled
 def gate_delta(layer: Record, origins: Ints, row: int, gates: int, mixed: int) -> None:
-    """Norm each head's output for one row and multiply it by its gate, in place, for the out-projection."""
+    """Normalize each head's output for one row and multiply it by the head's gate, in place, for the out-projection."""
     heads, values = layer[STATE_HEADS], layer[VALUE_WIDTH]
     if origins[row, PARENT] == PADDING:
         clear_floats(mixed, heads * values)

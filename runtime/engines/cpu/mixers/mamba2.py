@@ -1,4 +1,4 @@
-"""The scan of Mamba-2, by head.
+"""Computes the scan of Mamba-2, head by head.
 
 For each row, the head's state ``[value, key]`` decays, and the outer product of the row's value and key is added. The
 in-projection gives a gate, the convolution's input (values, keys and queries of all heads) and each head's time step.
@@ -180,7 +180,7 @@ def scan_head(
 
 @compiled
 def gate_scan(layer: Record, origins: Ints, row: int, gates: int, mixed: int) -> None:
-    """Multiply one row's output by its gate and norm each group of heads, for the out-projection.
+    """Multiply one row's output by its gate and normalize each group of heads, for the out-projection.
 
     The result is written to ``mixed``; ``gates`` are overwritten.
     """

@@ -67,7 +67,7 @@ PREPARE_DELTA, RECUR_DELTA, GATE_DELTA, REPLAY_DELTA = range(4, 8)
 PREPARE_SCAN, SCAN, GATE_SCAN, REPLAY_SCAN, JOIN, SPREAD = range(8, 14)
 """Steps of mixers between their matmuls, for ``mixer_function``."""
 PATH_SLOT, COUNT, LISTED_ROWS, PATH = range(4)
-"""Record of a path that becomes part of the context.
+"""Fields of a path's record; the path's rows become part of the context.
 
 PATH_SLOT: the path's sequence. COUNT: number of rows of the path. LISTED_ROWS: number of rows that this record lists,
 which may be only the last rows of the path. PATH: first of the listed rows.
@@ -344,7 +344,7 @@ def mixer_function() -> Any:
 def _kept_at(pass_record: Record, layer: Record) -> int:
     """Return the address of the values that a layer keeps for the rows of a pass.
 
-    The layers of a prompt's pass share one address, because their values aren't needed after the layer.
+    In a pass over a prompt, all layers share one address, because nothing reads a layer's values later.
     """
     earlier = 0 if pass_record[ADVANCES] else layer[JOURNAL_AT] * pass_record[SLOTS] * pass_record[NEW]
     return pass_record[JOURNAL] + earlier * ITEM_SIZE  # type: ignore[no-any-return]
@@ -412,7 +412,7 @@ def mix(pass_record: Record, layer: Record, starts: Ints, read: int, rows: int, 
 
 @compiled
 def accept(pass_record: Record, layers: Record, starts: Ints, path: Ints, scratch: int) -> None:
-    """Advance the states from before a pass along a path of the pass's rows, by replaying what mixers kept for them."""
+    """Advance the states from before a pass along a path of the pass's rows, by replaying the values mixers kept."""
     function, count = pass_record[MIXER_FUNCTION], path[COUNT]
     for number in range(len(layers)):
         layer = layers[number]
