@@ -63,9 +63,8 @@ def convert(
 ) -> None:
     """Write conversations of any form as JSON Lines.
 
-    One conversation a line: id, category, messages, recorded token ids if there are some, and where it came from. Of
-    requests and responses nothing but the messages is kept. A request and its answer in two files become one
-    conversation.
+    Each line is a conversation: id, category, messages, recorded token ids if there are some, and where it came from.
+    Only the messages of requests and responses are kept. A request and its answer in two files become one conversation.
     """
     from hdtool.cli.store_output import print_left_out
     from hdtool.data.conversation_files import ConversationReader, canonical_file, write_canonical

@@ -214,7 +214,7 @@ class VllmConfig(Settings):
         8, "Maximum number of draft tokens per request and step.", min_value=1, max_value=LARGEST_BUDGET
     )
     min_draft_prob: float | None = setting(
-        None, "Minimum probability of a draft token, 0 to 1. Default: by the measured time of passes."
+        None, "Minimum probability that a draft token is accepted, 0 to 1. Default: by the measured time of passes."
     )
     context_mib: int = setting(256, "Memory for the context tables of all requests, in MiB.", min_value=1)
     """Requests whose tables don't fit get no drafts."""

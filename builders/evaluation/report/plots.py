@@ -93,7 +93,7 @@ Draw = Callable[["Axes", Theme], None]
 
 
 def render_png(draw: Draw, theme: Theme, height: float) -> bytes:
-    """Draw on new axes that are ``height`` inches high; return the figure as a PNG."""
+    """Call ``draw`` with the axes of a new figure that is ``height`` inches high; return the figure as a PNG."""
     from matplotlib import style
     from matplotlib.figure import Figure
 
