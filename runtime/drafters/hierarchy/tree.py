@@ -53,7 +53,7 @@ RECYCLED_NUMBER = SourceId.RECYCLED.value
 
 @compiled
 def expand(at: int, node: int, min_left: float, floor: float, truth: int) -> None:
-    """Interpolate from the highest n-gram order down, until less probability than ``min_left`` is left to lower orders.
+    """Interpolate from the highest n-gram order down, until less than ``min_left`` of the probability remains.
 
     If ``truth`` is ``DRAFTING``, fill in the candidates, without contributions below ``floor``. If it is an emitted
     token, record the share that each order gives to this token instead.

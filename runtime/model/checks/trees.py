@@ -263,7 +263,7 @@ def _refused(no_trees: FamilyError, reason: str) -> FamilyError:
 
 
 def _context(target: Target) -> list[int]:
-    """Return a context longer than any window or state size in the configuration that isn't too large to check."""
+    """Return a context longer than the configuration's windows and state sizes, except those too large to check."""
     sizes = [size for _, size in sizes_of(vars(target.config)) if size + MIN_CONTEXT <= MAX_CONTEXT]
     length, limit = max(sizes, default=0) + MIN_CONTEXT, target.context_limit(1)
     if limit is not None:
