@@ -103,17 +103,24 @@ def address_of(function: Callable[..., Any], signature: Any) -> int:
     return int(_function(function, signature).address)
 
 
-_shared: list[Any] = []
-"""Shared functions, kept because compiled code holds their addresses."""
+def shared(signature: Any, name: str) -> Callable[[Callable[..., Callable[..., Any]]], Callable[..., Any]]:
+    """Compile the function that the decorated one returns as a C function that compiled code calls by name.
 
-
-def share(name: str, function: Any) -> None:
-    """Let compiled code call a C function by name, so that the function isn't compiled into each caller.
-
-    Call this before code that uses the name is compiled or loaded from a cache; otherwise, LLVM aborts the process.
+    A shared function isn't compiled into each caller. If the decorated function takes a matrix format, the format's
+    name follows ``name``. Call the decorated function before code that uses the name is compiled or loaded from a
+    cache; otherwise, LLVM aborts the process.
     """
-    _shared.append(function)
-    add_symbol(name, function.address)
+
+    def decorate(make: Callable[..., Callable[..., Any]]) -> Callable[..., Any]:
+        @cache  # keeps the C function, whose address compiled code holds
+        def compile_shared(*kinds: Any) -> Any:
+            function = cfunc(signature, cache=True)(make(*kinds))
+            add_symbol(name + "".join(kind.name for kind in kinds), function.address)
+            return function
+
+        return wraps(make)(compile_shared)
+
+    return decorate
 
 
 def shared_address(prefix: str) -> Any:

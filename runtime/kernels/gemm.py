@@ -24,7 +24,7 @@ from hdtool.runtime.kernels.compiled import (
     compiled,
     copy_floats,
     generated,
-    share,
+    shared,
     shared_address,
 )
 from hdtool.runtime.kernels.gemm_tiles import (
@@ -270,11 +270,10 @@ call_tiles, _tiles_address = caller_of(TILES), shared_address(TILES_PREFIX)
 _multiply: Any = types.ExternalFunction(MULTIPLY_NAME, MULTIPLY)
 
 
-@cache
+@shared(TILES, TILES_PREFIX)
 def _tiles_of(kind: MatrixKind) -> Any:
-    """Compile the function ``multiply_tiles`` of a format and share it with compiled code by name."""
+    """Return the function that multiplies by a format's tiles."""
 
-    @cfunc(TILES, cache=True)
     def multiply_tiles(
         matrix: int,
         stride: int,
@@ -300,15 +299,13 @@ def _tiles_of(kind: MatrixKind) -> Any:
             for out in range(0, out_features, _ROW_OUT_FEATURES[rows]):
                 _many(matrix + out * stride, kind, columns, inputs, outputs + out * ITEM_SIZE, output_stride, rows)
 
-    share(TILES_PREFIX + kind.name, multiply_tiles)
     return multiply_tiles
 
 
-@cache
+@shared(MULTIPLY, MULTIPLY_NAME)
 def _multiply_function() -> Any:
-    """Compile the matmul that serves all formats and share it with compiled code by name."""
+    """Return the matmul that serves all formats."""
 
-    @cfunc(MULTIPLY, cache=True)
     def multiply(
         tiles: int,
         unpack: int,
@@ -351,7 +348,6 @@ def _multiply_function() -> Any:
                 last = matrix + whole * stride
                 call_tiles(tiles, (last, stride, out_features - whole, columns, read, written, output_stride, 1))
 
-    share(MULTIPLY_NAME, multiply)
     return multiply
 
 

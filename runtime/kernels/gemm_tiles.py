@@ -7,14 +7,13 @@ of the expanded matrix bit for bit. The order of summation is independent of the
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
 from typing import Any
 
 from llvmlite import ir  # type: ignore[import-untyped]
-from numba import cfunc, types
+from numba import types
 from numba.core import cgutils
 
-from hdtool.runtime.kernels.compiled import BYTES, caller_of, generated, share, shared_address
+from hdtool.runtime.kernels.compiled import BYTES, caller_of, generated, shared, shared_address
 from hdtool.runtime.kernels.matrix_formats import (
     FORMAT_OF_TYPE,
     BlockFormat,
@@ -330,16 +329,14 @@ UNPACK_PREFIX = "hdtool_unpack_rows_"
 call_unpack, unpack_address = caller_of(UNPACK), shared_address(UNPACK_PREFIX)
 
 
-@cache
+@shared(UNPACK, UNPACK_PREFIX)
 def unpack_of(kind: MatrixKind) -> Any:
-    """Compile the C function that expands a format's matrix rows to float32, and share it by name."""
+    """Return the function that expands a format's matrix rows to float32."""
 
-    @cfunc(UNPACK, cache=True)
     def unpack_rows(matrix: int, stride: int, rows: int, columns: int, written: int) -> None:
         for row in range(rows):
             unpack_row(matrix + row * stride, kind, columns, written + row * columns * ITEM_SIZE)
 
-    share(UNPACK_PREFIX + kind.name, unpack_rows)
     return unpack_rows
 
 

@@ -16,7 +16,7 @@ from numba import cfunc, types
 
 from hdtool.runtime.engines.cpu.int8_code import PANEL_ROWS, PART, QUAD, PanelFormat, panel_format
 from hdtool.runtime.engines.cpu.int8_tiles import INT8_TILE_ROWS, RECORD_SIZE, panel_bytes, panel_tile, quantize_row
-from hdtool.runtime.kernels.compiled import array_at, caller_of, compiled, share, shared_address
+from hdtool.runtime.kernels.compiled import array_at, caller_of, compiled, shared, shared_address
 from hdtool.runtime.kernels.gemm import MATMUL_ARGUMENTS, add_bias
 from hdtool.runtime.kernels.matrix_formats import BlockFormat, MatrixKind, by_rows
 from hdtool.runtime.kernels.vector_code import ITEM_SIZE
@@ -72,36 +72,31 @@ def int8_matmul_of(kind: MatrixKind) -> Any:
     return matmul
 
 
-@cache
+@shared(TILE, TILE_PREFIX)
 def _tile_of(kind: MatrixKind) -> Any:
-    """Compile and share the function that multiplies a format's panels by tiles of rows."""
+    """Return the function that multiplies a format's panels by tiles of rows."""
 
-    @cfunc(TILE, cache=True)
     def multiply_tile(panel: int, columns: int, records: int, outputs: int, output_stride: int, rows: int) -> None:
         """Multiply a panel by up to ``INT8_TILE_ROWS`` quantized rows."""
         _tile_by_rows(panel, kind, columns, records, outputs, output_stride, rows)
 
-    share(TILE_PREFIX + kind.name, multiply_tile)
     return multiply_tile
 
 
-@cache
+@shared(QUANTIZE, QUANTIZE_PREFIX)
 def _quantize_of(kind: MatrixKind) -> Any:
-    """Compile and share the function that quantizes a row for a format."""
+    """Return the function that quantizes a row for a format."""
 
-    @cfunc(QUANTIZE, cache=True)
     def quantize(read: int, columns: int, written: int) -> None:
         quantize_row(read, kind, columns, written)
 
-    share(QUANTIZE_PREFIX + kind.name, quantize)
     return quantize
 
 
-@cache
+@shared(MULTIPLY, MULTIPLY_NAME)
 def _multiply_function() -> Any:
-    """Compile and share the int8 matmul of all formats."""
+    """Return the int8 matmul that serves all formats."""
 
-    @cfunc(MULTIPLY, cache=True)
     def multiply_int8(
         tile: int,
         quantize: int,
@@ -125,7 +120,6 @@ def _multiply_function() -> Any:
             tile, quantize, panel_size, panels, out_features, columns, inputs, rows, outputs, output_stride, records
         )
 
-    share(MULTIPLY_NAME, multiply_int8)
     return multiply_int8
 
 
