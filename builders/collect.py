@@ -26,7 +26,7 @@ class GenerationFile:
     def __init__(
         self, path: Path, model: ModelConfig, decoding: DecodeConfig, sampling: SamplingConfig, rankings: int = 0
     ) -> None:
-        """``rankings`` is the number of top-k target tokens recorded per position; 0 records none."""
+        """``rankings`` is how many of the target's top tokens are recorded per position; 0 records none."""
         self.path = path
         self._settings = {
             "model": model.name,
@@ -72,7 +72,7 @@ class GenerationFile:
         return {"id": prompt.id, "category": prompt.category, **self._settings, **_grammar(prompt)}
 
     def _read(self, prompts: Sequence[Prompt]) -> tuple[int, bytes]:
-        """Return ``(done, torn)``: the number of answered prompts, and the torn last line, empty if there is none."""
+        """Return ``(done, torn)``: the number of answered prompts, and the torn last line (empty if none is torn)."""
         done = 0
         for line in read_lines(self.path):
             if is_torn(line):
@@ -117,7 +117,7 @@ class GenerationFile:
 
 
 def _grammar(prompt: Prompt) -> dict[str, Any]:
-    """Return the grammar as a row of a prompts file holds it, with a JSON schema parsed; empty without a grammar."""
+    """Return the grammar as a prompts file stores it, with a JSON schema parsed; empty if there is no grammar."""
     if prompt.grammar is None:
         return {}
     kind, text = prompt.grammar.kind, prompt.grammar.text

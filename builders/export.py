@@ -1,4 +1,4 @@
-"""Exports: a model folder whose ``generate`` drafts with hdtool, and a corpus of stores for SGLang.
+"""Exports: a model folder whose ``generate`` drafts with hdtool, and the documents of stores as a corpus for SGLang.
 
 SGLang tokenizes the corpus's strings when it starts, which may not give the original tokens, so an export counts the
 tokens that change. Tokens change where a document was cut inside a character, where the model chose other tokens than

@@ -17,7 +17,7 @@ from hdtool.runtime.stores.store_set import StoreSet
 
 
 def colors_shown() -> bool:
-    """Return True if output may be coloured: on a terminal or with FORCE_COLOR set, and without NO_COLOR."""
+    """Return True if output may be coloured: NO_COLOR is unset, and FORCE_COLOR is set or output is a terminal."""
     if os.environ.get("NO_COLOR"):
         return False
     return bool(os.environ.get("FORCE_COLOR")) or sys.stdout.isatty()
@@ -115,7 +115,7 @@ def answer_summary(stats: Stats) -> str:
 
 
 def batch_summary(tokens: int, seconds: float, batch_size: int) -> str:
-    """Return a line with the joint throughput of all answers, whose own times overlap within a batch."""
+    """Return a line with the total throughput, because answers in a batch overlap in time."""
     return f"in total {tokens:,} tokens in {seconds:.2f} s ({tokens / seconds:.1f} tokens/s), batch size {batch_size}"
 
 

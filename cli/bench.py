@@ -377,7 +377,7 @@ def _sample(prompts: list[Prompt], settings: BenchConfig) -> tuple[list[Prompt],
 
 
 def _temperatures(listed: str | None, sampling: SamplingConfig) -> list[float]:
-    """Parse ``--temperatures``, without duplicates and without the temperature of ``sampling``."""
+    """Parse ``--temperatures``, dropping duplicates and the temperature of ``sampling``."""
     temperatures = parse_numbers("temperatures", listed, float, "numbers separated by commas") or ()
     for temperature in temperatures:
         replace(sampling, temperature=temperature)  # raises if it is invalid

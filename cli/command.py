@@ -99,7 +99,7 @@ def _wrap_line(line: str, width: int, indent: str) -> str:
 
 
 def _visible_length(text: str) -> int:
-    """Return the number of columns of a text, without colour codes."""
+    """Return the number of columns that a text takes up, ignoring colour codes."""
     return len(COLOR_CODE.sub("", text))
 
 
@@ -192,7 +192,7 @@ NON_BREAKING_HYPHEN = "\N{NON-BREAKING HYPHEN}"
 
 
 class Command(TyperCommand):
-    """Command with short option names, panels and examples in its help, and checks of its options."""
+    """Command that adds short option names, shows panels and examples in its help, and checks its options."""
 
     def __init__(self, *given: Any, **named: Any) -> None:
         super().__init__(*given, **named)
@@ -241,7 +241,7 @@ class Command(TyperCommand):
 
 
 def protect_hyphens(text: str) -> str:
-    """Replace hyphens by non-breaking hyphens, so that lines are not broken there; ``restore_hyphens`` reverts it."""
+    """Replace hyphens with non-breaking ones, so that lines are not broken there; ``restore_hyphens`` undoes this."""
     return text.replace("-", NON_BREAKING_HYPHEN)
 
 
@@ -357,7 +357,7 @@ CONFLICTS = (
 
 
 def refuse_unused(typed: Collection[str], settings: Mapping[str, Any]) -> None:
-    """Raise OptionError for the first typed option that has no effect. Every method accepts the value ``none``."""
+    """Raise OptionError for the first ``typed`` option without effect. The value ``none`` is valid for any method."""
     methods = _selected_methods(settings)
     known = all(method in METHODS or method in PEERS or method in SHAPE_PEERS for method in methods)
     for option, users in OPTION_METHODS.items():
@@ -377,7 +377,7 @@ def refuse_unused(typed: Collection[str], settings: Mapping[str, Any]) -> None:
 
 
 def _selected_methods(settings: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the methods that will run, or an empty tuple if the settings do not tell."""
+    """Return the methods that will run, or an empty tuple if the settings do not say."""
     if "method" in settings:
         return (settings["method"],)
     if listed := settings.get("methods"):

@@ -114,7 +114,7 @@ def _gains(plain: Stats, drafted: Stats, first: Stats, generate: float, *, compi
 
 
 def _is_compiled(answerer: Answerer) -> bool:
-    """Return True if the model runs on compiled layers or matmuls of hdtool instead of torch's."""
+    """Return True if the model runs on hdtool's compiled layers or matmuls instead of torch's."""
     from hdtool.runtime.kernels.linear import has_compiled_layers
 
     return has_compiled_layers(answerer.loaded.target.model)

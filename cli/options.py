@@ -93,7 +93,7 @@ class SelectedOptions:
 
 
 def only(*names: str, **defaults: Any) -> SelectedOptions:
-    """Select these options alone, in this order."""
+    """Select only these options, in this order."""
     return SelectedOptions(names, defaults=defaults)
 
 

@@ -96,7 +96,7 @@ def bench_record(results: Results, scores: Scores) -> dict[str, Any]:
 
 
 def bench_table(results: Results, scores: Scores) -> str:
-    """Format a benchmark: headline, setting, a block per task, costs per step, tables of several tasks, and notes."""
+    """Format a benchmark: headline, setting, a block per task, costs per step, tables that compare tasks, and notes."""
     from hdtool.builders.evaluation.llama_cpp_peer import build_notes
 
     run = results.run
@@ -135,7 +135,7 @@ def bench_table(results: Results, scores: Scores) -> str:
 
 
 def _speedup_title(reference: str) -> str:
-    """Return the title of the column of speed-ups over the method ``reference``."""
+    """Return the title of a column that shows speed-ups over the method ``reference``."""
     return (
         "vs plain"
         if reference == PLAIN_METHOD
@@ -150,7 +150,7 @@ def _speedup(scores: Scores, reference: str, task: str, method: str) -> str:
 
 
 def _by_task(title: str, scores: Scores, cell: Callable[[str, str], str]) -> Iterator[str]:
-    """Yield tables with a column per task, at most ``TABLE_WIDTH`` wide. The column of all tasks comes last."""
+    """Yield tables with a column per task, at most ``TABLE_WIDTH`` wide. The last column combines all tasks."""
     methods = [title, *scores.tasks[ALL_TASKS]]
     widest = max(map(len, methods))
     columns_shown: list[list[str]] = []
@@ -207,7 +207,7 @@ Replays = Mapping[str, "ReplayResult"]
 
 
 def replay_record(results: Replays, curve: CostCurve | None, warm: Sequence[str] = ()) -> dict[str, Any]:
-    """Return the ``--json`` record of a replay. Its keys are stable. ``warm`` lists the files of ``--warm``."""
+    """Return the ``--json`` record of a replay. Its keys are stable. ``warm`` lists the files given to ``--warm``."""
     record: dict[str, Any] = {"methods": {name: _method_record(result, curve) for name, result in results.items()}}
     record["warm"] = list(warm)
     if curve:

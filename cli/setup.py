@@ -99,7 +99,7 @@ def setup(
 
 
 def _options(model: ModelConfig) -> tuple[str, ...]:
-    """Return the command-line options for the model settings that differ from their defaults, without the model."""
+    """Return the options for all settings in ``model`` that differ from their defaults, except ``--model`` itself."""
     typed: list[str] = []
     for one in fields(model):
         value = getattr(model, one.name)

@@ -105,7 +105,7 @@ def _cells(item: StoredItem) -> tuple[str, ...]:
 
 
 def _fitted(rows: list[tuple[str, ...]], width: int) -> list[tuple[str, ...]]:
-    """Shorten the models, then the sources, until the rows fit the width."""
+    """Shorten the names of models, then those of sources, so that the rows fit the width."""
     for place in (MODEL_COLUMN, SOURCES_COLUMN):
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         excess = sum(widths) + COLUMN_GAP * (len(widths) - 1) - width

@@ -120,7 +120,7 @@ class Conversation:
 
     @property
     def answers(self) -> list[int]:
-        """Indices of the model's answers: turns with recorded tokens, or else assistant turns after another role."""
+        """Indices of the answers: turns with recorded tokens, if any, else assistant turns after another role."""
         if recorded := [index for index, turn in enumerate(self.turns) if turn.ids]:
             return recorded
         roles = [turn.role for turn in self.turns]
@@ -219,7 +219,7 @@ def message_text(message: dict[str, Any]) -> str:
 
 
 def content_text(content: Any) -> str:
-    """Return the text of a message's content: a string, null, or a list of parts, of which only text parts count."""
+    """Return the text of a message's content (a string, null, or a list of parts), leaving out reasoning parts."""
     if content is None:
         return ""
     if isinstance(content, list):

@@ -110,7 +110,7 @@ MAX_CACHE_AGE = 24 * 3600.0
 
 @dataclass(frozen=True)
 class CachedValue:
-    """Value cached in a file whose name is a hash of the circumstances that the value depends on.
+    """Value cached in a file whose name is a hash of ``circumstances``, on which the value depends.
 
     A damaged file, or one with other circumstances, is a cache miss. If the folder is not writable, nothing is cached.
     """
@@ -127,7 +127,7 @@ class CachedValue:
         return json.dumps(self.circumstances, sort_keys=True)
 
     def read(self, parse: Callable[[Any], T], *, max_age: float = inf) -> T | None:
-        """Return the cached value as parsed by ``parse``, or None if missing or older than ``max_age`` seconds."""
+        """Return the cached value, parsed by ``parse``, or None if it is missing or older than ``max_age`` seconds."""
         try:
             if max_age < inf and abs(time.time() - self.path.stat().st_mtime) > max_age:
                 return None

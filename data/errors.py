@@ -59,7 +59,7 @@ class FamilyError(ModelError):
 
 
 class RecordError(HdtoolError):
-    """Raised when an input of a builder or a recorded conversation cannot be used."""
+    """Raised when a builder's input or a recorded conversation cannot be used."""
 
 
 class StoreError(HdtoolError):

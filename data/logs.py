@@ -214,7 +214,7 @@ def is_server_log(head: bytes) -> bool:
 
 
 def log_rows(raw: CountedFile, stream: io.BufferedReader) -> Iterator[Row]:
-    """Yield a row per exchange, with its ``request``, its ``response`` or both, and a row per line with a JSON body."""
+    """Yield a row for each exchange (its ``request``, its ``response`` or both) and for each line with a JSON body."""
     logs = (VllmLog(), LlamaServerLog())
     has_rows = False
     for number, line in enumerate(stream, start=1):

@@ -32,7 +32,7 @@ HEAD_BYTES = 4096
 
 
 def is_json_with(keys: Collection[str], format: int) -> Callable[[Path], bool]:
-    """Return a check that a file holds a JSON object with at least these keys and with this format number."""
+    """Return a predicate for files that hold a JSON object with this format number and at least these keys."""
 
     def is_ours(path: Path) -> bool:
         row = json_object(path)
@@ -47,7 +47,7 @@ def json_object(path: Path) -> dict[str, Any]:
 
 
 def is_json_lines_with(keys: Collection[str]) -> Callable[[Path], bool]:
-    """Return a check that the first line of a file is a JSON object with exactly these keys."""
+    """Return a predicate for files whose first line is a JSON object with exactly these keys."""
 
     def is_ours(path: Path) -> bool:
         with path.open("rb") as stream:
@@ -71,7 +71,7 @@ def is_own_markdown(path: Path) -> bool:
 
 
 def safetensors_metadata(path: Path) -> dict[str, Any]:
-    """Return the metadata in a safetensors file's header, or an empty dict if it has none or is not such a file."""
+    """Return a safetensors file's metadata, or an empty dict if the file has none or is of another format."""
     with path.open("rb") as stream:
         size = int.from_bytes(stream.read(8), "little")
         metadata = _object(stream.read(size)).get("__metadata__") if size <= MAX_JSON_BYTES else None
@@ -177,7 +177,7 @@ class OutputFile:
 
 
 def temporary_names(names: str) -> re.Pattern[str]:
-    """Return a pattern for the names of temporary files whose destinations have names that match ``names``."""
+    """Return a pattern that matches the names of temporary files for destinations whose names match ``names``."""
     return re.compile(rf"\.({names})\.{TEMPORARY_ENDING}")
 
 

@@ -135,7 +135,7 @@ class Grammar:
 
     @classmethod
     def regex(cls, pattern: str) -> Grammar:
-        """Create a grammar that accepts what a regular expression matches from start to end."""
+        """Create a grammar that accepts the texts that a regular expression matches from start to end."""
         return cls(GrammarKind.REGEX, pattern)
 
     @classmethod
@@ -329,7 +329,7 @@ def tasks_of(categories: Sequence[str]) -> list[str]:
 
 
 def interleave_tasks(prompts: Sequence[Prompt], per_task: int) -> list[Prompt]:
-    """Return up to ``per_task`` prompts per task, alternating between tasks and, in a combined task, categories."""
+    """Return up to ``per_task`` prompts per task, alternating between tasks and, within a task, between categories."""
     groups: dict[str, list[Prompt]] = {}
     for task, prompt in zip(tasks_of([prompt.category for prompt in prompts]), prompts, strict=True):
         groups.setdefault(task, []).append(prompt)

@@ -1,4 +1,4 @@
-"""Read texts for stores and traces for replay from conversations, recorded answers and plain texts.
+"""Read conversations, recorded answers and plain texts, as texts to build stores from or as traces to replay.
 
 Each turn of a conversation is a separate text. From a request and its response, only the turns since the model's last
 answer count, because earlier requests held the earlier turns. Any conversation with an answer of the model can be
@@ -22,7 +22,7 @@ from hdtool.data.row_readers import RowError
 
 
 class RecordPart(NamedTuple):
-    """Text of a record and who wrote it."""
+    """A text in a record, and who wrote it."""
 
     text: str
     by_model: bool
@@ -34,7 +34,7 @@ class RecordPart(NamedTuple):
 
 @dataclass(frozen=True)
 class Record:
-    """Texts that belong together, each a separate document, and the index of their input."""
+    """Texts that belong together, each a separate document, and the index of the input that holds them."""
 
     texts: tuple[str, ...]
     source: int
@@ -80,7 +80,7 @@ class RecordReader(ConversationReader):
         self.finish()
 
     def whole_records(self) -> Iterator[Record]:
-        """Yield the records with all turns, including turns that other requests and rows contain too."""
+        """Yield the records with all turns, including those repeated in other requests and rows."""
         for located in self.conversations():
             if texts := self._selected_texts(parts := _parts_of(located.conversation, whole=True)):
                 self._has_records = True
@@ -88,7 +88,7 @@ class RecordReader(ConversationReader):
         self.finish()
 
     def portions(self, texts: int) -> Iterator[Portion]:
-        """Yield the reader's only input in portions that the receiver counts with ``take``.
+        """Yield the reader's only input in portions; the process that receives them passes each to ``take``.
 
         Each portion but the last has at least ``texts`` texts.
         """
@@ -127,7 +127,7 @@ def _file_names(paths: Sequence[Path]) -> str:
 
 
 def _parts_of(conversation: Conversation, *, whole: bool = False) -> tuple[RecordPart, ...]:
-    """Return the parts of a conversation that have a text, in order.
+    """Return the parts of a conversation that contain text, in order.
 
     Answers that a request repeats do not count as written by the model.
     """
@@ -192,7 +192,7 @@ def read_traces(
 
 
 def _questions(path: Path) -> Mapping[str, Conversation]:
-    """Read Spec-Bench's questions into a dict, by the keys that their answers have."""
+    """Read Spec-Bench's questions into a dict with the same keys as their answers."""
     reader = ConversationReader([path])
     conversations = {
         f"question {conversation.conversation.id}": conversation.conversation for conversation in reader.conversations()

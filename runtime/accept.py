@@ -89,7 +89,7 @@ def _has_ended(walk: Walk, max_tokens: int) -> bool:
 
 
 def _allowed(walk: Walk, sampler: Sampler) -> list[tuple[int, int]]:
-    """Return a walk's ``(token, child)`` pairs before the first that a mask may forbid; none if not ``walk.finite``."""
+    """Return a walk's ``(token, child)`` pairs before any that a mask may forbid; none if ``walk.finite`` is False."""
     if not walk.finite:
         return []
     count = sampler.only_mask.allowed(sampler.context, walk.tokens) if sampler.only_mask else len(walk.tokens)

@@ -264,7 +264,7 @@ class BatchedAnswers:
             yield from self._interrupted()
 
     def next_request(self) -> Request[BatchKey] | None:
-        """Return a request for the next turn of a conversation, else for the next prompt; None if none is left."""
+        """Return a request for a waiting conversation's next turn, else for the next prompt; None if none is left."""
         while self._waiting:
             conversation = self._waiting.popleft()
             try:
@@ -342,7 +342,7 @@ class Answerer:
 
     @cached_property
     def _drafters(self) -> list[Drafter]:
-        """One drafter per batch slot; made on first use, because making drafters may time forward passes."""
+        """One drafter per batch slot; created on first use, because this may involve timing forward passes."""
         target = self.loaded.target
         choose_threads(target, self._threads, quick_record(target, what="threads"))
         return drafters_for(self._decoding, target, self.store_set)

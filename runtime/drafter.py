@@ -64,7 +64,7 @@ class JointDrafter(Protocol):
         ...
 
     def draft_many(self, drafters: Sequence[Any], contexts: Sequence[Sequence[int]]) -> list[DraftTree]:
-        """Return one tree per drafter; all ``drafters`` have an equal ``joint``, and ``drafters[0]`` is ``self``."""
+        """Return one tree per drafter; all ``drafters`` share one ``joint`` key, and ``drafters[0]`` is ``self``."""
         ...
 
 
@@ -88,7 +88,7 @@ def max_ranked(drafter: Drafter) -> int:
 
 
 def draft_many(drafters: Sequence[Drafter], contexts: Sequence[Sequence[int]]) -> list[DraftTree]:
-    """Return the tree that each drafter drafts for its context; drafters with an equal ``joint`` draft in one call."""
+    """Return each drafter's tree for its context; drafters with equal ``joint`` keys draft in one call."""
     if len(drafters) == 1:
         return [drafters[0].draft(contexts[0])]
     groups: dict[Hashable, list[int]] = defaultdict(list)

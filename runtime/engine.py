@@ -47,12 +47,15 @@ class Walk(NamedTuple):
 
     @classmethod
     def of(cls, walk_buffer: Array, length: int, finite: bool) -> Walk:
-        """Make a walk from the first ``length`` columns of ``walk_buffer``: one row of tokens, one of nodes."""
+        """Make a walk from the first ``length`` columns of ``walk_buffer``, whose rows hold tokens and nodes."""
         tokens, children = walk_buffer[:, :length].tolist()
         return cls(tokens, children, finite)
 
     def first(self, max_tokens: int) -> Walk:
-        """Return the first ``max_tokens`` tokens of the walk; ``finite`` is True if this shortens the walk."""
+        """Return the first ``max_tokens`` tokens of the walk.
+
+        A shortened walk is always ``finite``, because a walk ends before the first row that isn't.
+        """
         if len(self.tokens) <= max_tokens:
             return self
         return Walk(self.tokens[:max_tokens], self.children[:max_tokens], True)
@@ -189,7 +192,7 @@ class Engine(Protocol):
         ...
 
     def context_limit(self, prompt_length: int) -> int | None:
-        """Return the maximum context length, prompt included, for a prompt of this length; None for no limit."""
+        """Return the maximum context length, prompt included, for a prompt of this length, or None if unlimited."""
         ...
 
     def reads_in_pieces(self, length: int) -> bool:
@@ -197,7 +200,7 @@ class Engine(Protocol):
         ...
 
     def is_unchanged(self, *, goes_on: bool) -> bool:
-        """Return True if the model still computes what it did before, so that cached states are valid.
+        """Return True if the model still computes what it did before, so cached states are still valid.
 
         Called before the prompt of a recurrent model is prefilled, as recurrent states, unlike keys and values, cannot
         be compared during the prefill. ``goes_on`` is True if the prompt continues from cached states.

@@ -179,7 +179,7 @@ def refuse_settings(settings: GenerationConfig) -> None:
 
 
 def generation_settings(chosen: str, model_settings: GenerationConfig) -> GenerationConfig:
-    """Load generation settings from a file or its folder; ``NO_SETTINGS`` selects the defaults of transformers.
+    """Load generation settings from a file or the folder that holds it; ``NO_SETTINGS`` selects transformers' defaults.
 
     Special tokens that the loaded settings lack are copied from ``model_settings``. Raise ModelError if the file cannot
     be used.

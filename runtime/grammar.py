@@ -40,7 +40,7 @@ class ForcedTokens(NamedTuple):
 
 
 class GuidedTree(NamedTuple):
-    """What a grammar allows and forces in a draft tree; dictionary keys are nodes, and ``ROOT`` for the root."""
+    """What a grammar allows and forces in a draft tree; the dictionaries' keys are nodes, or ``ROOT``."""
 
     allowed: npt.NDArray[np.bool_]
     """True for each node that is allowed and whose ancestors are all allowed."""
@@ -51,7 +51,7 @@ class GuidedTree(NamedTuple):
 
 
 class Guide:
-    """The state of matching one answer with a grammar, after the tokens consumed so far."""
+    """Matches one answer against a grammar, and holds the state after the tokens consumed so far."""
 
     def __init__(self, matcher: LLMatcher, tokenizer: LLTokenizer) -> None:
         self._matcher, self._tokenizer = matcher, tokenizer
@@ -61,7 +61,7 @@ class Guide:
         """Forced tokens at this position; None until they are computed."""
 
     def follow(self, answer: Sequence[int]) -> None:
-        """Consume the tokens of the answer that were not consumed yet."""
+        """Consume the tokens of the answer that have not been consumed yet."""
         self.extend(list(answer[self.length :]))
 
     def extend(self, new: list[int]) -> None:
@@ -172,7 +172,7 @@ class GrammarCompiler:
     """Compiles grammars for one tokenizer, whose vocabulary is read once."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, ends: Collection[int], vocabulary: int) -> None:
-        """``ends`` are the tokens that end an answer, ``vocabulary`` is the model's number of logits."""
+        """``ends`` are the tokens that end an answer, and ``vocabulary`` is the model's number of logits."""
         try:
             from llguidance import LLParserLimits
             from llguidance.hf import from_tokenizer
@@ -237,7 +237,7 @@ def _on_one_line(text: str) -> str:
 
 
 def masks_of(guide: Guide | None) -> list[LogitsProcessor]:
-    """Return a list with the processor that masks what the grammar forbids, or an empty list without a grammar."""
+    """Return a list with a processor that masks forbidden tokens, or an empty list if there is no grammar."""
     return [GrammarProcessor(guide)] if guide else []
 
 
@@ -284,7 +284,7 @@ class ExpectingDrafter(Protocol):
 
 
 def guided_drafter(drafter: Drafter, guide: Guide | None, draft_tokens: int | None = None) -> Drafter:
-    """Return a drafter whose trees follow a grammar; without a grammar or in plain decoding, ``drafter`` itself.
+    """Return a drafter whose trees follow a grammar, or ``drafter`` itself in plain decoding or without a grammar.
 
     ``draft_tokens`` is the maximum number of nodes per tree.
     """
@@ -294,7 +294,7 @@ def guided_drafter(drafter: Drafter, guide: Guide | None, draft_tokens: int | No
 
 
 class GuidedDrafter(WrappedDrafter):
-    """Drafts for one answer: drops nodes that a grammar forbids from another drafter's trees and adds forced tokens."""
+    """Adapts another drafter's trees to a grammar for one answer: drops forbidden nodes and adds forced tokens."""
 
     def __init__(self, drafter: Drafter, guide: Guide, max_nodes: int = LARGEST_TREE) -> None:
         """Forced tokens are added to a tree until it has ``max_nodes`` nodes."""

@@ -199,7 +199,7 @@ def _is_loaded(name: str) -> bool:
 
 
 def _lean_structure(module: Any) -> None:
-    """Read the names that transformers defines from a cached earlier scan, and disable distributed tensors.
+    """Read from a cached scan which names transformers defines, and disable distributed tensors.
 
     The cached scan is valid while the names, sizes and modification times of all source files stay the same.
     """

@@ -65,7 +65,7 @@ class PendingPrefill(Generic[Key]):
         return self.verified is not None
 
     def end(self) -> None:
-        """End the answer before it has joined the loop."""
+        """End an answer that has not joined the loop yet."""
         self.state.end()
         self._loop.forget_prefill(self)
 
@@ -124,7 +124,7 @@ class Loop(Generic[Key]):
         self._engine.busy.release()
 
     def start(self, request: Request[Key]) -> PendingPrefill[Key]:
-        """Start an answer; the caller prefills its prompt with the result and passes the result to ``join``."""
+        """Start an answer; call ``read`` of the result until it returns True, then pass the result to ``join``."""
         assert self._pending_prefill is None and not self.is_full
         self._lock()
         try:

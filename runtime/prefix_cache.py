@@ -165,7 +165,7 @@ class PromptReader:
 
     @torch.inference_mode()
     def read(self, max_tokens: int | None = None) -> Verified | None:
-        """Prefill at most ``max_tokens`` tokens, or the whole prompt if None.
+        """Prefill at most ``max_tokens`` tokens, or the rest of the prompt if None.
 
         Once the whole prompt is prefilled, return the logits ``[1, vocabulary]`` after it, else None. A prompt that the
         engine cannot read in pieces is always prefilled as a whole.

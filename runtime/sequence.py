@@ -102,7 +102,7 @@ class SequenceState:
         return self._sampler.context
 
     def begin(self) -> None:
-        """Start the first step, which prefills the prompt: it has no drafts and yields one token."""
+        """Start the first step, which prefills the prompt, has no drafts and yields one token."""
         self.start_step()
         if isinstance(self.drafter, SeededDrafter):
             self.drafter.set_seed(self._sampler.seed)
@@ -125,7 +125,7 @@ class SequenceState:
         self._seconds_in_model, self._started = self._engine.log.seconds, time.perf_counter()
 
     def end(self) -> None:
-        """End the answer, complete or not."""
+        """End the answer, whether or not it is complete."""
         if isinstance(self.drafter, HistoryDrafter):
             self.drafter.end()
 
@@ -316,7 +316,7 @@ class Stats:
 
     @property
     def rejected_prediction_tokens(self) -> int:
-        """Number of rejected draft tokens from a predicted output; a token counts in each step that drafts it."""
+        """Number of rejected draft tokens from a predicted output; tokens rejected several times count each time."""
         return int(self.drafted[SourceId.PREDICTION]) - self.accepted_prediction_tokens
 
     @property

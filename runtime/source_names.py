@@ -79,7 +79,7 @@ _SOURCES = {
 
 
 def register(source: Source) -> SourceId:
-    """Register a plug-in source, which ``--sources`` then selects by its name or letter; return its number.
+    """Register a plug-in source, so that ``--sources`` can select it by name or letter, and return its number.
 
     Raise OptionError if the name or letter is taken, if ``evidence`` is missing, or if all ``PLUGINS`` are in use.
     """
@@ -96,13 +96,13 @@ def register(source: Source) -> SourceId:
 
 
 def unregister(number: SourceId) -> None:
-    """Remove a plug-in source; do nothing for the number of a built-in one."""
+    """Remove a plug-in source; do nothing if ``number`` is that of a built-in source."""
     if number in PLUGINS:
         _SOURCES.pop(number, None)
 
 
 def registered() -> Mapping[SourceId, Source]:
-    """Return all sources by number, including the sources of installed packages once ``plugins`` was called."""
+    """Return all sources by number, including the sources of installed packages once ``plugins`` has been called."""
     return _SOURCES
 
 
@@ -131,6 +131,6 @@ def source_named(name: str) -> SourceId:
 
 @cache
 def _register_installed() -> None:
-    """Register the sources of installed packages, sorted by name so that every process numbers them alike."""
+    """Register the sources of installed packages, sorted by name so that they get the same numbers in every process."""
     for entry in sorted(entry_points(group=ENTRY_POINTS), key=lambda entry: entry.name):
         register(entry.load())

@@ -73,7 +73,7 @@ class DraftTree:
 
     @property
     def is_chain(self) -> bool:
-        """True if each node follows the one before it."""
+        """True if each node is the child of the one before it."""
         return bool((self.parents == np.arange(-1, len(self) - 1)).all())
 
     def first_chain(self) -> DraftTree:
@@ -142,7 +142,7 @@ def descend(
     node: int,
     token: int,
 ) -> int:
-    """Write ``token`` and the child of ``node`` that drafts it to a walk's ``column``; return the child or ``ROOT``."""
+    """Write ``token`` and the child of ``node`` that drafts it, else ``ROOT``, to ``walk_buffer``; return the child."""
     child = child_of(tokens, parents, node, token)
     walk_buffer[0, column], walk_buffer[1, column] = token, child
     return child
@@ -172,7 +172,7 @@ def _remap_parents(parents: npt.NDArray[np.int32], order: npt.NDArray[np.int64])
 def _embeddable(
     tokens: npt.NDArray[np.int64], parents: npt.NDArray[np.int32], vocabulary: int
 ) -> npt.NDArray[np.bool_]:
-    """Return True for each node that has an embedding and whose ancestors all have one."""
+    """Return a mask of the nodes whose tokens, like those of all their ancestors, have embeddings."""
     valid = np.empty(len(tokens), np.bool_)
     for node in range(len(tokens)):
         valid[node] = 0 <= tokens[node] < vocabulary and (parents[node] == ROOT or valid[parents[node]])

@@ -44,12 +44,12 @@ class TrainingDocument:
 
     @property
     def held_out(self) -> bool:
-        """True for GSM8K's test split, and for all documents of one in forty pages and source files."""
+        """True for GSM8K's test split, and for all documents from one in forty pages or source files."""
         return self.page == "gsm8k/test" if self.kind == "math" else stable_hash(self.page) % 40 == 0
 
 
 def demo_arguments(description: str | None, out: str) -> argparse.ArgumentParser:
-    """Return a parser with the options that the scripts in this folder share; ``out`` is the help of ``--out``."""
+    """Return a parser with the options that the scripts in this folder share; ``out`` is the help text of ``--out``."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gsm8k", type=Path, required=True, help="folder with GSM8K's train.jsonl and test.jsonl")
     parser.add_argument("--docs", type=Path, default=DEFAULT_DOCS, help="Python's documentation as reStructuredText")
@@ -119,7 +119,7 @@ def entries(page: str, text: str) -> Iterator[TrainingDocument]:
 
 
 def sections(page: str, text: str, *, is_faq: bool) -> Iterator[TrainingDocument]:
-    """Yield each titled section as prose, or as a conversation if it is an FAQ whose title is a question."""
+    """Yield each titled section as prose, or as a conversation if its title is a question in an FAQ."""
     marks = list(SECTION_TITLE.finditer(text))
     for mark, following in zip(marks, [*marks[1:], None], strict=False):
         title = plain_text(mark[1])

@@ -82,7 +82,7 @@ def pass_fractions(passes: float) -> list[float]:
 
 
 def batch_at(step: int, progress: float, tokens: Tokens, recipe: Recipe) -> torch.Tensor:
-    """Return a batch of windows of ``window + 1`` tokens, or of ``context + 1`` near the end of the training.
+    """Return a batch of windows of ``window + 1`` tokens each, or ``context + 1`` near the end of training.
 
     Where the windows start depends on their length, the seed and the step alone, so a resumed run repeats the batches.
     """
@@ -183,7 +183,7 @@ def hybrid_loss(model: PreTrainedModel, batch: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def mtp_agreement(model: PreTrainedModel, ids: torch.Tensor) -> tuple[int, int]:
-    """Return the number of positions where the MTP layer's argmax equals the model's, and of all positions compared."""
+    """Return the number of positions where the MTP layer's argmax equals the model's, and the number compared."""
     hidden = model.model(input_ids=ids[:, :-1], use_cache=False).last_hidden_state
     drafted, preferred = (
         mtp_logits(model, hidden[:, :-1], ids[:, 1:-1]).argmax(-1),
@@ -238,7 +238,7 @@ def new_llama(recipe: Recipe, vocabulary: int, special: dict[str, Any]) -> PreTr
 
 
 def optimizers(model: PreTrainedModel, recipe: Recipe) -> list[torch.optim.Optimizer]:
-    """Return Muon, which halves the steps needed, for the layers' matrices, and AdamW for all other weights."""
+    """Return Muon (it halves the steps needed) for the layers' matrices, and AdamW for all other weights."""
     matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name]
     vectors = [p for name, p in model.named_parameters() if p.ndim != 2 or "embed" in name]
     return [
@@ -325,7 +325,7 @@ def restore(path: Path, model: PreTrainedModel, optimizers: list[torch.optim.Opt
 
 @torch.no_grad()
 def held_out_losses(model: PreTrainedModel, group: list[Tokens], recipe: Recipe) -> dict[str, float]:
-    """Return ``loss_per_token``, the mean over held-out documents of one kind (cut to the window), and ``tokens``.
+    """Return the ``loss_per_token`` on held-out documents of one kind, cut to the window, and the number of ``tokens``.
 
     For a hybrid model, the result also has ``ahead_agrees``, the share of positions at which the MTP layer's argmax
     equals the model's.
@@ -348,7 +348,7 @@ def held_out_losses(model: PreTrainedModel, group: list[Tokens], recipe: Recipe)
 
 
 def save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, out: Path, recipe: Recipe) -> None:
-    """Save the tokenizer and the model, whose 16-bit weights shrink the download but load as float32."""
+    """Save the tokenizer and the model, storing weights in 16 bits for a small download; they load as float32."""
     is_hybrid = recipe.kind == "hybrid"
     torch.nn.Module.to(model, "cpu", torch.bfloat16 if is_hybrid else torch.float16)
     with TemporaryDirectory() as scratch:
@@ -373,7 +373,7 @@ def report_file(out: Path) -> OutputFile:
 
 
 def refuse_foreign_folder(out: Path, rescue: Path) -> None:
-    """Raise a ``ModelError`` unless the folder is new, empty, or was begun or finished by this script."""
+    """Raise a ``ModelError`` unless the folder is new or empty, or this script has begun or finished a model for it."""
     finished, begun = report_file(out).exists(), checkpoint_file(rescue).exists()
     if out.exists() and any(out.iterdir()) and not (finished or begun):
         raise ModelError(f"{out} is not empty and holds no model of this script: choose another --out")

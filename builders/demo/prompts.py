@@ -180,7 +180,7 @@ QUESTION_FORMS: tuple[tuple[str, str, str], ...] = (
 
 
 def chat_questions(per_form: int = QUESTIONS_PER_FORM) -> Iterator[tuple[str, str]]:
-    """Yield questions as ``(kind, text)``: up to ``per_form`` topics per question form, chosen by hash."""
+    """Yield questions as ``(kind, text)``, up to ``per_form`` per question form, chosen by hash."""
     for kind, topics, form in QUESTION_FORMS:
         texts = {form.format(" ".join(topic.split())) for topic in topics.split(";")}
         yield from ((kind, text) for text in sorted(texts, key=stable_hash)[:per_form])
@@ -189,7 +189,7 @@ def chat_questions(per_form: int = QUESTIONS_PER_FORM) -> Iterator[tuple[str, st
 def document_questions(
     everything: Iterable[TrainingDocument], per_kind: int = QUESTIONS_PER_KIND
 ) -> Iterator[tuple[str, str]]:
-    """Yield questions about documents that are not held out as ``(kind, text)``, up to ``per_kind`` per kind."""
+    """Yield up to ``per_kind`` questions per kind, about documents that are not held out, as ``(kind, text)``."""
     texts: dict[str, set[str]] = {kind: set() for kind in PROMPT_KINDS}
     for document in everything:
         if document.question and not document.held_out:

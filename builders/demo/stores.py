@@ -78,7 +78,7 @@ SEQUENCES_PER_LENGTH = 20_000
 
 
 def is_first_demo() -> bool:
-    """Return True if the stores of the real model were never built on this machine."""
+    """Return True if the stores of the real model have never been built on this machine."""
     return not (home() / "demo").exists()
 
 

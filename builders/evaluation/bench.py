@@ -1,4 +1,4 @@
-"""Benchmarks that time contenders on questions, or with real forward passes over recorded answers."""
+"""Benchmarks that time contenders as they answer questions or replay recorded answers with real forward passes."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Bench:
                 raise PromptError(f"question {question.id}: {error}") from None
 
     def fits(self, question: Prompt) -> bool:
-        """Return True if the model can answer the question: it fits the context, and its grammar and template work."""
+        """Return True if the question fits the model's context, and its grammar and chat template can be used."""
         try:
             self._check_room(question)
         except PromptError:
@@ -66,7 +66,7 @@ class Bench:
         return True
 
     def warm_up(self, questions: Iterable[Prompt]) -> None:
-        """Answer questions without timing, to fill caches and select kernels; do not measure these questions later."""
+        """Answer questions without timing them, to fill caches and select kernels; do not measure these questions."""
         for question in questions:
             for contender in self.contenders.values():
                 self._answered(question, contender.fresh())
@@ -95,7 +95,7 @@ class Bench:
             self._encode(question, question.conversation([""] * len(question.later_turns)))
 
     def _refuse_repeated(self, questions: Sequence[Prompt]) -> None:
-        """Raise if warm drafters get equal questions, because their history would hold the answer to the second."""
+        """Raise if warm drafters would get a question twice, because their history would already hold its answer."""
         first_ids: dict[str, str] = {}
         for question in questions if self.drafters == WARM else ():
             text = json.dumps([question.messages, question.later_turns])
@@ -153,7 +153,7 @@ def questions_hash(questions: Sequence[Prompt]) -> str:
 
 
 def _median_round(rounds: Sequence[AnsweredQuestion]) -> AnsweredQuestion:
-    """Return the round of median speed (the slower of two middle ones), so that tokens and times match."""
+    """Return the round with median speed (the slower of two middle ones), so that tokens and times are from one run."""
     by_speed = sorted(rounds, key=lambda answered: answered.tokens_per_second)
     chosen = by_speed[(len(by_speed) - 1) // 2]
     seconds = tuple(tuple(turn.seconds for turn in answered.turns) for answered in rounds)

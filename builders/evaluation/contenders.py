@@ -137,7 +137,7 @@ def shape_config(shape: str) -> Any:
 
 
 def weight_bytes_read(target: Target) -> int:
-    """Return the weight bytes read by a pass over one token, without unused embeddings and experts."""
+    """Return the bytes of weights that a pass over one token reads, excluding unused embeddings and experts."""
     return round(PassReads.of(target.model).weights(1))
 
 
@@ -318,7 +318,7 @@ class PassCounter:
     def answer(
         self, loaded: Loaded, output_ids: list[int], seconds: float, at_the_end: Finish, *, drafts: bool
     ) -> AnsweredTurn:
-        """Return the answered turn; without drafts, each pass counts as one token."""
+        """Return the answered turn; without drafts, each token counts as one pass."""
         ended = output_ids[-1] in loaded.stops
         return AnsweredTurn(
             text_of(loaded.tokenizer, output_ids),

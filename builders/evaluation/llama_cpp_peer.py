@@ -54,7 +54,7 @@ UNKNOWN_QUANTIZATION = "unknown quantization"
 
 
 def row_files(model: ModelConfig, other_file: str | None = None) -> dict[str, Path]:
-    """Map llama.cpp contenders to GGUF files: ``OTHER_FILE`` to ``other_file`` if given, others to the model's."""
+    """Map llama.cpp contenders to GGUF files: ``OTHER_FILE`` to ``other_file`` if given, others to the model's file."""
     own_file = gguf_file(model)
     files = dict.fromkeys(OWN_FILE_ROWS, own_file) if own_file else {}
     return files | ({OTHER_FILE: Path(other_file).expanduser()} if other_file else {})
@@ -72,7 +72,7 @@ def exclusion_reason(name: str, files: Mapping[str, Path], model: ModelConfig, s
 
 
 class LlamaCppContender:
-    """llama.cpp, plain or with prompt lookup, answering greedily with hdtool's prompt ids, stop tokens and length.
+    """llama.cpp, plain or with prompt lookup; answers greedily with hdtool's prompt ids, stop tokens and length limit.
 
     Its matmuls round activations to few bits, so its answers may differ from answers computed in float32.
     """
@@ -183,9 +183,10 @@ def build_features(system_info: str) -> list[str]:
 
 
 def quantization_name(header: GGUFHeader) -> str:
-    """Return a file's quantization, such as Q4_K_M, or the type of most of its weights if it names none that is known.
+    """Return the quantization that a file names, such as Q4_K_M.
 
-    If that type is unknown too, return ``UNKNOWN_QUANTIZATION``.
+    If it names none that is known, return the most common type of its weights or, if that is unknown too,
+    ``UNKNOWN_QUANTIZATION``.
     """
     from gguf import GGMLQuantizationType, LlamaFileType
 

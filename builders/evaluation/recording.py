@@ -130,7 +130,7 @@ class RecordedLogits:
     """Builds logits from recorded rankings: one row for the root and one per node, -inf where unknown."""
 
     def __init__(self, turns: Iterable[RecordedTurn]) -> None:
-        """Allocate rows wide enough for all token ids of the turns with rankings."""
+        """Allocate rows wide enough for all token ids in turns that have rankings."""
         self._vocabulary = 1 + max(
             (int(max(*turn.prompt, *turn.answer, turn.rankings.tokens.max())) for turn in turns if turn.rankings),
             default=0,

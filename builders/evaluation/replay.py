@@ -70,7 +70,7 @@ class ReplayedTurn:
 
     @property
     def contexts(self) -> Ints:
-        """Per step: number of tokens in the conversation before it; the last one is the root of the draft tree."""
+        """Per step: number of tokens in the conversation before it, including the root of the draft tree."""
         return self.prompt_tokens + np.cumsum(self.accept_lengths) - self.accept_lengths
 
 
@@ -137,7 +137,7 @@ class ReplayResult:
 
     @property
     def drafted_steps(self) -> int:
-        """Number of steps other than prefills, for which nothing is drafted."""
+        """Number of steps, excluding prefills, which draft nothing."""
         return self.steps - len(self.turns)
 
     @property
@@ -154,7 +154,7 @@ class ReplayResult:
         return (self.tokens - self.steps) / max(1, self.nodes)
 
     def draft_us(self, percentile: float) -> float:
-        """Return a percentile of the drafting time per step, mask and positions included, in microseconds."""
+        """Return a percentile of the time per step, in microseconds, to draft and to build the mask and positions."""
         return _percentile([turn.draft_seconds[1:] for turn in self.turns], percentile)
 
     def observe_us(self, percentile: float) -> float:
@@ -279,7 +279,7 @@ def _replay_turns(
 
 
 class _TimedDrafter(WrappedDrafter):
-    """Wraps a drafter to tell a cost budget the context length and to time ``observe``."""
+    """Wraps a drafter to pass the context length to a cost budget and to time ``observe``."""
 
     def __init__(self, drafter: Drafter, budget: Budget) -> None:
         super().__init__(drafter)

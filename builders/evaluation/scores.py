@@ -119,7 +119,7 @@ def baseline_of(methods: Sequence[str], requested: str | None = None) -> str:
 
 
 def _indices_by_task(questions: Sequence[AnsweredQuestion]) -> dict[str, list[int]]:
-    """Return each task's question indices, if there are several tasks, and then all indices as ``ALL_TASKS``."""
+    """Return the question indices of each task if there are several, followed by all indices as ``ALL_TASKS``."""
     tasks: dict[str, list[int]] = {}
     for place, task in enumerate(tasks_of([question.category for question in questions])):
         tasks.setdefault(task, []).append(place)

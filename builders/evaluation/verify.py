@@ -67,7 +67,7 @@ class Check:
 
 @dataclass(frozen=True)
 class Measure:
-    """Logits of the expected and of the found token, computed in one precision."""
+    """Logits of the expected and the found token, computed in the same precision."""
 
     dtype: str
     expected: float
@@ -104,7 +104,7 @@ class Verifier:
         max_new_tokens: int,
         draft_tokens: int | None = None,
     ) -> None:
-        """``draft_tokens`` limits trees that follow a grammar; the drafter limits its own trees."""
+        """``draft_tokens`` limits the nodes per tree if a grammar is enforced; otherwise, ``drafter`` limits them."""
         refuse_settings(loaded.target.model.generation_config)
         self._loaded = loaded
         self._model = loaded.target.model

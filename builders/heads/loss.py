@@ -252,7 +252,7 @@ class TargetOutput(NamedTuple):
 
 
 class FrozenTarget:
-    """Target model with frozen weights, which computes hidden states, and logits at selected positions.
+    """Target model with frozen weights that computes hidden states at all positions and logits at selected ones.
 
     If the output layer alone computes the model's logits, it runs only for the positions and tokens that the loss
     needs. If the model scales or caps logits afterwards, the whole model computes the logits of all tokens.
@@ -334,7 +334,7 @@ class FrozenTarget:
 
     @torch.no_grad()
     def _is_reproduced_by_parts(self, ids: torch.Tensor, hidden: torch.Tensor, logits: torch.Tensor) -> bool:
-        """Return True if decoder and output layer, run separately, reproduce these hidden states and logits."""
+        """Return True if the decoder and the output layer, run separately, reproduce these hidden states and logits."""
         weight = getattr(self._output, "weight", None)
         if not isinstance(weight, torch.Tensor) or not weight.is_floating_point():
             return False

@@ -231,7 +231,7 @@ def _digest(texts: Sequence[Example]) -> str:
 def _texts(
     inputs: Sequence[str], model: ModelConfig, target: Target, config: TrainConfig, chat: bool | None, quiet: bool
 ) -> tuple[list[Example], list[str]]:
-    """Return the examples, and lines for the user on records that were left out."""
+    """Return the examples, and lines that tell the user about records that were left out."""
     reading = RecordReader(find_inputs(inputs), tolerance=config.max_bad_fraction)
     turns = TurnReader.of_model(model, chat)
     window = min(config.window, context_limit(target.config, config.window) or config.window)

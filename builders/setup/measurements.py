@@ -137,7 +137,7 @@ class Overhead:
         return cls(lengths, tuple(fastest), host)
 
     def predict(self, result: ReplayResult, curve: CostCurve) -> SpeedPrediction:
-        """Predict tokens per second of a replayed method and of plain decoding: means over answers, as in ``bench``."""
+        """Predict tokens per second of a replayed method and plain decoding, averaged over answers as in ``bench``."""
         prompts = np.array([turn.prompt_tokens for turn in result.turns])
         # The first step of a turn is its prefill.
         prefills = self._prefills(prompts) - curve.seconds_of_passes(np.zeros(len(prompts)), prompts)

@@ -176,7 +176,7 @@ class Stages:
 
     @cached_property
     def _planned(self) -> SetupStores:
-        """Stores, without downloading weights; the model store is absent if its folder depends on missing weights."""
+        """Stores, as known without downloading weights: no model store if its folder depends on missing weights."""
         return self._stores_of(self._planned_checkpoint)
 
     @cached_property

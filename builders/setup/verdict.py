@@ -34,7 +34,7 @@ def advice(stages: Mapping[str, Mapping[str, Any]], missing: float | None) -> li
 
 
 def source_gains(steps: Mapping[str, float]) -> dict[str, float]:
-    """Return the ratio by which each source raises tokens per step over the sources before it."""
+    """Return the factor by which each source raises tokens per step over the sources before it."""
     names = list(steps)
     return {name: steps[name] / steps[before] for before, name in pairwise(names)}
 
@@ -68,7 +68,7 @@ def _on_answers(stages: Mapping[str, Mapping[str, Any]], missing: float | None) 
 
 
 def _answers_for(factor: float, half: Mapping[str, float], whole: Mapping[str, float]) -> int | None:
-    """Estimate how many more answers raise tokens per step by ``factor``, assuming a constant gain per doubling.
+    """Estimate how many more answers would raise tokens per step by ``factor``, if every doubling helps equally.
 
     Returns None if the measured gain is not positive, or if the estimate would extrapolate too far.
     """

@@ -317,7 +317,7 @@ class SetupStores:
         return manifest if all(_file_digest(path, path.stat().st_mtime_ns) in held for path in inputs) else None
 
     def check(self) -> None:
-        """Raise if a folder is no valid destination for a build, or if it holds a store that must not be replaced."""
+        """Raise if a folder is not a valid destination for a build, or holds a store that must not be replaced."""
         for kind, folder in self.folders.items():
             check_destination(folder)
             if check := self.replacement_check(kind):

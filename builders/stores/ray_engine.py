@@ -125,7 +125,7 @@ def _check_reachable(address: str) -> None:
 
 @contextmanager
 def ray_errors_reported(ray: Any) -> Iterator[None]:
-    """Re-raise hdtool errors of tasks unchanged, and their import errors and Ray's failures as a ``ClusterError``."""
+    """Re-raise hdtool's errors in tasks; raise a ``ClusterError`` for import errors in tasks and failures of Ray."""
     try:
         yield
     except ray.exceptions.RayTaskError as error:
@@ -321,7 +321,7 @@ def _portions(path: str, answers_only: bool) -> Iterator[Portion]:
 
 
 def _encode_portion(portion: Portion, tokenizer: PreTrainedTokenizerBase, width: str) -> tuple[Portion, Tokens, Tokens]:
-    """Return the portion without its texts, the concatenated token ids, and the offset of each text but the first."""
+    """Return the portion without its texts, plus their joined token ids and the offset of each text but the first."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # each core already has a worker
     ids = encode_texts(portion.texts, tokenizer)
     ends = np.cumsum([len(text) for text in ids], dtype=np.int64)[:-1]

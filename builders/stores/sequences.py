@@ -154,7 +154,7 @@ def table_size(entries: int) -> int:
 
 
 def _table_sequences(tokens: Ints, length: int, table: Ints, repeats: Ints) -> FrequentSequences:
-    """Return the sequences in a counting table, with the total and distinct counts of their prefixes.
+    """Return the sequences in a counting table, with their counts and the results of ``_by_prefix``.
 
     All sequences that share a prefix must be in the table.
     """
@@ -217,7 +217,7 @@ def _count(
 
 @compiled
 def _by_prefix(tokens: Ints, positions: Ints, counts: Ints, prefix: int, table: Ints) -> tuple[Ints, Ints]:
-    """Return, for each sequence, the total count and the number of all sequences with its prefix."""
+    """Return ``(totals, distinct)``: per sequence, the summed counts and the number of sequences with its prefix."""
     mask = len(table) - 1
     firsts = np.empty(len(positions), np.int32)  # index of the first sequence with the same prefix
     totals, distinct = np.zeros(len(positions), np.int64), np.zeros(len(positions), np.int64)

@@ -1,4 +1,4 @@
-"""Paths of the demo: an embedded toy model with stores and held-out prompts, and texts for a real model from PyPI."""
+"""Paths of the demo's data: an embedded toy model, its stores and held-out prompts, and texts for SmolLM2."""
 
 from importlib.util import find_spec
 from pathlib import Path

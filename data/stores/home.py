@@ -93,7 +93,7 @@ def quantized_models_at_home() -> Path:
 
 
 def quantized_at_home(name: str, fingerprint: str) -> Path:
-    """Return the folder of a quantized checkpoint. The name is for readers, the fingerprint identifies the content."""
+    """Return the folder of a quantized checkpoint. The name is for readers; the fingerprint identifies the content."""
     return quantized_models_at_home() / f"{_folder_name(name)}-{fingerprint}".lstrip("-")
 
 
@@ -140,7 +140,7 @@ def model_stores_at_home(
 
 
 def history_at_home(model: str, tokenizer: TokenizerFingerprint, namespace: str | None = None) -> Path:
-    """Return the folder of a model's history store. No two models share a store, as each repeats its own answers."""
+    """Return the folder of a model's history store. Each model has its own, because models repeat their own answers."""
     return store_at_home(HISTORY_KIND, tokenizer, namespace) / model
 
 

@@ -77,7 +77,7 @@ def check_name(name: str) -> None:
 
 
 def number_field(row: Any, name: str, minimum: int = 0, maximum: int = MAX_NUMBER) -> int:
-    """Return the integer in a field. Raises ValueError unless it is from ``minimum`` to ``maximum``."""
+    """Return the integer in a field. Raises ValueError unless it lies between ``minimum`` and ``maximum``."""
     number = _typed_field(row, name, int, "an integer")
     if not minimum <= number <= maximum:
         raise ValueError(f"{name} is out of range")
@@ -131,7 +131,7 @@ class Checkpoint:
 
     @property
     def label(self) -> str:
-        """Name and fingerprint, in one line."""
+        """Name and fingerprint, on one line."""
         return f"{printable(self.name)} ({printable(self.fingerprint)[:40]})"
 
 
@@ -146,12 +146,12 @@ class InputShare:
 
     @property
     def label(self) -> str:
-        """Name and start of the hash, either of which selects the input, in one line."""
+        """Name and start of the hash, on one line. Either of them selects the input."""
         return f"{printable(self.name)} (sha256 {printable(self.sha256[:SHOWN_HASH_DIGITS])})"
 
 
 def input_shares(sources: Sequence[Source], counted: Iterable[Sequence[int]]) -> tuple[InputShare, ...]:
-    """Return the shares of the inputs. ``counted`` has a pair per input: its numbers of documents and of tokens."""
+    """Return the shares of the inputs. ``counted`` holds each input's numbers of documents and tokens."""
     return tuple(
         InputShare(source.name, source.sha256, int(records), int(tokens))
         for source, (records, tokens) in zip(sources, counted, strict=True)
@@ -189,7 +189,7 @@ class Manifest:
 
     @property
     def holds_rankings_alone(self) -> bool:
-        """True if a model store was built without answers, so that only its rankings are not empty."""
+        """True if a model store was built without answers and therefore holds only rankings."""
         return not self.counts["documents"] and "rankings" in self.files
 
     def to_json(self) -> dict[str, Any]:

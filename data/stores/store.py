@@ -263,7 +263,7 @@ def refuse_replacing(folder: Path) -> None:
 
 
 def require_unchanged(manifest: Manifest) -> FolderCheck:
-    """Return a check that a store still has this manifest.
+    """Return a function that raises StoreError unless a store still has this manifest.
 
     Without the check, a command that rewrites a store would lose the changes that another command has made since.
     """

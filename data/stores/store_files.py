@@ -157,7 +157,7 @@ def printable(name: str) -> str:
 
 
 def refuse_other_files(folder: Path, needed: str, parts: re.Pattern[str]) -> None:
-    """Raise StoreError if a folder holds more than its lock, new manifests, and files whose names match ``parts``."""
+    """Raise StoreError unless a folder holds only its lock, temporary manifests and files whose names fit ``parts``."""
     for name in sorted(os.listdir(folder)):
         path = folder / name
         is_own = (parts.fullmatch(name) or NEW_MANIFEST.fullmatch(name)) and is_regular(path)

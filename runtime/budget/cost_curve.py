@@ -64,7 +64,7 @@ class CostCurve:
 
     @classmethod
     def given(cls, text: str) -> CostCurve:
-        """Return the curve that an option's value gives, as ``nodes:milliseconds`` pairs or as the path of a file."""
+        """Return the curve given by an option's value: ``nodes:milliseconds`` pairs or the path of a file."""
         return cls.parse(text) if text.partition(":")[0].strip().isdigit() else cls.read(Path(text).expanduser())
 
     @classmethod
@@ -124,7 +124,7 @@ class CostCurve:
     def seconds_of_passes(
         self, nodes: Sequence[int] | npt.NDArray[Any], contexts: Sequence[int] | npt.NDArray[Any]
     ) -> Floats:
-        """Return the seconds that passes take; pass ``i`` is over ``nodes[i]`` nodes after ``contexts[i]`` tokens."""
+        """Return the seconds each pass takes; pass ``i`` covers ``nodes[i]`` nodes after ``contexts[i]`` tokens."""
         times = np.array(self.milliseconds) / 1e3
         at_each = np.stack([_over_nodes(np.asarray(nodes), self.nodes, row) for row in times])
         return _over_contexts(np.asarray(contexts), self.contexts, at_each)
@@ -156,7 +156,7 @@ def _over_nodes(at: npt.NDArray[Any], measured: Sequence[int], times: Floats) ->
 
 
 def _over_contexts(at: npt.NDArray[Any], measured: Sequence[int], times: Floats) -> Floats:
-    """Interpolate each pass's time at its context in ``at``, like ``_over_nodes``; ``times`` is ``[context, pass]``."""
+    """Interpolate ``times[:, i]`` at context ``at[i]`` for each pass ``i``; extrapolate as ``_over_nodes`` does."""
     if len(measured) == 1:
         only: Floats = times[0]
         return only

@@ -232,7 +232,7 @@ def check_saving(target: Target) -> None:
 
 
 def saved_at_home(target: Target) -> CostCurve | None:
-    """Return the saved curve; None if there is none or, with a note on stderr, if its file cannot be used."""
+    """Return the saved curve; None if there is none, or if its file cannot be used, which a note on stderr explains."""
     path = _saved_file(target)
     try:
         return CostCurve.read(path) if path.exists() else None

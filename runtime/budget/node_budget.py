@@ -1,4 +1,4 @@
-"""Budgets decide how many nodes of a draft tree to verify: a fixed number, or the one with the highest throughput."""
+"""Budgets decide how many nodes of a draft tree to verify: a fixed number, or as many as maximize throughput."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ class AdaptiveBudget(Uncopyable):
     """
 
     def __init__(self, overhead: float, step: Callable[[], int], costs: PassCosts) -> None:
-        """Choose by ``costs`` and by ``overhead``, the seconds of a step outside its pass.
+        """Choose based on ``costs`` and ``overhead``, the seconds that a step spends outside its pass.
 
         ``step`` returns the number of the current step.
         """
@@ -144,7 +144,7 @@ class AdaptiveBudget(Uncopyable):
 
 
 class CostBudget(AdaptiveBudget):
-    """A budget that chooses by a given cost curve.
+    """A budget that chooses based on a given cost curve.
 
     The caller passes the length of the context to ``start_step`` before each step.
     """
@@ -156,7 +156,7 @@ class CostBudget(AdaptiveBudget):
         self.start_step(0)
 
     def set_draft_seconds(self, seconds: float) -> None:
-        """Do nothing: decisions by a given curve must not depend on how busy the machine is."""
+        """Do nothing: decisions based on a given curve must not depend on how busy the machine is."""
 
     def start_step(self, context: int) -> None:
         """Begin a step after a context of this length."""
@@ -166,7 +166,7 @@ class CostBudget(AdaptiveBudget):
 
 
 class MeasuredBudget(AdaptiveBudget):
-    """A budget that chooses by costs corrected after each measured pass, and by the measured time between passes."""
+    """A budget that chooses based on costs that each measured pass corrects, and on the time between passes."""
 
     _costs: MeasuredCosts
 
@@ -205,7 +205,7 @@ def expected_tokens(probs: Probs) -> Probs:
 
 @compiled
 def choose_nodes(at: int, probs: Probs, step: int, max_nodes: int) -> tuple[int, int, int]:
-    """Choose how many nodes with these probabilities to verify in this step, by the budget record at address ``at``.
+    """Choose how many nodes with these probabilities to verify in this step, using the budget record at ``at``.
 
     Return this number, the new ``max_nodes`` for the next steps, and the step in which drafting resumes (0: no pause).
     """
@@ -223,7 +223,7 @@ def choose_nodes(at: int, probs: Probs, step: int, max_nodes: int) -> tuple[int,
 
 @compiled
 def retry_steps(choice: Any, plain: float) -> int:
-    """Return after how many plain steps of ``plain`` seconds retrying a draft costs ``RETRY_SHARE`` of the time."""
+    """Return how many steps of ``plain`` seconds must pass so that a retry costs ``RETRY_SHARE`` of their time."""
     return int(choice.draft_seconds / (RETRY_SHARE * plain))
 
 
@@ -288,7 +288,7 @@ class SharedCosts:
     def __init__(
         self, log: PassLog, curves: Mapping[int, CostCurve], *, only_timed_sizes: bool = False, pads: bool = True
     ) -> None:
-        """``curves`` maps a number of slots to the cost of passes over these slots, by the size of each slot's tree.
+        """``curves`` maps a number of slots to the cost curve of passes over them, by the size of each slot's tree.
 
         Without ``pads``, the engine does not pad trees to the largest, and a size is one less than the total number of
         rows of all trees.
@@ -308,7 +308,7 @@ class SharedCosts:
             self._costs[slots] = MeasuredCosts(log, curves[slots], these, only_timed_sizes=only_timed_sizes)
 
     def costs(self, slots: int) -> MeasuredCosts:
-        """Return the costs for the smallest measured number of slots that holds ``slots`` trees, or the largest one."""
+        """Return the costs for the smallest measured number of slots not below ``slots``, or else for the largest."""
         return self._costs[min((known for known in self._costs if known >= slots), default=max(self._costs))]
 
     def choose_sizes(self, budgets: Sequence[SharedBudget], probs: Sequence[Probs]) -> list[int]:
@@ -403,7 +403,7 @@ def choose_all_nodes(budgets: Sequence[Budget], probs: Sequence[Probs]) -> list[
 def choose_batch_nodes(
     chosen: Ints, probs: Probs, slots: int, first: int, pads: bool, overhead: float, of_costs: int, step: int
 ) -> None:
-    """Choose the sizes of the first ``len(chosen)`` trees in a batch, by the ``COSTS`` record at address ``of_costs``.
+    """Choose the sizes of the first ``len(chosen)`` trees in a batch, using the ``COSTS`` record at ``of_costs``.
 
     ``probs`` has a row for each tree. Each row of ``chosen`` holds the address of a budget record and its
     ``max_nodes``, and is overwritten with the number of nodes, the new ``max_nodes`` and the step in which drafting

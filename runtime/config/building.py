@@ -132,7 +132,7 @@ class HeadsConfig(Settings):
 
     @classmethod
     def of_checkpoint(cls, settings: Mapping[str, Any]) -> HeadsConfig:
-        """Return a checkpoint's settings; earlier versions stored no kind, which is then inferred."""
+        """Return a checkpoint's settings; the kind is inferred if an earlier version did not store it."""
         config = cls(**settings)
         is_medusa = "kind" not in settings and not config.adaptation and not config.auto_embedding
         return config.plain if is_medusa else config

@@ -108,7 +108,7 @@ FIXED_BUDGET = 32
 
 
 def source_letters(option: str, given: str, known: str) -> str:
-    """Return the source letters for an option's value: letters, or names separated by commas.
+    """Return the source letters for an option's value, which holds letters, or names separated by commas.
 
     Raises OptionError if a source is unknown or named twice. The option ``sources`` also accepts plug-ins.
     """
@@ -243,7 +243,7 @@ class DecodeConfig(Settings):
 
     @property
     def databases(self) -> str:
-        """Letters of the stores to draft from, including the context; a method's only store is always used."""
+        """Letters of the stores to draft from, context included; ``sources`` cannot exclude a method's only store."""
         all_of_them = METHODS[self.method].databases
         return "".join(letter for letter in all_of_them if letter in self.sources or len(all_of_them) == 1)
 

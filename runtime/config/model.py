@@ -159,7 +159,7 @@ class ModelConfig(Settings):
 
     @property
     def name(self) -> str:
-        """The model's name as the user gave it, with the GGUF file."""
+        """The model's name as the user gave it, followed by the GGUF file, if any."""
         return "/".join(filter(None, (self.model or demo.NAME, self.gguf_file)))
 
 

@@ -111,7 +111,7 @@ class LogitSpec:
 
 @compiled
 def kinds_of(tokens: Ints, parents: Ints, follows: Ints, root_kind: int, candidates: Ints, kinds: Ints) -> Ints:
-    """Return the kind of each node: ``root_kind`` in the continuation of the root, else the kind of its candidate."""
+    """Return the kind of each node: ``root_kind`` if it is in the root's continuation, else its candidate's kind."""
     node_kinds = np.full(len(tokens), root_kind, np.int64)
     for node in range(len(tokens)):
         if not follows[node]:

@@ -82,7 +82,7 @@ def budget_for(config: DecodeConfig, shared_costs: Callable[[], SharedCosts]) ->
 def history_for(
     config: DecodeConfig, target: Target, store_set: StoreSet, *, read_only: bool = False, tenant: str = ""
 ) -> History | None:
-    """Return the history that the drafters of a model share, or None if ``config`` drafts from no history.
+    """Return the history that the drafters of a model share, or None if ``config`` does not use one.
 
     The history of each tenant or namespace is stored in a separate folder below that of ``config``. With ``read_only``,
     the store is not written.

@@ -1,4 +1,4 @@
-"""Describes a model around its layers: rotary positions, attention windows, per-layer inputs, embeddings, logits."""
+"""Describes what surrounds a model's layers: rotary positions, windows, per-layer inputs, embeddings and logits."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ class Rotary(NamedTuple):
 
     @classmethod
     def of(cls, cos: torch.Tensor, sin: torch.Tensor, *, is_interleaved: bool) -> Rotary:
-        """Build from the cosines and sines that a Transformers rotary module returns, whose two halves are equal."""
+        """Convert the cosines and sines that a Transformers rotary module returns; their two halves are equal."""
         half = cos.shape[1] // 2
         first, second = -sin[:, :half], sin[:, half:]
         if not is_interleaved:

@@ -118,7 +118,7 @@ class LayerParts(Generic[Matmul]):
 
     @property
     def norms(self) -> tuple[Module, ...]:
-        """Norms with weights in the order in which a pass applies them, except that the head norms come last."""
+        """Norms with weights, in the order in which a pass applies them, except that the head norms come last."""
         added_mixture = self.added_mixture.norms if self.added_mixture else ()
         input_norm = self.inputs.norm if self.inputs else None
         return *filter(None, (*self.block_norms, *added_mixture, input_norm)), *self.head_norms
@@ -426,13 +426,13 @@ def _mlp_parts(mlp: Module, family: Family) -> tuple[tuple[Any, ...], tuple[Any,
 
 
 def _activation_of(module: Module) -> str:
-    """Return an activation's name; empty for unknown ones and those in Python, which round after each operation."""
+    """Return an activation's name; empty if unknown or written in Python, which rounds after each operation."""
     function = getattr(getattr(module, "act", None), "__name__", "")
     return "" if "python" in function else ACTIVATIONS.get(type(module).__name__, "")
 
 
 def _has_known_code(layer: Module, attention: Module, mlp: Module | None, family: Family) -> bool:
-    """Return True if the modules have no classes, attributes or arguments beyond those that the family describes."""
+    """Return True if the family describes all classes, attributes and arguments of the modules."""
     if "position_ids" in inspect.signature(attention.forward).parameters:
         return False  # positions have a second use, such as scaling the queries of long contexts
     is_mixer = any(layer._modules.get(name) is attention for name in family.mixers)
@@ -449,7 +449,7 @@ def _has_known_code(layer: Module, attention: Module, mlp: Module | None, family
 
 
 def _is_complete(parts: LayerParts[Matmul], kind: Kind[Matmul], family: Family) -> bool:
-    """Return True if all shapes match, no ``forward`` is replaced, and the layer's only parameters are its parts'."""
+    """Return True if all shapes match, no ``forward`` is replaced, and every tensor of the layer belongs to a part."""
     hidden, inner, keys = parts.hidden, parts.inner, parts.heads * parts.width
     queries = keys * parts.groups
     key_rows = [keys] * (len(parts.qkv) - 1)

@@ -36,7 +36,7 @@ class Rollouts:
     """Earlier answers by prompt; the answers to the least recently used prompts are dropped first."""
 
     def __init__(self, max_tokens: int) -> None:
-        """Keep at most ``max_tokens`` tokens of answers, or none if it is 0; prompts are only stored as hashes."""
+        """Keep at most ``max_tokens`` answer tokens (0 keeps none); prompts are only stored as hashes."""
         if max_tokens < 0:
             raise OptionError(f"rollouts is {max_tokens}, but it is a number of tokens to keep: give 0 or more")
         self._max_tokens = max_tokens
@@ -52,7 +52,7 @@ class Rollouts:
         return len(self._answers)
 
     def prediction(self, prompt: Sequence[int], given: Sequence[int] = ()) -> list[int]:
-        """Concatenate the earlier answers to a prompt, the latest last, and the prediction that was ``given``."""
+        """Concatenate the earlier answers to a prompt, oldest first, and the ``given`` prediction."""
         if not self._answers:
             return list(given)
         key = _key_of(prompt)
@@ -253,7 +253,7 @@ def _row_of(positions: torch.Tensor | None, row: int, rows: int) -> torch.Tensor
 
 
 def _padding_of(mask: torch.Tensor | None, length: int) -> int:
-    """Return how many tokens the mask of a row hides on the left; raise UnsupportedCallError if it hides any other."""
+    """Return how many tokens the mask of a row hides on the left; raise UnsupportedCallError if it hides others."""
     if mask is None:
         return 0
     seen: list[bool] = mask.bool().tolist()
@@ -264,7 +264,7 @@ def _padding_of(mask: torch.Tensor | None, length: int) -> int:
 
 
 def _refuse_positions(positions: torch.Tensor | None, padded: int, length: int) -> None:
-    """Raise UnsupportedCallError unless positions count up from 0 after the padding, as by default in ``generate``.
+    """Raise UnsupportedCallError unless positions count up from 0 after the padding, as they do by default.
 
     Models with several position axes have positions ``[axes, tokens]``.
     """

@@ -183,7 +183,7 @@ class Generator:
         grammar: Grammar | None = None,
         **model_arguments: Any,
     ) -> Generated:
-        """Called by ``generate``; ``seed``, ``prediction`` and ``grammar`` can be passed through ``generate``.
+        """Decode a call of ``generate``, which passes on the arguments ``seed``, ``prediction`` and ``grammar``.
 
         ``prediction`` holds token ids that the answer will probably contain: the drafter drafts from them, and the
         model never reads them. The whole answer matches the ``grammar``, unless it ends at ``max_new_tokens``. In a
@@ -443,6 +443,6 @@ def _prepared(model: PreTrainedModel) -> Iterator[None]:
 
 
 def _is_synced(model: PreTrainedModel) -> bool:
-    """Return True if every pass of the model is synchronized with other processes, as ``generate`` determines it."""
+    """Return True if ``generate`` would synchronize every pass of the model with other processes."""
     given = argument_of_generate("synced_gpus")
     return must_pass_in_step(model) if given is None else bool(given)

@@ -18,7 +18,7 @@ DEFAULT_RUNNING, DEFAULT_NODES = 48, 12
 
 
 class HierarchyAlgorithm(CustomSpecAlgo):  # type: ignore[misc]  # SGLang is not installed for type checks
-    """A speculative algorithm that SGLang treats like its NGRAM in masks, relays between batches and cache sizes."""
+    """A speculative algorithm with the same masks, relays between batches and cache sizes as SGLang's NGRAM."""
 
     def is_ngram(self) -> bool:
         return True

@@ -72,7 +72,7 @@ class HierarchyCorpus:
     """Replaces SGLang's n-gram corpus by one drafter per request; all drafters share the stores and the history."""
 
     def __init__(self, make: Callable[[], Drafter], nodes: int, vocabulary: int) -> None:
-        """``make`` creates a drafter; trees have ``nodes`` nodes with the root, and token ids below ``vocabulary``."""
+        """``make`` creates a drafter; trees have ``nodes`` nodes including the root; ids are below ``vocabulary``."""
         self._make, self._nodes, self._vocabulary = make, nodes, vocabulary
         self._requests: dict[str, _Request] = {}
         self._free = [make()]  # compiles the drafter now, so that no request waits for it
@@ -81,7 +81,7 @@ class HierarchyCorpus:
         return request in self._requests
 
     def begin(self, request: str, context: Sequence[int]) -> None:
-        """Start a request with its whole context; otherwise, ``batch_get`` starts it with only its last tokens."""
+        """Start a request with its whole context; without this call, ``batch_get`` starts it with its last tokens."""
         self._begin(request, context, len(context))
 
     def batch_get(
@@ -160,7 +160,7 @@ class HierarchyCorpus:
 
 
 class _Request:
-    """The drafter of a request, the last tokens of its context, as far as known, and the length of the context."""
+    """A request's drafter, the known tokens at the end of its context, and the length of the whole context."""
 
     def __init__(self, drafter: Drafter, context: list[int], total: int) -> None:
         self.drafter, self.context, self.total = drafter, context, total
@@ -177,7 +177,7 @@ _NOT_ON_THE_HOST = Verified(torch.empty(0, 1))
 
 
 def drafters_of(server_args: Any, nodes: int) -> Callable[[], Drafter]:
-    """Return a function that makes drafters from the stores of the model; ``nodes`` is the tree size with the root."""
+    """Return a function that makes drafters from the model's stores; ``nodes`` is the tree size, including the root."""
     settings, model = SglangSettings.of(os.environ), server_args.model_path
     decoding = settings.decoding
     named = ModelConfig(server_args.tokenizer_path or model, trust_remote_code=server_args.trust_remote_code)

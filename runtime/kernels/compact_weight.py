@@ -60,7 +60,7 @@ class CompactWeight(torch.Tensor):
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
-        """Set the value; an ordinary tensor, as after a conversion or a merge, makes this a plain parameter."""
+        """Set the value; an ordinary tensor, as assigned by conversions and merges, makes this a plain parameter."""
         if is_compact(value):
             self.stored, self.expansions = value.stored, value.expansions
         else:

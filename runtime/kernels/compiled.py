@@ -104,7 +104,7 @@ def address_of(function: Callable[..., Any], signature: Any) -> int:
 
 
 def shared(signature: Any, name: str) -> Callable[[Callable[..., Callable[..., Any]]], Callable[..., Any]]:
-    """Compile the function that the decorated one returns as a C function that compiled code calls by name.
+    """Compile the function that the decorated one returns, as a C function that compiled code calls by name.
 
     A shared function isn't compiled into each caller. If the decorated function takes a matrix format, the format's
     name follows ``name``. Call the decorated function before code that uses the name is compiled or loaded from a

@@ -337,7 +337,7 @@ def fits_compiled_experts(module: Any, dtypes: Container[torch.dtype] = (torch.f
 
 
 def _parts_fit(weight: Any, has_pairs: bool) -> bool:
-    """Return True if a weight isn't packed, or its parts (one, or gate and up) have the same format and shape.
+    """Return True if a weight isn't packed, has one part, or has two parts (gate and up) of the same format and shape.
 
     The rows of two parts must be interleaved if the module has interleaved gate and up rows, and only then.
     """
@@ -388,7 +388,7 @@ def arrange_experts(model: Module) -> None:
 
 
 def compile_experts(model: Module) -> None:
-    """Replace a model's experts in-place where the compiled code gives the same outputs; parameters are shared."""
+    """Replace a model's experts in place where the compiled code gives the same outputs; parameters are shared."""
     arrange_experts(model)
     same: dict[type, bool] = {}
     for module in list(model.modules()):

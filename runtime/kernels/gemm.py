@@ -114,7 +114,7 @@ def _multiply_together(
     output_stride: int,
     memory: npt.NDArray[np.float32],
 ) -> None:
-    """Multiply up to ``MAX_INTERLEAVED_ROWS`` input rows, using ``memory`` as scratch space."""
+    """Multiply the matrix by up to ``MAX_INTERLEAVED_ROWS`` input rows, using ``memory`` as scratch space."""
     width = columns * ITEM_SIZE
     whole = rows // GROUP * GROUP
     group = SMALL_GROUP
@@ -143,7 +143,7 @@ def _multiply_together(
                 else block_at + bytes_before(block_columns, block_size, columns, stride)
             )
             block, between = block_at, stride
-            if stride != width:  # float32 is read in-place
+            if stride != width:  # float32 is read in place
                 block, between = unpacked, block_columns * ITEM_SIZE
                 call_unpack(unpack, (block_at, stride, block_rows, block_columns, unpacked))
             for row in range(0, rows, GROUP):
@@ -272,7 +272,7 @@ _multiply: Any = types.ExternalFunction(MULTIPLY_NAME, MULTIPLY)
 
 @shared(TILES, TILES_PREFIX)
 def _tiles_of(kind: MatrixKind) -> Any:
-    """Return the function that multiplies by a format's tiles."""
+    """Return ``multiply_tiles`` for a format."""
 
     def multiply_tiles(
         matrix: int,
@@ -363,7 +363,7 @@ def _multiply_few(
     outputs: int,
     output_stride: int,
 ) -> None:
-    """Multiply the matrix by input rows that are read in-place, at most ``MAX_DIRECT_ROWS`` at a time."""
+    """Multiply the matrix by input rows that are read in place, at most ``MAX_DIRECT_ROWS`` at a time."""
     row = 0
     while row < rows:
         tile_rows = min(rows - row, MAX_DIRECT_ROWS)
@@ -385,9 +385,9 @@ def _multiply_interleaved(
     output_stride: int,
     interleaved: npt.NDArray[np.float32],
 ) -> None:
-    """Multiply by groups of up to ``MAX_TILE_ROWS`` interleaved input rows, fewer if rows are long; see ``interleave``.
+    """Multiply the matrix by groups of interleaved input rows: up to ``MAX_TILE_ROWS``, fewer if rows are long.
 
-    ``interleaved`` is scratch memory for all input rows.
+    ``interleaved`` is scratch memory for all input rows; see ``interleave``.
     """
     aligned = line_after(interleaved.ctypes.data)
     max_rows = min(MAX_TILE_ROWS, max(MAX_DIRECT_ROWS, MAX_CACHED_VALUES // columns))
@@ -404,7 +404,7 @@ def _multiply_interleaved(
         for group in range(groups):
             group_rows, first = (rows - row) // (groups - group), row * columns * ITEM_SIZE
             written = outputs + (row * output_stride + out) * ITEM_SIZE
-            # For example, nine rows are split into five and four, which are read in-place.
+            # For example, nine rows are split into five and four, which are read in place.
             read = aligned + first if group_rows > MAX_DIRECT_ROWS else inputs + first
             part = matrix + out * stride
             call_tiles(tiles, (part, stride, step, columns, read, written, output_stride, group_rows))

@@ -48,7 +48,7 @@ TILE_OUT_FEATURES, MAX_TILE_ROWS = 8, 11 if LANES == 8 else max(8, PAIR_ACCUMULA
 """Matrix rows divided evenly among tiles, and maximum input rows of a tile. AVX has registers for eleven sums of one
 matrix row: nine input rows by a 1,536 x 576 matrix in Q4_1 take 0.78 of the time of a tile of five and one of four."""
 MAX_DIRECT_ROWS = 4
-"""Maximum input rows that a tile reads in-place; more rows are interleaved vector by vector."""
+"""Maximum input rows that a tile reads in place; more rows are interleaved vector by vector."""
 
 
 Body = Callable[[Any, list[Expand], list[Any]], Sequence[Any]]
@@ -163,7 +163,7 @@ def tile_out_features(rows: int) -> int:
 
 
 def tile(out_features: int, rows: int, *, interleaved: bool = False) -> Tile:
-    """Return a generator of a tile of ``out_features`` matrix rows by ``rows`` input rows, which may be interleaved."""
+    """Return a tile generator for ``out_features`` matrix rows and ``rows`` input rows, which may be interleaved."""
 
     def generate(
         builder: Any, kind: Any, matrix: Any, columns: Any, inputs: Any, outputs: Any, output_stride: Any
@@ -178,7 +178,7 @@ def tile(out_features: int, rows: int, *, interleaved: bool = False) -> Tile:
 
 
 def partial_tile(out_features: Mapping[int, int], *, last: bool) -> Any:
-    """Return an intrinsic for a tile over a range of columns of a float32 matrix, ``last`` for the final range.
+    """Return an intrinsic for a tile over a range of columns of a float32 matrix; ``last`` marks the final range.
 
     ``out_features`` maps each number of interleaved input rows, the intrinsic's last argument, to a number of matrix
     rows. ``stride`` is the distance between matrix rows in bytes. ``sums`` holds one vector per sum, carried from range
@@ -269,7 +269,7 @@ def _sums(
 
 
 def _write_totals(code: VectorCode, sums: Sequence[Any], rows: int, outputs: Any, output_stride: Any) -> None:
-    """Reduce each vector of sums to a total, as many at once as a vector has lanes, and write the totals."""
+    """Reduce each vector of sums to a total, up to ``LANES`` vectors at once, and write the totals."""
     builder, out_features = code.builder, len(sums) // rows
     rows_at_once = LANES // out_features
     written = builder.inttoptr(outputs, FLOAT.as_pointer())

@@ -84,7 +84,7 @@ def compiled_linear(input: torch.Tensor, weight: Stored, bias: torch.Tensor | No
 def multiply(
     matmul: int, matrix: int, shape: torch.Size, input: torch.Tensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Call the matmul at address ``matmul`` on torch's number of threads; ``shape`` is the shape of ``matrix``."""
+    """Call the matmul at address ``matmul`` on as many threads as torch uses; ``shape`` is that of ``matrix``."""
     threads, (out_features, columns) = torch.get_num_threads(), shape
     rows = input.numel() // columns
     outputs = input.new_empty(*input.shape[:-1], out_features)  # keeps the input's dtype
@@ -101,7 +101,7 @@ def format_of(weight: Stored) -> tuple[Any, int]:
 
 
 def compile_linear_layers(model: Module) -> None:
-    """Replace a model's linear layers in-place where the compiled matmul supports them; parameters are shared."""
+    """Replace a model's linear layers in place where the compiled matmul supports them; parameters are shared."""
     compiled: dict[int, CompiledLinear] = {}
     for module in list(model.modules()):
         for name, layer in module._modules.items():

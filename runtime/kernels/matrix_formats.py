@@ -180,7 +180,7 @@ class Blocks:
         self.builder.store(scales, self.builder.bitcast(target, scales.type.as_pointer())).align = FLOAT_SIZE
 
     def expander(self, block: Any, scales: Any) -> Expand:
-        """Generate the code shared by all vectors of a block and return a generator of single vectors.
+        """Generate the code shared by all vectors of a block, and return a function that generates each vector.
 
         ``scales`` is the address to which ``write_scales`` wrote.
         """

@@ -258,7 +258,7 @@ SCALE_SIZE = 4
 
 
 def packed_weight(weight: Any) -> PackedMatrix | None:
-    """Pack a weight-only quantized weight of torchao, which isn't imported; return None for any other weight.
+    """Pack a weight-only quantized torchao weight without importing torchao; return None for any other weight.
 
     The packed matrix represents exactly the numbers by which torchao multiplies float32 inputs.
     """

@@ -207,7 +207,7 @@ class ThreadPool:
             _work(self._control)
 
     def open(self) -> AbstractContextManager[int]:
-        """Open the pool in a context that yields its address for ``run_parallel``, or 0 while another pass holds it."""
+        """Return a context manager that yields the open pool's address, or 0 if it has no workers or is in use."""
         return self._opened() if self._wake_ups else NO_THREADS
 
     @contextmanager

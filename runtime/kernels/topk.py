@@ -107,7 +107,7 @@ def _key(bits: Any, magnitude: Any) -> Any:
 
 @compiled
 def _first_between(bits: Array, low: int, high: int, outside: bool) -> int:
-    """Return the first index whose key is in ``[low, high]``, or not in it with ``outside``; 0 if there is none."""
+    """Return the first index whose key lies in ``[low, high]`` (outside it if ``outside``), or 0 if there is none."""
     for index in range(len(bits)):
         if (low <= _key(bits[index], np.iinfo(bits.dtype).max) <= high) != outside:
             return index
@@ -140,7 +140,7 @@ def argmax(logits: torch.Tensor) -> npt.NDArray[np.int64]:
 
 
 def _comparable(logits: torch.Tensor) -> Array:
-    """Return CPU logits as a NumPy view, or a float32 copy for other dtypes.
+    """Return CPU logits as a NumPy view, or as a float32 copy if their dtype isn't ``COMPARABLE``.
 
     NumPy's argmax over a vocabulary is about ten times as fast as torch's. Torch calls without effect are skipped,
     since each takes microseconds.
@@ -283,7 +283,7 @@ def _indices_of(values: Array, threshold: float, indices: Array) -> int:
 
 @compiled
 def _indices_below(candidates: Array, values: Array, threshold: float, indices: Array) -> int:
-    """Like ``_indices_of``, but only for the values that the maxima with indices ``candidates`` cover."""
+    """Like ``_indices_of``, but only for values covered by the maxima at indices ``candidates``."""
     count = 0
     for maximum in candidates:
         first = maximum // TOPK_LANES * TOPK_BLOCK + maximum % TOPK_LANES

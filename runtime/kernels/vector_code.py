@@ -178,7 +178,7 @@ class VectorCode:
         return self.builder.extract_element(vector, WORD(0))
 
     def prefetch(self, address: Any, *, nearest: bool = False) -> None:
-        """Prefetch a cache line for reading into L2, or into L1 with ``nearest``."""
+        """Prefetch a cache line for reading into L2, or into L1 if ``nearest``."""
         level = WORD(3 if nearest else 2)
         self.call("llvm.prefetch.p0", ir.VoidType(), self.builder.bitcast(address, BYTES), WORD(0), level, WORD(1))
 
@@ -265,7 +265,7 @@ class FloatCode(VectorCode):
         return builder.select(vanishes, self.number(0.0), result)
 
     def tanh(self, x: Any) -> Any:
-        """Return the hyperbolic tangent of each lane, with the absolute error of ``exp``."""
+        """Return the hyperbolic tangent of each lane; its absolute error is about the relative error of ``exp``."""
         doubled = self.exp(self.builder.fmul(x, self.number(2.0)))
         part = self.builder.fdiv(self.number(2.0), self.builder.fadd(doubled, self.number(1.0)))
         return self.builder.fsub(self.number(1.0), part)
@@ -296,7 +296,7 @@ def norm_row(builder: Any, read: Any, weight: Any, offset: Any, width: Any, epsi
 
 @generated(types.int64, types.int64, types.float32)
 def exponentiate(builder: Any, scores: Any, count: Any, largest: Any) -> None:
-    """Compute ``scores = exp(scores - largest)`` in-place; ``count`` must be a multiple of ``LANES``."""
+    """Compute ``scores = exp(scores - largest)`` in place; ``count`` must be a multiple of ``LANES``."""
     code = FloatCode(builder)
     top = code.splat(largest)
 
@@ -345,7 +345,7 @@ gelu_in_place = _gated(_twice_inside_tanh)
 
 
 def _clamped_gate(code: FloatCode, gate: Any, up: Any, alpha: Any, limit: Any) -> Any:
-    """Return ``(up + 1) * gate * sigmoid(alpha * gate)`` with ``gate`` clamped to ``limit``, ``up`` to ``±limit``."""
+    """Return ``(up + 1) * gate * sigmoid(alpha * gate)``, with ``gate <= limit`` and ``up`` clamped to ``±limit``."""
     builder, upper_limit = code.builder, code.splat(limit)
     lower_limit, one = builder.fneg(upper_limit), code.number(1.0)
     gate = builder.select(builder.fcmp_ordered(">", gate, upper_limit), upper_limit, gate)
@@ -365,7 +365,7 @@ def _read_pairs(code: FloatCode, pairs: Any, index: Any) -> tuple[Any, Any]:
 
 @generated(*[types.int64] * 2, *[types.float32] * 2, types.int64)
 def gate_pairs(builder: Any, pairs: Any, size: Any, alpha: Any, limit: Any, written: Any) -> None:
-    """Write ``(up + 1) * gate * sigmoid(alpha * gate)`` for pairs ``[gate, up]``, clamped to ``limit``.
+    """Write ``(up + 1) * gate * sigmoid(alpha * gate)`` for pairs ``[gate, up]`` clamped as in ``_clamped_gate``.
 
     ``written`` may equal ``pairs``. ``size`` is the number of pairs.
     """
@@ -412,7 +412,7 @@ def add_in_place(builder: Any, sums: Any, numbers: Any, size: Any, factor: Any) 
 
 
 def _changed(change: Callable[[FloatCode, Any, Any], Any]) -> Any:
-    """Return an intrinsic that applies ``change`` to each number in-place, with a common factor."""
+    """Return an intrinsic that applies ``change`` to each number in place, with a common factor."""
 
     @generated(*[types.int64] * 2, types.float32)
     def change_in_place(builder: Any, numbers: Any, size: Any, factor: Any) -> None:
@@ -441,7 +441,7 @@ _bound = _changed(_bounded)
 
 @compiled
 def bound_in_place(numbers: int, size: int, divisor: Any, cap: Any) -> None:
-    """Divide numbers in-place by ``divisor``; if ``cap`` isn't 0, soft-cap them as ``tanh(numbers / cap) * cap``."""
+    """Divide numbers in place by ``divisor``; if ``cap`` isn't 0, soft-cap them as ``tanh(numbers / cap) * cap``."""
     whole = size // LANES * LANES
     _divide(numbers, whole, divisor)
     if cap:

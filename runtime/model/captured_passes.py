@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 class LibraryPass:
-    """A pass with the layers of transformers, and optionally hdtool's own attention.
+    """A pass through the layers of transformers, optionally with hdtool's own attention.
 
     hdtool's ``attention`` reads only the slots' contexts. Without it, the attention of transformers reads a fixed
     extent of the cache, and the mask hides positions after the contexts.
@@ -67,7 +67,7 @@ class LibraryPass:
     def _over(
         self, step: StepTensors, storage: KVTensors, cache: IndexedKVCache
     ) -> AbstractContextManager[Callable[[], StackedStates] | None]:
-        """Return a context in which recurrent layers compute over the step's trees.
+        """Return a context manager that makes recurrent layers compute over the step's trees.
 
         It yields a function that returns the states after the pass; for a model without states, it yields None.
         """
@@ -76,7 +76,7 @@ class LibraryPass:
 
 
 def library_passes(target: Target) -> Iterator[LibraryPass]:
-    """Yield the passes with transformers' layers that may be captured, the faster one first."""
+    """Yield the passes through transformers' layers that may be captured, the fastest first."""
     operations, windows = triton_operations(target.device), target.stock.windows
     selects = any(shape.indexer for shape in target.shapes)  # through the mask, which hdtool's attention ignores
     if operations and not selects and not any(window.chunk for window in windows):
@@ -103,12 +103,12 @@ class CapturedPasses:
 
     @property
     def is_fused(self) -> bool:
-        """True if hdtool's fused pass is captured rather than a pass with transformers' layers."""
+        """True if hdtool's fused pass is captured rather than a pass through transformers' layers."""
         return bool(self._passes) and isinstance(self._passes[0], FusedPass)
 
     @torch.inference_mode()
     def enable(self, target: Target, capture: Capture) -> None:
-        """Use captured steps from now on if the model can be captured, with logits like those of uncaptured steps."""
+        """Use captured steps from now on if they can be captured and their logits match those of uncaptured steps."""
         if reason := not_on_one_device_reason(target.model) or target.stock.row_by_row.reason:
             self.disable()
             return _note(reason)
@@ -146,7 +146,7 @@ class CapturedPasses:
         self.steps, self._passes = None, []
 
     def _give_up(self, reason: str) -> None:
-        """Capture the next pass instead, or disable capturing and print a note if none is left."""
+        """Fall back to the next pass, or disable capturing and print a note if none is left."""
         del self._passes[0]
         if self.steps and self._passes:
             self.steps.use(self._passes[0])
@@ -167,7 +167,7 @@ class CapturedPasses:
             self.steps.forget()
 
     def capacity_for(self, needed: int, limit: int | None, slots: int) -> int:
-        """Return the capacity of a cache for ``needed`` positions: if steps are captured, one of few values."""
+        """Return the capacity of a cache for ``needed`` positions: one of a few values if steps are captured."""
         return self.steps.capacity_for(needed, limit, slots) if self.steps else needed
 
     @torch.inference_mode()
@@ -196,7 +196,7 @@ class CapturedPasses:
 
 
 def combined_options(options: Sequence[PassOptions]) -> PassOptions:
-    """Return the options of a pass from those of its trees: the largest ``max_ranked``, and ``root`` if any sets it."""
+    """Combine the options of a pass's trees: the largest ``max_ranked``, and ``root`` if any tree sets it."""
     return PassOptions(
         max_ranked=max((each.max_ranked for each in options), default=0), root=any(each.root for each in options)
     )

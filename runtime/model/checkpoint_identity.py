@@ -112,7 +112,7 @@ def checkpoint_in_memory(model: PreTrainedModel) -> Checkpoint | None:
 
 
 def name_in_words(name: str) -> str:
-    """Return a model's hub name, even if ``name`` is its folder in the hub's cache; for other paths, the last part."""
+    """Return the hub name if ``name`` is one or is a folder in the hub's cache, otherwise the last part of the path."""
     path = Path(name).expanduser()
     if not path.exists():
         return name
@@ -139,7 +139,7 @@ def _checkpoint_in(folder: Path, name: str) -> Checkpoint | None:
 
 
 def _is_unchanged(model: PreTrainedModel, folder: Path) -> bool:
-    """Return True if a model's tensors equal the samples from its files; skip tensors that differ in name or shape."""
+    """Return True if a model's tensors match the samples from its files; skip tensors that differ in name or shape."""
     parameters = dict(model.named_parameters())
     files = [file for file in weight_files(folder) or () if file.suffix == ".safetensors"]
     if not files and (folder / REST).is_file():

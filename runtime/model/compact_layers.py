@@ -182,7 +182,7 @@ def loading_as_stored(folder: Path) -> Iterator[None]:
 
 
 def expand_weights_read(model: Module) -> None:
-    """Expand to float32 the compact weights that earlier passes had to expand.
+    """Permanently expand to float32 the compact weights that earlier passes had to expand.
 
     Code other than compiled matmuls gets correct results from compact weights, but expands them in each pass.
     """
@@ -201,7 +201,7 @@ def compact_parameters(model: Module) -> list[tuple[CompactWeight, list[Paramete
 
 
 def is_of_linear_layers(refs: list[ParameterRef]) -> bool:
-    """Return True if only linear layers, experts and embeddings that support compact weights use a weight."""
+    """Return True if a weight is used only by linear layers, experts and embeddings that support compact weights."""
     return all(_takes(*ref) for ref in refs)
 
 

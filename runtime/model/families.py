@@ -248,7 +248,7 @@ class Recorder:
 
 
 def only_watches(hook: object) -> bool:
-    """Return True if a hook only records hidden states, for any target."""
+    """Return True if a hook only records hidden states, no matter for which target."""
     return bool(getattr(hook, "only_watches", False))
 
 
@@ -259,9 +259,9 @@ def hidden_in(returned: object) -> torch.Tensor | None:
 
 
 def module_of_hidden(model: torch.nn.Module, kind: str, run: Callable[[], object]) -> torch.nn.Module:
-    """Return the last module that returns hidden states in a forward pass, which ``run`` must make.
+    """Return the last module that returns hidden states in a forward pass. ``run`` must make this pass.
 
-    Raise a ``FamilyError`` if there is none.
+    Raise a ``FamilyError`` if there is no such module.
     """
     modules: list[torch.nn.Module] = []
 

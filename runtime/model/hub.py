@@ -118,7 +118,7 @@ def weight_files(folder: Path) -> list[Path] | None:
 
 
 def shards(folder: Path) -> list[str] | None:
-    """Return the names of the shards that the folder's index lists; None without a readable index."""
+    """Return the names of the shards that the folder's index lists, or None if there is no readable index."""
     for name in INDEXES:
         try:
             row = json.loads((folder / name).read_text(encoding="utf-8"))
@@ -146,7 +146,7 @@ SPARE_BYTES = 1 << 26
 
 @cache  # otherwise each lookup would ask the hub for the newest version
 def snapshot(name: str, revision: str | None = None, *, weights: bool = False) -> Path:
-    """Return a model's folder in the hub's cache; download missing files first, but weights only with ``weights``."""
+    """Return a model's folder in the hub's cache; download missing files first, but weights only if ``weights``."""
     with hub_errors_worded(name, revision):
         folder = _with_configuration(name, revision)
     if weights and not weight_files(folder):
@@ -191,7 +191,7 @@ def _with_configuration(name: str, revision: str | None) -> Path:
 
 
 def _download_weights(name: str, folder: Path) -> None:
-    """Download to a snapshot folder the weights that belong to its commit."""
+    """Download the weights of a snapshot folder's commit into the folder."""
     from huggingface_hub import snapshot_download
 
     commit = folder.name

@@ -210,7 +210,7 @@ def _quantized(config: ModelConfig, settings: Any, scheme: str) -> Path:
 
 
 def _kept_proof(config: ModelConfig, settings: Any, packed: Packed | None) -> KeptProof | None:
-    """Return the record that keeps a model's proof between starts, or None if each start must prove the model."""
+    """Return the record that keeps a model's proof between starts, or None if it must be proved at each start."""
     in_blocks = config.quantization in BLOCKS
     by_library = library_of(settings) or (config.quantization and not in_blocks)
     fixed = config.dtype != "auto" or by_library or config.trust_remote_code
@@ -228,7 +228,7 @@ def _kept_proof(config: ModelConfig, settings: Any, packed: Packed | None) -> Ke
 def _proved_before(
     config: ModelConfig, settings: Any, packed: Packed | None, kept: KeptProof, proof: Proof | None
 ) -> Target | None:
-    """Load a model that an earlier process proved; return None without a ``proof``.
+    """Load a model that an earlier process proved; return None if ``proof`` is None.
 
     If the model or its results differ from the proof, delete the proof's record and return None.
     """

@@ -272,7 +272,7 @@ class StepInput:
         self._device = torch.zeros(size, dtype=torch.int64, device=device)
 
     def fill(self, slot: int, tree: DraftTree, rows: int, length: int) -> None:
-        """Write a slot's tree after a context of ``length`` tokens, without a move."""
+        """Write a slot's tree, which follows a context of ``length`` tokens, and no move."""
         _fill(self._words_of(slot, rows), tree.root, tree.tokens, tree.parents, rows, length)
 
     def move(self, slot: int, rows: int, start: int, path: Sequence[int]) -> None:

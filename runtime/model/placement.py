@@ -1,4 +1,4 @@
-"""Selects attention kernels, reports a model's devices and computes reference logits, also in higher precision."""
+"""Selects attention kernels, reports model devices and computes reference logits, optionally in higher precision."""
 
 from __future__ import annotations
 

@@ -50,9 +50,9 @@ def library_of(settings: Any) -> str:
 
 
 def require_libraries(name: str, settings: Any, scheme: str | None) -> None:
-    """Raise an ``OptionError`` if a quantized checkpoint would be quantized again.
+    """Raise a ``ModelError`` if a required library is missing.
 
-    Raise a ``ModelError`` if a required library is missing. Call this before weights are read.
+    Raise an ``OptionError`` if a quantized checkpoint would be quantized again. Call this before weights are read.
     """
     saved = library_of(settings)
     if scheme and saved:
@@ -65,7 +65,7 @@ def require_libraries(name: str, settings: Any, scheme: str | None) -> None:
 
 
 def quantization(scheme: str, dtype: torch.dtype) -> QuantizationConfigMixin:
-    """Return the configuration with which transformers quantizes a model by ``scheme``.
+    """Return the configuration with which transformers quantizes a model according to ``scheme``.
 
     All schemes quantize only weights, so the rows of a pass stay independent.
     """

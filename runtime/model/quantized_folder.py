@@ -41,7 +41,7 @@ Sources = tuple[Signature, ...]
 
 
 class KeptFile(NamedTuple):
-    """Content hash and status of a file in the folder; a changed status reveals that the file was written since."""
+    """Content hash and status of a file in the folder; if the status has changed, the content is hashed again."""
 
     sha256: str
     bytes: int

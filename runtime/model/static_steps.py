@@ -41,12 +41,12 @@ class Capture(Protocol):
         ...
 
     def reset(self) -> None:
-        """Release everything captured so far; it must not be replayed again."""
+        """Release everything captured so far, which must not be replayed afterwards."""
         ...
 
 
 class CudaGraphs:
-    """Captures CUDA graphs that share a memory pool, which is little larger than the largest graph needs.
+    """Captures CUDA graphs that share a memory pool, which is only slightly larger than the largest graph needs.
 
     Sharing is safe because nothing in the pool is read after the next replay has started.
     """
@@ -196,7 +196,7 @@ class StaticSteps:
     """Captures and replays the steps of one model."""
 
     def __init__(self, used: StepPass, capture: Capture, device: torch.device, reserved: int = 0) -> None:
-        """Capture passes of ``used``; if these read no fixed extent, caches allocate ``reserved`` positions at once."""
+        """Capture ``used``; unless it reads a fixed extent, caches allocate ``reserved`` positions from the start."""
         self._pass, self._capture, self._device, self._reserved = used, capture, device, reserved
         self._clock = DeviceClock(device)
         self._steps: WeakKeyDictionary[KVTensors, dict[tuple[int, int, int], _Step]] = WeakKeyDictionary()
@@ -216,7 +216,7 @@ class StaticSteps:
         self._capture.reset()
 
     def capacity_for(self, needed: int, limit: int | None, slots: int = 1) -> int:
-        """Return the capacity per slot for ``needed`` positions: one of few values, so that steps can be reused."""
+        """Return the capacity per slot for ``needed`` positions: one of a few values, so that steps can be reused."""
         capacity = MIN_EXTENT
         while capacity < needed:
             capacity *= 2

@@ -309,7 +309,7 @@ class Target:
         cache.slots[slot].commit(path, deferred=self.captures)
 
     def watch_hidden(self, layers: Sequence[int] = ()) -> slice:
-        """Make each pass return hidden states from now on, for drafters that use them; return a slice of columns.
+        """Make each pass return hidden states from now on, for drafters that use them; return a slice of their columns.
 
         The slice selects the columns with the output layer's input or, if ``layers`` are given, those with the outputs
         of these decoder layers.
@@ -393,7 +393,7 @@ def choose_threads(target: Target, wanted: int | None = None, record: CachedValu
 
 
 def cpu_quota(root: Path = CGROUPS) -> int | None:
-    """Return the number of CPUs that a container may use, rounded up; None without a limit. torch ignores the limit."""
+    """Return the number of CPUs that a container may use, rounded up; None if unlimited. torch ignores the limit."""
     for files in (["cpu.max"], ["cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us"]):
         try:
             quota, period = " ".join((root / file).read_text() for file in files).split()

@@ -239,7 +239,7 @@ def must_pass_in_step(model: PreTrainedModel) -> bool:
 
 
 def argument_of_generate(name: str) -> Any:
-    """Return the value of an argument of the enclosing ``generate`` call; None outside of one.
+    """Return the value of an argument of the enclosing ``generate`` call, or None if there is none.
 
     transformers 5 passes neither ``streamer`` nor ``synced_gpus`` to a custom generate function, although it has
     already put the prompt into the streamer, whose reader would wait forever. Both are local variables of ``generate``.

@@ -232,7 +232,7 @@ class Truncation:
     def draw(
         self, race: ExponentialRace, position: int, scores: npt.NDArray[np.float32], among: Array = ALL_TOKENS
     ) -> int:
-        """Return the token drawn at a position by its scores; ``NOT_FINITE`` if the highest score is not finite.
+        """Return the token drawn from the scores at a position; ``NOT_FINITE`` if the highest score is not finite.
 
         ``scores`` has one score for each token in ``among`` or, by default, in the vocabulary.
         """
@@ -396,5 +396,5 @@ def allowed_scores(address: int, vocabulary: int, bits: Any, tokens: Any, scores
 
 
 def keeps_one(processor: Any) -> bool:
-    """Return True if a processor forbids tokens by scores of minus infinity and may leave only a single token."""
+    """Return True if a processor sets the scores of forbidden tokens to minus infinity and may leave only one token."""
     return getattr(processor, "filter_value", -np.inf) == -np.inf and getattr(processor, "min_tokens_to_keep", 1) == 1

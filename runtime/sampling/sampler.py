@@ -220,11 +220,11 @@ class Sampler:
         return self._ids.of(self.context, device)
 
     def scores(self, logits: torch.Tensor) -> torch.Tensor:
-        """Return one row of logits after all processors, given the context so far; the row itself is not changed."""
+        """Return one row of logits with all processors applied, given the context so far; the row is left unchanged."""
         return self.processed(logits, self._processors)
 
     def processed(self, logits: torch.Tensor, processors: Sequence[LogitsProcessor]) -> torch.Tensor:
-        """Return one row of logits after the given processors, given the context so far."""
+        """Return one row of logits with ``processors`` applied, given the context so far."""
         if not processors:
             return logits
         ids, scores = self.ids(logits.device), logits[None].to(torch.float32, copy=True)
@@ -256,7 +256,7 @@ class Sampler:
 
 
 class _RowOnHost:
-    """Copies a row of scores to the host; from a GPU through pinned memory, which is faster."""
+    """Copies a row of scores to the host; copies from a GPU go through pinned memory, which is faster."""
 
     def __init__(self) -> None:
         self._pinned = torch.empty(0)

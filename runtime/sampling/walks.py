@@ -38,7 +38,7 @@ def ranked_for(draws: Draws) -> int:
 
 
 def compile_ranked_walks(draws: Draws, walk_buffer: Array) -> None:
-    """Compile walks along tokens drawn from the highest scores, or load them from the cache, before the first step."""
+    """Compile ``walk_ranked``, or load it from the cache, before the first step."""
     bare, tokens, scores = DraftTree.bare(0), np.zeros((1, 1), np.int64), np.zeros((1, 1), np.float32)
     walk_ranked(1, tokens, scores, bare.tokens, bare.parents, 1, walk_buffer, 0, draws)
 
@@ -55,7 +55,7 @@ def walk_ranked(
     position: int,
     draws: Draws,
 ) -> tuple[int, bool]:
-    """Write at most ``max_tokens`` tokens drawn from the highest scores, and the node of each, to ``walk_buffer``.
+    """Draw at most ``max_tokens`` tokens from the highest scores, and write them and their nodes to ``walk_buffer``.
 
     ``scores`` holds the highest scores of each row, best first, and ``tokens`` their tokens; the first token is drawn
     at ``position``. The walk ends before a row whose highest score is not finite, and before a token that depends on
@@ -105,13 +105,13 @@ NO_FORCED_TOKENS = np.empty(0, np.int64)
 
 
 def compile_drawn_walks(draws: Draws, walk_buffer: Array) -> None:
-    """Compile walks along drawn tokens, or load them from the cache, before the first step."""
+    """Compile ``walk_draws``, or load it from the cache, before the first step."""
     bare, row = DraftTree.bare(0), np.zeros(1, np.float32)
     walk_draws(row.ctypes.data, 1, 1, NO_FORCED_TOKENS, bare.tokens, bare.parents, 1, walk_buffer, 0, False, draws)
 
 
 def compile_walks() -> None:
-    """Compile walks along argmax tokens, or load them from the cache, before the first step."""
+    """Compile ``walk_argmax`` and ``walk_known``, or load them from the cache, before the first step."""
     bare, logits, walk_buffer = DraftTree.bare(0), torch.zeros(1, 1), np.zeros((2, 1), np.int64)
     walk_argmax(*bits_of(logits), NO_FORCED_TOKENS, bare.tokens, bare.parents, 1, walk_buffer)
     walk_known(walk_buffer[0], walk_buffer[0], bare.tokens, bare.parents, 1, walk_buffer)
@@ -131,7 +131,7 @@ def walk_draws(
     is_masked: bool,
     draws: Draws,
 ) -> tuple[int, bool]:
-    """Write at most ``max_tokens`` tokens drawn from float32 logits, and the node of each, to ``walk_buffer``.
+    """Draw at most ``max_tokens`` tokens from float32 logits, and write them and their nodes to ``walk_buffer``.
 
     ``position`` is that of the first token. If ``forced_tokens`` holds the only possible token after a row, that token
     is taken without a draw. The walk ends before a row that is not finite and, if a mask applies, before a token that
@@ -170,7 +170,7 @@ def walk_argmax(
     max_tokens: int,
     walk_buffer: Array,
 ) -> tuple[int, bool]:
-    """Write at most ``max_tokens`` tokens chosen by argmax, and the node of each, to ``walk_buffer``.
+    """Choose at most ``max_tokens`` tokens by argmax, and write them and their nodes to ``walk_buffer``.
 
     If ``forced_tokens`` holds the only possible token after a row, that token is chosen, and only its logit is read.
     The walk ends before a row that is not finite, unless it is the only row. Return ``(count, finite)``: the number of

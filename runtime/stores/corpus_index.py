@@ -163,7 +163,7 @@ def size_of(ranges: Any, node: int, order: int) -> int:
 def _bracket(
     ranges: Any, node: int, order: int, num_matches: int, num_earlier: int, size: int, sample: int, token: int
 ) -> tuple[int, int, int, int, int]:
-    """Return bounds ``(low, first, last, high)`` on a shard's matches that ``token`` follows, and the next sample.
+    """Return bounds ``(low, first, last, high)`` on a shard's matches that precede ``token``, and the next sample.
 
     These matches start between ``low`` and ``first`` and end between ``last`` and ``high``, counted from the start of
     the shard's part of the range. That part has ``size`` matches, after ``num_earlier`` matches of earlier shards, and
@@ -200,9 +200,9 @@ def read_samples(corpus: Ints, ranges: Any, node: int, order: int, num_matches: 
 
 @compiled
 def count_followers(ranges: Any, node: int, order: int, tokens: Ints, counts: Ints) -> int:
-    """Write the distinct tokens among the samples of a range, and their counts; return the number of distinct tokens.
+    """Write the distinct tokens among a range's samples to ``tokens`` and their counts to ``counts``.
 
-    End tokens are skipped.
+    End tokens are skipped. Return the number of distinct tokens.
     """
     end, distinct, at = ranges.shards[2, 2] - 1, 0, 0
     for sample in range(ranges.read[node, order]):
@@ -253,7 +253,7 @@ class CorpusSearch(Uncopyable):
 
 @compiled
 def look_up(corpus: Ints, record: Ints, tail: Ints) -> None:
-    """Narrow the root's ranges in-place by the last token of ``tail``, and read their followers."""
+    """Narrow the root's ranges in place by the last token of ``tail``, and read their followers."""
     ranges = record[0]
     for order in range(MAX_RANGE_ORDER, 0, -1):
         narrow(corpus, ranges, tail, 0, 0, order)
@@ -272,7 +272,7 @@ INT64 = np.dtype(np.int64)  # NumPy handles a dtype four times as fast as a clas
 
 
 class Continuations(NamedTuple):
-    """Tree of the tokens that follow a context's longest suffix found in the corpus, most frequent nodes first."""
+    """Tree of the tokens that follow the longest suffix of a context that occurs in the corpus, most frequent first."""
 
     matched: int
     """Length of the suffix in tokens."""
@@ -301,7 +301,7 @@ class CorpusIndex(Uncopyable):
     def __init__(
         self, folder: Path, tokenizer: TokenizerFingerprint | None = None, manifest: Manifest | None = None
     ) -> None:
-        """Open the index, with its ``manifest`` if already read; raise StoreError if the index can't be used."""
+        """Open the index; its ``manifest`` is read unless given. Raise StoreError if the index can't be used."""
         self.folder = folder
         if manifest:
             self._open(manifest, tokenizer)
@@ -373,7 +373,7 @@ def lookup(tokens: Ints, addresses: Ints, tail: Ints, end: int, max_nodes: int) 
 
 @compiled
 def _sorted_continuations(continuations: Ints) -> Ints:
-    """Return the columns in sorted order; uses insertion sort, because the columns of each shard are already sorted."""
+    """Return the sorted columns, using insertion sort because the columns of each shard are already sorted."""
     count = continuations.shape[1]
     order = np.empty(count, np.int64)
     for column in range(count):
@@ -442,7 +442,7 @@ def _tree(continuations: Ints, end: int, max_nodes: int) -> Ints:
 
 @compiled
 def _shared_lengths(continuations: Ints, end: int) -> Ints:
-    """Return how many leading tokens each continuation shares with the previous one; the first and last entry are 0."""
+    """Return how many leading tokens each continuation shares with the previous one; first and last entries are 0."""
     max_depth, samples = continuations.shape
     shared, alike = np.zeros(samples + 1, np.int32), np.ones(samples + 1, np.int32)
     for depth in range(max_depth):

@@ -341,7 +341,7 @@ def _stamp(folder: Path) -> tuple[int, int]:
 
 
 def lengthen(folder: Path, old: OpenFiles, size: int) -> None:
-    """Extend a store to ``size`` positions without moving anything; files that are already longer stay valid."""
+    """Extend a store to ``size`` positions without moving anything; it stays valid if the process is killed midway."""
     with history_lock(folder):
         old.ring.lengthen(size)
         for part in ("ring", "chains"):
@@ -357,7 +357,7 @@ def rebuild(
     size: int,
     max_bytes: int | None = None,
 ) -> None:
-    """Replace the files by new ones that contain the ``kept`` conversations, given oldest first.
+    """Replace the files with new ones that contain the ``kept`` conversations, given oldest first.
 
     If they don't fit in ``size`` positions, only the latest are kept.
     """
@@ -367,7 +367,7 @@ def rebuild(
 
 
 def _latest(kept: Sequence[StoredConversation], size: int) -> Sequence[StoredConversation]:
-    """Return the conversations if they fit in ``size`` positions, else the latest ones, which fill most of the ring."""
+    """Return all conversations if they fit in ``size`` positions, else the latest ones that fill most of the ring."""
     totals = np.cumsum([0, *(1 + each.before + each.tokens for each in reversed(kept))])
     if totals[-1] <= size:
         return kept

@@ -131,7 +131,7 @@ class Records:
         return os.path.getsize(self.path)
 
     def _current(self) -> Any:
-        """Return the LMDB environment, reopened after a fork."""
+        """Return the LMDB environment, reopening it after a fork."""
         if self._process != os.getpid():
             self._environment.close()
             self._environment, self._process = self._open(), os.getpid()

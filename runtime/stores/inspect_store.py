@@ -58,7 +58,7 @@ def _of_corpus(index: CorpusIndex, context: list[int]) -> Iterator[FoundContinua
 
 
 def _path(index: CorpusIndex, tokens: list[int], matched: int, count: int) -> list[int]:
-    """Return the token after a match and those that follow in all its occurrences, at most ``MAX_PATH`` tokens."""
+    """Return the token after a match, and those that follow it in every occurrence; at most ``MAX_PATH`` tokens."""
     search = CorpusSearch(index.shards)
     while len(tokens) < matched + MAX_PATH:
         search.read(tokens)
@@ -70,7 +70,7 @@ def _path(index: CorpusIndex, tokens: list[int], matched: int, count: int) -> li
 
 
 def latency_of(store: CorpusIndex | ModelStore) -> dict[str, float]:
-    """Measure the latency of looking up all match lengths at a draft node; see ``latency`` for the result.
+    """Measure the latency of looking up matches of all lengths at a draft node; see ``latency`` for the result.
 
     Contexts are parts of the store's documents with one of the second-last to eighth-last tokens replaced at random, so
     that matches are as short as in unseen text.

@@ -182,7 +182,7 @@ class RecycledRankings(Uncopyable):
         self.record[:] = np.zeros(1, RECYCLED_TABLE)
 
     def keep(self, tails: Array, tokens: Array, scores: Array, vocabulary: int) -> None:
-        """Keep a ranking per node. Rows of ``tails`` hold a node's last tokens; the most probable node comes first.
+        """Store a ranking for each node. Each row of ``tails`` holds a node's last tokens, most probable node first.
 
         ``tokens`` are the top tokens, best first, with their logits in ``scores``. ``vocabulary`` is the size of the
         model's vocabulary.
@@ -192,7 +192,7 @@ class RecycledRankings(Uncopyable):
         _keep(self.record, tails, tokens, scores)
 
     def begin_with(self, known: Array, *, alone: bool) -> None:
-        """Initialize the table with a ranking after each token of the vocabulary.
+        """Initialize the table with a ranking for each token of the vocabulary.
 
         A row of ``known`` holds the tokens of a ranking, then their probabilities in millionths. Later rankings
         replace these. With ``alone``, the table has no room for keys of several tokens.
@@ -249,7 +249,7 @@ def prefetch_rankings(table: Any, last: Any, suffix_hashes: Array) -> None:
 
 @compiled
 def tag_of(suffix_hash: np.uint64) -> Any:
-    """Return the upper half of a hash, which doesn't select the row and thus detects collisions."""
+    """Return the upper half of a hash, which detects collisions because it isn't used to select the row."""
     return np.uint32(suffix_hash >> np.uint64(32))
 
 

@@ -86,7 +86,7 @@ class ModelStore(Uncopyable):
     def __init__(
         self, folder: Path, tokenizer: TokenizerFingerprint | None = None, manifest: Manifest | None = None
     ) -> None:
-        """Open the store, with its ``manifest`` if already read; raise StoreError if the store can't be used."""
+        """Open the store; its ``manifest`` is read unless given. Raise StoreError if the store can't be used."""
         self.folder = folder
         if manifest:
             self._open(manifest, tokenizer)
@@ -147,7 +147,7 @@ def rankings_in(folder: Path, manifest: Manifest) -> Ints | None:
 
 
 def model_record(store: ModelStore | None) -> Ints:
-    """Return a record of a store's array addresses, valid while the store lives; for None, lookups find nothing."""
+    """Return a record of a store's array addresses, valid while the store exists; lookups in None find nothing."""
     record = np.zeros(1, MODEL_RECORD)
     if store:
         for part in ("slots", "keys", "rows"):
@@ -226,7 +226,7 @@ def entry_of(slots: Ints, keys: Ints, rows: int, prefix_hash: np.uint64) -> tupl
 
 @compiled
 def find_key(slots: Ints, keys: Ints, prefix_hash: np.uint64) -> int:
-    """Return the index of the key with a hash, or -1 if there is none.
+    """Return the index of the key with this hash, or -1 if there is none.
 
     Linear probing is limited to ``MAX_PROBES``, because a damaged table may have no free slot.
     """
@@ -458,7 +458,7 @@ def writing(path: Path, end: int, value_bytes: int, entries: int) -> Iterator[Re
 
 
 def _start(kind: int, prefix_tokens: Sequence[int]) -> bytes:
-    """Return the key for a kind and numbers, which is also the start of all keys in which more numbers follow."""
+    """Return the key for a kind and numbers; keys with further numbers begin with the same bytes."""
     return bytes([kind]) + np.asarray(prefix_tokens, KEY_DTYPE).tobytes()
 
 

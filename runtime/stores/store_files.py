@@ -91,7 +91,7 @@ ByteArray = npt.NDArray[np.uint8]
 
 
 def damage_of(path: Path, number: int) -> str:
-    """Describe the damage to the snapshot of transaction ``number`` in an LMDB file; empty if the snapshot is intact.
+    """Return a description of the damage to transaction ``number``'s snapshot in an LMDB file; empty if it is intact.
 
     The caller must hold a read transaction of the snapshot, so that its pages aren't reused.
     """

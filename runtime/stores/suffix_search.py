@@ -75,7 +75,7 @@ def sampled_prefixes_in(suffixes: Any) -> Any:
 
 @compiled
 def shards_at(tokens: Ints, at: Ints) -> Shards:
-    """Return the shards at ``Shards.addresses``: passing them from Python would cost 0.1 microseconds per array."""
+    """Return the shards at ``Shards.addresses``; passing the arrays from Python would cost 0.1 microseconds each."""
     return Shards(
         tokens,
         array_at(at[1, 0], at[1, 1], np.uint32),
@@ -110,7 +110,7 @@ def find_longest(shards: Shards, tail: Ints) -> tuple[int, Ints]:
 
 @compiled
 def _usable(tail: Ints, vocabulary: int) -> int:
-    """Return the length of the longest suffix within the vocabulary; no match can contain any other token."""
+    """Return the length of the longest suffix of ``tail`` within the vocabulary; matches contain no other tokens."""
     usable = 0
     while usable < len(tail) and 0 <= tail[len(tail) - usable - 1] < vocabulary:
         usable += 1
@@ -119,7 +119,7 @@ def _usable(tail: Ints, vocabulary: int) -> int:
 
 @compiled
 def _find(shards: Shards, tail: Ints, length: int, ranges: Ints) -> bool:
-    """Return True if the last ``length`` tokens occur; write their ranges, with exact starts but possibly late ends."""
+    """Write the ranges of the last ``length`` tokens, whose ends may be too high; return True if these tokens occur."""
     occurs = False
     for shard in range(len(shards.extents)):
         low, high = head_range(shards, shard, tail[len(tail) - length])
@@ -284,7 +284,7 @@ def sample_step(num_matches: int, samples: int) -> int:
 
 @compiled
 def sample_index(sample: int, step: int) -> int:
-    """Return the index within a range of the match that a sample is taken from.
+    """Return the index, within a range, of the match from which a sample is taken.
 
     Samples are evenly spread, because the first matches of a sorted range all have followers with small ids.
     """
@@ -312,7 +312,7 @@ def sample_matches(shards: Shards, ranges: Ints, length: int, num_matches: int, 
 
 @compiled
 def read_followers(shards: Shards, matches: Ints, depth: int, followers: Ints) -> None:
-    """Write the token ``depth`` positions after each match's next token, or an end token beyond its shard."""
+    """For each match, write the token ``depth`` positions after its next token, or an end token beyond the shard."""
     end = shards.heads.shape[1] - 1
     for sample in range(matches.shape[1]):
         at = matches[0, sample] + depth

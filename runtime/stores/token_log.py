@@ -78,7 +78,7 @@ class TokenLog(Uncopyable):
         return np.zeros(1, LANE)
 
     def start(self, lane: Ints, tokens: Sequence[int] | Ints, *, learned: bool = False) -> None:
-        """Begin an answer after ``tokens``, copying the last few of them before the answer.
+        """Begin an answer that follows ``tokens``, and copy the last few tokens in front of it.
 
         If ``learned``, all of ``tokens`` are appended, and can be matched.
         """
@@ -291,7 +291,7 @@ MAX_MATCHES = 32
 
 @compiled
 def search(log: Any, owner: int, tail: Ints, pair_hash: np.uint64, matched_positions: Ints, lengths: Ints) -> int:
-    """Write the latest positions of a chain that match the end of ``tail``, and the match lengths; return their number.
+    """Write a chain's latest positions that match the end of ``tail``, and the match lengths; return their number.
 
     At most twice as many positions are visited as ``matched_positions`` can hold. Positions of the answer ``owner`` are
     skipped.

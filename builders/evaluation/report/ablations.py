@@ -109,7 +109,7 @@ class Study:
 
     @cached_property
     def contenders(self) -> list[ReplayMethod]:
-        """Every method of ``HIERARCHIES`` with every subset of sources, and ``hd-paper`` also with every order."""
+        """All ``HIERARCHIES`` methods with every subset of sources, and ``hd-paper`` also with every source order."""
         choices = [(method, chosen) for method in HIERARCHIES for chosen in source_subsets(self.letters)]
         choices += [("hd-paper", order) for order in source_orders(self.letters)]
         return [self.contender(*choice) for choice in dict.fromkeys(choices)]
@@ -151,7 +151,7 @@ class StudyResults:
         return tuple(self._trials(method, source_subsets(self.letters)) for method in HIERARCHIES)
 
     def orders(self) -> Trials | None:
-        """Return the replays in every order; None if there is only one source."""
+        """Return the replays with all sources in every order; None if there is only one source."""
         return self._trials("hd-paper", source_orders(self.letters)) if len(self.letters) > 1 else None
 
     def coverage(self) -> tuple[Coverage, ...]:
@@ -308,7 +308,7 @@ def report_data(
 
 
 def bench_traces(questions: Sequence[Prompt], answers: Sequence[AnsweredQuestion]) -> list[Trace]:
-    """Return a benchmark's questions with one method's answers as traces, without unanswered questions."""
+    """Return a benchmark's questions and one method's answers as traces, skipping unanswered questions."""
     pairs = zip(questions, answers, strict=False)  # a benchmark may be incomplete
     traces = (_trace(question, answered) for question, answered in pairs)
     return [trace for trace in traces if trace.answers]

@@ -95,7 +95,7 @@ def replay_page(
     command: str,
     data: ReportData,
 ) -> Page:
-    """Return the page of a replay; ``warm`` are the files given by ``--warm``."""
+    """Return the page of a replay; ``warm`` lists the files given with ``--warm``."""
     first = next(iter(results.values()))
     facts = {
         "answers": f"{len(study.conversations):,} conversations, {len(first.turns):,} answers, {first.tokens:,} tokens",
@@ -169,7 +169,7 @@ def headline(results: Mapping[str, ReplayResult], curve: CostCurve | None) -> st
 
 
 def memory_notes(results: Mapping[str, ReplayResult], warm: Sequence[str]) -> list[str]:
-    """Return phrases that describe the methods' histories; ``warm`` are the files replayed first."""
+    """Return phrases that describe the methods' histories; ``warm`` lists the files replayed first."""
     growing = [name for name, result in results.items() if result.history]
     only = f" ({', '.join(growing)})" if len(growing) < len(results) else ""
     parts = [f"growing over the recordings, in their order{only}" if growing else "none"]
@@ -203,7 +203,7 @@ def _rates(results: Mapping[str, ReplayResult]) -> Table:
 
 
 def speed_forecast(results: Mapping[str, ReplayResult], curve: CostCurve) -> Table:
-    """Return a table of predicted tokens per second; its note lists the methods that do not pay."""
+    """Return a table of predicted tokens per second; its note lists the methods that would not speed up decoding."""
     predicted = {method: result.predict(curve) for method, result in results.items()}
     plain = next(iter(predicted.values())).plain_tokens_per_second
     rows = [("plain", plain, 1.0)]

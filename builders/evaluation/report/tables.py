@@ -63,7 +63,7 @@ class SourceCounts:
 
 @dataclass(frozen=True)
 class SourceShares:
-    """Counts of each source over the steps of one method; ``steps`` is the number of steps without prefills."""
+    """Counts of each source over the steps of one method; ``steps`` is the number of steps, excluding prefills."""
 
     method: str
     steps: int

@@ -65,7 +65,7 @@ class HydraHeads(Heads):
         return torch.stack(outputs, dim=1)
 
     def state(self, head: int, before: torch.Tensor, path: torch.Tensor) -> torch.Tensor:
-        """Return a head's states ``[rows, width]``, given the states before paths and the paths' normed embeddings."""
+        """Return a head's states ``[rows, width]``, given each path's normed embeddings and the state ``before`` it."""
         first, *others = self._steps_of(head)
         states = before + functional.silu(first(torch.cat([before, path], dim=-1)))
         for step in others:
@@ -125,7 +125,7 @@ class MtpHeads(Heads):
     def run(
         self, embedded: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, cache: Any, mask: torch.Tensor
     ) -> torch.Tensor:
-        """Return the hidden states ``[1, tokens, width]`` after embedded tokens; ``hidden`` holds those before them."""
+        """Return the hidden states ``[1, tokens, width]`` after each token; ``hidden`` holds those before each."""
 
         def attended(keys: torch.Tensor, values: torch.Tensor) -> AttentionInputs:
             return *cache.update(keys, values, 0), mask
@@ -246,7 +246,7 @@ def output_files(folder: Path) -> tuple[OutputFile, OutputFile]:
 
 
 def load_heads(folder: Path, model: PreTrainedModel) -> SavedHeads:
-    """Load the heads stored in a folder onto the model's device; raise HeadsError if trained on another model."""
+    """Load heads from a folder onto the model's device; raise HeadsError if they were trained on another model."""
     from safetensors.torch import load_file
 
     settings = read_settings(folder)
@@ -276,7 +276,7 @@ def load_heads(folder: Path, model: PreTrainedModel) -> SavedHeads:
 
 
 def _check_token_ids(heads: Heads) -> None:
-    """Raise ValueError if the draft vocabulary has ids that the model lacks; they would end an answer with an error."""
+    """Raise ValueError if the draft vocabulary has ids that the model lacks: drafting one would make an answer fail."""
     ids = heads.token_ids
     if ids is not None and not ((ids >= 0) & (ids < heads.shape.vocabulary)).all():
         raise ValueError("the draft vocabulary has token ids that the model does not have")

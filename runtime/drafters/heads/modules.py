@@ -216,7 +216,7 @@ class OutputLayer(nn.Module):
         return made
 
     def narrowed(self, states: torch.Tensor) -> torch.Tensor:
-        """Return the input of ``up``."""
+        """Return the input of ``up``: the states, narrowed by ``down`` if there is one."""
         return self.down(states) if self.down is not None else states
 
     def forward(self, states: torch.Tensor) -> torch.Tensor:
@@ -260,7 +260,7 @@ class Heads(nn.Module):
     def along(
         self, hidden: torch.Tensor, embedded: torch.Tensor, rows: torch.Tensor, columns: torch.Tensor
     ) -> torch.Tensor:
-        """Return the heads' states ``[places, heads, width]`` at places in texts, whose own tokens serve as the draft.
+        """Return the heads' states ``[places, heads, width]`` at places in texts; the tokens after each are its draft.
 
         Place ``i`` is at ``rows[i]`` and ``columns[i]``.
 

@@ -1,4 +1,4 @@
-"""Run drafting heads during an answer: read accepted tokens with their hidden states, and rank the next tokens."""
+"""Run drafting heads during generation: read accepted tokens with their hidden states, and rank the next tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Candidate tokens after a node: their probabilities, the evidence that adds to these, and its learned weights.
+"""Candidate tokens after a node: their probabilities, the evidence for them, and its learned weights.
 
 A parameter ``at`` is the address of an array that holds the addresses of all records.
 
@@ -139,13 +139,13 @@ class CompiledSource(NamedTuple):
     """``weigh(at, node, order, first, left)``: add the evidence for an order to the candidates, out of the remaining
     probability ``left``, and return the probability that remains. ``first`` is the source's first row of weights."""
     move: Callable[[int, int, int], None] | None = None
-    """``move(at, token, emitted)``: update the source's records when the root moves on by a token.
+    """``move(at, token, emitted)``: update the source's records when the root advances by a token.
 
     ``token`` is ``RESTART`` if another conversation begins; ``emitted`` is 0 in a prompt, else 1.
     """
 
     def row(self, first: int) -> tuple[int, ...]:
-        """Return the source's row in the table of sources, given its first row of weights."""
+        """Return the source's row in the table of sources, given the index of its first row of weights."""
         move = address_of(self.move, MOVE) if self.move else 0
         return self.name.value, first, self.lowest, -1, address_of(self.find, FIND), address_of(self.weigh, WEIGH), move
 
@@ -179,7 +179,7 @@ def table_at(at: int) -> Array:
 
 @compiled
 def move_all(at: int, token: int, emitted: int) -> None:
-    """Call the ``move`` functions of all sources when the root moves on by a token."""
+    """Call the ``move`` functions of all sources when the root advances by a token."""
     table = table_at(at)
     for row in range(work_at(at).rows):
         if table[row].move:
@@ -340,7 +340,7 @@ def contribute(
 
 @compiled
 def add_probability(work: Any, source: int, token: Any, part: float) -> None:
-    """Add ``part`` to the probability of a token; a token that is no candidate yet becomes one if there is room."""
+    """Add ``part`` to the probability of a token; a token that is not a candidate yet becomes one if there is room."""
     slot = _slot_of(work, token)
     if _is_taken(work, slot):
         at = work.slots[slot] & (MAX_CANDIDATES - 1)
@@ -397,7 +397,7 @@ def _is_taken(work: Any, slot: Any) -> Any:
 
 @compiled
 def weigh_recency(work: Any, gains: Any, table: Any, node: int) -> None:
-    """Multiply the probability of each candidate after a node by the factor for its recency; keep the sum.
+    """Multiply the probability of each candidate after a node by the factor for its recency, preserving the sum.
 
     Small probabilities change the most, as they rest on few counts.
     """
@@ -431,7 +431,7 @@ def prob_class(prob: float) -> int:
 
 @compiled
 def weigh_draws(work: Any, node: int) -> None:
-    """Divide the probability of each candidate after a node by the square root of its time in the race, and normalize.
+    """Divide the probabilities after a node by the square roots of the tokens' exponential-race times, and normalize.
 
     Exact probabilities would determine the winner of the race. With estimates, the inverse square root fits best. Other
     tokens have no known time; together they count with the square root of the probability left to them.

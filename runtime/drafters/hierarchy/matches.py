@@ -208,7 +208,7 @@ def _find_in_log(work: Any, matches: Any, log: int, node: int) -> None:
 
 @compiled
 def _inherit(matches: Any, log: int, node: int, parent: int, token: Any, tokens: Ints, end: Any) -> None:
-    """Copy the parent's matches that the token of a node continues."""
+    """Copy those of the parent's matches that continue with the node's token."""
     count, mask = 0, len(tokens) - 1
     for at in range(matches.count[log, parent]):
         position = matches.positions[log, parent, at]
@@ -255,7 +255,7 @@ def _look_up(
 
 @compiled
 def _add_followers(matches: Any, log: int, first: int, node: int, tokens: Ints, max_order: int) -> None:
-    """Add the tokens after the matches from index ``first`` on, at n-gram orders up to ``max_order``."""
+    """Add the tokens after the matches from index ``first`` on, with n-gram orders capped at ``max_order``."""
     mask = len(tokens) - 1
     for at in range(first, matches.count[log, node]):
         token = tokens[matches.positions[log, node, at] & mask]

@@ -207,7 +207,7 @@ def _rank_of(named: Array, token: int) -> int:
 
 @compiled
 def weigh_agreement(work: Any, near: Any, position: int) -> None:
-    """Raise the probabilities of candidates that the neighboring ranking of their position contains; keep the sum."""
+    """Raise the probabilities of candidates in the neighboring ranking of their position, preserving the sum."""
     before = total_probability(work)
     for rank in range(_rank_of(near.tokens[position], NO_CHAIN_TOKEN)):
         at, kind = candidate_index(work, near.tokens[position, rank]), 0

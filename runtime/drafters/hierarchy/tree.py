@@ -224,14 +224,14 @@ def restart(at: int, tail: Ints) -> None:
 
 @compiled
 def feed(at: int, tokens: Ints) -> None:
-    """Learn from emitted tokens one by one, and move the root on by each."""
+    """Learn from emitted tokens one by one, making each the new root."""
     for token in tokens:
         feed_token(at, token)
 
 
 @compiled
 def feed_token(at: int, token: int) -> None:
-    """Learn from an emitted token, and move the root on by it."""
+    """Learn from an emitted token, and make it the new root."""
     work = work_at(at)
     if work.grown:
         count_hit(work, token)

@@ -181,7 +181,7 @@ def _enter(trie: Any, node: int) -> None:
 
 @compiled
 def _after(trie: Any, tail: Ints, rows: Ints, lengths: Ints) -> int:
-    """Write the most frequent continuations of all matches to ``rows``, and their lengths; return their number."""
+    """Write the most frequent continuations of all matches to ``rows`` and ``lengths``; return their number."""
     max_rows = len(rows)
     nodes, counts = np.empty(max_rows, np.int64), np.empty(max_rows, np.int64)
     size = 0

@@ -1,4 +1,4 @@
-"""An online suffix automaton (Blumer et al., 1985) that counts occurrences, and SAM-Decoding with it.
+"""An online suffix automaton (Blumer et al., 1985) that counts occurrences, and SAM-Decoding, which uses it.
 
 A state represents the substrings that end at the same places. Its link leads to the longest suffix of these substrings
 that occurs at more places, so following the links enumerates the matches of the end of the text, longest first.
@@ -127,7 +127,7 @@ def after(automaton: Automaton, state: Any, token: Any) -> Any:
 
 @compiled
 def advance(automaton: Automaton, state: Any, matched: Any, tokens: Ints) -> tuple[Any, Any]:
-    """Read tokens of another text; return state and length of its longest suffix that occurs in the automaton."""
+    """Read tokens of another text; return the state and length of its longest suffix in the automaton."""
     for token in tokens:
         while state != START_STATE and after(automaton, state, token) == NO_STATE:
             state = automaton.links[state]
@@ -216,7 +216,7 @@ PRIOR_RATE, RATE_PRIOR_WEIGHT, RATE_WINDOW = 0.6, 10.0, 200.0
 
 
 class SamDecoding:
-    """Drafts one chain; all of its tokens have the same acceptance rate, given that the token before is accepted."""
+    """Drafts one chain; each token has the same acceptance rate, given that the token before it is accepted."""
 
     def __init__(self, budget: Budget | None = None) -> None:
         self.seconds: dict[SourceId, float] = {SourceId.CONTEXT: 0.0}

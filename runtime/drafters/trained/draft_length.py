@@ -140,7 +140,7 @@ class MeasuredPace:
 
     @property
     def _speed(self) -> float:
-        """Tokens per second of the steps so far, but at least one token per duration of the target's last pass."""
+        """Tokens per second of the steps so far, but at least one token in the time of the target's last pass."""
         passes = 1 / self._log.last_seconds if self._log.last_seconds else 0.0
         return max(passes, self._tokens / self._seconds) if self._steps else passes
 
@@ -149,7 +149,7 @@ class MeasuredPace:
             self._costs.observe(rows, seconds)
 
     def note_step(self, tokens: int) -> None:
-        """Update the tokens per second of a step, drafting included."""
+        """Update the mean number of tokens and the mean seconds of a step, drafting included."""
         now, before = time.perf_counter(), self._last
         self._last = now
         if before is None:

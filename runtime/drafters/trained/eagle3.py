@@ -137,7 +137,7 @@ class Eagle3(nn.Module):
     def forward(
         self, tokens: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, cache: Any, mask: torch.Tensor
     ) -> torch.Tensor:
-        """Return hidden states after tokens, given those before them.
+        """Return the hidden state after each token, given the one before it.
 
         ``hidden`` holds the outputs of the target's three layers, or the drafter's own hidden states.
         """
@@ -171,7 +171,7 @@ class EagleModule(DraftPasses):
 
 
 def layers_of(settings: dict[str, Any], number: int) -> list[int]:
-    """Return indices of the target layers whose outputs a drafter reads; checkpoints list each layer's successor."""
+    """Return the indices of the target layers whose outputs a drafter reads; checkpoints list each index plus 1."""
     named = settings.get("eagle_aux_hidden_state_layer_ids") or (2, number // 2, number - 3)
     return [int(layer) - 1 for layer in named]
 

@@ -109,7 +109,7 @@ class LibraryMtp:
         cache: Any,
         mask: torch.Tensor,
     ) -> torch.Tensor:
-        """Return a layer's hidden states ``[1, tokens, width]`` after tokens; ``hidden`` holds those before them."""
+        """Return a layer's hidden states ``[1, tokens, width]`` after each token; ``hidden`` has those before each."""
         self._mask = mask
         return cast(torch.Tensor, self._layers.forward_layer(layer, hidden, positions, cache, input_ids=tokens))
 
@@ -161,7 +161,7 @@ def mtp_layers_of(model: PreTrainedModel) -> int:
 
 
 def patterns_of(model: PreTrainedModel) -> list[str]:
-    """Return patterns for the names of MTP tensors: those that the model ignores, and layers beyond its last one.
+    """Return patterns for the names of MTP tensors: the model's own, and one for layers beyond its last one.
 
     The patterns in transformers cover layers beyond the last one only for the layer counts of published models.
     """

@@ -222,7 +222,7 @@ class TrainedDrafter(Protocol):
 def best_paths(
     probs: Array, after: Array, max_nodes: int, parents: Array, ranks: Array, rankings: Array, path_probs: Array
 ) -> int:
-    """Write the most probable nodes of a proposal to the last four arrays, best first; return the number of nodes.
+    """Write the most probable nodes of a proposal to the last four arguments, best first; return the number of nodes.
 
     Each node is a token of the ranking that follows its parent: ``rankings`` gets the index of this ranking, ``ranks``
     the token's rank in it.
@@ -293,7 +293,7 @@ class Calibration:
         np.add.at(hits, buckets, accepted)
 
     def learn(self, proposal: Proposal, buckets: npt.NDArray[np.int64], tokens: list[int]) -> None:
-        """Update the rates by the rankings along the emitted tokens; rankings after other paths were not tested."""
+        """Update the rates from the rankings along the emitted tokens; rankings after other paths were not tested."""
         for token, ranking in zip(tokens, proposal.along(tokens), strict=False):
             head = min(int(proposal.depths[ranking]), len(self._observed) - 1)
             self.update(head, buckets[ranking], proposal.tokens[ranking] == token)

@@ -1,4 +1,4 @@
-"""Select the trained drafter of a method (heads, MTP layers or a draft model), and draft with it alone."""
+"""Selects the trained drafter of a method (heads, MTP layers or a draft model) and drafts with it alone."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class StandaloneDrafter:
         static: StaticTree | None = None,
         gate: TrainedGate | None = None,
     ) -> None:
-        """With a ``gate``, the drafter runs only while it pays; by default, it runs in every step.
+        """With a ``gate``, the drafter runs only while it saves time; by default, it runs in every step.
 
         With a ``static`` tree, every draft has that shape; by default, a draft has the most probable nodes.
         """
@@ -132,7 +132,7 @@ STATIC = "static"
 def trained_drafter(
     config: DecodeConfig, target: Target, tokenizer: TokenizerFingerprint | None = None
 ) -> TrainedDrafter:
-    """Return the trained drafter of ``config.method``; a draft model must have ``tokenizer``, which is the target's."""
+    """Return the trained drafter of ``config.method``; a draft model must share the target's ``tokenizer``."""
     kind, is_measured = METHODS[config.method].trained, config.draft_tokens is None
     if kind == HEADS_DRAFTER or (
         kind == MTP_DRAFTER and config.method in methods_with_heads(config.heads, target.model)
@@ -149,7 +149,7 @@ def published_drafter(
 ) -> TrainedDrafter:
     """Return a drafter for a published checkpoint: one made for the target, or any small model.
 
-    If ``is_measured``, drafters that draft token by token run only the passes that pay.
+    If ``is_measured``, drafters that draft token by token run only the passes that save time.
     """
     published = PublishedDrafter.named(name)
     kind = published.kind
@@ -192,7 +192,7 @@ def gate_for(config: DecodeConfig, target: Target) -> TrainedGate:
 
 
 def methods_with_drafters(config: DecodeConfig, model: PreTrainedModel) -> set[str]:
-    """Return the methods whose trained drafter is available: named, found, or shipped with the model."""
+    """Return the methods whose trained drafter is available, because ``config`` names it or the model includes it."""
     has_drafter = {
         HEADS_DRAFTER: False,
         MTP_DRAFTER: bool(mtp_layers_of(model)),

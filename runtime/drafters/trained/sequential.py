@@ -52,7 +52,7 @@ class AcceptedTokens:
         self.begin([0])
 
     def begin(self, prompt: list[int]) -> None:
-        """Begin another answer; the hidden states added first will be those of the prompt."""
+        """Begin another answer; the first hidden states added must be those of its prompt."""
         self._queued.clear()
         self._prompt, self._is_prompt = list(prompt), True
 
@@ -67,7 +67,7 @@ class AcceptedTokens:
         self._queued.append((hidden if hidden is NO_HIDDEN else select_rows(hidden, rows), accepted.tokens))
 
     def take(self) -> QueuedTokens:
-        """Empty the queue and return its contents; after a long pause, only the last ``READ_AFTER_PAUSE`` tokens."""
+        """Empty the queue and return its contents, but only the last ``READ_AFTER_PAUSE`` tokens after a long pause."""
         steps = len(self._queued)
         hidden = torch.cat([rows for rows, _ in self._queued]) if steps > 1 else self._queued[0][0]
         tokens = [token for _, chosen in self._queued for token in chosen]
@@ -208,7 +208,7 @@ class SequentialDrafter:
         return rows
 
     def _choose_extensions(self, first: int, rows: int, max_nodes: int) -> Array:
-        """Choose which tokens of the rankings from ``first`` up to ``rows``, exclusive, to extend.
+        """Choose the tokens to extend in the rankings from row ``first`` to ``rows - 1``.
 
         Return the flat indices of the chosen tokens in these rankings, best first.
 
@@ -229,7 +229,7 @@ class SequentialDrafter:
         self._pace.note_pass(rows, seconds)
 
     def _calibrate(self, accepted: Accepted) -> None:
-        """Update the calibration by the last proposal's rankings along the accepted tokens, once per proposal."""
+        """Update the calibration from the last proposal's rankings along the accepted tokens, once per proposal."""
         proposed, self._proposed = self._proposed, None
         if proposed is None:
             return

@@ -91,7 +91,7 @@ class MatmulRows(NamedTuple):
 
 
 def matmuls_of(part: LayerParts[CompiledLinear]) -> dict[int, MatmulRows]:
-    """Return a decoder layer's matmuls, keyed by the index of each one's first field in the layer's record."""
+    """Return a decoder layer's matmuls by the index of their first field in the layer's record."""
     keys, inner = part.heads * part.width, part.inner
     sizes = keys * part.groups, keys, keys
     inputs = _split(part.qkv, sizes if part.kv_source is None else sizes[:1])

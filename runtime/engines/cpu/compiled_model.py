@@ -44,7 +44,7 @@ class CompiledModel:
         self.check(again=False)
 
     def check(self, *, again: bool = True) -> None:
-        """Update ``is_current`` before a prompt; without ``again``, keep the result of the last weight comparison."""
+        """Update ``is_current`` before a prompt; if not ``again``, reuse the result of the last weight comparison."""
         if again:
             self._set_unchanged(self._recorded.is_same())
         if self._is_same:
@@ -112,7 +112,7 @@ class CompiledModel:
         return logits
 
     def _begin(self, slot: Slot) -> None:
-        """Clear the recurrent states of a slot without tokens, which may be those of an earlier sequence."""
+        """Clear the recurrent states of an empty slot, which may still be those of an earlier sequence."""
         if slot.states and not slot.length:
             slot.states.clear()
 

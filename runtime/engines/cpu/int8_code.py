@@ -227,7 +227,7 @@ class IntegerCode(VectorCode):
         return self.lookup(table, indices, LOOK_UP_X86[PLANE], PLANE)
 
     def in_order(self, vector: Any) -> Any:
-        """Return ``vector``, passed through empty assembly with side effects so that LLVM computes it in program order.
+        """Pass ``vector`` through empty assembly marked as having side effects, so that LLVM keeps program order.
 
         Otherwise LLVM computes one input row after another, which keeps all levels of a part in registers. AVX2 has too
         few for that: a part of four rows in Q8_0 took 23 cycles per row on Zen 4 without AVX-512, and 19 in order.
@@ -243,7 +243,7 @@ class DotProduct:
     """Generates a dot product of levels and signed inputs in each lane. Levels are unsigned, except with ``sdot``."""
 
     def __init__(self, code: IntegerCode, largest: int) -> None:
-        """``largest`` is the largest level that ``add`` may get."""
+        """``largest`` is the largest level that may be passed to ``add``."""
         self._code, self._builder = code, code.builder
         self._in_16_bits = MAX_SHORT // (2 * largest * MAX_INPUT)
         """Number of pairwise sums whose total fits into 16 bits."""

@@ -211,7 +211,7 @@ def _whole_panels(rows: Bytes) -> Bytes:
 
 
 def _write(rows: Bytes, form: PanelFormat, name: str, written: Bytes) -> None:
-    """Write ``rows [rows, blocks, bytes per block]`` as panels; their number must be a multiple of ``PANEL_ROWS``."""
+    """Write ``rows [rows, blocks, bytes per block]`` as panels; the row count must be a multiple of ``PANEL_ROWS``."""
     panels, blocks = len(rows) // PANEL_ROWS, rows.shape[1]
     groups = written.reshape(panels, blocks, form.group)
     size = form.scale_size
@@ -290,7 +290,7 @@ def _shifted(octets: Bytes, bits: int) -> Bytes:
 
 
 def _bits(levels: Bytes, high_bits: int) -> list[Bytes]:
-    """Pack the levels' lower four bits, two columns per byte, and their remaining bits, as many columns as fit.
+    """Pack the levels' lower four bits, two columns per byte, and their upper bits, as many columns per byte as fit.
 
     Each result has the shape ``[rows, blocks, parts, planes, QUAD]``.
     """

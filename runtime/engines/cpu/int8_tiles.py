@@ -164,7 +164,7 @@ class _Part:
         return self._code.builder.fpext(self._code.load(address, ir.VectorType(HALF, PANEL_ROWS)), FLOATS)
 
     def _power_of_2(self, exponents: Any) -> Any:
-        """Return the powers of two that MXFP4 stores as exponents of its scales."""
+        """Return the powers of two whose exponents MXFP4 stores as scales."""
         builder, code = self._code.builder, self._code
         words = builder.zext(exponents, ir.VectorType(WORD, PANEL_ROWS))
 

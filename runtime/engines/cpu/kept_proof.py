@@ -75,7 +75,7 @@ class KeptProof:
     """One model's proof, stored in hdtool's home folder for the current machine and settings."""
 
     def __init__(self, config: ModelConfig, settings: Any, family: type, files: Iterable[Path]) -> None:
-        """``settings`` is the model's configuration, ``family`` the model's class, ``files`` all files of the model."""
+        """``settings`` is the model's configuration, ``family`` is its class, and ``files`` are all of its files."""
         code = Path(str(sys.modules[family.__module__].__file__))
         self.record = CachedValue(
             proofs_at_home(),

@@ -426,7 +426,7 @@ def _mix(pass_record: Record, layer: Record, inputs: int, rows: int, scratch: in
 
 @compiled
 def _add_shared(pass_record: Record, layer: Record, rows: int, mixed: int, outputs: int) -> None:
-    """Add the gated output of the shared expert, if any, to ``mixed`` from ``_mix``; copy the sum to ``outputs``.
+    """Add the gated output of the shared expert, if any, to ``_mix``'s output ``mixed``; copy the sum to ``outputs``.
 
     ``outputs`` initially holds the shared expert's output.
     """

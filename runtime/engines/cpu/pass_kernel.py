@@ -251,7 +251,7 @@ def _project(pass_record: Record, outer: Record, rows: int, normed: int) -> None
 
 @compiled
 def _write_open_logits(pass_record: Record, outer: Record, forced_tokens: Ints, hidden: int, scratch: int) -> None:
-    """Compute all logits of rows that several tokens can follow, and write only the forced token's logit of other rows.
+    """Compute all logits of rows that several tokens can follow; for other rows, write only the forced token's logit.
 
     The matmul writes the computed rows of logits without gaps. These are then moved to their final positions from last
     to first, because a final position is never before the position where the matmul wrote the row.
@@ -287,7 +287,7 @@ def _write_open_logits(pass_record: Record, outer: Record, forced_tokens: Ints, 
 
 
 def compile_passes() -> None:
-    """Compile ``compute_pass`` now, by a call without rows and layers, so that the first pass doesn't have to."""
+    """Compile ``compute_pass`` by calling it without rows or layers, so that the first pass doesn't have to."""
     pass_record, layers, starts, outer = (np.zeros(size, np.int64) for size in (PASS_FIELDS, FIELDS, 1, OUTER_FIELDS))
     pass_scratch_size(pass_record, layers.reshape(1, -1), 0, 0)
     compute_pass(pass_record, layers.reshape(1, -1)[:0], starts, outer, starts[:0], 0, 0)
@@ -503,7 +503,7 @@ def _walk(record: Any, slot: int, forced_tokens: Array, tokens: Array, parents: 
 
 
 def compile_tree_passes() -> None:
-    """Compile the passes over trees now, by calls with a token id that no model has."""
+    """Compile the passes over trees by calling them with a token id that no model has."""
     zeros, record, bare = np.zeros(4, np.int64), np.zeros(1, TREE_PASS), DraftTree.bare(-1)
     for name in ("starts", "ids", "positions", "forced_tokens"):
         record[name] = zeros.ctypes.data

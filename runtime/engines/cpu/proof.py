@@ -364,7 +364,7 @@ def _has_same_inputs(target: Target, compiled: CompiledModel, parts: CompiledPar
 
 
 def _has_same_logits(target: Target, compiled: CompiledModel, parts: CompiledParts) -> bool:
-    """Return True if whole passes give Transformers' logits, in a model with only the first layer.
+    """Return True if whole passes give Transformers' logits when both models have only the first layer.
 
     The other layers have been compared on their own.
     """

@@ -1,4 +1,4 @@
-"""Runs a pass over draft trees or a prompt in one compiled call, with reused memory.
+"""Runs a pass over draft trees or a prompt in one compiled call, reusing its buffers for every pass.
 
 A pass evicts everything else from the CPU's caches, so each Python object that is touched before the next pass costs a
 read from main memory. The code of this module therefore touches few objects.
@@ -67,7 +67,7 @@ class StatesOfRows:
 
 
 class TreePass:
-    """Computes passes of one model for at most ``slots`` sequences, with memory that is reused."""
+    """Computes passes of one model over at most ``slots`` sequences, reusing its buffers for every pass."""
 
     def __init__(self, table: WeightTable, slots: int = 1) -> None:
         self._table, self._slots = table, slots
@@ -107,7 +107,7 @@ class TreePass:
         """Views of the logits by first row and row count."""
 
     def verify(self, cache: Cache, trees: Sequence[DraftTree], options: Sequence[PassOptions]) -> list[Verified] | None:
-        """Verify one tree in each of the first slots; return None if the engine can't compute the pass.
+        """Verify each tree in the slot with the same index; return None if the engine can't compute the pass.
 
         If a tree's ``forced_tokens`` allow only one token after a row, only that token's logit is written.
         """
@@ -156,7 +156,7 @@ class TreePass:
         return verified
 
     def verify_one(self, kv: StaticKVCache, tree: DraftTree, options: PassOptions) -> Verified | None:
-        """Verify a tree that follows one sequence; return None if the engine can't compute the pass. See ``verify``."""
+        """Verify a tree that continues a sequence; return None if the engine can't compute the pass. See ``verify``."""
         rows = len(tree.tokens) + 1
         length = kv.length
         end = length + rows
@@ -221,13 +221,13 @@ class TreePass:
         return int(self._record["pass_record"][0, ACTIVE_EXPERTS]) if self._table.has_experts else 0
 
     def states_of_rows(self) -> StatesOfRows:
-        """Return the states after the rows of the last pass over trees."""
+        """Return an object that computes the states after any row of the last pass over trees."""
         states = StatesOfRows(self)
         self._kept_states = weakref.ref(states)
         return states
 
     def accept(self, path: Array, states: States) -> None:
-        """Advance ``states`` along a path of the last pass's rows; for the format of ``path`` see ``mix.PATH``."""
+        """Advance ``states`` along ``path``, which lists rows of the last pass in the format of ``mix.PATH``."""
         first, stride = self._states_at
         if states.address == first + int(path[PATH_SLOT]) * stride:
             self._accept(path)
@@ -307,7 +307,7 @@ class TreePass:
         return view
 
     def _hidden(self, first: int, rows: int) -> torch.Tensor | None:
-        """Return some rows' normalized hidden states and watched layers' outputs; None if no states are watched."""
+        """Return hidden states of rows after the final norm and the watched layers, or None if they aren't watched."""
         table = self._table
         if not table.watches_hidden:
             return None
@@ -316,7 +316,7 @@ class TreePass:
 
 
 def _forced_tokens_of(trees: Sequence[DraftTree]) -> Array:
-    """Concatenate the ``forced_tokens`` of all trees, one per row; return an empty array if no tree has any."""
+    """Join the ``forced_tokens`` of all trees, with one item per row; return an empty array if no tree has any."""
     if all(tree.forced_tokens is None for tree in trees):
         return NO_FORCED_TOKENS
     return np.concatenate(

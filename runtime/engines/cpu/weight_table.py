@@ -197,7 +197,7 @@ class WeightTable:
         return bool(self._panels)
 
     def watch(self, layers: tuple[int, ...]) -> None:
-        """Make passes return hidden states from now on, followed by the outputs of these layers."""
+        """Make later passes return hidden states, followed by the outputs of ``layers``."""
         self.watches_hidden, self.watched = True, layers
         self.version += 1
 
@@ -226,7 +226,7 @@ class WeightTable:
 
     @contextmanager
     def first_layer_alone(self) -> Iterator[None]:
-        """Make passes compute only the first layer within this block, to compare the rest of a pass."""
+        """Make passes compute only the first layer within this block, to check the code outside the layers."""
         layer_count, self.layer_count = self.layer_count, 1
         self.version += 1
         try:
@@ -284,7 +284,7 @@ class WeightTable:
         return table
 
     def outer_record(self, positions: int) -> layers.Record:
-        """Return the record of everything outside the layers for passes whose positions are below ``positions``."""
+        """Return the record of the modules outside the layers, for passes with positions below ``positions``."""
         parts, rotary, scaling = self._parts, self._rotary_below(positions), EmbeddingAndHead.of(self._parts)
         weight = parts.embedding.weight
         stored, factor = stored_of(weight), scale_of(parts.embedding) or scaling.multiplier

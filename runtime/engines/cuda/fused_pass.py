@@ -132,7 +132,7 @@ class FusedPass:
         return lambda rows: cast(torch.Tensor, down(self._operations.gate(gate_up(rows), activation)))
 
     def _experts(self, experts: Module, rows: torch.Tensor) -> torch.Tensor:
-        """Run Transformers' mixture of experts; some mixtures return routing weights in addition to their output."""
+        """Run Transformers' mixture of experts, and drop the routing weights that some mixtures return as well."""
         outputs = experts(rows.view(self._slots, -1, rows.shape[-1]))
         mixed: torch.Tensor = outputs[0] if isinstance(outputs, tuple) else outputs
         return mixed.view(rows.shape)
@@ -239,7 +239,7 @@ def _memory_of(weight: torch.Tensor) -> int:
 
 
 def _joined_matmul(modules: list[Any], uses: Counter[int]) -> Matmul:
-    """Return a function that concatenates the outputs of linear layers, with one matmul if their weights can merge."""
+    """Return a function that computes several linear layers, in one matmul if possible, and joins their outputs."""
     if len(modules) == 1:
         return cast(Matmul, modules[0])
     if all(_is_mergeable(module, uses) for module in modules) and len({module.bias is None for module in modules}) == 1:

@@ -65,7 +65,7 @@ HeadNorms = tuple[Norm, Norm] | None
 
 
 class Operations(Protocol):
-    """Operations of a fused pass between its matmuls."""
+    """Operations between the matmuls of a fused pass."""
 
     reads_extent: bool
     """True if attention reads a fixed number of cache positions, given to ``begin`` as ``extent``."""
@@ -79,7 +79,7 @@ class Operations(Protocol):
         ...
 
     def add_norm(self, hidden: torch.Tensor, added: torch.Tensor | None, residual: Residual) -> torch.Tensor:
-        """Add ``added``, if any, to ``hidden`` in place; return the normalized sum, or ``hidden`` if there is none."""
+        """Add ``added``, if any, to ``hidden`` in place; return the sum, normalized if ``residual.before`` is set."""
         ...
 
     def rotate_and_store(
@@ -255,7 +255,7 @@ def _attention(
 
 
 def move_positions(tensors: list[torch.Tensor], step: StepTensors) -> None:
-    """Move the keys and values of accepted paths to their final positions; padded moves copy a position to itself."""
+    """Move keys and values of accepted paths to their final positions; padding entries move a position to itself."""
     slots, moves = step.moved_from.shape
     targets = step.moved_to[:, None] + torch.arange(moves, device=step.moved_to.device)
     for tensor in tensors:

@@ -28,7 +28,7 @@ NO_NORM = Norm(torch.empty(0), 0.0)
 
 
 class Blocks(NamedTuple):
-    """The attention kernel's numbers of query rows and keys per block, and its number of warps."""
+    """The attention kernel's block size, in query rows and in keys, and its number of warps."""
 
     queries: int
     keys: int
@@ -212,7 +212,7 @@ class TritonOperations:
         return mixed
 
     def _splits(self, programs: int) -> int:
-        """Return the number of splits of the keys that gives every multiprocessor work."""
+        """Return the number of splits to divide the keys into, to keep all multiprocessors busy."""
         wanted = PROGRAMS_PER_PROCESSOR * self._processors // programs
         splits: int = triton.next_power_of_2(max(1, wanted))
         return min(MAX_SPLITS, splits)

@@ -160,9 +160,9 @@ class ChoiceStream:
             self._jobs[index].is_cancelled = True
 
     async def deltas(self) -> AsyncIterator[tuple[int, Delta]]:
-        """Yield ``(index, delta)``: a choice and what a step adds to it. Ending the iteration early cancels the jobs.
+        """Yield ``(index, delta)``: a choice's index and what a step adds to the choice.
 
-        Raise RequestError if an answer fails.
+        Ending the iteration early cancels the jobs. Raise RequestError if an answer fails.
         """
         try:
             while self._open:
@@ -235,7 +235,7 @@ class AnswerText:
         self._required_text = ""
 
     def add(self, step: Step) -> Delta:
-        """Return what a step adds to the answer; at the last step, with the finish reason."""
+        """Return what a step adds to the answer, including the finish reason if it is the last step."""
         self.stats.add(step)
         finish = step.finish
         tokens = step.tokens[:-1] if finish is Finish.STOP and step.tokens[-1] in self._ends else step.tokens
@@ -267,7 +267,7 @@ class AnswerText:
         return TOOL_CALLS if self._num_calls else STOP
 
     def _before_stop(self, text: str, *, is_last: bool) -> str:
-        """Add text and return what can be shown: text before a stop string and before a possible beginning of one."""
+        """Add text and return what can be shown: the text before a stop string or a possible beginning of one."""
         stops = self._choice.stop_texts
         if not stops or self._is_cut:
             return "" if self._is_cut else text
@@ -278,7 +278,7 @@ class AnswerText:
         return held[:end]
 
     def _required_calls(self, text: str, *, is_last: bool) -> tuple[str, list[ToolCall]]:
-        """Collect the text of an answer that must be a JSON array of calls; return ``("", [])`` before its last piece.
+        """Collect the text of an answer that must be a JSON array of calls; return ``("", [])`` until the last piece.
 
         At the end, return ``("", calls)``, or ``(text, [])`` if the text is not such an array.
         """

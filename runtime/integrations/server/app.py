@@ -334,7 +334,7 @@ def _with_usage(body: GenerationRequest) -> bool:
 
 
 async def _events(answers: ChoiceStream, entry: LogEntry, form: Format) -> AsyncIterator[str]:
-    """Stream an answer as server-sent events; errors become the last event."""
+    """Stream an answer as server-sent events; an error becomes the last event."""
     try:
         for row in form.opening(answers.prompt_tokens):
             yield _event(row)

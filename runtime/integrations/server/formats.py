@@ -116,7 +116,7 @@ class ChatFormat:
     last_event: str | None = DONE
 
     def __init__(self, model: str, tokenizer: PreTrainedTokenizerBase, choices: int, *, with_usage: bool) -> None:
-        """With ``with_usage``, the last event of a stream reports the token counts."""
+        """If ``with_usage`` is True, the last event before ``[DONE]`` reports the token counts."""
         self._tokenizer, self._choices, self._with_usage = tokenizer, choices, with_usage
         self._made = {"id": f"chatcmpl-{secrets.token_hex(12)}", "created": int(time.time()), "model": model}
         self._calls: dict[int, int] = {}
@@ -175,7 +175,7 @@ class CompletionFormat:
     def __init__(
         self, model: str, tokenizer: PreTrainedTokenizerBase, echoes: Sequence[str], *, with_usage: bool
     ) -> None:
-        """``echoes`` are the texts before the answers; with ``with_usage``, the last event reports the token counts."""
+        """``echoes`` are the texts before the answers; for ``with_usage``, see ``ChatFormat``."""
         self._tokenizer, self._echoes, self._with_usage = tokenizer, echoes, with_usage
         self._made = {
             "id": f"cmpl-{secrets.token_hex(12)}",

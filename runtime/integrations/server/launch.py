@@ -98,7 +98,7 @@ class Launch:
 
 
 class _GracefulServer(uvicorn.Server):
-    """Exits with code 0 after SIGINT and SIGTERM; answers that take longer than ``seconds`` end with an error."""
+    """Exits with code 0 after SIGINT or SIGTERM; answers still running ``seconds`` later end with an error."""
 
     def __init__(self, config: uvicorn.Config, scheduler: Scheduler, seconds: float) -> None:
         super().__init__(config)

@@ -122,7 +122,7 @@ class ContextManagement(BaseModel):
     edits: list[ContextEdit] | None = None
 
     def apply(self, messages: list[Row]) -> None:
-        """Remove the assistant's thinking in-place from all turns but the last ones, as many as the edits keep."""
+        """Remove the assistant's thinking from ``messages`` in place, except in the last turns that the edits keep."""
         thinking = [message for message in messages if "reasoning_content" in message]
         for edit in self.edits or ():
             if isinstance(edit.keep, KeptTurns) and edit.keep.type != "all":
@@ -240,7 +240,7 @@ def _assistant(parts: Sequence[Part], where: str, names: dict[str, str]) -> Row:
 
 
 def _others(role: str, parts: Sequence[Part], where: str, names: dict[str, str]) -> Iterator[Row]:
-    """Convert a turn of the user or the system to messages: one for adjacent texts, one for each tool result."""
+    """Convert a turn of the user or the system to messages: one per tool result and one per run of adjacent texts."""
     texts: list[str] = []
     for index, part in enumerate(parts):
         if part.type != "tool_result":

@@ -283,7 +283,7 @@ class Preparer:
         return self._choices(body, prepared)
 
     def job(self, choice: PreparedChoice, tenant: str, deliver: Callable[[Step | Exception], None]) -> AnswerJob:
-        """Make the job with which the engine generates a choice; it calls ``deliver`` with each step or an error."""
+        """Return the job that generates a choice; the engine calls ``deliver`` with each step, or with an error."""
 
         def request(job: AnswerJob, drafter: Drafter) -> Request[AnswerJob]:
             drafter = guided_drafter(drafter, choice.guide, self._decoding.draft_tokens)
@@ -396,7 +396,7 @@ class LogprobRecorder(WrappedDrafter):
     reads_logits = True
 
     def __init__(self, drafter: Drafter, num_alternatives: int, recorded: list[TokenLogprobs]) -> None:
-        """``num_alternatives`` is the number of top tokens to record per position; appends to ``recorded``."""
+        """``num_alternatives`` is the number of top tokens per position; the results are appended to ``recorded``."""
         super().__init__(drafter)
         self._num_alternatives, self._recorded = num_alternatives, recorded
 

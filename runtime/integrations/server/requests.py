@@ -1,4 +1,4 @@
-"""Request bodies of OpenAI's chat and completion APIs, and the conversion of its Responses API's tools to functions.
+"""Request bodies of OpenAI's chat and completion APIs, and the conversion of Responses API tools to functions.
 
 A custom tool, whose input is text, becomes a function with this text as its only parameter. The names of functions in a
 namespace begin with the name of the namespace.
@@ -45,7 +45,7 @@ class Body(BaseModel):
 
     @classmethod
     def of(cls, fields: dict[str, Any]) -> Self:
-        """Make a request from fields that are parsed already, ignoring fields that are None."""
+        """Make a request from parsed fields, ignoring those that are None."""
         try:
             return cls.model_validate({name: value for name, value in fields.items() if value is not None})
         except ValidationError as error:
@@ -284,7 +284,7 @@ def _calls_of(tools: Sequence[dict[str, Any]], max_calls: int | None) -> Grammar
 
 
 def _wrong_field(error: ValidationError) -> RequestError:
-    """Return the error for the first invalid field; if several types are allowed, that of the type that fits best."""
+    """Return the error for the first invalid field; if it allows several types, for the one that fits best."""
     errors = error.errors(include_url=False, include_context=False)
     faults = [([part for part in error_detail["loc"] if not _is_branch(part)], error_detail) for error_detail in errors]
     first = faults[0][0][:1]

@@ -195,7 +195,7 @@ class ResponsesRequest(TokenCountRequest):
 
 
 def _messages(instructions: str | None, given: str | list[Item]) -> list[Row]:
-    """Convert the input to chat messages; join initial system messages, and the items of a turn of the assistant."""
+    """Convert the input to chat messages; join leading system messages, and the items of each assistant turn."""
     made: list[Row] = [{"role": "system", "content": instructions}] if instructions else []
     if isinstance(given, str):
         return [*made, {"role": "user", "content": given}]
@@ -253,7 +253,7 @@ def _text(content: str | list[Part] | None, where: str) -> str:
 
 
 def _output(output: str | list[Part] | None, where: str) -> str:
-    """Return the text of a tool result, with a note in place of each image, file or audio."""
+    """Return the text of a tool result, with a note in place of each image, file or sound."""
     if not isinstance(output, list):
         return output or ""
     notes = [

@@ -158,7 +158,7 @@ class Scheduler:
             self._condition.notify()
 
     def stop(self) -> None:
-        """End all answers, waiting ones included, with an error and wait for the thread to end."""
+        """End all answers, including waiting ones, with an error, and wait for the thread to end."""
         with self._condition:
             self._is_stopping = True
             self._condition.notify()

@@ -34,7 +34,7 @@ def match_rows(tables: Ints, rows_of: Ints, contexts: Ints, lengths: Ints, wante
     """Choose a table for each ``wanted`` row of ``contexts``, and return the number of rows with a matching table.
 
     Indexes of tables are written to ``chosen``. ``rows_of`` holds the row for which each table was last chosen, and is
-    updated in-place. A table is free if its tokens are not a prefix of any row. A row without a match gets a free
+    updated in place. A table is free if its tokens are not a prefix of any row. A row without a match gets a free
     table, which is cleared, or ``NO_TABLE`` if no free table is left.
     """
     last = np.full(len(contexts), NO_TABLE, np.int64)
@@ -60,7 +60,7 @@ def match_rows(tables: Ints, rows_of: Ints, contexts: Ints, lengths: Ints, wante
 
 @compiled
 def _match_moved(tables: Ints, contexts: Ints, lengths: Ints, wanted: Ints, chosen: Ints, free: Ints) -> int:
-    """Match rows that moved with their tables, then give free tables to new rows; return how many were matched."""
+    """Match moved rows to their tables, then give free tables to new rows; return the number of matched rows."""
     matched = 0
     for turn in range(len(wanted)):
         if chosen[turn] == NO_TABLE:
@@ -112,7 +112,7 @@ class BatchDrafter(Uncopyable):
         max_length: int,
         vocabulary: int = UNLIMITED_VOCABULARY,
     ) -> None:
-        """``rows`` is the largest batch, ``max_length`` the longest context, ``vocabulary`` the number of token ids.
+        """``rows`` is the largest batch, ``max_length`` the longest context and ``vocabulary`` the number of token ids.
 
         The history is that of the ``store_set``, else a history in memory if ``config`` asks for one, else None.
         """

@@ -74,9 +74,9 @@ class MinProbability:
         return max(0.0, (self._covariance + SLOPE_PRIOR_WEIGHT * assumed) / (self._variance + SLOPE_PRIOR_WEIGHT))
 
     def begin_step(self, at: float, rows: Ints, lengths: Ints) -> None:
-        """Update with the pass since the last call of ``record_drafts``, if it computed exactly the recorded requests.
+        """Update the averages with the pass since the last ``record_drafts`` if it computed just the recorded requests.
 
-        ``at`` is the current time in seconds, ``lengths`` are the context lengths of the ``rows``.
+        ``at`` is the current time in seconds, and ``lengths`` are the context lengths of the ``rows``.
         """
         before, old_rows, old_lengths, sent = self._last
         if len(rows) and np.array_equal(rows, old_rows):
@@ -89,7 +89,7 @@ class MinProbability:
         self._last = at, rows, lengths, drafts
 
     def observe(self, rows: int, tokens: int, emitted: int, seconds: float) -> None:
-        """Update the averages with a pass: numbers of requests, computed and emitted tokens, and the duration."""
+        """Update the averages with a pass: its duration, and its numbers of requests, computed and emitted tokens."""
         if self._passes:
             seconds = min(seconds, STALL_FACTOR * self._seconds)
         self._passes += 1
@@ -137,7 +137,7 @@ class RequestStates(NamedTuple):
 
 
 def new_request_states(max_requests: int, shards: int, *, history: bool = False, ended: bool = False) -> RequestStates:
-    """Return empty state for ``max_requests`` requests; ``ended`` keeps lanes of answers that another follows."""
+    """Return the initial states of requests; if ``ended`` is True, they keep lanes of answers that another follows."""
     tails = np.full((max_requests, MAX_MATCH_TOKENS), -1, np.int64)
     range_bounds = np.zeros((max_requests, MAX_RANGE_ORDER + 1, shards, 2), np.int64)
     lanes = np.zeros(max_requests, LANE)
@@ -222,7 +222,7 @@ def last_tokens(tokens: Ints, max_tokens: int) -> Ints:
 
 @compiled
 def begin_answer(history: Any, requests: RequestStates, overlap: Ints) -> None:
-    """Finish the request's answer in the history and begin one after the ``overlap``; no-op without a history."""
+    """Finish the request's answer in the history and begin the next after ``overlap``; no-op without a history."""
     answers = requests.answers
     if answers[NEXT_ANSWER] == 0:
         return
@@ -358,7 +358,7 @@ class AnswerCollector:
                 self._start_timer()
 
     def _append(self, cutoff: float) -> None:
-        """Append answers that another answer followed, and answers whose last step was at ``cutoff`` or earlier."""
+        """Append answers that another has followed, and answers whose last step was at ``cutoff`` or earlier."""
         followed, self._followed_lanes = self._followed_lanes, []
         for lane in followed:
             self._history.finish(lane)

@@ -51,7 +51,7 @@ def repair_sampling() -> list[str]:
 def expand_settings(
     settings: torch.Tensor, ends: torch.Tensor, tokens: int, replace_from: float = 0, replace_to: float = 0
 ) -> torch.Tensor:
-    """Repeat each request's setting for each of its draft tokens, and replace one value by another.
+    """Repeat each request's setting for each of its draft tokens, replacing ``replace_from`` with ``replace_to``.
 
     ``ends`` holds the cumulative numbers of draft tokens, and ``tokens`` is their total.
     """
@@ -61,7 +61,7 @@ def expand_settings(
 
 
 def with_rows_only(apply: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Wrap a function so that it is only called for logits with at least one row; empty logits are returned."""
+    """Wrap a function so that it is only called for logits with at least one row; empty ones are returned unchanged."""
 
     def apply_to_rows(logits: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
         return apply(logits, k) if len(logits) else logits

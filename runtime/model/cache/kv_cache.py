@@ -42,7 +42,7 @@ class TensorLayout(NamedTuple):
 
 
 def is_movable(tensor: torch.Tensor) -> bool:
-    """Return True if ``move_positions`` supports a tensor: on a CPU, one sequence, contiguous rows of whole words."""
+    """Return True if ``move_positions`` supports a tensor: one sequence on a CPU, in contiguous rows of whole words."""
     is_whole = tensor.is_cpu and tensor.shape[1] == 1 and tensor.stride()[3:] == (tensor.shape[4], 1)
     return is_whole and tensor.shape[4] * tensor.itemsize % WORD_SIZE == 0
 
@@ -112,7 +112,7 @@ class LayerShape(NamedTuple):
 
 
 def layer_shapes(used: DynamicCache) -> list[LayerShape]:
-    """Return the shapes of the tensors of each layer in a ``transformers`` cache that a forward pass filled."""
+    """Return the tensor shapes of each layer in a ``transformers`` cache that a forward pass filled."""
 
     def shape(tensor: torch.Tensor | None) -> HeadShape | None:
         return None if tensor is None else HeadShape.of(tensor)
@@ -221,7 +221,7 @@ class KVTensors:
 
     @cached_property
     def layouts(self) -> list[TensorLayout] | None:
-        """Addresses and strides with which compiled code moves positions; None if it can't, as on a GPU."""
+        """Tensor layouts with which compiled code moves positions; None if it can't, for example on a GPU."""
         return [TensorLayout.of(tensor) for tensor in self.tensors] if all(map(is_movable, self.tensors)) else None
 
     @property
@@ -329,7 +329,7 @@ class StaticKVCache(Cache):
         return self.storage, [self.length]
 
     def commit(self, fixed: int, path: Sequence[int], *, deferred: bool = False) -> None:
-        """Accept the first ``fixed`` new positions, and those at offsets ``path`` from the position that follows.
+        """Accept the first ``fixed`` new positions and, counted from the next one, those at offsets ``path``.
 
         With ``deferred``, the next captured step moves positions that must move, unless ``path`` is longer than
         ``MAX_DEFERRED_MOVES``.
@@ -363,7 +363,7 @@ class StaticKVCache(Cache):
         return [tensor.narrow(3, position, 1).clone() for tensor in self.storage.tensors]
 
     def copy_from(self, source: StaticKVCache, length: int | None = None) -> None:
-        """Copy the first ``length`` tokens of another sequence, or all of them. The tokens must fit the capacity."""
+        """Copy the first ``length`` tokens of another sequence, by default all. They must fit within the capacity."""
         source.settle()
         self.pending_move = self._interrupted_from = None
         self.length = source.settled if length is None else length
@@ -374,7 +374,7 @@ class StaticKVCache(Cache):
 
 
 def must_move(path: Sequence[int]) -> bool:
-    """Return True if positions of a path must move, because its offsets aren't 0, 1, 2, …; ``path`` must increase."""
+    """Return True if a path's positions must move, because its increasing offsets aren't 0, 1, 2 and so on."""
     return len(path) > 0 and path[-1] != len(path) - 1
 
 
@@ -440,7 +440,7 @@ class SlotKVCache(Cache):
         return keys[: len(self._slots), : self.length + indexer_key_states.shape[1]]
 
     def room_for(self, new: int) -> tuple[KVTensors, list[int]]:
-        """Return the tensors in which the caller writes ``new`` positions per slot, and each slot's first one."""
+        """Return the tensors in which the caller writes ``new`` positions per slot, and the first one in each slot."""
         return self._storage, self._lengths
 
 

@@ -75,7 +75,7 @@ class Slot:
         return min(len(self.tokens), self.kv.settled)
 
     def resumes_at(self, shared: int) -> int:
-        """Return how many tokens a prompt need not read again if it begins with this slot's first ``shared`` tokens.
+        """Return how many tokens of a prompt that begins with the slot's first ``shared`` tokens needn't be read again.
 
         Without recurrent states, only the last shared token is read again, to compare its keys and values. With states,
         reading resumes at the longest length whose states exist, as the current states or in a snapshot.
@@ -100,7 +100,7 @@ class Slot:
         self.tree = self.states_of_tree = None
 
     def _cut_states(self, length: int) -> None:
-        """Restore the states after ``length`` tokens from a snapshot; without one, mark longer states as unusable."""
+        """Restore the states after ``length`` tokens from a snapshot; without one, mark later states as unusable."""
         if self.states is None:
             return
         self.snapshots = [snapshot for snapshot in self.snapshots if snapshot.length <= length]
@@ -219,7 +219,7 @@ class Cache:
 
     @torch.inference_mode()
     def fill_unread(self, slot: int, tokens: Sequence[int], room: int) -> None:
-        """Fill a slot with tokens that no pass has read, to time passes after them; reserve ``room`` more positions."""
+        """Fill a slot with unread tokens so that passes after them can be timed; reserve ``room`` more positions."""
         self.reserve(len(tokens) + room)
         for keys, values in self.slots[slot].kv.storage.layers:
             for numbers in (keys, values):

@@ -27,7 +27,7 @@ FIRST = StateName(0, "", 0)
 
 
 class StateShape(NamedTuple):
-    """Name of a state, and shape, dtype and device of its tensor for one sequence."""
+    """The name of a state, and the shape, dtype and device of its tensor for one sequence."""
 
     name: StateName
     shape: tuple[int, ...]
@@ -145,7 +145,7 @@ class StateLayer(LinearAttentionLayer):
         self.begin(has_begun)
 
     def begin(self, has_begun: bool) -> None:
-        """Set whether any token has been read into the states; if none has, forward passes don't read them."""
+        """Set whether the states have processed any token; if not, forward passes ignore them."""
         for index in self.has_previous_state:
             self.has_previous_state[index] = has_begun
 
@@ -161,7 +161,7 @@ MAX_SNAPSHOTS = 4
 
 
 def kept(snapshots: Sequence[Snapshot], new: Snapshot) -> list[Snapshot]:
-    """Return the snapshots to keep once ``new`` is added: the longest of those shorter than ``new``, then ``new``.
+    """Return the snapshots to keep once ``new`` is added: the longest ones shorter than ``new``, then ``new``.
 
     At most ``MAX_SNAPSHOTS`` are kept.
     """

@@ -1,4 +1,4 @@
-"""Checks that a model follows masks and positions after a long context, where a window of its own would show.
+"""Checks that a model follows masks and positions after a long context, which reveals windows in its own code.
 
 No long prompt is read: all layers share random keys and values, so a pass takes little longer than after a short
 context.
@@ -128,7 +128,7 @@ def sizes_of(attributes: dict[str, Any]) -> Iterator[tuple[str, int]]:
 
 
 def _is_foreign(module: Module) -> bool:
-    """Return True if a module's class is from none of ``KNOWN_CODE`` or its ``forward`` was replaced.
+    """Return True if a module's class is from a package outside ``KNOWN_CODE``, or if its ``forward`` was replaced.
 
     Linear layers are exempt, as are forwards that accelerate replaced.
     """
@@ -213,7 +213,7 @@ def _drawn_cache(shapes: Sequence[LayerShape], filled: DynamicCache, capacity: i
 
 
 def _with_hidden(mask: Mask, start: int, hidden: int) -> Mask:
-    """Return the mask with ``hidden`` columns inserted at ``start`` that hide their positions."""
+    """Return the mask with ``hidden`` fully masked columns inserted at ``start``."""
     if isinstance(mask, dict):
         return {kind: None if part is None else _inserted(part, start, hidden) for kind, part in mask.items()}
     assert mask is not None

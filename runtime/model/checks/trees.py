@@ -1,4 +1,4 @@
-"""Checks that a model gives the same logits for draft trees or chains as for decoding token by token."""
+"""Checks that a model gives the same logits for draft trees or chains as when it decodes token by token."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def prove_recurrent_trees(target: Target) -> None:
 
 
 class Expected(NamedTuple):
-    """Logits of the model's own code for token-by-token decoding."""
+    """Reference logits, computed by the model's own code."""
 
     of_rows: list[torch.Tensor]
     """Logits after the root of the small tree and after each depth of its paths, shape ``[paths, vocabulary]``."""
@@ -92,7 +92,7 @@ class Expected(NamedTuple):
 
 
 def _find_recurrences(target: Target) -> Expected:
-    """Find the target's mixers and cache shapes; return the logits of token-by-token decoding."""
+    """Find the target's mixers and cache shapes; return the expected logits."""
     context, _, paths = _small_tree(target)
     used = DynamicCache(config=target.config)
     target.rounding = None
@@ -146,13 +146,13 @@ def _small_tree(target: Target) -> tuple[list[int], DraftTree, list[list[int]]]:
 
 
 def _plain(target: Target, tokens: Sequence[Sequence[int]], cache: DynamicCache, start: int = 0) -> torch.Tensor:
-    """Return the logits of the model's own code after each row's last token; the cache already has ``start`` tokens."""
+    """Return the model's own logits after each row's last token, given a cache that already has ``start`` tokens."""
     positions = [range(start, start + len(row)) for row in tokens]
     return target.stock.forward([list(row) for row in tokens], positions, None, cache)[:, -1]
 
 
 def _distance_of_tree(target: Target, expected: Expected) -> float:
-    """Return the largest distance from the expected logits, in the small tree and in the next pass after a commit."""
+    """Return the largest distance from the expected logits, over the small tree and a second pass after a commit."""
     context, tree, paths = _small_tree(target)
     cache = target.allocate()
     target.prefill(cache, 0, context[:-1], room=2 * len(tree))
@@ -166,7 +166,7 @@ def _distance_of_tree(target: Target, expected: Expected) -> float:
 
 
 def _between(target: Target, actual: torch.Tensor, expected: torch.Tensor) -> float:
-    """Return the largest distance of the rows' logits from those expected or, if logits are rounded, the median.
+    """Return the largest of the rows' distances from the expected logits or, if logits are rounded, the median.
 
     In low precision and with quantized layers, a row may be routed to other experts.
     """
@@ -241,7 +241,7 @@ def prove_chains(target: Target, no_trees: FamilyError) -> ReplayPasses:
 
 @torch.inference_mode()
 def _distances_of_prompt(stock: StockPasses, context: Sequence[int]) -> tuple[float, float]:
-    """Return the distances of logits after a prompt between one pass and ``generate``, and between two passes and one.
+    """Return how far logits after a prompt differ between one pass and ``generate``, and between two passes and one.
 
     ``generate`` may number positions differently. Two passes, each over a part of the prompt, differ from one pass if
     attention within the prompt is bidirectional.
@@ -370,7 +370,7 @@ def prove_trees(target: Target) -> None:
 
 
 def _check_long_contexts(target: Target, tokens: Sequence[int], used: DynamicCache) -> None:
-    """Check a tree after contexts longer than any window the model may apply besides hdtool's masks."""
+    """Check a tree after contexts longer than any window that the model may apply in addition to hdtool's masks."""
     kind, limit = target.model.config.model_type, target.context_limit(LARGEST_LENGTH)
     for context in long_contexts(target.model, target.stock.windows, limit):
         try:

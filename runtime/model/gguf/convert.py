@@ -82,7 +82,7 @@ LLAMA_3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_positi
 
 
 def restore_settings(settings: Any, file: Path, header: GGUFHeader) -> None:
-    """Restore the settings that transformers doesn't read from a GGUF file; print a note on an unknown RoPE scaling.
+    """Restore the settings that transformers doesn't read from a GGUF file; print a note if a RoPE scaling is unknown.
 
     These are some settings of gpt-oss, and the RoPE scaling of Llama 3, for which GGUF files have no setting, only a
     tensor with the divisor of each frequency.
@@ -129,7 +129,7 @@ LOAD_CHECKPOINT = "modeling_gguf_pytorch_utils", "load_gguf_checkpoint"
 
 @contextmanager
 def weights_in_turn(take: Take) -> Iterator[None]:
-    """Call ``take`` for each weight that transformers reads in this block; zeros replace the weights that it drops."""
+    """Pass each weight that transformers reads in this block to ``take``; zeros replace those that ``take`` drops."""
     import gguf
 
     with ExitStack() as patches:
@@ -145,7 +145,7 @@ def weights_in_turn(take: Take) -> Iterator[None]:
 
 
 def _putting(put: Function, take: Take) -> Function:
-    """Wrap ``put``, which sets a weight of the model, to call ``take`` afterwards."""
+    """Wrap ``put``, which sets a weight of the model, so that it calls ``take`` afterwards."""
 
     def put_in_turn(model: Any, name: str, *arguments: Any, **options: Any) -> None:
         put(model, name, *arguments, **options)
@@ -158,7 +158,7 @@ def _putting(put: Function, take: Take) -> Function:
 
 
 def _reading(read: Function, take: Take) -> Function:
-    """Wrap ``read``, which unpacks a file, to call ``take`` for each tensor and return zeros for dropped tensors."""
+    """Wrap ``read``, which unpacks a file, so that it calls ``take`` per tensor and returns zeros for dropped ones."""
     unpacking: Any = _unpacking()
 
     def read_in_turn(*arguments: Any, **options: Any) -> dict[str, Any]:
@@ -195,7 +195,7 @@ def _unpacking() -> Any:
 
 @contextmanager
 def _gpt_oss_experts() -> Iterator[None]:
-    """In this block, make transformers find the experts of gpt-oss, whose tensors have other names than it expects."""
+    """In this block, make transformers find the experts of gpt-oss, whose tensors it expects under other names."""
     unpacking = _unpacking()
     processor = _experts_processor(unpacking.TensorProcessor)
     with patch.dict(unpacking.TENSOR_PROCESSORS, {gpt_oss.ARCHITECTURE: processor}):
@@ -273,7 +273,7 @@ class Conversion:
 
     @property
     def bytes(self) -> int:
-        """Upper bound for the size of the converted weights in bytes; transformers leaves some tensors out."""
+        """Upper bound on the size of the converted weights in bytes; transformers leaves some tensors out."""
         return sum(tensor.numbers for tensor in self.header.tensors) * self.dtype.itemsize
 
     def write_configuration(self, folder: Path) -> None:

@@ -54,7 +54,7 @@ NAMES = {
 
 
 def slow_weights(header: GGUFHeader) -> str | None:
-    """Describe how many quantized matrices are computed in float32 and why; return None if there are none."""
+    """Describe how many quantized matrices must be expanded to float32 and why; return None if there are none."""
     matrices = [tensor for tensor in header.tensors if len(tensor.shape) > 1]
     packed = {tensor.offset for tensor in packable(header)}
     slow = [matrix for matrix in matrices if matrix.kind not in PLAIN and header.data + matrix.offset not in packed]
@@ -107,7 +107,7 @@ def converted(file: Path, *, weights: bool = False, packed: bool = False) -> Pat
 
 
 def stays_packed(file: Path) -> bool:
-    """Return True if any weights of the file can be computed in their quantized blocks."""
+    """Return True if any weights of the file can stay in their quantized blocks."""
     signature = Signature.of(file)
     if any(signature in manifest.seen and manifest.has_packed for _, manifest in manifests()):
         return True

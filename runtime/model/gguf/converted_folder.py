@@ -62,7 +62,7 @@ class Signature:
 
 
 def content_hash(path: Path) -> str:
-    """Return the SHA-256 of a file in hexadecimal digits; show a progress bar meanwhile."""
+    """Return the SHA-256 of a file in hexadecimal digits, showing a progress bar."""
     digest, done = hashlib.sha256(), 0
     with path.open("rb") as stream, progress_bar(path.stat().st_size, f"reading {path.name}", unit="B") as shown:
         while chunk := stream.read(CHUNK):

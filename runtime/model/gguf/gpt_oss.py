@@ -59,7 +59,7 @@ def settings_of(header: GGUFHeader) -> dict[str, Any]:
 
 
 def _scaling(values: dict[str, Any]) -> dict[str, Any]:
-    """Return the RoPE scaling. Files don't state that its bounds are not rounded to whole dimensions (``truncate``)."""
+    """Return the RoPE scaling. Files lack ``truncate``, which is False: bounds are not rounded to whole dimensions."""
     if values.get(f"{SCALING}type") != SCALING_TYPE:
         return {"rope_type": "default"}
     stored = {name: values.get(SCALING + key, YARN[name]) for key, name in STORED_YARN.items()}
@@ -77,7 +77,7 @@ TENSOR = re.compile(r"(?P<layer>blk\.\d+)\.ffn_(?P<part>gate|up|down)_exps\.(?P<
 
 
 def tensor_name(parameter: str) -> str | None:
-    """Return the name that ``ExpertTensors`` gives the tensor for an experts' parameter; None for other parameters."""
+    """Return the name that ``ExpertTensors`` gives to an expert parameter's tensor, or None for other parameters."""
     match = PARAMETER.search(parameter)
     return match and f"blk.{match['layer']}.ffn_{match['part']}_exps.{'bias' if match['bias'] else 'weight'}"
 

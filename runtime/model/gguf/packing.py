@@ -117,7 +117,7 @@ class PackingPlan:
         return self._found[name]
 
     def is_of(self, model: Mapping[str, torch.Tensor]) -> bool:
-        """Return True if every weight found in the file is still a single expanded zero in the model.
+        """Return True if the model still has a single expanded zero in place of every weight found in the file.
 
         If not, transformers renamed or joined weights after they were taken, and computed some of the model's weights
         from the zeros.
@@ -152,7 +152,7 @@ SAMPLED_ROWS = 64
 
 
 def unpacked(reference: Callable[..., Any], blocks: npt.NDArray[np.uint8], kind: int) -> Any:
-    """Return a tensor's values in float32, from compiled code if it matches ``reference`` bit for bit in sampled rows.
+    """Return a tensor unpacked to float32, by compiled code if it matches ``reference`` bit for bit in sampled rows.
 
     ``reference`` is ``dequantize`` of the gguf library, which takes fifty times as long for MXFP4.
     """
@@ -218,7 +218,7 @@ class _TensorInFile:
 
     @cached_property
     def rows(self) -> list[bytes]:
-        """Hash of each row in float32."""
+        """Hash of each row's float32 values."""
         try:
             return _rows(self._matrix)
         finally:
@@ -243,7 +243,7 @@ def _parts(matrix: PackedMatrix | torch.Tensor) -> Iterator[slice]:
 
 
 def _rows(matrix: PackedMatrix | torch.Tensor) -> list[bytes]:
-    """Return the hash of each row in float32."""
+    """Return the hash of each row's float32 values."""
     parts = (matrix[part].float() for part in _parts(matrix))
     return [blake2b(row, digest_size=DIGEST).digest() for part in parts for row in part.contiguous().numpy()]
 
@@ -276,7 +276,7 @@ def _location_of(weight: torch.Tensor, tensors: list[_TensorInFile]) -> PackedLo
 
 
 def _location_of_experts(weight: torch.Tensor, tensors: list[_TensorInFile]) -> PackedLocation | None:
-    """Find the tensor with the matrices of all experts, or the two tensors with half of each matrix's rows.
+    """Find the tensor with the matrices of all experts, or the two tensors that each hold half of every matrix's rows.
 
     The weight may have the matrices transposed, and their rows may alternate between the two tensors. Return None if
     the file has no such tensors.
@@ -294,7 +294,7 @@ def _location_of_experts(weight: torch.Tensor, tensors: list[_TensorInFile]) -> 
 
 
 def _tensor_with(matrices: torch.Tensor, tensors: list[_TensorInFile]) -> PackedTensor | None:
-    """Find the tensor in the file that holds these matrices ``[experts, rows, columns]``; return None without one."""
+    """Return the file's tensor that holds these matrices ``[experts, rows, columns]``, or None if there is none."""
     shape = matrices.shape[0] * matrices.shape[1], matrices.shape[2]
     alike = [candidate for candidate in tensors if (candidate.tensor.outs, candidate.tensor.columns) == shape]
     first_row = matrices[0, :1]
@@ -304,7 +304,7 @@ def _tensor_with(matrices: torch.Tensor, tensors: list[_TensorInFile]) -> Packed
 
 
 def packed_model(settings: Any, weights: dict[str, torch.Tensor], folder: Path, **options: Any) -> Any:
-    """Load a float32 CPU model with these weights in transformers; ``folder`` has its converted or quantized files."""
+    """Load a float32 CPU model with these weights via transformers; ``folder`` has its converted or quantized files."""
     family: Any = text_class(settings, trust_remote_code=False)._model_mapping[type(settings)]
     model, report = cast(
         tuple[Any, dict[str, Any]],

@@ -255,7 +255,7 @@ class _TreeLayer(StateLayer):
 
 
 class UnknownRecurrenceError(Exception):
-    """Raised if a mixer updates a state by a function that has no closed form."""
+    """Raised if a mixer updates a state with a function that has no closed form."""
 
 
 class ClosedForm:

@@ -36,7 +36,7 @@ class Level(NamedTuple):
 
 
 class RowTree:
-    """The trees of a pass, one per slot, with rows padded to those of the largest tree."""
+    """The trees of a pass, one per slot, each padded to the number of rows of the largest tree."""
 
     def __init__(self, trees: Sequence[DraftTree], device: torch.device) -> None:
         self.slots, self.rows = len(trees), max(map(len, trees)) + 1

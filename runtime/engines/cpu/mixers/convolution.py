@@ -208,7 +208,7 @@ def gate_inputs(layer: Record, projected: int, kept: int, first: int, end: int) 
 def convolve_gated(
     layer: Record, origins: Ints, row: int, kept: int, window: int, projected: int, written: int
 ) -> None:
-    """Convolve a row and multiply it by its output gate, for the out-projection.
+    """Convolve a row and multiply the result by its output gate, for the out-projection.
 
     ``kept`` and ``projected`` are the addresses of the sequence's gated inputs and in-projection outputs.
     """

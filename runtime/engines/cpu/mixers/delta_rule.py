@@ -39,7 +39,7 @@ LINEAR_FROM = np.float32(20)
 
 @compiled
 def step_of(layer: Record, head: int, number: Any) -> Any:
-    """Return a head's time step: the softplus of the projected ``number`` plus the head's bias."""
+    """Return a head's time step: the softplus of the sum of the projected ``number`` and the head's bias."""
     total = np.float32(number + array_at(layer[STEP_BIAS], (layer[STATE_HEADS],), types.float32)[head])
     return total if total > LINEAR_FROM else np.float32(np.log1p(np.exp(total)))
 

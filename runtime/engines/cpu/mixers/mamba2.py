@@ -101,7 +101,7 @@ def prepare_scan(
     keys: int,
     decays: int,
 ) -> None:
-    """Convolve one row of a sequence, and compute its keys, its decays and its values times their time steps.
+    """Convolve one row of a sequence, and compute its keys, its decays and the products of its values and time steps.
 
     ``projected`` is the address of the in-projection's outputs for the whole sequence, and the other addresses belong
     to this row.
@@ -152,7 +152,7 @@ def scan_head(
     decays: int,
     written: int,
 ) -> None:
-    """Compute one head for all rows of a sequence; the addresses from ``convolved`` on are those of its first row."""
+    """Compute one head for all rows of a sequence; arguments from ``convolved`` on are addresses for its first row."""
     channels, key_heads, width, height = layer[CHANNELS], layer[KEY_HEADS], layer[KEY_WIDTH], layer[VALUE_WIDTH]
     heads, rows = layer[STATE_HEADS], len(origins)
     key_head = head // (heads // key_heads)

@@ -298,7 +298,7 @@ def _compute_scan(
 
 @compiled
 def _path_at(address: int) -> tuple[int, Ints]:
-    """Return ``(slot, rows)``: a path's sequence and its listed rows."""
+    """Return ``(slot, rows)``: a path's sequence and the rows listed in its record."""
     head = array_at(address, (PATH,), types.int64)
     return head[PATH_SLOT], array_at(address, (PATH + head[LISTED_ROWS],), types.int64)[PATH:]
 
@@ -412,7 +412,7 @@ def mix(pass_record: Record, layer: Record, starts: Ints, read: int, rows: int, 
 
 @compiled
 def accept(pass_record: Record, layers: Record, starts: Ints, path: Ints, scratch: int) -> None:
-    """Advance the states from before a pass along a path of the pass's rows, by replaying the values mixers kept."""
+    """Advance the states from before a pass along a path of its rows, by replaying the values that mixers kept."""
     function, count = pass_record[MIXER_FUNCTION], path[COUNT]
     for number in range(len(layers)):
         layer = layers[number]
