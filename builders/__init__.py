@@ -1,4 +1,4 @@
-"""Offline work: builds stores, trains drafting heads, collects answers, and makes the embedded demo.
+"""Offline tools that build stores, train drafting heads, collect and evaluate answers, and create the embedded demo.
 
 Imports `data` and `runtime`, never the command line.
 """

@@ -1,4 +1,4 @@
-"""Collects a model's answers: one JSON line per prompt, resumable after a kill.
+"""Collects a model's answers as one JSON line per prompt; a killed run can be resumed.
 
 Lines are flushed to disk one by one, in prompt order. If a kill cut the last line short, its prompt is answered again.
 A file that holds anything other than answers to the prompts is refused and left unchanged.
@@ -26,7 +26,7 @@ class GenerationFile:
     def __init__(
         self, path: Path, model: ModelConfig, decoding: DecodeConfig, sampling: SamplingConfig, rankings: int = 0
     ) -> None:
-        """``rankings`` is how many of the target's top tokens are recorded per position; 0 records none."""
+        """``rankings`` is the number of the target's top tokens to record per position; 0 records none."""
         self.path = path
         self._settings = {
             "model": model.name,
@@ -36,7 +36,7 @@ class GenerationFile:
         } | ({"rankings": rankings} if rankings else {})
 
     def check(self, prompts: Sequence[Prompt]) -> None:
-        """Raise a ``PromptError`` if the file holds anything but answers to these prompts; never change the file."""
+        """Raise a ``PromptError`` if the file holds anything but answers to these prompts. The file is not changed."""
         with self._errors_worded():
             self._read(prompts)
 
@@ -72,7 +72,7 @@ class GenerationFile:
         return {"id": prompt.id, "category": prompt.category, **self._settings, **_grammar(prompt)}
 
     def _read(self, prompts: Sequence[Prompt]) -> tuple[int, bytes]:
-        """Return ``(done, torn)``: the number of answered prompts, and the torn last line (empty if none is torn)."""
+        """Return ``(done, torn)``: the number of answered prompts, and the last line if it is torn, else ``b""``."""
         done = 0
         for line in read_lines(self.path):
             if is_torn(line):
@@ -117,7 +117,7 @@ class GenerationFile:
 
 
 def _grammar(prompt: Prompt) -> dict[str, Any]:
-    """Return the grammar as a prompts file stores it, with a JSON schema parsed; empty if there is no grammar."""
+    """Return the grammar as in a prompts file, with a JSON schema as parsed JSON; empty if there is no grammar."""
     if prompt.grammar is None:
         return {}
     kind, text = prompt.grammar.kind, prompt.grammar.text

@@ -1,4 +1,4 @@
-"""Exports: a model folder whose ``generate`` drafts with hdtool, and the documents of stores as a corpus for SGLang.
+"""Exports a model folder that makes ``generate`` draft, and the documents of stores as a corpus for SGLang.
 
 SGLang tokenizes the corpus's strings when it starts, which may not give the original tokens, so an export counts the
 tokens that change. Tokens change where a document was cut inside a character, where the model chose other tokens than
@@ -54,7 +54,7 @@ def generate(*arguments: Any, model: Any, **options: Any) -> Any:
 
 
 def export(model: ModelConfig, out: Path, decoding: DecodeConfig, stores: StoresConfig) -> list[Path]:
-    """Write a model folder whose ``generate`` drafts with hdtool; return the model's files that it links to."""
+    """Write a model folder that makes ``generate`` draft with hdtool; return the model files that it links to."""
     code = OutputFile(out / CODE_FILE, "a file of hdtool export", _is_ours, ModelError)
     _check_destination(out)
     code.check()

@@ -1,4 +1,4 @@
-"""Print answers: as streamed text, as JSON, and as a line of statistics."""
+"""Print answers as streamed text or as JSON, and their statistics."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def answer_summary(stats: Stats) -> str:
 
 
 def batch_summary(tokens: int, seconds: float, batch_size: int) -> str:
-    """Return a line with the total throughput, because answers in a batch overlap in time."""
+    """Return a line with the throughput over all answers, whose times overlap within a batch."""
     return f"in total {tokens:,} tokens in {seconds:.2f} s ({tokens / seconds:.1f} tokens/s), batch size {batch_size}"
 
 

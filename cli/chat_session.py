@@ -36,7 +36,7 @@ def message_reader() -> ReadMessage:
 
 
 def _line_editor() -> ReadMessage:
-    """Return an editor in which Enter sends, Alt-Enter begins a new line, and pasted text may have many lines.
+    """Return an editor in which Enter sends the message, Alt-Enter begins a new line, and pasted text may span lines.
 
     The editor recalls earlier messages until the program ends and writes none of them to disk.
     """

@@ -241,7 +241,7 @@ class Command(TyperCommand):
 
 
 def protect_hyphens(text: str) -> str:
-    """Replace hyphens with non-breaking ones, so that lines are not broken there; ``restore_hyphens`` undoes this."""
+    """Replace hyphens with non-breaking ones, so that no line breaks at them; ``restore_hyphens`` undoes this."""
     return text.replace("-", NON_BREAKING_HYPHEN)
 
 
@@ -278,7 +278,7 @@ def help_all(names: Collection[str]) -> list[inspect.Parameter]:
 
 
 def option(panel: str, help: str, *names: str, values: Iterable[str] = (), **settings: Any) -> Any:
-    """Return a typer option in a panel of the help.
+    """Return a typer option that ``--help`` shows in ``panel``.
 
     ``values`` are offered for completion, also within a comma-separated list.
     """
@@ -357,7 +357,7 @@ CONFLICTS = (
 
 
 def refuse_unused(typed: Collection[str], settings: Mapping[str, Any]) -> None:
-    """Raise OptionError for the first ``typed`` option without effect. The value ``none`` is valid for any method."""
+    """Raise OptionError for the first option in ``typed`` that has no effect. The value ``none`` suits any method."""
     methods = _selected_methods(settings)
     known = all(method in METHODS or method in PEERS or method in SHAPE_PEERS for method in methods)
     for option, users in OPTION_METHODS.items():
@@ -377,7 +377,7 @@ def refuse_unused(typed: Collection[str], settings: Mapping[str, Any]) -> None:
 
 
 def _selected_methods(settings: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the methods that will run, or an empty tuple if the settings do not say."""
+    """Return the methods that will run, or an empty tuple if the settings select none."""
     if "method" in settings:
         return (settings["method"],)
     if listed := settings.get("methods"):

@@ -72,7 +72,7 @@ SETTINGS_PANELS = {
 
 @dataclass(frozen=True)
 class SelectedOptions:
-    """Options that a command offers from a settings class."""
+    """Options of a settings class that a command offers."""
 
     names: tuple[str, ...] = ()
     """Options to offer, in this order; empty means all."""

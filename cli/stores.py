@@ -384,7 +384,7 @@ def _rows(tokenizer: PreTrainedTokenizerBase, rows: Iterable[tuple[int, list[int
 
 
 def _ngrams(folder: Path, manifest: Manifest, text: str, config: ModelConfig) -> list[dict[str, Any]]:
-    """Return up to ``MAX_SHOWN`` n-grams whose prefix begins with a text, the most frequent prefixes first."""
+    """Return up to ``MAX_SHOWN`` n-grams whose prefix begins with ``text``, the most frequent prefixes first."""
     from hdtool.runtime.stores.inspect_store import MAX_SHOWN
     from hdtool.runtime.stores.model_store import ModelRecord
 

@@ -26,7 +26,7 @@ def has_chat_template(tokenizer: PreTrainedTokenizerBase) -> bool:
 
 
 def with_system(prompt: Prompt, text: str) -> Prompt:
-    """Return the prompt with a system message in front. Raises PromptError if the prompt already has one."""
+    """Return the prompt preceded by a system message. Raises PromptError if the prompt already has one."""
     if prompt.messages[0]["role"] == "system":
         prompt_name = f"prompt {prompt.id}" if prompt.id else "the prompt"
         raise PromptError(f"{prompt_name} has a system message of its own: leave out --system, or remove that message")

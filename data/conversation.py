@@ -120,7 +120,7 @@ class Conversation:
 
     @property
     def answers(self) -> list[int]:
-        """Indices of the answers: turns with recorded tokens, if any, else assistant turns after another role."""
+        """Indices of the answers: turns with recorded tokens, if any, else assistant turns that follow another role."""
         if recorded := [index for index, turn in enumerate(self.turns) if turn.ids]:
             return recorded
         roles = [turn.role for turn in self.turns]
@@ -168,7 +168,7 @@ ITEM_ROLES = {"function_call": ASSISTANT, "custom_tool_call": ASSISTANT, "functi
 
 
 def message_turns(value: Any, name: str) -> list[Turn]:
-    """Parse a list of messages. Raises RowError if ``value``, the content of field ``name``, is not one."""
+    """Parse a list of messages. Raises RowError if ``value``, from the field ``name``, is not a list."""
     messages = _as_list(value)
     if not isinstance(messages, list):
         raise RowError(f"`{name}` must be a list (found: {type(value).__name__})")

@@ -153,7 +153,7 @@ def _answer(turn: Turn) -> dict[str, Any]:
 
 
 def canonical_file(path: Path, *, private: bool = False) -> OutputFile:
-    """Return the output file of ``convert``, which only replaces files that ``convert`` wrote."""
+    """Return the output file of ``convert``, which replaces only files that ``convert`` wrote."""
     return OutputFile(path, "a file of hdtool convert", _is_canonical, RecordError, private=private)
 
 

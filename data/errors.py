@@ -79,7 +79,7 @@ class ResultError(HdtoolError):
 
 
 class ServeError(HdtoolError):
-    """Raised when a package that the serving engine needs is not installed."""
+    """Raised when a server cannot be started."""
 
 
 class ClusterError(HdtoolError):

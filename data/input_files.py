@@ -180,7 +180,7 @@ def _files_in(folder: str) -> Iterator[Path]:
 
 
 def _is_input(path: Path) -> bool:
-    """Return True if a file in a folder is an input by its suffix or, for logs and databases, by its content."""
+    """Return True if a file in a folder counts as input, judged by its suffix or, for some suffixes, by its content."""
     ending = format_ending(path)
     return ending in FORMAT_BY_ENDING or (ending in AMBIGUOUS_ENDINGS and holds_conversations(path))
 

@@ -113,7 +113,7 @@ class OutputFile:
     """If True, only the owner may read the file, whatever the umask."""
 
     def check(self) -> None:
-        """Raise ``error`` if the destination must not be replaced or cannot be written, before any work is done."""
+        """Check in advance: raise ``error`` if the destination must not be replaced or cannot be written."""
         destination = self._destination()
         folder = next((place for place in destination.parents if os.path.lexists(place)), destination.parent)
         fault = "" if folder.is_dir() else f"{folder} is not a folder"
@@ -245,7 +245,7 @@ def _lock(descriptor: int, *, wait: bool) -> bool:
 
 
 def sync_to_disk(path: Path) -> None:
-    """Flush a file or a folder's entries to disk. For folders, which not every system can flush, errors are ignored."""
+    """Flush a file, or a folder's entries, to disk. Errors for folders are ignored: not every system can flush them."""
     is_folder = path.is_dir()
     try:
         descriptor = os.open(path, os.O_RDONLY if is_folder else os.O_RDWR)

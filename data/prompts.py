@@ -103,7 +103,7 @@ class GrammarKind(StrEnum):
 
     @property
     def label(self) -> str:
-        """Name of the notation in messages."""
+        """Name of the notation, for messages to the user."""
         return {"json_schema": "JSON schema", "regex": "regular expression"}.get(self.value, self.value)
 
 

@@ -117,7 +117,7 @@ class CountedFile(io.RawIOBase):
 
 
 def parse_json(text: str) -> Any:
-    """Parse JSON. Raises RowError if the text is not valid."""
+    """Parse JSON. Raises RowError if the text is not valid JSON."""
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:

@@ -1,4 +1,4 @@
-"""Read conversations, recorded answers and plain texts, as texts to build stores from or as traces to replay.
+"""Read conversations, recorded answers and plain texts, either as texts for stores or as traces to replay.
 
 Each turn of a conversation is a separate text. From a request and its response, only the turns since the model's last
 answer count, because earlier requests held the earlier turns. Any conversation with an answer of the model can be
@@ -34,7 +34,7 @@ class RecordPart(NamedTuple):
 
 @dataclass(frozen=True)
 class Record:
-    """Texts that belong together, each a separate document, and the index of the input that holds them."""
+    """Related texts, each of which becomes a document, and the index of the input file that holds them."""
 
     texts: tuple[str, ...]
     source: int
@@ -80,7 +80,7 @@ class RecordReader(ConversationReader):
         self.finish()
 
     def whole_records(self) -> Iterator[Record]:
-        """Yield the records with all turns, including those repeated in other requests and rows."""
+        """Yield the records with all their turns, including turns that other requests or rows hold as well."""
         for located in self.conversations():
             if texts := self._selected_texts(parts := _parts_of(located.conversation, whole=True)):
                 self._has_records = True
@@ -88,7 +88,7 @@ class RecordReader(ConversationReader):
         self.finish()
 
     def portions(self, texts: int) -> Iterator[Portion]:
-        """Yield the reader's only input in portions; the process that receives them passes each to ``take``.
+        """Yield the only input in portions, each of which the receiving process must pass to ``take``.
 
         Each portion but the last has at least ``texts`` texts.
         """
@@ -102,7 +102,7 @@ class RecordReader(ConversationReader):
         yield Portion(held, self.tally, self.bytes_read, is_last=True)
 
     def take(self, portion: Portion) -> None:
-        """Count a portion that another process read. Portions must arrive in the order of the inputs."""
+        """Add the counts of a portion that another process read. Portions must arrive in the order of the inputs."""
         self.tally.add(portion.tally)
         self._has_records |= portion.had_text
         self.bytes_read = self._finished_bytes + portion.consumed
@@ -110,7 +110,7 @@ class RecordReader(ConversationReader):
             self._finished_bytes = self.bytes_read
 
     def finish(self) -> None:
-        """Raise RecordError if too many records cannot be used, or if no record with a usable text was found."""
+        """Raise RecordError if too many records are unusable, or if none has a usable text."""
         self.tally.check(self._tolerance)
         if not self._has_records:
             what = "answers of a model" if self.answers_only else "text"
@@ -143,7 +143,7 @@ def _parts_of(conversation: Conversation, *, whole: bool = False) -> tuple[Recor
 
 @dataclass(frozen=True)
 class RecordedAnswer:
-    """Answer of the model in a recorded conversation."""
+    """One of the model's answers in a recorded conversation."""
 
     message_index: int
     """Index of the answer's message in the conversation."""
@@ -156,7 +156,7 @@ class RecordedAnswer:
 
 @dataclass(frozen=True)
 class Trace:
-    """Conversation, and the answers in it that can be replayed."""
+    """A conversation and those of its answers that can be replayed."""
 
     id: str
     category: str
@@ -192,7 +192,7 @@ def read_traces(
 
 
 def _questions(path: Path) -> Mapping[str, Conversation]:
-    """Read Spec-Bench's questions into a dict with the same keys as their answers."""
+    """Read Spec-Bench's questions into a dict, each under the ``key`` that its answers have."""
     reader = ConversationReader([path])
     conversations = {
         f"question {conversation.conversation.id}": conversation.conversation for conversation in reader.conversations()

@@ -84,12 +84,15 @@ def _accept_walk(walk: Walk, tree: DraftTree, sampler: Sampler, stops: Container
 
 
 def _has_ended(walk: Walk, max_tokens: int) -> bool:
-    """Return True if a walk reached an undrafted token, ``max_tokens`` tokens or logits that are not finite."""
+    """Return True if a walk ended at an undrafted token, after ``max_tokens`` tokens or before non-finite logits."""
     return not walk.finite or len(walk.tokens) == max_tokens or walk.children[-1:] == [ROOT]
 
 
 def _allowed(walk: Walk, sampler: Sampler) -> list[tuple[int, int]]:
-    """Return a walk's ``(token, child)`` pairs before any that a mask may forbid; none if ``walk.finite`` is False."""
+    """Return a walk's ``(token, child)`` pairs before the first token that a mask may forbid.
+
+    Return an empty list if ``walk.finite`` is False.
+    """
     if not walk.finite:
         return []
     count = sampler.only_mask.allowed(sampler.context, walk.tokens) if sampler.only_mask else len(walk.tokens)

@@ -264,7 +264,7 @@ class BatchedAnswers:
             yield from self._interrupted()
 
     def next_request(self) -> Request[BatchKey] | None:
-        """Return a request for a waiting conversation's next turn, else for the next prompt; None if none is left."""
+        """Return a waiting conversation's next request or, if none waits, the next prompt's; None if none is left."""
         while self._waiting:
             conversation = self._waiting.popleft()
             try:
@@ -342,13 +342,13 @@ class Answerer:
 
     @cached_property
     def _drafters(self) -> list[Drafter]:
-        """One drafter per batch slot; created on first use, because this may involve timing forward passes."""
+        """One drafter per batch slot, created on first use because forward passes may have to be timed."""
         target = self.loaded.target
         choose_threads(target, self._threads, quick_record(target, what="threads"))
         return drafters_for(self._decoding, target, self.store_set)
 
     def check_prompts(self, prompts: Sequence[Prompt]) -> None:
-        """Raise PromptError if a prompt cannot be answered; with several prompts, the error names the prompt."""
+        """Raise PromptError if a prompt cannot be answered; if there are several, the error names the prompt."""
         for prompt in prompts:
             try:
                 self._encode_checked(prompt, prompt.messages)

@@ -34,7 +34,7 @@ class Drafter(Protocol):
         ...
 
     def draft(self, context: Sequence[int]) -> DraftTree:
-        """Return a tree rooted at the last token of ``context``: the prompt, followed by all tokens emitted since."""
+        """Return a tree rooted at the last token of ``context``, which is the prompt and all tokens emitted since."""
         ...
 
     def observe(self, accepted: Accepted, verified: Verified) -> None:
@@ -78,7 +78,7 @@ class SeededDrafter(Protocol):
 
 
 def reads_logits(drafter: Drafter) -> bool:
-    """Return True if the drafter reads the logits passed to ``observe``, or does not define ``reads_logits``."""
+    """Return the drafter's ``reads_logits``: whether it reads the logits passed to ``observe``, True by default."""
     return bool(getattr(drafter, "reads_logits", True))
 
 
@@ -223,7 +223,7 @@ def _update(kinds: Ints, parents: Ints, depths: Ints, path: Ints, accepted: Prob
 
 
 class RankingRecorder(WrappedDrafter):
-    """Records the target's top tokens at each position of an answer, and drafts with another drafter."""
+    """Records the target's top tokens at each position of an answer, and delegates drafting to another drafter."""
 
     reads_logits = True
 

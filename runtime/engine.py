@@ -38,7 +38,7 @@ ALL_ROWS = slice(None)
 
 
 class Walk(NamedTuple):
-    """A walk down a tree: the token chosen at each node, and the child that drafted it, ``ROOT`` if none did."""
+    """A walk down a tree: the token chosen at each node, and the child with that token, ``ROOT`` if there is none."""
 
     tokens: list[int]
     children: list[int]
@@ -183,7 +183,7 @@ class Engine(Protocol):
 
     @property
     def captures(self) -> bool:
-        """True if a pass over a single tree runs asynchronously on a device until ``wait``."""
+        """True if passes over a single tree run asynchronously on a device; ``wait`` waits for them."""
         ...
 
     @property

@@ -161,7 +161,7 @@ def generate_options(
 
 
 def refused_setting(settings: GenerationConfig, allowed: Container[str] = ()) -> tuple[str, str] | None:
-    """Return ``(name, reason)`` for the first unsupported setting that is not in ``allowed``, or None."""
+    """Return ``(name, reason)`` for the first unsupported setting not in ``allowed``, or None if there is none."""
     for name, (is_refused, reason) in REFUSED_SETTINGS.items():
         if name not in allowed and is_refused(getattr(settings, name, None)):
             return name, reason

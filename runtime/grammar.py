@@ -250,7 +250,7 @@ class GrammarProcessor(LogitsProcessor):
         """Number of prompt tokens, padding included; None before the first call."""
 
     def allowed(self, context: Sequence[int], tokens: list[int]) -> int:
-        """Return how many of ``tokens``, in order, are known to be allowed next; much faster than computing a mask."""
+        """Return how many of ``tokens``, in order, are known to be allowed next, without computing a mask."""
         self._follow(context)
         return self._guide.allowed(tokens)
 

@@ -1,4 +1,4 @@
-"""Speeds up importing torch and transformers: defers torch's compiler, skips distributed tensors, caches a file scan.
+"""Imports torch and transformers faster: defers torch's compiler, skips distributed tensors and caches a file scan.
 
 ``transformers`` imports torch's compiler for decorators that switch it off, and torch's distributed tensors, which
 import sympy. It also reads a thousand source files to find which names they define. Together, these imports and the

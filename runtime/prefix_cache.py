@@ -18,7 +18,7 @@ MIN_CACHED_PREFIX = 16
 
 
 class CachedPrefix(NamedTuple):
-    """A cached context that shares a prefix with a prompt, held in a slot or in a copy of a slot."""
+    """A cached context, in a slot or in a copy of a slot, that shares a prefix with a prompt."""
 
     slot: Slot
     shared: int
@@ -60,7 +60,7 @@ class PrefixCache:
         return found
 
     def keep(self, cache: Cache, slot: int) -> None:
-        """Copy a slot before it is overwritten; drop earlier copies of its owner that hold a prefix of its tokens."""
+        """Copy a slot before it is overwritten; drop its owner's earlier copies that are a prefix of its tokens."""
         held = cache.slots[slot]
         tokens = held.tokens[: held.valid]
         if not self._max_bytes or len(tokens) < MIN_CACHED_PREFIX or held.version == NEVER_CONTINUED:
@@ -81,7 +81,7 @@ class PrefixCache:
 def _find_longest(
     slots: Iterable[Slot], owner: str, version: int, prompt: Sequence[int], *, min_saved: int
 ) -> CachedPrefix | None:
-    """Return the cached prefix that saves the most prefill, or None if none saves ``min_saved`` tokens.
+    """Return the cached prefix that saves the most prefill, or None if none saves at least ``min_saved`` tokens.
 
     The last token of a prompt is always recomputed.
     """
@@ -218,7 +218,7 @@ class PromptReader:
 
 
 def _states_differ(before: Sequence[torch.Tensor], after: Sequence[torch.Tensor]) -> bool:
-    """Return True if the keys and values of one position differ by more than rounding errors in any layer."""
+    """Return True if, in any layer, the keys and values of one position differ by more than rounding errors."""
     for old, new in zip(before, after, strict=True):
         rows = old.float().flatten(1)
         distance = (new.float().flatten(1) - rows).abs().mean(1) / rows.std(1).clamp_min(1e-12)

@@ -18,7 +18,7 @@ Evidence = Callable[[Sequence[int]], Mapping[int, float]]
 
 
 class SourceId(IntEnum):
-    """Number of the source that drafted a node of a draft tree; ``str`` gives the name that users see."""
+    """Numeric id of the source that drafted a node of a draft tree; ``str`` gives the name that users see."""
 
     NONE = 0
     CONTEXT = 1

@@ -1,4 +1,4 @@
-"""Incremental detokenization, and stop strings that end an answer and are cut off."""
+"""Incremental detokenization, and stop strings, which end an answer and are removed from it."""
 
 from __future__ import annotations
 
@@ -62,12 +62,12 @@ class TextStream:
         return fresh
 
     def _drop_skipped(self, newest: int) -> None:
-        """Drop special tokens, which have no text in any context, from the last ``newest`` ids."""
+        """From the last ``newest`` ids, drop special tokens, which ``_decode`` skips in any context."""
         first = len(self._ids) - newest
         self._ids[first:] = [id_ for id_ in self._ids[first:] if not self._is_skipped(id_)]
 
     def _is_skipped(self, id_: int) -> bool:
-        """Return True for a special token that ``_decode`` skips: it decodes to nothing, although it has a text."""
+        """Return True for a special token that ``_decode`` skips: it returns no text, although ``token_text`` does."""
         if id_ not in self._skipped:
             shown = self._decode([id_])
             self._skipped[id_] = not shown and bool(token_text(self._tokenizer, id_))

@@ -107,7 +107,7 @@ class DraftTree:
         return self.select(np.flatnonzero(_embeddable(self.tokens, self.parents, vocabulary)))
 
     def select(self, order: npt.NDArray[np.int64]) -> DraftTree:
-        """Return a tree of the nodes in ``order``, without ``forced_tokens``; each node must come after its parent."""
+        """Return a tree of the nodes in ``order``, parents before children; the tree has no ``forced_tokens``."""
         return DraftTree(self.root, self.tokens[order], _remap_parents(self.parents, order), self.sources[order])
 
 
@@ -142,7 +142,7 @@ def descend(
     node: int,
     token: int,
 ) -> int:
-    """Write ``token`` and the child of ``node`` that drafts it, else ``ROOT``, to ``walk_buffer``; return the child."""
+    """Write ``token`` and the child of ``node`` that drafts it (or ``ROOT``) to ``walk_buffer``; return the child."""
     child = child_of(tokens, parents, node, token)
     walk_buffer[0, column], walk_buffer[1, column] = token, child
     return child
@@ -159,7 +159,7 @@ def fits(tokens: npt.NDArray[np.int64], parents: npt.NDArray[np.int32], depth: i
 
 @compiled
 def _remap_parents(parents: npt.NDArray[np.int32], order: npt.NDArray[np.int64]) -> npt.NDArray[np.int32]:
-    """Return the parents of the nodes in ``order``, as indices into ``order``, or ``ROOT``."""
+    """Return the parents of the nodes in ``order``, as indices into ``order``; ``ROOT`` stays the same."""
     indices = np.full(len(parents) + 1, ROOT, np.int32)  # the last item, at index ROOT, is for the root
     new_parents = np.empty(len(order), np.int32)
     for index in range(len(order)):

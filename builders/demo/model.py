@@ -82,7 +82,7 @@ def pass_fractions(passes: float) -> list[float]:
 
 
 def batch_at(step: int, progress: float, tokens: Tokens, recipe: Recipe) -> torch.Tensor:
-    """Return a batch of windows of ``window + 1`` tokens each, or ``context + 1`` near the end of training.
+    """Return a batch of windows of ``window + 1`` tokens or, near the end of training, of ``context + 1`` tokens.
 
     Where the windows start depends on their length, the seed and the step alone, so a resumed run repeats the batches.
     """
@@ -238,7 +238,7 @@ def new_llama(recipe: Recipe, vocabulary: int, special: dict[str, Any]) -> PreTr
 
 
 def optimizers(model: PreTrainedModel, recipe: Recipe) -> list[torch.optim.Optimizer]:
-    """Return Muon (it halves the steps needed) for the layers' matrices, and AdamW for all other weights."""
+    """Return Muon for the layers' matrices, because it halves the number of steps, and AdamW for all other weights."""
     matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name]
     vectors = [p for name, p in model.named_parameters() if p.ndim != 2 or "embed" in name]
     return [
@@ -325,7 +325,7 @@ def restore(path: Path, model: PreTrainedModel, optimizers: list[torch.optim.Opt
 
 @torch.no_grad()
 def held_out_losses(model: PreTrainedModel, group: list[Tokens], recipe: Recipe) -> dict[str, float]:
-    """Return the ``loss_per_token`` on held-out documents of one kind, cut to the window, and the number of ``tokens``.
+    """Return ``loss_per_token`` and the number of ``tokens`` for held-out documents of one kind, cut to the window.
 
     For a hybrid model, the result also has ``ahead_agrees``, the share of positions at which the MTP layer's argmax
     equals the model's.
@@ -373,7 +373,7 @@ def report_file(out: Path) -> OutputFile:
 
 
 def refuse_foreign_folder(out: Path, rescue: Path) -> None:
-    """Raise a ``ModelError`` unless the folder is new or empty, or this script has begun or finished a model for it."""
+    """Raise a ``ModelError`` unless the folder is new or empty, or belongs to a model of this script."""
     finished, begun = report_file(out).exists(), checkpoint_file(rescue).exists()
     if out.exists() and any(out.iterdir()) and not (finished or begun):
         raise ModelError(f"{out} is not empty and holds no model of this script: choose another --out")
@@ -391,7 +391,7 @@ def build_model(
     compiled: bool = True,
     seconds: float = math.inf,
 ) -> dict[str, Any]:
-    """Train and save a model, with a new tokenizer unless ``tokenizer_of`` names one; return the training report."""
+    """Train and save a model with the tokenizer in ``tokenizer_of`` or a new one; return the training report."""
     rescue = out.with_suffix(".rescue")
     refuse_foreign_folder(out, rescue)
     out.mkdir(parents=True, exist_ok=True)

@@ -48,7 +48,7 @@ def one_of_each_kind(ordered: Collection[TrainingDocument], per_kind: int) -> It
 
 
 def learned_questions(everything: Sequence[TrainingDocument], per_kind: int) -> Iterator[Prompt]:
-    """Yield distinct training questions, alternating between kinds, in an order given by a hash."""
+    """Yield distinct training questions, ordered by hash and alternating between kinds."""
     held_out = {document.question for document in everything if document.held_out}
     learned = {d.question: d for d in everything if d.question and not d.held_out and d.question not in held_out}
     # Sorting by name would put the two tasks of a function next to each other.
@@ -199,7 +199,7 @@ def document_questions(
 
 
 def everyday_rows(everything: Iterable[TrainingDocument]) -> Iterator[dict[str, Any]]:
-    """Yield everyday questions and questions about documents, without duplicates, in an order given by a hash."""
+    """Yield everyday questions and questions about documents, without duplicates, ordered by hash."""
     questions = {*chat_questions(), *document_questions(everything)}
     for number, (kind, text) in enumerate(sorted(questions, key=lambda pair: stable_hash(pair[1])), start=1):
         yield {"id": f"{kind}-{number:04}", "category": kind, "messages": [{"role": "user", "content": text}]}

@@ -78,12 +78,12 @@ SEQUENCES_PER_LENGTH = 20_000
 
 
 def is_first_demo() -> bool:
-    """Return True if the stores of the real model have never been built on this machine."""
+    """Return True if the demo's stores for SmolLM2 have never been built on this machine."""
     return not (home() / "demo").exists()
 
 
 def stores_of_real_model(loading: ModelConfig) -> StoresConfig:
-    """Return both stores of the real model, building each store that is missing or was built from other texts."""
+    """Return both of the demo's stores for SmolLM2, building those that are missing or were built from other texts."""
     tokenizer, model = load_tokenizer(loading), checkpoint_of(loading)
     fingerprint = TokenizerFingerprint.of(tokenizer)
     folder = home() / "demo" / fingerprint.fingerprint

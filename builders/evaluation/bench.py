@@ -66,7 +66,7 @@ class Bench:
         return True
 
     def warm_up(self, questions: Iterable[Prompt]) -> None:
-        """Answer questions without timing them, to fill caches and select kernels; do not measure these questions."""
+        """Answer questions that are not measured, to fill caches and select kernels."""
         for question in questions:
             for contender in self.contenders.values():
                 self._answered(question, contender.fresh())
@@ -153,7 +153,7 @@ def questions_hash(questions: Sequence[Prompt]) -> str:
 
 
 def _median_round(rounds: Sequence[AnsweredQuestion]) -> AnsweredQuestion:
-    """Return the round with median speed (the slower of two middle ones), so that tokens and times are from one run."""
+    """Return the round with the median speed (the slower of two middle ones), so that tokens and times match."""
     by_speed = sorted(rounds, key=lambda answered: answered.tokens_per_second)
     chosen = by_speed[(len(by_speed) - 1) // 2]
     seconds = tuple(tuple(turn.seconds for turn in answered.turns) for answered in rounds)
@@ -217,7 +217,7 @@ def drafting_runner(target: Target, drafter: Drafter) -> ReplayRunner:
 
 
 def generate_runner(target: Target, **options: Any) -> ReplayRunner:
-    """Return a runner of ``model.generate``, which adds as many tokens as recorded but chooses them itself."""
+    """Return a runner that lets ``model.generate`` choose its own tokens, as many as were recorded."""
     model: Any = target.model
 
     def run(turn: RecordedTurn) -> Timing:

@@ -132,7 +132,7 @@ class ContenderFactory:
 
     @cached_property
     def _costs(self) -> MeasuredCosts:
-        """Measured pass costs, shared by all drafters."""
+        """Measured costs of forward passes, shared by all drafters."""
         target = self._loaded.target
         return MeasuredCosts(target.log, cost_curve_for(target), only_timed_sizes=target.captures)
 

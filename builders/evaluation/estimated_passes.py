@@ -23,7 +23,7 @@ OPS_PER_WEIGHT = 2
 
 
 def distinct_experts(rows: float, top_k: int, experts: int, overlap: float = 0.0) -> float:
-    """Return the expected number of distinct experts that ``rows`` rows activate in a layer.
+    """Return the expected number of distinct experts that a pass over ``rows`` rows activates in a layer.
 
     Each row activates ``top_k`` of ``experts``. ``overlap`` is the fraction by which the number of experts beyond the
     first ``top_k`` is lower than for independent rows.
@@ -106,7 +106,7 @@ class Roofline:
     def curve(
         self, reads: PassReads, lengths: Sequence[int], overlap: float = 0.0, *, model: str = "", dtype: str = ""
     ) -> CostCurve:
-        """Return the cost curve of passes at context lengths ``lengths``, which include the root of the draft tree."""
+        """Return the cost curve of passes at context ``lengths`` that include the root of the draft tree."""
         milliseconds = tuple(
             tuple(1e3 * self.seconds(reads, nodes + 1, length - 1, overlap) for nodes in MEASURED_NODES)
             for length in lengths
@@ -118,7 +118,7 @@ class Roofline:
 
 
 def _layer_experts(model: Any, config: Any) -> Iterator[LayerExperts]:
-    """Yield the experts of each layer; all count as active if the configuration does not say how many are."""
+    """Yield the experts of each layer; all count as active if the configuration gives no number of active ones."""
     named = (getattr(config, name, None) for name in TOP_K_NAMES)
     top_k = next((value for value in named if isinstance(value, int)), None)
     for module in model.modules():

@@ -1,4 +1,4 @@
-"""Runs llama.cpp as a contender of a benchmark on GGUF files of the model, and describes its build."""
+"""Benchmark contenders that run llama.cpp on GGUF files of the model, and a description of the llama.cpp build."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ UNKNOWN_QUANTIZATION = "unknown quantization"
 
 
 def row_files(model: ModelConfig, other_file: str | None = None) -> dict[str, Path]:
-    """Map llama.cpp contenders to GGUF files: ``OTHER_FILE`` to ``other_file`` if given, others to the model's file."""
+    """Map llama.cpp contenders to the model's GGUF file, and ``OTHER_FILE`` to ``other_file`` if it is given."""
     own_file = gguf_file(model)
     files = dict.fromkeys(OWN_FILE_ROWS, own_file) if own_file else {}
     return files | ({OTHER_FILE: Path(other_file).expanduser()} if other_file else {})

@@ -157,7 +157,7 @@ NO_ARGMAX = -1
 
 
 class RecordingEngine:
-    """Engine that returns the tokens of a recorded answer as the argmax, and its logits if they were recorded.
+    """Engine that returns a recorded answer's tokens as the argmax and, if its rankings were recorded, their logits.
 
     For each pass it logs the time that building the tree's mask and positions takes on the host.
     """

@@ -70,7 +70,7 @@ class ReplayedTurn:
 
     @property
     def contexts(self) -> Ints:
-        """Per step: number of tokens in the conversation before it, including the root of the draft tree."""
+        """Per step: number of tokens in the conversation before the step, including the root of the draft tree."""
         return self.prompt_tokens + np.cumsum(self.accept_lengths) - self.accept_lengths
 
 
@@ -154,7 +154,7 @@ class ReplayResult:
         return (self.tokens - self.steps) / max(1, self.nodes)
 
     def draft_us(self, percentile: float) -> float:
-        """Return a percentile of the time per step, in microseconds, to draft and to build the mask and positions."""
+        """Return a percentile of the microseconds per step for drafting and for the tree's mask and positions."""
         return _percentile([turn.draft_seconds[1:] for turn in self.turns], percentile)
 
     def observe_us(self, percentile: float) -> float:
@@ -232,7 +232,7 @@ def has_history(config: DecodeConfig) -> bool:
 
 
 def with_own_history(store_set: StoreSet, config: DecodeConfig) -> StoreSet:
-    """Return the stores with a new in-memory history if ``config`` drafts from a history, else without history."""
+    """Return the stores with a new in-memory history if ``config`` drafts from a history, else without a history."""
     return replace(store_set, history=History(prompts=config.history_prompts) if has_history(config) else None)
 
 
@@ -303,7 +303,7 @@ class _TimedDrafter(WrappedDrafter):
 
 
 class _StopAtEnd:
-    """Stands in for the set of stop tokens, and ends an answer at its recorded length whatever the token."""
+    """Replacement for the set of stop tokens that ends an answer at its recorded length, regardless of the token."""
 
     def __init__(self, sampler: Sampler, length: int) -> None:
         self._context, self._length = sampler.context, length

@@ -48,7 +48,7 @@ class Scores:
 
     @property
     def comparisons(self) -> tuple[str, ...]:
-        """Methods to report speedups against: plain decoding, which shows the gain of drafting, then the baseline."""
+        """Reference methods for speedups: plain decoding, which shows the gain from drafting, then the baseline."""
         return tuple(dict.fromkeys(name for name in (PLAIN_METHOD, self.baseline) if name in self.tasks[ALL_TASKS]))
 
     def speedup(self, task: str, method: str, reference: str) -> float:
@@ -110,7 +110,7 @@ def scores_of(results: Results, baseline: str | None = None) -> Scores:
 
 
 def baseline_of(methods: Sequence[str], requested: str | None = None) -> str:
-    """Return the method to which speedups refer; raise an ``OptionError`` if ``requested`` was not measured."""
+    """Return the method that speedups are relative to; raise an ``OptionError`` if ``requested`` was not measured."""
     if requested is None:
         return "generate" if "generate" in methods else methods[0]
     if requested not in methods:
@@ -119,7 +119,7 @@ def baseline_of(methods: Sequence[str], requested: str | None = None) -> str:
 
 
 def _indices_by_task(questions: Sequence[AnsweredQuestion]) -> dict[str, list[int]]:
-    """Return the question indices of each task if there are several, followed by all indices as ``ALL_TASKS``."""
+    """Return the question indices of each task if there are several tasks, then all indices as ``ALL_TASKS``."""
     tasks: dict[str, list[int]] = {}
     for place, task in enumerate(tasks_of([question.category for question in questions])):
         tasks.setdefault(task, []).append(place)

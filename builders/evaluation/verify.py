@@ -114,7 +114,7 @@ class Verifier:
 
     @property
     def oracles(self) -> list[Oracle]:
-        """References to compare with; ``generate`` only for greedy decoding, because it samples differently."""
+        """References to compare with; ``generate`` is left out when sampling, because it draws tokens differently."""
         return [Oracle.PLAIN, Oracle.GENERATE] if self._sampling.is_greedy else [Oracle.PLAIN]
 
     def check(

@@ -85,7 +85,7 @@ def _record_examples(record: Record, turns: TurnReader) -> Iterator[Example]:
 
 
 def _conversation_examples(trace: Trace, turns: TurnReader) -> Iterator[Example]:
-    """Yield one example per run of turns that each continue the one before, so that no token is trained on twice."""
+    """Yield one example per run of turns in which each continues the last, so that no token is trained on twice."""
     ids: list[int] = []
     drafted: list[bool] = []
     for turn in turns.turns(trace):

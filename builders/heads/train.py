@@ -97,7 +97,7 @@ def _ranks(logits: torch.Tensor, labels: torch.Tensor, has_label: torch.Tensor) 
 
 
 def _count_calibration(counts: npt.NDArray[np.float64], logits: torch.Tensor, ranks: Ints) -> None:
-    """Count, per head and probability bucket, the head's top-k tokens and how many of them were the true token.
+    """Count each head's top-k tokens, and those of them that were the true token, by probability bucket.
 
     Adds these counts to ``counts[0]`` and ``counts[1]``. A position counts for a head only if every earlier head
     ranked its own true token in its top-k.

@@ -66,7 +66,7 @@ def world_size() -> int:
 
 
 def process_group(*, on_cpu: bool) -> Processes:
-    """Return the processes that a launcher started, or a single process if there was no launcher."""
+    """Return the process group that a launcher started or, without a launcher, this process alone."""
     if world_size() == 1:
         return Processes()
     try:
@@ -194,7 +194,7 @@ ADAMW_BETAS = (0.9, 0.999)
 
 @dataclass
 class TrainingHistory:
-    """Loss per token and top-1 accuracy of each head, per step."""
+    """Loss per token, and top-1 accuracy of each head, at every step."""
 
     losses: list[float] = field(default_factory=list)
     hits: list[list[float]] = field(default_factory=list)

@@ -114,7 +114,7 @@ Floats = npt.NDArray[Any]
 
 @dataclass(frozen=True)
 class Overhead:
-    """Prefill time and host time per step, which a cost curve does not include."""
+    """Times that a cost curve does not include: prefill time by prompt length, and host time per step."""
 
     lengths: tuple[int, ...]
     """Measured prompt lengths, in tokens."""
@@ -137,7 +137,7 @@ class Overhead:
         return cls(lengths, tuple(fastest), host)
 
     def predict(self, result: ReplayResult, curve: CostCurve) -> SpeedPrediction:
-        """Predict tokens per second of a replayed method and plain decoding, averaged over answers as in ``bench``."""
+        """Predict tokens per second for a replayed method and plain decoding, averaged over answers as in ``bench``."""
         prompts = np.array([turn.prompt_tokens for turn in result.turns])
         # The first step of a turn is its prefill.
         prefills = self._prefills(prompts) - curve.seconds_of_passes(np.zeros(len(prompts)), prompts)
@@ -152,7 +152,7 @@ class Overhead:
         return SpeedPrediction(fmean(drafted), fmean(plain))
 
     def _prefills(self, prompts: Floats) -> Floats:
-        """Return prefill seconds by prompt length: interpolated, or extrapolated beyond the longest measured length."""
+        """Return the seconds of each prefill, interpolated or, beyond the longest measured prompt, extrapolated."""
         seconds: Floats = np.interp(prompts, self.lengths, self.prefill_seconds)
         if len(self.lengths) > 1:
             rise = self.prefill_seconds[-1] - self.prefill_seconds[-2]

@@ -146,7 +146,7 @@ class Stages:
                 self._folder.finish(name, run())
 
     def remaining(self) -> list[str]:
-        """Return the names of the stages to run; without local weights, these include all that depend on weights."""
+        """Return the names of the stages to run, including all that depend on weights if there are no local weights."""
         outdated = {*self._outdated(self._planned), *self._folder.outdated(self._conditions(self._planned_checkpoint))}
         return [name for name in self._stages if name in outdated or name not in self._folder.stages]
 
@@ -176,7 +176,7 @@ class Stages:
 
     @cached_property
     def _planned(self) -> SetupStores:
-        """Stores, as known without downloading weights: no model store if its folder depends on missing weights."""
+        """Stores that are known without downloading weights; excludes a model store whose folder depends on them."""
         return self._stores_of(self._planned_checkpoint)
 
     @cached_property

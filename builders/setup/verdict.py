@@ -68,7 +68,7 @@ def _on_answers(stages: Mapping[str, Mapping[str, Any]], missing: float | None) 
 
 
 def _answers_for(factor: float, half: Mapping[str, float], whole: Mapping[str, float]) -> int | None:
-    """Estimate how many more answers would raise tokens per step by ``factor``, if every doubling helps equally.
+    """Estimate how many more answers would multiply tokens per step by ``factor``, if every doubling helps equally.
 
     Returns None if the measured gain is not positive, or if the estimate would extrapolate too far.
     """
@@ -160,7 +160,7 @@ class Verdict:
 
     @property
     def next_command(self) -> str:
-        """Command to run next. It does not name the stores in hdtool's home, which are found anyway."""
+        """Command to run next. It does not name the stores in hdtool's home, which are found by default."""
         method: Sequence[str] = () if self.pays else ("--method", "ar")
         if self.pays and self.method != HD_METHOD:
             method = self._offered[self.method]["options"]

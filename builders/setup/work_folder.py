@@ -52,7 +52,7 @@ def opening_hash(conversation: Conversation) -> bytes:
 
 
 def choose_held_out(openings: Sequence[bytes], share: float) -> frozenset[bytes]:
-    """Choose conversations to hold out, about ``share`` of them, by hash; return their opening hashes.
+    """Choose about ``share`` of the conversations, by hash, to hold out; return the hashes of their first questions.
 
     Conversations with the same first question are held out together or not at all, because their answers resemble each
     other. The choice does not depend on the order of the logs.
@@ -136,7 +136,7 @@ class WorkFolder:
 
     @property
     def learned(self) -> list[LearnedPart]:
-        """Parts of the logs from which the stores are built; empty before the logs were read."""
+        """Parts of the logs from which the stores are built; empty until the logs are read."""
         return [LearnedPart(*part) for part in self.stages.get("read", {}).get("learned", ())]
 
     @property
@@ -205,7 +205,7 @@ class WorkFolder:
 
 
 def learned_name(log: int) -> str:
-    """Return the name of the file with the learned part of log ``log``."""
+    """Return the name of the file with the learned part of log number ``log``."""
     return f"learned-{log}.jsonl"
 
 
@@ -292,7 +292,7 @@ def _remove_half(folder: Path) -> None:
 
 @cache
 def _file_digest(path: Path, changed: int) -> str:
-    """Return the checksum of a file, cached per modification time ``changed`` because a corpus may be large."""
+    """Return a file's checksum, cached by path and modification time ``changed``, because a corpus may be large."""
     return file_checksum(path)
 
 
@@ -308,7 +308,7 @@ class SetupStores:
     """True if stores that another command built may be replaced."""
 
     def own_manifest(self, kind: str) -> Manifest | None:
-        """Return the store's manifest if it belongs to this set-up, even if more texts were added, else None."""
+        """Return the store's manifest if it belongs to this set-up, even if texts were added to it later, else None."""
         folder, inputs = self.folders[kind], self.inputs[kind]()
         if not inputs or not holds_manifest(folder) or not all(path.exists() for path in inputs):
             return None

@@ -83,7 +83,7 @@ def ray_session(address: str | None, workers: int | None = None) -> Iterator[Any
 
 @contextmanager
 def _stderr_to(file: IO[bytes]) -> Iterator[None]:
-    """Redirect file descriptor 2, to which Ray's compiled part writes once a second, to ``file``."""
+    """Redirect file descriptor 2, to which Ray's compiled code writes once a second, to ``file``."""
     saved = os.dup(STDERR_FD)
     os.dup2(file.fileno(), STDERR_FD)
     try:
@@ -94,7 +94,7 @@ def _stderr_to(file: IO[bytes]) -> Iterator[None]:
 
 
 def _connection_error(address: str | None, error: Exception, output: IO[bytes]) -> ClusterError:
-    """Return the error to raise when Ray cannot be used, worded from Ray's own messages."""
+    """Return the error to raise when Ray cannot be used, based on Ray's own messages."""
     cluster = f"the Ray cluster at {address}" if address else "Ray on this machine"
     output.seek(0)
     if INVALID_TOKEN_ERROR in output.read() + str(error).encode():
@@ -125,7 +125,7 @@ def _check_reachable(address: str) -> None:
 
 @contextmanager
 def ray_errors_reported(ray: Any) -> Iterator[None]:
-    """Re-raise hdtool's errors in tasks; raise a ``ClusterError`` for import errors in tasks and failures of Ray."""
+    """Re-raise hdtool's errors from tasks; raise a ``ClusterError`` for tasks' import errors and failures of Ray."""
     try:
         yield
     except ray.exceptions.RayTaskError as error:
@@ -189,7 +189,7 @@ class RayBuildEngine:
         self._sorters = min(workers or self._cpus, self._cpus)
 
     def prepare(self, reading: RecordReader) -> None:
-        """Check that all nodes have this process's package versions and see inputs of equal size; hash the inputs."""
+        """Check that all nodes have the package versions and see the input sizes of this process; hash the inputs."""
         paths = _absolute(reading)
         own_versions = _versions()
         for node, (versions, sizes) in on_each_node(self._ray, _versions_and_sizes, paths):
@@ -295,7 +295,7 @@ def _absolute(reading: RecordReader) -> list[str]:
 
 
 def _prefetched(items: Iterable[Item], count: int) -> Iterator[Item]:
-    """Yield the items in order, pulling ``count`` of them ahead of time."""
+    """Yield the items in order, taking ``count`` items from the iterable in advance."""
     started: deque[Item] = deque()
     for item in items:
         started.append(item)

@@ -117,7 +117,7 @@ def most_frequent(answers: CountedDocuments, length: int, top_k: int) -> Frequen
 
 
 def part_count(answers: CountedDocuments) -> int:
-    """Return the number of parts into which to split the prefixes so that each should fit the counting table."""
+    """Return the number of parts to split the prefixes into, so that each part probably fits the counting table."""
     return 1 << (len(answers.tokens) * 4 // (_slots(answers) * 3)).bit_length()
 
 

@@ -31,7 +31,7 @@ class Source:
 
 @dataclass(frozen=True)
 class Document:
-    """Tokenized text, with the index of its input in the list of sources."""
+    """Tokenized text, with the index of the source that it comes from."""
 
     ids: Sequence[int] | Tokens
     source: int = 0

@@ -78,7 +78,7 @@ def proofs_at_home() -> Path:
 
 
 def import_structure_at_home() -> Path:
-    """Return the folder that caches which names transformers' packages define."""
+    """Return the folder that caches the names that each package in transformers defines."""
     return home() / "imports"
 
 

@@ -107,7 +107,7 @@ _FINGERPRINT = re.compile("[0-9a-f]{16}")
 
 @dataclass(frozen=True)
 class TokenizerFingerprint:
-    """Identity of a tokenizer, equal for all tokenizers that encode texts as the same ids."""
+    """Identity of a tokenizer, equal for all tokenizers that encode texts to the same ids."""
 
     fingerprint: str
     vocab_size: int

@@ -121,7 +121,7 @@ class HeadsConfig(Settings):
 
     @property
     def resolved(self) -> HeadsConfig:
-        """These settings, overridden by the values that the kind fixes."""
+        """A copy of these settings in which those that ``kind`` determines have their fixed values."""
         parts = PARTS.get(self.kind, {})
         return replace(self, **{**parts, **({"head_layers": self.head_layers} if self.head_layers else {})})
 

@@ -108,7 +108,7 @@ FIXED_BUDGET = 32
 
 
 def source_letters(option: str, given: str, known: str) -> str:
-    """Return the source letters for an option's value, which holds letters, or names separated by commas.
+    """Return the source letters of an option's value, which is a string of letters or a comma-separated list of names.
 
     Raises OptionError if a source is unknown or named twice. The option ``sources`` also accepts plug-ins.
     """
@@ -144,7 +144,7 @@ class GrammarConfig(Settings):
             raise OptionError(f"{names} exclude each other: give one of them")
 
     def read(self) -> Grammar | None:
-        """Return the grammar, read from its file if needed; None for free text."""
+        """Return the grammar, read from its file if needed; None if answers are free text."""
         if self.regex is not None:
             return Grammar.regex(self.regex)
         for kind in (GrammarKind.JSON_SCHEMA, GrammarKind.GRAMMAR):
@@ -233,7 +233,7 @@ class DecodeConfig(Settings):
 
     @property
     def identifies_tokenizer(self) -> bool:
-        """True if the tokenizer must be identified, to compare it with others, even if no store is opened."""
+        """True if a history on disk or a draft model requires the tokenizer to be identified, even without stores."""
         return self.keeps_history or self.drafter is not None
 
     @property
@@ -273,7 +273,8 @@ class RecordingConfig(Settings):
 
 @dataclass(frozen=True)
 class StoresConfig(Settings):
-    """Stores to draft from. Each is a folder or name, ``none``, or None for the matching store in hdtool's home."""
+    """Stores to draft from. Each is a folder or name, ``none``, or None to use the matching store in hdtool's
+    home folder."""
 
     model_db: str | None = setting(
         None, "Folder or name of a model store, or none. Default: that of this model in hdtool's home."

@@ -170,7 +170,7 @@ class ShapeConfig(Settings):
 
 @dataclass(frozen=True)
 class CostConfig:
-    """Context lengths at which forward passes are timed, and device speeds from which to estimate the times instead."""
+    """Context lengths for the times of forward passes, which are measured or estimated from the device's speed."""
 
     contexts: tuple[int, ...] | None = None
     """Context lengths in tokens; None means the powers of two that fit the model."""

@@ -35,7 +35,7 @@ def setting(
 
 
 def option_of(config_field: Field[Any]) -> str:
-    """Return the name of a setting's command-line option, with underscores."""
+    """Return the name of a setting's command-line option, with underscores instead of hyphens."""
     return config_field.metadata.get("option") or config_field.name
 
 

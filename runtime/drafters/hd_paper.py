@@ -1,4 +1,4 @@
-"""Hierarchy Drafting as published (Cho et al., 2025): draft a fixed number of sequences, local stores first."""
+"""Hierarchy Drafting as published (Cho et al., 2025): query databases in order for a fixed number of sequences."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ INITIAL_KEYS = 1 << 10
 
 
 class SequenceTable:
-    """Stores up to ``per_key`` sequences that followed each token; a further sequence replaces the least recent one.
+    """Stores up to ``per_key`` sequences that followed each token; a new sequence replaces the least recent one.
 
     A sequence that occurs again is stored only once and becomes the most recent one.
     """

@@ -1,4 +1,4 @@
-"""Create drafters by the name of their method; a line in ``DRAFTER_FACTORIES`` makes a method known to all commands."""
+"""Create drafters by method name; an entry in ``DRAFTER_FACTORIES`` makes a method known to all commands."""
 
 from __future__ import annotations
 

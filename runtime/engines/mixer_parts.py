@@ -183,7 +183,7 @@ def _delta_rule_separate(module: Any) -> MixerParts[Any]:
 
 
 def _delta_rule_by_heads(module: Any) -> MixerParts[Any]:
-    """Return the parts of a delta rule with two projections.
+    """Return the parts of a delta rule whose inputs come from two projections.
 
     The first projection gives queries, keys, values and gates, and the second gives write strengths and time steps.
     """

@@ -230,7 +230,7 @@ def _is_described(model: Module, decoder: Any, family: Family) -> bool:
 
 
 def _layers_of(modules: ModuleList, kind: Kind[Matmul]) -> list[LayerParts[Matmul]]:
-    """Return the parts of each layer; an empty list if a layer is unsupported or differs from the others in shape."""
+    """Return the parts of each layer, or an empty list if any is unsupported or differs from the others in shape."""
     parts = [_layer_parts(layer, index, kind) for index, layer in enumerate(modules)]
     recognized = [part for part in parts if part is not None]
     family = _family_of(modules[0], kind)
@@ -426,7 +426,7 @@ def _mlp_parts(mlp: Module, family: Family) -> tuple[tuple[Any, ...], tuple[Any,
 
 
 def _activation_of(module: Module) -> str:
-    """Return an activation's name; empty if unknown or written in Python, which rounds after each operation."""
+    """Return an activation's name; empty if it is unknown or its Python code rounds after each operation."""
     function = getattr(getattr(module, "act", None), "__name__", "")
     return "" if "python" in function else ACTIVATIONS.get(type(module).__name__, "")
 

@@ -1,4 +1,4 @@
-"""Integrations of hdtool: in `generate` of transformers, in vLLM and SGLang, and in hdtool's own server.
+"""Integrations of hdtool into transformers' `generate`, vLLM and SGLang, and hdtool's own server.
 
 Any module of `runtime` may be imported here.
 """

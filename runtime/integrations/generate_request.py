@@ -36,7 +36,7 @@ class Rollouts:
     """Earlier answers by prompt; the answers to the least recently used prompts are dropped first."""
 
     def __init__(self, max_tokens: int) -> None:
-        """Keep at most ``max_tokens`` answer tokens (0 keeps none); prompts are only stored as hashes."""
+        """Keep at most ``max_tokens`` answer tokens (0 keeps none); prompts are stored only as hashes."""
         if max_tokens < 0:
             raise OptionError(f"rollouts is {max_tokens}, but it is a number of tokens to keep: give 0 or more")
         self._max_tokens = max_tokens
@@ -253,7 +253,7 @@ def _row_of(positions: torch.Tensor | None, row: int, rows: int) -> torch.Tensor
 
 
 def _padding_of(mask: torch.Tensor | None, length: int) -> int:
-    """Return how many tokens the mask of a row hides on the left; raise UnsupportedCallError if it hides others."""
+    """Return how many tokens the mask of a row hides on the left; raise UnsupportedCallError if it hides any others."""
     if mask is None:
         return 0
     seen: list[bool] = mask.bool().tolist()

@@ -18,7 +18,7 @@ DEFAULT_RUNNING, DEFAULT_NODES = 48, 12
 
 
 class HierarchyAlgorithm(CustomSpecAlgo):  # type: ignore[misc]  # SGLang is not installed for type checks
-    """A speculative algorithm with the same masks, relays between batches and cache sizes as SGLang's NGRAM."""
+    """A speculative algorithm that SGLang treats like its own NGRAM, for example in its masks and cache sizes."""
 
     def is_ngram(self) -> bool:
         return True
@@ -57,7 +57,7 @@ class HierarchyAlgorithm(CustomSpecAlgo):  # type: ignore[misc]  # SGLang is not
 
 
 def register_in(name: str) -> None:
-    """Register the algorithm under this name in SGLang's registry."""
+    """Register the algorithm as ``name`` in SGLang's registry."""
 
     @SpeculativeAlgorithm.register(
         name, supports_overlap=True, validate_server_args=check, spec_class=HierarchyAlgorithm

@@ -69,10 +69,10 @@ NO_CORPORA = (
 
 
 class HierarchyCorpus:
-    """Replaces SGLang's n-gram corpus by one drafter per request; all drafters share the stores and the history."""
+    """Replaces SGLang's n-gram corpus with one drafter per request; all drafters share the stores and the history."""
 
     def __init__(self, make: Callable[[], Drafter], nodes: int, vocabulary: int) -> None:
-        """``make`` creates a drafter; trees have ``nodes`` nodes including the root; ids are below ``vocabulary``."""
+        """``make`` creates a drafter; trees have ``nodes`` nodes, root included; token ids are below ``vocabulary``."""
         self._make, self._nodes, self._vocabulary = make, nodes, vocabulary
         self._requests: dict[str, _Request] = {}
         self._free = [make()]  # compiles the drafter now, so that no request waits for it
@@ -81,7 +81,7 @@ class HierarchyCorpus:
         return request in self._requests
 
     def begin(self, request: str, context: Sequence[int]) -> None:
-        """Start a request with its whole context; without this call, ``batch_get`` starts it with its last tokens."""
+        """Start a request with its whole context; if not called, ``batch_get`` starts it with the last tokens only."""
         self._begin(request, context, len(context))
 
     def batch_get(

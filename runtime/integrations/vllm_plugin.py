@@ -52,7 +52,7 @@ def is_ours(vllm_config: Any) -> bool:
 
 
 def patch_config_check(config_class: Any) -> None:
-    """Make the check of vLLM's configuration accept hdtool's drafter in V2."""
+    """Make vLLM's configuration check accept hdtool's drafter in V2."""
     unsupported: Callable[[Any], list[str]] = getattr(config_class, CHECK_FUNCTION)
 
     def without_ours(vllm_config: Any) -> list[str]:

@@ -60,7 +60,7 @@ class CompactWeight(torch.Tensor):
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
-        """Set the value; an ordinary tensor, as assigned by conversions and merges, makes this a plain parameter."""
+        """Set the value; assigning an ordinary tensor, as conversions and merges do, makes this a plain parameter."""
         if is_compact(value):
             self.stored, self.expansions = value.stored, value.expansions
         else:
@@ -174,7 +174,7 @@ def _rows(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tor
 
 
 def _viewed(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Apply a view to the stored form. Packed blocks support few views; for other views the weight is expanded."""
+    """Apply a view operation to the stored form. Packed blocks support few views; for others, expand the weight."""
     stored = args[0].stored
     if isinstance(stored, PackedMatrix):
         viewed = stored.viewed(operation, args[1:])

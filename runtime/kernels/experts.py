@@ -98,7 +98,7 @@ def _to_routing_weights(scores: Array, is_sigmoid: bool) -> None:
 
 @compiled
 def _hide_groups(choices: Array, groups: int, used: int) -> None:
-    """Set choices outside the ``used`` best groups to -inf; groups are ranked by the sum of their two best experts."""
+    """Set scores outside the ``used`` best groups to -inf; groups are ranked by the sum of their two best scores."""
     size = len(choices) // groups
     best = np.empty(groups, np.float32)
     for group in range(groups):
@@ -201,7 +201,7 @@ def mix_experts(
 
 @compiled
 def _expand(thread_pool: int, threads: int, experts: Array, expert: int, inputs: int, rows: int, gate: int) -> None:
-    """Write ``act(gate) * up`` of one expert to ``gate``, which needs memory for both projections of all rows."""
+    """Write ``act(gate) * up`` of one expert to ``gate``, which must have room for both projections of all rows."""
     width, inner = experts[WIDTH], experts[INNER]
     matrix, up_matrix = experts[GATE] + expert * experts[GATE_SIZE], experts[UP] + expert * experts[UP_SIZE]
     bias = experts[EXPAND_BIAS] + 2 * expert * inner * ITEM_SIZE if experts[EXPAND_BIAS] else 0
@@ -229,7 +229,7 @@ def matrices_of(weight: Any) -> Any:
 
 
 class ExpertMatrices(NamedTuple):
-    """Addresses and stride of the matrices of all experts, for compiled code."""
+    """Location of all experts' matrices in memory, and the matmul that reads them."""
 
     matmul: int
     """Address of the compiled matmul."""
@@ -240,7 +240,7 @@ class ExpertMatrices(NamedTuple):
 
 
 def expert_matrices(weight: Any, panels: Mapping[int, Any]) -> list[ExpertMatrices]:
-    """Return the matrices stored in a parameter, as a list of one item, or two if gate and up are packed separately.
+    """Return where a parameter's matrices lie: one item, or two if gate and up are packed separately.
 
     ``panels`` maps addresses of packed parts to repacked copies, whose addresses are returned instead.
     """
@@ -256,7 +256,7 @@ def expert_matrices(weight: Any, panels: Mapping[int, Any]) -> list[ExpertMatric
 
 
 def experts_record(module: Any, panels: Mapping[int, Any] = MappingProxyType({})) -> Array:
-    """Return the record that describes a layer's experts to compiled code; for ``panels`` see ``expert_matrices``."""
+    """Return the record that describes a layer's experts to compiled code; for ``panels``, see ``expert_matrices``."""
     record = np.zeros(EXPERT_FIELDS, np.int64)
     (gate, *separate_up), (down,) = (expert_matrices(getattr(module, name), panels) for name in WEIGHTS)
     record[: INNER + 1] = matrices_of(module.down_proj).shape
@@ -374,7 +374,7 @@ def _is_plain(weight: Any, dtypes: Container[torch.dtype]) -> bool:
 
 
 def arrange_experts(model: Module) -> None:
-    """Lay out transposed expert matrices in memory in the order in which the matmul reads them.
+    """Rearrange transposed expert matrices in memory to the order in which the matmul reads them.
 
     Shapes and values are unchanged; strides change.
     """
@@ -404,7 +404,7 @@ def compile_experts(model: Module) -> None:
 
 @torch.inference_mode()
 def _has_same_outputs(experts: Any) -> bool:
-    """Return True if the compiled code gives the same outputs as transformers' module for the first experts."""
+    """Return True if, for the first experts, the compiled code gives the same outputs as transformers' module."""
     counters = [weight.expansions for weight in experts.parameters() if is_compact(weight)]
     counts_before = [counter.count for counter in counters]
     try:

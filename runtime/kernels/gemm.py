@@ -385,7 +385,7 @@ def _multiply_interleaved(
     output_stride: int,
     interleaved: npt.NDArray[np.float32],
 ) -> None:
-    """Multiply the matrix by groups of interleaved input rows: up to ``MAX_TILE_ROWS``, fewer if rows are long.
+    """Multiply the matrix by groups of up to ``MAX_TILE_ROWS`` interleaved input rows, or fewer if rows are long.
 
     ``interleaved`` is scratch memory for all input rows; see ``interleave``.
     """

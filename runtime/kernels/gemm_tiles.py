@@ -236,7 +236,7 @@ def _sums(
     prefetches: bool = False,
     prefetched: Sequence[Any] = (),
 ) -> list[Any]:
-    """Generate the sums of products over ``columns`` columns, starting from ``first`` and ordered by matrix row.
+    """Generate code that adds the products over ``columns`` columns to the sums ``first``, ordered by matrix row.
 
     ``prefetches`` also prefetches later matrix rows; ``prefetched`` are addresses at which to prefetch one byte per
     column.

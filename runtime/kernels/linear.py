@@ -114,7 +114,7 @@ def has_compiled_layers(model: Module) -> bool:
 
 
 def share_weights(stock: Module, compiled: Module) -> None:
-    """Make the stock model, which keeps torch's matmuls, use the compiled model's weights, to save memory.
+    """Make the stock model share the compiled model's weights, to save memory; it still uses torch's matmuls.
 
     Compact weights aren't shared, so that the stock model computes exactly as in plain transformers.
     """

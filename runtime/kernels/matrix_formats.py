@@ -244,7 +244,7 @@ class Blocks:
         return self._by_table(block, 1, self.code.splat(scale))
 
     def _by_table(self, block: Any, first: int, scale: Any) -> Expand:
-        """Expand 4-bit indices into the format's lookup table, in the order of ``_by_level``."""
+        """Look up 4-bit indices, stored in the order of ``_by_level``, in the format's table."""
         table = VALUE_TABLES[self._format.name]
         if LANES == 16:
             return self._by_level(block, first, [float(number) for number in table], scale, None)
@@ -314,7 +314,7 @@ class Blocks:
         return expand
 
     def _scales_of_parts(self, block: Any) -> Any:
-        """Return a block's 16 scales, stored in 8 bits each, times the block's scale."""
+        """Return the scales of a block's 16 parts, stored in 8 bits each, multiplied by the block's scale."""
         octets = self.code.load(self.code.gep(block, 192), ir.VectorType(OCTET, 16))
         whole = self.builder.sext(octets, ir.VectorType(WORD, 16))
         return self.builder.fmul(self._half(block, 208, 16), self.builder.sitofp(whole, ir.VectorType(FLOAT, 16)))
@@ -351,15 +351,15 @@ class Blocks:
         return weights if added is None else self.builder.fadd(weights, added)
 
     def _permuted(self, table: Any, indices: Any) -> Any:
-        """Look up each index in a table of 16 numbers; only its lowest four bits are used."""
+        """Look up each index in a table of 16 numbers; only the lowest four bits of an index are used."""
         return self.code.call(PERMUTATION, self.code.vector, table, indices)
 
     def _number(self, address: Any, align: int = 1) -> Any:
-        """Return the float32 at an address in all lanes."""
+        """Broadcast the float32 at an address to all lanes."""
         return self.code.splat(self.code.load(address, FLOAT, align))
 
     def _half(self, block: Any, offset: int, lanes: int = LANES) -> Any:
-        """Return the float16 at an offset of a block in all lanes, as float32."""
+        """Broadcast the float16 at an offset in a block to all lanes, as float32."""
         number = self.code.splat(self.code.load(self.code.gep(block, offset), HALF), lanes)
         return self.builder.fpext(number, ir.VectorType(FLOAT, lanes))
 

@@ -309,7 +309,7 @@ def packed_int4(octets: torch.Tensor, scales: torch.Tensor, minima: torch.Tensor
 
 
 def _packed(format: BlockFormat, octets: torch.Tensor, headers: list[torch.Tensor], group: int) -> PackedMatrix | None:
-    """Assemble blocks from their groups' ``headers`` (scale, minimum) and levels; return None if shapes don't fit."""
+    """Assemble blocks from levels and each group's ``headers`` (scale, minimum); return None if shapes don't fit."""
     header = SCALE_SIZE * len(headers)
     out_features, size = len(octets), format.bytes - header
     columns = octets.shape[1] // size * format.block_size

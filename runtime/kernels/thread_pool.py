@@ -114,7 +114,7 @@ def run_parallel(
     units: int,
     multiple: int,
 ) -> None:
-    """Run all units of a job on the threads of the open pool at ``control``; with 0, on the calling thread only.
+    """Run a job on the threads of the open pool at ``control``, or on the calling thread only if ``control`` is 0.
 
     The function at address ``function`` is called with the seven arguments and a range of units, which starts at a
     multiple of ``multiple``. Returns once all units are done.

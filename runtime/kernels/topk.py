@@ -107,7 +107,7 @@ def _key(bits: Any, magnitude: Any) -> Any:
 
 @compiled
 def _first_between(bits: Array, low: int, high: int, outside: bool) -> int:
-    """Return the first index whose key lies in ``[low, high]`` (outside it if ``outside``), or 0 if there is none."""
+    """Return the first index whose key lies in ``[low, high]`` or, if ``outside`` is True, outside it; else 0."""
     for index in range(len(bits)):
         if (low <= _key(bits[index], np.iinfo(bits.dtype).max) <= high) != outside:
             return index
@@ -131,7 +131,7 @@ NOT_FOLDED = np.empty((0, 0), np.float32)
 
 
 def argmax(logits: torch.Tensor) -> npt.NDArray[np.int64]:
-    """Return the argmax of each row, the first of equals; NaN counts as the maximum."""
+    """Return the argmax of each row, the first in case of ties; NaN counts as the maximum."""
     if logits.device.type != "cpu":
         tokens: Any = logits.argmax(dim=-1).cpu().numpy()
     else:
@@ -202,7 +202,7 @@ def topk(logits: Rankable, k: int) -> tuple[Array, Array]:
 
 @compiled
 def write_topk(logits: Array, tokens: Array, scores: Array, folded: Array) -> None:
-    """Write the top-k tokens of each row and their scores, found by a tree of maxima.
+    """Write the top-k tokens of each row and their scores, using a tree of maxima.
 
     The k-th highest maximum of the last level is a lower bound for the top k, so branches with lower maxima are
     skipped. ``folded`` holds each row's first-level maxima, or is empty to compute them here.

@@ -135,7 +135,7 @@ class VectorCode:
         return ir.Constant(ir.VectorType(kind, len(numbers)), numbers)
 
     def every(self, number: int) -> Any:
-        """Return a constant integer in all lanes."""
+        """Return a vector with a constant integer in all lanes."""
         return self.integers([number] * LANES)
 
     def multiply_add(self, weights: Any, factor: Any, added: Any) -> Any:
@@ -185,7 +185,7 @@ class VectorCode:
     def loop(
         self, count: Any, carried: Sequence[Any], body: Callable[[Any, list[Any]], Sequence[Any]], step: int = LANES
     ) -> list[Any]:
-        """Generate a loop over the indices below ``count``, ``step`` apart, and return the final values.
+        """Generate a loop over the indices below ``count``, ``step`` apart; return the final values of ``carried``.
 
         ``body`` generates the next values from an index and the current values, which start as ``carried``.
         """
@@ -227,10 +227,10 @@ ONE_BITS = 127 << 23
 
 
 class FloatCode(VectorCode):
-    """Emits instructions on float32 numbers in memory, which are addressed by integers."""
+    """Emits instructions on float32 numbers at integer memory addresses."""
 
     def number(self, value: float) -> Any:
-        """Return a constant in all lanes."""
+        """Return a vector with a constant in all lanes."""
         return ir.Constant(VECTOR, [value] * LANES)
 
     def at(self, address: Any, index: Any) -> Any:
@@ -412,7 +412,7 @@ def add_in_place(builder: Any, sums: Any, numbers: Any, size: Any, factor: Any) 
 
 
 def _changed(change: Callable[[FloatCode, Any, Any], Any]) -> Any:
-    """Return an intrinsic that applies ``change`` to each number in place, with a common factor."""
+    """Return an intrinsic that changes numbers in place with ``change``, which takes a number and a common factor."""
 
     @generated(*[types.int64] * 2, types.float32)
     def change_in_place(builder: Any, numbers: Any, size: Any, factor: Any) -> None:
@@ -455,7 +455,7 @@ def bound_in_place(numbers: int, size: int, divisor: Any, cap: Any) -> None:
 
 @generated(*[types.int64] * 5)
 def rotate_head(builder: Any, read: Any, cos: Any, sin: Any, width: Any, written: Any) -> None:
-    """Apply rotary embedding to a head: ``read * cos + (second half, first half) * sin``."""
+    """Apply rotary embedding to a head: ``read * cos + swapped * sin``, with the halves of ``read`` swapped."""
     code = FloatCode(builder)
     half = builder.lshr(width, ir.Constant(width.type, 1))
     pair = ir.VectorType(FLOAT, ROTARY_LANES)

@@ -108,7 +108,7 @@ class CapturedPasses:
 
     @torch.inference_mode()
     def enable(self, target: Target, capture: Capture) -> None:
-        """Use captured steps from now on if they can be captured and their logits match those of uncaptured steps."""
+        """From now on, use captured steps if capturing succeeds and their logits match those of uncaptured steps."""
         if reason := not_on_one_device_reason(target.model) or target.stock.row_by_row.reason:
             self.disable()
             return _note(reason)

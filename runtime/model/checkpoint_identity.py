@@ -1,4 +1,4 @@
-"""Identifies the checkpoint that a configuration names, without loading it, or that a loaded model came from."""
+"""Identifies the checkpoint that a configuration names (without loading it) or that a loaded model came from."""
 
 from __future__ import annotations
 

@@ -196,7 +196,7 @@ def has_compact_weights(model: Module) -> bool:
 
 
 def compact_parameters(model: Module) -> list[tuple[CompactWeight, list[ParameterRef]]]:
-    """Return ``(weight, refs)`` for each compact weight; ``refs`` are all modules and names that refer to it."""
+    """Return ``(weight, refs)`` for each compact weight; ``refs`` are the pairs ``(module, name)`` that refer to it."""
     return [(weight, refs) for refs, weight in weight_parameters(model) if is_compact(weight)]
 
 
@@ -206,7 +206,7 @@ def is_of_linear_layers(refs: list[ParameterRef]) -> bool:
 
 
 def weight_parameters(model: Module) -> list[tuple[list[ParameterRef], torch.Tensor]]:
-    """Return ``(refs, weight)`` for each weight; ``refs`` are all modules and names that refer to it."""
+    """Return ``(refs, weight)`` for each weight; ``refs`` are the pairs ``(module, name)`` that refer to it."""
     entries = [(refs, refs[0][0]._parameters[refs[0][1]]) for refs in _parameters_by_weight(model).values()]
     return [(refs, weight) for refs, weight in entries if weight is not None]
 
@@ -221,7 +221,7 @@ def replace_parameter(refs: list[ParameterRef], weight: torch.Tensor, *, require
 
 
 def _parameters_by_weight(model: Module) -> dict[int, list[ParameterRef]]:
-    """Return the references to each parameter by its id; a tied parameter has several."""
+    """Return all references to each parameter, keyed by the parameter's id; a tied parameter has several."""
     refs: dict[int, list[ParameterRef]] = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():
@@ -282,7 +282,7 @@ def _has_same_bits(narrow: Stored) -> bool:
 
 
 def _stored_dtype(folder: Path) -> torch.dtype | None:
-    """Return the 16-bit dtype that all tensors of a checkpoint have, or None if there is none."""
+    """Return the 16-bit dtype of all tensors of a checkpoint, or None if their dtypes differ or aren't 16-bit."""
     files = weight_files(folder) or []
     if not files or any(file.suffix != ".safetensors" for file in files):
         return None

@@ -105,7 +105,7 @@ def deviation(actual: torch.Tensor, expected: torch.Tensor, rounding: float | No
 
 
 def tolerance_of(dtype: torch.dtype, *, strict: bool = False) -> float:
-    """Return the maximum distance of logits, keys or values that rounding to a dtype explains."""
+    """Return the maximum distance between logits, keys or values that rounding to a dtype can explain."""
     if is_low_precision(dtype):
         return LOW_PRECISION_TOLERANCE
     return STRICT_TOLERANCE if strict else HIGH_PRECISION_TOLERANCE
@@ -231,7 +231,7 @@ class HiddenStates:
 
 
 class Recorder:
-    """A forward hook that records a module's output. In copies of the model and after unpickling it does nothing."""
+    """A forward hook that records a module's output. In copies of the model and after unpickling, it does nothing."""
 
     only_watches = True
 
@@ -253,7 +253,7 @@ def only_watches(hook: object) -> bool:
 
 
 def hidden_in(returned: object) -> torch.Tensor | None:
-    """Return the hidden states ``[batch, tokens, width]`` in a module's output, or None."""
+    """Return the hidden states ``[batch, tokens, width]`` in a module's output, or None if there are none."""
     hidden = getattr(returned, "last_hidden_state", None)
     return hidden if isinstance(hidden, torch.Tensor) and hidden.dim() == 3 else None
 

@@ -48,7 +48,7 @@ def hub_errors_worded(name: str, revision: str | None = None, file: str | None =
 
 
 def hub_advice(error: BaseException, name: str, revision: str | None = None, file: str | None = None) -> str:
-    """Return a text that explains an error of ``huggingface_hub`` and says what to do, without the model's name."""
+    """Return a message, without the model's name, that explains an error of ``huggingface_hub`` and says what to do."""
     from huggingface_hub import errors
 
     causes = list(_causes(error))
@@ -191,7 +191,7 @@ def _with_configuration(name: str, revision: str | None) -> Path:
 
 
 def _download_weights(name: str, folder: Path) -> None:
-    """Download the weights of a snapshot folder's commit into the folder."""
+    """Download the weights of a snapshot's commit into the snapshot's folder."""
     from huggingface_hub import snapshot_download
 
     commit = folder.name

@@ -210,7 +210,7 @@ def _quantized(config: ModelConfig, settings: Any, scheme: str) -> Path:
 
 
 def _kept_proof(config: ModelConfig, settings: Any, packed: Packed | None) -> KeptProof | None:
-    """Return the record that keeps a model's proof between starts, or None if it must be proved at each start."""
+    """Return the record that keeps a model's proof between starts, or None if each start must prove the model again."""
     in_blocks = config.quantization in BLOCKS
     by_library = library_of(settings) or (config.quantization and not in_blocks)
     fixed = config.dtype != "auto" or by_library or config.trust_remote_code
@@ -443,7 +443,7 @@ def _set_generation(model: Any, config: ModelConfig) -> None:
 
 
 def _complete_model(loader: Any, place: Path, name: str, **options: Any) -> Any:
-    """Load a model; raise if the checkpoint lacks weights, which transformers would initialize at random."""
+    """Load a model; raise a ``ModelError`` if the checkpoint lacks weights, which would be initialized at random."""
     try:
         loaded = loader.from_pretrained(place, output_loading_info=True, **options)
     except ValueError as error:
@@ -479,7 +479,7 @@ def _listed(available: dict[str, int]) -> str:
 
 
 def pick_dtype(wanted: str, device: torch.device) -> torch.dtype | str:
-    """Return the dtype to compute in. For "auto", that is float32 on a CPU, and elsewhere the checkpoint's dtype."""
+    """Return the dtype to compute in. For "auto", use float32 on a CPU and the checkpoint's dtype elsewhere."""
     if wanted == "auto":
         return torch.float32 if device.type == "cpu" else "auto"
     dtype = getattr(torch, wanted)
@@ -500,7 +500,7 @@ def _attempt(name: str, part: str, action: Callable[[], T]) -> T:
 
 
 def _reason(error: Exception, name: str) -> str:
-    """Return the first sentence of a library's error or, if a model isn't found, the usual cause, with advice."""
+    """Return the first sentence of a library's error, or the usual cause if a model isn't found; often with advice."""
     text = " ".join(str(error).split())
     if "huggingface.co" in text and not Path(name).exists():
         return "there is no such folder here, and the hub has no such model or cannot be reached: check the name"

@@ -206,9 +206,9 @@ def hide_non_ancestors(
     length: int,
     mask_value: float,
 ) -> None:
-    """Write a tree's mask at column ``length``, after unmasking the square of the previous tree.
+    """Write a tree's mask at column ``length``, after unmasking the columns of the previous tree.
 
-    The previous tree has ``shown`` rows, and its square begins at column ``start``.
+    The previous tree has ``shown`` rows and as many columns, from column ``start`` on.
     """
     values[:shown, start : start + shown] = 0.0
     rows = len(parents) + 1
@@ -272,7 +272,7 @@ class StepInput:
         self._device = torch.zeros(size, dtype=torch.int64, device=device)
 
     def fill(self, slot: int, tree: DraftTree, rows: int, length: int) -> None:
-        """Write a slot's tree, which follows a context of ``length`` tokens, and no move."""
+        """Write the tree that follows a slot's context of ``length`` tokens; reset the slot's move."""
         _fill(self._words_of(slot, rows), tree.root, tree.tokens, tree.parents, rows, length)
 
     def move(self, slot: int, rows: int, start: int, path: Sequence[int]) -> None:

@@ -29,7 +29,7 @@ def use_planless_attention(device: torch.device) -> None:
 
 
 def device_of(model: PreTrainedModel) -> torch.device:
-    """Return the device of the model's input; for offloaded weights, the execution device set by accelerate's hook."""
+    """Return the device that the model's input must be on; if weights are offloaded, accelerate's hook names it."""
     hook = getattr(model.get_input_embeddings(), "_hf_hook", None)
     execution = getattr(hook, "execution_device", None)
     return model.device if execution is None else torch.device(execution)
@@ -57,7 +57,7 @@ HIGHER_PRECISION = {torch.float16: torch.float32, torch.bfloat16: torch.float32,
 
 @contextmanager
 def more_precise(model: PreTrainedModel, device: torch.device) -> Iterator[None]:
-    """Convert all weights to the next higher precision on ``device`` in this block; then restore the original tensors.
+    """In this block, hold all weights on ``device`` in the next higher precision; restore the originals afterwards.
 
     Raise a ``ModelError`` if no higher precision exists.
     """

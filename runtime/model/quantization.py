@@ -39,7 +39,7 @@ MODULES = {"torchao": "torchao", "bitsandbytes": "bitsandbytes", "compressed-ten
 
 
 def library_of(settings: Any) -> str:
-    """Return the library that quantized a checkpoint, from its configuration; an empty string if it isn't quantized."""
+    """Return the library that quantized a checkpoint, named in its configuration; empty if it isn't quantized."""
     for part in (settings, settings.get_text_config(decoder=True)):
         config_: Any = getattr(part, "quantization_config", None)
         if config_ is not None:
@@ -89,7 +89,7 @@ LLM.int8(), and far less than the effect of a shared scale.
 
 
 def parts_of(weight: torch.Tensor) -> list[torch.Tensor]:
-    """Return the tensors of a weight: the weight itself, or the parts of a library's tensor subclass."""
+    """Return the tensors that make up a weight: its parts if it is a library's tensor subclass, else the weight."""
     if type(weight).__module__.startswith("torch.") or not hasattr(weight, "__tensor_flatten__"):
         return [weight]
     names, _ = weight.__tensor_flatten__()
@@ -135,7 +135,7 @@ def _dependence(layer: Any, dtype: torch.dtype, device: torch.device) -> float:
 
 @torch.inference_mode()
 def measure_rounding(model: PreTrainedModel, paths: torch.Tensor, at_once: torch.Tensor) -> float:
-    """Return the rounding error of a model's logits in standard deviations; print a note if it is large.
+    """Return the rounding error of a model's logits, in standard deviations of the logits; print a note if it is large.
 
     ``at_once`` are the logits of ``paths``, each read in one pass. Reading the paths token by token changes these
     logits only by rounding, but by more than the dtype suggests if layers quantize their input.
@@ -178,7 +178,7 @@ class RowByRow:
 
     @contextmanager
     def on(self) -> Iterator[None]:
-        """Make layers compute row by row in this block; outside it, as for prompts, they compute as in ``generate``."""
+        """In this block, make layers compute each row as if it were alone; elsewhere, leave them as in ``generate``."""
         self._is_active = True
         try:
             yield

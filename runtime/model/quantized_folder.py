@@ -41,7 +41,7 @@ Sources = tuple[Signature, ...]
 
 
 class KeptFile(NamedTuple):
-    """Content hash and status of a file in the folder; if the status has changed, the content is hashed again."""
+    """SHA-256 and ``stat`` fields of a quantized model's file; if the fields have changed, the file is hashed again."""
 
     sha256: str
     bytes: int
@@ -145,7 +145,7 @@ SPARE_BYTES = 1 << 26
 
 
 def quantized_folder(name: str, scheme: str, files: Sequence[Path], load: Callable[[], Any]) -> Path:
-    """Return the folder with a checkpoint's weights quantized to blocks; quantize the checkpoint first if needed.
+    """Return the folder that holds a checkpoint's weights in quantized blocks; quantize the checkpoint first if needed.
 
     ``files`` are all files that the weights depend on; ``load`` loads the model.
     """
@@ -179,7 +179,7 @@ def _remember(manifest: QuantizedManifest, folder: Path) -> None:
 
 
 def read_quantized(folder: Path) -> dict[str, torch.Tensor]:
-    """Return a model's weights by name; weights in blocks are memory-mapped."""
+    """Return a model's weights by name; those quantized to blocks stay memory-mapped."""
     manifest = QuantizedManifest.read(folder)
     try:
         assert manifest
@@ -296,7 +296,7 @@ def _save(tensors: dict[str, torch.Tensor], file: Path) -> None:
 
 
 def _remove_superseded(folder: Path, scheme: str, sources: Sources) -> None:
-    """Delete models quantized from the checkpoint's earlier contents, unless other files still have that content."""
+    """Delete models quantized from earlier content of the checkpoint's files, unless other files still have it."""
     paths = [source.path for source in sources]
     for other_folder, manifest in quantized_manifests():
         held = any(all(file.holds for file in seen) for seen in manifest.seen)

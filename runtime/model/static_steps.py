@@ -1,4 +1,4 @@
-"""Captures steps with fixed shapes once (as CUDA graphs) and replays them.
+"""Captures steps with fixed shapes as CUDA graphs, once per shape, and replays them.
 
 A step moves the cache positions of accepted paths, verifies a tree in each of the first slots and computes the argmax
 at each node. There is one captured step for each number of slots and each tree size and, if passes read a fixed number
@@ -117,7 +117,7 @@ class DeviceClock:
             self._times[which] = time.perf_counter()
 
     def seconds(self) -> float:
-        """Wait until the device has reached ``stop``; return the seconds since ``start``."""
+        """Wait until the device has reached ``stop``; return the seconds from ``start`` to ``stop``."""
         if not self._events:
             return self._times[1] - self._times[0]
         self._events[1].synchronize()
@@ -154,7 +154,7 @@ CaptureMaker = Callable[[torch.device], Capture | None]
 
 
 def by_device(device: torch.device) -> Capture | None:
-    """Return ``CudaGraphs`` on CUDA devices, otherwise None: elsewhere steps without padding are faster."""
+    """Return ``CudaGraphs`` for CUDA devices, and None for others, where steps without padding are faster."""
     return CudaGraphs(device) if device.type == "cuda" else None
 
 
@@ -196,7 +196,7 @@ class StaticSteps:
     """Captures and replays the steps of one model."""
 
     def __init__(self, used: StepPass, capture: Capture, device: torch.device, reserved: int = 0) -> None:
-        """Capture ``used``; unless it reads a fixed extent, caches allocate ``reserved`` positions from the start."""
+        """Prepare to capture ``used``; unless it reads a fixed extent, new caches allocate ``reserved`` positions."""
         self._pass, self._capture, self._device, self._reserved = used, capture, device, reserved
         self._clock = DeviceClock(device)
         self._steps: WeakKeyDictionary[KVTensors, dict[tuple[int, int, int], _Step]] = WeakKeyDictionary()

@@ -1,4 +1,4 @@
-"""Runs passes with transformers' own code over prompts and draft trees, and over chains with any kind of cache."""
+"""Runs passes with transformers' own code: over prompts and draft trees or, with any kind of cache, over chains."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class CompiledPasses(Protocol):
     def verify(
         self, cache: Cache, trees: Sequence[DraftTree], options: Sequence[PassOptions] = ()
     ) -> list[Verified] | None:
-        """Verify one tree in each of the first slots, all in one pass."""
+        """Verify tree ``i`` in slot ``i``, all in one pass."""
         ...
 
     def verify_alone(self, slot: Slot, tree: DraftTree) -> Verified | None:
@@ -68,12 +68,12 @@ class CompiledPasses(Protocol):
         ...
 
     def use_int8_activations(self) -> bool:
-        """Quantize activations to 8 bits in matmuls with packed weights from now on; return False if there are none."""
+        """In matmuls with packed weights, use 8-bit activations from now on; return False if no weights are packed."""
         ...
 
     @property
     def pads(self) -> bool:
-        """True if trees that are verified together are padded to the largest."""
+        """True if trees that are verified together are padded to equal size."""
         ...
 
     @property
@@ -120,7 +120,7 @@ class StockPasses:
 
     @torch.inference_mode()
     def verify(self, cache: Cache, trees: Sequence[DraftTree]) -> list[Verified]:
-        """Verify one tree in each of the first slots, in one pass if the slots' rotary factors agree."""
+        """Verify tree ``i`` in slot ``i``, all in one pass if the slots' rotary factors agree."""
         slots = cache.slots[: len(trees)]
         if len(trees) == 1 or self._have_other_factors(slots):
             return [self.verify_alone(slot, tree) for slot, tree in zip(slots, trees, strict=True)]
@@ -139,7 +139,7 @@ class StockPasses:
         return Verified(logits, self.hidden.slot_rows(0, len(tree) + 1))
 
     def _verify_together(self, cache: Cache, trees: Sequence[DraftTree]) -> list[Verified]:
-        """Verify all trees in one pass, padded to the largest one."""
+        """Verify all trees in one pass, padded to equal size."""
         slots = cache.slots[: len(trees)]
         lengths = [slot.length for slot in slots]
         mask = self.masks.batch_mask(trees, lengths)
@@ -233,7 +233,7 @@ class ReplayPasses:
 
     @torch.inference_mode()
     def prefill(self, cache: Cache, slot: int, tokens: Sequence[int], start: int) -> Verified:
-        """Read tokens into a slot after its first ``start`` tokens; drop the slot's later tokens.
+        """Drop all but a slot's first ``start`` tokens, and read ``tokens`` after them.
 
         Return the logits after the last token.
         """
@@ -255,7 +255,7 @@ class ReplayPasses:
 
     @torch.inference_mode()
     def verify(self, cache: Cache, trees: Sequence[DraftTree]) -> list[Verified]:
-        """Verify a chain in each of the first slots, one after another; the log counts them as one pass."""
+        """Verify chain ``i`` in slot ``i``, one after another; the log counts them as one pass."""
         log = self._stock.log
         passes, seconds = log.passes, log.seconds
         verified = [self.verify_alone(cache, slot, tree) for slot, tree in enumerate(trees)]

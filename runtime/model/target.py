@@ -130,7 +130,7 @@ class Target:
 
     @property
     def pads(self) -> bool:
-        """True if trees that are verified together are padded to the largest."""
+        """True if trees that are verified together are padded to equal size."""
         compiled = None if self.captures else self._current()
         return compiled is None or compiled.pads
 
@@ -144,7 +144,7 @@ class Target:
 
     @property
     def changes(self) -> int:
-        """Number of changes so far, such as to adapters, weights or hooks; each invalidates all cached contexts."""
+        """Number of changes to the model so far (adapters, weights, hooks); each invalidates all cached contexts."""
         return self._changes.count
 
     @torch.inference_mode()
@@ -232,7 +232,7 @@ class Target:
 
     @torch.inference_mode()
     def prefill(self, cache: Cache, slot: int, tokens: Sequence[int], start: int = 0, *, room: int = 0) -> Verified:
-        """Read tokens into a slot after its first ``start`` tokens; drop the slot's later tokens.
+        """Drop all but a slot's first ``start`` tokens, and read ``tokens`` after them.
 
         Return the logits ``[1, vocabulary]`` after the last token. ``room`` is the number of positions to reserve for
         further tokens.
@@ -254,7 +254,7 @@ class Target:
         return Verified(logits, sequence.all_hidden(), slot=sequence)
 
     def verify(self, cache: Cache, trees: Sequence[DraftTree], options: Sequence[PassOptions] = ()) -> list[Verified]:
-        """Verify one tree in each of the first slots in a single pass; return logits for the root and each node.
+        """Verify tree ``i`` in slot ``i``, all in a single pass; return logits for the root and each node.
 
         Results are valid until the next call. A captured step may still be running when this returns: call ``wait``
         before reading its results.
@@ -284,7 +284,7 @@ class Target:
 
     @torch.inference_mode()
     def recompute(self, cache: Cache, slot: int, root: int) -> Verified:
-        """Verify a slot's root without drafts, after a pass with drafts overflowed; discard what that pass wrote."""
+        """After a pass with drafts overflowed, discard what it wrote and verify the slot's root without drafts."""
         sequence, tree = cache.slots[slot], DraftTree.bare(root)
         if self._replay:
             return self._replay.verify_alone(cache, slot, tree)
@@ -351,7 +351,7 @@ class Target:
         return self.compiled if self.compiled and self.compiled.is_current else None
 
     def note_overflow(self) -> None:
-        """Print a note that logits were NaN or infinite, at most once."""
+        """Print, at most once, a note that logits were NaN or infinite."""
         if not self._overflow_noted:
             self._overflow_noted = True
             print(
@@ -377,7 +377,7 @@ CGROUPS = Path("/sys/fs/cgroup")
 
 
 def choose_threads(target: Target, wanted: int | None = None, record: CachedValue | None = None) -> int:
-    """Set the number of threads to ``wanted``, or choose one up to torch's current number; return the number.
+    """Set torch's number of threads to ``wanted`` or, if None, choose at most the current number; return the number.
 
     Compiled passes are timed with all threads, half of them, and so on, until fewer are slower. With a ``record``,
     processes reuse the result for 24 hours. Without compiled passes, at most as many threads are used as the
@@ -420,7 +420,7 @@ def _measured(target: Target, best: int) -> int:
 
 
 def _seconds_with(threads: int, target: Target) -> float:
-    """Return the total time in seconds of one pass for each of ``NODES``.
+    """Return the total time in seconds of one pass per tree size in ``NODES``.
 
     The time is averaged over several repetitions, including those slowed by a busy machine.
     """

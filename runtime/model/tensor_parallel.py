@@ -1,4 +1,4 @@
-"""Tensor parallelism: processes that torchrun starts run one model, each with a shard of its weights.
+"""Tensor parallelism: the processes started by torchrun share one model, each with a shard of its weights.
 
 Only the leader encodes prompts, drafts, chooses the number of draft tokens, samples and prints. The followers repeat
 the leader's operations on the target, so decisions that depend on time or rounding cannot differ between processes.
@@ -92,7 +92,7 @@ def leader() -> ProcessGroup | None:
 
 @contextmanager
 def leading() -> Iterator[None]:
-    """Make this process the leader in this block; the followers end with the block."""
+    """Make this process the leader in this block; the followers exit when the block ends."""
     global _group
     _group = ProcessGroup()
     try:
@@ -130,7 +130,7 @@ def follow(load: Load) -> int:
 
 
 def _report_late(error: HdtoolError) -> int:
-    """Print an error after a delay, in which torchrun ends this process if the leader failed; return the exit code."""
+    """Wait while torchrun may end this process because the leader failed, then print an error; return the exit code."""
     time.sleep(ERROR_DELAY)
     print(f"error: process {os.environ['RANK']}: {error}", file=sys.stderr)
     return error.exit_code

@@ -69,7 +69,7 @@ def first_logits(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
 
 
 def is_own_cache(cache: object) -> bool:
-    """Return True if the caller of ``generate`` passed this cache, which ``generate`` marks as user-defined."""
+    """Return True if the caller of ``generate`` passed this cache; ``generate`` marks such caches as user-defined."""
     return bool(getattr(cache, "_is_user_defined", False))
 
 
@@ -189,7 +189,7 @@ def use_masked_attention(model: PreTrainedModel) -> None:
 
 @contextmanager
 def attention_by(model: PreTrainedModel, name: str, function: Callable[..., Any]) -> Iterator[None]:
-    """In this block, layers that look up their attention use ``function``, which is registered under ``name``."""
+    """Register ``function`` under ``name``; in this block, layers that look up their attention function use it."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     ALL_ATTENTION_FUNCTIONS.register(name, function)
@@ -205,7 +205,7 @@ def attention_by(model: PreTrainedModel, name: str, function: Callable[..., Any]
 
 @contextmanager
 def experts_on_device(model: torch.nn.Module) -> Iterator[None]:
-    """In this block, make mixtures of experts select the weights of the chosen experts on the device.
+    """In this block, make mixture-of-experts layers select the chosen experts' weights on the device.
 
     The ``eager`` code of transformers reads the chosen experts' indices on the host, which CUDA graphs cannot capture.
     The default, grouped matmuls, has bfloat16 kernels that read the indices on the device.
@@ -230,7 +230,7 @@ def _with_parts(config: Any) -> Iterator[Any]:
 
 
 def must_pass_in_step(model: PreTrainedModel) -> bool:
-    """Return True if weights are sharded so that all processes must make equally many passes (ZeRO-3, FSDP)."""
+    """Return True if weights are sharded (ZeRO-3, FSDP), so that all processes must make the same number of passes."""
     from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
     from transformers.integrations.fsdp import is_fsdp_managed_module
 

@@ -45,7 +45,7 @@ class ExponentialRace:
         return int(sample(self.seed, position, probabilities))
 
     def uniforms(self, position: int, tokens: int) -> npt.NDArray[np.float64]:
-        """Return the uniform random numbers in [0, 1) of the token ids below ``tokens`` at a position."""
+        """Return a uniform random number in [0, 1) for each token id below ``tokens`` at a position."""
         uniforms: npt.NDArray[np.float64] = _uniforms(self.seed, position, tokens)
         return uniforms
 
@@ -95,7 +95,7 @@ def sample(seed: Any, position: Any, probabilities: Any) -> Any:
 
 @compiled
 def race_block(start: Any, first: Any, weights: Any, winner: Any, earliest: Any) -> Any:
-    """Add the tokens from ``first`` on to a race; return ``(winner, earliest)``: the winner so far, and its time.
+    """Let token ``first`` and the next ones join a race; return ``(winner, earliest)``: the winner so far and its time.
 
     ``start`` is the start of the position's random stream.
     """
@@ -142,7 +142,7 @@ def sample_among(seed: Any, position: Any, tokens: Any, weights: Any, nucleus: A
 
 @compiled
 def _winner_before(start: Any, tokens: Any, weights: Any, border: Any) -> Any:
-    """Return the index of the token that wins among those ordered before the token at index ``border``, or -1 if none.
+    """Return the index of the winner among the tokens ordered before the one at index ``border``; -1 without a winner.
 
     All tokens take part if ``border`` is negative.
     """
@@ -377,7 +377,7 @@ def _indices_to_tokens(indices: Any, among: Any) -> None:
 
 @compiled
 def allowed_scores(address: int, vocabulary: int, bits: Any, tokens: Any, scores: Any) -> int:
-    """Write to ``tokens`` all tokens whose bit is set, and to ``scores`` their scores; return their number.
+    """Write to ``tokens`` all tokens whose bit in ``bits`` is set, and to ``scores`` their scores; return their number.
 
     ``address`` is that of the vocabulary's scores in float32. Return -1 if the highest of these scores is not finite.
     """
@@ -396,5 +396,5 @@ def allowed_scores(address: int, vocabulary: int, bits: Any, tokens: Any, scores
 
 
 def keeps_one(processor: Any) -> bool:
-    """Return True if a processor sets the scores of forbidden tokens to minus infinity and may leave only one token."""
+    """Return True if a processor sets removed tokens' scores to minus infinity and is allowed to keep only one."""
     return getattr(processor, "filter_value", -np.inf) == -np.inf and getattr(processor, "min_tokens_to_keep", 1) == 1

@@ -150,7 +150,7 @@ class Sampler:
         finite: Array | None = None,
         first: Array | None = None,
     ) -> Callable[[int], int]:
-        """Return a function that maps a row of ``logits`` to the token chosen there, given the context so far.
+        """Return a function that maps the index of a row in ``logits`` to the token chosen there, given the context.
 
         ``finite``, if known, says for each row whether its highest logit is finite; ``first`` is a copy of the first
         row on the host, or None. With ``finite_only``, the function returns ``NOT_FINITE`` for a row whose highest
@@ -281,7 +281,7 @@ def compile_sampling() -> None:
 
 
 class _GrowingIds:
-    """A context as a tensor that grows in place, so that a new token does not copy the whole context."""
+    """A context as a tensor that grows in place, so that appending a token does not copy the whole context."""
 
     def __init__(self, padding: Sequence[int]) -> None:
         self._padding = list(padding)
@@ -308,7 +308,7 @@ class _GrowingIds:
 
 
 def processors_of(config: SamplingConfig) -> LogitsProcessorList:
-    """Return the processors for the options in ``config`` alone, in the order of ``generate``.
+    """Return the processors for the options in ``config`` alone, in the order in which ``generate`` applies them.
 
     An option that is None adds no processor.
 

@@ -163,7 +163,7 @@ def size_of(ranges: Any, node: int, order: int) -> int:
 def _bracket(
     ranges: Any, node: int, order: int, num_matches: int, num_earlier: int, size: int, sample: int, token: int
 ) -> tuple[int, int, int, int, int]:
-    """Return bounds ``(low, first, last, high)`` on a shard's matches that precede ``token``, and the next sample.
+    """Return bounds ``(low, first, last, high)`` on a shard's matches followed by ``token``, and the next sample.
 
     These matches start between ``low`` and ``first`` and end between ``last`` and ``high``, counted from the start of
     the shard's part of the range. That part has ``size`` matches, after ``num_earlier`` matches of earlier shards, and
@@ -222,7 +222,7 @@ def count_followers(ranges: Any, node: int, order: int, tokens: Ints, counts: In
 
 
 class CorpusSearch(Uncopyable):
-    """Finds the suffix ranges that match the end of a context, as the hierarchy does at the root of a draft tree."""
+    """Finds the suffix ranges that match the end of a context, as the default drafter does at a draft tree's root."""
 
     def __init__(self, shards: Shards) -> None:
         self._shards = shards
@@ -272,7 +272,7 @@ INT64 = np.dtype(np.int64)  # NumPy handles a dtype four times as fast as a clas
 
 
 class Continuations(NamedTuple):
-    """Tree of the tokens that follow the longest suffix of a context that occurs in the corpus, most frequent first."""
+    """Tree of the tokens that follow a context's longest suffix found in the corpus, most frequent first."""
 
     matched: int
     """Length of the suffix in tokens."""
@@ -325,7 +325,7 @@ class CorpusIndex(Uncopyable):
 
     @property
     def documents(self) -> Ints:
-        """Tokens of all documents, with an end token after each."""
+        """Tokens of all documents, each document followed by an end token."""
         return self.tokens
 
     def _part(self, part: str, kind: npt.DTypeLike, width: int = 1) -> Ints:

@@ -227,7 +227,7 @@ def copy_spans(memory: Ints, source_ring: Ints, spans: Ints) -> None:
 
 @compiled
 def unlink(memory: Ints, end: int, reserved: int) -> None:
-    """Unlink the positions from the committed ``end`` to ``reserved``, latest first, which restores the chains."""
+    """Unlink the positions in ``[end, reserved)``, latest first, which restores the chains of the committed ones."""
     log = memory[0]
     entries, heads, mask = entries_of(log), heads_of(log), log.size - 1
     for position in range(reserved - 1, end - 1, -1):

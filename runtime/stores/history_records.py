@@ -121,7 +121,7 @@ class Records:
             yield transaction
 
     def sync(self) -> None:
-        """Sync committed transactions to disk, unless the last sync was within ``SYNC_SECONDS``."""
+        """Sync committed transactions to disk, unless the last sync was less than ``SYNC_SECONDS`` ago."""
         if (now := time.monotonic()) - self._synced > SYNC_SECONDS:
             self._synced = now
             self._current().sync(True)

@@ -201,7 +201,7 @@ class HistoryStore(Uncopyable):
                 return list(conversations(transaction, self._open.records.path))
 
     def tokens(self, first: int, count: int) -> Ints:
-        """Return ``count`` tokens from ``first``, with -1 between conversations and from the committed end on."""
+        """Return ``count`` tokens from position ``first``, with -1 between conversations and past the committed end."""
         ring_tokens = self._open.ring.tokens(first, count)
         ring_tokens[max(0, int(self._end[0]) - first) :] = -1
         return ring_tokens
@@ -375,7 +375,7 @@ class History:
         return self.store.log if self.store else None
 
     def start(self, lane: Ints, prompt: Sequence[int], new: int) -> None:
-        """Begin an answer in a lane, finishing the previous one.
+        """Begin an answer in a lane, after finishing the lane's previous answer.
 
         The last ``new`` tokens of ``prompt`` are those that were not part of an earlier turn.
         """
@@ -414,7 +414,7 @@ def open_history(
     read_only: bool = False,
     created: bool = False,
 ) -> HistoryStore:
-    """Open the history store of a model and tenant in the folder ``named``, or in hdtool's home if that is ``HOME``.
+    """Open the history store of a model and tenant in folder ``named``, or in hdtool's home if ``named`` is ``HOME``.
 
     Each tenant has a separate folder. A missing store is created if ``created`` is set or ``read_only`` is not.
     """

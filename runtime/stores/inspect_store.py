@@ -58,7 +58,7 @@ def _of_corpus(index: CorpusIndex, context: list[int]) -> Iterator[FoundContinua
 
 
 def _path(index: CorpusIndex, tokens: list[int], matched: int, count: int) -> list[int]:
-    """Return the token after a match, and those that follow it in every occurrence; at most ``MAX_PATH`` tokens."""
+    """Extend ``tokens`` while all occurrences continue alike; return those after the match, at most ``MAX_PATH``."""
     search = CorpusSearch(index.shards)
     while len(tokens) < matched + MAX_PATH:
         search.read(tokens)

@@ -182,7 +182,7 @@ class RecycledRankings(Uncopyable):
         self.record[:] = np.zeros(1, RECYCLED_TABLE)
 
     def keep(self, tails: Array, tokens: Array, scores: Array, vocabulary: int) -> None:
-        """Store a ranking for each node. Each row of ``tails`` holds a node's last tokens, most probable node first.
+        """Store a ranking per node. Each row of ``tails`` holds a node's last tokens; the most probable node is first.
 
         ``tokens`` are the top tokens, best first, with their logits in ``scores``. ``vocabulary`` is the size of the
         model's vocabulary.

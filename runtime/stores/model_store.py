@@ -123,7 +123,7 @@ class ModelStore(Uncopyable):
         ]
 
     def _valid(self, rows: Ints) -> tuple[Ints, Ints]:
-        """Return tokens and counts without ids outside the vocabulary, which a damaged file may contain."""
+        """Return the tokens within the vocabulary, and their counts; a damaged file may contain other tokens."""
         rows = rows[(rows[:, ROW_TOKEN] >= 0) & (rows[:, ROW_TOKEN] < self.vocabulary)]
         return rows[:, ROW_TOKEN], rows[:, ROW_COUNT]
 
@@ -147,7 +147,7 @@ def rankings_in(folder: Path, manifest: Manifest) -> Ints | None:
 
 
 def model_record(store: ModelStore | None) -> Ints:
-    """Return a record of a store's array addresses, valid while the store exists; lookups in None find nothing."""
+    """Return a record of a store's array addresses, valid while the store exists; with None, lookups find nothing."""
     record = np.zeros(1, MODEL_RECORD)
     if store:
         for part in ("slots", "keys", "rows"):
@@ -345,7 +345,7 @@ class ModelRecord:
 
     @classmethod
     def of(cls, folder: Path, manifest: Manifest) -> ModelRecord:
-        """Verify the checksum of a store's record, as LMDB may crash on a damaged file, and return the open record.
+        """Return a store's open record after verifying its checksum, because LMDB may crash on a damaged file.
 
         Raises StoreError if the checksum is wrong.
         """
@@ -458,7 +458,7 @@ def writing(path: Path, end: int, value_bytes: int, entries: int) -> Iterator[Re
 
 
 def _start(kind: int, prefix_tokens: Sequence[int]) -> bytes:
-    """Return the key for a kind and numbers; keys with further numbers begin with the same bytes."""
+    """Return the key for a kind and numbers; keys with more numbers after these begin with the same bytes."""
     return bytes([kind]) + np.asarray(prefix_tokens, KEY_DTYPE).tobytes()
 
 

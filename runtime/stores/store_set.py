@@ -88,7 +88,7 @@ class StoreSet:
         return cls(model_store, corpus, databases, tokenizer=fingerprint, checkpoint=model, namespace=config.namespace)
 
     def __reduce__(self) -> tuple[Callable[..., StoreSet], tuple[object, ...]]:
-        """Pickle the folders of the stores, so that another process reopens and maps them instead of copying them.
+        """Pickle the stores' paths instead of the stores, so that another process reopens and memory-maps the stores.
 
         The history is dropped, because it is in this process's memory.
         """
@@ -137,7 +137,7 @@ def _open(
 def model_store_for(
     model: Checkpoint | None, tokenizer: TokenizerFingerprint, namespace: str | None = None
 ) -> Path | None:
-    """Return the folder of a model's store in hdtool's home, or of the embedded store for the demo model, else None.
+    """Return the folder of a model's store: in hdtool's home or, for the demo model, in the package; None without one.
 
     With a ``namespace``, only that tenant's store is considered: answers are never shared between tenants.
     """
@@ -170,7 +170,7 @@ def _note_other_models(
     tokenizer: TokenizerFingerprint,
     namespace: str | None,
 ) -> None:
-    """Print a note if the named model store belongs to another model, or if hdtool's home only has stores of others."""
+    """Print a note if the named model store is another model's, or if hdtool's home has only other models' stores."""
     if opened:
         store_model = opened.manifest.model
         if named and store_model and model and store_model != model:
@@ -207,7 +207,7 @@ def lasting_history(
 
 
 def tenant_among(served_as: Sequence[str], model: str) -> str:
-    """Return the tenant whose answers a server keeps: the first of its model names with stores, else its first name.
+    """Return the tenant whose answers a server keeps: the first model name that has stores, else the first name.
 
     For a model served only under its own name, return an empty string, unless there are stores of that name.
     """

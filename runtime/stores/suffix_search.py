@@ -75,7 +75,7 @@ def sampled_prefixes_in(suffixes: Any) -> Any:
 
 @compiled
 def shards_at(tokens: Ints, at: Ints) -> Shards:
-    """Return the shards at ``Shards.addresses``; passing the arrays from Python would cost 0.1 microseconds each."""
+    """Rebuild ``Shards`` from its ``addresses``; passing the arrays from Python would cost 0.1 microseconds each."""
     return Shards(
         tokens,
         array_at(at[1, 0], at[1, 1], np.uint32),
@@ -110,7 +110,7 @@ def find_longest(shards: Shards, tail: Ints) -> tuple[int, Ints]:
 
 @compiled
 def _usable(tail: Ints, vocabulary: int) -> int:
-    """Return the length of the longest suffix of ``tail`` within the vocabulary; matches contain no other tokens."""
+    """Return the length of the longest suffix of ``tail`` with all tokens in the vocabulary; no others can match."""
     usable = 0
     while usable < len(tail) and 0 <= tail[len(tail) - usable - 1] < vocabulary:
         usable += 1
@@ -119,7 +119,7 @@ def _usable(tail: Ints, vocabulary: int) -> int:
 
 @compiled
 def _find(shards: Shards, tail: Ints, length: int, ranges: Ints) -> bool:
-    """Write the ranges of the last ``length`` tokens, whose ends may be too high; return True if these tokens occur."""
+    """Find the ranges of the last ``length`` tokens, with ends that may be too high; return True if they occur."""
     occurs = False
     for shard in range(len(shards.extents)):
         low, high = head_range(shards, shard, tail[len(tail) - length])
@@ -278,7 +278,7 @@ def _follower_of(shards: Shards, shard: int, suffix: Int, length: int) -> Int:
 
 @compiled
 def sample_step(num_matches: int, samples: int) -> int:
-    """Return the distance between evenly spread samples of a range, in units of 1/65536 matches."""
+    """Return the distance between evenly spread samples of a range, in units of 1/65536 of a match."""
     return (num_matches << 16) // samples if samples else 0
 
 

@@ -78,7 +78,7 @@ class TokenLog(Uncopyable):
         return np.zeros(1, LANE)
 
     def start(self, lane: Ints, tokens: Sequence[int] | Ints, *, learned: bool = False) -> None:
-        """Begin an answer that follows ``tokens``, and copy the last few tokens in front of it.
+        """Begin an answer that follows ``tokens``, and copy the last few of them in front of it.
 
         If ``learned``, all of ``tokens`` are appended, and can be matched.
         """

@@ -122,7 +122,7 @@ class Study:
 
     @property
     def turns(self) -> int:
-        """Number of turns over all replays."""
+        """Total number of turns in all replays."""
         return len(self.contenders) * sum(map(len, self.conversations))
 
     def results(self, on_progress: Callable[[int], None] = lambda done: None) -> StudyResults:
@@ -263,7 +263,7 @@ def replay_sizes(study: Study, build: BuildIndex, *, quiet: bool = False) -> Ind
 
 
 def _thinned_index(corpus: CorpusIndex, part: int, folder: Path, build: BuildIndex) -> CorpusIndex:
-    """Build an index of a random sample of the documents: on average, one in ``part``.
+    """Build an index of a random sample of the documents: on average, one document in ``part``.
 
     The sample is random because many corpora alternate questions and answers.
     """
@@ -292,7 +292,7 @@ def _size(study: Study, corpus: CorpusIndex) -> IndexSize:
 def report_data(
     study: Study, traces: Sequence[Trace], tokenizer: PreTrainedTokenizerBase, *, build: BuildIndex, quiet: bool = False
 ) -> ReportData:
-    """Replay the answers of ``traces``, which ``study`` holds as token ids, for all figures of a report."""
+    """Run the replays of ``study`` and return the data of all figures; ``traces`` are its conversations as text."""
     with progress_bar(study.turns, "replays for the report", unit="turns", quiet=quiet) as progress:
         study_results = study.results(progress.to)
     questions = [trace.messages[answer.message_index - 1]["content"] for trace in traces for answer in trace.answers]
@@ -333,7 +333,7 @@ PAPER_METHOD = "hd-paper"
 
 @dataclass(frozen=True)
 class ClaimFinding:
-    """Claim of the paper, and what this data says about it."""
+    """Claim of the Hierarchy Drafting paper, and what this data says about it."""
 
     claim: str
     holds: bool | None

@@ -1,4 +1,4 @@
-"""Figures of a report in order, each with title, caption, alternative text and table."""
+"""Figures of a report in order, each with its title, caption, alternative text and table."""
 
 from __future__ import annotations
 

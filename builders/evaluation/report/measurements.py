@@ -1,4 +1,4 @@
-"""Report data of benchmarks, and temporal locality of the 4-grams in answers."""
+"""Report data from benchmarks, and the temporal locality of 4-grams in answers."""
 
 from __future__ import annotations
 
@@ -214,7 +214,7 @@ def repeated_in_context(turn: RecordedTurn) -> Flags:
 
 
 def _in_earlier_answers(conversations: Sequence[Sequence[RecordedTurn]]) -> Iterator[Flags]:
-    """Yield flags per answer: True for 4-grams that occur in an answer of an earlier conversation."""
+    """Yield, for each answer, a flag per 4-gram: True if it occurs in an answer of an earlier conversation."""
     seen: Hashes = np.empty(0, np.uint64)
     for turns in conversations:
         turn_hashes = [ngram_hashes(turn.answer) for turn in turns]
@@ -236,7 +236,7 @@ def repeat_distances(hashes: Sequence[Hashes]) -> npt.NDArray[np.int64]:
 
 
 def _in_documents(hashes: Hashes, documents: npt.NDArray[Any]) -> Flags:
-    """Return a flag per hash: True if the 4-gram occurs in the documents of a store."""
+    """Return a flag per hash: True if the 4-gram with this hash occurs in the documents of a store."""
     distinct, which = np.unique(hashes, return_inverse=True)
     known = np.zeros(len(distinct), np.bool_)
     for at in range(0, len(documents), TOKEN_CHUNK):

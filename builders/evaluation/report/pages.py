@@ -256,7 +256,7 @@ def check_report_folder(folder: Path) -> None:
 
 
 def _file(folder: Path, name: str) -> OutputFile:
-    """Return a file of the report, which may be replaced only if an earlier report wrote it."""
+    """Return a file of the report; an existing file may be replaced only if it belongs to an earlier report."""
     is_ours = {INDEX_PAGE: is_own_html, TABLES_FILE: is_own_markdown}.get(name, is_own_png)
     advice = "choose another --report, or move it away"
     return OutputFile(folder / name, "a file of an hdtool report", is_ours, ResultError, advice)

@@ -21,7 +21,7 @@ class Speeds:
 
 @dataclass(frozen=True)
 class Durations:
-    """Number of tokens and seconds of every answer, by method."""
+    """Number of tokens and duration in seconds of every answer, by method."""
 
     answers: Mapping[str, tuple[tuple[int, float], ...]]
 
@@ -179,7 +179,7 @@ class Table:
 
     @classmethod
     def of(cls, title: str, columns: Mapping[str, str], rows: Iterable[Sequence[Any]], note: str = "") -> Table:
-        """Create a table of values; ``columns`` maps names to formats, and None is shown as ``-``."""
+        """Create a table of values; ``columns`` maps names to formats, and a None value is shown as ``-``."""
 
         def cells(row: Sequence[Any]) -> tuple[str, ...]:
             forms = columns.values()

@@ -1,5 +1,5 @@
-"""Hydra heads, trained MTP layers, and checkpoints of all heads: ``config.json`` and safetensors, bound to one
-model."""
+"""Hydra heads, trained MTP layers, and the checkpoints of all heads: ``config.json`` and a safetensors file, which
+fit one model."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 
 class HydraHeads(Heads):
-    """Heads that read the chosen token and the tokens drafted after it, up to the position that they predict.
+    """Heads, each of which reads all tokens from the chosen one to the one before the token that it predicts.
 
     Hydra++ puts a causal layer over the target's hidden states before the heads, which have more layers.
     """
@@ -65,7 +65,7 @@ class HydraHeads(Heads):
         return torch.stack(outputs, dim=1)
 
     def state(self, head: int, before: torch.Tensor, path: torch.Tensor) -> torch.Tensor:
-        """Return a head's states ``[rows, width]``, given each path's normed embeddings and the state ``before`` it."""
+        """Return a head's states ``[rows, width]``, given paths of normed embeddings and the states ``before`` them."""
         first, *others = self._steps_of(head)
         states = before + functional.silu(first(torch.cat([before, path], dim=-1)))
         for step in others:
@@ -79,7 +79,7 @@ class HydraHeads(Heads):
 
 
 class MtpHeads(Heads):
-    """A layer that predicts the token after the next one, and continues from its own hidden states.
+    """A layer that predicts the token after the next one, then further tokens from its own hidden states.
 
     The module shares the target's output layer or, with a draft vocabulary, holds a copy of that layer's rows for the
     vocabulary's tokens. Neither is trained.
@@ -105,7 +105,7 @@ class MtpHeads(Heads):
     def along(
         self, hidden: torch.Tensor, embedded: torch.Tensor, rows: torch.Tensor, columns: torch.Tensor
     ) -> torch.Tensor:
-        """Run ``config.heads`` steps, each on the hidden states of the step before, as in drafting (EAGLE-3, 2025)."""
+        """Run ``config.heads`` steps, each on the previous step's hidden states, as in drafting (EAGLE-3, 2025)."""
         length = hidden.shape[1]
         rotary = self.rotary(slice(length), length, hidden)
         steps = TrainingSteps(length, hidden.device)

@@ -55,7 +55,7 @@ class HeadsKVCache:
         return slice(self.length, self.length + new)
 
     def bound(self, new: int) -> int:
-        """Return an upper bound on the indices of all positions, including ``new`` new ones."""
+        """Return an exclusive upper bound on the indices of all positions, including ``new`` new ones."""
         return self.length + new
 
     def update(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> AttentionInputs:
@@ -180,7 +180,7 @@ class AdaptationLayer(nn.Module):
     def attending(
         self, states: torch.Tensor, tokens: torch.Tensor, rotary: Rotary, attended: Attend | None
     ) -> torch.Tensor:
-        """Like ``forward``, but attend to the keys, values and mask that ``attended`` returns for the new positions."""
+        """Like ``forward``, but use the keys, values and mask that ``attended`` returns for the new positions."""
         if self.sampled_token:
             states = self.join(torch.cat([states, self.token_norm(tokens)], dim=-1))
         queries, keys, values = self.attention.parts(states)
@@ -260,7 +260,7 @@ class Heads(nn.Module):
     def along(
         self, hidden: torch.Tensor, embedded: torch.Tensor, rows: torch.Tensor, columns: torch.Tensor
     ) -> torch.Tensor:
-        """Return the heads' states ``[places, heads, width]`` at places in texts; the tokens after each are its draft.
+        """Return the heads' states ``[places, heads, width]`` at places in texts; the text after a place is its draft.
 
         Place ``i`` is at ``rows[i]`` and ``columns[i]``.
 

@@ -265,7 +265,7 @@ class HydraModule:
         return self._result.wait(new)
 
     def _start_path(self, stages: list[torch.Tensor], token: torch.Tensor) -> TopTokens:
-        """Begin row 0 with an accepted token, and rank the next tokens."""
+        """Make an accepted token row 0, where all paths begin, and rank the next tokens."""
         self._before.copy_(stages[-1])
         self._paths[:1, 0].copy_(self._embed_normed(token))
         return self._best(0, self._paths[:1])

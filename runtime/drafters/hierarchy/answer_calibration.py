@@ -29,7 +29,7 @@ def start_calibration(work: Any) -> None:
 
 @compiled
 def calibrate(work: Any, nodes: int) -> None:
-    """Write the calibrated probabilities of a tree's nodes; do not correct trees that begin with a grammar's chain."""
+    """Write the calibrated probabilities of a tree's nodes, or the original ones if a grammar's chain comes first."""
     is_certain = nodes > 0 and work.sources[1] == GRAMMAR_NUMBER
     work.grown = 0 if is_certain else nodes
     factor = 1.0 if is_certain else min(MAX_FACTOR, work.hits[0] / work.hits[1])
@@ -39,7 +39,7 @@ def calibrate(work: Any, nodes: int) -> None:
 
 @compiled
 def count_hit(work: Any, token: int) -> None:
-    """Record whether the last tree had the ``token`` that followed the root, even if its node was not verified."""
+    """Record whether the last tree contained the ``token`` after the root, even if its node was not verified."""
     hit = expected = 0.0
     for node in range(1, work.grown + 1):
         if work.parents[node] == 0:

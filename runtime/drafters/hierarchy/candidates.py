@@ -1,4 +1,4 @@
-"""Candidate tokens after a node: their probabilities, the evidence for them, and its learned weights.
+"""Candidates for the token after a node: their probabilities, the evidence for them, and the weights of evidence.
 
 A parameter ``at`` is the address of an array that holds the addresses of all records.
 
@@ -269,7 +269,7 @@ def spread_of(total: Any, distinct: Any) -> int:
 
 @compiled
 def share_bucket(share: Any, share_unit: int) -> int:
-    """Return the weight bucket for a ranking, given the share of its best token instead of an amount of evidence.
+    """Return the weight bucket for a ranking, which depends on the share of the ranking's best token.
 
     ``share_unit`` is the sum of all shares.
     """
@@ -413,7 +413,7 @@ def weigh_recency(work: Any, gains: Any, table: Any, node: int) -> None:
 
 @compiled
 def distance_class(distance: int) -> int:
-    """Return the number of binary digits of a distance, limited to the last class."""
+    """Return the class of a distance: its number of binary digits, at most ``DISTANCE_CLASSES - 1``."""
     digits = 0
     while distance > 0 and digits < DISTANCE_CLASSES - 1:
         distance >>= 1

@@ -65,7 +65,7 @@ UNLIMITED_VOCABULARY = 2**31 - 1
 
 
 class Hierarchy(Uncopyable):
-    """Drafts from the context, a prediction, the history, the model store, the corpus index and plug-ins, where given.
+    """Drafts from the given sources: context, prediction, history, model store, corpus index and plug-ins.
 
     It can also draft from the target's logits: with ``last``, from the ranking that the root was chosen from; with
     ``recycled``, from the rankings at nodes of earlier trees, accepted or not. Learned weights and recycled rankings
@@ -220,7 +220,7 @@ class Hierarchy(Uncopyable):
 
     @property
     def seconds(self) -> dict[SourceId, float]:
-        """Seconds spent on drafting so far, split by source as measured in every 32nd draft; empty without a clock."""
+        """Seconds spent drafting so far, split by source as timed in every 32nd draft; empty if there is no clock."""
         parts = self._time.seconds()
         if any(parts):
             if self._trained:
@@ -275,7 +275,7 @@ class Hierarchy(Uncopyable):
         self.work["seed"] = ExponentialRace(seed or 0).seed
 
     def forget_tree(self) -> None:
-        """Record that the last tree was not verified as drafted, so that rows of logits do not match its nodes."""
+        """Record that the last tree was not verified as drafted: rows of logits do not match its nodes."""
         self._nodes = 0
 
     def draft(self, context: Sequence[int]) -> DraftTree:
@@ -295,7 +295,7 @@ class Hierarchy(Uncopyable):
         return Hierarchy
 
     def draft_many(self, drafters: Sequence[Hierarchy], contexts: Sequence[Sequence[int]]) -> list[DraftTree]:
-        """Draft for several hierarchies, whose trees are grown in one compiled call."""
+        """Draft with several ``Hierarchy`` drafters, whose trees are grown in one compiled call."""
         began = time.perf_counter()
         if self._joint_drafters is None or self._joint_drafters[0] != drafters:
             self._joint_drafters = list(drafters), np.array([drafter.address for drafter in drafters])

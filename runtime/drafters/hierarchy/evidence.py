@@ -212,7 +212,7 @@ def advance_record(record: Any, token: int) -> None:
 
 
 def prediction_source(name: SourceId, order: int, prior: Prior, records: int = 1) -> CompiledSource:
-    """Return a source that reads an array of ``records`` prediction records.
+    """Return a source that reads an array of prediction records; ``records`` is their number.
 
     Each of several records has one row of weights; a single record has a row for each position.
     """
@@ -286,7 +286,7 @@ def _proposed_at(at: int) -> Any:
 
 @compiled
 def ranking_after(record: Any, ranking: int, token: int) -> int:
-    """Return the ranking to use after ``token``, given the ``ranking`` used to predict it, or ``NO_RANKING_AFTER``."""
+    """Return the ranking after ``token``, given the ``ranking`` for its position, or ``NO_RANKING_AFTER``."""
     if ranking == NO_RANKING_AFTER:
         return NO_RANKING_AFTER
     for rank in range(TOKENS_PER_RANKING):

@@ -121,7 +121,7 @@ def _weigh_context(at: int, node: int, order: int, first: int, left: float) -> f
 
 @compiled
 def find_matches(table: Any, matches: Any, node: int, parent: int, tail: Array, suffix_hashes: Array) -> None:
-    """Find the positions in the conversation that match the last tokens of a node, and the tokens after them."""
+    """Find where the conversation matches the last tokens of a node, and which tokens follow there."""
     _begin(matches, node)
     if node == 0:
         matches.shortest[0] = CHAIN_LENGTHS[LONG_CHAIN]
@@ -176,7 +176,7 @@ def _log_source(name: SourceId, prior: Prior) -> CompiledSource:
 
 @compiled
 def append_to_log(matches: Any, token: int) -> None:
-    """Append a token to the current answer if this answer is logged."""
+    """Append a token to the log of the current answer, if there is one."""
     if matches.lane:
         lane = array_at(matches.lane, 1, LANE)[0]
         if lane.owner > 0:
@@ -223,7 +223,7 @@ def _inherit(matches: Any, log: int, node: int, parent: int, token: Any, tokens:
 def _look_up(
     table: Any, matches: Any, node: int, chain: int, max_positions: int, tail: Array, suffix_hashes: Array
 ) -> None:
-    """Read at most ``max_positions`` of the latest matches in a chain, and add those that the node does not have."""
+    """Read at most ``max_positions`` of the latest matches in a chain, and add those that the node still lacks."""
     oldest, start = (
         max(np.int64(0), table.end - CONTEXT_WINDOW),
         table.heads[chain, head_of(suffix_hashes[CHAIN_LENGTHS[chain]])],
@@ -269,7 +269,7 @@ def _add_followers(matches: Any, log: int, first: int, node: int, tokens: Ints, 
 
 @compiled
 def _weigh(at: int, source: int, matches: Any, order: int, first: int, left: float) -> float:
-    """Contribute the tokens after matches of this order or a higher one; return the probability that is left."""
+    """Add to the candidates the tokens after matches of at least this order; return the probability that is left."""
     for follower in range(matches.followers if matches.of_order[order] > 0 else 0):
         if matches.orders[follower] == order:
             token, different = matches.tokens[follower], 0

@@ -142,7 +142,7 @@ def _find_single(at: int, node: int) -> int:
 
 
 def _weigh_recycled(at: int, node: int, order: int, first: int, left: float) -> float:
-    """Contribute the latest ranking that the target gave after the node's last ``order`` tokens."""
+    """Add to the candidates the latest ranking that the target gave after the node's last ``order`` tokens."""
     work, table = work_at(at), _recycled_at(at)
     row = kept_row(table, work.tails[node, MAX_MATCH_TOKENS - 1], work.suffix_hashes[order], order)
     if row < 0:
@@ -170,7 +170,7 @@ SINGLE_TOKEN_SOURCE = RECYCLED_SOURCE._replace(find=_find_single)
 
 @compiled
 def note_neighbors(near: Any, depths: Array, probs: Array, tokens: Array, scores: Array, passed: int) -> None:
-    """Store the rankings at rejected nodes by position, after ``passed`` nodes were accepted.
+    """Store the rankings at rejected nodes by position; ``passed`` is the number of accepted nodes.
 
     ``depths``, ``probs``, ``tokens`` and ``scores`` have a row for the root and for each node. All nodes at the depth
     of the bonus token or deeper were rejected. Their rankings add no candidates, but raise the probability of
@@ -198,7 +198,7 @@ def note_neighbors(near: Any, depths: Array, probs: Array, tokens: Array, scores
 
 @compiled
 def _rank_of(named: Array, token: int) -> int:
-    """Return the index of a token among the tokens ``named`` for a position, or the index after the last of them."""
+    """Return the index of a token in the padded list ``named``, or the number of tokens if it is not among them."""
     at = 0
     while at < MAX_NEIGHBOR_TOKENS and named[at] != token and named[at] != NO_CHAIN_TOKEN:
         at += 1
@@ -207,7 +207,7 @@ def _rank_of(named: Array, token: int) -> int:
 
 @compiled
 def weigh_agreement(work: Any, near: Any, position: int) -> None:
-    """Raise the probabilities of candidates in the neighboring ranking of their position, preserving the sum."""
+    """Raise the probability of candidates that the neighboring ranking at their position holds, preserving the sum."""
     before = total_probability(work)
     for rank in range(_rank_of(near.tokens[position], NO_CHAIN_TOKEN)):
         at, kind = candidate_index(work, near.tokens[position, rank]), 0

@@ -158,7 +158,7 @@ def grow(at: int, max_nodes: int) -> int:
 
 @compiled
 def grow_all(at: Ints, max_nodes: Ints, grown: Ints) -> None:
-    """Grow a tree for each drafter, given the drafters' addresses ``at``; write the numbers of nodes to ``grown``."""
+    """Grow a tree for each drafter, whose address is in ``at``, and write the trees' numbers of nodes to ``grown``."""
     for row in range(len(max_nodes)):
         grown[row] = grow(at[row], max_nodes[row]) if max_nodes[row] > 0 else 0
 

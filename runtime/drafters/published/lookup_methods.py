@@ -119,7 +119,7 @@ class PromptLookup:
 
 @compiled
 def first_match(context: Ints, max_length: int) -> tuple[int, int]:
-    """Find the first of the longest matches of the end of the context.
+    """Find the longest earlier match of the context's last tokens or, of equally long matches, the first one.
 
     Return ``(start, matched)``: the index after the match, and its length; without a match, the length of the context
     and 0.
@@ -139,7 +139,7 @@ def first_match(context: Ints, max_length: int) -> tuple[int, int]:
 
 
 class CorpusDrafter:
-    """Drafts the most frequent continuations in the corpus index, as many nodes as the budget allows."""
+    """Drafts the most frequent continuations in the corpus index, with as many nodes as the budget allows."""
 
     def __init__(self, index: CorpusIndex, budget: Budget | None = None) -> None:
         self.seconds: dict[SourceId, float] = {SourceId.CORPUS: 0.0}
@@ -203,7 +203,7 @@ class Lookahead:
 
     @property
     def num_observed(self) -> int:
-        """Number of nodes at the end of the branch whose argmax ``observe`` needs."""
+        """Number of last nodes of the branch after which ``observe`` needs the argmax."""
         return self._width if self.is_full else len(self._rows[0])
 
     def observe(self, root: int, argmax: Ints) -> Ints:
@@ -222,6 +222,6 @@ class Lookahead:
 
 
 def _parents(rows: int, width: int) -> Ints:
-    """Return the parents in a branch: row 0 is a chain below the root, and any other node follows the node above."""
+    """Return the parents in a branch: row 0 is a chain below the root, and any other node follows the one above it."""
     below = np.arange(max(rows - 1, 0) * width) + ROOT
     return np.concatenate([np.arange(width - 1) + ROOT, below]).astype(np.int32)

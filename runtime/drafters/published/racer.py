@@ -57,7 +57,7 @@ TRIE = np.dtype(
 
 
 class NgramTrie:
-    """Counts n-grams in a trie of bounded size, which replaces the least recently used leaves."""
+    """Counts n-grams in a trie of bounded size; once it is full, new nodes replace the least recently used leaves."""
 
     def __init__(self) -> None:
         self.memory = np.zeros(1, TRIE)
@@ -75,7 +75,7 @@ class NgramTrie:
         _add_all(self.memory[0], np.asarray(context[start:], np.int64))
 
     def after(self, context: Sequence[int] | Ints, max_rows: int) -> tuple[Ints, Ints]:
-        """Return the most frequent continuations of all suffixes of a context as ``(rows, lengths)``, one per row."""
+        """Return the most frequent continuations of a context's suffixes as ``(rows, lengths)``, one per row."""
         rows: Ints = np.full((max_rows, NGRAM_LENGTH), NO_NODE, np.int32)
         lengths: Ints = np.zeros(max_rows, np.int64)
         count = _after(self.memory[0], np.asarray(context[-NGRAM_LENGTH + 1 :], np.int64), rows, lengths)
@@ -205,7 +205,7 @@ def _after(trie: Any, tail: Ints, rows: Ints, lengths: Ints) -> int:
 
 @compiled
 def _collect(trie: Any, match: int, matched: int, nodes: Ints, counts: Ints, lengths: Ints, size: int) -> int:
-    """Merge the nodes below a match into the most frequent nodes, sorted by count; return the number of nodes.
+    """Merge the nodes below a match into ``nodes``, the most frequent ones so far, by count; return their number.
 
     Among nodes with equal counts, the shallower one comes first.
     """

@@ -216,7 +216,7 @@ PRIOR_RATE, RATE_PRIOR_WEIGHT, RATE_WINDOW = 0.6, 10.0, 200.0
 
 
 class SamDecoding:
-    """Drafts one chain; each token has the same acceptance rate, given that the token before it is accepted."""
+    """Drafts one chain; all tokens share one estimate of the acceptance rate after an accepted token."""
 
     def __init__(self, budget: Budget | None = None) -> None:
         self.seconds: dict[SourceId, float] = {SourceId.CONTEXT: 0.0}

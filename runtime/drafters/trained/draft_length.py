@@ -140,7 +140,7 @@ class MeasuredPace:
 
     @property
     def _speed(self) -> float:
-        """Tokens per second of the steps so far, but at least one token in the time of the target's last pass."""
+        """Tokens per second so far, or one token per duration of the target's last pass if that is faster."""
         passes = 1 / self._log.last_seconds if self._log.last_seconds else 0.0
         return max(passes, self._tokens / self._seconds) if self._steps else passes
 
@@ -149,7 +149,7 @@ class MeasuredPace:
             self._costs.observe(rows, seconds)
 
     def note_step(self, tokens: int) -> None:
-        """Update the mean number of tokens and the mean seconds of a step, drafting included."""
+        """Update the mean number of tokens and the mean seconds of a step, including drafting."""
         now, before = time.perf_counter(), self._last
         self._last = now
         if before is None:
@@ -168,7 +168,7 @@ class MeasuredPace:
 
 
 def pace_for(target: Target, name: str, *, is_measured: bool) -> Pace:
-    """Return the pace of a drafter; if measured, it shares pass costs with the target's other drafters of this name."""
+    """Return the pace of a drafter; a measured pace shares pass costs with the target's other drafters of this name."""
     if not is_measured:
         return FixedPace()
     return MeasuredPace(loaded_once(target, f"{name}: costs of passes", LinearCost), target.log)

@@ -73,7 +73,7 @@ class DraftPasses:
         window: int | None,
         target: Target,
     ) -> None:
-        """``width`` is that of the module's hidden states.
+        """``width`` is the width of the module's hidden states.
 
         ``read_width`` is that of the target's hidden states, or None if it is the same; ``window`` is the size of the
         sliding window, or None without one.
@@ -198,7 +198,7 @@ class DraftPasses:
         return ranked[0][: len(rows)], ranked[1][: len(rows)]
 
     def _replay(self, rows: PassRows, first: int, last: int = READS_NOTHING) -> tuple[Array, Array]:
-        """Run a captured pass over rows, whose keys and values are written after ``first`` drafted positions.
+        """Run a captured pass over ``rows``; their keys and values are written after ``first`` drafted positions.
 
         If the rows are accepted tokens, ``last`` is the index of the last of them.
         """

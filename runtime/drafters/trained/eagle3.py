@@ -45,7 +45,7 @@ class EagleShape:
 
     @classmethod
     def of(cls, settings: dict[str, Any], target: Target, target_width: int) -> EagleShape:
-        """Return the shape that the configuration of a checkpoint states."""
+        """Return the shape given by a checkpoint's configuration."""
         layer = settings.get("transformer_layer_config") or settings
         width, heads = int(layer["hidden_size"]), int(layer["num_attention_heads"])
         embeddings: Any = target.model.get_input_embeddings()

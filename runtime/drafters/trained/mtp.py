@@ -161,7 +161,7 @@ def mtp_layers_of(model: PreTrainedModel) -> int:
 
 
 def patterns_of(model: PreTrainedModel) -> list[str]:
-    """Return patterns for the names of MTP tensors: the model's own, and one for layers beyond its last one.
+    """Return patterns for the names of MTP tensors: those of the model's class, and one for layers after its last one.
 
     The patterns in transformers cover layers beyond the last one only for the layer counts of published models.
     """
@@ -328,7 +328,7 @@ class MtpLayersInTurn:
         return self._proposed
 
     def _read(self, layer: int, hidden: torch.Tensor, tokens: list[int]) -> torch.Tensor:
-        """Read all tokens after the settled positions into a layer's cache; return their hidden states."""
+        """Read ``tokens``, which follow ``_settled`` positions, into a layer's cache; return their hidden states."""
         window, parts = self._layers.window(layer), list[torch.Tensor]()
         for start in range(0, len(tokens), READ_CHUNK):
             ids = torch.tensor([tokens[start : start + READ_CHUNK]], device=self._device)

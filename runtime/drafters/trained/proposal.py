@@ -137,7 +137,7 @@ class RankedBlock:
         return block[:ranked].view(self._shape), block[ranked:].view(torch.float32)[:ranked].view(self._shape)
 
     def write(self, tokens: torch.Tensor, probs: torch.Tensor) -> None:
-        """Write the rankings of a pass to the first rows. This is captured as a part of the pass."""
+        """Write the rankings of a pass to the first rows. This is captured as part of the pass."""
         rows, best = tokens.shape
         self.tokens[:rows, :best].copy_(tokens)
         self.probs[:rows, :best].copy_(probs)
@@ -258,7 +258,7 @@ MIN_BUCKET_PROB = 1e-4
 
 
 class Calibration:
-    """Learns how often a head's tokens are accepted after an accepted path, by bucket of the head's probability."""
+    """Learns how often a head's tokens are accepted after an accepted path, by bucket of the predicted probability."""
 
     def __init__(self, probs: list[list[float]] | None, heads: int) -> None:
         """``probs`` are initial acceptance rates by head and bucket; by default, the heads' own probabilities."""
@@ -284,7 +284,7 @@ class Calibration:
         return np.asarray(probs / np.maximum(1.0, probs.sum(axis=1, keepdims=True)))
 
     def update(self, head: int, buckets: npt.NDArray[np.int64], accepted: npt.NDArray[np.bool_]) -> None:
-        """Update the rates of a head, given the buckets of its best tokens and which of these was the next token."""
+        """Update a head's rates, given each best token's bucket and whether that token was the next one."""
         observed, hits = self._observed[head], self._accepted[head]
         decay = np.minimum(1.0, BUCKET_WINDOW / observed[buckets])
         observed[buckets] *= decay

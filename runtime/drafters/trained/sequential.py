@@ -46,7 +46,7 @@ class AcceptedTokens:
     """
 
     def __init__(self, columns: slice | None = None) -> None:
-        """``columns`` selects the hidden states to queue (see ``Target.watch_hidden``); None queues none."""
+        """``columns`` selects the hidden states to queue (see ``Target.watch_hidden``); by default, none are queued."""
         self._columns = columns
         self._queued: list[tuple[torch.Tensor, list[int]]] = []
         self.begin([0])
@@ -67,7 +67,7 @@ class AcceptedTokens:
         self._queued.append((hidden if hidden is NO_HIDDEN else select_rows(hidden, rows), accepted.tokens))
 
     def take(self) -> QueuedTokens:
-        """Empty the queue and return its contents, but only the last ``READ_AFTER_PAUSE`` tokens after a long pause."""
+        """Empty the queue and return its contents, after a long pause only the last ``READ_AFTER_PAUSE`` tokens."""
         steps = len(self._queued)
         hidden = torch.cat([rows for rows, _ in self._queued]) if steps > 1 else self._queued[0][0]
         tokens = [token for _, chosen in self._queued for token in chosen]
@@ -103,7 +103,7 @@ class SequentialModule(Protocol):
         ...
 
     def skip(self, tokens: int) -> None:
-        """Skip this many accepted tokens; a module with its own KV cache clears it."""
+        """Skip this many accepted tokens; a module with its own KV cache clears the cache."""
         ...
 
     def read(self, hidden: torch.Tensor, tokens: list[int]) -> Ranked:
@@ -123,7 +123,7 @@ class SequentialModule(Protocol):
 
 
 class SequentialDrafter:
-    """Drafts with a sequential module: each pass after the first extends the best paths of the one before."""
+    """Drafts with a sequential module: each pass after the first extends the best paths of the previous pass."""
 
     def __init__(
         self,
@@ -208,7 +208,7 @@ class SequentialDrafter:
         return rows
 
     def _choose_extensions(self, first: int, rows: int, max_nodes: int) -> Array:
-        """Choose the tokens to extend in the rankings from row ``first`` to ``rows - 1``.
+        """Choose which tokens of the rankings in rows ``first`` to ``rows - 1`` to extend.
 
         Return the flat indices of the chosen tokens in these rankings, best first.
 

@@ -73,7 +73,7 @@ _mask, _bound_and_mask = _masked(caps=False), _masked(caps=True)
 
 
 def _weighted_sum(queries: int, vectors: int) -> Any:
-    """Return an intrinsic that adds the weighted values of some positions to the ``sums`` of several queries.
+    """Return an intrinsic that adds the weighted values of ``count`` positions to the ``sums`` of ``queries`` queries.
 
     The intrinsic reads ``vectors`` vectors of each value, and adds each query's weights to ``totals``.
     """
@@ -174,7 +174,7 @@ def attend(
     first: int,
     end: int,
 ) -> None:
-    """Compute attention for some blocks of one sequence's queries.
+    """Compute attention for blocks ``first`` to ``end - 1`` of one sequence's queries.
 
     All buffers are given by address and hold float32 values, unless noted; strides are counted in float32 values.
 
@@ -244,7 +244,7 @@ def attend(
 
 @compiled
 def _first_visible(row_positions: Any, first: int, end: int, window: int, length: int) -> int:
-    """Return the first position that rows ``first`` to ``end`` attend to, rounded down to a multiple of ``LANES``."""
+    """Return the first position visible to rows ``first`` to ``end - 1``, rounded down to a multiple of ``LANES``."""
     if not window:
         return 0
     lowest = length
@@ -277,7 +277,7 @@ def _weighted_sums(
     sums: int,
     totals: int,
 ) -> None:
-    """Sum each query's weighted values, and the weights themselves, from position ``begin`` on."""
+    """Sum each query's weighted values, and its weights, over the positions from ``begin`` on."""
     array_at(sums, (block_size * width + block_size * (width // LANES),), types.float32)[:] = 0.0
     for first in range(begin, positions, VALUE_POSITIONS):
         chunk = min(VALUE_POSITIONS, positions - first)

@@ -85,7 +85,7 @@ class MatmulRows(NamedTuple):
 
     @property
     def stored(self) -> Stored:
-        """The rows in the format in which the weight is stored."""
+        """The rows in the weight's storage format."""
         stored = stored_of(self.layer.weight)
         return stored if len(stored) == self.end - self.first else stored[self.first : self.end]
 

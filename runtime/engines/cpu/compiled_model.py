@@ -44,7 +44,7 @@ class CompiledModel:
         self.check(again=False)
 
     def check(self, *, again: bool = True) -> None:
-        """Update ``is_current`` before a prompt; if not ``again``, reuse the result of the last weight comparison."""
+        """Update ``is_current`` before a prompt; without ``again``, reuse the result of the last weight comparison."""
         if again:
             self._set_unchanged(self._recorded.is_same())
         if self._is_same:
@@ -77,7 +77,7 @@ class CompiledModel:
         return bool(self.table.mixers)
 
     def watch_hidden(self, layers: tuple[int, ...]) -> None:
-        """Make each pass return hidden states from now on, followed by the outputs of these layers.
+        """From now on, make each pass return hidden states followed by the outputs of these layers.
 
         Hooks that already watch the model no longer count as changes.
         """

@@ -1,4 +1,4 @@
-"""Generates integer dot products with the processor's best instruction, and defines the formats of panels of weights.
+"""Generates integer dot products with the processor's best instruction, and defines the formats of weight panels.
 
 A panel stores the weights of ``PANEL_ROWS`` rows in parts of 32 columns: first the lowest four bits of each level, with
 four columns of a row per lane, then the remaining bits. The weights of a part are ``scale * (level - offset) +

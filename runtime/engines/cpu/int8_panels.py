@@ -205,7 +205,7 @@ class Panels:
 
 
 def _whole_panels(rows: Bytes) -> Bytes:
-    """Pad the rows with zeros to whole panels."""
+    """Pad the rows with zeros so that they fill whole panels."""
     missing = -len(rows) % PANEL_ROWS
     return np.pad(rows, ((0, missing), (0, 0), (0, 0))) if missing else rows
 

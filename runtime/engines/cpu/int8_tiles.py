@@ -1,4 +1,4 @@
-"""Generates LLVM code for int8 tiles, which multiply a panel of weights by some quantized input rows."""
+"""Generates LLVM code for int8 tiles, which multiply a panel of weights by a few quantized input rows."""
 
 from __future__ import annotations
 
@@ -281,7 +281,7 @@ def panel_bytes(builder: Any, kind: Any, columns: Any) -> Any:
 
 
 def _totals(code: IntegerCode, form: PanelFormat, weights: _Part, read: list[Any]) -> list[list[Any]]:
-    """Return, for each input row, its integer dot products with a part: one per scale of the part."""
+    """Return each input row's integer dot products with a part: one per scale of the part."""
     planes = 2 if form.level_bits > MAX_PAIR_BITS and code.dot == DOT_OF_PAIRS else 1
     bits = LOW_BITS if planes == 2 else form.level_bits
     largest = (1 << bits) - 1

@@ -75,7 +75,7 @@ class KeptProof:
     """One model's proof, stored in hdtool's home folder for the current machine and settings."""
 
     def __init__(self, config: ModelConfig, settings: Any, family: type, files: Iterable[Path]) -> None:
-        """``settings`` is the model's configuration, ``family`` is its class, and ``files`` are all of its files."""
+        """``settings`` is the model's configuration, ``family`` the model's class, and ``files`` all of its files."""
         code = Path(str(sys.modules[family.__module__].__file__))
         self.record = CachedValue(
             proofs_at_home(),
@@ -173,7 +173,7 @@ def logits_hash(target: Target) -> str:
 
 
 def proof_of(target: Target, outline: str, compact: dict[str, bool]) -> Proof | None:
-    """Return the proof of a loaded target, or None if the target must be proved again at each start.
+    """Return the proof of a loaded target, or None if it must be compared with Transformers at each start.
 
     Only targets with reproducible logits have a proof: targets with compiled passes, without recurrent states and
     without compact weights that have been expanded.

@@ -226,7 +226,7 @@ def step_function() -> Any:
 
 @compiled
 def _norm(pass_record: Record, weight: int, hidden: int, rows: int, normed: int) -> None:
-    """Normalize some rows and write them to ``normed``; do nothing if ``weight`` is 0."""
+    """Normalize ``rows`` rows at ``hidden`` and write them to ``normed``; do nothing if ``weight`` is 0."""
     if weight:
         epsilon, offset = float_of(pass_record, EPSILON), float_of(pass_record, OFFSET)
         norm_rows(hidden, rows, pass_record[HIDDEN], weight, offset, epsilon, normed)
@@ -240,7 +240,7 @@ def _add(pass_record: Record, weight: int, hidden: int, added: int, rows: int) -
 
 @compiled
 def _gate_input(pass_record: Record, layer: Record, gate: int, first: int, end: int) -> None:
-    """Activate some rows' gates and multiply them by the layer's per-layer input, in place."""
+    """Activate the gates of rows ``first`` to ``end - 1`` and multiply them by the per-layer input, in place."""
     width = layer[INPUT_GATE + 2]
     for row in range(first, end):
         layer_input = pass_record[INPUTS] + (row * pass_record[INPUTS_STRIDE] + layer[INPUT_AT]) * ITEM_SIZE
@@ -260,9 +260,10 @@ def _offsets(pass_record: Record) -> Ints:
 def _append(
     pass_record: Record, layer: Record, starts: Ints, queries: int, keys: int, values: int, first: int, end: int
 ) -> None:
-    """Normalize and rotate some rows' queries and keys, and write keys and values to the KV cache from ``starts`` on.
+    """Normalize and rotate queries and keys of rows ``first`` to ``end - 1``; write keys and values to the KV cache.
 
-    ``queries``, ``keys`` and ``values`` are the addresses of matmul outputs, which are changed in place.
+    ``queries``, ``keys`` and ``values`` are the addresses of matmul outputs, which are changed in place. ``starts``
+    holds the cache position of each sequence's first row.
     """
     heads, width = layer[HEADS], layer[WIDTH]
     query_heads, size = heads * layer[GROUPS], width * ITEM_SIZE
@@ -314,7 +315,7 @@ def _prepare_heads(pass_record: Record, layer: Record, norm: int, row: int, head
 def _attend(
     pass_record: Record, layer: Record, starts: Ints, queries: int, scratch: int, written: int, first: int, end: int
 ) -> None:
-    """Compute attention for some blocks of queries, which are numbered consecutively over all sequences."""
+    """Compute attention for query blocks ``first`` to ``end - 1``, numbered consecutively over all sequences."""
     heads, groups, width = layer[HEADS], layer[GROUPS], layer[WIDTH]
     offsets, block = _offsets(pass_record), block_queries(pass_record[SLOTS] * heads, pass_record[THREADS])
     memory, units = (

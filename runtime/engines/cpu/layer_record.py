@@ -121,7 +121,7 @@ def multiply(pass_record: Record, layer: Record, which: int, inputs: int, rows: 
 
 @compiled
 def multiply_by(pass_record: Record, layer: Record, field: int, inputs: int, rows: int, outputs: int) -> None:
-    """Multiply ``rows`` rows at ``inputs`` by the matrix whose fields begin at ``field``; write to ``outputs``."""
+    """Multiply ``rows`` rows at ``inputs`` by the matrix whose fields begin at ``field``, into ``outputs``."""
     matmul, matrix, out_features, columns, bias = layer[field : field + MATMUL_FIELDS]
     parallel_matmul(
         pass_record[THREAD_POOL],

@@ -342,7 +342,7 @@ def compute_tree(
     ranks: bool,
     advances: bool,
 ) -> tuple[int, bool]:
-    """Compute a pass over one tree, with the record at address ``at``, and write logits of the rows from ``first`` on.
+    """Compute a pass over one tree, given the record at ``at``, and write the logits of the rows from ``first`` on.
 
     A row with a forced token gets only that token's logit; see ``compute_pass`` for ``forced_tokens``. With ``ranks``,
     maxima for top-k are written as well. With ``advances``, mixers' states advance past the last row.

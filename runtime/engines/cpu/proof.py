@@ -103,7 +103,7 @@ def compile_cpu(target: Target, *, proved: bool = False) -> CompiledModel | None
 
 
 def _is_compiled(parts: CompiledParts) -> bool:
-    """Return True if compiled code supports all layers' activations, experts, rotary widths, factors and norms."""
+    """Return True if the engine supports all layers' activations, experts, rotary widths, output factors and norms."""
     kinds = [kind for kind in dict.fromkeys(rotary_kinds(parts)) if kind is not None]
     none, first = torch.empty(0, dtype=torch.float32), torch.zeros(1, 1, dtype=torch.int64)
     rotary_widths = [rotary_of(parts, none, first, kind).cos.shape[1] for kind in kinds]
@@ -282,7 +282,7 @@ class _LayerProof:
 
     @contextmanager
     def _over(self, part: LayerParts[CompiledLinear], case: Case) -> Iterator[StatesOfPass | None]:
-        """Make Transformers' mixer compute the case's trees within this block; yield None without a mixer or trees."""
+        """Make Transformers' mixer compute the case's trees within this block; yield None if either is missing."""
         storage, cache, *_, trees = case
         recurrent = self._target.stock.recurrent
         if not (part.mixer and trees and recurrent and storage.states):

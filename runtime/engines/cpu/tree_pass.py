@@ -307,7 +307,7 @@ class TreePass:
         return view
 
     def _hidden(self, first: int, rows: int) -> torch.Tensor | None:
-        """Return hidden states of rows after the final norm and the watched layers, or None if they aren't watched."""
+        """Return the rows' hidden states after the final norm and each watched layer, or None if none are watched."""
         table = self._table
         if not table.watches_hidden:
             return None

@@ -70,7 +70,7 @@ class MixerTable:
 
     @torch.inference_mode(False)
     def copy_weights(self) -> None:
-        """Copy the convolutions' current weights; the copies keep their addresses."""
+        """Copy the convolutions' current weights; the addresses of the copies never change."""
         for number, mixer in self._mixers.items():
             weight = mixer.convolution.weight.detach()[:, 0].T
             if number in self._taps:
@@ -145,7 +145,7 @@ class WeightTable:
     """The records of a model's weights, which all of its passes share."""
 
     def __init__(self, parts: CompiledParts, windows: Sequence[AttentionWindow]) -> None:
-        """``windows`` has one window per layer."""
+        """``windows`` holds one attention window per layer."""
         self._parts, self._windows = parts, windows
         self._kinds = [kind for kind in dict.fromkeys(rotary_kinds(parts)) if kind is not None]
         self._panels: dict[int, Panels] = {}
@@ -408,7 +408,7 @@ class WeightTable:
         return matmul, matrix, rows.end - rows.first, layer.in_features, bias
 
     def check_copies(self) -> None:
-        """Refresh values computed from weights and buffers, which may have been changed in place."""
+        """Refresh the values computed from weights and buffers, because these may have been changed in place."""
         if self.mixers:
             self.mixers.copy_weights()
         buffers = list(self._parts.rotary.buffers()) if self._parts.rotary else []

@@ -51,7 +51,7 @@ HOPPER = 9
 
 
 class TritonOperations:
-    """Implements each operation with one Triton kernel, with two exceptions.
+    """Implements most operations with one Triton kernel each.
 
     Attention needs two kernels, and so does ``rotate_and_store`` if a norm spans all heads.
     """
@@ -212,7 +212,7 @@ class TritonOperations:
         return mixed
 
     def _splits(self, programs: int) -> int:
-        """Return the number of splits to divide the keys into, to keep all multiprocessors busy."""
+        """Return into how many splits to divide the keys so that all multiprocessors are busy."""
         wanted = PROGRAMS_PER_PROCESSOR * self._processors // programs
         splits: int = triton.next_power_of_2(max(1, wanted))
         return min(MAX_SPLITS, splits)

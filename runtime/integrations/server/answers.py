@@ -298,7 +298,7 @@ class AnswerText:
 
 
 def _refusal(error: Exception) -> RequestError:
-    """Return the error to show to the client; internal errors are only described in the server's log."""
+    """Return the error to show to the client; internal errors are described only in the server's log."""
     if isinstance(error, OverloadError):
         return RequestError(str(error), status=503, kind=OVERLOADED)
     if isinstance(error, HdtoolError):

@@ -1,4 +1,4 @@
-"""The HTTP part of the server: API keys, limits on size and time, and the handlers of all paths."""
+"""The server's HTTP layer: API keys, size and time limits on requests, and the handlers of all paths."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class ApiKeys:
 
     @classmethod
     def read(cls, path: Path | None, environment: Mapping[str, str]) -> ApiKeys:
-        """Read the keys from a file, or the key from the environment if ``path`` is None.
+        """Read keys from the file ``path``, or a single key from the environment if ``path`` is None.
 
         A line of the file is a key, or the name of a tenant and its key. Empty lines and lines that begin with # are
         skipped. Raise OptionError if a line is wrong or there is no key.
@@ -217,7 +217,7 @@ class Server:
         return JSONResponse({"input_tokens": tokens})
 
     async def _prepared(self, request: Request, kind: type[R], prepare: Callable[[R], P]) -> tuple[R, P]:
-        """Read the body of a request and call ``prepare`` with it in a worker thread; return the body and result."""
+        """Read a request's body, then parse it and call ``prepare`` in a worker thread; return ``(body, result)``."""
         json_text = await _read_body(request, self._config.max_body_mib, self._config.body_seconds)
 
         def prepared() -> tuple[R, P]:
@@ -287,7 +287,7 @@ class Server:
 
 
 class TimedProtocol(H11Protocol):
-    """Closes connections that send no request in time."""
+    """Closes connections that send no request within ``HEADER_SECONDS``."""
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
@@ -323,7 +323,7 @@ def _too_large(max_mib: int) -> RequestError:
 
 
 async def _collect_garbage() -> None:
-    """Collect garbage periodically, because a few objects of an ended answer may hold megabytes of tensors."""
+    """Collect garbage periodically: Python counts objects, but a few objects may hold megabytes of tensors."""
     while True:
         await asyncio.sleep(COLLECTION_SECONDS)
         gc.collect()

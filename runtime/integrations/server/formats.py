@@ -1,4 +1,4 @@
-"""Formats answers and errors as the JSON of OpenAI's completions: whole responses, or the events of a stream."""
+"""Formats answers and errors as JSON for OpenAI's completion APIs: as whole responses or as stream events."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ DISCONNECTED = 499
 
 
 class RequestError(HdtoolError):
-    """Raised for a request that is refused, with the HTTP status and the fields of the error response."""
+    """Raised to refuse a request; holds the HTTP status and the fields of the error response."""
 
     def __init__(
         self,
@@ -98,7 +98,7 @@ class Format(Protocol):
         """Return the events before the first text."""
 
     def added(self, index: int, delta: Delta) -> Iterable[Row]:
-        """Return the events for what a step adds to the answer ``index``."""
+        """Return the events for the ``delta`` that a step adds to answer number ``index``."""
 
     def closing(self, usage: Row) -> Iterable[Row]:
         """Return the events after the last text."""
@@ -111,7 +111,7 @@ DONE = "[DONE]"
 
 
 class ChatFormat:
-    """The JSON of chat completions."""
+    """Formats answers as OpenAI's chat completions."""
 
     last_event: str | None = DONE
 
@@ -168,14 +168,14 @@ class ChatFormat:
 
 
 class CompletionFormat:
-    """The JSON of text completions."""
+    """Formats answers as OpenAI's text completions."""
 
     last_event: str | None = DONE
 
     def __init__(
         self, model: str, tokenizer: PreTrainedTokenizerBase, echoes: Sequence[str], *, with_usage: bool
     ) -> None:
-        """``echoes`` are the texts before the answers; for ``with_usage``, see ``ChatFormat``."""
+        """``echoes`` holds the text to return before each answer; for ``with_usage``, see ``ChatFormat``."""
         self._tokenizer, self._echoes, self._with_usage = tokenizer, echoes, with_usage
         self._made = {
             "id": f"cmpl-{secrets.token_hex(12)}",
@@ -231,7 +231,7 @@ class CompletionFormat:
 
 
 def usage_of(prompt_tokens: int, stats: Stats, *, is_predicted: bool = True) -> Row:
-    """Return the token counts of a request in the JSON of OpenAI's ``usage``.
+    """Return a request's token counts in the form of OpenAI's ``usage`` object.
 
     Prediction tokens are only counted if the request had a prediction (``is_predicted``).
     """
@@ -248,7 +248,7 @@ def usage_of(prompt_tokens: int, stats: Stats, *, is_predicted: bool = True) -> 
 
 
 def logprob_rows(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[TokenLogprobs]) -> list[Row]:
-    """Return log-probabilities in the JSON of chat completions."""
+    """Return log-probabilities in the form that chat completions use."""
 
     def row(token: int, logprob: float) -> Row:
         return {

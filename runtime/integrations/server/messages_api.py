@@ -1,4 +1,4 @@
-"""Anthropic's Messages API, as coding agents use it: converts requests to chat requests, and answers to its JSON."""
+"""Anthropic's Messages API, as used by coding agents: converts requests to chat requests and formats the answers."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ class KeptTurns(BaseModel):
 
 
 class ContextEdit(BaseModel):
-    """A rule by which thinking is removed from earlier turns; tool results stay."""
+    """A rule that removes thinking from earlier turns but keeps tool results."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
     type: Literal["clear_thinking_20251015"]
@@ -147,7 +147,7 @@ class TokenCountRequest(Body):
     betas: list[str] | None = None
 
     def chat(self) -> ChatRequest:
-        """Convert the request to a chat request; raise RequestError if it ends with a turn of the assistant."""
+        """Convert the request to a chat request; raise RequestError if it ends with an assistant turn."""
         if self.messages[-1].role == "assistant":
             last = f"messages.{len(self.messages) - 1}"
             raise RequestError(
@@ -220,7 +220,7 @@ def _messages(system: str | list[Part] | None, messages: Sequence[Message]) -> I
 
 
 def _assistant(parts: Sequence[Part], where: str, names: dict[str, str]) -> Row:
-    """Convert a turn of the assistant to a message; add the called functions to ``names``, keyed by call id."""
+    """Convert an assistant turn to a message; add the name of each called function to ``names``, keyed by call id."""
     texts, reasoning, calls = [], [], []
     for index, part in enumerate(parts):
         if part.type == "text":
@@ -240,7 +240,7 @@ def _assistant(parts: Sequence[Part], where: str, names: dict[str, str]) -> Row:
 
 
 def _others(role: str, parts: Sequence[Part], where: str, names: dict[str, str]) -> Iterator[Row]:
-    """Convert a turn of the user or the system to messages: one per tool result and one per run of adjacent texts."""
+    """Convert a user or system turn to messages: one per tool result and one per run of adjacent texts."""
     texts: list[str] = []
     for index, part in enumerate(parts):
         if part.type != "tool_result":
@@ -307,7 +307,7 @@ def _tool_choice(choice: ToolChoiceField) -> Any:
 
 
 class MessagesFormat:
-    """The JSON of a message and of the events that stream it."""
+    """Formats an answer as a message or as the events that stream it."""
 
     last_event: str | None = None
 
@@ -367,7 +367,7 @@ def _end(delta: Delta) -> Row:
 
 
 def _usage(usage: Row) -> Row:
-    """Return the token counts in the JSON of this API, whose ``input_tokens`` exclude cached tokens."""
+    """Return the token counts in the form of this API, whose ``input_tokens`` exclude cached tokens."""
     cached = usage["prompt_tokens_details"]["cached_tokens"]
     return {
         "input_tokens": usage["prompt_tokens"] - cached,
@@ -388,7 +388,7 @@ def _block(block: Block, *, is_empty: bool = False) -> Row:
 
 
 def _arguments(text: str) -> Any:
-    """Parse the arguments of a call; anything but a JSON object is wrapped in one, under ``arguments``."""
+    """Parse the arguments of a call; wrap anything but a JSON object in one, under ``arguments``."""
     try:
         value = json.loads(text)
     except ValueError:

@@ -75,7 +75,7 @@ CONVERSATION = (
 
 
 def takes_late_instructions(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Return True if the chat template includes system messages at any place in a conversation."""
+    """Return True if the chat template renders system messages wherever they occur in a conversation."""
     if not has_chat_template(tokenizer):
         return True
     try:
@@ -130,7 +130,7 @@ def without_line_numbers(text: str) -> str:
 
 
 def quoted_forms(text: str, *, in_json: bool) -> Iterator[str]:
-    """Yield the forms in which an answer would quote a text of several lines, other than the text itself.
+    """Yield the forms, other than the text itself, in which an answer would quote a text of several lines.
 
     These are the text without its line numbers, if it has any, and with ``in_json``, that text escaped as in a JSON
     string.
@@ -145,7 +145,7 @@ def quoted_forms(text: str, *, in_json: bool) -> Iterator[str]:
 
 
 class Quotes:
-    """Encodes text that answers may quote, with a cache, because each request repeats the conversation so far."""
+    """Encodes text that answers may quote; caches the tokens, because each request repeats the conversation so far."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, max_characters: int = MAX_KEPT_CHARACTERS) -> None:
         self._tokenizer, self._max_characters = tokenizer, max_characters
@@ -154,7 +154,7 @@ class Quotes:
         self._lock = Lock()
 
     def tokens(self, messages: Sequence[Mapping[str, Any]], owner: str, *, in_json: bool) -> Sequence[int]:
-        """Return the tokens of the messages in the forms in which an answer would quote them.
+        """Return the tokens of user and tool messages, in the forms in which an answer would quote them.
 
         The cache is separate for each ``owner``, so that response times reveal nothing about other owners' messages.
         """
@@ -391,7 +391,7 @@ class LogitBias(LogitsProcessor):
 
 
 class LogprobRecorder(WrappedDrafter):
-    """Records the log-probabilities of accepted tokens, and drafts with another drafter."""
+    """Wraps a drafter to record the log-probabilities of accepted tokens."""
 
     reads_logits = True
 

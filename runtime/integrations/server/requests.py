@@ -88,7 +88,7 @@ class GenerationRequest(Body):
 
     @property
     def structure(self) -> dict[str, Any]:
-        """Fields that are not None and define what the answer must match."""
+        """Fields that define what the answer must match, without those that are None."""
         names = ("json_schema", "regex", "grammar", "response_format")
         return {name: value for name in names if (value := getattr(self, name)) is not None}
 
@@ -284,7 +284,7 @@ def _calls_of(tools: Sequence[dict[str, Any]], max_calls: int | None) -> Grammar
 
 
 def _wrong_field(error: ValidationError) -> RequestError:
-    """Return the error for the first invalid field; if it allows several types, for the one that fits best."""
+    """Return the error for the first invalid field; if the field allows several types, for the best-matching type."""
     errors = error.errors(include_url=False, include_context=False)
     faults = [([part for part in error_detail["loc"] if not _is_branch(part)], error_detail) for error_detail in errors]
     first = faults[0][0][:1]
@@ -371,7 +371,7 @@ def custom_arguments(text: str) -> str:
 
 
 def input_of(arguments: str) -> str:
-    """Return the input of a custom tool from the arguments of its function, or ``arguments`` if they are malformed."""
+    """Extract a custom tool's input from its function's ``arguments``; return these unchanged if they are malformed."""
     try:
         value = json.loads(arguments)
     except ValueError:
@@ -413,7 +413,7 @@ def _tools_of(tool: Row, where: str, namespace: Row | None = None) -> Iterator[R
 
 
 def _form(form: Any) -> str | None:
-    """Describe the grammar of a custom tool's input for the model; None if it has no grammar."""
+    """Return a description, for the model, of the grammar of a custom tool's input; None if there is no grammar."""
     if not isinstance(form, dict) or form.get("type") != "grammar":
         return None
     return f"The input matches this {form.get('syntax', '')} grammar:\n{form.get('definition', '')}"

@@ -1,4 +1,4 @@
-"""OpenAI's Responses API, as coding agents use it: converts requests to chat requests, and answers to its JSON.
+"""OpenAI's Responses API, as used by coding agents: converts requests to chat requests and formats the answers.
 
 The server stores no responses, so each request must contain the whole conversation.
 """
@@ -169,7 +169,7 @@ class ResponsesRequest(TokenCountRequest):
 
     @property
     def echoed(self) -> Row:
-        """Settings of the request that the response repeats."""
+        """Request settings that the response repeats."""
         reasoning = self.reasoning or Reasoning()
         form = self.text.format.model_dump(by_alias=True, exclude_none=True) if self.text and self.text.format else None
         return {
@@ -285,7 +285,7 @@ def _response_format(form: TextFormat | None) -> Row | None:
 
 
 class ResponsesFormat:
-    """The JSON of a response and of the events that stream it."""
+    """Formats an answer as a response or as the events that stream it."""
 
     last_event: str | None = None
 

@@ -62,7 +62,7 @@ class AnswerJob:
 
 
 class Tenants:
-    """Holds the stores and a pool of drafters per tenant; a drafter serves one answer at a time."""
+    """Holds each tenant's stores and pool of drafters; a drafter serves one answer at a time."""
 
     def __init__(self, loaded: Loaded, decoding: DecodeConfig, stores: StoresConfig, names: list[str]) -> None:
         self._loaded, self._decoding = loaded, decoding
@@ -106,7 +106,7 @@ class Tenants:
 
 
 class Scheduler:
-    """Runs jobs in one thread, several at once, and starts them in the order of submission."""
+    """Runs jobs as a batch in one thread, and starts them in the order of submission."""
 
     def __init__(
         self, target: Target, tenants: Tenants, decoding: DecodeConfig, *, max_waiting: int, prefix_bytes: int
@@ -158,7 +158,7 @@ class Scheduler:
             self._condition.notify()
 
     def stop(self) -> None:
-        """End all answers, including waiting ones, with an error, and wait for the thread to end."""
+        """End all answers with an error, including waiting ones, and wait for the thread to end."""
         with self._condition:
             self._is_stopping = True
             self._condition.notify()
@@ -179,7 +179,7 @@ class Scheduler:
         self._fail(OverloadError("the server is shutting down: ask another one, or later"))
 
     def _advance(self) -> None:
-        """Prefill one piece of a prompt, and run one step of all running answers."""
+        """Prefill the next chunk of a pending prompt, then run one step for all running answers."""
         self._drop_cancelled()
         if self._pending_prefill is None and not self._loop.is_full:
             self._start_next()

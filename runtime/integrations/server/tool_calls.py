@@ -1,4 +1,4 @@
-"""Splits the text of an answer into plain text, reasoning and tool calls, with the response parser of transformers."""
+"""Splits the text of an answer into plain text, reasoning and tool calls, using the response parser of transformers."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class ThinkingReader:
         return cls(prompt) if THINK_CLOSING in str(getattr(tokenizer, "chat_template", "")) else None
 
     def add(self, text: str, *, is_last: bool = False) -> tuple[str, str]:
-        """Add text; return ``(text, reasoning)``: the plain text and the reasoning that are now known."""
+        """Add text; return the plain text and the reasoning that can now be emitted, as ``(text, reasoning)``."""
         self._held += text
         reasoning = ""
         if self._place is ThinkingPlace.START:
@@ -164,7 +164,7 @@ class ToolCallReader:
         return None
 
     def add(self, text: str) -> tuple[str, str, list[ToolCall]]:
-        """Add text; return ``(text, reasoning, calls)``: the plain text, reasoning and calls that are now known."""
+        """Add text; return the text, reasoning and calls that can now be emitted, as ``(text, reasoning, calls)``."""
         if self._parser is None:
             return text, "", []
         try:

@@ -86,7 +86,7 @@ def _match_moved(tables: Ints, contexts: Ints, lengths: Ints, wanted: Ints, chos
 
 @compiled
 def _is_prefix(address: int, context: Ints, length: int) -> bool:
-    """Return True if a table holds a prefix of a context; compares the table's last token first, to fail early."""
+    """Return True if a table holds a prefix of a context; compare the table's last token first, to fail early."""
     table = array_at(address, 1, CONTEXT_TABLE)[0]
     size = table.end
     if size == 0 or size > length or table.ring[(size - 1) & (len(table.ring) - 1)] != context[size - 1]:

@@ -74,7 +74,7 @@ class MinProbability:
         return max(0.0, (self._covariance + SLOPE_PRIOR_WEIGHT * assumed) / (self._variance + SLOPE_PRIOR_WEIGHT))
 
     def begin_step(self, at: float, rows: Ints, lengths: Ints) -> None:
-        """Update the averages with the pass since the last ``record_drafts`` if it computed just the recorded requests.
+        """Update the averages with the pass since ``record_drafts`` if it computed exactly the recorded requests.
 
         ``at`` is the current time in seconds, and ``lengths`` are the context lengths of the ``rows``.
         """
@@ -89,7 +89,7 @@ class MinProbability:
         self._last = at, rows, lengths, drafts
 
     def observe(self, rows: int, tokens: int, emitted: int, seconds: float) -> None:
-        """Update the averages with a pass: its duration, and its numbers of requests, computed and emitted tokens."""
+        """Update the averages with a pass's duration and its numbers of requests, computed and emitted tokens."""
         if self._passes:
             seconds = min(seconds, STALL_FACTOR * self._seconds)
         self._passes += 1
@@ -118,7 +118,7 @@ CONTEXT_NUMBER, HISTORY_NUMBER = SourceId.CONTEXT.value, SourceId.HISTORY.value
 
 
 class RequestStates(NamedTuple):
-    """The state per request; all other data for drafting is shared and stays in the processor's cache."""
+    """The state of each request; all other drafting data is shared between requests and stays in the CPU cache."""
 
     tables: Ints
     """Address of each request's context table."""
@@ -137,7 +137,7 @@ class RequestStates(NamedTuple):
 
 
 def new_request_states(max_requests: int, shards: int, *, history: bool = False, ended: bool = False) -> RequestStates:
-    """Return the initial states of requests; if ``ended`` is True, they keep lanes of answers that another follows."""
+    """Return the initial states of requests; allocate ``RequestStates.ended`` only if ``ended`` is True."""
     tails = np.full((max_requests, MAX_MATCH_TOKENS), -1, np.int64)
     range_bounds = np.zeros((max_requests, MAX_RANGE_ORDER + 1, shards, 2), np.int64)
     lanes = np.zeros(max_requests, LANE)
@@ -184,7 +184,7 @@ def grow_chain(at: int, max_tokens: int, floor: float) -> int:
 
 @compiled
 def catch_up(at: int, context: Ints, sampled: int, few: int, requests: RequestStates, is_drafting: bool) -> None:
-    """Append the new tokens of ``context`` to the context table, and learn from the last ``sampled`` ones.
+    """Append the new tokens of ``context`` to the context table, and learn from the last ``sampled`` of them.
 
     If more than ``few`` tokens are new, the tokens before the sampled ones are a prompt, and a new answer begins in
     the history. If ``is_drafting`` is False, the tokens are only appended, and the tree's root moves to the end of the
@@ -222,7 +222,7 @@ def last_tokens(tokens: Ints, max_tokens: int) -> Ints:
 
 @compiled
 def begin_answer(history: Any, requests: RequestStates, overlap: Ints) -> None:
-    """Finish the request's answer in the history and begin the next after ``overlap``; no-op without a history."""
+    """If there is a history, finish the request's answer in it and begin the next after the tokens ``overlap``."""
     answers = requests.answers
     if answers[NEXT_ANSWER] == 0:
         return
@@ -249,7 +249,7 @@ def draft_rows(
     drafts: Ints,
     sizes: Ints,
 ) -> None:
-    """Draft a chain for each of the ``rows`` of ``contexts``, with the state of the request ``chosen`` for it.
+    """Draft a chain for each of the ``rows`` of ``contexts``, using the state of the request ``chosen`` for it.
 
     ``at`` is the address of a hierarchy, and ``sampled`` the number of new tokens in each row. ``limits`` are the
     maximum context length, the maximum number of draft tokens and the minimum probability. If the probability is above
@@ -340,7 +340,7 @@ class AnswerCollector:
             self._start_timer()
 
     def finish_all(self) -> None:
-        """Append all answers to the history; answers in progress end here."""
+        """Append all answers to the history, including those in progress."""
         with self.lock:
             if self._timer:
                 self._timer.cancel()
@@ -358,7 +358,7 @@ class AnswerCollector:
                 self._start_timer()
 
     def _append(self, cutoff: float) -> None:
-        """Append answers that another has followed, and answers whose last step was at ``cutoff`` or earlier."""
+        """Append answers that another answer has followed, and those whose last step was at ``cutoff`` or earlier."""
         followed, self._followed_lanes = self._followed_lanes, []
         for lane in followed:
             self._history.finish(lane)

@@ -164,7 +164,7 @@ def _is_secret(name: str) -> bool:
 
 
 def _without_secret_keys(value: str, option: str, names: list[str]) -> str:
-    """Remove entries with secret keys from a JSON object and add them to ``names``; return other text unchanged."""
+    """Remove entries with secret keys from a JSON object and add the keys to ``names``; return other text unchanged."""
     if not value.lstrip().startswith("{"):
         return value
     try:
@@ -315,7 +315,7 @@ class Launch:
 
 
 def require_hook(environment: Mapping[str, str]) -> None:
-    """Raise ServeError if the installed vLLM would not load hdtool's drafter; checks this without importing vLLM."""
+    """Raise ServeError if the installed vLLM would not load hdtool's drafter; the check doesn't import vLLM."""
     spec = find_spec("vllm")
     if spec is None or spec.origin is None:
         return

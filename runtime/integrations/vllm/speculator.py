@@ -34,7 +34,7 @@ PROBE_SETTINGS = (0.25, 3.0, 0.5)
 
 
 def repair_sampling() -> list[str]:
-    """Replace defective functions of vLLM in this process; return the names of the repairs, empty if none is needed."""
+    """Replace defective functions of vLLM in this process; return the names of the repairs made, if any."""
     from vllm.v1.sample import rejection_sampler
     from vllm.v1.sample.ops import topk_topp_sampler
 
@@ -160,7 +160,7 @@ class HierarchyProposer:
 
 
 class HierarchySpeculator:
-    """A ``BaseSpeculator`` for vLLM's V2 runner; does not inherit from it, to be testable without vLLM."""
+    """A speculator for vLLM's V2 runner; it doesn't inherit from ``BaseSpeculator``, so that tests don't need vLLM."""
 
     num_query_per_req, num_extra_query_per_req = 1, 0
     supports_mm_inputs = False
@@ -248,7 +248,7 @@ class TokenSlots:
         return True
 
     def put(self, slot: int, request: str, tokens: npt.NDArray[np.int32]) -> None:
-        """Replace the contents of a slot by the tokens of a request."""
+        """Replace the contents of a slot with the tokens of a request."""
         self.tokens[slot, : len(tokens)], self.lengths[slot], self._owners[slot] = tokens, len(tokens), request
 
 

@@ -292,7 +292,7 @@ class StaticKVCache(Cache):
         self.length, self._interrupted_from = length, None
 
     def begin_states(self, *, has_begun: bool) -> None:
-        """Set whether any token has been read into the states; if none has, the next pass doesn't read them."""
+        """Set whether the states have processed any token; if not, the next pass ignores them."""
         for layer in self.layers:
             if isinstance(layer, StateLayer):
                 layer.begin(has_begun)
@@ -324,12 +324,12 @@ class StaticKVCache(Cache):
         return keys.narrow(1, 0, self.length + new)
 
     def room_for(self, new: int) -> tuple[KVTensors, list[int]]:
-        """Return the tensors in which the caller writes ``new`` positions, and a list with the first new position."""
+        """Return the tensors for ``new`` positions, which the caller writes, and a list with the first new position."""
         self.written_length = max(self.written_length, self.length + new)
         return self.storage, [self.length]
 
     def commit(self, fixed: int, path: Sequence[int], *, deferred: bool = False) -> None:
-        """Accept the first ``fixed`` new positions and, counted from the next one, those at offsets ``path``.
+        """Accept the first ``fixed`` new positions and, of the positions after them, those at indices ``path``.
 
         With ``deferred``, the next captured step moves positions that must move, unless ``path`` is longer than
         ``MAX_DEFERRED_MOVES``.
@@ -440,7 +440,7 @@ class SlotKVCache(Cache):
         return keys[: len(self._slots), : self.length + indexer_key_states.shape[1]]
 
     def room_for(self, new: int) -> tuple[KVTensors, list[int]]:
-        """Return the tensors in which the caller writes ``new`` positions per slot, and the first one in each slot."""
+        """Return the tensors for ``new`` positions per slot, which the caller writes, and the first one per slot."""
         return self._storage, self._lengths
 
 

@@ -28,7 +28,7 @@ WHOLE = torch.nn.Module, PreTrainedConfig, type, FunctionType, MethodType, Modul
 
 
 def copied(cache: Any, shared: Collection[TensorPath]) -> Any:
-    """Return a copy of a cache for a pass to change.
+    """Return a copy of a cache that a pass may change.
 
     Tensors at the paths ``shared`` are not cloned, because passes replace them instead of changing them in place.
     """

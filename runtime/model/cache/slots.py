@@ -219,7 +219,7 @@ class Cache:
 
     @torch.inference_mode()
     def fill_unread(self, slot: int, tokens: Sequence[int], room: int) -> None:
-        """Fill a slot with unread tokens so that passes after them can be timed; reserve ``room`` more positions."""
+        """Fill a slot with tokens that no pass reads, to time passes after them; reserve ``room`` more positions."""
         self.reserve(len(tokens) + room)
         for keys, values in self.slots[slot].kv.storage.layers:
             for numbers in (keys, values):

@@ -1,4 +1,4 @@
-"""Checks that a model follows masks and positions after a long context, which reveals windows in its own code.
+"""Checks that a model follows masks and positions after a long context, to detect windows in the model's own code.
 
 No long prompt is read: all layers share random keys and values, so a pass takes little longer than after a short
 context.
@@ -90,7 +90,7 @@ class LongContext:
 
 
 def long_contexts(model: PreTrainedModel, windows: Sequence[AttentionWindow], limit: int | None) -> list[LongContext]:
-    """Return the contexts after which to check a model, or an empty list if hdtool's masks cover all of its windows.
+    """Return the contexts after which to check a model: none if hdtool's masks cover all of the model's windows.
 
     The masks cover all windows if they apply all sizes in the configuration and if all of the model's code is known,
     such as that of ``transformers``, which takes its sizes from the configuration.
@@ -138,7 +138,7 @@ def _is_foreign(module: Module) -> bool:
 
 
 class _SharedContext(Cache):
-    """A cache whose layers may share the context's tensors, while each keeps separate keys and values of later tokens.
+    """A cache whose layers may share the context's tensors, but keep the keys and values of later tokens separately.
 
     Compiled layers don't accept this class, since they would write to the shared tensors.
     """
@@ -149,7 +149,7 @@ class _SharedContext(Cache):
         self.begin_after(0)
 
     def begin_after(self, context: int) -> None:
-        """Discard all tokens after a context of this length."""
+        """Discard all but the first ``context`` tokens."""
         self.length = self._context = context
         self._later: dict[int, Views] = {}
         self._new_indexer_keys: dict[int, torch.Tensor] = {}

@@ -241,7 +241,7 @@ def prove_chains(target: Target, no_trees: FamilyError) -> ReplayPasses:
 
 @torch.inference_mode()
 def _distances_of_prompt(stock: StockPasses, context: Sequence[int]) -> tuple[float, float]:
-    """Return how far logits after a prompt differ between one pass and ``generate``, and between two passes and one.
+    """Return how far the logits of one pass over a prompt differ from those of ``generate`` and of two passes.
 
     ``generate`` may number positions differently. Two passes, each over a part of the prompt, differ from one pass if
     attention within the prompt is bidirectional.
@@ -296,7 +296,7 @@ def _token_by_token(
 
 
 def _by_chains(passes: ReplayPasses, context: Sequence[int], tokens: Sequence[int]) -> torch.Tensor:
-    """Return the logits after each token, verified in chains with some rejected drafts.
+    """Return the logits after each token, from verifying chains in which some drafts are rejected.
 
     The last row is from a pass that reads the first ``REREAD_TOKENS`` tokens again.
     """
@@ -315,7 +315,7 @@ def _by_chains(passes: ReplayPasses, context: Sequence[int], tokens: Sequence[in
 
 
 def _tensors_in_modules(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield tensor attributes of modules that are neither parameters nor buffers, by name."""
+    """Yield the name and value of each module attribute that is a tensor but neither a parameter nor a buffer."""
     for name, module in model.named_modules():
         for attribute, value in vars(module).items():
             if isinstance(value, torch.Tensor):

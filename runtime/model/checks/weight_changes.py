@@ -180,7 +180,7 @@ class ModelChanges:
         self._memory = self._recorded.memory() if holds_memory else []
 
     def found(self, discard: Callable[[bool], None]) -> bool:
-        """Return True if the model changed since it was recorded or was never recorded; the caller must then record it.
+        """Return True if the model has no record or has changed since it was recorded; the caller must then record it.
 
         If there is a record, ``discard`` is called first: with True if modules or code changed, with False if only
         weights or settings did. If weights were only written in place, it is not called. If ``discard`` raises, the

@@ -391,7 +391,7 @@ class Conversion:
 
 
 def _weights_once(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield a model's weights by name, but only the first of tied weights."""
+    """Yield the name and value of each weight of a model, but only the first of tied weights."""
     seen = set()
     for name, weight in model.state_dict().items():
         place = weight.data_ptr(), weight.shape

@@ -62,7 +62,7 @@ class Signature:
 
 
 def content_hash(path: Path) -> str:
-    """Return the SHA-256 of a file in hexadecimal digits, showing a progress bar."""
+    """Return a file's SHA-256 as a hexadecimal string; show a progress bar meanwhile."""
     digest, done = hashlib.sha256(), 0
     with path.open("rb") as stream, progress_bar(path.stat().st_size, f"reading {path.name}", unit="B") as shown:
         while chunk := stream.read(CHUNK):
@@ -197,7 +197,7 @@ class Manifest:
         file.write(json.dumps(asdict(self), indent=1) + "\n")
 
     def seen_as(self, signature: Signature) -> Manifest:
-        """Return the manifest with a file's signature added to ``seen``; drop an older signature of its path."""
+        """Return the manifest with a file's signature in ``seen``, in place of any older signature of the same path."""
         others = [signature_ for signature_ in self.seen if signature_.path != signature.path]
         return replace(self, seen=(*others, signature)[-MAX_SEEN:])
 

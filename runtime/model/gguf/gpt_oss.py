@@ -83,7 +83,7 @@ def tensor_name(parameter: str) -> str | None:
 
 
 class ExpertTensors:
-    """Joins and transposes a file's tensors of experts into the layout of the model's parameters."""
+    """Joins and transposes a file's expert tensors into the layout of the model's parameters."""
 
     def __init__(self) -> None:
         self._halves: dict[str, npt.NDArray[np.float32]] = {}

@@ -152,7 +152,7 @@ SAMPLED_ROWS = 64
 
 
 def unpacked(reference: Callable[..., Any], blocks: npt.NDArray[np.uint8], kind: int) -> Any:
-    """Return a tensor unpacked to float32, by compiled code if it matches ``reference`` bit for bit in sampled rows.
+    """Unpack a tensor to float32, with compiled code if its results equal ``reference``'s bit for bit in sampled rows.
 
     ``reference`` is ``dequantize`` of the gguf library, which takes fifty times as long for MXFP4.
     """
@@ -170,7 +170,7 @@ def unpacked(reference: Callable[..., Any], blocks: npt.NDArray[np.uint8], kind:
 
 
 def read_weights(file: Path, folder: Path) -> dict[str, torch.Tensor]:
-    """Return a model's weights by name; packed weights in the row order of ``file`` are memory-mapped from it."""
+    """Return a model's weights by name; packed weights whose rows have the order of ``file`` are memory-mapped."""
     rest = load_file(folder / REST)
     try:
         row = json.loads((folder / PLAN).read_text(encoding="utf-8"))

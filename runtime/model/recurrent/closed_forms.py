@@ -27,7 +27,7 @@ NO_TENSOR = torch.empty(0)
 
 
 class DeltaRows(NamedTuple):
-    """Updates that the rows of a gated delta rule make to the state; a leading dimension may stack several layers."""
+    """Updates that a tree's rows make to the state of a gated delta rule; a leading dimension may stack layers."""
 
     keys: torch.Tensor
     """Shape ``[..., slots, heads, rows, width]``."""
@@ -44,7 +44,7 @@ class DeltaRows(NamedTuple):
 
 
 class ScanRows(NamedTuple):
-    """Updates that the rows of a Mamba-2 scan make to the state; a leading dimension may stack several layers."""
+    """Updates that a tree's rows make to the state of a Mamba-2 scan; a leading dimension may stack layers."""
 
     inputs: torch.Tensor
     """Shape ``[..., slots, heads, rows, width]``."""
@@ -76,7 +76,7 @@ def convolve(
     bias: torch.Tensor | None = None,
     activation: str | None = None,
 ) -> torch.Tensor:
-    """Apply a short convolution over the columns of the state and the rows; return ``[slots, channels, rows]``."""
+    """Apply a short convolution to ``columns``, the state's and then the rows'; return ``[slots, channels, rows]``."""
     slots, channels, width = columns.shape
     rows = indices.rows
     window = indices.window(width - rows, weight.shape[-1])
@@ -278,7 +278,7 @@ class ClosedForm:
 
     @classmethod
     def of(cls, mixer: Mixer) -> ClosedForm | None:
-        """Return the closed form of a mixer, or None if its ``forward`` was replaced or doesn't call known functions.
+        """Return a mixer's closed form, or None if its ``forward`` was replaced or calls no functions that have one.
 
         The caller must check the results of the closed form.
         """

@@ -1,4 +1,4 @@
-"""Observes a pass to find the modules that update recurrent states, and computes their index tensors for trees."""
+"""Observes a pass to find the modules that update recurrent states, and computes index tensors that describe trees."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class TreeIndices:
 
     @cached_property
     def ancestors(self) -> torch.Tensor:
-        """True where a row reads another: a row reads its ancestors and itself. Shape ``[slots, rows, rows]``."""
+        """True at ``[slot, i, j]`` if row ``i`` reads ``j``, itself or an ancestor. Shape ``[slots, rows, rows]``."""
         raise NotImplementedError
 
     @cached_property
@@ -92,11 +92,11 @@ class TreeIndices:
 
     @cached_property
     def hidden(self) -> torch.Tensor:
-        """True where a row does not read another, shape ``[slots, 1, rows, rows]``."""
+        """``ancestors`` negated, shape ``[slots, 1, rows, rows]``."""
         return ~self.ancestors[:, None]
 
     def window(self, before: int, size: int) -> torch.Tensor:
-        """Return the columns that a convolution of this size reads for each row, shape ``[slots, rows, size]``.
+        """Return indices of the columns that a convolution of this size reads per row, shape ``[slots, rows, size]``.
 
         The first ``before`` columns are the state's, followed by one column per row.
         """
@@ -166,12 +166,12 @@ _LOCKS: WeakKeyDictionary[Module, Any] = WeakKeyDictionary()
 
 
 def forward_lock(model: Module) -> Any:
-    """Return the lock to hold while replacing or inspecting a model's forwards; all targets of the model share it."""
+    """Return the lock to hold while replacing or inspecting a model's ``forward`` methods; all its targets share it."""
     return _LOCKS.setdefault(model, RLock())
 
 
 def has_own_forward(module: Module) -> bool:
-    """Return True if a module has a ``forward`` of its own instead of its class's, as with accelerate's hooks."""
+    """Return True if an instance attribute ``forward`` replaces the class's method, as accelerate's hooks do."""
     return "forward" in vars(module)
 
 

@@ -44,7 +44,7 @@ class LevelStates:
         self._before = before
 
     def start(self, parents: torch.Tensor) -> LayerStates:
-        """Return copies of the states from which the next level's rows start; the mixer updates them in place.
+        """Return copies of the states from which the next level's rows start; the mixer updates the copies in place.
 
         ``parents`` has the index of each row's parent in the previous level; in the first level, the index of its slot.
         """
@@ -154,7 +154,7 @@ class RecurrentLayers:
         self._closed: dict[Mixer, ClosedForm] = {}
 
     def use_closed_forms(self) -> None:
-        """Use closed forms from now on for the mixers that have one."""
+        """From now on, use a closed form for each mixer that has one."""
         self._closed = {mixer: form for mixer in self._mixers if (form := ClosedForm.of(mixer))}
 
     def use_levels(self) -> None:
@@ -196,7 +196,7 @@ class RecurrentLayers:
 
     @contextmanager
     def over_step(self, step: StepTensors, states: States, cache: Cache) -> Iterator[Callable[[], StackedStates]]:
-        """Make the model's passes in this block compute a captured step.
+        """Make the model's passes in this block run over the trees of ``step``, which can be captured.
 
         Yield a function that returns the states after the step's rows, to call after the pass.
         """

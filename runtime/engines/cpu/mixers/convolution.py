@@ -49,7 +49,7 @@ def origins_at(address: int, slot: int, rows: int) -> Ints:
 
 @compiled
 def buffers_of(rows: int) -> int:
-    """Return the number of state buffers that are enough for any tree of this many rows.
+    """Return the number of state buffers that suffice for any tree of this many rows.
 
     Each buffer in use except the last belongs to a row with a later child.
     """
@@ -134,9 +134,9 @@ def window_size(layer: Record) -> int:
 
 @compiled
 def copy_windows(layer: Record, windows: int, first: int, end: int) -> None:
-    """Transpose the states to windows ``[columns, channels]``, for some vectors of channels.
+    """Transpose the states of channel vectors ``first`` to ``end - 1`` into windows ``[columns, channels]``.
 
-    ``first`` and ``end`` number the vectors consecutively over all sequences.
+    The vectors are numbered consecutively over all sequences.
     """
     channels, columns = layer[CHANNELS], layer[COLUMNS]
     vectors = channels // LANES
@@ -176,7 +176,7 @@ def convolve(layer: Record, origins: Ints, row: int, inputs: int, stride: int, w
 def shift_window(
     layer: Record, slot: int, inputs: int, stride: int, count: int, path: Ints, first: int, end: int
 ) -> None:
-    """Advance a sequence's state past ``count`` of its rows, for some vectors of channels.
+    """Advance a sequence's state past ``count`` of its rows, in channel vectors ``first`` to ``end - 1``.
 
     ``path`` lists all ``count`` rows, or at least as many of the last ones as the state has columns.
     """
@@ -208,7 +208,7 @@ def gate_inputs(layer: Record, projected: int, kept: int, first: int, end: int) 
 def convolve_gated(
     layer: Record, origins: Ints, row: int, kept: int, window: int, projected: int, written: int
 ) -> None:
-    """Convolve a row and multiply the result by its output gate, for the out-projection.
+    """Convolve a row and multiply the result by the row's output gate.
 
     ``kept`` and ``projected`` are the addresses of the sequence's gated inputs and in-projection outputs.
     """

@@ -67,7 +67,7 @@ def _multiply_by_sigmoid(builder: Any, gates: Any, numbers: Any, size: Any) -> N
 
 @compiled
 def split_gates(joined: int, queries: int, heads: int, width: int, first: int, end: int) -> None:
-    """Copy some rows' queries from ``joined``, where each head's queries are followed by its gates."""
+    """Copy the queries of rows ``first`` to ``end - 1`` from ``joined``, where each head's gates follow its queries."""
     size = width * ITEM_SIZE
     for head in range(first * heads, end * heads):
         copy_floats(joined + 2 * head * size, width, queries + head * size)
@@ -75,7 +75,7 @@ def split_gates(joined: int, queries: int, heads: int, width: int, first: int, e
 
 @compiled
 def gate_heads(joined: int, attended: int, heads: int, width: int, first: int, end: int) -> None:
-    """Multiply some rows' attention outputs by the sigmoid of their gates, in place."""
+    """Multiply the attention outputs of rows ``first`` to ``end - 1`` by the sigmoid of their gates, in place."""
     size = width * ITEM_SIZE
     for head in range(first * heads, end * heads):
         _multiply_by_sigmoid(joined + (2 * head + 1) * size, attended + head * size, width)
@@ -109,7 +109,7 @@ def unit_row(builder: Any, read: Any, width: Any, epsilon: Any, factor: Any, wri
 
 
 def _recalled(vectors: int) -> Any:
-    """Return an intrinsic that writes the product of a key and some columns of the decayed state."""
+    """Return an intrinsic that writes the product of a key and ``vectors`` vectors of columns of the decayed state."""
 
     @generated(*[types.int64] * 4, types.float32, types.int64)
     def recall(builder: Any, state: Any, stride: Any, key: Any, width: Any, decay: Any, written: Any) -> None:
@@ -137,7 +137,7 @@ def _recalled(vectors: int) -> Any:
 
 
 def _learned(vectors: int) -> Any:
-    """Return an intrinsic that updates some columns of a state and writes their product with a query.
+    """Return an intrinsic that updates ``vectors`` vectors of a state's columns and writes their product with a query.
 
     The columns decay, and the outer product of the key and ``change`` is added to them.
     """
@@ -205,7 +205,7 @@ def _change(builder: Any, value: Any, held: Any, size: Any, strength: Any, writt
 def join_inputs(
     queries: int, keys: int, values: int, key_bytes: int, value_bytes: int, written: int, first: int, end: int
 ) -> None:
-    """Copy some rows' queries, keys and values next to each other.
+    """Copy the queries, keys and values of rows ``first`` to ``end - 1`` next to each other.
 
     ``key_bytes`` and ``value_bytes`` are the sizes in bytes of a row's keys (or queries) and of its values.
     """
@@ -228,7 +228,7 @@ def spread_inputs(
     first: int,
     end: int,
 ) -> None:
-    """Reorder some rows' inputs, which are grouped by key head.
+    """Reorder the inputs of rows ``first`` to ``end - 1``, which are grouped by key head.
 
     For each key head, ``inputs`` has a query, a key, values and gates, and ``scores`` has write strengths and time
     steps. Queries, keys and values of a row are written next to each other to ``joined``.
@@ -295,7 +295,7 @@ def delta_kept_size(layer: Record) -> int:
 
 @compiled
 def delta_state_size(layer: Record) -> int:
-    """Return the size of the columns of a state that are computed together, in float32 values."""
+    """Return the size, in float32 values, of the state columns that are computed together."""
     return layer[KEY_WIDTH] * min(layer[VALUE_WIDTH], VECTORS * LANES)  # type: ignore[no-any-return]
 
 
@@ -357,7 +357,7 @@ def recur_delta(
 
 @compiled
 def gate_delta(layer: Record, origins: Ints, row: int, gates: int, mixed: int) -> None:
-    """Normalize each head's output for one row and multiply it by the head's gate, in place, for the out-projection."""
+    """Normalize each head's output for one row and multiply it by the head's gate, in place."""
     heads, values = layer[STATE_HEADS], layer[VALUE_WIDTH]
     if origins[row, PARENT] == PADDING:
         clear_floats(mixed, heads * values)

@@ -134,7 +134,7 @@ def scan_kept_size(layer: Record) -> int:
 
 @compiled
 def scan_state_size(layer: Record) -> int:
-    """Return the size of the rows of a state that are computed together, in float32 values."""
+    """Return the size, in float32 values, of the state rows that are computed together."""
     return layer[KEY_WIDTH] * LANES  # type: ignore[no-any-return]
 
 
@@ -152,7 +152,10 @@ def scan_head(
     decays: int,
     written: int,
 ) -> None:
-    """Compute one head for all rows of a sequence; arguments from ``convolved`` on are addresses for its first row."""
+    """Compute one head for all rows of a sequence.
+
+    The addresses from ``convolved`` on are those of the sequence's first row.
+    """
     channels, key_heads, width, height = layer[CHANNELS], layer[KEY_HEADS], layer[KEY_WIDTH], layer[VALUE_WIDTH]
     heads, rows = layer[STATE_HEADS], len(origins)
     key_head = head // (heads // key_heads)
@@ -180,7 +183,7 @@ def scan_head(
 
 @compiled
 def gate_scan(layer: Record, origins: Ints, row: int, gates: int, mixed: int) -> None:
-    """Multiply one row's output by its gate and normalize each group of heads, for the out-projection.
+    """Multiply one row's output by its gate and normalize each group of heads.
 
     The result is written to ``mixed``; ``gates`` are overwritten.
     """

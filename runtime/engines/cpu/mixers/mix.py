@@ -124,7 +124,7 @@ def _work_at(pass_record: Record, scratch: int) -> int:
 
 @compiled
 def _part_buffers(pass_record: Record, scratch: int, first: int, units: int) -> int:
-    """Return the address of a part's state buffers; the part's index is ``first * parts / units``, rounded up."""
+    """Return the address of the state buffers for the part of the work that begins with unit ``first`` of ``units``."""
     part = -(-first * parts_of(pass_record[THREADS], units, 1) // units)
     before = part * buffers_of(pass_record[NEW]) * pass_record[MIXER_STATE] * ITEM_SIZE
     return _buffers_at(pass_record, scratch) + before  # type: ignore[no-any-return]
@@ -412,7 +412,7 @@ def mix(pass_record: Record, layer: Record, starts: Ints, read: int, rows: int, 
 
 @compiled
 def accept(pass_record: Record, layers: Record, starts: Ints, path: Ints, scratch: int) -> None:
-    """Advance the states from before a pass along a path of its rows, by replaying the values that mixers kept."""
+    """Advance the mixers' states, still those before a pass, along a path of its rows by replaying the kept values."""
     function, count = pass_record[MIXER_FUNCTION], path[COUNT]
     for number in range(len(layers)):
         layer = layers[number]
