@@ -182,6 +182,11 @@ ESTIMATE_WEIGHT = 4
 """Number of measured passes that weigh as much as the initial estimate."""
 UNEXPECTED_DEVIATION, UNEXPECTED_WEIGHT = 0.3, 0.25
 """Relative error beyond which a pass confirms a cost only in part, and the weight of such a pass."""
+FASTER_DEVIATION, FASTER_LEARNING_RATE = 0.15, 0.5
+"""Relative error beyond which a fast pass corrects its cost at a higher rate, and this rate: other processes can slow a
+pass down, but nothing makes it faster than it is."""
+FADING = 1 / 512
+"""Share of their confirming passes that the costs of smaller passes lose with each pass, as they become outdated."""
 CONTEXT_STEP = 64
 """Number of tokens by which the context length must change before the costs are computed again."""
 
@@ -291,5 +296,9 @@ def learn_cost(at: int, nodes: int, seconds: float) -> None:
     confirmed = 1.0 if abs(change) <= UNEXPECTED_DEVIATION else UNEXPECTED_WEIGHT
     for size_index, part in ((size, share), (smaller, 1 - share)):
         rate = max(COST_LEARNING_RATE, 1 / (ESTIMATE_WEIGHT + costs.passes[size_index] + 1))
+        if change < -FASTER_DEVIATION:
+            rate = max(rate, FASTER_LEARNING_RATE)
         costs.corrections[size_index] *= 1 + rate * part * change
         costs.passes[size_index] += part * confirmed
+    for size_index in range(size if share == 1 else smaller):
+        costs.passes[size_index] *= 1 - FADING

@@ -29,8 +29,12 @@ from hdtool.runtime.tree import LARGEST_TREE, DraftTree
 MEASURED_NODES = tuple(rows - 1 for rows in PASS_SIZES)
 REPETITIONS, MAX_SECONDS = 20, 10.0
 """Number of passes timed per tree size, of which the median is taken, and time limit per context in seconds."""
-QUICK_REPETITIONS, QUICK_MAX_SECONDS = 4, 1.0
-"""Number of passes per tree size, and time limit in seconds, of the quick measurement that precedes an answer."""
+MIN_QUICK_REPETITIONS, MAX_QUICK_REPETITIONS = 4, 16
+"""Minimum and maximum number of passes per tree size in the quick measurement that precedes an answer."""
+QUICK_SECONDS, MAX_QUICK_SECONDS = 0.25, 1.0
+"""Time limits of the quick measurement in seconds: after the minimum number of passes, and before."""
+QUICK_QUANTILE = 0.25
+"""Quantile of a size's times that the quick measurement uses: on a busy machine, most passes may be slowed down."""
 SHORT_CONTEXT = 4
 """Length of a context that hardly affects the latency of a pass."""
 LONG_CONTEXT, MIN_LONG_CONTEXT, LONG_CONTEXT_BYTES = 4096, 256, 128 * 2**20
@@ -78,8 +82,8 @@ def measure_cost_curve(
     target = loaded.target
     rows = []
     for length in lengths:
-        medians = time_tree_passes(target, MEASURED_NODES, REPETITIONS, MAX_SECONDS, length - 1)
-        rows.append(tuple(round(1e3 * float(seconds), 5) for seconds in medians))
+        times = time_tree_passes(target, MEASURED_NODES, _is_enough, length - 1)
+        rows.append(tuple(round(1e3 * float(seconds), 5) for seconds in np.median(times, axis=0)))
         on_progress(len(rows))
     threads = f", threads: {torch.get_num_threads()}" if target.device.type == "cpu" else ""
     return CostCurve(
@@ -92,25 +96,36 @@ def measure_cost_curve(
     )
 
 
+def _is_enough(rounds: int, seconds: float) -> bool:
+    return rounds >= REPETITIONS or seconds > MAX_SECONDS
+
+
+def _is_enough_quickly(rounds: int, seconds: float) -> bool:
+    limit = QUICK_SECONDS if rounds >= MIN_QUICK_REPETITIONS else MAX_QUICK_SECONDS
+    return rounds >= MAX_QUICK_REPETITIONS or seconds > limit
+
+
 def time_tree_passes(
     target: Target,
     sizes: Sequence[int],
-    times: int,
-    patience: float,
+    is_enough: Callable[[int, float], bool],
     length: int = SHORT_CONTEXT,
     batch: int = 1,
     *,
     unread: bool = False,
 ) -> Floats:
-    """Return the median duration in seconds of a forward pass for each tree size.
+    """Return the duration in seconds of forward passes, with a row per round and a column per tree size.
 
     Each of the ``batch`` slots gets a context of ``length`` tokens, root excluded, and a tree of the given size. If the
     target does not pad trees, a size is one less than the rows of the whole pass (the roots and nodes of all slots).
     If ``unread``, no prefill computes the context's keys and values, which does not change the latency.
 
-    Each of at most ``times`` rounds runs one pass of each size, and no round begins after ``patience`` seconds. The
-    median predicts the duration of a step; the minimum would not, as the fastest pass is a tenth faster than a typical
-    pass.
+    Each round runs one pass of each size, after an untimed pass of the first size, because the largest pass, which ends
+    a round, evicts a small model from the cache. ``is_enough`` gets the number of rounds and the seconds since the
+    start, and returns True to end the measurement.
+
+    The median of a column predicts the duration of a step; the minimum would not, as the fastest pass is a tenth faster
+    than a typical pass.
     """
     began = time.perf_counter()
     is_free = batch == 1 and not unread and target.cache.user is None and not target.cache.slots[0].tokens
@@ -123,9 +138,9 @@ def time_tree_passes(
             target.prefill(cache, slot, context, room=max(sizes))
     random = np.random.default_rng(0)
     rounds: list[list[float]] = []
-    for _ in range(times):
+    while not rounds or not is_enough(len(rounds), time.perf_counter() - began):
         rounds.append([])
-        for size in sizes:
+        for size in (sizes[0], *sizes):
             slots = batch if target.pads else min(size + 1, batch)
             nodes = [size] * slots if target.pads else [(size + 1 - slots + turn) // slots for turn in range(slots)]
             trees = [_random_tree(target, n, random) for n in nodes]
@@ -133,10 +148,8 @@ def time_tree_passes(
             target.verify(cache, trees)
             target.wait()
             rounds[-1].append(target.log.seconds - before)
-        if time.perf_counter() - began > patience:
-            break
     cache.slots[0].cut(0)
-    return np.median(rounds, axis=0)
+    return np.array(rounds)[:, 1:]
 
 
 def _random_tree(target: Target, nodes: int, random: np.random.Generator) -> DraftTree:
@@ -181,15 +194,20 @@ def _quick_contexts(target: Target, batch: int = 1) -> tuple[int, ...]:
 
 def _quick_milliseconds(target: Target, contexts: Sequence[int], batch: int) -> tuple[tuple[float, ...], ...]:
     """Time passes of all sizes after the first context; after longer contexts, time a few and interpolate."""
-    short = 1e3 * time_tree_passes(target, MEASURED_NODES, QUICK_REPETITIONS, QUICK_MAX_SECONDS, batch=batch)
+    short = _increasing(time_tree_passes(target, MEASURED_NODES, _is_enough_quickly, batch=batch))
     rows = [short]
     for length in contexts[1:]:
-        long = 1e3 * time_tree_passes(
-            target, LONG_CONTEXT_NODES, QUICK_REPETITIONS, QUICK_MAX_SECONDS, length, batch, unread=True
-        )
+        times = time_tree_passes(target, LONG_CONTEXT_NODES, _is_enough_quickly, length, batch, unread=True)
+        long = _increasing(times)
         added = np.maximum(0, long - np.interp(LONG_CONTEXT_NODES, MEASURED_NODES, short))
         rows.append(short + np.interp(MEASURED_NODES, LONG_CONTEXT_NODES, added))
     return tuple(tuple(map(float, row)) for row in rows)
+
+
+def _increasing(times: Floats) -> Floats:
+    """Return milliseconds for each tree size from a few rounds; a smaller tree never takes longer than a larger one."""
+    milliseconds = 1e3 * np.quantile(times, QUICK_QUANTILE, axis=0)
+    return np.minimum.accumulate(milliseconds[::-1])[::-1]
 
 
 def quick_record(target: Target, **circumstances: Any) -> CachedValue | None:

@@ -42,6 +42,8 @@ CONFIRMED_PASSES = 3.0
 WORTH_TRYING, CLEARLY_FASTER = 1.2, 1.5
 """Thresholds for trying a pass whose cost is unconfirmed. Drafts that do not seem to pay are tried if they multiply the
 expected tokens of a step by the first factor; a plain pass is tried unless drafts seem faster by the second factor."""
+OUTDATED_RATIO = 1.15
+"""A plain pass estimated to take this many times as long as a larger pass is tried, however fast drafts seem."""
 MIN_DRAFTED_NODES = PASS_SIZES[3]
 """Smallest ``max_nodes`` of a budget that chooses by cost, other than 0 while drafting is paused."""
 Probs = npt.NDArray[np.floating[Any]]
@@ -254,8 +256,10 @@ def best_size(gain: Probs, first: int, overhead: float, costs: Any) -> tuple[int
     speedup = best_rate * (plain + overhead) / gain[0]
     pays = speedup > 1.0
     if pays:
+        is_outdated = estimated_cost(costs, first) > OUTDATED_RATIO * plain
         # In a batch, drafts gain little, and a single plain pass confirms the cost for all sequences.
-        tries = (speedup < CLEARLY_FASTER or gain[0] > 1) and confirming_passes(costs, first) < CONFIRMED_PASSES
+        is_worthwhile = is_outdated or speedup < CLEARLY_FASTER or gain[0] > 1
+        tries = is_worthwhile and confirming_passes(costs, first) < CONFIRMED_PASSES
     else:
         tries = gain[best] >= WORTH_TRYING * gain[0] and confirming_passes(costs, first + best) < CONFIRMED_PASSES
     return best if pays != tries else 0, pays, tries, cost, plain

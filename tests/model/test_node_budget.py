@@ -129,8 +129,8 @@ def test_a_pass_counts_for_the_nodes_that_it_verified(verified: int) -> None:
 
 def test_passes_of_every_size_are_timed_on_a_real_target() -> None:
     target = Target(model_of("llama"))
-    taken = time_tree_passes(target, [0, 3, 64], 2, 1.0)
-    assert len(taken) == 3 and (taken > 0).all() and np.isfinite(taken).all()
+    taken = time_tree_passes(target, [0, 3, 64], lambda rounds, _: rounds == 2)
+    assert taken.shape == (2, 3) and (taken > 0).all() and np.isfinite(taken).all()
     drafter = drafter_for(DecodeConfig("hd"), target, StoreSet())
     assert len(drafter.draft([1, 2, 3])) <= LARGEST_BUDGET
 
@@ -271,7 +271,7 @@ def test_a_batch_confirms_what_a_plain_pass_takes() -> None:
     costs = [4.0 if rows == 1 else 4.1 for rows in PASS_SIZES]
     budgets = together_by(log, {4: curve_of(costs)}, 4, is_confirmed=False)
     sizes = []
-    for _ in range(12):
+    for _ in range(16):
         sizes.append(max([budget.choose_size(np.full(3, 0.9)) if budget.max_nodes else 0 for budget in budgets][1:]))
         log.add(4.1 if sizes[-1] else 0.5, sizes[-1], 4)
     assert 0 in sizes[:2]
@@ -433,7 +433,30 @@ def test_a_plain_pass_that_only_looks_slow_is_tried() -> None:
     assert found[-100:].count(0) > 90
 
 
-def test_costs_that_passes_confirm_are_not_tried_again() -> None:
+@pytest.mark.parametrize("wrong", [0.9, 6.0], ids=["a little too slow", "ten times too slow"])
+def test_a_plain_pass_that_was_timed_on_a_busy_machine_is_corrected(wrong: float) -> None:
+    """A small model on a CPU: a node costs 0.6 of a plain pass and brings 0.4 tokens."""
+    true = [0.5, 0.8, 1.0, 2.2, *[5.0] * (len(PASS_SIZES) - 4)]
+    budget, log = budget_of([wrong, *true[1:]], is_confirmed=False)
+    seconds = dict(zip(MEASURED_NODES, true, strict=True))
+    found = verified(
+        lambda: budget.choose_size(np.array([0.4])) if budget.max_nodes else 0, log, seconds.__getitem__, 300
+    )
+    assert found[-200:].count(0) > 190
+
+
+def test_a_cost_that_rises_is_found_out_although_larger_passes_seemed_to_pay() -> None:
+    """A plain pass is timed again now and then, since passes over drafts tell nothing about it."""
+    budget, log = budget_of(FLAT, is_confirmed=False)
+    probs = np.full(3, 0.1)
+    verified(lambda: budget.choose_size(probs), log, lambda nodes: 1.0, 300)
+    found = verified(
+        lambda: budget.choose_size(probs) if budget.max_nodes else 0, log, lambda nodes: 1.0 if nodes else 0.5, 900
+    )
+    assert found[-100:].count(0) > 90
+
+
+def test_costs_that_passes_confirm_are_seldom_tried_again() -> None:
     steep, log = budget_of(STEEP, is_confirmed=False)
     probs = np.full(3, 0.3)
     rises = dict(zip(MEASURED_NODES, STEEP, strict=True))
@@ -444,7 +467,7 @@ def test_costs_that_passes_confirm_are_not_tried_again() -> None:
     assert found.count(0) == 0, "clearly faster, whatever a plain pass takes"
     flat, log = budget_of(FLAT, is_confirmed=False)
     found = verified(lambda: flat.choose_size(probs / 3), log, lambda nodes: 1.0, 400)
-    assert found.count(0) == 3
+    assert 3 <= found.count(0) <= 6
 
 
 @pytest.mark.parametrize("pads", [True, False])
@@ -537,7 +560,7 @@ def test_timed_passes_verify_different_tokens(batch: int, monkeypatch: pytest.Mo
         return verify(target, cache, trees)
 
     monkeypatch.setattr(Target, "verify", noted)
-    time_tree_passes(Target(model_of("qwen3_moe")), [0, 15], 2, 60.0, batch=batch)
+    time_tree_passes(Target(model_of("qwen3_moe")), [0, 15], lambda rounds, _: rounds == 2, batch=batch)
     large = [tree for tree in seen if len(tree) == 15]
     assert len(large) == 2 * batch
     assert all(len(set(tree.tokens.tolist())) > 8 for tree in large)
