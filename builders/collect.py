@@ -57,7 +57,7 @@ class GenerationFile:
         return os_errors_as(PromptError, f"{self.path} cannot be written", advice)
 
     def add(self, prompt: Prompt, given: Sequence[Answer]) -> None:
-        """Append the answers to all turns of a prompt as one line."""
+        """Append one line that holds the answers to all turns of a prompt."""
         conversation = prompt.conversation([answer.text for answer in given])
         answers = [_recorded(answer) for answer in given]
         append_row(self.path, {**self._asked(prompt), "messages": conversation, "answers": answers})
@@ -72,7 +72,7 @@ class GenerationFile:
         return {"id": prompt.id, "category": prompt.category, **self._settings, **_grammar(prompt)}
 
     def _read(self, prompts: Sequence[Prompt]) -> tuple[int, bytes]:
-        """Return ``(done, torn)``: the number of answered prompts, and the last line if it is torn, else ``b""``."""
+        """Return ``(done, torn)``: number of answered prompts, and the last line if it was cut short, else ``b""``."""
         done = 0
         for line in read_lines(self.path):
             if is_torn(line):
@@ -83,7 +83,7 @@ class GenerationFile:
         return done, b""
 
     def _check_torn(self, torn: bytes, number: int, prompts: Sequence[Prompt]) -> None:
-        """Raise a ``PromptError`` unless the torn line can be the start of an answer to ``prompts[number]``."""
+        """Raise a ``PromptError`` unless ``torn`` can be the start of the line that answers ``prompts[number]``."""
         if number < len(prompts):
             row = {**self._asked(prompts[number]), "messages": [dict(message) for message in prompts[number].messages]}
             if may_be_torn_start(torn, json.dumps(row, ensure_ascii=False).removesuffix("]}")):
@@ -117,7 +117,7 @@ class GenerationFile:
 
 
 def _grammar(prompt: Prompt) -> dict[str, Any]:
-    """Return the grammar as in a prompts file, with a JSON schema as parsed JSON; empty if there is no grammar."""
+    """Return ``{kind: grammar}`` as in a line of a prompts file, with a JSON schema parsed; empty without a grammar."""
     if prompt.grammar is None:
         return {}
     kind, text = prompt.grammar.kind, prompt.grammar.text
@@ -132,7 +132,7 @@ def _recorded(answer: Answer) -> dict[str, Any]:
 
 
 def collect(answerer: Answerer, prompts: Sequence[Prompt], file: GenerationFile) -> Iterator[int]:
-    """Answer every prompt that has no answer in ``file``, yielding the number of prompts answered so far."""
+    """Answer all prompts without an answer in ``file``; yield how many have an answer, initially and after each one."""
     with file.open(prompts) as left:
         done = len(prompts) - len(left)
         yield done

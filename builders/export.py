@@ -1,4 +1,4 @@
-"""Exports a model folder that makes ``generate`` draft, and the documents of stores as a corpus for SGLang.
+"""Exports model folders that make ``generate`` draft with hdtool, and documents of stores as a corpus for SGLang.
 
 SGLang tokenizes the corpus's strings when it starts, which may not give the original tokens, so an export counts the
 tokens that change. Tokens change where a document was cut inside a character, where the model chose other tokens than
@@ -90,7 +90,7 @@ def _check_drafting(source: Path, decoding: DecodeConfig, stores: StoresConfig) 
 
 
 def _check_destination(out: Path) -> None:
-    """Raise a ``ModelError`` unless ``out`` is new, an empty folder, or the folder of an earlier export."""
+    """Raise a ``ModelError`` if ``out`` exists and is neither an empty folder nor the folder of an earlier export."""
     if out.is_dir():
         if any(out.iterdir()) and not (out / CODE_FILE).is_file():
             raise ModelError(f"{out} holds other files: choose an empty or a new folder")
@@ -110,7 +110,7 @@ def _files(folder: Path) -> Iterator[Path]:
 
 
 def _link(file: Path, to: Path) -> None:
-    """Make ``to`` a symbolic link to a file, or a hard link where the system refuses symbolic links."""
+    """Make ``to`` a symbolic link to ``file``, or a hard link where the system refuses symbolic links."""
     target = file.resolve()
     if os.path.lexists(to):
         if to.resolve() == target or (to.exists() and to.samefile(target)):

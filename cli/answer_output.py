@@ -53,7 +53,7 @@ def passes_summary(target: Target) -> str:
 
 
 def stream_answer(answer: Answer, *, show: bool = True, color: bool = False) -> None:
-    """Generate an answer and, with ``show``, print it piece by piece. Ctrl-C ends the answer and keeps its tokens."""
+    """Generate an answer; if ``show`` is True, stream it to stdout. Ctrl-C ends the answer and keeps its tokens."""
     pieces = (colored(*piece) for piece in answer.by_source()) if color else iter(answer)
     try:
         for piece in pieces:

@@ -214,7 +214,7 @@ def _uses_vllm(arguments: list[str]) -> bool:
 
 
 def _run_together(arguments: list[str]) -> int:
-    """Run ``generate`` under torchrun: rank 0 runs the command, the other ranks compute their part of the model.
+    """Run ``generate`` under torchrun: rank 0 runs the command, and the other ranks compute their parts of the model.
 
     Returns the exit code. Any command other than ``generate`` is an error.
     """

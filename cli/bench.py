@@ -126,7 +126,7 @@ def _runners(
 
 
 def _shape_report(loaded: Loaded, traces: str, answers: int, timings: dict[str, Timing]) -> dict[str, Any]:
-    """Return the ``--json`` record of ``bench-shape``. Its keys are stable."""
+    """Return the ``--json`` record of ``bench-shape``. Its keys are stable across versions."""
     import torch
 
     from hdtool.builders.evaluation.bench import copy_bandwidth
@@ -287,7 +287,7 @@ def _measured(shape: str | None, loading: ModelConfig, config: CostConfig, *, qu
 
 
 def cost_table(curve: CostCurve) -> str:
-    """Format milliseconds per pass as tables, with a row per number of draft tokens and a column per context length."""
+    """Format milliseconds per forward pass as tables: a row per number of draft tokens, a column per context length."""
     blocks = [f"{curve.model} in {curve.dtype} on {curve.device}\nmilliseconds of a forward pass"]
     for first in range(0, len(curve.contexts), CONTEXTS_PER_BLOCK):
         shown = range(first, min(first + CONTEXTS_PER_BLOCK, len(curve.contexts)))
@@ -377,7 +377,7 @@ def _sample(prompts: list[Prompt], settings: BenchConfig) -> tuple[list[Prompt],
 
 
 def _temperatures(listed: str | None, sampling: SamplingConfig) -> list[float]:
-    """Parse ``--temperatures``, dropping duplicates and the temperature of ``sampling``."""
+    """Parse ``--temperatures``, dropping duplicates and the temperature that ``sampling`` already has."""
     temperatures = parse_numbers("temperatures", listed, float, "numbers separated by commas") or ()
     for temperature in temperatures:
         replace(sampling, temperature=temperature)  # raises if it is invalid

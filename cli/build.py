@@ -1,4 +1,4 @@
-"""``hdtool build-model-db``, ``build-corpus-db`` and ``train-heads``: build stores, and train heads."""
+"""``hdtool build-model-db``, ``build-corpus-db`` and ``train-heads``: build stores and train drafting heads."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ CONTINUATION_INDENT = "  "
 
 
 def wrap_text(text: str, width: int, indent: str = CONTINUATION_INDENT) -> str:
-    """Break long lines between words. A word longer than ``width``, such as a path, stays whole.
+    """Break lines longer than ``width`` between words. A word longer than ``width``, such as a path, stays whole.
 
     Text with control characters is returned unchanged.
     """
@@ -59,7 +59,7 @@ def wrap_for_terminal(text: str, indent: str = CONTINUATION_INDENT) -> str:
 
 
 def wrap_standard_error() -> None:
-    """Break long lines in everything that this process prints to standard error, if that is a terminal."""
+    """Break long lines in everything that this process prints to standard error, if standard error is a terminal."""
     if _terminal_width(sys.stderr) and not isinstance(cast(Any, sys.stderr), _WrappedStream):
         sys.stderr = cast(TextIO, _WrappedStream(sys.stderr))
 
@@ -297,7 +297,7 @@ def completion(values: tuple[str, ...]) -> Callable[[str], list[str]]:
 
 
 def quiet_libraries(*, quiet: bool = False) -> None:
-    """Silence progress bars and warnings of libraries and, with ``quiet``, hdtool's progress bars."""
+    """Silence the progress bars and warnings of libraries and, if ``quiet`` is True, hdtool's own progress bars."""
     from huggingface_hub.utils import logging as hub_logging
     from transformers.utils import logging
 
@@ -357,7 +357,7 @@ CONFLICTS = (
 
 
 def refuse_unused(typed: Collection[str], settings: Mapping[str, Any]) -> None:
-    """Raise OptionError for the first option in ``typed`` that has no effect. The value ``none`` suits any method."""
+    """Raise OptionError for the first option in ``typed`` that has no effect. ``none`` is allowed with any method."""
     methods = _selected_methods(settings)
     known = all(method in METHODS or method in PEERS or method in SHAPE_PEERS for method in methods)
     for option, users in OPTION_METHODS.items():

@@ -170,7 +170,7 @@ def _advice(lacking: Sequence[str]) -> str:
 
 
 def _comparison(method: str, plain: Stats, drafted: Stats) -> str:
-    """Format two lines: the figures of plain decoding, and the figures and the speed-up of the method."""
+    """Format two lines: the figures of plain decoding, and the figures of ``method`` with its speed-up."""
     width = max(len(method), len("plain"))
     lines = (
         f"  {name:{width}}  {stats.tokens:4} tokens in {stats.seconds:5.2f} s, {stats.tokens_per_second:5.0f} tokens/s"

@@ -27,7 +27,7 @@ MIN_WIDTH, MAX_WIDTH = 40, 110
 
 
 def findings_in_words(groups: Mapping[str, Sequence[Finding]]) -> str:
-    """Format a table per group, wrapped to the width of the terminal, and a line with the verdict."""
+    """Format one table per group of findings, wrapped to the terminal's width, and a line with the verdict."""
     width = max(MIN_WIDTH, min(MAX_WIDTH, shutil.get_terminal_size().columns))
     names = max(len(finding.name) for findings in groups.values() for finding in findings)
     lines = [

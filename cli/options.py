@@ -72,7 +72,7 @@ SETTINGS_PANELS = {
 
 @dataclass(frozen=True)
 class SelectedOptions:
-    """Options of a settings class that a command offers."""
+    """Subset of a settings class's options that a command offers."""
 
     names: tuple[str, ...] = ()
     """Options to offer, in this order; empty means all."""
@@ -159,7 +159,7 @@ def _value(name: str, given: Any) -> Any:
 
 
 def parse_numbers(name: str, listed: str | None, kind: Callable[[str], T], expected: str) -> tuple[T, ...] | None:
-    """Parse an option that takes comma-separated numbers. Returns None if it was not given."""
+    """Parse an option that takes comma-separated numbers. Returns None if the option was not given."""
     try:
         return None if listed is None else tuple(map(kind, listed.split(",")))
     except ValueError:

@@ -146,7 +146,7 @@ def replay(
 
 
 def _trace_files(paths: list[Path]) -> list[Path]:
-    """Expand names, folders, patterns and data sets to files, without removing duplicates."""
+    """Expand file names, folders, globs and hub data sets to files, keeping duplicates."""
     return [path for name in paths for path in find_inputs([name])]
 
 

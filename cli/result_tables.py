@@ -36,7 +36,7 @@ TABLE_WIDTH = 80
 
 
 def rounded(source: object, **digits: int) -> dict[str, float]:
-    """Return attributes of an object, rounded to the given numbers of decimal places."""
+    """Return the attributes of ``source`` named in ``digits``, each rounded to the number of decimals given there."""
     return {name: round(getattr(source, name), places) for name, places in digits.items()}
 
 
@@ -79,7 +79,7 @@ DRAFTER_STATES = {
 
 
 def bench_record(results: Results, scores: Scores) -> dict[str, Any]:
-    """Return the ``--json`` record of a benchmark. Its keys are stable."""
+    """Return the ``--json`` record of a benchmark. Its keys are stable across versions."""
     from hdtool.builders.evaluation.llama_cpp_peer import BUILD_KEY
 
     run = results.run
@@ -207,7 +207,10 @@ Replays = Mapping[str, "ReplayResult"]
 
 
 def replay_record(results: Replays, curve: CostCurve | None, warm: Sequence[str] = ()) -> dict[str, Any]:
-    """Return the ``--json`` record of a replay. Its keys are stable. ``warm`` lists the files given to ``--warm``."""
+    """Return the ``--json`` record of a replay. Its keys are stable across versions.
+
+    ``warm`` lists the files given to ``--warm``.
+    """
     record: dict[str, Any] = {"methods": {name: _method_record(result, curve) for name, result in results.items()}}
     record["warm"] = list(warm)
     if curve:
@@ -257,7 +260,7 @@ def _memory(result: ReplayResult) -> dict[str, Any]:
 
 
 def turn_record(result: ReplayResult, turn: ReplayedTurn) -> dict[str, Any]:
-    """Return a record of ``--steps``: one method's steps in one turn."""
+    """Return one record of the ``--steps`` file: the steps of one method in one turn."""
     from hdtool.runtime.source_names import SourceId
 
     return {
@@ -347,7 +350,7 @@ def write_report(
     *,
     quiet: bool,
 ) -> None:
-    """Run the replays of a study, and write the page that ``page_of`` creates from the command line and the results."""
+    """Run the replays in ``study``, and write the page that ``page_of`` creates from the command line and results."""
     from hdtool.builders.evaluation.report.ablations import report_data
     from hdtool.builders.evaluation.report.pages import write_page
 

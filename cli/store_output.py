@@ -40,7 +40,7 @@ UNKNOWN_MODEL = "unknown"
 
 
 def store_table(items: list[StoredItem], home: str) -> str:
-    """Format a table of stores. On a terminal, cells are cut to fit its width."""
+    """Format a table of stores. On a terminal, cells are cut so that the rows fit its width."""
     if not items:
         return f"{home} holds no stores: hdtool build-model-db and hdtool build-corpus-db make them"
     rows = [TABLE_HEAD, *(_cells(item) for item in items)]
@@ -71,7 +71,7 @@ def store_record(item: StoredItem) -> dict[str, Any]:
 
 
 def abbreviated(number: int) -> str:
-    """Format a number with at most three digits and an SI prefix, as in 1.2M."""
+    """Abbreviate a number to at most three digits and an SI prefix, as in 1.2M."""
     value, prefix = float(number), ""
     for larger in "kMGT":
         if value < 999.5:
@@ -120,7 +120,7 @@ def _cut(text: str, max_width: int) -> str:
 
 
 def verify_conversations(store: HistoryStore) -> int:
-    """Check and count a history store's conversations. Raises StoreError if any has changed since it was written."""
+    """Check a history store's conversations and return their number. Raises StoreError if any is damaged."""
     held = store.conversations()
     whole = sum(1 for _ in store.answers(held))
     if whole < len(held):
@@ -223,12 +223,12 @@ def print_built(folder: Path, manifest: Manifest, *, as_json: bool) -> None:
 
 
 def counts_in_words(counts: Mapping[str, int]) -> str:
-    """Format the counts of a store. The names of the counts must be plurals."""
+    """Format a store's counts as a list, as in "2 documents, 1 token". The keys of ``counts`` must be plurals."""
     return ", ".join(count_of(count, name.removesuffix("s")) for name, count in counts.items())
 
 
 def store_description(folder: Path, manifest: Manifest) -> dict[str, Any]:
-    """Return the ``--json`` record of a store. Its keys are stable."""
+    """Return the ``--json`` record of a store. Its keys are stable across versions."""
     return {
         "store": str(folder),
         "kind": manifest.kind,

@@ -105,7 +105,7 @@ def _run_checks(
 def _report(
     loaded: Loaded, method: str, oracles: list[Oracle], checks: list[Check], explained: list[Explanation]
 ) -> dict[str, Any]:
-    """Return the ``--json`` record of ``verify``. Its keys are stable."""
+    """Return the ``--json`` record of ``verify``. Its keys are stable across versions."""
     steps, tokens = (sum(getattr(check, name) for check in checks) for name in ("steps", "tokens"))
     return {
         "model": loaded.name,

@@ -63,7 +63,7 @@ class BenchRun:
 
 @dataclass(frozen=True)
 class Results:
-    """Benchmark run, with each method's answers to the questions that all methods have answered, in question order."""
+    """Benchmark run and each method's answers, in question order, to the questions that all methods have answered."""
 
     run: BenchRun
     answers: dict[str, list[AnsweredQuestion]]
@@ -122,14 +122,14 @@ class ResultFolder:
     """Writer of a benchmark's answers to a results folder that the caller has locked."""
 
     def __init__(self, folder: Path, run: BenchRun, ids: Sequence[int | str]) -> None:
-        """Start a run, or resume the folder's run with the same settings. ``ids`` lists all question ids in order."""
+        """Start a run, or resume the folder's run, whose settings must match. ``ids`` has all question ids in order."""
         self.folder = folder
         self.run = run
         self.answered = self._resume(ids)
         """Number of questions that every method has answered."""
 
     def add(self, answers: Mapping[str, AnsweredQuestion]) -> None:
-        """Append every method's answer to one question, and flush the answers to disk."""
+        """Append each method's answer to the next question to that method's file, and flush the files to disk."""
         for method, answer in answers.items():
             append_row(
                 self.folder / _results_file(method), answer.to_json(f"{self.run.surroundings['model']}-{method}")
@@ -210,7 +210,7 @@ class _MethodFile:
             )
 
     def cut(self, done: int) -> None:
-        """Remove the torn line and, if the file holds more than ``done`` answers, its last answer."""
+        """Remove the torn last line, if any, and the last answer if the file holds more than ``done`` answers."""
         cut_torn_line(self.path, (self.last if len(self.answers) > done else b"") + self.torn)
 
 

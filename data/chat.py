@@ -96,7 +96,7 @@ def conversation_text(
 
 
 def encode_text(tokenizer: PreTrainedTokenizerBase, text: str, *, special: bool) -> list[int]:
-    """Return the token ids of a text. ``special`` adds the tokenizer's special tokens, such as the BOS token."""
+    """Return the token ids of a text, with the tokenizer's special tokens, such as BOS, if ``special`` is True."""
     # verbose=False: hdtool checks the length itself, against the model's context.
     return list(tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"])
 

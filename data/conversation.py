@@ -53,7 +53,7 @@ class Rankings:
 
     @classmethod
     def of_json(cls, value: Any, positions: int) -> Rankings:
-        """Parse rankings. Raises RowError unless there is one row for each of the answer's ``positions`` tokens."""
+        """Parse rankings. Raises RowError unless they have ``positions`` rows, one per token of the answer."""
         import numpy as np
 
         try:
@@ -103,7 +103,7 @@ class Turn(NamedTuple):
 
 @dataclass(frozen=True)
 class Conversation:
-    """Conversation, set of questions, request or plain text, depending on ``kind``."""
+    """Conversation, set of questions, request, answer or plain text, as ``kind`` tells."""
 
     turns: tuple[Turn, ...]
     id: str = ""
@@ -120,7 +120,7 @@ class Conversation:
 
     @property
     def answers(self) -> list[int]:
-        """Indices of the answers: turns with recorded tokens, if any, else assistant turns that follow another role."""
+        """Indices of the answers: turns with recorded tokens or, if none, assistant turns that follow another role."""
         if recorded := [index for index, turn in enumerate(self.turns) if turn.ids]:
             return recorded
         roles = [turn.role for turn in self.turns]
@@ -168,7 +168,7 @@ ITEM_ROLES = {"function_call": ASSISTANT, "custom_tool_call": ASSISTANT, "functi
 
 
 def message_turns(value: Any, name: str) -> list[Turn]:
-    """Parse a list of messages. Raises RowError if ``value``, from the field ``name``, is not a list."""
+    """Parse ``value``, a list of messages. Raises RowError, which names the field ``name``, if it is not a list."""
     messages = _as_list(value)
     if not isinstance(messages, list):
         raise RowError(f"`{name}` must be a list (found: {type(value).__name__})")
@@ -176,7 +176,7 @@ def message_turns(value: Any, name: str) -> list[Turn]:
 
 
 def _as_list(value: Any) -> Any:
-    """Decode a list of messages from JSON text or from a dict of columns. Other values are returned unchanged."""
+    """Decode a list of messages from JSON text or a dict with one list per key. Other values are returned unchanged."""
     if isinstance(value, str) and value.lstrip().startswith("["):
         return parse_json(value)
     if isinstance(value, dict) and value and all(isinstance(column, list) for column in value.values()):
@@ -211,7 +211,7 @@ def role_of(name: Any) -> str:
 
 
 def message_text(message: dict[str, Any]) -> str:
-    """Return the text of a message, or its refusal; empty for a message that only calls a tool."""
+    """Return a message's text, or its refusal if it has no text; "" for a message that only calls a tool."""
     held = [message[key] for key in MESSAGE_TEXT_KEYS if key in message]
     text = content_text(next((text for text in held if text is not None), None))
     refusal = message.get("refusal")

@@ -91,7 +91,7 @@ class ConversationReader:
         self.tally.check(self._tolerance)
 
     def read_input(self, source: int) -> Iterator[LocatedConversation]:
-        """Yield the conversations of one input row by row, without combining requests and answers."""
+        """Yield the conversation in each usable row of one input file, without combining requests and answers."""
         path, size = self.inputs[source], self.sizes[source]
         before = self.bytes_read
         with input_errors_as(path), CountedFile(path) as raw:
@@ -168,7 +168,7 @@ def _is_canonical(path: Path) -> bool:
 
 @dataclass
 class ConversationCounts:
-    """Number of conversations, turns, answers and plain texts in a file."""
+    """Numbers of conversations, turns, answers and plain texts in a file."""
 
     conversations: int = 0
     turns: int = 0

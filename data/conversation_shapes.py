@@ -45,7 +45,7 @@ DOCUMENT_KEYS = ("text", "content")
 
 
 def prompt_answer_pair(row: dict[str, Any]) -> Conversation | None:
-    """Parse a row with a prompt and an answer, or with a text. Returns None if it has neither."""
+    """Parse a row that holds a prompt, an answer or both, or a plain text. Returns None if it holds none of them."""
     prompt_keys = [key for key in PROMPT_KEYS if key in row]
     # In a row with an answer, `text` usually repeats the prompt and the answer.
     answers = [key for key in ANSWER_KEYS if key in row] or [key for key in DOCUMENT_KEYS if key in row][:1]
@@ -73,7 +73,7 @@ def is_collected(row: dict[str, Any]) -> bool:
 
 
 def with_ids(turns: Sequence[Turn], row: dict[str, Any]) -> list[Turn]:
-    """Attach the token ids recorded in a row to the last answers in ``turns``. Earlier answers belong to the prompt."""
+    """Attach the token ids recorded in ``row`` to the last answers in ``turns``. Earlier ones belong to the prompt."""
     answers, max_tokens = row["answers"], row.get("max_new_tokens")
     places = [index for index, turn in enumerate(turns) if turn.by_model]
     if not isinstance(answers, list) or not 0 < len(answers) <= len(places):
@@ -212,7 +212,7 @@ def question_id(name: str) -> int | str:
 
 
 def _split_by_turn(lengths: Sequence[int], counts: Sequence[int]) -> list[list[int]]:
-    """Split the acceptance lengths of all steps by turn; ``counts`` holds the number of steps per turn."""
+    """Split ``lengths``, the acceptance lengths of all steps, by turn; ``counts`` has each turn's number of steps."""
     if sum(counts) != len(lengths):
         raise ValueError("accept_lengths and decoding_steps differ")
     rest = iter(lengths)

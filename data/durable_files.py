@@ -29,7 +29,7 @@ from hdtool.data.errors import HdtoolError
 def file_lock(
     path: Path, busy: HdtoolError, wait: Callable[[], object] | None = None, *, seconds: float = 0
 ) -> Iterator[None]:
-    """Hold the lock file ``path`` inside the block.
+    """Hold a lock on the file ``path`` during the ``with`` block.
 
     If another process still holds it after ``seconds``, raise ``busy`` or, if ``wait`` is given, call ``wait`` and
     block until the lock is free. The lock file is empty and is not removed. If ``path`` is a link, a folder or a file
@@ -75,7 +75,7 @@ def lock_path(folder: Path) -> Path:
 
 @contextmanager
 def folder_lock(folder: Path, busy: HdtoolError) -> Iterator[None]:
-    """Hold the lock of a folder inside the block. If another process holds it, print a note and wait."""
+    """Hold a folder's lock during the ``with`` block. If another process holds it, print a note and wait."""
     folder.parent.mkdir(parents=True, exist_ok=True)
 
     def wait() -> None:
@@ -110,7 +110,7 @@ MAX_CACHE_AGE = 24 * 3600.0
 
 @dataclass(frozen=True)
 class CachedValue:
-    """Value cached in a file whose name is a hash of ``circumstances``, on which the value depends.
+    """Value cached in a file whose name is a hash of ``circumstances``, everything that the value depends on.
 
     A damaged file, or one with other circumstances, is a cache miss. If the folder is not writable, nothing is cached.
     """
@@ -162,7 +162,7 @@ def json_digest(value: Any) -> str:
 
 
 def read_lines(path: Path) -> Iterator[bytes]:
-    """Yield the lines of a file, including their newlines. A torn last line has no newline.
+    """Yield the lines of a file, including their newlines. A last line that was cut short has none.
 
     A missing file yields nothing. A folder or special file raises OSError.
     """
@@ -182,7 +182,7 @@ def is_torn(line: bytes) -> bool:
 
 
 def may_be_torn_start(torn: bytes, start: str) -> bool:
-    """Return True if a torn line may come from a line that begins with ``start``."""
+    """Return True if a torn line may be what was written of a line that begins with ``start``."""
     beginning = start.encode()
     return beginning.startswith(torn) or torn.startswith(beginning)
 

@@ -31,7 +31,7 @@ def error_reason(error: Exception) -> str:
 
 
 class HdtoolError(Exception):
-    """Base class of errors that the user can correct. The message is shown unchanged."""
+    """Base class of errors that the user can correct. The user sees the message unchanged."""
 
     exit_code = 1
 

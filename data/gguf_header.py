@@ -69,7 +69,7 @@ class GGUFHeader:
         return str(self.values["general.architecture"])
 
     def check_whole(self, path: Path, blocks: Mapping[int, tuple[int, int]]) -> None:
-        """Raise ModelError if the file ends before the end of a tensor, or if ``blocks`` lacks a tensor's type.
+        """Raise ModelError if the file ends before a tensor does, or if ``blocks`` lacks a tensor's quantization type.
 
         ``blocks`` maps each quantization type to ``(numbers per block, bytes per block)``.
         """
@@ -103,7 +103,7 @@ def _header(reader: _Reader, path: Path) -> GGUFHeader:
 
 
 class _Reader:
-    """Sequential reader of a header's values. Raises ``struct.error`` past the end of the file."""
+    """Sequential reader of a header's values. Raises ``struct.error`` if a value extends past the end of the file."""
 
     def __init__(self, content: mmap.mmap) -> None:
         self._content = content

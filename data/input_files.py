@@ -72,7 +72,10 @@ FORMAT_BY_MAGIC = {PARQUET_MAGIC: "parquet", SQLITE_MAGIC: "database", ARROW_MAG
 
 
 def read_rows(raw: CountedFile, *, text_lines: bool = False) -> Iterator[Row]:
-    """Yield the rows of a file. Raises RecordError if it has none. With ``text_lines``, each line of text is a row."""
+    """Yield the rows of a file. Raises RecordError if it has none.
+
+    If ``text_lines`` is True, each line of a text file is a row.
+    """
     stream = decompressed(raw)
     head = stream.peek(READ_BYTES)
     form = _format(raw.path, head)
@@ -92,7 +95,7 @@ def format_ending(path: Path) -> str:
 
 
 def holds_conversations(path: Path) -> bool:
-    """Return True if a file is JSON, a server log, Parquet, Arrow, or a database of ``llm``."""
+    """Return True if a file is JSON, a server log, Parquet, Arrow, or a database of the ``llm`` tool."""
     try:
         with CountedFile(path) as raw:
             form = _format(path, decompressed(raw).peek(READ_BYTES))
@@ -197,7 +200,7 @@ def read_text(path: Path, advice: str) -> str:
 
 @contextmanager
 def input_errors_as(path: Path, kind: type[HdtoolError] = RecordError) -> Iterator[None]:
-    """Re-raise errors of opening, reading and decompressing a file as ``kind``, with advice."""
+    """Re-raise errors from opening, reading or decompressing a file as ``kind``, with advice in the message."""
     try:
         yield
     except FileNotFoundError:

@@ -163,7 +163,7 @@ class VllmLog:
             yield number, {"id": name, "request": request}
 
     def _find(self, name: str) -> str | None:
-        """Return the id under which an answer's request was logged, or None.
+        """Return the id under which the request of the answer ``name`` was logged, or None if it was not logged.
 
         vLLM numbers the prompts of a request, and logs the ids of request bodies without their prefix.
         """
@@ -214,7 +214,7 @@ def is_server_log(head: bytes) -> bool:
 
 
 def log_rows(raw: CountedFile, stream: io.BufferedReader) -> Iterator[Row]:
-    """Yield a row for each exchange (its ``request``, its ``response`` or both) and for each line with a JSON body."""
+    """Yield a row for each exchange, with ``request``, ``response`` or both, and one for each line with a JSON body."""
     logs = (VllmLog(), LlamaServerLog())
     has_rows = False
     for number, line in enumerate(stream, start=1):
@@ -273,7 +273,7 @@ where {table}.response_id = ? order by {table}."order"
 
 
 def database_rows(raw: CountedFile, stream: io.BufferedReader) -> Iterator[Row]:
-    """Yield a row in chat format for each conversation in a database of ``llm``."""
+    """Yield a row in chat format for each conversation in a database of the ``llm`` tool."""
     with as_file_on_disk(raw.path, stream) as (file, _):
         try:
             with closing(_opened(file)) as database:
@@ -291,7 +291,7 @@ def database_rows(raw: CountedFile, stream: io.BufferedReader) -> Iterator[Row]:
 
 
 def is_log_of_llm(path: Path) -> bool:
-    """Return True if a SQLite file has the tables of ``llm``."""
+    """Return True if a SQLite file has the tables of the ``llm`` tool."""
     try:
         with closing(_opened(path)) as database:
             return _has_answers(_tables(database))
@@ -365,7 +365,7 @@ def _responses(database: sqlite3.Connection, tables: set[str]) -> Iterator[Any]:
 
 
 def _with_fragments(database: sqlite3.Connection, tables: set[str], table: str, name: str, text: str | None) -> str:
-    """Return a prompt or system prompt, preceded by its fragments."""
+    """Return a prompt or system prompt, preceded by its fragments (texts that ``llm`` stores separately)."""
     texts = []
     if {table, "fragments"} <= tables:
         texts = [content for (content,) in database.execute(FRAGMENTS_QUERY.format(table=table), (name,))]

@@ -32,7 +32,7 @@ HEAD_BYTES = 4096
 
 
 def is_json_with(keys: Collection[str], format: int) -> Callable[[Path], bool]:
-    """Return a predicate for files that hold a JSON object with this format number and at least these keys."""
+    """Return a function that tells if a file holds a JSON object with this format number and at least these keys."""
 
     def is_ours(path: Path) -> bool:
         row = json_object(path)
@@ -42,12 +42,12 @@ def is_json_with(keys: Collection[str], format: int) -> Callable[[Path], bool]:
 
 
 def json_object(path: Path) -> dict[str, Any]:
-    """Return the JSON object in a file, or an empty dict if it holds none."""
+    """Return the JSON object that a file holds, or an empty dict if it holds none or is too large."""
     return _object(path.read_bytes()) if path.stat().st_size <= MAX_JSON_BYTES else {}
 
 
 def is_json_lines_with(keys: Collection[str]) -> Callable[[Path], bool]:
-    """Return a predicate for files whose first line is a JSON object with exactly these keys."""
+    """Return a function that tells if a file's first line is a JSON object with exactly these keys."""
 
     def is_ours(path: Path) -> bool:
         with path.open("rb") as stream:
@@ -123,7 +123,7 @@ class OutputFile:
             raise self.error(f"{self.path} cannot be written ({fault}): {self.advice}")
 
     def exists(self) -> bool:
-        """Return True if hdtool has already written to this file. Raises ``error`` if another program did."""
+        """Return True if the file exists and is not empty. Raises ``error`` if hdtool did not write it."""
         return bool(_size(self._destination()))
 
     def write(self, content: bytes | str) -> None:
@@ -156,7 +156,7 @@ class OutputFile:
             sync_to_disk(destination.parent)
 
     def remove(self) -> None:
-        """Delete the file if hdtool wrote it, and temporary files that killed writers left."""
+        """Delete the file and temporary files of killed writers. Raises ``error`` if hdtool did not write the file."""
         with self._errors_worded():
             destination = self._destination()
             if destination.parent.is_dir():
@@ -177,12 +177,12 @@ class OutputFile:
 
 
 def temporary_names(names: str) -> re.Pattern[str]:
-    """Return a pattern that matches the names of temporary files for destinations whose names match ``names``."""
+    """Return a pattern that matches the name of a temporary file if its destination's name matches ``names``."""
     return re.compile(rf"\.({names})\.{TEMPORARY_ENDING}")
 
 
 def _size(path: Path) -> int | None:
-    """Return the size of a regular file, or None if nothing is there. Raises OSError for anything else."""
+    """Return the size of a regular file, or None if nothing is there. Raises OSError if something else is there."""
     try:
         status = os.lstat(path)
     except (FileNotFoundError, NotADirectoryError):
@@ -214,7 +214,7 @@ def _temporary_prefix(destination: Path) -> str:
 
 
 def _remove_stale(destination: Path) -> None:
-    """Delete the temporary files of this destination that killed writers left."""
+    """Delete the temporary files that killed writers left for this destination."""
     name = re.compile(re.escape(_temporary_prefix(destination)) + TEMPORARY_ENDING)
     for path in destination.parent.iterdir():
         if name.fullmatch(path.name) and path.is_file() and not path.is_symlink():

@@ -30,7 +30,7 @@ class ProgressBar:
         self._bar.update(1)
 
     def show(self, text: str) -> None:
-        """Show a text after the bar from the next update on."""
+        """Set the text after the bar. It appears at the bar's next update."""
         self._bar.set_postfix_str(text, refresh=False)
 
 
@@ -125,7 +125,7 @@ class Tally:
             self.models[name] += 1
 
     def refuse(self, where: str, fault: Exception) -> None:
-        """Count a record as unusable after it was counted as usable."""
+        """Count as unusable a record that was already counted as usable."""
         self.good -= 1
         self.note(where, fault)
 

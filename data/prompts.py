@@ -67,7 +67,7 @@ def read_prediction(path: Path) -> str:
 
 
 def prediction_of(value: Any, where: str) -> str:
-    """Return the text of a JSON prediction, which is a string or OpenAI's ``content`` object; "" for null."""
+    """Return the text of a prediction in JSON: a string, or an object in OpenAI's format; "" for null."""
     if value is None:
         return ""
     if isinstance(value, dict) and value.get("type") == CONTENT_TYPE:
@@ -95,7 +95,7 @@ MAX_GRAMMAR_CHARACTERS = 1 << 20
 
 
 class GrammarKind(StrEnum):
-    """Notation of a grammar. Each value is also the name of the option and of the key in a prompts file."""
+    """Notation of a grammar. Each value is also the name of an option and of a key in prompts files."""
 
     JSON_SCHEMA = "json_schema"
     REGEX = "regex"
@@ -123,7 +123,7 @@ class Grammar:
 
     @classmethod
     def json_schema(cls, schema: Mapping[str, Any] | bool | str) -> Grammar:
-        """Create a grammar that accepts JSON valid under a schema, given as an object or as JSON text."""
+        """Create a grammar that accepts JSON valid under ``schema``, which is an object or its JSON text."""
         try:
             parsed = json.loads(schema) if isinstance(schema, str) else schema
             text = json.dumps(parsed, ensure_ascii=False)

@@ -60,7 +60,7 @@ def compressed(stream: IO[bytes], path: Path) -> Iterator[IO[bytes]]:
 
 
 class _NonClosingStream(io.RawIOBase):
-    """Wrapper that leaves a stream open when the compressor that writes to it is closed."""
+    """Wrapper around a stream that leaves it open when a compressor closes the wrapper."""
 
     def __init__(self, stream: IO[bytes]) -> None:
         self._stream = stream
@@ -166,7 +166,7 @@ def line_value(line: bytes) -> Any:
 
 
 def json_rows(raw: CountedFile, stream: io.BufferedReader) -> Iterator[Row]:
-    """Yield the items of a JSON array, a single JSON value, or the lines of JSON Lines.
+    """Yield a row per item of a JSON array or per line of JSON Lines, or one row for any other JSON value.
 
     A file whose first line is a complete value, but not an array, is read as JSON Lines.
     """

@@ -44,7 +44,7 @@ class Record:
 
 @dataclass(frozen=True)
 class Portion:
-    """Section of an input that one process reads for another."""
+    """Texts and counts from a section of an input, which one process reads on behalf of another."""
 
     texts: Sequence[str]
     tally: Tally
@@ -80,7 +80,7 @@ class RecordReader(ConversationReader):
         self.finish()
 
     def whole_records(self) -> Iterator[Record]:
-        """Yield the records with all their turns, including turns that other requests or rows hold as well."""
+        """Yield the records with all their turns, including those that also appear in other requests or rows."""
         for located in self.conversations():
             if texts := self._selected_texts(parts := _parts_of(located.conversation, whole=True)):
                 self._has_records = True
@@ -88,7 +88,7 @@ class RecordReader(ConversationReader):
         self.finish()
 
     def portions(self, texts: int) -> Iterator[Portion]:
-        """Yield the only input in portions, each of which the receiving process must pass to ``take``.
+        """Read the single input, and yield it in portions; the receiving process must pass each one to ``take``.
 
         Each portion but the last has at least ``texts`` texts.
         """
@@ -102,7 +102,7 @@ class RecordReader(ConversationReader):
         yield Portion(held, self.tally, self.bytes_read, is_last=True)
 
     def take(self, portion: Portion) -> None:
-        """Add the counts of a portion that another process read. Portions must arrive in the order of the inputs."""
+        """Count the records of a portion that another process read. Portions must arrive in the order of the inputs."""
         self.tally.add(portion.tally)
         self._has_records |= portion.had_text
         self.bytes_read = self._finished_bytes + portion.consumed
@@ -169,7 +169,7 @@ class Trace:
 def read_traces(
     paths: Sequence[Path], questions: Path | None = None, *, tolerance: float = TOLERANCE, tally: Tally | None = None
 ) -> list[Trace]:
-    """Read all conversations in the files, in order. Unusable records are counted in ``tally``."""
+    """Return a trace of each conversation in the files, in order. Unusable records are counted in ``tally``."""
     questions_by_key = _questions(questions) if questions else {}
     reader = ConversationReader(paths, tolerance=1.0)
     traces: list[Trace] = []
@@ -192,7 +192,7 @@ def read_traces(
 
 
 def _questions(path: Path) -> Mapping[str, Conversation]:
-    """Read Spec-Bench's questions into a dict, each under the ``key`` that its answers have."""
+    """Read Spec-Bench's questions into a dict; each question's key is the ``key`` of its answers."""
     reader = ConversationReader([path])
     conversations = {
         f"question {conversation.conversation.id}": conversation.conversation for conversation in reader.conversations()

@@ -1,4 +1,4 @@
-"""Generate faster with transformers models, with unchanged output, by drafting tokens from databases.
+"""Speed up generation with transformers models, without changing the output, by drafting tokens from databases.
 
 This is the public interface, and every other module may change between releases. A name is imported at its first use,
 so that ``import hdtool`` loads neither torch nor transformers.

@@ -84,7 +84,7 @@ def _accept_walk(walk: Walk, tree: DraftTree, sampler: Sampler, stops: Container
 
 
 def _has_ended(walk: Walk, max_tokens: int) -> bool:
-    """Return True if a walk ended at an undrafted token, after ``max_tokens`` tokens or before non-finite logits."""
+    """Return True if a walk ended because it left the tree, reached ``max_tokens`` or met non-finite logits."""
     return not walk.finite or len(walk.tokens) == max_tokens or walk.children[-1:] == [ROOT]
 
 
@@ -100,7 +100,7 @@ def _allowed(walk: Walk, sampler: Sampler) -> list[tuple[int, int]]:
 
 
 def _compiled_walk(tree: DraftTree, verified: Verified, sampler: Sampler, max_tokens: int) -> Walk | None:
-    """Walk down the tree in compiled code, by argmax or by draws; return None if the logits must be processed first.
+    """Walk down the tree in compiled code, choosing by argmax or random draw; return None if that is not possible.
 
     A walk by draws under a mask ends before the first token that depends on what the mask forbids. A walk by rankings
     ends before the first token that depends on logits outside the ranking.

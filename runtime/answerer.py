@@ -1,4 +1,4 @@
-"""Answers prompts one at a time or in batches, and streams the text of each answer while it is generated."""
+"""Answers prompts one at a time, streaming the text of each answer while it is generated, or in batches."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class Answer:
         return (text for text, _ in before_stop(pieces, self._stop))
 
     def by_source(self) -> Iterator[Piece]:
-        """Generate the answer and yield the text of each token with the source that drafted it."""
+        """Generate the answer; yield the text of each token and the source that drafted that token."""
         return before_stop(self._pieces_by_source(), self._stop)
 
     def _texts(self) -> Iterator[str]:
@@ -264,7 +264,7 @@ class BatchedAnswers:
             yield from self._interrupted()
 
     def next_request(self) -> Request[BatchKey] | None:
-        """Return a waiting conversation's next request or, if none waits, the next prompt's; None if none is left."""
+        """Return a request for the next turn of a started conversation, else for the next prompt, else None."""
         while self._waiting:
             conversation = self._waiting.popleft()
             try:
@@ -348,7 +348,7 @@ class Answerer:
         return drafters_for(self._decoding, target, self.store_set)
 
     def check_prompts(self, prompts: Sequence[Prompt]) -> None:
-        """Raise PromptError if a prompt cannot be answered; if there are several, the error names the prompt."""
+        """Raise PromptError if a prompt cannot be answered; if several are given, the error says which."""
         for prompt in prompts:
             try:
                 self._encode_checked(prompt, prompt.messages)
@@ -414,7 +414,7 @@ class Answerer:
         return AnswerInputs(drafter, sampler, stops, self._prediction(conversation, drafter))
 
     def _drafter_and_masks(self, drafter: Drafter, prompt: Prompt) -> tuple[Drafter, Sequence[LogitsProcessor]]:
-        """Return the drafter for an answer, and the processors that mask what the prompt's grammar forbids."""
+        """Return the drafter for an answer, and logits processors that mask tokens the prompt's grammar forbids."""
         guide = self.loaded.guide(prompt.grammar)
         drafter = guided_drafter(drafter, guide, self._decoding.draft_tokens)
         return (RankingRecorder(drafter, self._rankings) if self._rankings else drafter), masks_of(guide)

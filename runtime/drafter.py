@@ -175,7 +175,7 @@ NO_KINDS = np.empty(0, np.int64)
 
 
 class NodeCalibration:
-    """Tracks, by kind and depth, how often a node is accepted if its parent is accepted."""
+    """Tracks how often a node is accepted, given that its parent is, by the node's kind and depth."""
 
     def __init__(self, prior: Sequence[float]) -> None:
         """``prior`` holds the initial acceptance rate of each kind, which applies at every depth."""

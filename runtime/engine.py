@@ -38,7 +38,7 @@ ALL_ROWS = slice(None)
 
 
 class Walk(NamedTuple):
-    """A walk down a tree: the token chosen at each node, and the child with that token, ``ROOT`` if there is none."""
+    """A tree walk: the token chosen at each node, and the child with that token, or ``ROOT`` if there is none."""
 
     tokens: list[int]
     children: list[int]
@@ -47,12 +47,12 @@ class Walk(NamedTuple):
 
     @classmethod
     def of(cls, walk_buffer: Array, length: int, finite: bool) -> Walk:
-        """Make a walk from the first ``length`` columns of ``walk_buffer``, whose rows hold tokens and nodes."""
+        """Make a walk from the first ``length`` columns of ``walk_buffer``: tokens in row 0, nodes in row 1."""
         tokens, children = walk_buffer[:, :length].tolist()
         return cls(tokens, children, finite)
 
     def first(self, max_tokens: int) -> Walk:
-        """Return the first ``max_tokens`` tokens of the walk.
+        """Return the walk, shortened to at most ``max_tokens`` tokens.
 
         A shortened walk is always ``finite``, because a walk ends before the first row that isn't.
         """
@@ -89,7 +89,7 @@ class Verified:
         return len(self.logits)
 
     def rankable(self) -> Rankable:
-        """Return the logits in the form from which ``topk`` selects fastest."""
+        """Return the logits in the form on which ``topk`` is fastest."""
         return for_topk(self.logits, self.maxima)
 
     def topk(self, k: int, rows: slice = ALL_ROWS) -> tuple[Array, Array]:
@@ -104,7 +104,7 @@ class Verified:
         return argmax(self.logits[first:]) if self.argmax is None else self.argmax[first:]
 
     def known_argmax(self) -> tuple[Array, Array] | None:
-        """Return ``(argmax, finite)``, computing them on a device if the pass has not done so.
+        """Return ``(argmax, finite)``; if the pass has not computed them, do so unless the logits are on the CPU.
 
         On a CPU, return None if the pass has not computed them, because computing single rows is faster there.
         """
@@ -244,7 +244,7 @@ class Engine(Protocol):
         ...
 
     def recompute(self, cache: Cache, slot: int, root: int) -> Verified:
-        """Verify the root of a slot without drafts, after a pass with drafts has overflowed."""
+        """Verify the root of a slot without drafts, after a pass with drafts gave NaN or infinite logits."""
         ...
 
     def note_overflow(self) -> None:

@@ -58,7 +58,7 @@ def describe_environment(loaded: Loaded, store_set: StoreSet) -> dict[str, Any]:
 
 
 def set_num_threads(threads: int | None) -> None:
-    """Set torch's number of threads; None keeps the default."""
+    """Set torch's number of threads; None keeps the current number."""
     if threads is not None:
         torch.set_num_threads(threads)
 

@@ -199,7 +199,7 @@ def _is_loaded(name: str) -> bool:
 
 
 def _lean_structure(module: Any) -> None:
-    """Read from a cached scan which names transformers defines, and disable distributed tensors.
+    """Make transformers use a cached scan of the names that its files define, and disable distributed tensors.
 
     The cached scan is valid while the names, sizes and modification times of all source files stay the same.
     """
@@ -253,7 +253,7 @@ def _files(folder: str) -> Iterator[str]:
 
 
 def _lean_initialization(module: Any) -> None:
-    """Skip random initialization of meta tensors, for which torch would load the compiler."""
+    """Skip random initialization of meta tensors, because it would make torch load the compiler."""
     original = getattr(module, "_no_grad_normal_", None)
     if original is None:
         return

@@ -58,7 +58,7 @@ class PendingPrefill(Generic[Key]):
         self._loop = loop
 
     def read(self, max_tokens: int | None = None) -> bool:
-        """Prefill at most ``max_tokens`` tokens of the prompt, or all if None; return True once all are prefilled."""
+        """Prefill up to ``max_tokens`` more prompt tokens, or all if it is None; return True once all are prefilled."""
         with self._loop:
             self.verified = self.reader.read(max_tokens)
         self.state.cached_tokens = self.reader.cached_tokens

@@ -59,7 +59,7 @@ class Step(NamedTuple):
 
     @property
     def sources(self) -> list[SourceId]:
-        """Source of each token; ``NONE`` for the bonus token."""
+        """Source that drafted each emitted token; ``NONE`` for the bonus token."""
         return [*(SourceId(source) for source in self.tree.sources[self.path].tolist()), SourceId.NONE]
 
 
@@ -130,7 +130,7 @@ class SequenceState:
             self.drafter.end()
 
     def accept(self, verified: Verified, recompute: Callable[[int], Verified]) -> tuple[Accepted, Verified]:
-        """Return ``(accepted, verified)``: the accepted nodes and tokens, and the logits from which these were chosen.
+        """Return ``(accepted, verified)``: accepted nodes and emitted tokens, and the logits that the tokens come from.
 
         ``recompute`` verifies the root again without drafts. It is called if the pass with drafts overflowed.
         """
@@ -258,7 +258,7 @@ class Stats:
         return hits
 
     def counted(self, steps: Iterable[Step], drafter: Drafter) -> Iterator[Step]:
-        """Yield the steps and add each to the statistics; at the end, add the seconds spent in each source."""
+        """Yield each step after adding it to the statistics; at the end, add the seconds that each source took."""
         before = dict(drafter.seconds)
         try:
             for step in steps:
@@ -288,7 +288,7 @@ class Stats:
 
     @property
     def sources(self) -> list[SourceId]:
-        """Sources that drafted a node or took time."""
+        """Sources that drafted at least one node, or in which time was spent."""
         active = (source for source in SourceId if self.drafted[source] or self.source_seconds[source])
         return [source for source in active if source]
 

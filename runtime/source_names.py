@@ -79,7 +79,7 @@ _SOURCES = {
 
 
 def register(source: Source) -> SourceId:
-    """Register a plug-in source, so that ``--sources`` can select it by name or letter, and return its number.
+    """Register a plug-in source, which ``--sources`` can then select by name or letter; return the source's number.
 
     Raise OptionError if the name or letter is taken, if ``evidence`` is missing, or if all ``PLUGINS`` are in use.
     """
@@ -102,12 +102,12 @@ def unregister(number: SourceId) -> None:
 
 
 def registered() -> Mapping[SourceId, Source]:
-    """Return all sources by number, including the sources of installed packages once ``plugins`` has been called."""
+    """Return all sources, keyed by number; those of installed packages are missing until ``plugins`` is called."""
     return _SOURCES
 
 
 def plugins() -> dict[SourceId, Source]:
-    """Return the plug-in sources by number, including those of installed packages."""
+    """Return the plug-in sources, keyed by number, including those of installed packages."""
     _register_installed()
     return {number: _SOURCES[number] for number in PLUGINS if number in _SOURCES}
 

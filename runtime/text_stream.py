@@ -67,7 +67,7 @@ class TextStream:
         self._ids[first:] = [id_ for id_ in self._ids[first:] if not self._is_skipped(id_)]
 
     def _is_skipped(self, id_: int) -> bool:
-        """Return True for a special token that ``_decode`` skips: it returns no text, although ``token_text`` does."""
+        """Return True if ``_decode`` skips a token, returning no text for it although ``token_text`` does."""
         if id_ not in self._skipped:
             shown = self._decode([id_])
             self._skipped[id_] = not shown and bool(token_text(self._tokenizer, id_))
@@ -159,7 +159,7 @@ def cut_at_stop(text: str, stops: Sequence[str]) -> str:
 
 
 def before_stop(pieces: Iterable[Piece], stops: Sequence[str]) -> Iterator[Piece]:
-    """Yield the pieces of a text before the first stop string; hold back text that may be the beginning of one."""
+    """Yield the pieces of a text before the first stop string; hold back text that may begin a stop string."""
     if not stops:
         return (piece for piece in pieces if piece[0])
     return _before_stop(pieces, stops)
@@ -181,7 +181,7 @@ def _before_stop(pieces: Iterable[Piece], stops: Sequence[str]) -> Iterator[Piec
 
 
 def partial_stop_length(text: str, stops: Sequence[str]) -> int:
-    """Return the length of the longest suffix of a text with which a stop string begins."""
+    """Return the length of the longest suffix of a text that is also the beginning of a stop string."""
     lengths = (size for stop in stops for size in range(1, len(stop)) if text.endswith(stop[:size]))
     return max(lengths, default=0)
 

@@ -53,7 +53,7 @@ class DraftTree:
 
     @property
     def all_tokens(self) -> list[int]:
-        """Tokens of the root and the nodes, in the order of the rows of a pass."""
+        """Tokens of the root and the nodes, in the order of the rows of a forward pass."""
         return [self.root, *self.tokens.tolist()] if len(self) else [self.root]
 
     @cached_property
@@ -126,7 +126,7 @@ def compile_trees() -> None:
 
 @compiled
 def child_of(tokens: npt.NDArray[np.int64], parents: npt.NDArray[np.int32], node: int, token: int) -> int:
-    """Return the first child of ``node`` that drafts ``token``, or ``ROOT``."""
+    """Return the first child of ``node`` that drafts ``token``, or ``ROOT`` if there is none."""
     for child in range(node + 1, len(tokens)):
         if parents[child] == node and tokens[child] == token:
             return child
@@ -224,7 +224,7 @@ class Trie:
         self._size = 0
 
     def add(self, sequences: Ints, source: int, *, wanted: int) -> int:
-        """Add rows of tokens until ``wanted`` rows have added a node; return how many rows have done so.
+        """Add rows of tokens until ``wanted`` of them have added at least one node each; return how many have done so.
 
         Tokens beyond ``max_nodes`` are dropped.
         """

@@ -39,7 +39,7 @@ class TrainingDocument:
 
     @property
     def page(self) -> str:
-        """Page, source file or split that the document comes from."""
+        """Documentation page, source file or dataset split that the document comes from."""
         return self.name.partition("#")[0]
 
     @property
@@ -100,7 +100,7 @@ def documentation(folder: Path) -> Iterator[TrainingDocument]:
 
 
 def entries(page: str, text: str) -> Iterator[TrainingDocument]:
-    """Yield each directive such as ``.. function::`` as a question about its name, answered by its description."""
+    """Yield a question about the name in each directive such as ``.. function::``, answered by its description."""
     lines = text.splitlines()
     module = next((line.split("::")[1].strip() for line in lines if line.startswith(".. module::")), "")
     for number, line in enumerate(lines):
@@ -145,7 +145,7 @@ def terms(text: str) -> Iterator[TrainingDocument]:
 
 
 def indented_block(lines: list[str], start: int, indent: int) -> str:
-    """Return the lines from ``start`` on that are indented deeper than ``indent``, dedented."""
+    """Return the block that begins at line ``start`` and is indented deeper than ``indent``, dedented."""
     block: list[str] = []
     for line in lines[start:]:
         if line.strip() and len(line) - len(line.lstrip()) <= indent:

@@ -58,12 +58,12 @@ def encode(tokenizer: PreTrainedTokenizerBase, group: Iterable[TrainingDocument]
 
 
 def training_stream(encoded: dict[str, list[Tokens]], recipe: Recipe) -> Tokens:
-    """Return the tokens of all rounds, concatenated."""
+    """Return the training tokens of all rounds of ``recipe``, concatenated."""
     return np.concatenate([one_round(encoded, recipe.seed + number) for number in range(recipe.rounds)])
 
 
 def one_round(encoded: dict[str, list[Tokens]], seed: int) -> Tokens:
-    """Return the tokens of one round: the documents of all kinds, repeated, shuffled and concatenated."""
+    """Return the tokens of one round: all documents, repeated as ``PASSES`` says, shuffled and concatenated."""
     order = np.random.default_rng(seed)
     pieces = [
         document
@@ -150,7 +150,7 @@ def new_hybrid(recipe: Recipe, vocabulary: int, special: dict[str, Any]) -> PreT
 
 
 def set_time_steps(bias: torch.Tensor) -> None:
-    """Initialize time steps to values from 0.001 to 0.1, as Mamba does.
+    """Initialize ``bias`` so that the time steps lie between 0.001 and 0.1, as in Mamba.
 
     With transformers' initial bias of 1, most states would decay within one token.
     """
@@ -183,7 +183,7 @@ def hybrid_loss(model: PreTrainedModel, batch: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def mtp_agreement(model: PreTrainedModel, ids: torch.Tensor) -> tuple[int, int]:
-    """Return the number of positions where the MTP layer's argmax equals the model's, and the number compared."""
+    """Return the number of positions where the MTP layer's argmax equals the model's, and how many were compared."""
     hidden = model.model(input_ids=ids[:, :-1], use_cache=False).last_hidden_state
     drafted, preferred = (
         mtp_logits(model, hidden[:, :-1], ids[:, 1:-1]).argmax(-1),
@@ -238,7 +238,7 @@ def new_llama(recipe: Recipe, vocabulary: int, special: dict[str, Any]) -> PreTr
 
 
 def optimizers(model: PreTrainedModel, recipe: Recipe) -> list[torch.optim.Optimizer]:
-    """Return Muon for the layers' matrices, because it halves the number of steps, and AdamW for all other weights."""
+    """Return Muon for the layers' matrices, because it halves the steps needed, and AdamW for all other weights."""
     matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name]
     vectors = [p for name, p in model.named_parameters() if p.ndim != 2 or "embed" in name]
     return [
@@ -325,7 +325,7 @@ def restore(path: Path, model: PreTrainedModel, optimizers: list[torch.optim.Opt
 
 @torch.no_grad()
 def held_out_losses(model: PreTrainedModel, group: list[Tokens], recipe: Recipe) -> dict[str, float]:
-    """Return ``loss_per_token`` and the number of ``tokens`` for held-out documents of one kind, cut to the window.
+    """Return ``loss_per_token`` and the number of ``tokens`` for one kind's held-out documents, each cut to one window.
 
     For a hybrid model, the result also has ``ahead_agrees``, the share of positions at which the MTP layer's argmax
     equals the model's.
@@ -373,7 +373,7 @@ def report_file(out: Path) -> OutputFile:
 
 
 def refuse_foreign_folder(out: Path, rescue: Path) -> None:
-    """Raise a ``ModelError`` unless the folder is new or empty, or belongs to a model of this script."""
+    """Raise a ``ModelError`` unless the folder is new or empty, or this script has written or begun a model there."""
     finished, begun = report_file(out).exists(), checkpoint_file(rescue).exists()
     if out.exists() and any(out.iterdir()) and not (finished or begun):
         raise ModelError(f"{out} is not empty and holds no model of this script: choose another --out")
@@ -391,7 +391,7 @@ def build_model(
     compiled: bool = True,
     seconds: float = math.inf,
 ) -> dict[str, Any]:
-    """Train and save a model with the tokenizer in ``tokenizer_of`` or a new one; return the training report."""
+    """Train and save a model, with the tokenizer in ``tokenizer_of`` or a newly trained one; return the report."""
     rescue = out.with_suffix(".rescue")
     refuse_foreign_folder(out, rescue)
     out.mkdir(parents=True, exist_ok=True)

@@ -48,7 +48,7 @@ def one_of_each_kind(ordered: Collection[TrainingDocument], per_kind: int) -> It
 
 
 def learned_questions(everything: Sequence[TrainingDocument], per_kind: int) -> Iterator[Prompt]:
-    """Yield distinct training questions, ordered by hash and alternating between kinds."""
+    """Yield distinct training questions, alternating between kinds; each kind is ordered by hash."""
     held_out = {document.question for document in everything if document.held_out}
     learned = {d.question: d for d in everything if d.question and not d.held_out and d.question not in held_out}
     # Sorting by name would put the two tasks of a function next to each other.
@@ -189,7 +189,7 @@ def chat_questions(per_form: int = QUESTIONS_PER_FORM) -> Iterator[tuple[str, st
 def document_questions(
     everything: Iterable[TrainingDocument], per_kind: int = QUESTIONS_PER_KIND
 ) -> Iterator[tuple[str, str]]:
-    """Yield up to ``per_kind`` questions per kind, about documents that are not held out, as ``(kind, text)``."""
+    """Yield ``(kind, text)`` for up to ``per_kind`` questions of each kind, about documents that are not held out."""
     texts: dict[str, set[str]] = {kind: set() for kind in PROMPT_KINDS}
     for document in everything:
         if document.question and not document.held_out:
@@ -199,7 +199,7 @@ def document_questions(
 
 
 def everyday_rows(everything: Iterable[TrainingDocument]) -> Iterator[dict[str, Any]]:
-    """Yield everyday questions and questions about documents, without duplicates, ordered by hash."""
+    """Yield distinct everyday questions and questions about documents, ordered by hash, as rows of a prompts file."""
     questions = {*chat_questions(), *document_questions(everything)}
     for number, (kind, text) in enumerate(sorted(questions, key=lambda pair: stable_hash(pair[1])), start=1):
         yield {"id": f"{kind}-{number:04}", "category": kind, "messages": [{"role": "user", "content": text}]}

@@ -83,7 +83,7 @@ def is_first_demo() -> bool:
 
 
 def stores_of_real_model(loading: ModelConfig) -> StoresConfig:
-    """Return both of the demo's stores for SmolLM2, building those that are missing or were built from other texts."""
+    """Return the demo's two stores for SmolLM2, building those that are missing or outdated."""
     tokenizer, model = load_tokenizer(loading), checkpoint_of(loading)
     fingerprint = TokenizerFingerprint.of(tokenizer)
     folder = home() / "demo" / fingerprint.fingerprint
@@ -145,7 +145,7 @@ def collect_answers(prompts: Sequence[Prompt], path: Path) -> None:
 def index_documents(
     everything: Sequence[TrainingDocument], tokenizer: Any, per_kind: int = TOKENS_PER_KIND
 ) -> Iterator[TrainingDocument]:
-    """Yield whole documents that are not held out, up to ``per_kind`` tokens per kind, ordered by hash."""
+    """Yield whole documents that are not held out, up to ``per_kind`` tokens of each kind, chosen by hash."""
     left_out = {d.page for d in everything if d.held_out or (d.kind == "code" and LICENCE_WORDS.search(d.answer))}
     learned = sorted((d for d in everything if d.page not in left_out), key=lambda d: stable_hash(d.name))
     for kind in INDEX_KINDS:

@@ -49,7 +49,7 @@ class Bench:
     """Called after each turn that a contender has answered."""
 
     def check(self, questions: Sequence[Prompt]) -> None:
-        """Raise a ``PromptError`` if any question cannot be answered, before answers are generated."""
+        """Before any answer is generated, raise a ``PromptError`` if a question cannot be answered."""
         self._refuse_repeated(questions)
         for question in questions:
             try:
@@ -95,7 +95,7 @@ class Bench:
             self._encode(question, question.conversation([""] * len(question.later_turns)))
 
     def _refuse_repeated(self, questions: Sequence[Prompt]) -> None:
-        """Raise if warm drafters would get a question twice, because their history would already hold its answer."""
+        """Raise a ``PromptError`` for repeated questions if drafters are warm: their history would hold the answer."""
         first_ids: dict[str, str] = {}
         for question in questions if self.drafters == WARM else ():
             text = json.dumps([question.messages, question.later_turns])
@@ -153,7 +153,7 @@ def questions_hash(questions: Sequence[Prompt]) -> str:
 
 
 def _median_round(rounds: Sequence[AnsweredQuestion]) -> AnsweredQuestion:
-    """Return the round with the median speed (the slower of two middle ones), so that tokens and times match."""
+    """Return the round of median speed (the slower of two middle ones), so that tokens and times are of one round."""
     by_speed = sorted(rounds, key=lambda answered: answered.tokens_per_second)
     chosen = by_speed[(len(by_speed) - 1) // 2]
     seconds = tuple(tuple(turn.seconds for turn in answered.turns) for answered in rounds)
@@ -183,7 +183,7 @@ class RecordedSampler(Sampler):
 
 @dataclass
 class Timing:
-    """Time that one contender took for recorded answers."""
+    """Time that one contender took to reproduce recorded answers."""
 
     tokens: int = 0
     seconds: float = 0.0

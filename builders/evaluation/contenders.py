@@ -1,4 +1,4 @@
-"""Contenders of a benchmark, models with random weights in known shapes, and the plot of forward pass costs."""
+"""Contenders of a benchmark, models of known shapes with random weights, and the plot of forward pass costs."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ SHAPE_SEED = 0
 
 
 def load_shape(shape: str, config: ModelConfig) -> Loaded:
-    """Create a model with random weights from a known shape or a configuration on disk.
+    """Create a model of a known shape, or of a configuration on disk, with random weights.
 
     Its tokenizer is loaded from the model that ``config`` names.
     """
@@ -108,7 +108,7 @@ def load_shape(shape: str, config: ModelConfig) -> Loaded:
 
 
 def estimated_passes(shape: str, config: ModelConfig, costs: CostConfig) -> CostCurve:
-    """Estimate the cost of forward passes from a shape or a configuration, without allocating weights."""
+    """Estimate the cost of a model's forward passes from its shape or configuration, without allocating weights."""
     assert costs.bandwidth
     if config.quantization:
         raise OptionError(f"--quantization {config.quantization} has no effect on an estimate: leave it out")
@@ -137,7 +137,7 @@ def shape_config(shape: str) -> Any:
 
 
 def weight_bytes_read(target: Target) -> int:
-    """Return the bytes of weights that a pass over one token reads, excluding unused embeddings and experts."""
+    """Return how many bytes of weights a pass over one token reads, excluding unused embeddings and experts."""
     return round(PassReads.of(target.model).weights(1))
 
 
@@ -145,7 +145,7 @@ T = TypeVar("T")
 
 
 class Contender(Protocol):
-    """Answers prompts and measures the answers."""
+    """Answers prompts and measures how long each answer takes."""
 
     def answer(self, prompt: list[int], guide: Guide | None = None, prediction: Sequence[int] = ()) -> AnsweredTurn:
         """Answer a prompt.
@@ -283,7 +283,7 @@ def generate_ids(
     masks: Sequence[LogitsProcessor] = (),
     **options: Any,
 ) -> list[int]:
-    """Return the token ids that ``generate`` adds to the prompt; ``model`` replaces the target of ``loaded``."""
+    """Return the token ids that ``generate`` adds to the prompt; ``model``, if given, replaces the loaded target."""
     generator: Any = model or loaded.target.model
     ids = torch.tensor([prompt], device=generator.device)
     if generator.generation_config.stop_strings:

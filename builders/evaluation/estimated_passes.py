@@ -1,6 +1,6 @@
-"""Estimates the duration of forward passes with a roofline model: memory traffic and compute.
+"""Estimates the duration of forward passes from memory traffic and compute, with a roofline model.
 
-A pass reads the dense weights, the KV cache of its context, and every expert that any of its rows activates. Kernel
+A pass reads the dense weights, the KV cache of its context, and every expert that any of its tokens activates. Kernel
 launches, activations and everything besides matmuls count as free.
 """
 
@@ -19,14 +19,14 @@ from hdtool.runtime.model.pass_inputs import WITHOUT_MASK
 TOP_K_NAMES = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_k", "moe_topk")
 """Names under which configurations store the number of active experts per token."""
 OPS_PER_WEIGHT = 2
-"""Operations per row and weight: one multiplication and one addition."""
+"""Operations per token and weight: one multiplication and one addition."""
 
 
 def distinct_experts(rows: float, top_k: int, experts: int, overlap: float = 0.0) -> float:
-    """Return the expected number of distinct experts that a pass over ``rows`` rows activates in a layer.
+    """Return the expected number of distinct experts that a pass over ``rows`` tokens activates in a layer.
 
-    Each row activates ``top_k`` of ``experts``. ``overlap`` is the fraction by which the number of experts beyond the
-    first ``top_k`` is lower than for independent rows.
+    Each token activates ``top_k`` of ``experts``. ``overlap`` is the fraction by which the number of experts beyond the
+    first ``top_k`` is lower than for independent tokens.
     """
     independent: float = experts * (1 - (1 - top_k / experts) ** rows)
     return top_k + (1 - overlap) * (independent - top_k)
@@ -38,7 +38,7 @@ class LayerExperts:
 
     count: int
     top_k: int
-    """Number of experts that each row activates."""
+    """Number of experts that each token activates."""
     nbytes: float
     """Size of one expert's weights in bytes."""
 
@@ -77,16 +77,16 @@ class PassReads:
         return cls(shared, experts, tuple(_kv_caches(config, model.dtype.itemsize)), model.dtype.itemsize)
 
     def weights(self, rows: int, overlap: float = 0.0) -> float:
-        """Return the weight bytes that a pass over ``rows`` rows reads."""
+        """Return the number of weight bytes that a pass over ``rows`` tokens reads."""
         active_bytes = (one.nbytes * distinct_experts(rows, one.top_k, one.count, overlap) for one in self.experts)
         return self.shared + sum(active_bytes)
 
     def context(self, rows: int, length: int) -> int:
-        """Return the KV cache bytes that a pass over ``rows`` rows reads after ``length`` tokens."""
+        """Return the number of KV cache bytes that a pass over ``rows`` tokens, after ``length`` others, reads."""
         return sum(one.nbytes * min(length + rows, one.window or length + rows) for one in self.kv_caches)
 
     def operations(self, rows: int) -> float:
-        """Return the number of multiplications and additions of a pass over ``rows`` rows."""
+        """Return the number of multiplications and additions of a pass over ``rows`` tokens."""
         return OPS_PER_WEIGHT * rows * self.weights(1) / self.itemsize
 
 
@@ -106,7 +106,7 @@ class Roofline:
     def curve(
         self, reads: PassReads, lengths: Sequence[int], overlap: float = 0.0, *, model: str = "", dtype: str = ""
     ) -> CostCurve:
-        """Return the cost curve of passes at context ``lengths`` that include the root of the draft tree."""
+        """Return the cost curve at the given context ``lengths``, each of which counts the root of the draft tree."""
         milliseconds = tuple(
             tuple(1e3 * self.seconds(reads, nodes + 1, length - 1, overlap) for nodes in MEASURED_NODES)
             for length in lengths

@@ -54,14 +54,14 @@ UNKNOWN_QUANTIZATION = "unknown quantization"
 
 
 def row_files(model: ModelConfig, other_file: str | None = None) -> dict[str, Path]:
-    """Map llama.cpp contenders to the model's GGUF file, and ``OTHER_FILE`` to ``other_file`` if it is given."""
+    """Map llama.cpp contenders to the model's GGUF file, but ``OTHER_FILE`` to ``other_file``, if it is given."""
     own_file = gguf_file(model)
     files = dict.fromkeys(OWN_FILE_ROWS, own_file) if own_file else {}
     return files | ({OTHER_FILE: Path(other_file).expanduser()} if other_file else {})
 
 
 def exclusion_reason(name: str, files: Mapping[str, Path], model: ModelConfig, sampling: SamplingConfig) -> str:
-    """Return why a llama.cpp contender cannot take part, as the end of a sentence; empty if it can."""
+    """Return why a llama.cpp contender cannot take part, worded to follow its name; empty if it can."""
     if name not in files:
         return f"runs on GGUF files, and {model.name} is none: name one with --model"
     if not find_spec("llama_cpp"):
@@ -183,9 +183,9 @@ def build_features(system_info: str) -> list[str]:
 
 
 def quantization_name(header: GGUFHeader) -> str:
-    """Return the quantization that a file names, such as Q4_K_M.
+    """Return the quantization named in a GGUF file's header, such as Q4_K_M.
 
-    If it names none that is known, return the most common type of its weights or, if that is unknown too,
+    If the header names none that is known, return the most common type of its weights or, if that is unknown too,
     ``UNKNOWN_QUANTIZATION``.
     """
     from gguf import GGMLQuantizationType, LlamaFileType
@@ -225,14 +225,14 @@ def build_notes(surroundings: Mapping[str, Any]) -> list[str]:
 
 
 def check_file(file: Path) -> None:
-    """Raise unless ``file`` is a GGUF file, before a model is loaded."""
+    """Before a model is loaded, raise unless ``file`` is a GGUF file."""
     if not file.is_file():
         raise ModelError(f"--llama-cpp-file names {file}, which is no file: name a GGUF file of the same model")
     GGUFHeader.read(file)
 
 
 def check_same_model(file: Path, loaded: Loaded) -> None:
-    """Raise a ``ModelError`` if the file's layers, width or vocabulary do not match the loaded model."""
+    """Raise a ``ModelError`` if the file's layer count, hidden size or vocabulary does not fit the loaded model."""
     header, config = GGUFHeader.read(file), loaded.target.model.config.get_text_config()
     sizes = {
         "layers": (header.values.get(f"{header.architecture}.block_count"), config.num_hidden_layers),

@@ -127,7 +127,7 @@ class TurnReader:
 
 
 class RecordedLogits:
-    """Builds logits from recorded rankings: one row for the root and one per node, -inf where unknown."""
+    """Builds a draft tree's logits from recorded rankings: a row for the root and one per node, -inf where unknown."""
 
     def __init__(self, turns: Iterable[RecordedTurn]) -> None:
         """Allocate rows wide enough for all token ids in turns that have rankings."""
@@ -140,7 +140,7 @@ class RecordedLogits:
         self._filled = 0
 
     def logits_after(self, rankings: Rankings, done: int, path: Sequence[int], nodes: int) -> torch.Tensor:
-        """Return the logits ``[1 + nodes, vocabulary]`` of a tree after ``done`` answer tokens.
+        """Return the logits ``[1 + nodes, vocabulary]`` of a tree that follows ``done`` tokens of the answer.
 
         Only the rows of the root and of ``path`` have finite logits. The tensor is valid until the next call.
         """
@@ -157,7 +157,7 @@ NO_ARGMAX = -1
 
 
 class RecordingEngine:
-    """Engine that returns a recorded answer's tokens as the argmax and, if its rankings were recorded, their logits.
+    """Engine that returns a recorded answer's tokens as the argmax, and logits built from its rankings, if recorded.
 
     For each pass it logs the time that building the tree's mask and positions takes on the host.
     """
@@ -235,7 +235,7 @@ class RecordingEngine:
 
 
 def accept_recorded(tree: DraftTree, truth: Sequence[int]) -> Accepted:
-    """Accept the tree's longest path that matches the recorded tokens, followed by a bonus token."""
+    """Accept the tree's longest path that matches the recorded tokens, and the next recorded token as a bonus token."""
     path: list[int] = []
     node = ROOT
     for token in truth[:-1]:  # the last token is always the bonus token

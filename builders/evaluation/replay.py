@@ -76,7 +76,7 @@ class ReplayedTurn:
 
 @dataclass(frozen=True)
 class SourceShare:
-    """What one source drafted, what was accepted, and how long its lookups took."""
+    """What one source drafted, how much of it was accepted, and how long its lookups took."""
 
     drafted: int
     accepted: int
@@ -154,7 +154,7 @@ class ReplayResult:
         return (self.tokens - self.steps) / max(1, self.nodes)
 
     def draft_us(self, percentile: float) -> float:
-        """Return a percentile of the microseconds per step for drafting and for the tree's mask and positions."""
+        """Return a percentile of the microseconds per step for drafting and building the tree's mask and positions."""
         return _percentile([turn.draft_seconds[1:] for turn in self.turns], percentile)
 
     def observe_us(self, percentile: float) -> float:
@@ -169,7 +169,7 @@ class ReplayResult:
         }
 
     def by_source(self) -> dict[SourceId, SourceShare]:
-        """Return what each source drafted, for sources that drafted anything or took any time."""
+        """Return a ``SourceShare`` for each source that drafted anything or took any time."""
         drafted = sum((turn.drafted for turn in self.turns), np.zeros(len(SourceId), np.int64))
         hits = sum((turn.hits for turn in self.turns), np.zeros(len(SourceId), np.int64))
         tokens = np.concatenate([turn.tokens for turn in self.turns])
@@ -303,7 +303,7 @@ class _TimedDrafter(WrappedDrafter):
 
 
 class _StopAtEnd:
-    """Replacement for the set of stop tokens that ends an answer at its recorded length, regardless of the token."""
+    """Stands in for the set of stop tokens, and ends an answer at its recorded length, whatever its last token is."""
 
     def __init__(self, sampler: Sampler, length: int) -> None:
         self._context, self._length = sampler.context, length

@@ -52,7 +52,7 @@ class Scores:
         return tuple(dict.fromkeys(name for name in (PLAIN_METHOD, self.baseline) if name in self.tasks[ALL_TASKS]))
 
     def speedup(self, task: str, method: str, reference: str) -> float:
-        """Return the ratio of tokens per second of two methods."""
+        """Return the tokens per second of ``method`` divided by those of ``reference``."""
         scores = self.tasks[task]
         return scores[method].tokens_per_second / scores[reference].tokens_per_second
 
@@ -119,7 +119,7 @@ def baseline_of(methods: Sequence[str], requested: str | None = None) -> str:
 
 
 def _indices_by_task(questions: Sequence[AnsweredQuestion]) -> dict[str, list[int]]:
-    """Return the question indices of each task if there are several tasks, then all indices as ``ALL_TASKS``."""
+    """Map each task, if there are several, to the indices of its questions, and ``ALL_TASKS`` to all indices."""
     tasks: dict[str, list[int]] = {}
     for place, task in enumerate(tasks_of([question.category for question in questions])):
         tasks.setdefault(task, []).append(place)

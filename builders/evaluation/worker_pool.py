@@ -57,7 +57,7 @@ def replay(
     on_progress: OnProgress = lambda done: None,
     warm: Sequence[RecordedConversation] = (),
 ) -> dict[str, ReplayResult]:
-    """Replay every contender on all conversations; ``on_progress`` receives the number of turns done so far.
+    """Replay all conversations with every contender; ``on_progress`` receives the number of turns done so far.
 
     ``warm`` conversations are replayed before every part and not counted. By default, ``workers`` is the number of
     cores if the replay has more than ``MIN_TOKENS_FOR_WORKERS`` tokens, else 1.
@@ -138,7 +138,7 @@ _worker: dict[str, Any] = {}
 
 @contextmanager
 def _sigint_ignored() -> Iterator[None]:
-    """Make processes started in this block ignore Ctrl-C; the parent handles it and terminates them."""
+    """Make processes started in the ``with`` block ignore Ctrl-C; the parent handles it and terminates them."""
     if current_thread() is not main_thread():  # other threads cannot set signal handlers
         yield
         return

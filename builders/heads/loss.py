@@ -35,7 +35,7 @@ MIN_TOKENS = 3
 
 @dataclass(frozen=True)
 class Example:
-    """Training text of at most one window of tokens."""
+    """Tokens of a training text, at most one window long."""
 
     ids: npt.NDArray[np.int64]
     drafted: npt.NDArray[np.bool_]
@@ -85,7 +85,7 @@ def _record_examples(record: Record, turns: TurnReader) -> Iterator[Example]:
 
 
 def _conversation_examples(trace: Trace, turns: TurnReader) -> Iterator[Example]:
-    """Yield one example per run of turns in which each continues the last, so that no token is trained on twice."""
+    """Yield one example per run of turns in which each continues the one before, so no token is trained on twice."""
     ids: list[int] = []
     drafted: list[bool] = []
     for turn in turns.turns(trace):
@@ -161,7 +161,7 @@ def draft_vocabulary(
 
 
 def frequent_tokens(examples: Sequence[Example], number: int, vocabulary: int) -> npt.NDArray[np.int64]:
-    """Return the ids of the ``number`` tokens that the model wrote most often, sorted; ties prefer lower ids."""
+    """Return the sorted ids of the ``number`` tokens that the model wrote most often; ties prefer lower ids."""
     counts = np.zeros(vocabulary, np.int64)
     for example in examples:
         np.add.at(counts, example.ids[example.drafted], 1)

@@ -49,7 +49,7 @@ class Processes:
         return self._accelerator.prepare_model(module) if self._accelerator else module
 
     def without_sync(self, module: torch.nn.Module) -> AbstractContextManager[Any]:
-        """Return a context manager that accumulates gradients without synchronizing them."""
+        """Return a context manager in which the module's gradients accumulate without being synchronized."""
         return self._accelerator.no_sync(module) if self._accelerator else nullcontext()
 
     def reduce_sum(self, values: torch.Tensor) -> Any:

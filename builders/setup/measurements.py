@@ -51,7 +51,7 @@ from hdtool.runtime.stores.store_set import StoreSet
 
 
 def with_model_drafters(decoding: DecodeConfig, loaded: Loaded, folder: Path | None) -> DecodeConfig:
-    """Return the settings with the trained heads and drafter found in the model's folder, if any."""
+    """Return ``decoding``, plus any trained heads and drafter found in the model's folder."""
     target = fingerprint(loaded.target.model)
     heads, drafter = list[str](), decoding.drafter
     drafter_folders = (
@@ -75,7 +75,7 @@ def with_model_drafters(decoding: DecodeConfig, loaded: Loaded, folder: Path | N
 
 
 def usable_drafter_methods(decoding: DecodeConfig, loaded: Loaded) -> list[str]:
-    """Return the ``HIERARCHIES`` whose trained drafter is present and usable; print a note for each unusable one."""
+    """Return the ``HIERARCHIES`` methods with a trained drafter that is usable; print a note for each unusable one."""
     methods = []
     tokenizer = TokenizerFingerprint.of(loaded.tokenizer)
     there = methods_with_drafters(decoding, loaded.target.model)
@@ -137,7 +137,7 @@ class Overhead:
         return cls(lengths, tuple(fastest), host)
 
     def predict(self, result: ReplayResult, curve: CostCurve) -> SpeedPrediction:
-        """Predict tokens per second for a replayed method and plain decoding, averaged over answers as in ``bench``."""
+        """Predict tokens per second of a replayed method and plain decoding, averaged over answers as in ``bench``."""
         prompts = np.array([turn.prompt_tokens for turn in result.turns])
         # The first step of a turn is its prefill.
         prefills = self._prefills(prompts) - curve.seconds_of_passes(np.zeros(len(prompts)), prompts)
@@ -152,7 +152,7 @@ class Overhead:
         return SpeedPrediction(fmean(drafted), fmean(plain))
 
     def _prefills(self, prompts: Floats) -> Floats:
-        """Return the seconds of each prefill, interpolated or, beyond the longest measured prompt, extrapolated."""
+        """Return each prefill's time in seconds, interpolated or, beyond the longest measured prompt, extrapolated."""
         seconds: Floats = np.interp(prompts, self.lengths, self.prefill_seconds)
         if len(self.lengths) > 1:
             rise = self.prefill_seconds[-1] - self.prefill_seconds[-2]
@@ -213,7 +213,7 @@ MIN_PROMPTS, MAX_PROMPTS, MAX_GENERATE_PROMPTS = 3, 24, 4
 
 
 def number_of_prompts(max_new_tokens: int, plain_tokens_per_second: float) -> int:
-    """Return the number of prompts, within the limits, that plain decoding answers in about ``PLAIN_SECONDS``."""
+    """Return how many prompts plain decoding answers in ``PLAIN_SECONDS``, clamped to the minimum and maximum."""
     return max(MIN_PROMPTS, min(MAX_PROMPTS, int(PLAIN_SECONDS * plain_tokens_per_second / max_new_tokens)))
 
 
@@ -228,7 +228,7 @@ def answer_prompts(
     on_progress: Callable[[int], None],
     folder: Path | None = None,
 ) -> dict[str, Any]:
-    """Answer the first prompts that fit the model's context with each method; return speeds and comparisons.
+    """With each method, answer the first prompts that fit the model's context; return speeds and comparisons.
 
     Every answer uses a fresh drafter. ``generate`` of transformers answers only a few prompts. Trained drafters that
     lie in the model's ``folder`` or are layers of its checkpoint take part too.
@@ -289,7 +289,7 @@ def _is_identical(by_method: dict[str, AnsweredQuestion], compared: Sequence[str
 def _is_near_tie(
     loaded: Loaded, drafting: Sequence[Contender], prompt: Prompt, max_new_tokens: int, chat: bool | None
 ) -> bool:
-    """Return True if rounding explains every difference between the methods."""
+    """Return True if rounding explains every difference between the methods' answers to the prompt."""
     ids = encode_conversation(loaded.tokenizer, prompt.messages, chat=chat, tools=prompt.tools)
     for contender in drafting:
         assert isinstance(contender, DraftingContender)

@@ -80,7 +80,7 @@ class SetupPlan:
 
     @property
     def identity(self) -> list[str]:
-        """Everything that the split of the logs depends on; another identity starts a new set-up."""
+        """Everything that decides which conversations are held out; another identity starts a new set-up."""
         return [repr(part) for part in (_file_states(self.logs), self.config.held_out, self.config.max_bad_fraction)]
 
     def conditions(self) -> dict[str, list[str]]:
@@ -132,7 +132,7 @@ class Stages:
         return {name: title for name, (title, _) in self._stages.items()}
 
     def check(self) -> None:
-        """Raise if the set-up would replace another store, before anything is written or downloaded."""
+        """Before anything is written or downloaded, raise if the set-up would replace a store that it did not build."""
         self._planned.check()
 
     def run(self, on_stage: Callable[[str], None]) -> None:
@@ -176,7 +176,7 @@ class Stages:
 
     @cached_property
     def _planned(self) -> SetupStores:
-        """Stores that are known without downloading weights; excludes a model store whose folder depends on them."""
+        """Stores known before weights are downloaded; excludes the model store if missing weights decide its folder."""
         return self._stores_of(self._planned_checkpoint)
 
     @cached_property

@@ -133,7 +133,7 @@ class Verdict:
 
     @property
     def method(self) -> str:
-        """Fastest measured method: ``hd``, or a method with a trained drafter that is available."""
+        """Fastest measured method: ``hd`` or, if trained drafters are available, a method that uses one."""
         speeds = self.stages["answers"]["tokens_per_second"]
         return max((HD_METHOD, *self._offered), key=lambda name: float(speeds[name]))
 
@@ -233,7 +233,7 @@ class Verdict:
         return f"{answers['identical']} of {count_of(answers['prompts'], 'answer')} identical{ties}"
 
     def _sources(self) -> str:
-        """Return a phrase with the tokens per step as sources are added."""
+        """Return a phrase that states the tokens per step after each added source."""
         first, *others = self.stages["replay"]["tokens_per_step"].items()
         words = [f"{first[1]:.2f} tokens per step from the conversation alone"]
         gained = source_gains(self.stages["replay"]["tokens_per_step"])

@@ -101,7 +101,7 @@ class WorkFolder:
     """Files of one set-up: stage results, the learned and held-out parts of the logs, and the cost curve."""
 
     def __init__(self, model: str, identity: Sequence[str], logs: Sequence[str] = ()) -> None:
-        """``identity`` is everything that the split of the logs depends on; it selects the folder."""
+        """``identity`` is everything that decides which conversations are held out; it selects the folder."""
         parts = "\n".join([str(SETUP_FORMAT), *identity])
         digest = hashlib.sha256(parts.encode("utf-8", "surrogatepass")).hexdigest()[:16]
         self.path = setups_at_home(model) / digest
@@ -221,7 +221,7 @@ def _results_file(folder: Path) -> OutputFile:
 
 
 def _make_private(folder: Path) -> None:
-    """Create the folder and its two parents, or restrict existing folders, so that only the owner has access."""
+    """Create the folder and the two above it, or restrict existing ones, so that only the owner has access."""
     places = [folder, folder.parent, folder.parent.parent]
     for place in reversed(places):
         place.mkdir(PRIVATE_FOLDER, parents=True, exist_ok=True)
@@ -308,7 +308,7 @@ class SetupStores:
     """True if stores that another command built may be replaced."""
 
     def own_manifest(self, kind: str) -> Manifest | None:
-        """Return the store's manifest if it belongs to this set-up, even if texts were added to it later, else None."""
+        """Return the manifest if the store is this set-up's, even if texts were added to the store later, else None."""
         folder, inputs = self.folders[kind], self.inputs[kind]()
         if not inputs or not holds_manifest(folder) or not all(path.exists() for path in inputs):
             return None
@@ -324,7 +324,7 @@ class SetupStores:
                 check(folder)
 
     def build_effect(self, kind: str) -> str:
-        """Return what will happen to a folder that ``check`` accepted, worded as the start of a sentence."""
+        """Return what a build does to a folder that ``check`` accepted, worded to precede the folder's path."""
         folder = self.folders[kind]
         if not holds_manifest(folder):
             return "goes to"

@@ -75,7 +75,7 @@ def _prefix_arrays(by_length: list[NgramGroup]) -> dict[str, Ints]:
 
 
 def _hash_table(keys: Ints, heads: list[Ints]) -> Ints:
-    """Return a hash table of all prefixes in which a lookup reads at most ``MAX_PROBES`` slots.
+    """Return a hash table of all prefixes; a lookup in it reads at most ``MAX_PROBES`` slots.
 
     Fills the hash columns of ``keys`` as a side effect. Keys with equal hashes collide at any table size, so keys that
     find no slot after ``MAX_DOUBLINGS`` doublings are left out.

@@ -215,7 +215,7 @@ def drop(folder: Path, name: str) -> DropResult:
 
 
 def _selected(folder: Path, shares: Sequence[InputShare], name: str) -> tuple[InputShare, ...]:
-    """Return the shares of the source that ``name`` selects: one, unless sources have equal names and hashes."""
+    """Return the shares of the source that ``name`` selects: one share, unless sources have equal names and hashes."""
     recorded = recorded_name(name)
     selected = [share for share in shares if share.name == recorded]
     advice = "by its hash"

@@ -189,7 +189,7 @@ class RayBuildEngine:
         self._sorters = min(workers or self._cpus, self._cpus)
 
     def prepare(self, reading: RecordReader) -> None:
-        """Check that all nodes have the package versions and see the input sizes of this process; hash the inputs."""
+        """Check that all nodes have this process's package versions and see the same input sizes; hash the inputs."""
         paths = _absolute(reading)
         own_versions = _versions()
         for node, (versions, sizes) in on_each_node(self._ray, _versions_and_sizes, paths):
@@ -281,7 +281,7 @@ class RayBuildEngine:
     def _results(
         self, function: Any, jobs: Iterable[tuple[Any, ...]], at_once: int = 0, **options: Any
     ) -> Iterator[Any]:
-        """Run ``function`` on each job, starting ``at_once`` jobs ahead (0: two per core); yield results in order."""
+        """Run ``function`` on each job, starting ``at_once`` ahead (if 0, two per core); yield results in order."""
         with ray_errors_reported(self._ray):
             task = self._task(function, **options)
             tasks = (task.remote(*job) for job in jobs)

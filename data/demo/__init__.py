@@ -42,7 +42,7 @@ SMOLLM2, EMBEDDED = "smollm2", "embedded"
 
 
 def located(model: str | None) -> str | None:
-    """Return SmolLM2's file for ``smollm2``, None for ``embedded``, and any other name unchanged.
+    """Return the path of SmolLM2's file for ``smollm2``, None for ``embedded``, and any other name unchanged.
 
     Raises ModelError if SmolLM2's package is not installed.
     """

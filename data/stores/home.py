@@ -73,7 +73,7 @@ def quick_costs_at_home() -> Path:
 
 
 def proofs_at_home() -> Path:
-    """Return the folder that records which models were proved exact on this machine."""
+    """Return the folder that records for which models hdtool's code is proved to match transformers on this machine."""
     return home() / "proofs"
 
 
@@ -93,17 +93,17 @@ def quantized_models_at_home() -> Path:
 
 
 def quantized_at_home(name: str, fingerprint: str) -> Path:
-    """Return the folder of a quantized checkpoint. The name is for readers; the fingerprint identifies the content."""
+    """Return a quantized checkpoint's folder. ``fingerprint`` identifies the content; ``name`` is for human readers."""
     return quantized_models_at_home() / f"{_folder_name(name)}-{fingerprint}".lstrip("-")
 
 
 def setups_at_home(model: str) -> Path:
-    """Return the folder in which ``hdtool setup`` keeps its work for a model."""
+    """Return the folder in which ``hdtool setup`` keeps the work folders of a model's set-ups."""
     return home() / "setups" / _folder_name(model)
 
 
 def converted_at_home(name: str, fingerprint: str) -> Path:
-    """Return the folder of a converted model. The name is for readers, and the fingerprint identifies the GGUF file."""
+    """Return a converted model's folder. ``fingerprint`` identifies the GGUF file; ``name`` is for human readers."""
     return converted_models_at_home() / f"{_folder_name(name)}-{fingerprint}".lstrip("-")
 
 
@@ -140,7 +140,7 @@ def model_stores_at_home(
 
 
 def history_at_home(model: str, tokenizer: TokenizerFingerprint, namespace: str | None = None) -> Path:
-    """Return the folder of a model's history store. Each model has its own, because models repeat their own answers."""
+    """Return the folder of a model's history store. Each model has its own, because a model repeats its own answers."""
     return store_at_home(HISTORY_KIND, tokenizer, namespace) / model
 
 
@@ -150,7 +150,7 @@ def history_of_tenant(folder: Path, tenant: str) -> Path:
 
 
 def first_namespace_with_stores(names: Iterable[str]) -> str | None:
-    """Return the first name that is a valid namespace with stores, or None if there is no such name."""
+    """Return the first of ``names`` that is a valid namespace and has stores, or None if none is."""
     return next((name for name in names if _is_possible(name) and has_stores(name)), None)
 
 
@@ -318,7 +318,7 @@ def _remove_history(folder: Path) -> None:
 
 
 def remove_empty(folder: Path) -> None:
-    """Remove a folder and its parents as long as they are empty, up to hdtool's home."""
+    """Remove a folder and then its parents as long as they are empty, but not hdtool's home itself."""
     with suppress(OSError):
         for place in (folder, *folder.parents):
             if place == home():

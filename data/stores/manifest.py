@@ -146,12 +146,12 @@ class InputShare:
 
     @property
     def label(self) -> str:
-        """Name and start of the hash, on one line. Either of them selects the input."""
+        """Name and first digits of the hash, on one line. ``hdtool drop --source`` accepts either of them."""
         return f"{printable(self.name)} (sha256 {printable(self.sha256[:SHOWN_HASH_DIGITS])})"
 
 
 def input_shares(sources: Sequence[Source], counted: Iterable[Sequence[int]]) -> tuple[InputShare, ...]:
-    """Return the shares of the inputs. ``counted`` holds each input's numbers of documents and tokens."""
+    """Return each input's contribution. ``counted`` has a pair per input: its numbers of documents and tokens."""
     return tuple(
         InputShare(source.name, source.sha256, int(records), int(tokens))
         for source, (records, tokens) in zip(sources, counted, strict=True)
@@ -198,7 +198,7 @@ class Manifest:
 
     @classmethod
     def from_json(cls, row: Any) -> Manifest:
-        """Parse a manifest. Raises ValueError with a description of any damage."""
+        """Parse a manifest. Raises ValueError, with the reason, if the manifest is damaged."""
         kind = text_field(row, "kind")
         if kind not in STORE_PARTS:
             raise ValueError(f"kind is none of {', '.join(STORE_PARTS)}")
@@ -262,7 +262,7 @@ def _counts_of(row: Any) -> dict[str, int]:
 
 
 def _files_of(row: Any, parts: Iterable[str], optional: Iterable[str]) -> dict[str, StoredFile]:
-    """Validate a manifest's files. Raises ValueError for unknown parts and for file names that hdtool never gives."""
+    """Validate a manifest's files. Raises ValueError for unknown parts and for file names that no build gives."""
     files = mapping_field(row, "files")
     parts = [*parts, *(part for part in optional if part in files)]
     if unknown := files.keys() - set(parts):
@@ -323,7 +323,7 @@ class HistoryManifest:
 
     @classmethod
     def from_json(cls, row: Any) -> HistoryManifest:
-        """Parse a manifest. Raises ValueError with a description of any damage."""
+        """Parse a manifest. Raises ValueError, with the reason, if the manifest is damaged."""
         tokenizer, options, files = (mapping_field(row, name) for name in ("tokenizer", "options", "files"))
         vocab_size = number_field(tokenizer, "vocab_size", 1, MAX_VOCABULARY)
         size = number_field(options, "size", 2, MAX_HISTORY_BYTES)
@@ -352,7 +352,7 @@ def manifest_stamp(path: Path | str) -> tuple[int, int]:
 
 
 def read_history_manifest(folder: Path) -> HistoryManifest:
-    """Read the manifest of a history store. Raises StoreError for any other folder."""
+    """Read the manifest of a history store. Raises StoreError if the folder holds no readable history store."""
     path = folder / MANIFEST
     try:
         row = json.loads(manifest_bytes(folder, "history store", "name the folder of one"))
@@ -380,7 +380,7 @@ def _advice(folder: Path) -> str:
 def require_history(
     manifest: HistoryManifest, folder: Path, tokenizer: TokenizerFingerprint, model: str | None = None
 ) -> None:
-    """Raise StoreError unless a history store was written with this tokenizer and, if given, for this model."""
+    """Raise StoreError unless a history store was written with ``tokenizer`` and, if given, for ``model``."""
     if manifest.tokenizer != tokenizer:
         raise StoreError(
             f"{folder} holds answers in another tokenizer ({printable(manifest.tokenizer.fingerprint)[:40]}, "
@@ -428,6 +428,6 @@ def history_leftovers(folder: Path, manifest: HistoryManifest) -> list[Path]:
 
 
 def history_lock(folder: Path) -> AbstractContextManager[None]:
-    """Hold a history store's lock inside the block. Waits up to ``LOCK_TIMEOUT`` seconds, then raises StoreError."""
+    """Hold a history store's lock in a ``with`` block. Waits up to ``LOCK_TIMEOUT`` seconds, then raises StoreError."""
     busy = StoreError(f"another command makes the history store {folder} anew: wait for it")
     return file_lock(folder / LOCK_FILE, busy, seconds=LOCK_TIMEOUT)

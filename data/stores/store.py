@@ -69,7 +69,7 @@ T = TypeVar("T")
 
 
 def read_manifest(folder: Path, *, check: bool = True) -> Manifest:
-    """Read the manifest of a store. With ``check``, raise StoreError if a file is missing or has another size."""
+    """Read the manifest of a store. With ``check``, raise StoreError if a file is missing or has the wrong size."""
     return read_store(folder, lambda manifest: manifest, check=check)
 
 
@@ -131,7 +131,7 @@ def _check_size(folder: Path, file: StoredFile, kind: str) -> None:
 
 
 def require_store(manifest: Manifest, folder: Path, kind: str, tokenizer: TokenizerFingerprint | None = None) -> None:
-    """Raise StoreError unless a store is of this kind and, if ``tokenizer`` is given, was built with it."""
+    """Raise StoreError unless a store is of ``kind`` and, if ``tokenizer`` is given, was built with that tokenizer."""
     if manifest.kind != kind:
         raise StoreError(f"{folder} is a {manifest.kind} store, a {kind} store is needed: name another folder")
     if tokenizer and manifest.tokenizer != tokenizer:
@@ -180,7 +180,7 @@ class StoreBuild:
         self._parts: dict[str, Path] = {}
 
     def path(self, part: str) -> Path:
-        """Return the file of a part, which the first call creates empty."""
+        """Return the path of a part's file. The first call for a part creates the file, empty."""
         if part not in self._parts:
             self._parts[part] = self.scratch(part)
         return self._parts[part]
@@ -220,7 +220,7 @@ def recorded_name(name: str) -> str:
 
 @contextmanager
 def building(folder: Path, check: FolderCheck | None = None) -> Iterator[StoreBuild]:
-    """Build a store in ``folder`` under its lock. On any error, an old store there stays unchanged.
+    """Build a store in ``folder`` while holding the folder's lock. On any error, an old store there stays unchanged.
 
     ``check`` raises if the store in the folder must not be replaced. It is called under the lock, so that no other
     process can replace that store afterwards.

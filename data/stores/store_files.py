@@ -59,7 +59,7 @@ NEW_MANIFEST = re.compile(re.escape(MANIFEST) + f"-{_BUILD}")
 
 
 def part_name(part: str, build: str) -> str:
-    """Return the file name of a part. ``build`` is the build's hexadecimal digits."""
+    """Return the file name of a part. ``build`` is the hexadecimal id of the build."""
     if part not in PART_ENDINGS:
         raise ValueError(f"a store has no part {part}: known are {', '.join(PART_ENDINGS)}")
     return f"{part}-{build}.{PART_ENDINGS[part]}"
@@ -113,7 +113,7 @@ def delete_leftovers(folder: Path, kept: Collection[str]) -> None:
 
 
 def check_destination(folder: Path) -> None:
-    """Raise StoreError unless ``folder`` is new or empty, or holds a store (but no history) or leftovers of builds."""
+    """Raise StoreError unless ``folder`` is new or empty, or holds build leftovers or a store (not a history store)."""
     with os_errors_as(StoreError, f"{folder} cannot be read", "mend the permissions or choose another place"):
         if folder.is_dir():
             if holds_history(folder):
@@ -126,7 +126,7 @@ def check_destination(folder: Path) -> None:
 
 
 def holds_manifest(folder: Path) -> bool:
-    """Return True if ``manifest.json`` belongs to a store, even if it is damaged or has another format."""
+    """Return True if a folder's ``manifest.json`` belongs to a store, even if it is damaged or of another format."""
     path = folder / MANIFEST
     if not is_regular(path):
         return False
@@ -157,7 +157,7 @@ def printable(name: str) -> str:
 
 
 def refuse_other_files(folder: Path, needed: str, parts: re.Pattern[str]) -> None:
-    """Raise StoreError unless a folder holds only its lock, temporary manifests and files whose names fit ``parts``."""
+    """Raise StoreError if a folder holds anything but its lock, temporary manifests and files that match ``parts``."""
     for name in sorted(os.listdir(folder)):
         path = folder / name
         is_own = (parts.fullmatch(name) or NEW_MANIFEST.fullmatch(name)) and is_regular(path)

@@ -40,7 +40,7 @@ MAX_HELD_OUT = 200
 
 @dataclass(frozen=True)
 class SetupConfig(Settings):
-    """Which conversations setup holds out of the stores, and how it measures drafting on them."""
+    """Which conversations ``setup`` holds out of the stores, and how it measures drafting on them."""
 
     held_out: float = setting(
         0.1,
@@ -121,7 +121,7 @@ class HeadsConfig(Settings):
 
     @property
     def resolved(self) -> HeadsConfig:
-        """A copy of these settings in which those that ``kind`` determines have their fixed values."""
+        """A copy of these settings with the values that ``kind`` fixes filled in."""
         parts = PARTS.get(self.kind, {})
         return replace(self, **{**parts, **({"head_layers": self.head_layers} if self.head_layers else {})})
 

@@ -243,13 +243,13 @@ class DecodeConfig(Settings):
 
     @property
     def databases(self) -> str:
-        """Letters of the stores to draft from, context included; ``sources`` cannot exclude a method's only store."""
+        """Letters of the stores and context to draft from; ``sources`` cannot exclude a method's only store."""
         all_of_them = METHODS[self.method].databases
         return "".join(letter for letter in all_of_them if letter in self.sources or len(all_of_them) == 1)
 
     @property
     def drafts_from(self) -> str:
-        """Letters of all sources to draft from, including logits and plug-ins."""
+        """Letters of all sources to draft from: stores, history, sources that read logits, and plug-ins."""
         method = METHODS[self.method]
         drafts = method.history and HISTORY_LETTER in self.sources and self.history != NO_HISTORY
         history = HISTORY_LETTER if drafts else ""
@@ -273,8 +273,8 @@ class RecordingConfig(Settings):
 
 @dataclass(frozen=True)
 class StoresConfig(Settings):
-    """Stores to draft from. Each is a folder or name, ``none``, or None to use the matching store in hdtool's
-    home folder."""
+    """Stores to draft from. Each is given by its folder or name; ``none`` means no store, and None the matching
+    store in hdtool's home folder."""
 
     model_db: str | None = setting(
         None, "Folder or name of a model store, or none. Default: that of this model in hdtool's home."
@@ -344,7 +344,7 @@ class ReplayConfig(Settings):
         object.__setattr__(self, "order", source_letters("order", self.order, SOURCE_LETTERS))
 
     def methods_with(self, *, corpus: bool, rankings: bool = False) -> tuple[str, ...]:
-        """Return the chosen methods, by default all that can be replayed.
+        """Return the chosen methods; if none are chosen, all that can be replayed, except ``ar``.
 
         ``corpus`` is True if there is a corpus index, ``rankings`` if the recordings contain rankings.
         """
@@ -352,7 +352,7 @@ class ReplayConfig(Settings):
         return self.methods or tuple(method for method in METHODS if method not in left_out)
 
     def decoding(self, method: str) -> DecodeConfig:
-        """Return a method's decoding settings, limited to those with an effect in replay."""
+        """Return the decoding settings with which a method is replayed."""
         return DecodeConfig(
             method=method,
             draft_tokens=self.draft_tokens,

@@ -58,7 +58,7 @@ COLD, WARM = "cold", "warm"
 
 @dataclass(frozen=True)
 class BenchConfig(Settings):
-    """What bench measures, how often, and where it writes results."""
+    """What ``bench`` measures, how often, and where it writes results."""
 
     methods: tuple[str, ...] | None = setting(
         None, f"Methods, with commas: {', '.join(CONTENDERS)}. Default: all that can run.", values=CONTENDERS
@@ -151,7 +151,7 @@ SHAPED = (*SHAPE_PEERS, *(method for method in METHODS if method not in NEED_LOG
 
 @dataclass(frozen=True)
 class ShapeConfig(Settings):
-    """What bench times on a model with random weights and a given shape."""
+    """What ``bench`` times on a model with a given shape and random weights."""
 
     shape: str
     """Name of a known shape, or path of a config.json."""
@@ -170,7 +170,7 @@ class ShapeConfig(Settings):
 
 @dataclass(frozen=True)
 class CostConfig:
-    """Context lengths for the times of forward passes, which are measured or estimated from the device's speed."""
+    """Context lengths at which forward passes are timed, or their times estimated from the device's speed."""
 
     contexts: tuple[int, ...] | None = None
     """Context lengths in tokens; None means the powers of two that fit the model."""

@@ -1,4 +1,4 @@
-"""Settings for loading and sampling from the model, and the base class of all settings."""
+"""Settings for loading a model and for sampling from it, and a base class for settings."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def option_of(config_field: Field[Any]) -> str:
 
 @dataclass(frozen=True)
 class Settings:
-    """Base of the settings classes; checks choices and bounds on creation."""
+    """Base class for settings; checks choices and bounds when an instance is created."""
 
     def __post_init__(self) -> None:
         for config_field in fields(self):
@@ -63,7 +63,7 @@ class Settings:
 
 
 def require(holds: bool, name: str, value: object, expected: str) -> None:
-    """Raise OptionError unless ``holds``; the message names the option, its value and what was expected."""
+    """Raise OptionError unless ``holds`` is True; the message names the option, its value and what was expected."""
     if not holds:
         raise OptionError(f"--{name.replace('_', '-')} must be {expected}, got {value}")
 

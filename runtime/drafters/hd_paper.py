@@ -1,4 +1,4 @@
-"""Hierarchy Drafting as published (Cho et al., 2025): query databases in order for a fixed number of sequences."""
+"""Hierarchy Drafting as published (Cho et al., 2025): query databases in order until enough sequences are found."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ INITIAL_KEYS = 1 << 10
 
 
 class SequenceTable:
-    """Stores up to ``per_key`` sequences that followed each token; a new sequence replaces the least recent one.
+    """Stores the ``per_key`` most recent sequences that followed each token.
 
     A sequence that occurs again is stored only once and becomes the most recent one.
     """
@@ -68,7 +68,7 @@ class SequenceTable:
         return self._rows[row, : self._filled[row]] if row >= 0 else self._rows[0, :0]
 
     def _make_room(self, max_token: int, more: int) -> None:
-        """Grow the table to hold ``more`` new keys, with token ids up to ``max_token``."""
+        """Grow the table, if needed, for ``more`` further keys and for token ids up to ``max_token``."""
         if max_token >= len(self._row_of):
             added = np.full(max(max_token + 1, 2 * len(self._row_of)) - len(self._row_of), -1, np.int32)
             self._row_of = np.concatenate([self._row_of, added])
@@ -81,7 +81,7 @@ class SequenceTable:
 
 @compiled
 def _add(row_of: Ints, rows: Ints, filled: Ints, used: int, tokens: Ints, count: int, stride: int) -> int:
-    """Add ``count`` sequences whose keys are ``stride`` tokens apart; return the number of rows in use."""
+    """Add ``count`` sequences whose keys are ``stride`` apart in ``tokens``; return the number of rows in use."""
     per_key = rows.shape[1]
     for start in range(0, count * stride, stride):
         key = tokens[start]
@@ -202,7 +202,7 @@ class PaperDrafter:
         return self._trie.add(phrases, SourceId.MODEL, wanted=wanted)
 
     def _query_corpus(self, context: Sequence[int], wanted: int) -> int:
-        """Add continuations of the last two tokens, then of the last token; return how many sequences were added."""
+        """Add continuations of the last two tokens to the tree, then of the last one; return how many were added."""
         assert self._index
         added = 0
         for length in (2, 1):
@@ -223,5 +223,5 @@ class PaperDrafter:
 
 
 def lookahead_decoding(config: PaperConfig | None = None) -> PaperDrafter:
-    """Return a drafter for Lookahead Decoding: the context table as the only source, and a lookahead branch."""
+    """Return a drafter for Lookahead Decoding, whose only sources are the context table and a lookahead branch."""
     return PaperDrafter(replace(config or PaperConfig(), order="C", lookahead=True))

@@ -1,4 +1,4 @@
-"""Create drafters by method name; an entry in ``DRAFTER_FACTORIES`` makes a method known to all commands."""
+"""Create drafters by method name; each method in ``METHODS`` has an entry in ``DRAFTER_FACTORIES``."""
 
 from __future__ import annotations
 

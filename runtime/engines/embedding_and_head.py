@@ -78,7 +78,7 @@ def input_parts(layer: Module) -> InputParts[Any] | None:
 
 
 def layer_inputs(decoder: Any, layers: int, width: int, kind: Kind[Matmul]) -> LayerInputs[Matmul] | None:
-    """Return the decoder modules that compute per-layer inputs of ``width``; None if the engine can't use them."""
+    """Return the decoder's modules for per-layer inputs of width ``width``; None if the engine can't use them."""
     embedding, projection, norm = (decoder._modules.get(name) for name in (EMBEDDING, PROJECTION, PROJECTION_NORM))
     scale: Any = getattr(decoder, "per_layer_model_projection_scale", None)
     input_scale: Any = getattr(decoder, "per_layer_input_scale", None)

@@ -161,7 +161,7 @@ class ModelParts(Generic[Matmul]):
 
     @property
     def first_attention(self) -> LayerParts[Matmul]:
-        """First attention layer. The others have the same head shape unless ``family.varies_heads``."""
+        """First attention layer. Other attention layers have the same head shape unless ``family.varies_heads``."""
         return next(layer for layer in self.layers if layer.mixer is None)
 
     @property

@@ -1,4 +1,4 @@
-"""``generate`` of an exported model folder, which drafts in every call that hdtool can decode."""
+"""The ``generate`` function of exported model folders; it drafts in every call that hdtool can decode."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ TAIL = 8
 
 
 class Rollouts:
-    """Earlier answers by prompt; the answers to the least recently used prompts are dropped first."""
+    """Keeps the earlier answers to each prompt; the answers to the least recently used prompts are dropped first."""
 
     def __init__(self, max_tokens: int) -> None:
         """Keep at most ``max_tokens`` answer tokens (0 keeps none); prompts are stored only as hashes."""
@@ -48,11 +48,11 @@ class Rollouts:
         return self._max_tokens > 0
 
     def __len__(self) -> int:
-        """Return the number of prompts."""
+        """Return the number of prompts whose answers are kept."""
         return len(self._answers)
 
     def prediction(self, prompt: Sequence[int], given: Sequence[int] = ()) -> list[int]:
-        """Concatenate the earlier answers to a prompt, oldest first, and the ``given`` prediction."""
+        """Concatenate the earlier answers to a prompt, oldest first, followed by the ``given`` prediction."""
         if not self._answers:
             return list(given)
         key = _key_of(prompt)

@@ -59,7 +59,7 @@ class CallLock:
         self._thread: int | None = None
 
     def __reduce__(self) -> tuple[type[CallLock], tuple[str]]:
-        """Copy the lock as an unlocked one."""
+        """Make copies of the lock start unlocked."""
         return CallLock, (self._nested,)
 
     @contextmanager
@@ -144,7 +144,7 @@ class Generator:
         seed: int | None = None,
         rollouts: int = 0,
     ) -> Generator:
-        """Make a generator that drafts as ``hdtool generate`` does, from the stores of the model.
+        """Make a generator that drafts from the model's stores, as ``hdtool generate`` does.
 
         Raise an error at once for named stores that cannot be used; default stores are opened by the first call.
         """

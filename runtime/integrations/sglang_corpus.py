@@ -81,7 +81,7 @@ class HierarchyCorpus:
         return request in self._requests
 
     def begin(self, request: str, context: Sequence[int]) -> None:
-        """Start a request with its whole context; if not called, ``batch_get`` starts it with the last tokens only."""
+        """Start a request with its whole context; otherwise, ``batch_get`` starts it with its last tokens only."""
         self._begin(request, context, len(context))
 
     def batch_get(
@@ -113,7 +113,7 @@ class HierarchyCorpus:
         return tokens.ravel(), masks.ravel()
 
     def batch_put(self, batch_tokens: Sequence[Sequence[int]]) -> None:
-        """Do nothing: ``batch_get`` learns these tokens."""
+        """Do nothing: the next ``batch_get`` receives these tokens too."""
 
     def synchronize(self) -> None:
         """Do nothing: no work runs in the background."""
@@ -177,7 +177,7 @@ _NOT_ON_THE_HOST = Verified(torch.empty(0, 1))
 
 
 def drafters_of(server_args: Any, nodes: int) -> Callable[[], Drafter]:
-    """Return a function that makes drafters from the model's stores; ``nodes`` is the tree size, including the root."""
+    """Return a factory of drafters that use the model's stores; ``nodes`` is the tree size, including the root."""
     settings, model = SglangSettings.of(os.environ), server_args.model_path
     decoding = settings.decoding
     named = ModelConfig(server_args.tokenizer_path or model, trust_remote_code=server_args.trust_remote_code)

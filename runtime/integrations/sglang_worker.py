@@ -13,7 +13,7 @@ from hdtool.runtime.integrations.sglang_corpus import HierarchyCorpus, drafters_
 
 
 class HierarchyWorker(ngram_worker.NGRAMWorker):  # type: ignore[misc]  # SGLang is not installed for type checks
-    """Drafts with one hierarchy per request; SGLang's n-gram worker, the base class, verifies the trees."""
+    """Drafts with one drafter per request; the base class, SGLang's n-gram worker, verifies the trees."""
 
     def __init__(self, server_args: Any, gpu_id: int, nccl_port: int, target_worker: Any) -> None:
         with _without_corpus():

@@ -23,7 +23,7 @@ CHECK_FUNCTION, FACTORY_FUNCTION = "_get_v2_model_runner_unsupported_features", 
 
 
 def register() -> None:
-    """Make V2 accept hdtool's drafter if V2 is requested.
+    """Make Model Runner V2 accept hdtool's drafter if V2 is requested.
 
     vLLM calls this in each of its processes before it reads its configuration, possibly several times.
     """

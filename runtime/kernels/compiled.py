@@ -46,7 +46,7 @@ _njit: Any = numba.njit(cache=True, nogil=True, no_cfunc_wrapper=True)  # type: 
 
 
 def compiled(function: Function) -> Function:
-    """Compile a function once for all signed integer types, constants included; unsigned integers keep their type."""
+    """Compile a function once for signed integers of any width, constant or not; unsigned integers keep their type."""
     dispatcher = _njit(function)
     template_for = dispatcher.get_call_template
 
@@ -193,7 +193,7 @@ def lap(work: Any, source: int) -> None:
 
 @compiled
 def start_clock(work: Any) -> None:
-    """Reset all laps and start the first one."""
+    """Set all lap totals to 0 and start the first lap."""
     lap(work, 0)
     work.laps[:] = 0
 
@@ -220,7 +220,7 @@ class SharedTime:
 
 
 class Uncopyable:
-    """Base of classes that can't be copied or pickled, because compiled code holds addresses of their memory."""
+    """Base class of objects that can't be copied or pickled, because compiled code holds addresses of their memory."""
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
         raise TypeError(
@@ -286,7 +286,7 @@ def float_of(record: npt.NDArray[Any], field: int) -> Any:
 
 @compiled
 def copy_floats(source_at: int, count: int, target_at: int) -> None:
-    """Copy ``count`` float32 numbers between addresses."""
+    """Copy ``count`` float32 numbers from one address to another."""
     source, target = array_at(source_at, (count,), types.float32), array_at(target_at, (count,), types.float32)
     for index in range(count):  # slice assignment takes four seconds longer to compile
         target[index] = source[index]

@@ -1,4 +1,4 @@
-"""Mixture-of-experts layers on a CPU that read only the weights of the experts each token is routed to.
+"""Mixture-of-experts layers for CPUs; they read only the weights of experts to which a token is routed.
 
 A token's expert outputs are added in expert order, so its result is bitwise independent of other tokens.
 """
@@ -301,7 +301,7 @@ class CompiledExperts(Module):
         return outputs
 
     def _apply_gate(self, gate_up: torch.Tensor) -> torch.Tensor:
-        """Call the original method; the fallback ``forward`` needs it."""
+        """Call the original module's method; its ``forward``, used as the fallback, calls this method."""
         gated: torch.Tensor = self.__dict__["_usual"]._apply_gate(self, gate_up)
         return gated
 
@@ -318,7 +318,7 @@ class CompiledExperts(Module):
 
 
 def fits_compiled_experts(module: Any, dtypes: Container[torch.dtype] = (torch.float32,)) -> bool:
-    """Return True if the compiled code supports these experts and their weights have one of ``dtypes``."""
+    """Return True if the compiled code supports these experts, and if their weights have one of ``dtypes``."""
     expected = PAIRED_EXPERTS if _has_pairs(module) else PLAIN_EXPERTS
     names = WEIGHTS + BIASES if expected["has_bias"] else WEIGHTS
     weights: list[Any] = [module._parameters.get(name) for name in WEIGHTS]
@@ -337,7 +337,7 @@ def fits_compiled_experts(module: Any, dtypes: Container[torch.dtype] = (torch.f
 
 
 def _parts_fit(weight: Any, has_pairs: bool) -> bool:
-    """Return True if a weight isn't packed, has one part, or has two parts (gate and up) of the same format and shape.
+    """Return True if a weight isn't packed, or is packed as one part or as two (gate and up) of equal format and shape.
 
     The rows of two parts must be interleaved if the module has interleaved gate and up rows, and only then.
     """
@@ -357,7 +357,7 @@ def _has_gelu(module: Any) -> bool | None:
 
 
 def _pairs_fit(module: Any, dtypes: Container[torch.dtype]) -> bool:
-    """Return True if interleaved experts have the expected constants and biases."""
+    """Return True if interleaved experts have the constants and biases that the compiled code expects."""
     biases = [module._parameters[name] for name in BIASES]
     shapes = [matrices_of(module._parameters[name]).shape[:2] for name in WEIGHTS]
     return (
@@ -374,7 +374,7 @@ def _is_plain(weight: Any, dtypes: Container[torch.dtype]) -> bool:
 
 
 def arrange_experts(model: Module) -> None:
-    """Rearrange transposed expert matrices in memory to the order in which the matmul reads them.
+    """Rearrange transposed expert matrices in memory into the order in which the matmul reads them.
 
     Shapes and values are unchanged; strides change.
     """
@@ -388,7 +388,7 @@ def arrange_experts(model: Module) -> None:
 
 
 def compile_experts(model: Module) -> None:
-    """Replace a model's experts in place where the compiled code gives the same outputs; parameters are shared."""
+    """Replace a model's experts in place with ``CompiledExperts`` if their outputs match; parameters are shared."""
     arrange_experts(model)
     same: dict[type, bool] = {}
     for module in list(model.modules()):
@@ -404,7 +404,7 @@ def compile_experts(model: Module) -> None:
 
 @torch.inference_mode()
 def _has_same_outputs(experts: Any) -> bool:
-    """Return True if, for the first experts, the compiled code gives the same outputs as transformers' module."""
+    """Return True if compiled code gives the same outputs as transformers' module for ``CHECKED_EXPERTS`` experts."""
     counters = [weight.expansions for weight in experts.parameters() if is_compact(weight)]
     counts_before = [counter.count for counter in counters]
     try:
@@ -417,7 +417,7 @@ def _has_same_outputs(experts: Any) -> bool:
 
 
 def _first_experts(experts: Any) -> Any:
-    """Return a copy with only the first experts, because transformers' code may expand the weights of all experts."""
+    """Return a copy with only the first ``CHECKED_EXPERTS`` experts, as transformers' code may expand all weights."""
     subset = copy(experts)
     subset._parameters = {name: weight[:CHECKED_EXPERTS] for name, weight in experts._parameters.items()}
     subset.num_experts = min(CHECKED_EXPERTS, experts.num_experts)

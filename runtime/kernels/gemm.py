@@ -226,7 +226,7 @@ def line_after(address: int) -> int:
 
 @compiled
 def interleave(inputs: int, rows: int, columns: int, written: int, group: int) -> None:
-    """Interleave a group's rows vector by vector, in the order a tile reads them.
+    """Interleave a group's rows vector by vector, in the order in which a tile reads them.
 
     ``group`` is the number of rows in the interleaved layout, at least ``rows``. Without interleaving, rows that
     lie a power of two apart in memory would share one cache set.

@@ -236,7 +236,7 @@ def _sums(
     prefetches: bool = False,
     prefetched: Sequence[Any] = (),
 ) -> list[Any]:
-    """Generate code that adds the products over ``columns`` columns to the sums ``first``, ordered by matrix row.
+    """Generate code that adds the products of matrix and input rows to the sums ``first``, ordered by matrix row.
 
     ``prefetches`` also prefetches later matrix rows; ``prefetched`` are addresses at which to prefetch one byte per
     column.
@@ -303,7 +303,7 @@ def _prefetch(code: VectorCode, ahead: Any, read: Any, out_features: int) -> Non
 
 @generated(types.int64, None, types.int64, types.int64)
 def unpack_row(builder: Any, matrix: Any, kind: Any, columns: Any, written: Any) -> None:
-    """Expand a matrix row to float32 at address ``written``."""
+    """Write a matrix row, expanded to float32, to address ``written``."""
     code = VectorCode(builder)
     read = _read(code, kind)
     first, numbers = builder.inttoptr(matrix, BYTES), builder.inttoptr(written, FLOAT.as_pointer())
@@ -341,7 +341,7 @@ def unpack_of(kind: MatrixKind) -> Any:
 
 
 def unpack_matrix(format: BlockFormat, matrix: int, rows: int, columns: int, written: int) -> None:
-    """Expand rows of a matrix to float32 at address ``written``."""
+    """Write rows of a matrix, expanded to float32, to address ``written``."""
     unpack_of(format.kind).ctypes(matrix, columns // format.block_size * format.bytes, rows, columns, written)
 
 

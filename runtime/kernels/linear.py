@@ -101,7 +101,7 @@ def format_of(weight: Stored) -> tuple[Any, int]:
 
 
 def compile_linear_layers(model: Module) -> None:
-    """Replace a model's linear layers in place where the compiled matmul supports them; parameters are shared."""
+    """Replace a model's linear layers in place with ``CompiledLinear`` where possible; parameters are shared."""
     compiled: dict[int, CompiledLinear] = {}
     for module in list(model.modules()):
         for name, layer in module._modules.items():
@@ -135,7 +135,7 @@ def has_plain_weight(layer: Module) -> bool:
 
 
 def fits_compiled_matmul(layer: Linear, dtypes: Container[torch.dtype] = (torch.float32,)) -> bool:
-    """Return True if the compiled matmul supports the layer and its weight has one of ``dtypes``."""
+    """Return True if the compiled matmul supports the layer, and if its weight has one of ``dtypes``."""
     if not has_plain_weight(layer):  # some libraries store the weight under another name
         return False
     weight, has_columns = layer.weight, layer.in_features % COLUMN_MULTIPLE == 0

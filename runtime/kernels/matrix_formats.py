@@ -180,7 +180,7 @@ class Blocks:
         self.builder.store(scales, self.builder.bitcast(target, scales.type.as_pointer())).align = FLOAT_SIZE
 
     def expander(self, block: Any, scales: Any) -> Expand:
-        """Generate the code shared by all vectors of a block, and return a function that generates each vector.
+        """Generate the code shared by all vectors of a block; return a function that generates each vector's own code.
 
         ``scales`` is the address to which ``write_scales`` wrote.
         """
@@ -199,7 +199,7 @@ class Blocks:
         return self._by_level(block, 4, LEVELS, scale(0), scale(1))
 
     def _by_level(self, block: Any, first: int, levels: list[float], scale: Any, minimum: Any) -> Expand:
-        """Expand 4-bit numbers, stored in the low halves of 16 bytes and then in the high halves."""
+        """Return an expander of 4-bit numbers, stored first in the low and then in the high halves of 16 bytes."""
         if LANES == 16:
             table = self._scaled(ir.Constant(self.code.vector, levels), scale, minimum)
             low = self._bytes(block, first)
@@ -221,7 +221,7 @@ class Blocks:
         return lambda vector: self._scaled(self._level_of_5_bits(block, 4, vector, 0), scale(0), scale(1))
 
     def _level_of_5_bits(self, block: Any, first: int, vector: int, lowest: int) -> Any:
-        """Return a vector of levels, from 4-bit numbers stored as in ``_by_level`` and a 32-bit word of fifth bits."""
+        """Return a vector of levels, from 4-bit numbers stored as in ``_by_level`` plus a 32-bit word of fifth bits."""
         half, byte = divmod(vector * LANES, 16)
         low = self._bits(self._bytes(block, first + 4 + byte), 4 * half, 4)
         high_bits = self.code.splat(self.code.load(self.code.gep(block, first), WORD))
@@ -244,7 +244,7 @@ class Blocks:
         return self._by_table(block, 1, self.code.splat(scale))
 
     def _by_table(self, block: Any, first: int, scale: Any) -> Expand:
-        """Look up 4-bit indices, stored in the order of ``_by_level``, in the format's table."""
+        """Return an expander that looks up 4-bit indices, stored as in ``_by_level``, in the format's table."""
         table = VALUE_TABLES[self._format.name]
         if LANES == 16:
             return self._by_level(block, first, [float(number) for number in table], scale, None)
@@ -364,7 +364,7 @@ class Blocks:
         return self.builder.fpext(number, ir.VectorType(FLOAT, lanes))
 
     def _bytes(self, block: Any, offset: int, *, signed: bool = False) -> Any:
-        """Return bytes of a block as 32-bit integers, one per lane."""
+        """Return ``LANES`` bytes of a block as 32-bit integers, one per lane."""
         octets = self.code.load(self.code.gep(block, offset), ir.VectorType(OCTET, LANES))
         return (self.builder.sext if signed else self.builder.zext)(octets, self.code.words)
 

@@ -97,7 +97,7 @@ class PackedMatrix:
         return numbers.view(*copied.shape[:-1], self.shape[1])
 
     def viewed(self, operation: Any, args: Sequence[Any]) -> PackedMatrix | torch.Tensor | None:
-        """Return a view operation's result, or None if that would expand more of the matrix than the result itself."""
+        """Return a view operation's result, or None if computing it would expand more of the matrix than the result."""
         if operation in (ATEN.detach.default, ATEN.alias.default):
             return self
         if operation is ATEN.slice.Tensor and (not args or args[0] == 0) and args[3:] in ((), (1,)):
@@ -110,7 +110,7 @@ class PackedMatrix:
 
 
 class PackedExperts(PackedMatrix):
-    """Matrices ``[experts, rows, columns]`` in packed blocks, split into parts that hold some rows of every expert."""
+    """Matrices ``[experts, rows, columns]`` in packed blocks, split into parts, each with some rows of every expert."""
 
     def __init__(
         self,

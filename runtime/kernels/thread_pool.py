@@ -63,7 +63,7 @@ def compare_and_swap(builder: Any, address: Any, old: Any, new: Any) -> Any:
 
 @generated()
 def pause(builder: Any) -> None:
-    """Hint that the thread is spinning, so that the core's other hardware thread can run."""
+    """Hint to the CPU that the thread is spinning, so that the core's other hardware thread can run."""
     if PAUSE:
         VectorCode(builder).call(PAUSE, ir.VoidType())
 
@@ -95,7 +95,7 @@ def _work(control: int) -> None:
 
 @compiled
 def parts_of(threads: int, units: int, multiple: int) -> int:
-    """Return the number of parts into which a job of ``units`` is split."""
+    """Return the number of parts into which a job of ``units`` units is split."""
     return min(threads * PARTS_PER_THREAD, units // multiple)
 
 

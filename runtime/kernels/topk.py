@@ -43,13 +43,13 @@ def readable(logits: torch.Tensor) -> torch.Tensor:
 
 
 def bits_of(logits: torch.Tensor) -> LogitBits:
-    """Describe ``readable`` logits ``[rows, vocabulary]`` for compiled code; they must outlive the result."""
+    """Describe ``readable`` logits ``[rows, vocabulary]`` for compiled code; the tensor must outlive the result."""
     return LogitBits(logits.data_ptr(), logits.stride(0), logits.shape[1], INFINITY[logits.dtype])
 
 
 @compiled
 def argmax_of_row(address: int, stride: int, vocabulary: int, infinity: Array, row: int) -> tuple[int, bool]:
-    """Return ``(token, is_finite)``: the first argmax, with NaN as the maximum, and True if its logit is finite."""
+    """Return ``(token, is_finite)``: the first argmax (NaN counts as the maximum), and whether its logit is finite."""
     return argmax_of(array_at(address + row * stride * infinity.itemsize, vocabulary, infinity.dtype), infinity[0])
 
 
@@ -98,7 +98,7 @@ def _extremes(bits: Array, high: Array, low: Array) -> None:
 
 @compiled
 def _key(bits: Any, magnitude: Any) -> Any:
-    """Map float bits to an integer that sorts like the floats.
+    """Map the bits of a float to an integer; these integers sort like the floats.
 
     -0.0 becomes -1, and minus infinity becomes the bitwise inverse of infinity.
     """
@@ -107,7 +107,7 @@ def _key(bits: Any, magnitude: Any) -> Any:
 
 @compiled
 def _first_between(bits: Array, low: int, high: int, outside: bool) -> int:
-    """Return the first index whose key lies in ``[low, high]`` or, if ``outside`` is True, outside it; else 0."""
+    """Return the first index whose key lies in ``[low, high]`` (if ``outside`` is True, outside it); 0 if none does."""
     for index in range(len(bits)):
         if (low <= _key(bits[index], np.iinfo(bits.dtype).max) <= high) != outside:
             return index

@@ -178,7 +178,7 @@ class VectorCode:
         return self.builder.extract_element(vector, WORD(0))
 
     def prefetch(self, address: Any, *, nearest: bool = False) -> None:
-        """Prefetch a cache line for reading into L2, or into L1 if ``nearest``."""
+        """Prefetch a cache line, which will be read and not written, into L2 or, if ``nearest``, into L1."""
         level = WORD(3 if nearest else 2)
         self.call("llvm.prefetch.p0", ir.VoidType(), self.builder.bitcast(address, BYTES), WORD(0), level, WORD(1))
 
@@ -234,7 +234,7 @@ class FloatCode(VectorCode):
         return ir.Constant(VECTOR, [value] * LANES)
 
     def at(self, address: Any, index: Any) -> Any:
-        """Return the address of the float32 at an index."""
+        """Return the address of the float32 ``index`` numbers after ``address``."""
         return self.builder.add(address, self.builder.mul(index, INDEX(ITEM_SIZE)))
 
     def read(self, address: Any, kind: Any = VECTOR) -> Any:
@@ -356,7 +356,7 @@ def _clamped_gate(code: FloatCode, gate: Any, up: Any, alpha: Any, limit: Any) -
 
 
 def _read_pairs(code: FloatCode, pairs: Any, index: Any) -> tuple[Any, Any]:
-    """Return the first and the second numbers of ``LANES`` pairs, starting with the pair at ``index``."""
+    """Return two vectors: the first and the second numbers of ``LANES`` pairs, starting with the pair at ``index``."""
     builder, pair = code.builder, code.builder.mul(index, INDEX(2))
     both = [code.read(code.at(pairs, builder.add(pair, INDEX(half * LANES)))) for half in range(2)]
     first, second = (code.integers([2 * lane + half for lane in range(LANES)]) for half in range(2))
@@ -455,7 +455,7 @@ def bound_in_place(numbers: int, size: int, divisor: Any, cap: Any) -> None:
 
 @generated(*[types.int64] * 5)
 def rotate_head(builder: Any, read: Any, cos: Any, sin: Any, width: Any, written: Any) -> None:
-    """Apply rotary embedding to a head: ``read * cos + swapped * sin``, with the halves of ``read`` swapped."""
+    """Apply rotary embedding to a head: ``read * cos + swapped * sin``; ``swapped`` is ``read`` with swapped halves."""
     code = FloatCode(builder)
     half = builder.lshr(width, ir.Constant(width.type, 1))
     pair = ir.VectorType(FLOAT, ROTARY_LANES)
@@ -474,7 +474,7 @@ def rotate_head(builder: Any, read: Any, cos: Any, sin: Any, width: Any, written
 
 @generated(*[types.int64] * 5)
 def rotate_pairs(builder: Any, read: Any, cos: Any, sin: Any, width: Any, written: Any) -> None:
-    """Apply rotary embedding to a head whose pairs are adjacent numbers."""
+    """Apply rotary embedding to a head in which the two numbers of a pair are adjacent."""
     code = FloatCode(builder)
     swapped = code.integers([lane ^ 1 for lane in range(LANES)])
 

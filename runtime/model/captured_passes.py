@@ -1,4 +1,4 @@
-"""Chooses, checks and captures a model's passes over draft trees."""
+"""Chooses how to compute a model's passes over draft trees, captures them as CUDA graphs and checks their logits."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 class LibraryPass:
-    """A pass through the layers of transformers, optionally with hdtool's own attention.
+    """A pass over draft trees through transformers' layers, optionally with hdtool's own attention.
 
     hdtool's ``attention`` reads only the slots' contexts. Without it, the attention of transformers reads a fixed
     extent of the cache, and the mask hides positions after the contexts.
@@ -67,7 +67,7 @@ class LibraryPass:
     def _over(
         self, step: StepTensors, storage: KVTensors, cache: IndexedKVCache
     ) -> AbstractContextManager[Callable[[], StackedStates] | None]:
-        """Return a context manager that makes recurrent layers compute over the step's trees.
+        """Return a context manager in which recurrent layers process the step's trees instead of sequences.
 
         It yields a function that returns the states after the pass; for a model without states, it yields None.
         """
@@ -76,7 +76,7 @@ class LibraryPass:
 
 
 def library_passes(target: Target) -> Iterator[LibraryPass]:
-    """Yield the passes through transformers' layers that may be captured, the fastest first."""
+    """Yield each ``LibraryPass`` to try to capture, the fastest first."""
     operations, windows = triton_operations(target.device), target.stock.windows
     selects = any(shape.indexer for shape in target.shapes)  # through the mask, which hdtool's attention ignores
     if operations and not selects and not any(window.chunk for window in windows):
@@ -92,7 +92,7 @@ A cache that grows is allocated anew, and all steps must then be captured again.
 
 
 class CapturedPasses:
-    """Manages the captured steps of a target; disabled if the model cannot be captured."""
+    """Manages the steps captured for a target; does nothing if the model's passes cannot be captured."""
 
     def __init__(self) -> None:
         self.steps: StaticSteps | None = None
@@ -108,7 +108,7 @@ class CapturedPasses:
 
     @torch.inference_mode()
     def enable(self, target: Target, capture: Capture) -> None:
-        """From now on, use captured steps if capturing succeeds and their logits match those of uncaptured steps."""
+        """Capture steps; from now on, use them if this succeeds and their logits match those of uncaptured steps."""
         if reason := not_on_one_device_reason(target.model) or target.stock.row_by_row.reason:
             self.disable()
             return _note(reason)
@@ -137,7 +137,7 @@ class CapturedPasses:
 
     @torch.inference_mode()
     def record(self, cache: Cache) -> None:
-        """Capture the steps for single answers ahead of time, as far as memory allows."""
+        """Ahead of time, capture the steps that verify a single tree, as far as memory allows."""
         with suppress(torch.OutOfMemoryError):
             if self.steps and cache.capacity > LARGEST_TREE:
                 self.steps.record(cache)
@@ -167,7 +167,7 @@ class CapturedPasses:
             self.steps.forget()
 
     def capacity_for(self, needed: int, limit: int | None, slots: int) -> int:
-        """Return the capacity of a cache for ``needed`` positions: one of a few values if steps are captured."""
+        """Return the capacity to allocate for ``needed`` positions: with captured steps, one of a few fixed values."""
         return self.steps.capacity_for(needed, limit, slots) if self.steps else needed
 
     @torch.inference_mode()
@@ -196,7 +196,7 @@ class CapturedPasses:
 
 
 def combined_options(options: Sequence[PassOptions]) -> PassOptions:
-    """Combine the options of a pass's trees: the largest ``max_ranked``, and ``root`` if any tree sets it."""
+    """Combine the options of all trees in a pass: the largest ``max_ranked``, and ``root`` if any tree sets it."""
     return PassOptions(
         max_ranked=max((each.max_ranked for each in options), default=0), root=any(each.root for each in options)
     )
@@ -213,7 +213,7 @@ def reserved_positions(target: Target) -> int:
 
 
 def passes_of(target: Target) -> list[StepPass]:
-    """Return the passes that may be captured, the fastest first."""
+    """Return the passes to try to capture, the fastest first."""
     try:
         fused = fuse(target)
     except torch.OutOfMemoryError:  # not enough memory to merge weights

@@ -52,7 +52,7 @@ def place_of(
 
 
 def packed_place(config: ModelConfig) -> tuple[Path, Path] | None:
-    """Return ``(file, folder)``: the GGUF file that a configuration names, and the folder with its conversion.
+    """Return ``(file, folder)``: the GGUF file that a configuration names, and the folder of the converted model.
 
     Return None if the configuration names no GGUF file, or if none of its weights stay packed.
     """
@@ -86,7 +86,7 @@ def checkpoint_of(config: ModelConfig, revision: str | None = None) -> Checkpoin
 
 
 def served_checkpoint(config: ModelConfig, revision: str | None = None) -> Checkpoint | None:
-    """Return the checkpoint of a model that a server loads, or None if hdtool cannot find the checkpoint."""
+    """Return the checkpoint that a server loads for a configuration, or None if hdtool cannot find it."""
     try:
         return checkpoint_of(config, revision)
     except ModelError:
@@ -112,7 +112,7 @@ def checkpoint_in_memory(model: PreTrainedModel) -> Checkpoint | None:
 
 
 def name_in_words(name: str) -> str:
-    """Return the hub name if ``name`` is one or is a folder in the hub's cache, otherwise the last part of the path."""
+    """Return the hub name for a hub name or a folder in the hub's cache, and the last part of any other path."""
     path = Path(name).expanduser()
     if not path.exists():
         return name
@@ -139,7 +139,7 @@ def _checkpoint_in(folder: Path, name: str) -> Checkpoint | None:
 
 
 def _is_unchanged(model: PreTrainedModel, folder: Path) -> bool:
-    """Return True if a model's tensors match the samples from its files; skip tensors that differ in name or shape."""
+    """Return True if the samples from a model's files match its parameters of the same name and shape; skip others."""
     parameters = dict(model.named_parameters())
     files = [file for file in weight_files(folder) or () if file.suffix == ".safetensors"]
     if not files and (folder / REST).is_file():

@@ -52,7 +52,7 @@ def refuse_by_configuration(config: Any) -> None:
 
 
 def without_trees(config: Any) -> str:
-    """Return why a model with this configuration cannot verify trees, or an empty string if nothing rules them out."""
+    """Return why a model with this configuration cannot verify trees, or an empty string if it may be able to."""
     kind, text = config.model_type, config.get_text_config(decoder=True)
     if kind in POSITIONS_BY_DISTANCE or getattr(text, "alibi", False):
         return "uses ALiBi: it derives distances from the order of the tokens, not from position ids"
@@ -61,7 +61,7 @@ def without_trees(config: Any) -> str:
 
 
 def refuse_trees(model: PreTrainedModel, *, positions: bool, mask: bool) -> None:
-    """Raise a ``FamilyError`` if a model's configuration or arguments show that it cannot verify trees.
+    """Raise a ``FamilyError`` if a model's configuration or ``forward`` arguments rule out trees.
 
     ``positions`` and ``mask`` say whether the model accepts position ids and an attention mask. A refused model may
     still verify chains.
@@ -76,7 +76,7 @@ def refuse_trees(model: PreTrainedModel, *, positions: bool, mask: bool) -> None
 
 
 def refuse_by_class(model: PreTrainedModel) -> None:
-    """Raise a ``FamilyError`` if the model class cannot continue from a cache."""
+    """Raise a ``FamilyError`` if the model's ``forward`` takes no KV cache."""
     if cache_name(model) is None:
         raise refusal(
             model.config.model_type, f"takes no key-value cache: each step would read the whole context. {PLAIN}"
@@ -90,7 +90,7 @@ def refuse_by_logits(kind: str, of_tree: torch.Tensor, plain: torch.Tensor, roun
 
 
 def deviation(actual: torch.Tensor, expected: torch.Tensor, rounding: float | None = None) -> str:
-    """Describe the distance of logits from those expected; return an empty string if rounding explains it.
+    """Describe how far logits are from the expected ones; return an empty string if rounding explains the distance.
 
     ``rounding`` is the measured error of a model that rounds more than its dtype suggests.
 
@@ -138,7 +138,7 @@ def refusal(kind: str, reason: str) -> FamilyError:
 
 
 def tells_prompts_from_answers(config: Any) -> bool:
-    """Return True if layers attend to answer tokens differently from prompt tokens."""
+    """Return True if some layers attend to all prompt tokens but only to recent answer tokens."""
     return PROMPT_FULL_ATTENTION in (getattr(config.get_text_config(decoder=True), "layer_types", None) or ())
 
 
@@ -177,7 +177,10 @@ class HiddenStates:
         self._width = 0
 
     def watch(self, model: torch.nn.Module, kind: str, run: Callable[[], object]) -> None:
-        """Record each pass of a model from now on. ``run`` must make a pass; ``kind`` names the model in errors."""
+        """From now on, record the hidden states of each pass of a model.
+
+        ``run`` must run a forward pass; ``kind`` is the model's type, for error messages.
+        """
         module_of_hidden(model, kind, run).register_forward_hook(Recorder(self))
         self.is_watched = True
 
@@ -194,9 +197,9 @@ class HiddenStates:
         self.layers += tuple(layers)
 
     def columns(self, layers: Sequence[int] = ()) -> slice | None:
-        """Return the columns of ``layers`` in ``last_pass``, or None if these aren't recorded.
+        """Return a slice of the columns of ``last_pass`` that hold the outputs of ``layers``; None if not recorded.
 
-        Without ``layers``, return the columns of the output layer's input.
+        Without ``layers``, the slice selects the output layer's input.
         """
         if not self.is_watched:
             return None
@@ -231,7 +234,7 @@ class HiddenStates:
 
 
 class Recorder:
-    """A forward hook that records a module's output. In copies of the model and after unpickling, it does nothing."""
+    """A forward hook that records a module's output. Copies and unpickled instances do nothing."""
 
     only_watches = True
 
@@ -259,7 +262,7 @@ def hidden_in(returned: object) -> torch.Tensor | None:
 
 
 def module_of_hidden(model: torch.nn.Module, kind: str, run: Callable[[], object]) -> torch.nn.Module:
-    """Return the last module that returns hidden states in a forward pass. ``run`` must make this pass.
+    """Return the last module to return hidden states in the forward pass that ``run`` makes.
 
     Raise a ``FamilyError`` if there is no such module.
     """

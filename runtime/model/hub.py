@@ -146,7 +146,7 @@ SPARE_BYTES = 1 << 26
 
 @cache  # otherwise each lookup would ask the hub for the newest version
 def snapshot(name: str, revision: str | None = None, *, weights: bool = False) -> Path:
-    """Return a model's folder in the hub's cache; download missing files first, but weights only if ``weights``."""
+    """Return a model's folder in the hub's cache; download missing files first, weights only if ``weights`` is True."""
     with hub_errors_worded(name, revision):
         folder = _with_configuration(name, revision)
     if weights and not weight_files(folder):
@@ -290,7 +290,7 @@ class Sample:
 
 
 def fingerprint_of(files: Iterable[Path]) -> str:
-    """Return a fingerprint of ``DIGITS`` hexadecimal digits, independent of how safetensors files are sharded."""
+    """Return the weights' fingerprint in hex, ``DIGITS`` long and independent of how safetensors files are sharded."""
     digest = hashlib.sha256()
     for line in sorted(line for file in files for line in _lines(file)):
         digest.update(line)
@@ -338,7 +338,7 @@ def _lines(file: Path) -> Iterator[bytes]:
 
 
 def _members(file: Path) -> Iterator[bytes]:
-    """Yield a line for each member of a file from ``torch.save``, a ZIP archive with a checksum for each tensor."""
+    """Yield a line to hash for each member of a ``torch.save`` file, a ZIP archive with a checksum for each tensor."""
     with zipfile.ZipFile(file) as archive:
         for member in archive.infolist():
             name = member.filename.partition("/")[2]  # the top folder is named after the file

@@ -77,7 +77,7 @@ CONFIG_FILES = ("config.json",)
 
 
 class Packed(NamedTuple):
-    """Location of a model's weights in quantized blocks, with a function that reads them."""
+    """Where a model's weights are stored in quantized blocks, and a function that reads them."""
 
     folder: Path
     """Folder with the model's configuration."""
@@ -210,7 +210,7 @@ def _quantized(config: ModelConfig, settings: Any, scheme: str) -> Path:
 
 
 def _kept_proof(config: ModelConfig, settings: Any, packed: Packed | None) -> KeptProof | None:
-    """Return the record that keeps a model's proof between starts, or None if each start must prove the model again."""
+    """Return the record that keeps the proof of a compiled model between starts; None if each start must prove it."""
     in_blocks = config.quantization in BLOCKS
     by_library = library_of(settings) or (config.quantization and not in_blocks)
     fixed = config.dtype != "auto" or by_library or config.trust_remote_code
@@ -228,7 +228,7 @@ def _kept_proof(config: ModelConfig, settings: Any, packed: Packed | None) -> Ke
 def _proved_before(
     config: ModelConfig, settings: Any, packed: Packed | None, kept: KeptProof, proof: Proof | None
 ) -> Target | None:
-    """Load a model that an earlier process proved; return None if ``proof`` is None.
+    """Load a model whose compiled passes an earlier process proved; return None if ``proof`` is None.
 
     If the model or its results differ from the proof, delete the proof's record and return None.
     """
@@ -382,7 +382,7 @@ def load_stops(config: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> froze
 
 
 def ends_of(ends: int | Sequence[int] | None, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    """Return the token ids that end an answer: ``ends`` from a model's settings or, if None, the tokenizer's."""
+    """Return the token ids that end an answer: those in ``ends`` or, if it is None, the tokenizer's."""
     if ends is None:
         ends = tokenizer.eos_token_id
     return frozenset([ends] if isinstance(ends, int) else ends or ())
@@ -500,7 +500,7 @@ def _attempt(name: str, part: str, action: Callable[[], T]) -> T:
 
 
 def _reason(error: Exception, name: str) -> str:
-    """Return the first sentence of a library's error, or the usual cause if a model isn't found; often with advice."""
+    """Return the first sentence of a library's error, or the likely cause if a model isn't found, and any advice."""
     text = " ".join(str(error).split())
     if "huggingface.co" in text and not Path(name).exists():
         return "there is no such folder here, and the hub has no such model or cannot be reached: check the name"

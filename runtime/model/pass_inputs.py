@@ -272,11 +272,11 @@ class StepInput:
         self._device = torch.zeros(size, dtype=torch.int64, device=device)
 
     def fill(self, slot: int, tree: DraftTree, rows: int, length: int) -> None:
-        """Write the tree that follows a slot's context of ``length`` tokens; reset the slot's move."""
+        """Write the tree that follows a slot's context of ``length`` tokens; clear the buffer's move for the slot."""
         _fill(self._words_of(slot, rows), tree.root, tree.tokens, tree.parents, rows, length)
 
     def move(self, slot: int, rows: int, start: int, path: Sequence[int]) -> None:
-        """Add a move of the positions ``start + path`` to consecutive positions from ``start`` on."""
+        """Make the step move the cache positions ``start + path`` to consecutive positions from ``start`` on."""
         words = self._words_of(slot, rows)
         words[MOVED_TO], words[MOVED] = start, len(path)
         words[MOVED_FROM:HEADER] = start + np.arange(MOVES)

@@ -39,7 +39,7 @@ MODULES = {"torchao": "torchao", "bitsandbytes": "bitsandbytes", "compressed-ten
 
 
 def library_of(settings: Any) -> str:
-    """Return the library that quantized a checkpoint, named in its configuration; empty if it isn't quantized."""
+    """Return the name of the library that quantized a checkpoint, from its configuration; empty if not quantized."""
     for part in (settings, settings.get_text_config(decoder=True)):
         config_: Any = getattr(part, "quantization_config", None)
         if config_ is not None:

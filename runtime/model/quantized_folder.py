@@ -105,7 +105,7 @@ class QuantizedManifest:
         return replace(self, seen=(*others, sources)[-MAX_SEEN:])
 
     def in_folder(self, folder: Path) -> QuantizedManifest:
-        """Return a copy of the manifest that records the current status of the files in ``folder``."""
+        """Return a copy of the manifest that records the current ``stat`` fields of the files in ``folder``."""
         return replace(self, files={name: KeptFile.of(folder / name, file.sha256) for name, file in self.files.items()})
 
     def write(self, folder: Path) -> None:
@@ -172,7 +172,7 @@ def quantized_folder(name: str, scheme: str, files: Sequence[Path], load: Callab
 
 
 def _remember(manifest: QuantizedManifest, folder: Path) -> None:
-    """Write the manifest with the files' current status, so that they needn't be hashed again; ignore failures."""
+    """Write the manifest with the files' current ``stat`` fields, so that they aren't hashed again; ignore failures."""
     with suppress(OSError, ModelError):
         if (current := manifest.in_folder(folder)) != QuantizedManifest.read(folder):
             current.write(folder)
@@ -248,7 +248,7 @@ def _make(
 def _quantized_weights(
     model: Any, kind: str
 ) -> tuple[dict[str, torch.Tensor], dict[str, str], dict[str, torch.Tensor], list[str]]:
-    """Return ``(blocks, kinds, rest, kept)``.
+    """Quantize a model's weights; return ``(blocks, kinds, rest, kept)``.
 
     ``blocks`` and ``kinds`` have the blocks and the format of each quantized weight by name, and ``rest`` has all other
     weights. ``kept`` are the names of matrices that could not be quantized. To save memory, each weight of the model is
@@ -296,7 +296,7 @@ def _save(tensors: dict[str, torch.Tensor], file: Path) -> None:
 
 
 def _remove_superseded(folder: Path, scheme: str, sources: Sources) -> None:
-    """Delete models quantized from earlier content of the checkpoint's files, unless other files still have it."""
+    """Delete models quantized from earlier content of the checkpoint's files, unless a copy of that content exists."""
     paths = [source.path for source in sources]
     for other_folder, manifest in quantized_manifests():
         held = any(all(file.holds for file in seen) for seen in manifest.seen)

@@ -132,7 +132,7 @@ def can_capture_after_failure() -> bool:
 
 @contextmanager
 def forbid_synchronization() -> Iterator[None]:
-    """Make operations that synchronize with the device raise in this block, since they cannot be captured.
+    """In this block, make operations that synchronize with the device raise, since they cannot be captured.
 
     This affects all threads: operations of other threads raise as well.
     """
@@ -182,13 +182,13 @@ class StepOutput(NamedTuple):
 
 
 class StepPass(Protocol):
-    """A pass over trees with fixed shapes."""
+    """A pass with fixed tensor shapes over draft trees."""
 
     reads_extent: bool
     """True if the pass reads a fixed number of cache positions (the extent), whatever the context lengths."""
 
     def run(self, step: StepTensors, storage: KVTensors, extent: int) -> StepOutput:
-        """Make pending moves and verify the trees, without synchronization or data-dependent control flow."""
+        """Move cache positions and verify the trees, without synchronization or data-dependent control flow."""
         ...
 
 
@@ -196,7 +196,7 @@ class StaticSteps:
     """Captures and replays the steps of one model."""
 
     def __init__(self, used: StepPass, capture: Capture, device: torch.device, reserved: int = 0) -> None:
-        """Prepare to capture ``used``; unless it reads a fixed extent, new caches allocate ``reserved`` positions."""
+        """Prepare to capture ``used``; unless it reads a fixed extent, caches get at least ``reserved`` positions."""
         self._pass, self._capture, self._device, self._reserved = used, capture, device, reserved
         self._clock = DeviceClock(device)
         self._steps: WeakKeyDictionary[KVTensors, dict[tuple[int, int, int], _Step]] = WeakKeyDictionary()
@@ -216,7 +216,7 @@ class StaticSteps:
         self._capture.reset()
 
     def capacity_for(self, needed: int, limit: int | None, slots: int = 1) -> int:
-        """Return the capacity per slot for ``needed`` positions: one of a few values, so that steps can be reused."""
+        """Return ``needed``, the positions per slot, rounded up to one of few capacities, so that steps are reused."""
         capacity = MIN_EXTENT
         while capacity < needed:
             capacity *= 2
@@ -337,7 +337,7 @@ class _Buffers:
             self._hidden[:rows].copy_(hidden.flatten(0, 1))
 
     def received(self, slots: int, rows: int, options: PassOptions) -> Callable[[int, int], Verified]:
-        """Start copying results to the host; return a function that selects them by first row and number of rows.
+        """Start copying results to the host; return a function that returns those of ``number`` rows from ``first`` on.
 
         Rankings are not part of the captured step, because each number of ranked tokens would need a step of its own.
         The host launches the few ranking kernels while the device computes the pass.

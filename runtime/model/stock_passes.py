@@ -1,4 +1,4 @@
-"""Runs passes with transformers' own code: over prompts and draft trees or, with any kind of cache, over chains."""
+"""Runs passes with transformers' own code: over prompts and draft trees or, if a model cannot verify trees, chains."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ class CompiledPasses(Protocol):
     """True if the model matched the compiled passes when the last prompt was read."""
 
     def check(self, *, again: bool = True) -> None:
-        """Update ``is_current`` before a prompt is read; ``again`` is True if the model may have changed."""
+        """Update ``is_current`` before a prompt is read; pass ``again=True`` if the model may have changed."""
         ...
 
     def watch_hidden(self, layers: tuple[int, ...]) -> None:
-        """Make each pass return hidden states from now on, followed by the outputs of ``layers``.
+        """From now on, make each pass return the output layer's input, followed by the outputs of ``layers``.
 
         Hooks that already record hidden states count as part of the model.
         """
@@ -64,7 +64,7 @@ class CompiledPasses(Protocol):
         ...
 
     def verify_alone(self, slot: Slot, tree: DraftTree) -> Verified | None:
-        """Verify a tree in one of several slots."""
+        """Verify a tree in a single slot of a cache with several."""
         ...
 
     def use_int8_activations(self) -> bool:
@@ -127,7 +127,7 @@ class StockPasses:
         return self._verify_together(cache, trees)
 
     def _have_other_factors(self, slots: Sequence[Slot]) -> bool:
-        """Return True if slots are on different sides of the length at which rotary factors change."""
+        """Return True if the slots' lengths are on different sides of the length at which rotary factors change."""
         return self._switch is not None and len({slot.length >= self._switch for slot in slots}) > 1
 
     def verify_alone(self, slot: Slot, tree: DraftTree) -> Verified:
@@ -158,7 +158,7 @@ class StockPasses:
     def _over(
         self, trees: Sequence[DraftTree], slots: Sequence[Slot], states: States | None, cache: LibraryCache
     ) -> Iterator[None]:
-        """Compute recurrent layers over trees in this block; then give each slot the states after its tree's rows."""
+        """In this block, compute recurrent layers over trees; then give each slot the states after its tree's rows."""
         if self.recurrent is None or states is None:
             yield
             return

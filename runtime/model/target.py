@@ -170,7 +170,7 @@ class Target:
         return False
 
     def changing(self) -> AbstractContextManager[None]:
-        """In this block, ignore changes to the model: hdtool itself makes them, and they don't affect answers."""
+        """In this block, ignore changes to the model. Use this for hdtool's own changes, which don't affect answers."""
         return self._changes.ignored()
 
     def notice_changes(self) -> None:
@@ -284,7 +284,7 @@ class Target:
 
     @torch.inference_mode()
     def recompute(self, cache: Cache, slot: int, root: int) -> Verified:
-        """After a pass with drafts overflowed, discard what it wrote and verify the slot's root without drafts."""
+        """Discard what an overflowed pass with drafts wrote, and verify the slot's root without drafts."""
         sequence, tree = cache.slots[slot], DraftTree.bare(root)
         if self._replay:
             return self._replay.verify_alone(cache, slot, tree)
@@ -309,7 +309,7 @@ class Target:
         cache.slots[slot].commit(path, deferred=self.captures)
 
     def watch_hidden(self, layers: Sequence[int] = ()) -> slice:
-        """Make each pass return hidden states from now on, for drafters that use them; return a slice of their columns.
+        """From now on, make each pass return hidden states, which some drafters need; return a slice of their columns.
 
         The slice selects the columns with the output layer's input or, if ``layers`` are given, those with the outputs
         of these decoder layers.
@@ -377,7 +377,7 @@ CGROUPS = Path("/sys/fs/cgroup")
 
 
 def choose_threads(target: Target, wanted: int | None = None, record: CachedValue | None = None) -> int:
-    """Set torch's number of threads to ``wanted`` or, if None, choose at most the current number; return the number.
+    """Set torch's thread count to ``wanted`` or, if None, to one chosen automatically, at most the current; return it.
 
     Compiled passes are timed with all threads, half of them, and so on, until fewer are slower. With a ``record``,
     processes reuse the result for 24 hours. Without compiled passes, at most as many threads are used as the

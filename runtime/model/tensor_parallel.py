@@ -92,7 +92,7 @@ def leader() -> ProcessGroup | None:
 
 @contextmanager
 def leading() -> Iterator[None]:
-    """Make this process the leader in this block; the followers exit when the block ends."""
+    """In this block, make this process the leader; the followers exit when the block ends."""
     global _group
     _group = ProcessGroup()
     try:
@@ -130,7 +130,7 @@ def follow(load: Load) -> int:
 
 
 def _report_late(error: HdtoolError) -> int:
-    """Wait while torchrun may end this process because the leader failed, then print an error; return the exit code."""
+    """Wait, in case torchrun ends this process because the leader failed, then print an error; return the exit code."""
     time.sleep(ERROR_DELAY)
     print(f"error: process {os.environ['RANK']}: {error}", file=sys.stderr)
     return error.exit_code

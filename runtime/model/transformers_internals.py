@@ -152,7 +152,7 @@ def processor_of_row(processor: LogitsProcessor, row: int) -> LogitsProcessor | 
 
 
 def is_stateful(model: PreTrainedModel) -> bool:
-    """Return True if the model has a recurrent state besides its KV cache."""
+    """Return True if the model has a recurrent state."""
     return bool(getattr(model, "_is_stateful", False))
 
 
@@ -239,7 +239,7 @@ def must_pass_in_step(model: PreTrainedModel) -> bool:
 
 
 def argument_of_generate(name: str) -> Any:
-    """Return the value of an argument of the enclosing ``generate`` call, or None if there is none.
+    """Return the value of an argument of the enclosing ``generate`` call, or None without such a call or argument.
 
     transformers 5 passes neither ``streamer`` nor ``synced_gpus`` to a custom generate function, although it has
     already put the prompt into the streamer, whose reader would wait forever. Both are local variables of ``generate``.

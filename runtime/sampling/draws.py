@@ -80,7 +80,7 @@ def _uniforms(seed: Any, position: Any, tokens: Any) -> Any:
 
 @compiled
 def time_of(start: Any, token: Any) -> Any:
-    """Return a token's exponential time at rate 1, drawn from the random stream that begins at ``start``."""
+    """Return a token's exponentially distributed time, at rate 1, from the random stream that begins at ``start``."""
     return -np.log1p(-_uniform(start + U64(token + 1) * SPLITMIX_STRIDE))
 
 
@@ -95,7 +95,7 @@ def sample(seed: Any, position: Any, probabilities: Any) -> Any:
 
 @compiled
 def race_block(start: Any, first: Any, weights: Any, winner: Any, earliest: Any) -> Any:
-    """Let token ``first`` and the next ones join a race; return ``(winner, earliest)``: the winner so far and its time.
+    """Let the ``len(weights)`` tokens from ``first`` on join a race; return the winner so far and its time.
 
     ``start`` is the start of the position's random stream.
     """
@@ -142,7 +142,7 @@ def sample_among(seed: Any, position: Any, tokens: Any, weights: Any, nucleus: A
 
 @compiled
 def _winner_before(start: Any, tokens: Any, weights: Any, border: Any) -> Any:
-    """Return the index of the winner among the tokens ordered before the one at index ``border``; -1 without a winner.
+    """Return the index of the winner among the tokens that precede the one at index ``border``; -1 if there is none.
 
     All tokens take part if ``border`` is negative.
     """
@@ -369,7 +369,7 @@ def draw_from_kept(position: Any, tokens: Any, scores: Any, max_score: Any, amon
 
 @compiled
 def _indices_to_tokens(indices: Any, among: Any) -> None:
-    """Replace indices into ``among`` by the tokens at these indices, in place; do nothing if ``among`` is empty."""
+    """Replace ``indices`` into ``among`` in place with the tokens found there; do nothing if ``among`` is empty."""
     if len(among) > 0:
         for index in range(len(indices)):
             indices[index] = among[indices[index]]

@@ -48,7 +48,7 @@ class Mask(Protocol):
     """A logits processor that forbids tokens and leaves all other scores unchanged."""
 
     def allowed(self, context: Sequence[int], tokens: list[int]) -> int:
-        """Return how many of ``tokens``, appended to the context one after another, are known to be allowed."""
+        """Return how many leading ``tokens`` are known to be allowed if appended to the context one after another."""
         ...
 
     def bits(self, context: Sequence[int]) -> Array:
@@ -184,7 +184,7 @@ class Sampler:
         return token
 
     def note_overflow(self) -> None:
-        """Record that logits are not finite although nothing was drafted; raise ModelError if tokens are sampled."""
+        """Record that logits of a pass without drafts are not finite; raise ModelError if tokens are sampled."""
         self.overflowed = True
         if not self._greedy:
             raise ModelError(NO_NUMBERS)
@@ -212,7 +212,7 @@ class Sampler:
         return self._truncation.draw(self._race, len(self.context), scores[:count], tokens[:count])
 
     def choose_processed(self, logits: torch.Tensor, row: int) -> int:
-        """Return the token chosen from a row's processed scores, or ``NOT_FINITE``; see ``choose``."""
+        """Apply ``pre_processors`` to a row; return the token chosen from it, or ``NOT_FINITE`` (see ``choose``)."""
         return self.choose(self.processed(logits[row], self.pre_processors))
 
     def ids(self, device: torch.device) -> torch.LongTensor:
@@ -244,7 +244,7 @@ class Sampler:
         return self._truncation.draw(self._race, len(self.context), self._on_host.of(scores.detach()))
 
     def perturbed_scores(self, scores: torch.Tensor) -> torch.Tensor:
-        """Return scores whose argmax is the chosen token: ``scores``, plus Gumbel noise if tokens are sampled.
+        """Return ``scores``, plus Gumbel noise if tokens are sampled, so that their argmax is the chosen token.
 
         Up to a constant, these scores are the negative logarithms of the tokens' times in the exponential race.
         """
@@ -262,7 +262,7 @@ class _RowOnHost:
         self._pinned = torch.empty(0)
 
     def of(self, row: torch.Tensor) -> npt.NDArray[np.float32]:
-        """Return the row in float32; the result for a row on a GPU is valid only until the next call."""
+        """Return the row as a float32 array, which is valid only until the next call if the row is on a GPU."""
         if row.device.type != "cuda":
             return np.ascontiguousarray(row.float().cpu().numpy())
         if self._pinned.shape != row.shape:

@@ -55,12 +55,12 @@ def walk_ranked(
     position: int,
     draws: Draws,
 ) -> tuple[int, bool]:
-    """Draw at most ``max_tokens`` tokens from the highest scores, and write them and their nodes to ``walk_buffer``.
+    """Walk down the tree by drawing up to ``max_tokens`` tokens, given only the highest scores of each row.
 
     ``scores`` holds the highest scores of each row, best first, and ``tokens`` their tokens; the first token is drawn
-    at ``position``. The walk ends before a row whose highest score is not finite, and before a token that depends on
-    scores that are not given. Return ``(count, finite)``: the number of drawn tokens, and whether all scores that the
-    draws depend on are finite.
+    at ``position``. The drawn tokens and the nodes that drafted them are written to ``walk_buffer``. The walk ends
+    before a row whose highest score is not finite, and before a token that depends on scores that are not given. Return
+    ``(count, finite)``: the number of drawn tokens, and whether all scores that the draws depend on are finite.
     """
     node = ROOT
     for step in range(max_tokens):
@@ -77,7 +77,7 @@ def walk_ranked(
 
 @compiled
 def draw_ranked(position: Any, vocabulary: Any, tokens: Any, scores: Any, draws: Any) -> Any:
-    """Return the token that ``draw_row`` would draw, given only the highest scores of a row.
+    """Draw from only the highest scores of a row; return the token that ``draw_row`` would draw from all scores.
 
     Return ``UNDECIDED`` if the draw depends on other scores, and ``NOT_FINITE`` if the highest score is not finite.
     """
@@ -131,12 +131,12 @@ def walk_draws(
     is_masked: bool,
     draws: Draws,
 ) -> tuple[int, bool]:
-    """Draw at most ``max_tokens`` tokens from float32 logits, and write them and their nodes to ``walk_buffer``.
+    """Walk down the tree by drawing up to ``max_tokens`` tokens from float32 logits.
 
-    ``position`` is that of the first token. If ``forced_tokens`` holds the only possible token after a row, that token
-    is taken without a draw. The walk ends before a row that is not finite and, if a mask applies, before a token that
-    depends on which tokens are forbidden. Return ``(count, finite)``: the number of tokens, and whether all logits that
-    these depend on are finite.
+    The tokens and the nodes that drafted them are written to ``walk_buffer``. The first token is drawn at ``position``.
+    If ``forced_tokens`` holds the only possible token after a row, that token is taken without a draw. The walk ends
+    before a row that is not finite and, if a mask applies, before a token that depends on which tokens are forbidden.
+    Return ``(count, finite)``: the number of tokens, and whether all logits that these depend on are finite.
     """
     node, among = ROOT, np.empty(0, np.int64)
     for step in range(max_tokens):
@@ -170,11 +170,12 @@ def walk_argmax(
     max_tokens: int,
     walk_buffer: Array,
 ) -> tuple[int, bool]:
-    """Choose at most ``max_tokens`` tokens by argmax, and write them and their nodes to ``walk_buffer``.
+    """Walk down the tree by choosing up to ``max_tokens`` tokens by argmax.
 
-    If ``forced_tokens`` holds the only possible token after a row, that token is chosen, and only its logit is read.
-    The walk ends before a row that is not finite, unless it is the only row. Return ``(count, finite)``: the number of
-    tokens, and whether all logits that these depend on are finite.
+    The tokens and the nodes that drafted them are written to ``walk_buffer``. If ``forced_tokens`` holds the only
+    possible token after a row, that token is chosen, and only its logit is read. The walk ends before a row that is not
+    finite, unless it is the only row. Return ``(count, finite)``: the number of tokens, and whether all logits that
+    these depend on are finite.
     """
     node = ROOT
     for step in range(max_tokens):
@@ -195,7 +196,7 @@ def walk_argmax(
 def walk_known(
     argmax: Array, are_finite: Array, drafted: Array, parents: Array, max_tokens: int, walk_buffer: Array
 ) -> tuple[int, bool]:
-    """Walk like ``walk_argmax``, given the argmax of every row and whether the row is finite."""
+    """Do the same as ``walk_argmax``, given each row's argmax and whether that row is finite."""
     node = ROOT
     for step in range(max_tokens):
         token, finite = argmax[node + 1], are_finite[node + 1] != 0

@@ -1,4 +1,4 @@
-"""The corpus index: sharded suffix arrays of a tokenized corpus, and the ranges of suffixes that draft trees track.
+"""The corpus index: sharded suffix arrays of a tokenized corpus, and the suffix ranges tracked for draft-tree nodes.
 
 A suffix array holds the positions of all tokens, sorted by the text that starts there. All matches of a context are
 adjacent and sorted by continuation, so a single pass over them builds the tree of continuations with counts.
@@ -141,7 +141,7 @@ def narrow(corpus: Ints, ranges: Any, tail: Ints, node: int, parent: int, order:
 
 @compiled
 def only_longest(ranges: Any, node: int) -> bool:
-    """Return True if a node has ranges only of the longest order, and all followers of these ranges were read."""
+    """Return True if a node has ranges only of the longest order, and the tokens after all their matches were read."""
     if ranges.lowest[node] > MAX_RANGE_ORDER:
         return False
     if ranges.lowest[node] < MAX_RANGE_ORDER and size_of(ranges, node, MAX_RANGE_ORDER - 1) > 0:
@@ -163,11 +163,12 @@ def size_of(ranges: Any, node: int, order: int) -> int:
 def _bracket(
     ranges: Any, node: int, order: int, num_matches: int, num_earlier: int, size: int, sample: int, token: int
 ) -> tuple[int, int, int, int, int]:
-    """Return bounds ``(low, first, last, high)`` on a shard's matches followed by ``token``, and the next sample.
+    """Bound the range of a shard's matches that are followed by ``token``; return ``(low, first, last, high, sample)``.
 
-    These matches start between ``low`` and ``first`` and end between ``last`` and ``high``, counted from the start of
-    the shard's part of the range. That part has ``size`` matches, after ``num_earlier`` matches of earlier shards, and
-    its first sample is ``sample``. If all ``num_matches`` were read, ``low`` and ``high`` are exact.
+    The range starts between ``low`` and ``first`` and ends between ``last`` and ``high``, counted from the shard's
+    first match. The shard has ``size`` matches, after ``num_earlier`` matches in earlier shards. The argument
+    ``sample`` is the index of its first sample, and the returned ``sample`` that of the next shard's first. If the
+    tokens after all ``num_matches`` matches were read, ``low`` and ``high`` are exact.
     """
     low, first, last, high = 0, size, 0, size
     read = ranges.read[node, order]
@@ -188,7 +189,7 @@ def _bracket(
 
 @compiled
 def read_samples(corpus: Ints, ranges: Any, node: int, order: int, num_matches: int, max_samples: int) -> None:
-    """Read up to ``max_samples`` of the tokens that follow the ``num_matches`` matches of a node and order."""
+    """Read the tokens after up to ``max_samples`` of the ``num_matches`` matches that a node has of one order."""
     shards = shards_at(corpus, ranges.shards)
     read = min(num_matches, max_samples)
     matches = ranges.matches[:, :read]
@@ -230,13 +231,13 @@ class CorpusSearch(Uncopyable):
         self._tokens, self._counts = np.empty(MAX_SAMPLES, np.int64), np.empty(MAX_SAMPLES, np.int64)
 
     def read(self, context: Sequence[int] | Ints) -> None:
-        """Find the suffix ranges of all orders that match the end of a context."""
+        """Find the suffix ranges that match the end of a context, for every n-gram order."""
         self._bounds[0], self._record["read"][0] = 0, 0
         for stop in range(max(1, len(context) - MAX_RANGE_ORDER + 1), len(context) + 1):
             self.look_up(np.array(context[max(0, stop - MAX_RANGE_ORDER) : stop], np.int64))
 
     def look_up(self, tail: Ints) -> None:
-        """Extend the context by the last token of ``tail``, and read the followers of the ranges of all orders."""
+        """Extend the context by the last token of ``tail``, and read the tokens after the matches of every order."""
         look_up(self._shards.tokens, self._record, tail)
 
     def followers(self, order: int) -> tuple[int, dict[int, int]]:
@@ -253,7 +254,7 @@ class CorpusSearch(Uncopyable):
 
 @compiled
 def look_up(corpus: Ints, record: Ints, tail: Ints) -> None:
-    """Narrow the root's ranges in place by the last token of ``tail``, and read their followers."""
+    """Extend the root's matches by the last token of ``tail``, in place, and read the tokens after the new matches."""
     ranges = record[0]
     for order in range(MAX_RANGE_ORDER, 0, -1):
         narrow(corpus, ranges, tail, 0, 0, order)
@@ -352,7 +353,10 @@ class CorpusIndex(Uncopyable):
 
 @compiled
 def lookup(tokens: Ints, addresses: Ints, tail: Ints, end: int, max_nodes: int) -> tuple[int, int, Ints]:
-    """Return the fields of ``Continuations`` for the longest match of ``tail``, with at most ``max_nodes`` nodes."""
+    """Return the fields of ``Continuations`` for the longest suffix of ``tail`` that occurs in the corpus.
+
+    The tree has at most ``max_nodes`` nodes.
+    """
     shards = shards_at(tokens, addresses)
     matched, ranges = find_longest(shards, tail)
     num_matches = (ranges[:, 1] - ranges[:, 0]).sum()
@@ -373,7 +377,7 @@ def lookup(tokens: Ints, addresses: Ints, tail: Ints, end: int, max_nodes: int) 
 
 @compiled
 def _sorted_continuations(continuations: Ints) -> Ints:
-    """Return the sorted columns, using insertion sort because the columns of each shard are already sorted."""
+    """Return the columns in sorted order. Insertion sort is used, as the columns of each shard are already sorted."""
     count = continuations.shape[1]
     order = np.empty(count, np.int64)
     for column in range(count):
@@ -442,7 +446,10 @@ def _tree(continuations: Ints, end: int, max_nodes: int) -> Ints:
 
 @compiled
 def _shared_lengths(continuations: Ints, end: int) -> Ints:
-    """Return how many leading tokens each continuation shares with the previous one; first and last entries are 0."""
+    """Return how many leading tokens each continuation shares with the previous one.
+
+    The first entry is 0, and so is an extra entry at the end.
+    """
     max_depth, samples = continuations.shape
     shared, alike = np.zeros(samples + 1, np.int32), np.ones(samples + 1, np.int32)
     for depth in range(max_depth):
@@ -455,7 +462,7 @@ def _shared_lengths(continuations: Ints, end: int) -> Ints:
 
 @compiled
 def _by_count(grown: Ints, max_count: int, nodes: Ints) -> Ints:
-    """Write the ``grown`` nodes to ``nodes``, highest count first, and return the new index of each node.
+    """Write as many ``grown`` nodes to ``nodes`` as fit, highest count first, and return each node's new index.
 
     No count exceeds ``max_count``. The result maps -1, the parent of top-level nodes, to -1. A counting sort takes a
     single pass and is stable: since a parent's count is at least its child's, parents remain before their children.

@@ -89,7 +89,7 @@ class HistoryRing:
         return self.entries.nbytes + CHAINS_HEADER_BYTES + self.heads.nbytes
 
     def fill(self, log: Ints, end: Ints) -> None:
-        """Write the ring's addresses to a record for compiled code; ``end`` is the array that holds the ring's end."""
+        """Fill a record for compiled code with the ring's addresses and sizes; ``end`` holds the ring's end."""
         log["end_at"], log["owners"] = end.ctypes.data, 0
         log["entries"], log["heads"] = self.entries.ctypes.data, self.heads.ctypes.data
         log["size"], log["chains"] = self.size, self.chains
@@ -113,7 +113,7 @@ class HistoryRing:
         return stop
 
     def append_spans(self, source_ring: HistoryRing, spans: Ints) -> int:
-        """Copy conversations from another ring into this empty one, and return the end of the last one.
+        """Copy conversations from another ring into this empty one, and return the position after the last one copied.
 
         Each row of ``spans`` has the position of an answer's first token, the number of tokens kept from before it, and
         the number of tokens in the answer.
@@ -144,7 +144,7 @@ class HistoryRing:
                 stream.write(chains)
 
     def tokens(self, first: int, count: int) -> Ints:
-        """Return a copy of ``count`` tokens from position ``first``."""
+        """Return a copy of the ``count`` tokens from position ``first`` on."""
         positions = np.arange(first, first + count) & (self.size - 1)
         ring_tokens: Ints = self.entries[positions, TOKEN]
         return ring_tokens
@@ -227,7 +227,7 @@ def copy_spans(memory: Ints, source_ring: Ints, spans: Ints) -> None:
 
 @compiled
 def unlink(memory: Ints, end: int, reserved: int) -> None:
-    """Unlink the positions in ``[end, reserved)``, latest first, which restores the chains of the committed ones."""
+    """Unlink the positions in ``[end, reserved)``, latest first, to restore the chains of the committed positions."""
     log = memory[0]
     entries, heads, mask = entries_of(log), heads_of(log), log.size - 1
     for position in range(reserved - 1, end - 1, -1):
@@ -264,13 +264,13 @@ class OpenFiles(NamedTuple):
 
 
 def positions_within(max_bytes: int) -> int:
-    """Return the number of positions of a store limited to ``max_bytes``: a power of two."""
+    """Return how many positions a store limited to ``max_bytes`` can have: a power of two."""
     return max(MIN_STORE_POSITIONS, 1 << (max_bytes // DISK_BYTES_PER_POSITION).bit_length() - 1)
 
 
 @contextmanager
 def store_errors(folder: Path) -> Iterator[None]:
-    """Re-raise OSError and LMDB errors as StoreError with advice."""
+    """Re-raise OSError and LMDB errors as StoreError, with advice on how to solve the problem."""
     try:
         yield
     except lmdb.InvalidError as error:
@@ -291,7 +291,7 @@ def deletion_advice(folder: Path) -> str:
 
 
 def create_if_new(folder: Path, tokenizer: TokenizerFingerprint, model: str, max_bytes: int) -> None:
-    """Create an empty store unless one exists; raise StoreError for a folder with other files or an invalid limit."""
+    """Create an empty store unless one exists; raise StoreError for an invalid limit or a folder with other files."""
     if not 1 <= max_bytes <= MAX_HISTORY_BYTES:
         raise StoreError(
             f"a history store takes 1 to {MAX_HISTORY_BYTES:,} bytes, not {max_bytes:,}: choose another bound"
@@ -307,7 +307,7 @@ def create_if_new(folder: Path, tokenizer: TokenizerFingerprint, model: str, max
 
 
 def delete_leftovers(folder: Path) -> None:
-    """Delete leftovers of a killed rebuild, which may contain dropped conversations."""
+    """Delete the files that a killed rebuild left behind, as they may contain dropped conversations."""
     with store_errors(folder):
         if history_leftovers(folder, read_history_manifest(folder)):
             with history_lock(folder):

@@ -75,7 +75,7 @@ class StoredConversation(NamedTuple):
 
 
 class Records:
-    """An open LMDB file of conversations; usable after a fork."""
+    """An open LMDB file with the metadata of conversations; it stays usable after a fork."""
 
     def __init__(self, path: Path, positions: int) -> None:
         self.path = path

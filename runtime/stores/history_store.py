@@ -117,7 +117,7 @@ class HistoryStore(Uncopyable):
 
     @property
     def num_positions(self) -> int:
-        """Number of positions in use, as of the last refresh."""
+        """Number of positions in use, as of the last refresh or append."""
         return int(min(self._end[0], self._open.ring.size))
 
     @property
@@ -172,7 +172,7 @@ class HistoryStore(Uncopyable):
     def keep(
         self, wanted: Callable[[StoredConversation], bool], *, max_bytes: int | None = None
     ) -> list[StoredConversation]:
-        """Keep only the ``wanted`` conversations and return the others; ``max_bytes`` changes the size limit.
+        """Keep the conversations that ``wanted`` accepts, and return the others; ``max_bytes`` sets a new size limit.
 
         The files are rebuilt, so that they no longer contain dropped tokens.
         """
@@ -201,13 +201,13 @@ class HistoryStore(Uncopyable):
                 return list(conversations(transaction, self._open.records.path))
 
     def tokens(self, first: int, count: int) -> Ints:
-        """Return ``count`` tokens from position ``first``, with -1 between conversations and past the committed end."""
+        """Return the ``count`` tokens from ``first`` on, with -1 between conversations and past the committed end."""
         ring_tokens = self._open.ring.tokens(first, count)
         ring_tokens[max(0, int(self._end[0]) - first) :] = -1
         return ring_tokens
 
     def answers(self, chosen: Sequence[StoredConversation]) -> Iterator[tuple[StoredConversation, Ints]]:
-        """Yield each of the ``chosen`` conversations with its tokens, skipping damaged and overwritten ones."""
+        """Yield each ``chosen`` conversation and its answer's tokens, skipping damaged or overwritten conversations."""
         ring = self._open.ring
         for each in chosen:
             tokens = ring.tokens(each.first, each.tokens)
@@ -249,7 +249,7 @@ class HistoryStore(Uncopyable):
         return end
 
     def _grows(self, transaction: Any, end: int, stop: int) -> bool:
-        """Extend the store if it lacks positions, or rebuild it if positions would overflow.
+        """Extend the store if it has too few positions, or rebuild it if position numbers would overflow.
 
         Return True if the store was extended or rebuilt.
         """
@@ -326,7 +326,7 @@ class HistoryStore(Uncopyable):
             return state_of(transaction, self._open.records.path)
 
     def _reopen(self) -> None:
-        """Open the files that the new manifest names; raise StoreError if their model or tokenizer differs."""
+        """Open the new manifest's files; raise StoreError if its model or tokenizer differs from the old manifest's."""
         opened = open_files(self.folder, writable=not self._read_only)
         require_history(opened.manifest, self.folder, self.manifest.tokenizer, self.manifest.model)
         self._use(opened)
@@ -341,7 +341,7 @@ class HistoryStore(Uncopyable):
 
     @contextmanager
     def _faults_noted(self) -> Iterator[None]:
-        """Catch a StoreError, set ``fault`` to its message, and warn unless the previous call also failed."""
+        """Catch a StoreError, warn if ``fault`` is still empty, and set ``fault`` to the error message."""
         try:
             with store_errors(self.folder):
                 yield

@@ -58,7 +58,7 @@ def _of_corpus(index: CorpusIndex, context: list[int]) -> Iterator[FoundContinua
 
 
 def _path(index: CorpusIndex, tokens: list[int], matched: int, count: int) -> list[int]:
-    """Extend ``tokens`` while all occurrences continue alike; return those after the match, at most ``MAX_PATH``."""
+    """Extend ``tokens`` while all occurrences have the same next token; return up to ``MAX_PATH`` after the match."""
     search = CorpusSearch(index.shards)
     while len(tokens) < matched + MAX_PATH:
         search.read(tokens)
@@ -163,7 +163,7 @@ def history_continuations(store: HistoryStore, context: list[int]) -> Iterator[F
 
 
 def history_latency(store: HistoryStore) -> dict[str, float]:
-    """Measure the latency of lookups at the root of a draft tree; contexts are parts of the store's conversations."""
+    """Measure the latency of lookups at a draft tree's root, with parts of the store's conversations as contexts."""
     return latency(partial(matches, store.log), _parts(store))
 
 

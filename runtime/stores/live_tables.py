@@ -103,7 +103,7 @@ def _add_all(memory: Ints, tokens: Ints) -> None:
 
 @compiled
 def add(table: Any, token: Any) -> None:
-    """Append a token and link its position to both kinds of chains."""
+    """Append a token, and link its position into one chain of each kind."""
     position = table.end
     suffix_hash = np.uint64(0)
     for length in range(1, min(CHAIN_LENGTHS[LONG_CHAIN], position) + 1):
@@ -133,7 +133,7 @@ def latest_position(table: Any, token: Any) -> int:
 
 @compiled
 def head_of(suffix_hash: np.uint64) -> np.int64:
-    """Return the index of a hash's chain, taken from the high bits, which are mixed best."""
+    """Return the index of the chain for a hash, taken from the hash's high bits, which are mixed best."""
     return np.int64((suffix_hash >> np.uint64(40)) & np.uint64(CHAIN_HEADS - 1))
 
 

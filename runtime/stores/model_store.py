@@ -123,7 +123,7 @@ class ModelStore(Uncopyable):
         ]
 
     def _valid(self, rows: Ints) -> tuple[Ints, Ints]:
-        """Return the tokens within the vocabulary, and their counts; a damaged file may contain other tokens."""
+        """Return the rows' tokens within the vocabulary, and their counts; a damaged file may contain other tokens."""
         rows = rows[(rows[:, ROW_TOKEN] >= 0) & (rows[:, ROW_TOKEN] < self.vocabulary)]
         return rows[:, ROW_TOKEN], rows[:, ROW_COUNT]
 
@@ -140,14 +140,17 @@ class ModelStore(Uncopyable):
 
 
 def rankings_in(folder: Path, manifest: Manifest) -> Ints | None:
-    """Return a copy of the rankings that a store holds for the vocabulary; None if it holds none."""
+    """Return a copy of a store's rankings, one for each token of the vocabulary; None if the store has none."""
     if "rankings" not in manifest.files:
         return None
     return np.array(mapped_part(folder, manifest, "rankings", np.int32, 2 * VOCABULARY_RANKING_TOKENS))
 
 
 def model_record(store: ModelStore | None) -> Ints:
-    """Return a record of a store's array addresses, valid while the store exists; with None, lookups find nothing."""
+    """Return a record with the addresses of a store's arrays, valid while the store exists.
+
+    If ``store`` is None, lookups in the record find nothing.
+    """
     record = np.zeros(1, MODEL_RECORD)
     if store:
         for part in ("slots", "keys", "rows"):
@@ -208,10 +211,10 @@ def look_up(memory: Ints, tail: Ints) -> Ints:
 
 @compiled
 def entry_of(slots: Ints, keys: Ints, rows: int, prefix_hash: np.uint64) -> tuple[Any, Any, Any, Any]:
-    """Find a prefix by its hash; return ``(start, stop, total, distinct)``: the range of its rows, and its counts.
+    """Find a prefix by its hash, and return ``(start, stop, total, distinct)``; all are 0 if there is no entry.
 
-    ``rows`` is the number of rows in the store; the range has at most ``MAX_ROWS_READ``. All values are 0 if there is
-    no entry.
+    The rows from ``start`` to ``stop``, at most ``MAX_ROWS_READ``, hold the next tokens; ``StoreEntry`` describes
+    ``total`` and ``distinct``. ``rows`` is the number of rows in the store.
     """
     key = find_key(slots, keys, prefix_hash)
     if key < 0:
@@ -269,7 +272,7 @@ def mix_hash(suffix_hash: np.uint64, token: Any) -> np.uint64:
 
 @compiled
 def sequence_hash(tokens: Ints, start: int, length: int) -> np.uint64:
-    """Return the hash of ``length`` tokens from ``start``, mixed from last to first."""
+    """Return the hash of the ``length`` tokens from index ``start`` on, mixed in from last to first."""
     mixed_hash = np.uint64(0)
     for offset in range(length - 1, -1, -1):
         mixed_hash = mix_hash(mixed_hash, np.int64(tokens[start + offset]))

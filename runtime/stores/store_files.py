@@ -27,7 +27,7 @@ Mode = Literal["r", "c"]
 def mapped_part(
     folder: Path, manifest: Manifest, part: str, kind: npt.DTypeLike, width: int = 1, mode: Mode = "r"
 ) -> npt.NDArray[Any]:
-    """Map a part of a store as rows of ``width`` numbers.
+    """Memory-map the file of a store's ``part`` as rows of ``width`` numbers.
 
     Raises StoreError if the file can't be mapped or its size differs from the manifest's.
     """
@@ -51,7 +51,7 @@ def mapped_part(
 
 
 def documents_of(folder: Path, manifest: Manifest) -> npt.NDArray[Any]:
-    """Map the documents of a store as one array of tokens."""
+    """Memory-map the documents of a store as one array of tokens."""
     return mapped_part(folder, manifest, "documents", token_type(manifest.tokenizer.vocab_size)).reshape(-1)
 
 
@@ -91,7 +91,7 @@ ByteArray = npt.NDArray[np.uint8]
 
 
 def damage_of(path: Path, number: int) -> str:
-    """Return a description of the damage to transaction ``number``'s snapshot in an LMDB file; empty if it is intact.
+    """Describe the damage to the snapshot of transaction ``number`` in an LMDB file; return an empty string if intact.
 
     The caller must hold a read transaction of the snapshot, so that its pages aren't reused.
     """

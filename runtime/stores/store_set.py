@@ -88,7 +88,7 @@ class StoreSet:
         return cls(model_store, corpus, databases, tokenizer=fingerprint, checkpoint=model, namespace=config.namespace)
 
     def __reduce__(self) -> tuple[Callable[..., StoreSet], tuple[object, ...]]:
-        """Pickle the stores' paths instead of the stores, so that another process reopens and memory-maps the stores.
+        """Pickle the stores' paths instead of the stores, so that the other process opens and memory-maps the files.
 
         The history is dropped, because it is in this process's memory.
         """
@@ -137,9 +137,10 @@ def _open(
 def model_store_for(
     model: Checkpoint | None, tokenizer: TokenizerFingerprint, namespace: str | None = None
 ) -> Path | None:
-    """Return the folder of a model's store: in hdtool's home or, for the demo model, in the package; None without one.
+    """Return the folder of a model's store, or None if there is none.
 
-    With a ``namespace``, only that tenant's store is considered: answers are never shared between tenants.
+    The store is in hdtool's home or, for the demo model, in the package. With a ``namespace``, only that tenant's store
+    is considered: answers are never shared between tenants.
     """
     if model is None:
         return None
@@ -207,7 +208,7 @@ def lasting_history(
 
 
 def tenant_among(served_as: Sequence[str], model: str) -> str:
-    """Return the tenant whose answers a server keeps: the first model name that has stores, else the first name.
+    """Return the tenant for whom a server keeps answers: the first served name that has stores, else the first name.
 
     For a model served only under its own name, return an empty string, unless there are stores of that name.
     """

@@ -110,7 +110,7 @@ def find_longest(shards: Shards, tail: Ints) -> tuple[int, Ints]:
 
 @compiled
 def _usable(tail: Ints, vocabulary: int) -> int:
-    """Return the length of the longest suffix of ``tail`` with all tokens in the vocabulary; no others can match."""
+    """Return the length of the longest suffix of ``tail`` within the vocabulary; longer ones can't match."""
     usable = 0
     while usable < len(tail) and 0 <= tail[len(tail) - usable - 1] < vocabulary:
         usable += 1
@@ -119,7 +119,10 @@ def _usable(tail: Ints, vocabulary: int) -> int:
 
 @compiled
 def _find(shards: Shards, tail: Ints, length: int, ranges: Ints) -> bool:
-    """Find the ranges of the last ``length`` tokens, with ends that may be too high; return True if they occur."""
+    """Write the ranges of suffixes that start with the last ``length`` tokens; return True if there are any.
+
+    The ends of the ranges may be too high; see ``_narrow_ends``.
+    """
     occurs = False
     for shard in range(len(shards.extents)):
         low, high = head_range(shards, shard, tail[len(tail) - length])
@@ -259,7 +262,7 @@ def narrow_range(
 
 @compiled
 def _bisect(shards: Shards, shard: int, length: int, low: Int, high: Int, token: Int) -> Int:
-    """Return the first suffix of a range whose token after the first ``length`` tokens is ``token`` or larger."""
+    """Return the first suffix, from ``low`` to ``high``, whose token at index ``length`` is ``token`` or larger."""
     while low < high:
         middle = (low + high) >> 1
         if _follower_of(shards, shard, middle, length) < token:
@@ -293,7 +296,7 @@ def sample_index(sample: int, step: int) -> int:
 
 @compiled
 def sample_matches(shards: Shards, ranges: Ints, length: int, num_matches: int, matches: Ints) -> None:
-    """Write the positions after evenly spread matches in a range whose suffixes share ``length`` tokens.
+    """Sample evenly spread matches of ``length`` tokens from ``ranges``, and write the positions of their next tokens.
 
     Each column of ``matches`` ``[2, samples]`` gets the position of the next token and the end of its shard.
     """
@@ -312,7 +315,7 @@ def sample_matches(shards: Shards, ranges: Ints, length: int, num_matches: int, 
 
 @compiled
 def read_followers(shards: Shards, matches: Ints, depth: int, followers: Ints) -> None:
-    """For each match, write the token ``depth`` positions after its next token, or an end token beyond the shard."""
+    """For each match, write the token ``depth`` positions after its next token; if beyond the shard, an end token."""
     end = shards.heads.shape[1] - 1
     for sample in range(matches.shape[1]):
         at = matches[0, sample] + depth

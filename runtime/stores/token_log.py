@@ -60,7 +60,7 @@ LANE = np.dtype(
 
 
 class TokenLog(Uncopyable):
-    """A token log in memory that grows up to ``max_positions``, at 12 bytes per position."""
+    """A token log in memory that grows to at most ``max_positions`` and takes 12 bytes per position."""
 
     def __init__(self, max_positions: int = MAX_LOG_POSITIONS, size: int = INITIAL_LOG_POSITIONS) -> None:
         self.max_positions = max_positions
@@ -103,7 +103,7 @@ class TokenLog(Uncopyable):
         return tokens[:overlap], tokens[overlap:]
 
     def discard(self, owner: int) -> None:
-        """Stop matching the blocks of an answer."""
+        """Exclude the blocks of an answer from later matches."""
         self._owners[self._owners == owner] = NOBODY
 
     def clear(self) -> None:
@@ -119,7 +119,7 @@ class TokenLog(Uncopyable):
         self.memory["owners"] = self._owners.ctypes.data
 
     def grow(self) -> None:
-        """Double the ring if it is over half full, keeping positions; clear it if positions would overflow."""
+        """Enlarge the ring if it is over half full, keeping all positions; clear it if positions would overflow."""
         size, end = len(self._entries), int(self._end[0])
         if end > MAX_LOG_POSITION:
             self.clear()
@@ -159,7 +159,7 @@ def end_of(log: Any) -> np.int64:
 
 @compiled
 def chain_of(log: Any, pair_hash: np.uint64) -> np.int64:
-    """Return the chain of a token pair, taken from the high bits of its hash, which are mixed best."""
+    """Return the index of a token pair's chain, taken from high bits of the pair's hash, which are mixed best."""
     return np.int64((pair_hash >> np.uint64(30)) & np.uint64(log.chains - 1))
 
 
@@ -199,7 +199,7 @@ def finish(memory: Ints, lane: Ints) -> None:
 
 @compiled
 def answer_of(memory: Ints, lane: Ints) -> tuple[Ints, int]:
-    """Return the tokens in an answer's blocks, without overlaps, and how many of them precede the answer."""
+    """Return the tokens in an answer's blocks, each of them once, and how many of them precede the answer."""
     log, lane_record = memory[0], lane[0]
     entries, owners, mask, end = entries_of(log), owners_of(log), log.size - 1, end_of(log)
     if lane_record.stop == 0:
@@ -235,7 +235,7 @@ def append(log: Any, lane: Any, token: Any, linked: bool) -> None:
 
 @compiled
 def _reserve(log: Any, lane: Any) -> None:
-    """Reserve the next block of a lane, and copy the overlap unless the block is adjacent to the previous one.
+    """Reserve a lane's next block; unless it is adjacent to the previous block, copy that block's last tokens to it.
 
     The last position of a block is only used if the next block is adjacent.
     """
@@ -291,10 +291,10 @@ MAX_MATCHES = 32
 
 @compiled
 def search(log: Any, owner: int, tail: Ints, pair_hash: np.uint64, matched_positions: Ints, lengths: Ints) -> int:
-    """Write a chain's latest positions that match the end of ``tail``, and the match lengths; return their number.
+    """Find a chain's latest positions whose preceding tokens match the end of ``tail``, and return how many there are.
 
-    At most twice as many positions are visited as ``matched_positions`` can hold. Positions of the answer ``owner`` are
-    skipped.
+    They are written to ``matched_positions``, and the match lengths to ``lengths``. At most twice as many positions are
+    visited as ``matched_positions`` can hold. Positions of the answer ``owner`` are skipped.
     """
     entries, end, owners = entries_of(log), end_of(log), np.empty(0, np.int32)
     if log.owners:
@@ -334,13 +334,13 @@ def follow_chain(
     lengths: Ints,
     count: int,
 ) -> int:
-    """Follow a chain back from ``start``, and add positions that match the end of ``tail`` to ``matched_positions``.
+    """Follow a chain back from ``start``, and collect positions whose preceding tokens match the end of ``tail``.
 
-    ``count`` is the number of positions that ``matched_positions`` holds already; the new number is returned.
-    ``tokens`` holds the tokens of the ring, and ``previous`` each position's previous position on its chain. ``limits``
-    is ``(min_length, max_length)``: longer matches count, but aren't added. The search stops after ``max_matches``
-    matches, after ``visits`` positions, or at ``oldest``. If blocks have ``owners``, blocks of ``NOBODY`` and of
-    ``owner`` are skipped.
+    They are appended to ``matched_positions``, which already holds ``count`` positions, and the match lengths to
+    ``lengths``; the new number of positions is returned. ``tokens`` holds the tokens of the ring, and ``previous`` each
+    position's previous position on its chain. ``limits`` is ``(min_length, max_length)``: longer matches count towards
+    ``max_matches``, but aren't added. The search stops after ``max_matches`` matches, after ``visits`` positions, or at
+    ``oldest``. If blocks have ``owners``, blocks of ``NOBODY`` and of ``owner`` are skipped.
     """
     (min_length, max_length), mask, position, read = limits, len(tokens) - 1, np.int64(start), 0
     has_owners = len(owners) > 0
@@ -369,7 +369,10 @@ def follow_chain(
 
 @compiled
 def matches(memory: Ints, tail: Ints) -> tuple[Ints, Ints]:
-    """Return ``(positions, lengths)``: positions after earlier occurrences of a context's end, and match lengths."""
+    """Find the latest occurrences of ``tail``'s end in a log, and return ``(positions, lengths)``.
+
+    These are the position just after each occurrence, and the number of tokens that match there.
+    """
     matched_positions, lengths = np.empty(MAX_MATCHES, np.int64), np.empty(MAX_MATCHES, np.int64)
     if len(tail) < CHAIN_KEY_TOKENS:
         return matched_positions[:0], lengths[:0]

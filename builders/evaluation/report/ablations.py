@@ -109,13 +109,13 @@ class Study:
 
     @cached_property
     def contenders(self) -> list[ReplayMethod]:
-        """All ``HIERARCHIES`` methods with every subset of sources, and ``hd-paper`` also with every source order."""
+        """``HIERARCHIES`` methods with every source subset, and ``hd-paper`` also with all sources in every order."""
         choices = [(method, chosen) for method in HIERARCHIES for chosen in source_subsets(self.letters)]
         choices += [("hd-paper", order) for order in source_orders(self.letters)]
         return [self.contender(*choice) for choice in dict.fromkeys(choices)]
 
     def contender(self, method: str, sources: str) -> ReplayMethod:
-        """Return a method that drafts from these sources, in this lookup order."""
+        """Return ``method``, set up to draft from ``sources`` in the given order."""
         order = sources + "".join(letter for letter in SOURCE_LETTERS if letter not in sources)
         config = DecodeConfig(method, draft_tokens=self.budget, sources=sources, order=order, lookahead=False)
         return ReplayMethod(_replay_name(method, sources), config, self.curve)
@@ -238,7 +238,7 @@ BuildIndex = Callable[[Path, Iterable[Document], TokenizerFingerprint, Sequence[
 
 
 def replay_sizes(study: Study, build: BuildIndex, *, quiet: bool = False) -> IndexSizes | str:
-    """Replay with smaller corpus indexes; return the results, or the reason why there are none."""
+    """Replay with the corpus index and with smaller parts of it; return the results, or why there are none."""
     corpus = study.store_set.corpus
     if corpus is None:
         return "there is no corpus index"
@@ -333,7 +333,7 @@ PAPER_METHOD = "hd-paper"
 
 @dataclass(frozen=True)
 class ClaimFinding:
-    """Claim of the Hierarchy Drafting paper, and what this data says about it."""
+    """Claim of the Hierarchy Drafting paper, and whether the report's data supports it."""
 
     claim: str
     holds: bool | None

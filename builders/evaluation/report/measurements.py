@@ -43,7 +43,7 @@ class BenchMeasurements:
         return scores_of(self.results, self.baseline)
 
     def speedups(self) -> Speeds:
-        """Return speedups over the baseline if one was named or plain decoding is missing, else over plain decoding."""
+        """Return speedups over plain decoding, or over the baseline if one was named or plain decoding is missing."""
         scores = self.scores
         compared = scores.comparisons[0] if self.baseline is None else scores.baseline
         methods = {
@@ -74,7 +74,7 @@ class BenchMeasurements:
         return Speeds(tuple(overall), methods)
 
     def shares(self) -> tuple[SourceShares, ...]:
-        """Return the source shares of all methods that drafted from more than one source."""
+        """Return the draft counts by source of each method that drafted from more than one source."""
         method_shares = (_shares(method, rows) for method, rows in self.results.answers.items())
         return tuple(shares for shares in method_shares if len(shares.sources) > 1)
 
@@ -158,7 +158,7 @@ Flags = npt.NDArray[np.bool_]
 
 
 def ngram_repeats(conversations: Sequence[Sequence[RecordedTurn]], store_set: StoreSet) -> Repeats | None:
-    """Return where the 4-grams of answers occurred before; None if every answer has fewer than four tokens."""
+    """Return how often the answers' 4-grams occurred before, by place and distance; None if there are no 4-grams."""
     hashes = [ngram_hashes(turn.answer) for turns in conversations for turn in turns]
     if not sum(map(len, hashes)):
         return None
@@ -195,7 +195,7 @@ def _texts(store_set: StoreSet) -> Iterator[tuple[str, npt.NDArray[Any]]]:
 
 
 def ngram_hashes(tokens: Sequence[int] | npt.NDArray[Any]) -> Hashes:
-    """Return a hash of each 4-gram."""
+    """Return the hash of each 4-gram of ``tokens``."""
     ids = np.asarray(tokens).astype(np.uint64)
     count = max(0, len(ids) - NGRAM + 1)
     hashes = np.zeros(count, np.uint64)

@@ -247,7 +247,7 @@ def write_page(folder: Path, page: Page) -> Path:
 
 
 def check_report_folder(folder: Path) -> None:
-    """Raise if the report cannot be written to the folder, before anything is measured."""
+    """Before anything is measured, raise if the report cannot be written to the folder."""
     with os_errors_as(ResultError, f"{folder} cannot be written", "choose another --report"):
         folder.mkdir(parents=True, exist_ok=True)
         names = [path.name for path in folder.iterdir() if PICTURE_NAME.fullmatch(path.name)]

@@ -1,4 +1,4 @@
-"""Plots: each function draws the data of one class on matplotlib axes, in the colors of a theme."""
+"""Plots: each function draws one of the report's data classes on matplotlib axes, in the colors of a theme."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ class Durations:
     answers: Mapping[str, tuple[tuple[int, float], ...]]
 
     def line(self, method: str) -> tuple[float, float]:
-        """Fit a least-squares line through a method's answers.
+        """Fit a least-squares line to the durations of a method's answers over their lengths.
 
         Returns ``(seconds per token, seconds before the first token)``.
         """
@@ -41,7 +41,7 @@ class Durations:
 
 @dataclass(frozen=True)
 class SourceCounts:
-    """What one source drafted in all steps of a method, and what was accepted."""
+    """What one source drafted in all steps of a method, and how much of it was accepted."""
 
     drafted: int
     accepted: int
@@ -72,7 +72,7 @@ class SourceShares:
 
 @dataclass(frozen=True)
 class Trial:
-    """Replay with one choice of sources."""
+    """Result of a replay with one choice of sources."""
 
     sources: str
     """Letters of the sources, in lookup order."""
@@ -135,7 +135,7 @@ class Repeats:
 
 @dataclass(frozen=True)
 class IndexSize:
-    """Replay with a corpus index of a given size."""
+    """Result of a replay with a corpus index of a given size."""
 
     tokens: int
     tokens_per_step: float
@@ -179,7 +179,7 @@ class Table:
 
     @classmethod
     def of(cls, title: str, columns: Mapping[str, str], rows: Iterable[Sequence[Any]], note: str = "") -> Table:
-        """Create a table of values; ``columns`` maps names to formats, and a None value is shown as ``-``."""
+        """Create a table of values; ``columns`` maps column names to format specs, and None is shown as ``-``."""
 
         def cells(row: Sequence[Any]) -> tuple[str, ...]:
             forms = columns.values()

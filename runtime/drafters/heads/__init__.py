@@ -1,2 +1,2 @@
-"""Trained drafting heads: Amphista (Li et al., 2024), its special case Medusa, Hydra, and a layer for multi-token
+"""Trained drafting heads: Amphista (Li et al., 2024), Medusa (a special case of it), Hydra, and a layer for multi-token
 prediction (MTP)."""

@@ -1,5 +1,7 @@
-"""Hydra heads, trained MTP layers, and the checkpoints of all heads: ``config.json`` and a safetensors file, which
-fit one model."""
+"""Hydra heads, trained MTP layers, and checkpoints of all kinds of heads.
+
+A checkpoint consists of ``config.json`` and a safetensors file, and fits only the model that it was trained on.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,7 @@ if TYPE_CHECKING:
 
 
 class HydraHeads(Heads):
-    """Heads, each of which reads all tokens from the chosen one to the one before the token that it predicts.
+    """Heads, each of which reads the token chosen by the target and all drafted tokens before the one that it predicts.
 
     Hydra++ puts a causal layer over the target's hidden states before the heads, which have more layers.
     """
@@ -90,7 +92,7 @@ class MtpHeads(Heads):
         self._shared: list[OutputLayer] = []
 
     def share(self, output: nn.Linear) -> None:
-        """Use the target's output layer without making it a parameter of this module."""
+        """Use the target's output layer without registering it as a submodule."""
         self._shared = [OutputLayer.of(output)]
 
     def output(self, head: int) -> OutputLayer:
@@ -125,7 +127,7 @@ class MtpHeads(Heads):
     def run(
         self, embedded: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, cache: Any, mask: torch.Tensor
     ) -> torch.Tensor:
-        """Return the hidden states ``[1, tokens, width]`` after each token; ``hidden`` holds those before each."""
+        """Return the hidden state after each token, ``[1, tokens, width]``; ``hidden`` holds the state before each."""
 
         def attended(keys: torch.Tensor, values: torch.Tensor) -> AttentionInputs:
             return *cache.update(keys, values, 0), mask
@@ -204,7 +206,7 @@ class SavedHeads:
     training: dict[str, Any]
 
     def save(self, folder: Path) -> None:
-        """Write the weights, then the settings, so that a folder with settings is complete."""
+        """Write the weights, then the settings, so that a folder that contains settings is complete."""
         from safetensors.torch import save
 
         settings = {
@@ -329,7 +331,7 @@ def embedding_width(model: PreTrainedModel) -> int:
 
 @torch.no_grad()
 def _init_outputs(heads: Heads, weight: torch.Tensor) -> None:
-    """Initialize the output layers with the target's output weights, or with their low-rank approximation."""
+    """Initialize the output layers with the target's output weights, approximated if ``rank`` is not 0."""
     outputs = [output for output in heads.outputs if isinstance(output, OutputLayer)]
     if not heads.config.rank:
         for output in outputs:
@@ -373,7 +375,7 @@ def read_settings(folder: Path) -> dict[str, Any]:
 
 
 def _formatted(value: Any, depth: int = 0) -> str:
-    """Return JSON in which every list is on one line."""
+    """Return ``value`` as JSON, with each list on a single line."""
     if not isinstance(value, dict) or not value:
         return json.dumps(value, ensure_ascii=False)
     inner = ",\n".join(f"{' ' * (depth + 1)}{json.dumps(key)}: {_formatted(value[key], depth + 1)}" for key in value)

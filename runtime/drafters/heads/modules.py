@@ -71,7 +71,7 @@ class HeadsKVCache:
 
 
 class IndexedHeadsKVCache:
-    """The KV cache of drafting heads in a captured pass, which reads the indices of new positions on the device."""
+    """The KV cache of drafting heads in a captured pass; the indices of new positions are in a tensor on the device."""
 
     def __init__(self, keys_values: torch.Tensor, indices: torch.Tensor, extent: int) -> None:
         """Attend to the first ``extent`` positions of ``keys_values`` under a causal mask."""
@@ -104,7 +104,7 @@ Attend = Callable[[torch.Tensor, torch.Tensor], AttentionInputs]
 
 @dataclass(frozen=True)
 class HeadsShape:
-    """Sizes of drafting heads that follow from their target."""
+    """Sizes of drafting heads, which depend on their target."""
 
     width: int
     """Width of the hidden states that the target's output layer reads."""
@@ -228,7 +228,7 @@ class Heads(nn.Module):
     """Drafting heads of a target; subclasses define how each head computes its state."""
 
     def __init__(self, shape: HeadsShape, config: HeadsConfig, outputs: int) -> None:
-        """``outputs`` is the number of output layers that belong to the heads themselves."""
+        """``outputs`` is the number of output layers that the heads do not share with the target."""
         super().__init__()
         self.shape, self.config = shape, config
         self.layers = nn.ModuleList(
@@ -260,7 +260,7 @@ class Heads(nn.Module):
     def along(
         self, hidden: torch.Tensor, embedded: torch.Tensor, rows: torch.Tensor, columns: torch.Tensor
     ) -> torch.Tensor:
-        """Return the heads' states ``[places, heads, width]`` at places in texts; the text after a place is its draft.
+        """Return the heads' states ``[places, heads, width]`` at places in texts, each followed by its draft.
 
         Place ``i`` is at ``rows[i]`` and ``columns[i]``.
 
@@ -282,7 +282,7 @@ class Heads(nn.Module):
         return stage_states
 
     def read(self, hidden: torch.Tensor, tokens: torch.Tensor, cache: HeadsKVCache) -> list[torch.Tensor]:
-        """Append new tokens to the cache; return the stages ``[1, width]`` of the last token."""
+        """Append new tokens to the cache; return the last token's ``stages``, each ``[1, width]``."""
         stages = [stage[0, -1:] for stage in self.stages(hidden[None], tokens[None], cache)]
         if self.layers:
             cache.length += len(hidden)
@@ -293,7 +293,7 @@ class Heads(nn.Module):
         return torch.stack([self.output(head)(states[:, head]) for head in range(self.config.heads)])
 
     def rotary(self, indices: Indices, bound: int, like: torch.Tensor) -> Rotary:
-        """Return the cosines and sines of rotary positions at ``indices``, all below ``bound``."""
+        """Return the rotary cosines and sines at positions ``indices``, which are all below ``bound``."""
         size = extent_for(bound)
         key = like.device, like.dtype, size
         if key not in self._tables:
@@ -321,7 +321,7 @@ class ParallelHeads(Heads):
         return self.states([stage[rows, columns] for stage in self.stages(hidden, embedded)])
 
     def states(self, stages: list[torch.Tensor]) -> torch.Tensor:
-        """Return the states ``[positions, heads, width]`` of the heads from stages ``[positions, width]``."""
+        """Return the heads' states ``[positions, heads, width]``; each of ``stages`` is ``[positions, width]``."""
         number = len(self.steps)
         mine = (stages[head * len(stages) // number] for head in range(number))
         states = torch.stack(
@@ -334,7 +334,7 @@ class ParallelHeads(Heads):
         return states
 
     def ahead(self, hidden: torch.Tensor, tokens: torch.Tensor, cache: HeadsKVCache) -> torch.Tensor:
-        """Append new tokens to ``cache``; return logits ``[heads, tokens]`` after the last token."""
+        """Append new tokens to ``cache``; return the logits ``[heads, draft vocabulary]`` after the last one."""
         return self.logits(self.states(self.read(hidden, tokens, cache)))[:, 0]
 
 

@@ -134,7 +134,7 @@ class HeadsState:
         self.begin([0])
 
     def begin(self, prompt: list[int]) -> None:
-        """Begin another answer, whose first input is the prompt. The target prefills the prompt next."""
+        """Begin the answer to ``prompt``, which the target must prefill next."""
         self._cache.restart()
         self._accepted.begin(prompt)
         self._proposed: Proposal | None = None
@@ -265,7 +265,7 @@ class HydraModule:
         return self._result.wait(new)
 
     def _start_path(self, stages: list[torch.Tensor], token: torch.Tensor) -> TopTokens:
-        """Make an accepted token row 0, where all paths begin, and rank the next tokens."""
+        """Store an accepted token as row 0, where all paths begin, and rank the next tokens."""
         self._before.copy_(stages[-1])
         self._paths[:1, 0].copy_(self._embed_normed(token))
         return self._best(0, self._paths[:1])
@@ -296,7 +296,7 @@ class HydraModule:
 
 
 class TrainedMtp(DraftPasses):
-    """An MTP layer trained by ``train-heads``; it drafts like an MTP layer of a checkpoint."""
+    """An MTP layer trained by ``train-heads``; it drafts like one from a model's checkpoint."""
 
     def __init__(self, heads: MtpHeads, target: Target) -> None:
         embed = target.model.get_input_embeddings()

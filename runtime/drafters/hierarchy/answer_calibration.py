@@ -1,4 +1,4 @@
-"""Corrects the probabilities of a tree's nodes by how predictable the answer has been so far.
+"""Corrects the probabilities of a tree's nodes according to how predictable the answer has been so far.
 
 Learned weights change slowly and apply to all answers. Within a few steps, a factor corrects them for an answer that is
 more or less predictable than the weights imply: how often its next token was drafted, relative to how often that was
@@ -22,14 +22,14 @@ GRAMMAR_NUMBER = SourceId.GRAMMAR.value
 
 @compiled
 def start_calibration(work: Any) -> None:
-    """Reset the factor to 1 for a new answer, and forget the last tree."""
+    """Reset the correction factor to 1 for a new answer, and forget the last tree."""
     work.hits[0] = work.hits[1] = EXPECTED_HITS
     work.grown = 0
 
 
 @compiled
 def calibrate(work: Any, nodes: int) -> None:
-    """Write the calibrated probabilities of a tree's nodes, or the original ones if a grammar's chain comes first."""
+    """Store the calibrated probabilities of a tree's nodes; a tree that begins with a grammar's chain keeps its own."""
     is_certain = nodes > 0 and work.sources[1] == GRAMMAR_NUMBER
     work.grown = 0 if is_certain else nodes
     factor = 1.0 if is_certain else min(MAX_FACTOR, work.hits[0] / work.hits[1])
@@ -39,7 +39,7 @@ def calibrate(work: Any, nodes: int) -> None:
 
 @compiled
 def count_hit(work: Any, token: int) -> None:
-    """Record whether the last tree contained the ``token`` after the root, even if its node was not verified."""
+    """Record whether the last tree had ``token`` as a child of the root, even if that node was not verified."""
     hit = expected = 0.0
     for node in range(1, work.grown + 1):
         if work.parents[node] == 0:

@@ -145,7 +145,7 @@ class CompiledSource(NamedTuple):
     """
 
     def row(self, first: int) -> tuple[int, ...]:
-        """Return the source's row in the table of sources, given the index of its first row of weights."""
+        """Return this source's row in the table of sources; ``first`` is the index of its first row of weights."""
         move = address_of(self.move, MOVE) if self.move else 0
         return self.name.value, first, self.lowest, -1, address_of(self.find, FIND), address_of(self.weigh, WEIGH), move
 
@@ -155,7 +155,7 @@ call_find, call_weigh, call_move = caller_of(FIND), caller_of(WEIGH), caller_of(
 
 @compiled
 def record_array_at(at: int, number: int, count: int, kind: Any) -> Array:
-    """Return the ``count`` records whose address is at index ``number`` in the array of addresses.
+    """Return the ``count`` records that start at the address stored at index ``number`` of the address array.
 
     The index is the number of a source, or a constant such as ``WORK_AT``.
     """
@@ -254,7 +254,7 @@ def weights_at(at: int) -> Any:
 
 @compiled
 def evidence_bucket(total: Any, spread: int) -> int:
-    """Return the weight bucket for evidence, given its total (by powers of two) and its spread."""
+    """Return the weight bucket for evidence with this ``total``, rounded down to a power of 2, and this ``spread``."""
     size, left = 0, total
     while left >= 2 and size < EVIDENCE_SIZES - 1:
         left >>= 1
@@ -269,7 +269,7 @@ def spread_of(total: Any, distinct: Any) -> int:
 
 @compiled
 def share_bucket(share: Any, share_unit: int) -> int:
-    """Return the weight bucket for a ranking, which depends on the share of the ranking's best token.
+    """Return the weight bucket for a ranking, given the ``share`` of its best token.
 
     ``share_unit`` is the sum of all shares.
     """
@@ -391,7 +391,7 @@ def _slot_of(work: Any, token: Any) -> Any:
 
 @compiled
 def _is_taken(work: Any, slot: Any) -> Any:
-    """Return True if a slot was filled in this round."""
+    """Return True if a slot was filled for the current node."""
     return work.slots[slot] >= work.round * MAX_CANDIDATES
 
 

@@ -275,7 +275,7 @@ class Hierarchy(Uncopyable):
         self.work["seed"] = ExponentialRace(seed or 0).seed
 
     def forget_tree(self) -> None:
-        """Record that the last tree was not verified as drafted: rows of logits do not match its nodes."""
+        """Record that the last tree was changed before verification, so that rows of logits do not match its nodes."""
         self._nodes = 0
 
     def draft(self, context: Sequence[int]) -> DraftTree:
@@ -353,7 +353,7 @@ class Hierarchy(Uncopyable):
         self._cost.observe(seconds + self._learning_seconds)
 
     def _verified_part(self, context: Sequence[int], size: int) -> DraftTree:
-        """Return the first ``size`` nodes of the grown tree, which will be verified."""
+        """Return the part of the grown tree that will be verified: its first ``size`` nodes."""
         self._nodes = size
         if not size:
             return DraftTree.bare(context[-1])

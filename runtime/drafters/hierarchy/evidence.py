@@ -270,7 +270,7 @@ def no_proposal() -> Array:
 
 
 def note_proposal(record: Any, source: SourceId, proposal: Proposal) -> None:
-    """Store the proposal of a trained drafter for the root and the paths below it."""
+    """Store a trained drafter's proposal: rankings of the tokens after the root and after paths below it."""
     record["source"], record["root"] = source, 0 if len(proposal.tokens) else NO_RANKING_AFTER
     number, best = proposal.tokens.shape
     record["tokens"][:number], record["shares"][:number] = NO_RANKING_AFTER, 0
@@ -286,7 +286,7 @@ def _proposed_at(at: int) -> Any:
 
 @compiled
 def ranking_after(record: Any, ranking: int, token: int) -> int:
-    """Return the ranking after ``token``, given the ``ranking`` for its position, or ``NO_RANKING_AFTER``."""
+    """Return the index of the ranking after ``token`` at the position of ``ranking``, or ``NO_RANKING_AFTER``."""
     if ranking == NO_RANKING_AFTER:
         return NO_RANKING_AFTER
     for rank in range(TOKENS_PER_RANKING):

@@ -137,7 +137,7 @@ def find_matches(table: Any, matches: Any, node: int, parent: int, tail: Array, 
 
 @compiled
 def add_short_matches(table: Any, matches: Any, node: int, tail: Array, suffix_hashes: Array) -> None:
-    """Add matches from the short chain that are shorter than all matches so far."""
+    """Search the chain of short n-grams for a node, and add matches that are shorter than all found so far."""
     num_longer = matches.count[0, node]
     _look_up(
         table, matches, node, SHORT_CHAIN, MAX_ROOT_MATCHES if node == 0 else MAX_NODE_MATCHES, tail, suffix_hashes
@@ -208,7 +208,7 @@ def _find_in_log(work: Any, matches: Any, log: int, node: int) -> None:
 
 @compiled
 def _inherit(matches: Any, log: int, node: int, parent: int, token: Any, tokens: Ints, end: Any) -> None:
-    """Copy those of the parent's matches that continue with the node's token."""
+    """Copy the parent's matches that continue with the node's token, each extended by this token."""
     count, mask = 0, len(tokens) - 1
     for at in range(matches.count[log, parent]):
         position = matches.positions[log, parent, at]
@@ -255,7 +255,7 @@ def _look_up(
 
 @compiled
 def _add_followers(matches: Any, log: int, first: int, node: int, tokens: Ints, max_order: int) -> None:
-    """Add the tokens after the matches from index ``first`` on, with n-gram orders capped at ``max_order``."""
+    """Add the token after each match from index ``first`` on, with an n-gram order of at most ``max_order``."""
     mask = len(tokens) - 1
     for at in range(first, matches.count[log, node]):
         token = tokens[matches.positions[log, node, at] & mask]

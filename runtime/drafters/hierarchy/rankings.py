@@ -82,7 +82,7 @@ class Rankings(Uncopyable):
 
     @property
     def max_ranked(self) -> int:
-        """Number of highest logits per row that the sources read."""
+        """Number of top logits that the sources read from each row."""
         return MAX_PREDICTED_TOKENS + 1 if self._uses_last else RANKING_TOKENS * self._uses_recycled
 
     def forget(self) -> None:
@@ -92,7 +92,7 @@ class Rankings(Uncopyable):
             self.recycled.begin_with(self._known, alone=not self._uses_recycled)
 
     def observe(self, accepted: Accepted, verified: Verified, nodes: RankedNodes | None) -> None:
-        """Read the logits of the root and each node; without ``nodes``, only the row after the last accepted token."""
+        """Read the logits of the root and each node; without ``nodes``, only those after the last accepted token."""
         if not len(verified):
             return
         if self._uses_last:
@@ -108,7 +108,7 @@ class Rankings(Uncopyable):
 
 @compiled
 def note_last_ranking(last: Any, root: int, tokens: Array, scores: Array) -> None:
-    """Store the top tokens of the row from which ``root`` was chosen, without the root itself."""
+    """Store the top tokens of the logits from which ``root`` was chosen, except ``root`` itself."""
     last.count = last.ahead = count = 0
     last.tokens[0, :] = NO_CHAIN_TOKEN
     shares = np.exp(LAST_SHARPNESS * (scores - scores[0]))
@@ -198,7 +198,7 @@ def note_neighbors(near: Any, depths: Array, probs: Array, tokens: Array, scores
 
 @compiled
 def _rank_of(named: Array, token: int) -> int:
-    """Return the index of a token in the padded list ``named``, or the number of tokens if it is not among them."""
+    """Return the index of a token in the padded list ``named`` or, if absent, the list's length without padding."""
     at = 0
     while at < MAX_NEIGHBOR_TOKENS and named[at] != token and named[at] != NO_CHAIN_TOKEN:
         at += 1
@@ -207,7 +207,7 @@ def _rank_of(named: Array, token: int) -> int:
 
 @compiled
 def weigh_agreement(work: Any, near: Any, position: int) -> None:
-    """Raise the probability of candidates that the neighboring ranking at their position holds, preserving the sum."""
+    """Raise the probabilities of candidates in the neighboring ranking at their position, preserving the sum of all."""
     before = total_probability(work)
     for rank in range(_rank_of(near.tokens[position], NO_CHAIN_TOKEN)):
         at, kind = candidate_index(work, near.tokens[position, rank]), 0

@@ -53,7 +53,7 @@ RECYCLED_NUMBER = SourceId.RECYCLED.value
 
 @compiled
 def expand(at: int, node: int, min_left: float, floor: float, truth: int) -> None:
-    """Interpolate from the highest n-gram order down, until less than ``min_left`` of the probability remains.
+    """Estimate the next token from the highest n-gram order down, until less than ``min_left`` probability is left.
 
     If ``truth`` is ``DRAFTING``, fill in the candidates, without contributions below ``floor``. If it is an emitted
     token, record the share that each order gives to this token instead.
@@ -126,7 +126,7 @@ def _adjust(at: int, node: int, left: float) -> None:
 
 @compiled
 def grow(at: int, max_nodes: int) -> int:
-    """Grow a tree of the ``max_nodes`` most probable nodes in the workspace; return the number of nodes."""
+    """Grow a tree of at most ``max_nodes`` nodes, the most probable ones, in the workspace; return their number."""
     work = work_at(at)
     start_clock(work)
     work.parents[0], work.depths[0], work.probs[0] = 0, 0, 1.0
@@ -158,7 +158,7 @@ def grow(at: int, max_nodes: int) -> int:
 
 @compiled
 def grow_all(at: Ints, max_nodes: Ints, grown: Ints) -> None:
-    """Grow a tree for each drafter, whose address is in ``at``, and write the trees' numbers of nodes to ``grown``."""
+    """Grow a tree for the drafter at each address in ``at``, and write each tree's number of nodes to ``grown``."""
     for row in range(len(max_nodes)):
         grown[row] = grow(at[row], max_nodes[row]) if max_nodes[row] > 0 else 0
 

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 class GrowingContext:
-    """Holds a context in an array that grows in place."""
+    """Holds a growing context in an array, to which each call appends only the new tokens."""
 
     def __init__(self) -> None:
         self._tokens = np.empty(0, np.int64)
@@ -203,7 +203,7 @@ class Lookahead:
 
     @property
     def num_observed(self) -> int:
-        """Number of last nodes of the branch after which ``observe`` needs the argmax."""
+        """Number of nodes at the end of the branch after which ``observe`` needs the argmax."""
         return self._width if self.is_full else len(self._rows[0])
 
     def observe(self, root: int, argmax: Ints) -> Ints:

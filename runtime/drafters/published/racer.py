@@ -205,7 +205,7 @@ def _after(trie: Any, tail: Ints, rows: Ints, lengths: Ints) -> int:
 
 @compiled
 def _collect(trie: Any, match: int, matched: int, nodes: Ints, counts: Ints, lengths: Ints, size: int) -> int:
-    """Merge the nodes below a match into ``nodes``, the most frequent ones so far, by count; return their number.
+    """Merge the nodes below a match into ``nodes``, which keeps the most frequent ones by count; return its size.
 
     Among nodes with equal counts, the shallower one comes first.
     """

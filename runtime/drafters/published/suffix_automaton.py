@@ -171,7 +171,7 @@ def _extend(automaton: Automaton, token: Any) -> None:
 
 @compiled
 def _reached(automaton: Automaton, state: Any, token: Any, target: Any) -> Any:
-    """Return the state of the longest substring of ``state`` followed by ``token``.
+    """Return the state for the longest substring of ``state``, extended by ``token``.
 
     This is the edge's ``target``, which is split if it also represents longer substrings.
     """
@@ -216,7 +216,7 @@ PRIOR_RATE, RATE_PRIOR_WEIGHT, RATE_WINDOW = 0.6, 10.0, 200.0
 
 
 class SamDecoding:
-    """Drafts one chain; all tokens share one estimate of the acceptance rate after an accepted token."""
+    """Drafts one chain; one acceptance rate, given that the previous token was accepted, serves for all its tokens."""
 
     def __init__(self, budget: Budget | None = None) -> None:
         self.seconds: dict[SourceId, float] = {SourceId.CONTEXT: 0.0}

@@ -153,7 +153,7 @@ def _best_tree(
     probs: Any,
     states: Ints,
 ) -> tuple[int, float]:
-    """Find the match whose tree has the highest score, write the tree, and return its size and score.
+    """Write the highest-scoring tree of all matches to the last four arguments; return its size and score.
 
     If no tree scores higher than ``score``, return 0 and ``score``.
     """
@@ -185,7 +185,7 @@ def _expand(
     probs: Any,
     states: Ints,
 ) -> int:
-    """Write the ``max_nodes`` most probable continuations of a state, best first; return the number of nodes."""
+    """Write the ``max_nodes`` most probable nodes below a state to the last four arguments; return their number."""
     size = node = 0
     parent, prob, at = np.int64(ROOT), 1.0, np.int64(state)
     while True:

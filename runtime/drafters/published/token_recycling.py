@@ -27,7 +27,7 @@ NO_RECYCLED_TOKEN = -1
 
 
 class TopTokens:
-    """Stores the latest ranking after each token of the vocabulary; memory is allocated with the first logits."""
+    """Stores the latest ranking after each token of the vocabulary; allocates memory when the first logits arrive."""
 
     def __init__(self) -> None:
         self.rows = np.empty((0, RECYCLED_PER_TOKEN), np.int64)

@@ -1,4 +1,4 @@
-"""Draft models: small models with the target's tokenizer, and Gemma 4 assistants that share its KV cache."""
+"""Draft models: small models with the target's tokenizer, and Gemma 4 assistants, which read the target's KV cache."""
 
 from __future__ import annotations
 
@@ -165,7 +165,7 @@ class AssistantModule:
         return self._pass(self._states[parents], tokens)
 
     def _pass(self, hidden: torch.Tensor, tokens: list[int]) -> Ranked:
-        """Rank the tokens after each of ``tokens``, given the hidden state before it; each token is a batch entry."""
+        """Rank the tokens that may follow each of ``tokens``, a batch row each, given the hidden state before it."""
         rows = len(tokens)
         ids = torch.tensor(tokens, device=hidden.device)[:, None]
         output = self._assistant(
@@ -194,7 +194,7 @@ class AssistantDrafter(SequentialDrafter):
 
 
 def layers_read(target: Target) -> dict[str, int]:
-    """Return, by attention type, the last layer of that type in the target that stores keys and values."""
+    """Return, for each attention type, the target's last layer of that type that stores keys and values."""
     storage = target.cache.storage
     kinds = getattr(target.config, "layer_types", None) or ()
     return {kind: layer for layer, kind in enumerate(kinds) if storage.layers[layer][0] is not NO_TENSOR}

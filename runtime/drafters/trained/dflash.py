@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 class DFlashDrafter:
-    """Drafts with a DFlash model for a target."""
+    """Drafts for a target with a DFlash model."""
 
     source = SourceId.DRAFTER
 

@@ -120,7 +120,7 @@ class FixedPace:
 
 
 class MeasuredPace:
-    """Extends as many paths as pay: a pass must add more expected tokens than steps yield in the same time."""
+    """Extends as many paths as pay off: a pass must add more expected tokens than steps yield in the same time."""
 
     def __init__(self, costs: LinearCost, log: PassLog) -> None:
         """``costs`` estimates the cost of the drafter's passes; ``log`` records the target's passes."""
@@ -140,7 +140,7 @@ class MeasuredPace:
 
     @property
     def _speed(self) -> float:
-        """Tokens per second so far, or one token per duration of the target's last pass if that is faster."""
+        """Tokens per second so far, but at least one token per duration of the target's last pass."""
         passes = 1 / self._log.last_seconds if self._log.last_seconds else 0.0
         return max(passes, self._tokens / self._seconds) if self._steps else passes
 
@@ -149,7 +149,7 @@ class MeasuredPace:
             self._costs.observe(rows, seconds)
 
     def note_step(self, tokens: int) -> None:
-        """Update the mean number of tokens and the mean seconds of a step, including drafting."""
+        """Update the mean number of tokens and the mean duration of a step; the duration includes drafting."""
         now, before = time.perf_counter(), self._last
         self._last = now
         if before is None:
@@ -175,7 +175,7 @@ def pace_for(target: Target, name: str, *, is_measured: bool) -> Pace:
 
 
 class LinearCost:
-    """Estimates the seconds of a pass as a base plus seconds per row, by linear regression with forgetting."""
+    """Estimates the duration of a pass as a constant plus a time per row, by linear regression with forgetting."""
 
     def __init__(self) -> None:
         self.observed = 0

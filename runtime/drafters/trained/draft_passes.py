@@ -139,9 +139,9 @@ class DraftPasses:
         return on_host(self._best_of(states))
 
     def extend(self, parents: list[int], tokens: list[int]) -> tuple[Array, Array]:
-        """Extend the path of each row in ``parents`` by a token.
+        """Extend the path of each row in ``parents`` by the corresponding token.
 
-        Return the best tokens after each of the tokens, and their probabilities.
+        Return the best tokens after each of ``tokens``, and their probabilities.
         """
         first = len(self._ancestors)
         for number, parent in enumerate(parents, start=first - 1):

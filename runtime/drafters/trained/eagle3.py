@@ -64,7 +64,7 @@ class EagleShape:
 
 
 class EagleLayer(nn.Module):
-    """A decoder layer whose attention reads the token's embedding and a hidden state, concatenated."""
+    """A decoder layer whose attention reads each token's embedding concatenated with a hidden state."""
 
     def __init__(self, shape: EagleShape) -> None:
         super().__init__()
@@ -120,7 +120,7 @@ class EagleLayer(nn.Module):
 
 
 class Eagle3(nn.Module):
-    """An EAGLE-3 drafter; it uses the target's embedding if the checkpoint has none."""
+    """An EAGLE-3 drafter; it uses the target's token embeddings if the checkpoint has none."""
 
     def __init__(self, shape: EagleShape, rotary: nn.Module) -> None:
         super().__init__()

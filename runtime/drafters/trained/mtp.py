@@ -109,7 +109,7 @@ class LibraryMtp:
         cache: Any,
         mask: torch.Tensor,
     ) -> torch.Tensor:
-        """Return a layer's hidden states ``[1, tokens, width]`` after each token; ``hidden`` has those before each."""
+        """Return a layer's state after each token, ``[1, tokens, width]``; ``hidden`` holds the state before each."""
         self._mask = mask
         return cast(torch.Tensor, self._layers.forward_layer(layer, hidden, positions, cache, input_ids=tokens))
 
@@ -161,7 +161,7 @@ def mtp_layers_of(model: PreTrainedModel) -> int:
 
 
 def patterns_of(model: PreTrainedModel) -> list[str]:
-    """Return patterns for the names of MTP tensors: those of the model's class, and one for layers after its last one.
+    """Return patterns for names of MTP tensors: those of the model's class, and one for layers numbered past its last.
 
     The patterns in transformers cover layers beyond the last one only for the layer counts of published models.
     """
@@ -195,7 +195,7 @@ def load_mtp(model: PreTrainedModel) -> LibraryMtp:
 
 
 def _tensors_of(model: PreTrainedModel) -> list[str]:
-    """Return the names of the tensors in a model's checkpoint; none if its files are not on this machine."""
+    """Return the names of the tensors in a model's checkpoint; an empty list if its files are not on this machine."""
     import json
 
     from safetensors import safe_open
@@ -328,7 +328,7 @@ class MtpLayersInTurn:
         return self._proposed
 
     def _read(self, layer: int, hidden: torch.Tensor, tokens: list[int]) -> torch.Tensor:
-        """Read ``tokens``, which follow ``_settled`` positions, into a layer's cache; return their hidden states."""
+        """Read ``tokens``, which follow the settled positions, into a layer's cache; return their hidden states."""
         window, parts = self._layers.window(layer), list[torch.Tensor]()
         for start in range(0, len(tokens), READ_CHUNK):
             ids = torch.tensor([tokens[start : start + READ_CHUNK]], device=self._device)

@@ -137,7 +137,7 @@ class RankedBlock:
         return block[:ranked].view(self._shape), block[ranked:].view(torch.float32)[:ranked].view(self._shape)
 
     def write(self, tokens: torch.Tensor, probs: torch.Tensor) -> None:
-        """Write the rankings of a pass to the first rows. This is captured as part of the pass."""
+        """Write the rankings of a pass to the buffer's first rows. The write is captured as part of the pass."""
         rows, best = tokens.shape
         self.tokens[:rows, :best].copy_(tokens)
         self.probs[:rows, :best].copy_(probs)
@@ -206,7 +206,7 @@ class TrainedDrafter(Protocol):
         ...
 
     def begin(self, prompt: list[int]) -> None:
-        """Begin another answer, whose first input is the prompt. The target prefills the prompt next."""
+        """Begin the answer to ``prompt``, which the target must prefill next."""
         ...
 
     def observe(self, accepted: Accepted, verified: Verified) -> None:

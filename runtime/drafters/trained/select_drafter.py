@@ -1,4 +1,4 @@
-"""Selects the trained drafter of a method (heads, MTP layers or a draft model) and drafts with it alone."""
+"""Selects a method's trained drafter (heads, MTP layers or a draft model), and drafts trees from that drafter alone."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ class StandaloneDrafter:
 
 
 class StaticTree:
-    """The tree that was chosen when the heads were evaluated."""
+    """Fixed shape of draft trees, chosen when the heads were evaluated."""
 
     def __init__(self, saved: SavedHeads) -> None:
         paths = [tuple(path) for path in saved.evaluation.tree]
@@ -147,7 +147,7 @@ def trained_drafter(
 def published_drafter(
     name: str, target: Target, tokenizer: TokenizerFingerprint | None = None, *, is_measured: bool
 ) -> TrainedDrafter:
-    """Return a drafter for a published checkpoint: one made for the target, or any small model.
+    """Return a drafter for a published checkpoint: a drafter trained for the target, or any small language model.
 
     If ``is_measured``, drafters that draft token by token run only the passes that save time.
     """
@@ -168,7 +168,7 @@ def published_drafter(
 
 
 def drafter_of(saved: SavedHeads, target: Target, *, is_measured: bool) -> TrainedDrafter:
-    """Return the drafter for these heads, which draft in parallel or token by token."""
+    """Return the drafter that runs the heads: in parallel or token by token, depending on their class."""
     if isinstance(saved.heads, ParallelHeads):
         return HeadsState(saved, target)
     return sequential_drafter(saved, target, is_measured=is_measured)
@@ -187,7 +187,7 @@ def trained_alone(
 
 
 def gate_for(config: DecodeConfig, target: Target) -> TrainedGate:
-    """Return the gate that all drafters of a method share for this target."""
+    """Return the ``TrainedGate`` that all drafters of ``config.method`` for this target share."""
     return loaded_once(target, f"{config.method}: gate", TrainedGate)
 
 

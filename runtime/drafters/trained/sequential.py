@@ -31,7 +31,7 @@ READ_AFTER_PAUSE = 128
 
 
 class QueuedTokens(NamedTuple):
-    """Accepted tokens, each with the hidden state that it was chosen from, ``[tokens, width]``."""
+    """Accepted tokens, and the hidden states ``[tokens, width]`` from which they were chosen."""
 
     hidden: torch.Tensor
     tokens: list[int]
@@ -67,7 +67,7 @@ class AcceptedTokens:
         self._queued.append((hidden if hidden is NO_HIDDEN else select_rows(hidden, rows), accepted.tokens))
 
     def take(self) -> QueuedTokens:
-        """Empty the queue and return its contents, after a long pause only the last ``READ_AFTER_PAUSE`` tokens."""
+        """Empty the queue and return its contents, or only the last ``READ_AFTER_PAUSE`` tokens after a long pause."""
         steps = len(self._queued)
         hidden = torch.cat([rows for rows, _ in self._queued]) if steps > 1 else self._queued[0][0]
         tokens = [token for _, chosen in self._queued for token in chosen]
@@ -91,7 +91,7 @@ NO_RANKING: Ranked = np.full((1, 1), NO_RANKING_AFTER), np.zeros((1, 1))
 
 
 class SequentialModule(Protocol):
-    """Ranks the tokens that may follow a draft path, given the path's last token and the state before that token."""
+    """Ranks the tokens that may follow a draft path, given its last token and the hidden state before that token."""
 
     @property
     def passes(self) -> int:
@@ -107,14 +107,14 @@ class SequentialModule(Protocol):
         ...
 
     def read(self, hidden: torch.Tensor, tokens: list[int]) -> Ranked:
-        """Read accepted tokens with the hidden states before them, and rank the tokens that follow the last one.
+        """Read accepted tokens, each with the hidden state before it, and rank the tokens that may follow the last one.
 
         The first token of the prompt has no hidden state before it and is left out.
         """
         ...
 
     def extend(self, parents: list[int], tokens: list[int]) -> Ranked:
-        """Extend the path of each row in ``parents`` by a token, and rank the tokens that follow.
+        """Extend the path of each row in ``parents`` by the corresponding token, and rank the tokens that may follow.
 
         Row 0 is the last token read; ``extend`` numbers its rows consecutively after it. All rows of one call are at
         the same depth.
@@ -193,7 +193,7 @@ class SequentialDrafter:
         return self._proposed
 
     def _store_rankings(self, ranked: Ranked, first: int, depth: int, path_probs: Array | float) -> int:
-        """Store rankings from row ``first`` on; return the number of the first row after them."""
+        """Store rankings in consecutive rows, starting with row ``first``; return the index of the next free row."""
         tokens, probs = ranked
         rows, best = first + len(tokens), tokens.shape[1]
         self._tokens[first:rows], self._probs[first:rows], self._after[first:rows] = (
@@ -208,7 +208,7 @@ class SequentialDrafter:
         return rows
 
     def _choose_extensions(self, first: int, rows: int, max_nodes: int) -> Array:
-        """Choose which tokens of the rankings in rows ``first`` to ``rows - 1`` to extend.
+        """Choose the tokens to extend from the rankings in rows ``first`` to ``rows - 1``.
 
         Return the flat indices of the chosen tokens in these rankings, best first.
 
@@ -229,7 +229,7 @@ class SequentialDrafter:
         self._pace.note_pass(rows, seconds)
 
     def _calibrate(self, accepted: Accepted) -> None:
-        """Update the calibration from the last proposal's rankings along the accepted tokens, once per proposal."""
+        """Calibrate by comparing the last proposal's rankings with the accepted tokens, once per proposal."""
         proposed, self._proposed = self._proposed, None
         if proposed is None:
             return

@@ -73,7 +73,7 @@ _mask, _bound_and_mask = _masked(caps=False), _masked(caps=True)
 
 
 def _weighted_sum(queries: int, vectors: int) -> Any:
-    """Return an intrinsic that adds the weighted values of ``count`` positions to the ``sums`` of ``queries`` queries.
+    """Return an intrinsic that adds the weighted values of ``count`` positions to ``sums``, for ``queries`` queries.
 
     The intrinsic reads ``vectors`` vectors of each value, and adds each query's weights to ``totals``.
     """
@@ -133,7 +133,7 @@ WIDE = 4 * LANES
 
 @compiled
 def block_queries(heads: int, threads: int) -> int:
-    """Return the number of queries per block; ``heads`` counts the key heads of all sequences together."""
+    """Return the number of queries per block; ``heads`` is the total number of key heads of all sequences."""
     return MAX_BLOCK_QUERIES if threads < 2 or heads % threads == 0 or heads >= 4 * threads else BLOCK_QUERIES
 
 
@@ -145,7 +145,7 @@ def query_blocks(rows: int, groups: int, block_size: int) -> int:
 
 @compiled
 def attention_scratch_size(positions: int, width: int, block_size: int) -> int:
-    """Return the scratch memory that ``attend`` needs, in float32 values."""
+    """Return how many float32 values of scratch memory ``attend`` needs."""
     padded = (positions + LANES - 1) // LANES * LANES
     return block_size * (padded + width + width // LANES + 1) + padded
 
@@ -255,7 +255,7 @@ def _first_visible(row_positions: Any, first: int, end: int, window: int, length
 
 @compiled
 def _mask_before(mask_values: Any, row_positions: Any, lowest: int, begin: int, length: int) -> None:
-    """Hide the positions before ``lowest``, the first one in a row's window."""
+    """Mask the positions before ``lowest``, which is the first position in a row's window."""
     for column in range(begin, min(lowest, length)):
         mask_values[column] = MASKED_SCORE
     if lowest > length:

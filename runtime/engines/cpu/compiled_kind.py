@@ -91,7 +91,7 @@ class MatmulRows(NamedTuple):
 
 
 def matmuls_of(part: LayerParts[CompiledLinear]) -> dict[int, MatmulRows]:
-    """Return a decoder layer's matmuls by the index of their first field in the layer's record."""
+    """Return a decoder layer's matmuls, keyed by the index of their first field in the layer's record."""
     keys, inner = part.heads * part.width, part.inner
     sizes = keys * part.groups, keys, keys
     inputs = _split(part.qkv, sizes if part.kv_source is None else sizes[:1])
@@ -104,7 +104,7 @@ def matmuls_of(part: LayerParts[CompiledLinear]) -> dict[int, MatmulRows]:
 
 
 def has_compiled_experts(part: LayerParts[CompiledLinear], family: Family) -> bool:
-    """Return True if compiled code can route and compute a layer's experts, or if the layer has none."""
+    """Return True if compiled code can compute a layer's router and experts, or if the layer has no experts."""
     block: Any = part.experts
     if part.added_mixture:
         return type(part.added_mixture.experts) is CompiledExperts
@@ -124,7 +124,7 @@ def has_compiled_experts(part: LayerParts[CompiledLinear], family: Family) -> bo
 
 
 def packed_experts(part: LayerParts[CompiledLinear]) -> Iterator[PackedMatrix]:
-    """Yield a layer's packed expert matrices in which each expert's rows fill whole panels."""
+    """Yield those of a layer's packed expert matrices in which each expert's rows fill whole panels."""
     experts: Any = (
         part.added_mixture.experts if part.added_mixture else cast(Any, part.experts).experts if part.experts else None
     )
@@ -161,7 +161,7 @@ OUTLINE = cast(
 
 
 def may_be_compiled(settings: Any) -> bool:
-    """Return True if the engine may support a model with this configuration, judging by the model's modules.
+    """Return True if the engine may support a model with this configuration, judging by the modules built from it.
 
     Also return True if the modules can't be built from the configuration. When the model is loaded, ``compile_cpu``
     decides by comparing results with Transformers'.

@@ -44,7 +44,7 @@ class CompiledModel:
         self.check(again=False)
 
     def check(self, *, again: bool = True) -> None:
-        """Update ``is_current`` before a prompt; without ``again``, reuse the result of the last weight comparison."""
+        """Update ``is_current`` before a prompt; unless ``again`` is set, reuse the last weight comparison's result."""
         if again:
             self._set_unchanged(self._recorded.is_same())
         if self._is_same:
@@ -77,7 +77,7 @@ class CompiledModel:
         return bool(self.table.mixers)
 
     def watch_hidden(self, layers: tuple[int, ...]) -> None:
-        """From now on, make each pass return hidden states followed by the outputs of these layers.
+        """From now on, make each pass return its final hidden states, followed by the outputs of these layers.
 
         Hooks that already watch the model no longer count as changes.
         """
@@ -119,7 +119,7 @@ class CompiledModel:
     def verify(
         self, cache: Cache, trees: Sequence[DraftTree], options: Sequence[PassOptions] = ()
     ) -> list[Verified] | None:
-        """Verify one tree in each of the first slots; return None if the engine can't compute the pass."""
+        """Verify one tree per slot, from the first slot on; return None if the engine can't compute the pass."""
         passes, count, started = self._passes_for(len(cache.slots)), len(trees), time.perf_counter()
         if self.table.mixers:
             for slot in cache.slots[:count]:

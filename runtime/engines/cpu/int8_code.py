@@ -1,4 +1,4 @@
-"""Generates integer dot products with the processor's best instruction, and defines the formats of weight panels.
+"""Generates code for integer dot products with the processor's best instruction, and defines weight panels' formats.
 
 A panel stores the weights of ``PANEL_ROWS`` rows in parts of 32 columns: first the lowest four bits of each level, with
 four columns of a row per lane, then the remaining bits. The weights of a part are ``scale * (level - offset) +
@@ -71,7 +71,7 @@ class PanelFormat:
 
     @property
     def header(self) -> int:
-        """Size of a header in bytes: a scale for each row, followed by the minima if there are any."""
+        """Size in bytes of a header, which holds each row's scale, followed by each row's minimum, if any."""
         return self.scale_size * PANEL_ROWS * (1 + self.has_minima)
 
     @property
@@ -185,7 +185,7 @@ class IntegerCode(VectorCode):
         self.dot = dot
 
     def constant(self, number: int, kind: Any = OCTET, lanes: int = PLANE) -> Any:
-        """Return a constant in all lanes."""
+        """Return a vector with the same constant in all lanes."""
         return self.integers([number] * lanes, kind)
 
     def broadcast(self, address: Any, kind: Any) -> Any:
@@ -202,7 +202,7 @@ class IntegerCode(VectorCode):
         return self.builder.bitcast(self.lane(words, lane, PANEL_ROWS), OCTETS)
 
     def added_products(self, levels: Any, inputs: Any, added: Any) -> Any:
-        """Add four products per lane with ``sdot``, one NEON register at a time."""
+        """Add the sum of four products per lane to ``added`` with ``sdot``, one NEON register at a time."""
         octets, words = ir.VectorType(OCTET, ARM_REGISTER), ir.VectorType(WORD, WORDS_OF_REGISTER)
         registers = [
             self.call(
@@ -240,7 +240,7 @@ class IntegerCode(VectorCode):
 
 
 class DotProduct:
-    """Generates a dot product of levels and signed inputs in each lane. Levels are unsigned, except with ``sdot``."""
+    """Generates code for a dot product of levels and signed inputs per lane. Levels are signed only with ``sdot``."""
 
     def __init__(self, code: IntegerCode, largest: int) -> None:
         """``largest`` is the largest level that may be passed to ``add``."""

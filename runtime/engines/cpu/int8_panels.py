@@ -74,7 +74,7 @@ def int8_matmul_of(kind: MatrixKind) -> Any:
 
 @shared(TILE, TILE_PREFIX)
 def _tile_of(kind: MatrixKind) -> Any:
-    """Return the function that multiplies a format's panels by tiles of rows."""
+    """Return the function that multiplies a panel of a format by a tile of rows."""
 
     def multiply_tile(panel: int, columns: int, records: int, outputs: int, output_stride: int, rows: int) -> None:
         """Multiply a panel by up to ``INT8_TILE_ROWS`` quantized rows."""
@@ -85,7 +85,7 @@ def _tile_of(kind: MatrixKind) -> Any:
 
 @shared(QUANTIZE, QUANTIZE_PREFIX)
 def _quantize_of(kind: MatrixKind) -> Any:
-    """Return the function that quantizes a row for a format."""
+    """Return the function that quantizes an input row for a format's matmul."""
 
     def quantize(read: int, columns: int, written: int) -> None:
         quantize_row(read, kind, columns, written)
@@ -239,7 +239,7 @@ def _by_panel(items: Bytes) -> Bytes:
 
 
 def _factors(rows: Bytes, name: str) -> list[Bytes]:
-    """Return the integers that multiply the block's scales and minimum in each part, as arrays ``[rows, blocks, n]``.
+    """Return the integers by which each part multiplies its block's scales and minimum: arrays ``[rows, blocks, n]``.
 
     ``n`` is the number of parts. The list is empty for formats without such integers.
     """
@@ -290,7 +290,7 @@ def _shifted(octets: Bytes, bits: int) -> Bytes:
 
 
 def _bits(levels: Bytes, high_bits: int) -> list[Bytes]:
-    """Pack the levels' lower four bits, two columns per byte, and their upper bits, as many columns per byte as fit.
+    """Pack the levels' lower four bits at two columns per byte, and the upper bits at as many columns per byte as fit.
 
     Each result has the shape ``[rows, blocks, parts, planes, QUAD]``.
     """
@@ -302,7 +302,7 @@ def _bits(levels: Bytes, high_bits: int) -> list[Bytes]:
 
 
 def _joined(quads: Bytes, bits: int) -> Any:
-    """Pack ``8 // bits`` quads into the bytes of one quad."""
+    """Pack every ``8 // bits`` quads into the four bytes of one quad."""
     per_byte = 8 // bits
     count = quads.shape[-2] // per_byte
     if bits == 4:  # low bits hold the first half of the part, high bits the second

@@ -51,7 +51,7 @@ ROUNDING, ROUNDING_BITS = 12582912.0, 0x4B400000
 
 @generated(types.int64, None, types.int64, types.int64)
 def quantize_row(builder: Any, read: Any, kind: Any, columns: Any, written: Any) -> None:
-    """Quantize a row of float32 values to int8, one record per part."""
+    """Quantize a row of float32 values to int8, and write one record per part."""
     code = IntegerCode(builder, ANY_PROCESSOR)
     form = panel_format(FORMAT_OF_TYPE[kind])
     numbers, records = builder.inttoptr(read, FLOAT.as_pointer()), builder.inttoptr(written, BYTES)
@@ -95,7 +95,7 @@ def _largest(code: IntegerCode, vectors: list[Any]) -> Any:
 
 
 def _zero_or_nan(code: IntegerCode, vectors: list[Any]) -> Any:
-    """Return NaN if any value is infinite or NaN, so that outputs become NaN, and otherwise 0."""
+    """Return 0, or NaN if any value is infinite or NaN, so that the outputs become NaN as well."""
     zero = ir.Constant(FLOATS, [0.0] * PANEL_ROWS)
     products = zero
     for vector in vectors:
@@ -210,7 +210,7 @@ class _Part:
         return [self._code.table_lookup(table, indices)]
 
     def _eight_bits(self, low: Any, high: Any) -> Any:
-        """Return levels of eight bits; if they are signed, the offset is already subtracted."""
+        """Join lower and upper bits to 8-bit levels; if levels are signed, subtract the offset."""
         levels = self._or(low, self._shifted(high, LOW_BITS))
         return self._code.builder.xor(levels, self._code.constant(SIGN)) if self._signed else levels
 
@@ -236,7 +236,7 @@ class _Part:
         return self._code.builder.and_(octets, self._code.constant(mask))
 
     def _shifted(self, octets: Any, left: int) -> Any:
-        """Shift pairs of bytes, because no processor shifts single bytes; callers mask the bits that cross over."""
+        """Shift bytes in pairs, because x86 cannot shift single bytes; callers mask the bits that cross over."""
         builder, kind = self._code.builder, ir.VectorType(SHORT, PLANE // 2)
         if left == 0:
             return octets
@@ -281,7 +281,7 @@ def panel_bytes(builder: Any, kind: Any, columns: Any) -> Any:
 
 
 def _totals(code: IntegerCode, form: PanelFormat, weights: _Part, read: list[Any]) -> list[list[Any]]:
-    """Return each input row's integer dot products with a part: one per scale of the part."""
+    """Return the integer dot products of each input row with a part, one for each of the part's scales."""
     planes = 2 if form.level_bits > MAX_PAIR_BITS and code.dot == DOT_OF_PAIRS else 1
     bits = LOW_BITS if planes == 2 else form.level_bits
     largest = (1 << bits) - 1

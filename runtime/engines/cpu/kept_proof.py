@@ -75,7 +75,7 @@ class KeptProof:
     """One model's proof, stored in hdtool's home folder for the current machine and settings."""
 
     def __init__(self, config: ModelConfig, settings: Any, family: type, files: Iterable[Path]) -> None:
-        """``settings`` is the model's configuration, ``family`` the model's class, and ``files`` all of its files."""
+        """``settings`` is the model's configuration, ``family`` the model's class, and ``files`` the model's files."""
         code = Path(str(sys.modules[family.__module__].__file__))
         self.record = CachedValue(
             proofs_at_home(),

@@ -180,7 +180,7 @@ NORM, APPEND, ATTEND, ADD_MIXER_OUTPUT, GATE, ADD_MLP_OUTPUT, SPLIT, GATE_HEADS,
 
 @cache
 def step_function() -> Any:
-    """Return the C function that computes any step between matmuls.
+    """Return the C function that computes any of a layer's steps between its matmuls.
 
     A call computes the units from ``first`` to ``end``, so that threads can share a step. Units are blocks of queries
     for ``ATTEND`` and rows otherwise.
@@ -252,7 +252,7 @@ def _gate_input(pass_record: Record, layer: Record, gate: int, first: int, end: 
 
 @compiled
 def _offsets(pass_record: Record) -> Ints:
-    """Return the first row of each sequence, followed by the total number of rows."""
+    """Return the index of each sequence's first row, followed by the total number of rows."""
     return array_at(pass_record[ROW_OFFSETS], (pass_record[SLOTS] + 1,), types.int64)
 
 
@@ -380,7 +380,7 @@ def _widest(layers: Record) -> tuple[int, int]:
 
 @compiled
 def layers_scratch_size(pass_record: Record, layers: Record, positions: int) -> int:
-    """Return the scratch memory that ``compute_layers`` needs for up to ``positions`` positions, in float32 values."""
+    """Return how many float32 values of scratch memory ``compute_layers`` needs for up to ``positions`` positions."""
     rows, attention_scratch = pass_record[TOTAL_ROWS], 0
     queries, keys = _widest(layers)
     row_scratch_size = pass_record[HIDDEN] + 2 * (queries + keys) + 2 * pass_record[INNER]
@@ -445,7 +445,7 @@ def _add_shared(pass_record: Record, layer: Record, rows: int, mixed: int, outpu
 
 @compiled
 def compute_layers(pass_record: Record, layers: Record, starts: Ints, hidden: int, scratch: int) -> None:
-    """Compute the layers, updating the rows at ``hidden`` in place and writing to the KV cache from ``starts`` on."""
+    """Compute the layers: update the rows at ``hidden`` in place, and write to the KV cache from ``starts`` on."""
     rows = pass_record[TOTAL_ROWS]
     max_queries, max_keys = _widest(layers)
     hidden_size, inner_size = rows * pass_record[HIDDEN], rows * pass_record[INNER]

@@ -121,7 +121,7 @@ def multiply(pass_record: Record, layer: Record, which: int, inputs: int, rows: 
 
 @compiled
 def multiply_by(pass_record: Record, layer: Record, field: int, inputs: int, rows: int, outputs: int) -> None:
-    """Multiply ``rows`` rows at ``inputs`` by the matrix whose fields begin at ``field``, into ``outputs``."""
+    """Multiply ``rows`` rows at ``inputs`` by the matrix whose fields begin at ``field``; write to ``outputs``."""
     matmul, matrix, out_features, columns, bias = layer[field : field + MATMUL_FIELDS]
     parallel_matmul(
         pass_record[THREAD_POOL],
@@ -150,7 +150,7 @@ def compute_step(
     units: int,
     work: int,
 ) -> None:
-    """Run ``step`` of the C function at ``function`` for all ``units``, on the thread pool if ``work`` is large enough.
+    """Run ``step`` of the C function at ``function`` for ``units`` units, on the thread pool if ``work`` is large.
 
     The meaning of ``one``, ``two`` and ``three``, mostly addresses, depends on the step.
     """
@@ -173,7 +173,7 @@ INPUT_FIELDS = INPUT_SCALE + 1
 
 @compiled
 def layer_inputs_size(stride: int, rows: int) -> int:
-    """Return the memory that ``compute_layer_inputs`` writes, in float32 values: all rows' inputs and one more row."""
+    """Return how many float32 values ``compute_layer_inputs`` writes: all rows' inputs and one more row."""
     return (rows + 1) * stride
 
 
@@ -181,7 +181,7 @@ def layer_inputs_size(stride: int, rows: int) -> int:
 def compute_layer_inputs(
     pass_record: Record, record_at: int, ids_at: int, rows: int, embedded: int, written: int
 ) -> None:
-    """Write the per-layer inputs of ``rows`` tokens to ``written``, which needs room for one more row.
+    """Write the per-layer inputs of ``rows`` tokens to ``written``, which needs room for ``rows + 1`` rows.
 
     ``record_at``, ``ids_at`` and ``embedded`` are the addresses of the inputs' record, the token ids and the main
     embeddings.

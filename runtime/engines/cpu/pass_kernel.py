@@ -78,7 +78,7 @@ IN_CACHE = 1 << 17
 
 @cache
 def embedding_of(kind: MatrixKind, size: int) -> Any:
-    """Return the C function that expands a format's embeddings; callers must keep it alive while using its address."""
+    """Return the C function that reads a format's embeddings; callers must keep it alive while using its address."""
     unpack_of(kind)
 
     @cfunc(types.void(*[types.int64] * MATMUL_ARGUMENTS), cache=True)
@@ -95,7 +95,7 @@ def embedding_of(kind: MatrixKind, size: int) -> Any:
 
 @compiled
 def pass_scratch_size(pass_record: Record, layers: Record, rotary_types: int, positions: int) -> int:
-    """Return the scratch memory that ``compute_pass`` needs, in float32 values."""
+    """Return how many float32 values of scratch memory ``compute_pass`` needs."""
     before = rotary_types * _rotary_size(pass_record) + layer_inputs_size(
         pass_record[INPUTS_STRIDE], pass_record[TOTAL_ROWS]
     )
@@ -118,9 +118,9 @@ def compute_pass(
     hidden: int,
     scratch: int,
 ) -> bool:
-    """Compute a pass, writing normalized hidden states and logits; return False for unknown ids or positions.
+    """Compute a pass and write normalized hidden states and logits; return False for unsupported ids or positions.
 
-    Placeholder ids count as unknown. ``forced_tokens`` is empty or holds, for each row, the only token that can follow
+    Placeholder ids are unsupported. ``forced_tokens`` is empty or holds, for each row, the only token that can follow
     the row, or a negative number if several tokens can.
     """
     rows, pass_record[ACTIVE_EXPERTS] = pass_record[TOTAL_ROWS], 0
@@ -214,7 +214,7 @@ def _bound(outer: Record, logits: int, count: int) -> None:
 
 @compiled
 def _project(pass_record: Record, outer: Record, rows: int, normed: int) -> None:
-    """Write the logits of normalized rows, and the logits' folded maxima if ``MAXIMA`` isn't 0."""
+    """Write the logits of normalized rows, and the maxima that ``fold`` computes from them if ``MAXIMA`` isn't 0."""
     width, out_features = pass_record[HIDDEN], outer[OUT_FEATURES]
     matmul = (
         outer[PROJECT],
@@ -348,7 +348,7 @@ def compute_tree(
     maxima for top-k are written as well. With ``advances``, mixers' states advance past the last row.
 
     Return ``(length, is_finite)``: the length of the argmax walk, and True if the walk's logits are finite. Without
-    ``walks``, return ``(0, True)``; for unknown tokens or positions, ``(-1, False)``.
+    ``walks``, return ``(0, True)``; for unsupported ids or positions, ``(-1, False)``.
     """
     record, rows = array_at(at, 1, TREE_PASS)[0], len(tokens) + 1
     record.outer_record[FIRST], record.pass_record[ADVANCES] = first, advances
@@ -370,7 +370,7 @@ def compute_trees(
     ranks: bool,
     walk_results: Array,
 ) -> bool:
-    """Compute a pass over one tree in each slot, padded to ``min_rows``; return False for unknown tokens or positions.
+    """Compute a pass over one tree in each slot, padded to ``min_rows``; return False for unsupported ids or positions.
 
     ``tree_headers`` has a header for each tree. Each tree's row of ``walk_results`` is set to the length of the walk
     and 1 if the walk's logits are finite, or to zeros if no walk is wanted. Padding rows get no logits. See
@@ -441,7 +441,7 @@ def _place_tree(record: Any, slot: int, root: int, tokens: Array, parents: Array
 
 @compiled
 def _records_of(record: Any) -> tuple[Record, Record]:
-    """Return the two arrays nested in a tree pass's record as ordinary arrays.
+    """Return the pass record and the outer record, which are nested in a tree pass's record, as ordinary arrays.
 
     Nested arrays have their own type in numba, so numba would compile the pass again for them.
     """
@@ -455,7 +455,7 @@ def _records_of(record: Any) -> tuple[Record, Record]:
 def _compute(record: Any, thread_pool: int, slots: int, rows: int, forced_tokens: Array, ranks: bool) -> bool:
     """Compute the pass over the trees that ``_place_tree`` wrote, of which the largest has ``rows`` rows.
 
-    Return False for unknown tokens or positions.
+    Return False for unsupported ids or positions.
     """
     pass_record, outer_record = _records_of(record)
     pass_record[ROW_OFFSETS], pass_record[TOTAL_ROWS] = (

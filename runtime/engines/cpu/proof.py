@@ -227,7 +227,7 @@ class _LayerProof:
         return True
 
     def _expected(self, number: int, hidden: torch.Tensor, case: Case) -> torch.Tensor | None:
-        """Return the output of Transformers' layer, or None if the compiled layer's output, keys or states differ."""
+        """Return the output of Transformers' layer, or None if the compiled layer's output, cache or states differ."""
         storage, cache, positions, masks, _, trees = case
         part = self._parts.layers[number]
         mask = masks[self._windows[number]] if isinstance(masks, dict) else masks
@@ -282,7 +282,7 @@ class _LayerProof:
 
     @contextmanager
     def _over(self, part: LayerParts[CompiledLinear], case: Case) -> Iterator[StatesOfPass | None]:
-        """Make Transformers' mixer compute the case's trees within this block; yield None if either is missing."""
+        """Make Transformers' mixer compute the case's trees within this block; yield None without a mixer or trees."""
         storage, cache, *_, trees = case
         recurrent = self._target.stock.recurrent
         if not (part.mixer and trees and recurrent and storage.states):
@@ -292,7 +292,7 @@ class _LayerProof:
             yield states
 
     def _compiled(self, number: int, hidden: torch.Tensor, case: Case) -> torch.Tensor:
-        """Return a compiled layer's output, writing to the KV cache and advancing the states along each tree's path."""
+        """Return a compiled layer's output; write to the KV cache and advance the states along each tree's path."""
         storage, cache, positions, _, mask, trees = case
         slots, new = positions.shape
         _, starts = cache.room_for(new)
@@ -364,7 +364,7 @@ def _has_same_inputs(target: Target, compiled: CompiledModel, parts: CompiledPar
 
 
 def _has_same_logits(target: Target, compiled: CompiledModel, parts: CompiledParts) -> bool:
-    """Return True if whole passes give Transformers' logits when both models have only the first layer.
+    """Return True if compiled passes give the same logits as Transformers when both compute only the first layer.
 
     The other layers have been compared on their own.
     """
@@ -394,7 +394,7 @@ def _first_layer_alone(parts: CompiledParts) -> Iterator[None]:
 
 
 def _logits_of_passes(target: Target) -> list[torch.Tensor]:
-    """Return the logits of a tree, of a root after one of the tree's nodes was accepted, and of a continued prompt."""
+    """Return the logits of a tree, of a root after two of the tree's nodes were accepted, and of a continued prompt."""
     cache, context = target.allocate(), some_context(SHORT_CONTEXT, target.vocabulary)
     target.prefill(cache, 0, context)
     of_tree = target.verify(cache, [PROOF_TREE])[0].logits.clone()

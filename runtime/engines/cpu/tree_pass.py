@@ -307,7 +307,7 @@ class TreePass:
         return view
 
     def _hidden(self, first: int, rows: int) -> torch.Tensor | None:
-        """Return the rows' hidden states after the final norm and each watched layer, or None if none are watched."""
+        """Return the rows' hidden states after the final norm and each watched layer, or None if nothing is watched."""
         table = self._table
         if not table.watches_hidden:
             return None

@@ -79,7 +79,7 @@ class MixerTable:
                 self._taps[number] = weight.clone(memory_format=torch.contiguous_format)
 
     def fits(self, states: States) -> bool:
-        """Return True if ``states`` are exactly those of these mixers, in the layout that compiled code reads."""
+        """Return True if ``states`` are exactly the states of these mixers, in the layout that compiled code reads."""
         expected: dict[StateName, tuple[int, ...]] = {}
         for number, mixer in self._mixers.items():
             expected[StateName(number, CONV, 0)] = mixer.channels, mixer.taps
@@ -197,7 +197,7 @@ class WeightTable:
         return bool(self._panels)
 
     def watch(self, layers: tuple[int, ...]) -> None:
-        """Make later passes return hidden states, followed by the outputs of ``layers``."""
+        """Make later passes return their final hidden states, followed by the outputs of ``layers``."""
         self.watches_hidden, self.watched = True, layers
         self.version += 1
 
@@ -408,7 +408,7 @@ class WeightTable:
         return matmul, matrix, rows.end - rows.first, layer.in_features, bias
 
     def check_copies(self) -> None:
-        """Refresh the values computed from weights and buffers, because these may have been changed in place."""
+        """Refresh copied weights and rotary tables, because their sources may have been changed in place."""
         if self.mixers:
             self.mixers.copy_weights()
         buffers = list(self._parts.rotary.buffers()) if self._parts.rotary else []

@@ -75,7 +75,7 @@ class Operations(Protocol):
         ...
 
     def begin(self, step: StepTensors, extent: int) -> None:
-        """Begin a pass over the trees of ``step``, which the other operations read until the next call."""
+        """Begin a pass over the trees of ``step``; the other operations read ``step`` until the next ``begin``."""
         ...
 
     def add_norm(self, hidden: torch.Tensor, added: torch.Tensor | None, residual: Residual) -> torch.Tensor:
@@ -346,5 +346,5 @@ def attend(
     attention_mask: torch.Tensor,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Compute attention with the current ``TreeAttention``, through Transformers' interface for attention functions."""
+    """Compute attention with the current ``TreeAttention``; Transformers calls this as an attention function."""
     return CURRENT_ATTENTION.get().attend(query, key, value, attention_mask, options), None

@@ -36,7 +36,7 @@ class Blocks(NamedTuple):
 
     @classmethod
     def of(cls, queries: int, width: int, dtype: torch.dtype, capability: int) -> Blocks:
-        """Return the largest blocks that fit into registers; float32 gets small ones, as it can't use tensor cores.
+        """Return the largest blocks that fit into registers; for float32, which can't use tensor cores, small ones.
 
         ``capability`` is the GPU's major compute capability.
         """
@@ -212,7 +212,7 @@ class TritonOperations:
         return mixed
 
     def _splits(self, programs: int) -> int:
-        """Return into how many splits to divide the keys so that all multiprocessors are busy."""
+        """Return the number of splits into which to divide the keys so that all multiprocessors are busy."""
         wanted = PROGRAMS_PER_PROCESSOR * self._processors // programs
         splits: int = triton.next_power_of_2(max(1, wanted))
         return min(MAX_SPLITS, splits)

@@ -1,4 +1,4 @@
-"""A server that runs hdtool's own loop, with the APIs of OpenAI and Anthropic.
+"""A server that offers the OpenAI and Anthropic APIs and generates with hdtool's own decoding loop.
 
 A request passes through ``app`` (HTTP), ``requests``, ``preparation``, ``answers`` and ``scheduler``. Its answer
 returns through ``answers`` and ``formats``. ``responses_api`` and ``messages_api`` convert the requests of other APIs

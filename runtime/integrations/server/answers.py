@@ -1,4 +1,4 @@
-"""Generates the answers to one request: submits their jobs, and turns steps into text, reasoning and tool calls."""
+"""Generates the answers to one request: submits jobs, and turns decoding steps into text, reasoning and tool calls."""
 
 from __future__ import annotations
 

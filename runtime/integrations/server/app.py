@@ -104,7 +104,7 @@ class ApiKeys:
         return sorted({*self.tenant_of_key.values()}) or [SHARED_TENANT]
 
     def tenant(self, authorization: str | None) -> str | None:
-        """Return the tenant of an ``Authorization`` header; None if its key is missing or wrong."""
+        """Return the tenant whose key is in an ``Authorization`` header; None if the key is missing or wrong."""
         if not self.tenant_of_key:
             return SHARED_TENANT
         scheme, _, given = (authorization or "").partition(" ")
@@ -155,7 +155,7 @@ class Server:
         await to_thread.run_sync(self._scheduler.stop)
 
     def _guarded(self, handler: Handler) -> Handler:
-        """Wrap a handler: require an API key, return errors in the format of the API, and count the request."""
+        """Wrap a handler to require an API key, return errors in the called API's format, and count requests."""
 
         async def guarded(request: Request) -> Response:
             try:
@@ -323,7 +323,7 @@ def _too_large(max_mib: int) -> RequestError:
 
 
 async def _collect_garbage() -> None:
-    """Collect garbage periodically: Python counts objects, but a few objects may hold megabytes of tensors."""
+    """Collect garbage periodically: Python triggers this by object count, but a few objects may hold megabytes."""
     while True:
         await asyncio.sleep(COLLECTION_SECONDS)
         gc.collect()

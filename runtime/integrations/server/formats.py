@@ -44,7 +44,7 @@ class RequestError(HdtoolError):
 
     @property
     def name(self) -> str:
-        """Code of the error, or its type if it has no code; may be logged, because neither quotes the request."""
+        """Code of the error, or its type if it has no code; safe to log, because neither quotes the request."""
         return self.code or self.kind
 
     @property
@@ -54,7 +54,7 @@ class RequestError(HdtoolError):
 
 
 class TokenLogprobs(NamedTuple):
-    """The log-probability of a token and of the top tokens at its position, before temperature and penalties."""
+    """Log-probabilities of a token and of the top tokens at its position, before temperature and penalties apply."""
 
     token: int
     logprob: float
@@ -95,13 +95,13 @@ class Format(Protocol):
         """Return the body of a response that is not streamed."""
 
     def opening(self, prompt_tokens: int) -> Iterable[Row]:
-        """Return the events before the first text."""
+        """Return the events to send before the first text."""
 
     def added(self, index: int, delta: Delta) -> Iterable[Row]:
         """Return the events for the ``delta`` that a step adds to answer number ``index``."""
 
     def closing(self, usage: Row) -> Iterable[Row]:
-        """Return the events after the last text."""
+        """Return the events to send after the last text."""
 
     def failed(self, error: RequestError) -> Row:
         """Return the event for an error that ends a stream."""
@@ -269,5 +269,5 @@ def _call(call: ToolCall) -> Row:
 
 
 def _finite(logprob: float) -> float:
-    """Replace NaN and log-probabilities below -9999 by -9999, because JSON has neither infinities nor NaN."""
+    """Replace NaN and log-probabilities below -9999 with -9999, because JSON has neither infinities nor NaN."""
     return max(logprob, -9999.0) if logprob == logprob else -9999.0

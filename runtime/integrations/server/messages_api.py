@@ -388,7 +388,7 @@ def _block(block: Block, *, is_empty: bool = False) -> Row:
 
 
 def _arguments(text: str) -> Any:
-    """Parse the arguments of a call; wrap anything but a JSON object in one, under ``arguments``."""
+    """Parse the arguments of a call; return a value that isn't a JSON object as ``{"arguments": value}``."""
     try:
         value = json.loads(text)
     except ValueError:

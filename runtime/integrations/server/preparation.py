@@ -1,4 +1,4 @@
-"""Turns a request into jobs: encodes prompts, compiles grammars, checks settings, and predicts quoted text.
+"""Turns a request into jobs: checks settings, compiles grammars, and encodes prompts and quotable text.
 
 Drafters match an answer with its prompt token by token. When an answer quotes a tool result, the quote differs from the
 result: it has no line numbers, and inside the JSON of a call it is escaped, so every line end breaks a match.
@@ -366,7 +366,7 @@ class Preparer:
 
 
 class AnswerPenalty(LogitsProcessor):
-    """Lowers the scores of tokens in the answer so far: by ``presence`` once, by ``frequency`` per occurrence."""
+    """Lowers the score of each token in the answer so far: by ``presence`` once, by ``frequency`` per occurrence."""
 
     def __init__(self, prompt_length: int, presence: float, frequency: float) -> None:
         self._start, self._presence, self._frequency = prompt_length, presence, frequency
@@ -396,7 +396,7 @@ class LogprobRecorder(WrappedDrafter):
     reads_logits = True
 
     def __init__(self, drafter: Drafter, num_alternatives: int, recorded: list[TokenLogprobs]) -> None:
-        """``num_alternatives`` is the number of top tokens per position; the results are appended to ``recorded``."""
+        """``num_alternatives`` is how many top tokens to record per position; results are appended to ``recorded``."""
         super().__init__(drafter)
         self._num_alternatives, self._recorded = num_alternatives, recorded
 

@@ -413,7 +413,7 @@ def _tools_of(tool: Row, where: str, namespace: Row | None = None) -> Iterator[R
 
 
 def _form(form: Any) -> str | None:
-    """Return a description, for the model, of the grammar of a custom tool's input; None if there is no grammar."""
+    """Return text that tells the model the grammar of a custom tool's input; None if there is no grammar."""
     if not isinstance(form, dict) or form.get("type") != "grammar":
         return None
     return f"The input matches this {form.get('syntax', '')} grammar:\n{form.get('definition', '')}"

@@ -112,7 +112,7 @@ class TokenCountRequest(Body):
 
     @cached_property
     def offered(self) -> ResponseTools:
-        """Tools that the model may call; raises RequestError for a tool that it cannot call."""
+        """Tools of the request; raises RequestError for a tool that the model cannot call."""
         return ResponseTools(self.tools)
 
     def _refuse_kept_state(self) -> None:
@@ -195,7 +195,7 @@ class ResponsesRequest(TokenCountRequest):
 
 
 def _messages(instructions: str | None, given: str | list[Item]) -> list[Row]:
-    """Convert the input to chat messages; join leading system messages, and the items of each assistant turn."""
+    """Convert the input to chat messages; leading system messages become one, and so do an assistant turn's items."""
     made: list[Row] = [{"role": "system", "content": instructions}] if instructions else []
     if isinstance(given, str):
         return [*made, {"role": "user", "content": given}]

@@ -1,4 +1,4 @@
-"""The thread that decodes all requests in one batch, the drafters of each tenant, metrics and the request log."""
+"""The engine's thread, which decodes all requests in one batch; also metrics, the request log and tenants' drafters."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class OverloadError(HdtoolError):
 
 
 class EngineError(Exception):
-    """Delivered instead of a step if the engine failed; clients must not see the message."""
+    """Delivered instead of a step if the engine failed; clients must not see its message."""
 
 
 @dataclass(eq=False)

@@ -31,7 +31,7 @@ class ThinkingReader:
     """
 
     def __init__(self, prompt: str) -> None:
-        """``prompt`` may end with the opening or the closing tag."""
+        """``prompt`` may end with ``<think>`` or ``</think>``."""
         end = prompt.rstrip()
         self._place = ThinkingPlace.START
         if end.endswith(THINK_OPENING):
@@ -43,7 +43,7 @@ class ThinkingReader:
 
     @classmethod
     def of(cls, tokenizer: PreTrainedTokenizerBase, prompt: str) -> ThinkingReader | None:
-        """Return a reader for an answer to ``prompt``; None if the chat template does not contain the closing tag."""
+        """Return a reader for an answer to ``prompt``; None if the chat template does not contain ``</think>``."""
         return cls(prompt) if THINK_CLOSING in str(getattr(tokenizer, "chat_template", "")) else None
 
     def add(self, text: str, *, is_last: bool = False) -> tuple[str, str]:
@@ -76,7 +76,7 @@ class ThinkingReader:
         return self._taken(len(shown.rstrip(LINE_END)))
 
     def _taken(self, length: int) -> str:
-        """Remove ``length`` characters from the held text and return them, without line breaks after a tag."""
+        """Remove the first ``length`` characters of the held text and return them, without line breaks after a tag."""
         taken, self._held = self._held[:length], self._held[length:]
         if self._skips_lines:
             taken = taken.lstrip(LINE_END)
@@ -204,7 +204,7 @@ class ToolCallReader:
 
 
 def calls_of(value: Any) -> list[ToolCall]:
-    """Return the calls that a JSON value describes; empty if it describes something else."""
+    """Return the calls that a JSON value describes, or an empty list if it describes something else."""
     if isinstance(value, list):
         return [call for part in value for call in calls_of(part)]
     described = value.get("function", value) if isinstance(value, dict) else None

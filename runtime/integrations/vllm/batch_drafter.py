@@ -31,7 +31,7 @@ NO_TABLE = -1
 
 @compiled
 def match_rows(tables: Ints, rows_of: Ints, contexts: Ints, lengths: Ints, wanted: Ints, chosen: Ints) -> int:
-    """Choose a table for each ``wanted`` row of ``contexts``, and return the number of rows with a matching table.
+    """Choose a context table for each ``wanted`` row of ``contexts``; return the number of rows that matched a table.
 
     Indexes of tables are written to ``chosen``. ``rows_of`` holds the row for which each table was last chosen, and is
     updated in place. A table is free if its tokens are not a prefix of any row. A row without a match gets a free
@@ -112,7 +112,7 @@ class BatchDrafter(Uncopyable):
         max_length: int,
         vocabulary: int = UNLIMITED_VOCABULARY,
     ) -> None:
-        """``rows`` is the largest batch, ``max_length`` the longest context and ``vocabulary`` the number of token ids.
+        """Batches have up to ``rows`` rows, contexts up to ``max_length`` tokens; token ids are below ``vocabulary``.
 
         The history is that of the ``store_set``, else a history in memory if ``config`` asks for one, else None.
         """

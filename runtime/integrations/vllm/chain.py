@@ -1,4 +1,4 @@
-"""Drafts chains for vLLM along the greedy path through the hierarchy's tree, and detects finished answers.
+"""Drafts a chain per request for vLLM, always taking the most probable next token, and detects finished answers.
 
 A draft token adds seconds to a pass, and its probability is the expected number of tokens that it adds to the answer.
 The draft pays off if this number per added second exceeds the throughput of the pass. In a large batch a pass is
@@ -74,7 +74,7 @@ class MinProbability:
         return max(0.0, (self._covariance + SLOPE_PRIOR_WEIGHT * assumed) / (self._variance + SLOPE_PRIOR_WEIGHT))
 
     def begin_step(self, at: float, rows: Ints, lengths: Ints) -> None:
-        """Update the averages with the pass since ``record_drafts`` if it computed exactly the recorded requests.
+        """Update the averages with the pass after ``record_drafts`` if it computed exactly the recorded requests.
 
         ``at`` is the current time in seconds, and ``lengths`` are the context lengths of the ``rows``.
         """
@@ -89,7 +89,7 @@ class MinProbability:
         self._last = at, rows, lengths, drafts
 
     def observe(self, rows: int, tokens: int, emitted: int, seconds: float) -> None:
-        """Update the averages with a pass's duration and its numbers of requests, computed and emitted tokens."""
+        """Update the averages with a pass's duration and numbers of requests, computed tokens and emitted tokens."""
         if self._passes:
             seconds = min(seconds, STALL_FACTOR * self._seconds)
         self._passes += 1
@@ -222,7 +222,7 @@ def last_tokens(tokens: Ints, max_tokens: int) -> Ints:
 
 @compiled
 def begin_answer(history: Any, requests: RequestStates, overlap: Ints) -> None:
-    """If there is a history, finish the request's answer in it and begin the next after the tokens ``overlap``."""
+    """If there is a history, finish the request's answer in it and begin the next, preceded by tokens ``overlap``."""
     answers = requests.answers
     if answers[NEXT_ANSWER] == 0:
         return
@@ -358,7 +358,7 @@ class AnswerCollector:
                 self._start_timer()
 
     def _append(self, cutoff: float) -> None:
-        """Append answers that another answer has followed, and those whose last step was at ``cutoff`` or earlier."""
+        """Append to the history the answers followed by another, or whose last step was at ``cutoff`` or earlier."""
         followed, self._followed_lanes = self._followed_lanes, []
         for lane in followed:
             self._history.finish(lane)
@@ -367,7 +367,7 @@ class AnswerCollector:
             self._history.finish(lanes[request : request + 1])
 
     def _refresh(self) -> None:
-        """Load the answers that other processes have added."""
+        """Load the answers that other processes have added to the history."""
         if self._history.store:
             self._history.store.refresh()
 

@@ -108,7 +108,7 @@ class VllmSettings:
         return cls(serving, stores, None if tenant is None else str(tenant))
 
     def additional(self) -> dict[str, Any]:
-        """Return the additional configuration for vLLM's command line, without defaults."""
+        """Return the additional configuration for vLLM's command line, omitting settings with default values."""
         values = {name: getattr(self.stores, name) for name in STORE_FIELDS}
         values |= {name: getattr(self.serving, name) for name in DRAFTING_FIELDS}
         values |= {TENANT: self.tenant}
@@ -116,7 +116,7 @@ class VllmSettings:
         return {CONFIG_KEY: {name: value for name, value in values.items() if value != getattr(defaults, name, None)}}
 
     def store_set(self, served_as: Sequence[str]) -> StoresConfig:
-        """Return the stores to open: those of the tenant, or of a namespace whose name is in ``served_as``."""
+        """Return the stores to open: the tenant's, or those of the first namespace in ``served_as`` that has stores."""
         names = [self.tenant] if self.tenant else served_as
         return StoresConfig(self.stores.model_db, self.stores.corpus_db, first_namespace_with_stores(names))
 
@@ -279,7 +279,7 @@ class Launch:
 
     @property
     def command(self) -> list[str]:
-        """Command line of the server, which works on any machine that has the same folders."""
+        """Command line that starts the server on any machine that has the same folders."""
         speculation = {
             "method": CUSTOM_CLASS_METHOD,
             "model": PROPOSER,
@@ -306,7 +306,7 @@ class Launch:
         }
 
     def run(self) -> NoReturn:
-        """Replace this process by the server, so that the server receives signals and its exit code is returned.
+        """Replace this process with the server, so that the server receives signals and its exit code is returned.
 
         Raise ServeError if this vLLM would not load hdtool's drafter.
         """

@@ -26,7 +26,7 @@ WORD_SIZE = 4
 
 
 class TensorLayout(NamedTuple):
-    """Address and strides in bytes of a tensor ``[rows, 1, heads, positions, width]``, for compiled code."""
+    """Address, sizes and byte strides of a tensor ``[rows, 1, heads, positions, width]``, for compiled code."""
 
     address: int
     rows: int
@@ -58,7 +58,7 @@ def move_positions(
     start: int,
     path: Array,
 ) -> None:
-    """Move the positions ``start + path`` to consecutive positions from ``start`` on, in each row and head."""
+    """Move the contents of positions ``start + path`` to ``start``, ``start + 1`` and so on, in each row and head."""
     words = position_size // WORD_SIZE
     for row in range(rows):
         for head in range(heads):
@@ -292,7 +292,7 @@ class StaticKVCache(Cache):
         self.length, self._interrupted_from = length, None
 
     def begin_states(self, *, has_begun: bool) -> None:
-        """Set whether the states have processed any token; if not, the next pass ignores them."""
+        """Set whether any token has been read into the states; if not, the next pass ignores them."""
         for layer in self.layers:
             if isinstance(layer, StateLayer):
                 layer.begin(has_begun)
@@ -324,7 +324,7 @@ class StaticKVCache(Cache):
         return keys.narrow(1, 0, self.length + new)
 
     def room_for(self, new: int) -> tuple[KVTensors, list[int]]:
-        """Return the tensors for ``new`` positions, which the caller writes, and a list with the first new position."""
+        """Return the tensors in which the caller will write ``new`` positions, and a list with the first of these."""
         self.written_length = max(self.written_length, self.length + new)
         return self.storage, [self.length]
 
@@ -343,7 +343,7 @@ class StaticKVCache(Cache):
         self.length = start + len(path)
 
     def move(self, start: int, path: Sequence[int]) -> None:
-        """Move the positions ``start + path`` to consecutive positions from ``start`` on; ``path`` must increase."""
+        """Move the contents of positions ``start + path`` to ``start`` and onwards; ``path`` must increase."""
         if (layouts := self.storage.layouts) is None:
             self._move_by_torch(start, path)
             return
@@ -363,7 +363,7 @@ class StaticKVCache(Cache):
         return [tensor.narrow(3, position, 1).clone() for tensor in self.storage.tensors]
 
     def copy_from(self, source: StaticKVCache, length: int | None = None) -> None:
-        """Copy the first ``length`` tokens of another sequence, by default all. They must fit within the capacity."""
+        """Copy keys and values of the first ``length`` tokens of ``source`` (default: all), at most ``capacity``."""
         source.settle()
         self.pending_move = self._interrupted_from = None
         self.length = source.settled if length is None else length
@@ -415,7 +415,7 @@ class SlotKVCache(Cache):
     """A ``transformers`` cache for a batch whose slots have contexts of different lengths."""
 
     def __init__(self, storage: KVTensors, lengths: Sequence[int], new: int) -> None:
-        """Prepare to write ``new`` positions to each of the first slots, after contexts of these ``lengths``."""
+        """Prepare to write ``new`` positions to each of the first slots, whose contexts have these ``lengths``."""
         states = storage.states.part(0, len(lengths)) if storage.states else None
         super().__init__(layers=views_of_layers(self, storage.layers, states, has_begun=True))
         self.capacity = storage.capacity
@@ -440,7 +440,7 @@ class SlotKVCache(Cache):
         return keys[: len(self._slots), : self.length + indexer_key_states.shape[1]]
 
     def room_for(self, new: int) -> tuple[KVTensors, list[int]]:
-        """Return the tensors for ``new`` positions per slot, which the caller writes, and the first one per slot."""
+        """Return the tensors in which the caller will write ``new`` positions per slot, and each slot's first one."""
         return self._storage, self._lengths
 
 

@@ -28,7 +28,7 @@ WHOLE = torch.nn.Module, PreTrainedConfig, type, FunctionType, MethodType, Modul
 
 
 def copied(cache: Any, shared: Collection[TensorPath]) -> Any:
-    """Return a copy of a cache that a pass may change.
+    """Return a copy of a cache for a pass to change.
 
     Tensors at the paths ``shared`` are not cloned, because passes replace them instead of changing them in place.
     """
@@ -48,7 +48,7 @@ def tensors_of(cache: Any) -> dict[TensorPath, torch.Tensor]:
 
 
 def with_views_of(longer: Any, cache: Any, shared: Collection[TensorPath]) -> Any:
-    """Return a copy of ``cache`` that shares memory with ``longer``, a cache after more tokens of the same sequence.
+    """Return a copy of ``cache`` with tensors replaced by views into ``longer``, a later cache of the same sequence.
 
     A tensor at one of the paths ``shared`` becomes a view of the tensor at that path in ``longer`` if the latter begins
     with the former.
@@ -88,7 +88,7 @@ class Replaced:
         return frozenset(self._always - self._other)
 
     def watch(self, cache: Callable[[], Any], run: Callable[[], object]) -> None:
-        """Run a pass and record which tensors it replaces; ``cache`` returns the cache before and after the pass."""
+        """Run a pass and record which tensors it replaces; ``cache`` is called before and after to get the cache."""
         before = {path: (tensor, tensor._version) for path, tensor in tensors_of(cache()).items()}
         run()
         after = tensors_of(cache())
@@ -109,7 +109,7 @@ def _as_part(longer: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _rebuilt(cache: Any, of_tensor: Callable[[TensorPath, torch.Tensor], torch.Tensor]) -> Any:
-    """Return a copy of a cache with each tensor replaced by the result of ``of_tensor``."""
+    """Return a copy of a cache with each tensor replaced by what ``of_tensor`` returns for it."""
     copies: dict[int, Any] = {}
 
     def rebuilt(value: Any, path: TensorPath) -> Any:
@@ -198,7 +198,7 @@ class ReplaySlot(Slot):
         self.tree = None
 
     def _go_back(self, source: ReplaySlot, length: int) -> None:
-        """Take over the caches of ``source`` with at most ``length`` tokens, and continue from the longest."""
+        """Take over those caches of ``source`` that have at most ``length`` tokens, and continue from the longest."""
         candidates = [filled for filled in (*source.older, source.filled) if filled.length <= length]
         self.older = [filled for filled in source.older if filled.length <= length]
         self.filled = max(candidates, key=lambda filled: filled.length, default=NOTHING_READ)

@@ -18,7 +18,7 @@ NEVER_CONTINUED = -1
 
 
 class StatesOfTree(Protocol):
-    """States after each row of a verified tree."""
+    """Recurrent states after each row of a verified tree."""
 
     def commit(self, slot: int, rows: Sequence[int], states: States) -> None:
         """Advance ``states``, the states before the tree, along a path of rows that starts with the root.
@@ -219,7 +219,7 @@ class Cache:
 
     @torch.inference_mode()
     def fill_unread(self, slot: int, tokens: Sequence[int], room: int) -> None:
-        """Fill a slot with tokens that no pass reads, to time passes after them; reserve ``room`` more positions."""
+        """Fill a slot with tokens without running a pass, to time later passes; reserve ``room`` more positions."""
         self.reserve(len(tokens) + room)
         for keys, values in self.slots[slot].kv.storage.layers:
             for numbers in (keys, values):
@@ -244,7 +244,7 @@ class Cache:
 
     @torch.inference_mode()
     def saved(self, slot: int) -> Slot:
-        """Return a copy of a slot with newly allocated tensors."""
+        """Return a copy of a slot in newly allocated tensors."""
         held = self.slots[slot]
         copy = Slot(StaticKVCache(KVTensors.for_layers(self._shapes, held.length, 1, self._state_shapes)))
         copy.copy_from(held)

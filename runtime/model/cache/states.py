@@ -15,7 +15,7 @@ CONV, RECURRENT = "conv_states", "recurrent_states"
 
 
 class StateName(NamedTuple):
-    """Identifies one state of a model."""
+    """Identifies one recurrent or convolution state of a model."""
 
     layer: int
     kind: str
@@ -36,12 +36,12 @@ class StateShape(NamedTuple):
 
 
 def has_states(cache: DynamicCache) -> bool:
-    """Return True if any layer of a ``transformers`` cache has a state."""
+    """Return True if any layer of a ``transformers`` cache has a recurrent or convolution state."""
     return any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in cache.layers)
 
 
 def state_shapes(used: DynamicCache) -> list[StateShape]:
-    """Return the name and shape of each state in a ``transformers`` cache that a forward pass filled."""
+    """Return the name and shape of each state in ``used``, a ``transformers`` cache filled by a forward pass."""
     return [
         StateShape(StateName(layer, kind, index), tuple(state.shape[1:]), state.dtype, state.device)
         for layer, layer_cache in enumerate(used.layers)
@@ -57,7 +57,7 @@ Names = tuple[StateName, ...]
 
 @dataclass(frozen=True, eq=False)
 class States:
-    """All states of one or more sequences.
+    """The recurrent and convolution states of all layers, for one or more sequences.
 
     States of equal shape, dtype and device share a tensor ``[states, sequences, ...]``.
     """
@@ -78,7 +78,7 @@ class States:
 
     @cached_property
     def tensors(self) -> dict[StateName, torch.Tensor]:
-        """Views of the states by name, shape ``[sequences, ...]``."""
+        """Maps the name of each state to a view of its tensor, shape ``[sequences, ...]``."""
         return {name: stack[place] for names, stack in self.stacks.items() for place, name in enumerate(names)}
 
     @property
@@ -87,7 +87,7 @@ class States:
 
     @property
     def address(self) -> int:
-        """Memory address of the first state, which identifies these states as long as they exist."""
+        """Memory address of the first state; it identifies these states as long as they exist."""
         return next(iter(self.stacks.values())).data_ptr()
 
     @property
@@ -103,12 +103,12 @@ class States:
             stack.zero_()
 
     def part(self, first: int, sequences: int) -> States:
-        """Return a view of ``sequences`` consecutive sequences from ``first`` on."""
+        """Return a view of the states of ``sequences`` consecutive sequences, starting at index ``first``."""
         return States({names: stack.narrow(1, first, sequences) for names, stack in self.stacks.items()})
 
     @cached_property
     def by_layer(self) -> dict[int, dict[StateName, torch.Tensor]]:
-        """Views of the states by layer and name; layers without states are absent."""
+        """Maps the number of each layer that has states to views of these states, by name."""
         layers: dict[int, dict[StateName, torch.Tensor]] = {}
         for name, tensor in self.tensors.items():
             layers.setdefault(name.layer, {})[name] = tensor
@@ -124,12 +124,12 @@ class States:
             stack.copy_(source.stacks[names])
 
     def layers(self, *, has_begun: bool) -> dict[int, StateLayer]:
-        """Return ``transformers`` cache layers that read and write these states, by layer number."""
+        """Return ``transformers`` cache layers by layer number; each reads and writes the states of its layer."""
         return {layer: StateLayer(tensors, has_begun=has_begun) for layer, tensors in self.by_layer.items()}
 
 
 class StateLayer(LinearAttentionLayer):
-    """A ``transformers`` cache layer with one layer's states, which forward passes update in place."""
+    """A ``transformers`` cache layer that holds the states of one model layer; forward passes update them in place."""
 
     def __init__(self, tensors: Mapping[StateName, torch.Tensor], *, has_begun: bool) -> None:
         number = max(name.number for name in tensors) + 1
@@ -145,7 +145,7 @@ class StateLayer(LinearAttentionLayer):
         self.begin(has_begun)
 
     def begin(self, has_begun: bool) -> None:
-        """Set whether the states have processed any token; if not, forward passes ignore them."""
+        """Set whether any token has been processed; if not, forward passes ignore the states."""
         for index in self.has_previous_state:
             self.has_previous_state[index] = has_begun
 
@@ -161,7 +161,7 @@ MAX_SNAPSHOTS = 4
 
 
 def kept(snapshots: Sequence[Snapshot], new: Snapshot) -> list[Snapshot]:
-    """Return the snapshots to keep once ``new`` is added: the longest ones shorter than ``new``, then ``new``.
+    """Return the snapshots to keep once ``new`` is added: the longest of those shorter than ``new``, then ``new``.
 
     At most ``MAX_SNAPSHOTS`` are kept.
     """

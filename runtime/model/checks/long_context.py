@@ -1,4 +1,4 @@
-"""Checks that a model follows masks and positions after a long context, to detect windows in the model's own code.
+"""Checks that a model follows masks and positions after a long context, to find attention windows in its own code.
 
 No long prompt is read: all layers share random keys and values, so a pass takes little longer than after a short
 context.
@@ -90,7 +90,7 @@ class LongContext:
 
 
 def long_contexts(model: PreTrainedModel, windows: Sequence[AttentionWindow], limit: int | None) -> list[LongContext]:
-    """Return the contexts after which to check a model: none if hdtool's masks cover all of the model's windows.
+    """Return the contexts after which to check a model: none if hdtool's masks cover all of its attention windows.
 
     The masks cover all windows if they apply all sizes in the configuration and if all of the model's code is known,
     such as that of ``transformers``, which takes its sizes from the configuration.

@@ -37,14 +37,14 @@ if TYPE_CHECKING:
 
 
 def some_context(length: int, vocabulary: int) -> list[int]:
-    """Return arbitrary tokens for measurements and checks."""
+    """Return ``length`` arbitrary token ids for measurements and checks."""
     return [(7 * place + 3) % vocabulary for place in range(length)]
 
 
 def small_tree(
     vocabulary: int, number: int = 5, depth: int = 3, length: int = 4
 ) -> tuple[list[int], DraftTree, list[list[int]]]:
-    """Return ``(context, tree, paths)``: ``number`` separate ``paths`` of ``depth`` nodes each, and the tree they form.
+    """Return ``(context, tree, paths)``; ``tree`` consists of ``number`` separate ``paths`` of ``depth`` nodes each.
 
     The context has ``length`` tokens, of which the last is the root. If a model ignores masks or positions, the logits
     of all paths but the first are wrong.
@@ -63,7 +63,7 @@ PATHS, DEPTH = 3, 2
 
 @torch.inference_mode()
 def prove_recurrent_trees(target: Target) -> None:
-    """Check that a model with recurrent layers computes trees correctly; raise a ``FamilyError`` if not.
+    """Check that a model with recurrent layers verifies trees correctly; raise a ``FamilyError`` if not.
 
     Set the target's shapes, recurrent layers, rounding and ``continues``.
     """
@@ -92,7 +92,7 @@ class Expected(NamedTuple):
 
 
 def _find_recurrences(target: Target) -> Expected:
-    """Find the target's mixers and cache shapes; return the expected logits."""
+    """Set the target's recurrent layers and cache shapes; return the expected logits."""
     context, _, paths = _small_tree(target)
     used = DynamicCache(config=target.config)
     target.rounding = None
@@ -146,7 +146,7 @@ def _small_tree(target: Target) -> tuple[list[int], DraftTree, list[list[int]]]:
 
 
 def _plain(target: Target, tokens: Sequence[Sequence[int]], cache: DynamicCache, start: int = 0) -> torch.Tensor:
-    """Return the model's own logits after each row's last token, given a cache that already has ``start`` tokens."""
+    """Return the logits that the model's own code gives after each row; ``cache`` already has ``start`` tokens."""
     positions = [range(start, start + len(row)) for row in tokens]
     return target.stock.forward([list(row) for row in tokens], positions, None, cache)[:, -1]
 
@@ -166,9 +166,9 @@ def _distance_of_tree(target: Target, expected: Expected) -> float:
 
 
 def _between(target: Target, actual: torch.Tensor, expected: torch.Tensor) -> float:
-    """Return the largest of the rows' distances from the expected logits or, if logits are rounded, the median.
+    """Return the largest of the rows' distances from the expected logits.
 
-    In low precision and with quantized layers, a row may be routed to other experts.
+    In low precision and with quantized layers, return the median, because a row may be routed to other experts.
     """
     # Some models in low precision return logits in float32.
     is_rounded = target.rounding is not None or is_low_precision(target.dtype)
@@ -204,7 +204,7 @@ REREAD_TOKENS = 3
 
 
 def prove_chains(target: Target, no_trees: FamilyError) -> ReplayPasses:
-    """Return passes over chains for a model that cannot verify trees; raise a ``FamilyError`` if chains fail as well.
+    """Return the ``ReplayPasses`` of a model that cannot verify trees; raise a ``FamilyError`` if chains fail as well.
 
     ``no_trees`` says why trees fail. Chains must give the logits of token-by-token decoding.
     """
@@ -241,7 +241,7 @@ def prove_chains(target: Target, no_trees: FamilyError) -> ReplayPasses:
 
 @torch.inference_mode()
 def _distances_of_prompt(stock: StockPasses, context: Sequence[int]) -> tuple[float, float]:
-    """Return how far the logits of one pass over a prompt differ from those of ``generate`` and of two passes.
+    """Return how far the logits of one pass over a prompt are from those of ``generate`` and from those of two passes.
 
     ``generate`` may number positions differently. Two passes, each over a part of the prompt, differ from one pass if
     attention within the prompt is bidirectional.
@@ -386,7 +386,7 @@ def _check_long_contexts(target: Target, tokens: Sequence[int], used: DynamicCac
 
 
 def two_steps(target: Target, cache: Cache) -> list[torch.Tensor]:
-    """Return the logits of a tree, and those of the same tree after committing a path whose positions must move."""
+    """Return the logits of two passes over a tree; between them, a path is committed whose positions must move."""
     context, tree, _ = small_tree(target.config.vocab_size)
     target.prefill(cache, 0, context[:-1], room=2 * len(tree))
     first = target.verify(cache, [tree])[0]

@@ -63,7 +63,7 @@ class RecordedWeights:
         return list(chain.from_iterable(holder.values() for holder in self._holders))
 
     def _now_stored(self) -> list[Any]:
-        """Return what each compact weight stores, or None for a weight that became an ordinary parameter in place."""
+        """Return each compact weight's ``stored`` data, or None for one turned into an ordinary parameter in place."""
         return list(map(getattr, self._compact, repeat("stored"), repeat(None)))
 
     def _now_at(self) -> list[tuple[Any, ...]]:
@@ -85,15 +85,15 @@ class RecordedModel:
         return self._weights.memory()
 
     def is_same(self) -> bool:
-        """Return True if modules, code, weights and settings are as recorded, except for in-place writes to weights."""
+        """Return True if modules, code, weights and settings are as recorded, ignoring in-place writes to weights."""
         return self._code == self._code_now() and self._weights.are_same() and self._settings == self._settings_now()
 
     def was_written(self) -> bool:
-        """Return True if weights were written in place, as by an optimizer; compiled and captured passes stay valid."""
+        """Return True if weights were written in place, as by an optimizer. Compiled and captured passes stay valid."""
         return self._versions != self._versions_now()
 
     def has_code_of(self, model: Module) -> bool:
-        """Return True if a model has the recorded modules, classes, forwards and hooks."""
+        """Return True if a model has the recorded modules, classes, ``forward`` methods and hooks."""
         modules = list(model.modules())
         is_same = len(modules) == len(self._modules) and all(map(is_, modules, self._modules))
         return is_same and self._code == self._code_now()
@@ -102,7 +102,7 @@ class RecordedModel:
         return [-1 if parameter.is_inference() else parameter._version for parameter in self._parameters]
 
     def _code_now(self) -> list[Hashable]:
-        """Return the hook ids, classes and forwards of all modules; torch never reuses the id of a hook."""
+        """Return the hook ids, classes and ``forward`` methods of all modules; torch never reuses the id of a hook."""
         hooks: Iterator[Hashable] = map(tuple, hooks_of(self._modules))
         forwards = (vars(module).get("forward") for module in self._modules)
         kinds: list[Any] = list(map(type, self._modules))
@@ -119,13 +119,13 @@ class RecordedModel:
 
 
 def hooks_of(modules: Iterable[Module]) -> list[dict[int, Any]]:
-    """Return torch's global hooks and the hooks of these modules, as dictionaries by id."""
+    """Return torch's global hooks and the hooks of these modules, as dictionaries keyed by hook id."""
     of_all = [getattr(torch.nn.modules.module, name) for name in GLOBAL_HOOKS]
     return of_all + [getattr(module, name) for module in modules for name in HOOKS]
 
 
 def _with_numbers(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yield the tensors that hold a weight's numbers: the weight itself or, for a tensor subclass, its parts.
+    """Yield the tensors that hold a weight's values: the weight itself or, for a tensor subclass, its parts.
 
     Skip tensors on the meta device and those with a layout that isn't strided.
     """
@@ -139,7 +139,7 @@ def _with_numbers(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def _plain(value: Any) -> Hashable:
-    """Return a value that changes if a setting is replaced or modified in place.
+    """Return a hashable value that differs once a setting has been replaced or modified in place.
 
     Settings are plain values, tensors and containers of them; return None for other objects.
     """
@@ -168,7 +168,7 @@ class ModelChanges:
 
     @contextmanager
     def ignored(self) -> Iterator[None]:
-        """In this block, ignore changes to the model: hdtool itself makes them, and they don't affect answers."""
+        """In this block, ignore changes to the model. Use this for hdtool's own changes, which don't affect answers."""
         noticed, self._notices, self._recorded = self._notices, False, None
         try:
             yield

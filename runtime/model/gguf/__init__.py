@@ -1,4 +1,4 @@
-"""Locates and converts GGUF models, and computes with weights that stay in the file's quantized blocks.
+"""Locates and converts GGUF models, and loads weights that stay in the file's quantized blocks.
 
 May import `data`, `runtime/kernels` and `runtime/config`. Transformers reads the files; only `convert` and `packing`
 use its classes.

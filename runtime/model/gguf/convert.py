@@ -39,7 +39,7 @@ MISREAD = f"{gpt_oss.ARCHITECTURE}.{gpt_oss.SCALING}"
 
 @contextmanager
 def read_once() -> Iterator[None]:
-    """In this block, parse headers and build tensor name maps only once, and keep no mapped tensors in memory."""
+    """In this block, parse headers and build tensor name maps only once, and free mapped pages after each tensor."""
     import gguf
 
     maps: list[mmap.mmap] = []
@@ -111,7 +111,7 @@ def restore_settings(settings: Any, file: Path, header: GGUFHeader) -> None:
 
 
 def _are_of_llama_3(divisors: np.ndarray[Any, np.dtype[np.float32]], theta: float, factor: float) -> bool:
-    """Return True if divisors are Llama 3's: ``factor`` for low frequencies, 1 for high ones, blended in between."""
+    """Return True if divisors are Llama 3's, which change from ``factor`` for low frequencies to 1 for high ones."""
     wavelengths = 2 * math.pi * theta ** (np.arange(len(divisors)) / len(divisors))
     low, high = LLAMA_3["low_freq_factor"], LLAMA_3["high_freq_factor"]
     share = (LLAMA_3["original_max_position_embeddings"] / wavelengths - low) / (high - low)
@@ -129,7 +129,7 @@ LOAD_CHECKPOINT = "modeling_gguf_pytorch_utils", "load_gguf_checkpoint"
 
 @contextmanager
 def weights_in_turn(take: Take) -> Iterator[None]:
-    """Pass each weight that transformers reads in this block to ``take``; zeros replace those that ``take`` drops."""
+    """In this block, pass each weight that transformers reads to ``take``; those that ``take`` drops become zeros."""
     import gguf
 
     with ExitStack() as patches:
@@ -145,7 +145,7 @@ def weights_in_turn(take: Take) -> Iterator[None]:
 
 
 def _putting(put: Function, take: Take) -> Function:
-    """Wrap ``put``, which sets a weight of the model, so that it calls ``take`` afterwards."""
+    """Wrap ``put``, which sets a weight of the model, to pass the weight to ``take`` afterwards."""
 
     def put_in_turn(model: Any, name: str, *arguments: Any, **options: Any) -> None:
         put(model, name, *arguments, **options)
@@ -158,7 +158,7 @@ def _putting(put: Function, take: Take) -> Function:
 
 
 def _reading(read: Function, take: Take) -> Function:
-    """Wrap ``read``, which unpacks a file, so that it calls ``take`` per tensor and returns zeros for dropped ones."""
+    """Wrap ``read``, which unpacks a file, to pass each tensor to ``take`` and return zeros for those that it drops."""
     unpacking: Any = _unpacking()
 
     def read_in_turn(*arguments: Any, **options: Any) -> dict[str, Any]:
@@ -300,7 +300,7 @@ class Conversion:
             generation.save_pretrained(folder)
 
     def write_weights(self, configuration: Path, folder: Path) -> tuple[Path]:
-        """Write all weights to ``folder``; ``configuration`` is a folder from ``write_configuration``."""
+        """Write all weights to ``folder``; ``configuration`` is a folder written by ``write_configuration``."""
         model = self._model(configuration, folder)
         if self.dtype != torch.float32:
             for weight in model.parameters():
@@ -312,7 +312,7 @@ class Conversion:
     def write_packed(self, configuration: Path, folder: Path) -> tuple[Path, Path]:
         """Write the packing plan and the weights that can't stay packed to ``folder``.
 
-        ``configuration`` is a folder from ``write_configuration``; if it also has converted weights, they are reused.
+        ``configuration`` was written by ``write_configuration``; if it also has converted weights, they are reused.
         """
         plan, there = PackingPlan(self.file, self.header), configuration / WEIGHTS
         if there.is_file():
@@ -350,7 +350,7 @@ class Conversion:
         return model
 
     def _ends(self, token_ids: int | list[int] | None, others: Sequence[int] = ()) -> int | list[int] | None:
-        """Return the ids that end an answer: those that transformers read, those that end a turn, and ``others``."""
+        """Return the token ids that end an answer: ``token_ids``, the file's end-of-turn tokens and ``others``."""
         ends = list(token_ids) if isinstance(token_ids, (list, tuple)) else [] if token_ids is None else [token_ids]
         ends += [token for name in END_OF_TURN_SETTINGS if (token := self.header.values.get(name)) is not None]
         ends = list(dict.fromkeys([*ends, *others]))
@@ -358,7 +358,7 @@ class Conversion:
 
     @contextmanager
     def _alone(self, folder: Path) -> Iterator[tuple[Path, str]]:
-        """Yield a folder with only a link to the file, and the link's name.
+        """Yield ``(folder, name)``: a folder that contains only a link to the file, and the link's name.
 
         Otherwise transformers would also read neighboring files, such as another tokenizer. If the file system has no
         symbolic links, yield the file's own folder and name.
@@ -419,9 +419,9 @@ def narrow_if_exact(weight: torch.Tensor) -> torch.Tensor:
 
 @contextmanager
 def _progress() -> Iterator[None]:
-    """Show the progress bars of transformers only on a terminal.
+    """In this block, show transformers' progress bars only if stderr is a terminal.
 
-    Elsewhere stderr is discarded, because some bars ignore the library's setting.
+    Otherwise stderr is discarded, because some bars ignore the library's setting.
     """
     from transformers.utils import logging
 

@@ -208,7 +208,7 @@ def _check_unchanged(file: Path, signature: Signature) -> None:
 
 
 def _remember(folder: Path, signature: Signature) -> None:
-    """Record in a folder's manifest that a file has the converted content, so that the file isn't hashed again.
+    """Add a file's signature to the manifest of the model converted from its content, so that it isn't hashed again.
 
     Do nothing if the manifest can't be written.
     """
@@ -219,9 +219,9 @@ def _remember(folder: Path, signature: Signature) -> None:
 
 
 def _remove_superseded(folder: Path, signature: Signature) -> None:
-    """Delete models converted from the file's earlier contents or by another version of transformers.
+    """Delete the file's earlier conversions, made from other contents or by another version of transformers.
 
-    A model is kept if another file still has the content that it was converted from.
+    A conversion is kept if another file still has the content that it was made from.
     """
     for other_folder, manifest in manifests():
         files = {signature_.path: signature_ for signature_ in manifest.seen}

@@ -186,7 +186,7 @@ class Manifest:
         return self.transformers == metadata.version("transformers")
 
     def write(self, folder: Path) -> None:
-        """Replace the folder's manifest. The files that it names must already be in place."""
+        """Write the manifest to a folder, replacing the old one. The files that it names must already be in place."""
         file = OutputFile(
             folder / MANIFEST,
             "the manifest of a converted model",
@@ -197,7 +197,7 @@ class Manifest:
         file.write(json.dumps(asdict(self), indent=1) + "\n")
 
     def seen_as(self, signature: Signature) -> Manifest:
-        """Return the manifest with a file's signature in ``seen``, in place of any older signature of the same path."""
+        """Return a copy with a file's signature added to ``seen``, in place of any older signature of the same path."""
         others = [signature_ for signature_ in self.seen if signature_.path != signature.path]
         return replace(self, seen=(*others, signature)[-MAX_SEEN:])
 

@@ -59,7 +59,10 @@ def settings_of(header: GGUFHeader) -> dict[str, Any]:
 
 
 def _scaling(values: dict[str, Any]) -> dict[str, Any]:
-    """Return the RoPE scaling. Files lack ``truncate``, which is False: bounds are not rounded to whole dimensions."""
+    """Return the RoPE scaling settings.
+
+    Files don't state ``truncate``. It is False in the published models: bounds aren't rounded to whole dimensions.
+    """
     if values.get(f"{SCALING}type") != SCALING_TYPE:
         return {"rope_type": "default"}
     stored = {name: values.get(SCALING + key, YARN[name]) for key, name in STORED_YARN.items()}
@@ -68,7 +71,7 @@ def _scaling(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _decimal(number: float) -> float:
-    """Return the shortest decimal number with this float32 value, which is what the original configuration states."""
+    """Return the shortest decimal number that rounds to this float32 value, as the original configuration states it."""
     return float(str(np.float32(number)))
 
 

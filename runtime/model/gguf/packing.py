@@ -117,7 +117,7 @@ class PackingPlan:
         return self._found[name]
 
     def is_of(self, model: Mapping[str, torch.Tensor]) -> bool:
-        """Return True if the model still has a single expanded zero in place of every weight found in the file.
+        """Return True if every weight found in the file is still a single expanded zero in the model.
 
         If not, transformers renamed or joined weights after they were taken, and computed some of the model's weights
         from the zeros.
@@ -152,7 +152,7 @@ SAMPLED_ROWS = 64
 
 
 def unpacked(reference: Callable[..., Any], blocks: npt.NDArray[np.uint8], kind: int) -> Any:
-    """Unpack a tensor to float32, with compiled code if its results equal ``reference``'s bit for bit in sampled rows.
+    """Unpack a tensor to float32 with compiled code, or with ``reference`` if any bit differs in sampled rows.
 
     ``reference`` is ``dequantize`` of the gguf library, which takes fifty times as long for MXFP4.
     """
@@ -170,7 +170,7 @@ def unpacked(reference: Callable[..., Any], blocks: npt.NDArray[np.uint8], kind:
 
 
 def read_weights(file: Path, folder: Path) -> dict[str, torch.Tensor]:
-    """Return a model's weights by name; packed weights whose rows have the order of ``file`` are memory-mapped."""
+    """Return a model's weights by name; those packed in the row order of ``file`` are memory-mapped."""
     rest = load_file(folder / REST)
     try:
         row = json.loads((folder / PLAN).read_text(encoding="utf-8"))
@@ -304,7 +304,7 @@ def _tensor_with(matrices: torch.Tensor, tensors: list[_TensorInFile]) -> Packed
 
 
 def packed_model(settings: Any, weights: dict[str, torch.Tensor], folder: Path, **options: Any) -> Any:
-    """Load a float32 CPU model with these weights via transformers; ``folder`` has its converted or quantized files."""
+    """Load ``weights`` into a float32 CPU model with transformers; ``folder`` has its converted or quantized files."""
     family: Any = text_class(settings, trust_remote_code=False)._model_mapping[type(settings)]
     model, report = cast(
         tuple[Any, dict[str, Any]],
@@ -319,7 +319,7 @@ def packed_model(settings: Any, weights: dict[str, torch.Tensor], folder: Path, 
 
 
 def assembled_model(settings: Any, weights: dict[str, torch.Tensor], folder: Path, **options: Any) -> Any:
-    """Build the model that ``packed_model`` loads, but without the loader of transformers.
+    """Build the same model as ``packed_model``, but without the loader of transformers.
 
     The loader takes longer than the rest of the startup. Without it, weight names and shapes are not checked: compare
     the model's outline with that of a model from ``packed_model``.

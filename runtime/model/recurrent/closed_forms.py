@@ -37,7 +37,7 @@ class DeltaRows(NamedTuple):
     """Logarithm of the decay from the state to each row, shape ``[..., slots, heads, rows, width or 1]``."""
 
     def write(self, slot: int, rows: Any, state: torch.Tensor) -> None:
-        """Advance a state ``[..., heads, ...]`` in place along a path of rows in a slot."""
+        """Update a state ``[..., heads, ...]`` in place to the state after ``rows``, a path in a slot's tree."""
         keys, values, decay = (tensor.select(-4, slot)[..., rows, :] for tensor in self)
         written = keys * (decay[..., -1:, :] - decay).exp()
         _decay_and_add(state, decay[..., -1, :].exp()[..., None], written, values)
@@ -61,7 +61,7 @@ class ScanRows(NamedTuple):
 
 
 def _decay_and_add(state: torch.Tensor, decay: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
-    """Multiply a state by its decay and add the outer products of the rows of ``left`` and ``right``, in place."""
+    """In place, multiply a state by its decay and add each row's outer product of ``left`` and ``right``."""
     left = left.transpose(-1, -2)
     if state.dim() == 3 and state.dtype == left.dtype:
         state.mul_(decay).baddbmm_(left, right)  # allocates no temporary of the state's size
@@ -76,7 +76,7 @@ def convolve(
     bias: torch.Tensor | None = None,
     activation: str | None = None,
 ) -> torch.Tensor:
-    """Apply a short convolution to ``columns``, the state's and then the rows'; return ``[slots, channels, rows]``."""
+    """Apply a short convolution to ``columns`` (the state's, then the rows'); return ``[slots, channels, rows]``."""
     slots, channels, width = columns.shape
     rows = indices.rows
     window = indices.window(width - rows, weight.shape[-1])
@@ -166,7 +166,7 @@ def time_step(dt: torch.Tensor, bias: torch.Tensor | None, *, softplus: bool) ->
 
 
 def last_columns(columns: torch.Tensor, slot: int, rows: Sequence[int], before: int) -> torch.Tensor:
-    """Return a convolution's state after a path of rows: the last columns, shape ``[..., channels, before]``."""
+    """Return a convolution's state after a path of rows: the last ``before`` columns, ``[..., channels, before]``."""
     chosen = [*range(before), *(before + row for row in rows)]
     return columns.select(-3, slot)[..., index_of(chosen[-before:], columns.device)]
 
@@ -189,7 +189,7 @@ MIXES_ONE = {*DELTA_RULES_OF_ONE, SCAN_OF_ONE, "selective_state_update"}
 
 
 class ClosedStates:
-    """Updates that rows make to the states of one layer, and the columns that the layer's convolutions read."""
+    """Records the updates that rows make to the states of one layer, and the columns that its convolutions read."""
 
     def __init__(self, before: dict[StateName, torch.Tensor], indices: TreeIndices) -> None:
         self.before, self.indices = before, indices
@@ -208,7 +208,7 @@ class ClosedStates:
 
 
 class StackedStates:
-    """State updates stacked over all layers of equal shape, so that a GPU runs few, large operations."""
+    """State updates stacked over all layers with equal state shapes, so that a GPU runs few, large operations."""
 
     def __init__(self, layers: Sequence[ClosedStates], states: States) -> None:
         columns = {name: tensors for layer in layers for name, tensors in layer.columns.items()}
@@ -278,7 +278,7 @@ class ClosedForm:
 
     @classmethod
     def of(cls, mixer: Mixer) -> ClosedForm | None:
-        """Return a mixer's closed form, or None if its ``forward`` was replaced or calls no functions that have one.
+        """Return a mixer's closed form, or None if its ``forward`` was replaced or doesn't call the known functions.
 
         The caller must check the results of the closed form.
         """

@@ -73,7 +73,7 @@ class RowTree:
 
 
 class TreeIndices:
-    """Index tensors that describe the trees of a pass to closed forms, on the model's device."""
+    """Index tensors on the model's device that describe the trees of a pass, for use by closed forms."""
 
     rows: int
 
@@ -82,7 +82,7 @@ class TreeIndices:
 
     @cached_property
     def ancestors(self) -> torch.Tensor:
-        """True at ``[slot, i, j]`` if row ``i`` reads ``j``, itself or an ancestor. Shape ``[slots, rows, rows]``."""
+        """True at ``[slot, i, j]`` if row ``j`` is row ``i`` or its ancestor. Shape ``[slots, rows, rows]``."""
         raise NotImplementedError
 
     @cached_property
@@ -96,7 +96,7 @@ class TreeIndices:
         return ~self.ancestors[:, None]
 
     def window(self, before: int, size: int) -> torch.Tensor:
-        """Return indices of the columns that a convolution of this size reads per row, shape ``[slots, rows, size]``.
+        """Return the indices of the ``size`` columns that a convolution reads for each row, ``[slots, rows, size]``.
 
         The first ``before`` columns are the state's, followed by one column per row.
         """
@@ -166,7 +166,7 @@ _LOCKS: WeakKeyDictionary[Module, Any] = WeakKeyDictionary()
 
 
 def forward_lock(model: Module) -> Any:
-    """Return the lock to hold while replacing or inspecting a model's ``forward`` methods; all its targets share it."""
+    """Return the lock to hold while replacing or inspecting a model's ``forward`` methods, shared by its targets."""
     return _LOCKS.setdefault(model, RLock())
 
 
@@ -177,7 +177,7 @@ def has_own_forward(module: Module) -> bool:
 
 @contextmanager
 def replace_forwards(changes: Iterable[tuple[Module, Forward]]) -> Iterator[None]:
-    """Replace the ``forward`` of modules in this block, for this thread only."""
+    """In this block, replace the ``forward`` of modules, for this thread only."""
     held: list[tuple[Module, Forward | None]] = []
     try:
         for module, forward in changes:

@@ -62,7 +62,7 @@ class LevelStates:
 def forward_by_levels(
     mixer: Mixer, forward: Forward, tree: RowTree, cache: Any, states: LevelStates, args: Any, kwargs: Any
 ) -> Any:
-    """Call the mixer's ``forward`` for each level and return its result for all rows of the trees."""
+    """Call the mixer's ``forward`` once per tree level; return its result for all rows of the trees."""
     hidden = args[0] if args else kwargs["hidden_states"]
     slots, rows = hidden.shape[:2]
     arguments = {name: value for name, value in kwargs.items() if not name.endswith("mask")}
@@ -90,7 +90,7 @@ def forward_by_levels(
 
 @contextmanager
 def _projected(mixer: Mixer, hidden: torch.Tensor) -> Iterator[list[torch.Tensor]]:
-    """Compute the mixer's input projections for all rows at once, and skip its output projection in this block.
+    """Compute the mixer's input projections of all rows; in this block, reuse them and skip its output projection.
 
     The caller appends the rows of each level to the yielded list before it computes the level, and applies the output
     projection afterwards.
@@ -118,7 +118,7 @@ def _chosen(whole: torch.Tensor, now: list[torch.Tensor], _: torch.Tensor) -> to
 
 
 def _rows_of(value: Any, chosen: torch.Tensor, slots: int, rows: int) -> Any:
-    """Select rows from a mixer's arguments, each as a sequence of one token."""
+    """Select rows from a mixer's arguments; each row becomes a sequence of one token."""
     if isinstance(value, torch.Tensor) and value.dim() >= 2 and value.shape[1] == rows and value.shape[0] in (1, slots):
         whole = value.expand(slots, *value.shape[1:]).flatten(0, 1)
         return whole[chosen][:, None]
@@ -172,7 +172,7 @@ class RecurrentLayers:
 
     @contextmanager
     def over(self, trees: Sequence[DraftTree], states: States, cache: Cache) -> Iterator[StatesOfPass]:
-        """Make the model's passes in this block run over trees, starting from ``states``, which stay unchanged.
+        """In this block, make the model's passes run over trees, starting from ``states``, which stay unchanged.
 
         Yield the states after each row of the trees.
         """
@@ -196,7 +196,7 @@ class RecurrentLayers:
 
     @contextmanager
     def over_step(self, step: StepTensors, states: States, cache: Cache) -> Iterator[Callable[[], StackedStates]]:
-        """Make the model's passes in this block run over the trees of ``step``, which can be captured.
+        """In this block, make the model's passes run over the trees of ``step``; such passes can be captured.
 
         Yield a function that returns the states after the step's rows, to call after the pass.
         """
@@ -209,7 +209,7 @@ class RecurrentLayers:
 
     @contextmanager
     def _replaced(self, forwards: Sequence[Forward]) -> Iterator[None]:
-        """Replace each mixer's ``forward`` in this block, and hold the model's lock."""
+        """In this block, replace each mixer's ``forward`` and hold the model's lock."""
         modules = [mixer.module for mixer in self._mixers]
         with self._lock, replace_forwards(zip(modules, forwards, strict=True)):
             yield

@@ -43,7 +43,7 @@ BEFORE, PADDING = -1, -2
 
 @compiled
 def origins_at(address: int, slot: int, rows: int) -> Ints:
-    """Return the origins of one sequence's rows, ``[rows, ORIGIN_FIELDS]``."""
+    """Return the origin records of one sequence's rows, ``[rows, ORIGIN_FIELDS]``."""
     return array_at(address + slot * rows * ORIGIN_FIELDS * WORD_SIZE, (rows, ORIGIN_FIELDS), types.int64)
 
 
@@ -128,13 +128,13 @@ def multiply_values(builder: Any, first: Any, second: Any, size: Any, written: A
 
 @compiled
 def window_size(layer: Record) -> int:
-    """Return the memory that ``copy_windows`` writes for one sequence, in float32 values."""
+    """Return how many float32 values ``copy_windows`` writes for one sequence."""
     return layer[COLUMNS] * layer[CHANNELS]  # type: ignore[no-any-return]
 
 
 @compiled
 def copy_windows(layer: Record, windows: int, first: int, end: int) -> None:
-    """Transpose the states of channel vectors ``first`` to ``end - 1`` into windows ``[columns, channels]``.
+    """Transpose states to windows ``[columns, channels]``, for vectors ``first`` to ``end - 1`` of ``LANES`` channels.
 
     The vectors are numbered consecutively over all sequences.
     """
@@ -176,7 +176,7 @@ def convolve(layer: Record, origins: Ints, row: int, inputs: int, stride: int, w
 def shift_window(
     layer: Record, slot: int, inputs: int, stride: int, count: int, path: Ints, first: int, end: int
 ) -> None:
-    """Advance a sequence's state past ``count`` of its rows, in channel vectors ``first`` to ``end - 1``.
+    """Advance a sequence's state by ``count`` rows, for vectors ``first`` to ``end - 1`` of ``LANES`` channels.
 
     ``path`` lists all ``count`` rows, or at least as many of the last ones as the state has columns.
     """

@@ -39,7 +39,7 @@ LINEAR_FROM = np.float32(20)
 
 @compiled
 def step_of(layer: Record, head: int, number: Any) -> Any:
-    """Return a head's time step: the softplus of the sum of the projected ``number`` and the head's bias."""
+    """Return a head's time step: ``softplus(number + bias)``, with the projected ``number`` and the head's bias."""
     total = np.float32(number + array_at(layer[STEP_BIAS], (layer[STATE_HEADS],), types.float32)[head])
     return total if total > LINEAR_FROM else np.float32(np.log1p(np.exp(total)))
 
@@ -109,7 +109,7 @@ def unit_row(builder: Any, read: Any, width: Any, epsilon: Any, factor: Any, wri
 
 
 def _recalled(vectors: int) -> Any:
-    """Return an intrinsic that writes the product of a key and ``vectors`` vectors of columns of the decayed state."""
+    """Return an intrinsic that multiplies a key by ``vectors * LANES`` columns of the decayed state."""
 
     @generated(*[types.int64] * 4, types.float32, types.int64)
     def recall(builder: Any, state: Any, stride: Any, key: Any, width: Any, decay: Any, written: Any) -> None:
@@ -137,7 +137,7 @@ def _recalled(vectors: int) -> Any:
 
 
 def _learned(vectors: int) -> Any:
-    """Return an intrinsic that updates ``vectors`` vectors of a state's columns and writes their product with a query.
+    """Return an intrinsic that updates ``vectors * LANES`` columns of a state and then multiplies a query by them.
 
     The columns decay, and the outer product of the key and ``change`` is added to them.
     """

@@ -76,7 +76,7 @@ which may be only the last rows of the path. PATH: first of the listed rows.
 
 @compiled
 def row_scratch_size(layer: Record) -> int:
-    """Return the scratch memory that a layer's mixer needs per row, in float32 values."""
+    """Return how many float32 values of scratch memory a layer's mixer needs per row."""
     channels, values = layer[CHANNELS], layer[STATE_HEADS] * layer[VALUE_WIDTH]
     if layer[MIXER] == SHORT_CONVOLUTION:
         return 4 * channels  # type: ignore[no-any-return]
@@ -96,7 +96,7 @@ def kept_size(layer: Record) -> int:
 
 @compiled
 def state_buffer_size(layer: Record) -> int:
-    """Return the size of one buffer for the state of a layer's mixer, in float32 values; 0 without a recurrence."""
+    """Return how many float32 values a state buffer of a layer's mixer holds; 0 if the mixer has no recurrence."""
     if layer[MIXER] == SHORT_CONVOLUTION:
         return 0
     return delta_rule.delta_state_size(layer) if layer[MIXER] == DELTA_RULE else mamba2.scan_state_size(layer)
@@ -104,7 +104,7 @@ def state_buffer_size(layer: Record) -> int:
 
 @compiled
 def mixer_scratch_size(pass_record: Record) -> int:
-    """Return the scratch memory that ``mix`` needs, in float32 values."""
+    """Return how many float32 values of scratch memory ``mix`` needs."""
     if not pass_record[MIXER_ROW]:
         return 0
     rows = pass_record[SLOTS] * pass_record[NEW]
@@ -412,7 +412,7 @@ def mix(pass_record: Record, layer: Record, starts: Ints, read: int, rows: int, 
 
 @compiled
 def accept(pass_record: Record, layers: Record, starts: Ints, path: Ints, scratch: int) -> None:
-    """Advance the mixers' states, still those before a pass, along a path of its rows by replaying the kept values."""
+    """Advance the mixers' states from before a pass along a path of the pass's rows, by replaying the kept values."""
     function, count = pass_record[MIXER_FUNCTION], path[COUNT]
     for number in range(len(layers)):
         layer = layers[number]
@@ -435,7 +435,7 @@ class KeptRows:
         pass_record[JOURNAL], pass_record[THREAD_POOL] = journal.ctypes.data, 0
 
     def accept(self, path: Array, states: States) -> None:
-        """Advance a slot's states along a path of the slot's rows; ``states`` may have moved since the pass."""
+        """Advance a slot's states along a path of its rows; ``states`` may have moved in memory since the pass."""
         self._mixers.fill_states(self._layers, states, int(path[PATH_SLOT]))
         scratch = torch.empty(mixer_scratch_size(self._pass_record), dtype=torch.float32)
         accept(self._pass_record, self._layers, np.zeros(1, np.int64), path, scratch.data_ptr())
