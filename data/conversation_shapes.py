@@ -45,7 +45,7 @@ DOCUMENT_KEYS = ("text", "content")
 
 
 def prompt_answer_pair(row: dict[str, Any]) -> Conversation | None:
-    """Parse a row that holds a prompt, an answer or both, or a plain text. Returns None if it holds none of them."""
+    """Parse a row that holds a prompt, an answer or both, or one that holds only text; return None for other rows."""
     prompt_keys = [key for key in PROMPT_KEYS if key in row]
     # In a row with an answer, `text` usually repeats the prompt and the answer.
     answers = [key for key in ANSWER_KEYS if key in row] or [key for key in DOCUMENT_KEYS if key in row][:1]

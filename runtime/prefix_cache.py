@@ -178,7 +178,7 @@ class PromptReader:
         return verified
 
     def _next_piece(self) -> int:
-        """Return the maximum number of tokens in the next pass if the caller sets no limit."""
+        """Return the default limit on the tokens of the next pass, for callers that set none."""
         return PREFILL_CHUNK if self._read else len(self._prompt)
 
     def _end(self, max_tokens: int) -> int:

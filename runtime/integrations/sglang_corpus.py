@@ -145,7 +145,7 @@ class HierarchyCorpus:
         raise StoreError(NO_CORPORA)
 
     def list_external_corpora(self) -> dict[str, int]:
-        """Return an empty dictionary: corpora of SGLang are not supported."""
+        """Return an empty dictionary: SGLang's external corpora are not supported."""
         return {}
 
     def _begin(self, name: str, context: Sequence[int], total: int) -> _Request:

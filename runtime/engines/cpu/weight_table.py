@@ -378,7 +378,7 @@ class WeightTable:
         row[layers.ROUTER] = self._routers[-1].ctypes.data
 
     def _added_mixture_record(self, mixture: MixtureParts[CompiledLinear]) -> int:
-        """Create the record of a mixture that is added to an MLP; return its address."""
+        """Create the record of a mixture of experts that is added to an MLP's output; return the record's address."""
         record, (scale, expert_scales) = np.zeros(experts.ROUTER_FIELDS, np.int64), mixture.weights
         matmul = self._matmul_row(MatmulRows.whole(mixture.projection))
         record[experts.ROUTE : experts.TOP_K + 1] = *matmul, mixture.top

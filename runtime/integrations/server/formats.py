@@ -86,7 +86,7 @@ class Delta:
 
 
 class Format(Protocol):
-    """Formats the answers to one request as the JSON of an API."""
+    """Formats the answers to one request as the JSON that an API returns."""
 
     last_event: str | None
     """Data of a last event that is not JSON; None if the API has no such event."""
