@@ -36,7 +36,7 @@ class GenerationFile:
         } | ({"rankings": rankings} if rankings else {})
 
     def check(self, prompts: Sequence[Prompt]) -> None:
-        """Raise a ``PromptError`` if the file holds anything but answers to these prompts. The file is not changed."""
+        """Raise a ``PromptError`` unless line N answers prompt N with these settings. The file is not changed."""
         with self._errors_worded():
             self._read(prompts)
 
@@ -83,7 +83,7 @@ class GenerationFile:
         return done, b""
 
     def _check_torn(self, torn: bytes, number: int, prompts: Sequence[Prompt]) -> None:
-        """Raise a ``PromptError`` unless ``torn`` can be the start of the line that answers ``prompts[number]``."""
+        """Raise a ``PromptError`` unless ``torn`` may be the beginning of the line for ``prompts[number]``."""
         if number < len(prompts):
             row = {**self._asked(prompts[number]), "messages": [dict(message) for message in prompts[number].messages]}
             if may_be_torn_start(torn, json.dumps(row, ensure_ascii=False).removesuffix("]}")):
@@ -117,7 +117,7 @@ class GenerationFile:
 
 
 def _grammar(prompt: Prompt) -> dict[str, Any]:
-    """Return ``{kind: grammar}`` as in a line of a prompts file, with a JSON schema parsed; empty without a grammar."""
+    """Return ``{kind: grammar}`` as in a prompts file, with JSON schemas parsed; empty if the prompt has no grammar."""
     if prompt.grammar is None:
         return {}
     kind, text = prompt.grammar.kind, prompt.grammar.text
@@ -132,7 +132,7 @@ def _recorded(answer: Answer) -> dict[str, Any]:
 
 
 def collect(answerer: Answerer, prompts: Sequence[Prompt], file: GenerationFile) -> Iterator[int]:
-    """Answer all prompts without an answer in ``file``; yield how many have an answer, initially and after each one."""
+    """Answer the prompts missing in ``file``; yield the number of answered prompts, initially and after each prompt."""
     with file.open(prompts) as left:
         done = len(prompts) - len(left)
         yield done

@@ -17,7 +17,7 @@ from hdtool.runtime.stores.store_set import StoreSet
 
 
 def colors_shown() -> bool:
-    """Return True if output may be coloured: NO_COLOR is unset, and FORCE_COLOR is set or output is a terminal."""
+    """Return True if output may be colored: NO_COLOR is unset, and FORCE_COLOR is set or output is a terminal."""
     if os.environ.get("NO_COLOR"):
         return False
     return bool(os.environ.get("FORCE_COLOR")) or sys.stdout.isatty()
@@ -29,7 +29,7 @@ def colored(text: str, source: SourceId) -> str:
 
 
 def legend(drafted: Iterable[SourceId]) -> str:
-    """Return a line that names each source in its colour."""
+    """Return a line that names each source in its color."""
     named = [colored(str(source), source) for source in drafted]
     return f"drafted by: {', '.join(named)}; without colour: the model" if named else "nothing was drafted"
 

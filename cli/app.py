@@ -268,7 +268,7 @@ def run(arguments: list[str]) -> int:
 
 @cache
 def _command() -> Any:
-    """Return typer's command. It is cached because building it takes longer than parsing the arguments."""
+    """Return typer's command, cached because building the command takes longer than parsing the arguments."""
     return typer.main.get_command(app)
 
 

@@ -366,7 +366,7 @@ def bench(
 
 
 def _sample(prompts: list[Prompt], settings: BenchConfig) -> tuple[list[Prompt], list[Prompt]]:
-    """Return ``(measured, spare)``: the questions to measure, and all other questions, which serve for the warm-up."""
+    """Return ``(measured, spare)``: the questions to measure, and all others, which are used for the warm-up."""
     measured = prompts
     if settings.per_task is not None:
         measured = interleave_tasks(prompts, settings.per_task)

@@ -36,9 +36,10 @@ def message_reader() -> ReadMessage:
 
 
 def _line_editor() -> ReadMessage:
-    """Return an editor in which Enter sends the message, Alt-Enter begins a new line, and pasted text may span lines.
+    """Return an editor in which Enter sends the message and Alt-Enter starts a new line.
 
-    The editor recalls earlier messages until the program ends and writes none of them to disk.
+    Pasted text may contain line breaks. The editor recalls earlier messages until the program ends and writes none of
+    them to disk.
     """
     from prompt_toolkit import PromptSession
     from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
@@ -77,7 +78,7 @@ SAVED_BY = {"saved_by": "hdtool chat"}
 
 
 def write_chat(path: Path, model: str, messages: Sequence[Message], replaceable: set[Path]) -> None:
-    """Write a conversation as JSON and add its path to ``replaceable``.
+    """Write a conversation to ``path`` as JSON, and add the resolved path to ``replaceable``.
 
     Raises PromptError if the file exists, unless ``replaceable`` contains it and hdtool wrote it.
     """

@@ -104,7 +104,7 @@ def _visible_length(text: str) -> int:
 
 
 def _terminal_width(stream: TextIO) -> int:
-    """Return the width of a terminal in columns, or 0 if the stream is not a terminal."""
+    """Return the terminal's width in columns if ``stream`` is a terminal, else 0."""
     try:
         return os.get_terminal_size(stream.fileno()).columns if stream.isatty() else 0
     except (OSError, ValueError):
@@ -357,7 +357,10 @@ CONFLICTS = (
 
 
 def refuse_unused(typed: Collection[str], settings: Mapping[str, Any]) -> None:
-    """Raise OptionError for the first option in ``typed`` that has no effect. ``none`` is allowed with any method."""
+    """Raise OptionError if an option in ``typed`` has no effect.
+
+    An option that the selected methods ignore is allowed if its value is ``none``.
+    """
     methods = _selected_methods(settings)
     known = all(method in METHODS or method in PEERS or method in SHAPE_PEERS for method in methods)
     for option, users in OPTION_METHODS.items():
@@ -401,7 +404,7 @@ HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 def model_argument() -> inspect.Parameter:
-    """Return the parameter for a model that is given as an argument."""
+    """Return the parameter that takes the model as a positional argument."""
     argument = typer.Argument(metavar="MODEL", help="The model, which --model names as well.")
     return inspect.Parameter(
         MODEL_ARGUMENT, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[str | None, argument]

@@ -99,7 +99,7 @@ def demo(
 
 
 def _gains(plain: Stats, drafted: Stats, first: Stats, generate: float, *, compiled: bool) -> str:
-    """Return two sentences: the speed-up from drafting, and the speed-up from the engine without drafts.
+    """Return a sentence on the speed-up from drafting and one on the engine's speed-up without drafts.
 
     ``first`` has the statistics of plain decoding on the first prompt, and ``generate`` is the throughput of
     transformers' ``generate`` on that prompt, in tokens per second.

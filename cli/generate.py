@@ -1,4 +1,4 @@
-"""``hdtool generate`` and ``hdtool collect``: answer prompts on the terminal or into a file."""
+"""``hdtool generate`` and ``hdtool collect``: answer prompts, and print the answers or write them to a file."""
 
 from __future__ import annotations
 

@@ -88,7 +88,7 @@ class SelectedOptions:
         return replace(self, helps=helps)
 
     def as_argument(self) -> SelectedOptions:
-        """Accept the model as the first argument too: ``hdtool chat MODEL`` or ``hdtool chat --model MODEL``."""
+        """Also accept the model as the first argument: ``hdtool chat MODEL`` or ``hdtool chat --model MODEL``."""
         return replace(self, is_argument=True)
 
 

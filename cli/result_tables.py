@@ -350,7 +350,7 @@ def write_report(
     *,
     quiet: bool,
 ) -> None:
-    """Run the replays in ``study``, and write the page that ``page_of`` creates from the command line and results."""
+    """Run the replays in ``study``, and write the page that ``page_of(command_line, results)`` returns."""
     from hdtool.builders.evaluation.report.ablations import report_data
     from hdtool.builders.evaluation.report.pages import write_page
 

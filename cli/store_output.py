@@ -64,7 +64,7 @@ def store_in_words(item: StoredItem) -> str:
 
 
 def store_record(item: StoredItem) -> dict[str, Any]:
-    """Return a store's ``--json`` record."""
+    """Return the record of a store in the ``--json`` output of ``hdtool stores``."""
     shown = asdict(item)
     del shown["shared_name"]  # only used to reject ambiguous names
     return {**shown, "folder": str(item.folder), "age": round(time.time() - item.changed)}
@@ -175,7 +175,7 @@ def open_documents(
     quiet: bool,
     on_models: Callable[[Mapping[str, int]], str | None] | None = None,
 ) -> Iterator[tuple[list[Source], Iterator[Document]]]:
-    """Yield the sources of the inputs and an iterator over their documents, which shows a progress bar.
+    """Yield ``(sources, documents)`` of the inputs. Iterating over the documents of files shows a progress bar.
 
     On exit, print the records that could not be used and, if ``on_models`` returns one, a note on the models that the
     records name.
@@ -228,7 +228,7 @@ def counts_in_words(counts: Mapping[str, int]) -> str:
 
 
 def store_description(folder: Path, manifest: Manifest) -> dict[str, Any]:
-    """Return the ``--json`` record of a store. Its keys are stable across versions."""
+    """Return the ``--json`` record of a store that was built or inspected. Its keys are stable across versions."""
     return {
         "store": str(folder),
         "kind": manifest.kind,

@@ -63,7 +63,7 @@ class BenchRun:
 
 @dataclass(frozen=True)
 class Results:
-    """Benchmark run and each method's answers, in question order, to the questions that all methods have answered."""
+    """Benchmark run and each method's answers in question order, up to the last question that all methods answered."""
 
     run: BenchRun
     answers: dict[str, list[AnsweredQuestion]]
@@ -129,7 +129,7 @@ class ResultFolder:
         """Number of questions that every method has answered."""
 
     def add(self, answers: Mapping[str, AnsweredQuestion]) -> None:
-        """Append each method's answer to the next question to that method's file, and flush the files to disk."""
+        """Append the answers to the next question, each to its method's file, and flush the files to disk."""
         for method, answer in answers.items():
             append_row(
                 self.folder / _results_file(method), answer.to_json(f"{self.run.surroundings['model']}-{method}")

@@ -53,7 +53,7 @@ class Rankings:
 
     @classmethod
     def of_json(cls, value: Any, positions: int) -> Rankings:
-        """Parse rankings. Raises RowError unless they have ``positions`` rows, one per token of the answer."""
+        """Parse rankings. Raises RowError if they are invalid or lack a row for any of the ``positions`` tokens."""
         import numpy as np
 
         try:
@@ -103,7 +103,7 @@ class Turn(NamedTuple):
 
 @dataclass(frozen=True)
 class Conversation:
-    """Conversation, set of questions, request, answer or plain text, as ``kind`` tells."""
+    """Conversation, set of questions, request, answer or plain text, depending on ``kind``."""
 
     turns: tuple[Turn, ...]
     id: str = ""
@@ -168,7 +168,7 @@ ITEM_ROLES = {"function_call": ASSISTANT, "custom_tool_call": ASSISTANT, "functi
 
 
 def message_turns(value: Any, name: str) -> list[Turn]:
-    """Parse ``value``, a list of messages. Raises RowError, which names the field ``name``, if it is not a list."""
+    """Parse the list of messages in the field ``name``. Raises RowError if ``value`` is not a list."""
     messages = _as_list(value)
     if not isinstance(messages, list):
         raise RowError(f"`{name}` must be a list (found: {type(value).__name__})")

@@ -1,7 +1,7 @@
-"""File locks, cached values, and append-only JSON Lines files that survive a kill.
+"""File locks, cached values, and append-only JSON Lines files that stay readable if the writer is killed.
 
-A kill leaves complete lines and at most one torn line at the end. Readers never change a file, and the torn line is
-truncated only once the caller has recognised it.
+A killed writer leaves complete lines and at most one torn line at the end. Readers never change a file, and the torn
+line is truncated only once the caller has recognised it.
 """
 
 from __future__ import annotations
@@ -182,7 +182,7 @@ def is_torn(line: bytes) -> bool:
 
 
 def may_be_torn_start(torn: bytes, start: str) -> bool:
-    """Return True if a torn line may be what was written of a line that begins with ``start``."""
+    """Return True if ``torn`` may be left from an interrupted write of a line that begins with ``start``."""
     beginning = start.encode()
     return beginning.startswith(torn) or torn.startswith(beginning)
 

@@ -163,7 +163,7 @@ class VllmLog:
             yield number, {"id": name, "request": request}
 
     def _find(self, name: str) -> str | None:
-        """Return the id under which the request of the answer ``name`` was logged, or None if it was not logged.
+        """Return the id of the unanswered request to which a prompt or answer ``name`` belongs; None if there is none.
 
         vLLM numbers the prompts of a request, and logs the ids of request bodies without their prefix.
         """
@@ -214,7 +214,7 @@ def is_server_log(head: bytes) -> bool:
 
 
 def log_rows(raw: CountedFile, stream: io.BufferedReader) -> Iterator[Row]:
-    """Yield a row for each exchange, with ``request``, ``response`` or both, and one for each line with a JSON body."""
+    """Yield a row per line with a JSON body, and per exchange a row with ``request``, ``response`` or both."""
     logs = (VllmLog(), LlamaServerLog())
     has_rows = False
     for number, line in enumerate(stream, start=1):

@@ -32,7 +32,7 @@ HEAD_BYTES = 4096
 
 
 def is_json_with(keys: Collection[str], format: int) -> Callable[[Path], bool]:
-    """Return a function that tells if a file holds a JSON object with this format number and at least these keys."""
+    """Return a function that checks if a file holds a JSON object with this format number and at least these keys."""
 
     def is_ours(path: Path) -> bool:
         row = json_object(path)
@@ -47,7 +47,7 @@ def json_object(path: Path) -> dict[str, Any]:
 
 
 def is_json_lines_with(keys: Collection[str]) -> Callable[[Path], bool]:
-    """Return a function that tells if a file's first line is a JSON object with exactly these keys."""
+    """Return a function that checks if a file's first line is a JSON object with exactly these keys."""
 
     def is_ours(path: Path) -> bool:
         with path.open("rb") as stream:
@@ -156,7 +156,7 @@ class OutputFile:
             sync_to_disk(destination.parent)
 
     def remove(self) -> None:
-        """Delete the file and temporary files of killed writers. Raises ``error`` if hdtool did not write the file."""
+        """Delete the file and its leftover temporary files. Raises ``error`` if hdtool did not write the file."""
         with self._errors_worded():
             destination = self._destination()
             if destination.parent.is_dir():

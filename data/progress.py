@@ -125,7 +125,7 @@ class Tally:
             self.models[name] += 1
 
     def refuse(self, where: str, fault: Exception) -> None:
-        """Count as unusable a record that was already counted as usable."""
+        """Move a record from the count of usable records to the count of unusable ones."""
         self.good -= 1
         self.note(where, fault)
 

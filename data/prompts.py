@@ -218,7 +218,7 @@ class Prompt:
         return cls(messages=({"role": "user", "content": text},), id=id)
 
     def conversation(self, answers: Sequence[str]) -> list[Message]:
-        """Return the messages with these answers, each followed by the user's next turn if there is one."""
+        """Return the messages, then these answers, each followed by the user's next turn if there is one."""
         messages = [dict(message) for message in self.messages]
         for answer, turn in zip_longest(answers, self.later_turns[: len(answers)]):
             messages.append({"role": "assistant", "content": answer})

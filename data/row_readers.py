@@ -44,7 +44,7 @@ def is_compressed(stream: io.BufferedReader) -> bool:
 
 @contextmanager
 def compressed(stream: IO[bytes], path: Path) -> Iterator[IO[bytes]]:
-    """Yield a stream that writes to ``stream``, compressed if the suffix of ``path`` is ``.gz`` or ``.zst``."""
+    """Yield a stream that writes to ``stream`` and compresses the data if ``path`` ends with ``.gz`` or ``.zst``."""
     ending = path.suffix.lower()
     if ending == ".gz":
         # Without a timestamp and a name, equal content gives equal bytes.
@@ -205,7 +205,7 @@ def first_byte(data: bytes) -> bytes:
 
 
 def _first_lines(stream: io.BufferedReader) -> bytes:
-    """Return the first line that is not blank, with the blank lines before it."""
+    """Return the stream's first lines up to and including the first one that is not blank."""
     opening = stream.readline()
     while opening.isspace() and (line := stream.readline()):
         opening += line

@@ -34,7 +34,7 @@ class RecordPart(NamedTuple):
 
 @dataclass(frozen=True)
 class Record:
-    """Related texts, each of which becomes a document, and the index of the input file that holds them."""
+    """Related texts, each of which becomes a document; ``source`` is the index of their input file."""
 
     texts: tuple[str, ...]
     source: int
@@ -44,7 +44,7 @@ class Record:
 
 @dataclass(frozen=True)
 class Portion:
-    """Texts and counts from a section of an input, which one process reads on behalf of another."""
+    """A section of an input, as texts and record counts, read in one process for use in another."""
 
     texts: Sequence[str]
     tally: Tally
@@ -80,7 +80,7 @@ class RecordReader(ConversationReader):
         self.finish()
 
     def whole_records(self) -> Iterator[Record]:
-        """Yield the records with all their turns, including those that also appear in other requests or rows."""
+        """Yield the records with all their turns, even turns that also appear in other requests or rows."""
         for located in self.conversations():
             if texts := self._selected_texts(parts := _parts_of(located.conversation, whole=True)):
                 self._has_records = True
@@ -88,7 +88,7 @@ class RecordReader(ConversationReader):
         self.finish()
 
     def portions(self, texts: int) -> Iterator[Portion]:
-        """Read the single input, and yield it in portions; the receiving process must pass each one to ``take``.
+        """Yield the reader's only input in portions; the process that uses them must pass each one to ``take``.
 
         Each portion but the last has at least ``texts`` texts.
         """
@@ -192,7 +192,7 @@ def read_traces(
 
 
 def _questions(path: Path) -> Mapping[str, Conversation]:
-    """Read Spec-Bench's questions into a dict; each question's key is the ``key`` of its answers."""
+    """Read Spec-Bench's questions into a dict, each under the ``key`` that its answers have."""
     reader = ConversationReader([path])
     conversations = {
         f"question {conversation.conversation.id}": conversation.conversation for conversation in reader.conversations()

@@ -71,7 +71,7 @@ def accept(
 
 
 def _accept_walk(walk: Walk, tree: DraftTree, sampler: Sampler, stops: Container[int]) -> Accepted | None:
-    """Accept the tokens of a complete walk up to the first stop token; return None if the walk is empty."""
+    """Accept the tokens of a finished walk, up to and including the first stop token; return None for an empty walk."""
     tokens, children, finite = walk
     if not finite and not len(tree):
         sampler.note_overflow()
@@ -89,7 +89,7 @@ def _has_ended(walk: Walk, max_tokens: int) -> bool:
 
 
 def _allowed(walk: Walk, sampler: Sampler) -> list[tuple[int, int]]:
-    """Return a walk's ``(token, child)`` pairs before the first token that a mask may forbid.
+    """Return the leading ``(token, child)`` pairs of a walk whose tokens are known to be allowed by the mask, if any.
 
     Return an empty list if ``walk.finite`` is False.
     """

@@ -1,4 +1,4 @@
-"""Answers prompts one at a time, streaming the text of each answer while it is generated, or in batches."""
+"""Answer prompts in batches, or one at a time while streaming the text of each answer."""
 
 from __future__ import annotations
 
@@ -342,7 +342,7 @@ class Answerer:
 
     @cached_property
     def _drafters(self) -> list[Drafter]:
-        """One drafter per batch slot, created on first use because forward passes may have to be timed."""
+        """One drafter per batch slot, created lazily because creation may have to time forward passes."""
         target = self.loaded.target
         choose_threads(target, self._threads, quick_record(target, what="threads"))
         return drafters_for(self._decoding, target, self.store_set)
@@ -426,7 +426,7 @@ class Answerer:
         return ids
 
     def _prediction(self, conversation: Conversation, drafter: Drafter) -> list[int]:
-        """Return the token ids of the predicted answer; empty if there is none or the drafter doesn't use one."""
+        """Return the token ids of the predicted answer, or an empty list if there is none or the drafter ignores it."""
         if not isinstance(drafter, HistoryDrafter):
             return []
         return encode_answer(self.loaded.tokenizer, conversation.messages, conversation.prediction, chat=self._chat)

@@ -44,7 +44,7 @@ class Drafter(Protocol):
 
 @runtime_checkable
 class HistoryDrafter(Protocol):
-    """A drafter that remembers whole answers and drafts from predicted output."""
+    """A drafter that remembers finished answers and can draft from a prediction of the current one."""
 
     def predict(self, prediction: Sequence[int]) -> None:
         """Also draft from ``prediction``: tokens that the answer started by ``begin`` will probably contain."""
@@ -175,10 +175,10 @@ NO_KINDS = np.empty(0, np.int64)
 
 
 class NodeCalibration:
-    """Tracks how often a node is accepted, given that its parent is, by the node's kind and depth."""
+    """Tracks acceptance rates by kind and depth of nodes: how often a node is accepted if its parent is."""
 
     def __init__(self, prior: Sequence[float]) -> None:
-        """``prior`` holds the initial acceptance rate of each kind, which applies at every depth."""
+        """``prior[kind]`` is the initial acceptance rate of nodes of this kind, the same at every depth."""
         self._verified = np.full((len(prior), LARGEST_TREE), CALIBRATION_PRIOR_WEIGHT)
         self._accepted = self._verified * np.array(prior)[:, None]
         # Compile both functions now, or load them from the cache, so that no step waits for this.

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class PassOptions(NamedTuple):
-    """Results of a pass that a caller uses besides the logits. These are hints, which an engine may ignore."""
+    """Selects the results that the caller of a pass needs besides the logits. An engine may ignore these hints."""
 
     walk: bool = False
     """Compute ``Verified.walk``, the walk down the tree by argmax."""
@@ -89,7 +89,7 @@ class Verified:
         return len(self.logits)
 
     def rankable(self) -> Rankable:
-        """Return the logits in the form on which ``topk`` is fastest."""
+        """Return the logits in the representation for which ``topk`` is fastest; see ``for_topk``."""
         return for_topk(self.logits, self.maxima)
 
     def topk(self, k: int, rows: slice = ALL_ROWS) -> tuple[Array, Array]:
@@ -104,9 +104,9 @@ class Verified:
         return argmax(self.logits[first:]) if self.argmax is None else self.argmax[first:]
 
     def known_argmax(self) -> tuple[Array, Array] | None:
-        """Return ``(argmax, finite)``; if the pass has not computed them, do so unless the logits are on the CPU.
+        """Return ``(argmax, finite)``, computed now if the pass has not computed them.
 
-        On a CPU, return None if the pass has not computed them, because computing single rows is faster there.
+        For logits on the CPU, return None instead of computing them now, because computing single rows is faster there.
         """
         if self.argmax is not None and self.finite is not None:
             return self.argmax, self.finite
@@ -125,7 +125,7 @@ PREFILL_PASS = -1
 
 @dataclass(slots=True)
 class PassLog:
-    """Counts passes and holds the last pass's shape and duration, from which budgets learn what draft tokens cost."""
+    """Counts passes, and records the last pass's shape and duration, which budgets use to estimate costs."""
 
     passes: int = 0
     seconds: float = 0.0
@@ -196,7 +196,7 @@ class Engine(Protocol):
         ...
 
     def reads_in_pieces(self, length: int) -> bool:
-        """Return True if prefilling a prompt of this length in several passes gives the same result as in one pass."""
+        """Return True if prefilling a prompt of this length in several passes gives the same result as one pass."""
         ...
 
     def is_unchanged(self, *, goes_on: bool) -> bool:
@@ -240,7 +240,7 @@ class Engine(Protocol):
         ...
 
     def commit(self, cache: Cache, slot: int, path: Sequence[int]) -> None:
-        """Append the root and the accepted nodes ``path`` to a slot, and discard the other nodes of the tree."""
+        """Append the root and the accepted nodes, listed in ``path``, to a slot; discard the tree's other nodes."""
         ...
 
     def recompute(self, cache: Cache, slot: int, root: int) -> Verified:
@@ -248,5 +248,5 @@ class Engine(Protocol):
         ...
 
     def note_overflow(self) -> None:
-        """Tell the user that logits were NaN or infinite; later calls do nothing."""
+        """Warn the user, at most once, that logits were NaN or infinite."""
         ...

@@ -30,7 +30,7 @@ SAMPLED_WEIGHTS = 16
 
 
 def describe_environment(loaded: Loaded, store_set: StoreSet) -> dict[str, Any]:
-    """Return the environment to save with measured figures; only figures from equal environments are comparable."""
+    """Return the environment to save with measurements; only those from equal environments are comparable."""
     target = loaded.target
     return {
         "machine": machine(target.device),

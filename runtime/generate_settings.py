@@ -71,7 +71,7 @@ NEUTRAL_SETTINGS: dict[str, Any] = {
 
 
 class Stops:
-    """Container of the tokens that end an answer: end tokens, and any token at which a stopping criterion is met."""
+    """Container of the tokens that end an answer: ``ends``, and any token at which a stopping criterion is met."""
 
     def __init__(
         self,

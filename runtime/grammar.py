@@ -92,7 +92,7 @@ class Guide:
         return torch.from_numpy(is_forbidden).to(device)
 
     def allowed(self, tokens: list[int]) -> int:
-        """Return the length of the prefix of ``tokens`` that may come next, without computing a mask."""
+        """Return how many leading ``tokens`` the grammar allows, one after another, without computing a mask."""
         count = 0
         while count < len(tokens):
             # Where the grammar forces tokens, other tokens with the same bytes are forbidden.
@@ -250,7 +250,7 @@ class GrammarProcessor(LogitsProcessor):
         """Number of prompt tokens, padding included; None before the first call."""
 
     def allowed(self, context: Sequence[int], tokens: list[int]) -> int:
-        """Return the length of the prefix of ``tokens`` that is known to be allowed next, without computing a mask."""
+        """Return how many leading ``tokens`` the grammar allows after the context, without computing a mask."""
         self._follow(context)
         return self._guide.allowed(tokens)
 
@@ -327,7 +327,7 @@ class GuidedDrafter(WrappedDrafter):
         return tree
 
     def _constrain(self, tree: DraftTree) -> DraftTree:
-        """Return the tree with forbidden nodes dropped and forced chains added, first below the most probable nodes."""
+        """Return the tree without forbidden nodes and with forced chains, added below the most probable nodes first."""
         guided_tree = self._guide.constrain_tree(tree.tokens, tree.parents)
         if guided_tree.allowed.all() and not guided_tree.chains:
             return DraftTree(

@@ -58,7 +58,7 @@ class PendingPrefill(Generic[Key]):
         self._loop = loop
 
     def read(self, max_tokens: int | None = None) -> bool:
-        """Prefill up to ``max_tokens`` more prompt tokens, or all if it is None; return True once all are prefilled."""
+        """Prefill up to ``max_tokens`` more prompt tokens, by default all; return True once all are prefilled."""
         with self._loop:
             self.verified = self.reader.read(max_tokens)
         self.state.cached_tokens = self.reader.cached_tokens
@@ -124,7 +124,7 @@ class Loop(Generic[Key]):
         self._engine.busy.release()
 
     def start(self, request: Request[Key]) -> PendingPrefill[Key]:
-        """Start an answer; call ``read`` of the result until it returns True, then pass the result to ``join``."""
+        """Start an answer; call the result's ``read`` until it returns True, then pass the result to ``join``."""
         assert self._pending_prefill is None and not self.is_full
         self._lock()
         try:

@@ -60,7 +60,7 @@ class PrefixCache:
         return found
 
     def keep(self, cache: Cache, slot: int) -> None:
-        """Copy a slot before it is overwritten; drop the same owner's copies whose tokens are a prefix of its."""
+        """Copy a slot before it is overwritten; drop the owner's older copies that are prefixes of it."""
         held = cache.slots[slot]
         tokens = held.tokens[: held.valid]
         if not self._max_bytes or len(tokens) < MIN_CACHED_PREFIX or held.version == NEVER_CONTINUED:
@@ -155,7 +155,7 @@ class PromptReader:
         slot.owner, slot.version = self._owner, version if self._reads_in_pieces else NEVER_CONTINUED
 
     def _find_prefix(self, prefixes: PrefixCache) -> tuple[CachedPrefix | None, bool]:
-        """Return ``(prefix, in_place)``: the prefix that saves most prefill, if any, and whether a free slot has it."""
+        """Return ``(prefix, in_place)``: the prefix saving the most prefill, if any, and whether a free slot has it."""
         slots, query = self._cache.slots, (self._owner, self._engine.changes, self._prompt)
         in_place = prefixes.in_place(slots[self._first_free :], *query)
         copied = prefixes.to_copy(slots[: self._first_free], *query)
@@ -178,7 +178,7 @@ class PromptReader:
         return verified
 
     def _next_piece(self) -> int:
-        """Return the default limit on the tokens of the next pass, for callers that set none."""
+        """Return the default for the maximum number of tokens in the next pass."""
         return PREFILL_CHUNK if self._read else len(self._prompt)
 
     def _end(self, max_tokens: int) -> int:

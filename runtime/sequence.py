@@ -1,4 +1,4 @@
-"""The state of one answer between forward passes, the steps of an answer, and statistics over steps."""
+"""The steps that generate an answer, the state of an answer between two steps, and statistics over steps."""
 
 from __future__ import annotations
 
@@ -130,9 +130,10 @@ class SequenceState:
             self.drafter.end()
 
     def accept(self, verified: Verified, recompute: Callable[[int], Verified]) -> tuple[Accepted, Verified]:
-        """Return ``(accepted, verified)``: accepted nodes and emitted tokens, and the logits that the tokens come from.
+        """Choose the tokens to emit, and return ``(accepted, verified)``.
 
-        ``recompute`` verifies the root again without drafts. It is called if the pass with drafts overflowed.
+        ``accepted`` holds the accepted nodes and the emitted tokens, and ``verified`` the logits that these tokens come
+        from. ``recompute`` verifies the root again without drafts. It is called if the pass with drafts overflowed.
         """
         accepted = accept(self.tree, verified, self._sampler, stops=self._stops, max_tokens=self.room)
         if accepted is None:
@@ -294,7 +295,7 @@ class Stats:
 
     @property
     def that_drafted(self) -> list[SourceId]:
-        """Sources that drafted a node."""
+        """Sources that drafted at least one node."""
         return [source for source in self.sources if self.drafted[source]]
 
     def sources_json(self) -> dict[str, dict[str, float]]:

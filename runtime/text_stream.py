@@ -46,7 +46,7 @@ class TextStream:
         self._read = 0
 
     def add(self, ids: Sequence[int]) -> str:
-        """Append ids and return the text that they complete; empty while a character is incomplete."""
+        """Append ids and return the text that they complete, or an empty string while a character is incomplete."""
         self._ids.extend(ids)
         fresh = self._unread()
         if not fresh or fresh.endswith(REPLACEMENT):
@@ -62,7 +62,7 @@ class TextStream:
         return fresh
 
     def _drop_skipped(self, newest: int) -> None:
-        """From the last ``newest`` ids, drop special tokens, which ``_decode`` skips in any context."""
+        """Drop special tokens from the last ``newest`` ids; ``_decode`` skips these tokens in any context."""
         first = len(self._ids) - newest
         self._ids[first:] = [id_ for id_ in self._ids[first:] if not self._is_skipped(id_)]
 

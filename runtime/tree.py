@@ -107,7 +107,7 @@ class DraftTree:
         return self.select(np.flatnonzero(_embeddable(self.tokens, self.parents, vocabulary)))
 
     def select(self, order: npt.NDArray[np.int64]) -> DraftTree:
-        """Return a tree of the nodes in ``order``, parents before children; the tree has no ``forced_tokens``."""
+        """Return a tree of the nodes in ``order``, without ``forced_tokens``; ``order`` must list parents first."""
         return DraftTree(self.root, self.tokens[order], _remap_parents(self.parents, order), self.sources[order])
 
 
@@ -142,7 +142,10 @@ def descend(
     node: int,
     token: int,
 ) -> int:
-    """Write ``token`` and the child of ``node`` that drafts it (or ``ROOT``) to ``walk_buffer``; return the child."""
+    """Return the first child of ``node`` that drafts ``token``, or ``ROOT`` if there is none.
+
+    The token and the result are also written to ``walk_buffer``.
+    """
     child = child_of(tokens, parents, node, token)
     walk_buffer[0, column], walk_buffer[1, column] = token, child
     return child
@@ -172,7 +175,7 @@ def _remap_parents(parents: npt.NDArray[np.int32], order: npt.NDArray[np.int64])
 def _embeddable(
     tokens: npt.NDArray[np.int64], parents: npt.NDArray[np.int32], vocabulary: int
 ) -> npt.NDArray[np.bool_]:
-    """Return a mask of the nodes whose tokens, like those of all their ancestors, have embeddings."""
+    """Return a mask of the nodes whose own token and ancestors' tokens all have embeddings."""
     valid = np.empty(len(tokens), np.bool_)
     for node in range(len(tokens)):
         valid[node] = 0 <= tokens[node] < vocabulary and (parents[node] == ROOT or valid[parents[node]])
@@ -224,7 +227,7 @@ class Trie:
         self._size = 0
 
     def add(self, sequences: Ints, source: int, *, wanted: int) -> int:
-        """Add rows of tokens until ``wanted`` of them have added at least one node each; return how many have done so.
+        """Add rows of tokens until ``wanted`` rows have each added at least one node; return the number of such rows.
 
         Tokens beyond ``max_nodes`` are dropped.
         """

@@ -58,7 +58,7 @@ def demo_arguments(description: str | None, out: str) -> argparse.ArgumentParser
 
 
 def documents(gsm8k: Path, docs: Path, library: Path | None = None) -> Iterator[TrainingDocument]:
-    """Yield all documents, each once. ``library`` defaults to the running Python's standard library."""
+    """Yield every document once. ``library`` defaults to the running Python's standard library."""
     yield from worked_problems(gsm8k)
     yield from documentation(docs)
     yield from library_code(library or Path(sysconfig.get_path("stdlib")))
@@ -100,7 +100,7 @@ def documentation(folder: Path) -> Iterator[TrainingDocument]:
 
 
 def entries(page: str, text: str) -> Iterator[TrainingDocument]:
-    """Yield a question about the name in each directive such as ``.. function::``, answered by its description."""
+    """Yield questions about the names in directives such as ``.. function::``, answered by the directives' text."""
     lines = text.splitlines()
     module = next((line.split("::")[1].strip() for line in lines if line.startswith(".. module::")), "")
     for number, line in enumerate(lines):
@@ -203,7 +203,7 @@ def library_code(folder: Path) -> Iterator[TrainingDocument]:
 
 
 def function_tasks(page: str, lines: list[str], node: ast.FunctionDef) -> Iterator[TrainingDocument]:
-    """Yield tasks about a documented function: to write it and, if it is short, to add its docstring."""
+    """Yield a task to write a documented function and, if the function is short, a task to add its docstring."""
     doc = ast.get_docstring(node)
     first = node.body[0]
     if not doc or len(node.body) < 2 or first.end_lineno is None or node.end_lineno is None:

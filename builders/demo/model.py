@@ -63,7 +63,7 @@ def training_stream(encoded: dict[str, list[Tokens]], recipe: Recipe) -> Tokens:
 
 
 def one_round(encoded: dict[str, list[Tokens]], seed: int) -> Tokens:
-    """Return the tokens of one round: all documents, repeated as ``PASSES`` says, shuffled and concatenated."""
+    """Return the tokens of one round: documents in random order, each taken ``PASSES[kind]`` times on average."""
     order = np.random.default_rng(seed)
     pieces = [
         document
@@ -82,7 +82,7 @@ def pass_fractions(passes: float) -> list[float]:
 
 
 def batch_at(step: int, progress: float, tokens: Tokens, recipe: Recipe) -> torch.Tensor:
-    """Return a batch of windows of ``window + 1`` tokens or, near the end of training, of ``context + 1`` tokens.
+    """Return a batch of windows, each with ``window + 1`` tokens or, near the end of training, ``context + 1`` tokens.
 
     Where the windows start depends on their length, the seed and the step alone, so a resumed run repeats the batches.
     """
@@ -159,7 +159,7 @@ def set_time_steps(bias: torch.Tensor) -> None:
 
 
 def mtp_logits(model: PreTrainedModel, hidden: torch.Tensor, following: torch.Tensor) -> torch.Tensor:
-    """Return the MTP layer's logits for the tokens after ``following``, which holds the next token of each position."""
+    """Return the MTP layer's logits for the token after next at each position; ``following`` holds the next tokens."""
     positions = torch.arange(1, following.shape[1] + 1, device=following.device)[None]
     embedded = model.model.embed_tokens(following)
     rotary = model.model.rotary_emb(embedded, positions)
@@ -183,7 +183,7 @@ def hybrid_loss(model: PreTrainedModel, batch: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def mtp_agreement(model: PreTrainedModel, ids: torch.Tensor) -> tuple[int, int]:
-    """Return the number of positions where the MTP layer's argmax equals the model's, and how many were compared."""
+    """Return the number of positions where the MTP layer's argmax equals the model's, and the number of positions."""
     hidden = model.model(input_ids=ids[:, :-1], use_cache=False).last_hidden_state
     drafted, preferred = (
         mtp_logits(model, hidden[:, :-1], ids[:, 1:-1]).argmax(-1),
@@ -305,7 +305,7 @@ def train(
 
 
 def checkpoint_file(path: Path) -> OutputFile:
-    """Return the checkpoint file, which may be replaced or deleted only if this script wrote it."""
+    """Return the ``OutputFile`` of the checkpoint, which replaces or deletes only a file that this script wrote."""
     is_ours = is_checkpoint_with({"model", "tools", "step", "spent"})
     return OutputFile(path, "a checkpoint of this script", is_ours, ModelError)
 
@@ -325,7 +325,7 @@ def restore(path: Path, model: PreTrainedModel, optimizers: list[torch.optim.Opt
 
 @torch.no_grad()
 def held_out_losses(model: PreTrainedModel, group: list[Tokens], recipe: Recipe) -> dict[str, float]:
-    """Return ``loss_per_token`` and the number of ``tokens`` for one kind's held-out documents, each cut to one window.
+    """Return ``loss_per_token`` and the number of ``tokens`` for the first 200 documents, each cut to one window.
 
     For a hybrid model, the result also has ``ahead_agrees``, the share of positions at which the MTP layer's argmax
     equals the model's.
@@ -364,7 +364,7 @@ def save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, out: Path, 
 
 
 def report_file(out: Path) -> OutputFile:
-    """Return the file of the training report, which also marks a folder as written by this script."""
+    """Return the ``OutputFile`` of the training report, which also marks its folder as written by this script."""
 
     def is_ours(path: Path) -> bool:
         return {"recipe", "training_tokens", "tokens_seen", "held_out"} <= json_object(path).keys()
@@ -373,7 +373,7 @@ def report_file(out: Path) -> OutputFile:
 
 
 def refuse_foreign_folder(out: Path, rescue: Path) -> None:
-    """Raise a ``ModelError`` unless the folder is new or empty, or this script has written or begun a model there."""
+    """Raise a ``ModelError`` unless ``out`` is new, empty or this script's, or the checkpoint ``rescue`` exists."""
     finished, begun = report_file(out).exists(), checkpoint_file(rescue).exists()
     if out.exists() and any(out.iterdir()) and not (finished or begun):
         raise ModelError(f"{out} is not empty and holds no model of this script: choose another --out")

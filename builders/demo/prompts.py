@@ -60,7 +60,7 @@ def learned_questions(everything: Sequence[TrainingDocument], per_kind: int) -> 
 
 
 def prompts_file(path: Path) -> OutputFile:
-    """Return the prompts file, which may be replaced only if this script wrote it."""
+    """Return the ``OutputFile`` of the prompts, which never replaces a file that this script did not write."""
     held_out, learned = (is_json_lines_with(keys) for keys in (PROMPT_KEYS, PROMPT_KEYS[:3]))
 
     def is_ours(candidate: Path) -> bool:

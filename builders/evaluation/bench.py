@@ -49,7 +49,7 @@ class Bench:
     """Called after each turn that a contender has answered."""
 
     def check(self, questions: Sequence[Prompt]) -> None:
-        """Before any answer is generated, raise a ``PromptError`` if a question cannot be answered."""
+        """Check in advance: raise a ``PromptError`` if a question is unanswerable or, with warm drafters, repeated."""
         self._refuse_repeated(questions)
         for question in questions:
             try:
@@ -58,7 +58,7 @@ class Bench:
                 raise PromptError(f"question {question.id}: {error}") from None
 
     def fits(self, question: Prompt) -> bool:
-        """Return True if the question fits the model's context, and its grammar and chat template can be used."""
+        """Return True if the question fits the context, its grammar is usable, and the chat template accepts it."""
         try:
             self._check_room(question)
         except PromptError:
@@ -118,7 +118,7 @@ class Bench:
         return AnsweredQuestion(question_id(question.id), question.category, tuple(turns))
 
     def _prediction(self, question: Prompt) -> Sequence[int]:
-        """Return the token ids of the question's prediction; empty if it has none."""
+        """Return the token ids of the question's predicted answer; empty if it has none."""
         return encode_answer(self.loaded.tokenizer, question.messages, question.prediction, chat=self.chat)
 
     def _encode(self, question: Prompt, messages: Sequence[Message]) -> list[int]:
@@ -153,7 +153,7 @@ def questions_hash(questions: Sequence[Prompt]) -> str:
 
 
 def _median_round(rounds: Sequence[AnsweredQuestion]) -> AnsweredQuestion:
-    """Return the round of median speed (the slower of two middle ones), so that tokens and times are of one round."""
+    """Return the answer of the round with the (lower) median speed, so that its tokens and times belong together."""
     by_speed = sorted(rounds, key=lambda answered: answered.tokens_per_second)
     chosen = by_speed[(len(by_speed) - 1) // 2]
     seconds = tuple(tuple(turn.seconds for turn in answered.turns) for answered in rounds)
@@ -217,7 +217,7 @@ def drafting_runner(target: Target, drafter: Drafter) -> ReplayRunner:
 
 
 def generate_runner(target: Target, **options: Any) -> ReplayRunner:
-    """Return a runner that lets ``model.generate`` choose its own tokens, as many as were recorded."""
+    """Return a runner that calls ``model.generate`` for as many tokens as were recorded; their ids may differ."""
     model: Any = target.model
 
     def run(turn: RecordedTurn) -> Timing:
@@ -235,7 +235,7 @@ def generate_runner(target: Target, **options: Any) -> ReplayRunner:
 def paired_benchmark(
     new_runners: Callable[[], Mapping[str, ReplayRunner]], turns: Sequence[RecordedTurn]
 ) -> Iterator[dict[str, Timing]]:
-    """Time all contenders on recorded turns, yielding each contender's total so far after every turn.
+    """Time all contenders on recorded turns, yielding each contender's running total after every turn.
 
     All contenders run a turn before the next turn starts, and their order rotates. Every turn runs once per contender.
     To warm up, the longest turn runs first with separate runners, so that no cache grows in a measured turn and no

@@ -72,7 +72,7 @@ WARM_UP_PROMPTS = (
 def warm_up_questions(
     measured: Sequence[Prompt], spare: Sequence[Prompt], count: int, fits: Callable[[Prompt], bool]
 ) -> list[Prompt]:
-    """Return ``count`` warm-up questions that are not measured.
+    """Return ``count`` questions for the warm-up, which is not measured.
 
     Prefers ``spare`` questions that fit the model, of different categories, then cycles through ``WARM_UP_PROMPTS``.
     Questions with the text of a measured question are excluded, whatever their id.

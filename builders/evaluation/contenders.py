@@ -66,7 +66,7 @@ def draw_cost(curve: CostCurve, path: Path) -> None:
 
 
 def cost_plot_file(path: Path) -> OutputFile:
-    """Return the output file of the plot; an existing file is replaced only if hdtool drew it."""
+    """Return the ``OutputFile`` of the plot, which never replaces a file that hdtool did not draw."""
     return OutputFile(path, "a picture of hdtool bench-cost", is_own_png, CostError)
 
 
@@ -74,7 +74,7 @@ SHAPE_SEED = 0
 
 
 def load_shape(shape: str, config: ModelConfig) -> Loaded:
-    """Create a model of a known shape, or of a configuration on disk, with random weights.
+    """Create a model with random weights, given the name of a known shape or the path of a configuration.
 
     Its tokenizer is loaded from the model that ``config`` names.
     """
@@ -306,19 +306,19 @@ class PassCounter:
         self._first = True
 
     def note(self, length: int, drafted: int) -> None:
-        """Record a pass that verifies ``drafted`` draft tokens after a conversation of ``length`` tokens."""
+        """Record a pass that verifies ``drafted`` tokens after a conversation of ``length`` tokens."""
         self._lengths.append(length)
         self.drafted += drafted
 
     def tokens(self, answered: int) -> list[int]:
-        """Return the number of tokens that each pass added to an answer of ``answered`` tokens."""
+        """Return the number of tokens that each pass added; ``answered`` is the length of the answer in tokens."""
         ends = [*self._lengths[1:], self._lengths[0] + answered]
         return [end - start for start, end in zip(self._lengths, ends, strict=True)]
 
     def answer(
         self, loaded: Loaded, output_ids: list[int], seconds: float, at_the_end: Finish, *, drafts: bool
     ) -> AnsweredTurn:
-        """Return the answered turn; without drafts, each token counts as one pass."""
+        """Return the turn answered with ``output_ids``; if ``drafts`` is False, one token per pass is assumed."""
         ended = output_ids[-1] in loaded.stops
         return AnsweredTurn(
             text_of(loaded.tokenizer, output_ids),

@@ -82,7 +82,7 @@ class PassReads:
         return self.shared + sum(active_bytes)
 
     def context(self, rows: int, length: int) -> int:
-        """Return the number of KV cache bytes that a pass over ``rows`` tokens, after ``length`` others, reads."""
+        """Return how many KV cache bytes a pass over ``rows`` tokens reads if ``length`` tokens precede them."""
         return sum(one.nbytes * min(length + rows, one.window or length + rows) for one in self.kv_caches)
 
     def operations(self, rows: int) -> float:
@@ -106,7 +106,7 @@ class Roofline:
     def curve(
         self, reads: PassReads, lengths: Sequence[int], overlap: float = 0.0, *, model: str = "", dtype: str = ""
     ) -> CostCurve:
-        """Return the cost curve at the given context ``lengths``, each of which counts the root of the draft tree."""
+        """Return the cost curve at the given context ``lengths``, which include the root of the draft tree."""
         milliseconds = tuple(
             tuple(1e3 * self.seconds(reads, nodes + 1, length - 1, overlap) for nodes in MEASURED_NODES)
             for length in lengths
@@ -118,7 +118,7 @@ class Roofline:
 
 
 def _layer_experts(model: Any, config: Any) -> Iterator[LayerExperts]:
-    """Yield the experts of each layer; all count as active if the configuration gives no number of active ones."""
+    """Yield the experts of each layer; all count as active if the configuration does not say how many are."""
     named = (getattr(config, name, None) for name in TOP_K_NAMES)
     top_k = next((value for value in named if isinstance(value, int)), None)
     for module in model.modules():

@@ -54,14 +54,17 @@ UNKNOWN_QUANTIZATION = "unknown quantization"
 
 
 def row_files(model: ModelConfig, other_file: str | None = None) -> dict[str, Path]:
-    """Map llama.cpp contenders to the model's GGUF file, but ``OTHER_FILE`` to ``other_file``, if it is given."""
+    """Map llama.cpp contenders to GGUF files: ``OTHER_FILE`` to ``other_file``, all others to the model's file.
+
+    Contenders without a file are left out.
+    """
     own_file = gguf_file(model)
     files = dict.fromkeys(OWN_FILE_ROWS, own_file) if own_file else {}
     return files | ({OTHER_FILE: Path(other_file).expanduser()} if other_file else {})
 
 
 def exclusion_reason(name: str, files: Mapping[str, Path], model: ModelConfig, sampling: SamplingConfig) -> str:
-    """Return why a llama.cpp contender cannot take part, worded to follow its name; empty if it can."""
+    """Return why a llama.cpp contender cannot take part, to be printed after the contender's name; empty if it can."""
     if name not in files:
         return f"runs on GGUF files, and {model.name} is none: name one with --model"
     if not find_spec("llama_cpp"):
@@ -225,14 +228,14 @@ def build_notes(surroundings: Mapping[str, Any]) -> list[str]:
 
 
 def check_file(file: Path) -> None:
-    """Before a model is loaded, raise unless ``file`` is a GGUF file."""
+    """Raise a ``ModelError`` unless ``file`` is a GGUF file; only its header is read."""
     if not file.is_file():
         raise ModelError(f"--llama-cpp-file names {file}, which is no file: name a GGUF file of the same model")
     GGUFHeader.read(file)
 
 
 def check_same_model(file: Path, loaded: Loaded) -> None:
-    """Raise a ``ModelError`` if the file's layer count, hidden size or vocabulary does not fit the loaded model."""
+    """Raise a ``ModelError`` if the file's layer count, hidden size or vocabulary does not match the loaded model."""
     header, config = GGUFHeader.read(file), loaded.target.model.config.get_text_config()
     sizes = {
         "layers": (header.values.get(f"{header.architecture}.block_count"), config.num_hidden_layers),

@@ -130,7 +130,7 @@ class RecordedLogits:
     """Builds a draft tree's logits from recorded rankings: a row for the root and one per node, -inf where unknown."""
 
     def __init__(self, turns: Iterable[RecordedTurn]) -> None:
-        """Allocate rows wide enough for all token ids in turns that have rankings."""
+        """Allocate logits for the largest tree; the vocabulary covers all token ids in turns that have rankings."""
         self._vocabulary = 1 + max(
             (int(max(*turn.prompt, *turn.answer, turn.rankings.tokens.max())) for turn in turns if turn.rankings),
             default=0,
@@ -140,7 +140,7 @@ class RecordedLogits:
         self._filled = 0
 
     def logits_after(self, rankings: Rankings, done: int, path: Sequence[int], nodes: int) -> torch.Tensor:
-        """Return the logits ``[1 + nodes, vocabulary]`` of a tree that follows ``done`` tokens of the answer.
+        """Return the logits ``[1 + nodes, vocabulary]`` of a tree that follows the first ``done`` tokens of the answer.
 
         Only the rows of the root and of ``path`` have finite logits. The tensor is valid until the next call.
         """
@@ -157,7 +157,7 @@ NO_ARGMAX = -1
 
 
 class RecordingEngine:
-    """Engine that returns a recorded answer's tokens as the argmax, and logits built from its rankings, if recorded.
+    """Engine that returns recorded tokens as the argmax and, if rankings were recorded too, logits built from them.
 
     For each pass it logs the time that building the tree's mask and positions takes on the host.
     """

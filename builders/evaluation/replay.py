@@ -137,7 +137,7 @@ class ReplayResult:
 
     @property
     def drafted_steps(self) -> int:
-        """Number of steps, excluding prefills, which draft nothing."""
+        """Number of steps that are not prefills; a prefill drafts nothing."""
         return self.steps - len(self.turns)
 
     @property
@@ -154,7 +154,7 @@ class ReplayResult:
         return (self.tokens - self.steps) / max(1, self.nodes)
 
     def draft_us(self, percentile: float) -> float:
-        """Return a percentile of the microseconds per step for drafting and building the tree's mask and positions."""
+        """Return a percentile of the time per step, in µs, to draft and to build the tree's mask and positions."""
         return _percentile([turn.draft_seconds[1:] for turn in self.turns], percentile)
 
     def observe_us(self, percentile: float) -> float:

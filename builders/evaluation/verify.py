@@ -48,7 +48,7 @@ class Difference:
 
     @property
     def position(self) -> int:
-        """Index of the differing token in the answer, from 0."""
+        """Zero-based index of the differing token in the answer."""
         return len(self.shared_ids)
 
 
@@ -165,7 +165,7 @@ class Verifier:
         return [token for step in steps for token in step.tokens], len(steps)
 
     def _as_decoded(self, ids: list[int]) -> torch.Tensor:
-        """Return the logits after ``ids``, computed with 8-bit activations if the compiled passes use them."""
+        """Return the logits after ``ids``, computed with 8-bit activations if the target's compiled passes use them."""
         target = self._loaded.target
         if target.compiled and target.compiled.activations_are_int8:
             return target.prefill(target.allocate(), 0, ids).logits[0].clone()

@@ -85,7 +85,7 @@ def _record_examples(record: Record, turns: TurnReader) -> Iterator[Example]:
 
 
 def _conversation_examples(trace: Trace, turns: TurnReader) -> Iterator[Example]:
-    """Yield one example per run of turns in which each continues the one before, so no token is trained on twice."""
+    """Yield one example per run of turns in which each prompt extends the turn before; no token is trained on twice."""
     ids: list[int] = []
     drafted: list[bool] = []
     for turn in turns.turns(trace):
@@ -406,7 +406,7 @@ def draft_labels(heads: Heads, labels: torch.Tensor) -> torch.Tensor:
 
 
 class TargetProbs(NamedTuple):
-    """Target's probabilities over the draft vocabulary, at positions whose next token is a label."""
+    """Target's probabilities over the draft vocabulary, at positions whose next token is the label of some head."""
 
     probs: torch.Tensor
     """``[positions, tokens]``; each position is computed once and shared by all heads that predict its token."""

@@ -97,7 +97,7 @@ def _ranks(logits: torch.Tensor, labels: torch.Tensor, has_label: torch.Tensor) 
 
 
 def _count_calibration(counts: npt.NDArray[np.float64], logits: torch.Tensor, ranks: Ints) -> None:
-    """Count each head's top-k tokens, and those of them that were the true token, by probability bucket.
+    """Count each head's top-k tokens, and how many of them were correct, by probability bucket.
 
     Adds these counts to ``counts[0]`` and ``counts[1]``. A position counts for a head only if every earlier head
     ranked its own true token in its top-k.
@@ -115,7 +115,7 @@ def _count_calibration(counts: npt.NDArray[np.float64], logits: torch.Tensor, ra
 
 
 def best_tree(ranks: Ints, max_nodes: int = LARGEST_BUDGET) -> tuple[list[list[int]], list[float]]:
-    """Return ``(paths, rates)`` of the static tree with the most accepted tokens.
+    """Return the static tree with the most accepted tokens as ``(paths, rates)``.
 
     A path's rate is the share of positions at which it is accepted. A path is never accepted more often than its
     prefix, so the most frequent paths form a tree.
@@ -150,7 +150,7 @@ def train(
     hidden_states: Path | None = None,
     quiet: bool = False,
 ) -> Iterator[str]:
-    """Train heads and save them to ``out``, yielding lines for the user.
+    """Train heads and save them to ``out``, yielding messages to print.
 
     ``hidden_states`` is a file in which the target's hidden states are cached; it requires a single process.
     """

@@ -213,7 +213,10 @@ MIN_PROMPTS, MAX_PROMPTS, MAX_GENERATE_PROMPTS = 3, 24, 4
 
 
 def number_of_prompts(max_new_tokens: int, plain_tokens_per_second: float) -> int:
-    """Return how many prompts plain decoding answers in ``PLAIN_SECONDS``, clamped to the minimum and maximum."""
+    """Return how many prompts plain decoding answers in ``PLAIN_SECONDS``.
+
+    The result is clamped to ``[MIN_PROMPTS, MAX_PROMPTS]``.
+    """
     return max(MIN_PROMPTS, min(MAX_PROMPTS, int(PLAIN_SECONDS * plain_tokens_per_second / max_new_tokens)))
 
 
@@ -228,7 +231,7 @@ def answer_prompts(
     on_progress: Callable[[int], None],
     folder: Path | None = None,
 ) -> dict[str, Any]:
-    """With each method, answer the first prompts that fit the model's context; return speeds and comparisons.
+    """Answer the first prompts that fit the context with every method; return speeds and counts of identical answers.
 
     Every answer uses a fresh drafter. ``generate`` of transformers answers only a few prompts. Trained drafters that
     lie in the model's ``folder`` or are layers of its checkpoint take part too.

@@ -80,7 +80,7 @@ class SetupPlan:
 
     @property
     def identity(self) -> list[str]:
-        """Everything that decides which conversations are held out; another identity starts a new set-up."""
+        """Inputs and settings that determine which conversations are held out; changing one starts a new set-up."""
         return [repr(part) for part in (_file_states(self.logs), self.config.held_out, self.config.max_bad_fraction)]
 
     def conditions(self) -> dict[str, list[str]]:
@@ -132,7 +132,7 @@ class Stages:
         return {name: title for name, (title, _) in self._stages.items()}
 
     def check(self) -> None:
-        """Before anything is written or downloaded, raise if the set-up would replace a store that it did not build."""
+        """Check in advance: raise if a destination is invalid or holds a store that must not be replaced."""
         self._planned.check()
 
     def run(self, on_stage: Callable[[str], None]) -> None:
@@ -146,7 +146,7 @@ class Stages:
                 self._folder.finish(name, run())
 
     def remaining(self) -> list[str]:
-        """Return the names of the stages to run, including all that depend on weights if there are no local weights."""
+        """Return the names of the stages to run; without local weights, they include all that depend on weights."""
         outdated = {*self._outdated(self._planned), *self._folder.outdated(self._conditions(self._planned_checkpoint))}
         return [name for name in self._stages if name in outdated or name not in self._folder.stages]
 
@@ -176,7 +176,7 @@ class Stages:
 
     @cached_property
     def _planned(self) -> SetupStores:
-        """Stores known before weights are downloaded; excludes the model store if missing weights decide its folder."""
+        """Stores whose folders are known before any download; without local weights, these exclude the model store."""
         return self._stores_of(self._planned_checkpoint)
 
     @cached_property
@@ -191,9 +191,9 @@ class Stages:
         return SetupStores(folders, inputs, self._plan.model.name, self._plan.replace)
 
     def planned_stores(self) -> dict[str, tuple[str, Path | None]]:
-        """Return, by kind of store, ``(effect, folder)``: what the build does to the store, and the store's folder.
+        """Map each kind of store to ``(effect, folder)``: what the build does to the folder, and the folder.
 
-        The folder is None if it depends on missing weights.
+        The folder is None if it depends on weights that are not local.
         """
         stores = self._planned
         return {

@@ -1,4 +1,4 @@
-"""Work folder of a set-up, from which the same command can resume, and the stores that a set-up builds.
+"""Work folder from which an interrupted set-up resumes, and the stores that a set-up builds.
 
 The folder holds copies of logged conversations, so only its owner can read it.
 """
@@ -101,7 +101,7 @@ class WorkFolder:
     """Files of one set-up: stage results, the learned and held-out parts of the logs, and the cost curve."""
 
     def __init__(self, model: str, identity: Sequence[str], logs: Sequence[str] = ()) -> None:
-        """``identity`` is everything that decides which conversations are held out; it selects the folder."""
+        """``identity`` lists what determines which conversations are held out; it selects the folder."""
         parts = "\n".join([str(SETUP_FORMAT), *identity])
         digest = hashlib.sha256(parts.encode("utf-8", "surrogatepass")).hexdigest()[:16]
         self.path = setups_at_home(model) / digest
@@ -230,7 +230,7 @@ def _make_private(folder: Path) -> None:
 
 
 def stored_setups() -> list[StoredItem]:
-    """Return the work folders in hdtool's home, as ``hdtool stores`` lists them."""
+    """Return the work folders in hdtool's home as items of the ``hdtool stores`` listing."""
     folders = sorted(path.parent for path in home().glob(f"setups/*/*/{RESULTS_FILE}") if is_regular(path))
     return [
         _item(folder, record)
@@ -298,7 +298,7 @@ def _file_digest(path: Path, changed: int) -> str:
 
 @dataclass(frozen=True)
 class SetupStores:
-    """Stores of a set-up by kind. A store belongs to the set-up if it holds every text the set-up builds it from."""
+    """Stores of a set-up by kind. A store is the set-up's if its sources include all of the set-up's inputs for it."""
 
     folders: Mapping[str, Path]
     inputs: Mapping[str, Callable[[], Sequence[Path]]]
@@ -308,7 +308,7 @@ class SetupStores:
     """True if stores that another command built may be replaced."""
 
     def own_manifest(self, kind: str) -> Manifest | None:
-        """Return the manifest if the store is this set-up's, even if texts were added to the store later, else None."""
+        """Return the manifest of this set-up's store, to which texts may have been added; None for any other store."""
         folder, inputs = self.folders[kind], self.inputs[kind]()
         if not inputs or not holds_manifest(folder) or not all(path.exists() for path in inputs):
             return None
@@ -324,7 +324,7 @@ class SetupStores:
                 check(folder)
 
     def build_effect(self, kind: str) -> str:
-        """Return what a build does to a folder that ``check`` accepted, worded to precede the folder's path."""
+        """Return what a build does to a folder that ``check`` accepted, to be printed before the folder's path."""
         folder = self.folders[kind]
         if not holds_manifest(folder):
             return "goes to"
@@ -334,7 +334,7 @@ class SetupStores:
         return "joins the rankings in" if rankings else "replaces the store in"
 
     def replacement_check(self, kind: str) -> FolderCheck | None:
-        """Return a check that raises if this set-up did not build the store; None if any store may be replaced."""
+        """Return a check that raises if a folder's store must not be replaced; None if ``replace`` is True."""
         return None if self.replace else partial(self._refuse_other, kind)
 
     def _refuse_other(self, kind: str, folder: Path) -> None:

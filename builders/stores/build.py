@@ -94,7 +94,7 @@ def _hash_table(keys: Ints, heads: list[Ints]) -> Ints:
 
 @compiled
 def _fill_table(slots: Ints, keys: Ints, heads: Ints, first: int) -> int:
-    """Insert the prefixes ``heads`` as keys ``first``, ``first + 1``, ...; return the number that found no slot."""
+    """Insert the prefixes ``heads``, numbered from ``first``; return how many of them found no free slot."""
     mask, left_out = len(slots) - 1, 0
     for number in range(len(heads)):
         prefix_hash = sequence_hash(heads[number], 0, heads.shape[1])
@@ -187,7 +187,7 @@ def build_corpus_index(
 
 
 def _write_documents(file: DocumentFile, documents: Iterable[Document], max_tokens: int) -> list[ShardExtent]:
-    """Write documents to disk in shards of at most ``max_tokens`` tokens, end tokens included; return their extents."""
+    """Write documents in shards of at most ``max_tokens`` tokens, end tokens included; return the shards' extents."""
     borders = [(0, 0)]  # before each shard: number of tokens, and of end tokens among them
     for document in documents:
         for at in range(0, len(document.ids), max_tokens - 1):

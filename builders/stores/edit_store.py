@@ -138,7 +138,7 @@ class DropResult(NamedTuple):
 
 
 def merge(folders: Sequence[Path], out: Path, check: FolderCheck | None = None) -> Manifest:
-    """Merge several stores into one at ``out``; sources with equal content are taken once.
+    """Merge several stores into one at ``out``; sources with equal content are included once.
 
     If the stores belong to different models, the result names no model. ``check`` raises if ``out`` holds a store that
     is not one of ``folders`` and must not be replaced.
@@ -215,7 +215,7 @@ def drop(folder: Path, name: str) -> DropResult:
 
 
 def _selected(folder: Path, shares: Sequence[InputShare], name: str) -> tuple[InputShare, ...]:
-    """Return the shares of the source that ``name`` selects: one share, unless sources have equal names and hashes."""
+    """Return the share of the source that ``name`` selects; several if their names and hashes are equal."""
     recorded = recorded_name(name)
     selected = [share for share in shares if share.name == recorded]
     advice = "by its hash"
@@ -235,7 +235,7 @@ def _selected(folder: Path, shares: Sequence[InputShare], name: str) -> tuple[In
 
 
 def _renumbered(documents: Iterable[Document], places: dict[int, int]) -> Iterator[Document]:
-    """Yield the documents whose source number is a key of ``places``, with the value as their new source number."""
+    """Yield the documents of the sources in ``places``, which maps their old numbers to their new ones."""
     return (Document(document.ids, places[document.source]) for document in documents if document.source in places)
 
 
@@ -268,7 +268,7 @@ class DropConversationsResult(NamedTuple):
 
 
 def history_folders(inputs: Sequence[str | Path]) -> tuple[list[Path], list[str]]:
-    """Split inputs into folders that hold a history or another store, and all other inputs."""
+    """Split inputs into folders that hold a store (a history or another kind) and all other inputs."""
     folders, other_inputs = [], []
     for name in inputs:
         path = Path(name).expanduser()
@@ -341,7 +341,7 @@ def _stored_documents(contents: StoreContents, first_source: int) -> Iterator[Do
 def drop_conversations(
     folder: Path, *, source: str | None = None, before: timedelta | datetime | None = None
 ) -> DropConversationsResult:
-    """Remove the conversations of one source, or those older than ``before``, a point in time or an age.
+    """Remove the conversations of one source, or those older than ``before``, which is a time or an age.
 
     If both ``source`` and ``before`` are given, only conversations that match both are removed. The store is rewritten,
     so no file keeps the removed tokens; processes that have the store open notice when they begin their next answer.

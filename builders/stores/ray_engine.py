@@ -281,7 +281,7 @@ class RayBuildEngine:
     def _results(
         self, function: Any, jobs: Iterable[tuple[Any, ...]], at_once: int = 0, **options: Any
     ) -> Iterator[Any]:
-        """Run ``function`` on each job, starting ``at_once`` ahead (if 0, two per core); yield results in order."""
+        """Run ``function`` on each job, starting ``at_once`` jobs early (0: two per core); yield results in order."""
         with ray_errors_reported(self._ray):
             task = self._task(function, **options)
             tasks = (task.remote(*job) for job in jobs)
@@ -321,7 +321,7 @@ def _portions(path: str, answers_only: bool) -> Iterator[Portion]:
 
 
 def _encode_portion(portion: Portion, tokenizer: PreTrainedTokenizerBase, width: str) -> tuple[Portion, Tokens, Tokens]:
-    """Return the portion without its texts, plus their joined token ids and the offset of each text but the first."""
+    """Return the portion without its texts, their joined token ids, and the offset of each text after the first."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # each core already has a worker
     ids = encode_texts(portion.texts, tokenizer)
     ends = np.cumsum([len(text) for text in ids], dtype=np.int64)[:-1]

@@ -217,7 +217,7 @@ def _count(
 
 @compiled
 def _by_prefix(tokens: Ints, positions: Ints, counts: Ints, prefix: int, table: Ints) -> tuple[Ints, Ints]:
-    """Return ``(totals, distinct)``: per sequence, total count and number of the sequences with the same prefix."""
+    """Return ``(totals, distinct)``: per sequence, the total count and the number of all sequences with its prefix."""
     mask = len(table) - 1
     firsts = np.empty(len(positions), np.int32)  # index of the first sequence with the same prefix
     totals, distinct = np.zeros(len(positions), np.int64), np.zeros(len(positions), np.int64)

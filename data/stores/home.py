@@ -73,7 +73,7 @@ def quick_costs_at_home() -> Path:
 
 
 def proofs_at_home() -> Path:
-    """Return the folder that records for which models hdtool's code is proved to match transformers on this machine."""
+    """Return the folder of stored proofs that hdtool's code matches transformers for a model on this machine."""
     return home() / "proofs"
 
 
@@ -108,12 +108,12 @@ def converted_at_home(name: str, fingerprint: str) -> Path:
 
 
 def _folder_name(name: str) -> str:
-    """Return a readable name without special characters. Different names may give the same result."""
+    """Turn a name into a readable folder name without special characters. Different names may give the same result."""
     return re.sub(r"[^\w.-]+", "-", name, flags=re.ASCII).strip(".-")[:MAX_MODEL_NAME]
 
 
 def store_at_home(kind: str, tokenizer: TokenizerFingerprint, namespace: str | None = None) -> Path:
-    """Return the folder that holds all stores of one kind for a tokenizer; each namespace has a folder of its own."""
+    """Return the folder for stores of one kind and tokenizer, inside the namespace's folder if one is given."""
     return (home() / "stores" if namespace is None else _namespace(namespace)) / tokenizer.fingerprint / kind
 
 
@@ -150,7 +150,7 @@ def history_of_tenant(folder: Path, tenant: str) -> Path:
 
 
 def first_namespace_with_stores(names: Iterable[str]) -> str | None:
-    """Return the first of ``names`` that is a valid namespace and has stores, or None if none is."""
+    """Return the first of ``names`` that is a valid namespace and has stores, or None if there is none."""
     return next((name for name in names if _is_possible(name) and has_stores(name)), None)
 
 
@@ -193,7 +193,7 @@ def _is_possible(name: str) -> bool:
 
 
 def _encoded(name: str) -> str:
-    """Return a folder name that is valid on every file system.
+    """Encode a name as a folder name that is valid on every file system.
 
     Different names have different results, even on file systems that ignore case.
     """

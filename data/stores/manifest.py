@@ -262,7 +262,7 @@ def _counts_of(row: Any) -> dict[str, int]:
 
 
 def _files_of(row: Any, parts: Iterable[str], optional: Iterable[str]) -> dict[str, StoredFile]:
-    """Validate a manifest's files. Raises ValueError for unknown parts and for file names that no build gives."""
+    """Validate a manifest's files. Raises ValueError for unknown or missing parts and for invalid file names."""
     files = mapping_field(row, "files")
     parts = [*parts, *(part for part in optional if part in files)]
     if unknown := files.keys() - set(parts):

@@ -149,7 +149,7 @@ def _checked_int(value: Any) -> int:
 
 
 def _over_nodes(at: npt.NDArray[Any], measured: Sequence[int], times: Floats) -> Floats:
-    """Interpolate ``times`` at node counts ``at``; beyond the last measured count, extrapolate but never decrease."""
+    """Interpolate ``times`` at node counts ``at``; extrapolated times are never below the last measured one."""
     rise = max(0.0, float(times[-1] - times[-2]) / (measured[-1] - measured[-2]))
     interpolated: Floats = np.interp(at, measured, times) + rise * np.maximum(0, at - measured[-1])
     return interpolated
@@ -278,7 +278,7 @@ def estimated_cost(costs: Any, nodes: int) -> float:
 
 @compiled
 def confirming_passes(costs: Any, nodes: int) -> float:
-    """Return how many passes have confirmed the cost of a pass over ``nodes`` nodes, interpolated like the cost."""
+    """Return how many passes have confirmed the cost of ``nodes`` nodes; the number is interpolated as the cost is."""
     size, share = costs.sizes[nodes], costs.shares[nodes]
     return share * costs.passes[size] + (1 - share) * costs.passes[max(0, size - 1)]  # type: ignore[no-any-return]
 

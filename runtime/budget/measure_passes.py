@@ -211,7 +211,7 @@ def _increasing(times: Floats) -> Floats:
 
 
 def quick_record(target: Target, **circumstances: Any) -> CachedValue | None:
-    """Return the record for a quick measurement of this model and device; None if several processes share the model.
+    """Return the file that keeps this model's quick measurement on this device; None if several processes share the model.
 
     The record's key includes a fingerprint of all weights, which the processes could compute only together.
     """
@@ -250,7 +250,7 @@ def check_saving(target: Target) -> None:
 
 
 def saved_at_home(target: Target) -> CostCurve | None:
-    """Return the saved curve; None if there is none, or if its file cannot be used, which a note on stderr explains."""
+    """Return the saved curve, or None. If there is a file that cannot be used, print the reason to stderr."""
     path = _saved_file(target)
     try:
         return CostCurve.read(path) if path.exists() else None

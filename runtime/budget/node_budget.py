@@ -92,7 +92,7 @@ BUDGET_RECORD = np.dtype(
 
 
 class SmoothedSeconds:
-    """Moving average of a duration that limits the influence of a single interruption."""
+    """Moving average of durations, in which a single interrupted step has limited influence."""
 
     def __init__(self, expected: float = 0.0) -> None:
         """``expected`` counts as the first observation unless it is 0."""
@@ -225,7 +225,7 @@ def choose_nodes(at: int, probs: Probs, step: int, max_nodes: int) -> tuple[int,
 
 @compiled
 def retry_steps(choice: Any, plain: float) -> int:
-    """Return how many steps of ``plain`` seconds must pass so that a retry costs ``RETRY_SHARE`` of their time."""
+    """Return after how many steps of ``plain`` seconds each a retry of drafts takes ``RETRY_SHARE`` of the time."""
     return int(choice.draft_seconds / (RETRY_SHARE * plain))
 
 
@@ -292,7 +292,7 @@ class SharedCosts:
     def __init__(
         self, log: PassLog, curves: Mapping[int, CostCurve], *, only_timed_sizes: bool = False, pads: bool = True
     ) -> None:
-        """``curves`` maps a number of slots to the cost curve of passes over them, by the size of each slot's tree.
+        """``curves`` maps a number of slots to the cost curve of passes over so many trees, by the size of each tree.
 
         Without ``pads``, the engine does not pad trees to the largest, and a size is one less than the total number of
         rows of all trees.
@@ -316,7 +316,10 @@ class SharedCosts:
         return self._costs[min((known for known in self._costs if known >= slots), default=max(self._costs))]
 
     def choose_sizes(self, budgets: Sequence[SharedBudget], probs: Sequence[Probs]) -> list[int]:
-        """Return how many nodes of each budget's tree to verify; for other trees, use their latest probabilities."""
+        """Return how many nodes of each budget's tree to verify.
+
+        The other sequences of the batch count with the probabilities of their latest trees.
+        """
         drafting = sum(budget.draft_seconds for budget in budgets) / len(budgets)
         self._begin_step(drafting * max(len(budgets), len(self._expected)))
         for budget, tree_probs in zip(budgets, probs, strict=True):
@@ -347,7 +350,7 @@ class SharedCosts:
         return sizes
 
     def _begin_step(self, drafting: float) -> None:
-        """Begin a step if a pass has run; measure the last step's overhead: time outside the pass and drafting."""
+        """Begin a step if a pass has run; measure what the last step took besides its pass and its drafts."""
         log, now = self.log, time.perf_counter()
         if log.passes == self._passes:
             return
@@ -391,7 +394,7 @@ class SharedBudget(AdaptiveBudget):
         return float(self._record["draft_seconds"])
 
     def apply_choice(self, max_nodes: int, paused_until: int) -> None:
-        """Apply what ``choose_batch_nodes`` chose for the next steps."""
+        """Use these values, chosen by ``choose_batch_nodes``, from the next step on."""
         self._max_nodes, self._paused_until = max_nodes, paused_until
 
 

@@ -121,7 +121,7 @@ class HeadsConfig(Settings):
 
     @property
     def resolved(self) -> HeadsConfig:
-        """A copy of these settings with the values that ``kind`` fixes filled in."""
+        """A copy of these settings that includes the values implied by ``kind``."""
         parts = PARTS.get(self.kind, {})
         return replace(self, **{**parts, **({"head_layers": self.head_layers} if self.head_layers else {})})
 

@@ -243,7 +243,7 @@ class DecodeConfig(Settings):
 
     @property
     def databases(self) -> str:
-        """Letters of the stores and context to draft from; ``sources`` cannot exclude a method's only store."""
+        """Letters of the method's databases that ``sources`` selects; if the method has only one, it is always used."""
         all_of_them = METHODS[self.method].databases
         return "".join(letter for letter in all_of_them if letter in self.sources or len(all_of_them) == 1)
 

@@ -129,7 +129,7 @@ class BenchConfig(Settings):
         llama_cpp: Collection[str] = (),
         grammars: bool = False,
     ) -> tuple[str, ...]:
-        """Return the peers and methods to measure.
+        """Return the names of the ``PEERS`` and methods to measure.
 
         ``trained`` lists methods whose trained drafter is available, ``llama_cpp`` the llama.cpp peers that can run;
         ``grammars`` excludes peers that can't follow a grammar.
@@ -170,7 +170,7 @@ class ShapeConfig(Settings):
 
 @dataclass(frozen=True)
 class CostConfig:
-    """Context lengths at which forward passes are timed, or their times estimated from the device's speed."""
+    """Context lengths of a cost curve, and the device's speed if pass times are estimated instead of measured."""
 
     contexts: tuple[int, ...] | None = None
     """Context lengths in tokens; None means the powers of two that fit the model."""

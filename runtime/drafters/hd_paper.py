@@ -142,7 +142,7 @@ class PaperDrafter:
         self._compile()
 
     def _compile(self) -> None:
-        """Compile all code, or load it from the cache, before the first step; the next ``begin`` clears the state."""
+        """Compile all code, or load it from the cache, in a dummy step, whose state the next ``begin`` clears."""
         words = [0] * (SEQUENCE_LENGTH + 1)
         self.begin(words)
         self._trie.add(np.zeros((1, SEQUENCE_LENGTH), np.int32), SourceId.NONE, wanted=1)
@@ -202,7 +202,7 @@ class PaperDrafter:
         return self._trie.add(phrases, SourceId.MODEL, wanted=wanted)
 
     def _query_corpus(self, context: Sequence[int], wanted: int) -> int:
-        """Add continuations of the last two tokens to the tree, then of the last one; return how many were added."""
+        """Add to the tree continuations of the last two tokens, then of the last token alone; return their number."""
         assert self._index
         added = 0
         for length in (2, 1):

@@ -121,7 +121,7 @@ class Rotary(NamedTuple):
 
     @classmethod
     def of(cls, cos: torch.Tensor, sin: torch.Tensor, *, is_interleaved: bool) -> Rotary:
-        """Convert the cosines and sines that a Transformers rotary module returns; their two halves are equal."""
+        """Convert the cosines and sines that a Transformers rotary module returns, each with two equal halves."""
         half = cos.shape[1] // 2
         first, second = -sin[:, :half], sin[:, half:]
         if not is_interleaved:

@@ -95,7 +95,7 @@ def tensors_of(module: Module) -> Iterator[torch.Tensor]:
 
 
 def _is_causal(convolution: Any) -> bool:
-    """Return True for a depthwise convolution padded for causal use."""
+    """Return True for a depthwise convolution with the padding of a causal convolution."""
     return (
         type(convolution) is Conv1d
         and convolution.groups == convolution.in_channels == convolution.out_channels

@@ -385,7 +385,10 @@ class FeedForwardParts(NamedTuple):
 
 
 def _feed_forward_parts(module: Any, mlp: Module | None, kind: Kind[Any], family: Family) -> FeedForwardParts | None:
-    """Return the parts of an MLP, or of a mixture of experts and its shared ``mlp``; None for unsupported modules."""
+    """Return the parts of an MLP or a mixture of experts; None for unsupported modules.
+
+    ``mlp`` is a mixture's shared expert if that is a separate module of the layer, and otherwise None.
+    """
     described, experts, gate = family.experts, None, None
     if described and type(module).__name__ == described.block:
         experts, gate = module, module._modules.get(described.shared_gate)
@@ -403,7 +406,7 @@ def _feed_forward_parts(module: Any, mlp: Module | None, kind: Kind[Any], family
 
 
 def _mlp_parts(mlp: Module, family: Family) -> tuple[tuple[Any, ...], tuple[Any, ...], str, Module | None] | None:
-    """Return an MLP's gate and up projections, down projection, and activation name and module; None if unsupported."""
+    """Return an MLP's ``(gate_up, down, activation, activation_module)``, or None if the MLP is unsupported."""
     layer_names = family.names
     projections, activation_name = (
         ((layer_names.gate_up,), "activation_fn")
@@ -426,7 +429,7 @@ def _mlp_parts(mlp: Module, family: Family) -> tuple[tuple[Any, ...], tuple[Any,
 
 
 def _activation_of(module: Module) -> str:
-    """Return an activation's name; empty if it is unknown or its Python code rounds after each operation."""
+    """Return an activation's name; empty for unknown ones, and for Python code, which rounds after each operation."""
     function = getattr(getattr(module, "act", None), "__name__", "")
     return "" if "python" in function else ACTIVATIONS.get(type(module).__name__, "")
 

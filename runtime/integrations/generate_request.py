@@ -1,4 +1,4 @@
-"""Reads the arguments of ``model.generate``, refuses calls that the loop cannot decode, and keeps rollouts by prompt.
+"""Reads the arguments of ``model.generate``, refuses calls that the loop cannot decode, and stores rollouts.
 
 Rollouts are earlier answers to a prompt, from which later answers to it are drafted. Reinforcement learning repeats the
 same prompts in every epoch, and several times in a batch. A history search returns the latest matches of two tokens,
@@ -52,7 +52,10 @@ class Rollouts:
         return len(self._answers)
 
     def prediction(self, prompt: Sequence[int], given: Sequence[int] = ()) -> list[int]:
-        """Concatenate the earlier answers to a prompt, oldest first, followed by the ``given`` prediction."""
+        """Concatenate the earlier answers to a prompt, oldest first, and the ``given`` prediction.
+
+        The last ``TAIL`` tokens of the prompt separate them.
+        """
         if not self._answers:
             return list(given)
         key = _key_of(prompt)

@@ -59,7 +59,7 @@ class CallLock:
         self._thread: int | None = None
 
     def __reduce__(self) -> tuple[type[CallLock], tuple[str]]:
-        """Make copies of the lock start unlocked."""
+        """Support copying and pickling; a copy is unlocked."""
         return CallLock, (self._nested,)
 
     @contextmanager
@@ -183,7 +183,7 @@ class Generator:
         grammar: Grammar | None = None,
         **model_arguments: Any,
     ) -> Generated:
-        """Decode a call of ``generate``, which passes on the arguments ``seed``, ``prediction`` and ``grammar``.
+        """Decode a call of ``generate``; ``seed``, ``prediction`` and ``grammar`` are arguments of that call.
 
         ``prediction`` holds token ids that the answer will probably contain: the drafter drafts from them, and the
         model never reads them. The whole answer matches the ``grammar``, unless it ends at ``max_new_tokens``. In a
@@ -428,7 +428,7 @@ def _stacked(recorded: Sequence[tuple[torch.Tensor, ...] | None], longest: int) 
 
 @contextmanager
 def _prepared(model: PreTrainedModel) -> Iterator[None]:
-    """Prepare the model for decoding, and restore its training mode and attention implementation at the end."""
+    """Prepare the model for decoding; on exit, restore its training mode and attention implementation."""
     training = [module for module in model.modules() if module.training]
     attention = attention_of(model.config)
     try:

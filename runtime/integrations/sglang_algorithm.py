@@ -18,7 +18,7 @@ DEFAULT_RUNNING, DEFAULT_NODES = 48, 12
 
 
 class HierarchyAlgorithm(CustomSpecAlgo):  # type: ignore[misc]  # SGLang is not installed for type checks
-    """A speculative algorithm that SGLang treats like its own NGRAM, for example for masks and cache sizes."""
+    """A speculative algorithm that SGLang treats like its own NGRAM algorithm, for example in masks and cache sizes."""
 
     def is_ngram(self) -> bool:
         return True

@@ -81,7 +81,7 @@ class HierarchyCorpus:
         return request in self._requests
 
     def begin(self, request: str, context: Sequence[int]) -> None:
-        """Start a request with its whole context; otherwise, ``batch_get`` starts it with its last tokens only."""
+        """Start a request with its whole context; ``batch_get`` starts other requests with only their last tokens."""
         self._begin(request, context, len(context))
 
     def batch_get(
@@ -119,7 +119,7 @@ class HierarchyCorpus:
         """Do nothing: no work runs in the background."""
 
     def finish(self, request: str, context: Sequence[int]) -> None:
-        """Add the tokens of a request's whole ``context`` that are not known yet, and end its answer."""
+        """Append the new tokens at the end of ``context``, the request's whole context, and end its answer."""
         if running := self._requests.get(request):
             running.extend(context[running.total :])
             self.erase_match_state([request])
@@ -137,11 +137,11 @@ class HierarchyCorpus:
         self.erase_match_state(list(self._requests))
 
     def load_external_corpus_named(self, corpus_id: str, chunks: Iterable[Sequence[int]]) -> NoReturn:
-        """Raise StoreError: corpora of SGLang are not supported."""
+        """Raise StoreError: SGLang's external corpora are not supported."""
         raise StoreError(NO_CORPORA)
 
     def remove_external_corpus(self, corpus_id: str) -> NoReturn:
-        """Raise StoreError: corpora of SGLang are not supported."""
+        """Raise StoreError: SGLang's external corpora are not supported."""
         raise StoreError(NO_CORPORA)
 
     def list_external_corpora(self) -> dict[str, int]:
@@ -160,7 +160,7 @@ class HierarchyCorpus:
 
 
 class _Request:
-    """A request's drafter, the known tokens at the end of its context, and the length of the whole context."""
+    """A request's drafter, its context (or only the known end of it), and the length of the whole context."""
 
     def __init__(self, drafter: Drafter, context: list[int], total: int) -> None:
         self.drafter, self.context, self.total = drafter, context, total

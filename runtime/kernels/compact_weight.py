@@ -60,7 +60,7 @@ class CompactWeight(torch.Tensor):
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
-        """Set the value; assigning an ordinary tensor, as conversions and merges do, makes this a plain parameter."""
+        """Set the value; an ordinary tensor, as from a conversion or a merge, turns this into an ordinary parameter."""
         if is_compact(value):
             self.stored, self.expansions = value.stored, value.expansions
         else:

@@ -46,7 +46,7 @@ _njit: Any = numba.njit(cache=True, nogil=True, no_cfunc_wrapper=True)  # type: 
 
 
 def compiled(function: Function) -> Function:
-    """Compile a function once for signed integers of any width, constant or not; unsigned integers keep their type."""
+    """Compile a function; signed integer arguments, even constants, become int64, and unsigned ones keep their type."""
     dispatcher = _njit(function)
     template_for = dispatcher.get_call_template
 
@@ -104,7 +104,7 @@ def address_of(function: Callable[..., Any], signature: Any) -> int:
 
 
 def shared(signature: Any, name: str) -> Callable[[Callable[..., Callable[..., Any]]], Callable[..., Any]]:
-    """Compile the function that the decorated one returns, as a C function that compiled code calls by name.
+    """Compile the function that the decorated one returns into a C function, which compiled code calls by name.
 
     A shared function isn't compiled into each caller. If the decorated function takes a matrix format, the format's
     name follows ``name``. Call the decorated function before code that uses the name is compiled or loaded from a

@@ -98,7 +98,7 @@ def _to_routing_weights(scores: Array, is_sigmoid: bool) -> None:
 
 @compiled
 def _hide_groups(choices: Array, groups: int, used: int) -> None:
-    """Set scores outside the ``used`` best groups to -inf; groups are ranked by the sum of their two best scores."""
+    """Set scores outside the top ``used`` groups to -inf; groups are ranked by the sum of their two best scores."""
     size = len(choices) // groups
     best = np.empty(groups, np.float32)
     for group in range(groups):
@@ -240,7 +240,7 @@ class ExpertMatrices(NamedTuple):
 
 
 def expert_matrices(weight: Any, panels: Mapping[int, Any]) -> list[ExpertMatrices]:
-    """Return where a parameter's matrices lie: one item, or two if gate and up are packed separately.
+    """Return the location of a parameter's matrices, or two locations if gate and up are packed separately.
 
     ``panels`` maps addresses of packed parts to repacked copies, whose addresses are returned instead.
     """
@@ -301,7 +301,7 @@ class CompiledExperts(Module):
         return outputs
 
     def _apply_gate(self, gate_up: torch.Tensor) -> torch.Tensor:
-        """Call the original module's method; its ``forward``, used as the fallback, calls this method."""
+        """Delegate to the original class, because its ``forward``, the fallback, calls ``self._apply_gate``."""
         gated: torch.Tensor = self.__dict__["_usual"]._apply_gate(self, gate_up)
         return gated
 
@@ -357,7 +357,7 @@ def _has_gelu(module: Any) -> bool | None:
 
 
 def _pairs_fit(module: Any, dtypes: Container[torch.dtype]) -> bool:
-    """Return True if interleaved experts have the constants and biases that the compiled code expects."""
+    """Return True if experts with interleaved gate and up have the constants and biases that compiled code needs."""
     biases = [module._parameters[name] for name in BIASES]
     shapes = [matrices_of(module._parameters[name]).shape[:2] for name in WEIGHTS]
     return (
@@ -417,7 +417,7 @@ def _has_same_outputs(experts: Any) -> bool:
 
 
 def _first_experts(experts: Any) -> Any:
-    """Return a copy with only the first ``CHECKED_EXPERTS`` experts, as transformers' code may expand all weights."""
+    """Return a copy with only the first ``CHECKED_EXPERTS`` experts, because transformers may expand all weights."""
     subset = copy(experts)
     subset._parameters = {name: weight[:CHECKED_EXPERTS] for name, weight in experts._parameters.items()}
     subset.num_experts = min(CHECKED_EXPERTS, experts.num_experts)

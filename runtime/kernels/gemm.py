@@ -304,7 +304,7 @@ def _tiles_of(kind: MatrixKind) -> Any:
 
 @shared(MULTIPLY, MULTIPLY_NAME)
 def _multiply_function() -> Any:
-    """Return the matmul that serves all formats."""
+    """Return ``multiply``, a matmul for matrices of any format."""
 
     def multiply(
         tiles: int,
@@ -385,7 +385,7 @@ def _multiply_interleaved(
     output_stride: int,
     interleaved: npt.NDArray[np.float32],
 ) -> None:
-    """Multiply the matrix by groups of up to ``MAX_TILE_ROWS`` interleaved input rows, or fewer if rows are long.
+    """Multiply the matrix by interleaved input rows, in groups of up to ``MAX_TILE_ROWS`` rows, fewer if they are long.
 
     ``interleaved`` is scratch memory for all input rows; see ``interleave``.
     """

@@ -236,10 +236,10 @@ def _sums(
     prefetches: bool = False,
     prefetched: Sequence[Any] = (),
 ) -> list[Any]:
-    """Generate code that adds the products of matrix and input rows to the sums ``first``, ordered by matrix row.
+    """Generate code that adds the products of matrix and input rows to the sums ``first``; return the new sums.
 
-    ``prefetches`` also prefetches later matrix rows; ``prefetched`` are addresses at which to prefetch one byte per
-    column.
+    Sums are ordered by matrix row. ``prefetches`` also prefetches later matrix rows; ``prefetched`` are addresses at
+    which to prefetch one byte per column.
     """
     builder, out_features = code.builder, len(first) // rows
     start = builder.inttoptr(matrix, BYTES)
@@ -295,7 +295,7 @@ def _input_addresses(
 
 
 def _prefetch(code: VectorCode, ahead: Any, read: Any, out_features: int) -> None:
-    """Prefetch as many bytes as a step reads from all matrix rows, starting at ``ahead``."""
+    """Prefetch the memory at address ``ahead``, as many bytes as a step reads from all matrix rows together."""
     size = read.format.bytes if isinstance(read, _Packed) else read.size * read.step
     for byte in range(0, max(out_features * size, CACHE_LINE), CACHE_LINE):
         code.prefetch(code.gep(ahead, byte), nearest=INTO_L1)
@@ -347,7 +347,7 @@ def unpack_matrix(format: BlockFormat, matrix: int, rows: int, columns: int, wri
 
 @generated(*[types.int64] * 4)
 def copy_vectors(builder: Any, read: Any, count: Any, written: Any, stride: Any) -> None:
-    """Copy ``count`` float32 numbers, writing their vectors ``stride`` vectors apart."""
+    """Copy ``count`` float32 numbers; in the copy, each vector starts ``stride`` vectors after the previous one."""
     code = VectorCode(builder)
     first, numbers = builder.inttoptr(read, FLOAT.as_pointer()), builder.inttoptr(written, FLOAT.as_pointer())
 

@@ -126,7 +126,10 @@ def share_weights(stock: Module, compiled: Module) -> None:
 
 
 def has_plain_weight(layer: Module) -> bool:
-    """Return True if the layer has a plain or compact floating-point weight, not a quantization library's."""
+    """Return True if the layer's weight is a plain or compact floating-point tensor of at least 16 bits.
+
+    Tensor subclasses of quantization libraries are not plain.
+    """
     weight: object = getattr(layer, "weight", None)
     if not isinstance(weight, torch.Tensor):
         return False

@@ -69,7 +69,10 @@ class PackedMatrix:
         self._advise(MADV_PAGEOUT)
 
     def unmap(self) -> None:
-        """Drop the blocks' memory pages, on Linux; the file stays in the page cache, but private writes are lost."""
+        """Drop the blocks' memory pages; they are read again on use from the file, which stays in the page cache.
+
+        This has an effect only on Linux. Changes to a private mapping of the file are lost.
+        """
         self._advise(MADV_DONTNEED)
 
     def _advise(self, advice: int) -> None:

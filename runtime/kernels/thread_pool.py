@@ -114,7 +114,7 @@ def run_parallel(
     units: int,
     multiple: int,
 ) -> None:
-    """Run a job on the threads of the open pool at ``control``, or on the calling thread only if ``control`` is 0.
+    """Run a job on the threads of the open pool at ``control``; if ``control`` is 0, use only the calling thread.
 
     The function at address ``function`` is called with the seven arguments and a range of units, which starts at a
     multiple of ``multiple``. Returns once all units are done.
@@ -175,7 +175,7 @@ def _open(control: int, job: int) -> None:
 
 @compiled
 def _close(control: int) -> int:
-    """Close the pool and return its last job number."""
+    """Close the pool and return the number of its last job."""
     job = load(control + WORK * WORD_SIZE) // MAX_PARTS
     store(control + WORK * WORD_SIZE, CLOSED)
     return job  # type: ignore[no-any-return]

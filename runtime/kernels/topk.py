@@ -43,7 +43,7 @@ def readable(logits: torch.Tensor) -> torch.Tensor:
 
 
 def bits_of(logits: torch.Tensor) -> LogitBits:
-    """Describe ``readable`` logits ``[rows, vocabulary]`` for compiled code; the tensor must outlive the result."""
+    """Return a view of ``[rows, vocabulary]`` logits; rows must be contiguous, and the tensor must outlive the view."""
     return LogitBits(logits.data_ptr(), logits.stride(0), logits.shape[1], INFINITY[logits.dtype])
 
 
@@ -81,7 +81,7 @@ def argmax_of(bits: Array, infinity: Any) -> tuple[int, bool]:
 
 @compiled
 def _extremes(bits: Array, high: Array, low: Array) -> None:
-    """Write each lane's maximum key of a block to ``high``, and its minimum over all blocks so far to ``low``."""
+    """Write each lane's maximum key in this block to ``high``, and lower ``low`` to its minimum if that is less."""
     high[:] = np.iinfo(high.dtype).min
     whole, magnitude = len(bits) // ARGMAX_LANES, np.iinfo(high.dtype).max
     # In this form the compiler vectorizes over the lanes, in integers of the dtype's size.
@@ -153,7 +153,7 @@ def _comparable(logits: torch.Tensor) -> Array:
 
 
 class FoldedLogits:
-    """Logits with block maxima, which the pass computed while the logits were in the CPU cache."""
+    """Logits with block maxima that the forward pass computed while the logits were still in the CPU cache."""
 
     def __init__(self, values: Array, maxima: Array) -> None:
         """``maxima`` holds the output of ``fold`` for each row."""
@@ -234,7 +234,7 @@ def write_topk(logits: Array, tokens: Array, scores: Array, folded: Array) -> No
 
 @compiled
 def _levels(vocabulary: int, k: int) -> tuple[Array, int]:
-    """Return ``(offsets, last)``: level ``i``'s maxima, up to level ``last``, are at ``offsets[i]:offsets[i + 1]``."""
+    """Return ``(offsets, last)``: level ``i``, from 1 to ``last``, has its maxima at ``offsets[i]:offsets[i + 1]``."""
     begins = np.zeros(MAX_LEVELS + 2, np.int64)
     size, level = folded_size(vocabulary), 1
     begins[2] = size

@@ -178,14 +178,14 @@ class VectorCode:
         return self.builder.extract_element(vector, WORD(0))
 
     def prefetch(self, address: Any, *, nearest: bool = False) -> None:
-        """Prefetch a cache line, which will be read and not written, into L2 or, if ``nearest``, into L1."""
+        """Prefetch a cache line for reading, into L1 if ``nearest`` is True and into L2 otherwise."""
         level = WORD(3 if nearest else 2)
         self.call("llvm.prefetch.p0", ir.VoidType(), self.builder.bitcast(address, BYTES), WORD(0), level, WORD(1))
 
     def loop(
         self, count: Any, carried: Sequence[Any], body: Callable[[Any, list[Any]], Sequence[Any]], step: int = LANES
     ) -> list[Any]:
-        """Generate a loop over the indices below ``count``, ``step`` apart; return the final values of ``carried``.
+        """Generate a loop over ``range(0, count, step)``; return the final values of ``carried``.
 
         ``body`` generates the next values from an index and the current values, which start as ``carried``.
         """
@@ -412,7 +412,7 @@ def add_in_place(builder: Any, sums: Any, numbers: Any, size: Any, factor: Any) 
 
 
 def _changed(change: Callable[[FloatCode, Any, Any], Any]) -> Any:
-    """Return an intrinsic that changes numbers in place with ``change``, which takes a number and a common factor."""
+    """Return an intrinsic that replaces each number by ``change(code, number, factor)``, with one factor for all."""
 
     @generated(*[types.int64] * 2, types.float32)
     def change_in_place(builder: Any, numbers: Any, size: Any, factor: Any) -> None:
@@ -455,7 +455,10 @@ def bound_in_place(numbers: int, size: int, divisor: Any, cap: Any) -> None:
 
 @generated(*[types.int64] * 5)
 def rotate_head(builder: Any, read: Any, cos: Any, sin: Any, width: Any, written: Any) -> None:
-    """Apply rotary embedding to a head: ``read * cos + swapped * sin``; ``swapped`` is ``read`` with swapped halves."""
+    """Apply rotary embedding to a head: write ``read * cos + swapped * sin``.
+
+    ``swapped`` is ``read`` with its halves exchanged; the first half of ``sin`` must be negated.
+    """
     code = FloatCode(builder)
     half = builder.lshr(width, ir.Constant(width.type, 1))
     pair = ir.VectorType(FLOAT, ROTARY_LANES)

@@ -67,7 +67,7 @@ class LibraryPass:
     def _over(
         self, step: StepTensors, storage: KVTensors, cache: IndexedKVCache
     ) -> AbstractContextManager[Callable[[], StackedStates] | None]:
-        """Return a context manager in which recurrent layers process the step's trees instead of sequences.
+        """Return a context manager that makes recurrent layers process the step's trees instead of sequences.
 
         It yields a function that returns the states after the pass; for a model without states, it yields None.
         """
@@ -108,7 +108,7 @@ class CapturedPasses:
 
     @torch.inference_mode()
     def enable(self, target: Target, capture: Capture) -> None:
-        """Capture steps; from now on, use them if this succeeds and their logits match those of uncaptured steps."""
+        """Try to capture steps; from now on, use them if their logits match those of uncaptured steps."""
         if reason := not_on_one_device_reason(target.model) or target.stock.row_by_row.reason:
             self.disable()
             return _note(reason)
@@ -137,7 +137,7 @@ class CapturedPasses:
 
     @torch.inference_mode()
     def record(self, cache: Cache) -> None:
-        """Ahead of time, capture the steps that verify a single tree, as far as memory allows."""
+        """Capture the steps for a single tree before they are first used, as far as memory allows."""
         with suppress(torch.OutOfMemoryError):
             if self.steps and cache.capacity > LARGEST_TREE:
                 self.steps.record(cache)
@@ -172,7 +172,7 @@ class CapturedPasses:
 
     @torch.inference_mode()
     def verify(self, cache: Cache, trees: Sequence[DraftTree], options: Sequence[PassOptions]) -> list[Verified] | None:
-        """Start to verify trees and return their results, which are valid only after ``wait``.
+        """Start verifying trees; return their results, which become valid once ``wait`` returns.
 
         Return None if steps are not captured.
         """

@@ -112,7 +112,7 @@ def checkpoint_in_memory(model: PreTrainedModel) -> Checkpoint | None:
 
 
 def name_in_words(name: str) -> str:
-    """Return the hub name for a hub name or a folder in the hub's cache, and the last part of any other path."""
+    """Return the hub name of a folder in the hub's cache, the last part of another existing path, or else ``name``."""
     path = Path(name).expanduser()
     if not path.exists():
         return name
@@ -139,7 +139,7 @@ def _checkpoint_in(folder: Path, name: str) -> Checkpoint | None:
 
 
 def _is_unchanged(model: PreTrainedModel, folder: Path) -> bool:
-    """Return True if the samples from a model's files match its parameters of the same name and shape; skip others."""
+    """Return True if a model's parameters equal the samples from its files, as far as both can be compared."""
     parameters = dict(model.named_parameters())
     files = [file for file in weight_files(folder) or () if file.suffix == ".safetensors"]
     if not files and (folder / REST).is_file():

@@ -1,4 +1,4 @@
-"""Keeps a CPU model's weights in the checkpoint's 16-bit dtype or in packed blocks, with bitwise equal results.
+"""Keeps a CPU model's weights in the checkpoint's 16-bit dtype or in packed blocks, without changing any result.
 
 A weight is kept in 16 bits only if 16 bits represent its values exactly. Any compact weight must be used only by linear
 layers, experts and embeddings, and the compiled matmul must give bitwise equal results for the compact and the expanded

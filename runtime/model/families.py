@@ -112,7 +112,7 @@ def tolerance_of(dtype: torch.dtype, *, strict: bool = False) -> float:
 
 
 def aggregate_distance(each: torch.Tensor, *, is_rounded: bool) -> float:
-    """Reduce the distances of several rows to the one that decides: the largest or, if ``is_rounded``, the median.
+    """Return the largest of several rows' distances or, if ``is_rounded``, their median.
 
     The docstring of ``deviation`` explains why the median decides.
     """
@@ -251,7 +251,7 @@ class Recorder:
 
 
 def only_watches(hook: object) -> bool:
-    """Return True if a hook only records hidden states, no matter for which target."""
+    """Return True if a hook only records hidden states, whichever target it belongs to."""
     return bool(getattr(hook, "only_watches", False))
 
 

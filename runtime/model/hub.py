@@ -290,7 +290,7 @@ class Sample:
 
 
 def fingerprint_of(files: Iterable[Path]) -> str:
-    """Return the weights' fingerprint in hex, ``DIGITS`` long and independent of how safetensors files are sharded."""
+    """Return the weights' fingerprint: ``DIGITS`` hex digits, independent of how safetensors files are sharded."""
     digest = hashlib.sha256()
     for line in sorted(line for file in files for line in _lines(file)):
         digest.update(line)

@@ -210,7 +210,7 @@ def _quantized(config: ModelConfig, settings: Any, scheme: str) -> Path:
 
 
 def _kept_proof(config: ModelConfig, settings: Any, packed: Packed | None) -> KeptProof | None:
-    """Return the record that keeps the proof of a compiled model between starts; None if each start must prove it."""
+    """Return the record that stores the ``Proof`` of a compiled model between starts; None if it cannot be reused."""
     in_blocks = config.quantization in BLOCKS
     by_library = library_of(settings) or (config.quantization and not in_blocks)
     fixed = config.dtype != "auto" or by_library or config.trust_remote_code
@@ -228,7 +228,7 @@ def _kept_proof(config: ModelConfig, settings: Any, packed: Packed | None) -> Ke
 def _proved_before(
     config: ModelConfig, settings: Any, packed: Packed | None, kept: KeptProof, proof: Proof | None
 ) -> Target | None:
-    """Load a model whose compiled passes an earlier process proved; return None if ``proof`` is None.
+    """Load a model whose compiled passes were checked by an earlier process; return None if ``proof`` is None.
 
     If the model or its results differ from the proof, delete the proof's record and return None.
     """
@@ -500,7 +500,7 @@ def _attempt(name: str, part: str, action: Callable[[], T]) -> T:
 
 
 def _reason(error: Exception, name: str) -> str:
-    """Return the first sentence of a library's error, or the likely cause if a model isn't found, and any advice."""
+    """Return the first sentence of a library's error, with advice, or the likely cause if the model isn't found."""
     text = " ".join(str(error).split())
     if "huggingface.co" in text and not Path(name).exists():
         return "there is no such folder here, and the hub has no such model or cannot be reached: check the name"

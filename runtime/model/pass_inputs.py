@@ -75,7 +75,7 @@ def windows_of(config: Any) -> list[AttentionWindow]:
 
 
 class MaskBuffer:
-    """A reused float32 buffer for masks, in which the columns of a fully visible context are never rewritten."""
+    """A float32 buffer reused for the masks of trees; columns of the context, which is fully visible, stay zero."""
 
     def __init__(self) -> None:
         self._values = np.zeros((LARGEST_TREE + 1, 0), np.float32)
@@ -272,7 +272,7 @@ class StepInput:
         self._device = torch.zeros(size, dtype=torch.int64, device=device)
 
     def fill(self, slot: int, tree: DraftTree, rows: int, length: int) -> None:
-        """Write the tree that follows a slot's context of ``length`` tokens; clear the buffer's move for the slot."""
+        """Write the tree that follows a slot's context of ``length`` tokens; discard the slot's last ``move``."""
         _fill(self._words_of(slot, rows), tree.root, tree.tokens, tree.parents, rows, length)
 
     def move(self, slot: int, rows: int, start: int, path: Sequence[int]) -> None:

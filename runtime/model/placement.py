@@ -29,7 +29,7 @@ def use_planless_attention(device: torch.device) -> None:
 
 
 def device_of(model: PreTrainedModel) -> torch.device:
-    """Return the device that the model's input must be on; if weights are offloaded, accelerate's hook names it."""
+    """Return the device that the model's input must be on: the one set by accelerate's hook, or else the model's."""
     hook = getattr(model.get_input_embeddings(), "_hf_hook", None)
     execution = getattr(hook, "execution_device", None)
     return model.device if execution is None else torch.device(execution)
@@ -92,7 +92,7 @@ def logits_after(model: PreTrainedModel, ids: Sequence[int]) -> torch.Tensor:
 
 @torch.inference_mode()
 def logits_step_by_step(model: PreTrainedModel, prompt: Sequence[int], answer: Sequence[int]) -> torch.Tensor:
-    """Return the logits after a prompt and an answer, reading the answer token by token.
+    """Return the logits after the last token of an answer, which is read token by token after the prompt.
 
     The logits differ from the logits of a single pass only by rounding.
     """

@@ -89,7 +89,7 @@ LLM.int8(), and far less than the effect of a shared scale.
 
 
 def parts_of(weight: torch.Tensor) -> list[torch.Tensor]:
-    """Return the tensors that make up a weight: its parts if it is a library's tensor subclass, else the weight."""
+    """Return the tensors that make up a weight: the parts of a library's tensor subclass, or the weight itself."""
     if type(weight).__module__.startswith("torch.") or not hasattr(weight, "__tensor_flatten__"):
         return [weight]
     names, _ = weight.__tensor_flatten__()

@@ -296,7 +296,7 @@ def _save(tensors: dict[str, torch.Tensor], file: Path) -> None:
 
 
 def _remove_superseded(folder: Path, scheme: str, sources: Sources) -> None:
-    """Delete models quantized from earlier content of the checkpoint's files, unless a copy of that content exists."""
+    """Delete models quantized from earlier content of the checkpoint's files, unless other files still have it."""
     paths = [source.path for source in sources]
     for other_folder, manifest in quantized_manifests():
         held = any(all(file.holds for file in seen) for seen in manifest.seen)

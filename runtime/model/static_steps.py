@@ -132,7 +132,7 @@ def can_capture_after_failure() -> bool:
 
 @contextmanager
 def forbid_synchronization() -> Iterator[None]:
-    """In this block, make operations that synchronize with the device raise, since they cannot be captured.
+    """In this block, make operations that synchronize with the device raise an error, since they cannot be captured.
 
     This affects all threads: operations of other threads raise as well.
     """
@@ -196,7 +196,7 @@ class StaticSteps:
     """Captures and replays the steps of one model."""
 
     def __init__(self, used: StepPass, capture: Capture, device: torch.device, reserved: int = 0) -> None:
-        """Prepare to capture ``used``; unless it reads a fixed extent, caches get at least ``reserved`` positions."""
+        """Prepare to capture ``used``; reserve ``reserved`` positions per cache unless ``used.reads_extent`` is set."""
         self._pass, self._capture, self._device, self._reserved = used, capture, device, reserved
         self._clock = DeviceClock(device)
         self._steps: WeakKeyDictionary[KVTensors, dict[tuple[int, int, int], _Step]] = WeakKeyDictionary()
@@ -216,7 +216,7 @@ class StaticSteps:
         self._capture.reset()
 
     def capacity_for(self, needed: int, limit: int | None, slots: int = 1) -> int:
-        """Return ``needed``, the positions per slot, rounded up to one of few capacities, so that steps are reused."""
+        """Return the capacity per slot for ``needed`` positions: one of a few values, so that steps can be reused."""
         capacity = MIN_EXTENT
         while capacity < needed:
             capacity *= 2
@@ -337,10 +337,11 @@ class _Buffers:
             self._hidden[:rows].copy_(hidden.flatten(0, 1))
 
     def received(self, slots: int, rows: int, options: PassOptions) -> Callable[[int, int], Verified]:
-        """Start copying results to the host; return a function that returns those of ``number`` rows from ``first`` on.
+        """Start copying results to the host; return a function that reads the results of some rows.
 
-        Rankings are not part of the captured step, because each number of ranked tokens would need a step of its own.
-        The host launches the few ranking kernels while the device computes the pass.
+        The function takes the index of the first row and the number of rows. Rankings are not part of the captured
+        step, because each number of ranked tokens would need a step of its own. The host launches the few ranking
+        kernels while the device computes the pass.
         """
         assert self._logits is not None
         logits, number, end = self._logits, slots * rows, 2 * slots * rows

@@ -64,7 +64,7 @@ class CompiledPasses(Protocol):
         ...
 
     def verify_alone(self, slot: Slot, tree: DraftTree) -> Verified | None:
-        """Verify a tree in a single slot of a cache with several."""
+        """Verify a tree in a single slot of a cache that has several slots."""
         ...
 
     def use_int8_activations(self) -> bool:
@@ -233,7 +233,7 @@ class ReplayPasses:
 
     @torch.inference_mode()
     def prefill(self, cache: Cache, slot: int, tokens: Sequence[int], start: int) -> Verified:
-        """Drop all but a slot's first ``start`` tokens, and read ``tokens`` after them.
+        """Truncate a slot's context to ``start`` tokens, then prefill ``tokens``.
 
         Return the logits after the last token.
         """
@@ -245,7 +245,7 @@ class ReplayPasses:
 
     @staticmethod
     def fit_tree(cache: Cache, slot: int, tree: DraftTree) -> DraftTree:
-        """Return the part of a tree that the slot's next pass verifies: its first chain.
+        """Return the part of a tree that the slot's next pass verifies: the chain of first children.
 
         If more than ``MAX_WAITING`` tokens are waiting, that part is only the root.
         """
@@ -273,7 +273,7 @@ class ReplayPasses:
         return Verified(logits, held.hidden_of_tree)
 
     def _pass(self, held: ReplaySlot, new: Sequence[int], keep: int) -> tuple[torch.Tensor, Any, torch.Tensor | None]:
-        """Read waiting tokens and then ``new``; return ``(logits, cache, hidden)``.
+        """Run a pass over the slot's ``waiting`` tokens and then ``new``; return ``(logits, cache, hidden)``.
 
         ``logits`` are those of the last ``keep`` tokens. ``hidden`` has the hidden states of all tokens that were read,
         or is None if they aren't recorded.

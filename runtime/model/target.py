@@ -232,7 +232,7 @@ class Target:
 
     @torch.inference_mode()
     def prefill(self, cache: Cache, slot: int, tokens: Sequence[int], start: int = 0, *, room: int = 0) -> Verified:
-        """Drop all but a slot's first ``start`` tokens, and read ``tokens`` after them.
+        """Truncate a slot's context to ``start`` tokens, then prefill ``tokens``.
 
         Return the logits ``[1, vocabulary]`` after the last token. ``room`` is the number of positions to reserve for
         further tokens.
@@ -309,7 +309,7 @@ class Target:
         cache.slots[slot].commit(path, deferred=self.captures)
 
     def watch_hidden(self, layers: Sequence[int] = ()) -> slice:
-        """From now on, make each pass return hidden states, which some drafters need; return a slice of their columns.
+        """From now on, make each pass return hidden states, which some drafters need; return a slice of columns.
 
         The slice selects the columns with the output layer's input or, if ``layers`` are given, those with the outputs
         of these decoder layers.
@@ -377,7 +377,7 @@ CGROUPS = Path("/sys/fs/cgroup")
 
 
 def choose_threads(target: Target, wanted: int | None = None, record: CachedValue | None = None) -> int:
-    """Set torch's thread count to ``wanted`` or, if None, to one chosen automatically, at most the current; return it.
+    """Set torch's thread count to ``wanted`` or, if None, choose it automatically without raising it; return the count.
 
     Compiled passes are timed with all threads, half of them, and so on, until fewer are slower. With a ``record``,
     processes reuse the result for 24 hours. Without compiled passes, at most as many threads are used as the

@@ -189,7 +189,7 @@ def use_masked_attention(model: PreTrainedModel) -> None:
 
 @contextmanager
 def attention_by(model: PreTrainedModel, name: str, function: Callable[..., Any]) -> Iterator[None]:
-    """Register ``function`` under ``name``; in this block, layers that look up their attention function use it."""
+    """Register ``function`` under ``name``; use it in this block in layers that look up their attention function."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     ALL_ATTENTION_FUNCTIONS.register(name, function)

@@ -1,4 +1,4 @@
-"""Choose the next token from logits: by argmax, or by a random draw.
+"""Chooses the next token from logits, by argmax or by a random draw.
 
 Imports `data`, kernels, settings and draft trees.
 """

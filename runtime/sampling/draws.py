@@ -29,7 +29,7 @@ SPLITMIX_STRIDE = U64(0x9E3779B97F4A7C15)
 
 
 class ExponentialRace:
-    """Samples tokens by an exponential race over uniform numbers, which depend on seed, position and token.
+    """Samples tokens by an exponential race, with uniform random numbers that depend on seed, position and token.
 
     This is the Gumbel-max trick: each token gets an exponential time with its probability as the rate, and the smallest
     time wins, so each token wins with its probability. Rounding changes the result only if two times are nearly equal.
@@ -80,7 +80,7 @@ def _uniforms(seed: Any, position: Any, tokens: Any) -> Any:
 
 @compiled
 def time_of(start: Any, token: Any) -> Any:
-    """Return a token's exponentially distributed time, at rate 1, from the random stream that begins at ``start``."""
+    """Return a token's exponential time with rate 1, from the random stream that begins at ``start``."""
     return -np.log1p(-_uniform(start + U64(token + 1) * SPLITMIX_STRIDE))
 
 
@@ -114,7 +114,7 @@ def race_block(start: Any, first: Any, weights: Any, winner: Any, earliest: Any)
 
 @compiled
 def _time_before(earliest: Any, number: Any, weight: Any) -> Any:
-    """Return the smaller of ``earliest`` and the exponential time that ``number`` gives a token of rate ``weight``."""
+    """Return the smaller of ``earliest`` and the exponential time with rate ``weight`` derived from ``number``."""
     draw = _uniform(number)
     # -log1p(-u) >= u, so most tokens are ruled out without a logarithm.
     return min(earliest, -np.log1p(-draw) / weight) if draw < weight * earliest else earliest
@@ -207,7 +207,7 @@ class Truncation:
 
     @classmethod
     def at_end_of(cls, processors: Sequence[LogitsProcessor]) -> tuple[list[LogitsProcessor], Truncation]:
-        """Split a list of processors into those to run before the draw and the truncation that the list ends with."""
+        """Split a list of processors into those that stay and a ``Truncation`` that replaces the last ones."""
         pre_processors, options = list(processors), {}
         for kind, name in reversed(WARPER_OPTIONS.items()):
             if pre_processors and type(pre_processors[-1]) is kind and keeps_one(pre_processors[-1]):
@@ -268,7 +268,7 @@ def draw_row(position: Any, scores: Any, among: Any, draws: Any) -> Any:
 
 @compiled
 def winner_among_any(position: Any, scores: Any, draws: Any) -> Any:
-    """Return the winner among all tokens if it wins no matter which others are forbidden; see ``Truncation.winner``."""
+    """Return the token that wins no matter which others are forbidden; see ``Truncation.winner``."""
     best, is_finite = argmax_of(scores.view(np.int32), INFINITY_BITS)
     if not is_finite:
         return NOT_FINITE
@@ -369,7 +369,7 @@ def draw_from_kept(position: Any, tokens: Any, scores: Any, max_score: Any, amon
 
 @compiled
 def _indices_to_tokens(indices: Any, among: Any) -> None:
-    """Replace ``indices`` into ``among`` in place with the tokens found there; do nothing if ``among`` is empty."""
+    """Replace each index into ``among`` by the token at that index, in place; do nothing if ``among`` is empty."""
     if len(among) > 0:
         for index in range(len(indices)):
             indices[index] = among[indices[index]]
@@ -396,5 +396,5 @@ def allowed_scores(address: int, vocabulary: int, bits: Any, tokens: Any, scores
 
 
 def keeps_one(processor: Any) -> bool:
-    """Return True if a processor sets removed tokens' scores to minus infinity and is allowed to keep only one."""
+    """Return True if a processor sets removed tokens' scores to minus infinity and may remove all but one token."""
     return getattr(processor, "filter_value", -np.inf) == -np.inf and getattr(processor, "min_tokens_to_keep", 1) == 1

@@ -1,4 +1,4 @@
-"""Choose the next token from logits: by argmax, or by an exponential race with random numbers keyed by position."""
+"""Chooses the next token from logits, by argmax or by an exponential race with random numbers keyed by position."""
 
 from __future__ import annotations
 
@@ -184,7 +184,7 @@ class Sampler:
         return token
 
     def note_overflow(self) -> None:
-        """Record that logits of a pass without drafts are not finite; raise ModelError if tokens are sampled."""
+        """Record that logits of a pass without drafts are not finite; raise a ``ModelError`` if tokens are sampled."""
         self.overflowed = True
         if not self._greedy:
             raise ModelError(NO_NUMBERS)

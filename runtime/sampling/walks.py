@@ -1,4 +1,4 @@
-"""Compiled walks down a verified draft tree, along argmax tokens or randomly drawn tokens.
+"""Compiled functions that walk down a verified draft tree, choosing tokens by argmax or by random draws.
 
 On a GPU, a pass also returns the highest scores of each row, so that most draws need not wait for the whole row.
 """
@@ -170,7 +170,7 @@ def walk_argmax(
     max_tokens: int,
     walk_buffer: Array,
 ) -> tuple[int, bool]:
-    """Walk down the tree by choosing up to ``max_tokens`` tokens by argmax.
+    """Walk down the tree by choosing the argmax of each row, for up to ``max_tokens`` tokens.
 
     The tokens and the nodes that drafted them are written to ``walk_buffer``. If ``forced_tokens`` holds the only
     possible token after a row, that token is chosen, and only its logit is read. The walk ends before a row that is not
@@ -196,7 +196,7 @@ def walk_argmax(
 def walk_known(
     argmax: Array, are_finite: Array, drafted: Array, parents: Array, max_tokens: int, walk_buffer: Array
 ) -> tuple[int, bool]:
-    """Do the same as ``walk_argmax``, given each row's argmax and whether that row is finite."""
+    """Like ``walk_argmax``, but take each row's argmax, and whether the row is finite, as arguments."""
     node = ROOT
     for step in range(max_tokens):
         token, finite = argmax[node + 1], are_finite[node + 1] != 0

@@ -141,7 +141,7 @@ def narrow(corpus: Ints, ranges: Any, tail: Ints, node: int, parent: int, order:
 
 @compiled
 def only_longest(ranges: Any, node: int) -> bool:
-    """Return True if a node has ranges only of the longest order, and the tokens after all their matches were read."""
+    """Return True if only the longest order has matches for a node, and the token after every match was read."""
     if ranges.lowest[node] > MAX_RANGE_ORDER:
         return False
     if ranges.lowest[node] < MAX_RANGE_ORDER and size_of(ranges, node, MAX_RANGE_ORDER - 1) > 0:
@@ -163,12 +163,13 @@ def size_of(ranges: Any, node: int, order: int) -> int:
 def _bracket(
     ranges: Any, node: int, order: int, num_matches: int, num_earlier: int, size: int, sample: int, token: int
 ) -> tuple[int, int, int, int, int]:
-    """Bound the range of a shard's matches that are followed by ``token``; return ``(low, first, last, high, sample)``.
+    """Bound the range of a shard's matches that are followed by ``token``.
 
-    The range starts between ``low`` and ``first`` and ends between ``last`` and ``high``, counted from the shard's
-    first match. The shard has ``size`` matches, after ``num_earlier`` matches in earlier shards. The argument
-    ``sample`` is the index of its first sample, and the returned ``sample`` that of the next shard's first. If the
-    tokens after all ``num_matches`` matches were read, ``low`` and ``high`` are exact.
+    Return ``(low, first, last, high, sample)``. The range starts between ``low`` and ``first`` and ends between
+    ``last`` and ``high``, counted from the shard's first match. The shard has ``size`` matches, after ``num_earlier``
+    matches in earlier shards. The argument ``sample`` is the index of its first sample, and the returned ``sample``
+    that of the next shard's first. If the tokens after all ``num_matches`` matches were read, ``low`` and ``high`` are
+    exact.
     """
     low, first, last, high = 0, size, 0, size
     read = ranges.read[node, order]
@@ -189,7 +190,7 @@ def _bracket(
 
 @compiled
 def read_samples(corpus: Ints, ranges: Any, node: int, order: int, num_matches: int, max_samples: int) -> None:
-    """Read the tokens after up to ``max_samples`` of the ``num_matches`` matches that a node has of one order."""
+    """Read the tokens after a node's ``num_matches`` matches of one order; sample ``max_samples`` if there are more."""
     shards = shards_at(corpus, ranges.shards)
     read = min(num_matches, max_samples)
     matches = ranges.matches[:, :read]
@@ -297,12 +298,12 @@ class Continuations(NamedTuple):
 
 
 class CorpusIndex(Uncopyable):
-    """A corpus index opened for lookups. Its files are memory-mapped, so only pages in use are read."""
+    """A corpus index opened for lookups. Its files are memory-mapped, so only accessed pages are loaded."""
 
     def __init__(
         self, folder: Path, tokenizer: TokenizerFingerprint | None = None, manifest: Manifest | None = None
     ) -> None:
-        """Open the index; its ``manifest`` is read unless given. Raise StoreError if the index can't be used."""
+        """Open the index, reading its manifest if ``manifest`` is None. Raise StoreError if the index can't be used."""
         self.folder = folder
         if manifest:
             self._open(manifest, tokenizer)
@@ -377,7 +378,10 @@ def lookup(tokens: Ints, addresses: Ints, tail: Ints, end: int, max_nodes: int) 
 
 @compiled
 def _sorted_continuations(continuations: Ints) -> Ints:
-    """Return the columns in sorted order. Insertion sort is used, as the columns of each shard are already sorted."""
+    """Return the continuations, one per column, in lexicographic order.
+
+    Insertion sort is used, as the columns of each shard are already sorted.
+    """
     count = continuations.shape[1]
     order = np.empty(count, np.int64)
     for column in range(count):
@@ -462,7 +466,7 @@ def _shared_lengths(continuations: Ints, end: int) -> Ints:
 
 @compiled
 def _by_count(grown: Ints, max_count: int, nodes: Ints) -> Ints:
-    """Write as many ``grown`` nodes to ``nodes`` as fit, highest count first, and return each node's new index.
+    """Write the ``grown`` nodes that fit to ``nodes``, highest count first; return each ``grown`` node's new index.
 
     No count exceeds ``max_count``. The result maps -1, the parent of top-level nodes, to -1. A counting sort takes a
     single pass and is stable: since a parent's count is at least its child's, parents remain before their children.

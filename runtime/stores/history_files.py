@@ -69,7 +69,7 @@ BYTES_PER_CHAIN = 4
 
 
 class HistoryRing:
-    """The memory-mapped ring and chains of one build of a history store."""
+    """The ring and chains of a history store, memory-mapped from the files that its manifest names."""
 
     def __init__(self, folder: Path, manifest: HistoryManifest, *, writable: bool = True) -> None:
         self.size = manifest.size
@@ -89,7 +89,7 @@ class HistoryRing:
         return self.entries.nbytes + CHAINS_HEADER_BYTES + self.heads.nbytes
 
     def fill(self, log: Ints, end: Ints) -> None:
-        """Fill a record for compiled code with the ring's addresses and sizes; ``end`` holds the ring's end."""
+        """Fill a record for compiled code with the ring's sizes and the addresses of its arrays and of ``end``."""
         log["end_at"], log["owners"] = end.ctypes.data, 0
         log["entries"], log["heads"] = self.entries.ctypes.data, self.heads.ctypes.data
         log["size"], log["chains"] = self.size, self.chains
@@ -172,7 +172,7 @@ def create_ring(folder: Path, manifest: HistoryManifest) -> HistoryRing:
 
 
 def compile_ring() -> None:
-    """Compile the functions that append conversations, or load them from the cache, before the first answer ends."""
+    """Compile, or load from the cache, the functions that append conversations, before the first answer ends."""
     log, none = TokenLog(size=LOG_BLOCK).memory, np.empty(0, np.int32)
     write(log, 0, none, none)
     unlink(log, 0, 0)
@@ -264,7 +264,7 @@ class OpenFiles(NamedTuple):
 
 
 def positions_within(max_bytes: int) -> int:
-    """Return how many positions a store limited to ``max_bytes`` can have: a power of two."""
+    """Return the maximum number of positions, a power of two, of a store that is limited to ``max_bytes``."""
     return max(MIN_STORE_POSITIONS, 1 << (max_bytes // DISK_BYTES_PER_POSITION).bit_length() - 1)
 
 
@@ -367,7 +367,10 @@ def rebuild(
 
 
 def _latest(kept: Sequence[StoredConversation], size: int) -> Sequence[StoredConversation]:
-    """Return all conversations if they fit in ``size`` positions, else the latest ones that fill most of the ring."""
+    """Return all conversations if they fit in ``size`` positions, else only the latest.
+
+    In the latter case, the conversations fill at most ``MAX_FILLED_FRACTION`` of the ring.
+    """
     totals = np.cumsum([0, *(1 + each.before + each.tokens for each in reversed(kept))])
     if totals[-1] <= size:
         return kept
@@ -377,7 +380,7 @@ def _latest(kept: Sequence[StoredConversation], size: int) -> Sequence[StoredCon
 def _write(
     folder: Path, manifest: HistoryManifest, old: HistoryRing | None, kept: Sequence[StoredConversation]
 ) -> None:
-    """Write a build's files and then its manifest, and delete the files that it replaces.
+    """Write the new files and then the manifest that names them, and delete the old files.
 
     On an error, the new files are deleted and the old ones stay in use.
     """

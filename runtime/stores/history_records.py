@@ -50,7 +50,7 @@ _opening = threading.Lock()
 
 
 class StoreState(NamedTuple):
-    """Committed end of the ring, and number of the next conversation."""
+    """Committed end of the ring, and the number that the next conversation will get."""
 
     end: int
     next: int
@@ -85,7 +85,7 @@ class Records:
 
     @classmethod
     def of(cls, path: Path, positions: int) -> Records:
-        """Return the open records of a file, opening it if necessary; raise StoreError if it is missing or damaged."""
+        """Return the ``Records`` of a file, opening it if necessary; raise StoreError if it is missing or damaged."""
         name = os.path.realpath(path)
         with _opening:
             if (records := _opened.get(name)) is None:
@@ -100,7 +100,7 @@ class Records:
     def created(
         cls, path: Path, positions: int, state: StoreState, conversations: Iterable[StoredConversation] = ()
     ) -> Records:
-        """Write the conversations to a new file, sync the file to disk, and return its open records."""
+        """Write the conversations to a new file, sync the file to disk, and return its ``Records``."""
         records = _opened[os.path.realpath(path)] = cls(path, positions)
         with records.writing() as transaction:
             put_state(transaction, state)

@@ -172,7 +172,7 @@ class HistoryStore(Uncopyable):
     def keep(
         self, wanted: Callable[[StoredConversation], bool], *, max_bytes: int | None = None
     ) -> list[StoredConversation]:
-        """Keep the conversations that ``wanted`` accepts, and return the others; ``max_bytes`` sets a new size limit.
+        """Remove and return the conversations that ``wanted`` rejects; ``max_bytes`` sets a new size limit.
 
         The files are rebuilt, so that they no longer contain dropped tokens.
         """
@@ -201,7 +201,7 @@ class HistoryStore(Uncopyable):
                 return list(conversations(transaction, self._open.records.path))
 
     def tokens(self, first: int, count: int) -> Ints:
-        """Return the ``count`` tokens from ``first`` on, with -1 between conversations and past the committed end."""
+        """Return ``count`` tokens from position ``first``, with -1 between conversations and past the committed end."""
         ring_tokens = self._open.ring.tokens(first, count)
         ring_tokens[max(0, int(self._end[0]) - first) :] = -1
         return ring_tokens
@@ -371,7 +371,7 @@ class History:
 
     @property
     def stored_log(self) -> Ints | None:
-        """The store's record for compiled code, at an address that never changes; None without a store."""
+        """The store's record for compiled code, at an address that never changes; None if there is no store."""
         return self.store.log if self.store else None
 
     def start(self, lane: Ints, prompt: Sequence[int], new: int) -> None:
@@ -401,7 +401,7 @@ class History:
 
 
 def address_of(log: Ints | None) -> int:
-    """Return the address of a log's record for compiled code; 0 for None."""
+    """Return the address of a log's record for compiled code, or 0 if ``log`` is None."""
     return int(log.ctypes.data) if log is not None else 0
 
 
@@ -414,7 +414,7 @@ def open_history(
     read_only: bool = False,
     created: bool = False,
 ) -> HistoryStore:
-    """Open the history store of a model and tenant in folder ``named``, or in hdtool's home if ``named`` is ``HOME``.
+    """Open the history store of a model and tenant in the folder ``named``; ``HOME`` means hdtool's home.
 
     Each tenant has a separate folder. A missing store is created if ``created`` is set or ``read_only`` is not.
     """

@@ -58,7 +58,10 @@ def _of_corpus(index: CorpusIndex, context: list[int]) -> Iterator[FoundContinua
 
 
 def _path(index: CorpusIndex, tokens: list[int], matched: int, count: int) -> list[int]:
-    """Extend ``tokens`` while all occurrences have the same next token; return up to ``MAX_PATH`` after the match."""
+    """Extend ``tokens`` while all occurrences have the same next token; return the tokens from index ``matched`` on.
+
+    At most ``MAX_PATH`` tokens are returned.
+    """
     search = CorpusSearch(index.shards)
     while len(tokens) < matched + MAX_PATH:
         search.read(tokens)
@@ -70,7 +73,7 @@ def _path(index: CorpusIndex, tokens: list[int], matched: int, count: int) -> li
 
 
 def latency_of(store: CorpusIndex | ModelStore) -> dict[str, float]:
-    """Measure the latency of looking up matches of all lengths at a draft node; see ``latency`` for the result.
+    """Measure the latency of a draft node's lookup, which covers all match lengths; see ``latency`` for the result.
 
     Contexts are parts of the store's documents with one of the second-last to eighth-last tokens replaced at random, so
     that matches are as short as in unseen text.
@@ -111,7 +114,7 @@ def latency(look_up: Callable[[Ints], object], contexts: Iterator[Ints]) -> dict
 
 
 def description(store: HistoryStore) -> dict[str, Any]:
-    """Return the description of a history store that ``inspect --json`` prints."""
+    """Describe a history store, in the form that ``inspect --json`` prints."""
     manifest, held = store.manifest, store.conversations()
     names = sorted({each.source for each in held})
     tokens = sum(each.tokens for each in held)

@@ -37,7 +37,10 @@ CONTEXT_TABLE = np.dtype(
 
 
 class ContextTable:
-    """The latest tokens of a conversation, with hash chains for prompt lookup. Old tokens are overwritten."""
+    """The latest tokens of a conversation, with hash chains for prompt lookup.
+
+    Once the table is full, the oldest tokens are overwritten.
+    """
 
     def __init__(self) -> None:
         self.memory = np.zeros(1, CONTEXT_TABLE)
@@ -54,7 +57,7 @@ class ContextTable:
         clear(self.memory[0])
 
     def read(self, prompt: Sequence[int] | Ints) -> int:
-        """Make ``prompt`` the content of the table, and return how many of its tokens were added.
+        """Make ``prompt`` the content of the table, and return how many tokens were appended.
 
         If the prompt starts with the current content, as at a conversation's next turn, the table is only extended;
         otherwise it is rebuilt.
@@ -103,7 +106,7 @@ def _add_all(memory: Ints, tokens: Ints) -> None:
 
 @compiled
 def add(table: Any, token: Any) -> None:
-    """Append a token, and link its position into one chain of each kind."""
+    """Append a token, and link its position into a short chain and a long chain."""
     position = table.end
     suffix_hash = np.uint64(0)
     for length in range(1, min(CHAIN_LENGTHS[LONG_CHAIN], position) + 1):
@@ -119,7 +122,7 @@ def add(table: Any, token: Any) -> None:
 
 @compiled
 def latest_position(table: Any, token: Any) -> int:
-    """Return a token's latest position other than the last position of the table; -1 if none is found."""
+    """Return a token's latest position, ignoring the last position of the table; -1 if none is found."""
     oldest = max(np.int64(0), table.end - CONTEXT_WINDOW)
     after = np.int64(table.heads[SHORT_CHAIN, head_of(mix_hash(np.uint64(0), token))])
     for _ in range(MAX_LATEST_VISITS):
@@ -273,7 +276,7 @@ def rankings_of(table: Any) -> Array:
 
 @compiled
 def kept_row(table: Any, last: Any, suffix_hash: np.uint64, length: int) -> int:
-    """Like ``row_of``, but return -1 unless a ranking is kept for these tokens."""
+    """Like ``row_of``, but also return -1 if the row holds no ranking, or one for other tokens."""
     row = row_of(table, last, suffix_hash, length)
     if row >= 0 and rankings_of(table)[row].shares[0] > 0 and rankings_of(table)[row].tag == tag_of(suffix_hash):
         return row

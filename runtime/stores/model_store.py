@@ -81,12 +81,12 @@ class StoreEntry(NamedTuple):
 
 
 class ModelStore(Uncopyable):
-    """A model store opened for lookups. Its files are memory-mapped, so only pages in use are read."""
+    """A model store opened for lookups. Its files are memory-mapped, so only accessed pages are loaded."""
 
     def __init__(
         self, folder: Path, tokenizer: TokenizerFingerprint | None = None, manifest: Manifest | None = None
     ) -> None:
-        """Open the store; its ``manifest`` is read unless given. Raise StoreError if the store can't be used."""
+        """Open the store, reading its manifest if ``manifest`` is None. Raise StoreError if the store can't be used."""
         self.folder = folder
         if manifest:
             self._open(manifest, tokenizer)
@@ -163,7 +163,7 @@ def model_record(store: ModelStore | None) -> Ints:
 
 @compiled
 def rows_of(model: Any) -> Ints:
-    """Return the rows of all prefixes as an array; a row has a next token and its count."""
+    """Return the rows of all prefixes as one array; each row holds a next token of a prefix and its count."""
     return array_at(model.rows[0], (model.rows[1], 2), np.int32)
 
 
@@ -211,10 +211,11 @@ def look_up(memory: Ints, tail: Ints) -> Ints:
 
 @compiled
 def entry_of(slots: Ints, keys: Ints, rows: int, prefix_hash: np.uint64) -> tuple[Any, Any, Any, Any]:
-    """Find a prefix by its hash, and return ``(start, stop, total, distinct)``; all are 0 if there is no entry.
+    """Find a prefix by its hash.
 
-    The rows from ``start`` to ``stop``, at most ``MAX_ROWS_READ``, hold the next tokens; ``StoreEntry`` describes
-    ``total`` and ``distinct``. ``rows`` is the number of rows in the store.
+    Return ``(start, stop, total, distinct)``; all are 0 if there is no entry. The rows from ``start`` to ``stop``, at
+    most ``MAX_ROWS_READ``, hold the next tokens; ``StoreEntry`` describes ``total`` and ``distinct``. ``rows`` is the
+    number of rows in the store.
     """
     key = find_key(slots, keys, prefix_hash)
     if key < 0:
@@ -272,7 +273,7 @@ def mix_hash(suffix_hash: np.uint64, token: Any) -> np.uint64:
 
 @compiled
 def sequence_hash(tokens: Ints, start: int, length: int) -> np.uint64:
-    """Return the hash of the ``length`` tokens from index ``start`` on, mixed in from last to first."""
+    """Return the hash of the ``length`` tokens from index ``start`` on; it mixes in the last token first."""
     mixed_hash = np.uint64(0)
     for offset in range(length - 1, -1, -1):
         mixed_hash = mix_hash(mixed_hash, np.int64(tokens[start + offset]))
@@ -339,7 +340,7 @@ class ModelRecord:
 
     @classmethod
     def opened(cls, path: Path, end: int) -> ModelRecord:
-        """Return the open record of a file, opening it if necessary."""
+        """Return the record of a file, opening it if necessary."""
         name = os.path.realpath(path)
         with _opening:
             if (record := _opened.get(name)) is None:
@@ -348,9 +349,9 @@ class ModelRecord:
 
     @classmethod
     def of(cls, folder: Path, manifest: Manifest) -> ModelRecord:
-        """Return a store's open record after verifying its checksum, because LMDB may crash on a damaged file.
+        """Verify the checksum of a store's record, and return the record, opened.
 
-        Raises StoreError if the checksum is wrong.
+        Raises StoreError if the checksum is wrong, because LMDB may crash on a damaged file.
         """
         file = manifest.files[RECORD_PART]
         if damaged_files(folder, replace(manifest, files={RECORD_PART: file})):
@@ -461,7 +462,7 @@ def writing(path: Path, end: int, value_bytes: int, entries: int) -> Iterator[Re
 
 
 def _start(kind: int, prefix_tokens: Sequence[int]) -> bytes:
-    """Return the key for a kind and numbers; keys with more numbers after these begin with the same bytes."""
+    """Return the key of a kind and numbers; each key with additional numbers begins with the same bytes."""
     return bytes([kind]) + np.asarray(prefix_tokens, KEY_DTYPE).tobytes()
 
 

@@ -91,7 +91,7 @@ ByteArray = npt.NDArray[np.uint8]
 
 
 def damage_of(path: Path, number: int) -> str:
-    """Describe the damage to the snapshot of transaction ``number`` in an LMDB file; return an empty string if intact.
+    """Describe the damage to an LMDB file's snapshot of transaction ``number``; the result is empty if there is none.
 
     The caller must hold a read transaction of the snapshot, so that its pages aren't reused.
     """

@@ -47,7 +47,7 @@ AnyStore = TypeVar("AnyStore", ModelStore, CorpusIndex)
 
 @dataclass(frozen=True)
 class StoreSet:
-    """The stores that a model drafts from; a store that doesn't exist is None."""
+    """The stores that a model drafts from; None stands for a store that doesn't exist."""
 
     model: ModelStore | None = None
     corpus: CorpusIndex | None = None
@@ -208,8 +208,9 @@ def lasting_history(
 
 
 def tenant_among(served_as: Sequence[str], model: str) -> str:
-    """Return the tenant for whom a server keeps answers: the first served name that has stores, else the first name.
+    """Return the tenant for whom a server keeps answers, chosen from ``served_as`` and ``model``.
 
-    For a model served only under its own name, return an empty string, unless there are stores of that name.
+    It is the first name that has stores; ``model`` is tried last. If no name has stores, it is the first served name
+    other than ``model``, or an empty string if the model is served only under its own name.
     """
     return first_namespace_with_stores([*served_as, model]) or next((name for name in served_as if name != model), "")

@@ -69,7 +69,7 @@ class Shards(NamedTuple):
 
 
 def sampled_prefixes_in(suffixes: Any) -> Any:
-    """Return the number of sampled prefixes for a number of suffixes, elementwise for an array."""
+    """Return how many prefixes are sampled from ``suffixes`` suffixes; ``suffixes`` may be an array."""
     return -(-suffixes // PREFIX_EVERY)
 
 
@@ -110,7 +110,10 @@ def find_longest(shards: Shards, tail: Ints) -> tuple[int, Ints]:
 
 @compiled
 def _usable(tail: Ints, vocabulary: int) -> int:
-    """Return the length of the longest suffix of ``tail`` within the vocabulary; longer ones can't match."""
+    """Return the length of the longest suffix of ``tail`` whose tokens are all in the vocabulary.
+
+    Longer suffixes can't match.
+    """
     usable = 0
     while usable < len(tail) and 0 <= tail[len(tail) - usable - 1] < vocabulary:
         usable += 1
@@ -137,7 +140,7 @@ def _find(shards: Shards, tail: Ints, length: int, ranges: Ints) -> bool:
 
 @compiled
 def _narrow_ends(shards: Shards, tail: Ints, length: int, ranges: Ints) -> None:
-    """Make the ends of ranges from ``_find`` exact."""
+    """Correct the ends of the ranges that ``_find`` wrote, which may be too high."""
     for shard in range(len(ranges)):
         low, high = ranges[shard]
         if low < high:
@@ -238,7 +241,7 @@ def _order(shards: Shards, shard: int, suffix: Int, tail: Ints, length: int) -> 
 def narrow_range(
     shards: Shards, shard: int, tail: Ints, length: int, low: Int, first: Int, last: Int, high: Int
 ) -> tuple[Int, Int]:
-    """Return the start and end of the part of a range that matches one more token, the last one of ``tail``.
+    """Return the start and end of the part of a range that also matches the last token of ``tail``.
 
     The suffixes of the range share the ``length - 1`` tokens before this token. The part must be known to start between
     ``low`` and ``first`` and to end between ``last`` and ``high``.
@@ -315,7 +318,10 @@ def sample_matches(shards: Shards, ranges: Ints, length: int, num_matches: int, 
 
 @compiled
 def read_followers(shards: Shards, matches: Ints, depth: int, followers: Ints) -> None:
-    """For each match, write the token ``depth`` positions after its next token; if beyond the shard, an end token."""
+    """Write, for each match, the token ``depth`` positions after its next token.
+
+    If that position is beyond the shard, an end token is written.
+    """
     end = shards.heads.shape[1] - 1
     for sample in range(matches.shape[1]):
         at = matches[0, sample] + depth

@@ -78,7 +78,7 @@ class TokenLog(Uncopyable):
         return np.zeros(1, LANE)
 
     def start(self, lane: Ints, tokens: Sequence[int] | Ints, *, learned: bool = False) -> None:
-        """Begin an answer that follows ``tokens``, and copy the last few of them in front of it.
+        """Begin an answer that follows ``tokens``, whose last few are copied in front of the answer.
 
         If ``learned``, all of ``tokens`` are appended, and can be matched.
         """
@@ -119,7 +119,7 @@ class TokenLog(Uncopyable):
         self.memory["owners"] = self._owners.ctypes.data
 
     def grow(self) -> None:
-        """Enlarge the ring if it is over half full, keeping all positions; clear it if positions would overflow."""
+        """Clear the ring if position numbers would overflow; else enlarge it if over half full, keeping positions."""
         size, end = len(self._entries), int(self._end[0])
         if end > MAX_LOG_POSITION:
             self.clear()
@@ -199,7 +199,7 @@ def finish(memory: Ints, lane: Ints) -> None:
 
 @compiled
 def answer_of(memory: Ints, lane: Ints) -> tuple[Ints, int]:
-    """Return the tokens in an answer's blocks, each of them once, and how many of them precede the answer."""
+    """Return the tokens in an answer's blocks, without the overlap between blocks, and how many precede the answer."""
     log, lane_record = memory[0], lane[0]
     entries, owners, mask, end = entries_of(log), owners_of(log), log.size - 1, end_of(log)
     if lane_record.stop == 0:
@@ -291,10 +291,10 @@ MAX_MATCHES = 32
 
 @compiled
 def search(log: Any, owner: int, tail: Ints, pair_hash: np.uint64, matched_positions: Ints, lengths: Ints) -> int:
-    """Find a chain's latest positions whose preceding tokens match the end of ``tail``, and return how many there are.
+    """Find a chain's latest positions whose preceding tokens match the end of ``tail``; return the number found.
 
-    They are written to ``matched_positions``, and the match lengths to ``lengths``. At most twice as many positions are
-    visited as ``matched_positions`` can hold. Positions of the answer ``owner`` are skipped.
+    The positions are written to ``matched_positions``, and the match lengths to ``lengths``. At most twice as many
+    positions are visited as ``matched_positions`` can hold. Positions of the answer ``owner`` are skipped.
     """
     entries, end, owners = entries_of(log), end_of(log), np.empty(0, np.int32)
     if log.owners:
@@ -369,9 +369,9 @@ def follow_chain(
 
 @compiled
 def matches(memory: Ints, tail: Ints) -> tuple[Ints, Ints]:
-    """Find the latest occurrences of ``tail``'s end in a log, and return ``(positions, lengths)``.
+    """Find where the end of ``tail`` occurs in a log, latest first, and return ``(positions, lengths)``.
 
-    These are the position just after each occurrence, and the number of tokens that match there.
+    These are the position just after each occurrence, and the number of tokens that match before it.
     """
     matched_positions, lengths = np.empty(MAX_MATCHES, np.int64), np.empty(MAX_MATCHES, np.int64)
     if len(tail) < CHAIN_KEY_TOKENS:

@@ -96,7 +96,7 @@ class Study:
 
     @property
     def draft_tokens(self) -> str:
-        """Number of draft tokens per step, in words."""
+        """Phrase that states how many tokens are drafted per step."""
         if self.budget is None and self.curve:
             return "as many draft tokens a step as pay"
         return f"at most {FIXED_BUDGET if self.budget is None else self.budget} draft tokens a step"
@@ -151,7 +151,7 @@ class StudyResults:
         return tuple(self._trials(method, source_subsets(self.letters)) for method in HIERARCHIES)
 
     def orders(self) -> Trials | None:
-        """Return the replays with all sources in every order; None if there is only one source."""
+        """Return the replays with all sources, one per lookup order; None if there is only one source."""
         return self._trials("hd-paper", source_orders(self.letters)) if len(self.letters) > 1 else None
 
     def coverage(self) -> tuple[Coverage, ...]:
@@ -200,7 +200,7 @@ def source_shares(method: str, result: ReplayResult) -> SourceShares:
 
 
 def source_coverage(method: str, singles: Mapping[str, ReplayResult]) -> Coverage:
-    """Count the tokens accepted in each source's own replay, and how many of them are accepted in no other replay.
+    """Count, per source, the tokens accepted when it alone drafts, and those accepted from no other source.
 
     ``singles`` are the replays of ``method`` with one source each, by source letter.
     """
@@ -263,7 +263,7 @@ def replay_sizes(study: Study, build: BuildIndex, *, quiet: bool = False) -> Ind
 
 
 def _thinned_index(corpus: CorpusIndex, part: int, folder: Path, build: BuildIndex) -> CorpusIndex:
-    """Build an index of a random sample of the documents: on average, one document in ``part``.
+    """Build an index of a random sample of the documents, each of which is drawn with probability ``1 / part``.
 
     The sample is random because many corpora alternate questions and answers.
     """

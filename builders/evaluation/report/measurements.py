@@ -74,7 +74,7 @@ class BenchMeasurements:
         return Speeds(tuple(overall), methods)
 
     def shares(self) -> tuple[SourceShares, ...]:
-        """Return the draft counts by source of each method that drafted from more than one source."""
+        """Return, for each method that drafted from more than one source, the draft counts of its sources."""
         method_shares = (_shares(method, rows) for method, rows in self.results.answers.items())
         return tuple(shares for shares in method_shares if len(shares.sources) > 1)
 
@@ -158,7 +158,7 @@ Flags = npt.NDArray[np.bool_]
 
 
 def ngram_repeats(conversations: Sequence[Sequence[RecordedTurn]], store_set: StoreSet) -> Repeats | None:
-    """Return how often the answers' 4-grams occurred before, by place and distance; None if there are no 4-grams."""
+    """Return shares of answers' 4-grams that occurred before, by place and distance; None if there are no 4-grams."""
     hashes = [ngram_hashes(turn.answer) for turns in conversations for turn in turns]
     if not sum(map(len, hashes)):
         return None

@@ -247,7 +247,7 @@ def write_page(folder: Path, page: Page) -> Path:
 
 
 def check_report_folder(folder: Path) -> None:
-    """Before anything is measured, raise if the report cannot be written to the folder."""
+    """Check in advance: create the folder, and raise a ``ResultError`` if the report cannot be written to it."""
     with os_errors_as(ResultError, f"{folder} cannot be written", "choose another --report"):
         folder.mkdir(parents=True, exist_ok=True)
         names = [path.name for path in folder.iterdir() if PICTURE_NAME.fullmatch(path.name)]
@@ -256,7 +256,7 @@ def check_report_folder(folder: Path) -> None:
 
 
 def _file(folder: Path, name: str) -> OutputFile:
-    """Return a file of the report; an existing file may be replaced only if it belongs to an earlier report."""
+    """Return an ``OutputFile`` of the report, which never replaces a file that no report wrote."""
     is_ours = {INDEX_PAGE: is_own_html, TABLES_FILE: is_own_markdown}.get(name, is_own_png)
     advice = "choose another --report, or move it away"
     return OutputFile(folder / name, "a file of an hdtool report", is_ours, ResultError, advice)

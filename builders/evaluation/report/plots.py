@@ -214,7 +214,7 @@ def trials(data: Trials, axes: Axes, theme: Theme) -> None:
 
 
 def coverage(data: Coverage, axes: Axes, theme: Theme) -> None:
-    """Draw two bars per source: tokens accepted in the source's own replay, and those accepted in no other replay."""
+    """Draw two bars per source: tokens accepted when it alone drafts, and those accepted from no other source."""
     names = list(data.sources)
     for place, (name, source) in enumerate(data.sources.items()):
         colour = theme.source(name)

@@ -11,7 +11,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Speeds:
-    """Speed of each method: by task relative to a baseline, or by temperature in tokens per second."""
+    """Speed of each method, either per task as a ratio to a baseline, or per temperature in tokens per second."""
 
     labels: tuple[Any, ...]
     """Tasks or temperatures."""
@@ -26,7 +26,7 @@ class Durations:
     answers: Mapping[str, tuple[tuple[int, float], ...]]
 
     def line(self, method: str) -> tuple[float, float]:
-        """Fit a least-squares line to the durations of a method's answers over their lengths.
+        """Fit a least-squares line to the durations of a method's answers as a function of their lengths.
 
         Returns ``(seconds per token, seconds before the first token)``.
         """
@@ -122,7 +122,7 @@ class Coverage:
 
 @dataclass(frozen=True)
 class Repeats:
-    """How often 4-grams of answers occurred before, by place and by distance."""
+    """Shares of the answers' 4-grams that occurred before, by place and by distance."""
 
     generations: tuple[int, ...]
     """Index of the last answer in each group, from 1."""

@@ -67,7 +67,10 @@ class HydraHeads(Heads):
         return torch.stack(outputs, dim=1)
 
     def state(self, head: int, before: torch.Tensor, path: torch.Tensor) -> torch.Tensor:
-        """Return a head's states ``[rows, width]``, given paths of normed embeddings and the states ``before`` them."""
+        """Return a head's states ``[rows, width]``.
+
+        Each row of ``path`` holds normalized embeddings of a draft path, and ``before`` the state before this path.
+        """
         first, *others = self._steps_of(head)
         states = before + functional.silu(first(torch.cat([before, path], dim=-1)))
         for step in others:
@@ -107,7 +110,10 @@ class MtpHeads(Heads):
     def along(
         self, hidden: torch.Tensor, embedded: torch.Tensor, rows: torch.Tensor, columns: torch.Tensor
     ) -> torch.Tensor:
-        """Run ``config.heads`` steps, each on the previous step's hidden states, as in drafting (EAGLE-3, 2025)."""
+        """Run ``config.heads`` steps, each on the previous step's hidden states.
+
+        This simulates drafting during training, as EAGLE-3 (2025) does.
+        """
         length = hidden.shape[1]
         rotary = self.rotary(slice(length), length, hidden)
         steps = TrainingSteps(length, hidden.device)
@@ -137,7 +143,7 @@ class MtpHeads(Heads):
 
 
 class TrainingSteps:
-    """Keys, values and masks of the training steps, which unroll a draft from every position at once.
+    """Accumulates keys, values and masks while training unrolls a draft from every position at once.
 
     In step ``s``, each position stands for the ``s``-th position of a draft. It attends to the positions before the
     draft as step 0 computed them, and to each position of the draft as its own step computed it.
@@ -230,7 +236,7 @@ def _for_file(weight: torch.Tensor) -> torch.Tensor:
 
 
 def output_files(folder: Path) -> tuple[OutputFile, OutputFile]:
-    """Return the output files for weights and settings; they replace existing files only if hdtool wrote them."""
+    """Return the output files for weights and settings; writing them overwrites only files that hdtool wrote."""
     is_settings = is_json_with(SETTINGS_KEYS, HEADS_FORMAT)
 
     def is_weights(path: Path) -> bool:
@@ -278,7 +284,7 @@ def load_heads(folder: Path, model: PreTrainedModel) -> SavedHeads:
 
 
 def _check_token_ids(heads: Heads) -> None:
-    """Raise ValueError if the draft vocabulary has ids that the model lacks: drafting one would make an answer fail."""
+    """Raise ValueError if the draft vocabulary has ids that the model lacks: drafting one would crash generation."""
     ids = heads.token_ids
     if ids is not None and not ((ids >= 0) & (ids < heads.shape.vocabulary)).all():
         raise ValueError("the draft vocabulary has token ids that the model does not have")
@@ -383,7 +389,7 @@ def _formatted(value: Any, depth: int = 0) -> str:
 
 
 def heads_for(method: str, folders: Sequence[str], model: PreTrainedModel) -> SavedHeads:
-    """Load heads for a method from the first folder that holds a suitable kind.
+    """Load heads for a method from the first of ``folders`` whose heads it can use.
 
     Without ``folders``, search the heads that ship with the model. Raise HeadsError if no heads are suitable.
     """

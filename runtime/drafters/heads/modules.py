@@ -74,7 +74,7 @@ class IndexedHeadsKVCache:
     """The KV cache of drafting heads in a captured pass; the indices of new positions are in a tensor on the device."""
 
     def __init__(self, keys_values: torch.Tensor, indices: torch.Tensor, extent: int) -> None:
-        """Attend to the first ``extent`` positions of ``keys_values`` under a causal mask."""
+        """Attention covers the first ``extent`` positions of ``keys_values``, under a causal mask."""
         self._keys_values, self._indices, self._extent = keys_values, indices, extent
         self._mask = torch.arange(extent, device=indices.device) <= indices[:, None]
 
@@ -150,7 +150,7 @@ class Attention(nn.Module):
 
 
 class AdaptationLayer(nn.Module):
-    """A causal decoder layer over the states of the layer below and, optionally, embeddings of the chosen tokens."""
+    """A causal decoder layer that reads the layer below and, optionally, the embedding of each next token."""
 
     def __init__(self, shape: HeadsShape, *, sampled_token: bool) -> None:
         super().__init__()
@@ -260,7 +260,7 @@ class Heads(nn.Module):
     def along(
         self, hidden: torch.Tensor, embedded: torch.Tensor, rows: torch.Tensor, columns: torch.Tensor
     ) -> torch.Tensor:
-        """Return the heads' states ``[places, heads, width]`` at places in texts, each followed by its draft.
+        """Return the heads' states ``[places, heads, width]`` at places in texts; the text after a place is its draft.
 
         Place ``i`` is at ``rows[i]`` and ``columns[i]``.
 

@@ -42,10 +42,10 @@ Finish = Callable[[list[torch.Tensor], torch.Tensor], TopTokens]
 
 
 class FixedPass:
-    """Captured passes that read a few new tokens into a cache and rank the next tokens."""
+    """Reads a few new tokens into a cache and ranks the next tokens, by replaying captured passes."""
 
     def __init__(self, heads: Heads, embed: Embed, best: int, capture: Capture, finish: Finish | None = None) -> None:
-        """``best`` is the number of tokens to rank per head. Without ``finish``, the heads draft in parallel."""
+        """``best`` is the number of tokens to rank per head. ``finish`` may be None for parallel heads only."""
         like, number = heads.like, 1 if finish else heads.config.heads
         pinned = like.device.type == "cuda"
         self._heads, self._embed, self._capture, self._device = heads, embed, capture, like.device
@@ -200,7 +200,7 @@ def sequential_drafter(saved: SavedHeads, target: Target, *, is_measured: bool) 
 
 
 class HydraModule:
-    """Ranks next tokens with Hydra heads. Each row is a draft path, which a head reads as a whole.
+    """Ranks next tokens with Hydra heads. A head reads a whole draft path, and each path is a row.
 
     Row 0 is the last accepted token; ``extend`` numbers its rows consecutively after it.
     """

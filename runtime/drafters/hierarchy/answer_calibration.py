@@ -29,7 +29,7 @@ def start_calibration(work: Any) -> None:
 
 @compiled
 def calibrate(work: Any, nodes: int) -> None:
-    """Store the calibrated probabilities of a tree's nodes; a tree that begins with a grammar's chain keeps its own."""
+    """Store calibrated probabilities of a tree's nodes, or the original ones if a grammar forces the first token."""
     is_certain = nodes > 0 and work.sources[1] == GRAMMAR_NUMBER
     work.grown = 0 if is_certain else nodes
     factor = 1.0 if is_certain else min(MAX_FACTOR, work.hits[0] / work.hits[1])

@@ -254,7 +254,7 @@ def weights_at(at: int) -> Any:
 
 @compiled
 def evidence_bucket(total: Any, spread: int) -> int:
-    """Return the weight bucket for evidence with this ``total``, rounded down to a power of 2, and this ``spread``."""
+    """Return the weight bucket for evidence, by ``spread`` and by the number of binary digits of ``total``."""
     size, left = 0, total
     while left >= 2 and size < EVIDENCE_SIZES - 1:
         left >>= 1
@@ -382,7 +382,7 @@ def rescale(work: Any, sum_of_all: float) -> None:
 
 @compiled
 def _slot_of(work: Any, token: Any) -> Any:
-    """Return the slot that holds a candidate, or the free slot where it belongs."""
+    """Return the hash slot of a token if it is a candidate, or else the free slot where it belongs."""
     slot = (token * 40503) & (CANDIDATE_SLOTS - 1)
     while _is_taken(work, slot) and work.candidates[work.slots[slot] & (MAX_CANDIDATES - 1)] != token:
         slot = (slot + 1) & (CANDIDATE_SLOTS - 1)

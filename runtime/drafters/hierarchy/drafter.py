@@ -220,7 +220,7 @@ class Hierarchy(Uncopyable):
 
     @property
     def seconds(self) -> dict[SourceId, float]:
-        """Seconds spent drafting so far, split by source as timed in every 32nd draft; empty if there is no clock."""
+        """Seconds spent drafting, split by source as measured in every 32nd draft; empty without ``HAS_CLOCK``."""
         parts = self._time.seconds()
         if any(parts):
             if self._trained:
@@ -265,7 +265,7 @@ class Hierarchy(Uncopyable):
             self._history.finish(self._lane)
 
     def expect(self, tokens: Sequence[int]) -> None:
-        """Begin the next tree with the chain ``tokens``, which is almost surely accepted, and continue from its end."""
+        """Begin the next tree with ``tokens``, a chain nearly certain to be accepted; grow the rest after it."""
         size = min(len(tokens), LARGEST_TREE)
         self.work["chain"][0, :size] = tokens[:size]
         self.work["expected"] = size
@@ -275,7 +275,7 @@ class Hierarchy(Uncopyable):
         self.work["seed"] = ExponentialRace(seed or 0).seed
 
     def forget_tree(self) -> None:
-        """Record that the last tree was changed before verification, so that rows of logits do not match its nodes."""
+        """Record that the last tree was changed before verification: the rows of logits do not match its nodes."""
         self._nodes = 0
 
     def draft(self, context: Sequence[int]) -> DraftTree:
@@ -398,7 +398,7 @@ class Hierarchy(Uncopyable):
         self._learning_seconds = time.perf_counter() - started
 
     def _catch_up(self) -> None:
-        """Learn from the tokens emitted since the last call; this is postponed while drafting does not pay."""
+        """Learn from the tokens emitted since the last call; this is postponed while the budget allows no drafts."""
         for token in self._pending:
             feed_token(self._at, token)
         self._pending.clear()

@@ -68,7 +68,7 @@ PREDICTION_RECORD = np.dtype(
 
 
 def _find_in_model(at: int, node: int) -> int:
-    """Return the length of the longest prefix to look up in the model store.
+    """Return the maximum number of preceding tokens to look up in the model store.
 
     This is one token more than the longest match of the parent, or ``MAX_PREFIX_TOKENS`` if that match is unknown: at
     the root, or if the parent's estimate ended before a match was found.
@@ -190,7 +190,7 @@ def position_after(record: Any, depth: int) -> int:
 
 @compiled
 def _position_on_chain(record: Any, tail: Array, depth: int) -> int:
-    """Return the index of the predicted position after a node whose last tokens are ``tail``.
+    """Return the index of the predicted position after a node; ``tail`` holds the last tokens of the path to it.
 
     Return -1 if there is no such position, or if the path to the node deviates from the chain.
     """
@@ -286,7 +286,7 @@ def _proposed_at(at: int) -> Any:
 
 @compiled
 def ranking_after(record: Any, ranking: int, token: int) -> int:
-    """Return the index of the ranking after ``token`` at the position of ``ranking``, or ``NO_RANKING_AFTER``."""
+    """Return the index of the ranking that follows ``ranking`` if ``token`` is next, or ``NO_RANKING_AFTER``."""
     if ranking == NO_RANKING_AFTER:
         return NO_RANKING_AFTER
     for rank in range(TOKENS_PER_RANKING):

@@ -121,7 +121,7 @@ def _weigh_context(at: int, node: int, order: int, first: int, left: float) -> f
 
 @compiled
 def find_matches(table: Any, matches: Any, node: int, parent: int, tail: Array, suffix_hashes: Array) -> None:
-    """Find where the conversation matches the last tokens of a node, and which tokens follow there."""
+    """Find where the last tokens of the path to a node occur in the conversation, and which tokens follow there."""
     _begin(matches, node)
     if node == 0:
         matches.shortest[0] = CHAIN_LENGTHS[LONG_CHAIN]
@@ -137,7 +137,7 @@ def find_matches(table: Any, matches: Any, node: int, parent: int, tail: Array, 
 
 @compiled
 def add_short_matches(table: Any, matches: Any, node: int, tail: Array, suffix_hashes: Array) -> None:
-    """Search the chain of short n-grams for a node, and add matches that are shorter than all found so far."""
+    """Look up a node in the chain of short n-grams, and add matches that are shorter than all found so far."""
     num_longer = matches.count[0, node]
     _look_up(
         table, matches, node, SHORT_CHAIN, MAX_ROOT_MATCHES if node == 0 else MAX_NODE_MATCHES, tail, suffix_hashes
@@ -255,7 +255,7 @@ def _look_up(
 
 @compiled
 def _add_followers(matches: Any, log: int, first: int, node: int, tokens: Ints, max_order: int) -> None:
-    """Add the token after each match from index ``first`` on, with an n-gram order of at most ``max_order``."""
+    """Add the token after each match from index ``first`` on; cap its n-gram order at ``max_order``."""
     mask = len(tokens) - 1
     for at in range(first, matches.count[log, node]):
         token = tokens[matches.positions[log, node, at] & mask]

@@ -54,7 +54,7 @@ from hdtool.runtime.stores.token_log import MAX_MATCH_TOKENS
 MAX_NEIGHBOR_TOKENS = 32
 """Maximum number of tokens in a neighboring ranking, beginning with those of the most probable nodes."""
 AGREEMENT = (13.0, 9.0, 6.0, 4.0, 3.0, 2.0, 1.5, 1.3)
-"""Factors for candidates whose share in a neighboring ranking is at least 1/2, at least 1/4, and so on."""
+"""Factors for candidates whose share in a neighboring ranking is above 1/2, above 1/4, and so on."""
 MIN_SHARE_SUM = 1e-9
 LAST_SHARPNESS, NEAR_SHARPNESS = 0.5, 0.7
 """Exponents applied to probabilities before they are normalized to shares."""
@@ -92,7 +92,7 @@ class Rankings(Uncopyable):
             self.recycled.begin_with(self._known, alone=not self._uses_recycled)
 
     def observe(self, accepted: Accepted, verified: Verified, nodes: RankedNodes | None) -> None:
-        """Read the logits of the root and each node; without ``nodes``, only those after the last accepted token."""
+        """Read the logits of the root and each node; if ``nodes`` is None, only those after the last accepted token."""
         if not len(verified):
             return
         if self._uses_last:
@@ -207,7 +207,7 @@ def _rank_of(named: Array, token: int) -> int:
 
 @compiled
 def weigh_agreement(work: Any, near: Any, position: int) -> None:
-    """Raise the probabilities of candidates in the neighboring ranking at their position, preserving the sum of all."""
+    """Raise the probabilities of candidates in the neighboring ranking at ``position``; preserve the total."""
     before = total_probability(work)
     for rank in range(_rank_of(near.tokens[position], NO_CHAIN_TOKEN)):
         at, kind = candidate_index(work, near.tokens[position, rank]), 0

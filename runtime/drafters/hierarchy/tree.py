@@ -83,7 +83,7 @@ def expand(at: int, node: int, min_left: float, floor: float, truth: int) -> Non
 
 @compiled
 def _start(work: Any, node: int) -> None:
-    """Clear the candidates, and hash the last tokens of a node."""
+    """Clear the candidates, and hash the last tokens of the path to a node."""
     work.size = work.used = 0
     work.round += 1
     suffix_hash = np.uint64(0)
@@ -94,7 +94,7 @@ def _start(work: Any, node: int) -> None:
 
 @compiled
 def _add_order(at: int, node: int, order: int, left: float) -> float:
-    """Add all sources' evidence for an n-gram order while enough probability is left; return what then remains."""
+    """Add all sources' evidence for an n-gram order while enough probability is left; return how much is left."""
     work, table = work_at(at), table_at(at)
     for number in range(work.rows):
         row = table[number]
@@ -126,7 +126,7 @@ def _adjust(at: int, node: int, left: float) -> None:
 
 @compiled
 def grow(at: int, max_nodes: int) -> int:
-    """Grow a tree of at most ``max_nodes`` nodes, the most probable ones, in the workspace; return their number."""
+    """Grow a tree of the most probable nodes in the workspace, at most ``max_nodes``; return the number of nodes."""
     work = work_at(at)
     start_clock(work)
     work.parents[0], work.depths[0], work.probs[0] = 0, 0, 1.0

@@ -63,7 +63,7 @@ PRIOR_RATE, FITTED_PRIOR_WEIGHT, FITTED_WINDOW = 0.6, 10.0, 200.0
 
 
 class PromptLookup:
-    """Drafts one chain, as ``prompt_lookup_num_tokens`` of transformers does; the budget chooses its length.
+    """Drafts one chain, like transformers with ``prompt_lookup_num_tokens``; the budget chooses its length.
 
     The chain continues the longest match of at most ``max_length`` tokens or, of equally long matches, the first one. A
     token's probability is the rate at which tokens after a match of the same length were accepted so far; the match
@@ -107,7 +107,7 @@ class PromptLookup:
         return tree
 
     def observe(self, accepted: Accepted, verified: Verified) -> None:
-        """Learn from the answer, which also shows whether tokens that were not drafted would have been accepted."""
+        """Update the rates; the answer also shows whether tokens that were not drafted would have been accepted."""
         for place, (drafted, token) in enumerate(zip(self._chain.tolist(), accepted.tokens, strict=False)):
             length = self._matched + place
             fading = min(1.0, FITTED_WINDOW / self._seen[length])
@@ -203,7 +203,7 @@ class Lookahead:
 
     @property
     def num_observed(self) -> int:
-        """Number of nodes at the end of the branch after which ``observe`` needs the argmax."""
+        """Length of ``argmax`` in ``observe``: one token for each of the branch's last nodes."""
         return self._width if self.is_full else len(self._rows[0])
 
     def observe(self, root: int, argmax: Ints) -> Ints:

@@ -70,7 +70,7 @@ class NgramTrie:
         _clear(self.memory[0])
 
     def add(self, context: Sequence[int] | Ints, known: int) -> None:
-        """Count the n-grams of a context that end after its first ``known`` tokens."""
+        """Count a context's n-grams, except those within its first ``known`` tokens."""
         start = max(0, known - NGRAM_LENGTH + 1)
         _add_all(self.memory[0], np.asarray(context[start:], np.int64))
 
@@ -205,7 +205,7 @@ def _after(trie: Any, tail: Ints, rows: Ints, lengths: Ints) -> int:
 
 @compiled
 def _collect(trie: Any, match: int, matched: int, nodes: Ints, counts: Ints, lengths: Ints, size: int) -> int:
-    """Merge the nodes below a match into ``nodes``, which keeps the most frequent ones by count; return its size.
+    """Merge the nodes below a match into ``nodes``, which keeps those with the highest counts; return its size.
 
     Among nodes with equal counts, the shallower one comes first.
     """

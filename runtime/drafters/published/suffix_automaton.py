@@ -57,7 +57,7 @@ class SuffixAutomaton:
     """A suffix automaton of one or more texts, which grows as tokens are added."""
 
     def __init__(self, tokens: int = 1024) -> None:
-        """``tokens`` is the initial capacity, a power of two."""
+        """``tokens`` is the initial capacity in tokens, a power of two."""
         self.arrays = _empty(tokens)
         self.extend((0,))  # compile the code, or load it from the cache, before the first step
         self.clear()
@@ -171,7 +171,7 @@ def _extend(automaton: Automaton, token: Any) -> None:
 
 @compiled
 def _reached(automaton: Automaton, state: Any, token: Any, target: Any) -> Any:
-    """Return the state for the longest substring of ``state``, extended by ``token``.
+    """Return the state that represents the longest substring of ``state`` followed by ``token``.
 
     This is the edge's ``target``, which is split if it also represents longer substrings.
     """
@@ -216,7 +216,7 @@ PRIOR_RATE, RATE_PRIOR_WEIGHT, RATE_WINDOW = 0.6, 10.0, 200.0
 
 
 class SamDecoding:
-    """Drafts one chain; one acceptance rate, given that the previous token was accepted, serves for all its tokens."""
+    """Drafts one chain; a single rate estimates how often a token is accepted if the previous one was."""
 
     def __init__(self, budget: Budget | None = None) -> None:
         self.seconds: dict[SourceId, float] = {SourceId.CONTEXT: 0.0}

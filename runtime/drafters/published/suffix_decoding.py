@@ -153,9 +153,9 @@ def _best_tree(
     probs: Any,
     states: Ints,
 ) -> tuple[int, float]:
-    """Write the highest-scoring tree of all matches to the last four arguments; return its size and score.
+    """Find the match whose tree has the highest score, and write this tree to the last four arguments.
 
-    If no tree scores higher than ``score``, return 0 and ``score``.
+    Return its size and score, or 0 and ``score`` if no tree scores higher than ``score``.
     """
     size, best = 0, np.int64(START_STATE)
     limit = 0

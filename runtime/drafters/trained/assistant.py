@@ -33,7 +33,9 @@ if TYPE_CHECKING:
 def draft_model_drafter(
     name: str, target: Target, tokenizer: TokenizerFingerprint | None, *, is_measured: bool
 ) -> SequentialDrafter:
-    """Return a drafter for the small model called ``name``; if ``is_measured``, it drafts only as far as drafting pays.
+    """Return a drafter for the small model called ``name``.
+
+    If ``is_measured``, each draft ends where another pass would no longer increase throughput.
 
     Raise ModelError if the model's tokenizer differs from ``tokenizer``, which is the target's.
     """
@@ -165,7 +167,7 @@ class AssistantModule:
         return self._pass(self._states[parents], tokens)
 
     def _pass(self, hidden: torch.Tensor, tokens: list[int]) -> Ranked:
-        """Rank the tokens that may follow each of ``tokens``, a batch row each, given the hidden state before it."""
+        """Rank the tokens that may follow each of ``tokens``, given the hidden state before it, as a batch."""
         rows = len(tokens)
         ids = torch.tensor(tokens, device=hidden.device)[:, None]
         output = self._assistant(

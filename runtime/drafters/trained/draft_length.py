@@ -1,4 +1,4 @@
-"""Decide whether a trained drafter's passes pay, how many of them to run per draft, and how many paths each extends."""
+"""Decide whether to run a trained drafter, for how many passes per draft, and how many paths each pass extends."""
 
 from __future__ import annotations
 
@@ -168,7 +168,7 @@ class MeasuredPace:
 
 
 def pace_for(target: Target, name: str, *, is_measured: bool) -> Pace:
-    """Return the pace of a drafter; a measured pace shares pass costs with the target's other drafters of this name."""
+    """Return the pace of a drafter; measured paces with the same target and ``name`` share the costs of passes."""
     if not is_measured:
         return FixedPace()
     return MeasuredPace(loaded_once(target, f"{name}: costs of passes", LinearCost), target.log)
@@ -194,7 +194,7 @@ class LinearCost:
         self._covariance += share * ((1 - share) * off_rows * off_seconds - self._covariance)
 
     def of(self, rows: int) -> float:
-        """Return the expected seconds of a pass, which never decrease with the number of rows and are not negative."""
+        """Return the expected seconds of a pass over ``rows`` rows: never negative, and never less for more rows."""
         slope = max(0.0, self._covariance / self._variance) if self._variance > 0 else 0.0
         if self._rows > 0:
             slope = min(slope, self._seconds / self._rows)

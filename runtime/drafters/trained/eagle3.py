@@ -137,7 +137,7 @@ class Eagle3(nn.Module):
     def forward(
         self, tokens: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, cache: Any, mask: torch.Tensor
     ) -> torch.Tensor:
-        """Return the hidden state after each token, given the one before it.
+        """Return the hidden state after each token, given the hidden state before it.
 
         ``hidden`` holds the outputs of the target's three layers, or the drafter's own hidden states.
         """

@@ -118,7 +118,7 @@ class LibraryMtp:
 
 
 class WithMtpLayers:
-    """Wraps a model with a configuration that describes its MTP layers as transformers expects."""
+    """Wraps a model to give it a configuration that describes its MTP layers in the way transformers expects."""
 
     def __init__(self, model: PreTrainedModel, number: int) -> None:
         self._model = model
@@ -161,7 +161,7 @@ def mtp_layers_of(model: PreTrainedModel) -> int:
 
 
 def patterns_of(model: PreTrainedModel) -> list[str]:
-    """Return patterns for names of MTP tensors: those of the model's class, and one for layers numbered past its last.
+    """Return patterns for names of MTP tensors: the model class's own, and one for layers after the model's last.
 
     The patterns in transformers cover layers beyond the last one only for the layer counts of published models.
     """
@@ -328,7 +328,7 @@ class MtpLayersInTurn:
         return self._proposed
 
     def _read(self, layer: int, hidden: torch.Tensor, tokens: list[int]) -> torch.Tensor:
-        """Read ``tokens``, which follow the settled positions, into a layer's cache; return their hidden states."""
+        """Read ``tokens`` into a layer's cache, from position ``_settled`` on; return their hidden states."""
         window, parts = self._layers.window(layer), list[torch.Tensor]()
         for start in range(0, len(tokens), READ_CHUNK):
             ids = torch.tensor([tokens[start : start + READ_CHUNK]], device=self._device)

@@ -175,7 +175,7 @@ class Proposal(NamedTuple):
 
     @classmethod
     def in_parallel(cls, tokens: Array, probs: Array) -> Proposal:
-        """Return a proposal of rankings ``[positions, best]`` that do not depend on the tokens before them."""
+        """Return a proposal of rankings ``[positions, best]`` that do not depend on the tokens at earlier positions."""
         positions = np.arange(len(tokens))
         follows = np.where(positions + 1 < len(tokens), positions + 1, NO_RANKING_AFTER)
         return cls(tokens, probs, np.broadcast_to(follows[:, None], tokens.shape), follows, positions)
@@ -293,14 +293,14 @@ class Calibration:
         np.add.at(hits, buckets, accepted)
 
     def learn(self, proposal: Proposal, buckets: npt.NDArray[np.int64], tokens: list[int]) -> None:
-        """Update the rates from the rankings along the emitted tokens; rankings after other paths were not tested."""
+        """Update the rates from the rankings along the emitted tokens; verification did not test the others."""
         for token, ranking in zip(tokens, proposal.along(tokens), strict=False):
             head = min(int(proposal.depths[ranking]), len(self._observed) - 1)
             self.update(head, buckets[ranking], proposal.tokens[ranking] == token)
 
 
 def prob_bucket(probs: Array) -> npt.NDArray[np.int64]:
-    """Return the bucket of each probability: logarithmic in p below 0.5, in 1 - p above. NaN counts as 0."""
+    """Return the bucket of each probability p, on a log scale of p up to 0.5 and of 1 - p above. NaN counts as 0."""
     probs = np.nan_to_num(probs)
     complement = np.clip(1.0 - probs, 2.0**-6, 1.0)
     high = np.floor(-BUCKETS_PER_HALVING * np.log2(complement))
@@ -309,7 +309,7 @@ def prob_bucket(probs: Array) -> npt.NDArray[np.int64]:
 
 
 def bucket_center(bucket: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
-    """Return the probability at the centre of each bucket."""
+    """Return the probability at the center of each bucket."""
     high = 1 - 2.0 ** (-(12 - bucket + 0.5) / BUCKETS_PER_HALVING)
     low = 2.0 ** (-(bucket - 9 + 0.5) / BUCKETS_PER_HALVING)
     return np.where(bucket <= 10, high, low)

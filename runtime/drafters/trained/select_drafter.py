@@ -1,4 +1,7 @@
-"""Selects a method's trained drafter (heads, MTP layers or a draft model), and drafts trees from that drafter alone."""
+"""Selects a method's trained drafter: heads, MTP layers or a draft model.
+
+``StandaloneDrafter`` drafts trees from that drafter alone.
+"""
 
 from __future__ import annotations
 
@@ -115,7 +118,7 @@ class StandaloneDrafter:
 
 
 class StaticTree:
-    """Fixed shape of draft trees, chosen when the heads were evaluated."""
+    """A fixed shape for all draft trees, chosen when the heads were evaluated."""
 
     def __init__(self, saved: SavedHeads) -> None:
         paths = [tuple(path) for path in saved.evaluation.tree]
@@ -177,7 +180,7 @@ def drafter_of(saved: SavedHeads, target: Target, *, is_measured: bool) -> Train
 def trained_alone(
     config: DecodeConfig, target: Target, budget: Budget, tokenizer: TokenizerFingerprint | None = None
 ) -> StandaloneDrafter:
-    """Return the drafter of a method whose only source is a trained drafter."""
+    """Return the drafter for ``config.method``, which drafts only from a trained drafter."""
     gate = None if config.draft_tokens else gate_for(config, target)
     if config.method not in OPTION_METHODS["tree"]:
         return StandaloneDrafter(trained_drafter(config, target, tokenizer), budget, gate=gate)

@@ -67,7 +67,7 @@ class AcceptedTokens:
         self._queued.append((hidden if hidden is NO_HIDDEN else select_rows(hidden, rows), accepted.tokens))
 
     def take(self) -> QueuedTokens:
-        """Empty the queue and return its contents, or only the last ``READ_AFTER_PAUSE`` tokens after a long pause."""
+        """Empty the queue and return its contents; after a long pause, only the last ``READ_AFTER_PAUSE`` tokens."""
         steps = len(self._queued)
         hidden = torch.cat([rows for rows, _ in self._queued]) if steps > 1 else self._queued[0][0]
         tokens = [token for _, chosen in self._queued for token in chosen]
@@ -103,7 +103,7 @@ class SequentialModule(Protocol):
         ...
 
     def skip(self, tokens: int) -> None:
-        """Skip this many accepted tokens; a module with its own KV cache clears the cache."""
+        """Continue after this many accepted tokens without reading them. A module with its own KV cache clears it."""
         ...
 
     def read(self, hidden: torch.Tensor, tokens: list[int]) -> Ranked:
@@ -114,7 +114,7 @@ class SequentialModule(Protocol):
         ...
 
     def extend(self, parents: list[int], tokens: list[int]) -> Ranked:
-        """Extend the path of each row in ``parents`` by the corresponding token, and rank the tokens that may follow.
+        """For each ``i``, extend the path of row ``parents[i]`` by ``tokens[i]``, and rank the tokens that may follow.
 
         Row 0 is the last token read; ``extend`` numbers its rows consecutively after it. All rows of one call are at
         the same depth.
@@ -208,7 +208,7 @@ class SequentialDrafter:
         return rows
 
     def _choose_extensions(self, first: int, rows: int, max_nodes: int) -> Array:
-        """Choose the tokens to extend from the rankings in rows ``first`` to ``rows - 1``.
+        """Choose which of the tokens ranked in rows ``first`` to ``rows - 1`` to extend.
 
         Return the flat indices of the chosen tokens in these rankings, best first.
 
@@ -229,7 +229,7 @@ class SequentialDrafter:
         self._pace.note_pass(rows, seconds)
 
     def _calibrate(self, accepted: Accepted) -> None:
-        """Calibrate by comparing the last proposal's rankings with the accepted tokens, once per proposal."""
+        """Update the calibration with the last proposal's rankings and the accepted tokens, once per proposal."""
         proposed, self._proposed = self._proposed, None
         if proposed is None:
             return

@@ -133,7 +133,7 @@ WIDE = 4 * LANES
 
 @compiled
 def block_queries(heads: int, threads: int) -> int:
-    """Return the number of queries per block; ``heads`` is the total number of key heads of all sequences."""
+    """Return the number of queries per block; ``heads`` is the number of key heads times the number of sequences."""
     return MAX_BLOCK_QUERIES if threads < 2 or heads % threads == 0 or heads >= 4 * threads else BLOCK_QUERIES
 
 

@@ -1,4 +1,4 @@
-"""Decides which models compiled passes support, and lists the matmuls in a model's layers."""
+"""Decides whether compiled passes support a model, and lists the matmuls in a model's layers."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def has_compiled_experts(part: LayerParts[CompiledLinear], family: Family) -> bo
 
 
 def packed_experts(part: LayerParts[CompiledLinear]) -> Iterator[PackedMatrix]:
-    """Yield those of a layer's packed expert matrices in which each expert's rows fill whole panels."""
+    """Yield a layer's packed expert matrices, except those in which an expert's rows don't fill whole panels."""
     experts: Any = (
         part.added_mixture.experts if part.added_mixture else cast(Any, part.experts).experts if part.experts else None
     )
@@ -161,7 +161,7 @@ OUTLINE = cast(
 
 
 def may_be_compiled(settings: Any) -> bool:
-    """Return True if the engine may support a model with this configuration, judging by the modules built from it.
+    """Return True if the engine supports the modules that Transformers builds from this configuration.
 
     Also return True if the modules can't be built from the configuration. When the model is loaded, ``compile_cpu``
     decides by comparing results with Transformers'.

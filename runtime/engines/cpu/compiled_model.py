@@ -44,7 +44,7 @@ class CompiledModel:
         self.check(again=False)
 
     def check(self, *, again: bool = True) -> None:
-        """Update ``is_current`` before a prompt; unless ``again`` is set, reuse the last weight comparison's result."""
+        """Update ``is_current`` before a prompt; with ``again=False``, reuse the last weight comparison's result."""
         if again:
             self._set_unchanged(self._recorded.is_same())
         if self._is_same:
@@ -112,7 +112,7 @@ class CompiledModel:
         return logits
 
     def _begin(self, slot: Slot) -> None:
-        """Clear the recurrent states of an empty slot, which may still be those of an earlier sequence."""
+        """Clear a slot's recurrent states if the slot is empty: the states may be those of an earlier sequence."""
         if slot.states and not slot.length:
             slot.states.clear()
 

@@ -1,4 +1,4 @@
-"""Generates code for integer dot products with the processor's best instruction, and defines weight panels' formats.
+"""Generates code for integer dot products with the processor's best instruction; defines the formats of weight panels.
 
 A panel stores the weights of ``PANEL_ROWS`` rows in parts of 32 columns: first the lowest four bits of each level, with
 four columns of a row per lane, then the remaining bits. The weights of a part are ``scale * (level - offset) +
@@ -240,7 +240,10 @@ class IntegerCode(VectorCode):
 
 
 class DotProduct:
-    """Generates code for a dot product of levels and signed inputs per lane. Levels are signed only with ``sdot``."""
+    """Generates code that computes, in each lane, a dot product of weight levels and signed inputs.
+
+    Levels are signed only with ``sdot``.
+    """
 
     def __init__(self, code: IntegerCode, largest: int) -> None:
         """``largest`` is the largest level that may be passed to ``add``."""

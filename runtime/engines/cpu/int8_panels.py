@@ -74,7 +74,7 @@ def int8_matmul_of(kind: MatrixKind) -> Any:
 
 @shared(TILE, TILE_PREFIX)
 def _tile_of(kind: MatrixKind) -> Any:
-    """Return the function that multiplies a panel of a format by a tile of rows."""
+    """Return the function that multiplies a panel in the given format by a tile of rows."""
 
     def multiply_tile(panel: int, columns: int, records: int, outputs: int, output_stride: int, rows: int) -> None:
         """Multiply a panel by up to ``INT8_TILE_ROWS`` quantized rows."""
@@ -95,7 +95,7 @@ def _quantize_of(kind: MatrixKind) -> Any:
 
 @shared(MULTIPLY, MULTIPLY_NAME)
 def _multiply_function() -> Any:
-    """Return the int8 matmul that serves all formats."""
+    """Return the int8 matmul that all formats share."""
 
     def multiply_int8(
         tile: int,
@@ -175,7 +175,7 @@ MAX_CHUNK_BYTES = 1 << 20
 
 
 class Panels:
-    """A matrix rearranged into panels, with the panels' memory and matmul."""
+    """A packed matrix rearranged into panels, and the address of the matmul that multiplies them."""
 
     def __init__(self, blocks: torch.Tensor, format: BlockFormat) -> None:
         """``blocks`` are the packed bytes of the matrix, one row per matrix row; they are copied."""
@@ -239,9 +239,9 @@ def _by_panel(items: Bytes) -> Bytes:
 
 
 def _factors(rows: Bytes, name: str) -> list[Bytes]:
-    """Return the integers by which each part multiplies its block's scales and minimum: arrays ``[rows, blocks, n]``.
+    """Return each part's integer factors for its block's scales and minimum, as arrays ``[rows, blocks, n]``.
 
-    ``n`` is the number of parts. The list is empty for formats without such integers.
+    ``n`` is the number of parts. The list is empty for formats without such factors.
     """
     if name == "Q6_K":
         return [rows[..., 192:208:2], rows[..., 193:208:2]]
@@ -290,7 +290,7 @@ def _shifted(octets: Bytes, bits: int) -> Bytes:
 
 
 def _bits(levels: Bytes, high_bits: int) -> list[Bytes]:
-    """Pack the levels' lower four bits at two columns per byte, and the upper bits at as many columns per byte as fit.
+    """Pack the levels' lower four bits, two columns per byte, and upper bits, ``8 // high_bits`` columns per byte.
 
     Each result has the shape ``[rows, blocks, parts, planes, QUAD]``.
     """
@@ -302,7 +302,7 @@ def _bits(levels: Bytes, high_bits: int) -> list[Bytes]:
 
 
 def _joined(quads: Bytes, bits: int) -> Any:
-    """Pack every ``8 // bits`` quads into the four bytes of one quad."""
+    """Pack quads of ``bits``-bit values; ``8 // bits`` of these quads fill four bytes."""
     per_byte = 8 // bits
     count = quads.shape[-2] // per_byte
     if bits == 4:  # low bits hold the first half of the part, high bits the second

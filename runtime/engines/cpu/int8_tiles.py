@@ -210,7 +210,7 @@ class _Part:
         return [self._code.table_lookup(table, indices)]
 
     def _eight_bits(self, low: Any, high: Any) -> Any:
-        """Join lower and upper bits to 8-bit levels; if levels are signed, subtract the offset."""
+        """Join lower and upper bits into 8-bit levels; if levels are signed, subtract the offset."""
         levels = self._or(low, self._shifted(high, LOW_BITS))
         return self._code.builder.xor(levels, self._code.constant(SIGN)) if self._signed else levels
 
@@ -220,7 +220,7 @@ class _Part:
         return self._masked(octets, 15), self._masked(self._shifted(octets, -LOW_BITS), 15)
 
     def _joined(self, low: Any, quad: int) -> Any:
-        """Add a quad's bits above the lowest four to ``low``; several quads share the vectors that store these bits."""
+        """Add the upper bits of a quad's levels to ``low``; one vector stores the upper bits of several quads."""
         bits = self._form.high_bits
         if not bits:
             return low

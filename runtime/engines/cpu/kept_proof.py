@@ -1,8 +1,9 @@
-"""Stores models' proofs in hdtool's home folder, so that later starts can skip the comparison with Transformers.
+"""Stores proofs that compiled models match Transformers, so that later starts can skip the comparison.
 
-A stored proof is valid only if the model's files, the code of hdtool and its libraries, the processor, the settings and
-the number of threads are unchanged. At a start with a stored proof, hdtool checks that a short prompt and a small tree
-still give the stored logits, bit for bit, and otherwise proves the model again.
+Proofs are stored in hdtool's home folder. A stored proof is valid only if the model's files, the code of hdtool and its
+libraries, the processor, the settings and the number of threads are unchanged. At a start with a stored proof, hdtool
+checks that a short prompt and a small tree still give the stored logits, bit for bit, and otherwise proves the model
+again.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ class KeptProof:
     """One model's proof, stored in hdtool's home folder for the current machine and settings."""
 
     def __init__(self, config: ModelConfig, settings: Any, family: type, files: Iterable[Path]) -> None:
-        """``settings`` is the model's configuration, ``family`` the model's class, and ``files`` the model's files."""
+        """``settings`` and ``family`` are the model's Transformers configuration and class; ``files`` are its files."""
         code = Path(str(sys.modules[family.__module__].__file__))
         self.record = CachedValue(
             proofs_at_home(),
@@ -173,7 +174,7 @@ def logits_hash(target: Target) -> str:
 
 
 def proof_of(target: Target, outline: str, compact: dict[str, bool]) -> Proof | None:
-    """Return the proof of a loaded target, or None if it must be compared with Transformers at each start.
+    """Return the proof of a loaded target, or None if the target must be compared with Transformers at each start.
 
     Only targets with reproducible logits have a proof: targets with compiled passes, without recurrent states and
     without compact weights that have been expanded.

@@ -408,7 +408,7 @@ def _compute(
 
 @compiled
 def _mix(pass_record: Record, layer: Record, inputs: int, rows: int, scratch: int) -> None:
-    """Write the weighted sum of each row's expert outputs to ``scratch``, followed by the shared gate's scores."""
+    """Write each row's weighted sum of expert outputs to ``scratch``, and after the sums the shared gate's scores."""
     experts = array_at(layer[EXPERTS], (EXPERT_FIELDS,), types.int64)
     router = array_at(layer[ROUTER], (ROUTER_FIELDS,), types.int64)
     shared_scores = scratch + rows * pass_record[HIDDEN] * ITEM_SIZE
@@ -445,7 +445,10 @@ def _add_shared(pass_record: Record, layer: Record, rows: int, mixed: int, outpu
 
 @compiled
 def compute_layers(pass_record: Record, layers: Record, starts: Ints, hidden: int, scratch: int) -> None:
-    """Compute the layers: update the rows at ``hidden`` in place, and write to the KV cache from ``starts`` on."""
+    """Compute the layers: update the rows at ``hidden`` in place, and append their keys and values to the KV cache.
+
+    Sequence ``i`` continues at cache position ``starts[i]``.
+    """
     rows = pass_record[TOTAL_ROWS]
     max_queries, max_keys = _widest(layers)
     hidden_size, inner_size = rows * pass_record[HIDDEN], rows * pass_record[INNER]

@@ -173,7 +173,7 @@ INPUT_FIELDS = INPUT_SCALE + 1
 
 @compiled
 def layer_inputs_size(stride: int, rows: int) -> int:
-    """Return how many float32 values ``compute_layer_inputs`` writes: all rows' inputs and one more row."""
+    """Return how many float32 values ``compute_layer_inputs`` writes: the inputs of all rows, and a scratch row."""
     return (rows + 1) * stride
 
 

@@ -177,7 +177,7 @@ def compute_pass(
 
 @compiled
 def _leave_rows(pass_record: Record, outer: Record, starts: Ints, positions: Ints) -> None:
-    """Restrict the pass to the rows with logits, as if a previous pass had computed the earlier rows.
+    """For the remaining layers, drop all rows before the first with logits, as if an earlier pass had computed them.
 
     The rows must form a chain, because attention reads no mask if only one row remains.
     """
@@ -478,7 +478,10 @@ def _compute(record: Any, thread_pool: int, slots: int, rows: int, forced_tokens
 
 @compiled
 def accept_path(at: int, thread_pool: int, path: Array) -> None:
-    """Advance the mixers' states, which are still those before the last pass, along a path of that pass's rows."""
+    """Advance the mixers' states along a path of the last pass's rows.
+
+    The states must still be those before that pass.
+    """
     record = array_at(at, 1, TREE_PASS)[0]
     pass_record, _ = _records_of(record)
     pass_record[THREAD_POOL] = thread_pool

@@ -1,4 +1,4 @@
-"""Compiles a model and proves the compiled code correct: compares its results with those of Transformers."""
+"""Compiles a model, and checks that results of the compiled code match those of Transformers."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def _is_compiled(parts: CompiledParts) -> bool:
 
 
 def _fit_cache(parts: CompiledParts, target: Target) -> bool:
-    """Return True if the cached keys and values of each layer have the shape of its heads.
+    """Return True if the cached keys and values of each layer match the number and width of its key heads.
 
     Layers with a mixer, and layers that read another layer's keys, must have no cached keys and values.
     """
@@ -164,7 +164,7 @@ class _LayerProof:
         """Input of each layer so far: the embeddings, then Transformers' output of the previous layer."""
 
     def holds(self) -> bool:
-        """Return True if all compiled layers match Transformers' on a tree, and some layers on other inputs as well.
+        """Return True if all compiled layers match Transformers' layers on a tree, and some of them on other inputs.
 
         The first layer, the last layer, the first with attention and the first with a mixer are also compared on other
         context lengths and a batch, and all layers with mixers on a prompt.
@@ -179,7 +179,7 @@ class _LayerProof:
         )
 
     def _prompt(self) -> Case:
-        """Return the case of a continued prompt, in which the pass advances the states past the new tokens."""
+        """Return a test case: a prompt that continues a context; passes over it advance the recurrent states."""
         cache = self._target.allocate(1, CONTEXT_LENGTHS[1] + SHORT_CONTEXT).slots[0].kv
         cache.length = CONTEXT_LENGTHS[1]
         cache.begin_states(has_begun=True)
@@ -266,7 +266,7 @@ class _LayerProof:
         return expected if all(gap <= TOLERANCE for gap in distances) else None
 
     def _other_inputs(self, number: int, case: Case) -> dict[str, Any]:
-        """Return the arguments that pass a layer its per-layer input and other layers' keys and values."""
+        """Return a layer's keyword arguments for its per-layer input and for other layers' keys and values."""
         storage, cache, positions, *_ = case
         part, arguments = self._parts.layers[number], dict[str, Any]()
         if part.inputs:
@@ -282,7 +282,10 @@ class _LayerProof:
 
     @contextmanager
     def _over(self, part: LayerParts[CompiledLinear], case: Case) -> Iterator[StatesOfPass | None]:
-        """Make Transformers' mixer compute the case's trees within this block; yield None without a mixer or trees."""
+        """Make Transformers' mixer run over the case's trees within this block.
+
+        Yield None if the layer has no mixer or the case has no trees.
+        """
         storage, cache, *_, trees = case
         recurrent = self._target.stock.recurrent
         if not (part.mixer and trees and recurrent and storage.states):

@@ -58,7 +58,7 @@ class StatesOfRows:
         self._source: TreePass | KeptRows = passes
 
     def leave(self) -> None:
-        """Copy the values that mixers kept, before another pass overwrites them."""
+        """Copy the kept values, because another pass is about to overwrite them."""
         if isinstance(self._source, TreePass):
             self._source = self._source.copy_of_kept()
 
@@ -227,7 +227,7 @@ class TreePass:
         return states
 
     def accept(self, path: Array, states: States) -> None:
-        """Advance ``states`` along ``path``, which lists rows of the last pass in the format of ``mix.PATH``."""
+        """Advance ``states`` along a path of the last pass's rows; ``path`` is a path record (see ``mix.PATH``)."""
         first, stride = self._states_at
         if states.address == first + int(path[PATH_SLOT]) * stride:
             self._accept(path)
@@ -270,7 +270,7 @@ class TreePass:
 
     @torch.inference_mode()
     def _prepare(self, storage: KVTensors, threads: int) -> None:
-        """Fill in the record for a KV cache and a number of threads."""
+        """Set up the record and the buffers for this KV cache and number of threads."""
         table, capacity, memory = self._table, storage.capacity, self._memory
         rows = self._slots * self._rows
         record: Any = self._record[0]

@@ -1,4 +1,4 @@
-"""Builds the records that compiled code reads: addresses, compiled matmuls and shapes of a model's weights."""
+"""Builds the records that describe a model's weights to compiled code: addresses, shapes and matmul functions."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ class MixerTable:
         self._memory = [max(map(numbers, rows)) for numbers in (row_scratch_size, state_buffer_size, window_size)]
 
     def fill_states(self, table: layers.Record, states: States, first: int = 0) -> None:
-        """Fill in the addresses of ``states``, whose first sequence has slot ``first`` in the pass."""
+        """Fill in the addresses of ``states``; slot ``first`` of the pass uses the states of their first sequence."""
         for number, mixer in self._mixers.items():
             if number >= len(table):  # the pass computes only the first layers
                 break
@@ -142,7 +142,7 @@ MIN_ROTARY_POSITIONS = 1024
 
 
 class WeightTable:
-    """The records of a model's weights, which all of its passes share."""
+    """Records that describe a model's weights; all passes of the model share them."""
 
     def __init__(self, parts: CompiledParts, windows: Sequence[AttentionWindow]) -> None:
         """``windows`` holds one attention window per layer."""
@@ -226,7 +226,7 @@ class WeightTable:
 
     @contextmanager
     def first_layer_alone(self) -> Iterator[None]:
-        """Make passes compute only the first layer within this block, to check the code outside the layers."""
+        """Within this block, make passes compute only the first layer, to check the code outside the layers."""
         layer_count, self.layer_count = self.layer_count, 1
         self.version += 1
         try:
@@ -236,7 +236,7 @@ class WeightTable:
             self.version += 1
 
     def pass_record(self, slots: int, new: int, mask: Any = None) -> layers.Record:
-        """Return the record of a pass over ``slots`` sequences with ``new`` rows each."""
+        """Return the record of a pass over ``slots`` sequences, each of which has ``new`` rows."""
         part, family = self._parts.first_attention, self._parts.family
         pass_record = np.zeros(layers.PASS_FIELDS, np.int64)
         input_width = part.inputs.width if part.inputs else 0

@@ -1,6 +1,7 @@
-"""Defines the operations between a fused pass's matmuls, implements them in PyTorch, and replaces a model's attention.
+"""Defines the operations between a fused pass's matmuls, and implements them in PyTorch.
 
-The PyTorch operations are the reference and are used where Triton isn't available.
+The PyTorch operations are the reference and are used where Triton isn't available. ``TreeAttention`` replaces attention
+in passes that aren't fused.
 """
 
 from __future__ import annotations
@@ -182,7 +183,7 @@ class TorchOperations:
         return normed
 
     def _normed_heads(self, heads: torch.Tensor, norm: Norm) -> torch.Tensor:
-        """Normalize ``[tokens, heads, width]`` by head, or across all heads if the weight spans them."""
+        """Normalize ``[tokens, heads, width]`` per head, or across all heads if the weight spans them."""
         if len(norm.weight) == heads.shape[2]:
             return self._normed(heads, norm)
         return self._normed(heads.flatten(1), norm).view(heads.shape)

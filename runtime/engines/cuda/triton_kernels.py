@@ -87,7 +87,7 @@ def rotary_kernel(
     HALF: tl.constexpr, BLOCK: tl.constexpr, REST: tl.constexpr, REST_BLOCK: tl.constexpr,
     ROTATES: tl.constexpr, PAIRS: tl.constexpr, NORMS: tl.constexpr, OFFSET: tl.constexpr, ROUNDS: tl.constexpr,
 ):  # fmt: skip
-    """Rotate queries in place, write rotated keys into the cache, and copy values there.
+    """Rotate queries in place, and write rotated keys and unchanged values into the cache.
 
     Queries and keys are normalized first if ``NORMS``. A rotated pair is two adjacent elements if ``PAIRS``, and
     otherwise one element of each half. The last ``REST`` elements of a head aren't rotated.
@@ -149,7 +149,7 @@ def add_block(
     WIDTH: tl.constexpr, LOADED: tl.constexpr, VALUES: tl.constexpr, VALUES_LOADED: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Continue the online softmax of attention over ``BLOCK_N`` keys from position ``at`` on.
+    """Continue the online softmax of attention over the next ``BLOCK_N`` keys, starting at position ``at``.
 
     Return the updated ``(best, total, mixed)``: maximum score, sum of weights, and weighted sum of values.
     """

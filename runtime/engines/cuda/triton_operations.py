@@ -36,7 +36,7 @@ class Blocks(NamedTuple):
 
     @classmethod
     def of(cls, queries: int, width: int, dtype: torch.dtype, capability: int) -> Blocks:
-        """Return the largest blocks that fit into registers; for float32, which can't use tensor cores, small ones.
+        """Return the largest blocks that fit into registers, or small ones for float32, which doesn't use tensor cores.
 
         ``capability`` is the GPU's major compute capability.
         """

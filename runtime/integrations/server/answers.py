@@ -142,7 +142,7 @@ class ChoiceStream:
         self._jobs: list[AnswerJob] = []
 
     def submit(self, tenant: str) -> None:
-        """Submit the choices to the engine; raise RequestError if the engine has a full queue or is stopping."""
+        """Submit the choices to the engine; raise RequestError if its queue is full or it is stopping."""
         self._jobs = [
             self._preparer.job(choice, tenant, partial(self._deliver, index))
             for index, choice in enumerate(self._choices)

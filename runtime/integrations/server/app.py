@@ -155,7 +155,7 @@ class Server:
         await to_thread.run_sync(self._scheduler.stop)
 
     def _guarded(self, handler: Handler) -> Handler:
-        """Wrap a handler to require an API key, return errors in the called API's format, and count requests."""
+        """Wrap a handler to check the API key, format errors as the requested API does, and count requests."""
 
         async def guarded(request: Request) -> Response:
             try:
@@ -217,7 +217,7 @@ class Server:
         return JSONResponse({"input_tokens": tokens})
 
     async def _prepared(self, request: Request, kind: type[R], prepare: Callable[[R], P]) -> tuple[R, P]:
-        """Read a request's body, then parse it and call ``prepare`` in a worker thread; return ``(body, result)``."""
+        """Read a request's body; parse it and run ``prepare``, both in a worker thread; return ``(body, result)``."""
         json_text = await _read_body(request, self._config.max_body_mib, self._config.body_seconds)
 
         def prepared() -> tuple[R, P]:
@@ -323,7 +323,7 @@ def _too_large(max_mib: int) -> RequestError:
 
 
 async def _collect_garbage() -> None:
-    """Collect garbage periodically: Python triggers this by object count, but a few objects may hold megabytes."""
+    """Collect garbage periodically, because Python triggers collections by the number of objects, not by their size."""
     while True:
         await asyncio.sleep(COLLECTION_SECONDS)
         gc.collect()
@@ -368,7 +368,7 @@ async def _whole(answers: ChoiceStream, choices: int, form: Format) -> Response:
 
 
 async def _unless_disconnected(request: Request, answer: Callable[[], Awaitable[Response]]) -> Response:
-    """Return the response that ``answer`` makes; cancel ``answer`` if the client disconnects."""
+    """Await ``answer()`` and return its response; cancel it if the client disconnects."""
 
     async def gone() -> None:
         while (await request.receive())["type"] != "http.disconnect":

@@ -95,13 +95,13 @@ class Format(Protocol):
         """Return the body of a response that is not streamed."""
 
     def opening(self, prompt_tokens: int) -> Iterable[Row]:
-        """Return the events to send before the first text."""
+        """Return the events to send before any generated text."""
 
     def added(self, index: int, delta: Delta) -> Iterable[Row]:
-        """Return the events for the ``delta`` that a step adds to answer number ``index``."""
+        """Return the events that add ``delta`` to the answer with this ``index``."""
 
     def closing(self, usage: Row) -> Iterable[Row]:
-        """Return the events to send after the last text."""
+        """Return the events to send once all answers are complete."""
 
     def failed(self, error: RequestError) -> Row:
         """Return the event for an error that ends a stream."""

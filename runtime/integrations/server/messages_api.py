@@ -122,7 +122,7 @@ class ContextManagement(BaseModel):
     edits: list[ContextEdit] | None = None
 
     def apply(self, messages: list[Row]) -> None:
-        """Remove the assistant's thinking from ``messages`` in place, except in the last turns that the edits keep."""
+        """Remove thinking from ``messages`` in place; each edit sets how many of the last turns keep theirs."""
         thinking = [message for message in messages if "reasoning_content" in message]
         for edit in self.edits or ():
             if isinstance(edit.keep, KeptTurns) and edit.keep.type != "all":
@@ -240,7 +240,7 @@ def _assistant(parts: Sequence[Part], where: str, names: dict[str, str]) -> Row:
 
 
 def _others(role: str, parts: Sequence[Part], where: str, names: dict[str, str]) -> Iterator[Row]:
-    """Convert a user or system turn to messages: one per tool result and one per run of adjacent texts."""
+    """Convert a user or system turn to messages: one per tool result, and one per group of adjacent text blocks."""
     texts: list[str] = []
     for index, part in enumerate(parts):
         if part.type != "tool_result":
@@ -350,7 +350,7 @@ class MessagesFormat:
 
 
 def too_long(error: ContextError) -> str:
-    """Return the error message for a prompt that is too long; Claude Code parses its numbers to compact the chat."""
+    """Return the error text for an overlong prompt; Claude Code parses the token counts in it to compact the chat."""
     return f"prompt is too long: {error.tokens} tokens > {error.limit} maximum: {error.advice}"
 
 
@@ -367,7 +367,7 @@ def _end(delta: Delta) -> Row:
 
 
 def _usage(usage: Row) -> Row:
-    """Return the token counts in the form of this API, whose ``input_tokens`` exclude cached tokens."""
+    """Convert the token counts to this API's fields; ``input_tokens`` excludes cached tokens."""
     cached = usage["prompt_tokens_details"]["cached_tokens"]
     return {
         "input_tokens": usage["prompt_tokens"] - cached,

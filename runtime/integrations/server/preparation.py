@@ -130,7 +130,7 @@ def without_line_numbers(text: str) -> str:
 
 
 def quoted_forms(text: str, *, in_json: bool) -> Iterator[str]:
-    """Yield the forms, other than the text itself, in which an answer would quote a text of several lines.
+    """Yield the forms, besides the text itself, in which an answer may quote a multi-line text.
 
     These are the text without its line numbers, if it has any, and with ``in_json``, that text escaped as in a JSON
     string.
@@ -154,7 +154,7 @@ class Quotes:
         self._lock = Lock()
 
     def tokens(self, messages: Sequence[Mapping[str, Any]], owner: str, *, in_json: bool) -> Sequence[int]:
-        """Return the tokens of user and tool messages, in the forms in which an answer would quote them.
+        """Return the tokens of all ``quoted_forms`` of the user and tool messages.
 
         The cache is separate for each ``owner``, so that response times reveal nothing about other owners' messages.
         """

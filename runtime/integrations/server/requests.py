@@ -230,7 +230,7 @@ def _call(call: Call, where: str) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class ToolChoice:
-    """The tools that are presented to the model, and the grammar of calls if the model must call one."""
+    """The tools that are presented to the model; if it must call one, also the grammar of the calls."""
 
     tools: tuple[dict[str, Any], ...] = ()
     grammar: Grammar | None = None
@@ -371,7 +371,7 @@ def custom_arguments(text: str) -> str:
 
 
 def input_of(arguments: str) -> str:
-    """Extract a custom tool's input from its function's ``arguments``; return these unchanged if they are malformed."""
+    """Extract a custom tool's input from its function's ``arguments``; if they are malformed, return ``arguments``."""
     try:
         value = json.loads(arguments)
     except ValueError:

@@ -195,7 +195,11 @@ class ResponsesRequest(TokenCountRequest):
 
 
 def _messages(instructions: str | None, given: str | list[Item]) -> list[Row]:
-    """Convert the input to chat messages; leading system messages become one, and so do an assistant turn's items."""
+    """Convert the input to chat messages.
+
+    Leading system messages are joined, and so are the assistant's reasoning, text and calls if they follow one another
+    in this order.
+    """
     made: list[Row] = [{"role": "system", "content": instructions}] if instructions else []
     if isinstance(given, str):
         return [*made, {"role": "user", "content": given}]

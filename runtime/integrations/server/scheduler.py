@@ -96,7 +96,7 @@ class Tenants:
 
     @cached_property
     def _shared_costs(self) -> SharedCosts:
-        """Costs of passes over 1, 2, 4 … answers at once; timed when a drafter first needs them to size its trees."""
+        """Costs of passes that serve 1, 2, 4 … answers at once; measured when a drafter first sizes a tree."""
         size = self._decoding.batch_size
         sizes = {min(size, 2**power) for power in range(size.bit_length() + 1)}
         return shared_costs_for(self._loaded.target, sizes)

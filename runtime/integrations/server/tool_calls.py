@@ -1,4 +1,4 @@
-"""Splits the text of an answer into plain text, reasoning and tool calls, using the response parser of transformers."""
+"""Splits the text of an answer into plain text, reasoning and tool calls, using transformers' response parser."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class ThinkingReader:
     """
 
     def __init__(self, prompt: str) -> None:
-        """``prompt`` may end with ``<think>`` or ``</think>``."""
+        """Expect reasoning first if ``prompt`` ends with ``<think>``, and plain text if it ends with ``</think>``."""
         end = prompt.rstrip()
         self._place = ThinkingPlace.START
         if end.endswith(THINK_OPENING):
@@ -76,7 +76,7 @@ class ThinkingReader:
         return self._taken(len(shown.rstrip(LINE_END)))
 
     def _taken(self, length: int) -> str:
-        """Remove the first ``length`` characters of the held text and return them, without line breaks after a tag."""
+        """Take the first ``length`` characters of the held text, and omit line breaks that directly follow a tag."""
         taken, self._held = self._held[:length], self._held[length:]
         if self._skips_lines:
             taken = taken.lstrip(LINE_END)

@@ -60,7 +60,7 @@ def match_rows(tables: Ints, rows_of: Ints, contexts: Ints, lengths: Ints, wante
 
 @compiled
 def _match_moved(tables: Ints, contexts: Ints, lengths: Ints, wanted: Ints, chosen: Ints, free: Ints) -> int:
-    """Match moved rows to their tables, then give free tables to new rows; return the number of matched rows."""
+    """Find the tables of requests that changed rows, give free tables to the others, and return how many were found."""
     matched = 0
     for turn in range(len(wanted)):
         if chosen[turn] == NO_TABLE:
@@ -195,7 +195,7 @@ class BatchDrafter(Uncopyable):
             self._count += 1
 
     def _compile(self) -> None:
-        """Compile all functions now, or load them from the cache, so that no request waits for this."""
+        """Compile all functions now, or load them from the cache, so that no request waits for compilation."""
         self._make_tables(1)
         row, length = np.zeros(1, np.int64), np.ones(1, np.int64)
         self._grow(row, length, np.ones(1, np.int32), np.zeros((1, 1), np.int32), 1.0)

@@ -74,7 +74,7 @@ class MinProbability:
         return max(0.0, (self._covariance + SLOPE_PRIOR_WEIGHT * assumed) / (self._variance + SLOPE_PRIOR_WEIGHT))
 
     def begin_step(self, at: float, rows: Ints, lengths: Ints) -> None:
-        """Update the averages with the pass after ``record_drafts`` if it computed exactly the recorded requests.
+        """Update the averages with the pass since the last ``record_drafts``, if it ran exactly the recorded requests.
 
         ``at`` is the current time in seconds, and ``lengths`` are the context lengths of the ``rows``.
         """
@@ -89,7 +89,7 @@ class MinProbability:
         self._last = at, rows, lengths, drafts
 
     def observe(self, rows: int, tokens: int, emitted: int, seconds: float) -> None:
-        """Update the averages with a pass's duration and numbers of requests, computed tokens and emitted tokens."""
+        """Update the averages with a pass: its numbers of requests, computed and emitted tokens, and its duration."""
         if self._passes:
             seconds = min(seconds, STALL_FACTOR * self._seconds)
         self._passes += 1
@@ -118,7 +118,7 @@ CONTEXT_NUMBER, HISTORY_NUMBER = SourceId.CONTEXT.value, SourceId.HISTORY.value
 
 
 class RequestStates(NamedTuple):
-    """The state of each request; all other drafting data is shared between requests and stays in the CPU cache."""
+    """The state of each request; all other drafting data is shared by the requests, so it stays in the CPU cache."""
 
     tables: Ints
     """Address of each request's context table."""
@@ -222,7 +222,7 @@ def last_tokens(tokens: Ints, max_tokens: int) -> Ints:
 
 @compiled
 def begin_answer(history: Any, requests: RequestStates, overlap: Ints) -> None:
-    """If there is a history, finish the request's answer in it and begin the next, preceded by tokens ``overlap``."""
+    """If there is a history, end the request's answer in it and begin the next one, after the tokens ``overlap``."""
     answers = requests.answers
     if answers[NEXT_ANSWER] == 0:
         return
@@ -249,7 +249,7 @@ def draft_rows(
     drafts: Ints,
     sizes: Ints,
 ) -> None:
-    """Draft a chain for each of the ``rows`` of ``contexts``, using the state of the request ``chosen`` for it.
+    """Draft a chain for each of the ``rows`` of ``contexts``; ``chosen`` holds the index of each row's request.
 
     ``at`` is the address of a hierarchy, and ``sampled`` the number of new tokens in each row. ``limits`` are the
     maximum context length, the maximum number of draft tokens and the minimum probability. If the probability is above
@@ -358,7 +358,7 @@ class AnswerCollector:
                 self._start_timer()
 
     def _append(self, cutoff: float) -> None:
-        """Append to the history the answers followed by another, or whose last step was at ``cutoff`` or earlier."""
+        """Append to the history the answers that another followed, or whose last step was no later than ``cutoff``."""
         followed, self._followed_lanes = self._followed_lanes, []
         for lane in followed:
             self._history.finish(lane)

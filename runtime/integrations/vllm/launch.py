@@ -132,7 +132,7 @@ NEGATIVE_NUMBER = re.compile(r"-\d+|-\d*\.\d+")
 
 
 def without_secrets(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return ``(words, names)``: a command line without secret options and their values, and these options' names."""
+    """Return ``(words, names)``: the command line without secrets, and the names of the removed options and keys."""
     kept: list[str] = []
     names: list[str] = []
     option, in_secret = "", False

@@ -144,7 +144,7 @@ class HierarchyProposer:
         self._on_cpu = vllm_config.device_config.device_type == "cpu"
 
     def load_model(self, *arguments: Any, **options: Any) -> None:
-        """Repair vLLM on CPUs; there is no draft model to load."""
+        """On a CPU, replace defective functions of vLLM; there is no draft model to load."""
         if self._on_cpu and (repaired := repair_sampling()):
             LOGGER.warning("this vLLM has defects on CPUs, repaired in this process: %s", ", ".join(repaired))
 

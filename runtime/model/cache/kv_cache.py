@@ -42,7 +42,10 @@ class TensorLayout(NamedTuple):
 
 
 def is_movable(tensor: torch.Tensor) -> bool:
-    """Return True if ``move_positions`` supports a tensor: one sequence on a CPU, in contiguous rows of whole words."""
+    """Return True if ``move_positions`` supports a tensor.
+
+    The tensor must be on a CPU and hold one sequence, in contiguous positions of whole words.
+    """
     is_whole = tensor.is_cpu and tensor.shape[1] == 1 and tensor.stride()[3:] == (tensor.shape[4], 1)
     return is_whole and tensor.shape[4] * tensor.itemsize % WORD_SIZE == 0
 
@@ -221,7 +224,7 @@ class KVTensors:
 
     @cached_property
     def layouts(self) -> list[TensorLayout] | None:
-        """Tensor layouts with which compiled code moves positions; None if it can't, for example on a GPU."""
+        """Tensor layouts for ``move_positions``; None if it doesn't support the tensors, for example on a GPU."""
         return [TensorLayout.of(tensor) for tensor in self.tensors] if all(map(is_movable, self.tensors)) else None
 
     @property
@@ -265,7 +268,7 @@ class StaticKVCache(Cache):
 
     @property
     def settled(self) -> int:
-        """Number of accepted positions that hold the right keys and values once the pending move is made."""
+        """Number of accepted positions whose keys and values are right, or will be after the pending move."""
         return self.length if self._interrupted_from is None else self._interrupted_from
 
     def settle(self) -> None:
@@ -292,7 +295,7 @@ class StaticKVCache(Cache):
         self.length, self._interrupted_from = length, None
 
     def begin_states(self, *, has_begun: bool) -> None:
-        """Set whether any token has been read into the states; if not, the next pass ignores them."""
+        """Set whether the recurrent states include any token; if not, the next pass ignores their contents."""
         for layer in self.layers:
             if isinstance(layer, StateLayer):
                 layer.begin(has_begun)
@@ -324,7 +327,7 @@ class StaticKVCache(Cache):
         return keys.narrow(1, 0, self.length + new)
 
     def room_for(self, new: int) -> tuple[KVTensors, list[int]]:
-        """Return the tensors in which the caller will write ``new`` positions, and a list with the first of these."""
+        """Return the tensors for the caller to write ``new`` positions to, and the first position, in a list."""
         self.written_length = max(self.written_length, self.length + new)
         return self.storage, [self.length]
 
@@ -363,7 +366,10 @@ class StaticKVCache(Cache):
         return [tensor.narrow(3, position, 1).clone() for tensor in self.storage.tensors]
 
     def copy_from(self, source: StaticKVCache, length: int | None = None) -> None:
-        """Copy keys and values of the first ``length`` tokens of ``source`` (default: all), at most ``capacity``."""
+        """Copy the keys and values of the first ``length`` tokens of ``source``, by default all that are valid.
+
+        They must fit in ``capacity`` positions.
+        """
         source.settle()
         self.pending_move = self._interrupted_from = None
         self.length = source.settled if length is None else length
@@ -374,12 +380,12 @@ class StaticKVCache(Cache):
 
 
 def must_move(path: Sequence[int]) -> bool:
-    """Return True if a path's positions must move, because its increasing offsets aren't 0, 1, 2 and so on."""
+    """Return True if a path's positions must move; they needn't if its increasing offsets are 0, 1, 2 and so on."""
     return len(path) > 0 and path[-1] != len(path) - 1
 
 
 class IndexedKVCache(Cache):
-    """A ``transformers`` cache for a step with fixed shapes over the first slots of a batch.
+    """A ``transformers`` cache of a batch's first slots, for a step whose tensor shapes are fixed.
 
     The step writes its rows at ``indices``, a device tensor ``[slots, rows]``, and always reads ``extent`` positions;
     the mask hides positions after the context.
@@ -415,7 +421,7 @@ class SlotKVCache(Cache):
     """A ``transformers`` cache for a batch whose slots have contexts of different lengths."""
 
     def __init__(self, storage: KVTensors, lengths: Sequence[int], new: int) -> None:
-        """Prepare to write ``new`` positions to each of the first slots, whose contexts have these ``lengths``."""
+        """Prepare to write ``new`` positions to each of the first slots, after contexts of these ``lengths``."""
         states = storage.states.part(0, len(lengths)) if storage.states else None
         super().__init__(layers=views_of_layers(self, storage.layers, states, has_begun=True))
         self.capacity = storage.capacity
@@ -440,7 +446,7 @@ class SlotKVCache(Cache):
         return keys[: len(self._slots), : self.length + indexer_key_states.shape[1]]
 
     def room_for(self, new: int) -> tuple[KVTensors, list[int]]:
-        """Return the tensors in which the caller will write ``new`` positions per slot, and each slot's first one."""
+        """Return the tensors for the caller to write ``new`` positions per slot to, and each slot's first position."""
         return self._storage, self._lengths
 
 

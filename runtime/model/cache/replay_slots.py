@@ -211,7 +211,7 @@ class ReplaySlot(Slot):
         self.filled = Filled(len(self.tokens), cache)
 
     def verified(self, tree_length: int, cache: Any) -> None:
-        """Record the cache after a pass over the root, a chain of ``tree_length`` nodes, and all pending tokens before them."""
+        """Record the cache after a pass over the waiting tokens, the root and ``tree_length`` chain nodes below it."""
         self._after = Filled(self.length + 1 + tree_length, cache)
 
     def commit(self, path: Sequence[int], *, deferred: bool = False) -> None:

@@ -21,7 +21,7 @@ class StatesOfTree(Protocol):
     """Recurrent states after each row of a verified tree."""
 
     def commit(self, slot: int, rows: Sequence[int], states: States) -> None:
-        """Advance ``states``, the states before the tree, along a path of rows that starts with the root.
+        """Advance ``states`` from before the tree to the end of the path ``rows``, which starts with the root.
 
         ``slot`` is the index of the tree's slot in the pass.
         """
@@ -75,7 +75,7 @@ class Slot:
         return min(len(self.tokens), self.kv.settled)
 
     def resumes_at(self, shared: int) -> int:
-        """Return how many tokens of a prompt that begins with the slot's first ``shared`` tokens needn't be read again.
+        """Return where to resume reading a prompt that has its first ``shared`` tokens in common with the slot.
 
         Without recurrent states, only the last shared token is read again, to compare its keys and values. With states,
         reading resumes at the longest length whose states exist, as the current states or in a snapshot.
@@ -219,7 +219,7 @@ class Cache:
 
     @torch.inference_mode()
     def fill_unread(self, slot: int, tokens: Sequence[int], room: int) -> None:
-        """Fill a slot with tokens without running a pass, to time later passes; reserve ``room`` more positions."""
+        """Fill a slot with tokens that no pass reads, to time later passes; reserve ``room`` more positions."""
         self.reserve(len(tokens) + room)
         for keys, values in self.slots[slot].kv.storage.layers:
             for numbers in (keys, values):

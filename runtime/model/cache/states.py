@@ -87,7 +87,7 @@ class States:
 
     @property
     def address(self) -> int:
-        """Memory address of the first state; it identifies these states as long as they exist."""
+        """Memory address of the first state, which identifies these states while they exist."""
         return next(iter(self.stacks.values())).data_ptr()
 
     @property
@@ -108,7 +108,7 @@ class States:
 
     @cached_property
     def by_layer(self) -> dict[int, dict[StateName, torch.Tensor]]:
-        """Maps the number of each layer that has states to views of these states, by name."""
+        """Views of the states, by layer number and then by name; layers without states are left out."""
         layers: dict[int, dict[StateName, torch.Tensor]] = {}
         for name, tensor in self.tensors.items():
             layers.setdefault(name.layer, {})[name] = tensor
@@ -145,7 +145,7 @@ class StateLayer(LinearAttentionLayer):
         self.begin(has_begun)
 
     def begin(self, has_begun: bool) -> None:
-        """Set whether any token has been processed; if not, forward passes ignore the states."""
+        """Mark the states as valid if ``has_begun``; otherwise, forward passes ignore them."""
         for index in self.has_previous_state:
             self.has_previous_state[index] = has_begun
 
@@ -161,8 +161,5 @@ MAX_SNAPSHOTS = 4
 
 
 def kept(snapshots: Sequence[Snapshot], new: Snapshot) -> list[Snapshot]:
-    """Return the snapshots to keep once ``new`` is added: the longest of those shorter than ``new``, then ``new``.
-
-    At most ``MAX_SNAPSHOTS`` are kept.
-    """
+    """Return the snapshots shorter than ``new``, then ``new``; only the last ``MAX_SNAPSHOTS`` are kept."""
     return [*(snapshot for snapshot in snapshots if snapshot.length < new.length), new][-MAX_SNAPSHOTS:]

@@ -1,7 +1,7 @@
-"""Checks that a model follows masks and positions after a long context, to find attention windows in its own code.
+"""Checks that a model respects masks and positions after a long context.
 
-No long prompt is read: all layers share random keys and values, so a pass takes little longer than after a short
-context.
+This detects attention windows that the model's own code applies. No long prompt is read: all layers share random keys
+and values, so a pass takes little longer than after a short context.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ Forward = Callable[[list[list[int]], Sequence[Sequence[int]], Mask, Cache], torc
 
 @dataclass(frozen=True)
 class LongContext:
-    """A context after which the check verifies a tree."""
+    """A context after which the model is checked by verifying a tree."""
 
     length: int
     hidden: int
@@ -65,7 +65,7 @@ class LongContext:
         shapes: Sequence[LayerShape],
         filled: DynamicCache,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return ``(of_tree, plain)``: two tensors, each with the logits after a root and after one of its children.
+        """Return the logits after a root and after one of its children, computed in two ways: ``(of_tree, plain)``.
 
         ``of_tree`` is from a pass over a tree, ``plain`` from plain decoding, where the model makes its own masks.
         ``tokens`` are the root and the nodes. ``filled`` is a cache with sample keys and values of any tokens.
@@ -138,7 +138,7 @@ def _is_foreign(module: Module) -> bool:
 
 
 class _SharedContext(Cache):
-    """A cache whose layers may share the context's tensors, but keep the keys and values of later tokens separately.
+    """A cache whose layers may share one context, but each keep their own keys and values of later tokens.
 
     Compiled layers don't accept this class, since they would write to the shared tensors.
     """

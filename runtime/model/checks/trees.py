@@ -263,7 +263,7 @@ def _refused(no_trees: FamilyError, reason: str) -> FamilyError:
 
 
 def _context(target: Target) -> list[int]:
-    """Return a context longer than the configuration's windows and state sizes, except those too large to check."""
+    """Return a context, longer than the configured windows and state sizes unless these are too large to check."""
     sizes = [size for _, size in sizes_of(vars(target.config)) if size + MIN_CONTEXT <= MAX_CONTEXT]
     length, limit = max(sizes, default=0) + MIN_CONTEXT, target.context_limit(1)
     if limit is not None:
@@ -274,7 +274,7 @@ def _context(target: Target) -> list[int]:
 def _token_by_token(
     stock: StockPasses, context: Sequence[int], tokens: Sequence[int]
 ) -> tuple[torch.Tensor, frozenset[TensorPath]]:
-    """Return the logits after each of the tokens, and the paths of the cache tensors that every pass replaces."""
+    """Return the logits after each token, and the ``TensorPath`` of each cache tensor that every pass replaces."""
     logits: list[torch.Tensor] = []
     cache: Any = None
 
@@ -324,7 +324,7 @@ def _tensors_in_modules(model: torch.nn.Module) -> Iterator[tuple[str, torch.Ten
 
 @torch.inference_mode()
 def prove_trees(target: Target) -> None:
-    """Check that a target's model follows masks and positions; raise a ``FamilyError`` if not.
+    """Check that a target's model respects masks and positions; raise a ``FamilyError`` if not.
 
     The plain pass for comparison also determines the target's KV cache shapes and the rounding error of its logits.
     """
@@ -386,7 +386,7 @@ def _check_long_contexts(target: Target, tokens: Sequence[int], used: DynamicCac
 
 
 def two_steps(target: Target, cache: Cache) -> list[torch.Tensor]:
-    """Return the logits of two passes over a tree; between them, a path is committed whose positions must move."""
+    """Return the logits of two passes over a tree, with a commit in between that moves cache positions."""
     context, tree, _ = small_tree(target.config.vocab_size)
     target.prefill(cache, 0, context[:-1], room=2 * len(tree))
     first = target.verify(cache, [tree])[0]

@@ -63,7 +63,7 @@ class RecordedWeights:
         return list(chain.from_iterable(holder.values() for holder in self._holders))
 
     def _now_stored(self) -> list[Any]:
-        """Return each compact weight's ``stored`` data, or None for one turned into an ordinary parameter in place."""
+        """Return each compact weight's ``stored`` data, or None if the weight has become an ordinary parameter."""
         return list(map(getattr, self._compact, repeat("stored"), repeat(None)))
 
     def _now_at(self) -> list[tuple[Any, ...]]:
@@ -139,7 +139,7 @@ def _with_numbers(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def _plain(value: Any) -> Hashable:
-    """Return a hashable value that differs once a setting has been replaced or modified in place.
+    """Return a hashable summary of a setting; it changes if the setting is replaced or a container in it is modified.
 
     Settings are plain values, tensors and containers of them; return None for other objects.
     """

@@ -111,7 +111,7 @@ def restore_settings(settings: Any, file: Path, header: GGUFHeader) -> None:
 
 
 def _are_of_llama_3(divisors: np.ndarray[Any, np.dtype[np.float32]], theta: float, factor: float) -> bool:
-    """Return True if divisors are Llama 3's, which change from ``factor`` for low frequencies to 1 for high ones."""
+    """Return True if ``divisors`` are Llama 3's, which go from ``factor`` for low frequencies to 1 for high ones."""
     wavelengths = 2 * math.pi * theta ** (np.arange(len(divisors)) / len(divisors))
     low, high = LLAMA_3["low_freq_factor"], LLAMA_3["high_freq_factor"]
     share = (LLAMA_3["original_max_position_embeddings"] / wavelengths - low) / (high - low)
@@ -129,7 +129,7 @@ LOAD_CHECKPOINT = "modeling_gguf_pytorch_utils", "load_gguf_checkpoint"
 
 @contextmanager
 def weights_in_turn(take: Take) -> Iterator[None]:
-    """In this block, pass each weight that transformers reads to ``take``; those that ``take`` drops become zeros."""
+    """In this block, call ``take`` on each weight that transformers reads; if it returns True, keep only zeros."""
     import gguf
 
     with ExitStack() as patches:
@@ -350,7 +350,7 @@ class Conversion:
         return model
 
     def _ends(self, token_ids: int | list[int] | None, others: Sequence[int] = ()) -> int | list[int] | None:
-        """Return the token ids that end an answer: ``token_ids``, the file's end-of-turn tokens and ``others``."""
+        """Return the token ids that end an answer: ``token_ids``, ``others`` and the file's end-of-turn tokens."""
         ends = list(token_ids) if isinstance(token_ids, (list, tuple)) else [] if token_ids is None else [token_ids]
         ends += [token for name in END_OF_TURN_SETTINGS if (token := self.header.values.get(name)) is not None]
         ends = list(dict.fromkeys([*ends, *others]))
@@ -391,7 +391,7 @@ class Conversion:
 
 
 def _weights_once(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the name and value of each weight of a model, but only the first of tied weights."""
+    """Yield the name and value of each weight of a model; tied weights are yielded once, under the first name."""
     seen = set()
     for name, weight in model.state_dict().items():
         place = weight.data_ptr(), weight.shape

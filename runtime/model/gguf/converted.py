@@ -208,7 +208,7 @@ def _check_unchanged(file: Path, signature: Signature) -> None:
 
 
 def _remember(folder: Path, signature: Signature) -> None:
-    """Add a file's signature to the manifest of the model converted from its content, so that it isn't hashed again.
+    """Add a file's signature to the manifest of its converted model, so that the file isn't hashed again.
 
     Do nothing if the manifest can't be written.
     """

@@ -71,7 +71,7 @@ def _scaling(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _decimal(number: float) -> float:
-    """Return the shortest decimal number that rounds to this float32 value, as the original configuration states it."""
+    """Return the shortest decimal number that rounds to this float32 value, as found in the original configuration."""
     return float(str(np.float32(number)))
 
 

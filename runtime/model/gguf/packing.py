@@ -117,7 +117,7 @@ class PackingPlan:
         return self._found[name]
 
     def is_of(self, model: Mapping[str, torch.Tensor]) -> bool:
-        """Return True if every weight found in the file is still a single expanded zero in the model.
+        """Return True if the model still has a placeholder (one expanded zero) for each weight found in the file.
 
         If not, transformers renamed or joined weights after they were taken, and computed some of the model's weights
         from the zeros.
@@ -152,7 +152,7 @@ SAMPLED_ROWS = 64
 
 
 def unpacked(reference: Callable[..., Any], blocks: npt.NDArray[np.uint8], kind: int) -> Any:
-    """Unpack a tensor to float32 with compiled code, or with ``reference`` if any bit differs in sampled rows.
+    """Unpack a tensor to float32: with compiled code if possible and exact in sampled rows, else with ``reference``.
 
     ``reference`` is ``dequantize`` of the gguf library, which takes fifty times as long for MXFP4.
     """

@@ -76,7 +76,10 @@ def convolve(
     bias: torch.Tensor | None = None,
     activation: str | None = None,
 ) -> torch.Tensor:
-    """Apply a short convolution to ``columns`` (the state's, then the rows'); return ``[slots, channels, rows]``."""
+    """Apply a short convolution to ``columns``; return ``[slots, channels, rows]``.
+
+    ``columns`` are those of the state, followed by those of the rows.
+    """
     slots, channels, width = columns.shape
     rows = indices.rows
     window = indices.window(width - rows, weight.shape[-1])

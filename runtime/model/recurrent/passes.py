@@ -90,7 +90,7 @@ def forward_by_levels(
 
 @contextmanager
 def _projected(mixer: Mixer, hidden: torch.Tensor) -> Iterator[list[torch.Tensor]]:
-    """Compute the mixer's input projections of all rows; in this block, reuse them and skip its output projection.
+    """Apply input projections to all rows; in this block, the mixer uses the results and skips its output projection.
 
     The caller appends the rows of each level to the yielded list before it computes the level, and applies the output
     projection afterwards.

@@ -134,9 +134,9 @@ def window_size(layer: Record) -> int:
 
 @compiled
 def copy_windows(layer: Record, windows: int, first: int, end: int) -> None:
-    """Transpose states to windows ``[columns, channels]``, for vectors ``first`` to ``end - 1`` of ``LANES`` channels.
+    """Transpose states into windows ``[columns, channels]``, for channel vectors ``first`` to ``end - 1``.
 
-    The vectors are numbered consecutively over all sequences.
+    A vector has ``LANES`` channels; vectors are numbered consecutively over all sequences.
     """
     channels, columns = layer[CHANNELS], layer[COLUMNS]
     vectors = channels // LANES
@@ -176,9 +176,10 @@ def convolve(layer: Record, origins: Ints, row: int, inputs: int, stride: int, w
 def shift_window(
     layer: Record, slot: int, inputs: int, stride: int, count: int, path: Ints, first: int, end: int
 ) -> None:
-    """Advance a sequence's state by ``count`` rows, for vectors ``first`` to ``end - 1`` of ``LANES`` channels.
+    """Advance channel vectors ``first`` to ``end - 1`` of a sequence's state by ``count`` rows.
 
-    ``path`` lists all ``count`` rows, or at least as many of the last ones as the state has columns.
+    A vector has ``LANES`` channels. ``path`` lists all ``count`` rows, or at least as many of the last ones as the
+    state has columns.
     """
     channels, columns = layer[CHANNELS], layer[COLUMNS]
     slot_state = layer[CONV_STATE] + slot * layer[CONV_STRIDE] * ITEM_SIZE

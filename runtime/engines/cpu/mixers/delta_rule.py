@@ -39,7 +39,7 @@ LINEAR_FROM = np.float32(20)
 
 @compiled
 def step_of(layer: Record, head: int, number: Any) -> Any:
-    """Return a head's time step: ``softplus(number + bias)``, with the projected ``number`` and the head's bias."""
+    """Return a head's time step, ``softplus(number + bias)``, from its projection ``number`` and the head's bias."""
     total = np.float32(number + array_at(layer[STEP_BIAS], (layer[STATE_HEADS],), types.float32)[head])
     return total if total > LINEAR_FROM else np.float32(np.log1p(np.exp(total)))
 
@@ -228,7 +228,7 @@ def spread_inputs(
     first: int,
     end: int,
 ) -> None:
-    """Reorder the inputs of rows ``first`` to ``end - 1``, which are grouped by key head.
+    """Regroup the inputs of rows ``first`` to ``end - 1`` by kind instead of by key head.
 
     For each key head, ``inputs`` has a query, a key, values and gates, and ``scores`` has write strengths and time
     steps. Queries, keys and values of a row are written next to each other to ``joined``.
@@ -287,7 +287,7 @@ def prepare_delta(
 
 @compiled
 def delta_kept_size(layer: Record) -> int:
-    """Return how many float32 values are kept per row: the convolution's input, keys, changes and decays."""
+    """Return how many float32 values are kept per row: convolution inputs, keys, state changes and decays."""
     heads = layer[STATE_HEADS]
     keys, values = layer[KEY_HEADS] * layer[KEY_WIDTH], heads * layer[VALUE_WIDTH]
     return layer[CHANNELS] + keys + values + heads  # type: ignore[no-any-return]
@@ -314,7 +314,9 @@ def recur_delta(
     changes: int,
     written: int,
 ) -> None:
-    """Compute one head for all rows of a sequence; write to ``changes`` what each row adds to the state at its key.
+    """Compute one head for all rows of a sequence, and write each row's change to ``changes``.
+
+    The outer product of a row's key and its change is added to the state.
 
     The addresses from ``convolved`` on are those of the sequence's first row.
     """

@@ -85,7 +85,7 @@ def _add_scaled(builder: Any, sums: Any, numbers: Any, size: Any, factor: Any) -
 
 @compiled
 def projected_size(layer: Record) -> int:
-    """Return how many float32 values the in-projection gives per row."""
+    """Return the number of float32 values per row in the output of the in-projection."""
     return layer[STATE_HEADS] * layer[VALUE_WIDTH] + layer[CHANNELS] + layer[STATE_HEADS]  # type: ignore[no-any-return]
 
 
@@ -124,7 +124,7 @@ def prepare_scan(
 
 @compiled
 def scan_kept_size(layer: Record) -> int:
-    """Return how many float32 values are kept per row.
+    """Return how many float32 values the mixer keeps per row.
 
     These are the in-projection's output, values times their time steps, keys and decays.
     """

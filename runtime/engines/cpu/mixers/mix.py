@@ -124,7 +124,7 @@ def _work_at(pass_record: Record, scratch: int) -> int:
 
 @compiled
 def _part_buffers(pass_record: Record, scratch: int, first: int, units: int) -> int:
-    """Return the address of the state buffers for the part of the work that begins with unit ``first`` of ``units``."""
+    """Return the address of the state buffers for the part of a job that begins with unit ``first`` of ``units``."""
     part = -(-first * parts_of(pass_record[THREADS], units, 1) // units)
     before = part * buffers_of(pass_record[NEW]) * pass_record[MIXER_STATE] * ITEM_SIZE
     return _buffers_at(pass_record, scratch) + before  # type: ignore[no-any-return]
@@ -298,7 +298,7 @@ def _compute_scan(
 
 @compiled
 def _path_at(address: int) -> tuple[int, Ints]:
-    """Return ``(slot, rows)``: a path's sequence and the rows listed in its record."""
+    """Return ``(slot, rows)`` from the path record at ``address``: the path's slot and its listed rows."""
     head = array_at(address, (PATH,), types.int64)
     return head[PATH_SLOT], array_at(address, (PATH + head[LISTED_ROWS],), types.int64)[PATH:]
 
@@ -412,7 +412,10 @@ def mix(pass_record: Record, layer: Record, starts: Ints, read: int, rows: int, 
 
 @compiled
 def accept(pass_record: Record, layers: Record, starts: Ints, path: Ints, scratch: int) -> None:
-    """Advance the mixers' states from before a pass along a path of the pass's rows, by replaying the kept values."""
+    """Advance the mixers' states along a path of a pass's rows, by replaying the values kept for these rows.
+
+    The states must be those before the pass.
+    """
     function, count = pass_record[MIXER_FUNCTION], path[COUNT]
     for number in range(len(layers)):
         layer = layers[number]
