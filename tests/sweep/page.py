@@ -20,9 +20,19 @@ TITLES = {
     REFUSED: "Refused types",
     FAILS: "Types that answer no prompt of text alone",
     NOT_BUILT: "Not checked",
-    OTHER: "Types that are no decoders",
+    OTHER: "Types that are not decoders",
 }
 """Headings by verdict, in the order of the page."""
+SUMMARIES = {
+    TREES: "are exact with draft trees",
+    CHAINS: "are exact with one draft sequence",
+    WRONG: "have known faults",
+    REFUSED: "are refused",
+    FAILS: "can't answer text-only prompts",
+    NOT_BUILT: "are not checked",
+    OTHER: "are not decoders",
+}
+"""How the first line of the table describes the types of each verdict."""
 WITH_COLUMNS = TREES, CHAINS
 COLUMNS = {"hook": "hook", "batch": "batch", "load": "command line", "sampled": "sampled"}
 """Checks whose failure the page shows, with their names there."""
@@ -48,17 +58,12 @@ def write(results: Iterable[Result], page: Path = PAGE) -> None:
 def table(results: list[Result]) -> str:
     """Return all groups, with the types of each in alphabetical order."""
     groups = {verdict: [one for one in results if one.verdict == verdict] for verdict in TITLES}
-    counts = "; ".join(f"{len(found)} {_words(verdict)}" for verdict, found in groups.items() if found)
+    counts = "; ".join(f"{len(found)} {SUMMARIES[verdict]}" for verdict, found in groups.items() if found)
     lines = [f"{len(results)} types of `transformers` {transformers.__version__}: {counts}.", ""]
     for verdict, found in groups.items():
         if found:
             lines += [f"### {TITLES[verdict]}", "", *_group(verdict, sorted(found, key=lambda one: one.kind)), ""]
     return "\n".join(lines)
-
-
-def _words(verdict: str) -> str:
-    title = TITLES[verdict]
-    return title[0].lower() + title[1:]
 
 
 def _group(verdict: str, results: list[Result]) -> Iterator[str]:
