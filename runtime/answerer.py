@@ -13,7 +13,7 @@ from hdtool.data.prompts import Message, Prompt
 from hdtool.runtime.budget.measure_passes import quick_record
 from hdtool.runtime.config import DecodeConfig, ModelConfig, SamplingConfig, StoresConfig
 from hdtool.runtime.drafter import Drafter, HistoryDrafter, NoDraft, RankingRecorder
-from hdtool.runtime.drafters.methods import drafters_for
+from hdtool.runtime.drafters.methods import compile_ahead, drafters_for, finish_compiling
 from hdtool.runtime.engine import Engine
 from hdtool.runtime.generate_settings import refuse_settings
 from hdtool.runtime.grammar import guided_drafter, masks_of
@@ -325,6 +325,7 @@ class Answerer:
     ) -> None:
         """``rankings`` is the number of the target's top tokens to record at each position of an answer."""
         check_decoding(decoding)
+        compile_ahead(decoding)
         self.loaded = load(model)
         refuse_settings(self.loaded.target.model.generation_config)
         self.store_set = StoreSet.for_tokenizer(
@@ -344,6 +345,7 @@ class Answerer:
     def _drafters(self) -> list[Drafter]:
         """One drafter per batch slot, created lazily because creation may have to time forward passes."""
         target = self.loaded.target
+        finish_compiling()
         choose_threads(target, self._threads, quick_record(target, what="threads"))
         return drafters_for(self._decoding, target, self.store_set)
 

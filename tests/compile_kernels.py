@@ -11,8 +11,10 @@ from hdtool.data import demo
 from hdtool.runtime.budget.node_budget import FixedBudget
 from hdtool.runtime.config import METHODS, TRAINED, DecodeConfig, VllmConfig
 from hdtool.runtime.drafters.methods import drafter_with_budget
+from hdtool.runtime.engines.cpu.expert_kernel import expert_function
 from hdtool.runtime.engines.cpu.int8_panels import int8_matmul_of
 from hdtool.runtime.engines.cpu.layer_kernel import compile_layers
+from hdtool.runtime.engines.cpu.mixers.mix import mixer_function
 from hdtool.runtime.engines.cpu.pass_kernel import compile_passes, compile_tree_passes, embedding_of
 from hdtool.runtime.integrations.vllm.batch_drafter import BatchDrafter
 from hdtool.runtime.kernels.gemm import matmul_of
@@ -36,6 +38,8 @@ def compile_all_layers() -> None:
     compile_layers()
     compile_passes()
     compile_tree_passes()
+    expert_function()
+    mixer_function()
 
 
 def compile_matmuls() -> None:

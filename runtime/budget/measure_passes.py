@@ -211,7 +211,7 @@ def _increasing(times: Floats) -> Floats:
 
 
 def quick_record(target: Target, **circumstances: Any) -> CachedValue | None:
-    """Return the file that keeps this model's quick measurement on this device; None if several processes share the model.
+    """Return the file that keeps this model's quick measurement on this device; None if processes share the model.
 
     The record's key includes a fingerprint of all weights, which the processes could compute only together.
     """

@@ -2,20 +2,32 @@
 
 from __future__ import annotations
 
+import os
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import cache
+from subprocess import DEVNULL, Popen, TimeoutExpired
 from threading import Timer
 
 from hdtool.data.errors import OptionError, StoreError
+from hdtool.runtime.budget.cost_curve import CostCurve
 from hdtool.runtime.budget.measure_passes import cost_curve_for
-from hdtool.runtime.budget.node_budget import Budget, FixedBudget, MeasuredBudget, SharedBudget, SharedCosts
+from hdtool.runtime.budget.node_budget import (
+    Budget,
+    CostBudget,
+    FixedBudget,
+    MeasuredBudget,
+    SharedBudget,
+    SharedCosts,
+)
 from hdtool.runtime.config import METHODS, TRAINED, DecodeConfig, PaperConfig
 from hdtool.runtime.config.decoding import HIERARCHIES, HISTORY_LETTER
 from hdtool.runtime.drafter import Drafter, NoDraft
 from hdtool.runtime.drafters.hd_paper import PaperDrafter, lookahead_decoding
 from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
+from hdtool.runtime.drafters.hierarchy.tree import grow_all
 from hdtool.runtime.drafters.logitspec import LogitSpec
 from hdtool.runtime.drafters.published.lookup_methods import CorpusDrafter, PromptLookup
 from hdtool.runtime.drafters.published.racer import Racer
@@ -24,6 +36,7 @@ from hdtool.runtime.drafters.published.suffix_decoding import SuffixDecoding
 from hdtool.runtime.drafters.published.token_recycling import TokenRecycling
 from hdtool.runtime.drafters.trained.select_drafter import gate_for, trained_alone, trained_drafter
 from hdtool.runtime.environment import fingerprint
+from hdtool.runtime.kernels.compiled import is_cached
 from hdtool.runtime.model.cache.kv_cache import compile_moves
 from hdtool.runtime.model.target import Target
 from hdtool.runtime.sampling.walks import compile_walks
@@ -35,8 +48,60 @@ from hdtool.runtime.tree import compile_trees
 MAX_TIMING_SECONDS = 2.0
 """Seconds of preparing a drafter after which a message explains the delay."""
 
+COMPILE_HIERARCHY = "from hdtool.runtime.drafters.methods import compile_hierarchy; compile_hierarchy()"
+"""Program of the process that compiles ``hd``."""
+MAX_COMPILE_SECONDS = 300.0
+
 BudgetFactory = Callable[[], Budget]
 DrafterFactory = Callable[[DecodeConfig, StoreSet, BudgetFactory, Target | None], Drafter]
+
+
+_compiling: list[Popen[bytes]] = []
+"""The process that compiles ``hd``, while it runs."""
+
+
+def compile_ahead(config: DecodeConfig) -> None:
+    """If ``hd`` was never compiled on this machine, begin it in another process, while this one loads a model."""
+    if config.method not in HIERARCHIES or _compiling or is_cached(grow_all) or (os.cpu_count() or 1) < 2:
+        return
+    with suppress(OSError):  # this process compiles it later
+        program = [sys.executable, "-c", COMPILE_HIERARCHY]
+        _compiling.append(Popen(program, stdin=DEVNULL, stdout=DEVNULL, stderr=DEVNULL))
+
+
+def compile_hierarchy() -> None:
+    """Compile ``hd``; numba keeps the code for later processes."""
+    curve = CostCurve.parse("0:1,1:2")
+    drafter_with_budget(lambda: CostBudget(curve), DecodeConfig("hd"), StoreSet(history=History()))
+
+
+def finish_compiling() -> None:
+    """Wait until the process that ``compile_ahead`` began has ended, so that passes can be timed on an idle machine."""
+    with _explaining_delay():
+        while _compiling:
+            process = _compiling.pop()
+            try:
+                process.wait(MAX_COMPILE_SECONDS)
+            except TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+@contextmanager
+def _explaining_delay() -> Iterator[None]:
+    """Print a message if the block takes longer than ``MAX_TIMING_SECONDS``."""
+    note = Timer(MAX_TIMING_SECONDS, _explain_delay)
+    note.start()
+    try:
+        yield
+    finally:
+        note.cancel()
+
+
+@cache  # prints the message once
+def _explain_delay() -> None:
+    message = "preparing the drafter for this machine; the first time it is compiled, which takes a while"
+    print(message, file=sys.stderr)
 
 
 def drafter_for(config: DecodeConfig, target: Target, store_set: StoreSet) -> Drafter:
@@ -112,16 +177,12 @@ def drafter_with_budget(
     Without a target, nothing is drafted from hidden states or logits. Drafters compile their code when they are
     created, so that no answer waits for it.
     """
-    message = "preparing the drafter for this machine; the first time it is compiled, which takes a while"
-    note = Timer(MAX_TIMING_SECONDS, print, [message], {"file": sys.stderr})
-    note.start()
-    try:
+    finish_compiling()
+    with _explaining_delay():
         compile_trees()
         compile_walks()
         compile_moves()
         return DRAFTER_FACTORIES[config.method](config, store_set, budget, target)
-    finally:
-        note.cancel()
 
 
 def _corpus(config: DecodeConfig, store_set: StoreSet, budget: BudgetFactory, target: Target | None) -> Drafter:

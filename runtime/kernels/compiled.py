@@ -57,6 +57,17 @@ def compiled(function: Function) -> Function:
     return dispatcher  # type: ignore[no-any-return]
 
 
+def is_cached(function: Callable[..., Any]) -> bool:
+    """Return True if numba has code of a ``compiled`` function on disk that is newer than the source file."""
+    dispatcher: Any = function
+    source, folder = Path(dispatcher.py_func.__code__.co_filename), Path(dispatcher.stats.cache_path)
+    indices = folder.glob(f"{source.stem}.{dispatcher.py_func.__name__}-*.nbi")
+    try:
+        return max((index.stat().st_mtime for index in indices), default=0.0) > source.stat().st_mtime
+    except OSError:
+        return False
+
+
 def generated(*kinds: Any, returns: Any = types.void) -> Callable[[Callable[..., Any]], Any]:
     """Turn a function that emits LLVM instructions into a numba intrinsic, inlined into its caller.
 

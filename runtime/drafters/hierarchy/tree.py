@@ -3,6 +3,10 @@
 The best path becomes a node. Its continuations are estimated and inserted after it, as a path is never more probable
 than its prefix. So parents come before their children, nodes are sorted by probability, and a smaller tree is a prefix
 of a larger one.
+
+Learned weights change slowly and apply to all answers. Within a few steps, a factor corrects the nodes' probabilities
+for an answer that is more or less predictable than the weights imply: how often its next token was drafted, relative to
+how often that was expected.
 """
 
 from __future__ import annotations
@@ -11,12 +15,6 @@ from typing import Any
 
 import numpy as np
 
-from hdtool.runtime.drafters.hierarchy.answer_calibration import (
-    GRAMMAR_NUMBER,
-    calibrate,
-    count_hit,
-    start_calibration,
-)
 from hdtool.runtime.drafters.hierarchy.candidates import (
     DRAFTING,
     RESTART,
@@ -49,6 +47,12 @@ LEFT_TO_LEARN = 0.02
 """Orders learn from an emitted token only while at least this much probability is left to them."""
 TREE_NUMBER, CONTEXT_NUMBER = SourceId.NONE.value, SourceId.CONTEXT.value
 RECYCLED_NUMBER = SourceId.RECYCLED.value
+EXPECTED_HITS = 2.0
+"""Weight of the prior of an answer's factor, in hits; low, so that the factor adapts within a few steps."""
+HITS_WINDOW = 50.0
+"""Number of expected hits that the factor's moving averages span."""
+MAX_FACTOR = 1.5
+GRAMMAR_NUMBER = SourceId.GRAMMAR.value
 
 
 @compiled
@@ -239,3 +243,36 @@ def feed_token(at: int, token: int) -> None:
     learn(weights_at(at), work)
     extend(work, 0, 0, token)
     move_all(at, token, 1)
+
+
+@compiled
+def start_calibration(work: Any) -> None:
+    """Reset the correction factor to 1 for a new answer, and forget the last tree."""
+    work.hits[0] = work.hits[1] = EXPECTED_HITS
+    work.grown = 0
+
+
+@compiled
+def calibrate(work: Any, nodes: int) -> None:
+    """Store calibrated probabilities of a tree's nodes, or the original ones if a grammar forces the first token."""
+    is_certain = nodes > 0 and work.sources[1] == GRAMMAR_NUMBER
+    work.grown = 0 if is_certain else nodes
+    factor = 1.0 if is_certain else min(MAX_FACTOR, work.hits[0] / work.hits[1])
+    for node in range(nodes):
+        work.calibrated[node] = min(1.0, work.probs[node + 1] * factor)
+
+
+@compiled
+def count_hit(work: Any, token: int) -> None:
+    """Record whether the last tree had ``token`` as a child of the root, even if that node was not verified."""
+    hit = expected = 0.0
+    for node in range(1, work.grown + 1):
+        if work.parents[node] == 0:
+            expected += work.probs[node]
+            if work.tokens[node] == token:
+                hit = 1.0
+    work.grown = 0
+    decay = 1.0 - min(1.0, expected / HITS_WINDOW)
+    # The prior does not decay.
+    work.hits[0] = EXPECTED_HITS + (work.hits[0] - EXPECTED_HITS) * decay + hit
+    work.hits[1] = EXPECTED_HITS + (work.hits[1] - EXPECTED_HITS) * decay + expected

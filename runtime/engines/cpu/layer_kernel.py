@@ -20,10 +20,11 @@ from hdtool.runtime.engines.cpu.attention import (
     block_queries,
     query_blocks,
 )
+from hdtool.runtime.engines.cpu.expert_kernel import ADD_MIXTURE, ADD_SHARED, MIX
 from hdtool.runtime.engines.cpu.layer_record import (
-    ACTIVE_EXPERTS,
     ADDED_MIXTURE,
     EPSILON,
+    EXPERT_FUNCTION,
     EXPERT_SCRATCH,
     EXPERTS,
     FACTOR,
@@ -64,7 +65,6 @@ from hdtool.runtime.engines.cpu.layer_record import (
     ROTARY,
     ROTARY_TABLES,
     ROTARY_WIDTH,
-    ROUTER,
     ROW_OFFSETS,
     ROW_POSITIONS,
     SCALE,
@@ -74,7 +74,6 @@ from hdtool.runtime.engines.cpu.layer_record import (
     SOFTCAP,
     STEP_FUNCTION,
     TANH_GATE,
-    THREAD_POOL,
     THREADS,
     TO_DOWN,
     TO_GATE,
@@ -93,19 +92,9 @@ from hdtool.runtime.engines.cpu.layer_record import (
     multiply_by,
 )
 from hdtool.runtime.engines.cpu.mixers.delta_rule import gate_heads, split_gates
-from hdtool.runtime.engines.cpu.mixers.mix import mix, mixer_function, mixer_scratch_size
+from hdtool.runtime.engines.cpu.mixers.mix import mix, mixer_scratch_size
 from hdtool.runtime.kernels.compiled import WORD_SIZE, Ints, array_at, compiled, copy_floats, float_of
-from hdtool.runtime.kernels.experts import (
-    EXPERT_COUNT,
-    EXPERT_FIELDS,
-    ROUTE,
-    ROUTER_FIELDS,
-    SHARED_GATE,
-    TOP_K,
-    mix_experts,
-    route,
-)
-from hdtool.runtime.kernels.gemm import MATMUL_ARGUMENTS
+from hdtool.runtime.kernels.gemm import MATMUL_ARGUMENTS, call_at
 from hdtool.runtime.kernels.thread_pool import parts_of
 from hdtool.runtime.kernels.vector_code import (
     ITEM_SIZE,
@@ -118,59 +107,6 @@ from hdtool.runtime.kernels.vector_code import (
     scale_in_place,
     silu_in_place,
 )
-
-(
-    MIXTURE_EXPERTS,
-    MIXTURE_ROUTER,
-    NORM_MLP_OUTPUT,
-    NORM_EXPERTS_INPUT,
-    NORM_EXPERTS_OUTPUT,
-    NORM_ROUTER_INPUT,
-    ROUTER_INPUT_FACTOR,
-    EXPERT_SCALES,
-) = range(8)
-"""Record of a mixture of experts that is added to an MLP.
-
-MIXTURE_EXPERTS, MIXTURE_ROUTER: addresses of the experts' and the router's records. NORM_MLP_OUTPUT to
-NORM_ROUTER_INPUT: addresses of the norm weights for the MLP's output, the experts' input, the experts' output and the
-router's input. ROUTER_INPUT_FACTOR: bits of the factor that scales the router's input. EXPERT_SCALES: address of the
-factors that scale the experts' outputs.
-"""
-MIXTURE_FIELDS = EXPERT_SCALES + 1
-
-
-@compiled
-def add_experts(pass_record: Record, record_at: int, attended: int, rows: int, dense: int, scratch: int) -> None:
-    """Normalize an MLP's output ``dense`` in place and add the experts' normalized output.
-
-    ``record_at`` is the address of the mixture's record, and ``attended`` that of the hidden states after attention,
-    which the router and the experts read.
-    """
-    record = array_at(record_at, (MIXTURE_FIELDS,), np.int64)
-    experts = array_at(record[MIXTURE_EXPERTS], (EXPERT_FIELDS,), np.int64)
-    router = array_at(record[MIXTURE_ROUTER], (ROUTER_FIELDS,), np.int64)
-    expert_count, width, top_k = experts[EXPERT_COUNT], pass_record[HIDDEN], router[TOP_K]
-    epsilon, offset = float_of(pass_record, EPSILON), float_of(pass_record, OFFSET)
-    read = scratch + rows * expert_count * ITEM_SIZE
-    mixed = read + rows * width * ITEM_SIZE
-    norm_rows(dense, rows, width, record[NORM_MLP_OUTPUT], offset, epsilon, dense)
-    norm_rows(attended, rows, width, record[NORM_ROUTER_INPUT], np.float32(0), epsilon, read)
-    scale_in_place(read, rows * width, float_of(record, ROUTER_INPUT_FACTOR))
-    multiply_by(pass_record, router, ROUTE, read, rows, scratch)
-    chosen, routing_weights = np.empty((rows, top_k), np.int64), np.empty((rows, top_k), np.float32)
-    route(router, array_at(scratch, (rows, expert_count), np.float32), chosen, routing_weights)
-    factors = array_at(record[EXPERT_SCALES], (expert_count,), np.float32)
-    for row in range(rows):
-        for rank in range(top_k):
-            routing_weights[row, rank] *= factors[chosen[row, rank]]
-    norm_rows(attended, rows, width, record[NORM_EXPERTS_INPUT], offset, epsilon, read)
-    rest = mixed + rows * width * ITEM_SIZE
-    pass_record[ACTIVE_EXPERTS] += mix_experts(
-        pass_record[THREAD_POOL], pass_record[THREADS], experts, chosen, routing_weights, read, mixed, rest
-    )
-    norm_rows(mixed, rows, width, record[NORM_EXPERTS_OUTPUT], offset, epsilon, mixed)
-    add_in_place(dense, mixed, rows * width, np.float32(1))
-
 
 NORM, APPEND, ATTEND, ADD_MIXER_OUTPUT, GATE, ADD_MLP_OUTPUT, SPLIT, GATE_HEADS, GATE_INPUT, ADD_INPUT, SCALE_OUTPUT = (
     range(11)
@@ -407,40 +343,11 @@ def _compute(
 
 
 @compiled
-def _mix(pass_record: Record, layer: Record, inputs: int, rows: int, scratch: int) -> None:
-    """Write each row's weighted sum of expert outputs to ``scratch``, and after the sums the shared gate's scores."""
-    experts = array_at(layer[EXPERTS], (EXPERT_FIELDS,), types.int64)
-    router = array_at(layer[ROUTER], (ROUTER_FIELDS,), types.int64)
-    shared_scores = scratch + rows * pass_record[HIDDEN] * ITEM_SIZE
-    scores_at = shared_scores + rows * ITEM_SIZE
-    scores = array_at(scores_at, (rows, experts[EXPERT_COUNT]), types.float32)
-    chosen, routing_weights = np.empty((rows, router[TOP_K]), np.int64), np.empty((rows, router[TOP_K]), np.float32)
-    multiply_by(pass_record, router, ROUTE, inputs, rows, scores_at)
-    route(router, scores, chosen, routing_weights)
-    if router[SHARED_GATE]:
-        multiply_by(pass_record, router, SHARED_GATE, inputs, rows, shared_scores)
-    rest = scores_at + rows * experts[EXPERT_COUNT] * ITEM_SIZE
-    pass_record[ACTIVE_EXPERTS] += mix_experts(
-        pass_record[THREAD_POOL], pass_record[THREADS], experts, chosen, routing_weights, inputs, scratch, rest
-    )
-
-
-@compiled
-def _add_shared(pass_record: Record, layer: Record, rows: int, mixed: int, outputs: int) -> None:
-    """Add the gated output of the shared expert, if any, to ``_mix``'s output ``mixed``; copy the sum to ``outputs``.
-
-    ``outputs`` initially holds the shared expert's output.
-    """
-    size = rows * pass_record[HIDDEN]
-    if layer[TO_DOWN * MATMUL_FIELDS]:
-        router = array_at(layer[ROUTER], (ROUTER_FIELDS,), types.int64)
-        scores = array_at(mixed + size * ITEM_SIZE, (rows,), types.float32)
-        for row in range(rows):
-            gate, at = np.float32(1), row * pass_record[HIDDEN] * ITEM_SIZE
-            if router[SHARED_GATE]:
-                gate /= np.float32(1) + np.exp(-scores[row])
-            add_in_place(mixed + at, outputs + at, pass_record[HIDDEN], gate)
-    copy_floats(mixed, size, outputs)
+def _compute_experts(
+    pass_record: Record, layer: Record, step: int, read: int, rows: int, scratch: int, outputs: int
+) -> None:
+    addresses = pass_record.ctypes.data, layer.ctypes.data
+    call_at(pass_record[EXPERT_FUNCTION], *addresses, step, read, rows, scratch, outputs, 0, 0)
 
 
 @compiled
@@ -485,16 +392,16 @@ def compute_layers(pass_record: Record, layers: Record, starts: Ints, hidden: in
         _compute(pass_record, layer, starts, ADD_MIXER_OUTPUT, hidden, normed, normed, rows, hidden_size)
         read = normed if layer[NORM_BEFORE_MLP] else hidden
         if layer[EXPERTS]:
-            _mix(pass_record, layer, read, rows, rest)
+            _compute_experts(pass_record, layer, MIX, read, rows, rest, 0)
         if layer[TO_DOWN * MATMUL_FIELDS]:
             multiply(pass_record, layer, TO_GATE, read, rows, gate)
             multiply(pass_record, layer, TO_UP, read, rows, up)
             _compute(pass_record, layer, starts, GATE, gate, up, 0, rows, rows * layer[TO_GATE * MATMUL_FIELDS + 2])
             multiply(pass_record, layer, TO_DOWN, gate, rows, normed)
         if layer[ADDED_MIXTURE]:
-            add_experts(pass_record, layer[ADDED_MIXTURE], hidden, rows, normed, rest)
+            _compute_experts(pass_record, layer, ADD_MIXTURE, hidden, rows, rest, normed)
         if layer[EXPERTS]:
-            _add_shared(pass_record, layer, rows, rest, normed)
+            _compute_experts(pass_record, layer, ADD_SHARED, 0, rows, rest, normed)
         _compute(pass_record, layer, starts, ADD_MLP_OUTPUT, hidden, normed, 0, rows, hidden_size)
         if layer[INPUT_GATE]:
             multiply_by(pass_record, layer, INPUT_GATE, hidden, rows, gate)
@@ -508,9 +415,11 @@ def compute_layers(pass_record: Record, layers: Record, starts: Ints, hidden: in
 
 
 def compile_layers() -> None:
-    """Compile everything in this module now, so that the first pass doesn't have to."""
+    """Compile everything in this module now, so that the first pass doesn't have to.
+
+    What only models with experts or recurrent layers need is compiled when their records are filled in.
+    """
     pass_record, layer, starts = (np.zeros(size, np.int64) for size in (PASS_FIELDS, FIELDS, 1))
     step_function()
-    mixer_function()
     layers_scratch_size(pass_record, layer.reshape(1, -1), 0)
     compute_layers(pass_record, layer.reshape(1, -1)[:0], starts, 0, 0)

@@ -106,10 +106,11 @@ GATES_HEADS, MIXER_FUNCTION, ORIGINS, JOURNAL, ADVANCES, MIXER_ROW, MIXER_STATE,
 the rows' origins, see ``convolution``. JOURNAL: address of the values that mixers keep for the rows. ADVANCES: 1 if
 the pass advances the mixers' states past its last row. MIXER_ROW, MIXER_STATE, MIXER_WINDOW: scratch memory of a mixer
 per row, per buffered state and per sequence for the convolution's columns, in float32 values."""
-TOTAL_ROWS, ROW_OFFSETS, ACTIVE_EXPERTS = range(MIXER_WINDOW + 1, MIXER_WINDOW + 4)
+TOTAL_ROWS, ROW_OFFSETS, ACTIVE_EXPERTS, EXPERT_FUNCTION = range(MIXER_WINDOW + 1, MIXER_WINDOW + 5)
 """TOTAL_ROWS: number of rows in all sequences. ROW_OFFSETS: address of each sequence's first row, followed by
-TOTAL_ROWS. ACTIVE_EXPERTS: number of distinct experts used so far in the pass, summed over layers."""
-PASS_FIELDS = ACTIVE_EXPERTS + 1
+TOTAL_ROWS. ACTIVE_EXPERTS: number of distinct experts used so far in the pass, summed over layers. EXPERT_FUNCTION:
+address of ``expert_function``; 0 in models without experts."""
+PASS_FIELDS = EXPERT_FUNCTION + 1
 
 Record = npt.NDArray[np.int64]
 

@@ -12,8 +12,9 @@ import numpy as np
 import torch
 from torch.nn.functional import pad
 
-from hdtool.runtime.engines.cpu import layer_kernel, layer_record, layer_record as layers, pass_kernel as outer
+from hdtool.runtime.engines.cpu import layer_record, layer_record as layers, pass_kernel as outer
 from hdtool.runtime.engines.cpu.compiled_kind import MatmulRows, matmuls_of, packed_experts, scale_of
+from hdtool.runtime.engines.cpu.expert_kernel import MIXTURE_FIELDS, expert_function
 from hdtool.runtime.engines.cpu.int8_panels import Panels
 from hdtool.runtime.engines.cpu.layer_kernel import step_function
 from hdtool.runtime.engines.cpu.mixers.convolution import window_size
@@ -261,6 +262,7 @@ class WeightTable:
             1 + one[EXPERT_COUNT] + rows_of_each * one[WIDTH] + experts_scratch_size(one, 1) for one in self._experts
         ]
         pass_record[layers.EXPERT_SCRATCH] = max(of_experts, default=0)
+        pass_record[layers.EXPERT_FUNCTION] = expert_function().address if self._experts else 0
         pass_record[layers.NORMS_ALL] = family.norms_all_heads
         pass_record[layers.TANH_GATE] = any(layer.activation == "gelu_tanh" for layer in self._parts.layers)
         pass_record[layers.GATES_HEADS] = family.gates_heads
@@ -386,7 +388,7 @@ class WeightTable:
         record[experts.FACTOR] = bits(1.0)
         self._experts.append(experts_record(mixture.experts, self._panels))
         self._routers.append(record)
-        self._added_mixtures.append(np.zeros(layer_kernel.MIXTURE_FIELDS, np.int64))
+        self._added_mixtures.append(np.zeros(MIXTURE_FIELDS, np.int64))
         self._added_mixtures[-1][:] = (
             self._experts[-1].ctypes.data,
             record.ctypes.data,

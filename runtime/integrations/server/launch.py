@@ -18,6 +18,7 @@ import uvicorn
 from hdtool.data.errors import ServeError
 from hdtool.runtime.budget.measure_passes import quick_record
 from hdtool.runtime.config import DecodeConfig, ModelConfig, SamplingConfig, ServerConfig, StoresConfig
+from hdtool.runtime.drafters.methods import compile_ahead, finish_compiling
 from hdtool.runtime.generate_settings import refuse_settings
 from hdtool.runtime.integrations.server.app import API_KEY_VARIABLE, MIB, ApiKeys, Server, TimedProtocol
 from hdtool.runtime.integrations.server.preparation import Preparer
@@ -44,7 +45,9 @@ class Launch:
         keys = ApiKeys.read(Path(config.api_key_file) if config.api_key_file else None, os.environ)
         self._socket = _bound(config.host, config.port)
         self._config, self._has_keys = config, bool(keys.tenant_of_key)
+        compile_ahead(decoding)
         loaded = load(model)
+        finish_compiling()
         refuse_settings(loaded.target.model.generation_config)
         choose_threads(loaded.target, model.threads, quick_record(loaded.target, what="threads"))
         compile_sampling()
