@@ -163,7 +163,7 @@ class VllmLog:
             yield number, {"id": name, "request": request}
 
     def _find(self, name: str) -> str | None:
-        """Return the id of the unanswered request to which a prompt or answer ``name`` belongs; None if there is none.
+        """Return the id of the unanswered request to which the prompt or answer called ``name`` belongs, or None.
 
         vLLM numbers the prompts of a request, and logs the ids of request bodies without their prefix.
         """

@@ -130,7 +130,7 @@ class Loaded:
 
 
 def load(config: ModelConfig | str) -> Loaded:
-    """Load the model and tokenizer that a configuration or name selects; without a name, load the built-in demo model.
+    """Load the model and tokenizer that ``config`` names; if it names none, load the built-in demo model.
 
     If loading fails, raise an ``HdtoolError`` that says what to do.
     """
