@@ -109,7 +109,7 @@ class PublishedDrafter:
         return by_name
 
     def fill(self, module: Module, tensors: dict[str, torch.Tensor]) -> None:
-        """Load the parameters of a module from ``tensors``; raise HeadsError if one is missing or has a different shape."""
+        """Load a module's parameters from ``tensors``; raise HeadsError if one is missing or has a different shape."""
         parameters = {name: tensor for name, tensor in module.state_dict().items() if tensor is not None}
         missing = sorted(parameters.keys() - tensors.keys())
         mismatched = sorted(
