@@ -15,7 +15,6 @@ from pathlib import Path
 import torch
 from packaging.requirements import Requirement
 
-import hdtool
 from hdtool.data import demo
 from hdtool.data.errors import HdtoolError, error_reason, extra_requirements, install_command
 from hdtool.data.gguf_header import GGUFHeader
@@ -26,7 +25,8 @@ from hdtool.data.stores.manifest import Checkpoint, TokenizerFingerprint
 from hdtool.data.stores.store import read_manifest
 from hdtool.runtime.answerer import Answerer
 from hdtool.runtime.config import DecodeConfig, ModelConfig, SamplingConfig, StoresConfig
-from hdtool.runtime.kernels.compiled import processor_name
+from hdtool.runtime.drafters.hierarchy.tree import grow_all
+from hdtool.runtime.kernels.compiled import cache_folder, is_cached, processor_name
 from hdtool.runtime.model.checkpoint_identity import checkpoint_of, place_of
 from hdtool.runtime.model.families import refuse_by_configuration, without_trees
 from hdtool.runtime.model.gguf.converted import slow_weights
@@ -208,22 +208,10 @@ def _writable(name: str, folder: Path, variable: str) -> Finding:
 
 
 def _compiled_code() -> Finding:
-    """Report how many compiled functions are in numba's cache.
-
-    numba caches them next to the source files or, if it cannot write there, in a user folder.
-    """
-    chosen = os.environ.get("NUMBA_CACHE_DIR")
-    places = [Path(chosen)] if chosen else [Path(place) for place in hdtool.__path__]
-    file_count = sum(1 for place in places for part in _code_folders(place) for _ in part.rglob("*.nbi"))
-    if file_count:
-        return Finding("compiled", f"{file_count} functions kept in {places[-1]}")
-    return Finding("compiled", "none yet: the first answer compiles the drafter, which takes a minute", NOTE)
-
-
-def _code_folders(place: Path) -> Iterator[Path]:
-    """Yield hdtool's package folders, skipping other folders of a checkout, such as a virtual environment."""
-    packages = [place / name for name in ("runtime", "builders") if (place / name).is_dir()]
-    yield from packages or [place]
+    """Report where numba keeps the compiled drafter: next to the source files or, if these are read-only, elsewhere."""
+    if is_cached(grow_all):
+        return Finding("compiled", f"kept in {cache_folder(grow_all)}")
+    return Finding("compiled", "not yet: the first answer compiles the drafter, which takes a minute", NOTE)
 
 
 def _hub() -> Iterator[Finding]:

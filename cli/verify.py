@@ -58,13 +58,15 @@ def verify(
     questions = with_structure(read_prompts(prompts or demo.PROMPTS)[: size.limit], structure, tools)
     from hdtool.builders.evaluation.verify import Verifier
     from hdtool.cli.answer_output import print_stores
-    from hdtool.runtime.drafters.methods import drafter_for, history_for
+    from hdtool.runtime.drafters.methods import compile_ahead, drafter_for, finish_compiling, history_for
     from hdtool.runtime.model.load import load
     from hdtool.runtime.model.target import choose_threads
     from hdtool.runtime.stores.store_set import StoreSet
 
     quiet_libraries(quiet=quiet)
+    compile_ahead(decoding)
     loaded = load(loading)
+    finish_compiling()
     choose_threads(loaded.target, loading.threads)
     store_set = StoreSet.for_tokenizer(
         loaded.tokenizer,

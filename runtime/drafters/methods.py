@@ -78,13 +78,17 @@ def compile_hierarchy() -> None:
 def finish_compiling() -> None:
     """Wait until the process that ``compile_ahead`` began has ended, so that passes can be timed on an idle machine."""
     with _explaining_delay():
-        while _compiling:
-            process = _compiling.pop()
-            try:
-                process.wait(MAX_COMPILE_SECONDS)
-            except TimeoutExpired:
-                process.kill()
-                process.wait()
+        _wait_for_process()
+
+
+def _wait_for_process() -> None:
+    while _compiling:
+        process = _compiling.pop()
+        try:
+            process.wait(MAX_COMPILE_SECONDS)
+        except TimeoutExpired:
+            process.kill()
+            process.wait()
 
 
 @contextmanager
@@ -177,8 +181,8 @@ def drafter_with_budget(
     Without a target, nothing is drafted from hidden states or logits. Drafters compile their code when they are
     created, so that no answer waits for it.
     """
-    finish_compiling()
     with _explaining_delay():
+        _wait_for_process()
         compile_trees()
         compile_walks()
         compile_moves()

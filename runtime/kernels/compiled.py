@@ -57,11 +57,15 @@ def compiled(function: Function) -> Function:
     return dispatcher  # type: ignore[no-any-return]
 
 
-def is_cached(function: Callable[..., Any]) -> bool:
-    """Return True if numba has code of a ``compiled`` function on disk that is newer than the source file."""
-    dispatcher: Any = function
-    source, folder = Path(dispatcher.py_func.__code__.co_filename), Path(dispatcher.stats.cache_path)
-    indices = folder.glob(f"{source.stem}.{dispatcher.py_func.__name__}-*.nbi")
+def cache_folder(function: Any) -> Path:
+    """Return the folder in which numba keeps the code of a ``compiled`` function."""
+    return Path(function.stats.cache_path)
+
+
+def is_cached(function: Any) -> bool:
+    """Return True if numba keeps code of a ``compiled`` function that is newer than the source file."""
+    source = Path(function.py_func.__code__.co_filename)
+    indices = cache_folder(function).glob(f"{source.stem}.{function.py_func.__name__}-*.nbi")
     try:
         return max((index.stat().st_mtime for index in indices), default=0.0) > source.stat().st_mtime
     except OSError:

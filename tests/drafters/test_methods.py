@@ -99,9 +99,12 @@ def test_whoever_waits_for_a_drafter_is_told_why(
                 thread.join()
         return drafter
 
+    methods._explain_delay.cache_clear()
     monkeypatch.setattr(methods, "MAX_TIMING_SECONDS", 0.01)
-    assert made_by(slow, monkeypatch) is drafter
-    assert capsys.readouterr().err.startswith("preparing the drafter for this machine; ")
+    for _ in range(2):
+        assert made_by(slow, monkeypatch) is drafter
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("preparing the drafter for this machine; ")
 
 
 @pytest.mark.parametrize("fails", [False, True])
