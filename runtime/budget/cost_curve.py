@@ -185,8 +185,13 @@ UNEXPECTED_DEVIATION, UNEXPECTED_WEIGHT = 0.3, 0.25
 FASTER_DEVIATION, FASTER_LEARNING_RATE = 0.15, 0.5
 """Relative error beyond which a fast pass corrects its cost at a higher rate, and this rate: other processes can slow a
 pass down, but nothing makes it faster than it is."""
-FADING = 1 / 512
-"""Share of their confirming passes that the costs of smaller passes lose with each pass, as they become outdated."""
+FADING, OUTDATED_FADING = 1 / 512, 1 / 64
+"""Share of their confirming passes that the costs of smaller passes lose with each pass: usually, and if a smaller pass
+seems to take longer than the pass, so that its cost must be outdated."""
+MAX_CONFIRMING_PASSES = 16.0
+"""Maximum number of confirming passes that count, so that they fade within a hundred passes once a cost is outdated."""
+OUTDATED_RATIO = 1.15
+"""A cost is outdated if it is at least this many times the cost of a larger pass."""
 CONTEXT_STEP = 64
 """Number of tokens by which the context length must change before the costs are computed again."""
 
@@ -299,6 +304,8 @@ def learn_cost(at: int, nodes: int, seconds: float) -> None:
         if change < -FASTER_DEVIATION:
             rate = max(rate, FASTER_LEARNING_RATE)
         costs.corrections[size_index] *= 1 + rate * part * change
-        costs.passes[size_index] += part * confirmed
+        costs.passes[size_index] = min(MAX_CONFIRMING_PASSES, costs.passes[size_index] + part * confirmed)
+    limit = OUTDATED_RATIO * estimated_cost(costs, nodes)
     for size_index in range(size if share == 1 else smaller):
-        costs.passes[size_index] *= 1 - FADING
+        is_outdated = costs.seconds[size_index] * costs.corrections[size_index] > limit
+        costs.passes[size_index] *= 1 - (OUTDATED_FADING if is_outdated else FADING)

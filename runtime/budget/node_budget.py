@@ -13,6 +13,7 @@ import numpy.typing as npt
 from hdtool.runtime.budget.cost_curve import (
     COSTS,
     MAX_CHOSEN_NODES,
+    OUTDATED_RATIO,
     PASS_SIZES,
     MeasuredCosts,
     PassCosts,
@@ -42,8 +43,6 @@ CONFIRMED_PASSES = 3.0
 WORTH_TRYING, CLEARLY_FASTER = 1.2, 1.5
 """Thresholds for trying a pass whose cost is unconfirmed. Drafts that do not seem to pay are tried if they multiply the
 expected tokens of a step by the first factor; a plain pass is tried unless drafts seem faster by the second factor."""
-OUTDATED_RATIO = 1.15
-"""A plain pass estimated to take this many times as long as a larger pass is tried, however fast drafts seem."""
 MIN_DRAFTED_NODES = PASS_SIZES[3]
 """Smallest ``max_nodes`` of a budget that chooses by cost, other than 0 while drafting is paused."""
 Probs = npt.NDArray[np.floating[Any]]
@@ -179,6 +178,12 @@ class MeasuredBudget(AdaptiveBudget):
         """Number of passes at the last call of ``choose_size``, and the time of that call."""
         self._outside = SmoothedSeconds(overhead)
 
+    @property
+    def max_nodes(self) -> int:
+        if not (nodes := super().max_nodes):
+            self._costs.update()  # in a pause, nothing else learns from the plain passes
+        return nodes
+
     def choose_size(self, probs: Probs) -> int:
         self._costs.update()
         self._measure_overhead()
@@ -257,7 +262,8 @@ def best_size(gain: Probs, first: int, overhead: float, costs: Any) -> tuple[int
     pays = speedup > 1.0
     if pays:
         is_outdated = estimated_cost(costs, first) > OUTDATED_RATIO * plain
-        # In a batch, drafts gain little, and a single plain pass confirms the cost for all sequences.
+        # If a plain pass seems slower than a larger one, its cost is outdated, and drafts only seem fast. In a batch,
+        # drafts gain little, and a single plain pass confirms the cost for all sequences.
         is_worthwhile = is_outdated or speedup < CLEARLY_FASTER or gain[0] > 1
         tries = is_worthwhile and confirming_passes(costs, first) < CONFIRMED_PASSES
     else:

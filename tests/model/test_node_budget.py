@@ -456,6 +456,21 @@ def test_a_cost_that_rises_is_found_out_although_larger_passes_seemed_to_pay() -
     assert found[-100:].count(0) > 90
 
 
+def test_a_plain_pass_is_timed_again_when_passes_become_faster() -> None:
+    """A conversation with a short context follows one with a long context, of which the costs know nothing."""
+    budget, log = budget_of([2 * seconds for seconds in STEEP], is_confirmed=False)
+    probs = np.array([0.4])
+    true = dict(zip(MEASURED_NODES, STEEP, strict=True))
+
+    def ask() -> int:
+        return budget.choose_size(probs) if budget.max_nodes else 0
+
+    verified(ask, log, lambda nodes: 2 * true[nodes], 300)
+    budget._costs._record["corrections"][1:4] /= 2  # passes with a node were faster first
+    found = verified(ask, log, true.__getitem__, 300)
+    assert found[-100:].count(0) > 90
+
+
 def test_costs_that_passes_confirm_are_seldom_tried_again() -> None:
     steep, log = budget_of(STEEP, is_confirmed=False)
     probs = np.full(3, 0.3)
