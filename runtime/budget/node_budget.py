@@ -321,6 +321,10 @@ class SharedCosts:
         """Return the costs for the smallest measured number of slots not below ``slots``, or else for the largest."""
         return self._costs[min((known for known in self._costs if known >= slots), default=max(self._costs))]
 
+    def learn(self) -> None:
+        """Learn from the last pass; in a pause, no sizes are chosen and nothing else learns from it."""
+        self.costs(max(1, self.log.slots)).update()
+
     def choose_sizes(self, budgets: Sequence[SharedBudget], probs: Sequence[Probs]) -> list[int]:
         """Return how many nodes of each budget's tree to verify.
 
@@ -380,6 +384,12 @@ class SharedBudget(AdaptiveBudget):
         given = np.array([(self._at, MAX_CHOSEN_NODES, 0)]), np.zeros((1, MAX_CHOSEN_NODES))
         choose_batch_nodes(*given, 1, 0, True, overhead, shared_costs.costs(1).address, 0)
         self._record["pause"] = 0
+
+    @property
+    def max_nodes(self) -> int:
+        if not (nodes := super().max_nodes):
+            self.shared_costs.learn()
+        return nodes
 
     def choose_size(self, probs: Probs) -> int:
         return self.shared_costs.choose_sizes([self], [probs])[0]

@@ -265,6 +265,18 @@ def test_slow_drafts_pause_in_a_batch_too(slots: int) -> None:
         assert (awake < 20 * slots) is rests
 
 
+@pytest.mark.parametrize("slots", [1, 4])
+def test_plain_passes_in_a_pause_correct_the_costs(slots: int) -> None:
+    log = PassLog()
+    budgets = together_by(log, {slots: curve_of([2 * seconds for seconds in STEEP])}, slots)
+    for budget in budgets:
+        budget.apply_choice(8, log.passes + 20)  # a pause of 20 steps
+    for _ in range(15):
+        log.add(1.0, 0, slots)
+        assert not any(budget.max_nodes for budget in budgets)
+    assert cost_of_plain(budgets[0].shared_costs.costs(slots)) == pytest.approx(1.0, rel=0.1)
+
+
 def test_a_batch_confirms_what_a_plain_pass_takes() -> None:
     """However fast drafts seem: a plain pass measured while the machine was busy would else never be corrected."""
     log = PassLog()
