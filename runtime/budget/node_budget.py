@@ -134,7 +134,13 @@ class AdaptiveBudget(Uncopyable):
 
     @property
     def max_nodes(self) -> int:
-        return 0 if self._step() < self._paused_until else self._max_nodes
+        if self._step() < self._paused_until:
+            self._learn()  # in a pause, no size is chosen and nothing else learns from the plain passes
+            return 0
+        return self._max_nodes
+
+    def _learn(self) -> None:
+        """Correct the costs by the last pass, if they are measured."""
 
     def set_draft_seconds(self, seconds: float) -> None:
         self._record["draft_seconds"] = seconds
@@ -178,14 +184,11 @@ class MeasuredBudget(AdaptiveBudget):
         """Number of passes at the last call of ``choose_size``, and the time of that call."""
         self._outside = SmoothedSeconds(overhead)
 
-    @property
-    def max_nodes(self) -> int:
-        if not (nodes := super().max_nodes):
-            self._costs.update()  # in a pause, nothing else learns from the plain passes
-        return nodes
+    def _learn(self) -> None:
+        self._costs.update()
 
     def choose_size(self, probs: Probs) -> int:
-        self._costs.update()
+        self._learn()
         self._measure_overhead()
         return super().choose_size(probs)
 
@@ -321,10 +324,6 @@ class SharedCosts:
         """Return the costs for the smallest measured number of slots not below ``slots``, or else for the largest."""
         return self._costs[min((known for known in self._costs if known >= slots), default=max(self._costs))]
 
-    def learn(self) -> None:
-        """Learn from the last pass; in a pause, no sizes are chosen and nothing else learns from it."""
-        self.costs(max(1, self.log.slots)).update()
-
     def choose_sizes(self, budgets: Sequence[SharedBudget], probs: Sequence[Probs]) -> list[int]:
         """Return how many nodes of each budget's tree to verify.
 
@@ -385,11 +384,9 @@ class SharedBudget(AdaptiveBudget):
         choose_batch_nodes(*given, 1, 0, True, overhead, shared_costs.costs(1).address, 0)
         self._record["pause"] = 0
 
-    @property
-    def max_nodes(self) -> int:
-        if not (nodes := super().max_nodes):
-            self.shared_costs.learn()
-        return nodes
+    def _learn(self) -> None:
+        log = self.shared_costs.log
+        self.shared_costs.costs(max(1, log.slots)).update()
 
     def choose_size(self, probs: Probs) -> int:
         return self.shared_costs.choose_sizes([self], [probs])[0]
