@@ -1,5 +1,6 @@
 """Shared set-up: quiet libraries, one thread a worker, no network, a home of the tests' own."""
 
+import gc
 import os
 from collections import defaultdict
 from importlib.util import find_spec
@@ -61,6 +62,14 @@ def _set_up_libraries(max_examples: int) -> None:
         "hdtool", deadline=None, derandomize=True, print_blob=True, max_examples=max_examples
     )
     hypothesis.settings.load_profile("hdtool")
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()  # collections need not look again at libraries and tests
+
+
+def pytest_sessionfinish() -> None:
+    gc.unfreeze()  # nanobind reports objects that are left at exit
 
 
 @pytest.hookimpl(tryfirst=True)  # before tests are deselected by their marks

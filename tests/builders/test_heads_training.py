@@ -87,7 +87,7 @@ def trained(
 
 
 @each_kind
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 def test_heads_learn_what_the_model_says(kind: str, tmp_path: Path) -> None:
     """The model has 97 tokens, of which chance finds one in a hundred."""
     learned, config = texts(10), TrainConfig(epochs=60, batch=5, learning_rate=0.01, val_fraction=0.1)
@@ -212,7 +212,7 @@ def test_the_loss_of_a_draft_is_that_of_its_path(kind: str, family: str) -> None
 
 
 @pytest.mark.parametrize("kind", ["hydra", "mtp"])
-@pytest.mark.one_in(2)
+@pytest.mark.long
 def test_an_easy_text_is_learned_far_above_chance(kind: str, tmp_path: Path) -> None:
     """Tokens that count up: only the token before says which comes next, and chance finds one in 97."""
 

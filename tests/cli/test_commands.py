@@ -269,7 +269,7 @@ def test_verify_says_how_many_answers_were_identical(capfd: pytest.CaptureFixtur
 DRAWN = ["--temperature", "0.8", "--top-p", "0.9", "--repetition-penalty", "1.1"]
 
 
-@pytest.mark.each_value
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("drawn", [True, False])
 @pytest.mark.parametrize("method", SHIPPED)
 def test_every_method_is_verified(method: str, drawn: bool, capfd: pytest.CaptureFixture[str]) -> None:

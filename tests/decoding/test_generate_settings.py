@@ -161,7 +161,7 @@ def value_of(name: str, value: Any, plain: list[int]) -> Any:
 
 
 @pytest.mark.parametrize("name", GREEDY)
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 def test_a_setting_of_the_model_is_applied_as_in_generate(name: str, loaded: Loaded, plain: list[int]) -> None:
     ids = encode_conversation(loaded.tokenizer, ASKED)
     setattr(loaded.target.model.generation_config, name, value_of(name, GREEDY[name], plain))
@@ -180,6 +180,7 @@ def test_a_setting_of_the_model_is_applied_as_in_generate(name: str, loaded: Loa
 
 
 @pytest.mark.parametrize("name", [*SAMPLED, *(name for name in GREEDY if "suppress" in name or "penalty" in name)])
+@pytest.mark.one_in(2)
 def test_sampled_scores_are_those_of_generate(name: str, loaded: Loaded, plain: list[int]) -> None:
     """From the raw logits that generate had, the prepared processors compute its scores, in every step."""
     ids = encode_conversation(loaded.tokenizer, ASKED)

@@ -268,6 +268,7 @@ def interrupting(module: torch.nn.Module) -> Iterator[list[int]]:
 
 
 @pytest.mark.parametrize("layer", [1, -1])
+@pytest.mark.one_in(2)
 def test_after_an_interrupt_inside_a_pass_the_conversation_goes_on(hybrid: Loaded, layer: int) -> None:
     model: Any = hybrid.target.model
     first = encoded(hybrid, 1)[0]

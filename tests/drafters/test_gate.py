@@ -129,6 +129,7 @@ MAKERS: dict[str, Callable[[Path], tuple[Target, TrainedDrafter]]] = {
 
 
 @pytest.mark.parametrize("kind", MAKERS)
+@pytest.mark.one_in(2)
 def test_pauses_change_no_token(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sequential, "LONG_PAUSE", 4)
     monkeypatch.setattr(sequential, "READ_AFTER_PAUSE", 3)

@@ -90,7 +90,7 @@ def check(tree: DraftTree, probs: Probs, vocabulary: int, max_nodes: int) -> Non
         assert set(tree.sources.tolist()) <= {1, 2, 3, 5, 6, 7, 12, 13}
 
 
-@pytest.mark.each_value
+@pytest.mark.one_in(10)
 @pytest.mark.parametrize("shard_bytes", [1 << 20, 700])
 @pytest.mark.parametrize("vocabulary", [50, 70_000])
 @pytest.mark.parametrize("used", ["C", "H", "M", "CH", "CM", "S", "CMS", "L", "R", "CL", "CMR", "CHMSLR"])
@@ -410,6 +410,7 @@ def test_every_combination_of_sources_says_the_same(sampling: SamplingConfig, tm
 
 @pytest.mark.parametrize("times", [15, pytest.param(40, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("part", ["slots", "keys", "rows", "documents", "suffixes", "heads", "signposts", "shards"])
+@pytest.mark.one_in(2)
 def test_damage_costs_a_draft_at_worst(part: str, times: int, tmp_path: Path) -> None:
     chance = random.Random(part)
     documents = random_documents(3, 50, 60)

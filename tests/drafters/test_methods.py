@@ -135,12 +135,12 @@ def test_a_process_compiles_ahead_only_what_was_never_compiled(monkeypatch: pyte
     monkeypatch.setattr("os.cpu_count", lambda: 2)
     methods.compile_hierarchy()
     assert is_cached(grow_all)
-    for config, known in ((DecodeConfig(), True), (DecodeConfig("ar"), False)):
+    for names, known in ((["hd"], True), (["ar", "pld"], False)):
         monkeypatch.setattr(methods, "is_cached", lambda _, known=known: known)
-        methods.compile_ahead(config)
+        methods.compile_ahead(*names)
         methods.finish_compiling()
         assert not written.exists()
-    methods.compile_ahead(DecodeConfig())
+    methods.compile_ahead("ar", "hd+logitspec")
     methods.finish_compiling()
     assert written.exists()
 
@@ -151,7 +151,7 @@ def test_a_process_that_fails_or_hangs_does_not_stop_this_one(monkeypatch: pytes
     monkeypatch.setattr(methods, "MAX_COMPILE_SECONDS", 1.0)
     monkeypatch.setattr(methods, "is_cached", lambda _: False)
     monkeypatch.setattr("os.cpu_count", lambda: 2)
-    methods.compile_ahead(DecodeConfig())
+    methods.compile_ahead("hd")
     assert drafter_with_budget(FixedBudget, DecodeConfig(), StoreSet(history=History()))
 
 

@@ -320,6 +320,7 @@ def test_a_benchmarks_answers_are_conversations() -> None:
 # The commands ----------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_a_replay_makes_a_page(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     trace = {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "one two " * 40}]}
     (tmp_path / "traces.jsonl").write_text(json.dumps(trace) + "\n", encoding="utf-8")
@@ -336,6 +337,7 @@ def test_a_replay_makes_a_page(tmp_path: Path, capfd: pytest.CaptureFixture[str]
     }
 
 
+@pytest.mark.long
 def test_a_benchmark_makes_a_page(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "report"
     quick = ["--num-prompts", "2", "--max-new-tokens", "6", "--warm-up", "0", "--quiet", "--methods", "ar,pld"]

@@ -378,6 +378,7 @@ class Puts(BaseStreamer):
 
 
 @pytest.mark.parametrize("name", ["generate-pld", "generate-assisted"])
+@pytest.mark.one_in(2)
 def test_steps_of_the_library_are_counted_as_it_takes_them(embedded: Loaded, name: str) -> None:
     lineup = ContenderFactory(embedded, StoreSet(), ModelConfig(), DecodeConfig(max_new_tokens=40), SamplingConfig())
     contender = lineup.contenders([name], str(demo.MODEL))[name]

@@ -50,6 +50,7 @@ def all_methods(embedded: Loaded) -> ContenderFactory:
 
 
 @pytest.mark.parametrize("name", METHODS_THAT_DRAFT)
+@pytest.mark.one_in(2)
 def test_nothing_learned_before_shows_in_cold_answers(
     embedded: Loaded, all_methods: ContenderFactory, name: str
 ) -> None:

@@ -120,6 +120,7 @@ def test_greedy_equals_generate(family: str, options: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("options", WARPERS.values(), ids=WARPERS)
+@pytest.mark.one_in(2)
 def test_a_sampled_answer_is_made_from_the_scores_of_generate(options: dict[str, Any]) -> None:
     """Its own scores, in every step, are those that generate gives to the same context."""
     model: Any = model_of("llama")

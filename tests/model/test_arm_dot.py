@@ -45,6 +45,7 @@ def test_extensions_that_numba_is_set_to_count() -> None:
 
 @pytest.mark.parametrize("rows", [1, INT8_TILE_ROWS])
 @pytest.mark.parametrize("kind", [pytest.param(kind, id=form.name) for kind, form in FORMAT_OF_TYPE.items()])
+@pytest.mark.one_in(2)
 def test_every_format_is_multiplied_with_it(kind: object, rows: int) -> None:
     code = assembly_of(Processor("neoverse-n1", ""), panel_tile(rows, DOT_OF_SIGNED), kind)
     assert "sdot" in code and "smull" not in code

@@ -69,8 +69,8 @@ NOT_CAPTURED = {"falcon": "cannot copy from memory that is not pinned during a c
 """Families whose code a graph cannot record, and why: Falcon makes a tensor of a number of the host in each layer."""
 BY_LEVELS = {"jamba"}
 """Families whose passes depend on the shape of the tree, so that none is captured."""
-SOON = "llama", "qwen3_5"
-"""Families of the quick suite: the usual layers, and recurrent ones."""
+FIRST = "llama", "qwen3_5"
+"""Families that stand for the others: the usual layers, and recurrent ones."""
 OFTEN = ("gpt_oss", "deepseek_v3", "falcon"), ("qwen3_5", "jamba")
 """Families of the long suite, each of a kind of its own; the exhaustive one has all."""
 AT_ONCE = 5
@@ -95,7 +95,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(
     scope="module",
-    params=[SOON, pytest.param(tuple(name for name in KERNELS if name not in SOON), marks=pytest.mark.long)],
+    params=[pytest.param(names, marks=pytest.mark.long) for names in (FIRST, tuple(sorted({*KERNELS} - {*FIRST})))],
     ids=" and ".join,
 )
 def answers(home: Path, request: pytest.FixtureRequest) -> dict[str, Any]:
@@ -168,9 +168,10 @@ def test_the_kernels_of_a_step_are_bounded(answers: dict[str, Any]) -> None:
             assert few - layers * per_layer <= budget.others, (family, way)
 
 
+@pytest.mark.long
 def test_a_step_with_recurrent_layers_waits_once(home: Path) -> None:
     """The states of the accepted path are written after a step, of all layers at once."""
-    answers = scenarios(home, "answers", *SOON)["answers"]
+    answers = scenarios(home, "answers", *FIRST)["answers"]
     assert not answers["faults"]
     found = answers["qwen3_5"]
     assert {way: answer["tokens"] for way, answer in found["ways"].items()} == found["expected"]

@@ -106,12 +106,12 @@ CASES: dict[str, dict[str, Any]] = {
     "one row": {"rows": 1, "heads": 4, "keys": 2, "width": 32, "lengths": [100]},
     "one head of keys": {"rows": 8, "heads": 4, "keys": 1, "width": 64, "lengths": [300]},
     "an odd width, a batch": {"rows": 16, "heads": 6, "keys": 2, "width": 80, "lengths": [5, 517]},
-    "a window": {"rows": 33, "heads": 8, "keys": 2, "width": 16, "lengths": [500], "window": 64},
+    "a window": {"rows": 33, "heads": 4, "keys": 2, "width": 16, "lengths": [500], "window": 64},
     "windows of a batch": {"rows": 8, "heads": 4, "keys": 4, "width": 32, "lengths": [0, 63, 64], "window": 16},
     "bounded scores": {"rows": 5, "heads": 4, "keys": 2, "width": 16, "lengths": [90], "softcap": 2.0},
     "sinks": {"rows": 5, "heads": 4, "keys": 2, "width": 16, "lengths": [90, 2], "sinks": True},
     "values of another width": {"rows": 5, "heads": 2, "keys": 2, "width": 24, "values": 16, "lengths": [40]},
-    "the largest tree": {"rows": 65, "heads": 4, "keys": 2, "width": 16, "lengths": [200]},
+    "the largest tree": {"rows": 65, "heads": 2, "keys": 1, "width": 16, "lengths": [200]},
 }
 
 

@@ -303,6 +303,7 @@ def written(tmp_path: Path) -> tuple[Path, HistoryManifest]:
 
 @pytest.mark.parametrize("part", HISTORY_FILES)
 @pytest.mark.parametrize("size", [None, 0, 1, 5_000, 20_000, -1])
+@pytest.mark.one_in(2)
 def test_a_file_that_is_cut_off_is_named(part: str, size: int | None, written: tuple[Path, HistoryManifest]) -> None:
     folder, manifest = written
     path = manifest.path(folder, part)
