@@ -71,7 +71,7 @@ def bench_shape(
     quiet: options.Quiet = False,
     as_json: options.JsonObject = False,
 ) -> None:
-    """Time a shape of model on recorded answers.
+    """Benchmark methods on a model shape with recorded answers.
 
     Every step runs a real forward pass of a model with random weights; the accepted tokens are those of the recorded
     answers. So the speed of a large model can be measured without its weights.

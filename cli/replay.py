@@ -176,7 +176,7 @@ def _refuse_unranked(methods: Sequence[str], *, ranked: bool) -> None:
     if reading and not ranked:
         raise OptionError(
             f"method {reading[0]} drafts from the model's logits, which these recordings lack: record them with "
-            "hdtool collect --rankings 64"
+            "hdtool collect --rankings 61"
         )
 
 

@@ -40,7 +40,7 @@ def serve(
     sampling: Annotated[SamplingConfig, without("seed", "stop", temperature=1.0)],
     loading: Annotated[ModelConfig, without().as_argument()],
 ) -> None:
-    """Serve a model by the APIs of OpenAI and Anthropic.
+    """Serve a model through the OpenAI and Anthropic APIs.
 
     Answers of several requests are generated in one batch. The sampling options hold for requests that leave them
     open, and so does --max-new-tokens. Needs the extra server, pip install ".[server]". hdtool serve --engine vllm

@@ -325,7 +325,7 @@ class Answerer:
     ) -> None:
         """``rankings`` is the number of the target's top tokens to record at each position of an answer."""
         check_decoding(decoding)
-        compile_ahead(decoding)
+        compile_ahead(decoding.method)
         self.loaded = load(model)
         refuse_settings(self.loaded.target.model.generation_config)
         self.store_set = StoreSet.for_tokenizer(

@@ -53,7 +53,7 @@ from hdtool.runtime.config import (
     StoresConfig,
 )
 from hdtool.runtime.drafter import Drafter
-from hdtool.runtime.drafters.methods import drafter_with_budget
+from hdtool.runtime.drafters.methods import compile_ahead, drafter_with_budget, finish_compiling
 from hdtool.runtime.drafters.trained.select_drafter import methods_with_drafters
 from hdtool.runtime.environment import describe_environment, dtype_name, set_num_threads
 from hdtool.runtime.kernels.linear import has_compiled_layers, share_weights
@@ -263,7 +263,9 @@ class BenchPlan:
         if grammars and (excluded := [name for name in self.bench.methods or () if name in WITHOUT_GRAMMARS]):
             raise OptionError(f"{excluded[0]} cannot be measured on answers that follow a grammar: leave it out")
         set_num_threads(self.bench.threads)
+        compile_ahead(*self.bench.methods or METHODS)
         loaded = load(self.model)
+        finish_compiling()
         letters = {
             letter for name in self.bench.methods or METHODS if name in METHODS for letter in METHODS[name].databases
         }

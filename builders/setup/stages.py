@@ -48,7 +48,7 @@ from hdtool.data.stores.store_files import MANIFEST, holds_manifest
 from hdtool.data.texts_and_traces import Record, RecordReader, read_traces
 from hdtool.runtime.budget.cost_curve import CostCurve
 from hdtool.runtime.budget.measure_passes import context_lengths_for, measure_cost_curve, save_at_home
-from hdtool.runtime.config import CostConfig, DecodeConfig, ModelConfig, StoresConfig
+from hdtool.runtime.config import CostConfig, ModelConfig, StoresConfig
 from hdtool.runtime.config.building import SetupConfig
 from hdtool.runtime.drafters.methods import compile_ahead, finish_compiling
 from hdtool.runtime.environment import device_name, dtype_name, machine
@@ -139,14 +139,14 @@ class Stages:
     def run(self, on_stage: Callable[[str], None]) -> None:
         """Run all unfinished stages, calling ``on_stage`` with the name of every stage before it runs or is skipped."""
         self._stores.check()
-        if "replay" not in self._folder.stages:
-            compile_ahead(DecodeConfig())
         self._folder.keep_measurements(self._conditions(self._checkpoint))
         self._folder.forget(*self._outdated(self._stores))
         for name, (_, run) in self._stages.items():
             on_stage(name)
             if name not in self._folder.stages:
                 self._folder.finish(name, run())
+            if name == "read" and "replay" not in self._folder.stages:  # the logs can be read, so it is worth it
+                compile_ahead("hd")
 
     def remaining(self) -> list[str]:
         """Return the names of the stages to run; without local weights, they include all that depend on weights."""

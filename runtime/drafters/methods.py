@@ -60,9 +60,9 @@ _compiling: list[Popen[bytes]] = []
 """The process that compiles ``hd``, while it runs."""
 
 
-def compile_ahead(config: DecodeConfig) -> None:
-    """If ``hd`` was never compiled on this machine, begin it in another process, while this one loads a model."""
-    if config.method not in HIERARCHIES or _compiling or is_cached(grow_all) or (os.cpu_count() or 1) < 2:
+def compile_ahead(*methods: str) -> None:
+    """If a method needs ``hd``, compile it in another process while this one loads a model, unless it is cached."""
+    if not {*HIERARCHIES} & {*methods} or _compiling or is_cached(grow_all) or (os.cpu_count() or 1) < 2:
         return
     with suppress(OSError):  # this process compiles it later
         program = [sys.executable, "-c", COMPILE_HIERARCHY]
