@@ -417,7 +417,7 @@ def _has_same_outputs(experts: Any) -> bool:
 
 
 def _first_experts(experts: Any) -> Any:
-    """Return a copy with only the first ``CHECKED_EXPERTS`` experts, because transformers may expand all weights."""
+    """Return a copy of the module with its first ``CHECKED_EXPERTS`` experts: transformers may expand all of them."""
     subset = copy(experts)
     subset._parameters = {name: weight[:CHECKED_EXPERTS] for name, weight in experts._parameters.items()}
     subset.num_experts = min(CHECKED_EXPERTS, experts.num_experts)
