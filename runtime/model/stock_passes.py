@@ -158,7 +158,7 @@ class StockPasses:
     def _over(
         self, trees: Sequence[DraftTree], slots: Sequence[Slot], states: States | None, cache: LibraryCache
     ) -> Iterator[None]:
-        """Run recurrent layers over trees within the block; at its end, give each slot the states after its tree's rows."""
+        """Run recurrent layers over trees within the block, then give each slot the states after its tree's rows."""
         if self.recurrent is None or states is None:
             yield
             return

@@ -107,7 +107,7 @@ class PromptLookup:
         return tree
 
     def observe(self, accepted: Accepted, verified: Verified) -> None:
-        """Update the rates, also for candidates that were not drafted: the answer shows if the model would accept them."""
+        """Update the rates, also for candidates that were not drafted: the answer shows if the model accepts them."""
         for place, (drafted, token) in enumerate(zip(self._chain.tolist(), accepted.tokens, strict=False)):
             length = self._matched + place
             fading = min(1.0, FITTED_WINDOW / self._seen[length])
