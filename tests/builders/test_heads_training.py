@@ -87,7 +87,7 @@ def trained(
 
 
 @each_kind
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(2)
 def test_heads_learn_what_the_model_says(kind: str, tmp_path: Path) -> None:
     """The model has 97 tokens, of which chance finds one in a hundred."""
     learned, config = texts(10), TrainConfig(epochs=60, batch=5, learning_rate=0.01, val_fraction=0.1)

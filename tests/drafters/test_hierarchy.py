@@ -90,7 +90,7 @@ def check(tree: DraftTree, probs: Probs, vocabulary: int, max_nodes: int) -> Non
         assert set(tree.sources.tolist()) <= {1, 2, 3, 5, 6, 7, 12, 13}
 
 
-@pytest.mark.one_in(10)
+@pytest.mark.each_value
 @pytest.mark.parametrize("shard_bytes", [1 << 20, 700])
 @pytest.mark.parametrize("vocabulary", [50, 70_000])
 @pytest.mark.parametrize("used", ["C", "H", "M", "CH", "CM", "S", "CMS", "L", "R", "CL", "CMR", "CHMSLR"])

@@ -127,7 +127,7 @@ class Checked:
 
 @pytest.mark.parametrize("capture", [never, lambda device: Rehearsed()], ids=["as they come", "recorded"])
 @each_kind
-@pytest.mark.one_in(6)
+@pytest.mark.one_in(3)
 def test_rankings_are_those_of_the_whole_conversation(config: HeadsConfig, capture: CaptureMaker) -> None:
     target = Target(model_of("llama"), capture)
     assert target.captures is (capture is not never)
