@@ -12,8 +12,10 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
+from hdtool.runtime.kernels.compiled import Array, compiled
 from hdtool.runtime.kernels.gemm_tiles import unpack_matrix
 from hdtool.runtime.kernels.matrix_formats import FORMATS_BY_GGUF_TYPE, INT4, INT8, BlockFormat
 
@@ -198,7 +200,7 @@ class PackedExperts(PackedMatrix):
         return super().viewed(operation, args)
 
 
-MAX_QUANTIZED_VALUES = 1 << 20
+MAX_QUANTIZED_VALUES = 1 << 18
 """Number of weights quantized at a time, to limit memory."""
 FORMATS_BY_NAME = {format.name: format for format in FORMATS_BY_GGUF_TYPE.values()}
 Q8_0, Q4_0 = FORMATS_BY_NAME["Q8_0"], FORMATS_BY_NAME["Q4_0"]
@@ -211,47 +213,72 @@ def quantize_matrix(weight: torch.Tensor, format: BlockFormat) -> PackedMatrix |
     blocks = torch.empty(rows, format.row_bytes(columns), dtype=torch.uint8)
     quantize = QUANTIZERS[format.name]
     step = max(1, MAX_QUANTIZED_VALUES // columns)
+    numbers = torch.empty(min(step, rows), columns)
     for first in range(0, rows, step):
-        part = weight[first : first + step].detach().float().reshape(-1, format.block_size)
-        scales, levels = quantize(part)
-        half_scales = scales.half()
-        if not (part.isfinite().all() and half_scales.isfinite().all()):
-            return None
         target = blocks[first : first + step].view(-1, format.bytes)
-        target[:, :HALF_SIZE] = half_scales.view(torch.uint8)
-        target[:, HALF_SIZE:] = levels
+        part = numbers[: min(step, rows - first)].copy_(weight[first : first + step].detach())
+        scales = quantize(part.numpy().reshape(-1, format.block_size), target[:, HALF_SIZE:].numpy())
+        half_scales = torch.from_numpy(scales).half()
+        if not half_scales.isfinite().all():
+            return None
+        target[:, :HALF_SIZE] = half_scales[:, None].view(torch.uint8)
     return PackedMatrix(blocks, format)
 
 
-def _q8_0(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    scales = blocks.abs().amax(1, keepdim=True) / 127
-    return scales, _nearest(blocks * _inverse(scales)).to(torch.int8).view(torch.uint8)
+@compiled
+def _q8_0(blocks: Array, levels: Array) -> Array:
+    """Write the levels of blocks ``[blocks, numbers]``, rounded to nearest with ties away from zero.
+
+    Return the scales, which are infinite or NaN if a number is.
+    """
+    count, size = blocks.shape
+    scales = np.empty(count, np.float32)
+    for block in range(count):
+        scales[block] = abs(_largest_of(blocks[block])) / np.float32(127)
+        inverse = np.float32(1) / scales[block] if scales[block] else np.float32(0)
+        for place in range(size):
+            number = blocks[block, place] * inverse
+            magnitude = abs(number)
+            whole = np.floor(magnitude)
+            level = np.int64(whole + np.floor(np.float32(2) * (magnitude - whole)))
+            levels[block, place] = np.uint8(-level if number < 0 else level)
+    return scales
 
 
-def _q4_0(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    magnitudes, columns = blocks.abs(), torch.arange(blocks.shape[1])
-    is_largest = magnitudes == magnitudes.amax(1, keepdim=True)
-    # Take the first of equals, which argmax doesn't guarantee.
-    first = torch.where(is_largest, columns, len(columns) - 1).amin(1, keepdim=True)
-    scales = blocks.gather(1, first) / -8
-    levels = (blocks * _inverse(scales) + 8.5).clamp(0, 15).to(torch.uint8)
-    half = levels.shape[1] // 2
-    return scales, levels[:, :half] | levels[:, half:] << 4
+@compiled
+def _q4_0(blocks: Array, levels: Array) -> Array:
+    """Write two levels of blocks ``[blocks, numbers]`` to each byte; return the scales as ``_q8_0`` does."""
+    count, size = blocks.shape
+    half = size // 2
+    scales = np.empty(count, np.float32)
+    for block in range(count):
+        scales[block] = _largest_of(blocks[block]) / np.float32(-8)
+        inverse = np.float32(1) / scales[block] if scales[block] else np.float32(0)
+        for place in range(half):
+            low = _q4_0_level(blocks[block, place], inverse)
+            levels[block, place] = low | _q4_0_level(blocks[block, place + half], inverse) << 4
+    return scales
 
 
-QUANTIZERS: dict[str, Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]] = {"Q8_0": _q8_0, "Q4_0": _q4_0}
-"""Maps a format name to a function that returns the scales and packed levels of blocks ``[blocks, numbers]``."""
+@compiled
+def _largest_of(numbers: Array) -> float:
+    """Return the first of the numbers of largest magnitude; NaN if one is infinite or NaN."""
+    largest, is_finite = np.float32(0), True
+    for number in numbers:
+        is_finite &= np.isfinite(number)
+        if abs(number) > abs(largest):
+            largest = number
+    return largest if is_finite else np.float32(np.nan)
 
 
-def _inverse(scales: torch.Tensor) -> torch.Tensor:
-    return torch.where(scales == 0, 0, 1 / scales)
+@compiled
+def _q4_0_level(number: float, inverse: float) -> int:
+    level = number * inverse + np.float32(8.5)
+    return np.uint8(min(max(level, np.float32(0)), np.float32(15)))
 
 
-def _nearest(numbers: torch.Tensor) -> torch.Tensor:
-    """Round to nearest, ties away from zero."""
-    magnitudes = numbers.abs()
-    whole = magnitudes.floor()
-    return torch.copysign(whole + (2 * (magnitudes - whole)).floor(), numbers)
+QUANTIZERS: dict[str, Callable[[Array, Array], Array]] = {"Q8_0": _q8_0, "Q4_0": _q4_0}
+"""Maps a format name to a function that writes the levels of blocks ``[blocks, numbers]`` and returns the scales."""
 
 
 ACTIVATION_ATTRIBUTES = ("act_quant_kwargs", "act_quant_scale", "act_quant_zero_point", "act_pre_scale")

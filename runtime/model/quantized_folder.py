@@ -1,7 +1,7 @@
 """Quantizes each checkpoint once to Q8_0 or Q4_0 blocks, which are kept in hdtool's home.
 
-Only linear layers and embeddings are quantized. Embeddings and the output layer use Q8_0 with either scheme, because
-their error reaches every logit.
+Only linear layers, experts and embeddings are quantized, not the routers that choose experts. Embeddings and the output
+layer use Q8_0 with either scheme, because their error reaches every logit.
 """
 
 from __future__ import annotations
@@ -26,15 +26,24 @@ from hdtool.data.errors import ModelError, os_errors_as
 from hdtool.data.output_files import OutputFile, is_json_with, json_object, sync_to_disk
 from hdtool.data.stores.home import quantized_at_home, quantized_models_at_home
 from hdtool.runtime.kernels.compact_weight import CompactWeight, narrowed
+from hdtool.runtime.kernels.experts import WEIGHTS, arrange_experts, matrices_of
 from hdtool.runtime.kernels.gemm import COLUMN_MULTIPLE
-from hdtool.runtime.kernels.packed_matrix import FORMATS_BY_NAME, Q4_0, Q8_0, PackedMatrix, quantize_matrix
-from hdtool.runtime.model.compact_layers import is_of_linear_layers, weight_parameters
+from hdtool.runtime.kernels.matrix_formats import BlockFormat
+from hdtool.runtime.kernels.packed_matrix import (
+    FORMATS_BY_NAME,
+    Q4_0,
+    Q8_0,
+    PackedExperts,
+    PackedMatrix,
+    quantize_matrix,
+)
+from hdtool.runtime.model.compact_layers import ParameterRef, is_of_linear_layers, weight_parameters
 from hdtool.runtime.model.gguf.converted_folder import GGUF_SUFFIX, REST, Signature, content_hash, remove_files
 from hdtool.runtime.model.hub import fingerprint_of
 
 MANIFEST = "quantized.json"
-FORMAT = 1
-KEYS = ("scheme", "sha256", "fingerprint", "transformers", "files", "kinds", "seen")
+FORMAT = 2
+KEYS = ("scheme", "sha256", "fingerprint", "transformers", "files", "kinds", "transposed", "seen")
 MAX_SEEN = 16
 Sources = tuple[Signature, ...]
 """Signatures of a checkpoint's files."""
@@ -73,6 +82,8 @@ class QuantizedManifest:
     files: dict[str, KeptFile]
     kinds: dict[str, str]
     """Block format of each quantized weight, by name."""
+    transposed: list[str]
+    """Names of experts ``[experts, columns, rows]``; others are ``[experts, rows, columns]``, as all blocks are."""
     seen: tuple[Sources, ...] = ()
     """Signatures of source files known to have the checkpoint's content, one group per copy of the checkpoint."""
     format: int = FORMAT
@@ -185,7 +196,7 @@ def read_quantized(folder: Path) -> dict[str, torch.Tensor]:
         assert manifest
         blocks, rest = load_file(folder / BLOCKS), load_file(folder / REST)
         weights: dict[str, torch.Tensor] = {
-            name: CompactWeight(PackedMatrix(blocks[name], FORMATS_BY_NAME[kind]))
+            name: CompactWeight(_matrix(blocks[name], FORMATS_BY_NAME[kind], name in manifest.transposed))
             for name, kind in manifest.kinds.items()
         }
     except (AssertionError, OSError, KeyError, SafetensorError) as error:
@@ -194,6 +205,12 @@ def read_quantized(folder: Path) -> dict[str, torch.Tensor]:
         **weights,
         **{name: tensor.float() if tensor.is_floating_point() else tensor for name, tensor in rest.items()},
     }
+
+
+def _matrix(blocks: torch.Tensor, format: BlockFormat, is_transposed: bool) -> PackedMatrix:
+    if blocks.dim() == 2:
+        return PackedMatrix(blocks, format)
+    return PackedExperts([PackedMatrix(blocks.flatten(0, 1), format)], len(blocks), is_transposed=is_transposed)
 
 
 def _key(scheme: str, digest: str) -> str:
@@ -205,18 +222,19 @@ def _make(
     model: Any, name: str, scheme: str, folder: Path, digest: str, sources: Sources, files: Sequence[Path]
 ) -> QuantizedManifest:
     """Quantize a model and write it to a folder; return its manifest. The caller must hold the folder's lock."""
-    blocks, kinds, rest, kept = _quantized_weights(model, SCHEMES[scheme].name)
-    if kept:
-        total = len(kept) + len(kinds)
+    quantized = _quantized_weights(model, SCHEMES[scheme])
+    if kept := quantized.kept:
+        total = len(kept) + len(quantized.kinds)
         print(
             f"note: {len(kept)} of {total} matrices stay as they are ({kept[0]}): their columns are no multiple of "
             f"{COLUMN_MULTIPLE}, or their scales fit no float16",
             file=sys.stderr,
         )
-    _check_room(name, sum(tensor.nbytes for tensor in (*blocks.values(), *rest.values())), folder)
+    stored = *quantized.blocks.values(), *quantized.rest.values()
+    _check_room(name, sum(tensor.nbytes for tensor in stored), folder)
     with scratch_folder(folder) as place:
-        _save(blocks, place / BLOCKS)
-        _save(rest, place / REST)
+        _save(quantized.blocks, place / BLOCKS)
+        _save(quantized.rest, place / REST)
         model.config.save_pretrained(place)
         model.generation_config.save_pretrained(place)
         written = list(place.iterdir())
@@ -230,7 +248,8 @@ def _make(
             fingerprint_of(weights),
             metadata.version("transformers"),
             {file.name: KeptFile.of(file, content_hash(file)) for file in written},
-            kinds,
+            quantized.kinds,
+            quantized.transposed,
         )
         if sources != tuple(map(Signature.of, files)):
             raise ModelError(f"{name} was changed while it was read: run the command again")
@@ -245,38 +264,67 @@ def _make(
     return manifest
 
 
-def _quantized_weights(
-    model: Any, kind: str
-) -> tuple[dict[str, torch.Tensor], dict[str, str], dict[str, torch.Tensor], list[str]]:
-    """Quantize a model's weights; return ``(blocks, kinds, rest, kept)``.
+class _Quantized(NamedTuple):
+    blocks: dict[str, torch.Tensor]
+    """Blocks of each quantized weight, by name: ``[rows, bytes]``, or ``[experts, rows, bytes]``."""
+    kinds: dict[str, str]
+    """Format of each quantized weight, by name."""
+    transposed: list[str]
+    rest: dict[str, torch.Tensor]
+    """All other weights, by name."""
+    kept: list[str]
+    """Names of matrices that could not be quantized."""
 
-    ``blocks`` and ``kinds`` have the blocks and the format of each quantized weight by name, and ``rest`` has all other
-    weights. ``kept`` are the names of matrices that could not be quantized. To save memory, each weight of the model is
-    freed once it is quantized.
-    """
+
+def _quantized_weights(model: Any, format: BlockFormat) -> _Quantized:
+    """Quantize a model's weights; each is freed once it is quantized, to save memory."""
+    arrange_experts(model)
     tables = {id(layer.weight) for layer in (model.get_input_embeddings(), model.get_output_embeddings()) if layer}
-    places = {id(weight): places for places, weight in weight_parameters(model)}
-    blocks, kinds, rest, kept, seen = {}, dict[str, str](), {}, list[str](), set[int]()
+    matrices, fitting = set[int](), set[int]()
+    counts = {len(weight) for refs, weight in weight_parameters(model) if all(map(_is_of_experts, refs))}
+    for refs, weight in weight_parameters(model):
+        is_router = weight.dim() == 2 and len(weight) in counts
+        if all(map(_is_of_experts, refs)) or (all(map(_is_matrix, refs)) and not is_router):
+            matrices.add(id(weight))
+            if is_of_linear_layers(refs):
+                fitting.add(id(weight))
+    quantized, seen = _Quantized({}, {}, [], {}, []), set[int]()
     for name, weight in model.state_dict(keep_vars=True).items():
         if id(weight) in seen:  # a tied weight
             continue
         seen.add(id(weight))
-        if weight.dim() == 2 and id(weight) in places and all(map(_is_matrix, places[id(weight)])):
-            format = FORMATS_BY_NAME["Q8_0" if id(weight) in tables else kind]
-            fits = weight.shape[1] % COLUMN_MULTIPLE == 0 and is_of_linear_layers(places[id(weight)])
-            if fits and (matrix := quantize_matrix(weight, format)):
-                blocks[name], kinds[name] = matrix.blocks, format.name
-                weight.data = weight.data.new_empty(0)
-                continue
-            kept.append(name)
+        kind = Q8_0 if id(weight) in tables else format
+        blocks = _blocks_of(weight, kind) if id(weight) in fitting else None
+        if blocks is not None:
+            quantized.blocks[name], quantized.kinds[name] = blocks, kind.name
+            if not weight.is_contiguous():
+                quantized.transposed.append(name)
+            weight.data = weight.data.new_empty(0)
+            continue
+        if id(weight) in matrices:
+            quantized.kept.append(name)
         narrow = narrowed(weight.detach())
-        rest[name] = (weight.detach() if narrow is None else narrow).contiguous()
-    return blocks, kinds, rest, kept
+        quantized.rest[name] = (weight.detach() if narrow is None else narrow).contiguous()
+    return quantized
 
 
-def _is_matrix(place: tuple[Any, str]) -> bool:
+def _blocks_of(weight: torch.Tensor, format: BlockFormat) -> torch.Tensor | None:
+    """Return the blocks of a matrix or of all experts' matrices, or None if they cannot be quantized."""
+    matrices = matrices_of(weight)
+    if matrices.shape[-1] % COLUMN_MULTIPLE:
+        return None
+    matrix = quantize_matrix(matrices.flatten(0, -2), format)
+    return matrix.blocks.unflatten(0, matrices.shape[:-1]) if matrix else None
+
+
+def _is_matrix(place: ParameterRef) -> bool:
     module, name = place
     return name == "weight" and isinstance(module, torch.nn.Linear | torch.nn.Embedding)
+
+
+def _is_of_experts(place: ParameterRef) -> bool:
+    module, name = place
+    return name in WEIGHTS and module._parameters[name].dim() == 3
 
 
 def _check_room(name: str, needed: int, folder: Path) -> None:

@@ -1,9 +1,12 @@
-"""Measures batched decoding on the embedded model: ``python -m tests.benchmarks.batches``.
+"""Measures batched decoding.
 
-For each batch size, plain decoding and ``hd`` (or another ``--method``) answer the same held-out prompts in turn, in
-one process on the CPU, after a warm-up with the first prompts. The time is that of all answers including prefill: CPU
-time with one thread, else wall-clock time; the median over rounds counts. Answers that differ from plain decoding at
-batch size 1 are counted.
+    python -m tests.benchmarks.batches
+    python -m tests.benchmarks.batches --model smollm2 --questions question.jsonl --prompts 24 --sizes 1 8
+
+For each batch size, plain decoding and ``hd`` (or another ``--method``) answer the same prompts in turn, in one process
+on the CPU, after a warm-up with the first prompts. The time is that of all answers including prefill: CPU time with one
+thread, else wall-clock time; the median over rounds counts. Answers that differ from plain decoding at batch size 1 are
+counted. The embedded model gets held-out prompts, and ``--questions`` are taken from all tasks in turn.
 """
 
 from __future__ import annotations
@@ -11,18 +14,25 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
+from pathlib import Path
 
 import torch
 from transformers.utils import logging
 
 from hdtool.data import demo
-from hdtool.data.prompts import Prompt, read_prompts
+from hdtool.data.prompts import Prompt, interleave_tasks, read_prompts
 from hdtool.runtime.answerer import Answerer
 from hdtool.runtime.config import DecodeConfig, ModelConfig, SamplingConfig
+from hdtool.runtime.config.model import ACTIVATIONS
 from hdtool.runtime.environment import machine
 
-MAX_NEW_TOKENS = 160
-SIZES = (1, 2, 4, 6, 8)
+
+def chosen_prompts(options: argparse.Namespace) -> list[Prompt]:
+    if options.questions:
+        prompts = interleave_tasks(list(read_prompts(options.questions)), options.prompts)
+    else:
+        prompts = list(read_prompts(demo.PROMPTS))
+    return prompts[: options.prompts]
 
 
 def said(answerer: Answerer, prompts: list[Prompt]) -> tuple[list[list[int]], float, float]:
@@ -42,17 +52,22 @@ def said(answerer: Answerer, prompts: list[Prompt]) -> tuple[list[list[int]], fl
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="embedded")
+    parser.add_argument("--activations", choices=ACTIVATIONS, default="float32")
+    parser.add_argument("--questions", type=Path, help="a file of prompts, as for `hdtool bench`")
     parser.add_argument("--prompts", type=int, default=32)
+    parser.add_argument("--sizes", type=int, nargs="*", default=(1, 2, 4, 6, 8))
+    parser.add_argument("--tokens", type=int, default=160)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--method", default="hd")
     options = parser.parse_args()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    prompts = list(read_prompts(demo.PROMPTS))[: options.prompts]
+    prompts = chosen_prompts(options)
     method, methods = options.method, ("ar", options.method)
     told = f"{options.threads} threads, {len(prompts)} prompts, {options.rounds} rounds"
-    print(f"{machine()}; {told}\n")
+    print(f"{machine()}; {options.model}, {options.activations} activations, {told}\n")
     print(
         f"| batch | plain, tokens/s | {method}, tokens/s | speed-up | {method}, tokens per step | "
         "plain against batch 1 | differ |"
@@ -60,8 +75,8 @@ def main() -> None:
     print("|---|---|---|---|---|---|---|")
     alone: list[list[int]] = []
     first = 0.0
-    for size in SIZES:
-        answerers = {each: answering(each, size, options.threads) for each in methods}
+    for size in options.sizes:
+        answerers = {each: answering(each, size, options) for each in methods}
         speeds: dict[str, list[float]] = {each: [] for each in methods}
         per_step, differ = 0.0, 0
         for turn in range(options.rounds + 1):
@@ -77,10 +92,10 @@ def main() -> None:
         print(f"| {size} | {cells} | {differ} |", flush=True)
 
 
-def answering(method: str, size: int, threads: int) -> Answerer:
+def answering(method: str, size: int, options: argparse.Namespace) -> Answerer:
     return Answerer(
-        ModelConfig(device="cpu", threads=threads),
-        DecodeConfig(method, MAX_NEW_TOKENS, batch_size=size, history="none"),  # all rounds have the same prompts
+        ModelConfig(options.model, device="cpu", threads=options.threads, activations=options.activations),
+        DecodeConfig(method, options.tokens, batch_size=size, history="none"),  # all rounds have the same prompts
         SamplingConfig(),
     )
 

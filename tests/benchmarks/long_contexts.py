@@ -4,9 +4,9 @@
     python -m tests.benchmarks.long_contexts --shape config.json --device cuda --contexts 16000 64000
 
 Each context is another passage of the documentation, followed by a question. The prompt is prefilled once; then both
-answer in turn with the same KV cache. Only the time after the first token counts: CPU time, or wall-clock time on a
-GPU. ``--shape`` uses random weights: greedy answers repeat themselves, so most drafts are accepted; with
-``--temperature 1`` hardly any is, which is the worst case.
+answer in turn with the same KV cache, and the one that begins alternates. Only the time after the first token counts:
+CPU time, or wall-clock time on a GPU. ``--shape`` uses random weights: greedy answers repeat themselves, so most drafts
+are accepted; with ``--temperature 1`` hardly any is, which is the worst case.
 """
 
 from __future__ import annotations
@@ -73,16 +73,18 @@ def compare(loaded: Loaded, length: int, options: argparse.Namespace) -> str:
     ratios, plain, steps, tokens, differing = [], [], 0, 0, 0
     for prompt in prompts(loaded, length, options.texts):
         answer(loaded, prompt, None, 2, sampling)  # prefills the prompt
-        own, drafts = [], []
-        for _ in range(options.rounds):
-            expected, seconds, _ = answer(loaded, prompt, None, options.tokens, sampling)
-            own.append(seconds)
-            found, seconds, number = answer(loaded, prompt, drafter(), options.tokens, sampling)
-            drafts.append(seconds)
-            differing += found != expected
-            steps, tokens = steps + number, tokens + len(found) - 1
-        plain.append((options.tokens - 1) / median(own))
-        ratios.append(median(own) / median(drafts))
+        seconds: dict[bool, list[float]] = {False: [], True: []}
+        answers: dict[bool, list[int]] = {}
+        for turn in range(options.rounds):
+            for drafts in (False, True) if turn % 2 == 0 else (True, False):
+                used = drafter() if drafts else None
+                answers[drafts], spent, number = answer(loaded, prompt, used, options.tokens, sampling)
+                seconds[drafts].append(spent)
+                if drafts:
+                    steps, tokens = steps + number, tokens + len(answers[drafts]) - 1
+            differing += answers[True] != answers[False]
+        plain.append((options.tokens - 1) / median(seconds[False]))
+        ratios.append(median(seconds[False]) / median(seconds[True]))
     figures = median(plain), median(ratios), min(ratios), tokens / steps
     cells = [f"{length:,}", f"{figures[0]:.1f}", *(f"{figure:.2f}" for figure in figures[1:])]
     return f"| {' | '.join(cells)} | {differing or 'none'} |"

@@ -1,4 +1,7 @@
-"""Experts of GGUF files and of checkpoints in MXFP4: they stay in blocks, and only those that a row has are read."""
+"""Experts of GGUF files, of checkpoints in MXFP4, or quantized on loading: they stay in blocks.
+
+Only those that a row has are read.
+"""
 
 from __future__ import annotations
 
@@ -21,16 +24,17 @@ from hdtool.runtime.kernels.packed_matrix import PackedExperts
 from hdtool.runtime.model.gguf import converted_folder
 from hdtool.runtime.model.gguf.converted import converted
 from hdtool.runtime.model.gguf.converted_folder import REST
-from hdtool.runtime.model.load import load
+from hdtool.runtime.model.load import load, load_stock
 from hdtool.runtime.model.target import Target
 from hdtool.runtime.tree import DraftTree
 from tests.support.decoding import SAMPLINGS, output_tokens, run
-from tests.support.described import YARN
+from tests.support.described import GEMMA4, YARN
 from tests.support.families import ALTERNATING, random_model
 from tests.support.fused import TREE, after, compiled, logits_of
 from tests.support.gguf_files import write_experts_gguf
 from tests.support.oracle import assert_same_logits
 from tests.support.packed_blocks import some_matrix
+from tests.support.trees import WrongDrafter
 
 pytestmark = pytest.mark.skipif(not vector_code.EXPANDS_FLOAT16, reason="blocks are expanded by transformers here")
 PROMPT = [place * 17 % 90 + 2 for place in range(40)]
@@ -164,3 +168,76 @@ def test_logits_are_those_of_the_library(tmp_path: Path) -> None:
     with torch.inference_mode():
         expected = target.model(torch.tensor([[*PROMPT, TREE.root]]), use_cache=False).logits[0, -1]
     assert_same_logits(found, expected)
+
+
+MIXTURES: dict[str, dict[str, Any]] = {
+    "GptOss": {"sliding_window": 24, "layer_types": ALTERNATING, "num_local_experts": 4, "rope_parameters": YARN},
+    "Qwen3Moe": {"num_experts": 4, "moe_intermediate_size": 64},
+    "Qwen2Moe": {"num_experts": 4, "moe_intermediate_size": 64, "shared_expert_intermediate_size": 128},
+    "GraniteMoe": {"num_local_experts": 4},
+    "Gemma4Text": {
+        **GEMMA4,
+        "enable_moe_block": True,
+        "num_experts": 4,
+        "top_k_experts": 2,
+        "moe_intermediate_size": 64,
+    },
+}
+"""Experts whose matrices are transposed, with other activations, beside a shared expert or an MLP."""
+
+
+def checkpoint_of(family: str, folder: Path) -> Path:
+    torch.manual_seed(0)
+    shape = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16, "vocab_size": 2048, "num_experts_per_tok": 2}
+    without = ("head_dim",) if family == "GraniteMoe" else ()
+    random_model(family, without, **{**shape, **MIXTURES[family]}).bfloat16().save_pretrained(folder)
+    AutoTokenizer.from_pretrained(demo.MODEL).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("family", MIXTURES)
+@pytest.mark.parametrize("scheme", ["q4_0", "q8_0"])
+def test_experts_are_quantized_on_loading_and_routers_are_not(family: str, scheme: str, tmp_path: Path) -> None:
+    folder = checkpoint_of(family, tmp_path / "tiny")
+    given = {"quantization": scheme}
+    packed, stock = loaded(folder, **given), load_stock(ModelConfig(str(folder), device="cpu", **given))
+    kinds = {name: weight.stored.format.name for name, weight in packed.model.named_parameters() if is_packed(weight)}
+    weights = [name for name in kinds if name.endswith(("gate_up_proj", "down_proj"))]
+    assert len(weights) == 2 * packed.model.config.num_hidden_layers and {kinds[name] for name in weights} == {
+        scheme.upper()
+    }
+    assert not any("router" in name or name.endswith("mlp.gate.weight") for name in kinds)
+    original = load_stock(ModelConfig(str(folder), device="cpu", dtype="float32"))
+    for name in weights:
+        rounded, exact = stock.get_parameter(name), original.get_parameter(name)
+        assert torch.equal(packed.model.get_parameter(name) + 0, rounded)
+        assert 0 < (rounded - exact).norm() / exact.norm() < (0.2 if scheme == "q4_0" else 0.01)
+    assert compiled(packed).is_current
+    with torch.inference_mode():
+        expected = stock(torch.tensor([[*PROMPT, TREE.root]]), use_cache=False).logits[0, -1]
+    assert_same_logits(logits_of(packed, PROMPT)[0], expected)
+
+
+@pytest.mark.parametrize("activations", ["float32", "int8"])
+def test_drafts_change_no_answer_of_quantized_experts(activations: str, tmp_path: Path) -> None:
+    target = loaded(checkpoint_of("Qwen3Moe", tmp_path / "tiny"), quantization="q4_0", activations=activations)
+    assert compiled(target).activations_are_int8 == (activations == "int8")
+    plain = output_tokens(run(target, PROMPT, SAMPLINGS["greedy"]))
+    drafter = WrongDrafter(len(PROMPT), plain, 2048, seed=1)
+    assert output_tokens(run(target, PROMPT, SAMPLINGS["greedy"], drafter=drafter)) == plain
+    assert drafter.accepted > 0
+
+
+def test_a_later_start_reads_quantized_experts(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    folder = checkpoint_of("GptOss", tmp_path / "tiny")
+    first = logits_of(loaded(folder, quantization="q8_0"), PROMPT)
+    assert torch.equal(logits_of(loaded(folder, quantization="q8_0"), PROMPT), first)
+    assert capfd.readouterr().err.count("note: quantizing") == 1
+
+
+def test_experts_with_odd_columns_stay_as_they_are(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setitem(MIXTURES, "Qwen3Moe", {"num_experts": 4, "moe_intermediate_size": 48})
+        target = loaded(checkpoint_of("Qwen3Moe", tmp_path / "tiny"), quantization="q8_0")
+    assert "note: 4 of " in capfd.readouterr().err
+    assert not any(is_packed(weight) for name, weight in target.model.named_parameters() if "experts" in name)
