@@ -261,7 +261,7 @@ def _q4_0(blocks: Array, levels: Array) -> Array:
 
 
 @compiled
-def _largest_of(numbers: Array) -> float:
+def _largest_of(numbers: Array) -> np.float32:
     """Return the first of the numbers of largest magnitude; NaN if one is infinite or NaN."""
     largest, is_finite = np.float32(0), True
     for number in numbers:
@@ -272,7 +272,7 @@ def _largest_of(numbers: Array) -> float:
 
 
 @compiled
-def _q4_0_level(number: float, inverse: float) -> int:
+def _q4_0_level(number: np.float32, inverse: np.float32) -> np.uint8:
     level = number * inverse + np.float32(8.5)
     return np.uint8(min(max(level, np.float32(0)), np.float32(15)))
 

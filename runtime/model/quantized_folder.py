@@ -324,7 +324,7 @@ def _is_matrix(place: ParameterRef) -> bool:
 
 def _is_of_experts(place: ParameterRef) -> bool:
     module, name = place
-    return name in WEIGHTS and module._parameters[name].dim() == 3
+    return name in WEIGHTS and module.get_parameter(name).dim() == 3
 
 
 def _check_room(name: str, needed: int, folder: Path) -> None:

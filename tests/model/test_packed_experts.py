@@ -199,8 +199,8 @@ def checkpoint_of(family: str, folder: Path) -> Path:
 @pytest.mark.parametrize("scheme", ["q4_0", "q8_0"])
 def test_experts_are_quantized_on_loading_and_routers_are_not(family: str, scheme: str, tmp_path: Path) -> None:
     folder = checkpoint_of(family, tmp_path / "tiny")
-    given = {"quantization": scheme}
-    packed, stock = loaded(folder, **given), load_stock(ModelConfig(str(folder), device="cpu", **given))
+    packed = loaded(folder, quantization=scheme)
+    stock = load_stock(ModelConfig(str(folder), device="cpu", quantization=scheme))
     kinds = {name: weight.stored.format.name for name, weight in packed.model.named_parameters() if is_packed(weight)}
     weights = [name for name in kinds if name.endswith(("gate_up_proj", "down_proj"))]
     assert len(weights) == 2 * packed.model.config.num_hidden_layers and {kinds[name] for name in weights} == {
