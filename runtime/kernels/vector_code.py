@@ -7,6 +7,7 @@ position in a row.
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Sequence
 from platform import machine
 from typing import Any
@@ -35,6 +36,15 @@ def has_feature(feature: str) -> bool:
         return bool(binding.get_host_cpu_features().get(feature))
     except RuntimeError:  # LLVM cannot detect features on some processors
         return False
+
+
+def l1_bytes() -> int:
+    """Return the size of a core's L1 data cache as the system reports it, or else 48 KiB."""
+    try:
+        size = os.sysconf("SC_LEVEL1_DCACHE_SIZE")
+    except (AttributeError, OSError, ValueError):  # only Linux with glibc reports it
+        size = 0
+    return size if size > 0 else 48 * 1024
 
 
 def _name_of_cpu() -> str:
