@@ -49,9 +49,9 @@ GROUPS = (2, 4, 6) if LANES == 8 else (ACCUMULATORS // 4, ACCUMULATORS // 2)
 sums of six input rows by two matrix rows, which needs fewer loads per multiplication than smaller tiles."""
 SMALL_GROUP, GROUP = GROUPS[0], GROUPS[-1]
 MAX_TILE_COLUMNS = 512 if l1_bytes() * 3 // 4 < (GROUP + 2) * 768 * ITEM_SIZE else 768
-"""Maximum columns of a tile, so that its input and matrix rows stay in L1; a multiple of every format's block size. On
-an Intel Xeon with AVX-512 and 32 KiB of L1, 64 rows by an 8,192 x 2,048 matrix in Q4_0 take 0.82 times as long with 512
-columns as with 768, and 256 rows 0.90 times."""
+"""Maximum columns of a tile, a multiple of every format's block size: input and matrix rows of a tile may fill three
+quarters of L1. On an Intel Xeon with AVX-512 and 32 KiB of L1, 64 rows by an 8,192 x 2,048 matrix in Q4_0 take 0.82
+times as long with 512 columns as with 768, and 256 rows 0.90 times."""
 BLOCK_OUT_FEATURES = 64
 """Matrix rows per cache block, which is multiplied by all input rows before the next block is read. On an Intel Xeon
 with AMX, 128 rows took 1.05 to 1.1 times as long."""

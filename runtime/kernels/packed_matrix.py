@@ -213,7 +213,7 @@ def quantize_matrix(weight: torch.Tensor, format: BlockFormat) -> PackedMatrix |
     blocks = torch.empty(rows, format.row_bytes(columns), dtype=torch.uint8)
     quantize = QUANTIZERS[format.name]
     step = max(1, MAX_QUANTIZED_VALUES // columns)
-    numbers = torch.empty(min(step, rows), columns)
+    numbers = torch.empty(min(step, rows), columns, dtype=torch.float32)
     for first in range(0, rows, step):
         target = blocks[first : first + step].view(-1, format.bytes)
         part = numbers[: min(step, rows - first)].copy_(weight[first : first + step].detach())
@@ -229,7 +229,7 @@ def quantize_matrix(weight: torch.Tensor, format: BlockFormat) -> PackedMatrix |
 def _q8_0(blocks: Array, levels: Array) -> Array:
     """Write the levels of blocks ``[blocks, numbers]``, rounded to nearest with ties away from zero.
 
-    Return the scales, which are infinite or NaN if a number is.
+    Return the scales, which are NaN for blocks with infinite or NaN numbers.
     """
     count, size = blocks.shape
     scales = np.empty(count, np.float32)
@@ -247,7 +247,7 @@ def _q8_0(blocks: Array, levels: Array) -> Array:
 
 @compiled
 def _q4_0(blocks: Array, levels: Array) -> Array:
-    """Write two levels of blocks ``[blocks, numbers]`` to each byte; return the scales as ``_q8_0`` does."""
+    """Write the levels of blocks ``[blocks, numbers]``, two per byte; return the scales as ``_q8_0`` does."""
     count, size = blocks.shape
     half = size // 2
     scales = np.empty(count, np.float32)
@@ -263,7 +263,7 @@ def _q4_0(blocks: Array, levels: Array) -> Array:
 @compiled
 def _largest_of(numbers: Array) -> np.float32:
     """Return the first of the numbers of largest magnitude; NaN if one is infinite or NaN."""
-    largest, is_finite = np.float32(0), True
+    largest, is_finite = numbers[0], True
     for number in numbers:
         is_finite &= np.isfinite(number)
         if abs(number) > abs(largest):

@@ -149,6 +149,8 @@ def remove_quantized(folder: Path) -> None:
 
 
 SCHEMES = {"q8_0": Q8_0, "q4_0": Q4_0}
+ROUTERS = {"router", "gate"}
+"""Names of modules that choose experts."""
 BLOCKS = "blocks.safetensors"
 DIGITS = 16
 SPARE_BYTES = 1 << 26
@@ -227,7 +229,7 @@ def _make(
         total = len(kept) + len(quantized.kinds)
         print(
             f"note: {len(kept)} of {total} matrices stay as they are ({kept[0]}): their columns are no multiple of "
-            f"{COLUMN_MULTIPLE}, or their scales fit no float16",
+            f"{COLUMN_MULTIPLE}, their scales fit no float16, or hdtool does not compute their layers",
             file=sys.stderr,
         )
     stored = *quantized.blocks.values(), *quantized.rest.values()
@@ -281,10 +283,8 @@ def _quantized_weights(model: Any, format: BlockFormat) -> _Quantized:
     arrange_experts(model)
     tables = {id(layer.weight) for layer in (model.get_input_embeddings(), model.get_output_embeddings()) if layer}
     matrices, fitting = set[int](), set[int]()
-    counts = {len(weight) for refs, weight in weight_parameters(model) if all(map(_is_of_experts, refs))}
     for refs, weight in weight_parameters(model):
-        is_router = weight.dim() == 2 and len(weight) in counts
-        if all(map(_is_of_experts, refs)) or (all(map(_is_matrix, refs)) and not is_router):
+        if all(map(_is_of_experts, refs)) or all(map(_is_matrix, refs)):
             matrices.add(id(weight))
             if is_of_linear_layers(refs):
                 fitting.add(id(weight))
@@ -294,14 +294,15 @@ def _quantized_weights(model: Any, format: BlockFormat) -> _Quantized:
             continue
         seen.add(id(weight))
         kind = Q8_0 if id(weight) in tables else format
-        blocks = _blocks_of(weight, kind) if id(weight) in fitting else None
+        is_router = not ROUTERS.isdisjoint(name.split("."))
+        blocks = _blocks_of(weight, kind) if id(weight) in fitting and not is_router else None
         if blocks is not None:
             quantized.blocks[name], quantized.kinds[name] = blocks, kind.name
             if not weight.is_contiguous():
                 quantized.transposed.append(name)
             weight.data = weight.data.new_empty(0)
             continue
-        if id(weight) in matrices:
+        if id(weight) in matrices and not is_router:
             quantized.kept.append(name)
         narrow = narrowed(weight.detach())
         quantized.rest[name] = (weight.detach() if narrow is None else narrow).contiguous()

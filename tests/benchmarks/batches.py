@@ -6,7 +6,8 @@
 For each batch size, plain decoding and ``hd`` (or another ``--method``) answer the same prompts in turn, in one process
 on the CPU, after a warm-up with the first prompts. The time is that of all answers including prefill: CPU time with one
 thread, else wall-clock time; the median over rounds counts. Answers that differ from plain decoding at batch size 1 are
-counted. The embedded model gets held-out prompts, and ``--questions`` are taken from all tasks in turn.
+counted. Without ``--questions``, which are taken from all tasks in turn, the prompts are the embedded model's held-out
+ones.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ def main() -> None:
     print("|---|---|---|---|---|---|---|")
     alone: list[list[int]] = []
     first = 0.0
-    for size in options.sizes:
+    for size in sorted({1, *options.sizes}):
         answerers = {each: answering(each, size, options) for each in methods}
         speeds: dict[str, list[float]] = {each: [] for each in methods}
         per_step, differ = 0.0, 0

@@ -111,7 +111,7 @@ def main() -> None:
     loaded = load_shape(options.shape, config) if options.shape else load(config)
     numbers = options.activations if options.device == "cpu" else str(loaded.target.dtype).removeprefix("torch.")
     print(f"{machine(loaded.target.device)}; {loaded.name}, {numbers}, {options.tokens} tokens\n")
-    print("| context | plain, tokens/s | `hd`: times plain | least of a text | tokens per step | answers that differ |")
+    print("| context | plain, tokens/s | `hd`: times plain | worst text | tokens per step | answers that differ |")
     print("|---|---|---|---|---|---|", flush=True)
     for length in options.contexts:
         print(compare(loaded, length, options), flush=True)

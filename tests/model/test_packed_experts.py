@@ -1,6 +1,6 @@
 """Experts of GGUF files, of checkpoints in MXFP4, or quantized on loading: they stay in blocks.
 
-Only those that a row has are read.
+Only experts to which a row is routed are read.
 """
 
 from __future__ import annotations
@@ -172,7 +172,7 @@ def test_logits_are_those_of_the_library(tmp_path: Path) -> None:
 
 MIXTURES: dict[str, dict[str, Any]] = {
     "GptOss": {"sliding_window": 24, "layer_types": ALTERNATING, "num_local_experts": 4, "rope_parameters": YARN},
-    "Qwen3Moe": {"num_experts": 4, "moe_intermediate_size": 64},
+    "Qwen3Moe": {"num_experts": 32, "moe_intermediate_size": 64, "num_key_value_heads": 2},
     "Qwen2Moe": {"num_experts": 4, "moe_intermediate_size": 64, "shared_expert_intermediate_size": 128},
     "GraniteMoe": {"num_local_experts": 4},
     "Gemma4Text": {
@@ -183,7 +183,7 @@ MIXTURES: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 64,
     },
 }
-"""Experts whose matrices are transposed, with other activations, beside a shared expert or an MLP."""
+"""Settings by family: transposed experts, plain ones, and ones beside a shared expert or an MLP."""
 
 
 def checkpoint_of(family: str, folder: Path) -> Path:
@@ -207,6 +207,7 @@ def test_experts_are_quantized_on_loading_and_routers_are_not(family: str, schem
         scheme.upper()
     }
     assert not any("router" in name or name.endswith("mlp.gate.weight") for name in kinds)
+    assert sum(name.endswith("k_proj.weight") for name in kinds) == packed.model.config.num_hidden_layers
     original = load_stock(ModelConfig(str(folder), device="cpu", dtype="float32"))
     for name in weights:
         rounded, exact = stock.get_parameter(name), original.get_parameter(name)
@@ -235,7 +236,9 @@ def test_a_later_start_reads_quantized_experts(tmp_path: Path, capfd: pytest.Cap
     assert capfd.readouterr().err.count("note: quantizing") == 1
 
 
-def test_experts_with_odd_columns_stay_as_they_are(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_experts_whose_columns_are_no_multiple_of_a_block_stay_as_they_are(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     with pytest.MonkeyPatch.context() as patched:
         patched.setitem(MIXTURES, "Qwen3Moe", {"num_experts": 4, "moe_intermediate_size": 48})
         target = loaded(checkpoint_of("Qwen3Moe", tmp_path / "tiny"), quantization="q8_0")

@@ -106,6 +106,13 @@ def test_blocks_are_those_of_the_library(numbers: np.ndarray[Any, Any], format: 
     assert matrix is not None and np.array_equal(matrix.blocks.numpy(), expected)
 
 
+@pytest.mark.parametrize("format", [Q8_0, Q4_0])
+def test_blocks_of_negative_zeros_are_those_of_the_library(format: Any) -> None:
+    matrix = quantize_matrix(torch.full((2, 64), -0.0), format)
+    expected = quantize(np.full((2, 64), -0.0, np.float32), GGMLQuantizationType[format.name])
+    assert matrix is not None and np.array_equal(matrix.blocks.numpy(), expected)
+
+
 @pytest.mark.parametrize("number", [float("inf"), float("nan"), 3e38])
 @pytest.mark.parametrize("format", [Q8_0, Q4_0])
 def test_numbers_without_a_scale_in_float16_are_left(number: float, format: Any) -> None:
