@@ -67,8 +67,8 @@ def main() -> None:
     logging.disable_progress_bar()
     prompts = chosen_prompts(options)
     method, methods = options.method, ("ar", options.method)
-    told = f"{options.threads} threads, {len(prompts)} prompts, {options.rounds} rounds"
-    print(f"{machine()}; {options.model}, {options.activations} activations, {told}\n")
+    run = f"{options.threads} threads, {len(prompts)} prompts, {options.rounds} rounds"
+    print(f"{machine()}; {options.model}, {options.activations} activations, {run}\n")
     print(
         f"| batch | plain, tokens/s | {method}, tokens/s | speed-up | {method}, tokens per step | "
         "plain against batch 1 | differ |"

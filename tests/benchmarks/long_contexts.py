@@ -73,18 +73,18 @@ def compare(loaded: Loaded, length: int, options: argparse.Namespace) -> str:
     ratios, plain, steps, tokens, differing = [], [], 0, 0, 0
     for prompt in prompts(loaded, length, options.texts):
         answer(loaded, prompt, None, 2, sampling)  # prefills the prompt
-        seconds: dict[bool, list[float]] = {False: [], True: []}
-        answers: dict[bool, list[int]] = {}
+        seconds: dict[str, list[float]] = {"ar": [], "hd": []}
+        answers: dict[str, list[int]] = {}
         for turn in range(options.rounds):
-            for drafts in (False, True) if turn % 2 == 0 else (True, False):
-                used = drafter() if drafts else None
-                answers[drafts], spent, number = answer(loaded, prompt, used, options.tokens, sampling)
-                seconds[drafts].append(spent)
-                if drafts:
-                    steps, tokens = steps + number, tokens + len(answers[drafts]) - 1
-            differing += answers[True] != answers[False]
-        plain.append((options.tokens - 1) / median(seconds[False]))
-        ratios.append(median(seconds[False]) / median(seconds[True]))
+            for method in ("ar", "hd") if turn % 2 == 0 else ("hd", "ar"):
+                used = drafter() if method == "hd" else None
+                answers[method], duration, number = answer(loaded, prompt, used, options.tokens, sampling)
+                seconds[method].append(duration)
+                if method == "hd":
+                    steps, tokens = steps + number, tokens + len(answers["hd"]) - 1
+            differing += answers["hd"] != answers["ar"]
+        plain.append((options.tokens - 1) / median(seconds["ar"]))
+        ratios.append(median(seconds["ar"]) / median(seconds["hd"]))
     figures = median(plain), median(ratios), min(ratios), tokens / steps
     cells = [f"{length:,}", f"{figures[0]:.1f}", *(f"{figure:.2f}" for figure in figures[1:])]
     return f"| {' | '.join(cells)} | {differing or 'none'} |"

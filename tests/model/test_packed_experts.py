@@ -186,11 +186,11 @@ MIXTURES: dict[str, dict[str, Any]] = {
 """Settings by family: transposed experts, plain ones, and ones beside a shared expert or an MLP."""
 
 
-def checkpoint_of(family: str, folder: Path) -> Path:
+def checkpoint_of(family: str, folder: Path, **changed: Any) -> Path:
     torch.manual_seed(0)
     shape = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16, "vocab_size": 2048, "num_experts_per_tok": 2}
     without = ("head_dim",) if family == "GraniteMoe" else ()
-    random_model(family, without, **{**shape, **MIXTURES[family]}).bfloat16().save_pretrained(folder)
+    random_model(family, without, **{**shape, **MIXTURES[family], **changed}).bfloat16().save_pretrained(folder)
     AutoTokenizer.from_pretrained(demo.MODEL).save_pretrained(folder)
     return folder
 
@@ -203,11 +203,10 @@ def test_experts_are_quantized_on_loading_and_routers_are_not(family: str, schem
     stock = load_stock(ModelConfig(str(folder), device="cpu", quantization=scheme))
     kinds = {name: weight.stored.format.name for name, weight in packed.model.named_parameters() if is_packed(weight)}
     weights = [name for name in kinds if name.endswith(("gate_up_proj", "down_proj"))]
-    assert len(weights) == 2 * packed.model.config.num_hidden_layers and {kinds[name] for name in weights} == {
-        scheme.upper()
-    }
+    layers = packed.model.config.num_hidden_layers
+    assert len(weights) == 2 * layers and {kinds[name] for name in weights} == {scheme.upper()}
     assert not any("router" in name or name.endswith("mlp.gate.weight") for name in kinds)
-    assert sum(name.endswith("k_proj.weight") for name in kinds) == packed.model.config.num_hidden_layers
+    assert sum(name.endswith("k_proj.weight") for name in kinds) == layers
     original = load_stock(ModelConfig(str(folder), device="cpu", dtype="float32"))
     for name in weights:
         rounded, exact = stock.get_parameter(name), original.get_parameter(name)
@@ -239,8 +238,6 @@ def test_a_later_start_reads_quantized_experts(tmp_path: Path, capfd: pytest.Cap
 def test_experts_whose_columns_are_no_multiple_of_a_block_stay_as_they_are(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setitem(MIXTURES, "Qwen3Moe", {"num_experts": 4, "moe_intermediate_size": 48})
-        target = loaded(checkpoint_of("Qwen3Moe", tmp_path / "tiny"), quantization="q8_0")
+    target = loaded(checkpoint_of("Qwen3Moe", tmp_path / "tiny", moe_intermediate_size=48), quantization="q8_0")
     assert "note: 4 of " in capfd.readouterr().err
     assert not any(is_packed(weight) for name, weight in target.model.named_parameters() if "experts" in name)
