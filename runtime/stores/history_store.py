@@ -13,6 +13,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import compress
 from pathlib import Path
 from shutil import disk_usage
 from typing import Any
@@ -142,9 +143,8 @@ class HistoryStore(Uncopyable):
         with self._lock:
             end = 0
             with self._faults_noted():
-                if not self._is_current():
-                    self._reopen()
-                end = self._committed().end
+                with self._reading() as transaction:
+                    end = state_of(transaction, self._open.records.path).end
                 self.fault = ""
             self._end[0] = end  # on an error, e.g. a deleted store, nothing is found
 
@@ -174,31 +174,30 @@ class HistoryStore(Uncopyable):
     ) -> list[StoredConversation]:
         """Remove and return the conversations that ``wanted`` rejects; ``max_bytes`` sets a new size limit.
 
-        The files are rebuilt, so that they no longer contain dropped tokens.
+        The files are rebuilt, so that they no longer contain dropped tokens. No other process appends between the calls
+        of ``wanted`` and the rebuild.
         """
         with self._lock:
             while True:
                 with store_errors(self.folder), self._open.records.writing() as transaction:
                     if self._is_current():
                         everything = list(conversations(transaction, self._open.records.path))
-                        kept = [each for each in everything if wanted(each)]
+                        chosen = [wanted(each) for each in everything]
                         size = self.manifest.size
                         if max_bytes:
                             size = min(size, positions_within(max_bytes))
-                        if max_bytes or len(kept) < len(everything):
+                        if max_bytes or not all(chosen):
+                            kept = list(compress(everything, chosen))
                             rebuild(self.folder, self._open, kept, size=size, max_bytes=max_bytes)
                         break
                 self._reopen()
             self._reopen()
-            return [each for each in everything if not wanted(each)]
+            return [each for each, is_wanted in zip(everything, chosen, strict=True) if not is_wanted]
 
     def conversations(self) -> list[StoredConversation]:
         """Return all conversations, oldest first."""
-        with self._lock, store_errors(self.folder):
-            if not self._is_current():
-                self._reopen()
-            with self._open.records.reading() as transaction:
-                return list(conversations(transaction, self._open.records.path))
+        with self._lock, store_errors(self.folder), self._reading() as transaction:
+            return list(conversations(transaction, self._open.records.path))
 
     def tokens(self, first: int, count: int) -> Ints:
         """Return ``count`` tokens from position ``first``, with -1 between conversations and past the committed end."""
@@ -310,12 +309,26 @@ class HistoryStore(Uncopyable):
         Only the latest conversations can be affected, so nothing else is checked if the latest one is intact.
         """
         with store_errors(self.folder):
-            path = self._open.records.path
+            with self._reading() as transaction:
+                latest = next(conversations(transaction, self._open.records.path, latest_first=True), None)
+            if latest and not self._is_intact(latest):
+                self.keep(self._is_intact)
+
+    def _is_intact(self, conversation: StoredConversation) -> bool:
+        return bool(list(self.answers([conversation])))
+
+    @contextmanager
+    def _reading(self) -> Iterator[Any]:
+        """Yield a read transaction on the current files, reopening files that another process has replaced.
+
+        The files are compared after the transaction has begun: its conversations lie within the open ring.
+        """
+        while True:
             with self._open.records.reading() as transaction:
-                latest = next(conversations(transaction, path, latest_first=True), None)
-            if latest and not list(self.answers([latest])):
-                whole = {each.number for each, _ in self.answers(self.conversations())}
-                self.keep(lambda each: each.number in whole)
+                if self._is_current():
+                    yield transaction
+                    return
+            self._reopen()
 
     def _is_current(self) -> bool:
         """Return True unless another process has replaced the files."""

@@ -643,6 +643,40 @@ def test_tokens_that_a_power_failure_lost_are_removed(tmp_path: Path) -> None:
     assert held(opened(tmp_path)) == [[number, 2, 3] for number in range(3)]
 
 
+def test_a_repair_keeps_what_another_process_appends_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = opened(tmp_path)
+    store.append([1, 2, 3], [])
+    store.append([4, 5, 6], [])
+    store._open.ring.entries[store.conversations()[-1].first, TOKEN] = 0
+    keep = HistoryStore.keep
+
+    def then_kept(self: HistoryStore, *arguments: Any) -> Any:
+        assert store.append([7, 8, 9], [])
+        return keep(self, *arguments)
+
+    monkeypatch.setattr(HistoryStore, "keep", then_kept)
+    assert held(opened(tmp_path)) == [[1, 2, 3], [7, 8, 9]]
+
+
+def test_a_store_that_is_extended_while_it_is_opened_is_not_repaired(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Answers beyond the end of the smaller ring aren't damaged."""
+    other, answers, open_files = opened(tmp_path), NEW_STORE_POSITIONS // 1000 + 1, history_files.open_files
+
+    def then_extended(*arguments: Any, **options: Any) -> Any:
+        monkeypatch.setattr(history_store, "open_files", open_files)
+        files = open_files(*arguments, **options)
+        assert all(other.append([number] * 1000, []) for number in range(answers))
+        return files
+
+    monkeypatch.setattr(history_store, "open_files", then_extended)
+    monkeypatch.setattr(HistoryStore, "keep", no_room)
+    store = opened(tmp_path)
+    assert len(held(store)) == answers
+    assert store.num_positions == other.num_positions > NEW_STORE_POSITIONS
+
+
 # Dropping and building -------------------------------------------------------------------------------
 
 
