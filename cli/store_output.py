@@ -122,13 +122,16 @@ def _cut(text: str, max_width: int) -> str:
 def verify_conversations(store: HistoryStore) -> int:
     """Check a history store's conversations and return their number. Raises StoreError if any is damaged."""
     held = store.conversations()
-    whole = sum(1 for _ in store.answers(held))
-    if whole < len(held):
-        raise StoreError(
-            f"{store.folder} is damaged ({len(held) - whole:,} of {len(held):,} conversations changed since they were "
-            "written): delete it, or go on without them"
-        )
-    return whole
+    intact = [each for each, _ in store.answers(held)]
+    if len(intact) < len(held):
+        # Another process may have replaced the oldest conversations since they were listed.
+        damaged = set(held).difference(intact).intersection(store.conversations())
+        if damaged:
+            raise StoreError(
+                f"{store.folder} is damaged ({len(damaged):,} of {len(held):,} conversations changed since they were "
+                "written): delete it, or go on without them"
+            )
+    return len(intact)
 
 
 def history_in_words(shown: dict[str, Any]) -> list[str]:

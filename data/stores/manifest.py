@@ -403,28 +403,37 @@ def is_new_history(folder: Path) -> bool:
         return True
     if not folder.is_dir():
         raise StoreError(f"{folder} is not a folder, one is needed: choose another place")
-    if MANIFEST in os.listdir(folder):
+    try:
+        refuse_other_files(folder, "history store", _HISTORY_FILE)
+    except StoreError:
+        # Looking for the manifest last finds one that another process has just written.
+        if not os.path.lexists(folder / MANIFEST):
+            raise
         return False
-    refuse_other_files(folder, "history store", _HISTORY_FILE)
     return True
 
 
-def sweep_history(folder: Path, manifest: HistoryManifest) -> None:
-    """Delete files that the manifest does not name: replaced files, and leftovers of killed commands.
+def sweep_history(folder: Path) -> None:
+    """Delete files that the manifest does not name: replaced files, and leftovers of killed or failed commands.
 
     Readers can still use the files that they have opened. The caller must hold the folder's lock.
     """
+    try:
+        manifest = read_history_manifest(folder) if os.path.lexists(folder / MANIFEST) else None
+    except StoreError:
+        return  # damaged: nobody knows which files it names
     for path in history_leftovers(folder, manifest):
         # If the system cannot delete an open file, a later command does it.
         with suppress(FileNotFoundError, PermissionError):
             path.unlink()
 
 
-def history_leftovers(folder: Path, manifest: HistoryManifest) -> list[Path]:
-    """Return the files of a history store that its manifest does not name."""
-    others = (name for name in os.listdir(folder) if _HISTORY_FILE.fullmatch(name) and manifest.build not in name)
-    names = (*others, *(name for name in os.listdir(folder) if NEW_MANIFEST.fullmatch(name)))
-    return [folder / name for name in names if is_regular(folder / name)]
+def history_leftovers(folder: Path, manifest: HistoryManifest | None) -> list[Path]:
+    """Return the files of a history store that its manifest does not name; without a manifest, all files."""
+    names = os.listdir(folder)
+    others = [name for name in names if _HISTORY_FILE.fullmatch(name) and not (manifest and manifest.build in name)]
+    others += [name for name in names if NEW_MANIFEST.fullmatch(name)]
+    return [folder / name for name in others if is_regular(folder / name)]
 
 
 def history_lock(folder: Path) -> AbstractContextManager[None]:

@@ -11,13 +11,15 @@ the new manifest at their next append or refresh.
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import replace
 from io import FileIO
 from pathlib import Path
+from shutil import disk_usage
 from typing import NamedTuple
 
 import lmdb
@@ -26,8 +28,6 @@ import numpy as np
 from hdtool.data.errors import StoreError, error_reason
 from hdtool.data.output_files import sync_to_disk
 from hdtool.data.stores.manifest import (
-    HISTORY_FILES,
-    LMDB_LOCK_ENDING,
     MAX_HISTORY_BYTES,
     HistoryManifest,
     TokenizerFingerprint,
@@ -250,6 +250,8 @@ MAX_FILLED_FRACTION = 0.875
 """Fraction of positions to fill when a rebuild has to drop conversations to fit."""
 FOLDER_MODE = 0o700
 """Mode of a new folder, private because a history contains conversations. Existing folders keep their mode."""
+RESERVED_DISK_BYTES = 16 << 20
+"""Disk space in bytes that a store leaves free."""
 OPEN_ATTEMPTS = 10
 """Attempts to open a store that keeps being replaced."""
 
@@ -302,8 +304,15 @@ def create_if_new(folder: Path, tokenizer: TokenizerFingerprint, model: str, max
         folder.mkdir(FOLDER_MODE, parents=True, exist_ok=True)
         with history_lock(folder):
             if is_new_history(folder):
+                require_room(folder)
                 size = min(NEW_STORE_POSITIONS, positions_within(max_bytes))
                 _write(folder, HistoryManifest(tokenizer, model, max_bytes, size, new_build()), None, ())
+
+
+def require_room(folder: Path, needed: int = 0) -> None:
+    """Raise OSError unless the disk has space for ``needed`` bytes besides those that stay free."""
+    if (free := disk_usage(folder).free) < needed + RESERVED_DISK_BYTES:
+        raise OSError(errno.ENOSPC, f"No space left on device, {free >> 20} MiB free")
 
 
 def delete_leftovers(folder: Path) -> None:
@@ -311,7 +320,7 @@ def delete_leftovers(folder: Path) -> None:
     with store_errors(folder):
         if history_leftovers(folder, read_history_manifest(folder)):
             with history_lock(folder):
-                sweep_history(folder, read_history_manifest(folder))
+                sweep_history(folder)
 
 
 def open_files(folder: Path, *, writable: bool = True) -> OpenFiles:
@@ -342,7 +351,7 @@ def _stamp(folder: Path) -> tuple[int, int]:
 
 def lengthen(folder: Path, old: OpenFiles, size: int) -> None:
     """Extend a store to ``size`` positions without moving anything; it stays valid if the process is killed midway."""
-    with history_lock(folder):
+    with _locked(folder, old):
         old.ring.lengthen(size)
         for part in ("ring", "chains"):
             sync_to_disk(old.manifest.path(folder, part))
@@ -362,8 +371,17 @@ def rebuild(
     If they don't fit in ``size`` positions, only the latest are kept.
     """
     manifest = replace(old.manifest, size=size, build=new_build(), max_bytes=max_bytes or old.manifest.max_bytes)
-    with history_lock(folder):
+    with _locked(folder, old):
         _write(folder, manifest, old.ring, _latest(kept, size))
+
+
+@contextmanager
+def _locked(folder: Path, old: OpenFiles) -> Iterator[None]:
+    """Hold the folder's lock; raise StoreError if another command has removed or replaced the ``old`` files."""
+    with history_lock(folder):
+        if _stamp(folder) != old.stamp:
+            raise StoreError(f"{folder} was removed or replaced by another command meanwhile: try again")
+        yield
 
 
 def _latest(kept: Sequence[StoredConversation], size: int) -> Sequence[StoredConversation]:
@@ -382,7 +400,7 @@ def _write(
 ) -> None:
     """Write the new files and then the manifest that names them, and delete the old files.
 
-    On an error, the new files are deleted and the old ones stay in use.
+    On an error before the manifest is replaced, the new files are deleted and the old ones stay in use.
     """
     try:
         ring, end = create_ring(folder, manifest), 0
@@ -398,11 +416,5 @@ def _write(
         for part in ("ring", "chains"):
             sync_to_disk(manifest.path(folder, part))
         write_manifest(folder, manifest.build, manifest.to_json())
-    except BaseException:
-        for part in HISTORY_FILES:
-            for ending in ("", LMDB_LOCK_ENDING):
-                path = manifest.path(folder, part)
-                with suppress(OSError):
-                    path.with_name(path.name + ending).unlink()
-        raise
-    sweep_history(folder, manifest)
+    finally:
+        sweep_history(folder)

@@ -7,7 +7,6 @@ positions are overwritten.
 
 from __future__ import annotations
 
-import errno
 import threading
 import time
 import warnings
@@ -15,7 +14,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import compress
 from pathlib import Path
-from shutil import disk_usage
 from typing import Any
 
 import numpy as np
@@ -42,6 +40,7 @@ from hdtool.runtime.stores.history_files import (
     open_files,
     positions_within,
     rebuild,
+    require_room,
     store_errors,
 )
 from hdtool.runtime.stores.history_records import (
@@ -62,8 +61,6 @@ from hdtool.runtime.stores.token_log import LOG, MAX_LOG_POSITIONS, OVERLAP_TOKE
 EVICTION_DIVISOR = 64
 """An eviction frees 1 / EVICTION_DIVISOR of the ring, so that most appends need no eviction."""
 MAX_POSITION = 1 << 31
-RESERVED_DISK_BYTES = 16 << 20
-"""Disk space in bytes that appends leave free."""
 ROOM_CHECK_SECONDS = 1.0
 """Seconds between checks of the free disk space."""
 APPEND_ATTEMPTS = 100
@@ -88,7 +85,8 @@ class HistoryStore(Uncopyable):
             compile_ring()
             delete_leftovers(self.folder)
         self._use(open_files(self.folder, writable=not read_only))
-        self._end[0] = self._committed().end
+        with store_errors(self.folder), self._reading() as transaction:
+            self._end[0] = state_of(transaction, self._open.records.path).end
         if not read_only:
             self._repair()
 
@@ -161,11 +159,8 @@ class HistoryStore(Uncopyable):
             return True
         with self._lock:
             with self._faults_noted():
-                half = self._open.ring.size // 2
                 ids = np.concatenate([np.asarray(part, np.int32) for part in (prompt_tail, tokens)])
-                count = min(len(tokens), max(half, positions_within(self.manifest.max_bytes) // 2) - OVERLAP_TOKENS - 1)
-                overlap = ids[max(0, len(ids) - count - OVERLAP_TOKENS) : len(ids) - count]
-                self._append(overlap, ids[len(ids) - count :], source[:MAX_SOURCE_NAME])
+                self._append(ids, len(tokens), source[:MAX_SOURCE_NAME])
                 self.fault = ""
             return not self.fault
 
@@ -213,11 +208,12 @@ class HistoryStore(Uncopyable):
             if token_hash(tokens) == each.hash:
                 yield each, tokens
 
-    def _append(self, overlap: Ints, tokens: Ints, source: str) -> None:
+    def _append(self, ids: Ints, count: int, source: str) -> None:
+        """Append the last ``count`` tokens as an answer."""
         for _ in range(APPEND_ATTEMPTS):
             with self._open.records.writing() as transaction:
                 if is_current := self._is_current():
-                    end = self._append_once(transaction, overlap, tokens, source)
+                    end = self._append_once(transaction, *self._fitting(ids, count), source)
             if not is_current:
                 self._reopen()
             elif end:
@@ -227,6 +223,15 @@ class HistoryStore(Uncopyable):
         raise StoreError(
             f"{self.folder} was replaced {APPEND_ATTEMPTS} times during an append: wait for the other commands"
         )
+
+    def _fitting(self, ids: Ints, count: int) -> tuple[Ints, Ints]:
+        """Return the tokens before an answer and the answer's ``count`` tokens, or the last ones if there are too many.
+
+        An answer takes at most half of the ring at its full size.
+        """
+        half = max(self._open.ring.size, positions_within(self.manifest.max_bytes)) // 2
+        start = len(ids) - min(count, half - OVERLAP_TOKENS - 1)
+        return ids[max(0, start - OVERLAP_TOKENS) : start], ids[start:]
 
     def _append_once(self, transaction: Any, overlap: Ints, tokens: Ints, source: str) -> int:
         """Append a conversation and return the new end.
@@ -299,8 +304,7 @@ class HistoryStore(Uncopyable):
         if not needed and time.monotonic() < self._room_until:
             return
         self._room_until = 0.0
-        if (free := disk_usage(self.folder).free) < needed + RESERVED_DISK_BYTES:
-            raise OSError(errno.ENOSPC, f"No space left on device, {free >> 20} MiB free")
+        require_room(self.folder, needed)
         self._room_until = time.monotonic() + ROOM_CHECK_SECONDS
 
     def _repair(self) -> None:

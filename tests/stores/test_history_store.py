@@ -27,7 +27,9 @@ from hdtool.builders.stores import edit_store
 from hdtool.builders.stores.build import build_corpus_index, build_model_store
 from hdtool.builders.stores.build_engine import LocalBuildEngine
 from hdtool.builders.stores.edit_store import HistoryDocuments, drop_conversations, history_folders
+from hdtool.cli.store_output import verify_conversations
 from hdtool.data.errors import StoreError
+from hdtool.data.stores import manifest as manifest_module
 from hdtool.data.stores.documents import Document, Source
 from hdtool.data.stores.home import history_at_home
 from hdtool.data.stores.manifest import (
@@ -39,10 +41,10 @@ from hdtool.data.stores.manifest import (
     read_history_manifest,
 )
 from hdtool.data.stores.store import read_manifest
-from hdtool.data.stores.store_files import MANIFEST
+from hdtool.data.stores.store_files import MANIFEST, refuse_other_files, write_manifest
 from hdtool.runtime.stores import history_files, history_store
 from hdtool.runtime.stores.history_files import MIN_STORE_POSITIONS, NEW_STORE_POSITIONS
-from hdtool.runtime.stores.history_records import MIN_POSITIONS_PER_CONVERSATION
+from hdtool.runtime.stores.history_records import MIN_POSITIONS_PER_CONVERSATION, StoredConversation
 from hdtool.runtime.stores.history_store import History, HistoryStore
 from hdtool.runtime.stores.inspect_store import description, history_continuations, history_latency
 from hdtool.runtime.stores.model_store import sequence_hash
@@ -604,7 +606,7 @@ def test_a_disk_that_is_almost_full_is_left_alone(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(history_store, "ROOM_CHECK_SECONDS", 0.0)
     assert store.append([1, 2, 3], [])
     with monkeypatch.context() as patched, pytest.warns(RuntimeWarning, match="1 MiB free") as caught:
-        patched.setattr(history_store, "disk_usage", lambda _: usage)
+        patched.setattr(history_files, "disk_usage", lambda _: usage)
         assert not store.append([1, 2, 4], [])
         assert not store.append([1, 2, 5], [])
     assert len(caught) == 1
@@ -677,6 +679,47 @@ def test_a_store_that_is_extended_while_it_is_opened_is_not_repaired(
     assert store.num_positions == other.num_positions > NEW_STORE_POSITIONS
 
 
+def test_an_answer_fits_a_store_that_another_process_made_smaller(tmp_path: Path) -> None:
+    store = opened(tmp_path)
+    for number in range(5):
+        store.append([number, 2, 3], [])
+    opened(tmp_path, max_bytes=SMALL)
+    assert store.append(list(range(4 * MIN_STORE_POSITIONS)), [])
+    kept = held(opened(tmp_path))
+    assert len(kept) > 1 and kept[:-1] == [[number, 2, 3] for number in range(6 - len(kept), 5)]
+    assert kept[-1] == list(range(4 * MIN_STORE_POSITIONS))[-len(kept[-1]) :]
+
+
+def test_two_processes_create_a_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def then_refused(*arguments: Any) -> None:
+        monkeypatch.undo()
+        opened(tmp_path).append([1, 2, 3], [])
+        refuse_other_files(*arguments)
+
+    monkeypatch.setattr(manifest_module, "refuse_other_files", then_refused)
+    assert held(opened(tmp_path)) == [[1, 2, 3]]
+
+
+def test_conversations_evicted_during_verification_are_not_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, other, listed = opened(tmp_path, max_bytes=SMALL), opened(tmp_path), HistoryStore.conversations
+    for number in range(10):
+        store.append([number, *range(20)], [])
+
+    def then_evicted(self: HistoryStore) -> Any:
+        monkeypatch.undo()
+        found = listed(self)
+        assert all(other.append([number, *range(20)], []) for number in range(10))
+        return found
+
+    monkeypatch.setattr(HistoryStore, "conversations", then_evicted)
+    assert 0 < verify_conversations(store) < 10
+    store._open.ring.entries[store.conversations()[-1].first % MIN_STORE_POSITIONS, TOKEN] = 99
+    with pytest.raises(StoreError, match=r"is damaged \(1 of"):
+        verify_conversations(store)
+
+
 # Dropping and building -------------------------------------------------------------------------------
 
 
@@ -740,6 +783,37 @@ def test_a_drop_that_fails_leaves_the_store_as_it_was(tmp_path: Path, monkeypatc
         drop_conversations(tmp_path, source="secret")
     assert sorted(path.name for path in tmp_path.iterdir()) == before
     assert held(opened(tmp_path)) == answers
+
+
+def test_a_drop_interrupted_after_the_manifest_was_replaced_loses_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mixed_store(tmp_path)
+
+    def then_interrupted(*arguments: Any) -> None:
+        write_manifest(*arguments)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(history_files, "write_manifest", then_interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            drop_conversations(tmp_path, source="secret")
+    assert planted_in(tmp_path) == []
+    assert held(opened(tmp_path)) == [[1, 2, number] for number in range(50)]
+
+
+def test_a_drop_does_not_bring_back_a_store_that_was_removed(tmp_path: Path) -> None:
+    store = mixed_store(tmp_path)
+
+    def rejected(each: StoredConversation) -> bool:
+        if each.number == 0:
+            shutil.rmtree(tmp_path)
+            opened(tmp_path).append([7, 8, 9], [])
+        return False
+
+    with pytest.raises(StoreError, match="was removed or replaced by another command"):
+        store.keep(rejected)
+    assert held(opened(tmp_path)) == [[7, 8, 9]]
 
 
 def test_a_build_takes_conversations_as_documents(tmp_path: Path) -> None:
