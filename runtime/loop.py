@@ -14,7 +14,7 @@ from hdtool.data.errors import HdtoolError, ModelError
 from hdtool.runtime.drafter import Drafter, NoDraft
 from hdtool.runtime.engine import Engine, Verified
 from hdtool.runtime.model.cache.slots import Cache
-from hdtool.runtime.prefix_cache import PrefixCache, PromptReader
+from hdtool.runtime.prefix_cache import PrefixCache, PromptReader, is_worth_keeping
 from hdtool.runtime.sampling.sampler import Sampler
 from hdtool.runtime.sequence import SequenceState, Step, draft_trees
 from hdtool.runtime.tree import DraftTree
@@ -262,9 +262,11 @@ class Loop(Generic[Key]):
             self._running[slot] = last
 
     def _overwrite(self, slot: int, *, by: int) -> None:
-        if self._prefixes:
-            self._prefixes.keep(self._cache, slot)
-        self._cache.move(by, to=slot)
+        """Move the context of slot ``by`` to ``slot``; with a prefix cache, slot ``by`` keeps the other context."""
+        if self._prefixes and is_worth_keeping(self._cache.slots[slot]):
+            self._cache.swap(slot, by)
+        else:
+            self._cache.move(by, to=slot)
 
 
 def _has_ended(outcome: Step | HdtoolError) -> bool:

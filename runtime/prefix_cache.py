@@ -37,6 +37,7 @@ class PrefixCache:
         self._max_bytes = max_bytes
         self._saved: list[Slot] = []
         """Copies of slots, the most recently used one last."""
+        self._uses = 0
 
     @property
     def bytes(self) -> int:
@@ -44,8 +45,19 @@ class PrefixCache:
         return sum(slot.bytes for slot in self._saved)
 
     def in_place(self, free: Iterable[Slot], owner: str, version: int, prompt: Sequence[int]) -> CachedPrefix | None:
-        """Return the longest prefix of a prompt that a free slot holds and that can be continued there, or None."""
-        return _find_longest(free, owner, version, prompt, min_saved=1)
+        """Return the longest prefix of a prompt that a free slot holds and that can be continued there, or None.
+
+        A short prefix is no reason to overwrite the rest of a context that is worth keeping.
+        """
+        found = _find_longest(free, owner, version, prompt, min_saved=1)
+        if (
+            found
+            and found.start < MIN_CACHED_PREFIX - 1
+            and found.slot.valid > found.shared
+            and is_worth_keeping(found.slot)
+        ):
+            return None
+        return found
 
     def to_copy(self, held: Iterable[Slot], owner: str, version: int, prompt: Sequence[int]) -> CachedPrefix | None:
         """Return the longest prefix of a prompt that a slot in use or a copy of a slot holds, or None.
@@ -59,15 +71,33 @@ class PrefixCache:
             self._saved.append(found.slot)
         return found
 
-    def keep(self, cache: Cache, slot: int) -> None:
-        """Copy a slot before it is overwritten; drop the owner's older copies that are prefixes of it."""
+    def mark_used(self, slot: Slot) -> None:
+        self._uses += 1
+        slot.last_use = self._uses
+
+    def keep(self, cache: Cache, slot: int, idle: Sequence[int] = ()) -> None:
+        """Copy a slot before it is overwritten: to an empty one of the ``idle`` slots, or else to new memory.
+
+        A context that is too large for that replaces the least recently used one in the idle slots.
+        """
         held = cache.slots[slot]
-        tokens = held.tokens[: held.valid]
-        if not self._max_bytes or len(tokens) < MIN_CACHED_PREFIX or held.version == NEVER_CONTINUED:
+        if not is_worth_keeping(held):
             return
+        place = next((index for index in idle if not is_worth_keeping(cache.slots[index])), None)
+        if place is None and not self._save(cache, slot):
+            oldest = min(idle, key=lambda index: cache.slots[index].last_use, default=slot)
+            place = oldest if cache.slots[oldest].last_use < held.last_use else None
+        if place is not None:
+            cache.move(slot, to=place)
+
+    def _save(self, cache: Cache, slot: int) -> bool:
+        """Copy a slot and drop the owner's older copies that are prefixes of it; return False if it is too large."""
+        if not self._max_bytes:
+            return False
         saved = cache.saved(slot)
         if saved.bytes > self._max_bytes:
-            return
+            return False
+        tokens = saved.tokens[: saved.valid]
         self._saved = [
             slot_copy
             for slot_copy in self._saved
@@ -76,6 +106,12 @@ class PrefixCache:
         self._saved.append(saved)
         while self.bytes > self._max_bytes:
             self._saved.pop(0)
+        return True
+
+
+def is_worth_keeping(slot: Slot) -> bool:
+    """Return True if a slot holds a context that may be continued and takes long enough to compute again."""
+    return slot.valid >= MIN_CACHED_PREFIX and slot.version != NEVER_CONTINUED
 
 
 def _find_longest(
@@ -142,11 +178,13 @@ class PromptReader:
         if found and is_in_place:
             self.slot = slots.index(found.slot)
         shared = found.shared if found else 0
-        if prefixes and slots[self.slot].valid > shared:
-            prefixes.keep(self._cache, self.slot)
+        if prefixes and slots[self.slot].valid > (shared if is_in_place else 0):
+            prefixes.keep(self._cache, self.slot, self._other_free_slots())
         if found and not is_in_place:
             self._cache.load(self.slot, found.slot, shared)
         slot = self._cache.slots[self.slot]
+        if prefixes:
+            prefixes.mark_used(slot)
         self._read = self.cached_tokens = found.start if found else 0
         if 0 < self._read < shared:
             slot.cut(shared)
@@ -162,6 +200,9 @@ class PromptReader:
         if copied and copied.start > (in_place.start if in_place else 0):
             return copied, False
         return in_place, in_place is not None
+
+    def _other_free_slots(self) -> list[int]:
+        return [index for index in range(self._first_free, len(self._cache.slots)) if index != self.slot]
 
     @torch.inference_mode()
     def read(self, max_tokens: int | None = None) -> Verified | None:

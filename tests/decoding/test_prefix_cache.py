@@ -90,7 +90,8 @@ def test_a_prompt_read_in_pieces_has_the_logits_of_one_read_at_once(family: str)
         if family in HYBRIDS:
             assert cached in states_after(length, most, shared) if target.continues else not cached
         else:
-            assert cached == (shared - 1 if shared >= (MIN_CACHED_PREFIX if is_running else 2) else 0)
+            loses = length >= MIN_CACHED_PREFIX and length > shared
+            assert cached == (shared - 1 if shared >= (MIN_CACHED_PREFIX if is_running or loses else 2) else 0)
         if is_running:  # what is copied from stays
             last = target.verify(cache, [DraftTree.bare(3), DraftTree.bare(4)])
             for found, context in zip(last, ([*prompt, 3], [*other, 4]), strict=True):
@@ -153,6 +154,44 @@ def test_contexts_are_dropped_in_the_order_of_their_use() -> None:
     keep(small, prompts[0])
     assert small.bytes == 0
     assert not has(prompts[0], version=1) and kept.bytes == 0, "nothing is kept of a model that has changed since"
+
+
+def test_a_context_is_not_lost_when_another_one_resumes_from_a_copy() -> None:
+    """Two conversations alternate in one slot; the second is shorter than what the first resumes from."""
+    target = Target(model_of("llama"))
+    batch = Loop[int](target, target.allocate(), max_new_tokens=4, prefixes=PrefixCache(2**30))
+    long, short = prompt_of(90), prompt_of(40)
+    for _ in range(3):
+        answers = [answered(batch, prompt) for prompt in (long, short)]
+        long, short = [*long, *answers[0][0], 1, 2], [*short, *answers[1][0], 3, 4]
+    assert [cached for _, cached in answers] == [len(long) - 10, len(short) - 10]
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_5"])
+def test_contexts_too_large_for_copies_stay_in_idle_slots(family: str) -> None:
+    target = Target(model_of(family))
+    batch = Loop[int](target, target.allocate(4), max_new_tokens=4, prefixes=PrefixCache(1))
+    contexts = [prompt_of(50 + number) for number in range(4)]
+    for turn in range(3):
+        for number, prompt in enumerate(contexts):
+            answer_ids, cached = answered(batch, prompt)
+            assert answer_ids == output_tokens(run(target, prompt, GREEDY, 4))
+            assert bool(turn) == bool(cached), "each conversation has a slot"
+            contexts[number] = [*prompt, *answer_ids, 7, 8]
+    others = [prompt_of(60 + number) for number in range(3)]
+    for prompt in others:
+        assert answered(batch, prompt)[1] == 0
+    assert answered(batch, [*contexts[3], 1])[1], "the least recently used contexts made room"
+    assert not answered(batch, [*contexts[0], 1])[1]
+
+
+def test_a_short_common_beginning_does_not_overwrite_a_context() -> None:
+    target = Target(model_of("llama"))
+    batch = Loop[int](target, target.allocate(2), max_new_tokens=4, prefixes=PrefixCache(1))
+    prompt = prompt_of(60)
+    first, _ = answered(batch, prompt)
+    assert answered(batch, [*prompt[:3], *prompt_of(40)])[1] == 0
+    assert answered(batch, [*prompt, *first, 5])[1] == len(prompt) + 2
 
 
 SHARED_TURN = st.tuples(

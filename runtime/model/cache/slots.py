@@ -44,6 +44,8 @@ class Slot:
         """Tenant whose prompt the slot holds; prompts of other tenants never continue it."""
         self.version = 0
         """Number of changes to the model before the prompt was read, or ``NEVER_CONTINUED``."""
+        self.last_use = 0
+        """Number of prompts that were read before the slot's one, for slots with a prefix cache."""
         self.tree: DraftTree | None = None
         """Last verified tree; None once a path of it is committed."""
         self.hidden_of_tree: torch.Tensor | None = None
@@ -159,7 +161,7 @@ class Slot:
         self.kv.copy_from(source.kv, length)
         self._copy_states(source)
         self.tokens = source.tokens[: self.kv.length]
-        self.owner, self.version = source.owner, source.version
+        self.owner, self.version, self.last_use = source.owner, source.version, source.last_use
         hidden = source.all_hidden()
         self.hidden = [] if hidden is None else [hidden[: self.kv.length]]
         self.tree = None
@@ -241,6 +243,12 @@ class Cache:
     @torch.inference_mode()
     def move(self, slot: int, to: int) -> None:
         self.slots[to].copy_from(self.slots[slot])
+
+    @torch.inference_mode()
+    def swap(self, first: int, second: int) -> None:
+        copy = self.saved(first)
+        self.slots[first].copy_from(self.slots[second])
+        self.slots[second].copy_from(copy)
 
     @torch.inference_mode()
     def saved(self, slot: int) -> Slot:
