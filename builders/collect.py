@@ -7,12 +7,21 @@ A file that holds anything other than answers to the prompts is refused and left
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
-from hdtool.data.durable_files import append_row, cut_torn_line, file_lock, is_torn, may_be_torn_start, read_lines
+from hdtool.data.durable_files import (
+    append_row,
+    cut_torn_line,
+    file_lock,
+    is_torn,
+    lock_path,
+    may_be_torn_start,
+    read_lines,
+)
 from hdtool.data.errors import PromptError, os_errors_as
 from hdtool.data.prompts import GrammarKind, Prompt
 from hdtool.runtime.answerer import Answer, Answerer
@@ -46,7 +55,7 @@ class GenerationFile:
         busy = PromptError(f"another collect is writing {self.path}: wait for it, or choose another --out")
         with self._errors_worded():
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            with file_lock(self.path.with_name(f".{self.path.name}.lock"), busy):
+            with file_lock(lock_path(Path(os.path.realpath(self.path))), busy):
                 done, torn = self._read(prompts)
                 cut_torn_line(self.path, torn)
                 self.path.open("ab").close()  # fails before the first answer if the file cannot be written

@@ -7,6 +7,7 @@ the tokenizer would for the text, and where the tokenizer starts every text with
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 from collections.abc import Iterable, Iterator, Sequence
@@ -19,7 +20,7 @@ import numpy as np
 
 from hdtool.builders.stores.edit_store import HistoryDocuments, StoreContents
 from hdtool.builders.stores.sequences import TOKENIZER_BATCH, encode_texts
-from hdtool.data.errors import ModelError, OptionError, StoreError
+from hdtool.data.errors import ModelError, OptionError, StoreError, os_errors_as
 from hdtool.data.output_files import OutputFile
 from hdtool.data.progress import ProgressBar, progress_bar
 from hdtool.data.stores.documents import Document, Tokens
@@ -37,11 +38,15 @@ if TYPE_CHECKING:
 
 CODE_FOLDER = "custom_generate"
 CODE_FILE, REQUIREMENTS_FILE = f"{CODE_FOLDER}/generate.py", f"{CODE_FOLDER}/requirements.txt"
+REQUIREMENTS = "hdtool\n"
 FIRST_LINE = '"""Written by ``hdtool export``: answers of this model are drafted by hdtool."""'
+MODEL_LINE = "MODEL = "
+"""Start of the line that records the model folder whose files an export links to."""
 CODE_TEMPLATE = """{first_line}
 
 from typing import Any
 
+MODEL = {model}
 DECODING = {decoding}
 STORES = {stores}
 
@@ -56,29 +61,34 @@ def generate(*arguments: Any, model: Any, **options: Any) -> Any:
 def export(model: ModelConfig, out: Path, decoding: DecodeConfig, stores: StoresConfig) -> list[Path]:
     """Write a model folder that makes ``generate`` draft with hdtool; return the model files that it links to."""
     code = OutputFile(out / CODE_FILE, "a file of hdtool export", _is_ours, ModelError)
+    requirements = OutputFile(out / REQUIREMENTS_FILE, "a file of hdtool export", _is_our_list, ModelError)
     _check_destination(out)
     code.check()
+    requirements.check()
     source = place_of(model, CONFIG_FILES, weights=True).resolve()
     if out.resolve() == source or source in out.resolve().parents:
         raise ModelError(f"{out} lies in the folder of the model: choose another place")
     files = list(_files(source))
-    if source / CODE_FILE in files:
-        raise ModelError(f"{source} has a {CODE_FILE} of its own, which an export would replace: export another model")
+    for name in (CODE_FILE, REQUIREMENTS_FILE):
+        if source / name in files:
+            raise ModelError(f"{source} has a {name} of its own, which an export would replace: export another model")
     _check_drafting(source, decoding, stores)
-    # Write the code first, so that a later export recognizes and completes the folder of a killed export.
-    code.write(
-        CODE_TEMPLATE.format(
-            first_line=FIRST_LINE, decoding=_changed_settings_code(decoding), stores=_stores_code(stores)
-        )
+    text = CODE_TEMPLATE.format(
+        first_line=FIRST_LINE,
+        model=repr(str(source)),
+        decoding=_changed_settings_code(decoding),
+        stores=_stores_code(stores),
     )
-    try:
-        for file in files:
-            _link(file, out / file.relative_to(source))
-        (out / REQUIREMENTS_FILE).write_text("hdtool\n", encoding="utf-8")
-    except OSError as error:
-        raise ModelError(
-            f"{out} cannot be written ({error.strerror or error}): correct the permissions, or choose another place"
-        ) from error
+    links = {out / file.relative_to(source): file for file in files}
+    with os_errors_as(ModelError, f"{out} cannot be written", "correct the permissions, or choose another place"):
+        # The old code names the model of these links, so they must be removed before the code is replaced.
+        for path in _former_links(out) - links.keys():
+            path.unlink()
+        # Write the code first, so that a later export recognizes and completes the folder of a killed export.
+        code.write(text)
+        for path, file in links.items():
+            _link(file, path)
+    requirements.write(REQUIREMENTS)
     return files
 
 
@@ -103,6 +113,29 @@ def _is_ours(path: Path) -> bool:
         return stream.readline().rstrip("\n") == FIRST_LINE
 
 
+def _is_our_list(path: Path) -> bool:
+    return path.read_bytes() == REQUIREMENTS.encode()
+
+
+def _former_links(out: Path) -> set[Path]:
+    """Return the links in a folder to the model that an earlier export recorded in its code."""
+    if (source := _recorded_model(out / CODE_FILE)) is None:
+        return set()
+    return {path for path in _files(out) if _is_link_to(path, source / path.relative_to(out))}
+
+
+def _recorded_model(code: Path) -> Path | None:
+    """Return the model folder that an export recorded in its code, or None if it recorded none."""
+    if not code.is_file():
+        return None
+    lines = code.read_text(encoding="utf-8", errors="replace").splitlines()
+    recorded = next((line.removeprefix(MODEL_LINE) for line in lines if line.startswith(MODEL_LINE)), "None")
+    try:
+        return Path(ast.literal_eval(recorded))
+    except (SyntaxError, TypeError, ValueError):
+        return None
+
+
 def _files(folder: Path) -> Iterator[Path]:
     for parent, folders, names in os.walk(folder):
         folders[:] = sorted(name for name in folders if not name.startswith("."))
@@ -113,7 +146,7 @@ def _link(file: Path, to: Path) -> None:
     """Make ``to`` a symbolic link to ``file``, or a hard link where the system refuses symbolic links."""
     target = file.resolve()
     if os.path.lexists(to):
-        if to.resolve() == target or (to.exists() and to.samefile(target)):
+        if _is_link_to(to, target):
             return
         if not to.is_symlink():
             raise ModelError(f"{to} is another file: choose an empty or a new folder")
@@ -123,6 +156,13 @@ def _link(file: Path, to: Path) -> None:
         to.symlink_to(target)
     except OSError:
         os.link(target, to)
+
+
+def _is_link_to(path: Path, file: Path) -> bool:
+    """Return True if ``path`` is a symbolic or hard link to ``file``. A symbolic link's target may be missing."""
+    if path.exists() and file.exists():
+        return path.samefile(file)
+    return os.path.realpath(path) == os.path.realpath(file)
 
 
 def _changed_settings_code(settings: DecodeConfig) -> str:

@@ -27,13 +27,19 @@ from hdtool.data.errors import HdtoolError
 
 @contextmanager
 def file_lock(
-    path: Path, busy: HdtoolError, wait: Callable[[], object] | None = None, *, seconds: float = 0
+    path: Path,
+    busy: HdtoolError,
+    wait: Callable[[], object] | None = None,
+    *,
+    seconds: float = 0,
+    remove: bool = False,
 ) -> Iterator[None]:
     """Hold a lock on the file ``path`` during the ``with`` block.
 
     If another process still holds it after ``seconds``, raise ``busy`` or, if ``wait`` is given, call ``wait`` and
-    block until the lock is free. The lock file is empty and is not removed. If ``path`` is a link, a folder or a file
-    with content, it is left untouched and an error of ``busy``'s class is raised. An unwritable folder raises OSError.
+    block until the lock is free. The lock file is empty; ``remove`` deletes it at the end of a block without an error.
+    If ``path`` is a link, a folder or a file with content, it is left untouched and an error of ``busy``'s class is
+    raised. An unwritable folder raises OSError.
     """
     from filelock import FileLock, Timeout
 
@@ -49,6 +55,10 @@ def file_lock(
         lock.acquire(timeout=-1)
     try:
         yield
+        # Delete the file while it is locked: afterwards, another process may have locked it. A process that waits for
+        # it creates a new one. Windows cannot delete an open file, so filelock deletes it there after the release.
+        if remove and os.name != "nt":
+            path.unlink(missing_ok=True)
     finally:
         lock.release()
 
@@ -69,8 +79,9 @@ def why_foreign_lock(path: Path) -> str | None:
     return f"has {status.st_size:,} bytes" if status.st_size else None
 
 
-def lock_path(folder: Path) -> Path:
-    return folder.with_name(f".{folder.name}.lock")
+def lock_path(path: Path) -> Path:
+    """Return the path of the lock file of a file or folder, which is beside it."""
+    return path.with_name(f".{path.name}.lock")
 
 
 @contextmanager

@@ -50,14 +50,10 @@ class PrefixCache:
         A short prefix is no reason to overwrite the rest of a context that is worth keeping.
         """
         found = _find_longest(free, owner, version, prompt, min_saved=1)
-        if (
-            found
-            and found.start < MIN_CACHED_PREFIX - 1
-            and found.slot.valid > found.shared
-            and is_worth_keeping(found.slot)
-        ):
-            return None
-        return found
+        if not found or found.start >= MIN_CACHED_PREFIX - 1:
+            return found
+        loses_context = found.slot.valid > found.shared and is_worth_keeping(found.slot)
+        return None if loses_context else found
 
     def to_copy(self, held: Iterable[Slot], owner: str, version: int, prompt: Sequence[int]) -> CachedPrefix | None:
         """Return the longest prefix of a prompt that a slot in use or a copy of a slot holds, or None.

@@ -28,6 +28,7 @@ from hdtool.builders.stores.build import build_corpus_index, build_model_store
 from hdtool.builders.stores.build_engine import LocalBuildEngine
 from hdtool.builders.stores.sequences import encode_texts, tokenized
 from hdtool.data import demo
+from hdtool.data.durable_files import file_lock
 from hdtool.data.errors import StoreError
 from hdtool.data.progress import progress_bar
 from hdtool.data.prompts import Prompt
@@ -35,7 +36,7 @@ from hdtool.data.stores.documents import Document as Tokenized, Source, stored_d
 from hdtool.data.stores.home import home
 from hdtool.data.stores.manifest import Checkpoint, Manifest, TokenizerFingerprint
 from hdtool.data.stores.store import file_checksum, read_manifest
-from hdtool.data.stores.store_files import check_destination
+from hdtool.data.stores.store_files import LOCK_FILE, check_destination
 from hdtool.data.texts_and_traces import RecordReader
 from hdtool.runtime.answerer import Answerer
 from hdtool.runtime.config import DecodeConfig, ModelConfig, SamplingConfig, StoresConfig
@@ -108,7 +109,7 @@ def _is_current(folder: Path, tokenizer: TokenizerFingerprint, source: Source, m
     except (StoreError, OSError):
         return False
     same = (manifest.tokenizer, manifest.model) == (tokenizer, model)
-    return same and [share.sha256 for share in manifest.sources] == [source.sha256]
+    return same and source.sha256 in (share.sha256 for share in manifest.sources)  # texts may have been added
 
 
 def _retokenized(corpus: CorpusIndex, tokenizer: PreTrainedTokenizerBase) -> Iterator[Tokenized]:
@@ -194,8 +195,9 @@ def main() -> None:
     for folder, manifest in build_stores(
         options.out, options.answers, index_documents(everything, tokenizer), tokenizer
     ):
-        # The lock file must not ship with the store.
-        (folder / ".lock").unlink(missing_ok=True)
+        busy = StoreError(f"another build of {folder} is running: wait for it")
+        with file_lock(folder / LOCK_FILE, busy, remove=True):
+            pass  # the lock file must not ship with the store
         print(f"{folder}: {manifest.counts}, {manifest.bytes:,} bytes")
 
 

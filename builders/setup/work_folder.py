@@ -260,12 +260,12 @@ def remove_setup(item: StoredItem) -> None:
     """Delete the files of a set-up, and its folder if nothing else is in it."""
     folder = item.folder
     with os_errors_as(ResultError, f"{folder} cannot be removed", "correct the permissions"):
-        with file_lock(folder / SETUP_LOCK, ResultError(f"a setup is running in {folder}: wait for it")):
+        busy = ResultError(f"a setup is running in {folder}: wait for it")
+        with file_lock(folder / SETUP_LOCK, busy, remove=True):
             _remove_half(folder / HALF_STORE)
             # Delete the results file last, so that a killed removal can be found and repeated.
             for path in sorted(_files(folder), key=lambda path: path.name == RESULTS_FILE):
                 path.unlink(missing_ok=True)
-        (folder / SETUP_LOCK).unlink(missing_ok=True)
         remove_empty(folder)
 
 

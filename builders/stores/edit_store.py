@@ -24,7 +24,14 @@ from hdtool.data.errors import ModelError, StoreError
 from hdtool.data.progress import count_of
 from hdtool.data.stores.documents import Document, Source, Tokens, stored_documents, with_sources
 from hdtool.data.stores.manifest import Checkpoint, InputShare, Manifest, TokenizerFingerprint, require_history
-from hdtool.data.stores.store import FolderCheck, read_store, recorded_name, require_store, require_unchanged
+from hdtool.data.stores.store import (
+    FolderCheck,
+    delete_old_builds,
+    read_store,
+    recorded_name,
+    require_store,
+    require_unchanged,
+)
 from hdtool.data.stores.store_files import MODEL_KIND, check_destination, holds_history, holds_manifest, printable
 from hdtool.runtime.config import ModelConfig
 from hdtool.runtime.kernels.compiled import Ints
@@ -200,6 +207,7 @@ def drop(folder: Path, name: str) -> DropResult:
     ``name`` selects the source by its recorded name, by a file name that is unique among the sources, or by at least 8
     digits of its hash.
     """
+    delete_old_builds(folder)  # a killed drop may have left the files of a source that the manifest no longer names
     old = StoreContents.of(folder)
     shares = old.manifest.sources
     removed = _selected(folder, shares, name)

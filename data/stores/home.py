@@ -287,32 +287,34 @@ def _ambiguous(name: str, sharing: list[StoredItem]) -> StoreError:
 
 
 def remove_store(item: StoredItem) -> None:
-    """Delete a store's files, the manifest first, and then the folder if nothing else is in it."""
+    """Delete a store's files, and then the folder if nothing else is in it.
+
+    The manifest is deleted last, so that a killed removal can be found and repeated.
+    """
     folder = item.folder
     try:
         if item.kind == HISTORY_KIND:
             _remove_history(folder)
         else:
             busy = StoreError(f"a build of {folder} is running: wait for it")
-            with file_lock(folder / LOCK_FILE, busy):
-                (folder / MANIFEST).unlink()
+            with file_lock(folder / LOCK_FILE, busy, remove=True):
                 delete_leftovers(folder, ())
-        (folder / LOCK_FILE).unlink(missing_ok=True)
+                (folder / MANIFEST).unlink(missing_ok=True)
         remove_empty(folder)
     except OSError as error:
         raise StoreError(f"{folder} cannot be removed ({error.strerror or error}): correct the permissions") from error
 
 
 def _remove_history(folder: Path) -> None:
-    with history_lock(folder):
+    with history_lock(folder, remove=True):
         manifest = read_history_manifest(folder)
         history_files = [manifest.path(folder, part) for part in HISTORY_FILES]
         leftover_files = history_leftovers(folder, manifest)
-        (folder / MANIFEST).unlink()
         for path in [
             *history_files,
             *(path.with_name(path.name + LMDB_LOCK_ENDING) for path in history_files),
             *leftover_files,
+            folder / MANIFEST,
         ]:
             path.unlink(missing_ok=True)
 

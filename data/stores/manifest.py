@@ -436,7 +436,10 @@ def history_leftovers(folder: Path, manifest: HistoryManifest | None) -> list[Pa
     return [folder / name for name in others if is_regular(folder / name)]
 
 
-def history_lock(folder: Path) -> AbstractContextManager[None]:
-    """Hold a history store's lock in a ``with`` block. Waits up to ``LOCK_TIMEOUT`` seconds, then raises StoreError."""
+def history_lock(folder: Path, *, remove: bool = False) -> AbstractContextManager[None]:
+    """Hold a history store's lock in a ``with`` block. Waits up to ``LOCK_TIMEOUT`` seconds, then raises StoreError.
+
+    ``remove`` deletes the lock file at the end of the block.
+    """
     busy = StoreError(f"another command makes the history store {folder} anew: wait for it")
-    return file_lock(folder / LOCK_FILE, busy, seconds=LOCK_TIMEOUT)
+    return file_lock(folder / LOCK_FILE, busy, seconds=LOCK_TIMEOUT, remove=remove)

@@ -247,6 +247,13 @@ def building(folder: Path, check: FolderCheck | None = None) -> Iterator[StoreBu
         ) from error
 
 
+def delete_old_builds(folder: Path) -> None:
+    """Delete the files that killed builds left in a store's folder. Raises StoreError if the folder holds no store."""
+    read_manifest(folder, check=False)
+    with building(folder):
+        pass  # it sweeps the folder under its lock
+
+
 def refuse_replacing(folder: Path) -> None:
     """Raise StoreError if a folder holds a store, readable or not."""
     if not holds_manifest(folder):

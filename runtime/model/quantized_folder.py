@@ -38,7 +38,14 @@ from hdtool.runtime.kernels.packed_matrix import (
     quantize_matrix,
 )
 from hdtool.runtime.model.compact_layers import ParameterRef, is_of_linear_layers, weight_parameters
-from hdtool.runtime.model.gguf.converted_folder import GGUF_SUFFIX, REST, Signature, content_hash, remove_files
+from hdtool.runtime.model.gguf.converted_folder import (
+    GGUF_SUFFIX,
+    REST,
+    Signature,
+    content_hash,
+    is_file_name,
+    remove_files,
+)
 from hdtool.runtime.model.hub import fingerprint_of
 
 MANIFEST = "quantized.json"
@@ -90,7 +97,10 @@ class QuantizedManifest:
 
     @classmethod
     def read(cls, folder: Path) -> QuantizedManifest | None:
-        """Return the manifest stored in a folder, or None if it is missing, damaged or in another format."""
+        """Return the manifest stored in a folder.
+
+        Return None if it is missing, damaged or in another format, or if a file that it lists is outside the folder.
+        """
         try:
             row = json_object(folder / MANIFEST)
             seen = tuple(tuple(Signature(**fields) for fields in sources) for sources in row.pop("seen"))
@@ -98,7 +108,7 @@ class QuantizedManifest:
             manifest = cls(**row, files=files, seen=seen)
         except (OSError, KeyError, TypeError, ValueError):
             return None
-        return manifest if manifest.format == FORMAT else None
+        return manifest if manifest.format == FORMAT and all(map(is_file_name, files)) else None
 
     def is_of(self, scheme: str) -> bool:
         return self.scheme == scheme and self.transformers == metadata.version("transformers")
@@ -133,7 +143,10 @@ def quantized_manifests() -> Iterator[tuple[Path, QuantizedManifest]]:
 
 
 def remove(folder: Path) -> None:
-    """Delete a quantized model's files, the manifest first, and its folder if that is then empty; ignore OS errors."""
+    """Delete a quantized model's files, the manifest first, and its folder if that is then empty.
+
+    Raise an ``OSError`` if a file cannot be deleted.
+    """
     manifest = QuantizedManifest.read(folder)
     remove_files(folder, (MANIFEST, *(manifest.files if manifest else ())))
 
@@ -141,11 +154,14 @@ def remove(folder: Path) -> None:
 def remove_quantized(folder: Path) -> None:
     """Delete a quantized model; the next load quantizes its checkpoint again.
 
-    Raise a ``ModelError`` if another process is quantizing to the folder.
+    Raise a ``ModelError`` if another process is quantizing to the folder, or if a file cannot be deleted.
     """
-    with file_lock(lock_path(folder), ModelError(f"another process quantizes to {folder}: wait for it")):
+    busy = ModelError(f"another process quantizes to {folder}: wait for it")
+    with (
+        os_errors_as(ModelError, f"{folder} cannot be removed", "correct the permissions"),
+        file_lock(lock_path(folder), busy, remove=True),
+    ):
         remove(folder)
-    lock_path(folder).unlink(missing_ok=True)
 
 
 SCHEMES = {"q8_0": Q8_0, "q4_0": Q4_0}

@@ -154,3 +154,14 @@ def test_two_at_once_are_told_apart(asked: list[str], capfd: pytest.CaptureFixtu
     Path(asked[4]).parent.mkdir()
     with FileLock(Path(asked[4]).with_name(".generations.jsonl.lock")):
         assert "another collect is writing" in complaint(capfd, asked)
+
+
+def test_two_at_once_are_told_apart_through_a_link(
+    asked: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    from filelock import FileLock
+
+    Path(asked[4]).parent.mkdir()
+    Path(asked[4]).symlink_to(tmp_path / "elsewhere.jsonl")
+    with FileLock(tmp_path / ".elsewhere.jsonl.lock"):
+        assert "another collect is writing" in complaint(capfd, asked)

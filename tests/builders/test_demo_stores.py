@@ -121,3 +121,27 @@ def test_the_stores_are_the_same_again_and_keep_collected_answers(
         assert {p: f.sha256 for p, f in one.files.items()} == {p: f.sha256 for p, f in other.files.items()}
     assert [manifest.sources[0].name for _, manifest in builds[0]] == ["answers.jsonl", "documents.jsonl"]
     assert builds[0][0][1].counts["documents"] == 4
+
+
+def test_texts_added_to_the_demo_s_stores_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HDTOOL_HOME", str(tmp_path / "home"))
+    stores = demo_stores.stores_of_real_model(ModelConfig())  # the embedded tokenizer stands in for SmolLM2's
+    own = tmp_path / "own.jsonl"
+    own.write_text('{"text": "A document that the demo does not hold."}\n')
+    folders = [Path(folder) for folder in (stores.model_db, stores.corpus_db) if folder]
+    for folder in folders:
+        assert run(["add", str(folder), str(own), "--quiet"]) == 0
+    manifests = [read_manifest(folder) for folder in folders]
+    assert demo_stores.stores_of_real_model(ModelConfig()) == stores
+    assert [read_manifest(folder) for folder in folders] == manifests
+    assert all(manifest.sources[1].name == str(own) for manifest in manifests)
+
+
+def test_a_demo_store_without_the_demo_s_texts_is_built_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HDTOOL_HOME", str(tmp_path))
+    stores = demo_stores.stores_of_real_model(ModelConfig())
+    folder = Path(str(stores.corpus_db))
+    own, path = read_manifest(folder).sources, folder / "manifest.json"
+    path.write_text(path.read_text().replace(own[0].sha256, "0" * 64))
+    demo_stores.stores_of_real_model(ModelConfig())
+    assert read_manifest(folder).sources == own

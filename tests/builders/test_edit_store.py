@@ -12,9 +12,11 @@ from hypothesis import given, settings, strategies as st
 from hdtool.builders.stores import edit_store as rework
 from hdtool.builders.stores.build import build_corpus_index, build_model_store
 from hdtool.data.errors import StoreError
+from hdtool.data.stores import store as stores
 from hdtool.data.stores.documents import Document, Source
 from hdtool.data.stores.manifest import Manifest, TokenizerFingerprint
 from hdtool.data.stores.store import read_manifest
+from hdtool.data.stores.store_files import LOCK_FILE, MANIFEST
 
 MARK = TokenizerFingerprint("test", 20)
 BUILDS: dict[str, Callable[..., Manifest]] = {"corpus": build_corpus_index, "model": build_model_store}
@@ -155,6 +157,28 @@ def test_a_store_that_is_replaced_before_the_lock_keeps_what_it_got(
     with pytest.raises(StoreError, match="was replaced by another command meanwhile: run this one again"):
         commands[command]()
     assert [share.name for share in read_manifest(tmp_path).sources] == ["in/0.txt", "in/1.txt", "in/2.txt"]
+
+
+@pytest.mark.parametrize("kind", BUILDS)
+def test_a_drop_that_was_killed_before_it_deleted_is_completed(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    build(kind, tmp_path, [[[1, 2, 3, 4, 5]], [[5, 4, 3, 2, 1]]])
+    with monkeypatch.context() as patched:
+        patched.setattr(stores, "delete_leftovers", lambda *_: None)  # as if killed once the manifest was replaced
+        manifest = rework.drop(tmp_path, "0.txt").manifest
+    whole = {file.name for file in manifest.files.values()} | {MANIFEST, LOCK_FILE}
+    assert {path.name for path in tmp_path.iterdir()} > whole
+    with pytest.raises(StoreError, match=r"has no source 0\.txt"):
+        rework.drop(tmp_path, "0.txt")
+    assert {path.name for path in tmp_path.iterdir()} == whole
+    assert read_manifest(tmp_path) == manifest
+
+
+def test_a_drop_creates_nothing_without_a_store(tmp_path: Path) -> None:
+    with pytest.raises(StoreError, match="holds no store"):
+        rework.drop(tmp_path / "none", "0.txt")
+    assert not list(tmp_path.iterdir())
 
 
 def test_damaged_documents_are_refused(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, TextIteratorStreamer, pipeline
 
-from hdtool.builders.export import CODE_FILE, CODE_FOLDER
+from hdtool.builders.export import CODE_FILE, CODE_FOLDER, REQUIREMENTS_FILE
 from hdtool.cli.app import run
 from hdtool.data import demo
 from hdtool.runtime.integrations.exported import ATTRIBUTE
@@ -108,6 +108,38 @@ def test_settings_are_written_as_code(tmp_path: Path) -> None:
     assert names["DECODING"]["draft_tokens"] == 6
 
 
+def test_another_export_removes_former_links_and_no_file_of_the_user(tmp_path: Path) -> None:
+    whole, sharded = (shutil.copytree(demo.MODEL, tmp_path / name) for name in ("whole", "sharded"))
+    (whole / "original").mkdir()
+    for name in ("vocab.json", "merges.txt", "original/params.json"):
+        (whole / name).write_text("{}")
+    (sharded / "model.safetensors").rename(sharded / "model-00001-of-00001.safetensors")
+    (tmp_path / "other").write_text("mine")
+    out = tmp_path / "out"
+    assert exported(out, model=whole) == 0
+    (out / "notes.txt").write_text("mine")
+    (out / "linked.txt").symlink_to(tmp_path / "other")
+    (out / "merges.txt").unlink()
+    (out / "merges.txt").write_text("mine")
+    (whole / "vocab.json").unlink()  # its link now leads nowhere
+    assert exported(out, model=sharded) == 0
+    own = {"notes.txt", "linked.txt", "merges.txt"}
+    assert {path.name for path in out.iterdir() if not path.is_dir()} == own | {path.name for path in sharded.iterdir()}
+    assert {(out / name).read_text() for name in own} == {"mine"}
+    assert not list((out / "original").iterdir())
+    assert all((out / path.name).samefile(path) for path in sharded.iterdir())
+    assert (whole / "model.safetensors").is_file()
+
+
+@pytest.mark.parametrize("line", ["MODEL = (", "MODEL = 1", "MODEL = None", ""])
+def test_an_export_that_records_no_model_is_replaced(line: str, tmp_path: Path) -> None:
+    assert exported(tmp_path) == 0
+    code = tmp_path / CODE_FILE
+    code.write_text(code.read_text().replace(f"MODEL = {str(demo.MODEL.resolve())!r}", line))
+    assert exported(tmp_path) == 0
+    assert str(demo.MODEL.resolve()) in code.read_text()
+
+
 def test_a_store_that_is_gone_leaves_a_model_that_answers(
     tmp_path: Path, inputs: dict[str, Any], capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -148,6 +180,21 @@ class TestNothingIsReplaced:
         (out / "config.json").write_text("{}")
         assert "config.json is another file" in self.fault(capfd, out)
         assert (out / "config.json").read_text() == "{}"
+
+    def test_requirements(self, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+        model = shutil.copytree(demo.MODEL, tmp_path / "model")
+        (model / CODE_FOLDER).mkdir()
+        (model / REQUIREMENTS_FILE).write_text("numpy\n")
+        assert "of its own" in self.fault(capfd, tmp_path / "out", model=model)
+        assert (model / REQUIREMENTS_FILE).read_text() == "numpy\n"
+        (model / REQUIREMENTS_FILE).unlink()
+        assert exported(tmp_path / "out", model=model) == 0
+        edited = tmp_path / "out" / REQUIREMENTS_FILE
+        assert edited.read_text() == "hdtool\n"
+        edited.write_text("hdtool\npeft\n")
+        capfd.readouterr()
+        assert "is not a file of hdtool export" in self.fault(capfd, tmp_path / "out", model=model)
+        assert edited.read_text() == "hdtool\npeft\n"
 
     def test_an_export_that_was_stopped_is_completed(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         def stop(file: Path, to: Path) -> None:

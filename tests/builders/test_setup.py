@@ -38,6 +38,7 @@ from hdtool.runtime.model.load import load
 from hdtool.runtime.model.target import Target
 from tests.support.families import model_of
 from tests.support.heads import random_for
+from tests.support.locks import deleted_lock_files
 from tests.support.processes import HDTOOL, read_until, start
 from tests.support.project import ROOT
 from tests.support.published_drafters import eagle3
@@ -531,7 +532,9 @@ class TestCommand:
         assert {one["folder"] for one in listed} == {str(folder), str(old)}
         assert run(["stores"]) == 0
         assert f"setup-{folder.name[:8]}" in (shown := capsys.readouterr().out) and LOGS.name in shown
-        assert run(["stores", "remove", f"setup-{folder.name[:8]}", "setup-01234567", "--yes"]) == 0
+        with deleted_lock_files() as deleted:
+            assert run(["stores", "remove", f"setup-{folder.name[:8]}", "setup-01234567", "--yes"]) == 0
+        assert deleted == [folder / "lock", old / "lock"]
         assert not old.exists()
         assert [path.name for path in folder.iterdir()] == ["notes.txt"], "what hdtool did not write stays"
 

@@ -20,10 +20,11 @@ from hdtool.data.errors import StoreError
 from hdtool.data.stores.home import home, model_store_at_home, store_at_home, stored_items
 from hdtool.data.stores.manifest import Manifest
 from hdtool.data.stores.store import read_manifest
-from hdtool.data.stores.store_files import MANIFEST
+from hdtool.data.stores.store_files import LOCK_FILE, MANIFEST
 from hdtool.runtime.config import ModelConfig
 from hdtool.runtime.model.checkpoint_identity import checkpoint_of
 from hdtool.runtime.model.gguf.converted_folder import Manifest as Converted
+from tests.support.locks import deleted_lock_files
 
 QUICK = ("--max-new-tokens", "4", "--method", "hd", "--draft-tokens", "2", "--history", "none")
 
@@ -225,11 +226,43 @@ def test_stores_are_listed_and_removed(capfd: pytest.CaptureFixture[str]) -> Non
     assert run(["stores", "list"]) == 0
     shown = capfd.readouterr().out
     assert all(name in shown for name in rows) and "hdtool-demo" in shown and "4 in " in shown
-    assert run(["stores", "remove", *rows, "--yes"]) == 0
+    with deleted_lock_files() as deleted:
+        assert run(["stores", "remove", *rows, "--yes"]) == 0
+    assert {str(path.parent) for path in deleted} == {row["folder"] for row in rows.values()}
     assert capfd.readouterr().err.count("removed ") == 4
     assert made(capfd, "stores")["stores"] == []
     assert not [path for path in home().rglob("*") if path.is_file() and not {"costs", "proofs"} & {*path.parts}]
     assert not (home() / "stores").exists()
+
+
+@pytest.mark.parametrize("kind", ["model", "corpus", "history"])
+def test_a_removal_that_is_interrupted_is_repeated(
+    kind: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if kind == "history":
+        noted(capfd, "--history", "home")
+    else:
+        made(capfd, *(["build-model-db", "--from"] if kind == "model" else ["build-corpus-db"]), "answers.jsonl")
+    (item,) = stored_items()
+    unlink = Path.unlink
+
+    def interrupted(path: Path, missing_ok: bool = False) -> None:
+        is_there = path.exists()
+        unlink(path, missing_ok)
+        if is_there and path.parent == item.folder:
+            raise KeyboardInterrupt
+
+    removals = 0
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "unlink", interrupted)
+        while stored_items():
+            assert run(["stores", "remove", item.name, "--yes"]) == 130
+            removals += 1
+            capfd.readouterr()
+            if stored_items():
+                assert " is missing" in complaint(capfd, "inspect", str(item.folder))
+    assert removals > 2
+    assert {path.name for path in item.folder.iterdir()} == {LOCK_FILE}
 
 
 def test_a_name_that_several_share_is_refused(capfd: pytest.CaptureFixture[str]) -> None:
@@ -246,7 +279,9 @@ def test_a_name_that_several_share_is_refused(capfd: pytest.CaptureFixture[str])
     )
     names = [row["name"] for row in made(capfd, "stores")["stores"]]
     assert names == ["gguf/tiny-519", "gguf/tiny-523"]
-    assert run(["stores", "remove", names[0], names[0], "--yes"]) == 0
+    with deleted_lock_files() as deleted:
+        assert run(["stores", "remove", names[0], names[0], "--yes"]) == 0
+    assert [path.name for path in deleted] == [".tiny-519.lock"]
     assert capfd.readouterr().err.count("removed ") == 1
     assert [row["name"] for row in made(capfd, "stores")["stores"]] == ["gguf-89abcdef"]
 
@@ -257,6 +292,28 @@ def test_a_name_that_several_share_is_refused(capfd: pytest.CaptureFixture[str])
     for command in (["stores", "remove", short, "--yes"], ["inspect", short]):
         assert f"{short} could be any of 2: stores/" in complaint(capfd, *command)
     assert made(capfd, "inspect", moved.relative_to(home()).as_posix())["store"] == str(moved)
+
+
+def test_a_model_that_cannot_be_deleted_is_not_said_to_be_removed(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = home() / "gguf" / "tiny"
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text("{}")
+    Converted("89abcdef" * 8, "5.19", {"config.json": 2}).write(folder)
+
+    unlink = Path.unlink
+
+    def refused(path: Path, missing_ok: bool = False) -> None:
+        if path.parent == folder:
+            raise PermissionError(13, "Permission denied")
+        unlink(path, missing_ok)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "unlink", refused)
+        said = complaint(capfd, "stores", "remove", "gguf-89abcdef", "--yes")
+    assert said == f"error: {folder} cannot be removed (Permission denied): correct the permissions"
+    assert Converted.read(folder)
 
 
 def test_one_of_a_thing_is_singular(capfd: pytest.CaptureFixture[str]) -> None:

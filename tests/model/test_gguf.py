@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from hdtool.runtime.config import ModelConfig
 from hdtool.runtime.model.gguf import convert, converted, converted_folder
 from hdtool.runtime.model.gguf.convert import LLAMA_3, Conversion, narrow_if_exact
 from hdtool.runtime.model.gguf.converted import converted as folder_of
-from hdtool.runtime.model.gguf.converted_folder import WEIGHTS, Manifest
+from hdtool.runtime.model.gguf.converted_folder import REST, WEIGHTS, Manifest
 from hdtool.runtime.model.load import load, load_stops, load_tokenizer
 from tests.support.gguf_files import END_OF_TEXT, END_OF_TURN, TEMPLATE, tiny_llama, vocabulary, write_gguf
 from tests.support.project import ROOT
@@ -300,7 +301,8 @@ def test_files_that_can_be_deleted_are_deleted(file: Path) -> None:
     first, *others = manifest.files
     (folder / first).unlink()
     (folder / first).mkdir()
-    converted_folder.remove(folder, manifest)
+    with pytest.raises(OSError):
+        converted_folder.remove(folder, manifest)
     assert others
     assert [path.name for path in folder.iterdir()] == [first]
 
@@ -312,6 +314,53 @@ def test_missing_parts_are_made_again(known: Path, original: LlamaForCausalLM) -
     assert folder_of(known, weights=True) == folder
     assert torch.equal(weights_of(folder)["lm_head.weight"], original.lm_head.weight)
     assert load_tokenizer(ModelConfig(str(known))).chat_template == TEMPLATE
+
+
+@pytest.mark.parametrize("name", ["{folder}/thesis.txt", "../thesis.txt", "..", ".", "", "a\0b"])
+def test_a_manifest_that_lists_other_places_is_damaged(
+    name: str, known: Path, home: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    folder = folder_of(known, weights=False)
+    manifest, thesis = Manifest.read(folder), folder.parent / "thesis.txt"
+    thesis.write_text("mine")
+    place = name.format(folder=folder.parent)
+    try:
+        size = (folder / place).stat().st_size
+    except ValueError:
+        size = 0
+    assert manifest
+    replace(manifest, files={**manifest.files, place: size}).write(folder)
+    assert Manifest.read(folder) is None
+    assert run(["stores", "remove", f"gguf-{manifest.sha256[:8]}", "--yes"]) == 1
+    assert "there is no store" in capfd.readouterr().err
+    assert folder_of(known, weights=False) == folder and Manifest.read(folder), "the file is read again"
+    assert thesis.read_text() == "mine"
+
+
+def test_damaged_weights_are_not_reused(known: Path) -> None:
+    """The packed weights are made of the converted ones."""
+    folder = folder_of(known, weights=True)
+    os.truncate(folder / WEIGHTS, 1000)
+    assert converted.converted(known, packed=True) == folder
+    assert not (folder / WEIGHTS).exists()
+    assert load_file(folder / REST)
+
+
+def test_no_weights_stay_when_the_configuration_is_made_again(known: Path) -> None:
+    folder = folder_of(known, weights=True)
+    (folder / "generation_config.json").unlink()
+    assert folder_of(known, weights=False) == folder
+    assert not (folder / WEIGHTS).exists()
+
+
+def test_weights_of_a_killed_conversion_are_removed(known: Path) -> None:
+    """The kill came before the manifest listed them."""
+    folder = folder_of(known, weights=True)
+    manifest = Manifest.read(folder)
+    assert manifest
+    files = {name: size for name, size in manifest.files.items() if name != WEIGHTS}
+    converted.remove_converted(folder, replace(manifest, files=files))
+    assert not folder.exists()
 
 
 KILLED = """

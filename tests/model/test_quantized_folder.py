@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,7 @@ from hdtool.runtime.model.quantized_folder import BLOCKS, MANIFEST, QuantizedMan
 from tests.support.decoding import SAMPLINGS, output_tokens, run
 from tests.support.fused import compiled
 from tests.support.gguf_files import tiny_llama, vocabulary
+from tests.support.locks import deleted_lock_files
 from tests.support.project import ROOT
 from tests.support.trees import WrongDrafter
 
@@ -249,9 +251,27 @@ def test_files_that_can_be_deleted_are_deleted(tmp_path: Path) -> None:
     first, *others = manifest.files
     (folder / first).unlink()
     (folder / first).mkdir()
-    quantized_folder.remove(folder)
+    with pytest.raises(ModelError, match=f"{folder} cannot be removed .*: correct the permissions"):
+        quantized_folder.remove_quantized(folder)
     assert others
     assert [path.name for path in folder.iterdir()] == [first]
+
+
+@pytest.mark.parametrize("name", ["{folder}/thesis.txt", "../thesis.txt"])
+def test_a_manifest_that_lists_other_places_is_damaged(name: str, tmp_path: Path) -> None:
+    place = checkpoint(tmp_path)
+    load(config_of(place))
+    folder = folder_made()
+    manifest, thesis = QuantizedManifest.read(folder), folder.parent / "thesis.txt"
+    thesis.write_text("mine")
+    assert manifest
+    kept = quantized_folder.KeptFile.of(thesis, "0" * 64)
+    replace(manifest, files={**manifest.files, name.format(folder=folder.parent): kept}).write(folder)
+    assert QuantizedManifest.read(folder) is None
+    quantized_folder.remove_quantized(folder)
+    assert thesis.read_text() == "mine"
+    load(config_of(place))
+    assert QuantizedManifest.read(folder), "the checkpoint is quantized again"
 
 
 OTHER = """
@@ -395,5 +415,6 @@ def test_the_commands(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None
     assert command(["stores", "--json"]) == 0
     (item,) = json.loads(capfd.readouterr().out)["stores"]
     assert item["kind"] == "quantized" and item["name"].startswith("quantized-q4_0-")
-    assert command(["stores", "remove", item["name"], "--yes"]) == 0
-    assert not list(quantized_models_at_home().glob("[!.]*"))
+    with deleted_lock_files() as deleted:
+        assert command(["stores", "remove", item["name"], "--yes"]) == 0
+    assert len(deleted) == 1 and not list(quantized_models_at_home().glob("[!.]*"))

@@ -27,6 +27,7 @@ from hdtool.runtime.model.gguf.convert import PLAIN, Conversion
 from hdtool.runtime.model.gguf.converted_folder import (
     FORMAT,
     PACKING,
+    WEIGHT_FILES,
     Manifest,
     Signature,
     content_hash,
@@ -121,11 +122,14 @@ def _has(manifest: Manifest, weights: bool, packed: bool) -> bool:
 def remove_converted(folder: Path, manifest: Manifest) -> None:
     """Delete a converted model; the next load converts its file again.
 
-    Raise a ``ModelError`` if another process is converting to the folder.
+    Raise a ``ModelError`` if another process is converting to the folder, or if a file cannot be deleted.
     """
-    with file_lock(lock_path(folder), ModelError(f"another process converts to {folder}: wait for it")):
+    busy = ModelError(f"another process converts to {folder}: wait for it")
+    with (
+        os_errors_as(ModelError, f"{folder} cannot be removed", "correct the permissions"),
+        file_lock(lock_path(folder), busy, remove=True),
+    ):
         remove(folder, manifest)
-    lock_path(folder).unlink(missing_ok=True)
 
 
 def _fingerprint(digest: str) -> str:
@@ -164,6 +168,8 @@ def _with_configuration(conversion: Conversion, folder: Path, digest: str, signa
             sync_to_disk(written)
         _check_unchanged(conversion.file, signature)
         if folder.is_dir():  # one of its files was removed or changed
+            for name in WEIGHT_FILES:  # they may be damaged, and the manifest does not list them
+                (folder / name).unlink(missing_ok=True)
             for name in manifest.files:
                 (place / name).replace(folder / name)
             manifest.write(folder)

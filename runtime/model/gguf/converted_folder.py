@@ -126,6 +126,7 @@ MANIFEST = "gguf.json"
 WEIGHTS = "model.safetensors"
 PLAN, REST = "packed.json", "rest.safetensors"
 """Names of the files with the packing plan and with all weights that aren't packed."""
+WEIGHT_FILES = (WEIGHTS, PLAN, REST)
 FORMAT = 1
 PACKING = 4
 """Version of packing plans, incremented when matmuls support more formats so that plans are made again."""
@@ -154,7 +155,8 @@ class Manifest:
     def read(cls, folder: Path) -> Manifest | None:
         """Return the manifest stored in a folder.
 
-        Return None if it is missing, damaged or in another format, or if a file that it lists is missing or resized.
+        Return None if it is missing, damaged or in another format, or if a file that it lists is missing, resized or
+        outside the folder.
         """
         try:
             row = json_object(folder / MANIFEST)
@@ -168,7 +170,9 @@ class Manifest:
                 str(row.get("slow", "")),
                 row["format"],
             )
-            whole = all((folder / name).stat().st_size == size for name, size in manifest.files.items())
+            whole = all(
+                is_file_name(name) and (folder / name).stat().st_size == size for name, size in manifest.files.items()
+            )
         except (OSError, KeyError, TypeError, ValueError):
             return None
         return manifest if whole and manifest.format == FORMAT else None
@@ -210,14 +214,31 @@ def manifests() -> Iterator[tuple[Path, Manifest]]:
 
 
 def remove(folder: Path, manifest: Manifest) -> None:
-    """Delete a converted model's files, the manifest first, and its folder if that is then empty; ignore OS errors."""
-    remove_files(folder, (MANIFEST, *manifest.files))
+    """Delete a converted model's files, the manifest first, and its folder if that is then empty.
+
+    Raise an ``OSError`` if a file cannot be deleted.
+    """
+    # A conversion that was killed may have written weights that the manifest does not list.
+    remove_files(folder, dict.fromkeys((MANIFEST, *manifest.files, *WEIGHT_FILES)))
+
+
+def is_file_name(name: str) -> bool:
+    """Return True if a name from a manifest is that of a file in the manifest's folder."""
+    return Path(name).name == name and name not in ("", "..") and "\0" not in name
 
 
 def remove_files(folder: Path, names: Iterable[str]) -> None:
-    """Delete the named files from a folder in order, then the folder if it is empty; skip what can't be deleted."""
+    """Delete the named files from a folder in order, then the folder if it is empty.
+
+    Raise the first ``OSError`` once all files that can be deleted are.
+    """
+    errors: list[OSError] = []
     for name in names:
-        with suppress(OSError):
-            (folder / name).unlink()
+        try:
+            (folder / name).unlink(missing_ok=True)
+        except OSError as error:
+            errors.append(error)
+    if errors:
+        raise errors[0]
     with suppress(OSError):
         folder.rmdir()
