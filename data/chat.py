@@ -19,6 +19,8 @@ LINE_END = "\n"
 Variables = Mapping[str, Any]
 """Additional variables of a chat template, such as ``enable_thinking``."""
 NO_VARIABLES: Variables = {}
+RESERVED_VARIABLES = {"self", "messages", "conversations", "raise_exception", "strftime_now"}
+"""Names that ``apply_chat_template`` passes on itself, besides its parameters, or that templates call."""
 
 
 def has_chat_template(tokenizer: PreTrainedTokenizerBase) -> bool:
@@ -171,8 +173,8 @@ def _apply_template(
     tools: Sequence[dict[str, Any]],
     variables: Variables,
 ) -> str:
-    parameters = inspect.signature(tokenizer.apply_chat_template).parameters
-    if taken := next((name for name in variables if name in parameters), None):
+    reserved = RESERVED_VARIABLES.union(inspect.signature(tokenizer.apply_chat_template).parameters)
+    if taken := next((name for name in variables if name in reserved), None):
         raise PromptError(f"{taken!r} is no variable of a chat template: leave it out")
     return str(
         tokenizer.apply_chat_template(

@@ -161,6 +161,13 @@ JSON_LAYOUT: JsonCompileOptions = {"whitespace_flexible": False, "item_separator
 """JSON on one line, as ``json.dumps`` writes it. If whitespace is unrestricted, small models may emit it endlessly."""
 MAX_LEXER_WORK, MAX_SYMBOLS = 200_000, 500_000
 """Limits on the work of compiling a grammar, in llguidance's units; compilation reaches them within a second."""
+MAX_ITEMS_IN_ROW, MAX_ITEMS_IN_STEP = 500, 20_000
+"""Limits on the parser's items after one lexeme and in one token's mask, which grow with the ambiguity of a grammar.
+
+An answer ends with an error if it exceeds them, because it would delay all answers of a server: with 1,000 items in a
+row, by seconds. This excludes objects with over 124 optional fields, which take 4 items each, and more than about 100
+characters of white space in a row if a rule for them calls itself at its end.
+"""
 MAX_FORCED_BYTES = 20_000
 """Maximum number of bytes that a grammar may force at its start; drafting more as a chain would take seconds."""
 MAX_COMPILED_GRAMMARS = 64
@@ -187,7 +194,12 @@ class GrammarCompiler:
         except ValueError as error:
             raise PromptError(f"grammars need a tokenizer of the library tokenizers ({error})") from None
         self.vocabulary = vocabulary
-        self._limits = LLParserLimits(initial_lexer_fuel=MAX_LEXER_WORK, max_grammar_size=MAX_SYMBOLS)
+        self._limits = LLParserLimits(
+            initial_lexer_fuel=MAX_LEXER_WORK,
+            max_grammar_size=MAX_SYMBOLS,
+            max_items_in_row=MAX_ITEMS_IN_ROW,
+            step_max_items=MAX_ITEMS_IN_STEP,
+        )
         self._compiled = lru_cache(MAX_COMPILED_GRAMMARS)(self._compile)
 
     def guide(self, grammar: Grammar) -> Guide:
@@ -313,7 +325,10 @@ class GuidedDrafter(WrappedDrafter):
 
     def draft(self, context: Sequence[int]) -> DraftTree:
         started = time.perf_counter()
-        self._guide.follow(context[self._prompt_length :])
+        try:
+            self._guide.follow(context[self._prompt_length :])
+        except PromptError:  # the answer ends when the next token is chosen; other answers of the batch go on
+            return DraftTree.bare(context[-1])
         expecting = self._drafter if isinstance(self._drafter, ExpectingDrafter) else None
         if expecting:
             expecting.expect(self._guide.forced()[: self._max_nodes])

@@ -251,7 +251,7 @@ class ServerConfig(Settings):
     max_body_mib: int = setting(8, "Largest body of a request, in MiB.", min_value=1)
     body_seconds: float = setting(10.0, "Longest time for the body of a request to arrive.")
     prefix_cache_mib: int = setting(
-        1024, "Memory for contexts kept after their answers, besides idle batch slots, in MiB; 0 keeps none.", min_value=0
+        1024, "Memory for contexts of earlier answers, besides idle batch slots, in MiB; 0 keeps none.", min_value=0
     )
     log_requests: bool = setting(
         True, "Log one line per request to standard error, without text of prompts or answers."

@@ -46,6 +46,7 @@ from hdtool.runtime.sampling.sampler import Sampler
 from hdtool.runtime.sequence import Finish
 from hdtool.runtime.source_names import SourceId
 from hdtool.runtime.tree import LARGEST_TREE, UNDETERMINED, DraftTree
+from tests.support.grammars import LARGE_GRAMMARS
 from tests.support.json_schemas import JSON_SCHEMAS
 
 MAX_NEW_TOKENS = 120
@@ -414,6 +415,45 @@ def test_generate_of_transformers(embedded: Loaded) -> None:
     with pytest.raises(OptionError, match=r"Generator\.drafting"):
         options["custom_generate"] = Generator()
         embedded.target.model.generate(**inputs, **options, grammar=Grammar.regex("a"))
+
+
+class TestWork:
+    """An ambiguous grammar ends its answer before it delays others; the grammars of applications do not."""
+
+    @pytest.mark.parametrize("grammar", LARGE_GRAMMARS.values(), ids=LARGE_GRAMMARS)
+    @pytest.mark.parametrize("seed", range(4))
+    def test_any_answer_can_be_followed(self, grammar: Grammar, seed: int, compiler: GrammarCompiler) -> None:
+        generator, guide = torch.Generator().manual_seed(seed), compiler.guide(grammar)
+        while guide.length < MAX_NEW_TOKENS and not guide._matcher.is_stopped():
+            allowed = (~guide.forbidden(torch.device("cpu"), compiler.vocabulary)).nonzero()[:, 0]
+            chosen = torch.randint(len(allowed), (1,), generator=generator)
+            guide.extend([int(allowed[chosen])])
+        assert guide.length
+
+    @pytest.mark.parametrize(
+        "rules", ['s: s s | "a" | "b" | s s s | ""', 's: s s | s s s | "" | /[a-z ]/ | /[A-Z0-9]/ | /[,.]/']
+    )
+    def test_an_ambiguous_grammar_ends_the_answer(
+        self, rules: str, embedded: Loaded, compiler: GrammarCompiler
+    ) -> None:
+        guide = compiler.guide(Grammar.of(f"start: s\n{rules}"))
+        token = embedded.tokenizer.encode("a", add_special_tokens=False)[-1]
+        with pytest.raises(PromptError, match=r"cannot be followed further .* make it simpler"):
+            for _ in range(100):
+                guide.bits()
+                guide.extend([token])
+
+    def test_only_the_answer_itself_reports_it(self, embedded: Loaded, compiler: GrammarCompiler) -> None:
+        """An error while drafting would end all answers of a batch."""
+        guide = compiler.guide(Grammar.of('start: s\ns: s s | "a" | "b" | s s s | ""'))
+        token = embedded.tokenizer.encode("a", add_special_tokens=False)[-1]
+        drafter, context = guided_drafter(Hierarchy(), guide), [1]
+        drafter.begin(context)
+        for _ in range(100):
+            context.append(token)
+            drafter.draft(context)
+        with pytest.raises(PromptError, match=r"cannot be followed further"):
+            guide.bits()
 
 
 class TestFaults:

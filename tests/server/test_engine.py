@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from queue import Queue
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
-from hdtool.runtime.config import DecodeConfig, StoresConfig
+from hdtool.data.errors import PromptError
+from hdtool.runtime.config import DecodeConfig, SamplingConfig, StoresConfig
+from hdtool.runtime.integrations.server.preparation import Preparer
+from hdtool.runtime.integrations.server.requests import CompletionRequest
 from hdtool.runtime.integrations.server.scheduler import AnswerJob, EngineError, OverloadError, Scheduler, Tenants
 from hdtool.runtime.model.load import Loaded
 
@@ -29,6 +32,14 @@ def test_cancelled_answers_take_no_place_among_those_that_wait(loaded: Loaded) -
     assert engine.waiting == 2
 
 
+def test_more_answers_than_may_ever_wait_are_refused_for_good(loaded: Loaded) -> None:
+    decoding = DecodeConfig(method="ar")
+    tenants = Tenants(loaded, decoding, StoresConfig(model_db="none", corpus_db="none"), [""])
+    engine = Scheduler(loaded.target, tenants, decoding, max_waiting=2, prefix_bytes=0)
+    with pytest.raises(PromptError, match="asks for 3 answers, and this server takes at most 2 at once"):
+        engine.submit([AnswerJob("", nothing, nothing) for _ in range(3)])
+
+
 @pytest.mark.parametrize("batch_size", [1, 2])
 def test_passes_are_timed_for_any_budget_that_depends_on_them(loaded: Loaded, batch_size: int) -> None:
     decoding = DecodeConfig(method="ar", batch_size=batch_size)
@@ -41,7 +52,7 @@ def test_a_job_whose_drafter_cannot_be_made_is_told(loaded: Loaded, monkeypatch:
     tenants = Tenants(loaded, decoding, StoresConfig(model_db="none", corpus_db="none"), [""])
     engine = Scheduler(loaded.target, tenants, decoding, max_waiting=2, prefix_bytes=0)
 
-    def fail(tenant: str) -> Any:
+    def fail(*given: Any) -> Any:
         raise MemoryError("no memory")
 
     monkeypatch.setattr(tenants, "take", fail)
@@ -53,3 +64,49 @@ def test_a_job_whose_drafter_cannot_be_made_is_told(loaded: Loaded, monkeypatch:
         assert isinstance(error, EngineError) and str(error) == "no memory"
     finally:
         engine.stop()
+
+
+def test_a_loop_that_cannot_be_made_anew_ends_all_answers(loaded: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
+    decoding = DecodeConfig(method="ar", batch_size=1)
+    tenants = Tenants(loaded, decoding, StoresConfig(model_db="none", corpus_db="none"), [""])
+    engine = Scheduler(loaded.target, tenants, decoding, max_waiting=2, prefix_bytes=0)
+
+    def fail(*given: Any) -> Any:
+        raise RuntimeError("an illegal memory access was encountered")
+
+    monkeypatch.setattr(engine._loop, "start", fail)
+    monkeypatch.setattr(engine._loop, "end", fail)
+    told: Queue[Any] = Queue()
+    engine.submit([AnswerJob("", lambda *given: cast(Any, None), told.put), AnswerJob("", nothing, told.put)])
+    engine.start()
+    assert all(isinstance(told.get(timeout=20), EngineError) for _ in range(2))
+    engine._thread.join(20)
+    assert not engine.is_alive
+    with pytest.raises(OverloadError):
+        engine.submit([AnswerJob("", nothing, told.put)])
+
+
+def test_a_conversation_gets_the_drafter_of_its_last_turn(loaded: Loaded) -> None:
+    decoding = DecodeConfig(method="ar", batch_size=2)
+    tenants = Tenants(loaded, decoding, StoresConfig(model_db="none", corpus_db="none"), [""])
+    engine = Scheduler(loaded.target, tenants, decoding, max_waiting=9, prefix_bytes=0)
+    conversations = [AnswerJob("", nothing, nothing, [1, 2, last]) for last in (3, 4, 5)]
+    drafters = [engine._drafters.setdefault(job, tenants.take("", job.prompt)) for job in conversations]
+    for job in conversations:
+        engine._finish(job)
+    assert tenants.take("", [1, 2, 4, 7, 8, 9]) is drafters[1]
+    assert tenants.take("", [1, 2, 3, 7]) is drafters[0]
+    assert tenants.take("", [6]) is drafters[2]
+
+
+def test_the_prompt_chooses_the_drafter(loaded: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
+    decoding = DecodeConfig(method="ar")
+    tenants = Tenants(loaded, decoding, StoresConfig(model_db="none", corpus_db="none"), [""])
+    engine = Scheduler(loaded.target, tenants, decoding, max_waiting=2, prefix_bytes=0)
+    preparer = Preparer(loaded, decoding, SamplingConfig())
+    (choice,) = preparer.completion(CompletionRequest(prompt=[7, 8]))
+    told: Queue[Any] = Queue()
+    monkeypatch.setattr(tenants, "take", lambda *given: told.put(given))
+    engine.submit([preparer.job(choice, "", nothing)])
+    engine._start_next()
+    assert told.get_nowait() == ("", [7, 8])

@@ -5,10 +5,17 @@ from __future__ import annotations
 import http.client
 import json
 import socket
-from typing import Any
+from collections.abc import Callable, Coroutine
+from functools import partial
+from typing import Any, cast
+from unittest.mock import Mock
 
+import h11
 import pytest
+from uvicorn import Config
+from uvicorn.server import ServerState
 
+from hdtool.runtime.integrations.server.app import HEADER_SECONDS, TimedProtocol
 from hdtool.runtime.model.load import Loaded
 from tests.server.plain import plain_text
 from tests.support.server import RunningServer
@@ -111,6 +118,10 @@ BODIES: dict[str, Any] = {
         "tools": [{"type": "function", "function": {"name": "f"}}],
         "tool_choice": {"type": "function", "function": {"name": "g"}},
     },
+    **{
+        f"template variable {name}": {"messages": HI, "chat_template_kwargs": {name: []}}
+        for name in ("self", "messages", "conversations", "tools", "raise_exception")
+    },
     "functions": {"messages": HI, "functions": [{"name": "f"}]},
     "audio": {"messages": HI, "modalities": ["audio"], "audio": {"voice": "a"}},
     "prediction empty": {"messages": HI, "prediction": {"type": "content", "content": ""}},
@@ -135,6 +146,7 @@ COMPLETION_BODIES: dict[str, Any] = {
     "best_of": {"prompt": "a", "best_of": 4},
     "suffix": {"prompt": "a", "suffix": "b"},
     "logprobs a bool": {"prompt": "a", "logprobs": True},
+    "echo and logprobs": {"prompt": "a", "echo": True, "logprobs": 0},
     "echo a text": {"prompt": "a", "echo": "yes"},
 }
 
@@ -232,3 +244,36 @@ def test_what_is_no_http(server: RunningServer, sent: bytes) -> None:
         connection.settimeout(60)
         connection.sendall(sent)
         assert connection.recv(12).startswith(b"HTTP/1.1 4")
+
+
+@pytest.mark.parametrize("answered", range(3))
+def test_a_request_that_does_not_arrive_on_an_open_connection(answered: int) -> None:
+    timers: list[Callable[[], None]] = []
+
+    class Loop:
+        @staticmethod
+        def call_later(seconds: float, call: Callable[..., None], *given: Any) -> Mock:
+            if seconds == HEADER_SECONDS:
+                timers.append(partial(call, *given))
+            return Mock()
+
+        @staticmethod
+        def create_task(answer: Coroutine[Any, Any, None]) -> Mock:
+            answer.close()
+            return Mock()
+
+    transport = Mock(**{"is_closing.return_value": False, "get_extra_info.return_value": None})
+    protocol = TimedProtocol(Config(Mock()), ServerState(), {}, _loop=cast(Any, Loop))
+    protocol.connection_made(transport)
+    for _ in range(answered):
+        protocol.data_received(b"GET / HTTP/1.1\r\nHost: a\r\n\r\n")
+        assert len(protocol.tasks) == 1
+        timers.pop()()
+        transport.close.assert_not_called()
+        protocol.tasks.clear()
+        for event in (h11.Response(status_code=204, headers=[]), h11.EndOfMessage()):
+            protocol.conn.send(event)
+        protocol.on_response_complete()
+    protocol.data_received(b"GET / HTTP/1.1\r\nHo")
+    timers.pop()()
+    transport.close.assert_called_once()

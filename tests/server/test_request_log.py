@@ -9,13 +9,17 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from starlette.types import Message
 
 from hdtool.data.errors import OptionError
 from hdtool.runtime.config import ServerConfig
+from hdtool.runtime.integrations.server.app import ApiKeys, Server
 from hdtool.runtime.integrations.server.scheduler import RequestLog
+from hdtool.runtime.model.load import Loaded
 from tests.support.server import ALWAYS_DRAFTS, RunningServer
 
 CHAT = "/v1/chat/completions"
@@ -168,3 +172,21 @@ def test_a_fault_is_logged(capsys: pytest.CaptureFixture[str]) -> None:
 def test_forms_of_the_log() -> None:
     with pytest.raises(OptionError, match="--log-format must be one of text, json, got xml"):
         ServerConfig(log_format="xml")
+
+
+def test_a_failure_of_the_server_is_counted(loaded: Loaded) -> None:
+    nothing: Any = SimpleNamespace(running=0, waiting=0, prefixes=None)
+    served = Server(loaded, nothing, nothing, ApiKeys({}), ServerConfig(log_requests=False), "demo")
+    scope = {"type": "http", "method": "POST", "path": CHAT, "query_string": b"", "headers": []}
+    sent: list[Message] = []
+
+    async def receive() -> Message:
+        return {"type": "http.request", "body": json.dumps(body("Hi")).encode(), "more_body": False}
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    with pytest.raises(AttributeError):
+        asyncio.run(served.app()(scope, receive, send))
+    assert sent[0]["status"] == 500
+    assert f'hdtool_requests_total{{path="{CHAT}",status="500"}} 1.0' in served._metrics.text().decode()

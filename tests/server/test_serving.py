@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import http.client
 import json
 import signal
@@ -10,16 +11,19 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import uvicorn
 
 from hdtool.cli.app import run
 from hdtool.data import demo
 from hdtool.data.errors import OptionError
 from hdtool.runtime.config import DecodeConfig, ModelConfig, SamplingConfig, ServerConfig, StoresConfig
 from hdtool.runtime.integrations.server.app import ApiKeys
-from hdtool.runtime.integrations.server.launch import Launch
+from hdtool.runtime.integrations.server.launch import Launch, _GracefulServer
+from hdtool.runtime.integrations.server.scheduler import RequestLog
 from tests.support.server import RunningServer
 
 CHAT = "/v1/chat/completions"
@@ -31,7 +35,8 @@ import gc, json, os, signal, sys, threading, urllib.request
 from numba.core.registry import CPUDispatcher
 from hdtool.data import demo
 from hdtool.runtime.config import DecodeConfig, ModelConfig, SamplingConfig, ServerConfig, StoresConfig
-from hdtool.runtime.integrations.server.launch import Launch
+from hdtool.runtime.integrations.server.launch import Launch, _GracefulServer
+from hdtool.runtime.integrations.server.scheduler import RequestLog
 
 def found():
     return {f for f in gc.get_objects() if isinstance(f, CPUDispatcher)}
@@ -91,7 +96,9 @@ def test_keys_tenants_limits_and_the_end_of_a_server(tmp_path: Path) -> None:
         assert _cached(server, question, "two") == 0, "tenants share no contexts"
         assert _cached(server, question, "two") > 0
         status, body = server.ask(CHAT, asked("Hi", n=3), headers=bearer("three"))
-        assert (status, body["error"]["type"]) == (503, "overloaded_error")
+        assert (
+            status == 400 and "asks for 3 answers, and this server takes at most 2 at once" in body["error"]["message"]
+        )
         status, metrics = server.ask("/metrics")
         assert status == 200
         assert 'hdtool_requests_total{path="/v1/chat/completions",status="401"} 4.0' in metrics
@@ -127,6 +134,17 @@ def test_a_server_stops_in_time_although_an_answer_goes_on(tmp_path: Path) -> No
         assert response.read().rstrip().endswith(b"}}"), "the last event is an error"
         connection.close()
     assert "Traceback" not in server.log
+
+
+def test_a_second_interrupt_ends_the_answers_at_once() -> None:
+    ended: list[str] = []
+    scheduler: Any = SimpleNamespace(stop=lambda: ended.append("stop"))
+    server = _GracefulServer(uvicorn.Config(RequestLog), scheduler, 10**6)
+    for _ in range(2):
+        server.handle_exit(signal.SIGINT, None)
+    assert server.should_exit and not server.force_exit, "clients get an error"
+    asyncio.run(server._end_answers())
+    assert ended == ["stop"]
 
 
 @pytest.mark.long

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import math
+from collections.abc import AsyncIterator
 from functools import cache
 from itertools import pairwise
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from hypothesis import given, strategies as st
 from transformers import PreTrainedTokenizerBase
 
 from hdtool.runtime.config import ModelConfig
+from hdtool.runtime.integrations.server.app import _events, _whole
+from hdtool.runtime.integrations.server.formats import ChatFormat, Delta, Format, usage_of
+from hdtool.runtime.integrations.server.messages_api import MessagesFormat
+from hdtool.runtime.integrations.server.scheduler import LogEntry
 from hdtool.runtime.integrations.server.tool_calls import ToolCall, ToolCallReader, calls_of
 from hdtool.runtime.model.load import load_tokenizer
+from hdtool.runtime.sequence import Stats
 
 TOOL: dict[str, Any] = {
     "type": "function",
@@ -65,10 +73,66 @@ def test_calls_are_found_however_the_text_is_split(case: tuple[str, str, str, li
     assert [call for part in parts for call in part[2]] == calls
 
 
-@pytest.mark.parametrize("value", [None, 3, "f", {}, {"name": 3}, {"function": []}, [[]]])
+NO_CALLS = [None, 3, "f", {}, {"name": 3}, {"function": []}, [[]], {"name": "f", "arguments": {"a": math.inf}}]
+
+
+@pytest.mark.parametrize("value", NO_CALLS)
 def test_values_that_are_no_calls(value: Any) -> None:
     assert calls_of(value) == []
 
 
 def test_arguments_are_json() -> None:
     assert json.loads(calls_of({"function": {"name": "f", "arguments": {"ü": [1]}}})[0].arguments) == {"ü": [1]}
+
+
+class OneCall:
+    """An answer that is the call of a tool."""
+
+    prompt_tokens = 1
+    usage = usage_of(1, Stats())
+
+    def __init__(self, arguments: Any) -> None:
+        self._calls = calls_of({"name": "f", "arguments": arguments})
+
+    async def deltas(self) -> AsyncIterator[tuple[int, Delta]]:
+        yield 0, Delta(calls=self._calls, finish="tool_calls")
+
+    def cancel(self) -> None:
+        pass
+
+
+def responses(arguments: Any, *, messages: bool) -> tuple[str, str]:
+    """The response with a call, whole and as a stream."""
+    answer: Any = OneCall(arguments)
+
+    def form() -> Format:
+        return (
+            MessagesFormat("m", shows_thinking=True)
+            if messages
+            else ChatFormat("m", cast(Any, None), 1, with_usage=False)
+        )
+
+    async def sent() -> tuple[str, str]:
+        whole = await _whole(answer, 1, form())
+        return bytes(whole.body).decode(), "".join([event async for event in _events(answer, LogEntry(), form())])
+
+    return asyncio.run(sent())
+
+
+@pytest.mark.parametrize("messages", [False, True])
+@pytest.mark.parametrize("arguments", [{"a": "x\ud83d"}, '{"a": "x\ud83d"}'])
+def test_half_a_character_in_arguments_is_replaced(arguments: Any, messages: bool) -> None:
+    for response in responses(arguments, messages=messages):
+        assert "x\ufffd" in response
+        response.encode()
+
+
+def test_half_a_character_as_an_escape_is_replaced_in_messages() -> None:
+    assert all("x\ufffd" in response for response in responses(r'{"a": "x\ud83d"}', messages=True))
+
+
+@pytest.mark.parametrize("number", ["NaN", "-Infinity", "1e999"])
+def test_numbers_that_json_lacks_leave_arguments_a_text(number: str) -> None:
+    whole, stream = responses(f'{{"a": {number}}}', messages=True)
+    assert json.loads(whole)["content"][0]["input"] == {"arguments": f'{{"a": {number}}}'}
+    assert "error" not in stream and number in stream

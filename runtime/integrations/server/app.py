@@ -40,6 +40,7 @@ from hdtool.runtime.integrations.server.formats import (
     Delta,
     Format,
     RequestError,
+    Row,
 )
 from hdtool.runtime.integrations.server.messages_api import MessagesFormat, MessagesRequest
 from hdtool.runtime.integrations.server.preparation import PreparedChoice, Preparer
@@ -53,7 +54,7 @@ SHARED_TENANT = ""
 """Tenant of all requests if the server has no keys, and of keys without a tenant's name."""
 TENANT_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,62}")
 HEADER_SECONDS = 10.0
-"""Seconds after which a connection is closed if it has sent no request."""
+"""Seconds after which a connection is closed if it has sent no request, or no other one since the last response."""
 COLLECTION_SECONDS = 5.0
 PREPARATION_THREADS = 4
 """Maximum number of requests that are prepared at once."""
@@ -163,11 +164,14 @@ class Server:
                 response = await handler(request)
             except HdtoolError as error:
                 response = _refused(request, error)
-            path = request.scope["path"]
-            self._metrics.request(path if path in PATHS else "other", response.status_code)
+            self._count(request, response.status_code)
             return response
 
         return guarded
+
+    def _count(self, request: Request, status: int) -> None:
+        path = request.scope["path"]
+        self._metrics.request(path if path in PATHS else "other", status)
 
     def _tenant(self, request: Request) -> str:
         headers = request.headers
@@ -283,19 +287,28 @@ class Server:
         return _refused(request, RequestError(message, status=status))
 
     async def _fault(self, request: Request, error: Exception) -> Response:
-        return _refused(request, _failure())
+        failure = _failure()
+        self._count(request, failure.status)
+        return _refused(request, failure)
 
 
 class TimedProtocol(H11Protocol):
-    """Closes connections that send no request within ``HEADER_SECONDS``."""
+    """Closes connections that send no request within ``HEADER_SECONDS``, also after a response."""
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
-        self.loop.call_later(HEADER_SECONDS, self._close_without_request)
+        self._await_request()
 
-    def _close_without_request(self) -> None:
-        scope: object = self.scope  # None until a request has arrived
-        if scope is None and not self.transport.is_closing():
+    def on_response_complete(self) -> None:
+        self._await_request()  # first, because ``super`` starts a request that has already arrived
+        super().on_response_complete()
+
+    def _await_request(self) -> None:
+        self.loop.call_later(HEADER_SECONDS, self._close_without_request, self.scope)
+
+    def _close_without_request(self, last_scope: object) -> None:
+        """Close the connection if no request has arrived since the one with ``last_scope``, or None for the first."""
+        if self.scope is last_scope and not self.transport.is_closing():
             self.transport.close()
 
 
@@ -364,7 +377,7 @@ async def _whole(answers: ChoiceStream, choices: int, form: Format) -> Response:
     collected = [Delta() for _ in range(choices)]
     async for index, delta in answers.deltas():
         collected[index].add(delta)
-    return JSONResponse(form.whole(collected, answers.usage))
+    return Response(_json(form.whole(collected, answers.usage)), media_type="application/json")
 
 
 async def _unless_disconnected(request: Request, answer: Callable[[], Awaitable[Response]]) -> Response:
@@ -386,9 +399,15 @@ async def _unless_disconnected(request: Request, answer: Callable[[], Awaitable[
         await asyncio.gather(answering, leaving, return_exceptions=True)
 
 
-def _event(row: dict[str, Any]) -> str:
+def _event(row: Row) -> str:
     name = f"event: {row['type']}\n" if "type" in row else ""
-    return f"{name}data: {json.dumps(row, ensure_ascii=False, separators=(',', ':'))}\n\n"
+    return f"{name}data: {_json(row)}\n\n"
+
+
+def _json(row: Row) -> str:
+    """Return JSON text in which U+FFFD replaces lone surrogates, which models can write as JSON escapes."""
+    text = json.dumps(row, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def _failure() -> RequestError:

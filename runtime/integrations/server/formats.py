@@ -183,7 +183,7 @@ class CompletionFormat:
             "created": int(time.time()),
             "model": model,
         }
-        self._offsets = [len(echo) for echo in echoes]
+        self._offsets = [0] * len(echoes)
 
     def whole(self, answers: Sequence[Delta], usage: Row) -> Row:
         choices = [

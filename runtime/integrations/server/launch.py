@@ -9,7 +9,7 @@ import signal
 import socket
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +106,7 @@ class _GracefulServer(uvicorn.Server):
     def __init__(self, config: uvicorn.Config, scheduler: Scheduler, seconds: float) -> None:
         super().__init__(config)
         self._scheduler, self._seconds = scheduler, seconds
+        self._is_hurried = asyncio.Event()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         ending = asyncio.create_task(self._end_answers())
@@ -113,7 +114,8 @@ class _GracefulServer(uvicorn.Server):
         ending.cancel()
 
     async def _end_answers(self) -> None:
-        await asyncio.sleep(self._seconds)
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._is_hurried.wait(), self._seconds)
         await asyncio.to_thread(self._scheduler.stop)
 
     @contextmanager
@@ -126,7 +128,11 @@ class _GracefulServer(uvicorn.Server):
                 signal.signal(number, handler)
 
     def handle_exit(self, sig: int, frame: Any) -> None:
-        super().handle_exit(sig, frame)
+        """Shut down; the next Ctrl-C ends all answers at once, and one after it drops them."""
+        if self.should_exit and sig == signal.SIGINT and not self._is_hurried.is_set():
+            self._is_hurried.set()
+        else:
+            super().handle_exit(sig, frame)
         print("shutting down", file=sys.stderr, flush=True)
 
 

@@ -391,6 +391,7 @@ def _arguments(text: str) -> Any:
     """Parse the arguments of a call; return a value that isn't a JSON object as ``{"arguments": value}``."""
     try:
         value = json.loads(text)
+        json.dumps(value, allow_nan=False)  # ``loads`` takes NaN and numbers that overflow
     except ValueError:
         value = text
     return value if isinstance(value, dict) else {"arguments": value}

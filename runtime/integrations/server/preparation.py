@@ -271,6 +271,11 @@ class Preparer:
         tokenizer, prompts = self._loaded.tokenizer, body.prompts
         if not 1 <= len(prompts) <= MAX_PROMPTS:
             raise RequestError(f"prompt must hold 1 to {MAX_PROMPTS} prompts, got {len(prompts)}", param="prompt")
+        if body.echo and body.logprobs is not None:
+            raise RequestError(
+                "echo and logprobs exclude each other, because this server computes none for prompts: leave one out",
+                param="logprobs",
+            )
         grammar = grammar_of(body.structure, "the request")
         predicted = prediction_of(body.prediction, "the request")
         prediction = encode_text(tokenizer, predicted, special=False) if predicted else ()
@@ -300,7 +305,7 @@ class Preparer:
                 tenant,
             )
 
-        return AnswerJob(tenant, request, deliver)
+        return AnswerJob(tenant, request, deliver, choice.prompt.tokens)
 
     def _choices(self, body: GenerationRequest, prepared: Sequence[PreparedPrompt]) -> list[PreparedChoice]:
         seed = secrets.randbits(63) if body.seed is None else body.seed

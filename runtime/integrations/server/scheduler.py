@@ -15,10 +15,12 @@ from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
+import numpy as np
+import numpy.typing as npt
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from hdtool.data.errors import HdtoolError
+from hdtool.data.errors import HdtoolError, PromptError
 from hdtool.data.stores.home import first_namespace_with_stores
 from hdtool.runtime.budget.node_budget import Budget, SharedCosts
 from hdtool.runtime.config import DecodeConfig, StoresConfig
@@ -28,7 +30,7 @@ from hdtool.runtime.drafters.methods import budget_for, drafter_with_budget, his
 from hdtool.runtime.loop import Loop, Outcome, PendingPrefill, Request
 from hdtool.runtime.model.load import Loaded
 from hdtool.runtime.model.target import Target
-from hdtool.runtime.prefix_cache import PrefixCache
+from hdtool.runtime.prefix_cache import PrefixCache, common_prefix_length
 from hdtool.runtime.sequence import Step
 from hdtool.runtime.stores.store_set import StoreSet
 
@@ -56,6 +58,8 @@ class AnswerJob:
     """Makes the request of this job once a drafter is free."""
     deliver: Callable[[Step | Exception], None]
     """Called in the engine's thread with each step, or with the error that ends the answer."""
+    prompt: Sequence[int] = ()
+    """Tokens of the prompt, by which a drafter is chosen."""
     is_cancelled: bool = False
     """Set to True by any thread to end the answer at the next step."""
     submitted: float = field(default_factory=time.monotonic)
@@ -67,17 +71,23 @@ class Tenants:
     def __init__(self, loaded: Loaded, decoding: DecodeConfig, stores: StoresConfig, names: list[str]) -> None:
         self._loaded, self._decoding = loaded, decoding
         self.store_sets = {name: self._stores_of(stores, name) for name in names}
-        self._free_drafters: dict[str, list[Drafter]] = {name: [] for name in names}
+        self._free_drafters: dict[str, list[tuple[Drafter, npt.NDArray[np.int64]]]] = {name: [] for name in names}
+        """The free drafters of each tenant, each with its last prompt."""
         for name in names:  # raises errors of stores here, and not in the first answer
             self.put(name, self._new_drafter(name))
 
-    def take(self, tenant: str) -> Drafter:
+    def take(self, tenant: str, prompt: Sequence[int] = ()) -> Drafter:
+        """Take the drafter whose last prompt shares the longest prefix with ``prompt``, or make one if none is free."""
         free = self._free_drafters[tenant]
-        return free.pop() if free else self._new_drafter(tenant)
+        if not free:
+            return self._new_drafter(tenant)
+        tokens = np.array(prompt, np.int64)
+        shared = [common_prefix_length(last, tokens) for _, last in free]
+        return free.pop(max(range(len(free)), key=lambda index: (shared[index], index)))[0]
 
-    def put(self, tenant: str, drafter: Drafter) -> None:
-        """Return a drafter to the pool at the end of its answer."""
-        self._free_drafters[tenant].append(drafter)
+    def put(self, tenant: str, drafter: Drafter, prompt: Sequence[int] = ()) -> None:
+        """Return a drafter to the pool at the end of its answer to ``prompt``."""
+        self._free_drafters[tenant].append((drafter, np.array(prompt, np.int64)))
 
     def _stores_of(self, stores: StoresConfig, tenant: str) -> StoreSet:
         loaded, decoding = self._loaded, self._decoding
@@ -148,7 +158,15 @@ class Scheduler:
         self._thread.start()
 
     def submit(self, jobs: Sequence[AnswerJob]) -> None:
-        """Queue jobs; raise OverloadError if more than ``max_waiting`` would wait or the server is stopping."""
+        """Queue the jobs of a request; raise PromptError if they are more than may ever wait.
+
+        Raise OverloadError if more than ``max_waiting`` would wait now, or the server is stopping.
+        """
+        if len(jobs) > self._max_waiting:
+            raise PromptError(
+                f"the request asks for {len(jobs)} answers, and this server takes at most {self._max_waiting} at once: "
+                "send fewer prompts or a lower n"
+            )
         with self._condition:
             if len(self._waiting) + len(jobs) > self._max_waiting:
                 self._waiting = deque(job for job in self._waiting if not job.is_cancelled)
@@ -166,17 +184,30 @@ class Scheduler:
             self._thread.join()
 
     def _run(self) -> None:
+        error: Exception = OverloadError("the server is shutting down: ask another one, or later")
+        try:
+            self._advance_until_stopped()
+            self._fail(error)
+        except Exception as fault:  # no new loop can be made, as after most CUDA errors
+            traceback.print_exc(file=sys.stderr)
+            error = fault
+        with self._condition:
+            self._is_stopping = True
+            waiting, self._waiting = self._waiting, deque()
+        for job in waiting:
+            job.deliver(_public_error(error))
+
+    def _advance_until_stopped(self) -> None:
         while True:
             with self._condition:
                 self._condition.wait_for(lambda: self._is_stopping or self._waiting or self.running)
                 if self._is_stopping:
-                    break
+                    return
             try:
                 self._advance()
             except Exception as error:  # an engine error ends the running answers, not the server
                 traceback.print_exc(file=sys.stderr)
                 self._fail(error)
-        self._fail(OverloadError("the server is shutting down: ask another one, or later"))
 
     def _advance(self) -> None:
         """Prefill the next chunk of a pending prompt, then run one step for all running answers."""
@@ -202,7 +233,7 @@ class Scheduler:
             if job.is_cancelled:
                 continue
             try:
-                drafter = self._drafters[job] = self._tenants.take(job.tenant)
+                drafter = self._drafters[job] = self._tenants.take(job.tenant, job.prompt)
             except Exception as error:  # failing to make a drafter must not end other answers
                 traceback.print_exc(file=sys.stderr)
                 job.deliver(_public_error(error))
@@ -234,23 +265,18 @@ class Scheduler:
     def _finish(self, job: AnswerJob) -> None:
         self._running.pop(job, None)
         if drafter := self._drafters.pop(job, None):
-            self._tenants.put(job.tenant, drafter)
+            self._tenants.put(job.tenant, drafter, job.prompt)
 
     def _fail(self, error: Exception) -> None:
-        """End all running answers with an error, and waiting ones as well if the engine is stopping."""
-        jobs = list(self._drafters)
+        """End all running answers with an error, and make a new loop; raise an exception if this fails."""
+        for job in self._drafters:
+            job.deliver(_public_error(error))
+        self._drafters.clear()  # the drafters may be in any state, so new ones are made
         self._pending_prefill = None
         try:
             self._loop.end()
         finally:
-            self._drafters.clear()  # the drafters may be in any state, so new ones are made
             self._new_loop()
-        if self._is_stopping:
-            with self._condition:
-                jobs += self._waiting
-                self._waiting.clear()
-        for job in jobs:
-            job.deliver(_public_error(error))
 
 
 def _public_error(error: Exception) -> HdtoolError | EngineError:

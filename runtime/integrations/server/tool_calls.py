@@ -211,7 +211,11 @@ def calls_of(value: Any) -> list[ToolCall]:
     if not isinstance(described, dict) or not isinstance(described.get("name"), str):
         return []
     given = described.get("arguments", described.get("parameters", {}))
-    return [ToolCall(described["name"], given if isinstance(given, str) else json.dumps(given, ensure_ascii=False))]
+    try:
+        arguments = given if isinstance(given, str) else json.dumps(given, ensure_ascii=False, allow_nan=False)
+    except ValueError:  # JSON has neither infinities nor NaN
+        return []
+    return [ToolCall(described["name"], arguments)]
 
 
 def _text_of(value: Any) -> str:
