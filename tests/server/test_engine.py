@@ -104,7 +104,7 @@ def test_the_prompt_chooses_the_drafter(loaded: Loaded, monkeypatch: pytest.Monk
     tenants = Tenants(loaded, decoding, StoresConfig(model_db="none", corpus_db="none"), [""])
     engine = Scheduler(loaded.target, tenants, decoding, max_waiting=2, prefix_bytes=0)
     preparer = Preparer(loaded, decoding, SamplingConfig())
-    (choice,) = preparer.completion(CompletionRequest(prompt=[7, 8]))
+    (choice,) = preparer.completion(CompletionRequest.of({"prompt": [7, 8]}))
     told: Queue[Any] = Queue()
     monkeypatch.setattr(tenants, "take", lambda *given: told.put(given))
     engine.submit([preparer.job(choice, "", nothing)])

@@ -73,7 +73,16 @@ def test_calls_are_found_however_the_text_is_split(case: tuple[str, str, str, li
     assert [call for part in parts for call in part[2]] == calls
 
 
-NO_CALLS = [None, 3, "f", {}, {"name": 3}, {"function": []}, [[]], {"name": "f", "arguments": {"a": math.inf}}]
+NO_CALLS: list[Any] = [
+    None,
+    3,
+    "f",
+    {},
+    {"name": 3},
+    {"function": []},
+    [[]],
+    {"name": "f", "arguments": {"a": math.inf}},
+]
 
 
 @pytest.mark.parametrize("value", NO_CALLS)
