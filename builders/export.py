@@ -82,8 +82,9 @@ def export(model: ModelConfig, out: Path, decoding: DecodeConfig, stores: Stores
     links = {out / file.relative_to(source): file for file in files}
     with os_errors_as(ModelError, f"{out} cannot be written", "correct the permissions, or choose another place"):
         # The old code names the model of these links, so they must be removed before the code is replaced.
-        for path in _former_links(out) - links.keys():
-            path.unlink()
+        for path in _former_links(out):
+            if path not in links or not _is_link_to(path, links[path]):
+                path.unlink()
         # Write the code first, so that a later export recognizes and completes the folder of a killed export.
         code.write(text)
         for path, file in links.items():
@@ -119,7 +120,8 @@ def _is_our_list(path: Path) -> bool:
 
 def _former_links(out: Path) -> set[Path]:
     """Return the links in a folder to the model that an earlier export recorded in its code."""
-    if (source := _recorded_model(out / CODE_FILE)) is None:
+    source = _recorded_model(out / CODE_FILE)
+    if source is None or source.resolve() == out.resolve():  # if code was copied into the model's folder
         return set()
     return {path for path in _files(out) if _is_link_to(path, source / path.relative_to(out))}
 

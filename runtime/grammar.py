@@ -93,17 +93,20 @@ class Guide:
 
     def allowed(self, tokens: list[int]) -> int:
         """Return how many leading ``tokens`` the grammar allows, one after another, without computing a mask."""
-        count = 0
+        count, matcher = 0, self._ahead()
         while count < len(tokens):
             # Where the grammar forces tokens, other tokens with the same bytes are forbidden.
-            certain = self._matcher.compute_ff_tokens()
+            certain = matcher.compute_ff_tokens()
             some = tokens[count : count + (common_prefix_length(certain, tokens[count:]) if certain else 1)]
-            consumed = self._matcher.try_consume_tokens(some) if some else 0
+            consumed = matcher.try_consume_tokens(some) if some else 0
             count += consumed
             if not some or consumed < len(some):
                 break
-        self._matcher.rollback(count)
         return count
+
+    def _ahead(self) -> LLMatcher:
+        """Return a matcher to look ahead with: it may exceed a limit, which no ``rollback`` undoes."""
+        return self._matcher.deep_copy()
 
     def _stuck(self) -> PromptError:
         reason = self._matcher.get_error().partition("\n")[0]
@@ -119,15 +122,15 @@ class Guide:
 
     def _forced_tokens(self) -> ForcedTokens:
         """Return the forced tokens at this position, computed once per position."""
-        self._forced = self._forced or self._compute_forced()
+        self._forced = self._forced or self._compute_forced(self._ahead())
         return self._forced
 
-    def _compute_forced(self) -> ForcedTokens:
-        certain, text = self._matcher.compute_ff_tokens(), self.forced_text()
+    def _compute_forced(self, matcher: LLMatcher) -> ForcedTokens:
+        certain, text = matcher.compute_ff_tokens(), matcher.compute_ff_bytes()
         tokens = self._tokenizer.tokenize_bytes(text) if text else certain
         if tokens is certain or tokens[: len(certain)] != certain:
             return ForcedTokens(certain, certain)
-        return ForcedTokens(certain, tokens[: self._matcher.validate_tokens(tokens)])
+        return ForcedTokens(certain, tokens[: matcher.validate_tokens(tokens)])
 
     def constrain_tree(self, tokens: npt.NDArray[Any], parents: npt.NDArray[Any]) -> GuidedTree:
         """Return what the grammar allows and forces in a tree that starts at this position."""
@@ -138,18 +141,18 @@ class Guide:
         for node, parent in enumerate(parents.tolist()):
             children.setdefault(parent, []).append(node)
         guided_tree = GuidedTree(np.zeros(len(tokens), np.bool_), {}, {})
-        values = tokens.tolist()
+        values, matcher = tokens.tolist(), self._ahead()
 
         def visit(above: int, dictated: ForcedTokens) -> None:
             guided_tree.certain[above] = dictated.certain
             drafted = set()
             for node in children.get(above, ()):
-                if not self._matcher.try_consume_tokens([values[node]]):
+                if not matcher.try_consume_tokens([values[node]]):
                     continue
                 guided_tree.allowed[node] = True
                 drafted.add(values[node])
-                visit(node, self._compute_forced())
-                self._matcher.rollback(1)
+                visit(node, self._compute_forced(matcher))
+                matcher.rollback(1)
             if dictated.tokens and dictated.tokens[0] not in drafted:
                 guided_tree.chains[above] = dictated.tokens
 

@@ -175,7 +175,7 @@ class PromptReader:
             self.slot = slots.index(found.slot)
         shared = found.shared if found else 0
         if prefixes and slots[self.slot].valid > (shared if is_in_place else 0):
-            prefixes.keep(self._cache, self.slot, self._other_free_slots())
+            prefixes.keep(self._cache, self.slot, self._idle_slots(only_empty=is_in_place))
         if found and not is_in_place:
             self._cache.load(self.slot, found.slot, shared)
         slot = self._cache.slots[self.slot]
@@ -197,8 +197,10 @@ class PromptReader:
             return copied, False
         return in_place, in_place is not None
 
-    def _other_free_slots(self) -> list[int]:
-        return [index for index in range(self._first_free, len(self._cache.slots)) if index != self.slot]
+    def _idle_slots(self, *, only_empty: bool) -> list[int]:
+        """Return the free slots besides the prompt's; with ``only_empty``, only those without a context to keep."""
+        idle = [index for index in range(self._first_free, len(self._cache.slots)) if index != self.slot]
+        return [index for index in idle if not (only_empty and is_worth_keeping(self._cache.slots[index]))]
 
     @torch.inference_mode()
     def read(self, max_tokens: int | None = None) -> Verified | None:

@@ -85,8 +85,7 @@ class HistoryStore(Uncopyable):
             compile_ring()
             delete_leftovers(self.folder)
         self._use(open_files(self.folder, writable=not read_only))
-        with store_errors(self.folder), self._reading() as transaction:
-            self._end[0] = state_of(transaction, self._open.records.path).end
+        self._load_end()
         if not read_only:
             self._repair()
 
@@ -186,7 +185,7 @@ class HistoryStore(Uncopyable):
                             rebuild(self.folder, self._open, kept, size=size, max_bytes=max_bytes)
                         break
                 self._reopen()
-            self._reopen()
+            self._load_end()
             return [each for each, is_wanted in zip(everything, chosen, strict=True) if not is_wanted]
 
     def conversations(self) -> list[StoredConversation]:
@@ -337,6 +336,10 @@ class HistoryStore(Uncopyable):
     def _is_current(self) -> bool:
         """Return True unless another process has replaced the files."""
         return manifest_stamp(self._manifest_path) == self._open.stamp
+
+    def _load_end(self) -> None:
+        with store_errors(self.folder), self._reading() as transaction:
+            self._end[0] = state_of(transaction, self._open.records.path).end
 
     def _committed(self) -> StoreState:
         with store_errors(self.folder), self._open.records.reading() as transaction:

@@ -131,6 +131,16 @@ def test_another_export_removes_former_links_and_no_file_of_the_user(tmp_path: P
     assert (whole / "model.safetensors").is_file()
 
 
+def test_code_copied_into_its_model_deletes_nothing_there(tmp_path: Path) -> None:
+    model = shutil.copytree(demo.MODEL, tmp_path / "model")
+    (model / "model-2.safetensors").touch()
+    assert exported(tmp_path / "out", model=model) == 0
+    shutil.copytree(tmp_path / "out" / CODE_FOLDER, model / CODE_FOLDER)
+    before = {path.name for path in model.iterdir()}
+    assert exported(model) == 1, "its files are those of another model"
+    assert {path.name for path in model.iterdir()} == before
+
+
 @pytest.mark.parametrize("line", ["MODEL = (", "MODEL = 1", "MODEL = None", ""])
 def test_an_export_that_records_no_model_is_replaced(line: str, tmp_path: Path) -> None:
     assert exported(tmp_path) == 0

@@ -443,6 +443,19 @@ class TestWork:
                 guide.bits()
                 guide.extend([token])
 
+    def test_a_draft_beyond_the_limits_does_not_end_the_answer(
+        self, embedded: Loaded, compiler: GrammarCompiler
+    ) -> None:
+        guide = compiler.guide(Grammar.of('start: s\ns: s s | "a" | "b" | s s s | ""'))
+        token = embedded.tokenizer.encode("a", add_special_tokens=False)[-1]
+        guide.extend([token] * 60)
+        tokens = np.full(LARGEST_TREE, token)
+        guided = guide.constrain_tree(tokens, np.arange(-1, LARGEST_TREE - 1))
+        assert 0 < guided.allowed.sum() < LARGEST_TREE
+        assert 0 < guide.allowed(tokens.tolist()) < LARGEST_TREE
+        guide.extend([token])
+        assert guide.bits().any()
+
     def test_only_the_answer_itself_reports_it(self, embedded: Loaded, compiler: GrammarCompiler) -> None:
         """An error while drafting would end all answers of a batch."""
         guide = compiler.guide(Grammar.of('start: s\ns: s s | "a" | "b" | s s s | ""'))

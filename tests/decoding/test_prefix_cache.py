@@ -185,6 +185,39 @@ def test_contexts_too_large_for_copies_stay_in_idle_slots(family: str) -> None:
     assert not answered(batch, [*contexts[0], 1])[1]
 
 
+def test_an_older_end_of_a_context_does_not_replace_another_context() -> None:
+    """Chat templates change the last tokens of a turn, so that a context is continued before its end."""
+    target = Target(model_of("llama"))
+    batch = Loop[int](target, target.allocate(2), max_new_tokens=4, prefixes=PrefixCache(1))
+    other, prompt = prompt_of(50), prompt_of(60)
+    for asked in (other, prompt, [*prompt[:55], *prompt_of(20)]):
+        answered(batch, asked)
+    assert answered(batch, [*other, 1])[1]
+
+
+def test_slots_trade_places_if_memory_allows(monkeypatch: pytest.MonkeyPatch) -> None:
+    target = Target(model_of("llama"))
+    cache, prompts = target.allocate(2), [prompt_of(20), prompt_of(30)]
+
+    def tokens() -> list[list[int]]:
+        return [slot.tokens for slot in cache.slots]
+
+    for slot, prompt in enumerate(prompts):
+        target.prefill(cache, slot, prompt, room=8)
+    cache.swap(0, 1)
+    assert tokens() == prompts[::-1]
+    after = target.verify(cache, [DraftTree.bare(3), DraftTree.bare(3)])
+    for verified, prompt in zip(after, prompts[::-1], strict=True):
+        assert_same_logits(verified.logits[0], plain_logits(target.model, [*prompt, 3]))
+
+    def fail(slot: int) -> None:
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(cache, "saved", fail)
+    cache.swap(0, 1)
+    assert tokens() == [prompts[0], prompts[0]]
+
+
 def test_a_short_common_beginning_does_not_overwrite_a_context() -> None:
     target = Target(model_of("llama"))
     batch = Loop[int](target, target.allocate(2), max_new_tokens=4, prefixes=PrefixCache(1))

@@ -137,22 +137,28 @@ class AssistantModule:
     def __init__(self, assistant: Any, target: Target) -> None:
         self._assistant, self._embed = assistant, target.model.get_input_embeddings()
         self._layers = layers_read(target)
-        self.slot: Slot | None = None
+        self._slot: Slot | None = None
         """The target's slot that holds the conversation; None if it is unknown."""
+        self._tokens: list[int] = []
+        """The slot's list of tokens, which another list replaces if the conversation moves to another slot."""
         width = int(assistant.config.backbone_hidden_size)
         self._states = torch.zeros((1 + ROWS_PER_PASS * MAX_PASSES, width), dtype=target.dtype, device=target.device)
         self._length, self._rows = 0, 0
 
     def begin(self, prompt: list[int]) -> None:
-        self.slot, self._length = None, 0
+        self._slot, self._length = None, 0
+
+    def follow(self, slot: Slot | None) -> None:
+        """Read the conversation's keys and values from a slot of the target."""
+        self._slot, self._tokens = slot, slot.tokens if slot else []
 
     def skip(self, tokens: int) -> None:
         self._length += tokens  # the target's KV cache holds them
 
     def read(self, hidden: torch.Tensor, tokens: list[int]) -> Ranked:
         self._length += len(tokens)
-        slot = self.slot
-        if slot is None or slot.length != self._length:
+        slot = self._slot
+        if slot is None or slot.tokens is not self._tokens or slot.length != self._length:
             return NO_RANKING  # the conversation has moved to another slot; the next ``observe`` sets it
         slot.kv.settle()
         kept = slot.kv.storage.layers
@@ -192,7 +198,7 @@ class AssistantDrafter(SequentialDrafter):
 
     def observe(self, accepted: Accepted, verified: Verified) -> None:
         super().observe(accepted, verified)
-        self.module.slot = verified.slot
+        self.module.follow(verified.slot)
 
 
 def layers_read(target: Target) -> dict[str, int]:

@@ -230,7 +230,7 @@ class ReplaySlot(Slot):
         assert isinstance(source, ReplaySlot)
         self.tokens = source.tokens[:length]
         self._go_back(source, len(self.tokens))
-        self.owner, self.version = source.owner, source.version
+        self.owner, self.version, self.last_use = source.owner, source.version, source.last_use
         hidden = source.all_hidden()
         self.hidden = [] if hidden is None else [hidden[: len(self.tokens)]]
         self.tree = None

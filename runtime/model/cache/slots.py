@@ -45,7 +45,7 @@ class Slot:
         self.version = 0
         """Number of changes to the model before the prompt was read, or ``NEVER_CONTINUED``."""
         self.last_use = 0
-        """Number of prompts that were read before the slot's one, for slots with a prefix cache."""
+        """Number of prompts that a prefix cache had begun when the slot's one began."""
         self.tree: DraftTree | None = None
         """Last verified tree; None once a path of it is committed."""
         self.hidden_of_tree: torch.Tensor | None = None
@@ -246,7 +246,11 @@ class Cache:
 
     @torch.inference_mode()
     def swap(self, first: int, second: int) -> None:
-        copy = self.saved(first)
+        """Exchange two slots. If memory is short, ``second`` replaces ``first`` instead."""
+        try:
+            copy = self.saved(first)
+        except torch.OutOfMemoryError:
+            return self.move(second, to=first)
         self.slots[first].copy_from(self.slots[second])
         self.slots[second].copy_from(copy)
 
