@@ -112,10 +112,6 @@ class Guide:
         reason = self._matcher.get_error().partition("\n")[0]
         return PromptError(f"the grammar cannot be followed further ({reason}): make it simpler")
 
-    def forced_text(self) -> bytes:
-        """Return the text that must come next."""
-        return self._matcher.compute_ff_bytes()
-
     def forced(self) -> list[int]:
         """Return the tokens of the text that must come next, stopping before the first one that is not allowed."""
         return self._forced_tokens().tokens

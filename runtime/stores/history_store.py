@@ -85,7 +85,7 @@ class HistoryStore(Uncopyable):
             compile_ring()
             delete_leftovers(self.folder)
         self._use(open_files(self.folder, writable=not read_only))
-        self._load_end()
+        self._end[0] = self._current_end()
         if not read_only:
             self._repair()
 
@@ -140,8 +140,7 @@ class HistoryStore(Uncopyable):
         with self._lock:
             end = 0
             with self._faults_noted():
-                with self._reading() as transaction:
-                    end = state_of(transaction, self._open.records.path).end
+                end = self._current_end()
                 self.fault = ""
             self._end[0] = end  # on an error, e.g. a deleted store, nothing is found
 
@@ -185,7 +184,7 @@ class HistoryStore(Uncopyable):
                             rebuild(self.folder, self._open, kept, size=size, max_bytes=max_bytes)
                         break
                 self._reopen()
-            self._load_end()
+            self._end[0] = self._current_end()
             return [each for each, is_wanted in zip(everything, chosen, strict=True) if not is_wanted]
 
     def conversations(self) -> list[StoredConversation]:
@@ -337,20 +336,18 @@ class HistoryStore(Uncopyable):
         """Return True unless another process has replaced the files."""
         return manifest_stamp(self._manifest_path) == self._open.stamp
 
-    def _load_end(self) -> None:
+    def _current_end(self) -> int:
+        """Return the committed end, after reopening files that another process has replaced."""
         with store_errors(self.folder), self._reading() as transaction:
-            self._end[0] = state_of(transaction, self._open.records.path).end
-
-    def _committed(self) -> StoreState:
-        with store_errors(self.folder), self._open.records.reading() as transaction:
-            return state_of(transaction, self._open.records.path)
+            return state_of(transaction, self._open.records.path).end
 
     def _reopen(self) -> None:
         """Open the new manifest's files; raise StoreError if its model or tokenizer differs from the old manifest's."""
         opened = open_files(self.folder, writable=not self._read_only)
         require_history(opened.manifest, self.folder, self.manifest.tokenizer, self.manifest.model)
         self._use(opened)
-        self._end[0] = self._committed().end
+        with store_errors(self.folder), opened.records.reading() as transaction:
+            self._end[0] = state_of(transaction, opened.records.path).end
 
     def _use(self, opened: OpenFiles) -> None:
         if hasattr(self, "_open"):

@@ -69,7 +69,7 @@ def forced_positions(compiler: GrammarCompiler, grammar: Grammar, answer: Sequen
     guide = compiler.guide(grammar)
     found = []
     for token in answer:
-        dictated = guide.forced_text()
+        dictated = guide._matcher.compute_ff_bytes()
         text = compiler.bytes_of(token)
         found.append(bool(text) and dictated.startswith(text))
         guide.extend([token])

@@ -190,8 +190,8 @@ def test_an_older_end_of_a_context_does_not_replace_another_context() -> None:
     target = Target(model_of("llama"))
     batch = Loop[int](target, target.allocate(2), max_new_tokens=4, prefixes=PrefixCache(1))
     other, prompt = prompt_of(50), prompt_of(60)
-    for asked in (other, prompt, [*prompt[:55], *prompt_of(20)]):
-        answered(batch, asked)
+    for turn in (other, prompt, [*prompt[:55], *prompt_of(20)]):
+        answered(batch, turn)
     assert answered(batch, [*other, 1])[1]
 
 

@@ -56,11 +56,11 @@ def test_a_job_whose_drafter_cannot_be_made_is_told(loaded: Loaded, monkeypatch:
         raise MemoryError("no memory")
 
     monkeypatch.setattr(tenants, "take", fail)
-    told: Queue[Any] = Queue()
+    delivered: Queue[Any] = Queue()
     engine.start()
     try:
-        engine.submit([AnswerJob("", nothing, told.put)])
-        error = told.get(timeout=20)
+        engine.submit([AnswerJob("", nothing, delivered.put)])
+        error = delivered.get(timeout=20)
         assert isinstance(error, EngineError) and str(error) == "no memory"
     finally:
         engine.stop()
@@ -76,14 +76,14 @@ def test_a_loop_that_cannot_be_made_anew_ends_all_answers(loaded: Loaded, monkey
 
     monkeypatch.setattr(engine._loop, "start", fail)
     monkeypatch.setattr(engine._loop, "end", fail)
-    told: Queue[Any] = Queue()
-    engine.submit([AnswerJob("", lambda *given: cast(Any, None), told.put), AnswerJob("", nothing, told.put)])
+    delivered: Queue[Any] = Queue()
+    engine.submit([AnswerJob("", lambda *given: cast(Any, None), delivered.put), AnswerJob("", nothing, delivered.put)])
     engine.start()
-    assert all(isinstance(told.get(timeout=20), EngineError) for _ in range(2))
+    assert all(isinstance(delivered.get(timeout=20), EngineError) for _ in range(2))
     engine._thread.join(20)
     assert not engine.is_alive
     with pytest.raises(OverloadError):
-        engine.submit([AnswerJob("", nothing, told.put)])
+        engine.submit([AnswerJob("", nothing, delivered.put)])
 
 
 def test_a_conversation_gets_the_drafter_of_its_last_turn(loaded: Loaded) -> None:
@@ -105,8 +105,8 @@ def test_the_prompt_chooses_the_drafter(loaded: Loaded, monkeypatch: pytest.Monk
     engine = Scheduler(loaded.target, tenants, decoding, max_waiting=2, prefix_bytes=0)
     preparer = Preparer(loaded, decoding, SamplingConfig())
     (choice,) = preparer.completion(CompletionRequest.of({"prompt": [7, 8]}))
-    told: Queue[Any] = Queue()
-    monkeypatch.setattr(tenants, "take", lambda *given: told.put(given))
+    delivered: Queue[Any] = Queue()
+    monkeypatch.setattr(tenants, "take", lambda *given: delivered.put(given))
     engine.submit([preparer.job(choice, "", nothing)])
     engine._start_next()
-    assert told.get_nowait() == ("", [7, 8])
+    assert delivered.get_nowait() == ("", [7, 8])

@@ -35,8 +35,7 @@ import gc, json, os, signal, sys, threading, urllib.request
 from numba.core.registry import CPUDispatcher
 from hdtool.data import demo
 from hdtool.runtime.config import DecodeConfig, ModelConfig, SamplingConfig, ServerConfig, StoresConfig
-from hdtool.runtime.integrations.server.launch import Launch, _GracefulServer
-from hdtool.runtime.integrations.server.scheduler import RequestLog
+from hdtool.runtime.integrations.server.launch import Launch
 
 def found():
     return {f for f in gc.get_objects() if isinstance(f, CPUDispatcher)}
