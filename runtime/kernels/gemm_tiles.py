@@ -13,7 +13,7 @@ from llvmlite import ir  # type: ignore[import-untyped]
 from numba import types
 from numba.core import cgutils
 
-from hdtool.runtime.kernels.compiled import BYTES, caller_of, generated, shared, shared_address
+from hdtool.runtime.kernels.compiled import BYTES, caller_of, compiled, generated, shared, shared_address
 from hdtool.runtime.kernels.matrix_formats import (
     FORMAT_OF_TYPE,
     BlockFormat,
@@ -36,12 +36,9 @@ INTO_L1 = CPU.startswith("znver")
 23 to 29 with L2; a pass of one row took 11.5 ms with L1 and 10.5 ms with L2."""
 SCALED_COLUMNS = 1024
 """Number of columns whose scales are computed ahead and kept on the stack."""
-ACCUMULATORS = 16 if LANES == 16 else 8
-"""Maximum number of sums in a tile, which must fit in registers together with the operands. AVX has 16 registers; ARM
-needs four registers for one of AVX-512."""
 PAIR_ACCUMULATORS = 24 if LANES == 16 else 8
 """Maximum number of sums in a tile of one or two matrix rows, whose operands take fewer registers."""
-QUAD_ACCUMULATORS = 4 if LANES == 8 else ACCUMULATORS
+QUAD_ACCUMULATORS = {16: 16, 8: 4, 4: 8}[LANES]
 """Maximum sums of a tile of four matrix rows. With more, AVX has no registers left for scales and minima: two input
 rows by a 1,536 x 576 matrix in Q4_1 took 166 µs with eight sums and 97 µs with four, on Zen 4 without AVX-512."""
 TILE_OUT_FEATURES, MAX_TILE_ROWS = 8, 11 if LANES == 8 else max(8, PAIR_ACCUMULATORS // 2)
@@ -358,6 +355,24 @@ def copy_vectors(builder: Any, read: Any, count: Any, written: Any, stride: Any)
         return []
 
     code.loop(count, [], write)
+
+
+@compiled
+def interleave(inputs: int, rows: int, columns: int, written: int, group: int) -> None:
+    """Interleave a group's rows vector by vector, in the order in which a tile reads them.
+
+    ``group`` is the number of rows in the interleaved layout, at least ``rows``. Without interleaving, rows that
+    lie a power of two apart in memory would share one cache set.
+    """
+    for row in range(rows):
+        read, target = inputs + row * columns * ITEM_SIZE, written + row * LANES * ITEM_SIZE
+        copy_vectors(read, columns, target, group)
+
+
+@compiled
+def bytes_before(column: int, block_size: int, columns: int, stride: int) -> int:
+    """Return the byte offset of a column in a matrix row."""
+    return column // block_size * (stride // (columns // block_size))
 
 
 @generated(None, returns=types.int64)

@@ -30,6 +30,12 @@ CACHE_LINE = 64
 """Size of a cache line in bytes."""
 
 
+@compiled
+def line_after(address: int) -> int:
+    """Round an address up to the start of a cache line; a vector that crosses a line takes two loads."""
+    return (address + CACHE_LINE - 1) // CACHE_LINE * CACHE_LINE
+
+
 def has_feature(feature: str) -> bool:
     """Return True if the processor has the feature with this LLVM name."""
     try:

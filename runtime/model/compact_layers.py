@@ -107,7 +107,7 @@ STORED = {"BF16": torch.bfloat16, "F16": torch.float16}
 PLAN = "_get_dtype_plan"
 """Name of the method of transformers that returns the dtypes of parameters whose dtype differs from the model's."""
 TRIED_ROWS = (*range(1, MAX_TILE_ROWS + 1), MAX_REGISTER_ROWS + 1)
-"""Numbers of input rows that together use all tiles of the compiled matmul."""
+"""Numbers of input rows that together use every way in which the compiled matmul expands weights."""
 _loading = Lock()
 
 

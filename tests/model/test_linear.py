@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -15,17 +16,10 @@ from torch.nn.functional import linear
 from transformers import AutoModelForCausalLM
 
 from hdtool.runtime.config import SamplingConfig
-from hdtool.runtime.kernels import linear as layers
-from hdtool.runtime.kernels.gemm import (
-    BLOCK_OUT_FEATURES,
-    COLUMN_MULTIPLE,
-    GROUP,
-    MAX_CACHED_VALUES,
-    MAX_INTERLEAVED_ROWS,
-    MAX_REGISTER_ROWS,
-    MAX_TILE_COLUMNS,
-)
-from hdtool.runtime.kernels.gemm_tiles import TILE_OUT_FEATURES
+from hdtool.runtime.kernels import block_gemm, linear as layers, panel_gemm
+from hdtool.runtime.kernels.block_gemm import BLOCK_OUT_FEATURES
+from hdtool.runtime.kernels.gemm import COLUMN_MULTIPLE, MAX_CACHED_VALUES, MAX_REGISTER_ROWS
+from hdtool.runtime.kernels.gemm_tiles import BFLOAT16, TILE_OUT_FEATURES, unpack_of
 from hdtool.runtime.kernels.linear import (
     CompiledLinear,
     compile_linear_layers,
@@ -33,14 +27,15 @@ from hdtool.runtime.kernels.linear import (
     has_compiled_layers,
     share_weights,
 )
+from hdtool.runtime.kernels.panel_gemm import GROUP, MAX_RANGE, MAX_ROWS, PANEL
 from hdtool.runtime.model.target import Target
 from tests.support.decoding import output_tokens, run
 from tests.support.families import SHAPE, VOCABULARY
 from tests.support.oracle import assert_same_logits, generated, plain_logits, prompt_of
 from tests.support.trees import WrongDrafter
 
-MAX_ROWS = 256
-"""Rows, more than a pass of the compiled model has."""
+MANY_ROWS = 256
+"""More rows than a pass of the compiled model has."""
 
 
 @pytest.fixture(autouse=True)
@@ -104,13 +99,13 @@ def test_nan_stays_in_its_row(rows: int, outs: int, data: st.DataObject) -> None
 
 
 def test_a_row_does_not_depend_on_other_rows(compiled_rows: list[int]) -> None:
-    layer, numbers = layer_of(256, 30), torch.randn(MAX_ROWS, 256)
-    tried = [*range(1, MAX_REGISTER_ROWS + 6 * GROUP), MAX_ROWS]
+    layer, numbers = layer_of(256, 30), torch.randn(MANY_ROWS, 256)
+    tried = [*range(1, MAX_REGISTER_ROWS + 6 * GROUP), MANY_ROWS]
     with torch.inference_mode():
         alone = torch.cat([layer(row) for row in numbers.split(1)])
         for rows in tried:
             assert torch.equal(layer(numbers[:rows]), alone[:rows])
-    assert compiled_rows == [1] * MAX_ROWS + tried
+    assert compiled_rows == [1] * MANY_ROWS + tried
 
 
 @pytest.mark.parametrize(
@@ -120,7 +115,7 @@ def test_a_row_does_not_depend_on_other_rows(compiled_rows: list[int]) -> None:
         (1, COLUMN_MULTIPLE),
         (2, 3, COLUMN_MULTIPLE),
         (0, COLUMN_MULTIPLE),
-        (1, MAX_ROWS, COLUMN_MULTIPLE),
+        (1, MANY_ROWS, COLUMN_MULTIPLE),
     ],
 )
 @pytest.mark.parametrize("bias", [True, False])
@@ -142,18 +137,32 @@ def test_rows_of_trees_have_the_bits_of_single_rows(columns: int, dtype: torch.d
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(
-    "columns", [COLUMN_MULTIPLE, MAX_TILE_COLUMNS, MAX_TILE_COLUMNS + COLUMN_MULTIPLE, 3 * MAX_TILE_COLUMNS]
-)
+@pytest.mark.parametrize("columns", [COLUMN_MULTIPLE, MAX_RANGE, MAX_RANGE + COLUMN_MULTIPLE, 2 * MAX_RANGE])
 def test_rows_of_prompts_have_the_bits_of_single_rows(columns: int, dtype: torch.dtype) -> None:
-    outs = BLOCK_OUT_FEATURES + 2 * TILE_OUT_FEATURES + 3
-    matrix, numbers = torch.randn(outs, columns).to(dtype), torch.randn(MAX_INTERLEAVED_ROWS + GROUP + 1, columns)
+    outs = max(PANEL, BLOCK_OUT_FEATURES) + 2 * TILE_OUT_FEATURES + 3
+    matrix, numbers = torch.randn(outs, columns).to(dtype), torch.randn(MAX_ROWS + GROUP + 1, columns)
     alone = torch.cat([compiled_linear(row, matrix) for row in numbers.split(1)])
-    for rows in (MAX_REGISTER_ROWS + 1, MAX_REGISTER_ROWS + GROUP - 1, MAX_INTERLEAVED_ROWS, len(numbers)):
+    for rows in (MAX_REGISTER_ROWS + 1, MAX_REGISTER_ROWS + GROUP - 1, MAX_ROWS, len(numbers)):
         assert torch.equal(compiled_linear(numbers[:rows], matrix), alone[:rows])
         others = torch.full((rows, columns), float("nan"))
         others[rows // 2] = numbers[rows // 2]
         assert torch.equal(compiled_linear(others, matrix)[rows // 2], alone[rows // 2])
+
+
+@pytest.mark.parametrize("gemm", [block_gemm, panel_gemm])
+@pytest.mark.parametrize("columns", [COLUMN_MULTIPLE, MAX_RANGE + COLUMN_MULTIPLE])
+def test_matmuls_for_other_processors_give_the_same_bits(columns: int, gemm: ModuleType) -> None:
+    """This processor's ``multiply_many`` is one of the two."""
+    unpack, numbers = unpack_of(BFLOAT16).address, torch.randn(MAX_ROWS + 20, columns)
+    for outs in (TILE_OUT_FEATURES, 3 * TILE_OUT_FEATURES, max(PANEL, BLOCK_OUT_FEATURES) + TILE_OUT_FEATURES):
+        matrix = torch.randn(outs, columns).bfloat16()
+        alone = torch.cat([compiled_linear(row, matrix) for row in numbers.split(1)])
+        for rows in (*range(1, GROUP + 2), 2 * GROUP + 1, MAX_ROWS, MAX_ROWS + 20):
+            found, inputs = torch.full((rows + 1, outs + 1), 7.0), numbers[:rows].clone()
+            at = matrix.data_ptr(), 2 * columns, outs, columns, inputs.data_ptr(), rows, found.data_ptr()
+            gemm.multiply_many(unpack, 1, *at, outs + 1)
+            assert torch.equal(found[:rows, :outs], alone[:rows])
+            assert (found[rows] == 7).all() and (found[:, outs] == 7).all(), "nothing is written beside the outputs"
 
 
 @pytest.mark.parametrize(

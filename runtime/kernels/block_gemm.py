@@ -1,0 +1,184 @@
+"""Matmuls of many input rows, as in prefill, on processors without AVX-512.
+
+A block of the matrix is expanded to float32 and multiplied by all groups of input rows while it is in the cache. The
+lanes of a vector are partial sums of one output, as in ``gemm_tiles``. With the registers of AVX-512, ``panel_gemm`` is
+faster.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from hdtool.runtime.kernels.compiled import clear_floats, compiled, copy_floats
+from hdtool.runtime.kernels.gemm_tiles import bytes_before, call_unpack, interleave, partial_tile
+from hdtool.runtime.kernels.vector_code import CACHE_LINE, ITEM_SIZE, LANES, l1_bytes, line_after
+
+GROUPS = (2, 4, 6) if LANES == 8 else (2, 4)
+"""Possible numbers of input rows per tile; the last rows use the smallest tile that fits. AVX registers hold the twelve
+sums of six input rows by two matrix rows, which needs fewer loads per multiplication than smaller tiles."""
+SMALL_GROUP, GROUP = GROUPS[0], GROUPS[-1]
+MAX_TILE_COLUMNS = 512 if l1_bytes() * 3 // 4 < (GROUP + 2) * 768 * ITEM_SIZE else 768
+"""Maximum columns of a tile, a multiple of every format's block size: input and matrix rows of a tile may fill three
+quarters of L1."""
+BLOCK_OUT_FEATURES = 64
+"""Matrix rows per cache block, which is multiplied by all input rows before the next block is read."""
+MAX_INTERLEAVED_ROWS = (128 + GROUP - 1) // GROUP * GROUP
+"""Maximum number of input rows interleaved at once."""
+
+_GROUP_OUT_FEATURES = {rows: 4 if rows == SMALL_GROUP else 2 for rows in GROUPS}
+"""Matrix rows per tile, by the tile's number of input rows."""
+_add, _complete = partial_tile(_GROUP_OUT_FEATURES, last=False), partial_tile(_GROUP_OUT_FEATURES, last=True)
+
+
+@compiled
+def multiply_many(
+    unpack: int,
+    block_size: int,
+    matrix: int,
+    stride: int,
+    out_features: int,
+    columns: int,
+    inputs: int,
+    rows: int,
+    outputs: int,
+    output_stride: int,
+) -> None:
+    """Compute the matmul for many input rows; ``stride`` is the size of a matrix row in bytes.
+
+    ``out_features`` must be a multiple of ``TILE_OUT_FEATURES``.
+    """
+    chunks = (rows + MAX_INTERLEAVED_ROWS - 1) // MAX_INTERLEAVED_ROWS
+    chunk = (rows + chunks * GROUP - 1) // (chunks * GROUP) * GROUP
+    numbers = (
+        BLOCK_OUT_FEATURES * (MAX_TILE_COLUMNS + chunk * LANES + GROUP) + chunk * columns + CACHE_LINE // ITEM_SIZE
+    )
+    memory = np.empty(numbers, np.float32)
+    for first in range(0, rows, chunk):
+        read, written = inputs + first * columns * ITEM_SIZE, outputs + first * output_stride * ITEM_SIZE
+        chunk_rows = min(chunk, rows - first)
+        _multiply_together(
+            unpack,
+            block_size,
+            matrix,
+            stride,
+            out_features,
+            columns,
+            read,
+            chunk_rows,
+            written,
+            output_stride,
+            memory,
+        )
+
+
+@compiled
+def _multiply_together(
+    unpack: int,
+    block_size: int,
+    matrix: int,
+    stride: int,
+    out_features: int,
+    columns: int,
+    inputs: int,
+    rows: int,
+    outputs: int,
+    output_stride: int,
+    memory: npt.NDArray[np.float32],
+) -> None:
+    """Multiply the matrix by up to ``MAX_INTERLEAVED_ROWS`` input rows, using ``memory`` as scratch space."""
+    width = columns * ITEM_SIZE
+    whole = rows // GROUP * GROUP
+    group = SMALL_GROUP
+    for size in GROUPS:
+        if group < rows - whole:
+            group = size
+    unpacked = line_after(memory.ctypes.data)
+    sums = unpacked + BLOCK_OUT_FEATURES * MAX_TILE_COLUMNS * ITEM_SIZE
+    last = sums + (rows + GROUP - 1) // GROUP * GROUP * BLOCK_OUT_FEATURES * LANES * ITEM_SIZE
+    interleaved = last + GROUP * BLOCK_OUT_FEATURES * ITEM_SIZE
+    for row in range(0, whole, GROUP):
+        interleave(inputs + row * width, GROUP, columns, interleaved + row * width, GROUP)
+    if whole < rows:
+        rest = interleaved + whole * width
+        clear_floats(rest, group * columns)
+        interleave(inputs + whole * width, rows - whole, columns, rest, group)
+    for out in range(0, out_features, BLOCK_OUT_FEATURES):
+        block_rows, to = min(BLOCK_OUT_FEATURES, out_features - out), outputs + out * ITEM_SIZE
+        for column in range(0, columns, MAX_TILE_COLUMNS):
+            block_columns = min(MAX_TILE_COLUMNS, columns - column)
+            final = column + block_columns == columns
+            block_at = matrix + out * stride + bytes_before(column, block_size, columns, stride)
+            later = (
+                matrix + (out + block_rows) * stride
+                if final
+                else block_at + bytes_before(block_columns, block_size, columns, stride)
+            )
+            block, between = block_at, stride
+            if stride != width:  # float32 is read in place
+                block, between = unpacked, block_columns * ITEM_SIZE
+                call_unpack(unpack, (block_at, stride, block_rows, block_columns, unpacked))
+            for row in range(0, rows, GROUP):
+                group_rows = GROUP if row < whole else group
+                read, kept = interleaved + row * width, sums + row * BLOCK_OUT_FEATURES * LANES * ITEM_SIZE
+                read += column * group_rows * ITEM_SIZE
+                written, from_row = (
+                    (to + row * output_stride * ITEM_SIZE, output_stride) if row < whole else (last, block_rows)
+                )
+                before = row // GROUP * (BLOCK_OUT_FEATURES // 4)  # matrix rows already prefetched by earlier groups
+                far = later + before % BLOCK_OUT_FEATURES * stride + before // BLOCK_OUT_FEATURES * block_columns
+                near = read + group_rows * width
+                _multiply_group(
+                    block,
+                    between,
+                    block_rows,
+                    block_columns,
+                    read,
+                    written,
+                    from_row,
+                    kept,
+                    group_rows,
+                    column == 0,
+                    final,
+                    near,
+                    far,
+                    stride,
+                )
+        for row in range(whole, rows):
+            copy_floats(last + (row - whole) * block_rows * ITEM_SIZE, block_rows, to + row * output_stride * ITEM_SIZE)
+
+
+@compiled
+def _multiply_group(
+    matrix: int,
+    stride: int,
+    out_features: int,
+    columns: int,
+    inputs: int,
+    outputs: int,
+    output_stride: int,
+    sums: int,
+    group: int,
+    first: bool,
+    last: bool,
+    near: int,
+    far: int,
+    far_stride: int,
+) -> None:
+    """Multiply rows of a float32 matrix by a group of interleaved input rows, over a range of columns.
+
+    ``first`` and ``last`` tell whether this is the first or last range; ``sums`` carries the sums in between. Each tile
+    prefetches one byte per column at ``near``, the next group of input rows, and at ``far``, matrix rows needed later.
+    Two tiles share a prefetched matrix row, which spreads memory traffic over more groups.
+    """
+    features = 4 if group == SMALL_GROUP else 2
+    for number in range(out_features // features):
+        later = far + number // 2 * far_stride
+        if last:
+            _complete(matrix, stride, columns, inputs, sums, first, outputs, output_stride, near, later, group)
+        else:
+            _add(matrix, stride, columns, inputs, sums, first, outputs, output_stride, near, later, group)
+        matrix += features * stride
+        sums += features * group * LANES * ITEM_SIZE
+        outputs += features * ITEM_SIZE
+        near += columns
