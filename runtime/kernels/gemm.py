@@ -38,16 +38,23 @@ from hdtool.runtime.kernels.gemm_tiles import (
     unpack_of,
 )
 from hdtool.runtime.kernels.matrix_formats import MatrixKind, by_rows
+from hdtool.runtime.kernels.transposed_rows import expand_address, expand_of, transpose_address, transpose_of
 from hdtool.runtime.kernels.vector_code import CACHE_LINE, INDEX, ITEM_SIZE, LANES, line_after
 
-_multiply_many = panel_gemm.multiply_many if LANES == 16 else block_gemm.multiply_many
-"""Without AVX-512, ``panel_gemm`` takes 1.5 times as long as ``block_gemm`` with 12 rows and equally long with 128."""
+HAS_PANELS = LANES == 16
+"""True if ``panel_gemm`` computes many rows. Without AVX-512, it takes 1.5 times as long as ``block_gemm`` with 12 rows
+and equally long with 128."""
+_multiply_many = panel_gemm.multiply_many if HAS_PANELS else block_gemm.multiply_many
+_unpack_of, _expand_of = (transpose_of, expand_of) if HAS_PANELS else (unpack_of, unpack_of)
+_unpack_address, _expand_address = (
+    (transpose_address, expand_address) if HAS_PANELS else (unpack_address, unpack_address)
+)
 COLUMN_MULTIPLE = 64
 """Required divisor of a matrix's number of columns."""
-MAX_REGISTER_ROWS = 24 if LANES == 16 else 11
+MAX_REGISTER_ROWS = 20 if LANES == 16 else 11
 """Maximum input rows for which the matrix is unpacked in registers, once per tile; for more, ``_multiply_many`` is
-faster. On an Intel Xeon with AVX-512 and a 1,536 x 768 matrix, unpacking in registers takes 0.81 times as long as
-``_multiply_many`` with 20 rows in Q4_1, and 0.90 with 24; in Q6_K, 0.99 and 1.15."""
+faster. On an Intel Xeon with AVX-512, 21 rows in Q4_0, Q4_1, Q8_0, Q4_K and Q6_K take 0.71 to 1.05 times as long in
+``_multiply_many``, 18 rows 0.82 to 1.08 times, and in bfloat16 1.08 to 1.31 and 1.18 to 1.51 times."""
 MAX_LONG_REGISTER_ROWS = 8 if LANES == 8 else MAX_REGISTER_ROWS
 """Like ``MAX_REGISTER_ROWS``, for input rows that together exceed L1. On Zen 4 without AVX-512, eleven rows by a 576 x
 1,536 matrix in Q4_1 took 1.3 times as long in registers as in ``_multiply_many``."""
@@ -69,7 +76,7 @@ _many = by_rows(
 
 TILES = types.void(*[types.int64] * 8)
 """Signature of a format's C function ``multiply_tiles``."""
-MULTIPLY = types.void(*[types.int64] * 11)
+MULTIPLY = types.void(*[types.int64] * 12)
 TILES_PREFIX, MULTIPLY_NAME = "hdtool_multiply_tiles_", "hdtool_multiply"
 """Names of shared functions; the name of the format follows the prefix."""
 call_tiles, _tiles_address = caller_of(TILES), shared_address(TILES_PREFIX)
@@ -115,6 +122,7 @@ def _multiply_function() -> Any:
     def multiply(
         tiles: int,
         unpack: int,
+        expand: int,
         block_size: int,
         size: int,
         matrix: int,
@@ -127,9 +135,10 @@ def _multiply_function() -> Any:
     ) -> None:
         """Compute ``outputs = inputs @ matrix.T`` on arrays given by address; inputs and outputs are float32.
 
-        ``tiles`` and ``unpack`` are the addresses of the format's functions. A block has ``block_size`` weights and
-        ``size`` bytes. ``output_stride`` is the distance between output rows in numbers. ``columns`` must be a multiple
-        of ``COLUMN_MULTIPLE`` and of ``block_size``.
+        ``tiles``, ``unpack`` and ``expand`` are the addresses of the format's functions; the last two are those that
+        ``_multiply_many`` calls, ``expand`` only if ``HAS_PANELS``. A block has ``block_size`` weights and ``size``
+        bytes. ``output_stride`` is the distance between output rows in numbers. ``columns`` must be a multiple of
+        ``COLUMN_MULTIPLE`` and of ``block_size``.
         """
         stride = columns // block_size * size
         whole = out_features - out_features % TILE_OUT_FEATURES
@@ -137,7 +146,8 @@ def _multiply_function() -> Any:
         if not whole:
             pass
         elif rows > (MAX_LONG_REGISTER_ROWS if long else MAX_REGISTER_ROWS):
-            _multiply_many(unpack, block_size, matrix, stride, whole, columns, inputs, rows, outputs, output_stride)
+            second = expand if HAS_PANELS else block_size
+            _multiply_many(unpack, second, matrix, stride, whole, columns, inputs, rows, outputs, output_stride)
         elif rows <= MAX_DIRECT_ROWS or size == ITEM_SIZE:  # float32 needs no unpacking
             # All matrix rows at once, unless several groups of input rows share them while they are cached.
             out, step = 0, whole if rows <= MAX_DIRECT_ROWS else TILE_OUT_FEATURES
@@ -234,7 +244,8 @@ def matmul_of(kind: MatrixKind, size: int) -> Any:
     """
 
     _tiles_of(kind)
-    unpack_of(kind)
+    _unpack_of(kind)
+    _expand_of(kind)
     _multiply_function()
 
     @cfunc(types.void(*[types.int64] * MATMUL_ARGUMENTS), cache=True)
@@ -253,7 +264,8 @@ def matmul_of(kind: MatrixKind, size: int) -> Any:
         part, written = matrix + first * (columns // block_size * size), outputs + first * ITEM_SIZE
         _multiply(
             _tiles_address(kind),
-            unpack_address(kind),
+            _unpack_address(kind),
+            _expand_address(kind),
             block_size,
             size,
             part,

@@ -52,7 +52,7 @@ Body = Callable[[Any, list[Expand], list[Any]], Sequence[Any]]
 """Generates a loop body from the column, an expander per matrix row and the current values; returns the next values."""
 
 
-class _Numbers:
+class Numbers:
     """Generates code that reads matrix rows of float32 or 16-bit numbers, one or more vectors per step."""
 
     def __init__(self, code: VectorCode, kind: Any, vectors: int = 1) -> None:
@@ -77,9 +77,9 @@ class _Numbers:
         return self.code.loop(columns, carried, step, self.step)
 
     def _expander(self, address: Any) -> Expand:
-        return lambda vector: self._expanded(self.code.gep(address, vector * LANES * self.size))
+        return lambda vector: self.expanded(self.code.gep(address, vector * LANES * self.size))
 
-    def _expanded(self, address: Any) -> Any:
+    def expanded(self, address: Any) -> Any:
         builder, code = self.code.builder, self.code
         loaded = code.load(address, ir.VectorType(self.number, LANES), self.size)
         if self.number is FLOAT:
@@ -147,7 +147,7 @@ class _Packed:
 
 
 def _read(code: VectorCode, kind: Any) -> Any:
-    return (_Numbers if kind in ELEMENT_TYPES else _Packed)(code, kind)
+    return (Numbers if kind in ELEMENT_TYPES else _Packed)(code, kind)
 
 
 def tile_out_features(rows: int) -> int:
@@ -203,7 +203,7 @@ def partial_tile(out_features: Mapping[int, int], *, last: bool) -> Any:
             addresses = [code.gep(start, LANES * vector) for vector in range(features * number)]
             kept = [code.load(address, code.vector, ITEM_SIZE) for address in addresses]
             before = [builder.select(first, _zero(code), sum_) for sum_ in kept]
-            read = _Numbers(code, type_of(FLOAT32), CACHE_LINE // LANES)
+            read = Numbers(code, type_of(FLOAT32), CACHE_LINE // LANES)
             totals = _sums(
                 code, read, matrix, stride, columns, inputs, before, number, interleaved=True, prefetched=(near, far)
             )

@@ -12,14 +12,17 @@ from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import Any, TypeVar
 
+import numpy as np
 from llvmlite import ir  # type: ignore[import-untyped]
+from llvmlite.binding import add_symbol  # type: ignore[import-untyped]
 from numba import types
+from numba.core.cgutils import add_global_variable
 from numba.core.imputils import lower_constant
 from numba.core.typing.typeof import typeof_impl
 from numba.extending import NativeValue, models, register_model, unbox
 
 from hdtool.runtime.kernels.compiled import WORD, generated
-from hdtool.runtime.kernels.vector_code import FLOAT, HALF, INDEX, LANES, OCTET, VectorCode
+from hdtool.runtime.kernels.vector_code import FLOAT, HALF, INDEX, LANES, OCTET, SHORT, VectorCode
 
 
 @dataclass(frozen=True)
@@ -152,6 +155,11 @@ FLOAT_SIZE = 4
 MANTISSA_BITS = 23
 LEVELS = [float(level) for level in range(16)]
 """Values of 4-bit integers."""
+FLOAT16_VALUES = np.arange(1 << 16, dtype=np.uint16).view(np.float16).astype(np.float32)
+"""The float32 value of every float16, at the index that its bits make. A broadcast from memory needs no shuffle, and
+LLVM fuses it into the multiplication; converting a number takes two shuffles more."""
+FLOAT16_TABLE = "hdtool_float16_values"
+add_symbol(FLOAT16_TABLE, FLOAT16_VALUES.ctypes.data)
 PERMUTATION = "llvm.x86.avx512.permvar.sf.512"
 PRECOMPUTED_SCALES = {"Q4_1": 2, "Q5_1": 2, "Q4_K": 16, "Q5_K": 16, "Q6_K": 16}
 """Number of scales and addends per block, for formats whose scales a tile computes ahead for many blocks: broadcasting
@@ -161,6 +169,9 @@ float32 scales are faster without computing ahead."""
 
 class Blocks:
     """Generates code that unpacks blocks of a format."""
+
+    has_scaled_tables = LANES == 16
+    """True if a table of all levels can be multiplied by the scale that a vector's weights share."""
 
     def __init__(self, code: VectorCode, format: BlockFormat) -> None:
         self.code, self.builder = code, code.builder
@@ -176,7 +187,7 @@ class Blocks:
             four = self.builder.fpext(self.code.load(block, ir.VectorType(HALF, 4)), ir.VectorType(FLOAT, 4))
             scales = self.code.part(four, 0, self.scales)
         else:
-            scales = self._scales_of_parts(block) if self._format.name == "Q6_K" else self._scales_and_minima(block)
+            scales = self.sixteen_scales(block)
         self.builder.store(scales, self.builder.bitcast(target, scales.type.as_pointer())).align = FLOAT_SIZE
 
     def expander(self, block: Any, scales: Any) -> Expand:
@@ -187,7 +198,7 @@ class Blocks:
 
         @cache
         def scale(vector: int) -> Any:
-            return self._number(self.code.gep(scales, vector), FLOAT_SIZE)
+            return self.code.splat(self.code.load(self.code.gep(scales, vector), FLOAT, FLOAT_SIZE))
 
         expand: Expand = self._expander(block, scale)
         return expand
@@ -200,7 +211,7 @@ class Blocks:
 
     def _by_level(self, block: Any, first: int, levels: list[float], scale: Any, minimum: Any) -> Expand:
         """Return an expander of 4-bit numbers, stored first in the low and then in the high halves of 16 bytes."""
-        if LANES == 16:
+        if self.has_scaled_tables:
             table = self._scaled(ir.Constant(self.code.vector, levels), scale, minimum)
             low = self._bytes(block, first)
             indices = low, self.builder.lshr(low, self.code.every(4))
@@ -235,18 +246,20 @@ class Blocks:
         return self._by_table(block, 2, self._half(block, 0))
 
     def _mxfp4(self, block: Any, _: Scale) -> Expand:
+        return self._by_table(block, 1, self._spread(block, self._power_of_two))
+
+    def _power_of_two(self, block: Any) -> Any:
         builder = self.builder
         exponent = builder.zext(self.code.load(block, OCTET), WORD)
         tiny = builder.shl(WORD(TINIEST_SCALE), exponent)
         normal = builder.shl(builder.sub(exponent, WORD(1)), WORD(MANTISSA_BITS))
         is_tiny = builder.icmp_unsigned("<", exponent, WORD(TINY_SCALES))
-        scale = builder.bitcast(builder.select(is_tiny, tiny, normal), FLOAT)
-        return self._by_table(block, 1, self.code.splat(scale))
+        return builder.bitcast(builder.select(is_tiny, tiny, normal), FLOAT)
 
     def _by_table(self, block: Any, first: int, scale: Any) -> Expand:
         """Return an expander that looks up 4-bit indices, stored as in ``_by_level``, in the format's table."""
         table = VALUE_TABLES[self._format.name]
-        if LANES == 16:
+        if self.has_scaled_tables:
             return self._by_level(block, first, [float(number) for number in table], scale, None)
         octets = self.code.load(self.code.gep(block, first), ir.VectorType(OCTET, 16))
         low = self.builder.and_(octets, self.code.integers([15] * 16, OCTET))
@@ -264,10 +277,10 @@ class Blocks:
         return self._by_signed_byte(block, 2, self._half(block, 0))
 
     def _int8(self, block: Any, _: Scale) -> Expand:
-        return self._by_signed_byte(block, 4, self._number(block))
+        return self._by_signed_byte(block, 4, self._number(block, 0))
 
     def _int4(self, block: Any, _: Scale) -> Expand:
-        both = self._number(block), self._number(self.code.gep(block, 4))
+        both = self._number(block, 0), self._number(block, 4)
         halves = [self._by_level(block, first, [level - 8 for level in LEVELS], *both) for first in (8, 24)]
         return lambda vector: halves[vector * LANES // 32](vector % (32 // LANES))
 
@@ -281,7 +294,7 @@ class Blocks:
         def expand(vector: int) -> Any:
             part, byte = divmod(vector * LANES, 32)
             bytes_ = self._bytes(block, 16 + part // 2 * 32 + byte)
-            if LANES == 16:
+            if self.has_scaled_tables:
                 index = self.builder.lshr(bytes_, self.code.every(4)) if part % 2 else bytes_
                 return self._permuted(tables(part), index)
             return self._scaled(self._float(self._bits(bytes_, part % 2 * 4, 4)), scale(part), scale(8 + part))
@@ -312,6 +325,10 @@ class Blocks:
             return self._scaled(level, scale(part * 2 + byte // 16), None)
 
         return expand
+
+    def sixteen_scales(self, block: Any) -> Any:
+        """Return a K-quants block's scales, followed by its addends if there are any, as a vector."""
+        return self._scales_of_parts(block) if self._format.name == "Q6_K" else self._scales_and_minima(block)
 
     def _scales_of_parts(self, block: Any) -> Any:
         """Return the scales of a block's 16 parts, stored in 8 bits each, multiplied by the block's scale."""
@@ -354,14 +371,29 @@ class Blocks:
         """Look up each index in a table of 16 numbers; only the lowest four bits of an index are used."""
         return self.code.call(PERMUTATION, self.code.vector, table, indices)
 
-    def _number(self, address: Any, align: int = 1) -> Any:
-        """Broadcast the float32 at an address to all lanes."""
-        return self.code.splat(self.code.load(address, FLOAT, align))
+    def _spread(self, block: Any, read: Callable[[Any], Any], lanes: int = LANES) -> Any:
+        """Broadcast the number that ``read`` computes from a block's address to all lanes."""
+        return self.code.splat(read(block), lanes)
+
+    def _number(self, block: Any, offset: int) -> Any:
+        """Broadcast the float32 at an offset in a block to all lanes."""
+        return self._spread(block, lambda address: self.code.load(self.code.gep(address, offset), FLOAT))
 
     def _half(self, block: Any, offset: int, lanes: int = LANES) -> Any:
         """Broadcast the float16 at an offset in a block to all lanes, as float32."""
-        number = self.code.splat(self.code.load(self.code.gep(block, offset), HALF), lanes)
-        return self.builder.fpext(number, ir.VectorType(FLOAT, lanes))
+
+        def read(address: Any) -> Any:
+            bits = self.builder.zext(self.code.load(self.code.gep(address, offset), SHORT), INDEX)
+            return self.code.load(self.builder.gep(self._float16_table, [INDEX(0), bits]), FLOAT, FLOAT_SIZE)
+
+        return self._spread(block, read, lanes)
+
+    @property
+    def _float16_table(self) -> Any:
+        module = self.builder.module
+        if FLOAT16_TABLE not in module.globals:
+            add_global_variable(module, ir.ArrayType(FLOAT, len(FLOAT16_VALUES)), FLOAT16_TABLE)  # type: ignore[no-untyped-call]
+        return module.globals[FLOAT16_TABLE]
 
     def _bytes(self, block: Any, offset: int, *, signed: bool = False) -> Any:
         """Return ``LANES`` bytes of a block as 32-bit integers, one per lane."""

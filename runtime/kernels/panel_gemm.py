@@ -1,8 +1,8 @@
 """Matmuls of many input rows, as in prefill: each lane of a vector belongs to a different output.
 
 In ``gemm_tiles``, the lanes of a vector are partial sums of one output, each over every ``LANES``-th column, and are
-added up at the end. Here, a panel of matrix rows is expanded to float32 and transposed, so that a vector holds the
-same partial sum of ``LANES`` outputs. With long rows and many inputs, this moves less data between cache and registers.
+added up at the end. Here, a panel of matrix rows is transposed, so that a vector holds the same partial sum of
+``LANES`` outputs. With long rows and many inputs, this moves less data between cache and registers.
 Partial sums are computed one after another and merged in the order in which ``VectorCode.total`` adds lanes, so an
 output has the same bits as in ``gemm_tiles``.
 """
@@ -15,8 +15,8 @@ import numpy as np
 from numba import types
 
 from hdtool.runtime.kernels.compiled import compiled, copy_floats, generated
-from hdtool.runtime.kernels.gemm_tiles import bytes_before, call_unpack
 from hdtool.runtime.kernels.matrix_formats import cases
+from hdtool.runtime.kernels.transposed_rows import call_expand, call_transpose, row_addresses, transposed
 from hdtool.runtime.kernels.vector_code import CACHE_LINE, FLOAT, INDEX, ITEM_SIZE, LANES, FloatCode, line_after
 
 VECTORS = 3
@@ -29,12 +29,13 @@ AVX-512, the largest tile takes 31 of 32 registers: 27 sums, three vectors of we
 252 rows by an 8,192 x 2,048 matrix in Q4_0 took 1.06 times as long in tiles of two vectors by 14 rows."""
 GROUP = GROUPS[-1]
 MAX_RANGE = 2048
-"""Maximum columns of a range, for which a panel is transposed at once; a multiple of ``UNPACKED_COLUMNS``."""
-UNPACKED_COLUMNS = 256
-"""Columns unpacked before they are transposed, a multiple of every format's block size; ``LANES`` rows of them fit in
-L1."""
+"""Maximum columns of a range, over which a tile adds up a lane's partial sums at once."""
 MAX_ROWS = (256 + GROUP - 1) // GROUP * GROUP
-"""Maximum number of input rows that share an unpacked panel."""
+"""Maximum number of input rows that share a transposed panel."""
+MAX_LONG_ROWS = 135
+"""Like ``MAX_ROWS``, for rows of more than ``MAX_LONG_COLUMNS``. 252 rows by a 2,048 x 8,192 matrix in Q4_0 take 0.93
+times as long in two chunks as in one, and by an 8,192 x 2,048 matrix 1.05 times."""
+MAX_LONG_COLUMNS = 4096
 PADDING = LANES
 """Unused numbers after each lane's columns, without which the same columns of all lanes may fall into one cache set.
 Transposing a group of fewer than ``LANES`` rows also writes there."""
@@ -50,8 +51,8 @@ the next level."""
 
 @compiled
 def multiply_many(
-    unpack: int,
-    block_size: int,
+    transpose: int,
+    expand: int,
     matrix: int,
     stride: int,
     out_features: int,
@@ -61,21 +62,21 @@ def multiply_many(
     outputs: int,
     output_stride: int,
 ) -> None:
-    """Compute the matmul for many input rows; ``stride`` is the size of a matrix row in bytes.
+    """Compute the matmul for many input rows; ``transpose`` and ``expand`` are addresses of the format's functions.
 
-    ``output_stride`` is the distance between output rows in numbers.
+    ``stride`` is the size of a matrix row in bytes, ``output_stride`` the distance between output rows in numbers.
     """
-    chunks = (rows + MAX_ROWS - 1) // MAX_ROWS
+    max_rows = MAX_ROWS if columns <= MAX_LONG_COLUMNS else MAX_LONG_ROWS
+    chunks = (rows + max_rows - 1) // max_rows
     chunk = (rows + chunks * GROUP - 1) // (chunks * GROUP) * GROUP
-    ranges, width = (columns + MAX_RANGE - 1) // MAX_RANGE, min(columns, MAX_RANGE)
-    unpacked = np.empty(LANES * UNPACKED_COLUMNS + LINE, np.float32)
-    panel = np.empty(LANES * _lane_size(width, PANEL) + LINE, np.float32)
-    transposed = np.empty(ranges * LANES * _lane_size(width, chunk) + LINE, np.float32)
-    sums = np.empty(chunk * PANEL * (LEVELS + (LANES if ranges > 1 else 1)) + LINE, np.float32)
+    panel = np.empty(VECTORS * _vector_size(columns) + LINE, np.float32)
+    weights = np.empty(MAX_RANGE // LANES * PANEL + LINE, np.float32)
+    transposed_inputs = np.empty(LANES * _lane_size(columns, chunk) + LINE, np.float32)
+    sums = np.empty(chunk * PANEL * (LEVELS + 1) + LINE, np.float32)
     for first in range(0, rows, chunk):
         _multiply_chunk(
-            unpack,
-            block_size,
+            transpose,
+            expand,
             matrix,
             stride,
             out_features,
@@ -84,14 +85,14 @@ def multiply_many(
             min(chunk, rows - first),
             outputs + first * output_stride * ITEM_SIZE,
             output_stride,
-            (unpacked, panel, transposed, sums),
+            (panel, weights, transposed_inputs, sums),
         )
 
 
 @compiled
 def _multiply_chunk(
-    unpack: int,
-    block_size: int,
+    transpose: int,
+    expand: int,
     matrix: int,
     stride: int,
     out_features: int,
@@ -103,123 +104,115 @@ def _multiply_chunk(
     scratch: Any,
 ) -> None:
     """Multiply the matrix by up to ``MAX_ROWS`` input rows; ``scratch`` holds arrays that the caller keeps alive."""
-    unpacked, panel = line_after(scratch[0].ctypes.data), line_after(scratch[1].ctypes.data)
-    transposed, sums = line_after(scratch[2].ctypes.data), line_after(scratch[3].ctypes.data)
-    _transpose_inputs(inputs, rows, columns, transposed)
+    panel, weights = line_after(scratch[0].ctypes.data), line_after(scratch[1].ctypes.data)
+    transposed_inputs, sums = line_after(scratch[2].ctypes.data), line_after(scratch[3].ctypes.data)
+    _transpose_inputs(inputs, rows, columns, transposed_inputs)
     for out in range(0, out_features, PANEL):
-        panel_rows = min(PANEL, out_features - out)
-        read, range_size = transposed, LANES * _lane_size(MAX_RANGE, _padded(rows)) * ITEM_SIZE
-        for column in range(0, columns, MAX_RANGE):
-            width = min(MAX_RANGE, columns - column)
-            part = matrix + out * stride + bytes_before(column, block_size, columns, stride)
-            _transpose_panel(unpack, block_size, part, stride, panel_rows, width, columns, unpacked, panel)
-            _multiply_panel(
-                panel,
-                panel_rows,
-                width,
-                read,
-                rows,
-                sums,
-                column == 0,
-                column + width == columns,
-                outputs + out * ITEM_SIZE,
-                output_stride,
-            )
-            read += range_size
+        panel_rows, part, to = min(PANEL, out_features - out), matrix + out * stride, outputs + out * ITEM_SIZE
+        _transpose_panel(transpose, part, stride, panel_rows, columns, panel)
+        _multiply_panel(expand, panel, weights, panel_rows, columns, transposed_inputs, rows, sums, to, output_stride)
 
 
 @compiled
 def _multiply_panel(
+    expand: int,
     panel: int,
+    weights: int,
     out_features: int,
     columns: int,
     inputs: int,
     rows: int,
     sums: int,
+    outputs: int,
+    output_stride: int,
+) -> None:
+    """Multiply a transposed panel by transposed input rows, lane by lane.
+
+    ``weights`` is scratch memory for one lane of a range of columns. ``sums`` holds the sums that wait at each level;
+    those that will wait there next are carried from range to range in the same place.
+    """
+    padded_rows, width = _padded(rows), _panel_width(out_features)
+    for number in range(LANES):
+        lane, merges = ORDER[number], 0
+        while number >> merges & 1:
+            merges += 1
+        read = inputs + lane * _lane_size(columns, padded_rows) * ITEM_SIZE
+        for column in range(0, columns, MAX_RANGE):
+            range_columns = min(MAX_RANGE, columns - column)
+            for vector in range(width // LANES):
+                rows_at, to = panel + vector * _vector_size(columns) * ITEM_SIZE, weights + vector * LANES * ITEM_SIZE
+                call_expand(expand, (rows_at, columns, lane, column, range_columns, to, width))
+            steps, is_first, is_last = range_columns // LANES, column == 0, column + MAX_RANGE >= columns
+            _multiply_range(
+                weights, out_features, steps, read, rows, sums, merges, is_first, is_last, outputs, output_stride
+            )
+            read += padded_rows * steps * ITEM_SIZE
+
+
+@compiled
+def _multiply_range(
+    weights: int,
+    out_features: int,
+    steps: int,
+    inputs: int,
+    rows: int,
+    sums: int,
+    merges: int,
     is_first: bool,
     is_last: bool,
     outputs: int,
     output_stride: int,
 ) -> None:
-    """Multiply a transposed panel by transposed input rows over a range of columns.
-
-    ``sums`` holds the sums that wait at each level, then each lane's partial sums over earlier ranges. The final sums
-    of incomplete tiles overwrite those of lane 0, which were read before. ``is_first`` and ``is_last`` tell whether
-    this is the first or last range.
-    """
-    padded_rows, steps, width = _padded(rows), columns // LANES, _panel_width(out_features)
+    """Multiply one lane of a range of ``steps`` columns; its sums are merged ``merges`` times after the last range."""
+    padded_rows, width = _padded(rows), _panel_width(out_features)
     size = padded_rows * width * ITEM_SIZE
-    for number in range(LANES):
-        lane, merges = ORDER[number], 0
-        while is_last and number >> merges & 1:
-            merges += 1
-        weights = panel + lane * _lane_size(columns, width) * ITEM_SIZE
-        read = inputs + lane * _lane_size(columns, padded_rows) * ITEM_SIZE
-        for row in range(0, rows, GROUP):
-            group = min(GROUP, padded_rows - row)
-            waiting = sums + row * width * ITEM_SIZE
-            before = waiting + (LEVELS + lane) * size
-            written, stride = waiting + merges * size if is_last else before, width * ITEM_SIZE
-            is_whole = group <= rows - row and out_features == width
-            to = outputs + row * output_stride * ITEM_SIZE
-            if merges == LEVELS and is_whole:
-                written, stride = to, output_stride * ITEM_SIZE
-            start = waiting if is_first else before
-            _tile(weights, read, steps, is_first, start, merges, waiting, size, written, stride, group * PANEL + width)
-            if merges == LEVELS and not is_whole:
-                for place in range(min(group, rows - row)):
-                    at = place * ITEM_SIZE
-                    copy_floats(written + at * width, out_features, to + at * output_stride)
-            read += group * steps * ITEM_SIZE
+    is_final = is_last and merges == LEVELS
+    for row in range(0, rows, GROUP):
+        group = min(GROUP, padded_rows - row)
+        waiting, to = sums + row * width * ITEM_SIZE, outputs + row * output_stride * ITEM_SIZE
+        carried = waiting + merges * size
+        is_whole = is_final and group <= rows - row and out_features == width
+        written, stride = (to, output_stride * ITEM_SIZE) if is_whole else (carried, width * ITEM_SIZE)
+        shape, tile_merges = group * PANEL + width, merges if is_last else 0
+        _tile(weights, inputs, steps, is_first, carried, tile_merges, waiting, size, written, stride, shape)
+        if is_final and not is_whole:
+            for place in range(min(group, rows - row)):
+                at = place * ITEM_SIZE
+                copy_floats(written + at * width, out_features, to + at * output_stride)
+        inputs += group * steps * ITEM_SIZE
 
 
 @compiled
 def _transpose_inputs(inputs: int, rows: int, columns: int, written: int) -> None:
-    """Transpose groups of input rows, ordered by range of columns, then lane, group and column."""
+    """Transpose groups of input rows, ordered by lane, then range of columns, group and column."""
+    size, stride = _lane_size(columns, _padded(rows)) * ITEM_SIZE, columns * ITEM_SIZE
     for column in range(0, columns, MAX_RANGE):
         width = min(MAX_RANGE, columns - column)
-        size = _lane_size(width, _padded(rows)) * ITEM_SIZE
         for row in range(0, rows, GROUP):
-            read = inputs + (row * columns + column) * ITEM_SIZE
-            group, to = min(GROUP, _padded(rows) - row), written + row * (width // LANES) * ITEM_SIZE
-            _transpose(read, columns * ITEM_SIZE, rows - row, width, to, size, group)
-        written += LANES * size
+            read = inputs + row * stride + column * ITEM_SIZE
+            group = min(GROUP, _padded(rows) - row)
+            _transpose(read, stride, rows - row, width, written, size, group)
+            written += group * (width // LANES) * ITEM_SIZE
 
 
 @compiled
-def _transpose_panel(
-    unpack: int,
-    block_size: int,
-    matrix: int,
-    stride: int,
-    rows: int,
-    columns: int,
-    row_columns: int,
-    unpacked: int,
-    written: int,
-) -> None:
-    """Expand a panel of a matrix to float32 and transpose it, repeating its last row to fill whole vectors.
-
-    ``columns`` is the width of the range, and ``row_columns`` that of the whole row.
-    """
-    panel = _panel_width(rows)
-    size = _lane_size(columns, panel) * ITEM_SIZE
-    for row in range(0, panel, LANES):
-        read, count = matrix + row * stride, min(LANES, rows - row)
-        for column in range(0, columns, UNPACKED_COLUMNS):
-            width = min(UNPACKED_COLUMNS, columns - column)
-            part, between = read + bytes_before(column, block_size, row_columns, stride), stride
-            if stride != row_columns * ITEM_SIZE:  # float32 is read in place
-                call_unpack(unpack, (part, stride, count, width, unpacked))
-                part, between = unpacked, width * ITEM_SIZE
-            to = written + (column // LANES * panel + row) * ITEM_SIZE
-            _transpose(part, between, count, width, to, size, panel)
+def _transpose_panel(transpose: int, matrix: int, stride: int, rows: int, columns: int, written: int) -> None:
+    """Transpose a panel of a matrix, repeating its last row to fill whole vectors."""
+    for row in range(0, rows, LANES):
+        call_transpose(transpose, (matrix + row * stride, stride, rows - row, columns, written))
+        written += _vector_size(columns) * ITEM_SIZE
 
 
 @compiled
 def _lane_size(columns: int, rows: int) -> int:
     """Return how many numbers a lane's columns take in ``rows`` transposed rows, with padding."""
     return columns // LANES * rows + PADDING
+
+
+@compiled
+def _vector_size(columns: int) -> int:
+    """Return how many numbers ``LANES`` transposed matrix rows take at most."""
+    return LANES * (columns + LINE)
 
 
 @compiled
@@ -298,29 +291,13 @@ def _transpose(
     ``lane_size`` bytes later. If ``step`` is less than ``LANES``, each column overwrites the end of the previous one.
     """
     code = FloatCode(builder)
-    last = builder.sub(rows, INDEX(1))
-    numbers = [builder.select(builder.icmp_signed("<", INDEX(row), last), INDEX(row), last) for row in range(LANES)]
-    rows_at = [builder.add(read, builder.mul(number, stride)) for number in numbers]
+    rows_at = row_addresses(builder, read, stride, rows)
 
     def body(column: Any, _: list[Any]) -> list[Any]:
-        vectors = _transposed(code, [code.read(code.at(at, column)) for at in rows_at])
+        vectors = transposed(code, [code.read(code.at(at, column)) for at in rows_at])
         at = code.at(written, builder.mul(builder.udiv(column, INDEX(LANES)), step))
         for lane, vector in enumerate(vectors):
             code.store(vector, builder.add(at, builder.mul(lane_size, INDEX(lane))))
         return []
 
     code.loop(columns, [], body)
-
-
-def _transposed(code: FloatCode, vectors: list[Any]) -> list[Any]:
-    """Transpose a square: exchange the upper right and lower left quarters, then those of each quarter, and so on."""
-    half, lanes = LANES // 2, range(LANES)
-    while half:
-        left = code.integers([lane if not lane & half else lane - half + LANES for lane in lanes])
-        right = code.integers([lane + half if not lane & half else lane + LANES for lane in lanes])
-        for row in lanes:
-            if not row & half:
-                pair = vectors[row], vectors[row + half]
-                vectors[row], vectors[row + half] = (code.builder.shuffle_vector(*pair, part) for part in (left, right))
-        half //= 2
-    return vectors

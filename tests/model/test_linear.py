@@ -27,7 +27,8 @@ from hdtool.runtime.kernels.linear import (
     has_compiled_layers,
     share_weights,
 )
-from hdtool.runtime.kernels.panel_gemm import GROUP, MAX_RANGE, MAX_ROWS, PANEL
+from hdtool.runtime.kernels.panel_gemm import GROUP, MAX_LONG_COLUMNS, MAX_RANGE, MAX_ROWS, PANEL
+from hdtool.runtime.kernels.transposed_rows import expand_of, transpose_of
 from hdtool.runtime.model.target import Target
 from tests.support.decoding import output_tokens, run
 from tests.support.families import SHAPE, VOCABULARY
@@ -137,7 +138,9 @@ def test_rows_of_trees_have_the_bits_of_single_rows(columns: int, dtype: torch.d
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("columns", [COLUMN_MULTIPLE, MAX_RANGE, MAX_RANGE + COLUMN_MULTIPLE, 2 * MAX_RANGE])
+@pytest.mark.parametrize(
+    "columns", [COLUMN_MULTIPLE, MAX_RANGE, MAX_RANGE + COLUMN_MULTIPLE, MAX_LONG_COLUMNS + COLUMN_MULTIPLE]
+)
 def test_rows_of_prompts_have_the_bits_of_single_rows(columns: int, dtype: torch.dtype) -> None:
     outs = max(PANEL, BLOCK_OUT_FEATURES) + 2 * TILE_OUT_FEATURES + 3
     matrix, numbers = torch.randn(outs, columns).to(dtype), torch.randn(MAX_ROWS + GROUP + 1, columns)
@@ -153,14 +156,17 @@ def test_rows_of_prompts_have_the_bits_of_single_rows(columns: int, dtype: torch
 @pytest.mark.parametrize("columns", [COLUMN_MULTIPLE, MAX_RANGE + COLUMN_MULTIPLE])
 def test_matmuls_for_other_processors_give_the_same_bits(columns: int, gemm: ModuleType) -> None:
     """This processor's ``multiply_many`` is one of the two."""
-    unpack, numbers = unpack_of(BFLOAT16).address, torch.randn(MAX_ROWS + 20, columns)
+    numbers = torch.randn(MAX_ROWS + 20, columns)
+    functions: tuple[int, int] = unpack_of(BFLOAT16).address, 1
+    if gemm is panel_gemm:
+        functions = transpose_of(BFLOAT16).address, expand_of(BFLOAT16).address
     for outs in (TILE_OUT_FEATURES, 3 * TILE_OUT_FEATURES, max(PANEL, BLOCK_OUT_FEATURES) + TILE_OUT_FEATURES):
         matrix = torch.randn(outs, columns).bfloat16()
         alone = torch.cat([compiled_linear(row, matrix) for row in numbers.split(1)])
         for rows in (*range(1, GROUP + 2), 2 * GROUP + 1, MAX_ROWS, MAX_ROWS + 20):
             found, inputs = torch.full((rows + 1, outs + 1), 7.0), numbers[:rows].clone()
             at = matrix.data_ptr(), 2 * columns, outs, columns, inputs.data_ptr(), rows, found.data_ptr()
-            gemm.multiply_many(unpack, 1, *at, outs + 1)
+            gemm.multiply_many(*functions, *at, outs + 1)
             assert torch.equal(found[:rows, :outs], alone[:rows])
             assert (found[rows] == 7).all() and (found[:, outs] == 7).all(), "nothing is written beside the outputs"
 

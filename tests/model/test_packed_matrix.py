@@ -23,6 +23,7 @@ from hdtool.runtime.kernels.gemm_tiles import MAX_TILE_ROWS, TILE_OUT_FEATURES
 from hdtool.runtime.kernels.linear import compiled_linear
 from hdtool.runtime.kernels.matrix_formats import ALL_FORMATS, FORMATS_BY_GGUF_TYPE, BlockFormat
 from hdtool.runtime.kernels.packed_matrix import PackedMatrix
+from hdtool.runtime.kernels.panel_gemm import MAX_RANGE, PANEL
 from hdtool.runtime.kernels.vector_code import EXPANDS_FLOAT16
 from tests.support.packed_blocks import MAX_BLOCK_SIZE, SCALES, expected, int8_linear, set_scales, some_matrix
 from tests.support.project import ROOT
@@ -117,6 +118,18 @@ def test_a_row_does_not_depend_on_the_rows_beside_it(format: BlockFormat) -> Non
         others = torch.full((rows, columns), float("nan"))
         others[rows // 2] = numbers[rows // 2]
         assert torch.equal(compiled_linear(others, matrix)[rows // 2], alone[rows // 2])
+
+
+@pytest.mark.parametrize("format", ALL)
+@pytest.mark.parametrize("columns", [MAX_BLOCK_SIZE, MAX_RANGE + MAX_BLOCK_SIZE])
+def test_panels_have_the_bits_of_float32(columns: int, format: BlockFormat) -> None:
+    """A whole panel and one with an incomplete vector, over one and two ranges of columns."""
+    matrix, numbers = (
+        some_matrix(format, PANEL + TILE_OUT_FEATURES, columns),
+        torch.randn(MAX_REGISTER_ROWS + 2, columns),
+    )
+    wide = torch.from_numpy(expected(matrix))
+    assert torch.equal(compiled_linear(numbers, matrix), compiled_linear(numbers, wide))
 
 
 @pytest.mark.parametrize("format", ALL)
