@@ -45,6 +45,7 @@ HAS_PANELS = LANES == 16
 """True if ``panel_gemm`` computes many rows. Without AVX-512, it takes 1.5 times as long as ``block_gemm`` with 12 rows
 and equally long with 128."""
 _multiply_many = panel_gemm.multiply_many if HAS_PANELS else block_gemm.multiply_many
+# The functions of a format that ``_multiply_many`` calls; ``block_gemm`` calls one.
 _unpack_of, _expand_of = (transpose_of, expand_of) if HAS_PANELS else (unpack_of, unpack_of)
 _unpack_address, _expand_address = (
     (transpose_address, expand_address) if HAS_PANELS else (unpack_address, unpack_address)
@@ -53,8 +54,8 @@ COLUMN_MULTIPLE = 64
 """Required divisor of a matrix's number of columns."""
 MAX_REGISTER_ROWS = 20 if LANES == 16 else 11
 """Maximum input rows for which the matrix is unpacked in registers, once per tile; for more, ``_multiply_many`` is
-faster. On an Intel Xeon with AVX-512, 21 rows in Q4_0, Q4_1, Q8_0, Q4_K and Q6_K take 0.71 to 1.05 times as long in
-``_multiply_many``, 18 rows 0.82 to 1.08 times, and in bfloat16 1.08 to 1.31 and 1.18 to 1.51 times."""
+faster with packed formats. On an Intel Xeon with AVX-512, 21 rows in Q4_0, Q4_1, Q8_0, Q4_K and Q6_K take 0.71 to 1.05
+times as long in ``_multiply_many``, 18 rows 0.82 to 1.08 times, and in bfloat16 1.08 to 1.31 and 1.18 to 1.51 times."""
 MAX_LONG_REGISTER_ROWS = 8 if LANES == 8 else MAX_REGISTER_ROWS
 """Like ``MAX_REGISTER_ROWS``, for input rows that together exceed L1. On Zen 4 without AVX-512, eleven rows by a 576 x
 1,536 matrix in Q4_1 took 1.3 times as long in registers as in ``_multiply_many``."""

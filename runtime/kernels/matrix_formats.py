@@ -158,6 +158,7 @@ LEVELS = [float(level) for level in range(16)]
 FLOAT16_VALUES = np.arange(1 << 16, dtype=np.uint16).view(np.float16).astype(np.float32)
 """The float32 value of every float16, at the index that its bits make. A broadcast from memory needs no shuffle, and
 LLVM fuses it into the multiplication; converting a number takes two shuffles more."""
+FLOAT16_VALUES.flags.writeable = False
 FLOAT16_TABLE = "hdtool_float16_values"
 add_symbol(FLOAT16_TABLE, FLOAT16_VALUES.ctypes.data)
 PERMUTATION = "llvm.x86.avx512.permvar.sf.512"

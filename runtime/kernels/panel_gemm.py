@@ -16,7 +16,13 @@ from numba import types
 
 from hdtool.runtime.kernels.compiled import compiled, copy_floats, generated
 from hdtool.runtime.kernels.matrix_formats import cases
-from hdtool.runtime.kernels.transposed_rows import call_expand, call_transpose, row_addresses, transposed
+from hdtool.runtime.kernels.transposed_rows import (
+    call_expand,
+    call_transpose,
+    row_addresses,
+    transposed,
+    transposed_size,
+)
 from hdtool.runtime.kernels.vector_code import CACHE_LINE, FLOAT, INDEX, ITEM_SIZE, LANES, FloatCode, line_after
 
 VECTORS = 3
@@ -65,11 +71,12 @@ def multiply_many(
     """Compute the matmul for many input rows; ``transpose`` and ``expand`` are addresses of the format's functions.
 
     ``stride`` is the size of a matrix row in bytes, ``output_stride`` the distance between output rows in numbers.
+    ``columns`` must be a multiple of ``4 * LANES`` and of the size of a block.
     """
     max_rows = MAX_ROWS if columns <= MAX_LONG_COLUMNS else MAX_LONG_ROWS
     chunks = (rows + max_rows - 1) // max_rows
     chunk = (rows + chunks * GROUP - 1) // (chunks * GROUP) * GROUP
-    panel = np.empty(VECTORS * _vector_size(columns) + LINE, np.float32)
+    panel = np.empty(VECTORS * transposed_size(columns) + LINE, np.float32)
     weights = np.empty(MAX_RANGE // LANES * PANEL + LINE, np.float32)
     transposed_inputs = np.empty(LANES * _lane_size(columns, chunk) + LINE, np.float32)
     sums = np.empty(chunk * PANEL * (LEVELS + 1) + LINE, np.float32)
@@ -128,8 +135,8 @@ def _multiply_panel(
 ) -> None:
     """Multiply a transposed panel by transposed input rows, lane by lane.
 
-    ``weights`` is scratch memory for one lane of a range of columns. ``sums`` holds the sums that wait at each level;
-    those that will wait there next are carried from range to range in the same place.
+    ``weights`` is scratch memory for one lane of a range of columns. ``sums`` holds the sums that wait at each level,
+    then the final ones; those that will be written there next are carried from range to range in the same place.
     """
     padded_rows, width = _padded(rows), _panel_width(out_features)
     for number in range(LANES):
@@ -140,7 +147,10 @@ def _multiply_panel(
         for column in range(0, columns, MAX_RANGE):
             range_columns = min(MAX_RANGE, columns - column)
             for vector in range(width // LANES):
-                rows_at, to = panel + vector * _vector_size(columns) * ITEM_SIZE, weights + vector * LANES * ITEM_SIZE
+                rows_at, to = (
+                    panel + vector * transposed_size(columns) * ITEM_SIZE,
+                    weights + vector * LANES * ITEM_SIZE,
+                )
                 call_expand(expand, (rows_at, columns, lane, column, range_columns, to, width))
             steps, is_first, is_last = range_columns // LANES, column == 0, column + MAX_RANGE >= columns
             _multiply_range(
@@ -200,19 +210,13 @@ def _transpose_panel(transpose: int, matrix: int, stride: int, rows: int, column
     """Transpose a panel of a matrix, repeating its last row to fill whole vectors."""
     for row in range(0, rows, LANES):
         call_transpose(transpose, (matrix + row * stride, stride, rows - row, columns, written))
-        written += _vector_size(columns) * ITEM_SIZE
+        written += transposed_size(columns) * ITEM_SIZE
 
 
 @compiled
 def _lane_size(columns: int, rows: int) -> int:
     """Return how many numbers a lane's columns take in ``rows`` transposed rows, with padding."""
     return columns // LANES * rows + PADDING
-
-
-@compiled
-def _vector_size(columns: int) -> int:
-    """Return how many numbers ``LANES`` transposed matrix rows take at most."""
-    return LANES * (columns + LINE)
 
 
 @compiled

@@ -1,8 +1,8 @@
 """Transposes matrix rows, so that a vector holds one column of ``LANES`` rows, and expands them lane by lane.
 
 A lane has every ``LANES``-th column. Numbers are expanded to float32 and transposed. Of packed blocks, the bytes are
-transposed, and expanded when their lane is needed: they take less memory and fewer shuffles. This needs AVX-512, as a
-vector must have as many lanes as a row has bytes that are transposed at once.
+transposed, and expanded when their lane is needed: they take less memory and fewer shuffles. Packed blocks need
+AVX-512, as a vector must have as many lanes as a row has bytes that are transposed at once.
 """
 
 from __future__ import annotations
@@ -13,10 +13,12 @@ from typing import Any
 from llvmlite import ir  # type: ignore[import-untyped]
 from numba import types
 
-from hdtool.runtime.kernels.compiled import BYTES, WORD, caller_of, generated, shared, shared_address
+from hdtool.runtime.kernels.compiled import BYTES, WORD, caller_of, compiled, generated, shared, shared_address
 from hdtool.runtime.kernels.gemm_tiles import ELEMENT_TYPES, Numbers
 from hdtool.runtime.kernels.matrix_formats import (
     FORMAT_OF_TYPE,
+    INT4,
+    PRECOMPUTED_SCALES,
     VALUE_TABLES,
     BlockFormat,
     Blocks,
@@ -43,14 +45,18 @@ FIRST_LEVELS = {
     "int4": (8, 24),
 }
 """Offsets in a block at which the levels of 16 or 32 columns, or some of their bits, start."""
-NUMBERS = {"Q4_1": 2, "Q5_0": 2, "Q5_1": 3, "Q4_K": 16, "Q5_K": 16, "Q6_K": 16, "int4": 2}
-"""Scales and addends per block, plus the word of fifth bits, of formats that have more than one of them."""
 FIFTH_BITS = {"Q5_0": 2, "Q5_1": 4}
 """Offset in a block of the word with the highest bit of each level."""
 
 
+OCTETS = ir.VectorType(OCTET, SQUARE)
+PAIRS = (0, 1), (2, 3)
+"""Words of the lower and upper half of a 128-bit part."""
 TRANSPOSE = types.void(*[types.int64] * 5)
-"""Signature of a format's C function ``transpose_rows``."""
+"""Signature of a format's C function ``transpose_rows``.
+
+Cached code of other modules relies on this signature and the next: after a change, delete numba's caches.
+"""
 EXPAND = types.void(*[types.int64] * 7)
 """Signature of a format's C function ``expand_lane``."""
 TRANSPOSE_PREFIX, EXPAND_PREFIX = "hdtool_transpose_rows_", "hdtool_expand_lane_"
@@ -73,10 +79,8 @@ def transpose_of(kind: MatrixKind) -> Any:
 def expand_of(kind: MatrixKind) -> Any:
     """Return the function that expands some columns of one lane of transposed rows to float32."""
 
-    def expand_lane(
-        transposed: int, row_columns: int, lane: int, first: int, columns: int, written: int, step: int
-    ) -> None:
-        _expand_lane(transposed, kind, row_columns, lane, first, columns, written, step)
+    def expand_lane(panel: int, row_columns: int, lane: int, first: int, columns: int, written: int, step: int) -> None:
+        _expand_lane(panel, kind, row_columns, lane, first, columns, written, step)
 
     return expand_lane
 
@@ -85,7 +89,7 @@ def expand_of(kind: MatrixKind) -> Any:
 def _transpose_rows(builder: Any, matrix: Any, kind: Any, stride: Any, rows: Any, columns: Any, written: Any) -> None:
     """Transpose the first ``LANES`` of ``rows`` matrix rows; if there are fewer, the last is repeated.
 
-    At ``written``, there must be room for ``LANES`` rows of ``columns`` numbers and ``LANES`` cache lines.
+    At ``written``, there must be room for ``transposed_size(columns)`` numbers.
     """
     code = FloatCode(builder)
     addresses = [builder.inttoptr(address, BYTES) for address in row_addresses(builder, matrix, stride, rows)]
@@ -103,12 +107,21 @@ def _transpose_rows(builder: Any, matrix: Any, kind: Any, stride: Any, rows: Any
     format = FORMAT_OF_TYPE[kind]
 
     def write_block(column: Any, _: list[Any]) -> list[Any]:
-        number = builder.udiv(column, INDEX(format.block_size))
-        block = [code.gep(address, builder.mul(number, INDEX(format.bytes))) for address in addresses]
-        _BlockWriter(code, format, _Layout(builder, format, written, columns, number)).write(block)
+        index = builder.udiv(column, INDEX(format.block_size))
+        block = [code.gep(address, builder.mul(index, INDEX(format.bytes))) for address in addresses]
+        _BlockWriter(code, format, _Layout(builder, format, written, columns, index)).write(block)
         return []
 
     code.loop(columns, [], write_block, format.block_size)
+
+
+@compiled
+def transposed_size(columns: int) -> int:
+    """Return how many numbers ``LANES`` transposed rows take at most: each lane's columns end with a cache line.
+
+    Packed blocks take less than a third of it; see ``_Layout``.
+    """
+    return LANES * (columns + CACHE_LINE // ITEM_SIZE)
 
 
 def row_addresses(builder: Any, first: Any, stride: Any, rows: Any) -> list[Any]:
@@ -127,7 +140,7 @@ def _number_address(builder: Any, first: Any, columns: Any, lane: Any, column: A
 @generated(types.int64, None, *[types.int64] * 6)
 def _expand_lane(
     builder: Any,
-    transposed: Any,
+    panel: Any,
     kind: Any,
     row_columns: Any,
     lane: Any,
@@ -138,7 +151,7 @@ def _expand_lane(
 ) -> None:
     """Expand the columns of a lane between ``first`` and ``first + columns``, and write each ``step`` numbers apart.
 
-    ``row_columns`` is the number of columns that were transposed.
+    ``panel`` is the address of transposed rows of ``row_columns`` columns.
     """
     code = FloatCode(builder)
     step_bytes = builder.mul(step, INDEX(ITEM_SIZE))
@@ -148,7 +161,7 @@ def _expand_lane(
         code.store(vector, builder.add(written, builder.mul(number, step_bytes)))
 
     def copy_number(column: Any, _: list[Any]) -> list[Any]:
-        at = _number_address(builder, transposed, row_columns, lane, builder.add(first, column))
+        at = _number_address(builder, panel, row_columns, lane, builder.add(first, column))
         store(code.read(at), column)
         return []
 
@@ -158,8 +171,8 @@ def _expand_lane(
     format = FORMAT_OF_TYPE[kind]
 
     def expand_block(column: Any, _: list[Any]) -> list[Any]:
-        number = builder.udiv(builder.add(first, column), INDEX(format.block_size))
-        layout = _Layout(builder, format, transposed, row_columns, number)
+        index = builder.udiv(builder.add(first, column), INDEX(format.block_size))
+        layout = _Layout(builder, format, panel, row_columns, index)
         expand = _BlockReader(code, format, layout, lane).columns()
         for vector in range(format.block_size // LANES):
             store(expand(vector), builder.add(column, INDEX(vector * LANES)))
@@ -169,22 +182,25 @@ def _expand_lane(
 
 
 class _Layout:
-    """Addresses of a transposed block: first the scales of all blocks, then four parts with the levels of all.
+    """Addresses of a transposed block: first the factors of all blocks, then four parts with the levels of all.
 
-    Part ``k`` has the bytes k, k + 4, k + 8 and k + 12 of each square.
+    Factors are vectors with one number of each row: scales, addends and words of fifth bits. Part ``k`` has the bytes
+    k, k + 4, k + 8 and k + 12 of each square. A block takes at most 1,088 bytes for 64 columns (int8), where float32
+    numbers take 4,096.
     """
 
     def __init__(self, builder: Any, format: BlockFormat, start: Any, columns: Any, block: Any) -> None:
         self._builder, self._start, self._block = builder, start, block
         self.squares = list(FIRST_LEVELS[format.name])
-        self.numbers = NUMBERS.get(format.name, 1)
+        scales = PRECOMPUTED_SCALES.get(format.name, 2 if format is INT4 else 1)
+        self.factors = scales + (format.name in FIFTH_BITS)
         blocks = builder.udiv(columns, INDEX(format.block_size))
-        self._levels = builder.add(start, builder.mul(blocks, INDEX(self.numbers * VECTOR_BYTES)))
+        self._levels = builder.add(start, builder.mul(blocks, INDEX(self.factors * VECTOR_BYTES)))
         self._part = builder.add(builder.mul(blocks, INDEX(len(self.squares) * 4 * SQUARE)), INDEX(CACHE_LINE))
 
-    def number(self, index: int) -> Any:
-        """Return the address of a vector with one scale, or other number, of each row."""
-        place = self._builder.add(self._builder.mul(self._block, INDEX(self.numbers)), INDEX(index))
+    def factor(self, index: int) -> Any:
+        """Return the address of a vector of factors."""
+        place = self._builder.add(self._builder.mul(self._block, INDEX(self.factors)), INDEX(index))
         return self._builder.add(self._start, self._builder.mul(place, INDEX(VECTOR_BYTES)))
 
     def levels(self, part: Any, square: int) -> Any:
@@ -196,7 +212,11 @@ class _Layout:
 
 
 class _TransposedBlocks(Blocks):
-    """Generates code for blocks of ``LANES`` rows at once, whose scales differ between lanes."""
+    """Generates code for blocks of ``LANES`` rows at once, whose scales differ between lanes.
+
+    A format's method must call ``_spread`` before it returns the expander, for the same factors in the same order:
+    ``_BlockWriter`` stores them, and ``_BlockReader`` reads them back.
+    """
 
     has_scaled_tables = False
 
@@ -205,7 +225,7 @@ class _TransposedBlocks(Blocks):
 
         def expand(vector: int) -> Any:
             indices = self._bytes(block, first)
-            # Only the lowest four bits are used.
+            # ``_permuted`` ignores all but the lowest four bits.
             indices = self.builder.lshr(indices, self.code.every(4)) if vector else indices
             return self._scaled(self._permuted(values, indices), scale, minimum)
 
@@ -220,30 +240,32 @@ class _BlockWriter(_TransposedBlocks):
 
     def __init__(self, code: FloatCode, format: BlockFormat, layout: _Layout) -> None:
         super().__init__(code, format)
-        self._code, self._layout, self._numbers = code, layout, list[Any]()
+        self._float_code, self._layout, self._factors = code, layout, list[Any]()
 
     def write(self, block: Sequence[Any]) -> None:
         if self.scales == 16:
             one_row = Blocks(self.code, self._format)
-            self._numbers = transposed(self.code, [one_row.sixteen_scales(address) for address in block])
+            self._factors = transposed(self.code, [one_row.sixteen_scales(address) for address in block])
         elif self.scales:
-            self._numbers = [self._half(block, 2 * index) for index in range(self.scales)]
+            for index in range(self.scales):
+                self._half(block, 2 * index)  # ``_spread`` collects the factors
         else:
-            self._expander(block, None)  # ``_spread`` collects the numbers
+            self._expander(block, None)
         if bits := FIFTH_BITS.get(self._format.name):
-            self._numbers.append(
+            self._factors.append(
                 self._gathered(block, lambda address: self.code.load(self.code.gep(address, bits), WORD))
             )
-        for index, vector in enumerate(self._numbers):
-            self._code.store(vector, self._layout.number(index))
+        assert len(self._factors) == self._layout.factors, self._format.name
+        for index, vector in enumerate(self._factors):
+            self._float_code.store(vector, self._layout.factor(index))
         for square, offset in enumerate(self._layout.squares):
             rows = [self.code.load(self.code.gep(address, offset), OCTETS) for address in block]
             for part, vector in enumerate(_transposed_octets(self.code, rows)):
-                self._code.store(vector, self._layout.levels(INDEX(part), square))
+                self._float_code.store(vector, self._layout.levels(INDEX(part), square))
 
     def _spread(self, block: Any, read: Callable[[Any], Any], lanes: int = LANES) -> Any:
-        self._numbers.append(self._gathered(block, read))
-        return self._numbers[-1]
+        self._factors.append(self._gathered(block, read))
+        return self._factors[-1]
 
     def _gathered(self, block: Any, read: Callable[[Any], Any]) -> Any:
         numbers = [read(address) for address in block]
@@ -258,33 +280,30 @@ class _BlockReader(_TransposedBlocks):
 
     def __init__(self, code: FloatCode, format: BlockFormat, layout: _Layout, lane: Any) -> None:
         super().__init__(code, format)
-        self._code, self._layout, self._lane, self._count = code, layout, lane, 0
+        self._float_code, self._layout, self._lane, self._count = code, layout, lane, 0
         self._part = self.builder.and_(lane, INDEX(3))
         self._place = self.builder.mul(self.builder.udiv(lane, INDEX(4)), INDEX(SQUARE))
 
     def columns(self) -> Expand:
-        expand: Expand = self._expander(None, lambda index: self._code.read(self._layout.number(index)))
+        expand: Expand = self._expander(None, lambda index: self._float_code.read(self._layout.factor(index)))
         return expand
 
     def _spread(self, block: Any, read: Callable[[Any], Any], lanes: int = LANES) -> Any:
         self._count += 1
-        return self._code.read(self._layout.number(self._count - 1))
+        return self._float_code.read(self._layout.factor(self._count - 1))
 
     def _bytes(self, block: Any, offset: int, *, signed: bool = False) -> Any:
         first = self._layout.levels(self._part, self._layout.squares.index(offset))
-        octets = self._code.read(self.builder.add(first, self._place), OCTETS)
+        octets = self._float_code.read(self.builder.add(first, self._place), OCTETS)
         return (self.builder.sext if signed else self.builder.zext)(octets, self.code.words)
 
     def _level_of_5_bits(self, block: Any, first: int, vector: int, lowest: int) -> Any:
         low = self._bits(self._bytes(block, first + 4), 4 * vector, 4)
-        words = self._code.read(self._layout.number(self._layout.numbers - 1), self.code.words)
+        words = self._float_code.read(self._layout.factor(self._layout.factors - 1), self.code.words)
         bit = self.builder.add(self._lane, INDEX(vector * LANES))
         shift = self.code.splat(self.builder.trunc(bit, WORD))
         high = self.builder.and_(self.builder.lshr(words, shift), self.code.every(1))
         return self._float(self._plus(self._joined(low, high), lowest))
-
-
-OCTETS = ir.VectorType(OCTET, SQUARE)
 
 
 def _transposed_octets(code: VectorCode, rows: list[Any]) -> list[Any]:
@@ -315,10 +334,6 @@ def _transposed_octets(code: VectorCode, rows: list[Any]) -> list[Any]:
     low, high = ([start + 16 * which + word for start in groups for which in (0, 1) for word in pair] for pair in PAIRS)
     joined = [code.builder.shuffle_vector(*half, code.integers(order)) for half in halves for order in (low, high)]
     return [code.builder.bitcast(vector, octets) for vector in joined]
-
-
-PAIRS = (0, 1), (2, 3)
-"""Words of the lower and upper half of a 128-bit part."""
 
 
 def _shuffled(code: VectorCode, vector: Any, order: list[int]) -> Any:
