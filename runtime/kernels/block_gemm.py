@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hdtool.runtime.kernels.compiled import clear_floats, compiled, copy_floats
-from hdtool.runtime.kernels.gemm_tiles import bytes_before, call_unpack, interleave, partial_tile
+from hdtool.runtime.kernels.gemm_tiles import call_unpack, interleave, partial_tile, rows_per_chunk
 from hdtool.runtime.kernels.vector_code import CACHE_LINE, ITEM_SIZE, LANES, l1_bytes, line_after
 
 GROUPS = (2, 4, 6) if LANES == 8 else (2, 4)
@@ -48,8 +48,7 @@ def multiply_many(
 
     ``out_features`` must be a multiple of ``TILE_OUT_FEATURES``.
     """
-    chunks = (rows + MAX_INTERLEAVED_ROWS - 1) // MAX_INTERLEAVED_ROWS
-    chunk = (rows + chunks * GROUP - 1) // (chunks * GROUP) * GROUP
+    chunk = rows_per_chunk(rows, MAX_INTERLEAVED_ROWS, GROUP)
     numbers = (
         BLOCK_OUT_FEATURES * (MAX_TILE_COLUMNS + chunk * LANES + GROUP) + chunk * columns + CACHE_LINE // ITEM_SIZE
     )
@@ -108,11 +107,11 @@ def _multiply_together(
         for column in range(0, columns, MAX_TILE_COLUMNS):
             block_columns = min(MAX_TILE_COLUMNS, columns - column)
             final = column + block_columns == columns
-            block_at = matrix + out * stride + bytes_before(column, block_size, columns, stride)
+            block_at = matrix + out * stride + _bytes_before(column, block_size, columns, stride)
             later = (
                 matrix + (out + block_rows) * stride
                 if final
-                else block_at + bytes_before(block_columns, block_size, columns, stride)
+                else block_at + _bytes_before(block_columns, block_size, columns, stride)
             )
             block, between = block_at, stride
             if stride != width:  # float32 is read in place
@@ -146,6 +145,12 @@ def _multiply_together(
                 )
         for row in range(whole, rows):
             copy_floats(last + (row - whole) * block_rows * ITEM_SIZE, block_rows, to + row * output_stride * ITEM_SIZE)
+
+
+@compiled
+def _bytes_before(column: int, block_size: int, columns: int, stride: int) -> int:
+    """Return the byte offset of a column in a matrix row."""
+    return column // block_size * (stride // (columns // block_size))
 
 
 @compiled

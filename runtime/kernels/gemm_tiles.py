@@ -80,6 +80,7 @@ class Numbers:
         return lambda vector: self.expanded(self.code.gep(address, vector * LANES * self.size))
 
     def expanded(self, address: Any) -> Any:
+        """Return the vector at an address as float32."""
         builder, code = self.code.builder, self.code
         loaded = code.load(address, ir.VectorType(self.number, LANES), self.size)
         if self.number is FLOAT:
@@ -361,8 +362,8 @@ def copy_vectors(builder: Any, read: Any, count: Any, written: Any, stride: Any)
 def interleave(inputs: int, rows: int, columns: int, written: int, group: int) -> None:
     """Interleave a group's rows vector by vector, in the order in which a tile reads them.
 
-    ``group`` is the number of rows in the interleaved layout, at least ``rows``. Without interleaving, rows that
-    lie a power of two apart in memory would share one cache set.
+    ``group`` is the number of rows in the interleaved layout, at least ``rows``. Without interleaving, rows
+    whose stride is a power of two would share one cache set.
     """
     for row in range(rows):
         read, target = inputs + row * columns * ITEM_SIZE, written + row * LANES * ITEM_SIZE
@@ -370,9 +371,10 @@ def interleave(inputs: int, rows: int, columns: int, written: int, group: int) -
 
 
 @compiled
-def bytes_before(column: int, block_size: int, columns: int, stride: int) -> int:
-    """Return the byte offset of a column in a matrix row."""
-    return column // block_size * (stride // (columns // block_size))
+def rows_per_chunk(rows: int, maximum: int, group: int) -> int:
+    """Return the size of chunks, in whole groups, that split rows evenly into as few chunks as ``maximum`` allows."""
+    chunks = (rows + maximum - 1) // maximum
+    return (rows + chunks * group - 1) // (chunks * group) * group
 
 
 @generated(None, returns=types.int64)

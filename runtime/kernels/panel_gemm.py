@@ -15,6 +15,7 @@ import numpy as np
 from numba import types
 
 from hdtool.runtime.kernels.compiled import compiled, copy_floats, generated
+from hdtool.runtime.kernels.gemm_tiles import rows_per_chunk
 from hdtool.runtime.kernels.matrix_formats import cases
 from hdtool.runtime.kernels.transposed_rows import (
     call_expand,
@@ -74,8 +75,7 @@ def multiply_many(
     ``columns`` must be a multiple of ``4 * LANES`` and of the size of a block.
     """
     max_rows = MAX_ROWS if columns <= MAX_LONG_COLUMNS else MAX_LONG_ROWS
-    chunks = (rows + max_rows - 1) // max_rows
-    chunk = (rows + chunks * GROUP - 1) // (chunks * GROUP) * GROUP
+    chunk = rows_per_chunk(rows, max_rows, GROUP)
     panel = np.empty(VECTORS * transposed_size(columns) + LINE, np.float32)
     weights = np.empty(MAX_RANGE // LANES * PANEL + LINE, np.float32)
     transposed_inputs = np.empty(LANES * _lane_size(columns, chunk) + LINE, np.float32)
@@ -248,9 +248,9 @@ def _tile(
 ) -> None:
     """Compute a tile's partial sums in one lane: products of a panel and a group of input rows, added to ``sums``.
 
-    If ``is_first``, they are added to 0 instead. Then add the sums that wait at the first ``merges`` levels,
-    ``level_size`` bytes apart, and write the results of each input row ``stride`` bytes after those of the previous
-    one. ``shape`` is the number of input rows times ``PANEL``, plus the number of matrix rows.
+    If ``is_first``, they are added to 0 instead. Then add the sums that wait at the first ``merges`` levels, each of
+    ``level_size`` bytes, and write the results; ``stride`` is that of the output rows in bytes. ``shape`` is the number
+    of input rows times ``PANEL``, plus the number of matrix rows.
     """
     code = FloatCode(builder)
 
@@ -291,7 +291,7 @@ def _transpose(
 ) -> None:
     """Transpose the first ``LANES`` of ``rows`` rows; if there are fewer, the last is repeated.
 
-    The numbers of a lane's columns are written one after another, ``step`` numbers apart, and those of the next lane
+    The columns of a lane are written one after another, with a stride of ``step`` numbers, and those of the next lane
     ``lane_size`` bytes later. If ``step`` is less than ``LANES``, each column overwrites the end of the previous one.
     """
     code = FloatCode(builder)

@@ -149,9 +149,10 @@ def _expand_lane(
     written: Any,
     step: Any,
 ) -> None:
-    """Expand the columns of a lane between ``first`` and ``first + columns``, and write each ``step`` numbers apart.
+    """Expand the columns of a lane between ``first`` and ``first + columns``.
 
-    ``panel`` is the address of transposed rows of ``row_columns`` columns.
+    They are written with a stride of ``step`` numbers. ``panel`` is the address of transposed rows of ``row_columns``
+    columns.
     """
     code = FloatCode(builder)
     step_bytes = builder.mul(step, INDEX(ITEM_SIZE))

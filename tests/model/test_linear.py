@@ -66,8 +66,8 @@ def wide() -> Any:
     return model.eval()
 
 
-def layer_of(columns: int = COLUMN_MULTIPLE, outs: int = 5, *, bias: bool = True) -> Linear:
-    model = torch.nn.Sequential(Linear(columns, outs, bias=bias))
+def layer_of(columns: int = COLUMN_MULTIPLE, out_features: int = 5, *, bias: bool = True) -> Linear:
+    model = torch.nn.Sequential(Linear(columns, out_features, bias=bias))
     compile_linear_layers(model)
     layer = model[0]
     assert isinstance(layer, CompiledLinear)
@@ -76,11 +76,11 @@ def layer_of(columns: int = COLUMN_MULTIPLE, outs: int = 5, *, bias: bool = True
 
 @given(st.integers(1, 70), st.integers(1, 70), st.integers(1, 6), st.booleans(), st.integers(0, 2**32))
 @settings(deadline=None)
-def test_results_are_correct(rows: int, outs: int, wholes: int, bias: bool, seed: int) -> None:
+def test_results_are_correct(rows: int, out_features: int, wholes: int, bias: bool, seed: int) -> None:
     torch.manual_seed(seed)
     columns = wholes * COLUMN_MULTIPLE
-    numbers, matrix = torch.randn(rows, columns), torch.randn(outs, columns)
-    added = torch.randn(outs) if bias else torch.zeros(outs)
+    numbers, matrix = torch.randn(rows, columns), torch.randn(out_features, columns)
+    added = torch.randn(out_features) if bias else torch.zeros(out_features)
     found = compiled_linear(numbers, matrix, added if bias else None).numpy()
     exact = numbers.numpy().astype(np.float64) @ matrix.numpy().astype(np.float64).T + added.numpy()
     magnitude = numbers.abs().numpy() @ matrix.abs().numpy().T + added.abs().numpy()
@@ -89,11 +89,11 @@ def test_results_are_correct(rows: int, outs: int, wholes: int, bias: bool, seed
 
 @given(st.integers(1, 12), st.integers(1, 9), st.data())
 @settings(deadline=None)
-def test_nan_stays_in_its_row(rows: int, outs: int, data: st.DataObject) -> None:
-    numbers, matrix = torch.ones(rows, COLUMN_MULTIPLE), torch.ones(outs, COLUMN_MULTIPLE)
+def test_nan_stays_in_its_row(rows: int, out_features: int, data: st.DataObject) -> None:
+    numbers, matrix = torch.ones(rows, COLUMN_MULTIPLE), torch.ones(out_features, COLUMN_MULTIPLE)
     row, column = data.draw(st.integers(0, rows - 1)), data.draw(st.integers(0, COLUMN_MULTIPLE - 1))
     numbers[row, column] = data.draw(st.sampled_from([float("nan"), float("inf"), -float("inf")]))
-    matrix[data.draw(st.integers(0, outs - 1)), column] = data.draw(st.sampled_from([0.0, 1.0, -1.0]))
+    matrix[data.draw(st.integers(0, out_features - 1)), column] = data.draw(st.sampled_from([0.0, 1.0, -1.0]))
     torch.testing.assert_close(
         compiled_linear(numbers, matrix), linear(numbers, matrix), equal_nan=True, rtol=0, atol=0
     )
@@ -142,8 +142,8 @@ def test_rows_of_trees_have_the_bits_of_single_rows(columns: int, dtype: torch.d
     "columns", [COLUMN_MULTIPLE, MAX_RANGE, MAX_RANGE + COLUMN_MULTIPLE, MAX_LONG_COLUMNS + COLUMN_MULTIPLE]
 )
 def test_rows_of_prompts_have_the_bits_of_single_rows(columns: int, dtype: torch.dtype) -> None:
-    outs = max(PANEL, BLOCK_OUT_FEATURES) + 2 * TILE_OUT_FEATURES + 3
-    matrix, numbers = torch.randn(outs, columns).to(dtype), torch.randn(MAX_ROWS + GROUP + 1, columns)
+    out_features = max(PANEL, BLOCK_OUT_FEATURES) + 2 * TILE_OUT_FEATURES + 3
+    matrix, numbers = torch.randn(out_features, columns).to(dtype), torch.randn(MAX_ROWS + GROUP + 1, columns)
     alone = torch.cat([compiled_linear(row, matrix) for row in numbers.split(1)])
     for rows in (MAX_REGISTER_ROWS + 1, MAX_REGISTER_ROWS + GROUP - 1, MAX_ROWS, len(numbers)):
         assert torch.equal(compiled_linear(numbers[:rows], matrix), alone[:rows])
@@ -160,15 +160,17 @@ def test_matmuls_for_other_processors_give_the_same_bits(columns: int, gemm: Mod
     functions: tuple[int, int] = unpack_of(BFLOAT16).address, 1
     if gemm is panel_gemm:
         functions = transpose_of(BFLOAT16).address, expand_of(BFLOAT16).address
-    for outs in (TILE_OUT_FEATURES, 3 * TILE_OUT_FEATURES, max(PANEL, BLOCK_OUT_FEATURES) + TILE_OUT_FEATURES):
-        matrix = torch.randn(outs, columns).bfloat16()
+    for out_features in (TILE_OUT_FEATURES, 3 * TILE_OUT_FEATURES, max(PANEL, BLOCK_OUT_FEATURES) + TILE_OUT_FEATURES):
+        matrix = torch.randn(out_features, columns).bfloat16()
         alone = torch.cat([compiled_linear(row, matrix) for row in numbers.split(1)])
         for rows in (*range(1, GROUP + 2), 2 * GROUP + 1, MAX_ROWS, MAX_ROWS + 20):
-            found, inputs = torch.full((rows + 1, outs + 1), 7.0), numbers[:rows].clone()
-            at = matrix.data_ptr(), 2 * columns, outs, columns, inputs.data_ptr(), rows, found.data_ptr()
-            gemm.multiply_many(*functions, *at, outs + 1)
-            assert torch.equal(found[:rows, :outs], alone[:rows])
-            assert (found[rows] == 7).all() and (found[:, outs] == 7).all(), "nothing is written beside the outputs"
+            found, inputs = torch.full((rows + 1, out_features + 1), 7.0), numbers[:rows].clone()
+            at = matrix.data_ptr(), 2 * columns, out_features, columns, inputs.data_ptr(), rows, found.data_ptr()
+            gemm.multiply_many(*functions, *at, out_features + 1)
+            assert torch.equal(found[:rows, :out_features], alone[:rows])
+            assert (found[rows] == 7).all() and (found[:, out_features] == 7).all(), (
+                "nothing is written beside the outputs"
+            )
 
 
 @pytest.mark.parametrize(
@@ -264,10 +266,10 @@ def test_parameters_that_were_replaced_are_read_as_torch_reads_them(weight: torc
 
 
 @pytest.mark.parametrize("columns", [COLUMN_MULTIPLE, 3 * COLUMN_MULTIPLE])
-@pytest.mark.parametrize("outs", [3, 1])
-def test_parameters_that_do_not_fit_are_refused_by_torch(columns: int, outs: int) -> None:
+@pytest.mark.parametrize("out_features", [3, 1])
+def test_parameters_that_do_not_fit_are_refused_by_torch(columns: int, out_features: int) -> None:
     layer = CompiledLinear.of(Linear(2 * COLUMN_MULTIPLE, 3))
-    layer.weight, layer.bias = torch.nn.Parameter(torch.ones(outs, columns)), torch.nn.Parameter(torch.ones(2))
+    layer.weight, layer.bias = torch.nn.Parameter(torch.ones(out_features, columns)), torch.nn.Parameter(torch.ones(2))
     with torch.inference_mode(), pytest.raises(RuntimeError, match=r"size|shape"):
         layer(torch.rand(2, 2 * COLUMN_MULTIPLE))
 
