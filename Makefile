@@ -23,10 +23,10 @@ SHOW_LARGE := while read -r line; do case "$$line" in \
 
 .PHONY: demo test kernels test-long test-all test-quantized test-ray test-sglang test-vllm test-newest test-oldest format types unit docs bench clean
 
-demo: .venv/smollm2 .compiled
+demo: .venv/smollm2
 	$(BIN)/hdtool demo
 
-test: .venv/installed-dev .venv/triton .compiled
+test: .venv/installed-dev .venv/triton
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(MAKE) --no-print-directory -j2 types kernels
@@ -35,11 +35,11 @@ test: .venv/installed-dev .venv/triton .compiled
 # Compiled once here, and not by each worker of the tests at the same time.
 kernels: kernels-drafters kernels-layers kernels-matmuls
 
-kernels-%: .venv/installed-dev .compiled
+kernels-%: .venv/installed-dev
 	@$(BIN)/python -m tests.compile_kernels $*
 
 # What is slow: all families of models, the wheel, kills, the script of GPU checks.
-test-long: .venv/installed-dev .venv/smollm2 .venv/triton .compiled
+test-long: .venv/installed-dev .venv/smollm2 .venv/triton
 	$(BIN)/pytest -n logical --dist worksteal -m "long and not exhaustive"
 
 # What is exhaustive: every combination of families, methods and ways to sample, many kills, and the tutorial.
@@ -47,8 +47,8 @@ test-all: test test-long
 	$(BIN)/pytest -n logical --dist worksteal -m exhaustive
 
 # vLLM brings its own torch and transformers, so it has an environment of its own.
-test-vllm: .venv-vllm/installed .venv-vllm/numba
-	NUMBA_CACHE_DIR=$(CURDIR)/.venv-vllm/numba OMP_NUM_THREADS=1 .venv-vllm/bin/pytest tests/vllm
+test-vllm: .venv-vllm/installed
+	OMP_NUM_THREADS=1 .venv-vllm/bin/pytest tests/vllm
 
 # SGLang's Python code with the light ones of its packages: its kernels and its torch need a GPU.
 test-sglang: .venv-sglang/installed
@@ -89,19 +89,8 @@ docs: .venv/installed-dev
 bench: .venv/installed-dev
 	$(BIN)/python -m tests.benchmarks.plain_decoding
 
-# numba keeps compiled functions beside their files and does not see when what they call has changed elsewhere.
-COMPILED := $(shell find builders runtime -name '*.py')
-
-.compiled: $(COMPILED)
-	@find builders runtime -name '*.nb[ic]' -delete
-	@touch $@
-
-.venv-vllm/numba: .venv-vllm/installed $(COMPILED)
-	@rm -rf $@
-	@mkdir $@
-
 clean:
-	rm -rf .venv .venv-quantized .venv-ray .venv-sglang .venv-vllm .venv-newest .venv-oldest .types .compiled build *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-quantized .venv-ray .venv-sglang .venv-vllm .venv-newest .venv-oldest .types .numba build *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 
 .venv/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \

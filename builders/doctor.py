@@ -24,9 +24,10 @@ from hdtool.data.stores.home import StoredItem, home, stored_items
 from hdtool.data.stores.manifest import Checkpoint, TokenizerFingerprint
 from hdtool.data.stores.store import read_manifest
 from hdtool.runtime.answerer import Answerer
+from hdtool.runtime.compile_process import NOUNS, PARTS
 from hdtool.runtime.config import DecodeConfig, ModelConfig, SamplingConfig, StoresConfig
-from hdtool.runtime.drafters.hierarchy.tree import grow_all
-from hdtool.runtime.kernels.compiled import cache_folder, is_cached, processor_name
+from hdtool.runtime.kernels.code_folder import code_folder, is_compiled
+from hdtool.runtime.kernels.compiled import processor_name
 from hdtool.runtime.model.checkpoint_identity import checkpoint_of, place_of
 from hdtool.runtime.model.families import refuse_by_configuration, without_trees
 from hdtool.runtime.model.gguf.converted import slow_weights
@@ -208,10 +209,11 @@ def _writable(name: str, folder: Path, variable: str) -> Finding:
 
 
 def _compiled_code() -> Finding:
-    """Report where numba keeps the compiled drafter: next to the source files or, if these are read-only, elsewhere."""
-    if is_cached(grow_all):
-        return Finding("compiled", f"kept in {cache_folder(grow_all)}")
-    return Finding("compiled", "not yet: the first answer compiles the drafter, which takes a minute", NOTE)
+    """Report which parts of the program are compiled for this processor, and where their code is kept."""
+    if missing := [NOUNS[part] for part in PARTS if not is_compiled(part)]:
+        text = f"not yet: {' and '.join(missing)}; the first answer compiles them, which takes half a minute"
+        return Finding("compiled", text, NOTE)
+    return Finding("compiled", f"kept in {code_folder()}")
 
 
 def _hub() -> Iterator[Finding]:

@@ -1,13 +1,10 @@
-"""``hdtool convert`` and ``export``, and a process that compiles a drafter ahead of time."""
+"""``hdtool convert`` and ``export``."""
 
 from __future__ import annotations
 
 import json
 import shlex
-import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -15,42 +12,9 @@ from typing import Annotated
 from hdtool.cli import options
 from hdtool.cli.command import OUTPUT_PANEL, option, quiet_libraries, require_model
 from hdtool.cli.options import only, without
-from hdtool.data import demo
 from hdtool.data.errors import OptionError
 from hdtool.data.progress import count_of
 from hdtool.runtime.config import BuildConfig, DecodeConfig, ModelConfig, StoresConfig
-
-
-@contextmanager
-def compiled_meanwhile(method: str) -> Iterator[subprocess.Popen[bytes]]:
-    """Compile a method's drafter in another process while this one loads a model.
-
-    Yields the process, and kills it on exit if it still runs.
-    """
-    quiet = subprocess.DEVNULL
-    command = [sys.executable, "-m", "hdtool.cli.convert", method]
-    with subprocess.Popen(command, stdin=quiet, stdout=quiet, stderr=quiet) as process:
-        try:
-            yield process
-        finally:
-            process.kill()
-
-
-def compile_drafter(method: str) -> None:
-    from hdtool.runtime.budget.node_budget import FixedBudget
-    from hdtool.runtime.config import DecodeConfig
-    from hdtool.runtime.drafters.methods import drafter_with_budget
-    from hdtool.runtime.stores.corpus_index import CorpusIndex
-    from hdtool.runtime.stores.history_store import History
-    from hdtool.runtime.stores.model_store import ModelStore
-    from hdtool.runtime.stores.store_set import StoreSet
-
-    stores = StoreSet(ModelStore(demo.MODEL_STORE), CorpusIndex(demo.CORPUS_INDEX), history=History())
-    drafter_with_budget(FixedBudget, DecodeConfig(method), stores)
-
-
-if __name__ == "__main__":
-    compile_drafter(sys.argv[1])
 
 
 def convert(

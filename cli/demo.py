@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from hdtool.cli.command import INPUT_PANEL, MODEL_PANEL, option, quiet_libraries
-from hdtool.cli.convert import compiled_meanwhile
 from hdtool.cli.options import INTERRUPTED_EXIT, only
 from hdtool.data import demo as demo_files
 from hdtool.data.demo import EMBEDDED, SMOLLM2
@@ -49,24 +47,21 @@ def demo(
     them. The last lines tell what drafting brings from what hdtool's compiled layers bring over transformers'
     ``generate``, which answers the first prompt.
     """
-    from hdtool.builders.demo.stores import is_first_demo
     from hdtool.cli.answer_output import answer_summary, colors_shown, legend, stream_answer
     from hdtool.cli.command import wrap_for_terminal
     from hdtool.runtime.answerer import Answerer
+    from hdtool.runtime.drafters.methods import compile_ahead, finish_compiling
     from hdtool.runtime.sequence import Stats
 
     quiet_libraries()
     method = decoding.method
-    with compiled_meanwhile(method) if is_first_demo() else nullcontext() as compiling:
-        loading, store_set, questions = _chosen_model(loading)
-        plain, drafting = (
-            Answerer(
-                loading, replace(decoding, method=one, prefix_caching=False), SamplingConfig(), store_set=store_set
-            )
-            for one in ("ar", method)
-        )
-        if compiling:  # the first answer times threads and passes, which the compiler would slow down
-            compiling.wait()
+    compile_ahead(loading, method)
+    loading, store_set, questions = _chosen_model(loading)
+    plain, drafting = (
+        Answerer(loading, replace(decoding, method=one, prefix_caching=False), SamplingConfig(), store_set=store_set)
+        for one in ("ar", method)
+    )
+    finish_compiling()  # the first answer times threads and passes, which the compiler would slow down
     every = read_prompts(questions)
     for answerer in (plain, drafting):
         _answer_once(answerer, every[-1])

@@ -64,7 +64,7 @@ def verify(
     from hdtool.runtime.stores.store_set import StoreSet
 
     quiet_libraries(quiet=quiet)
-    compile_ahead(decoding.method)
+    compile_ahead(loading, decoding.method)
     loaded = load(loading)
     finish_compiling()
     choose_threads(loaded.target, loading.threads)

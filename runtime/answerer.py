@@ -7,19 +7,23 @@ from collections.abc import Callable, Container, Generator, Iterable, Iterator, 
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
+import torch
+
 from hdtool.data.chat import encode_answer, encode_conversation
 from hdtool.data.errors import HdtoolError, PromptError
 from hdtool.data.prompts import Message, Prompt
 from hdtool.runtime.budget.measure_passes import quick_record
+from hdtool.runtime.compile_process import DRAFTER, is_compiling
 from hdtool.runtime.config import DecodeConfig, ModelConfig, SamplingConfig, StoresConfig
 from hdtool.runtime.drafter import Drafter, HistoryDrafter, NoDraft, RankingRecorder
-from hdtool.runtime.drafters.methods import compile_ahead, drafters_for, finish_compiling
+from hdtool.runtime.drafters.deferred import deferred
+from hdtool.runtime.drafters.methods import compile_ahead, drafters_for
 from hdtool.runtime.engine import Engine
 from hdtool.runtime.generate_settings import refuse_settings
 from hdtool.runtime.grammar import guided_drafter, masks_of
 from hdtool.runtime.loop import Key, Loop, Outcome, Request
 from hdtool.runtime.model.load import Loaded, load
-from hdtool.runtime.model.target import choose_threads
+from hdtool.runtime.model.target import choose_threads, leave_core_free
 from hdtool.runtime.model.tensor_parallel import check_decoding
 from hdtool.runtime.prefix_cache import PrefixCache
 from hdtool.runtime.sampling.sampler import Sampler
@@ -325,7 +329,7 @@ class Answerer:
     ) -> None:
         """``rankings`` is the number of the target's top tokens to record at each position of an answer."""
         check_decoding(decoding)
-        compile_ahead(decoding.method)
+        compile_ahead(model, decoding.method)
         self.loaded = load(model)
         refuse_settings(self.loaded.target.model.generation_config)
         self.store_set = StoreSet.for_tokenizer(
@@ -344,10 +348,16 @@ class Answerer:
     @cached_property
     def _drafters(self) -> list[Drafter]:
         """One drafter per batch slot, created lazily because creation may have to time forward passes."""
-        target = self.loaded.target
-        finish_compiling()
-        choose_threads(target, self._threads, quick_record(target, what="threads"))
-        return drafters_for(self._decoding, target, self.store_set)
+        target, all_threads = self.loaded.target, torch.get_num_threads()
+
+        def make() -> list[Drafter]:
+            torch.set_num_threads(all_threads)
+            choose_threads(target, self._threads, quick_record(target, what="threads"))
+            return drafters_for(self._decoding, target, self.store_set)
+
+        if is_compiling(DRAFTER):
+            leave_core_free(target, self._threads)
+        return deferred(self._decoding.method, make, self._decoding.batch_size)
 
     def check_prompts(self, prompts: Sequence[Prompt]) -> None:
         """Raise PromptError if a prompt cannot be answered; if several are given, the error says which."""

@@ -78,11 +78,6 @@ SEQUENCES_PER_LENGTH = 20_000
 """Maximum number of sequences of each length in the model store."""
 
 
-def is_first_demo() -> bool:
-    """Return True if the demo's stores for SmolLM2 have never been built on this machine."""
-    return not (home() / "demo").exists()
-
-
 def stores_of_real_model(loading: ModelConfig) -> StoresConfig:
     """Return the demo's two stores for SmolLM2, building those that are missing or outdated."""
     tokenizer, model = load_tokenizer(loading), checkpoint_of(loading)

@@ -263,7 +263,7 @@ class BenchPlan:
         if grammars and (excluded := [name for name in self.bench.methods or () if name in WITHOUT_GRAMMARS]):
             raise OptionError(f"{excluded[0]} cannot be measured on answers that follow a grammar: leave it out")
         set_num_threads(self.bench.threads)
-        compile_ahead(*self.bench.methods or METHODS)
+        compile_ahead(self.model, *self.bench.methods or METHODS)
         loaded = load(self.model)
         finish_compiling()
         letters = {

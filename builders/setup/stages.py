@@ -146,7 +146,7 @@ class Stages:
             if name not in self._folder.stages:
                 self._folder.finish(name, run())
             if name == "read" and "replay" not in self._folder.stages:  # the logs can be read, so it is worth it
-                compile_ahead("hd")
+                compile_ahead(self._plan.model, "hd")
 
     def remaining(self) -> list[str]:
         """Return the names of the stages to run; without local weights, they include all that depend on weights."""

@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import sys
-from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from functools import cache
-from subprocess import DEVNULL, Popen, TimeoutExpired
-from threading import Timer
 
 from hdtool.data.errors import OptionError, StoreError
 from hdtool.runtime.budget.cost_curve import CostCurve
@@ -22,12 +17,12 @@ from hdtool.runtime.budget.node_budget import (
     SharedBudget,
     SharedCosts,
 )
-from hdtool.runtime.config import METHODS, TRAINED, DecodeConfig, PaperConfig
+from hdtool.runtime.compile_process import DRAFTER, PARTS, PASSES, start_compiling, wait_until_compiled
+from hdtool.runtime.config import METHODS, TRAINED, DecodeConfig, ModelConfig, PaperConfig
 from hdtool.runtime.config.decoding import HIERARCHIES, HISTORY_LETTER
 from hdtool.runtime.drafter import Drafter, NoDraft
 from hdtool.runtime.drafters.hd_paper import PaperDrafter, lookahead_decoding
 from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
-from hdtool.runtime.drafters.hierarchy.tree import grow_all
 from hdtool.runtime.drafters.logitspec import LogitSpec
 from hdtool.runtime.drafters.published.lookup_methods import CorpusDrafter, PromptLookup
 from hdtool.runtime.drafters.published.racer import Racer
@@ -36,8 +31,9 @@ from hdtool.runtime.drafters.published.suffix_decoding import SuffixDecoding
 from hdtool.runtime.drafters.published.token_recycling import TokenRecycling
 from hdtool.runtime.drafters.trained.select_drafter import gate_for, trained_alone, trained_drafter
 from hdtool.runtime.environment import fingerprint
-from hdtool.runtime.kernels.compiled import is_cached
+from hdtool.runtime.kernels.code_folder import is_compiled, mark_compiled
 from hdtool.runtime.model.cache.kv_cache import compile_moves
+from hdtool.runtime.model.load import pick_device
 from hdtool.runtime.model.target import Target
 from hdtool.runtime.sampling.walks import compile_walks
 from hdtool.runtime.source_names import plugins
@@ -45,67 +41,27 @@ from hdtool.runtime.stores.history_store import History
 from hdtool.runtime.stores.store_set import StoreSet
 from hdtool.runtime.tree import compile_trees
 
-MAX_TIMING_SECONDS = 2.0
-"""Seconds of preparing a drafter after which a message explains the delay."""
-
-COMPILE_HIERARCHY = "from hdtool.runtime.drafters.methods import compile_hierarchy; compile_hierarchy()"
-"""Program of the process that compiles ``hd``."""
-MAX_COMPILE_SECONDS = 300.0
-
 BudgetFactory = Callable[[], Budget]
 DrafterFactory = Callable[[DecodeConfig, StoreSet, BudgetFactory, Target | None], Drafter]
 
 
-_compiling: list[Popen[bytes]] = []
-"""The process that compiles ``hd``, while it runs."""
-
-
-def compile_ahead(*methods: str) -> None:
-    """If a method needs ``hd``, compile it in another process while this one loads a model, unless it is cached."""
-    if not {*HIERARCHIES} & {*methods} or _compiling or is_cached(grow_all) or (os.cpu_count() or 1) < 2:
-        return
-    with suppress(OSError):  # this process compiles it later
-        program = [sys.executable, "-c", COMPILE_HIERARCHY]
-        _compiling.append(Popen(program, stdin=DEVNULL, stdout=DEVNULL, stderr=DEVNULL))
+def compile_ahead(model: ModelConfig, *methods: str) -> None:
+    """Start to compile what this model and these methods need in another process, unless it is compiled."""
+    on_cpu = model.fused_layers and pick_device(model.device).type == "cpu"
+    drafts = not {*HIERARCHIES}.isdisjoint(methods)
+    start_compiling(*[PASSES] * on_cpu, *[DRAFTER] * drafts)
 
 
 def compile_hierarchy() -> None:
-    """Compile ``hd``; numba keeps the code for later processes."""
+    """Compile ``hd``, or load its code; numba keeps the code for later processes."""
     curve = CostCurve.parse("0:1,1:2")
     drafter_with_budget(lambda: CostBudget(curve), DecodeConfig("hd"), StoreSet(history=History()))
 
 
 def finish_compiling() -> None:
-    """Wait until the process that ``compile_ahead`` began has ended, so that passes can be timed on an idle machine."""
-    with _explaining_delay():
-        _wait_for_process()
-
-
-def _wait_for_process() -> None:
-    while _compiling:
-        process = _compiling.pop()
-        try:
-            process.wait(MAX_COMPILE_SECONDS)
-        except TimeoutExpired:
-            process.kill()
-            process.wait()
-
-
-@contextmanager
-def _explaining_delay() -> Iterator[None]:
-    """Print a message if the block takes longer than ``MAX_TIMING_SECONDS``."""
-    note = Timer(MAX_TIMING_SECONDS, _explain_delay)
-    note.start()
-    try:
-        yield
-    finally:
-        note.cancel()
-
-
-@cache  # prints the message once
-def _explain_delay() -> None:
-    message = "preparing the drafter for this machine; the first time it is compiled, which takes a while"
-    print(message, file=sys.stderr)
+    """Wait until all is compiled that ``compile_ahead`` began to, so that passes can be timed on an idle machine."""
+    for part in PARTS:
+        wait_until_compiled(part)
 
 
 def drafter_for(config: DecodeConfig, target: Target, store_set: StoreSet) -> Drafter:
@@ -181,12 +137,13 @@ def drafter_with_budget(
     Without a target, nothing is drafted from hidden states or logits. Drafters compile their code when they are
     created, so that no answer waits for it.
     """
-    with _explaining_delay():
-        _wait_for_process()
-        compile_trees()
-        compile_walks()
-        compile_moves()
-        return DRAFTER_FACTORIES[config.method](config, store_set, budget, target)
+    compile_trees()
+    compile_walks()
+    compile_moves()
+    drafter = DRAFTER_FACTORIES[config.method](config, store_set, budget, target)
+    if config.method in HIERARCHIES and not is_compiled(DRAFTER):
+        mark_compiled(DRAFTER)
+    return drafter
 
 
 def _corpus(config: DecodeConfig, store_set: StoreSet, budget: BudgetFactory, target: Target | None) -> Drafter:

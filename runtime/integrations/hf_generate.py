@@ -19,9 +19,11 @@ from hdtool.data.errors import OptionError
 from hdtool.data.prompts import Grammar
 from hdtool.data.stores.home import NO_STORE
 from hdtool.runtime.answerer import decode, decode_batch
+from hdtool.runtime.compile_process import DRAFTER, start_compiling
 from hdtool.runtime.config import DecodeConfig, SamplingConfig, StoresConfig
 from hdtool.runtime.config.decoding import HIERARCHIES
 from hdtool.runtime.drafter import Drafter, HistoryDrafter, NoDraft
+from hdtool.runtime.drafters.deferred import deferred
 from hdtool.runtime.drafters.methods import drafters_for, history_for
 from hdtool.runtime.generate_settings import Stops
 from hdtool.runtime.grammar import GrammarCompiler, GrammarProcessor, Guide, guided_drafter
@@ -153,6 +155,8 @@ class Generator:
         # Raises errors of named stores here, and not in the first call.
         named = StoresConfig(chosen.model_db or NO_STORE, chosen.corpus_db or NO_STORE)
         StoreSet.for_tokenizer(tokenizer, named, config.databases)
+        if config.method in HIERARCHIES:
+            start_compiling(DRAFTER)
 
         opened: WeakKeyDictionary[Target, StoreSet] = WeakKeyDictionary()
 
@@ -163,7 +167,8 @@ class Generator:
                     tokenizer, chosen, config.databases, model=model, identified=config.identifies_tokenizer
                 )
                 opened[target] = replace(stores, history=history_for(config, target, stores))
-            return drafters_for(replace(config, batch_size=rows), target, opened[target])
+            batched = replace(config, batch_size=rows)
+            return deferred(config.method, lambda: drafters_for(batched, target, opened[target]), rows)
 
         made = cls(seed=seed, prefix_caching=config.prefix_caching, rollouts=rollouts)
         made._make, made._tokenizer = make, tokenizer

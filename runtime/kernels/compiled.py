@@ -11,7 +11,7 @@ import ctypes
 import platform
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from functools import cache, wraps
 from pathlib import Path
 from typing import Any, NoReturn, SupportsIndex, TypeVar
@@ -24,6 +24,10 @@ from llvmlite.binding import add_symbol  # type: ignore[import-untyped]
 from numba import cfunc, types
 from numba.core import cgutils
 from numba.extending import intrinsic
+from numba.np.arrayobj import make_array, populate_array
+
+from hdtool.runtime.kernels.callee import Callee
+from hdtool.runtime.kernels.code_folder import keeping_code
 
 
 def processor_name() -> str:
@@ -47,29 +51,10 @@ _njit: Any = numba.njit(cache=True, nogil=True, no_cfunc_wrapper=True)  # type: 
 
 def compiled(function: Function) -> Function:
     """Compile a function; signed integer arguments, even constants, become int64, and unsigned ones keep their type."""
-    dispatcher = _njit(function)
-    template_for = dispatcher.get_call_template
-
-    def general_template(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        return template_for(tuple(map(_general, args)), {name: _general(kind) for name, kind in kwargs.items()})
-
-    dispatcher.get_call_template = general_template
+    with keeping_code():
+        dispatcher = _njit(function)
+    Callee(dispatcher, _general)
     return dispatcher  # type: ignore[no-any-return]
-
-
-def cache_folder(function: Any) -> Path:
-    """Return the folder in which numba keeps the code of a ``compiled`` function."""
-    return Path(function.stats.cache_path)
-
-
-def is_cached(function: Any) -> bool:
-    """Return True if numba keeps code of a ``compiled`` function that is newer than the source file."""
-    source = Path(function.py_func.__code__.co_filename)
-    indices = cache_folder(function).glob(f"{source.stem}.{function.py_func.__name__}-*.nbi")
-    try:
-        return max((index.stat().st_mtime for index in indices), default=0.0) > source.stat().st_mtime
-    except OSError:
-        return False
 
 
 def generated(*kinds: Any, returns: Any = types.void) -> Callable[[Callable[..., Any]], Any]:
@@ -110,7 +95,8 @@ def _general(kind: Any) -> Any:
 @cache
 def _function(function: Callable[..., Any], signature: Any) -> Any:
     """Compile a function as a C function; the result is cached in memory and on disk."""
-    return cfunc(signature, cache=True)(function)
+    with keeping_code():
+        return cfunc(signature, cache=True)(function)
 
 
 def address_of(function: Callable[..., Any], signature: Any) -> int:
@@ -129,7 +115,7 @@ def shared(signature: Any, name: str) -> Callable[[Callable[..., Callable[..., A
     def decorate(make: Callable[..., Callable[..., Any]]) -> Callable[..., Any]:
         @cache  # keeps the C function, whose address compiled code holds
         def compile_shared(*kinds: Any) -> Any:
-            function = cfunc(signature, cache=True)(make(*kinds))
+            function = _function(make(*kinds), signature)
             add_symbol(name + "".join(kind.name for kind in kinds), function.address)
             return function
 
@@ -279,13 +265,35 @@ def _prefetch(context: Any, array: Any, index: Any) -> Any:
 
 # Typed as Any because numba supplies the context argument.
 prefetch: Any = intrinsic(_prefetch)
-carray: Any = numba.carray  # type: ignore[attr-defined]
 
 
-@compiled
-def array_at(address: Any, shape: Any, kind: Any) -> npt.NDArray[Any]:
-    """Return an array view of the memory at an address."""
-    return carray(pointer(address), shape, kind)  # type: ignore[no-any-return]
+def _array_at(context: Any, address: Any, shape: Any, kind: Any) -> Any:
+    """Return an array view of the memory at an address; ``shape`` is a number or a tuple."""
+    is_tuple = isinstance(shape, types.BaseTuple)
+    kinds: Any = shape if is_tuple else [shape]
+    array: Any = types.Array(kind.dtype, len(kinds), "C")
+
+    def lower(target: Any, builder: Any, signature: Any, values: Any) -> Any:
+        at = target.cast(builder, values[0], address, types.intp)
+        lengths: Any = cgutils.unpack_tuple(builder, values[1]) if is_tuple else [values[1]]  # type: ignore[no-untyped-call]
+        sizes = [
+            target.cast(builder, length, length_kind, types.intp)
+            for length, length_kind in zip(lengths, kinds, strict=True)
+        ]
+        item = target.get_constant(types.intp, target.get_abi_sizeof(target.get_data_type(array.dtype)))
+        strides = [item]
+        for size in reversed(sizes[1:]):
+            strides.insert(0, builder.mul(strides[0], size))
+        view: Any = make_array(array)(target, builder)  # type: ignore[no-untyped-call]
+        data = builder.inttoptr(at, view.data.type)
+        populate_array(view, data, sizes, strides, item, None)  # type: ignore[no-untyped-call]
+        return view._getvalue()
+
+    return array(address, shape, kind), lower
+
+
+# numba supplies the context.
+array_at: Callable[[Any, Any, Any], npt.NDArray[Any]] = intrinsic(_array_at)  # type: ignore[assignment]
 
 
 def bits(number: float) -> int:

@@ -392,6 +392,12 @@ def choose_threads(target: Target, wanted: int | None = None, record: CachedValu
     return torch.get_num_threads()
 
 
+def leave_core_free(target: Target, wanted: int | None = None) -> None:
+    """Set torch's thread count to ``wanted`` or, with compiled passes, to one less, as another process is compiling."""
+    if wanted is not None or target.compiled:
+        torch.set_num_threads(wanted or max(1, torch.get_num_threads() - 1))
+
+
 def cpu_quota(root: Path = CGROUPS) -> int | None:
     """Return the number of CPUs that a container may use, rounded up; None if unlimited. torch ignores the limit."""
     for files in (["cpu.max"], ["cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us"]):

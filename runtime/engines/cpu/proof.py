@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch.nn import ModuleList
 
+from hdtool.runtime.compile_process import PASSES, wait_until_compiled
 from hdtool.runtime.engines.cpu.compiled_kind import ACTIVATIONS, COMPILED, CompiledParts, has_compiled_experts
 from hdtool.runtime.engines.cpu.compiled_model import CompiledModel
 from hdtool.runtime.engines.cpu.layer_kernel import compile_layers, compute_layers, layers_scratch_size
@@ -37,6 +38,7 @@ from hdtool.runtime.engines.embedding_and_head import (
 )
 from hdtool.runtime.engines.model_families import LLAMA
 from hdtool.runtime.engines.model_parts import model_parts
+from hdtool.runtime.kernels.code_folder import mark_compiled
 from hdtool.runtime.kernels.thread_pool import shared_thread_pool
 from hdtool.runtime.kernels.vector_code import LANES
 from hdtool.runtime.model.cache.kv_cache import NO_TENSOR, KVTensors, SlotKVCache, StaticKVCache
@@ -87,9 +89,11 @@ def compile_cpu(target: Target, *, proved: bool = False) -> CompiledModel | None
         return None
     if parts.family is not LLAMA and not norms_and_activations_match(parts, target.device):
         return None
+    wait_until_compiled(PASSES)
     compile_layers()
     compile_passes()
     compile_tree_passes()
+    mark_compiled(PASSES)
     compiled = CompiledModel(parts, windows, target.log)
     if proved:
         return compiled

@@ -45,7 +45,7 @@ class Launch:
         keys = ApiKeys.read(Path(config.api_key_file) if config.api_key_file else None, os.environ)
         self._socket = _bound(config.host, config.port)
         self._config, self._has_keys = config, bool(keys.tenant_of_key)
-        compile_ahead(decoding.method)
+        compile_ahead(model, decoding.method)
         loaded = load(model)
         finish_compiling()
         refuse_settings(loaded.target.model.generation_config)

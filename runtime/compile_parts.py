@@ -1,0 +1,65 @@
+"""Compile parts of the program and keep the code: the program of a ``CompileProcess``.
+
+Each completed step is reported by a line with the part's name.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+
+from hdtool.data.durable_files import file_lock
+from hdtool.data.errors import StoreError
+from hdtool.runtime.compile_process import PASSES, STEPS
+from hdtool.runtime.kernels.code_folder import code_folder, is_compiled, mark_compiled, remove_outdated
+
+NICENESS = 5
+"""How far below this machine's other processes the compiler runs, such as one that answers meanwhile."""
+
+
+def compile_part(part: str) -> None:
+    """Compile a part step by step, and report each step."""
+    for step in _pass_steps() if part == PASSES else _drafter_steps():
+        step()
+        _report(part)
+    mark_compiled(part)
+
+
+def _pass_steps() -> list[Callable[[], None]]:
+    # Imported step by step: a second saved here is one that the first answer does not wait.
+    from hdtool.runtime.engines.cpu.layer_kernel import compile_layers
+    from hdtool.runtime.engines.cpu.pass_kernel import compile_passes, compile_tree_passes
+
+    return [compile_layers, compile_passes, compile_tree_passes]
+
+
+def _drafter_steps() -> list[Callable[[], None]]:
+    from hdtool.runtime.drafters.methods import compile_hierarchy
+
+    return [compile_hierarchy]
+
+
+def _report(part: str) -> None:
+    with suppress(OSError):  # the process that began this one has ended, and the next one needs the code
+        print(part, flush=True)
+
+
+def main(parts: list[str]) -> None:
+    if hasattr(os, "nice"):
+        os.nice(NICENESS)
+    code_folder().mkdir(parents=True, exist_ok=True)
+    remove_outdated()
+    busy = StoreError(f"another process compiles into {code_folder()}")
+    with file_lock(code_folder() / "lock", busy, wait=lambda: None):
+        for part in parts:
+            if is_compiled(part):
+                for _ in STEPS[part]:
+                    _report(part)
+            else:
+                compile_part(part)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,124 @@
+"""Compile forward passes and the drafter in another process, while this one loads a model and answers.
+
+The process keeps the code, and later processes load it. It runs with low priority and goes on if this one ends.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from contextlib import suppress
+from subprocess import DEVNULL, PIPE, STDOUT, Popen
+from threading import Condition, Thread
+from typing import IO
+
+from hdtool.data.progress import progress_bar
+from hdtool.runtime.kernels.code_folder import is_compiled
+
+PASSES, DRAFTER = PARTS = ("passes", "drafter")
+"""What is compiled, in this order."""
+STEPS = {PASSES: ("attention and MLPs", "forward passes", "draft trees"), DRAFTER: ("look-ups and tree growth",)}
+"""The steps of each part, as progress shows them."""
+NOUNS = {PASSES: "forward passes", DRAFTER: "the drafter"}
+MAX_SECONDS = 600.0
+"""Seconds after which the process is killed if this one waits for it."""
+PROGRAM = "hdtool.runtime.compile_parts"
+"""Module that the process runs."""
+
+
+class CompileProcess:
+    """A process that compiles parts of the program, and its progress."""
+
+    def __init__(self, parts: list[str]) -> None:
+        self._process = Popen(
+            [sys.executable, "-P", "-m", PROGRAM, *parts],
+            stdin=DEVNULL,
+            stdout=PIPE,
+            stderr=STDOUT,
+            text=True,
+            start_new_session=True,  # Ctrl-C ends this process, and the code will be needed again
+        )
+        self._began = time.monotonic()
+        self._changed = Condition()
+        self._steps = dict.fromkeys(parts, 0)
+        """Number of completed steps by part."""
+        self._is_running = True
+        assert self._process.stdout is not None
+        self._reader = Thread(target=self._read, args=[self._process.stdout], daemon=True)
+        self._reader.start()
+
+    def _read(self, lines: IO[str]) -> None:
+        reason = "it was killed"
+        with lines:
+            for line in map(str.strip, lines):
+                if line not in self._steps:
+                    reason = line or reason  # the last line of a traceback
+                    continue
+                with self._changed:
+                    self._steps[line] += 1
+                    self._changed.notify_all()
+        if self._process.wait():
+            print(f"note: the process that compiles ahead failed ({reason}): compiling here", file=sys.stderr)
+        with self._changed:
+            self._is_running = False
+            self._changed.notify_all()
+
+    def is_compiling(self, part: str) -> bool:
+        return self._is_running and self._steps.get(part, len(STEPS[part])) < len(STEPS[part])
+
+    def wait(self, part: str) -> None:
+        """Wait until a part is compiled, or the process has ended."""
+        with self._changed:
+            if not self._changed.wait_for(lambda: not self.is_compiling(part), self._remaining()):
+                self._process.kill()
+
+    def _remaining(self) -> float:
+        return max(0.0, self._began + MAX_SECONDS - time.monotonic())
+
+    def show_until_compiled(self, part: str) -> None:
+        """Wait as ``wait`` does, with a progress bar on a terminal, and say how long it took."""
+        began, steps = time.monotonic(), STEPS[part]
+        with progress_bar(len(steps), f"compiling {NOUNS[part]} for this processor, once", unit="steps") as progress:
+            while self.is_compiling(part):
+                done = self._steps[part]
+                progress.to(done)
+                progress.show(steps[done])
+                with self._changed:
+                    self._changed.wait(timeout=1.0)
+                if not self._remaining():
+                    self._process.kill()
+            progress.to(self._steps[part])
+        seconds = time.monotonic() - began
+        print(f"compiled {NOUNS[part]} for this processor, once: waited {seconds:.0f} s", file=sys.stderr)
+
+
+_processes: list[CompileProcess] = []
+"""The process that this one has started; at most one."""
+
+
+def start_compiling(*parts: str) -> None:
+    """Start to compile parts in another process, unless they are compiled or this process has a single core."""
+    missing = [part for part in PARTS if part in parts and not is_compiled(part)]
+    if missing and not _processes and _cores() > 1:
+        with suppress(OSError):  # this process compiles when it needs the code
+            _processes.append(CompileProcess(missing))
+
+
+def _cores() -> int:
+    try:
+        return len(os.sched_getaffinity(0))
+    except AttributeError:  # not on this platform
+        return os.cpu_count() or 1
+
+
+def is_compiling(part: str) -> bool:
+    """Return True while the process that ``start_compiling`` started is going to compile a part."""
+    return any(process.is_compiling(part) for process in _processes)
+
+
+def wait_until_compiled(part: str, *, shown: bool = True) -> None:
+    """Wait until the process that ``start_compiling`` started has compiled a part, or failed."""
+    for process in _processes:
+        if process.is_compiling(part):
+            process.show_until_compiled(part) if shown else process.wait(part)
