@@ -30,6 +30,7 @@ from hdtool.cli import (
 from hdtool.cli.command import Command, quiet_libraries, restore_hyphens, wrap_standard_error
 from hdtool.cli.options import INTERRUPTED_EXIT, with_options
 from hdtool.data.errors import HdtoolError, OptionError
+from hdtool.data.processes import isolated_children, refuse_numba_settings
 from hdtool.runtime.lean_imports import import_leanly
 
 TORCHRUN_VARIABLE = "TORCHELASTIC_RUN_ID"
@@ -203,7 +204,8 @@ def main() -> None:
     several = TORCHRUN_VARIABLE in os.environ and int(os.environ.get("WORLD_SIZE", 1)) > 1
     if not several and not _uses_vllm(sys.argv[1:]):
         import_leanly()
-    sys.exit(_run_together(sys.argv[1:]) if several else run(sys.argv[1:]))
+    with isolated_children():
+        sys.exit(_run_together(sys.argv[1:]) if several else run(sys.argv[1:]))
 
 
 def _uses_vllm(arguments: list[str]) -> bool:
@@ -241,6 +243,7 @@ def run(arguments: list[str]) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a terminal may lack some characters
     try:
+        refuse_numba_settings()
         # app(...) would map a broken pipe and Ctrl-C to other exit codes.
         command = _command()
         with command.make_context("hdtool", arguments or ["--help"]) as context:

@@ -111,7 +111,7 @@ def generate(
     """Answer prompts with a language model.
 
     Streams the answers to standard output. Drafting changes their speed, not their text. Under torchrun, the processes
-    share one model: torchrun --nproc-per-node 2 -m hdtool.cli generate ...
+    share one model: torchrun --nproc-per-node 2 --no-python hdtool generate ...
     """
     predicted = read_prediction(prediction) if prediction is not None else ""
     questions = [

@@ -13,6 +13,7 @@ from subprocess import DEVNULL, PIPE, STDOUT, Popen
 from threading import Condition, Thread
 from typing import IO
 
+from hdtool.data.processes import isolated_python
 from hdtool.data.progress import progress_bar
 from hdtool.runtime.kernels.code_folder import is_compiled
 
@@ -32,7 +33,7 @@ class CompileProcess:
 
     def __init__(self, parts: list[str]) -> None:
         self._process = Popen(
-            [sys.executable, "-P", "-m", PROGRAM, *parts],
+            isolated_python("-m", PROGRAM, *parts),
             stdin=DEVNULL,
             stdout=PIPE,
             stderr=STDOUT,

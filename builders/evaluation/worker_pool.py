@@ -24,6 +24,7 @@ import torch
 from hdtool.builders.evaluation.recording import RecordedTurn
 from hdtool.builders.evaluation.replay import ReplayMethod, ReplayResult, replay_method
 from hdtool.data.errors import HdtoolError
+from hdtool.data.processes import isolated_children
 from hdtool.runtime.config import METHODS
 from hdtool.runtime.drafters.methods import drafter_with_budget
 from hdtool.runtime.stores.store_set import StoreSet
@@ -103,6 +104,7 @@ def _jobs(
     return jobs
 
 
+@isolated_children()
 def _in_processes(
     jobs: Sequence[ReplayJob], store_set: StoreSet, processes: int, on_progress: OnProgress
 ) -> list[ReplayResult]:

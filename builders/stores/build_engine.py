@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hdtool.builders.stores.sequences import CountedDocuments, FrequentSequences, most_frequent, tokenized
+from hdtool.data.processes import isolated_children
 from hdtool.data.progress import ProgressBar, progress_bar
 from hdtool.data.stores.documents import Document
 from hdtool.data.texts_and_traces import RecordReader
@@ -193,8 +194,11 @@ class LocalBuildEngine:
 
     def sort(self, files: ShardFiles, shards: Sequence[ShardExtent]) -> None:
         workers = min(self._workers, len(shards))
-        pool = ProcessPoolExecutor(workers, mp_context=get_context("spawn")) if workers > 1 else None
-        with progress_bar(len(shards), "sorting", unit="shards", quiet=self._quiet) as progress, pool or nullcontext():
+        with (
+            isolated_children(),
+            progress_bar(len(shards), "sorting", unit="shards", quiet=self._quiet) as progress,
+            ProcessPoolExecutor(workers, get_context("spawn")) if workers > 1 else nullcontext() as pool,
+        ):
             if pool:
                 for done in as_completed([pool.submit(files.sort, *job) for job in enumerate(shards)]):
                     done.result()

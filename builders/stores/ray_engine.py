@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import chdir, contextmanager
 from importlib import metadata
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -36,6 +37,7 @@ from hdtool.builders.stores.sequences import (
     part_count,
 )
 from hdtool.data.errors import ClusterError, HdtoolError, error_reason, install_command
+from hdtool.data.processes import isolated_children
 from hdtool.data.progress import ProgressBar, progress_bar
 from hdtool.data.stores.documents import Document, Tokens, token_type
 from hdtool.data.stores.store import file_checksum
@@ -71,7 +73,8 @@ def ray_session(address: str | None, workers: int | None = None) -> Iterator[Any
     options = {"address": address} if address else {"address": "local", "num_cpus": workers, "include_dashboard": False}
     with TemporaryFile() as output:
         try:
-            with _stderr_to(output):
+            # Workers search the folder in which Ray is started before their libraries.
+            with _stderr_to(output), isolated_children(), chdir(Path(sys.executable).parent):
                 ray.init(**options, log_to_driver=False, logging_level="ERROR")
         except Exception as error:  # ConnectionError, RuntimeError, ValueError and Ray's own errors
             raise _connection_error(address, error, output) from None

