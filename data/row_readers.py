@@ -239,7 +239,8 @@ def parquet_rows(raw: CountedFile, stream: io.BufferedReader) -> Iterator[Row]:
             count = parquet.read_metadata(file).num_rows
             # load_dataset would contact a server first and leave a lock per file in the user's cache.
             rows = Dataset.from_parquet(pattern, cache_dir=scratch, streaming=True)
-            for index, row in enumerate(rows):
+            # Decoding a column of images or sounds would open the files and addresses that it names.
+            for index, row in enumerate(rows.decode(False)):
                 yield Row(f"[{index}]", row, raw.size * (index + 1) // count, index + 1)
         except Exception as error:  # pyarrow, fsspec and datasets raise many classes of errors
             raise RecordError(f"{raw.path} cannot be read as Parquet ({error_reason(error)}): fetch it again") from None

@@ -111,6 +111,17 @@ def test_parquet_is_read_without_a_network(tmp_path: Path, name: str, monkeypatc
     assert reading.sources == [Source(str(path), hashlib.sha256(path.read_bytes()).hexdigest())]
 
 
+def test_the_files_and_addresses_that_parquet_names_are_not_opened(tmp_path: Path) -> None:
+    arrow, writer = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    features = {"text": {"dtype": "string", "_type": "Value"}, "image": {"_type": "Image"}}
+    rows = [{"text": "t", "image": {"bytes": None, "path": str(tmp_path / "not-an-image")}}]
+    image = arrow.struct({"bytes": arrow.binary(), "path": arrow.string()})
+    schema = arrow.schema({"text": arrow.string(), "image": image})
+    marked = schema.with_metadata({"huggingface": json.dumps({"info": {"features": features}})})
+    writer.write_table(arrow.Table.from_pylist(rows, marked), tmp_path / "a.parquet")
+    assert read(tmp_path / "a.parquet") == [("t",)]
+
+
 def test_parquet_asks_for_its_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(RecordError, match="install datasets"):
