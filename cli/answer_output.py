@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from hdtool.cli.result_tables import rounded
+from hdtool.cli.terminal import without_control_characters
 from hdtool.runtime.answerer import Answer
 from hdtool.runtime.kernels.linear import has_compiled_layers
 from hdtool.runtime.model.target import Target
@@ -54,7 +55,10 @@ def passes_summary(target: Target) -> str:
 
 def stream_answer(answer: Answer, *, show: bool = True, color: bool = False) -> None:
     """Generate an answer; if ``show`` is True, stream it to stdout. Ctrl-C ends the answer and keeps its tokens."""
-    pieces = (colored(*piece) for piece in answer.by_source()) if color else iter(answer)
+    printable = without_control_characters if sys.stdout.isatty() else str
+    pieces = (
+        (colored(printable(text), source) for text, source in answer.by_source()) if color else map(printable, answer)
+    )
     try:
         for piece in pieces:
             if show:

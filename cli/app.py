@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import os
 import sys
 from collections.abc import Callable
@@ -27,8 +26,9 @@ from hdtool.cli import (
     stores,
     verify,
 )
-from hdtool.cli.command import Command, quiet_libraries, restore_hyphens, wrap_standard_error
+from hdtool.cli.command import Command, quiet_libraries, restore_hyphens
 from hdtool.cli.options import INTERRUPTED_EXIT, with_options
+from hdtool.cli.terminal import guard_terminal
 from hdtool.data.errors import HdtoolError, OptionError
 from hdtool.data.processes import isolated_children, refuse_numba_settings
 from hdtool.runtime.lean_imports import import_leanly
@@ -198,7 +198,7 @@ def hdtool(
 
 def main() -> None:
     """Run the command line and exit with its exit code."""
-    wrap_standard_error()
+    guard_terminal()
     if COMPLETION_VARIABLE in os.environ:
         app(prog_name="hdtool")
     several = TORCHRUN_VARIABLE in os.environ and int(os.environ.get("WORLD_SIZE", 1)) > 1
@@ -240,7 +240,7 @@ def run(arguments: list[str]) -> int:
 
     0 is success, 1 an error that the user can fix, 2 wrong usage, 130 an interrupt, 141 a closed pipe.
     """
-    if isinstance(sys.stdout, io.TextIOWrapper):
+    if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")  # a terminal may lack some characters
     try:
         refuse_numba_settings()

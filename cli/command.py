@@ -6,15 +6,13 @@ A command accepts the model as its first argument or by ``--model``, and rejects
 from __future__ import annotations
 
 import inspect
-import os
 import re
-import sys
 import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import replace
 from logging import getLogger
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple, TextIO, cast
+from typing import Annotated, Any, NamedTuple
 
 import typer
 from typer.core import TyperCommand
@@ -33,83 +31,6 @@ from hdtool.runtime.config import (
     GrammarConfig,
     ShapeConfig,
 )
-
-COLOR_CODE = re.compile("\033\\[[0-9;]*m")
-CONTROL_CHARACTERS = re.compile("[\\x00-\\x08\\x0b-\\x1f]")
-"""Matches control characters except tabs and line breaks. Progress bars move the cursor with such characters."""
-ERASE_LINE = "\r\033[K"
-"""Sequence that clears the current line, so that a message replaces a progress bar, which is drawn again below."""
-CONTINUATION_INDENT = "  "
-"""Additional indent of the lines into which a long line is broken."""
-
-
-def wrap_text(text: str, width: int, indent: str = CONTINUATION_INDENT) -> str:
-    """Break lines longer than ``width`` between words. A word longer than ``width``, such as a path, stays whole.
-
-    Text with control characters is returned unchanged.
-    """
-    if len(text) <= width or CONTROL_CHARACTERS.search(COLOR_CODE.sub("", text)):
-        return text
-    return "\n".join(_wrap_line(line, width, indent) for line in text.split("\n"))
-
-
-def wrap_for_terminal(text: str, indent: str = CONTINUATION_INDENT) -> str:
-    """Break long lines if standard output is a terminal, else return the text unchanged."""
-    return wrap_text(text, width, indent) if (width := _terminal_width(sys.stdout)) else text
-
-
-def wrap_standard_error() -> None:
-    """Break long lines in everything that this process prints to standard error, if standard error is a terminal."""
-    if _terminal_width(sys.stderr) and not isinstance(cast(Any, sys.stderr), _WrappedStream):
-        sys.stderr = cast(TextIO, _WrappedStream(sys.stderr))
-
-
-class _WrappedStream:
-    """Stream that breaks long lines and erases a progress bar before it prints a message."""
-
-    def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
-        self._is_on_bar = False
-        """True if the current line holds a progress bar."""
-
-    def write(self, text: str) -> int:
-        erased = ERASE_LINE if self._is_on_bar and not text.startswith(("\r", "\n")) else ""
-        if text:
-            self._is_on_bar = text.startswith("\r") and not text.endswith("\n")
-        return self._stream.write(
-            erased + (wrap_text(text, width) if (width := _terminal_width(self._stream)) else text)
-        )
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
-
-
-def _wrap_line(line: str, width: int, indent: str) -> str:
-    if _visible_length(line) <= width:
-        return line
-    words = re.findall("[ \t]*[^ \t]+", line)
-    margin = indent + line[: len(line) - len(line.lstrip())]
-    lines = words[:1]
-    for word in words[1:]:
-        if _visible_length(lines[-1] + word) <= width:
-            lines[-1] += word
-        else:
-            lines.append(margin + word.lstrip())
-    return "\n".join(lines)
-
-
-def _visible_length(text: str) -> int:
-    """Return the number of columns that a text takes up, ignoring colour codes."""
-    return len(COLOR_CODE.sub("", text))
-
-
-def _terminal_width(stream: TextIO) -> int:
-    """Return the terminal's width in columns if ``stream`` is a terminal, else 0."""
-    try:
-        return os.get_terminal_size(stream.fileno()).columns if stream.isatty() else 0
-    except (OSError, ValueError):
-        return 0
-
 
 STORE_OPTIONS = ("model_db", "corpus_db")
 

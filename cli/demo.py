@@ -48,7 +48,7 @@ def demo(
     ``generate``, which answers the first prompt.
     """
     from hdtool.cli.answer_output import answer_summary, colors_shown, legend, stream_answer
-    from hdtool.cli.command import wrap_for_terminal
+    from hdtool.cli.terminal import wrap_for_terminal
     from hdtool.runtime.answerer import Answerer
     from hdtool.runtime.drafters.methods import compile_ahead, finish_compiling
     from hdtool.runtime.sequence import Stats

@@ -9,7 +9,7 @@ import pyte
 import pytest
 from hypothesis import given, strategies as st
 
-from hdtool.cli.command import COLOR_CODE, _WrappedStream, wrap_text
+from hdtool.cli.terminal import COLOR_CODE, _WrappedStream, wrap_text
 from tests.support.terminal import Terminal
 
 
