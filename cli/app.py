@@ -29,6 +29,7 @@ from hdtool.cli import (
 from hdtool.cli.command import Command, quiet_libraries, restore_hyphens
 from hdtool.cli.options import INTERRUPTED_EXIT, with_options
 from hdtool.cli.terminal import guard_terminal
+from hdtool.cli.unknown_words import unknown_command, usage_message
 from hdtool.data.errors import HdtoolError, OptionError
 from hdtool.data.processes import isolated_children, refuse_numba_settings
 from hdtool.runtime.lean_imports import import_leanly
@@ -50,6 +51,9 @@ class Commands(typer.core.TyperGroup):
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         if args[:1] == ["serve"] and serve.engine_of(args) == serve.VLLM_ENGINE:
             return "serve", self.get_command(ctx, VLLM_COMMAND), args[1:]
+        if args and args[0] not in self.commands and not ctx.resilient_parsing:
+            shown = [name for name, command in self.commands.items() if not command.hidden]
+            raise OptionError(unknown_command(args[0], shown))
         return super().resolve_command(ctx, args)
 
     def get_help(self, ctx: Any) -> str:
@@ -262,11 +266,9 @@ def run(arguments: list[str]) -> int:
         return BROKEN_PIPE_EXIT
     except Exception as error:
         # typer has its own copy of click, whose usage errors are recognised by their attributes.
-        message, code = getattr(error, "format_message", None), getattr(error, "exit_code", None)
-        if message is None or not isinstance(code, int):
+        if not hasattr(error, "format_message") or not isinstance(code := getattr(error, "exit_code", None), int):
             raise
-        command = getattr(getattr(error, "ctx", None), "command_path", "hdtool")
-        return _report(f"{message()} (see {command} --help)", code)
+        return _report(usage_message(error), code)
 
 
 @cache

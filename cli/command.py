@@ -17,7 +17,7 @@ from typing import Annotated, Any, NamedTuple
 import typer
 from typer.core import TyperCommand
 
-from hdtool.data.demo import EMBEDDED, SMOLLM2
+from hdtool.data import demo
 from hdtool.data.errors import OptionError
 from hdtool.data.progress import show_bars
 from hdtool.data.prompts import Prompt, read_tools
@@ -360,7 +360,7 @@ def _take_model_or_prompt(command: str, first: str, given: MutableMapping[str, A
     has_prompt = given["prompt"] is not None or given["prompts"] is not None
     if given["text"] is not None or (has_prompt and given["model"] is None and first != STANDARD_INPUT):
         _set_model(first, given)
-    elif given["model"] is None and _names_model(first):
+    elif given["model"] is None and names_model(first):
         raise OptionError(
             f"{first} is a model and there is no prompt: {command} {first} PROMPT, or hdtool chat {first}; "
             f"{command} {first} - reads standard input, and --prompt {first} answers that text"
@@ -378,9 +378,9 @@ def _set_model(first: str, given: MutableMapping[str, Any]) -> None:
     given["model"] = first
 
 
-def _names_model(word: str) -> bool:
+def names_model(word: str) -> bool:
     """Return True if a word is clearly the name or the path of a model, and not a prompt."""
-    if word in (SMOLLM2, EMBEDDED) or HUB_NAME.fullmatch(word):
+    if word in demo.NAMES or HUB_NAME.fullmatch(word):
         return True
     try:
         path = Path(word).expanduser()

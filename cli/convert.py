@@ -12,7 +12,7 @@ from typing import Annotated
 from hdtool.cli import options
 from hdtool.cli.command import OUTPUT_PANEL, option, quiet_libraries, require_model
 from hdtool.cli.options import only, without
-from hdtool.data.errors import OptionError
+from hdtool.data.errors import OptionError, did_you_mean
 from hdtool.data.progress import count_of
 from hdtool.runtime.config import BuildConfig, DecodeConfig, ModelConfig, StoresConfig
 
@@ -91,7 +91,7 @@ def export(
     """
     require_model("export", loading.model)
     if to not in TARGETS:
-        raise OptionError(f"--to must be one of {', '.join(TARGETS)}, got {to}")
+        raise OptionError(f"--to must be one of {', '.join(TARGETS)}, got {to}{did_you_mean(to, TARGETS)}")
 
     quiet_libraries()
     if to == SGLANG:

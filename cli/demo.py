@@ -13,7 +13,7 @@ from hdtool.cli.command import INPUT_PANEL, MODEL_PANEL, option, quiet_libraries
 from hdtool.cli.options import INTERRUPTED_EXIT, only
 from hdtool.data import demo as demo_files
 from hdtool.data.demo import EMBEDDED, SMOLLM2
-from hdtool.data.errors import ModelError, OptionError, install_command
+from hdtool.data.errors import ModelError, OptionError, did_you_mean, install_command
 from hdtool.data.prompts import Prompt, read_prompts
 from hdtool.runtime.config import DecodeConfig, ModelConfig, SamplingConfig, StoresConfig
 
@@ -140,8 +140,11 @@ def _chosen_model(loading: ModelConfig) -> tuple[ModelConfig, StoresConfig, Path
     Raises OptionError for a model that is not part of the demo, and ModelError if a package for SmolLM2 is missing.
     """
     model = loading.model
-    if model not in (None, SMOLLM2, EMBEDDED):
-        raise OptionError(f"hdtool demo runs {SMOLLM2} or {EMBEDDED}, got {model}: hdtool chat {model} runs your model")
+    if model not in (None, *demo_files.NAMES):
+        meant = did_you_mean(str(model), demo_files.NAMES)
+        raise OptionError(
+            f"hdtool demo runs {SMOLLM2} or {EMBEDDED}, got {model}{meant}: hdtool chat {model} runs your model"
+        )
     file = demo_files.smollm2_file()
     lacking = [name for name in SMOLLM2_PACKAGES if not (file if name == demo_files.PACKAGE else find_spec(name))]
     if model == EMBEDDED or (model is None and lacking):

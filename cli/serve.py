@@ -11,7 +11,7 @@ import typer
 
 from hdtool.cli.command import MODEL_PANEL, OUTPUT_PANEL, SERVER_PANEL, option, quiet_libraries
 from hdtool.cli.options import without
-from hdtool.data.errors import OptionError, ServeError, install_command
+from hdtool.data.errors import OptionError, ServeError, did_you_mean, install_command
 from hdtool.runtime.config import DecodeConfig, ModelConfig, SamplingConfig, ServerConfig, StoresConfig, VllmConfig
 
 if TYPE_CHECKING:
@@ -47,7 +47,8 @@ def serve(
     --help shows the options of the other engine.
     """
     if engine != HDTOOL_ENGINE:
-        raise OptionError(f"--engine must be {HDTOOL_ENGINE} or {VLLM_ENGINE}, got {engine}")
+        meant = did_you_mean(engine, (HDTOOL_ENGINE, VLLM_ENGINE))
+        raise OptionError(f"--engine must be {HDTOOL_ENGINE} or {VLLM_ENGINE}, got {engine}{meant}")
     missing = [name for name in SERVER_PACKAGES if not find_spec(name)]
     if missing:
         raise ServeError(f"the server needs {', '.join(missing)}: {install_command('server')}")

@@ -28,7 +28,7 @@ from hdtool.cli.store_output import (
     store_table,
     verify_conversations,
 )
-from hdtool.data.errors import OptionError, StoreError
+from hdtool.data.errors import OptionError, StoreError, did_you_mean
 from hdtool.data.progress import count_of
 from hdtool.data.stores.home import (
     SHOWN_FINGERPRINT_DIGITS,
@@ -83,8 +83,10 @@ def stores(
     if action == REMOVE_ACTION:
         _remove(names or [], items, yes=yes)
     elif action != LIST_ACTION:
+        meant = did_you_mean(action, (LIST_ACTION, REMOVE_ACTION))
         raise OptionError(
-            f"hdtool stores can {LIST_ACTION} and {REMOVE_ACTION}, got {action}: leave it out for the list"
+            f"hdtool stores can {LIST_ACTION} and {REMOVE_ACTION}, got {action}{meant}: hdtool stores lists them, "
+            f"hdtool stores {REMOVE_ACTION} NAME removes one, and hdtool inspect NAME shows one"
         )
     elif names:
         raise OptionError(f"hdtool stores {LIST_ACTION} takes no names, got {names[0]}: hdtool inspect shows one store")

@@ -7,7 +7,7 @@ naming the extra.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from importlib import metadata
 from typing import TYPE_CHECKING
@@ -28,6 +28,15 @@ def os_errors_as(error: type[HdtoolError], fault: str, advice: str) -> Iterator[
 def error_reason(error: Exception) -> str:
     """Return the first line of an exception's message, or the exception's class name if the message is empty."""
     return str(error).strip().split("\n")[0] or type(error).__name__
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """Return `` (did you mean X?)`` for the known word that is most similar to ``word``, or "" if none is similar."""
+    from difflib import get_close_matches
+
+    by_lower_case = {one.lower(): one for one in known}
+    similar = get_close_matches(word.lower(), by_lower_case, n=1)
+    return f" (did you mean {by_lower_case[similar[0]]}?)" if similar else ""
 
 
 class HdtoolError(Exception):

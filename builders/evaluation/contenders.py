@@ -23,7 +23,7 @@ from transformers import (
 
 from hdtool.builders.evaluation.estimated_passes import PassReads, Roofline
 from hdtool.data.conversation_shapes import AnsweredTurn
-from hdtool.data.errors import CostError, ModelError, OptionError
+from hdtool.data.errors import CostError, ModelError, OptionError, did_you_mean
 from hdtool.data.output_files import PNG_METADATA, OutputFile, is_own_png
 from hdtool.runtime.answerer import decode
 from hdtool.runtime.budget.cost_curve import CostCurve
@@ -128,7 +128,8 @@ def shape_config(shape: str) -> Any:
         return LlamaConfig(**SHAPES[shape], bos_token_id=1, eos_token_id=2, pad_token_id=0)
     path = Path(shape).expanduser()
     if not path.exists():
-        raise OptionError(f"shape is {shape!r}: it must be one of {', '.join(SHAPES)}, or the path of a config.json")
+        meant, shapes = did_you_mean(shape, SHAPES), ", ".join(SHAPES)
+        raise OptionError(f"shape is {shape!r}{meant}: it must be one of {shapes}, or the path of a config.json")
     try:
         return AutoConfig.from_pretrained(path)
     except (OSError, ValueError, KeyError) as error:

@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from hdtool.builders.stores.build import build_corpus_index, build_model_store
 from hdtool.data import demo
-from hdtool.data.errors import ModelError, StoreError
+from hdtool.data.errors import ModelError, StoreError, did_you_mean
 from hdtool.data.progress import count_of
 from hdtool.data.stores.documents import Document, Source, Tokens, stored_documents, with_sources
 from hdtool.data.stores.manifest import Checkpoint, InputShare, Manifest, TokenizerFingerprint, require_history
@@ -101,7 +101,7 @@ def _last_part(name: str) -> str:
 
 def _is_loadable_name(name: str) -> bool:
     try:
-        return name in (demo.SMOLLM2, demo.EMBEDDED) or "/" in name or Path(name).exists()
+        return name in demo.NAMES or "/" in name or Path(name).exists()
     except (OSError, ValueError):  # not a valid path
         return False
 
@@ -235,7 +235,8 @@ def _selected(folder: Path, shares: Sequence[InputShare], name: str) -> tuple[In
         advice = "by its whole path or by more of its hash"
     if not selected:
         names = ", ".join(share.label for share in shares)
-        raise StoreError(f"{folder} has no source {printable(recorded)}: it holds {names}")
+        meant = did_you_mean(recorded, [PurePath(share.name).name for share in shares])
+        raise StoreError(f"{folder} has no source {printable(recorded)}{printable(meant)}: it holds {names}")
     if len({(share.name, share.sha256) for share in selected}) > 1:
         names = ", ".join(share.label for share in selected)
         raise StoreError(f"{folder} has several sources {printable(recorded)}: {names}: name one {advice}")
@@ -361,7 +362,8 @@ def drop_conversations(
     names = sorted({conversation.source for conversation in store.conversations()})
     if source is not None and source not in names:
         held = ", ".join(printable(name) for name in names) or "no conversations"
-        raise StoreError(f"{folder} has no source {printable(source)}: it holds {held}")
+        meant = printable(did_you_mean(source, names))
+        raise StoreError(f"{folder} has no source {printable(source)}{meant}: it holds {held}")
 
     def stays(conversation: StoredConversation) -> bool:
         return (source is not None and conversation.source != source) or (

@@ -38,6 +38,7 @@ ANSWERS = _HERE / "smollm2" / "answers.jsonl"
 
 
 SMOLLM2, EMBEDDED = "smollm2", "embedded"
+NAMES = (SMOLLM2, EMBEDDED)
 """Model names that every command accepts, unless a file or folder of that name exists."""
 
 
@@ -46,7 +47,7 @@ def located(model: str | None) -> str | None:
 
     Raises ModelError if SmolLM2's package is not installed.
     """
-    if model not in (SMOLLM2, EMBEDDED) or Path(model).exists():
+    if model not in NAMES or Path(model).exists():
         return model
     if model == EMBEDDED:
         return None

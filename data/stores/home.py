@@ -16,7 +16,7 @@ from pathlib import Path
 from urllib.parse import unquote
 
 from hdtool.data.durable_files import file_lock
-from hdtool.data.errors import OptionError, StoreError
+from hdtool.data.errors import OptionError, StoreError, did_you_mean
 from hdtool.data.stores.manifest import (
     HISTORY_FILES,
     LMDB_LOCK_ENDING,
@@ -259,26 +259,31 @@ def find_item(name: str, items: Iterable[StoredItem]) -> StoredItem:
     for item in known:
         if name == item.name or Path(name).expanduser().resolve() == item.folder.resolve():
             return item
-    names = ", ".join(item.name for item in known) or "none"
-    raise StoreError(f"there is no store {name} in {home()}: it holds {names}")
+    names = [item.name for item in known]
+    meant = did_you_mean(name, names)
+    raise StoreError(f"there is no store {name} in {home()}{meant}: it holds {', '.join(names) or 'none'}")
 
 
 def store_folder(name: str) -> Path:
     """Return the folder of a store that is given by its path or by its name in hdtool's home.
 
-    An unknown name is returned as a path. Raises StoreError if several stores share the name.
+    An unknown name is returned as a path, unless it is similar to a store's name. Raises StoreError if it is, or if
+    several stores share the name.
     """
     folder = Path(name).expanduser()
     if folder.exists():
         return folder
     if (home() / name / MANIFEST).is_file():  # the name of a store whose short name is not unique
         return home() / name
-    if not _STORE_NAME.fullmatch(name):
-        return folder
     items = stored_items()
-    if sharing := [item for item in items if item.shared_name == name]:
-        raise _ambiguous(name, sharing)
-    return next((item.folder for item in items if item.name == name), folder)
+    if _STORE_NAME.fullmatch(name):
+        if sharing := [item for item in items if item.shared_name == name]:
+            raise _ambiguous(name, sharing)
+        if found := next((item for item in items if item.name == name), None):
+            return found.folder
+    if meant := did_you_mean(name, [item.name for item in items]):
+        raise StoreError(f"{name} holds no store{meant}: name a folder, or a store that hdtool stores lists")
+    return folder
 
 
 def _ambiguous(name: str, sharing: list[StoredItem]) -> StoreError:

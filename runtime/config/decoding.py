@@ -118,9 +118,8 @@ def source_letters(option: str, given: str, known: str) -> str:
         by_name |= {source.name: source.letter for source in plugins().values()}
         letters, known = _letters(given, by_name), "".join(by_name.values())
     fits = bool(letters) and set(letters) <= set(known) and len(set(letters)) == len(letters)
-    require(
-        fits, option, given or "nothing", f"names from {', '.join(by_name)}, or letters of {known}, each once at most"
-    )
+    expected = f"names from {', '.join(by_name)}, or letters of {known}, each once at most"
+    require(fits, option, given or "nothing", expected, by_name)
     return letters
 
 

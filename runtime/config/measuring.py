@@ -115,11 +115,11 @@ class BenchConfig(Settings):
         needed = self.methods is not None and OTHER_FILE in self.methods
         expected = f"another GGUF file of the model for {OTHER_FILE}"
         require(self.llama_cpp_file is not None or not needed, "llama-cpp-file", None, expected)
-        require(self.drafters in (COLD, WARM), "memory", self.drafters, f"{COLD} or {WARM}")
+        require(self.drafters in (COLD, WARM), "memory", self.drafters, f"{COLD} or {WARM}", (COLD, WARM))
         is_one_limit = self.limit is None or self.per_task is None
         require(is_one_limit, "num_prompts_per_task", self.per_task, "left out with --num-prompts")
         fits = self.baseline is None or self.baseline in chosen
-        require(fits, "baseline", self.baseline, f"one of {', '.join(dict.fromkeys(chosen))}")
+        require(fits, "baseline", self.baseline, f"one of {', '.join(dict.fromkeys(chosen))}", chosen)
 
     def chosen(
         self,
@@ -197,7 +197,7 @@ class CostConfig:
 
 def _require_methods(chosen: Collection[str], known: Collection[str]) -> None:
     for method in chosen:
-        require(method in known, "methods", method, f"names from {', '.join(known)}, separated by commas")
+        require(method in known, "methods", method, f"names from {', '.join(known)}, separated by commas", known)
     once = 0 < len(chosen) == len(set(chosen))
     require(once, "methods", ",".join(chosen) or "empty", "each method at most once")
 

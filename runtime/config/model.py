@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import Field, dataclass, field, fields
 from typing import Any, TypeVar
 
 from hdtool.data import demo
-from hdtool.data.errors import OptionError
+from hdtool.data.errors import OptionError, did_you_mean
 
 T = TypeVar("T")
 
@@ -51,7 +51,8 @@ class Settings:
             choices, min_value, max_value = (
                 config_field.metadata[limit] for limit in ("choices", "min_value", "max_value")
             )
-            require(not choices or value in choices, option_of(config_field), value, f"one of {', '.join(choices)}")
+            expected = f"one of {', '.join(choices)}"
+            require(not choices or value in choices, option_of(config_field), value, expected, choices)
             if min_value is not None:
                 expected = f"{min_value} or more" if max_value is None else f"between {min_value} and {max_value}"
                 require(
@@ -62,10 +63,14 @@ class Settings:
                 )
 
 
-def require(holds: bool, name: str, value: object, expected: str) -> None:
-    """Raise OptionError unless ``holds`` is True; the message names the option, its value and what was expected."""
+def require(holds: bool, name: str, value: object, expected: str, known: Collection[str] = ()) -> None:
+    """Raise OptionError unless ``holds`` is True; the message names the option, its value and what was expected.
+
+    If ``known`` lists accepted values, the message suggests one for the first unknown value in a comma-separated list.
+    """
     if not holds:
-        raise OptionError(f"--{name.replace('_', '-')} must be {expected}, got {value}")
+        unknown = next((part for part in map(str.strip, str(value).split(",")) if part not in known), "")
+        raise OptionError(f"--{name.replace('_', '-')} must be {expected}, got {value}{did_you_mean(unknown, known)}")
 
 
 DEVICES = ("auto", "cpu", "cuda", "mps")

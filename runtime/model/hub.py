@@ -24,7 +24,8 @@ from typing import Any, BinaryIO
 
 from tqdm import tqdm
 
-from hdtool.data.errors import HdtoolError, ModelError, error_reason
+from hdtool.data import demo
+from hdtool.data.errors import HdtoolError, ModelError, did_you_mean, error_reason
 from hdtool.data.progress import ProgressBar, progress_bar
 
 LOG_IN = "run hf auth login, or set HF_TOKEN"
@@ -44,7 +45,8 @@ def hub_errors_worded(name: str, revision: str | None = None, file: str | None =
     except HdtoolError:
         raise
     except Exception as error:
-        raise ModelError(f"{name}: {hub_advice(error, name, revision, file)}") from error
+        meant = did_you_mean(name, demo.NAMES)
+        raise ModelError(f"{name}{meant}: {hub_advice(error, name, revision, file)}") from error
 
 
 def hub_advice(error: BaseException, name: str, revision: str | None = None, file: str | None = None) -> str:

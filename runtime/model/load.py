@@ -15,10 +15,10 @@ import torch
 import transformers
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedConfig
 
-from hdtool.data.errors import FamilyError, HdtoolError, ModelError, OptionError
+from hdtool.data.errors import FamilyError, HdtoolError, ModelError, OptionError, did_you_mean
 from hdtool.data.stores.manifest import Checkpoint
 from hdtool.runtime.config import ModelConfig, SamplingConfig
-from hdtool.runtime.config.model import BLOCKS, INT8
+from hdtool.runtime.config.model import BLOCKS, DEVICES, INT8
 from hdtool.runtime.engines.cpu.kept_proof import KeptProof, Proof, logits_hash, outline_of, proof_of
 from hdtool.runtime.engines.cpu.proof import compile_cpu
 from hdtool.runtime.generate_settings import generation_settings, sampler_as_generate
@@ -467,7 +467,8 @@ def pick_device(wanted: str) -> torch.device:
     try:
         device = torch.device(wanted)
     except RuntimeError:
-        raise OptionError(f"device is {wanted!r}: expected auto, cpu, cuda, cuda:N or mps") from None
+        meant = did_you_mean(wanted, DEVICES)
+        raise OptionError(f"device is {wanted!r}{meant}: expected auto, cpu, cuda, cuda:N or mps") from None
     available = {"cpu": 1, "cuda": torch.cuda.device_count(), "mps": int(torch.backends.mps.is_available())}
     if (device.index or 0) >= available.get(device.type, 0):
         raise OptionError(f"device {wanted!r} is not there: torch {torch.__version__} sees {_listed(available)}")
