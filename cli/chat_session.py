@@ -11,7 +11,7 @@ from pathlib import Path
 
 from hdtool.cli.answer_output import answer_summary, colors_shown, legend, stream_answer
 from hdtool.data.conversation import message_turns
-from hdtool.data.errors import ContextError, PromptError
+from hdtool.data.errors import ContextError, PromptError, did_you_mean
 from hdtool.data.input_files import input_errors_as
 from hdtool.data.output_files import OutputFile, json_object
 from hdtool.data.prompts import Message, Prompt
@@ -111,6 +111,9 @@ def read_chat(path: Path) -> list[Message]:
 
 
 COMMAND_PREFIX = "/"
+NEEDED = {"FILE": "the name of a file", "NUMBER": "a number"}
+"""Maps what a slash command cannot go without, as /help shows it, to words for it."""
+GREEDY_NOTE = "at temperature 0 the answer is the same again: /temperature 0.7 lets the next /retry draw another"
 CONTEXT_ADVICE = "/undo takes back the last turn, /clear begins a new conversation"
 FINISH_NOTES = {
     Finish.LENGTH: "the answer stopped at --max-new-tokens",
@@ -134,6 +137,8 @@ class Session:
         """Sources whose colours the legend has shown."""
         self._stats: list[Stats] = []
         """Statistics of all answers in this session."""
+        self._answered_greedily: list[Message] = []
+        """Messages up to the last question if it has a whole greedy answer, which would be the same again."""
         self._files: set[Path] = set()
         """Resolved paths that this session wrote or read, and may overwrite."""
         self._commands: dict[str, tuple[Callable[[str], None], str, str]] = {
@@ -141,6 +146,7 @@ class Session:
             "stats": (self._show_stats, "", "figures of the last answer, and of all answers"),
             "color": (self._switch_color, "", "colour tokens by the source that drafted them, or stop it"),
             "system": (self._set_system, "[TEXT]", "set the system message, or remove it"),
+            "temperature": (self._set_temperature, "NUMBER", "draw the next answers at this temperature; 0 is greedy"),
             "undo": (self._undo, "", "take back the last message and its answer"),
             "retry": (self._retry, "", "answer the last message again, with the next seed"),
             "clear": (self._clear, "", "begin a new conversation with the same system message"),
@@ -164,14 +170,15 @@ class Session:
         name, _, argument = text[1:].strip().partition(" ")
         if name not in self._commands:
             raise PromptError(
-                f"there is no command /{name}: /help lists them; a message that begins with / needs a space before it"
+                f"there is no command /{name}{did_you_mean(name, self._commands)}: /help lists them; a message that "
+                "begins with / needs a space before it"
             )
         run, takes, _ = self._commands[name]
         argument = argument.strip()
         if argument and not takes:
             raise PromptError(f"/{name} takes nothing after it, got {argument}: leave it out")
-        if takes == "FILE" and not argument:
-            raise PromptError(f"/{name} needs the name of a file: /{name} {takes}")
+        if takes in NEEDED and not argument:
+            raise PromptError(f"/{name} needs {NEEDED[takes]}: /{name} {takes}")
         run(argument)
 
     def _ask(self, messages: list[Message]) -> None:
@@ -193,6 +200,8 @@ class Session:
         if answer.interrupted and not answer.text:
             return _note("interrupted: the message is not part of the conversation")
         self.messages = [*messages, {"role": "assistant", "content": answer.text}]
+        is_final = self._answerer.sampling.is_greedy and not answer.interrupted
+        self._answered_greedily = messages if is_final else []
         if note := answer.stats.finish and FINISH_NOTES.get(answer.stats.finish):
             _note(note)
         if self._shows_stats:
@@ -232,10 +241,19 @@ class Session:
         self.messages = self.messages[: self._last_question()]
 
     def _retry(self, _: str) -> None:
-        question = self._last_question()
+        asked = self.messages[: self._last_question() + 1]
         sampling = self._answerer.sampling
+        if sampling.is_greedy and asked == self._answered_greedily:
+            _note(GREEDY_NOTE)
         self._answerer.sampling = replace(sampling, seed=(sampling.seed + 1) % 2**64)
-        self._ask(self.messages[: question + 1])
+        self._ask(asked)
+
+    def _set_temperature(self, given: str) -> None:
+        try:
+            temperature = float(given)
+        except ValueError:
+            raise PromptError(f"/temperature needs a number, got {given}: as in /temperature 0.7") from None
+        self._answerer.sampling = replace(self._answerer.sampling, temperature=temperature)
 
     def _last_question(self) -> int:
         """Return the index of the last user message; raise PromptError if there is none."""

@@ -85,6 +85,16 @@ def test_retry_draws_the_answer_with_the_next_seed(typed: Any) -> None:
     assert expected[0] != expected[1]
 
 
+def test_retry_at_temperature_0_says_that_the_answer_comes_again(typed: Any) -> None:
+    note = "note: at temperature 0 the answer is the same again: /temperature 0.7 lets the next /retry draw another"
+    _, out, err = typed("import os", "/retry", "/temperature 1", "/retry", "/temperature 0", "/retry", "/retry")
+    greedy, drawn = answers_to(user("import os")), answers_to(user("import os"), seed=2, temperature=1.0)
+    assert out == "".join(f"{text}\n" for text in (greedy, greedy, drawn, greedy, greedy))
+    assert [line for line in err if "--max-new-tokens" not in line] == [note, note]
+    _, _, err = typed("import os", "/system Be brief.", "/retry")
+    assert note not in err
+
+
 def test_stats_show_the_last_answer_and_all_and_what_was_kept(typed: Any) -> None:
     _, out, _ = typed("What is a list?", "And a dict?", "/stats")
     kept = [line for line in out.splitlines() if "kept" in line]
@@ -124,6 +134,10 @@ def test_files_of_others_are_not_replaced(typed: Any, tmp_path: Path) -> None:
     [
         ("/wat", "there is no command /wat: /help lists them"),
         ("/", "there is no command /: /help lists them"),
+        ("/retyr", "there is no command /retyr (did you mean retry?): /help lists them"),
+        ("/temperature", "/temperature needs a number: /temperature NUMBER"),
+        ("/temperature hot", "/temperature needs a number, got hot: as in /temperature 0.7"),
+        ("/temperature -1", "--temperature must be 0 (greedy) or more, got -1.0"),
         ("/exit now", "/exit takes nothing after it, got now"),
         ("/save", "/save needs the name of a file: /save FILE"),
         ("/save x.jsonl", "there is nothing to save yet: ask something first"),
