@@ -45,6 +45,7 @@ from hdtool.runtime.config import (
     ShapeConfig,
     StoresConfig,
 )
+from hdtool.runtime.config.measuring import COST_FILE
 
 if TYPE_CHECKING:
     from hdtool.builders.evaluation.bench import ReplayRunner, Timing
@@ -257,7 +258,7 @@ def bench_cost(
     from hdtool.runtime.budget.cost_curve import cost_file
 
     quiet_libraries()
-    figures, drawing = out / "cost.json", out / "cost.png"
+    figures, drawing = out / COST_FILE, out / "cost.png"
     for file in (cost_file(figures), cost_plot_file(drawing)):
         file.check()
     if shape and config.bandwidth:

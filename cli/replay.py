@@ -68,7 +68,7 @@ def replay(
         option(
             MEASUREMENT_PANEL,
             "Time of a forward pass, to predict tokens per second: milliseconds by draft tokens, as in "
-            "0:20.1,8:20.9,32:24, or a cost.json of bench-cost.",
+            "0:20.1,8:20.9,32:24, or the cost.json or folder of bench-cost or of a set-up.",
         ),
     ] = None,
     steps: Annotated[

@@ -43,6 +43,7 @@ from hdtool.data.stores.store_files import (
     is_regular,
 )
 from hdtool.runtime.config.building import MAX_HELD_OUT
+from hdtool.runtime.config.measuring import COST_FILE
 
 
 def opening_hash(conversation: Conversation) -> bytes:
@@ -78,7 +79,7 @@ def choose_held_out(openings: Sequence[bytes], share: float) -> frozenset[bytes]
 
 
 SETUP_FORMAT = 2
-RESULTS_FILE, HELD_OUT_FILE, COST_FILE, HALF_STORE = "setup.json", "held-out.jsonl", "cost.json", "half"
+RESULTS_FILE, HELD_OUT_FILE, HALF_STORE = "setup.json", "held-out.jsonl", "half"
 SETUP_LOCK = "lock"
 SETUP_KIND = "setup"
 """Kind under which ``hdtool stores`` lists set-ups."""

@@ -16,6 +16,7 @@ import numpy.typing as npt
 from hdtool.data.errors import CostError
 from hdtool.data.output_files import OutputFile, is_json_with
 from hdtool.runtime.config import LARGEST_BUDGET
+from hdtool.runtime.config.measuring import COST_FILE
 from hdtool.runtime.kernels.compiled import Uncopyable, array_at, compiled
 
 if TYPE_CHECKING:
@@ -64,8 +65,11 @@ class CostCurve:
 
     @classmethod
     def given(cls, text: str) -> CostCurve:
-        """Return the curve given by an option's value: ``nodes:milliseconds`` pairs or the path of a file."""
-        return cls.parse(text) if text.partition(":")[0].strip().isdigit() else cls.read(Path(text).expanduser())
+        """Return the curve that an option gives: ``nodes:milliseconds`` pairs, or the path of a file or folder."""
+        if text.partition(":")[0].strip().isdigit():
+            return cls.parse(text)
+        path = Path(text).expanduser()
+        return cls.read(path / COST_FILE if path.is_dir() else path)
 
     @classmethod
     def parse(cls, text: str) -> CostCurve:

@@ -168,6 +168,10 @@ class ShapeConfig(Settings):
             require(fits, "methods", method, "methods that need no logits (those of a shape are random)")
 
 
+COST_FILE = "cost.json"
+"""Name of a cost curve's file in the folders that ``bench-cost`` and ``setup`` write."""
+
+
 @dataclass(frozen=True)
 class CostConfig:
     """Context lengths of a cost curve, and the device's speed if pass times are estimated instead of measured."""

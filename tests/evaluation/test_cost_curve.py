@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
+from hdtool.builders.setup.work_folder import WorkFolder
 from hdtool.data.errors import CostError
 from hdtool.runtime.budget.cost_curve import MAX_CHOSEN_NODES, CostCurve
 from hdtool.runtime.budget.node_budget import STEP_OVERHEAD, CostBudget
@@ -70,6 +71,14 @@ def test_a_file_that_holds_something_else_is_kept(tmp_path: Path, content: str) 
     with pytest.raises(CostError, match=r"cost\.json is there and is not a file of hdtool bench-cost"):
         CURVE.write(path)
     assert path.read_text() == content and list(tmp_path.iterdir()) == [path]
+
+
+def test_a_curve_in_the_folder_of_a_set_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HDTOOL_HOME", str(tmp_path))
+    with pytest.raises(CostError, match=r"cost\.json cannot be read \(No such file or directory\): check the path"):
+        CostCurve.given(str(tmp_path))
+    CURVE.write(WorkFolder("model", ["identity"]).cost)
+    assert CostCurve.given(str(WorkFolder("model", ["identity"]).path)) == CURVE
 
 
 def test_a_curve_from_the_command_line() -> None:
