@@ -6,7 +6,7 @@ import json
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path, PurePath
@@ -37,6 +37,8 @@ ANY_MODEL = "any"
 """Shown as the model of a corpus index."""
 UNKNOWN_MODEL = "unknown"
 """Shown as the model of a store that names no model."""
+MAX_SHOWN_SOURCES = 12
+"""Number of sources that ``inspect`` lists, so that the description fits on a screen."""
 
 
 def store_table(items: list[StoredItem], home: str) -> str:
@@ -143,12 +145,23 @@ def history_in_words(shown: dict[str, Any]) -> list[str]:
         f"holds      {count_of(shown['entries'], 'conversation')}, {count_of(shown['tokens'], 'token')}",
         f"on disk    {shown['bytes']:,} bytes, at most {shown['options']['most_bytes']:,}",
     ]
-    for row in shown["sources"]:
-        held = f"{count_of(row['records'], 'conversation')}, {count_of(row['tokens'], 'token')}"
-        spoken = f"{held}, {row['oldest']} to {row['newest']}"
-        lines.append(f"source     {printable(row['name'])}: {spoken}")
+    lines += source_lines(shown["sources"], _conversations_in_words)
     if "verified" in shown:
         lines.append(f"verified   {count_of(shown['verified'], 'conversation')}, as written")
+    return lines
+
+
+def _conversations_in_words(row: dict[str, Any]) -> str:
+    held = f"{count_of(row['records'], 'conversation')}, {count_of(row['tokens'], 'token')}"
+    return f"{printable(row['name'])}: {held}, {row['oldest']} to {row['newest']}"
+
+
+def source_lines(rows: Sequence[dict[str, Any]], in_words: Callable[[dict[str, Any]], str]) -> list[str]:
+    """Return a line for each of the first ``MAX_SHOWN_SOURCES`` sources, and one that counts the others."""
+    lines = [f"source     {in_words(row)}" for row in rows[:MAX_SHOWN_SOURCES]]
+    if others := rows[MAX_SHOWN_SOURCES:]:
+        held = count_of(sum(row["tokens"] for row in others), "token")
+        lines.append(f"           and {len(others):,} more, {held}: --json lists them")
     return lines
 
 

@@ -22,6 +22,7 @@ from hdtool.cli.store_output import (
     open_documents,
     print_built,
     rankings_for,
+    source_lines,
     store_description,
     store_in_words,
     store_record,
@@ -429,6 +430,11 @@ def _ids(tokenizer: PreTrainedTokenizerBase, name: str, text: str) -> list[int]:
     return ids
 
 
+def _documents_in_words(row: dict[str, Any]) -> str:
+    share = InputShare(**row)
+    return f"{share.label}: {count_of(share.records, 'document')}, {count_of(share.tokens, 'token')}"
+
+
 def _in_words(shown: dict[str, Any]) -> str:
 
     lines = [
@@ -439,11 +445,7 @@ def _in_words(shown: dict[str, Any]) -> str:
         f"on disk    {shown['bytes']:,} bytes",
         "options    " + ", ".join(f"{name} {printable(str(value))}" for name, value in shown["options"].items()),
     ]
-    for row in shown["sources"]:
-        share = InputShare(**row)
-        lines.append(
-            f"source     {share.label}: {count_of(share.records, 'document')}, {count_of(share.tokens, 'token')}"
-        )
+    lines += source_lines(shown["sources"], _documents_in_words)
     if "verified" in shown:
         lines.append(f"verified   all {shown['verified']} files are as they were written")
     return "\n".join(lines + _lookup_lines(shown))

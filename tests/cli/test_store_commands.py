@@ -64,6 +64,18 @@ def test_a_corpus_index_is_built_found_and_inspected(capfd: pytest.CaptureFixtur
     assert "' a time.'" in shown
 
 
+def test_inspect_lists_a_screen_of_sources(capfd: pytest.CaptureFixture[str]) -> None:
+    for number in range(14):
+        Path(f"{number:02}.txt").write_text(f"Text {number}.")
+    made(capfd, "build-corpus-db", "[01]*.txt", "--out", "store")
+    sources = made(capfd, "inspect", "store")["sources"]
+    assert run(["inspect", "store"]) == 0
+    lines = capfd.readouterr().out.splitlines()
+    assert len(sources) == 14 and sum(line.startswith("source     ") for line in lines) == 12
+    left = sum(source["tokens"] for source in sources[12:])
+    assert lines[-1] == f"           and 2 more, {left} tokens: --json lists them"
+
+
 def test_a_model_store_holds_answers_alone(capfd: pytest.CaptureFixture[str]) -> None:
     built = made(capfd, "build-model-db", "--from", "generations.jsonl", "--from", "sharegpt.json")
     assert built["counts"]["documents"] == 5
