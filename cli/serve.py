@@ -20,6 +20,10 @@ if TYPE_CHECKING:
 HDTOOL_ENGINE, VLLM_ENGINE = "hdtool", "vllm"
 SERVER_PACKAGES = ("starlette", "uvicorn", "pydantic", "prometheus_client")
 SERVER_BATCH_SIZE, SERVER_MAX_NEW_TOKENS = 8, 4096
+SERVER_DECODING = without(batch_size=SERVER_BATCH_SIZE, max_new_tokens=SERVER_MAX_NEW_TOKENS).described(
+    batch_size="Answers generated at once, streamed or not (continuous batching); further ones wait.",
+    prefix_caching="Keep the KV caches of earlier answers: a prompt is read from where it differs from one of them.",
+)
 EngineOption = Annotated[
     str,
     option(
@@ -35,7 +39,7 @@ def serve(
     *,
     engine: EngineOption = HDTOOL_ENGINE,
     server: ServerConfig,
-    decoding: Annotated[DecodeConfig, without(batch_size=SERVER_BATCH_SIZE, max_new_tokens=SERVER_MAX_NEW_TOKENS)],
+    decoding: Annotated[DecodeConfig, SERVER_DECODING],
     stores: StoresConfig,
     sampling: Annotated[SamplingConfig, without("seed", "stop", temperature=1.0)],
     loading: Annotated[ModelConfig, without().as_argument()],
