@@ -121,7 +121,8 @@ class Generator:
         its earlier answers are used to draft the new answer.
 
         Without a ``seed``, each sampled call draws a seed from torch's generator, so ``torch.manual_seed`` makes a
-        program reproducible. Row ``i`` of a batch uses the seed plus ``i``.
+        program reproducible. Row ``i`` of a batch uses the seed plus ``i``, so the seeds of two calls should be
+        at least a batch apart.
         """
         self._make: DraftersMaker = lambda target, rows: _drafters_of(drafter, target, rows)
         self._seed = seed

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Sequence
 from typing import Protocol, cast, runtime_checkable
 
@@ -41,6 +42,15 @@ NOTHING_ALLOWED = "the grammar leads to a place where no token of this model's v
 NO_BITS = np.frombuffer(b"", np.uint8)
 """Empty bitmask; read-only like a grammar's bitmask, because code would be compiled once more for a writable array."""
 NO_NUMBERS = "the model's logits are not numbers: its dtype may be too small, try --dtype float32"
+
+
+def seed_of(seed: int, index: int) -> int:
+    """Return the seed of answer ``index`` among several with one ``seed``, which is that of answer 0.
+
+    The others have a hash of both: with ``seed + index``, neighbouring seeds would share answers.
+    """
+    digest = hashlib.blake2b(f"{seed} {index}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") if index else seed
 
 
 @runtime_checkable

@@ -13,6 +13,7 @@ import torch
 from hdtool.data.chat import encode_conversation, encode_text
 from hdtool.runtime.integrations.server.preparation import AnswerPenalty, LogitBias
 from hdtool.runtime.model.load import Loaded
+from hdtool.runtime.sampling.sampler import seed_of
 from hdtool.runtime.text_stream import text_of
 from tests.server.plain import plain_ids, plain_text
 from tests.server.schemas import CITY_AND_UNIT
@@ -83,9 +84,12 @@ def test_without_a_seed_sampled_answers_differ(client: openai.OpenAI) -> None:
 def test_several_choices_have_seeds_of_their_own(client: openai.OpenAI, loaded: Loaded) -> None:
     answer = chat(client, temperature=0.9, seed=7, n=3)
     texts = [choice.message.content for choice in answer.choices]
-    assert texts == [plain_text(loaded, QUESTION, 24, temperature=0.9, seed=7 + number) for number in range(3)]
+    seeds = [7, seed_of(7, 1), seed_of(7, 2)]
+    assert texts == [plain_text(loaded, QUESTION, 24, temperature=0.9, seed=seed) for seed in seeds]
     assert [choice.index for choice in answer.choices] == [0, 1, 2]
     assert answer.usage.completion_tokens == 72
+    others = [choice.message.content for choice in chat(client, temperature=0.9, seed=8, n=3).choices]
+    assert not set(texts) & set(others), "neighbouring seeds share no answer"
 
 
 def test_sampling_parameters_are_those_of_generate(client: openai.OpenAI, loaded: Loaded) -> None:

@@ -53,7 +53,7 @@ from hdtool.runtime.integrations.server.scheduler import AnswerJob
 from hdtool.runtime.kernels.compiled import Ints
 from hdtool.runtime.loop import Request
 from hdtool.runtime.model.load import Loaded
-from hdtool.runtime.sampling.sampler import Sampler
+from hdtool.runtime.sampling.sampler import Sampler, seed_of
 from hdtool.runtime.sequence import Step, room_for
 from hdtool.runtime.text_stream import text_of
 
@@ -308,11 +308,11 @@ class Preparer:
         return AnswerJob(tenant, request, deliver, choice.prompt.tokens)
 
     def _choices(self, body: GenerationRequest, prepared: Sequence[PreparedPrompt]) -> list[PreparedChoice]:
-        seed = secrets.randbits(63) if body.seed is None else body.seed
+        seed = secrets.randbits(63) if body.seed is None else body.seed % 2**64
         biases = self._biases(body.logit_bias or {})
         with self._lock:  # transformers' preparation of ``generate`` is not thread-safe
             return [
-                self._choice(body, prompt, (seed + number) % 2**64, biases)
+                self._choice(body, prompt, seed_of(seed, number), biases)
                 for prompt in prepared
                 for number in range(body.n or 1)
             ]
