@@ -224,6 +224,23 @@ def test_a_stream_beside_refused_requests_is_the_one_given_alone(server: Running
     assert text == expected
 
 
+@pytest.mark.parametrize(("path", "status"), [(CHAT, 413), ("/v1/nothing", 404), ("/v1/models", 405)])
+def test_a_client_that_closes_the_connection_reads_why_its_large_body_is_refused(
+    server: RunningServer, path: str, status: int
+) -> None:
+    """As ``urllib`` does; the server must not close a connection with unread data, which resets it."""
+    body = cast(bytes, BODIES["a body of 9 MiB"])
+    assert_refused(*server.ask(path, body, headers={"Connection": "close"}), status)
+
+
+def test_a_client_that_asks_first_need_not_send_a_large_body(server: RunningServer) -> None:
+    with socket.create_connection(("127.0.0.1", server.port)) as connection:
+        connection.settimeout(60)
+        head = f"POST {CHAT} HTTP/1.1\r\nHost: a\r\nExpect: 100-continue\r\nContent-Length: {9 * 2**20}\r\n\r\n"
+        connection.sendall(head.encode())
+        assert connection.recv(100).startswith(b"HTTP/1.1 413")
+
+
 def test_a_body_that_does_not_arrive(server: RunningServer) -> None:
     with socket.create_connection(("127.0.0.1", server.port)) as slow:
         slow.sendall(f"POST {CHAT} HTTP/1.1\r\nHost: a\r\nContent-Length: 100\r\n\r\n{{".encode())

@@ -21,7 +21,7 @@ from anyio import CapacityLimiter, to_thread
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -31,6 +31,7 @@ from hdtool.data.input_files import read_text
 from hdtool.runtime.config import ServerConfig
 from hdtool.runtime.integrations.server import messages_api, responses_api
 from hdtool.runtime.integrations.server.answers import ChoiceStream
+from hdtool.runtime.integrations.server.bodies import UnreadBodies, read_body
 from hdtool.runtime.integrations.server.formats import (
     AUTHENTICATION,
     DISCONNECTED,
@@ -58,7 +59,6 @@ HEADER_SECONDS = 10.0
 COLLECTION_SECONDS = 5.0
 PREPARATION_THREADS = 4
 """Maximum number of requests that are prepared at once."""
-MIB = 2**20
 CHAT, COMPLETIONS, MODELS = "/v1/chat/completions", "/v1/completions", "/v1/models"
 MESSAGES, COUNT_TOKENS = messages_api.PATH, f"{messages_api.PATH}/count_tokens"
 RESPONSES, INPUT_TOKENS = responses_api.PATH, f"{responses_api.PATH}/input_tokens"
@@ -145,7 +145,8 @@ class Server:
         ]
         handlers: Any = {HTTPException: self._http_error, Exception: self._fault}
         log = Middleware(RequestLog, shown=self._config.log_requests, form=self._config.log_format)
-        return Starlette(routes=routes, middleware=[log], exception_handlers=handlers, lifespan=self._lifespan)
+        middleware = [log, Middleware(UnreadBodies, seconds=self._config.body_seconds)]
+        return Starlette(routes=routes, middleware=middleware, exception_handlers=handlers, lifespan=self._lifespan)
 
     @asynccontextmanager
     async def _lifespan(self, app: Starlette) -> AsyncIterator[None]:
@@ -222,7 +223,7 @@ class Server:
 
     async def _prepared(self, request: Request, kind: type[R], prepare: Callable[[R], P]) -> tuple[R, P]:
         """Read a request's body; parse it and run ``prepare``, both in a worker thread; return ``(body, result)``."""
-        json_text = await _read_body(request, self._config.max_body_mib, self._config.body_seconds)
+        json_text = await read_body(request, self._config.max_body_mib, self._config.body_seconds)
 
         def prepared() -> tuple[R, P]:
             body = kind.read(json_text)
@@ -310,29 +311,6 @@ class TimedProtocol(H11Protocol):
         """Close the connection if no request has arrived since the one with ``last_scope``, or None for the first."""
         if self.scope is last_scope and not self.transport.is_closing():
             self.transport.close()
-
-
-async def _read_body(request: Request, max_mib: int, seconds: float) -> bytes:
-    """Read the body of a request; raise RequestError if it is too large or does not arrive in time."""
-    declared = request.headers.get("content-length", "")
-    if declared.isdigit() and int(declared) > max_mib * MIB:
-        raise _too_large(max_mib)
-    body = bytearray()
-    try:
-        async with asyncio.timeout(seconds):
-            async for piece in request.stream():
-                body += piece
-                if len(body) > max_mib * MIB:
-                    raise _too_large(max_mib)
-    except TimeoutError:
-        raise RequestError(f"the body did not arrive within {seconds:g} seconds", status=408) from None
-    except ClientDisconnect:
-        raise RequestError("the client closed the connection", status=DISCONNECTED) from None
-    return bytes(body)
-
-
-def _too_large(max_mib: int) -> RequestError:
-    return RequestError(f"the body is larger than {max_mib} MiB", status=413, code="request_too_large")
 
 
 async def _collect_garbage() -> None:
