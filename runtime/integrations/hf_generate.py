@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 from weakref import WeakKeyDictionary
 
 import torch
-from transformers import LogitsProcessorList, MaxLengthCriteria, StoppingCriteriaList
+from transformers import LogitsProcessorList, MaxLengthCriteria, StoppingCriteriaList, StopStringCriteria
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from hdtool.data.errors import OptionError
@@ -81,6 +81,11 @@ DrafterMaker = Callable[[Target], Drafter]
 DraftersMaker = Callable[[Target, int], list[Drafter]]
 STREAMER_ERROR = (
     "hdtool cannot decode this call of generate: a streamer is given, but it shows one answer and the batch has more"
+)
+STOP_STRINGS_ERROR = (
+    "hdtool cannot decode this call of generate: stop_strings are given, but transformers does not pass the tokenizer "
+    "on to custom_generate: make the Generator by Generator.drafting(tokenizer), or give "
+    "stopping_criteria=[StopStringCriteria(tokenizer, stop_strings)]"
 )
 SINGLE_DRAFTER_ERROR = (
     "a batch is given to a Generator with one drafter, but each row needs its own: give the Generator a function that "
@@ -187,9 +192,13 @@ class Generator:
         seed: int | None = None,
         prediction: Sequence[int] | torch.Tensor | None = None,
         grammar: Grammar | None = None,
+        stop_strings: str | list[str] | None = None,
         **model_arguments: Any,
     ) -> Generated:
         """Decode a call of ``generate``; ``seed``, ``prediction`` and ``grammar`` are arguments of that call.
+
+        So are ``stop_strings``, which transformers passes on because they are a parameter here. It keeps the call's
+        ``tokenizer`` to itself, so they need a generator that was made with the tokenizer.
 
         ``prediction`` holds token ids that the answer will probably contain: the drafter drafts from them, and the
         model never reads them. The whole answer matches the ``grammar``, unless it ends at ``max_new_tokens``. In a
@@ -212,6 +221,8 @@ class Generator:
         criteria = StoppingCriteriaList(
             criterion for criterion in stopping_criteria if type(criterion) is not MaxLengthCriteria
         )
+        if stop_strings:
+            criteria.append(self._stop_criterion(stop_strings))
         with self._calls.held(), _prepared(model):
             rows = []
             for number, request in enumerate(requests):
@@ -284,6 +295,11 @@ class Generator:
             prefix_caching=self._prefix_caching,
         ):
             yield row, step
+
+    def _stop_criterion(self, strings: str | list[str]) -> StopStringCriteria:
+        if self._tokenizer is None:
+            raise UnsupportedCallError(STOP_STRINGS_ERROR)
+        return StopStringCriteria(self._tokenizer, strings)
 
     def _guide(self, model: PreTrainedModel, grammar: Grammar) -> Guide:
         """Return the initial grammar state of an answer that must match ``grammar``."""

@@ -35,6 +35,7 @@ from hdtool.data.errors import FamilyError, OptionError, PromptError, StoreError
 from hdtool.runtime.answerer import decode
 from hdtool.runtime.config import DecodeConfig, ModelConfig, SamplingConfig, StoresConfig
 from hdtool.runtime.drafter import NoDraft
+from hdtool.runtime.integrations.generate_request import UnsupportedCallError
 from hdtool.runtime.integrations.hf_generate import Generator, _Recorder
 from hdtool.runtime.model.load import Loaded, load
 from hdtool.runtime.model.target import Target
@@ -294,6 +295,21 @@ def test_stop_strings_end_inside_a_draft(embedded: Loaded) -> None:
         wrong_drafter = WrongDrafter(len(prompt), truth, 1000, seed)
         found = ask(model, prompt, stopping_criteria=[criterion], custom_generate=Generator(wrong_drafter))
         assert found.tolist() == expected.tolist()
+
+
+def test_stop_strings_are_found_with_the_tokenizer_of_the_generator(embedded: Loaded) -> None:
+    model: Any = embedded.target.model
+    prompt = embedded.tokenizer("def ")["input_ids"]
+    text = str(embedded.tokenizer.decode(generated(model, prompt, MAX_NEW_TOKENS)))
+    stop: dict[str, Any] = {"stop_strings": [text[20:23], "never said"], "tokenizer": embedded.tokenizer}
+    expected = ask(model, prompt, **stop)
+    assert expected.shape[1] < len(prompt) + MAX_NEW_TOKENS
+    drafting = Generator.drafting(embedded.tokenizer, DecodeConfig("ar"))
+    assert ask(model, prompt, **stop, custom_generate=drafting).tolist() == expected.tolist()
+    one = ask(model, prompt, stop_strings=text[20:23], custom_generate=drafting)
+    assert one.tolist() == expected.tolist()
+    with pytest.raises(UnsupportedCallError, match=r"stop_strings are given.*Generator\.drafting\(tokenizer\)"):
+        ask(model, prompt, **stop, custom_generate=Generator())
 
 
 def test_a_full_context_ends_the_answer_with_a_warning() -> None:
