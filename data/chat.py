@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from hdtool.data.conversation import lone_surrogate
-from hdtool.data.errors import PromptError
+from hdtool.data.errors import PromptError, ToolsError
 from hdtool.data.prompts import Message, Prompt
 
 if TYPE_CHECKING:
@@ -160,7 +160,7 @@ def _templated(
     try:
         text = _apply_template(tokenizer, messages, answered, tools, variables)
         if tools and text == _apply_template(tokenizer, messages, answered, (), variables):
-            raise PromptError("the model's chat template does not present tools: take a model that calls tools")
+            raise ToolsError
     except TemplateError as error:
         raise PromptError(f"the model's chat template refuses the conversation: {error}") from None
     return text

@@ -59,6 +59,16 @@ class ContextError(PromptError):
         self.tokens, self.limit = tokens, limit
 
 
+class ToolsError(PromptError):
+    """Raised when tools are given and the model's chat template does not present them."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "the model's chat template does not present tools, so the model would not see them: take a model that "
+            "calls tools, such as Qwen3, or leave them out"
+        )
+
+
 class ModelError(HdtoolError):
     """Raised when a model does not exist or cannot be loaded on this machine."""
 

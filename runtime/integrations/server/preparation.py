@@ -30,7 +30,7 @@ from hdtool.data.chat import (
     read_conversation,
 )
 from hdtool.data.conversation import lone_surrogate
-from hdtool.data.errors import PromptError
+from hdtool.data.errors import PromptError, ToolsError
 from hdtool.data.prompts import Grammar, grammar_of, prediction_of, tools_of
 from hdtool.runtime.accept import Accepted
 from hdtool.runtime.config import DecodeConfig, SamplingConfig
@@ -238,7 +238,7 @@ class Preparer:
         if grammar and choice.grammar:
             raise RequestError("response_format and tool_choice exclude each other", param="tool_choice")
         predicted = prediction_of(body.prediction, "the request")
-        rendered, ids = read_conversation(tokenizer, messages, tools=choice.tools, variables=variables)
+        rendered, ids = self._read(messages, choice, variables)
         is_quoted = not predicted and self._decoding.method in HIERARCHIES
         in_json = bool(choice.tools or grammar)
         prompt = PreparedPrompt(
@@ -256,8 +256,17 @@ class Preparer:
     def tokens(self, body: ChatRequest) -> int:
         """Return the number of prompt tokens of a chat request."""
         messages, choice = self._conversation(body)
-        variables = body.template_variables
-        return len(read_conversation(self._loaded.tokenizer, messages, tools=choice.tools, variables=variables)[1])
+        return len(self._read(messages, choice, body.template_variables)[1])
+
+    def _read(
+        self, messages: list[dict[str, Any]], choice: ToolChoice, variables: Mapping[str, Any]
+    ) -> tuple[str, list[int]]:
+        """Return the rendered conversation and its token ids; the error for tools of no use names the model."""
+        try:
+            return read_conversation(self._loaded.tokenizer, messages, tools=choice.tools, variables=variables)
+        except ToolsError as error:
+            message = f'{self._loaded.name}: {error}, as tool_choice "none" does'
+            raise RequestError(message, param="tools", code="tools_not_supported") from None
 
     def _conversation(self, body: ChatRequest) -> tuple[list[dict[str, Any]], ToolChoice]:
         require_text_answers(body)
