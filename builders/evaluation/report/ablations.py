@@ -336,31 +336,32 @@ class ClaimFinding:
     """Claim of the Hierarchy Drafting paper, and whether the report's data supports it."""
 
     claim: str
-    holds: bool | None
-    """None if this data does not decide it."""
+    holds: bool
     evidence: tuple[str, ...]
     """One line per method."""
 
     @property
     def verdict(self) -> str:
-        return {True: "holds", False: "does not hold", None: "not decided"}[self.holds]
+        return "holds" if self.holds else "does not hold"
 
 
 def claim_findings(
     shares: Sequence[SourceShares], coverage: Sequence[Coverage], subsets: Sequence[Trials], orders: Trials | None
 ) -> tuple[ClaimFinding, ...]:
-    return (
-        _finding("C > M > S in verify success", _verify_success(shares)),
-        _finding("each source accepts tokens that no other does", _unique_tokens(coverage)),
-        _finding("C+M beats any single source", _pair_beats_singles(subsets)),
-        _finding("the order C, M, S is the best of the six", _best_order(orders)),
-    )
+    """Return a finding for each claim that the data decides; most claims need all three sources."""
+    claims = {
+        "C > M > S in verify success": _verify_success(shares),
+        "each source accepts tokens that no other does": _unique_tokens(coverage),
+        "C+M beats any single source": _pair_beats_singles(subsets),
+        "the order C, M, S is the best of the six": _best_order(orders),
+    }
+    return tuple(finding for claim, rows in claims.items() if (finding := _finding(claim, rows)))
 
 
-def _finding(claim: str, evidence_rows: Iterator[tuple[str, bool, str]]) -> ClaimFinding:
+def _finding(claim: str, evidence_rows: Iterator[tuple[str, bool, str]]) -> ClaimFinding | None:
     verdicts = {method: (holds, evidence) for method, holds, evidence in evidence_rows}
     if not verdicts:
-        return ClaimFinding(claim, None, ("a source is missing, or nothing was drafted from one",))
+        return None
     paper_first = sorted(verdicts.items(), key=lambda item: item[0] != PAPER_METHOD)
     holds = paper_first[0][1][0]
     lines = (

@@ -80,7 +80,7 @@ class Page:
             f"```\n{self.command}\n```",
             self.lead,
             facts,
-            Table("", ("claim", "", "here"), tuple(verdicts)).markdown(),
+            *([Table("", ("claim", "", "here"), tuple(verdicts)).markdown()] if verdicts else []),
         ]
         for table in [*self.data.tables, *(item.table for item in self.figures if item.table)]:
             parts += [f"## {table.title}", table.markdown(), *([table.note] if table.note else [])]
@@ -121,7 +121,8 @@ def bench_page(measured: BenchMeasurements, study: Study, replayed: str, command
     whole = scores.tasks[ALL_TASKS]
     first = next(iter(whole.values()))
     facts = {
-        "model": f"{about['model']}, {about['dtype']} on {about['device']}, {count_of(about['threads'], 'thread')}",
+        "model": f"{about['model']}, {about['dtype']} on {about['device']}",
+        "threads of every method": f"{about['threads']}",
         "questions": f"{first.questions:,} of {run.questions:,}",
         "tokens of an answer": f"{options['max_new_tokens']:,} at most",
         "temperature": f"{run_temperature(measured.results):g}",
