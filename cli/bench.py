@@ -23,7 +23,7 @@ from hdtool.cli.command import (
     with_structure,
 )
 from hdtool.cli.options import only, parse_numbers, without
-from hdtool.cli.result_tables import as_columns, rounded
+from hdtool.cli.result_tables import as_columns, fill_text, rounded, speedup_title
 from hdtool.data import demo
 from hdtool.data.errors import OptionError, RecordError
 from hdtool.data.input_files import find_inputs
@@ -49,10 +49,13 @@ from hdtool.runtime.config.measuring import COST_FILE
 
 if TYPE_CHECKING:
     from hdtool.builders.evaluation.bench import ReplayRunner, Timing
+    from hdtool.data.bench_results import Results
     from hdtool.runtime.budget.cost_curve import CostCurve
     from hdtool.runtime.model.load import Loaded
     from hdtool.runtime.stores.store_set import StoreSet
 
+SHAPE_PEERS: dict[str, dict[str, Any]] = {"generate": {}, "generate-static": {"cache_implementation": "static"}}
+"""Options of transformers' ``generate`` by method of ``bench-shape``."""
 SHAPE_ARGUMENT = typer.Argument(
     help=f"{', '.join(SHAPES)}, or the path of a config.json.", autocompletion=completion(tuple(SHAPES))
 )
@@ -116,11 +119,10 @@ def _runners(
     from hdtool.builders.evaluation.bench import drafting_runner, generate_runner
     from hdtool.runtime.drafters.methods import drafter_for
 
-    peers: dict[str, dict[str, Any]] = {"generate": {}, "generate-static": {"cache_implementation": "static"}}
     target = loaded.target
     return {
-        name: generate_runner(target, **peers[name])
-        if name in peers
+        name: generate_runner(target, **SHAPE_PEERS[name])
+        if name in SHAPE_PEERS
         else drafting_runner(target, drafter_for(replace(decoding, method=name), target, store_set))
         for name in methods
     }
@@ -132,6 +134,7 @@ def _shape_report(loaded: Loaded, traces: str, answers: int, timings: dict[str, 
 
     from hdtool.builders.evaluation.bench import copy_bandwidth
     from hdtool.builders.evaluation.contenders import weight_bytes_read
+    from hdtool.builders.evaluation.timing import Timings, doubt
     from hdtool.runtime.environment import dtype_name, machine
 
     target = loaded.target
@@ -147,12 +150,13 @@ def _shape_report(loaded: Loaded, traces: str, answers: int, timings: dict[str, 
         "answers": answers,
         "drafters": WARM,
         "bandwidth_limit_ms": round(1e3 * limit, 4),
+        "doubt": doubt({name: Timings.of([timing]) for name, timing in timings.items()}) or None,
         "methods": {name: _figures(timing, limit) for name, timing in timings.items()},
     }
 
 
 def _figures(timing: Timing, limit: float) -> dict[str, float]:
-    figures = {"tokens": timing.tokens, **rounded(timing, tokens_per_second=2)}
+    figures = {"tokens": timing.tokens, **rounded(timing, tokens_per_second=2, tokens_per_cpu_second=2)}
     if timing.stats:
         figures |= rounded(timing.stats, tokens_per_step=3)
     if (later := timing.later) and later.steps:
@@ -166,6 +170,7 @@ def _figures(timing: Timing, limit: float) -> dict[str, float]:
 
 SHAPE_COLUMNS = {
     "tokens_per_second": "tokens/s",
+    "tokens_per_cpu_second": "a CPU s",
     "tokens_per_step": "per step",
     "model_ms_per_step": "model ms",
     "share_of_bandwidth_limit": "of limit",
@@ -177,20 +182,23 @@ SHAPE_COLUMNS = {
 def shape_table(report: dict[str, Any]) -> str:
     """Format the report of ``bench-shape`` as a text table."""
     steps = "captured steps" if report["captured"] else "steps called one by one"
-    first = next(iter(report["methods"].values()))["tokens_per_second"]
-    rows = [["", *SHAPE_COLUMNS.values(), "speed-up"]]
-    for name, figures in report["methods"].items():
+    methods = report["methods"]
+    compared = () if report["doubt"] else dict.fromkeys(name for name in ("ar", next(iter(methods))) if name in methods)
+    rows = [["", *SHAPE_COLUMNS.values(), *map(speedup_title, compared)]]
+    for name, figures in methods.items():
         cells = (f"{figures[column]:.2f}" if column in figures else "" for column in SHAPE_COLUMNS)
-        rows.append([name, *cells, f"{figures['tokens_per_second'] / first:.2f}"])
+        ratios = (figures["tokens_per_second"] / methods[reference]["tokens_per_second"] for reference in compared)
+        rows.append([name, *cells, *(f"{ratio:.2f}" for ratio in ratios)])
     return "\n".join(
         (
+            *([fill_text(report["doubt"]), ""] if report["doubt"] else []),
             f"{report['model']}: {report['parameters'] / 1e9:.2f} billion parameters in {report['dtype']}, {steps}",
-            f"{report['machine']}, threads: {report['threads']}",
+            f"{report['machine']}, threads of every method: {report['threads']}",
             f"{report['answers']} answers as recorded in {report['traces']}: real steps, recorded acceptance",
             "drafters: warm, with the history and the weights of the answers before",
             f"reading the weights once takes {report['bandwidth_limit_ms']:.2f} ms at the speed of a copy",
             "",
-            as_columns(rows, widths=(16, *[9] * (len(SHAPE_COLUMNS) + 1))),
+            as_columns(rows, widths=(16, *[8] * (len(rows[0]) - 1)), gap=1),
         )
     )
 
@@ -273,6 +281,7 @@ def bench_cost(
 def _measured(shape: str | None, loading: ModelConfig, config: CostConfig, *, quiet: bool) -> CostCurve:
     """Time forward passes and save the cost curve for later runs of the model."""
     from hdtool.builders.evaluation.contenders import load_shape
+    from hdtool.builders.evaluation.timing import Stopwatch, Timings, doubt
     from hdtool.runtime.budget.measure_passes import check_saving, context_lengths_for, measure_cost_curve, save_at_home
     from hdtool.runtime.model.load import load
     from hdtool.runtime.model.target import choose_threads
@@ -281,8 +290,10 @@ def _measured(shape: str | None, loading: ModelConfig, config: CostConfig, *, qu
     choose_threads(loaded.target, loading.threads)
     lengths = context_lengths_for(loaded, config)
     check_saving(loaded.target)
-    with progress_bar(len(lengths), "contexts", quiet=quiet) as shown:
+    with progress_bar(len(lengths), "contexts", quiet=quiet) as shown, Stopwatch(loaded.target.device) as watch:
         curve = measure_cost_curve(loaded, lengths, shown.to)
+    if reason := doubt({"the passes": Timings.of([watch])}):
+        print(f"note: {reason}", file=sys.stderr)
     save_at_home(loaded.target, curve)
     return curve
 
@@ -353,7 +364,7 @@ def bench(
         refuse_files_without_run(Path(one.bench.out), settings.methods or (*METHODS, *PEERS))
     if report:
         check_report_folder(report)
-    measured = []
+    measured: list[Results] = []
     for one in plans:
         with deferred_bar("answers", quiet=quiet) as show:
             measured.append(one.results(show))

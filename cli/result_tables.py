@@ -64,7 +64,7 @@ def as_columns(rows: Sequence[Sequence[str]], *, left: int = 1, widths: Sequence
     )
 
 
-BLOCK_WIDTHS = (17, 8, 8, 11, 8, 9)
+BLOCK_WIDTHS = (17, 8, 12, 8, 11, 9)
 """Minimum column widths, so that the blocks of all tasks align."""
 MIN_TASK_WIDTH, MAX_TASK_WIDTH = 6, 9
 """Minimum width of a task's column, and maximum length of its title."""
@@ -107,15 +107,16 @@ def bench_table(results: Results, scores: Scores) -> str:
         f"{about['model']} on {about['device']} in {about['dtype']}{', activations in int8' * rounded}, "
         f"{run.questions} questions, "
         f"temperature {run.options['temperature']:g}",
-        f"{about['machine']}, threads: {about['threads']}",
+        f"{about['machine']}, threads of every method: {about['threads']}",
         DRAFTER_STATES[run.options.get("drafters")],
     ]
-    notes = ["tokens/s: mean over questions", "per step: tokens per forward pass"]
-    notes[1:1] = [
-        f"{_speedup_title(reference)}: speed over that of {method_in_words(reference)}"
+    notes = ["tokens/s, tokens/CPU s: tokens per second of wall time and of CPU time, mean over questions"]
+    notes += [
+        f"{speedup_title(reference)}: speed over that of {method_in_words(reference)}"
         for reference in scores.comparisons
-        if _speedup_title(reference) != f"vs {reference}"
+        if speedup_title(reference) != f"vs {reference}"
     ]
+    notes.append("a step: one forward pass")
     if scores.reference:
         notes.append(f"identical: questions with the same tokens as {scores.reference} in all turns")
     if rounded and any(method.startswith("generate") for method in scores.tasks[ALL_TASKS]):
@@ -128,13 +129,15 @@ def bench_table(results: Results, scores: Scores) -> str:
     if len(scores.tasks) > 1:
         blocks += _by_task("tokens/s", scores, lambda task, name: f"{scores.tasks[task][name].tokens_per_second:.1f}")
         for reference in scores.comparisons:
-            blocks += _by_task(_speedup_title(reference), scores, partial(_speedup, scores, reference))
-        blocks += _by_task("per step", scores, lambda task, name: f"{scores.tasks[task][name].tokens_per_step:.2f}")
+            blocks += _by_task(speedup_title(reference), scores, partial(_speedup, scores, reference))
+        blocks += _by_task(
+            "tokens a step", scores, lambda task, name: f"{scores.tasks[task][name].tokens_per_step:.2f}"
+        )
     setting, explained = ("\n".join(map(fill_text, lines)) for lines in (heads, notes))
     return "\n\n".join([fill_text(scores.headline()), setting, *blocks, explained])
 
 
-def _speedup_title(reference: str) -> str:
+def speedup_title(reference: str) -> str:
     """Return the title of a column that shows speed-ups over the method ``reference``."""
     return (
         "vs plain"
@@ -178,29 +181,30 @@ def _shortened(task: str) -> str:
 def _block(task: str, scores: Scores) -> str:
     task_scores = scores.tasks[task]
     questions = next(iter(task_scores.values())).questions
-    times = {_speedup_title(reference): ".2f" for reference in scores.comparisons}
+    times = {speedup_title(reference): ".2f" for reference in scores.comparisons}
     rows = (
         [
             method,
             score.tokens_per_second,
+            score.tokens_per_cpu_second,
             *(scores.speedup(task, method, reference) for reference in scores.comparisons),
-            score.tokens_per_step,
             score.identical,
         ]
         for method, score in task_scores.items()
     )
-    columns = {f"{task} ({questions})": "", "tokens/s": ".1f", **times, "per step": ".2f", "identical": ""}
+    speeds = {"tokens/s": ".1f", "tokens/CPU s": ".1f"}
+    columns = {f"{task} ({questions})": "", **speeds, **times, "identical": ""}
     return as_columns(Table.of("", columns, rows).lines, widths=BLOCK_WIDTHS)
 
 
 def _costs(scores: Mapping[str, Score]) -> str:
-    """Format each method's draft tokens, drafting time and model time per step."""
+    """Format each method's tokens, draft tokens, drafting time and model time per step."""
     rows = (
-        [method, score.nodes_per_step, score.draft_us_per_step, score.model_ms_per_step]
+        [method, score.tokens_per_step, score.nodes_per_step, score.draft_us_per_step, score.model_ms_per_step]
         for method, score in scores.items()
     )
-    columns = {"a step": "", "draft tokens": ".1f", "drafting, µs": ".0f", "pass, ms": ".2f"}
-    return as_columns(Table.of("", columns, rows).lines, widths=BLOCK_WIDTHS[:1])
+    columns = {"a step": "", "tokens": ".2f", "draft tokens": ".1f", "drafting, µs": ".0f", "pass, ms": ".2f"}
+    return as_columns(Table.of("", columns, rows).lines, widths=BLOCK_WIDTHS[:2])
 
 
 Replays = Mapping[str, "ReplayResult"]

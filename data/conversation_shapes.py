@@ -122,6 +122,12 @@ class AnsweredTurn:
     """For each token, the id of the source that drafted it, or 0 for a bonus token; empty if unknown."""
     sources: dict[str, dict[str, float]] = field(default_factory=dict)
     """Statistics of each draft source, by the name of the source."""
+    first_seconds: float | None = None
+    """Time to the first token; None if unknown."""
+    cpu_seconds: float | None = None
+    """CPU time of all threads of the process; None if unknown."""
+    waited_seconds: float | None = None
+    """Time that all threads together waited for a core; None if unknown."""
 
 
 @dataclass(frozen=True)
@@ -161,7 +167,7 @@ class AnsweredQuestion:
             "accept_lengths": self.step_tokens,
             "output_ids": self.output_ids,
             "seconds_rounds": self.seconds_rounds,
-            **{name: [getattr(turn, name) for turn in turns] for name in HDTOOL_TURN_KEYS},
+            **{name: [getattr(turn, name) for turn in turns] for name in (*HDTOOL_TURN_KEYS, *LATER_TURN_KEYS)},
         }
         return {
             "question_id": self.question_id,
@@ -177,16 +183,15 @@ class AnsweredQuestion:
         """Parse a row of an answer file. Raises KeyError, TypeError or ValueError if hdtool did not write the row."""
         choice = first_choice(row["choices"])
         lengths = _split_by_turn(choice["accept_lengths"], choice["decoding_steps"])
+        names = (*HDTOOL_TURN_KEYS, *(name for name in LATER_TURN_KEYS if name in choice))
         turns = tuple(
-            AnsweredTurn(
-                text, output_ids, step_tokens, seconds, **dict(zip(HDTOOL_TURN_KEYS, hdtool_values, strict=True))
-            )
+            AnsweredTurn(text, output_ids, step_tokens, seconds, **dict(zip(names, hdtool_values, strict=True)))
             for text, output_ids, step_tokens, seconds, *hdtool_values in zip(
                 choice["turns"],
                 choice["output_ids"],
                 lengths,
                 choice["wall_time"],
-                *(choice[name] for name in HDTOOL_TURN_KEYS),
+                *(choice[name] for name in names),
                 strict=True,
             )
         )
@@ -195,6 +200,8 @@ class AnsweredQuestion:
 
 HDTOOL_TURN_KEYS = ("finish", "nodes", "draft_seconds", "model_seconds", "drafted_by", "sources")
 """Fields of a turn that hdtool adds to Spec-Bench's format."""
+LATER_TURN_KEYS = ("first_seconds", "cpu_seconds", "waited_seconds")
+"""More of them, which results of earlier versions lack."""
 
 
 def first_choice(choices: Any) -> dict[str, Any]:

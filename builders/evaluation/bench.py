@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 
-from hdtool.builders.evaluation.contenders import Contender, timed
+from hdtool.builders.evaluation.contenders import Contender
 from hdtool.builders.evaluation.recording import RecordedTurn
+from hdtool.builders.evaluation.timing import Stopwatch, timed
 from hdtool.data.chat import encode_answer, encode_conversation
 from hdtool.data.conversation_shapes import AnsweredQuestion, AnsweredTurn, question_id
 from hdtool.data.errors import HdtoolError, PromptError, error_reason
@@ -187,6 +188,8 @@ class Timing:
 
     tokens: int = 0
     seconds: float = 0.0
+    cpu_seconds: float = 0.0
+    waited_seconds: float = 0.0
     stats: Stats | None = None
     """Statistics of all steps; None if the contender is not one of hdtool's methods."""
     later: Stats | None = None
@@ -195,6 +198,10 @@ class Timing:
     @property
     def tokens_per_second(self) -> float:
         return self.tokens / self.seconds if self.seconds else 0.0
+
+    @property
+    def tokens_per_cpu_second(self) -> float:
+        return self.tokens / self.cpu_seconds if self.cpu_seconds else 0.0
 
 
 ReplayRunner = Callable[[RecordedTurn], Timing]
@@ -209,9 +216,12 @@ def drafting_runner(target: Target, drafter: Drafter) -> ReplayRunner:
         steps = decode(
             target, turn.prompt, sampler, max_new_tokens=max_tokens, drafter=drafter, prefix_caching=False
         )  # prefix caching would let a contender profit from prompts that another contender has prefilled
-        made, seconds = timed(target.device, lambda: list(steps))
+        with Stopwatch(target.device) as watch:
+            made = list(steps)
         stats = _total_stats(made)
-        return Timing(stats.tokens, seconds, stats, _total_stats(made[1:]))
+        return Timing(
+            stats.tokens, watch.seconds, watch.cpu_seconds, watch.waited_seconds, stats, _total_stats(made[1:])
+        )
 
     return run
 
@@ -224,10 +234,10 @@ def generate_runner(target: Target, **options: Any) -> ReplayRunner:
         prompt = torch.tensor([turn.prompt], device=target.device)
         length = len(turn.answer)
         settings = {"attention_mask": torch.ones_like(prompt), "do_sample": False, "eos_token_id": None, **options}
-        output, seconds = timed(
-            target.device, lambda: model.generate(prompt, max_new_tokens=length, min_new_tokens=length, **settings)
-        )
-        return Timing(output.shape[1] - len(turn.prompt), seconds)
+        with Stopwatch(target.device) as watch:
+            output = model.generate(prompt, max_new_tokens=length, min_new_tokens=length, **settings)
+        made = output.shape[1] - len(turn.prompt)
+        return Timing(made, watch.seconds, watch.cpu_seconds, watch.waited_seconds)
 
     return run
 
@@ -279,6 +289,8 @@ def _total_timing(parts: Sequence[Timing]) -> Timing:
     return Timing(
         sum(part.tokens for part in parts),
         sum(part.seconds for part in parts),
+        sum(part.cpu_seconds for part in parts),
+        sum(part.waited_seconds for part in parts),
         Stats.total(stats) if stats else None,
         Stats.total(later) if later else None,
     )

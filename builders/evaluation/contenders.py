@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import copy
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import torch
 from transformers import (
@@ -22,6 +21,7 @@ from transformers import (
 )
 
 from hdtool.builders.evaluation.estimated_passes import PassReads, Roofline
+from hdtool.builders.evaluation.timing import Stopwatch
 from hdtool.data.conversation_shapes import AnsweredTurn
 from hdtool.data.errors import CostError, ModelError, OptionError, did_you_mean
 from hdtool.data.output_files import PNG_METADATA, OutputFile, is_own_png
@@ -142,9 +142,6 @@ def weight_bytes_read(target: Target) -> int:
     return round(PassReads.of(target.model).weights(1))
 
 
-T = TypeVar("T")
-
-
 class Contender(Protocol):
     """Answers prompts and measures how long each answer takes."""
 
@@ -176,25 +173,30 @@ class DraftingContender:
         return replace(self, drafter=self.new_drafter())
 
     def answer(self, prompt: list[int], guide: Guide | None = None, prediction: Sequence[int] = ()) -> AnsweredTurn:
-        stats = Stats()
+        stats, steps = Stats(), list[Step]()
         drafter = guided_drafter(self.drafter, guide, self.draft_tokens)
         decoding = answer_steps(
             self.loaded, drafter, self.sampling, self.max_new_tokens, prompt, masks_of(guide), prediction
         )
-        counted = stats.counted(decoding, drafter)
-        steps, seconds = timed(self.loaded.target.device, lambda: list(counted))
+        with Stopwatch(self.loaded.target.device) as watch:
+            for step in stats.counted(decoding, drafter):
+                watch.first_token()
+                steps.append(step)
         output_ids = [token for step in steps for token in step.tokens]
         return AnsweredTurn(
             text_of(self.loaded.tokenizer, output_ids),
             output_ids,
             [len(step.tokens) for step in steps],
-            seconds,
+            watch.seconds,
             finish=str(steps[-1].finish),
             nodes=sum(len(step.tree) for step in steps),
             draft_seconds=stats.draft_seconds,
             model_seconds=stats.verify_seconds,
             drafted_by=[int(source) for step in steps for source in step.sources],
             sources=stats.sources_json(),
+            first_seconds=watch.first_seconds,
+            cpu_seconds=watch.cpu_seconds,
+            waited_seconds=watch.waited_seconds,
         )
 
 
@@ -269,9 +271,28 @@ class GenerateContender:
             **self._drafting,
         )
         # Without drafts every pass gives one token, so the hook is skipped to keep it out of the timing.
-        with passes.counted(self._model, enabled=bool(self._drafting)):
-            output_ids, seconds = timed(self._model.device, generated)
-        return passes.answer(self._loaded, output_ids, seconds, at_the_end, drafts=bool(self._drafting))
+        with (
+            passes.counted(self._model, enabled=bool(self._drafting)),
+            Stopwatch(self._model.device) as watch,
+            first_pass_noted(self._model, watch),
+        ):
+            output_ids = generated()
+        return passes.answer(self._loaded, output_ids, watch, at_the_end, drafts=bool(self._drafting))
+
+
+@contextmanager
+def first_pass_noted(model: PreTrainedModel, watch: Stopwatch) -> Iterator[None]:
+    """Note the end of the model's first forward pass as the time of the first token; later passes run no hook."""
+
+    def note(*_: Any) -> None:
+        hook.remove()
+        watch.first_token()
+
+    hook = model.register_forward_hook(note)
+    try:
+        yield
+    finally:
+        hook.remove()
 
 
 def generate_ids(
@@ -317,7 +338,7 @@ class PassCounter:
         return [end - start for start, end in zip(self._lengths, ends, strict=True)]
 
     def answer(
-        self, loaded: Loaded, output_ids: list[int], seconds: float, at_the_end: Finish, *, drafts: bool
+        self, loaded: Loaded, output_ids: list[int], watch: Stopwatch, at_the_end: Finish, *, drafts: bool
     ) -> AnsweredTurn:
         """Return the turn answered with ``output_ids``; if ``drafts`` is False, one token per pass is assumed."""
         ended = output_ids[-1] in loaded.stops
@@ -325,9 +346,12 @@ class PassCounter:
             text_of(loaded.tokenizer, output_ids),
             output_ids,
             self.tokens(len(output_ids)) if drafts else [1] * len(output_ids),
-            seconds,
+            watch.seconds,
             finish=str(Finish.STOP if ended else at_the_end),
             nodes=self.drafted,
+            first_seconds=watch.first_seconds,
+            cpu_seconds=watch.cpu_seconds,
+            waited_seconds=watch.waited_seconds,
         )
 
     @contextmanager
@@ -348,17 +372,3 @@ class PassCounter:
         else:
             # The conversation's last token is not in the KV cache yet, as it is the first input of this pass.
             self.note(cache_in(options).get_seq_length() + 1, rows - 1)
-
-
-def timed(device: torch.device, action: Callable[[], T]) -> tuple[T, float]:
-    """Run an action; return ``(result, seconds)``, with the device synchronized before and after it."""
-    _synchronize(device)
-    started = time.perf_counter()
-    result = action()
-    _synchronize(device)
-    return result, time.perf_counter() - started
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)

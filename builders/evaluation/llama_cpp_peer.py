@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from hdtool.builders.evaluation.contenders import PassCounter, timed
+from hdtool.builders.evaluation.contenders import PassCounter
+from hdtool.builders.evaluation.timing import Stopwatch
 from hdtool.data.conversation_shapes import AnsweredTurn
 from hdtool.data.errors import ModelError, error_reason
 from hdtool.data.gguf_header import GGUFHeader
@@ -99,12 +99,14 @@ class LlamaCppContender:
         # Without this, llama.cpp would reuse the KV cache of the prefix shared with the previous prompt.
         self._llama.reset()
         self._passes = passes = PassCounter(len(prompt))
-        output_ids, seconds = timed(torch.device("cpu"), partial(self._generated, prompt, room))
-        return passes.answer(self._loaded, output_ids, seconds, at_the_end, drafts=self._looks_up)
+        with Stopwatch(torch.device("cpu")) as watch:
+            output_ids = self._generated(prompt, room, watch)
+        return passes.answer(self._loaded, output_ids, watch, at_the_end, drafts=self._looks_up)
 
-    def _generated(self, prompt: list[int], room: int) -> list[int]:
+    def _generated(self, prompt: list[int], room: int, watch: Stopwatch) -> list[int]:
         output_ids: list[int] = []
         for token in self._llama.generate(prompt, temp=0.0, repeat_penalty=1.0):
+            watch.first_token()
             output_ids.append(int(token))
             if len(output_ids) == room or token in self._loaded.stops:
                 break

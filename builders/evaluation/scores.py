@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from statistics import fmean
 from typing import Any
 
+from hdtool.builders.evaluation.timing import Timings, doubt
 from hdtool.data.bench_results import Results
 from hdtool.data.conversation_shapes import AnsweredQuestion
 from hdtool.data.errors import OptionError
@@ -25,6 +26,8 @@ class Score:
     questions: int
     tokens_per_second: float
     """Mean over questions, not weighted by length."""
+    tokens_per_cpu_second: float | None
+    """Tokens per second of CPU time, of all threads; mean over questions. None if it was not recorded."""
     speedup: float
     """Ratio of tokens per second to the baseline's."""
     tokens_per_step: float
@@ -45,10 +48,17 @@ class Scores:
     reference: str | None
     """Method whose answers all other answers are compared with; None if no such method was measured."""
     tasks: dict[str, dict[str, Score]]
+    doubt: str = ""
+    """Sentence that says why the measured times allow no comparison; empty if they do."""
 
     @property
     def comparisons(self) -> tuple[str, ...]:
-        """Reference methods for speedups: plain decoding, which shows the gain from drafting, then the baseline."""
+        """Reference methods for speedups: plain decoding, which shows the gain from drafting, then the baseline.
+
+        Empty if the measured times allow no comparison.
+        """
+        if self.doubt:
+            return ()
         return tuple(dict.fromkeys(name for name in (PLAIN_METHOD, self.baseline) if name in self.tasks[ALL_TASKS]))
 
     def speedup(self, task: str, method: str, reference: str) -> float:
@@ -57,7 +67,12 @@ class Scores:
         return scores[method].tokens_per_second / scores[reference].tokens_per_second
 
     def headline(self) -> str:
-        """Return a sentence on the speed of the default method or, if it was not measured, of the fastest method."""
+        """Return a sentence on the speed of the default method or, if it was not measured, of the fastest method.
+
+        If the measured times allow no comparison, return the sentence that says why.
+        """
+        if self.doubt:
+            return self.doubt
         whole = self.tasks[ALL_TASKS]
         drafting = [name for name in whole if name in METHODS and name != PLAIN_METHOD] or list(whole)
         method = (
@@ -84,6 +99,7 @@ class Scores:
         return {
             "baseline": self.baseline,
             "reference": self.reference,
+            "doubt": self.doubt or None,
             "tasks": {
                 task: {method: _rounded(score) for method, score in scores.items()}
                 for task, scores in self.tasks.items()
@@ -106,7 +122,18 @@ def scores_of(results: Results, baseline: str | None = None) -> Scores:
             method: _score(rows, speed, reference_answers if greedy or method not in PEERS else None)
             for method, rows in answers.items()
         }
-    return Scores(against, reference, tasks)
+    return Scores(against, reference, tasks, doubt(timings_of(results.answers)))
+
+
+def timings_of(answers: Mapping[str, Sequence[AnsweredQuestion]]) -> dict[str, Timings]:
+    """Return the timings of each method's answers."""
+    return {
+        method: Timings.of(
+            (turn for answer in rows for turn in answer.turns),
+            [[sum(seconds) for seconds in answer.seconds_rounds] for answer in rows],
+        )
+        for method, rows in answers.items()
+    }
 
 
 def baseline_of(methods: Sequence[str], requested: str | None = None) -> str:
@@ -137,6 +164,16 @@ def mean_speed(answers: Sequence[AnsweredQuestion]) -> float:
     return fmean(answer.tokens_per_second for answer in answers)
 
 
+def _speed_by_cpu(answers: Sequence[AnsweredQuestion]) -> float | None:
+    """Return tokens per second of CPU time, averaged over questions; None if it was not recorded."""
+    seconds = [sum(turn.cpu_seconds or 0.0 for turn in answer.turns) for answer in answers]
+    return (
+        fmean(sum(answer.new_tokens) / cpu for answer, cpu in zip(answers, seconds, strict=True))
+        if all(seconds)
+        else None
+    )
+
+
 def _score(answers: Sequence[AnsweredQuestion], baseline: float, reference: Sequence[AnsweredQuestion] | None) -> Score:
     turns = [turn for answer in answers for turn in answer.turns]
     steps = [tokens for turn in turns for tokens in turn.step_tokens]
@@ -147,6 +184,7 @@ def _score(answers: Sequence[AnsweredQuestion], baseline: float, reference: Sequ
     return Score(
         questions=len(answers),
         tokens_per_second=mean_speed(answers),
+        tokens_per_cpu_second=_speed_by_cpu(answers),
         speedup=mean_speed(answers) / baseline,
         tokens_per_step=fmean(steps),
         identical=None

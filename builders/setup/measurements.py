@@ -16,10 +16,11 @@ import numpy.typing as npt
 
 from hdtool.builders.evaluation.bench import Bench
 from hdtool.builders.evaluation.bench_plan import ContenderFactory, warm_up_questions
-from hdtool.builders.evaluation.contenders import Contender, DraftingContender, answer_steps, timed
+from hdtool.builders.evaluation.contenders import Contender, DraftingContender, answer_steps
 from hdtool.builders.evaluation.recording import RecordedTurn
 from hdtool.builders.evaluation.replay import ReplayMethod, ReplayResult, SpeedPrediction
-from hdtool.builders.evaluation.scores import mean_speed
+from hdtool.builders.evaluation.scores import mean_speed, timings_of
+from hdtool.builders.evaluation.timing import doubt, timed
 from hdtool.builders.evaluation.verify import Verifier
 from hdtool.builders.evaluation.worker_pool import replay, total_turns
 from hdtool.data.chat import encode_conversation
@@ -258,11 +259,11 @@ def answer_prompts(
     different = [
         prompt for prompt, by_method in zip(questions, answers, strict=True) if not _is_identical(by_method, compared)
     ]
+    by_name = {name: [by_method[name] for by_method in answers if name in by_method] for name in contenders}
     drafting = [contender for name, contender in contenders.items() if name in (DRAFTED_NAME, *offered)]
     return {
-        "tokens_per_second": {
-            name: mean_speed([by_method[name] for by_method in answers if name in by_method]) for name in contenders
-        },
+        "tokens_per_second": {name: mean_speed(answered) for name, answered in by_name.items()},
+        "doubt": doubt(timings_of(by_name)),
         "tokens_per_step": _tokens_per_step(answers, DRAFTED_NAME),
         "offered": {
             name: {

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from hdtool.builders.evaluation.contenders import PassCounter, timed
+from hdtool.builders.evaluation.contenders import PassCounter
+from hdtool.builders.evaluation.timing import Stopwatch
 from hdtool.data.conversation_shapes import AnsweredTurn
 from hdtool.data.errors import ModelError, error_reason
 from hdtool.runtime.grammar import Guide
@@ -82,11 +82,12 @@ class OpenVinoContender:
             settings.num_assistant_tokens, settings.max_ngram_size = DRAFTED, MAX_NGRAM_SIZE
         ids = np.array([prompt], dtype=np.int64)
         inputs = openvino_genai.TokenizedInputs(openvino.Tensor(ids), openvino.Tensor(np.ones_like(ids)))
-        found, seconds = timed(torch.device("cpu"), partial(self._pipeline.generate, inputs, settings))
+        with Stopwatch(torch.device("cpu")) as watch:
+            found = self._pipeline.generate(inputs, settings)
         passes = PassCounter(len(prompt))
         known = len(prompt)
         # The metrics have the tokens per pass, but not the number of draft tokens.
         for tokens in found.perf_metrics.raw_metrics.m_batch_sizes[:-1]:
             known += tokens
             passes.note(known, 0)
-        return passes.answer(self._loaded, list(found.tokens[0]), seconds, at_the_end, drafts=self._looks_up)
+        return passes.answer(self._loaded, list(found.tokens[0]), watch, at_the_end, drafts=self._looks_up)

@@ -353,6 +353,17 @@ def test_everybody_says_the_same_on_the_embedded_model(tmp_path: Path, capsys: p
     assert kept["surroundings"]["stores"] == {}, "none of these draws on any"
 
 
+@pytest.mark.parametrize("name", ["generate", "generate-pld", "ar", "hd"])
+def test_an_answer_has_wall_and_cpu_time_and_that_of_its_first_token(embedded: Loaded, name: str) -> None:
+    lineup = ContenderFactory(embedded, StoreSet(), ModelConfig(), DecodeConfig(max_new_tokens=12), SamplingConfig())
+    contender = lineup.contenders([name])[name]
+    turn = contender.answer(embedded.tokenizer("def add(a, b):")["input_ids"])
+    assert turn.first_seconds and turn.cpu_seconds and turn.waited_seconds is not None
+    assert 0 < turn.first_seconds < turn.seconds
+    if isinstance(contender, GenerateContender):
+        assert not contender._model._forward_hooks, "no hook runs in later passes"
+
+
 def test_drawn_answers_are_ours_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     asked = ["bench", "--methods", "generate,generate-pld,ar,pld", "--out", str(tmp_path), *QUICK]
     assert run([*asked, "--temperature", "0.8", "--seed", "5", "--json"]) == 0

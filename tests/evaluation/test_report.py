@@ -37,7 +37,7 @@ EVIL = "<script>alert('&')</script>"
 DATA = ReportData(
     tables=(Table("Tokens per step", ("method", "all | of them"), (("hd", "2.87"),), "A note."),),
     speedups=Speeds(("qa", "overall"), {"pld": (1.2, 1.3), "hd": (0.9, 2.0)}, "generate"),
-    durations=Durations({"generate": ((10, 0.2), (20, 0.4)), "hd": ((10, 0.1), (20, 0.2), (30, 0.3))}),
+    durations=Durations({"generate": ((10, 0.2, 0.1), (20, 0.4, None)), "hd": ((10, 0.1, 0.1), (20, 0.2, 0.1))}),
     temperatures=Speeds((0.1, 1.0), {"generate": (50.0, 49.0), "hd": (100.0, 80.0)}),
     shares=(SourceShares("hd", 10, {"context": SourceCounts(40, 10, 9, 6), "model": SourceCounts(0, 0, 0, 0)}),),
     subsets=(Trials("hd", (Trial("C", 1.5, 9, 20), Trial("M", 1.0, 9, 20), Trial("CM", 2.0, 20, 30))),),
@@ -173,6 +173,13 @@ def test_a_page_without_figures_lists_the_commands_that_add_them(tmp_path: Path)
         assert wanted in texts
 
 
+def test_claims_that_the_data_does_not_decide_are_left_out(tmp_path: Path) -> None:
+    write_page(tmp_path, page_of(DATA))
+    for name in ("index.html", "tables.md"):
+        text = (tmp_path / name).read_text(encoding="utf-8")
+        assert "Does it hold" not in text and "decided" not in text and "claim" not in text
+
+
 def test_the_tables_are_markdown_too(written: Path) -> None:
     text = (written / "tables.md").read_text(encoding="utf-8")
     assert "| method | all &#124; of them |\n|---|---|\n| hd | 2.87 |\n\nA note.\n" in text
@@ -210,13 +217,20 @@ def test_an_unwritable_folder_is_an_error(tmp_path: Path) -> None:
         write_page(tmp_path / "file" / "report", page_of(ReportData()))
 
 
-def test_durations_fit_a_line_through_the_answers() -> None:
+def test_times_of_the_first_token_and_of_the_others_are_those_measured() -> None:
+    """Through the answers of ``busy``, a line would meet the axis below 0."""
     durations = Durations(
-        {"even": ((10, 1.5), (20, 2.0), (40, 3.0)), "one": ((10, 2.0),), "same": ((5, 1.0), (5, 3.0))}
+        {"busy": ((10, 1.0, 0.5), (20, 9.0, 1.5)), "one token": ((1, 2.0, 2.0),), "unknown": ((5, 1.0, None),)}
     )
-    assert durations.line("even") == pytest.approx((0.05, 1.0))
-    assert durations.line("one") == pytest.approx((0.2, 0.0))
-    assert durations.line("same") == pytest.approx((0.4, 0.0))
+    assert durations.rates("busy") == pytest.approx((1.0, 8.0 / 28))
+    assert durations.rates("one token") == (2.0, None)
+    assert durations.rates("unknown") == (None, None)
+    (figure,) = figures_of(ReportData(durations=durations))
+    assert figure.table and figure.table.rows == (
+        ("busy", "1,000.0", "285.71", "2"),
+        ("one token", "2,000.0", "-", "1"),
+        ("unknown", "-", "-", "1"),
+    )
 
 
 @pytest.mark.parametrize("theme", THEMES, ids=lambda theme: theme.name)

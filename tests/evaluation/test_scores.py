@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 
+from hdtool.builders.evaluation import timing
+from hdtool.builders.evaluation.report.measurements import BenchMeasurements
 from hdtool.builders.evaluation.scores import ALL_TASKS, scores_of
 from hdtool.cli.result_tables import bench_table
 from hdtool.data.bench_results import BenchRun, Results
@@ -101,6 +103,32 @@ def test_the_headline_is_the_default_method_against_plain_decoding_first() -> No
     assert scores_of(results_of({"ar": plain})).headline() == "ar answers 10.0 tokens/s."
 
 
+def test_in_doubt_neither_headline_nor_table_has_a_ratio(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timing, "MAX_WAITED", 0.25)
+    busy = [answered(name, task, turn_of([1] * 9, 9.0, waited_seconds=18.0)) for name, task in enumerate(("qa", "rag"))]
+    idle = [answered(name, task, turn_of([1] * 9, 1.0, waited_seconds=0.1)) for name, task in enumerate(("qa", "rag"))]
+    assert scores_of(results_of({"ar": idle, "hd": idle})).doubt == ""
+    results = results_of({"generate": busy, "ar": idle, "hd": idle})
+    scores = scores_of(results)
+    assert scores.headline() == scores.doubt == scores.to_json()["doubt"]
+    assert scores.doubt.startswith("No speed-up is stated, because the machine was busy: the threads of generate wait")
+    shown = bench_table(results, scores)
+    assert " ".join(shown.split()).startswith(scores.doubt)
+    assert "vs " not in shown and "times" not in shown and "tokens/s" in shown
+    assert BenchMeasurements(results).speedups() is None
+
+
+def test_cpu_time_is_shown_beside_wall_time() -> None:
+    timed = [answered(1, "qa", turn_of([2] * 6, 3.0, cpu_seconds=4.0), turn_of([1] * 8, 1.0, cpu_seconds=1.0))]
+    results = results_of({"ar": timed, "hd": SLOW[:1]})
+    scores = scores_of(results)
+    assert scores.tasks[ALL_TASKS]["ar"].tokens_per_cpu_second == pytest.approx(20 / 5)
+    assert scores.tasks[ALL_TASKS]["hd"].tokens_per_cpu_second is None, "an earlier version measured no CPU time"
+    lines = [line.split() for line in bench_table(results, scores).splitlines()]
+    assert ["overall", "(1)", "tokens/s", "tokens/CPU", "s", "vs", "plain", "identical"] in lines
+    assert ["ar", "5.0", "4.0", "1.00", "1"] in lines and ["hd", "10.0", "-", "2.00", "0"] in lines
+
+
 @pytest.mark.parametrize("category", ["", "qa"])
 def test_one_category_or_none_needs_no_table_of_its_own(category: str) -> None:
     own = [answered(number, category, turn_of([2], 1.0)) for number in range(3)]
@@ -124,7 +152,7 @@ def test_the_table_fits_a_terminal() -> None:
     results = results_of({"generate-assisted": fast, "hd": fast})
     shown = bench_table(results, scores_of(results))
     assert max(map(len, shown.splitlines())) <= 80
-    assert "generate-assisted  9000000.0         1.00" in shown
+    assert "generate-assisted  9000000.0             -         1.00" in shown
 
 
 def test_tables_by_task_fit_a_terminal_as_well() -> None:
@@ -134,8 +162,8 @@ def test_tables_by_task_fit_a_terminal_as_well() -> None:
     results = results_of({"generate-assisted": rows, "ar": rows, "hd": fast})
     lines = bench_table(results, scores_of(results)).splitlines()
     assert max(map(len, lines)) <= 80
-    (per_step,) = (place for place, line in enumerate(lines) if line.startswith("per step "))
-    assert lines[per_step].split()[2:] == ["mt_bench", "translat…", "summariz…", "qa", "math_rea…", "rag", "overall"]
+    (per_step,) = (place for place, line in enumerate(lines) if line.startswith("tokens a step "))
+    assert lines[per_step].split()[3:] == ["mt_bench", "translat…", "summariz…", "qa", "math_rea…", "rag", "overall"]
     assert lines[per_step + 3].split() == ["hd", "9.50", "11.00", "12.00", "13.00", "14.00", "15.00", "12.00"]
 
 

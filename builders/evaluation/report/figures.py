@@ -91,7 +91,7 @@ def figures_of(data: ReportData) -> Iterator[Figure]:
 def missing_figures(data: ReportData) -> Iterator[tuple[str, str]]:
     """Yield the names of figures without data, each with the command or data that would add it."""
     needs: Sequence[tuple[str, Any, str]] = (
-        ("speed-up per task and method", data.speedups, BENCH_COMMAND),
+        ("speed-up per task and method", data.speedups, f"{BENCH_COMMAND} on an idle machine"),
         ("generation time against tokens", data.durations, BENCH_COMMAND),
         ("speed over temperatures", data.temperatures, TEMPERATURES_COMMAND),
         ("draft and verify success per source", data.shares, STORES_COMMAND),
@@ -120,18 +120,22 @@ def _speedups(data: Speeds) -> Figure:
 
 
 def _durations(data: Durations) -> Figure:
-    lines = {method: data.line(method) for method in data.answers}
-    values = ", ".join(f"{method} {slope * 1e3:.2f}" for method, (slope, _) in lines.items())
+    rates = {method: data.rates(method) for method in data.answers}
+    values = ", ".join(f"{method} {1e3 * each:.2f}" for method, (_, each) in rates.items() if each is not None)
     return Figure(
         "generation-time",
         "Generation time against generated tokens",
-        "A point for each answer; the slope of a line is what one more token takes.",
-        f"Points and lines; milliseconds a token: {values}",
+        "A point for each answer. The legend has the time per token after the first.",
+        f"Points; milliseconds a token after the first: {values}",
         partial(plots.durations, data),
         Table.of(
             "Generation time",
-            {"method": "", "ms a token": ".3f", "ms before the first": ".1f", "answers": ","},
-            ((name, 1e3 * slope, 1e3 * start, len(data.answers[name])) for name, (slope, start) in lines.items()),
+            {"method": "", "ms to the first token": ",.1f", "ms a token after it": ",.2f", "answers": ","},
+            (
+                (name, *(None if seconds is None else 1e3 * seconds for seconds in pair), len(data.answers[name]))
+                for name, pair in rates.items()
+            ),
+            "Both are measured: the mean over the answers, and over all tokens after the first.",
         ),
         height=3.8,
     )

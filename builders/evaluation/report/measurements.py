@@ -42,9 +42,14 @@ class BenchMeasurements:
     def scores(self) -> Scores:
         return scores_of(self.results, self.baseline)
 
-    def speedups(self) -> Speeds:
-        """Return speedups over plain decoding, or over the baseline if one was named or plain decoding is missing."""
+    def speedups(self) -> Speeds | None:
+        """Return speedups over plain decoding, or over the baseline if one was named or plain decoding is missing.
+
+        Returns None if the measured times allow no comparison.
+        """
         scores = self.scores
+        if scores.doubt:
+            return None
         compared = scores.comparisons[0] if self.baseline is None else scores.baseline
         methods = {
             method: tuple(scores.speedup(task, method, compared) for task in scores.tasks)
@@ -55,7 +60,12 @@ class BenchMeasurements:
 
     def durations(self) -> Durations:
         answers = {
-            method: tuple((len(turn.output_ids), turn.seconds) for row in rows for turn in row.turns if turn.output_ids)
+            method: tuple(
+                (len(turn.output_ids), turn.seconds, turn.first_seconds)
+                for row in rows
+                for turn in row.turns
+                if turn.output_ids
+            )
             for method, rows in self.results.answers.items()
         }
         return Durations({method: points for method, points in answers.items() if points})
@@ -102,6 +112,12 @@ class BenchMeasurements:
             _by_task(
                 "Tokens per second", scores, lambda task, name: scores.tasks[task][name].tokens_per_second, ",.1f"
             ),
+            _by_task(
+                "Tokens per second of CPU time",
+                scores,
+                lambda task, name: scores.tasks[task][name].tokens_per_cpu_second,
+                ",.1f",
+            ),
             *(
                 _by_task(
                     f"Times as fast as {method_in_words(compared)}",
@@ -120,7 +136,7 @@ def run_temperature(results: Results) -> float:
     return float(results.run.options["temperature"])
 
 
-def _by_task(title: str, scores: Scores, value: Callable[[str, str], float], form: str) -> Table:
+def _by_task(title: str, scores: Scores, value: Callable[[str, str], float | None], form: str) -> Table:
     sizes = (
         f"{task} ({next(iter(scores_of_task.values())).questions})" for task, scores_of_task in scores.tasks.items()
     )

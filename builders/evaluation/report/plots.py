@@ -149,13 +149,13 @@ def speedups(data: Speeds, axes: Axes, theme: Theme) -> None:
 
 def durations(data: Durations, axes: Axes, theme: Theme) -> None:
     for method, marker in zip(data.answers, cycle(METHOD_MARKERS), strict=False):
-        tokens, seconds = np.array(data.answers[method], np.float64).T
-        slope, start = data.line(method)
-        colour = theme.method(method)
-        axes.plot(tokens, seconds, marker, color=colour, alpha=0.5, markersize=4, markeredgewidth=0)
-        ends = np.array([tokens.min(), tokens.max()])
-        axes.plot(ends, start + slope * ends, color=colour, label=f"{method}, {slope * 1e3:.2f} ms a token")
-    axes.set(xlabel="tokens of the answer", ylabel="seconds", ylim=(0, None))
+        tokens, seconds, _ = zip(*data.answers[method], strict=True)
+        _, each = data.rates(method)
+        label = method if each is None else f"{method}, {1e3 * each:.2f} ms a token"
+        axes.plot(
+            tokens, seconds, marker, color=theme.method(method), alpha=0.7, markersize=5, markeredgewidth=0, label=label
+        )
+    axes.set(xlabel="tokens of the answer", ylabel="seconds", xlim=(0, None), ylim=(0, None))
     _legend(axes, 2)
 
 

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
+from statistics import fmean
 from typing import Any
 
 
@@ -21,22 +22,19 @@ class Speeds:
 
 @dataclass(frozen=True)
 class Durations:
-    """Number of tokens and duration in seconds of every answer, by method."""
+    """Length and duration of every answer, by method."""
 
-    answers: Mapping[str, tuple[tuple[int, float], ...]]
+    answers: Mapping[str, tuple[tuple[int, float, float | None], ...]]
+    """Number of tokens, duration in seconds, and seconds to the first token or None if unknown."""
 
-    def line(self, method: str) -> tuple[float, float]:
-        """Fit a least-squares line to the durations of a method's answers as a function of their lengths.
-
-        Returns ``(seconds per token, seconds before the first token)``.
-        """
-        import numpy as np
-
-        tokens, seconds = np.array(self.answers[method], np.float64).T
-        if len(set(tokens.tolist())) < 2:
-            return float(seconds.sum() / tokens.sum()), 0.0
-        slope, start = np.polyfit(tokens, seconds, 1)
-        return float(slope), float(start)
+    def rates(self, method: str) -> tuple[float | None, float | None]:
+        """Return ``(seconds to the first token, seconds per token after it)``, each None if unknown."""
+        known = [(tokens, seconds, first) for tokens, seconds, first in self.answers[method] if first is not None]
+        later = sum(tokens - 1 for tokens, _, _ in known)
+        return (
+            fmean(first for _, _, first in known) if known else None,
+            sum(seconds - first for _, seconds, first in known) / later if later else None,
+        )
 
 
 @dataclass(frozen=True)
