@@ -86,14 +86,15 @@ def bench_shape(
     from hdtool.builders.evaluation.bench import fitting_turns, paired_benchmark
     from hdtool.builders.evaluation.contenders import load_shape
     from hdtool.builders.evaluation.recording import TurnReader
+    from hdtool.builders.evaluation.threads import choose_shared_threads
     from hdtool.cli.store_output import print_left_out
     from hdtool.runtime.model.checkpoint_identity import checkpoint_of
-    from hdtool.runtime.model.target import choose_threads
     from hdtool.runtime.stores.store_set import StoreSet
 
     quiet_libraries(quiet=quiet)
     loaded = load_shape(config.shape, loading)
-    choose_threads(loaded.target, loading.threads)
+    peer = loaded.target.model if any(name in SHAPE_PEERS for name in config.methods) else None
+    choose_shared_threads(loaded.target, peer, loading.threads)
     reader = TurnReader.of_model(loading)
     every = [turn for _, turns in reader.usable(recorded, tally) for turn in turns]
     print_left_out(tally, reading.max_bad_fraction)
@@ -367,7 +368,8 @@ def bench(
     measured: list[Results] = []
     for one in plans:
         with deferred_bar("answers", quiet=quiet) as show:
-            measured.append(one.results(show))
+            threads = measured[0].run.surroundings["threads"] if measured else None
+            measured.append(one.results(show, threads))
     for one in plans:
         print(f"the results are in {one.bench.out}", file=sys.stderr)
     results, *others = measured

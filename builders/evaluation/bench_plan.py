@@ -25,6 +25,7 @@ from hdtool.builders.evaluation.llama_cpp_peer import (
 )
 from hdtool.builders.evaluation.replay import with_own_history
 from hdtool.builders.evaluation.scores import baseline_of
+from hdtool.builders.evaluation.threads import choose_shared_threads
 from hdtool.data.bench_results import (
     BenchRun,
     ResultFolder,
@@ -115,10 +116,9 @@ class ContenderFactory:
     ) -> dict[str, Contender]:
         """Return contenders by name, in the given order; ``llama_cpp`` maps llama.cpp contenders to GGUF files."""
         contenders: dict[str, Contender] = {}
-        stock = self._stock() if set(names) & GENERATE_PEERS else None
         for name in names:
-            if stock is not None and name in GENERATE_PEERS:
-                contenders[name] = self._peer(name, stock, assistant)
+            if name in GENERATE_PEERS:
+                contenders[name] = self._peer(name, self._stock, assistant)
             elif name in LLAMA_CPP:
                 file, lookup = (llama_cpp or {})[name], name == "llama.cpp-pld"
                 contenders[name] = LlamaCppContender(self._loaded, file, self._decoding.max_new_tokens, lookup=lookup)
@@ -129,6 +129,11 @@ class ContenderFactory:
                     self._loaded, new(), self._sampling, max_new_tokens, new, self._decoding.draft_tokens
                 )
         return contenders
+
+    def choose_threads(self, names: Sequence[str], wanted: int | None) -> None:
+        """Set the number of threads of all contenders: ``wanted`` or, if None, a number that suits them."""
+        peer = self._stock if set(names) & GENERATE_PEERS else None
+        choose_shared_threads(self._loaded.target, peer, wanted)
 
     @cached_property
     def _costs(self) -> MeasuredCosts:
@@ -159,7 +164,9 @@ class ContenderFactory:
             )
         return GenerateContender(self._loaded, stock, self._sampling, self._decoding.max_new_tokens, **drafting)
 
+    @cached_property
     def _stock(self) -> PreTrainedModel:
+        """Model on which ``generate`` runs, as its users have it."""
         model: PreTrainedModel = self._loaded.target.model
         if not has_compiled_layers(model):
             return model
@@ -229,11 +236,14 @@ class BenchPlan:
             bench = replace(bench, methods=methods, llama_cpp_file=None)
         return replace(self, bench=bench, sampling=sampling)
 
-    def results(self, on_progress: Callable[[int, int], None] = lambda done, total: None) -> Results:
+    def results(
+        self, on_progress: Callable[[int, int], None] = lambda done, total: None, threads: int | None = None
+    ) -> Results:
         """Measure the questions that have no result in the folder yet; return all results.
 
         ``on_progress`` is called with the number of turns done and their total number. Each contender and round counts
-        separately, and the warm-up is included.
+        separately, and the warm-up is included. Unless the plan or an interrupted run has a number of ``threads``, it
+        is that of a run to compare with or, if None, chosen for all contenders.
         """
         folder = Path(self.bench.out)
         before = BenchRun.read(folder)
@@ -246,11 +256,12 @@ class BenchPlan:
             if results.complete:
                 return results
             refuse_other_options(folder, before, options)
+            threads = before.surroundings.get("threads")
         with locked_results(folder):
-            self._measure(folder, on_progress)
+            self._measure(folder, on_progress, threads if self.bench.threads is None else self.bench.threads)
         return read_results(folder)
 
-    def _measure(self, folder: Path, on_progress: Callable[[int, int], None]) -> None:
+    def _measure(self, folder: Path, on_progress: Callable[[int, int], None], threads: int | None) -> None:
         files = row_files(self.model, self.bench.llama_cpp_file)
         obstacles = {name: exclusion_reason(name, files, self.model, self.sampling) for name in LLAMA_CPP}
         for name in self.bench.methods or ():
@@ -262,7 +273,7 @@ class BenchPlan:
         grammars = any(question.grammar for question in self.questions)
         if grammars and (excluded := [name for name in self.bench.methods or () if name in WITHOUT_GRAMMARS]):
             raise OptionError(f"{excluded[0]} cannot be measured on answers that follow a grammar: leave it out")
-        set_num_threads(self.bench.threads)
+        set_num_threads(threads)
         compile_ahead(self.model, *self.bench.methods or METHODS)
         loaded = load(self.model)
         finish_compiling()
@@ -282,6 +293,8 @@ class BenchPlan:
         rows = {name: files[name] for name in methods if name in LLAMA_CPP}
         build = describe_build(rows, on_gpu=loaded.target.device.type == "cuda") if rows else None
         llama_cpp = {"llama_cpp": build["version"], BUILD_KEY: build} if build else {}
+        lineup = ContenderFactory(loaded, store_set, self.model, self.decoding, self.sampling)
+        lineup.choose_threads(methods, threads)
         run = BenchRun(
             self.options(),
             methods,
@@ -291,7 +304,6 @@ class BenchPlan:
         )
         ids = [question_id(question.id) for question in self.questions]
         results = ResultFolder(folder, run, ids)
-        lineup = ContenderFactory(loaded, store_set, self.model, self.decoding, self.sampling)
         contenders = lineup.contenders(methods, self.bench.assistant, rows)
         max_new_tokens = self.decoding.max_new_tokens
         progress = _Progress(on_progress)

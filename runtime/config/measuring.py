@@ -96,7 +96,9 @@ class BenchConfig(Settings):
         alias="drafters",
         values=(COLD, WARM),
     )
-    threads: int | None = setting(None, "CPU threads of torch. Default: torch's own setting.", min_value=1)
+    threads: int | None = setting(
+        None, "CPU threads of every method. Default: as many as suit transformers' generate.", min_value=1
+    )
     out: str = "bench"
     """Folder for results."""
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from statistics import fmean
@@ -412,36 +412,46 @@ def cpu_quota(root: Path = CGROUPS) -> int | None:
 def _fastest(target: Target, max_threads: int, record: CachedValue | None) -> int:
     threads = record.read(int, max_age=MAX_CACHE_AGE) if record else None
     if threads is None or not 1 <= threads <= max_threads:
-        threads = _measured(target, max_threads)
+        threads = fastest_threads(lambda count: _seconds_with(count, target), max_threads)
         if record:
             record.write(threads)
     return threads
 
 
-def _measured(target: Target, best: int) -> int:
-    shortest = _seconds_with(best, target)
-    while best > 1 and (seconds := _seconds_with(best // 2, target)) <= MIN_SPEEDUP * shortest:
+def fastest_threads(seconds_with: Callable[[int], float], best: int) -> int:
+    """Return the number of threads, at most ``best``, with which ``seconds_with`` is the shortest, or nearly so.
+
+    Half as many threads are tried until fewer are slower.
+    """
+    shortest = seconds_with(best)
+    while best > 1 and (seconds := seconds_with(best // 2)) <= MIN_SPEEDUP * shortest:
         best, shortest = best // 2, min(shortest, seconds)
     return best
 
 
 def _seconds_with(threads: int, target: Target) -> float:
-    """Return the total time in seconds of one pass per tree size in ``NODES``.
-
-    The time is averaged over several repetitions, including those slowed by a busy machine.
-    """
+    """Return the total time in seconds of one pass per tree size in ``NODES``."""
     torch.set_num_threads(threads)
     cache = target.allocate()
     target.prefill(cache, 0, some_context(4, target.config.vocab_size), room=max(NODES))
     trees = [DraftTree.of(0, [1] * size, [-1] * size if target.takes_trees else range(-1, size - 1)) for size in NODES]
-    seconds: list[float] = []
-    began = time.perf_counter()
-    for repeat in range(REPEATS + 1):
+
+    def run() -> float:
         before = target.log.seconds
         for tree in trees:
             target.verify(cache, [tree])
             target.wait()
-        seconds.append(target.log.seconds - before)
+        return target.log.seconds - before
+
+    return mean_seconds(run)
+
+
+def mean_seconds(run: Callable[[], float]) -> float:
+    """Return the mean of several measurements after a warm-up, including those slowed by a busy machine."""
+    seconds: list[float] = []
+    began = time.perf_counter()
+    for repeat in range(REPEATS + 1):
+        seconds.append(run())
         if repeat and time.perf_counter() - began > PATIENCE:
             break
     return fmean(seconds[1:])

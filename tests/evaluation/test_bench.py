@@ -364,6 +364,29 @@ def test_an_answer_has_wall_and_cpu_time_and_that_of_its_first_token(embedded: L
         assert not contender._model._forward_hooks, "no hook runs in later passes"
 
 
+def test_all_run_with_one_number_of_threads_also_when_a_run_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It is chosen once: runs at other temperatures, and an interrupted run, take it over."""
+    chosen: list[int | None] = []
+
+    def choose(self: ContenderFactory, names: Sequence[str], wanted: int | None) -> None:
+        chosen.append(wanted)
+
+    monkeypatch.setattr(ContenderFactory, "choose_threads", choose)
+    monkeypatch.setattr("hdtool.builders.evaluation.report.pages.check_report_folder", lambda folder: None)
+    monkeypatch.setattr("hdtool.cli.result_tables.report_bench", lambda *_, **__: None)
+    asked = ["bench", "--methods", "ar", "--out", str(tmp_path), *QUICK, "--max-new-tokens", "2"]
+    temperatures = ["--temperatures", "0.5", "--report", str(tmp_path / "report")]
+    assert run([*asked, *temperatures]) == 0
+    assert chosen == [None, 1]
+    assert f"threads of every method: {torch.get_num_threads()}" in " ".join(capsys.readouterr().out.split())
+    rows = (tmp_path / "ar.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "ar.jsonl").write_text("".join(rows[:2]))
+    assert run([*asked, *temperatures]) == 0
+    assert chosen == [None, 1, 1]
+
+
 def test_drawn_answers_are_ours_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     asked = ["bench", "--methods", "generate,generate-pld,ar,pld", "--out", str(tmp_path), *QUICK]
     assert run([*asked, "--temperature", "0.8", "--seed", "5", "--json"]) == 0
