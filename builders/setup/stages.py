@@ -16,6 +16,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from hdtool.builders.evaluation.recording import RecordedTurn, TurnReader
+from hdtool.builders.evaluation.timing import Stopwatch, Timings, doubt
 from hdtool.builders.setup.measurements import (
     Overhead,
     answer_prompts,
@@ -23,7 +24,7 @@ from hdtool.builders.setup.measurements import (
     replay_by_source,
     replay_with_model_store,
 )
-from hdtool.builders.setup.verdict import MIN_STORE_ANSWERS
+from hdtool.builders.setup.verdict import MIN_STORE_ANSWERS, doubted
 from hdtool.builders.setup.work_folder import (
     LearnedPart,
     SetupStores,
@@ -163,7 +164,7 @@ class Stages:
         return {stage: [*versions, *conditions] for stage, conditions in self._plan.conditions().items()}
 
     def _outdated(self, stores: SetupStores) -> list[str]:
-        """Return the stages whose files are missing or were replaced by another command."""
+        """Return the stages whose files are missing or were replaced by another command, and measurements in doubt."""
         copies = [*self._folder.learned_files, self._folder.held_out]
         stages = [] if all(path.exists() for path in copies) else ["read"]
         stages += [
@@ -171,6 +172,8 @@ class Stages:
         ]
         if self._plan.config.rankings and not _has_rankings(stores):
             stages.append(STORE_STAGES[MODEL])
+        if "answers" in self._folder.stages and doubted(self._folder.stages):
+            stages += MEASUREMENTS
         return stages
 
     @cached_property
@@ -342,12 +345,16 @@ class Stages:
     def _measure_passes(self) -> Result:
         longest = max(len(turn.prompt) + len(turn.answer) for turns in self._held_out for turn in turns)
         lengths = context_lengths_for(self._loaded, CostConfig(longest=max(CostConfig.shortest, longest)))
-        with progress_bar(len(lengths), "contexts", quiet=self._plan.quiet) as progress:
+        target = self._loaded.target
+        with (
+            progress_bar(len(lengths), "contexts", quiet=self._plan.quiet) as progress,
+            Stopwatch(target.device) as watch,
+        ):
             curve = measure_cost_curve(self._loaded, lengths, progress.to)
         curve.write(self._folder.cost)
-        save_at_home(self._loaded.target, curve)
-        target = self._loaded.target
+        save_at_home(target, curve)
         return {
+            "doubt": doubt({"the passes": Timings.of([watch])}),
             "device": device_name(target.device),
             "dtype": dtype_name(target.dtype),
             "threads": torch.get_num_threads(),

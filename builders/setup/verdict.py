@@ -116,6 +116,12 @@ RELIABLE_ANSWERS = 12
 """Number of measured answers below which the verdict may not be representative."""
 
 
+def doubted(stages: Mapping[str, Mapping[str, Any]]) -> str:
+    """Return why the times that these stages measured allow no comparison; empty if they do."""
+    reasons = (str(stages.get(name, {}).get("doubt", "")) for name in ("passes", "answers"))
+    return next((reason for reason in reasons if reason), "")
+
+
 @dataclass(frozen=True)
 class Verdict:
     """Conclusion from the results of all stages."""
@@ -126,6 +132,11 @@ class Verdict:
     """Model options as the user typed them, for the next command."""
 
     @property
+    def doubt(self) -> str:
+        """Sentence that says why the measured times allow no comparison; empty if they do."""
+        return doubted(self.stages)
+
+    @property
     def expected(self) -> float:
         """Predicted speedup over plain decoding."""
         replayed = self.stages["replay"]
@@ -133,9 +144,13 @@ class Verdict:
 
     @property
     def method(self) -> str:
-        """Fastest measured method: ``hd`` or, if trained drafters are available, a method that uses one."""
+        """Fastest measured method: ``hd`` or, if trained drafters are available, a method that uses one.
+
+        It is ``hd`` if the measured times allow no comparison.
+        """
         speeds = self.stages["answers"]["tokens_per_second"]
-        return max((HD_METHOD, *self._offered), key=lambda name: float(speeds[name]))
+        candidates = [HD_METHOD] if self.doubt else [HD_METHOD, *self._offered]
+        return max(candidates, key=lambda name: float(speeds[name]))
 
     @property
     def _offered(self) -> Mapping[str, Mapping[str, Any]]:
@@ -155,13 +170,16 @@ class Verdict:
         return bool(answers["identical"] + answers["near_ties"] == answers["prompts"])
 
     @property
-    def pays(self) -> bool:
-        return self.lossless and self.measured >= MIN_SPEEDUP
+    def pays(self) -> bool | None:
+        """Whether drafting pays; None if the measured times allow no comparison."""
+        if not self.lossless:
+            return False
+        return None if self.doubt else self.measured >= MIN_SPEEDUP
 
     @property
     def next_command(self) -> str:
         """Command to run next. It does not name the stores in hdtool's home, which are found by default."""
-        method: Sequence[str] = () if self.pays else ("--method", "ar")
+        method: Sequence[str] = ("--method", "ar") if self.pays is False else ()
         if self.pays and self.method != HD_METHOD:
             method = self._offered[self.method]["options"]
         return shlex.join(["hdtool", "generate", "--model", self.model, *self.options, *method]) + ' "..."'
@@ -169,7 +187,7 @@ class Verdict:
     @property
     def advice(self) -> list[str]:
         """Sentences on what to do besides running ``next_command``; empty if the method is not lossless."""
-        return advice(self.stages, None if self.pays else MIN_SPEEDUP / self.measured) if self.lossless else []
+        return advice(self.stages, MIN_SPEEDUP / self.measured if self.pays is False else None) if self.lossless else []
 
     def lines(self) -> list[str]:
         """Return the figures, verdict, advice and next command as lines of text."""
@@ -177,13 +195,13 @@ class Verdict:
         speeds = answers["tokens_per_second"]
         return [
             f"expected  {replayed['tokens_per_second']:.1f} tokens/s with hd, "
-            f"{replayed['plain_tokens_per_second']:.1f} without drafts: {self.expected:.2f} times, "
+            f"{replayed['plain_tokens_per_second']:.1f} without drafts{self._times(self.expected)}, "
             f"by replay of {count_of(self.stages['read']['held_out'], 'held-out conversation')}",
-            f"measured  {speeds['hd']:.1f} tokens/s with hd, {speeds['ar']:.1f} without drafts: "
-            f"{speeds['hd'] / speeds['ar']:.2f} times; {speeds['generate']:.1f} by transformers' generate; "
+            f"measured  {speeds['hd']:.1f} tokens/s with hd, {speeds['ar']:.1f} without drafts"
+            f"{self._times(speeds['hd'] / speeds['ar'])}; {speeds['generate']:.1f} by transformers' generate; "
             f"{self._identical()}",
             *(
-                f"drafter   {speeds[name]:.1f} tokens/s with {name}: {speeds[name] / speeds['ar']:.2f} times, "
+                f"drafter   {speeds[name]:.1f} tokens/s with {name}{self._times(speeds[name] / speeds['ar'])}, "
                 f"{measured['tokens_per_step']:.2f} tokens per step"
                 for name, measured in self._offered.items()
             ),
@@ -220,11 +238,16 @@ class Verdict:
             "tokens_per_step": replayed["tokens_per_step"],
             "accepted": replayed["accepted"],
             "lossless": self.lossless,
+            "doubt": self.doubt or None,
             "pays": self.pays,
             "reason": self._judged(),
             "advice": self.advice,
             "next": self.next_command,
         }
+
+    def _times(self, speedup: float) -> str:
+        """Return a speedup over plain decoding, to follow its two speeds; empty if it is in doubt."""
+        return "" if self.doubt else f": {speedup:.2f} times"
 
     def _identical(self) -> str:
         answers = self.stages["answers"]
@@ -246,9 +269,9 @@ class Verdict:
     def _judged(self) -> str:
         if not self.lossless:
             return f"NOT lossless: run hdtool verify --model {shlex.quote(self.model)} and report what it prints"
-        return self._paying() + self._doubt()
+        return f"{self.doubt} The same command measures again." if self.doubt else self._paying() + self._few()
 
-    def _doubt(self) -> str:
+    def _few(self) -> str:
         prompts = self.stages["answers"]["prompts"]
         if prompts >= RELIABLE_ANSWERS or self.pays == (self.expected >= MIN_SPEEDUP):
             return ""

@@ -227,6 +227,22 @@ class TestVerdict:
         assert "--num-prompts" not in self.verdict(tokens_per_second=slower, prompts=12, identical=12).lines()[3]
         assert "--num-prompts" not in self.verdict(prompts=2, identical=2).lines()[3]
 
+    @pytest.mark.parametrize("stage", ["passes", "answers"])
+    def test_on_a_busy_machine_no_ratio_is_printed(self, stage: str) -> None:
+        busy = "No speed-up is stated, because the machine was busy. Measure again on an idle machine."
+        stages = {**self.STAGES, stage: {**self.STAGES[stage], "doubt": busy}}
+        verdict = Verdict("m", stages, ())
+        expected, measured, _, judged, *_ = verdict.lines()
+        assert expected.startswith("expected  44.0 tokens/s with hd, 22.0 without drafts, by replay of")
+        assert measured.startswith("measured  39.0 tokens/s with hd, 20.0 without drafts; 15.0 by transformers'")
+        assert judged == f"verdict   {busy} The same command measures again."
+        assert "times" not in "".join(verdict.lines())
+        assert verdict.next_command == 'hdtool generate --model m "..."'
+        told = verdict.to_json()
+        assert (told["pays"], told["doubt"], told["reason"]) == (None, busy, judged.removeprefix("verdict   "))
+        wrong = Verdict("m", {**stages, "answers": {**stages["answers"], "identical": 1}}, ())
+        assert wrong.pays is False and "NOT lossless" in wrong.lines()[3]
+
     def test_near_ties_are_lossless_and_other_differences_are_not(self) -> None:
         assert self.verdict(identical=3, near_ties=1).pays
         assert "3 of 4 answers identical, 1 differs at near ties" in self.verdict(identical=3, near_ties=1).lines()[1]
@@ -352,6 +368,18 @@ class TestCommand:
         for stage, method in list(zip(ALL_STAGES, METHODS, strict=True))[2:]:
             monkeypatch.setattr(Stages, method, stub(stage))
         return ran
+
+    def test_measurements_of_a_busy_machine_are_made_again(
+        self, measured: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        with monkeypatch.context() as busy:
+            busy.setitem(TestVerdict.STAGES["answers"], "doubt", "No speed-up is stated, because of others.")
+            assert run(COMMAND) == 0
+            assert "others. The same command measures again." in capsys.readouterr().out
+        for _ in range(2):
+            assert run(COMMAND) == 0
+            assert "drafting pays: 1.95 times" in capsys.readouterr().out
+        assert measured == 2 * ["passes", "replay", "answers"], "times that are sound are kept"
 
     @pytest.mark.long
     def test_rankings_stay_when_answers_join_them_and_can_be_added(
