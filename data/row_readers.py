@@ -228,11 +228,9 @@ def as_file_on_disk(path: Path, stream: io.BufferedReader) -> Iterator[tuple[Pat
 
 
 def parquet_rows(raw: CountedFile, stream: io.BufferedReader) -> Iterator[Row]:
-    try:
-        from datasets import Dataset
-        from pyarrow import parquet
-    except ImportError:
-        raise RecordError(f"{raw.path} is a Parquet file, which the library datasets reads: install datasets") from None
+    from datasets import Dataset
+    from pyarrow import parquet
+
     with as_file_on_disk(raw.path, stream) as (file, scratch):
         pattern = glob.escape(os.path.abspath(file))
         try:

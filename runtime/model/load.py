@@ -15,7 +15,7 @@ import torch
 import transformers
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedConfig
 
-from hdtool.data.errors import FamilyError, HdtoolError, ModelError, OptionError, did_you_mean
+from hdtool.data.errors import FamilyError, HdtoolError, ModelError, OptionError, command_for_missing, did_you_mean
 from hdtool.data.stores.manifest import Checkpoint
 from hdtool.runtime.config import ModelConfig, SamplingConfig
 from hdtool.runtime.config.model import BLOCKS, DEVICES, INT8
@@ -40,7 +40,7 @@ from hdtool.runtime.model.families import refuse_by_configuration
 from hdtool.runtime.model.gguf.converted_folder import MANIFEST as CONVERSION, Manifest, gguf_file
 from hdtool.runtime.model.gguf.packing import assembled_model, packed_model, read_weights
 from hdtool.runtime.model.hub import weight_files
-from hdtool.runtime.model.placement import require_accelerate, use_planless_attention
+from hdtool.runtime.model.placement import use_planless_attention
 from hdtool.runtime.model.quantization import (
     NO_INT8,
     library_of,
@@ -149,7 +149,6 @@ def load(config: ModelConfig | str) -> Loaded:
     if group := leader():
         target = _leading_target(config, settings, group)
     elif config.device_map:
-        require_accelerate("device-map")
         placed = _weights(config, settings, device, device_map=config.device_map)
         target = _attempt(name, f"with device map {config.device_map}", lambda: Target(placed))
     else:
@@ -316,7 +315,6 @@ def _leading_target(config: ModelConfig, settings: Any, group: ProcessGroup) -> 
         raise OptionError("device-map is for one process, and torchrun started several: leave it out")
     check_device(config.device)
     check_sharding(settings, name, group.size)
-    require_accelerate("torchrun")
     group.broadcast("load", config)
     return _attempt(name, "a part of it", lambda: LeadingTarget(_sharded_weights(config, settings), group))
 
@@ -508,7 +506,7 @@ def _reason(error: Exception, name: str) -> str:
     first = text.split(". ")[0][:300] or type(error).__name__
     path = Path(name).expanduser()
     if isinstance(error, ImportError):
-        return first
+        return f"{first}: {command}" if (command := command_for_missing(error.name)) else first
     if path.is_dir():
         return f"{first}: check that the folder is whole"
     return f"{first}: check the file" if path.exists() else first

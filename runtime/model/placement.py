@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from importlib.util import find_spec
 from itertools import chain
 from typing import TYPE_CHECKING
 
 import torch
 
-from hdtool.data.errors import ModelError, install_command
+from hdtool.data.errors import ModelError
 from hdtool.runtime.kernels.compact_weight import expand_compact, is_compact
 from hdtool.runtime.model.compact_layers import compact_parameters, replace_parameter
 from hdtool.runtime.model.transformers_internals import last_logits_only, passes
@@ -43,12 +42,6 @@ def not_on_one_device_reason(model: PreTrainedModel) -> str:
     if len(refs) > 1:
         return f"its weights lie on {', '.join(sorted(map(str, refs)))}"
     return ""
-
-
-def require_accelerate(feature: str) -> None:
-    """Raise a ``ModelError`` if accelerate, which transformers needs to place weights, is not installed."""
-    if not find_spec("accelerate"):
-        raise ModelError(f"{feature} needs accelerate, which is not installed: {install_command('gpus')}")
 
 
 HIGHER_PRECISION = {torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.float32: torch.float64}

@@ -58,10 +58,9 @@ def require_libraries(name: str, settings: Any, scheme: str | None) -> None:
     if scheme and saved:
         raise OptionError(f"{name} is quantized already, with {saved}: leave out --quantization {scheme}")
     library = LIBRARIES[scheme] if scheme else saved
-    needed = [library, "accelerate"] if library in MODULES else ["accelerate"]
-    if lacking := [each for each in needed if not find_spec(MODULES.get(each, each))]:
+    if library in MODULES and not find_spec(MODULES[library]):
         what = f"--quantization {scheme}" if scheme else f"{name}, which is quantized with {saved},"
-        raise ModelError(f"{what} needs {' and '.join(lacking)}, not installed here: {install_command('quantized')}")
+        raise ModelError(f"{what} needs {library}, not installed here: {install_command('quantized')}")
 
 
 def quantization(scheme: str, dtype: torch.dtype) -> QuantizationConfigMixin:

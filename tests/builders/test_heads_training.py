@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from hdtool.builders.evaluation.recording import TurnReader
-from hdtool.builders.heads import training_loop, training_loop as processes
+from hdtool.builders.heads import training_loop
 from hdtool.builders.heads.loss import (
     Batch,
     BatchSampler,
@@ -389,13 +389,6 @@ def test_a_checkpoint_of_another_origin_is_neither_used_nor_replaced(tmp_path: P
         with pytest.raises(HeadsError, match=r"checkpoint\.pt is there and is not a checkpoint of hdtool train-heads"):
             act()
     assert place.read_bytes() == before
-
-
-def test_several_processes_need_accelerate(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setitem(__import__("sys").modules, "accelerate", None)
-    with pytest.raises(HeadsError, match="pip install accelerate"):
-        processes.process_group(on_cpu=True)
 
 
 @pytest.mark.parametrize(("kind", "method"), [("amphista", "amphista"), ("hydra++", "hydra"), ("mtp", "mtp")])

@@ -342,6 +342,25 @@ def test_bad_usage_is_one_line_and_code_2(options: list[str], said: str, capfd: 
     assert said in complaint(capfd, ["generate", "--prompt", "hi", *options], code=2)
 
 
+@pytest.mark.parametrize("name", ["prometheus_client", "starlette.applications"])
+def test_a_package_that_was_removed_is_named_with_the_command_that_installs_it(
+    name: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def load() -> None:
+        raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+    monkeypatch.setattr("hdtool.cli.serve.quiet_libraries", load)
+    assert run(["serve"]) == 1
+    package = name.split(".")[0].replace("_", "-")
+    assert re.fullmatch(f"error: No module named '{name}': pip install \"{package}>=.*\"\n", capfd.readouterr().err)
+
+
+def test_a_module_that_no_package_brings_is_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hdtool.cli.serve.quiet_libraries", lambda: __import__("hdtool.nothing"))
+    with pytest.raises(ModuleNotFoundError):
+        run(["serve"])
+
+
 def test_unknown_commands_are_code_2(capfd: pytest.CaptureFixture[str]) -> None:
     assert "nonsense" in complaint(capfd, ["nonsense"], code=2)
 

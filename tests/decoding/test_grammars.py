@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
@@ -488,11 +487,6 @@ class TestFaults:
         with pytest.raises(PromptError, match=fault) as error:
             compiler.guide(grammar)
         assert "\n" not in str(error.value)
-
-    def test_the_library_is_asked_for(self, embedded: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setitem(sys.modules, "llguidance", None)
-        with pytest.raises(OptionError, match='pip install "llguidance'):
-            GrammarCompiler(embedded.tokenizer, embedded.stops, embedded.target.vocabulary)
 
     @pytest.mark.parametrize(
         ("row", "fault"),

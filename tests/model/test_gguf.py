@@ -26,7 +26,7 @@ from hdtool.data.errors import HdtoolError, ModelError, OptionError
 from hdtool.data.stores.home import converted_models_at_home
 from hdtool.data.stores.manifest import TokenizerFingerprint
 from hdtool.runtime.config import ModelConfig
-from hdtool.runtime.model.gguf import convert, converted, converted_folder
+from hdtool.runtime.model.gguf import converted, converted_folder
 from hdtool.runtime.model.gguf.convert import LLAMA_3, Conversion, narrow_if_exact
 from hdtool.runtime.model.gguf.converted import converted as folder_of
 from hdtool.runtime.model.gguf.converted_folder import REST, WEIGHTS, Manifest
@@ -237,7 +237,6 @@ def test_commands_that_need_the_tokenizer_alone_convert_no_weights(
 
 def test_the_second_start_reads_only_what_was_converted(known: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = folder_of(known, weights=True)
-    monkeypatch.setattr(convert, "find_spec", lambda _: None)
     for function in ("content_hash", "file_lock"):
         monkeypatch.setattr(converted, function, lambda *_: pytest.fail("the file was read or locked"))
     assert folder_of(known, weights=True) == folder_of(known, weights=False) == folder
@@ -441,8 +440,8 @@ def test_files_that_cannot_be_read(
     assert "is one of 3 parts of a model: join them" in refused()
     file.write_bytes(whole)
     with monkeypatch.context() as patched:
-        patched.setattr(convert, "find_spec", lambda name: None if name == "gguf" else name)
-        assert 'needs gguf, not installed here: pip install "accelerate>=1.1" "gguf>=0.19"' in refused()
+        patched.setitem(sys.modules, "gguf", None)
+        assert refused().endswith('import of gguf halted; None in sys.modules: pip install "gguf>=0.19"')
     assert not list(converted_models_at_home().rglob(WEIGHTS))
 
 

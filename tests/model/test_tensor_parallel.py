@@ -15,12 +15,11 @@ import pytest
 import torch
 
 from hdtool.cli import app
-from hdtool.data.errors import HdtoolError, ModelError, OptionError
+from hdtool.data.errors import ModelError, OptionError
 from hdtool.runtime.config import DecodeConfig, ModelConfig, SamplingConfig
 from hdtool.runtime.drafter import NoDraft
 from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
 from hdtool.runtime.model import placement, tensor_parallel as ranks
-from hdtool.runtime.model.load import load
 from hdtool.runtime.model.target import Target
 from hdtool.runtime.model.tensor_parallel import check_decoding, check_device, check_sharding
 from tests.support.decoding import output_tokens, run
@@ -154,12 +153,6 @@ def test_methods_that_need_the_whole_model_are_refused(
     monkeypatch.setattr(ranks, "_group", object())
     with pytest.raises(OptionError, match=said_so):
         check_decoding(asked)
-
-
-def test_a_device_map_without_its_library(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(placement, "find_spec", lambda name: None)
-    with pytest.raises(HdtoolError, match=r'device-map needs accelerate.* pip install "accelerate'):
-        load(ModelConfig(device_map="auto"))
 
 
 @pytest.mark.parametrize(("rank", "code", "lines"), [("0", 2, 1), ("1", 0, 0)])

@@ -2,6 +2,5 @@
 
 A request passes through ``app`` (HTTP), ``requests``, ``preparation``, ``answers`` and ``scheduler``. Its answer
 returns through ``answers`` and ``formats``. ``responses_api`` and ``messages_api`` convert the requests of other APIs
-to chat requests and format their answers. Only ``app``, ``launch`` and ``scheduler`` import HTTP and metrics libraries;
-``starlette``, ``uvicorn``, ``pydantic`` and ``prometheus_client`` come with the extra ``server``.
+to chat requests and format their answers. Only ``app``, ``launch`` and ``scheduler`` import HTTP and metrics libraries.
 """

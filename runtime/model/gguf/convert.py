@@ -17,7 +17,6 @@ from contextlib import ExitStack, contextmanager, redirect_stderr, suppress
 from dataclasses import dataclass
 from functools import cache, partial
 from importlib import import_module, metadata
-from importlib.util import find_spec
 from io import StringIO
 from pathlib import Path
 from typing import Any, cast
@@ -27,7 +26,7 @@ import numpy as np
 import torch
 from safetensors.torch import load_file
 
-from hdtool.data.errors import HdtoolError, ModelError, install_command
+from hdtool.data.errors import HdtoolError, ModelError
 from hdtool.data.gguf_header import GGUFHeader
 from hdtool.runtime.model.gguf import gpt_oss
 from hdtool.runtime.model.gguf.converted_folder import WEIGHTS
@@ -227,7 +226,6 @@ def _zeros(shape: tuple[int, ...]) -> torch.Tensor:
     return torch.zeros(()).expand(shape)
 
 
-LIBRARIES = ("gguf", "accelerate")
 PLAIN = {0: torch.float32, 1: torch.float16, 30: torch.bfloat16}
 """Dtypes of unquantized tensor formats, by type number."""
 END_OF_TURN_SETTINGS = ("tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id")
@@ -246,13 +244,10 @@ class Conversion:
 
     @classmethod
     def of(cls, file: Path) -> Conversion:
-        """Check the file and the installed libraries; raise a ``ModelError`` if the file cannot be converted."""
-        header = GGUFHeader.read(file)
-        if lacking := [name for name in LIBRARIES if not find_spec(name)]:
-            needed = " and ".join(lacking)
-            raise ModelError(f"{file} needs {needed}, not installed here: {install_command('gguf')}")
+        """Check the file; raise a ``ModelError`` if it cannot be converted."""
         from gguf import GGML_QUANT_SIZES
 
+        header = GGUFHeader.read(file)
         header.check_whole(file, {int(kind): sizes for kind, sizes in GGML_QUANT_SIZES.items()})
         parts = header.values.get("split.count", 1)
         if isinstance(parts, int) and parts > 1:
