@@ -8,17 +8,20 @@ import shlex
 import shutil
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from importlib import import_module, metadata
 from pathlib import Path
+from stat import S_ISREG
 
 import torch
 from packaging.requirements import Requirement
 
+from hdtool import builders, runtime
 from hdtool.data import demo
 from hdtool.data.errors import HdtoolError, error_reason, install_command, pip_install, requirements
 from hdtool.data.gguf_header import GGUFHeader
-from hdtool.data.progress import count_of
+from hdtool.data.progress import abbreviated, count_of
 from hdtool.data.prompts import Prompt
 from hdtool.data.stores.home import StoredItem, home, stored_items
 from hdtool.data.stores.manifest import Checkpoint, TokenizerFingerprint
@@ -50,6 +53,8 @@ class Finding:
     state: str = OK
     advice: str = ""
     """Command or step that fixes the problem."""
+    bytes: int | None = None
+    """Size of the files in a folder; None if the check is not about a folder."""
 
 
 IMPORT_CHECKED = ("numba", "transformers", "datasets", "lmdb")
@@ -177,9 +182,29 @@ LOW_DISK_BYTES = 2 * 10**9
 
 
 def folder_findings() -> Iterator[Finding]:
-    yield _writable("home", home(), "HDTOOL_HOME")
+    """Yield the folders that hdtool and its libraries write to, with their sizes."""
+    yield _home()
     yield _compiled_code()
+    yield _compiled_files()
     yield from _hub()
+
+
+def _home() -> Finding:
+    finding = _writable("home", home(), "HDTOOL_HOME")
+    parts = {folder.name: size_of(folder) for folder in home().glob("*/")}
+    largest = sorted((part for part in parts.items() if part[1]), key=lambda part: -part[1])
+    listed = ", ".join(f"{name} {abbreviated(size)}B" for name, size in largest)
+    return replace(finding, found=f"{finding.found}; in it: {listed or 'nothing'}", bytes=sum(parts.values()))
+
+
+def size_of(folder: Path, pattern: str = "*") -> int:
+    """Return the size of a folder's files in bytes, without links and files that cannot be read."""
+    total = 0
+    for path in folder.rglob(pattern):
+        with suppress(OSError):
+            status = path.lstat()
+            total += status.st_size * S_ISREG(status.st_mode)
+    return total
 
 
 def store_findings() -> Iterator[Finding]:
@@ -210,13 +235,27 @@ def _compiled_code() -> Finding:
     return Finding("compiled", f"kept in {code_folder()}")
 
 
+def _compiled_files() -> Finding:
+    """Report the size of numba's cache of hdtool's files, or of all programs if they share one."""
+    folder = cache_folder(grow_all)
+    if folder.name == "__pycache__":
+        rooms = [Path(module.__file__ or "").parent for module in (builders, runtime)]
+        size, where = sum(size_of(room, "*.nb[ic]") for room in rooms), f"beside hdtool's files in {rooms[0].parent}"
+    else:
+        size, where = size_of(folder.parent, "*.nb[ic]"), f"of all programs that use numba, in {folder.parent}"
+    return Finding("machine code", f"{abbreviated(size)}B, {where}", bytes=size)
+
+
 def _hub() -> Iterator[Finding]:
     from huggingface_hub import constants, get_token
 
     cache = Path(constants.HF_HUB_CACHE)
     models = sum(1 for _ in cache.glob("models--*"))
     finding = _writable("hub cache", cache, "HF_HOME")
-    yield replace(finding, found=f"{finding.found}, {count_of(models, 'model')}")
+    size = size_of(cache)
+    yield replace(
+        finding, found=f"{finding.found}; in it: {count_of(models, 'model')}, {abbreviated(size)}B", bytes=size
+    )
     if constants.HF_HUB_OFFLINE:
         yield Finding("hub", "HF_HUB_OFFLINE is set: nothing is downloaded", NOTE, "unset HF_HUB_OFFLINE to download")
     elif get_token() is None:

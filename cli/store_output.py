@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from hdtool.cli.result_tables import as_columns
 from hdtool.data.errors import StoreError
 from hdtool.data.input_files import find_inputs
-from hdtool.data.progress import Tally, count_of, progress_bar
+from hdtool.data.progress import Tally, abbreviated, count_of, progress_bar
 from hdtool.data.stores.manifest import Manifest, TokenizerFingerprint
 from hdtool.data.stores.store_files import printable
 from hdtool.runtime.config import BuildConfig, ModelConfig
@@ -70,16 +70,6 @@ def store_record(item: StoredItem) -> dict[str, Any]:
     shown = asdict(item)
     del shown["shared_name"]  # only used to reject ambiguous names
     return {**shown, "folder": str(item.folder), "age": round(time.time() - item.changed)}
-
-
-def abbreviated(number: int) -> str:
-    """Abbreviate a number to at most three digits and an SI prefix, as in 1.2M."""
-    value, prefix = float(number), ""
-    for larger in "kMGT":
-        if value < 999.5:
-            break
-        value, prefix = value / 1000, larger
-    return f"{value:.0f}{prefix}" if value >= 9.95 or not prefix else f"{value:.1f}{prefix}"
 
 
 def age_in_words(seconds: float) -> str:

@@ -97,6 +97,16 @@ def count_of(number: int, noun: str) -> str:
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
 
 
+def abbreviated(number: int) -> str:
+    """Abbreviate a number to at most three digits and an SI prefix, as in 1.2M."""
+    value, prefix = float(number), ""
+    for larger in "kMGT":
+        if value < 999.5:
+            break
+        value, prefix = value / 1000, larger
+    return f"{value:.0f}{prefix}" if value >= 9.95 or not prefix else f"{value:.1f}{prefix}"
+
+
 @dataclass
 class Tally:
     """Counts of usable and unusable records."""

@@ -111,6 +111,29 @@ def test_folders_that_cannot_be_written(
     assert found["state"] == "mend" and "HDTOOL_HOME" in found["advice"]
 
 
+def test_the_places_that_are_written_to_are_shown_with_their_sizes(
+    own_home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, size in (("stores/a/model", 2_400_000), ("costs/b", 100)):
+        (own_home / name).mkdir(parents=True)
+        (own_home / name / "file").write_bytes(bytes(size))
+    blobs = tmp_path / "hub" / "models--a--b" / "blobs"
+    blobs.mkdir(parents=True)
+    (blobs / "weights").write_bytes(bytes(5_000))
+    (blobs / "again").symlink_to(blobs / "weights")
+    code = tmp_path / "numba" / "hierarchy_0"
+    code.mkdir(parents=True)
+    (code / "tree.grow_all-1.py311.nbi").write_bytes(bytes(70))
+    monkeypatch.setattr(doctor, "cache_folder", lambda _: code)
+    found = {each.name: each for each in doctor.folder_findings()}
+    assert found["home"].found.endswith("; in it: stores 2.4MB, costs 100B") and found["home"].bytes == 2_400_100
+    assert found["hub cache"].found.endswith("; in it: 1 model, 5.0kB") and found["hub cache"].bytes == 5_000
+    assert found["machine code"].found == f"70B, of all programs that use numba, in {code.parent}"
+    monkeypatch.setattr(doctor, "cache_folder", lambda _: Path("__pycache__"))
+    (beside,) = (each for each in doctor.folder_findings() if each.name == "machine code")
+    assert "beside hdtool's files" in beside.found and beside.bytes is not None
+
+
 def test_stores_that_can_and_cannot_be_opened(own_home: Path, capfd: pytest.CaptureFixture[str]) -> None:
     for place in ("whole", "broken"):
         shutil.copytree(demo.CORPUS_INDEX, own_home / "stores" / place / "corpus")
