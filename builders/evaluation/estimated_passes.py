@@ -25,8 +25,8 @@ OPS_PER_WEIGHT = 2
 def distinct_experts(rows: float, top_k: int, experts: int, overlap: float = 0.0) -> float:
     """Return the expected number of distinct experts that a pass over ``rows`` tokens activates in a layer.
 
-    Each token activates ``top_k`` of ``experts``. ``overlap`` is the fraction by which the number of experts beyond the
-    first ``top_k`` is lower than for independent tokens.
+    Each token activates ``top_k`` of ``experts``. ``overlap`` interpolates linearly between tokens that choose their
+    experts independently (0) and tokens that all choose the same experts (1).
     """
     independent: float = experts * (1 - (1 - top_k / experts) ** rows)
     return top_k + (1 - overlap) * (independent - top_k)

@@ -188,7 +188,7 @@ class CostConfig:
     teraflops: float | None = None
     """Peak compute in teraflops, for estimates; None means passes are never compute-bound."""
     overlap: float = 0.0
-    """Fraction by which a pass activates fewer experts than it would if its tokens were routed independently."""
+    """From 0, each token of a pass chooses its experts independently, to 1, all tokens choose the same experts."""
 
     def __post_init__(self) -> None:
         for name, value in (("bandwidth", self.bandwidth), ("teraflops", self.teraflops)):

@@ -162,8 +162,8 @@ def pack_weights(model: PreTrainedModel) -> bool:
 def loading_as_stored(folder: Path) -> Iterator[None]:
     """In this block, make transformers load weights of float32 models in the checkpoint's 16-bit dtype.
 
-    If the checkpoint's tensors don't all have one 16-bit dtype, they load as usual. Loading in float32 and narrowing
-    afterwards gives the same weights, but temporarily needs twice the memory.
+    A checkpoint with tensors of several dtypes, or of a dtype that isn't 16-bit, loads as usual. Loading in float32 and
+    narrowing afterwards gives the same weights, but temporarily needs twice the memory.
     """
     dtype, usual = _stored_dtype(folder), getattr(PreTrainedModel, PLAN, None)
     if dtype is None or usual is None:

@@ -391,7 +391,7 @@ def _formatted(value: Any, depth: int = 0) -> str:
 def heads_for(method: str, folders: Sequence[str], model: PreTrainedModel) -> SavedHeads:
     """Load heads for a method from the first of ``folders`` whose heads it can use.
 
-    Without ``folders``, search the heads that ship with the model. Raise HeadsError if no heads are suitable.
+    Without ``folders``, choose among the heads of the demo, which fit only its model. Raise HeadsError if none fits.
     """
     wanted = kinds_for(method)
     places = _heads_folders(folders, model)
@@ -412,7 +412,7 @@ def heads_for(method: str, folders: Sequence[str], model: PreTrainedModel) -> Sa
 
 
 def methods_with_heads(folders: Sequence[str], model: PreTrainedModel) -> set[str]:
-    """Return the methods for which heads are given or ship with the model."""
+    """Return the methods that can use the heads in ``folders`` or, without ``folders``, those of the demo."""
     kinds = {kind_of(place) for place in _heads_folders(folders, model)}
     return {method for method in TAKE_HEADS if kinds & set(kinds_for(method))}
 

@@ -41,7 +41,7 @@ class SuffixConfig(NamedTuple):
     nodes_per_token: float = 1.0
     """Number of nodes for each token of the match."""
     extra_nodes: float = 0.0
-    """Number of further nodes, regardless of the match."""
+    """Number of nodes to add to these, whatever the length of the match."""
     min_prob: float = 0.1
     """Minimum probability of a node."""
 
