@@ -14,6 +14,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -108,6 +109,7 @@ def main() -> None:
     parser.add_argument("--corpus", type=Path, required=True)
     parser.add_argument("--model", help="whose tokenizer")
     parser.add_argument("--millions", type=int, nargs="+", default=[1, 3, 10, 30, 100, 200])
+    parser.add_argument("--vocabulary", type=int, help="store ids as for a tokenizer with so many tokens")
     parser.add_argument("--shard-bytes", type=int, default=BuildConfig.shard_bytes)
     parser.add_argument("--plot", type=Path, default=Path("docs/benchmarks/corpus-scale.png"))
     options = parser.parse_args()
@@ -118,6 +120,7 @@ def main() -> None:
         reading = RecordReader([options.corpus])
         with progress_bar(1, "", quiet=True) as shown:
             build_corpus_index(Path(place) / "real", tokenized(reading, tokenizer, shown), mark, reading.sources)
+        mark = replace(mark, vocab_size=options.vocabulary or mark.vocab_size)
         rows = []
         print("| million tokens | walk and build, s | peak memory, GiB | bytes a token | p50, µs | p99, µs |")
         print("|---|---|---|---|---|---|")

@@ -1,0 +1,83 @@
+"""Measures what a model store costs, by size: ``python -m tests.benchmarks.model_store_scale --corpus FILE``.
+
+The answers are the synthetic documents of ``corpus_scale``. Times are CPU seconds of counting and writing, without
+reading and tokenizing. Larger stores take more time per token, since every part of the prefixes is counted in a scan of
+all tokens: the last line estimates a billion tokens from the time of one such scan.
+"""
+
+from __future__ import annotations
+
+import argparse
+import resource
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from hdtool.builders.stores.build import build_corpus_index, build_model_store
+from hdtool.builders.stores.build_engine import SEQUENCE_LENGTHS
+from hdtool.builders.stores.sequences import CountedDocuments, most_frequent_in_part, part_count, tokenized
+from hdtool.data.progress import progress_bar
+from hdtool.data.stores.documents import Document, Source, token_type
+from hdtool.data.stores.manifest import TokenizerFingerprint
+from hdtool.data.texts_and_traces import RecordReader
+from hdtool.runtime.config import BuildConfig, ModelConfig
+from hdtool.runtime.environment import machine
+from hdtool.runtime.model.load import load_tokenizer
+from hdtool.runtime.stores.corpus_index import CorpusIndex
+from tests.benchmarks.corpus_scale import synthetic
+
+BILLION = 10**9
+
+
+def counted(answers: list[Document], end: int) -> CountedDocuments:
+    closed = [part for answer in answers for part in (np.asarray(answer.ids), np.array([end]))]
+    tokens = np.concatenate(closed).astype(token_type(end))
+    tokens.setflags(write=False)  # as in a build, whose compiled code is then used
+    return CountedDocuments(tokens, end, once_per_document=True)
+
+
+def scan_seconds(documents: CountedDocuments, parts: int) -> float:
+    """Return the CPU seconds per token and part in which hardly any sequence belongs to the part."""
+    started = time.process_time()
+    for length in SEQUENCE_LENGTHS:
+        most_frequent_in_part(documents, length, 0, parts, BuildConfig.top_k)
+    return (time.process_time() - started) / len(documents.tokens)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--corpus", type=Path, required=True)
+    parser.add_argument("--model", help="whose tokenizer")
+    parser.add_argument("--millions", type=int, nargs="+", default=[1, 10, 20, 40])
+    parser.add_argument("--vocabulary", type=int, help="store ids as for a tokenizer with so many tokens")
+    options = parser.parse_args()
+    tokenizer = load_tokenizer(ModelConfig(options.model))
+    mark = TokenizerFingerprint.of(tokenizer)
+    print(machine() + "\n")
+    with tempfile.TemporaryDirectory() as place:
+        reading = RecordReader([options.corpus])
+        with progress_bar(1, "", quiet=True) as shown:
+            build_corpus_index(Path(place) / "real", tokenized(reading, tokenizer, shown), mark, reading.sources)
+        index = CorpusIndex(Path(place) / "real")
+        mark = replace(mark, vocab_size=options.vocabulary or mark.vocab_size)
+        print("| million tokens | CPU seconds | peak memory, GiB | MB |\n|---|---|---|---|")
+        for millions in options.millions:
+            answers = list(synthetic(index, millions * 1_000_000))
+            started = time.process_time()
+            made = build_model_store(Path(place) / "model", answers, mark, [Source("walk", "0")])
+            seconds, tokens = time.process_time() - started, made.counts["tokens"]
+            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+            print(f"| {tokens / 1e6:.1f} | {seconds:.1f} | {peak:.2f} | {made.bytes / 1e6:.1f} |", flush=True)
+        documents = counted(answers, mark.vocab_size)
+        parts = part_count(replace(documents, tokens=np.broadcast_to(documents.tokens[:1], BILLION)))
+        scan = scan_seconds(documents, parts)
+        others = seconds / tokens - part_count(documents) * scan
+        hours = BILLION * (others + parts * scan) / 3600
+        print(f"\na billion tokens: {parts:,} scans of {scan * 1e9:.1f} ns per token, {hours:.1f} core hours")
+
+
+if __name__ == "__main__":
+    main()
