@@ -17,7 +17,6 @@ from stat import S_ISREG
 import torch
 from packaging.requirements import Requirement
 
-from hdtool import builders, runtime
 from hdtool.data import demo
 from hdtool.data.errors import HdtoolError, error_reason, install_command, pip_install, requirements
 from hdtool.data.gguf_header import GGUFHeader
@@ -185,7 +184,6 @@ def folder_findings() -> Iterator[Finding]:
     """Yield the folders that hdtool and its libraries write to, with their sizes."""
     yield _home()
     yield _compiled_code()
-    yield _compiled_files()
     yield from _hub()
 
 
@@ -228,22 +226,13 @@ def _writable(name: str, folder: Path, variable: str) -> Finding:
 
 
 def _compiled_code() -> Finding:
-    """Report which parts of the program are compiled for this processor, and where their code is kept."""
+    """Report which parts of the program are compiled for this processor, and where all compiled code is kept."""
+    folder = code_folder().parent
+    size = size_of(folder)
     if missing := [NOUNS[part] for part in PARTS if not is_compiled(part)]:
-        text = f"not yet: {' and '.join(missing)}; the first answer compiles them, which takes half a minute"
-        return Finding("compiled", text, NOTE)
-    return Finding("compiled", f"kept in {code_folder()}")
-
-
-def _compiled_files() -> Finding:
-    """Report the size of numba's cache of hdtool's files, or of all programs if they share one."""
-    folder = cache_folder(grow_all)
-    if folder.name == "__pycache__":
-        rooms = [Path(module.__file__ or "").parent for module in (builders, runtime)]
-        size, where = sum(size_of(room, "*.nb[ic]") for room in rooms), f"beside hdtool's files in {rooms[0].parent}"
-    else:
-        size, where = size_of(folder.parent, "*.nb[ic]"), f"of all programs that use numba, in {folder.parent}"
-    return Finding("machine code", f"{abbreviated(size)}B, {where}", bytes=size)
+        text = f"not yet: {' and '.join(missing)}; the first answer compiles them into {folder}"
+        return Finding("compiled", text, NOTE, bytes=size)
+    return Finding("compiled", f"{abbreviated(size)}B in {folder}", bytes=size)
 
 
 def _hub() -> Iterator[Finding]:

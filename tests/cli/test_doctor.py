@@ -14,6 +14,7 @@ import pytest
 from hdtool.builders import doctor
 from hdtool.cli.app import run
 from hdtool.data import demo
+from hdtool.runtime.compile_process import DRAFTER
 
 decode_probe = doctor.decode_probe
 probed = cache(decode_probe)
@@ -121,17 +122,18 @@ def test_the_places_that_are_written_to_are_shown_with_their_sizes(
     blobs.mkdir(parents=True)
     (blobs / "weights").write_bytes(bytes(5_000))
     (blobs / "again").symlink_to(blobs / "weights")
-    code = tmp_path / "numba" / "hierarchy_0"
-    code.mkdir(parents=True)
-    (code / "tree.grow_all-1.py311.nbi").write_bytes(bytes(70))
-    monkeypatch.setattr(doctor, "cache_folder", lambda _: code)
+    code = tmp_path / "compiled" / "hdtool-0"
+    (code / "hierarchy").mkdir(parents=True)
+    (code / "hierarchy" / "tree.grow_all-1.py311.nbi").write_bytes(bytes(70))
+    monkeypatch.setattr(doctor, "code_folder", lambda: code)
+    monkeypatch.setattr(doctor, "is_compiled", lambda part: part != DRAFTER)
     found = {each.name: each for each in doctor.folder_findings()}
     assert found["home"].found.endswith("; in it: stores 2.4MB, costs 100B") and found["home"].bytes == 2_400_100
     assert found["hub cache"].found.endswith("; in it: 1 model, 5.0kB") and found["hub cache"].bytes == 5_000
-    assert found["machine code"].found == f"70B, of all programs that use numba, in {code.parent}"
-    monkeypatch.setattr(doctor, "cache_folder", lambda _: Path("__pycache__"))
-    (beside,) = (each for each in doctor.folder_findings() if each.name == "machine code")
-    assert "beside hdtool's files" in beside.found and beside.bytes is not None
+    assert found["compiled"].found.startswith("not yet: the drafter; ") and found["compiled"].state == doctor.NOTE
+    monkeypatch.setattr(doctor, "is_compiled", lambda part: True)
+    (compiled,) = (each for each in doctor.folder_findings() if each.name == "compiled")
+    assert (compiled.found, compiled.state, compiled.bytes) == (f"70B in {code.parent}", doctor.OK, 70)
 
 
 def test_stores_that_can_and_cannot_be_opened(own_home: Path, capfd: pytest.CaptureFixture[str]) -> None:
