@@ -25,7 +25,7 @@ from hdtool.data.durable_files import file_lock, folder_lock, lock_path, remove_
 from hdtool.data.errors import ModelError, os_errors_as
 from hdtool.data.output_files import OutputFile, is_json_with, json_object, sync_to_disk
 from hdtool.data.stores.home import quantized_at_home, quantized_models_at_home
-from hdtool.runtime.kernels.compact_weight import CompactWeight, narrowed
+from hdtool.runtime.kernels.compact_weight import CompactWeight, expand_compact, narrowed
 from hdtool.runtime.kernels.experts import WEIGHTS, arrange_experts, matrices_of
 from hdtool.runtime.kernels.gemm import COLUMN_MULTIPLE
 from hdtool.runtime.kernels.matrix_formats import BlockFormat
@@ -38,6 +38,7 @@ from hdtool.runtime.kernels.packed_matrix import (
     quantize_matrix,
 )
 from hdtool.runtime.model.compact_layers import ParameterRef, is_of_linear_layers, weight_parameters
+from hdtool.runtime.model.damaged_weights import WeightCheck
 from hdtool.runtime.model.gguf.converted_folder import (
     GGUF_SUFFIX,
     REST,
@@ -240,7 +241,7 @@ def _make(
     model: Any, name: str, scheme: str, folder: Path, digest: str, sources: Sources, files: Sequence[Path]
 ) -> QuantizedManifest:
     """Quantize a model and write it to a folder; return its manifest. The caller must hold the folder's lock."""
-    quantized = _quantized_weights(model, SCHEMES[scheme])
+    quantized = _quantized_weights(model, SCHEMES[scheme], WeightCheck(name))
     if kept := quantized.kept:
         total = len(kept) + len(quantized.kinds)
         print(
@@ -294,8 +295,8 @@ class _Quantized(NamedTuple):
     """Names of matrices that could not be quantized."""
 
 
-def _quantized_weights(model: Any, format: BlockFormat) -> _Quantized:
-    """Quantize a model's weights; each is freed once it is quantized, to save memory."""
+def _quantized_weights(model: Any, format: BlockFormat, check: WeightCheck) -> _Quantized:
+    """Check and quantize a model's weights; each is freed once it is quantized, to save memory."""
     arrange_experts(model)
     tables = {id(layer.weight) for layer in (model.get_input_embeddings(), model.get_output_embeddings()) if layer}
     matrices, fitting = set[int](), set[int]()
@@ -309,6 +310,7 @@ def _quantized_weights(model: Any, format: BlockFormat) -> _Quantized:
         if id(weight) in seen:  # a tied weight
             continue
         seen.add(id(weight))
+        check.refuse_damaged(name, expand_compact(weight))
         kind = Q8_0 if id(weight) in tables else format
         is_router = not ROUTERS.isdisjoint(name.split("."))
         blocks = _blocks_of(weight, kind) if id(weight) in fitting and not is_router else None
@@ -322,6 +324,7 @@ def _quantized_weights(model: Any, format: BlockFormat) -> _Quantized:
             quantized.kept.append(name)
         narrow = narrowed(weight.detach())
         quantized.rest[name] = (weight.detach() if narrow is None else narrow).contiguous()
+    check.finish()
     return quantized
 
 

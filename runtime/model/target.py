@@ -28,6 +28,7 @@ from hdtool.runtime.model.cache.states import StateShape
 from hdtool.runtime.model.captured_passes import CapturedPasses
 from hdtool.runtime.model.checks.trees import prove_chains, prove_trees, some_context
 from hdtool.runtime.model.checks.weight_changes import ModelChanges
+from hdtool.runtime.model.damaged_weights import refuse_damaged_model
 from hdtool.runtime.model.families import (
     context_limit,
     distances,
@@ -107,6 +108,13 @@ class Target:
 
     def _prove(self) -> None:
         """Check that the model verifies trees, or else chains, and capture steps if possible."""
+        try:
+            self._prove_trees_or_chains()
+        except FamilyError:
+            refuse_damaged_model(self.model)
+            raise
+
+    def _prove_trees_or_chains(self) -> None:
         self._captured.disable()
         if self.no_trees:
             self._replay = prove_chains(self, self.no_trees)

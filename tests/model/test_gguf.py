@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import math
 import os
 import shutil
 import subprocess
@@ -443,6 +445,29 @@ def test_files_that_cannot_be_read(
         patched.setitem(sys.modules, "gguf", None)
         assert refused().endswith('import of gguf halted; None in sys.modules: pip install "gguf>=0.19"')
     assert not list(converted_models_at_home().rglob(WEIGHTS))
+
+
+def test_damaged_weights_are_named_and_leave_no_copy(
+    refused: Callable[..., str], file: Path, original: LlamaForCausalLM
+) -> None:
+    for number, said in ((math.nan, "NaN"), (-math.inf, "infinite values")):
+        model = copy.deepcopy(original)
+        model.get_parameter("model.layers.1.mlp.down_proj.weight").data[3, 5] = number
+        write_gguf(file, model)
+        damaged = f"{file} is damaged: model.layers.1.mlp.down_proj.weight holds {said}: get it again"
+        assert refused() == f"error: {damaged}"
+        assert not [path for path in converted_models_at_home().iterdir() if path.is_dir()]
+
+
+def test_weights_that_may_be_damaged_are_named(
+    file: Path, original: LlamaForCausalLM, capfd: pytest.CaptureFixture[str]
+) -> None:
+    model = copy.deepcopy(original)
+    model.get_parameter("model.layers.0.mlp.up_proj.weight").data.zero_()
+    model.get_parameter("model.layers.1.mlp.up_proj.weight").data[0, 0] = 70_000
+    folder_of(write_gguf(file, model), weights=True)
+    said = capfd.readouterr().err
+    assert f"note: {file} may be damaged: model.layers.0.mlp.up_proj.weight holds only zeros, and 1 more are" in said
 
 
 def test_names_that_are_not_clear(refused: Callable[..., str], file: Path, tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from safetensors.torch import load_file
 import hdtool
 from hdtool.cli.app import run as command
 from hdtool.data.errors import ModelError, OptionError
+from hdtool.data.gguf_header import GGUFHeader
 from hdtool.data.stores.manifest import Checkpoint
 from hdtool.runtime.config import ModelConfig
 from hdtool.runtime.environment import fingerprint
@@ -334,6 +335,18 @@ def test_damaged_files(tmp_path: Path) -> None:
     file.write_bytes(whole[:-1000])
     with pytest.raises(ModelError, match="is cut short"):
         hdtool.load(str(file))
+
+
+def test_damaged_scales_are_named_and_leave_no_copy(tmp_path: Path, home: Path) -> None:
+    file = file_of(tmp_path)
+    header = GGUFHeader.read(file)
+    (tensor,) = (tensor for tensor in header.tensors if tensor.name == "blk.1.ffn_down.weight")
+    with file.open("r+b") as stream:
+        stream.seek(header.data + tensor.offset)
+        stream.write(np.float16(np.nan).tobytes())
+    with pytest.raises(ModelError, match=r"damaged: model.layers.1.mlp.down_proj.weight holds NaN: get it again"):
+        hdtool.load(str(file))
+    assert not [path for path in (home / "gguf").iterdir() if path.is_dir()]
 
 
 def test_a_copy_of_the_file_is_mapped_itself(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 from hypothesis.extra import numpy as arrays
 from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 
 pytest.importorskip("gguf")
 
@@ -346,6 +347,17 @@ def test_no_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         patched.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10, 5, 5))
         with pytest.raises(ModelError, match=r"needs [\d,]+ bytes in .*, whose disk has 5: make room"):
             load(config_of(place))
+    assert not [path for path in quantized_models_at_home().iterdir() if path.is_dir()]
+
+
+def test_damaged_weights_are_named_and_leave_no_copy(tmp_path: Path) -> None:
+    place = checkpoint(tmp_path)
+    weights = load_file(place / "model.safetensors")
+    weights["model.layers.1.mlp.down_proj.weight"][2, 3] = torch.nan
+    save_file(weights, place / "model.safetensors", {"format": "pt"})
+    for config in (config_of(place), ModelConfig(str(place), device="cpu")):
+        with pytest.raises(ModelError, match=r"tiny is damaged: model.layers.1.mlp.down_proj.weight holds NaN: get it"):
+            load(config)
     assert not [path for path in quantized_models_at_home().iterdir() if path.is_dir()]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ import transformers
 from hypothesis import given, settings, strategies as st
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from hdtool.data.errors import FamilyError
+from hdtool.data.errors import FamilyError, ModelError
 from hdtool.runtime.answerer import decode
 from hdtool.runtime.config import SamplingConfig
 from hdtool.runtime.model import families
@@ -176,6 +177,14 @@ def test_a_model_whose_code_fails_is_refused_with_its_words(monkeypatch: pytest.
 
     monkeypatch.setattr(model, "forward", broken)
     with pytest.raises(FamilyError, match=r"no kernel for this\)"):
+        Target(model)
+
+
+@pytest.mark.parametrize(("number", "said"), [(torch.nan, "NaN"), (3e38, "values up to 3e+38")])
+def test_damaged_weights_are_not_blamed_on_the_family(number: float, said: str) -> None:
+    model = copy.deepcopy(model_of("llama"))
+    model.get_parameter("model.layers.1.mlp.down_proj.weight").data[3] = number
+    with pytest.raises(ModelError, match=f"is damaged: model.layers.1.mlp.down_proj.weight holds {re.escape(said)}:"):
         Target(model)
 
 

@@ -28,6 +28,7 @@ from safetensors.torch import load_file
 
 from hdtool.data.errors import HdtoolError, ModelError
 from hdtool.data.gguf_header import GGUFHeader
+from hdtool.runtime.model.damaged_weights import WeightCheck
 from hdtool.runtime.model.gguf import gpt_oss
 from hdtool.runtime.model.gguf.converted_folder import WEIGHTS
 from hdtool.runtime.model.gguf.packing import PackingPlan, unpacked
@@ -297,6 +298,7 @@ class Conversion:
     def write_weights(self, configuration: Path, folder: Path) -> tuple[Path]:
         """Write all weights to ``folder``; ``configuration`` is a folder written by ``write_configuration``."""
         model = self._model(configuration, folder)
+        WeightCheck(self.file).finish(_weights_once(model))
         if self.dtype != torch.float32:
             for weight in model.parameters():
                 weight.data = narrow_if_exact(weight.data)
@@ -312,10 +314,17 @@ class Conversion:
         plan, there = PackingPlan(self.file, self.header), configuration / WEIGHTS
         if there.is_file():
             return plan.write(load_file(there).items(), folder)
-        with weights_in_turn(plan.take):
+        check = WeightCheck(self.file)
+
+        def take(name: str, weight: torch.Tensor) -> bool:
+            check.refuse_damaged(name, weight)
+            return plan.take(name, weight)
+
+        with weights_in_turn(take):
             model = self._model(configuration, folder)
         if not plan.is_of(model.state_dict()):
             plan, model = PackingPlan(self.file, self.header), self._model(configuration, folder)
+        check.finish(_weights_once(model))
         return plan.write(_weights_once(model), folder)
 
     def _model(self, configuration: Path, folder: Path) -> Any:

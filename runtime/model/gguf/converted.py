@@ -147,6 +147,18 @@ def _complete(
         print(f"note: reading {conversion.file} into {folder}, once", file=sys.stderr)
         manifest = _with_configuration(conversion, folder, digest, signature)
         _remove_superseded(folder, signature)
+    try:
+        _complete_weights(conversion, folder, manifest, signature, weights, packed)
+    except ModelError:
+        kept = Manifest.read(folder)
+        if kept and not kept.has_weights and not kept.has_packed:
+            remove(folder, kept)  # a configuration is of no use without weights
+        raise
+
+
+def _complete_weights(
+    conversion: Conversion, folder: Path, manifest: Manifest, signature: Signature, weights: bool, packed: bool
+) -> None:
     file = conversion.file
     if packed and not manifest.has_packed:
         print(f"note: finding the packed weights of {file}, once", file=sys.stderr)
