@@ -101,6 +101,8 @@ def _build(
     if out:  # reject an unusable --out before loading the tokenizer
         _check_folder(out, check)
     quiet_libraries(quiet=quiet)
+    if loading.model is None and kind == CORPUS_KIND:  # the name of a model store's model is printed with its result
+        print("note: the tokenizer is that of the embedded toy model: --model MODEL names another", file=sys.stderr)
     tokenizer = load_tokenizer(loading)
     fingerprint = TokenizerFingerprint.of(tokenizer)
     model = checkpoint_of(loading) if kind == MODEL_KIND else None

@@ -258,6 +258,12 @@ _TOKENIZER = only("model", "gguf_file", "revision", "trust_remote_code").describ
     model="Model that the store is for; often its tokenizer alone is read. Default: the demo model."
 )
 Tokenizer = Annotated[ModelConfig, _TOKENIZER]
+TokenizerOfStore = Annotated[
+    ModelConfig,
+    _TOKENIZER.described(
+        model="Model that the store is for. Default: one on this machine that has the store's tokenizer."
+    ),
+]
 ModelOfStore = Annotated[ModelConfig, _TOKENIZER.as_argument()]
 REQUIRED_MODEL_HELP = "Folder or hub name of a decoder-only transformers model, a GGUF file, smollm2 or embedded."
 ANSWERING_MODEL_HELP = "Model that answered; only its tokenizer is read. Default: the demo model."

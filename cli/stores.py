@@ -194,7 +194,7 @@ def add(
     *,
     store: options.StoreFolder,
     inputs: options.OptionalInputs = None,
-    loading: options.Tokenizer,
+    loading: options.TokenizerOfStore,
     rankings: options.Rankings = False,
     config: Annotated[BuildConfig, only("max_bad_fraction")],
     quiet: options.Quiet = False,
@@ -211,11 +211,16 @@ def add(
     from hdtool.builders.stores.build_engine import LocalBuildEngine
     from hdtool.builders.stores.edit_store import note_on_models
     from hdtool.runtime.model.load import load_tokenizer
+    from hdtool.runtime.model.store_tokenizer import model_of_store
 
     quiet_libraries(quiet=quiet)
     before = read_manifest(store)
     kind = before.kind
-    _check_model(store, before, loading, rankings=rankings)
+    if loading.model is None and not rankings:  # rankings need the model itself
+        loading = model_of_store(store, before.tokenizer, before.model)
+        print(f"note: the tokenizer is that of {loading.name}, with which {store} was built", file=sys.stderr)
+    else:
+        _check_model(store, before, loading, rankings=rankings)
     tokenizer = load_tokenizer(loading)
     mark, tolerance = TokenizerFingerprint.of(tokenizer), config.max_bad_fraction
     ranked = None
@@ -317,7 +322,7 @@ def inspect(
     ] = None,
     verify: Annotated[bool, option(OUTPUT_PANEL, "Read every file and compare its checksum.", "--verify")] = False,
     *,
-    config: options.Tokenizer,
+    config: options.TokenizerOfStore,
     as_json: options.JsonObject = False,
 ) -> None:
     """Show what a store holds and what it would draft."""
@@ -409,11 +414,15 @@ def _ngrams(folder: Path, manifest: Manifest, text: str, config: ModelConfig) ->
 
 
 def _tokenizer(folder: Path, manifest: Manifest | HistoryManifest, config: ModelConfig) -> PreTrainedTokenizerBase:
-    """Load the model's tokenizer. Raises StoreError if the store was built with a different tokenizer."""
+    """Load the store's tokenizer. Raises StoreError if the user names a model with another one."""
     from hdtool.data.stores.manifest import HistoryManifest, require_history
     from hdtool.runtime.model.load import load_tokenizer
+    from hdtool.runtime.model.store_tokenizer import model_of_store
 
     quiet_libraries()
+    if config.model is None:
+        model = None if isinstance(manifest, HistoryManifest) else manifest.model
+        config = model_of_store(folder, manifest.tokenizer, model)
     tokenizer = load_tokenizer(config)
     fingerprint = TokenizerFingerprint.of(tokenizer)
     if isinstance(manifest, HistoryManifest):

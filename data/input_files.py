@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from hdtool.data.errors import HdtoolError, PromptError, RecordError, error_reason
+from hdtool.data.errors import HdtoolError, PromptError, RecordError, did_you_mean, error_reason
 from hdtool.data.logs import SQLITE_MAGIC, database_rows, is_log_of_llm, is_server_log, log_rows
 from hdtool.data.row_readers import (
     ARROW_MAGIC,
@@ -171,8 +171,16 @@ def _matching_files(pattern: str) -> list[Path]:
     elif os.path.exists(pattern):
         files = [Path(pattern)]
     elif not (files := sorted(Path(name) for name in glob.glob(pattern, recursive=True) if os.path.isfile(name))):
-        raise RecordError(f"{pattern or 'an empty name'} matches no file: check the path")
+        raise RecordError(f"{pattern or 'an empty name'} matches no file{_near(pattern)}: check the path")
     return files
+
+
+def _near(pattern: str) -> str:
+    """Suggest the most similar name in the folder of a missing file, or say that there is no such folder."""
+    folder, name = os.path.split(pattern)
+    if not folder or os.path.isdir(folder):
+        return did_you_mean(name, glob.glob("*", root_dir=folder or None))
+    return "" if glob.has_magic(folder) else f" ({folder} is no folder)"
 
 
 def _files_in(folder: str) -> Iterator[Path]:

@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from hdtool.data import demo
 from hdtool.data.conversation import lone_surrogate
 from hdtool.data.durable_files import file_lock
 from hdtool.data.errors import StoreError
@@ -111,6 +112,8 @@ class TokenizerFingerprint:
 
     fingerprint: str
     vocab_size: int
+    folder: str = field(default="", compare=False)
+    """Folder from which the tokenizer was loaded; empty if unknown."""
 
     @classmethod
     def of(cls, tokenizer: PreTrainedTokenizerBase) -> TokenizerFingerprint:
@@ -118,7 +121,25 @@ class TokenizerFingerprint:
         # Tokenizers with the same vocabulary may still split a text differently.
         cut = tokenizer("Hello, world! 12345\n\tdéjà vu 世界", add_special_tokens=False)["input_ids"]
         words = json.dumps([vocabulary, cut], ensure_ascii=True).encode()
-        return cls(hashlib.sha256(words).hexdigest()[:16], len(tokenizer))
+        folder = str(getattr(tokenizer, "name_or_path", ""))
+        return cls(hashlib.sha256(words).hexdigest()[:16], len(tokenizer), _recorded_folder(folder))
+
+    @classmethod
+    def from_json(cls, row: Any) -> TokenizerFingerprint:
+        """Parse the field of a manifest. Raises ValueError, with the reason, if it is damaged."""
+        vocab_size = number_field(row, "vocab_size", 1, MAX_VOCABULARY)
+        folder = text_field(row, "folder") if "folder" in row else ""
+        return cls(text_field(row, "fingerprint"), vocab_size, folder)
+
+    def to_json(self) -> dict[str, Any]:
+        row = asdict(self)
+        return row if self.folder else {name: value for name, value in row.items() if name != "folder"}
+
+
+def _recorded_folder(name: str) -> str:
+    """Return the absolute path of a local folder; an empty string for the embedded model's, which every machine has."""
+    folder = Path(name).absolute()
+    return "" if not name or folder == demo.MODEL or not folder.is_dir() or lone_surrogate(str(folder)) else str(folder)
 
 
 @dataclass(frozen=True)
@@ -193,7 +214,7 @@ class Manifest:
         return not self.counts["documents"] and "rankings" in self.files
 
     def to_json(self) -> dict[str, Any]:
-        row = asdict(self) | {"format": self.format}
+        row = asdict(self) | {"tokenizer": self.tokenizer.to_json(), "format": self.format}
         return row if self.model else {name: value for name, value in row.items() if name != "model"}
 
     @classmethod
@@ -202,8 +223,7 @@ class Manifest:
         kind = text_field(row, "kind")
         if kind not in STORE_PARTS:
             raise ValueError(f"kind is none of {', '.join(STORE_PARTS)}")
-        tokenizer = mapping_field(row, "tokenizer")
-        vocab_size = number_field(tokenizer, "vocab_size", 1, MAX_VOCABULARY)
+        tokenizer = TokenizerFingerprint.from_json(mapping_field(row, "tokenizer"))
         counts = _counts_of(row)
         sources = tuple(
             InputShare(
@@ -220,7 +240,7 @@ class Manifest:
             raise ValueError("its count of documents is not the sum over its sources")
         return cls(
             kind=kind,
-            tokenizer=TokenizerFingerprint(text_field(tokenizer, "fingerprint"), vocab_size),
+            tokenizer=tokenizer,
             counts=counts,
             options=_options_of(row),
             sources=sources,
@@ -315,7 +335,7 @@ class HistoryManifest:
         return {
             "kind": HISTORY_KIND,
             "format": HISTORY_FORMAT,
-            "tokenizer": asdict(self.tokenizer),
+            "tokenizer": self.tokenizer.to_json(),
             "model": self.model,
             "options": {"most_bytes": self.max_bytes, "size": self.size},
             "files": {part: self.path(Path(), part).name for part in HISTORY_FILES},
@@ -325,12 +345,11 @@ class HistoryManifest:
     def from_json(cls, row: Any) -> HistoryManifest:
         """Parse a manifest. Raises ValueError, with the reason, if the manifest is damaged."""
         tokenizer, options, files = (mapping_field(row, name) for name in ("tokenizer", "options", "files"))
-        vocab_size = number_field(tokenizer, "vocab_size", 1, MAX_VOCABULARY)
         size = number_field(options, "size", 2, MAX_HISTORY_BYTES)
         if size & (size - 1):
             raise ValueError("size is no power of two")
         manifest = cls(
-            TokenizerFingerprint(text_field(tokenizer, "fingerprint"), vocab_size),
+            TokenizerFingerprint.from_json(tokenizer),
             text_field(row, "model"),
             number_field(options, "most_bytes", 1, MAX_HISTORY_BYTES),
             size,

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import gzip
 import json
+import shutil
+from contextlib import chdir
 from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import PreTrainedTokenizerBase
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from hdtool.cli.app import run
 from hdtool.data import demo
@@ -43,7 +46,7 @@ def made(capfd: pytest.CaptureFixture[str], *arguments: str) -> Any:
 def complaint(capfd: pytest.CaptureFixture[str], *arguments: str) -> str:
     assert run(list(arguments)) == 1
     printed = capfd.readouterr()
-    lines = printed.err.splitlines()
+    lines = [line for line in printed.err.splitlines() if not line.startswith("note: ")]
     assert printed.out == "" and len(lines) == 1, printed.err
     return lines[0]
 
@@ -141,7 +144,9 @@ def test_bad_records_are_named_and_too_many_stop_the_build(capfd: pytest.Capture
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["build-corpus-db", "nothing.json"], "nothing.json"),
+        (["build-corpus-db", "nothing.json"], "nothing.json matches no file: check the path"),
+        (["build-corpus-db", "sharegp.json"], "sharegp.json matches no file (did you mean sharegpt.json?): check"),
+        (["build-corpus-db", "no/nothing.json"], "no/nothing.json matches no file (no is no folder): check the path"),
         (["build-corpus-db", "empty.jsonl"], "empty.jsonl"),
         (["build-corpus-db", "binary.txt"], "binary.txt"),
         (["build-model-db", "--from", "questions.jsonl"], "questions.jsonl"),
@@ -174,8 +179,34 @@ def test_damage_and_other_tokenizers_are_reported(capfd: pytest.CaptureFixture[s
     row = json.loads(Path("store", MANIFEST).read_text())
     row["tokenizer"]["fingerprint"] = "feed"
     Path("store", MANIFEST).write_text(json.dumps(row))
-    assert "was built with another tokenizer (feed" in complaint(capfd, "inspect", "store", "--after", "Once")
-    assert "was built with another tokenizer (feed" in complaint(capfd, "add", "store", "generations.jsonl")
+    for command in (["inspect", "store", "--after", "Once"], ["add", "store", "generations.jsonl"]):
+        assert "was built with a tokenizer that is not found here (feed" in complaint(capfd, *command)
+        assert "was built with another tokenizer (feed" in complaint(capfd, *command, "--model", "embedded")
+
+
+def test_without_a_model_the_tokenizer_is_said(capfd: pytest.CaptureFixture[str]) -> None:
+    assert run(["build-corpus-db", "sharegpt.json", "--out", "store"]) == 0
+    said = "note: the tokenizer is that of the embedded toy model: --model MODEL names another\n"
+    assert capfd.readouterr().err == said
+    assert "folder" not in json.loads(Path("store", MANIFEST).read_text())["tokenizer"]
+    assert run(["build-corpus-db", "sharegpt.json", "--out", "other", "--model", "embedded"]) == 0
+    assert not capfd.readouterr().err
+
+
+def test_a_store_is_extended_with_its_own_tokenizer(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    words = Tokenizer(models.WordLevel({"[UNK]": 0, "Once": 1, "upon": 2, "a": 3, "time": 4}, unk_token="[UNK]"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained("words")
+    made(capfd, "build-corpus-db", "sharegpt.json", "--out", "store", "--model", "words")
+    Path("elsewhere").mkdir()
+    with chdir("elsewhere"):
+        assert run(["add", "../store", "../generations.jsonl"]) == 0
+        said = f"note: the tokenizer is that of {tmp_path / 'words'}, with which ../store was built"
+        assert said in capfd.readouterr().err
+        assert made(capfd, "inspect", "../store", "--after", "Once")["after"][0]["text"].startswith("upon")
+    shutil.rmtree("words")
+    said = complaint(capfd, "add", "store", "sharegpt.json")
+    assert "that is not found here" in said and "give the model that the store was built for with --model" in said
 
 
 @pytest.mark.parametrize("kind", ["corpus", "model"])

@@ -1,0 +1,39 @@
+"""Finds the tokenizer that a store was built with, for commands on a store whose user names no model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+from hdtool.data.errors import ModelError, StoreError
+from hdtool.data.stores.manifest import Checkpoint, TokenizerFingerprint
+from hdtool.data.stores.store_files import printable
+from hdtool.runtime.config import ModelConfig
+from hdtool.runtime.model.gguf.converted_folder import manifests
+from hdtool.runtime.model.hub import cached_snapshot
+from hdtool.runtime.model.load import load_tokenizer
+
+
+def model_of_store(store: Path, tokenizer: TokenizerFingerprint, model: Checkpoint | None = None) -> ModelConfig:
+    """Return a configuration that loads a store's tokenizer; raise a ``StoreError`` if this machine lacks it.
+
+    ``tokenizer`` and ``model`` are from the store's manifest. Nothing is downloaded.
+    """
+    for config in _candidates(tokenizer, model):
+        with suppress(ModelError, OSError):
+            if TokenizerFingerprint.of(load_tokenizer(config)) == tokenizer:
+                return config
+    raise StoreError(
+        f"{store} was built with a tokenizer that is not found here ({printable(tokenizer.fingerprint)[:40]}, "
+        f"{tokenizer.vocab_size:,} tokens): give the model that the store was built for with --model"
+    )
+
+
+def _candidates(tokenizer: TokenizerFingerprint, model: Checkpoint | None) -> Iterator[ModelConfig]:
+    if tokenizer.folder and Path(tokenizer.folder).is_dir():
+        yield ModelConfig(tokenizer.folder)
+    yield ModelConfig()
+    yield from (ModelConfig(str(folder)) for folder, manifest in manifests() if manifest.is_current)
+    if model and (snapshot := cached_snapshot(model.name)):
+        yield ModelConfig(str(snapshot))
