@@ -25,8 +25,6 @@ NOT_FOR = {
     "builders/evaluation": {"runtime/integrations"},
 }
 """What a folder must not import, beside what its top-level folder must not."""
-ENTRY_POINTS = {"cli/__main__.py", "runtime/integrations/sglang_plugin.py", "runtime/integrations/vllm_plugin.py"}
-FEWEST_LINES = 40
 
 
 def module_of(path: Path) -> str:
@@ -61,13 +59,6 @@ def test_a_file_says_what_it_is_and_imports_only_what_its_folder_may(path: Path)
     for own, forbidden in NOT_FOR.items():
         if f"{folder}/".startswith(f"{own}/"):
             assert not {name for name in found for other in forbidden if f"{name}/".startswith(f"{other}/")}
-
-
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_a_file_holds_a_whole_concept(path: Path) -> None:
-    """What is shorter belongs to its neighbour."""
-    if path.name != "__init__.py" and str(path.relative_to(ROOT)) not in ENTRY_POINTS:
-        assert len(path.read_text(encoding="utf-8").splitlines()) >= FEWEST_LINES
 
 
 def test_no_import_goes_round_in_a_circle() -> None:
