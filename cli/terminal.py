@@ -87,8 +87,8 @@ class _WrappedStream(_TerminalStream):
 def _wrap_line(line: str, width: int, indent: str) -> str:
     if _visible_length(line) <= width:
         return line
-    words = re.findall("[ \t]*[^ \t]+", line)
-    margin = indent + line[: len(line) - len(line.lstrip())]
+    words, shown = re.findall("[ \t]*[^ \t]+", line), COLOR_CODE.sub("", line)
+    margin = indent + shown[: len(shown) - len(shown.lstrip())]
     lines = words[:1]
     for word in words[1:]:
         if _visible_length(lines[-1] + word) <= width:
