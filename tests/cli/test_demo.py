@@ -9,10 +9,13 @@ from pathlib import Path
 import pytest
 
 from hdtool.builders.demo.prompts import chat_questions
+from hdtool.builders.stores.edit_store import StoreContents
 from hdtool.cli.app import run
 from hdtool.data import demo
 from hdtool.data.prompts import read_prompts
 from hdtool.data.stores.home import home
+from hdtool.runtime.config import ModelConfig
+from hdtool.runtime.model.load import load_tokenizer
 from tests.support.gguf_files import tiny_llama, write_gguf
 
 pytestmark = pytest.mark.usefixtures("known_cost")
@@ -36,7 +39,7 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_the_embedded_model_shows_several_kinds(capfd: pytest.CaptureFixture[str]) -> None:
     assert run(["demo", "--model", "embedded", "--num-prompts", "3", "--max-new-tokens", "8"]) == 0
     shown = capfd.readouterr().out
-    assert shown.count("  plain ") == shown.count("  hd ") == 4
+    assert shown.count(" times plain's ") == 4
     assert "3 of 3 answers are identical" in shown
     assert all(f"▌ {kind}" in shown for kind in ("math", "explain", "write"))
     assert "a toy of 7 million parameters" in shown
@@ -48,14 +51,14 @@ def test_the_installed_model_answers_with_stores_of_its_own(capfd: pytest.Captur
     assert run(["demo", *FEW]) == 0
     shown = capfd.readouterr().out
     assert "2 of 2 answers are identical" in shown
-    assert re.search(r"\nDrafting: \d+\.\d\d times as fast as plain decoding on the same engine\.\n", shown)
-    engine = re.search(
-        r"\nThe engine, hdtool's compiled CPU layers: ([\d.]+) times as fast as transformers' generate, without drafts "
-        r"on either side \((\d+) and (\d+) tokens/s on the first prompt\)\.\n",
-        shown,
+    words = " ".join(shown.split())  # lines are broken
+    assert len(re.findall(r" 8 tokens, [\d.]+ per step; \d+ tokens/s, \d+\.\d\d times plain's \d+", words)) == 2
+    assert re.search(
+        r" hdtool's compiled CPU layers, is [\d.]+ times as fast as transformers' generate( in CPU time)? "
+        r"\(\d+ and \d+ tokens/s on one thread\)\. ",
+        words,
     )
-    assert engine and float(engine[1]) == pytest.approx(int(engine[2]) / int(engine[3]), rel=0.1)
-    assert read_prompts(demo.QUESTIONS)[0].messages[0]["content"] in shown
+    assert all(f"\n▌ {task.category}\n" in shown for task in read_prompts(demo.TASKS)[:2])
     assert "toy" not in shown
     stores = sorted((home() / "demo").glob("*/*/manifest.json"))
     assert [store.parent.name for store in stores] == ["corpus", "model"]
@@ -91,12 +94,18 @@ def test_another_name_is_refused(capfd: pytest.CaptureFixture[str]) -> None:
     )
 
 
-def test_no_answer_to_the_demos_questions_is_in_its_model_store() -> None:
-    asked = {prompt.messages[0]["content"] for prompt in read_prompts(demo.QUESTIONS)}
-    answered = {
-        turn["content"]
-        for line in demo.ANSWERS.read_text(encoding="utf-8").splitlines()
-        for turn in json.loads(line)["messages"]
-    }
-    assert answered.isdisjoint(asked)
-    assert len(answered & {text for _, text in chat_questions()}) > 100
+def test_no_five_words_in_a_row_of_the_demos_questions_are_in_the_texts_of_its_stores() -> None:
+    tokenizer = load_tokenizer(ModelConfig())
+    documents = tokenizer.batch_decode([ids.tolist() for ids in StoreContents.of(demo.CORPUS_INDEX).texts()])
+    lines = map(json.loads, demo.ANSWERS.read_text(encoding="utf-8").splitlines())
+    answered = [turn["content"] for line in lines for turn in line["messages"]]
+    assert len({*answered} & {text for _, text in chat_questions()}) > 100
+    known = {run for text in (*documents, *answered) for run in runs_of_words(text)}
+    for prompt in (*read_prompts(demo.TASKS), *read_prompts(demo.QUESTIONS)):
+        for question in (prompt.messages[-1]["content"], *prompt.later_turns):
+            assert not runs_of_words(question) & known, prompt.id
+
+
+def runs_of_words(text: str, length: int = 5) -> set[tuple[str, ...]]:
+    words = re.findall(r"\w+", text.lower())
+    return set(zip(*(words[start:] for start in range(length)), strict=False))
