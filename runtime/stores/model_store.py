@@ -35,7 +35,7 @@ from hdtool.data.stores.documents import Tokens, token_type
 from hdtool.data.stores.manifest import Manifest, TokenizerFingerprint
 from hdtool.data.stores.store import BUILD_COMMANDS, damaged_files, read_store, require_store
 from hdtool.runtime.kernels.compiled import Ints as Ints, Uncopyable, array_at, compiled, prefetch
-from hdtool.runtime.stores.store_files import mapped_part
+from hdtool.runtime.stores.store_files import damage_of, mapped_part
 
 KIND = "model"
 MAX_PREFIX_TOKENS = 4
@@ -349,14 +349,19 @@ class ModelRecord:
 
     @classmethod
     def of(cls, folder: Path, manifest: Manifest) -> ModelRecord:
-        """Verify the checksum of a store's record, and return the record, opened.
+        """Return the record of a store, opened.
 
-        Raises StoreError if the checksum is wrong, because LMDB may crash on a damaged file.
+        Raises StoreError if its checksum is wrong or a page of it is damaged, because LMDB may crash on such a file.
+        The pages are checked because whoever makes a store can make its checksums fit.
         """
         file = manifest.files[RECORD_PART]
         if damaged_files(folder, replace(manifest, files={RECORD_PART: file})):
             raise StoreError(f"{folder / file.name} is damaged: build the store again with {BUILD_COMMANDS[KIND]}")
-        return cls.opened(folder / file.name, manifest.tokenizer.vocab_size)
+        record = cls.opened(folder / file.name, manifest.tokenizer.vocab_size)
+        with record._environment.begin() as transaction:
+            if fault := damage_of(record.path, transaction.id()):
+                raise record._damage(fault)
+        return record
 
     def documents(self) -> Iterator[Tokens]:
         """Yield the tokens of each document, in input order."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import tracemalloc
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -21,7 +22,7 @@ from hdtool.builders.stores.sequences import table_size
 from hdtool.data.errors import StoreError
 from hdtool.data.stores.documents import Document, Source, token_type
 from hdtool.data.stores.manifest import Manifest, TokenizerFingerprint
-from hdtool.data.stores.store import damaged_files
+from hdtool.data.stores.store import damaged_files, file_checksum
 from hdtool.runtime.stores.model_store import (
     KEY_TOTAL,
     KEY_WIDTH,
@@ -37,6 +38,7 @@ from hdtool.runtime.stores.model_store import (
     slot_of,
     split_hash,
 )
+from hdtool.runtime.stores.store_files import LEAF_PAGE, PAGE_HEADER_BYTES
 from tests.support.stores import build
 
 Documents = list[list[int]]
@@ -229,6 +231,23 @@ def test_a_damaged_record_is_not_read(tmp_path: Path) -> None:
     path.unlink()
     with pytest.raises(StoreError, match="cannot be read"):
         ModelRecord.of(tmp_path, manifest)
+
+
+def test_a_record_made_to_crash_lmdb_is_not_read(tmp_path: Path) -> None:
+    """Whoever makes a store makes its checksums fit."""
+    manifest = build(tmp_path, [[1, 2, 3, 4, 5]], 10)
+    path = tmp_path / manifest.files["record"].name
+    with lmdb.open(str(path), subdir=False, lock=False, readonly=True) as environment:
+        page_size = environment.stat()["psize"]
+    pages = np.fromfile(path, np.uint8).reshape(-1, page_size)
+    for number, page in enumerate(pages):
+        if page[:8].view("<u8") == number and page[10] == LEAF_PAGE:
+            node = int(page[PAGE_HEADER_BYTES:].view("<u2")[0])
+            page[node + 2 : node + 4] = 0x7F, 0x7F  # its value has two gigabytes
+    pages.tofile(path)
+    forged = replace(manifest.files["record"], sha256=file_checksum(path))
+    with pytest.raises(StoreError, match=r"is damaged \(page \d+ is none of a tree\)"):
+        ModelRecord.of(tmp_path, replace(manifest, files={**manifest.files, "record": forged}))
 
 
 def test_any_context_is_taken(tmp_path: Path) -> None:
