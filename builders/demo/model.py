@@ -399,7 +399,7 @@ def build_model(
     learned = [document for document in everything if not document.held_out]
     validation = [document for document in everything if document.held_out]
     tokenizer = (
-        AutoTokenizer.from_pretrained(tokenizer_of)
+        AutoTokenizer.from_pretrained(tokenizer_of, trust_remote_code=False)
         if tokenizer_of
         else train_tokenizer((as_text(document) for document in learned), recipe.vocabulary, recipe.context)
     )

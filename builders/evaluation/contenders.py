@@ -95,7 +95,9 @@ def load_shape(shape: str, config: ModelConfig) -> Loaded:
         torch.manual_seed(SHAPE_SEED)
         with device:  # allocate on the device: a copy would need twice the memory
             model: Any = AutoModelForCausalLM.from_config(
-                settings, dtype=dtype if isinstance(dtype, torch.dtype) else torch.bfloat16
+                settings,
+                dtype=dtype if isinstance(dtype, torch.dtype) else torch.bfloat16,
+                trust_remote_code=False,
             )
         if device.type == "cpu":
             compile_linear_layers(model)
@@ -118,7 +120,7 @@ def estimated_passes(shape: str, config: ModelConfig, costs: CostConfig) -> Cost
     lengths = lengths_within(lambda length: limit, shape, costs)
     dtype = torch.bfloat16 if config.dtype == "auto" else getattr(torch, config.dtype)
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(settings, dtype=dtype)
+        model = AutoModelForCausalLM.from_config(settings, dtype=dtype, trust_remote_code=False)
     roofline = Roofline(costs.bandwidth * 1e9, costs.teraflops * 1e12 if costs.teraflops else None)
     return roofline.curve(PassReads.of(model), lengths, costs.overlap, model=shape, dtype=dtype_name(dtype))
 
@@ -131,7 +133,7 @@ def shape_config(shape: str) -> Any:
         meant, shapes = did_you_mean(shape, SHAPES), ", ".join(SHAPES)
         raise OptionError(f"shape is {shape!r}{meant}: it must be one of {shapes}, or the path of a config.json")
     try:
-        return AutoConfig.from_pretrained(path)
+        return AutoConfig.from_pretrained(path, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
         reason = " ".join(str(error).split())[:200]
         raise ModelError(f"{shape} is no configuration of a model ({reason}): name a config.json") from None

@@ -213,7 +213,7 @@ def load_assistant(published: PublishedDrafter, target: Target) -> Any:
     from transformers import AutoModelForCausalLM
 
     try:
-        model: Any = AutoModelForCausalLM.from_pretrained(published.folder)
+        model: Any = AutoModelForCausalLM.from_pretrained(published.folder, trust_remote_code=False)
     except Exception as error:  # the library raises many kinds
         raise HeadsError(
             f"drafter {published.name} cannot be loaded ({error_reason(error)}): name another one"

@@ -116,7 +116,7 @@ def load_dflash(published: PublishedDrafter, target: Target) -> Any:
     except AttributeError:
         raise FamilyError("DFlash drafters need transformers 5.23 or newer: update it") from None
     try:
-        model: Any = AutoModel.from_pretrained(published.folder)
+        model: Any = AutoModel.from_pretrained(published.folder, trust_remote_code=False)
     except Exception as error:  # the library raises many kinds
         raise HeadsError(
             f"drafter {published.name} cannot be loaded ({error_reason(error)}): name another one"

@@ -172,7 +172,7 @@ def may_be_compiled(settings: Any) -> bool:
 
         with init_empty_weights(include_buffers=False), no_init_weights():
             auto = text_class(settings, trust_remote_code=False)
-            model = auto.from_config(settings, dtype=torch.float32)
+            model = auto.from_config(settings, dtype=torch.float32, trust_remote_code=False)
         return model_parts(model, OUTLINE) is not None
     except Exception:  # from Transformers or accelerate; loading the model will report it
         return True

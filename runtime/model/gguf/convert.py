@@ -278,7 +278,7 @@ class Conversion:
 
         with self._alone(folder) as (source, name), read_once():
             with self._errors_worded("configuration"):
-                settings: Any = AutoConfig.from_pretrained(source, gguf_file=name)
+                settings: Any = AutoConfig.from_pretrained(source, gguf_file=name, trust_remote_code=False)
                 settings.dtype = self.dtype
                 settings.eos_token_id = self._ends(settings.eos_token_id)
                 # Servers choose the model class by this name, which GGUF files lack.
@@ -287,7 +287,7 @@ class Conversion:
                 settings.save_pretrained(folder)
                 generation = GenerationConfig.from_model_config(settings)
             with self._errors_worded("tokenizer"):
-                tokenizer: Any = AutoTokenizer.from_pretrained(source, gguf_file=name)
+                tokenizer: Any = AutoTokenizer.from_pretrained(source, gguf_file=name, trust_remote_code=False)
                 tokenizer.save_pretrained(folder)
             if self.header.architecture == gpt_oss.ARCHITECTURE:
                 vocabulary = tokenizer.get_vocab()
@@ -343,7 +343,8 @@ class Conversion:
                 AutoModelForCausalLM.from_pretrained(
                     source,
                     gguf_file=name,
-                    config=AutoConfig.from_pretrained(configuration),
+                    config=AutoConfig.from_pretrained(configuration, trust_remote_code=False),
+                    trust_remote_code=False,
                     dtype=torch.float32,
                     quantization_config=GgufConfig(dequantize=True),
                     output_loading_info=True,

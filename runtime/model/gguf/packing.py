@@ -329,7 +329,7 @@ def assembled_model(settings: Any, weights: dict[str, torch.Tensor], folder: Pat
 
     with init_empty_weights(include_buffers=False), no_init_weights():
         auto = text_class(settings, trust_remote_code=False)
-        model: Any = auto.from_config(settings, dtype=torch.float32, **options)
+        model: Any = auto.from_config(settings, dtype=torch.float32, trust_remote_code=False, **options)
     for name, weight in weights.items():
         path, _, last = name.rpartition(".")
         parameter = as_parameter(weight) if is_compact(weight) else Parameter(weight, requires_grad=False)
