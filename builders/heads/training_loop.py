@@ -365,25 +365,27 @@ MIN_CURVE_POINTS = 50
 
 def draw_training(history: TrainingHistory, folder: Path) -> None:
     """Plot the loss and the accuracy of each head over the steps, as a PNG in ``folder``."""
+    from matplotlib import style
     from matplotlib.figure import Figure  # not pyplot, which keeps global state
 
-    figure: Any = Figure(figsize=CURVE_INCHES, layout="constrained")
-    left, right = figure.subplots(1, 2)
-    steps, losses = _smooth(np.array(history.losses))
-    left.plot(steps, losses)
-    left.set_ylabel("loss a token, nats")
-    _, hits = _smooth(np.array(history.hits))
-    for head, shares in enumerate(hits.T, start=1):
-        right.plot(steps, 100 * shares, label=f"head {head}")
-    right.set_ylabel("tokens that a head had first, %")
-    right.set_ylim(bottom=0)
-    right.legend(fontsize="small")
-    for axes in (left, right):
-        axes.set_xlabel("steps")
-        axes.grid(alpha=0.3)
-        axes.spines[["top", "right"]].set_visible(False)
-    with curve_file(folder).replaced() as stream:
-        figure.savefig(stream, format="png", dpi=CURVE_DPI, metadata=PNG_METADATA)
+    with style.context("default"):  # the current folder may hold a matplotlibrc, which can even run LaTeX
+        figure: Any = Figure(figsize=CURVE_INCHES, layout="constrained")
+        left, right = figure.subplots(1, 2)
+        steps, losses = _smooth(np.array(history.losses))
+        left.plot(steps, losses)
+        left.set_ylabel("loss a token, nats")
+        _, hits = _smooth(np.array(history.hits))
+        for head, shares in enumerate(hits.T, start=1):
+            right.plot(steps, 100 * shares, label=f"head {head}")
+        right.set_ylabel("tokens that a head had first, %")
+        right.set_ylim(bottom=0)
+        right.legend(fontsize="small")
+        for axes in (left, right):
+            axes.set_xlabel("steps")
+            axes.grid(alpha=0.3)
+            axes.spines[["top", "right"]].set_visible(False)
+        with curve_file(folder).replaced() as stream:
+            figure.savefig(stream, format="png", dpi=CURVE_DPI, metadata=PNG_METADATA)
 
 
 def curve_file(folder: Path) -> OutputFile:

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from matplotlib import rc_context
 from safetensors.torch import load_file, save_file
 
 from hdtool.builders.evaluation.recording import TurnReader
@@ -460,6 +461,10 @@ def test_heads_are_trained_again_over_own_ones(tmp_path: Path) -> None:
         saved = SavedHeads(found.heads, "target", "model", EvalResult(), {})
         saved.save(tmp_path)
         draw_training(found.history, tmp_path)
+        usual = (tmp_path / "training.png").read_bytes()
+        with rc_context({"figure.facecolor": "red"}):  # as a matplotlibrc in the current folder sets it
+            draw_training(found.history, tmp_path)
+        assert (tmp_path / "training.png").read_bytes() == usual
         found.finish()
         names = ["config.json", "heads.safetensors", "training.png"]
         assert sorted(each.name for each in tmp_path.iterdir()) == names

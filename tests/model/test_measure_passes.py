@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from matplotlib import rc_context
 
 from hdtool.builders.evaluation.contenders import draw_cost
 from hdtool.cli.app import run
@@ -126,6 +127,15 @@ def test_a_picture_has_a_line_for_each_context(tmp_path: Path) -> None:
     one = CostCurve(CURVE.nodes, CURVE.milliseconds[:1], CURVE.contexts[:1], CURVE.device, CURVE.model, CURVE.dtype)
     draw_cost(one, tmp_path / "cost.png")
     assert (tmp_path / "cost.png").read_bytes() != two
+
+
+def test_a_picture_follows_no_settings_of_the_current_folder(tmp_path: Path) -> None:
+    """Which matplotlib reads when it is imported."""
+    draw_cost(CURVE, tmp_path / "cost.png")
+    usual = (tmp_path / "cost.png").read_bytes()
+    with rc_context({"figure.facecolor": "red"}):
+        draw_cost(CURVE, tmp_path / "cost.png")
+    assert (tmp_path / "cost.png").read_bytes() == usual
 
 
 def test_places_that_cannot_be_written_are_named(tmp_path: Path) -> None:
