@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import ast
 import io
-import json
 import re
 import sqlite3
 from collections import deque
@@ -263,6 +262,7 @@ with recursive chain(id, parent_id, message_id, depth) as (
   union all
   select node.id, node.parent_id, node.message_id, depth + 1
   from message_nodes node join chain on node.id = chain.parent_id
+  where depth < (select count(*) from message_nodes)
 )
 select messages.role, messages.parts from chain join messages on messages.id = chain.message_id order by depth desc
 """
@@ -329,14 +329,16 @@ def _turns(database: sqlite3.Connection, tables: set[str]) -> Iterator[Any]:
     for name, node in database.execute(LEAVES_QUERY).fetchall():
         try:
             messages = [_message(role, parts) for role, parts in database.execute(CHAIN_QUERY, (node,))]
-        except ValueError as fault:
-            yield RowError(f"the parts of a message are no JSON ({fault})")
+        except RowError as fault:
+            yield RowError(f"the parts of a message are {fault}")
             continue
         yield {"id": name, "messages": messages}
 
 
-def _message(role: str, parts: str) -> dict[str, Any]:
-    held = json.loads(parts)
+def _message(role: str, parts: Any) -> dict[str, Any]:
+    held = parse_json(str(parts))
+    if not isinstance(held, list):
+        raise RowError("no list")
     texts = [part.get("text") for part in held if isinstance(part, dict) and part.get("type") == "text"]
     return {"role": role, "content": "".join(text for text in texts if text)}
 

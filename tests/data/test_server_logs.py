@@ -136,6 +136,24 @@ def test_the_message_store_of_llm(tmp_path: Path, capfd: pytest.CaptureFixture[s
     assert [row["messages"] for row in converted(packed, capfd)[1]] == [row["messages"] for row in rows]
 
 
+def test_a_damaged_database_of_llm_is_read_to_its_end(tmp_path: Path) -> None:
+    """Messages that are their own ancestors, and parts that are no list."""
+    part = json.dumps([{"type": "text", "text": "words"}])
+    database(
+        "create table turns (id text, input_node_id text, output_node_id text)",
+        "create table messages (id text, role text, parts text)",
+        "create table message_nodes (id text, parent_id text, message_id text)",
+        f"insert into messages values ('m0', 'user', '{part}'), ('m1', 'assistant', '{part}')",
+        "insert into messages values ('m2', 'user', '5'), ('m3', 'user', null)",
+        "insert into message_nodes values ('n0', 'n1', 'm0'), ('n1', 'n0', 'm1'), ('n2', 'n1', 'm1')",
+        "insert into message_nodes values ('n3', null, 'm2'), ('n4', null, 'm3')",
+        "insert into turns values ('t1', 'n0', 'n2'), ('t2', 'n0', 'n3'), ('t3', 'n0', 'n4')",
+    )(path := tmp_path / "logs.db")
+    reading = RecordReader([path], tolerance=1.0)
+    assert len(list(reading)) == 1
+    assert ["the parts of a message are no list" in each for each in reading.tally.messages] == [True, False]
+
+
 def test_a_request_repeats_no_earlier_answer(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Each request holds the conversation before it, which earlier requests recorded."""
     first = {"request": REQUEST, "response": OK}
