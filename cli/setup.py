@@ -45,7 +45,8 @@ def setup(
         bool, option(BUILD_PANEL, "Replace the stores that this model has in hdtool's home.", "--replace")
     ] = False,
     dry_run: Annotated[
-        bool, option(OUTPUT_PANEL, "Read the logs, print what would be done, and stop.", "--dry-run")
+        bool,
+        option(OUTPUT_PANEL, "Read the logs, print what would be done and what is in the way, and stop.", "--dry-run"),
     ] = False,
     quiet: options.Quiet = False,
     as_json: options.JsonObject = False,
@@ -81,10 +82,11 @@ def setup(
     folder = WorkFolder(name_in_words(named.name), plan.identity, [str(path) for path in log_files])
     folder.load()
     stages = Stages(plan, folder)
-    stages.check()
     if dry_run:
         _show_plan(plan, stages, folder)
+        stages.check()  # last, so that a store in the way hides nothing of the plan
         return
+    stages.check()
     with folder.opened():
         numbers = {name: number for number, name in enumerate(stages.titles(), start=1)}
 

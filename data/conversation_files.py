@@ -91,23 +91,35 @@ class ConversationReader:
         self.tally.check(self._tolerance)
 
     def read_input(self, source: int) -> Iterator[LocatedConversation]:
-        """Yield the conversation in each usable row of one input file, without combining requests and answers."""
+        """Yield the conversation in each usable row of one input file, without combining requests and answers.
+
+        If the file cannot be read to its end, the conversations before the fault are yielded.
+        """
         path, size = self.inputs[source], self.sizes[source]
-        before = self.bytes_read
-        with input_errors_as(path), CountedFile(path) as raw:
-            for row in read_rows(raw, text_lines=self._text_lines):
-                self.bytes_read = before + row.consumed
-                where = f"{path}{row.location}"
-                try:
-                    conversation = conversation_of(row.value)
-                except ValueError as fault:
-                    self.tally.note(where, fault)
-                    continue
-                self.tally.good += 1
-                if conversation.model and any(turn.by_model for turn in conversation.turns):
-                    self.tally.name_model(conversation.model)
-                yield LocatedConversation(conversation, where, source, row)
+        before, unread = self.bytes_read, None
+        try:
+            with input_errors_as(path), CountedFile(path) as raw:
+                for row in read_rows(raw, text_lines=self._text_lines):
+                    self.bytes_read = before + row.consumed
+                    if located := self._located(row, path, source):
+                        yield located
+        except RecordError as fault:
+            unread = fault
+        self.tally.count_file(size, unread)
         self.bytes_read = before + size
+
+    def _located(self, row: Row, path: Path, source: int) -> LocatedConversation | None:
+        """Count a row, and return its conversation, or None if it cannot be used."""
+        where = f"{path}{row.location}"
+        try:
+            conversation = conversation_of(row.value)
+        except ValueError as fault:
+            self.tally.note(where, fault)
+            return None
+        self.tally.good += 1
+        if conversation.model and any(turn.by_model for turn in conversation.turns):
+            self.tally.name_model(conversation.model)
+        return LocatedConversation(conversation, where, source, row)
 
 
 ORIGIN_KEY = "converted_from"

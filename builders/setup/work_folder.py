@@ -325,14 +325,16 @@ class SetupStores:
                 check(folder)
 
     def build_effect(self, kind: str) -> str:
-        """Return what a build does to a folder that ``check`` accepted, to be printed before the folder's path."""
+        """Return what a build does to a folder, to be printed before the folder's path."""
         folder = self.folders[kind]
         if not holds_manifest(folder):
             return "goes to"
         if self.own_manifest(kind):
             return "was built before and stays in"
         rankings = kind == MODEL_KIND and read_manifest(folder, check=False).holds_rankings_alone
-        return "joins the rankings in" if rankings else "replaces the store in"
+        if rankings:
+            return "joins the rankings in"
+        return "replaces the store in" if self.replace else "cannot replace the store in"
 
     def replacement_check(self, kind: str) -> FolderCheck | None:
         """Return a check that raises if a folder's store must not be replaced; None if ``replace`` is True."""

@@ -11,7 +11,7 @@ from hdtool.runtime.config.model import Settings, require, setting
 
 ENGINES = ("local", "ray")
 """Backends for running build tasks."""
-MAX_BAD_FRACTION = "Share of records that may be unusable; they are counted and named."
+MAX_BAD_FRACTION = "Share of records that may be unusable, and of bytes in files that cannot be read; both are named."
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import random
@@ -477,8 +478,12 @@ class TestCommand:
         assert run(["build-model-db", "--from", str(LOGS), "--model", str(demo.MODEL), "--quiet"]) == 0
         before = sorted((tmp_path / "home").rglob("*"))
         monkeypatch.setattr(stages, "place_of", lambda *_, **__: pytest.fail("the weights were fetched"))
+        capsys.readouterr()
         assert run([*COMMAND, *dry_run]) == 1
-        assert "holds a model store of" in (said := capsys.readouterr().err) and "--replace replaces it" in said
+        printed = capsys.readouterr()
+        assert "holds a model store of" in printed.err and "--replace replaces it" in printed.err
+        assert ("model     cannot replace the store in " in printed.out) == bool(dry_run)
+        assert ("32 conversations in 1 file, 4 held out" in printed.out) == bool(dry_run)
         assert sorted((tmp_path / "home").rglob("*")) == before
 
     def test_a_dry_run_says_what_becomes_of_stores_and_stages(
@@ -573,6 +578,24 @@ class TestCommand:
             assert run(["stores", "remove", f"setup-{folder.path.name[:8]}", "--yes"]) == 1
             assert "a setup is running in" in capsys.readouterr().err
             assert (folder.path / RESULTS_FILE).exists()
+
+    def test_broken_logs_are_named_together_and_left_out_within_the_fraction(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        logs = tmp_path / "logs"
+        logs.mkdir()
+        shutil.copy(LOGS, logs / "good.jsonl")
+        (logs / "empty.jsonl").touch()
+        whole = gzip.compress(LOGS.read_bytes())
+        (logs / "cut.jsonl.gz").write_bytes(whole[: len(whole) // 2])
+        command = [*COMMAND[:3], str(logs), *COMMAND[4:], "--dry-run"]
+        assert run(command) == 1
+        said = capsys.readouterr().err
+        assert "error: 2 of 3 files cannot be read, " in said and "--max-bad-fraction" in said
+        assert f"{logs / 'cut.jsonl.gz'} cannot be unpacked" in said and f"{logs / 'empty.jsonl'} is empty" in said
+        assert run([*command, "--max-bad-fraction", "0.9"]) == 0
+        printed = capsys.readouterr()
+        assert " in 3 files" in printed.out and printed.err.count("left out: ") == 2
 
     def test_a_dry_run_changes_nothing(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert run([*COMMAND, "--dry-run"]) == 0

@@ -188,6 +188,31 @@ def test_a_file_that_cannot_be_used(name: str, tmp_path: Path, capfd: pytest.Cap
     assert errors[0].startswith(f"error: {path} ") and reason in errors[0]
 
 
+def test_files_that_cannot_be_used_are_named_together(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """They count by their bytes: at a tenth of them, the others are used."""
+    (tmp_path / "good.jsonl").write_text(f"{GOOD}\n" * 20)
+    for number in range(7):
+        (tmp_path / f"bad{number}.txt").write_bytes(b"caf\xe9")
+    code, rows, errors = converted(tmp_path, capfd, "--max-bad-fraction", "0.01")
+    assert (code, rows, len(errors)) == (1, [], 1)
+    reason = "is not UTF-8 text (byte 0xe9)"
+    named = "; ".join(f"{tmp_path}/bad{number}.txt {reason}" for number in range(5))
+    assert errors[0].startswith(f"error: 7 of 8 files cannot be read, 1.2% of the bytes ({named}; …): ")
+    code, rows, errors = converted(tmp_path, capfd, "--max-bad-fraction", "0.1")
+    assert (code, len(rows)) == (0, 20)
+    assert [line for line in errors if line.startswith("left out: ") and reason in line] == errors and len(errors) == 7
+
+
+def test_the_start_of_a_file_that_is_cut_off_is_used(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "good.jsonl").write_text(f"{GOOD}\n" * 20)
+    lines = b"".join(f'{{"text": "{number} {number * 17 % 89}"}}\n'.encode() for number in range(50_000))
+    whole = gzip.compress(lines)
+    (tmp_path / "cut.jsonl.gz").write_bytes(whole[: len(whole) // 2])
+    code, rows, errors = converted(tmp_path, capfd, "--max-bad-fraction", "1")
+    assert code == 0 and len(rows) > 1000
+    assert errors == [line for line in errors if "cannot be unpacked" in line]
+
+
 KEYS = [
     "messages",
     "conversations",
