@@ -7,9 +7,12 @@ naming the extra.
 
 from __future__ import annotations
 
+import errno
+import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from importlib import metadata
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -23,6 +26,22 @@ def os_errors_as(error: type[HdtoolError], fault: str, advice: str) -> Iterator[
         yield
     except OSError as cause:
         raise error(f"{fault} ({cause.strerror or cause}): {advice}") from cause
+
+
+FULL_DISK_BYTES = 1 << 20
+"""A write that fails with less space left than this has filled the disk."""
+
+
+def write_fault(folder: Path, error: Exception) -> str:
+    """Return why a file in ``folder`` could not be written.
+
+    LMDB and numpy report a full disk as a failed or short write, without an error number of its own.
+    """
+    code, free = getattr(error, "errno", None), shutil.disk_usage(folder).free
+    if code == errno.ENOSPC or free < FULL_DISK_BYTES:
+        return f"the disk is full, {free >> 20} MiB free"
+    reason = getattr(error, "strerror", None) or error_reason(error)
+    return reason if code and code != errno.EIO else f"the disk is full or failing: {reason}"
 
 
 def error_reason(error: Exception) -> str:

@@ -10,7 +10,6 @@ import hashlib
 import json
 import os
 import secrets
-import shutil
 import stat
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -20,7 +19,7 @@ from pathlib import Path
 from typing import BinaryIO, TypeVar
 
 from hdtool.data.durable_files import file_lock
-from hdtool.data.errors import StoreError
+from hdtool.data.errors import StoreError, write_fault
 from hdtool.data.output_files import sync_to_disk
 from hdtool.data.stores.manifest import (
     STORE_FORMATS,
@@ -226,6 +225,7 @@ def building(folder: Path, check: FolderCheck | None = None) -> Iterator[StoreBu
     process can replace that store afterwards.
     """
     check_destination(folder)
+    fault = ""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         busy = StoreError(f"another build of {folder} is running: wait for it, or choose another place")
@@ -236,14 +236,16 @@ def building(folder: Path, check: FolderCheck | None = None) -> Iterator[StoreBu
             sweep_store(folder)
             try:
                 yield StoreBuild(folder)
+            except OSError as error:
+                fault = write_fault(folder, error)  # before the unfinished files are deleted, which makes room
+                raise
             finally:
                 sweep_store(folder)
     except OSError as error:
         existing = next(place for place in (folder, *folder.parents) if place.exists())
-        room = f", {shutil.disk_usage(existing).free >> 20} MiB free there" if error.errno == 28 else ""
         raise StoreError(
-            f"{folder} cannot be written ({error.strerror or error}{room}): the store there, if any, is unchanged; "
-            "make room, correct the permissions or choose another place"
+            f"{folder} cannot be written ({fault or write_fault(existing, error)}): the store there, if any, is "
+            "unchanged; make room, correct the permissions or choose another place"
         ) from error
 
 

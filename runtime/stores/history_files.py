@@ -25,7 +25,7 @@ from typing import NamedTuple
 import lmdb
 import numpy as np
 
-from hdtool.data.errors import StoreError, error_reason
+from hdtool.data.errors import StoreError, error_reason, write_fault
 from hdtool.data.output_files import sync_to_disk
 from hdtool.data.stores.manifest import (
     MAX_HISTORY_BYTES,
@@ -278,14 +278,20 @@ def store_errors(folder: Path) -> Iterator[None]:
     except lmdb.InvalidError as error:
         raise StoreError(f"{folder} is damaged ({error_reason(error)}): {deletion_advice(folder)}") from None
     except lmdb.Error as error:
-        raise StoreError(
-            f"{folder} cannot be used (LMDB: {error_reason(error)}): make room, or {deletion_advice(folder)}"
-        ) from None
+        if not isinstance(error, lmdb.DiskError) and os.strerror(errno.EIO) not in str(error):
+            raise StoreError(
+                f"{folder} cannot be used (LMDB: {error_reason(error)}): make room, or {deletion_advice(folder)}"
+            ) from None
+        raise _unwritable(folder, write_fault(folder, error)) from None
     except OSError as error:
-        raise StoreError(
-            f"{folder} cannot be written ({error.strerror or error}): make room, correct the permissions or choose "
-            "another place"
-        ) from error
+        raise _unwritable(folder, error.strerror or str(error)) from error
+
+
+def _unwritable(folder: Path, reason: str) -> StoreError:
+    return StoreError(
+        f"{folder} cannot be written ({reason}): what it holds stays; make room, correct the permissions or choose "
+        "another place"
+    )
 
 
 def deletion_advice(folder: Path) -> str:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import errno
 import json
 import random
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -113,6 +115,25 @@ def test_a_disk_that_takes_no_more_is_named(code: int, tmp_path: Path) -> None:
         building(tmp_path),
     ):
         raise OSError(code, "no")
+    assert content_of(tmp_path) == b"old"
+
+
+def test_a_full_disk_is_told_from_its_free_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before the unfinished files are deleted; LMDB says only that a write failed, and numpy how much it wrote."""
+    build(tmp_path, b"old")
+    usage = shutil.disk_usage(tmp_path)
+
+    def free(_: Path) -> Any:
+        return usage._replace(free=0 if list(tmp_path.glob("documents-*.bin"))[1:] else 1 << 30)
+
+    monkeypatch.setattr(shutil, "disk_usage", free)
+    full = r"\(the disk is full, 0 MiB free\): the store there, if any, is unchanged"
+    for said in ("LMDB: mdb_txn_commit: Input/output error", "16384 requested and 3072 written"):
+        with pytest.raises(StoreError, match=full), building(tmp_path) as begun:
+            begun.path("documents")
+            raise OSError(said)
+        with pytest.raises(StoreError, match=rf"\(the disk is full or failing: {said}\)"), building(tmp_path):
+            raise OSError(said)
     assert content_of(tmp_path) == b"old"
 
 

@@ -19,6 +19,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import lmdb
 import numpy as np
 import pytest
 from hypothesis import given, strategies as st
@@ -590,7 +591,7 @@ def file_limit() -> Iterator[None]:
 def test_a_disk_that_takes_no_more_is_one_warning(tmp_path: Path, file_limit: None) -> None:
     store = opened(tmp_path)
     said = []
-    with pytest.warns(RuntimeWarning, match="cannot be written .*: make room, correct") as caught:
+    with pytest.warns(RuntimeWarning, match="cannot be written .*: what it holds stays; make room, c") as caught:
         for number in range(300):
             answer = [number] * 1000
             if store.append(answer, []):
@@ -598,6 +599,22 @@ def test_a_disk_that_takes_no_more_is_one_warning(tmp_path: Path, file_limit: No
     assert len(caught) == 1 and 50 < len(said) < 300
     assert held(store) == said
     assert found(store, 7, 7)[0] == 7
+
+
+def test_a_disk_that_fills_during_a_commit_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = opened(tmp_path)
+    assert store.append([1, 2, 3], [])
+    usage = shutil.disk_usage(tmp_path)
+
+    def fail(*_: object) -> None:
+        raise lmdb.Error("mdb_txn_commit: Input/output error")
+
+    for free, said in ((0, "the disk is full, 0 MiB free"), (1 << 30, "the disk is full or failing: mdb_txn_commit:")):
+        with monkeypatch.context() as patched, pytest.warns(RuntimeWarning, match=f"cannot be written .{said}"):
+            patched.setattr(history_store, "put_state", fail)
+            patched.setattr(shutil, "disk_usage", lambda _, free=free: usage._replace(free=free))
+            assert not store.append([1, 2, 4], [])
+        assert store.append([9, 9], []) and held(store)[0] == [1, 2, 3]
 
 
 def test_a_disk_that_is_almost_full_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
