@@ -171,7 +171,7 @@ def _figures(timing: Timing, limit: float) -> dict[str, float]:
 
 SHAPE_COLUMNS = {
     "tokens_per_second": "tokens/s",
-    "tokens_per_cpu_second": "a CPU s",
+    "tokens_per_cpu_second": "per CPU s",
     "tokens_per_step": "per step",
     "model_ms_per_step": "model ms",
     "share_of_bandwidth_limit": "of limit",

@@ -269,7 +269,7 @@ class Verdict:
     def _judged(self) -> str:
         if not self.lossless:
             return f"NOT lossless: run hdtool verify --model {shlex.quote(self.model)} and report what it prints"
-        return f"{self.doubt} The same command measures again." if self.doubt else self._paying() + self._few()
+        return f"{self.doubt.removesuffix('.')}, with the same command." if self.doubt else self._paying() + self._few()
 
     def _few(self) -> str:
         prompts = self.stages["answers"]["prompts"]

@@ -236,7 +236,7 @@ class TestVerdict:
         expected, measured, _, judged, *_ = verdict.lines()
         assert expected.startswith("expected  44.0 tokens/s with hd, 22.0 without drafts, by replay of")
         assert measured.startswith("measured  39.0 tokens/s with hd, 20.0 without drafts; 15.0 by transformers'")
-        assert judged == f"verdict   {busy} The same command measures again."
+        assert judged == f"verdict   {busy[:-1]}, with the same command."
         assert "times" not in "".join(verdict.lines())
         assert verdict.next_command == 'hdtool generate --model m "..."'
         told = verdict.to_json()
@@ -376,7 +376,7 @@ class TestCommand:
         with monkeypatch.context() as busy:
             busy.setitem(TestVerdict.STAGES["answers"], "doubt", "No speed-up is stated, because of others.")
             assert run(COMMAND) == 0
-            assert "others. The same command measures again." in capsys.readouterr().out
+            assert "others, with the same command." in capsys.readouterr().out
         for _ in range(2):
             assert run(COMMAND) == 0
             assert "drafting pays: 1.95 times" in capsys.readouterr().out

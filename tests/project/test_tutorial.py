@@ -19,10 +19,12 @@ END = "--- end of the output ---"
 NUMBER = re.compile(r"[0-9a-f]{16}|\d+(?:[.,]\d+)*")
 """A figure or a fingerprint."""
 FOLDER = re.compile(r"\S*/(?=site-packages/|gguf/|stores/|setups/)")
-MEASURED = ("verdict", "advice", "next")
+RATIO = re.compile(r": \d+\.\d\d times")
+"""A speed-up, which is left out on a busy machine."""
+MEASURED = ("verdict", "next")
 """Lines that depend on what was measured."""
-OCCASIONAL = ("preparing the drafter for this machine", "Loading weights:")
-"""Lines that are printed on the first run of a machine only, or that show progress."""
+OCCASIONAL = ("preparing the drafter for this machine", "Loading weights:", "advice ")
+"""Lines that are printed on the first run of a machine only, that show progress, or whose number varies."""
 
 
 def steps_of(page: str) -> Iterator[tuple[str, str]]:
@@ -43,7 +45,7 @@ def comparable(output: str) -> list[str]:
             continue
         if label in MEASURED:  # on a busy machine it may not pay
             words = []
-        found.append(NUMBER.sub("N", FOLDER.sub("", " ".join([label, *words]))))
+        found.append(NUMBER.sub("N", FOLDER.sub("", RATIO.sub("", " ".join([label, *words])))))
     return found
 
 
