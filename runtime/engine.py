@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass, fields
 from threading import Lock
@@ -119,6 +119,9 @@ class Verified:
         return self.argmax, self.finite
 
 
+WaitForResults = Callable[[], list[Verified]]
+"""Waits for a launched pass and returns its results, one for each tree; see ``Engine.launch``."""
+
 PREFILL_PASS = -1
 """Value of ``PassLog.nodes`` after a pass that verified no tree."""
 
@@ -183,7 +186,7 @@ class Engine(Protocol):
 
     @property
     def captures(self) -> bool:
-        """True if passes over a single tree run asynchronously on a device; ``wait`` waits for them."""
+        """True if launched passes run asynchronously on a device."""
         ...
 
     @property
@@ -222,8 +225,12 @@ class Engine(Protocol):
         """
         ...
 
-    def verify(self, cache: Cache, trees: Sequence[DraftTree], options: Sequence[PassOptions] = ()) -> list[Verified]:
-        """Verify one tree per slot, from the first slot on, in one pass; ``options`` holds the options of each tree."""
+    def launch(self, cache: Cache, trees: Sequence[DraftTree], options: Sequence[PassOptions] = ()) -> WaitForResults:
+        """Start to verify one tree per slot, from the first slot on, in one pass; return a function for the results.
+
+        ``options`` holds the options of each tree. Other answers may use the engine before the function is called: it
+        returns the results of this pass in any case, if need be by verifying the same trees again.
+        """
         ...
 
     @property
@@ -233,10 +240,6 @@ class Engine(Protocol):
 
     def fit_tree(self, cache: Cache, slot: int, tree: DraftTree) -> DraftTree:
         """Return the part of a drafted tree that the next pass can verify in a slot."""
-        ...
-
-    def wait(self) -> None:
-        """Wait until the running pass, if any, has ended."""
         ...
 
     def commit(self, cache: Cache, slot: int, path: Sequence[int]) -> None:

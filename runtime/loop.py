@@ -12,7 +12,7 @@ from typing import Generic, TypeVar
 
 from hdtool.data.errors import HdtoolError, ModelError
 from hdtool.runtime.drafter import Drafter, NoDraft
-from hdtool.runtime.engine import Engine, Verified
+from hdtool.runtime.engine import Engine, Verified, WaitForResults
 from hdtool.runtime.model.cache.slots import Cache
 from hdtool.runtime.prefix_cache import PrefixCache, PromptReader, is_worth_keeping
 from hdtool.runtime.sampling.sampler import Sampler
@@ -93,9 +93,8 @@ class Loop(Generic[Key]):
         self._running: list[tuple[Request[Key], SequenceState]] = []
         """Answers in progress; the index of each is its slot."""
         self._pending_prefill: PendingPrefill[Key] | None = None
-        self._verified: list[Verified] = []
-        self._passes_before = 0
-        """Number of passes that the engine had run before the launched pass."""
+        self._launched: WaitForResults | None = None
+        """Waits for the pass that ``launch`` started; None if there is none."""
         self._has_begun = False
 
     def __len__(self) -> int:
@@ -185,30 +184,24 @@ class Loop(Generic[Key]):
     def step(self) -> list[Outcome[Key]]:
         """Run one forward pass for all requests; requests whose answers end leave the loop."""
         with self:
-            self._launch()
-            return self._finish()
+            return self._accept(self._launch()())
 
     def launch(self) -> None:
         """Draft for all answers and start the pass that verifies the trees; ``finish`` completes the step."""
         with self:
-            self._passes_before = self._engine.log.passes
-            self._launch()
+            self._launched = self._launch()
 
     def finish(self) -> list[Outcome[Key]]:
         """Wait for the launched pass and accept tokens according to its logits."""
+        assert self._launched
         with self:
-            self._engine.wait()
-            # If passes for other caches ran in the meantime, they have overwritten the logits.
-            if self._engine.log.passes != self._passes_before + 1:
-                states = [state for _, state in self._running]
-                trees, options = [state.tree for state in states], [state.options for state in states]
-                self._verified = self._engine.verify(self._cache, trees, options)
-            return self._finish()
+            results, self._launched = self._launched(), None
+            return self._accept(results)
 
-    def _launch(self) -> None:
+    def _launch(self) -> WaitForResults:
         states = [state for _, state in self._running]
         trees = self._fit_trees(draft_trees(states))
-        self._verified = self._engine.verify(self._cache, trees, [state.options for state in states])
+        return self._engine.launch(self._cache, trees, [state.options for state in states])
 
     def _fit_trees(self, trees: list[DraftTree]) -> list[DraftTree]:
         """Return the part of each tree that the engine can verify: all of it unless the engine only verifies chains."""
@@ -219,11 +212,10 @@ class Loop(Generic[Key]):
             state.tree = tree
         return fitted
 
-    def _finish(self) -> list[Outcome[Key]]:
-        self._engine.wait()
+    def _accept(self, results: Sequence[Verified]) -> list[Outcome[Key]]:
         outcomes: list[Outcome[Key]] = [
-            (request, self._conclude(slot, state, self._verified[slot]))
-            for slot, (request, state) in enumerate(self._running)
+            (request, self._conclude(slot, state, verified))
+            for slot, ((request, state), verified) in enumerate(zip(self._running, results, strict=True))
         ]
         for slot in range(len(outcomes) - 1, -1, -1):
             if _has_ended(outcomes[slot][1]):
@@ -246,8 +238,8 @@ class Loop(Generic[Key]):
                 return
 
     def end(self) -> None:
-        """Wait for the running pass and end all answers."""
-        self._engine.wait()
+        """End all answers. A launched pass may go on: the engine waits for it before the next one."""
+        self._launched = None
         for _, state in self._running:
             state.end()
         self._running.clear()

@@ -19,7 +19,7 @@ from hdtool.data.prompts import Message
 from hdtool.data.texts_and_traces import RecordedAnswer, Trace
 from hdtool.runtime.accept import Accepted
 from hdtool.runtime.config import ModelConfig
-from hdtool.runtime.engine import PassLog, PassOptions, Verified
+from hdtool.runtime.engine import PassLog, PassOptions, Verified, WaitForResults
 from hdtool.runtime.model.cache.slots import Cache
 from hdtool.runtime.model.load import load_stops, load_tokenizer
 from hdtool.runtime.model.pass_inputs import FULL, AttentionMasks, AttentionWindow
@@ -195,7 +195,7 @@ class RecordingEngine:
         cache.slots[slot].extend(tokens, None)
         return self._verified([], self._turn.answer[:1], 0, 0)
 
-    def verify(self, cache: Cache, trees: Sequence[DraftTree], options: Sequence[PassOptions] = ()) -> list[Verified]:
+    def launch(self, cache: Cache, trees: Sequence[DraftTree], options: Sequence[PassOptions] = ()) -> WaitForResults:
         (tree,), slot = trees, cache.slots[0]
         started, length = time.perf_counter(), slot.length
         self._masks.tree_mask(tree, length, reused=True)
@@ -204,7 +204,8 @@ class RecordingEngine:
         slot.tree = tree
         done = length + 1 - len(self._turn.prompt)
         path, tokens, _ = accept_recorded(tree, self._turn.answer[done:])
-        return [self._verified(path, tokens, done, len(tree))]
+        verified = [self._verified(path, tokens, done, len(tree))]
+        return lambda: verified
 
     def _verified(self, path: list[int], tokens: Sequence[int], done: int, nodes: int) -> Verified:
         argmax = np.full(1 + nodes, NO_ARGMAX, np.int64)
@@ -223,9 +224,6 @@ class RecordingEngine:
 
     def recompute(self, cache: Cache, slot: int, root: int) -> Verified:
         raise AssertionError("recorded logits are finite")
-
-    def wait(self) -> None:
-        pass
 
     def commit(self, cache: Cache, slot: int, path: Sequence[int]) -> None:
         cache.slots[slot].commit(path)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hdtool.data.errors import error_reason
-from hdtool.runtime.engine import PassOptions, Verified
+from hdtool.runtime.engine import PassOptions
 from hdtool.runtime.engines.cuda.fused_pass import FusedPass, fuse, triton_operations
 from hdtool.runtime.engines.cuda.operations import TreeAttention, move_positions
 from hdtool.runtime.model.cache.kv_cache import IndexedKVCache, KVTensors
@@ -19,7 +19,7 @@ from hdtool.runtime.model.checks.trees import two_steps
 from hdtool.runtime.model.families import deviation
 from hdtool.runtime.model.pass_inputs import Mask
 from hdtool.runtime.model.placement import not_on_one_device_reason
-from hdtool.runtime.model.static_steps import StaticSteps, StepOutput, StepPass
+from hdtool.runtime.model.static_steps import RunningStep, StaticSteps, StepOutput, StepPass
 from hdtool.runtime.tree import LARGEST_TREE, DraftTree
 
 if TYPE_CHECKING:
@@ -98,8 +98,6 @@ class CapturedPasses:
         self.steps: StaticSteps | None = None
         self._passes: list[StepPass] = []
         """The pass that is captured, followed by its fallbacks."""
-        self._running: tuple[int, int] | None = None
-        """Nodes of the largest tree and number of trees in the running step; None if no step is running."""
 
     @property
     def is_fused(self) -> bool:
@@ -171,28 +169,15 @@ class CapturedPasses:
         return self.steps.capacity_for(needed, limit, slots) if self.steps else needed
 
     @torch.inference_mode()
-    def verify(self, cache: Cache, trees: Sequence[DraftTree], options: Sequence[PassOptions]) -> list[Verified] | None:
-        """Start verifying trees; return their results, which become valid once ``wait`` returns.
-
-        Return None if steps are not captured.
-        """
-        start: Callable[[], list[Verified]] | None = None
+    def launch(self, cache: Cache, trees: Sequence[DraftTree], options: Sequence[PassOptions]) -> RunningStep | None:
+        """Start to verify trees; return None if steps are not captured."""
+        start: Callable[[], RunningStep] | None = None
         while self.steps and start is None:
             try:
                 start = self.steps.prepared(cache, trees, combined_options(options))
             except Exception as error:  # model code that cannot be captured may raise any error
                 self._give_up(error_reason(error))
-        if start is None:
-            return None
-        verified, self._running = start(), (max(map(len, trees)), len(trees))
-        return verified
-
-    def wait(self) -> tuple[float, int, int] | None:
-        """Wait for the running step; return its ``(seconds, nodes, trees)``, or None if no step is running."""
-        if self.steps is None or self._running is None:
-            return None
-        running, self._running = self._running, None
-        return self.steps.wait(), *running
+        return start() if start else None
 
 
 def combined_options(options: Sequence[PassOptions]) -> PassOptions:

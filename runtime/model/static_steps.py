@@ -192,8 +192,27 @@ class StepPass(Protocol):
         ...
 
 
+class RunningStep:
+    """A step that was started, with its results. They are valid after ``wait``, until the next step overwrites them."""
+
+    def __init__(self, clock: DeviceClock) -> None:
+        self._clock, self._seconds = clock, -1.0
+        self.results: list[Verified] = []
+        self.is_overwritten = False
+
+    def wait(self) -> float:
+        """Wait until the device has computed the results; return the seconds that the step took."""
+        if self._seconds < 0:
+            self._seconds = self._clock.seconds()
+        return self._seconds
+
+
 class StaticSteps:
-    """Captures and replays the steps of one model."""
+    """Captures and replays the steps of one model.
+
+    All steps share buffers and the memory pool of their graphs. Before either is written or freed, the running step is
+    finished, no matter which answer it belongs to.
+    """
 
     def __init__(self, used: StepPass, capture: Capture, device: torch.device, reserved: int = 0) -> None:
         """Prepare to capture ``used``; reserve ``reserved`` positions per cache unless ``used.reads_extent`` is set."""
@@ -203,6 +222,8 @@ class StaticSteps:
         """Captured steps by cache storage, then by slots, rows and extent."""
         self._buffers: dict[int, _Buffers] = {}
         """Buffers by the number of slots they hold: a power of two, since they are large and should be few."""
+        self._running: RunningStep | None = None
+        """The last step that was started, while the buffers hold its results."""
 
     def use(self, used: StepPass) -> None:
         """Replace the pass to capture, and release all captured steps."""
@@ -211,6 +232,7 @@ class StaticSteps:
 
     def forget(self) -> None:
         """Release all captured steps; each is captured again when next used."""
+        self._finish_running()
         self._steps.clear()
         self._buffers.clear()
         self._capture.reset()
@@ -232,18 +254,21 @@ class StaticSteps:
         for rows in () if self._pass.reads_extent else RECORDED:
             self.prepared(cache, [DraftTree.of(0, [0] * (rows - 1), [ROOT] * (rows - 1))])
 
-    def wait(self) -> float:
-        """Wait for the last step's logits and argmax; return the seconds that the step took."""
-        return self._clock.seconds()
+    def _finish_running(self) -> None:
+        """Wait for the running step, and tell whoever started it that its results are overwritten from now on."""
+        if running := self._running:
+            running.wait()
+            running.is_overwritten, self._running = True, None
 
     def prepared(
         self, cache: Cache, trees: Sequence[DraftTree], options: PassOptions = LOGITS_ONLY
-    ) -> Callable[[], list[Verified]]:
+    ) -> Callable[[], RunningStep]:
         """Return a function that starts to verify the trees; capture the step first if its shape is new.
 
         The step makes the cache's pending moves. ``options`` says whether rankings and root logits are copied
         to the host.
         """
+        self._finish_running()
         slots = cache.slots[: len(trees)]
         rows = STEP_SIZES[bisect_left(STEP_SIZES, max(map(len, trees)) + 1)]
         room = 1 << (len(trees) - 1).bit_length()
@@ -266,22 +291,26 @@ class StaticSteps:
 
     def _run(
         self, step: _Step, buffers: _Buffers, cache: Cache, trees: Sequence[DraftTree], rows: int, options: PassOptions
-    ) -> list[Verified]:
+    ) -> RunningStep:
         slots = cache.slots[: len(trees)]
         for place, slot in enumerate(slots):
             if slot.kv.pending_move:
                 buffers.input.move(place, rows, *slot.kv.pending_move)
+        running = self._running = RunningStep(self._clock)
         self._clock.start()
-        buffers.input.send(len(trees), rows)
-        for slot in slots:
-            slot.kv.begin_move()
-        step.run()
-        for place, slot in enumerate(slots):
-            slot.kv.end_move()
-            slot.states_of_tree, slot.place_in_tree = step.states, place
-        collect = buffers.received(len(trees), rows, options)
-        self._clock.stop()
-        return [collect(place * rows, len(tree) + 1) for place, tree in enumerate(trees)]
+        try:
+            buffers.input.send(len(trees), rows)
+            for slot in slots:
+                slot.kv.begin_move()
+            step.run()
+            for place, slot in enumerate(slots):
+                slot.kv.end_move()
+                slot.states_of_tree, slot.place_in_tree = step.states, place
+            collect = buffers.received(len(trees), rows, options)
+        finally:  # the next step waits for this one even if an interrupt has left it to the device
+            self._clock.stop()
+        running.results = [collect(place * rows, len(tree) + 1) for place, tree in enumerate(trees)]
+        return running
 
     def _captured(self, buffers: _Buffers, storage: KVTensors, slots: int, rows: int, extent: int) -> _Step:
         inputs, step = buffers.input.tensors(slots, rows), _Step()

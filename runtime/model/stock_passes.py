@@ -201,15 +201,19 @@ class StockPasses:
     ) -> Any:
         """Run and time a pass over token ids on the model's device; return the model's output."""
         with self.row_by_row.on() if self.row_by_row.layers and mask is not None else NO_CONTEXT:
+            self._synchronize()  # a captured step may still run, which the time of this pass should not include
             started = time.perf_counter()
             options_: dict[str, Any] = {self.cache_name: cache, "use_cache": True, "return_dict": True, **options}
             if self.takes_positions:
                 options_["position_ids"] = positions
             output = self.model(input_ids=ids, attention_mask=mask, **options_)
-            if self.device.type == "cuda":
-                torch.cuda.synchronize(self.device)
+            self._synchronize()
             self.log.add(time.perf_counter() - started)
         return output
+
+    def _synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
 
 
 MAX_WAITING = 12

@@ -12,6 +12,7 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from threading import Lock
@@ -21,7 +22,7 @@ import torch
 
 from hdtool.data.durable_files import MAX_CACHE_AGE, CachedValue
 from hdtool.data.errors import FamilyError
-from hdtool.runtime.engine import PassOptions, Verified
+from hdtool.runtime.engine import PassOptions, Verified, WaitForResults
 from hdtool.runtime.model.cache.kv_cache import LayerShape
 from hdtool.runtime.model.cache.slots import Cache
 from hdtool.runtime.model.cache.states import StateShape
@@ -194,7 +195,6 @@ class Target:
             self.compiled.check(again=changed or not self.compiled.is_current)
 
     def _discard(self, is_other_code: bool) -> None:
-        self.wait()
         self._first_logits = None
         self._captured.renew(self)
         if self.compiled:
@@ -245,7 +245,6 @@ class Target:
         Return the logits ``[1, vocabulary]`` after the last token. ``room`` is the number of positions to reserve for
         further tokens.
         """
-        self.wait()
         if self._replay:
             return self._replay.prefill(cache, slot, tokens, start)
         end = start + len(tokens)
@@ -264,31 +263,57 @@ class Target:
     def verify(self, cache: Cache, trees: Sequence[DraftTree], options: Sequence[PassOptions] = ()) -> list[Verified]:
         """Verify tree ``i`` in slot ``i``, all in a single pass; return logits for the root and each node.
 
-        Results are valid until the next call. A captured step may still be running when this returns: call ``wait``
-        before reading its results.
+        Results are valid until the next pass.
         """
-        used = cache.slots[: len(trees)]
+        return self.launch(cache, trees, options)()
+
+    def launch(self, cache: Cache, trees: Sequence[DraftTree], options: Sequence[PassOptions] = ()) -> WaitForResults:
+        """Start to verify tree ``i`` in slot ``i``, all in a single pass; return a function for the results.
+
+        Only a captured step starts now. If another step has begun by the time the function is called, for another
+        answer, it has overwritten the results, and the function runs this step again. The results are the same, because
+        the slots' contexts don't change before ``commit``.
+        """
+        running = None
+        if self._captured.steps:
+            context = self._make_room(cache, len(trees))
+            running = self._captured.launch(cache, trees, options)
+        if running is None:
+            return partial(self._verify, cache, trees, options)
+        _begin_commit(cache, trees, running.results)
+
+        def wait_for_results() -> list[Verified]:
+            if running.is_overwritten:
+                return self.verify(cache, trees, options)
+            self.log.add(running.wait(), max(map(len, trees)), len(trees))
+            self.log.context = context
+            return running.results
+
+        return wait_for_results
+
+    def _verify(self, cache: Cache, trees: Sequence[DraftTree], options: Sequence[PassOptions]) -> list[Verified]:
+        """Verify trees by a pass that isn't captured."""
         if self._replay:
-            self.log.context = max(slot.length for slot in used)
+            self.log.context = max(slot.length for slot in cache.slots[: len(trees)])
             return self._replay.verify(cache, trees)
-        longest = used[0].kv.length if len(trees) == 1 else max(slot.kv.length for slot in used)
+        self.log.context = self._make_room(cache, len(trees))
+        for slot in cache.slots[: len(trees)]:
+            if slot.kv.pending_move:
+                slot.kv.settle()
+        verified = compiled.verify(cache, trees, options) if (compiled := self._current()) else None
+        verified = verified or self.stock.verify(cache, trees)
+        _begin_commit(cache, trees, verified)
+        return verified
+
+    def _make_room(self, cache: Cache, trees: int) -> int:
+        """Reserve room for the largest tree in each of the first slots; return the length of context to log."""
+        lengths = [slot.kv.length for slot in cache.slots[:trees]]
+        longest = max(lengths)
         if longest + LARGEST_TREE >= cache.storage.capacity:
             needed = longest + LARGEST_TREE + 1
             cache.reserve(needed, needed + max(MIN_GROWTH, longest // 2))
-            used = cache.slots[: len(trees)]
         # Without padding, each tree attends only to its own context, so the cost depends on the sum of context lengths.
-        is_mean = len(trees) > 1 and not self.pads
-        self.log.context = sum(slot.kv.length for slot in used) // len(used) if is_mean else longest
-        verified = self._captured.verify(cache, trees, options) if self._captured.steps else None
-        if verified is None:
-            for slot in used:
-                if slot.kv.pending_move:
-                    slot.kv.settle()
-            verified = compiled.verify(cache, trees, options) if (compiled := self._current()) else None
-        verified = verified or self.stock.verify(cache, trees)
-        for slot, tree, result in zip(used, trees, verified, strict=True):
-            slot.tree, slot.hidden_of_tree, result.slot = tree, result.hidden, slot
-        return verified
+        return sum(lengths) // trees if trees > 1 and not self.pads else longest
 
     @torch.inference_mode()
     def recompute(self, cache: Cache, slot: int, root: int) -> Verified:
@@ -299,18 +324,11 @@ class Target:
         sequence.kv.settle()
         sequence.kv.clear_from(sequence.length)
         if len(cache.slots) == 1:
-            verified = self.verify(cache, [tree])[0]
-            self.wait()
-            return verified
+            return self.verify(cache, [tree])[0]
         recomputed = compiled.verify_alone(sequence, tree) if (compiled := self._current()) else None
         verified = recomputed or self.stock.verify_alone(sequence, tree)
         sequence.tree, sequence.hidden_of_tree = tree, verified.hidden
         return verified
-
-    def wait(self) -> None:
-        """Wait for the running captured step, if any."""
-        if self._captured.steps and (waited := self._captured.wait()):
-            self.log.add(*waited)
 
     def commit(self, cache: Cache, slot: int, path: Sequence[int]) -> None:
         """Append the root and the nodes of ``path`` to a slot's context; the rest of its tree is discarded."""
@@ -367,6 +385,12 @@ class Target:
                 "Steps with such logits are decoded without drafts; another --dtype may avoid it",
                 file=sys.stderr,
             )
+
+
+def _begin_commit(cache: Cache, trees: Sequence[DraftTree], verified: Sequence[Verified]) -> None:
+    """Let each slot know the tree that a pass verifies, so that ``commit`` can accept a path of it."""
+    for slot, tree, result in zip(cache.slots, trees, verified, strict=False):
+        slot.tree, slot.hidden_of_tree, result.slot = tree, result.hidden, slot
 
 
 def embedded_tokens(model: PreTrainedModel) -> int:
@@ -448,7 +472,6 @@ def _seconds_with(threads: int, target: Target) -> float:
         before = target.log.seconds
         for tree in trees:
             target.verify(cache, [tree])
-            target.wait()
         return target.log.seconds - before
 
     return mean_seconds(run)

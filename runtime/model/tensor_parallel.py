@@ -164,9 +164,9 @@ class LeadingTarget(Target):
         self._broadcast("prefill", cache, slot, list(tokens), start, room)
         return super().prefill(cache, slot, tokens, start, room=room)
 
-    def verify(self, cache: Cache, trees: Sequence[DraftTree], options: Sequence[PassOptions] = ()) -> list[Verified]:
+    def _verify(self, cache: Cache, trees: Sequence[DraftTree], options: Sequence[PassOptions]) -> list[Verified]:
         self._broadcast("verify", cache, list(trees))
-        return super().verify(cache, trees)
+        return super()._verify(cache, trees, ())
 
     def recompute(self, cache: Cache, slot: int, root: int) -> Verified:
         self._broadcast("recompute", cache, slot, root)

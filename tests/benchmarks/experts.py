@@ -32,7 +32,7 @@ from hdtool.runtime.budget.cost_curve import PASS_SIZES, CostCurve, MeasuredCost
 from hdtool.runtime.budget.node_budget import MeasuredBudget
 from hdtool.runtime.config import ModelConfig, ReplayConfig, SamplingConfig
 from hdtool.runtime.drafters.methods import drafter_with_budget
-from hdtool.runtime.engine import PassOptions, Verified
+from hdtool.runtime.engine import PassOptions, WaitForResults
 from hdtool.runtime.environment import machine
 from hdtool.runtime.model.cache.slots import Cache
 from hdtool.runtime.model.checks.trees import some_context
@@ -81,13 +81,13 @@ class VirtualEngine(RecordingEngine):
         super().__init__()
         self._mixture, self._random, self.milliseconds = mixture, np.random.default_rng(0), 0.0
 
-    def verify(self, cache: Cache, trees: Sequence[DraftTree], options: Sequence[PassOptions] = ()) -> list[Verified]:
-        verified, rows = super().verify(cache, trees, options), len(trees[0]) + 1
+    def launch(self, cache: Cache, trees: Sequence[DraftTree], options: Sequence[PassOptions] = ()) -> WaitForResults:
+        results, rows = super().launch(cache, trees, options), len(trees[0]) + 1
         factor = self._random.normal(1.0, NOISE) if rows > 1 else 1.0
         taken = self._mixture.milliseconds(rows, self._mixture.overlap, factor)
         self.log.last_seconds = taken / 1e3
         self.milliseconds += taken
-        return verified
+        return results
 
 
 class VirtualBudget(MeasuredBudget):

@@ -13,7 +13,7 @@ from hdtool.runtime.budget.measure_passes import time_tree_passes
 from hdtool.runtime.budget.node_budget import FixedBudget
 from hdtool.runtime.config import SamplingConfig
 from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
-from hdtool.runtime.engine import PassOptions, Verified
+from hdtool.runtime.engine import PassOptions, WaitForResults
 from hdtool.runtime.loop import Request
 from hdtool.runtime.model.cache.slots import Cache
 from hdtool.runtime.model.static_steps import CaptureMaker, never
@@ -36,10 +36,10 @@ class Noted(Target):
 
     notes: list[str]
 
-    def verify(self, cache: Cache, trees: Sequence[DraftTree], options: Sequence[PassOptions] = ()) -> list[Verified]:
-        verified = super().verify(cache, trees, options)
+    def launch(self, cache: Cache, trees: Sequence[DraftTree], options: Sequence[PassOptions] = ()) -> WaitForResults:
+        results = super().launch(cache, trees, options)
         self.notes.append("started")
-        return verified
+        return results
 
     def commit(self, cache: Cache, slot: int, path: Sequence[int]) -> None:
         super().commit(cache, slot, path)

@@ -193,10 +193,10 @@ def test_several_answers_at_once_and_conversations_in_turn() -> None:
         drafter = WrongDrafter(len(prompt), truth, VOCABULARY, number)
         outcomes.append(loop.add(Request(number, prompt, Sampler(SamplingConfig(), prompt), drafter)))
     while len(loop):
-        loop.launch()
         passes = target.log.passes
+        loop.launch()
         outcomes += loop.finish()
-        assert target.log.passes == passes, "what was launched is not verified again"
+        assert target.log.passes == passes + 1, "what was launched is not verified again"
     found: dict[int, list[int]] = {0: [], 1: [], 2: []}
     for request, step in outcomes:
         assert isinstance(step, Step)

@@ -115,7 +115,6 @@ def test_each_node_of_a_tree_has_the_logits_of_its_path(engine: tuple[Target, An
         context = prompt_of(length)
         target.prefill(cache, 0, context, room=64)
         (verified,) = target.verify(cache, [tree], [PassOptions(walk=True, wants_maxima=True)])
-        target.wait()
         for node in range(-1, len(tree)):
             assert_same_logits(verified.logits[node + 1], plain_logits(model, [*context, *tokens_to(tree, node)]))
         if (known := verified.known_argmax()) is not None:
@@ -137,13 +136,11 @@ def test_rejected_nodes_leave_nothing_behind(engine: tuple[Target, Any]) -> None
         target.prefill(cache, 0, context, room=128)
         for tree, random in steps:
             target.verify(cache, [tree])
-            target.wait()
             path = _path(tree, random.randrange(-1, len(tree)))
             target.commit(cache, 0, path)
             context = [*context, tree.root, *tree.tokens[path].tolist()]
             assert cache.slots[0].tokens == context
         (last,) = target.verify(cache, [DraftTree.bare(3)])
-        target.wait()
         assert_same_logits(last.logits[0], plain_logits(model, [*context, 3]))
 
     check()
@@ -216,7 +213,6 @@ def test_a_pass_with_logits_that_are_no_numbers_is_computed_again_without_drafts
             target.prefill(cache, each, context)
         tree = DraftTree.of(5, [8, 9], [-1, 0])
         target.verify(cache, [tree] * slots)
-        target.wait()
         with torch.inference_mode():
             for tensor in cache.slots[slot].kv.storage.tensors:
                 tensor.narrow(3, 16, 2).fill_(torch.nan)

@@ -207,6 +207,15 @@ def test_sampling_waits_no_more_than_it_must(others: dict[str, Any]) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("family", FIRST)
+def test_answers_that_take_turns_are_those_alone(family: str, home: Path) -> None:
+    """Each token is compared within the scenario."""
+    found = scenarios(home, "interleaved", family)["interleaved"]
+    assert found["captures"] and not found["faults"]
+    assert {"stream", "batch", "launched", "hook", "generate", "abandoned"} <= found["played"].keys()
+
+
+@pytest.mark.long
 def test_a_pass_of_heads_is_waited_for_by_its_event(others: dict[str, Any]) -> None:
     found = others["heads"]
     assert not found["faults"]

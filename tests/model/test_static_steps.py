@@ -308,7 +308,6 @@ def test_the_trees_of_a_batch_get_the_logits_of_their_plain_paths(family: str) -
     for sizes in ((6, 0, 20), (20, 6, 0), (5, 7, 2), (30, 30), (4, 9)):
         batch = [tree_of(size) for size in sizes]
         found = target.verify(cache, batch)
-        target.wait()
         for slot, (tree, verified) in enumerate(zip(batch, found, strict=True)):
             node = len(tree) - 1
             path = path_to(tree, node)
@@ -388,7 +387,6 @@ def test_a_sequence_and_a_batch_keep_their_steps() -> None:
             for slot in range(len(cache.slots)):
                 target.prefill(cache, slot, prompt_of(9 + slot))
             target.verify(cache, [tree_of(4)] * len(cache.slots))
-            target.wait()
         recorded.append(capture.recorded)
     assert recorded[0] == recorded[-1]
 
@@ -401,7 +399,6 @@ def test_batches_of_all_sizes_take_little_more_memory_than_the_largest() -> None
         target.prefill(cache, slot, context, room=200)
     for number in (7, 3, 5, 1, 6, 4, 2, 7):
         found = target.verify(cache, [tree_of(4)] * number)
-        target.wait()
         for slot, verified in enumerate(found):
             assert_same_logits(verified.logits[1], plain_logits(model, [*contexts[slot], 5, 2]))
     buffers = steps_of(target)._buffers.values()
@@ -493,7 +490,6 @@ def test_rankings_come_with_a_step(dtype: torch.dtype) -> None:
             [tree_of(size) for size in (6, 0, 20)],
             [PassOptions(), PassOptions(max_ranked=wanted), PassOptions()],
         )
-        target.wait()
         for verified in found:
             assert (verified.ranked is not None) == (wanted > 0)
             for most, rows in ((8, slice(None)), (wanted or 1, slice(0, 1))):

@@ -285,7 +285,6 @@ def assert_trees_of_a_batch_are_right(family: str) -> None:
             5, [(7 * node + 2) % VOCABULARY for node in range(size)], [max(ROOT, node - 3) for node in range(size)]
         )
         found = target.verify(cache, [tree, tree])
-        target.wait()
         for slot in range(2):
             contexts[slot] += tokens_to(tree, size - 1)
             assert_same_logits(found[slot].logits[size], plain_logits(model, contexts[slot]))

@@ -39,6 +39,7 @@ from tests.support.decoding import SAMPLINGS, output_tokens, run
 from tests.support.device_mutations import MUTATIONS, Undo
 from tests.support.families import VOCABULARY, model_of
 from tests.support.heads import SEQUENTIAL, random_for
+from tests.support.interleaving import Interleaving
 from tests.support.oracle import prompt_of
 from tests.support.simulated_cuda.counts import CAPTURE, REPLAY, waits
 from tests.support.simulated_cuda.install import install, on_device
@@ -52,6 +53,8 @@ DEEPER = 4
 NODES = 24
 SLOTS = 5, 30, 12
 """Prompt lengths of a batch."""
+SEEDS = 5
+"""Number of random interleavings."""
 LONG = 1024
 """Cache size in positions that exceeds what an answer needs."""
 
@@ -193,6 +196,20 @@ def sampled() -> dict[str, Any]:
         for name, sampling in samplings.items()
     }
     return {"expected": expected, "found": found} | diagnostics()
+
+
+def interleaved(family: str) -> dict[str, Any]:
+    """Let answers take turns, of which some have drafters that are made meanwhile and capture steps again."""
+    install()
+    target = Target(on_device(model_of(family)))
+
+    def drafter_with_heads(target: Target) -> Drafter:
+        return StandaloneDrafter(HeadsState(random_for(target, HeadsConfig(rank=8)), target), FixedBudget(NODES))
+
+    interleaving = Interleaving(target, {"heads": drafter_with_heads}, in_threads=False)
+    for seed in range(SEEDS):
+        interleaving.play(seed)
+    return {"played": interleaving.played, "captures": target.captures} | diagnostics()
 
 
 def heads() -> dict[str, Any]:
@@ -463,6 +480,7 @@ GROUPS = (
     changes,
     heads,
     hidden_without_extents,
+    interleaved,
     mtp,
     mutations,
     reserved,

@@ -117,7 +117,6 @@ class DraftModel:
     def _verified(self, tree: DraftTree, path: Sequence[int]) -> torch.Tensor:
         """Read a chain of tokens into the cache; return the logits after the last token."""
         (verified,) = self._model.verify(self._cache, [tree])
-        self._model.wait()
         logits = verified.logits[-1:]
         self._model.commit(self._cache, 0, range(len(path)))
         return logits

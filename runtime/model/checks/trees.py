@@ -390,9 +390,7 @@ def two_steps(target: Target, cache: Cache) -> list[torch.Tensor]:
     context, tree, _ = small_tree(target.config.vocab_size)
     target.prefill(cache, 0, context[:-1], room=2 * len(tree))
     first = target.verify(cache, [tree])[0]
-    target.wait()
     logits = [first.logits.clone()]
     target.commit(cache, 0, [3, 4, 5])
     second = target.verify(cache, [tree])[0]
-    target.wait()
     return [*logits, second.logits.clone()]

@@ -1,0 +1,59 @@
+"""Answers that take turns on one model have the tokens that each has alone, on every engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from hdtool.runtime.budget.node_budget import FixedBudget
+from hdtool.runtime.config import HeadsConfig
+from hdtool.runtime.drafter import Drafter
+from hdtool.runtime.drafters.heads.state import HeadsState
+from hdtool.runtime.drafters.trained.select_drafter import StandaloneDrafter
+from hdtool.runtime.kernels.linear import compile_linear_layers
+from hdtool.runtime.model.static_steps import never
+from hdtool.runtime.model.target import Target
+from tests.model.test_chains import target_of as chained
+from tests.support import fused
+from tests.support.families import model_of
+from tests.support.heads import random_for
+from tests.support.interleaving import NODES, Interleaving
+from tests.support.rehearsed import Rehearsed, Replayed
+
+
+def compiled() -> Target:
+    with pytest.MonkeyPatch.context() as patch:
+        fused.widen(patch)
+        model = fused.model_of()
+    compile_linear_layers(model)
+    target = Target(model)
+    fused.compile_target(target)
+    return target
+
+
+ENGINES: dict[str, Callable[[], Target]] = {
+    "stock": lambda: Target(model_of("llama"), never),
+    "captured": lambda: Target(model_of("llama"), lambda device: Replayed()),
+    "captured with states": lambda: Target(model_of("qwen3_5"), lambda device: Rehearsed()),
+    "in levels": lambda: Target(model_of("jamba"), never),
+    "compiled": compiled,
+    "replaying": lambda: chained("bloom"),
+}
+FEW, MANY = range(1), range(1, 40)
+
+
+def heads(target: Target) -> Drafter:
+    """A drafter that reads hidden states, for which steps are captured again, even while one runs."""
+    return StandaloneDrafter(HeadsState(random_for(target, HeadsConfig(rank=8)), target), FixedBudget(NODES))
+
+
+@pytest.mark.parametrize("seeds", [FEW, pytest.param(MANY, marks=pytest.mark.long)], ids=["few", "many"])
+@pytest.mark.parametrize("engine", ENGINES)
+def test_answers_that_take_turns_are_those_alone(engine: str, seeds: range) -> None:
+    target = ENGINES[engine]()
+    assert target.captures == engine.startswith("captured")
+    interleaving = Interleaving(target, {"heads": heads} if target.takes_trees else {})
+    for seed in seeds:
+        interleaving.play(seed)
+    assert {"stream", "batch", "launched", "abandoned"} <= interleaving.played.keys()
