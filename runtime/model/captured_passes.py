@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -84,6 +84,7 @@ def library_passes(target: Target) -> Iterator[LibraryPass]:
     yield LibraryPass(target.stock)
 
 
+NOT_CAPTURED = "the steps of this model are not captured as CUDA graphs"
 RESERVED_SHARE = 1 / 8
 """Share of the GPU memory left free after loading that a cache reserves at once.
 
@@ -98,6 +99,8 @@ class CapturedPasses:
         self.steps: StaticSteps | None = None
         self._passes: list[StepPass] = []
         """The pass that is captured, followed by its fallbacks."""
+        self._lost = ""
+        """Why hdtool's own pass was given up, until a note says so; a model without any captured pass gets another."""
 
     @property
     def is_fused(self) -> bool:
@@ -109,7 +112,7 @@ class CapturedPasses:
         """Try to capture steps; from now on, use them if their logits match those of uncaptured steps."""
         if reason := not_on_one_device_reason(target.model) or target.stock.row_by_row.reason:
             self.disable()
-            return _note(reason)
+            return _note(f"{NOT_CAPTURED}: {reason}")
         self._passes = passes_of(target)
         steps = StaticSteps(self._passes[0], capture, target.device, reserved_positions(target))
         # Steps are captured for one cache, but an answer may still need the contents of the target's own cache.
@@ -124,6 +127,9 @@ class CapturedPasses:
             actual = [*two_steps(target, cache), *two_steps(target, cache)]
             if self._passes[:1] != [proven]:
                 continue  # capturing it failed, and the next pass replaced it
+            if steps.lacks_memory:  # these were the logits of uncaptured steps
+                self._give_up("there is not enough GPU memory")
+                continue
             pairs = zip(actual, [*expected, *expected], strict=True)
             distance = next(filter(None, (deviation(*pair, target.rounding) for pair in pairs)), "")
             if not distance:
@@ -136,21 +142,25 @@ class CapturedPasses:
     @torch.inference_mode()
     def record(self, cache: Cache) -> None:
         """Capture the steps for a single tree before they are first used, as far as memory allows."""
-        with suppress(torch.OutOfMemoryError):
-            if self.steps and cache.capacity > LARGEST_TREE:
+        if self.steps and cache.capacity > LARGEST_TREE:
+            try:
                 self.steps.record(cache)
+            except Exception as error:  # see ``launch``
+                self._give_up(error_reason(error))
 
     def disable(self) -> None:
-        self.steps, self._passes = None, []
+        self.steps, self._passes, self._lost = None, [], ""
 
     def _give_up(self, reason: str) -> None:
         """Fall back to the next pass, or disable capturing and print a note if none is left."""
+        if self.is_fused:
+            self._lost = reason
         del self._passes[0]
         if self.steps and self._passes:
             self.steps.use(self._passes[0])
         else:
             self.disable()
-            _note(reason)
+            _note(f"{NOT_CAPTURED}: {reason}")
 
     def renew(self, target: Target) -> None:
         """Release all captured steps, so that they are captured again with the model's current weights."""
@@ -170,14 +180,20 @@ class CapturedPasses:
 
     @torch.inference_mode()
     def launch(self, cache: Cache, trees: Sequence[DraftTree], options: Sequence[PassOptions]) -> RunningStep | None:
-        """Start to verify trees; return None if steps are not captured."""
-        start: Callable[[], RunningStep] | None = None
-        while self.steps and start is None:
+        """Start to verify trees; return None if steps are not captured, or if this one does not fit into memory."""
+        while self.steps:
             try:
                 start = self.steps.prepared(cache, trees, combined_options(options))
             except Exception as error:  # model code that cannot be captured may raise any error
                 self._give_up(error_reason(error))
-        return start() if start else None
+            else:
+                if self._lost:
+                    _note(
+                        f"hdtool's own pass is not used for this model, whose steps are slower without it: {self._lost}"
+                    )
+                    self._lost = ""
+                return start() if start else None
+        return None
 
 
 def combined_options(options: Sequence[PassOptions]) -> PassOptions:
@@ -201,10 +217,11 @@ def passes_of(target: Target) -> list[StepPass]:
     """Return the passes to try to capture, the fastest first."""
     try:
         fused = fuse(target)
-    except torch.OutOfMemoryError:  # not enough memory to merge weights
+    except torch.OutOfMemoryError:
         fused = None
+        _note("there is not enough GPU memory to merge weights for hdtool's own pass, so that steps are slower")
     return [*filter(None, [fused]), *library_passes(target)]
 
 
-def _note(reason: str) -> None:
-    print(f"note: the steps of this model are not captured as CUDA graphs: {reason}", file=sys.stderr)
+def _note(text: str) -> None:
+    print(f"note: {text}", file=sys.stderr)

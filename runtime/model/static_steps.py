@@ -7,10 +7,12 @@ of cache positions, for each such number (the extent).
 
 from __future__ import annotations
 
+import gc
+import sys
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from functools import cache
 from typing import NamedTuple, Protocol
 from weakref import WeakKeyDictionary
 
@@ -22,6 +24,7 @@ from hdtool.runtime.kernels.topk import MAX_RANKED
 from hdtool.runtime.model.cache.kv_cache import KVTensors
 from hdtool.runtime.model.cache.slots import Cache, StatesOfTree
 from hdtool.runtime.model.pass_inputs import StepInput, StepTensors
+from hdtool.runtime.model.waits import waits_refused
 from hdtool.runtime.tree import LARGEST_TREE, ROOT, DraftTree
 
 WARM_UPS = 1
@@ -37,24 +40,25 @@ class Capture(Protocol):
     """Captures functions so that they can be replayed on the same tensors."""
 
     def record(self, run: Run) -> Run:
-        """Return a function that replays ``run``; capturing may call ``run`` any number of times."""
-        ...
+        """Return a function that replays ``run``, or ``run`` itself if there is not enough memory to capture it.
 
-    def reset(self) -> None:
-        """Release everything captured so far, which must not be replayed afterwards."""
+        Capturing may call ``run`` any number of times. What was captured is released with the returned function.
+        """
         ...
 
 
 class CudaGraphs:
     """Captures CUDA graphs that share a memory pool, which is only slightly larger than the largest graph needs.
 
-    Sharing is safe because nothing in the pool is read after the next replay has started.
+    Sharing is safe because nothing in the pool is read after the next replay has started. An empty graph keeps the pool
+    alive when all others are released: torch refuses to capture into a pool that has lost its last graph.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._side = torch.cuda.Stream(device)
-        self.reset()
+        self._side, self._pool = torch.cuda.Stream(device), torch.cuda.graph_pool_handle()
+        self._failure: Exception | None = None
+        """Error that ended a capture, if torch cannot capture again after it."""
         # The first capture of a process creates the seed tensor of the device's generator. If it were created in
         # inference mode, every later capture outside of that mode would fail, such as that of a compiled `generate`.
         with torch.inference_mode(False):
@@ -66,6 +70,23 @@ class CudaGraphs:
             self._kept = self.record(run)
 
     def record(self, run: Run) -> Run:
+        """Try twice, because memory or another thread may have been in the way the first time."""
+        try:
+            return self._record(run)
+        except Exception:  # any code may run in a capture
+            release_memory()
+        try:
+            return self._record(run)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+        run()  # raises an error if there is not even enough memory for that
+        note_uncaptured()
+        return run
+
+    def _record(self, run: Run) -> Run:
+        if self._failure:
+            raise RuntimeError("this release of torch cannot capture again after a failure") from self._failure
         with torch.cuda.device(self._device):
             main = torch.cuda.current_stream()
             self._side.wait_stream(main)
@@ -74,7 +95,7 @@ class CudaGraphs:
                     for _ in range(WARM_UPS):
                         run()
                     if not can_capture_after_failure():
-                        with forbid_synchronization():
+                        with waits_refused():
                             run()
             finally:
                 main.wait_stream(self._side)
@@ -86,14 +107,13 @@ class CudaGraphs:
                 # Thread-local, so that other threads may use the device meanwhile.
                 with torch.cuda.graph(graph, pool=self._pool, stream=self._side, capture_error_mode="thread_local"):
                     run()
+            except Exception as error:
+                self._failure = None if can_capture_after_failure() else error
+                raise
             finally:
                 torch.cuda.set_stream(main)  # a capture that fails as it ends leaves the side stream current
                 clear_cublas_workspaces()
         return graph.replay
-
-    def reset(self) -> None:
-        # A pool and its handle become invalid once the last graph in the pool is released.
-        self._pool = torch.cuda.graph_pool_handle()
 
 
 class DeviceClock:
@@ -130,18 +150,36 @@ def can_capture_after_failure() -> bool:
     return (int(major), int(minor)) >= FIRST_RECOVERING_TORCH
 
 
-@contextmanager
-def forbid_synchronization() -> Iterator[None]:
-    """In this block, make operations that synchronize with the device raise an error, since they cannot be captured.
+OUT_OF_MEMORY = "out of memory", "alloc_failed"
+"""Parts of messages by CUDA and its libraries, in lower case."""
 
-    This affects all threads: operations of other threads raise as well.
+
+def is_out_of_memory(error: BaseException | None) -> bool:
+    """Return True if an error, or one that it followed, says that the device's memory is short.
+
+    A capture that runs out of memory may end with a second error, about the end of the capture.
     """
-    before = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode(before)
+    while error:
+        if isinstance(error, torch.OutOfMemoryError) or any(part in str(error).lower() for part in OUT_OF_MEMORY):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def release_memory() -> None:
+    """Give unused memory of Python objects and of torch back to the device."""
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+@cache
+def note_uncaptured() -> None:
+    """Print a note, once."""
+    print(
+        "note: there is not enough GPU memory to capture a step as a CUDA graph: it runs without one, which is slower, "
+        f"and capturing is tried again every {RETRY_AFTER} steps",
+        file=sys.stderr,
+    )
 
 
 def clear_cublas_workspaces() -> None:
@@ -166,6 +204,8 @@ MIN_EXTENT = 512
 """Smallest extent in cache positions. Larger extents are a power of two times this, or halfway between two of those."""
 STEP_SIZES = (1, 8, 16, 32, 64, LARGEST_TREE + 1)
 """Numbers of rows per slot in captured steps. Matmuls use tiles of 64 rows: one more row starts another tile."""
+RETRY_AFTER = 256
+"""Number of steps of one shape after which it is captured again, if there was not enough memory before."""
 RECORDED = STEP_SIZES[:-1]
 """Step sizes that are captured before an answer needs them; draft budgets never choose larger ones."""
 
@@ -235,7 +275,6 @@ class StaticSteps:
         self._finish_running()
         self._steps.clear()
         self._buffers.clear()
-        self._capture.reset()
 
     def capacity_for(self, needed: int, limit: int | None, slots: int = 1) -> int:
         """Return the capacity per slot for ``needed`` positions: one of a few values, so that steps can be reused."""
@@ -254,6 +293,11 @@ class StaticSteps:
         for rows in () if self._pass.reads_extent else RECORDED:
             self.prepared(cache, [DraftTree.of(0, [0] * (rows - 1), [ROOT] * (rows - 1))])
 
+    @property
+    def lacks_memory(self) -> bool:
+        """True if there was not even enough memory to run one of the steps."""
+        return any(step.run is None for steps in self._steps.values() for step in steps.values())
+
     def _finish_running(self) -> None:
         """Wait for the running step, and tell whoever started it that its results are overwritten from now on."""
         if running := self._running:
@@ -262,8 +306,10 @@ class StaticSteps:
 
     def prepared(
         self, cache: Cache, trees: Sequence[DraftTree], options: PassOptions = LOGITS_ONLY
-    ) -> Callable[[], RunningStep]:
+    ) -> Callable[[], RunningStep] | None:
         """Return a function that starts to verify the trees; capture the step first if its shape is new.
+
+        Return None if there is not enough memory for the step, even without capturing it.
 
         The step makes the cache's pending moves. ``options`` says whether rankings and root logits are copied
         to the host.
@@ -282,15 +328,25 @@ class StaticSteps:
             slot.kv.written_length = max(slot.kv.written_length, slot.kv.length + rows)
         steps = self._steps.setdefault(cache.storage, {})
         shape = len(trees), rows, extent
-        if shape not in steps:
+        step = steps.get(shape)
+        if step is None or step.is_due():
             for slot in slots:  # capturing runs the step, which would overwrite the accepted path
                 slot.kv.settle()
             buffers.input.send(len(trees), rows)
-            steps[shape] = self._captured(buffers, cache.storage, *shape)
-        return lambda: self._run(steps[shape], buffers, cache, trees, rows, options)
+            step = steps[shape] = self._captured(buffers, cache.storage, *shape)
+        if (run := step.run) is None:
+            return None
+        return lambda: self._run(step, run, buffers, cache, trees, rows, options)
 
     def _run(
-        self, step: _Step, buffers: _Buffers, cache: Cache, trees: Sequence[DraftTree], rows: int, options: PassOptions
+        self,
+        step: _Step,
+        run: Run,
+        buffers: _Buffers,
+        cache: Cache,
+        trees: Sequence[DraftTree],
+        rows: int,
+        options: PassOptions,
     ) -> RunningStep:
         slots = cache.slots[: len(trees)]
         for place, slot in enumerate(slots):
@@ -302,7 +358,7 @@ class StaticSteps:
             buffers.input.send(len(trees), rows)
             for slot in slots:
                 slot.kv.begin_move()
-            step.run()
+            run()
             for place, slot in enumerate(slots):
                 slot.kv.end_move()
                 slot.states_of_tree, slot.place_in_tree = step.states, place
@@ -320,16 +376,32 @@ class StaticSteps:
             buffers.write(output)
             step.states = output.states
 
-        step.run = self._capture.record(run)
+        try:
+            step.run = self._capture.record(run)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            note_uncaptured()
+        if step.run in (run, None):
+            step.uses_left = RETRY_AFTER
         return step
 
 
 class _Step:
     """A captured step, and the states it writes."""
 
-    run: Run
+    run: Run | None = None
+    """Replays the step, or runs it if there was not enough memory to capture it; None if there is none to run it."""
+    uses_left: int | None = None
+    """Number of uses before another attempt to capture the step; None if it is captured."""
     states: StatesOfTree | None = None
     """Recurrent states after each row, which each replay overwrites."""
+
+    def is_due(self) -> bool:
+        """Count a use; return True if the step should be captured now."""
+        if self.uses_left is not None:
+            self.uses_left -= 1
+        return self.uses_left == 0
 
 
 class _Buffers:

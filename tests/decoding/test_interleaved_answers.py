@@ -14,9 +14,8 @@ from hdtool.runtime.drafters.trained.select_drafter import StandaloneDrafter
 from hdtool.runtime.kernels.linear import compile_linear_layers
 from hdtool.runtime.model.static_steps import never
 from hdtool.runtime.model.target import Target
-from tests.model.test_chains import target_of as chained
 from tests.support import fused
-from tests.support.families import model_of
+from tests.support.families import model_of, random_model
 from tests.support.heads import random_for
 from tests.support.interleaving import NODES, Interleaving
 from tests.support.rehearsed import Rehearsed, Replayed
@@ -32,13 +31,21 @@ def compiled() -> Target:
     return target
 
 
+def replaying() -> Target:
+    model = random_model("Bloom", n_layer=2, n_head=4, pad_token_id=None).eval()
+    model.generation_config.eos_token_id, model.generation_config.pad_token_id = None, 0
+    target = Target(model)
+    assert not target.takes_trees
+    return target
+
+
 ENGINES: dict[str, Callable[[], Target]] = {
     "stock": lambda: Target(model_of("llama"), never),
     "captured": lambda: Target(model_of("llama"), lambda device: Replayed()),
     "captured with states": lambda: Target(model_of("qwen3_5"), lambda device: Rehearsed()),
     "in levels": lambda: Target(model_of("jamba"), never),
     "compiled": compiled,
-    "replaying": lambda: chained("bloom"),
+    "replaying": replaying,
 }
 FEW, MANY = range(1), range(1, 40)
 

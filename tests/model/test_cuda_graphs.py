@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
 
+from hdtool.runtime.answerer import decode_batch
+from hdtool.runtime.config import SamplingConfig
+from hdtool.runtime.loop import Request
 from hdtool.runtime.model import static_steps
 from hdtool.runtime.model.placement import use_planless_attention
-from hdtool.runtime.model.static_steps import WARM_UPS, CudaGraphs
+from hdtool.runtime.model.static_steps import WARM_UPS, CudaGraphs, Run
+from hdtool.runtime.model.target import Target
+from hdtool.runtime.sampling.sampler import Sampler
+from tests.support.decoding import output_tokens, run
+from tests.support.families import model_of
+from tests.support.oracle import prompt_of
+from tests.support.rehearsed import Direct
 
 CPU = torch.device("cpu")
 
@@ -22,7 +31,8 @@ class FakeCuda:
     def __init__(self) -> None:
         self.events: list[str] = []
         self.current = "main"
-        self.fails_at_end = False
+        self.failures: list[Exception] = []
+        """Errors with which the next captures end."""
 
     def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
         streams = self
@@ -51,8 +61,8 @@ class FakeCuda:
             streams.current = "side"
             streams.events.append(f"begin {capture_error_mode}{' in inference' * torch.is_inference_mode_enabled()}")
             yield
-            if streams.fails_at_end:
-                raise RuntimeError("the capture failed")
+            if streams.failures:
+                raise streams.failures.pop(0)
             streams.events.append("end")
             streams.current = "main"
 
@@ -72,6 +82,7 @@ class FakeCuda:
             "graph_pool_handle": object,
             "set_stream": set_stream,
             "device": device,
+            "empty_cache": lambda: streams.events.append("empty the cache"),
         }.items():
             monkeypatch.setattr(torch.cuda, name, double)
         monkeypatch.setattr(static_steps, "clear_cublas_workspaces", lambda: self.events.append("clear"))
@@ -103,10 +114,107 @@ def test_the_first_capture_is_outside_of_inference_mode(cuda: FakeCuda) -> None:
 
 def test_a_capture_that_fails_leaves_the_main_stream_current(cuda: FakeCuda) -> None:
     graphs = CudaGraphs(CPU)
-    cuda.fails_at_end = True
+    cuda.failures = [RuntimeError("the capture failed")] * 2
     with pytest.raises(RuntimeError, match="the capture failed"):
         graphs.record(lambda: None)
     assert cuda.current == "main" and cuda.events[-1] == "clear"
+
+
+SHORT = torch.OutOfMemoryError("CUDA out of memory")
+
+
+def ended_by(error: Exception) -> RuntimeError:
+    """What torch raises at the end of a capture that another error has broken."""
+    ended = RuntimeError("operation failed due to a previous error during capture")
+    ended.__context__ = error
+    return ended
+
+
+@pytest.mark.parametrize("failure", [SHORT, ended_by(SHORT), RuntimeError("another thread was in the way")])
+def test_a_capture_that_fails_once_is_tried_again(failure: Exception, cuda: FakeCuda) -> None:
+    graphs = CudaGraphs(CPU)
+    cuda.failures = [failure]
+    cuda.events.clear()
+    graphs.record(lambda: None)()
+    assert cuda.events.count("begin thread_local") == 2 and "empty the cache" in cuda.events
+    assert cuda.events[-1] == "replay"
+
+
+@pytest.mark.parametrize("recovers", [True, False])
+def test_what_does_not_fit_into_memory_runs_uncaptured(
+    recovers: bool, cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without a second attempt if torch cannot capture after a failure, and with one note in all."""
+    monkeypatch.setattr(static_steps, "can_capture_after_failure", lambda: recovers)
+    static_steps.note_uncaptured.cache_clear()
+    graphs = CudaGraphs(CPU)
+    cuda.events.clear()
+    for _ in range(2):
+        cuda.failures = [SHORT, ended_by(SHORT)]
+
+        def run() -> None:
+            cuda.events.append("run")
+
+        assert graphs.record(run) is run
+    assert cuda.events.count("begin thread_local") == (4 if recovers else 1)
+    assert capsys.readouterr().err.count("not enough GPU memory") == 1
+
+
+class Memory(Direct):
+    """Recorder that is short of memory the next ``failures`` times."""
+
+    def __init__(self) -> None:
+        self.failures, self.recorded = 0, 0
+
+    def record(self, run: Run) -> Run:
+        self.failures -= 1
+        if self.failures >= 0:
+            raise SHORT
+        self.recorded += 1
+        return lambda: run()
+
+
+def test_a_step_that_does_not_fit_gives_up_its_shape_and_is_captured_later(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(static_steps, "RETRY_AFTER", 4)
+    static_steps.note_uncaptured.cache_clear()
+    memory = Memory()
+    target, prompts = Target(model_of("llama"), lambda device: memory), [prompt_of(length) for length in (9, 20, 30)]
+    captured = list(target._captured._passes)
+    expected = [output_tokens(run(target, prompt, SamplingConfig(), 12)) for prompt in prompts]
+    memory.failures, memory.recorded = 2, 0
+    assert answered_together(target, prompts) == expected
+    assert memory.recorded == 1, "at the third attempt, within these 11 steps"
+    assert target.captures and target._captured._passes == captured
+    assert capsys.readouterr().err.count("not enough GPU memory") == 1
+
+
+class Broken(Direct):
+    """Recorder that cannot record its first function."""
+
+    is_broken = True
+
+    def record(self, run: Run) -> Run:
+        is_broken, self.is_broken = self.is_broken, False
+        if is_broken:
+            raise RuntimeError("no such kernel")
+        return run
+
+
+def test_a_note_says_that_the_fused_pass_is_lost(capsys: pytest.CaptureFixture[str]) -> None:
+    target = Target(model_of("llama"), lambda device: Broken())
+    assert target.captures and not target._captured.is_fused
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and "hdtool's own pass is not used" in said and "no such kernel" in said
+
+
+def answered_together(target: Target, prompts: Sequence[list[int]]) -> list[list[int]]:
+    waiting = iter([Request(place, prompt, Sampler(SamplingConfig(), prompt)) for place, prompt in enumerate(prompts)])
+    found: list[list[int]] = [[] for _ in prompts]
+    for request, step in decode_batch(target, lambda: next(waiting, None), len(prompts), max_new_tokens=12):
+        found[request.key] += step.tokens
+    return found
 
 
 @pytest.mark.parametrize(("device", "changed"), [("cpu", []), ("cuda", [False])])

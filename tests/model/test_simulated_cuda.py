@@ -111,7 +111,11 @@ def counted(answers: dict[str, Any]) -> list[str]:
 @pytest.fixture(scope="module")
 def others(home: Path) -> dict[str, Any]:
     """Groups that are short, in one process."""
-    return scenarios(home, "changes,captures,reserved,sampled,heads,hidden_without_extents,mtp,without_recovery,basics")
+    return scenarios(
+        home,
+        "changes,captures,reserved,sampled,heads,hidden_without_extents,mtp,without_recovery,basics,"
+        "short_memory,replaced_weights,refused_waits",
+    )
 
 
 def test_answers_are_those_of_the_cpu(answers: dict[str, Any]) -> None:
@@ -263,6 +267,30 @@ def test_a_pass_without_extents_is_captured_before_the_first_answer_and_never_ag
     assert found["before"] <= CAPTURES_BEFORE
     assert found["answers"] == [0, 0, 0]
     assert found["capacities"][0] >= 4096 and found["capacities"][1] >= 4096, "all that the model can read"
+
+
+@pytest.mark.long
+def test_a_capture_without_enough_memory_is_not_lost_for_ever(others: dict[str, Any]) -> None:
+    found = others["short_memory"]
+    assert found["captures"] and not found["faults"]
+    for name in ("once", "for a while", "no longer"):
+        case = found[name]
+        assert case["tokens"] == case["expected"] and case["same pass"] and case["replayed"], name
+        assert case["captured"] == (name != "no longer"), name
+
+
+@pytest.mark.long
+def test_graphs_are_captured_again_however_often_weights_are_replaced(others: dict[str, Any]) -> None:
+    found = others["replaced_weights"]
+    assert found["found"] == [True] * 3 and found["captures"] and not found["faults"]
+
+
+@pytest.mark.long
+def test_operations_that_wait_are_refused_in_one_thread_only(others: dict[str, Any]) -> None:
+    found = others["refused_waits"]
+    free = {"arithmetic", "indices of the device", "part", "new tensors", "on the host"}
+    assert {name for name, refused in found["refused"].items() if not refused} == free
+    assert not found["elsewhere"]
 
 
 @pytest.mark.long

@@ -10,6 +10,7 @@ import json
 import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -33,6 +34,7 @@ from hdtool.runtime.model.cache.kv_cache import KVTensors
 from hdtool.runtime.model.pass_inputs import StepTensors
 from hdtool.runtime.model.static_steps import StepOutput, StepPass
 from hdtool.runtime.model.target import Target
+from hdtool.runtime.model.waits import WaitError, waits_refused
 from hdtool.runtime.sampling.sampler import Sampler
 from hdtool.runtime.stores.store_set import StoreSet
 from tests.support.decoding import SAMPLINGS, output_tokens, run
@@ -42,6 +44,7 @@ from tests.support.heads import SEQUENTIAL, random_for
 from tests.support.interleaving import Interleaving
 from tests.support.oracle import prompt_of
 from tests.support.simulated_cuda.counts import CAPTURE, REPLAY, waits
+from tests.support.simulated_cuda.graphs import GraphCapture
 from tests.support.simulated_cuda.install import install, on_device
 from tests.support.simulated_cuda.queue import DEVICE
 from tests.support.trees import WrongDrafter
@@ -265,6 +268,95 @@ def without_recovery() -> dict[str, Any]:
     return {"expected": expected, "found": found} | diagnostics()
 
 
+def short_memory() -> dict[str, Any]:
+    """Let captures fail for lack of memory: once, then for longer than a shape waits for the next attempt."""
+    model = model_of("llama")
+    expected = [plain(model, GREEDY, prompt_of(length)) for length in SLOTS]
+    install()
+    target = Target(on_device(model))
+    usual, failures = GraphCapture.__enter__, 0
+
+    def enter(capture: GraphCapture) -> None:
+        nonlocal failures
+        failures -= 1
+        if failures >= 0:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        usual(capture)
+
+    GraphCapture.__enter__ = enter  # type: ignore[method-assign]
+    static_steps.RETRY_AFTER = 8
+    found: dict[str, Any] = {}
+    for name, slots, number in (("once", 2, 1), ("for a while", 3, 4), ("no longer", 3, 0)):
+        failures, passes = number, target._captured._passes[0]
+        replays, captured = DEVICE.counts.events[REPLAY], DEVICE.counts.events[CAPTURE]
+        found[name] = {
+            "tokens": batch_of(target, slots),
+            "expected": expected[:slots],
+            "replayed": DEVICE.counts.events[REPLAY] > replays,
+            "captured": DEVICE.counts.events[CAPTURE] > captured,
+            "same pass": target._captured._passes[:1] == [passes],
+        }
+    GraphCapture.__enter__ = usual  # type: ignore[method-assign]
+    return found | {"captures": target.captures} | diagnostics()
+
+
+def batch_of(target: Target, slots: int) -> list[list[int]]:
+    prompts = [prompt_of(length) for length in SLOTS[:slots]]
+    requests = iter([Request(slot, prompt, Sampler(GREEDY, prompt)) for slot, prompt in enumerate(prompts)])
+    tokens: list[list[int]] = [[] for _ in prompts]
+    for request, step in decode_batch(target, partial(next, requests, None), slots, max_new_tokens=MAX_NEW_TOKENS):
+        tokens[request.key] += step.tokens
+    return tokens
+
+
+def replaced_weights() -> dict[str, Any]:
+    """Replace a weight before each of several pairs of batches, as a trainer does, which releases all graphs."""
+    install()
+    target = Target(on_device(model_of("llama")))
+    passes, found = target._captured._passes[0], []
+    for _ in range(3):
+        replace_parameter(target.model)
+        tokens = [batch_of(target, 2) for _ in range(2)]
+        found.append(tokens[0] == tokens[1] and type(target._captured._passes[0]) is type(passes))
+    return {"found": found, "captures": target.captures} | diagnostics()
+
+
+def refused_waits() -> dict[str, Any]:
+    """Return which operations are refused where a capture must not fail, in this thread and in another one."""
+    install()
+    there, here = torch.arange(4, device="cuda:0"), torch.arange(4)
+    mask, operations = there > 1, dict[str, Callable[[], Any]]()
+    operations["item"] = lambda: there[0].item()
+    operations["if"] = lambda: bool(mask[0])
+    operations["nonzero"] = lambda: there.nonzero()
+    operations["mask"] = lambda: there[mask]
+    operations["write by mask"] = lambda: there.__setitem__(mask, 0)
+    operations["list of indices"] = lambda: there[[0, 1]]
+    operations["indices of the host"] = lambda: there[here]
+    operations["tensor of numbers"] = lambda: torch.tensor([1.0], device="cuda:0")
+    operations["to the host"] = lambda: there.cpu()
+    operations["from the host"] = lambda: here.to("cuda:0")
+    operations["written from the host"] = lambda: there.copy_(here)
+    operations["arithmetic"] = lambda: (there * 2 + 1).sum()
+    operations["indices of the device"] = lambda: there[there]
+    operations["part"] = lambda: there[1:, None]
+    operations["new tensors"] = lambda: there.new_zeros(3) + torch.ones(3, device="cuda:0")
+    operations["on the host"] = lambda: here[here > 1].tolist()
+
+    def is_refused(operation: Callable[[], Any]) -> bool:
+        try:
+            operation()
+        except WaitError:
+            return True
+        return False
+
+    with waits_refused():
+        refused = {name: is_refused(operation) for name, operation in operations.items()}
+        with ThreadPoolExecutor(1) as other:
+            elsewhere = other.submit(is_refused, lambda: here.sum().item()).result()
+    return {"refused": refused, "elsewhere": elsewhere} | diagnostics()
+
+
 class WholeCache:
     """Pass that reads the whole cache instead of an extent, so that its steps do not depend on lengths."""
 
@@ -483,8 +575,11 @@ GROUPS = (
     interleaved,
     mtp,
     mutations,
+    refused_waits,
+    replaced_weights,
     reserved,
     sampled,
+    short_memory,
     without_recovery,
 )
 

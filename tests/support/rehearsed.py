@@ -17,9 +17,6 @@ class Direct:
     def record(self, run: Run) -> Run:
         return run
 
-    def reset(self) -> None:
-        pass
-
 
 def direct(device: torch.device) -> Direct:
     return Direct()

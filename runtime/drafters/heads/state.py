@@ -69,7 +69,6 @@ class FixedPass:
         cache.make_room(cache.length + size)
         if cache.keys_values is not self._keys_values:
             self._passes.clear()
-            self._capture.reset()
             self._keys_values = cache.keys_values
         self._host[:HEADER_WORDS] = torch.tensor([cache.length, new - 1])
         self._host[HEADER_WORDS : HEADER_WORDS + new] = torch.tensor(tokens)

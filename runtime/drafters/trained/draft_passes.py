@@ -169,9 +169,7 @@ class DraftPasses:
         self._storage = KVTensors.for_layers(self._shapes, extent_for(positions))
         for mine, theirs in zip(self._storage.tensors, old.tensors, strict=True):
             mine.narrow(3, 0, old.capacity).copy_(theirs)
-        if self._capture:
-            self._captured.clear()
-            self._capture.reset()
+        self._captured.clear()
 
     def _read_captured(self, hidden: torch.Tensor, tokens: list[int]) -> tuple[Array, Array]:
         new = len(tokens)

@@ -76,10 +76,20 @@ STREAMS = Streams()
 
 
 class Pool:
-    """Memory that graphs share. Only one of them runs at a time, and each overwrites what the others left there."""
+    """Memory that graphs share. Only one of them runs at a time, and each overwrites what the others left there.
+
+    Once the last graph is released, the pool ends, and its handle must not be used again.
+    """
 
     def __init__(self) -> None:
         self.graphs: weakref.WeakSet[CUDAGraph] = weakref.WeakSet()
+        self._has_begun = False
+
+    def begin(self) -> None:
+        """Begin a capture into the pool, with torch's own assertion."""
+        if self._has_begun and not self.graphs:
+            raise DEVICE.counts.fault("it->second->use_count > 0 INTERNAL ASSERT FAILED")
+        self._has_begun = True
 
 
 class CUDAGraph:
@@ -127,6 +137,7 @@ class GraphCapture:
 
     def __enter__(self) -> None:
         DEVICE.wait("a capture begins")
+        self._graph.pool.begin()
         DEVICE.counts.add(CAPTURE)
         self._before = STREAMS.current()
         STREAMS.set(self._stream)

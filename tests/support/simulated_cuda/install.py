@@ -45,7 +45,6 @@ DOUBLES: dict[str, Any] = {
     "get_device_capability": lambda device=None: CAPABILITY,
     "get_device_name": lambda device=None: NAME,
     "get_device_properties": lambda device=None: PROPERTIES,
-    "get_sync_debug_mode": lambda: 2 * DEVICE.refuses_waits,
     "graph": GraphCapture,
     "graph_pool_handle": Pool,
     "is_available": lambda: True,
@@ -57,7 +56,6 @@ DOUBLES: dict[str, Any] = {
     "mem_get_info": lambda device=None: (MEMORY, MEMORY),
     "set_device": lambda device: None,
     "set_stream": STREAMS.set,
-    "set_sync_debug_mode": lambda mode: setattr(DEVICE, "refuses_waits", mode in (2, "error")),
     "stream": STREAMS.using,
     "synchronize": lambda device=None: DEVICE.wait("the device"),
 }

@@ -11,15 +11,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from tests.support.simulated_cuda.counts import KERNEL, REPLAYED, WAIT, Counts, DeviceError
+from tests.support.simulated_cuda.counts import KERNEL, REPLAYED, WAIT, Counts
 
 if TYPE_CHECKING:
     from tests.support.simulated_cuda.graphs import CUDAGraph
 
 CUDA = torch.device("cuda", 0)
 CPU = torch.device("cpu")
-EXPLICIT = {"an event", "a stream", "the device", "a capture begins"}
-"""Reasons of waits that the host requests."""
 SECONDS_PER_KERNEL = 2e-6
 FIRST_ADDRESS, ALIGNMENT = 1 << 40, 512
 
@@ -86,8 +84,6 @@ class Device:
         """Graph that records launched operations instead of the queue; None outside a capture."""
         self.is_working = False
         """True while queued work runs, whose torch calls are not simulated again."""
-        self.refuses_waits = False
-        """True if operations raise that wait implicitly. Explicit waits are still allowed."""
         self._queue: list[Callable[[], None]] = []
 
     def launch(self, operation: Operation) -> None:
@@ -113,8 +109,6 @@ class Device:
         """Run all queued work, for which the host waits."""
         if self.capture:
             raise self.counts.fault(f"operation not permitted when stream is capturing: {reason}")
-        if self.refuses_waits and reason not in EXPLICIT:
-            raise DeviceError(f"called a synchronizing CUDA operation: {reason}")
         self.counts.add(WAIT + reason)
         queue, self._queue = self._queue, []
         with self.working():
