@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from hdtool.builders.demo.comparison import Comparison, Figures
 from hdtool.cli.answer_output import colored
-from hdtool.cli.command import wrap_text
+from hdtool.cli.terminal import wrap_text
 
 if TYPE_CHECKING:
     from hdtool.data.prompts import Prompt

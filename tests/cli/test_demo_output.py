@@ -7,8 +7,8 @@ import re
 import pytest
 
 from hdtool.builders.demo.comparison import Comparison, Figures
-from hdtool.cli.command import COLOR_CODE
 from hdtool.cli.demo_output import figures, reasons, shortened_answer, title_and_questions, total_figures
+from hdtool.cli.terminal import COLOR_CODE
 from hdtool.data import demo
 from hdtool.data.prompts import read_prompts
 from hdtool.runtime.sequence import Stats, Step
