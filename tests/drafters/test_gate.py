@@ -15,7 +15,13 @@ from hdtool.runtime.config import SamplingConfig
 from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
 from hdtool.runtime.drafters.trained import sequential
 from hdtool.runtime.drafters.trained.assistant import DraftModel
-from hdtool.runtime.drafters.trained.draft_length import MAX_TRIAL_LOSS, TRIAL_STEPS, FixedPace, TrainedGate
+from hdtool.runtime.drafters.trained.draft_length import (
+    MAX_TRIAL_LOSS,
+    MIN_TRIAL_STEPS,
+    TRIAL_STEPS,
+    FixedPace,
+    TrainedGate,
+)
 from hdtool.runtime.drafters.trained.mtp import mtp_drafter
 from hdtool.runtime.drafters.trained.proposal import TrainedDrafter
 from hdtool.runtime.drafters.trained.select_drafter import StandaloneDrafter, published_drafter
@@ -52,6 +58,15 @@ def test_a_drafter_that_costs_much_is_switched_off_in_the_first_answer() -> None
     assert speed(TrainedGate(), 200, (1.9, 1.6), (1.8, 1.0)) > 0.97 * 1.8
 
 
+def test_a_drafter_that_costs_the_time_of_many_steps_is_tried_rarely() -> None:
+    """As an MTP layer of a small model, whose own passes are compiled."""
+    gate, drafting, without = TrainedGate(), (1.8, 30.0), (1.0, 1.0)
+    assert speed(gate, 100, drafting, without) > 0.6
+    assert gate._observed[1] == MIN_TRIAL_STEPS
+    speed(gate, 10_000, drafting, without)
+    assert speed(gate, 20_000, drafting, without) > 1 - MAX_TRIAL_LOSS
+
+
 def test_a_single_interruption_does_not_switch_it_off() -> None:
     gate = TrainedGate()
     speed(gate, 500, (3.0, 1.1), (1.8, 1.0))
@@ -61,10 +76,10 @@ def test_a_single_interruption_does_not_switch_it_off() -> None:
 
 def test_a_step_counts_for_its_own_kind_though_another_answer_has_switched_the_gate() -> None:
     gate = TrainedGate()
-    while gate.runs_drafter:
-        gate.observe(3.0, 1.0, used=True)
-    gate.observe(100.0, 1.0, used=True)  # this step began before the switch
-    assert gate._observed == [0, TRIAL_STEPS + 1]
+    while not gate.runs_drafter:
+        gate.observe(3.0, 1.0, used=False)
+    gate.observe(100.0, 1.0, used=False)  # this step began before the switch
+    assert gate._observed == [TRIAL_STEPS + 1, 0]
 
 
 def test_the_gate_follows_a_change() -> None:

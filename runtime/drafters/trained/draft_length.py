@@ -20,8 +20,13 @@ TRIAL_STEPS = 4
 """Number of steps for which the slower kind of step is tried."""
 MAX_TRIAL_LOSS = 0.01
 """Largest share of the time that trials may lose."""
+HOPELESS_LOSS = 16
+"""Loss of a trial of the drafter after which the trial ends early, in steps without the drafter."""
+MIN_TRIAL_STEPS = 2
+"""Number of steps of a trial that ends early, because the first one may read a whole prompt."""
 MAX_GATE_PAUSE = 512
-"""Longest pause before the slower kind of step is tried again, in steps."""
+"""Longest pause before the slower kind of step is tried again, in steps. Each trial that the drafter loses in a row
+doubles it, so that an interrupted trial is soon repeated, and a drafter as slow as many steps is tried rarely."""
 MAX_STEP_RATIO = 3.0
 """Multiple of the average to which the seconds of a step are clipped, as the step may have been interrupted."""
 
@@ -29,15 +34,19 @@ MAX_STEP_RATIO = 3.0
 class TrainedGate:
     """Compares the throughput of steps with and without the drafter, and uses the faster kind.
 
-    The slower kind is tried again after a pause that is proportional to the expected loss of the trial.
+    The slower kind is tried again after a pause that is proportional to the expected loss of the trial. The first steps
+    run without the drafter, so that its first trial can end early as well.
     """
 
     def __init__(self) -> None:
-        self.runs_drafter = True
+        self.runs_drafter = False
         """True if the next step should run the drafter."""
         self._tokens, self._seconds = [0.0, 0.0], [0.0, 0.0]
         self._observed = [0, 0]
         self._steps_left = TRIAL_STEPS
+        self._trial: list[float] = []
+        """Loss of each step of the drafter's current trial, in seconds."""
+        self._lost_trials = 0
 
     def observe(self, tokens: float, seconds: float, used: bool | None = None) -> None:
         """Record the tokens and seconds of a step, and whether it ``used`` the drafter (default: ``runs_drafter``).
@@ -53,8 +62,16 @@ class TrainedGate:
         self._tokens[kind] += share * (tokens - self._tokens[kind])
         self._seconds[kind] += share * (seconds - self._seconds[kind])
         self._steps_left -= 1
-        if self._steps_left <= 0:
+        if self._steps_left <= 0 or (kind and self._is_hopeless(tokens, seconds)):
+            self._trial.clear()
             self._next()
+
+    def _is_hopeless(self, tokens: float, seconds: float) -> bool:
+        """Note a step of the drafter's trial, and return True if the trial has lost too much time to go on."""
+        if not self._observed[0]:
+            return False
+        self._trial.append(seconds - tokens * self._seconds[0] / self._tokens[0])
+        return len(self._trial) >= MIN_TRIAL_STEPS and sum(self._trial) > HOPELESS_LOSS * self._seconds[0]
 
     def _next(self) -> None:
         if not all(self._observed):
@@ -67,9 +84,12 @@ class TrainedGate:
             return
         if is_faster:
             pause = min(TRIAL_STEPS * (1 - without / drafting) / MAX_TRIAL_LOSS, 2 * min(self._observed))
+            self._lost_trials = 0
         else:  # the drafter makes no tree worse, so a trial loses at most the time of its passes
             pause = TRIAL_STEPS * (seconds[1] / seconds[0] - 1) / MAX_TRIAL_LOSS
-        self.runs_drafter, self._steps_left = is_faster, int(min(max(pause, TRIAL_STEPS), MAX_GATE_PAUSE))
+            self._lost_trials += 1
+        longest = MAX_GATE_PAUSE << max(0, self._lost_trials - 1)
+        self.runs_drafter, self._steps_left = is_faster, int(min(max(pause, TRIAL_STEPS), longest))
 
     def _speeds(self) -> tuple[float, float]:
         """Return the tokens per second without and with the drafter."""
