@@ -113,8 +113,8 @@ def others(home: Path) -> dict[str, Any]:
     """Groups that are short, in one process."""
     return scenarios(
         home,
-        "changes,captures,reserved,sampled,heads,hidden_without_extents,mtp,without_recovery,basics,"
-        "short_memory,replaced_weights,refused_waits",
+        "changes,captures,reserved,sampled,heads,hidden_without_extents,mtp,without_recovery,"
+        "short_memory,replaced_weights,refused_waits,basics",
     )
 
 
@@ -275,8 +275,8 @@ def test_a_capture_without_enough_memory_is_not_lost_for_ever(others: dict[str, 
     assert found["captures"] and not found["faults"]
     for name in ("once", "for a while", "no longer"):
         case = found[name]
-        assert case["tokens"] == case["expected"] and case["same pass"] and case["replayed"], name
-        assert case["captured"] == (name != "no longer"), name
+        assert case["tokens"] == case["expected"] and case["same pass"], name
+        assert case["captured"] and case["replayed"], name
 
 
 @pytest.mark.long
