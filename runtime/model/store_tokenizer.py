@@ -1,4 +1,8 @@
-"""Finds the tokenizer that a store was built with, for commands on a store whose user names no model."""
+"""Finds the tokenizer that a store was built with, for commands on a store whose user names no model.
+
+A manifest identifies a tokenizer by its fingerprint, so each candidate is loaded and compared; the folder in the
+manifest only says where to look first. Code that comes with a model is not run.
+"""
 
 from __future__ import annotations
 
@@ -31,6 +35,7 @@ def model_of_store(store: Path, tokenizer: TokenizerFingerprint, model: Checkpoi
 
 
 def _candidates(tokenizer: TokenizerFingerprint, model: Checkpoint | None) -> Iterator[ModelConfig]:
+    """Yield configurations whose tokenizer may be the store's, the most probable ones first."""
     if tokenizer.folder and Path(tokenizer.folder).is_dir():
         yield ModelConfig(tokenizer.folder)
     yield ModelConfig()
