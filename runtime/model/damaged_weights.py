@@ -49,7 +49,7 @@ class WeightCheck:
 
 def refuse_damaged_model(model: torch.nn.Module) -> None:
     """Raise a ``ModelError`` if a model, which failed its proof, has a damaged weight."""
-    for name, weight in model.state_dict().items():
+    for name, weight in model.named_parameters():
         size = _magnitude(expand_compact(weight))
         if size is not None and not size <= LARGEST:
             place = str(getattr(model, "name_or_path", "")) or "this model"
@@ -58,10 +58,13 @@ def refuse_damaged_model(model: torch.nn.Module) -> None:
 
 
 def _magnitude(weight: torch.Tensor) -> float | None:
-    """Return the largest magnitude of a weight's values, NaN if any is; None if they are no floating-point numbers."""
-    if not weight.is_floating_point() or not weight.numel() or weight.is_meta:
-        return None
+    """Return the largest magnitude of a weight's values, NaN if any is NaN.
+
+    Return None for weights without values of their own: integers, and those that a library quantized or sharded.
+    """
     values = weight.detach()
+    if type(values) is not torch.Tensor or not values.is_floating_point() or not values.numel() or values.is_meta:
+        return None
     # 8-bit formats have no minimum in torch.
     lowest, highest = (values if values.itemsize > 1 else values.float()).aminmax()
     return max(-float(lowest), float(highest))
