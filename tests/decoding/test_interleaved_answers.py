@@ -47,7 +47,7 @@ ENGINES: dict[str, Callable[[], Target]] = {
     "compiled": compiled,
     "replaying": replaying,
 }
-FEW, MANY = range(1), range(1, 40)
+FEW, MANY = range(1), range(1, 20)
 
 
 def heads(target: Target) -> Drafter:
