@@ -19,7 +19,14 @@ from hdtool.runtime.model.checks.trees import two_steps
 from hdtool.runtime.model.families import deviation
 from hdtool.runtime.model.pass_inputs import Mask
 from hdtool.runtime.model.placement import not_on_one_device_reason
-from hdtool.runtime.model.static_steps import RunningStep, StaticSteps, StepOutput, StepPass
+from hdtool.runtime.model.static_steps import (
+    RunningStep,
+    StaticSteps,
+    StepOutput,
+    StepPass,
+    is_out_of_memory,
+    note_uncaptured,
+)
 from hdtool.runtime.tree import LARGEST_TREE, DraftTree
 
 if TYPE_CHECKING:
@@ -127,7 +134,7 @@ class CapturedPasses:
             actual = [*two_steps(target, cache), *two_steps(target, cache)]
             if self._passes[:1] != [proven]:
                 continue  # capturing it failed, and the next pass replaced it
-            if steps.lacks_memory:  # these were the logits of uncaptured steps
+            if not steps.holds_results:  # the logits are those of uncaptured steps
                 self._give_up("there is not enough GPU memory")
                 continue
             pairs = zip(actual, [*expected, *expected], strict=True)
@@ -146,7 +153,8 @@ class CapturedPasses:
             try:
                 self.steps.record(cache)
             except Exception as error:  # see ``launch``
-                self._give_up(error_reason(error))
+                if not is_out_of_memory(error):
+                    self._give_up(error_reason(error))
 
     def disable(self) -> None:
         self.steps, self._passes, self._lost = None, [], ""
@@ -185,6 +193,11 @@ class CapturedPasses:
             try:
                 start = self.steps.prepared(cache, trees, combined_options(options))
             except Exception as error:  # model code that cannot be captured may raise any error
+                if any(slot.kv.settled < slot.length for slot in cache.slots[: len(trees)]):
+                    raise  # a move of accepted positions was interrupted, which no other pass can undo
+                if is_out_of_memory(error):
+                    note_uncaptured()
+                    return None
                 self._give_up(error_reason(error))
             else:
                 if self._lost:

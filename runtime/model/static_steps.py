@@ -294,9 +294,9 @@ class StaticSteps:
             self.prepared(cache, [DraftTree.of(0, [0] * (rows - 1), [ROOT] * (rows - 1))])
 
     @property
-    def lacks_memory(self) -> bool:
-        """True if there was not even enough memory to run one of the steps."""
-        return any(step.run is None for steps in self._steps.values() for step in steps.values())
+    def holds_results(self) -> bool:
+        """True if the buffers hold the results of the last step, so that there was enough memory to run it."""
+        return self._running is not None
 
     def _finish_running(self) -> None:
         """Wait for the running step, and tell whoever started it that its results are overwritten from now on."""

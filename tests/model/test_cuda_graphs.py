@@ -13,14 +13,16 @@ from hdtool.runtime.answerer import decode_batch
 from hdtool.runtime.config import SamplingConfig
 from hdtool.runtime.loop import Request
 from hdtool.runtime.model import static_steps
+from hdtool.runtime.model.cache.kv_cache import StaticKVCache
 from hdtool.runtime.model.placement import use_planless_attention
 from hdtool.runtime.model.static_steps import WARM_UPS, CudaGraphs, Run
 from hdtool.runtime.model.target import Target
 from hdtool.runtime.sampling.sampler import Sampler
+from hdtool.runtime.tree import DraftTree
 from tests.support.decoding import output_tokens, run
 from tests.support.families import model_of
 from tests.support.oracle import prompt_of
-from tests.support.rehearsed import Direct
+from tests.support.rehearsed import Direct, direct
 
 CPU = torch.device("cpu")
 
@@ -188,6 +190,31 @@ def test_a_step_that_does_not_fit_gives_up_its_shape_and_is_captured_later(
     assert memory.recorded == 1, "at the third attempt, within these 11 steps"
     assert target.captures and target._captured._passes == captured
     assert capsys.readouterr().err.count("not enough GPU memory") == 1
+
+
+@pytest.mark.parametrize("place", ["buffers", "a move of accepted positions"])
+def test_other_work_before_a_step_may_lack_memory_too(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without buffers, another pass computes the step; after half a move, none can."""
+    target = Target(model_of("llama"), direct)
+    captured, cache = list(target._captured._passes), target.allocate(1, 64)
+    target.prefill(cache, 0, prompt_of(9))
+    tree = DraftTree.of(1, [2, 3], [-1, -1])
+    expected = target.verify(cache, [tree])[0].logits.clone()
+
+    def fail(*_: object) -> None:
+        raise SHORT
+
+    if place == "buffers":
+        target._captured.forget()
+        monkeypatch.setattr(static_steps, "_Buffers", fail)
+        assert torch.allclose(target.verify(cache, [tree])[0].logits, expected, atol=1e-4)
+    else:
+        target.commit(cache, 0, [1])
+        target._captured.forget()
+        monkeypatch.setattr(StaticKVCache, "move", fail)
+        with pytest.raises(torch.OutOfMemoryError):
+            target.verify(cache, [tree])
+    assert target.captures and target._captured._passes == captured
 
 
 class Broken(Direct):
