@@ -64,7 +64,7 @@ def packed_place(config: ModelConfig) -> tuple[Path, Path] | None:
 def _converted(file: Path, *, weights: bool = False, packed: bool = False) -> Path:
     try:
         return converted(file, weights=weights, packed=packed)
-    except HdtoolError:
+    except (HdtoolError, ModuleNotFoundError):
         raise
     except Exception as error:  # transformers may raise any error for a damaged file
         raise ModelError(f"{file} cannot be loaded (as a GGUF file): {error_reason(error)}") from error

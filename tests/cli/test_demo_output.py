@@ -44,6 +44,12 @@ def test_every_line_fits_the_terminal(width: int, monkeypatch: pytest.MonkeyPatc
         assert all(len(line) <= min(width, 110) for line in text.splitlines()), text
 
 
+@pytest.fixture
+def wide(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+
+
+@pytest.mark.usefixtures("wide")
 def test_the_figures_take_one_line_and_name_the_sources() -> None:
     assert (
         figures(compared(8, 0.8, 0.8))
@@ -54,6 +60,7 @@ def test_the_figures_take_one_line_and_name_the_sources() -> None:
     )
 
 
+@pytest.mark.usefixtures("wide")
 def test_a_reason_is_given_only_where_drafting_hardly_pays() -> None:
     assert reasons(compared(8, 0.8, 0.8)) == reasons(compared(8, 1.2, 0.8)) == [], "CPU time counts on a busy machine"
     assert reasons(compared(2)) == [

@@ -34,7 +34,7 @@ def test_colours_take_no_columns() -> None:
 
 def test_an_error_is_broken_between_words_in_a_terminal() -> None:
     terminal = Terminal(["generate", "--max-new-tokens", "many"], columns=40)
-    terminal.wait_for("--help)")
+    terminal.wait_for("--help")
     shown = [line.strip() for line in terminal.lines if line]
     assert terminal.close() == 2
     said = "error: Invalid value for '-n' / '--max-new-tokens': Input should be a valid integer, unable to parse string"

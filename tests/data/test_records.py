@@ -8,7 +8,6 @@ import json
 import os
 import socket
 import sqlite3
-import sys
 from contextlib import closing
 from pathlib import Path
 from random import Random
@@ -120,12 +119,6 @@ def test_the_files_and_addresses_that_parquet_names_are_not_opened(tmp_path: Pat
     marked = schema.with_metadata({"huggingface": json.dumps({"info": {"features": features}})})
     writer.write_table(arrow.Table.from_pylist(rows, marked), tmp_path / "a.parquet")
     assert read(tmp_path / "a.parquet") == [("t",)]
-
-
-def test_parquet_asks_for_its_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(RecordError, match="install datasets"):
-        read(write(tmp_path, "a.parquet", "PAR1"))
 
 
 def test_names_folders_and_patterns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
