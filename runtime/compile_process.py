@@ -8,10 +8,13 @@ from __future__ import annotations
 import os
 import sys
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from subprocess import DEVNULL, PIPE, STDOUT, Popen
 from threading import Condition, Thread
 from typing import IO
+
+import torch
 
 from hdtool.data.processes import isolated_python
 from hdtool.data.progress import progress_bar
@@ -123,3 +126,18 @@ def wait_until_compiled(part: str, *, shown: bool = True) -> None:
     for process in _processes:
         if process.is_compiling(part):
             process.show_until_compiled(part) if shown else process.wait(part)
+
+
+@contextmanager
+def core_left_free() -> Iterator[None]:
+    """In this block, let torch use one thread less while the process compiles.
+
+    Threads of torch wait for each other: with one on the compiler's core, each operation takes ten times as long.
+    """
+    threads = torch.get_num_threads()
+    if any(map(is_compiling, PARTS)):
+        torch.set_num_threads(max(1, threads - 1))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)

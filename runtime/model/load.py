@@ -17,6 +17,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoTokenizer,
 
 from hdtool.data.errors import FamilyError, HdtoolError, ModelError, OptionError, command_for_missing, did_you_mean
 from hdtool.data.stores.manifest import Checkpoint
+from hdtool.runtime.compile_process import core_left_free
 from hdtool.runtime.config import ModelConfig, SamplingConfig
 from hdtool.runtime.config.model import BLOCKS, DEVICES, INT8
 from hdtool.runtime.engines.cpu.kept_proof import KeptProof, Proof, logits_hash, outline_of, proof_of
@@ -129,6 +130,7 @@ class Loaded:
         return ends_of(self.target.model.generation_config.eos_token_id, self.tokenizer)
 
 
+@core_left_free()
 def load(config: ModelConfig | str) -> Loaded:
     """Load the model and tokenizer that ``config`` names; if it names none, load the built-in demo model.
 
