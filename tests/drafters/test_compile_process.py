@@ -6,12 +6,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from hdtool.runtime import compile_process
 from hdtool.runtime.compile_process import (
     DRAFTER,
     PASSES,
     CompileProcess,
+    core_left_free,
     is_compiling,
     start_compiling,
     wait_until_compiled,
@@ -57,6 +59,22 @@ def test_only_what_is_missing_is_compiled_and_only_beside_another_core(
     start_compiling(PASSES, DRAFTER)
     wait_until_compiled(DRAFTER)
     assert Path(f"{program}.parts").read_text() == DRAFTER
+
+
+def test_torch_leaves_a_core_to_the_compiler_while_a_model_is_loaded(program: Path) -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        with core_left_free():
+            assert torch.get_num_threads() == 2
+        program.write_text("import time\ntime.sleep(600)")
+        start_compiling(PASSES)
+        with core_left_free():
+            assert torch.get_num_threads() == 1
+        assert torch.get_num_threads() == 2
+        compile_process._processes[0]._process.kill()
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_a_process_that_fails_says_why(program: Path, capsys: pytest.CaptureFixture[str]) -> None:
