@@ -23,10 +23,10 @@ import pytest
 
 # Ray wants a token for clusters of its own, and none for others, unless told once for all.
 os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "tests" * 7}
-# Workers import the tokenizer of a test.
+ray = pytest.importorskip("ray")
+# Workers import the tokenizer of a test. Set only in the environment of these tests, not while others are collected.
 FOUND = [str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
 os.environ["PYTHONPATH"] = os.pathsep.join(FOUND)
-ray = pytest.importorskip("ray")
 # Ray's own libraries warn about themselves and leave sockets to the collector.
 pytestmark = pytest.mark.filterwarnings("default")
 
