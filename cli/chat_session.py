@@ -241,12 +241,12 @@ class Session:
         self.messages = self.messages[: self._last_question()]
 
     def _retry(self, _: str) -> None:
-        asked = self.messages[: self._last_question() + 1]
+        messages = self.messages[: self._last_question() + 1]
         sampling = self._answerer.sampling
-        if sampling.is_greedy and asked == self._answered_greedily:
+        if sampling.is_greedy and messages == self._answered_greedily:
             _note(GREEDY_NOTE)
         self._answerer.sampling = replace(sampling, seed=(sampling.seed + 1) % 2**64)
-        self._ask(asked)
+        self._ask(messages)
 
     def _set_temperature(self, given: str) -> None:
         try:

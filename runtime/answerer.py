@@ -23,7 +23,7 @@ from hdtool.runtime.generate_settings import refuse_settings
 from hdtool.runtime.grammar import guided_drafter, masks_of
 from hdtool.runtime.loop import Key, Loop, Outcome, Request
 from hdtool.runtime.model.load import Loaded, load
-from hdtool.runtime.model.target import choose_threads, leave_core_free
+from hdtool.runtime.model.target import choose_threads
 from hdtool.runtime.model.tensor_parallel import check_decoding
 from hdtool.runtime.prefix_cache import PrefixCache
 from hdtool.runtime.sampling.sampler import Sampler
@@ -355,8 +355,8 @@ class Answerer:
             choose_threads(target, self._threads, quick_record(target, what="threads"))
             return drafters_for(self._decoding, target, self.store_set)
 
-        if is_compiling(DRAFTER):
-            leave_core_free(target, self._threads)
+        if is_compiling(DRAFTER):  # until the drafters join
+            choose_threads(target, self._threads)
         return deferred(self._decoding.method, make, self._decoding.batch_size)
 
     def check_prompts(self, prompts: Sequence[Prompt]) -> None:

@@ -21,7 +21,7 @@ NICENESS = 5
 
 def compile_part(part: str) -> None:
     """Compile a part step by step, and report each step."""
-    for step in _pass_steps() if part == PASSES else _drafter_steps():
+    for _, step in zip(STEPS[part], _pass_steps() if part == PASSES else _drafter_steps(), strict=True):
         step()
         _report(part)
     mark_compiled(part)
@@ -49,7 +49,6 @@ def _report(part: str) -> None:
 def main(parts: list[str]) -> None:
     if hasattr(os, "nice"):
         os.nice(NICENESS)
-    code_folder().mkdir(parents=True, exist_ok=True)
     remove_outdated()
     busy = StoreError(f"another process compiles into {code_folder()}")
     with file_lock(code_folder() / "lock", busy, wait=lambda: None):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from subprocess import DEVNULL, PIPE, STDOUT, Popen
 from threading import Condition, Thread
@@ -18,7 +18,7 @@ import torch
 
 from hdtool.data.processes import isolated_python
 from hdtool.data.progress import progress_bar
-from hdtool.runtime.kernels.code_folder import is_compiled
+from hdtool.runtime.kernels.code_folder import is_compiled, keeps_code
 
 PASSES, DRAFTER = PARTS = ("passes", "drafter")
 """What is compiled, in this order."""
@@ -71,30 +71,34 @@ class CompileProcess:
     def is_compiling(self, part: str) -> bool:
         return self._is_running and self._steps.get(part, len(STEPS[part])) < len(STEPS[part])
 
-    def wait(self, part: str) -> None:
-        """Wait until a part is compiled, or the process has ended."""
-        with self._changed:
-            if not self._changed.wait_for(lambda: not self.is_compiling(part), self._remaining()):
-                self._process.kill()
+    def wait(self, part: str, on_step: Callable[[int], None] = lambda done: None) -> bool:
+        """Wait until a part is compiled, or the process has ended; return True if the part is compiled.
 
-    def _remaining(self) -> float:
-        return max(0.0, self._began + MAX_SECONDS - time.monotonic())
+        ``on_step`` is called with the number of completed steps, several times for each.
+        """
+        number = len(STEPS[part])
+        while (done := self._steps[part]) < number and self._is_running:
+            on_step(done)
+            with self._changed:
+                self._changed.wait(timeout=1.0)
+            if time.monotonic() > self._began + MAX_SECONDS:
+                self._process.kill()
+        on_step(self._steps[part])
+        return self._steps[part] == number
 
     def show_until_compiled(self, part: str) -> None:
         """Wait as ``wait`` does, with a progress bar on a terminal, and say how long it took."""
         began, steps = time.monotonic(), STEPS[part]
         with progress_bar(len(steps), f"compiling {NOUNS[part]} for this processor, once", unit="steps") as progress:
-            while self.is_compiling(part):
-                done = self._steps[part]
+
+            def show(done: int) -> None:
+                progress.show("".join(steps[done : done + 1]))
                 progress.to(done)
-                progress.show(steps[done])
-                with self._changed:
-                    self._changed.wait(timeout=1.0)
-                if not self._remaining():
-                    self._process.kill()
-            progress.to(self._steps[part])
-        seconds = time.monotonic() - began
-        print(f"compiled {NOUNS[part]} for this processor, once: waited {seconds:.0f} s", file=sys.stderr)
+
+            is_compiled = self.wait(part, show)
+        if is_compiled:
+            seconds = time.monotonic() - began
+            print(f"compiled {NOUNS[part]} for this processor, once: waited {seconds:.0f} s", file=sys.stderr)
 
 
 _processes: list[CompileProcess] = []
@@ -102,9 +106,9 @@ _processes: list[CompileProcess] = []
 
 
 def start_compiling(*parts: str) -> None:
-    """Start to compile parts in another process, unless they are compiled or this process has a single core."""
+    """Start to compile parts in another process, unless they are compiled, there is one core, or no code is kept."""
     missing = [part for part in PARTS if part in parts and not is_compiled(part)]
-    if missing and not _processes and _cores() > 1:
+    if missing and not _processes and _cores() > 1 and keeps_code():
         with suppress(OSError):  # this process compiles when it needs the code
             _processes.append(CompileProcess(missing))
 

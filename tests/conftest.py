@@ -4,6 +4,7 @@ import gc
 import math
 import os
 from collections import defaultdict
+from collections.abc import Iterator
 from importlib.util import find_spec
 from itertools import combinations
 from tempfile import TemporaryDirectory
@@ -64,6 +65,16 @@ def _set_up_libraries(max_examples: int) -> None:
         "hdtool", deadline=None, derandomize=True, print_blob=True, max_examples=max_examples
     )
     hypothesis.settings.load_profile("hdtool")
+
+
+@pytest.fixture
+def torch_threads() -> Iterator[int]:
+    """torch's number of threads, which a test may change."""
+    import torch
+
+    before = torch.get_num_threads()
+    yield before
+    torch.set_num_threads(before)
 
 
 def pytest_collection_finish() -> None:

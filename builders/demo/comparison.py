@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from statistics import median
@@ -11,9 +11,10 @@ from statistics import median
 import torch
 
 from hdtool.builders.evaluation.bench_plan import ContenderFactory
-from hdtool.builders.evaluation.contenders import Contender
 from hdtool.builders.evaluation.replay import with_own_history
+from hdtool.builders.evaluation.timing import Stopwatch
 from hdtool.data.chat import encode_conversation
+from hdtool.data.conversation_shapes import AnsweredTurn
 from hdtool.data.prompts import Prompt
 from hdtool.runtime.answerer import Answer, Conversation, decode
 from hdtool.runtime.config import DecodeConfig, ModelConfig, SamplingConfig
@@ -45,7 +46,7 @@ class TimedAnswer:
     stats: Stats
     seconds: float
     cpu_seconds: float
-    """Seconds of ``cpu_clock``."""
+    """See ``own_seconds``."""
 
 
 @dataclass(frozen=True)
@@ -127,9 +128,9 @@ class Comparison:
         return self.drafted.speed_up_over(self.plain)
 
 
-def cpu_clock(device: torch.device) -> Callable[[], float]:
-    """Return the clock of this process's CPU time, of all threads, or the usual clock if another device computes."""
-    return time.process_time if device.type == "cpu" else time.perf_counter
+def own_seconds(device: torch.device, seconds: float, cpu_seconds: float | None) -> float:
+    """Return the CPU time of a measurement, or its wall time if another device computes."""
+    return cpu_seconds if device.type == "cpu" and cpu_seconds is not None else seconds
 
 
 class SideBySide:
@@ -141,7 +142,6 @@ class SideBySide:
 
     def __init__(self, loaded: Loaded, store_set: StoreSet, decoding: DecodeConfig) -> None:
         self._loaded, self._store_set, self._decoding = loaded, store_set, decoding
-        self._cpu_clock = cpu_clock(loaded.target.device)
         self._costs = cache(lambda: shared_costs_for(loaded.target, {1}))
 
     def compare(self, prompt: Prompt, rounds: int = MAX_ROUNDS) -> Comparison:
@@ -161,15 +161,15 @@ class SideBySide:
         )
 
     def _answer(self, prompt: Prompt, drafter: Drafter) -> TimedAnswer:
-        conversation, output_ids = Conversation(prompt), list[int]()
+        device, conversation, output_ids = self._loaded.target.device, Conversation(prompt), list[int]()
         while True:
             answer = self._begun(conversation, drafter, goes_on=bool(output_ids))
-            began, cpu_began = time.perf_counter(), self._cpu_clock()
-            pieces = tuple(answer.by_source())
-            seconds, cpu_seconds = time.perf_counter() - began, self._cpu_clock() - cpu_began
+            with Stopwatch(device) as watch:
+                pieces = tuple(answer.by_source())
             output_ids += answer.output_ids
             if not conversation.add_answer(answer.text):
-                return TimedAnswer(tuple(output_ids), pieces, answer.stats, seconds, cpu_seconds)
+                cpu_seconds = own_seconds(device, watch.seconds, watch.cpu_seconds)
+                return TimedAnswer(tuple(output_ids), pieces, answer.stats, watch.seconds, cpu_seconds)
 
     def _begun(self, conversation: Conversation, drafter: Drafter, *, goes_on: bool) -> Answer:
         """Return the next answer of a conversation, to be generated; ``goes_on`` is True after the first one.
@@ -203,14 +203,14 @@ def engine_and_generate(loaded: Loaded, loading: ModelConfig, prompt: Prompt) ->
     ids = encode_conversation(loaded.tokenizer, prompt.messages)
     try:
         torch.set_num_threads(1)
-        clock = cpu_clock(loaded.target.device)
-        generate, plain = (_contender_figures(contender, ids, clock) for contender in contenders.values())
+        generate, plain = (
+            _figures_of(contender.answer(ids), loaded.target.device) for contender in contenders.values()
+        )
     finally:
         torch.set_num_threads(threads)
     return generate, plain
 
 
-def _contender_figures(contender: Contender, ids: list[int], clock: Callable[[], float]) -> Figures:
-    began = clock()
-    turn = contender.answer(ids)
-    return Figures(len(turn.output_ids), turn.seconds, clock() - began, Stats())
+def _figures_of(turn: AnsweredTurn, device: torch.device) -> Figures:
+    cpu_seconds = own_seconds(device, turn.seconds, turn.cpu_seconds)
+    return Figures(len(turn.output_ids), turn.seconds, cpu_seconds, Stats())

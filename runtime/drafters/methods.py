@@ -31,7 +31,7 @@ from hdtool.runtime.drafters.published.suffix_decoding import SuffixDecoding
 from hdtool.runtime.drafters.published.token_recycling import TokenRecycling
 from hdtool.runtime.drafters.trained.select_drafter import gate_for, trained_alone, trained_drafter
 from hdtool.runtime.environment import fingerprint
-from hdtool.runtime.kernels.code_folder import is_compiled, mark_compiled
+from hdtool.runtime.kernels.code_folder import mark_compiled
 from hdtool.runtime.model.cache.kv_cache import compile_moves
 from hdtool.runtime.model.load import pick_device
 from hdtool.runtime.model.target import Target
@@ -141,7 +141,7 @@ def drafter_with_budget(
     compile_walks()
     compile_moves()
     drafter = DRAFTER_FACTORIES[config.method](config, store_set, budget, target)
-    if config.method in HIERARCHIES and not is_compiled(DRAFTER):
+    if config.method in HIERARCHIES:
         mark_compiled(DRAFTER)
     return drafter
 

@@ -8,6 +8,7 @@ the sources only. Installing the same release again changes nothing.
 from __future__ import annotations
 
 import hashlib
+import os
 import shutil
 import sys
 from collections.abc import Iterator
@@ -65,6 +66,13 @@ def keeping_code() -> Iterator[None]:
         _config.CACHE_DIR = before
 
 
+def keeps_code() -> bool:
+    """Create the folder for compiled code; return True if it can be written, else numba chooses another one."""
+    with suppress(OSError):
+        code_folder().mkdir(parents=True, exist_ok=True)
+    return os.access(code_folder(), os.W_OK | os.X_OK)
+
+
 def is_compiled(part: str) -> bool:
     """Return True if ``mark_compiled`` was called for a part of the program in this or an earlier process."""
     return _mark(part).exists()
@@ -72,9 +80,9 @@ def is_compiled(part: str) -> bool:
 
 def mark_compiled(part: str) -> None:
     """Record that the code of a part of the program is complete."""
-    with suppress(OSError):  # such as a full disk; the part is then compiled again
-        _mark(part).parent.mkdir(parents=True, exist_ok=True)
-        _mark(part).touch()
+    if not is_compiled(part) and keeps_code():
+        with suppress(OSError):  # such as a full disk; the part is then compiled again
+            _mark(part).touch()
 
 
 def _mark(part: str) -> Path:

@@ -22,6 +22,7 @@ import torch
 
 from hdtool.data.durable_files import MAX_CACHE_AGE, CachedValue
 from hdtool.data.errors import FamilyError
+from hdtool.runtime.compile_process import DRAFTER, is_compiling
 from hdtool.runtime.engine import PassOptions, Verified, WaitForResults
 from hdtool.runtime.model.cache.kv_cache import LayerShape
 from hdtool.runtime.model.cache.slots import Cache
@@ -412,7 +413,8 @@ def choose_threads(target: Target, wanted: int | None = None, record: CachedValu
     """Set torch's thread count to ``wanted`` or, if None, choose it automatically without raising it; return the count.
 
     Compiled passes are timed with all threads, half of them, and so on, until fewer are slower. With a ``record``,
-    processes reuse the result for 24 hours. Without compiled passes, at most as many threads are used as the
+    processes reuse the result for 24 hours. While the drafter is compiled in another process, they get one thread less
+    than all instead, as times would mislead. Without compiled passes, at most as many threads are used as the
     container's CPU quota allows.
     """
     if wanted is not None:
@@ -422,12 +424,6 @@ def choose_threads(target: Target, wanted: int | None = None, record: CachedValu
             _fastest(target, max_threads, record) if target.compiled else min(max_threads, cpu_quota() or max_threads)
         )
     return torch.get_num_threads()
-
-
-def leave_core_free(target: Target, wanted: int | None = None) -> None:
-    """Set torch's thread count to ``wanted`` or, with compiled passes, to one less, as another process is compiling."""
-    if wanted is not None or target.compiled:
-        torch.set_num_threads(wanted or max(1, torch.get_num_threads() - 1))
 
 
 def cpu_quota(root: Path = CGROUPS) -> int | None:
@@ -442,6 +438,8 @@ def cpu_quota(root: Path = CGROUPS) -> int | None:
 
 
 def _fastest(target: Target, max_threads: int, record: CachedValue | None) -> int:
+    if is_compiling(DRAFTER):
+        return max_threads - 1
     threads = record.read(int, max_age=MAX_CACHE_AGE) if record else None
     if threads is None or not 1 <= threads <= max_threads:
         threads = fastest_threads(lambda count: _seconds_with(count, target), max_threads)

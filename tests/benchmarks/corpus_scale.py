@@ -104,6 +104,15 @@ def plot(rows: list[tuple[float, ...]], path: Path) -> None:
     figure.savefig(path, dpi=110)
 
 
+def build_real_index(folder: Path, corpus: Path, model: str | None) -> TokenizerFingerprint:
+    """Build the index of a corpus, from which larger ones are drawn; return the tokenizer's fingerprint."""
+    tokenizer = load_tokenizer(ModelConfig(model))
+    mark, reading = TokenizerFingerprint.of(tokenizer), RecordReader([corpus])
+    with progress_bar(1, "", quiet=True) as shown:
+        build_corpus_index(folder, tokenized(reading, tokenizer, shown), mark, reading.sources)
+    return mark
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--corpus", type=Path, required=True)
@@ -113,13 +122,9 @@ def main() -> None:
     parser.add_argument("--shard-bytes", type=int, default=BuildConfig.shard_bytes)
     parser.add_argument("--plot", type=Path, default=Path("docs/benchmarks/corpus-scale.png"))
     options = parser.parse_args()
-    tokenizer = load_tokenizer(ModelConfig(options.model))
-    mark = TokenizerFingerprint.of(tokenizer)
     print(machine() + "\n")
     with tempfile.TemporaryDirectory() as place:
-        reading = RecordReader([options.corpus])
-        with progress_bar(1, "", quiet=True) as shown:
-            build_corpus_index(Path(place) / "real", tokenized(reading, tokenizer, shown), mark, reading.sources)
+        mark = build_real_index(Path(place) / "real", options.corpus, options.model)
         mark = replace(mark, vocab_size=options.vocabulary or mark.vocab_size)
         rows = []
         print("| million tokens | walk and build, s | peak memory, GiB | bytes a token | p50, µs | p99, µs |")

@@ -16,18 +16,14 @@ from pathlib import Path
 
 import numpy as np
 
-from hdtool.builders.stores.build import build_corpus_index, build_model_store
+from hdtool.builders.stores.build import build_model_store
 from hdtool.builders.stores.build_engine import SEQUENCE_LENGTHS
-from hdtool.builders.stores.sequences import CountedDocuments, most_frequent_in_part, part_count, tokenized
-from hdtool.data.progress import progress_bar
+from hdtool.builders.stores.sequences import CountedDocuments, most_frequent_in_part, part_count
 from hdtool.data.stores.documents import Document, Source, token_type
-from hdtool.data.stores.manifest import TokenizerFingerprint
-from hdtool.data.texts_and_traces import RecordReader
-from hdtool.runtime.config import BuildConfig, ModelConfig
+from hdtool.runtime.config import BuildConfig
 from hdtool.runtime.environment import machine
-from hdtool.runtime.model.load import load_tokenizer
 from hdtool.runtime.stores.corpus_index import CorpusIndex
-from tests.benchmarks.corpus_scale import synthetic
+from tests.benchmarks.corpus_scale import build_real_index, synthetic
 
 BILLION = 10**9
 
@@ -54,13 +50,9 @@ def main() -> None:
     parser.add_argument("--millions", type=int, nargs="+", default=[1, 10, 20, 40])
     parser.add_argument("--vocabulary", type=int, help="store ids as for a tokenizer with so many tokens")
     options = parser.parse_args()
-    tokenizer = load_tokenizer(ModelConfig(options.model))
-    mark = TokenizerFingerprint.of(tokenizer)
     print(machine() + "\n")
     with tempfile.TemporaryDirectory() as place:
-        reading = RecordReader([options.corpus])
-        with progress_bar(1, "", quiet=True) as shown:
-            build_corpus_index(Path(place) / "real", tokenized(reading, tokenizer, shown), mark, reading.sources)
+        mark = build_real_index(Path(place) / "real", options.corpus, options.model)
         index = CorpusIndex(Path(place) / "real")
         mark = replace(mark, vocab_size=options.vocabulary or mark.vocab_size)
         print("| million tokens | CPU seconds | peak memory, GiB | MB |\n|---|---|---|---|")

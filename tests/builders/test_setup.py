@@ -239,8 +239,8 @@ class TestVerdict:
         assert judged == f"verdict   {busy[:-1]}, with the same command."
         assert "times" not in "".join(verdict.lines())
         assert verdict.next_command == 'hdtool generate --model m "..."'
-        told = verdict.to_json()
-        assert (told["pays"], told["doubt"], told["reason"]) == (None, busy, judged.removeprefix("verdict   "))
+        row = verdict.to_json()
+        assert (row["pays"], row["doubt"], row["reason"]) == (None, busy, judged.removeprefix("verdict   "))
         wrong = Verdict("m", {**stages, "answers": {**stages["answers"], "identical": 1}}, ())
         assert wrong.pays is False and "NOT lossless" in wrong.lines()[3]
 

@@ -11,7 +11,6 @@ from hdtool.runtime.config import HeadsConfig
 from hdtool.runtime.drafter import Drafter
 from hdtool.runtime.drafters.heads.state import HeadsState
 from hdtool.runtime.drafters.trained.select_drafter import StandaloneDrafter
-from hdtool.runtime.kernels.linear import compile_linear_layers
 from hdtool.runtime.model.static_steps import never
 from hdtool.runtime.model.target import Target
 from tests.support import fused
@@ -23,12 +22,7 @@ from tests.support.rehearsed import Rehearsed, Replayed
 
 def compiled() -> Target:
     with pytest.MonkeyPatch.context() as patch:
-        fused.widen(patch)
-        model = fused.model_of()
-    compile_linear_layers(model)
-    target = Target(model)
-    fused.compile_target(target)
-    return target
+        return fused.compiled_target(patch)
 
 
 def replaying() -> Target:

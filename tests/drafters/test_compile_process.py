@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +20,11 @@ from hdtool.runtime.compile_process import (
     start_compiling,
     wait_until_compiled,
 )
+from hdtool.runtime.drafter import NoDraft
+from hdtool.runtime.drafters import deferred as deferred_module
+from hdtool.runtime.drafters.deferred import deferred
+from hdtool.runtime.kernels import code_folder
+from hdtool.runtime.model.target import choose_threads
 
 
 @pytest.fixture
@@ -61,28 +68,27 @@ def test_only_what_is_missing_is_compiled_and_only_beside_another_core(
     assert Path(f"{program}.parts").read_text() == DRAFTER
 
 
+@pytest.mark.usefixtures("torch_threads")
 def test_torch_leaves_a_core_to_the_compiler_while_a_model_is_loaded(program: Path) -> None:
-    before = torch.get_num_threads()
     torch.set_num_threads(2)
-    try:
-        with core_left_free():
-            assert torch.get_num_threads() == 2
-        program.write_text("import time\ntime.sleep(600)")
-        start_compiling(PASSES)
-        with core_left_free():
-            assert torch.get_num_threads() == 1
+    with core_left_free():
         assert torch.get_num_threads() == 2
-        compile_process._processes[0]._process.kill()
-    finally:
-        torch.set_num_threads(before)
+    program.write_text("import time\ntime.sleep(600)")
+    start_compiling(PASSES)
+    with core_left_free():
+        assert torch.get_num_threads() == 1
+    assert torch.get_num_threads() == 2
+    compile_process._processes[0]._process.kill()
 
 
 def test_a_process_that_fails_says_why(program: Path, capsys: pytest.CaptureFixture[str]) -> None:
     program.write_text("print('passes')\nraise OSError('no space left')")
     start_compiling(PASSES)
-    wait_until_compiled(PASSES, shown=False)
+    wait_until_compiled(PASSES)
     assert not is_compiling(PASSES)
-    assert "the process that compiles ahead failed (OSError: no space left)" in capsys.readouterr().err
+    errors = capsys.readouterr().err
+    assert "compiled forward passes" not in errors
+    assert "the process that compiles ahead failed (OSError: no space left)" in errors
 
 
 @pytest.mark.parametrize("shown", [False, True])
@@ -93,3 +99,37 @@ def test_a_process_that_hangs_is_killed(program: Path, monkeypatch: pytest.Monke
     wait_until_compiled(PASSES, shown=shown)
     compile_process._processes[0]._reader.join()
     assert not is_compiling(PASSES)
+
+
+def test_no_process_is_started_where_its_code_cannot_be_kept(program: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program.write_text("")
+    monkeypatch.setattr(code_folder, "code_folder", lambda: program / "a file stands in the way")
+    start_compiling(PASSES, DRAFTER)
+    assert compile_process._processes == []
+
+
+@pytest.mark.parametrize(("method", "waits"), [("hd+mtp", True), ("pld", True), ("hd", False)])
+def test_only_drafters_that_may_join_later_are_not_waited_for(
+    method: str, waits: bool, program: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(deferred_module, "_loading", lambda: None)
+    program.write_text("import time\ntime.sleep(0.5)\nprint('drafter')")
+    start_compiling(DRAFTER)
+    busy: list[bool] = []
+    deferred(method, lambda: [busy.append(is_compiling(DRAFTER)) or NoDraft()], 1)  # type: ignore[func-returns-value]
+    assert busy == [False] * waits
+
+
+@pytest.mark.usefixtures("torch_threads")
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_threads_are_chosen_before_the_drafters_join_only_where_they_change_no_bit(
+    is_compiled: bool, program: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Compiled passes give the same bits with any number; in torch's code, it must not change within an answer."""
+    monkeypatch.setattr("hdtool.runtime.model.target.cpu_quota", lambda: 2)
+    program.write_text("import time\ntime.sleep(600)")
+    start_compiling(DRAFTER)
+    torch.set_num_threads(4)
+    target: Any = SimpleNamespace(device=torch.device("cpu"), compiled=is_compiled)
+    assert choose_threads(target) == (3 if is_compiled else 2)
+    compile_process._processes[0]._process.kill()

@@ -376,14 +376,14 @@ def test_all_run_with_one_number_of_threads_also_when_a_run_goes_on(
     monkeypatch.setattr(ContenderFactory, "choose_threads", choose)
     monkeypatch.setattr("hdtool.builders.evaluation.report.pages.check_report_folder", lambda folder: None)
     monkeypatch.setattr("hdtool.cli.result_tables.report_bench", lambda *_, **__: None)
-    asked = ["bench", "--methods", "ar", "--out", str(tmp_path), *QUICK, "--max-new-tokens", "2"]
+    command = ["bench", "--methods", "ar", "--out", str(tmp_path), *QUICK, "--max-new-tokens", "2"]
     temperatures = ["--temperatures", "0.5", "--report", str(tmp_path / "report")]
-    assert run([*asked, *temperatures]) == 0
+    assert run([*command, *temperatures]) == 0
     assert chosen == [None, 1]
     assert f"threads of every method: {torch.get_num_threads()}" in " ".join(capsys.readouterr().out.split())
     rows = (tmp_path / "ar.jsonl").read_text().splitlines(keepends=True)
     (tmp_path / "ar.jsonl").write_text("".join(rows[:2]))
-    assert run([*asked, *temperatures]) == 0
+    assert run([*command, *temperatures]) == 0
     assert chosen == [None, 1, 1]
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
@@ -12,12 +10,7 @@ from hdtool.builders.evaluation.threads import choose_shared_threads
 from hdtool.runtime.model.target import Target
 from tests.support.families import model_of
 
-
-@pytest.fixture(autouse=True)
-def torch_is_left_as_it_was() -> Iterator[None]:
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("torch_threads")
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,6 @@ from hdtool.runtime.answerer import decode
 from hdtool.runtime.config import SamplingConfig
 from hdtool.runtime.integrations import hf_generate
 from hdtool.runtime.integrations.hf_generate import Generator
-from hdtool.runtime.kernels.linear import compile_linear_layers
 from hdtool.runtime.loop import Loop
 from hdtool.runtime.model.static_steps import CaptureMaker, never
 from hdtool.runtime.model.target import Target
@@ -122,12 +121,7 @@ def target(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> T
         target = Target(own_model(), CAPTURES[request.param])
         assert target.captures == (request.param == "captured")
         return target
-    fused.widen(monkeypatch)
-    model = fused.model_of()
-    compile_linear_layers(model)
-    target = Target(model)
-    fused.compile_target(target)
-    return target
+    return fused.compiled_target(monkeypatch)
 
 
 def is_compiled(target: Target) -> bool:

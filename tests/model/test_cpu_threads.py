@@ -19,12 +19,7 @@ from hdtool.runtime.tree import DraftTree
 from tests.support import fused
 from tests.support.families import model_of
 
-
-@pytest.fixture(autouse=True)
-def torch_is_left_as_it_was() -> Iterator[None]:
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("torch_threads")
 
 
 @pytest.fixture(scope="module")

@@ -69,6 +69,16 @@ def compile_target(target: Target) -> CompiledModel:
     return made
 
 
+def compiled_target(monkeypatch: pytest.MonkeyPatch) -> Target:
+    """Create a target of a model of its own, with compiled passes."""
+    widen(monkeypatch)
+    model = model_of()
+    compile_linear_layers(model)
+    target = Target(model)
+    compile_target(target)
+    return target
+
+
 def compiled(target: Target) -> CompiledModel:
     assert isinstance(target.compiled, CompiledModel)
     return target.compiled
