@@ -1,0 +1,182 @@
+"""The store of a model's weights: for each parameter, where its pieces lie in files and how they are put together.
+
+A weight is copied into memory when it is read, in the order in which the model needs its rows, and no file stays open or
+mapped. An answer therefore never depends on a file that is replaced, truncated or deleted meanwhile. Blocks and 16-bit
+numbers stay as they are stored, so that a model needs as much memory as its files have bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from hdtool.data.errors import ModelError
+from hdtool.runtime.kernels.compact_weight import CompactWeight
+from hdtool.runtime.kernels.gemm import COLUMN_MULTIPLE
+from hdtool.runtime.kernels.matrix_formats import ALL_FORMATS
+from hdtool.runtime.kernels.packed_matrix import PackedExperts, PackedMatrix
+from hdtool.runtime.kernels.vector_code import EXPANDS_FLOAT16
+
+DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
+}  # fmt: skip
+"""Dtypes of formats that store each number by itself."""
+BLOCK_FORMATS = {block_format.name: block_format for block_format in ALL_FORMATS}
+"""Block formats that the compiled matmul reads."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A tensor in a file."""
+
+    file: Path
+    offset: int
+    bytes: int
+    shape: tuple[int, ...]
+    format: str
+    """Name of a dtype in ``DTYPES`` or of a block format of GGUF."""
+
+    @property
+    def rows(self) -> int:
+        """Number of rows; each element of a vector is a row."""
+        return prod(self.shape[:-1]) if len(self.shape) > 1 else prod(self.shape)
+
+
+@dataclass(frozen=True)
+class StoredWeight:
+    """How a parameter is put together from the rows of its pieces, one piece after another."""
+
+    pieces: tuple[Piece, ...]
+    shape: tuple[int, ...]
+    order: npt.NDArray[np.int64] | None = None
+    """Row of the pieces that each row of the weight has; None if they are the same."""
+    transposed: bool = False
+    """True if the last two dimensions are swapped once the rows are in order."""
+    make: Callable[[Sequence[torch.Tensor]], torch.Tensor] | None = None
+    """Computes the weight from its expanded pieces, if it has other values or columns than they."""
+
+    @property
+    def format(self) -> str:
+        return self.pieces[0].format
+
+    @property
+    def stays_packed(self) -> bool:
+        """True if the weight is kept in blocks."""
+        (columns, *_), formats = {piece.shape[-1] for piece in self.pieces}, {piece.format for piece in self.pieces}
+        return (
+            EXPANDS_FLOAT16
+            and self.make is None
+            and len(formats) == 1
+            and self.format in BLOCK_FORMATS
+            and columns % max(COLUMN_MULTIPLE, BLOCK_FORMATS[self.format].block_size) == 0
+            and (len(self.shape) == 2 and not self.transposed or len(self.shape) == 3)
+            and prod(self.shape) > 0
+        )
+
+
+class WeightStore(Mapping[str, StoredWeight]):
+    """A model's stored weights by parameter name."""
+
+    def __init__(self, weights: Mapping[str, StoredWeight], source: object) -> None:
+        """``source`` names the checkpoint in messages."""
+        self._weights, self._source = weights, source
+
+    def __getitem__(self, name: str) -> StoredWeight:
+        return self._weights[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._weights)
+
+    def __len__(self) -> int:
+        return len(self._weights)
+
+    @property
+    def files(self) -> list[Path]:
+        return sorted({piece.file for weight in self.values() for piece in weight.pieces})
+
+    @property
+    def bytes(self) -> int:
+        """Number of bytes of all pieces."""
+        return sum(piece.bytes for weight in self.values() for piece in weight.pieces)
+
+    def read(self, name: str) -> torch.Tensor:
+        """Return a weight as it is stored, in memory of its own; blocks that no matmul reads are expanded."""
+        weight = self[name]
+        if not weight.stays_packed:
+            return self._numbers(weight)
+        block_format, blocks = BLOCK_FORMATS[weight.format], self._rows(weight)
+        if len(weight.shape) == 2:
+            return CompactWeight(PackedMatrix(blocks, block_format))
+        experts = PackedExperts(
+            [PackedMatrix(blocks, block_format)], weight.shape[0], is_transposed=weight.transposed
+        )
+        return CompactWeight(experts)
+
+    def expanded(self, name: str) -> torch.Tensor:
+        """Return a weight's numbers; blocks are expanded to float32."""
+        weight = self.read(name)
+        return weight.stored.float() if isinstance(weight, CompactWeight) else weight
+
+    def _numbers(self, weight: StoredWeight) -> torch.Tensor:
+        if weight.make:
+            return weight.make([self._expanded(piece) for piece in weight.pieces])
+        if weight.format in DTYPES and len({piece.format for piece in weight.pieces}) == 1:
+            rows = self._rows(weight).view(DTYPES[weight.format])
+        else:
+            rows = torch.cat([_as_rows(self._expanded(piece)) for piece in weight.pieces])
+            rows = rows if weight.order is None else rows[torch.from_numpy(weight.order)]
+        if not weight.transposed:
+            return rows.view(weight.shape)
+        *others, columns, count = weight.shape
+        return rows.view(*others, count, columns).transpose(-1, -2)
+
+    def _rows(self, weight: StoredWeight) -> torch.Tensor:
+        """Return the bytes of the rows of a weight, in order."""
+        parts = [self._bytes(piece).view(piece.rows, -1) for piece in weight.pieces]
+        rows = parts[0] if len(parts) == 1 else torch.cat(parts)
+        return rows if weight.order is None else rows[torch.from_numpy(weight.order)]
+
+    def _expanded(self, piece: Piece) -> torch.Tensor:
+        """Return a piece's numbers; blocks are expanded to float32."""
+        content = self._bytes(piece)
+        if piece.format in DTYPES:
+            return content.view(DTYPES[piece.format]).view(piece.shape)
+        return expanded_blocks(content.view(piece.rows, -1), piece.format).view(piece.shape)
+
+    def _bytes(self, piece: Piece) -> torch.Tensor:
+        content = torch.empty(piece.bytes, dtype=torch.uint8)
+        memory, done = memoryview(cast(Any, content.numpy())), 0
+        try:
+            with piece.file.open("rb", buffering=0) as stream:
+                stream.seek(piece.offset)
+                while done < piece.bytes and (count := stream.readinto(memory[done:])):
+                    done += count
+        except OSError as error:
+            raise ModelError(f"{piece.file} cannot be read ({error.strerror or error}): correct the permissions") from error
+        if done < piece.bytes:
+            raise ModelError(f"{self._source} was changed while it was read: run the command again")
+        return content
+
+
+def _as_rows(numbers: torch.Tensor) -> torch.Tensor:
+    return numbers.reshape(-1, numbers.shape[-1]) if numbers.dim() > 1 else numbers.reshape(-1, 1)
+
+
+def expanded_blocks(rows: torch.Tensor, name: str) -> torch.Tensor:
+    """Expand rows of blocks to float32, with compiled code where it reads the format, else with the library gguf."""
+    block_format = BLOCK_FORMATS.get(name)
+    columns = rows.shape[1] // block_format.bytes * block_format.block_size if block_format else 0
+    if block_format and EXPANDS_FLOAT16 and columns % COLUMN_MULTIPLE == 0:
+        return PackedMatrix(rows, block_format).float()
+    from gguf import GGMLQuantizationType, dequantize
+
+    return torch.from_numpy(dequantize(rows.numpy(), GGMLQuantizationType[name]))
