@@ -1,0 +1,49 @@
+"""Builds a model without weights, and fills it from a store."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn import Parameter
+from transformers import GenerationConfig
+
+from hdtool.runtime.kernels.compact_weight import as_parameter, is_compact
+from hdtool.runtime.model.transformers_internals import text_class
+from hdtool.runtime.weights.store import WeightStore
+
+
+def empty_model(settings: Any, **options: Any) -> Any:
+    """Return a float32 model on the CPU whose parameters have shapes but no memory."""
+    from accelerate import init_empty_weights
+    from transformers.initialization import no_init_weights
+
+    with init_empty_weights(include_buffers=False), no_init_weights():
+        auto = text_class(settings, trust_remote_code=False)
+        return auto.from_config(settings, dtype=torch.float32, trust_remote_code=False, **options)
+
+
+def fits(store: WeightStore, model: Any) -> bool:
+    """Return True if a store has all parameters of an empty model, in the model's shapes."""
+    parameters = model.state_dict()
+    if any(name not in parameters or parameters[name].shape != weight.shape for name, weight in store.items()):
+        return False
+    tied = getattr(model, "all_tied_weights_keys", None) or {}
+    return all(name in store or tied.get(name) in store for name, _ in model.named_parameters(remove_duplicate=False))
+
+
+def fill(model: Any, store: WeightStore, folder: Path) -> None:
+    """Read all weights of a store into an empty model; ``folder`` has the model's configuration."""
+    for name in store:
+        path, _, last = name.rpartition(".")
+        module, weight = model.get_submodule(path), store.read(name)
+        if last in module._buffers:
+            module._buffers[last] = weight
+        else:
+            module._parameters[last] = as_parameter(weight) if is_compact(weight) else Parameter(weight, False)
+    model.tie_weights()
+    model.eval()
+    model.name_or_path = model.config.name_or_path = str(folder)
+    if (folder / "generation_config.json").is_file():
+        model.generation_config = GenerationConfig.from_pretrained(folder)

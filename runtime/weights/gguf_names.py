@@ -1,0 +1,145 @@
+"""Parameters and their pieces in GGUF files, from the tables of the library gguf and of transformers.
+
+The tables give each tensor's parameter. What transformers does to a tensor is found by tracing: rows in another order,
+a transpose, experts' projections that are joined, or other values, as in norms.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import modeling_gguf_pytorch_utils as library
+
+from hdtool.runtime.weights.gguf_file import GGUFFile
+from hdtool.runtime.weights.library_names import stored_weights
+from hdtool.runtime.weights.store import Piece, StoredWeight, WeightStore
+from hdtool.runtime.weights.tracing import traced
+
+GPT_OSS = "gpt-oss"
+
+
+def gguf_store(file: GGUFFile, settings: Any, model: Any) -> WeightStore:
+    """Return the weights of a GGUF file for the parameters of ``model``, which may be empty."""
+    from gguf import GGMLQuantizationType
+
+    pieces = {
+        tensor.name: Piece(
+            tensor.file, tensor.offset, tensor.bytes, tensor.shape, GGMLQuantizationType(tensor.kind).name
+        )
+        for tensor in file.tensors
+    }
+    if transforms := _transforms(file.architecture, settings):
+        return WeightStore(stored_weights(transforms, pieces, model), file.path)
+    return WeightStore(_processed_weights(file.architecture, pieces, settings, model), file.path)
+
+
+def _transforms(architecture: str, settings: Any) -> list[Any]:
+    """Return transformers' renamings and conversions for an architecture; empty if it has a processor instead."""
+    try:
+        from transformers.integrations.gguf import get_gguf_conversion_mapping, is_gguf_arch_supported
+    except ImportError:  # before 5.23
+        return []
+    return get_gguf_conversion_mapping(architecture, settings) if is_gguf_arch_supported(architecture) else []
+
+
+class _Childless:
+    """Stands in for a model whose names transformers looks up; it looks through all children again otherwise."""
+
+    def __init__(self, model: Any) -> None:
+        self.config, self.state_dict = model.config, model.state_dict
+
+    def named_children(self) -> Iterator[tuple[str, Any]]:
+        return iter(())
+
+
+def _parameter_names(model: Any, processor: Any) -> dict[str, str]:
+    """Return the parameter names of the tensors of a GGUF file."""
+    names: dict[str, str] = library.get_gguf_hf_weights_map(_Childless(model), processor)
+    prefix, settings = model.base_model_prefix, model.config
+    base = getattr(model, prefix, None)
+    if base is None or {f"{prefix}.{name}" for name in base.state_dict()} <= set(names.values()):
+        return names
+    # Some files are of models without a head.
+    inner: dict[str, str] = library.get_gguf_hf_weights_map(
+        _Childless(base), processor, settings.model_type, settings.num_hidden_layers, f"{prefix}."
+    )
+    return {**inner, **names}
+
+
+def _processed_weights(
+    architecture: str, pieces: Mapping[str, Piece], settings: Any, model: Any
+) -> dict[str, StoredWeight]:
+    kind = _GptOssProcessor if architecture == GPT_OSS else library.TENSOR_PROCESSORS.get(architecture)
+    processor: Any = (kind or library.TensorProcessor)(config=settings.to_dict())
+    names, parameters = _parameter_names(model, processor), model.state_dict()
+
+    def processed(named: Sequence[str], parts: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return the parameters that transformers makes of the contents ``parts`` of these tensors."""
+        made: dict[str, Any] = {}
+        for name, part in zip(named, parts, strict=True):
+            with np.errstate(all="ignore"):  # numbers of rows have no logarithms
+                result = processor.process(
+                    weights=part.numpy(), name=name, tensor_key_mapping=names, parsed_parameters={"tensors": made}
+                )
+            if result.name in names:
+                made[names[result.name]] = torch.from_numpy(np.ascontiguousarray(result.weights))
+        return made
+
+    groups: dict[str, list[str]] = {}
+    for name, piece in pieces.items():
+        for target in _targets(piece, lambda part, name=name: processed([name], [part])):
+            groups.setdefault(target, []).append(name)
+    return {
+        target: traced(
+            [pieces[name] for name in named],
+            tuple(parameters[target].shape),
+            lambda parts, target=target, named=named: processed(named, parts)[target],
+        )
+        for target, named in groups.items()
+        if target in parameters
+    }
+
+
+def _targets(piece: Piece, processed: Callable[[torch.Tensor], dict[str, torch.Tensor]]) -> Iterable[str]:
+    """Return the parameters that a tensor is a part of."""
+    number = torch.zeros((), dtype=torch.float32)
+    for shape in ((*piece.shape[:-1], 1) if len(piece.shape) > 1 else piece.shape, piece.shape):
+        try:
+            return processed(number.expand(shape))
+        except (ValueError, IndexError):  # the processor depends on the number of columns
+            continue
+    return ()
+
+
+EXPERTS = re.compile(r"layers\.(?P<layer>\d+)\.mlp\.experts\.(?P<part>gate_up|down)_proj(?P<bias>_bias)?$")
+EXPERT_TENSOR = re.compile(r"(?P<layer>blk\.\d+)\.ffn_(?P<part>gate|up|down)_exps\.(?P<kind>weight|bias)$")
+
+
+class _GptOssProcessor(library.TensorProcessor):  # type: ignore[misc]
+    """Reads the experts of gpt-oss, whose tensors transformers expects under other names than llama.cpp writes."""
+
+    def perform_fallback_tensor_mapping(
+        self, gguf_to_hf_name_map: dict[str, str], suffix: str, qual_name: str, hf_name: str
+    ) -> None:
+        if match := EXPERTS.search(qual_name + hf_name):
+            kind = "bias" if match["bias"] else "weight"
+            for part in ("gate", "up") if match["part"] == "gate_up" else ("down",):
+                gguf_to_hf_name_map[f"blk.{match['layer']}.ffn_{part}_exps.{kind}"] = qual_name + hf_name
+
+    def process(self, weights: Any, name: str, **options: Any) -> Any:
+        names, match = options["tensor_key_mapping"], EXPERT_TENSOR.match(name)
+        if match is None:
+            name = name if name in names else name.removesuffix(".weight")  # the parameter has no such suffix
+            return super().process(weights=weights, name=name, **options)
+        values = weights.swapaxes(1, 2) if match["kind"] == "weight" else weights
+        if match["part"] == "down":
+            return super().process(weights=values, name=name, **options)
+        made, target = options["parsed_parameters"]["tensors"], names[name]
+        if target not in made:
+            made[target] = torch.zeros((*values.shape[:-1], 2 * values.shape[-1]), dtype=torch.from_numpy(values).dtype)
+        made[target][..., int(match["part"] == "up") :: 2] = torch.from_numpy(values)  # gate and up rows alternate
+        return library.GGUFTensor(weights, None, {})

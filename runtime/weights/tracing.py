@@ -1,0 +1,95 @@
+"""Finds out how a library puts a parameter together, by giving it row and column numbers in place of the weights.
+
+What the library makes of the numbers tells where each row of the parameter comes from, and whether it was transposed.
+Numbers that are no longer those given mean that the library computes new values, or reorders columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from math import prod
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from hdtool.runtime.weights.store import Piece, StoredWeight
+
+Numbers = npt.NDArray[np.float64]
+Convert = Callable[[Sequence[torch.Tensor]], torch.Tensor]
+"""Function that makes a parameter of its pieces."""
+FIRST, STEP = 7, 3
+"""The first number and the distance of two: a library that changes values hardly gives numbers of this series."""
+
+
+def traced(pieces: Sequence[Piece], shape: tuple[int, ...], convert: Convert, *, full: bool = False) -> StoredWeight:
+    """Return how ``convert`` makes a parameter of this shape out of pieces.
+
+    Pieces are replaced by a single column, and a single row, of numbers. If ``convert`` takes none of them, or if
+    ``full`` says that its result depends on the pieces' shapes, the numbers have the shapes of the pieces.
+    """
+    for whole in (True,) if full else (False, True):
+        with suppress(Exception):  # a library may need other shapes or refuse
+            if weight := _arranged(pieces, shape, convert, whole):
+                return weight
+    return StoredWeight(tuple(pieces), shape, make=lambda parts: convert([part.float() for part in parts]))
+
+
+def _arranged(pieces: Sequence[Piece], shape: tuple[int, ...], convert: Convert, whole: bool) -> StoredWeight | None:
+    columns = {piece.shape[-1] if len(piece.shape) > 1 else 1 for piece in pieces}
+    if len(columns) != 1:
+        return None
+    (width,) = columns
+    rows = convert(_row_numbers(pieces, whole)).numpy()
+    if width == 1 and all(len(piece.shape) == 1 for piece in pieces):
+        return _weight(pieces, shape, rows, transposed=False)
+    numbers = convert(_column_numbers(pieces, whole)).numpy()
+    for transposed in (False, True):
+        if len(shape) < 2 or shape[-2 if transposed else -1] != width:
+            continue
+        by_row, by_column = (np.swapaxes(array, -1, -2) if transposed else array for array in (rows, numbers))
+        first = by_row[..., :1]
+        if (by_row == first).all() and by_row.shape[-1] == (width if whole else 1) and _is_in_order(by_column, width):
+            return _weight(pieces, shape, first, transposed=transposed)
+    return None
+
+
+def _row_numbers(pieces: Sequence[Piece], whole: bool) -> list[torch.Tensor]:
+    numbers, first = [], FIRST
+    for piece in pieces:
+        count = piece.rows
+        series = torch.arange(first, first + STEP * count, STEP, dtype=torch.float64)
+        first += STEP * count
+        if len(piece.shape) == 1:
+            numbers.append(series)
+        else:
+            column = series.view(*piece.shape[:-1], 1)
+            numbers.append(column.expand(piece.shape).contiguous() if whole else column)
+    return numbers
+
+
+def _column_numbers(pieces: Sequence[Piece], whole: bool) -> list[torch.Tensor]:
+    numbers = []
+    for piece in pieces:
+        series = torch.arange(FIRST, FIRST + STEP * piece.shape[-1], STEP, dtype=torch.float64)
+        shape = piece.shape if whole else (*piece.shape[:-2], 1, piece.shape[-1])
+        numbers.append(series.expand(shape).contiguous())
+    return numbers
+
+
+def _is_in_order(by_column: Numbers, width: int) -> bool:
+    return by_column.shape[-1] == width and bool((by_column == FIRST + STEP * np.arange(width)).all())
+
+
+def _weight(pieces: Sequence[Piece], shape: tuple[int, ...], rows: Any, *, transposed: bool) -> StoredWeight | None:
+    """Return the weight whose rows have these numbers; None if some are not those of the pieces' rows."""
+    order, rest = np.divmod(rows.reshape(-1) - FIRST, STEP)
+    total = sum(piece.rows for piece in pieces)
+    width = pieces[0].shape[-1] if len(pieces[0].shape) > 1 else 1
+    if rest.any() or not ((order >= 0) & (order < total)).all() or len(order) * width != prod(shape):
+        return None
+    order = order.astype(np.int64)
+    in_order = len(order) == total and bool((order == np.arange(total)).all())
+    return StoredWeight(tuple(pieces), shape, None if in_order else order, transposed)
