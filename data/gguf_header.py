@@ -1,4 +1,4 @@
-"""Read a GGUF file's header, which holds the metadata and the tensor table, and check that the file is complete."""
+"""Reads a GGUF file's header, which holds the metadata and the tensor table, and checks that the file is complete."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 import mmap
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,13 @@ MAX_ARRAY_DEPTH = 8
 """Maximum depth of nested arrays. A damaged file could nest them without end."""
 MAX_KEPT_VALUES = 16
 """Maximum length of an array whose numbers are kept. Longer arrays are vocabularies."""
+ARCHITECTURE = "general.architecture"
+ALIGNMENT = 32
+"""Default alignment of tensor data in bytes."""
+SPLIT_COUNT, SPLIT_NUMBER, SPLIT_TENSORS = "split.count", "split.no", "split.tensors.count"
+"""Number of parts of a model, a part's number from 0, and the number of tensors of all parts."""
+Blocks = Mapping[int, tuple[int, int]]
+"""Maps each quantization type to ``(numbers per block, bytes per block)``."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +42,10 @@ class GGUFTensor:
     shape: tuple[int, ...] = ()
     """Shape as in torch, where the last dimension is contiguous."""
 
+    def bytes(self, blocks: Blocks) -> int:
+        numbers, bytes_each = blocks[self.kind]
+        return self.numbers // numbers * bytes_each
+
 
 @dataclass(frozen=True)
 class GGUFHeader:
@@ -43,6 +54,8 @@ class GGUFHeader:
     tensors: tuple[GGUFTensor, ...]
     data: int
     """Offset in bytes of the tensor data in the file."""
+    places: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    """Where the file holds each key with its value: offsets in bytes of the start and the end."""
 
     @classmethod
     def read(cls, path: Path) -> GGUFHeader:
@@ -66,19 +79,18 @@ class GGUFHeader:
 
     @property
     def architecture(self) -> str:
-        return str(self.values["general.architecture"])
+        """Name of the architecture; empty for later parts of a model, which may not state it."""
+        return str(self.values.get(ARCHITECTURE, ""))
 
-    def check_whole(self, path: Path, blocks: Mapping[int, tuple[int, int]]) -> None:
-        """Raise ModelError if the file ends before a tensor does, or if ``blocks`` lacks a tensor's quantization type.
-
-        ``blocks`` maps each quantization type to ``(numbers per block, bytes per block)``.
-        """
+    def check_whole(self, path: Path, blocks: Blocks) -> None:
+        """Raise ModelError if the file ends before a tensor does, or ``blocks`` lacks a tensor's quantization type."""
         ends = [self.data]
         for tensor in self.tensors:
             if tensor.kind not in blocks:
                 raise ModelError(f"{path} holds {tensor.name} in format {tensor.kind}, which the library gguf lacks")
-            numbers, bytes_each = blocks[tensor.kind]
-            ends.append(self.data + tensor.offset + tensor.numbers // numbers * bytes_each)
+            if tensor.shape and tensor.shape[-1] % blocks[tensor.kind][0]:
+                raise ModelError(f"{path} holds {tensor.name} in rows of no whole blocks: {DOWNLOAD_AGAIN}")
+            ends.append(self.data + tensor.offset + tensor.bytes(blocks))
         size = path.stat().st_size
         if size < max(ends):
             raise ModelError(f"{path} is cut short, {size:,} bytes of {max(ends):,}: {DOWNLOAD_AGAIN}")
@@ -91,15 +103,16 @@ def _header(reader: _Reader, path: Path) -> GGUFHeader:
         version_found = f"big-endian GGUF, version {swapped}" if swapped in GGUF_VERSIONS else f"GGUF version {version}"
         raise ModelError(f"{path} is {version_found}: transformers reads little-endian files of version 2 and 3")
     tensors, settings = reader.number("Q"), reader.number("Q")
-    values = {}
+    values, places = {}, {}
     for _ in range(settings):
-        name = reader.text()
+        start, name = reader.offset, reader.text()
         values[name] = reader.value(reader.number("I"))
+        places[name] = start, reader.offset
     table = [reader.tensor() for _ in range(tensors)]
-    alignment = int(values.get("general.alignment", 32))
-    if "general.architecture" not in values or alignment < 1:
+    alignment = int(values.get("general.alignment", ALIGNMENT))
+    if (ARCHITECTURE not in values and not values.get(SPLIT_NUMBER)) or alignment < 1:
         raise ValueError
-    return GGUFHeader(values, tuple(table), math.ceil(reader.offset / alignment) * alignment)
+    return GGUFHeader(values, tuple(table), math.ceil(reader.offset / alignment) * alignment, places)
 
 
 class _Reader:

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from hdtool.runtime.kernels.compiled import Array, compiled
+from hdtool.runtime.kernels.gemm import COLUMN_MULTIPLE
 from hdtool.runtime.kernels.gemm_tiles import unpack_matrix
 from hdtool.runtime.kernels.matrix_formats import FORMATS_BY_GGUF_TYPE, INT4, INT8, BlockFormat
 
@@ -203,7 +204,7 @@ class PackedExperts(PackedMatrix):
 MAX_QUANTIZED_VALUES = 1 << 18
 """Number of weights quantized at a time, to limit memory."""
 FORMATS_BY_NAME = {format.name: format for format in FORMATS_BY_GGUF_TYPE.values()}
-Q8_0, Q4_0 = FORMATS_BY_NAME["Q8_0"], FORMATS_BY_NAME["Q4_0"]
+Q8_0, Q4_0, MXFP4 = (FORMATS_BY_NAME[name] for name in ("Q8_0", "Q4_0", "MXFP4"))
 HALF_SIZE = 2
 
 
@@ -363,3 +364,25 @@ def _packed(format: BlockFormat, octets: torch.Tensor, headers: list[torch.Tenso
         blocks[..., index * SCALE_SIZE : (index + 1) * SCALE_SIZE] = header_of_blocks[..., None].view(torch.uint8)
     blocks[..., header:] = octets.view(out_features, -1, size)
     return PackedMatrix(blocks.view(out_features, -1), format)
+
+
+def packs_mxfp4(blocks: Sequence[int], scales: Sequence[int], experts: Sequence[int]) -> bool:
+    """Return True if ``packed_mxfp4`` packs blocks and scales of these shapes, to experts of that shape."""
+    if len(blocks) != 4 or tuple(blocks[:3]) != tuple(scales) or blocks[3] != MXFP4.bytes - 1:
+        return False
+    columns = blocks[2] * MXFP4.block_size
+    return columns % COLUMN_MULTIPLE == 0 and (blocks[0], columns, blocks[1]) == tuple(experts)
+
+
+def packed_mxfp4(blocks: torch.Tensor, scales: torch.Tensor) -> PackedExperts:
+    """Pack experts from MXFP4 blocks ``[experts, rows, blocks, bytes]`` and scales, both of uint8.
+
+    A byte in the checkpoint holds two adjacent values, a byte in the packed format two that are half a block apart.
+    """
+    half, (number, rows, count, _) = MXFP4.block_size // 2, blocks.shape
+    blocks_ = torch.empty(number, rows, count, MXFP4.bytes, dtype=torch.uint8)
+    for expert in range(number):  # one by one, which needs little temporary memory
+        levels = torch.stack((blocks[expert] & 15, blocks[expert] >> 4), -1).flatten(-2)
+        blocks_[expert, ..., 0] = scales[expert]
+        blocks_[expert, ..., 1:] = levels[..., :half] | levels[..., half:] << 4
+    return PackedExperts([PackedMatrix(blocks_.view(number * rows, -1), MXFP4)], number, is_transposed=True)

@@ -7,19 +7,12 @@ weight.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from importlib import import_module
-from pathlib import Path
-from threading import Lock
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch.nn import Embedding, Linear, Module, Parameter
 from transformers import PreTrainedModel
 
-from hdtool.data.errors import ModelError
 from hdtool.runtime.kernels.compact_weight import (
     NARROW_DTYPES,
     CompactEmbedding,
@@ -38,77 +31,11 @@ from hdtool.runtime.kernels.linear import MATRIX_KINDS, compiled_linear, fits_co
 from hdtool.runtime.kernels.matrix_formats import ALL_FORMATS
 from hdtool.runtime.kernels.packed_matrix import PackedExperts, PackedMatrix, packed_weight
 from hdtool.runtime.kernels.vector_code import EXPANDS_FLOAT16
-from hdtool.runtime.model.hub import samples, weight_files
-
-MXFP4 = "mxfp4"
-"""Name of the quantization scheme in configurations."""
-FORMAT = next(one for one in ALL_FORMATS if one.name == "MXFP4")
-EXPANDING = "transformers.integrations.mxfp4", "Mxfp4Dequantize"
-"""Module and class of transformers that expands MXFP4 blocks. If it is missing, weights are loaded expanded."""
-
-
-@contextmanager
-def keeping_mxfp4() -> Iterator[None]:
-    """In this block, make transformers load the MXFP4 experts of float32 models without expanding them."""
-    try:
-        expanding = getattr(import_module(EXPANDING[0]), EXPANDING[1])
-        usual = expanding.convert
-    except (ImportError, AttributeError):
-        yield
-        return
-
-    def convert(
-        self: Any, input_dict: Any, model: Any = None, full_layer_name: str = "", *args: Any, **options: Any
-    ) -> Any:
-        kept = _kept(input_dict, model, full_layer_name)
-        if kept is None:
-            return usual(self, input_dict, model, full_layer_name, *args, **options)
-        return {full_layer_name: kept}
-
-    with patch.object(expanding, "convert", convert):
-        yield
-
-
-def _kept(weights: Any, model: Any, name: str) -> CompactWeight | None:
-    path, _, last = name.rpartition(".")
-    tensors = [weights.get(f"{last}_{part}") for part in ("blocks", "scales")]
-    blocks, scales = (item[0] if isinstance(item, list) else item for item in tensors)
-    if not isinstance(blocks, torch.Tensor) or not isinstance(scales, torch.Tensor) or model is None:
-        return None
-    parameter = getattr(model.get_submodule(path), last, None)
-    if parameter is None or parameter.dtype != torch.float32:
-        return None
-    stored = packed_mxfp4(blocks, scales)
-    fits = stored is not None and stored.shape == parameter.shape
-    return CompactWeight(stored) if stored is not None and fits else None
-
-
-def packed_mxfp4(blocks: torch.Tensor, scales: torch.Tensor) -> PackedExperts | None:
-    """Pack experts from MXFP4 blocks ``[experts, rows, blocks, bytes]`` and scales; return None for other layouts.
-
-    A byte in the checkpoint holds two adjacent values, a byte in the packed format two that are half a block apart.
-    """
-    size, half = FORMAT.bytes - 1, FORMAT.block_size // 2
-    is_known = blocks.dtype == scales.dtype == torch.uint8 and blocks.dim() == 4 and blocks.shape[:3] == scales.shape
-    if not is_known or blocks.shape[3] != size or blocks.shape[2] * FORMAT.block_size % COLUMN_MULTIPLE:
-        return None
-    number, rows, count, _ = blocks.shape
-    blocks_ = torch.empty(number, rows, count, FORMAT.bytes, dtype=torch.uint8)
-    for expert in range(number):  # one by one, which needs little temporary memory
-        levels = torch.stack((blocks[expert] & 15, blocks[expert] >> 4), -1).flatten(-2)
-        blocks_[expert, ..., 0] = scales[expert]
-        blocks_[expert, ..., 1:] = levels[..., :half] | levels[..., half:] << 4
-    return PackedExperts([PackedMatrix(blocks_.view(number * rows, -1), FORMAT)], number, is_transposed=True)
-
 
 ParameterRef = tuple[Module, str]
 """A module and the name of one of its parameters."""
-STORED = {"BF16": torch.bfloat16, "F16": torch.float16}
-PLAN = "_get_dtype_plan"
-"""Name of the method of transformers that returns the dtypes of parameters whose dtype differs from the model's."""
 TRIED_ROWS = (*range(1, MAX_TILE_ROWS + 1), MAX_REGISTER_ROWS + 1)
 """Numbers of input rows that together use every way in which the compiled matmul expands weights."""
-_loading = Lock()
 
 
 def compact_weights(model: Module, proved: dict[str, bool] | None = None) -> None:
@@ -156,29 +83,6 @@ def pack_weights(model: PreTrainedModel) -> bool:
             replace_parameter(refs, CompactWeight(packed))
             packed_any = True
     return packed_any
-
-
-@contextmanager
-def loading_as_stored(folder: Path) -> Iterator[None]:
-    """In this block, make transformers load weights of float32 models in the checkpoint's 16-bit dtype.
-
-    A checkpoint with tensors of several dtypes, or of a dtype that isn't 16-bit, loads as usual. Loading in float32 and
-    narrowing afterwards gives the same weights, but temporarily needs twice the memory.
-    """
-    dtype, usual = _stored_dtype(folder), getattr(PreTrainedModel, PLAN, None)
-    if dtype is None or usual is None:
-        yield
-        return
-
-    def plan(model: PreTrainedModel, wanted: torch.dtype) -> dict[str, torch.dtype]:
-        return {**usual(model, wanted), **dict.fromkeys(("weight", *WEIGHTS), dtype)}
-
-    with _loading:
-        setattr(PreTrainedModel, PLAN, plan)
-        try:
-            yield
-        finally:
-            setattr(PreTrainedModel, PLAN, usual)
 
 
 def expand_weights_read(model: Module) -> None:
@@ -279,18 +183,6 @@ def _has_same_bits(narrow: Stored) -> bool:
         torch.equal(compiled_linear(inputs[:rows], part), compiled_linear(inputs[:rows], part.float()))
         for rows in TRIED_ROWS
     )
-
-
-def _stored_dtype(folder: Path) -> torch.dtype | None:
-    """Return the 16-bit dtype of all tensors of a checkpoint, or None if their dtypes differ or aren't 16-bit."""
-    files = weight_files(folder) or []
-    if not files or any(file.suffix != ".safetensors" for file in files):
-        return None
-    try:
-        kinds = {sample.dtype for file in files for sample in samples(file)}
-    except ModelError:  # loading the model raises an error that names the fault
-        return None
-    return STORED.get(kinds.pop()) if len(kinds) == 1 else None
 
 
 def _expand_state(module: Module, state: dict[str, Any], prefix: str, metadata: object) -> None:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Container, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 import transformers
@@ -24,25 +24,15 @@ from hdtool.runtime.engines.cpu.kept_proof import KeptProof, Proof, logits_hash,
 from hdtool.runtime.engines.cpu.proof import compile_cpu
 from hdtool.runtime.generate_settings import generation_settings, sampler_as_generate
 from hdtool.runtime.grammar import GrammarCompiler
-from hdtool.runtime.kernels.compact_weight import expand_compact
 from hdtool.runtime.kernels.experts import compile_experts
 from hdtool.runtime.kernels.linear import compile_linear_layers
 from hdtool.runtime.kernels.vector_code import EXPANDS_FLOAT16
-from hdtool.runtime.model.checkpoint_identity import checkpoint_of, packed_place, place_of
-from hdtool.runtime.model.compact_layers import (
-    MXFP4,
-    compact_weights,
-    expand_weights_read,
-    keeping_mxfp4,
-    loading_as_stored,
-    pack_weights,
-)
+from hdtool.runtime.model.checkpoint_identity import checkpoint_of, place_of
+from hdtool.runtime.model.compact_layers import compact_weights, expand_weights_read, pack_weights
 from hdtool.runtime.model.families import refuse_by_configuration
-from hdtool.runtime.model.gguf.converted_folder import MANIFEST as CONVERSION, Manifest, gguf_file
-from hdtool.runtime.model.gguf.packing import assembled_model, packed_model, read_weights
-from hdtool.runtime.model.hub import weight_files
 from hdtool.runtime.model.placement import use_planless_attention
 from hdtool.runtime.model.quantization import (
+    MXFP4,
     NO_INT8,
     library_of,
     quantization,
@@ -50,7 +40,6 @@ from hdtool.runtime.model.quantization import (
     refuse_by_settings,
     require_libraries,
 )
-from hdtool.runtime.model.quantized_folder import MANIFEST as QUANTIZED, quantized_folder, read_quantized
 from hdtool.runtime.model.static_steps import never
 from hdtool.runtime.model.target import Target
 from hdtool.runtime.model.tensor_parallel import LeadingTarget, ProcessGroup, check_device, check_sharding, leader
@@ -58,6 +47,16 @@ from hdtool.runtime.model.transformers_internals import is_known_type, text_clas
 from hdtool.runtime.sampling.sampler import Sampler
 from hdtool.runtime.sequence import room_for
 from hdtool.runtime.text_stream import StopTexts
+from hdtool.runtime.weights.assemble import name_after
+from hdtool.runtime.weights.quantized import quantized_folder
+from hdtool.runtime.weights.stored_model import (
+    CONFIG_FILES,
+    attention_error,
+    attention_options,
+    files_of,
+    source_for_transformers,
+    stored_model,
+)
 
 if TYPE_CHECKING:
     from transformers import LogitsProcessor, PreTrainedModel, PreTrainedTokenizerBase
@@ -73,18 +72,6 @@ NO_BLOCKS = (
     "--quantization {scheme} is for one process on a CPU that converts float16: leave it out, or take int8 or nf4, "
     "which libraries compute with"
 )
-CONFIG_FILES = ("config.json",)
-"""Files that a folder must have to be accepted as a model."""
-
-
-class Packed(NamedTuple):
-    """Where a model's weights are stored in quantized blocks, and a function that reads them."""
-
-    folder: Path
-    """Folder with the model's configuration."""
-    files: tuple[Path, ...]
-    """Files outside of the folder that the weights depend on."""
-    read: Callable[[], dict[str, torch.Tensor]]
 
 
 @dataclass(frozen=True)
@@ -164,135 +151,98 @@ def _target_on(device: torch.device, config: ModelConfig, settings: Any) -> Targ
         return _attempt(config.name, f"on {device}", lambda: Target(model))
     if config.activations == INT8:
         refuse_by_settings(config, settings)
-    packed = _packed(config, settings)
-    kept = _kept_proof(config, settings, packed)
-    target = _proved_before(config, settings, packed, kept, kept.read()) if kept else None
-    if target is None:
-        target = _proved_now(config, settings, packed, device, kept)
+    target = _cpu_target(config, settings)
     if config.activations == INT8:
         _compute_in_int8(target)
     return target
 
 
-def _packed(config: ModelConfig, settings: Any) -> Packed | None:
-    """Return where a model's weights are stored in quantized blocks, or None if it doesn't compute with such blocks."""
-    if scheme := config.quantization if config.quantization in BLOCKS else None:
-        folder = _quantized(config, settings, scheme)
-        return Packed(folder, (), lambda: read_quantized(folder))
-    if config.dtype != "auto" or config.quantization or library_of(settings) or not gguf_file(config):
-        return None
-    place = packed_place(config)
-    manifest = Manifest.read(place[1] if place else place_of(config, CONFIG_FILES))
-    if manifest and manifest.slow:
-        print(f"note: {config.name}: {manifest.slow}", file=sys.stderr)
-    if not place:
-        return None
-    file, folder = place
-    return Packed(folder, (file,), lambda: read_weights(file, folder))
+def _cpu_target(config: ModelConfig, settings: Any) -> Target:
+    """Load a model whose passes are compiled if possible; a kept proof replaces the comparison with Transformers.
+
+    If the model or its results differ from the proof, forget the proof and load the model again.
+    """
+    kept = _kept_proof(config, settings)
+    proof = kept.read() if kept else None
+    try:
+        target = _target_with(proof, config, settings, kept)
+    except (HdtoolError, torch.OutOfMemoryError):
+        raise
+    except Exception:  # such as a version of transformers that builds models differently
+        if proof is None:
+            raise
+        target = None
+    if target is None and kept:
+        kept.forget()
+        target = _target_with(None, config, settings, kept)
+    assert target
+    return target
 
 
-def _quantized(config: ModelConfig, settings: Any, scheme: str) -> Path:
-    """Return the folder with a checkpoint's weights quantized to blocks; quantize the checkpoint first if needed."""
-    name = config.name
+def _quantized(config: ModelConfig, settings: Any) -> Path | None:
+    """Return the folder with a checkpoint's weights quantized to blocks, None if the options don't ask for them.
+
+    Quantize the checkpoint first if needed.
+    """
+    name, scheme = config.name, config.quantization
+    if scheme not in BLOCKS:
+        return None
     if saved := library_of(settings):
         raise OptionError(f"{name} is quantized already, with {saved}: leave out --quantization {scheme}")
     if config.trust_remote_code and getattr(settings, "auto_map", None):
         raise OptionError(f"--quantization {scheme} takes no model with code of its own, as {name} is: leave it out")
-    place = place_of(config, CONFIG_FILES, weights=True)
-    files = weight_files(place)
-    if not files:
-        raise ModelError(f"{name} has no weights, or not all of them: get the checkpoint again, whole")
 
     def loaded() -> Any:
-        with loading_as_stored(place):
-            return _on_one_device(replace(config, quantization=None), settings, torch.device("cpu"))
+        stored = replace(config, quantization=None, dtype="auto")
+        return stored_model(stored, settings, None, check=True) or _on_one_device(
+            stored, settings, torch.device("cpu")
+        )
 
-    return quantized_folder(name, scheme, [place / CONFIG_FILES[0], *files], loaded)
+    return quantized_folder(name, scheme, files_of(config), loaded)
 
 
-def _kept_proof(config: ModelConfig, settings: Any, packed: Packed | None) -> KeptProof | None:
+def _target_with(proof: Proof | None, config: ModelConfig, settings: Any, kept: KeptProof | None) -> Target | None:
+    """Load a model, compiled if possible; return None if it differs from ``proof``. Keep its proof if there is none."""
+    cpu = torch.device("cpu")
+    use_planless_attention(cpu)
+    quantized = _quantized(config, settings)
+    model = _attempt(config.name, "its weights", lambda: stored_model(config, settings, quantized, check=proof is None))
+    is_stored = model is not None
+    if model is None:
+        model = _on_one_device(config, settings, cpu)
+    _set_generation(model, config)
+    outline = outline_of(model) if kept else ""
+    if proof and proof.outline != outline:
+        return None
+    compact = dict(proof.compact) if proof else {}
+    is_plain = not config.quantization and library_of(settings) in ("", MXFP4)
+    if is_stored or (config.dtype == "auto" and (is_plain or pack_weights(model))):
+        compact_weights(model, compact)
+    compile_linear_layers(model)
+    compile_experts(model)
+    target = _attempt(config.name, f"on {cpu}", lambda: Target(model, shapes=proof.shapes if proof else None))
+    if proof is None:
+        expand_weights_read(model)
+    if config.fused_layers and not config.attn_implementation:
+        target.compiled = compile_cpu(target, proved=proof is not None)
+    if proof:
+        return target if target.compiled and logits_hash(target) == proof.logits else None
+    if kept and (found := proof_of(target, outline, compact)):
+        kept.keep(found)
+    return target
+
+
+def _kept_proof(config: ModelConfig, settings: Any) -> KeptProof | None:
     """Return the record that stores the ``Proof`` of a compiled model between starts; None if it cannot be reused."""
-    in_blocks = config.quantization in BLOCKS
-    by_library = library_of(settings) or (config.quantization and not in_blocks)
+    by_library = library_of(settings) or (config.quantization and config.quantization not in BLOCKS)
     fixed = config.dtype != "auto" or by_library or config.trust_remote_code
     if fixed or not config.fused_layers or config.attn_implementation:
         return None
     try:
         family = cast(type, MODEL_FOR_CAUSAL_LM_MAPPING[type(settings)])
-        place = packed.folder if packed else place_of(config, CONFIG_FILES, weights=True)
-        files = [file for file in place.iterdir() if file.is_file() and file.name not in (CONVERSION, QUANTIZED)]
-        return KeptProof(config, settings, family, [*files, *(packed.files if packed else ())])
+        return KeptProof(config, settings, family, files_of(config))
     except (HdtoolError, KeyError, OSError):  # loading the model raises an error that names the fault
         return None
-
-
-def _proved_before(
-    config: ModelConfig, settings: Any, packed: Packed | None, kept: KeptProof, proof: Proof | None
-) -> Target | None:
-    """Load a model whose compiled passes were checked by an earlier process; return None if ``proof`` is None.
-
-    If the model or its results differ from the proof, delete the proof's record and return None.
-    """
-    if proof is None:
-        return None
-    try:
-        if packed:
-            use_planless_attention(torch.device("cpu"))
-            model = assembled_model(settings, packed.read(), packed.folder)
-            _set_generation(model, config)
-        else:
-            with loading_as_stored(place_of(config, CONFIG_FILES, weights=True)):
-                model = _on_one_device(config, settings, torch.device("cpu"))
-        if outline_of(model) == proof.outline:
-            compact_weights(model, dict(proof.compact))
-            compile_linear_layers(model)
-            compile_experts(model)
-            target = Target(model, shapes=proof.shapes)
-            target.compiled = compile_cpu(target, proved=True)
-            if target.compiled and logits_hash(target) == proof.logits:
-                return target
-    except (HdtoolError, torch.OutOfMemoryError):
-        raise
-    except Exception:  # such as a version of transformers that builds models differently
-        pass
-    kept.forget()
-    return None
-
-
-def _proved_now(
-    config: ModelConfig, settings: Any, packed: Packed | None, device: torch.device, kept: KeptProof | None
-) -> Target:
-    by_library = library_of(settings) or (config.quantization and not packed)
-    in_mxfp4 = config.dtype == "auto" and by_library == MXFP4
-    is_compact = config.dtype == "auto" and (in_mxfp4 or not by_library)
-    if packed:
-        use_planless_attention(device)
-        model = _attempt(
-            config.name,
-            "its weights",
-            lambda: packed_model(settings, packed.read(), packed.folder, **_attention(config)),
-        )
-        _set_generation(model, config)
-    else:
-        with ExitStack() as loading:
-            if in_mxfp4:
-                loading.enter_context(keeping_mxfp4())
-            elif is_compact:
-                loading.enter_context(loading_as_stored(place_of(config, CONFIG_FILES, weights=True)))
-            model = _on_one_device(config, settings, device)
-    outline = outline_of(model) if kept else ""
-    compact: dict[str, bool] = {}
-    if is_compact or (config.dtype == "auto" and pack_weights(model)):
-        compact_weights(model, compact)
-    compile_linear_layers(model)
-    compile_experts(model)
-    target = _attempt(config.name, f"on {device}", lambda: Target(model))
-    expand_weights_read(model)
-    if config.fused_layers and not config.attn_implementation:
-        target.compiled = compile_cpu(target)
-    if kept and (proof := proof_of(target, outline, compact)):
-        kept.keep(proof)
-    return target
 
 
 def _compute_in_int8(target: Target) -> None:
@@ -331,19 +281,13 @@ def _sharded_weights(config: ModelConfig, settings: Any) -> Any:
 def load_stock(config: ModelConfig) -> PreTrainedModel:
     """Load the unmodified model for comparisons; weights that ``load`` quantizes to blocks are expanded to float32."""
     settings = load_settings(config)
-    model: PreTrainedModel
-    if config.quantization in BLOCKS and (packed := _packed(config, settings)):
-        weights = {name: expand_compact(weight) for name, weight in packed.read().items()}
-        model = packed_model(settings, weights, packed.folder, **_attention(config))
-        _set_generation(model, config)
-    else:
-        model = _on_one_device(config, settings, pick_device(config.device))
+    model: PreTrainedModel = _on_one_device(config, settings, pick_device(config.device))
     model.eval()
     return model
 
 
 def _on_one_device(config: ModelConfig, settings: Any, device: torch.device) -> Any:
-    if config.quantization or library_of(settings):
+    if (config.quantization and config.quantization not in BLOCKS) or library_of(settings):
         # Loaded directly onto the device, because quantization libraries pack weights for a specific device.
         return _weights(config, settings, device, device_map={"": str(device)})
     model = _weights(config, settings, device)
@@ -409,23 +353,24 @@ def load_settings(config: ModelConfig) -> Any:
 
 
 def _weights(config: ModelConfig, settings: Any, device: torch.device, **placement: Any) -> Any:
+    """Load a model with transformers."""
     use_planless_attention(device)
     name, dtype = config.name, pick_dtype(config.dtype, device)
-    options = {**placement, "dtype": dtype, "trust_remote_code": config.trust_remote_code, **_attention(config)}
-    quantized = bool(config.quantization or library_of(settings))
+    options = {**placement, "dtype": dtype, "trust_remote_code": config.trust_remote_code, **attention_options(config)}
+    scheme = None if config.quantization in BLOCKS else config.quantization
+    quantized = bool(scheme or library_of(settings))
     if quantized:
-        require_libraries(name, settings, config.quantization)
-    if scheme := config.quantization:
+        require_libraries(name, settings, scheme)
+    if scheme:
         computed = dtype if isinstance(dtype, torch.dtype) else settings.dtype or torch.float32
         options["quantization_config"] = _attempt(name, "quantized", lambda: quantization(scheme, computed))
-    place = place_of(config, CONFIG_FILES, weights=True)
     loader = text_class(settings, trust_remote_code=config.trust_remote_code)
     if loader is None:
         raise FamilyError(
             f"models of type {settings.model_type!r} cannot be used: "
             f"transformers {transformers.__version__} has no class that generates text with them"
         )
-    model = _attempt(name, "its weights", lambda: _complete_model(loader, place, name, **options))
+    model = _attempt(name, "its weights", lambda: _complete_model(loader, config, settings, options))
     _set_generation(model, config)
     if quantized and config.dtype != "auto" and model.dtype != dtype:
         computed_in = str(model.dtype).removeprefix("torch.")
@@ -433,29 +378,27 @@ def _weights(config: ModelConfig, settings: Any, device: torch.device, **placeme
     return model
 
 
-def _attention(config: ModelConfig) -> dict[str, Any]:
-    return {"attn_implementation": config.attn_implementation} if config.attn_implementation else {}
-
-
 def _set_generation(model: Any, config: ModelConfig) -> None:
     if config.generation_config:
         model.generation_config = generation_settings(config.generation_config, model.generation_config)
 
 
-def _complete_model(loader: Any, place: Path, name: str, **options: Any) -> Any:
+def _complete_model(loader: Any, config: ModelConfig, settings: Any, options: dict[str, Any]) -> Any:
     """Load a model; raise a ``ModelError`` if the checkpoint lacks weights, which would be initialized at random."""
-    try:
-        loaded = loader.from_pretrained(place, output_loading_info=True, **options)
-    except ValueError as error:
-        attention = options.get("attn_implementation")
-        if not attention or "does not support an attention implementation" not in str(error):
-            raise
-        raise OptionError(f"{name} has no attention {attention}: leave out --attn-implementation") from error
-    model, report = cast(tuple[Any, dict[str, Any]], loaded)
+    with source_for_transformers(config, settings, _quantized(config, settings)) as source:
+        if source.is_read_on_request:
+            loader = loader._model_mapping[type(settings)]
+            del options["trust_remote_code"]
+        try:
+            model, report = loader.from_pretrained(**{**source.arguments, **options, "output_loading_info": True})
+        except ValueError as error:
+            raise attention_error(error, config) from error
     if lacking := sorted(report["missing_keys"]):
         raise ModelError(
-            f"{name} lacks {len(lacking)} of its weights ({lacking[0]}, …): get the checkpoint again, whole"
+            f"{config.name} lacks {len(lacking)} of its weights ({lacking[0]}, …): get the checkpoint again, whole"
         )
+    if source.folder:
+        name_after(model, source.folder)
     return model
 
 

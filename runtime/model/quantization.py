@@ -22,7 +22,6 @@ from hdtool.runtime.config import ModelConfig
 from hdtool.runtime.config.model import BLOCKS
 from hdtool.runtime.engines.cpu.compiled_kind import may_be_compiled
 from hdtool.runtime.kernels.linear import has_plain_weight
-from hdtool.runtime.model.compact_layers import MXFP4
 from hdtool.runtime.model.families import HIGH_PRECISION_TOLERANCE, distances
 from hdtool.runtime.model.gguf.converted import slow_weights, stays_packed
 from hdtool.runtime.model.gguf.converted_folder import gguf_file
@@ -32,6 +31,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
     from transformers.utils.quantization_config import QuantizationConfigMixin
 
+MXFP4 = "mxfp4"
+"""Name in configurations of the scheme by which experts are stored in MXFP4 blocks."""
 LIBRARIES = {"int8": "torchao", "nf4": "bitsandbytes"}
 """Libraries that quantize while loading, by scheme; a quantized checkpoint names its library itself."""
 MODULES = {"torchao": "torchao", "bitsandbytes": "bitsandbytes", "compressed-tensors": "compressed_tensors"}

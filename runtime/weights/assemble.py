@@ -9,6 +9,9 @@ import torch
 from torch.nn import Parameter
 from transformers import GenerationConfig
 
+from hdtool.data.errors import ModelError
+from hdtool.data.file_state import FileState
+from hdtool.data.progress import ProgressBar
 from hdtool.runtime.kernels.compact_weight import as_parameter, is_compact
 from hdtool.runtime.model.transformers_internals import text_class
 from hdtool.runtime.weights.store import WeightStore
@@ -33,8 +36,9 @@ def fits(store: WeightStore, model: Any) -> bool:
     return all(name in store or tied.get(name) in store for name, _ in model.named_parameters(remove_duplicate=False))
 
 
-def fill(model: Any, store: WeightStore, folder: Path) -> None:
+def fill(model: Any, store: WeightStore, folder: Path, bar: ProgressBar) -> None:
     """Read all weights of a store into an empty model; ``folder`` has the model's configuration."""
+    states, done = list(map(FileState.of, store.files)), 0
     for name in store:
         path, _, last = name.rpartition(".")
         module, weight = model.get_submodule(path), store.read(name)
@@ -42,8 +46,32 @@ def fill(model: Any, store: WeightStore, folder: Path) -> None:
             module._buffers[last] = weight
         else:
             module._parameters[last] = as_parameter(weight) if is_compact(weight) else Parameter(weight, False)
+        done += store[name].bytes
+        bar.to(done)
+    if not all(state.holds for state in states):
+        raise ModelError(f"{store.source} was changed while it was read: run the command again")
     model.tie_weights()
     model.eval()
+    name_after(model, folder)
+
+
+def name_after(model: Any, folder: Path) -> None:
+    """Give a model the name and the generation settings of the folder with its configuration."""
     model.name_or_path = model.config.name_or_path = str(folder)
     if (folder / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(folder)
+
+
+class _OnRequest:
+    """A weight that transformers' loader reads when it needs it."""
+
+    def __init__(self, store: WeightStore, name: str) -> None:
+        self._store, self._name = store, name
+
+    def __getitem__(self, part: Any) -> torch.Tensor:
+        return self._store.numbers(self._name)[part]
+
+
+def on_request(store: WeightStore) -> dict[str, Any]:
+    """Return weights for transformers' loader, which reads each when it needs it."""
+    return {name: _OnRequest(store, name) for name in store}

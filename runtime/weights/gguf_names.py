@@ -22,8 +22,11 @@ from hdtool.runtime.weights.tracing import traced
 GPT_OSS = "gpt-oss"
 
 
-def gguf_store(file: GGUFFile, settings: Any, model: Any) -> WeightStore:
-    """Return the weights of a GGUF file for the parameters of ``model``, which may be empty."""
+def gguf_store(file: GGUFFile, settings: Any, model: Any, *, check: bool = False) -> WeightStore:
+    """Return the weights of a GGUF file for the parameters of ``model``, which may be empty.
+
+    With ``check``, the order of the rows of one tensor of each kind is compared with what transformers makes of it.
+    """
     from gguf import GGMLQuantizationType
 
     pieces = {
@@ -34,7 +37,7 @@ def gguf_store(file: GGUFFile, settings: Any, model: Any) -> WeightStore:
     }
     if transforms := _transforms(file.architecture, settings):
         return WeightStore(stored_weights(transforms, pieces, model), file.path)
-    return WeightStore(_processed_weights(file.architecture, pieces, settings, model), file.path)
+    return WeightStore(_processed_weights(file.architecture, pieces, settings, model, check=check), file.path)
 
 
 def _transforms(architecture: str, settings: Any) -> list[Any]:
@@ -71,7 +74,7 @@ def _parameter_names(model: Any, processor: Any) -> dict[str, str]:
 
 
 def _processed_weights(
-    architecture: str, pieces: Mapping[str, Piece], settings: Any, model: Any
+    architecture: str, pieces: Mapping[str, Piece], settings: Any, model: Any, *, check: bool
 ) -> dict[str, StoredWeight]:
     kind = _GptOssProcessor if architecture == GPT_OSS else library.TENSOR_PROCESSORS.get(architecture)
     processor: Any = (kind or library.TensorProcessor)(config=settings.to_dict())
@@ -93,15 +96,33 @@ def _processed_weights(
     for name, piece in pieces.items():
         for target in _targets(piece, lambda part, name=name: processed([name], [part])):
             groups.setdefault(target, []).append(name)
+    first_of_kind = {re.sub(r"\d+", "", target): target for target in reversed(groups)} if check else {}
     return {
         target: traced(
             [pieces[name] for name in named],
             tuple(parameters[target].shape),
             lambda parts, target=target, named=named: processed(named, parts)[target],
+            sample=_first_columns if target in first_of_kind.values() else None,
         )
         for target, named in groups.items()
         if target in parameters
     }
+
+
+MAX_SAMPLED_ROWS = 1 << 16
+"""Maximum number of rows of a tensor that are sampled whole; of more, only the first are, repeated."""
+
+
+def _first_columns(piece: Piece) -> torch.Tensor:
+    """Return the first block of each row of a tensor as the library gguf expands it."""
+    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, dequantize
+
+    kind = GGMLQuantizationType[piece.format]
+    columns, size = GGML_QUANT_SIZES[kind] if len(piece.shape) > 1 else (1, piece.bytes // piece.rows)
+    content = np.memmap(piece.file, np.uint8, "r", piece.offset, (piece.rows, piece.bytes // piece.rows))
+    blocks = np.ascontiguousarray(content[:MAX_SAMPLED_ROWS, :size])
+    values = np.resize(dequantize(blocks, kind), (piece.rows, columns))
+    return torch.from_numpy(values).view(*piece.shape[:-1], columns) if len(piece.shape) > 1 else torch.from_numpy(values[:, 0])
 
 
 def _targets(piece: Piece, processed: Callable[[torch.Tensor], dict[str, torch.Tensor]]) -> Iterable[str]:

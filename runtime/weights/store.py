@@ -18,7 +18,7 @@ import numpy.typing as npt
 import torch
 
 from hdtool.data.errors import ModelError
-from hdtool.runtime.kernels.compact_weight import CompactWeight
+from hdtool.runtime.kernels.compact_weight import CompactWeight, expand_compact
 from hdtool.runtime.kernels.gemm import COLUMN_MULTIPLE
 from hdtool.runtime.kernels.matrix_formats import ALL_FORMATS
 from hdtool.runtime.kernels.packed_matrix import PackedExperts, PackedMatrix
@@ -69,6 +69,10 @@ class StoredWeight:
         return self.pieces[0].format
 
     @property
+    def bytes(self) -> int:
+        return sum(piece.bytes for piece in self.pieces)
+
+    @property
     def stays_packed(self) -> bool:
         """True if the weight is kept in blocks."""
         (columns, *_), formats = {piece.shape[-1] for piece in self.pieces}, {piece.format for piece in self.pieces}
@@ -88,7 +92,7 @@ class WeightStore(Mapping[str, StoredWeight]):
 
     def __init__(self, weights: Mapping[str, StoredWeight], source: object) -> None:
         """``source`` names the checkpoint in messages."""
-        self._weights, self._source = weights, source
+        self._weights, self.source = weights, source
 
     def __getitem__(self, name: str) -> StoredWeight:
         return self._weights[name]
@@ -106,7 +110,7 @@ class WeightStore(Mapping[str, StoredWeight]):
     @property
     def bytes(self) -> int:
         """Number of bytes of all pieces."""
-        return sum(piece.bytes for weight in self.values() for piece in weight.pieces)
+        return sum(weight.bytes for weight in self.values())
 
     def read(self, name: str) -> torch.Tensor:
         """Return a weight as it is stored, in memory of its own; blocks that no matmul reads are expanded."""
@@ -121,10 +125,14 @@ class WeightStore(Mapping[str, StoredWeight]):
         )
         return CompactWeight(experts)
 
+    def numbers(self, name: str) -> torch.Tensor:
+        """Return a weight's numbers in the dtype in which they are stored; blocks are expanded to float32."""
+        return expand_compact(self.read(name))
+
     def expanded(self, name: str) -> torch.Tensor:
-        """Return a weight's numbers; blocks are expanded to float32."""
-        weight = self.read(name)
-        return weight.stored.float() if isinstance(weight, CompactWeight) else weight
+        """Return a weight's numbers, in float32 if they are floating-point numbers."""
+        numbers = self.numbers(name)
+        return numbers.float() if numbers.is_floating_point() else numbers
 
     def _numbers(self, weight: StoredWeight) -> torch.Tensor:
         if weight.make:
@@ -163,7 +171,7 @@ class WeightStore(Mapping[str, StoredWeight]):
         except OSError as error:
             raise ModelError(f"{piece.file} cannot be read ({error.strerror or error}): correct the permissions") from error
         if done < piece.bytes:
-            raise ModelError(f"{self._source} was changed while it was read: run the command again")
+            raise ModelError(f"{self.source} was changed while it was read: run the command again")
         return content
 
 

@@ -24,15 +24,24 @@ FIRST, STEP = 7, 3
 """The first number and the distance of two: a library that changes values hardly gives numbers of this series."""
 
 
-def traced(pieces: Sequence[Piece], shape: tuple[int, ...], convert: Convert, *, full: bool = False) -> StoredWeight:
+def traced(
+    pieces: Sequence[Piece],
+    shape: tuple[int, ...],
+    convert: Convert,
+    *,
+    full: bool = False,
+    sample: Callable[[Piece], torch.Tensor] | None = None,
+) -> StoredWeight:
     """Return how ``convert`` makes a parameter of this shape out of pieces.
 
     Pieces are replaced by a single column, and a single row, of numbers. If ``convert`` takes none of them, or if
-    ``full`` says that its result depends on the pieces' shapes, the numbers have the shapes of the pieces.
+    ``full`` says that its result depends on the pieces' shapes, the numbers have the shapes of the pieces. ``sample``
+    returns the first columns of a piece's contents; if given, what was found is believed only if it holds for these.
     """
     for whole in (True,) if full else (False, True):
         with suppress(Exception):  # a library may need other shapes or refuse
-            if weight := _arranged(pieces, shape, convert, whole):
+            weight = _arranged(pieces, shape, convert, whole)
+            if weight and (whole or sample is None or _holds(weight, convert, list(map(sample, pieces)))):
                 return weight
     return StoredWeight(tuple(pieces), shape, make=lambda parts: convert([part.float() for part in parts]))
 
@@ -54,6 +63,14 @@ def _arranged(pieces: Sequence[Piece], shape: tuple[int, ...], convert: Convert,
         if (by_row == first).all() and by_row.shape[-1] == (width if whole else 1) and _is_in_order(by_column, width):
             return _weight(pieces, shape, first, transposed=transposed)
     return None
+
+
+def _holds(weight: StoredWeight, convert: Convert, parts: list[torch.Tensor]) -> bool:
+    """Return True if ``convert`` arranges the rows of ``parts`` as ``weight`` says."""
+    expected, rows = convert(parts), torch.cat([part.reshape(piece.rows, -1) for piece, part in zip(weight.pieces, parts, strict=True)])
+    rows = rows if weight.order is None else rows[torch.from_numpy(weight.order)]
+    found = expected.transpose(-1, -2) if weight.transposed else expected
+    return torch.equal(found.reshape(rows.shape).float().view(torch.int32), rows.float().view(torch.int32))
 
 
 def _row_numbers(pieces: Sequence[Piece], whole: bool) -> list[torch.Tensor]:

@@ -1,0 +1,125 @@
+"""Builds a configuration's model from its stored weights: read by name from safetensors, GGUF or quantized files."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib import metadata
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, NamedTuple
+
+from transformers import GgufConfig
+
+from hdtool.data.errors import OptionError
+from hdtool.data.progress import progress_bar
+from hdtool.runtime.config import ModelConfig
+from hdtool.runtime.config.model import BLOCKS
+from hdtool.runtime.model.checkpoint_identity import place_of
+from hdtool.runtime.model.quantization import MXFP4, library_of
+from hdtool.runtime.weights.assemble import empty_model, fill, fits, on_request
+from hdtool.runtime.weights.gguf_file import GGUFFile, gguf_file
+from hdtool.runtime.weights.gguf_names import gguf_store
+from hdtool.runtime.weights.quantized import quantized_store
+from hdtool.runtime.weights.safetensors_files import safetensors_store
+from hdtool.runtime.weights.store import WeightStore
+
+CONFIG_FILES = ("config.json",)
+"""Files that a folder must have to be accepted as a model."""
+
+
+def files_of(config: ModelConfig) -> list[Path]:
+    """Return all files that a model depends on: those of its folder, and of its GGUF file."""
+    file = gguf_file(config)
+    folder = place_of(config, CONFIG_FILES, weights=True)
+    return [*(path for path in folder.iterdir() if path.is_file()), *(GGUFFile.open(file).paths if file else ())]
+
+
+def stored_model(config: ModelConfig, settings: Any, quantized: Path | None, *, check: bool) -> Any:
+    """Return a float32 CPU model with its weights as they are stored, or None if transformers must load them.
+
+    ``quantized`` is the folder with the model's weights in quantized blocks, if hdtool quantized them. With ``check``,
+    the places of a GGUF file's weights are compared with what transformers makes of them.
+    """
+    by_library = config.quantization and not quantized
+    if (config.dtype != "auto" and not quantized) or by_library or library_of(settings) not in ("", MXFP4):
+        return None
+    if config.trust_remote_code and getattr(settings, "auto_map", None):
+        return None
+    model = _empty(config, settings)
+    folder = quantized or place_of(config, CONFIG_FILES, weights=True)
+    if quantized:
+        store = quantized_store(quantized)
+    elif file := gguf_file(config):
+        store = gguf_store(GGUFFile.open(file), settings, model, check=check)
+    else:
+        store = safetensors_store(folder, settings, model)
+    if store is None or not fits(store, model):
+        return None
+    with progress_bar(store.bytes, f"reading {config.name}", unit="B") as bar:
+        fill(model, store, folder, bar)
+    return model
+
+
+def _empty(config: ModelConfig, settings: Any) -> Any:
+    try:
+        return empty_model(settings, **attention_options(config))
+    except ValueError as error:
+        raise attention_error(error, config) from error
+
+
+def attention_options(config: ModelConfig) -> dict[str, Any]:
+    return {"attn_implementation": config.attn_implementation} if config.attn_implementation else {}
+
+
+def attention_error(error: ValueError, config: ModelConfig) -> Exception:
+    """Return an ``OptionError`` if transformers refuses the chosen attention implementation, else the error itself."""
+    if not config.attn_implementation or "does not support an attention implementation" not in str(error):
+        return error
+    return OptionError(f"{config.name} has no attention {config.attn_implementation}: leave out --attn-implementation")
+
+
+class Source(NamedTuple):
+    """Where transformers' loader finds a model's weights."""
+
+    arguments: dict[str, Any]
+    """Arguments of ``from_pretrained``."""
+    folder: Path | None = None
+    """Folder with the configuration, if the loader is not told it."""
+
+    @property
+    def is_read_on_request(self) -> bool:
+        return "state_dict" in self.arguments
+
+
+@contextmanager
+def source_for_transformers(config: ModelConfig, settings: Any, quantized: Path | None) -> Iterator[Source]:
+    """Yield where transformers' loader finds a model's weights; ``quantized`` is as for ``stored_model``."""
+    folder = quantized or place_of(config, CONFIG_FILES, weights=True)
+    file = None if quantized else gguf_file(config)
+    if file is None and quantized is None:
+        yield Source({"pretrained_model_name_or_path": folder})
+        return
+    model = empty_model(settings)
+    store = gguf_store(GGUFFile.open(file), settings, model, check=True) if file else quantized_store(folder)
+    if file is None or (store and fits(store, model)):
+        arguments = {"pretrained_model_name_or_path": None, "config": settings, "state_dict": on_request(store)}
+        yield Source(arguments, folder)
+        return
+    print(
+        f"note: {file}: its weights are read by transformers {metadata.version('transformers')}, which takes longer and "
+        "expands them",
+        file=sys.stderr,
+    )
+    with TemporaryDirectory() as place:
+        (Path(place) / file.name).symlink_to(file.resolve())  # alone, as transformers also reads neighboring files
+        yield Source(
+            {
+                "pretrained_model_name_or_path": place,
+                "gguf_file": file.name,
+                "config": settings,
+                "quantization_config": GgufConfig(dequantize=True),
+            },
+            folder,
+        )
