@@ -29,6 +29,7 @@ from hdtool.cli.store_output import (
     store_table,
     verify_conversations,
 )
+from hdtool.data.artifact import Artifact, artifacts
 from hdtool.data.errors import OptionError, StoreError, did_you_mean
 from hdtool.data.progress import count_of
 from hdtool.data.stores.home import (
@@ -56,8 +57,8 @@ if TYPE_CHECKING:
 
 
 LIST_ACTION, REMOVE_ACTION = "list", "remove"
-CONVERTED_KIND, QUANTIZED_KIND = "gguf", "quantized"
-"""Kinds of listed models: converted from a GGUF file, or quantized on loading."""
+ARTIFACT_KINDS = ("gguf", "quantized")
+"""Kinds of listed models: configurations of GGUF files, or checkpoints quantized on loading."""
 
 
 def stores(
@@ -101,31 +102,18 @@ def stores(
 
 def _all_items() -> list[StoredItem]:
     from hdtool.builders.setup.work_folder import stored_setups
-    from hdtool.data.stores.manifest import Checkpoint
-    from hdtool.runtime.model.gguf.converted_folder import MANIFEST, manifests
-    from hdtool.runtime.model.quantized_folder import MANIFEST as QUANTIZED_MANIFEST, quantized_manifests
 
     models = [
         StoredItem(
-            f"{CONVERTED_KIND}-{manifest.sha256[:SHOWN_FINGERPRINT_DIGITS]}",
-            CONVERTED_KIND,
-            folder,
-            (folder / MANIFEST).stat().st_mtime,
-            sum(manifest.files.values()),
-            model=Checkpoint(manifest.sha256[:16], folder.name.rpartition("-")[0]),
+            f"{artifact.kind}-{artifact.fingerprint[:SHOWN_FINGERPRINT_DIGITS]}",
+            kind,
+            artifact.folder,
+            (artifact.folder / artifact.manifest).stat().st_mtime,
+            artifact.bytes,
+            model=Checkpoint(artifact.fingerprint, artifact.folder.name.rpartition("-")[0]),
         )
-        for folder, manifest in manifests()
-    ]
-    models += [
-        StoredItem(
-            f"{QUANTIZED_KIND}-{manifest.scheme}-{manifest.sha256[:SHOWN_FINGERPRINT_DIGITS]}",
-            QUANTIZED_KIND,
-            folder,
-            (folder / QUANTIZED_MANIFEST).stat().st_mtime,
-            sum(file.bytes for file in manifest.files.values()),
-            model=Checkpoint(manifest.fingerprint, folder.name.rpartition("-")[0]),
-        )
-        for folder, manifest in quantized_manifests()
+        for kind in ARTIFACT_KINDS
+        for artifact in artifacts(kind)
     ]
     return with_unique_names(
         [*stored_items(), *sorted(models, key=lambda item: (item.name, item.folder)), *stored_setups()]
@@ -150,19 +138,13 @@ def _remove(names: list[str], items: list[StoredItem], *, yes: bool) -> None:
 
 def _remove_one(item: StoredItem) -> None:
     from hdtool.builders.setup.work_folder import SETUP_KIND, remove_setup
-    from hdtool.runtime.model.gguf.converted import remove_converted
-    from hdtool.runtime.model.gguf.converted_folder import Manifest
 
     if item.kind == SETUP_KIND:
         remove_setup(item)
-    elif item.kind == QUANTIZED_KIND:
-        from hdtool.runtime.model.quantized_folder import remove_quantized
-
-        remove_quantized(item.folder)
-    elif item.kind != CONVERTED_KIND:
+    elif item.kind not in ARTIFACT_KINDS:
         remove_store(item)
-    elif manifest := Manifest.read(item.folder):
-        remove_converted(item.folder, manifest)
+    elif artifact := Artifact.read(item.folder):
+        artifact.remove()
 
 
 MAX_AGE_DAYS = 36_500

@@ -13,6 +13,7 @@ from typing import Any
 from hdtool.data.errors import ModelError
 
 GGUF_MAGIC = b"GGUF"
+GGUF_SUFFIX = ".gguf"
 GGUF_VERSIONS = (2, 3)
 DOWNLOAD_AGAIN = "get the file again"
 STRUCT_FORMATS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}

@@ -87,14 +87,14 @@ def converted_models_at_home() -> Path:
     return home() / "gguf"
 
 
-def quantized_models_at_home() -> Path:
-    """Return the folder of checkpoints with block-quantized weights."""
-    return home() / "quantized"
+def artifacts_at_home(kind: str) -> Path:
+    """Return the folder of the artifacts of a kind; kinds that differ only after a hyphen share it."""
+    return home() / kind.partition("-")[0]
 
 
-def quantized_at_home(name: str, fingerprint: str) -> Path:
-    """Return a quantized checkpoint's folder. ``fingerprint`` identifies the content; ``name`` is for human readers."""
-    return quantized_models_at_home() / f"{_folder_name(name)}-{fingerprint}".lstrip("-")
+def artifact_at_home(kind: str, name: str, digest: str) -> Path:
+    """Return an artifact's folder. ``digest`` identifies the content; ``name`` is for human readers."""
+    return artifacts_at_home(kind) / f"{_folder_name(name)}-{digest[:16]}".lstrip("-")
 
 
 def setups_at_home(model: str) -> Path:

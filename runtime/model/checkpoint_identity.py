@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hdtool.data import demo
+from hdtool.data.artifact import Artifact
 from hdtool.data.errors import HdtoolError, ModelError, error_reason
 from hdtool.data.stores.manifest import Checkpoint
 from hdtool.runtime.model.gguf.converted import converted, stays_packed
-from hdtool.runtime.model.gguf.converted_folder import REST, Manifest, gguf_file
-from hdtool.runtime.model.hub import DIGITS, Sample, cached_snapshot, fingerprint_of, samples, snapshot, weight_files
-from hdtool.runtime.model.quantized_folder import QuantizedManifest
+from hdtool.runtime.model.gguf.converted_folder import REST, gguf_file
+from hdtool.runtime.model.hub import Sample, cached_snapshot, fingerprint_of, samples, snapshot, weight_files
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -127,10 +127,8 @@ def _name_of(config: ModelConfig) -> str:
 
 
 def _checkpoint_in(folder: Path, name: str) -> Checkpoint | None:
-    if converted := Manifest.read(folder):
-        return Checkpoint(converted.sha256[:DIGITS], name)
-    if quantized := QuantizedManifest.read(folder):
-        return Checkpoint(quantized.fingerprint, name)
+    if artifact := Artifact.read(folder):
+        return Checkpoint(artifact.fingerprint, name)
     files = weight_files(folder)
     try:
         return Checkpoint(fingerprint_of(files), name) if files else None

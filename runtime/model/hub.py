@@ -18,6 +18,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from threading import Lock
 from typing import Any, BinaryIO
@@ -26,6 +27,7 @@ from tqdm import tqdm
 
 from hdtool.data import demo
 from hdtool.data.errors import HdtoolError, ModelError, did_you_mean, error_reason
+from hdtool.data.gguf_header import GGUF_SUFFIX, GGUFHeader
 from hdtool.data.progress import ProgressBar, progress_bar
 
 LOG_IN = "run hf auth login, or set HF_TOKEN"
@@ -333,10 +335,24 @@ def _lines(file: Path) -> Iterator[bytes]:
     if file.suffix == ".safetensors":
         for sample in samples(file):
             yield f"{sample.name} {sample.dtype} {sample.shape} {sample.content.hex()}\n".encode()
+    elif file.suffix.lower() == GGUF_SUFFIX:
+        yield _sampled_gguf(file)
     elif zipfile.is_zipfile(file):
         yield from _members(file)
     else:
         yield _sampled_file(file)
+
+
+def _sampled_gguf(file: Path) -> bytes:
+    """Return a line to hash for a GGUF file: its size, its header, and samples of its tensors."""
+    header, size = GGUFHeader.read(file), file.stat().st_size
+    starts = sorted({header.data + tensor.offset for tensor in header.tensors})
+    with file.open("rb") as stream:
+        digest = hashlib.sha256(stream.read(header.data))
+        for start, stop in pairwise([*starts, size]):
+            stream.seek((start + max(start, stop)) // 2)
+            digest.update(stream.read(SAMPLED_BYTES))
+    return f"gguf {size} {digest.hexdigest()}\n".encode()
 
 
 def _members(file: Path) -> Iterator[bytes]:

@@ -8,15 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import suppress
+from importlib import metadata
 from pathlib import Path
 
+from hdtool.data.artifact import artifacts
 from hdtool.data.errors import ModelError, StoreError
 from hdtool.data.stores.manifest import Checkpoint, TokenizerFingerprint
 from hdtool.data.stores.store_files import printable
 from hdtool.runtime.config import ModelConfig
-from hdtool.runtime.model.gguf.converted_folder import manifests
 from hdtool.runtime.model.hub import cached_snapshot
 from hdtool.runtime.model.load import load_tokenizer
+from hdtool.runtime.weights.gguf_folder import KIND
 
 
 def model_of_store(store: Path, tokenizer: TokenizerFingerprint, model: Checkpoint | None = None) -> ModelConfig:
@@ -39,6 +41,8 @@ def _candidates(tokenizer: TokenizerFingerprint, model: Checkpoint | None) -> It
     if tokenizer.folder and Path(tokenizer.folder).is_dir():
         yield ModelConfig(tokenizer.folder)
     yield ModelConfig()
-    yield from (ModelConfig(str(folder)) for folder, manifest in manifests() if manifest.is_current)
+    for artifact in artifacts(KIND):
+        if artifact.versions["transformers"] == metadata.version("transformers"):
+            yield ModelConfig(str(artifact.folder))
     if model and (snapshot := cached_snapshot(model.name)):
         yield ModelConfig(str(snapshot))

@@ -25,6 +25,7 @@ from torch.nn import Module
 
 import hdtool
 from hdtool.data.durable_files import CachedValue
+from hdtool.data.file_state import FileState
 from hdtool.data.stores.home import proofs_at_home
 from hdtool.runtime.config import ModelConfig
 from hdtool.runtime.engines.cpu.proof import PROOF_TREE, SHORT_CONTEXT
@@ -33,7 +34,6 @@ from hdtool.runtime.kernels.compiled import processor_name
 from hdtool.runtime.kernels.packed_matrix import PackedMatrix
 from hdtool.runtime.model.cache.kv_cache import HeadShape, LayerShape
 from hdtool.runtime.model.checks.trees import some_context
-from hdtool.runtime.model.gguf.converted_folder import Signature
 from hdtool.runtime.model.target import Target
 
 FORMAT = 1
@@ -82,10 +82,10 @@ class KeptProof:
             proofs_at_home(),
             {
                 "format": FORMAT,
-                "model": [asdict(Signature.of(file)) for file in sorted(files)],
+                "model": [asdict(FileState.of(file)) for file in sorted(files)],
                 "options": repr(config),
                 "settings": json.dumps(settings.to_dict(), sort_keys=True, default=str),
-                "class": [family.__qualname__, asdict(Signature.of(code))],
+                "class": [family.__qualname__, asdict(FileState.of(code))],
                 "threads": torch.get_num_threads(),
                 **_machine(),
             },

@@ -1,0 +1,197 @@
+"""Quantizes each checkpoint once to Q8_0 or Q4_0 blocks, which are kept in hdtool's home.
+
+Only linear layers, experts and embeddings are quantized, not the routers that choose experts. Embeddings and the output
+layer use Q8_0 with either scheme, because their error reaches every logit.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+import sys
+from collections.abc import Callable, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from hdtool.data.artifact import Artifact, Recipe
+from hdtool.data.errors import ModelError
+from hdtool.data.gguf_header import GGUF_SUFFIX
+from hdtool.data.stores.home import artifacts_at_home
+from hdtool.runtime.kernels.compact_weight import CompactWeight, expand_compact, narrowed
+from hdtool.runtime.kernels.experts import WEIGHTS, arrange_experts, matrices_of
+from hdtool.runtime.kernels.gemm import COLUMN_MULTIPLE
+from hdtool.runtime.kernels.matrix_formats import BlockFormat
+from hdtool.runtime.kernels.packed_matrix import (
+    FORMATS_BY_NAME,
+    Q4_0,
+    Q8_0,
+    PackedExperts,
+    PackedMatrix,
+    quantize_matrix,
+)
+from hdtool.runtime.model.compact_layers import ParameterRef, is_of_linear_layers, weight_parameters
+from hdtool.runtime.model.damaged_weights import WeightCheck
+from hdtool.runtime.model.hub import fingerprint_of
+
+KIND = "quantized"
+FORMAT = 3
+"""Version of what is written, incremented when other versions of hdtool must write it again."""
+SCHEMES = {"q8_0": Q8_0, "q4_0": Q4_0}
+ROUTERS = {"router", "gate"}
+"""Names of modules that choose experts."""
+BLOCKS, REST = "blocks.safetensors", "rest.safetensors"
+SPARE_BYTES = 1 << 26
+"""Disk space in bytes to leave free."""
+
+
+def quantized_folder(name: str, scheme: str, files: Sequence[Path], load: Callable[[], Any]) -> Path:
+    """Return the folder that holds a checkpoint's weights in quantized blocks; quantize the checkpoint first if needed.
+
+    ``files`` are all files that the weights depend on; ``load`` loads the model.
+    """
+
+    def identify() -> str:
+        settings = [file.read_bytes() for file in files if file.suffix == ".json"]
+        fingerprint = fingerprint_of(file for file in files if file.suffix != ".json")
+        return f"{fingerprint} {hashlib.sha256(b''.join(settings)).hexdigest()}"
+
+    def make(folder: Path, identity: str) -> dict[str, Any]:
+        quantized = _write(load(), name, scheme, folder)
+        return {
+            "fingerprint": identity.partition(" ")[0],
+            "kinds": quantized.kinds,
+            "transposed": quantized.transposed,
+        }
+
+    versions = {"transformers": metadata.version("transformers"), "format": FORMAT}
+    readable = f"{Path(name).name.removesuffix(GGUF_SUFFIX)}-{scheme}"
+    activity = f"quantizing {name} to {SCHEMES[scheme].name} in"
+    return Recipe(f"{KIND}-{scheme}", readable, files, versions, activity, identify, make).artifact().folder
+
+
+def read_quantized(folder: Path) -> dict[str, torch.Tensor]:
+    """Return a model's weights by name; those quantized to blocks stay memory-mapped."""
+    try:
+        if not (artifact := Artifact.read(folder)):
+            raise OSError(0, "its manifest is missing")
+        blocks, rest = load_file(folder / BLOCKS), load_file(folder / REST)
+        weights: dict[str, torch.Tensor] = {
+            name: CompactWeight(_matrix(blocks[name], FORMATS_BY_NAME[kind], name in artifact.details["transposed"]))
+            for name, kind in artifact.details["kinds"].items()
+        }
+    except (OSError, KeyError, SafetensorError) as error:
+        raise ModelError(f"{folder} was changed while it was read ({error}): run the command again") from error
+    return {
+        **weights,
+        **{name: tensor.float() if tensor.is_floating_point() else tensor for name, tensor in rest.items()},
+    }
+
+
+def _matrix(blocks: torch.Tensor, format: BlockFormat, is_transposed: bool) -> PackedMatrix:
+    if blocks.dim() == 2:
+        return PackedMatrix(blocks, format)
+    return PackedExperts([PackedMatrix(blocks.flatten(0, 1), format)], len(blocks), is_transposed=is_transposed)
+
+
+def _write(model: Any, name: str, scheme: str, folder: Path) -> _Quantized:
+    """Quantize a model and write it to a folder."""
+    quantized = _quantized_weights(model, SCHEMES[scheme], WeightCheck(name))
+    if kept := quantized.kept:
+        total = len(kept) + len(quantized.kinds)
+        print(
+            f"note: {len(kept)} of {total} matrices stay as they are ({kept[0]}): their columns are no multiple of "
+            f"{COLUMN_MULTIPLE}, their scales fit no float16, or hdtool does not compute their layers",
+            file=sys.stderr,
+        )
+    stored = *quantized.blocks.values(), *quantized.rest.values()
+    _check_room(name, sum(tensor.nbytes for tensor in stored), folder)
+    _save(quantized.blocks, folder / BLOCKS)
+    _save(quantized.rest, folder / REST)
+    model.config.save_pretrained(folder)
+    model.generation_config.save_pretrained(folder)
+    return quantized
+
+
+class _Quantized(NamedTuple):
+    blocks: dict[str, torch.Tensor]
+    """Blocks of each quantized weight, by name: ``[rows, bytes]``, or ``[experts, rows, bytes]``."""
+    kinds: dict[str, str]
+    """Format of each quantized weight, by name."""
+    transposed: list[str]
+    rest: dict[str, torch.Tensor]
+    """All other weights, by name."""
+    kept: list[str]
+    """Names of matrices that could not be quantized."""
+
+
+def _quantized_weights(model: Any, format: BlockFormat, check: WeightCheck) -> _Quantized:
+    """Check and quantize a model's weights; each is freed once it is quantized, to save memory."""
+    arrange_experts(model)
+    tables = {id(layer.weight) for layer in (model.get_input_embeddings(), model.get_output_embeddings()) if layer}
+    matrices, fitting = set[int](), set[int]()
+    for refs, weight in weight_parameters(model):
+        if all(map(_is_of_experts, refs)) or all(map(_is_matrix, refs)):
+            matrices.add(id(weight))
+            if is_of_linear_layers(refs):
+                fitting.add(id(weight))
+    quantized, seen = _Quantized({}, {}, [], {}, []), set[int]()
+    for name, weight in model.state_dict(keep_vars=True).items():
+        if id(weight) in seen:  # a tied weight
+            continue
+        seen.add(id(weight))
+        check.refuse_damaged(name, expand_compact(weight))
+        kind = Q8_0 if id(weight) in tables else format
+        is_router = not ROUTERS.isdisjoint(name.split("."))
+        blocks = _blocks_of(weight, kind) if id(weight) in fitting and not is_router else None
+        if blocks is not None:
+            quantized.blocks[name], quantized.kinds[name] = blocks, kind.name
+            if not weight.is_contiguous():
+                quantized.transposed.append(name)
+            weight.data = weight.data.new_empty(0)
+            continue
+        if id(weight) in matrices and not is_router:
+            quantized.kept.append(name)
+        narrow = narrowed(weight.detach())
+        quantized.rest[name] = (weight.detach() if narrow is None else narrow).contiguous()
+    check.finish()
+    return quantized
+
+
+def _blocks_of(weight: torch.Tensor, format: BlockFormat) -> torch.Tensor | None:
+    """Return the blocks of a matrix or of all experts' matrices, or None if they cannot be quantized."""
+    matrices = matrices_of(weight)
+    if matrices.shape[-1] % COLUMN_MULTIPLE:
+        return None
+    matrix = quantize_matrix(matrices.flatten(0, -2), format)
+    return matrix.blocks.unflatten(0, matrices.shape[:-1]) if matrix else None
+
+
+def _is_matrix(place: ParameterRef) -> bool:
+    module, name = place
+    return name == "weight" and isinstance(module, torch.nn.Linear | torch.nn.Embedding)
+
+
+def _is_of_experts(place: ParameterRef) -> bool:
+    module, name = place
+    return name in WEIGHTS and module.get_parameter(name).dim() == 3
+
+
+def _check_room(name: str, needed: int, folder: Path) -> None:
+    free = shutil.disk_usage(folder).free
+    if free < needed + SPARE_BYTES:
+        raise ModelError(
+            f"{name} needs {needed:,} bytes in {artifacts_at_home(KIND)}, whose disk has {free:,}: make room, or let "
+            "HDTOOL_HOME name a folder on another one"
+        )
+
+
+def _save(tensors: dict[str, torch.Tensor], file: Path) -> None:
+    try:
+        save_file(tensors, file)
+    except SafetensorError as error:  # such as a full disk
+        raise OSError(0, " ".join(str(error).split())) from error
