@@ -109,8 +109,8 @@ def _processed_weights(
     }
 
 
-MAX_SAMPLED_ROWS = 1 << 16
-"""Maximum number of rows of a tensor that are sampled whole; of more, only the first are, repeated."""
+SAMPLED_ROWS = 509
+"""Maximum number of rows of a tensor that are expanded for a comparison; larger tensors are compared with these, repeated."""
 
 
 def _first_columns(piece: Piece) -> torch.Tensor:
@@ -120,7 +120,7 @@ def _first_columns(piece: Piece) -> torch.Tensor:
     kind = GGMLQuantizationType[piece.format]
     columns, size = GGML_QUANT_SIZES[kind] if len(piece.shape) > 1 else (1, piece.bytes // piece.rows)
     content = np.memmap(piece.file, np.uint8, "r", piece.offset, (piece.rows, piece.bytes // piece.rows))
-    blocks = np.ascontiguousarray(content[:MAX_SAMPLED_ROWS, :size])
+    blocks = np.ascontiguousarray(content[:SAMPLED_ROWS, :size])
     values = np.resize(dequantize(blocks, kind), (piece.rows, columns))
     return torch.from_numpy(values).view(*piece.shape[:-1], columns) if len(piece.shape) > 1 else torch.from_numpy(values[:, 0])
 

@@ -10,33 +10,29 @@ import hashlib
 import shutil
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 from hdtool.data.artifact import Artifact, Recipe
 from hdtool.data.errors import ModelError
 from hdtool.data.gguf_header import GGUF_SUFFIX
 from hdtool.data.stores.home import artifacts_at_home
-from hdtool.runtime.kernels.compact_weight import CompactWeight, expand_compact, narrowed
+from hdtool.runtime.kernels.compact_weight import expand_compact, narrowed
 from hdtool.runtime.kernels.experts import WEIGHTS, arrange_experts, matrices_of
 from hdtool.runtime.kernels.gemm import COLUMN_MULTIPLE
 from hdtool.runtime.kernels.matrix_formats import BlockFormat
-from hdtool.runtime.kernels.packed_matrix import (
-    FORMATS_BY_NAME,
-    Q4_0,
-    Q8_0,
-    PackedExperts,
-    PackedMatrix,
-    quantize_matrix,
-)
+from hdtool.runtime.kernels.packed_matrix import FORMATS_BY_NAME, Q4_0, Q8_0, quantize_matrix
 from hdtool.runtime.model.compact_layers import ParameterRef, is_of_linear_layers, weight_parameters
 from hdtool.runtime.model.damaged_weights import WeightCheck
 from hdtool.runtime.model.hub import fingerprint_of
+from hdtool.runtime.weights.safetensors_files import tensors_of
+from hdtool.runtime.weights.store import StoredWeight, WeightStore
 
 KIND = "quantized"
 FORMAT = 3
@@ -74,28 +70,23 @@ def quantized_folder(name: str, scheme: str, files: Sequence[Path], load: Callab
     return Recipe(f"{KIND}-{scheme}", readable, files, versions, activity, identify, make).artifact().folder
 
 
-def read_quantized(folder: Path) -> dict[str, torch.Tensor]:
-    """Return a model's weights by name; those quantized to blocks stay memory-mapped."""
+def quantized_store(folder: Path) -> WeightStore:
+    """Return the weights in a folder that ``quantized_folder`` returned."""
     try:
         if not (artifact := Artifact.read(folder)):
             raise OSError(0, "its manifest is missing")
-        blocks, rest = load_file(folder / BLOCKS), load_file(folder / REST)
-        weights: dict[str, torch.Tensor] = {
-            name: CompactWeight(_matrix(blocks[name], FORMATS_BY_NAME[kind], name in artifact.details["transposed"]))
-            for name, kind in artifact.details["kinds"].items()
-        }
-    except (OSError, KeyError, SafetensorError) as error:
+        kinds, transposed = artifact.details["kinds"], set(artifact.details["transposed"])
+        weights = {name: StoredWeight((piece,), piece.shape) for name, piece in tensors_of(folder / REST)}
+        for name, piece in tensors_of(folder / BLOCKS):
+            *others, rows, size = piece.shape
+            block_format = FORMATS_BY_NAME[kinds[name]]
+            columns = size // block_format.bytes * block_format.block_size
+            blocks = replace(piece, shape=(*others, rows, columns), format=block_format.name)
+            shape = (*others, columns, rows) if name in transposed else blocks.shape
+            weights[name] = StoredWeight((blocks,), shape, transposed=name in transposed)
+    except (OSError, KeyError) as error:
         raise ModelError(f"{folder} was changed while it was read ({error}): run the command again") from error
-    return {
-        **weights,
-        **{name: tensor.float() if tensor.is_floating_point() else tensor for name, tensor in rest.items()},
-    }
-
-
-def _matrix(blocks: torch.Tensor, format: BlockFormat, is_transposed: bool) -> PackedMatrix:
-    if blocks.dim() == 2:
-        return PackedMatrix(blocks, format)
-    return PackedExperts([PackedMatrix(blocks.flatten(0, 1), format)], len(blocks), is_transposed=is_transposed)
+    return WeightStore(weights, folder)
 
 
 def _write(model: Any, name: str, scheme: str, folder: Path) -> _Quantized:

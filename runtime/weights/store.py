@@ -8,10 +8,10 @@ numbers stay as they are stored, so that a model needs as much memory as its fil
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -87,6 +87,17 @@ class StoredWeight:
         )
 
 
+class Row(NamedTuple):
+    """A row of a weight, before its last two dimensions are swapped."""
+
+    numbers: torch.Tensor
+    number: int
+    """Number of the row among those of all matrices."""
+    shape: tuple[int, ...]
+    """Shape of the weight."""
+    transposed: bool
+
+
 class WeightStore(Mapping[str, StoredWeight]):
     """A model's stored weights by parameter name."""
 
@@ -134,6 +145,22 @@ class WeightStore(Mapping[str, StoredWeight]):
         numbers = self.numbers(name)
         return numbers.float() if numbers.is_floating_point() else numbers
 
+    def middle_row(self, name: str) -> Row | None:
+        """Return a row in the middle of a weight; None if the weight isn't made of rows."""
+        weight = self[name]
+        if weight.make or not prod(weight.shape):
+            return None
+        number = (len(weight.order) if weight.order is not None else sum(piece.rows for piece in weight.pieces)) // 2
+        place = number if weight.order is None else int(weight.order[number])
+        for piece in weight.pieces:
+            if place < piece.rows:
+                size = piece.bytes // piece.rows
+                shape = piece.shape[-1:] if len(piece.shape) > 1 else (1,)
+                row = replace(piece, offset=piece.offset + place * size, bytes=size, shape=shape)
+                return Row(self._expanded(row), number, weight.shape, weight.transposed)
+            place -= piece.rows
+        raise AssertionError
+
     def _numbers(self, weight: StoredWeight) -> torch.Tensor:
         if weight.make:
             return weight.make([self._expanded(piece) for piece in weight.pieces])
@@ -158,7 +185,8 @@ class WeightStore(Mapping[str, StoredWeight]):
         content = self._bytes(piece)
         if piece.format in DTYPES:
             return content.view(DTYPES[piece.format]).view(piece.shape)
-        return expanded_blocks(content.view(piece.rows, -1), piece.format).view(piece.shape)
+        rows = piece.rows if len(piece.shape) > 1 else 1
+        return expanded_blocks(content.view(rows, -1), piece.format).view(piece.shape)
 
     def _bytes(self, piece: Piece) -> torch.Tensor:
         content = torch.empty(piece.bytes, dtype=torch.uint8)

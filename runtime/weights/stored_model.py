@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from transformers import GgufConfig
 
 from hdtool.data.errors import OptionError
+from hdtool.data.manifests import MANIFEST
 from hdtool.data.progress import progress_bar
 from hdtool.runtime.config import ModelConfig
 from hdtool.runtime.config.model import BLOCKS
@@ -33,7 +34,7 @@ def files_of(config: ModelConfig) -> list[Path]:
     """Return all files that a model depends on: those of its folder, and of its GGUF file."""
     file = gguf_file(config)
     folder = place_of(config, CONFIG_FILES, weights=True)
-    return [*(path for path in folder.iterdir() if path.is_file()), *(GGUFFile.open(file).paths if file else ())]
+    return [*(path for path in folder.iterdir() if path.is_file() and path.name != MANIFEST), *(GGUFFile.open(file).paths if file else ())]
 
 
 def stored_model(config: ModelConfig, settings: Any, quantized: Path | None, *, check: bool) -> Any:
