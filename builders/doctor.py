@@ -19,7 +19,6 @@ from packaging.requirements import Requirement
 
 from hdtool.data import demo
 from hdtool.data.errors import HdtoolError, error_reason, install_command, pip_install, requirements
-from hdtool.data.gguf_header import GGUFHeader
 from hdtool.data.progress import abbreviated, count_of
 from hdtool.data.prompts import Prompt
 from hdtool.data.stores.home import StoredItem, home, stored_items
@@ -32,12 +31,12 @@ from hdtool.runtime.kernels.code_folder import code_folder, is_compiled
 from hdtool.runtime.kernels.compiled import processor_name
 from hdtool.runtime.model.checkpoint_identity import checkpoint_of, place_of
 from hdtool.runtime.model.families import refuse_by_configuration, without_trees
-from hdtool.runtime.model.gguf.converted import slow_weights
-from hdtool.runtime.model.gguf.converted_folder import gguf_file
 from hdtool.runtime.model.hub import weight_files
 from hdtool.runtime.model.load import load_settings, load_tokenizer, pick_device
 from hdtool.runtime.model.quantization import library_of, require_libraries
 from hdtool.runtime.stores.store_set import corpus_index_for, model_store_for
+from hdtool.runtime.weights.gguf_file import GGUFFile, gguf_file
+from hdtool.runtime.weights.gguf_formats import slow_weights
 
 OK, NOTE, FIX = "ok", "note", "mend"
 """States of a finding: nothing to do, worth knowing, or broken until fixed."""
@@ -290,7 +289,7 @@ def model_findings(config: ModelConfig) -> Iterator[Finding]:
 
 def _weights(config: ModelConfig, folder: Path) -> Iterator[Finding]:
     if file := gguf_file(config):
-        slow = slow_weights(GGUFHeader.read(file)) if pick_device("auto").type == "cpu" else None
+        slow = slow_weights(GGUFFile.open(file)) if pick_device("auto").type == "cpu" else None
         if slow:
             yield Finding("weights", f"in the GGUF file; {slow}", NOTE, "take a file in Q8_0, Q4_K_M or Q4_0")
         else:

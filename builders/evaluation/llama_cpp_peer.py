@@ -18,9 +18,9 @@ from hdtool.data.gguf_header import GGUFHeader
 from hdtool.runtime.config import LLAMA_CPP, OTHER_FILE, ModelConfig, SamplingConfig
 from hdtool.runtime.grammar import Guide
 from hdtool.runtime.kernels.vector_code import has_feature
-from hdtool.runtime.model.gguf.converted_folder import gguf_file
 from hdtool.runtime.model.load import Loaded
 from hdtool.runtime.sequence import room_for
+from hdtool.runtime.weights.gguf_file import gguf_file
 
 LLAMA_CPP_PACKAGE = "llama-cpp-python"
 OWN_FILE_ROWS = tuple(name for name in LLAMA_CPP if name != OTHER_FILE)

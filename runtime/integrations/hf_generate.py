@@ -29,7 +29,6 @@ from hdtool.runtime.generate_settings import Stops
 from hdtool.runtime.grammar import GrammarCompiler, GrammarProcessor, Guide, guided_drafter
 from hdtool.runtime.integrations.generate_request import GenerateRequest, Rollouts, UnsupportedCallError, predictions_of
 from hdtool.runtime.loop import Request
-from hdtool.runtime.model.checkpoint_identity import checkpoint_in_memory
 from hdtool.runtime.model.families import refuse_by_configuration
 from hdtool.runtime.model.load import ends_of
 from hdtool.runtime.model.placement import device_of
@@ -45,6 +44,7 @@ from hdtool.runtime.sampling.draws import NOT_FINITE
 from hdtool.runtime.sampling.sampler import Sampler
 from hdtool.runtime.sequence import Finish, Stats, Step
 from hdtool.runtime.stores.store_set import StoreSet
+from hdtool.runtime.weights.model_in_memory import checkpoint_in_memory
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase

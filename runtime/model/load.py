@@ -194,9 +194,7 @@ def _quantized(config: ModelConfig, settings: Any) -> Path | None:
 
     def loaded() -> Any:
         stored = replace(config, quantization=None, dtype="auto")
-        return stored_model(stored, settings, None, check=True) or _on_one_device(
-            stored, settings, torch.device("cpu")
-        )
+        return stored_model(stored, settings, None, check=True) or _on_one_device(stored, settings, torch.device("cpu"))
 
     return quantized_folder(name, scheme, files_of(config), loaded)
 

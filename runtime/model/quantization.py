@@ -17,15 +17,14 @@ import torch
 from torch.nn import Module
 
 from hdtool.data.errors import FamilyError, ModelError, OptionError, install_command
-from hdtool.data.gguf_header import GGUFHeader
 from hdtool.runtime.config import ModelConfig
 from hdtool.runtime.config.model import BLOCKS
 from hdtool.runtime.engines.cpu.compiled_kind import may_be_compiled
 from hdtool.runtime.kernels.linear import has_plain_weight
 from hdtool.runtime.model.families import HIGH_PRECISION_TOLERANCE, distances
-from hdtool.runtime.model.gguf.converted import slow_weights, stays_packed
-from hdtool.runtime.model.gguf.converted_folder import gguf_file
 from hdtool.runtime.model.transformers_internals import passes
+from hdtool.runtime.weights.gguf_file import GGUFFile, gguf_file
+from hdtool.runtime.weights.gguf_formats import slow_weights, stays_packed
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -224,11 +223,11 @@ def refuse_by_file(config: ModelConfig) -> None:
         raise OptionError(NO_INT8)
     if config.quantization in LIBRARIES and LIBRARIES[config.quantization] != TORCHAO:
         raise OptionError(NO_INT8)
-    if config.quantization is None and (file := gguf_file(config)) and not stays_packed(file):
-        why = slow_weights(GGUFHeader.read(file)) or "they are not quantized"
+    path = None if config.quantization else gguf_file(config)
+    if path and not any(map(stays_packed, (file := GGUFFile.open(path)).tensors)):
         raise OptionError(
-            f"--activations int8 multiplies by weights in blocks, and {config.name} has none that it takes: {why}; "
-            "leave it out, or take --quantization q8_0"
+            f"--activations int8 multiplies by weights in blocks, and {config.name} has none that it takes: "
+            f"{slow_weights(file) or 'they are not quantized'}; leave it out, or take --quantization q8_0"
         )
 
 

@@ -10,32 +10,28 @@ from hdtool.data.artifact import Artifact, Recipe, artifacts
 from hdtool.data.file_state import FileState, content_hash
 from hdtool.data.stores.home import stored_items
 from hdtool.runtime.model.hub import DIGITS, fingerprint_of
+from hdtool.runtime.weights.gguf_configuration import write_configuration
+from hdtool.runtime.weights.gguf_file import GGUFFile, part_names
 
 KIND = "gguf"
 FORMAT = 2
 """Version of what is written, incremented when other versions of hdtool must write it again."""
 
 
-def configuration_folder(file: Path, *parts: Path) -> Artifact:
-    """Return the artifact with a GGUF file's configuration and tokenizer; write it if needed.
+def configuration_folder(file: Path) -> Artifact:
+    """Return the artifact with the configuration and tokenizer of a GGUF file or its parts; write it if needed.
 
-    ``parts`` are the other files of a split model. Raise a ``ModelError`` if the file is damaged.
+    Raise a ``ModelError`` if the file is damaged.
     """
-    files = (file, *parts)
+    files = (file, *(part for name in part_names(file.name)[1:] if (part := file.with_name(name)).is_file()))
 
     def make(folder: Path, identity: str) -> dict[str, Any]:
-        write_configuration(file, folder)
+        write_configuration(GGUFFile.open(file), folder)
         return {"fingerprint": _fingerprint(files, identity)}
 
     versions = {"transformers": metadata.version("transformers"), "format": FORMAT}
     activity = f"reading {file} into"
     return Recipe(KIND, file.stem, files, versions, activity, lambda: fingerprint_of(files), make).artifact()
-
-
-def write_configuration(file: Path, folder: Path) -> None:
-    from hdtool.runtime.model.gguf.convert import Conversion
-
-    Conversion.of(file).write_configuration(folder)
 
 
 def _fingerprint(files: tuple[Path, ...], identity: str) -> str:

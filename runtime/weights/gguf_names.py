@@ -122,7 +122,11 @@ def _first_columns(piece: Piece) -> torch.Tensor:
     content = np.memmap(piece.file, np.uint8, "r", piece.offset, (piece.rows, piece.bytes // piece.rows))
     blocks = np.ascontiguousarray(content[:SAMPLED_ROWS, :size])
     values = np.resize(dequantize(blocks, kind), (piece.rows, columns))
-    return torch.from_numpy(values).view(*piece.shape[:-1], columns) if len(piece.shape) > 1 else torch.from_numpy(values[:, 0])
+    return (
+        torch.from_numpy(values).view(*piece.shape[:-1], columns)
+        if len(piece.shape) > 1
+        else torch.from_numpy(values[:, 0])
+    )
 
 
 def _targets(piece: Piece, processed: Callable[[torch.Tensor], dict[str, torch.Tensor]]) -> Iterable[str]:

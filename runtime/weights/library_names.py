@@ -66,7 +66,9 @@ def stored_weights(transforms: Sequence[Any], pieces: Mapping[str, Piece], model
     return weights
 
 
-def _converted(target: str, conversion: _Conversion, model: Any, parameters: Mapping[str, Any]) -> dict[str, StoredWeight]:
+def _converted(
+    target: str, conversion: _Conversion, model: Any, parameters: Mapping[str, Any]
+) -> dict[str, StoredWeight]:
     pieces = [piece for found in conversion.pieces.values() for piece in found]
     depends_on_shapes = any(getattr(operation, "check_dims", False) for operation in conversion.converter.operations)
     names = [target]

@@ -12,7 +12,7 @@ from hdtool.data import demo
 from hdtool.data.artifact import Artifact
 from hdtool.data.stores.manifest import Checkpoint
 from hdtool.runtime.kernels.compact_weight import is_packed
-from hdtool.runtime.model.checkpoint_identity import checkpoint_in, name_in_words
+from hdtool.runtime.model.checkpoint_identity import name_in_words
 from hdtool.runtime.model.hub import cached_snapshot
 from hdtool.runtime.weights.gguf_file import GGUFFile
 from hdtool.runtime.weights.gguf_folder import KIND as GGUF
@@ -62,7 +62,9 @@ def _is_unchanged(model: PreTrainedModel, folder: Path) -> bool:
     store = _store_in(folder, model)
     if store is None:
         return True
-    parameters = ((name, weight) for name, weight in model.named_parameters() if name in store and _is_comparable(weight))
+    parameters = (
+        (name, weight) for name, weight in model.named_parameters() if name in store and _is_comparable(weight)
+    )
     rows = ((weight, store.middle_row(name)) for name, weight in parameters)
     return all(_is_equal(weight, row) for weight, row in islice(rows, MAX_COMPARED_WEIGHTS) if row)
 

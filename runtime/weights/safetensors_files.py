@@ -13,8 +13,8 @@ from hdtool.data.errors import ModelError
 from hdtool.runtime.kernels.compact_weight import CompactWeight
 from hdtool.runtime.kernels.packed_matrix import packed_mxfp4, packs_mxfp4
 from hdtool.runtime.model.hub import MAX_HEADER_SIZE, weight_files
-from hdtool.runtime.weights.library_names import model_transforms, stored_weights
 from hdtool.runtime.model.quantization import MXFP4, library_of
+from hdtool.runtime.weights.library_names import model_transforms, stored_weights
 from hdtool.runtime.weights.store import Piece, StoredWeight, WeightStore
 
 

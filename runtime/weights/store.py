@@ -82,7 +82,7 @@ class StoredWeight:
             and len(formats) == 1
             and self.format in BLOCK_FORMATS
             and columns % max(COLUMN_MULTIPLE, BLOCK_FORMATS[self.format].block_size) == 0
-            and (len(self.shape) == 2 and not self.transposed or len(self.shape) == 3)
+            and ((len(self.shape) == 2 and not self.transposed) or len(self.shape) == 3)
             and prod(self.shape) > 0
         )
 
@@ -131,9 +131,7 @@ class WeightStore(Mapping[str, StoredWeight]):
         block_format, blocks = BLOCK_FORMATS[weight.format], self._rows(weight)
         if len(weight.shape) == 2:
             return CompactWeight(PackedMatrix(blocks, block_format))
-        experts = PackedExperts(
-            [PackedMatrix(blocks, block_format)], weight.shape[0], is_transposed=weight.transposed
-        )
+        experts = PackedExperts([PackedMatrix(blocks, block_format)], weight.shape[0], is_transposed=weight.transposed)
         return CompactWeight(experts)
 
     def numbers(self, name: str) -> torch.Tensor:
@@ -197,7 +195,9 @@ class WeightStore(Mapping[str, StoredWeight]):
                 while done < piece.bytes and (count := stream.readinto(memory[done:])):
                     done += count
         except OSError as error:
-            raise ModelError(f"{piece.file} cannot be read ({error.strerror or error}): correct the permissions") from error
+            raise ModelError(
+                f"{piece.file} cannot be read ({error.strerror or error}): correct the permissions"
+            ) from error
         if done < piece.bytes:
             raise ModelError(f"{self.source} was changed while it was read: run the command again")
         return content

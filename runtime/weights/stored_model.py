@@ -16,15 +16,14 @@ from hdtool.data.errors import OptionError
 from hdtool.data.manifests import MANIFEST
 from hdtool.data.progress import progress_bar
 from hdtool.runtime.config import ModelConfig
-from hdtool.runtime.config.model import BLOCKS
 from hdtool.runtime.model.checkpoint_identity import place_of
 from hdtool.runtime.model.quantization import MXFP4, library_of
 from hdtool.runtime.weights.assemble import empty_model, fill, fits, on_request
 from hdtool.runtime.weights.gguf_file import GGUFFile, gguf_file
+from hdtool.runtime.weights.gguf_formats import slow_weights
 from hdtool.runtime.weights.gguf_names import gguf_store
 from hdtool.runtime.weights.quantized import quantized_store
 from hdtool.runtime.weights.safetensors_files import safetensors_store
-from hdtool.runtime.weights.store import WeightStore
 
 CONFIG_FILES = ("config.json",)
 """Files that a folder must have to be accepted as a model."""
@@ -34,7 +33,10 @@ def files_of(config: ModelConfig) -> list[Path]:
     """Return all files that a model depends on: those of its folder, and of its GGUF file."""
     file = gguf_file(config)
     folder = place_of(config, CONFIG_FILES, weights=True)
-    return [*(path for path in folder.iterdir() if path.is_file() and path.name != MANIFEST), *(GGUFFile.open(file).paths if file else ())]
+    return [
+        *(path for path in folder.iterdir() if path.is_file() and path.name != MANIFEST),
+        *(GGUFFile.open(file).paths if file else ()),
+    ]
 
 
 def stored_model(config: ModelConfig, settings: Any, quantized: Path | None, *, check: bool) -> Any:
@@ -52,8 +54,11 @@ def stored_model(config: ModelConfig, settings: Any, quantized: Path | None, *, 
     folder = quantized or place_of(config, CONFIG_FILES, weights=True)
     if quantized:
         store = quantized_store(quantized)
-    elif file := gguf_file(config):
-        store = gguf_store(GGUFFile.open(file), settings, model, check=check)
+    elif path := gguf_file(config):
+        file = GGUFFile.open(path)
+        if slow := slow_weights(file):
+            print(f"note: {config.name}: {slow}", file=sys.stderr)
+        store = gguf_store(file, settings, model, check=check)
     else:
         store = safetensors_store(folder, settings, model)
     if store is None or not fits(store, model):

@@ -1,0 +1,40 @@
+"""Which tensors of a GGUF file stay in the blocks in which they are stored, and which are expanded, and why."""
+
+from __future__ import annotations
+
+from collections import Counter
+from math import prod
+
+from hdtool.runtime.kernels.gemm import COLUMN_MULTIPLE
+from hdtool.runtime.kernels.matrix_formats import FORMATS_BY_GGUF_TYPE
+from hdtool.runtime.kernels.vector_code import EXPANDS_FLOAT16
+from hdtool.runtime.weights.gguf_file import PLAIN, GGUFFile, GGUFTensor
+
+
+def stays_packed(tensor: GGUFTensor) -> bool:
+    """Return True if the compiled matmul reads a tensor's blocks."""
+    if not EXPANDS_FLOAT16 or tensor.kind not in FORMATS_BY_GGUF_TYPE or not 2 <= len(tensor.shape) <= 3:
+        return False
+    multiple = max(COLUMN_MULTIPLE, FORMATS_BY_GGUF_TYPE[tensor.kind].block_size)
+    return prod(tensor.shape) > 0 and tensor.shape[-1] % multiple == 0
+
+
+def slow_weights(file: GGUFFile) -> str | None:
+    """Describe how many quantized matrices must be expanded to float32 and why; return None if there are none."""
+    matrices = [tensor for tensor in file.tensors if len(tensor.shape) > 1]
+    slow = [matrix for matrix in matrices if matrix.kind not in PLAIN and not stays_packed(matrix)]
+    if not slow:
+        return None
+    reasons = ", ".join(f"{count} {reason}" for reason, count in Counter(map(_reason, slow)).most_common())
+    return f"{len(slow)} of {len(matrices)} weights are computed in float32, slower and larger ({reasons})"
+
+
+def _reason(tensor: GGUFTensor) -> str:
+    from gguf import GGMLQuantizationType
+
+    name = GGMLQuantizationType(tensor.kind).name
+    if tensor.kind not in FORMATS_BY_GGUF_TYPE:
+        return f"in {name}"
+    if not EXPANDS_FLOAT16:
+        return f"in {name} on a processor that cannot convert float16"
+    return f"in {name} with {tensor.shape[-1]} columns"
