@@ -1,0 +1,56 @@
+"""Weights as the library's own loading gives them, and how a store's differ from them."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from transformers import AutoModelForCausalLM, GgufConfig, PreTrainedModel
+
+from hdtool.runtime.weights.store import WeightStore
+
+
+def loaded_by_library(path: Path, settings: Any = None, **options: Any) -> PreTrainedModel:
+    """Load a checkpoint's folder, or a GGUF file, in float32; fail if weights are missing or left over."""
+    if path.suffix == ".gguf":
+        options |= {"gguf_file": path.name, "quantization_config": GgufConfig(dequantize=True)}
+    folder = path.parent if path.is_file() else path
+    model, report = cast(
+        tuple[PreTrainedModel, dict[str, Any]],
+        AutoModelForCausalLM.from_pretrained(
+            folder, config=settings, dtype=torch.float32, output_loading_info=True, **options
+        ),
+    )
+    assert not any(report.values()), report
+    return model
+
+
+def differences(store: WeightStore, expected: PreTrainedModel) -> list[str]:
+    """Return a line for each weight that a store lacks, has beside the model's, or reads as other bits."""
+    weights = expected.state_dict()
+    found = [f"{name}: no parameter of the model" for name in store if name not in weights]
+    tied: dict[tuple[int, torch.Size], list[str]] = defaultdict(list)
+    for name, weight in weights.items():
+        tied[weight.data_ptr(), weight.shape].append(name)
+    for names in tied.values():
+        stored = [name for name in names if name in store]
+        found += [] if stored else [f"{names[0]}: missing"]
+        found += [f"{name}: {line}" for name in stored if (line := _difference(store, name, weights[name]))]
+    return found
+
+
+def _difference(store: WeightStore, name: str, expected: torch.Tensor) -> str:
+    assert expected.dtype == torch.float32, name
+    try:
+        weight = store.expanded(name).float()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    if weight.shape != expected.shape:
+        return f"has shape {tuple(weight.shape)}, not {tuple(expected.shape)}"
+    bits, others = weight.contiguous().view(torch.int32), expected.contiguous().view(torch.int32)
+    if wrong := int((bits != others).sum()):
+        furthest = float((weight - expected).abs().max())
+        return f"{wrong} of {expected.numel()} numbers differ, by at most {furthest:.3g}"
+    return ""
