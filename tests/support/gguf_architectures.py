@@ -30,6 +30,12 @@ from gguf import (
 from gguf.quants import quantize
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+try:
+    from transformers.integrations.gguf import GGUF_ARCHS
+    from transformers.integrations.gguf.dequant import GGML_NAME
+except ImportError:  # before 5.23
+    GGUF_ARCHS, GGML_NAME = {}, {}
+
 from tests.support.gguf_files import written
 from tests.support.packed_blocks import SCALES
 
@@ -61,6 +67,8 @@ DELTA: dict[str, Any] = {
     "ssm.inner_size": 6 * 128,
 }
 """Metadata of a delta rule with three value heads per key head."""
+WIDE: dict[str, Any] = {"attention.head_count": 8, "attention.key_length": 64, "rope.dimension_count": 64}
+"""Metadata of an attention that is wider than the model."""
 EXPERTS: dict[str, Any] = {"expert_count": 3, "expert_used_count": 2}
 
 
@@ -76,17 +84,25 @@ class Architecture:
     """Settings that transformers doesn't read from a file."""
     tensors: tuple[str, ...] = ("output.weight",)
     """Tensors from whose presence transformers infers settings."""
+    others: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    """Shapes of tensors of the file that are no weights of the model."""
     model_name: str = "tiny"
     reason: str = ""
     """Why transformers can't read files of the architecture; empty if it can."""
 
 
+TOO_NEW = "" if GGML_NAME else "transformers reads it since 5.23"
+TORCH_FORMATS = frozenset(GGML_NAME.values())
+"""Block formats that transformers reads in files of architectures that it reads by torch; it reads others by numpy."""
 TIED: tuple[str, ...] = ()
 ARCHITECTURES: dict[str, Architecture] = {
-    "llama": Architecture("llama", {"attention.head_count": 8, "rope.dimension_count": 64}),
-    "llama-tied": Architecture("llama", {"attention.head_count": 8, "rope.dimension_count": 64}, tensors=TIED),
+    "llama": Architecture("llama", WIDE, others={"rope_freqs.weight": (32,)}),
+    "llama-tied": Architecture("llama", WIDE, tensors=TIED),
+    "llama-biases": Architecture("llama", WIDE, {"attention_bias": True, "mlp_bias": True}),
     "mistral": Architecture(
-        "llama", model_name="mistral", reason="transformers takes it for the architecture mistral, which gguf doesn't have"
+        "llama",
+        model_name="mistral",
+        reason="transformers takes it for the architecture mistral, which gguf doesn't have",
     ),
     "qwen2": Architecture("qwen2"),
     "qwen2moe": Architecture(
@@ -95,17 +111,25 @@ ARCHITECTURES: dict[str, Architecture] = {
     "qwen3": Architecture("qwen3"),
     "qwen3moe": Architecture(
         "qwen3moe",
-        {**EXPERTS, "attention.head_count": 8, "attention.key_length": 64},
+        {**EXPERTS, **WIDE},
         {"moe_intermediate_size": 768},
     ),
     "lfm2": Architecture("lfm2", {"attention.head_count_kv": [0, 2], "shortconv.l_cache": 3}, tensors=TIED),
-    "qwen35": Architecture("qwen35", DELTA),
+    "qwen35": Architecture("qwen35", DELTA, reason=TOO_NEW),
+    "qwen35-draft": Architecture(
+        "qwen35",
+        {**DELTA, "block_count": LAYERS + 1, "nextn_predict_layers": 1},
+        reason=TOO_NEW,
+        others={f"blk.{LAYERS}.nextn.eh_proj.weight": (256, 512), f"blk.{LAYERS}.attn_norm.weight": (256,)},
+    ),
     "qwen35moe": Architecture(
         "qwen35moe",
         {**DELTA, **EXPERTS, "expert_feed_forward_length": 512, "expert_shared_feed_forward_length": 1024},
+        reason=TOO_NEW,
     ),
     "falcon": Architecture("falcon", tensors=TIED),
     "falcon-output": Architecture("falcon"),
+    "falcon-40b": Architecture("falcon", settings={"new_decoder_architecture": True, "num_kv_heads": 2}, tensors=TIED),
     "phi3": Architecture("phi3"),
     "bloom": Architecture("bloom", tensors=TIED),
     "bloom-output": Architecture("bloom"),
@@ -120,26 +144,31 @@ ARCHITECTURES: dict[str, Architecture] = {
         tensors=TIED,
     ),
     "nemotron": Architecture("nemotron"),
-    "gemma2": Architecture("gemma2", {"attention.head_count": 8, "attention.key_length": 64}, tensors=TIED),
-    "gemma3": Architecture("gemma3", {"attention.head_count": 8, "attention.key_length": 64}, tensors=TIED),
+    "gemma2": Architecture("gemma2", WIDE, tensors=TIED),
+    "gemma3": Architecture("gemma3", WIDE, tensors=TIED),
     "gemma4": Architecture(
         "gemma4",
         {"attention.key_length": 128},
         {"vocab_size_per_layer_input": VOCABULARY, "hidden_size_per_layer_input": 128},
         tensors=TIED,
     ),
-    "minimax-m2": Architecture(
-        "minimax-m2", {**EXPERTS, "attention.head_count": 8, "attention.key_length": 64, "rope.dimension_count": 32}
-    ),
+    "minimax-m2": Architecture("minimax-m2", {**EXPERTS, **WIDE, "rope.dimension_count": 32}),
     "deci": Architecture("deci", reason="transformers has no class for models of the type deci"),
 }
 """Cases by name, except gpt-oss, whose tensors transformers doesn't find by itself."""
 READABLE = [name for name, architecture in ARCHITECTURES.items() if not architecture.reason]
 
-BLOCK_SCALES = {**SCALES, "Q2_K": (80, 82), "IQ4_XS": (0,)}
-"""Offsets of the float16 scales in a block."""
+BLOCK_SCALES = {
+    **{name: offsets for name, offsets in SCALES.items() if name in GGMLQuantizationType.__members__},
+    **dict.fromkeys(("IQ1_S", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ4_XS"), (0,)),
+    "Q2_K": (80, 82),
+    "Q3_K": (108,),
+    "TQ1_0": (52,),
+    "TQ2_0": (64,),
+}
+"""Offsets of the float16 scales in a block, or of the exponent in MXFP4."""
 FLOAT32, FALLBACK = GGMLQuantizationType.F32, GGMLQuantizationType.Q8_0
-UNQUANTIZED = re.compile(r"conv|ssm_(a|d)$|ffn_gate_inp|position_embd|layer_output_scale")
+UNQUANTIZED = re.compile(r"conv1d|conv\.weight|ssm_(a|d)$|ffn_gate_inp|position_embd|layer_output_scale")
 """Names of tensors that stay in float32 in every file, as in llama.cpp's files."""
 
 UNMAPPED = {
@@ -151,18 +180,21 @@ JOINED_EXPERTS = re.compile(r"layers\.(\d+)\.mlp\.experts\.gate_up_proj$")
 TRANSPOSED = {"gpt2": re.compile(r"attn_qkv\.weight|ffn_(down|up)\.weight|attn_output\.weight")}
 
 
-def write_architecture(path: Path, case: str, kind: str) -> Any:
-    """Write a file with matrices in the format ``kind``; return the configuration as transformers reads it.
+def write_architecture(path: Path, case: str, *kinds: str) -> Any:
+    """Write a file with matrices in the formats ``kinds``; return the configuration as transformers reads it.
 
-    A matrix whose rows are no whole number of blocks is in Q8_0 or in float32.
+    With several formats, even projections that become one weight differ in theirs. A matrix whose rows are no whole
+    number of blocks is in Q8_0 or in float32.
     """
     architecture = ARCHITECTURES[case]
     settings = settings_of(architecture)
     with torch.device("meta"):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(settings)
     writer = _writer(path, architecture)
-    for name, shape in _tensors(architecture, model):
-        stored = _kind(name, shape, GGMLQuantizationType[kind])
+    for name, shape in (*_tensors(architecture, model), *architecture.others.items()):
+        # In these architectures, transformers joins only tensors of one format.
+        chosen = name.replace("_gate_", "_up_") if architecture.name in GGUF_ARCHS else name
+        stored = _kind(name, shape, GGMLQuantizationType[kinds[crc32(chosen.encode()) % len(kinds)]])
         writer.add_tensor(name, random_tensor(name, shape, stored), raw_dtype=stored)
     written(writer, path)
     return settings
@@ -192,6 +224,9 @@ def random_tensor(name: str, shape: tuple[int, ...], kind: GGMLQuantizationType)
         return np.asarray(quantize(-np.exp(numbers) if name.endswith("ssm_a") else numbers, kind))
     blocks = random.integers(0, 256, (prod(shape) // size, count), dtype=np.uint8)
     for first in BLOCK_SCALES[kind.name]:
+        if kind == GGMLQuantizationType.MXFP4:
+            blocks[:, first] = random.integers(110, 130, len(blocks))
+            continue
         scales = (0.01 * random.standard_normal(len(blocks))).astype(np.float16)
         blocks[:, first : first + 2] = scales.reshape(-1, 1).view(np.uint8)
     return blocks.reshape(*shape[:-1], -1)
