@@ -7,23 +7,31 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from transformers import AutoModelForCausalLM, GgufConfig, PreTrainedModel
+from transformers import AutoConfig, GgufConfig, PreTrainedModel
 
+from hdtool.runtime.model.transformers_internals import text_class
 from hdtool.runtime.weights.store import WeightStore
 
 
-def loaded_by_library(path: Path, settings: Any = None, **options: Any) -> PreTrainedModel:
-    """Load a checkpoint's folder, or a GGUF file, in float32; fail if weights are missing or left over."""
+class UnreadableError(Exception):
+    """Raised when the library lacks weights of a checkpoint, or has some left over."""
+
+
+def loaded_by_library(path: Path, settings: Any = None) -> PreTrainedModel:
+    """Load a checkpoint's folder, or a GGUF file, in float32."""
+    options: dict[str, Any] = {}
     if path.suffix == ".gguf":
-        options |= {"gguf_file": path.name, "quantization_config": GgufConfig(dequantize=True)}
+        options = {"gguf_file": path.name, "quantization_config": GgufConfig(dequantize=True)}
     folder = path.parent if path.is_file() else path
+    settings = settings or AutoConfig.from_pretrained(folder)
     model, report = cast(
         tuple[PreTrainedModel, dict[str, Any]],
-        AutoModelForCausalLM.from_pretrained(
+        text_class(settings, trust_remote_code=False).from_pretrained(
             folder, config=settings, dtype=torch.float32, output_loading_info=True, **options
         ),
     )
-    assert not any(report.values()), report
+    if any(report.values()):
+        raise UnreadableError(", ".join(f"{what}: {names}" for what, names in report.items() if names))
     return model
 
 
@@ -33,7 +41,8 @@ def differences(store: WeightStore, expected: PreTrainedModel) -> list[str]:
     found = [f"{name}: no parameter of the model" for name in store if name not in weights]
     tied: dict[tuple[int, torch.Size], list[str]] = defaultdict(list)
     for name, weight in weights.items():
-        tied[weight.data_ptr(), weight.shape].append(name)
+        if weight.numel():
+            tied[weight.data_ptr(), weight.shape].append(name)
     for names in tied.values():
         stored = [name for name in names if name in store]
         found += [] if stored else [f"{names[0]}: missing"]
@@ -42,15 +51,17 @@ def differences(store: WeightStore, expected: PreTrainedModel) -> list[str]:
 
 
 def _difference(store: WeightStore, name: str, expected: torch.Tensor) -> str:
-    assert expected.dtype == torch.float32, name
     try:
-        weight = store.expanded(name).float()
+        weight = store.expanded(name)
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     if weight.shape != expected.shape:
         return f"has shape {tuple(weight.shape)}, not {tuple(expected.shape)}"
-    bits, others = weight.contiguous().view(torch.int32), expected.contiguous().view(torch.int32)
+    if not expected.is_floating_point():
+        return "" if torch.equal(weight, expected) else "differs"
+    assert expected.dtype == torch.float32, name
+    bits, others = (numbers.contiguous().view(torch.int32) for numbers in (weight.float(), expected))
     if wrong := int((bits != others).sum()):
-        furthest = float((weight - expected).abs().max())
+        furthest = float((weight.float() - expected).abs().max())
         return f"{wrong} of {expected.numel()} numbers differ, by at most {furthest:.3g}"
     return ""

@@ -31,6 +31,19 @@ def small_config(kind: str, *, windows: bool = True) -> PreTrainedConfig:
 
 def tiny_model(kind: str, *, windows: bool = True) -> PreTrainedModel:
     """Create a random model of a type, with equal weights in every run and without tokens that end an answer."""
+    model: Any = initial_model(kind, windows=windows).float().eval()
+    if not getattr(model, "generation_config", None):
+        raise NotBuiltError("its class does not generate text")
+    model.generation_config.eos_token_id = None
+    model.generation_config.pad_token_id = 0
+    _embed_padding(model)
+    _enliven(model)
+    found: PreTrainedModel = model
+    return found
+
+
+def initial_model(kind: str, *, windows: bool = True) -> PreTrainedModel:
+    """Create a model of a type with the weights that its class begins with."""
     config, made = small_config(kind, windows=windows), auto_class(kind)
     try:
         _check_size(made, config)
@@ -41,15 +54,8 @@ def tiny_model(kind: str, *, windows: bool = True) -> PreTrainedModel:
         AutoModel.register(type(part), _stand_in(type(part)), exist_ok=True)
         _check_size(made, config)
     torch.manual_seed(sum(map(ord, kind)))
-    model: Any = made.from_config(config).float().eval()
-    if not getattr(model, "generation_config", None):
-        raise NotBuiltError("its class does not generate text")
-    model.generation_config.eos_token_id = None
-    model.generation_config.pad_token_id = 0
-    _embed_padding(model)
-    _enliven(model)
-    found: PreTrainedModel = model
-    return found
+    model: PreTrainedModel = made.from_config(config)
+    return model
 
 
 @torch.inference_mode()
