@@ -15,15 +15,16 @@ from safetensors.torch import load_file, save_file
 from hdtool.cli import store_output
 from hdtool.cli.app import run
 from hdtool.data import demo
+from hdtool.data.artifact import Artifact
 from hdtool.data.durable_files import file_lock
 from hdtool.data.errors import StoreError
+from hdtool.data.file_state import StoredFile
 from hdtool.data.stores.home import home, model_store_at_home, store_at_home, stored_items
 from hdtool.data.stores.manifest import Manifest
 from hdtool.data.stores.store import read_manifest
 from hdtool.data.stores.store_files import LOCK_FILE, MANIFEST
 from hdtool.runtime.config import ModelConfig
 from hdtool.runtime.model.checkpoint_identity import checkpoint_of
-from hdtool.runtime.model.gguf.converted_folder import Manifest as Converted
 from tests.support.locks import deleted_lock_files
 
 QUICK = ("--max-new-tokens", "4", "--method", "hd", "--draft-tokens", "2", "--history", "none")
@@ -265,14 +266,21 @@ def test_a_removal_that_is_interrupted_is_repeated(
     assert {path.name for path in item.folder.iterdir()} == {LOCK_FILE}
 
 
+def configuration(version: str) -> Artifact:
+    """An artifact of a GGUF file, as a version of transformers makes it."""
+    folder = home() / "gguf" / f"tiny-{version.replace('.', '')}"
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text("{}")
+    fingerprint, files = "89abcdef" * 2, {"config.json": StoredFile("", 2)}
+    artifact = Artifact(folder, "gguf", fingerprint, {"transformers": version}, {"fingerprint": fingerprint}, files)
+    artifact.write()
+    return artifact
+
+
 def test_a_name_that_several_share_is_refused(capfd: pytest.CaptureFixture[str]) -> None:
-    """Two conversions of one GGUF file, as two versions of transformers make them, and a store that was moved."""
-    digest = "89abcdef" * 8
+    """Two configurations of one GGUF file, as two versions of transformers read it, and a store that was moved."""
     for version in ("5.19", "5.23"):
-        folder = home() / "gguf" / f"tiny-{version.replace('.', '')}"
-        folder.mkdir(parents=True)
-        (folder / "config.json").write_text("{}")
-        Converted(digest, version, {"config.json": 2}).write(folder)
+        configuration(version)
     said = complaint(capfd, "stores", "remove", "gguf-89abcdef", "--yes")
     assert said == (
         "error: gguf-89abcdef could be any of 2: gguf/tiny-519, gguf/tiny-523: give one of these names instead"
@@ -297,12 +305,7 @@ def test_a_name_that_several_share_is_refused(capfd: pytest.CaptureFixture[str])
 def test_a_model_that_cannot_be_deleted_is_not_said_to_be_removed(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = home() / "gguf" / "tiny"
-    folder.mkdir(parents=True)
-    (folder / "config.json").write_text("{}")
-    Converted("89abcdef" * 8, "5.19", {"config.json": 2}).write(folder)
-
-    unlink = Path.unlink
+    folder, unlink = configuration("5.19").folder, Path.unlink
 
     def refused(path: Path, missing_ok: bool = False) -> None:
         if path.parent == folder:
@@ -313,7 +316,7 @@ def test_a_model_that_cannot_be_deleted_is_not_said_to_be_removed(
         patched.setattr(Path, "unlink", refused)
         said = complaint(capfd, "stores", "remove", "gguf-89abcdef", "--yes")
     assert said == f"error: {folder} cannot be removed (Permission denied): correct the permissions"
-    assert Converted.read(folder)
+    assert Artifact.read(folder)
 
 
 def test_one_of_a_thing_is_singular(capfd: pytest.CaptureFixture[str]) -> None:

@@ -8,7 +8,6 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,18 +25,19 @@ from gguf import GGMLQuantizationType
 from gguf.quants import quantize
 
 from hdtool.cli.app import run as command
-from hdtool.data import demo
+from hdtool.data import demo, file_state
 from hdtool.data.errors import HdtoolError, ModelError, OptionError
-from hdtool.data.stores.home import quantized_models_at_home
+from hdtool.data.manifests import MANIFEST
+from hdtool.data.stores.home import artifacts_at_home
 from hdtool.runtime.config import ModelConfig
 from hdtool.runtime.kernels import vector_code
 from hdtool.runtime.kernels.compact_weight import is_packed
 from hdtool.runtime.kernels.packed_matrix import Q4_0, Q8_0, quantize_matrix
-from hdtool.runtime.model import load as loading, quantized_folder
+from hdtool.runtime.model import load as loading
 from hdtool.runtime.model.checkpoint_identity import checkpoint_in_memory
-from hdtool.runtime.model.gguf import converted_folder
 from hdtool.runtime.model.load import load, load_stock
-from hdtool.runtime.model.quantized_folder import BLOCKS, MANIFEST, QuantizedManifest
+from hdtool.runtime.weights import quantized
+from hdtool.runtime.weights.quantized import BLOCKS
 from tests.support.decoding import SAMPLINGS, output_tokens, run
 from tests.support.fused import compiled
 from tests.support.gguf_files import tiny_llama, vocabulary
@@ -54,7 +54,7 @@ TOKENS = torch.tensor([[3, 5, 8, 13, 21, 34, 55]])
 
 @pytest.fixture(autouse=True)
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(converted_folder, "MIN_SETTLED_AGE", -60.0)
+    monkeypatch.setattr(file_state, "MIN_SETTLED_AGE", -60.0)
     monkeypatch.setenv("HDTOOL_HOME", str(tmp_path / "home"))
     return tmp_path / "home"
 
@@ -90,7 +90,7 @@ def formats(model: Any) -> dict[str, str]:
 
 
 def folder_made() -> Path:
-    (folder,) = (path for path in quantized_models_at_home().iterdir() if path.is_dir())
+    (folder,) = (path for path in artifacts_at_home("quantized").iterdir() if path.is_dir())
     return folder
 
 
@@ -179,7 +179,7 @@ def test_later_starts_read_what_was_kept(
     assert capfd.readouterr().err.count("note: quantizing") == 1
     monkeypatch.setattr(loading, "_on_one_device", lambda *_: pytest.fail("the checkpoint was loaded again"))
     monkeypatch.setattr(loading, "packed_model", lambda *_, **__: pytest.fail("it was proved again"))
-    monkeypatch.setattr(quantized_folder, "content_hash", lambda _: pytest.fail("the checkpoint was hashed again"))
+    monkeypatch.setattr(quantized, "fingerprint_of", lambda _: pytest.fail("the checkpoint was read again"))
     assert torch.equal(logits(load(config_of(place)).target.model), first)
     assert not capfd.readouterr().err
 
@@ -225,71 +225,27 @@ def test_damaged_files_are_made_again(
     capfd.readouterr()
     damage(folder)
     assert torch.equal(logits(load(config_of(place)).target.model), first)
-    assert "as files of it were damaged" in capfd.readouterr().err
+    assert "again, as it was damaged" in capfd.readouterr().err
     assert (folder / "note.txt").is_file()
     assert torch.equal(logits(load(config_of(place)).target.model), first)
     assert not capfd.readouterr().err
 
 
-def test_a_moved_home_is_whole(tmp_path: Path, home: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    place = checkpoint(tmp_path)
-    load(config_of(place))
-    shutil.copytree(home, tmp_path / "copy")
-    shutil.rmtree(home)
-    (tmp_path / "copy").rename(home)
-    capfd.readouterr()
-    load(config_of(place))
-    assert "quantizing" not in capfd.readouterr().err
-    manifest = QuantizedManifest.read(folder_made())
-    assert manifest and manifest.in_folder(folder_made()) == manifest, "next time, no file is hashed"
-
-
-def test_files_that_can_be_deleted_are_deleted(tmp_path: Path) -> None:
-    load(config_of(checkpoint(tmp_path)))
-    folder = folder_made()
-    manifest = QuantizedManifest.read(folder)
-    assert manifest
-    first, *others = manifest.files
-    (folder / first).unlink()
-    (folder / first).mkdir()
-    with pytest.raises(ModelError, match=f"{folder} cannot be removed .*: correct the permissions"):
-        quantized_folder.remove_quantized(folder)
-    assert others
-    assert [path.name for path in folder.iterdir()] == [first]
-
-
-@pytest.mark.parametrize("name", ["{folder}/thesis.txt", "../thesis.txt"])
-def test_a_manifest_that_lists_other_places_is_damaged(name: str, tmp_path: Path) -> None:
-    place = checkpoint(tmp_path)
-    load(config_of(place))
-    folder = folder_made()
-    manifest, thesis = QuantizedManifest.read(folder), folder.parent / "thesis.txt"
-    thesis.write_text("mine")
-    assert manifest
-    kept = quantized_folder.KeptFile.of(thesis, "0" * 64)
-    replace(manifest, files={**manifest.files, name.format(folder=folder.parent): kept}).write(folder)
-    assert QuantizedManifest.read(folder) is None
-    quantized_folder.remove_quantized(folder)
-    assert thesis.read_text() == "mine"
-    load(config_of(place))
-    assert QuantizedManifest.read(folder), "the checkpoint is quantized again"
-
-
 OTHER = """
 import os, sys
 import safetensors.torch
-from hdtool.runtime.model import quantized_folder
-from hdtool.runtime.model.gguf import converted_folder
+from hdtool.data import file_state
+from hdtool.runtime.weights import quantized
 from hdtool.runtime.model.load import load
 from hdtool.runtime.config import ModelConfig
 
-converted_folder.MIN_SETTLED_AGE = -60.0
+file_state.MIN_SETTLED_AGE = -60.0
 if sys.argv[2] == "killed":
-    save = quantized_folder._save
+    save = quantized._save
     def killed(tensors, file):
         save(tensors, file)
         os._exit(9)
-    quantized_folder._save = killed
+    quantized._save = killed
 print("ready", flush=True)
 sys.stdin.readline()
 load(ModelConfig(sys.argv[1], device="cpu", quantization="q8_0"))
@@ -311,7 +267,7 @@ def test_a_killed_process_leaves_nothing_that_is_taken_for_whole(tmp_path: Path)
     with other(place, "killed") as process:
         process.communicate("\n")
     assert process.returncode == 9
-    (left,) = (path for path in quantized_models_at_home().iterdir() if path.is_dir())
+    (left,) = (path for path in artifacts_at_home("quantized").iterdir() if path.is_dir())
     assert left.name.endswith(".tmp") and (left / BLOCKS).is_file()
     model = load(config_of(place)).target.model
     assert_near(logits(model), logits(load_stock(config_of(place))))
@@ -338,16 +294,14 @@ def test_no_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         raise SafetensorError("I/O error: No space left on device (os error 28)")
 
     with monkeypatch.context() as patched:
-        patched.setattr(quantized_folder, "save_file", full)
-        with pytest.raises(
-            ModelError, match=r"cannot be quantized to .*No space left.*: make room, or let HDTOOL_HOME"
-        ):
+        patched.setattr(quantized, "save_file", full)
+        with pytest.raises(ModelError, match=r"quantizing .* failed .*No space left.*: make room, or let HDTOOL_HOME"):
             load(config_of(place))
     with monkeypatch.context() as patched:
         patched.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10, 5, 5))
         with pytest.raises(ModelError, match=r"needs [\d,]+ bytes in .*, whose disk has 5: make room"):
             load(config_of(place))
-    assert not [path for path in quantized_models_at_home().iterdir() if path.is_dir()]
+    assert not [path for path in artifacts_at_home("quantized").iterdir() if path.is_dir()]
 
 
 def test_damaged_weights_are_named_and_leave_no_copy(tmp_path: Path) -> None:
@@ -358,14 +312,7 @@ def test_damaged_weights_are_named_and_leave_no_copy(tmp_path: Path) -> None:
     for config in (config_of(place), ModelConfig(str(place), device="cpu")):
         with pytest.raises(ModelError, match=r"tiny is damaged: model.layers.1.mlp.down_proj.weight holds NaN: get it"):
             load(config)
-    assert not [path for path in quantized_models_at_home().iterdir() if path.is_dir()]
-
-
-def test_a_home_that_cannot_be_written(tmp_path: Path, home: Path) -> None:
-    place = checkpoint(tmp_path)
-    home.write_text("a file")
-    with pytest.raises(ModelError, match="cannot be quantized to"):
-        load(config_of(place))
+    assert not [path for path in artifacts_at_home("quantized").iterdir() if path.is_dir()]
 
 
 def test_a_checkpoint_that_changes_while_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -379,7 +326,7 @@ def test_a_checkpoint_that_changes_while_it_is_read(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(loading, "_on_one_device", changed)
     with pytest.raises(ModelError, match="was changed while it was read: run the command again"):
         load(config_of(place))
-    assert not list(quantized_models_at_home().glob("tiny*"))
+    assert not list(artifacts_at_home("quantized").glob("tiny*"))
 
 
 def test_what_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -429,4 +376,4 @@ def test_the_commands(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None
     assert item["kind"] == "quantized" and item["name"].startswith("quantized-q4_0-")
     with deleted_lock_files() as deleted:
         assert command(["stores", "remove", item["name"], "--yes"]) == 0
-    assert len(deleted) == 1 and not list(quantized_models_at_home().glob("[!.]*"))
+    assert len(deleted) == 1 and not list(artifacts_at_home("quantized").glob("[!.]*"))
