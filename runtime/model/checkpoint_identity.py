@@ -16,6 +16,8 @@ from hdtool.runtime.weights.gguf_folder import configuration_folder
 if TYPE_CHECKING:
     from hdtool.runtime.config import ModelConfig
 
+CONFIG_FILES = ("config.json",)
+"""Names of the files of which a folder must have one to be a model's."""
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "config.json")
 """Names of files, at least one of which every folder with a tokenizer has."""
 

@@ -27,7 +27,7 @@ from hdtool.runtime.grammar import GrammarCompiler
 from hdtool.runtime.kernels.experts import compile_experts
 from hdtool.runtime.kernels.linear import compile_linear_layers
 from hdtool.runtime.kernels.vector_code import EXPANDS_FLOAT16
-from hdtool.runtime.model.checkpoint_identity import checkpoint_of, place_of
+from hdtool.runtime.model.checkpoint_identity import CONFIG_FILES, checkpoint_of, place_of
 from hdtool.runtime.model.compact_layers import compact_weights, expand_weights_read, pack_weights
 from hdtool.runtime.model.families import refuse_by_configuration
 from hdtool.runtime.model.placement import use_planless_attention
@@ -50,7 +50,6 @@ from hdtool.runtime.text_stream import StopTexts
 from hdtool.runtime.weights.assemble import name_after
 from hdtool.runtime.weights.quantized import quantized_folder
 from hdtool.runtime.weights.stored_model import (
-    CONFIG_FILES,
     attention_error,
     attention_options,
     files_of,

@@ -7,7 +7,10 @@ a transpose, experts' projections that are joined, or other values, as in norms.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -43,10 +46,12 @@ def gguf_store(file: GGUFFile, settings: Any, model: Any, *, check: bool = False
 def _transforms(architecture: str, settings: Any) -> list[Any]:
     """Return transformers' renamings and conversions for an architecture; empty if it has a processor instead."""
     try:
-        from transformers.integrations.gguf import get_gguf_conversion_mapping, is_gguf_arch_supported
+        from transformers.integrations.gguf import utils
     except ImportError:  # before 5.23
         return []
-    return get_gguf_conversion_mapping(architecture, settings) if is_gguf_arch_supported(architecture) else []
+    if not utils.is_gguf_arch_supported(architecture):
+        return []
+    return list(utils.get_gguf_conversion_mapping(architecture, settings))
 
 
 class _Childless:
@@ -73,78 +78,81 @@ def _parameter_names(model: Any, processor: Any) -> dict[str, str]:
     return {**inner, **names}
 
 
+@dataclass
+class _Processing:
+    """What transformers' processor of an architecture does with the tensors of a file."""
+
+    processor: Any
+    names: dict[str, str]
+
+    def made(self, tensors: Sequence[str], parts: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return the parameters that the processor makes of the contents ``parts`` of these tensors."""
+        made: dict[str, torch.Tensor] = {}
+        for name, part in zip(tensors, parts, strict=True):
+            with np.errstate(all="ignore"):  # numbers of rows have no logarithms
+                result = self.processor.process(
+                    weights=part.numpy(), name=name, tensor_key_mapping=self.names, parsed_parameters={"tensors": made}
+                )
+            if result.name in self.names:
+                made[self.names[result.name]] = torch.from_numpy(np.ascontiguousarray(result.weights))
+        return made
+
+    def parameter(self, target: str, tensors: Sequence[str], parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        return self.made(tensors, parts)[target]
+
+    def targets(self, name: str, piece: Piece) -> Iterable[str]:
+        """Return the parameters that a tensor is a part of."""
+        number = torch.zeros((), dtype=torch.float32)
+        for shape in ((*piece.shape[:-1], 1) if len(piece.shape) > 1 else piece.shape, piece.shape):
+            with suppress(ValueError, IndexError):  # a processor may depend on the number of columns
+                return self.made([name], [number.expand(shape)])
+        return ()
+
+
 def _processed_weights(
     architecture: str, pieces: Mapping[str, Piece], settings: Any, model: Any, *, check: bool
 ) -> dict[str, StoredWeight]:
-    kind = _GptOssProcessor if architecture == GPT_OSS else library.TENSOR_PROCESSORS.get(architecture)
-    processor: Any = (kind or library.TensorProcessor)(config=settings.to_dict())
-    names, parameters = _parameter_names(model, processor), model.state_dict()
-
-    def processed(named: Sequence[str], parts: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return the parameters that transformers makes of the contents ``parts`` of these tensors."""
-        made: dict[str, Any] = {}
-        for name, part in zip(named, parts, strict=True):
-            with np.errstate(all="ignore"):  # numbers of rows have no logarithms
-                result = processor.process(
-                    weights=part.numpy(), name=name, tensor_key_mapping=names, parsed_parameters={"tensors": made}
-                )
-            if result.name in names:
-                made[names[result.name]] = torch.from_numpy(np.ascontiguousarray(result.weights))
-        return made
-
+    kind: Any = _GptOssProcessor if architecture == GPT_OSS else library.TENSOR_PROCESSORS.get(architecture)
+    processor = (kind or library.TensorProcessor)(config=settings.to_dict())
+    processing, parameters = _Processing(processor, _parameter_names(model, processor)), model.state_dict()
     groups: dict[str, list[str]] = {}
     for name, piece in pieces.items():
-        for target in _targets(piece, lambda part, name=name: processed([name], [part])):
+        for target in processing.targets(name, piece):
             groups.setdefault(target, []).append(name)
     first_of_kind = {re.sub(r"\d+", "", target): target for target in reversed(groups)} if check else {}
     return {
         target: traced(
-            [pieces[name] for name in named],
+            [pieces[name] for name in tensors],
             tuple(parameters[target].shape),
-            lambda parts, target=target, named=named: processed(named, parts)[target],
+            partial(processing.parameter, target, tensors),
             sample=_first_columns if target in first_of_kind.values() else None,
         )
-        for target, named in groups.items()
+        for target, tensors in groups.items()
         if target in parameters
     }
 
 
 SAMPLED_ROWS = 509
-"""Maximum number of rows of a tensor that are expanded for a comparison; larger tensors are compared with these, repeated."""
+"""Maximum number of rows that are expanded for a comparison; larger tensors are compared with these, repeated."""
 
 
 def _first_columns(piece: Piece) -> torch.Tensor:
     """Return the first block of each row of a tensor as the library gguf expands it."""
     from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, dequantize
 
-    kind = GGMLQuantizationType[piece.format]
-    columns, size = GGML_QUANT_SIZES[kind] if len(piece.shape) > 1 else (1, piece.bytes // piece.rows)
+    kind, is_vector = GGMLQuantizationType[piece.format], len(piece.shape) == 1
+    columns, size = GGML_QUANT_SIZES[kind]
     content = np.memmap(piece.file, np.uint8, "r", piece.offset, (piece.rows, piece.bytes // piece.rows))
     blocks = np.ascontiguousarray(content[:SAMPLED_ROWS, :size])
-    values = np.resize(dequantize(blocks, kind), (piece.rows, columns))
-    return (
-        torch.from_numpy(values).view(*piece.shape[:-1], columns)
-        if len(piece.shape) > 1
-        else torch.from_numpy(values[:, 0])
-    )
-
-
-def _targets(piece: Piece, processed: Callable[[torch.Tensor], dict[str, torch.Tensor]]) -> Iterable[str]:
-    """Return the parameters that a tensor is a part of."""
-    number = torch.zeros((), dtype=torch.float32)
-    for shape in ((*piece.shape[:-1], 1) if len(piece.shape) > 1 else piece.shape, piece.shape):
-        try:
-            return processed(number.expand(shape))
-        except (ValueError, IndexError):  # the processor depends on the number of columns
-            continue
-    return ()
+    values = torch.from_numpy(np.resize(dequantize(blocks, kind), (piece.rows, columns)))
+    return values[:, 0] if is_vector else values.view(*piece.shape[:-1], columns)
 
 
 EXPERTS = re.compile(r"layers\.(?P<layer>\d+)\.mlp\.experts\.(?P<part>gate_up|down)_proj(?P<bias>_bias)?$")
 EXPERT_TENSOR = re.compile(r"(?P<layer>blk\.\d+)\.ffn_(?P<part>gate|up|down)_exps\.(?P<kind>weight|bias)$")
 
 
-class _GptOssProcessor(library.TensorProcessor):  # type: ignore[misc]
+class _GptOssProcessor(library.TensorProcessor):
     """Reads the experts of gpt-oss, whose tensors transformers expects under other names than llama.cpp writes."""
 
     def perform_fallback_tensor_mapping(
@@ -157,14 +165,12 @@ class _GptOssProcessor(library.TensorProcessor):  # type: ignore[misc]
 
     def process(self, weights: Any, name: str, **options: Any) -> Any:
         names, match = options["tensor_key_mapping"], EXPERT_TENSOR.match(name)
-        if match is None:
+        values = weights.swapaxes(1, 2) if match and match["kind"] == "weight" else weights
+        if match is None or match["part"] == "down":
             name = name if name in names else name.removesuffix(".weight")  # the parameter has no such suffix
-            return super().process(weights=weights, name=name, **options)
-        values = weights.swapaxes(1, 2) if match["kind"] == "weight" else weights
-        if match["part"] == "down":
-            return super().process(weights=values, name=name, **options)
+            return library.GGUFTensor(values, name, {})
         made, target = options["parsed_parameters"]["tensors"], names[name]
         if target not in made:
             made[target] = torch.zeros((*values.shape[:-1], 2 * values.shape[-1]), dtype=torch.from_numpy(values).dtype)
         made[target][..., int(match["part"] == "up") :: 2] = torch.from_numpy(values)  # gate and up rows alternate
-        return library.GGUFTensor(weights, None, {})
+        return library.GGUFTensor(weights, "", {})

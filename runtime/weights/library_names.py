@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -34,6 +35,9 @@ class _Conversion:
                 converter.add_tensor(target, pattern, pattern, rest.pop(0))
         made = converter.convert(target, model=model, config=model.config)
         return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
+
+    def parameter(self, name: str, target: str, model: Any, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        return self.convert(target, model, parts)[name]
 
 
 def model_transforms(model: Any) -> list[Any]:
@@ -79,7 +83,7 @@ def _converted(
         name: traced(
             pieces,
             tuple(parameters[name].shape),
-            lambda parts, name=name: conversion.convert(target, model, parts)[name],
+            partial(conversion.parameter, name, target, model),
             full=depends_on_shapes,
         )
         for name in names

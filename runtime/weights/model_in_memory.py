@@ -12,7 +12,7 @@ from hdtool.data import demo
 from hdtool.data.artifact import Artifact
 from hdtool.data.stores.manifest import Checkpoint
 from hdtool.runtime.kernels.compact_weight import is_packed
-from hdtool.runtime.model.checkpoint_identity import name_in_words
+from hdtool.runtime.model.checkpoint_identity import checkpoint_in, name_in_words
 from hdtool.runtime.model.hub import cached_snapshot
 from hdtool.runtime.weights.gguf_file import GGUFFile
 from hdtool.runtime.weights.gguf_folder import KIND as GGUF
@@ -42,7 +42,7 @@ def checkpoint_in_memory(model: PreTrainedModel) -> Checkpoint | None:
         if snapshot is None:
             return None
         folder = snapshot
-    checkpoint = _checkpoint_in(folder, demo.NAME if folder == demo.MODEL else name_in_words(name))
+    checkpoint = checkpoint_in(folder, demo.NAME if folder == demo.MODEL else name_in_words(name))
     return checkpoint if checkpoint and _is_unchanged(model, folder) else None
 
 

@@ -16,7 +16,7 @@ from hdtool.data.errors import OptionError
 from hdtool.data.manifests import MANIFEST
 from hdtool.data.progress import progress_bar
 from hdtool.runtime.config import ModelConfig
-from hdtool.runtime.model.checkpoint_identity import place_of
+from hdtool.runtime.model.checkpoint_identity import CONFIG_FILES, place_of
 from hdtool.runtime.model.quantization import MXFP4, library_of
 from hdtool.runtime.weights.assemble import empty_model, fill, fits, on_request
 from hdtool.runtime.weights.gguf_file import GGUFFile, gguf_file
@@ -24,9 +24,6 @@ from hdtool.runtime.weights.gguf_formats import slow_weights
 from hdtool.runtime.weights.gguf_names import gguf_store
 from hdtool.runtime.weights.quantized import quantized_store
 from hdtool.runtime.weights.safetensors_files import safetensors_store
-
-CONFIG_FILES = ("config.json",)
-"""Files that a folder must have to be accepted as a model."""
 
 
 def files_of(config: ModelConfig) -> list[Path]:
@@ -52,6 +49,7 @@ def stored_model(config: ModelConfig, settings: Any, quantized: Path | None, *, 
         return None
     model = _empty(config, settings)
     folder = quantized or place_of(config, CONFIG_FILES, weights=True)
+    store: WeightStore | None
     if quantized:
         store = quantized_store(quantized)
     elif path := gguf_file(config):
@@ -114,7 +112,7 @@ def source_for_transformers(config: ModelConfig, settings: Any, quantized: Path 
         yield Source(arguments, folder)
         return
     print(
-        f"note: {file}: its weights are read by transformers {metadata.version('transformers')}, which takes longer and "
+        f"note: {file}: transformers {metadata.version('transformers')} reads its weights, which takes longer, and "
         "expands them",
         file=sys.stderr,
     )
