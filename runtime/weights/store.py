@@ -50,6 +50,10 @@ class Piece:
         """Number of rows; each element of a vector is a row."""
         return prod(self.shape[:-1]) if len(self.shape) > 1 else prod(self.shape)
 
+    @property
+    def columns(self) -> int:
+        return self.shape[-1] if len(self.shape) > 1 else 1
+
 
 @dataclass(frozen=True)
 class StoredWeight:
@@ -75,7 +79,7 @@ class StoredWeight:
     @property
     def stays_packed(self) -> bool:
         """True if the weight is kept in blocks."""
-        (columns, *_), formats = {piece.shape[-1] for piece in self.pieces}, {piece.format for piece in self.pieces}
+        columns, formats = self.pieces[0].columns, {piece.format for piece in self.pieces}
         return (
             EXPANDS_FLOAT16
             and self.make is None

@@ -24,6 +24,7 @@ from hdtool.runtime.weights.gguf_formats import slow_weights
 from hdtool.runtime.weights.gguf_names import gguf_store
 from hdtool.runtime.weights.quantized import quantized_store
 from hdtool.runtime.weights.safetensors_files import safetensors_store
+from hdtool.runtime.weights.store import WeightStore
 
 
 def files_of(config: ModelConfig) -> list[Path]:

@@ -47,12 +47,12 @@ def traced(
 
 
 def _arranged(pieces: Sequence[Piece], shape: tuple[int, ...], convert: Convert, whole: bool) -> StoredWeight | None:
-    columns = {piece.shape[-1] if len(piece.shape) > 1 else 1 for piece in pieces}
+    columns = {piece.columns for piece in pieces}
     if len(columns) != 1:
         return None
     (width,) = columns
     rows = convert(_row_numbers(pieces, whole)).numpy()
-    if width == 1 and all(len(piece.shape) == 1 for piece in pieces):
+    if width == 1 and all(len(piece.shape) < 2 for piece in pieces):
         return _weight(pieces, shape, rows, transposed=False)
     numbers = convert(_column_numbers(pieces, whole)).numpy()
     for transposed in (False, True):
@@ -82,8 +82,8 @@ def _row_numbers(pieces: Sequence[Piece], whole: bool) -> list[torch.Tensor]:
         count = piece.rows
         series = torch.arange(first, first + STEP * count, STEP, dtype=torch.float64)
         first += STEP * count
-        if len(piece.shape) == 1:
-            numbers.append(series)
+        if len(piece.shape) < 2:
+            numbers.append(series.view(piece.shape))
         else:
             column = series.view(*piece.shape[:-1], 1)
             numbers.append(column.expand(piece.shape).contiguous() if whole else column)
@@ -107,8 +107,8 @@ def _weight(pieces: Sequence[Piece], shape: tuple[int, ...], rows: Any, *, trans
     """Return the weight whose rows have these numbers; None if some are not those of the pieces' rows."""
     order, rest = np.divmod(rows.reshape(-1) - FIRST, STEP)
     total = sum(piece.rows for piece in pieces)
-    width = pieces[0].shape[-1] if len(pieces[0].shape) > 1 else 1
-    if rest.any() or not ((order >= 0) & (order < total)).all() or len(order) * width != prod(shape):
+    is_whole = len(order) * pieces[0].columns == prod(shape)
+    if rest.any() or not ((order >= 0) & (order < total)).all() or not is_whole:
         return None
     order = order.astype(np.int64)
     in_order = len(order) == total and bool((order == np.arange(total)).all())
