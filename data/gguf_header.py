@@ -85,7 +85,7 @@ class GGUFHeader:
 
     def check_whole(self, path: Path, blocks: Blocks) -> None:
         """Raise ModelError if the file ends before a tensor does, or ``blocks`` lacks a tensor's quantization type."""
-        ends = [self.data]
+        ends = [0]
         for tensor in self.tensors:
             if tensor.kind not in blocks:
                 raise ModelError(f"{path} holds {tensor.name} in format {tensor.kind}, which the library gguf lacks")
