@@ -19,6 +19,7 @@ from packaging.requirements import Requirement
 
 from hdtool.data import demo
 from hdtool.data.errors import HdtoolError, error_reason, install_command, pip_install, requirements
+from hdtool.data.memory import available_memory
 from hdtool.data.progress import abbreviated, count_of
 from hdtool.data.prompts import Prompt
 from hdtool.data.stores.home import StoredItem, home, stored_items
@@ -133,16 +134,6 @@ def machine_findings() -> Iterator[Finding]:
         yield Finding("memory", f"{available / 1e9:.1f} GB available")
     yield from _devices()
     yield _threads()
-
-
-def available_memory() -> int | None:
-    """Return the memory that is free or reclaimable, in bytes; None if the system does not report it."""
-    try:
-        with open("/proc/meminfo", encoding="ascii") as stream:
-            rows = dict(line.split(":", 1) for line in stream)
-        return int(rows["MemAvailable"].split()[0]) * 1024
-    except (OSError, KeyError, ValueError):
-        return None
 
 
 def _devices() -> Iterator[Finding]:

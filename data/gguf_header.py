@@ -144,9 +144,19 @@ class _Reader:
         elif depth == MAX_ARRAY_DEPTH:
             raise ValueError
         else:
-            for _ in range(count):
-                self._string() if kind == STRING_TYPE else self.value(kind, depth + 1)
+            self._skip_values(kind, count, depth)
         return count
+
+    def _skip_values(self, kind: int, count: int, depth: int) -> None:
+        if kind != STRING_TYPE:
+            for _ in range(count):
+                self.value(kind, depth + 1)
+            return
+        content, offset, length_at = self._content, self.offset, struct.Struct("<Q").unpack_from
+        for _ in range(count):  # a vocabulary
+            offset += 8 + length_at(content, offset)[0]
+        self.offset = offset
+        self._skip(0)
 
     def tensor(self) -> GGUFTensor:
         name = self.text()

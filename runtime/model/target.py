@@ -30,7 +30,6 @@ from hdtool.runtime.model.cache.states import StateShape
 from hdtool.runtime.model.captured_passes import CapturedPasses
 from hdtool.runtime.model.checks.trees import prove_chains, prove_trees, some_context
 from hdtool.runtime.model.checks.weight_changes import ModelChanges
-from hdtool.runtime.model.damaged_weights import refuse_damaged_model
 from hdtool.runtime.model.families import (
     context_limit,
     distances,
@@ -45,6 +44,7 @@ from hdtool.runtime.model.static_steps import Capture, CaptureMaker, by_device
 from hdtool.runtime.model.stock_passes import CompiledPasses, ReplayPasses, StockPasses
 from hdtool.runtime.model.transformers_internals import use_masked_attention, windows_only_the_cache
 from hdtool.runtime.tree import LARGEST_TREE, DraftTree
+from hdtool.runtime.weights.damaged_weights import refuse_damaged_model
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

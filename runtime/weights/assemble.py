@@ -14,6 +14,7 @@ from hdtool.data.file_state import FileState
 from hdtool.data.progress import ProgressBar
 from hdtool.runtime.kernels.compact_weight import as_parameter, is_compact
 from hdtool.runtime.model.transformers_internals import text_class
+from hdtool.runtime.weights.damaged_weights import WeightCheck
 from hdtool.runtime.weights.store import WeightStore
 
 
@@ -36,23 +37,36 @@ def fits(store: WeightStore, model: Any) -> bool:
     return all(name in store or tied.get(name) in store for name, _ in model.named_parameters(remove_duplicate=False))
 
 
-def fill(model: Any, store: WeightStore, folder: Path, bar: ProgressBar) -> None:
-    """Read all weights of a store into an empty model; ``folder`` has the model's configuration."""
+def fill(model: Any, store: WeightStore, folder: Path, bar: ProgressBar, check: WeightCheck | None) -> None:
+    """Read all weights of a store into an empty model, and check them; ``folder`` has the model's configuration."""
     states, done = list(map(FileState.of, store.files)), 0
     for name in store:
-        path, _, last = name.rpartition(".")
-        module, weight = model.get_submodule(path), store.read(name)
-        if last in module._buffers:
-            module._buffers[last] = weight
-        else:
-            module._parameters[last] = as_parameter(weight) if is_compact(weight) else Parameter(weight, False)
+        weight: Any = store.read(name)
+        if check:
+            check.refuse_damaged(name, weight)
+        _put(model, name, weight)
         done += store[name].bytes
         bar.to(done)
     if not all(state.holds for state in states):
         raise ModelError(f"{store.source} was changed while it was read: run the command again")
+    if check:
+        check.finish()
     model.tie_weights()
+    model.initialize_weights()  # some types overwrite weights that were loaded
     model.eval()
     name_after(model, folder)
+
+
+def _put(model: Any, name: str, weight: Any) -> None:
+    """Make a tensor a parameter or a buffer of a model, and mark it as initialized for transformers."""
+    path, _, last = name.rpartition(".")
+    module = model.get_submodule(path)
+    if last in module._buffers:
+        module._buffers[last] = weight
+    else:
+        module._parameters[last] = as_parameter(weight) if is_compact(weight) else Parameter(weight, False)
+        weight = module._parameters[last]
+    weight._is_hf_initialized = True
 
 
 def name_after(model: Any, folder: Path) -> None:

@@ -144,6 +144,14 @@ def part_names(name: str) -> list[str]:
     return [f"{match['model']}-{number:05}-of-{match['count']}{match['suffix']}" for number in numbers]
 
 
+def existing_parts(path: Path) -> tuple[Path, ...]:
+    """Return all files of the model to which a file belongs by its name, as far as they are there."""
+    return (
+        path,
+        *(part for name in part_names(path.name) if (part := path.with_name(name)) != path and part.is_file()),
+    )
+
+
 def gguf_file(config: ModelConfig) -> Path | None:
     """Return the GGUF file that a configuration names, or None for a model in another format.
 

@@ -11,7 +11,7 @@ from hdtool.data.file_state import FileState, content_hash
 from hdtool.data.stores.home import stored_items
 from hdtool.runtime.model.hub import DIGITS, fingerprint_of
 from hdtool.runtime.weights.gguf_configuration import write_configuration
-from hdtool.runtime.weights.gguf_file import GGUFFile, part_names
+from hdtool.runtime.weights.gguf_file import GGUFFile, existing_parts
 
 KIND = "gguf"
 FORMAT = 2
@@ -23,7 +23,7 @@ def configuration_folder(file: Path) -> Artifact:
 
     Raise a ``ModelError`` if the file is damaged.
     """
-    files = (file, *(part for name in part_names(file.name)[1:] if (part := file.with_name(name)).is_file()))
+    files = existing_parts(file)
 
     def make(folder: Path, identity: str) -> dict[str, Any]:
         write_configuration(GGUFFile.open(file), folder)

@@ -23,14 +23,14 @@ from hdtool.data.artifact import Artifact, Recipe
 from hdtool.data.errors import ModelError
 from hdtool.data.gguf_header import GGUF_SUFFIX
 from hdtool.data.stores.home import artifacts_at_home
-from hdtool.runtime.kernels.compact_weight import expand_compact, narrowed
+from hdtool.runtime.kernels.compact_weight import narrowed
 from hdtool.runtime.kernels.experts import WEIGHTS, arrange_experts, matrices_of
 from hdtool.runtime.kernels.gemm import COLUMN_MULTIPLE
 from hdtool.runtime.kernels.matrix_formats import BlockFormat
 from hdtool.runtime.kernels.packed_matrix import FORMATS_BY_NAME, Q4_0, Q8_0, quantize_matrix
 from hdtool.runtime.model.compact_layers import ParameterRef, is_of_linear_layers, weight_parameters
-from hdtool.runtime.model.damaged_weights import WeightCheck
 from hdtool.runtime.model.hub import fingerprint_of
+from hdtool.runtime.weights.damaged_weights import WeightCheck
 from hdtool.runtime.weights.safetensors_files import tensors_of
 from hdtool.runtime.weights.store import StoredWeight, WeightStore
 
@@ -135,7 +135,7 @@ def _quantized_weights(model: Any, format: BlockFormat, check: WeightCheck) -> _
         if id(weight) in seen:  # a tied weight
             continue
         seen.add(id(weight))
-        check.refuse_damaged(name, expand_compact(weight))
+        check.refuse_damaged(name, weight)
         kind = Q8_0 if id(weight) in tables else format
         is_router = not ROUTERS.isdisjoint(name.split("."))
         blocks = _blocks_of(weight, kind) if id(weight) in fitting and not is_router else None

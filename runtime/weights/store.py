@@ -2,7 +2,8 @@
 
 A weight is copied into memory when it is read, in the order in which the model needs its rows, and no file stays open
 or mapped. An answer therefore never depends on a file that is replaced, truncated or deleted meanwhile. Blocks and
-16-bit numbers stay as they are stored, so that a model needs as much memory as its files have bytes.
+16-bit numbers stay as they are stored, so that a model needs as much memory as its files have bytes. Only the blocks
+of a model that is larger than the free memory stay in the mapped file.
 """
 
 from __future__ import annotations
@@ -108,6 +109,8 @@ class WeightStore(Mapping[str, StoredWeight]):
     def __init__(self, weights: Mapping[str, StoredWeight], source: object) -> None:
         """``source`` names the checkpoint in messages."""
         self._weights, self.source = weights, source
+        self.maps_blocks = False
+        """True if blocks whose rows are in order are mapped and not copied."""
 
     def __getitem__(self, name: str) -> StoredWeight:
         return self._weights[name]
@@ -178,6 +181,8 @@ class WeightStore(Mapping[str, StoredWeight]):
 
     def _rows(self, weight: StoredWeight) -> torch.Tensor:
         """Return the bytes of the rows of a weight, in order."""
+        if self.maps_blocks and weight.format in BLOCK_FORMATS and weight.order is None and len(weight.pieces) == 1:
+            return _mapped(weight.pieces[0])
         parts = [self._bytes(piece).view(piece.rows, -1) for piece in weight.pieces]
         rows = parts[0] if len(parts) == 1 else torch.cat(parts)
         return rows if weight.order is None else rows[torch.from_numpy(weight.order)]
@@ -205,6 +210,12 @@ class WeightStore(Mapping[str, StoredWeight]):
         if done < piece.bytes:
             raise ModelError(f"{self.source} was changed while it was read: run the command again")
         return content
+
+
+def _mapped(piece: Piece) -> torch.Tensor:
+    """Return the bytes of a piece's rows in its mapped file."""
+    content = torch.from_file(str(piece.file), shared=False, size=piece.offset + piece.bytes, dtype=torch.uint8)
+    return content[piece.offset :].view(piece.rows, -1)
 
 
 def _as_rows(numbers: torch.Tensor) -> torch.Tensor:

@@ -14,11 +14,13 @@ from transformers import GgufConfig
 
 from hdtool.data.errors import OptionError
 from hdtool.data.manifests import MANIFEST
+from hdtool.data.memory import available_memory
 from hdtool.data.progress import progress_bar
 from hdtool.runtime.config import ModelConfig
 from hdtool.runtime.model.checkpoint_identity import CONFIG_FILES, place_of
 from hdtool.runtime.model.quantization import MXFP4, library_of
 from hdtool.runtime.weights.assemble import empty_model, fill, fits, on_request
+from hdtool.runtime.weights.damaged_weights import WeightCheck
 from hdtool.runtime.weights.gguf_file import GGUFFile, gguf_file
 from hdtool.runtime.weights.gguf_formats import slow_weights
 from hdtool.runtime.weights.gguf_names import gguf_store
@@ -62,8 +64,16 @@ def stored_model(config: ModelConfig, settings: Any, quantized: Path | None, *, 
         store = safetensors_store(folder, settings, model)
     if store is None or not fits(store, model):
         return None
+    available = available_memory()
+    if available and store.bytes > available:
+        store.maps_blocks = True
+        print(
+            f"note: {config.name} has {store.bytes:,} bytes of weights, and {available:,} of memory are free: its blocks "
+            "stay in the mapped file, which must not be changed meanwhile",
+            file=sys.stderr,
+        )
     with progress_bar(store.bytes, f"reading {config.name}", unit="B") as bar:
-        fill(model, store, folder, bar)
+        fill(model, store, folder, bar, WeightCheck(config.name) if check else None)
     return model
 
 

@@ -8,20 +8,28 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterable
 
 import torch
 
 from hdtool.data.errors import ModelError
 from hdtool.data.stores.home import home
-from hdtool.runtime.kernels.compact_weight import expand_compact
+from hdtool.runtime.kernels.compact_weight import expand_compact, is_compact
+from hdtool.runtime.kernels.packed_matrix import MXFP4, PackedExperts, PackedMatrix
 
 LARGEST = torch.finfo(torch.float16).max
 """Magnitude that weights of trained models stay far below: they are also published in float16."""
 
 
+SCALES = {
+    "Q4_0": ((0, 8),), "Q4_1": ((0, 15), (2, 1)), "Q5_0": ((0, 16),), "Q5_1": ((0, 31), (2, 1)), "Q8_0": ((0, 128),),
+    "Q4_K": ((0, 63 * 15), (2, 63)), "Q5_K": ((0, 63 * 31), (2, 63)), "Q6_K": ((208, 128 * 32),), "IQ4_NL": ((0, 127),),
+}  # fmt: skip
+"""For each block format, the offsets of its float16 scales in a block, and by how much at most they are multiplied."""
+MXFP4_LARGEST, EXPONENT_BIAS, NAN_EXPONENT = 6, 127, 255
+
+
 class WeightCheck:
-    """Checks the weights of one file or checkpoint while they are converted."""
+    """Checks the weights of one file or checkpoint while they are read."""
 
     def __init__(self, source: object) -> None:
         self._source = source
@@ -33,14 +41,11 @@ class WeightCheck:
             return
         if not math.isfinite(size):
             raise ModelError(f"{self._source} is damaged: {name} holds {_in_words(size)}: get it again")
-        is_placeholder = 0 in weight.stride()  # an expanded zero in place of a weight that stays packed
-        if size > LARGEST or (size == 0 and weight.dim() > 1 and not is_placeholder):
+        if size > LARGEST or (size == 0 and weight.dim() > 1):
             self._unlikely.append(f"{name} holds {_in_words(size)}")
 
-    def finish(self, weights: Iterable[tuple[str, torch.Tensor]] = ()) -> None:
-        """Check the remaining weights, and then print a note if any weight had finite but unlikely values."""
-        for name, weight in weights:
-            self.refuse_damaged(name, weight)
+    def finish(self) -> None:
+        """Print a note if any weight had finite but unlikely values."""
         if self._unlikely:
             more = f", and {len(self._unlikely) - 1} more are as unlikely" if len(self._unlikely) > 1 else ""
             found = f"{self._source} may be damaged: {self._unlikely[0]}{more}"
@@ -58,16 +63,34 @@ def refuse_damaged_model(model: torch.nn.Module) -> None:
 
 
 def _magnitude(weight: torch.Tensor) -> float | None:
-    """Return the largest magnitude of a weight's values, NaN if any is NaN.
+    """Return the largest magnitude of a weight's values, of packed blocks a bound on it; NaN if any is NaN.
 
     Return None for weights without values of their own: integers, and those that a library quantized or sharded.
     """
-    values = weight.detach()
+    if is_compact(weight) and isinstance(stored := weight.stored, PackedMatrix):
+        parts = stored.parts if isinstance(stored, PackedExperts) else [stored]
+        return max(map(_magnitude_of_blocks, parts))
+    values = expand_compact(weight).detach()
     if type(values) is not torch.Tensor or not values.is_floating_point() or not values.numel() or values.is_meta:
         return None
     # 8-bit formats have no minimum in torch.
     lowest, highest = (values if values.itemsize > 1 else values.float()).aminmax()
     return max(-float(lowest), float(highest))
+
+
+def _magnitude_of_blocks(matrix: PackedMatrix) -> float:
+    """Return a bound on the magnitudes of blocks, from their scales; NaN if any scale is NaN."""
+    blocks = matrix.blocks.view(-1, matrix.format.bytes)
+    if matrix.format.name == MXFP4.name:
+        exponent = int(blocks[:, 0].max())
+        return math.nan if exponent == NAN_EXPONENT else MXFP4_LARGEST * 2.0 ** (exponent - EXPONENT_BIAS)
+    largest = 0.0
+    for offset, factor in SCALES[matrix.format.name]:
+        lowest, highest = map(float, blocks.view(torch.float16)[:, offset // 2].float().aminmax())
+        if math.isnan(lowest):
+            return math.nan
+        largest += factor * max(-lowest, highest)
+    return largest
 
 
 def _in_words(magnitude: float) -> str:
