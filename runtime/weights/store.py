@@ -135,11 +135,14 @@ class WeightStore(Mapping[str, StoredWeight]):
         weight = self[name]
         if not weight.stays_packed:
             return self._numbers(weight)
-        block_format, blocks = BLOCK_FORMATS[weight.format], self._rows(weight)
+        block_format = BLOCK_FORMATS[weight.format]
         if len(weight.shape) == 2:
-            return CompactWeight(PackedMatrix(blocks, block_format))
-        experts = PackedExperts([PackedMatrix(blocks, block_format)], weight.shape[0], is_transposed=weight.transposed)
-        return CompactWeight(experts)
+            return CompactWeight(PackedMatrix(self._rows(weight), block_format))
+        parts, interleaved = _parts_of_experts(weight)
+        matrices = [PackedMatrix(self._rows(part), block_format) for part in parts]
+        return CompactWeight(
+            PackedExperts(matrices, weight.shape[0], is_transposed=weight.transposed, is_interleaved=interleaved)
+        )
 
     def numbers(self, name: str) -> torch.Tensor:
         """Return a weight's numbers in the dtype in which they are stored; blocks are expanded to float32."""
@@ -181,11 +184,19 @@ class WeightStore(Mapping[str, StoredWeight]):
 
     def _rows(self, weight: StoredWeight) -> torch.Tensor:
         """Return the bytes of the rows of a weight, in order."""
-        if self.maps_blocks and weight.format in BLOCK_FORMATS and weight.order is None and len(weight.pieces) == 1:
-            return _mapped(weight.pieces[0])
-        parts = [self._bytes(piece).view(piece.rows, -1) for piece in weight.pieces]
-        rows = parts[0] if len(parts) == 1 else torch.cat(parts)
-        return rows if weight.order is None else rows[torch.from_numpy(weight.order)]
+        first, *others = weight.pieces
+        if not others and weight.order is None:
+            is_mapped = self.maps_blocks and weight.format in BLOCK_FORMATS
+            return _mapped(first) if is_mapped else self._bytes(first).view(first.rows, -1)
+        total = sum(piece.rows for piece in weight.pieces)
+        order = np.arange(total) if weight.order is None else weight.order
+        rows, start = torch.empty(len(order), first.bytes // first.rows, dtype=torch.uint8), 0
+        for piece in weight.pieces:  # one by one, which needs little temporary memory
+            places = np.flatnonzero((order >= start) & (order < start + piece.rows))
+            content = self._bytes(piece).view(piece.rows, -1)
+            rows[torch.from_numpy(places)] = content[torch.from_numpy(order[places] - start)]
+            start += piece.rows
+        return rows
 
     def _expanded(self, piece: Piece) -> torch.Tensor:
         """Return a piece's numbers; blocks are expanded to float32."""
@@ -210,6 +221,22 @@ class WeightStore(Mapping[str, StoredWeight]):
         if done < piece.bytes:
             raise ModelError(f"{self.source} was changed while it was read: run the command again")
         return content
+
+
+def _parts_of_experts(weight: StoredWeight) -> tuple[list[StoredWeight], bool]:
+    """Return the tensors of experts that need not be copied together, and whether their rows alternate.
+
+    There are two if each has half of every expert's rows, as the gate and up projections have in GGUF files.
+    """
+    if len(weight.pieces) == 2 and weight.order is not None:
+        first, second = weight.pieces
+        numbers = np.arange(first.rows + second.rows)
+        if first.shape == second.shape and len(weight.order) == len(numbers):
+            by_half = numbers.reshape(2, weight.shape[0], -1)
+            for axes, interleaved in (((1, 0, 2), False), ((1, 2, 0), True)):
+                if (by_half.transpose(axes).reshape(-1) == weight.order).all():
+                    return [StoredWeight((piece,), piece.shape) for piece in weight.pieces], interleaved
+    return [weight], False
 
 
 def _mapped(piece: Piece) -> torch.Tensor:

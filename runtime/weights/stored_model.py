@@ -21,7 +21,7 @@ from hdtool.runtime.model.checkpoint_identity import CONFIG_FILES, place_of
 from hdtool.runtime.model.quantization import MXFP4, library_of
 from hdtool.runtime.weights.assemble import empty_model, fill, fits, on_request
 from hdtool.runtime.weights.damaged_weights import WeightCheck
-from hdtool.runtime.weights.gguf_file import GGUFFile, gguf_file
+from hdtool.runtime.weights.gguf_file import GGUFFile, existing_parts, gguf_file
 from hdtool.runtime.weights.gguf_formats import slow_weights
 from hdtool.runtime.weights.gguf_names import gguf_store
 from hdtool.runtime.weights.quantized import quantized_store
@@ -30,13 +30,11 @@ from hdtool.runtime.weights.store import WeightStore
 
 
 def files_of(config: ModelConfig) -> list[Path]:
-    """Return all files that a model depends on: those of its folder, and of its GGUF file."""
+    """Return all files that a model depends on: those of its folder, and its GGUF files."""
     file = gguf_file(config)
     folder = place_of(config, CONFIG_FILES, weights=True)
-    return [
-        *(path for path in folder.iterdir() if path.is_file() and path.name != MANIFEST),
-        *(GGUFFile.open(file).paths if file else ()),
-    ]
+    kept = [path for path in folder.iterdir() if path.is_file() and path.name != MANIFEST]
+    return [*kept, *(existing_parts(file) if file else ())]
 
 
 def stored_model(config: ModelConfig, settings: Any, quantized: Path | None, *, check: bool) -> Any:
@@ -68,8 +66,8 @@ def stored_model(config: ModelConfig, settings: Any, quantized: Path | None, *, 
     if available and store.bytes > available:
         store.maps_blocks = True
         print(
-            f"note: {config.name} has {store.bytes:,} bytes of weights, and {available:,} of memory are free: its blocks "
-            "stay in the mapped file, which must not be changed meanwhile",
+            f"note: {config.name} has {store.bytes:,} bytes of weights, and {available:,} bytes of memory are free: "
+            "its blocks stay in the mapped file, which must not be changed meanwhile",
             file=sys.stderr,
         )
     with progress_bar(store.bytes, f"reading {config.name}", unit="B") as bar:
