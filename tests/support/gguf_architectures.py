@@ -31,8 +31,8 @@ from gguf.quants import quantize
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 try:
-    from transformers.integrations.gguf import GGUF_ARCHS
     from transformers.integrations.gguf.dequant import GGML_NAME
+    from transformers.integrations.gguf.gguf_conversion_mapping import GGUF_ARCHS
 except ImportError:  # before 5.23
     GGUF_ARCHS, GGML_NAME = {}, {}
 
@@ -92,8 +92,8 @@ class Architecture:
 
 
 TOO_NEW = "" if GGML_NAME else "transformers reads it since 5.23"
-TORCH_FORMATS = frozenset(GGML_NAME.values())
-"""Block formats that transformers reads in files of architectures that it reads by torch; it reads others by numpy."""
+TORCH_ARCHITECTURES, TORCH_FORMATS = frozenset(GGUF_ARCHS), frozenset(GGML_NAME.values())
+"""Architectures whose files transformers reads by torch instead of numpy, and the block formats that they may have."""
 TIED: tuple[str, ...] = ()
 ARCHITECTURES: dict[str, Architecture] = {
     "llama": Architecture("llama", WIDE, others={"rope_freqs.weight": (32,)}),
@@ -193,7 +193,7 @@ def write_architecture(path: Path, case: str, *kinds: str) -> Any:
     writer = _writer(path, architecture)
     for name, shape in (*_tensors(architecture, model), *architecture.others.items()):
         # In these architectures, transformers joins only tensors of one format.
-        chosen = name.replace("_gate_", "_up_") if architecture.name in GGUF_ARCHS else name
+        chosen = name.replace("_gate_", "_up_") if architecture.name in TORCH_ARCHITECTURES else name
         stored = _kind(name, shape, GGMLQuantizationType[kinds[crc32(chosen.encode()) % len(kinds)]])
         writer.add_tensor(name, random_tensor(name, shape, stored), raw_dtype=stored)
     written(writer, path)
@@ -270,9 +270,9 @@ def _tensors(architecture: Architecture, model: PreTrainedModel) -> Iterator[tup
 
 
 def _file_name(names: TensorNameMap, parameter: str) -> str:
-    for pattern, name in UNMAPPED.items():
+    for pattern, stored in UNMAPPED.items():
         if found := re.search(f"{pattern}$", parameter):
-            return found.expand(name)
+            return found.expand(stored)
     base, dot, suffix = parameter.rpartition(".")
     if suffix not in ("weight", "bias"):
         base, dot, suffix = parameter, "", ""

@@ -15,9 +15,9 @@ from hdtool.runtime.weights.gguf_names import gguf_store
 from tests.support.gguf_architectures import (
     ARCHITECTURES,
     BLOCK_SCALES,
-    GGUF_ARCHS,
     LAYERS,
     READABLE,
+    TORCH_ARCHITECTURES,
     TORCH_FORMATS,
     write_architecture,
     write_metadata,
@@ -90,7 +90,7 @@ def test_every_decoder_that_the_library_reads_has_a_case() -> None:
     from transformers.modeling_gguf_pytorch_utils import GGUF_SUPPORTED_ARCHITECTURES
 
     others = {"general", "tokenizer", "gptoss", "t5", "umt5"}  # no architectures, tested above, and encoders
-    of_library = {*GGUF_SUPPORTED_ARCHITECTURES, *GGUF_ARCHS}
+    of_library = {*GGUF_SUPPORTED_ARCHITECTURES, *TORCH_ARCHITECTURES}
     cases = {*ARCHITECTURES, *(architecture.name for architecture in ARCHITECTURES.values())}
     assert {_letters(name) for name in of_library} - {_letters(name) for name in cases} == others
 
