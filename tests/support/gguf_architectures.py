@@ -180,17 +180,17 @@ JOINED_EXPERTS = re.compile(r"layers\.(\d+)\.mlp\.experts\.gate_up_proj$")
 TRANSPOSED = {"gpt2": re.compile(r"attn_qkv\.weight|ffn_(down|up)\.weight|attn_output\.weight")}
 
 
-def write_architecture(path: Path, case: str, *kinds: str) -> Any:
+def write_architecture(path: Path, case: str, *kinds: str, tensors_of_part: int = 0) -> Any:
     """Write a file with matrices in the formats ``kinds``; return the configuration as transformers reads it.
 
     With several formats, even projections that become one weight differ in theirs. A matrix whose rows are no whole
-    number of blocks is in Q8_0 or in float32.
+    number of blocks is in Q8_0 or in float32. With ``tensors_of_part``, write parts of so many tensors.
     """
     architecture = ARCHITECTURES[case]
     settings = settings_of(architecture)
     with torch.device("meta"):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(settings)
-    writer = _writer(path, architecture)
+    writer = _writer(path, architecture, tensors_of_part)
     for name, shape in (*_tensors(architecture, model), *architecture.others.items()):
         # In these architectures, transformers joins only tensors of one format.
         chosen = name.replace("_gate_", "_up_") if architecture.name in TORCH_ARCHITECTURES else name
@@ -232,8 +232,8 @@ def random_tensor(name: str, shape: tuple[int, ...], kind: GGMLQuantizationType)
     return blocks.reshape(*shape[:-1], -1)
 
 
-def _writer(path: Path, architecture: Architecture) -> GGUFWriter:
-    writer = GGUFWriter(path, architecture.name)
+def _writer(path: Path, architecture: Architecture, tensors_of_part: int = 0) -> GGUFWriter:
+    writer = GGUFWriter(path, architecture.name, split_max_tensors=tensors_of_part)
     writer.add_name(architecture.model_name)
     for name, value in {**COMMON, **architecture.metadata}.items():
         key = f"{architecture.name}.{name}"

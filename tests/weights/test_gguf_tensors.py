@@ -69,6 +69,18 @@ def test_matrices_stay_in_blocks(case: str, tmp_path: Path) -> None:
     assert len(blocks) >= LAYERS
 
 
+@pytest.mark.parametrize("case", ["gpt2", "qwen2moe", "lfm2"])
+def test_parts_are_read_like_a_whole_file(case: str, tmp_path: Path) -> None:
+    """Projections that become one weight may lie in two parts. transformers reads only whole files."""
+    whole, parts = tmp_path / "whole.gguf", tmp_path / "parts.gguf"
+    settings = write_architecture(whole, case, "Q8_0")
+    write_architecture(parts, case, "Q8_0", tensors_of_part=5)
+    first = min(tmp_path.glob("parts-*.gguf"))
+    store = gguf_store(GGUFFile.open(first), settings, empty_model(settings))
+    assert len(store.files) > 2
+    assert differences(store, loaded_by_library(whole, settings)) == []
+
+
 @pytest.mark.parametrize(("experts", "others"), [("MXFP4", "Q8_0"), ("F32", "F32"), ("Q8_0", "Q4_0")])
 def test_gpt_oss_is_read_as_it_was_written(experts: str, others: str, tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"

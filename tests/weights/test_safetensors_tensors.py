@@ -88,6 +88,12 @@ def test_tied_weights_are_stored_once(name: str, tmp_path: Path) -> None:
     assert_as_the_library_reads(saved(_tied(name), tmp_path))
 
 
+def test_experts_are_joined_in_the_order_of_their_numbers(tmp_path: Path) -> None:
+    """The tenth expert's name comes before the second one's in the alphabet."""
+    model = random_model("Qwen3Moe", num_experts=12, num_experts_per_tok=2, moe_intermediate_size=16)
+    assert_as_the_library_reads(saved(model, tmp_path))
+
+
 @pytest.mark.parametrize("is_equal", [True, False])
 def test_tied_weights_may_be_stored_twice(is_equal: bool, tmp_path: Path) -> None:
     """transformers keeps both if they differ."""
