@@ -25,7 +25,7 @@ from tests.support.gguf_architectures import (
 from tests.support.gpt_oss_gguf import write_gpt_oss
 from tests.support.read_weights import differences, loaded_by_library
 
-KINDS = ["F32", "F16", "BF16", "Q8_0", "Q4_K", "Q2_K", "IQ4_XS", "Q4_K+Q6_K+F16", "Q8_0+IQ4_XS"]
+KINDS = ["F32", "F16", "BF16", "Q8_0", "Q4_K", "Q2_K", "IQ4_XS", "Q8_0+IQ4_XS"]
 """Formats of the matrices of a file; no compiled matmul reads Q2_K and IQ4_XS."""
 EXPANDED = {"qwen35": r"linear_attn\.out_proj", "gpt2": r"attn|mlp"}
 """Architectures with weights in another order of columns, or transposed: patterns of their names."""
@@ -67,6 +67,15 @@ def test_matrices_stay_in_blocks(case: str, tmp_path: Path) -> None:
         name for name in blocks if re.search(pattern, name)
     }
     assert len(blocks) >= LAYERS
+
+
+@pytest.mark.parametrize("case", ["qwen2moe", "qwen3moe", "minimax-m2"])
+def test_projections_in_different_formats_are_joined(case: str, tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    settings = write_architecture(path, case, "Q4_K", "Q6_K", "F16")
+    store = gguf_store(GGUFFile.open(path), settings, empty_model(settings))
+    assert any(len({piece.format for piece in weight.pieces}) > 1 for weight in store.values())
+    assert differences(store, loaded_by_library(path, settings)) == []
 
 
 @pytest.mark.parametrize("case", ["gpt2", "qwen2moe", "lfm2"])

@@ -27,6 +27,12 @@ FILE = "model.safetensors"
 MAX_SHARD_SIZE = 20_000
 OVERWRITTEN = {"youtu", "zaya"}
 """Types whose classes overwrite a weight that transformers has loaded: the embedding of padding, a router's bias."""
+KINDS = set(every_type()) - set(OTHERS) - OVERWRITTEN
+CONVERTED = {
+    *("bailing_hybrid", "ernie4_5_vl_moe", "gemma3n_text", "hrm_text", "inkling2", "inkling_mm_model", "kimi_k25"),
+    *("minimax_m3_vl", "mistral_large4", "molmo2", "qwen3_vl_moe", "qwen4_exp_text", "step3p7", "unlimited_ocr"),
+}
+"""Types that together have each kind of conversion: joined, split, interleaved, permuted, transposed and renamed."""
 
 
 @torch.no_grad()
@@ -67,8 +73,13 @@ def test_each_tensor_equals_the_librarys(name: str, layout: str, tmp_path: Path)
     assert_as_the_library_reads(folder)
 
 
+@pytest.mark.parametrize("kind", sorted(CONVERTED & KINDS))
+def test_each_conversion_is_applied_like_the_librarys(kind: str, tmp_path: Path) -> None:
+    assert_as_the_library_reads(saved(initial_model(kind), tmp_path))
+
+
 @pytest.mark.one_in(20)
-@pytest.mark.parametrize("kind", sorted(set(every_type()) - set(OTHERS) - OVERWRITTEN))
+@pytest.mark.parametrize("kind", sorted(KINDS - CONVERTED))
 def test_every_type_is_read_like_the_library_does(kind: str, tmp_path: Path) -> None:
     try:
         folder = saved(initial_model(kind), tmp_path)
