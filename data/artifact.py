@@ -21,7 +21,7 @@ from hdtool.data.errors import ModelError, os_errors_as
 from hdtool.data.file_state import FileState, States, StoredFile, content_hash
 from hdtool.data.manifests import FORMAT, MANIFEST, PARSERS
 from hdtool.data.output_files import OutputFile, json_object, sync_to_disk
-from hdtool.data.stores.home import artifact_at_home, artifacts_at_home
+from hdtool.data.stores.home import artifact_at_home, artifacts_at_home, home
 
 START = b'{\n "artifact": '
 """First bytes of each manifest."""
@@ -84,10 +84,14 @@ class Artifact:
         return identity == self.identity and all(times.get(one.path, one.mtime_ns) == one.mtime_ns for one in states)
 
     def is_superseded_by(self, states: States) -> bool:
-        """Return True if the artifact was made from files at these paths and is of no use to files at other paths."""
+        """Return True if the artifact was made from files at these paths and is of no use to files at other paths.
+
+        Return True, too, if it was made from files in hdtool's home that are gone.
+        """
         others = [sources for sources in self.seen if _paths(sources) != _paths(states)]
         is_held = any(all(state.holds for state in sources) for sources in others)
-        return states in self.seen or (len(others) < len(self.seen) and not is_held)
+        was_at_home = any(home().resolve() in Path(path).parents for sources in others for path in _paths(sources))
+        return states in self.seen or ((len(others) < len(self.seen) or was_at_home) and not is_held)
 
     def remember(self, states: States) -> None:
         """Add the sources' states and the files' current ``stat`` fields to the manifest; ignore failures.

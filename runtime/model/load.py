@@ -30,6 +30,7 @@ from hdtool.runtime.kernels.vector_code import EXPANDS_FLOAT16
 from hdtool.runtime.model.checkpoint_identity import CONFIG_FILES, checkpoint_of, place_of
 from hdtool.runtime.model.compact_layers import compact_weights, expand_weights_read, pack_weights
 from hdtool.runtime.model.families import refuse_by_configuration
+from hdtool.runtime.model.hub import weight_files
 from hdtool.runtime.model.placement import use_planless_attention
 from hdtool.runtime.model.quantization import (
     MXFP4,
@@ -48,6 +49,7 @@ from hdtool.runtime.sampling.sampler import Sampler
 from hdtool.runtime.sequence import room_for
 from hdtool.runtime.text_stream import StopTexts
 from hdtool.runtime.weights.assemble import name_after
+from hdtool.runtime.weights.gguf_file import existing_parts, gguf_file
 from hdtool.runtime.weights.quantized import quantized_folder
 from hdtool.runtime.weights.stored_model import (
     attention_error,
@@ -195,7 +197,14 @@ def _quantized(config: ModelConfig, settings: Any) -> Path | None:
         stored = replace(config, quantization=None, dtype="auto")
         return stored_model(stored, settings, None, check=True) or _on_one_device(stored, settings, torch.device("cpu"))
 
-    return quantized_folder(name, scheme, files_of(config), loaded)
+    if file := gguf_file(config):
+        files = list(existing_parts(file))
+    else:
+        place = place_of(config, CONFIG_FILES, weights=True)
+        files = [place / CONFIG_FILES[0], *(weight_files(place) or ())]
+    if not (checkpoint := checkpoint_of(config)):
+        raise ModelError(f"{name} has no weights, or not all of them: get the checkpoint again, whole")
+    return quantized_folder(name, scheme, files, checkpoint.fingerprint, loaded)
 
 
 def _target_with(proof: Proof | None, config: ModelConfig, settings: Any, kept: KeptProof | None) -> Target | None:

@@ -45,24 +45,20 @@ SPARE_BYTES = 1 << 26
 """Disk space in bytes to leave free."""
 
 
-def quantized_folder(name: str, scheme: str, files: Sequence[Path], load: Callable[[], Any]) -> Path:
+def quantized_folder(name: str, scheme: str, files: Sequence[Path], fingerprint: str, load: Callable[[], Any]) -> Path:
     """Return the folder that holds a checkpoint's weights in quantized blocks; quantize the checkpoint first if needed.
 
-    ``files`` are all files that the weights depend on; ``load`` loads the model.
+    ``files`` are all files that the weights depend on, ``fingerprint`` is the checkpoint's; ``load`` loads the model.
     """
+    weights = [file for file in files if file.suffix != ".json"]
 
     def identify() -> str:
-        settings = [file.read_bytes() for file in files if file.suffix == ".json"]
-        fingerprint = fingerprint_of(file for file in files if file.suffix != ".json")
-        return f"{fingerprint} {hashlib.sha256(b''.join(settings)).hexdigest()}"
+        settings = b"".join(file.read_bytes() for file in files if file not in weights)
+        return f"{fingerprint_of(weights)} {hashlib.sha256(settings).hexdigest()}"
 
     def make(folder: Path, identity: str) -> dict[str, Any]:
         quantized = _write(load(), name, scheme, folder)
-        return {
-            "fingerprint": identity.partition(" ")[0],
-            "kinds": quantized.kinds,
-            "transposed": quantized.transposed,
-        }
+        return {"fingerprint": fingerprint, "kinds": quantized.kinds, "transposed": quantized.transposed}
 
     versions = {"transformers": metadata.version("transformers"), "format": FORMAT}
     readable = f"{Path(name).name.removesuffix(GGUF_SUFFIX)}-{scheme}"

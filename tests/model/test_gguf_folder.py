@@ -17,10 +17,12 @@ from gguf import GGUFWriter
 from transformers import AutoConfig, AutoTokenizer
 
 from hdtool.data import file_state
+from hdtool.data.artifact import Artifact, artifacts
 from hdtool.data.errors import ModelError
 from hdtool.runtime.model.hub import fingerprint_of
 from hdtool.runtime.weights import gguf_folder
 from hdtool.runtime.weights.gguf_folder import configuration_folder
+from hdtool.runtime.weights.quantized import quantized_folder, read_quantized
 from tests.support.gguf_files import tiny_llama, write_gguf
 
 
@@ -114,6 +116,22 @@ def test_other_files_keep_their_own_fingerprint(quick: None, tmp_path: Path, hom
     (home / "gguf" / "old" / "gguf.json").write_text(json.dumps(row))
     assert configuration_folder(second).fingerprint == fingerprint_of([second])
     assert configuration_folder(first).fingerprint == digest(first)[:16]
+
+
+def test_a_quantized_copy_has_the_fingerprint_of_its_file(
+    quick: None, tmp_path: Path, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = small(tmp_path / "a.gguf")
+    (home / "quantized" / "old").mkdir(parents=True)
+    gone = vars(file_state.FileState.of(file)) | {"path": str(home / "gguf" / "a" / "model.safetensors")}
+    row = {"scheme": "q8_0", "sha256": "0", "fingerprint": "1", "transformers": "5.20", "files": {}, "seen": [[gone]]}
+    (home / "quantized" / "old" / "quantized.json").write_text(json.dumps(row))
+    monkeypatch.setattr(gguf_folder, "_fingerprint", lambda *_: "89abcdef" * 2)
+    folder = quantized_folder("a.gguf", "q8_0", [file], lambda: tiny_llama(intermediate_size=128))
+    made = Artifact.read(folder)
+    assert made and made.fingerprint == configuration_folder(file).fingerprint == "89abcdef" * 2
+    assert made.folder.name.startswith("a-q8_0-") and read_quantized(folder).keys() >= made.details["kinds"].keys()
+    assert [*artifacts("quantized")] == [made], "what was made from a converted copy is removed"
 
 
 @pytest.mark.parametrize("content", [b"", b"GGUF", b"a poem"])
