@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -137,10 +138,10 @@ DAMAGES: dict[str, Callable[[Artifact], object]] = {
     "a later format": lambda artifact: manifest_with(artifact, format=99),
     "no numbers": lambda artifact: manifest_with(artifact, files={"content": ["0", "x"]}),
     "no states": lambda artifact: manifest_with(artifact, seen=[[3]]),
-    **{
-        f"lists {name!r}": lambda artifact, name=name: manifest_with(artifact, files={name: ["0" * 64, 4]})
-        for name in ("../thesis.txt", "{folder}/thesis.txt", "..", ".", "", "a\0b")
-    },
+}
+DAMAGES |= {
+    f"lists {name!r}": partial(manifest_with, files={name: ["0" * 64, 4]})
+    for name in ("../thesis.txt", "/tmp/thesis.txt", "..", ".", "", "a\0b")
 }
 
 

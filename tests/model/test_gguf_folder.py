@@ -70,7 +70,7 @@ def test_configuration_and_tokenizer_are_kept(tmp_path: Path, monkeypatch: pytes
 
 def test_every_tensor_and_all_of_the_header_identify_a_file(tmp_path: Path) -> None:
     plain = small(tmp_path / "a.gguf")
-    copy = shutil.copy(plain, tmp_path / "copy.gguf")
+    copy = Path(shutil.copy(plain, tmp_path / "copy.gguf"))
     assert fingerprint_of([copy]) == (first := fingerprint_of([plain]))
     others = [
         small(tmp_path / "value.gguf", value=2.0),
