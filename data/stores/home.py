@@ -82,11 +82,6 @@ def import_structure_at_home() -> Path:
     return home() / "imports"
 
 
-def converted_models_at_home() -> Path:
-    """Return the folder of models converted from GGUF files."""
-    return home() / "gguf"
-
-
 def artifacts_at_home(kind: str) -> Path:
     """Return the folder of the artifacts of a kind; kinds that differ only after a hyphen share it."""
     return home() / kind.partition("-")[0]
@@ -100,11 +95,6 @@ def artifact_at_home(kind: str, name: str, digest: str) -> Path:
 def setups_at_home(model: str) -> Path:
     """Return the folder in which ``hdtool setup`` keeps the work folders of a model's set-ups."""
     return home() / "setups" / _folder_name(model)
-
-
-def converted_at_home(name: str, fingerprint: str) -> Path:
-    """Return a converted model's folder. ``fingerprint`` identifies the GGUF file; ``name`` is for human readers."""
-    return converted_models_at_home() / f"{_folder_name(name)}-{fingerprint}".lstrip("-")
 
 
 def _folder_name(name: str) -> str:
