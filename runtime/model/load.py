@@ -20,7 +20,7 @@ from hdtool.data.stores.manifest import Checkpoint
 from hdtool.runtime.compile_process import core_left_free
 from hdtool.runtime.config import ModelConfig, SamplingConfig
 from hdtool.runtime.config.model import BLOCKS, DEVICES, INT8
-from hdtool.runtime.engines.cpu.kept_proof import KeptProof, Proof, logits_hash, outline_of, proof_of
+from hdtool.runtime.engines.cpu.kept_proof import KeptProof, Proof, logits_hash, proof_of
 from hdtool.runtime.engines.cpu.proof import compile_cpu
 from hdtool.runtime.generate_settings import generation_settings, sampler_as_generate
 from hdtool.runtime.grammar import GrammarCompiler
@@ -217,9 +217,6 @@ def _target_with(proof: Proof | None, config: ModelConfig, settings: Any, kept: 
     if model is None:
         model = _on_one_device(config, settings, cpu)
     _set_generation(model, config)
-    outline = outline_of(model) if kept else ""
-    if proof and proof.outline != outline:
-        return None
     compact = dict(proof.compact) if proof else {}
     is_plain = not config.quantization and library_of(settings) in ("", MXFP4)
     if is_stored or (config.dtype == "auto" and (is_plain or pack_weights(model))):
@@ -233,7 +230,7 @@ def _target_with(proof: Proof | None, config: ModelConfig, settings: Any, kept: 
         target.compiled = compile_cpu(target, proved=proof is not None)
     if proof:
         return target if target.compiled and logits_hash(target) == proof.logits else None
-    if kept and (found := proof_of(target, outline, compact)):
+    if kept and (found := proof_of(target, compact)):
         kept.keep(found)
     return target
 

@@ -49,17 +49,7 @@ def stored_model(config: ModelConfig, settings: Any, quantized: Path | None, *, 
     if config.trust_remote_code and getattr(settings, "auto_map", None):
         return None
     model = _empty(config, settings)
-    folder = quantized or place_of(config, CONFIG_FILES, weights=True)
-    store: WeightStore | None
-    if quantized:
-        store = quantized_store(quantized)
-    elif path := gguf_file(config):
-        file = GGUFFile.open(path)
-        if slow := slow_weights(file):
-            print(f"note: {config.name}: {slow}", file=sys.stderr)
-        store = gguf_store(file, settings, model, check=check)
-    else:
-        store = safetensors_store(folder, settings, model)
+    store = _store(config, settings, quantized, model, check=check)
     if store is None or not fits(store, model):
         return None
     available = available_memory()
@@ -71,8 +61,26 @@ def stored_model(config: ModelConfig, settings: Any, quantized: Path | None, *, 
             file=sys.stderr,
         )
     with progress_bar(store.bytes, f"reading {config.name}", unit="B") as bar:
-        fill(model, store, folder, bar, WeightCheck(config.name) if check else None)
+        fill(model, store, _folder(config, quantized), bar, WeightCheck(config.name) if check else None)
     return model
+
+
+def _folder(config: ModelConfig, quantized: Path | None) -> Path:
+    return quantized or place_of(config, CONFIG_FILES, weights=True)
+
+
+def _store(
+    config: ModelConfig, settings: Any, quantized: Path | None, model: Any, *, check: bool
+) -> WeightStore | None:
+    """Return the weights of an empty model; None if they can't be read by name."""
+    if quantized:
+        return quantized_store(quantized)
+    if (path := gguf_file(config)) is None:
+        return safetensors_store(_folder(config, None), settings, model)
+    file = GGUFFile.open(path)
+    if slow := slow_weights(file):
+        print(f"note: {config.name}: {slow}", file=sys.stderr)
+    return gguf_store(file, settings, model, check=check)
 
 
 def _empty(config: ModelConfig, settings: Any) -> Any:
@@ -109,17 +117,17 @@ class Source(NamedTuple):
 @contextmanager
 def source_for_transformers(config: ModelConfig, settings: Any, quantized: Path | None) -> Iterator[Source]:
     """Yield where transformers' loader finds a model's weights; ``quantized`` is as for ``stored_model``."""
-    folder = quantized or place_of(config, CONFIG_FILES, weights=True)
-    file = None if quantized else gguf_file(config)
+    folder, file = _folder(config, quantized), gguf_file(config)
     if file is None and quantized is None:
         yield Source({"pretrained_model_name_or_path": folder})
         return
     model = empty_model(settings)
-    store = gguf_store(GGUFFile.open(file), settings, model, check=True) if file else quantized_store(folder)
-    if file is None or (store and fits(store, model)):
+    store = _store(config, settings, quantized, model, check=True)
+    if store and (quantized or file is None or fits(store, model)):
         arguments = {"pretrained_model_name_or_path": None, "config": settings, "state_dict": on_request(store)}
         yield Source(arguments, folder)
         return
+    assert file
     print(
         f"note: {file}: transformers {metadata.version('transformers')} reads its weights, which takes longer, and "
         "expands them",

@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.nn import Module
 
 import hdtool
 from hdtool.data.durable_files import CachedValue
@@ -31,12 +30,11 @@ from hdtool.runtime.config import ModelConfig
 from hdtool.runtime.engines.cpu.proof import PROOF_TREE, SHORT_CONTEXT
 from hdtool.runtime.kernels.compact_weight import is_compact
 from hdtool.runtime.kernels.compiled import processor_name
-from hdtool.runtime.kernels.packed_matrix import PackedMatrix
 from hdtool.runtime.model.cache.kv_cache import HeadShape, LayerShape
 from hdtool.runtime.model.checks.trees import some_context
 from hdtool.runtime.model.target import Target
 
-FORMAT = 1
+FORMAT = 2
 LIBRARIES = ("torch", "transformers", "numba", "llvmlite", "numpy", "accelerate", "safetensors")
 SETTINGS = ("NUMBA_", "LLVM_", "OMP_", "KMP_", "MKL_", "DNNL_", "ONEDNN_", "ATEN_", "TORCH_", "PYTORCH_", "OPENBLAS_")
 """Prefixes of environment variables that change what libraries compute."""
@@ -46,8 +44,6 @@ SETTINGS = ("NUMBA_", "LLVM_", "OMP_", "KMP_", "MKL_", "DNNL_", "ONEDNN_", "ATEN
 class Proof:
     """Result of comparing a compiled model with Transformers."""
 
-    outline: str
-    """Hash of the model's modules, buffers and weight layouts, but not of the weights' values."""
     shapes: tuple[LayerShape, ...]
     """Shapes of each layer's keys and values."""
     compact: dict[str, bool]
@@ -64,7 +60,7 @@ class Proof:
 
     @classmethod
     def of_json(cls, row: dict[str, Any]) -> Proof:
-        return cls(row["outline"], tuple(map(_shape, row["shapes"])), dict(row["compact"]), row["logits"])
+        return cls(tuple(map(_shape, row["shapes"])), dict(row["compact"]), row["logits"])
 
 
 def _shape(layer: Any) -> LayerShape:
@@ -134,33 +130,6 @@ def _source_hash() -> str:
     return digest.hexdigest()
 
 
-def outline_of(model: Module) -> str:
-    """Return a hash of a model's modules, buffers, weight layouts and configuration, but not of the weights' values."""
-    digest, numbers = hashlib.sha256(), dict[int, int]()
-    for name, module in model.named_modules():
-        kind = type(module)
-        digest.update(f"{name} {kind.__module__}.{kind.__qualname__} {module.training}\n".encode())
-        for name_, weight in module._parameters.items():
-            digest.update(f"{name_} {_form(weight, numbers)}\n".encode())
-        for name_, buffer in module._buffers.items():
-            digest.update(f"{name_} {_form(buffer, numbers)}\n".encode())
-            if buffer is not None:
-                digest.update(buffer.detach().reshape(-1).view(torch.uint8).numpy().tobytes())
-    settings: Any = model.config
-    digest.update(json.dumps(settings.to_dict(), sort_keys=True, default=str).encode())
-    return digest.hexdigest()
-
-
-def _form(tensor: torch.Tensor | None, numbers: dict[int, int]) -> str:
-    """Describe a tensor's layout. ``numbers`` assigns a number to each ``id``, so tied tensors share a number."""
-    if tensor is None:
-        return "none"
-    stored: Any = tensor.stored if is_compact(tensor) else tensor
-    storage = stored.format.name if isinstance(stored, PackedMatrix) else stored.dtype
-    number = numbers.setdefault(id(tensor), len(numbers))
-    return f"{number} {type(tensor).__name__} {tuple(tensor.shape)} {tensor.dtype} {storage} {tensor.device}"
-
-
 @torch.inference_mode()
 def logits_hash(target: Target) -> str:
     """Return a hash of the logits of a prefill and of a pass over a tree."""
@@ -173,7 +142,7 @@ def logits_hash(target: Target) -> str:
     return digest.hexdigest()
 
 
-def proof_of(target: Target, outline: str, compact: dict[str, bool]) -> Proof | None:
+def proof_of(target: Target, compact: dict[str, bool]) -> Proof | None:
     """Return the proof of a loaded target, or None if the target must be compared with Transformers at each start.
 
     Only targets with reproducible logits have a proof: targets with compiled passes, without recurrent states and
@@ -186,4 +155,4 @@ def proof_of(target: Target, outline: str, compact: dict[str, bool]) -> Proof | 
     ):
         return None
     logits = logits_hash(target)
-    return Proof(outline, target.shapes, compact, logits) if logits == logits_hash(target) else None
+    return Proof(target.shapes, compact, logits) if logits == logits_hash(target) else None
