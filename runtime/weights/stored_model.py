@@ -19,6 +19,7 @@ from hdtool.data.progress import progress_bar
 from hdtool.runtime.config import ModelConfig
 from hdtool.runtime.model.checkpoint_identity import CONFIG_FILES, place_of
 from hdtool.runtime.model.quantization import MXFP4, library_of
+from hdtool.runtime.model.transformers_internals import text_class
 from hdtool.runtime.weights.assemble import empty_model, fill, fits, on_request
 from hdtool.runtime.weights.damaged_weights import WeightCheck
 from hdtool.runtime.weights.gguf_file import GGUFFile, existing_parts, gguf_file
@@ -46,7 +47,8 @@ def stored_model(config: ModelConfig, settings: Any, quantized: Path | None, *, 
     by_library = config.quantization and not quantized
     if (config.dtype != "auto" and not quantized) or by_library or library_of(settings) not in ("", MXFP4):
         return None
-    if config.trust_remote_code and getattr(settings, "auto_map", None):
+    brings_code = config.trust_remote_code and getattr(settings, "auto_map", None)
+    if brings_code or text_class(settings, trust_remote_code=False) is None:
         return None
     model = _empty(config, settings)
     store = _store(config, settings, quantized, model, check=check)
