@@ -58,7 +58,7 @@ if TYPE_CHECKING:
 
 LIST_ACTION, REMOVE_ACTION = "list", "remove"
 ARTIFACT_KINDS = ("gguf", "quantized")
-"""Kinds of listed models: configurations of GGUF files, or checkpoints quantized on loading."""
+"""Kinds of listed models: configurations of GGUF files, and checkpoints quantized on loading."""
 
 
 def stores(
@@ -77,8 +77,8 @@ def stores(
     """List the stores in hdtool's home, or remove some.
 
     A model store belongs to one model, a corpus index to all models of its tokenizer. Stores in other folders are
-    shown by inspect. Models converted from GGUF files or quantized on loading are listed too, and so are set-ups, which
-    keep copies of the conversations in their logs.
+    shown by inspect. Configurations of GGUF files and models quantized on loading are listed too, and so are set-ups,
+    which keep copies of the conversations in their logs.
     """
 
     items = _all_items()

@@ -14,8 +14,8 @@ MAX_SHOWN = 80
 
 _CHAT = "hdtool chat MODEL holds a conversation, and hdtool generate MODEL PROMPT answers one prompt"
 _DOWNLOAD = "hdtool downloads a model when a command first names it, as in hdtool chat OWNER/NAME"
-_STORES = "hdtool stores lists the stores and the converted models"
-_REMOVE = "hdtool stores remove NAME removes a store or a converted model"
+_STORES = "hdtool stores lists the stores and what hdtool keeps of models"
+_REMOVE = "hdtool stores remove NAME removes a store or what hdtool keeps of a model"
 _SHOW = "hdtool inspect STORE shows a store, and hdtool doctor MODEL checks a model"
 _BUILD = "hdtool build-model-db and hdtool build-corpus-db build stores, and hdtool setup MODEL --logs LOGS does both"
 COMMANDS_ELSEWHERE = {

@@ -23,7 +23,7 @@ RATIO = re.compile(r": \d+\.\d\d times")
 """A speed-up, which is left out on a busy machine."""
 MEASURED = ("verdict", "next")
 """Lines that depend on what was measured."""
-OCCASIONAL = ("preparing the drafter for this machine", "Loading weights:", "advice ")
+OCCASIONAL = ("preparing the drafter for this machine", "compiled forward passes", "Loading weights:", "advice ")
 """Lines that are printed on the first run of a machine only, that show progress, or whose number varies."""
 
 
