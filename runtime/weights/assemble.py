@@ -29,26 +29,28 @@ def empty_model(settings: Any, **options: Any) -> Any:
 
 
 def fits(store: WeightStore, model: Any) -> bool:
-    """Return True if a store has all parameters of an empty model, in the model's shapes."""
+    """Return True if a store has all parameters and stored buffers of an empty model, in the model's shapes."""
     parameters = model.state_dict()
     if any(name not in parameters or parameters[name].shape != weight.shape for name, weight in store.items()):
         return False
     tied = getattr(model, "all_tied_weights_keys", None) or {}
-    return all(name in store or tied.get(name) in store for name, _ in model.named_parameters(remove_duplicate=False))
+    return all(name in store or tied.get(name) in store for name in parameters)
 
 
 def fill(model: Any, store: WeightStore, folder: Path, bar: ProgressBar, check: WeightCheck | None) -> None:
     """Read all weights of a store into an empty model, and check them; ``folder`` has the model's configuration."""
     states, done = list(map(FileState.of, store.files)), 0
-    for name in store:
-        weight: Any = store.read(name)
-        if check:
-            check.refuse_damaged(name, weight)
-        _put(model, name, weight)
-        done += store[name].bytes
-        bar.to(done)
-    if not all(state.holds for state in states):
-        raise ModelError(f"{store.source} was changed while it was read: run the command again")
+    try:
+        for name in store:
+            weight: Any = store.read(name)
+            if check:
+                check.refuse_damaged(name, weight)
+            _put(model, name, weight)
+            done += store[name].bytes
+            bar.to(done)
+    finally:
+        if not all(state.holds for state in states):
+            raise ModelError(f"{store.source} was changed while it was read: run the command again")
     if check:
         check.finish()
     model.tie_weights()

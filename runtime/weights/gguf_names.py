@@ -93,8 +93,10 @@ class _Processing:
                 result = self.processor.process(
                     weights=part.numpy(), name=name, tensor_key_mapping=self.names, parsed_parameters={"tensors": made}
                 )
-            if result.name in self.names:
-                made[self.names[result.name]] = torch.from_numpy(np.ascontiguousarray(result.weights))
+            # Parameters that are no module's weight have names without this suffix.
+            named = [key for key in (result.name or "", (result.name or "").removesuffix(".weight")) if key in self.names]
+            if named:
+                made[self.names[named[0]]] = torch.from_numpy(np.ascontiguousarray(result.weights))
         return made
 
     def parameter(self, target: str, tensors: Sequence[str], parts: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -142,8 +144,9 @@ def _first_columns(piece: Piece) -> torch.Tensor:
 
     kind, is_vector = GGMLQuantizationType[piece.format], len(piece.shape) == 1
     columns, size = GGML_QUANT_SIZES[kind]
-    content = np.memmap(piece.file, np.uint8, "r", piece.offset, (piece.rows, piece.bytes // piece.rows))
-    blocks = np.ascontiguousarray(content[:SAMPLED_ROWS, :size])
+    rows, row_bytes = min(piece.rows, SAMPLED_ROWS), piece.bytes // piece.rows
+    content = np.fromfile(piece.file, np.uint8, rows * row_bytes, offset=piece.offset)
+    blocks = np.ascontiguousarray(content.reshape(rows, row_bytes)[:, :size])
     values = torch.from_numpy(np.resize(dequantize(blocks, kind), (piece.rows, columns)))
     return values[:, 0] if is_vector else values.view(*piece.shape[:-1], columns)
 
@@ -167,7 +170,6 @@ class _GptOssProcessor(library.TensorProcessor):
         names, match = options["tensor_key_mapping"], EXPERT_TENSOR.match(name)
         values = weights.swapaxes(1, 2) if match and match["kind"] == "weight" else weights
         if match is None or match["part"] == "down":
-            name = name if name in names else name.removesuffix(".weight")  # the parameter has no such suffix
             return library.GGUFTensor(values, name, {})
         made, target = options["parsed_parameters"]["tensors"], names[name]
         if target not in made:

@@ -59,5 +59,7 @@ def tensors_of(file: Path) -> Iterator[tuple[str, Piece]]:
                 if not 0 <= start <= end <= whole - size - 8:
                     raise ValueError("it ends too early")
                 yield name, Piece(file, 8 + size + start, end - start, tuple(entry["shape"]), str(entry["dtype"]))
+    except (json.JSONDecodeError, UnicodeDecodeError):
+        raise ModelError(f"{file} is no whole safetensors file (its header is damaged): get it again") from None
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ModelError(f"{file} is no whole safetensors file ({error}): get it again") from None
