@@ -31,7 +31,7 @@ EXPANDED = {"qwen35": r"linear_attn\.out_proj", "gpt2": r"attn|mlp"}
 """Architectures with weights in another order of columns, or transposed: patterns of their names."""
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("case", READABLE)
 def test_each_tensor_equals_the_librarys(case: str, kind: str, tmp_path: Path) -> None:
@@ -42,7 +42,7 @@ def test_each_tensor_equals_the_librarys(case: str, kind: str, tmp_path: Path) -
     assert differences(store, expected) == []
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("case", ["llama", "lfm2"])
 @pytest.mark.parametrize("kind", sorted(BLOCK_SCALES))
 def test_each_block_format_is_expanded_like_the_librarys(kind: str, case: str, tmp_path: Path) -> None:
@@ -55,6 +55,7 @@ def test_each_block_format_is_expanded_like_the_librarys(kind: str, case: str, t
     assert differences(store, loaded_by_library(path, settings)) == []
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.skipif(not EXPANDS_FLOAT16, reason="blocks are expanded here")
 @pytest.mark.parametrize("case", READABLE)
 def test_matrices_stay_in_blocks(case: str, tmp_path: Path) -> None:

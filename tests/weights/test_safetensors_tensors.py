@@ -78,7 +78,7 @@ def test_each_conversion_is_applied_like_the_librarys(kind: str, tmp_path: Path)
     assert_as_the_library_reads(saved(initial_model(kind), tmp_path))
 
 
-@pytest.mark.one_in(20)
+@pytest.mark.one_in(60)
 @pytest.mark.parametrize("kind", sorted(KINDS - CONVERTED))
 def test_every_type_is_read_like_the_library_does(kind: str, tmp_path: Path) -> None:
     try:
