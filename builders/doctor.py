@@ -167,7 +167,7 @@ def _threads() -> Finding:
 
 
 LOW_DISK_BYTES = 2 * 10**9
-"""Free disk space, in bytes, below which a converted or downloaded model may not fit."""
+"""Free disk space, in bytes, below which a downloaded or quantized model may not fit."""
 
 
 def folder_findings() -> Iterator[Finding]:

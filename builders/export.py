@@ -32,6 +32,7 @@ from hdtool.runtime.config.decoding import NO_HISTORY
 from hdtool.runtime.model.checkpoint_identity import CONFIG_FILES, checkpoint_of, place_of
 from hdtool.runtime.model.load import load_tokenizer
 from hdtool.runtime.stores.store_set import StoreSet
+from hdtool.runtime.weights.gguf_file import gguf_file
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -65,6 +66,8 @@ def export(model: ModelConfig, out: Path, decoding: DecodeConfig, stores: Stores
     _check_destination(out)
     code.check()
     requirements.check()
+    if gguf_file(model):
+        raise ModelError(f"{model.name} is a GGUF file, and an export links to a folder of save_pretrained: name one")
     source = place_of(model, CONFIG_FILES, weights=True).resolve()
     if out.resolve() == source or source in out.resolve().parents:
         raise ModelError(f"{out} lies in the folder of the model: choose another place")

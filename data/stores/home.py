@@ -209,7 +209,7 @@ _STORE_NAME = re.compile(f"(.*/)?({MODEL_KIND}|{CORPUS_KIND}|{HISTORY_KIND})-[0-
 
 @dataclass(frozen=True)
 class StoredItem:
-    """Store, converted model or set-up in hdtool's home."""
+    """Store, kept part of a model or set-up in hdtool's home."""
 
     name: str
     """Unique name by which the user selects the item: its kind and the first digits of a fingerprint."""

@@ -93,10 +93,10 @@ class _Processing:
                 result = self.processor.process(
                     weights=part.numpy(), name=name, tensor_key_mapping=self.names, parsed_parameters={"tensors": made}
                 )
-            # Parameters that are no module's weight have names without this suffix.
-            named = [key for key in (result.name or "", (result.name or "").removesuffix(".weight")) if key in self.names]
-            if named:
-                made[self.names[named[0]]] = torch.from_numpy(np.ascontiguousarray(result.weights))
+            name = result.name or ""
+            # Some parameters are no module's weight, and have a name without this suffix.
+            if target := self.names.get(name) or self.names.get(name.removesuffix(".weight")):
+                made[target] = torch.from_numpy(np.ascontiguousarray(result.weights))
         return made
 
     def parameter(self, target: str, tensors: Sequence[str], parts: Sequence[torch.Tensor]) -> torch.Tensor:

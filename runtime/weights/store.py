@@ -214,6 +214,8 @@ class WeightStore(Mapping[str, StoredWeight]):
                 stream.seek(piece.offset)
                 while done < piece.bytes and (count := stream.readinto(memory[done:])):
                     done += count
+        except FileNotFoundError:
+            done = 0
         except OSError as error:
             raise ModelError(
                 f"{piece.file} cannot be read ({error.strerror or error}): correct the permissions"
