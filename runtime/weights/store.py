@@ -134,7 +134,11 @@ class WeightStore(Mapping[str, StoredWeight]):
         """Return a weight as it is stored, in memory of its own; blocks that no matmul reads are expanded."""
         weight = self[name]
         if not weight.stays_packed:
-            return self._numbers(weight)
+            numbers = self._numbers(weight)
+            if numbers.shape != weight.shape:
+                shapes = f"{tuple(numbers.shape)}, where its configuration has {tuple(weight.shape)}"
+                raise ModelError(f"{self.source} is damaged: {name} has shape {shapes}: get it again")
+            return numbers
         block_format = BLOCK_FORMATS[weight.format]
         if len(weight.shape) == 2:
             return CompactWeight(PackedMatrix(self._rows(weight), block_format))

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stderr
 from importlib import metadata
+from io import StringIO
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
@@ -135,7 +136,7 @@ def source_for_transformers(config: ModelConfig, settings: Any, quantized: Path 
         "expands them",
         file=sys.stderr,
     )
-    with TemporaryDirectory() as place:
+    with TemporaryDirectory() as place, _bars_on_terminals():
         (Path(place) / file.name).symlink_to(file.resolve())  # alone, as transformers also reads neighboring files
         yield Source(
             {
@@ -146,3 +147,9 @@ def source_for_transformers(config: ModelConfig, settings: Any, quantized: Path 
             },
             folder,
         )
+
+
+def _bars_on_terminals() -> AbstractContextManager[Any]:
+    """Discard stderr unless it is a terminal, because a bar of transformers ignores the library's setting."""
+    is_terminal = sys.stderr is not None and sys.stderr.isatty()
+    return nullcontext() if is_terminal else redirect_stderr(StringIO())
