@@ -1,46 +1,43 @@
-"""Models in GGUF files: the same weights, tokenizer and answers as in the usual layout, converted once."""
+"""Models in GGUF files: the weights, tokenizer and answers of the usual layout, from memory and without copies."""
 
 from __future__ import annotations
 
 import copy
+import errno
 import json
 import math
 import os
 import shutil
-import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GgufConfig, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, LlamaForCausalLM
 
 import hdtool
 from hdtool.cli.app import run
-from hdtool.data import demo
-from hdtool.data.errors import HdtoolError, ModelError, OptionError
-from hdtool.data.stores.home import converted_models_at_home
+from hdtool.data import demo, file_state
+from hdtool.data.errors import ModelError, OptionError
 from hdtool.data.stores.manifest import TokenizerFingerprint
-from hdtool.runtime.config import ModelConfig
-from hdtool.runtime.model.gguf import converted, converted_folder
-from hdtool.runtime.model.gguf.convert import LLAMA_3, Conversion, narrow_if_exact
-from hdtool.runtime.model.gguf.converted import converted as folder_of
-from hdtool.runtime.model.gguf.converted_folder import REST, WEIGHTS, Manifest
-from hdtool.runtime.model.load import load, load_stops, load_tokenizer
-from tests.support.gguf_files import END_OF_TEXT, END_OF_TURN, TEMPLATE, tiny_llama, vocabulary, write_gguf
-from tests.support.project import ROOT
+from hdtool.runtime.answerer import decode
+from hdtool.runtime.config import ModelConfig, SamplingConfig
+from hdtool.runtime.model.load import load, load_stock, load_stops, load_tokenizer
+from hdtool.runtime.sampling.sampler import Sampler
+from hdtool.runtime.weights import gguf_folder
+from hdtool.runtime.weights.store import WeightStore
+from tests.support.decoding import SAMPLINGS, output_tokens, run as decoded
+from tests.support.gguf_files import END_OF_TEXT, TEMPLATE, tiny_llama, vocabulary, write_gguf
+
+PROMPT = [token * 29 % 500 + 2 for token in range(20)]
 
 
 @pytest.fixture(autouse=True)
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A home of each test's own. A file that a test has just written counts as settled."""
-    monkeypatch.setattr(converted_folder, "MIN_SETTLED_AGE", -60.0)
+    monkeypatch.setattr(file_state, "MIN_SETTLED_AGE", -60.0)
     monkeypatch.setenv("HDTOOL_HOME", str(tmp_path / "home"))
     return tmp_path / "home"
 
@@ -56,24 +53,6 @@ def written(tmp_path_factory: pytest.TempPathFactory, original: LlamaForCausalLM
 
 
 @pytest.fixture(scope="module")
-def ready(tmp_path_factory: pytest.TempPathFactory, written: Path) -> Path:
-    """A home with the converted model of ``written``."""
-    place = tmp_path_factory.mktemp("ready")
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(converted_folder, "MIN_SETTLED_AGE", -60.0)
-        patched.setenv("HDTOOL_HOME", str(place))
-        folder_of(written, weights=True)
-    return place
-
-
-@pytest.fixture
-def known(written: Path, ready: Path, home: Path) -> Path:
-    """A file that was converted before; a test must not change it."""
-    shutil.copytree(ready, home)
-    return written
-
-
-@pytest.fixture(scope="module")
 def of_all_tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A file with the whole tokenizer of the demo model."""
     model = tiny_llama(vocab_size=len(vocabulary()["model"]["vocab"]))
@@ -86,10 +65,6 @@ def file(written: Path, tmp_path: Path) -> Path:
     return Path(shutil.copy(written, tmp_path / "tiny.gguf"))
 
 
-def weights_of(folder: Path) -> dict[str, torch.Tensor]:
-    return dict(load_file(folder / WEIGHTS))
-
-
 def answered(capfd: pytest.CaptureFixture[str], *options: str) -> dict[str, Any]:
     asked = ["generate", "--prompt", "What does `len` do? Say it twice.", "--max-new-tokens", "24", "--json", *options]
     assert run(asked) == 0
@@ -97,57 +72,48 @@ def answered(capfd: pytest.CaptureFixture[str], *options: str) -> dict[str, Any]
     return answer
 
 
-def test_weights_and_logits_are_those_of_the_model(known: Path, original: LlamaForCausalLM) -> None:
-    loaded = hdtool.load(str(known))
+def head_of(file: Path) -> torch.Tensor:
+    weight = hdtool.load(str(file)).target.model.get_output_embeddings().weight
+    return weight.detach() + 0
+
+
+def test_weights_and_logits_are_those_of_the_model(file: Path, original: LlamaForCausalLM, home: Path) -> None:
+    loaded = hdtool.load(str(file))
     found = loaded.target.model.state_dict()
     expected = original.state_dict()
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], weight) for name, weight in expected.items())
     ids = torch.tensor([loaded.tokenizer("def spam(eggs): return eggs")["input_ids"]])
-    stock = AutoModelForCausalLM.from_pretrained(folder_of(known, weights=True))
     with torch.no_grad():
-        assert torch.equal(stock(ids).logits, original(ids).logits)
-    assert loaded.name == str(known)
+        assert torch.equal(load_stock(ModelConfig(str(file))).eval()(ids).logits, original(ids).logits)
+    assert loaded.name == str(file)
+    assert sum(path.stat().st_size for path in home.rglob("*") if path.is_file()) < file.stat().st_size // 2
 
 
-@pytest.mark.parametrize(
-    ("kind", "dtype"),
-    [("Q8_0", torch.float32), ("Q4_1", torch.float32), ("F16", torch.float16), ("BF16", torch.bfloat16)],
-)
-def test_numbers_are_exactly_those_that_transformers_reads(
-    kind: str, dtype: torch.dtype, tmp_path: Path, original: LlamaForCausalLM
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_1", "F16", "BF16"])
+def test_numbers_in_any_dtype_are_exactly_those_that_transformers_reads(
+    kind: str, tmp_path: Path, original: LlamaForCausalLM
 ) -> None:
     file = write_gguf(tmp_path / "tiny.gguf", original, kind)
-    expected = AutoModelForCausalLM.from_pretrained(
-        tmp_path, gguf_file=file.name, dtype=torch.float32, quantization_config=GgufConfig(dequantize=True)
-    ).state_dict()
-    folder = folder_of(file, weights=True)
-    stored = weights_of(folder)
-    assert stored.keys() == expected.keys()
-    assert all(torch.equal(weight.float(), expected[name]) for name, weight in stored.items())
-    assert stored["lm_head.weight"].dtype == dtype
-    assert json.loads((folder / "config.json").read_text())["dtype"] == str(dtype).removeprefix("torch.")
-    assert load(ModelConfig(str(file), dtype="bfloat16")).target.dtype == torch.bfloat16
-
-
-def test_16_bits_hold_only_numbers_that_they_hold_exactly() -> None:
-    for numbers, dtype in (
-        ([1.0, -0.0, 2.0**100], torch.bfloat16),
-        ([1.0009765625], torch.float16),
-        ([1.0009765625, 2.0**100], torch.float32),
-        ([float("nan")], torch.float32),
-    ):
-        weight = torch.tensor(numbers)
-        assert narrow_if_exact(weight).dtype == dtype
-        assert torch.equal(narrow_if_exact(weight).float().nan_to_num(7), weight.nan_to_num(7))
+    given = {"gguf_file": file.name, "quantization_config": GgufConfig(dequantize=True)}
+    for dtype in ("auto", "float32", "bfloat16"):
+        config = ModelConfig(str(file), dtype=dtype, device="cpu")
+        expected = AutoModelForCausalLM.from_pretrained(
+            tmp_path, dtype="float32" if dtype == "auto" else dtype, **given
+        ).state_dict()
+        for model in (load(config).target.model, load_stock(config)):
+            found = model.state_dict()
+            assert found.keys() == expected.keys()
+            for name, weight in expected.items():
+                assert found[name].dtype == weight.dtype and torch.equal(found[name] + 0, weight), name
 
 
 @pytest.mark.parametrize("sampled", [(), ("--temperature", "0.8", "--seed", "5")], ids=["greedy", "sampled"])
 def test_drafted_answers_equal_plain_ones(
-    sampled: tuple[str, ...], known: Path, capfd: pytest.CaptureFixture[str]
+    sampled: tuple[str, ...], written: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    plain = answered(capfd, "--model", str(known), "--method", "ar", *sampled)
-    drafted = answered(capfd, "--model", str(known), "--method", "hd", "--draft-tokens", "12", *sampled)
+    plain = answered(capfd, "--model", str(written), "--method", "ar", *sampled)
+    drafted = answered(capfd, "--model", str(written), "--method", "hd", "--draft-tokens", "12", *sampled)
     assert drafted["output_ids"] == plain["output_ids"]
     assert plain["steps"] == plain["tokens"]
     assert sum(source["drafted"] for source in drafted["sources"].values())
@@ -193,36 +159,10 @@ def test_tokenizer_template_and_stops_come_from_the_file(of_all_tokens: Path, tm
     assert load_stops(config, tokenizer) == {END_OF_TEXT} == load(config).stops
 
 
-def test_a_token_that_ends_a_turn_ends_the_answer(tmp_path: Path, original: LlamaForCausalLM) -> None:
-    settings = {"tokenizer.ggml.eot_token_id": END_OF_TURN, "tokenizer.ggml.eom_token_id": END_OF_TURN}
-    config = ModelConfig(str(write_gguf(tmp_path / "tiny.gguf", original, settings=settings)))
-    assert load_stops(config, load_tokenizer(config)) == {END_OF_TEXT, END_OF_TURN} == load(config).stops
-
-
-def test_scaled_rotary_positions_of_llama_3(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """The file has the divisors of the frequencies, which transformers skips when it reads the file."""
-    rope = {"rope_type": "llama3", "rope_theta": 500_000.0, "factor": 32.0, **LLAMA_3}
-    scaled = tiny_llama(rope_parameters=rope)
-    plain = LlamaForCausalLM(LlamaConfig(**{**scaled.config.to_dict(), "rope_parameters": {"rope_theta": 500_000.0}}))
-    divisors = (plain.model.rotary_emb.inv_freq / scaled.model.rotary_emb.inv_freq).numpy()
-    assert divisors.min() == 1 and divisors.max() == 32
-    found = load(ModelConfig(str(write_gguf(tmp_path / "scaled.gguf", scaled, divisors=divisors)))).target.model
-    assert found.config.rope_parameters == rope
-    assert torch.equal(found.model.rotary_emb.inv_freq, scaled.model.rotary_emb.inv_freq)
-    assert "scales its rotary positions" not in capfd.readouterr().err
-
-    other = write_gguf(tmp_path / "other.gguf", scaled, divisors=np.sqrt(divisors))
-    assert AutoConfig.from_pretrained(folder_of(other, weights=False)).rope_parameters["rope_type"] == "default"
-    assert "scales its rotary positions (rope_freqs.weight), which" in capfd.readouterr().err
-    yarn = write_gguf(tmp_path / "yarn.gguf", scaled, settings={"llama.rope.scaling.type": "yarn"})
-    folder_of(yarn, weights=False)
-    assert "scales its rotary positions (of type yarn), which" in capfd.readouterr().err
-
-
-def test_commands_that_need_the_tokenizer_alone_convert_no_weights(
+def test_commands_that_need_the_tokenizer_alone_read_no_weights(
     file: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Conversion, "write_weights", lambda *_: pytest.fail("weights were converted"))
+    monkeypatch.setattr(WeightStore, "read", lambda *_: pytest.fail("weights were read"))
     texts = tmp_path / "texts.jsonl"
     turns = [{"role": "user", "content": "Count."}, {"role": "assistant", "content": "One, two, three. " * 8}]
     texts.write_text(json.dumps({"messages": turns}) + "\n")
@@ -234,177 +174,6 @@ def test_commands_that_need_the_tokenizer_alone_convert_no_weights(
     printed = capfd.readouterr()
     assert "stores" in printed.err, "the stores are found by the fingerprint of the tokenizer"
     assert json.loads(printed.out)["methods"]["hd"]["tokens_per_step"] > 1
-    assert not list(converted_models_at_home().rglob(WEIGHTS))
-
-
-def test_the_second_start_reads_only_what_was_converted(known: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = folder_of(known, weights=True)
-    for function in ("content_hash", "file_lock"):
-        monkeypatch.setattr(converted, function, lambda *_: pytest.fail("the file was read or locked"))
-    assert folder_of(known, weights=True) == folder_of(known, weights=False) == folder
-    assert folder.name.startswith("tiny-")
-
-
-def test_a_moved_file_is_not_converted_again(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = folder_of(file, weights=True)
-    monkeypatch.setattr(converted, "_complete", lambda *_: pytest.fail("it was converted again"))
-    (tmp_path / "other").mkdir()
-    moved = file.rename(tmp_path / "other" / "tiny.gguf")
-    assert folder_of(moved, weights=True) == folder
-    monkeypatch.setattr(converted, "content_hash", lambda *_: pytest.fail("it was read again"))
-    assert folder_of(moved, weights=True) == folder
-
-
-def test_a_changed_file_never_gives_the_old_model(file: Path) -> None:
-    """The new file has the name, the header, the size and the time of the old one."""
-    before = file.stat()
-    old = folder_of(file, weights=True)
-    earlier = weights_of(old)
-    write_gguf(file, tiny_llama(seed=1))
-    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
-    assert (file.stat().st_size, file.stat().st_mtime_ns) == (before.st_size, before.st_mtime_ns)
-    new = folder_of(file, weights=True)
-    assert not torch.equal(weights_of(new)["lm_head.weight"], earlier["lm_head.weight"])
-    assert torch.equal(weights_of(new)["lm_head.weight"], tiny_llama(seed=1).lm_head.weight)
-    assert not old.exists(), "the superseded model takes no room"
-
-
-def test_a_file_that_changes_all_the_time_is_hashed_all_the_time(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(converted_folder, "MIN_SETTLED_AGE", 3600.0)
-    folder = folder_of(file, weights=False)
-    manifest = Manifest.read(folder)
-    assert manifest is not None and not manifest.seen
-    assert folder_of(file, weights=False) == folder
-
-
-def test_another_version_of_transformers_reads_the_file_again(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    old = folder_of(file, weights=False)
-    (old / "note.txt").write_text("not written by hdtool")
-    monkeypatch.setattr("importlib.metadata.version", lambda _: "5.99")
-    new = folder_of(file, weights=False)
-    assert new != old
-    assert sorted(path.name for path in old.iterdir()) == ["note.txt"], "only what hdtool wrote is removed"
-
-
-def test_a_copy_keeps_what_another_file_supersedes(file: Path, tmp_path: Path) -> None:
-    copy = Path(shutil.copy(file, tmp_path / "copy.gguf"))
-    old = folder_of(file, weights=False)
-    assert folder_of(copy, weights=False) == old
-    write_gguf(file, tiny_llama(seed=1))
-    assert folder_of(file, weights=False) != old
-    assert folder_of(copy, weights=False) == old
-
-
-def test_files_that_can_be_deleted_are_deleted(file: Path) -> None:
-    folder = folder_of(file, weights=True)
-    manifest = Manifest.read(folder)
-    assert manifest
-    first, *others = manifest.files
-    (folder / first).unlink()
-    (folder / first).mkdir()
-    with pytest.raises(OSError):
-        converted_folder.remove(folder, manifest)
-    assert others
-    assert [path.name for path in folder.iterdir()] == [first]
-
-
-def test_missing_parts_are_made_again(known: Path, original: LlamaForCausalLM) -> None:
-    folder = folder_of(known, weights=True)
-    (folder / WEIGHTS).write_bytes((folder / WEIGHTS).read_bytes()[:1000])
-    (folder / "tokenizer.json").unlink()
-    assert folder_of(known, weights=True) == folder
-    assert torch.equal(weights_of(folder)["lm_head.weight"], original.lm_head.weight)
-    assert load_tokenizer(ModelConfig(str(known))).chat_template == TEMPLATE
-
-
-@pytest.mark.parametrize("name", ["{folder}/thesis.txt", "../thesis.txt", "..", ".", "", "a\0b"])
-def test_a_manifest_that_lists_other_places_is_damaged(
-    name: str, known: Path, home: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    folder = folder_of(known, weights=False)
-    manifest, thesis = Manifest.read(folder), folder.parent / "thesis.txt"
-    thesis.write_text("mine")
-    place = name.format(folder=folder.parent)
-    try:
-        size = (folder / place).stat().st_size
-    except ValueError:
-        size = 0
-    assert manifest
-    replace(manifest, files={**manifest.files, place: size}).write(folder)
-    assert Manifest.read(folder) is None
-    assert run(["stores", "remove", f"gguf-{manifest.sha256[:8]}", "--yes"]) == 1
-    assert "there is no store" in capfd.readouterr().err
-    assert folder_of(known, weights=False) == folder and Manifest.read(folder), "the file is read again"
-    assert thesis.read_text() == "mine"
-
-
-def test_damaged_weights_are_not_reused(known: Path) -> None:
-    """The packed weights are made of the converted ones."""
-    folder = folder_of(known, weights=True)
-    os.truncate(folder / WEIGHTS, 1000)
-    assert converted.converted(known, packed=True) == folder
-    assert not (folder / WEIGHTS).exists()
-    assert load_file(folder / REST)
-
-
-def test_no_weights_stay_when_the_configuration_is_made_again(known: Path) -> None:
-    folder = folder_of(known, weights=True)
-    (folder / "generation_config.json").unlink()
-    assert folder_of(known, weights=False) == folder
-    assert not (folder / WEIGHTS).exists()
-
-
-def test_weights_of_a_killed_conversion_are_removed(known: Path) -> None:
-    """The kill came before the manifest listed them."""
-    folder = folder_of(known, weights=True)
-    manifest = Manifest.read(folder)
-    assert manifest
-    files = {name: size for name, size in manifest.files.items() if name != WEIGHTS}
-    converted.remove_converted(folder, replace(manifest, files=files))
-    assert not folder.exists()
-
-
-KILLED = """
-import os, sys
-from pathlib import Path
-from hdtool.runtime.model.gguf import convert, converted
-
-def torn(model, folder):
-    (folder / "model.safetensors").write_bytes(b"half")
-    os._exit(9)
-
-if "killed" in sys.argv:
-    convert._save = torn
-print(converted.converted(Path(sys.argv[1]), weights=True))
-"""
-
-
-def start(file: Path, *words: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-c", KILLED, str(file), *words]
-    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-
-
-@pytest.mark.long
-def test_a_killed_conversion_leaves_nothing_that_is_taken_for_whole(file: Path, original: LlamaForCausalLM) -> None:
-    with start(file, "killed") as process:
-        process.communicate()
-    assert process.returncode == 9
-    assert list(converted_models_at_home().rglob(WEIGHTS)), "the test has left a torn file"
-    folder = folder_of(file, weights=True)
-    assert torch.equal(weights_of(folder)["lm_head.weight"], original.lm_head.weight)
-    assert [path.name for path in converted_models_at_home().rglob(WEIGHTS)] == [WEIGHTS]
-    assert not list(converted_models_at_home().glob("*.tmp")) and not list(converted_models_at_home().glob(".*.tmp"))
-
-
-@pytest.mark.exhaustive
-def test_two_processes_at_once_convert_once(file: Path) -> None:
-    time.sleep(max(0, file.stat().st_mtime + 2.5 - time.time()))  # in these processes the file must have settled
-    processes = [start(file) for _ in range(2)]
-    printed = [process.communicate() for process in processes]
-    assert [process.returncode for process in processes] == [0, 0], printed
-    (one, said), (other, also_said) = printed
-    assert one == other
-    assert (said + also_said).count("converting the weights") == 1
 
 
 @pytest.fixture
@@ -420,9 +189,7 @@ def refused(file: Path, capfd: pytest.CaptureFixture[str]) -> Iterator[Callable[
     yield complaint
 
 
-def test_files_that_cannot_be_read(
-    refused: Callable[..., str], file: Path, original: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_files_that_cannot_be_read(refused: Callable[..., str], file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = file.read_bytes()
     for content, said in (
         (b"", "is empty: get the file again"),
@@ -433,30 +200,24 @@ def test_files_that_cannot_be_read(
         (whole[:4] + b"\0\0\0\3" + whole[8:], "is big-endian GGUF, version 3"),
         (whole[:4] + b"\1\0\0\0" + whole[8:], "is GGUF version 1"),
         (whole.replace(b"llama", b"lamma"), "which has architecture lamma (GGUF model with architecture lamma is not"),
-        (whole.replace(b"llama.embedding_length", b"llama.embedding_lengtX"), "cannot read the"),
-        (whole.replace(b"blk.1.ffn_up.weight", b"blk.1.ffn_uq.weight"), "lacks 1 weights of its model"),
+        (whole.replace(b"llama.embedding_length", b"llama.embedding_lengtX"), "where its configuration has ("),
+        (whole.replace(b"blk.1.ffn_up.weight", b"blk.1.ffn_uq.weight"), "lacks 1 of its weights"),
     ):
         file.write_bytes(content)
         assert said in refused()
-    write_gguf(file, original, settings={"split.count": 3})
-    assert "is one of 3 parts of a model: join them" in refused()
     file.write_bytes(whole)
     with monkeypatch.context() as patched:
         patched.setitem(sys.modules, "gguf", None)
         assert refused().endswith('import of gguf halted; None in sys.modules: pip install "gguf>=0.19"')
-    assert not list(converted_models_at_home().rglob(WEIGHTS))
 
 
-def test_damaged_weights_are_named_and_leave_no_copy(
-    refused: Callable[..., str], file: Path, original: LlamaForCausalLM
-) -> None:
+def test_damaged_weights_are_named(refused: Callable[..., str], file: Path, original: LlamaForCausalLM) -> None:
     for number, said in ((math.nan, "NaN"), (-math.inf, "infinite values")):
         model = copy.deepcopy(original)
         model.get_parameter("model.layers.1.mlp.down_proj.weight").data[3, 5] = number
         write_gguf(file, model)
         damaged = f"{file} is damaged: model.layers.1.mlp.down_proj.weight holds {said}: get it again"
         assert refused() == f"error: {damaged}"
-        assert not [path for path in converted_models_at_home().iterdir() if path.is_dir()]
 
 
 def test_weights_that_may_be_damaged_are_named(
@@ -465,7 +226,7 @@ def test_weights_that_may_be_damaged_are_named(
     model = copy.deepcopy(original)
     model.get_parameter("model.layers.0.mlp.up_proj.weight").data.zero_()
     model.get_parameter("model.layers.1.mlp.up_proj.weight").data[0, 0] = 70_000
-    folder_of(write_gguf(file, model), weights=True)
+    load(str(write_gguf(file, model)))
     said = capfd.readouterr().err
     assert f"note: {file} may be damaged: model.layers.0.mlp.up_proj.weight holds only zeros, and 1 more are" in said
 
@@ -483,33 +244,76 @@ def test_names_that_are_not_clear(refused: Callable[..., str], file: Path, tmp_p
         ModelConfig(gguf_file="tiny.gguf")
 
 
-def test_a_full_disk(refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
-    from safetensors import SafetensorError
-
-    def fail(*_: object, **__: object) -> None:
-        raise SafetensorError("I/O error: No space left on device (os error 28)")
-
-    monkeypatch.setattr(LlamaForCausalLM, "save_pretrained", fail)
-    assert "(I/O error: No space left on device (os error 28)): make room" in refused()
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10, 5, 5))
-    assert "whose disk has 5: make room" in refused()
-    assert not list(converted_models_at_home().rglob(WEIGHTS))
-    assert not list(converted_models_at_home().glob(".*.tmp"))
-
-
 def test_a_home_that_cannot_be_written(refused: Callable[..., str], home: Path) -> None:
     home.write_text("a file")
-    assert "cannot be converted to" in refused()
+    assert f"reading {home.parent}/tiny.gguf into {home}/" in refused()
 
 
-def test_a_file_that_changes_while_it_is_read(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write = Conversion.write_configuration
+def test_a_full_disk(refused: Callable[..., str], home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
 
-    def interrupted(self: Conversion, folder: Path) -> None:
-        write(self, folder)
+    monkeypatch.setattr(gguf_folder, "write_configuration", fail)
+    assert "failed (No space left on device): make room, or let HDTOOL_HOME name another" in refused()
+    assert not list((home / "gguf").glob("*/*"))
+
+
+def test_split_files_give_the_same_answers(written: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Rows of joined weights may lie in several files."""
+    parts = tmp_path / "parts"
+    parts.mkdir()
+    write_gguf(parts / "tiny.gguf", tiny_llama(), max_tensors=3)
+    files = sorted(parts.iterdir())
+    assert len(files) == 7
+    expected = answered(capfd, "--model", str(written))
+    assert expected["output_ids"]
+    for place in (parts, files[0], files[3]):
+        assert answered(capfd, "--model", str(place))["output_ids"] == expected["output_ids"]
+    files[3].unlink()
+    assert run(["generate", "--prompt", "hi", "--model", str(files[0])]) == 1
+    assert f"and {files[3].name} is missing" in capfd.readouterr().err
+
+
+def truncated(file: Path) -> None:
+    os.truncate(file, 0)
+
+
+def replaced(file: Path) -> None:
+    write_gguf(file, tiny_llama(seed=1), "Q8_0")
+
+
+@pytest.mark.parametrize("change", [truncated, replaced, Path.unlink])
+def test_a_file_that_changes_during_an_answer_changes_nothing(change: Callable[[Path], None], tmp_path: Path) -> None:
+    target = load(str(write_gguf(tmp_path / "tiny.gguf", tiny_llama(), "Q8_0"))).target
+    expected = output_tokens(decoded(target, PROMPT, SAMPLINGS["greedy"]))
+    steps, found = decode(target, PROMPT, Sampler(SamplingConfig(), PROMPT), max_new_tokens=32), []
+    for number, step in enumerate(steps):
+        found += step.tokens
+        if number == 2:
+            change(tmp_path / "tiny.gguf")
+    assert found == expected and len(found) == 32
+
+
+def test_a_changed_file_never_gives_the_old_model(file: Path, home: Path) -> None:
+    """The new file has the name, the header, the size and the time of the old one."""
+    before = file.stat()
+    assert torch.equal(head_of(file), tiny_llama().lm_head.weight)
+    write_gguf(file, tiny_llama(seed=1))
+    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert (file.stat().st_size, file.stat().st_mtime_ns) == (before.st_size, before.st_mtime_ns)
+    assert torch.equal(head_of(file), tiny_llama(seed=1).lm_head.weight)
+    assert len(list((home / "gguf").glob("[!.]*"))) == 1, "the superseded configuration takes no room"
+
+
+@pytest.mark.parametrize(("part", "name"), [(gguf_folder, "write_configuration"), (WeightStore, "read")])
+def test_a_file_that_changes_while_it_is_read(
+    part: Any, name: str, refused: Callable[..., str], file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = getattr(part, name)
+
+    def interrupted(*given: Any) -> Any:
         os.utime(file)
+        return original(*given)
 
-    monkeypatch.setattr(Conversion, "write_configuration", interrupted)
-    with pytest.raises(HdtoolError, match="was changed while it was read"):
-        folder_of(file, weights=False)
-    assert not [path for path in converted_models_at_home().iterdir() if path.is_dir()]
+    monkeypatch.setattr(part, name, interrupted)
+    assert f"{file} was changed while it was read: run the command again" in refused()

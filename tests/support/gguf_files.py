@@ -72,13 +72,15 @@ def write_gguf(
     *,
     divisors: np.ndarray[Any, Any] | None = None,
     settings: Mapping[str, int | str] | None = None,
+    max_tensors: int = 0,
 ) -> Path:
     """Write a model with matrices in the format ``kind``.
 
     The library gguf cannot quantize to every format. In the others, the matrices are random. ``settings`` are added to
-    the file's metadata, and ``divisors`` divide the rotary frequencies.
+    the file's metadata, and ``divisors`` divide the rotary frequencies. With ``max_tensors``, files in the folder have
+    so many tensors each.
     """
-    writer = GGUFWriter(path, "llama")
+    writer = GGUFWriter(path, "llama", split_max_tensors=max_tensors)
     add_settings(writer, model.config)
     add_tokenizer(writer, model.config.vocab_size)
     for name, value in (settings or {}).items():
