@@ -11,21 +11,19 @@ import torch
 from transformers import GptOssConfig
 
 from hdtool.cli.app import run as command
+from hdtool.data import file_state
 from hdtool.data.gguf_header import GGUFHeader
 from hdtool.runtime.config import ModelConfig
 from hdtool.runtime.kernels import vector_code
 from hdtool.runtime.kernels.compact_weight import is_compact, is_packed
 from hdtool.runtime.kernels.experts import WEIGHTS, CompiledExperts
-from hdtool.runtime.model.gguf import converted_folder, gpt_oss
-from hdtool.runtime.model.gguf.convert import restore_settings
-from hdtool.runtime.model.gguf.converted import converted
-from hdtool.runtime.model.gguf.converted_folder import REST
 from hdtool.runtime.model.load import load
 from hdtool.runtime.model.target import Target
 from hdtool.runtime.tree import DraftTree
+from hdtool.runtime.weights.gguf_file import GGUFFile
+from hdtool.runtime.weights.gguf_settings import gpt_oss_settings, restore_settings
 from tests.support.decoding import SAMPLINGS, output_tokens, run
 from tests.support.fused import TREE, after, compiled, logits_of
-from tests.support.gguf_files import END_OF_TEXT, END_OF_TURN
 from tests.support.gpt_oss_gguf import ROPE, write_gpt_oss
 from tests.support.oracle import assert_same_logits, plain_logits
 from tests.support.trees import WrongDrafter
@@ -36,7 +34,7 @@ needs_blocks = pytest.mark.skipif(not vector_code.EXPANDS_FLOAT16, reason="block
 
 @pytest.fixture(autouse=True)
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(converted_folder, "MIN_SETTLED_AGE", -60.0)
+    monkeypatch.setattr(file_state, "MIN_SETTLED_AGE", -60.0)
     monkeypatch.setenv("HDTOOL_HOME", str(tmp_path / "home"))
 
 
@@ -73,12 +71,12 @@ PUBLISHED: dict[str, Any] = {
 
 def test_settings_are_those_of_the_original_configuration() -> None:
     original = GptOssConfig(num_hidden_layers=24, num_local_experts=32, rope_parameters=ROPE)
-    header = GGUFHeader({f"gpt-oss.{name}": value for name, value in PUBLISHED.items()}, (), 0)
-    settings = gpt_oss.settings_of(header)
+    stored = {f"gpt-oss.{name}": value for name, value in PUBLISHED.items()}
+    settings = gpt_oss_settings(stored)
     assert settings == {name: getattr(original, name) for name in settings}
-    del header.values["gpt-oss.attention.key_length"]
+    del stored["gpt-oss.attention.key_length"]
     with pytest.raises(ValueError, match=r"lacks the setting gpt-oss\.attention\.key_length"):
-        gpt_oss.settings_of(header)
+        gpt_oss_settings(stored)
 
 
 @needs_blocks
@@ -87,14 +85,11 @@ def test_logits_have_the_bits_of_the_expanded_model(kind: str, tmp_path: Path) -
     wider: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 512} if kind == "Q4_K" else {}
     original = write_gpt_oss(tmp_path / "oss.gguf", kind, **wider)
     packed, wide = (loaded(tmp_path / "oss.gguf", **options) for options in ({}, {"dtype": "float32"}))
-    assert_same_configuration(wide, original)
     state = wide.model.state_dict()
     assert all(torch.equal(weight, state[name]) for name, weight in original.state_dict().items())
     weights = expert_weights(packed)
     assert len(weights) == 4 and all(map(is_packed, weights)) and not any(map(is_compact, wide.model.parameters()))
     assert [len(weight.stored.parts) for weight in weights] == [2, 1, 2, 1]
-    assert len({part.untyped_storage().data_ptr() for one in weights for part in one.stored.tensors}) == 1, "the file"
-    assert (converted(tmp_path / "oss.gguf", packed=True) / REST).stat().st_size < 1 << 17
     expected = logits_of(wide, PROMPT)
     assert torch.equal(logits_of(packed, PROMPT), expected)
     assert_same_logits(expected[0], plain_logits(original, [*PROMPT, TREE.root]))
@@ -105,16 +100,6 @@ def test_logits_have_the_bits_of_the_expanded_model(kind: str, tmp_path: Path) -
         assert output_tokens(run(packed, PROMPT, sampling, max_new_tokens=20, drafter=drafter)) == plain
         assert drafter.accepted
     assert not any(weight.expansions.count for weight in weights), "no pass expanded all experts of a layer"
-
-
-def assert_same_configuration(found: Target, original: Any) -> None:
-    settings, expected = found.model.config.to_dict(), original.config.to_dict()
-    not_in_the_file = {"dtype", "initializer_range", "architectures", "_name_or_path"}
-    assert {name: settings[name] for name in expected.keys() - not_in_the_file} == {
-        name: value for name, value in expected.items() if name not in not_in_the_file
-    }
-    assert settings["architectures"] == ["GptOssForCausalLM"]
-    assert found.model.generation_config.eos_token_id == [END_OF_TURN, END_OF_TEXT]
 
 
 @needs_blocks
@@ -165,6 +150,6 @@ def test_a_scaling_that_is_not_known_is_said(tmp_path: Path, capfd: pytest.Captu
         (),
         0,
     )
-    restore_settings(settings, tmp_path, header)
+    restore_settings(settings, GGUFFile((tmp_path,), header, ()))
     assert settings.rope_parameters == {"rope_type": "default", "rope_theta": 150000.0}
     assert "scales its rotary positions (of type linear)" in capfd.readouterr().err
