@@ -88,8 +88,8 @@ def bench_shape(
     from hdtool.builders.evaluation.recording import TurnReader
     from hdtool.builders.evaluation.threads import choose_shared_threads
     from hdtool.cli.store_output import print_left_out
-    from hdtool.runtime.model.checkpoint_identity import checkpoint_of
     from hdtool.runtime.stores.store_set import StoreSet
+    from hdtool.runtime.weights.checkpoint_identity import checkpoint_of
 
     quiet_libraries(quiet=quiet)
     loaded = load_shape(config.shape, loading)

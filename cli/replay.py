@@ -92,8 +92,8 @@ def replay(
     from hdtool.cli.result_tables import replay_record, replay_table, turn_record, write_report
     from hdtool.cli.store_output import print_left_out
     from hdtool.runtime.budget.cost_curve import CostCurve
-    from hdtool.runtime.model.checkpoint_identity import checkpoint_of
     from hdtool.runtime.stores.store_set import StoreSet
+    from hdtool.runtime.weights.checkpoint_identity import checkpoint_of
 
     _refuse_useless(warm, config)
     paths, paths_before = _trace_files(traces), _trace_files(warm or [])

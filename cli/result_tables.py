@@ -368,8 +368,8 @@ def report_bench(folder: Path, plan: BenchPlan, measured: BenchMeasurements, *, 
     from hdtool.builders.evaluation.recording import TurnReader
     from hdtool.builders.evaluation.report.ablations import Study, bench_traces
     from hdtool.builders.evaluation.report.pages import bench_page
-    from hdtool.runtime.model.checkpoint_identity import checkpoint_of
     from hdtool.runtime.stores.store_set import StoreSet
+    from hdtool.runtime.weights.checkpoint_identity import checkpoint_of
 
     answers = measured.results.answers
     replayed = measured.scores.reference or next(iter(answers))

@@ -67,7 +67,7 @@ def setup(
     from hdtool.builders.setup.stages import SetupPlan, Stages
     from hdtool.builders.setup.verdict import Verdict
     from hdtool.builders.setup.work_folder import WorkFolder
-    from hdtool.runtime.model.checkpoint_identity import name_in_words
+    from hdtool.runtime.weights.checkpoint_identity import name_in_words
 
     quiet_libraries(quiet=quiet)
     plan = SetupPlan(

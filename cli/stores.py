@@ -226,7 +226,7 @@ def _check_model(store: Path, manifest: Manifest, loading: ModelConfig, *, ranki
     Raises StoreError instead if ``rankings`` is True, because rankings must come from the model that gave the
     answers.
     """
-    from hdtool.runtime.model.checkpoint_identity import checkpoint_of
+    from hdtool.runtime.weights.checkpoint_identity import checkpoint_of
 
     if not manifest.model or not (model := checkpoint_of(loading)) or model == manifest.model:
         return

@@ -54,12 +54,12 @@ from hdtool.runtime.config.building import SetupConfig
 from hdtool.runtime.drafters.methods import compile_ahead, finish_compiling
 from hdtool.runtime.environment import device_name, dtype_name, machine
 from hdtool.runtime.kernels.compiled import Ints
-from hdtool.runtime.model.checkpoint_identity import CONFIG_FILES, checkpoint_of, place_of
 from hdtool.runtime.model.load import Loaded, load
 from hdtool.runtime.model.target import choose_threads
 from hdtool.runtime.stores.corpus_index import KIND as CORPUS
 from hdtool.runtime.stores.model_store import KIND as MODEL, rankings_in
 from hdtool.runtime.stores.store_set import StoreSet
+from hdtool.runtime.weights.checkpoint_identity import CONFIG_FILES, checkpoint_of, place_of
 
 Result = dict[str, Any]
 STORE_STAGES = {MODEL: "model_store", CORPUS: "corpus_index"}

@@ -23,11 +23,11 @@ from hdtool.runtime.config import DecodeConfig, ModelConfig, StoresConfig
 from hdtool.runtime.drafter import Drafter, HistoryDrafter, draft_many
 from hdtool.runtime.drafters.methods import drafter_with_budget
 from hdtool.runtime.engine import Verified
-from hdtool.runtime.model.checkpoint_identity import served_checkpoint
 from hdtool.runtime.model.load import load_tokenizer
 from hdtool.runtime.stores.history_store import History
 from hdtool.runtime.stores.store_set import StoreSet, lasting_history, tenant_among
 from hdtool.runtime.tree import DraftTree
+from hdtool.runtime.weights.checkpoint_identity import served_checkpoint
 
 LOGGER = logging.getLogger("sglang.hdtool")
 SETTINGS_VARIABLE = "HDTOOL_SGLANG"

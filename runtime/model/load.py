@@ -27,10 +27,8 @@ from hdtool.runtime.grammar import GrammarCompiler
 from hdtool.runtime.kernels.experts import compile_experts
 from hdtool.runtime.kernels.linear import compile_linear_layers
 from hdtool.runtime.kernels.vector_code import EXPANDS_FLOAT16
-from hdtool.runtime.model.checkpoint_identity import CONFIG_FILES, checkpoint_of, place_of
 from hdtool.runtime.model.compact_layers import compact_weights, expand_weights_read, pack_weights
 from hdtool.runtime.model.families import refuse_by_configuration
-from hdtool.runtime.model.hub import weight_files
 from hdtool.runtime.model.placement import use_planless_attention
 from hdtool.runtime.model.quantization import (
     MXFP4,
@@ -49,7 +47,9 @@ from hdtool.runtime.sampling.sampler import Sampler
 from hdtool.runtime.sequence import room_for
 from hdtool.runtime.text_stream import StopTexts
 from hdtool.runtime.weights.assemble import name_after
+from hdtool.runtime.weights.checkpoint_identity import CONFIG_FILES, checkpoint_of, place_of
 from hdtool.runtime.weights.gguf_file import existing_parts, gguf_file
+from hdtool.runtime.weights.hub import weight_files
 from hdtool.runtime.weights.quantized import quantized_folder
 from hdtool.runtime.weights.stored_model import (
     attention_error,

@@ -16,9 +16,9 @@ from hdtool.data.errors import ModelError, StoreError
 from hdtool.data.stores.manifest import Checkpoint, TokenizerFingerprint
 from hdtool.data.stores.store_files import printable
 from hdtool.runtime.config import ModelConfig
-from hdtool.runtime.model.hub import cached_snapshot
 from hdtool.runtime.model.load import load_tokenizer
 from hdtool.runtime.weights.gguf_folder import KIND
+from hdtool.runtime.weights.hub import cached_snapshot
 
 
 def model_of_store(store: Path, tokenizer: TokenizerFingerprint, model: Checkpoint | None = None) -> ModelConfig:

@@ -12,7 +12,7 @@ import torch
 
 from hdtool.data.errors import ModelError, OptionError
 from hdtool.data.gguf_header import DOWNLOAD_AGAIN, SPLIT_COUNT, SPLIT_NUMBER, SPLIT_TENSORS, GGUFHeader
-from hdtool.runtime.model.hub import file_of
+from hdtool.runtime.weights.hub import file_of
 
 if TYPE_CHECKING:
     from hdtool.runtime.config import ModelConfig

@@ -9,7 +9,7 @@ from typing import Any
 from hdtool.data.artifact import Artifact, Recipe, artifacts
 from hdtool.data.file_state import FileState, content_hash
 from hdtool.data.stores.home import stored_items
-from hdtool.runtime.model.hub import DIGITS, fingerprint_of
+from hdtool.runtime.weights.fingerprint import DIGITS, fingerprint_of
 from hdtool.runtime.weights.gguf_configuration import write_configuration
 from hdtool.runtime.weights.gguf_file import GGUFFile, existing_parts
 

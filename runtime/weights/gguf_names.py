@@ -19,7 +19,8 @@ from transformers import modeling_gguf_pytorch_utils as library
 
 from hdtool.runtime.weights.gguf_file import GGUFFile
 from hdtool.runtime.weights.library_names import stored_weights
-from hdtool.runtime.weights.store import Piece, StoredWeight, WeightStore
+from hdtool.runtime.weights.pieces import Piece
+from hdtool.runtime.weights.store import StoredWeight, WeightStore
 from hdtool.runtime.weights.tracing import traced
 
 GPT_OSS = "gpt-oss"

@@ -16,7 +16,8 @@ import torch
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
-from hdtool.runtime.weights.store import Piece, StoredWeight
+from hdtool.runtime.weights.pieces import Piece
+from hdtool.runtime.weights.store import StoredWeight
 from hdtool.runtime.weights.tracing import traced
 
 

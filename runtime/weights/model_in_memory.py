@@ -12,11 +12,11 @@ from hdtool.data import demo
 from hdtool.data.artifact import Artifact
 from hdtool.data.stores.manifest import Checkpoint
 from hdtool.runtime.kernels.compact_weight import is_packed
-from hdtool.runtime.model.checkpoint_identity import checkpoint_in, name_in_words
-from hdtool.runtime.model.hub import cached_snapshot
+from hdtool.runtime.weights.checkpoint_identity import checkpoint_in, name_in_words
 from hdtool.runtime.weights.gguf_file import GGUFFile
 from hdtool.runtime.weights.gguf_folder import KIND as GGUF
 from hdtool.runtime.weights.gguf_names import gguf_store
+from hdtool.runtime.weights.hub import cached_snapshot
 from hdtool.runtime.weights.quantized import quantized_store
 from hdtool.runtime.weights.safetensors_files import safetensors_store
 from hdtool.runtime.weights.store import Row, WeightStore

@@ -29,9 +29,9 @@ from hdtool.runtime.kernels.gemm import COLUMN_MULTIPLE
 from hdtool.runtime.kernels.matrix_formats import BlockFormat
 from hdtool.runtime.kernels.packed_matrix import FORMATS_BY_NAME, Q4_0, Q8_0, quantize_matrix
 from hdtool.runtime.model.compact_layers import ParameterRef, is_of_linear_layers, weight_parameters
-from hdtool.runtime.model.hub import fingerprint_of
 from hdtool.runtime.weights.damaged_weights import WeightCheck
-from hdtool.runtime.weights.safetensors_files import tensors_of
+from hdtool.runtime.weights.fingerprint import fingerprint_of
+from hdtool.runtime.weights.pieces import tensors_of
 from hdtool.runtime.weights.store import StoredWeight, WeightStore
 
 KIND = "quantized"

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from hdtool.data.errors import ModelError
 from hdtool.runtime.kernels.compact_weight import CompactWeight
 from hdtool.runtime.kernels.packed_matrix import packed_mxfp4, packs_mxfp4
-from hdtool.runtime.model.hub import MAX_HEADER_SIZE, weight_files
 from hdtool.runtime.model.quantization import MXFP4, library_of
+from hdtool.runtime.weights.hub import weight_files
 from hdtool.runtime.weights.library_names import model_transforms, stored_weights
-from hdtool.runtime.weights.store import Piece, StoredWeight, WeightStore
+from hdtool.runtime.weights.pieces import Piece, tensors_of
+from hdtool.runtime.weights.store import StoredWeight, WeightStore
 
 
 def safetensors_store(folder: Path, settings: Any, model: Any) -> WeightStore | None:
@@ -43,23 +42,3 @@ def _mxfp4_experts(pieces: Mapping[str, Piece], model: Any) -> dict[str, StoredW
 
 def _packed_experts(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     return CompactWeight(packed_mxfp4(*parts))
-
-
-def tensors_of(file: Path) -> Iterator[tuple[str, Piece]]:
-    """Yield the name and place of each tensor in a file; raise a ``ModelError`` if the file is damaged."""
-    try:
-        with file.open("rb") as stream:
-            size = int.from_bytes(stream.read(8), "little")
-            if size > MAX_HEADER_SIZE:
-                raise ValueError("its header is too large")
-            header, whole = json.loads(stream.read(size)), file.stat().st_size
-        for name, entry in header.items():
-            if name != "__metadata__":
-                start, end = entry["data_offsets"]
-                if not 0 <= start <= end <= whole - size - 8:
-                    raise ValueError("it ends too early")
-                yield name, Piece(file, 8 + size + start, end - start, tuple(entry["shape"]), str(entry["dtype"]))
-    except (json.JSONDecodeError, UnicodeDecodeError):
-        raise ModelError(f"{file} is no whole safetensors file (its header is damaged): get it again") from None
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ModelError(f"{file} is no whole safetensors file ({error}): get it again") from None

@@ -24,6 +24,7 @@ from hdtool.runtime.kernels.gemm import COLUMN_MULTIPLE
 from hdtool.runtime.kernels.matrix_formats import ALL_FORMATS
 from hdtool.runtime.kernels.packed_matrix import PackedExperts, PackedMatrix
 from hdtool.runtime.kernels.vector_code import EXPANDS_FLOAT16
+from hdtool.runtime.weights.pieces import Piece
 
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
@@ -33,27 +34,6 @@ DTYPES = {
 """Dtypes of formats that store each number by itself."""
 BLOCK_FORMATS = {block_format.name: block_format for block_format in ALL_FORMATS}
 """Block formats that the compiled matmul reads."""
-
-
-@dataclass(frozen=True)
-class Piece:
-    """A tensor in a file."""
-
-    file: Path
-    offset: int
-    bytes: int
-    shape: tuple[int, ...]
-    format: str
-    """Name of a dtype in ``DTYPES`` or of a block format of GGUF."""
-
-    @property
-    def rows(self) -> int:
-        """Number of rows; each element of a vector is a row."""
-        return prod(self.shape[:-1]) if len(self.shape) > 1 else prod(self.shape)
-
-    @property
-    def columns(self) -> int:
-        return self.shape[-1] if len(self.shape) > 1 else 1
 
 
 @dataclass(frozen=True)

@@ -34,12 +34,12 @@ from hdtool.runtime.drafters.heads.checkpoint import kind_of, load_heads, method
 from hdtool.runtime.drafters.methods import drafter_for
 from hdtool.runtime.engine import Verified
 from hdtool.runtime.environment import machine
-from hdtool.runtime.model.checkpoint_identity import checkpoint_of
 from hdtool.runtime.model.load import load
 from hdtool.runtime.model.target import Target
 from hdtool.runtime.source_names import SourceId
 from hdtool.runtime.stores.store_set import StoreSet
 from hdtool.runtime.tree import ROOT, DraftTree
+from hdtool.runtime.weights.checkpoint_identity import checkpoint_of
 
 MT_BENCH = {"writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities"}
 TASKS = ("mt_bench", "translation", "summarization", "qa", "math_reasoning", "rag")

@@ -24,8 +24,8 @@ from hdtool.runtime.config import METHODS, ModelConfig, ReplayConfig, StoresConf
 from hdtool.runtime.drafters.methods import DRAFTER_FACTORIES
 from hdtool.runtime.drafters.published.suffix_decoding import SuffixConfig, SuffixDecoding
 from hdtool.runtime.environment import machine
-from hdtool.runtime.model.checkpoint_identity import checkpoint_of
 from hdtool.runtime.stores.store_set import StoreSet
+from hdtool.runtime.weights.checkpoint_identity import checkpoint_of
 from tests.benchmarks.known_answers import MT_BENCH, task_of
 
 GENEROUS = SuffixConfig(nodes_per_token=8.0, extra_nodes=8.0, min_prob=0.0)

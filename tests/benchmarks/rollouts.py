@@ -26,8 +26,8 @@ from hdtool.runtime.engine import Verified
 from hdtool.runtime.environment import machine
 from hdtool.runtime.integrations.generate_request import Rollouts
 from hdtool.runtime.integrations.hf_generate import Generator
-from hdtool.runtime.model.checkpoint_identity import place_of
 from hdtool.runtime.stores.history_store import History
+from hdtool.runtime.weights.checkpoint_identity import place_of
 
 SAMPLES, LENGTH, NODES, MAX_ROLLOUT_TOKENS = 4, 96, 16, 1_000_000
 DRAFTING_MODES = {

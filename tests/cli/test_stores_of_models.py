@@ -24,7 +24,7 @@ from hdtool.data.stores.manifest import Manifest
 from hdtool.data.stores.store import read_manifest
 from hdtool.data.stores.store_files import LOCK_FILE, MANIFEST
 from hdtool.runtime.config import ModelConfig
-from hdtool.runtime.model.checkpoint_identity import checkpoint_of
+from hdtool.runtime.weights.checkpoint_identity import checkpoint_of
 from tests.support.locks import deleted_lock_files
 
 QUICK = ("--max-new-tokens", "4", "--method", "hd", "--draft-tokens", "2", "--history", "none")

@@ -12,7 +12,7 @@ from hdtool.cli.app import run
 from hdtool.cli.unknown_words import COMMANDS_ELSEWHERE
 from hdtool.data import demo
 from hdtool.data.errors import ModelError, did_you_mean
-from hdtool.runtime.model.hub import hub_errors_worded
+from hdtool.runtime.weights.hub import hub_errors_worded
 
 
 def complaint(capfd: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:

@@ -19,8 +19,8 @@ from transformers import AutoConfig, AutoTokenizer
 from hdtool.data import file_state
 from hdtool.data.artifact import Artifact, artifacts
 from hdtool.data.errors import ModelError
-from hdtool.runtime.model.hub import fingerprint_of
 from hdtool.runtime.weights import gguf_folder
+from hdtool.runtime.weights.fingerprint import fingerprint_of
 from hdtool.runtime.weights.gguf_folder import configuration_folder
 from hdtool.runtime.weights.quantized import quantized_folder, read_quantized
 from tests.support.gguf_files import tiny_llama, write_gguf

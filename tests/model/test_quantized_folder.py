@@ -34,9 +34,9 @@ from hdtool.runtime.kernels import vector_code
 from hdtool.runtime.kernels.compact_weight import is_packed
 from hdtool.runtime.kernels.packed_matrix import Q4_0, Q8_0, quantize_matrix
 from hdtool.runtime.model import load as loading
-from hdtool.runtime.model.checkpoint_identity import checkpoint_in_memory
 from hdtool.runtime.model.load import load, load_stock
 from hdtool.runtime.weights import quantized
+from hdtool.runtime.weights.checkpoint_identity import checkpoint_in_memory
 from hdtool.runtime.weights.quantized import BLOCKS
 from tests.support.decoding import SAMPLINGS, output_tokens, run
 from tests.support.fused import compiled

@@ -22,9 +22,9 @@ from hdtool.runtime.accept import Accepted
 from hdtool.runtime.config import ModelConfig
 from hdtool.runtime.engine import Verified
 from hdtool.runtime.kernels.compiled import Array, compiled
-from hdtool.runtime.model.checkpoint_identity import place_of
 from hdtool.runtime.model.static_steps import DeviceClock
 from hdtool.runtime.source_names import SourceId
+from hdtool.runtime.weights.checkpoint_identity import place_of
 
 if TYPE_CHECKING:
     from hdtool.runtime.model.target import Target

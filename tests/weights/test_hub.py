@@ -16,10 +16,10 @@ from huggingface_hub import constants, errors
 from hdtool.data import demo
 from hdtool.data.errors import ModelError
 from hdtool.runtime.config import ModelConfig
-from hdtool.runtime.model import hub
-from hdtool.runtime.model.checkpoint_identity import checkpoint_of, place_of
-from hdtool.runtime.model.hub import hub_errors_worded
 from hdtool.runtime.model.load import load, load_settings, load_tokenizer
+from hdtool.runtime.weights import hub
+from hdtool.runtime.weights.checkpoint_identity import checkpoint_of, place_of
+from hdtool.runtime.weights.hub import hub_errors_worded
 from tests.support.fake_hub import COMMIT, FakeHub, fake_hub
 
 TINY = ModelConfig("someone/tiny")

@@ -1,33 +1,22 @@
-"""Finds model files on this machine, downloads them from the Hugging Face hub and computes fingerprints of weights.
-
-A fine-tuned model has the names, shapes and sizes of its base model and may differ in only a few matrices. A
-fingerprint therefore samples the middle of every tensor, where an embedding's rows belong to tokens in use.
-"""
+"""Finds model files on this machine, and downloads them from the Hugging Face hub."""
 
 from __future__ import annotations
 
 import errno
-import hashlib
 import json
-import math
-import os
 import shutil
 import sys
-import zipfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import cache
-from itertools import pairwise
 from pathlib import Path
 from threading import Lock
-from typing import Any, BinaryIO
+from typing import Any
 
 from tqdm import tqdm
 
 from hdtool.data import demo
 from hdtool.data.errors import HdtoolError, ModelError, did_you_mean, error_reason
-from hdtool.data.gguf_header import GGUF_SUFFIX, GGUFHeader
 from hdtool.data.progress import ProgressBar, progress_bar
 
 LOG_IN = "run hf auth login, or set HF_TOKEN"
@@ -270,104 +259,3 @@ def _counting(shown: ProgressBar) -> type[tqdm[Any]]:
             return None
 
     return Counting
-
-
-DIGITS = 16
-SAMPLED_BYTES = 64
-"""Number of bytes sampled from each tensor."""
-SAMPLED_POSITIONS = 1024
-"""Number of positions at which a file of unknown format is sampled."""
-MAX_HEADER_SIZE = 256 << 20
-"""Maximum size of a safetensors header in bytes."""
-
-
-@dataclass(frozen=True)
-class Sample:
-    """Metadata of a stored tensor, with some bytes from its middle."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    first: int
-    """Index of the first sampled element in the flattened tensor."""
-    content: bytes
-
-
-def fingerprint_of(files: Iterable[Path]) -> str:
-    """Return the weights' fingerprint: ``DIGITS`` hex digits, independent of how safetensors files are sharded."""
-    digest = hashlib.sha256()
-    for line in sorted(line for file in files for line in _lines(file)):
-        digest.update(line)
-    return digest.hexdigest()[:DIGITS]
-
-
-def samples(file: Path) -> Iterator[Sample]:
-    """Yield a sample of each tensor in a safetensors file; raise a ``ModelError`` if the file is damaged."""
-    try:
-        with file.open("rb") as stream:
-            size = int.from_bytes(stream.read(8), "little")
-            if size > MAX_HEADER_SIZE:
-                raise ValueError("its header is too large")
-            header = json.loads(stream.read(size))
-            for name, entry in header.items():
-                if name != "__metadata__":
-                    yield _sample(stream, 8 + size, name, entry)
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ModelError(f"{file} is no whole safetensors file ({error}): get it again") from None
-    except OSError as error:
-        raise ModelError(f"{file} cannot be read ({error.strerror or error}): correct the permissions") from None
-
-
-def _sample(stream: BinaryIO, data: int, name: str, entry: dict[str, Any]) -> Sample:
-    start, stop = entry["data_offsets"]
-    shape = tuple(entry["shape"])
-    width = max(1, (stop - start) // max(1, math.prod(shape)))
-    first = max(0, min((stop - start) // 2, stop - start - SAMPLED_BYTES)) // width
-    stream.seek(data + start + first * width)
-    wanted = min(SAMPLED_BYTES, stop - start - first * width)
-    content = stream.read(wanted)
-    if len(content) < wanted:
-        raise ValueError("it ends too early")
-    return Sample(name, str(entry["dtype"]), shape, first, content)
-
-
-def _lines(file: Path) -> Iterator[bytes]:
-    if file.suffix == ".safetensors":
-        for sample in samples(file):
-            yield f"{sample.name} {sample.dtype} {sample.shape} {sample.content.hex()}\n".encode()
-    elif file.suffix.lower() == GGUF_SUFFIX:
-        yield _sampled_gguf(file)
-    elif zipfile.is_zipfile(file):
-        yield from _members(file)
-    else:
-        yield _sampled_file(file)
-
-
-def _sampled_gguf(file: Path) -> bytes:
-    """Return a line to hash for a GGUF file: its size, its header, and samples of its tensors."""
-    header, size = GGUFHeader.read(file), file.stat().st_size
-    starts = sorted({header.data + tensor.offset for tensor in header.tensors})
-    with file.open("rb") as stream:
-        digest = hashlib.sha256(stream.read(header.data))
-        for start, stop in pairwise([*starts, size]):
-            stream.seek((start + max(start, stop)) // 2)
-            digest.update(stream.read(SAMPLED_BYTES))
-    return f"gguf {size} {digest.hexdigest()}\n".encode()
-
-
-def _members(file: Path) -> Iterator[bytes]:
-    """Yield a line to hash for each member of a ``torch.save`` file, a ZIP archive with a checksum for each tensor."""
-    with zipfile.ZipFile(file) as archive:
-        for member in archive.infolist():
-            name = member.filename.partition("/")[2]  # the top folder is named after the file
-            yield f"{file.name} {name} {member.file_size} {member.CRC:08x}\n".encode()
-
-
-def _sampled_file(file: Path) -> bytes:
-    size = file.stat().st_size
-    digest = hashlib.sha256()
-    with file.open("rb") as stream:
-        for place in range(SAMPLED_POSITIONS):
-            stream.seek(place * max(0, size - SAMPLED_BYTES) // (SAMPLED_POSITIONS - 1), os.SEEK_SET)
-            digest.update(stream.read(SAMPLED_BYTES))
-    return f"{file.name} {size} {digest.hexdigest()}\n".encode()

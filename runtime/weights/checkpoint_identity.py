@@ -9,9 +9,10 @@ from hdtool.data import demo
 from hdtool.data.artifact import Artifact
 from hdtool.data.errors import ModelError
 from hdtool.data.stores.manifest import Checkpoint
-from hdtool.runtime.model.hub import fingerprint_of, snapshot, weight_files
+from hdtool.runtime.weights.fingerprint import fingerprint_of
 from hdtool.runtime.weights.gguf_file import gguf_file
 from hdtool.runtime.weights.gguf_folder import configuration_folder
+from hdtool.runtime.weights.hub import snapshot, weight_files
 
 if TYPE_CHECKING:
     from hdtool.runtime.config import ModelConfig
