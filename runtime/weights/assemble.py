@@ -17,6 +17,8 @@ from hdtool.runtime.model.transformers_internals import text_class
 from hdtool.runtime.weights.damaged_weights import WeightCheck
 from hdtool.runtime.weights.store import WeightStore
 
+NARROW_BYTES = 2
+
 
 def empty_model(settings: Any, **options: Any) -> Any:
     """Return a float32 model on the CPU whose parameters have shapes but no memory."""
@@ -60,7 +62,12 @@ def fill(model: Any, store: WeightStore, folder: Path, bar: ProgressBar, check: 
 
 
 def _put(model: Any, name: str, weight: Any) -> None:
-    """Make a tensor a parameter or a buffer of a model, and mark it as initialized for transformers."""
+    """Make a tensor a parameter or a buffer of a model, and mark it as initialized for transformers.
+
+    Only matrices in 16 bits and packed ones stay as they are stored; layers compute with others in float32.
+    """
+    if weight.is_floating_point() and (weight.dim() < 2 or weight.itemsize != NARROW_BYTES) and not is_compact(weight):
+        weight = weight.float()
     path, _, last = name.rpartition(".")
     module = model.get_submodule(path)
     if last in module._buffers:
