@@ -27,11 +27,11 @@ from hdtool.runtime.model.compact_layers import (
     compact_weights,
     expand_weights_read,
     has_compact_weights,
-    loading_as_stored,
 )
-from hdtool.runtime.model.load import load
+from hdtool.runtime.model.load import load, load_settings
 from hdtool.runtime.model.placement import logits_after, more_precise
 from hdtool.runtime.model.target import Target
+from hdtool.runtime.weights.stored_model import stored_model
 from tests.support import families
 from tests.support.decoding import SAMPLINGS, output_tokens, run
 from tests.support.families import FAMILIES, VOCABULARY
@@ -224,16 +224,11 @@ def test_a_loaded_checkpoint_has_the_bits_of_one_in_float32(tmp_path: Path, dtyp
     assert output_tokens(run(compact, prompt, SamplingConfig(), drafter=wrong_drafter)) == plain
 
 
-def test_a_checkpoint_in_16_bits_is_never_expanded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = saved(tmp_path / "model", torch.bfloat16)
-    with loading_as_stored(folder):
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    assert {weight.dtype for name, weight in model.named_parameters() if weight.dim() == 2} == {torch.bfloat16}
-    usual = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    assert {weight.dtype for weight in usual.parameters()} == {torch.float32}
-    monkeypatch.delattr(PreTrainedModel, compact_layers.PLAN)
-    with loading_as_stored(folder):  # a version of transformers without the method
-        pass
+def test_a_checkpoint_in_16_bits_is_never_expanded(tmp_path: Path) -> None:
+    config = ModelConfig(str(saved(tmp_path / "model", torch.bfloat16, attention_bias=True)), device="cpu")
+    model = stored_model(config, load_settings(config), None, check=False)
+    assert {weight.dtype for weight in model.parameters() if weight.dim() == 2} == {torch.bfloat16}
+    assert {weight.dtype for weight in model.parameters() if weight.dim() == 1} == {torch.float32}
 
 
 def test_a_checkpoint_of_several_dtypes_is_not_rounded(tmp_path: Path) -> None:
@@ -243,6 +238,9 @@ def test_a_checkpoint_of_several_dtypes_is_not_rounded(tmp_path: Path) -> None:
     exact = {"model.norm.weight": torch.float32, "model.layers.0.mlp.up_proj.weight": torch.float32}
     for name, dtype in exact.items():
         tensors[name] = tensors[name].to(dtype) + 1e-5
+    for number, dtype in enumerate((torch.float64, torch.float8_e4m3fn, torch.float8_e5m2)):
+        name = f"model.layers.{number % 2}.mlp.{'gate' if number < 2 else 'down'}_proj.weight"
+        tensors[name] = tensors[name].to(dtype)
     save_file(tensors, file, {"format": "pt"})
     compact, wide = (load(ModelConfig(str(folder), device="cpu", dtype=kind)).target for kind in ("auto", "float32"))
     assert "model.layers.0.mlp.up_proj.weight" not in names_of(compact.model)

@@ -11,7 +11,7 @@ import torch
 
 from hdtool.builders.setup.measurements import answer_prompts
 from hdtool.cli.app import run as command
-from hdtool.data import demo
+from hdtool.data import demo, file_state
 from hdtool.data.errors import OptionError
 from hdtool.data.prompts import read_prompts
 from hdtool.runtime.config import ModelConfig
@@ -22,7 +22,6 @@ from hdtool.runtime.kernels import vector_code
 from hdtool.runtime.kernels.linear import CompiledLinear
 from hdtool.runtime.kernels.matrix_formats import FORMATS_BY_GGUF_TYPE
 from hdtool.runtime.model import load as loading
-from hdtool.runtime.model.gguf import converted_folder
 from hdtool.runtime.model.load import load
 from hdtool.runtime.model.target import Target
 from hdtool.runtime.stores.store_set import StoreSet
@@ -52,7 +51,7 @@ PROMPT = [token % VOCABULARY for token in range(3, 600, 29)]
 
 @pytest.fixture(autouse=True)
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(converted_folder, "MIN_SETTLED_AGE", -60.0)
+    monkeypatch.setattr(file_state, "MIN_SETTLED_AGE", -60.0)
     monkeypatch.setenv("HDTOOL_HOME", str(tmp_path / "home"))
 
 
@@ -188,7 +187,7 @@ def test_models_that_it_rules_out_are_refused_before_weights_are_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(loading, "_on_one_device", lambda *_: pytest.fail("weights were read"))
-    monkeypatch.setattr(loading, "_packed", lambda *_: pytest.fail("weights were read"))
+    monkeypatch.setattr(loading, "stored_model", lambda *_, **__: pytest.fail("weights were read"))
     with pytest.raises(OptionError, match="has none: take --quantization q8_0, or leave it out"):
         load(ModelConfig(device="cpu", activations="int8"))
     families.model_of("gpt2").save_pretrained(tmp_path)

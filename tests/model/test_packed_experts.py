@@ -14,16 +14,13 @@ from safetensors.torch import save_file
 from transformers import AutoTokenizer
 from transformers.utils.quantization_config import Mxfp4Config
 
-from hdtool.data import demo
+from hdtool.data import demo, file_state
 from hdtool.runtime.config import ModelConfig
 from hdtool.runtime.kernels import vector_code
 from hdtool.runtime.kernels.compact_weight import CompactWeight, is_compact, is_packed
 from hdtool.runtime.kernels.experts import CompiledExperts
 from hdtool.runtime.kernels.matrix_formats import FORMATS_BY_GGUF_TYPE
 from hdtool.runtime.kernels.packed_matrix import PackedExperts
-from hdtool.runtime.model.gguf import converted_folder
-from hdtool.runtime.model.gguf.converted import converted
-from hdtool.runtime.model.gguf.converted_folder import REST
 from hdtool.runtime.model.load import load, load_stock
 from hdtool.runtime.model.target import Target
 from hdtool.runtime.tree import DraftTree
@@ -42,7 +39,7 @@ PROMPT = [place * 17 % 90 + 2 for place in range(40)]
 
 @pytest.fixture(autouse=True)
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(converted_folder, "MIN_SETTLED_AGE", -60.0)
+    monkeypatch.setattr(file_state, "MIN_SETTLED_AGE", -60.0)
     monkeypatch.setenv("HDTOOL_HOME", str(tmp_path / "home"))
 
 
@@ -68,16 +65,9 @@ def test_logits_have_the_bits_of_the_expanded_model(kind: str, tmp_path: Path) -
     )
     assert found == expected
     assert not any(weight.expansions.count for weight in weights), "no pass expanded all experts of a layer"
-    assert (converted(file, packed=True) / REST).stat().st_size < 1 << 17
-
-
-def test_gates_and_ups_are_mapped_apart(tmp_path: Path) -> None:
-    target = loaded(write_experts_gguf(tmp_path / "moe.gguf", "Q8_0"))
-    storages = set()
-    for one in experts_of(target):
-        assert [len(one.get_parameter(name).stored.parts) for name in ("gate_up_proj", "down_proj")] == [2, 1]
-        storages |= {part.untyped_storage().data_ptr() for weight in one.parameters() for part in weight.stored.tensors}
-    assert len(storages) == 1, "the file"
+    for one in experts_of(packed):
+        parts = [len(one.get_parameter(name).stored.parts) for name in ("gate_up_proj", "down_proj")]
+        assert parts == [2, 1], "gates and ups are not copied together"
 
 
 @torch.inference_mode()
