@@ -41,10 +41,13 @@ def show_bars(enabled: bool) -> None:
 
 
 @contextmanager
-def progress_bar(total: int, what: str, *, unit: str = "", quiet: bool = False) -> Iterator[ProgressBar]:
+def progress_bar(
+    total: int, what: str, *, unit: str = "", quiet: bool = False, is_left: bool = True
+) -> Iterator[ProgressBar]:
     """Show a bar if standard error is a terminal and ``quiet`` is False.
 
-    ``unit`` is the plural of what is counted, or "B" for bytes. Without a unit, ``what`` names what is counted.
+    ``unit`` is the plural of what is counted, or "B" for bytes. Without a unit, ``what`` names what is counted. The bar
+    disappears at the end if ``is_left`` is False.
     """
     from tqdm import tqdm
 
@@ -55,6 +58,7 @@ def progress_bar(total: int, what: str, *, unit: str = "", quiet: bool = False) 
         total=total,
         desc=what,
         disable=True if quiet or _hidden else None,
+        leave=is_left,
         dynamic_ncols=True,
         bar_format=BAR_FORMAT.format(noun=noun),
         unit=unit if is_size else f" {unit or what}",
@@ -77,9 +81,9 @@ def deferred_bar(what: str, *, quiet: bool = False) -> Iterator[Callable[[int, i
         yield show
 
 
-def with_progress(items: Sequence[T], what: str, *, quiet: bool = False) -> Iterator[T]:
+def with_progress(items: Sequence[T], what: str, *, quiet: bool = False, is_left: bool = True) -> Iterator[T]:
     """Iterate over items with a progress bar."""
-    with progress_bar(len(items), what, quiet=quiet) as progress:
+    with progress_bar(len(items), what, quiet=quiet, is_left=is_left) as progress:
         for item in items:
             yield item
             progress.advance()

@@ -63,7 +63,7 @@ def stored_model(config: ModelConfig, settings: Any, quantized: Path | None, *, 
             "its blocks stay in the mapped file, which must not be changed meanwhile",
             file=sys.stderr,
         )
-    with progress_bar(store.bytes, f"reading {config.name}", unit="B") as bar:
+    with progress_bar(store.bytes, f"reading {config.name}", unit="B", is_left=False) as bar:
         fill(model, store, _folder(config, quantized), bar, WeightCheck(config.name) if check else None)
     return model
 

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch.nn import ModuleList
 
+from hdtool.data.progress import with_progress
 from hdtool.runtime.compile_process import PASSES, wait_until_compiled
 from hdtool.runtime.engines.cpu.compiled_kind import ACTIVATIONS, COMPILED, CompiledParts, has_compiled_experts
 from hdtool.runtime.engines.cpu.compiled_model import CompiledModel
@@ -177,7 +178,7 @@ class _LayerProof:
         mixing = [number for number, layer in enumerate(layers) if layer.mixer]
         ends = {0, len(layers) - 1, layers.index(self._parts.first_attention), *mixing[:1]}
         return (
-            self._is_same(range(len(layers)), self._case(7, PROOF_TREE))
+            self._is_same(with_progress(range(len(layers)), "layers checked", is_left=False), self._case(7, PROOF_TREE))
             and all(self._is_same(sorted(ends), case) for case in self._cases())
             and (not mixing or self._is_same(mixing, self._prompt()))
         )
