@@ -108,7 +108,7 @@ def _all_items() -> list[StoredItem]:
             f"{artifact.kind}-{artifact.fingerprint[:SHOWN_FINGERPRINT_DIGITS]}",
             kind,
             artifact.folder,
-            (artifact.folder / artifact.manifest).stat().st_mtime,
+            artifact.folder.stat().st_mtime,
             artifact.bytes,
             model=Checkpoint(artifact.fingerprint, artifact.folder.name.rpartition("-")[0]),
         )

@@ -13,7 +13,7 @@ import shutil
 import stat
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from hashlib import sha256
@@ -22,7 +22,7 @@ from pathlib import Path
 from tempfile import mkstemp
 from typing import Any, TypeVar
 
-from hdtool.data.errors import HdtoolError
+from hdtool.data.errors import HdtoolError, ModelError, os_errors_as
 
 
 @contextmanager
@@ -111,6 +111,24 @@ def remove_scratch_folders(folder: Path) -> None:
     """Delete the scratch folders that killed processes left beside ``folder``, whose lock the caller must hold."""
     for place in folder.parent.glob(f".{folder.name}.*.tmp"):
         shutil.rmtree(place, ignore_errors=True)
+
+
+def remove_files(folder: Path, names: Iterable[str]) -> None:
+    """Delete the files with these names from a folder, in order, and then the folder if it is empty.
+
+    Raise a ``ModelError`` if another process holds the folder's lock, or if a file cannot be deleted.
+    """
+    busy = ModelError(f"another process writes {folder}: wait for it")
+    with (
+        os_errors_as(ModelError, f"{folder} cannot be removed", "correct the permissions"),
+        file_lock(lock_path(folder), busy, remove=True),
+    ):
+        present = set(os.listdir(folder))  # other names may lead out of the folder
+        for name in names:
+            if name in present:
+                (folder / name).unlink(missing_ok=True)
+        with suppress(OSError):
+            folder.rmdir()
 
 
 T = TypeVar("T")

@@ -10,10 +10,12 @@ import hashlib
 import os
 import zipfile
 from collections.abc import Iterable, Iterator
+from functools import cache
 from itertools import pairwise
 from math import prod
 from pathlib import Path
 
+from hdtool.data.file_state import FileState
 from hdtool.data.gguf_header import GGUF_SUFFIX, GGUFHeader
 from hdtool.runtime.weights.pieces import tensors_of
 
@@ -26,6 +28,12 @@ SAMPLED_POSITIONS = 1024
 
 def fingerprint_of(files: Iterable[Path]) -> str:
     """Return the weights' fingerprint: ``DIGITS`` hex digits, independent of how safetensors files are sharded."""
+    paths = tuple(files)
+    return _fingerprint(paths, tuple(map(FileState.of, paths)))
+
+
+@cache  # a start identifies its model several times
+def _fingerprint(files: tuple[Path, ...], _: tuple[FileState, ...]) -> str:
     digest = hashlib.sha256()
     for line in sorted(line for file in files for line in _lines(file)):
         digest.update(line)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from hdtool.data.artifact import Artifact, Recipe, artifacts
-from hdtool.data.file_state import FileState, content_hash
+from hdtool.data.artifact import Artifact, artifacts, made_once
+from hdtool.data.file_state import FileState
 from hdtool.data.stores.home import stored_items
 from hdtool.runtime.weights.fingerprint import DIGITS, fingerprint_of
 from hdtool.runtime.weights.gguf_configuration import write_configuration
@@ -24,28 +25,25 @@ def configuration_folder(file: Path) -> Artifact:
     Raise a ``ModelError`` if the file is damaged.
     """
     files = existing_parts(file)
+    fingerprint = fingerprint_of(files)
 
-    def make(folder: Path, identity: str) -> dict[str, Any]:
+    def make(folder: Path) -> dict[str, Any]:
         write_configuration(GGUFFile.open(file), folder)
-        return {"fingerprint": _fingerprint(files, identity)}
+        return {"fingerprint": _fingerprint_of_stores(files[0], fingerprint)}
 
     versions = {"transformers": metadata.version("transformers"), "format": FORMAT}
-    activity = f"reading {file} into"
-    return Recipe(KIND, file.stem, files, versions, activity, lambda: fingerprint_of(files), make).artifact()
+    return made_once(KIND, file.stem, versions, files, fingerprint, f"reading {file} into", make)
 
 
-def _fingerprint(files: tuple[Path, ...], identity: str) -> str:
-    """Return the fingerprint under which stores of the model were built, or else ``identity``.
-
-    The fingerprint of earlier versions was a hash of the whole file.
-    """
-    states, size = tuple(map(FileState.of, files)), files[0].stat().st_size
-    kept = list(artifacts(KIND))
-    for artifact in kept:
-        if artifact.identity == identity or states in artifact.seen:
-            return artifact.fingerprint
-    known = {item.model.fingerprint for item in stored_items() if item.model and item.model.name == files[0].name}
-    known |= {other.fingerprint for other in kept for seen in other.seen for state in seen if state.bytes == size}
-    if known and (whole := content_hash(files[0])[:DIGITS]) in known:
-        return whole
-    return identity
+def _fingerprint_of_stores(file: Path, fingerprint: str) -> str:
+    """Return the fingerprint under which stores of a file's model were built: in earlier versions, the file's hash."""
+    state = FileState.of(file)
+    for kept in artifacts(KIND):
+        if state in kept.sources or kept.identity.startswith(fingerprint):
+            return kept.fingerprint
+    known = {item.model.fingerprint for item in stored_items() if item.model and item.model.name == file.name}
+    if known and fingerprint not in known:
+        with file.open("rb") as stream:
+            whole = hashlib.file_digest(stream, "sha256").hexdigest()[:DIGITS]
+        return whole if whole in known else fingerprint
+    return fingerprint

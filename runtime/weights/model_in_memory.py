@@ -53,7 +53,7 @@ def _store_in(folder: Path, model: PreTrainedModel) -> WeightStore | None:
         return safetensors_store(folder, model.config, model)
     if artifact.kind != GGUF:
         return quantized_store(folder)
-    sources = next((states for states in reversed(artifact.seen) if all(state.holds for state in states)), None)
+    sources = artifact.sources if all(state.holds for state in artifact.sources) else ()
     return gguf_store(GGUFFile.open(Path(sources[0].path)), model.config, model) if sources else None
 
 

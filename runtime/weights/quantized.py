@@ -6,7 +6,6 @@ layer use Q8_0 with either scheme, because their error reaches every logit.
 
 from __future__ import annotations
 
-import hashlib
 import shutil
 import sys
 from collections.abc import Callable, Sequence
@@ -19,7 +18,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from hdtool.data.artifact import Artifact, Recipe
+from hdtool.data.artifact import Artifact, made_once
 from hdtool.data.errors import ModelError
 from hdtool.data.gguf_header import GGUF_SUFFIX
 from hdtool.data.stores.home import artifacts_at_home
@@ -50,20 +49,15 @@ def quantized_folder(name: str, scheme: str, files: Sequence[Path], fingerprint:
 
     ``files`` are all files that the weights depend on, ``fingerprint`` is the checkpoint's; ``load`` loads the model.
     """
-    weights = [file for file in files if file.suffix != ".json"]
 
-    def identify() -> str:
-        settings = b"".join(file.read_bytes() for file in files if file not in weights)
-        return f"{fingerprint_of(weights)} {hashlib.sha256(settings).hexdigest()}"
-
-    def make(folder: Path, identity: str) -> dict[str, Any]:
+    def make(folder: Path) -> dict[str, Any]:
         quantized = _write(load(), name, scheme, folder)
         return {"fingerprint": fingerprint, "kinds": quantized.kinds, "transposed": quantized.transposed}
 
     versions = {"transformers": metadata.version("transformers"), "format": FORMAT}
     readable = f"{Path(name).name.removesuffix(GGUF_SUFFIX)}-{scheme}"
     activity = f"quantizing {name} to {SCHEMES[scheme].name} in"
-    return Recipe(f"{KIND}-{scheme}", readable, files, versions, activity, identify, make).artifact().folder
+    return made_once(f"{KIND}-{scheme}", readable, versions, files, fingerprint_of(files), activity, make).folder
 
 
 def quantized_store(folder: Path) -> WeightStore:

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 from transformers import GgufConfig
 
+from hdtool.data.artifact import MANIFEST
 from hdtool.data.errors import OptionError
-from hdtool.data.manifests import MANIFEST
 from hdtool.data.memory import available_memory
 from hdtool.data.progress import progress_bar
 from hdtool.runtime.config import ModelConfig

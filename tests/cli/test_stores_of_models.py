@@ -18,7 +18,6 @@ from hdtool.data import demo
 from hdtool.data.artifact import Artifact
 from hdtool.data.durable_files import file_lock
 from hdtool.data.errors import StoreError
-from hdtool.data.file_state import StoredFile
 from hdtool.data.stores.home import home, model_store_at_home, store_at_home, stored_items
 from hdtool.data.stores.manifest import Manifest
 from hdtool.data.stores.store import read_manifest
@@ -271,8 +270,8 @@ def configuration(version: str) -> Artifact:
     folder = home() / "gguf" / f"tiny-{version.replace('.', '')}"
     folder.mkdir(parents=True)
     (folder / "config.json").write_text("{}")
-    fingerprint, files = "89abcdef" * 2, {"config.json": StoredFile("", 2)}
-    artifact = Artifact(folder, "gguf", fingerprint, {"transformers": version}, {"fingerprint": fingerprint}, files)
+    details, files = {"fingerprint": "89abcdef" * 2}, {"config.json": [2, 0]}
+    artifact = Artifact(folder, "gguf", {"transformers": version}, "", (), details, files)
     artifact.write()
     return artifact
 

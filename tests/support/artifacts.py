@@ -2,27 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from hdtool.data.artifact import Recipe
+from hdtool.data.artifact import Artifact, made_once
 
-SAMPLED = 8
-"""Bytes of a file that its identity depends on."""
 NOTES = "in order"
 
 
-def joined(*sources: Path, **changed: Any) -> Recipe:
-    """Return a recipe that joins files and knows them by their first bytes and their size."""
+def join(folder: Path, *sources: Path) -> dict[str, Any]:
+    (folder / "content").write_bytes(b"".join(file.read_bytes() for file in sources))
+    (folder / "notes").write_text(NOTES)
+    return {"fingerprint": "89abcdef"}
 
-    def identify() -> str:
-        return " ".join(file.read_bytes()[:SAMPLED].decode() + "+" * (file.stat().st_size - 15) for file in sources)
 
-    def make(folder: Path, identity: str) -> dict[str, Any]:
-        (folder / "content").write_bytes(b"".join(file.read_bytes() for file in sources))
-        (folder / "notes").write_text(NOTES)
-        return {"fingerprint": identity}
-
-    activity = f"joining {sources[0].name} in"
-    usual = Recipe("joined", sources[0].stem, sources, {"joiner": 1}, activity, identify, make)
-    return Recipe(**{**vars(usual), **changed})
+def joined(
+    source: Path, *, kind: str = "joined", version: int = 1, make: Callable[..., dict[str, Any]] = join
+) -> Artifact:
+    """Return the artifact of a file, whose fingerprint is the file's first byte."""
+    fingerprint, activity = source.read_bytes()[:1].hex(), f"joining {source.name} in"
+    versions = {"joiner": version}
+    return made_once(kind, source.stem, versions, [source], fingerprint, activity, lambda place: make(place, source))
