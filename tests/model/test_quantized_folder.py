@@ -171,8 +171,7 @@ def test_later_starts_read_what_was_kept(
     place = checkpoint(tmp_path)
     first = logits(load(config_of(place)).target.model)
     assert capfd.readouterr().err.count("note: quantizing") == 1
-    monkeypatch.setattr(loading, "_on_one_device", lambda *_: pytest.fail("the checkpoint was loaded again"))
-    monkeypatch.setattr(loading, "packed_model", lambda *_, **__: pytest.fail("it was proved again"))
+    monkeypatch.setattr(quantized, "_write", lambda *_: pytest.fail("the checkpoint was quantized again"))
     assert torch.equal(logits(load(config_of(place)).target.model), first)
     assert not capfd.readouterr().err
 
@@ -230,14 +229,13 @@ def test_damaged_weights_are_named_and_leave_no_copy(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_that_changes_while_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    place, on_device = checkpoint(tmp_path), loading._on_one_device
+    place, write = checkpoint(tmp_path), quantized._write
 
     def changed(*given: Any) -> Any:
-        model = on_device(*given)
         (place / "config.json").touch()
-        return model
+        return write(*given)
 
-    monkeypatch.setattr(loading, "_on_one_device", changed)
+    monkeypatch.setattr(quantized, "_write", changed)
     with pytest.raises(ModelError, match="was changed while it was read: run the command again"):
         load(config_of(place))
     assert not list(artifacts_at_home("quantized").glob("tiny*"))
