@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, LlamaF
 
 import hdtool
 from hdtool.cli.app import run
-from hdtool.data import demo, file_state
+from hdtool.data import demo
 from hdtool.data.errors import ModelError, OptionError
 from hdtool.data.stores.manifest import TokenizerFingerprint
 from hdtool.runtime.answerer import decode
@@ -37,7 +37,6 @@ PROMPT = [token * 29 % 500 + 2 for token in range(20)]
 @pytest.fixture(autouse=True)
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A home of each test's own. A file that a test has just written counts as settled."""
-    monkeypatch.setattr(file_state, "MIN_SETTLED_AGE", -60.0)
     monkeypatch.setenv("HDTOOL_HOME", str(tmp_path / "home"))
     return tmp_path / "home"
 

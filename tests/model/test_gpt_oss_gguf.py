@@ -11,7 +11,6 @@ import torch
 from transformers import GptOssConfig
 
 from hdtool.cli.app import run as command
-from hdtool.data import file_state
 from hdtool.data.gguf_header import GGUFHeader
 from hdtool.runtime.config import ModelConfig
 from hdtool.runtime.kernels import vector_code
@@ -34,7 +33,6 @@ needs_blocks = pytest.mark.skipif(not vector_code.EXPANDS_FLOAT16, reason="block
 
 @pytest.fixture(autouse=True)
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(file_state, "MIN_SETTLED_AGE", -60.0)
     monkeypatch.setenv("HDTOOL_HOME", str(tmp_path / "home"))
 
 

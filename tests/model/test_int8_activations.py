@@ -11,7 +11,7 @@ import torch
 
 from hdtool.builders.setup.measurements import answer_prompts
 from hdtool.cli.app import run as command
-from hdtool.data import demo, file_state
+from hdtool.data import demo
 from hdtool.data.errors import OptionError
 from hdtool.data.prompts import read_prompts
 from hdtool.runtime.config import ModelConfig
@@ -51,7 +51,6 @@ PROMPT = [token % VOCABULARY for token in range(3, 600, 29)]
 
 @pytest.fixture(autouse=True)
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(file_state, "MIN_SETTLED_AGE", -60.0)
     monkeypatch.setenv("HDTOOL_HOME", str(tmp_path / "home"))
 
 

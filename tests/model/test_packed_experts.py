@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from transformers import AutoTokenizer
 from transformers.utils.quantization_config import Mxfp4Config
 
-from hdtool.data import demo, file_state
+from hdtool.data import demo
 from hdtool.runtime.config import ModelConfig
 from hdtool.runtime.kernels import vector_code
 from hdtool.runtime.kernels.compact_weight import CompactWeight, is_compact, is_packed
@@ -39,7 +39,6 @@ PROMPT = [place * 17 % 90 + 2 for place in range(40)]
 
 @pytest.fixture(autouse=True)
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(file_state, "MIN_SETTLED_AGE", -60.0)
     monkeypatch.setenv("HDTOOL_HOME", str(tmp_path / "home"))
 
 

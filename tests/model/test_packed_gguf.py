@@ -15,7 +15,6 @@ from safetensors.torch import load_file
 
 import hdtool
 from hdtool.cli.app import run as command
-from hdtool.data import file_state
 from hdtool.data.errors import ModelError, OptionError
 from hdtool.data.gguf_header import GGUFHeader
 from hdtool.data.stores.manifest import Checkpoint
@@ -47,7 +46,6 @@ WIDE = {"hidden_size": 256, "intermediate_size": 512}
 
 @pytest.fixture(autouse=True)
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(file_state, "MIN_SETTLED_AGE", -60.0)
     monkeypatch.setenv("HDTOOL_HOME", str(tmp_path / "home"))
     return tmp_path / "home"
 
