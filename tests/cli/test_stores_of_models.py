@@ -301,23 +301,6 @@ def test_a_name_that_several_share_is_refused(capfd: pytest.CaptureFixture[str])
     assert made(capfd, "inspect", moved.relative_to(home()).as_posix())["store"] == str(moved)
 
 
-def test_a_model_that_cannot_be_deleted_is_not_said_to_be_removed(
-    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder, unlink = configuration("5.19").folder, Path.unlink
-
-    def refused(path: Path, missing_ok: bool = False) -> None:
-        if path.parent == folder:
-            raise PermissionError(13, "Permission denied")
-        unlink(path, missing_ok)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(Path, "unlink", refused)
-        said = complaint(capfd, "stores", "remove", "gguf-89abcdef", "--yes")
-    assert said == f"error: {folder} cannot be removed (Permission denied): correct the permissions"
-    assert Artifact.read(folder)
-
-
 def test_one_of_a_thing_is_singular(capfd: pytest.CaptureFixture[str]) -> None:
     Path("one.txt").write_text("Once upon a time there was a store.")
     assert run(["build-corpus-db", "one.txt", "--out", "store"]) == 0

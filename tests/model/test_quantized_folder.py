@@ -33,7 +33,6 @@ from hdtool.runtime.model import load as loading
 from hdtool.runtime.model.load import load, load_stock
 from hdtool.runtime.weights import quantized
 from hdtool.runtime.weights.model_in_memory import checkpoint_in_memory
-from hdtool.runtime.weights.quantized import BLOCKS
 from tests.support.decoding import SAMPLINGS, output_tokens, run
 from tests.support.fused import compiled
 from tests.support.gguf_files import tiny_llama, vocabulary
@@ -191,15 +190,6 @@ def test_a_changed_checkpoint_is_quantized_again(tmp_path: Path) -> None:
     assert folder_made() != made, "what nothing has any more takes no room"
 
 
-def test_damaged_files_are_made_again(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    place = checkpoint(tmp_path)
-    first = logits(load(config_of(place)).target.model)
-    capfd.readouterr()
-    os.truncate(folder_made() / BLOCKS, 5000)
-    assert torch.equal(logits(load(config_of(place)).target.model), first)
-    assert "again, as it was damaged" in capfd.readouterr().err
-
-
 def test_no_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     place = checkpoint(tmp_path)
 
@@ -226,19 +216,6 @@ def test_damaged_weights_are_named_and_leave_no_copy(tmp_path: Path) -> None:
         with pytest.raises(ModelError, match=r"tiny is damaged: model.layers.1.mlp.down_proj.weight holds NaN: get it"):
             load(config)
     assert not [path for path in artifacts_at_home("quantized").iterdir() if path.is_dir()]
-
-
-def test_a_checkpoint_that_changes_while_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    place, write = checkpoint(tmp_path), quantized._write
-
-    def changed(*given: Any) -> Any:
-        (place / "config.json").touch()
-        return write(*given)
-
-    monkeypatch.setattr(quantized, "_write", changed)
-    with pytest.raises(ModelError, match="was changed while it was read: run the command again"):
-        load(config_of(place))
-    assert not list(artifacts_at_home("quantized").glob("tiny*"))
 
 
 def test_what_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
