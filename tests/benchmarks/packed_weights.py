@@ -48,10 +48,11 @@ from hdtool.runtime.kernels.linear import compile_linear_layers
 from hdtool.runtime.kernels.packed_matrix import PackedMatrix
 from hdtool.runtime.model.checks.trees import some_context
 from hdtool.runtime.model.compact_layers import ParameterRef, compact_parameters, replace_parameter, weight_parameters
-from hdtool.runtime.model.gguf.converted import stays_packed
 from hdtool.runtime.model.load import Loaded, load
 from hdtool.runtime.model.target import Target
 from hdtool.runtime.tree import DraftTree
+from hdtool.runtime.weights.gguf_file import GGUFFile
+from hdtool.runtime.weights.gguf_formats import stays_packed
 from tests.benchmarks import cpu_weights
 from tests.benchmarks.cpu_weights import CONTEXT, ROWS, SHAPE, answer, resident
 from tests.support.one_sequence import OneSequence
@@ -172,9 +173,8 @@ class LlamaCppPasses:
 def activations(file: str, repeats: int, threads: list[int], context: int) -> None:
     """Time passes and prompts with activations in float32 and in 8 bits, by wall-clock time."""
     peer = LlamaCppPasses(file) if find_spec("llama_cpp") else None
-    names = (
-        ACTIVATIONS if stays_packed(Path(file)) else ACTIVATIONS[:1]
-    )  # int8 activations need packed weights, not 16-bit ones
+    is_packed = any(map(stays_packed, GGUFFile.open(Path(file)).tensors))
+    names = ACTIVATIONS if is_packed else ACTIVATIONS[:1]  # int8 activations need packed weights, not 16-bit ones
     sequences = {name: OneSequence(load(ModelConfig(file, device="cpu", activations=name)).target) for name in names}
     trees = {rows: DraftTree.of(1, [2 + node for node in range(rows - 1)], [-1] * (rows - 1)) for rows in ROWS}
     contexts = {length: some_context(length, 4000) for length in PROMPTS}

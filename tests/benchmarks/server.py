@@ -32,7 +32,7 @@ import openai
 import psutil
 
 from hdtool.runtime.config import ModelConfig
-from hdtool.runtime.model.load import load
+from hdtool.runtime.model.load import load, load_stock, load_tokenizer
 from tests.server.plain import plain_text
 from tests.server.test_malformed import BODIES, CHAT
 from tests.support.server import RunningServer
@@ -192,10 +192,8 @@ def refusals(options: argparse.Namespace) -> None:
 
 def peers(options: argparse.Namespace) -> None:
     """Print tokens per second of each server, with one stream and with several; servers take turns."""
-    from hdtool.runtime.model.gguf.converted import converted
-
-    folder = str(converted(Path(options.model), weights=True)) if options.model.endswith(".gguf") else options.model
     with (
+        _folder_of(options.model) as folder,
         RunningServer(options.log, options.model, "--method", options.method) as ours,
         RunningServer(options.log.with_suffix(".plain"), options.model, "--method", "ar") as plain,
         _transformers(folder, options.log.with_suffix(".transformers")) as (library, name),
@@ -227,6 +225,19 @@ def peers(options: argparse.Namespace) -> None:
                 f"{server} | {at_once} at once | {statistics.median(found):.1f} tokens/s | "
                 f"{first} makes {ratio:.2f} times | {equal} of {len(texts[server])} answers equal"
             )
+
+
+@contextmanager
+def _folder_of(model: str) -> Iterator[str]:
+    """Yield a folder in the layout of save_pretrained, as ``transformers serve`` needs."""
+    if not model.endswith(".gguf"):
+        yield model
+        return
+    config = ModelConfig(model, device="cpu")
+    with tempfile.TemporaryDirectory() as folder:
+        load_stock(config).save_pretrained(folder)
+        load_tokenizer(config).save_pretrained(folder)
+        yield folder
 
 
 async def _rate(url: str, model: str, questions: list[str], at_once: int) -> tuple[float, dict[str, str]]:
