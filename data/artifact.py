@@ -80,13 +80,21 @@ def artifacts(kind: str) -> Iterator[Artifact]:
 
 
 def made_once(
-    kind: str, name: str, versions: dict[str, Any], sources: Sequence[Path], fingerprint: str, activity: str, make: Make
+    kind: str,
+    name: str,
+    versions: dict[str, Any],
+    sources: Sequence[Path],
+    fingerprint: str,
+    activity: str,
+    make: Make,
+    check: Callable[[], object] = bool,
 ) -> Artifact:
     """Return the artifact of source files; make it if it is missing, damaged or made from other content.
 
     ``name`` begins its folder's name, and ``fingerprint``, which may be one of samples, is that of the sources.
     ``activity`` says what making it means, such as "reading model.gguf into". ``make`` writes the files to a folder and
-    returns the details, among them the ``fingerprint`` of the checkpoint.
+    returns the details, among them the ``fingerprint`` of the checkpoint. Before anything is written, ``check`` raises
+    an error if the sources can't be used.
     """
     states = tuple(map(FileState.of, sources))
     identity = " ".join([fingerprint, *(str(state.size_and_time) for state in states)])
@@ -95,6 +103,7 @@ def made_once(
     folder = next(own.parent.glob(f"[!.]*{digest}"), own)  # the source may have had another name
     wanted = Artifact(folder, kind, versions, identity, states, {}, {})
     if not (kept := wanted.kept()):
+        check()
         kept = _made(wanted, activity, make)
         for other in artifacts(kind):
             paths = [state.path for state in other.sources]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,8 @@ def configuration_folder(file: Path) -> Artifact:
         return {"fingerprint": _fingerprint_of_stores(files[0], fingerprint)}
 
     versions = {"transformers": metadata.version("transformers"), "format": FORMAT}
-    return made_once(KIND, file.stem, versions, files, fingerprint, f"reading {file} into", make)
+    check = partial(GGUFFile.open, file)
+    return made_once(KIND, file.stem, versions, files, fingerprint, f"reading {file} into", make, check)
 
 
 def _fingerprint_of_stores(file: Path, fingerprint: str) -> str:

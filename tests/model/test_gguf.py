@@ -72,7 +72,7 @@ def answered(capfd: pytest.CaptureFixture[str], *options: str) -> dict[str, Any]
 
 
 def head_of(file: Path) -> torch.Tensor:
-    weight = hdtool.load(str(file)).target.model.get_output_embeddings().weight
+    weight: torch.Tensor = hdtool.load(str(file)).target.model.get_output_embeddings().weight
     return weight.detach() + 0
 
 

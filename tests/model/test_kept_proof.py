@@ -7,7 +7,6 @@ import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -81,19 +80,11 @@ def test_the_second_start_has_the_bits_of_the_first(activations: str, file: Path
 
 def test_a_kept_proof_changes_nothing_in_the_model(file: Path) -> None:
     first, second = (load(ModelConfig(str(file))).target for _ in range(2))
-    assert kept_proof.outline_of(first.model) == kept_proof.outline_of(second.model)
+    names = [[(name, type(module)) for name, module in each.model.named_modules()] for each in (first, second)]
+    assert names[0] == names[1]
     assert first.shapes == second.shapes and first.compiled is not None and second.compiled is not None
     assert has_compact_weights(second.model)
     assert first.model.generation_config.to_dict() == second.model.generation_config.to_dict()
-
-
-def test_an_outline_has_the_numbers_of_buffers(file: Path) -> None:
-    """Of those without dimensions, too, as Gemma has one for its embeddings."""
-    model: Any = load(ModelConfig(str(file), device="cpu")).target.model
-    model.register_buffer("scale", torch.tensor(8.0))
-    before = kept_proof.outline_of(model)
-    model.scale.fill_(9.0)
-    assert kept_proof.outline_of(model) != before
 
 
 def test_a_folder_is_proved_once_too(tmp_path: Path, home: Path, proofs: list[Target]) -> None:
@@ -115,7 +106,7 @@ def test_a_changed_file_is_proved_again(file: Path, proofs: list[Target]) -> Non
 @pytest.mark.parametrize(
     "change",
     [
-        lambda patch: patch.setattr(kept_proof, "FORMAT", 2),
+        lambda patch: patch.setattr(kept_proof, "FORMAT", 0),
         lambda patch: patch.setattr(kept_proof, "_source_hash", lambda: "another"),
         lambda patch: patch.setattr(kept_proof, "processor_name", lambda: "another"),
         lambda patch: patch.setattr("importlib.metadata.version", lambda name: "0"),
@@ -154,7 +145,7 @@ def test_a_damaged_record_is_made_again(file: Path, proofs: list[Target]) -> Non
     assert len(proofs) == 2, "the record was not made again"
 
 
-@pytest.mark.parametrize("field", ["outline", "logits", "shapes", "compact"])
+@pytest.mark.parametrize("field", ["logits", "shapes", "compact"])
 def test_a_record_of_another_model_is_made_again(field: str, file: Path, proofs: list[Target]) -> None:
     """The name of the record and its checksum are right, and what it holds is not."""
     config = ModelConfig(str(file))
@@ -162,7 +153,7 @@ def test_a_record_of_another_model_is_made_again(field: str, file: Path, proofs:
     (path,) = records()
     row = json.loads(path.read_text())
     value = row["value"]
-    value[field] = {"outline": "0" * 64, "logits": "0" * 64, "shapes": value["shapes"][:1], "compact": {"x": 1}}[field]
+    value[field] = {"logits": "0" * 64, "shapes": value["shapes"][:1], "compact": {"x": 1}}[field]
     row["sha256"] = json_digest(value)
     path.write_text(json.dumps(row))
     assert torch.equal(logits_of(config), expected)

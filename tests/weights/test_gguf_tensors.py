@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -98,6 +99,18 @@ def test_gpt_oss_is_read_as_it_was_written(experts: str, others: str, tmp_path: 
     model = write_gpt_oss(path, experts, others)
     store = gguf_store(GGUFFile.open(path), model.config, empty_model(model.config))
     assert differences(store, model) == []
+
+
+def test_a_parameter_without_a_suffix_is_found_under_a_name_with_one(tmp_path: Path) -> None:
+    """llama.cpp writes the scales of Gemma 4's layers as weights, under a name that transformers does not look for."""
+    path = tmp_path / "model.gguf"
+    settings = write_architecture(path, "gemma4", "F32")
+    expected = loaded_by_library(path, settings)
+    file = GGUFFile.open(path)
+    renamed = [replace(each, name=each.name.replace("output_scale", "output_scale.weight")) for each in file.tensors]
+    assert renamed != [*file.tensors]
+    store = gguf_store(replace(file, tensors=tuple(renamed)), settings, empty_model(settings))
+    assert differences(store, expected) == []
 
 
 @pytest.mark.parametrize("case", sorted(set(ARCHITECTURES) - set(READABLE)))
