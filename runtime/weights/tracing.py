@@ -68,10 +68,8 @@ def _arranged(pieces: Sequence[Piece], shape: tuple[int, ...], convert: Convert,
 
 def _holds(weight: StoredWeight, convert: Convert, parts: list[torch.Tensor]) -> bool:
     """Return True if ``convert`` arranges the rows of ``parts`` as ``weight`` says."""
-    expected, rows = (
-        convert(parts),
-        torch.cat([part.reshape(piece.rows, -1) for piece, part in zip(weight.pieces, parts, strict=True)]),
-    )
+    expected = convert(parts)
+    rows = torch.cat([part.reshape(piece.rows, -1) for piece, part in zip(weight.pieces, parts, strict=True)])
     rows = rows if weight.order is None else rows[torch.from_numpy(weight.order)]
     found = expected.transpose(-1, -2) if weight.transposed else expected
     return torch.equal(found.reshape(rows.shape).float().view(torch.int32), rows.float().view(torch.int32))
