@@ -91,6 +91,9 @@ class _OnRequest:
     def __init__(self, store: WeightStore, name: str) -> None:
         self._store, self._name = store, name
 
+    def get_shape(self) -> list[int]:
+        return list(self._store[self._name].shape)
+
     def __getitem__(self, part: Any) -> torch.Tensor:
         return self._store.numbers(self._name)[part]
 
