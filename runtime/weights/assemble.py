@@ -35,8 +35,9 @@ def fits(store: WeightStore, model: Any) -> bool:
     parameters = model.state_dict()
     if any(name not in parameters or parameters[name].shape != weight.shape for name, weight in store.items()):
         return False
-    tied = getattr(model, "all_tied_weights_keys", None) or {}
-    return all(name in store or tied.get(name) in store for name in parameters)
+    tied: dict[str, str] = model.all_tied_weights_keys
+    sources = {source for name, source in tied.items() if name in store}
+    return all(name in store or tied.get(name) in store or name in sources for name in parameters)
 
 
 def fill(model: Any, store: WeightStore, folder: Path, bar: ProgressBar, check: WeightCheck | None) -> None:
@@ -55,7 +56,7 @@ def fill(model: Any, store: WeightStore, folder: Path, bar: ProgressBar, check: 
             raise ModelError(f"{store.source} was changed while it was read: run the command again")
     if check:
         check.finish()
-    model.tie_weights()
+    model.tie_weights(missing_keys=model.state_dict().keys() - store.keys(), recompute_mapping=False)
     model.initialize_weights()  # some types overwrite weights that were loaded
     model.eval()
     name_after(model, folder)

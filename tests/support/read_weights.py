@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any, cast
 
@@ -35,24 +36,31 @@ def loaded_by_library(path: Path, settings: Any = None) -> PreTrainedModel:
     return model
 
 
-def differences(store: WeightStore, expected: PreTrainedModel) -> list[str]:
+def store_differences(store: WeightStore, expected: PreTrainedModel) -> list[str]:
     """Return a line for each weight that a store lacks, has beside the model's, or reads as other bits."""
+    return differences(store.expanded, store, expected)
+
+
+def differences(
+    read: Callable[[str], torch.Tensor], names_read: Collection[str], expected: PreTrainedModel
+) -> list[str]:
+    """Return a line for each weight that is lacking, isn't the model's, or has other bits; ``read`` reads a weight."""
     weights = expected.state_dict()
-    found = [f"{name}: no parameter of the model" for name in store if name not in weights]
+    found = [f"{name}: no parameter of the model" for name in names_read if name not in weights]
     tied: dict[tuple[int, torch.Size], list[str]] = defaultdict(list)
     for name, weight in weights.items():
         if weight.numel():
             tied[weight.data_ptr(), weight.shape].append(name)
     for names in tied.values():
-        stored = [name for name in names if name in store]
+        stored = [name for name in names if name in names_read]
         found += [] if stored else [f"{names[0]}: missing"]
-        found += [f"{name}: {line}" for name in stored if (line := _difference(store, name, weights[name]))]
+        found += [f"{name}: {line}" for name in stored if (line := _difference(read, name, weights[name]))]
     return found
 
 
-def _difference(store: WeightStore, name: str, expected: torch.Tensor) -> str:
+def _difference(read: Callable[[str], torch.Tensor], name: str, expected: torch.Tensor) -> str:
     try:
-        weight = store.expanded(name)
+        weight = read(name)
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     if weight.shape != expected.shape:

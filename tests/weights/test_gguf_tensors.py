@@ -24,7 +24,7 @@ from tests.support.gguf_architectures import (
     write_metadata,
 )
 from tests.support.gpt_oss_gguf import write_gpt_oss
-from tests.support.read_weights import differences, loaded_by_library
+from tests.support.read_weights import loaded_by_library, store_differences
 
 KINDS = ["F32", "F16", "BF16", "Q8_0", "Q4_K", "Q2_K", "IQ4_XS", "Q8_0+IQ4_XS"]
 """Formats of the matrices of a file; no compiled matmul reads Q2_K and IQ4_XS."""
@@ -40,7 +40,7 @@ def test_each_tensor_equals_the_librarys(case: str, kind: str, tmp_path: Path) -
     settings = write_architecture(path, case, *kind.split("+"))
     expected = loaded_by_library(path, settings)
     store = gguf_store(GGUFFile.open(path), settings, empty_model(settings))
-    assert differences(store, expected) == []
+    assert store_differences(store, expected) == []
 
 
 @pytest.mark.one_in(6)
@@ -53,7 +53,7 @@ def test_each_block_format_is_expanded_like_the_librarys(kind: str, case: str, t
     path = tmp_path / "model.gguf"
     settings = write_architecture(path, case, kind)
     store = gguf_store(GGUFFile.open(path), settings, empty_model(settings))
-    assert differences(store, loaded_by_library(path, settings)) == []
+    assert store_differences(store, loaded_by_library(path, settings)) == []
 
 
 @pytest.mark.one_in(2)
@@ -78,7 +78,7 @@ def test_projections_in_different_formats_are_joined(case: str, kinds: tuple[str
     settings = write_architecture(path, case, *kinds)
     store = gguf_store(GGUFFile.open(path), settings, empty_model(settings))
     assert any(len({piece.format for piece in weight.pieces}) > 1 for weight in store.values())
-    assert differences(store, loaded_by_library(path, settings)) == []
+    assert store_differences(store, loaded_by_library(path, settings)) == []
 
 
 @pytest.mark.parametrize("case", ["gpt2", "qwen2moe", "lfm2"])
@@ -90,7 +90,7 @@ def test_parts_are_read_like_a_whole_file(case: str, tmp_path: Path) -> None:
     first = min(tmp_path.glob("parts-*.gguf"))
     store = gguf_store(GGUFFile.open(first), settings, empty_model(settings))
     assert len(store.files) > 2
-    assert differences(store, loaded_by_library(whole, settings)) == []
+    assert store_differences(store, loaded_by_library(whole, settings)) == []
 
 
 @pytest.mark.parametrize(("experts", "others"), [("MXFP4", "Q8_0"), ("F32", "F32"), ("Q8_0", "Q4_0")])
@@ -98,7 +98,7 @@ def test_gpt_oss_is_read_as_it_was_written(experts: str, others: str, tmp_path: 
     path = tmp_path / "model.gguf"
     model = write_gpt_oss(path, experts, others)
     store = gguf_store(GGUFFile.open(path), model.config, empty_model(model.config))
-    assert differences(store, model) == []
+    assert store_differences(store, model) == []
 
 
 def test_a_parameter_without_a_suffix_is_found_under_a_name_with_one(tmp_path: Path) -> None:
@@ -110,7 +110,7 @@ def test_a_parameter_without_a_suffix_is_found_under_a_name_with_one(tmp_path: P
     renamed = [replace(each, name=each.name.replace("output_scale", "output_scale.weight")) for each in file.tensors]
     assert renamed != [*file.tensors]
     store = gguf_store(replace(file, tensors=tuple(renamed)), settings, empty_model(settings))
-    assert differences(store, expected) == []
+    assert store_differences(store, expected) == []
 
 
 @pytest.mark.parametrize("case", sorted(set(ARCHITECTURES) - set(READABLE)))
