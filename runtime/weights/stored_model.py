@@ -52,7 +52,7 @@ def stored_model(config: ModelConfig, settings: Any, quantized: Path | None, *, 
     if brings_code or text_class(settings, trust_remote_code=False) is None:
         return None
     model = _empty(config, settings)
-    store = _store(config, settings, quantized, model, check=check)
+    store = _store(config, settings, quantized, model, check=check, stays_packed=True)
     if store is None or not fits(store, model):
         return None
     available = available_memory()
@@ -73,15 +73,18 @@ def _folder(config: ModelConfig, quantized: Path | None) -> Path:
 
 
 def _store(
-    config: ModelConfig, settings: Any, quantized: Path | None, model: Any, *, check: bool
+    config: ModelConfig, settings: Any, quantized: Path | None, model: Any, *, check: bool, stays_packed: bool = False
 ) -> WeightStore | None:
-    """Return the weights of an empty model; None if they can't be read by name."""
+    """Return the weights of an empty model; None if they can't be read by name.
+
+    With ``stays_packed``, print a note if some weights of a GGUF file cannot stay in their blocks.
+    """
     if quantized:
         return quantized_store(quantized)
     if (path := gguf_file(config)) is None:
         return safetensors_store(_folder(config, None), settings, model)
     file = GGUFFile.open(path)
-    if slow := slow_weights(file):
+    if stays_packed and (slow := slow_weights(file)):
         print(f"note: {config.name}: {slow}", file=sys.stderr)
     return gguf_store(file, settings, model, check=check)
 
