@@ -55,8 +55,6 @@ def compact_weights(model: Module, proved: dict[str, bool] | None = None) -> Non
             continue
         narrow = narrowed(weight.detach()) if fits else None
         if narrow is not None and _is_proved(narrow, refs, proved):
-            # Cloned, because mapped tensors may be unaligned, and their file may change.
-            narrow = narrow.clone() if weight.dtype in NARROW_DTYPES else narrow
             replace_parameter(refs, CompactWeight(narrow), requires_grad=weight.requires_grad)
         elif weight.dtype in NARROW_DTYPES and _is_ordinary(weight):
             replace_parameter(refs, weight.detach().float(), requires_grad=weight.requires_grad)

@@ -125,7 +125,6 @@ def load(config: ModelConfig | str) -> Loaded:
     If loading fails, raise an ``HdtoolError`` that says what to do.
     """
     config = ModelConfig(config) if isinstance(config, str) else config
-    name = config.name
     device = pick_device(config.device)
     if config.activations == INT8:
         if config.device_map or device.type != "cpu" or leader():
@@ -136,14 +135,16 @@ def load(config: ModelConfig | str) -> Loaded:
     tokenizer = load_tokenizer(config)
     if config.quantization in BLOCKS and (device.type != "cpu" or leader() or not EXPANDS_FLOAT16):
         raise OptionError(NO_BLOCKS.format(scheme=config.quantization))
+    return Loaded(config.name, _placed_target(config, settings, device), tokenizer, checkpoint_of(config))
+
+
+def _placed_target(config: ModelConfig, settings: Any, device: torch.device) -> Target:
     if group := leader():
-        target = _leading_target(config, settings, group)
-    elif config.device_map:
+        return _leading_target(config, settings, group)
+    if config.device_map:
         placed = _weights(config, settings, device, device_map=config.device_map)
-        target = _attempt(name, f"with device map {config.device_map}", lambda: Target(placed))
-    else:
-        target = _target_on(device, config, settings)
-    return Loaded(name, target, tokenizer, checkpoint_of(config))
+        return _attempt(config.name, f"with device map {config.device_map}", lambda: Target(placed))
+    return _target_on(device, config, settings)
 
 
 def _target_on(device: torch.device, config: ModelConfig, settings: Any) -> Target:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -43,20 +44,22 @@ def fits(store: WeightStore, model: Any) -> bool:
 def fill(model: Any, store: WeightStore, folder: Path, bar: ProgressBar, check: WeightCheck | None) -> None:
     """Read all weights of a store into an empty model, and check them; ``folder`` has the model's configuration."""
     states, done = list(map(FileState.of, store.files)), 0
+    missing = model.state_dict().keys() - store.keys()
+    readers = ThreadPoolExecutor()
     try:
-        for name in store:
-            weight: Any = store.read(name)
+        for name, weight in zip(store, readers.map(store.read, store), strict=True):
             if check:
                 check.refuse_damaged(name, weight)
             _put(model, name, weight)
             done += store[name].bytes
             bar.to(done)
     finally:
+        readers.shutdown(cancel_futures=True)
         if not all(state.holds for state in states):
             raise ModelError(f"{store.source} was changed while it was read: run the command again")
     if check:
         check.finish()
-    model.tie_weights(missing_keys=model.state_dict().keys() - store.keys(), recompute_mapping=False)
+    model.tie_weights(missing_keys=missing, recompute_mapping=False)
     model.initialize_weights()  # some types overwrite weights that were loaded
     model.eval()
     name_after(model, folder)
