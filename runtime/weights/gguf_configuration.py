@@ -68,6 +68,8 @@ def write_configuration(file: GGUFFile, folder: Path) -> None:
     with _errors_worded(file, "tokenizer"):
         tokenizer = _tokenizer(entries, folder)
         tokenizer.save_pretrained(folder)
+        # transformers reads this file several times at each start.
+        tokenizer.backend_tokenizer.save(str(folder / "tokenizer.json"), pretty=False)
     if file.architecture == GPT_OSS:
         vocabulary = tokenizer.get_vocab()
         named = [vocabulary[token] for token in GPT_OSS_END_TOKENS if token in vocabulary]
