@@ -107,8 +107,8 @@ def test_files_are_those_that_transformers_makes(architecture: str, pieces: bool
         assert settings.vocab_size in (SIZE, SIZE + 20) if states_size else settings.vocab_size == SIZE
     AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name).save_pretrained(expected)
     for name in TOKENIZER_FILES:
-        made, expected_text = ((place / name).read_text() for place in (folder, expected))
-        assert made == expected_text or json.loads(made) == json.loads(expected_text)
+        text, librarys = ((place / name).read_text() for place in (folder, expected))
+        assert text == librarys or json.loads(text) == json.loads(librarys)
     assert {path.name for path in folder.iterdir()} == {*TOKENIZER_FILES, "config.json", "generation_config.json"}
 
 
