@@ -1,11 +1,12 @@
 """Measures seconds and memory of a fresh process until its first token: ``python -m tests.benchmarks.start``.
 
-    python -m tests.benchmarks.start [--gguf FILE]
+    python -m tests.benchmarks.start [--model FILE_OR_FOLDER ...]
 
 Each contender is a process that generates one token. Contenders take turns, and medians over rounds are printed. The
 bare import is what any program needs that loads a model with transformers. The first round only fills caches and is not
 counted. CPU seconds are summed over all threads, and the memory peak includes pages of mapped files that were read.
-``--first`` adds a start with an empty home folder for each model, once. ``--also`` names the Python of another hdtool
+``--first`` adds the first start of each model, once: of the first model with an empty home folder, of others when hdtool
+has compiled its passes. ``--also`` names the Python of another hdtool
 installation, such as an earlier version, which starts with the same models.
 """
 
@@ -75,6 +76,10 @@ def started(command: Sequence[str], environment: Mapping[str, str]) -> Start:
     return Start(seconds, float(cpu), int(peak) * KIB)
 
 
+def size_of(file: Path) -> int:
+    return file.stat().st_size
+
+
 def row(name: str, starts: Sequence[Start], bare: Start | None, size: int | None = None) -> str:
     seconds, cpu = (median(getattr(one, field) for one in starts) for field in ("seconds", "cpu_seconds"))
     spread = f"{min(one.seconds for one in starts):.2f} to {max(one.seconds for one in starts):.2f}"
@@ -86,7 +91,7 @@ def row(name: str, starts: Sequence[Start], bare: Start | None, size: int | None
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--gguf", type=Path, help="a GGUF file to start with, too")
+    parser.add_argument("--model", type=Path, nargs="*", default=[], help="GGUF files and folders to start with, too")
     parser.add_argument("--llama-cpp", help="llama-completion or llama-cli of llama.cpp, for the same files")
     parser.add_argument("--also", help="the Python of another installation of hdtool")
     parser.add_argument("--rounds", type=int, default=5)
@@ -95,8 +100,7 @@ def main() -> None:
     files: dict[str, Path | None] = {EMBEDDED: None}
     if smollm2 := demo.smollm2_file():
         files[SMOLLM2] = smollm2
-    if options.gguf:
-        files[str(options.gguf.resolve())] = options.gguf.resolve()
+    files |= {str(path.resolve()): path.resolve() for path in options.model}
     commands = {"import of torch and transformers": [sys.executable, "-c", BARE]}
     sizes: dict[str, int] = {}
     for model, file in files.items():
@@ -104,10 +108,11 @@ def main() -> None:
         commands[f"hdtool, {short}"] = hdtool_generate(model)
         if options.also:
             commands[f"other hdtool, {short}"] = hdtool_generate(model, options.also)
-        if file and options.llama_cpp:
+        if file and file.is_file() and options.llama_cpp:
             commands[f"llama.cpp, {short}"] = llama_cpp(options.llama_cpp, file)
         if file:
-            sizes |= {f"{program}, {short}": file.stat().st_size for program in PROGRAMS}
+            weights = [file] if file.is_file() else file.glob("*.safetensors")
+            sizes |= dict.fromkeys([f"{program}, {short}" for program in PROGRAMS], sum(map(size_of, weights)))
     print(f"{machine()}; load average {os.getloadavg()[0]:.1f}; {options.rounds} rounds\n")
     print("| contender | seconds | range | to the import | CPU seconds | peak, MB | to the file |")
     print("|---|---|---|---|---|---|---|")
@@ -123,7 +128,7 @@ def main() -> None:
         print(row(name, [one[name] for one in rounds], None if name == bare_name else bare, sizes.get(name)))
     if options.first:
         for name, start in first.items():
-            if name.startswith("hdtool"):
+            if not name.startswith(("import", "llama.cpp")):
                 print(row(f"{name}, the first time", [start], bare, sizes.get(name)))
 
 
