@@ -5,9 +5,9 @@
 Each contender is a process that generates one token. Contenders take turns, and medians over rounds are printed. The
 bare import is what any program needs that loads a model with transformers. The first round only fills caches and is not
 counted. CPU seconds are summed over all threads, and the memory peak includes pages of mapped files that were read.
-``--first`` adds the first start of each model, once: of the first model with an empty home folder, of others when hdtool
-has compiled its passes. ``--also`` names the Python of another hdtool
-installation, such as an earlier version, which starts with the same models.
+``--first`` adds the first start of each model, once: that of the first model with an empty home folder, those of others
+when the passes are compiled. ``--also`` names the Python of another hdtool installation, such as an earlier version,
+which starts with the same models and has a home folder of its own.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -59,15 +59,15 @@ def llama_cpp(binary: str, file: Path) -> list[str]:
     return [binary, "-m", str(file), "-p", PROMPT, "-n", "1", "-no-cnv", "--no-warmup"]
 
 
-def started(command: Sequence[str], environment: Mapping[str, str]) -> Start:
+def started(command: Sequence[str], home: Path) -> Start:
     """Run a command in a fresh process, outside the working copy so that another installation uses its own modules."""
     began = time.perf_counter()
     run = subprocess.run(
         [sys.executable, "-c", RUNNER, *command],
         capture_output=True,
         text=True,
-        env={**os.environ, **environment},
-        cwd=environment["HDTOOL_HOME"],
+        env={**os.environ, "HDTOOL_HOME": str(home), "PYTHONPATH": ""},
+        cwd=home,
     )
     seconds = time.perf_counter() - began
     if run.returncode:
@@ -117,11 +117,13 @@ def main() -> None:
     print("| contender | seconds | range | to the import | CPU seconds | peak, MB | to the file |")
     print("|---|---|---|---|---|---|---|")
     with TemporaryDirectory(prefix="hdtool-start-") as home:
-        environment = {"HDTOOL_HOME": home, "PYTHONPATH": ""}
-        first = {name: started(command, environment) for name, command in commands.items()}
-        rounds = [
-            {name: started(command, environment) for name, command in commands.items()} for _ in range(options.rounds)
-        ]
+        homes = {name: Path(home) / name.partition(",")[0] for name in commands}
+        for folder in homes.values():
+            folder.mkdir(exist_ok=True)
+        first, *rounds = (
+            {name: started(command, homes[name]) for name, command in commands.items()}
+            for _ in range(1 + options.rounds)
+        )
     bare_name = next(iter(commands))
     bare = Start(median(one[bare_name].seconds for one in rounds), 0.0, 0)
     for name in commands:
