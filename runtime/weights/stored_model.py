@@ -18,6 +18,7 @@ from hdtool.data.errors import OptionError
 from hdtool.data.memory import available_memory
 from hdtool.data.progress import progress_bar
 from hdtool.runtime.config import ModelConfig
+from hdtool.runtime.config.model import INT8
 from hdtool.runtime.model.quantization import MXFP4, library_of
 from hdtool.runtime.model.transformers_internals import text_class
 from hdtool.runtime.weights.assemble import empty_model, fill, fits, on_request
@@ -56,8 +57,9 @@ def stored_model(config: ModelConfig, settings: Any, quantized: Path | None, *, 
     if store is None or not fits(store, model):
         return None
     available = available_memory()
-    if available and store.bytes > available:
-        store.maps_blocks = True
+    is_larger = available is not None and store.bytes > available
+    store.maps_blocks = is_larger or config.activations == INT8  # int8 matmuls copy blocks into panels
+    if is_larger:
         print(
             f"note: {config.name} has {store.bytes:,} bytes of weights, and {available:,} bytes of memory are free: "
             "its blocks stay in the mapped file, which must not be changed meanwhile",
@@ -113,7 +115,7 @@ class Source(NamedTuple):
     arguments: dict[str, Any]
     """Arguments of ``from_pretrained``."""
     folder: Path | None = None
-    """Folder with the configuration, if the loader is not told it."""
+    """Folder with the configuration, if it is not among the arguments."""
 
     @property
     def is_read_on_request(self) -> bool:

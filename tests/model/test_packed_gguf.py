@@ -155,6 +155,14 @@ def test_only_blocks_that_exceed_the_memory_are_mapped(
     assert file.read_bytes() == before
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_blocks_that_are_copied_into_panels_are_not_copied_into_memory_too(tmp_path: Path) -> None:
+    file = file_of(tmp_path, "Q8_0", num_attention_heads=4, num_key_value_heads=2, **WIDE)
+    load(ModelConfig(str(file), device="cpu", activations="int8"))
+    kept = load(ModelConfig(str(file), device="cpu", activations="int8"))
+    assert kept.target.compiled and str(file) in Path("/proc/self/maps").read_text()
+
+
 def test_without_the_instructions_the_file_is_expanded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (store, gguf_formats):
         monkeypatch.setattr(module, "EXPANDS_FLOAT16", False)
