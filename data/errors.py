@@ -28,6 +28,19 @@ def os_errors_as(error: type[HdtoolError], fault: str, advice: str) -> Iterator[
         raise error(f"{fault} ({cause.strerror or cause}): {advice}") from cause
 
 
+SPARE_BYTES = 1 << 26
+"""Disk space in bytes to leave free."""
+
+
+def require_room(name: str, needed: int, folder: Path, variable: str) -> None:
+    """Raise a ``ModelError`` if a folder's disk has no room; the environment variable names the place of the folder."""
+    if (free := shutil.disk_usage(folder).free) < needed + SPARE_BYTES:
+        raise ModelError(
+            f"{name} needs {needed:,} bytes in {folder}, whose disk has {free:,}: make room, or let {variable} name a "
+            "folder on another one"
+        )
+
+
 FULL_DISK_BYTES = 1 << 20
 """A write that fails with less space left than this has filled the disk."""
 

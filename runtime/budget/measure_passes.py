@@ -15,7 +15,7 @@ import torch
 
 from hdtool.data.durable_files import MAX_CACHE_AGE, CachedValue
 from hdtool.data.errors import CostError, OptionError
-from hdtool.data.progress import with_progress
+from hdtool.data.progress import progress_bar
 from hdtool.data.stores.home import cost_at_home, quick_costs_at_home
 from hdtool.runtime.budget.cost_curve import PASS_SIZES, CostCurve, Floats, cost_file
 from hdtool.runtime.config import CostConfig
@@ -194,15 +194,15 @@ def _quick_contexts(target: Target, batch: int = 1) -> tuple[int, ...]:
 
 def _quick_milliseconds(target: Target, contexts: Sequence[int], batch: int) -> tuple[tuple[float, ...], ...]:
     """Time passes of all sizes after the first context; after longer contexts, time a few and interpolate."""
-    rows: list[Floats] = []
-    for length in with_progress(contexts, "contexts timed", is_left=False):
-        if not rows:
-            rows.append(short := _increasing(time_tree_passes(target, MEASURED_NODES, _is_enough_quickly, batch=batch)))
-            continue
-        times = time_tree_passes(target, LONG_CONTEXT_NODES, _is_enough_quickly, length, batch, unread=True)
-        long = _increasing(times)
-        added = np.maximum(0, long - np.interp(LONG_CONTEXT_NODES, MEASURED_NODES, short))
-        rows.append(short + np.interp(MEASURED_NODES, LONG_CONTEXT_NODES, added))
+    with progress_bar(len(contexts), "contexts timed", is_left=False) as progress:
+        short = _increasing(time_tree_passes(target, MEASURED_NODES, _is_enough_quickly, batch=batch))
+        rows = [short]
+        for length in contexts[1:]:
+            progress.advance()
+            times = time_tree_passes(target, LONG_CONTEXT_NODES, _is_enough_quickly, length, batch, unread=True)
+            long = _increasing(times)
+            added = np.maximum(0, long - np.interp(LONG_CONTEXT_NODES, MEASURED_NODES, short))
+            rows.append(short + np.interp(MEASURED_NODES, LONG_CONTEXT_NODES, added))
     return tuple(tuple(map(float, row)) for row in rows)
 
 

@@ -22,8 +22,6 @@ from hdtool.runtime.kernels.matrix_formats import FORMATS_BY_GGUF_TYPE, INT4, IN
 
 MADV_PAGEOUT = 21
 """Linux's ``madvise`` advice to page memory out, which never loses data."""
-MADV_DONTNEED = 4
-"""Linux's ``madvise`` advice to drop pages, which discards private writes."""
 ATEN = torch.ops.aten
 ROW_ARGUMENTS = {ATEN.embedding.default: 1, ATEN.index.Tensor: 1, ATEN.index_select.default: 2}
 """Position of the index argument in each operation that gathers rows."""
@@ -70,13 +68,6 @@ class PackedMatrix:
         This has an effect only on Linux.
         """
         self._advise(MADV_PAGEOUT)
-
-    def unmap(self) -> None:
-        """Drop the blocks' memory pages; they are read again on use from the file, which stays in the page cache.
-
-        This has an effect only on Linux. Changes to a private mapping of the file are lost.
-        """
-        self._advise(MADV_DONTNEED)
 
     def _advise(self, advice: int) -> None:
         if sys.platform == "linux":
@@ -172,10 +163,6 @@ class PackedExperts(PackedMatrix):
     def page_out(self) -> None:
         for part in self.parts:
             part.page_out()
-
-    def unmap(self) -> None:
-        for part in self.parts:
-            part.unmap()
 
     def float(self) -> torch.Tensor:
         parts = [part.float().view(len(self), -1, part.shape[1]) for part in self.parts]

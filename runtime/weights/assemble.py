@@ -19,6 +19,8 @@ from hdtool.runtime.weights.damaged_weights import WeightCheck
 from hdtool.runtime.weights.store import WeightStore
 
 NARROW_BYTES = 2
+READERS = 2
+"""Number of threads that read weights; each may hold a weight that it expands."""
 
 
 def empty_model(settings: Any, **options: Any) -> Any:
@@ -45,7 +47,7 @@ def fill(model: Any, store: WeightStore, folder: Path, bar: ProgressBar, check: 
     """Read all weights of a store into an empty model, and check them; ``folder`` has the model's configuration."""
     states, done = list(map(FileState.of, store.files)), 0
     missing = model.state_dict().keys() - store.keys()
-    readers = ThreadPoolExecutor()
+    readers = ThreadPoolExecutor(READERS)
     try:
         for name, weight in zip(store, readers.map(store.read, store), strict=True):
             if check:

@@ -10,7 +10,7 @@ from hdtool.data.artifact import Artifact
 from hdtool.data.errors import ModelError
 from hdtool.data.stores.manifest import Checkpoint
 from hdtool.runtime.weights.fingerprint import fingerprint_of
-from hdtool.runtime.weights.gguf_file import gguf_file
+from hdtool.runtime.weights.gguf_file import gguf_file, is_path
 from hdtool.runtime.weights.gguf_folder import configuration_folder
 from hdtool.runtime.weights.hub import snapshot, weight_files
 
@@ -44,7 +44,7 @@ def place_of(
         if not any((path / file).is_file() for file in needed):
             raise ModelError(f"{name} is a folder without {needed[0]}: name a folder written by save_pretrained")
         return path
-    if path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
+    if is_path(name):
         raise ModelError(
             f"{name} does not exist: give the folder of a model, a GGUF file, or a model's name on the hub"
         )

@@ -11,7 +11,14 @@ from typing import TYPE_CHECKING
 import torch
 
 from hdtool.data.errors import ModelError, OptionError
-from hdtool.data.gguf_header import DOWNLOAD_AGAIN, SPLIT_COUNT, SPLIT_NUMBER, SPLIT_TENSORS, GGUFHeader
+from hdtool.data.gguf_header import (
+    DOWNLOAD_AGAIN,
+    GGUF_SUFFIX,
+    SPLIT_COUNT,
+    SPLIT_NUMBER,
+    SPLIT_TENSORS,
+    GGUFHeader,
+)
 from hdtool.runtime.weights.hub import file_of
 
 if TYPE_CHECKING:
@@ -130,7 +137,6 @@ def _check_complete(paths: tuple[Path, ...], first: GGUFHeader, tensors: list[GG
         raise ModelError(f"{paths[0]} states {stated} tensors, and its parts hold {len(tensors)}: get all parts again")
 
 
-GGUF_SUFFIX = ".gguf"
 MAX_LISTED = 12
 PART = re.compile(r"(?P<model>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})(?P<suffix>\.gguf)", re.IGNORECASE | re.DOTALL)
 
@@ -170,7 +176,7 @@ def gguf_file(config: ModelConfig) -> Path | None:
         if config.gguf_file:
             raise OptionError(f"--gguf-file names a file of a folder, and {path} is a file itself: leave it out")
         return _first_part(path)
-    if config.gguf_file and not _is_path(name):
+    if config.gguf_file and not is_path(name):
         parts = [file_of(name, part, config.revision) for part in part_names(config.gguf_file)]
         return parts[0]
     if config.gguf_file or path.suffix.lower() == GGUF_SUFFIX:
@@ -178,7 +184,8 @@ def gguf_file(config: ModelConfig) -> Path | None:
     return None
 
 
-def _is_path(name: str) -> bool:
+def is_path(name: str) -> bool:
+    """Return True if a model's name can't be one of the hub."""
     return Path(name).is_absolute() or name.startswith((".", "~")) or name.count("/") > 1
 
 

@@ -5,18 +5,16 @@ from __future__ import annotations
 from collections import Counter
 from math import prod
 
-from hdtool.runtime.kernels.gemm import COLUMN_MULTIPLE
 from hdtool.runtime.kernels.matrix_formats import FORMATS_BY_GGUF_TYPE
 from hdtool.runtime.kernels.vector_code import EXPANDS_FLOAT16
 from hdtool.runtime.weights.gguf_file import PLAIN, GGUFFile, GGUFTensor
+from hdtool.runtime.weights.store import are_read_by_matmul
 
 
 def stays_packed(tensor: GGUFTensor) -> bool:
     """Return True if the compiled matmul reads a tensor's blocks."""
-    if not EXPANDS_FLOAT16 or tensor.kind not in FORMATS_BY_GGUF_TYPE or not 2 <= len(tensor.shape) <= 3:
-        return False
-    multiple = max(COLUMN_MULTIPLE, FORMATS_BY_GGUF_TYPE[tensor.kind].block_size)
-    return prod(tensor.shape) > 0 and tensor.shape[-1] % multiple == 0
+    is_matrix = 2 <= len(tensor.shape) <= 3 and prod(tensor.shape) > 0
+    return is_matrix and are_read_by_matmul(_format_of(tensor), tensor.shape[-1])
 
 
 def slow_weights(file: GGUFFile) -> str | None:
@@ -30,11 +28,15 @@ def slow_weights(file: GGUFFile) -> str | None:
 
 
 def _reason(tensor: GGUFTensor) -> str:
-    from gguf import GGMLQuantizationType
-
-    name = GGMLQuantizationType(tensor.kind).name
+    name = _format_of(tensor)
     if tensor.kind not in FORMATS_BY_GGUF_TYPE:
         return f"in {name}"
     if not EXPANDS_FLOAT16:
         return f"in {name} on a processor that cannot convert float16"
     return f"in {name} with {tensor.shape[-1]} columns"
+
+
+def _format_of(tensor: GGUFTensor) -> str:
+    from gguf import GGMLQuantizationType
+
+    return GGMLQuantizationType(tensor.kind).name

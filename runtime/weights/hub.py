@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import json
-import shutil
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,7 +15,7 @@ from typing import Any
 from tqdm import tqdm
 
 from hdtool.data import demo
-from hdtool.data.errors import HdtoolError, ModelError, did_you_mean, error_reason
+from hdtool.data.errors import HdtoolError, ModelError, did_you_mean, error_reason, require_room
 from hdtool.data.progress import ProgressBar, progress_bar
 
 LOG_IN = "run hf auth login, or set HF_TOKEN"
@@ -133,8 +132,6 @@ CONFIGURATION = ["*.json", "*.jinja", "*.txt", "*.model", "*.py", "*.tiktoken"]
 """Patterns of files other than weights: settings, tokenizers, chat templates and code."""
 OTHER_FORMATS = ["onnx/*", "original/*", "coreml/*", "openvino/*", "runs/*"]
 """Patterns of repository folders that transformers does not read."""
-SPARE_BYTES = 1 << 26
-"""Disk space in bytes to leave free after a download."""
 
 
 @cache  # otherwise each lookup would ask the hub for the newest version
@@ -195,7 +192,7 @@ def _download_weights(name: str, folder: Path) -> None:
             if not missing:
                 continue
             size = sum(file.file_size or 0 for file in missing)
-            _check_room(name, size, folder)
+            require_room(name, size, folder, "HF_HOME")
             print(f"note: downloading {name}, once: {size:,} bytes in {folder}", file=sys.stderr)
             with _progress(name, size) as counted:
                 snapshot_download(name, revision=commit, allow_patterns=wanted, tqdm_class=counted)
@@ -215,15 +212,6 @@ def _forms(folder: Path) -> Iterator[list[str]]:
     if listed := shards(folder):
         yield [*listed, *adapters]
     yield [SINGLE[1], *adapters]
-
-
-def _check_room(name: str, needed: int, folder: Path) -> None:
-    free = shutil.disk_usage(folder).free
-    if free < needed + SPARE_BYTES:
-        raise ModelError(
-            f"{name} needs {needed:,} bytes in {folder}, whose disk has {free:,}: make room, or let HF_HOME name a "
-            "folder on another one"
-        )
 
 
 class _Silent(tqdm):  # type: ignore[misc]

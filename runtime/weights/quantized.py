@@ -6,7 +6,6 @@ layer use Q8_0 with either scheme, because their error reaches every logit.
 
 from __future__ import annotations
 
-import shutil
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -19,7 +18,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from hdtool.data.artifact import Artifact, made_once
-from hdtool.data.errors import ModelError
+from hdtool.data.errors import ModelError, require_room
 from hdtool.data.gguf_header import GGUF_SUFFIX
 from hdtool.data.stores.home import artifacts_at_home
 from hdtool.runtime.kernels.compact_weight import narrowed
@@ -40,8 +39,6 @@ SCHEMES = {"q8_0": Q8_0, "q4_0": Q4_0}
 ROUTERS = {"router", "gate"}
 """Names of modules that choose experts."""
 BLOCKS, REST = "blocks.safetensors", "rest.safetensors"
-SPARE_BYTES = 1 << 26
-"""Disk space in bytes to leave free."""
 
 
 def quantized_folder(name: str, scheme: str, files: Sequence[Path], fingerprint: str, load: Callable[[], Any]) -> Path:
@@ -90,7 +87,7 @@ def _write(model: Any, name: str, scheme: str, folder: Path) -> _Quantized:
             file=sys.stderr,
         )
     stored = *quantized.blocks.values(), *quantized.rest.values()
-    _check_room(name, sum(tensor.nbytes for tensor in stored), folder)
+    require_room(name, sum(tensor.nbytes for tensor in stored), artifacts_at_home(KIND), "HDTOOL_HOME")
     _save(quantized.blocks, folder / BLOCKS)
     _save(quantized.rest, folder / REST)
     model.config.save_pretrained(folder)
@@ -160,15 +157,6 @@ def _is_matrix(place: ParameterRef) -> bool:
 def _is_of_experts(place: ParameterRef) -> bool:
     module, name = place
     return name in WEIGHTS and module.get_parameter(name).dim() == 3
-
-
-def _check_room(name: str, needed: int, folder: Path) -> None:
-    free = shutil.disk_usage(folder).free
-    if free < needed + SPARE_BYTES:
-        raise ModelError(
-            f"{name} needs {needed:,} bytes in {artifacts_at_home(KIND)}, whose disk has {free:,}: make room, or let "
-            "HDTOOL_HOME name a folder on another one"
-        )
 
 
 def _save(tensors: dict[str, torch.Tensor], file: Path) -> None:

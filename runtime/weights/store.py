@@ -3,7 +3,7 @@
 A weight is copied into memory when it is read, in the order in which the model needs its rows, and no file stays open
 or mapped. An answer therefore never depends on a file that is replaced, truncated or deleted meanwhile. Blocks and
 16-bit numbers stay as they are stored, so that a model needs as much memory as its files have bytes. Only the blocks
-of a model that is larger than the free memory stay in the mapped file.
+of a model that is larger than the free memory, or whose blocks are copied for int8 matmuls, stay in the mapped file.
 """
 
 from __future__ import annotations
@@ -36,6 +36,12 @@ BLOCK_FORMATS = {block_format.name: block_format for block_format in ALL_FORMATS
 """Block formats that the compiled matmul reads."""
 
 
+def are_read_by_matmul(name: str, columns: int) -> bool:
+    """Return True if the compiled matmul reads blocks of this format, in rows of so many columns."""
+    block_format = BLOCK_FORMATS.get(name) if EXPANDS_FLOAT16 else None
+    return block_format is not None and columns % max(COLUMN_MULTIPLE, block_format.block_size) == 0
+
+
 @dataclass(frozen=True)
 class StoredWeight:
     """How a parameter is put together from the rows of its pieces, one piece after another."""
@@ -60,13 +66,11 @@ class StoredWeight:
     @property
     def stays_packed(self) -> bool:
         """True if the weight is kept in blocks."""
-        columns, formats = self.pieces[0].columns, {piece.format for piece in self.pieces}
+        formats = {piece.format for piece in self.pieces}
         return (
-            EXPANDS_FLOAT16
-            and self.make is None
+            self.make is None
             and len(formats) == 1
-            and self.format in BLOCK_FORMATS
-            and columns % max(COLUMN_MULTIPLE, BLOCK_FORMATS[self.format].block_size) == 0
+            and are_read_by_matmul(self.format, self.pieces[0].columns)
             and ((len(self.shape) == 2 and not self.transposed) or len(self.shape) == 3)
             and prod(self.shape) > 0
         )
@@ -247,7 +251,7 @@ def expanded_blocks(rows: torch.Tensor, name: str) -> torch.Tensor:
     """Expand rows of blocks to float32, with compiled code where it reads the format, else with the library gguf."""
     block_format = BLOCK_FORMATS.get(name)
     columns = rows.shape[1] // block_format.bytes * block_format.block_size if block_format else 0
-    if block_format and EXPANDS_FLOAT16 and columns % COLUMN_MULTIPLE == 0:
+    if block_format and are_read_by_matmul(name, columns):
         return PackedMatrix(rows, block_format).float()
     from gguf import GGMLQuantizationType, dequantize
 

@@ -83,15 +83,15 @@ def test_a_folder_with_the_parts_of_one_model_names_it(folder: Path) -> None:
 def test_all_parts_are_downloaded_from_the_hub(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import huggingface_hub
 
-    asked = []
+    downloaded = []
 
     def download(repository: str, name: str, **options: object) -> str:
-        asked.append(name)
+        downloaded.append(name)
         return str(folder / Path(name).name)
 
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
     assert gguf_file(ModelConfig("someone/parts-GGUF", gguf_file=f"Q8_0/{NAMES[1]}")) == folder / NAMES[0]
-    assert asked == [f"Q8_0/{name}" for name in NAMES]
+    assert downloaded == [f"Q8_0/{name}" for name in NAMES]
 
 
 def replaced(key: str, old: int, new: int) -> Callable[[bytes], bytes]:
