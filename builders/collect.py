@@ -26,7 +26,7 @@ from hdtool.data.errors import PromptError, os_errors_as
 from hdtool.data.prompts import GrammarKind, Prompt
 from hdtool.runtime.answerer import Answer, Answerer
 from hdtool.runtime.config import DecodeConfig, ModelConfig, SamplingConfig
-from hdtool.runtime.drafter import RankingRecorder
+from hdtool.runtime.core.drafter import RankingRecorder
 
 
 class GenerationFile:

@@ -26,9 +26,9 @@ from hdtool.data.stores.home import StoredItem, home, stored_items
 from hdtool.data.stores.manifest import Checkpoint, TokenizerFingerprint
 from hdtool.data.stores.store import read_manifest
 from hdtool.runtime.answerer import Answerer
-from hdtool.runtime.compile_process import NOUNS, PARTS
 from hdtool.runtime.config import DecodeConfig, ModelConfig, SamplingConfig, StoresConfig
 from hdtool.runtime.kernels.code_folder import code_folder, is_compiled
+from hdtool.runtime.kernels.compile_process import NOUNS, PARTS
 from hdtool.runtime.kernels.compiled import processor_name
 from hdtool.runtime.model.families import refuse_by_configuration, without_trees
 from hdtool.runtime.model.load import load_settings, load_tokenizer, pick_device

@@ -17,8 +17,8 @@ from hdtool.data.output_files import OutputFile, json_object
 from hdtool.data.prompts import Message, Prompt
 from hdtool.data.row_readers import RowError
 from hdtool.runtime.answerer import Answerer
-from hdtool.runtime.sequence import Finish, Stats
-from hdtool.runtime.source_names import SourceId
+from hdtool.runtime.config.source_names import SourceId
+from hdtool.runtime.core.sequence import Finish, Stats
 
 ReadMessage = Callable[[], str]
 """Function that returns the next message and raises EOFError at the end of the input."""

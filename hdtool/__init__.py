@@ -17,12 +17,12 @@ if TYPE_CHECKING:
     from hdtool.data.prompts import Grammar
     from hdtool.runtime.answerer import decode, decode_batch
     from hdtool.runtime.config import DecodeConfig, ModelConfig, SamplingConfig, StoresConfig
+    from hdtool.runtime.config.source_names import Source, register
+    from hdtool.runtime.core.loop import Request
+    from hdtool.runtime.core.sequence import Stats
     from hdtool.runtime.drafters.methods import drafter_for
     from hdtool.runtime.integrations.hf_generate import Generator
-    from hdtool.runtime.loop import Request
     from hdtool.runtime.model.load import load
-    from hdtool.runtime.sequence import Stats
-    from hdtool.runtime.source_names import Source, register
     from hdtool.runtime.stores.store_set import StoreSet, open_store
 
     __version__: str
@@ -56,10 +56,10 @@ _PLACES = {
     "Grammar": "hdtool.data.prompts",
     "HdtoolError": "hdtool.data.errors",
     "ModelConfig": "hdtool.runtime.config",
-    "Request": "hdtool.runtime.loop",
+    "Request": "hdtool.runtime.core.loop",
     "SamplingConfig": "hdtool.runtime.config",
-    "Source": "hdtool.runtime.source_names",
-    "Stats": "hdtool.runtime.sequence",
+    "Source": "hdtool.runtime.config.source_names",
+    "Stats": "hdtool.runtime.core.sequence",
     "StoreSet": "hdtool.runtime.stores.store_set",
     "StoresConfig": "hdtool.runtime.config",
     "Verifier": "hdtool.builders.evaluation.verify",
@@ -68,7 +68,7 @@ _PLACES = {
     "drafter_for": "hdtool.runtime.drafters.methods",
     "load": "hdtool.runtime.model.load",
     "open_store": "hdtool.runtime.stores.store_set",
-    "register": "hdtool.runtime.source_names",
+    "register": "hdtool.runtime.config.source_names",
 }
 """Module that defines each public name."""
 

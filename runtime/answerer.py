@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Container, Generator, Iterable, Iterator, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -13,22 +13,22 @@ from hdtool.data.chat import encode_answer, encode_conversation
 from hdtool.data.errors import HdtoolError, PromptError
 from hdtool.data.prompts import Message, Prompt
 from hdtool.runtime.budget.measure_passes import quick_record
-from hdtool.runtime.compile_process import DRAFTER, is_compiling
 from hdtool.runtime.config import DecodeConfig, ModelConfig, SamplingConfig, StoresConfig
-from hdtool.runtime.drafter import Drafter, HistoryDrafter, NoDraft, RankingRecorder
+from hdtool.runtime.config.source_names import SourceId
+from hdtool.runtime.core.drafter import Drafter, HistoryDrafter, NoDraft, RankingRecorder
+from hdtool.runtime.core.engine import Engine
+from hdtool.runtime.core.loop import Key, Loop, Outcome, Request
+from hdtool.runtime.core.prefix_cache import PrefixCache
+from hdtool.runtime.core.sampler import Sampler
+from hdtool.runtime.core.sequence import Finish, Stats, Step, room_for
 from hdtool.runtime.drafters.deferred import deferred
 from hdtool.runtime.drafters.methods import compile_ahead, drafters_for
-from hdtool.runtime.engine import Engine
 from hdtool.runtime.generate_settings import refuse_settings
 from hdtool.runtime.grammar import guided_drafter, masks_of
-from hdtool.runtime.loop import Key, Loop, Outcome, Request
+from hdtool.runtime.kernels.compile_process import DRAFTER, is_compiling
 from hdtool.runtime.model.load import Loaded, load
 from hdtool.runtime.model.target import choose_threads
 from hdtool.runtime.model.tensor_parallel import check_decoding
-from hdtool.runtime.prefix_cache import PrefixCache
-from hdtool.runtime.sampling.sampler import Sampler
-from hdtool.runtime.sequence import Finish, Stats, Step, room_for
-from hdtool.runtime.source_names import SourceId
 from hdtool.runtime.stores.store_set import StoreSet
 from hdtool.runtime.text_stream import Piece, TextStream, before_stop, cut_at_stop, text_of
 
@@ -147,7 +147,7 @@ class CollectedAnswer(Answer):
 
 
 def decode(
-    engine: Engine,
+    engine: Engine[Any],
     prompt: Sequence[int],
     sampler: Sampler,
     *,
@@ -183,7 +183,7 @@ def decode(
 
 
 def decode_batch(
-    engine: Engine,
+    engine: Engine[Any],
     next_request: Callable[[], Request[Key] | None],
     size: int,
     *,

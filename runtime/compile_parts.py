@@ -12,8 +12,8 @@ from contextlib import suppress
 
 from hdtool.data.durable_files import file_lock
 from hdtool.data.errors import StoreError
-from hdtool.runtime.compile_process import PASSES, STEPS
 from hdtool.runtime.kernels.code_folder import code_folder, is_compiled, mark_compiled, remove_outdated
+from hdtool.runtime.kernels.compile_process import PASSES, STEPS
 
 NICENESS = 5
 """How far below this machine's other processes the compiler runs, such as one that answers meanwhile."""

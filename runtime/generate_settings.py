@@ -21,7 +21,7 @@ from transformers import (
 
 from hdtool.data.errors import HdtoolError, ModelError, error_reason
 from hdtool.runtime.config import SamplingConfig
-from hdtool.runtime.sampling.sampler import Sampler
+from hdtool.runtime.core.sampler import Sampler
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase

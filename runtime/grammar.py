@@ -15,12 +15,12 @@ from transformers import LogitsProcessor
 
 from hdtool.data.errors import PromptError
 from hdtool.data.prompts import Grammar, GrammarKind
-from hdtool.runtime.drafter import Drafter, NoDraft, WrappedDrafter
+from hdtool.runtime.config.source_names import SourceId
+from hdtool.runtime.core.drafter import Drafter, NoDraft, WrappedDrafter
+from hdtool.runtime.core.prefix_cache import common_prefix_length
+from hdtool.runtime.core.sampler import NOTHING_ALLOWED
+from hdtool.runtime.core.tree import LARGEST_TREE, ROOT, UNDETERMINED, DraftTree
 from hdtool.runtime.kernels.compiled import Array
-from hdtool.runtime.prefix_cache import common_prefix_length
-from hdtool.runtime.sampling.sampler import NOTHING_ALLOWED
-from hdtool.runtime.source_names import SourceId
-from hdtool.runtime.tree import LARGEST_TREE, ROOT, UNDETERMINED, DraftTree
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer

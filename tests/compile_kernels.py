@@ -9,7 +9,6 @@ import sys
 
 from hdtool.data import demo
 from hdtool.runtime.budget.node_budget import FixedBudget
-from hdtool.runtime.compile_process import PASSES
 from hdtool.runtime.config import METHODS, TRAINED, DecodeConfig, VllmConfig
 from hdtool.runtime.drafters.methods import drafter_with_budget
 from hdtool.runtime.engines.cpu.expert_kernel import expert_function
@@ -19,6 +18,7 @@ from hdtool.runtime.engines.cpu.mixers.mix import mixer_function
 from hdtool.runtime.engines.cpu.pass_kernel import compile_passes, compile_tree_passes, embedding_of
 from hdtool.runtime.integrations.vllm.batch_drafter import BatchDrafter
 from hdtool.runtime.kernels.code_folder import mark_compiled
+from hdtool.runtime.kernels.compile_process import PASSES
 from hdtool.runtime.kernels.gemm import matmul_of
 from hdtool.runtime.kernels.linear import MATRIX_KINDS
 from hdtool.runtime.kernels.matrix_formats import ALL_FORMATS

@@ -20,12 +20,12 @@ from hdtool.data.errors import HdtoolError, PromptError, error_reason
 from hdtool.data.prompts import Message, Prompt
 from hdtool.runtime.answerer import decode
 from hdtool.runtime.config import COLD, WARM, SamplingConfig
-from hdtool.runtime.drafter import Drafter
+from hdtool.runtime.core.drafter import Drafter
+from hdtool.runtime.core.sampler import Sampler
+from hdtool.runtime.core.sequence import Finish, Stats, Step, room_for
 from hdtool.runtime.kernels.topk import argmax
 from hdtool.runtime.model.load import Loaded
 from hdtool.runtime.model.target import Target
-from hdtool.runtime.sampling.sampler import Sampler
-from hdtool.runtime.sequence import Finish, Stats, Step, room_for
 
 
 @dataclass(frozen=True)

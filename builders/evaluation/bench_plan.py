@@ -53,7 +53,7 @@ from hdtool.runtime.config import (
     SamplingConfig,
     StoresConfig,
 )
-from hdtool.runtime.drafter import Drafter
+from hdtool.runtime.core.drafter import Drafter
 from hdtool.runtime.drafters.methods import compile_ahead, drafter_with_budget, finish_compiling
 from hdtool.runtime.drafters.trained.select_drafter import methods_with_drafters
 from hdtool.runtime.environment import describe_environment, dtype_name, set_num_threads

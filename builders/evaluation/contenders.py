@@ -29,7 +29,8 @@ from hdtool.runtime.answerer import decode
 from hdtool.runtime.budget.cost_curve import CostCurve
 from hdtool.runtime.budget.measure_passes import lengths_within
 from hdtool.runtime.config import SHAPES, CostConfig, ModelConfig, SamplingConfig
-from hdtool.runtime.drafter import Drafter
+from hdtool.runtime.core.drafter import Drafter
+from hdtool.runtime.core.sequence import Finish, Stats, Step, room_for
 from hdtool.runtime.engines.cpu.proof import compile_cpu
 from hdtool.runtime.environment import dtype_name
 from hdtool.runtime.generate_settings import generate_options, refuse_settings
@@ -40,7 +41,6 @@ from hdtool.runtime.model.load import Loaded, load_tokenizer, pick_device, pick_
 from hdtool.runtime.model.placement import use_planless_attention
 from hdtool.runtime.model.target import Target
 from hdtool.runtime.model.transformers_internals import cache_in
-from hdtool.runtime.sequence import Finish, Stats, Step, room_for
 from hdtool.runtime.text_stream import text_of
 
 COST_PLOT_INCHES, COST_PLOT_DPI = (7.0, 4.2), 150

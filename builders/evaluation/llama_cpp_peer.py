@@ -16,10 +16,10 @@ from hdtool.data.conversation_shapes import AnsweredTurn
 from hdtool.data.errors import ModelError, error_reason
 from hdtool.data.gguf_header import GGUFHeader
 from hdtool.runtime.config import LLAMA_CPP, OTHER_FILE, ModelConfig, SamplingConfig
+from hdtool.runtime.core.sequence import room_for
 from hdtool.runtime.grammar import Guide
 from hdtool.runtime.kernels.vector_code import has_feature
 from hdtool.runtime.model.load import Loaded
-from hdtool.runtime.sequence import room_for
 from hdtool.runtime.weights.gguf_file import gguf_file
 
 LLAMA_CPP_PACKAGE = "llama-cpp-python"

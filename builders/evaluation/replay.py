@@ -19,21 +19,21 @@ import numpy as np
 import numpy.typing as npt
 
 from hdtool.builders.evaluation.recording import RecordedLogits, RecordedTurn, RecordingEngine
-from hdtool.runtime.accept import Accepted
 from hdtool.runtime.answerer import decode
 from hdtool.runtime.budget.cost_curve import CostCurve
 from hdtool.runtime.budget.node_budget import Budget, CostBudget, FixedBudget
 from hdtool.runtime.config import FIXED_BUDGET, METHODS, DecodeConfig, SamplingConfig
 from hdtool.runtime.config.decoding import HISTORY_LETTER
-from hdtool.runtime.drafter import Drafter, WrappedDrafter
+from hdtool.runtime.config.source_names import SourceId
+from hdtool.runtime.core.accept import Accepted
+from hdtool.runtime.core.drafter import Drafter, WrappedDrafter
+from hdtool.runtime.core.engine import Verified
+from hdtool.runtime.core.sampler import Sampler
+from hdtool.runtime.core.sequence import Step
+from hdtool.runtime.core.tree import LARGEST_TREE, DraftTree
 from hdtool.runtime.drafters.methods import drafter_with_budget
-from hdtool.runtime.engine import Verified
-from hdtool.runtime.sampling.sampler import Sampler
-from hdtool.runtime.sequence import Step
-from hdtool.runtime.source_names import SourceId
 from hdtool.runtime.stores.history_store import History
 from hdtool.runtime.stores.store_set import StoreSet
-from hdtool.runtime.tree import LARGEST_TREE, DraftTree
 
 Ints = npt.NDArray[Any]
 Floats = npt.NDArray[np.float64]

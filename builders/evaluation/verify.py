@@ -12,14 +12,14 @@ from hdtool.builders.evaluation.contenders import answer_steps, generate_ids
 from hdtool.data.errors import HdtoolError, error_reason
 from hdtool.data.prompts import Grammar
 from hdtool.runtime.config import SamplingConfig
-from hdtool.runtime.drafter import Drafter, NoDraft
+from hdtool.runtime.core.drafter import Drafter, NoDraft
+from hdtool.runtime.core.sampler import Sampler
+from hdtool.runtime.core.sequence import room_for
 from hdtool.runtime.generate_settings import refuse_settings
 from hdtool.runtime.grammar import guided_drafter, masks_of
 from hdtool.runtime.model.load import Loaded
 from hdtool.runtime.model.placement import HIGHER_PRECISION, logits_after, logits_step_by_step, more_precise
 from hdtool.runtime.model.quantization import quantized_layers
-from hdtool.runtime.sampling.sampler import Sampler
-from hdtool.runtime.sequence import room_for
 
 
 class Oracle(StrEnum):

@@ -41,7 +41,7 @@ from hdtool.runtime.config.decoding import (
     SOURCE_NAMES,
 )
 from hdtool.runtime.config.model import INT8
-from hdtool.runtime.drafter import NoDraft
+from hdtool.runtime.core.drafter import NoDraft
 from hdtool.runtime.drafters.heads.checkpoint import SETTINGS_FILE, read_settings
 from hdtool.runtime.drafters.trained.proposal import SMALL_MODEL, PublishedDrafter
 from hdtool.runtime.drafters.trained.select_drafter import methods_with_drafters, trained_drafter

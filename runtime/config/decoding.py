@@ -9,7 +9,7 @@ from typing import NamedTuple
 from hdtool.data.errors import OptionError
 from hdtool.data.prompts import Grammar, GrammarKind, read_grammar
 from hdtool.runtime.config.model import Settings, require, setting
-from hdtool.runtime.source_names import plugins
+from hdtool.runtime.config.source_names import plugins
 
 SOURCE_LETTERS = "CMS"
 """Letters of the context table, the model store and the corpus index."""

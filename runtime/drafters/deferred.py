@@ -6,12 +6,12 @@ from collections.abc import Callable, Hashable, Sequence
 from functools import cache
 from threading import Thread
 
-from hdtool.runtime.compile_process import DRAFTER, is_compiling, wait_until_compiled
 from hdtool.runtime.config import METHODS
 from hdtool.runtime.config.decoding import HIERARCHIES
-from hdtool.runtime.drafter import Drafter, NoDraft, WrappedDrafter, draft_many
+from hdtool.runtime.core.drafter import Drafter, NoDraft, WrappedDrafter, draft_many
+from hdtool.runtime.core.tree import DraftTree
 from hdtool.runtime.drafters.methods import compile_hierarchy
-from hdtool.runtime.tree import DraftTree
+from hdtool.runtime.kernels.compile_process import DRAFTER, is_compiling, wait_until_compiled
 
 
 def deferred(method: str, make: Callable[[], list[Drafter]], number: int) -> list[Drafter]:

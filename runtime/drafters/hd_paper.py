@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from hdtool.runtime.accept import Accepted
 from hdtool.runtime.config import SOURCE_LETTERS, PaperConfig
+from hdtool.runtime.config.source_names import SourceId, source_of
+from hdtool.runtime.core.accept import Accepted
+from hdtool.runtime.core.engine import Verified
+from hdtool.runtime.core.tree import LARGEST_TREE, DraftTree, Trie, sequences_of
 from hdtool.runtime.drafters.published.lookup_methods import Lookahead
-from hdtool.runtime.engine import Verified
 from hdtool.runtime.kernels.compiled import Ints, compiled
-from hdtool.runtime.source_names import SourceId, source_of
-from hdtool.runtime.tree import LARGEST_TREE, DraftTree, Trie, sequences_of
 
 if TYPE_CHECKING:
     from hdtool.runtime.stores.corpus_index import CorpusIndex

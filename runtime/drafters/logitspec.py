@@ -14,14 +14,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from hdtool.runtime.accept import Accepted
 from hdtool.runtime.budget.node_budget import Budget, FixedBudget
-from hdtool.runtime.drafter import NO_KINDS, NodeCalibration
+from hdtool.runtime.config.source_names import SourceId
+from hdtool.runtime.core.accept import Accepted
+from hdtool.runtime.core.drafter import NO_KINDS, NodeCalibration
+from hdtool.runtime.core.engine import Verified
+from hdtool.runtime.core.tree import LARGEST_TREE, NO_TOKEN, ROOT, DraftTree, Trie
 from hdtool.runtime.drafters.published.lookup_methods import GrowingContext
-from hdtool.runtime.engine import Verified
 from hdtool.runtime.kernels.compiled import Ints, compiled
-from hdtool.runtime.source_names import SourceId
-from hdtool.runtime.tree import LARGEST_TREE, NO_TOKEN, ROOT, DraftTree, Trie
 
 UNRANKED = -1
 MAX_MATCH = 3

@@ -17,10 +17,12 @@ from hdtool.runtime.budget.node_budget import (
     SharedBudget,
     SharedCosts,
 )
-from hdtool.runtime.compile_process import DRAFTER, PARTS, PASSES, start_compiling, wait_until_compiled
 from hdtool.runtime.config import METHODS, TRAINED, DecodeConfig, ModelConfig, PaperConfig
 from hdtool.runtime.config.decoding import HIERARCHIES, HISTORY_LETTER
-from hdtool.runtime.drafter import Drafter, NoDraft
+from hdtool.runtime.config.source_names import plugins
+from hdtool.runtime.core.drafter import Drafter, NoDraft
+from hdtool.runtime.core.tree import compile_trees
+from hdtool.runtime.core.walks import compile_walks
 from hdtool.runtime.drafters.hd_paper import PaperDrafter, lookahead_decoding
 from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
 from hdtool.runtime.drafters.logitspec import LogitSpec
@@ -32,14 +34,12 @@ from hdtool.runtime.drafters.published.token_recycling import TokenRecycling
 from hdtool.runtime.drafters.trained.select_drafter import gate_for, trained_alone, trained_drafter
 from hdtool.runtime.environment import fingerprint
 from hdtool.runtime.kernels.code_folder import mark_compiled
+from hdtool.runtime.kernels.compile_process import DRAFTER, PARTS, PASSES, start_compiling, wait_until_compiled
 from hdtool.runtime.model.cache.kv_cache import compile_moves
 from hdtool.runtime.model.load import pick_device
 from hdtool.runtime.model.target import Target
-from hdtool.runtime.sampling.walks import compile_walks
-from hdtool.runtime.source_names import plugins
 from hdtool.runtime.stores.history_store import History
 from hdtool.runtime.stores.store_set import StoreSet
-from hdtool.runtime.tree import compile_trees
 
 BudgetFactory = Callable[[], Budget]
 DrafterFactory = Callable[[DecodeConfig, StoreSet, BudgetFactory, Target | None], Drafter]

@@ -19,16 +19,19 @@ from hdtool.data.errors import OptionError
 from hdtool.data.prompts import Grammar
 from hdtool.data.stores.home import NO_STORE
 from hdtool.runtime.answerer import decode, decode_batch
-from hdtool.runtime.compile_process import DRAFTER, start_compiling
 from hdtool.runtime.config import DecodeConfig, SamplingConfig, StoresConfig
 from hdtool.runtime.config.decoding import HIERARCHIES
-from hdtool.runtime.drafter import Drafter, HistoryDrafter, NoDraft
+from hdtool.runtime.core.drafter import Drafter, HistoryDrafter, NoDraft
+from hdtool.runtime.core.draws import NOT_FINITE
+from hdtool.runtime.core.loop import Request
+from hdtool.runtime.core.sampler import Sampler
+from hdtool.runtime.core.sequence import Finish, Stats, Step
 from hdtool.runtime.drafters.deferred import deferred
 from hdtool.runtime.drafters.methods import drafters_for, history_for
 from hdtool.runtime.generate_settings import Stops
 from hdtool.runtime.grammar import GrammarCompiler, GrammarProcessor, Guide, guided_drafter
 from hdtool.runtime.integrations.generate_request import GenerateRequest, Rollouts, UnsupportedCallError, predictions_of
-from hdtool.runtime.loop import Request
+from hdtool.runtime.kernels.compile_process import DRAFTER, start_compiling
 from hdtool.runtime.model.families import refuse_by_configuration
 from hdtool.runtime.model.load import ends_of
 from hdtool.runtime.model.placement import device_of
@@ -40,9 +43,6 @@ from hdtool.runtime.model.transformers_internals import (
     processor_of_row,
     use_masked_attention,
 )
-from hdtool.runtime.sampling.draws import NOT_FINITE
-from hdtool.runtime.sampling.sampler import Sampler
-from hdtool.runtime.sequence import Finish, Stats, Step
 from hdtool.runtime.stores.store_set import StoreSet
 from hdtool.runtime.weights.model_in_memory import checkpoint_in_memory
 

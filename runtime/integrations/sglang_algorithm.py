@@ -10,8 +10,8 @@ from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from sglang.srt.speculative.spec_registry import CustomSpecAlgo
 
 from hdtool.data.errors import OptionError
+from hdtool.runtime.core.tree import LARGEST_TREE
 from hdtool.runtime.integrations.sglang_corpus import SETTINGS_VARIABLE, SglangSettings
-from hdtool.runtime.tree import LARGEST_TREE
 
 DEFAULT_RUNNING, DEFAULT_NODES = 48, 12
 """Default numbers of running requests and of nodes per tree, as for SGLang's NGRAM."""

@@ -17,16 +17,16 @@ import numpy.typing as npt
 import torch
 
 from hdtool.data.errors import OptionError, StoreError
-from hdtool.runtime.accept import Accepted
 from hdtool.runtime.budget.node_budget import FixedBudget
 from hdtool.runtime.config import DecodeConfig, ModelConfig, StoresConfig
-from hdtool.runtime.drafter import Drafter, HistoryDrafter, draft_many
+from hdtool.runtime.core.accept import Accepted
+from hdtool.runtime.core.drafter import Drafter, HistoryDrafter, draft_many
+from hdtool.runtime.core.engine import Verified
+from hdtool.runtime.core.tree import DraftTree
 from hdtool.runtime.drafters.methods import drafter_with_budget
-from hdtool.runtime.engine import Verified
 from hdtool.runtime.model.load import load_tokenizer
 from hdtool.runtime.stores.history_store import History
 from hdtool.runtime.stores.store_set import StoreSet, lasting_history, tenant_among
-from hdtool.runtime.tree import DraftTree
 from hdtool.runtime.weights.checkpoint_identity import served_checkpoint
 
 LOGGER = logging.getLogger("sglang.hdtool")

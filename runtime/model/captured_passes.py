@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hdtool.data.errors import error_reason
-from hdtool.runtime.engine import PassOptions
+from hdtool.runtime.core.engine import PassOptions
+from hdtool.runtime.core.tree import LARGEST_TREE, DraftTree
 from hdtool.runtime.engines.cuda.fused_pass import FusedPass, fuse, triton_operations
 from hdtool.runtime.engines.cuda.operations import TreeAttention, move_positions
 from hdtool.runtime.model.cache.kv_cache import IndexedKVCache, KVTensors
@@ -27,7 +28,6 @@ from hdtool.runtime.model.static_steps import (
     is_out_of_memory,
     note_uncaptured,
 )
-from hdtool.runtime.tree import LARGEST_TREE, DraftTree
 
 if TYPE_CHECKING:
     from hdtool.runtime.model.pass_inputs import StepTensors

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hdtool.data.errors import FamilyError
+from hdtool.runtime.core.tolerances import LOW_PRECISION_TOLERANCE, distances, tolerance_of
 from hdtool.runtime.model.pass_inputs import ALIASES, CHUNKED, FULL, SLIDING, WITHOUT_MASK
 from hdtool.runtime.model.transformers_internals import cache_name, is_stateful
 
@@ -23,20 +24,6 @@ POSITIONS_BY_DISTANCE = ("bloom", "mpt")
 
 PROMPT_FULL_ATTENTION = "reference_sliding_attention"
 """Type of layers that attend to all prompt tokens, but only to those answer tokens that are within a window."""
-
-HIGH_PRECISION_TOLERANCE = 1e-3
-LOW_PRECISION_TOLERANCE = 0.1
-"""Maximum distance between the logits of a tree and those of plain decoding, in standard deviations of the latter.
-
-If a model ignores masks or positions, its logits differ by tenths of a standard deviation at most nodes. Rounding to
-bfloat16 changes them by a few hundredths.
-"""
-STRICT_TOLERANCE = 3e-4
-"""Maximum distance between logits in float32 for models with recurrent layers and for chains.
-
-Logits of correct passes differ by 1e-5 for most models, and by 2e-4 for a few. A recurrence carries errors from step to
-step, and in some layers an error of 1e-3 changes tokens.
-"""
 
 
 def refuse_by_configuration(config: Any) -> None:
@@ -102,35 +89,6 @@ def deviation(actual: torch.Tensor, expected: torch.Tensor, rounding: float | No
     distance = distances(actual, expected).median().item()
     # Actual and expected logits may both have this rounding error, in opposite directions.
     return "" if distance <= max(tolerance, 2 * (rounding or 0)) else f"{distance:.2g} sigma"
-
-
-def tolerance_of(dtype: torch.dtype, *, strict: bool = False) -> float:
-    """Return the maximum distance between logits, keys or values that rounding to a dtype can explain."""
-    if is_low_precision(dtype):
-        return LOW_PRECISION_TOLERANCE
-    return STRICT_TOLERANCE if strict else HIGH_PRECISION_TOLERANCE
-
-
-def aggregate_distance(each: torch.Tensor, *, is_rounded: bool) -> float:
-    """Return the largest of several rows' distances or, if ``is_rounded``, their median.
-
-    The docstring of ``deviation`` explains why the median decides.
-    """
-    return float(each.median() if is_rounded else each.max())
-
-
-def is_low_precision(dtype: torch.dtype) -> bool:
-    return dtype not in (torch.float32, torch.float64)
-
-
-def distances(actual: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
-    """Return each row's root mean square distance from the expected logits, in standard deviations of the latter.
-
-    The maximum would grow with the vocabulary: with 32,000 tokens, the logits of some token differ by a tenth of a
-    standard deviation even between correct passes.
-    """
-    scale = expected.float().std(dim=-1).clamp_min(1e-12)
-    return (actual.float() - expected.float()).square().mean(dim=-1).sqrt() / scale
 
 
 def refusal(kind: str, reason: str) -> FamilyError:

@@ -17,13 +17,15 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoTokenizer,
 
 from hdtool.data.errors import FamilyError, HdtoolError, ModelError, OptionError, command_for_missing, did_you_mean
 from hdtool.data.stores.manifest import Checkpoint
-from hdtool.runtime.compile_process import core_left_free
 from hdtool.runtime.config import ModelConfig, SamplingConfig
 from hdtool.runtime.config.model import BLOCKS, DEVICES, INT8
+from hdtool.runtime.core.sampler import Sampler
+from hdtool.runtime.core.sequence import room_for
 from hdtool.runtime.engines.cpu.kept_proof import KeptProof, Proof, logits_hash, proof_of
 from hdtool.runtime.engines.cpu.proof import compile_cpu
 from hdtool.runtime.generate_settings import generation_settings, sampler_as_generate
 from hdtool.runtime.grammar import GrammarCompiler
+from hdtool.runtime.kernels.compile_process import core_left_free
 from hdtool.runtime.kernels.experts import compile_experts
 from hdtool.runtime.kernels.linear import compile_linear_layers
 from hdtool.runtime.kernels.vector_code import EXPANDS_FLOAT16
@@ -43,8 +45,6 @@ from hdtool.runtime.model.static_steps import never
 from hdtool.runtime.model.target import Target
 from hdtool.runtime.model.tensor_parallel import LeadingTarget, ProcessGroup, check_device, check_sharding, leader
 from hdtool.runtime.model.transformers_internals import is_known_type, text_class
-from hdtool.runtime.sampling.sampler import Sampler
-from hdtool.runtime.sequence import room_for
 from hdtool.runtime.text_stream import StopTexts
 from hdtool.runtime.weights.assemble import name_after
 from hdtool.runtime.weights.checkpoint_identity import CONFIG_FILES, checkpoint_of, place_of

@@ -19,9 +19,9 @@ from torch.nn import Module
 from hdtool.data.errors import FamilyError, ModelError, OptionError, install_command
 from hdtool.runtime.config import ModelConfig
 from hdtool.runtime.config.model import BLOCKS
+from hdtool.runtime.core.tolerances import HIGH_PRECISION_TOLERANCE, distances
 from hdtool.runtime.engines.cpu.compiled_kind import may_be_compiled
 from hdtool.runtime.kernels.linear import has_plain_weight
-from hdtool.runtime.model.families import HIGH_PRECISION_TOLERANCE, distances
 from hdtool.runtime.model.transformers_internals import passes
 from hdtool.runtime.weights.gguf_file import GGUFFile, gguf_file
 from hdtool.runtime.weights.gguf_formats import slow_weights, stays_packed

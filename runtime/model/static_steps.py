@@ -18,14 +18,14 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from hdtool.runtime.engine import LOGITS_ONLY, PassOptions, Verified
+from hdtool.runtime.core.engine import LOGITS_ONLY, PassOptions, Verified
+from hdtool.runtime.core.tree import LARGEST_TREE, ROOT, DraftTree
 from hdtool.runtime.kernels.compiled import Array
 from hdtool.runtime.kernels.topk import MAX_RANKED
 from hdtool.runtime.model.cache.kv_cache import KVTensors
 from hdtool.runtime.model.cache.slots import Cache, StatesOfTree
 from hdtool.runtime.model.pass_inputs import StepInput, StepTensors
 from hdtool.runtime.model.waits import waits_refused
-from hdtool.runtime.tree import LARGEST_TREE, ROOT, DraftTree
 
 WARM_UPS = 1
 """Number of warm-up runs before a capture, since compilation and lazy initialization cannot be captured."""

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from transformers.cache_utils import Cache as LibraryCache
 
-from hdtool.runtime.engine import PassLog, PassOptions, Verified
+from hdtool.runtime.core.engine import PassLog, PassOptions, Verified
+from hdtool.runtime.core.tree import DraftTree
 from hdtool.runtime.model.cache.kv_cache import SlotKVCache
 from hdtool.runtime.model.cache.replay_slots import ReplayCache, ReplaySlot, TensorPath
 from hdtool.runtime.model.cache.slots import Cache, Slot
@@ -27,7 +28,6 @@ from hdtool.runtime.model.transformers_internals import (
     last_logits_only,
     takes,
 )
-from hdtool.runtime.tree import DraftTree
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

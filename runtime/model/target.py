@@ -22,8 +22,10 @@ import torch
 
 from hdtool.data.durable_files import MAX_CACHE_AGE, CachedValue
 from hdtool.data.errors import FamilyError
-from hdtool.runtime.compile_process import DRAFTER, is_compiling
-from hdtool.runtime.engine import PassOptions, Verified, WaitForResults
+from hdtool.runtime.core.engine import PassOptions, Verified, WaitForResults
+from hdtool.runtime.core.tolerances import distances, tolerance_of
+from hdtool.runtime.core.tree import LARGEST_TREE, DraftTree
+from hdtool.runtime.kernels.compile_process import DRAFTER, is_compiling
 from hdtool.runtime.model.cache.kv_cache import LayerShape
 from hdtool.runtime.model.cache.slots import Cache
 from hdtool.runtime.model.cache.states import StateShape
@@ -32,18 +34,15 @@ from hdtool.runtime.model.checks.trees import prove_chains, prove_trees, some_co
 from hdtool.runtime.model.checks.weight_changes import ModelChanges
 from hdtool.runtime.model.families import (
     context_limit,
-    distances,
     refuse_by_class,
     refuse_by_configuration,
     refuse_trees,
     tells_prompts_from_answers,
-    tolerance_of,
 )
 from hdtool.runtime.model.recurrent.mixers import forward_lock
 from hdtool.runtime.model.static_steps import Capture, CaptureMaker, by_device
 from hdtool.runtime.model.stock_passes import CompiledPasses, ReplayPasses, StockPasses
 from hdtool.runtime.model.transformers_internals import use_masked_attention, windows_only_the_cache
-from hdtool.runtime.tree import LARGEST_TREE, DraftTree
 from hdtool.runtime.weights.damaged_weights import refuse_damaged_model
 
 if TYPE_CHECKING:

@@ -21,11 +21,11 @@ import torch.distributed as dist
 
 from hdtool.data.errors import HdtoolError, ModelError, OptionError
 from hdtool.runtime.config import TRAINED
-from hdtool.runtime.engine import PassOptions, Verified
+from hdtool.runtime.core.engine import PassOptions, Verified
+from hdtool.runtime.core.tree import DraftTree
 from hdtool.runtime.model.cache.slots import Cache
 from hdtool.runtime.model.static_steps import never
 from hdtool.runtime.model.target import Target
-from hdtool.runtime.tree import DraftTree
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

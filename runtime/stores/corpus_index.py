@@ -29,6 +29,7 @@ from hdtool.data.errors import StoreError
 from hdtool.data.stores.documents import token_type
 from hdtool.data.stores.manifest import Manifest, TokenizerFingerprint
 from hdtool.data.stores.store import read_store, require_store
+from hdtool.runtime.core.tree import LARGEST_TREE
 from hdtool.runtime.kernels.compiled import Ints, Uncopyable, array_at, compiled
 from hdtool.runtime.stores.store_files import documents_of, mapped_part
 from hdtool.runtime.stores.suffix_search import (
@@ -50,7 +51,6 @@ from hdtool.runtime.stores.suffix_search import (
     sampled_prefixes_in,
     shards_at,
 )
-from hdtool.runtime.tree import LARGEST_TREE
 
 MAX_RANGE_ORDER = 6
 MAX_SAMPLES = 64

@@ -35,11 +35,11 @@ from hdtool.runtime.budget.cost_curve import CostCurve
 from hdtool.runtime.budget.node_budget import Budget, CostBudget, FixedBudget
 from hdtool.runtime.config import DecodeConfig, ModelConfig, ReplayConfig, SamplingConfig, StoresConfig
 from hdtool.runtime.config.model import ACTIVATIONS
-from hdtool.runtime.drafter import Drafter
+from hdtool.runtime.core.drafter import Drafter
+from hdtool.runtime.core.sequence import Step
 from hdtool.runtime.drafters.methods import drafter_with_budget
 from hdtool.runtime.environment import machine
 from hdtool.runtime.model.load import Loaded, load
-from hdtool.runtime.sequence import Step
 from hdtool.runtime.stores.store_set import StoreSet
 from hdtool.runtime.weights.checkpoint_identity import checkpoint_of
 from tests.benchmarks.known_draws import MAX_PROMPT_TOKENS, SEEDS, in_turn

@@ -13,13 +13,13 @@ from statistics import median
 import numpy as np
 import torch
 
-from hdtool.runtime.accept import accept
 from hdtool.runtime.config import SamplingConfig
-from hdtool.runtime.engine import Verified
+from hdtool.runtime.core.accept import accept
+from hdtool.runtime.core.engine import Verified
+from hdtool.runtime.core.sampler import Sampler
+from hdtool.runtime.core.tree import DraftTree
 from hdtool.runtime.environment import machine
 from hdtool.runtime.model.pass_inputs import StepInput
-from hdtool.runtime.sampling.sampler import Sampler
-from hdtool.runtime.tree import DraftTree
 
 PATH = [0, 2, 6]
 TIMES = 3000

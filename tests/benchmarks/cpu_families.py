@@ -16,13 +16,13 @@ from typing import Any
 import torch
 import transformers
 
+from hdtool.runtime.core.tree import DraftTree
 from hdtool.runtime.engines.cpu.proof import compile_cpu
 from hdtool.runtime.environment import machine
 from hdtool.runtime.kernels.experts import compile_experts
 from hdtool.runtime.kernels.linear import compile_linear_layers
 from hdtool.runtime.model.compact_layers import compact_weights
 from hdtool.runtime.model.target import Target
-from hdtool.runtime.tree import DraftTree
 from tests.support.one_sequence import OneSequence
 
 HEADS: dict[str, Any] = {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 128}

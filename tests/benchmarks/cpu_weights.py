@@ -34,14 +34,14 @@ from hdtool.runtime.budget.cost_curve import CostCurve, MeasuredCosts
 from hdtool.runtime.budget.measure_passes import cost_curve_for
 from hdtool.runtime.budget.node_budget import MeasuredBudget
 from hdtool.runtime.config import DecodeConfig, ModelConfig, SamplingConfig
+from hdtool.runtime.core.sampler import Sampler
+from hdtool.runtime.core.tree import DraftTree
 from hdtool.runtime.drafters.methods import drafter_with_budget
 from hdtool.runtime.environment import machine
 from hdtool.runtime.model.checks.trees import some_context
 from hdtool.runtime.model.compact_layers import compact_parameters
 from hdtool.runtime.model.load import Loaded, load, load_stock, load_tokenizer
-from hdtool.runtime.sampling.sampler import Sampler
 from hdtool.runtime.stores.store_set import StoreSet
-from hdtool.runtime.tree import DraftTree
 from tests.support.one_sequence import OneSequence
 
 SHAPE: dict[str, Any] = {

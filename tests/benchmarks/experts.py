@@ -31,14 +31,14 @@ from hdtool.runtime.answerer import decode
 from hdtool.runtime.budget.cost_curve import PASS_SIZES, CostCurve, MeasuredCosts
 from hdtool.runtime.budget.node_budget import MeasuredBudget
 from hdtool.runtime.config import ModelConfig, ReplayConfig, SamplingConfig
+from hdtool.runtime.core.engine import PassOptions, WaitForResults
+from hdtool.runtime.core.sampler import Sampler
+from hdtool.runtime.core.tree import LARGEST_TREE, DraftTree
 from hdtool.runtime.drafters.methods import drafter_with_budget
-from hdtool.runtime.engine import PassOptions, WaitForResults
 from hdtool.runtime.environment import machine
 from hdtool.runtime.model.cache.slots import Cache
 from hdtool.runtime.model.checks.trees import some_context
-from hdtool.runtime.sampling.sampler import Sampler
 from hdtool.runtime.stores.store_set import StoreSet
-from hdtool.runtime.tree import LARGEST_TREE, DraftTree
 from tests.benchmarks.cpu_families import SHAPES, compiled, random_model
 
 PLAIN = 10.0

@@ -22,6 +22,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from transformers.utils import logging
 
 from hdtool.runtime.config import ModelConfig
+from hdtool.runtime.core.tree import DraftTree
 from hdtool.runtime.engines.cpu import weight_table
 from hdtool.runtime.engines.cpu.proof import compile_cpu
 from hdtool.runtime.environment import machine
@@ -31,7 +32,6 @@ from hdtool.runtime.kernels.linear import CompiledLinear
 from hdtool.runtime.model.checks.trees import some_context
 from hdtool.runtime.model.load import load, load_tokenizer
 from hdtool.runtime.model.target import Target
-from hdtool.runtime.tree import DraftTree
 from tests.benchmarks.cpu_weights import SHAPE
 from tests.support.one_sequence import OneSequence
 

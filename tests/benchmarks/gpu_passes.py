@@ -15,11 +15,11 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from hdtool.runtime.model.families import distances
+from hdtool.runtime.core.tolerances import distances
+from hdtool.runtime.core.tree import ROOT, DraftTree
 from hdtool.runtime.model.placement import use_planless_attention
 from hdtool.runtime.model.static_steps import by_device
 from hdtool.runtime.model.target import Target
-from hdtool.runtime.tree import ROOT, DraftTree
 from tests.benchmarks.gpu_step import name_of
 from tests.support.rehearsed import direct
 from tests.support.trees import path_to, tokens_to

@@ -30,14 +30,14 @@ from hdtool.builders.evaluation.bench import rotated
 from hdtool.builders.heads.loss import Example, FrozenTarget
 from hdtool.builders.heads.train import evaluate
 from hdtool.data import demo
-from hdtool.runtime.accept import Accepted
 from hdtool.runtime.config import METHODS, OPTION_METHODS, SamplingConfig
-from hdtool.runtime.drafter import Drafter
+from hdtool.runtime.core.accept import Accepted
+from hdtool.runtime.core.drafter import Drafter
+from hdtool.runtime.core.tree import DraftTree
 from hdtool.runtime.drafters.heads.checkpoint import kind_of, load_heads, method_of
 from hdtool.runtime.drafters.trained.proposal import TrainedDrafter
 from hdtool.runtime.drafters.trained.select_drafter import drafter_of
 from hdtool.runtime.environment import machine
-from hdtool.runtime.tree import DraftTree
 from tests.benchmarks.logitspec import Bench
 from tests.support.heads import random_for
 from tests.support.one_sequence import OneSequence

@@ -32,12 +32,14 @@ from transformers.utils import logging
 from hdtool.builders.demo.stores import stores_of_real_model
 from hdtool.data import demo
 from hdtool.data.prompts import Prompt, read_prompts
-from hdtool.runtime import answerer, loop, sequence
+from hdtool.runtime import answerer
 from hdtool.runtime.answerer import Answerer
 from hdtool.runtime.budget.node_budget import FixedBudget, MeasuredBudget, SharedCosts
 from hdtool.runtime.config import DecodeConfig, ModelConfig, SamplingConfig, StoresConfig
 from hdtool.runtime.config.model import ACTIVATIONS
-from hdtool.runtime.drafter import NoDraft
+from hdtool.runtime.core import loop, sequence
+from hdtool.runtime.core.drafter import NoDraft
+from hdtool.runtime.core.sequence import SequenceState, Stats, Step
 from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
 from hdtool.runtime.engines.cpu import tree_pass
 from hdtool.runtime.engines.cpu.proof import compile_cpu
@@ -45,7 +47,6 @@ from hdtool.runtime.environment import machine
 from hdtool.runtime.kernels.linear import compile_linear_layers
 from hdtool.runtime.model.load import Loaded, load
 from hdtool.runtime.model.target import Target
-from hdtool.runtime.sequence import SequenceState, Stats, Step
 from hdtool.runtime.text_stream import TextStream
 
 METHODS = {"plain": ("ar", None), "hd, 32 nodes": ("hd", 32), "hd+logitspec, 32": ("hd+logitspec", 32)}

@@ -27,18 +27,18 @@ from hdtool.builders.evaluation.recording import RecordedTurn, TurnReader, accep
 from hdtool.builders.heads.loss import Example, FrozenTarget
 from hdtool.builders.heads.train import evaluate
 from hdtool.data.texts_and_traces import read_traces
-from hdtool.runtime.accept import Accepted
 from hdtool.runtime.config import METHODS as KNOWN, DecodeConfig, ModelConfig, StoresConfig
-from hdtool.runtime.drafter import Drafter
+from hdtool.runtime.config.source_names import SourceId
+from hdtool.runtime.core.accept import Accepted
+from hdtool.runtime.core.drafter import Drafter
+from hdtool.runtime.core.engine import Verified
+from hdtool.runtime.core.tree import ROOT, DraftTree
 from hdtool.runtime.drafters.heads.checkpoint import kind_of, load_heads, method_of
 from hdtool.runtime.drafters.methods import drafter_for
-from hdtool.runtime.engine import Verified
 from hdtool.runtime.environment import machine
 from hdtool.runtime.model.load import load
 from hdtool.runtime.model.target import Target
-from hdtool.runtime.source_names import SourceId
 from hdtool.runtime.stores.store_set import StoreSet
-from hdtool.runtime.tree import ROOT, DraftTree
 from hdtool.runtime.weights.checkpoint_identity import checkpoint_of
 
 MT_BENCH = {"writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities"}

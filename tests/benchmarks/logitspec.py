@@ -24,7 +24,6 @@ import torch
 from hdtool.data import demo
 from hdtool.data.chat import encode_conversation
 from hdtool.data.prompts import read_prompts
-from hdtool.runtime.accept import Accepted
 from hdtool.runtime.answerer import decode
 from hdtool.runtime.config import (
     LARGEST_BUDGET,
@@ -34,16 +33,17 @@ from hdtool.runtime.config import (
     SamplingConfig,
     StoresConfig,
 )
-from hdtool.runtime.drafter import Drafter
+from hdtool.runtime.config.source_names import SourceId
+from hdtool.runtime.core.accept import Accepted
+from hdtool.runtime.core.drafter import Drafter
+from hdtool.runtime.core.engine import Verified
+from hdtool.runtime.core.sequence import Step
+from hdtool.runtime.core.tree import DraftTree
 from hdtool.runtime.drafters.logitspec import LogitSpec
 from hdtool.runtime.drafters.methods import drafter_for
-from hdtool.runtime.engine import Verified
 from hdtool.runtime.environment import machine
 from hdtool.runtime.model.load import Loaded, load
-from hdtool.runtime.sequence import Step
-from hdtool.runtime.source_names import SourceId
 from hdtool.runtime.stores.store_set import StoreSet
-from hdtool.runtime.tree import DraftTree
 
 TOPS = (1, 2, 4, 8, 16, 32, 60)
 NEVER = 10**9

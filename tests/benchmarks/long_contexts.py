@@ -25,7 +25,7 @@ from hdtool.runtime.budget.cost_curve import MeasuredCosts
 from hdtool.runtime.budget.measure_passes import cost_curve_for
 from hdtool.runtime.budget.node_budget import MeasuredBudget
 from hdtool.runtime.config import DecodeConfig, ModelConfig, SamplingConfig, StoresConfig
-from hdtool.runtime.drafter import Drafter
+from hdtool.runtime.core.drafter import Drafter
 from hdtool.runtime.drafters.methods import drafter_with_budget
 from hdtool.runtime.environment import machine, set_num_threads
 from hdtool.runtime.model.load import Loaded, load

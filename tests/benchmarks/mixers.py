@@ -17,10 +17,10 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.cache_utils import DynamicCache
 
+from hdtool.runtime.core.tree import DraftTree
 from hdtool.runtime.environment import machine
 from hdtool.runtime.kernels.linear import compile_linear_layers
 from hdtool.runtime.model.target import Target
-from hdtool.runtime.tree import DraftTree
 
 COMMON: dict[str, Any] = {
     "vocab_size": 512,

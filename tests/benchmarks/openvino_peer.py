@@ -15,9 +15,9 @@ from hdtool.builders.evaluation.contenders import PassCounter
 from hdtool.builders.evaluation.timing import Stopwatch
 from hdtool.data.conversation_shapes import AnsweredTurn
 from hdtool.data.errors import ModelError, error_reason
+from hdtool.runtime.core.sequence import room_for
 from hdtool.runtime.grammar import Guide
 from hdtool.runtime.model.load import Loaded
-from hdtool.runtime.sequence import room_for
 
 PACKAGE = "openvino-genai"
 DRAFTED, MAX_NGRAM_SIZE = 5, 3

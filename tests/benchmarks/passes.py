@@ -14,9 +14,9 @@ from statistics import median
 import torch
 
 from hdtool.runtime.config import ModelConfig
+from hdtool.runtime.core.tree import DraftTree
 from hdtool.runtime.model.checks.trees import some_context
 from hdtool.runtime.model.load import load
-from hdtool.runtime.tree import DraftTree
 
 CONTEXT, SLOTS = 200, 8
 TREES, TREES_OF_A_BATCH, PROMPTS = (0, 8, 32, 64), (0, 7), (64, 512)

@@ -21,10 +21,10 @@ from hdtool.data.chat import encode_conversation
 from hdtool.data.prompts import read_prompts
 from hdtool.runtime.answerer import decode
 from hdtool.runtime.config import ModelConfig, SamplingConfig
+from hdtool.runtime.core.sampler import Sampler
+from hdtool.runtime.core.sequence import Stats
 from hdtool.runtime.environment import machine
 from hdtool.runtime.model.load import Loaded, load
-from hdtool.runtime.sampling.sampler import Sampler
-from hdtool.runtime.sequence import Stats
 from tests.support.oracle import generated
 
 Answer = Callable[[list[int], int], list[int]]

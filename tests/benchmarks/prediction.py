@@ -20,11 +20,11 @@ from hdtool.data.chat import encode_conversation
 from hdtool.data.prompts import read_prompts
 from hdtool.runtime.answerer import decode
 from hdtool.runtime.config import FIXED_BUDGET, DecodeConfig, ModelConfig, SamplingConfig, StoresConfig
-from hdtool.runtime.drafter import Drafter, NoDraft
+from hdtool.runtime.core.drafter import Drafter, NoDraft
+from hdtool.runtime.core.sequence import Stats
 from hdtool.runtime.drafters.methods import drafter_for
 from hdtool.runtime.environment import machine
 from hdtool.runtime.model.load import Loaded, load
-from hdtool.runtime.sequence import Stats
 from hdtool.runtime.stores.store_set import StoreSet
 
 NONE, FOREIGN, SHUFFLED, HALF, EXACT = "none", "useless", "misleading", "half right", "exact"

@@ -27,11 +27,11 @@ import torch
 from hdtool.data import demo
 from hdtool.runtime.config import ModelConfig
 from hdtool.runtime.config.model import ACTIVATIONS, BLOCKS
+from hdtool.runtime.core.tree import DraftTree
 from hdtool.runtime.environment import machine
 from hdtool.runtime.kernels.compact_weight import stored_of
 from hdtool.runtime.model.load import Loaded, load
 from hdtool.runtime.model.target import Target
-from hdtool.runtime.tree import DraftTree
 
 NONE = "none"
 PIECE = 48

@@ -19,10 +19,10 @@ from hdtool.data.chat import encode_conversation
 from hdtool.runtime.answerer import decode
 from hdtool.runtime.config import ModelConfig, SamplingConfig
 from hdtool.runtime.config.model import ACTIVATIONS
+from hdtool.runtime.core.sampler import Sampler
+from hdtool.runtime.core.sequence import Step
 from hdtool.runtime.environment import machine
 from hdtool.runtime.model.load import Loaded, load
-from hdtool.runtime.sampling.sampler import Sampler
-from hdtool.runtime.sequence import Step
 
 SETTINGS = {
     "temperature 0.8": SamplingConfig(0.8, seed=1),

@@ -28,14 +28,14 @@ from hdtool.data.prompts import Grammar
 from hdtool.runtime.answerer import decode
 from hdtool.runtime.config import DecodeConfig, ModelConfig, SamplingConfig, StoresConfig
 from hdtool.runtime.config.model import ACTIVATIONS
-from hdtool.runtime.drafter import Drafter
+from hdtool.runtime.core.drafter import Drafter
+from hdtool.runtime.core.sequence import Finish
+from hdtool.runtime.core.tree import LARGEST_TREE
 from hdtool.runtime.drafters.methods import drafter_for
 from hdtool.runtime.environment import machine
 from hdtool.runtime.grammar import GrammarCompiler, GrammarProcessor, guided_drafter
 from hdtool.runtime.model.load import Loaded, load
-from hdtool.runtime.sequence import Finish
 from hdtool.runtime.stores.store_set import StoreSet
-from hdtool.runtime.tree import LARGEST_TREE
 from tests.support.json_schemas import JSON_SCHEMAS
 
 PLAIN, MASKED, GUIDED = "ar", "hd, masked", "hd, guided"

@@ -25,15 +25,15 @@ import torch
 
 from hdtool.builders.evaluation.recording import RecordedTurn, TurnReader, accept_recorded
 from hdtool.data.texts_and_traces import read_traces
-from hdtool.runtime.accept import Accepted
 from hdtool.runtime.budget.node_budget import FixedBudget
 from hdtool.runtime.config import ModelConfig
+from hdtool.runtime.core.accept import Accepted
+from hdtool.runtime.core.engine import Verified
+from hdtool.runtime.core.tree import DraftTree
 from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
-from hdtool.runtime.engine import Verified
 from hdtool.runtime.model.load import load_stops, load_tokenizer
 from hdtool.runtime.model.pass_inputs import FULL, AttentionMasks, AttentionWindow
 from hdtool.runtime.stores.history_store import History
-from hdtool.runtime.tree import DraftTree
 
 SETTINGS: dict[str, dict[str, float]] = {
     "default": {"max_spec_factor": 1.0, "min_token_prob": 0.1},

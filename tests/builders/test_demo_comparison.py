@@ -8,9 +8,9 @@ from hdtool.builders.demo.comparison import Comparison, Figures, SideBySide, Spe
 from hdtool.data import demo
 from hdtool.data.prompts import Prompt, read_prompts
 from hdtool.runtime.config import DecodeConfig, ModelConfig, StoresConfig
+from hdtool.runtime.config.source_names import SourceId
+from hdtool.runtime.core.sequence import Stats
 from hdtool.runtime.model.load import load
-from hdtool.runtime.sequence import Stats
-from hdtool.runtime.source_names import SourceId
 from hdtool.runtime.stores.store_set import StoreSet
 
 DECODING = DecodeConfig(max_new_tokens=12, draft_tokens=8)

@@ -11,10 +11,10 @@ from hdtool.cli.demo_output import figures, reasons, shortened_answer, title_and
 from hdtool.cli.terminal import COLOR_CODE
 from hdtool.data import demo
 from hdtool.data.prompts import read_prompts
-from hdtool.runtime.sequence import Stats, Step
-from hdtool.runtime.source_names import SourceId
+from hdtool.runtime.config.source_names import SourceId
+from hdtool.runtime.core.sequence import Stats, Step
+from hdtool.runtime.core.tree import DraftTree
 from hdtool.runtime.text_stream import Piece
-from hdtool.runtime.tree import DraftTree
 
 PIECES: list[Piece] = [
     (text, SourceId.CONTEXT if number % 3 else SourceId.NONE)

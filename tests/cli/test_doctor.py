@@ -14,7 +14,7 @@ import pytest
 from hdtool.builders import doctor
 from hdtool.cli.app import run
 from hdtool.data import demo
-from hdtool.runtime.compile_process import DRAFTER
+from hdtool.runtime.kernels.compile_process import DRAFTER
 
 decode_probe = doctor.decode_probe
 probed = cache(decode_probe)

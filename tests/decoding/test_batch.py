@@ -12,13 +12,13 @@ from hypothesis import given, settings, strategies as st
 from hdtool.runtime.answerer import decode_batch
 from hdtool.runtime.budget.node_budget import FixedBudget
 from hdtool.runtime.config import SamplingConfig
-from hdtool.runtime.drafter import NoDraft, WrappedDrafter
+from hdtool.runtime.core.drafter import NoDraft, WrappedDrafter
+from hdtool.runtime.core.loop import RESERVED_POSITIONS, Loop, Request
+from hdtool.runtime.core.sampler import Sampler
+from hdtool.runtime.core.sequence import Step
+from hdtool.runtime.core.tree import DraftTree
 from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
-from hdtool.runtime.loop import RESERVED_POSITIONS, Loop, Request
 from hdtool.runtime.model.target import Target
-from hdtool.runtime.sampling.sampler import Sampler
-from hdtool.runtime.sequence import Step
-from hdtool.runtime.tree import DraftTree
 from tests.support.decoding import SAMPLINGS, answered, output_tokens, run
 from tests.support.families import FAMILIES, VOCABULARY, model_of
 from tests.support.oracle import assert_same_logits, plain_logits, prompt_of

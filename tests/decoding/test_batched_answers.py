@@ -222,7 +222,7 @@ SLOW = """
 import sys, time
 from hdtool.cli.app import main
 from hdtool.runtime.drafters import methods
-from hdtool.runtime.loop import Loop
+from hdtool.runtime.core.loop import Loop
 from hdtool.runtime.budget.cost_curve import CostCurve
 methods.cost_here = lambda target, batch: CostCurve.parse("0:1,64:2")
 step = Loop.step

@@ -8,9 +8,9 @@ from hypothesis import given, strategies as st
 from hdtool.data.errors import OptionError, PromptError
 from hdtool.runtime.answerer import decode
 from hdtool.runtime.config import SamplingConfig
+from hdtool.runtime.core.sampler import Sampler
+from hdtool.runtime.core.sequence import Finish, Stats
 from hdtool.runtime.model.target import Target
-from hdtool.runtime.sampling.sampler import Sampler
-from hdtool.runtime.sequence import Finish, Stats
 from tests.support.decoding import SAMPLINGS, output_tokens, run
 from tests.support.families import FAMILIES, VOCABULARY, model_of
 from tests.support.oracle import generated, prompt_of

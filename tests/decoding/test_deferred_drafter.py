@@ -7,7 +7,7 @@ import pytest
 from hdtool.data.prompts import Prompt
 from hdtool.runtime.answerer import Answerer
 from hdtool.runtime.config import DecodeConfig, ModelConfig, SamplingConfig
-from hdtool.runtime.drafter import Drafter, NoDraft
+from hdtool.runtime.core.drafter import Drafter, NoDraft
 from hdtool.runtime.drafters import deferred as module
 from hdtool.runtime.drafters.deferred import DeferredDrafter, deferred
 from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy

@@ -12,12 +12,12 @@ from hypothesis import given, settings, strategies as st
 from transformers import LogitsProcessor, LogitsProcessorList
 
 from hdtool.data.errors import ModelError
-from hdtool.runtime.accept import Accepted, accept
 from hdtool.runtime.config import SamplingConfig
-from hdtool.runtime.engine import Verified
+from hdtool.runtime.core.accept import Accepted, accept
+from hdtool.runtime.core.engine import Verified
+from hdtool.runtime.core.sampler import Sampler, processors_of
+from hdtool.runtime.core.tree import DraftTree
 from hdtool.runtime.kernels.compiled import Array
-from hdtool.runtime.sampling.sampler import Sampler, processors_of
-from hdtool.runtime.tree import DraftTree
 from tests.support.trees import trees
 
 VOCABULARY = 40

@@ -17,9 +17,9 @@ from hdtool.data.errors import ModelError
 from hdtool.runtime.answerer import decode, decode_batch
 from hdtool.runtime.budget.node_budget import FixedBudget
 from hdtool.runtime.config import ModelConfig, SamplingConfig
+from hdtool.runtime.core.loop import Request
 from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
 from hdtool.runtime.generate_settings import NEUTRAL_SETTINGS, REFUSED_SETTINGS, generate_options, generation_settings
-from hdtool.runtime.loop import Request
 from hdtool.runtime.model.load import Loaded, load
 
 MAX_NEW_TOKENS = 80

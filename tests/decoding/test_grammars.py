@@ -28,12 +28,16 @@ from transformers import (
 from hdtool.cli.app import run
 from hdtool.data.errors import OptionError, PromptError
 from hdtool.data.prompts import Grammar, Prompt, grammar_of
-from hdtool.runtime.accept import accept
 from hdtool.runtime.answerer import Answerer, decode
 from hdtool.runtime.config import DecodeConfig, ModelConfig, SamplingConfig, StoresConfig
-from hdtool.runtime.drafter import Drafter, NoDraft, RankingRecorder, reads_logits
+from hdtool.runtime.config.source_names import SourceId
+from hdtool.runtime.core.accept import accept
+from hdtool.runtime.core.drafter import Drafter, NoDraft, RankingRecorder, reads_logits
+from hdtool.runtime.core.engine import Verified
+from hdtool.runtime.core.sampler import Sampler
+from hdtool.runtime.core.sequence import Finish
+from hdtool.runtime.core.tree import LARGEST_TREE, UNDETERMINED, DraftTree
 from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
-from hdtool.runtime.engine import Verified
 from hdtool.runtime.engines.cpu import tree_pass
 from hdtool.runtime.engines.cpu.pass_kernel import compute_tree
 from hdtool.runtime.grammar import GrammarCompiler, Guide, GuidedDrafter, guided_drafter, masks_of
@@ -41,10 +45,6 @@ from hdtool.runtime.integrations.hf_generate import Generator
 from hdtool.runtime.integrations.server.formats import TokenLogprobs
 from hdtool.runtime.integrations.server.preparation import LogprobRecorder
 from hdtool.runtime.model.load import Loaded, load
-from hdtool.runtime.sampling.sampler import Sampler
-from hdtool.runtime.sequence import Finish
-from hdtool.runtime.source_names import SourceId
-from hdtool.runtime.tree import LARGEST_TREE, UNDETERMINED, DraftTree
 from tests.support.grammars import LARGE_GRAMMARS
 from tests.support.json_schemas import JSON_SCHEMAS
 

@@ -8,7 +8,7 @@ import pytest
 
 from hdtool.runtime.budget.node_budget import FixedBudget
 from hdtool.runtime.config import HeadsConfig
-from hdtool.runtime.drafter import Drafter
+from hdtool.runtime.core.drafter import Drafter
 from hdtool.runtime.drafters.heads.state import HeadsState
 from hdtool.runtime.drafters.trained.select_drafter import StandaloneDrafter
 from hdtool.runtime.model.static_steps import never

@@ -12,16 +12,16 @@ from hdtool.runtime.answerer import decode, decode_batch
 from hdtool.runtime.budget.measure_passes import time_tree_passes
 from hdtool.runtime.budget.node_budget import FixedBudget
 from hdtool.runtime.config import SamplingConfig
+from hdtool.runtime.core.engine import PassOptions, WaitForResults
+from hdtool.runtime.core.loop import Request
+from hdtool.runtime.core.sampler import Sampler
+from hdtool.runtime.core.sequence import Step
+from hdtool.runtime.core.tree import DraftTree
 from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
-from hdtool.runtime.engine import PassOptions, WaitForResults
-from hdtool.runtime.loop import Request
 from hdtool.runtime.model.cache.slots import Cache
 from hdtool.runtime.model.static_steps import CaptureMaker, never
 from hdtool.runtime.model.target import Target
-from hdtool.runtime.sampling.sampler import Sampler
-from hdtool.runtime.sequence import Step
 from hdtool.runtime.stores.history_store import History
-from hdtool.runtime.tree import DraftTree
 from tests.support.families import model_of
 from tests.support.oracle import prompt_of
 from tests.support.rehearsed import direct

@@ -23,14 +23,14 @@ from hdtool.data.texts_and_traces import RecordedAnswer, Trace
 from hdtool.runtime.answerer import Answerer, decode_batch
 from hdtool.runtime.budget.node_budget import FixedBudget
 from hdtool.runtime.config import DecodeConfig, ModelConfig, SamplingConfig
+from hdtool.runtime.config.source_names import SourceId
+from hdtool.runtime.core.loop import Request
+from hdtool.runtime.core.sampler import Sampler
+from hdtool.runtime.core.sequence import Stats, Step
 from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
 from hdtool.runtime.integrations.hf_generate import Generator
-from hdtool.runtime.loop import Request
 from hdtool.runtime.model.load import load_tokenizer
 from hdtool.runtime.model.target import Target
-from hdtool.runtime.sampling.sampler import Sampler
-from hdtool.runtime.sequence import Stats, Step
-from hdtool.runtime.source_names import SourceId
 from tests.support.decoding import SAMPLINGS, output_tokens, run
 from tests.support.families import FAMILIES, VOCABULARY, model_of
 from tests.support.oracle import generated, prompt_of

@@ -11,21 +11,21 @@ import transformers
 from hypothesis import given, settings, strategies as st
 from transformers import AutoModelForCausalLM
 
-from hdtool.runtime import prefix_cache
 from hdtool.runtime.answerer import decode, decode_batch
 from hdtool.runtime.config import SamplingConfig
-from hdtool.runtime.drafter import Drafter
-from hdtool.runtime.engine import Verified
+from hdtool.runtime.core import prefix_cache
+from hdtool.runtime.core.drafter import Drafter
+from hdtool.runtime.core.engine import Verified
+from hdtool.runtime.core.loop import Loop, Outcome, Request
+from hdtool.runtime.core.prefix_cache import MIN_CACHED_PREFIX, PrefixCache, PromptReader, common_prefix_length
+from hdtool.runtime.core.sampler import Sampler
+from hdtool.runtime.core.sequence import Step
+from hdtool.runtime.core.tree import ROOT, DraftTree
 from hdtool.runtime.integrations.hf_generate import Generator
-from hdtool.runtime.loop import Loop, Outcome, Request
 from hdtool.runtime.model.cache.slots import Cache
 from hdtool.runtime.model.cache.states import MAX_SNAPSHOTS
 from hdtool.runtime.model.static_steps import CaptureMaker, Run, never
 from hdtool.runtime.model.target import Target
-from hdtool.runtime.prefix_cache import MIN_CACHED_PREFIX, PrefixCache, PromptReader, common_prefix_length
-from hdtool.runtime.sampling.sampler import Sampler
-from hdtool.runtime.sequence import Step
-from hdtool.runtime.tree import ROOT, DraftTree
 from tests.support.decoding import answered, output_tokens, run
 from tests.support.families import FAMILIES, HYBRIDS, SHAPE, VOCABULARY, model_of
 from tests.support.one_sequence import OneSequence

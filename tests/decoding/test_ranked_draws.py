@@ -10,14 +10,14 @@ import torch
 from hypothesis import given, strategies as st
 from transformers import LogitsProcessorList
 
-from hdtool.runtime.accept import accept
 from hdtool.runtime.config import SamplingConfig
-from hdtool.runtime.engine import Verified
+from hdtool.runtime.core.accept import accept
+from hdtool.runtime.core.draws import ALL_TOKENS, NOT_FINITE, UNDECIDED, WARPER_OPTIONS, Draws, draw_row
+from hdtool.runtime.core.engine import Verified
+from hdtool.runtime.core.sampler import Sampler
+from hdtool.runtime.core.tree import ROOT, DraftTree
+from hdtool.runtime.core.walks import draw_ranked, ranked_for
 from hdtool.runtime.kernels.topk import MAX_RANKED
-from hdtool.runtime.sampling.draws import ALL_TOKENS, NOT_FINITE, UNDECIDED, WARPER_OPTIONS, Draws, draw_row
-from hdtool.runtime.sampling.sampler import Sampler
-from hdtool.runtime.sampling.walks import draw_ranked, ranked_for
-from hdtool.runtime.tree import ROOT, DraftTree
 
 VOCABULARY = 3000
 TRUNCATIONS: dict[str, dict[str, Any]] = {

@@ -11,7 +11,7 @@ from hypothesis import given, strategies as st
 
 from hdtool.data.errors import ModelError
 from hdtool.runtime.config import SamplingConfig
-from hdtool.runtime.sampling.sampler import Sampler, processors_of
+from hdtool.runtime.core.sampler import Sampler, processors_of
 from tests.support.families import VOCABULARY, model_of
 from tests.support.oracle import prompt_of
 

@@ -13,7 +13,7 @@ from hdtool.cli.app import run
 from hdtool.data.prompts import Prompt
 from hdtool.runtime.answerer import Answerer
 from hdtool.runtime.config import DecodeConfig, ModelConfig, SamplingConfig
-from hdtool.runtime.source_names import SourceId
+from hdtool.runtime.config.source_names import SourceId
 from hdtool.runtime.text_stream import before_stop, cut_at_stop
 
 TEXTS = st.text("ab\n", max_size=12)

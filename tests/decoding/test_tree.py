@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from hypothesis import given, strategies as st
 
-from hdtool.runtime.tree import ROOT, DraftTree
+from hdtool.runtime.core.tree import ROOT, DraftTree
 from tests.support.trees import check_integrity, path_to, tokens_to, trees
 
 

@@ -18,8 +18,8 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from hdtool.runtime.sampling import draws
-from hdtool.runtime.sampling.draws import MAX_TOP_K_BY_MAXIMA, UNDECIDED, ExponentialRace, Truncation, allowed_scores
+from hdtool.runtime.core import draws
+from hdtool.runtime.core.draws import MAX_TOP_K_BY_MAXIMA, UNDECIDED, ExponentialRace, Truncation, allowed_scores
 
 POSITION = 3
 

@@ -12,17 +12,17 @@ from hdtool.builders.stores.build import build_corpus_index
 from hdtool.builders.stores.build_engine import LocalBuildEngine
 from hdtool.data.stores.documents import Document, Source
 from hdtool.data.stores.manifest import TokenizerFingerprint
-from hdtool.runtime.accept import Accepted
 from hdtool.runtime.budget.node_budget import FixedBudget
-from hdtool.runtime.drafter import Drafter, NoDraft, draft_many
+from hdtool.runtime.core.accept import Accepted
+from hdtool.runtime.core.drafter import Drafter, NoDraft, draft_many
+from hdtool.runtime.core.engine import Verified
+from hdtool.runtime.core.tree import DraftTree
 from hdtool.runtime.drafters.hierarchy import drafter as hierarchy
 from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
 from hdtool.runtime.drafters.hierarchy.tree import grow_all
 from hdtool.runtime.drafters.published.lookup_methods import PromptLookup
-from hdtool.runtime.engine import Verified
 from hdtool.runtime.kernels.compiled import Array
 from hdtool.runtime.stores.corpus_index import CorpusIndex
-from hdtool.runtime.tree import DraftTree
 
 PROMPTS = [[1, 2, 3, 4, 1, 2], [5, 6, 5, 7, 5], [8, 9, 8, 9, 8], [4, 3, 2, 4, 3]]
 

@@ -10,8 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from hdtool.runtime import compile_process
-from hdtool.runtime.compile_process import (
+from hdtool.runtime.core.drafter import NoDraft
+from hdtool.runtime.drafters import deferred as deferred_module
+from hdtool.runtime.drafters.deferred import deferred
+from hdtool.runtime.kernels import code_folder, compile_process
+from hdtool.runtime.kernels.compile_process import (
     DRAFTER,
     PASSES,
     CompileProcess,
@@ -20,10 +23,6 @@ from hdtool.runtime.compile_process import (
     start_compiling,
     wait_until_compiled,
 )
-from hdtool.runtime.drafter import NoDraft
-from hdtool.runtime.drafters import deferred as deferred_module
-from hdtool.runtime.drafters.deferred import deferred
-from hdtool.runtime.kernels import code_folder
 from hdtool.runtime.model.target import choose_threads
 
 

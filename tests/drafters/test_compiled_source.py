@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 import torch
 
-from hdtool.runtime.accept import Accepted
 from hdtool.runtime.budget.node_budget import FixedBudget
+from hdtool.runtime.config.source_names import SourceId
+from hdtool.runtime.core.accept import Accepted
+from hdtool.runtime.core.engine import Verified
 from hdtool.runtime.drafters.hierarchy.candidates import RESTART, CompiledSource, Prior, contribute, record_at, work_at
 from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
-from hdtool.runtime.engine import Verified
-from hdtool.runtime.source_names import SourceId
 from hdtool.runtime.stores.token_log import MAX_MATCH_TOKENS
 
 NUMBER = SourceId.LOOKAHEAD.value

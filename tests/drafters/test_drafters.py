@@ -11,7 +11,10 @@ from hypothesis import given, settings, strategies as st
 
 from hdtool.runtime.budget.node_budget import FixedBudget
 from hdtool.runtime.config import PaperConfig, SamplingConfig
-from hdtool.runtime.drafter import Drafter
+from hdtool.runtime.config.source_names import SourceId
+from hdtool.runtime.core.drafter import Drafter
+from hdtool.runtime.core.sequence import Finish
+from hdtool.runtime.core.tree import LARGEST_TREE
 from hdtool.runtime.drafters.hd_paper import PaperDrafter, lookahead_decoding
 from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
 from hdtool.runtime.drafters.logitspec import LogitSpec
@@ -21,11 +24,8 @@ from hdtool.runtime.drafters.published.suffix_automaton import SamDecoding
 from hdtool.runtime.drafters.published.suffix_decoding import SuffixDecoding
 from hdtool.runtime.drafters.published.token_recycling import TokenRecycling
 from hdtool.runtime.model.target import Target
-from hdtool.runtime.sequence import Finish
-from hdtool.runtime.source_names import SourceId
 from hdtool.runtime.stores.corpus_index import CorpusIndex
 from hdtool.runtime.stores.model_store import ModelStore
-from hdtool.runtime.tree import LARGEST_TREE
 from tests.support.decoding import SAMPLINGS, output_tokens, run
 from tests.support.families import VOCABULARY, model_of
 from tests.support.oracle import prompt_of

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hdtool.runtime.accept import Accepted
 from hdtool.runtime.budget.node_budget import FixedBudget
+from hdtool.runtime.config.source_names import SourceId
+from hdtool.runtime.core.accept import Accepted
+from hdtool.runtime.core.engine import Verified
 from hdtool.runtime.drafters.hierarchy.candidates import MANY_TOKENS, evidence_bucket
 from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
-from hdtool.runtime.engine import Verified
-from hdtool.runtime.source_names import SourceId
 from tests.support.project import ROOT
 
 CONVERSATION = [1, 2, 3, 1, 2, 4, 1, 2]

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from hdtool.runtime.budget.node_budget import FixedBudget
 from hdtool.runtime.config import SamplingConfig
+from hdtool.runtime.config.source_names import SourceId
 from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
 from hdtool.runtime.drafters.trained import sequential
 from hdtool.runtime.drafters.trained.assistant import DraftModel
@@ -27,7 +28,6 @@ from hdtool.runtime.drafters.trained.proposal import TrainedDrafter
 from hdtool.runtime.drafters.trained.select_drafter import StandaloneDrafter, published_drafter
 from hdtool.runtime.drafters.trained.sequential import AcceptedTokens, QueuedTokens, SequentialDrafter
 from hdtool.runtime.model.target import Target
-from hdtool.runtime.source_names import SourceId
 from tests.support.decoding import output_tokens, run
 from tests.support.families import model_of, random_model
 from tests.support.mtp import with_mtp

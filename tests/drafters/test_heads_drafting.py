@@ -11,25 +11,25 @@ import torch
 
 from hdtool.cli.app import run as hdtool
 from hdtool.data.errors import HeadsError
-from hdtool.runtime.accept import Accepted
 from hdtool.runtime.answerer import decode, decode_batch
 from hdtool.runtime.budget.cost_curve import CostCurve, MeasuredCosts
 from hdtool.runtime.budget.measure_passes import MEASURED_NODES
 from hdtool.runtime.budget.node_budget import Budget, FixedBudget, MeasuredBudget
 from hdtool.runtime.config import DecodeConfig, HeadsConfig, SamplingConfig
+from hdtool.runtime.config.source_names import SourceId
+from hdtool.runtime.core.accept import Accepted
+from hdtool.runtime.core.loop import Request
+from hdtool.runtime.core.sampler import Sampler
+from hdtool.runtime.core.tree import ROOT, DraftTree
 from hdtool.runtime.drafters.heads.checkpoint import SavedHeads
 from hdtool.runtime.drafters.heads.state import HeadsState
 from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
 from hdtool.runtime.drafters.hierarchy.tree import feed, grow
 from hdtool.runtime.drafters.methods import drafter_for
 from hdtool.runtime.drafters.trained.select_drafter import StandaloneDrafter, StaticTree
-from hdtool.runtime.loop import Request
 from hdtool.runtime.model.static_steps import CaptureMaker, never
 from hdtool.runtime.model.target import Target
-from hdtool.runtime.sampling.sampler import Sampler
-from hdtool.runtime.source_names import SourceId
 from hdtool.runtime.stores.store_set import StoreSet
-from hdtool.runtime.tree import ROOT, DraftTree
 from tests.support.decoding import SAMPLINGS, output_tokens, run
 from tests.support.families import FAMILIES, model_of
 from tests.support.heads import VARIANTS, random_for, reference_logits

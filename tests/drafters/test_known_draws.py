@@ -9,11 +9,11 @@ import pytest
 from hdtool.runtime.answerer import decode
 from hdtool.runtime.budget.node_budget import FixedBudget
 from hdtool.runtime.config import SamplingConfig
-from hdtool.runtime.drafter import WrappedDrafter
+from hdtool.runtime.core.drafter import WrappedDrafter
+from hdtool.runtime.core.draws import ExponentialRace
+from hdtool.runtime.core.sampler import Sampler
 from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
 from hdtool.runtime.model.target import Target
-from hdtool.runtime.sampling.draws import ExponentialRace
-from hdtool.runtime.sampling.sampler import Sampler
 from tests.support.families import model_of
 
 FOLLOWERS = (5, 6, 7, 8)

@@ -11,15 +11,15 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 from hdtool.data.errors import OptionError
-from hdtool.runtime.accept import Accepted
 from hdtool.runtime.budget.node_budget import FixedBudget, Probs
 from hdtool.runtime.config import DecodeConfig, ReplayConfig
-from hdtool.runtime.drafter import CALIBRATION_PRIOR_WEIGHT, NodeCalibration
+from hdtool.runtime.config.source_names import SourceId
+from hdtool.runtime.core.accept import Accepted
+from hdtool.runtime.core.drafter import CALIBRATION_PRIOR_WEIGHT, NodeCalibration
+from hdtool.runtime.core.engine import Verified
+from hdtool.runtime.core.tree import NO_TOKEN, ROOT, DraftTree
 from hdtool.runtime.drafters.logitspec import CONTINUATION_LENGTH, MAX_MATCH, UNRANKED, LogitSpec, look_up
-from hdtool.runtime.engine import Verified
 from hdtool.runtime.kernels.topk import for_topk, topk
-from hdtool.runtime.source_names import SourceId
-from hdtool.runtime.tree import NO_TOKEN, ROOT, DraftTree
 from tests.support.trees import check_integrity, path_to, trees
 
 NO_LOGITS = Verified(torch.empty(0))

@@ -7,15 +7,15 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
-from hdtool.runtime.accept import accept
 from hdtool.runtime.config import SamplingConfig
+from hdtool.runtime.config.source_names import SourceId
+from hdtool.runtime.core.accept import accept
+from hdtool.runtime.core.engine import Verified
+from hdtool.runtime.core.sampler import Sampler
+from hdtool.runtime.core.tree import DraftTree
 from hdtool.runtime.drafters.published.lookup_methods import Lookahead
-from hdtool.runtime.engine import Verified
 from hdtool.runtime.kernels.topk import argmax
 from hdtool.runtime.model.target import Target
-from hdtool.runtime.sampling.sampler import Sampler
-from hdtool.runtime.source_names import SourceId
-from hdtool.runtime.tree import DraftTree
 from tests.support.families import model_of
 from tests.support.one_sequence import OneSequence
 from tests.support.oracle import plain_logits, prompt_of

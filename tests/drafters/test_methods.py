@@ -14,16 +14,16 @@ import gc, sys
 import torch
 from numba.core.registry import CPUDispatcher
 from hdtool.data import demo
-from hdtool.runtime.accept import Accepted
+from hdtool.runtime.core.accept import Accepted
 from hdtool.runtime.config import DecodeConfig, ModelConfig, SamplingConfig
 from hdtool.runtime.answerer import decode
 from hdtool.runtime.stores.corpus_index import CorpusIndex
 from hdtool.runtime.model.load import load
 from hdtool.runtime.drafters.methods import drafter_for
-from hdtool.runtime.sampling.sampler import Sampler
+from hdtool.runtime.core.sampler import Sampler
 from hdtool.runtime.stores.model_store import ModelStore
 from hdtool.runtime.stores.store_set import StoreSet
-from hdtool.runtime.engine import Verified
+from hdtool.runtime.core.engine import Verified
 
 def ready():
     return {(f, signature) for f in gc.get_objects() if isinstance(f, CPUDispatcher) for signature in f.signatures}

@@ -16,9 +16,13 @@ from transformers.generation.candidate_generator import MTPCandidateGenerator
 
 from hdtool.data import demo
 from hdtool.data.errors import HeadsError
-from hdtool.runtime.accept import Accepted
 from hdtool.runtime.answerer import decode_batch
 from hdtool.runtime.config import DecodeConfig, SamplingConfig
+from hdtool.runtime.config.source_names import SourceId
+from hdtool.runtime.core.accept import Accepted
+from hdtool.runtime.core.engine import Verified
+from hdtool.runtime.core.loop import Request
+from hdtool.runtime.core.sampler import Sampler
 from hdtool.runtime.drafters.methods import drafter_for, drafters_for
 from hdtool.runtime.drafters.trained.mtp import (
     MTP_CACHE_NAME,
@@ -31,13 +35,9 @@ from hdtool.runtime.drafters.trained.mtp import (
 from hdtool.runtime.drafters.trained.proposal import LOADED_BY_TARGET
 from hdtool.runtime.drafters.trained.select_drafter import StandaloneDrafter
 from hdtool.runtime.drafters.trained.sequential import SequentialDrafter
-from hdtool.runtime.engine import Verified
-from hdtool.runtime.loop import Request
 from hdtool.runtime.model.load import load
 from hdtool.runtime.model.static_steps import CaptureMaker, never
 from hdtool.runtime.model.target import Target
-from hdtool.runtime.sampling.sampler import Sampler
-from hdtool.runtime.source_names import SourceId
 from hdtool.runtime.stores.store_set import StoreSet
 from tests.support.decoding import output_tokens, run
 from tests.support.families import model_of

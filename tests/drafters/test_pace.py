@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from hdtool.runtime.core.engine import PassLog
 from hdtool.runtime.drafters.trained.draft_length import FixedPace, LinearCost, MeasuredPace, pace_for
-from hdtool.runtime.engine import PassLog
 from hdtool.runtime.model.target import Target
 from tests.support.families import model_of
 

@@ -14,18 +14,9 @@ from hdtool.builders.evaluation.report.plots import THEMES
 from hdtool.cli.answer_output import answer_summary, colored, legend
 from hdtool.cli.app import run as main
 from hdtool.data.errors import OptionError
-from hdtool.runtime.accept import Accepted
 from hdtool.runtime.budget.node_budget import FixedBudget
 from hdtool.runtime.config import DecodeConfig, ModelConfig, ReplayConfig, SamplingConfig
-from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
-from hdtool.runtime.drafters.hierarchy.evidence import MAX_PLUGIN_POSITIONS
-from hdtool.runtime.drafters.methods import drafter_with_budget
-from hdtool.runtime.engine import Verified
-from hdtool.runtime.kernels.compiled import HAS_CLOCK
-from hdtool.runtime.model.load import load_tokenizer
-from hdtool.runtime.model.target import Target
-from hdtool.runtime.sequence import Stats
-from hdtool.runtime.source_names import (
+from hdtool.runtime.config.source_names import (
     PLUGINS,
     Source,
     SourceId,
@@ -35,6 +26,15 @@ from hdtool.runtime.source_names import (
     source_of,
     unregister,
 )
+from hdtool.runtime.core.accept import Accepted
+from hdtool.runtime.core.engine import Verified
+from hdtool.runtime.core.sequence import Stats
+from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
+from hdtool.runtime.drafters.hierarchy.evidence import MAX_PLUGIN_POSITIONS
+from hdtool.runtime.drafters.methods import drafter_with_budget
+from hdtool.runtime.kernels.compiled import HAS_CLOCK
+from hdtool.runtime.model.load import load_tokenizer
+from hdtool.runtime.model.target import Target
 from hdtool.runtime.stores.store_set import StoreSet
 from hdtool.runtime.text_stream import text_of
 from tests.support.decoding import output_tokens, run

@@ -12,12 +12,12 @@ from transformers.generation.candidate_generator import PromptLookupCandidateGen
 
 from hdtool.builders.evaluation.recording import RecordedTurn
 from hdtool.builders.evaluation.replay import ReplayMethod, replay_method
-from hdtool.runtime.accept import Accepted
 from hdtool.runtime.budget.node_budget import FixedBudget, Probs
 from hdtool.runtime.config import DecodeConfig
+from hdtool.runtime.config.source_names import SourceId
+from hdtool.runtime.core.accept import Accepted
+from hdtool.runtime.core.engine import Verified
 from hdtool.runtime.drafters.published.lookup_methods import PromptLookup
-from hdtool.runtime.engine import Verified
-from hdtool.runtime.source_names import SourceId
 from hdtool.runtime.stores.store_set import StoreSet
 from tests.benchmarks.prompt_lookup import accept_lengths
 from tests.support.trees import check_integrity

@@ -12,18 +12,18 @@ import torch
 from hypothesis import example, given, settings, strategies as st
 
 from hdtool.data.errors import HdtoolError
-from hdtool.runtime.accept import Accepted
 from hdtool.runtime.budget.node_budget import FixedBudget
 from hdtool.runtime.config import DecodeConfig
-from hdtool.runtime.drafter import Drafter
+from hdtool.runtime.config.source_names import SourceId
+from hdtool.runtime.core.accept import Accepted
+from hdtool.runtime.core.drafter import Drafter
+from hdtool.runtime.core.engine import Verified
+from hdtool.runtime.core.tree import ROOT, DraftTree
 from hdtool.runtime.drafters.published import racer
 from hdtool.runtime.drafters.published.racer import MAX_TRIE_NODES, NGRAM_LENGTH, NgramTrie, Racer
 from hdtool.runtime.drafters.published.suffix_automaton import TOKENS_AHEAD, SamDecoding
 from hdtool.runtime.drafters.published.suffix_decoding import SuffixConfig, SuffixDecoding
 from hdtool.runtime.drafters.published.token_recycling import CHILDREN, RECYCLED_PER_TOKEN, TokenRecycling
-from hdtool.runtime.engine import Verified
-from hdtool.runtime.source_names import SourceId
-from hdtool.runtime.tree import ROOT, DraftTree
 from tests.support.trees import check_integrity
 
 VOCABULARY = 12

@@ -19,16 +19,16 @@ from transformers.generation.candidate_generator import (
 from hdtool.data.errors import FamilyError, HeadsError, ModelError
 from hdtool.runtime.answerer import decode_batch
 from hdtool.runtime.config import DecodeConfig, SamplingConfig
+from hdtool.runtime.config.source_names import SourceId
+from hdtool.runtime.core.loop import Request
+from hdtool.runtime.core.sampler import Sampler
+from hdtool.runtime.core.tree import DraftTree
 from hdtool.runtime.drafters.methods import drafter_for, drafters_for
 from hdtool.runtime.drafters.trained.eagle3 import EagleModule, load_eagle3
 from hdtool.runtime.drafters.trained.proposal import PublishedDrafter
-from hdtool.runtime.loop import Request
 from hdtool.runtime.model.static_steps import CaptureMaker, never
 from hdtool.runtime.model.target import Target
-from hdtool.runtime.sampling.sampler import Sampler
-from hdtool.runtime.source_names import SourceId
 from hdtool.runtime.stores.store_set import StoreSet
-from hdtool.runtime.tree import DraftTree
 from tests.support.decoding import output_tokens, run
 from tests.support.families import random_model
 from tests.support.library_drafts import best_chains, drafts_of_library

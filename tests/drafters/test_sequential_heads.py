@@ -16,6 +16,9 @@ from hdtool.data.errors import HeadsError
 from hdtool.runtime.answerer import decode_batch
 from hdtool.runtime.budget.node_budget import FixedBudget
 from hdtool.runtime.config import DecodeConfig, HeadsConfig, SamplingConfig
+from hdtool.runtime.config.source_names import SourceId
+from hdtool.runtime.core.loop import Request
+from hdtool.runtime.core.sampler import Sampler
 from hdtool.runtime.drafters.heads.checkpoint import EvalResult, HydraHeads, MtpHeads, load_heads
 from hdtool.runtime.drafters.heads.modules import Heads
 from hdtool.runtime.drafters.heads.state import HeadsState, HydraModule, TrainedMtp, sequential_drafter
@@ -25,11 +28,8 @@ from hdtool.runtime.drafters.trained.draft_length import FixedPace
 from hdtool.runtime.drafters.trained.proposal import PROB_BUCKETS
 from hdtool.runtime.drafters.trained.select_drafter import StandaloneDrafter, methods_with_drafters, trained_drafter
 from hdtool.runtime.drafters.trained.sequential import Ranked, SequentialDrafter
-from hdtool.runtime.loop import Request
 from hdtool.runtime.model.static_steps import CaptureMaker, never
 from hdtool.runtime.model.target import Target
-from hdtool.runtime.sampling.sampler import Sampler
-from hdtool.runtime.source_names import SourceId
 from hdtool.runtime.stores.store_set import StoreSet
 from tests.support.decoding import SAMPLINGS, output_tokens, run
 from tests.support.families import FAMILIES, VOCABULARY, model_of

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from hdtool.runtime.drafter import NoDraft
+from hdtool.runtime.core.drafter import NoDraft
 from tests.benchmarks import exactness
 
 PLAIN = [1, 2]

@@ -19,9 +19,9 @@ from hdtool.data.row_readers import RowError
 from hdtool.data.texts_and_traces import read_traces
 from hdtool.runtime.answerer import decode
 from hdtool.runtime.config import DecodeConfig, ModelConfig, SamplingConfig
+from hdtool.runtime.core.sampler import Sampler
 from hdtool.runtime.drafters.methods import drafter_for
 from hdtool.runtime.model.load import Loaded, load
-from hdtool.runtime.sampling.sampler import Sampler
 from hdtool.runtime.stores.store_set import StoreSet
 
 BEST, TOKENS = 61, 40

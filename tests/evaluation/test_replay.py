@@ -39,11 +39,11 @@ from hdtool.runtime.config import (
     SamplingConfig,
     StoresConfig,
 )
+from hdtool.runtime.config.source_names import SourceId
+from hdtool.runtime.core.sampler import Sampler
+from hdtool.runtime.core.sequence import Finish, Step
 from hdtool.runtime.drafters.methods import drafter_for
 from hdtool.runtime.model.load import Loaded, load
-from hdtool.runtime.sampling.sampler import Sampler
-from hdtool.runtime.sequence import Finish, Step
-from hdtool.runtime.source_names import SourceId
 from hdtool.runtime.stores.history_store import History
 from hdtool.runtime.stores.store_set import StoreSet
 from hdtool.runtime.text_stream import text_of

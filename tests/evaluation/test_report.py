@@ -31,7 +31,7 @@ from hdtool.builders.evaluation.report.tables import (
 )
 from hdtool.data.errors import ResultError
 from hdtool.runtime.config import METHODS, PEERS
-from hdtool.runtime.source_names import registered
+from hdtool.runtime.config.source_names import registered
 
 EVIL = "<script>alert('&')</script>"
 DATA = ReportData(

@@ -16,20 +16,20 @@ from hdtool.data import demo
 from hdtool.data.chat import encode_conversation
 from hdtool.data.errors import ModelError
 from hdtool.data.prompts import read_prompts
-from hdtool.runtime.accept import Accepted
 from hdtool.runtime.answerer import decode
 from hdtool.runtime.config import ModelConfig, SamplingConfig, StoresConfig
-from hdtool.runtime.drafter import NoDraft
+from hdtool.runtime.core.accept import Accepted
+from hdtool.runtime.core.drafter import NoDraft
+from hdtool.runtime.core.engine import Verified
+from hdtool.runtime.core.sampler import Sampler
+from hdtool.runtime.core.tree import ROOT, DraftTree
 from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
-from hdtool.runtime.engine import Verified
 from hdtool.runtime.model.cache.kv_cache import StaticKVCache
 from hdtool.runtime.model.load import Loaded, load
 from hdtool.runtime.model.placement import logits_after, more_precise
 from hdtool.runtime.model.target import Target
-from hdtool.runtime.sampling.sampler import Sampler
 from hdtool.runtime.stores.history_store import History
 from hdtool.runtime.stores.store_set import StoreSet
-from hdtool.runtime.tree import ROOT, DraftTree
 from tests.support.families import VOCABULARY, model_of
 from tests.support.oracle import plain_logits, prompt_of
 from tests.support.trees import WrongDrafter
@@ -124,7 +124,7 @@ def credulous(
 def test_an_acceptance_that_takes_wrong_tokens_is_found(
     small: Loaded, sampling: SamplingConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hdtool.runtime.sequence.accept", credulous)
+    monkeypatch.setattr("hdtool.runtime.core.sequence.accept", credulous)
     check, (explanation,) = verified(small, sampling)
     difference = explanation.difference
     assert not check.equals(Oracle.PLAIN)

@@ -34,15 +34,15 @@ from transformers.generation.streamers import BaseStreamer
 from hdtool.data.errors import FamilyError, OptionError, PromptError, StoreError
 from hdtool.runtime.answerer import decode
 from hdtool.runtime.config import DecodeConfig, ModelConfig, SamplingConfig, StoresConfig
-from hdtool.runtime.drafter import NoDraft
+from hdtool.runtime.core.drafter import NoDraft
+from hdtool.runtime.core.draws import NOT_FINITE
+from hdtool.runtime.core.sampler import Sampler
+from hdtool.runtime.core.sequence import Finish
 from hdtool.runtime.integrations.generate_request import UnsupportedCallError
 from hdtool.runtime.integrations.hf_generate import Generator, _Recorder
 from hdtool.runtime.model.load import Loaded, load
 from hdtool.runtime.model.target import Target
 from hdtool.runtime.model.transformers_internals import cache_argument
-from hdtool.runtime.sampling.draws import NOT_FINITE
-from hdtool.runtime.sampling.sampler import Sampler
-from hdtool.runtime.sequence import Finish
 from tests.support.families import VOCABULARY, model_of
 from tests.support.oracle import generated, prompt_of
 from tests.support.trees import WrongDrafter

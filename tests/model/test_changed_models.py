@@ -16,15 +16,15 @@ from transformers.models.llama.modeling_llama import LlamaAttention
 from hdtool.data.errors import FamilyError
 from hdtool.runtime.answerer import decode
 from hdtool.runtime.config import SamplingConfig
+from hdtool.runtime.core.loop import Loop
+from hdtool.runtime.core.prefix_cache import PrefixCache
+from hdtool.runtime.core.sampler import Sampler
+from hdtool.runtime.core.sequence import Step
+from hdtool.runtime.core.tree import DraftTree
 from hdtool.runtime.integrations import hf_generate
 from hdtool.runtime.integrations.hf_generate import Generator
-from hdtool.runtime.loop import Loop
 from hdtool.runtime.model.static_steps import CaptureMaker, never
 from hdtool.runtime.model.target import Target
-from hdtool.runtime.prefix_cache import PrefixCache
-from hdtool.runtime.sampling.sampler import Sampler
-from hdtool.runtime.sequence import Step
-from hdtool.runtime.tree import DraftTree
 from tests.support import fused
 from tests.support.decoding import answered, output_tokens
 from tests.support.families import VOCABULARY, model_of

@@ -19,7 +19,7 @@ def package(tmp_path: Path) -> Path:
     for name, source in {
         "runtime/kernels/sum.py": "import numba",
         "builders/build.py": "from hdtool.runtime.kernels.compiled import compiled",
-        "runtime/loop.py": "",
+        "runtime/core/loop.py": "",
     }.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(source)

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from hdtool.runtime.config import SamplingConfig
+from hdtool.runtime.core.tree import DraftTree
 from hdtool.runtime.engines.cpu import proof
 from hdtool.runtime.engines.cpu.compiled_kind import COMPILED
 from hdtool.runtime.engines.cpu.proof import compile_cpu
@@ -18,7 +19,6 @@ from hdtool.runtime.kernels.experts import compile_experts
 from hdtool.runtime.kernels.linear import compile_linear_layers
 from hdtool.runtime.model.compact_layers import compact_weights
 from hdtool.runtime.model.target import Target
-from hdtool.runtime.tree import DraftTree
 from tests.support import families
 from tests.support.decoding import output_tokens, run
 from tests.support.described import (

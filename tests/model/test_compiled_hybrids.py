@@ -11,6 +11,11 @@ import torch
 from torch.nn import Module
 
 from hdtool.runtime.config import SamplingConfig
+from hdtool.runtime.core.loop import Loop, Request
+from hdtool.runtime.core.prefix_cache import PrefixCache
+from hdtool.runtime.core.sampler import Sampler
+from hdtool.runtime.core.sequence import Step
+from hdtool.runtime.core.tree import ROOT, DraftTree
 from hdtool.runtime.engines.cpu import proof
 from hdtool.runtime.engines.cpu.compiled_kind import COMPILED
 from hdtool.runtime.engines.cpu.proof import compile_cpu
@@ -18,13 +23,8 @@ from hdtool.runtime.engines.cpu.tree_pass import PROMPT_CHUNK
 from hdtool.runtime.engines.hybrid_families import HYBRID_FAMILIES
 from hdtool.runtime.kernels.experts import compile_experts
 from hdtool.runtime.kernels.linear import compile_linear_layers
-from hdtool.runtime.loop import Loop, Request
 from hdtool.runtime.model.compact_layers import compact_weights
 from hdtool.runtime.model.target import Target
-from hdtool.runtime.prefix_cache import PrefixCache
-from hdtool.runtime.sampling.sampler import Sampler
-from hdtool.runtime.sequence import Step
-from hdtool.runtime.tree import ROOT, DraftTree
 from tests.support import families
 from tests.support.decoding import SAMPLINGS, answered, output_tokens, run
 from tests.support.described import HYBRID_MODELS, assert_right, compiled_of, model_of, target_of

@@ -16,6 +16,8 @@ from transformers.models.gemma4.modeling_gemma4 import Gemma4TextModel
 
 from hdtool.data import demo
 from hdtool.runtime.config import DecodeConfig, ModelConfig, SamplingConfig
+from hdtool.runtime.config.source_names import SourceId
+from hdtool.runtime.core.tree import DraftTree
 from hdtool.runtime.drafters.methods import drafter_for
 from hdtool.runtime.engines.cpu import proof
 from hdtool.runtime.engines.cpu.compiled_kind import COMPILED
@@ -30,9 +32,7 @@ from hdtool.runtime.kernels.packed_matrix import packed_int8
 from hdtool.runtime.model.compact_layers import compact_weights, replace_parameter
 from hdtool.runtime.model.load import load
 from hdtool.runtime.model.target import Target
-from hdtool.runtime.source_names import SourceId
 from hdtool.runtime.stores.store_set import StoreSet
-from hdtool.runtime.tree import DraftTree
 from tests.support import families
 from tests.support.decoding import output_tokens, run
 from tests.support.described import VARIED_MODELS, assert_right, compiled_of, model_of, of_the_same_name, target_of

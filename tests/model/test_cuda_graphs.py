@@ -11,14 +11,14 @@ import torch
 
 from hdtool.runtime.answerer import decode_batch
 from hdtool.runtime.config import SamplingConfig
-from hdtool.runtime.loop import Request
+from hdtool.runtime.core.loop import Request
+from hdtool.runtime.core.sampler import Sampler
+from hdtool.runtime.core.tree import DraftTree
 from hdtool.runtime.model import static_steps
 from hdtool.runtime.model.cache.kv_cache import StaticKVCache
 from hdtool.runtime.model.placement import use_planless_attention
 from hdtool.runtime.model.static_steps import WARM_UPS, CudaGraphs, Run
 from hdtool.runtime.model.target import Target
-from hdtool.runtime.sampling.sampler import Sampler
-from hdtool.runtime.tree import DraftTree
 from tests.support.decoding import output_tokens, run
 from tests.support.families import model_of
 from tests.support.oracle import prompt_of

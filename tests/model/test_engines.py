@@ -11,14 +11,14 @@ from hypothesis import given, settings, strategies as st
 
 from hdtool.runtime.answerer import decode, decode_batch
 from hdtool.runtime.config import SamplingConfig
-from hdtool.runtime.engine import Engine, PassOptions
+from hdtool.runtime.core.engine import Engine, PassOptions
+from hdtool.runtime.core.loop import Request
+from hdtool.runtime.core.sampler import Sampler
+from hdtool.runtime.core.tree import DraftTree
 from hdtool.runtime.kernels.linear import compile_linear_layers
-from hdtool.runtime.loop import Request
 from hdtool.runtime.model.compact_layers import compact_weights
 from hdtool.runtime.model.static_steps import never
 from hdtool.runtime.model.target import Target
-from hdtool.runtime.sampling.sampler import Sampler
-from hdtool.runtime.tree import DraftTree
 from tests.support import fused
 from tests.support.families import VOCABULARY, model_of
 from tests.support.oracle import assert_same_logits, generated, plain_logits, prompt_of
@@ -77,7 +77,7 @@ def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> t
     return made[name]
 
 
-def said(engine: Engine, prompt: Sequence[int], drafter: Any = None, **sampling: Any) -> list[int]:
+def said(engine: Engine[Any], prompt: Sequence[int], drafter: Any = None, **sampling: Any) -> list[int]:
     sampler = Sampler(SamplingConfig(**sampling), prompt)
     return [
         token

@@ -15,6 +15,7 @@ from hdtool.data import demo
 from hdtool.data.errors import OptionError
 from hdtool.data.prompts import read_prompts
 from hdtool.runtime.config import ModelConfig
+from hdtool.runtime.core.tree import DraftTree
 from hdtool.runtime.engines.cpu.compiled_kind import may_be_compiled
 from hdtool.runtime.engines.cpu.tree_pass import PROMPT_CHUNK
 from hdtool.runtime.environment import describe_environment
@@ -25,7 +26,6 @@ from hdtool.runtime.model import load as loading
 from hdtool.runtime.model.load import load
 from hdtool.runtime.model.target import Target
 from hdtool.runtime.stores.store_set import StoreSet
-from hdtool.runtime.tree import DraftTree
 from tests.support import described, families, fused
 from tests.support.decoding import SAMPLINGS, output_tokens, run
 from tests.support.fused import compiled

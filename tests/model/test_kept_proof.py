@@ -16,12 +16,12 @@ from hdtool.data import demo
 from hdtool.data.durable_files import json_digest
 from hdtool.data.stores.home import proofs_at_home
 from hdtool.runtime.config import ModelConfig
+from hdtool.runtime.core.tree import DraftTree
 from hdtool.runtime.engines.cpu import kept_proof
 from hdtool.runtime.model.checks.trees import prove_trees, some_context
 from hdtool.runtime.model.compact_layers import has_compact_weights
 from hdtool.runtime.model.load import load
 from hdtool.runtime.model.target import Target
-from hdtool.runtime.tree import DraftTree
 
 pytest.importorskip("gguf")
 

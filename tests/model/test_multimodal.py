@@ -15,9 +15,9 @@ from hdtool.data import demo
 from hdtool.data.errors import FamilyError, OptionError
 from hdtool.runtime.answerer import decode
 from hdtool.runtime.config import ModelConfig, SamplingConfig
+from hdtool.runtime.core.sampler import Sampler
 from hdtool.runtime.integrations.hf_generate import Generator
 from hdtool.runtime.model.load import load
-from hdtool.runtime.sampling.sampler import Sampler
 from tests.support.multimodal import TEXT, multimodal_model
 from tests.support.oracle import prompt_of
 from tests.support.trees import WrongDrafter

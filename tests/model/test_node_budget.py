@@ -28,14 +28,14 @@ from hdtool.runtime.budget.node_budget import (
     choose_all_nodes,
 )
 from hdtool.runtime.config import LARGEST_BUDGET, DecodeConfig
-from hdtool.runtime.drafter import draft_many
+from hdtool.runtime.core.drafter import draft_many
+from hdtool.runtime.core.engine import PassLog, Verified
+from hdtool.runtime.core.tree import DraftTree
 from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
 from hdtool.runtime.drafters.methods import drafter_for, shared_costs_for
-from hdtool.runtime.engine import PassLog, Verified
 from hdtool.runtime.model.cache.slots import Cache
 from hdtool.runtime.model.target import Target
 from hdtool.runtime.stores.store_set import StoreSet
-from hdtool.runtime.tree import DraftTree
 from tests.support.families import model_of
 
 

@@ -10,9 +10,9 @@ import torch
 
 from hdtool.runtime.answerer import decode
 from hdtool.runtime.config import SamplingConfig
+from hdtool.runtime.core.sampler import Sampler
 from hdtool.runtime.model.recurrent.mixers import replace_forwards
 from hdtool.runtime.model.target import Target
-from hdtool.runtime.sampling.sampler import Sampler
 from tests.support.families import VOCABULARY, model_of
 from tests.support.oracle import generated, prompt_of
 from tests.support.trees import WrongDrafter

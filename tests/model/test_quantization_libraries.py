@@ -13,7 +13,7 @@ from hdtool.builders.evaluation.verify import Verifier
 from hdtool.data import demo
 from hdtool.data.errors import FamilyError
 from hdtool.runtime.config import ModelConfig, SamplingConfig, StoresConfig
-from hdtool.runtime.drafter import NoDraft
+from hdtool.runtime.core.drafter import NoDraft
 from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
 from hdtool.runtime.environment import describe_environment, fingerprint
 from hdtool.runtime.integrations.hf_generate import Generator

@@ -20,7 +20,8 @@ from hdtool.cli import app
 from hdtool.data import demo
 from hdtool.data.errors import FamilyError, HdtoolError, OptionError
 from hdtool.runtime.config import ModelConfig, SamplingConfig
-from hdtool.runtime.drafter import NoDraft
+from hdtool.runtime.core.drafter import NoDraft
+from hdtool.runtime.core.tree import DraftTree
 from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
 from hdtool.runtime.environment import fingerprint
 from hdtool.runtime.kernels.linear import CompiledLinear, compile_linear_layers
@@ -29,7 +30,6 @@ from hdtool.runtime.model.load import Loaded, load, load_stock
 from hdtool.runtime.model.quantization import RowByRow, quantized_layers
 from hdtool.runtime.model.target import Target
 from hdtool.runtime.model.tensor_parallel import ProcessGroup
-from hdtool.runtime.tree import DraftTree
 from tests.support.decoding import output_tokens, run
 from tests.support.families import model_of
 from tests.support.one_sequence import OneSequence

@@ -15,10 +15,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from hdtool.runtime.answerer import decode
 from hdtool.runtime.config import ModelConfig, SamplingConfig
+from hdtool.runtime.core.sampler import Sampler
 from hdtool.runtime.engines.cpu.compiled_model import CompiledModel
 from hdtool.runtime.kernels import vector_code
 from hdtool.runtime.model.load import load
-from hdtool.runtime.sampling.sampler import Sampler
 from tests.support.gguf_files import VOCABULARY, add_tokenizer
 from tests.support.oracle import prompt_of
 from tests.support.trees import WrongDrafter

@@ -22,7 +22,7 @@ from hdtool.runtime.drafters.methods import drafter_for
 from hdtool.runtime.model.checks.trees import some_context
 from hdtool.runtime.model.target import choose_threads
 from hdtool.runtime.model.load import load
-from hdtool.runtime.sampling.sampler import Sampler
+from hdtool.runtime.core.sampler import Sampler
 from hdtool.runtime.stores.store_set import StoreSet
 
 for is_compiled in (True, False):

@@ -15,8 +15,10 @@ from hypothesis import given, settings, strategies as st
 
 from hdtool.runtime.budget.node_budget import FixedBudget
 from hdtool.runtime.config import SamplingConfig
+from hdtool.runtime.core.engine import PassOptions, Verified
+from hdtool.runtime.core.sequence import Finish
+from hdtool.runtime.core.tree import ROOT, DraftTree
 from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
-from hdtool.runtime.engine import PassOptions, Verified
 from hdtool.runtime.model.cache.kv_cache import KVTensors, LayerShape
 from hdtool.runtime.model.pass_inputs import FULL, MOVES, AttentionMasks, AttentionWindow, StepInput, StepTensors
 from hdtool.runtime.model.static_steps import (
@@ -31,8 +33,6 @@ from hdtool.runtime.model.static_steps import (
     never,
 )
 from hdtool.runtime.model.target import Target
-from hdtool.runtime.sequence import Finish
-from hdtool.runtime.tree import ROOT, DraftTree
 from tests.support.decoding import SAMPLINGS, output_tokens, run
 from tests.support.families import FAMILIES, VOCABULARY, model_of
 from tests.support.one_sequence import OneSequence

@@ -15,13 +15,13 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from hdtool.data.errors import FamilyError, ModelError
 from hdtool.runtime.answerer import decode
 from hdtool.runtime.config import SamplingConfig
+from hdtool.runtime.core.sampler import Sampler
+from hdtool.runtime.core.tree import DraftTree
 from hdtool.runtime.model import families
 from hdtool.runtime.model.checks import trees as checks
 from hdtool.runtime.model.families import context_limit
 from hdtool.runtime.model.target import Target
 from hdtool.runtime.model.transformers_internals import cache_argument
-from hdtool.runtime.sampling.sampler import Sampler
-from hdtool.runtime.tree import DraftTree
 from tests.support.families import FAMILIES, IN_DOUBLE, SHAPE, VOCABULARY, model_of
 from tests.support.one_sequence import OneSequence
 from tests.support.oracle import assert_same_logits, generated, plain_logits, prompt_of

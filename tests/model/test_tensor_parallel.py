@@ -17,7 +17,7 @@ import torch
 from hdtool.cli import app
 from hdtool.data.errors import ModelError, OptionError
 from hdtool.runtime.config import DecodeConfig, ModelConfig, SamplingConfig
-from hdtool.runtime.drafter import NoDraft
+from hdtool.runtime.core.drafter import NoDraft
 from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
 from hdtool.runtime.model import placement, tensor_parallel as ranks
 from hdtool.runtime.model.target import Target

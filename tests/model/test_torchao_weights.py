@@ -17,6 +17,7 @@ from transformers import AutoTokenizer, TorchAoConfig
 from hdtool.cli.app import run as command
 from hdtool.data import demo
 from hdtool.runtime.config import ModelConfig
+from hdtool.runtime.core.tree import DraftTree
 from hdtool.runtime.kernels.compact_weight import is_compact, is_packed
 from hdtool.runtime.kernels.gemm_tiles import TILE_OUT_FEATURES
 from hdtool.runtime.kernels.linear import compiled_linear
@@ -25,7 +26,6 @@ from hdtool.runtime.kernels.packed_matrix import packed_int4, packed_int8, packe
 from hdtool.runtime.model import compact_layers
 from hdtool.runtime.model.load import load
 from hdtool.runtime.model.target import Target
-from hdtool.runtime.tree import DraftTree
 from tests.support.decoding import SAMPLINGS, output_tokens, run
 from tests.support.fused import compiled
 from tests.support.gguf_files import VOCABULARY, tiny_llama

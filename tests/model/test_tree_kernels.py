@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
+from hdtool.runtime.core.tree import ROOT, DraftTree
 from hdtool.runtime.engines.cuda.operations import (
     HeadLayout,
     HeadNorms,
@@ -26,7 +27,6 @@ from hdtool.runtime.engines.model_families import NormKind
 from hdtool.runtime.model import captured_passes
 from hdtool.runtime.model.pass_inputs import FULL, AttentionMasks, AttentionWindow, StepInput, StepTensors
 from hdtool.runtime.model.target import Target
-from hdtool.runtime.tree import ROOT, DraftTree
 from tests.support.families import VOCABULARY, model_of
 from tests.support.interpreted import interpreted_kernels
 from tests.support.oracle import assert_same_logits, plain_logits, prompt_of

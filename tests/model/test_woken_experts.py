@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.nn import Module
 
-from hdtool.runtime.tree import DraftTree
+from hdtool.runtime.core.tree import DraftTree
 from tests.support.described import compiled_of, model_of
 from tests.support.fused import widen
 

@@ -17,6 +17,9 @@ MAY_IMPORT = {
     "cli": {"data", "runtime", "builders", "cli"},
 }
 NOT_FOR = {
+    "runtime/core": {
+        f"runtime/{name}" for name in ("model", "engines", "weights", "drafters", "budget", "stores", "integrations")
+    },
     "runtime/kernels": {"runtime/model", "runtime/stores", "runtime/drafters"},
     "runtime/stores": {"runtime/model", "runtime/drafters", "runtime/integrations"},
     "runtime/model": {"runtime/drafters", "runtime/integrations"},

@@ -10,12 +10,12 @@ import pytest
 from transformers import PreTrainedTokenizerBase
 
 from hdtool.runtime.config import ModelConfig
+from hdtool.runtime.core.sequence import Stats
 from hdtool.runtime.integrations.server.formats import ChatFormat, Delta, Format, usage_of
 from hdtool.runtime.integrations.server.messages_api import MessagesFormat
 from hdtool.runtime.integrations.server.responses_api import ResponsesFormat, ResponsesRequest
 from hdtool.runtime.integrations.server.tool_calls import ToolCall, ToolCallReader
 from hdtool.runtime.model.load import load_tokenizer
-from hdtool.runtime.sequence import Stats
 
 Row = dict[str, Any]
 Call = tuple[str, str, Row]

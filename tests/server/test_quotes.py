@@ -11,6 +11,9 @@ from hdtool.builders.evaluation.recording import RecordedTurn, RecordingEngine
 from hdtool.data.chat import encode_text
 from hdtool.runtime.answerer import decode
 from hdtool.runtime.config import DecodeConfig, SamplingConfig
+from hdtool.runtime.config.source_names import SourceId
+from hdtool.runtime.core.sampler import Sampler
+from hdtool.runtime.core.sequence import Stats
 from hdtool.runtime.drafters.methods import drafter_for
 from hdtool.runtime.integrations.server.formats import usage_of
 from hdtool.runtime.integrations.server.messages_api import MessagesRequest
@@ -24,9 +27,6 @@ from hdtool.runtime.integrations.server.preparation import (
 from hdtool.runtime.integrations.server.requests import ChatRequest
 from hdtool.runtime.integrations.server.responses_api import ResponsesRequest
 from hdtool.runtime.model.load import Loaded
-from hdtool.runtime.sampling.sampler import Sampler
-from hdtool.runtime.sequence import Stats
-from hdtool.runtime.source_names import SourceId
 from hdtool.runtime.stores.store_set import StoreSet
 from hdtool.runtime.text_stream import text_of
 from tests.support.server import RunningServer

@@ -13,6 +13,8 @@ from transformers import PreTrainedTokenizerBase
 from hdtool.data.chat import encode_text
 from hdtool.data.prompts import Grammar
 from hdtool.runtime.config import ModelConfig
+from hdtool.runtime.core.sequence import Finish, Stats, Step
+from hdtool.runtime.core.tree import DraftTree
 from hdtool.runtime.integrations.server.answers import AnswerText
 from hdtool.runtime.integrations.server.formats import ChatFormat, Delta, usage_of
 from hdtool.runtime.integrations.server.messages_api import MessagesFormat
@@ -21,8 +23,6 @@ from hdtool.runtime.integrations.server.requests import NO_TOOLS, ToolChoice
 from hdtool.runtime.integrations.server.responses_api import ResponsesFormat, ResponsesRequest
 from hdtool.runtime.integrations.server.tool_calls import ThinkingReader
 from hdtool.runtime.model.load import load_tokenizer
-from hdtool.runtime.sequence import Finish, Stats, Step
-from hdtool.runtime.tree import DraftTree
 
 OPEN_PROMPT, PROMPT = "user: Hi\nassistant: <think>\n", "user: Hi\nassistant: "
 CASES: dict[str, tuple[str, str, str, str]] = {

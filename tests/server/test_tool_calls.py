@@ -15,6 +15,7 @@ from hypothesis import given, strategies as st
 from transformers import PreTrainedTokenizerBase
 
 from hdtool.runtime.config import DecodeConfig, ModelConfig, SamplingConfig
+from hdtool.runtime.core.sequence import Stats
 from hdtool.runtime.integrations.server.app import _events, _whole
 from hdtool.runtime.integrations.server.formats import ChatFormat, Delta, Format, RequestError, usage_of
 from hdtool.runtime.integrations.server.messages_api import MessagesFormat
@@ -23,7 +24,6 @@ from hdtool.runtime.integrations.server.requests import ChatRequest
 from hdtool.runtime.integrations.server.scheduler import LogEntry
 from hdtool.runtime.integrations.server.tool_calls import ToolCall, ToolCallReader, calls_of
 from hdtool.runtime.model.load import load, load_tokenizer
-from hdtool.runtime.sequence import Stats
 
 TOOL: dict[str, Any] = {
     "type": "function",

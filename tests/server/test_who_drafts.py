@@ -14,16 +14,16 @@ import torch
 from hdtool.data import demo
 from hdtool.data.stores.home import corpus_index_at_home, history_at_home, model_store_at_home
 from hdtool.data.stores.manifest import TokenizerFingerprint
-from hdtool.runtime.accept import Accepted
 from hdtool.runtime.config import DecodeConfig, StoresConfig
-from hdtool.runtime.drafter import Drafter, HistoryDrafter
+from hdtool.runtime.config.source_names import SourceId
+from hdtool.runtime.core.accept import Accepted
+from hdtool.runtime.core.drafter import Drafter, HistoryDrafter
+from hdtool.runtime.core.engine import Verified
 from hdtool.runtime.drafters.methods import history_for
-from hdtool.runtime.engine import Verified
 from hdtool.runtime.integrations.hf_generate import Generator
 from hdtool.runtime.integrations.server.app import ApiKeys
 from hdtool.runtime.integrations.server.scheduler import Tenants
 from hdtool.runtime.model.load import Loaded
-from hdtool.runtime.source_names import SourceId
 from hdtool.runtime.stores.store_set import StoreSet
 
 NOWHERE = StoresConfig(model_db="none", corpus_db="none")

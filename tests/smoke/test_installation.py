@@ -24,8 +24,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.models.auto import modeling_auto
 
 from hdtool import Generator, demo
-from hdtool.runtime.drafter import NoDraft
-from hdtool.runtime.tree import DraftTree
+from hdtool.runtime.core.drafter import NoDraft
+from hdtool.runtime.core.tree import DraftTree
 
 HDTOOL = Path(sys.executable).parent / "hdtool"
 PROMPT = "def read(path):"

@@ -6,11 +6,11 @@ from collections.abc import Collection, Sequence
 
 from hdtool.runtime.answerer import decode
 from hdtool.runtime.config import SamplingConfig
-from hdtool.runtime.drafter import Drafter, NoDraft
-from hdtool.runtime.loop import Loop, Request
+from hdtool.runtime.core.drafter import Drafter, NoDraft
+from hdtool.runtime.core.loop import Loop, Request
+from hdtool.runtime.core.sampler import Sampler
+from hdtool.runtime.core.sequence import Step
 from hdtool.runtime.model.target import Target
-from hdtool.runtime.sampling.sampler import Sampler
-from hdtool.runtime.sequence import Step
 
 SAMPLINGS = {
     "greedy": SamplingConfig(),

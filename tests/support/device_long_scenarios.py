@@ -18,13 +18,13 @@ from hdtool.data.prompts import Grammar, Prompt
 from hdtool.runtime.answerer import Answerer, decode_batch
 from hdtool.runtime.budget.node_budget import FixedBudget
 from hdtool.runtime.config import DecodeConfig, HeadsConfig, ModelConfig, SamplingConfig, StoresConfig
-from hdtool.runtime.drafter import Drafter, NoDraft
+from hdtool.runtime.core.drafter import Drafter, NoDraft
+from hdtool.runtime.core.loop import Request
+from hdtool.runtime.core.sampler import Sampler
 from hdtool.runtime.drafters.methods import drafter_for
 from hdtool.runtime.drafters.trained.select_drafter import StandaloneDrafter, drafter_of
 from hdtool.runtime.integrations.hf_generate import Generator
-from hdtool.runtime.loop import Request
 from hdtool.runtime.model.target import Target
-from hdtool.runtime.sampling.sampler import Sampler
 from hdtool.runtime.stores.store_set import StoreSet
 from tests.support.decoding import SAMPLINGS, output_tokens, run
 from tests.support.device_scenarios import (

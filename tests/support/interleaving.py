@@ -19,13 +19,13 @@ from hdtool.runtime.answerer import decode, decode_batch
 from hdtool.runtime.budget.measure_passes import time_tree_passes
 from hdtool.runtime.budget.node_budget import FixedBudget
 from hdtool.runtime.config import SamplingConfig
-from hdtool.runtime.drafter import Drafter, NoDraft
+from hdtool.runtime.core.drafter import Drafter, NoDraft
+from hdtool.runtime.core.loop import Loop, Request
+from hdtool.runtime.core.sampler import Sampler
+from hdtool.runtime.core.sequence import Step
 from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
 from hdtool.runtime.integrations.hf_generate import Generator
-from hdtool.runtime.loop import Loop, Request
 from hdtool.runtime.model.target import Target
-from hdtool.runtime.sampling.sampler import Sampler
-from hdtool.runtime.sequence import Step
 from tests.support.decoding import output_tokens, run
 from tests.support.families import VOCABULARY
 from tests.support.oracle import generated, prompt_of

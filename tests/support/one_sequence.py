@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 import torch
 
-from hdtool.runtime.engine import LOGITS_ONLY, PassOptions, Verified
+from hdtool.runtime.core.engine import LOGITS_ONLY, PassOptions, Verified
+from hdtool.runtime.core.prefix_cache import PrefixCache, PromptReader
+from hdtool.runtime.core.tree import DraftTree
 from hdtool.runtime.model.target import Target
-from hdtool.runtime.prefix_cache import PrefixCache, PromptReader
-from hdtool.runtime.tree import DraftTree
 
 
 class OneSequence:

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from hdtool.runtime.accept import Accepted
-from hdtool.runtime.sampling.draws import ExponentialRace
-from hdtool.runtime.source_names import SourceId
+from hdtool.runtime.config.source_names import SourceId
+from hdtool.runtime.core.accept import Accepted
+from hdtool.runtime.core.draws import ExponentialRace
 from hdtool.runtime.stores.corpus_index import CorpusIndex
 from hdtool.runtime.stores.model_store import ModelStore
 

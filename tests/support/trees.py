@@ -8,10 +8,10 @@ from collections.abc import Sequence
 import numpy as np
 from hypothesis import strategies as st
 
-from hdtool.runtime.accept import Accepted
-from hdtool.runtime.engine import Verified
-from hdtool.runtime.source_names import SourceId
-from hdtool.runtime.tree import ROOT, DraftTree
+from hdtool.runtime.config.source_names import SourceId
+from hdtool.runtime.core.accept import Accepted
+from hdtool.runtime.core.engine import Verified
+from hdtool.runtime.core.tree import ROOT, DraftTree
 
 
 @st.composite

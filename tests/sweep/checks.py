@@ -18,11 +18,11 @@ from hdtool.data import demo
 from hdtool.data.errors import FamilyError, HdtoolError, error_reason
 from hdtool.runtime.answerer import decode_batch
 from hdtool.runtime.config import ModelConfig, SamplingConfig
+from hdtool.runtime.core.loop import Request
+from hdtool.runtime.core.sampler import Sampler
 from hdtool.runtime.integrations.hf_generate import Generator
-from hdtool.runtime.loop import Request
 from hdtool.runtime.model.load import load
 from hdtool.runtime.model.target import Target
-from hdtool.runtime.sampling.sampler import Sampler
 from tests.support.decoding import SAMPLINGS, output_tokens, run
 from tests.support.families import VOCABULARY
 from tests.support.oracle import generated, plain_logits, prompt_of

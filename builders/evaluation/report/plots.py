@@ -21,7 +21,7 @@ from hdtool.builders.evaluation.report.tables import (
 )
 from hdtool.builders.evaluation.scores import PLAIN_METHOD
 from hdtool.data.output_files import PNG_METADATA
-from hdtool.runtime.source_names import registered, source_of
+from hdtool.runtime.config.source_names import registered, source_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

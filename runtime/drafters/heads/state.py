@@ -9,7 +9,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from hdtool.runtime.accept import Accepted
+from hdtool.runtime.config.source_names import SourceId
+from hdtool.runtime.core.accept import Accepted
+from hdtool.runtime.core.engine import Verified
 from hdtool.runtime.drafters.heads.checkpoint import HydraHeads, MtpHeads, SavedHeads
 from hdtool.runtime.drafters.heads.modules import Heads, HeadsKVCache, IndexedHeadsKVCache, ParallelHeads, topk_tokens
 from hdtool.runtime.drafters.trained.draft_length import pace_for
@@ -22,12 +24,10 @@ from hdtool.runtime.drafters.trained.sequential import (
     SequentialDrafter,
     SequentialModule,
 )
-from hdtool.runtime.engine import Verified
 from hdtool.runtime.kernels.compiled import Array
 from hdtool.runtime.kernels.linear import compile_linear_layers
 from hdtool.runtime.model.static_steps import Capture, Run, extent_for
 from hdtool.runtime.model.target import Target
-from hdtool.runtime.source_names import SourceId
 
 STATIC_SIZES = (1, 2, 4, 8, 16)
 """Numbers of new positions in a captured pass. The next pass overwrites padding positions."""

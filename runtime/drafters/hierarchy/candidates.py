@@ -22,13 +22,13 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba import types
 
+from hdtool.runtime.config.source_names import SourceId
+from hdtool.runtime.core.draws import stream_start, time_of
+from hdtool.runtime.core.tree import LARGEST_TREE
 from hdtool.runtime.kernels.compiled import Array, address_of, array_at, caller_of, compiled
-from hdtool.runtime.sampling.draws import stream_start, time_of
-from hdtool.runtime.source_names import SourceId
 from hdtool.runtime.stores.corpus_index import MAX_SAMPLES, RANGE_ROWS
 from hdtool.runtime.stores.live_tables import latest_position
 from hdtool.runtime.stores.token_log import MAX_MATCH_TOKENS
-from hdtool.runtime.tree import LARGEST_TREE
 
 WORK_AT, WEIGHTS_AT, NEAR_AT, TABLE_AT = SourceId.NONE.value, *range(len(SourceId), len(SourceId) + 3)
 """Indices into the array of addresses, which holds the address of each source's record at the source's number."""

@@ -9,8 +9,12 @@ from typing import Any, cast
 import numpy as np
 from numba import types
 
-from hdtool.runtime.accept import Accepted
 from hdtool.runtime.budget.node_budget import Budget, FixedBudget, Probs, SmoothedSeconds, choose_all_nodes
+from hdtool.runtime.config.source_names import Evidence, SourceId
+from hdtool.runtime.core.accept import Accepted
+from hdtool.runtime.core.draws import ExponentialRace
+from hdtool.runtime.core.engine import Verified
+from hdtool.runtime.core.tree import LARGEST_TREE, DraftTree
 from hdtool.runtime.drafters.hierarchy.candidates import (
     ADDRESSES,
     MAX_HASHED_TOKENS,
@@ -48,16 +52,12 @@ from hdtool.runtime.drafters.hierarchy.rankings import LAST_SOURCE, RECYCLED_SOU
 from hdtool.runtime.drafters.hierarchy.tree import feed_token, grow, grow_all, restart
 from hdtool.runtime.drafters.trained.draft_length import TrainedGate
 from hdtool.runtime.drafters.trained.proposal import TrainedDrafter
-from hdtool.runtime.engine import Verified
 from hdtool.runtime.kernels.compiled import HAS_CLOCK, Array, SharedTime, Uncopyable
-from hdtool.runtime.sampling.draws import ExponentialRace
-from hdtool.runtime.source_names import Evidence, SourceId
 from hdtool.runtime.stores.corpus_index import CorpusIndex, no_shards, range_record
 from hdtool.runtime.stores.history_store import History, address_of
 from hdtool.runtime.stores.live_tables import CHAIN_LENGTHS, LONG_CHAIN, ContextTable
 from hdtool.runtime.stores.model_store import ModelStore, model_record
 from hdtool.runtime.stores.token_log import LANE, LOG_BLOCK, MAX_MATCH_TOKENS, TokenLog
-from hdtool.runtime.tree import LARGEST_TREE, DraftTree
 
 TIMED_EVERY = 32
 """One in this many drafts is timed: reading the clock in every draft would make drafting a fifth slower."""

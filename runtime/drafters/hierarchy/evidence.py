@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from hdtool.runtime.config import MAX_HEADS
+from hdtool.runtime.config.source_names import PLUGINS, Evidence, SourceId
 from hdtool.runtime.drafters.hierarchy.candidates import (
     RESTART,
     CompiledSource,
@@ -23,7 +24,6 @@ from hdtool.runtime.drafters.hierarchy.candidates import (
 )
 from hdtool.runtime.drafters.trained.proposal import MAX_RANKINGS, NO_RANKING_AFTER, TOKENS_PER_RANKING, Proposal
 from hdtool.runtime.kernels.compiled import Array, array_at, compiled, lap
-from hdtool.runtime.source_names import PLUGINS, Evidence, SourceId
 from hdtool.runtime.stores.corpus_index import (
     MAX_RANGE_ORDER,
     MAX_SAMPLES,

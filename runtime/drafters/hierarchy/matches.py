@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from hdtool.runtime.config.source_names import SourceId
 from hdtool.runtime.drafters.hierarchy.candidates import (
     MANY_TOKENS,
     MAX_HASHED_TOKENS,
@@ -22,7 +23,6 @@ from hdtool.runtime.drafters.hierarchy.candidates import (
     work_at,
 )
 from hdtool.runtime.kernels.compiled import Array, Ints, array_at, compiled
-from hdtool.runtime.source_names import SourceId
 from hdtool.runtime.stores.corpus_index import RANGE_ROWS
 from hdtool.runtime.stores.live_tables import (
     CHAIN_LENGTHS,

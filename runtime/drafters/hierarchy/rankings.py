@@ -12,7 +12,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from hdtool.runtime.accept import Accepted
+from hdtool.runtime.config.source_names import SourceId
+from hdtool.runtime.core.accept import Accepted
+from hdtool.runtime.core.engine import Verified
 from hdtool.runtime.drafters.hierarchy.candidates import (
     NEAR_AT,
     CompiledSource,
@@ -35,10 +37,8 @@ from hdtool.runtime.drafters.hierarchy.evidence import (
     prediction_records,
     prediction_source,
 )
-from hdtool.runtime.engine import Verified
 from hdtool.runtime.kernels.compiled import Array, Uncopyable, compiled
 from hdtool.runtime.kernels.topk import NO_LOGIT, topk
-from hdtool.runtime.source_names import SourceId
 from hdtool.runtime.stores.live_tables import (
     MAX_KEY_TOKENS,
     RANKING_TOKENS,

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from hdtool.runtime.config.source_names import SourceId
 from hdtool.runtime.drafters.hierarchy.candidates import (
     DRAFTING,
     RESTART,
@@ -32,7 +33,6 @@ from hdtool.runtime.drafters.hierarchy.evidence import position_after
 from hdtool.runtime.drafters.hierarchy.matches import matches_at, table_of
 from hdtool.runtime.drafters.hierarchy.rankings import near_at, weigh_agreement
 from hdtool.runtime.kernels.compiled import Ints, compiled, lap, start_clock
-from hdtool.runtime.source_names import SourceId
 from hdtool.runtime.stores.model_store import mix_hash
 from hdtool.runtime.stores.token_log import MAX_MATCH_TOKENS
 

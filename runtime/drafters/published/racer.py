@@ -15,9 +15,12 @@ from typing import Any
 
 import numpy as np
 
-from hdtool.runtime.accept import Accepted
 from hdtool.runtime.budget.node_budget import Budget, FixedBudget
-from hdtool.runtime.drafter import NO_KINDS, NodeCalibration
+from hdtool.runtime.config.source_names import SourceId
+from hdtool.runtime.core.accept import Accepted
+from hdtool.runtime.core.drafter import NO_KINDS, NodeCalibration
+from hdtool.runtime.core.engine import Verified
+from hdtool.runtime.core.tree import LARGEST_TREE, ROOT, DraftTree, Trie
 from hdtool.runtime.drafters.published.lookup_methods import GrowingContext
 from hdtool.runtime.drafters.published.token_recycling import (
     NO_RECYCLED_TOKEN,
@@ -25,10 +28,7 @@ from hdtool.runtime.drafters.published.token_recycling import (
     ConversationTracker,
     TopTokens,
 )
-from hdtool.runtime.engine import Verified
 from hdtool.runtime.kernels.compiled import Ints, compiled
-from hdtool.runtime.source_names import SourceId
-from hdtool.runtime.tree import LARGEST_TREE, ROOT, DraftTree, Trie
 
 NGRAM_LENGTH = 10
 """Number of tokens in an n-gram."""

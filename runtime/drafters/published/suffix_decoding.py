@@ -14,8 +14,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from hdtool.runtime.accept import Accepted
 from hdtool.runtime.budget.node_budget import Budget, FixedBudget
+from hdtool.runtime.config.source_names import SourceId
+from hdtool.runtime.core.accept import Accepted
+from hdtool.runtime.core.engine import Verified
+from hdtool.runtime.core.tree import LARGEST_TREE, ROOT, DraftTree
 from hdtool.runtime.drafters.published.suffix_automaton import (
     LAST_STATE,
     NO_STATE,
@@ -24,10 +27,7 @@ from hdtool.runtime.drafters.published.suffix_automaton import (
     SuffixAutomaton,
     advance,
 )
-from hdtool.runtime.engine import Verified
 from hdtool.runtime.kernels.compiled import Ints, compiled
-from hdtool.runtime.source_names import SourceId
-from hdtool.runtime.tree import LARGEST_TREE, ROOT, DraftTree
 
 MAX_MATCH_TOKENS = 64
 """Maximum match length in tokens."""

@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
 from hdtool.data.errors import FamilyError, HeadsError, ModelError, error_reason
 from hdtool.data.stores.manifest import TokenizerFingerprint
-from hdtool.runtime.accept import Accepted
 from hdtool.runtime.config import ModelConfig
+from hdtool.runtime.config.source_names import SourceId
+from hdtool.runtime.core.accept import Accepted
+from hdtool.runtime.core.engine import Verified
+from hdtool.runtime.core.prefix_cache import common_prefix_length
+from hdtool.runtime.core.tree import LARGEST_TREE, DraftTree
 from hdtool.runtime.drafters.heads.modules import topk_tokens
 from hdtool.runtime.drafters.trained.draft_length import pace_for
 from hdtool.runtime.drafters.trained.draft_passes import on_host
 from hdtool.runtime.drafters.trained.proposal import TOKENS_PER_RANKING, loaded_once
 from hdtool.runtime.drafters.trained.sequential import MAX_PASSES, NO_RANKING, ROWS_PER_PASS, Ranked, SequentialDrafter
-from hdtool.runtime.engine import Verified
 from hdtool.runtime.model.cache.kv_cache import NO_TENSOR
 from hdtool.runtime.model.load import load
-from hdtool.runtime.prefix_cache import common_prefix_length
-from hdtool.runtime.source_names import SourceId
-from hdtool.runtime.tree import LARGEST_TREE, DraftTree
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -197,7 +197,7 @@ class AssistantDrafter(SequentialDrafter):
 
     def observe(self, accepted: Accepted, verified: Verified) -> None:
         super().observe(accepted, verified)
-        self.module.follow(verified.slot)
+        self.module.follow(cast("Slot | None", verified.slot))  # a target has no other slots
 
 
 def layers_read(target: Target) -> dict[str, int]:

@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hdtool.data.errors import FamilyError, HeadsError, error_reason
-from hdtool.runtime.accept import Accepted
+from hdtool.runtime.config.source_names import SourceId
+from hdtool.runtime.core.accept import Accepted
+from hdtool.runtime.core.engine import Verified
 from hdtool.runtime.drafters.heads.modules import topk_tokens
 from hdtool.runtime.drafters.trained.draft_passes import on_host
 from hdtool.runtime.drafters.trained.proposal import (
@@ -22,8 +24,6 @@ from hdtool.runtime.drafters.trained.proposal import (
     prob_bucket,
 )
 from hdtool.runtime.drafters.trained.sequential import AcceptedTokens
-from hdtool.runtime.engine import Verified
-from hdtool.runtime.source_names import SourceId
 
 if TYPE_CHECKING:
     from hdtool.runtime.drafters.trained.proposal import PublishedDrafter

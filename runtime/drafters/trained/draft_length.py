@@ -9,7 +9,7 @@ from hdtool.runtime.drafters.trained.proposal import loaded_once
 from hdtool.runtime.kernels.compiled import Array
 
 if TYPE_CHECKING:
-    from hdtool.runtime.engine import PassLog
+    from hdtool.runtime.core.engine import PassLog
     from hdtool.runtime.model.target import Target
 
 GATE_LEARNING_RATE = 0.01

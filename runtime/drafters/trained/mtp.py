@@ -16,7 +16,9 @@ import numpy as np
 import torch
 
 from hdtool.data.errors import FamilyError, HeadsError, error_reason
-from hdtool.runtime.accept import Accepted
+from hdtool.runtime.config.source_names import SourceId
+from hdtool.runtime.core.accept import Accepted
+from hdtool.runtime.core.engine import Verified
 from hdtool.runtime.drafters.heads.modules import topk_tokens
 from hdtool.runtime.drafters.trained.draft_length import pace_for
 from hdtool.runtime.drafters.trained.draft_passes import READ_CHUNK, DraftPasses, causal_mask
@@ -30,12 +32,10 @@ from hdtool.runtime.drafters.trained.proposal import (
     prob_bucket,
 )
 from hdtool.runtime.drafters.trained.sequential import AcceptedTokens, SequentialDrafter
-from hdtool.runtime.engine import Verified
 from hdtool.runtime.kernels.linear import compile_linear_layers
 from hdtool.runtime.model.cache.kv_cache import KVTensors, LayerShape, StaticKVCache, layer_shapes
 from hdtool.runtime.model.static_steps import extent_for
 from hdtool.runtime.model.transformers_internals import attention_of, use_masked_attention
-from hdtool.runtime.source_names import SourceId
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

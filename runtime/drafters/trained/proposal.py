@@ -18,12 +18,12 @@ import torch
 from torch.nn import Module
 
 from hdtool.data.errors import HeadsError, error_reason
-from hdtool.runtime.accept import Accepted
 from hdtool.runtime.config import ModelConfig
-from hdtool.runtime.engine import Verified
+from hdtool.runtime.config.source_names import SourceId
+from hdtool.runtime.core.accept import Accepted
+from hdtool.runtime.core.engine import Verified
 from hdtool.runtime.kernels.compiled import Array, compiled
 from hdtool.runtime.model.static_steps import DeviceClock
-from hdtool.runtime.source_names import SourceId
 from hdtool.runtime.weights.checkpoint_identity import place_of
 
 if TYPE_CHECKING:

@@ -12,10 +12,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from hdtool.runtime.accept import Accepted
 from hdtool.runtime.budget.node_budget import Budget
 from hdtool.runtime.config import METHODS, OPTION_METHODS, TRAINED, DecodeConfig
 from hdtool.runtime.config.decoding import DRAFT_MODEL, HEADS_DRAFTER, MTP_DRAFTER
+from hdtool.runtime.config.source_names import SourceId
+from hdtool.runtime.core.accept import Accepted
+from hdtool.runtime.core.engine import Verified
+from hdtool.runtime.core.tree import LARGEST_TREE, ROOT, DraftTree
 from hdtool.runtime.drafters.heads.checkpoint import heads_for, methods_with_heads
 from hdtool.runtime.drafters.heads.modules import ParallelHeads
 from hdtool.runtime.drafters.heads.state import HeadsState, sequential_drafter
@@ -40,9 +43,6 @@ from hdtool.runtime.drafters.trained.proposal import (
     loaded_once,
 )
 from hdtool.runtime.drafters.trained.sequential import SequentialDrafter
-from hdtool.runtime.engine import Verified
-from hdtool.runtime.source_names import SourceId
-from hdtool.runtime.tree import LARGEST_TREE, ROOT, DraftTree
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -8,7 +8,9 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import torch
 
-from hdtool.runtime.accept import Accepted
+from hdtool.runtime.config.source_names import SourceId
+from hdtool.runtime.core.accept import Accepted
+from hdtool.runtime.core.engine import Verified
 from hdtool.runtime.drafters.trained.draft_length import Pace
 from hdtool.runtime.drafters.trained.proposal import (
     NO_RANKING_AFTER,
@@ -17,10 +19,8 @@ from hdtool.runtime.drafters.trained.proposal import (
     Proposal,
     prob_bucket,
 )
-from hdtool.runtime.engine import Verified
 from hdtool.runtime.kernels.compiled import Array
 from hdtool.runtime.model.families import select_rows
-from hdtool.runtime.source_names import SourceId
 
 NO_HIDDEN = torch.empty((0, 0))
 """Placeholder for hidden states that the drafter does not read."""

@@ -4,5 +4,5 @@ Transformers' code computes unsupported models and passes, and models whose weig
 
 The entry points are `compile_cpu` and `KeptProof`; code outside this package imports nothing else from it. This package
 imports only `data`, `runtime/config`, `runtime/engine`, `runtime/kernels`, `runtime/model`, the draft tree and the
-walks of `runtime/sampling`.
+walks of `runtime/core`.
 """

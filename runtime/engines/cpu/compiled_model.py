@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hdtool.runtime.engine import LOGITS_ONLY, PREFILL_PASS, PassOptions, Verified
+from hdtool.runtime.core.engine import LOGITS_ONLY, PREFILL_PASS, PassOptions, Verified
+from hdtool.runtime.core.tree import DraftTree
 from hdtool.runtime.engines.cpu.tree_pass import PROMPT_CHUNK, TreePass
 from hdtool.runtime.engines.cpu.weight_table import WeightTable
 from hdtool.runtime.model.checks.weight_changes import RecordedModel
 from hdtool.runtime.model.transformers_internals import attention_of
-from hdtool.runtime.tree import DraftTree
 
 if TYPE_CHECKING:
-    from hdtool.runtime.engine import PassLog
+    from hdtool.runtime.core.engine import PassLog
     from hdtool.runtime.engines.cpu.compiled_kind import CompiledParts
     from hdtool.runtime.model.cache.slots import Cache, Slot
     from hdtool.runtime.model.pass_inputs import AttentionWindow

@@ -13,6 +13,8 @@ import numpy as np
 import torch
 from numba import cfunc, types
 
+from hdtool.runtime.core.tree import LARGEST_TREE, UNDETERMINED, DraftTree
+from hdtool.runtime.core.walks import NO_FORCED_TOKENS, walk_argmax
 from hdtool.runtime.engines.cpu.layer_kernel import compute_layers, layers_scratch_size
 from hdtool.runtime.engines.cpu.layer_record import (
     ACTIVE_EXPERTS,
@@ -50,8 +52,6 @@ from hdtool.runtime.kernels.thread_pool import parallel_matmul
 from hdtool.runtime.kernels.topk import FOLD, INFINITY, TOPK_BLOCK, fold, folded_size
 from hdtool.runtime.kernels.vector_code import ITEM_SIZE, bound_in_place, norm_rows, scale_in_place
 from hdtool.runtime.model.pass_inputs import fill_tree, hide_non_ancestors
-from hdtool.runtime.sampling.walks import NO_FORCED_TOKENS, walk_argmax
-from hdtool.runtime.tree import LARGEST_TREE, UNDETERMINED, DraftTree
 
 IDS, POSITIONS, EMBED, EMBEDDING, VOCABULARY, MULTIPLIER, ROTARY_TYPES, ROTARIES, KNOWN_POSITIONS = range(9)
 """First fields of the record that describes everything outside the layers.

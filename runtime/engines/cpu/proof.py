@@ -11,7 +11,7 @@ import torch
 from torch.nn import ModuleList
 
 from hdtool.data.progress import with_progress
-from hdtool.runtime.compile_process import PASSES, wait_until_compiled
+from hdtool.runtime.core.tree import DraftTree
 from hdtool.runtime.engines.cpu.compiled_kind import ACTIVATIONS, COMPILED, CompiledParts, has_compiled_experts
 from hdtool.runtime.engines.cpu.compiled_model import CompiledModel
 from hdtool.runtime.engines.cpu.layer_kernel import compile_layers, compute_layers, layers_scratch_size
@@ -40,13 +40,13 @@ from hdtool.runtime.engines.embedding_and_head import (
 from hdtool.runtime.engines.model_families import LLAMA
 from hdtool.runtime.engines.model_parts import model_parts
 from hdtool.runtime.kernels.code_folder import mark_compiled
+from hdtool.runtime.kernels.compile_process import PASSES, wait_until_compiled
 from hdtool.runtime.kernels.thread_pool import shared_thread_pool
 from hdtool.runtime.kernels.vector_code import LANES
 from hdtool.runtime.model.cache.kv_cache import NO_TENSOR, KVTensors, SlotKVCache, StaticKVCache
 from hdtool.runtime.model.checks.trees import some_context
 from hdtool.runtime.model.pass_inputs import FULL, AttentionMasks, AttentionWindow, Mask
 from hdtool.runtime.model.transformers_internals import cache_argument
-from hdtool.runtime.tree import DraftTree
 
 if TYPE_CHECKING:
     from hdtool.runtime.engines.model_parts import LayerParts

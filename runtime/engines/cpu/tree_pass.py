@@ -17,7 +17,9 @@ import numpy as np
 import torch
 from torch import get_num_threads, is_autocast_enabled
 
-from hdtool.runtime.engine import PassOptions, Verified, Walk
+from hdtool.runtime.core.engine import PassOptions, Verified, Walk
+from hdtool.runtime.core.tree import UNDETERMINED, DraftTree
+from hdtool.runtime.core.walks import NO_FORCED_TOKENS
 from hdtool.runtime.engines.cpu.layer_record import ACTIVE_EXPERTS, JOURNAL, NEW, ORIGINS, OUTPUTS, SLOTS
 from hdtool.runtime.engines.cpu.mixers.convolution import ORIGIN_FIELDS
 from hdtool.runtime.engines.cpu.mixers.mix import PATH_SLOT, KeptRows
@@ -36,8 +38,6 @@ from hdtool.runtime.engines.cpu.pass_kernel import (
 from hdtool.runtime.kernels.compiled import Array
 from hdtool.runtime.kernels.thread_pool import NO_THREADS, shared_thread_pool
 from hdtool.runtime.kernels.topk import folded_size
-from hdtool.runtime.sampling.walks import NO_FORCED_TOKENS
-from hdtool.runtime.tree import UNDETERMINED, DraftTree
 
 if TYPE_CHECKING:
     from hdtool.runtime.engines.cpu.weight_table import WeightTable

@@ -11,6 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from hdtool.data.errors import HdtoolError
+from hdtool.runtime.core.sequence import Finish, Stats, Step
 from hdtool.runtime.integrations.server.formats import (
     OVERLOADED,
     SERVER,
@@ -30,7 +31,6 @@ from hdtool.runtime.integrations.server.tool_calls import (
     calls_of,
 )
 from hdtool.runtime.model.load import Loaded
-from hdtool.runtime.sequence import Finish, Stats, Step
 from hdtool.runtime.text_stream import TextStream, cut_of
 
 if TYPE_CHECKING:

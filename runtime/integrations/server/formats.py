@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from hdtool.data.errors import HdtoolError
+from hdtool.runtime.core.sequence import Stats
 from hdtool.runtime.integrations.server.tool_calls import ToolCall
-from hdtool.runtime.sequence import Stats
 from hdtool.runtime.text_stream import bytes_of, token_text
 
 if TYPE_CHECKING:

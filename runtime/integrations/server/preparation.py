@@ -32,11 +32,14 @@ from hdtool.data.chat import (
 from hdtool.data.conversation import lone_surrogate
 from hdtool.data.errors import PromptError, ToolsError
 from hdtool.data.prompts import Grammar, grammar_of, prediction_of, tools_of
-from hdtool.runtime.accept import Accepted
 from hdtool.runtime.config import DecodeConfig, SamplingConfig
 from hdtool.runtime.config.decoding import HIERARCHIES
-from hdtool.runtime.drafter import Drafter, WrappedDrafter
-from hdtool.runtime.engine import Verified
+from hdtool.runtime.core.accept import Accepted
+from hdtool.runtime.core.drafter import Drafter, WrappedDrafter
+from hdtool.runtime.core.engine import Verified
+from hdtool.runtime.core.loop import Request
+from hdtool.runtime.core.sampler import Sampler, seed_of
+from hdtool.runtime.core.sequence import Step, room_for
 from hdtool.runtime.grammar import Guide, guided_drafter, masks_of
 from hdtool.runtime.integrations.server.formats import RequestError, TokenLogprobs
 from hdtool.runtime.integrations.server.requests import (
@@ -51,10 +54,7 @@ from hdtool.runtime.integrations.server.requests import (
 )
 from hdtool.runtime.integrations.server.scheduler import AnswerJob
 from hdtool.runtime.kernels.compiled import Ints
-from hdtool.runtime.loop import Request
 from hdtool.runtime.model.load import Loaded
-from hdtool.runtime.sampling.sampler import Sampler, seed_of
-from hdtool.runtime.sequence import Step, room_for
 from hdtool.runtime.text_stream import text_of
 
 if TYPE_CHECKING:

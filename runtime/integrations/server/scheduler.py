@@ -24,13 +24,13 @@ from hdtool.data.stores.home import first_namespace_with_stores
 from hdtool.runtime.budget.node_budget import Budget, SharedCosts
 from hdtool.runtime.config import DecodeConfig, StoresConfig
 from hdtool.runtime.config.measuring import JSON_LINES
-from hdtool.runtime.drafter import Drafter
+from hdtool.runtime.core.drafter import Drafter
+from hdtool.runtime.core.loop import Loop, Outcome, PendingPrefill, Request
+from hdtool.runtime.core.prefix_cache import PrefixCache, common_prefix_length
+from hdtool.runtime.core.sequence import Step
 from hdtool.runtime.drafters.methods import budget_for, drafter_with_budget, history_for, shared_costs_for
-from hdtool.runtime.loop import Loop, Outcome, PendingPrefill, Request
 from hdtool.runtime.model.load import Loaded
 from hdtool.runtime.model.target import Target
-from hdtool.runtime.prefix_cache import PrefixCache, common_prefix_length
-from hdtool.runtime.sequence import Step
 from hdtool.runtime.stores.store_set import StoreSet
 
 if TYPE_CHECKING:

@@ -19,12 +19,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from hdtool.runtime.config.source_names import SourceId
 from hdtool.runtime.drafters.hierarchy.candidates import DRAFTING, work_at
 from hdtool.runtime.drafters.hierarchy.evidence import ranges_at
 from hdtool.runtime.drafters.hierarchy.matches import ANSWERS_LOG, append_to_log, matches_at, table_of
 from hdtool.runtime.drafters.hierarchy.tree import expand, extend, feed, restart
 from hdtool.runtime.kernels.compiled import Ints, array_at, compiled
-from hdtool.runtime.source_names import SourceId
 from hdtool.runtime.stores.corpus_index import MAX_RANGE_ORDER, bounds_of
 from hdtool.runtime.stores.history_store import History
 from hdtool.runtime.stores.live_tables import add

@@ -8,13 +8,10 @@ from typing import Protocol
 
 import torch
 
+from hdtool.runtime.core.tree import DraftTree
 from hdtool.runtime.model.cache.kv_cache import KVTensors, LayerShape, StaticKVCache
 from hdtool.runtime.model.cache.states import Snapshot, States, StateShape, kept
 from hdtool.runtime.model.families import select_rows
-from hdtool.runtime.tree import DraftTree
-
-NEVER_CONTINUED = -1
-"""Version of a context that no prompt may continue."""
 
 
 class StatesOfTree(Protocol):
@@ -65,6 +62,10 @@ class Slot:
     @property
     def bytes(self) -> int:
         return self.kv.storage.bytes + sum(snapshot.states.bytes for snapshot in self.snapshots)
+
+    def at(self, position: int) -> list[torch.Tensor]:
+        """Return copies of the keys and values of one position, for all layers."""
+        return self.kv.at(position)
 
     @property
     def length(self) -> int:

@@ -15,10 +15,10 @@ import torch
 from torch.nn import Module
 from transformers.cache_utils import Cache, DynamicCache
 
+from hdtool.runtime.core.tree import LARGEST_TREE, ROOT, DraftTree
 from hdtool.runtime.model.cache.kv_cache import KVTensors, LayerShape, StaticLayer, Views
 from hdtool.runtime.model.cache.states import has_states
 from hdtool.runtime.model.pass_inputs import AttentionMasks, AttentionWindow, Mask
-from hdtool.runtime.tree import LARGEST_TREE, ROOT, DraftTree
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -10,27 +10,19 @@ import torch
 from transformers.cache_utils import DynamicCache
 
 from hdtool.data.errors import FamilyError, HdtoolError, error_reason
+from hdtool.runtime.core.tolerances import aggregate_distance, distances, is_low_precision, tolerance_of
+from hdtool.runtime.core.tree import DraftTree
 from hdtool.runtime.model.cache.kv_cache import layer_shapes
 from hdtool.runtime.model.cache.replay_slots import Replaced, TensorPath
 from hdtool.runtime.model.cache.slots import Cache
 from hdtool.runtime.model.cache.states import has_states, state_shapes
 from hdtool.runtime.model.checks.long_context import LARGEST_LENGTH, long_contexts, sizes_of
-from hdtool.runtime.model.families import (
-    PLAIN,
-    aggregate_distance,
-    deviation,
-    distances,
-    is_low_precision,
-    refusal,
-    refuse_by_logits,
-    tolerance_of,
-)
+from hdtool.runtime.model.families import PLAIN, deviation, refusal, refuse_by_logits
 from hdtool.runtime.model.quantization import measure_rounding, quantized_layers, refuse_dependent_rows
 from hdtool.runtime.model.recurrent.mixers import AttentionInMixerError, find_mixers
 from hdtool.runtime.model.recurrent.passes import RecurrentLayers
 from hdtool.runtime.model.stock_passes import ReplayPasses, StockPasses
 from hdtool.runtime.model.transformers_internals import cache_in, first_logits
-from hdtool.runtime.tree import DraftTree
 
 if TYPE_CHECKING:
     from hdtool.runtime.model.target import Target

@@ -16,7 +16,7 @@ import torch
 from torch.nn import Module
 from transformers.cache_utils import DynamicCache
 
-from hdtool.runtime.tree import DraftTree
+from hdtool.runtime.core.tree import DraftTree
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

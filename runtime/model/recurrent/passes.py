@@ -15,6 +15,7 @@ import torch
 from torch.nn import Module
 from transformers.cache_utils import Cache
 
+from hdtool.runtime.core.tree import DraftTree
 from hdtool.runtime.model.cache.states import StateLayer, StateName, States
 from hdtool.runtime.model.recurrent.closed_forms import ClosedForm, ClosedStates, StackedStates
 from hdtool.runtime.model.recurrent.mixers import (
@@ -27,7 +28,6 @@ from hdtool.runtime.model.recurrent.mixers import (
     has_own_forward,
     replace_forwards,
 )
-from hdtool.runtime.tree import DraftTree
 
 if TYPE_CHECKING:
     from hdtool.runtime.model.pass_inputs import StepTensors

@@ -6,18 +6,15 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass, fields
 from threading import Lock
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import torch
 
+from hdtool.runtime.core.cache import Cache, Slot
+from hdtool.runtime.core.tree import DraftTree
 from hdtool.runtime.kernels.compiled import Array
 from hdtool.runtime.kernels.topk import Rankable, argmax, for_topk, topk
-from hdtool.runtime.model.cache.slots import Cache
-from hdtool.runtime.tree import DraftTree
-
-if TYPE_CHECKING:
-    from hdtool.runtime.model.cache.slots import Slot
 
 
 class PassOptions(NamedTuple):
@@ -164,7 +161,11 @@ class PassLog:
                 setattr(self, field.name, value)
 
 
-class Engine(Protocol):
+SomeCache = TypeVar("SomeCache", bound=Cache)
+"""The cache type of an engine, which reads and writes no other caches."""
+
+
+class Engine(Protocol[SomeCache]):
     """Runs forward passes over draft trees; `Target` is the engine for transformers models.
 
     Each slot of a cache holds one sequence. The last emitted token of a sequence is the root of its next tree. The root
@@ -180,7 +181,7 @@ class Engine(Protocol):
     """Lock held during a step: only one thread at a time may use an engine."""
 
     @property
-    def cache(self) -> Cache:
+    def cache(self) -> SomeCache:
         """KV cache for answers that are generated one after another."""
         ...
 
@@ -214,18 +215,20 @@ class Engine(Protocol):
         """Detect changes of the model; called before each prompt is prefilled."""
         ...
 
-    def allocate(self, slots: int = 1, capacity: int = 0) -> Cache:
+    def allocate(self, slots: int = 1, capacity: int = 0) -> SomeCache:
         """Return a cache with this many slots, each with room for ``capacity`` tokens at first; it grows as needed."""
         ...
 
-    def prefill(self, cache: Cache, slot: int, tokens: Sequence[int], start: int = 0, *, room: int = 0) -> Verified:
+    def prefill(self, cache: SomeCache, slot: int, tokens: Sequence[int], start: int = 0, *, room: int = 0) -> Verified:
         """Prefill ``tokens`` after the first ``start`` tokens in a slot, replacing all later tokens that the slot held.
 
         Return one row of logits, for the last token. ``room`` is the number of tokens that may follow.
         """
         ...
 
-    def launch(self, cache: Cache, trees: Sequence[DraftTree], options: Sequence[PassOptions] = ()) -> WaitForResults:
+    def launch(
+        self, cache: SomeCache, trees: Sequence[DraftTree], options: Sequence[PassOptions] = ()
+    ) -> WaitForResults:
         """Start to verify one tree per slot, from the first slot on, in one pass; return a function for the results.
 
         ``options`` holds the options of each tree. Other answers may use the engine before the function is called: it
@@ -238,15 +241,15 @@ class Engine(Protocol):
         """True if the engine verifies trees; False if it only verifies chains."""
         ...
 
-    def fit_tree(self, cache: Cache, slot: int, tree: DraftTree) -> DraftTree:
+    def fit_tree(self, cache: SomeCache, slot: int, tree: DraftTree) -> DraftTree:
         """Return the part of a drafted tree that the next pass can verify in a slot."""
         ...
 
-    def commit(self, cache: Cache, slot: int, path: Sequence[int]) -> None:
+    def commit(self, cache: SomeCache, slot: int, path: Sequence[int]) -> None:
         """Append the root and the accepted nodes, listed in ``path``, to a slot; discard the tree's other nodes."""
         ...
 
-    def recompute(self, cache: Cache, slot: int, root: int) -> Verified:
+    def recompute(self, cache: SomeCache, slot: int, root: int) -> Verified:
         """Verify the root of a slot without drafts, after a pass with drafts gave NaN or infinite logits."""
         ...
 

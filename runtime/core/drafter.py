@@ -13,12 +13,12 @@ import numpy as np
 import numpy.typing as npt
 
 from hdtool.data.conversation import Rankings
-from hdtool.runtime.accept import Accepted
-from hdtool.runtime.engine import Verified
+from hdtool.runtime.config.source_names import SourceId
+from hdtool.runtime.core.accept import Accepted
+from hdtool.runtime.core.engine import Verified
+from hdtool.runtime.core.tree import LARGEST_TREE, ROOT, DraftTree
 from hdtool.runtime.kernels.compiled import Ints, compiled
 from hdtool.runtime.kernels.topk import topk
-from hdtool.runtime.source_names import SourceId
-from hdtool.runtime.tree import LARGEST_TREE, ROOT, DraftTree
 
 
 class Drafter(Protocol):

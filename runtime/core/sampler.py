@@ -23,9 +23,7 @@ from transformers import (
 
 from hdtool.data.errors import ModelError, PromptError
 from hdtool.runtime.config import SamplingConfig
-from hdtool.runtime.kernels.compiled import Array
-from hdtool.runtime.kernels.topk import argmax
-from hdtool.runtime.sampling.draws import (
+from hdtool.runtime.core.draws import (
     NOT_FINITE,
     UNDECIDED,
     WARPER_OPTIONS,
@@ -35,8 +33,10 @@ from hdtool.runtime.sampling.draws import (
     allowed_scores,
     keeps_one,
 )
-from hdtool.runtime.sampling.walks import compile_drawn_walks, ranked_for
-from hdtool.runtime.tree import LARGEST_TREE
+from hdtool.runtime.core.tree import LARGEST_TREE
+from hdtool.runtime.core.walks import compile_drawn_walks, ranked_for
+from hdtool.runtime.kernels.compiled import Array
+from hdtool.runtime.kernels.topk import argmax
 
 NOTHING_ALLOWED = "the grammar leads to a place where no token of this model's vocabulary may follow"
 NO_BITS = np.frombuffer(b"", np.uint8)

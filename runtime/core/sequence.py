@@ -6,14 +6,15 @@ import time
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from hdtool.data.errors import ContextError, OptionError, PromptError
-from hdtool.runtime.accept import Accepted, accept
-from hdtool.runtime.drafter import (
+from hdtool.runtime.config.source_names import SourceId
+from hdtool.runtime.core.accept import Accepted, accept
+from hdtool.runtime.core.drafter import (
     Drafter,
     HistoryDrafter,
     NoDraft,
@@ -22,11 +23,10 @@ from hdtool.runtime.drafter import (
     max_ranked,
     reads_logits,
 )
-from hdtool.runtime.engine import Engine, PassOptions, Verified
-from hdtool.runtime.sampling.sampler import Sampler
-from hdtool.runtime.sampling.walks import compile_ranked_walks
-from hdtool.runtime.source_names import SourceId
-from hdtool.runtime.tree import DraftTree
+from hdtool.runtime.core.engine import Engine, PassOptions, Verified
+from hdtool.runtime.core.sampler import Sampler
+from hdtool.runtime.core.tree import DraftTree
+from hdtool.runtime.core.walks import compile_ranked_walks
 
 
 class Finish(StrEnum):
@@ -68,7 +68,7 @@ class SequenceState:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: Engine[Any],
         prompt: Sequence[int],
         sampler: Sampler,
         *,
@@ -172,7 +172,7 @@ def draft_trees(sequences: Sequence[SequenceState]) -> list[DraftTree]:
     return [sequence.set_draft(tree, seconds) for sequence, tree in zip(sequences, trees, strict=True)]
 
 
-def room_for(engine: Engine, prompt: Sequence[int], max_new_tokens: int) -> tuple[int, Finish]:
+def room_for(engine: Engine[Any], prompt: Sequence[int], max_new_tokens: int) -> tuple[int, Finish]:
     """Return ``(room, finish)``: the maximum number of new tokens, and the finish reason of an answer of that length.
 
     Raise PromptError for an invalid prompt, and its subclass ContextError if the prompt fills the context.

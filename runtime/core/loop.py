@@ -8,16 +8,16 @@ from __future__ import annotations
 from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from hdtool.data.errors import HdtoolError, ModelError
-from hdtool.runtime.drafter import Drafter, NoDraft
-from hdtool.runtime.engine import Engine, Verified, WaitForResults
-from hdtool.runtime.model.cache.slots import Cache
-from hdtool.runtime.prefix_cache import PrefixCache, PromptReader, is_worth_keeping
-from hdtool.runtime.sampling.sampler import Sampler
-from hdtool.runtime.sequence import SequenceState, Step, draft_trees
-from hdtool.runtime.tree import DraftTree
+from hdtool.runtime.core.cache import Cache
+from hdtool.runtime.core.drafter import Drafter, NoDraft
+from hdtool.runtime.core.engine import Engine, Verified, WaitForResults
+from hdtool.runtime.core.prefix_cache import PrefixCache, PromptReader, is_worth_keeping
+from hdtool.runtime.core.sampler import Sampler
+from hdtool.runtime.core.sequence import SequenceState, Step, draft_trees
+from hdtool.runtime.core.tree import DraftTree
 
 RESERVED_POSITIONS = 512
 """Number of cache positions reserved for each answer in a batch; the cache grows for longer answers."""
@@ -79,7 +79,7 @@ class Loop(Generic[Key]):
 
     def __init__(
         self,
-        engine: Engine,
+        engine: Engine[Any],
         cache: Cache,
         *,
         max_new_tokens: int,

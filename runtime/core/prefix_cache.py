@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from hdtool.runtime.engine import Engine, Verified
-from hdtool.runtime.model.cache.slots import NEVER_CONTINUED, Cache, Slot
-from hdtool.runtime.model.families import tolerance_of
+from hdtool.runtime.core.cache import NEVER_CONTINUED, Cache, Slot
+from hdtool.runtime.core.engine import Engine, Verified
+from hdtool.runtime.core.tolerances import tolerance_of
 
 MIN_CACHED_PREFIX = 16
 """Minimum length of a prefix that is copied; recomputing shorter ones is faster."""
@@ -147,7 +147,7 @@ class PromptReader:
     """Prefills one prompt into a slot, after the prompt's longest cached prefix."""
 
     def __init__(
-        self, engine: Engine, cache: Cache, first_free: int, prompt: Sequence[int], room: int, owner: str = ""
+        self, engine: Engine[Any], cache: Cache, first_free: int, prompt: Sequence[int], room: int, owner: str = ""
     ) -> None:
         """``room`` tokens may follow the prompt; slots from ``first_free`` on are not in use."""
         self._engine, self._cache, self._prompt = engine, cache, list(prompt)
@@ -184,7 +184,7 @@ class PromptReader:
         self._read = self.cached_tokens = found.start if found else 0
         if 0 < self._read < shared:
             slot.cut(shared)
-            self._cached_kv = slot.kv.at(self._read)
+            self._cached_kv = slot.at(self._read)
         slot.cut(self._read)
         slot.owner, slot.version = self._owner, version if self._reads_in_pieces else NEVER_CONTINUED
 
@@ -251,9 +251,7 @@ class PromptReader:
 
         This detects weights written through ``data``, which torch's version counters do not.
         """
-        return self._cached_kv is None or not _states_differ(
-            self._cached_kv, self._cache.slots[self.slot].kv.at(position)
-        )
+        return self._cached_kv is None or not _states_differ(self._cached_kv, self._cache.slots[self.slot].at(position))
 
 
 def _states_differ(before: Sequence[torch.Tensor], after: Sequence[torch.Tensor]) -> bool:

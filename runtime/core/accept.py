@@ -7,12 +7,12 @@ from typing import NamedTuple
 
 import torch
 
-from hdtool.runtime.engine import Verified, Walk
+from hdtool.runtime.core.draws import NOT_FINITE
+from hdtool.runtime.core.engine import Verified, Walk
+from hdtool.runtime.core.sampler import Sampler
+from hdtool.runtime.core.tree import ROOT, UNDETERMINED, DraftTree
+from hdtool.runtime.core.walks import NO_FORCED_TOKENS, walk_argmax, walk_draws, walk_known, walk_ranked
 from hdtool.runtime.kernels.topk import bits_of, readable
-from hdtool.runtime.sampling.draws import NOT_FINITE
-from hdtool.runtime.sampling.sampler import Sampler
-from hdtool.runtime.sampling.walks import NO_FORCED_TOKENS, walk_argmax, walk_draws, walk_known, walk_ranked
-from hdtool.runtime.tree import ROOT, UNDETERMINED, DraftTree
 
 
 class Accepted(NamedTuple):

@@ -10,10 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from hdtool.runtime.kernels.compiled import Array, array_at, compiled
-from hdtool.runtime.kernels.topk import MAX_RANKED, argmax_of_row, bits_of, is_finite
-from hdtool.runtime.kernels.vector_code import ITEM_SIZE, LANES, exponentiate
-from hdtool.runtime.sampling.draws import (
+from hdtool.runtime.core.draws import (
     ALL_TOKENS,
     NOT_FINITE,
     UNDECIDED,
@@ -23,7 +20,10 @@ from hdtool.runtime.sampling.draws import (
     sample_among,
     winner_among_any,
 )
-from hdtool.runtime.tree import ROOT, UNDETERMINED, DraftTree, descend
+from hdtool.runtime.core.tree import ROOT, UNDETERMINED, DraftTree, descend
+from hdtool.runtime.kernels.compiled import Array, array_at, compiled
+from hdtool.runtime.kernels.topk import MAX_RANKED, argmax_of_row, bits_of, is_finite
+from hdtool.runtime.kernels.vector_code import ITEM_SIZE, LANES, exponentiate
 
 
 def ranked_for(draws: Draws) -> int:
