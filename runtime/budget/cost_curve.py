@@ -130,7 +130,7 @@ class CostCurve:
     ) -> Floats:
         """Return the seconds each pass takes; pass ``i`` covers ``nodes[i]`` nodes after ``contexts[i]`` tokens."""
         times = np.array(self.milliseconds) / 1e3
-        at_each = np.stack([_over_nodes(np.asarray(nodes), self.nodes, row) for row in times])
+        at_each = np.stack([over_nodes(np.asarray(nodes), self.nodes, row) for row in times])
         return _over_contexts(np.asarray(contexts), self.contexts, at_each)
 
     def seconds_by_size(self, max_nodes: int, context: int) -> Floats:
@@ -152,7 +152,7 @@ def _checked_int(value: Any) -> int:
     return value
 
 
-def _over_nodes(at: npt.NDArray[Any], measured: Sequence[int], times: Floats) -> Floats:
+def over_nodes(at: npt.NDArray[Any], measured: Sequence[int], times: Floats) -> Floats:
     """Interpolate ``times`` at node counts ``at``; extrapolated times are never below the last measured one."""
     rise = max(0.0, float(times[-1] - times[-2]) / (measured[-1] - measured[-2]))
     interpolated: Floats = np.interp(at, measured, times) + rise * np.maximum(0, at - measured[-1])
@@ -160,7 +160,7 @@ def _over_nodes(at: npt.NDArray[Any], measured: Sequence[int], times: Floats) ->
 
 
 def _over_contexts(at: npt.NDArray[Any], measured: Sequence[int], times: Floats) -> Floats:
-    """Interpolate ``times[:, i]`` at context ``at[i]`` for each pass ``i``; extrapolate as ``_over_nodes`` does."""
+    """Interpolate ``times[:, i]`` at context ``at[i]`` for each pass ``i``; extrapolate as ``over_nodes`` does."""
     if len(measured) == 1:
         only: Floats = times[0]
         return only

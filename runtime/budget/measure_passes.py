@@ -17,7 +17,7 @@ from hdtool.data.durable_files import MAX_CACHE_AGE, CachedValue
 from hdtool.data.errors import CostError, OptionError
 from hdtool.data.progress import progress_bar
 from hdtool.data.stores.home import cost_at_home, quick_costs_at_home
-from hdtool.runtime.budget.cost_curve import PASS_SIZES, CostCurve, Floats, cost_file
+from hdtool.runtime.budget.cost_curve import PASS_SIZES, CostCurve, Floats, cost_file, over_nodes
 from hdtool.runtime.config import CostConfig
 from hdtool.runtime.core.tree import LARGEST_TREE, DraftTree
 from hdtool.runtime.environment import device_name, dtype_name, fingerprint
@@ -43,6 +43,10 @@ LONG_CONTEXT, MIN_LONG_CONTEXT, LONG_CONTEXT_BYTES = 4096, 256, 128 * 2**20
 bytes. The limit shortens the context; below the minimum, no long context is timed."""
 LONG_CONTEXT_NODES = (0, 7, 15, 31, 63)
 """Numbers of nodes for which passes are timed after the long context."""
+SLOW_SECONDS = 0.03
+"""Duration of a pass over a single token above which the quick measurement times fewer tree sizes."""
+SLOW_NODES, SLOW_LONG_CONTEXT_NODES = (0, 1, 3, 7, 15, 23, 31, 63), (0, 31)
+"""Numbers of nodes for which passes of slow models are timed, and those after the long context."""
 
 
 def context_lengths_for(loaded: Loaded, config: CostConfig) -> tuple[int, ...]:
@@ -99,6 +103,10 @@ def measure_cost_curve(
 
 def _is_enough(rounds: int, seconds: float) -> bool:
     return rounds >= REPETITIONS or seconds > MAX_SECONDS
+
+
+def _is_once(rounds: int, seconds: float) -> bool:
+    return rounds > 0
 
 
 def _is_enough_quickly(rounds: int, seconds: float) -> bool:
@@ -193,16 +201,23 @@ def _quick_contexts(target: Target, batch: int = 1) -> tuple[int, ...]:
 
 
 def _quick_milliseconds(target: Target, contexts: Sequence[int], batch: int) -> tuple[tuple[float, ...], ...]:
-    """Time passes of all sizes after the first context; after longer contexts, time a few and interpolate."""
+    """Time passes of several sizes after the first context and of fewer after longer ones, and interpolate the rest.
+
+    What a longer context adds grows with the number of nodes, also beyond the largest size that is timed.
+    """
     with progress_bar(len(contexts), "contexts timed", is_left=False) as progress:
-        short = _increasing(time_tree_passes(target, MEASURED_NODES, _is_enough_quickly, batch=batch))
+        is_slow = time_tree_passes(target, (0,), _is_once, batch=batch).max() > SLOW_SECONDS
+        short_nodes, long_nodes = (
+            (SLOW_NODES, SLOW_LONG_CONTEXT_NODES) if is_slow else (MEASURED_NODES, LONG_CONTEXT_NODES)
+        )
+        measured = _increasing(time_tree_passes(target, short_nodes, _is_enough_quickly, batch=batch))
+        short = np.interp(MEASURED_NODES, short_nodes, measured)
         rows = [short]
         for length in contexts[1:]:
             progress.advance()
-            times = time_tree_passes(target, LONG_CONTEXT_NODES, _is_enough_quickly, length, batch, unread=True)
-            long = _increasing(times)
-            added = np.maximum(0, long - np.interp(LONG_CONTEXT_NODES, MEASURED_NODES, short))
-            rows.append(short + np.interp(MEASURED_NODES, LONG_CONTEXT_NODES, added))
+            times = time_tree_passes(target, long_nodes, _is_enough_quickly, length, batch, unread=True)
+            added = np.maximum(0, _increasing(times) - np.interp(long_nodes, MEASURED_NODES, short))
+            rows.append(short + over_nodes(np.array(MEASURED_NODES), long_nodes, added))
     return tuple(tuple(map(float, row)) for row in rows)
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from matplotlib import rc_context
@@ -15,8 +17,8 @@ from hdtool.cli.bench import cost_table
 from hdtool.data.errors import CostError, OptionError
 from hdtool.data.stores.home import cost_at_home
 from hdtool.runtime.budget import measure_passes as pass_times
-from hdtool.runtime.budget.cost_curve import MAX_CHOSEN_NODES, CostCurve
-from hdtool.runtime.budget.measure_passes import context_lengths_for, measure_cost_curve, save_at_home
+from hdtool.runtime.budget.cost_curve import MAX_CHOSEN_NODES, CostCurve, Floats
+from hdtool.runtime.budget.measure_passes import context_lengths_for, cost_curve_for, measure_cost_curve, save_at_home
 from hdtool.runtime.config import CostConfig, ModelConfig
 from hdtool.runtime.core.engine import Verified
 from hdtool.runtime.core.tree import DraftTree
@@ -72,6 +74,35 @@ def test_passes_are_timed_at_the_given_context_lengths(embedded: Loaded, monkeyp
 def test_the_longest_context_leaves_room_for_a_draft(embedded: Loaded) -> None:
     (times,) = measure_cost_curve(embedded, [1023]).milliseconds
     assert min(times) > 0
+
+
+@pytest.mark.parametrize(("milliseconds_per_row", "sizes"), [(1, 11), (40, 8)])
+def test_fewer_sizes_of_slow_models_are_timed(
+    milliseconds_per_row: int, sizes: int, embedded: Loaded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    timed: list[int] = []
+
+    def seconds(nodes: int, context: int) -> float:
+        return (nodes + 1) * milliseconds_per_row * (1 + context / 1000) / 1e3
+
+    def noted(
+        target: Target,
+        nodes: Sequence[int],
+        is_enough: object,
+        length: int = 0,
+        batch: int = 1,
+        *,
+        unread: bool = False,
+    ) -> Floats:
+        timed.append(len(nodes))
+        return np.array([[seconds(size, length) for size in nodes]])
+
+    monkeypatch.setattr(pass_times, "time_tree_passes", noted)
+    curve = cost_curve_for(embedded.target)
+    assert timed[:2] == [1, sizes]
+    assert len(curve.contexts) == 2
+    for nodes in curve.nodes:
+        assert curve.seconds(nodes, curve.contexts[1]) == pytest.approx(seconds(nodes, curve.contexts[1]))
 
 
 def test_a_saved_curve_is_reused(embedded: Loaded) -> None:
