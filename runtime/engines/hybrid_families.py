@@ -119,6 +119,10 @@ DELTA_RULE_SETTINGS = frozenset({
     "linear_conv_kernel_dim", "linear_key_head_dim", "linear_num_key_heads", "linear_num_value_heads",
     "linear_value_head_dim",
 })  # fmt: skip
+MAMBA2_SETTINGS = frozenset({
+    "mamba_chunk_size", "mamba_conv_bias", "mamba_d_conv", "mamba_d_head", "mamba_d_state", "mamba_expand",
+    "mamba_n_groups", "mamba_n_heads", "mamba_proj_bias", "time_step_limit",
+})  # fmt: skip
 LFM2_NORMS = ("operator_norm", "", "ffn_norm", "")
 LFM2_NAMES = Names(
     mlp="feed_forward",
@@ -131,6 +135,14 @@ LFM2_NAMES = Names(
     last_norm="embedding_norm",
 )
 HYBRID_FAMILIES: Mapping[str, Family] = {
+    "bamba": Family(
+        norms=("input_layernorm", "", "pre_ff_layernorm", ""),
+        names=Names(mlp="feed_forward", last_norm="final_layernorm"),
+        mixers={"mamba": {"BambaMixer": MAMBA2}},
+        is_partial=True,
+        attributes=frozenset({"block_type"}),
+        settings=MAMBA2_SETTINGS | {"attn_layer_indices", "num_logits_to_keep", "z_loss_coefficient"},
+    ),
     "granitemoehybrid": Family(
         names=Names(mlp="shared_mlp", gate_up="input_linear", down="output_linear", activation="activation"),
         mixers={"mamba": {"GraniteMoeHybridMambaLayer": MAMBA2}},
@@ -141,11 +153,8 @@ HYBRID_FAMILIES: Mapping[str, Family] = {
         logit_divisor="logits_scaling",
         attributes=frozenset({"block_type", "block_sparse_moe", "has_experts", "input_size", "mamba", "self_attn"}),
         settings=EXPERT_SETTINGS
-        | {
-            "attention_multiplier", "mamba_chunk_size", "mamba_conv_bias", "mamba_d_conv", "mamba_d_head",
-            "mamba_d_state", "mamba_expand", "mamba_n_groups", "mamba_n_heads", "mamba_proj_bias",
-            "position_embedding_type", "shared_intermediate_size", "time_step_limit",
-        },
+        | MAMBA2_SETTINGS
+        | {"attention_multiplier", "position_embedding_type", "shared_intermediate_size"},
         experts=ExpertKind(
             "GraniteMoeHybridMoE", "GraniteMoeHybridTopKRouter", gate="router", added_block="block_sparse_moe"
         ),

@@ -119,7 +119,9 @@ MAMBA: dict[str, Any] = {
     "mamba_d_state": 32,
     "mamba_n_groups": 2,
 }
+SCAN: dict[str, Any] = {"num_hidden_layers": 3, **{key: MAMBA[key] for key in MAMBA if key.startswith("mamba_")}}
 HYBRID_MODELS: dict[str, Callable[[], PreTrainedModel]] = {
+    "bamba": lambda: random_model("Bamba", **SCAN, attn_layer_indices=[1], mamba_proj_bias=True, attention_bias=True),
     "granitemoehybrid": lambda: random_model(
         "GraniteMoeHybrid", without=("head_dim",), num_attention_heads=2, **MAMBA, **MULTIPLIERS
     ),

@@ -250,7 +250,8 @@ class _LayerProof:
         }
         arguments |= self._other_inputs(number, case)
         with self._over(part, case) as states:
-            expected = part.layer(hidden.clone(), **arguments, **cache_argument(part.layer, cache))
+            output = part.layer(hidden.clone(), **arguments, **cache_argument(part.layer, cache))
+        expected = output[0] if isinstance(output, tuple) else output
         if not isinstance(expected, torch.Tensor) or expected.shape != hidden.shape:
             return None
         if states and storage.states:
