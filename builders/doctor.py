@@ -19,10 +19,11 @@ from packaging.requirements import Requirement
 
 from hdtool.data import demo
 from hdtool.data.errors import HdtoolError, error_reason, install_command, pip_install, requirements
+from hdtool.data.home import home
 from hdtool.data.memory import available_memory
 from hdtool.data.progress import abbreviated, count_of
 from hdtool.data.prompts import Prompt
-from hdtool.data.stores.home import StoredItem, home, stored_items
+from hdtool.data.stores.home import StoredItem, stored_items
 from hdtool.data.stores.manifest import Checkpoint, TokenizerFingerprint
 from hdtool.data.stores.store import read_manifest
 from hdtool.runtime.answerer import Answerer

@@ -20,10 +20,10 @@ import numpy as np
 
 from hdtool.builders.stores.edit_store import HistoryDocuments, StoreContents
 from hdtool.builders.stores.sequences import TOKENIZER_BATCH, encode_texts
+from hdtool.data.documents import Document, Tokens
 from hdtool.data.errors import ModelError, OptionError, StoreError, os_errors_as
 from hdtool.data.output_files import OutputFile
 from hdtool.data.progress import ProgressBar, progress_bar
-from hdtool.data.stores.documents import Document, Tokens
 from hdtool.data.stores.home import NO_STORE, history_at_home
 from hdtool.data.stores.manifest import Checkpoint, TokenizerFingerprint
 from hdtool.data.stores.store_files import holds_history

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from hdtool.builders.evaluation.report.figures import ReportData
     from hdtool.builders.evaluation.report.measurements import BenchMeasurements
     from hdtool.builders.evaluation.report.pages import Page
-    from hdtool.data.stores.documents import Document, Source
+    from hdtool.data.documents import Document, Source
     from hdtool.data.stores.manifest import TokenizerFingerprint
     from hdtool.data.texts_and_traces import Trace
     from hdtool.runtime.budget.cost_curve import CostCurve

@@ -22,7 +22,7 @@ from hdtool.runtime.config import BuildConfig, ModelConfig
 
 if TYPE_CHECKING:
     from hdtool.builders.stores.build_engine import BuildEngine
-    from hdtool.data.stores.documents import Document, Source
+    from hdtool.data.documents import Document, Source
     from hdtool.data.stores.home import StoredItem
     from hdtool.runtime.kernels.compiled import Ints
     from hdtool.runtime.stores.history_store import HistoryStore

@@ -31,12 +31,12 @@ from hdtool.cli.store_output import (
 )
 from hdtool.data.artifact import Artifact, artifacts
 from hdtool.data.errors import OptionError, StoreError, did_you_mean
+from hdtool.data.home import home
 from hdtool.data.progress import count_of
 from hdtool.data.stores.home import (
     SHOWN_FINGERPRINT_DIGITS,
     StoredItem,
     find_item,
-    home,
     remove_store,
     stored_items,
     with_unique_names,

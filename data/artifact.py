@@ -14,8 +14,8 @@ from hdtool.data.durable_files import folder_lock, json_digest, remove_files, re
 from hdtool.data.earlier_artifacts import earlier_manifest
 from hdtool.data.errors import ModelError, os_errors_as
 from hdtool.data.file_state import FileState
+from hdtool.data.home import artifact_at_home, artifacts_at_home
 from hdtool.data.output_files import OutputFile, json_object, sync_to_disk
-from hdtool.data.stores.home import artifact_at_home, artifacts_at_home
 
 MANIFEST = "artifact.json"
 Make = Callable[[Path], dict[str, Any]]

@@ -20,7 +20,7 @@ from hdtool.data.progress import TOLERANCE, ProgressBar, Tally, count_of
 from hdtool.data.row_readers import CountedFile, Row, RowError, compressed, decompressed
 
 if TYPE_CHECKING:
-    from hdtool.data.stores.documents import Source
+    from hdtool.data.documents import Source
 
 
 class LocatedConversation(NamedTuple):
@@ -59,7 +59,7 @@ class ConversationReader:
     @property
     def sources(self) -> list[Source]:
         """Inputs with their SHA-256 hashes. The first access reads every file."""
-        from hdtool.data.stores.documents import Source
+        from hdtool.data.documents import Source
 
         for number, path in enumerate(self.inputs):
             if number not in self.hashes:

@@ -22,7 +22,7 @@ from types import ModuleType
 from typing import Any, cast
 
 from hdtool.data.durable_files import CachedValue
-from hdtool.data.stores.home import import_structure_at_home
+from hdtool.data.home import import_structure_at_home
 
 COMPILER = "torch._dynamo"
 MARKERS = ("assume_constant_result", "allow_in_graph")

@@ -28,12 +28,12 @@ from hdtool.builders.stores.build import build_corpus_index, build_model_store
 from hdtool.builders.stores.build_engine import LocalBuildEngine
 from hdtool.builders.stores.sequences import encode_texts, tokenized
 from hdtool.data import demo
+from hdtool.data.documents import Document as Tokenized, Source, stored_documents
 from hdtool.data.durable_files import file_lock
 from hdtool.data.errors import StoreError
+from hdtool.data.home import home
 from hdtool.data.progress import progress_bar
 from hdtool.data.prompts import Prompt
-from hdtool.data.stores.documents import Document as Tokenized, Source, stored_documents
-from hdtool.data.stores.home import home
 from hdtool.data.stores.manifest import Checkpoint, Manifest, TokenizerFingerprint
 from hdtool.data.stores.store import file_checksum, read_manifest
 from hdtool.data.stores.store_files import LOCK_FILE, check_destination

@@ -38,10 +38,10 @@ from hdtool.builders.stores.build_engine import LocalBuildEngine
 from hdtool.builders.stores.edit_store import add, note_on_models
 from hdtool.builders.stores.sequences import tokenized
 from hdtool.data.conversation_files import ConversationReader, LocatedConversation, canonical_file, canonical_line
+from hdtool.data.documents import Source
 from hdtool.data.errors import ModelError, RecordError
 from hdtool.data.progress import progress_bar
 from hdtool.data.prompts import read_prompts
-from hdtool.data.stores.documents import Source
 from hdtool.data.stores.home import NO_STORE, corpus_index_at_home, model_store_at_home
 from hdtool.data.stores.manifest import Checkpoint, Manifest, TokenizerFingerprint
 from hdtool.data.stores.store import read_manifest, recorded_name

@@ -16,9 +16,9 @@ import torch
 
 from hdtool.builders.stores.build_engine import BuildEngine, LocalBuildEngine, ShardFiles
 from hdtool.builders.stores.sequences import CountedDocuments, DocumentFile, table_size
+from hdtool.data.documents import Document, Source, stored_documents, token_type
 from hdtool.data.errors import StoreError
 from hdtool.data.progress import progress_bar
-from hdtool.data.stores.documents import Document, Source, stored_documents, token_type
 from hdtool.data.stores.manifest import Checkpoint, Manifest, TokenizerFingerprint
 from hdtool.data.stores.store import FolderCheck, building
 from hdtool.runtime.config import BuildConfig

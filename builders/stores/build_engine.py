@@ -15,9 +15,9 @@ import numpy as np
 import numpy.typing as npt
 
 from hdtool.builders.stores.sequences import CountedDocuments, FrequentSequences, most_frequent, tokenized
+from hdtool.data.documents import Document
 from hdtool.data.processes import isolated_children
 from hdtool.data.progress import ProgressBar, progress_bar
-from hdtool.data.stores.documents import Document
 from hdtool.data.texts_and_traces import RecordReader
 from hdtool.runtime.kernels.compiled import Ints, compiled
 from hdtool.runtime.stores.model_store import PHRASE_TOKENS, NgramGroup

@@ -20,9 +20,9 @@ from typing import NamedTuple
 
 from hdtool.builders.stores.build import build_corpus_index, build_model_store
 from hdtool.data import demo
+from hdtool.data.documents import Document, Source, Tokens, stored_documents, with_sources
 from hdtool.data.errors import ModelError, StoreError, did_you_mean
 from hdtool.data.progress import count_of
-from hdtool.data.stores.documents import Document, Source, Tokens, stored_documents, with_sources
 from hdtool.data.stores.manifest import Checkpoint, InputShare, Manifest, TokenizerFingerprint, require_history
 from hdtool.data.stores.store import (
     FolderCheck,

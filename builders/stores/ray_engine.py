@@ -36,10 +36,10 @@ from hdtool.builders.stores.sequences import (
     most_frequent_in_part,
     part_count,
 )
+from hdtool.data.documents import Document, Tokens, token_type
 from hdtool.data.errors import ClusterError, HdtoolError, error_reason, install_command
 from hdtool.data.processes import isolated_children
 from hdtool.data.progress import ProgressBar, progress_bar
-from hdtool.data.stores.documents import Document, Tokens, token_type
 from hdtool.data.stores.store import file_checksum
 from hdtool.data.texts_and_traces import Portion, RecordReader
 from hdtool.runtime.stores.model_store import NgramGroup

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from hdtool.data.documents import Document, Source, Tokens, token_type
 from hdtool.data.progress import ProgressBar
-from hdtool.data.stores.documents import Document, Source, Tokens, token_type
 from hdtool.data.stores.manifest import InputShare, input_shares
 from hdtool.data.texts_and_traces import RecordReader
 from hdtool.runtime.kernels.compiled import Ints, compiled

@@ -1,4 +1,4 @@
-"""Default folders in hdtool's home, and the stores in these folders.
+"""Default folders of stores in hdtool's home, and the stores in these folders.
 
 A folder may hold other files besides a store. hdtool deletes only files that belong to the store by name and kind.
 """
@@ -6,7 +6,6 @@ A folder may hold other files besides a store. hdtool deletes only files that be
 from __future__ import annotations
 
 import errno
-import os
 import re
 from collections import Counter
 from collections.abc import Iterable
@@ -17,6 +16,7 @@ from urllib.parse import unquote
 
 from hdtool.data.durable_files import file_lock
 from hdtool.data.errors import OptionError, StoreError, did_you_mean
+from hdtool.data.home import home
 from hdtool.data.stores.manifest import (
     HISTORY_FILES,
     LMDB_LOCK_ENDING,
@@ -44,62 +44,10 @@ NO_STORE = "none"
 """Value of options and settings that stands for no store."""
 MAX_FOLDER_NAME = 200
 """Maximum length of a namespace's folder name. File systems allow up to 255 characters, some fewer."""
-MAX_MODEL_NAME = 100
-"""Maximum number of characters of a model's name in a folder name."""
 UNESCAPED_BYTES = frozenset(b"abcdefghijklmnopqrstuvwxyz0123456789-_")
 """Bytes that a folder name may contain. All other bytes are percent-encoded."""
 WINDOWS_DEVICE = re.compile(r"(con|prn|aux|nul|(com|lpt)[0-9])")
 """Folder names that Windows reserves for devices."""
-
-
-def home() -> Path:
-    """Return hdtool's home: ``HDTOOL_HOME``, or else the platform's folder for user data."""
-    if chosen := os.environ.get("HDTOOL_HOME"):
-        return Path(chosen).expanduser()
-    from platformdirs import user_data_path
-
-    return user_data_path("hdtool", appauthor=False)
-
-
-def cost_at_home(fingerprint: str, device: str, dtype: str, threads: int) -> Path:
-    """Return the path of a model's cost curve for a device, dtype and number of threads on this machine."""
-    words = re.sub(r"\W+", "-", device).strip("-")
-    return home() / "costs" / fingerprint / f"{words}-{dtype}-{threads}.json"
-
-
-def quick_costs_at_home() -> Path:
-    """Return the folder of quick cost measurements, which expire."""
-    return home() / "costs" / "quick"
-
-
-def proofs_at_home() -> Path:
-    """Return the folder of stored proofs that hdtool's code matches transformers for a model on this machine."""
-    return home() / "proofs"
-
-
-def import_structure_at_home() -> Path:
-    """Return the folder that caches the names that each package in transformers defines."""
-    return home() / "imports"
-
-
-def artifacts_at_home(kind: str) -> Path:
-    """Return the folder of the artifacts of a kind; kinds that differ only after a hyphen share it."""
-    return home() / kind.partition("-")[0]
-
-
-def artifact_at_home(kind: str, name: str, digest: str) -> Path:
-    """Return an artifact's folder. ``digest`` identifies the content; ``name`` is for human readers."""
-    return artifacts_at_home(kind) / f"{_folder_name(name)}-{digest[:16]}".lstrip("-")
-
-
-def setups_at_home(model: str) -> Path:
-    """Return the folder in which ``hdtool setup`` keeps the work folders of a model's set-ups."""
-    return home() / "setups" / _folder_name(model)
-
-
-def _folder_name(name: str) -> str:
-    """Turn a name into a readable folder name without special characters. Different names may give the same result."""
-    return re.sub(r"[^\w.-]+", "-", name, flags=re.ASCII).strip(".-")[:MAX_MODEL_NAME]
 
 
 def store_at_home(kind: str, tokenizer: TokenizerFingerprint, namespace: str | None = None) -> Path:

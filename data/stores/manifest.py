@@ -40,7 +40,7 @@ from hdtool.data.stores.store_files import (
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from hdtool.data.stores.documents import Source
+    from hdtool.data.documents import Source
 
 T = TypeVar("T")
 

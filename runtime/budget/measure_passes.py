@@ -15,8 +15,8 @@ import torch
 
 from hdtool.data.durable_files import MAX_CACHE_AGE, CachedValue
 from hdtool.data.errors import CostError, OptionError
+from hdtool.data.home import cost_at_home, quick_costs_at_home
 from hdtool.data.progress import progress_bar
-from hdtool.data.stores.home import cost_at_home, quick_costs_at_home
 from hdtool.runtime.budget.cost_curve import PASS_SIZES, CostCurve, Floats, cost_file, over_nodes
 from hdtool.runtime.config import CostConfig
 from hdtool.runtime.core.tree import LARGEST_TREE, DraftTree

@@ -20,7 +20,7 @@ from typing import Any
 import llvmlite.binding as llvm  # type: ignore[import-untyped]
 import numba
 
-from hdtool.data.stores.home import home
+from hdtool.data.home import home
 
 PREFIX = "hdtool-"
 KEPT_FOLDERS = 3

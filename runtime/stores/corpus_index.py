@@ -25,8 +25,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from hdtool.data.documents import token_type
 from hdtool.data.errors import StoreError
-from hdtool.data.stores.documents import token_type
 from hdtool.data.stores.manifest import Manifest, TokenizerFingerprint
 from hdtool.data.stores.store import read_store, require_store
 from hdtool.runtime.core.tree import LARGEST_TREE

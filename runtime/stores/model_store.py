@@ -30,8 +30,8 @@ import lmdb
 import msgpack
 import numpy as np
 
+from hdtool.data.documents import Tokens, token_type
 from hdtool.data.errors import StoreError
-from hdtool.data.stores.documents import Tokens, token_type
 from hdtool.data.stores.manifest import Manifest, TokenizerFingerprint
 from hdtool.data.stores.store import BUILD_COMMANDS, damaged_files, read_store, require_store
 from hdtool.runtime.kernels.compiled import Ints as Ints, Uncopyable, array_at, compiled, prefetch

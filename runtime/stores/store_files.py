@@ -14,8 +14,8 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
+from hdtool.data.documents import token_type
 from hdtool.data.errors import StoreError
-from hdtool.data.stores.documents import token_type
 from hdtool.data.stores.manifest import Manifest
 from hdtool.data.stores.store import BUILD_COMMANDS
 from hdtool.runtime.kernels.compiled import compiled

@@ -12,7 +12,7 @@ import sys
 import torch
 
 from hdtool.data.errors import ModelError
-from hdtool.data.stores.home import home
+from hdtool.data.home import home
 from hdtool.runtime.kernels.compact_weight import expand_compact, is_compact
 from hdtool.runtime.kernels.packed_matrix import MXFP4, PackedExperts, PackedMatrix
 

@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from hdtool.data.artifact import Artifact, made_once
 from hdtool.data.errors import ModelError, require_room
 from hdtool.data.gguf_header import GGUF_SUFFIX
-from hdtool.data.stores.home import artifacts_at_home
+from hdtool.data.home import artifacts_at_home
 from hdtool.runtime.kernels.compact_weight import narrowed
 from hdtool.runtime.kernels.experts import WEIGHTS, arrange_experts, matrices_of
 from hdtool.runtime.kernels.gemm import COLUMN_MULTIPLE

@@ -25,8 +25,8 @@ from numba import njit
 from hdtool.builders.stores.build import build_corpus_index
 from hdtool.builders.stores.build_engine import LocalBuildEngine
 from hdtool.builders.stores.sequences import tokenized
+from hdtool.data.documents import Document, Source, stored_documents
 from hdtool.data.progress import progress_bar
-from hdtool.data.stores.documents import Document, Source, stored_documents
 from hdtool.data.stores.manifest import TokenizerFingerprint
 from hdtool.data.texts_and_traces import RecordReader
 from hdtool.runtime.config import BuildConfig, ModelConfig

@@ -19,7 +19,7 @@ import numpy as np
 from hdtool.builders.stores.build import build_model_store
 from hdtool.builders.stores.build_engine import SEQUENCE_LENGTHS
 from hdtool.builders.stores.sequences import CountedDocuments, most_frequent_in_part, part_count
-from hdtool.data.stores.documents import Document, Source, token_type
+from hdtool.data.documents import Document, Source, token_type
 from hdtool.runtime.config import BuildConfig
 from hdtool.runtime.environment import machine
 from hdtool.runtime.stores.corpus_index import CorpusIndex

@@ -21,8 +21,8 @@ import psutil
 
 from hdtool.builders.stores.build import build_corpus_index, build_model_store
 from hdtool.builders.stores.sequences import tokenized
+from hdtool.data.documents import Document
 from hdtool.data.progress import progress_bar
-from hdtool.data.stores.documents import Document
 from hdtool.data.stores.manifest import TokenizerFingerprint
 from hdtool.data.texts_and_traces import RecordReader
 from hdtool.runtime.config import ModelConfig

@@ -11,9 +11,9 @@ from hypothesis import given, settings, strategies as st
 
 from hdtool.builders.stores import edit_store as rework
 from hdtool.builders.stores.build import build_corpus_index, build_model_store
+from hdtool.data.documents import Document, Source
 from hdtool.data.errors import StoreError
 from hdtool.data.stores import store as stores
-from hdtool.data.stores.documents import Document, Source
 from hdtool.data.stores.manifest import Manifest, TokenizerFingerprint
 from hdtool.data.stores.store import read_manifest
 from hdtool.data.stores.store_files import LOCK_FILE, MANIFEST

@@ -17,8 +17,8 @@ from hdtool.builders.stores.build_engine import LocalBuildEngine
 from hdtool.builders.stores.edit_store import StoreContents
 from hdtool.cli.app import run
 from hdtool.data import demo
+from hdtool.data.documents import Document, Source
 from hdtool.data.progress import progress_bar
-from hdtool.data.stores.documents import Document, Source
 from hdtool.data.stores.manifest import TokenizerFingerprint
 from hdtool.runtime.config import ModelConfig, StoresConfig
 from hdtool.runtime.stores.history_files import MAX_STORE_BYTES, create_if_new

@@ -12,8 +12,8 @@ from hdtool.builders.demo.prompts import chat_questions
 from hdtool.builders.stores.edit_store import StoreContents
 from hdtool.cli.app import run
 from hdtool.data import demo
+from hdtool.data.home import home
 from hdtool.data.prompts import read_prompts
-from hdtool.data.stores.home import home
 from hdtool.runtime.config import ModelConfig
 from hdtool.runtime.model.load import load_tokenizer
 from tests.support.gguf_files import tiny_llama, write_gguf

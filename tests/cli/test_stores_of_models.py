@@ -18,7 +18,8 @@ from hdtool.data import demo
 from hdtool.data.artifact import Artifact
 from hdtool.data.durable_files import file_lock
 from hdtool.data.errors import StoreError
-from hdtool.data.stores.home import home, model_store_at_home, store_at_home, stored_items
+from hdtool.data.home import home
+from hdtool.data.stores.home import model_store_at_home, store_at_home, stored_items
 from hdtool.data.stores.manifest import Manifest
 from hdtool.data.stores.store import read_manifest
 from hdtool.data.stores.store_files import LOCK_FILE, MANIFEST

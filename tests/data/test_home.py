@@ -8,7 +8,8 @@ import pytest
 from hypothesis import example, given, strategies as st
 
 from hdtool.data.errors import OptionError
-from hdtool.data.stores import home
+from hdtool.data.home import home
+from hdtool.data.stores import home as stores_at_home
 from hdtool.data.stores.home import (
     MAX_FOLDER_NAME,
     first_namespace_with_stores,
@@ -56,7 +57,7 @@ def test_different_namespaces_have_folders_that_differ_without_case(one: str, ot
 @example("lpt9.txt")
 def test_a_namespace_is_one_portable_folder_inside_the_home(name: str) -> None:
     folder = folder_of(name)
-    assert folder.parent == home.home() / "namespaces"
+    assert folder.parent == home() / "namespaces"
     assert set(folder.name) <= set("abcdefghijklmnopqrstuvwxyz0123456789-_%")
     assert folder.name not in {
         "con",
@@ -109,5 +110,5 @@ def test_tenants_never_share_a_folder_of_their_histories(tmp_path: Path) -> None
 
 
 def test_a_file_system_with_shorter_names_has_no_such_folder(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(home, "MAX_FOLDER_NAME", 10_000)
+    monkeypatch.setattr(stores_at_home, "MAX_FOLDER_NAME", 10_000)
     assert first_namespace_with_stores(["x" * 5_000]) is None

@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 from hypothesis import given, settings, strategies as st
 
+from hdtool.data.documents import Source
 from hdtool.data.errors import RecordError
 from hdtool.data.input_files import find_inputs
-from hdtool.data.stores.documents import Source
 from hdtool.data.texts_and_traces import Record, RecordPart, RecordReader
 
 SHAREGPT = {"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]}

@@ -10,7 +10,7 @@ import torch
 
 from hdtool.builders.stores.build import build_corpus_index
 from hdtool.builders.stores.build_engine import LocalBuildEngine
-from hdtool.data.stores.documents import Document, Source
+from hdtool.data.documents import Document, Source
 from hdtool.data.stores.manifest import TokenizerFingerprint
 from hdtool.runtime.budget.node_budget import FixedBudget
 from hdtool.runtime.core.accept import Accepted

@@ -16,8 +16,8 @@ from hypothesis import given, strategies as st
 from hdtool.builders.evaluation.recording import accept_recorded
 from hdtool.builders.stores.build import build_corpus_index, build_model_store
 from hdtool.builders.stores.build_engine import LocalBuildEngine
+from hdtool.data.documents import Document, Source
 from hdtool.data.errors import StoreError
-from hdtool.data.stores.documents import Document, Source
 from hdtool.data.stores.manifest import TokenizerFingerprint
 from hdtool.runtime.budget.node_budget import FixedBudget, Probs
 from hdtool.runtime.config import SamplingConfig

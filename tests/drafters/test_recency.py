@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from hdtool.builders.stores.build import build_model_store
-from hdtool.data.stores.documents import Document, Source
+from hdtool.data.documents import Document, Source
 from hdtool.data.stores.manifest import TokenizerFingerprint
 from hdtool.runtime.budget.node_budget import FixedBudget
 from hdtool.runtime.drafters.hierarchy.candidates import DISTANCE_CLASSES, distance_class

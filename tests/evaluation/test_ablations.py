@@ -47,8 +47,8 @@ from hdtool.builders.stores.build_engine import LocalBuildEngine
 from hdtool.cli.app import run
 from hdtool.data import demo
 from hdtool.data.bench_results import BenchRun, Results
+from hdtool.data.documents import Document, Source
 from hdtool.data.prompts import Prompt
-from hdtool.data.stores.documents import Document, Source
 from hdtool.data.stores.manifest import TokenizerFingerprint
 from hdtool.runtime.config import ModelConfig
 from hdtool.runtime.config.source_names import SourceId

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 
 from hdtool.builders.stores.build import build_corpus_index, build_model_store
+from hdtool.data.documents import Document, Source
 from hdtool.data.errors import ModelError, PromptError
-from hdtool.data.stores.documents import Document, Source
 from hdtool.data.stores.manifest import TokenizerFingerprint
 from hdtool.runtime.answerer import decode, decode_batch
 from hdtool.runtime.budget.node_budget import FixedBudget

@@ -14,7 +14,7 @@ from transformers import LlamaForCausalLM
 
 from hdtool.data import demo
 from hdtool.data.durable_files import json_digest
-from hdtool.data.stores.home import proofs_at_home
+from hdtool.data.home import proofs_at_home
 from hdtool.runtime.config import ModelConfig
 from hdtool.runtime.core.tree import DraftTree
 from hdtool.runtime.engines.cpu import kept_proof

@@ -15,7 +15,7 @@ from hdtool.builders.evaluation.contenders import draw_cost
 from hdtool.cli.app import run
 from hdtool.cli.bench import cost_table
 from hdtool.data.errors import CostError, OptionError
-from hdtool.data.stores.home import cost_at_home
+from hdtool.data.home import cost_at_home
 from hdtool.runtime.budget import measure_passes as pass_times
 from hdtool.runtime.budget.cost_curve import MAX_CHOSEN_NODES, CostCurve, Floats
 from hdtool.runtime.budget.measure_passes import context_lengths_for, cost_curve_for, measure_cost_curve, save_at_home

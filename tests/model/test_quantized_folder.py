@@ -24,7 +24,7 @@ from gguf.quants import quantize
 from hdtool.cli.app import run as command
 from hdtool.data import demo
 from hdtool.data.errors import HdtoolError, ModelError, OptionError
-from hdtool.data.stores.home import artifacts_at_home
+from hdtool.data.home import artifacts_at_home
 from hdtool.runtime.config import ModelConfig
 from hdtool.runtime.kernels import vector_code
 from hdtool.runtime.kernels.compact_weight import is_packed

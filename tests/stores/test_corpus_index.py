@@ -12,8 +12,8 @@ from hypothesis import given, settings, strategies as st
 
 from hdtool.builders.stores.build import build_corpus_index
 from hdtool.builders.stores.build_engine import LocalBuildEngine, suffix_array
+from hdtool.data.documents import Document, Source
 from hdtool.data.errors import StoreError
-from hdtool.data.stores.documents import Document, Source
 from hdtool.data.stores.manifest import TokenizerFingerprint
 from hdtool.data.stores.store import damaged_files
 from hdtool.runtime.stores.corpus_index import (

@@ -29,9 +29,9 @@ from hdtool.builders.stores.build import build_corpus_index, build_model_store
 from hdtool.builders.stores.build_engine import LocalBuildEngine
 from hdtool.builders.stores.edit_store import HistoryDocuments, drop_conversations, history_folders
 from hdtool.cli.store_output import verify_conversations
+from hdtool.data.documents import Document, Source
 from hdtool.data.errors import StoreError
 from hdtool.data.stores import manifest as manifest_module
-from hdtool.data.stores.documents import Document, Source
 from hdtool.data.stores.home import history_at_home
 from hdtool.data.stores.manifest import (
     DEFAULT_SOURCE,

@@ -19,8 +19,8 @@ from hypothesis import given, settings, strategies as st
 from hdtool.builders.stores import build_engine, sequences as counting
 from hdtool.builders.stores.build import MAX_DOUBLINGS, _hash_table, build_model_store
 from hdtool.builders.stores.sequences import table_size
+from hdtool.data.documents import Document, Source, token_type
 from hdtool.data.errors import StoreError
-from hdtool.data.stores.documents import Document, Source, token_type
 from hdtool.data.stores.manifest import Manifest, TokenizerFingerprint
 from hdtool.data.stores.store import damaged_files, file_checksum
 from hdtool.runtime.stores.model_store import (

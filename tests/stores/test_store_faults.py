@@ -19,9 +19,9 @@ from hdtool.builders.stores import edit_store as rework
 from hdtool.builders.stores.build import build_corpus_index, build_model_store
 from hdtool.builders.stores.build_engine import LocalBuildEngine
 from hdtool.cli.stores import inspect
+from hdtool.data.documents import Document, Source
 from hdtool.data.errors import StoreError
 from hdtool.data.stores import store as stores, store_files
-from hdtool.data.stores.documents import Document, Source
 from hdtool.data.stores.manifest import Manifest, TokenizerFingerprint
 from hdtool.data.stores.store import building, damaged_files, read_manifest
 from hdtool.data.stores.store_files import MANIFEST, STORE_PARTS

@@ -16,8 +16,8 @@ from hdtool.builders.stores.build import PROBABILITY_UNITS, build_model_store, v
 from hdtool.builders.stores.edit_store import StoreContents, add, merge
 from hdtool.cli.app import run as command
 from hdtool.data import demo
+from hdtool.data.documents import Document, Source
 from hdtool.data.errors import StoreError
-from hdtool.data.stores.documents import Document, Source
 from hdtool.data.stores.manifest import Checkpoint, TokenizerFingerprint
 from hdtool.data.stores.store import read_manifest
 from hdtool.data.stores.store_files import MANIFEST

@@ -7,7 +7,7 @@ from typing import Any
 
 from hdtool.builders.stores.build import build_corpus_index, build_model_store
 from hdtool.builders.stores.build_engine import LocalBuildEngine
-from hdtool.data.stores.documents import Document, Source
+from hdtool.data.documents import Document, Source
 from hdtool.data.stores.manifest import Manifest, TokenizerFingerprint
 from hdtool.runtime.stores.corpus_index import CorpusIndex
 

@@ -35,9 +35,9 @@ from hdtool.builders.evaluation.report.tables import (
 from hdtool.builders.evaluation.worker_pool import replay
 from hdtool.data.conversation import STOPPED
 from hdtool.data.conversation_shapes import AnsweredQuestion
+from hdtool.data.documents import Document, Source, stored_documents
 from hdtool.data.progress import progress_bar
 from hdtool.data.prompts import Prompt
-from hdtool.data.stores.documents import Document, Source, stored_documents
 from hdtool.data.stores.manifest import TokenizerFingerprint
 from hdtool.data.texts_and_traces import RecordedAnswer, Trace
 from hdtool.runtime.budget.cost_curve import CostCurve

@@ -24,7 +24,7 @@ from hdtool.builders.evaluation.report.tables import (
 from hdtool.builders.evaluation.scores import ALL_TASKS, Scores, method_in_words, scores_of
 from hdtool.data.bench_results import Results
 from hdtool.data.conversation_shapes import AnsweredQuestion
-from hdtool.data.stores.documents import TOKEN_CHUNK
+from hdtool.data.documents import TOKEN_CHUNK
 from hdtool.runtime.config.source_names import source_named
 from hdtool.runtime.stores.model_store import ModelRecord
 from hdtool.runtime.stores.store_set import StoreSet

@@ -25,7 +25,7 @@ import torch
 import hdtool
 from hdtool.data.durable_files import CachedValue
 from hdtool.data.file_state import FileState
-from hdtool.data.stores.home import proofs_at_home
+from hdtool.data.home import proofs_at_home
 from hdtool.runtime.config import ModelConfig
 from hdtool.runtime.engines.cpu.proof import PROOF_TREE, SHORT_CONTEXT
 from hdtool.runtime.kernels.compact_weight import is_compact
