@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hdtool.data.errors import FamilyError
-from hdtool.runtime.core.tolerances import LOW_PRECISION_TOLERANCE, distances, tolerance_of
+from hdtool.runtime.core.tolerances import distances, tolerance_of
 from hdtool.runtime.model.pass_inputs import ALIASES, CHUNKED, FULL, SLIDING, WITHOUT_MASK
 from hdtool.runtime.model.transformers_internals import cache_name, is_stateful
 
@@ -85,7 +85,7 @@ def deviation(actual: torch.Tensor, expected: torch.Tensor, rounding: float | No
     still be correct, but a model that ignores masks is wrong at nearly all nodes.
     """
     measured = rounding is not None
-    tolerance = LOW_PRECISION_TOLERANCE if measured else tolerance_of(expected.dtype)
+    tolerance = tolerance_of(torch.bfloat16 if measured else expected.dtype)
     distance = distances(actual, expected).median().item()
     # Actual and expected logits may both have this rounding error, in opposite directions.
     return "" if distance <= max(tolerance, 2 * (rounding or 0)) else f"{distance:.2g} sigma"

@@ -15,9 +15,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from hdtool.data.errors import FamilyError, ModelError
 from hdtool.runtime.answerer import decode
 from hdtool.runtime.config import SamplingConfig
+from hdtool.runtime.core import tolerances
 from hdtool.runtime.core.sampler import Sampler
 from hdtool.runtime.core.tree import DraftTree
-from hdtool.runtime.model import families
 from hdtool.runtime.model.checks import trees as checks
 from hdtool.runtime.model.families import context_limit
 from hdtool.runtime.model.target import Target
@@ -157,7 +157,7 @@ def test_low_precision_is_judged_by_the_rounding_of_the_model(
     rounding: float, refused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As for SmolLM2-135M in bfloat16: its tree logits are off by 0.21 sigma, and by 3.4 if it ignores the mask."""
-    monkeypatch.setattr(families, "LOW_PRECISION_TOLERANCE", 1e-6)  # less than any rounding in 16 bits
+    monkeypatch.setattr(tolerances, "LOW_PRECISION_TOLERANCE", 1e-6)  # less than any rounding in 16 bits
     monkeypatch.setattr(checks, "measure_rounding", lambda *of: rounding)
     model = copy.deepcopy(model_of("llama")).to(torch.bfloat16)  # type: ignore[arg-type]
     assert Target(model).takes_trees != refused
