@@ -359,12 +359,8 @@ class ModelRecord:
             raise StoreError(f"{folder / file.name} is damaged: build the store again with {BUILD_COMMANDS[KIND]}")
         record = cls.opened(folder / file.name, manifest.tokenizer.vocab_size)
         with record._environment.begin() as transaction:
-            try:
-                fault = damage_of(record.path, transaction.id())
-            except FileNotFoundError:
-                raise StoreError(f"{record.path} is gone: the store was built again or removed") from None
-        if fault:
-            raise record._damage(fault)
+            if fault := damage_of(record.path, transaction.id()):
+                raise record._damage(fault)
         return record
 
     def documents(self) -> Iterator[Tokens]:

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hdtool.data.documents import token_type
-from hdtool.data.errors import StoreError
+from hdtool.data.errors import StoreError, os_errors_as
 from hdtool.data.stores.manifest import Manifest
 from hdtool.data.stores.store import BUILD_COMMANDS
 from hdtool.runtime.kernels.compiled import compiled
@@ -93,9 +93,10 @@ ByteArray = npt.NDArray[np.uint8]
 def damage_of(path: Path, number: int) -> str:
     """Describe the damage to an LMDB file's snapshot of transaction ``number``; the result is empty if there is none.
 
-    The caller must hold a read transaction of the snapshot, so that its pages aren't reused.
+    The caller must hold a read transaction of the snapshot, so that its pages aren't reused. Raises StoreError if the
+    file cannot be read, for example because its store was replaced meanwhile.
     """
-    with open(path, "rb") as stream:
+    with os_errors_as(StoreError, f"{path} cannot be read", "run the command again"), open(path, "rb") as stream:
         content = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
     data = np.frombuffer(content, np.uint8)
     for page_size in (1 << bits for bits in range(9, 17)):
