@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from hdtool.runtime.core.sequence import Stats
     from hdtool.runtime.drafters.methods import drafter_for
     from hdtool.runtime.integrations.hf_generate import Generator
-    from hdtool.runtime.model.load import load
+    from hdtool.runtime.loading.load import load
     from hdtool.runtime.stores.store_set import StoreSet, open_store
 
     __version__: str
@@ -66,7 +66,7 @@ _PLACES = {
     "decode": "hdtool.runtime.answerer",
     "decode_batch": "hdtool.runtime.answerer",
     "drafter_for": "hdtool.runtime.drafters.methods",
-    "load": "hdtool.runtime.model.load",
+    "load": "hdtool.runtime.loading.load",
     "open_store": "hdtool.runtime.stores.store_set",
     "register": "hdtool.runtime.config.source_names",
 }

@@ -40,7 +40,7 @@ from hdtool.data.stores.store_files import LOCK_FILE, check_destination
 from hdtool.data.texts_and_traces import RecordReader
 from hdtool.runtime.answerer import Answerer
 from hdtool.runtime.config import DecodeConfig, ModelConfig, SamplingConfig, StoresConfig
-from hdtool.runtime.model.load import load_tokenizer
+from hdtool.runtime.loading.load import load_tokenizer
 from hdtool.runtime.stores.corpus_index import CorpusIndex
 from hdtool.runtime.weights.checkpoint_identity import checkpoint_of
 

@@ -58,7 +58,7 @@ from hdtool.runtime.drafters.methods import compile_ahead, drafter_with_budget, 
 from hdtool.runtime.drafters.trained.select_drafter import methods_with_drafters
 from hdtool.runtime.environment import describe_environment, dtype_name, set_num_threads
 from hdtool.runtime.kernels.linear import has_compiled_layers, share_weights
-from hdtool.runtime.model.load import Loaded, load, load_stock, load_tokenizer
+from hdtool.runtime.loading.load import Loaded, load, load_stock, load_tokenizer
 from hdtool.runtime.stores.store_set import StoreSet
 
 WARM_UP_PROMPTS = (

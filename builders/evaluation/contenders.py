@@ -32,14 +32,14 @@ from hdtool.runtime.config import SHAPES, CostConfig, ModelConfig, SamplingConfi
 from hdtool.runtime.core.drafter import Drafter
 from hdtool.runtime.core.sequence import Finish, Stats, Step, room_for
 from hdtool.runtime.engines.cpu.proof import compile_cpu
+from hdtool.runtime.engines.target import Target
 from hdtool.runtime.environment import dtype_name
 from hdtool.runtime.generate_settings import generate_options, refuse_settings
 from hdtool.runtime.grammar import Guide, guided_drafter, masks_of
 from hdtool.runtime.kernels.linear import compile_linear_layers
+from hdtool.runtime.loading.load import Loaded, load_tokenizer, pick_device, pick_dtype
 from hdtool.runtime.model.families import refuse_by_configuration
-from hdtool.runtime.model.load import Loaded, load_tokenizer, pick_device, pick_dtype
 from hdtool.runtime.model.placement import use_planless_attention
-from hdtool.runtime.model.target import Target
 from hdtool.runtime.model.transformers_internals import cache_in
 from hdtool.runtime.text_stream import text_of
 

@@ -17,12 +17,12 @@ from hdtool.data.errors import PromptError, RecordError
 from hdtool.data.progress import Tally
 from hdtool.data.prompts import Message
 from hdtool.data.texts_and_traces import RecordedAnswer, Trace
+from hdtool.runtime.caches.slots import Cache
 from hdtool.runtime.config import ModelConfig
 from hdtool.runtime.core.accept import Accepted
 from hdtool.runtime.core.engine import PassLog, PassOptions, Verified, WaitForResults
 from hdtool.runtime.core.tree import LARGEST_TREE, ROOT, DraftTree
-from hdtool.runtime.model.cache.slots import Cache
-from hdtool.runtime.model.load import load_stops, load_tokenizer
+from hdtool.runtime.loading.load import load_stops, load_tokenizer
 from hdtool.runtime.model.pass_inputs import FULL, AttentionMasks, AttentionWindow
 from hdtool.runtime.text_stream import text_of
 

@@ -24,7 +24,7 @@ from hdtool.data.stores.store import FolderCheck, building
 from hdtool.runtime.config import BuildConfig
 from hdtool.runtime.kernels.compiled import Ints, compiled
 from hdtool.runtime.kernels.topk import topk
-from hdtool.runtime.model.load import Loaded
+from hdtool.runtime.loading.load import Loaded
 from hdtool.runtime.stores.corpus_index import KIND as CORPUS
 from hdtool.runtime.stores.model_store import (
     HASH_HIGH,

@@ -20,12 +20,12 @@ from hdtool.data.progress import progress_bar
 from hdtool.runtime.budget.cost_curve import PASS_SIZES, CostCurve, Floats, cost_file, over_nodes
 from hdtool.runtime.config import CostConfig
 from hdtool.runtime.core.tree import LARGEST_TREE, DraftTree
+from hdtool.runtime.engines.checks.trees import some_context
+from hdtool.runtime.engines.target import Target
 from hdtool.runtime.environment import device_name, dtype_name, fingerprint
 from hdtool.runtime.kernels.linear import has_compiled_layers
-from hdtool.runtime.model.checks.trees import some_context
+from hdtool.runtime.loading.load import Loaded
 from hdtool.runtime.model.compact_layers import has_compact_weights
-from hdtool.runtime.model.load import Loaded
-from hdtool.runtime.model.target import Target
 
 MEASURED_NODES = tuple(rows - 1 for rows in PASS_SIZES)
 REPETITIONS, MAX_SECONDS = 20, 10.0

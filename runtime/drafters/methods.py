@@ -17,6 +17,7 @@ from hdtool.runtime.budget.node_budget import (
     SharedBudget,
     SharedCosts,
 )
+from hdtool.runtime.caches.kv_cache import compile_moves
 from hdtool.runtime.config import METHODS, TRAINED, DecodeConfig, ModelConfig, PaperConfig
 from hdtool.runtime.config.decoding import HIERARCHIES, HISTORY_LETTER
 from hdtool.runtime.config.source_names import plugins
@@ -32,12 +33,11 @@ from hdtool.runtime.drafters.published.suffix_automaton import SamDecoding
 from hdtool.runtime.drafters.published.suffix_decoding import SuffixDecoding
 from hdtool.runtime.drafters.published.token_recycling import TokenRecycling
 from hdtool.runtime.drafters.trained.select_drafter import gate_for, trained_alone, trained_drafter
+from hdtool.runtime.engines.target import Target
 from hdtool.runtime.environment import fingerprint
 from hdtool.runtime.kernels.code_folder import mark_compiled
 from hdtool.runtime.kernels.compile_process import DRAFTER, PARTS, PASSES, start_compiling, wait_until_compiled
-from hdtool.runtime.model.cache.kv_cache import compile_moves
-from hdtool.runtime.model.load import pick_device
-from hdtool.runtime.model.target import Target
+from hdtool.runtime.loading.load import pick_device
 from hdtool.runtime.stores.history_store import History
 from hdtool.runtime.stores.store_set import StoreSet
 

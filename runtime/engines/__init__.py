@@ -1,5 +1,5 @@
-"""CPU and CUDA engines that replace Transformers' forward passes over draft trees.
+"""Engines for models: `target` chooses between passes of compiled code (`cpu`), captured steps (`cuda`) and stock code.
 
-This package imports only `data`, `runtime/config`, `runtime/engine`, `runtime/kernels`, `runtime/model`, the draft tree
-and, in `cpu`, the argmax walks of `runtime/core`.
+May import `runtime/core`, `runtime/caches`, `runtime/kernels`, `runtime/model`, `runtime/program` and
+`runtime/weights`.
 """

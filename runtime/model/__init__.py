@@ -1,4 +1,5 @@
-"""The target model: loading, KV cache, attention masks, tree verification, quantization and tensor parallelism.
+"""What hdtool knows about stock models: refusals by family, masks, placement, quantization and changes of weights.
 
-May import `data`, `runtime/kernels`, `runtime/config` and the draft tree, but no drafters and no evaluation code.
+`transformers_internals` collects uses of undocumented interfaces. May import `runtime/caches`, `runtime/core`,
+`runtime/config` and `runtime/kernels`, but no engine.
 """

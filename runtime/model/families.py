@@ -242,10 +242,3 @@ def module_of_hidden(model: torch.nn.Module, kind: str, run: Callable[[], object
             "layer reads"
         )
     return modules[-1]
-
-
-def select_rows(hidden: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
-    """Return the given rows, copied in contiguous ranges: indexing a GPU tensor with a list would synchronize."""
-    starts = [place for place, row in enumerate(rows) if place == 0 or row != rows[place - 1] + 1]
-    ranges = zip(starts, [*starts[1:], len(rows)], strict=True)
-    return torch.cat([hidden[rows[start] : rows[stop - 1] + 1] for start, stop in ranges])

@@ -13,9 +13,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from hdtool.runtime.caches.kv_cache import MAX_DEFERRED_MOVES
 from hdtool.runtime.core.tree import LARGEST_TREE, DraftTree
 from hdtool.runtime.kernels.compiled import compiled
-from hdtool.runtime.model.cache.kv_cache import MAX_DEFERRED_MOVES
 
 Mask = torch.Tensor | dict[str, torch.Tensor | None] | None
 

@@ -1,8 +1,4 @@
-"""Configures quantization libraries, refuses invalid options and checks that rows of a pass stay independent.
-
-Invalid combinations of options are refused before weights are read. The later proof of compiled passes may also rule
-out int8 activations.
-"""
+"""Configures quantization libraries and checks that rows of a pass stay independent."""
 
 from __future__ import annotations
 
@@ -17,14 +13,9 @@ import torch
 from torch.nn import Module
 
 from hdtool.data.errors import FamilyError, ModelError, OptionError, install_command
-from hdtool.runtime.config import ModelConfig
-from hdtool.runtime.config.model import BLOCKS
 from hdtool.runtime.core.tolerances import HIGH_PRECISION_TOLERANCE, distances
-from hdtool.runtime.engines.cpu.compiled_kind import may_be_compiled
 from hdtool.runtime.kernels.linear import has_plain_weight
 from hdtool.runtime.model.transformers_internals import passes
-from hdtool.runtime.weights.gguf_file import GGUFFile, gguf_file
-from hdtool.runtime.weights.gguf_formats import slow_weights, stays_packed
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -32,7 +23,8 @@ if TYPE_CHECKING:
 
 MXFP4 = "mxfp4"
 """Name in configurations of the scheme by which experts are stored in MXFP4 blocks."""
-LIBRARIES = {"int8": "torchao", "nf4": "bitsandbytes"}
+TORCHAO = "torchao"
+LIBRARIES = {"int8": TORCHAO, "nf4": "bitsandbytes"}
 """Libraries that quantize while loading, by scheme; a quantized checkpoint names its library itself."""
 MODULES = {"torchao": "torchao", "bitsandbytes": "bitsandbytes", "compressed-tensors": "compressed_tensors"}
 """Names of the modules to import, by library."""
@@ -207,40 +199,3 @@ class RowByRow:
 def _looks_for_outliers(layer: Any) -> bool:
     library = sys.modules.get("bitsandbytes")  # already imported if the model has such layers
     return library is not None and isinstance(layer, library.nn.Linear8bitLt) and layer.state.threshold > 0
-
-
-NO_INT8 = (
-    "--activations int8 needs a GGUF file with packed weights, --quantization q8_0 or q4_0, or weights of torchao, on "
-    "a CPU, with layers that hdtool computes in compiled code (of a known family, without --no-fused-layers, "
-    "--attn-implementation or another --dtype): leave it out"
-)
-TORCHAO = "torchao"
-
-
-def refuse_by_file(config: ModelConfig) -> None:
-    """Raise an ``OptionError`` if options or the GGUF file's header rule out int8 activations."""
-    if not config.fused_layers or config.attn_implementation or config.dtype != "auto":
-        raise OptionError(NO_INT8)
-    if config.quantization in LIBRARIES and LIBRARIES[config.quantization] != TORCHAO:
-        raise OptionError(NO_INT8)
-    path = None if config.quantization else gguf_file(config)
-    if path and not any(map(stays_packed, (file := GGUFFile.open(path)).tensors)):
-        raise OptionError(
-            f"--activations int8 multiplies by weights in blocks, and {config.name} has none that it takes: "
-            f"{slow_weights(file) or 'they are not quantized'}; leave it out, or take --quantization q8_0"
-        )
-
-
-def refuse_by_settings(config: ModelConfig, settings: Any) -> None:
-    """Raise an ``OptionError`` if the model's configuration rules out int8 activations."""
-    packed = config.quantization or gguf_file(config) or library_of(settings) in (TORCHAO, MXFP4)
-    if not packed:
-        raise OptionError(
-            f"--activations int8 multiplies by quantized weights, and {config.name} has none: take "
-            f"--quantization {BLOCKS[0]}, or leave it out"
-        )
-    if not may_be_compiled(settings):
-        raise OptionError(
-            f"--activations int8 needs layers that hdtool computes in compiled code, and {config.name}, of type "
-            f"{settings.model_type}, has others: leave it out"
-        )

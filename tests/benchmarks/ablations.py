@@ -39,7 +39,7 @@ from hdtool.runtime.core.drafter import Drafter
 from hdtool.runtime.core.sequence import Step
 from hdtool.runtime.drafters.methods import drafter_with_budget
 from hdtool.runtime.environment import machine
-from hdtool.runtime.model.load import Loaded, load
+from hdtool.runtime.loading.load import Loaded, load
 from hdtool.runtime.stores.store_set import StoreSet
 from hdtool.runtime.weights.checkpoint_identity import checkpoint_of
 from tests.benchmarks.known_draws import MAX_PROMPT_TOKENS, SEEDS, in_turn

@@ -37,10 +37,10 @@ from hdtool.runtime.config import DecodeConfig, ModelConfig, SamplingConfig
 from hdtool.runtime.core.sampler import Sampler
 from hdtool.runtime.core.tree import DraftTree
 from hdtool.runtime.drafters.methods import drafter_with_budget
+from hdtool.runtime.engines.checks.trees import some_context
 from hdtool.runtime.environment import machine
-from hdtool.runtime.model.checks.trees import some_context
+from hdtool.runtime.loading.load import Loaded, load, load_stock, load_tokenizer
 from hdtool.runtime.model.compact_layers import compact_parameters
-from hdtool.runtime.model.load import Loaded, load, load_stock, load_tokenizer
 from hdtool.runtime.stores.store_set import StoreSet
 from tests.support.one_sequence import OneSequence
 

@@ -30,14 +30,14 @@ from hdtool.data.texts_and_traces import read_traces
 from hdtool.runtime.answerer import decode
 from hdtool.runtime.budget.cost_curve import PASS_SIZES, CostCurve, MeasuredCosts
 from hdtool.runtime.budget.node_budget import MeasuredBudget
+from hdtool.runtime.caches.slots import Cache
 from hdtool.runtime.config import ModelConfig, ReplayConfig, SamplingConfig
 from hdtool.runtime.core.engine import PassOptions, WaitForResults
 from hdtool.runtime.core.sampler import Sampler
 from hdtool.runtime.core.tree import LARGEST_TREE, DraftTree
 from hdtool.runtime.drafters.methods import drafter_with_budget
+from hdtool.runtime.engines.checks.trees import some_context
 from hdtool.runtime.environment import machine
-from hdtool.runtime.model.cache.slots import Cache
-from hdtool.runtime.model.checks.trees import some_context
 from hdtool.runtime.stores.store_set import StoreSet
 from tests.benchmarks.cpu_families import SHAPES, compiled, random_model
 

@@ -23,15 +23,15 @@ from transformers.utils import logging
 
 from hdtool.runtime.config import ModelConfig
 from hdtool.runtime.core.tree import DraftTree
+from hdtool.runtime.engines.checks.trees import some_context
 from hdtool.runtime.engines.cpu import weight_table
 from hdtool.runtime.engines.cpu.proof import compile_cpu
+from hdtool.runtime.engines.target import Target
 from hdtool.runtime.environment import machine
 from hdtool.runtime.kernels.compiled import array_at
 from hdtool.runtime.kernels.gemm import MATMUL_ARGUMENTS
 from hdtool.runtime.kernels.linear import CompiledLinear
-from hdtool.runtime.model.checks.trees import some_context
-from hdtool.runtime.model.load import load, load_tokenizer
-from hdtool.runtime.model.target import Target
+from hdtool.runtime.loading.load import load, load_tokenizer
 from tests.benchmarks.cpu_weights import SHAPE
 from tests.support.one_sequence import OneSequence
 

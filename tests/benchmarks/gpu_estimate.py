@@ -18,15 +18,15 @@ import torch
 from torch.nn import Module, functional
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from hdtool.runtime.caches.kv_cache import HeadShape, KVTensors, LayerShape
 from hdtool.runtime.config import SHAPES
 from hdtool.runtime.engines.cuda import fused_pass
 from hdtool.runtime.engines.cuda.fused_pass import FusedPass
 from hdtool.runtime.engines.cuda.operations import HeadLayout, HeadNorms, Residual
-from hdtool.runtime.engines.embedding_and_head import Rotary
-from hdtool.runtime.engines.model_parts import Kind, model_parts
-from hdtool.runtime.model.cache.kv_cache import HeadShape, KVTensors, LayerShape
 from hdtool.runtime.model.families import HiddenStates
 from hdtool.runtime.model.pass_inputs import FULL, AttentionWindow, StepInput, StepTensors
+from hdtool.runtime.program.embedding_and_head import Rotary
+from hdtool.runtime.program.model_parts import Kind, model_parts
 
 META = torch.device("meta")
 PROCESSORS_FILLED = 16

@@ -17,13 +17,13 @@ import torch
 
 from hdtool.builders.evaluation.bench import copy_bandwidth
 from hdtool.builders.evaluation.contenders import load_shape, weight_bytes_read
+from hdtool.runtime.caches.slots import Cache
 from hdtool.runtime.config import ModelConfig
 from hdtool.runtime.core.tree import DraftTree
+from hdtool.runtime.engines.checks.trees import some_context
+from hdtool.runtime.engines.cuda.static_steps import StaticSteps, StepPass
+from hdtool.runtime.engines.target import Target
 from hdtool.runtime.environment import machine
-from hdtool.runtime.model.cache.slots import Cache
-from hdtool.runtime.model.checks.trees import some_context
-from hdtool.runtime.model.static_steps import StaticSteps, StepPass
-from hdtool.runtime.model.target import Target
 
 TURNS, SHOWN = 15, 14
 

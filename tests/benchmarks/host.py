@@ -43,10 +43,10 @@ from hdtool.runtime.core.sequence import SequenceState, Stats, Step
 from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
 from hdtool.runtime.engines.cpu import tree_pass
 from hdtool.runtime.engines.cpu.proof import compile_cpu
+from hdtool.runtime.engines.target import Target
 from hdtool.runtime.environment import machine
 from hdtool.runtime.kernels.linear import compile_linear_layers
-from hdtool.runtime.model.load import Loaded, load
-from hdtool.runtime.model.target import Target
+from hdtool.runtime.loading.load import Loaded, load
 from hdtool.runtime.text_stream import TextStream
 
 METHODS = {"plain": ("ar", None), "hd, 32 nodes": ("hd", 32), "hd+logitspec, 32": ("hd+logitspec", 32)}

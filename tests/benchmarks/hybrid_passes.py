@@ -16,12 +16,12 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from hdtool.runtime.engines.checks.trees import some_context
 from hdtool.runtime.engines.cpu.proof import compile_cpu
+from hdtool.runtime.engines.target import Target
 from hdtool.runtime.environment import machine
 from hdtool.runtime.kernels.linear import compile_linear_layers
-from hdtool.runtime.model.checks.trees import some_context
 from hdtool.runtime.model.compact_layers import compact_weights
-from hdtool.runtime.model.target import Target
 from tests.benchmarks.mixers import tree_of
 
 COMMON: dict[str, Any] = {

@@ -35,9 +35,9 @@ from hdtool.runtime.core.engine import Verified
 from hdtool.runtime.core.tree import ROOT, DraftTree
 from hdtool.runtime.drafters.heads.checkpoint import kind_of, load_heads, method_of
 from hdtool.runtime.drafters.methods import drafter_for
+from hdtool.runtime.engines.target import Target
 from hdtool.runtime.environment import machine
-from hdtool.runtime.model.load import load
-from hdtool.runtime.model.target import Target
+from hdtool.runtime.loading.load import load
 from hdtool.runtime.stores.store_set import StoreSet
 from hdtool.runtime.weights.checkpoint_identity import checkpoint_of
 

@@ -42,7 +42,7 @@ from hdtool.runtime.core.tree import DraftTree
 from hdtool.runtime.drafters.logitspec import LogitSpec
 from hdtool.runtime.drafters.methods import drafter_for
 from hdtool.runtime.environment import machine
-from hdtool.runtime.model.load import Loaded, load
+from hdtool.runtime.loading.load import Loaded, load
 from hdtool.runtime.stores.store_set import StoreSet
 
 TOPS = (1, 2, 4, 8, 16, 32, 60)

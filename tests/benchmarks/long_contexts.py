@@ -28,7 +28,7 @@ from hdtool.runtime.config import DecodeConfig, ModelConfig, SamplingConfig, Sto
 from hdtool.runtime.core.drafter import Drafter
 from hdtool.runtime.drafters.methods import drafter_with_budget
 from hdtool.runtime.environment import machine, set_num_threads
-from hdtool.runtime.model.load import Loaded, load
+from hdtool.runtime.loading.load import Loaded, load
 from hdtool.runtime.stores.store_set import StoreSet
 
 DOCS = Path(__file__).parents[2] / "docs"

@@ -18,9 +18,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.cache_utils import DynamicCache
 
 from hdtool.runtime.core.tree import DraftTree
+from hdtool.runtime.engines.target import Target
 from hdtool.runtime.environment import machine
 from hdtool.runtime.kernels.linear import compile_linear_layers
-from hdtool.runtime.model.target import Target
 
 COMMON: dict[str, Any] = {
     "vocab_size": 512,

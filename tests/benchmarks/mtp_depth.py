@@ -19,7 +19,7 @@ from hdtool.data.prompts import read_prompts
 from hdtool.runtime.answerer import decode
 from hdtool.runtime.config import DecodeConfig, SamplingConfig, StoresConfig
 from hdtool.runtime.drafters.methods import drafter_for
-from hdtool.runtime.model.load import Loaded, load
+from hdtool.runtime.loading.load import Loaded, load
 from hdtool.runtime.stores.store_set import StoreSet
 
 PASSES = (0, 1, 2, 3, 4, 6, 8)

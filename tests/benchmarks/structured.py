@@ -34,7 +34,7 @@ from hdtool.runtime.core.tree import LARGEST_TREE
 from hdtool.runtime.drafters.methods import drafter_for
 from hdtool.runtime.environment import machine
 from hdtool.runtime.grammar import GrammarCompiler, GrammarProcessor, guided_drafter
-from hdtool.runtime.model.load import Loaded, load
+from hdtool.runtime.loading.load import Loaded, load
 from hdtool.runtime.stores.store_set import StoreSet
 from tests.support.json_schemas import JSON_SCHEMAS
 

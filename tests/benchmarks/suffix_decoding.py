@@ -31,7 +31,7 @@ from hdtool.runtime.core.accept import Accepted
 from hdtool.runtime.core.engine import Verified
 from hdtool.runtime.core.tree import DraftTree
 from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
-from hdtool.runtime.model.load import load_stops, load_tokenizer
+from hdtool.runtime.loading.load import load_stops, load_tokenizer
 from hdtool.runtime.model.pass_inputs import FULL, AttentionMasks, AttentionWindow
 from hdtool.runtime.stores.history_store import History
 

@@ -21,7 +21,7 @@ from hdtool.data import demo
 from hdtool.data.errors import ModelError
 from hdtool.runtime.config import METHODS, ModelConfig
 from hdtool.runtime.config.decoding import DRAFT_MODEL, MTP_DRAFTER
-from hdtool.runtime.model.load import load, load_tokenizer
+from hdtool.runtime.loading.load import load, load_tokenizer
 from hdtool.runtime.stores.corpus_index import CorpusIndex
 from hdtool.runtime.stores.model_store import ModelStore
 from tests.support.families import model_of
@@ -282,7 +282,7 @@ def test_every_method_is_verified(method: str, drawn: bool, capfd: pytest.Captur
 
 
 def test_verify_shows_what_is_not_lossless(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    from hdtool.runtime.model.cache.kv_cache import StaticKVCache
+    from hdtool.runtime.caches.kv_cache import StaticKVCache
 
     def keep(self: StaticKVCache, fixed: int, path: list[int], *, deferred: bool = False) -> None:
         self.length += fixed + len(path)  # the rows of the path stay where they are, among rejected ones
@@ -504,7 +504,7 @@ def test_library_errors_of_the_device_are_told(broken_model: Path, monkeypatch: 
     def full(*_: object, **__: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr("hdtool.runtime.model.load.Target", full)
+    monkeypatch.setattr("hdtool.runtime.loading.load.Target", full)
     with pytest.raises(ModelError, match="does not fit into the memory"):
         load(ModelConfig(str(broken_model)))
 

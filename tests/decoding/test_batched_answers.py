@@ -23,7 +23,7 @@ from hdtool.runtime.budget.node_budget import FixedBudget
 from hdtool.runtime.config import DecodeConfig, ModelConfig, SamplingConfig
 from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
 from hdtool.runtime.drafters.methods import drafters_for
-from hdtool.runtime.model.target import Target
+from hdtool.runtime.engines.target import Target
 from hdtool.runtime.stores.store_set import StoreSet
 from tests.support.families import model_of
 from tests.support.methods import DEMO_METHODS, drafter_for

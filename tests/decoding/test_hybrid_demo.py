@@ -24,7 +24,7 @@ from hdtool.runtime.core.prefix_cache import MIN_TAIL_PROMPT, TAIL_TOKENS, Prefi
 from hdtool.runtime.core.sequence import Step
 from hdtool.runtime.drafters.methods import drafter_for
 from hdtool.runtime.integrations.hf_generate import Generator
-from hdtool.runtime.model.load import Loaded, load
+from hdtool.runtime.loading.load import Loaded, load
 from hdtool.runtime.stores.corpus_index import CorpusIndex
 from hdtool.runtime.stores.store_set import StoreSet
 from tests.support.decoding import output_tokens

@@ -11,6 +11,7 @@ from hdtool.data.errors import ModelError
 from hdtool.runtime.answerer import decode, decode_batch
 from hdtool.runtime.budget.measure_passes import time_tree_passes
 from hdtool.runtime.budget.node_budget import FixedBudget
+from hdtool.runtime.caches.slots import Cache
 from hdtool.runtime.config import SamplingConfig
 from hdtool.runtime.core.engine import PassOptions, WaitForResults
 from hdtool.runtime.core.loop import Request
@@ -18,9 +19,8 @@ from hdtool.runtime.core.sampler import Sampler
 from hdtool.runtime.core.sequence import Step
 from hdtool.runtime.core.tree import DraftTree
 from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
-from hdtool.runtime.model.cache.slots import Cache
-from hdtool.runtime.model.static_steps import CaptureMaker, never
-from hdtool.runtime.model.target import Target
+from hdtool.runtime.engines.cuda.static_steps import CaptureMaker, never
+from hdtool.runtime.engines.target import Target
 from hdtool.runtime.stores.history_store import History
 from tests.support.families import model_of
 from tests.support.oracle import prompt_of

@@ -12,6 +12,8 @@ from hypothesis import given, settings, strategies as st
 from transformers import AutoModelForCausalLM
 
 from hdtool.runtime.answerer import decode, decode_batch
+from hdtool.runtime.caches.slots import Cache
+from hdtool.runtime.caches.states import MAX_SNAPSHOTS
 from hdtool.runtime.config import SamplingConfig
 from hdtool.runtime.core import prefix_cache
 from hdtool.runtime.core.drafter import Drafter
@@ -21,11 +23,9 @@ from hdtool.runtime.core.prefix_cache import MIN_CACHED_PREFIX, PrefixCache, Pro
 from hdtool.runtime.core.sampler import Sampler
 from hdtool.runtime.core.sequence import Step
 from hdtool.runtime.core.tree import ROOT, DraftTree
+from hdtool.runtime.engines.cuda.static_steps import CaptureMaker, Run, never
+from hdtool.runtime.engines.target import Target
 from hdtool.runtime.integrations.hf_generate import Generator
-from hdtool.runtime.model.cache.slots import Cache
-from hdtool.runtime.model.cache.states import MAX_SNAPSHOTS
-from hdtool.runtime.model.static_steps import CaptureMaker, Run, never
-from hdtool.runtime.model.target import Target
 from tests.support.decoding import answered, output_tokens, run
 from tests.support.families import FAMILIES, HYBRIDS, SHAPE, VOCABULARY, model_of
 from tests.support.one_sequence import OneSequence

@@ -27,8 +27,8 @@ from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
 from hdtool.runtime.drafters.hierarchy.tree import feed, grow
 from hdtool.runtime.drafters.methods import drafter_for
 from hdtool.runtime.drafters.trained.select_drafter import StandaloneDrafter, StaticTree
-from hdtool.runtime.model.static_steps import CaptureMaker, never
-from hdtool.runtime.model.target import Target
+from hdtool.runtime.engines.cuda.static_steps import CaptureMaker, never
+from hdtool.runtime.engines.target import Target
 from hdtool.runtime.stores.store_set import StoreSet
 from tests.support.decoding import SAMPLINGS, output_tokens, run
 from tests.support.families import FAMILIES, model_of

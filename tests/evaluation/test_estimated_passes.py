@@ -15,7 +15,7 @@ from hdtool.builders.evaluation.contenders import weight_bytes_read
 from hdtool.builders.evaluation.estimated_passes import PassReads, Roofline, distinct_experts
 from hdtool.cli.app import run
 from hdtool.runtime.budget.cost_curve import CostCurve
-from hdtool.runtime.model.target import Target
+from hdtool.runtime.engines.target import Target
 from tests.support.families import WINDOW, model_of
 
 EXPERTS, TOP = 4, 2

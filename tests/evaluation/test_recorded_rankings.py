@@ -21,7 +21,7 @@ from hdtool.runtime.answerer import decode
 from hdtool.runtime.config import DecodeConfig, ModelConfig, SamplingConfig
 from hdtool.runtime.core.sampler import Sampler
 from hdtool.runtime.drafters.methods import drafter_for
-from hdtool.runtime.model.load import Loaded, load
+from hdtool.runtime.loading.load import Loaded, load
 from hdtool.runtime.stores.store_set import StoreSet
 
 BEST, TOKENS = 61, 40

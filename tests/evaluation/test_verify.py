@@ -17,6 +17,7 @@ from hdtool.data.chat import encode_conversation
 from hdtool.data.errors import ModelError
 from hdtool.data.prompts import read_prompts
 from hdtool.runtime.answerer import decode
+from hdtool.runtime.caches.kv_cache import StaticKVCache
 from hdtool.runtime.config import ModelConfig, SamplingConfig, StoresConfig
 from hdtool.runtime.core.accept import Accepted
 from hdtool.runtime.core.drafter import NoDraft
@@ -24,10 +25,9 @@ from hdtool.runtime.core.engine import Verified
 from hdtool.runtime.core.sampler import Sampler
 from hdtool.runtime.core.tree import ROOT, DraftTree
 from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
-from hdtool.runtime.model.cache.kv_cache import StaticKVCache
-from hdtool.runtime.model.load import Loaded, load
+from hdtool.runtime.engines.target import Target
+from hdtool.runtime.loading.load import Loaded, load
 from hdtool.runtime.model.placement import logits_after, more_precise
-from hdtool.runtime.model.target import Target
 from hdtool.runtime.stores.history_store import History
 from hdtool.runtime.stores.store_set import StoreSet
 from tests.support.families import VOCABULARY, model_of

@@ -12,15 +12,15 @@ import transformers
 from transformers import AutoModelForImageTextToText, PreTrainedModel
 
 from hdtool.data.errors import FamilyError
+from hdtool.runtime.caches.replay_slots import ReplaySlot, bytes_of, tensors_of
 from hdtool.runtime.config import SamplingConfig
 from hdtool.runtime.core.loop import Loop, Request
 from hdtool.runtime.core.prefix_cache import PrefixCache
 from hdtool.runtime.core.sampler import Sampler
 from hdtool.runtime.core.sequence import Step
 from hdtool.runtime.core.tree import ROOT, DraftTree
-from hdtool.runtime.model import stock_passes
-from hdtool.runtime.model.cache.replay_slots import ReplaySlot, bytes_of, tensors_of
-from hdtool.runtime.model.target import Target
+from hdtool.runtime.engines.stock import stock_passes
+from hdtool.runtime.engines.target import Target
 from tests.support.decoding import SAMPLINGS, answered, output_tokens, run
 from tests.support.families import SHAPE, VOCABULARY, random_model
 from tests.support.oracle import generated, prompt_of

@@ -14,10 +14,10 @@ from transformers import AutoTokenizer
 from hdtool.data import demo
 from hdtool.runtime.config import ModelConfig
 from hdtool.runtime.engines.cpu.weight_table import router_record
-from hdtool.runtime.engines.mixer_parts import Router
 from hdtool.runtime.kernels.compact_weight import is_compact
 from hdtool.runtime.kernels.experts import CompiledExperts, compile_experts, route
-from hdtool.runtime.model.load import load
+from hdtool.runtime.loading.load import load
+from hdtool.runtime.program.mixer_parts import Router
 from tests.support.described import EXPERTS, model_of
 from tests.support.families import random_model
 from tests.support.fused import widen

@@ -21,11 +21,11 @@ from hdtool.runtime.budget.measure_passes import _saved_file
 from hdtool.runtime.config import ModelConfig
 from hdtool.runtime.core.tree import DraftTree
 from hdtool.runtime.engines.cpu.proof import compile_cpu
+from hdtool.runtime.engines.target import Target
 from hdtool.runtime.kernels.compact_weight import expand_compact
 from hdtool.runtime.kernels.linear import compile_linear_layers, has_compiled_layers
-from hdtool.runtime.model.load import load
+from hdtool.runtime.loading.load import load
 from hdtool.runtime.model.placement import more_precise
-from hdtool.runtime.model.target import Target
 from hdtool.runtime.model.transformers_internals import cache_argument
 from tests.support import families
 from tests.support.families import FAMILIES

@@ -14,11 +14,11 @@ from hdtool.runtime.core.tree import DraftTree
 from hdtool.runtime.engines.cpu import proof
 from hdtool.runtime.engines.cpu.compiled_kind import COMPILED
 from hdtool.runtime.engines.cpu.proof import compile_cpu
-from hdtool.runtime.engines.model_families import FAMILIES
+from hdtool.runtime.engines.target import Target
 from hdtool.runtime.kernels.experts import compile_experts
 from hdtool.runtime.kernels.linear import compile_linear_layers
 from hdtool.runtime.model.compact_layers import compact_weights
-from hdtool.runtime.model.target import Target
+from hdtool.runtime.program.model_families import FAMILIES
 from tests.support import families
 from tests.support.decoding import output_tokens, run
 from tests.support.described import (

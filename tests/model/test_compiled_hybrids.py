@@ -20,11 +20,11 @@ from hdtool.runtime.engines.cpu import proof
 from hdtool.runtime.engines.cpu.compiled_kind import COMPILED
 from hdtool.runtime.engines.cpu.proof import compile_cpu
 from hdtool.runtime.engines.cpu.tree_pass import PROMPT_CHUNK
-from hdtool.runtime.engines.hybrid_families import HYBRID_FAMILIES
+from hdtool.runtime.engines.target import Target
 from hdtool.runtime.kernels.experts import compile_experts
 from hdtool.runtime.kernels.linear import compile_linear_layers
 from hdtool.runtime.model.compact_layers import compact_weights
-from hdtool.runtime.model.target import Target
+from hdtool.runtime.program.hybrid_families import HYBRID_FAMILIES
 from tests.support import families
 from tests.support.decoding import SAMPLINGS, answered, output_tokens, run
 from tests.support.described import HYBRID_MODELS, assert_right, compiled_of, model_of, target_of

@@ -21,12 +21,12 @@ from hdtool.runtime.core.loop import Request
 from hdtool.runtime.core.sampler import Sampler
 from hdtool.runtime.core.tree import UNDETERMINED, DraftTree
 from hdtool.runtime.drafters.methods import drafter_with_budget
+from hdtool.runtime.engines.checks.trees import some_context
 from hdtool.runtime.engines.cpu import layer_kernel, pass_kernel, proof, weight_table
 from hdtool.runtime.engines.cpu.proof import compile_cpu
 from hdtool.runtime.engines.cpu.tree_pass import PROMPT_CHUNK
+from hdtool.runtime.engines.target import Target
 from hdtool.runtime.kernels.linear import compile_linear_layers
-from hdtool.runtime.model.checks.trees import some_context
-from hdtool.runtime.model.target import Target
 from hdtool.runtime.stores.store_set import StoreSet
 from tests.support.decoding import SAMPLINGS, output_tokens, run
 from tests.support.families import VOCABULARY

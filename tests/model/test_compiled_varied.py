@@ -23,15 +23,15 @@ from hdtool.runtime.engines.cpu import proof
 from hdtool.runtime.engines.cpu.compiled_kind import COMPILED
 from hdtool.runtime.engines.cpu.proof import compile_cpu
 from hdtool.runtime.engines.cpu.tree_pass import PROMPT_CHUNK
-from hdtool.runtime.engines.model_families import GEMMA_NORM, VARIED_FAMILIES
-from hdtool.runtime.engines.model_parts import model_parts
+from hdtool.runtime.engines.target import Target
 from hdtool.runtime.kernels.compact_weight import CompactWeight, is_compact
 from hdtool.runtime.kernels.experts import compile_experts
 from hdtool.runtime.kernels.linear import compile_linear_layers
 from hdtool.runtime.kernels.packed_matrix import packed_int8
+from hdtool.runtime.loading.load import load
 from hdtool.runtime.model.compact_layers import compact_weights, replace_parameter
-from hdtool.runtime.model.load import load
-from hdtool.runtime.model.target import Target
+from hdtool.runtime.program.model_families import GEMMA_NORM, VARIED_FAMILIES
+from hdtool.runtime.program.model_parts import model_parts
 from hdtool.runtime.stores.store_set import StoreSet
 from tests.support import families
 from tests.support.decoding import output_tokens, run

@@ -10,12 +10,12 @@ import torch
 
 from hdtool.cli.app import run
 from hdtool.data.durable_files import CachedValue
+from hdtool.runtime.caches.slots import Cache
 from hdtool.runtime.core.engine import Verified
 from hdtool.runtime.core.tree import DraftTree
+from hdtool.runtime.engines import target as threads
+from hdtool.runtime.engines.target import Target, choose_threads
 from hdtool.runtime.kernels.linear import compile_linear_layers
-from hdtool.runtime.model import target as threads
-from hdtool.runtime.model.cache.slots import Cache
-from hdtool.runtime.model.target import Target, choose_threads
 from tests.support import fused
 from tests.support.families import model_of
 

@@ -10,15 +10,15 @@ import pytest
 import torch
 
 from hdtool.runtime.answerer import decode_batch
+from hdtool.runtime.caches.kv_cache import StaticKVCache
 from hdtool.runtime.config import SamplingConfig
 from hdtool.runtime.core.loop import Request
 from hdtool.runtime.core.sampler import Sampler
 from hdtool.runtime.core.tree import DraftTree
-from hdtool.runtime.model import static_steps
-from hdtool.runtime.model.cache.kv_cache import StaticKVCache
+from hdtool.runtime.engines.cuda import static_steps
+from hdtool.runtime.engines.cuda.static_steps import WARM_UPS, CudaGraphs, Run
+from hdtool.runtime.engines.target import Target
 from hdtool.runtime.model.placement import use_planless_attention
-from hdtool.runtime.model.static_steps import WARM_UPS, CudaGraphs, Run
-from hdtool.runtime.model.target import Target
 from tests.support.decoding import output_tokens, run
 from tests.support.families import model_of
 from tests.support.oracle import prompt_of

@@ -19,10 +19,10 @@ from hdtool.runtime.core.tree import ROOT, DraftTree
 from hdtool.runtime.engines.cuda import fused_pass
 from hdtool.runtime.engines.cuda.fused_pass import fuse
 from hdtool.runtime.engines.cuda.operations import Norm, Residual
-from hdtool.runtime.engines.model_families import FAMILIES, LLAMA_NORMS, Family, settings_of
-from hdtool.runtime.engines.model_parts import Kind, epsilon_of, model_parts
+from hdtool.runtime.engines.target import Target
 from hdtool.runtime.model.pass_inputs import StepInput
-from hdtool.runtime.model.target import Target
+from hdtool.runtime.program.model_families import FAMILIES, LLAMA_NORMS, Family, settings_of
+from hdtool.runtime.program.model_parts import Kind, epsilon_of, model_parts
 from tests.support.described import CHANGES, EXPERTS, LOCAL_AND_GLOBAL, MODELS, WINDOWS, WRONG, assert_right, model_of
 from tests.support.families import SHAPE, random_model
 from tests.support.interpreted import interpreted_kernels

@@ -17,11 +17,11 @@ from hdtool.data.durable_files import json_digest
 from hdtool.data.home import proofs_at_home
 from hdtool.runtime.config import ModelConfig
 from hdtool.runtime.core.tree import DraftTree
-from hdtool.runtime.engines.cpu import kept_proof
-from hdtool.runtime.model.checks.trees import prove_trees, some_context
+from hdtool.runtime.engines.checks.trees import prove_trees, some_context
+from hdtool.runtime.engines.target import Target
+from hdtool.runtime.loading import kept_proof
+from hdtool.runtime.loading.load import load
 from hdtool.runtime.model.compact_layers import has_compact_weights
-from hdtool.runtime.model.load import load
-from hdtool.runtime.model.target import Target
 
 pytest.importorskip("gguf")
 
@@ -54,7 +54,7 @@ def proofs(monkeypatch: pytest.MonkeyPatch) -> list[Target]:
         checked.append(target)
         really(target)
 
-    monkeypatch.setattr("hdtool.runtime.model.target.prove_trees", check)
+    monkeypatch.setattr("hdtool.runtime.engines.target.prove_trees", check)
     return checked
 
 

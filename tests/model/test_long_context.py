@@ -13,11 +13,11 @@ from transformers.models.llama.modeling_llama import LlamaAttention
 
 from hdtool.data.errors import FamilyError
 from hdtool.runtime.config import SamplingConfig
+from hdtool.runtime.engines.checks import long_context
+from hdtool.runtime.engines.checks.long_context import LongContext, long_contexts
+from hdtool.runtime.engines.target import Target
 from hdtool.runtime.integrations.hf_generate import Generator
-from hdtool.runtime.model.checks import long_context
-from hdtool.runtime.model.checks.long_context import LongContext, long_contexts
 from hdtool.runtime.model.families import context_limit
-from hdtool.runtime.model.target import Target
 from tests.support.decoding import SAMPLINGS, output_tokens, run
 from tests.support.families import FAMILIES, SHAPE, VOCABULARY, model_of
 from tests.support.oracle import generated, prompt_of
@@ -149,7 +149,7 @@ def test_windows_of_the_masks_alone_need_no_long_context(family: str) -> None:
 @pytest.mark.parametrize("family", ["mistral", "gemma3", "llama4", "gpt_oss", "deepseek_v3"])
 def test_every_kind_of_mask_passes_after_a_long_context(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     both = [LongContext(338, 169, None), LongContext(510, 61, None)]
-    monkeypatch.setattr("hdtool.runtime.model.checks.trees.long_contexts", lambda *_: both)
+    monkeypatch.setattr("hdtool.runtime.engines.checks.trees.long_contexts", lambda *_: both)
     Target(model_of(family))
 
 

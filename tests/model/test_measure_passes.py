@@ -19,13 +19,13 @@ from hdtool.data.home import cost_at_home
 from hdtool.runtime.budget import measure_passes as pass_times
 from hdtool.runtime.budget.cost_curve import MAX_CHOSEN_NODES, CostCurve, Floats
 from hdtool.runtime.budget.measure_passes import context_lengths_for, cost_curve_for, measure_cost_curve, save_at_home
+from hdtool.runtime.caches.slots import Cache
 from hdtool.runtime.config import CostConfig, ModelConfig
 from hdtool.runtime.core.engine import Verified
 from hdtool.runtime.core.tree import DraftTree
+from hdtool.runtime.engines.target import Target
 from hdtool.runtime.environment import device_name, fingerprint
-from hdtool.runtime.model.cache.slots import Cache
-from hdtool.runtime.model.load import Loaded, load
-from hdtool.runtime.model.target import Target
+from hdtool.runtime.loading.load import Loaded, load
 
 PNG = b"\x89PNG\r\n\x1a\n"
 CURVE = CostCurve((0, 8, 64), ((1.0, 2.0, 3.0), (1.5, 2.5, 9.0)), (64, 512), "a device", "toy", "float32")

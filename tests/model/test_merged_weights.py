@@ -14,8 +14,8 @@ from safetensors.torch import load_file, save_model
 from torch.nn import Parameter
 
 from hdtool.runtime.config import SamplingConfig
-from hdtool.runtime.model.static_steps import never
-from hdtool.runtime.model.target import Target
+from hdtool.runtime.engines.cuda.static_steps import never
+from hdtool.runtime.engines.target import Target
 from tests.support.decoding import output_tokens, run
 from tests.support.families import model_of
 from tests.support.oracle import prompt_of

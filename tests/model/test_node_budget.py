@@ -27,14 +27,14 @@ from hdtool.runtime.budget.node_budget import (
     SmoothedSeconds,
     choose_all_nodes,
 )
+from hdtool.runtime.caches.slots import Cache
 from hdtool.runtime.config import LARGEST_BUDGET, DecodeConfig
 from hdtool.runtime.core.drafter import draft_many
 from hdtool.runtime.core.engine import PassLog, Verified
 from hdtool.runtime.core.tree import DraftTree
 from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
 from hdtool.runtime.drafters.methods import drafter_for, shared_costs_for
-from hdtool.runtime.model.cache.slots import Cache
-from hdtool.runtime.model.target import Target
+from hdtool.runtime.engines.target import Target
 from hdtool.runtime.stores.store_set import StoreSet
 from tests.support.families import model_of
 

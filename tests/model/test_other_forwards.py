@@ -11,8 +11,8 @@ import torch
 from hdtool.runtime.answerer import decode
 from hdtool.runtime.config import SamplingConfig
 from hdtool.runtime.core.sampler import Sampler
-from hdtool.runtime.model.recurrent.mixers import replace_forwards
-from hdtool.runtime.model.target import Target
+from hdtool.runtime.engines.stock.mixers import replace_forwards
+from hdtool.runtime.engines.target import Target
 from tests.support.families import VOCABULARY, model_of
 from tests.support.oracle import generated, prompt_of
 from tests.support.trees import WrongDrafter

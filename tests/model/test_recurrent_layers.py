@@ -14,13 +14,13 @@ from hypothesis import given, settings, strategies as st
 from transformers import AutoModelForCausalLM, NemotronHConfig
 from transformers.cache_utils import DynamicCache
 
+from hdtool.runtime.caches.kv_cache import StaticKVCache
 from hdtool.runtime.core.tolerances import LOW_PRECISION_TOLERANCE, STRICT_TOLERANCE, distances
 from hdtool.runtime.core.tree import ROOT, DraftTree
-from hdtool.runtime.model.cache.kv_cache import StaticKVCache
-from hdtool.runtime.model.checks.trees import _between
-from hdtool.runtime.model.recurrent.closed_forms import ClosedStates, UnknownRecurrenceError
-from hdtool.runtime.model.static_steps import never
-from hdtool.runtime.model.target import Target
+from hdtool.runtime.engines.checks.trees import _between
+from hdtool.runtime.engines.cuda.static_steps import never
+from hdtool.runtime.engines.stock.closed_forms import ClosedStates, UnknownRecurrenceError
+from hdtool.runtime.engines.target import Target
 from tests.support.decoding import SAMPLINGS, output_tokens, run
 from tests.support.families import HYBRIDS, VOCABULARY, model_of
 from tests.support.one_sequence import OneSequence

@@ -14,14 +14,13 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 from hdtool.runtime.budget.node_budget import FixedBudget
+from hdtool.runtime.caches.kv_cache import KVTensors, LayerShape
 from hdtool.runtime.config import SamplingConfig
 from hdtool.runtime.core.engine import PassOptions, Verified
 from hdtool.runtime.core.sequence import Finish
 from hdtool.runtime.core.tree import ROOT, DraftTree
 from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
-from hdtool.runtime.model.cache.kv_cache import KVTensors, LayerShape
-from hdtool.runtime.model.pass_inputs import FULL, MOVES, AttentionMasks, AttentionWindow, StepInput, StepTensors
-from hdtool.runtime.model.static_steps import (
+from hdtool.runtime.engines.cuda.static_steps import (
     MIN_EXTENT,
     RECORDED,
     STEP_SIZES,
@@ -32,7 +31,8 @@ from hdtool.runtime.model.static_steps import (
     extent_for,
     never,
 )
-from hdtool.runtime.model.target import Target
+from hdtool.runtime.engines.target import Target
+from hdtool.runtime.model.pass_inputs import FULL, MOVES, AttentionMasks, AttentionWindow, StepInput, StepTensors
 from tests.support.decoding import SAMPLINGS, output_tokens, run
 from tests.support.families import FAMILIES, VOCABULARY, model_of
 from tests.support.one_sequence import OneSequence

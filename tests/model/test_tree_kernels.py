@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from hdtool.runtime.core.tree import ROOT, DraftTree
+from hdtool.runtime.engines.cuda import captured_passes
 from hdtool.runtime.engines.cuda.operations import (
     HeadLayout,
     HeadNorms,
@@ -22,11 +23,10 @@ from hdtool.runtime.engines.cuda.operations import (
     Residual,
     TorchOperations,
 )
-from hdtool.runtime.engines.embedding_and_head import Rotary
-from hdtool.runtime.engines.model_families import NormKind
-from hdtool.runtime.model import captured_passes
+from hdtool.runtime.engines.target import Target
 from hdtool.runtime.model.pass_inputs import FULL, AttentionMasks, AttentionWindow, StepInput, StepTensors
-from hdtool.runtime.model.target import Target
+from hdtool.runtime.program.embedding_and_head import Rotary
+from hdtool.runtime.program.model_families import NormKind
 from tests.support.families import VOCABULARY, model_of
 from tests.support.interpreted import interpreted_kernels
 from tests.support.oracle import assert_same_logits, plain_logits, prompt_of

@@ -12,6 +12,8 @@ import torch
 from hypothesis import given, strategies as st
 
 from hdtool.runtime.answerer import decode_batch
+from hdtool.runtime.caches import kv_cache
+from hdtool.runtime.caches.kv_cache import HeadShape, KVTensors, LayerShape, StaticKVCache
 from hdtool.runtime.config import SamplingConfig
 from hdtool.runtime.core.accept import accept
 from hdtool.runtime.core.engine import LOGITS_ONLY, PassOptions, Verified
@@ -21,8 +23,6 @@ from hdtool.runtime.core.tree import ROOT, UNDETERMINED, DraftTree
 from hdtool.runtime.engines.cpu import pass_kernel
 from hdtool.runtime.engines.cpu.layer_record import TOTAL_ROWS
 from hdtool.runtime.kernels.topk import FOLD, TOPK_BLOCK, FoldedLogits, fold, folded_size, topk
-from hdtool.runtime.model.cache import kv_cache
-from hdtool.runtime.model.cache.kv_cache import HeadShape, KVTensors, LayerShape, StaticKVCache
 from tests.support import fused
 from tests.support.decoding import output_tokens, run
 from tests.support.families import VOCABULARY

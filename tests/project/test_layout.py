@@ -20,20 +20,19 @@ NOT_FOR = {
     "runtime/core": {
         f"runtime/{name}" for name in ("model", "engines", "weights", "drafters", "budget", "stores", "integrations")
     },
-    "runtime/kernels": {"runtime/model", "runtime/stores", "runtime/drafters"},
+    "runtime/kernels": {"runtime/caches", "runtime/model", "runtime/program", "runtime/stores", "runtime/drafters"},
     "runtime/stores": {"runtime/model", "runtime/drafters", "runtime/integrations"},
-    "runtime/model": {"runtime/drafters", "runtime/integrations"},
+    "runtime/model": {"runtime/engines", "runtime/drafters", "runtime/integrations"},
+    "runtime/engines": {"runtime/loading", "runtime/drafters", "runtime/integrations"},
     "runtime/budget": {"runtime/drafters", "runtime/integrations"},
     "runtime/drafters": {"runtime/integrations"},
     "builders/evaluation": {"runtime/integrations"},
 }
 """What a folder must not import, beside what its top-level folder must not."""
 KNOTS = (
+    {f"runtime/engines{name}" for name in ("", "/checks", "/cuda")},
     {
-        "runtime",
-        *(f"runtime/{name}" for name in ("budget", "engines", "engines/cpu", "engines/cpu/mixers", "engines/cuda")),
-        *(f"runtime/{name}" for name in ("model", "model/cache", "model/checks", "model/recurrent", "weights")),
-        "runtime/drafters",
+        *("runtime", "runtime/budget", "runtime/loading", "runtime/drafters"),
         *(f"runtime/drafters/{name}" for name in ("heads", "hierarchy", "published", "trained")),
     },
     {"runtime/integrations", "runtime/integrations/vllm"},

@@ -26,7 +26,7 @@ from hdtool.runtime.integrations.server.preparation import (
 )
 from hdtool.runtime.integrations.server.requests import ChatRequest
 from hdtool.runtime.integrations.server.responses_api import ResponsesRequest
-from hdtool.runtime.model.load import Loaded
+from hdtool.runtime.loading.load import Loaded
 from hdtool.runtime.stores.store_set import StoreSet
 from hdtool.runtime.text_stream import text_of
 from tests.support.server import RunningServer

@@ -23,7 +23,7 @@ from hdtool.runtime.drafters.methods import history_for
 from hdtool.runtime.integrations.hf_generate import Generator
 from hdtool.runtime.integrations.server.app import ApiKeys
 from hdtool.runtime.integrations.server.scheduler import Tenants
-from hdtool.runtime.model.load import Loaded
+from hdtool.runtime.loading.load import Loaded
 from hdtool.runtime.stores.store_set import StoreSet
 
 NOWHERE = StoresConfig(model_db="none", corpus_db="none")

@@ -13,11 +13,11 @@ from transformers.models.gemma3.modeling_gemma3 import Gemma3MLP
 
 from hdtool.runtime.core.tree import ROOT, DraftTree
 from hdtool.runtime.engines.cpu.proof import compile_cpu
-from hdtool.runtime.engines.mixer_parts import ExpertKind
-from hdtool.runtime.engines.model_families import FAMILIES, NormKind
+from hdtool.runtime.engines.target import Target
 from hdtool.runtime.kernels.experts import compile_experts
 from hdtool.runtime.kernels.linear import compile_linear_layers
-from hdtool.runtime.model.target import Target
+from hdtool.runtime.program.mixer_parts import ExpertKind
+from hdtool.runtime.program.model_families import FAMILIES, NormKind
 from tests.support.families import ALTERNATING, VOCABULARY, WINDOW, random_model
 from tests.support.oracle import assert_same_logits, plain_logits, prompt_of
 from tests.support.trees import path_to, tokens_to

@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
-from hdtool.runtime.model import static_steps
-from hdtool.runtime.model.cache import kv_cache
+from hdtool.runtime.caches import kv_cache
+from hdtool.runtime.engines.cuda import static_steps
+from hdtool.runtime.engines.cuda.static_steps import DeviceClock, StaticSteps
 from hdtool.runtime.model.pass_inputs import AttentionMasks, StepInput
-from hdtool.runtime.model.static_steps import DeviceClock, StaticSteps
 
 Undo = Callable[[], None]
 

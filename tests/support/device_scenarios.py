@@ -22,6 +22,7 @@ from transformers.utils import logging
 
 from hdtool.runtime.answerer import decode, decode_batch
 from hdtool.runtime.budget.node_budget import FixedBudget
+from hdtool.runtime.caches.kv_cache import KVTensors
 from hdtool.runtime.config import DecodeConfig, HeadsConfig, SamplingConfig
 from hdtool.runtime.core.drafter import Drafter, NoDraft
 from hdtool.runtime.core.loop import Request
@@ -30,12 +31,11 @@ from hdtool.runtime.drafters.heads.state import HeadsState, sequential_drafter
 from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
 from hdtool.runtime.drafters.methods import drafter_for
 from hdtool.runtime.drafters.trained.select_drafter import StandaloneDrafter
-from hdtool.runtime.model import captured_passes, static_steps
-from hdtool.runtime.model.cache.kv_cache import KVTensors
+from hdtool.runtime.engines.cuda import captured_passes, static_steps
+from hdtool.runtime.engines.cuda.static_steps import StepOutput, StepPass
+from hdtool.runtime.engines.cuda.waits import WaitError, waits_refused
+from hdtool.runtime.engines.target import Target
 from hdtool.runtime.model.pass_inputs import StepTensors
-from hdtool.runtime.model.static_steps import StepOutput, StepPass
-from hdtool.runtime.model.target import Target
-from hdtool.runtime.model.waits import WaitError, waits_refused
 from hdtool.runtime.stores.store_set import StoreSet
 from tests.support.decoding import SAMPLINGS, output_tokens, run
 from tests.support.device_mutations import MUTATIONS, Undo

@@ -12,9 +12,9 @@ from transformers import PreTrainedModel
 from hdtool.runtime.core.tree import DraftTree
 from hdtool.runtime.engines.cpu.compiled_model import CompiledModel
 from hdtool.runtime.engines.cpu.proof import compile_cpu
+from hdtool.runtime.engines.target import Target
 from hdtool.runtime.kernels.linear import compile_linear_layers
 from hdtool.runtime.model.compact_layers import compact_weights
-from hdtool.runtime.model.target import Target
 from tests.support import families
 from tests.support.one_sequence import OneSequence
 

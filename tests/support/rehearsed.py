@@ -8,7 +8,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from hdtool.runtime.model.static_steps import Run
+from hdtool.runtime.engines.cuda.static_steps import Run
 
 
 class Direct:

@@ -20,6 +20,7 @@ from torch.nn import functional
 from hdtool.data import demo
 from hdtool.data.errors import FamilyError, HeadsError, error_reason
 from hdtool.data.output_files import OutputFile, is_json_with, safetensors_metadata
+from hdtool.runtime.caches.kv_cache import HeadShape, LayerShape
 from hdtool.runtime.config import TAKE_HEADS, HeadsConfig
 from hdtool.runtime.config.building import AMPHISTA, HYDRA, HYDRA_PLUS, MEDUSA, MTP_LAYER
 from hdtool.runtime.drafters.heads.modules import (
@@ -34,7 +35,6 @@ from hdtool.runtime.drafters.heads.modules import (
     zero_linear,
 )
 from hdtool.runtime.environment import fingerprint
-from hdtool.runtime.model.cache.kv_cache import HeadShape, LayerShape
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn import functional
 
 from hdtool.runtime.config import HeadsConfig
-from hdtool.runtime.model.static_steps import extent_for
+from hdtool.runtime.engines.cuda.static_steps import extent_for
 
 Indices = slice | torch.Tensor
 AttentionInputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]

@@ -8,6 +8,7 @@ import torch
 
 from hdtool.data.errors import FamilyError, HeadsError, ModelError, error_reason
 from hdtool.data.stores.manifest import TokenizerFingerprint
+from hdtool.runtime.caches.kv_cache import NO_TENSOR
 from hdtool.runtime.config import ModelConfig
 from hdtool.runtime.config.source_names import SourceId
 from hdtool.runtime.core.accept import Accepted
@@ -19,15 +20,14 @@ from hdtool.runtime.drafters.trained.draft_length import pace_for
 from hdtool.runtime.drafters.trained.draft_passes import on_host
 from hdtool.runtime.drafters.trained.proposal import TOKENS_PER_RANKING, loaded_once
 from hdtool.runtime.drafters.trained.sequential import MAX_PASSES, NO_RANKING, ROWS_PER_PASS, Ranked, SequentialDrafter
-from hdtool.runtime.model.cache.kv_cache import NO_TENSOR
-from hdtool.runtime.model.load import load
+from hdtool.runtime.loading.load import load
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from hdtool.runtime.caches.slots import Slot
     from hdtool.runtime.drafters.trained.proposal import PublishedDrafter
-    from hdtool.runtime.model.cache.slots import Slot
-    from hdtool.runtime.model.target import Target
+    from hdtool.runtime.engines.target import Target
 
 
 def draft_model_drafter(

@@ -10,16 +10,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from hdtool.runtime.caches.kv_cache import IndexedKVCache, KVTensors, LayerShape, StaticKVCache
 from hdtool.runtime.drafters.trained.proposal import TOKENS_PER_RANKING, RankedBlock
 from hdtool.runtime.drafters.trained.sequential import MAX_PASSES, ROWS_PER_PASS
+from hdtool.runtime.engines.cuda.static_steps import Run, extent_for
 from hdtool.runtime.kernels.compiled import Array
-from hdtool.runtime.model.cache.kv_cache import IndexedKVCache, KVTensors, LayerShape, StaticKVCache
-from hdtool.runtime.model.static_steps import Run, extent_for
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from hdtool.runtime.model.target import Target
+    from hdtool.runtime.engines.target import Target
 
 READ_CHUNK = 512
 """Maximum number of accepted tokens that one pass reads."""

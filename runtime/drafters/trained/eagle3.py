@@ -13,13 +13,13 @@ from torch import nn
 from torch.nn import functional
 
 from hdtool.data.errors import HeadsError
+from hdtool.runtime.caches.kv_cache import HeadShape, LayerShape
 from hdtool.runtime.drafters.heads.modules import Norm, topk_tokens
 from hdtool.runtime.drafters.trained.draft_passes import DraftPasses
 from hdtool.runtime.drafters.trained.proposal import TOKENS_PER_RANKING, PublishedDrafter
-from hdtool.runtime.model.cache.kv_cache import HeadShape, LayerShape
 
 if TYPE_CHECKING:
-    from hdtool.runtime.model.target import Target
+    from hdtool.runtime.engines.target import Target
 
 RENAMED_PARAMETERS = {"midlayer.": "layer.", "layers.0.": "layer."}
 """Maps prefixes of tensor names in the two checkpoint formats to the prefixes used here."""

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from hdtool.data.errors import FamilyError, HeadsError, error_reason
+from hdtool.runtime.caches.kv_cache import KVTensors, LayerShape, StaticKVCache, layer_shapes
 from hdtool.runtime.config.source_names import SourceId
 from hdtool.runtime.core.accept import Accepted
 from hdtool.runtime.core.engine import Verified
@@ -32,15 +33,14 @@ from hdtool.runtime.drafters.trained.proposal import (
     prob_bucket,
 )
 from hdtool.runtime.drafters.trained.sequential import AcceptedTokens, SequentialDrafter
+from hdtool.runtime.engines.cuda.static_steps import extent_for
 from hdtool.runtime.kernels.linear import compile_linear_layers
-from hdtool.runtime.model.cache.kv_cache import KVTensors, LayerShape, StaticKVCache, layer_shapes
-from hdtool.runtime.model.static_steps import extent_for
 from hdtool.runtime.model.transformers_internals import attention_of, use_masked_attention
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from hdtool.runtime.model.target import Target
+    from hdtool.runtime.engines.target import Target
 
 LAYER_COUNT_FIELDS = ("num_mtp_layers", "num_nextn_predict_layers", "mtp_num_hidden_layers")
 """Configuration fields that may hold the number of MTP layers."""

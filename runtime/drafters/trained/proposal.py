@@ -22,12 +22,12 @@ from hdtool.runtime.config import ModelConfig
 from hdtool.runtime.config.source_names import SourceId
 from hdtool.runtime.core.accept import Accepted
 from hdtool.runtime.core.engine import Verified
+from hdtool.runtime.engines.cuda.static_steps import DeviceClock
 from hdtool.runtime.kernels.compiled import Array, compiled
-from hdtool.runtime.model.static_steps import DeviceClock
 from hdtool.runtime.weights.checkpoint_identity import place_of
 
 if TYPE_CHECKING:
-    from hdtool.runtime.model.target import Target
+    from hdtool.runtime.engines.target import Target
 
 Loaded = TypeVar("Loaded")
 LOADED_BY_TARGET: WeakKeyDictionary[Target, dict[str, Any]] = WeakKeyDictionary()

@@ -8,6 +8,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import torch
 
+from hdtool.runtime.caches.slots import select_rows
 from hdtool.runtime.config.source_names import SourceId
 from hdtool.runtime.core.accept import Accepted
 from hdtool.runtime.core.engine import Verified
@@ -20,7 +21,6 @@ from hdtool.runtime.drafters.trained.proposal import (
     prob_bucket,
 )
 from hdtool.runtime.kernels.compiled import Array
-from hdtool.runtime.model.families import select_rows
 
 NO_HIDDEN = torch.empty((0, 0))
 """Placeholder for hidden states that the drafter does not read."""

@@ -2,7 +2,7 @@
 
 Transformers' code computes unsupported models and passes, and models whose weights or modules have changed.
 
-The entry points are `compile_cpu` and `KeptProof`; code outside this package imports nothing else from it. This package
-imports only `data`, `runtime/config`, `runtime/engine`, `runtime/kernels`, `runtime/model`, the draft tree and the
-walks of `runtime/core`.
+The entry point is `compile_cpu`. Token mixers other than attention keep the inputs of each row's state update, so that
+the accepted path can be replayed. Imports `runtime/core`, `runtime/kernels`, `runtime/caches`, `runtime/model`,
+`runtime/program` and `runtime/engines/checks`.
 """

@@ -21,10 +21,6 @@ from hdtool.runtime.engines.cpu.layer_record import (
     TO_GATE,
     TO_OUTPUT,
 )
-from hdtool.runtime.engines.hybrid_families import HYBRID_FAMILIES
-from hdtool.runtime.engines.mixer_parts import router_of
-from hdtool.runtime.engines.model_families import FAMILIES, VARIED_FAMILIES, Family, is_of_package, package_of
-from hdtool.runtime.engines.model_parts import Kind, LayerParts, ModelParts, model_parts
 from hdtool.runtime.kernels.compact_weight import CompactEmbedding, Stored, is_compact, stored_of
 from hdtool.runtime.kernels.experts import WEIGHTS, CompiledExperts
 from hdtool.runtime.kernels.gemm import COLUMN_MULTIPLE
@@ -32,6 +28,10 @@ from hdtool.runtime.kernels.linear import ORDINARY_TENSORS, CompiledLinear
 from hdtool.runtime.kernels.packed_matrix import PackedExperts, PackedMatrix
 from hdtool.runtime.kernels.vector_code import LANES
 from hdtool.runtime.model.transformers_internals import text_class
+from hdtool.runtime.program.hybrid_families import HYBRID_FAMILIES
+from hdtool.runtime.program.mixer_parts import router_of
+from hdtool.runtime.program.model_families import FAMILIES, VARIED_FAMILIES, Family, is_of_package, package_of
+from hdtool.runtime.program.model_parts import Kind, LayerParts, ModelParts, model_parts
 
 CompiledParts: TypeAlias = ModelParts[CompiledLinear]
 

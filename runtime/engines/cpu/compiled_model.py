@@ -13,13 +13,13 @@ from hdtool.runtime.core.engine import LOGITS_ONLY, PREFILL_PASS, PassOptions, V
 from hdtool.runtime.core.tree import DraftTree
 from hdtool.runtime.engines.cpu.tree_pass import PROMPT_CHUNK, TreePass
 from hdtool.runtime.engines.cpu.weight_table import WeightTable
-from hdtool.runtime.model.checks.weight_changes import RecordedModel
 from hdtool.runtime.model.transformers_internals import attention_of
+from hdtool.runtime.model.weight_changes import RecordedModel
 
 if TYPE_CHECKING:
+    from hdtool.runtime.caches.slots import Cache, Slot
     from hdtool.runtime.core.engine import PassLog
     from hdtool.runtime.engines.cpu.compiled_kind import CompiledParts
-    from hdtool.runtime.model.cache.slots import Cache, Slot
     from hdtool.runtime.model.pass_inputs import AttentionWindow
 
 

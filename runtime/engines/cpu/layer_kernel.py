@@ -20,6 +20,7 @@ from hdtool.runtime.engines.cpu.attention import (
     block_queries,
     query_blocks,
 )
+from hdtool.runtime.engines.cpu.delta_rule import gate_heads, split_gates
 from hdtool.runtime.engines.cpu.expert_kernel import ADD_MIXTURE, ADD_SHARED, MIX
 from hdtool.runtime.engines.cpu.layer_record import (
     ADDED_MIXTURE,
@@ -91,8 +92,7 @@ from hdtool.runtime.engines.cpu.layer_record import (
     multiply,
     multiply_by,
 )
-from hdtool.runtime.engines.cpu.mixers.delta_rule import gate_heads, split_gates
-from hdtool.runtime.engines.cpu.mixers.mix import mix, mixer_scratch_size
+from hdtool.runtime.engines.cpu.mix import mix, mixer_scratch_size
 from hdtool.runtime.kernels.compiled import WORD_SIZE, Ints, array_at, compiled, copy_floats, float_of
 from hdtool.runtime.kernels.gemm import MATMUL_ARGUMENTS, call_at
 from hdtool.runtime.kernels.thread_pool import parts_of

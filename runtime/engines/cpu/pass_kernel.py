@@ -15,6 +15,7 @@ from numba import cfunc, types
 
 from hdtool.runtime.core.tree import LARGEST_TREE, UNDETERMINED, DraftTree
 from hdtool.runtime.core.walks import NO_FORCED_TOKENS, walk_argmax
+from hdtool.runtime.engines.cpu.convolution import fill_origins, origins_at
 from hdtool.runtime.engines.cpu.layer_kernel import compute_layers, layers_scratch_size
 from hdtool.runtime.engines.cpu.layer_record import (
     ACTIVE_EXPERTS,
@@ -42,8 +43,7 @@ from hdtool.runtime.engines.cpu.layer_record import (
     compute_layer_inputs,
     layer_inputs_size,
 )
-from hdtool.runtime.engines.cpu.mixers.convolution import fill_origins, origins_at
-from hdtool.runtime.engines.cpu.mixers.mix import accept
+from hdtool.runtime.engines.cpu.mix import accept
 from hdtool.runtime.kernels.compiled import WORD_SIZE, Array, Ints, array_at, compiled, copy_floats, float_of
 from hdtool.runtime.kernels.gemm import MATMUL_ARGUMENTS, call_at
 from hdtool.runtime.kernels.gemm_tiles import block_size_of, call_unpack, unpack_address, unpack_of

@@ -11,9 +11,12 @@ import torch
 from torch.nn import ModuleList
 
 from hdtool.data.progress import with_progress
+from hdtool.runtime.caches.kv_cache import NO_TENSOR, KVTensors, SlotKVCache, StaticKVCache
 from hdtool.runtime.core.tree import DraftTree
+from hdtool.runtime.engines.checks.trees import some_context
 from hdtool.runtime.engines.cpu.compiled_kind import ACTIVATIONS, COMPILED, CompiledParts, has_compiled_experts
 from hdtool.runtime.engines.cpu.compiled_model import CompiledModel
+from hdtool.runtime.engines.cpu.convolution import ORIGIN_FIELDS, fill_origins
 from hdtool.runtime.engines.cpu.layer_kernel import compile_layers, compute_layers, layers_scratch_size
 from hdtool.runtime.engines.cpu.layer_record import (
     ADVANCES,
@@ -26,33 +29,30 @@ from hdtool.runtime.engines.cpu.layer_record import (
     THREAD_POOL,
     compute_layer_inputs,
 )
-from hdtool.runtime.engines.cpu.mixers.convolution import ORIGIN_FIELDS, fill_origins
-from hdtool.runtime.engines.cpu.mixers.mix import accept
+from hdtool.runtime.engines.cpu.mix import accept
 from hdtool.runtime.engines.cpu.pass_kernel import LAYER_INPUTS, compile_passes, compile_tree_passes
 from hdtool.runtime.engines.cpu.weight_table import MixerTable, WeightTable, joined_tables
-from hdtool.runtime.engines.embedding_and_head import (
+from hdtool.runtime.kernels.code_folder import mark_compiled
+from hdtool.runtime.kernels.compile_process import PASSES, wait_until_compiled
+from hdtool.runtime.kernels.thread_pool import shared_thread_pool
+from hdtool.runtime.kernels.vector_code import LANES
+from hdtool.runtime.model.pass_inputs import FULL, AttentionMasks, AttentionWindow, Mask
+from hdtool.runtime.model.transformers_internals import cache_argument
+from hdtool.runtime.program.embedding_and_head import (
     norms_and_activations_match,
     position_kinds,
     rotary_kinds,
     rotary_of,
     windows_of_layers,
 )
-from hdtool.runtime.engines.model_families import LLAMA
-from hdtool.runtime.engines.model_parts import model_parts
-from hdtool.runtime.kernels.code_folder import mark_compiled
-from hdtool.runtime.kernels.compile_process import PASSES, wait_until_compiled
-from hdtool.runtime.kernels.thread_pool import shared_thread_pool
-from hdtool.runtime.kernels.vector_code import LANES
-from hdtool.runtime.model.cache.kv_cache import NO_TENSOR, KVTensors, SlotKVCache, StaticKVCache
-from hdtool.runtime.model.checks.trees import some_context
-from hdtool.runtime.model.pass_inputs import FULL, AttentionMasks, AttentionWindow, Mask
-from hdtool.runtime.model.transformers_internals import cache_argument
+from hdtool.runtime.program.model_families import LLAMA
+from hdtool.runtime.program.model_parts import model_parts
 
 if TYPE_CHECKING:
-    from hdtool.runtime.engines.model_parts import LayerParts
+    from hdtool.runtime.engines.stock.recurrent_layers import StatesOfPass
+    from hdtool.runtime.engines.target import Target
     from hdtool.runtime.kernels.linear import CompiledLinear
-    from hdtool.runtime.model.recurrent.passes import StatesOfPass
-    from hdtool.runtime.model.target import Target
+    from hdtool.runtime.program.model_parts import LayerParts
 
 TOLERANCE = 1e-4
 """Maximum relative difference between a row that compiled code computes and the row that Transformers computes.
@@ -83,7 +83,7 @@ def compile_cpu(target: Target, *, proved: bool = False) -> CompiledModel | None
     """
     if target.device.type != "cpu" or target.dtype != torch.float32 or target.processes > 1 or not target.takes_trees:
         return None
-    parts, windows = model_parts(target.model, COMPILED), windows_of_layers(target)
+    parts, windows = model_parts(target.model, COMPILED), windows_of_layers(target.config, target.stock.windows)
     if parts is None or windows is None or not _is_compiled(parts) or not _fit_cache(parts, target):
         return None
     if not _fit_states(parts, target):

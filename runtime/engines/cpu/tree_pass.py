@@ -20,9 +20,9 @@ from torch import get_num_threads, is_autocast_enabled
 from hdtool.runtime.core.engine import PassOptions, Verified, Walk
 from hdtool.runtime.core.tree import UNDETERMINED, DraftTree
 from hdtool.runtime.core.walks import NO_FORCED_TOKENS
+from hdtool.runtime.engines.cpu.convolution import ORIGIN_FIELDS
 from hdtool.runtime.engines.cpu.layer_record import ACTIVE_EXPERTS, JOURNAL, NEW, ORIGINS, OUTPUTS, SLOTS
-from hdtool.runtime.engines.cpu.mixers.convolution import ORIGIN_FIELDS
-from hdtool.runtime.engines.cpu.mixers.mix import PATH_SLOT, KeptRows
+from hdtool.runtime.engines.cpu.mix import PATH_SLOT, KeptRows
 from hdtool.runtime.engines.cpu.pass_kernel import (
     IDS,
     LOGITS,
@@ -40,10 +40,10 @@ from hdtool.runtime.kernels.thread_pool import NO_THREADS, shared_thread_pool
 from hdtool.runtime.kernels.topk import folded_size
 
 if TYPE_CHECKING:
+    from hdtool.runtime.caches.kv_cache import KVTensors, StaticKVCache
+    from hdtool.runtime.caches.slots import Cache
+    from hdtool.runtime.caches.states import States
     from hdtool.runtime.engines.cpu.weight_table import WeightTable
-    from hdtool.runtime.model.cache.kv_cache import KVTensors, StaticKVCache
-    from hdtool.runtime.model.cache.slots import Cache
-    from hdtool.runtime.model.cache.states import States
 
 PROMPT_CHUNK = 128
 """Maximum number of prompt tokens per pass. Larger passes take longer per row."""

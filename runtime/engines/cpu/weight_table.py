@@ -12,15 +12,14 @@ import numpy as np
 import torch
 from torch.nn.functional import pad
 
+from hdtool.runtime.caches.states import CONV, RECURRENT, StateName, States
 from hdtool.runtime.engines.cpu import layer_record, layer_record as layers, pass_kernel as outer
 from hdtool.runtime.engines.cpu.compiled_kind import MatmulRows, matmuls_of, packed_experts, scale_of
+from hdtool.runtime.engines.cpu.convolution import window_size
 from hdtool.runtime.engines.cpu.expert_kernel import MIXTURE_FIELDS, expert_function
 from hdtool.runtime.engines.cpu.int8_panels import Panels
 from hdtool.runtime.engines.cpu.layer_kernel import step_function
-from hdtool.runtime.engines.cpu.mixers.convolution import window_size
-from hdtool.runtime.engines.cpu.mixers.mix import kept_size, mixer_function, row_scratch_size, state_buffer_size
-from hdtool.runtime.engines.embedding_and_head import EmbeddingAndHead, rotary_kinds, rotary_of
-from hdtool.runtime.engines.mixer_parts import DELTA_RULE, MAMBA2, SHORT_CONVOLUTION, MixerParts, Router, router_of
+from hdtool.runtime.engines.cpu.mix import kept_size, mixer_function, row_scratch_size, state_buffer_size
 from hdtool.runtime.kernels import experts
 from hdtool.runtime.kernels.compact_weight import stored_of
 from hdtool.runtime.kernels.compiled import bits
@@ -29,18 +28,19 @@ from hdtool.runtime.kernels.gemm import matmul_of
 from hdtool.runtime.kernels.linear import format_of
 from hdtool.runtime.kernels.packed_matrix import PackedMatrix
 from hdtool.runtime.kernels.vector_code import ITEM_SIZE
-from hdtool.runtime.model.cache.states import CONV, RECURRENT, StateName, States
+from hdtool.runtime.program.embedding_and_head import EmbeddingAndHead, rotary_kinds, rotary_of
+from hdtool.runtime.program.mixer_parts import DELTA_RULE, MAMBA2, SHORT_CONVOLUTION, MixerParts, Router, router_of
 
 if TYPE_CHECKING:
     from torch.nn import Module
 
+    from hdtool.runtime.caches.kv_cache import KVTensors
     from hdtool.runtime.engines.cpu.compiled_kind import CompiledParts
-    from hdtool.runtime.engines.embedding_and_head import LayerInputs
-    from hdtool.runtime.engines.hybrid_families import MixtureParts
-    from hdtool.runtime.engines.model_parts import LayerParts
     from hdtool.runtime.kernels.linear import CompiledLinear
-    from hdtool.runtime.model.cache.kv_cache import KVTensors
     from hdtool.runtime.model.pass_inputs import AttentionWindow
+    from hdtool.runtime.program.embedding_and_head import LayerInputs
+    from hdtool.runtime.program.hybrid_families import MixtureParts
+    from hdtool.runtime.program.model_parts import LayerParts
 
 MIXER_NUMBERS = {
     SHORT_CONVOLUTION: layers.SHORT_CONVOLUTION,

@@ -23,7 +23,11 @@ from hdtool.runtime.engines.cuda.operations import (
     Residual,
     TorchOperations,
 )
-from hdtool.runtime.engines.embedding_and_head import (
+from hdtool.runtime.engines.cuda.static_steps import StepOutput
+from hdtool.runtime.model.families import HiddenStates, only_watches
+from hdtool.runtime.model.transformers_internals import experts_on_device
+from hdtool.runtime.model.weight_changes import hooks_of
+from hdtool.runtime.program.embedding_and_head import (
     EmbeddingAndHead,
     Rotary,
     norms_and_activations_match,
@@ -31,18 +35,14 @@ from hdtool.runtime.engines.embedding_and_head import (
     rotary_of,
     windows_of_layers,
 )
-from hdtool.runtime.engines.model_families import FAMILIES, LLAMA, Family
-from hdtool.runtime.engines.model_parts import Kind, LayerParts, ModelParts, model_parts
-from hdtool.runtime.model.checks.weight_changes import hooks_of
-from hdtool.runtime.model.families import HiddenStates, only_watches
-from hdtool.runtime.model.static_steps import StepOutput
-from hdtool.runtime.model.transformers_internals import experts_on_device
+from hdtool.runtime.program.model_families import FAMILIES, LLAMA, Family
+from hdtool.runtime.program.model_parts import Kind, LayerParts, ModelParts, model_parts
 
 if TYPE_CHECKING:
+    from hdtool.runtime.caches.kv_cache import KVTensors
     from hdtool.runtime.engines.cuda.triton_operations import TritonOperations
-    from hdtool.runtime.model.cache.kv_cache import KVTensors
+    from hdtool.runtime.engines.target import Target
     from hdtool.runtime.model.pass_inputs import AttentionWindow, StepTensors
-    from hdtool.runtime.model.target import Target
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MERGED: WeakValueDictionary[int, torch.Tensor] = WeakValueDictionary()
@@ -181,7 +181,7 @@ def fuse(target: Target) -> FusedPass | None:
     if target.dtype not in DTYPES or target.processes > 1 or target.state_shapes:
         return None
     kind: Kind[Module] = Kind(_has_shape, partial(_is_plain, target), partial(_is_embedding, target), families=FAMILIES)
-    parts, windows = model_parts(target.model, kind), windows_of_layers(target)
+    parts, windows = model_parts(target.model, kind), windows_of_layers(target.config, target.stock.windows)
     if parts is None or windows is None or len(windows) != len(parts.layers) or _has_hooks(target, parts):
         return None
     if parts.family is not LLAMA and not norms_and_activations_match(parts, target.device):

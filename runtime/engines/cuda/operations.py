@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch.nn.functional import rms_norm, scaled_dot_product_attention
 
-from hdtool.runtime.engines.embedding_and_head import ACTIVATIONS, Rotary
-from hdtool.runtime.engines.model_families import ROUNDED_FIRST, NormKind
 from hdtool.runtime.model.pass_inputs import AttentionWindow, Mask
 from hdtool.runtime.model.transformers_internals import attention_by
+from hdtool.runtime.program.embedding_and_head import ACTIVATIONS, Rotary
+from hdtool.runtime.program.model_families import ROUNDED_FIRST, NormKind
 
 if TYPE_CHECKING:
     from hdtool.runtime.engines.cuda.triton_operations import TritonOperations

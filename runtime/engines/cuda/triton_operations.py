@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from hdtool.runtime.engines.cuda.operations import HeadLayout, HeadNorms, Residual
-    from hdtool.runtime.engines.embedding_and_head import Rotary
     from hdtool.runtime.model.pass_inputs import StepTensors
+    from hdtool.runtime.program.embedding_and_head import Rotary
 
 MAX_SPLITS = 32
 MIN_SPLIT_KEYS = 128

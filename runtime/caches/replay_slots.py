@@ -1,0 +1,260 @@
+"""Slots for any kind of ``transformers`` cache; each pass runs on a copy of the cache.
+
+Keys and values grow by concatenation into new tensors, so the copy can share the old tensors. States are updated in
+place, so they are cloned.
+
+These caches cannot drop their last tokens. After a rejected draft, a slot therefore keeps the cache from before the
+pass, and the next pass reads the accepted tokens again first.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Collection, Iterable, Sequence
+from types import FunctionType, MethodType, ModuleType
+from typing import Any, NamedTuple
+
+import torch
+from transformers import PreTrainedConfig
+
+from hdtool.runtime.caches.kv_cache import KVTensors, StaticKVCache
+from hdtool.runtime.caches.slots import Cache, Slot
+from hdtool.runtime.caches.states import MAX_SNAPSHOTS
+
+TensorPath = tuple[Any, ...]
+"""Path to a tensor in a cache: attribute names, keys and indices, outermost first."""
+WHOLE = torch.nn.Module, PreTrainedConfig, type, FunctionType, MethodType, ModuleType, torch.dtype, torch.device
+"""Types that are neither copied nor searched for tensors."""
+
+
+def copied(cache: Any, shared: Collection[TensorPath]) -> Any:
+    """Return a copy of a cache for a pass to change.
+
+    Tensors at the paths ``shared`` are not cloned, because passes replace them instead of changing them in place.
+    """
+    return _rebuilt(cache, lambda path, tensor: tensor if path in shared else tensor.clone())
+
+
+def tensors_of(cache: Any) -> dict[TensorPath, torch.Tensor]:
+    """Return all tensors in a cache, by path."""
+    tensors: dict[TensorPath, torch.Tensor] = {}
+
+    def note(path: TensorPath, tensor: torch.Tensor) -> torch.Tensor:
+        tensors[path] = tensor
+        return tensor
+
+    _rebuilt(cache, note)
+    return tensors
+
+
+def with_views_of(longer: Any, cache: Any, shared: Collection[TensorPath]) -> Any:
+    """Return a copy of ``cache`` with tensors replaced by views into ``longer``, a later cache of the same sequence.
+
+    A tensor at one of the paths ``shared`` becomes a view of the tensor at that path in ``longer`` if the latter begins
+    with the former.
+    """
+    others = tensors_of(longer)
+
+    def view(path: TensorPath, tensor: torch.Tensor) -> torch.Tensor:
+        extended = others.get(path) if path in shared else None
+        return tensor if extended is None else _as_part(extended, tensor)
+
+    return _rebuilt(cache, view)
+
+
+def bytes_of(caches: Iterable[Any]) -> int:
+    """Return the total memory of the caches in bytes, counting shared memory once."""
+    storages = {
+        storage.data_ptr(): storage.nbytes()
+        for cache in caches
+        for tensor in tensors_of(cache).values()
+        for storage in [tensor.untyped_storage()]
+    }
+    return sum(storages.values())
+
+
+class Replaced:
+    """Finds the paths of the tensors that every pass replaces without changing them in place.
+
+    Passes must not run in inference mode, in which tensors have no version counters.
+    """
+
+    def __init__(self) -> None:
+        self._always: set[TensorPath] = set()
+        self._other: set[TensorPath] = set()
+
+    @property
+    def paths(self) -> frozenset[TensorPath]:
+        return frozenset(self._always - self._other)
+
+    def watch(self, cache: Callable[[], Any], run: Callable[[], object]) -> None:
+        """Run a pass and record which tensors it replaces; ``cache`` is called before and after to get the cache."""
+        before = {path: (tensor, tensor._version) for path, tensor in tensors_of(cache()).items()}
+        run()
+        after = tensors_of(cache())
+        for path, (tensor, version) in before.items():
+            is_replaced = after.get(path) is not tensor and tensor._version == version
+            (self._always if is_replaced else self._other).add(path)
+
+
+def _as_part(longer: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    """Return a view of ``longer`` that equals ``tensor`` if ``longer`` begins with it, otherwise ``tensor`` itself."""
+    if longer.dim() != tensor.dim() or longer.dtype != tensor.dtype or longer.device != tensor.device:
+        return tensor
+    differ = [dim for dim, (long, short) in enumerate(zip(longer.shape, tensor.shape, strict=True)) if long != short]
+    if len(differ) > 1 or any(longer.shape[dim] < tensor.shape[dim] for dim in differ):
+        return tensor
+    part = longer.narrow(differ[0], 0, tensor.shape[differ[0]]) if differ else longer
+    return part if torch.equal(part, tensor) else tensor
+
+
+def _rebuilt(cache: Any, of_tensor: Callable[[TensorPath, torch.Tensor], torch.Tensor]) -> Any:
+    """Return a copy of a cache with each tensor replaced by what ``of_tensor`` returns for it."""
+    copies: dict[int, Any] = {}
+
+    def rebuilt(value: Any, path: TensorPath) -> Any:
+        if id(value) in copies:
+            return copies[id(value)]
+        if isinstance(value, torch.Tensor):
+            copies[id(value)] = of_tensor(path, value)
+        elif isinstance(value, list | tuple):
+            parts = [rebuilt(part, (*path, number)) for number, part in enumerate(value)]
+            copies[id(value)] = parts if isinstance(value, list) else tuple(parts)
+        elif isinstance(value, dict):
+            new = copies[id(value)] = copy.copy(value)
+            for key, part in value.items():
+                new[key] = rebuilt(part, (*path, key))
+        elif hasattr(value, "__dict__") and not isinstance(value, WHOLE):
+            new = copies[id(value)] = copy.copy(value)
+            for name, part in vars(value).items():
+                vars(new)[name] = rebuilt(part, (*path, name))
+        else:
+            return value
+        return copies[id(value)]
+
+    return rebuilt(cache, ())
+
+
+class Filled(NamedTuple):
+    """A ``transformers`` cache after the first ``length`` tokens of a sequence."""
+
+    length: int = 0
+    cache: Any = None
+
+
+NOTHING_READ = Filled()
+
+
+class ReplaySlot(Slot):
+    """One sequence, and the caches after some of its prefixes."""
+
+    def __init__(self, shared: Collection[TensorPath]) -> None:
+        """Create an empty slot; ``shared`` has the paths of tensors that passes replace and never change in place."""
+        super().__init__(StaticKVCache(KVTensors([], [], 0)))
+        self._shared = shared
+        self.filled = NOTHING_READ
+        """Cache from which the next pass continues."""
+        self.older: list[Filled] = []
+        """Caches after fewer tokens, from which another prompt may continue."""
+        self._after = NOTHING_READ
+        """Cache after the last verified chain, until a path is committed."""
+
+    @property
+    def bytes(self) -> int:
+        return bytes_of(filled.cache for filled in (self.filled, *self.older))
+
+    @property
+    def length(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def valid(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def waiting(self) -> list[int]:
+        """Accepted tokens that ``filled`` lacks; the next pass reads them first."""
+        return self.tokens[self.filled.length :]
+
+    def resumes_at(self, shared: int) -> int:
+        return max((filled.length for filled in (self.filled, *self.older) if filled.length <= shared), default=0)
+
+    def keep_states(self) -> None:
+        before = [filled for filled in self.older if 0 < filled.length < self.filled.length]
+        shortened = [
+            Filled(filled.length, with_views_of(self.filled.cache, filled.cache, self._shared)) for filled in before
+        ]
+        self.older = [*shortened, self.filled][-MAX_SNAPSHOTS:]
+
+    def copy_of_filled(self) -> Any:
+        """Return a copy of ``filled``'s cache for a pass over further tokens; None if no pass has made one."""
+        return copied(self.filled.cache, self._shared)
+
+    def cut(self, length: int) -> None:
+        self._go_back(self, length)
+        del self.tokens[length:]
+        if self.hidden:
+            self.hidden = [torch.cat(self.hidden)[:length]] if length else []
+        self.tree = None
+
+    def _go_back(self, source: ReplaySlot, length: int) -> None:
+        """Take over those caches of ``source`` that have at most ``length`` tokens, and continue from the longest."""
+        candidates = [filled for filled in (*source.older, source.filled) if filled.length <= length]
+        self.older = [filled for filled in source.older if filled.length <= length]
+        self.filled = max(candidates, key=lambda filled: filled.length, default=NOTHING_READ)
+
+    def read(self, tokens: Sequence[int], cache: Any, hidden: torch.Tensor | None) -> None:
+        """Append accepted tokens that a pass has read, and keep the cache after that pass."""
+        if hidden is not None:
+            self.hidden.append(hidden)
+        self.tokens += tokens
+        self.filled = Filled(len(self.tokens), cache)
+
+    def verified(self, tree_length: int, cache: Any) -> None:
+        """Record the cache after a pass over the waiting tokens, the root and ``tree_length`` chain nodes below it."""
+        self._after = Filled(self.length + 1 + tree_length, cache)
+
+    def commit(self, path: Sequence[int], *, deferred: bool = False) -> None:
+        tree, hidden, after = self.tree, self.hidden_of_tree, self._after
+        if tree is None:  # the prompt was read, but no chain verified
+            return
+        self.tree = self.hidden_of_tree = None
+        self._after = NOTHING_READ
+        if hidden is not None:
+            self.hidden.append(hidden[: len(path) + 1])
+        self.tokens += [tree.root, *tree.tokens[: len(path)].tolist()]
+        if after.length == len(self.tokens):
+            self.filled = after
+
+    def copy_from(self, source: Slot, length: int | None = None) -> None:
+        assert isinstance(source, ReplaySlot)
+        self.tokens = source.tokens[:length]
+        self._go_back(source, len(self.tokens))
+        self.owner, self.version, self.last_use = source.owner, source.version, source.last_use
+        hidden = source.all_hidden()
+        self.hidden = [] if hidden is None else [hidden[: len(self.tokens)]]
+        self.tree = None
+
+
+class ReplayCache(Cache):
+    """Slots for caches that ``transformers`` allocates."""
+
+    @property
+    def keeps_states(self) -> bool:
+        return True
+
+    def __init__(self, shared: Collection[TensorPath], slots: int = 1) -> None:
+        self._shared = shared
+        super().__init__((), slots)
+
+    def reserve(self, capacity: int, wished: int = 0) -> None:
+        pass
+
+    def _allocate(self, slots: int, capacity: int) -> None:
+        self.storage = KVTensors([], [], capacity)
+        self.slots = [ReplaySlot(self._shared) for _ in range(slots)]
+
+    def saved(self, slot: int) -> Slot:
+        copy = ReplaySlot(self._shared)
+        copy.copy_from(self.slots[slot])
+        return copy

@@ -1,0 +1,444 @@
+"""Computes a layer's mixer over all rows of a pass: its matmuls and the parallel steps between them."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from numba import cfunc, types
+
+from hdtool.runtime.engines.cpu import convolution, delta_rule, mamba2
+from hdtool.runtime.engines.cpu.convolution import (
+    buffers_of,
+    copy_windows,
+    origins_at,
+    shift_window,
+    window_size,
+)
+from hdtool.runtime.engines.cpu.layer_record import (
+    ADVANCES,
+    CHANNELS,
+    COLUMNS,
+    DELTA_RULE,
+    FIELDS,
+    FIFTH,
+    FOURTH,
+    JOURNAL,
+    JOURNAL_AT,
+    KEY_HEADS,
+    KEY_WIDTH,
+    MIXER,
+    MIXER_FUNCTION,
+    MIXER_ROW,
+    MIXER_STATE,
+    MIXER_WINDOW,
+    NEW,
+    ORIGINS,
+    PASS_FIELDS,
+    SHORT_CONVOLUTION,
+    SIXTH,
+    SLOTS,
+    STATE_HEADS,
+    THREAD_POOL,
+    THREADS,
+    TO_KEYS,
+    TO_OUTPUT,
+    TO_QUERIES,
+    TO_VALUES,
+    VALUE_WIDTH,
+    Record,
+    compute_step,
+    multiply,
+    multiply_by,
+)
+from hdtool.runtime.kernels.compiled import Array, Ints, array_at, compiled
+from hdtool.runtime.kernels.gemm import MATMUL_ARGUMENTS
+from hdtool.runtime.kernels.thread_pool import PARTS_PER_THREAD, parts_of
+from hdtool.runtime.kernels.vector_code import ITEM_SIZE, LANES
+
+if TYPE_CHECKING:
+    from hdtool.runtime.caches.states import States
+    from hdtool.runtime.engines.cpu.weight_table import MixerTable
+
+WINDOWS, SHIFT, GATE_INPUTS, CONVOLVE_GATED = range(4)
+PREPARE_DELTA, RECUR_DELTA, GATE_DELTA, REPLAY_DELTA = range(4, 8)
+PREPARE_SCAN, SCAN, GATE_SCAN, REPLAY_SCAN, JOIN, SPREAD = range(8, 14)
+"""Steps of mixers between their matmuls, for ``mixer_function``."""
+PATH_SLOT, COUNT, LISTED_ROWS, PATH = range(4)
+"""Fields of a path's record; the path's rows become part of the context.
+
+PATH_SLOT: the path's sequence. COUNT: number of rows of the path. LISTED_ROWS: number of rows that this record lists,
+which may be only the last rows of the path. PATH: first of the listed rows.
+"""
+
+
+@compiled
+def row_scratch_size(layer: Record) -> int:
+    """Return how many float32 values of scratch memory a layer's mixer needs per row."""
+    channels, values = layer[CHANNELS], layer[STATE_HEADS] * layer[VALUE_WIDTH]
+    if layer[MIXER] == SHORT_CONVOLUTION:
+        return 4 * channels  # type: ignore[no-any-return]
+    if layer[MIXER] == DELTA_RULE:
+        size = channels + 2 * values + 2 * layer[STATE_HEADS]
+        return size if layer[FOURTH] else size + channels + values + 2 * layer[STATE_HEADS]  # type: ignore[no-any-return]
+    return channels + values  # type: ignore[no-any-return]
+
+
+@compiled
+def kept_size(layer: Record) -> int:
+    """Return how many float32 values a layer's mixer keeps per row until the row is accepted or rejected."""
+    if layer[MIXER] == SHORT_CONVOLUTION:
+        return layer[CHANNELS]  # type: ignore[no-any-return]
+    return delta_rule.delta_kept_size(layer) if layer[MIXER] == DELTA_RULE else mamba2.scan_kept_size(layer)
+
+
+@compiled
+def state_buffer_size(layer: Record) -> int:
+    """Return how many float32 values a state buffer of a layer's mixer holds; 0 if the mixer has no recurrence."""
+    if layer[MIXER] == SHORT_CONVOLUTION:
+        return 0
+    return delta_rule.delta_state_size(layer) if layer[MIXER] == DELTA_RULE else mamba2.scan_state_size(layer)
+
+
+@compiled
+def mixer_scratch_size(pass_record: Record) -> int:
+    """Return how many float32 values of scratch memory ``mix`` needs."""
+    if not pass_record[MIXER_ROW]:
+        return 0
+    rows = pass_record[SLOTS] * pass_record[NEW]
+    return _work_at(pass_record, 0) // ITEM_SIZE + rows * pass_record[MIXER_ROW]  # type: ignore[no-any-return]
+
+
+@compiled
+def _buffers_at(pass_record: Record, scratch: int) -> int:
+    return scratch + pass_record[SLOTS] * pass_record[MIXER_WINDOW] * ITEM_SIZE  # type: ignore[no-any-return]
+
+
+@compiled
+def _work_at(pass_record: Record, scratch: int) -> int:
+    buffers = pass_record[THREADS] * PARTS_PER_THREAD * buffers_of(pass_record[NEW])
+    return _buffers_at(pass_record, scratch) + buffers * pass_record[MIXER_STATE] * ITEM_SIZE  # type: ignore[no-any-return]
+
+
+@compiled
+def _part_buffers(pass_record: Record, scratch: int, first: int, units: int) -> int:
+    """Return the address of the state buffers for the part of a job that begins with unit ``first`` of ``units``."""
+    part = -(-first * parts_of(pass_record[THREADS], units, 1) // units)
+    before = part * buffers_of(pass_record[NEW]) * pass_record[MIXER_STATE] * ITEM_SIZE
+    return _buffers_at(pass_record, scratch) + before  # type: ignore[no-any-return]
+
+
+@compiled
+def _compute_convolution(
+    pass_record: Record, layer: Record, step: int, scratch: int, kept: int, first: int, end: int
+) -> None:
+    new, size = pass_record[NEW], layer[CHANNELS] * ITEM_SIZE
+    projected = _work_at(pass_record, scratch)
+    mixed = projected + 3 * pass_record[SLOTS] * new * size
+    if step == GATE_INPUTS:
+        convolution.gate_inputs(layer, projected, kept, first, end)
+        return
+    for row in range(first, end):
+        slot, slot_row = row // new, row % new
+        slot_offset, window = slot * new * size, scratch + slot * window_size(layer) * ITEM_SIZE
+        convolution.convolve_gated(
+            layer,
+            origins_at(pass_record[ORIGINS], slot, new),
+            slot_row,
+            kept + slot_offset,
+            window,
+            projected + 3 * slot_offset,
+            mixed + row * size,
+        )
+
+
+@compiled
+def _compute_delta(
+    pass_record: Record, layer: Record, step: int, scratch: int, kept: int, path_at: int, first: int, end: int
+) -> None:
+    new, heads = pass_record[NEW], layer[STATE_HEADS]
+    rows = pass_record[SLOTS] * new
+    channels, head_bytes = layer[CHANNELS] * ITEM_SIZE, heads * ITEM_SIZE
+    key_bytes, value_bytes = layer[KEY_HEADS] * layer[KEY_WIDTH] * ITEM_SIZE, layer[VALUE_WIDTH] * head_bytes
+    keys = kept + rows * channels
+    changes = keys + rows * key_bytes
+    decays = changes + rows * value_bytes
+    convolved = _work_at(pass_record, scratch)
+    gates = convolved + rows * channels
+    steps = gates + rows * value_bytes
+    strengths = steps + rows * head_bytes
+    mixed = strengths + rows * head_bytes
+    if step == JOIN:
+        values = convolved + 2 * rows * key_bytes
+        delta_rule.join_inputs(
+            convolved, convolved + rows * key_bytes, values, key_bytes, value_bytes, kept, first, end
+        )
+    elif step == SPREAD:
+        inputs = mixed + rows * value_bytes
+        scores = inputs + rows * (channels + value_bytes)
+        delta_rule.spread_inputs(layer, inputs, scores, kept, gates, strengths, steps, first, end)
+    elif step == PREPARE_DELTA:
+        for row in range(first, end):
+            slot, slot_row = row // new, row % new
+            delta_rule.prepare_delta(
+                layer,
+                origins_at(pass_record[ORIGINS], slot, new),
+                slot_row,
+                kept + slot * new * channels,
+                scratch + slot * window_size(layer) * ITEM_SIZE,
+                convolved + row * channels,
+                keys + row * key_bytes,
+                steps + row * head_bytes,
+                decays + row * head_bytes,
+                strengths + row * head_bytes,
+            )
+    elif step == RECUR_DELTA:
+        buffers = _part_buffers(pass_record, scratch, first, pass_record[SLOTS] * heads)
+        for unit in range(first, end):
+            slot, at = unit // heads, unit // heads * new
+            delta_rule.recur_delta(
+                pass_record,
+                layer,
+                origins_at(pass_record[ORIGINS], slot, new),
+                slot,
+                unit % heads,
+                buffers,
+                convolved + at * channels,
+                keys + at * key_bytes,
+                decays + at * head_bytes,
+                strengths + at * head_bytes,
+                changes + at * value_bytes,
+                mixed + at * value_bytes,
+            )
+    elif step == GATE_DELTA:
+        for row in range(first, end):
+            origins, at = origins_at(pass_record[ORIGINS], row // new, new), row * value_bytes
+            delta_rule.gate_delta(layer, origins, row % new, gates + at, mixed + at)
+    else:
+        slot, path = _path_at(path_at)
+        at, unread = slot * new, _part_buffers(pass_record, scratch, first, heads)
+        for head in range(first, end):
+            delta_rule.replay_delta(
+                layer,
+                slot,
+                head,
+                path,
+                keys + at * key_bytes,
+                decays + at * head_bytes,
+                changes + at * value_bytes,
+                unread,
+            )
+
+
+@compiled
+def _compute_scan(
+    pass_record: Record, layer: Record, step: int, scratch: int, kept: int, path_at: int, first: int, end: int
+) -> None:
+    new, heads = pass_record[NEW], layer[STATE_HEADS]
+    rows, row_bytes = pass_record[SLOTS] * new, mamba2.projected_size(layer) * ITEM_SIZE
+    channels, head_bytes = layer[CHANNELS] * ITEM_SIZE, heads * ITEM_SIZE
+    key_bytes, value_bytes = layer[KEY_HEADS] * layer[KEY_WIDTH] * ITEM_SIZE, layer[VALUE_WIDTH] * head_bytes
+    values = kept + rows * row_bytes
+    keys = values + rows * value_bytes
+    decays = keys + rows * key_bytes
+    convolved = _work_at(pass_record, scratch)
+    mixed = convolved + rows * channels
+    if step == PREPARE_SCAN:
+        for row in range(first, end):
+            slot, slot_row = row // new, row % new
+            mamba2.prepare_scan(
+                layer,
+                origins_at(pass_record[ORIGINS], slot, new),
+                slot_row,
+                kept + slot * new * row_bytes,
+                scratch + slot * window_size(layer) * ITEM_SIZE,
+                convolved + row * channels,
+                values + row * value_bytes,
+                keys + row * key_bytes,
+                decays + row * head_bytes,
+            )
+    elif step == SCAN:
+        buffers = _part_buffers(pass_record, scratch, first, pass_record[SLOTS] * heads)
+        for unit in range(first, end):
+            slot, at = unit // heads, unit // heads * new
+            mamba2.scan_head(
+                pass_record,
+                layer,
+                origins_at(pass_record[ORIGINS], slot, new),
+                slot,
+                unit % heads,
+                buffers,
+                convolved + at * channels,
+                values + at * value_bytes,
+                keys + at * key_bytes,
+                decays + at * head_bytes,
+                mixed + at * value_bytes,
+            )
+    elif step == GATE_SCAN:
+        for row in range(first, end):
+            origins = origins_at(pass_record[ORIGINS], row // new, new)
+            mamba2.gate_scan(layer, origins, row % new, kept + row * row_bytes, mixed + row * value_bytes)
+    else:
+        slot, path = _path_at(path_at)
+        at, unread = slot * new, _part_buffers(pass_record, scratch, first, heads)
+        for head in range(first, end):
+            mamba2.replay_scan(
+                layer,
+                slot,
+                head,
+                path,
+                values + at * value_bytes,
+                keys + at * key_bytes,
+                decays + at * head_bytes,
+                unread,
+            )
+
+
+@compiled
+def _path_at(address: int) -> tuple[int, Ints]:
+    """Return ``(slot, rows)`` from the path record at ``address``: the path's slot and its listed rows."""
+    head = array_at(address, (PATH,), types.int64)
+    return head[PATH_SLOT], array_at(address, (PATH + head[LISTED_ROWS],), types.int64)[PATH:]
+
+
+@compiled
+def _shift(pass_record: Record, layer: Record, kept: int, path_at: int, first: int, end: int) -> None:
+    slot, path = _path_at(path_at)
+    stride, inputs = layer[CHANNELS], kept
+    if layer[MIXER] not in (SHORT_CONVOLUTION, DELTA_RULE):
+        stride = mamba2.projected_size(layer)
+        inputs += layer[STATE_HEADS] * layer[VALUE_WIDTH] * ITEM_SIZE
+    count = array_at(path_at, (PATH,), types.int64)[COUNT]
+    shift_window(layer, slot, inputs + slot * pass_record[NEW] * stride * ITEM_SIZE, stride, count, path, first, end)
+
+
+@cache
+def mixer_function() -> Any:
+    """Return the C function that computes any step of a mixer between its matmuls.
+
+    A call computes the units from ``first`` to ``end``: rows, heads or vectors of channels, depending on the step.
+    """
+
+    @cfunc(types.void(*[types.int64] * MATMUL_ARGUMENTS), cache=True)
+    def compute_mixer(
+        pass_at: int, layer_at: int, _: int, step: int, scratch: int, kept: int, path_at: int, first: int, end: int
+    ) -> None:
+        pass_record, layer = array_at(pass_at, (PASS_FIELDS,), types.int64), array_at(layer_at, (FIELDS,), types.int64)
+        if step == WINDOWS:
+            copy_windows(layer, scratch, first, end)
+        elif step == SHIFT:
+            _shift(pass_record, layer, kept, path_at, first, end)
+        elif step <= CONVOLVE_GATED:
+            _compute_convolution(pass_record, layer, step, scratch, kept, first, end)
+        elif step <= REPLAY_DELTA or step >= JOIN:
+            _compute_delta(pass_record, layer, step, scratch, kept, path_at, first, end)
+        else:
+            _compute_scan(pass_record, layer, step, scratch, kept, path_at, first, end)
+
+    return compute_mixer
+
+
+@compiled
+def _kept_at(pass_record: Record, layer: Record) -> int:
+    """Return the address of the values that a layer keeps for the rows of a pass.
+
+    In a pass over a prompt, all layers share one address, because nothing reads a layer's values later.
+    """
+    earlier = 0 if pass_record[ADVANCES] else layer[JOURNAL_AT] * pass_record[SLOTS] * pass_record[NEW]
+    return pass_record[JOURNAL] + earlier * ITEM_SIZE  # type: ignore[no-any-return]
+
+
+@compiled
+def mix(pass_record: Record, layer: Record, starts: Ints, read: int, rows: int, scratch: int, written: int) -> None:
+    """Compute a layer's mixer for all rows at ``read`` and write its output to ``written``.
+
+    The layer's states are updated only if the pass record's ``ADVANCES`` is set.
+    """
+    function, kept, work = pass_record[MIXER_FUNCTION], _kept_at(pass_record, layer), _work_at(pass_record, scratch)
+    channels, heads, vectors = layer[CHANNELS], layer[STATE_HEADS], layer[CHANNELS] // LANES
+    values, state_work = heads * layer[VALUE_WIDTH], rows * heads * layer[VALUE_WIDTH] * layer[KEY_WIDTH]
+    addresses, slots, keys = (scratch, kept, 0), pass_record[SLOTS], layer[KEY_HEADS] * layer[KEY_WIDTH]
+    channel_work, value_work = rows * channels, rows * values
+    window = slots * vectors * LANES
+    compute_step(pass_record, function, layer, starts, WINDOWS, *addresses, slots * vectors, window)
+    if layer[MIXER] == SHORT_CONVOLUTION:
+        multiply(pass_record, layer, TO_QUERIES, read, rows, work)
+        compute_step(pass_record, function, layer, starts, GATE_INPUTS, *addresses, rows, channel_work)
+        compute_step(pass_record, function, layer, starts, CONVOLVE_GATED, *addresses, rows, channel_work)
+        mixed = work + 3 * rows * channels * ITEM_SIZE
+    elif layer[MIXER] == DELTA_RULE:
+        gates = work + rows * channels * ITEM_SIZE
+        steps = gates + rows * values * ITEM_SIZE
+        strengths = steps + rows * heads * ITEM_SIZE
+        if not layer[FOURTH]:
+            inputs = strengths + rows * (heads + values) * ITEM_SIZE
+            multiply(pass_record, layer, TO_QUERIES, read, rows, inputs)
+            multiply(pass_record, layer, TO_KEYS, read, rows, inputs + rows * (channels + values) * ITEM_SIZE)
+            compute_step(pass_record, function, layer, starts, SPREAD, *addresses, rows, channel_work)
+        elif layer[FIFTH]:
+            separate = work + rows * keys * ITEM_SIZE
+            multiply(pass_record, layer, TO_QUERIES, read, rows, work)
+            multiply_by(pass_record, layer, FIFTH, read, rows, separate)
+            multiply_by(pass_record, layer, SIXTH, read, rows, separate + rows * keys * ITEM_SIZE)
+            compute_step(pass_record, function, layer, starts, JOIN, *addresses, rows, channel_work)
+        else:
+            multiply(pass_record, layer, TO_QUERIES, read, rows, kept)
+        if layer[FOURTH]:
+            multiply(pass_record, layer, TO_KEYS, read, rows, gates)
+            multiply(pass_record, layer, TO_VALUES, read, rows, strengths)
+            multiply_by(pass_record, layer, FOURTH, read, rows, steps)
+        compute_step(pass_record, function, layer, starts, PREPARE_DELTA, *addresses, rows, channel_work)
+        compute_step(pass_record, function, layer, starts, RECUR_DELTA, *addresses, slots * heads, state_work)
+        compute_step(pass_record, function, layer, starts, GATE_DELTA, *addresses, rows, value_work)
+        mixed = strengths + rows * heads * ITEM_SIZE
+    else:
+        multiply(pass_record, layer, TO_QUERIES, read, rows, kept)
+        compute_step(pass_record, function, layer, starts, PREPARE_SCAN, *addresses, rows, channel_work)
+        compute_step(pass_record, function, layer, starts, SCAN, *addresses, slots * heads, state_work)
+        compute_step(pass_record, function, layer, starts, GATE_SCAN, *addresses, rows, value_work)
+        mixed = work + rows * channels * ITEM_SIZE
+    if pass_record[ADVANCES]:
+        # The windows aren't needed anymore, so their memory holds the path: the last rows of the prompt.
+        new, columns = pass_record[NEW], min(pass_record[NEW], layer[COLUMNS])
+        path = array_at(scratch, (PATH + columns,), types.int64)
+        path[PATH_SLOT], path[COUNT], path[LISTED_ROWS] = 0, new, columns
+        for column in range(columns):
+            path[PATH + column] = new - columns + column
+        compute_step(pass_record, function, layer, starts, SHIFT, scratch, kept, scratch, vectors, window)
+    multiply(pass_record, layer, TO_OUTPUT, mixed, rows, written)
+
+
+@compiled
+def accept(pass_record: Record, layers: Record, starts: Ints, path: Ints, scratch: int) -> None:
+    """Advance the mixers' states along a path of a pass's rows, by replaying the values kept for these rows.
+
+    The states must be those before the pass.
+    """
+    function, count = pass_record[MIXER_FUNCTION], path[COUNT]
+    for number in range(len(layers)):
+        layer = layers[number]
+        if not layer[MIXER]:
+            continue
+        addresses = scratch, _kept_at(pass_record, layer), path.ctypes.data
+        vectors, heads = layer[CHANNELS] // LANES, layer[STATE_HEADS]
+        compute_step(pass_record, function, layer, starts, SHIFT, *addresses, vectors, vectors * LANES)
+        if layer[MIXER] != SHORT_CONVOLUTION:
+            step = REPLAY_DELTA if layer[MIXER] == DELTA_RULE else REPLAY_SCAN
+            work = count * heads * layer[VALUE_WIDTH] * layer[KEY_WIDTH]
+            compute_step(pass_record, function, layer, starts, step, *addresses, heads, work)
+
+
+class KeptRows:
+    """A copy of the values that mixers kept for the rows of one pass over trees."""
+
+    def __init__(self, mixers: MixerTable, pass_record: Record, layers: Record, journal: Array) -> None:
+        self._mixers, self._pass_record, self._layers, self._journal = mixers, pass_record, layers, journal
+        pass_record[JOURNAL], pass_record[THREAD_POOL] = journal.ctypes.data, 0
+
+    def accept(self, path: Array, states: States) -> None:
+        """Advance a slot's states along a path of its rows; ``states`` may have moved in memory since the pass."""
+        self._mixers.fill_states(self._layers, states, int(path[PATH_SLOT]))
+        scratch = torch.empty(mixer_scratch_size(self._pass_record), dtype=torch.float32)
+        accept(self._pass_record, self._layers, np.zeros(1, np.int64), path, scratch.data_ptr())

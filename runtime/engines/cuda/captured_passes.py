@@ -1,0 +1,240 @@
+"""Chooses how to compute a model's passes over draft trees, captures them as CUDA graphs and checks their logits."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from hdtool.data.errors import error_reason
+from hdtool.runtime.caches.kv_cache import IndexedKVCache, KVTensors
+from hdtool.runtime.caches.slots import Cache
+from hdtool.runtime.core.engine import PassOptions
+from hdtool.runtime.core.tree import LARGEST_TREE, DraftTree
+from hdtool.runtime.engines.checks.trees import two_steps
+from hdtool.runtime.engines.cuda.fused_pass import FusedPass, fuse, triton_operations
+from hdtool.runtime.engines.cuda.operations import TreeAttention, move_positions
+from hdtool.runtime.engines.cuda.static_steps import (
+    RunningStep,
+    StaticSteps,
+    StepOutput,
+    StepPass,
+    is_out_of_memory,
+    note_uncaptured,
+)
+from hdtool.runtime.model.families import deviation
+from hdtool.runtime.model.pass_inputs import Mask
+from hdtool.runtime.model.placement import not_on_one_device_reason
+
+if TYPE_CHECKING:
+    from hdtool.runtime.engines.cuda.static_steps import Capture
+    from hdtool.runtime.engines.stock.closed_forms import StackedStates
+    from hdtool.runtime.engines.stock.stock_passes import StockPasses
+    from hdtool.runtime.engines.target import Target
+    from hdtool.runtime.model.pass_inputs import StepTensors
+
+
+class LibraryPass:
+    """A pass over draft trees through transformers' layers, optionally with hdtool's own attention.
+
+    hdtool's ``attention`` reads only the slots' contexts. Without it, the attention of transformers reads a fixed
+    extent of the cache, and the mask hides positions after the contexts.
+    """
+
+    def __init__(self, stock: StockPasses, attention: TreeAttention | None = None) -> None:
+        self._stock, self._attention = stock, attention
+        self.reads_extent = attention is None
+
+    def run(self, step: StepTensors, storage: KVTensors, extent: int) -> StepOutput:
+        move_positions(storage.tensors, step)
+        if self._attention is None:
+            masks = self._stock.masks.on_device(step.ancestor_mask, step.positions, step.length, extent)
+            return self._pass(step, storage, masks, extent)
+        with self._attention.replacing(self._stock.model, step) as masks:
+            output = self._pass(step, storage, masks, storage.capacity)
+        if not self._attention.calls:
+            raise NotImplementedError("layers that do not look their attention up")
+        return output
+
+    def _pass(self, step: StepTensors, storage: KVTensors, masks: Mask, extent: int) -> StepOutput:
+        stock = self._stock
+        indices = step.length[:, None] + torch.arange(step.tokens.shape[1], device=step.length.device)
+        cache = IndexedKVCache(storage, indices, extent)
+        options: dict[str, Any] = {"attention_mask": masks, "use_cache": True, "return_dict": True}
+        if stock.takes_positions:
+            options["position_ids"] = step.positions
+        with self._over(step, storage, cache) as states:
+            logits: torch.Tensor = stock.model(input_ids=step.tokens, **options, **{stock.cache_name: cache}).logits
+        hidden = stock.hidden.last_pass if stock.hidden.is_watched else None
+        return StepOutput(logits.flatten(0, 1), hidden, states() if states else None)
+
+    def _over(
+        self, step: StepTensors, storage: KVTensors, cache: IndexedKVCache
+    ) -> AbstractContextManager[Callable[[], StackedStates] | None]:
+        """Return a context manager that makes recurrent layers process the step's trees instead of sequences.
+
+        It yields a function that returns the states after the pass; for a model without states, it yields None.
+        """
+        recurrent = self._stock.recurrent
+        return recurrent.over_step(step, storage.states, cache) if recurrent and storage.states else nullcontext()
+
+
+def library_passes(target: Target) -> Iterator[LibraryPass]:
+    """Yield each ``LibraryPass`` to try to capture, the fastest first."""
+    operations, windows = triton_operations(target.device), target.stock.windows
+    selects = any(shape.indexer for shape in target.shapes)  # through the mask, which hdtool's attention ignores
+    if operations and not selects and not any(window.chunk for window in windows):
+        yield LibraryPass(target.stock, TreeAttention(operations, windows))
+    yield LibraryPass(target.stock)
+
+
+NOT_CAPTURED = "the steps of this model are not captured as CUDA graphs"
+RESERVED_SHARE = 1 / 8
+"""Share of the GPU memory left free after loading that a cache reserves at once.
+
+A cache that grows is allocated anew, and all steps must then be captured again.
+"""
+
+
+class CapturedPasses:
+    """Manages the steps captured for a target; does nothing if the model's passes cannot be captured."""
+
+    def __init__(self) -> None:
+        self.steps: StaticSteps | None = None
+        self._passes: list[StepPass] = []
+        """The pass that is captured, followed by its fallbacks."""
+        self._lost = ""
+        """Why hdtool's own pass was given up, until a note says so; a model without any captured pass gets another."""
+
+    @property
+    def is_fused(self) -> bool:
+        """True if hdtool's fused pass is captured rather than a pass through transformers' layers."""
+        return bool(self._passes) and isinstance(self._passes[0], FusedPass)
+
+    @torch.inference_mode()
+    def enable(self, target: Target, capture: Capture) -> None:
+        """Try to capture steps; from now on, use them if their logits match those of uncaptured steps."""
+        if reason := not_on_one_device_reason(target.model) or target.stock.row_by_row.reason:
+            self.disable()
+            return _note(f"{NOT_CAPTURED}: {reason}")
+        self._passes = passes_of(target)
+        steps = StaticSteps(self._passes[0], capture, target.device, reserved_positions(target))
+        # Steps are captured for one cache, but an answer may still need the contents of the target's own cache.
+        is_free = target.cache.user is None
+        cache = target.cache if is_free else target.allocate()
+        cache.reserve(1, steps.capacity_for(1, target.context_limit(1)))
+        expected = two_steps(target, cache)
+        self.steps = steps
+        while self.steps:
+            proven = self._passes[0]
+            # The first two steps are captured, and the next two replayed.
+            actual = [*two_steps(target, cache), *two_steps(target, cache)]
+            if self._passes[:1] != [proven]:
+                continue  # capturing it failed, and the next pass replaced it
+            if not steps.holds_results:  # the logits are those of uncaptured steps
+                self._give_up("there is not enough GPU memory")
+                continue
+            pairs = zip(actual, [*expected, *expected], strict=True)
+            distance = next(filter(None, (deviation(*pair, target.rounding) for pair in pairs)), "")
+            if not distance:
+                break
+            self._give_up(f"its logits would be off by {distance}")
+        cache.slots[0].cut(0)
+        if is_free:
+            self.record(cache)
+
+    @torch.inference_mode()
+    def record(self, cache: Cache) -> None:
+        """Capture the steps for a single tree before they are first used, as far as memory allows."""
+        if self.steps and cache.capacity > LARGEST_TREE:
+            try:
+                self.steps.record(cache)
+            except Exception as error:  # see ``launch``
+                if not is_out_of_memory(error):
+                    self._give_up(error_reason(error))
+
+    def disable(self) -> None:
+        self.steps, self._passes, self._lost = None, [], ""
+
+    def _give_up(self, reason: str) -> None:
+        """Fall back to the next pass, or disable capturing and print a note if none is left."""
+        if self.is_fused:
+            self._lost = reason
+        del self._passes[0]
+        if self.steps and self._passes:
+            self.steps.use(self._passes[0])
+        else:
+            self.disable()
+            _note(f"{NOT_CAPTURED}: {reason}")
+
+    def renew(self, target: Target) -> None:
+        """Release all captured steps, so that they are captured again with the model's current weights."""
+        if self.steps:
+            if self.is_fused:
+                self._passes = passes_of(target)
+            self.steps.use(self._passes[0])
+
+    def forget(self) -> None:
+        """Release all captured steps; each is captured again when next used."""
+        if self.steps:
+            self.steps.forget()
+
+    def capacity_for(self, needed: int, limit: int | None, slots: int) -> int:
+        """Return the capacity to allocate for ``needed`` positions: with captured steps, one of a few fixed values."""
+        return self.steps.capacity_for(needed, limit, slots) if self.steps else needed
+
+    @torch.inference_mode()
+    def launch(self, cache: Cache, trees: Sequence[DraftTree], options: Sequence[PassOptions]) -> RunningStep | None:
+        """Start to verify trees; return None if steps are not captured, or if this one does not fit into memory."""
+        while self.steps:
+            try:
+                start = self.steps.prepared(cache, trees, combined_options(options))
+            except Exception as error:  # model code that cannot be captured may raise any error
+                if any(slot.kv.settled < slot.length for slot in cache.slots[: len(trees)]):
+                    raise  # a move of accepted positions was interrupted, which no other pass can undo
+                if is_out_of_memory(error):
+                    note_uncaptured()
+                    return None
+                self._give_up(error_reason(error))
+            else:
+                if self._lost:
+                    _note(
+                        f"hdtool's own pass is not used for this model, whose steps are slower without it: {self._lost}"
+                    )
+                    self._lost = ""
+                return start() if start else None
+        return None
+
+
+def combined_options(options: Sequence[PassOptions]) -> PassOptions:
+    """Combine the options of all trees in a pass: the largest ``max_ranked``, and ``root`` if any tree sets it."""
+    return PassOptions(
+        max_ranked=max((each.max_ranked for each in options), default=0), root=any(each.root for each in options)
+    )
+
+
+def reserved_positions(target: Target) -> int:
+    """Return how many cache positions fit into ``RESERVED_SHARE`` of a GPU's free memory; 0 on other devices."""
+    shapes = [shape for layer in target.shapes for shape in layer.kept]
+    each = sum(shape.heads * shape.width * shape.dtype.itemsize for shape in shapes)
+    if target.device.type != "cuda" or not each:
+        return 0
+    free, _ = torch.cuda.mem_get_info(target.device)
+    return int(RESERVED_SHARE * free) // each
+
+
+def passes_of(target: Target) -> list[StepPass]:
+    """Return the passes to try to capture, the fastest first."""
+    try:
+        fused = fuse(target)
+    except torch.OutOfMemoryError:
+        fused = None
+        _note("there is not enough GPU memory to merge weights for hdtool's own pass, so that steps are slower")
+    return [*filter(None, [fused]), *library_passes(target)]
+
+
+def _note(text: str) -> None:
+    print(f"note: {text}", file=sys.stderr)

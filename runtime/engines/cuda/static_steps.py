@@ -1,0 +1,493 @@
+"""Captures steps with fixed shapes as CUDA graphs, once per shape, and replays them.
+
+A step moves the cache positions of accepted paths, verifies a tree in each of the first slots and computes the argmax
+at each node. There is one captured step for each number of slots and each tree size and, if passes read a fixed number
+of cache positions, for each such number (the extent).
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+import time
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import NamedTuple, Protocol
+from weakref import WeakKeyDictionary
+
+import torch
+
+from hdtool.runtime.caches.kv_cache import KVTensors
+from hdtool.runtime.caches.slots import Cache, StatesOfTree
+from hdtool.runtime.core.engine import LOGITS_ONLY, PassOptions, Verified
+from hdtool.runtime.core.tree import LARGEST_TREE, ROOT, DraftTree
+from hdtool.runtime.engines.cuda.waits import waits_refused
+from hdtool.runtime.kernels.compiled import Array
+from hdtool.runtime.kernels.topk import MAX_RANKED
+from hdtool.runtime.model.pass_inputs import StepInput, StepTensors
+
+WARM_UPS = 1
+"""Number of warm-up runs before a capture, since compilation and lazy initialization cannot be captured."""
+
+FIRST_RECOVERING_TORCH = 2, 12
+"""First torch release that can capture again after a failed capture (pytorch/pytorch#180395)."""
+
+Run = Callable[[], None]
+
+
+class Capture(Protocol):
+    """Captures functions so that they can be replayed on the same tensors."""
+
+    def record(self, run: Run) -> Run:
+        """Return a function that replays ``run``, or ``run`` itself if there is not enough memory to capture it.
+
+        Capturing may call ``run`` any number of times. What was captured is released with the returned function.
+        """
+        ...
+
+
+class CudaGraphs:
+    """Captures CUDA graphs that share a memory pool, which is only slightly larger than the largest graph needs.
+
+    Sharing is safe because nothing in the pool is read after the next replay has started. An empty graph keeps the pool
+    alive when all others are released: torch refuses to capture into a pool that has lost its last graph.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._side, self._pool = torch.cuda.Stream(device), torch.cuda.graph_pool_handle()
+        self._failure: Exception | None = None
+        """Error that ended a capture, if torch cannot capture again after it."""
+        # The first capture of a process creates the seed tensor of the device's generator. If it were created in
+        # inference mode, every later capture outside of that mode would fail, such as that of a compiled `generate`.
+        with torch.inference_mode(False):
+            number = torch.zeros(1, device=device)
+
+            def run() -> None:
+                number.zero_()
+
+            self._kept = self.record(run)
+
+    def record(self, run: Run) -> Run:
+        """Try twice, because memory or another thread may have been in the way the first time."""
+        try:
+            return self._record(run)
+        except Exception:  # any code may run in a capture
+            release_memory()
+        try:
+            return self._record(run)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+        run()  # raises an error if there is not even enough memory for that
+        note_uncaptured()
+        return run
+
+    def _record(self, run: Run) -> Run:
+        if self._failure:
+            raise RuntimeError("this release of torch cannot capture again after a failure") from self._failure
+        with torch.cuda.device(self._device):
+            main = torch.cuda.current_stream()
+            self._side.wait_stream(main)
+            try:
+                with torch.cuda.stream(self._side):
+                    for _ in range(WARM_UPS):
+                        run()
+                    if not can_capture_after_failure():
+                        with waits_refused():
+                            run()
+            finally:
+                main.wait_stream(self._side)
+            graph = torch.cuda.CUDAGraph()
+            # A cuBLAS workspace from before the capture could be freed or used elsewhere while graphs still write to
+            # it; one that is allocated during the capture belongs to the graphs' pool.
+            clear_cublas_workspaces()
+            try:
+                # Thread-local, so that other threads may use the device meanwhile.
+                with torch.cuda.graph(graph, pool=self._pool, stream=self._side, capture_error_mode="thread_local"):
+                    run()
+            except Exception as error:
+                self._failure = None if can_capture_after_failure() else error
+                raise
+            finally:
+                torch.cuda.set_stream(main)  # a capture that fails as it ends leaves the side stream current
+                clear_cublas_workspaces()
+        return graph.replay
+
+
+class DeviceClock:
+    """Measures the duration of work on a device: with events on CUDA, with the host's clock elsewhere."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._events = [torch.cuda.Event(enable_timing=True) for _ in range(2)] if device.type == "cuda" else []
+        self._device = device
+        self._times = [0.0, 0.0]
+
+    def start(self) -> None:
+        self._mark(0)
+
+    def stop(self) -> None:
+        self._mark(1)
+
+    def _mark(self, which: int) -> None:
+        if self._events:
+            self._events[which].record(torch.cuda.current_stream(self._device))
+        else:
+            self._times[which] = time.perf_counter()
+
+    def seconds(self) -> float:
+        """Wait until the device has reached ``stop``; return the seconds from ``start`` to ``stop``."""
+        if not self._events:
+            return self._times[1] - self._times[0]
+        self._events[1].synchronize()
+        return float(self._events[0].elapsed_time(self._events[1])) / 1e3
+
+
+def can_capture_after_failure() -> bool:
+    """Return True if torch can capture again after a failed capture."""
+    major, minor = torch.__version__.split(".")[:2]
+    return (int(major), int(minor)) >= FIRST_RECOVERING_TORCH
+
+
+OUT_OF_MEMORY = "out of memory", "alloc_failed"
+"""Parts of messages by CUDA and its libraries, in lower case."""
+
+
+def is_out_of_memory(error: BaseException | None) -> bool:
+    """Return True if an error, or one that it followed, says that the device's memory is short.
+
+    A capture that runs out of memory may end with a second error, about the end of the capture.
+    """
+    while error:
+        if isinstance(error, torch.OutOfMemoryError) or any(part in str(error).lower() for part in OUT_OF_MEMORY):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def release_memory() -> None:
+    """Give unused memory of Python objects and of torch back to the device."""
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+@cache
+def note_uncaptured() -> None:
+    """Print a note, once."""
+    print(
+        "note: there is not enough GPU memory to capture a step as a CUDA graph: it runs without one, which is slower, "
+        f"and capturing is tried again every {RETRY_AFTER} steps",
+        file=sys.stderr,
+    )
+
+
+def clear_cublas_workspaces() -> None:
+    """Free cuBLAS's workspaces, one per handle and stream; the next matmul allocates a new one."""
+    torch._C._cuda_clearCublasWorkspaces()
+
+
+CaptureMaker = Callable[[torch.device], Capture | None]
+"""Returns a ``Capture`` for a device, or None if steps on that device are neither captured nor padded."""
+
+
+def by_device(device: torch.device) -> Capture | None:
+    """Return ``CudaGraphs`` for CUDA devices, and None for others, where steps without padding are faster."""
+    return CudaGraphs(device) if device.type == "cuda" else None
+
+
+def never(device: torch.device) -> Capture | None:
+    return None
+
+
+MIN_EXTENT = 512
+"""Smallest extent in cache positions. Larger extents are a power of two times this, or halfway between two of those."""
+STEP_SIZES = (1, 8, 16, 32, 64, LARGEST_TREE + 1)
+"""Numbers of rows per slot in captured steps. Matmuls use tiles of 64 rows: one more row starts another tile."""
+RETRY_AFTER = 256
+"""Number of steps of one shape after which it is captured again, if there was not enough memory before."""
+RECORDED = STEP_SIZES[:-1]
+"""Step sizes that are captured before an answer needs them; draft budgets never choose larger ones."""
+
+
+class StepOutput(NamedTuple):
+    """The outputs of a pass, on the device."""
+
+    logits: torch.Tensor
+    """Shape ``[slots * rows, vocabulary]``."""
+    hidden: torch.Tensor | None
+    """Shape ``[slots, rows, width]``; None if hidden states aren't recorded."""
+    states: StatesOfTree | None = None
+    """States of recurrent layers after each row, if the model has any."""
+
+
+class StepPass(Protocol):
+    """A pass with fixed tensor shapes over draft trees."""
+
+    reads_extent: bool
+    """True if the pass reads a fixed number of cache positions (the extent), whatever the context lengths."""
+
+    def run(self, step: StepTensors, storage: KVTensors, extent: int) -> StepOutput:
+        """Move cache positions and verify the trees, without synchronization or data-dependent control flow."""
+        ...
+
+
+class RunningStep:
+    """A step that was started, with its results. They are valid after ``wait``, until the next step overwrites them."""
+
+    def __init__(self, clock: DeviceClock) -> None:
+        self._clock, self._seconds = clock, -1.0
+        self.results: list[Verified] = []
+        self.is_overwritten = False
+
+    def wait(self) -> float:
+        """Wait until the device has computed the results; return the seconds that the step took."""
+        if self._seconds < 0:
+            self._seconds = self._clock.seconds()
+        return self._seconds
+
+
+class StaticSteps:
+    """Captures and replays the steps of one model.
+
+    All steps share buffers and the memory pool of their graphs. Before either is written or freed, the running step is
+    finished, no matter which answer it belongs to.
+    """
+
+    def __init__(self, used: StepPass, capture: Capture, device: torch.device, reserved: int = 0) -> None:
+        """Prepare to capture ``used``; reserve ``reserved`` positions per cache unless ``used.reads_extent`` is set."""
+        self._pass, self._capture, self._device, self._reserved = used, capture, device, reserved
+        self._clock = DeviceClock(device)
+        self._steps: WeakKeyDictionary[KVTensors, dict[tuple[int, int, int], _Step]] = WeakKeyDictionary()
+        """Captured steps by cache storage, then by slots, rows and extent."""
+        self._buffers: dict[int, _Buffers] = {}
+        """Buffers by the number of slots they hold: a power of two, since they are large and should be few."""
+        self._running: RunningStep | None = None
+        """The last step that was started, while the buffers hold its results."""
+
+    def use(self, used: StepPass) -> None:
+        """Replace the pass to capture, and release all captured steps."""
+        self._pass = used
+        self.forget()
+
+    def forget(self) -> None:
+        """Release all captured steps; each is captured again when next used."""
+        self._finish_running()
+        self._steps.clear()
+        self._buffers.clear()
+
+    def capacity_for(self, needed: int, limit: int | None, slots: int = 1) -> int:
+        """Return the capacity per slot for ``needed`` positions: one of a few values, so that steps can be reused."""
+        capacity = MIN_EXTENT
+        while capacity < needed:
+            capacity *= 2
+        if not self._pass.reads_extent:
+            capacity = max(capacity, self._reserved // slots)
+        return capacity if limit is None else min(capacity, max(needed, limit + LARGEST_TREE + 1))
+
+    def record(self, cache: Cache) -> None:
+        """Capture the steps for one slot ahead of time, so that no answer waits for them.
+
+        Steps that read a fixed extent are captured when first used, since there is one per extent.
+        """
+        for rows in () if self._pass.reads_extent else RECORDED:
+            self.prepared(cache, [DraftTree.of(0, [0] * (rows - 1), [ROOT] * (rows - 1))])
+
+    @property
+    def holds_results(self) -> bool:
+        """True if the buffers hold the results of the last step, so that there was enough memory to run it."""
+        return self._running is not None
+
+    def _finish_running(self) -> None:
+        """Wait for the running step, and tell whoever started it that its results are overwritten from now on."""
+        if running := self._running:
+            running.wait()
+            running.is_overwritten, self._running = True, None
+
+    def prepared(
+        self, cache: Cache, trees: Sequence[DraftTree], options: PassOptions = LOGITS_ONLY
+    ) -> Callable[[], RunningStep] | None:
+        """Return a function that starts to verify the trees; capture the step first if its shape is new.
+
+        Return None if there is not enough memory for the step, even without capturing it.
+
+        The step makes the cache's pending moves. ``options`` says whether rankings and root logits are copied
+        to the host.
+        """
+        self._finish_running()
+        slots = cache.slots[: len(trees)]
+        rows = STEP_SIZES[bisect_left(STEP_SIZES, max(map(len, trees)) + 1)]
+        room = 1 << (len(trees) - 1).bit_length()
+        buffers = self._buffers.get(room) or _Buffers(self._device, room)
+        self._buffers[room] = buffers
+        extent = 0
+        if self._pass.reads_extent:
+            extent = min(extent_for(max(slot.kv.length for slot in slots) + rows), cache.capacity)
+        for place, (slot, tree) in enumerate(zip(slots, trees, strict=True)):
+            buffers.input.fill(place, tree, rows, slot.kv.length)
+            slot.kv.written_length = max(slot.kv.written_length, slot.kv.length + rows)
+        steps = self._steps.setdefault(cache.storage, {})
+        shape = len(trees), rows, extent
+        step = steps.get(shape)
+        if step is None or step.is_due():
+            for slot in slots:  # capturing runs the step, which would overwrite the accepted path
+                slot.kv.settle()
+            buffers.input.send(len(trees), rows)
+            step = steps[shape] = self._captured(buffers, cache.storage, *shape)
+        if (run := step.run) is None:
+            return None
+        return lambda: self._run(step, run, buffers, cache, trees, rows, options)
+
+    def _run(
+        self,
+        step: _Step,
+        run: Run,
+        buffers: _Buffers,
+        cache: Cache,
+        trees: Sequence[DraftTree],
+        rows: int,
+        options: PassOptions,
+    ) -> RunningStep:
+        slots = cache.slots[: len(trees)]
+        for place, slot in enumerate(slots):
+            if slot.kv.pending_move:
+                buffers.input.move(place, rows, *slot.kv.pending_move)
+        running = self._running = RunningStep(self._clock)
+        self._clock.start()
+        try:
+            buffers.input.send(len(trees), rows)
+            for slot in slots:
+                slot.kv.begin_move()
+            run()
+            for place, slot in enumerate(slots):
+                slot.kv.end_move()
+                slot.states_of_tree, slot.place_in_tree = step.states, place
+            collect = buffers.received(len(trees), rows, options)
+        finally:  # the next step waits for this one even if an interrupt has left it to the device
+            self._clock.stop()
+        running.results = [collect(place * rows, len(tree) + 1) for place, tree in enumerate(trees)]
+        return running
+
+    def _captured(self, buffers: _Buffers, storage: KVTensors, slots: int, rows: int, extent: int) -> _Step:
+        inputs, step = buffers.input.tensors(slots, rows), _Step()
+
+        def run() -> None:
+            output = self._pass.run(inputs, storage, extent)
+            buffers.write(output)
+            step.states = output.states
+
+        try:
+            step.run = self._capture.record(run)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            note_uncaptured()
+        if step.run in (run, None):
+            step.uses_left = RETRY_AFTER
+        return step
+
+
+class _Step:
+    """A captured step, and the states it writes."""
+
+    run: Run | None = None
+    """Replays the step, or runs it if there was not enough memory to capture it; None if there is none to run it."""
+    uses_left: int | None = None
+    """Number of uses before another attempt to capture the step; None if it is captured."""
+    states: StatesOfTree | None = None
+    """Recurrent states after each row, which each replay overwrites."""
+
+    def is_due(self) -> bool:
+        """Count a use; return True if the step should be captured now."""
+        if self.uses_left is not None:
+            self.uses_left -= 1
+        return self.uses_left == 0
+
+
+class _Buffers:
+    """Input and output buffers at fixed addresses, for steps over up to ``slots`` slots."""
+
+    def __init__(self, device: torch.device, slots: int) -> None:
+        self.input = StepInput(device, slots)
+        self._rows = slots * (LARGEST_TREE + 1)
+        words = self._rows * (2 + MAX_RANKED + MAX_RANKED // 2)
+        self._outcome = torch.zeros(words, dtype=torch.int64, device=device)
+        """Results that are copied to the host together, hence in one contiguous tensor.
+
+        First the argmax of each row, then whether its logit is finite, then the rankings: tokens and their logits.
+        """
+        self._host = torch.zeros(words, dtype=torch.int64, pin_memory=device.type == "cuda")
+        self._logits: torch.Tensor | None = None
+        self._hidden: torch.Tensor | None = None
+        self._roots: torch.Tensor | None = None
+        """Logits of each slot's root, on the host."""
+
+    def write(self, output: StepOutput) -> None:
+        """Copy a pass's outputs to the buffers, which the first call allocates."""
+        logits, hidden, _ = output
+        if self._logits is None:
+            self._logits = logits.new_zeros((self._rows, logits.shape[1]))
+        if hidden is not None and self._hidden is None:
+            self._hidden = hidden.new_zeros((self._rows, hidden.shape[-1]))
+        rows = len(logits)
+        self._logits[:rows].copy_(logits)
+        tokens, finite = self._outcome[:rows], self._outcome[rows : 2 * rows]
+        torch.argmax(logits, dim=-1, out=tokens)
+        finite.copy_(logits.gather(1, tokens[:, None])[:, 0].isfinite())
+        if hidden is not None and self._hidden is not None:
+            self._hidden[:rows].copy_(hidden.flatten(0, 1))
+
+    def received(self, slots: int, rows: int, options: PassOptions) -> Callable[[int, int], Verified]:
+        """Start copying results to the host; return a function that reads the results of some rows.
+
+        The function takes the index of the first row and the number of rows. Rankings are not part of the captured
+        step, because each number of ranked tokens would need a step of its own. The host launches the few ranking
+        kernels while the device computes the pass.
+        """
+        assert self._logits is not None
+        logits, number, end = self._logits, slots * rows, 2 * slots * rows
+        if k := min(options.max_ranked, MAX_RANKED, logits.shape[1]):
+            end += number * k + -(-number * k // 2)
+            best = logits[:number].topk(k)
+            for part, best_part in zip(rankings_in(self._outcome, number, k), (best.indices, best.values), strict=True):
+                part.copy_(best_part)
+        self._host[:end].copy_(self._outcome[:end], non_blocking=True)
+        roots = self._roots_on_host(slots, rows) if options.root else None
+        tokens, finite = self._host[: 2 * number].view(2, number).numpy()
+        ranked, scores = (part.numpy() for part in rankings_in(self._host, number, k))
+
+        def of_rows(first: int, number: int) -> Verified:
+            used = slice(first, first + number)
+            # Cloned, because the next replay overwrites the buffer.
+            hidden = self._hidden[used].clone() if self._hidden is not None else None
+            of_ranks = (ranked[used], scores[used]) if k else None
+            root = None if roots is None else roots[first // rows]
+            best_part = tokens[used], finite[used]
+            return Verified(logits[used], hidden, argmax=best_part[0], finite=best_part[1], ranked=of_ranks, root=root)
+
+        return of_rows
+
+    def _roots_on_host(self, slots: int, rows: int) -> Array:
+        assert self._logits is not None
+        logits = self._logits[: slots * rows : rows]
+        if self._roots is None or len(self._roots) < slots:
+            self._roots = torch.zeros(logits.shape, pin_memory=logits.is_cuda)
+        self._roots[:slots].copy_(logits.to(torch.float32, memory_format=torch.contiguous_format), non_blocking=True)
+        found: Array = self._roots.numpy()
+        return found
+
+
+def rankings_in(outcome: torch.Tensor, rows: int, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return views of the ranked tokens and of their logits in ``outcome``, each of shape ``[rows, k]``."""
+    tokens, logits = outcome[2 * rows :].split_with_sizes([rows * k, len(outcome) - (2 + k) * rows])
+    return tokens.view(rows, k), logits.view(torch.float32)[: rows * k].view(rows, k)
+
+
+def extent_for(rows: int) -> int:
+    """Return the smallest extent with at least ``rows`` positions."""
+    extent = MIN_EXTENT
+    while extent < rows:
+        if extent * 3 // 2 >= rows:
+            return extent * 3 // 2
+        extent *= 2
+    return extent

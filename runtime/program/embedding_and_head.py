@@ -1,0 +1,225 @@
+"""Describes what surrounds a model's layers: rotary positions, windows, per-layer inputs, embeddings and logits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import repeat
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar, cast
+
+import torch
+from torch.nn import Module
+from torch.nn.functional import gelu, silu
+
+from hdtool.runtime.model.pass_inputs import AttentionWindow
+
+if TYPE_CHECKING:
+    from hdtool.runtime.program.model_parts import Kind, ModelParts
+
+Matmul = TypeVar("Matmul", bound=Module)
+GATE, ACTIVATION, OUT, NORM = "per_layer_input_gate", "act_fn", "per_layer_projection", "post_per_layer_input_norm"
+LAYER_INPUT_MODULES = frozenset({GATE, ACTIVATION, OUT, NORM})
+"""Names of the layer modules that add the per-layer input to hidden states."""
+EMBEDDING, PROJECTION, PROJECTION_NORM = (
+    "embed_tokens_per_layer",
+    "per_layer_model_projection",
+    "per_layer_projection_norm",
+)
+DECODER_INPUT_MODULES = frozenset({EMBEDDING, PROJECTION, PROJECTION_NORM})
+"""Names of the decoder modules that compute the per-layer inputs."""
+
+
+@dataclass(frozen=True)
+class InputParts(Generic[Matmul]):
+    """The modules that add a layer's per-layer input to the hidden states after the MLP."""
+
+    gate: Matmul
+    out: Matmul
+    activation_module: Module
+    norm: Module
+
+    @property
+    def width(self) -> int:
+        return int(self.gate.out_features)  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True)
+class LayerInputs(Generic[Matmul]):
+    """Computes the per-layer inputs from a separate token embedding and a projection of the main embedding."""
+
+    decoder: Module
+    embedding: Any
+    projection: Matmul
+    norm: Any
+    scale: float
+    """Scales the projection."""
+    input_scale: float
+    """Scales the sum of the normalized projection and the token embedding."""
+
+    @torch.inference_mode()
+    def of(self, ids: torch.Tensor, embedded: torch.Tensor) -> torch.Tensor:
+        """Return the per-layer inputs ``[batch, tokens, layers, width]``, computed by Transformers' code.
+
+        ``embedded`` holds the main embeddings ``[batch, tokens, hidden]`` of ``ids``.
+        """
+        decoder: Any = self.decoder
+        inputs: torch.Tensor = decoder.project_per_layer_inputs(embedded, decoder.get_per_layer_inputs(ids, embedded))
+        return inputs
+
+
+def input_parts(layer: Module) -> InputParts[Any] | None:
+    """Return the modules that add a layer's per-layer input, or None if the layer has no such input."""
+    modules = layer._modules
+    if modules.get(GATE) is None:
+        return None
+    return InputParts(*(layer.get_submodule(name) for name in (GATE, OUT, ACTIVATION, NORM)))
+
+
+def layer_inputs(decoder: Any, layers: int, width: int, kind: Kind[Matmul]) -> LayerInputs[Matmul] | None:
+    """Return the decoder's modules for per-layer inputs of width ``width``; None if the engine can't use them."""
+    embedding, projection, norm = (decoder._modules.get(name) for name in (EMBEDDING, PROJECTION, PROJECTION_NORM))
+    scale: Any = getattr(decoder, "per_layer_model_projection_scale", None)
+    input_scale: Any = getattr(decoder, "per_layer_input_scale", None)
+    if embedding is None or not kind.is_linear(projection) or norm is None or not kind.is_embedding(embedding):
+        return None
+    out_features = layers * width
+    fits = (
+        embedding.weight.shape[1] == projection.out_features == out_features
+        and projection.bias is None
+        and isinstance(scale, float)
+        and isinstance(input_scale, float)
+        and set(norm._parameters) == {"weight"}
+        and norm.weight.shape == (width,)
+        and kind.is_readable(norm.weight)
+        and not any("forward" in vars(module) for module in (decoder, embedding, norm))
+    )
+    return LayerInputs(decoder, embedding, projection, norm, scale, input_scale) if fits else None
+
+
+ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "silu": silu,
+    "gelu_tanh": partial(gelu, approximate="tanh"),
+    "gelu": gelu,
+}
+MIXER_LAYER_TYPES = ("conv", "linear_attention", "mamba")
+"""Layer types that use a recurrent or convolution state instead of attention."""
+MAGNITUDES = torch.tensor([[1e-3], [1.0]])
+"""Magnitudes of the rows on which norms are compared; for the smaller one, epsilon affects the result."""
+
+
+class Rotary(NamedTuple):
+    """Cosines and sines that rotate a head, or only its first part if they are narrower than the head."""
+
+    cos: torch.Tensor
+    """``[tokens, width]``."""
+    sin: torch.Tensor
+    """``[tokens, width]``; negated for the first element of each pair."""
+    is_interleaved: bool = False
+    """True if pairs are adjacent elements, False if they are elements half the width apart."""
+
+    @classmethod
+    def of(cls, cos: torch.Tensor, sin: torch.Tensor, *, is_interleaved: bool) -> Rotary:
+        """Convert the cosines and sines that a Transformers rotary module returns, each with two equal halves."""
+        half = cos.shape[1] // 2
+        first, second = -sin[:, :half], sin[:, half:]
+        if not is_interleaved:
+            return cls(cos.contiguous(), torch.cat((first, second), dim=1))
+        pairs = torch.stack((first, second), dim=2)
+        return cls(cos[:, :half].repeat_interleave(2, dim=1), pairs.flatten(1), is_interleaved=True)
+
+
+def rotary_of(parts: ModelParts[Any], hidden: torch.Tensor, positions: torch.Tensor, kind: str) -> Rotary:
+    """Return the cosines and sines for layers of type ``kind``, as computed by the model's rotary module.
+
+    Raises NotImplementedError if the width of the cosines and sines doesn't fit a head.
+    """
+    embeddings = cast(Any, parts.rotary)(hidden, positions, *filter(None, [kind]))
+    cos, sin = (part.flatten(0, 1) for part in embeddings)
+    width, layer = cos.shape[1], parts.first_attention
+    if parts.family.varies_heads:
+        layer = parts.layers[position_kinds(parts).index(kind)]
+    if 2 * width == layer.width and parts.family.has_half_tables:
+        cos, sin, width = torch.cat((cos, cos), dim=1), torch.cat((sin, sin), dim=1), 2 * width
+    if width > layer.width or width % 2 or (width < layer.width and not parts.family.is_partial):
+        raise NotImplementedError("rotary positions for a part of a head")
+    return Rotary.of(cos, sin, is_interleaved=parts.family.is_interleaved)
+
+
+def position_kinds(parts: ModelParts[Any]) -> list[str]:
+    """Return, for each layer, the layer type to pass to the rotary module; empty strings if the module takes none."""
+    has_several = parts.rotary is not None and isinstance(cast(Any, parts.rotary).rope_type, dict)
+    return list(cast(Any, parts.decoder).config.layer_types) if has_several else [""] * len(parts.layers)
+
+
+def rotary_kinds(parts: ModelParts[Any]) -> list[str | None]:
+    """Return, for each layer, the layer type to pass to the rotary module; None for layers without rotary positions."""
+    rotates, kinds = parts.family.rotates, position_kinds(parts)
+    return [
+        kind if layer.mixer is None and rotates(layer.attention) else None
+        for layer, kind in zip(parts.layers, kinds, strict=True)
+    ]
+
+
+def windows_of_layers(config: Any, windows: Sequence[AttentionWindow]) -> list[AttentionWindow] | None:
+    """Return the window of each layer, of a model's ``windows``; None if attention is chunked or of an unknown type."""
+    by_kind = {window.kind: window for window in windows}
+    if any(window.chunk for window in by_kind.values()):
+        return None
+    number = int(config.num_hidden_layers)
+    kinds = getattr(config, "layer_types", None) or [windows[0].kind] * number
+    by_kind |= {kind: AttentionWindow(kind) for kind in MIXER_LAYER_TYPES if kind in kinds}
+    return [by_kind[kind] for kind in kinds] if by_kind.keys() >= set(kinds) else None
+
+
+@dataclass(frozen=True)
+class EmbeddingAndHead:
+    """Scales a model's embeddings, and divides and softcaps its logits."""
+
+    multiplier: float
+    divisor: float
+    softcap: float | None
+
+    @classmethod
+    def of(cls, parts: ModelParts[Any]) -> EmbeddingAndHead:
+        family, config = parts.family, cast(Any, parts.decoder).config
+        softcap = getattr(config, family.logit_softcap) if family.logit_softcap else None
+        return cls(
+            float(getattr(parts.decoder, family.embedding)) if family.embedding else 1.0,
+            float(getattr(config, family.logit_divisor)) if family.logit_divisor else 1.0,
+            softcap,
+        )
+
+    def embedded(self, rows: torch.Tensor) -> torch.Tensor:
+        return rows if self.multiplier == 1.0 else rows * self.multiplier
+
+    def bounded(self, logits: torch.Tensor) -> torch.Tensor:
+        if self.divisor != 1.0:
+            logits = logits / self.divisor
+        return logits if self.softcap is None else (logits / self.softcap).tanh_().mul_(self.softcap)
+
+
+@torch.inference_mode()
+def norms_and_activations_match(parts: ModelParts[Any], device: torch.device) -> bool:
+    """Return True if a model's norm and activation modules compute what the model's family describes.
+
+    The compared rows are float32 regardless of the weights' dtype, so that rounding doesn't hide a difference.
+    """
+    kind, expected, actual = parts.family.norm, [], []
+    norms = [(norm, layer.epsilon) for layer in parts.layers for norm in layer.norms]
+    ends = [(norm, parts.epsilon) for norm in (parts.norm, *([parts.inputs.norm] if parts.inputs else ()))]
+    weighted = [(norm, epsilon, kind.offset + cast(Any, norm).weight.float()) for norm, epsilon in [*norms, *ends]]
+    unweighted = [(layer.value_norm, layer.epsilon, layer.width) for layer in parts.layers if layer.value_norm]
+    unit_weighted = [(norm, epsilon, torch.ones(width, device=device)) for norm, epsilon, width in unweighted]
+    for norm, epsilon, weight in [*weighted, *unit_weighted]:
+        rows = torch.linspace(-2, 3, len(weight), dtype=torch.float32, device=device)[None] * MAGNITUDES.to(device)
+        scale = (rows.square().mean(-1, keepdim=True) + epsilon).rsqrt()
+        expected.append(rows * scale * weight)
+        actual.append(norm(rows))
+    activations = {(module, layer.activation) for layer in parts.layers if (module := layer.activation_module)}
+    activations |= {(layer.inputs.activation_module, layer.activation) for layer in parts.layers if layer.inputs}
+    for activation, name in activations:
+        rows = torch.linspace(-9, 9, 99, dtype=torch.float32, device=device)
+        expected.append(ACTIVATIONS[name](rows))
+        actual.append(activation(rows))
+    return all(map(torch.allclose, actual, expected, repeat(1e-4), repeat(1e-5)))

@@ -1,0 +1,223 @@
+"""Describes hybrid model types, which have recurrent layers or short convolutions as well as attention."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+import torch
+from torch.nn import Module
+
+from hdtool.runtime.program.mixer_parts import (
+    DELTA_RULE,
+    DELTA_RULE_BY_HEADS,
+    DELTA_RULE_SEPARATE,
+    MAMBA2,
+    SHORT_CONVOLUTION,
+    ExpertKind,
+    qwen_experts,
+    tensors_of,
+)
+from hdtool.runtime.program.model_families import (
+    EXPERT_SETTINGS,
+    GEMMA_NORM,
+    LLAMA_NORMS,
+    POST_NORMS,
+    ROUNDED_AFTER,
+    Family,
+    Names,
+    is_of_package,
+    package_of,
+)
+
+if TYPE_CHECKING:
+    from hdtool.runtime.program.model_parts import Kind
+
+Matmul = TypeVar("Matmul", bound=Module)
+NORMS = "post_feedforward_layernorm_1", "pre_feedforward_layernorm_2", "post_feedforward_layernorm_2"
+ROUTER, EXPERTS = "router", "experts"
+MIXTURE_MODULES = frozenset({ROUTER, EXPERTS, *NORMS})
+"""Names of the modules that a layer with both experts and an MLP has in addition to other layers' modules."""
+ROUTER_MODULE_ATTRIBUTES = frozenset({"config", "eps", "hidden_size", "scalar_root_size", "training"})
+"""Router attributes that this package reads or that don't affect the result."""
+
+
+@dataclass(frozen=True)
+class MixtureParts(Generic[Matmul]):
+    """The modules of a mixture of experts whose output is added to an MLP's output."""
+
+    router: Module
+    experts: Module
+    norms: tuple[Module, ...]
+    """Norms of the MLP's output, of the experts' input, and of the experts' summed output."""
+
+    @property
+    def projection(self) -> Matmul:
+        """Linear layer that computes expert scores."""
+        return self.router.get_submodule("proj")  # type: ignore[return-value]
+
+    @property
+    def weights(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """``(scale, factors)``: one scale per channel of the router's input, and one factor per expert's output."""
+        router: Any = self.router
+        return router.scale, router.per_expert_scale
+
+    @property
+    def factor(self) -> float:
+        """Constant that scales the router's input."""
+        return float(self.router.scalar_root_size)  # type: ignore[arg-type]
+
+    @property
+    def top(self) -> int:
+        """Number of experts per token."""
+        router: Any = self.router
+        return int(router.config.top_k_experts)
+
+    @property
+    def tensors(self) -> Iterator[torch.Tensor]:
+        for module in (self.router, self.experts):
+            yield from tensors_of(module)
+
+
+def mixture_parts(layer: Module, router: str) -> MixtureParts[Any] | None:
+    """Return the mixture added to a layer's MLP, or None if there is none with a router of class ``router``."""
+    modules = layer._modules
+    if not router or modules.get(EXPERTS) is None or type(modules.get(ROUTER)).__name__ != router:
+        return None
+    norms = tuple(modules.get(name) for name in NORMS)
+    if None in norms:
+        return None
+    return MixtureParts(layer.get_submodule(ROUTER), layer.get_submodule(EXPERTS), norms)  # type: ignore[arg-type]
+
+
+def is_known_mixture(parts: MixtureParts[Any], layer: Module, width: int, epsilon: float, kind: Kind[Any]) -> bool:
+    """Return True if the modules, parameters, attributes and shapes of a mixture's router are as expected."""
+    router, package = parts.router, package_of(layer)
+    norm: Any = router._modules.get("norm")
+    projection: Any = router._modules.get("proj")
+    if set(router._modules) != {"norm", "proj"} or set(router._parameters) != {"scale", "per_expert_scale"}:
+        return False
+    experts = getattr(projection, "out_features", 0)
+    return (
+        is_of_package(router, package)
+        and is_of_package(norm, package)
+        and all(name in ROUTER_MODULE_ATTRIBUTES or name.startswith("_") for name in vars(router))
+        and isinstance(getattr(router, "scalar_root_size", None), float)
+        and not norm._parameters
+        and getattr(norm, "eps", None) == epsilon
+        and kind.is_linear(projection)
+        and projection.in_features == width
+        and projection.bias is None
+        and [len(weight) for weight in parts.weights] == [width, experts]
+        and all(map(kind.is_readable, parts.weights))
+        and not any("forward" in vars(module) for module in router.modules())
+    )
+
+
+DELTA_RULE_SETTINGS = frozenset({
+    "linear_conv_kernel_dim", "linear_key_head_dim", "linear_num_key_heads", "linear_num_value_heads",
+    "linear_value_head_dim",
+})  # fmt: skip
+MAMBA2_SETTINGS = frozenset({
+    "mamba_chunk_size", "mamba_conv_bias", "mamba_d_conv", "mamba_d_head", "mamba_d_state", "mamba_expand",
+    "mamba_n_groups", "mamba_n_heads", "mamba_proj_bias", "time_step_limit",
+})  # fmt: skip
+LFM2_NORMS = ("operator_norm", "", "ffn_norm", "")
+LFM2_NAMES = Names(
+    mlp="feed_forward",
+    gate="w1",
+    up="w3",
+    down="w2",
+    activation="",
+    out="out_proj",
+    head_norms=("q_layernorm", "k_layernorm"),
+    last_norm="embedding_norm",
+)
+HYBRID_FAMILIES: Mapping[str, Family] = {
+    "bamba": Family(
+        norms=("input_layernorm", "", "pre_ff_layernorm", ""),
+        names=Names(mlp="feed_forward", last_norm="final_layernorm"),
+        mixers={"mamba": {"BambaMixer": MAMBA2}},
+        is_partial=True,
+        attributes=frozenset({"block_type"}),
+        settings=MAMBA2_SETTINGS | {"attn_layer_indices", "num_logits_to_keep", "z_loss_coefficient"},
+    ),
+    "granitemoehybrid": Family(
+        names=Names(mlp="shared_mlp", gate_up="input_linear", down="output_linear", activation="activation"),
+        mixers={"mamba": {"GraniteMoeHybridMambaLayer": MAMBA2}},
+        joins_gate=True,
+        rotates=lambda attention: attention.config.position_embedding_type == "rope",
+        residual="residual_multiplier",
+        embedding="embedding_multiplier",
+        logit_divisor="logits_scaling",
+        attributes=frozenset({"block_type", "block_sparse_moe", "has_experts", "input_size", "mamba", "self_attn"}),
+        settings=EXPERT_SETTINGS
+        | MAMBA2_SETTINGS
+        | {"attention_multiplier", "position_embedding_type", "shared_intermediate_size"},
+        experts=ExpertKind(
+            "GraniteMoeHybridMoE", "GraniteMoeHybridTopKRouter", gate="router", added_block="block_sparse_moe"
+        ),
+        required={"position_embedding_type": (None, "rope")},
+    ),
+    "lfm2": Family(
+        norms=LFM2_NORMS,
+        names=LFM2_NAMES,
+        mixers={"conv": {"Lfm2ShortConv": SHORT_CONVOLUTION}},
+        attributes=frozenset({"is_attention_layer"}),
+        settings=frozenset({
+            "block_auto_adjust_ff_dim", "block_ffn_dim_multiplier", "block_multiple_of", "conv_L_cache", "conv_bias",
+            "full_attn_idxs", "norm_eps",
+        }),
+    ),
+    "lfm2_moe": Family(
+        norms=LFM2_NORMS,
+        names=replace(LFM2_NAMES, rotary="pos_emb"),
+        mixers={"conv": {"Lfm2MoeShortConv": SHORT_CONVOLUTION}},
+        experts=ExpertKind(
+            "Lfm2MoeSparseMoeBlock", "Lfm2MoeTopKRouter", has_sigmoids=True, correction="expert_bias", sum_offset=1e-6
+        ),
+        attributes=frozenset({"is_attention_layer"}),
+        settings=EXPERT_SETTINGS | {"conv_L_cache", "conv_bias", "norm_eps", "num_dense_layers", "use_expert_bias"},
+    ),
+    "olmo_hybrid": Family(
+        mixers={"linear_attn": {"OlmoHybridGatedDeltaNet": DELTA_RULE_SEPARATE}},
+        norms=POST_NORMS,
+        norms_of_mixers=LLAMA_NORMS,
+        norm=ROUNDED_AFTER,
+        norms_all_heads=True,
+        rotates=lambda attention: (attention.config.rope_parameters or {}).get("rope_theta") is not None,
+        settings=DELTA_RULE_SETTINGS
+        | {
+            "linear_a_log_max", "linear_a_log_min", "linear_allow_neg_eigval", "linear_dt_init_floor", "linear_dt_max",
+            "linear_dt_min",
+        },
+    ),
+    "qwen3_next": Family(
+        mixers={"linear_attn": {"Qwen3NextGatedDeltaNet": DELTA_RULE_BY_HEADS}},
+        norm=GEMMA_NORM,
+        gates_heads=True,
+        is_partial=True,
+        experts=qwen_experts("Qwen3Next"),
+        attributes=frozenset({"block_type"}),
+        settings=DELTA_RULE_SETTINGS | EXPERT_SETTINGS,
+    ),
+    "qwen3_5": Family(
+        mixers={"linear_attn": {"Qwen3_5GatedDeltaNet": DELTA_RULE}},
+        norm=GEMMA_NORM,
+        gates_heads=True,
+        is_partial=True,
+        attributes=frozenset({"block_type"}),
+        settings=DELTA_RULE_SETTINGS,
+    ),
+    "qwen3_5_moe": Family(
+        mixers={"linear_attn": {"Qwen3_5MoeGatedDeltaNet": DELTA_RULE}},
+        norm=GEMMA_NORM,
+        gates_heads=True,
+        is_partial=True,
+        experts=qwen_experts("Qwen3_5Moe"),
+        attributes=frozenset({"block_type"}),
+        settings=DELTA_RULE_SETTINGS | EXPERT_SETTINGS,
+    ),
+}  # fmt: skip
+"""Hybrid families by the name of their package in ``transformers.models``."""

@@ -1,0 +1,336 @@
+"""Recognizes recurrent mixers, short convolutions and mixtures of experts among Transformers' modules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+import torch
+from torch.nn import Conv1d, Module, Parameter
+
+if TYPE_CHECKING:
+    from hdtool.runtime.program.model_parts import Kind
+
+Matmul = TypeVar("Matmul", bound=Module)
+SHORT_CONVOLUTION, DELTA_RULE, MAMBA2 = "short convolution", "gated delta rule", "Mamba-2"
+DELTA_RULE_SEPARATE = "gated delta rule, queries, keys and values apart"
+DELTA_RULE_BY_HEADS = "gated delta rule, inputs by heads of keys"
+STATE_ATTRIBUTES = frozenset({
+    "activation", "allow_neg_eigval", "conv_dim", "conv_kernel_size", "eps", "head_dim", "head_k_dim", "head_v_dim",
+    "hidden_size", "intermediate_size", "key_dim", "layer_idx", "layer_norm_epsilon", "layer_type", "n_groups",
+    "num_heads", "num_k_heads", "num_v_heads", "ssm_state_size", "use_bias", "use_conv_bias", "value_dim", "chunk_size",
+    "time_step_limit", "bias", "training", "config",
+})  # fmt: skip
+"""Attributes of mixers that this file reads or whose values follow from weight shapes."""
+
+
+@dataclass(frozen=True)
+class MixerParts(Generic[Matmul]):
+    """The modules and shapes of a mixer."""
+
+    kind: str
+    module: Module
+    inputs: tuple[Matmul, ...]
+    out: Matmul
+    convolution: Conv1d
+    norm: Module | None = None
+    """Gated norm of the mixer's output; None for a short convolution."""
+    key_heads: int = 0
+    heads: int = 0
+    key_width: int = 0
+    value_width: int = 0
+    strength: float = 1.0
+    """Factor that scales a delta rule's write strengths."""
+
+    @property
+    def channels(self) -> int:
+        return self.convolution.out_channels
+
+    @property
+    def taps(self) -> int:
+        return self.convolution.kernel_size[0]
+
+    @property
+    def parameters(self) -> dict[str, torch.Tensor]:
+        """Parameters of the mixer's module, without those of its submodules; each has one value per head."""
+        return {name: weight for name, weight in self.module._parameters.items() if weight is not None}
+
+
+def mixer_parts(
+    module: Any, layer_index: int, kind: Kind[Matmul], classes: Mapping[str, str]
+) -> MixerParts[Matmul] | None:
+    """Return the parts of a mixer whose class is in ``classes``; None if its class or shape is unsupported."""
+    read = READERS.get(classes.get(type(module).__name__, ""))
+    if read is None or getattr(module, "layer_idx", None) != layer_index:
+        return None
+    if any(name not in STATE_ATTRIBUTES and not name.startswith("_") and name != "act" for name in vars(module)):
+        return None
+    try:
+        parts = read(module)
+    except AttributeError:
+        return None
+    matmuls = (*parts.inputs, parts.out)
+    small_tensors = [
+        *parts.parameters.values(),
+        *tensors_of(parts.convolution),
+        *(tensors_of(parts.norm) if parts.norm else ()),
+    ]
+    known_ids = {
+        id(tensor) for tensor in (*small_tensors, *(weight for matmul in matmuls for weight in tensors_of(matmul)))
+    }
+    is_whole = (
+        all(map(kind.is_linear, matmuls))
+        and all(map(kind.is_readable, small_tensors))
+        and {id(tensor) for tensor in tensors_of(module)} == known_ids
+        and not any("forward" in vars(submodule) for submodule in module.modules())
+    )
+    return parts if is_whole and _is_causal(parts.convolution) and _fits(parts, kind) else None
+
+
+def tensors_of(module: Module) -> Iterator[torch.Tensor]:
+    """Yield the parameters and buffers of a module and its submodules."""
+    yield from module.parameters()
+    yield from module.buffers()
+
+
+def _is_causal(convolution: Any) -> bool:
+    """Return True for a depthwise convolution with the padding of a causal convolution."""
+    return (
+        type(convolution) is Conv1d
+        and convolution.groups == convolution.in_channels == convolution.out_channels
+        and convolution.stride == convolution.dilation == (1,)
+        and convolution.kernel_size[0] > 1
+        and convolution.padding == (convolution.kernel_size[0] - 1,)
+    )
+
+
+def _fits(parts: MixerParts[Any], kind: Kind[Any]) -> bool:
+    """Return True if the weight shapes are consistent and all widths are multiples of ``kind.divisor``."""
+    heads, keys, values = parts.heads, parts.key_heads * parts.key_width, parts.heads * parts.value_width
+    hidden, head_parameters = (
+        parts.out.out_features,
+        {name: tuple(weight.shape) for name, weight in parts.parameters.items()},
+    )
+    if parts.kind == SHORT_CONVOLUTION:
+        channels, outputs, read = hidden, [3 * hidden], hidden
+    elif parts.kind == DELTA_RULE:
+        channels, read = 2 * keys + values, values
+        first, *rest = [keys, keys, values] if len(parts.inputs) > 4 else [channels]
+        outputs = [first, values, heads, heads, *rest] if len(parts.inputs) > 2 else [channels + values, 2 * heads]
+    else:
+        channels, read = values + 2 * keys, values
+        outputs = [values + channels + heads]
+    widths = [channels] if parts.kind == SHORT_CONVOLUTION else [channels, parts.key_width, parts.value_width, values]
+    return (
+        parts.channels == channels
+        and [layer.out_features for layer in parts.inputs] == outputs
+        and all(layer.in_features == hidden for layer in parts.inputs)
+        and parts.out.in_features == read
+        and head_parameters == dict.fromkeys(HEAD_PARAMETERS[parts.kind], (heads,))
+        and all(width > 0 and width % kind.divisor == 0 for width in widths)
+        and (parts.kind == SHORT_CONVOLUTION or heads % parts.key_heads == 0)
+        and (parts.norm is None or _norms(parts))
+    )
+
+
+HEAD_PARAMETERS = {SHORT_CONVOLUTION: (), DELTA_RULE: ("A_log", "dt_bias"), MAMBA2: ("A_log", "dt_bias", "D")}
+"""Names of the parameters with one value per head, by kind of mixer."""
+
+
+def _norms(parts: MixerParts[Any]) -> bool:
+    """Return True if the gated norm spans one head (delta rule) or one group of heads (Mamba-2)."""
+    norm: Any = parts.norm
+    weight = norm._parameters.get("weight")
+    values = parts.heads * parts.value_width
+    size = parts.value_width if parts.kind == DELTA_RULE else values
+    group = values // max(1, parts.key_heads)
+    return (
+        set(norm._parameters) == {"weight"}
+        and weight.shape == (size,)
+        and isinstance(norm.variance_epsilon, float)
+        and (parts.kind == DELTA_RULE or (norm.group_size == group and group * parts.key_heads == values))
+        and getattr(norm, "activation", "silu") == "silu"
+    )
+
+
+def _short_convolution(module: Any) -> MixerParts[Any]:
+    return MixerParts(SHORT_CONVOLUTION, module, (module.in_proj,), module.out_proj, module.conv)
+
+
+def _delta_rule(module: Any) -> MixerParts[Any]:
+    inputs = module.in_proj_qkv, module.in_proj_z, module.in_proj_b, module.in_proj_a
+    if module.activation != "silu":
+        raise AttributeError("another activation")
+    return MixerParts(
+        DELTA_RULE, module, inputs, module.out_proj, module.conv1d, module.norm,
+        module.num_k_heads, module.num_v_heads, module.head_k_dim, module.head_v_dim,
+    )  # fmt: skip
+
+
+def _delta_rule_separate(module: Any) -> MixerParts[Any]:
+    """Return the parts of a delta rule with separate projections for queries, keys and values."""
+    parts = MixerParts(
+        DELTA_RULE, module,
+        (module.q_proj, module.g_proj, module.b_proj, module.a_proj, module.k_proj, module.v_proj),
+        module.o_proj, module.conv1d, module.o_norm,
+        module.num_k_heads, module.num_v_heads, module.head_k_dim, module.head_v_dim,
+        2.0 if module.allow_neg_eigval else 1.0,
+    )  # fmt: skip
+    if module.activation != "silu":
+        raise AttributeError("another activation")
+    return parts
+
+
+def _delta_rule_by_heads(module: Any) -> MixerParts[Any]:
+    """Return the parts of a delta rule whose inputs come from two projections.
+
+    The first projection gives queries, keys, values and gates, and the second gives write strengths and time steps.
+    """
+    if module.activation != "silu":
+        raise AttributeError("another activation")
+    return MixerParts(
+        DELTA_RULE, module, (module.in_proj_qkvz, module.in_proj_ba), module.out_proj, module.conv1d, module.norm,
+        module.num_k_heads, module.num_v_heads, module.head_k_dim, module.head_v_dim,
+    )  # fmt: skip
+
+
+def _mamba2(module: Any) -> MixerParts[Any]:
+    if module.activation != "silu" or tuple(module.time_step_limit) != (0.0, float("inf")):
+        raise AttributeError("another activation, or limited steps")
+    return MixerParts(
+        MAMBA2, module, (module.in_proj,), module.out_proj, module.conv1d, module.norm,
+        module.n_groups, module.num_heads, module.ssm_state_size, module.head_dim,
+    )  # fmt: skip
+
+
+READERS: Mapping[str, Callable[[Any], MixerParts[Any]]] = {
+    SHORT_CONVOLUTION: _short_convolution,
+    DELTA_RULE: _delta_rule,
+    DELTA_RULE_SEPARATE: _delta_rule_separate,
+    DELTA_RULE_BY_HEADS: _delta_rule_by_heads,
+    MAMBA2: _mamba2,
+}
+
+
+BLOCK_ATTRIBUTES = frozenset({
+    "config", "hidden_dim", "input_size", "jitter_noise", "num_experts", "top_k", "training", "use_expert_bias",
+})  # fmt: skip
+ROUTER_ATTRIBUTES = frozenset({
+    "hidden_dim", "norm_min", "norm_topk_prob", "num_experts", "num_group", "routed_scaling_factor", "top_k",
+    "topk_group", "training", "use_expert_bias",
+})  # fmt: skip
+"""Attributes of routers that this file reads, whose values follow from weight shapes, or that only training reads."""
+
+
+@dataclass(frozen=True)
+class ExpertKind:
+    """Class and module names of a model type's mixture of experts, and how the mixture's router scores experts."""
+
+    block: str
+    """Class name of the mixture. Engines without their own code for experts call Transformers' module."""
+    router: str
+    """Class name of the router."""
+    gate: str = "gate"
+    """Attribute name of the router in the mixture's module."""
+    added_block: str = ""
+    """Attribute name of the mixture in layers that add it to an MLP; empty if the mixture replaces the MLP."""
+    shared: str = ""
+    """Attribute name of the shared expert's MLP; empty without a shared expert."""
+    shared_gate: str = ""
+    """Name of the linear layer whose sigmoid scales the shared expert's output; empty if it isn't scaled."""
+    has_sigmoids: bool = False
+    """Routing weights are sigmoids of the router's scores instead of a softmax."""
+    correction: str = ""
+    """Path of a tensor that is added to routing weights for the top-k choice only; empty without one."""
+    sum_offset: float = 0.0
+    """Constant added to the sum by which routing weights are divided."""
+
+
+@dataclass(frozen=True)
+class Router:
+    """Weights and settings of a router, which chooses each token's experts."""
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    top: int
+    """Number of experts per token."""
+    has_sigmoids: bool
+    """Routing weights are sigmoids of the scores instead of a softmax."""
+    renormalizes: bool
+    """The routing weights of the chosen experts are divided by their sum."""
+    correction: torch.Tensor | None
+    """Added to routing weights for the top-k choice only; None without a correction."""
+    groups: int
+    used_groups: int
+    """Number of groups whose experts may be chosen for a token."""
+    factor: float
+    """Scales the final routing weights."""
+    sum_offset: float
+    """Constant added to the sum by which routing weights are divided."""
+    min_sum: float
+    """Lower bound of the sum by which routing weights are divided."""
+
+
+def qwen_experts(family: str) -> ExpertKind:
+    """Return the ``ExpertKind`` of Qwen mixtures with a gated shared expert; ``family`` prefixes their class names."""
+    return ExpertKind(
+        f"{family}SparseMoeBlock",
+        f"{family}TopKRouter",
+        shared="shared_expert",
+        shared_gate="shared_expert_gate",
+    )
+
+
+def router_of(block: Any, kind: ExpertKind) -> Router | None:
+    """Return the router of a mixture; None if the mixture or its router has unknown modules, attributes or tensors."""
+    gate = block._modules.get(kind.gate)
+    if gate is None or type(gate).__name__ != kind.router:
+        return None
+    checked = (block, *(module for name, module in block.named_modules() if name.split(".")[0] == kind.gate))
+    known_names = {kind.gate, "experts", *filter(None, [kind.shared, kind.shared_gate])}
+    present = {name for name, module in block._modules.items() if module is not None}
+    if not {kind.gate, "experts"} <= present <= known_names or any("forward" in vars(module) for module in checked):
+        return None
+    if not _knows(block, BLOCK_ATTRIBUTES | {kind.shared}) or not _knows(gate, ROUTER_ATTRIBUTES):
+        return None
+    weight, bias, correction = gate._parameters.get("weight"), gate._parameters.get("bias"), _tensor(block, kind)
+    tensors = [tensor for tensor in (weight, bias, correction) if tensor is not None]
+    all_tensors = [*block._parameters.values(), *block._buffers.values(), *gate.parameters(), *gate.buffers()]
+    experts = len(block.experts.down_proj)
+    groups, used_groups = getattr(gate, "num_group", 1), getattr(gate, "topk_group", 1)
+    if (
+        weight is None
+        or {id(tensor) for tensor in all_tensors} != {id(tensor) for tensor in tensors}
+        or weight.dim() != 2
+        or any(tensor.numel() != experts for tensor in tensors if tensor is not weight)
+        or len(weight) != experts
+        or (groups > 1 and (correction is None or experts % groups or experts // groups < 2))
+    ):
+        return None
+    return Router(
+        weight,
+        bias,
+        int(gate.top_k),
+        kind.has_sigmoids,
+        bool(getattr(gate, "norm_topk_prob", True)),
+        correction,
+        int(groups),
+        int(used_groups),
+        float(getattr(gate, "routed_scaling_factor", 1.0)),
+        kind.sum_offset,
+        float(getattr(gate, "norm_min", 0.0)),
+    )
+
+
+def _tensor(block: Module, kind: ExpertKind) -> torch.Tensor | None:
+    path, _, name = kind.correction.rpartition(".")
+    try:
+        tensor: Any = getattr(block.get_submodule(path), name, None) if name else None
+    except AttributeError:
+        return None
+    return tensor if isinstance(tensor, (torch.Tensor, Parameter)) else None
+
+
+def _knows(module: Module, attributes: frozenset[str]) -> bool:
+    return all(name in attributes or name.startswith("_") for name in vars(module))

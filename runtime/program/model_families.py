@@ -1,0 +1,357 @@
+"""Describes model types by how their layers differ from Llama's.
+
+A description applies only to Transformers' own classes, and only while their modules and configuration have no
+attributes or settings beyond those listed here. A release of Transformers that adds an attribute or setting may compute
+something else.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch.nn import Module
+
+from hdtool.runtime.program.mixer_parts import ExpertKind, qwen_experts
+
+PROJECTIONS = ("q_proj", "k_proj", "v_proj")
+LLAMA_NORMS = ("input_layernorm", "", "post_attention_layernorm", "")
+SANDWICH = (
+    "input_layernorm",
+    "post_attention_layernorm",
+    "pre_feedforward_layernorm",
+    "post_feedforward_layernorm",
+)
+POST_NORMS = ("", "post_attention_layernorm", "", "post_feedforward_layernorm")
+
+ATTRIBUTES = frozenset({
+    "attention_dropout", "attention_type", "gradient_checkpointing", "head_dim", "hidden_size", "intermediate_size",
+    "is_causal", "is_sliding", "layer_idx", "layer_type", "num_attention_heads", "num_key_value_groups",
+    "num_key_value_heads", "scaling", "sliding_window",
+})  # fmt: skip
+"""Attributes of layers, attention and MLPs that this package reads or that only affect an attention window."""
+SETTINGS = frozenset({
+    "attention_bias", "attention_dropout", "bos_token_id", "eos_token_id", "head_dim", "hidden_act",
+    "hidden_activation", "hidden_size", "initializer_range", "intermediate_size", "layer_types",
+    "max_position_embeddings", "mlp_bias", "num_attention_heads", "num_hidden_layers", "num_key_value_heads",
+    "pad_token_id", "rms_norm_eps", "rope_parameters", "sliding_window", "tie_word_embeddings", "use_cache",
+    "vocab_size",
+})  # fmt: skip
+"""Settings common to all families."""
+EXPERT_SETTINGS = frozenset({
+    "decoder_sparse_step", "first_k_dense_replace", "mlp_only_layers", "moe_intermediate_size", "n_group",
+    "n_routed_experts", "n_shared_experts", "norm_topk_prob", "num_experts", "num_experts_per_tok",
+    "num_local_experts", "output_router_logits", "routed_scaling_factor", "router_aux_loss_coef",
+    "router_jitter_noise", "shared_expert_intermediate_size", "topk_group",
+})  # fmt: skip
+"""Settings that are read only by the modules of a mixture of experts, or only in training."""
+
+
+@dataclass(frozen=True)
+class NormKind:
+    """How an RMSNorm applies its weight."""
+
+    offset: float = 0.0
+    """Constant added to the weight before it is applied."""
+    rounds: bool = True
+    """Normalized rows are rounded to the model's dtype before the weight is applied, not only after."""
+
+
+ROUNDED_FIRST = NormKind()
+
+
+@dataclass(frozen=True)
+class Names:
+    """Names of a layer's modules, and of the decoder's last norm and rotary module."""
+
+    mlp: str = "mlp"
+    gate: str = "gate_proj"
+    up: str = "up_proj"
+    gate_up: str = "gate_up_proj"
+    """Name of the module that joins the gate and up projections."""
+    down: str = "down_proj"
+    activation: str | None = None
+    """Name of the MLP's activation module; None for the usual name, empty for a SiLU that isn't a module."""
+    out: str = "o_proj"
+    head_norms: tuple[str, str] = ("q_norm", "k_norm")
+    last_norm: str = "norm"
+    rotary: str = "rotary_emb"
+
+
+@dataclass(frozen=True)
+class Family:
+    """How a model type's layers differ from Llama's."""
+
+    norms: tuple[str, str, str, str] = LLAMA_NORMS
+    """Names of the norms before and after attention, and before and after the MLP; an empty name means no norm."""
+    norm: NormKind = ROUNDED_FIRST
+    names: Names = field(default_factory=Names)
+    mixers: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    """Modules that may replace attention: maps each attribute name to a mapping from class name to mixer kind."""
+    norms_of_mixers: tuple[str, str, str, str] | None = None
+    """Names of the norms in layers with a mixer; None if ``norms`` applies to these layers as well."""
+    gates_heads: bool = False
+    """Each query head has an output gate."""
+    activations: frozenset[str] = frozenset({"silu"})
+    joins_qkv: bool = False
+    """A single projection computes queries, keys and values."""
+    projections: Callable[[Any], tuple[str, ...]] = field(default=lambda attention: PROJECTIONS)
+    """Returns the names of an attention module's query, key and value projections.
+
+    Without a value projection, the keys are also the values. With only a query projection, the layer reads the keys and
+    values of an earlier layer of the same type.
+    """
+    shared_kv_attribute: str = ""
+    """Name of the attention attribute that is true if later layers read the module's keys and values."""
+    value_norm: str = ""
+    """Name of the values' norm, which has no weight; empty if values aren't normalized."""
+    varies_heads: bool = False
+    """The number of heads and their width may vary between layers."""
+    factor: str = ""
+    """Name of the layer buffer that scales the layer's output."""
+    has_inputs: bool = False
+    """Layers may have a per-layer input in addition to hidden states."""
+    joins_gate: bool = False
+    """A single projection computes the MLP's gate and up outputs."""
+    norms_all_heads: bool = False
+    """Norms of queries and keys span all heads instead of one."""
+    is_partial: bool = False
+    """Rotary positions may cover only the first part of a head."""
+    is_interleaved: bool = False
+    """Rotary pairs are adjacent elements instead of elements half a head apart."""
+    has_half_tables: bool = False
+    """The rotary module returns cosines and sines for half a head, to be repeated for the other half."""
+    rotates: Callable[[Any], bool] = field(default=lambda attention: True)
+    """Returns True if an attention module uses rotary positions."""
+    softcap: str = ""
+    """Name of the attention attribute that holds the softcap of attention scores."""
+    has_sinks: bool = False
+    residual: str = ""
+    """Name of the layer attribute with the factor that scales what attention and MLP add to hidden states."""
+    embedding: str = ""
+    """Name of the decoder attribute with the factor that scales embeddings."""
+    logit_divisor: str = ""
+    """Name of the setting that logits are divided by."""
+    logit_softcap: str = ""
+    """Name of the setting that holds the softcap of logits."""
+    bounding: tuple[str, ...] = ("ForCausalLM",)
+    """Class-name suffixes of models that apply ``logit_divisor`` and ``logit_softcap``."""
+    placeholders: tuple[str, ...] = ()
+    """Names of settings that hold the placeholder token ids of a multimodal model."""
+    experts: ExpertKind | None = None
+    """Description of the mixture of experts in some layers; None if no layer has one."""
+    added_router: str = ""
+    """Class name of the router for experts that layers may have in addition to their MLP."""
+    attributes: frozenset[str] = frozenset()
+    """Known module attributes in addition to ``ATTRIBUTES``."""
+    settings: frozenset[str] = frozenset()
+    """Known settings in addition to ``SETTINGS``."""
+    required: Mapping[str, tuple[object, ...]] = field(default_factory=dict)
+    """Maps settings to their allowed values; with any other value, the description doesn't apply."""
+
+    def knows(self, module: Module) -> bool:
+        """Return True if the description covers all attributes of a module."""
+        known = {*ATTRIBUTES, *self.attributes, self.softcap, self.residual, "training", "config"}
+        return all(name in known or name.startswith("_") for name in vars(module))
+
+    def holds_for(self, model: Module, config: Any) -> bool:
+        """Return True if a model's classes and settings match the description."""
+        logit_settings = {self.softcap, self.residual, self.embedding, self.logit_divisor, self.logit_softcap}
+        known = {*SETTINGS, *self.settings, *logit_settings}
+        if not settings_of(type(config)) <= known or not is_of_package(model, package_of(config)):
+            return False
+        if any(getattr(config, name, None) not in values for name, values in self.required.items()):
+            return False
+        changes_logits = any(
+            getattr(config, name) is not None for name in (self.logit_divisor, self.logit_softcap) if name
+        )
+        return not changes_logits or type(model).__name__.endswith(self.bounding)
+
+
+LLAMA = Family()
+GELU = frozenset({"gelu_tanh", "gelu"})
+GEMMA_NORM, ROUNDED_AFTER = NormKind(offset=1.0, rounds=False), NormKind(rounds=False)
+CAUSAL_ONLY = {"use_bidirectional_attention": (None, False)}
+FAMILIES: Mapping[str, Family] = {
+    "ernie4_5_moe": Family(
+        is_interleaved=True,
+        experts=ExpertKind(
+            "Ernie4_5_MoeSparseMoeBlock",
+            "Ernie4_5_MoeTopKRouter",
+            shared="shared_experts",
+            correction="gate.moe_statics.e_score_correction_bias",
+        ),
+        settings=frozenset({
+            "moe_intermediate_size", "moe_k", "moe_layer_end_index", "moe_layer_interval", "moe_layer_start_index",
+            "moe_norm_min", "moe_num_experts", "moe_num_shared_experts", "output_router_logits", "router_aux_loss_coef",
+            "use_bias",
+        }),
+    ),
+    "exaone4": Family(
+        norms=POST_NORMS,
+        rotates=lambda attention: attention.sliding_window is None or attention.is_sliding,
+        attributes=frozenset({"sliding_window_pattern"}),
+        settings=frozenset({"sliding_window_pattern"}),
+    ),
+    "gemma": Family(
+        norm=GEMMA_NORM,
+        activations=GELU,
+        settings=frozenset({"use_bidirectional_attention"}),
+        required=CAUSAL_ONLY,
+    ),
+    "gemma2": Family(
+        norms=SANDWICH,
+        norm=GEMMA_NORM,
+        activations=GELU,
+        softcap="attn_logit_softcapping",
+        logit_softcap="final_logit_softcapping",
+        settings=frozenset({"query_pre_attn_scalar", "use_bidirectional_attention"}),
+        required=CAUSAL_ONLY,
+    ),
+    "gemma3": Family(
+        norms=SANDWICH,
+        norm=GEMMA_NORM,
+        activations=GELU,
+        logit_softcap="final_logit_softcapping",
+        attributes=frozenset({"attn_logit_softcapping"}),
+        settings=frozenset({"attn_logit_softcapping", "query_pre_attn_scalar", "use_bidirectional_attention"}),
+        required={**CAUSAL_ONLY, "attn_logit_softcapping": (None,)},
+    ),
+    "glm": Family(joins_gate=True, is_partial=True, is_interleaved=True),
+    "glm4": Family(
+        norms=("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm"),
+        joins_gate=True,
+        is_partial=True,
+        is_interleaved=True,
+    ),
+    "glm4_moe": Family(
+        is_partial=True,
+        experts=ExpertKind(
+            "Glm4MoeMoE",
+            "Glm4MoeTopkRouter",
+            shared="shared_experts",
+            has_sigmoids=True,
+            correction="gate.e_score_correction_bias",
+            sum_offset=1e-20,
+        ),
+        attributes=frozenset({"rope_parameters", "use_qk_norm"}),
+        settings=EXPERT_SETTINGS | {"num_mtp_layers", "use_qk_norm"},
+    ),
+    "gpt_oss": Family(
+        norm=ROUNDED_AFTER,
+        has_sinks=True,
+        has_half_tables=True,
+        experts=ExpertKind("GptOssMLP", "GptOssTopKRouter", gate="router"),
+        settings=EXPERT_SETTINGS | {"swiglu_alpha", "swiglu_limit"},
+    ),
+    "granite": Family(
+        residual="residual_multiplier",
+        embedding="embedding_multiplier",
+        logit_divisor="logits_scaling",
+        settings=frozenset({"attention_multiplier"}),
+    ),
+    "granitemoe": Family(
+        names=Names(mlp="block_sparse_moe"),
+        residual="residual_multiplier",
+        embedding="embedding_multiplier",
+        logit_divisor="logits_scaling",
+        experts=ExpertKind("GraniteMoeMoE", "GraniteMoeTopKRouter", gate="router"),
+        settings=EXPERT_SETTINGS | {"attention_multiplier"},
+    ),
+    "mixtral": Family(experts=ExpertKind("MixtralSparseMoeBlock", "MixtralTopKRouter"), settings=EXPERT_SETTINGS),
+    "olmo2": Family(norms=POST_NORMS, norm=ROUNDED_AFTER, norms_all_heads=True),
+    "olmo3": Family(norms=POST_NORMS, norm=ROUNDED_AFTER, norms_all_heads=True),
+    "olmoe": Family(
+        norms_all_heads=True,
+        experts=ExpertKind("OlmoeSparseMoeBlock", "OlmoeTopKRouter"),
+        settings=EXPERT_SETTINGS | {"clip_qkv"},
+        required={"clip_qkv": (None,)},
+    ),
+    "phi3": Family(
+        joins_qkv=True,
+        joins_gate=True,
+        is_partial=True,
+        settings=frozenset({"embd_pdrop", "original_max_position_embeddings", "resid_pdrop"}),
+        required={"resid_pdrop": (0.0,)},
+    ),
+    "qwen2_moe": Family(
+        experts=qwen_experts("Qwen2Moe"),
+        settings=EXPERT_SETTINGS | {"max_window_layers", "qkv_bias", "use_sliding_window"},
+    ),
+    "qwen3_moe": Family(
+        experts=ExpertKind("Qwen3MoeSparseMoeBlock", "Qwen3MoeTopKRouter"),
+        settings=EXPERT_SETTINGS | {"use_sliding_window"},
+    ),
+    "smollm3": Family(
+        rotates=lambda attention: bool(attention.use_rope),
+        attributes=frozenset({"use_rope"}),
+        settings=frozenset({"no_rope_layer_interval", "no_rope_layers", "use_sliding_window"}),
+    ),
+}  # fmt: skip
+"""Families by the name of their package in ``transformers.models``."""
+
+
+def family_of(layer: Module, families: Mapping[str, Family]) -> Family | None:
+    """Return the family whose package defines a layer's class, or None if ``families`` lacks that package."""
+    return families.get(package_of(layer))
+
+
+def package_of(thing: object) -> str:
+    """Return the name of the package in ``transformers.models`` that defines an object's class, or an empty string."""
+    root, *parts = type(thing).__module__.split(".")
+    return parts[1] if root == "transformers" and len(parts) == 3 and parts[0] == "models" else ""
+
+
+def is_of_package(thing: object, package: str) -> bool:
+    return bool(package) and package_of(thing) == package
+
+
+def settings_of(config: type) -> frozenset[str]:
+    """Return the names of the settings that a configuration class adds to those of ``PretrainedConfig``."""
+    from transformers import PretrainedConfig
+
+    declared, common = (inspect.signature(cls).parameters for cls in (config, PretrainedConfig))
+    variadic = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
+    named = {name for name, parameter in declared.items() if parameter.kind not in variadic}
+    return frozenset(named - common.keys())
+
+
+def _projections_of_gemma4(attention: Any) -> tuple[str, ...]:
+    if attention.is_kv_shared_layer:
+        return PROJECTIONS[:1]
+    return PROJECTIONS[:2] if attention.use_alternative_attention else PROJECTIONS
+
+
+def _gemma4(**changes: Any) -> Family:
+    return Family(
+        norms=SANDWICH,
+        norm=ROUNDED_AFTER,
+        activations=GELU,
+        projections=_projections_of_gemma4,
+        shared_kv_attribute="store_full_length_kv",
+        value_norm="v_norm",
+        varies_heads=True,
+        factor="layer_scalar",
+        logit_softcap="final_logit_softcapping",
+        bounding=("ForCausalLM", "ForConditionalGeneration"),
+        placeholders=("image_token_id", "video_token_id", "audio_token_id"),
+        attributes=frozenset({
+            "enable_moe_block", "hidden_size_per_layer_input", "is_kv_shared_layer", "store_full_length_kv",
+            "use_alternative_attention", "v_proj",
+        }),
+        settings=frozenset({
+            "attention_k_eq_v", "enable_moe_block", "hidden_size_per_layer_input", "moe_intermediate_size",
+            "num_experts", "num_kv_shared_layers", "top_k_experts", "use_bidirectional_attention",
+            "use_double_wide_mlp", "vocab_size_per_layer_input",
+        }),
+        **{"required": {"use_bidirectional_attention": (None, False, "vision")}, **changes},
+    )  # fmt: skip
+
+
+VARIED_FAMILIES: Mapping[str, Family] = {
+    "gemma4": _gemma4(has_inputs=True, added_router="Gemma4TextRouter"),
+    "gemma4_unified": _gemma4(),
+}
+"""Families whose layers may differ in heads and inputs, by the name of their package in ``transformers.models``."""

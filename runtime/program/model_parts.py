@@ -1,0 +1,498 @@
+"""Recognizes models with Llama's structure and models of the families described in ``model_families``."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Generic, NamedTuple, TypeVar, cast
+
+import torch
+from torch.nn import Dropout, Embedding, Module, ModuleList
+
+from hdtool.runtime.kernels.compact_weight import CompactEmbedding
+from hdtool.runtime.program.embedding_and_head import (
+    DECODER_INPUT_MODULES,
+    LAYER_INPUT_MODULES,
+    PROJECTION,
+    InputParts,
+    LayerInputs,
+    input_parts,
+    layer_inputs,
+)
+from hdtool.runtime.program.hybrid_families import MIXTURE_MODULES, MixtureParts, is_known_mixture, mixture_parts
+from hdtool.runtime.program.mixer_parts import MixerParts, mixer_parts, tensors_of
+from hdtool.runtime.program.model_families import LLAMA, Family, family_of, is_of_package, package_of
+
+DECODER_PARTS = {"embed_tokens", "layers"}
+ACTIVATIONS = {
+    "SiLU": "silu",
+    "SiLUActivation": "silu",
+    "GELUTanh": "gelu_tanh",
+    "PytorchGELUTanh": "gelu_tanh",
+    "GELUActivation": "gelu",
+}
+"""Activation names by class name."""
+FIXED_ROTARY = ("default", "linear", "llama3", "proportional", "yarn")
+"""Rotary types that don't depend on the context length."""
+UNSUPPORTED_ATTRIBUTES = re.compile("multiplier|use_rope|no_rope|nope|clip|softcap")
+"""Matches names of attributes that may change what a layer computes, perhaps too little to show in rounded logits."""
+
+Matmul = TypeVar("Matmul", bound=Module)
+
+
+@dataclass(frozen=True)
+class Kind(Generic[Matmul]):
+    """Modules, widths and model families that an engine supports."""
+
+    is_linear: Callable[[Any], bool]
+    """Tests whether the engine can compute a module as a linear layer."""
+    is_readable: Callable[[Any], bool]
+    """Tests whether the engine can read a small tensor, such as a norm's weight."""
+    is_embedding: Callable[[Module], bool]
+    """Tests whether the engine can compute an embedding."""
+    divisor: int = 2
+    """Head widths and mixer widths must be multiples of this number."""
+    families: Mapping[str, Family] = field(default_factory=dict)
+    """Supported families besides Llama's, by the name of their package in ``transformers.models``."""
+
+
+@dataclass(frozen=True)
+class LayerParts(Generic[Matmul]):
+    """The modules and shapes of one decoder layer."""
+
+    layer: Module
+    attention: Module
+    qkv: tuple[Matmul, ...]
+    """Query, key and value projections, or one joined matrix.
+
+    Without a value projection, the keys are also the values. With only a query projection, the layer reads the keys and
+    values of an earlier layer.
+    """
+    out: Matmul
+    """Output projection of the attention or mixer."""
+    gate_up: tuple[Matmul, ...]
+    """Gate and up projections, or their joined matrix, of the MLP or shared expert; empty if the layer has neither."""
+    down: tuple[Matmul, ...]
+    """Down projection of the MLP or shared expert; empty if the layer has neither."""
+    experts: Module | None
+    """Mixture of experts that replaces the MLP or is added to it; None without one. See also ``added_mixture``."""
+    block_norms: tuple[Module | None, ...]
+    """Norms before and after attention, and before and after the MLP; None for each that the layer lacks."""
+    head_norms: tuple[Module, ...]
+    """Norms of queries and keys; empty if they aren't normalized."""
+    heads: int
+    """Number of key/value heads; 0 in a layer with a mixer."""
+    groups: int
+    """Query heads per key/value head."""
+    width: int
+    """Head dimension."""
+    epsilon: float
+    scale: float
+    activation: str
+    activation_module: Module | None
+    """None if there is no MLP or its activation isn't a module."""
+    shared_gate: Matmul | None = None
+    """Linear layer whose sigmoid scales the shared expert's output; None if the output isn't scaled."""
+    mixer: MixerParts[Matmul] | None = None
+    """Mixer that replaces attention; ``qkv`` then holds its input projections."""
+    value_norm: Module | None = None
+    """Norm of the values, without a weight; None if the values aren't normalized."""
+    inputs: InputParts[Matmul] | None = None
+    """Modules that add the layer's per-layer input to hidden states; None if the layer has no such input."""
+    added_mixture: MixtureParts[Matmul] | None = None
+    """Mixture of experts that is added to the MLP and has its own norms; None without one."""
+    factor: torch.Tensor | None = None
+    """One-element tensor that scales the layer's output; None if the output isn't scaled."""
+    kv_source: int | None = None
+    """Index of the earlier layer whose keys and values this layer reads; None if the layer has its own."""
+
+    @property
+    def matmuls(self) -> tuple[Matmul, ...]:
+        return *self.qkv, self.out, *self.gate_up, *self.down, *self.input_matmuls
+
+    @property
+    def input_matmuls(self) -> tuple[Matmul, ...]:
+        return (self.inputs.gate, self.inputs.out) if self.inputs else ()
+
+    @property
+    def norms(self) -> tuple[Module, ...]:
+        """Norms with weights, in the order in which a pass applies them, except that the head norms come last."""
+        added_mixture = self.added_mixture.norms if self.added_mixture else ()
+        input_norm = self.inputs.norm if self.inputs else None
+        return *filter(None, (*self.block_norms, *added_mixture, input_norm)), *self.head_norms
+
+    @property
+    def hidden(self) -> int:
+        return cast(int, self.qkv[0].in_features)
+
+    @property
+    def inner(self) -> int:
+        """Width of the MLP or shared expert; 0 if the layer has neither."""
+        return cast(int, self.down[0].in_features) if self.down else 0
+
+    @property
+    def shape(self) -> tuple[object, ...]:
+        """Layer class and sizes, which are equal in all layers of a Llama model."""
+        return type(self.layer), len(self.norms), self.inner, *self.head_shape
+
+    @property
+    def head_shape(self) -> tuple[object, ...]:
+        return self.hidden, self.heads, self.groups, self.width, self.epsilon, self.scale
+
+
+@dataclass(frozen=True)
+class ModelParts(Generic[Matmul]):
+    """The modules of a model: embedding, decoder layers, final norm and output layer."""
+
+    model: Module
+    decoder: Module
+    embedding: Any
+    layers: list[LayerParts[Matmul]]
+    rotary: Module | None
+    norm: Any
+    head: Matmul
+    epsilon: float
+    """The final norm's epsilon."""
+    family: Family
+    inputs: LayerInputs[Matmul] | None = None
+    """Computes an additional input for each layer; None if layers read only hidden states."""
+
+    @property
+    def first_attention(self) -> LayerParts[Matmul]:
+        """First attention layer. Other attention layers have the same head shape unless ``family.varies_heads``."""
+        return next(layer for layer in self.layers if layer.mixer is None)
+
+    @property
+    def matmuls(self) -> list[Matmul]:
+        input_projection = [self.inputs.projection] if self.inputs else []
+        return [*(matmul for layer in self.layers for matmul in layer.matmuls), *input_projection, self.head]
+
+    @property
+    def placeholders(self) -> list[int]:
+        """Ids of the tokens that Transformers replaces with image, video or audio embeddings."""
+        tokens = (getattr(self.model.config, name, None) for name in self.family.placeholders)
+        return [token for token in tokens if isinstance(token, int)]
+
+
+def model_parts(model: Any, kind: Kind[Matmul]) -> ModelParts[Matmul] | None:
+    """Return the parts of a model, or None if the engine can't compute the model."""
+    lists = [module for module in model.modules() if type(module) is ModuleList and len(module)]
+    candidates = [(modules, parts) for modules in lists if (parts := _layers_of(modules, kind))]
+    if len(candidates) != 1:
+        return None
+    ((modules, layers),) = candidates
+    family = _family_of(modules[0], kind)
+    owners = [module for module in model.modules() if module._modules.get("layers") is modules]
+    widths = {layer.inputs.width if layer.inputs else 0 for layer in layers}
+    names = DECODER_PARTS | {family.names.last_norm} | (DECODER_INPUT_MODULES if any(widths) else set())
+    if len(owners) != 1 or set(owners[0]._modules) - {family.names.rotary} != names:
+        return None
+    decoder: Any = owners[0]
+    embedding, norm = (decoder.get_submodule(name) for name in ("embed_tokens", family.names.last_norm))
+    rotary = decoder._modules.get(family.names.rotary)
+    head, epsilon = model.get_output_embeddings(), epsilon_of(norm)
+    rotates = any(layer.mixer is None and family.rotates(layer.attention) for layer in layers)
+    inputs = layer_inputs(decoder, len(layers), max(widths), kind) if any(widths) else None
+    if (
+        not kind.is_linear(head)
+        or len(widths) > 1
+        or (inputs is None and any(widths))
+        or epsilon is None
+        or not all(map(kind.is_readable, norm.parameters()))
+        or (rotates if rotary is None else not _is_fixed(rotary))
+        or not kind.is_embedding(embedding)
+        or (family is not LLAMA and not _is_described(model, decoder, family))
+    ):
+        return None
+    return ModelParts(model, decoder, embedding, layers, rotary, norm, head, epsilon, family, inputs)
+
+
+def _family_of(layer: Module, kind: Kind[Matmul]) -> Family:
+    return family_of(layer, kind.families) or LLAMA
+
+
+def _is_fixed(rotary: Any) -> bool:
+    """Return True if none of the rotary types depends on the context length."""
+    types = getattr(rotary, "rope_type", None)
+    kinds = list(types.values()) if isinstance(types, dict) else [types]
+    return bool(kinds) and all(kind in FIXED_ROTARY for kind in kinds)
+
+
+def _is_described(model: Module, decoder: Any, family: Family) -> bool:
+    """Return True if the modules around the layers, and the model's settings, match the family's description."""
+    names = [name for name in vars(decoder) if UNSUPPORTED_ATTRIBUTES.search(name) and name != family.embedding]
+    ends = (decoder, *(module for name, module in decoder._modules.items() if name not in ("layers", PROJECTION)))
+    package = package_of(decoder)
+    is_known = all(is_of_package(part, package) or type(part) in (Embedding, CompactEmbedding) for part in ends)
+    return is_known and not names and family.holds_for(model, decoder.config)
+
+
+def _layers_of(modules: ModuleList, kind: Kind[Matmul]) -> list[LayerParts[Matmul]]:
+    """Return the parts of each layer, or an empty list if any is unsupported or differs from the others in shape."""
+    parts = [_layer_parts(layer, index, kind) for index, layer in enumerate(modules)]
+    recognized = [part for part in parts if part is not None]
+    family = _family_of(modules[0], kind)
+    is_llama = family is LLAMA
+    attending = [part for part in recognized if part.mixer is None]
+    shapes = {part.shape if is_llama else (type(part.layer), *part.head_shape) for part in attending}
+    if family.varies_heads:
+        shapes = {(type(part.layer), part.scale) for part in attending}
+    common_shapes = {(part.hidden, part.epsilon) for part in recognized}
+    if len(recognized) < len(parts) or len(shapes) != 1 or len(common_shapes) != 1:
+        return []
+    return _with_sources(recognized, family)
+
+
+def _with_sources(layers: list[LayerParts[Matmul]], family: Family) -> list[LayerParts[Matmul]]:
+    """Return the layers, with ``kv_source`` set on those that read another layer's keys and values.
+
+    Return an empty list if no earlier layer of the same type shares keys of the shape that such a layer needs.
+    """
+    sources, linked = dict[str, int](), list[LayerParts[Matmul]]()
+    for index, layer in enumerate(layers):
+        attention: Any = layer.attention
+        if not family.shared_kv_attribute:
+            linked.append(layer)
+        elif len(layer.qkv) > 1:
+            linked.append(layer)
+            if getattr(attention, family.shared_kv_attribute):
+                sources[attention.layer_type] = index
+        else:
+            source = sources.get(attention.layer_type)
+            if source is None or (layers[source].heads, layers[source].width) != (layer.heads, layer.width):
+                return []
+            linked.append(replace(layer, kv_source=source))
+    return linked
+
+
+def _layer_parts(layer: Module, index: int, kind: Kind[Matmul]) -> LayerParts[Matmul] | None:
+    family, children = _family_of(layer, kind), layer._modules
+    dropouts = {name for name, module in children.items() if family is not LLAMA and _drops_nothing(module)}
+    mixer_name = next((name for name in family.mixers if children.get(name) is not None), "self_attn")
+    norms = family.norms if mixer_name == "self_attn" else family.norms_of_mixers or family.norms
+    inputs = input_parts(layer) if family.has_inputs else None
+    added_mixture = mixture_parts(layer, family.added_router)
+    extra_mixture = (
+        family.experts.added_block if family.experts and children.get(family.experts.added_block) is not None else ""
+    )
+    extra_modules = {*(LAYER_INPUT_MODULES if inputs else ()), *(MIXTURE_MODULES if added_mixture else ())}
+    if set(children) - dropouts != {
+        mixer_name,
+        family.names.mlp,
+        *filter(None, (*norms, extra_mixture)),
+        *extra_modules,
+    }:
+        return None
+    attention, mlp = layer.get_submodule(mixer_name), layer.get_submodule(family.names.mlp)
+    feed_forward = _feed_forward_parts(
+        layer.get_submodule(extra_mixture) if extra_mixture else mlp, mlp if extra_mixture else None, kind, family
+    )
+    if feed_forward is None or not _has_known_code(layer, attention, feed_forward.mlp, family):
+        return None
+    block_norms = tuple(layer.get_submodule(name) if name else None for name in norms)
+    if mixer_name != "self_attn":
+        mixer = mixer_parts(attention, index, kind, family.mixers[mixer_name])
+        return None if mixer is None else _mixing_layer(layer, mixer, feed_forward, block_norms, kind, family)
+    head_norms = tuple(attention.get_submodule(name) for name in family.names.head_norms if name in attention._modules)
+    projections, out_name = ("qkv_proj",) if family.joins_qkv else family.projections(attention), family.names.out
+    reads_other = not family.joins_qkv and len(projections) == 1
+    value_norm = attention._modules.get(family.value_norm) if family.value_norm else None
+    norm_names = {*family.names.head_norms[: len(head_norms)], *([family.value_norm] if value_norm else ())}
+    if set(attention._modules) != {*projections, out_name, *norm_names}:
+        return None
+    if len(head_norms) not in (0, 1 if reads_other else 2):
+        return None
+    if (value_norm is None) != (reads_other or not family.value_norm):
+        return None
+    qkv: tuple[Any, ...] = tuple(getattr(attention, name) for name in projections)
+    out: Any = attention.get_submodule(out_name)
+    epsilons = {
+        epsilon_of(norm) for norm in (*filter(None, (*block_norms, inputs.norm if inputs else None)), *head_norms)
+    }
+    epsilons |= {epsilon_of(value_norm, has_weight=False)} if value_norm else set()
+    width, scale = getattr(attention, "head_dim", 0), getattr(attention, "scaling", None)
+    input_matmuls = (inputs.gate, inputs.out) if inputs else ()
+    if not all(map(kind.is_linear, (*qkv, out, *input_matmuls))) or len(epsilons) > 1:
+        return None
+    if inputs and _activation_of(inputs.activation_module) != feed_forward.activation:
+        return None
+    epsilons |= {epsilon_of(norm) for norm in added_mixture.norms} if added_mixture else set()
+    if (
+        getattr(attention, "layer_idx", None) != index
+        or not isinstance(scale, float)
+        or not isinstance(width, int)
+        or not width
+        or width % kind.divisor
+    ):
+        return None
+    # In a joined matrix, queries have as many rows as the output projection has inputs; keys and values share the rest.
+    if reads_other:
+        keys = out.in_features // int(cast(Any, attention).num_key_value_groups)
+    else:
+        keys = (qkv[0].out_features - out.in_features) / 2 if family.joins_qkv else qkv[1].out_features
+    heads, rest = divmod(keys, width)
+    epsilon = epsilons.pop()
+    if epsilon is None or rest or not heads or out.in_features % (heads * width):
+        return None
+    groups = out.in_features // (int(heads) * width)
+    parts: LayerParts[Matmul] = LayerParts(
+        layer, attention, qkv, out, feed_forward.gate_up, feed_forward.down, feed_forward.experts, block_norms,
+        head_norms,
+        int(heads), groups, width, epsilon, scale, feed_forward.activation, feed_forward.activation_module,
+        feed_forward.shared_gate,
+        value_norm=value_norm, inputs=inputs, added_mixture=added_mixture, factor=layer._buffers.get(family.factor),
+    )  # fmt: skip
+    return parts if _is_complete(parts, kind, family) else None
+
+
+def _mixing_layer(
+    layer: Module,
+    mixer: MixerParts[Matmul],
+    feed_forward: FeedForwardParts,
+    block_norms: tuple[Module | None, ...],
+    kind: Kind[Matmul],
+    family: Family,
+) -> LayerParts[Matmul] | None:
+    """Return the parts of a layer with a mixer in place of attention; None if the engine can't compute it."""
+    epsilons = {epsilon_of(norm) for norm in filter(None, block_norms)}
+    epsilon = epsilons.pop() if len(epsilons) == 1 else None
+    if epsilon is None:
+        return None
+    parts: LayerParts[Matmul] = LayerParts(
+        layer, mixer.module, mixer.inputs, mixer.out, feed_forward.gate_up, feed_forward.down, feed_forward.experts,
+        block_norms, (),
+        0, 0, 0, epsilon, 0.0, feed_forward.activation, feed_forward.activation_module, feed_forward.shared_gate, mixer,
+    )  # fmt: skip
+    return parts if _is_complete(parts, kind, family) else None
+
+
+def _drops_nothing(module: Module | None) -> bool:
+    return isinstance(module, Dropout) and (module.p == 0 or not module.training)
+
+
+class FeedForwardParts(NamedTuple):
+    """The modules of a layer's MLP or mixture of experts."""
+
+    mlp: Module | None
+    gate_up: tuple[Any, ...] = ()
+    down: tuple[Any, ...] = ()
+    activation: str = ""
+    activation_module: Module | None = None
+    experts: Module | None = None
+    shared_gate: Any = None
+
+
+def _feed_forward_parts(module: Any, mlp: Module | None, kind: Kind[Any], family: Family) -> FeedForwardParts | None:
+    """Return the parts of an MLP or a mixture of experts; None for unsupported modules.
+
+    ``mlp`` is a mixture's shared expert if that is a separate module of the layer, and otherwise None.
+    """
+    described, experts, gate = family.experts, None, None
+    if described and type(module).__name__ == described.block:
+        experts, gate = module, module._modules.get(described.shared_gate)
+        mlp = mlp or module._modules.get(described.shared)
+        if mlp is None:
+            return FeedForwardParts(None, experts=experts)
+    elif mlp is not None:
+        return None
+    dense = _mlp_parts(mlp or module, family)
+    if dense is None or not all(map(kind.is_linear, (*dense[0], *dense[1], *filter(None, [gate])))):
+        return None
+    if gate is not None and gate.out_features != 1:
+        return None
+    return FeedForwardParts(mlp or module, *dense, experts, gate)
+
+
+def _mlp_parts(mlp: Module, family: Family) -> tuple[tuple[Any, ...], tuple[Any, ...], str, Module | None] | None:
+    """Return an MLP's ``(gate_up, down, activation, activation_module)``, or None if the MLP is unsupported."""
+    layer_names = family.names
+    projections, activation_name = (
+        ((layer_names.gate_up,), "activation_fn")
+        if family.joins_gate
+        else ((layer_names.gate, layer_names.up), "act_fn")
+    )
+    activation_name = activation_name if layer_names.activation is None else layer_names.activation
+    if set(mlp._modules) != {*projections, layer_names.down, *filter(None, [activation_name])}:
+        return None
+    activation_module = mlp.get_submodule(activation_name) if activation_name else None
+    activation = "silu" if activation_module is None else _activation_of(activation_module)
+    if activation not in family.activations:
+        return None
+    return (
+        tuple(map(mlp.get_submodule, projections)),
+        (mlp.get_submodule(layer_names.down),),
+        activation,
+        activation_module,
+    )
+
+
+def _activation_of(module: Module) -> str:
+    """Return an activation's name; empty for unknown ones, and for Python code, which rounds after each operation."""
+    function = getattr(getattr(module, "act", None), "__name__", "")
+    return "" if "python" in function else ACTIVATIONS.get(type(module).__name__, "")
+
+
+def _has_known_code(layer: Module, attention: Module, mlp: Module | None, family: Family) -> bool:
+    """Return True if the family describes all classes, attributes and arguments of the modules."""
+    if "position_ids" in inspect.signature(attention.forward).parameters:
+        return False  # positions have a second use, such as scaling the queries of long contexts
+    is_mixer = any(layer._modules.get(name) is attention for name in family.mixers)
+    holders = [module for module in (layer, None if is_mixer else attention, mlp) if module is not None]
+    if family is LLAMA:
+        return not any(UNSUPPORTED_ATTRIBUTES.search(name) for module in holders for name in vars(module))
+    norms = [module for name, module in (*layer._modules.items(), *attention._modules.items()) if "norm" in name]
+    package = package_of(layer)
+    return (
+        all(is_of_package(module, package) for module in (*holders, attention, *norms) if module is not None)
+        and all(map(family.knows, holders))
+        and (is_mixer or getattr(attention, "is_causal", None) is True)
+    )
+
+
+def _is_complete(parts: LayerParts[Matmul], kind: Kind[Matmul], family: Family) -> bool:
+    """Return True if all shapes match, no ``forward`` is replaced, and every tensor of the layer belongs to a part."""
+    hidden, inner, keys = parts.hidden, parts.inner, parts.heads * parts.width
+    queries = keys * parts.groups
+    key_rows = [keys] * (len(parts.qkv) - 1)
+    projections = [queries + 2 * keys] if family.joins_qkv else [queries * (1 + family.gates_heads), *key_rows]
+    dense = [2 * inner] if family.joins_gate else [inner, inner]
+    shapes = [*((rows, hidden) for rows in projections), (hidden, queries)]
+    if parts.mixer:  # mixer_parts has checked the mixer's shapes
+        shapes = [*map(_shape_of, parts.qkv), (hidden, _shape_of(parts.out)[1])]
+    shapes += [*((rows, hidden) for rows in dense), (hidden, inner)] if parts.down else []
+    shapes += [(parts.inputs.width, hidden), (hidden, parts.inputs.width)] if parts.inputs else []
+    head_widths = (queries, keys) if family.norms_all_heads else (parts.width, parts.width)
+    widths = [*([hidden] * (len(parts.norms) - len(parts.head_norms))), *head_widths[: len(parts.head_norms)]]
+    weights: list[Any] = [norm._parameters["weight"] for norm in parts.norms]
+    sinks: Any = parts.attention._parameters.get("sinks") if family.has_sinks else None
+    mixer = parts.mixer.module if parts.mixer else None
+    added_mixture = parts.added_mixture
+    others = parts.experts, mixer, added_mixture.experts if added_mixture else None
+    modules: tuple[Module, ...] = (*parts.matmuls, *filter(None, others))
+    known_ids = {id(tensor) for module in (*modules, *parts.norms) for tensor in tensors_of(module)}
+    known_ids |= {id(tensor) for tensor in added_mixture.tensors} if added_mixture else set()
+    known_ids |= {id(tensor) for tensor in (sinks, parts.factor) if tensor is not None}
+    inside = {id(module) for parent in modules for module in parent.modules()}
+    return (
+        all(_shape_of(matmul) == shape for matmul, shape in zip(parts.matmuls, shapes, strict=True))
+        and all(weight.shape == (width,) for weight, width in zip(weights, widths, strict=True))
+        and all(map(kind.is_readable, weights))
+        and (not family.has_sinks or (sinks is not None and kind.is_readable(sinks)))
+        and (added_mixture is None or is_known_mixture(added_mixture, parts.layer, hidden, parts.epsilon, kind))
+        and (not family.factor or (parts.factor is not None and parts.factor.numel() == 1))
+        and {id(tensor) for tensor in tensors_of(parts.layer)} == known_ids
+        and not any("forward" in vars(module) for module in parts.layer.modules() if id(module) not in inside)
+    )
+
+
+def _shape_of(matmul: Any) -> tuple[int, int]:
+    return matmul.out_features, matmul.in_features
+
+
+def epsilon_of(norm: Module, *, has_weight: bool = True) -> float | None:
+    """Return the epsilon of an RMSNorm; None if the module has submodules or unexpected parameters."""
+    epsilon = getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
+    is_plain = set(norm._parameters) == ({"weight"} if has_weight else set()) and not norm._modules
+    return epsilon if is_plain and isinstance(epsilon, float) else None
