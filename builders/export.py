@@ -29,8 +29,8 @@ from hdtool.data.stores.manifest import Checkpoint, TokenizerFingerprint
 from hdtool.data.stores.store_files import holds_history
 from hdtool.runtime.config import HOME, MEMORY, DecodeConfig, ModelConfig, StoresConfig
 from hdtool.runtime.config.decoding import NO_HISTORY
-from hdtool.runtime.loading.load import load_tokenizer
 from hdtool.runtime.stores.store_set import StoreSet
+from hdtool.runtime.target.load import load_tokenizer
 from hdtool.runtime.weights.checkpoint_identity import CONFIG_FILES, checkpoint_of, place_of
 from hdtool.runtime.weights.gguf_file import gguf_file
 

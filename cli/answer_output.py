@@ -12,9 +12,9 @@ from hdtool.cli.terminal import without_control_characters
 from hdtool.runtime.answerer import Answer
 from hdtool.runtime.config.source_names import SourceId, registered
 from hdtool.runtime.core.sequence import Finish, Stats
-from hdtool.runtime.engines.target import Target
 from hdtool.runtime.kernels.linear import has_compiled_layers
 from hdtool.runtime.stores.store_set import StoreSet
+from hdtool.runtime.target.target import Target
 
 
 def colors_shown() -> bool:

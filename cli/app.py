@@ -229,8 +229,8 @@ def _run_together(arguments: list[str]) -> int:
         message = f"torchrun works with hdtool generate only, got {command}: run it without torchrun"
         return _report(message, OptionError.exit_code) if os.environ["RANK"] == "0" else 0
 
-    from hdtool.runtime.loading.load import load_part
-    from hdtool.runtime.loading.tensor_parallel import follow, leading
+    from hdtool.runtime.target.load import load_part
+    from hdtool.runtime.target.tensor_parallel import follow, leading
 
     if os.environ["RANK"] != "0":
         quiet_libraries()

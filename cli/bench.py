@@ -51,8 +51,8 @@ if TYPE_CHECKING:
     from hdtool.builders.evaluation.bench import ReplayRunner, Timing
     from hdtool.data.bench_results import Results
     from hdtool.runtime.budget.cost_curve import CostCurve
-    from hdtool.runtime.loading.load import Loaded
     from hdtool.runtime.stores.store_set import StoreSet
+    from hdtool.runtime.target.load import Loaded
 
 SHAPE_PEERS: dict[str, dict[str, Any]] = {"generate": {}, "generate-static": {"cache_implementation": "static"}}
 """Options of transformers' ``generate`` by method of ``bench-shape``."""
@@ -284,8 +284,8 @@ def _measured(shape: str | None, loading: ModelConfig, config: CostConfig, *, qu
     from hdtool.builders.evaluation.contenders import load_shape
     from hdtool.builders.evaluation.timing import Stopwatch, Timings, doubt
     from hdtool.runtime.budget.measure_passes import check_saving, context_lengths_for, measure_cost_curve, save_at_home
-    from hdtool.runtime.engines.target import choose_threads
-    from hdtool.runtime.loading.load import load
+    from hdtool.runtime.target.load import load
+    from hdtool.runtime.target.threads import choose_threads
 
     loaded = load_shape(shape, loading) if shape else load(loading)
     choose_threads(loaded.target, loading.threads)

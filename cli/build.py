@@ -95,7 +95,7 @@ def _build(
     from hdtool.builders.stores.build import build_corpus_index, build_model_store
     from hdtool.builders.stores.edit_store import note_on_models
     from hdtool.cli.store_output import engine_for, open_documents, print_built, rankings_for
-    from hdtool.runtime.loading.load import load_tokenizer
+    from hdtool.runtime.target.load import load_tokenizer
     from hdtool.runtime.weights.checkpoint_identity import checkpoint_of
 
     if out:  # reject an unusable --out before loading the tokenizer

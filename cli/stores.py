@@ -192,8 +192,8 @@ def add(
     from hdtool.builders.stores import edit_store as rework
     from hdtool.builders.stores.build_engine import LocalBuildEngine
     from hdtool.builders.stores.edit_store import note_on_models
-    from hdtool.runtime.loading.load import load_tokenizer
-    from hdtool.runtime.loading.store_tokenizer import model_of_store
+    from hdtool.runtime.target.load import load_tokenizer
+    from hdtool.runtime.target.store_tokenizer import model_of_store
 
     quiet_libraries(quiet=quiet)
     before = read_manifest(store)
@@ -398,8 +398,8 @@ def _ngrams(folder: Path, manifest: Manifest, text: str, config: ModelConfig) ->
 def _tokenizer(folder: Path, manifest: Manifest | HistoryManifest, config: ModelConfig) -> PreTrainedTokenizerBase:
     """Load the store's tokenizer. Raises StoreError if the user names a model with another one."""
     from hdtool.data.stores.manifest import HistoryManifest, require_history
-    from hdtool.runtime.loading.load import load_tokenizer
-    from hdtool.runtime.loading.store_tokenizer import model_of_store
+    from hdtool.runtime.target.load import load_tokenizer
+    from hdtool.runtime.target.store_tokenizer import model_of_store
 
     quiet_libraries()
     if config.model is None:

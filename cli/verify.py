@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from hdtool.builders.evaluation.verify import Check, Explanation, Measure, Oracle, Verifier
-    from hdtool.runtime.loading.load import Loaded
+    from hdtool.runtime.target.load import Loaded
 
 ORACLE_CLAIMS = {
     "plain": "drafted answers identical to plain decoding",
@@ -59,9 +59,9 @@ def verify(
     from hdtool.builders.evaluation.verify import Verifier
     from hdtool.cli.answer_output import print_stores
     from hdtool.runtime.drafters.methods import compile_ahead, drafter_for, finish_compiling, history_for
-    from hdtool.runtime.engines.target import choose_threads
-    from hdtool.runtime.loading.load import load
     from hdtool.runtime.stores.store_set import StoreSet
+    from hdtool.runtime.target.load import load
+    from hdtool.runtime.target.threads import choose_threads
 
     quiet_libraries(quiet=quiet)
     compile_ahead(loading, decoding.method)

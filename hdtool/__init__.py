@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from hdtool.runtime.core.sequence import Stats
     from hdtool.runtime.drafters.methods import drafter_for
     from hdtool.runtime.integrations.hf_generate import Generator
-    from hdtool.runtime.loading.load import load
     from hdtool.runtime.stores.store_set import StoreSet, open_store
+    from hdtool.runtime.target.load import load
 
     __version__: str
 
@@ -66,7 +66,7 @@ _PLACES = {
     "decode": "hdtool.runtime.answerer",
     "decode_batch": "hdtool.runtime.answerer",
     "drafter_for": "hdtool.runtime.drafters.methods",
-    "load": "hdtool.runtime.loading.load",
+    "load": "hdtool.runtime.target.load",
     "open_store": "hdtool.runtime.stores.store_set",
     "register": "hdtool.runtime.config.source_names",
 }

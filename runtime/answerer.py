@@ -23,13 +23,13 @@ from hdtool.runtime.core.sampler import Sampler
 from hdtool.runtime.core.sequence import Finish, Stats, Step, room_for
 from hdtool.runtime.drafters.deferred import deferred
 from hdtool.runtime.drafters.methods import compile_ahead, drafters_for
-from hdtool.runtime.engines.target import choose_threads
 from hdtool.runtime.generate_settings import refuse_settings
 from hdtool.runtime.grammar import guided_drafter, masks_of
 from hdtool.runtime.kernels.compile_process import DRAFTER, is_compiling
-from hdtool.runtime.loading.load import Loaded, load
-from hdtool.runtime.loading.tensor_parallel import check_decoding
 from hdtool.runtime.stores.store_set import StoreSet
+from hdtool.runtime.target.load import Loaded, load
+from hdtool.runtime.target.tensor_parallel import check_decoding
+from hdtool.runtime.target.threads import choose_threads
 from hdtool.runtime.text_stream import Piece, TextStream, before_stop, cut_at_stop, text_of
 
 if TYPE_CHECKING:

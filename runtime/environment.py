@@ -17,10 +17,10 @@ from hdtool.runtime.config.model import INT8
 from hdtool.runtime.kernels.compact_weight import is_compact
 from hdtool.runtime.kernels.compiled import processor_name
 from hdtool.runtime.kernels.linear import has_compiled_layers
-from hdtool.runtime.loading.load import Loaded
 from hdtool.runtime.model.compact_layers import has_compact_weights
 from hdtool.runtime.model.quantization import library_of, parts_of
 from hdtool.runtime.stores.store_set import StoreSet
+from hdtool.runtime.target.load import Loaded
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -21,8 +21,8 @@ from hdtool.runtime.config import DecodeConfig, ModelConfig, SamplingConfig
 from hdtool.runtime.core.drafter import Drafter, NoDraft
 from hdtool.runtime.core.sequence import Stats
 from hdtool.runtime.drafters.methods import budget_for, drafter_with_budget, shared_costs_for
-from hdtool.runtime.loading.load import Loaded
 from hdtool.runtime.stores.store_set import StoreSet
+from hdtool.runtime.target.load import Loaded
 from hdtool.runtime.text_stream import Piece
 
 MAX_ROUNDS = 3

@@ -40,8 +40,8 @@ from hdtool.data.stores.store_files import LOCK_FILE, check_destination
 from hdtool.data.texts_and_traces import RecordReader
 from hdtool.runtime.answerer import Answerer
 from hdtool.runtime.config import DecodeConfig, ModelConfig, SamplingConfig, StoresConfig
-from hdtool.runtime.loading.load import load_tokenizer
 from hdtool.runtime.stores.corpus_index import CorpusIndex
+from hdtool.runtime.target.load import load_tokenizer
 from hdtool.runtime.weights.checkpoint_identity import checkpoint_of
 
 

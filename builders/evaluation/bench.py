@@ -23,9 +23,9 @@ from hdtool.runtime.config import COLD, WARM, SamplingConfig
 from hdtool.runtime.core.drafter import Drafter
 from hdtool.runtime.core.sampler import Sampler
 from hdtool.runtime.core.sequence import Finish, Stats, Step, room_for
-from hdtool.runtime.engines.target import Target
 from hdtool.runtime.kernels.topk import argmax
-from hdtool.runtime.loading.load import Loaded
+from hdtool.runtime.target.load import Loaded
+from hdtool.runtime.target.target import Target
 
 
 @dataclass(frozen=True)

@@ -58,8 +58,8 @@ from hdtool.runtime.drafters.methods import compile_ahead, drafter_with_budget, 
 from hdtool.runtime.drafters.trained.select_drafter import methods_with_drafters
 from hdtool.runtime.environment import describe_environment, dtype_name, set_num_threads
 from hdtool.runtime.kernels.linear import has_compiled_layers, share_weights
-from hdtool.runtime.loading.load import Loaded, load, load_stock, load_tokenizer
 from hdtool.runtime.stores.store_set import StoreSet
+from hdtool.runtime.target.load import Loaded, load, load_stock, load_tokenizer
 
 WARM_UP_PROMPTS = (
     "Explain in a few sentences why leaves turn red in autumn, and what happens to the tree in winter.",

@@ -31,16 +31,15 @@ from hdtool.runtime.budget.measure_passes import lengths_within
 from hdtool.runtime.config import SHAPES, CostConfig, ModelConfig, SamplingConfig
 from hdtool.runtime.core.drafter import Drafter
 from hdtool.runtime.core.sequence import Finish, Stats, Step, room_for
-from hdtool.runtime.engines.cpu.proof import compile_cpu
-from hdtool.runtime.engines.target import Target
 from hdtool.runtime.environment import dtype_name
 from hdtool.runtime.generate_settings import generate_options, refuse_settings
 from hdtool.runtime.grammar import Guide, guided_drafter, masks_of
 from hdtool.runtime.kernels.linear import compile_linear_layers
-from hdtool.runtime.loading.load import Loaded, load_tokenizer, pick_device, pick_dtype
 from hdtool.runtime.model.families import refuse_by_configuration
 from hdtool.runtime.model.placement import use_planless_attention
 from hdtool.runtime.model.transformers_internals import cache_in
+from hdtool.runtime.target.load import Loaded, load_tokenizer, pick_device, pick_dtype
+from hdtool.runtime.target.target import Target
 from hdtool.runtime.text_stream import text_of
 
 COST_PLOT_INCHES, COST_PLOT_DPI = (7.0, 4.2), 150
@@ -104,7 +103,7 @@ def load_shape(shape: str, config: ModelConfig) -> Loaded:
             compile_linear_layers(model)
         target = Target(model)
         if device.type == "cpu":
-            target.compiled = compile_cpu(target)
+            target.compile()
     except torch.OutOfMemoryError:
         raise ModelError(f"{shape} does not fit into the memory of its device: take a smaller shape or dtype") from None
     return Loaded(f"{shape}, random weights", target, tokenizer)

@@ -19,7 +19,7 @@ from hdtool.runtime.config import LLAMA_CPP, OTHER_FILE, ModelConfig, SamplingCo
 from hdtool.runtime.core.sequence import room_for
 from hdtool.runtime.grammar import Guide
 from hdtool.runtime.kernels.vector_code import has_feature
-from hdtool.runtime.loading.load import Loaded
+from hdtool.runtime.target.load import Loaded
 from hdtool.runtime.weights.gguf_file import gguf_file
 
 LLAMA_CPP_PACKAGE = "llama-cpp-python"

@@ -17,9 +17,9 @@ from hdtool.runtime.core.sampler import Sampler
 from hdtool.runtime.core.sequence import room_for
 from hdtool.runtime.generate_settings import refuse_settings
 from hdtool.runtime.grammar import guided_drafter, masks_of
-from hdtool.runtime.loading.load import Loaded
 from hdtool.runtime.model.placement import HIGHER_PRECISION, logits_after, logits_step_by_step, more_precise
 from hdtool.runtime.model.quantization import quantized_layers
+from hdtool.runtime.target.load import Loaded
 
 
 class Oracle(StrEnum):

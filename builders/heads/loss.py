@@ -26,8 +26,8 @@ from hdtool.data.progress import ProgressBar
 from hdtool.data.texts_and_traces import Record, RecordedAnswer, RecordReader, Trace
 from hdtool.runtime.config import HeadsConfig, TrainConfig
 from hdtool.runtime.drafters.heads.modules import Heads
-from hdtool.runtime.engines.target import Target
 from hdtool.runtime.model.families import hidden_in, module_of_hidden
+from hdtool.runtime.target.target import Target
 
 MIN_TOKENS = 3
 """Minimum number of tokens of an example; the first head predicts the third token of a text."""

@@ -44,10 +44,10 @@ from hdtool.runtime.config import LARGEST_BUDGET, HeadsConfig, ModelConfig, Trai
 from hdtool.runtime.drafters.heads.checkpoint import EvalResult, SavedHeads, new_heads, output_files
 from hdtool.runtime.drafters.heads.modules import Heads, ParallelHeads
 from hdtool.runtime.drafters.trained.proposal import PROB_BUCKETS, TOKENS_PER_RANKING, bucket_center, prob_bucket
-from hdtool.runtime.engines.target import Target
 from hdtool.runtime.environment import fingerprint, machine
-from hdtool.runtime.loading.load import load_stock
 from hdtool.runtime.model.families import context_limit
+from hdtool.runtime.target.load import load_stock
+from hdtool.runtime.target.target import Target
 
 EVAL_BATCH = 8
 """Number of examples per forward pass of the evaluation."""

@@ -45,10 +45,10 @@ from hdtool.runtime.core.drafter import NoDraft
 from hdtool.runtime.drafters.heads.checkpoint import SETTINGS_FILE, read_settings
 from hdtool.runtime.drafters.trained.proposal import SMALL_MODEL, PublishedDrafter
 from hdtool.runtime.drafters.trained.select_drafter import methods_with_drafters, trained_drafter
-from hdtool.runtime.engines.checks.trees import some_context
+from hdtool.runtime.engines.checks.probes import some_context
 from hdtool.runtime.environment import fingerprint
-from hdtool.runtime.loading.load import Loaded
 from hdtool.runtime.stores.store_set import StoreSet
+from hdtool.runtime.target.load import Loaded
 
 
 def with_model_drafters(decoding: DecodeConfig, loaded: Loaded, folder: Path | None) -> DecodeConfig:

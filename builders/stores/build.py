@@ -24,7 +24,6 @@ from hdtool.data.stores.store import FolderCheck, building
 from hdtool.runtime.config import BuildConfig
 from hdtool.runtime.kernels.compiled import Ints, compiled
 from hdtool.runtime.kernels.topk import topk
-from hdtool.runtime.loading.load import Loaded
 from hdtool.runtime.stores.corpus_index import KIND as CORPUS
 from hdtool.runtime.stores.model_store import (
     HASH_HIGH,
@@ -49,6 +48,7 @@ from hdtool.runtime.stores.model_store import (
     writing,
 )
 from hdtool.runtime.stores.suffix_search import ShardExtent, sampled_prefixes_in
+from hdtool.runtime.target.load import Loaded
 
 MAX_DOUBLINGS = 3
 """Maximum number of times that the hash table is doubled while some keys find no slot."""

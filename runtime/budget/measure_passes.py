@@ -20,12 +20,12 @@ from hdtool.data.progress import progress_bar
 from hdtool.runtime.budget.cost_curve import PASS_SIZES, CostCurve, Floats, cost_file, over_nodes
 from hdtool.runtime.config import CostConfig
 from hdtool.runtime.core.tree import LARGEST_TREE, DraftTree
-from hdtool.runtime.engines.checks.trees import some_context
-from hdtool.runtime.engines.target import Target
+from hdtool.runtime.engines.checks.probes import some_context
 from hdtool.runtime.environment import device_name, dtype_name, fingerprint
 from hdtool.runtime.kernels.linear import has_compiled_layers
-from hdtool.runtime.loading.load import Loaded
 from hdtool.runtime.model.compact_layers import has_compact_weights
+from hdtool.runtime.target.load import Loaded
+from hdtool.runtime.target.target import Target
 
 MEASURED_NODES = tuple(rows - 1 for rows in PASS_SIZES)
 REPETITIONS, MAX_SECONDS = 20, 10.0
@@ -189,7 +189,7 @@ def _quick_contexts(target: Target, batch: int = 1) -> tuple[int, ...]:
     if target.captures or target.processes > 1 or not target.takes_trees:
         return (SHORT_CONTEXT,)
     bytes_per_token = sum(
-        tensor.heads * tensor.width * tensor.dtype.itemsize for layer in target.shapes for tensor in layer.kept
+        tensor.heads * tensor.width * tensor.dtype.itemsize for layer in target.facts.shapes for tensor in layer.kept
     )
     limit = target.context_limit(1) or LONG_CONTEXT
     longest = min(

@@ -10,7 +10,7 @@ from hdtool.data.errors import HdtoolError
 from hdtool.runtime.config import DecodeConfig, ModelConfig, StoresConfig
 from hdtool.runtime.integrations.generate_request import UnsupportedCallError
 from hdtool.runtime.integrations.hf_generate import Generator
-from hdtool.runtime.loading.load import load_tokenizer
+from hdtool.runtime.target.load import load_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -28,12 +28,11 @@ from hdtool.runtime.core.sampler import Sampler
 from hdtool.runtime.core.sequence import Finish, Stats, Step
 from hdtool.runtime.drafters.deferred import deferred
 from hdtool.runtime.drafters.methods import drafters_for, history_for
-from hdtool.runtime.engines.target import Target, embedded_tokens
+from hdtool.runtime.engines.stock.stock_model import embedded_tokens
 from hdtool.runtime.generate_settings import Stops
 from hdtool.runtime.grammar import GrammarCompiler, GrammarProcessor, Guide, guided_drafter
 from hdtool.runtime.integrations.generate_request import GenerateRequest, Rollouts, UnsupportedCallError, predictions_of
 from hdtool.runtime.kernels.compile_process import DRAFTER, start_compiling
-from hdtool.runtime.loading.load import ends_of
 from hdtool.runtime.model.families import refuse_by_configuration
 from hdtool.runtime.model.placement import device_of
 from hdtool.runtime.model.transformers_internals import (
@@ -44,6 +43,8 @@ from hdtool.runtime.model.transformers_internals import (
     use_masked_attention,
 )
 from hdtool.runtime.stores.store_set import StoreSet
+from hdtool.runtime.target.load import ends_of
+from hdtool.runtime.target.target import Target
 from hdtool.runtime.weights.model_in_memory import checkpoint_in_memory
 
 if TYPE_CHECKING:

@@ -24,9 +24,9 @@ from hdtool.runtime.core.drafter import Drafter, HistoryDrafter, draft_many
 from hdtool.runtime.core.engine import Verified
 from hdtool.runtime.core.tree import DraftTree
 from hdtool.runtime.drafters.methods import drafter_with_budget
-from hdtool.runtime.loading.load import load_tokenizer
 from hdtool.runtime.stores.history_store import History
 from hdtool.runtime.stores.store_set import StoreSet, lasting_history, tenant_among
+from hdtool.runtime.target.load import load_tokenizer
 from hdtool.runtime.weights.checkpoint_identity import served_checkpoint
 
 LOGGER = logging.getLogger("sglang.hdtool")

@@ -39,8 +39,8 @@ from hdtool.runtime.core.drafter import Drafter
 from hdtool.runtime.core.sequence import Step
 from hdtool.runtime.drafters.methods import drafter_with_budget
 from hdtool.runtime.environment import machine
-from hdtool.runtime.loading.load import Loaded, load
 from hdtool.runtime.stores.store_set import StoreSet
+from hdtool.runtime.target.load import Loaded, load
 from hdtool.runtime.weights.checkpoint_identity import checkpoint_of
 from tests.benchmarks.known_draws import MAX_PROMPT_TOKENS, SEEDS, in_turn
 from tests.benchmarks.methods import cold, warm

@@ -31,9 +31,9 @@ from hdtool.data.stores.manifest import TokenizerFingerprint
 from hdtool.data.texts_and_traces import RecordReader
 from hdtool.runtime.config import BuildConfig, ModelConfig
 from hdtool.runtime.environment import machine
-from hdtool.runtime.loading.load import load_tokenizer
 from hdtool.runtime.stores.corpus_index import CorpusIndex
 from hdtool.runtime.stores.suffix_search import find_longest, shards_at
+from hdtool.runtime.target.load import load_tokenizer
 from tests.benchmarks.scale import look_up_times
 
 JUMP_EVERY = 20

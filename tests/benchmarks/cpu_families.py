@@ -17,12 +17,11 @@ import torch
 import transformers
 
 from hdtool.runtime.core.tree import DraftTree
-from hdtool.runtime.engines.cpu.proof import compile_cpu
-from hdtool.runtime.engines.target import Target
 from hdtool.runtime.environment import machine
 from hdtool.runtime.kernels.experts import compile_experts
 from hdtool.runtime.kernels.linear import compile_linear_layers
 from hdtool.runtime.model.compact_layers import compact_weights
+from hdtool.runtime.target.target import Target
 from tests.support.one_sequence import OneSequence
 
 HEADS: dict[str, Any] = {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 128}
@@ -90,7 +89,7 @@ def compiled(model: Any) -> Target:
     compile_linear_layers(model)
     compile_experts(model)
     target = Target(model)
-    target.compiled = compile_cpu(target)
+    target.compile()
     assert target.compiled
     return target
 

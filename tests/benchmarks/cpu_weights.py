@@ -37,11 +37,11 @@ from hdtool.runtime.config import DecodeConfig, ModelConfig, SamplingConfig
 from hdtool.runtime.core.sampler import Sampler
 from hdtool.runtime.core.tree import DraftTree
 from hdtool.runtime.drafters.methods import drafter_with_budget
-from hdtool.runtime.engines.checks.trees import some_context
+from hdtool.runtime.engines.checks.probes import some_context
 from hdtool.runtime.environment import machine
-from hdtool.runtime.loading.load import Loaded, load, load_stock, load_tokenizer
 from hdtool.runtime.model.compact_layers import compact_parameters
 from hdtool.runtime.stores.store_set import StoreSet
+from hdtool.runtime.target.load import Loaded, load, load_stock, load_tokenizer
 from tests.support.one_sequence import OneSequence
 
 SHAPE: dict[str, Any] = {
@@ -115,7 +115,7 @@ class Side:
     @property
     def loaded(self) -> Loaded:
         """Loaded model, switched to this side's passes."""
-        self._loaded.target.compiled = self._compiled
+        self._loaded.target.use_compiled(self._compiled)
         return self._loaded
 
     @property

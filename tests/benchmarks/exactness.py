@@ -21,8 +21,8 @@ from hdtool.runtime.config import METHODS, DecodeConfig, ModelConfig, SamplingCo
 from hdtool.runtime.core.drafter import Drafter, NoDraft
 from hdtool.runtime.drafters.methods import drafter_for
 from hdtool.runtime.environment import machine
-from hdtool.runtime.loading.load import Loaded, load
 from hdtool.runtime.stores.store_set import StoreSet
+from hdtool.runtime.target.load import Loaded, load
 from tests.support.oracle import generated
 
 SAMPLINGS = {

@@ -20,11 +20,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from hdtool.runtime.config import ModelConfig
 from hdtool.runtime.core.tree import DraftTree
-from hdtool.runtime.engines.checks.trees import some_context
-from hdtool.runtime.engines.target import Target
+from hdtool.runtime.engines.checks.probes import some_context
 from hdtool.runtime.environment import machine
 from hdtool.runtime.kernels.linear import CompiledLinear, compile_linear_layers, compiled_linear
-from hdtool.runtime.loading.load import load
+from hdtool.runtime.target.load import load
+from hdtool.runtime.target.target import Target
 from tests.support.one_sequence import OneSequence
 
 LAYER = ((256, 256), (128, 256), (128, 256), (256, 256), (1024, 256), (1024, 256), (256, 1024))

@@ -23,15 +23,14 @@ from transformers.utils import logging
 
 from hdtool.runtime.config import ModelConfig
 from hdtool.runtime.core.tree import DraftTree
-from hdtool.runtime.engines.checks.trees import some_context
+from hdtool.runtime.engines.checks.probes import some_context
 from hdtool.runtime.engines.cpu import weight_table
-from hdtool.runtime.engines.cpu.proof import compile_cpu
-from hdtool.runtime.engines.target import Target
 from hdtool.runtime.environment import machine
 from hdtool.runtime.kernels.compiled import array_at
 from hdtool.runtime.kernels.gemm import MATMUL_ARGUMENTS
 from hdtool.runtime.kernels.linear import CompiledLinear
-from hdtool.runtime.loading.load import load, load_tokenizer
+from hdtool.runtime.target.load import load, load_tokenizer
+from hdtool.runtime.target.target import Target
 from tests.benchmarks.cpu_weights import SHAPE
 from tests.support.one_sequence import OneSequence
 
@@ -50,10 +49,10 @@ def without_matmuls(model: str, is_compiled: bool, context: int) -> OneSequence:
     target = load(ModelConfig(model, device="cpu")).target
     if is_compiled:
         with mock.patch.object(weight_table, "matmul_of", lambda *_: zeros):
-            target.compiled = compile_cpu(target, proved=True)
+            target.compile(proved=True)
             assert target.compiled, "a model of another kind"
             return after(target, context)
-    target.compiled = None
+    target.use_compiled(None)
     for layer in target.model.modules():
         if isinstance(layer, CompiledLinear):
             replaced: Any = layer

@@ -32,9 +32,9 @@ from hdtool.data.errors import HdtoolError
 from hdtool.runtime.config import ModelConfig
 from hdtool.runtime.config.model import ACTIVATIONS
 from hdtool.runtime.core.tree import DraftTree
-from hdtool.runtime.engines.checks.trees import some_context
+from hdtool.runtime.engines.checks.probes import some_context
 from hdtool.runtime.environment import machine, set_num_threads
-from hdtool.runtime.loading.load import load
+from hdtool.runtime.target.load import load
 from tests.benchmarks.cpu_weights import SHAPE
 from tests.benchmarks.llama_bench import LlamaBench
 from tests.benchmarks.openvino_peer import OpenVinoContender

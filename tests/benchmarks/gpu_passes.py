@@ -18,8 +18,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from hdtool.runtime.core.tolerances import distances
 from hdtool.runtime.core.tree import ROOT, DraftTree
 from hdtool.runtime.engines.cuda.static_steps import by_device
-from hdtool.runtime.engines.target import Target
 from hdtool.runtime.model.placement import use_planless_attention
+from hdtool.runtime.target.target import Target
 from tests.benchmarks.gpu_step import name_of
 from tests.support.rehearsed import direct
 from tests.support.trees import path_to, tokens_to

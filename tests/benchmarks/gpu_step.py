@@ -20,10 +20,10 @@ from hdtool.builders.evaluation.contenders import load_shape, weight_bytes_read
 from hdtool.runtime.caches.slots import Cache
 from hdtool.runtime.config import ModelConfig
 from hdtool.runtime.core.tree import DraftTree
-from hdtool.runtime.engines.checks.trees import some_context
+from hdtool.runtime.engines.checks.probes import some_context
 from hdtool.runtime.engines.cuda.static_steps import StaticSteps, StepPass
-from hdtool.runtime.engines.target import Target
 from hdtool.runtime.environment import machine
+from hdtool.runtime.target.target import Target
 
 TURNS, SHOWN = 15, 14
 
@@ -97,7 +97,7 @@ def step_once(target: Target, cache: Cache, trees: Sequence[DraftTree]) -> None:
 
 def bytes_read(target: Target, context: int) -> int:
     """Return the bytes of the weights and of the context's KV cache."""
-    shapes = [shape for layer in target.shapes for shape in layer.kept]
+    shapes = [shape for layer in target.facts.shapes for shape in layer.kept]
     return weight_bytes_read(target) + context * sum(one.heads * one.width * one.dtype.itemsize for one in shapes)
 
 

@@ -22,8 +22,8 @@ from hdtool.runtime.config import ModelConfig
 from hdtool.runtime.drafters.hierarchy.candidates import DRAFTING, prob_class
 from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
 from hdtool.runtime.drafters.hierarchy.tree import MIN_CONTRIBUTION, MIN_LEFT, expand, feed
-from hdtool.runtime.loading.load import load
 from hdtool.runtime.stores.store_set import StoreSet
+from hdtool.runtime.target.load import load
 from tests.benchmarks.methods import parser_of_recordings, read_recordings
 from tests.benchmarks.recency import RANKS, SHAPE, Candidates, fit
 from tests.support.one_sequence import OneSequence

@@ -42,11 +42,10 @@ from hdtool.runtime.core.drafter import NoDraft
 from hdtool.runtime.core.sequence import SequenceState, Stats, Step
 from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
 from hdtool.runtime.engines.cpu import tree_pass
-from hdtool.runtime.engines.cpu.proof import compile_cpu
-from hdtool.runtime.engines.target import Target
 from hdtool.runtime.environment import machine
 from hdtool.runtime.kernels.linear import compile_linear_layers
-from hdtool.runtime.loading.load import Loaded, load
+from hdtool.runtime.target.load import Loaded, load
+from hdtool.runtime.target.target import Target
 from hdtool.runtime.text_stream import TextStream
 
 METHODS = {"plain": ("ar", None), "hd, 32 nodes": ("hd", 32), "hd+logitspec, 32": ("hd+logitspec", 32)}
@@ -203,7 +202,7 @@ def with_vocabulary(loaded: Loaded, tokens: int) -> Loaded:
             layer.weight[before:] = SMALL * spread * more
     compile_linear_layers(model)
     target = Target(model)
-    target.compiled = compile_cpu(target)
+    target.compile()
     return replace(loaded, target=target)
 
 

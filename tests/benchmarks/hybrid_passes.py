@@ -16,12 +16,11 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from hdtool.runtime.engines.checks.trees import some_context
-from hdtool.runtime.engines.cpu.proof import compile_cpu
-from hdtool.runtime.engines.target import Target
+from hdtool.runtime.engines.checks.probes import some_context
 from hdtool.runtime.environment import machine
 from hdtool.runtime.kernels.linear import compile_linear_layers
 from hdtool.runtime.model.compact_layers import compact_weights
+from hdtool.runtime.target.target import Target
 from tests.benchmarks.mixers import tree_of
 
 COMMON: dict[str, Any] = {
@@ -79,13 +78,14 @@ def main() -> None:
 
 def measured(shape: str, rounds: int, threads: int) -> str:
     target, clock = target_of(shape), time.thread_time if threads == 1 else time.perf_counter
-    compiled = target.compiled = compile_cpu(target)
+    target.compile()
+    compiled = target.compiled
     assert compiled, "this shape is not compiled"
     context = some_context(CONTEXT, target.vocabulary)
     found: dict[str, list[float]] = {}
     for number in range(rounds):
         for form, made in (("compiled", compiled), ("library's", None)):
-            target.compiled = made
+            target.use_compiled(made)
             cache = target.allocate()
             target.prefill(cache, 0, context, room=400)
 

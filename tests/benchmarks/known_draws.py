@@ -26,8 +26,8 @@ from hdtool.runtime.config.model import ACTIVATIONS
 from hdtool.runtime.core.drafter import Drafter, NoDraft, WrappedDrafter
 from hdtool.runtime.drafters.methods import drafter_for
 from hdtool.runtime.environment import machine
-from hdtool.runtime.loading.load import Loaded, load
 from hdtool.runtime.stores.store_set import StoreSet
+from hdtool.runtime.target.load import Loaded, load
 
 MAX_PROMPT_TOKENS = 900
 SEEDS = 5000

@@ -42,8 +42,8 @@ from hdtool.runtime.core.tree import DraftTree
 from hdtool.runtime.drafters.logitspec import LogitSpec
 from hdtool.runtime.drafters.methods import drafter_for
 from hdtool.runtime.environment import machine
-from hdtool.runtime.loading.load import Loaded, load
 from hdtool.runtime.stores.store_set import StoreSet
+from hdtool.runtime.target.load import Loaded, load
 
 TOPS = (1, 2, 4, 8, 16, 32, 60)
 NEVER = 10**9

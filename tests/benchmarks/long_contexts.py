@@ -28,8 +28,8 @@ from hdtool.runtime.config import DecodeConfig, ModelConfig, SamplingConfig, Sto
 from hdtool.runtime.core.drafter import Drafter
 from hdtool.runtime.drafters.methods import drafter_with_budget
 from hdtool.runtime.environment import machine, set_num_threads
-from hdtool.runtime.loading.load import Loaded, load
 from hdtool.runtime.stores.store_set import StoreSet
+from hdtool.runtime.target.load import Loaded, load
 
 DOCS = Path(__file__).parents[2] / "docs"
 QUESTION = "Write a letter to a friend about this text, in your own words."

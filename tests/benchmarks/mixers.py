@@ -18,9 +18,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.cache_utils import DynamicCache
 
 from hdtool.runtime.core.tree import DraftTree
-from hdtool.runtime.engines.target import Target
 from hdtool.runtime.environment import machine
 from hdtool.runtime.kernels.linear import compile_linear_layers
+from hdtool.runtime.target.target import Target
 
 COMMON: dict[str, Any] = {
     "vocab_size": 512,
@@ -145,7 +145,7 @@ def measured(kind: str, shape: dict[str, Any], rounds: int) -> Iterator[str]:
     model: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **{**COMMON, **shape})).eval()
     compile_linear_layers(model)
     target = Target(model)
-    recurrent = target.stock.recurrent
+    recurrent = target.facts.recurrent
     assert recurrent
     module, closed = recurrent._mixers[0].module, recurrent._closed
     ids = [3 + place % 400 for place in range(CONTEXT)]

@@ -19,8 +19,8 @@ from hdtool.data.prompts import read_prompts
 from hdtool.runtime.answerer import decode
 from hdtool.runtime.config import DecodeConfig, SamplingConfig, StoresConfig
 from hdtool.runtime.drafters.methods import drafter_for
-from hdtool.runtime.loading.load import Loaded, load
 from hdtool.runtime.stores.store_set import StoreSet
+from hdtool.runtime.target.load import Loaded, load
 
 PASSES = (0, 1, 2, 3, 4, 6, 8)
 """MTP passes after the first one of a step, which reads the accepted tokens."""

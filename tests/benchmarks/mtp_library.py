@@ -27,9 +27,9 @@ from hdtool.runtime.answerer import decode
 from hdtool.runtime.config import DecodeConfig, SamplingConfig
 from hdtool.runtime.drafters.methods import drafter_for
 from hdtool.runtime.drafters.trained.mtp import WithMtpLayers, patterns_of
-from hdtool.runtime.loading.load import Loaded, load
 from hdtool.runtime.stores.corpus_index import CorpusIndex
 from hdtool.runtime.stores.store_set import StoreSet
+from hdtool.runtime.target.load import Loaded, load
 from tests.support.mtp import add_layers
 
 WINDOW, BATCH, RATE = 96, 16, 2e-3

@@ -41,16 +41,15 @@ from hdtool.runtime.budget.measure_passes import cost_curve_for
 from hdtool.runtime.config import ModelConfig
 from hdtool.runtime.config.model import ACTIVATIONS, INT8
 from hdtool.runtime.core.tree import DraftTree
-from hdtool.runtime.engines.checks.trees import some_context
+from hdtool.runtime.engines.checks.probes import some_context
 from hdtool.runtime.engines.cpu.compiled_model import CompiledModel
-from hdtool.runtime.engines.cpu.proof import compile_cpu
-from hdtool.runtime.engines.target import Target
 from hdtool.runtime.environment import machine
 from hdtool.runtime.kernels.compact_weight import CompactWeight
 from hdtool.runtime.kernels.linear import compile_linear_layers
 from hdtool.runtime.kernels.packed_matrix import PackedMatrix
-from hdtool.runtime.loading.load import Loaded, load
 from hdtool.runtime.model.compact_layers import ParameterRef, compact_parameters, replace_parameter, weight_parameters
+from hdtool.runtime.target.load import Loaded, load
+from hdtool.runtime.target.target import Target
 from hdtool.runtime.weights.gguf_file import GGUFFile
 from hdtool.runtime.weights.gguf_formats import stays_packed
 from tests.benchmarks import cpu_weights
@@ -80,7 +79,11 @@ class Side:
     def use(self, target: Target) -> None:
         """Switch the target to these weights, in compiled code."""
         self.place()
-        self._compiled = target.compiled = self._compiled or compile_cpu(target, proved=True)
+        if self._compiled:
+            target.use_compiled(self._compiled)
+        else:
+            target.compile(proved=True)
+            self._compiled = target.compiled
         assert self._compiled
 
     @property

@@ -15,8 +15,8 @@ import torch
 
 from hdtool.runtime.config import ModelConfig
 from hdtool.runtime.core.tree import DraftTree
-from hdtool.runtime.engines.checks.trees import some_context
-from hdtool.runtime.loading.load import load
+from hdtool.runtime.engines.checks.probes import some_context
+from hdtool.runtime.target.load import load
 
 CONTEXT, SLOTS = 200, 8
 TREES, TREES_OF_A_BATCH, PROMPTS = (0, 8, 32, 64), (0, 7), (64, 512)

@@ -24,7 +24,7 @@ from hdtool.runtime.config import ModelConfig, SamplingConfig
 from hdtool.runtime.core.sampler import Sampler
 from hdtool.runtime.core.sequence import Stats
 from hdtool.runtime.environment import machine
-from hdtool.runtime.loading.load import Loaded, load
+from hdtool.runtime.target.load import Loaded, load
 from tests.support.oracle import generated
 
 Answer = Callable[[list[int], int], list[int]]

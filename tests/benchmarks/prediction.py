@@ -24,8 +24,8 @@ from hdtool.runtime.core.drafter import Drafter, NoDraft
 from hdtool.runtime.core.sequence import Stats
 from hdtool.runtime.drafters.methods import drafter_for
 from hdtool.runtime.environment import machine
-from hdtool.runtime.loading.load import Loaded, load
 from hdtool.runtime.stores.store_set import StoreSet
+from hdtool.runtime.target.load import Loaded, load
 
 NONE, FOREIGN, SHUFFLED, HALF, EXACT = "none", "useless", "misleading", "half right", "exact"
 KINDS = (NONE, FOREIGN, SHUFFLED, HALF, EXACT)

@@ -16,7 +16,7 @@ from pathlib import Path
 from hdtool.builders.evaluation.recording import TurnReader
 from hdtool.data.texts_and_traces import read_traces
 from hdtool.runtime.config import ModelConfig
-from hdtool.runtime.loading.load import load_stops, load_tokenizer
+from hdtool.runtime.target.load import load_stops, load_tokenizer
 
 MAX_MATCH_LENGTH = 3
 TOKENS = 10

@@ -28,10 +28,10 @@ from hdtool.data import demo
 from hdtool.runtime.config import ModelConfig
 from hdtool.runtime.config.model import ACTIVATIONS, BLOCKS
 from hdtool.runtime.core.tree import DraftTree
-from hdtool.runtime.engines.target import Target
 from hdtool.runtime.environment import machine
 from hdtool.runtime.kernels.compact_weight import stored_of
-from hdtool.runtime.loading.load import Loaded, load
+from hdtool.runtime.target.load import Loaded, load
+from hdtool.runtime.target.target import Target
 
 NONE = "none"
 PIECE = 48

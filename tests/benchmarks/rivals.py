@@ -49,8 +49,8 @@ from hdtool.runtime.config import DecodeConfig, ModelConfig, SamplingConfig, Sto
 from hdtool.runtime.config.model import ACTIVATIONS
 from hdtool.runtime.environment import machine, set_num_threads
 from hdtool.runtime.grammar import Guide
-from hdtool.runtime.loading.load import Loaded, load
 from hdtool.runtime.stores.store_set import StoreSet
+from hdtool.runtime.target.load import Loaded, load
 from hdtool.runtime.weights.gguf_file import gguf_file
 from tests.benchmarks import openvino_peer
 from tests.benchmarks.llama_bench import LlamaBench

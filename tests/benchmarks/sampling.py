@@ -22,7 +22,7 @@ from hdtool.runtime.config.model import ACTIVATIONS
 from hdtool.runtime.core.sampler import Sampler
 from hdtool.runtime.core.sequence import Step
 from hdtool.runtime.environment import machine
-from hdtool.runtime.loading.load import Loaded, load
+from hdtool.runtime.target.load import Loaded, load
 
 SETTINGS = {
     "temperature 0.8": SamplingConfig(0.8, seed=1),

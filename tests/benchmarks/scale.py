@@ -31,8 +31,8 @@ from hdtool.data.stores.manifest import TokenizerFingerprint
 from hdtool.data.texts_and_traces import RecordReader
 from hdtool.runtime.config import BuildConfig, ModelConfig
 from hdtool.runtime.environment import machine
-from hdtool.runtime.loading.load import load_tokenizer
 from hdtool.runtime.stores.corpus_index import MAX_CONTEXT_TOKENS, CorpusIndex
+from hdtool.runtime.target.load import load_tokenizer
 
 LOOK_UPS, FRESH = 3000, 60
 GROWN = 1.7

@@ -32,7 +32,7 @@ import openai
 import psutil
 
 from hdtool.runtime.config import ModelConfig
-from hdtool.runtime.loading.load import load, load_stock, load_tokenizer
+from hdtool.runtime.target.load import load, load_stock, load_tokenizer
 from tests.server.plain import plain_text
 from tests.server.test_malformed import BODIES, CHAT
 from tests.support.server import RunningServer

@@ -15,9 +15,9 @@ from hdtool.runtime.budget.node_budget import FixedBudget
 from hdtool.runtime.config import ModelConfig, SamplingConfig, StoresConfig
 from hdtool.runtime.core.loop import Request
 from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
-from hdtool.runtime.loading.load import Loaded, load
 from hdtool.runtime.stores.history_store import History
 from hdtool.runtime.stores.store_set import StoreSet
+from hdtool.runtime.target.load import Loaded, load
 
 MAX_NEW_TOKENS, NODES = 128, 16
 

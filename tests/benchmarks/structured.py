@@ -34,8 +34,8 @@ from hdtool.runtime.core.tree import LARGEST_TREE
 from hdtool.runtime.drafters.methods import drafter_for
 from hdtool.runtime.environment import machine
 from hdtool.runtime.grammar import GrammarCompiler, GrammarProcessor, guided_drafter
-from hdtool.runtime.loading.load import Loaded, load
 from hdtool.runtime.stores.store_set import StoreSet
+from hdtool.runtime.target.load import Loaded, load
 from tests.support.json_schemas import JSON_SCHEMAS
 
 PLAIN, MASKED, GUIDED = "ar", "hd, masked", "hd, guided"

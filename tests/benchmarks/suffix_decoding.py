@@ -31,9 +31,9 @@ from hdtool.runtime.core.accept import Accepted
 from hdtool.runtime.core.engine import Verified
 from hdtool.runtime.core.tree import DraftTree
 from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
-from hdtool.runtime.loading.load import load_stops, load_tokenizer
 from hdtool.runtime.model.pass_inputs import FULL, AttentionMasks, AttentionWindow
 from hdtool.runtime.stores.history_store import History
+from hdtool.runtime.target.load import load_stops, load_tokenizer
 
 SETTINGS: dict[str, dict[str, float]] = {
     "default": {"max_spec_factor": 1.0, "min_token_prob": 0.1},

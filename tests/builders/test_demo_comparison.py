@@ -10,8 +10,8 @@ from hdtool.data.prompts import Prompt, read_prompts
 from hdtool.runtime.config import DecodeConfig, ModelConfig, StoresConfig
 from hdtool.runtime.config.source_names import SourceId
 from hdtool.runtime.core.sequence import Stats
-from hdtool.runtime.loading.load import load
 from hdtool.runtime.stores.store_set import StoreSet
+from hdtool.runtime.target.load import load
 
 DECODING = DecodeConfig(max_new_tokens=12, draft_tokens=8)
 

@@ -43,8 +43,8 @@ from hdtool.runtime.config import HeadsConfig, ModelConfig, TrainConfig
 from hdtool.runtime.drafters.heads.checkpoint import EvalResult, SavedHeads, load_heads, new_heads
 from hdtool.runtime.drafters.heads.modules import ParallelHeads
 from hdtool.runtime.drafters.trained.proposal import PROB_BUCKETS
-from hdtool.runtime.engines.target import Target
-from hdtool.runtime.loading.load import load, load_tokenizer
+from hdtool.runtime.target.load import load, load_tokenizer
+from hdtool.runtime.target.target import Target
 from tests.support.families import VOCABULARY, model_of
 from tests.support.heads import reference_logits_after
 from tests.support.oracle import generated, prompt_of

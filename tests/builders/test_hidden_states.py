@@ -16,7 +16,7 @@ from hdtool.cli.app import run
 from hdtool.data.errors import HeadsError
 from hdtool.runtime.config import HeadsConfig, TrainConfig
 from hdtool.runtime.drafters.heads.checkpoint import new_heads
-from hdtool.runtime.engines.target import Target
+from hdtool.runtime.target.target import Target
 from tests.support.families import FAMILIES, VOCABULARY, model_of
 
 CONFIG = TrainConfig(epochs=3, batch=4, val_fraction=0.1)

@@ -35,8 +35,8 @@ from hdtool.runtime.budget import measure_passes
 from hdtool.runtime.budget.cost_curve import CostCurve
 from hdtool.runtime.config import DecodeConfig, HeadsConfig
 from hdtool.runtime.config.building import MAX_HELD_OUT
-from hdtool.runtime.engines.target import Target
-from hdtool.runtime.loading.load import load
+from hdtool.runtime.target.load import load
+from hdtool.runtime.target.target import Target
 from tests.support.families import model_of
 from tests.support.heads import random_for
 from tests.support.locks import deleted_lock_files

@@ -21,9 +21,9 @@ from hdtool.data import demo
 from hdtool.data.errors import ModelError
 from hdtool.runtime.config import METHODS, ModelConfig
 from hdtool.runtime.config.decoding import DRAFT_MODEL, MTP_DRAFTER
-from hdtool.runtime.loading.load import load, load_tokenizer
 from hdtool.runtime.stores.corpus_index import CorpusIndex
 from hdtool.runtime.stores.model_store import ModelStore
+from hdtool.runtime.target.load import load, load_tokenizer
 from tests.support.families import model_of
 from tests.support.oracle import generated
 from tests.support.processes import HDTOOL, start
@@ -504,7 +504,7 @@ def test_library_errors_of_the_device_are_told(broken_model: Path, monkeypatch: 
     def full(*_: object, **__: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr("hdtool.runtime.loading.load.Target", full)
+    monkeypatch.setattr("hdtool.runtime.target.load.Target", full)
     with pytest.raises(ModelError, match="does not fit into the memory"):
         load(ModelConfig(str(broken_model)))
 

@@ -15,7 +15,7 @@ from hdtool.data import demo
 from hdtool.data.home import home
 from hdtool.data.prompts import read_prompts
 from hdtool.runtime.config import ModelConfig
-from hdtool.runtime.loading.load import load_tokenizer
+from hdtool.runtime.target.load import load_tokenizer
 from tests.support.gguf_files import tiny_llama, write_gguf
 
 pytestmark = pytest.mark.usefixtures("known_cost")

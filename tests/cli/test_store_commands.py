@@ -18,7 +18,7 @@ from hdtool.data import demo
 from hdtool.data.stores.manifest import TokenizerFingerprint
 from hdtool.data.stores.store import read_manifest
 from hdtool.data.stores.store_files import MANIFEST
-from hdtool.runtime.loading import load
+from hdtool.runtime.target import load
 
 SHARE_GPT = [
     {

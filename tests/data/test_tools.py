@@ -12,7 +12,7 @@ from hdtool.data.chat import encode_conversation
 from hdtool.data.errors import PromptError
 from hdtool.data.prompts import read_prompts, read_tools, tools_of
 from hdtool.runtime.config import ModelConfig
-from hdtool.runtime.loading.load import load_tokenizer
+from hdtool.runtime.target.load import load_tokenizer
 
 WEATHER: dict[str, Any] = {
     "type": "function",

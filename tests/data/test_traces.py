@@ -14,7 +14,7 @@ from hdtool.cli.app import run
 from hdtool.data.errors import HdtoolError, OptionError, RecordError
 from hdtool.data.texts_and_traces import RecordedAnswer, Trace, read_traces
 from hdtool.runtime.config import ModelConfig
-from hdtool.runtime.loading.load import load, load_stops, load_tokenizer
+from hdtool.runtime.target.load import load, load_stops, load_tokenizer
 
 SYSTEM = {"role": "system", "content": "Be brief."}
 USER, AGAIN = ({"role": "user", "content": text} for text in ("What is a list?", "And a tuple?"))

@@ -18,7 +18,7 @@ from hdtool.runtime.core.sampler import Sampler
 from hdtool.runtime.core.sequence import Step
 from hdtool.runtime.core.tree import DraftTree
 from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
-from hdtool.runtime.engines.target import Target
+from hdtool.runtime.target.target import Target
 from tests.support.decoding import SAMPLINGS, answered, output_tokens, run
 from tests.support.families import FAMILIES, VOCABULARY, model_of
 from tests.support.oracle import assert_same_logits, plain_logits, prompt_of

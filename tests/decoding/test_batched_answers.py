@@ -23,8 +23,8 @@ from hdtool.runtime.budget.node_budget import FixedBudget
 from hdtool.runtime.config import DecodeConfig, ModelConfig, SamplingConfig
 from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
 from hdtool.runtime.drafters.methods import drafters_for
-from hdtool.runtime.engines.target import Target
 from hdtool.runtime.stores.store_set import StoreSet
+from hdtool.runtime.target.target import Target
 from tests.support.families import model_of
 from tests.support.methods import DEMO_METHODS, drafter_for
 from tests.support.processes import read_until, start

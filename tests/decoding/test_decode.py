@@ -10,7 +10,7 @@ from hdtool.runtime.answerer import decode
 from hdtool.runtime.config import SamplingConfig
 from hdtool.runtime.core.sampler import Sampler
 from hdtool.runtime.core.sequence import Finish, Stats
-from hdtool.runtime.engines.target import Target
+from hdtool.runtime.target.target import Target
 from tests.support.decoding import SAMPLINGS, output_tokens, run
 from tests.support.families import FAMILIES, VOCABULARY, model_of
 from tests.support.oracle import generated, prompt_of

@@ -20,7 +20,7 @@ from hdtool.runtime.config import ModelConfig, SamplingConfig
 from hdtool.runtime.core.loop import Request
 from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
 from hdtool.runtime.generate_settings import NEUTRAL_SETTINGS, REFUSED_SETTINGS, generate_options, generation_settings
-from hdtool.runtime.loading.load import Loaded, load
+from hdtool.runtime.target.load import Loaded, load
 
 MAX_NEW_TOKENS = 80
 ASKED = [{"role": "user", "content": "Tom has 3 boxes with 12 pencils each. How many pencils does he have?"}]

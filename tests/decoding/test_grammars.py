@@ -44,7 +44,7 @@ from hdtool.runtime.grammar import GrammarCompiler, Guide, GuidedDrafter, guided
 from hdtool.runtime.integrations.hf_generate import Generator
 from hdtool.runtime.integrations.server.formats import TokenLogprobs
 from hdtool.runtime.integrations.server.preparation import LogprobRecorder
-from hdtool.runtime.loading.load import Loaded, load
+from hdtool.runtime.target.load import Loaded, load
 from tests.support.grammars import LARGE_GRAMMARS
 from tests.support.json_schemas import JSON_SCHEMAS
 

@@ -24,9 +24,9 @@ from hdtool.runtime.core.prefix_cache import MIN_TAIL_PROMPT, TAIL_TOKENS, Prefi
 from hdtool.runtime.core.sequence import Step
 from hdtool.runtime.drafters.methods import drafter_for
 from hdtool.runtime.integrations.hf_generate import Generator
-from hdtool.runtime.loading.load import Loaded, load
 from hdtool.runtime.stores.corpus_index import CorpusIndex
 from hdtool.runtime.stores.store_set import StoreSet
+from hdtool.runtime.target.load import Loaded, load
 from tests.support.decoding import output_tokens
 from tests.support.oracle import generated
 from tests.support.trees import WrongDrafter
@@ -119,8 +119,8 @@ def check_methods(loaded: Loaded, number: int, max_new_tokens: int, sampling: Sa
 
 
 def test_its_layers_compute_trees_in_closed_form(hybrid: Loaded) -> None:
-    assert hybrid.target.stock.recurrent
-    assert hybrid.target.stock.recurrent.can_be_captured and hybrid.target.continues
+    assert hybrid.target.facts.recurrent
+    assert hybrid.target.facts.recurrent.can_be_captured and hybrid.target.facts.continues
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)

@@ -12,7 +12,7 @@ from hdtool.runtime.core.drafter import Drafter
 from hdtool.runtime.drafters.heads.state import HeadsState
 from hdtool.runtime.drafters.trained.select_drafter import StandaloneDrafter
 from hdtool.runtime.engines.cuda.static_steps import never
-from hdtool.runtime.engines.target import Target
+from hdtool.runtime.target.target import Target
 from tests.support import fused
 from tests.support.families import model_of, random_model
 from tests.support.heads import random_for

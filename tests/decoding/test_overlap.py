@@ -20,8 +20,8 @@ from hdtool.runtime.core.sequence import Step
 from hdtool.runtime.core.tree import DraftTree
 from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
 from hdtool.runtime.engines.cuda.static_steps import CaptureMaker, never
-from hdtool.runtime.engines.target import Target
 from hdtool.runtime.stores.history_store import History
+from hdtool.runtime.target.target import Target
 from tests.support.families import model_of
 from tests.support.oracle import prompt_of
 from tests.support.rehearsed import direct

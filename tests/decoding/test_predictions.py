@@ -28,9 +28,9 @@ from hdtool.runtime.core.loop import Request
 from hdtool.runtime.core.sampler import Sampler
 from hdtool.runtime.core.sequence import Stats, Step
 from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
-from hdtool.runtime.engines.target import Target
 from hdtool.runtime.integrations.hf_generate import Generator
-from hdtool.runtime.loading.load import load_tokenizer
+from hdtool.runtime.target.load import load_tokenizer
+from hdtool.runtime.target.target import Target
 from tests.support.decoding import SAMPLINGS, output_tokens, run
 from tests.support.families import FAMILIES, VOCABULARY, model_of
 from tests.support.oracle import generated, prompt_of

@@ -24,8 +24,8 @@ from hdtool.runtime.core.sampler import Sampler
 from hdtool.runtime.core.sequence import Step
 from hdtool.runtime.core.tree import ROOT, DraftTree
 from hdtool.runtime.engines.cuda.static_steps import CaptureMaker, Run, never
-from hdtool.runtime.engines.target import Target
 from hdtool.runtime.integrations.hf_generate import Generator
+from hdtool.runtime.target.target import Target
 from tests.support.decoding import answered, output_tokens, run
 from tests.support.families import FAMILIES, HYBRIDS, SHAPE, VOCABULARY, model_of
 from tests.support.one_sequence import OneSequence
@@ -88,7 +88,7 @@ def test_a_prompt_read_in_pieces_has_the_logits_of_one_read_at_once(family: str)
         assert_same_logits(verified.logits[0], plain_logits(target.model, other))
         shared = common_prefix_length(prompt, other[:-1])
         if family in HYBRIDS:
-            assert cached in states_after(length, most, shared) if target.continues else not cached
+            assert cached in states_after(length, most, shared) if target.facts.continues else not cached
         else:
             loses = length >= MIN_CACHED_PREFIX and length > shared
             assert cached == (shared - 1 if shared >= (MIN_CACHED_PREFIX if is_running or loses else 2) else 0)

@@ -13,7 +13,6 @@ import torch
 from hdtool.runtime.core.drafter import NoDraft
 from hdtool.runtime.drafters import deferred as deferred_module
 from hdtool.runtime.drafters.deferred import deferred
-from hdtool.runtime.engines.target import choose_threads
 from hdtool.runtime.kernels import code_folder, compile_process
 from hdtool.runtime.kernels.compile_process import (
     DRAFTER,
@@ -24,6 +23,7 @@ from hdtool.runtime.kernels.compile_process import (
     start_compiling,
     wait_until_compiled,
 )
+from hdtool.runtime.target.threads import choose_threads
 
 
 @pytest.fixture
@@ -125,7 +125,7 @@ def test_threads_are_chosen_before_the_drafters_join_only_where_they_change_no_b
     is_compiled: bool, program: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Compiled passes give the same bits with any number; in torch's code, it must not change within an answer."""
-    monkeypatch.setattr("hdtool.runtime.engines.target.cpu_quota", lambda: 2)
+    monkeypatch.setattr("hdtool.runtime.target.threads.cpu_quota", lambda: 2)
     program.write_text("import time\ntime.sleep(600)")
     start_compiling(DRAFTER)
     torch.set_num_threads(4)

@@ -26,9 +26,9 @@ from hdtool.runtime.drafters.trained.draft_length import FixedPace
 from hdtool.runtime.drafters.trained.proposal import LOADED_BY_TARGET
 from hdtool.runtime.drafters.trained.select_drafter import StandaloneDrafter
 from hdtool.runtime.drafters.trained.sequential import SequentialDrafter
-from hdtool.runtime.engines.target import Target
-from hdtool.runtime.loading.load import load
 from hdtool.runtime.stores.store_set import StoreSet
+from hdtool.runtime.target.load import load
+from hdtool.runtime.target.target import Target
 from tests.support.decoding import SAMPLINGS, output_tokens, run
 from tests.support.families import model_of, random_model
 from tests.support.oracle import prompt_of

@@ -23,9 +23,9 @@ from hdtool.runtime.drafters.published.racer import Racer
 from hdtool.runtime.drafters.published.suffix_automaton import SamDecoding
 from hdtool.runtime.drafters.published.suffix_decoding import SuffixDecoding
 from hdtool.runtime.drafters.published.token_recycling import TokenRecycling
-from hdtool.runtime.engines.target import Target
 from hdtool.runtime.stores.corpus_index import CorpusIndex
 from hdtool.runtime.stores.model_store import ModelStore
+from hdtool.runtime.target.target import Target
 from tests.support.decoding import SAMPLINGS, output_tokens, run
 from tests.support.families import VOCABULARY, model_of
 from tests.support.oracle import prompt_of

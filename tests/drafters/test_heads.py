@@ -34,8 +34,8 @@ from hdtool.runtime.drafters.trained.proposal import (
     bucket_center,
     prob_bucket,
 )
-from hdtool.runtime.engines.target import Target
 from hdtool.runtime.model import families as hidden
+from hdtool.runtime.target.target import Target
 from tests.support.families import FAMILIES, VOCABULARY, model_of
 from tests.support.heads import SHAPE, VARIANTS, random_for, random_heads, reference_logits
 from tests.support.one_sequence import OneSequence

@@ -28,8 +28,8 @@ from hdtool.runtime.drafters.hierarchy.tree import feed, grow
 from hdtool.runtime.drafters.methods import drafter_for
 from hdtool.runtime.drafters.trained.select_drafter import StandaloneDrafter, StaticTree
 from hdtool.runtime.engines.cuda.static_steps import CaptureMaker, never
-from hdtool.runtime.engines.target import Target
 from hdtool.runtime.stores.store_set import StoreSet
+from hdtool.runtime.target.target import Target
 from tests.support.decoding import SAMPLINGS, output_tokens, run
 from tests.support.families import FAMILIES, model_of
 from tests.support.heads import VARIANTS, random_for, reference_logits

@@ -26,11 +26,11 @@ from hdtool.runtime.core.accept import Accepted
 from hdtool.runtime.core.engine import Verified
 from hdtool.runtime.core.tree import DraftTree
 from hdtool.runtime.drafters.hierarchy.drafter import TIMED_EVERY, Hierarchy
-from hdtool.runtime.engines.target import Target
 from hdtool.runtime.kernels.compiled import HAS_CLOCK
 from hdtool.runtime.stores.corpus_index import CorpusIndex
 from hdtool.runtime.stores.history_store import History
 from hdtool.runtime.stores.model_store import ModelStore
+from hdtool.runtime.target.target import Target
 from tests.support.decoding import SAMPLINGS, output_tokens, run
 from tests.support.families import VOCABULARY, model_of
 from tests.support.oracle import prompt_of

@@ -13,7 +13,7 @@ from hdtool.runtime.core.drafter import WrappedDrafter
 from hdtool.runtime.core.draws import ExponentialRace
 from hdtool.runtime.core.sampler import Sampler
 from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
-from hdtool.runtime.engines.target import Target
+from hdtool.runtime.target.target import Target
 from tests.support.families import model_of
 
 FOLLOWERS = (5, 6, 7, 8)

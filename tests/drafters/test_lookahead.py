@@ -14,8 +14,8 @@ from hdtool.runtime.core.engine import Verified
 from hdtool.runtime.core.sampler import Sampler
 from hdtool.runtime.core.tree import DraftTree
 from hdtool.runtime.drafters.published.lookup_methods import Lookahead
-from hdtool.runtime.engines.target import Target
 from hdtool.runtime.kernels.topk import argmax
+from hdtool.runtime.target.target import Target
 from tests.support.families import model_of
 from tests.support.one_sequence import OneSequence
 from tests.support.oracle import plain_logits, prompt_of

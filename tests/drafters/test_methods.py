@@ -18,7 +18,7 @@ from hdtool.runtime.core.accept import Accepted
 from hdtool.runtime.config import DecodeConfig, ModelConfig, SamplingConfig
 from hdtool.runtime.answerer import decode
 from hdtool.runtime.stores.corpus_index import CorpusIndex
-from hdtool.runtime.loading.load import load
+from hdtool.runtime.target.load import load
 from hdtool.runtime.drafters.methods import drafter_for
 from hdtool.runtime.core.sampler import Sampler
 from hdtool.runtime.stores.model_store import ModelStore

@@ -36,9 +36,9 @@ from hdtool.runtime.drafters.trained.proposal import LOADED_BY_TARGET
 from hdtool.runtime.drafters.trained.select_drafter import StandaloneDrafter
 from hdtool.runtime.drafters.trained.sequential import SequentialDrafter
 from hdtool.runtime.engines.cuda.static_steps import CaptureMaker, never
-from hdtool.runtime.engines.target import Target
-from hdtool.runtime.loading.load import load
 from hdtool.runtime.stores.store_set import StoreSet
+from hdtool.runtime.target.load import load
+from hdtool.runtime.target.target import Target
 from tests.support.decoding import output_tokens, run
 from tests.support.families import model_of
 from tests.support.library_drafts import best_chains, drafts_of_library

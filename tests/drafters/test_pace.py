@@ -7,7 +7,7 @@ import pytest
 
 from hdtool.runtime.core.engine import PassLog
 from hdtool.runtime.drafters.trained.draft_length import FixedPace, LinearCost, MeasuredPace, pace_for
-from hdtool.runtime.engines.target import Target
+from hdtool.runtime.target.target import Target
 from tests.support.families import model_of
 
 PROBS = np.array([0.6, 0.3, 0.05, 0.01])

@@ -32,10 +32,10 @@ from hdtool.runtime.core.sequence import Stats
 from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
 from hdtool.runtime.drafters.hierarchy.evidence import MAX_PLUGIN_POSITIONS
 from hdtool.runtime.drafters.methods import drafter_with_budget
-from hdtool.runtime.engines.target import Target
 from hdtool.runtime.kernels.compiled import HAS_CLOCK
-from hdtool.runtime.loading.load import load_tokenizer
 from hdtool.runtime.stores.store_set import StoreSet
+from hdtool.runtime.target.load import load_tokenizer
+from hdtool.runtime.target.target import Target
 from hdtool.runtime.text_stream import text_of
 from tests.support.decoding import output_tokens, run
 from tests.support.families import model_of

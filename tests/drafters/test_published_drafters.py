@@ -27,8 +27,8 @@ from hdtool.runtime.drafters.methods import drafter_for, drafters_for
 from hdtool.runtime.drafters.trained.eagle3 import EagleModule, load_eagle3
 from hdtool.runtime.drafters.trained.proposal import PublishedDrafter
 from hdtool.runtime.engines.cuda.static_steps import CaptureMaker, never
-from hdtool.runtime.engines.target import Target
 from hdtool.runtime.stores.store_set import StoreSet
+from hdtool.runtime.target.target import Target
 from tests.support.decoding import output_tokens, run
 from tests.support.families import random_model
 from tests.support.library_drafts import best_chains, drafts_of_library

@@ -29,8 +29,8 @@ from hdtool.runtime.drafters.trained.proposal import PROB_BUCKETS
 from hdtool.runtime.drafters.trained.select_drafter import StandaloneDrafter, methods_with_drafters, trained_drafter
 from hdtool.runtime.drafters.trained.sequential import Ranked, SequentialDrafter
 from hdtool.runtime.engines.cuda.static_steps import CaptureMaker, never
-from hdtool.runtime.engines.target import Target
 from hdtool.runtime.stores.store_set import StoreSet
+from hdtool.runtime.target.target import Target
 from tests.support.decoding import SAMPLINGS, output_tokens, run
 from tests.support.families import FAMILIES, VOCABULARY, model_of
 from tests.support.heads import SEQUENTIAL, SHAPE, VARIANTS, random_for, random_kind, reference_logits_after

@@ -30,8 +30,8 @@ from hdtool.data.prompts import Prompt, interleave_categories, interleave_tasks,
 from hdtool.runtime.config import PEERS, BenchConfig, DecodeConfig, ModelConfig, SamplingConfig
 from hdtool.runtime.grammar import Guide
 from hdtool.runtime.kernels.linear import has_compiled_layers
-from hdtool.runtime.loading.load import Loaded, load
 from hdtool.runtime.stores.store_set import StoreSet
+from hdtool.runtime.target.load import Loaded, load
 from tests.support.processes import HDTOOL, start, wait_until
 from tests.support.spec_bench_answers import turn_of
 

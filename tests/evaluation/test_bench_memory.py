@@ -12,8 +12,8 @@ from hdtool.data.chat import encode_conversation
 from hdtool.data.conversation_shapes import AnsweredQuestion
 from hdtool.data.prompts import Prompt, interleave_categories, read_prompts
 from hdtool.runtime.config import DecodeConfig, ModelConfig, SamplingConfig, StoresConfig
-from hdtool.runtime.loading.load import Loaded, load
 from hdtool.runtime.stores.store_set import StoreSet
+from hdtool.runtime.target.load import Loaded, load
 from tests.support.methods import DEMO_METHODS
 
 

@@ -17,9 +17,9 @@ from hdtool.builders.evaluation.replay import ReplayMethod, replay_method
 from hdtool.cli.app import run
 from hdtool.runtime.config import SHAPES, DecodeConfig, ModelConfig
 from hdtool.runtime.drafters.methods import drafter_for
-from hdtool.runtime.engines.target import Target
-from hdtool.runtime.loading.load import load_tokenizer
 from hdtool.runtime.stores.store_set import StoreSet
+from hdtool.runtime.target.load import load_tokenizer
+from hdtool.runtime.target.target import Target
 from tests.support.families import model_of
 from tests.support.rehearsed import direct
 

@@ -15,7 +15,7 @@ from hdtool.builders.evaluation.contenders import weight_bytes_read
 from hdtool.builders.evaluation.estimated_passes import PassReads, Roofline, distinct_experts
 from hdtool.cli.app import run
 from hdtool.runtime.budget.cost_curve import CostCurve
-from hdtool.runtime.engines.target import Target
+from hdtool.runtime.target.target import Target
 from tests.support.families import WINDOW, model_of
 
 EXPERTS, TOP = 4, 2
@@ -75,7 +75,7 @@ def test_windows_bound_what_is_read_of_a_context() -> None:
     assert sorted(set(windows), key=str) == [WINDOW, None]
     narrow, wide = windows.count(WINDOW), windows.count(None)
     assert reads.context(2, 1000) == one * (narrow * WINDOW + wide * 1002)
-    shapes = [part for layer in Target(model).shapes for part in layer.kept]
+    shapes = [part for layer in Target(model).facts.shapes for part in layer.kept]
     assert one * len(windows) == sum(part.heads * part.width * part.dtype.itemsize for part in shapes)
 
 

@@ -31,8 +31,8 @@ from hdtool.data.errors import ModelError, OptionError
 from hdtool.data.gguf_header import GGUFHeader, GGUFTensor
 from hdtool.data.prompts import interleave_categories, read_prompts
 from hdtool.runtime.config import BenchConfig, DecodeConfig, ModelConfig, SamplingConfig
-from hdtool.runtime.loading.load import Loaded, load
 from hdtool.runtime.stores.store_set import StoreSet
+from hdtool.runtime.target.load import Loaded, load
 from tests.support import fake_llama_cpp
 from tests.support.gguf_files import tiny_llama, write_gguf
 

@@ -21,8 +21,8 @@ from hdtool.runtime.answerer import decode
 from hdtool.runtime.config import DecodeConfig, ModelConfig, SamplingConfig
 from hdtool.runtime.core.sampler import Sampler
 from hdtool.runtime.drafters.methods import drafter_for
-from hdtool.runtime.loading.load import Loaded, load
 from hdtool.runtime.stores.store_set import StoreSet
+from hdtool.runtime.target.load import Loaded, load
 
 BEST, TOKENS = 61, 40
 

@@ -15,7 +15,7 @@ from hdtool.data.chat import encode_conversation
 from hdtool.data.errors import ModelError
 from hdtool.data.prompts import Prompt, interleave_tasks, read_prompts
 from hdtool.runtime.config import ModelConfig, SamplingConfig
-from hdtool.runtime.loading.load import Loaded, load
+from hdtool.runtime.target.load import Loaded, load
 from tests.benchmarks import rivals
 from tests.benchmarks.llama_bench import LlamaBench
 from tests.benchmarks.openvino_peer import OpenVinoContender

@@ -7,7 +7,7 @@ import torch
 
 from hdtool.builders.evaluation import threads
 from hdtool.builders.evaluation.threads import choose_shared_threads
-from hdtool.runtime.engines.target import Target
+from hdtool.runtime.target.target import Target
 from tests.support.families import model_of
 
 pytestmark = pytest.mark.usefixtures("torch_threads")

@@ -17,8 +17,8 @@ from hdtool.data.chat import encode_conversation
 from hdtool.data.prompts import Grammar, Prompt
 from hdtool.runtime.config import DecodeConfig, ModelConfig, SamplingConfig
 from hdtool.runtime.core.drafter import NoDraft
-from hdtool.runtime.loading.load import Loaded, load
 from hdtool.runtime.stores.store_set import StoreSet
+from hdtool.runtime.target.load import Loaded, load
 
 SCHEMA = {
     "type": "object",

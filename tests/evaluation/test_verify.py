@@ -25,11 +25,11 @@ from hdtool.runtime.core.engine import Verified
 from hdtool.runtime.core.sampler import Sampler
 from hdtool.runtime.core.tree import ROOT, DraftTree
 from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
-from hdtool.runtime.engines.target import Target
-from hdtool.runtime.loading.load import Loaded, load
 from hdtool.runtime.model.placement import logits_after, more_precise
 from hdtool.runtime.stores.history_store import History
 from hdtool.runtime.stores.store_set import StoreSet
+from hdtool.runtime.target.load import Loaded, load
+from hdtool.runtime.target.target import Target
 from tests.support.families import VOCABULARY, model_of
 from tests.support.oracle import plain_logits, prompt_of
 from tests.support.trees import WrongDrafter

@@ -38,11 +38,11 @@ from hdtool.runtime.core.drafter import NoDraft
 from hdtool.runtime.core.draws import NOT_FINITE
 from hdtool.runtime.core.sampler import Sampler
 from hdtool.runtime.core.sequence import Finish
-from hdtool.runtime.engines.target import Target
 from hdtool.runtime.integrations.generate_request import UnsupportedCallError
 from hdtool.runtime.integrations.hf_generate import Generator, _Recorder
-from hdtool.runtime.loading.load import Loaded, load
 from hdtool.runtime.model.transformers_internals import cache_argument
+from hdtool.runtime.target.load import Loaded, load
+from hdtool.runtime.target.target import Target
 from tests.support.families import VOCABULARY, model_of
 from tests.support.oracle import generated, prompt_of
 from tests.support.trees import WrongDrafter

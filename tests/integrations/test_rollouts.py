@@ -13,9 +13,9 @@ from hdtool.data.errors import OptionError
 from hdtool.runtime.budget.node_budget import FixedBudget
 from hdtool.runtime.config import DecodeConfig, StoresConfig
 from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
-from hdtool.runtime.engines.target import Target
 from hdtool.runtime.integrations.generate_request import MAX_ANSWERS, TAIL, Rollouts
 from hdtool.runtime.integrations.hf_generate import Generator
+from hdtool.runtime.target.target import Target
 from tests.support.families import model_of
 from tests.support.oracle import prompt_of
 

@@ -25,7 +25,7 @@ from hdtool.runtime.config import ModelConfig, StoresConfig, VllmConfig
 from hdtool.runtime.integrations.vllm import HierarchyProposer, speculator as repair
 from hdtool.runtime.integrations.vllm.launch import HOOK_FILE, Launch, VllmSettings, require_hook
 from hdtool.runtime.integrations.vllm_plugin import PROPOSER
-from hdtool.runtime.loading.load import load_tokenizer
+from hdtool.runtime.target.load import load_tokenizer
 from tests.support.vllm_batch import worker
 
 MODEL = str(demo.MODEL)

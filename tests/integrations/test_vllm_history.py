@@ -23,11 +23,11 @@ from hdtool.runtime.config import ModelConfig, StoresConfig, VllmConfig
 from hdtool.runtime.integrations.vllm import chain
 from hdtool.runtime.integrations.vllm.chain import NO_DRAFT_ABOVE, appends_history
 from hdtool.runtime.integrations.vllm.launch import Launch, VllmSettings
-from hdtool.runtime.loading.load import load_tokenizer
 from hdtool.runtime.stores.corpus_index import CorpusIndex
 from hdtool.runtime.stores.history_store import History, HistoryStore
 from hdtool.runtime.stores.model_store import ModelStore
 from hdtool.runtime.stores.store_set import StoreSet
+from hdtool.runtime.target.load import load_tokenizer
 from tests.support.vllm_batch import MODEL, Engine, engine, worker
 
 MARK, NAME = TokenizerFingerprint("test", 60_000), "0123456789abcdef"

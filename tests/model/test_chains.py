@@ -19,8 +19,8 @@ from hdtool.runtime.core.prefix_cache import PrefixCache
 from hdtool.runtime.core.sampler import Sampler
 from hdtool.runtime.core.sequence import Step
 from hdtool.runtime.core.tree import ROOT, DraftTree
-from hdtool.runtime.engines.stock import stock_passes
-from hdtool.runtime.engines.target import Target
+from hdtool.runtime.engines.stock import chain_passes
+from hdtool.runtime.target.target import Target
 from tests.support.decoding import SAMPLINGS, answered, output_tokens, run
 from tests.support.families import SHAPE, VOCABULARY, random_model
 from tests.support.oracle import generated, prompt_of
@@ -293,7 +293,7 @@ def test_hidden_states_are_those_of_the_accepted_tokens() -> None:
 
 
 def test_many_waiting_tokens_are_read_without_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stock_passes, "MAX_WAITING", 2)
+    monkeypatch.setattr(chain_passes, "MAX_WAITING", 2)
     model, target, prompt = model_of("zaya"), target_of("zaya"), prompt_of(33)
     expected = generated(model, prompt, 30)
     steps = run(target, prompt, SamplingConfig(), 30, drafter=WrongDrafter(33, expected, VOCABULARY, 1))

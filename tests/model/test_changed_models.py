@@ -22,9 +22,9 @@ from hdtool.runtime.core.sampler import Sampler
 from hdtool.runtime.core.sequence import Step
 from hdtool.runtime.core.tree import DraftTree
 from hdtool.runtime.engines.cuda.static_steps import CaptureMaker, never
-from hdtool.runtime.engines.target import Target
 from hdtool.runtime.integrations import hf_generate
 from hdtool.runtime.integrations.hf_generate import Generator
+from hdtool.runtime.target.target import Target
 from tests.support import fused
 from tests.support.decoding import answered, output_tokens
 from tests.support.families import VOCABULARY, model_of

@@ -17,12 +17,10 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 from hdtool.data import demo
 from hdtool.runtime.budget.measure_passes import _saved_file
 from hdtool.runtime.config import ModelConfig, SamplingConfig
-from hdtool.runtime.engines.target import Target
 from hdtool.runtime.environment import fingerprint
 from hdtool.runtime.kernels.compact_weight import is_compact
 from hdtool.runtime.kernels.experts import arrange_experts
 from hdtool.runtime.kernels.linear import CompiledLinear, compile_linear_layers, compiled_linear, share_weights
-from hdtool.runtime.loading.load import load, load_settings
 from hdtool.runtime.model import compact_layers
 from hdtool.runtime.model.compact_layers import (
     compact_parameters,
@@ -31,6 +29,8 @@ from hdtool.runtime.model.compact_layers import (
     has_compact_weights,
 )
 from hdtool.runtime.model.placement import logits_after, more_precise
+from hdtool.runtime.target.load import load, load_settings
+from hdtool.runtime.target.target import Target
 from hdtool.runtime.weights.stored_model import stored_model
 from tests.support import families
 from tests.support.decoding import SAMPLINGS, output_tokens, run

@@ -16,8 +16,8 @@ from hdtool.runtime.config import ModelConfig
 from hdtool.runtime.engines.cpu.weight_table import router_record
 from hdtool.runtime.kernels.compact_weight import is_compact
 from hdtool.runtime.kernels.experts import CompiledExperts, compile_experts, route
-from hdtool.runtime.loading.load import load
 from hdtool.runtime.program.mixer_parts import Router
+from hdtool.runtime.target.load import load
 from tests.support.described import EXPERTS, model_of
 from tests.support.families import random_model
 from tests.support.fused import widen

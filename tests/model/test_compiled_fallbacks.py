@@ -20,13 +20,12 @@ from hdtool.data import demo
 from hdtool.runtime.budget.measure_passes import _saved_file
 from hdtool.runtime.config import ModelConfig
 from hdtool.runtime.core.tree import DraftTree
-from hdtool.runtime.engines.cpu.proof import compile_cpu
-from hdtool.runtime.engines.target import Target
 from hdtool.runtime.kernels.compact_weight import expand_compact
 from hdtool.runtime.kernels.linear import compile_linear_layers, has_compiled_layers
-from hdtool.runtime.loading.load import load
 from hdtool.runtime.model.placement import more_precise
 from hdtool.runtime.model.transformers_internals import cache_argument
+from hdtool.runtime.target.load import load
+from hdtool.runtime.target.target import Target
 from tests.support import families
 from tests.support.families import FAMILIES
 from tests.support.fused import TREE, after, both, compile_target, compiled, logits_of, model_of, widen
@@ -277,7 +276,7 @@ def test_models_of_other_kinds_are_the_librarys(family: str) -> None:
     compile_linear_layers(model)
     target = Target(model)
     before = logits_of(target, prompt_of(30))
-    target.compiled = compile_cpu(target)
+    target.compile()
     assert (target.compiled is not None) == (family in SAME)
     if target.compiled is None:
         assert torch.equal(logits_of(target, prompt_of(30)), before)
@@ -307,7 +306,7 @@ def test_models_of_other_numbers_are_the_librarys(name: str, changes: dict[str, 
     compile_linear_layers(model)
     target = Target(model)
     before = logits_of(target, prompt_of(30))
-    target.compiled = compile_cpu(target)
+    target.compile()
     assert (target.compiled is not None) == expected
     assert_same_logits(logits_of(target, prompt_of(30)), before)
 
@@ -326,7 +325,7 @@ def test_layers_of_other_numbers_are_refused_at_loading(
     monkeypatch.setattr(kind, "forward", other)
     model = model_of()
     compile_linear_layers(model)
-    assert compile_cpu(Target(model)) is None
+    assert not Target(model).compile()
     monkeypatch.undo()
 
 
@@ -344,7 +343,7 @@ def test_a_model_with_other_parts_is_the_librarys() -> None:
     model = model_of()
     model.model.add_module("adapter", torch.nn.Identity())
     compile_linear_layers(model)
-    assert compile_cpu(Target(model)) is None
+    assert not Target(model).compile()
 
 
 def test_copies_and_files_have_the_model_of_the_library(tmp_path: Path) -> None:
@@ -358,7 +357,7 @@ def test_copies_and_files_have_the_model_of_the_library(tmp_path: Path) -> None:
     assert fused.model.state_dict().keys() == usual.model.state_dict().keys() == model_of().state_dict().keys()
     with_another_weight(copies[0])
     assert is_compiled(fused)
-    fused.compiled = None
+    fused.use_compiled(None)
     assert torch.equal(logits_of(fused, prompt_of(9)), expected)
 
 

@@ -13,12 +13,11 @@ from hdtool.runtime.config import SamplingConfig
 from hdtool.runtime.core.tree import DraftTree
 from hdtool.runtime.engines.cpu import proof
 from hdtool.runtime.engines.cpu.compiled_kind import COMPILED
-from hdtool.runtime.engines.cpu.proof import compile_cpu
-from hdtool.runtime.engines.target import Target
 from hdtool.runtime.kernels.experts import compile_experts
 from hdtool.runtime.kernels.linear import compile_linear_layers
 from hdtool.runtime.model.compact_layers import compact_weights
 from hdtool.runtime.program.model_families import FAMILIES
+from hdtool.runtime.target.target import Target
 from tests.support import families
 from tests.support.decoding import output_tokens, run
 from tests.support.described import (
@@ -80,14 +79,14 @@ def test_a_wrong_description_is_not_used(fault: str, monkeypatch: pytest.MonkeyP
     attributes = known.attributes | {known.softcap, known.residual}
     wrong = replace(known, settings=settings, attributes=attributes, **changes)
     monkeypatch.setattr(proof, "COMPILED", replace(COMPILED, families={**FAMILIES, name: wrong}))
-    assert compile_cpu(target_of(name)) is None
+    assert not target_of(name).compile()
 
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_model_that_differs_is_not_compiled(change: str) -> None:
     target = target_of("gemma3")
     CHANGES[change](target.model)
-    assert compile_cpu(target) is None
+    assert not target.compile()
 
 
 def a_new_attribute(block: Any) -> None:
@@ -127,7 +126,7 @@ CHANGED_EXPERTS = (
 def test_a_mixture_that_differs_is_not_compiled(change: Callable[[Any], None]) -> None:
     target = target_of("glm4_moe")
     change(target.model.model.layers[1].mlp)
-    assert compile_cpu(target) is None
+    assert not target.compile()
 
 
 @pytest.mark.parametrize("name", ["gemma3", "phi3", "olmo2", "qwen3_moe", "gpt_oss", "glm4_moe"])
@@ -142,7 +141,7 @@ def test_weights_in_16_bits_give_the_bits_of_float32(name: str) -> None:
         compile_linear_layers(model)
         compile_experts(model)
         target = Target(model)
-        target.compiled = compile_cpu(target)
+        target.compile()
         assert target.compiled
         found.append(logits_of(target, prompt_of(40)))
     assert torch.equal(*found)
@@ -151,7 +150,7 @@ def test_weights_in_16_bits_give_the_bits_of_float32(name: str) -> None:
 def test_a_head_of_which_no_whole_vectors_are_rotated_is_the_librarys() -> None:
     model = families.random_model("Glm", partial_rotary_factor=0.375)
     compile_linear_layers(model)
-    assert compile_cpu(Target(model)) is None
+    assert not Target(model).compile()
 
 
 @pytest.mark.parametrize("name", ["gemma3", "qwen3_moe"])

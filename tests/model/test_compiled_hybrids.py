@@ -18,13 +18,12 @@ from hdtool.runtime.core.sequence import Step
 from hdtool.runtime.core.tree import ROOT, DraftTree
 from hdtool.runtime.engines.cpu import proof
 from hdtool.runtime.engines.cpu.compiled_kind import COMPILED
-from hdtool.runtime.engines.cpu.proof import compile_cpu
 from hdtool.runtime.engines.cpu.tree_pass import PROMPT_CHUNK
-from hdtool.runtime.engines.target import Target
 from hdtool.runtime.kernels.experts import compile_experts
 from hdtool.runtime.kernels.linear import compile_linear_layers
 from hdtool.runtime.model.compact_layers import compact_weights
 from hdtool.runtime.program.hybrid_families import HYBRID_FAMILIES
+from hdtool.runtime.target.target import Target
 from tests.support import families
 from tests.support.decoding import SAMPLINGS, answered, output_tokens, run
 from tests.support.described import HYBRID_MODELS, assert_right, compiled_of, model_of, target_of
@@ -210,10 +209,8 @@ def test_a_library_pass_goes_on_from_compiled_ones() -> None:
     one.verify(BUSH)
     one.commit([0, 2])
     read = [*prompt[:30], *tokens_to(BUSH, 2), *prompt[30:]]
-    made, target.compiled = target.compiled, None
     with torch.inference_mode():
-        target.stock.read(read[one.length :], one.cache.slots[0])
-    target.compiled = made
+        target.stock_passes.read(read[one.length :], one.cache.slots[0])
     assert_same_logits(one.verify(BUSH)[0], plain_logits(target.model, [*read, 3]))
 
 
@@ -250,7 +247,7 @@ def test_a_wrong_description_is_not_used(fault: str, monkeypatch: pytest.MonkeyP
     changes = {"attributes": known.attributes | {known.residual}, **changes}
     wrong = {**HYBRID_FAMILIES, name: replace(known, **changes)}
     monkeypatch.setattr(proof, "COMPILED", replace(COMPILED, families=wrong))
-    assert compile_cpu(target_of(name)) is None
+    assert not target_of(name).compile()
 
 
 def _mixers(model: Any, kind: str) -> list[Any]:
@@ -304,14 +301,14 @@ CHANGES: Sequence[Callable[[Any], None]] = (
 def test_a_model_that_differs_is_not_compiled(change: Callable[[Any], None]) -> None:
     target = target_of("qwen3_5")
     change(target.model)
-    assert compile_cpu(target) is None
+    assert not target.compile()
 
 
 def test_limited_time_steps_are_the_librarys() -> None:
     target = target_of("granitemoehybrid")
     for mixer in _mixers(target.model, "MambaLayer"):
         mixer.time_step_limit = (0.0, 0.5)
-    assert compile_cpu(target) is None
+    assert not target.compile()
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -327,7 +324,7 @@ def test_weights_in_16_bits_give_the_bits_of_float32(name: str) -> None:
         compile_linear_layers(model)
         compile_experts(model)
         target = Target(model)
-        target.compiled = compile_cpu(target)
+        target.compile()
         assert target.compiled
         found.append(logits_of(target, prompt_of(40), BUSH))
     assert torch.equal(*found)

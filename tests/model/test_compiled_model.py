@@ -21,13 +21,12 @@ from hdtool.runtime.core.loop import Request
 from hdtool.runtime.core.sampler import Sampler
 from hdtool.runtime.core.tree import UNDETERMINED, DraftTree
 from hdtool.runtime.drafters.methods import drafter_with_budget
-from hdtool.runtime.engines.checks.trees import some_context
+from hdtool.runtime.engines.checks.probes import some_context
 from hdtool.runtime.engines.cpu import layer_kernel, pass_kernel, proof, weight_table
-from hdtool.runtime.engines.cpu.proof import compile_cpu
 from hdtool.runtime.engines.cpu.tree_pass import PROMPT_CHUNK
-from hdtool.runtime.engines.target import Target
 from hdtool.runtime.kernels.linear import compile_linear_layers
 from hdtool.runtime.stores.store_set import StoreSet
+from hdtool.runtime.target.target import Target
 from tests.support.decoding import SAMPLINGS, output_tokens, run
 from tests.support.families import VOCABULARY
 from tests.support.fused import KINDS, TREE, after, both, compile_target, compiled, logits_of, model_of, widen
@@ -212,7 +211,7 @@ def test_the_default_dtype_of_torch_changes_no_bit(dtype: torch.dtype) -> None:
     contexts, (_, fused) = [prompt_of(length) for length in (40, 1100)], both()
     expected = [logits_of(fused, context) for context in contexts] + batch_logits(fused)
     target, usual = Target(fused.model), torch.get_default_dtype()
-    target.compiled = compile_cpu(target, proved=True)
+    target.compile(proved=True)
     torch.set_default_dtype(dtype)
     try:
         found = [logits_of(target, context) for context in contexts] + batch_logits(target)
@@ -366,7 +365,7 @@ def test_no_pass_compiles_anything() -> None:
     model = model_of()
     compile_linear_layers(model)
     target = Target(model)
-    target.compiled = compile_cpu(target, proved=True)
+    target.compile(proved=True)
 
     def signatures() -> dict[str, list[Any]]:
         return {name: one.signatures for module in KERNELS for name, one in functions_of(module)}

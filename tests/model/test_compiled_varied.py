@@ -21,18 +21,17 @@ from hdtool.runtime.core.tree import DraftTree
 from hdtool.runtime.drafters.methods import drafter_for
 from hdtool.runtime.engines.cpu import proof
 from hdtool.runtime.engines.cpu.compiled_kind import COMPILED
-from hdtool.runtime.engines.cpu.proof import compile_cpu
 from hdtool.runtime.engines.cpu.tree_pass import PROMPT_CHUNK
-from hdtool.runtime.engines.target import Target
 from hdtool.runtime.kernels.compact_weight import CompactWeight, is_compact
 from hdtool.runtime.kernels.experts import compile_experts
 from hdtool.runtime.kernels.linear import compile_linear_layers
 from hdtool.runtime.kernels.packed_matrix import packed_int8
-from hdtool.runtime.loading.load import load
 from hdtool.runtime.model.compact_layers import compact_weights, replace_parameter
 from hdtool.runtime.program.model_families import GEMMA_NORM, VARIED_FAMILIES
 from hdtool.runtime.program.model_parts import model_parts
 from hdtool.runtime.stores.store_set import StoreSet
+from hdtool.runtime.target.load import load
+from hdtool.runtime.target.target import Target
 from tests.support import families
 from tests.support.decoding import output_tokens, run
 from tests.support.described import VARIED_MODELS, assert_right, compiled_of, model_of, of_the_same_name, target_of
@@ -161,7 +160,7 @@ def multimodal_target() -> Target:
 def test_text_of_a_multimodal_model_is_compiled() -> None:
     """A pass over ids that stand for images is the library's, which reads padding in their place."""
     target = multimodal_target()
-    target.compiled = compile_cpu(target)
+    target.compile()
     assert target.compiled
     assert_right(target.model, target, ((6, 0, 20),))
     for token in (89, 90, 91, 92):
@@ -182,7 +181,7 @@ def test_weights_in_16_bits_give_the_bits_of_float32() -> None:
             compact_weights(model)
         compile_linear_layers(model)
         target = Target(model)
-        target.compiled = compile_cpu(target)
+        target.compile()
         assert target.compiled
         found.append(logits_of(target, prompt_of(40)))
     assert torch.equal(*found)
@@ -222,7 +221,7 @@ def test_a_row_has_the_same_bits_with_activations_in_8_bits(name: str) -> None:
         compile_linear_layers(model)
         compile_experts(model)
         target = Target(model)
-        target.compiled = compile_cpu(target)
+        target.compile()
         assert target.compiled and (not is_int8 or target.compiled.use_int8_activations())
         found.append(logits_of(target, prompt_of(40)).clone())
     distance = torch.linalg.vector_norm(found[1] - found[0]) / torch.linalg.vector_norm(found[0])
@@ -248,7 +247,7 @@ def test_a_wrong_description_is_not_used(fault: str, monkeypatch: pytest.MonkeyP
     known = VARIED_FAMILIES[family]
     wrong = replace(known, settings=known.settings | {known.logit_softcap}, **changes)
     monkeypatch.setattr(proof, "COMPILED", replace(COMPILED, families={**VARIED_FAMILIES, family: wrong}))
-    assert compile_cpu(target_of(name)) is None
+    assert not target_of(name).compile()
 
 
 def test_keys_of_another_layer_are_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -265,7 +264,7 @@ def test_keys_of_another_layer_are_not_read(monkeypatch: pytest.MonkeyPatch) -> 
         return replace(parts, layers=layers)
 
     monkeypatch.setattr(proof, "model_parts", other_sources)
-    assert compile_cpu(target) is None
+    assert not target.compile()
 
 
 def a_new_attribute(model: Any) -> None:
@@ -368,11 +367,11 @@ OF_EXPERTS: Mapping[str, Callable[[Any], None]] = {
 def test_a_mixture_that_differs_is_not_compiled(change: str) -> None:
     target = target_of("gemma4, experts beside MLPs")
     OF_EXPERTS[change](target.model)
-    assert compile_cpu(target) is None
+    assert not target.compile()
 
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_model_that_differs_is_not_compiled(change: str) -> None:
     target = target_of("gemma4")
     CHANGES[change](target.model)
-    assert compile_cpu(target) is None
+    assert not target.compile()

@@ -13,9 +13,10 @@ from hdtool.data.durable_files import CachedValue
 from hdtool.runtime.caches.slots import Cache
 from hdtool.runtime.core.engine import Verified
 from hdtool.runtime.core.tree import DraftTree
-from hdtool.runtime.engines import target as threads
-from hdtool.runtime.engines.target import Target, choose_threads
 from hdtool.runtime.kernels.linear import compile_linear_layers
+from hdtool.runtime.target import threads
+from hdtool.runtime.target.target import Target
+from hdtool.runtime.target.threads import choose_threads
 from tests.support import fused
 from tests.support.families import model_of
 

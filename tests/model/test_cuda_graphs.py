@@ -17,8 +17,8 @@ from hdtool.runtime.core.sampler import Sampler
 from hdtool.runtime.core.tree import DraftTree
 from hdtool.runtime.engines.cuda import static_steps
 from hdtool.runtime.engines.cuda.static_steps import WARM_UPS, CudaGraphs, Run
-from hdtool.runtime.engines.target import Target
 from hdtool.runtime.model.placement import use_planless_attention
+from hdtool.runtime.target.target import Target
 from tests.support.decoding import output_tokens, run
 from tests.support.families import model_of
 from tests.support.oracle import prompt_of

@@ -20,10 +20,10 @@ from hdtool.runtime.core.sampler import Sampler
 from hdtool.runtime.core.tree import ROOT, DraftTree
 from hdtool.runtime.drafters.methods import drafter_with_budget
 from hdtool.runtime.engines.cuda.static_steps import CaptureMaker, never
-from hdtool.runtime.engines.target import Target
 from hdtool.runtime.stores.corpus_index import CorpusIndex
 from hdtool.runtime.stores.model_store import ModelStore
 from hdtool.runtime.stores.store_set import StoreSet
+from hdtool.runtime.target.target import Target
 from tests.support.families import VOCABULARY, model_of
 from tests.support.oracle import prompt_of
 from tests.support.rehearsed import direct

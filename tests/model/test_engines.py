@@ -16,9 +16,9 @@ from hdtool.runtime.core.loop import Request
 from hdtool.runtime.core.sampler import Sampler
 from hdtool.runtime.core.tree import DraftTree
 from hdtool.runtime.engines.cuda.static_steps import never
-from hdtool.runtime.engines.target import Target
 from hdtool.runtime.kernels.linear import compile_linear_layers
 from hdtool.runtime.model.compact_layers import compact_weights
+from hdtool.runtime.target.target import Target
 from tests.support import fused
 from tests.support.families import VOCABULARY, model_of
 from tests.support.oracle import assert_same_logits, generated, plain_logits, prompt_of

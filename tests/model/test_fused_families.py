@@ -19,10 +19,10 @@ from hdtool.runtime.core.tree import ROOT, DraftTree
 from hdtool.runtime.engines.cuda import fused_pass
 from hdtool.runtime.engines.cuda.fused_pass import fuse
 from hdtool.runtime.engines.cuda.operations import Norm, Residual
-from hdtool.runtime.engines.target import Target
 from hdtool.runtime.model.pass_inputs import StepInput
 from hdtool.runtime.program.model_families import FAMILIES, LLAMA_NORMS, Family, settings_of
 from hdtool.runtime.program.model_parts import Kind, epsilon_of, model_parts
+from hdtool.runtime.target.target import Target
 from tests.support.described import CHANGES, EXPERTS, LOCAL_AND_GLOBAL, MODELS, WINDOWS, WRONG, assert_right, model_of
 from tests.support.families import SHAPE, random_model
 from tests.support.interpreted import interpreted_kernels
@@ -82,9 +82,9 @@ def test_a_wrong_description_is_not_used(fault: str, monkeypatch: pytest.MonkeyP
 def test_what_the_description_does_not_name_is_left_to_the_library(change: Callable[[Any], None]) -> None:
     model = model_of("gemma3")
     target = Target(model, direct)
-    assert fuse(target)
+    assert fuse(target.stock, target.facts)
     change(model)
-    assert fuse(target) is None
+    assert fuse(target.stock, target.facts) is None
 
 
 def test_a_setting_that_a_release_adds_is_noticed() -> None:
@@ -97,10 +97,10 @@ def test_a_setting_that_a_release_adds_is_noticed() -> None:
     assert settings_of(Later) - settings_of(GraniteConfig) == {"attention_temperature"}
     model = model_of("granite")
     target = Target(model, direct)
-    assert fuse(target)
+    assert fuse(target.stock, target.facts)
     Later.__module__ = GraniteConfig.__module__
     model.model.config.__class__ = Later
-    assert fuse(target) is None
+    assert fuse(target.stock, target.facts) is None
 
 
 def test_clipped_queries_are_left_to_the_library() -> None:
@@ -124,7 +124,7 @@ def test_a_model_with_images_has_a_fused_pass_over_text() -> None:
     assert_right(model, target, ((6, 0, 20),))
     # Its class would leave a bound of logits out, which the text model alone has.
     model.model.language_model.config.final_logit_softcapping = 3.0
-    assert fuse(target) is None
+    assert fuse(target.stock, target.facts) is None
 
 
 @pytest.mark.parametrize("name", ["gemma3", "olmo2"])
@@ -220,7 +220,7 @@ def test_a_layer_takes_few_kernels(name: str, monkeypatch: pytest.MonkeyPatch) -
 
     target = Target(model_of(name), direct)
     monkeypatch.setattr(fused_pass, "triton_operations", TritonOperations)
-    found = fuse(target)
+    found = fuse(target.stock, target.facts)
     assert found
     cache, told = target.allocate(1), StepInput(target.device, 1)
     told.send(1, 4)

@@ -25,7 +25,7 @@ from hdtool.data.stores.manifest import TokenizerFingerprint
 from hdtool.runtime.answerer import decode
 from hdtool.runtime.config import ModelConfig, SamplingConfig
 from hdtool.runtime.core.sampler import Sampler
-from hdtool.runtime.loading.load import load, load_stock, load_stops, load_tokenizer
+from hdtool.runtime.target.load import load, load_stock, load_stops, load_tokenizer
 from hdtool.runtime.weights import gguf_folder
 from hdtool.runtime.weights.store import WeightStore
 from tests.support.decoding import SAMPLINGS, output_tokens, run as decoded

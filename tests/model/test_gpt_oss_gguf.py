@@ -14,11 +14,11 @@ from hdtool.cli.app import run as command
 from hdtool.data.gguf_header import GGUFHeader
 from hdtool.runtime.config import ModelConfig
 from hdtool.runtime.core.tree import DraftTree
-from hdtool.runtime.engines.target import Target
 from hdtool.runtime.kernels import vector_code
 from hdtool.runtime.kernels.compact_weight import is_compact, is_packed
 from hdtool.runtime.kernels.experts import WEIGHTS, CompiledExperts
-from hdtool.runtime.loading.load import load
+from hdtool.runtime.target.load import load
+from hdtool.runtime.target.target import Target
 from hdtool.runtime.weights.gguf_file import GGUFFile
 from hdtool.runtime.weights.gguf_settings import gpt_oss_settings, restore_settings
 from tests.support.decoding import SAMPLINGS, output_tokens, run

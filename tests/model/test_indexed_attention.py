@@ -16,7 +16,7 @@ from hdtool.runtime.core.loop import Loop, Request
 from hdtool.runtime.core.prefix_cache import PrefixCache
 from hdtool.runtime.core.sampler import Sampler
 from hdtool.runtime.core.sequence import Step
-from hdtool.runtime.engines.target import Target
+from hdtool.runtime.target.target import Target
 from tests.support.decoding import answered, output_tokens, run
 from tests.support.families import SHAPE, VOCABULARY
 from tests.support.oracle import generated, prompt_of

@@ -18,14 +18,14 @@ from hdtool.runtime.config import ModelConfig
 from hdtool.runtime.core.tree import DraftTree
 from hdtool.runtime.engines.cpu.compiled_kind import may_be_compiled
 from hdtool.runtime.engines.cpu.tree_pass import PROMPT_CHUNK
-from hdtool.runtime.engines.target import Target
 from hdtool.runtime.environment import describe_environment
 from hdtool.runtime.kernels import vector_code
 from hdtool.runtime.kernels.linear import CompiledLinear
 from hdtool.runtime.kernels.matrix_formats import FORMATS_BY_GGUF_TYPE
-from hdtool.runtime.loading import load as loading
-from hdtool.runtime.loading.load import load
 from hdtool.runtime.stores.store_set import StoreSet
+from hdtool.runtime.target import load as loading
+from hdtool.runtime.target.load import load
+from hdtool.runtime.target.target import Target
 from tests.support import described, families, fused
 from tests.support.decoding import SAMPLINGS, output_tokens, run
 from tests.support.fused import compiled

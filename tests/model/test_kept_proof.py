@@ -17,11 +17,13 @@ from hdtool.data.durable_files import json_digest
 from hdtool.data.home import proofs_at_home
 from hdtool.runtime.config import ModelConfig
 from hdtool.runtime.core.tree import DraftTree
-from hdtool.runtime.engines.checks.trees import prove_trees, some_context
-from hdtool.runtime.engines.target import Target
-from hdtool.runtime.loading import kept_proof
-from hdtool.runtime.loading.load import load
+from hdtool.runtime.engines.checks.probes import some_context
+from hdtool.runtime.engines.checks.trees import prove_trees
+from hdtool.runtime.engines.stock.facts import ModelFacts
+from hdtool.runtime.engines.stock.stock_model import StockModel
 from hdtool.runtime.model.compact_layers import has_compact_weights
+from hdtool.runtime.target import kept_proof
+from hdtool.runtime.target.load import load
 
 pytest.importorskip("gguf")
 
@@ -46,15 +48,15 @@ def file(tmp_path: Path, home: Path) -> Path:
 
 
 @pytest.fixture
-def proofs(monkeypatch: pytest.MonkeyPatch) -> list[Target]:
-    """The targets whose trees were checked."""
-    checked: list[Target] = []
+def proofs(monkeypatch: pytest.MonkeyPatch) -> list[StockModel]:
+    """The models whose trees were checked."""
+    checked: list[StockModel] = []
 
-    def check(target: Target, really: Callable[[Target], None] = prove_trees) -> None:
-        checked.append(target)
-        really(target)
+    def check(stock: StockModel, facts: ModelFacts) -> ModelFacts:
+        checked.append(stock)
+        return prove_trees(stock, facts)
 
-    monkeypatch.setattr("hdtool.runtime.engines.target.prove_trees", check)
+    monkeypatch.setattr("hdtool.runtime.engines.checks.trees.prove_trees", check)
     return checked
 
 
@@ -70,7 +72,7 @@ def records() -> list[Path]:
 
 
 @pytest.mark.parametrize("activations", ["float32", "int8"])
-def test_the_second_start_has_the_bits_of_the_first(activations: str, file: Path, proofs: list[Target]) -> None:
+def test_the_second_start_has_the_bits_of_the_first(activations: str, file: Path, proofs: list[StockModel]) -> None:
     config = ModelConfig(str(file), activations=activations)
     expected = logits_of(config)
     assert len(proofs) == len(records()) == 1
@@ -82,12 +84,12 @@ def test_a_kept_proof_changes_nothing_in_the_model(file: Path) -> None:
     first, second = (load(ModelConfig(str(file))).target for _ in range(2))
     names = [[(name, type(module)) for name, module in each.model.named_modules()] for each in (first, second)]
     assert names[0] == names[1]
-    assert first.shapes == second.shapes and first.compiled is not None and second.compiled is not None
+    assert first.facts.shapes == second.facts.shapes and first.compiled is not None and second.compiled is not None
     assert has_compact_weights(second.model)
     assert first.model.generation_config.to_dict() == second.model.generation_config.to_dict()
 
 
-def test_a_folder_is_proved_once_too(tmp_path: Path, home: Path, proofs: list[Target]) -> None:
+def test_a_folder_is_proved_once_too(tmp_path: Path, home: Path, proofs: list[StockModel]) -> None:
     tiny_llama(**WIDE).bfloat16().save_pretrained(tmp_path / "model")
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(demo.MODEL / name, tmp_path / "model")
@@ -96,7 +98,7 @@ def test_a_folder_is_proved_once_too(tmp_path: Path, home: Path, proofs: list[Ta
     assert len(proofs) == 1
 
 
-def test_a_changed_file_is_proved_again(file: Path, proofs: list[Target]) -> None:
+def test_a_changed_file_is_proved_again(file: Path, proofs: list[StockModel]) -> None:
     before = logits_of(ModelConfig(str(file)))
     write_gguf(file, tiny_llama(seed=1, **WIDE), "Q8_0")
     assert not torch.equal(logits_of(ModelConfig(str(file))), before)
@@ -135,7 +137,7 @@ def test_other_circumstances_have_no_proof(
     assert place(threads=3) != usual
 
 
-def test_a_damaged_record_is_made_again(file: Path, proofs: list[Target]) -> None:
+def test_a_damaged_record_is_made_again(file: Path, proofs: list[StockModel]) -> None:
     expected = logits_of(ModelConfig(str(file)))
     (record,) = records()
     record.write_bytes(record.read_bytes()[:-40])
@@ -146,7 +148,7 @@ def test_a_damaged_record_is_made_again(file: Path, proofs: list[Target]) -> Non
 
 
 @pytest.mark.parametrize("field", ["logits", "shapes", "compact"])
-def test_a_record_of_another_model_is_made_again(field: str, file: Path, proofs: list[Target]) -> None:
+def test_a_record_of_another_model_is_made_again(field: str, file: Path, proofs: list[StockModel]) -> None:
     """The name of the record and its checksum are right, and what it holds is not."""
     config = ModelConfig(str(file))
     expected = logits_of(config)
@@ -161,7 +163,7 @@ def test_a_record_of_another_model_is_made_again(field: str, file: Path, proofs:
 
 
 def test_without_a_home_that_can_be_written_it_is_proved_each_time(
-    tmp_path: Path, proofs: list[Target], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, proofs: list[StockModel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "home").mkdir()
     monkeypatch.setenv("HDTOOL_HOME", str(tmp_path / "home"))
@@ -171,7 +173,7 @@ def test_without_a_home_that_can_be_written_it_is_proved_each_time(
     assert os.listdir(tmp_path / "home") != []
 
 
-def test_other_options_are_proved_by_themselves(file: Path, proofs: list[Target]) -> None:
+def test_other_options_are_proved_by_themselves(file: Path, proofs: list[StockModel]) -> None:
     for options in ({}, {"threads": 1}, {"dtype": "float32"}, {"fused_layers": False}):
         load(ModelConfig(str(file), **options))
     assert len(proofs) == 4 and len(records()) == 2, "only the usual way has a record"

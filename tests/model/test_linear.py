@@ -16,7 +16,6 @@ from torch.nn.functional import linear
 from transformers import AutoModelForCausalLM
 
 from hdtool.runtime.config import SamplingConfig
-from hdtool.runtime.engines.target import Target
 from hdtool.runtime.kernels import block_gemm, linear as layers, panel_gemm
 from hdtool.runtime.kernels.block_gemm import BLOCK_OUT_FEATURES
 from hdtool.runtime.kernels.gemm import COLUMN_MULTIPLE, MAX_CACHED_VALUES, MAX_REGISTER_ROWS
@@ -30,6 +29,7 @@ from hdtool.runtime.kernels.linear import (
 )
 from hdtool.runtime.kernels.panel_gemm import GROUP, MAX_LONG_COLUMNS, MAX_RANGE, MAX_ROWS, PANEL
 from hdtool.runtime.kernels.transposed_rows import expand_of, transpose_of
+from hdtool.runtime.target.target import Target
 from tests.support.decoding import output_tokens, run
 from tests.support.families import SHAPE, VOCABULARY
 from tests.support.oracle import assert_same_logits, generated, plain_logits, prompt_of

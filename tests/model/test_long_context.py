@@ -15,9 +15,9 @@ from hdtool.data.errors import FamilyError
 from hdtool.runtime.config import SamplingConfig
 from hdtool.runtime.engines.checks import long_context
 from hdtool.runtime.engines.checks.long_context import LongContext, long_contexts
-from hdtool.runtime.engines.target import Target
 from hdtool.runtime.integrations.hf_generate import Generator
 from hdtool.runtime.model.families import context_limit
+from hdtool.runtime.target.target import Target
 from tests.support.decoding import SAMPLINGS, output_tokens, run
 from tests.support.families import FAMILIES, SHAPE, VOCABULARY, model_of
 from tests.support.oracle import generated, prompt_of
@@ -50,7 +50,7 @@ def doge(window: int = WINDOW, **changes: Any) -> PreTrainedModel:
 def why_no_trees(model: PreTrainedModel) -> str:
     target = Target(model)
     assert not target.takes_trees
-    return str(target.no_trees)
+    return str(target.facts.no_trees)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

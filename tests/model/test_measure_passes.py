@@ -23,9 +23,9 @@ from hdtool.runtime.caches.slots import Cache
 from hdtool.runtime.config import CostConfig, ModelConfig
 from hdtool.runtime.core.engine import Verified
 from hdtool.runtime.core.tree import DraftTree
-from hdtool.runtime.engines.target import Target
 from hdtool.runtime.environment import device_name, fingerprint
-from hdtool.runtime.loading.load import Loaded, load
+from hdtool.runtime.target.load import Loaded, load
+from hdtool.runtime.target.target import Target
 
 PNG = b"\x89PNG\r\n\x1a\n"
 CURVE = CostCurve((0, 8, 64), ((1.0, 2.0, 3.0), (1.5, 2.5, 9.0)), (64, 512), "a device", "toy", "float32")

@@ -10,9 +10,9 @@ import torch
 from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, PreTrainedModel
 
 from hdtool.runtime.core.tree import DraftTree
-from hdtool.runtime.engines.target import Target
 from hdtool.runtime.model.transformers_internals import attention_by
 from hdtool.runtime.program.model_parts import Kind, model_parts
+from hdtool.runtime.target.target import Target
 from tests.support.families import WINDOW, random_model
 from tests.support.one_sequence import OneSequence
 from tests.support.oracle import assert_same_logits, plain_logits, prompt_of

@@ -17,7 +17,7 @@ from hdtool.runtime.answerer import decode
 from hdtool.runtime.config import ModelConfig, SamplingConfig
 from hdtool.runtime.core.sampler import Sampler
 from hdtool.runtime.integrations.hf_generate import Generator
-from hdtool.runtime.loading.load import load
+from hdtool.runtime.target.load import load
 from tests.support.multimodal import TEXT, multimodal_model
 from tests.support.oracle import prompt_of
 from tests.support.trees import WrongDrafter

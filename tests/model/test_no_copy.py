@@ -18,12 +18,12 @@ from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
 from hdtool.runtime.drafters.hierarchy.rankings import Rankings
 from hdtool.runtime.drafters.methods import drafter_with_budget
 from hdtool.runtime.integrations.vllm.batch_drafter import BatchDrafter
-from hdtool.runtime.loading.load import load_tokenizer
 from hdtool.runtime.stores.corpus_index import CorpusIndex
 from hdtool.runtime.stores.history_store import History
 from hdtool.runtime.stores.live_tables import ContextTable
 from hdtool.runtime.stores.model_store import ModelStore
 from hdtool.runtime.stores.store_set import StoreSet
+from hdtool.runtime.target.load import load_tokenizer
 
 MAKERS: dict[str, Callable[[], object]] = {
     "Hierarchy": Hierarchy,

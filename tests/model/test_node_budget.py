@@ -34,8 +34,8 @@ from hdtool.runtime.core.engine import PassLog, Verified
 from hdtool.runtime.core.tree import DraftTree
 from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
 from hdtool.runtime.drafters.methods import drafter_for, shared_costs_for
-from hdtool.runtime.engines.target import Target
 from hdtool.runtime.stores.store_set import StoreSet
+from hdtool.runtime.target.target import Target
 from tests.support.families import model_of
 
 
@@ -228,7 +228,7 @@ def test_the_long_contexts_of_a_batch_take_no_more_memory(tmp_path: Path, monkey
     model = model_of("llama")
     monkeypatch.setattr(model.config, "max_position_embeddings", 2048)
     target = Target(model)
-    of_token = sum(one.heads * one.width * one.dtype.itemsize for layer in target.shapes for one in layer.kept)
+    of_token = sum(one.heads * one.width * one.dtype.itemsize for layer in target.facts.shapes for one in layer.kept)
     monkeypatch.setattr("hdtool.runtime.budget.measure_passes.LONG_CONTEXT_BYTES", 1200 * of_token)
     found = [cost_curve_for(target, batch).contexts for batch in (1, 2, 4, 5)]
     assert [contexts[1:] for contexts in found] == [(1200,), (600,), (300,), ()]

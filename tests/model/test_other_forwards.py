@@ -12,7 +12,7 @@ from hdtool.runtime.answerer import decode
 from hdtool.runtime.config import SamplingConfig
 from hdtool.runtime.core.sampler import Sampler
 from hdtool.runtime.engines.stock.mixers import replace_forwards
-from hdtool.runtime.engines.target import Target
+from hdtool.runtime.target.target import Target
 from tests.support.families import VOCABULARY, model_of
 from tests.support.oracle import generated, prompt_of
 from tests.support.trees import WrongDrafter

@@ -25,7 +25,7 @@ from hdtool.runtime.core.sequence import Step
 from hdtool.runtime.core.tree import DraftTree
 from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
 from hdtool.runtime.engines.cuda.static_steps import CaptureMaker, never
-from hdtool.runtime.engines.target import Target
+from hdtool.runtime.target.target import Target
 from tests.support.decoding import SAMPLINGS
 from tests.support.families import VOCABULARY, model_of
 from tests.support.oracle import generated, prompt_of

@@ -17,13 +17,13 @@ from transformers.utils.quantization_config import Mxfp4Config
 from hdtool.data import demo
 from hdtool.runtime.config import ModelConfig
 from hdtool.runtime.core.tree import DraftTree
-from hdtool.runtime.engines.target import Target
 from hdtool.runtime.kernels import vector_code
 from hdtool.runtime.kernels.compact_weight import CompactWeight, is_compact, is_packed
 from hdtool.runtime.kernels.experts import CompiledExperts
 from hdtool.runtime.kernels.matrix_formats import FORMATS_BY_GGUF_TYPE
 from hdtool.runtime.kernels.packed_matrix import PackedExperts
-from hdtool.runtime.loading.load import load, load_stock
+from hdtool.runtime.target.load import load, load_stock
+from hdtool.runtime.target.target import Target
 from tests.support.decoding import SAMPLINGS, output_tokens, run
 from tests.support.described import GEMMA4, YARN
 from tests.support.families import ALTERNATING, random_model

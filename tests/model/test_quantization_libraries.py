@@ -17,9 +17,9 @@ from hdtool.runtime.core.drafter import NoDraft
 from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
 from hdtool.runtime.environment import describe_environment, fingerprint
 from hdtool.runtime.integrations.hf_generate import Generator
-from hdtool.runtime.loading.load import Loaded, load
 from hdtool.runtime.model.quantization import RowByRow
 from hdtool.runtime.stores.store_set import StoreSet
+from hdtool.runtime.target.load import Loaded, load
 from tests.support.compressed_checkpoints import SCHEMES as COMPRESSED, save_compressed
 from tests.support.decoding import output_tokens, run
 

@@ -23,13 +23,13 @@ from hdtool.runtime.config import ModelConfig, SamplingConfig
 from hdtool.runtime.core.drafter import NoDraft
 from hdtool.runtime.core.tree import DraftTree
 from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
-from hdtool.runtime.engines.target import Target
 from hdtool.runtime.environment import fingerprint
 from hdtool.runtime.kernels.linear import CompiledLinear, compile_linear_layers
-from hdtool.runtime.loading.load import Loaded, load, load_stock
-from hdtool.runtime.loading.tensor_parallel import ProcessGroup
 from hdtool.runtime.model import quantization as quantizing
 from hdtool.runtime.model.quantization import RowByRow, quantized_layers
+from hdtool.runtime.target.load import Loaded, load, load_stock
+from hdtool.runtime.target.target import Target
+from hdtool.runtime.target.tensor_parallel import ProcessGroup
 from tests.support.decoding import output_tokens, run
 from tests.support.families import model_of
 from tests.support.one_sequence import OneSequence
@@ -105,7 +105,7 @@ def test_quantization_on_loading_is_refused_where_it_is_impossible(
     monkeypatch.setattr(quantizing, "find_spec", lambda name: None)
     with pytest.raises(HdtoolError, match="--quantization nf4 needs bitsandbytes, not installed"):
         load(ModelConfig(quantization="nf4"))
-    monkeypatch.setattr("hdtool.runtime.loading.load.leader", lambda: ProcessGroup.__new__(ProcessGroup))
+    monkeypatch.setattr("hdtool.runtime.target.load.leader", lambda: ProcessGroup.__new__(ProcessGroup))
     with pytest.raises(OptionError, match="--quantization works in one process only"):
         load(ModelConfig(quantization="nf4"))
 

@@ -29,8 +29,8 @@ from hdtool.runtime.config import ModelConfig
 from hdtool.runtime.kernels import vector_code
 from hdtool.runtime.kernels.compact_weight import is_packed
 from hdtool.runtime.kernels.packed_matrix import Q4_0, Q8_0, quantize_matrix
-from hdtool.runtime.loading import load as loading
-from hdtool.runtime.loading.load import load, load_stock
+from hdtool.runtime.target import load as loading
+from hdtool.runtime.target.load import load, load_stock
 from hdtool.runtime.weights import quantized
 from hdtool.runtime.weights.model_in_memory import checkpoint_in_memory
 from tests.support.decoding import SAMPLINGS, output_tokens, run

@@ -18,7 +18,7 @@ from hdtool.runtime.config import ModelConfig, SamplingConfig
 from hdtool.runtime.core.sampler import Sampler
 from hdtool.runtime.engines.cpu.compiled_model import CompiledModel
 from hdtool.runtime.kernels import vector_code
-from hdtool.runtime.loading.load import load
+from hdtool.runtime.target.load import load
 from tests.support.gguf_files import VOCABULARY, add_tokenizer
 from tests.support.oracle import prompt_of
 from tests.support.trees import WrongDrafter

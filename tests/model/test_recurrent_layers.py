@@ -17,10 +17,10 @@ from transformers.cache_utils import DynamicCache
 from hdtool.runtime.caches.kv_cache import StaticKVCache
 from hdtool.runtime.core.tolerances import LOW_PRECISION_TOLERANCE, STRICT_TOLERANCE, distances
 from hdtool.runtime.core.tree import ROOT, DraftTree
-from hdtool.runtime.engines.checks.trees import _between
+from hdtool.runtime.engines.checks.recurrences import between
 from hdtool.runtime.engines.cuda.static_steps import never
 from hdtool.runtime.engines.stock.closed_forms import ClosedStates, UnknownRecurrenceError
-from hdtool.runtime.engines.target import Target
+from hdtool.runtime.target.target import Target
 from tests.support.decoding import SAMPLINGS, output_tokens, run
 from tests.support.families import HYBRIDS, VOCABULARY, model_of
 from tests.support.one_sequence import OneSequence
@@ -40,8 +40,8 @@ def target_of(hybrid: str, dtype: str) -> Target:
 
 
 def recurrent_of(target: Target) -> Any:
-    assert target.stock.recurrent
-    return target.stock.recurrent
+    assert target.facts.recurrent
+    return target.facts.recurrent
 
 
 @torch.inference_mode()
@@ -90,7 +90,7 @@ def prefer(target: Target, form: str) -> None:
 def test_closed_forms_are_used_where_the_layers_have_one(hybrid: str, dtype: str) -> None:
     target = Target(model_of(hybrid, DTYPES[dtype]), never)
     assert recurrent_of(target).can_be_captured == (hybrid not in BY_LEVELS)
-    assert target.continues == (hybrid not in BY_LEVELS)
+    assert target.facts.continues == (hybrid not in BY_LEVELS)
 
 
 def test_a_state_that_no_known_function_updates_is_noticed() -> None:
@@ -134,8 +134,9 @@ def test_rows_of_a_tree_have_the_logits_of_decoding_token_by_token(hybrid: str, 
 def test_in_16_bits_one_row_may_go_to_other_experts_whatever_the_type_of_the_logits() -> None:
     target, expected = target_of("mamba2", "bfloat16"), torch.randn(3, VOCABULARY)
     found = torch.cat([-expected[:1], expected[1:]])
-    assert _between(target, found, expected) == 0
-    assert _between(target_of("mamba2", "float32"), found, expected) > 1
+    assert between(target.stock, target.facts, found, expected) == 0
+    other = target_of("mamba2", "float32")
+    assert between(other.stock, other.facts, found, expected) > 1
 
 
 @pytest.mark.parametrize("hybrid", ["qwen3_5", "granitemoehybrid", "jamba"])
@@ -196,7 +197,7 @@ def test_a_time_step_that_long_passes_alone_limit_is_not_limited_in_trees() -> N
     model.load_state_dict(tame.state_dict())
     model.generation_config = tame.generation_config
     target = Target(model, never)
-    assert not target.continues, "a prompt in parts would have other logits than one that is read at once"
+    assert not target.facts.continues, "a prompt in parts would have other logits than one that is read at once"
     for length in (1, 20, 90):
         prompt = prompt_of(length)
         expected = generated(model, prompt, MAX_NEW_TOKENS)

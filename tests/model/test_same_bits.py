@@ -19,9 +19,9 @@ from hdtool.runtime.budget.measure_passes import quick_record
 from hdtool.runtime.config import DecodeConfig, ModelConfig, SamplingConfig
 from hdtool.runtime.answerer import decode
 from hdtool.runtime.drafters.methods import drafter_for
-from hdtool.runtime.engines.checks.trees import some_context
-from hdtool.runtime.engines.target import choose_threads
-from hdtool.runtime.loading.load import load
+from hdtool.runtime.engines.checks.probes import some_context
+from hdtool.runtime.target.threads import choose_threads
+from hdtool.runtime.target.load import load
 from hdtool.runtime.core.sampler import Sampler
 from hdtool.runtime.stores.store_set import StoreSet
 

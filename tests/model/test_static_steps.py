@@ -31,8 +31,8 @@ from hdtool.runtime.engines.cuda.static_steps import (
     extent_for,
     never,
 )
-from hdtool.runtime.engines.target import Target
 from hdtool.runtime.model.pass_inputs import FULL, MOVES, AttentionMasks, AttentionWindow, StepInput, StepTensors
+from hdtool.runtime.target.target import Target
 from tests.support.decoding import SAMPLINGS, output_tokens, run
 from tests.support.families import FAMILIES, VOCABULARY, model_of
 from tests.support.one_sequence import OneSequence

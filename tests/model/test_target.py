@@ -19,9 +19,9 @@ from hdtool.runtime.core import tolerances
 from hdtool.runtime.core.sampler import Sampler
 from hdtool.runtime.core.tree import DraftTree
 from hdtool.runtime.engines.checks import trees as checks
-from hdtool.runtime.engines.target import Target
 from hdtool.runtime.model.families import context_limit
 from hdtool.runtime.model.transformers_internals import cache_argument
+from hdtool.runtime.target.target import Target
 from tests.support.families import FAMILIES, IN_DOUBLE, SHAPE, VOCABULARY, model_of
 from tests.support.one_sequence import OneSequence
 from tests.support.oracle import assert_same_logits, generated, plain_logits, prompt_of

@@ -19,10 +19,10 @@ from hdtool.data.errors import ModelError, OptionError
 from hdtool.runtime.config import DecodeConfig, ModelConfig, SamplingConfig
 from hdtool.runtime.core.drafter import NoDraft
 from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
-from hdtool.runtime.engines.target import Target
-from hdtool.runtime.loading import tensor_parallel as ranks
-from hdtool.runtime.loading.tensor_parallel import check_decoding, check_device, check_sharding
 from hdtool.runtime.model import placement
+from hdtool.runtime.target import tensor_parallel as ranks
+from hdtool.runtime.target.target import Target
+from hdtool.runtime.target.tensor_parallel import check_decoding, check_device, check_sharding
 from tests.support.decoding import output_tokens, run
 from tests.support.families import model_of, random_model
 from tests.support.gguf_files import tiny_llama, write_gguf
@@ -32,9 +32,9 @@ from tests.support.rehearsed import direct
 TOGETHER = """
 import json, os, sys
 from hdtool.cli.app import run
-from hdtool.runtime.loading.load import load_part
-from hdtool.runtime.loading import tensor_parallel as ranks
-from hdtool.runtime.loading.tensor_parallel import follow, leading
+from hdtool.runtime.target.load import load_part
+from hdtool.runtime.target import tensor_parallel as ranks
+from hdtool.runtime.target.tensor_parallel import follow, leading
 
 ranks.MESSAGE_SIZE = 256
 if os.environ["RANK"] != "0":

@@ -18,14 +18,14 @@ from hdtool.cli.app import run as command
 from hdtool.data import demo
 from hdtool.runtime.config import ModelConfig
 from hdtool.runtime.core.tree import DraftTree
-from hdtool.runtime.engines.target import Target
 from hdtool.runtime.kernels.compact_weight import is_compact, is_packed
 from hdtool.runtime.kernels.gemm_tiles import TILE_OUT_FEATURES
 from hdtool.runtime.kernels.linear import compiled_linear
 from hdtool.runtime.kernels.matrix_formats import INT8
 from hdtool.runtime.kernels.packed_matrix import packed_int4, packed_int8, packed_weight
-from hdtool.runtime.loading.load import load
 from hdtool.runtime.model import compact_layers
+from hdtool.runtime.target.load import load
+from hdtool.runtime.target.target import Target
 from tests.support.decoding import SAMPLINGS, output_tokens, run
 from tests.support.fused import compiled
 from tests.support.gguf_files import VOCABULARY, tiny_llama

@@ -23,10 +23,10 @@ from hdtool.runtime.engines.cuda.operations import (
     Residual,
     TorchOperations,
 )
-from hdtool.runtime.engines.target import Target
 from hdtool.runtime.model.pass_inputs import FULL, AttentionMasks, AttentionWindow, StepInput, StepTensors
 from hdtool.runtime.program.embedding_and_head import Rotary
 from hdtool.runtime.program.model_families import NormKind
+from hdtool.runtime.target.target import Target
 from tests.support.families import VOCABULARY, model_of
 from tests.support.interpreted import interpreted_kernels
 from tests.support.oracle import assert_same_logits, plain_logits, prompt_of

@@ -73,7 +73,7 @@ def test_the_logits_are_those_of_the_library_and_of_each_path(
         found = compiled(one, tree)
         assert found.walk is None
         logits, before = found.logits.clone(), passes_of(one)
-        assert_same_logits(logits, one.target.stock.verify_alone(one.cache.slots[0], tree).logits)
+        assert_same_logits(logits, one.target.stock_passes.verify_alone(one.cache.slots[0], tree).logits)
         assert passes_of(one) == before
     node = data.draw(st.integers(ROOT, len(tree) - 1))
     tokens = tokens_to(tree, node)

@@ -11,7 +11,7 @@ import pytest
 
 from hdtool.data import demo
 from hdtool.runtime.config import ModelConfig
-from hdtool.runtime.loading.load import Loaded, load
+from hdtool.runtime.target.load import Loaded, load
 from tests.support.server import ALWAYS_DRAFTS, RunningServer
 
 TOOL_TEMPLATE = (

@@ -10,7 +10,7 @@ from transformers import LogitsProcessor
 from hdtool.data.chat import encode_conversation
 from hdtool.runtime.answerer import decode
 from hdtool.runtime.config import SamplingConfig
-from hdtool.runtime.loading.load import Loaded
+from hdtool.runtime.target.load import Loaded
 from hdtool.runtime.text_stream import text_of
 
 

@@ -12,7 +12,7 @@ from hdtool.runtime.config import DecodeConfig, SamplingConfig, StoresConfig
 from hdtool.runtime.integrations.server.preparation import Preparer
 from hdtool.runtime.integrations.server.requests import CompletionRequest
 from hdtool.runtime.integrations.server.scheduler import AnswerJob, EngineError, OverloadError, Scheduler, Tenants
-from hdtool.runtime.loading.load import Loaded
+from hdtool.runtime.target.load import Loaded
 
 
 def nothing(*given: Any) -> Any:

@@ -16,7 +16,7 @@ from uvicorn import Config
 from uvicorn.server import ServerState
 
 from hdtool.runtime.integrations.server.app import HEADER_SECONDS, TimedProtocol
-from hdtool.runtime.loading.load import Loaded
+from hdtool.runtime.target.load import Loaded
 from tests.server.plain import plain_text
 from tests.support.server import RunningServer
 

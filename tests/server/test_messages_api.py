@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from hdtool.runtime.loading.load import Loaded
+from hdtool.runtime.target.load import Loaded
 from tests.server.plain import plain_text
 from tests.server.schemas import CITY_AND_UNIT, NAMED
 from tests.support.server import RunningServer

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from hdtool.runtime.loading.load import Loaded
+from hdtool.runtime.target.load import Loaded
 from tests.server.plain import plain_text
 from tests.support.server import RunningServer
 

@@ -15,7 +15,7 @@ from hdtool.runtime.integrations.server.formats import ChatFormat, Delta, Format
 from hdtool.runtime.integrations.server.messages_api import MessagesFormat
 from hdtool.runtime.integrations.server.responses_api import ResponsesFormat, ResponsesRequest
 from hdtool.runtime.integrations.server.tool_calls import ToolCall, ToolCallReader
-from hdtool.runtime.loading.load import load_tokenizer
+from hdtool.runtime.target.load import load_tokenizer
 
 Row = dict[str, Any]
 Call = tuple[str, str, Row]

@@ -26,8 +26,8 @@ from hdtool.runtime.integrations.server.preparation import (
 )
 from hdtool.runtime.integrations.server.requests import ChatRequest
 from hdtool.runtime.integrations.server.responses_api import ResponsesRequest
-from hdtool.runtime.loading.load import Loaded
 from hdtool.runtime.stores.store_set import StoreSet
+from hdtool.runtime.target.load import Loaded
 from hdtool.runtime.text_stream import text_of
 from tests.support.server import RunningServer
 

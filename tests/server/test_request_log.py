@@ -19,7 +19,7 @@ from hdtool.data.errors import OptionError
 from hdtool.runtime.config import ServerConfig
 from hdtool.runtime.integrations.server.app import ApiKeys, Server
 from hdtool.runtime.integrations.server.scheduler import RequestLog
-from hdtool.runtime.loading.load import Loaded
+from hdtool.runtime.target.load import Loaded
 from tests.support.server import ALWAYS_DRAFTS, RunningServer
 
 CHAT = "/v1/chat/completions"

@@ -22,7 +22,7 @@ from hdtool.runtime.integrations.server.preparation import PreparedChoice, Prepa
 from hdtool.runtime.integrations.server.requests import NO_TOOLS, ToolChoice
 from hdtool.runtime.integrations.server.responses_api import ResponsesFormat, ResponsesRequest
 from hdtool.runtime.integrations.server.tool_calls import ThinkingReader
-from hdtool.runtime.loading.load import load_tokenizer
+from hdtool.runtime.target.load import load_tokenizer
 
 OPEN_PROMPT, PROMPT = "user: Hi\nassistant: <think>\n", "user: Hi\nassistant: "
 CASES: dict[str, tuple[str, str, str, str]] = {

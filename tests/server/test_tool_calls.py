@@ -23,7 +23,7 @@ from hdtool.runtime.integrations.server.preparation import Preparer
 from hdtool.runtime.integrations.server.requests import ChatRequest
 from hdtool.runtime.integrations.server.scheduler import LogEntry
 from hdtool.runtime.integrations.server.tool_calls import ToolCall, ToolCallReader, calls_of
-from hdtool.runtime.loading.load import load, load_tokenizer
+from hdtool.runtime.target.load import load, load_tokenizer
 
 TOOL: dict[str, Any] = {
     "type": "function",

@@ -23,8 +23,8 @@ from hdtool.runtime.drafters.methods import history_for
 from hdtool.runtime.integrations.hf_generate import Generator
 from hdtool.runtime.integrations.server.app import ApiKeys
 from hdtool.runtime.integrations.server.scheduler import Tenants
-from hdtool.runtime.loading.load import Loaded
 from hdtool.runtime.stores.store_set import StoreSet
+from hdtool.runtime.target.load import Loaded
 
 NOWHERE = StoresConfig(model_db="none", corpus_db="none")
 SECRET = [1001, 1002, 1003, 1004, 1005, 1006]

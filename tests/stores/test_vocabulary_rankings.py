@@ -25,10 +25,10 @@ from hdtool.runtime.budget.node_budget import FixedBudget
 from hdtool.runtime.config import ModelConfig
 from hdtool.runtime.config.source_names import SourceId
 from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
-from hdtool.runtime.engines.target import Target
-from hdtool.runtime.loading.load import Loaded, load
 from hdtool.runtime.stores.model_store import VOCABULARY_RANKING_TOKENS, ModelStore
 from hdtool.runtime.stores.store_set import StoreSet
+from hdtool.runtime.target.load import Loaded, load
+from hdtool.runtime.target.target import Target
 from tests.support.decoding import SAMPLINGS, output_tokens, run
 from tests.support.families import VOCABULARY, model_of
 from tests.support.gguf_files import tiny_llama, write_gguf

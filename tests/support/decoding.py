@@ -10,7 +10,7 @@ from hdtool.runtime.core.drafter import Drafter, NoDraft
 from hdtool.runtime.core.loop import Loop, Request
 from hdtool.runtime.core.sampler import Sampler
 from hdtool.runtime.core.sequence import Step
-from hdtool.runtime.engines.target import Target
+from hdtool.runtime.target.target import Target
 
 SAMPLINGS = {
     "greedy": SamplingConfig(),

@@ -12,12 +12,11 @@ from transformers import PreTrainedModel
 from transformers.models.gemma3.modeling_gemma3 import Gemma3MLP
 
 from hdtool.runtime.core.tree import ROOT, DraftTree
-from hdtool.runtime.engines.cpu.proof import compile_cpu
-from hdtool.runtime.engines.target import Target
 from hdtool.runtime.kernels.experts import compile_experts
 from hdtool.runtime.kernels.linear import compile_linear_layers
 from hdtool.runtime.program.mixer_parts import ExpertKind
 from hdtool.runtime.program.model_families import FAMILIES, NormKind
+from hdtool.runtime.target.target import Target
 from tests.support.families import ALTERNATING, VOCABULARY, WINDOW, random_model
 from tests.support.oracle import assert_same_logits, plain_logits, prompt_of
 from tests.support.trees import path_to, tokens_to
@@ -253,7 +252,7 @@ def target_of(name: str) -> Target:
 def compiled_of(name: str) -> Target:
     """Create a target that is compiled as a whole."""
     target = target_of(name)
-    target.compiled = compile_cpu(target)
+    target.compile()
     assert target.compiled
     return target
 

@@ -23,9 +23,9 @@ from hdtool.runtime.core.loop import Request
 from hdtool.runtime.core.sampler import Sampler
 from hdtool.runtime.drafters.methods import drafter_for
 from hdtool.runtime.drafters.trained.select_drafter import StandaloneDrafter, drafter_of
-from hdtool.runtime.engines.target import Target
 from hdtool.runtime.integrations.hf_generate import Generator
 from hdtool.runtime.stores.store_set import StoreSet
+from hdtool.runtime.target.target import Target
 from tests.support.decoding import SAMPLINGS, output_tokens, run
 from tests.support.device_scenarios import (
     GREEDY,
@@ -96,7 +96,7 @@ def answers_on_device(model: PreTrainedModel, expected: Answers) -> Answers:
         # With heads, passes return hidden states from then on.
         batch = batched(target, drafts=name == "hd") if name in ("none", "hd", "heads of amphista") else {}
         found[name] = {**answered, **batch, "second turn": output_tokens(second)}
-        assert second[0].cached_tokens > 0 or not target.continues
+        assert second[0].cached_tokens > 0 or not target.facts.continues
     return {"answers": found, "captures": was_captured and target.captures, "faults": list(DEVICE.counts.faults)}
 
 

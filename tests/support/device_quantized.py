@@ -15,7 +15,7 @@ import torch
 from torch.nn import Linear, Module
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from hdtool.runtime.engines.target import Target
+from hdtool.runtime.target.target import Target
 from tests.support.compressed_checkpoints import save_compressed
 from tests.support.device_scenarios import GREEDY, PROMPT, SAMPLED, diagnostics, hierarchy, main, plain, watched
 from tests.support.families import model_of

@@ -34,9 +34,9 @@ from hdtool.runtime.drafters.trained.select_drafter import StandaloneDrafter
 from hdtool.runtime.engines.cuda import captured_passes, static_steps
 from hdtool.runtime.engines.cuda.static_steps import StepOutput, StepPass
 from hdtool.runtime.engines.cuda.waits import WaitError, waits_refused
-from hdtool.runtime.engines.target import Target
 from hdtool.runtime.model.pass_inputs import StepTensors
 from hdtool.runtime.stores.store_set import StoreSet
+from hdtool.runtime.target.target import Target
 from tests.support.decoding import SAMPLINGS, output_tokens, run
 from tests.support.device_mutations import MUTATIONS, Undo
 from tests.support.families import VOCABULARY, model_of
@@ -242,7 +242,7 @@ def hidden_without_extents() -> dict[str, Any]:
     expected = plain(model, GREEDY)
     install()
     usual = captured_passes.passes_of
-    captured_passes.passes_of = lambda target: [WholeCache(usual(target)[0])]
+    captured_passes.passes_of = lambda stock, facts: [WholeCache(usual(stock, facts)[0])]
     target = Target(on_device(model))
     captured_passes.passes_of = usual
     before = DEVICE.counts.events[CAPTURE]
@@ -377,7 +377,7 @@ def reserved() -> dict[str, Any]:
     expected = [plain(model, GREEDY, prompt) for prompt in (PROMPT, long)]
     install()
     usual = captured_passes.passes_of
-    captured_passes.passes_of = lambda target: [WholeCache(usual(target)[0])]
+    captured_passes.passes_of = lambda stock, facts: [WholeCache(usual(stock, facts)[0])]
     earlier = DEVICE.counts.events[CAPTURE]
     target = Target(on_device(model))
     before = DEVICE.counts.events[CAPTURE] - earlier

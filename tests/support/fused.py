@@ -11,10 +11,9 @@ from transformers import PreTrainedModel
 
 from hdtool.runtime.core.tree import DraftTree
 from hdtool.runtime.engines.cpu.compiled_model import CompiledModel
-from hdtool.runtime.engines.cpu.proof import compile_cpu
-from hdtool.runtime.engines.target import Target
 from hdtool.runtime.kernels.linear import compile_linear_layers
 from hdtool.runtime.model.compact_layers import compact_weights
+from hdtool.runtime.target.target import Target
 from tests.support import families
 from tests.support.one_sequence import OneSequence
 
@@ -64,9 +63,9 @@ def both(kind: str = "llama", dtype: torch.dtype = torch.float32) -> tuple[Targe
 
 
 def compile_target(target: Target) -> CompiledModel:
-    target.compiled = made = compile_cpu(target)
-    assert made
-    return made
+    target.compile()
+    assert target.compiled
+    return target.compiled
 
 
 def compiled_target(monkeypatch: pytest.MonkeyPatch) -> Target:

@@ -24,8 +24,8 @@ from hdtool.runtime.core.loop import Loop, Request
 from hdtool.runtime.core.sampler import Sampler
 from hdtool.runtime.core.sequence import Step
 from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
-from hdtool.runtime.engines.target import Target
 from hdtool.runtime.integrations.hf_generate import Generator
+from hdtool.runtime.target.target import Target
 from tests.support.decoding import output_tokens, run
 from tests.support.families import VOCABULARY
 from tests.support.oracle import generated, prompt_of

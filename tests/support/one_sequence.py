@@ -9,7 +9,7 @@ import torch
 from hdtool.runtime.core.engine import LOGITS_ONLY, PassOptions, Verified
 from hdtool.runtime.core.prefix_cache import PrefixCache, PromptReader
 from hdtool.runtime.core.tree import DraftTree
-from hdtool.runtime.engines.target import Target
+from hdtool.runtime.target.target import Target
 
 
 class OneSequence:

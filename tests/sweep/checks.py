@@ -20,9 +20,9 @@ from hdtool.runtime.answerer import decode_batch
 from hdtool.runtime.config import ModelConfig, SamplingConfig
 from hdtool.runtime.core.loop import Request
 from hdtool.runtime.core.sampler import Sampler
-from hdtool.runtime.engines.target import Target
 from hdtool.runtime.integrations.hf_generate import Generator
-from hdtool.runtime.loading.load import load
+from hdtool.runtime.target.load import load
+from hdtool.runtime.target.target import Target
 from tests.support.decoding import SAMPLINGS, output_tokens, run
 from tests.support.families import VOCABULARY
 from tests.support.oracle import generated, plain_logits, prompt_of

@@ -8,7 +8,7 @@ from hdtool.data import demo
 from hdtool.data.chat import encode_conversation
 from hdtool.data.prompts import read_prompts
 from hdtool.runtime.config import ModelConfig
-from hdtool.runtime.loading.load import load_tokenizer
+from hdtool.runtime.target.load import load_tokenizer
 
 GREEDY = {"temperature": 0.0, "max_tokens": 120}
 ENGINE = {"model": str(demo.MODEL), "max_model_len": 1024, "max_num_seqs": 16, "disable_log_stats": False}

@@ -25,9 +25,9 @@ from hdtool.runtime.drafters.trained.sequential import (
     SequentialModule,
 )
 from hdtool.runtime.engines.cuda.static_steps import Capture, Run, extent_for
-from hdtool.runtime.engines.target import Target
 from hdtool.runtime.kernels.compiled import Array
 from hdtool.runtime.kernels.linear import compile_linear_layers
+from hdtool.runtime.target.target import Target
 
 STATIC_SIZES = (1, 2, 4, 8, 16)
 """Numbers of new positions in a captured pass. The next pass overwrites padding positions."""

@@ -20,14 +20,14 @@ from hdtool.runtime.drafters.trained.draft_length import pace_for
 from hdtool.runtime.drafters.trained.draft_passes import on_host
 from hdtool.runtime.drafters.trained.proposal import TOKENS_PER_RANKING, loaded_once
 from hdtool.runtime.drafters.trained.sequential import MAX_PASSES, NO_RANKING, ROWS_PER_PASS, Ranked, SequentialDrafter
-from hdtool.runtime.loading.load import load
+from hdtool.runtime.target.load import load
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from hdtool.runtime.caches.slots import Slot
     from hdtool.runtime.drafters.trained.proposal import PublishedDrafter
-    from hdtool.runtime.engines.target import Target
+    from hdtool.runtime.target.target import Target
 
 
 def draft_model_drafter(

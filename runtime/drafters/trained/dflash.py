@@ -27,7 +27,7 @@ from hdtool.runtime.drafters.trained.sequential import AcceptedTokens
 
 if TYPE_CHECKING:
     from hdtool.runtime.drafters.trained.proposal import PublishedDrafter
-    from hdtool.runtime.engines.target import Target
+    from hdtool.runtime.target.target import Target
 
 
 class DFlashDrafter:

@@ -10,7 +10,7 @@ from hdtool.runtime.kernels.compiled import Array
 
 if TYPE_CHECKING:
     from hdtool.runtime.core.engine import PassLog
-    from hdtool.runtime.engines.target import Target
+    from hdtool.runtime.target.target import Target
 
 GATE_LEARNING_RATE = 0.01
 """Learning rate of the moving averages of tokens and seconds per step, with and without the drafter."""

@@ -19,7 +19,7 @@ from hdtool.runtime.kernels.compiled import Array
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from hdtool.runtime.engines.target import Target
+    from hdtool.runtime.target.target import Target
 
 READ_CHUNK = 512
 """Maximum number of accepted tokens that one pass reads."""

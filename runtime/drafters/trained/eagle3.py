@@ -19,7 +19,7 @@ from hdtool.runtime.drafters.trained.draft_passes import DraftPasses
 from hdtool.runtime.drafters.trained.proposal import TOKENS_PER_RANKING, PublishedDrafter
 
 if TYPE_CHECKING:
-    from hdtool.runtime.engines.target import Target
+    from hdtool.runtime.target.target import Target
 
 RENAMED_PARAMETERS = {"midlayer.": "layer.", "layers.0.": "layer."}
 """Maps prefixes of tensor names in the two checkpoint formats to the prefixes used here."""

@@ -40,7 +40,7 @@ from hdtool.runtime.model.transformers_internals import attention_of, use_masked
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from hdtool.runtime.engines.target import Target
+    from hdtool.runtime.target.target import Target
 
 LAYER_COUNT_FIELDS = ("num_mtp_layers", "num_nextn_predict_layers", "mtp_num_hidden_layers")
 """Configuration fields that may hold the number of MTP layers."""

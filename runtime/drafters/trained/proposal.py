@@ -27,7 +27,7 @@ from hdtool.runtime.kernels.compiled import Array, compiled
 from hdtool.runtime.weights.checkpoint_identity import place_of
 
 if TYPE_CHECKING:
-    from hdtool.runtime.engines.target import Target
+    from hdtool.runtime.target.target import Target
 
 Loaded = TypeVar("Loaded")
 LOADED_BY_TARGET: WeakKeyDictionary[Target, dict[str, Any]] = WeakKeyDictionary()

@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 
     from hdtool.data.stores.manifest import TokenizerFingerprint
     from hdtool.runtime.drafters.heads.checkpoint import SavedHeads
-    from hdtool.runtime.engines.target import Target
+    from hdtool.runtime.target.target import Target
 
 
 class StandaloneDrafter:

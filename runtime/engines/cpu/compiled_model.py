@@ -11,6 +11,7 @@ import torch
 
 from hdtool.runtime.core.engine import LOGITS_ONLY, PREFILL_PASS, PassOptions, Verified
 from hdtool.runtime.core.tree import DraftTree
+from hdtool.runtime.engines.backend import Backend
 from hdtool.runtime.engines.cpu.tree_pass import PROMPT_CHUNK, TreePass
 from hdtool.runtime.engines.cpu.weight_table import WeightTable
 from hdtool.runtime.model.transformers_internals import attention_of
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from hdtool.runtime.model.pass_inputs import AttentionWindow
 
 
-class CompiledModel:
+class CompiledModel(Backend):
     """Computes one model's forward passes, as long as the model hasn't changed since the last call of ``record``."""
 
     def __init__(self, parts: CompiledParts, windows: Sequence[AttentionWindow], log: PassLog) -> None:
@@ -31,7 +32,7 @@ class CompiledModel:
         self.table = WeightTable(parts, windows)
         self._passes = {1: TreePass(self.table)}
         """``TreePass`` objects by the number of slots for which they have memory."""
-        self.is_current = False
+        self._is_current = False
         """True if the last ``check`` found the model unchanged."""
         self.passes = 0
         """Number of passes computed so far."""
@@ -41,15 +42,25 @@ class CompiledModel:
         """Record the model's current state, with which ``check`` compares later states."""
         self._recorded, self._attention = RecordedModel(self._parts.model), self._attention_now()
         self._set_unchanged(is_same=True)
-        self.check(again=False)
+        self._compare_attention()
 
-    def check(self, *, again: bool = True) -> None:
-        """Update ``is_current`` before a prompt; with ``again=False``, reuse the last weight comparison's result."""
-        if again:
+    @property
+    def is_current(self) -> bool:
+        return self._is_current
+
+    def check(self, *, again: bool) -> None:
+        if again or not self._is_current:
             self._set_unchanged(self._recorded.is_same())
+        self._compare_attention()
+
+    def renew(self) -> None:
+        self.check(again=True)
+
+    def _compare_attention(self) -> None:
+        """Update ``is_current`` from the last comparison of the model with its recorded state."""
         if self._is_same:
             self.table.check_copies()
-        self.is_current = self._is_same and self._attention_now() == self._attention
+        self._is_current = self._is_same and self._attention_now() == self._attention
 
     def _attention_now(self) -> str:
         config: Any = self._parts.model.config
@@ -77,12 +88,9 @@ class CompiledModel:
         return bool(self.table.mixers)
 
     def watch_hidden(self, layers: tuple[int, ...]) -> None:
-        """From now on, make each pass return its final hidden states, followed by the outputs of these layers.
-
-        Hooks that already watch the model no longer count as changes.
-        """
+        """Watch hidden states; hooks that already watch the model no longer count as changes."""
         self.table.watch(layers)
-        if self.is_current:
+        if self._is_current:
             self.record()
 
     def first_layer_alone(self) -> AbstractContextManager[None]:
@@ -90,10 +98,7 @@ class CompiledModel:
         return self.table.first_layer_alone()
 
     def read(self, tokens: Sequence[int], slot: Slot) -> torch.Tensor | None:
-        """Append tokens to a slot in chunks; return the logits ``[1, vocabulary]`` after the last token.
-
-        Return None if the engine can't compute a chunk; the slot then contains only the chunks before it.
-        """
+        """Append tokens to a slot in chunks; after None, the slot has only the chunks that could be computed."""
         passes, logits = self._passes_for(1), None
         for first in range(0, len(tokens), PROMPT_CHUNK):
             chunk, started = tokens[first : first + PROMPT_CHUNK], time.perf_counter()
@@ -119,7 +124,6 @@ class CompiledModel:
     def verify(
         self, cache: Cache, trees: Sequence[DraftTree], options: Sequence[PassOptions] = ()
     ) -> list[Verified] | None:
-        """Verify one tree per slot, from the first slot on; return None if the engine can't compute the pass."""
         passes, count, started = self._passes_for(len(cache.slots)), len(trees), time.perf_counter()
         if self.table.mixers:
             for slot in cache.slots[:count]:
@@ -147,7 +151,6 @@ class CompiledModel:
             slot.states_of_tree, slot.place_in_tree = states, place
 
     def verify_alone(self, slot: Slot, tree: DraftTree) -> Verified | None:
-        """Verify a tree in just one of several slots; return None if the engine can't compute the pass."""
         passes, started = self._passes_for(1), time.perf_counter()
         self._begin(slot)
         slot.states_of_tree = None

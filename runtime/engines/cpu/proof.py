@@ -13,7 +13,8 @@ from torch.nn import ModuleList
 from hdtool.data.progress import with_progress
 from hdtool.runtime.caches.kv_cache import NO_TENSOR, KVTensors, SlotKVCache, StaticKVCache
 from hdtool.runtime.core.tree import DraftTree
-from hdtool.runtime.engines.checks.trees import some_context
+from hdtool.runtime.engines.backend import BackendEngine
+from hdtool.runtime.engines.checks.probes import logits_of, some_context
 from hdtool.runtime.engines.cpu.compiled_kind import ACTIVATIONS, COMPILED, CompiledParts, has_compiled_experts
 from hdtool.runtime.engines.cpu.compiled_model import CompiledModel
 from hdtool.runtime.engines.cpu.convolution import ORIGIN_FIELDS, fill_origins
@@ -32,6 +33,9 @@ from hdtool.runtime.engines.cpu.layer_record import (
 from hdtool.runtime.engines.cpu.mix import accept
 from hdtool.runtime.engines.cpu.pass_kernel import LAYER_INPUTS, compile_passes, compile_tree_passes
 from hdtool.runtime.engines.cpu.weight_table import MixerTable, WeightTable, joined_tables
+from hdtool.runtime.engines.stock.facts import ModelFacts
+from hdtool.runtime.engines.stock.stock_model import StockModel, embedded_tokens
+from hdtool.runtime.engines.stock.tree_passes import TreePasses
 from hdtool.runtime.kernels.code_folder import mark_compiled
 from hdtool.runtime.kernels.compile_process import PASSES, wait_until_compiled
 from hdtool.runtime.kernels.thread_pool import shared_thread_pool
@@ -50,7 +54,6 @@ from hdtool.runtime.program.model_parts import model_parts
 
 if TYPE_CHECKING:
     from hdtool.runtime.engines.stock.recurrent_layers import StatesOfPass
-    from hdtool.runtime.engines.target import Target
     from hdtool.runtime.kernels.linear import CompiledLinear
     from hdtool.runtime.program.model_parts import LayerParts
 
@@ -76,34 +79,33 @@ Rotation = tuple[torch.Tensor, torch.Tensor]
 
 
 @torch.inference_mode()
-def compile_cpu(target: Target, *, proved: bool = False) -> CompiledModel | None:
+def compile_cpu(stock: StockModel, facts: ModelFacts, *, proved: bool = False) -> CompiledModel | None:
     """Compile a model's passes; return None if the model is unsupported or the results differ from Transformers'.
 
     With ``proved``, the results aren't compared with Transformers', because an earlier process has compared them.
     """
-    if target.device.type != "cpu" or target.dtype != torch.float32 or target.processes > 1 or not target.takes_trees:
+    if stock.device.type != "cpu" or stock.dtype != torch.float32 or facts.no_trees:
         return None
-    parts, windows = model_parts(target.model, COMPILED), windows_of_layers(target.config, target.stock.windows)
-    if parts is None or windows is None or not _is_compiled(parts) or not _fit_cache(parts, target):
+    parts, windows = model_parts(stock.model, COMPILED), windows_of_layers(stock.config, stock.windows)
+    if parts is None or windows is None or not _is_compiled(parts):
         return None
-    if not _fit_states(parts, target):
+    trees = TreePasses(stock, facts)
+    storage = trees.allocate(1, 1).storage
+    if not _fit_cache(parts, storage) or not _fit_states(parts, storage, facts):
         return None
-    if parts.family is not LLAMA and not norms_and_activations_match(parts, target.device):
+    if parts.family is not LLAMA and not norms_and_activations_match(parts, stock.device):
         return None
     wait_until_compiled(PASSES)
     compile_layers()
     compile_passes()
     compile_tree_passes()
     mark_compiled(PASSES)
-    compiled = CompiledModel(parts, windows, target.log)
-    if proved:
-        return compiled
-    with target.changing(), target.log.unchanged():
-        matches = (
-            _LayerProof(target, compiled.table, parts, windows).holds()
-            and _has_same_inputs(target, compiled, parts)
-            and _has_same_logits(target, compiled, parts)
-        )
+    compiled = CompiledModel(parts, windows, stock.log)
+    matches = proved or (
+        _LayerProof(stock, facts, compiled.table, parts, windows).holds()
+        and _has_same_inputs(stock, compiled, parts)
+        and _has_same_logits(stock, trees, compiled, parts)
+    )
     return compiled if matches else None
 
 
@@ -123,12 +125,12 @@ def _is_compiled(parts: CompiledParts) -> bool:
     )
 
 
-def _fit_cache(parts: CompiledParts, target: Target) -> bool:
+def _fit_cache(parts: CompiledParts, storage: KVTensors) -> bool:
     """Return True if the cached keys and values of each layer match the number and width of its key heads.
 
     Layers with a mixer, and layers that read another layer's keys, must have no cached keys and values.
     """
-    cached = target.allocate(1, 1).storage.layers
+    cached = storage.layers
     return len(cached) == len(parts.layers) and all(
         all(view is NO_TENSOR for view in views)
         if layer.mixer or layer.kv_source is not None
@@ -138,33 +140,39 @@ def _fit_cache(parts: CompiledParts, target: Target) -> bool:
     )
 
 
-def _fit_states(parts: CompiledParts, target: Target) -> bool:
+def _fit_states(parts: CompiledParts, storage: KVTensors, facts: ModelFacts) -> bool:
     """Return True if the cache holds all mixers' states and Transformers can compute the mixers over trees.
 
     Also return True if there are neither mixers nor states.
     """
-    states, mixers, recurrent = target.allocate(1, 1).storage.states, MixerTable.of(parts), target.stock.recurrent
+    states, mixers, recurrent = storage.states, MixerTable.of(parts), facts.recurrent
     if states is None or mixers is None or recurrent is None:
         return states is None and mixers is None
-    return target.continues and recurrent.can_be_captured and mixers.fits(states)
+    return facts.continues and recurrent.can_be_captured and mixers.fits(states)
 
 
 class _LayerProof:
     """Compares compiled layers with Transformers' layers, on hidden states of the model."""
 
     def __init__(
-        self, target: Target, table: WeightTable, parts: CompiledParts, windows: Sequence[AttentionWindow]
+        self,
+        stock: StockModel,
+        facts: ModelFacts,
+        table: WeightTable,
+        parts: CompiledParts,
+        windows: Sequence[AttentionWindow],
     ) -> None:
-        self._target, self._table, self._parts = target, table, parts
+        self._stock, self._recurrent, self._table, self._parts = stock, facts.recurrent, table, parts
+        self._trees = TreePasses(stock, facts)
         self._windows, self._kinds = [window.kind for window in windows], rotary_kinds(parts)
-        self._masks = AttentionMasks([AttentionWindow(FULL)], target.dtype, target.device)
+        self._masks = AttentionMasks([AttentionWindow(FULL)], stock.dtype, stock.device)
         self._random = torch.Generator().manual_seed(0)
         self._inputs = torch.empty(0)
         """Per-layer inputs of the current pass, ``[sequences, rows, layers, width]``."""
         self._shared: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
         """Keys and values that Transformers' layers share in the current pass, by layer type."""
-        tokens = torch.tensor([some_context(len(PROOF_TREE) + 1, target.vocabulary)])
-        embedded: torch.Tensor = target.model.get_input_embeddings()(tokens)
+        tokens = torch.tensor([some_context(len(PROOF_TREE) + 1, embedded_tokens(stock.model))])
+        embedded: torch.Tensor = stock.model.get_input_embeddings()(tokens)
         self._states = [embedded]
         """Input of each layer so far: the embeddings, then Transformers' output of the previous layer."""
 
@@ -185,7 +193,7 @@ class _LayerProof:
 
     def _prompt(self) -> Case:
         """Return a test case: a prompt that continues a context; passes over it advance the recurrent states."""
-        cache = self._target.allocate(1, CONTEXT_LENGTHS[1] + SHORT_CONTEXT).slots[0].kv
+        cache = self._trees.allocate(1, CONTEXT_LENGTHS[1] + SHORT_CONTEXT).slots[0].kv
         cache.length = CONTEXT_LENGTHS[1]
         cache.begin_states(has_begun=True)
         return cache.storage, cache, CONTEXT_LENGTHS[1] + torch.arange(SHORT_CONTEXT)[None], None, None, ()
@@ -196,19 +204,19 @@ class _LayerProof:
         yield self._batch()
 
     def _case(self, length: int, tree: DraftTree) -> Case:
-        cache = self._target.allocate(1, length + len(tree) + 1).slots[0].kv
+        cache = self._trees.allocate(1, length + len(tree) + 1).slots[0].kv
         cache.length = length
         positions = length + torch.tensor([[0, *tree.depths[1:].tolist()]])
         unwindowed: Any = self._masks.tree_mask(tree, length)
-        return cache.storage, cache, positions, self._target.stock.masks.tree_mask(tree, length), unwindowed, [tree]
+        return cache.storage, cache, positions, self._stock.masks.tree_mask(tree, length), unwindowed, [tree]
 
     def _batch(self) -> Case:
-        target, lengths = self._target, BATCH_LENGTHS
+        lengths = BATCH_LENGTHS
         trees = [DraftTree.of(0, [0] * nodes, list(range(-1, nodes - 1))) for nodes in BATCH_NODES]
         rows = max(BATCH_NODES) + 1
-        storage = target.allocate(len(trees), max(lengths) + rows).storage
+        storage = self._trees.allocate(len(trees), max(lengths) + rows).storage
         positions = torch.tensor(lengths)[:, None] + torch.arange(rows)
-        masks = target.stock.masks.batch_mask(trees, lengths)
+        masks = self._stock.masks.batch_mask(trees, lengths)
         unwindowed: Any = self._masks.batch_mask(trees, lengths)
         return storage, SlotKVCache(storage, lengths, rows), positions, masks, unwindowed, trees
 
@@ -293,7 +301,7 @@ class _LayerProof:
         Yield None if the layer has no mixer or the case has no trees.
         """
         storage, cache, *_, trees = case
-        recurrent = self._target.stock.recurrent
+        recurrent = self._recurrent
         if not (part.mixer and trees and recurrent and storage.states):
             yield None
             return
@@ -357,12 +365,12 @@ def distance(actual: torch.Tensor, expected: torch.Tensor, scale: torch.Tensor) 
     return float((torch.linalg.vector_norm(actual - expected, dim=-1) / lengths).max())
 
 
-def _has_same_inputs(target: Target, compiled: CompiledModel, parts: CompiledParts) -> bool:
+def _has_same_inputs(stock: StockModel, compiled: CompiledModel, parts: CompiledParts) -> bool:
     """Return True if the compiled per-layer inputs match Transformers', or if the model has no such inputs."""
     if parts.inputs is None:
         return True
-    ids = torch.tensor([some_context(len(PROOF_TREE) + 1, target.vocabulary)])
-    embedded: torch.Tensor = target.model.get_input_embeddings()(ids)
+    ids = torch.tensor([some_context(len(PROOF_TREE) + 1, embedded_tokens(stock.model))])
+    embedded: torch.Tensor = stock.model.get_input_embeddings()(ids)
     expected = parts.inputs.of(ids, embedded)
     rows, record = ids.numel(), compiled.table.outer_record(1)[LAYER_INPUTS]
     pass_record, memory = compiled.table.pass_record(1, rows), torch.empty(rows + 1, expected[0, 0].numel())
@@ -372,19 +380,16 @@ def _has_same_inputs(target: Target, compiled: CompiledModel, parts: CompiledPar
     return distance(actual, expected, expected) <= TOLERANCE
 
 
-def _has_same_logits(target: Target, compiled: CompiledModel, parts: CompiledParts) -> bool:
+def _has_same_logits(stock: StockModel, trees: TreePasses, compiled: CompiledModel, parts: CompiledParts) -> bool:
     """Return True if compiled passes give the same logits as Transformers when both compute only the first layer.
 
     The other layers have been compared on their own.
     """
+    vocabulary = embedded_tokens(stock.model)
     with compiled.first_layer_alone(), _first_layer_alone(parts):
-        expected = _logits_of_passes(target)
+        expected = _logits_of_passes(BackendEngine([], trees, stock.log), vocabulary)
         compiled.record()  # the model has fewer layers within this block
-        target.compiled = compiled
-        try:
-            actual = _logits_of_passes(target)
-        finally:
-            target.compiled = None
+        actual = _logits_of_passes(BackendEngine([compiled], trees, stock.log), vocabulary)
     compiled.record()
     distances = [distance(*pair, pair[1]) for pair in zip(actual, expected, strict=True)]
     return compiled.passes == len(actual) + 1 and max(distances) <= TOLERANCE
@@ -402,12 +407,8 @@ def _first_layer_alone(parts: CompiledParts) -> Iterator[None]:
         modules["layers"] = layers
 
 
-def _logits_of_passes(target: Target) -> list[torch.Tensor]:
+def _logits_of_passes(engine: BackendEngine, vocabulary: int) -> list[torch.Tensor]:
     """Return the logits of a tree, of a root after two of the tree's nodes were accepted, and of a continued prompt."""
-    cache, context = target.allocate(), some_context(SHORT_CONTEXT, target.vocabulary)
-    target.prefill(cache, 0, context)
-    of_tree = target.verify(cache, [PROOF_TREE])[0].logits.clone()
-    target.commit(cache, 0, [0, 1])
-    bare = target.verify(cache, [DraftTree.bare(1)])[0].logits.clone()
-    target.commit(cache, 0, [])
-    return [of_tree, bare, target.prefill(cache, 0, context, cache.slots[0].length).logits.clone()]
+    cache, context = engine.allocate(), some_context(SHORT_CONTEXT, vocabulary)
+    of_trees = logits_of(engine, context, [(PROOF_TREE, [0, 1]), (DraftTree.bare(1), [])], cache)
+    return [*of_trees, engine.prefill(cache, 0, context, cache.slots[0].length).logits.clone()]

@@ -14,7 +14,8 @@ from hdtool.runtime.caches.kv_cache import IndexedKVCache, KVTensors
 from hdtool.runtime.caches.slots import Cache
 from hdtool.runtime.core.engine import PassOptions
 from hdtool.runtime.core.tree import LARGEST_TREE, DraftTree
-from hdtool.runtime.engines.checks.trees import two_steps
+from hdtool.runtime.engines.backend import Backend, BackendEngine
+from hdtool.runtime.engines.checks.probes import two_steps
 from hdtool.runtime.engines.cuda.fused_pass import FusedPass, fuse, triton_operations
 from hdtool.runtime.engines.cuda.operations import TreeAttention, move_positions
 from hdtool.runtime.engines.cuda.static_steps import (
@@ -25,15 +26,17 @@ from hdtool.runtime.engines.cuda.static_steps import (
     is_out_of_memory,
     note_uncaptured,
 )
-from hdtool.runtime.model.families import deviation
+from hdtool.runtime.model.families import context_limit, deviation
 from hdtool.runtime.model.pass_inputs import Mask
 from hdtool.runtime.model.placement import not_on_one_device_reason
 
 if TYPE_CHECKING:
     from hdtool.runtime.engines.cuda.static_steps import Capture
     from hdtool.runtime.engines.stock.closed_forms import StackedStates
-    from hdtool.runtime.engines.stock.stock_passes import StockPasses
-    from hdtool.runtime.engines.target import Target
+    from hdtool.runtime.engines.stock.facts import ModelFacts
+    from hdtool.runtime.engines.stock.recurrent_layers import RecurrentLayers
+    from hdtool.runtime.engines.stock.stock_model import StockModel
+    from hdtool.runtime.engines.stock.tree_passes import TreePasses
     from hdtool.runtime.model.pass_inputs import StepTensors
 
 
@@ -44,8 +47,10 @@ class LibraryPass:
     extent of the cache, and the mask hides positions after the contexts.
     """
 
-    def __init__(self, stock: StockPasses, attention: TreeAttention | None = None) -> None:
-        self._stock, self._attention = stock, attention
+    def __init__(
+        self, stock: StockModel, recurrent: RecurrentLayers | None, attention: TreeAttention | None = None
+    ) -> None:
+        self._stock, self._recurrent, self._attention = stock, recurrent, attention
         self.reads_extent = attention is None
 
     def run(self, step: StepTensors, storage: KVTensors, extent: int) -> StepOutput:
@@ -78,17 +83,17 @@ class LibraryPass:
 
         It yields a function that returns the states after the pass; for a model without states, it yields None.
         """
-        recurrent = self._stock.recurrent
+        recurrent = self._recurrent
         return recurrent.over_step(step, storage.states, cache) if recurrent and storage.states else nullcontext()
 
 
-def library_passes(target: Target) -> Iterator[LibraryPass]:
+def library_passes(stock: StockModel, facts: ModelFacts) -> Iterator[LibraryPass]:
     """Yield each ``LibraryPass`` to try to capture, the fastest first."""
-    operations, windows = triton_operations(target.device), target.stock.windows
-    selects = any(shape.indexer for shape in target.shapes)  # through the mask, which hdtool's attention ignores
+    operations, windows = triton_operations(stock.device), stock.windows
+    selects = any(shape.indexer for shape in facts.shapes)  # through the mask, which hdtool's attention ignores
     if operations and not selects and not any(window.chunk for window in windows):
-        yield LibraryPass(target.stock, TreeAttention(operations, windows))
-    yield LibraryPass(target.stock)
+        yield LibraryPass(stock, facts.recurrent, TreeAttention(operations, windows))
+    yield LibraryPass(stock, facts.recurrent)
 
 
 NOT_CAPTURED = "the steps of this model are not captured as CUDA graphs"
@@ -99,10 +104,11 @@ A cache that grows is allocated anew, and all steps must then be captured again.
 """
 
 
-class CapturedPasses:
-    """Manages the steps captured for a target; does nothing if the model's passes cannot be captured."""
+class CapturedPasses(Backend):
+    """Verifies trees by steps that are captured on a device; computes nothing before ``enable``, or if that fails."""
 
-    def __init__(self) -> None:
+    def __init__(self, stock: StockModel, facts: ModelFacts) -> None:
+        self._stock, self._facts = stock, facts
         self.steps: StaticSteps | None = None
         self._passes: list[StepPass] = []
         """The pass that is captured, followed by its fallbacks."""
@@ -110,41 +116,48 @@ class CapturedPasses:
         """Why hdtool's own pass was given up, until a note says so; a model without any captured pass gets another."""
 
     @property
+    def is_current(self) -> bool:
+        return self.steps is not None
+
+    @property
+    def is_captured(self) -> bool:
+        return self.steps is not None
+
+    @property
     def is_fused(self) -> bool:
         """True if hdtool's fused pass is captured rather than a pass through transformers' layers."""
         return bool(self._passes) and isinstance(self._passes[0], FusedPass)
 
     @torch.inference_mode()
-    def enable(self, target: Target, capture: Capture) -> None:
-        """Try to capture steps; from now on, use them if their logits match those of uncaptured steps."""
-        if reason := not_on_one_device_reason(target.model) or target.stock.row_by_row.reason:
-            self.disable()
+    def enable(self, capture: Capture, trees: TreePasses, cache: Cache) -> None:
+        """Try to capture steps; from now on, use them if their logits match those of ``trees``, uncaptured.
+
+        Steps are captured for one cache, whose contents are lost.
+        """
+        stock, facts = self._stock, self._facts
+        if reason := not_on_one_device_reason(stock.model) or stock.row_by_row.reason:
             return _note(f"{NOT_CAPTURED}: {reason}")
-        self._passes = passes_of(target)
-        steps = StaticSteps(self._passes[0], capture, target.device, reserved_positions(target))
-        # Steps are captured for one cache, but an answer may still need the contents of the target's own cache.
-        is_free = target.cache.user is None
-        cache = target.cache if is_free else target.allocate()
-        cache.reserve(1, steps.capacity_for(1, target.context_limit(1)))
-        expected = two_steps(target, cache)
-        self.steps = steps
+        self._passes = passes_of(stock, facts)
+        steps = StaticSteps(self._passes[0], capture, stock.device, reserved_positions(stock, facts))
+        cache.reserve(1, steps.capacity_for(1, context_limit(stock.config, 1)))
+        vocabulary = stock.config.vocab_size
+        expected = two_steps(BackendEngine([], trees, stock.log), vocabulary, cache)
+        self.steps, captured = steps, BackendEngine([self], trees, stock.log)
         while self.steps:
             proven = self._passes[0]
             # The first two steps are captured, and the next two replayed.
-            actual = [*two_steps(target, cache), *two_steps(target, cache)]
+            actual = [*two_steps(captured, vocabulary, cache), *two_steps(captured, vocabulary, cache)]
             if self._passes[:1] != [proven]:
                 continue  # capturing it failed, and the next pass replaced it
             if not steps.holds_results:  # the logits are those of uncaptured steps
                 self._give_up("there is not enough GPU memory")
                 continue
             pairs = zip(actual, [*expected, *expected], strict=True)
-            distance = next(filter(None, (deviation(*pair, target.rounding) for pair in pairs)), "")
+            distance = next(filter(None, (deviation(*pair, facts.rounding) for pair in pairs)), "")
             if not distance:
                 break
             self._give_up(f"its logits would be off by {distance}")
         cache.slots[0].cut(0)
-        if is_free:
-            self.record(cache)
 
     @torch.inference_mode()
     def record(self, cache: Cache) -> None:
@@ -156,9 +169,6 @@ class CapturedPasses:
                 if not is_out_of_memory(error):
                     self._give_up(error_reason(error))
 
-    def disable(self) -> None:
-        self.steps, self._passes, self._lost = None, [], ""
-
     def _give_up(self, reason: str) -> None:
         """Fall back to the next pass, or disable capturing and print a note if none is left."""
         if self.is_fused:
@@ -167,28 +177,35 @@ class CapturedPasses:
         if self.steps and self._passes:
             self.steps.use(self._passes[0])
         else:
-            self.disable()
+            self.steps, self._passes, self._lost = None, [], ""
             _note(f"{NOT_CAPTURED}: {reason}")
 
-    def renew(self, target: Target) -> None:
+    def renew(self) -> None:
         """Release all captured steps, so that they are captured again with the model's current weights."""
         if self.steps:
             if self.is_fused:
-                self._passes = passes_of(target)
+                self._passes = passes_of(self._stock, self._facts)
             self.steps.use(self._passes[0])
+
+    def watch_hidden(self, layers: tuple[int, ...]) -> None:
+        if layers:
+            self.renew()
+        else:
+            self.forget()
 
     def forget(self) -> None:
         """Release all captured steps; each is captured again when next used."""
         if self.steps:
             self.steps.forget()
 
-    def capacity_for(self, needed: int, limit: int | None, slots: int) -> int:
-        """Return the capacity to allocate for ``needed`` positions: with captured steps, one of a few fixed values."""
-        return self.steps.capacity_for(needed, limit, slots) if self.steps else needed
+    def capacity_for(self, needed: int, context: int, slots: int) -> int:
+        """Return one of a few fixed capacities, so that few steps are captured."""
+        assert self.steps
+        return self.steps.capacity_for(needed, context_limit(self._stock.config, context), slots)
 
     @torch.inference_mode()
     def launch(self, cache: Cache, trees: Sequence[DraftTree], options: Sequence[PassOptions]) -> RunningStep | None:
-        """Start to verify trees; return None if steps are not captured, or if this one does not fit into memory."""
+        """Start to verify trees; return None if the step does not fit into memory, or cannot be captured any more."""
         while self.steps:
             try:
                 start = self.steps.prepared(cache, trees, combined_options(options))
@@ -216,24 +233,24 @@ def combined_options(options: Sequence[PassOptions]) -> PassOptions:
     )
 
 
-def reserved_positions(target: Target) -> int:
+def reserved_positions(stock: StockModel, facts: ModelFacts) -> int:
     """Return how many cache positions fit into ``RESERVED_SHARE`` of a GPU's free memory; 0 on other devices."""
-    shapes = [shape for layer in target.shapes for shape in layer.kept]
+    shapes = [shape for layer in facts.shapes for shape in layer.kept]
     each = sum(shape.heads * shape.width * shape.dtype.itemsize for shape in shapes)
-    if target.device.type != "cuda" or not each:
+    if stock.device.type != "cuda" or not each:
         return 0
-    free, _ = torch.cuda.mem_get_info(target.device)
+    free, _ = torch.cuda.mem_get_info(stock.device)
     return int(RESERVED_SHARE * free) // each
 
 
-def passes_of(target: Target) -> list[StepPass]:
+def passes_of(stock: StockModel, facts: ModelFacts) -> list[StepPass]:
     """Return the passes to try to capture, the fastest first."""
     try:
-        fused = fuse(target)
+        fused = fuse(stock, facts)
     except torch.OutOfMemoryError:
         fused = None
         _note("there is not enough GPU memory to merge weights for hdtool's own pass, so that steps are slower")
-    return [*filter(None, [fused]), *library_passes(target)]
+    return [*filter(None, [fused]), *library_passes(stock, facts)]
 
 
 def _note(text: str) -> None:

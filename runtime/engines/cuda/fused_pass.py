@@ -41,7 +41,8 @@ from hdtool.runtime.program.model_parts import Kind, LayerParts, ModelParts, mod
 if TYPE_CHECKING:
     from hdtool.runtime.caches.kv_cache import KVTensors
     from hdtool.runtime.engines.cuda.triton_operations import TritonOperations
-    from hdtool.runtime.engines.target import Target
+    from hdtool.runtime.engines.stock.facts import ModelFacts
+    from hdtool.runtime.engines.stock.stock_model import StockModel
     from hdtool.runtime.model.pass_inputs import AttentionWindow, StepTensors
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -173,31 +174,31 @@ def _norm_of(layer: LayerParts[Module], norm: Any, family: Family) -> Norm | Non
     return None if norm is None else Norm(norm.weight, layer.epsilon, family.norm)
 
 
-def fuse(target: Target) -> FusedPass | None:
-    """Return the fused pass of a target's model, or None if the model is unsupported.
+def fuse(stock: StockModel, facts: ModelFacts) -> FusedPass | None:
+    """Return the fused pass of a model, or None if the model is unsupported.
 
     The weights of matmuls that read the same input become views of one merged tensor, where possible.
     """
-    if target.dtype not in DTYPES or target.processes > 1 or target.state_shapes:
+    if stock.dtype not in DTYPES or facts.state_shapes:
         return None
-    kind: Kind[Module] = Kind(_has_shape, partial(_is_plain, target), partial(_is_embedding, target), families=FAMILIES)
-    parts, windows = model_parts(target.model, kind), windows_of_layers(target.config, target.stock.windows)
-    if parts is None or windows is None or len(windows) != len(parts.layers) or _has_hooks(target, parts):
+    kind: Kind[Module] = Kind(_has_shape, partial(_is_plain, stock), partial(_is_embedding, stock), families=FAMILIES)
+    parts, windows = model_parts(stock.model, kind), windows_of_layers(stock.config, stock.windows)
+    if parts is None or windows is None or len(windows) != len(parts.layers) or _has_hooks(stock.model, parts):
         return None
-    if parts.family is not LLAMA and not norms_and_activations_match(parts, target.device):
+    if parts.family is not LLAMA and not norms_and_activations_match(parts, stock.device):
         return None
-    shapes = [shape for layer in target.shapes for shape in layer.kept]
+    shapes = [shape for layer in facts.shapes for shape in layer.kept]
     first = parts.layers[0]
     if len(shapes) != 2 * len(windows) or {(shape.heads, shape.width) for shape in shapes} != {
         (first.heads, first.width)
     }:
         return None
-    return FusedPass(parts, windows, operations_of(target), target.hidden)
+    return FusedPass(parts, windows, operations_of(stock), stock.hidden)
 
 
-def operations_of(target: Target) -> Operations:
-    """Return the Triton operations if they can run on the target's device, and otherwise the PyTorch ones."""
-    return triton_operations(target.device) or TorchOperations(target.stock.masks)
+def operations_of(stock: StockModel) -> Operations:
+    """Return the Triton operations if they can run on the model's device, and otherwise the PyTorch ones."""
+    return triton_operations(stock.device) or TorchOperations(stock.masks)
 
 
 def triton_operations(device: torch.device) -> TritonOperations | None:
@@ -211,12 +212,12 @@ def triton_operations(device: torch.device) -> TritonOperations | None:
     return TritonOperations(device)
 
 
-def _has_hooks(target: Target, parts: ModelParts[Module]) -> bool:
+def _has_hooks(model: Module, parts: ModelParts[Module]) -> bool:
     """Return True if modules that the pass doesn't call have hooks, other than hooks that watch hidden states."""
     experts = [layer.experts for layer in parts.layers if layer.experts is not None]
     callees = (*parts.matmuls, *experts, parts.embedding, parts.rotary)
     called = {id(module) for callee in callees for module in callee.modules()}
-    hooks = hooks_of(module for module in target.model.modules() if id(module) not in called)
+    hooks = hooks_of(module for module in model.modules() if id(module) not in called)
     return not all(only_watches(hook) for hooks_of_module in hooks for hook in hooks_of_module.values())
 
 
@@ -224,13 +225,13 @@ def _has_shape(module: Any) -> bool:
     return all(isinstance(getattr(module, name, None), int) for name in ("in_features", "out_features"))
 
 
-def _is_plain(target: Target, weight: Any) -> bool:
+def _is_plain(stock: StockModel, weight: Any) -> bool:
     is_dense = type(weight) is Parameter and weight.is_contiguous()
-    return is_dense and weight.dtype == target.dtype and weight.device == target.device
+    return is_dense and weight.dtype == stock.dtype and weight.device == stock.device
 
 
-def _is_embedding(target: Target, module: Module) -> bool:
-    return isinstance(module, Embedding) and module.max_norm is None and _is_plain(target, module.weight)
+def _is_embedding(stock: StockModel, module: Module) -> bool:
+    return isinstance(module, Embedding) and module.max_norm is None and _is_plain(stock, module.weight)
 
 
 def _memory_of(weight: torch.Tensor) -> int:

@@ -30,7 +30,7 @@ from hdtool.runtime.integrations.server.tool_calls import (
     ToolCallReader,
     calls_of,
 )
-from hdtool.runtime.loading.load import Loaded
+from hdtool.runtime.target.load import Loaded
 from hdtool.runtime.text_stream import TextStream, cut_of
 
 if TYPE_CHECKING:

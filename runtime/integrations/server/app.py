@@ -48,7 +48,7 @@ from hdtool.runtime.integrations.server.preparation import PreparedChoice, Prepa
 from hdtool.runtime.integrations.server.requests import Body, ChatRequest, CompletionRequest, GenerationRequest
 from hdtool.runtime.integrations.server.responses_api import ResponsesFormat, ResponsesRequest
 from hdtool.runtime.integrations.server.scheduler import ENTRY_KEY, LogEntry, Metrics, RequestLog, Scheduler
-from hdtool.runtime.loading.load import Loaded
+from hdtool.runtime.target.load import Loaded
 
 API_KEY_VARIABLE = "HDTOOL_API_KEY"
 SHARED_TENANT = ""

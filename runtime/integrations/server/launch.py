@@ -20,13 +20,13 @@ from hdtool.runtime.budget.measure_passes import quick_record
 from hdtool.runtime.config import DecodeConfig, ModelConfig, SamplingConfig, ServerConfig, StoresConfig
 from hdtool.runtime.core.sampler import compile_sampling
 from hdtool.runtime.drafters.methods import compile_ahead, finish_compiling
-from hdtool.runtime.engines.target import choose_threads
 from hdtool.runtime.generate_settings import refuse_settings
 from hdtool.runtime.integrations.server.app import API_KEY_VARIABLE, ApiKeys, Server, TimedProtocol
 from hdtool.runtime.integrations.server.bodies import MIB
 from hdtool.runtime.integrations.server.preparation import Preparer
 from hdtool.runtime.integrations.server.scheduler import Scheduler, Tenants
-from hdtool.runtime.loading.load import load
+from hdtool.runtime.target.load import load
+from hdtool.runtime.target.threads import choose_threads
 
 LAST_SECONDS = 5
 """Seconds in which answers that have ended can still send their last events."""

@@ -54,7 +54,7 @@ from hdtool.runtime.integrations.server.requests import (
 )
 from hdtool.runtime.integrations.server.scheduler import AnswerJob
 from hdtool.runtime.kernels.compiled import Ints
-from hdtool.runtime.loading.load import Loaded
+from hdtool.runtime.target.load import Loaded
 from hdtool.runtime.text_stream import text_of
 
 if TYPE_CHECKING:

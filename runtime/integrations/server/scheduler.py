@@ -29,9 +29,9 @@ from hdtool.runtime.core.loop import Loop, Outcome, PendingPrefill, Request
 from hdtool.runtime.core.prefix_cache import PrefixCache, common_prefix_length
 from hdtool.runtime.core.sequence import Step
 from hdtool.runtime.drafters.methods import budget_for, drafter_with_budget, history_for, shared_costs_for
-from hdtool.runtime.engines.target import Target
-from hdtool.runtime.loading.load import Loaded
 from hdtool.runtime.stores.store_set import StoreSet
+from hdtool.runtime.target.load import Loaded
+from hdtool.runtime.target.target import Target
 
 if TYPE_CHECKING:
     from hdtool.runtime.integrations.server.answers import ChoiceStream

@@ -21,8 +21,8 @@ from hdtool.data.processes import isolated_children, isolated_python
 from hdtool.data.stores.home import NO_STORE, first_namespace_with_stores, has_stores
 from hdtool.runtime.config import HOME, ModelConfig, StoresConfig, VllmConfig
 from hdtool.runtime.integrations.vllm_plugin import CUSTOM_CLASS_METHOD, PLUGIN_NAME, PROPOSER, REQUEST_V2
-from hdtool.runtime.loading.load import load_tokenizer
 from hdtool.runtime.stores.store_set import StoreSet, lasting_history, tenant_among
+from hdtool.runtime.target.load import load_tokenizer
 from hdtool.runtime.weights.checkpoint_identity import served_checkpoint
 
 VALUE_OPTIONS = ("--tokenizer", "--tokenizer-revision", "--revision", "--speculative-config")

@@ -25,9 +25,9 @@ from hdtool.runtime.config import ModelConfig, VllmConfig
 from hdtool.runtime.integrations.vllm.batch_drafter import BatchDrafter
 from hdtool.runtime.integrations.vllm.chain import MIN_FLOOR
 from hdtool.runtime.integrations.vllm.launch import VllmSettings
-from hdtool.runtime.loading.load import load_tokenizer
 from hdtool.runtime.stores.history_store import History
 from hdtool.runtime.stores.store_set import StoreSet, tenant_among
+from hdtool.runtime.target.load import load_tokenizer
 from hdtool.runtime.weights.checkpoint_identity import served_checkpoint
 
 PROBE_SETTINGS = (0.25, 3.0, 0.5)

@@ -21,18 +21,13 @@ from hdtool.runtime.config import ModelConfig, SamplingConfig
 from hdtool.runtime.config.model import BLOCKS, DEVICES, INT8
 from hdtool.runtime.core.sampler import Sampler
 from hdtool.runtime.core.sequence import room_for
-from hdtool.runtime.engines.cpu.proof import compile_cpu
 from hdtool.runtime.engines.cuda.static_steps import never
-from hdtool.runtime.engines.target import Target
 from hdtool.runtime.generate_settings import generation_settings, sampler_as_generate
 from hdtool.runtime.grammar import GrammarCompiler
 from hdtool.runtime.kernels.compile_process import core_left_free
 from hdtool.runtime.kernels.experts import compile_experts
 from hdtool.runtime.kernels.linear import compile_linear_layers
 from hdtool.runtime.kernels.vector_code import EXPANDS_FLOAT16
-from hdtool.runtime.loading.int8_activations import NO_INT8, refuse_by_file, refuse_by_settings
-from hdtool.runtime.loading.kept_proof import KeptProof, Proof, logits_hash, proof_of
-from hdtool.runtime.loading.tensor_parallel import LeadingTarget, ProcessGroup, check_device, check_sharding, leader
 from hdtool.runtime.model.compact_layers import compact_weights, expand_weights_read, pack_weights
 from hdtool.runtime.model.families import refuse_by_configuration
 from hdtool.runtime.model.placement import use_planless_attention
@@ -43,6 +38,10 @@ from hdtool.runtime.model.quantization import (
     require_libraries,
 )
 from hdtool.runtime.model.transformers_internals import is_known_type, text_class
+from hdtool.runtime.target.int8_activations import NO_INT8, refuse_by_file, refuse_by_settings
+from hdtool.runtime.target.kept_proof import KeptProof, Proof, logits_hash, proof_of
+from hdtool.runtime.target.target import Target
+from hdtool.runtime.target.tensor_parallel import LeadingTarget, ProcessGroup, check_device, check_sharding, leader
 from hdtool.runtime.text_stream import StopTexts
 from hdtool.runtime.weights.assemble import name_after
 from hdtool.runtime.weights.checkpoint_identity import CONFIG_FILES, checkpoint_of, place_of
@@ -222,11 +221,11 @@ def _target_with(proof: Proof | None, config: ModelConfig, settings: Any, kept: 
         compact_weights(model, compact)
     compile_linear_layers(model)
     compile_experts(model)
-    target = _attempt(config.name, f"on {cpu}", lambda: Target(model, shapes=proof.shapes if proof else None))
+    target = _attempt(config.name, f"on {cpu}", lambda: Target(model, facts=proof.facts if proof else None))
     if proof is None:
         expand_weights_read(model)
     if config.fused_layers and not config.attn_implementation:
-        target.compiled = compile_cpu(target, proved=proof is not None)
+        target.compile(proved=proof is not None)
     if proof:
         return target if target.compiled and logits_hash(target) == proof.logits else None
     if kept and (found := proof_of(target, compact)):

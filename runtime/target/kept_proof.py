@@ -28,13 +28,14 @@ from hdtool.data.file_state import FileState
 from hdtool.data.home import proofs_at_home
 from hdtool.runtime.caches.kv_cache import HeadShape, LayerShape
 from hdtool.runtime.config import ModelConfig
-from hdtool.runtime.engines.checks.trees import some_context
+from hdtool.runtime.engines.checks.probes import some_context
 from hdtool.runtime.engines.cpu.proof import PROOF_TREE, SHORT_CONTEXT
-from hdtool.runtime.engines.target import Target
+from hdtool.runtime.engines.stock.facts import ModelFacts
 from hdtool.runtime.kernels.compact_weight import is_compact
 from hdtool.runtime.kernels.compiled import processor_name
+from hdtool.runtime.target.target import Target
 
-FORMAT = 2
+FORMAT = 3
 LIBRARIES = ("torch", "transformers", "numba", "llvmlite", "numpy", "accelerate", "safetensors")
 SETTINGS = ("NUMBA_", "LLVM_", "OMP_", "KMP_", "MKL_", "DNNL_", "ONEDNN_", "ATEN_", "TORCH_", "PYTORCH_", "OPENBLAS_")
 """Prefixes of environment variables that change what libraries compute."""
@@ -44,8 +45,8 @@ SETTINGS = ("NUMBA_", "LLVM_", "OMP_", "KMP_", "MKL_", "DNNL_", "ONEDNN_", "ATEN
 class Proof:
     """Result of comparing a compiled model with Transformers."""
 
-    shapes: tuple[LayerShape, ...]
-    """Shapes of each layer's keys and values."""
+    facts: ModelFacts
+    """What the model can do."""
     compact: dict[str, bool]
     """Maps each weight's name to True if the weight may stay compact."""
     logits: str
@@ -54,13 +55,14 @@ class Proof:
     def in_json(self) -> dict[str, Any]:
         shapes = [
             [[head.heads, head.width, str(head.dtype).removeprefix("torch.")] if head else None for head in layer]
-            for layer in self.shapes
+            for layer in self.facts.shapes
         ]
-        return {**asdict(self), "shapes": shapes}
+        return {"shapes": shapes, "continues": self.facts.continues, "compact": self.compact, "logits": self.logits}
 
     @classmethod
     def of_json(cls, row: dict[str, Any]) -> Proof:
-        return cls(tuple(map(_shape, row["shapes"])), dict(row["compact"]), row["logits"])
+        facts = ModelFacts(tuple(map(_shape, row["shapes"])), continues=bool(row["continues"]))
+        return cls(facts, dict(row["compact"]), row["logits"])
 
 
 def _shape(layer: Any) -> LayerShape:
@@ -148,11 +150,12 @@ def proof_of(target: Target, compact: dict[str, bool]) -> Proof | None:
     Only targets with reproducible logits have a proof: targets with compiled passes, without recurrent states and
     without compact weights that have been expanded.
     """
+    facts = ModelFacts(target.facts.shapes, continues=target.facts.continues)
     if (
         target.compiled is None
-        or target.state_shapes
+        or target.facts != facts
         or any(is_compact(weight) and weight.expansions.count for weight in target.model.parameters())
     ):
         return None
     logits = logits_hash(target)
-    return Proof(target.shapes, compact, logits) if logits == logits_hash(target) else None
+    return Proof(facts, compact, logits) if logits == logits_hash(target) else None

@@ -1,0 +1,93 @@
+"""Reads prompts and verifies draft trees with transformers' own code."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from transformers.cache_utils import Cache as LibraryCache
+
+from hdtool.runtime.caches.kv_cache import SlotKVCache
+from hdtool.runtime.caches.slots import Cache, Slot
+from hdtool.runtime.caches.states import States
+from hdtool.runtime.core.engine import PassOptions, Verified
+from hdtool.runtime.core.tree import DraftTree
+from hdtool.runtime.engines.backend import StockBackend
+from hdtool.runtime.engines.stock.facts import ModelFacts
+from hdtool.runtime.engines.stock.stock_model import StockModel
+from hdtool.runtime.model.families import rotary_switch
+from hdtool.runtime.model.pass_inputs import TreeInput
+
+
+class TreePasses(StockBackend):
+    """Runs passes of a model that can verify trees."""
+
+    def __init__(self, stock: StockModel, facts: ModelFacts) -> None:
+        self._stock, self._facts = stock, facts
+        self._switch = rotary_switch(stock.config)
+        self._tree_input = TreeInput(stock.device)
+
+    def allocate(self, slots: int, capacity: int) -> Cache:
+        return Cache(self._facts.shapes, slots, capacity, self._facts.state_shapes)
+
+    def read(self, tokens: Sequence[int], slot: Slot) -> torch.Tensor:
+        stock, first = self._stock, slot.length
+        # A whole prompt needs no mask: the model makes its own, or uses a causal kernel.
+        mask = stock.masks.continuation_mask(len(tokens), first) if first else None
+        positions = range(first, first + len(tokens))
+        slot.begin_reading()
+        option = stock.last_of_all if stock.hidden.is_watched else stock.last_only
+        logits = stock.forward([list(tokens)], [positions], mask, slot.kv, **option)[0, -1:]
+        slot.extend(tokens, stock.hidden.slot_rows(0, len(tokens)))
+        return logits
+
+    @torch.inference_mode()
+    def verify(self, cache: Cache, trees: Sequence[DraftTree], options: Sequence[PassOptions] = ()) -> list[Verified]:
+        """Verify tree ``i`` in slot ``i``, all in one pass if the slots' rotary factors agree."""
+        slots = cache.slots[: len(trees)]
+        if len(trees) == 1 or self._have_other_factors(slots):
+            return [self.verify_alone(slot, tree) for slot, tree in zip(slots, trees, strict=True)]
+        return self._verify_together(cache, trees)
+
+    def _have_other_factors(self, slots: Sequence[Slot]) -> bool:
+        """Return True if the slots' lengths are on different sides of the length at which rotary factors change."""
+        return self._switch is not None and len({slot.length >= self._switch for slot in slots}) > 1
+
+    def verify_alone(self, slot: Slot, tree: DraftTree) -> Verified:
+        stock = self._stock
+        mask = stock.masks.tree_mask(tree, slot.length, reused=True)
+        with self._over([tree], [slot], slot.states, slot.kv):
+            logits = stock.run(*self._tree_input.tree_inputs(tree, slot.length), mask, slot.kv)[0]
+        stock.log.nodes, stock.log.slots = len(tree), 1
+        return Verified(logits, stock.hidden.slot_rows(0, len(tree) + 1))
+
+    def _verify_together(self, cache: Cache, trees: Sequence[DraftTree]) -> list[Verified]:
+        """Verify all trees in one pass, padded to equal size."""
+        stock, slots = self._stock, cache.slots[: len(trees)]
+        lengths = [slot.length for slot in slots]
+        mask = stock.masks.batch_mask(trees, lengths)
+        ids, positions = self._tree_input.batch_inputs(trees, lengths)
+        rows = ids.shape[1]
+        for slot in slots:
+            slot.kv.written_length = max(slot.kv.written_length, slot.length + rows)
+        batch_cache = SlotKVCache(cache.storage, lengths, rows)
+        with self._over(trees, slots, cache.storage.states, batch_cache):
+            logits = stock.run(ids, positions, mask, batch_cache)
+        stock.log.nodes, stock.log.slots = rows - 1, len(trees)
+        used = [len(tree) + 1 for tree in trees]
+        return [Verified(logits[slot, :n], stock.hidden.slot_rows(slot, n)) for slot, n in enumerate(used)]
+
+    @contextmanager
+    def _over(
+        self, trees: Sequence[DraftTree], slots: Sequence[Slot], states: States | None, cache: LibraryCache
+    ) -> Iterator[None]:
+        """Run recurrent layers over trees within the block, then give each slot the states after its tree's rows."""
+        recurrent = self._facts.recurrent
+        if recurrent is None or states is None:
+            yield
+            return
+        with recurrent.over(trees, states, cache) as states_of_rows:
+            yield
+        for place, slot in enumerate(slots):
+            slot.states_of_tree, slot.place_in_tree = states_of_rows, place

@@ -1,0 +1,238 @@
+"""The target model: a stock ``transformers`` model as an engine, with captured or compiled passes where possible."""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from threading import Lock
+from typing import TYPE_CHECKING
+
+import torch
+
+from hdtool.data.errors import FamilyError
+from hdtool.runtime.caches.slots import Cache
+from hdtool.runtime.core.tolerances import distances, tolerance_of
+from hdtool.runtime.engines.backend import MIN_GROWTH, BackendEngine, StockBackend
+from hdtool.runtime.engines.checks.probes import some_context
+from hdtool.runtime.engines.checks.trees import prove
+from hdtool.runtime.engines.cuda.captured_passes import CapturedPasses
+from hdtool.runtime.engines.cuda.static_steps import Capture, CaptureMaker, by_device
+from hdtool.runtime.engines.stock.chain_passes import ChainPasses
+from hdtool.runtime.engines.stock.facts import ModelFacts
+from hdtool.runtime.engines.stock.mixers import forward_lock
+from hdtool.runtime.engines.stock.stock_model import StockModel, embedded_tokens
+from hdtool.runtime.engines.stock.tree_passes import TreePasses
+from hdtool.runtime.model.families import context_limit, refuse_by_class, refuse_by_configuration
+from hdtool.runtime.model.transformers_internals import use_masked_attention
+from hdtool.runtime.model.weight_changes import ModelChanges
+from hdtool.runtime.weights.damaged_weights import refuse_damaged_model
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from hdtool.runtime.engines.cpu.compiled_model import CompiledModel
+
+
+class Target(BackendEngine):
+    """A ``transformers`` model as an engine, which reads prompts, verifies draft trees and commits accepted paths."""
+
+    def __init__(
+        self, model: PreTrainedModel, capture: CaptureMaker = by_device, facts: ModelFacts | None = None
+    ) -> None:
+        """Check that the model can verify trees, or else chains; raise a ``FamilyError`` if it can do neither.
+
+        ``capture`` returns the ``Capture`` for a device, or None if steps aren't captured on it. ``facts`` are known
+        from an earlier check; if given, the model isn't checked again and its steps aren't captured.
+        """
+        refuse_by_configuration(model.config)
+        refuse_by_class(model)
+        use_masked_attention(model)
+        self.model = model.eval()
+        self.stock = StockModel(model)
+        self.config, self.device, self.dtype = self.stock.config, self.stock.device, self.stock.dtype
+        self.hidden, self.facts = self.stock.hidden, facts or ModelFacts()
+        super().__init__([], TreePasses(self.stock, self.facts), self.stock.log)
+        weakref.finalize(self, self.stock.row_by_row.release)  # the model may outlive its target
+        self.vocabulary = embedded_tokens(model)
+        """Number of token embeddings; every token id must be less than this."""
+        self.processes = 1
+        """Number of processes that share the weights (tensor parallelism)."""
+        self.busy = Lock()
+        """Held during each decoding step, so that only one thread at a time uses the model."""
+        self.compiled: CompiledModel | None = None
+        """Passes in compiled code, if they are used; see ``compile``."""
+        self._capture = capture
+        self._overflow_noted = False
+        self._first_logits: torch.Tensor | None = None
+        """Logits after a single token, to detect weight changes that torch doesn't track."""
+        self._changes = ModelChanges(model)
+        self._own_cache: Cache | None = None
+        self._captured = CapturedPasses(self.stock, self.facts)
+        if not facts:
+            with forward_lock(model), self.changing(), self.log.unchanged():
+                self._prove()
+        if self.captures:
+            self._changes.record(holds_memory=True)
+
+    def _prove(self, known: ModelFacts | None = None) -> None:
+        """Check what the model can do, and capture steps if possible; ``known`` are its facts before it changed."""
+        try:
+            facts = prove(self.stock, known)
+        except FamilyError:
+            refuse_damaged_model(self.model)
+            raise
+        self.facts = facts
+        self._captured = CapturedPasses(self.stock, facts)
+        trees = TreePasses(self.stock, facts)
+        self._arrange(ChainPasses(self.stock, facts) if facts.no_trees else trees)
+        # Passes that run level by level have shapes that depend on the tree.
+        is_regular = not facts.no_trees and (facts.recurrent is None or facts.recurrent.can_be_captured)
+        if is_regular and (capture := self._capture(self.device)):
+            # An answer may still need the contents of the target's own cache.
+            is_free = self.cache.user is None
+            self._captured.enable(capture, trees, self.cache if is_free else self.allocate())
+            if is_free:
+                self._captured.record(self.cache)
+
+    def _arrange(self, stock: StockBackend) -> None:
+        """Compute passes by captured steps, or else in compiled code, or else by ``stock``."""
+        self._use([self._captured, *([self.compiled] if self.compiled else [])], stock)
+
+    def compile(self, *, proved: bool = False) -> bool:
+        """Compute passes in compiled code from now on, if it supports the model and gives the same results.
+
+        With ``proved``, results aren't compared, because an earlier process has compared them.
+        """
+        from hdtool.runtime.engines.cpu.proof import compile_cpu
+
+        with self.changing(), self.log.unchanged():
+            self.use_compiled(compile_cpu(self.stock, self.facts, proved=proved))
+        return self.compiled is not None
+
+    def use_compiled(self, compiled: CompiledModel | None) -> None:
+        """Use these compiled passes from now on, or none."""
+        self.compiled = compiled
+        self._arrange(self.stock_passes)
+
+    @property
+    def takes_trees(self) -> bool:
+        """True if the model can verify trees; otherwise it verifies only chains, with caches of ``transformers``."""
+        return self.facts.no_trees is None
+
+    @property
+    def changes(self) -> int:
+        """Number of changes to the model so far (adapters, weights, hooks); each invalidates all cached contexts."""
+        return self._changes.count
+
+    @torch.inference_mode()
+    def is_unchanged(self, *, goes_on: bool) -> bool:
+        """Return False if weights changed in a way that torch doesn't track, which invalidates all cached contexts.
+
+        Writing to a weight through ``.data`` leaves its version counter unchanged. The logits after a single token are
+        therefore compared with those that the first call recorded. Later calls compare them only if ``goes_on`` says
+        that a prompt continues a cached context; otherwise they return True.
+
+        Comparing the cached keys and values of such a context is not enough, since recurrent states can't be compared.
+        """
+        if self.processes > 1 or (self._first_logits is not None and not goes_on):
+            return True
+        with self.log.unchanged():
+            logits = self.stock_passes.read(some_context(1, self.config.vocab_size), self.allocate(1, 1).slots[0])
+        before, self._first_logits = self._first_logits, logits.clone()
+        if before is None or bool((distances(logits, before) <= tolerance_of(self.dtype)).all()):
+            return True
+        self._changes.count += 1
+        return False
+
+    def changing(self) -> AbstractContextManager[None]:
+        """In this block, ignore changes to the model. Use this for hdtool's own changes, which don't affect answers."""
+        return self._changes.ignored()
+
+    def notice_changes(self) -> None:
+        """Discard captured and compiled passes if the model's adapters, weights or hooks changed since the last prompt.
+
+        If the model's modules, code or hooks changed, check it again; raise a ``FamilyError`` if the check fails.
+        """
+        with forward_lock(self.model):  # a pass of another target may have replaced forwards, and a proof adds hooks
+            changed = self._changes.found(self._discard)
+            if changed:
+                self._changes.record(holds_memory=self.captures)
+        for backend in self._backends:
+            backend.check(again=changed)
+
+    def _discard(self, is_other_code: bool) -> None:
+        self._first_logits = None
+        for backend in self._backends:
+            backend.renew()
+        # With several processes, all of them would have to run the check at the same time.
+        if (is_other_code or self.vocabulary != embedded_tokens(self.model)) and self.processes == 1:
+            self.vocabulary = embedded_tokens(self.model.eval())
+            with self.changing(), self.log.unchanged():
+                self._prove(self.facts)
+
+    def new_recorder(self) -> Capture | None:
+        """Return a ``Capture`` for other modules to capture passes with, or None if steps aren't captured."""
+        return self._capture(self.device) if self.captures else None
+
+    def context_limit(self, prompt_length: int) -> int | None:
+        return context_limit(self.config, prompt_length)
+
+    def reads_in_pieces(self, length: int) -> bool:
+        """Return True if a prompt of ``length`` tokens may be read in several passes.
+
+        It may not if a token's result depends on how the passes split the prompt: with 8-bit layers of bitsandbytes, in
+        a LongRoPE model beyond its original context length, and if passes don't continue correctly from earlier ones.
+        """
+        is_fixed = not self.stock.row_by_row.layers and self.context_limit(length) == self.context_limit(1)
+        return is_fixed and self.facts.continues
+
+    @property
+    def cache(self) -> Cache:
+        """Cache for answers that are decoded one after another; it keeps the context of the last answer."""
+        if self._own_cache is None:
+            self._own_cache = self.allocate()
+        return self._own_cache
+
+    def watch_hidden(self, layers: Sequence[int] = ()) -> slice:
+        """From now on, make each pass return hidden states, which some drafters need; return a slice of columns.
+
+        The slice selects the columns with the output layer's input or, if ``layers`` are given, those with the outputs
+        of these decoder layers.
+        """
+        if (known := self.hidden.columns(layers)) is not None:
+            return known
+        engine = BackendEngine([], self.stock_passes, self.log)
+
+        def run() -> None:
+            engine.prefill(engine.allocate(1, MIN_GROWTH), 0, some_context(4, self.config.vocab_size))
+
+        self.notice_changes()
+        with self.changing():
+            if not self.hidden.is_watched:
+                self.hidden.watch(self.model, self.model.config.model_type, run)
+            if layers:
+                self.hidden.watch_layers(self.model.get_decoder(), layers)
+            run()
+        for backend in self._backends:
+            backend.watch_hidden(self.hidden.layers)
+        self._changes.count += 1  # slots that were filled before have no hidden states
+        if self.captures:
+            if self.cache.user is None:
+                self.cache.slots[0].cut(0)
+                self._captured.record(self.cache)
+            self._changes.record(holds_memory=True)
+        columns = self.hidden.columns(layers)
+        assert columns is not None
+        return columns
+
+    def note_overflow(self) -> None:
+        """Print, at most once, a note that logits were NaN or infinite."""
+        if not self._overflow_noted:
+            self._overflow_noted = True
+            print(
+                f"note: the model overflowed in {str(self.dtype).removeprefix('torch.')}: logits were NaN or infinite. "
+                "Steps with such logits are decoded without drafts; another --dtype may avoid it",
+                file=sys.stderr,
+            )
