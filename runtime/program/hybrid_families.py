@@ -21,10 +21,12 @@ from hdtool.runtime.program.mixer_parts import (
 )
 from hdtool.runtime.program.model_families import (
     EXPERT_SETTINGS,
+    FAMILIES,
     GEMMA_NORM,
     LLAMA_NORMS,
     POST_NORMS,
     ROUNDED_AFTER,
+    VARIED_FAMILIES,
     Family,
     Names,
     is_of_package,
@@ -221,3 +223,5 @@ HYBRID_FAMILIES: Mapping[str, Family] = {
     ),
 }  # fmt: skip
 """Hybrid families by the name of their package in ``transformers.models``."""
+DESCRIBED: Mapping[str, Family] = {**FAMILIES, **HYBRID_FAMILIES, **VARIED_FAMILIES}
+"""All described families besides Llama's."""

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Generic, NamedTuple, TypeVar, cast
 
 import torch
 from torch.nn import Dropout, Embedding, Module, ModuleList
 
+from hdtool.runtime.caches.kv_cache import LayerShape
 from hdtool.runtime.kernels.compact_weight import CompactEmbedding
 from hdtool.runtime.program.embedding_and_head import (
     DECODER_INPUT_MODULES,
@@ -207,6 +208,18 @@ def model_parts(model: Any, kind: Kind[Matmul]) -> ModelParts[Matmul] | None:
     ):
         return None
     return ModelParts(model, decoder, embedding, layers, rotary, norm, head, epsilon, family, inputs)
+
+
+def fits_cache(parts: ModelParts[Any], shapes: Sequence[LayerShape]) -> bool:
+    """Return True if the cached keys and values of each layer match the number and width of its key heads.
+
+    Layers with a mixer, and layers that read another layer's keys, must have no cached keys and values.
+    """
+    return len(shapes) == len(parts.layers) and all(
+        [(part.heads, part.width) for part in shape.kept]
+        == ([] if layer.mixer or layer.kv_source is not None else 2 * [(layer.heads, layer.width)])
+        for layer, shape in zip(parts.layers, shapes, strict=True)
+    )
 
 
 def _family_of(layer: Module, kind: Kind[Matmul]) -> Family:

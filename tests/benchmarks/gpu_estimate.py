@@ -21,8 +21,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from hdtool.runtime.caches.kv_cache import HeadShape, KVTensors, LayerShape
 from hdtool.runtime.config import SHAPES
 from hdtool.runtime.engines.cuda import fused_pass
-from hdtool.runtime.engines.cuda.fused_pass import FusedPass
-from hdtool.runtime.engines.cuda.operations import HeadLayout, HeadNorms, Residual
+from hdtool.runtime.engines.reference.operations import HeadLayout, HeadNorms, KeysAndValues, Residual
+from hdtool.runtime.engines.reference.program_pass import ProgramPass
 from hdtool.runtime.model.families import HiddenStates
 from hdtool.runtime.model.pass_inputs import FULL, AttentionWindow, StepInput, StepTensors
 from hdtool.runtime.program.embedding_and_head import Rotary
@@ -86,15 +86,13 @@ class Counted:
         qkv: torch.Tensor,
         rotary: Rotary | None,
         norms: HeadNorms,
-        cache: tuple[torch.Tensor, torch.Tensor],
+        cache: KeysAndValues | None,
         layout: HeadLayout,
     ) -> torch.Tensor:
         self._small(qkv, qkv, *(rotary[:2] if rotary else ()))
         return qkv
 
-    def attention(
-        self, queries: torch.Tensor, cache: tuple[torch.Tensor, torch.Tensor], layout: HeadLayout
-    ) -> torch.Tensor:
+    def attention(self, queries: torch.Tensor, cache: KeysAndValues, layout: HeadLayout) -> torch.Tensor:
         slots, rows = self._shape
         mixed = queries.new_empty((slots * rows, layout.query_heads * layout.width))
         one = layout.key_heads * layout.width * queries.itemsize
@@ -138,7 +136,7 @@ def count(shape: str, slots: int, rows: int, length: int, layers: int | None = N
         mock.patch.object(fused_pass, "linear", counted.linear),
         mock.patch.object(torch, "from_dlpack", lambda part: part),  # it rejects meta tensors
     ):
-        step_pass = FusedPass(parts, [AttentionWindow(FULL)] * len(parts.layers), counted, HiddenStates())
+        step_pass = ProgramPass(parts, [AttentionWindow(FULL)] * len(parts.layers), counted, HiddenStates())
     heads = HeadShape(parts.layers[0].heads, parts.layers[0].width, torch.bfloat16, META)
     storage = KVTensors.for_layers([LayerShape(heads, heads)] * len(parts.layers), length + rows, slots)
     told = StepInput(torch.device("cpu"), slots).tensors(slots, rows)

@@ -21,7 +21,8 @@ from hdtool.runtime.caches.slots import Cache
 from hdtool.runtime.config import ModelConfig
 from hdtool.runtime.core.tree import DraftTree
 from hdtool.runtime.engines.checks.probes import some_context
-from hdtool.runtime.engines.cuda.static_steps import StaticSteps, StepPass
+from hdtool.runtime.engines.cuda.static_steps import StaticSteps
+from hdtool.runtime.engines.steps import StepPass
 from hdtool.runtime.environment import machine
 from hdtool.runtime.target.target import Target
 
@@ -70,7 +71,9 @@ def parse_integers(text: str) -> list[int]:
 
 def name_of(step_pass: StepPass) -> str:
     own = getattr(step_pass, "_attention", None)
-    return {"FusedPass": "fused"}.get(type(step_pass).__name__, "library, tree attention" if own else "library, masks")
+    return {"ProgramPass": "fused"}.get(
+        type(step_pass).__name__, "library, tree attention" if own else "library, masks"
+    )
 
 
 def tree_of(nodes: int) -> DraftTree:

@@ -18,7 +18,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from hdtool.runtime.core.tree import ROOT, DraftTree
 from hdtool.runtime.engines.cuda import fused_pass
 from hdtool.runtime.engines.cuda.fused_pass import fuse
-from hdtool.runtime.engines.cuda.operations import Norm, Residual
+from hdtool.runtime.engines.reference.operations import Norm, Residual
 from hdtool.runtime.model.pass_inputs import StepInput
 from hdtool.runtime.program.model_families import FAMILIES, LLAMA_NORMS, Family, settings_of
 from hdtool.runtime.program.model_parts import Kind, epsilon_of, model_parts

@@ -27,10 +27,10 @@ from hdtool.runtime.engines.cuda.static_steps import (
     CaptureMaker,
     Run,
     StaticSteps,
-    StepOutput,
     extent_for,
     never,
 )
+from hdtool.runtime.engines.steps import StepOutput
 from hdtool.runtime.model.pass_inputs import FULL, MOVES, AttentionMasks, AttentionWindow, StepInput, StepTensors
 from hdtool.runtime.target.target import Target
 from tests.support.decoding import SAMPLINGS, output_tokens, run

@@ -15,7 +15,7 @@ import torch
 
 from hdtool.runtime.core.tree import ROOT, DraftTree
 from hdtool.runtime.engines.cuda import captured_passes
-from hdtool.runtime.engines.cuda.operations import (
+from hdtool.runtime.engines.reference.operations import (
     HeadLayout,
     HeadNorms,
     Norm,

@@ -32,8 +32,8 @@ from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
 from hdtool.runtime.drafters.methods import drafter_for
 from hdtool.runtime.drafters.trained.select_drafter import StandaloneDrafter
 from hdtool.runtime.engines.cuda import captured_passes, static_steps
-from hdtool.runtime.engines.cuda.static_steps import StepOutput, StepPass
 from hdtool.runtime.engines.cuda.waits import WaitError, waits_refused
+from hdtool.runtime.engines.steps import StepOutput, StepPass
 from hdtool.runtime.model.pass_inputs import StepTensors
 from hdtool.runtime.stores.store_set import StoreSet
 from hdtool.runtime.target.target import Target

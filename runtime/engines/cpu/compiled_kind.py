@@ -28,9 +28,9 @@ from hdtool.runtime.kernels.linear import ORDINARY_TENSORS, CompiledLinear
 from hdtool.runtime.kernels.packed_matrix import PackedExperts, PackedMatrix
 from hdtool.runtime.kernels.vector_code import LANES
 from hdtool.runtime.model.transformers_internals import text_class
-from hdtool.runtime.program.hybrid_families import HYBRID_FAMILIES
+from hdtool.runtime.program.hybrid_families import DESCRIBED
 from hdtool.runtime.program.mixer_parts import router_of
-from hdtool.runtime.program.model_families import FAMILIES, VARIED_FAMILIES, Family, is_of_package, package_of
+from hdtool.runtime.program.model_families import Family, is_of_package, package_of
 from hdtool.runtime.program.model_parts import Kind, LayerParts, ModelParts, model_parts
 
 CompiledParts: TypeAlias = ModelParts[CompiledLinear]
@@ -65,9 +65,7 @@ def scale_of(embedding: Module) -> float | None:
     return None if scale is None or scale.numel() != 1 else float(scale)
 
 
-COMPILED: Kind[CompiledLinear] = Kind(
-    _is_linear, _is_readable, _is_embedding, LANES, {**FAMILIES, **HYBRID_FAMILIES, **VARIED_FAMILIES}
-)
+COMPILED: Kind[CompiledLinear] = Kind(_is_linear, _is_readable, _is_embedding, LANES, DESCRIBED)
 ACTIVATIONS = ("silu", "gelu_tanh")
 """Activations of gated MLPs that have compiled code."""
 

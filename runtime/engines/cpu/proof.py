@@ -11,7 +11,7 @@ import torch
 from torch.nn import ModuleList
 
 from hdtool.data.progress import with_progress
-from hdtool.runtime.caches.kv_cache import NO_TENSOR, KVTensors, SlotKVCache, StaticKVCache
+from hdtool.runtime.caches.kv_cache import KVTensors, SlotKVCache, StaticKVCache
 from hdtool.runtime.core.tree import DraftTree
 from hdtool.runtime.engines.backend import BackendEngine
 from hdtool.runtime.engines.checks.probes import logits_of, some_context
@@ -50,7 +50,7 @@ from hdtool.runtime.program.embedding_and_head import (
     windows_of_layers,
 )
 from hdtool.runtime.program.model_families import LLAMA
-from hdtool.runtime.program.model_parts import model_parts
+from hdtool.runtime.program.model_parts import fits_cache, model_parts
 
 if TYPE_CHECKING:
     from hdtool.runtime.engines.stock.recurrent_layers import StatesOfPass
@@ -90,8 +90,7 @@ def compile_cpu(stock: StockModel, facts: ModelFacts, *, proved: bool = False) -
     if parts is None or windows is None or not _is_compiled(parts):
         return None
     trees = TreePasses(stock, facts)
-    storage = trees.allocate(1, 1).storage
-    if not _fit_cache(parts, storage) or not _fit_states(parts, storage, facts):
+    if not fits_cache(parts, facts.shapes) or not _fit_states(parts, trees.allocate(1, 1).storage, facts):
         return None
     if parts.family is not LLAMA and not norms_and_activations_match(parts, stock.device):
         return None
@@ -122,21 +121,6 @@ def _is_compiled(parts: CompiledParts) -> bool:
         and all(width % LANES == 0 for width in rotary_widths)
         and all(layer.factor is None or layer.factor.dtype == torch.float32 for layer in parts.layers)
         and (parts.inputs is None or len(parts.inputs.norm.weight) % LANES == 0)
-    )
-
-
-def _fit_cache(parts: CompiledParts, storage: KVTensors) -> bool:
-    """Return True if the cached keys and values of each layer match the number and width of its key heads.
-
-    Layers with a mixer, and layers that read another layer's keys, must have no cached keys and values.
-    """
-    cached = storage.layers
-    return len(cached) == len(parts.layers) and all(
-        all(view is NO_TENSOR for view in views)
-        if layer.mixer or layer.kv_source is not None
-        else {(view.shape[1], view.shape[3], view.stride(2)) for view in views}
-        == {(layer.heads, layer.width, layer.width)}
-        for layer, views in zip(parts.layers, cached, strict=True)
     )
 
 

@@ -16,16 +16,17 @@ from hdtool.runtime.core.engine import PassOptions
 from hdtool.runtime.core.tree import LARGEST_TREE, DraftTree
 from hdtool.runtime.engines.backend import Backend, BackendEngine
 from hdtool.runtime.engines.checks.probes import two_steps
-from hdtool.runtime.engines.cuda.fused_pass import FusedPass, fuse, triton_operations
-from hdtool.runtime.engines.cuda.operations import TreeAttention, move_positions
+from hdtool.runtime.engines.cuda.fused_pass import fuse, triton_operations
 from hdtool.runtime.engines.cuda.static_steps import (
     RunningStep,
     StaticSteps,
-    StepOutput,
-    StepPass,
     is_out_of_memory,
     note_uncaptured,
 )
+from hdtool.runtime.engines.cuda.tree_attention import TreeAttention
+from hdtool.runtime.engines.reference.operations import move_positions
+from hdtool.runtime.engines.reference.program_pass import ProgramPass
+from hdtool.runtime.engines.steps import StepOutput, StepPass
 from hdtool.runtime.model.families import context_limit, deviation
 from hdtool.runtime.model.pass_inputs import Mask
 from hdtool.runtime.model.placement import not_on_one_device_reason
@@ -126,7 +127,7 @@ class CapturedPasses(Backend):
     @property
     def is_fused(self) -> bool:
         """True if hdtool's fused pass is captured rather than a pass through transformers' layers."""
-        return bool(self._passes) and isinstance(self._passes[0], FusedPass)
+        return bool(self._passes) and isinstance(self._passes[0], ProgramPass)
 
     @torch.inference_mode()
     def enable(self, capture: Capture, trees: TreePasses, cache: Cache) -> None:

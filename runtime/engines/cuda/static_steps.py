@@ -13,7 +13,7 @@ import time
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import NamedTuple, Protocol
+from typing import Protocol
 from weakref import WeakKeyDictionary
 
 import torch
@@ -23,9 +23,10 @@ from hdtool.runtime.caches.slots import Cache, StatesOfTree
 from hdtool.runtime.core.engine import LOGITS_ONLY, PassOptions, Verified
 from hdtool.runtime.core.tree import LARGEST_TREE, ROOT, DraftTree
 from hdtool.runtime.engines.cuda.waits import waits_refused
+from hdtool.runtime.engines.steps import StepOutput, StepPass
 from hdtool.runtime.kernels.compiled import Array
 from hdtool.runtime.kernels.topk import MAX_RANKED
-from hdtool.runtime.model.pass_inputs import StepInput, StepTensors
+from hdtool.runtime.model.pass_inputs import StepInput
 
 WARM_UPS = 1
 """Number of warm-up runs before a capture, since compilation and lazy initialization cannot be captured."""
@@ -208,28 +209,6 @@ RETRY_AFTER = 256
 """Number of steps of one shape after which it is captured again, if there was not enough memory before."""
 RECORDED = STEP_SIZES[:-1]
 """Step sizes that are captured before an answer needs them; draft budgets never choose larger ones."""
-
-
-class StepOutput(NamedTuple):
-    """The outputs of a pass, on the device."""
-
-    logits: torch.Tensor
-    """Shape ``[slots * rows, vocabulary]``."""
-    hidden: torch.Tensor | None
-    """Shape ``[slots, rows, width]``; None if hidden states aren't recorded."""
-    states: StatesOfTree | None = None
-    """States of recurrent layers after each row, if the model has any."""
-
-
-class StepPass(Protocol):
-    """A pass with fixed tensor shapes over draft trees."""
-
-    reads_extent: bool
-    """True if the pass reads a fixed number of cache positions (the extent), whatever the context lengths."""
-
-    def run(self, step: StepTensors, storage: KVTensors, extent: int) -> StepOutput:
-        """Move cache positions and verify the trees, without synchronization or data-dependent control flow."""
-        ...
 
 
 class RunningStep:

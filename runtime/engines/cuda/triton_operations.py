@@ -8,13 +8,13 @@ import torch
 import triton
 
 from hdtool.runtime.engines.cuda import triton_kernels
-from hdtool.runtime.engines.cuda.operations import Norm
+from hdtool.runtime.engines.reference.operations import Norm
 from hdtool.runtime.model.pass_inputs import MOVES
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from hdtool.runtime.engines.cuda.operations import HeadLayout, HeadNorms, Residual
+    from hdtool.runtime.engines.reference.operations import HeadLayout, HeadNorms, KeysAndValues, Residual
     from hdtool.runtime.model.pass_inputs import StepTensors
     from hdtool.runtime.program.embedding_and_head import Rotary
 
@@ -98,7 +98,7 @@ class TritonOperations:
         qkv: torch.Tensor,
         rotary: Rotary | None,
         norms: HeadNorms,
-        cache: tuple[torch.Tensor, torch.Tensor],
+        cache: KeysAndValues | None,
         layout: HeadLayout,
     ) -> torch.Tensor:
         if norms and len(norms[0].weight) != layout.width:
@@ -107,18 +107,21 @@ class TritonOperations:
         query_norm, key_norm = norms or (NO_NORM, NO_NORM)
         half = (layout.width if rotary is None else rotary.cos.shape[1]) // 2
         rest = layout.width - 2 * half
-        triton_kernels.rotary_kernel[(len(qkv), layout.query_heads + 2 * layout.key_heads)](
+        key_heads = layout.key_heads if cache else 0
+        keys, values = cache or (qkv[None], qkv[None])
+        triton_kernels.rotary_kernel[(len(qkv), layout.query_heads + 2 * key_heads)](
             qkv,
             *(rotary[:2] if rotary else (qkv, qkv)),
             query_norm.weight if norms else qkv,
             key_norm.weight if norms else qkv,
-            *cache,
+            keys,
+            values,
             self._step.length,
             self._step.tokens.shape[1],
             self._stride,
             layout.query_heads,
-            layout.key_heads,
-            *cache[0].stride()[:2],
+            key_heads,
+            *keys.stride()[:2],
             query_norm.epsilon,
             HALF=half,
             BLOCK=triton.next_power_of_2(half),
@@ -150,9 +153,7 @@ class TritonOperations:
             num_warps=8,
         )
 
-    def attention(
-        self, queries: torch.Tensor, cache: tuple[torch.Tensor, torch.Tensor], layout: HeadLayout
-    ) -> torch.Tensor:
+    def attention(self, queries: torch.Tensor, cache: KeysAndValues, layout: HeadLayout) -> torch.Tensor:
         slots, rows = self._step.tokens.shape
         tokens, heads, width = slots * rows, layout.query_heads, layout.width
         groups = heads // layout.key_heads

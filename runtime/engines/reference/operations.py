@@ -1,27 +1,22 @@
-"""Defines the operations between a fused pass's matmuls, and implements them in PyTorch.
+"""Defines the operations between the matmuls of a program's pass, and implements them in PyTorch.
 
-The PyTorch operations are the reference and are used where Triton isn't available. ``TreeAttention`` replaces attention
-in passes that aren't fused.
+The PyTorch operations are the reference, and are used where Triton isn't available.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch.nn.functional import rms_norm, scaled_dot_product_attention
 
-from hdtool.runtime.model.pass_inputs import AttentionWindow, Mask
-from hdtool.runtime.model.transformers_internals import attention_by
+from hdtool.runtime.model.pass_inputs import AttentionWindow
 from hdtool.runtime.program.embedding_and_head import ACTIVATIONS, Rotary
 from hdtool.runtime.program.model_families import ROUNDED_FIRST, NormKind
 
 if TYPE_CHECKING:
-    from hdtool.runtime.engines.cuda.triton_operations import TritonOperations
     from hdtool.runtime.model.pass_inputs import AttentionMasks, StepTensors
 
 
@@ -61,12 +56,14 @@ class Residual:
     """Scales the output before it is added."""
 
 
+KeysAndValues = tuple[torch.Tensor, torch.Tensor]
+"""One layer's part of the cache."""
 HeadNorms = tuple[Norm, Norm] | None
 """Norms of queries and keys; None without norms. The weight's length tells whether a norm spans one head or all."""
 
 
 class Operations(Protocol):
-    """Operations between the matmuls of a fused pass."""
+    """Operations between the matmuls of a program's pass."""
 
     reads_extent: bool
     """True if attention reads a fixed number of cache positions, given to ``begin`` as ``extent``."""
@@ -88,19 +85,17 @@ class Operations(Protocol):
         qkv: torch.Tensor,
         rotary: Rotary | None,
         norms: HeadNorms,
-        cache: tuple[torch.Tensor, torch.Tensor],
+        cache: KeysAndValues | None,
         layout: HeadLayout,
     ) -> torch.Tensor:
         """Normalize and rotate the queries and keys of ``qkv``, and write keys and values into the cache.
 
-        Return a tensor ``[tokens, columns]`` whose first ``heads * width`` columns are the queries. ``qkv`` may be
-        changed in place.
+        Without a cache, ``qkv`` consists of queries alone. Return a tensor ``[tokens, columns]`` whose first
+        ``heads * width`` columns are the queries. ``qkv`` may be changed in place.
         """
         ...
 
-    def attention(
-        self, queries: torch.Tensor, cache: tuple[torch.Tensor, torch.Tensor], layout: HeadLayout
-    ) -> torch.Tensor:
+    def attention(self, queries: torch.Tensor, cache: KeysAndValues, layout: HeadLayout) -> torch.Tensor:
         """Compute attention of the queries over the context and the tree; return ``[tokens, heads * width]``."""
         ...
 
@@ -156,19 +151,20 @@ class TorchOperations:
         qkv: torch.Tensor,
         rotary: Rotary | None,
         norms: HeadNorms,
-        cache: tuple[torch.Tensor, torch.Tensor],
+        cache: KeysAndValues | None,
         layout: HeadLayout,
     ) -> torch.Tensor:
         slots, rows = self._step.tokens.shape
         heads = qkv.view(slots * rows, -1, layout.width)
-        turned, values = heads.split([layout.query_heads + layout.key_heads, layout.key_heads], dim=1)
+        key_heads = layout.key_heads if cache else 0
+        turned, values = heads.split([layout.query_heads + key_heads, key_heads], dim=1)
         if norms:
-            parts = turned.split([layout.query_heads, layout.key_heads], dim=1)
-            normed = [self._normed_heads(part, norm) for part, norm in zip(parts, norms, strict=True)]
+            parts = turned.split([layout.query_heads, key_heads], dim=1)
+            normed = [self._normed_heads(part, norm) for part, norm in zip(parts, norms, strict=True) if part.numel()]
             turned = torch.cat(normed, dim=1)
         if rotary:
             turned = _rotated(turned, rotary).to(qkv.dtype)  # some models rotate in float32
-        for place, new in zip(cache, (turned[:, layout.query_heads :], values), strict=True):
+        for place, new in zip(cache or (), (turned[:, layout.query_heads :], values), strict=False):
             place[self._slots, :, self._positions] = new.view(slots, rows, layout.key_heads, layout.width)
         queries: torch.Tensor = turned.flatten(1)
         return queries
@@ -188,9 +184,7 @@ class TorchOperations:
             return self._normed(heads, norm)
         return self._normed(heads.flatten(1), norm).view(heads.shape)
 
-    def attention(
-        self, queries: torch.Tensor, cache: tuple[torch.Tensor, torch.Tensor], layout: HeadLayout
-    ) -> torch.Tensor:
+    def attention(self, queries: torch.Tensor, cache: KeysAndValues, layout: HeadLayout) -> torch.Tensor:
         slots, rows = self._step.tokens.shape
         groups = layout.query_heads // layout.key_heads
         heads = queries[:, : layout.query_heads * layout.width]
@@ -263,89 +257,3 @@ def move_positions(tensors: list[torch.Tensor], step: StepTensors) -> None:
         for slot in range(slots):
             of_slot = tensor[:, slot]
             of_slot.index_copy_(2, targets[slot], of_slot.index_select(2, step.moved_from[slot]))
-
-
-NAME = "hdtool_tree"
-SUPPORTED_ARGUMENTS = {"scaling", "sliding_window", "softcap", "s_aux"}
-IGNORED_ARGUMENTS = {
-    "cache_position", "dropout", "is_causal", "output_attentions", "output_hidden_states", "output_router_logits",
-    "position_ids", "use_cache",
-}  # fmt: skip
-"""Attention arguments that don't affect a pass over a tree."""
-
-
-class TreeAttention:
-    """Replaces a model's attention in passes over trees.
-
-    The model gets one-element masks, whose only use is to identify the attention window of a layer.
-    """
-
-    def __init__(self, operations: TritonOperations, windows: list[AttentionWindow]) -> None:
-        self._operations, self._windows = operations, windows
-        self._window_of: dict[int, AttentionWindow] = {}
-        """Attention windows by the address of their mask's memory."""
-        self.calls = 0
-
-    @contextmanager
-    def replacing(self, model: Any, step: StepTensors) -> Iterator[Mask]:
-        """Replace the model's attention within this block; yield the masks to pass to the model."""
-        self._operations.begin(step, 0)
-        window_masks = [torch.zeros((1, 1, 1, 1), device=step.length.device) for _ in self._windows]
-        self._window_of = {memory_of(mask): window for mask, window in zip(window_masks, self._windows, strict=True)}
-        masks: dict[str, torch.Tensor | None] = {
-            window.kind: mask for mask, window in zip(window_masks, self._windows, strict=True)
-        }
-        self.calls = 0
-        token = CURRENT_ATTENTION.set(self)
-        try:
-            with attention_by(model, NAME, attend):
-                yield masks if len(masks) > 1 else next(iter(masks.values()))
-        finally:
-            CURRENT_ATTENTION.reset(token)
-
-    def attend(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor, options: dict[str, Any]
-    ) -> torch.Tensor:
-        """Compute attention of queries ``[slots, heads, rows, width]``; return ``[slots, rows, heads, width]``.
-
-        Raises NotImplementedError for unknown ``options``, or if a head's keys or values aren't contiguous.
-        """
-        slots, heads, rows, width = query.shape
-        unknown = (
-            {name for name, number in options.items() if number is not None} - SUPPORTED_ARGUMENTS - IGNORED_ARGUMENTS
-        )
-        if unknown or any(part.stride()[2:] != (part.shape[3], 1) for part in (key, value)):
-            raise NotImplementedError(f"attention with {sorted(unknown)}, or to copies of the cache")
-        self.calls += 1
-        scale = options.get("scaling")
-        layout = HeadLayout(
-            heads,
-            key.shape[1],
-            width,
-            width**-0.5 if scale is None else float(scale),
-            self._window_of[memory_of(mask)],
-            options.get("softcap"),
-            options.get("s_aux"),
-        )
-        queries = query.transpose(1, 2).reshape(slots * rows, heads * width)
-        return self._operations.attention(queries, (key, value), layout).view(slots, rows, heads, -1)
-
-
-def memory_of(tensor: torch.Tensor) -> int:
-    """Return the address of a tensor's storage, which the tensor's slices share."""
-    return tensor.untyped_storage().data_ptr()
-
-
-CURRENT_ATTENTION: ContextVar[TreeAttention] = ContextVar("the attention of the pass that runs")
-
-
-def attend(
-    module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor,
-    **options: Any,
-) -> tuple[torch.Tensor, None]:
-    """Compute attention with the current ``TreeAttention``; Transformers calls this as an attention function."""
-    return CURRENT_ATTENTION.get().attend(query, key, value, attention_mask, options), None

@@ -1,0 +1,297 @@
+"""Computes the pass of a described model over draft trees, from the parts that ``runtime/program`` recognizes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch.nn import Module
+
+from hdtool.runtime.caches.kv_cache import IndexedKVCache
+from hdtool.runtime.engines.reference.operations import HeadLayout, HeadNorms, KeysAndValues, Norm, Operations, Residual
+from hdtool.runtime.engines.steps import StepOutput
+from hdtool.runtime.model.families import HiddenStates
+from hdtool.runtime.model.transformers_internals import cache_name, experts_on_device
+from hdtool.runtime.program.embedding_and_head import EmbeddingAndHead, InputParts, Rotary, rotary_kinds, rotary_of
+from hdtool.runtime.program.hybrid_families import MixtureParts
+from hdtool.runtime.program.model_families import Family
+from hdtool.runtime.program.model_parts import LayerParts, ModelParts
+
+if TYPE_CHECKING:
+    from hdtool.runtime.caches.kv_cache import KVTensors
+    from hdtool.runtime.engines.stock.recurrent_layers import RecurrentLayers
+    from hdtool.runtime.model.pass_inputs import AttentionWindow, StepTensors
+
+Matmul = Callable[[torch.Tensor], torch.Tensor]
+Join = Callable[[list[Any]], Matmul]
+"""Returns a function that computes several linear layers and joins their outputs."""
+
+
+def join_outputs(modules: list[Any]) -> Matmul:
+    """Return a function that computes linear layers one after another and joins their outputs."""
+    if len(modules) == 1:
+        return cast(Matmul, modules[0])
+    return lambda rows: torch.cat([module(rows) for module in modules], dim=-1)
+
+
+@dataclass(frozen=True)
+class AttentionPlan:
+    """The matmuls of one layer's attention, and the settings of the operations between them."""
+
+    qkv: Matmul
+    out: Matmul
+    head_norms: HeadNorms
+    layout: HeadLayout
+    rotary: str | None
+    """Layer type to pass to the rotary module; None without rotary positions."""
+    source: int
+    """Index of the layer whose cached keys and values are read."""
+    is_source: bool
+    """True if that is the layer itself; otherwise ``qkv`` computes queries alone."""
+    gates_heads: bool
+    """Each head of a query is followed by an output gate."""
+    repeats_keys: bool
+    """The keys, before their norm and rotation, are also the values."""
+    value_norm: Matmul | None
+
+    def projected(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return queries, keys and values ``[tokens, columns]``, and the heads' output gates, if any."""
+        qkv, layout, gates = self.qkv(rows), self.layout, None
+        if self.gates_heads:
+            queries, keys_and_values = qkv.tensor_split([2 * layout.query_heads * layout.width], dim=1)
+            both = queries.view(len(rows), layout.query_heads, 2, layout.width)
+            gates = both[:, :, 1].flatten(1)
+            qkv = torch.cat([both[:, :, 0].flatten(1), keys_and_values], dim=1)
+        if self.value_norm:
+            columns = layout.key_heads * layout.width
+            values = self.value_norm(qkv[:, -columns:].view(len(rows), layout.key_heads, layout.width)).flatten(1)
+            qkv = torch.cat([qkv if self.repeats_keys else qkv[:, :-columns], values], dim=1)
+        return qkv, gates
+
+
+@dataclass(frozen=True)
+class MixerPlan:
+    """The mixer that a layer has in place of attention. Transformers' module computes it, over trees."""
+
+    module: Any
+    cache_name: str
+    """Name of the module's argument for the cache."""
+
+    def __call__(self, rows: torch.Tensor, slots: int, cache: IndexedKVCache) -> torch.Tensor:
+        hidden = rows.view(slots, -1, rows.shape[-1])
+        mixed = self.module(hidden_states=hidden, attention_mask=None, **{self.cache_name: cache})
+        outputs: torch.Tensor = mixed[0] if isinstance(mixed, tuple) else mixed
+        return outputs.view(rows.shape)
+
+
+@dataclass(frozen=True)
+class LayerPlan:
+    """The parts of one layer, in the order in which a pass computes them."""
+
+    mix: AttentionPlan | MixerPlan
+    middle: Residual
+    """Residual between attention and the MLP."""
+    feed: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    """Computes MLP and experts from the normalized rows, and the hidden states before the norm."""
+    end: Residual
+    """Residual after the MLP, and before what the next layer or the output layer reads unless ``last`` is set."""
+    inputs: InputParts[Module] | None
+    added: Residual
+    """How the layer's own input is added to the hidden states."""
+    factor: torch.Tensor | None
+    last: Residual | None
+    """Norm before the next layer or the output layer, if hidden states change after ``end``."""
+
+    @property
+    def residuals(self) -> list[Residual]:
+        return [self.middle, self.end, self.added, *([self.last] if self.last else [])]
+
+
+class ProgramPass:
+    """Computes forward passes over one draft tree per slot, for steps with fixed shapes."""
+
+    def __init__(
+        self,
+        parts: ModelParts[Module],
+        windows: list[AttentionWindow],
+        operations: Operations,
+        hidden: HiddenStates,
+        recurrent: RecurrentLayers | None = None,
+        join: Join = join_outputs,
+    ) -> None:
+        self._parts, self._operations, self._hidden = parts, operations, hidden
+        self._recurrent, self._join = recurrent, join
+        self._ends = EmbeddingAndHead.of(parts)
+        self.reads_extent = operations.reads_extent
+        norm = Norm(parts.norm.weight, parts.epsilon, parts.family.norm)
+        first = [_norm_of(layer, layer.block_norms[0], parts.family) for layer in parts.layers]
+        kinds = rotary_kinds(parts)
+        self._kinds = dict.fromkeys(kinds)
+        self._begin = Residual(None, first[0])
+        self._layers = [
+            self._planned(number, layer, window, kind, after)
+            for number, (layer, window, kind, after) in enumerate(
+                zip(parts.layers, windows, kinds, [*first[1:], norm], strict=True)
+            )
+        ]
+        self._has_experts = any(layer.experts or layer.added_mixture for layer in parts.layers)
+        head_norms = [layer.mix.head_norms for layer in self._layers if isinstance(layer.mix, AttentionPlan)]
+        operations.prepare(
+            [self._begin, *(residual for layer in self._layers for residual in layer.residuals)], head_norms
+        )
+
+    def _planned(
+        self,
+        number: int,
+        layer: LayerParts[Module],
+        window: AttentionWindow,
+        rotary: str | None,
+        next_norm: Norm | None,
+    ) -> LayerPlan:
+        family = self._parts.family
+        mix = _mixer_plan(layer.mixer.module) if layer.mixer else self._attention_plan(number, layer, window, rotary)
+        _, after_attention, before_mlp, after_mlp = (_norm_of(layer, norm, family) for norm in layer.block_norms)
+        multiplier = float(getattr(layer.layer, family.residual)) if family.residual else 1.0
+        is_changed = layer.inputs is not None or layer.factor is not None
+        return LayerPlan(
+            mix,
+            Residual(after_attention, before_mlp, multiplier),
+            self._feed_of(layer),
+            Residual(after_mlp, None if is_changed else next_norm, multiplier),
+            layer.inputs,
+            Residual(_norm_of(layer, layer.inputs.norm, family) if layer.inputs else None, None),
+            layer.factor,
+            Residual(None, next_norm) if is_changed else None,
+        )
+
+    def _attention_plan(
+        self, number: int, layer: LayerParts[Module], window: AttentionWindow, rotary: str | None
+    ) -> AttentionPlan:
+        family, attention = self._parts.family, cast(Any, layer.attention)
+        layout = HeadLayout(
+            layer.heads * layer.groups,
+            layer.heads,
+            layer.width,
+            layer.scale,
+            window,
+            getattr(attention, family.softcap) if family.softcap else None,
+            attention.sinks if family.has_sinks else None,
+        )
+        norms = [Norm(cast(Any, norm).weight, layer.epsilon, family.norm) for norm in layer.head_norms]
+        return AttentionPlan(
+            self._join(list(layer.qkv)),
+            layer.out,
+            (norms[0], norms[-1]) if norms else None,
+            layout,
+            rotary,
+            number if layer.kv_source is None else layer.kv_source,
+            layer.kv_source is None,
+            family.gates_heads,
+            len(layer.qkv) == 2,
+            layer.value_norm,
+        )
+
+    def _feed_of(self, layer: LayerParts[Module]) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+        experts, mixture, described = layer.experts, layer.added_mixture, self._parts.family.experts
+        dense = self._mlp_of(layer) if layer.down else None
+        if experts is not None and described and described.added_block and dense:
+            return lambda rows, _: self._mixed(experts, rows) + dense(rows)
+        if experts is not None:
+            return lambda rows, _: self._mixed(experts, rows)
+        assert dense
+        return partial(_fed_with_mixture, dense, mixture) if mixture else lambda rows, _: dense(rows)
+
+    def _mlp_of(self, layer: LayerParts[Module]) -> Matmul:
+        gate_up, (down,), activation = self._join(list(layer.gate_up)), layer.down, layer.activation
+        return lambda rows: cast(torch.Tensor, down(self._operations.gate(gate_up(rows), activation)))
+
+    def _mixed(self, experts: Module, rows: torch.Tensor) -> torch.Tensor:
+        """Run Transformers' mixture of experts, and drop the routing weights that some mixtures return as well."""
+        outputs = experts(rows.view(self._slots, -1, rows.shape[-1]))
+        mixed: torch.Tensor = outputs[0] if isinstance(outputs, tuple) else outputs
+        return mixed.view(rows.shape)
+
+    def run(self, step: StepTensors, storage: KVTensors, extent: int) -> StepOutput:
+        with ExitStack() as contexts:
+            if self._has_experts:
+                contexts.enter_context(experts_on_device(self._parts.model))
+            indices = step.length[:, None] + torch.arange(step.tokens.shape[1], device=step.length.device)
+            cache = IndexedKVCache(storage, indices, extent or storage.capacity)
+            if not self._recurrent or not storage.states:
+                return self._run(step, storage, cache, extent)
+            states = contexts.enter_context(self._recurrent.over_step(step, storage.states, cache))
+            return self._run(step, storage, cache, extent)._replace(states=states())
+
+    def _run(self, step: StepTensors, storage: KVTensors, cache: IndexedKVCache, extent: int) -> StepOutput:
+        operations, parts = self._operations, self._parts
+        self._slots = len(step.tokens)
+        operations.begin(step, extent)
+        operations.move(storage.tensors)
+        embedded = parts.embedding(step.tokens)
+        inputs = parts.inputs.of(step.tokens, embedded).flatten(0, 1) if parts.inputs else None
+        hidden = self._ends.embedded(embedded.flatten(0, 1))
+        rotary = {kind: self._rotary(hidden, step.positions, kind) for kind in self._kinds}
+        normed = operations.add_norm(hidden, None, self._begin)
+        watched: dict[int, torch.Tensor] = {}
+        for number, layer in enumerate(self._layers):
+            if isinstance(layer.mix, MixerPlan):
+                mixed = layer.mix(normed, self._slots, cache)
+            else:
+                mixed = self._attended(layer.mix, normed, rotary[layer.mix.rotary], storage.layers[layer.mix.source])
+            normed = operations.add_norm(hidden, mixed, layer.middle)
+            normed = operations.add_norm(hidden, layer.feed(normed, hidden), layer.end)
+            if layer.last:
+                self._change(layer, hidden, None if inputs is None else inputs[:, number])
+                normed = operations.add_norm(hidden, None, layer.last)
+            if number in self._hidden.layers:
+                watched[number] = hidden.clone()
+        logits = self._ends.bounded(parts.head(normed))
+        if not self._hidden.is_watched:
+            return StepOutput(logits, None)
+        columns = [normed, *(watched[number] for number in self._hidden.layers)]
+        return StepOutput(logits, torch.cat(columns, dim=1).view(*step.tokens.shape, -1))
+
+    def _attended(
+        self, plan: AttentionPlan, rows: torch.Tensor, rotary: Rotary | None, cached: KeysAndValues
+    ) -> torch.Tensor:
+        operations, (qkv, gates) = self._operations, plan.projected(rows)
+        queries = operations.rotate_and_store(
+            qkv, rotary, plan.head_norms, cached if plan.is_source else None, plan.layout
+        )
+        mixed = operations.attention(queries, cached, plan.layout)
+        return plan.out(mixed if gates is None else mixed * gates.sigmoid())
+
+    def _change(self, layer: LayerPlan, hidden: torch.Tensor, layer_input: torch.Tensor | None) -> None:
+        """Add a layer's own input to the hidden states and scale them, in place."""
+        if (parts := layer.inputs) and layer_input is not None:
+            gated = parts.activation_module(parts.gate(hidden)) * layer_input
+            self._operations.add_norm(hidden, parts.out(gated), layer.added)
+        if layer.factor is not None:
+            hidden.mul_(layer.factor)
+
+    def _rotary(self, hidden: torch.Tensor, positions: torch.Tensor, kind: str | None) -> Rotary | None:
+        return None if kind is None else rotary_of(self._parts, hidden, positions, kind)
+
+
+def _norm_of(layer: LayerParts[Module], norm: Any, family: Family) -> Norm | None:
+    return None if norm is None else Norm(norm.weight, layer.epsilon, family.norm)
+
+
+def _mixer_plan(module: Module) -> MixerPlan:
+    name = cache_name(module)
+    assert name, "a mixer has an argument for the cache"
+    return MixerPlan(module, name)
+
+
+def _fed_with_mixture(
+    dense: Matmul, mixture: MixtureParts[Module], rows: torch.Tensor, hidden: torch.Tensor
+) -> torch.Tensor:
+    """Return the sum of an MLP's and a mixture's output, each normalized; the mixture reads the hidden states."""
+    of_mlp, of_input, of_experts = mixture.norms
+    _, weights, chosen = mixture.router(hidden)
+    mixed: torch.Tensor = of_experts(mixture.experts(of_input(hidden), chosen, weights))
+    return mixed.add_(of_mlp(dense(rows)))

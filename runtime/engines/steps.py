@@ -1,0 +1,35 @@
+"""The interface of passes with fixed tensor shapes, which can be captured."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+import torch
+
+from hdtool.runtime.caches.slots import StatesOfTree
+
+if TYPE_CHECKING:
+    from hdtool.runtime.caches.kv_cache import KVTensors
+    from hdtool.runtime.model.pass_inputs import StepTensors
+
+
+class StepOutput(NamedTuple):
+    """The outputs of a pass, on the device."""
+
+    logits: torch.Tensor
+    """Shape ``[slots * rows, vocabulary]``."""
+    hidden: torch.Tensor | None
+    """Shape ``[slots, rows, width]``; None if hidden states aren't recorded."""
+    states: StatesOfTree | None = None
+    """States of recurrent layers after each row, if the model has any."""
+
+
+class StepPass(Protocol):
+    """A pass with fixed tensor shapes over draft trees."""
+
+    reads_extent: bool
+    """True if the pass reads a fixed number of cache positions (the extent), whatever the context lengths."""
+
+    def run(self, step: StepTensors, storage: KVTensors, extent: int) -> StepOutput:
+        """Move cache positions and verify the trees, without synchronization or data-dependent control flow."""
+        ...
