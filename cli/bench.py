@@ -136,7 +136,7 @@ def _shape_report(loaded: Loaded, traces: str, answers: int, timings: dict[str, 
     from hdtool.builders.evaluation.bench import copy_bandwidth
     from hdtool.builders.evaluation.contenders import weight_bytes_read
     from hdtool.builders.evaluation.timing import Timings, doubt
-    from hdtool.runtime.environment import dtype_name, machine
+    from hdtool.runtime.kernels.machine import dtype_name, machine
 
     target = loaded.target
     limit = weight_bytes_read(target) / copy_bandwidth(target.device)

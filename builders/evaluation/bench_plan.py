@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from hdtool.builders.evaluation.bench import Bench, questions_hash, turn_count
 from hdtool.builders.evaluation.contenders import Contender, DraftingContender, GenerateContender
+from hdtool.builders.evaluation.environment import describe_environment
 from hdtool.builders.evaluation.llama_cpp_peer import (
     BUILD_KEY,
     LlamaCppContender,
@@ -25,7 +26,7 @@ from hdtool.builders.evaluation.llama_cpp_peer import (
 )
 from hdtool.builders.evaluation.replay import with_own_history
 from hdtool.builders.evaluation.scores import baseline_of
-from hdtool.builders.evaluation.threads import choose_shared_threads
+from hdtool.builders.evaluation.threads import choose_shared_threads, set_num_threads
 from hdtool.data.bench_results import (
     BenchRun,
     ResultFolder,
@@ -56,8 +57,8 @@ from hdtool.runtime.config import (
 from hdtool.runtime.core.drafter import Drafter
 from hdtool.runtime.drafters.methods import compile_ahead, drafter_with_budget, finish_compiling
 from hdtool.runtime.drafters.trained.select_drafter import methods_with_drafters
-from hdtool.runtime.environment import describe_environment, dtype_name, set_num_threads
 from hdtool.runtime.kernels.linear import has_compiled_layers, share_weights
+from hdtool.runtime.kernels.machine import dtype_name
 from hdtool.runtime.stores.store_set import StoreSet
 from hdtool.runtime.target.load import Loaded, load, load_stock, load_tokenizer
 

@@ -31,10 +31,10 @@ from hdtool.runtime.budget.measure_passes import lengths_within
 from hdtool.runtime.config import SHAPES, CostConfig, ModelConfig, SamplingConfig
 from hdtool.runtime.core.drafter import Drafter
 from hdtool.runtime.core.sequence import Finish, Stats, Step, room_for
-from hdtool.runtime.environment import dtype_name
 from hdtool.runtime.generate_settings import generate_options, refuse_settings
 from hdtool.runtime.grammar import Guide, guided_drafter, masks_of
 from hdtool.runtime.kernels.linear import compile_linear_layers
+from hdtool.runtime.kernels.machine import dtype_name
 from hdtool.runtime.model.families import refuse_by_configuration
 from hdtool.runtime.model.placement import use_planless_attention
 from hdtool.runtime.model.transformers_internals import cache_in

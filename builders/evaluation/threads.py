@@ -1,4 +1,4 @@
-"""Chooses one number of threads for all contenders of a comparison, so that no peer is slowed down."""
+"""Sets one number of threads for all contenders of a comparison, so that no peer is slowed down."""
 
 from __future__ import annotations
 
@@ -11,6 +11,12 @@ from transformers import PreTrainedModel
 from hdtool.runtime.engines.checks.probes import some_context
 from hdtool.runtime.target.target import Target
 from hdtool.runtime.target.threads import NODES, choose_threads, cpu_quota, fastest_threads, mean_seconds
+
+
+def set_num_threads(threads: int | None) -> None:
+    """Set torch's number of threads; None keeps the current number."""
+    if threads is not None:
+        torch.set_num_threads(threads)
 
 
 def choose_shared_threads(target: Target, peer: PreTrainedModel | None, wanted: int | None = None) -> int:

@@ -44,8 +44,9 @@ from hdtool.runtime.config import LARGEST_BUDGET, HeadsConfig, ModelConfig, Trai
 from hdtool.runtime.drafters.heads.checkpoint import EvalResult, SavedHeads, new_heads, output_files
 from hdtool.runtime.drafters.heads.modules import Heads, ParallelHeads
 from hdtool.runtime.drafters.trained.proposal import PROB_BUCKETS, TOKENS_PER_RANKING, bucket_center, prob_bucket
-from hdtool.runtime.environment import fingerprint, machine
+from hdtool.runtime.kernels.machine import machine
 from hdtool.runtime.model.families import context_limit
+from hdtool.runtime.model.fingerprint import fingerprint
 from hdtool.runtime.target.load import load_stock
 from hdtool.runtime.target.target import Target
 

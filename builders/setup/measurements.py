@@ -46,7 +46,7 @@ from hdtool.runtime.drafters.heads.checkpoint import SETTINGS_FILE, read_setting
 from hdtool.runtime.drafters.trained.proposal import SMALL_MODEL, PublishedDrafter
 from hdtool.runtime.drafters.trained.select_drafter import methods_with_drafters, trained_drafter
 from hdtool.runtime.engines.checks.probes import some_context
-from hdtool.runtime.environment import fingerprint
+from hdtool.runtime.model.fingerprint import fingerprint
 from hdtool.runtime.stores.store_set import StoreSet
 from hdtool.runtime.target.load import Loaded
 

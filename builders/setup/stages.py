@@ -52,8 +52,8 @@ from hdtool.runtime.budget.measure_passes import context_lengths_for, measure_co
 from hdtool.runtime.config import CostConfig, ModelConfig, StoresConfig
 from hdtool.runtime.config.building import SetupConfig
 from hdtool.runtime.drafters.methods import compile_ahead, finish_compiling
-from hdtool.runtime.environment import device_name, dtype_name, machine
 from hdtool.runtime.kernels.compiled import Ints
+from hdtool.runtime.kernels.machine import device_name, dtype_name, machine
 from hdtool.runtime.stores.corpus_index import KIND as CORPUS
 from hdtool.runtime.stores.model_store import KIND as MODEL, rankings_in
 from hdtool.runtime.stores.store_set import StoreSet

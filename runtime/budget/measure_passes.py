@@ -21,9 +21,10 @@ from hdtool.runtime.budget.cost_curve import PASS_SIZES, CostCurve, Floats, cost
 from hdtool.runtime.config import CostConfig
 from hdtool.runtime.core.tree import LARGEST_TREE, DraftTree
 from hdtool.runtime.engines.checks.probes import some_context
-from hdtool.runtime.environment import device_name, dtype_name, fingerprint
 from hdtool.runtime.kernels.linear import has_compiled_layers
+from hdtool.runtime.kernels.machine import device_name, dtype_name
 from hdtool.runtime.model.compact_layers import has_compact_weights
+from hdtool.runtime.model.fingerprint import fingerprint
 from hdtool.runtime.target.load import Loaded
 from hdtool.runtime.target.target import Target
 

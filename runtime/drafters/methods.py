@@ -33,9 +33,9 @@ from hdtool.runtime.drafters.published.suffix_automaton import SamDecoding
 from hdtool.runtime.drafters.published.suffix_decoding import SuffixDecoding
 from hdtool.runtime.drafters.published.token_recycling import TokenRecycling
 from hdtool.runtime.drafters.trained.select_drafter import gate_for, trained_alone, trained_drafter
-from hdtool.runtime.environment import fingerprint
 from hdtool.runtime.kernels.code_folder import mark_compiled
 from hdtool.runtime.kernels.compile_process import DRAFTER, PARTS, PASSES, start_compiling, wait_until_compiled
+from hdtool.runtime.model.fingerprint import fingerprint
 from hdtool.runtime.stores.history_store import History
 from hdtool.runtime.stores.store_set import StoreSet
 from hdtool.runtime.target.load import pick_device

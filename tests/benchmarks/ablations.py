@@ -38,7 +38,7 @@ from hdtool.runtime.config.model import ACTIVATIONS
 from hdtool.runtime.core.drafter import Drafter
 from hdtool.runtime.core.sequence import Step
 from hdtool.runtime.drafters.methods import drafter_with_budget
-from hdtool.runtime.environment import machine
+from hdtool.runtime.kernels.machine import machine
 from hdtool.runtime.stores.store_set import StoreSet
 from hdtool.runtime.target.load import Loaded, load
 from hdtool.runtime.weights.checkpoint_identity import checkpoint_of

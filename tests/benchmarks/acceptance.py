@@ -18,7 +18,7 @@ from hdtool.runtime.core.accept import accept
 from hdtool.runtime.core.engine import Verified
 from hdtool.runtime.core.sampler import Sampler
 from hdtool.runtime.core.tree import DraftTree
-from hdtool.runtime.environment import machine
+from hdtool.runtime.kernels.machine import machine
 from hdtool.runtime.model.pass_inputs import StepInput
 
 PATH = [0, 2, 6]

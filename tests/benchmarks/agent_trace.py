@@ -35,7 +35,7 @@ import numpy as np
 import psutil
 
 from hdtool.data.texts_and_traces import read_traces
-from hdtool.runtime.environment import machine
+from hdtool.runtime.kernels.machine import machine
 from tests.support.server import RunningServer
 
 CHAT, MESSAGES, RESPONSES = APIS = ("/chat/completions", "/messages", "/responses")

@@ -25,7 +25,7 @@ from hdtool.data.prompts import Prompt, interleave_tasks, read_prompts
 from hdtool.runtime.answerer import Answerer
 from hdtool.runtime.config import DecodeConfig, ModelConfig, SamplingConfig
 from hdtool.runtime.config.model import ACTIVATIONS
-from hdtool.runtime.environment import machine
+from hdtool.runtime.kernels.machine import machine
 
 
 def chosen_prompts(options: argparse.Namespace) -> list[Prompt]:

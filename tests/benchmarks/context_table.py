@@ -14,7 +14,7 @@ import numpy as np
 
 from hdtool.runtime.config import PaperConfig
 from hdtool.runtime.drafters.hd_paper import SEQUENCE_LENGTH, SequenceTable
-from hdtool.runtime.environment import machine
+from hdtool.runtime.kernels.machine import machine
 from hdtool.runtime.stores.live_tables import ContextTable
 
 TOKENS, VOCABULARY, PIECE = 32_000, 32_000, 8

@@ -17,9 +17,9 @@ import torch
 import transformers
 
 from hdtool.runtime.core.tree import DraftTree
-from hdtool.runtime.environment import machine
 from hdtool.runtime.kernels.experts import compile_experts
 from hdtool.runtime.kernels.linear import compile_linear_layers
+from hdtool.runtime.kernels.machine import machine
 from hdtool.runtime.model.compact_layers import compact_weights
 from hdtool.runtime.target.target import Target
 from tests.support.one_sequence import OneSequence

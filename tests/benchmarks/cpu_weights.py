@@ -38,7 +38,7 @@ from hdtool.runtime.core.sampler import Sampler
 from hdtool.runtime.core.tree import DraftTree
 from hdtool.runtime.drafters.methods import drafter_with_budget
 from hdtool.runtime.engines.checks.probes import some_context
-from hdtool.runtime.environment import machine
+from hdtool.runtime.kernels.machine import machine
 from hdtool.runtime.model.compact_layers import compact_parameters
 from hdtool.runtime.stores.store_set import StoreSet
 from hdtool.runtime.target.load import Loaded, load, load_stock, load_tokenizer

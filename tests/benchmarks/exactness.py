@@ -20,7 +20,7 @@ from hdtool.runtime.answerer import decode
 from hdtool.runtime.config import METHODS, DecodeConfig, ModelConfig, SamplingConfig, StoresConfig
 from hdtool.runtime.core.drafter import Drafter, NoDraft
 from hdtool.runtime.drafters.methods import drafter_for
-from hdtool.runtime.environment import machine
+from hdtool.runtime.kernels.machine import machine
 from hdtool.runtime.stores.store_set import StoreSet
 from hdtool.runtime.target.load import Loaded, load
 from tests.support.oracle import generated

@@ -37,7 +37,7 @@ from hdtool.runtime.core.sampler import Sampler
 from hdtool.runtime.core.tree import LARGEST_TREE, DraftTree
 from hdtool.runtime.drafters.methods import drafter_with_budget
 from hdtool.runtime.engines.checks.probes import some_context
-from hdtool.runtime.environment import machine
+from hdtool.runtime.kernels.machine import machine
 from hdtool.runtime.stores.store_set import StoreSet
 from tests.benchmarks.cpu_families import SHAPES, compiled, random_model
 

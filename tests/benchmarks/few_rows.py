@@ -21,8 +21,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from hdtool.runtime.config import ModelConfig
 from hdtool.runtime.core.tree import DraftTree
 from hdtool.runtime.engines.checks.probes import some_context
-from hdtool.runtime.environment import machine
 from hdtool.runtime.kernels.linear import CompiledLinear, compile_linear_layers, compiled_linear
+from hdtool.runtime.kernels.machine import machine
 from hdtool.runtime.target.load import load
 from hdtool.runtime.target.target import Target
 from tests.support.one_sequence import OneSequence

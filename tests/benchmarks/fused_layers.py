@@ -25,10 +25,10 @@ from hdtool.runtime.config import ModelConfig
 from hdtool.runtime.core.tree import DraftTree
 from hdtool.runtime.engines.checks.probes import some_context
 from hdtool.runtime.engines.cpu import weight_table
-from hdtool.runtime.environment import machine
 from hdtool.runtime.kernels.compiled import array_at
 from hdtool.runtime.kernels.gemm import MATMUL_ARGUMENTS
 from hdtool.runtime.kernels.linear import CompiledLinear
+from hdtool.runtime.kernels.machine import machine
 from hdtool.runtime.target.load import load, load_tokenizer
 from hdtool.runtime.target.target import Target
 from tests.benchmarks.cpu_weights import SHAPE

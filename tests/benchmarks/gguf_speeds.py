@@ -28,12 +28,13 @@ import torch
 from transformers import GptOssConfig, Lfm2Config, LlamaConfig
 from transformers.utils import logging
 
+from hdtool.builders.evaluation.threads import set_num_threads
 from hdtool.data.errors import HdtoolError
 from hdtool.runtime.config import ModelConfig
 from hdtool.runtime.config.model import ACTIVATIONS
 from hdtool.runtime.core.tree import DraftTree
 from hdtool.runtime.engines.checks.probes import some_context
-from hdtool.runtime.environment import machine, set_num_threads
+from hdtool.runtime.kernels.machine import machine
 from hdtool.runtime.target.load import load
 from tests.benchmarks.cpu_weights import SHAPE
 from tests.benchmarks.llama_bench import LlamaBench

@@ -23,7 +23,7 @@ from hdtool.runtime.core.tree import DraftTree
 from hdtool.runtime.engines.checks.probes import some_context
 from hdtool.runtime.engines.cuda.static_steps import StaticSteps
 from hdtool.runtime.engines.steps import StepPass
-from hdtool.runtime.environment import machine
+from hdtool.runtime.kernels.machine import machine
 from hdtool.runtime.target.target import Target
 
 TURNS, SHOWN = 15, 14

@@ -37,7 +37,7 @@ from hdtool.runtime.core.tree import DraftTree
 from hdtool.runtime.drafters.heads.checkpoint import kind_of, load_heads, method_of
 from hdtool.runtime.drafters.trained.proposal import TrainedDrafter
 from hdtool.runtime.drafters.trained.select_drafter import drafter_of
-from hdtool.runtime.environment import machine
+from hdtool.runtime.kernels.machine import machine
 from tests.benchmarks.logitspec import Bench
 from tests.support.heads import random_for
 from tests.support.one_sequence import OneSequence

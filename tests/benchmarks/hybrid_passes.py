@@ -17,8 +17,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from hdtool.runtime.engines.checks.probes import some_context
-from hdtool.runtime.environment import machine
 from hdtool.runtime.kernels.linear import compile_linear_layers
+from hdtool.runtime.kernels.machine import machine
 from hdtool.runtime.model.compact_layers import compact_weights
 from hdtool.runtime.target.target import Target
 from tests.benchmarks.mixers import tree_of

@@ -35,7 +35,7 @@ from hdtool.runtime.core.engine import Verified
 from hdtool.runtime.core.tree import ROOT, DraftTree
 from hdtool.runtime.drafters.heads.checkpoint import kind_of, load_heads, method_of
 from hdtool.runtime.drafters.methods import drafter_for
-from hdtool.runtime.environment import machine
+from hdtool.runtime.kernels.machine import machine
 from hdtool.runtime.stores.store_set import StoreSet
 from hdtool.runtime.target.load import load
 from hdtool.runtime.target.target import Target

@@ -19,6 +19,7 @@ from statistics import median
 from transformers.utils import logging
 
 from hdtool.builders.evaluation.contenders import load_shape
+from hdtool.builders.evaluation.threads import set_num_threads
 from hdtool.data.chat import encode_conversation, encode_text
 from hdtool.runtime.answerer import decode
 from hdtool.runtime.budget.cost_curve import MeasuredCosts
@@ -27,7 +28,7 @@ from hdtool.runtime.budget.node_budget import MeasuredBudget
 from hdtool.runtime.config import DecodeConfig, ModelConfig, SamplingConfig, StoresConfig
 from hdtool.runtime.core.drafter import Drafter
 from hdtool.runtime.drafters.methods import drafter_with_budget
-from hdtool.runtime.environment import machine, set_num_threads
+from hdtool.runtime.kernels.machine import machine
 from hdtool.runtime.stores.store_set import StoreSet
 from hdtool.runtime.target.load import Loaded, load
 

@@ -16,10 +16,10 @@ import torch
 from torch.nn.functional import linear
 
 from hdtool.runtime.engines.cpu.tree_pass import PROMPT_CHUNK
-from hdtool.runtime.environment import machine
 from hdtool.runtime.kernels.compact_weight import Stored
 from hdtool.runtime.kernels.gemm import matmul_of
 from hdtool.runtime.kernels.linear import format_of
+from hdtool.runtime.kernels.machine import machine
 from hdtool.runtime.kernels.matrix_formats import FORMATS_BY_GGUF_TYPE
 from hdtool.runtime.kernels.thread_pool import parallel_matmul, shared_thread_pool
 from tests.support.packed_blocks import NAMES, some_matrix

@@ -18,7 +18,7 @@ from hdtool.data import demo
 from hdtool.data.prompts import Prompt, read_prompts
 from hdtool.runtime.answerer import Answerer
 from hdtool.runtime.config import DecodeConfig, ModelConfig, SamplingConfig
-from hdtool.runtime.environment import machine
+from hdtool.runtime.kernels.machine import machine
 
 MAX_NEW_TOKENS = 32
 

@@ -23,7 +23,7 @@ from hdtool.data.texts_and_traces import read_traces
 from hdtool.runtime.config import METHODS, ModelConfig, ReplayConfig, StoresConfig
 from hdtool.runtime.drafters.methods import DRAFTER_FACTORIES
 from hdtool.runtime.drafters.published.suffix_decoding import SuffixConfig, SuffixDecoding
-from hdtool.runtime.environment import machine
+from hdtool.runtime.kernels.machine import machine
 from hdtool.runtime.stores.store_set import StoreSet
 from hdtool.runtime.weights.checkpoint_identity import checkpoint_of
 from tests.benchmarks.known_answers import MT_BENCH, task_of

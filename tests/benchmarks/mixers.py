@@ -18,8 +18,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.cache_utils import DynamicCache
 
 from hdtool.runtime.core.tree import DraftTree
-from hdtool.runtime.environment import machine
 from hdtool.runtime.kernels.linear import compile_linear_layers
+from hdtool.runtime.kernels.machine import machine
 from hdtool.runtime.target.target import Target
 
 COMMON: dict[str, Any] = {

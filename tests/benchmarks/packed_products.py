@@ -29,8 +29,8 @@ from gguf.quants import dequantize, quantize
 from torch.nn.functional import linear
 
 from hdtool.runtime.engines.cpu.int8_panels import Panels
-from hdtool.runtime.environment import machine
 from hdtool.runtime.kernels.linear import compiled_linear
+from hdtool.runtime.kernels.machine import machine
 from hdtool.runtime.kernels.packed_matrix import PackedMatrix, packed_int4, packed_int8
 from tests.support.packed_blocks import NAMES, int8_linear
 

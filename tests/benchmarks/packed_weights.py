@@ -43,9 +43,9 @@ from hdtool.runtime.config.model import ACTIVATIONS, INT8
 from hdtool.runtime.core.tree import DraftTree
 from hdtool.runtime.engines.checks.probes import some_context
 from hdtool.runtime.engines.cpu.compiled_model import CompiledModel
-from hdtool.runtime.environment import machine
 from hdtool.runtime.kernels.compact_weight import CompactWeight
 from hdtool.runtime.kernels.linear import compile_linear_layers
+from hdtool.runtime.kernels.machine import machine
 from hdtool.runtime.kernels.packed_matrix import PackedMatrix
 from hdtool.runtime.model.compact_layers import ParameterRef, compact_parameters, replace_parameter, weight_parameters
 from hdtool.runtime.target.load import Loaded, load

@@ -23,7 +23,7 @@ from hdtool.runtime.config import FIXED_BUDGET, DecodeConfig, ModelConfig, Sampl
 from hdtool.runtime.core.drafter import Drafter, NoDraft
 from hdtool.runtime.core.sequence import Stats
 from hdtool.runtime.drafters.methods import drafter_for
-from hdtool.runtime.environment import machine
+from hdtool.runtime.kernels.machine import machine
 from hdtool.runtime.stores.store_set import StoreSet
 from hdtool.runtime.target.load import Loaded, load
 

@@ -28,8 +28,8 @@ from hdtool.data import demo
 from hdtool.runtime.config import ModelConfig
 from hdtool.runtime.config.model import ACTIVATIONS, BLOCKS
 from hdtool.runtime.core.tree import DraftTree
-from hdtool.runtime.environment import machine
 from hdtool.runtime.kernels.compact_weight import stored_of
+from hdtool.runtime.kernels.machine import machine
 from hdtool.runtime.target.load import Loaded, load
 from hdtool.runtime.target.target import Target
 

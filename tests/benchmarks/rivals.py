@@ -39,6 +39,7 @@ from hdtool.builders.evaluation.llama_cpp_peer import (
     exclusion_reason,
     quantization_name,
 )
+from hdtool.builders.evaluation.threads import set_num_threads
 from hdtool.data import demo
 from hdtool.data.conversation_shapes import AnsweredQuestion, AnsweredTurn
 from hdtool.data.errors import HdtoolError
@@ -47,8 +48,8 @@ from hdtool.data.progress import progress_bar
 from hdtool.data.prompts import Prompt, interleave_tasks, read_prompts, tasks_of
 from hdtool.runtime.config import DecodeConfig, ModelConfig, SamplingConfig, StoresConfig
 from hdtool.runtime.config.model import ACTIVATIONS
-from hdtool.runtime.environment import machine, set_num_threads
 from hdtool.runtime.grammar import Guide
+from hdtool.runtime.kernels.machine import machine
 from hdtool.runtime.stores.store_set import StoreSet
 from hdtool.runtime.target.load import Loaded, load
 from hdtool.runtime.weights.gguf_file import gguf_file

@@ -23,9 +23,9 @@ from hdtool.runtime.config import ModelConfig
 from hdtool.runtime.core.accept import Accepted
 from hdtool.runtime.core.engine import Verified
 from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
-from hdtool.runtime.environment import machine
 from hdtool.runtime.integrations.generate_request import Rollouts
 from hdtool.runtime.integrations.hf_generate import Generator
+from hdtool.runtime.kernels.machine import machine
 from hdtool.runtime.stores.history_store import History
 from hdtool.runtime.weights.checkpoint_identity import place_of
 

@@ -21,7 +21,7 @@ from hdtool.runtime.config import ModelConfig, SamplingConfig
 from hdtool.runtime.config.model import ACTIVATIONS
 from hdtool.runtime.core.sampler import Sampler
 from hdtool.runtime.core.sequence import Step
-from hdtool.runtime.environment import machine
+from hdtool.runtime.kernels.machine import machine
 from hdtool.runtime.target.load import Loaded, load
 
 SETTINGS = {

@@ -25,7 +25,7 @@ from tempfile import TemporaryDirectory
 
 from hdtool.data import demo
 from hdtool.data.demo import EMBEDDED, SMOLLM2
-from hdtool.runtime.environment import machine
+from hdtool.runtime.kernels.machine import machine
 
 BARE = "import torch; from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer"
 PROMPT = "hi"

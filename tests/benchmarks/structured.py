@@ -32,8 +32,8 @@ from hdtool.runtime.core.drafter import Drafter
 from hdtool.runtime.core.sequence import Finish
 from hdtool.runtime.core.tree import LARGEST_TREE
 from hdtool.runtime.drafters.methods import drafter_for
-from hdtool.runtime.environment import machine
 from hdtool.runtime.grammar import GrammarCompiler, GrammarProcessor, guided_drafter
+from hdtool.runtime.kernels.machine import machine
 from hdtool.runtime.stores.store_set import StoreSet
 from hdtool.runtime.target.load import Loaded, load
 from tests.support.json_schemas import JSON_SCHEMAS

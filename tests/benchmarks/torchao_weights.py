@@ -24,7 +24,7 @@ from hdtool.runtime.config import ModelConfig
 from hdtool.runtime.config.model import INT8
 from hdtool.runtime.core.tree import DraftTree
 from hdtool.runtime.engines.checks.probes import some_context
-from hdtool.runtime.environment import machine
+from hdtool.runtime.kernels.machine import machine
 from hdtool.runtime.target.load import load
 from tests.benchmarks.cpu_weights import CONTEXT, ROWS, checkpoint
 from tests.support.one_sequence import OneSequence

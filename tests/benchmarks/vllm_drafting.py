@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from hdtool.runtime.environment import machine
+from hdtool.runtime.kernels.machine import machine
 from tests.vllm.engine import answer, drafting
 from tests.vllm.requests import ENGINE, requests
 

@@ -17,7 +17,6 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 from hdtool.data import demo
 from hdtool.runtime.budget.measure_passes import _saved_file
 from hdtool.runtime.config import ModelConfig, SamplingConfig
-from hdtool.runtime.environment import fingerprint
 from hdtool.runtime.kernels.compact_weight import is_compact
 from hdtool.runtime.kernels.experts import arrange_experts
 from hdtool.runtime.kernels.linear import CompiledLinear, compile_linear_layers, compiled_linear, share_weights
@@ -28,6 +27,7 @@ from hdtool.runtime.model.compact_layers import (
     expand_weights_read,
     has_compact_weights,
 )
+from hdtool.runtime.model.fingerprint import fingerprint
 from hdtool.runtime.model.placement import logits_after, more_precise
 from hdtool.runtime.target.load import load, load_settings
 from hdtool.runtime.target.target import Target

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from hdtool.builders.evaluation.environment import describe_environment
 from hdtool.builders.setup.measurements import answer_prompts
 from hdtool.cli.app import run as command
 from hdtool.data import demo
@@ -18,7 +19,6 @@ from hdtool.runtime.config import ModelConfig
 from hdtool.runtime.core.tree import DraftTree
 from hdtool.runtime.engines.cpu.compiled_kind import may_be_compiled
 from hdtool.runtime.engines.cpu.tree_pass import PROMPT_CHUNK
-from hdtool.runtime.environment import describe_environment
 from hdtool.runtime.kernels import vector_code
 from hdtool.runtime.kernels.linear import CompiledLinear
 from hdtool.runtime.kernels.matrix_formats import FORMATS_BY_GGUF_TYPE

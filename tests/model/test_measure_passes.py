@@ -23,7 +23,8 @@ from hdtool.runtime.caches.slots import Cache
 from hdtool.runtime.config import CostConfig, ModelConfig
 from hdtool.runtime.core.engine import Verified
 from hdtool.runtime.core.tree import DraftTree
-from hdtool.runtime.environment import device_name, fingerprint
+from hdtool.runtime.kernels.machine import device_name
+from hdtool.runtime.model.fingerprint import fingerprint
 from hdtool.runtime.target.load import Loaded, load
 from hdtool.runtime.target.target import Target
 

@@ -20,11 +20,11 @@ from hdtool.data.gguf_header import GGUFHeader
 from hdtool.data.stores.manifest import Checkpoint
 from hdtool.runtime.config import ModelConfig
 from hdtool.runtime.core.tree import DraftTree
-from hdtool.runtime.environment import fingerprint
 from hdtool.runtime.kernels import vector_code
 from hdtool.runtime.kernels.compact_weight import is_compact, is_packed
 from hdtool.runtime.kernels.matrix_formats import FORMATS_BY_GGUF_TYPE
 from hdtool.runtime.model import compact_layers
+from hdtool.runtime.model.fingerprint import fingerprint
 from hdtool.runtime.model.placement import logits_after, more_precise
 from hdtool.runtime.target.load import load
 from hdtool.runtime.target.target import Target

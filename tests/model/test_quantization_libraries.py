@@ -9,14 +9,15 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, TorchAoConfig
 
+from hdtool.builders.evaluation.environment import describe_environment
 from hdtool.builders.evaluation.verify import Verifier
 from hdtool.data import demo
 from hdtool.data.errors import FamilyError
 from hdtool.runtime.config import ModelConfig, SamplingConfig, StoresConfig
 from hdtool.runtime.core.drafter import NoDraft
 from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
-from hdtool.runtime.environment import describe_environment, fingerprint
 from hdtool.runtime.integrations.hf_generate import Generator
+from hdtool.runtime.model.fingerprint import fingerprint
 from hdtool.runtime.model.quantization import RowByRow
 from hdtool.runtime.stores.store_set import StoreSet
 from hdtool.runtime.target.load import Loaded, load

@@ -23,9 +23,9 @@ from hdtool.runtime.config import ModelConfig, SamplingConfig
 from hdtool.runtime.core.drafter import NoDraft
 from hdtool.runtime.core.tree import DraftTree
 from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
-from hdtool.runtime.environment import fingerprint
 from hdtool.runtime.kernels.linear import CompiledLinear, compile_linear_layers
 from hdtool.runtime.model import quantization as quantizing
+from hdtool.runtime.model.fingerprint import fingerprint
 from hdtool.runtime.model.quantization import RowByRow, quantized_layers
 from hdtool.runtime.target.load import Loaded, load, load_stock
 from hdtool.runtime.target.target import Target

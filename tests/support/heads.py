@@ -12,7 +12,7 @@ import torch
 from hdtool.runtime.config import HeadsConfig
 from hdtool.runtime.drafters.heads.checkpoint import ARCHITECTURES, EvalResult, MtpHeads, SavedHeads, new_heads
 from hdtool.runtime.drafters.heads.modules import NORM_EPSILON, ROTARY_BASE, Heads, HeadsShape, ParallelHeads
-from hdtool.runtime.environment import fingerprint
+from hdtool.runtime.model.fingerprint import fingerprint
 from hdtool.runtime.target.target import Target
 
 VARIANTS = {

@@ -25,7 +25,7 @@ from hdtool.data.errors import ResultError, os_errors_as
 from hdtool.data.output_files import MARKDOWN_ENTRY, OutputFile, is_own_html, is_own_markdown, is_own_png
 from hdtool.data.progress import count_of
 from hdtool.runtime.budget.cost_curve import CostCurve
-from hdtool.runtime.environment import machine
+from hdtool.runtime.kernels.machine import machine
 
 TEMPLATES = Path(__file__).parent / "templates"
 SOURCE_LABELS = {"none": "the model itself"}

@@ -34,7 +34,7 @@ from hdtool.runtime.drafters.heads.modules import (
     ParallelHeads,
     zero_linear,
 )
-from hdtool.runtime.environment import fingerprint
+from hdtool.runtime.model.fingerprint import fingerprint
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
