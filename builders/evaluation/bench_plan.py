@@ -56,7 +56,7 @@ from hdtool.runtime.config import (
 )
 from hdtool.runtime.core.drafter import Drafter
 from hdtool.runtime.drafters.methods import compile_ahead, drafter_with_budget, finish_compiling
-from hdtool.runtime.drafters.trained.select_drafter import methods_with_drafters
+from hdtool.runtime.drafters.trained_methods import methods_with_drafters
 from hdtool.runtime.kernels.linear import has_compiled_layers, share_weights
 from hdtool.runtime.kernels.machine import dtype_name
 from hdtool.runtime.stores.store_set import StoreSet

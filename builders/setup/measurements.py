@@ -44,7 +44,7 @@ from hdtool.runtime.config.model import INT8
 from hdtool.runtime.core.drafter import NoDraft
 from hdtool.runtime.drafters.heads.checkpoint import SETTINGS_FILE, read_settings
 from hdtool.runtime.drafters.trained.proposal import SMALL_MODEL, PublishedDrafter
-from hdtool.runtime.drafters.trained.select_drafter import methods_with_drafters, trained_drafter
+from hdtool.runtime.drafters.trained_methods import methods_with_drafters, trained_drafter
 from hdtool.runtime.engines.checks.probes import some_context
 from hdtool.runtime.model.fingerprint import fingerprint
 from hdtool.runtime.stores.store_set import StoreSet

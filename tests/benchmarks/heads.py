@@ -36,7 +36,7 @@ from hdtool.runtime.core.drafter import Drafter
 from hdtool.runtime.core.tree import DraftTree
 from hdtool.runtime.drafters.heads.checkpoint import kind_of, load_heads, method_of
 from hdtool.runtime.drafters.trained.proposal import TrainedDrafter
-from hdtool.runtime.drafters.trained.select_drafter import drafter_of
+from hdtool.runtime.drafters.trained_methods import drafter_of
 from hdtool.runtime.kernels.machine import machine
 from tests.benchmarks.logitspec import Bench
 from tests.support.heads import random_for

@@ -10,7 +10,7 @@ from hdtool.runtime.budget.node_budget import FixedBudget
 from hdtool.runtime.config import HeadsConfig
 from hdtool.runtime.core.drafter import Drafter
 from hdtool.runtime.drafters.heads.state import HeadsState
-from hdtool.runtime.drafters.trained.select_drafter import StandaloneDrafter
+from hdtool.runtime.drafters.trained_methods import StandaloneDrafter
 from hdtool.runtime.engines.cuda.static_steps import never
 from hdtool.runtime.target.target import Target
 from tests.support import fused

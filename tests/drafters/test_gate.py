@@ -25,8 +25,8 @@ from hdtool.runtime.drafters.trained.draft_length import (
 )
 from hdtool.runtime.drafters.trained.mtp import mtp_drafter
 from hdtool.runtime.drafters.trained.proposal import TrainedDrafter
-from hdtool.runtime.drafters.trained.select_drafter import StandaloneDrafter, published_drafter
 from hdtool.runtime.drafters.trained.sequential import AcceptedTokens, QueuedTokens, SequentialDrafter
+from hdtool.runtime.drafters.trained_methods import StandaloneDrafter, published_drafter
 from hdtool.runtime.target.target import Target
 from tests.support.decoding import output_tokens, run
 from tests.support.families import model_of, random_model

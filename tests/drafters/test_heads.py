@@ -24,8 +24,9 @@ from hdtool.builders.heads.train import best_tree
 from hdtool.data.errors import FamilyError, HeadsError
 from hdtool.runtime.config import HeadsConfig
 from hdtool.runtime.drafters.heads.checkpoint import load_heads, new_heads
-from hdtool.runtime.drafters.heads.modules import Heads, HeadsKVCache, HeadsShape, ParallelHeads, topk_tokens
+from hdtool.runtime.drafters.heads.modules import Heads, HeadsKVCache, HeadsShape, ParallelHeads
 from hdtool.runtime.drafters.heads.state import FixedPass
+from hdtool.runtime.drafters.trained.module_parts import topk_tokens
 from hdtool.runtime.drafters.trained.proposal import (
     PROB_BUCKETS,
     Calibration,

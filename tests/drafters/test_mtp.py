@@ -33,8 +33,8 @@ from hdtool.runtime.drafters.trained.mtp import (
     patterns_of,
 )
 from hdtool.runtime.drafters.trained.proposal import LOADED_BY_TARGET
-from hdtool.runtime.drafters.trained.select_drafter import StandaloneDrafter
 from hdtool.runtime.drafters.trained.sequential import SequentialDrafter
+from hdtool.runtime.drafters.trained_methods import StandaloneDrafter
 from hdtool.runtime.engines.cuda.static_steps import CaptureMaker, never
 from hdtool.runtime.stores.store_set import StoreSet
 from hdtool.runtime.target.load import load

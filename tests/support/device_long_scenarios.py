@@ -22,7 +22,7 @@ from hdtool.runtime.core.drafter import Drafter, NoDraft
 from hdtool.runtime.core.loop import Request
 from hdtool.runtime.core.sampler import Sampler
 from hdtool.runtime.drafters.methods import drafter_for
-from hdtool.runtime.drafters.trained.select_drafter import StandaloneDrafter, drafter_of
+from hdtool.runtime.drafters.trained_methods import StandaloneDrafter, drafter_of
 from hdtool.runtime.integrations.hf_generate import Generator
 from hdtool.runtime.stores.store_set import StoreSet
 from hdtool.runtime.target.target import Target

@@ -30,7 +30,7 @@ from hdtool.runtime.core.sampler import Sampler
 from hdtool.runtime.drafters.heads.state import HeadsState, sequential_drafter
 from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
 from hdtool.runtime.drafters.methods import drafter_for
-from hdtool.runtime.drafters.trained.select_drafter import StandaloneDrafter
+from hdtool.runtime.drafters.trained_methods import StandaloneDrafter
 from hdtool.runtime.engines.cuda import captured_passes, static_steps
 from hdtool.runtime.engines.cuda.waits import WaitError, waits_refused
 from hdtool.runtime.engines.steps import StepOutput, StepPass

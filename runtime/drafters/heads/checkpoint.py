@@ -29,11 +29,11 @@ from hdtool.runtime.drafters.heads.modules import (
     AttentionInputs,
     Heads,
     HeadsShape,
-    Norm,
     OutputLayer,
     ParallelHeads,
     zero_linear,
 )
+from hdtool.runtime.drafters.trained.module_parts import Norm
 from hdtool.runtime.model.fingerprint import fingerprint
 
 if TYPE_CHECKING:

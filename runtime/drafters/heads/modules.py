@@ -16,6 +16,7 @@ from torch import nn
 from torch.nn import functional
 
 from hdtool.runtime.config import HeadsConfig
+from hdtool.runtime.drafters.trained.module_parts import Norm
 from hdtool.runtime.engines.cuda.static_steps import extent_for
 
 Indices = slice | torch.Tensor
@@ -113,13 +114,6 @@ class HeadsShape:
     """Width of the target's token embeddings."""
     attention_heads: int
     mlp: int
-
-
-class Norm(nn.RMSNorm):
-    """RMSNorm in the dtype of its input, so that half precision uses the fused kernel, too."""
-
-    def forward(self, states: torch.Tensor) -> torch.Tensor:
-        return functional.rms_norm(states, self.normalized_shape, self.weight.to(states.dtype), self.eps)
 
 
 class Attention(nn.Module):
@@ -342,19 +336,6 @@ def zero_linear(width: int, out: int) -> nn.Linear:
     layer = nn.Linear(width, out, bias=False)
     nn.init.zeros_(layer.weight)
     return layer
-
-
-def topk_tokens(
-    logits: torch.Tensor, number: int, token_ids: torch.Tensor | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the top-k tokens of each row and their probabilities.
-
-    ``token_ids`` maps ids of the draft vocabulary to the target's; None if the drafter uses the target's vocabulary.
-    """
-    logits = logits.float()
-    best = logits.topk(min(number, logits.shape[-1]), dim=-1)
-    tokens = best.indices if token_ids is None else token_ids[best.indices]
-    return tokens, (best.values - logits.logsumexp(dim=-1, keepdim=True)).exp()
 
 
 def _rotary_table(size: int, width: int, like: torch.Tensor) -> Rotary:

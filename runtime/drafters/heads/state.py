@@ -13,9 +13,10 @@ from hdtool.runtime.config.source_names import SourceId
 from hdtool.runtime.core.accept import Accepted
 from hdtool.runtime.core.engine import Verified
 from hdtool.runtime.drafters.heads.checkpoint import HydraHeads, MtpHeads, SavedHeads
-from hdtool.runtime.drafters.heads.modules import Heads, HeadsKVCache, IndexedHeadsKVCache, ParallelHeads, topk_tokens
+from hdtool.runtime.drafters.heads.modules import Heads, HeadsKVCache, IndexedHeadsKVCache, ParallelHeads
 from hdtool.runtime.drafters.trained.draft_length import pace_for
 from hdtool.runtime.drafters.trained.draft_passes import READ_CHUNK, DraftPasses, on_host
+from hdtool.runtime.drafters.trained.module_parts import topk_tokens
 from hdtool.runtime.drafters.trained.proposal import TOKENS_PER_RANKING, Calibration, Proposal, RankedBlock, prob_bucket
 from hdtool.runtime.drafters.trained.sequential import (
     ROWS_PER_PASS,

@@ -14,8 +14,8 @@ from hdtool.data.errors import FamilyError, HeadsError, error_reason
 from hdtool.runtime.config.source_names import SourceId
 from hdtool.runtime.core.accept import Accepted
 from hdtool.runtime.core.engine import Verified
-from hdtool.runtime.drafters.heads.modules import topk_tokens
 from hdtool.runtime.drafters.trained.draft_passes import on_host
+from hdtool.runtime.drafters.trained.module_parts import topk_tokens
 from hdtool.runtime.drafters.trained.proposal import (
     MAX_RANKINGS,
     TOKENS_PER_RANKING,

@@ -14,8 +14,8 @@ from torch.nn import functional
 
 from hdtool.data.errors import HeadsError
 from hdtool.runtime.caches.kv_cache import HeadShape, LayerShape
-from hdtool.runtime.drafters.heads.modules import Norm, topk_tokens
 from hdtool.runtime.drafters.trained.draft_passes import DraftPasses
+from hdtool.runtime.drafters.trained.module_parts import Norm, topk_tokens
 from hdtool.runtime.drafters.trained.proposal import TOKENS_PER_RANKING, PublishedDrafter
 
 if TYPE_CHECKING:

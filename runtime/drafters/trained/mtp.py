@@ -20,9 +20,9 @@ from hdtool.runtime.caches.kv_cache import KVTensors, LayerShape, StaticKVCache,
 from hdtool.runtime.config.source_names import SourceId
 from hdtool.runtime.core.accept import Accepted
 from hdtool.runtime.core.engine import Verified
-from hdtool.runtime.drafters.heads.modules import topk_tokens
 from hdtool.runtime.drafters.trained.draft_length import pace_for
 from hdtool.runtime.drafters.trained.draft_passes import READ_CHUNK, DraftPasses, causal_mask
+from hdtool.runtime.drafters.trained.module_parts import topk_tokens
 from hdtool.runtime.drafters.trained.proposal import (
     NO_RANKING_AFTER,
     TOKENS_PER_RANKING,

@@ -1,0 +1,27 @@
+"""What the modules of trained drafters share: a norm, and the best tokens by their logits."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+
+class Norm(nn.RMSNorm):
+    """RMSNorm in the dtype of its input, so that half precision uses the fused kernel, too."""
+
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        return functional.rms_norm(states, self.normalized_shape, self.weight.to(states.dtype), self.eps)
+
+
+def topk_tokens(
+    logits: torch.Tensor, number: int, token_ids: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the top-k tokens of each row and their probabilities.
+
+    ``token_ids`` maps ids of the draft vocabulary to the target's; None if the drafter uses the target's vocabulary.
+    """
+    logits = logits.float()
+    best = logits.topk(min(number, logits.shape[-1]), dim=-1)
+    tokens = best.indices if token_ids is None else token_ids[best.indices]
+    return tokens, (best.values - logits.logsumexp(dim=-1, keepdim=True)).exp()
