@@ -8,6 +8,7 @@ import shutil
 import socket
 import sys
 from contextlib import nullcontext
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +23,11 @@ from hdtool.data.stores.home import corpus_index_at_home, model_store_at_home
 from hdtool.data.stores.manifest import TokenizerFingerprint
 from hdtool.data.stores.store import read_manifest
 from hdtool.runtime.config import ModelConfig, StoresConfig, VllmConfig
-from hdtool.runtime.integrations.vllm import HierarchyProposer, speculator as repair
-from hdtool.runtime.integrations.vllm.launch import HOOK_FILE, Launch, VllmSettings, require_hook
-from hdtool.runtime.integrations.vllm_plugin import PROPOSER
+from hdtool.runtime.integrations.vllm import speculator as repair
+from hdtool.runtime.integrations.vllm.launch import HOOK_FILE, Launch, require_hook
+from hdtool.runtime.integrations.vllm.plugin import PROPOSER
+from hdtool.runtime.integrations.vllm.settings import VllmSettings
+from hdtool.runtime.integrations.vllm.speculator import HierarchyProposer
 from hdtool.runtime.target.load import load_tokenizer
 from tests.support.vllm_batch import worker
 
@@ -62,7 +65,8 @@ def test_the_command_is_vllms_own_with_our_drafter() -> None:
     speculation, additional = told(launched)
     assert speculation == {"method": "custom_class", "model": PROPOSER, "num_speculative_tokens": 8}
     assert additional == {"hdtool": {"model_db": MODEL_STORE, "corpus_db": CORPUS_INDEX}}
-    assert f"hdtool.runtime.integrations.vllm.{HierarchyProposer.__name__}" == PROPOSER
+    module, _, name = PROPOSER.rpartition(".")
+    assert getattr(import_module(module), name) is HierarchyProposer
 
 
 def test_a_worker_opens_the_stores_of_the_command() -> None:

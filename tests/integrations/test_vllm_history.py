@@ -22,7 +22,8 @@ from hdtool.data.stores.store import read_manifest
 from hdtool.runtime.config import ModelConfig, StoresConfig, VllmConfig
 from hdtool.runtime.integrations.vllm import chain
 from hdtool.runtime.integrations.vllm.chain import NO_DRAFT_ABOVE, appends_history
-from hdtool.runtime.integrations.vllm.launch import Launch, VllmSettings
+from hdtool.runtime.integrations.vllm.launch import Launch
+from hdtool.runtime.integrations.vllm.settings import VllmSettings
 from hdtool.runtime.stores.corpus_index import CorpusIndex
 from hdtool.runtime.stores.history_store import History, HistoryStore
 from hdtool.runtime.stores.model_store import ModelStore

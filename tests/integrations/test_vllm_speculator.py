@@ -15,7 +15,7 @@ import torch
 
 from hdtool.data.errors import OptionError
 from hdtool.runtime.config import VllmConfig
-from hdtool.runtime.integrations import vllm_plugin
+from hdtool.runtime.integrations.vllm import plugin
 from hdtool.runtime.integrations.vllm.speculator import HierarchySpeculator, open_drafter, without_min_prob
 from tests.support.vllm_batch import worker_config
 
@@ -142,8 +142,8 @@ def configured(method: str, model: str) -> Any:
 
 
 OURS, THEIRS = (
-    configured(vllm_plugin.CUSTOM_CLASS_METHOD, vllm_plugin.PROPOSER),
-    configured(vllm_plugin.CUSTOM_CLASS_METHOD, "their.Drafter"),
+    configured(plugin.CUSTOM_CLASS_METHOD, plugin.PROPOSER),
+    configured(plugin.CUSTOM_CLASS_METHOD, "their.Drafter"),
 )
 
 
@@ -153,7 +153,7 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
     class Config:
         def _get_v2_model_runner_unsupported_features(self) -> list[str]:
-            return [vllm_plugin.REFUSED_FEATURE, "dual batch overlap"]
+            return [plugin.REFUSED_FEATURE, "dual batch overlap"]
 
     modules: dict[str, dict[str, Any]] = {
         "vllm": {},
@@ -180,17 +180,17 @@ def test_the_plugin_changes_nothing_unless_v2_is_requested(vllm: dict[str, Any])
     before = config._get_v2_model_runner_unsupported_features, factories.init_speculator
     for value in (None, False):
         vllm["vllm.envs"].VLLM_USE_V2_MODEL_RUNNER = value
-        vllm_plugin.register()
+        plugin.register()
     assert before == (config._get_v2_model_runner_unsupported_features, factories.init_speculator)
 
 
 def test_the_plugin_admits_our_drafter_alone(vllm: dict[str, Any]) -> None:
-    vllm_plugin.register()
-    vllm_plugin.register()
+    plugin.register()
+    plugin.register()
     unsupported = vllm["vllm.config.vllm"].VllmConfig._get_v2_model_runner_unsupported_features
     build = vllm["vllm.v1.worker.gpu.spec_decode"].init_speculator
     assert unsupported(OURS) == ["dual batch overlap"]
-    assert unsupported(THEIRS) == [vllm_plugin.REFUSED_FEATURE, "dual batch overlap"]
+    assert unsupported(THEIRS) == [plugin.REFUSED_FEATURE, "dual batch overlap"]
     assert build(THEIRS, None, None) == "theirs"
     assert isinstance(build(worker_config(NO_STORES), torch.device("cpu"), None), HierarchySpeculator)
 
@@ -198,6 +198,6 @@ def test_the_plugin_admits_our_drafter_alone(vllm: dict[str, Any]) -> None:
 def test_a_vllm_without_these_functions_is_named(vllm: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
     del vllm["vllm.v1.worker.gpu.spec_decode"].init_speculator
     with caplog.at_level(logging.ERROR, "vllm.hdtool"):
-        vllm_plugin.register()
+        plugin.register()
     (said,) = caplog.messages
     assert "init_speculator" in said and "unset VLLM_USE_V2_MODEL_RUNNER" in said

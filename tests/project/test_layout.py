@@ -34,7 +34,6 @@ KNOTS = (
         *("runtime", "runtime/budget", "runtime/target", "runtime/drafters"),
         *(f"runtime/drafters/{name}" for name in ("heads", "hierarchy", "published", "trained")),
     },
-    {"runtime/integrations", "runtime/integrations/vllm"},
 )
 """Folders that still import each other; no other folder may, and each of these sets may only shrink."""
 

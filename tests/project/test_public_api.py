@@ -6,6 +6,7 @@ import ast
 import re
 import subprocess
 import sys
+import tomllib
 from importlib import metadata
 from pathlib import Path
 
@@ -60,6 +61,19 @@ def test_importing_it_is_light_from_anywhere(folder: Path) -> None:
         "import sys, hdtool, hdtool.cli, hdtool.data.errors; print([m for m in ('torch', 'numpy') if m in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", program], cwd=folder, capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
+
+
+def test_plugins_are_light() -> None:
+    """Engines import them in each of their processes."""
+    points = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]
+    plugins = [place for group in points.values() for place in group.values()]
+    assert len(plugins) == 2
+    program = (
+        "import sys, pkgutil\nfor name in sys.argv[1:]: assert callable(pkgutil.resolve_name(name))\n"
+        "print([m for m in ('torch', 'numpy') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", program, *plugins], capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"
 
 

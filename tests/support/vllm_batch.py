@@ -9,9 +9,9 @@ import numpy as np
 
 from hdtool.data import demo
 from hdtool.runtime.config import MEMORY, VllmConfig
-from hdtool.runtime.integrations.vllm import HierarchyProposer
 from hdtool.runtime.integrations.vllm.batch_drafter import BatchDrafter
-from hdtool.runtime.integrations.vllm_plugin import CUSTOM_CLASS_METHOD, PROPOSER
+from hdtool.runtime.integrations.vllm.plugin import CUSTOM_CLASS_METHOD, PROPOSER
+from hdtool.runtime.integrations.vllm.speculator import HierarchyProposer
 from hdtool.runtime.stores.store_set import StoreSet
 
 MODEL = str(demo.MODEL)

@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 
-from hdtool.runtime.integrations import vllm_plugin
-from hdtool.runtime.integrations.vllm import HierarchyProposer
-from hdtool.runtime.integrations.vllm.speculator import HierarchySpeculator
+from hdtool.runtime.integrations.vllm import plugin
+from hdtool.runtime.integrations.vllm.speculator import HierarchyProposer, HierarchySpeculator
 from tests.vllm.engine import answer, drafting
 from tests.vllm.requests import ENGINE, requests
 
@@ -72,9 +71,9 @@ def test_the_functions_that_the_plugin_wraps_are_as_it_expects() -> None:
     from vllm.config.vllm import VllmConfig
     from vllm.v1.worker.gpu import spec_decode
 
-    factory = inspect.signature(getattr(spec_decode, vllm_plugin.FACTORY_FUNCTION))
+    factory = inspect.signature(getattr(spec_decode, plugin.FACTORY_FUNCTION))
     assert list(factory.parameters) == ["vllm_config", "device", "req_states"]
-    check = inspect.signature(getattr(VllmConfig, vllm_plugin.CHECK_FUNCTION))
+    check = inspect.signature(getattr(VllmConfig, plugin.CHECK_FUNCTION))
     assert list(check.parameters) == ["self"]
 
 

@@ -9,7 +9,7 @@ import re
 import sys
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from importlib import metadata
 from importlib.util import find_spec
 from ipaddress import ip_address
@@ -20,7 +20,8 @@ from hdtool.data.errors import OptionError, ServeError, install_command
 from hdtool.data.processes import isolated_children, isolated_python
 from hdtool.data.stores.home import NO_STORE, first_namespace_with_stores, has_stores
 from hdtool.runtime.config import HOME, ModelConfig, StoresConfig, VllmConfig
-from hdtool.runtime.integrations.vllm_plugin import CUSTOM_CLASS_METHOD, PLUGIN_NAME, PROPOSER, REQUEST_V2
+from hdtool.runtime.integrations.vllm.plugin import CUSTOM_CLASS_METHOD, PLUGIN_NAME, PROPOSER, REQUEST_V2
+from hdtool.runtime.integrations.vllm.settings import VllmSettings
 from hdtool.runtime.stores.store_set import StoreSet, lasting_history, tenant_among
 from hdtool.runtime.target.load import load_tokenizer
 from hdtool.runtime.weights.checkpoint_identity import served_checkpoint
@@ -73,53 +74,6 @@ def _json(text: str) -> Any:
 def _dashed(option: str) -> str:
     name, equals, value = option.partition("=")
     return name.replace("_", "-") + equals + value if option.startswith("--") else option
-
-
-CONFIG_KEY = "hdtool"
-STORE_FIELDS = ("model_db", "corpus_db")
-DRAFTING_FIELDS = ("min_draft_prob", "context_mib", "history")
-TENANT = "tenant"
-
-
-@dataclass(frozen=True)
-class VllmSettings:
-    """The stores to draft from and the drafting options, as passed to each worker of vLLM."""
-
-    serving: VllmConfig
-    stores: StoresConfig = field(default_factory=StoresConfig)
-    tenant: str | None = None
-    """Tenant whose answers are kept; None derives the tenant from the model's names; an empty name means none."""
-
-    @classmethod
-    def of(cls, additional: Any, draft_tokens: int) -> VllmSettings:
-        """Read the settings from vLLM's additional configuration; raise OptionError if they are invalid."""
-        values = additional.get(CONFIG_KEY, {}) if isinstance(additional, Mapping) else {}
-        if not isinstance(values, Mapping) or not set(values) <= {*STORE_FIELDS, *DRAFTING_FIELDS, TENANT}:
-            known = ", ".join((*STORE_FIELDS, *DRAFTING_FIELDS, TENANT))
-            raise OptionError(f"{CONFIG_KEY} in vLLM's additional configuration is {values!r}: it takes {known}")
-        try:
-            serving = VllmConfig(draft_tokens, **{name: values[name] for name in DRAFTING_FIELDS if name in values})
-        except TypeError:
-            raise OptionError(
-                f"{CONFIG_KEY} in vLLM's additional configuration is {values!r}: "
-                "its limits and probabilities must be numbers"
-            ) from None
-        stores = StoresConfig(**{name: str(values[name]) for name in STORE_FIELDS if values.get(name)})
-        tenant = values.get(TENANT)
-        return cls(serving, stores, None if tenant is None else str(tenant))
-
-    def additional(self) -> dict[str, Any]:
-        """Return the additional configuration for vLLM's command line, omitting settings with default values."""
-        values = {name: getattr(self.stores, name) for name in STORE_FIELDS}
-        values |= {name: getattr(self.serving, name) for name in DRAFTING_FIELDS}
-        values |= {TENANT: self.tenant}
-        defaults = VllmConfig()
-        return {CONFIG_KEY: {name: value for name, value in values.items() if value != getattr(defaults, name, None)}}
-
-    def store_set(self, served_as: Sequence[str]) -> StoresConfig:
-        """Return the stores to open: the tenant's, or those of the first namespace in ``served_as`` that has stores."""
-        names = [self.tenant] if self.tenant else served_as
-        return StoresConfig(self.stores.model_db, self.stores.corpus_db, first_namespace_with_stores(names))
 
 
 SECRET_OPTIONS = ("--api-key", "--hf-token", "--ssl-keyfile-password")

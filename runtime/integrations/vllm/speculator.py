@@ -24,7 +24,7 @@ from hdtool.data.errors import HdtoolError, OptionError
 from hdtool.runtime.config import ModelConfig, VllmConfig
 from hdtool.runtime.integrations.vllm.batch_drafter import BatchDrafter
 from hdtool.runtime.integrations.vllm.chain import MIN_FLOOR
-from hdtool.runtime.integrations.vllm.launch import VllmSettings
+from hdtool.runtime.integrations.vllm.settings import VllmSettings
 from hdtool.runtime.stores.history_store import History
 from hdtool.runtime.stores.store_set import StoreSet, tenant_among
 from hdtool.runtime.target.load import load_tokenizer
