@@ -13,7 +13,7 @@ from hdtool.cli.terminal import wrap_text
 
 if TYPE_CHECKING:
     from hdtool.data.prompts import Prompt
-    from hdtool.runtime.text_stream import Piece
+    from hdtool.runtime.generation.text_stream import Piece
 
 MAX_COLUMNS = 110
 INDENT = "  "

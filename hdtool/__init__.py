@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from hdtool.runtime.core.sequence import Stats
     from hdtool.runtime.drafters.methods import drafter_for
     from hdtool.runtime.integrations.hf_generate import Generator
+    from hdtool.runtime.samplers import sampler_for
     from hdtool.runtime.stores.store_set import StoreSet, open_store
     from hdtool.runtime.target.load import load
 
@@ -48,6 +49,7 @@ __all__ = [
     "load",
     "open_store",
     "register",
+    "sampler_for",
 ]
 
 _PLACES = {
@@ -69,6 +71,7 @@ _PLACES = {
     "load": "hdtool.runtime.target.load",
     "open_store": "hdtool.runtime.stores.store_set",
     "register": "hdtool.runtime.config.source_names",
+    "sampler_for": "hdtool.runtime.samplers",
 }
 """Module that defines each public name."""
 

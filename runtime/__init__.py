@@ -1,5 +1,5 @@
-"""The decoding loop (``loop.py``), draft trees, acceptance, sampling and batching, and the subpackages that they use.
+"""Answers to prompts (``answerer.py``) and their samplers, made with the subpackages, none of which but `integrations`
+imports a module from here.
 
-Imports only ``data`` from the rest of hdtool. The loop yields decoding steps, which callers turn into text and
-statistics.
+Imports only ``data`` from the rest of hdtool.
 """

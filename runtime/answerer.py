@@ -23,14 +23,15 @@ from hdtool.runtime.core.sampler import Sampler
 from hdtool.runtime.core.sequence import Finish, Stats, Step, room_for
 from hdtool.runtime.drafters.deferred import deferred
 from hdtool.runtime.drafters.methods import compile_ahead, drafters_for
-from hdtool.runtime.generate_settings import refuse_settings
-from hdtool.runtime.grammar import guided_drafter, masks_of
+from hdtool.runtime.generation.grammar import guided_drafter, masks_of
+from hdtool.runtime.generation.settings import refuse_settings
+from hdtool.runtime.generation.text_stream import Piece, TextStream, before_stop, cut_at_stop, text_of
 from hdtool.runtime.kernels.compile_process import DRAFTER, is_compiling
+from hdtool.runtime.samplers import compiler_for, sampler_for
 from hdtool.runtime.stores.store_set import StoreSet
 from hdtool.runtime.target.load import Loaded, load
 from hdtool.runtime.target.tensor_parallel import check_decoding
 from hdtool.runtime.target.threads import choose_threads
-from hdtool.runtime.text_stream import Piece, TextStream, before_stop, cut_at_stop, text_of
 
 if TYPE_CHECKING:
     from transformers import LogitsProcessor
@@ -344,6 +345,7 @@ class Answerer:
         self.sampling = sampling
         self._chat = chat
         self._rankings = rankings
+        self._grammars = compiler_for(self.loaded)
 
     @cached_property
     def _drafters(self) -> list[Drafter]:
@@ -422,12 +424,12 @@ class Answerer:
         """Return the inputs for decoding a conversation's next answer; ``ids`` are the tokens of its prompt."""
         drafter, masks = self._drafter_and_masks(drafter, conversation.prompt)
         max_new_tokens = self._decoding.max_new_tokens
-        sampler, stops = self.loaded.sampler(self.sampling, ids, max_new_tokens=max_new_tokens, first=masks)
+        sampler, stops = sampler_for(self.loaded, self.sampling, ids, max_new_tokens=max_new_tokens, first=masks)
         return AnswerInputs(drafter, sampler, stops, self._prediction(conversation, drafter))
 
     def _drafter_and_masks(self, drafter: Drafter, prompt: Prompt) -> tuple[Drafter, Sequence[LogitsProcessor]]:
         """Return the drafter for an answer, and logits processors that mask tokens the prompt's grammar forbids."""
-        guide = self.loaded.guide(prompt.grammar)
+        guide = self._grammars.guide(prompt.grammar) if prompt.grammar else None
         drafter = guided_drafter(drafter, guide, self._decoding.draft_tokens)
         return (RankingRecorder(drafter, self._rankings) if self._rankings else drafter), masks_of(guide)
 

@@ -21,9 +21,10 @@ from hdtool.runtime.config import DecodeConfig, ModelConfig, SamplingConfig
 from hdtool.runtime.core.drafter import Drafter, NoDraft
 from hdtool.runtime.core.sequence import Stats
 from hdtool.runtime.drafters.methods import budget_for, drafter_with_budget, shared_costs_for
+from hdtool.runtime.generation.text_stream import Piece
+from hdtool.runtime.samplers import sampler_for
 from hdtool.runtime.stores.store_set import StoreSet
 from hdtool.runtime.target.load import Loaded
-from hdtool.runtime.text_stream import Piece
 
 MAX_ROUNDS = 3
 """Number of times that each question is answered by both methods, if there is time."""
@@ -178,7 +179,7 @@ class SideBySide:
         """
         loaded, room = self._loaded, self._decoding.max_new_tokens
         ids = encode_conversation(loaded.tokenizer, conversation.messages)
-        sampler, stops = loaded.sampler(SamplingConfig(), ids, max_new_tokens=room)
+        sampler, stops = sampler_for(loaded, SamplingConfig(), ids, max_new_tokens=room)
         steps = decode(
             loaded.target,
             ids,

@@ -7,6 +7,7 @@ import json
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -23,9 +24,11 @@ from hdtool.runtime.config import COLD, WARM, SamplingConfig
 from hdtool.runtime.core.drafter import Drafter
 from hdtool.runtime.core.sampler import Sampler
 from hdtool.runtime.core.sequence import Finish, Stats, Step, room_for
+from hdtool.runtime.generation.grammar import GrammarCompiler, Guide
 from hdtool.runtime.kernels.topk import argmax
 from hdtool.runtime.target.load import Loaded
 from hdtool.runtime.target.target import Target
+from hdtool.runtime.samplers import compiler_for
 
 
 @dataclass(frozen=True)
@@ -91,7 +94,7 @@ class Bench:
 
     def _check_room(self, question: Prompt) -> None:
         room_for(self.loaded.target, self._encode(question, question.messages), self.max_new_tokens)
-        self.loaded.guide(question.grammar)
+        self._guide(question)
         if question.later_turns:
             self._encode(question, question.conversation([""] * len(question.later_turns)))
 
@@ -113,10 +116,17 @@ class Bench:
             ids = self._encode(question, question.conversation([turn.text for turn in turns]))
             limit = self.loaded.target.context_limit(len(ids))
             has_room = not turns or limit is None or len(ids) < limit
-            guide, prediction = self.loaded.guide(question.grammar), () if turns else self._prediction(question)
+            guide, prediction = self._guide(question), () if turns else self._prediction(question)
             turns.append(contender.answer(ids, guide, prediction) if has_room else OUT_OF_CONTEXT)
             self.on_answer()
         return AnsweredQuestion(question_id(question.id), question.category, tuple(turns))
+
+    @cached_property
+    def _grammars(self) -> GrammarCompiler:
+        return compiler_for(self.loaded)
+
+    def _guide(self, question: Prompt) -> Guide | None:
+        return self._grammars.guide(question.grammar) if question.grammar else None
 
     def _prediction(self, question: Prompt) -> Sequence[int]:
         """Return the token ids of the question's predicted answer; empty if it has none."""

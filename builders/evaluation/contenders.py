@@ -31,8 +31,9 @@ from hdtool.runtime.budget.measure_passes import lengths_within
 from hdtool.runtime.config import SHAPES, CostConfig, ModelConfig, SamplingConfig
 from hdtool.runtime.core.drafter import Drafter
 from hdtool.runtime.core.sequence import Finish, Stats, Step, room_for
-from hdtool.runtime.generate_settings import generate_options, refuse_settings
-from hdtool.runtime.grammar import Guide, guided_drafter, masks_of
+from hdtool.runtime.generation.grammar import Guide, guided_drafter, masks_of
+from hdtool.runtime.generation.settings import refuse_settings
+from hdtool.runtime.generation.text_stream import text_of
 from hdtool.runtime.kernels.linear import compile_linear_layers
 from hdtool.runtime.kernels.machine import dtype_name
 from hdtool.runtime.model.families import refuse_by_configuration
@@ -40,7 +41,7 @@ from hdtool.runtime.model.placement import use_planless_attention
 from hdtool.runtime.model.transformers_internals import cache_in
 from hdtool.runtime.target.load import Loaded, load_tokenizer, pick_device, pick_dtype
 from hdtool.runtime.target.target import Target
-from hdtool.runtime.text_stream import text_of
+from hdtool.runtime.samplers import generate_options, sampler_for
 
 COST_PLOT_INCHES, COST_PLOT_DPI = (7.0, 4.2), 150
 
@@ -215,7 +216,7 @@ def answer_steps(
 
     Prefix caching is off, because otherwise a contender would profit from prompts that another contender has prefilled.
     """
-    sampler, stops = loaded.sampler(sampling, prompt, max_new_tokens=max_tokens, first=masks)
+    sampler, stops = sampler_for(loaded, sampling, prompt, max_new_tokens=max_tokens, first=masks)
     return decode(
         loaded.target,
         prompt,

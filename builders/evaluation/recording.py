@@ -22,9 +22,9 @@ from hdtool.runtime.config import ModelConfig
 from hdtool.runtime.core.accept import Accepted
 from hdtool.runtime.core.engine import PassLog, PassOptions, Verified, WaitForResults
 from hdtool.runtime.core.tree import LARGEST_TREE, ROOT, DraftTree
+from hdtool.runtime.generation.text_stream import text_of
 from hdtool.runtime.model.pass_inputs import FULL, AttentionMasks, AttentionWindow
 from hdtool.runtime.target.load import load_stops, load_tokenizer
-from hdtool.runtime.text_stream import text_of
 
 
 @dataclass(frozen=True)

@@ -15,11 +15,12 @@ from hdtool.runtime.config import SamplingConfig
 from hdtool.runtime.core.drafter import Drafter, NoDraft
 from hdtool.runtime.core.sampler import Sampler
 from hdtool.runtime.core.sequence import room_for
-from hdtool.runtime.generate_settings import refuse_settings
-from hdtool.runtime.grammar import guided_drafter, masks_of
+from hdtool.runtime.generation.grammar import Guide, guided_drafter, masks_of
+from hdtool.runtime.generation.settings import refuse_settings
 from hdtool.runtime.model.placement import HIGHER_PRECISION, logits_after, logits_step_by_step, more_precise
 from hdtool.runtime.model.quantization import quantized_layers
 from hdtool.runtime.target.load import Loaded
+from hdtool.runtime.samplers import compiler_for, sampler_for
 
 
 class Oracle(StrEnum):
@@ -111,6 +112,7 @@ class Verifier:
         self._sampling = sampling
         self._drafter = drafter
         self._max_new_tokens, self._draft_tokens = max_new_tokens, draft_tokens
+        self._grammars = compiler_for(loaded)
 
     @property
     def oracles(self) -> list[Oracle]:
@@ -126,7 +128,7 @@ class Verifier:
         pairs = [(Oracle.PLAIN, plain, drafted)]
         if Oracle.GENERATE in self.oracles:
             room, _ = room_for(self._loaded.target, ids, self._max_new_tokens)
-            masks = masks_of(self._loaded.guide(grammar))
+            masks = masks_of(self._guide(grammar))
             expected = generate_ids(self._loaded, self._sampling, ids, room, masks=masks)
             pairs.append((Oracle.GENERATE, expected, plain))
         differences = [
@@ -155,10 +157,13 @@ class Verifier:
             return [Explanation(difference, reason=reason) for difference in differences]
         return [self._explained(*case, names) for case in zip(differences, working, step_by_step, strict=True)]
 
+    def _guide(self, grammar: Grammar | None) -> Guide | None:
+        return self._grammars.guide(grammar) if grammar else None
+
     def _decoded(
         self, ids: list[int], drafter: Drafter, grammar: Grammar | None, prediction: Sequence[int] = ()
     ) -> tuple[list[int], int]:
-        guide = self._loaded.guide(grammar)
+        guide = self._guide(grammar)
         drafter = guided_drafter(drafter, guide, self._draft_tokens)
         masks = masks_of(guide)
         steps = list(answer_steps(self._loaded, drafter, self._sampling, self._max_new_tokens, ids, masks, prediction))
@@ -183,11 +188,15 @@ class Verifier:
     def _explained(
         self, difference: Difference, working: torch.Tensor, precise: torch.Tensor, names: list[str]
     ) -> Explanation:
-        guide = self._loaded.guide(difference.grammar)
+        guide = self._guide(difference.grammar)
         if guide:
             guide.follow(difference.shared_ids)
-        sampler, _ = self._loaded.sampler(
-            self._sampling, difference.prompt_ids, max_new_tokens=self._max_new_tokens, first=masks_of(guide)
+        sampler, _ = sampler_for(
+            self._loaded,
+            self._sampling,
+            difference.prompt_ids,
+            max_new_tokens=self._max_new_tokens,
+            first=masks_of(guide),
         )
         sampler.context += difference.shared_ids
         rough, fine = (sampler.scores(logits.cpu()) for logits in (working, precise))

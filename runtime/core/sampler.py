@@ -322,7 +322,7 @@ def processors_of(config: SamplingConfig) -> LogitsProcessorList:
 
     An option that is None adds no processor.
 
-    ``runtime/generate_settings.py`` makes the processors of ``generate``, which include the model's own settings.
+    ``runtime/samplers.py`` makes the processors of ``generate``, which include the model's own settings.
     """
     chosen = LogitsProcessorList()
     if config.repetition_penalty not in (None, 1.0):

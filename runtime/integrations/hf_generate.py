@@ -29,8 +29,7 @@ from hdtool.runtime.core.sequence import Finish, Stats, Step
 from hdtool.runtime.drafters.deferred import deferred
 from hdtool.runtime.drafters.methods import drafters_for, history_for
 from hdtool.runtime.engines.stock.stock_model import embedded_tokens
-from hdtool.runtime.generate_settings import Stops
-from hdtool.runtime.grammar import GrammarCompiler, GrammarProcessor, Guide, guided_drafter
+from hdtool.runtime.generation.grammar import GrammarCompiler, GrammarProcessor, Guide, guided_drafter
 from hdtool.runtime.integrations.generate_request import GenerateRequest, Rollouts, UnsupportedCallError, predictions_of
 from hdtool.runtime.kernels.compile_process import DRAFTER, start_compiling
 from hdtool.runtime.model.families import refuse_by_configuration
@@ -42,6 +41,7 @@ from hdtool.runtime.model.transformers_internals import (
     processor_of_row,
     use_masked_attention,
 )
+from hdtool.runtime.samplers import Stops
 from hdtool.runtime.stores.store_set import StoreSet
 from hdtool.runtime.target.load import ends_of
 from hdtool.runtime.target.target import Target

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -17,13 +16,10 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoTokenizer,
 
 from hdtool.data.errors import FamilyError, HdtoolError, ModelError, OptionError, command_for_missing, did_you_mean
 from hdtool.data.stores.manifest import Checkpoint
-from hdtool.runtime.config import ModelConfig, SamplingConfig
+from hdtool.runtime.config import ModelConfig
 from hdtool.runtime.config.model import BLOCKS, DEVICES, INT8
-from hdtool.runtime.core.sampler import Sampler
-from hdtool.runtime.core.sequence import room_for
 from hdtool.runtime.engines.cuda.static_steps import never
-from hdtool.runtime.generate_settings import generation_settings, sampler_as_generate
-from hdtool.runtime.grammar import GrammarCompiler
+from hdtool.runtime.generation.settings import generation_settings
 from hdtool.runtime.kernels.compile_process import core_left_free
 from hdtool.runtime.kernels.experts import compile_experts
 from hdtool.runtime.kernels.linear import compile_linear_layers
@@ -42,7 +38,6 @@ from hdtool.runtime.target.int8_activations import NO_INT8, refuse_by_file, refu
 from hdtool.runtime.target.kept_proof import KeptProof, Proof, logits_hash, proof_of
 from hdtool.runtime.target.target import Target
 from hdtool.runtime.target.tensor_parallel import LeadingTarget, ProcessGroup, check_device, check_sharding, leader
-from hdtool.runtime.text_stream import StopTexts
 from hdtool.runtime.weights.assemble import name_after
 from hdtool.runtime.weights.checkpoint_identity import CONFIG_FILES, checkpoint_of, place_of
 from hdtool.runtime.weights.gguf_file import existing_parts, gguf_file
@@ -57,10 +52,7 @@ from hdtool.runtime.weights.stored_model import (
 )
 
 if TYPE_CHECKING:
-    from transformers import LogitsProcessor, PreTrainedModel, PreTrainedTokenizerBase
-
-    from hdtool.data.prompts import Grammar
-    from hdtool.runtime.grammar import Guide
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 T = TypeVar("T")
 
@@ -81,33 +73,6 @@ class Loaded:
     tokenizer: PreTrainedTokenizerBase
     checkpoint: Checkpoint | None = None
     """Checkpoint that the model was loaded from, which identifies the model's stores; None if unknown."""
-
-    def guide(self, grammar: Grammar | None) -> Guide | None:
-        """Return a guide that makes a new answer match the grammar; None without a grammar."""
-        return self._compiler.guide(grammar) if grammar else None
-
-    @cached_property
-    def _compiler(self) -> GrammarCompiler:
-        return GrammarCompiler(self.tokenizer, self.stops, self.target.vocabulary)
-
-    def sampler(
-        self,
-        config: SamplingConfig,
-        prompt: Sequence[int],
-        *,
-        max_new_tokens: int,
-        first: Sequence[LogitsProcessor] = (),
-    ) -> tuple[Sampler, Container[int]]:
-        """Return ``(sampler, stops)`` for an answer, with the settings that ``generate`` would use.
-
-        The logits processors ``first`` run before those that the settings define.
-        """
-        room, _ = room_for(self.target, prompt, max_new_tokens)
-        model = self.target.model
-        sampler, stops = sampler_as_generate(
-            model, self.tokenizer, config, prompt, max_new_tokens=room, ends=self.stops, first=first
-        )
-        return sampler, StopTexts(self.tokenizer, config.stop, stops) if config.stop else stops
 
     @property
     def stops(self) -> frozenset[int]:

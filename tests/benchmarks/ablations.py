@@ -39,6 +39,7 @@ from hdtool.runtime.core.drafter import Drafter
 from hdtool.runtime.core.sequence import Step
 from hdtool.runtime.drafters.methods import drafter_with_budget
 from hdtool.runtime.kernels.machine import machine
+from hdtool.runtime.samplers import sampler_for
 from hdtool.runtime.stores.store_set import StoreSet
 from hdtool.runtime.target.load import Loaded, load
 from hdtool.runtime.weights.checkpoint_identity import checkpoint_of
@@ -153,7 +154,7 @@ def _same(budget: Budget) -> Budget:
 def steps_of(
     loaded: Loaded, drafter: Drafter, asked: list[int], sampling: SamplingConfig, max_new_tokens: int
 ) -> list[Step]:
-    sampler, stops = loaded.sampler(sampling, asked, max_new_tokens=max_new_tokens)
+    sampler, stops = sampler_for(loaded, sampling, asked, max_new_tokens=max_new_tokens)
     return list(decode(loaded.target, asked, sampler, max_new_tokens=max_new_tokens, stops=stops, drafter=drafter))
 
 

@@ -21,6 +21,7 @@ from hdtool.runtime.config import METHODS, DecodeConfig, ModelConfig, SamplingCo
 from hdtool.runtime.core.drafter import Drafter, NoDraft
 from hdtool.runtime.drafters.methods import drafter_for
 from hdtool.runtime.kernels.machine import machine
+from hdtool.runtime.samplers import sampler_for
 from hdtool.runtime.stores.store_set import StoreSet
 from hdtool.runtime.target.load import Loaded, load
 from tests.support.oracle import generated
@@ -42,7 +43,7 @@ Ids = list[int]
 def answer(
     loaded: Loaded, ids: Ids, sampling: SamplingConfig, max_new_tokens: int, drafter: Drafter
 ) -> tuple[Ids, int]:
-    sampler, stops = loaded.sampler(sampling, ids, max_new_tokens=max_new_tokens)
+    sampler, stops = sampler_for(loaded, sampling, ids, max_new_tokens=max_new_tokens)
     steps = list(decode(loaded.target, ids, sampler, max_new_tokens=max_new_tokens, stops=stops, drafter=drafter))
     return [token for step in steps for token in step.tokens], len(steps)
 

@@ -42,11 +42,11 @@ from hdtool.runtime.core.drafter import NoDraft
 from hdtool.runtime.core.sequence import SequenceState, Stats, Step
 from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
 from hdtool.runtime.engines.cpu import tree_pass
+from hdtool.runtime.generation.text_stream import TextStream
 from hdtool.runtime.kernels.linear import compile_linear_layers
 from hdtool.runtime.kernels.machine import machine
 from hdtool.runtime.target.load import Loaded, load
 from hdtool.runtime.target.target import Target
-from hdtool.runtime.text_stream import TextStream
 
 METHODS = {"plain": ("ar", None), "hd, 32 nodes": ("hd", 32), "hd+logitspec, 32": ("hd+logitspec", 32)}
 MEASURED = {"hd, as many as pay": ("hd", None)}

@@ -26,6 +26,7 @@ from hdtool.runtime.config.model import ACTIVATIONS
 from hdtool.runtime.core.drafter import Drafter, NoDraft, WrappedDrafter
 from hdtool.runtime.drafters.methods import drafter_for
 from hdtool.runtime.kernels.machine import machine
+from hdtool.runtime.samplers import sampler_for
 from hdtool.runtime.stores.store_set import StoreSet
 from hdtool.runtime.target.load import Loaded, load
 
@@ -52,7 +53,7 @@ def tokens_and_steps(
     loaded: Loaded, drafter: Drafter, asked: list[int], sampling: SamplingConfig, max_new_tokens: int
 ) -> tuple[list[int], int]:
     """Return the answer and the number of its steps without the prefill."""
-    sampler, stops = loaded.sampler(sampling, asked, max_new_tokens=max_new_tokens)
+    sampler, stops = sampler_for(loaded, sampling, asked, max_new_tokens=max_new_tokens)
     steps = list(decode(loaded.target, asked, sampler, max_new_tokens=max_new_tokens, stops=stops, drafter=drafter))
     return [token for step in steps for token in step.tokens], len(steps) - 1
 

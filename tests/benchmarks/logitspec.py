@@ -42,6 +42,7 @@ from hdtool.runtime.core.tree import DraftTree
 from hdtool.runtime.drafters.logitspec import LogitSpec
 from hdtool.runtime.drafters.methods import drafter_for
 from hdtool.runtime.kernels.machine import machine
+from hdtool.runtime.samplers import sampler_for
 from hdtool.runtime.stores.store_set import StoreSet
 from hdtool.runtime.target.load import Loaded, load
 
@@ -71,7 +72,7 @@ class Bench:
         return drafter_for(config, self.loaded.target, self.store_set)
 
     def answer(self, prompt: Ids, drafter: Drafter, sampling: SamplingConfig | None = None) -> list[Step]:
-        sampler, stops = self.loaded.sampler(sampling or SamplingConfig(), prompt, max_new_tokens=self.tokens)
+        sampler, stops = sampler_for(self.loaded, sampling or SamplingConfig(), prompt, max_new_tokens=self.tokens)
         return list(
             decode(self.loaded.target, prompt, sampler, max_new_tokens=self.tokens, stops=stops, drafter=drafter)
         )

@@ -29,6 +29,7 @@ from hdtool.runtime.config import DecodeConfig, ModelConfig, SamplingConfig, Sto
 from hdtool.runtime.core.drafter import Drafter
 from hdtool.runtime.drafters.methods import drafter_with_budget
 from hdtool.runtime.kernels.machine import machine
+from hdtool.runtime.samplers import sampler_for
 from hdtool.runtime.stores.store_set import StoreSet
 from hdtool.runtime.target.load import Loaded, load
 
@@ -51,7 +52,7 @@ def answer(
     loaded: Loaded, prompt: list[int], drafter: Drafter | None, max_new_tokens: int, sampling: SamplingConfig
 ) -> tuple[list[int], float, int]:
     """Return the tokens of an answer, the seconds after the first token, and the number of steps after it."""
-    sampler, _ = loaded.sampler(sampling, prompt, max_new_tokens=max_new_tokens)
+    sampler, _ = sampler_for(loaded, sampling, prompt, max_new_tokens=max_new_tokens)
     steps = decode(loaded.target, prompt, sampler, max_new_tokens=max_new_tokens, drafter=drafter)
     clock = time.process_time if loaded.target.device.type == "cpu" else time.perf_counter
     tokens = [*next(steps).tokens]

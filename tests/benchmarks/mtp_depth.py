@@ -19,6 +19,7 @@ from hdtool.data.prompts import read_prompts
 from hdtool.runtime.answerer import decode
 from hdtool.runtime.config import DecodeConfig, SamplingConfig, StoresConfig
 from hdtool.runtime.drafters.methods import drafter_for
+from hdtool.runtime.samplers import sampler_for
 from hdtool.runtime.stores.store_set import StoreSet
 from hdtool.runtime.target.load import Loaded, load
 
@@ -60,7 +61,7 @@ def main() -> None:
         answers = {}
         for case in cases[number % len(cases) :] + cases[: number % len(cases)]:
             drafter = drafter_of(case[0], case[1], loaded, stores, is_measured=case[2])
-            sampler, stops = loaded.sampler(SamplingConfig(), ids, max_new_tokens=options.max_new_tokens)
+            sampler, stops = sampler_for(loaded, SamplingConfig(), ids, max_new_tokens=options.max_new_tokens)
             began, answer = time.perf_counter(), list[int]()
             for step in decode(
                 loaded.target, ids, sampler, max_new_tokens=options.max_new_tokens, stops=stops, drafter=drafter

@@ -27,6 +27,7 @@ from hdtool.runtime.answerer import decode
 from hdtool.runtime.config import DecodeConfig, SamplingConfig
 from hdtool.runtime.drafters.methods import drafter_for
 from hdtool.runtime.drafters.trained.mtp import WithMtpLayers, patterns_of
+from hdtool.runtime.samplers import sampler_for
 from hdtool.runtime.stores.corpus_index import CorpusIndex
 from hdtool.runtime.stores.store_set import StoreSet
 from hdtool.runtime.target.load import Loaded, load
@@ -90,7 +91,7 @@ def own_answer(
     loaded: Loaded, method: str, nodes: int | None, ids: list[int], max_new_tokens: int
 ) -> tuple[list[int], int]:
     drafter = drafter_for(DecodeConfig(method, draft_tokens=nodes), loaded.target, StoreSet())
-    sampler, stops = loaded.sampler(SamplingConfig(), ids, max_new_tokens=max_new_tokens)
+    sampler, stops = sampler_for(loaded, SamplingConfig(), ids, max_new_tokens=max_new_tokens)
     steps = list(decode(loaded.target, ids, sampler, max_new_tokens=max_new_tokens, stops=stops, drafter=drafter))
     return [token for step in steps for token in step.tokens], len(steps)
 

@@ -24,6 +24,7 @@ from hdtool.runtime.core.drafter import Drafter, NoDraft
 from hdtool.runtime.core.sequence import Stats
 from hdtool.runtime.drafters.methods import drafter_for
 from hdtool.runtime.kernels.machine import machine
+from hdtool.runtime.samplers import sampler_for
 from hdtool.runtime.stores.store_set import StoreSet
 from hdtool.runtime.target.load import Loaded, load
 
@@ -54,7 +55,7 @@ def predictions(answers: Sequence[Ids], number: int) -> dict[str, Ids]:
 
 
 def answer(loaded: Loaded, prompt: Ids, drafter: Drafter, max_new_tokens: int, prediction: Ids) -> tuple[Stats, Ids]:
-    sampler, stops = loaded.sampler(SamplingConfig(), prompt, max_new_tokens=max_new_tokens)
+    sampler, stops = sampler_for(loaded, SamplingConfig(), prompt, max_new_tokens=max_new_tokens)
     stats, said = Stats(), []
     for step in decode(
         loaded.target,

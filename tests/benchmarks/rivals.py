@@ -48,7 +48,7 @@ from hdtool.data.progress import progress_bar
 from hdtool.data.prompts import Prompt, interleave_tasks, read_prompts, tasks_of
 from hdtool.runtime.config import DecodeConfig, ModelConfig, SamplingConfig, StoresConfig
 from hdtool.runtime.config.model import ACTIVATIONS
-from hdtool.runtime.grammar import Guide
+from hdtool.runtime.generation.grammar import Guide
 from hdtool.runtime.kernels.machine import machine
 from hdtool.runtime.stores.store_set import StoreSet
 from hdtool.runtime.target.load import Loaded, load

@@ -15,6 +15,7 @@ from hdtool import ModelConfig, SamplingConfig, decode, load
 from hdtool.data.chat import encode_conversation
 from hdtool.runtime.target.load import Loaded
 from hdtool.runtime.target.threads import choose_threads
+from hdtool.runtime.samplers import sampler_for
 
 DOCS = Path(__file__).parents[2] / "docs"
 QUESTION = "\n\nName the topic of this text."
@@ -31,7 +32,7 @@ def first_prompt(loaded: Loaded, tokens: int) -> str:
 
 def answered(loaded: Loaded, ids: list[int], *, cached: bool) -> tuple[str, float, int]:
     """Return the answer, the seconds to its first token, and the number of cached prompt tokens."""
-    sampler, stops = loaded.sampler(SamplingConfig(), ids, max_new_tokens=MAX_NEW_TOKENS)
+    sampler, stops = sampler_for(loaded, SamplingConfig(), ids, max_new_tokens=MAX_NEW_TOKENS)
     started = time.perf_counter()
     steps = decode(loaded.target, ids, sampler, max_new_tokens=MAX_NEW_TOKENS, stops=stops, prefix_caching=cached)
     first = next(steps)

@@ -15,6 +15,7 @@ from hdtool.runtime.budget.node_budget import FixedBudget
 from hdtool.runtime.config import ModelConfig, SamplingConfig, StoresConfig
 from hdtool.runtime.core.loop import Request
 from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
+from hdtool.runtime.samplers import sampler_for
 from hdtool.runtime.stores.history_store import History
 from hdtool.runtime.stores.store_set import StoreSet
 from hdtool.runtime.target.load import Loaded, load
@@ -30,7 +31,7 @@ def answers(
     requests = []
     for seed in range(samples):
         sampling = SamplingConfig(temperature=temperature, seed=seed)
-        sampler, stops = loaded.sampler(sampling, ids, max_new_tokens=MAX_NEW_TOKENS)
+        sampler, stops = sampler_for(loaded, sampling, ids, max_new_tokens=MAX_NEW_TOKENS)
         drafter = Hierarchy(stores.model, stores.corpus, budget=FixedBudget(NODES), history=history)
         requests.append(Request(seed, ids, sampler, drafter, stops))
     tokens: dict[int, list[int]] = {seed: [] for seed in range(samples)}

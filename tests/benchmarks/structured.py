@@ -32,8 +32,9 @@ from hdtool.runtime.core.drafter import Drafter
 from hdtool.runtime.core.sequence import Finish
 from hdtool.runtime.core.tree import LARGEST_TREE
 from hdtool.runtime.drafters.methods import drafter_for
-from hdtool.runtime.grammar import GrammarCompiler, GrammarProcessor, guided_drafter
+from hdtool.runtime.generation.grammar import GrammarCompiler, GrammarProcessor, guided_drafter
 from hdtool.runtime.kernels.machine import machine
+from hdtool.runtime.samplers import compiler_for, sampler_for
 from hdtool.runtime.stores.store_set import StoreSet
 from hdtool.runtime.target.load import Loaded, load
 from tests.support.json_schemas import JSON_SCHEMAS
@@ -90,8 +91,8 @@ def answer(
     if mode == GUIDED:
         drafter = guided_drafter(drafter, guide, LARGEST_TREE)
     sampling = SamplingConfig(temperature=options.temperature, seed=1)
-    sampler, stops = loaded.sampler(
-        sampling, asked, max_new_tokens=options.max_new_tokens, first=[GrammarProcessor(guide)]
+    sampler, stops = sampler_for(
+        loaded, sampling, asked, max_new_tokens=options.max_new_tokens, first=[GrammarProcessor(guide)]
     )
     tokens: list[int] = []
     drafted: list[bool] = []
@@ -137,7 +138,7 @@ def main() -> None:
     loading = ModelConfig(options.model, device="cpu", activations=options.activations)
     loaded = load(loading)
     options.stores = stores_of_real_model(loading) if options.demo_stores else StoresConfig("none", "none")
-    compiler = GrammarCompiler(loaded.tokenizer, loaded.stops, loaded.target.vocabulary)
+    compiler = compiler_for(loaded)
     measured = {mode: Measured() for mode in MODES}
     warm = Grammar.regex("[a-z]{8}")
     for mode in MODES:  # warm-up: compiles, and measures passes

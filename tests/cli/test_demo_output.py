@@ -14,7 +14,7 @@ from hdtool.data.prompts import read_prompts
 from hdtool.runtime.config.source_names import SourceId
 from hdtool.runtime.core.sequence import Stats, Step
 from hdtool.runtime.core.tree import DraftTree
-from hdtool.runtime.text_stream import Piece
+from hdtool.runtime.generation.text_stream import Piece
 
 PIECES: list[Piece] = [
     (text, SourceId.CONTEXT if number % 3 else SourceId.NONE)

@@ -19,8 +19,9 @@ from hdtool.runtime.budget.node_budget import FixedBudget
 from hdtool.runtime.config import ModelConfig, SamplingConfig
 from hdtool.runtime.core.loop import Request
 from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
-from hdtool.runtime.generate_settings import NEUTRAL_SETTINGS, REFUSED_SETTINGS, generate_options, generation_settings
 from hdtool.runtime.target.load import Loaded, load
+from hdtool.runtime.generation.settings import REFUSED_SETTINGS, generation_settings
+from hdtool.runtime.samplers import NEUTRAL_SETTINGS, generate_options, sampler_for
 
 MAX_NEW_TOKENS = 80
 ASKED = [{"role": "user", "content": "Tom has 3 boxes with 12 pencils each. How many pencils does he have?"}]
@@ -147,7 +148,7 @@ def generated(loaded: Loaded, ids: list[int], max_new_tokens: int = MAX_NEW_TOKE
 
 def answered(loaded: Loaded, ids: list[int], max_new_tokens: int = MAX_NEW_TOKENS) -> list[int]:
     """By hd, which drafts and has something accepted."""
-    sampler, stops = loaded.sampler(SamplingConfig(), ids, max_new_tokens=max_new_tokens)
+    sampler, stops = sampler_for(loaded, SamplingConfig(), ids, max_new_tokens=max_new_tokens)
     drafter = Hierarchy(budget=FixedBudget(12), recycled=True, last=True)
     steps = decode(loaded.target, ids, sampler, max_new_tokens=max_new_tokens, stops=stops, drafter=drafter)
     return [token for step in steps for token in step.tokens]
@@ -173,7 +174,7 @@ def test_a_setting_of_the_model_is_applied_as_in_generate(name: str, loaded: Loa
     assert expected != plain, "a value that changes nothing tests nothing"
     assert answered(loaded, ids) == expected
     config = SamplingConfig()
-    sampler, stops = loaded.sampler(config, ids, max_new_tokens=MAX_NEW_TOKENS)
+    sampler, stops = sampler_for(loaded, config, ids, max_new_tokens=MAX_NEW_TOKENS)
     requests = iter([Request(0, ids, sampler, Hierarchy(budget=FixedBudget(12)), stops)])
     steps = decode_batch(loaded.target, lambda: next(requests, None), 2, max_new_tokens=MAX_NEW_TOKENS)
     assert [token for _, step in steps for token in step.tokens] == expected
@@ -185,7 +186,7 @@ def test_sampled_scores_are_those_of_generate(name: str, loaded: Loaded, plain: 
     """From the raw logits that generate had, the prepared processors compute its scores, in every step."""
     ids = encode_conversation(loaded.tokenizer, ASKED)
     model: Any = loaded.target.model
-    without, _ = loaded.sampler(SamplingConfig(1.0), ids, max_new_tokens=MAX_NEW_TOKENS)
+    without, _ = sampler_for(loaded, SamplingConfig(1.0), ids, max_new_tokens=MAX_NEW_TOKENS)
     setattr(model.generation_config, name, value_of(name, (GREEDY | SAMPLED)[name], plain))
     torch.manual_seed(0)
     asked = torch.tensor([ids])
@@ -193,7 +194,7 @@ def test_sampled_scores_are_those_of_generate(name: str, loaded: Loaded, plain: 
         asked, attention_mask=torch.ones_like(asked), do_sample=True, max_new_tokens=20, output_logits=True,
         output_scores=True, return_dict_in_generate=True, eos_token_id=sorted(loaded.stops),
     )  # fmt: skip
-    ours, _ = loaded.sampler(SamplingConfig(1.0), ids, max_new_tokens=20)
+    ours, _ = sampler_for(loaded, SamplingConfig(1.0), ids, max_new_tokens=20)
     changed = False
     for raw, scores, token in zip(theirs.logits, theirs.scores, theirs.sequences[0, len(ids) :].tolist(), strict=True):
         torch.testing.assert_close(ours.scores(raw[0]), scores[0])
@@ -214,7 +215,7 @@ def test_options_not_given_are_the_defaults_of_generate(settings: dict[str, Any]
         asked, attention_mask=torch.ones_like(asked), do_sample=True, temperature=1.3, max_new_tokens=10,
         output_logits=True, output_scores=True, return_dict_in_generate=True, **settings,
     )  # fmt: skip
-    ours, _ = loaded.sampler(SamplingConfig(1.3, **settings), ids, max_new_tokens=10)
+    ours, _ = sampler_for(loaded, SamplingConfig(1.3, **settings), ids, max_new_tokens=10)
     for raw, scores, token in zip(theirs.logits, theirs.scores, theirs.sequences[0, len(ids) :].tolist(), strict=True):
         torch.testing.assert_close(ours.scores(raw[0]), scores[0])
         ours.context.append(token)
@@ -226,7 +227,7 @@ def test_unsupported_settings_are_refused_by_name(name: str, loaded: Loaded) -> 
     with pytest.raises(
         ModelError, match=rf"^{name} is .* in the model's generation settings, but .*--generation-config"
     ):
-        loaded.sampler(SamplingConfig(), [1, 2, 3], max_new_tokens=4)
+        sampler_for(loaded, SamplingConfig(), [1, 2, 3], max_new_tokens=4)
 
 
 def test_a_forced_first_token(loaded: Loaded) -> None:
@@ -242,22 +243,22 @@ def test_a_forced_last_token(loaded: Loaded) -> None:
 
 def test_values_that_are_not_numbers_are_removed_where_the_model_says_so(loaded: Loaded) -> None:
     overflowed = torch.tensor([1.0, float("nan"), float("inf")])
-    usual, _ = loaded.sampler(SamplingConfig(), [5, 6], max_new_tokens=4)
+    usual, _ = sampler_for(loaded, SamplingConfig(), [5, 6], max_new_tokens=4)
     assert not usual.scores(overflowed).isfinite().all()
     loaded.target.model.generation_config.remove_invalid_values = True
-    removing, _ = loaded.sampler(SamplingConfig(), [5, 6], max_new_tokens=4)
+    removing, _ = sampler_for(loaded, SamplingConfig(), [5, 6], max_new_tokens=4)
     assert removing.scores(overflowed).isfinite().all()
 
 
 def test_without_settings_greedy_decoding_has_no_processors(loaded: Loaded) -> None:
-    sampler, stops = loaded.sampler(SamplingConfig(), [5, 6], max_new_tokens=4)
+    sampler, stops = sampler_for(loaded, SamplingConfig(), [5, 6], max_new_tokens=4)
     assert sampler.only_argmax and stops == loaded.stops
 
 
 def test_invalid_settings_give_one_line(loaded: Loaded) -> None:
     loaded.target.model.generation_config.bad_words_ids = "nonsense"
     with pytest.raises(ModelError, match="the generation settings of the model cannot be used") as found:
-        loaded.sampler(SamplingConfig(), [5, 6], max_new_tokens=4)
+        sampler_for(loaded, SamplingConfig(), [5, 6], max_new_tokens=4)
     assert "\n" not in str(found.value)
 
 

@@ -40,11 +40,12 @@ from hdtool.runtime.core.tree import LARGEST_TREE, UNDETERMINED, DraftTree
 from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
 from hdtool.runtime.engines.cpu import tree_pass
 from hdtool.runtime.engines.cpu.pass_kernel import compute_tree
-from hdtool.runtime.grammar import GrammarCompiler, Guide, GuidedDrafter, guided_drafter, masks_of
+from hdtool.runtime.generation.grammar import GrammarCompiler, Guide, GuidedDrafter, guided_drafter, masks_of
 from hdtool.runtime.integrations.hf_generate import Generator
 from hdtool.runtime.integrations.server.formats import TokenLogprobs
 from hdtool.runtime.integrations.server.preparation import LogprobRecorder
 from hdtool.runtime.target.load import Loaded, load
+from hdtool.runtime.samplers import compiler_for
 from tests.support.grammars import LARGE_GRAMMARS
 from tests.support.json_schemas import JSON_SCHEMAS
 
@@ -63,7 +64,7 @@ def embedded() -> Loaded:
 
 @pytest.fixture(scope="module")
 def compiler(embedded: Loaded) -> GrammarCompiler:
-    return GrammarCompiler(embedded.tokenizer, embedded.stops, embedded.target.vocabulary)
+    return compiler_for(embedded)
 
 
 class OracleMask(LogitsProcessor):
@@ -386,7 +387,7 @@ class TestTrees:
 
 
 def oracle_forced(compiler: GrammarCompiler, matcher: LLMatcher) -> list[int]:
-    from hdtool.runtime.grammar import Guide
+    from hdtool.runtime.generation.grammar import Guide
 
     return Guide(matcher.deep_copy(), compiler._tokenizer).forced()
 

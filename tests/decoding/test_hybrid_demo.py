@@ -24,6 +24,7 @@ from hdtool.runtime.core.prefix_cache import MIN_TAIL_PROMPT, TAIL_TOKENS, Prefi
 from hdtool.runtime.core.sequence import Step
 from hdtool.runtime.drafters.methods import drafter_for
 from hdtool.runtime.integrations.hf_generate import Generator
+from hdtool.runtime.samplers import sampler_for
 from hdtool.runtime.stores.corpus_index import CorpusIndex
 from hdtool.runtime.stores.store_set import StoreSet
 from hdtool.runtime.target.load import Loaded, load
@@ -65,7 +66,7 @@ def by_the_library(loaded: Loaded, prompt: list[int], sampling: SamplingConfig, 
     """An answer token by token, by the library's passes and cache and hdtool's sampler."""
     model: Any = loaded.target.model
     used = DynamicCache(config=model.config)
-    sampler, stops = loaded.sampler(sampling, prompt, max_new_tokens=max_new_tokens)
+    sampler, stops = sampler_for(loaded, sampling, prompt, max_new_tokens=max_new_tokens)
     answer: list[int] = []
     while len(answer) < max_new_tokens and not (answer and answer[-1] in stops):
         read = torch.tensor([answer[-1:] or prompt])
@@ -89,7 +90,7 @@ def answer(
     *,
     cached: bool = True,
 ) -> list[Step]:
-    sampler, stops = loaded.sampler(sampling, prompt, max_new_tokens=max_new_tokens)
+    sampler, stops = sampler_for(loaded, sampling, prompt, max_new_tokens=max_new_tokens)
     return list(
         decode(
             loaded.target,

@@ -14,7 +14,7 @@ from hdtool.data.prompts import Prompt
 from hdtool.runtime.answerer import Answerer
 from hdtool.runtime.config import DecodeConfig, ModelConfig, SamplingConfig
 from hdtool.runtime.config.source_names import SourceId
-from hdtool.runtime.text_stream import before_stop, cut_at_stop
+from hdtool.runtime.generation.text_stream import before_stop, cut_at_stop
 
 TEXTS = st.text("ab\n", max_size=12)
 QUESTIONS = ("def read(path):", "What is a list in Python?", "import os")

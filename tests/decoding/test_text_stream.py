@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from hdtool.data import demo
-from hdtool.runtime.text_stream import REPLACEMENT, TextStream, bytes_of, text_of
+from hdtool.runtime.generation.text_stream import REPLACEMENT, TextStream, bytes_of, text_of
 
 
 @cache

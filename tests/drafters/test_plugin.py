@@ -32,11 +32,11 @@ from hdtool.runtime.core.sequence import Stats
 from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
 from hdtool.runtime.drafters.hierarchy.evidence import MAX_PLUGIN_POSITIONS
 from hdtool.runtime.drafters.methods import drafter_with_budget
+from hdtool.runtime.generation.text_stream import text_of
 from hdtool.runtime.kernels.compiled import HAS_CLOCK
 from hdtool.runtime.stores.store_set import StoreSet
 from hdtool.runtime.target.load import load_tokenizer
 from hdtool.runtime.target.target import Target
-from hdtool.runtime.text_stream import text_of
 from tests.support.decoding import output_tokens, run
 from tests.support.families import model_of
 from tests.support.oracle import prompt_of

@@ -52,11 +52,11 @@ from hdtool.data.prompts import Prompt
 from hdtool.data.stores.manifest import TokenizerFingerprint
 from hdtool.runtime.config import ModelConfig
 from hdtool.runtime.config.source_names import SourceId
+from hdtool.runtime.generation.text_stream import text_of
 from hdtool.runtime.stores.corpus_index import CorpusIndex
 from hdtool.runtime.stores.model_store import ModelStore
 from hdtool.runtime.stores.store_set import StoreSet
 from hdtool.runtime.target.load import load_tokenizer
-from hdtool.runtime.text_stream import text_of
 from tests.support.spec_bench_answers import answered, turn_of
 
 SHELF = StoreSet(ModelStore(demo.MODEL_STORE), CorpusIndex(demo.CORPUS_INDEX))

@@ -28,7 +28,7 @@ from hdtool.data.conversation_shapes import AnsweredTurn
 from hdtool.data.errors import ModelError, PromptError
 from hdtool.data.prompts import Prompt, interleave_categories, interleave_tasks, read_prompts, tasks_of
 from hdtool.runtime.config import PEERS, BenchConfig, DecodeConfig, ModelConfig, SamplingConfig
-from hdtool.runtime.grammar import Guide
+from hdtool.runtime.generation.grammar import Guide
 from hdtool.runtime.kernels.linear import has_compiled_layers
 from hdtool.runtime.stores.store_set import StoreSet
 from hdtool.runtime.target.load import Loaded, load

@@ -43,10 +43,10 @@ from hdtool.runtime.config.source_names import SourceId
 from hdtool.runtime.core.sampler import Sampler
 from hdtool.runtime.core.sequence import Finish, Step
 from hdtool.runtime.drafters.methods import drafter_for
+from hdtool.runtime.generation.text_stream import text_of
 from hdtool.runtime.stores.history_store import History
 from hdtool.runtime.stores.store_set import StoreSet
 from hdtool.runtime.target.load import Loaded, load
-from hdtool.runtime.text_stream import text_of
 from tests.support.processes import HDTOOL, read_until, start, wait_until
 from tests.support.trees import tokens_to, trees
 

@@ -17,6 +17,7 @@ from hdtool.data.chat import encode_conversation
 from hdtool.data.prompts import Grammar, Prompt
 from hdtool.runtime.config import DecodeConfig, ModelConfig, SamplingConfig
 from hdtool.runtime.core.drafter import NoDraft
+from hdtool.runtime.samplers import compiler_for
 from hdtool.runtime.stores.store_set import StoreSet
 from hdtool.runtime.target.load import Loaded, load
 
@@ -69,7 +70,7 @@ def test_verify_finds_a_choice_that_the_grammar_forbids(embedded: Loaded) -> Non
     contender = ContenderFactory(
         embedded, StoreSet(databases="C"), ModelConfig(), DecodeConfig(max_new_tokens=20), SamplingConfig()
     ).contenders(["ar"])["ar"]
-    answer = contender.answer(ids, embedded.guide(grammar)).output_ids
+    answer = contender.answer(ids, compiler_for(embedded).guide(grammar)).output_ids
     free = contender.answer(ids).output_ids
     assert answer[0] != free[0], "a free answer must begin otherwise for this test to show anything"
     first = Difference("it", Oracle.PLAIN, ids, [], answer[0], free[0], grammar=grammar)
@@ -86,7 +87,7 @@ def test_every_contender_follows_the_grammar(embedded: Loaded) -> None:
     lineup = ContenderFactory(embedded, StoreSet(databases="C"), ModelConfig(), decoding, SamplingConfig())
     grammar = Grammar.json_schema(SCHEMA)
     found = {
-        name: contender.answer(ids, embedded.guide(grammar))
+        name: contender.answer(ids, compiler_for(embedded).guide(grammar))
         for name, contender in lineup.contenders(["generate", "ar", "pld", "hd", "logitspec", "suffix"]).items()
     }
     assert VALID.fullmatch(found["ar"].text)

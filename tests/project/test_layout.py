@@ -16,11 +16,25 @@ MAY_IMPORT = {
     "builders": {"data", "runtime", "builders"},
     "cli": {"data", "runtime", "builders", "cli"},
 }
+ABOVE_CORE = {
+    f"runtime/{name}" for name in ("model", "engines", "weights", "drafters", "budget", "stores", "integrations")
+}
 NOT_FOR = {
+<<<<<<< ours
     "runtime/core": {
         f"runtime/{name}" for name in ("model", "engines", "weights", "drafters", "budget", "stores", "integrations")
     },
     "runtime/kernels": {"runtime/caches", "runtime/model", "runtime/program", "runtime/stores", "runtime/drafters"},
+||||||| base
+    "runtime/core": {
+        f"runtime/{name}" for name in ("model", "engines", "weights", "drafters", "budget", "stores", "integrations")
+    },
+    "runtime/kernels": {"runtime/model", "runtime/stores", "runtime/drafters"},
+=======
+    "runtime/core": {*ABOVE_CORE, "runtime/generation"},
+    "runtime/generation": ABOVE_CORE,
+    "runtime/kernels": {"runtime/model", "runtime/stores", "runtime/drafters"},
+>>>>>>> theirs
     "runtime/stores": {"runtime/model", "runtime/drafters", "runtime/integrations"},
     "runtime/model": {"runtime/engines", "runtime/drafters", "runtime/integrations"},
     "runtime/engines": {"runtime/target", "runtime/drafters", "runtime/integrations"},
@@ -31,8 +45,19 @@ NOT_FOR = {
 """What a folder must not import, beside what its top-level folder must not."""
 KNOTS = (
     {
+<<<<<<< ours
         *("runtime", "runtime/budget", "runtime/target", "runtime/drafters"),
         *(f"runtime/drafters/{name}" for name in ("heads", "hierarchy", "published", "trained")),
+||||||| base
+        "runtime",
+        *(f"runtime/{name}" for name in ("budget", "engines", "engines/cpu", "engines/cpu/mixers", "engines/cuda")),
+        *(f"runtime/{name}" for name in ("model", "model/cache", "model/checks", "model/recurrent", "weights")),
+        "runtime/drafters",
+        *(f"runtime/drafters/{name}" for name in ("heads", "hierarchy", "published", "trained")),
+=======
+        *(f"runtime/{name}" for name in ("engines", "engines/cpu", "engines/cpu/mixers", "engines/cuda")),
+        *(f"runtime/{name}" for name in ("model", "model/cache", "model/checks", "model/recurrent", "weights")),
+>>>>>>> theirs
     },
 )
 """Folders that still import each other; no other folder may, and each of these sets may only shrink."""

@@ -11,7 +11,8 @@ from hdtool.data.chat import encode_conversation
 from hdtool.runtime.answerer import decode
 from hdtool.runtime.config import SamplingConfig
 from hdtool.runtime.target.load import Loaded
-from hdtool.runtime.text_stream import text_of
+from hdtool.runtime.generation.text_stream import text_of
+from hdtool.runtime.samplers import sampler_for
 
 
 def plain_ids(
@@ -25,7 +26,7 @@ def plain_ids(
     **settings: Any,
 ) -> list[int]:
     config = SamplingConfig(temperature=temperature, seed=seed, **settings)
-    sampler, stops = loaded.sampler(config, ids, max_new_tokens=max_new_tokens, first=first)
+    sampler, stops = sampler_for(loaded, config, ids, max_new_tokens=max_new_tokens, first=first)
     steps = decode(loaded.target, ids, sampler, max_new_tokens=max_new_tokens, stops=stops, prefix_caching=False)
     return [token for step in steps for token in step.tokens]
 

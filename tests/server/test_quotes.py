@@ -15,6 +15,7 @@ from hdtool.runtime.config.source_names import SourceId
 from hdtool.runtime.core.sampler import Sampler
 from hdtool.runtime.core.sequence import Stats
 from hdtool.runtime.drafters.methods import drafter_for
+from hdtool.runtime.generation.text_stream import text_of
 from hdtool.runtime.integrations.server.formats import usage_of
 from hdtool.runtime.integrations.server.messages_api import MessagesRequest
 from hdtool.runtime.integrations.server.preparation import (
@@ -28,7 +29,6 @@ from hdtool.runtime.integrations.server.requests import ChatRequest
 from hdtool.runtime.integrations.server.responses_api import ResponsesRequest
 from hdtool.runtime.stores.store_set import StoreSet
 from hdtool.runtime.target.load import Loaded
-from hdtool.runtime.text_stream import text_of
 from tests.support.server import RunningServer
 
 CHAT = "/v1/chat/completions"

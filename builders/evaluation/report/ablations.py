@@ -43,9 +43,9 @@ from hdtool.data.texts_and_traces import RecordedAnswer, Trace
 from hdtool.runtime.budget.cost_curve import CostCurve
 from hdtool.runtime.config import FIXED_BUDGET, SOURCE_LETTERS, DecodeConfig
 from hdtool.runtime.config.source_names import SourceId, source_of
+from hdtool.runtime.generation.text_stream import TextStream
 from hdtool.runtime.stores.corpus_index import CorpusIndex
 from hdtool.runtime.stores.store_set import StoreSet
-from hdtool.runtime.text_stream import TextStream
 
 CASE_LENGTHS = range(60, 301)
 """Lengths, in tokens, of answers that are worth showing and fit a screen."""

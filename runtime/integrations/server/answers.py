@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from hdtool.data.errors import HdtoolError
 from hdtool.runtime.core.sequence import Finish, Stats, Step
+from hdtool.runtime.generation.text_stream import TextStream, cut_of
 from hdtool.runtime.integrations.server.formats import (
     OVERLOADED,
     SERVER,
@@ -31,7 +32,6 @@ from hdtool.runtime.integrations.server.tool_calls import (
     calls_of,
 )
 from hdtool.runtime.target.load import Loaded
-from hdtool.runtime.text_stream import TextStream, cut_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from hdtool.data.errors import HdtoolError
 from hdtool.runtime.core.sequence import Stats
+from hdtool.runtime.generation.text_stream import bytes_of, token_text
 from hdtool.runtime.integrations.server.tool_calls import ToolCall
-from hdtool.runtime.text_stream import bytes_of, token_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -20,7 +20,7 @@ from hdtool.runtime.budget.measure_passes import quick_record
 from hdtool.runtime.config import DecodeConfig, ModelConfig, SamplingConfig, ServerConfig, StoresConfig
 from hdtool.runtime.core.sampler import compile_sampling
 from hdtool.runtime.drafters.methods import compile_ahead, finish_compiling
-from hdtool.runtime.generate_settings import refuse_settings
+from hdtool.runtime.generation.settings import refuse_settings
 from hdtool.runtime.integrations.server.app import API_KEY_VARIABLE, ApiKeys, Server, TimedProtocol
 from hdtool.runtime.integrations.server.bodies import MIB
 from hdtool.runtime.integrations.server.preparation import Preparer

@@ -40,7 +40,8 @@ from hdtool.runtime.core.engine import Verified
 from hdtool.runtime.core.loop import Request
 from hdtool.runtime.core.sampler import Sampler, seed_of
 from hdtool.runtime.core.sequence import Step, room_for
-from hdtool.runtime.grammar import Guide, guided_drafter, masks_of
+from hdtool.runtime.generation.grammar import Guide, guided_drafter, masks_of
+from hdtool.runtime.generation.text_stream import text_of
 from hdtool.runtime.integrations.server.formats import RequestError, TokenLogprobs
 from hdtool.runtime.integrations.server.requests import (
     MAX_PROMPTS,
@@ -55,7 +56,7 @@ from hdtool.runtime.integrations.server.requests import (
 from hdtool.runtime.integrations.server.scheduler import AnswerJob
 from hdtool.runtime.kernels.compiled import Ints
 from hdtool.runtime.target.load import Loaded
-from hdtool.runtime.text_stream import text_of
+from hdtool.runtime.samplers import compiler_for, sampler_for
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -229,6 +230,7 @@ class Preparer:
         self._takes_late_instructions = takes_late_instructions(loaded.tokenizer)
         self._lock = threading.Lock()
         self._quotes = Quotes(loaded.tokenizer)
+        self._grammars = compiler_for(loaded)
 
     def chat(self, body: ChatRequest, tenant: str) -> list[PreparedChoice]:
         """Prepare the choices of a chat request; raise HdtoolError if the request is invalid."""
@@ -343,7 +345,7 @@ class Preparer:
             first.append(AnswerPenalty(len(prompt.tokens), body.presence_penalty or 0.0, body.frequency_penalty or 0.0))
         if biases:
             first.append(LogitBias(biases))
-        sampler, stops = self._loaded.sampler(config, prompt.tokens, max_new_tokens=prompt.limit, first=first)
+        sampler, stops = sampler_for(self._loaded, config, prompt.tokens, max_new_tokens=prompt.limit, first=first)
         recorded: list[TokenLogprobs] | None = [] if prompt.logprobs is not None else None
         return PreparedChoice(prompt, sampler, stops, config.stop, guide, recorded)
 
@@ -354,7 +356,7 @@ class Preparer:
                 f"and at most {MAX_GRAMMAR_CHARACTERS:,} are "
                 "accepted"
             )
-        return self._loaded.guide(grammar)
+        return self._grammars.guide(grammar) if grammar else None
 
     def _limit(self, ids: Sequence[int], given: int | None) -> int:
         """Return the maximum number of tokens in an answer; raise ContextError if the prompt fills the context."""

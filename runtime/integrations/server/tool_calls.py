@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
-from hdtool.runtime.text_stream import partial_stop_length
+from hdtool.runtime.generation.text_stream import partial_stop_length
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

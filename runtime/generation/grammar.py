@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Collection, Mapping, Sequence
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast, runtime_checkable
 
 import numpy as np
@@ -175,27 +175,24 @@ GBNF_RULE = "::="
 
 
 class GrammarCompiler:
-    """Compiles grammars for one tokenizer, whose vocabulary is read once."""
+    """Compiles grammars for one tokenizer, whose vocabulary is read at the first grammar."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, ends: Collection[int], vocabulary: int) -> None:
         """``ends`` are the tokens that end an answer, and ``vocabulary`` is the model's number of logits."""
-        from llguidance import LLParserLimits
+        self._text_tokenizer, self._ends, self.vocabulary = tokenizer, ends, vocabulary
+        self._compiled = lru_cache(MAX_COMPILED_GRAMMARS)(self._compile)
+
+    @cached_property
+    def _tokenizer(self) -> LLTokenizer:
         from llguidance.hf import from_tokenizer
 
-        if not ends:
+        if not self._ends:
             raise PromptError("the model has no token that ends an answer, and a grammar needs one to end with")
+        tokenizer: Any = self._text_tokenizer
         try:
-            self._tokenizer = from_tokenizer(cast(Any, tokenizer), max(vocabulary, len(tokenizer)), sorted(ends))
+            return from_tokenizer(tokenizer, max(self.vocabulary, len(tokenizer)), sorted(self._ends))
         except ValueError as error:
             raise PromptError(f"grammars need a tokenizer of the library tokenizers ({error})") from None
-        self.vocabulary = vocabulary
-        self._limits = LLParserLimits(
-            initial_lexer_fuel=MAX_LEXER_WORK,
-            max_grammar_size=MAX_SYMBOLS,
-            max_items_in_row=MAX_ITEMS_IN_ROW,
-            step_max_items=MAX_ITEMS_IN_STEP,
-        )
-        self._compiled = lru_cache(MAX_COMPILED_GRAMMARS)(self._compile)
 
     def guide(self, grammar: Grammar) -> Guide:
         """Return the initial state of an answer that must match the grammar; compiled grammars are cached."""
@@ -205,10 +202,17 @@ class GrammarCompiler:
         return self._tokenizer.decode_bytes([token])
 
     def _compile(self, grammar: Grammar) -> LLMatcher:
-        from llguidance import LLMatcher
+        from llguidance import LLMatcher, LLParserLimits
 
+        tokenizer = self._tokenizer
+        limits = LLParserLimits(
+            initial_lexer_fuel=MAX_LEXER_WORK,
+            max_grammar_size=MAX_SYMBOLS,
+            max_items_in_row=MAX_ITEMS_IN_ROW,
+            step_max_items=MAX_ITEMS_IN_STEP,
+        )
         try:
-            compiled = LLMatcher(self._tokenizer, _notation(grammar), log_level=0, limits=self._limits)
+            compiled = LLMatcher(tokenizer, _notation(grammar), log_level=0, limits=limits)
             fault = compiled.get_error() or _too_long(compiled)
         except Exception as error:  # the GBNF conversion raises no specific exception class
             fault = str(error)
