@@ -26,9 +26,9 @@ from hdtool.runtime.core.sampler import Sampler
 from hdtool.runtime.core.sequence import Finish, Stats, Step, room_for
 from hdtool.runtime.generation.grammar import GrammarCompiler, Guide
 from hdtool.runtime.kernels.topk import argmax
+from hdtool.runtime.samplers import compiler_for
 from hdtool.runtime.target.load import Loaded
 from hdtool.runtime.target.target import Target
-from hdtool.runtime.samplers import compiler_for
 
 
 @dataclass(frozen=True)

@@ -39,9 +39,9 @@ from hdtool.runtime.kernels.machine import dtype_name
 from hdtool.runtime.model.families import refuse_by_configuration
 from hdtool.runtime.model.placement import use_planless_attention
 from hdtool.runtime.model.transformers_internals import cache_in
+from hdtool.runtime.samplers import generate_options, sampler_for
 from hdtool.runtime.target.load import Loaded, load_tokenizer, pick_device, pick_dtype
 from hdtool.runtime.target.target import Target
-from hdtool.runtime.samplers import generate_options, sampler_for
 
 COST_PLOT_INCHES, COST_PLOT_DPI = (7.0, 4.2), 150
 

@@ -19,8 +19,8 @@ from hdtool.runtime.generation.grammar import Guide, guided_drafter, masks_of
 from hdtool.runtime.generation.settings import refuse_settings
 from hdtool.runtime.model.placement import HIGHER_PRECISION, logits_after, logits_step_by_step, more_precise
 from hdtool.runtime.model.quantization import quantized_layers
-from hdtool.runtime.target.load import Loaded
 from hdtool.runtime.samplers import compiler_for, sampler_for
+from hdtool.runtime.target.load import Loaded
 
 
 class Oracle(StrEnum):

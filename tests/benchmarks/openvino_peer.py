@@ -16,8 +16,8 @@ from hdtool.builders.evaluation.timing import Stopwatch
 from hdtool.data.conversation_shapes import AnsweredTurn
 from hdtool.data.errors import ModelError, error_reason
 from hdtool.runtime.core.sequence import room_for
-from hdtool.runtime.target.load import Loaded
 from hdtool.runtime.generation.grammar import Guide
+from hdtool.runtime.target.load import Loaded
 
 PACKAGE = "openvino-genai"
 DRAFTED, MAX_NGRAM_SIZE = 5, 3

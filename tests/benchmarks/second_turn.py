@@ -13,9 +13,9 @@ from pathlib import Path
 
 from hdtool import ModelConfig, SamplingConfig, decode, load
 from hdtool.data.chat import encode_conversation
+from hdtool.runtime.samplers import sampler_for
 from hdtool.runtime.target.load import Loaded
 from hdtool.runtime.target.threads import choose_threads
-from hdtool.runtime.samplers import sampler_for
 
 DOCS = Path(__file__).parents[2] / "docs"
 QUESTION = "\n\nName the topic of this text."

@@ -19,9 +19,9 @@ from hdtool.runtime.budget.node_budget import FixedBudget
 from hdtool.runtime.config import ModelConfig, SamplingConfig
 from hdtool.runtime.core.loop import Request
 from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
-from hdtool.runtime.target.load import Loaded, load
 from hdtool.runtime.generation.settings import REFUSED_SETTINGS, generation_settings
 from hdtool.runtime.samplers import NEUTRAL_SETTINGS, generate_options, sampler_for
+from hdtool.runtime.target.load import Loaded, load
 
 MAX_NEW_TOKENS = 80
 ASKED = [{"role": "user", "content": "Tom has 3 boxes with 12 pencils each. How many pencils does he have?"}]

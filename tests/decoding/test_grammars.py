@@ -44,8 +44,8 @@ from hdtool.runtime.generation.grammar import GrammarCompiler, Guide, GuidedDraf
 from hdtool.runtime.integrations.hf_generate import Generator
 from hdtool.runtime.integrations.server.formats import TokenLogprobs
 from hdtool.runtime.integrations.server.preparation import LogprobRecorder
-from hdtool.runtime.target.load import Loaded, load
 from hdtool.runtime.samplers import compiler_for
+from hdtool.runtime.target.load import Loaded, load
 from tests.support.grammars import LARGE_GRAMMARS
 from tests.support.json_schemas import JSON_SCHEMAS
 

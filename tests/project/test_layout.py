@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -17,24 +18,13 @@ MAY_IMPORT = {
     "cli": {"data", "runtime", "builders", "cli"},
 }
 ABOVE_CORE = {
-    f"runtime/{name}" for name in ("model", "engines", "weights", "drafters", "budget", "stores", "integrations")
+    *(f"runtime/{name}" for name in ("budget", "caches", "drafters", "engines", "integrations", "model", "program")),
+    *(f"runtime/{name}" for name in ("stores", "target", "weights")),
 }
 NOT_FOR = {
-<<<<<<< ours
-    "runtime/core": {
-        f"runtime/{name}" for name in ("model", "engines", "weights", "drafters", "budget", "stores", "integrations")
-    },
-    "runtime/kernels": {"runtime/caches", "runtime/model", "runtime/program", "runtime/stores", "runtime/drafters"},
-||||||| base
-    "runtime/core": {
-        f"runtime/{name}" for name in ("model", "engines", "weights", "drafters", "budget", "stores", "integrations")
-    },
-    "runtime/kernels": {"runtime/model", "runtime/stores", "runtime/drafters"},
-=======
     "runtime/core": {*ABOVE_CORE, "runtime/generation"},
     "runtime/generation": ABOVE_CORE,
-    "runtime/kernels": {"runtime/model", "runtime/stores", "runtime/drafters"},
->>>>>>> theirs
+    "runtime/kernels": {"runtime/caches", "runtime/model", "runtime/program", "runtime/stores", "runtime/drafters"},
     "runtime/stores": {"runtime/model", "runtime/drafters", "runtime/integrations"},
     "runtime/model": {"runtime/engines", "runtime/drafters", "runtime/integrations"},
     "runtime/engines": {"runtime/target", "runtime/drafters", "runtime/integrations"},
@@ -43,24 +33,9 @@ NOT_FOR = {
     "builders/evaluation": {"runtime/integrations"},
 }
 """What a folder must not import, beside what its top-level folder must not."""
-KNOTS = (
-    {
-<<<<<<< ours
-        *("runtime", "runtime/budget", "runtime/target", "runtime/drafters"),
-        *(f"runtime/drafters/{name}" for name in ("heads", "hierarchy", "published", "trained")),
-||||||| base
-        "runtime",
-        *(f"runtime/{name}" for name in ("budget", "engines", "engines/cpu", "engines/cpu/mixers", "engines/cuda")),
-        *(f"runtime/{name}" for name in ("model", "model/cache", "model/checks", "model/recurrent", "weights")),
-        "runtime/drafters",
-        *(f"runtime/drafters/{name}" for name in ("heads", "hierarchy", "published", "trained")),
-=======
-        *(f"runtime/{name}" for name in ("engines", "engines/cpu", "engines/cpu/mixers", "engines/cuda")),
-        *(f"runtime/{name}" for name in ("model", "model/cache", "model/checks", "model/recurrent", "weights")),
->>>>>>> theirs
-    },
-)
-"""Folders that still import each other; no other folder may, and each of these sets may only shrink."""
+
+
+PARENTS = sorted({str(folder) for path in FILES for folder in path.relative_to(ROOT).parents if folder.parts})
 
 
 def module_of(path: Path) -> str:
@@ -99,31 +74,26 @@ def test_a_file_says_what_it_is_and_imports_only_what_its_folder_may(path: Path)
 
 def test_no_import_goes_round_in_a_circle() -> None:
     graph = {name: set(imports(path, when_loaded=True)) & MODULES.keys() for name, path in MODULES.items()}
-    while free := {name for name, needed in graph.items() if not needed}:
-        graph = {name: needed - free for name, needed in graph.items() if name not in free}
-    assert not graph, f"these import each other: {sorted(graph)}"
+    TopologicalSorter(graph).prepare()
 
 
-def test_folders_import_each_other_only_where_known() -> None:
-    graph: dict[str, set[str]] = {folder_of(name): set() for name in MODULES}
+@pytest.mark.parametrize(
+    "parent", sorted({str(folder.relative_to(ROOT)) for path in FILES for folder in path.parents[1:-3]})
+)
+def test_no_folders_in_a_folder_import_each_other(parent: str) -> None:
+    """The modules that lie in the folder itself count as one more folder in it."""
+    graph: dict[str, set[str]] = {}
     for name, path in MODULES.items():
-        graph[folder_of(name)] |= {folder_of(other) for other in imports(path) if other in MODULES} - {folder_of(name)}
+        if part := part_of(parent, name):
+            others = {part_of(parent, other) for other in imports(path) if other in MODULES}
+            graph.setdefault(part, set()).update(filter(None, others - {part}))
+    TopologicalSorter(graph).prepare()
 
-    def reached_from(folder: str) -> set[str]:
-        reached: set[str] = set()
-        new = {folder}
-        while new:
-            new = set().union(*(graph[each] for each in new)) - reached
-            reached |= new
-        return reached
 
-    reached = {folder: reached_from(folder) for folder in graph}
-    knots = {
-        frozenset(other for other in others if folder in reached[other])
-        for folder, others in reached.items()
-        if folder in others
-    }
-    assert knots == set(map(frozenset, KNOTS))
+def part_of(parent: str, module: str) -> str:
+    """The subfolder of a folder with a module, the folder itself, or an empty string for modules elsewhere."""
+    folder = f"{folder_of(module)}/"
+    return f"{parent}/{folder.removeprefix(f'{parent}/').split('/')[0]}" if folder.startswith(f"{parent}/") else ""
 
 
 @pytest.mark.parametrize("folder", sorted({str(path.parent.relative_to(ROOT)) for path in FILES}))

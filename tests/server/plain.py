@@ -10,9 +10,9 @@ from transformers import LogitsProcessor
 from hdtool.data.chat import encode_conversation
 from hdtool.runtime.answerer import decode
 from hdtool.runtime.config import SamplingConfig
-from hdtool.runtime.target.load import Loaded
 from hdtool.runtime.generation.text_stream import text_of
 from hdtool.runtime.samplers import sampler_for
+from hdtool.runtime.target.load import Loaded
 
 
 def plain_ids(

@@ -55,8 +55,8 @@ from hdtool.runtime.integrations.server.requests import (
 )
 from hdtool.runtime.integrations.server.scheduler import AnswerJob
 from hdtool.runtime.kernels.compiled import Ints
-from hdtool.runtime.target.load import Loaded
 from hdtool.runtime.samplers import compiler_for, sampler_for
+from hdtool.runtime.target.load import Loaded
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
