@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from functools import cache, wraps
 from pathlib import Path
-from typing import Any, NoReturn, SupportsIndex, TypeVar
+from typing import Any, NoReturn, SupportsIndex, TypeAlias, TypeVar
 
 import numba
 import numpy as np
@@ -44,6 +44,8 @@ Array = npt.NDArray[Any]
 """An array passed to compiled code, which infers the dtype."""
 Ints = Array
 """An array of integers of any width."""
+Record: TypeAlias = Any
+"""A record, whose fields are attributes in Python and in compiled code; or an array of records."""
 
 # Only function pointers need a C wrapper. Numba's type stubs lack this option.
 _njit: Any = numba.njit(cache=True, nogil=True, no_cfunc_wrapper=True)  # type: ignore[call-overload]
@@ -238,7 +240,7 @@ def return_free_memory() -> None:
 BYTES = ir.IntType(8).as_pointer()
 WORD = ir.IntType(32)
 WORD_SIZE = 8
-"""Size of a record's field in bytes."""
+"""Size of an int64 in bytes."""
 
 
 @generated(types.int64, returns=types.voidptr)
@@ -296,15 +298,32 @@ def _array_at(context: Any, address: Any, shape: Any, kind: Any) -> Any:
 array_at: Callable[[Any, Any, Any], npt.NDArray[Any]] = intrinsic(_array_at)  # type: ignore[assignment]
 
 
-def bits(number: float) -> int:
-    """Return the bits of a float32 as an integer, for storage in an integer record."""
-    return int(np.float32(number).view(np.int32))
+def _struct_at(context: Any, address: Any, kind: Any) -> Any:
+    """Return the record at an address; ``kind`` is its dtype."""
+
+    def lower(target: Any, builder: Any, signature: Any, values: Any) -> Any:
+        at = target.cast(builder, values[0], address, types.intp)
+        return builder.inttoptr(at, target.get_value_type(signature.return_type))
+
+    return kind.dtype(address, kind), lower
 
 
-@compiled
-def float_of(record: npt.NDArray[Any], field: int) -> Any:
-    """Read the float32 stored in an int64 field of a record."""
-    return array_at(record.ctypes.data + field * WORD_SIZE, (1,), types.float32)[0]
+def _struct_address(context: Any, record: Any) -> Any:
+    """Return a record's address."""
+
+    def lower(target: Any, builder: Any, signature: Any, values: Any) -> Any:
+        return builder.ptrtoint(values[0], target.get_value_type(types.int64))
+
+    return types.int64(record), lower
+
+
+struct_at: Callable[[Any, Any], Record] = intrinsic(_struct_at)  # type: ignore[assignment]
+struct_address: Callable[[Record], int] = intrinsic(_struct_address)  # type: ignore[assignment]
+
+
+def zeroed_records(kind: np.dtype[Any], count: int = 1) -> Record:
+    """Return an array of records whose fields are zeros and are read and set as attributes, as in compiled code."""
+    return np.zeros(count, kind).view(np.recarray)
 
 
 @compiled

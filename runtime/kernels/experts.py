@@ -16,8 +16,8 @@ from torch.nn import Module
 from torch.nn.functional import silu
 
 from hdtool.runtime.kernels.compact_weight import is_compact, stored_of
-from hdtool.runtime.kernels.compiled import Array, array_at, bits, compiled, copy_floats, float_of
-from hdtool.runtime.kernels.gemm import COLUMN_MULTIPLE, matmul_of
+from hdtool.runtime.kernels.compiled import Array, Record, array_at, compiled, copy_floats, zeroed_records
+from hdtool.runtime.kernels.gemm import COLUMN_MULTIPLE, MATMUL, matmul_of
 from hdtool.runtime.kernels.linear import ORDINARY_TENSORS, format_of
 from hdtool.runtime.kernels.packed_matrix import PackedExperts
 from hdtool.runtime.kernels.thread_pool import parallel_matmul, shared_thread_pool
@@ -33,51 +33,49 @@ from hdtool.runtime.kernels.vector_code import (
 if TYPE_CHECKING:
     from collections.abc import Container, Mapping
 
-ROUTE, SCORES, OUTPUTS, INPUTS, BIAS, TOP_K, SIGMOID, RENORMALIZES, CORRECTION, GROUPS, USED_GROUPS = range(11)
-"""Fields of a router record.
-
-ROUTE, SCORES: addresses of the matmul that computes the scores and of its matrix, with OUTPUTS rows and INPUTS columns.
-BIAS: address of the matmul's bias, or 0. TOP_K: experts per token. SIGMOID: routing weights are sigmoids of the scores
-instead of a softmax. RENORMALIZES: a token's routing weights are scaled to sum to 1. CORRECTION: address of a term
-added to routing weights only to choose experts, or 0. GROUPS, USED_GROUPS: number of expert groups, and of groups per
-token.
-"""
-FACTOR, SUM_OFFSET, MIN_SUM, SHARED_GATE = range(USED_GROUPS + 1, USED_GROUPS + 5)
-"""FACTOR, SUM_OFFSET, MIN_SUM: float32 bits of the factor applied to the final routing weights, of an offset added to
-the sum they are divided by, and of that sum's minimum. SHARED_GATE: first of the fields, laid out like ROUTE to BIAS,
-of a one-row matmul whose sigmoid weights the shared expert; zeros weight it by 1."""
-ROUTER_FIELDS = SHARED_GATE + BIAS + 1
+ROUTER = np.dtype(
+    [
+        ("scores", MATMUL),
+        ("top_k", np.int64),  # experts per token
+        ("has_sigmoids", np.bool_),  # True if routing weights are sigmoids of the scores instead of a softmax
+        ("renormalizes", np.bool_),  # True if a token's routing weights are scaled to sum to 1
+        ("correction", np.int64),  # address of a term added to routing weights only to choose experts, or 0
+        ("groups", np.int64),  # number of expert groups
+        ("used_groups", np.int64),  # number of expert groups per token
+        ("factor", np.float32),  # applied to the final routing weights
+        ("sum_offset", np.float32),  # added to the sum by which routing weights are divided
+        ("min_sum", np.float32),  # minimum of this sum
+        ("shared_gate", MATMUL),  # its one row gives the sigmoid that weights the shared expert; none for a weight of 1
+    ],
+    align=True,
+)
 
 
 @compiled
-def route(router: Array, scores: Array, chosen: Array, routing_weights: Array) -> None:
+def route(router: Record, scores: Array, chosen: Array, routing_weights: Array) -> None:
     """Write the top experts of each row to ``chosen``, best first, and their weights to ``routing_weights``.
 
     ``scores`` ``[rows, experts]`` are overwritten.
     """
     rows, top_k = chosen.shape
-    factor = float_of(router, FACTOR)
+    factor = router.factor
     for row in range(rows):
         row_scores = scores[row]
         choices = row_scores.copy()
-        _to_routing_weights(row_scores, router[SIGMOID] != 0)
-        if router[CORRECTION]:
-            correction = array_at(router[CORRECTION], (len(row_scores),), types.float32)
+        _to_routing_weights(row_scores, router.has_sigmoids)
+        if router.correction:
+            correction = array_at(router.correction, (len(row_scores),), types.float32)
             for expert in range(len(row_scores)):
                 choices[expert] = row_scores[expert] + correction[expert]
-        if router[USED_GROUPS] < router[GROUPS]:
-            _hide_groups(choices, router[GROUPS], router[USED_GROUPS])
+        if router.used_groups < router.groups:
+            _hide_groups(choices, router.groups, router.used_groups)
         total = np.float32(0)
         for rank in range(top_k):
             best = np.argmax(choices)
             chosen[row, rank], routing_weights[row, rank] = best, row_scores[best]
             total += row_scores[best]
             choices[best] = -np.inf
-        divisor = (
-            max(total + float_of(router, SUM_OFFSET), float_of(router, MIN_SUM))
-            if router[RENORMALIZES]
-            else np.float32(1)
-        )
+        divisor = max(total + router.sum_offset, router.min_sum) if router.renormalizes else np.float32(1)
         for rank in range(top_k):
             routing_weights[row, rank] = routing_weights[row, rank] / divisor * factor
 
@@ -118,16 +116,28 @@ def _hide_groups(choices: Array, groups: int, used: int) -> None:
             choices[group * size : (group + 1) * size] = -np.inf
 
 
-EXPERT_COUNT, WIDTH, INNER, EXPAND, GATE, GATE_SIZE, UP, UP_SIZE, EXPAND_BIAS = range(9)
-"""Fields of an experts record. WIDTH, INNER: hidden and intermediate size. EXPAND: address of the gate and up matmul.
-GATE, UP: addresses of the matrices; GATE_SIZE, UP_SIZE: their bytes per expert. EXPAND_BIAS: address of the matmul's
-bias, or 0."""
-REDUCE, DOWN, DOWN_SIZE, REDUCE_BIAS, PAIRS, ALPHA, LIMIT, TANH_GATE = range(9, 17)
-"""REDUCE, DOWN: addresses of the down matmul and of its matrix. DOWN_SIZE: the matrix's bytes per expert. REDUCE_BIAS:
-address of the matmul's bias, or 0. PAIRS: gate and up are interleaved in their bias and, if UP is 0, in one matrix;
-ALPHA and LIMIT are then the float32 bits of the activation's constants. TANH_GATE: without PAIRS, the activation is
-tanh GELU instead of SiLU."""
-EXPERT_FIELDS = TANH_GATE + 1
+EXPERTS = np.dtype(
+    [
+        ("count", np.int64),
+        ("width", np.int64),  # hidden size
+        ("inner", np.int64),  # intermediate size
+        ("expand", np.int64),  # address of the gate and up matmul
+        ("gate", np.int64),  # address of the first expert's matrix
+        ("gate_size", np.int64),  # bytes per expert
+        ("up", np.int64),  # address of the first expert's matrix; 0 if gate and up are interleaved in one matrix
+        ("up_size", np.int64),
+        ("expand_bias", np.int64),  # address, 0 for none
+        ("reduce", np.int64),  # address of the down matmul
+        ("down", np.int64),  # address of the first expert's matrix
+        ("down_size", np.int64),
+        ("reduce_bias", np.int64),  # address, 0 for none
+        ("has_pairs", np.bool_),  # True if gate and up are interleaved in their bias
+        ("alpha", np.float32),  # constants of the activation with ``has_pairs``
+        ("limit", np.float32),
+        ("tanh_gate", np.bool_),  # True if the activation without ``has_pairs`` is tanh GELU instead of SiLU
+    ],
+    align=True,
+)
 IS_TANH_GELU = {"SiLU": False, "SiLUActivation": False, "GELUTanh": True, "PytorchGELUTanh": True}
 """True for tanh GELU and False for SiLU, by the activation's class name."""
 WEIGHTS = ("gate_up_proj", "down_proj")
@@ -152,16 +162,16 @@ CHECKED_MAGNITUDES = (1.0, 100.0)
 
 
 @compiled
-def experts_scratch_size(experts: Array, rows: int) -> int:
+def experts_scratch_size(experts: Record, rows: int) -> int:
     """Return the size of the scratch memory that ``mix_experts`` needs, in float32 numbers."""
-    return 2 * rows * (experts[WIDTH] + experts[INNER])  # type: ignore[no-any-return]
+    return 2 * rows * (experts.width + experts.inner)  # type: ignore[no-any-return]
 
 
 @compiled
 def mix_experts(
     thread_pool: int,
     threads: int,
-    experts: Array,
+    experts: Record,
     chosen: Array,
     routing_weights: Array,
     inputs: int,
@@ -174,7 +184,7 @@ def mix_experts(
     ``outputs`` are addresses of float32 rows.
     """
     rows, top_k = chosen.shape
-    width, inner = experts[WIDTH], experts[INNER]
+    width, inner = experts.width, experts.inner
     array_at(outputs, (rows * width,), types.float32)[:] = 0
     gathered, gate = scratch, scratch + rows * width * ITEM_SIZE
     products = gate + 2 * rows * inner * ITEM_SIZE
@@ -189,9 +199,9 @@ def mix_experts(
             end += 1
         count = end - first
         _expand(thread_pool, threads, experts, expert, gathered, count, gate)
-        matrix = experts[DOWN] + expert * experts[DOWN_SIZE]
-        bias = experts[REDUCE_BIAS] + expert * width * ITEM_SIZE if experts[REDUCE_BIAS] else 0
-        parallel_matmul(thread_pool, threads, experts[REDUCE], matrix, width, inner, gate, count, products, bias)
+        matrix = experts.down + expert * experts.down_size
+        bias = experts.reduce_bias + expert * width * ITEM_SIZE if experts.reduce_bias else 0
+        parallel_matmul(thread_pool, threads, experts.reduce, matrix, width, inner, gate, count, products, bias)
         for pair in range(first, end):
             row, product = order[pair] // top_k, products + (pair - first) * width * ITEM_SIZE
             add_in_place(outputs + row * width * ITEM_SIZE, product, width, routing_weights[row, order[pair] % top_k])
@@ -200,24 +210,24 @@ def mix_experts(
 
 
 @compiled
-def _expand(thread_pool: int, threads: int, experts: Array, expert: int, inputs: int, rows: int, gate: int) -> None:
+def _expand(thread_pool: int, threads: int, experts: Record, expert: int, inputs: int, rows: int, gate: int) -> None:
     """Write ``act(gate) * up`` of one expert to ``gate``, which must have room for both projections of all rows."""
-    width, inner = experts[WIDTH], experts[INNER]
-    matrix, up_matrix = experts[GATE] + expert * experts[GATE_SIZE], experts[UP] + expert * experts[UP_SIZE]
-    bias = experts[EXPAND_BIAS] + 2 * expert * inner * ITEM_SIZE if experts[EXPAND_BIAS] else 0
-    alpha, limit = float_of(experts, ALPHA), float_of(experts, LIMIT)
-    if experts[PAIRS] and not experts[UP]:
-        parallel_matmul(thread_pool, threads, experts[EXPAND], matrix, 2 * inner, width, inputs, rows, gate, bias)
+    width, inner = experts.width, experts.inner
+    matrix, up_matrix = experts.gate + expert * experts.gate_size, experts.up + expert * experts.up_size
+    bias = experts.expand_bias + 2 * expert * inner * ITEM_SIZE if experts.expand_bias else 0
+    alpha, limit = experts.alpha, experts.limit
+    if experts.has_pairs and not experts.up:
+        parallel_matmul(thread_pool, threads, experts.expand, matrix, 2 * inner, width, inputs, rows, gate, bias)
         gate_pairs(gate, rows * inner, alpha, limit, gate)
         return
     up = gate + rows * inner * ITEM_SIZE
-    parallel_matmul(thread_pool, threads, experts[EXPAND], matrix, inner, width, inputs, rows, gate, 0)
-    parallel_matmul(thread_pool, threads, experts[EXPAND], up_matrix, inner, width, inputs, rows, up, 0)
-    if experts[PAIRS]:
+    parallel_matmul(thread_pool, threads, experts.expand, matrix, inner, width, inputs, rows, gate, 0)
+    parallel_matmul(thread_pool, threads, experts.expand, up_matrix, inner, width, inputs, rows, up, 0)
+    if experts.has_pairs:
         for row in range(rows):
             first = row * inner * ITEM_SIZE
             gate_halves(gate + first, up + first, bias, inner, alpha, limit)
-    elif experts[TANH_GATE]:
+    elif experts.tanh_gate:
         gelu_in_place(gate, up, rows * inner)
     else:
         silu_in_place(gate, up, rows * inner)
@@ -255,21 +265,22 @@ def expert_matrices(weight: Any, panels: Mapping[int, Any]) -> list[ExpertMatric
     return matrices
 
 
-def experts_record(module: Any, panels: Mapping[int, Any] = MappingProxyType({})) -> Array:
+def experts_record(module: Any, panels: Mapping[int, Any] = MappingProxyType({})) -> Record:
     """Return the record that describes a layer's experts to compiled code; for ``panels``, see ``expert_matrices``."""
-    record = np.zeros(EXPERT_FIELDS, np.int64)
+    record = zeroed_records(EXPERTS)[0]
     (gate, *separate_up), (down,) = (expert_matrices(getattr(module, name), panels) for name in WEIGHTS)
-    record[: INNER + 1] = matrices_of(module.down_proj).shape
-    record[EXPAND : GATE_SIZE + 1] = gate
+    record.count, record.width, record.inner = matrices_of(module.down_proj).shape
+    record.expand, record.gate, record.gate_size = gate
     if separate_up or not _has_pairs(module):
         up = separate_up[0] if separate_up else gate._replace(first=gate.first + gate.size // 2)
-        record[UP : UP_SIZE + 1] = up.first, up.size
-    record[REDUCE : DOWN_SIZE + 1] = down
-    if _has_pairs(module):
-        record[EXPAND_BIAS], record[REDUCE_BIAS] = (getattr(module, name).data_ptr() for name in BIASES)
-        record[PAIRS : LIMIT + 1] = 1, bits(module.alpha), bits(module.limit)
+        record.up, record.up_size = up.first, up.size
+    record.reduce, record.down, record.down_size = down
+    record.has_pairs = _has_pairs(module)
+    if record.has_pairs:
+        record.expand_bias, record.reduce_bias = (getattr(module, name).data_ptr() for name in BIASES)
+        record.alpha, record.limit = module.alpha, module.limit
     else:
-        record[TANH_GATE] = bool(_has_gelu(module))
+        record.tanh_gate = bool(_has_gelu(module))
     return record
 
 
@@ -435,6 +446,6 @@ def _is_same(experts: Any, size: float) -> bool:
 
 def compile_mixing() -> None:
     """Call ``mix_experts`` with zero rows to compile it, so that the first pass doesn't wait for compilation."""
-    record, none = np.zeros(EXPERT_FIELDS, np.int64), np.zeros((0, 1), np.int64)
+    record, none = zeroed_records(EXPERTS)[0], np.zeros((0, 1), np.int64)
     experts_scratch_size(record, 0)
     mix_experts(0, 1, record, none, np.zeros((0, 1), np.float32), 0, 0, 0)

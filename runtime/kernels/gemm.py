@@ -231,6 +231,16 @@ def _multiply_interleaved(
         out += step
 
 
+MATMUL = np.dtype(
+    [
+        ("function", np.int64),  # address of the C function that ``matmul_of`` returns; 0 if there is no matmul
+        ("matrix", np.int64),  # address
+        ("out_features", np.int64),
+        ("columns", np.int64),
+        ("bias", np.int64),  # address, 0 for none
+    ],
+    align=True,
+)
 MATMUL_ARGUMENTS = 9
 """Number of arguments of a matmul: matrix, out_features, columns, inputs, rows, outputs, bias (or 0), and the first and
 end of the matrix rows to compute, which form whole int8 panels except at the matrix's end. Arrays are given by

@@ -21,7 +21,6 @@ from hdtool.runtime.core.loop import Request
 from hdtool.runtime.core.sampler import Sampler
 from hdtool.runtime.core.tree import ROOT, UNDETERMINED, DraftTree
 from hdtool.runtime.engines.cpu import pass_kernel
-from hdtool.runtime.engines.cpu.layer_record import TOTAL_ROWS
 from hdtool.runtime.kernels.topk import FOLD, TOPK_BLOCK, FoldedLogits, fold, folded_size, topk
 from tests.support import fused
 from tests.support.decoding import output_tokens, run
@@ -137,7 +136,7 @@ def test_an_overflow_shows_in_its_own_row_without_logits(one: OneSequence) -> No
     hidden[1, 7] = torch.inf
     logits, scratch = torch.empty(3, VOCABULARY), torch.empty(hidden.numel())
     pass_record, outer_record = table.pass_record(1, 3), table.outer_record(3)
-    outer_record[pass_kernel.NORMED], outer_record[pass_kernel.LOGITS] = normed.data_ptr(), logits.data_ptr()
+    outer_record.normed, outer_record.logits = normed.data_ptr(), logits.data_ptr()
     forced_tokens = np.array([4, 5, UNDETERMINED])
     pass_kernel._write_open_logits(pass_record, outer_record, forced_tokens, hidden.data_ptr(), scratch.data_ptr())
     assert logits[0, 4] == 0 and logits[1, 5].isnan()
@@ -237,7 +236,7 @@ def test_each_slot_of_a_batch_has_the_bits_of_a_pass_of_its_own(
     verified = target.verify(cache, drafted, [PassOptions(walks, rank) for _, _, walks in drawn])
     assert passes_of(one) == before + 1
     assert target.log.context == sum(length for _, length, _ in drawn) // len(drawn)
-    rows_computed = fused.compiled(target)._passes[3]._record["pass_record"][0, TOTAL_ROWS]
+    rows_computed = fused.compiled(target)._passes[3]._record.pass_record.total_rows
     assert len(drafted) == 1 or rows_computed == sum(len(tree) + 1 for tree in drafted), "no padding"
     for found, tree, (_, length, walks) in zip(verified, drafted, drawn, strict=True):
         assert len(found) == len(tree) + 1

@@ -11,16 +11,6 @@ import torch
 from torch.nn import Embedding, Linear, Module
 
 from hdtool.runtime.engines.cpu.int8_code import PANEL_ROWS
-from hdtool.runtime.engines.cpu.layer_record import (
-    FIFTH,
-    FOURTH,
-    INPUT_GATE,
-    INPUT_OUT,
-    MATMUL_FIELDS,
-    SIXTH,
-    TO_GATE,
-    TO_OUTPUT,
-)
 from hdtool.runtime.kernels.compact_weight import CompactEmbedding, Stored, is_compact, stored_of
 from hdtool.runtime.kernels.experts import WEIGHTS, CompiledExperts
 from hdtool.runtime.kernels.gemm import COLUMN_MULTIPLE
@@ -88,17 +78,19 @@ class MatmulRows(NamedTuple):
         return stored if len(stored) == self.end - self.first else stored[self.first : self.end]
 
 
-def matmuls_of(part: LayerParts[CompiledLinear]) -> dict[int, MatmulRows]:
-    """Return a decoder layer's matmuls, keyed by the index of their first field in the layer's record."""
+INPUT_MATMULS = ("queries", "keys", "values", "fourth", "fifth", "sixth")
+"""Fields of a layer's record for the matmuls at the beginning of attention or another token mixer."""
+
+
+def matmuls_of(part: LayerParts[CompiledLinear]) -> dict[str, MatmulRows]:
+    """Return a decoder layer's matmuls by their field in the layer's record."""
     keys, inner = part.heads * part.width, part.inner
     sizes = keys * part.groups, keys, keys
     inputs = _split(part.qkv, sizes if part.kv_source is None else sizes[:1])
     dense = [*_split(part.gate_up, (inner, inner)), *_split(part.down, (part.hidden,))] if part.down else []
-    fields = [*(number * MATMUL_FIELDS for number in range(TO_OUTPUT)), FOURTH, FIFTH, SIXTH]
-    matmuls = dict(zip(fields, inputs, strict=False))
-    matmuls[TO_OUTPUT * MATMUL_FIELDS] = MatmulRows(part.out, 0, part.hidden)
-    matmuls |= dict(zip((INPUT_GATE, INPUT_OUT), map(MatmulRows.whole, part.input_matmuls), strict=False))
-    return matmuls | {(TO_GATE + number) * MATMUL_FIELDS: rows for number, rows in enumerate(dense)}
+    matmuls = dict(zip(INPUT_MATMULS, inputs, strict=False)) | {"out": MatmulRows(part.out, 0, part.hidden)}
+    matmuls |= dict(zip(("input_gate", "input_out"), map(MatmulRows.whole, part.input_matmuls), strict=False))
+    return matmuls | dict(zip(("gate", "up", "down"), dense, strict=False))
 
 
 def has_compiled_experts(part: LayerParts[CompiledLinear], family: Family) -> bool:

@@ -14,37 +14,32 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 from numba import types
 
-from hdtool.runtime.engines.cpu.layer_record import (
-    CHANNELS,
-    COLUMNS,
-    CONV_BIAS,
-    CONV_STATE,
-    CONV_STRIDE,
-    CONV_WEIGHT,
-    TAPS,
-    Record,
-)
-from hdtool.runtime.kernels.compiled import WORD_SIZE, Ints, array_at, clear_floats, compiled, copy_floats, generated
+from hdtool.runtime.kernels.compiled import Ints, Record, array_at, clear_floats, compiled, copy_floats, generated
 from hdtool.runtime.kernels.vector_code import ITEM_SIZE, LANES, FloatCode
 
-PARENT, SOURCE, TARGET, LAST_CHILD, FREE = range(5)
-"""Fields of a row's origin.
-
-PARENT: parent row, ``BEFORE`` or ``PADDING``. SOURCE: buffer of the state that the row starts from, or ``BEFORE``.
-TARGET: buffer for the state after the row. LAST_CHILD: last row that starts from this row, ``BEFORE`` for none. FREE:
-an entry in the stack of free buffers; the stack consists of all rows' FREE fields.
-"""
-ORIGIN_FIELDS = FREE + 1
+ORIGIN = np.dtype(
+    [
+        ("parent", np.int64),  # parent row, ``BEFORE`` or ``PADDING``
+        ("source", np.int64),  # buffer of the state that the row starts from, or ``BEFORE``
+        ("target", np.int64),  # buffer for the state after the row
+        ("last_child", np.int64),  # last row that starts from this row, ``BEFORE`` for none
+        ("free", np.int64),  # an entry in the stack of free buffers; the stack consists of all rows' entries
+    ],
+    align=True,
+)
+"""Where a row of a tree starts from."""
+ORIGIN_SIZE = ORIGIN.itemsize
 BEFORE, PADDING = -1, -2
 """BEFORE: the row starts from the state before the tree. PADDING: the row isn't part of the tree and isn't computed."""
 
 
 @compiled
-def origins_at(address: int, slot: int, rows: int) -> Ints:
-    """Return the origin records of one sequence's rows, ``[rows, ORIGIN_FIELDS]``."""
-    return array_at(address + slot * rows * ORIGIN_FIELDS * WORD_SIZE, (rows, ORIGIN_FIELDS), types.int64)
+def origins_at(address: int, slot: int, rows: int) -> Record:
+    """Return the origins of one sequence's rows."""
+    return array_at(address + slot * rows * ORIGIN_SIZE, rows, ORIGIN)
 
 
 @compiled
@@ -57,30 +52,30 @@ def buffers_of(rows: int) -> int:
 
 
 @compiled
-def fill_origins(origins: Ints, parents: Ints) -> None:
+def fill_origins(origins: Record, parents: Ints) -> None:
     """Fill in a sequence's origins from its tree's parents; rows beyond the tree become padding."""
     rows, buffers, free = len(origins), 0, 0
     for row in range(rows):
-        origins[row, LAST_CHILD] = BEFORE
-        origins[row, PARENT] = BEFORE if row == 0 else PADDING if row > len(parents) else parents[row - 1] + 1
-        if origins[row, PARENT] >= 0:
-            origins[origins[row, PARENT], LAST_CHILD] = row
+        origins[row].last_child = BEFORE
+        origins[row].parent = BEFORE if row == 0 else PADDING if row > len(parents) else parents[row - 1] + 1
+        if origins[row].parent >= 0:
+            origins[origins[row].parent].last_child = row
     for row in range(rows):
-        parent = origins[row, PARENT]
+        parent = origins[row].parent
         if parent == PADDING:
             continue
-        origins[row, SOURCE] = origins[parent, TARGET] if parent >= 0 else BEFORE
-        if parent >= 0 and origins[parent, LAST_CHILD] == row:
-            target = origins[parent, TARGET]
+        origins[row].source = origins[parent].target if parent >= 0 else BEFORE
+        if parent >= 0 and origins[parent].last_child == row:
+            target = origins[parent].target
         elif free:
             free -= 1
-            target = origins[free, FREE]
+            target = origins[free].free
         else:
             target = buffers
             buffers += 1
-        origins[row, TARGET] = target
-        if origins[row, LAST_CHILD] == BEFORE and row < rows - 1:
-            origins[free, FREE] = target
+        origins[row].target = target
+        if origins[row].last_child == BEFORE and row < rows - 1:
+            origins[free].free = target
             free += 1
 
 
@@ -129,7 +124,7 @@ def multiply_values(builder: Any, first: Any, second: Any, size: Any, written: A
 @compiled
 def window_size(layer: Record) -> int:
     """Return how many float32 values ``copy_windows`` writes for one sequence."""
-    return layer[COLUMNS] * layer[CHANNELS]  # type: ignore[no-any-return]
+    return layer.columns * layer.channels  # type: ignore[no-any-return]
 
 
 @compiled
@@ -138,11 +133,11 @@ def copy_windows(layer: Record, windows: int, first: int, end: int) -> None:
 
     A vector has ``LANES`` channels; vectors are numbered consecutively over all sequences.
     """
-    channels, columns = layer[CHANNELS], layer[COLUMNS]
+    channels, columns = layer.channels, layer.columns
     vectors = channels // LANES
     for vector in range(first, end):
         slot, channel = vector // vectors, vector % vectors * LANES
-        slot_state = layer[CONV_STATE] + (slot * layer[CONV_STRIDE] + channel * columns) * ITEM_SIZE
+        slot_state = layer.conv_state + (slot * layer.conv_stride + channel * columns) * ITEM_SIZE
         state = array_at(slot_state, (LANES, columns), types.float32)
         window = array_at(windows + slot * columns * channels * ITEM_SIZE, (columns, channels), types.float32)
         for column in range(columns):
@@ -151,25 +146,25 @@ def copy_windows(layer: Record, windows: int, first: int, end: int) -> None:
 
 
 @compiled
-def convolve(layer: Record, origins: Ints, row: int, inputs: int, stride: int, window: int, written: int) -> None:
+def convolve(layer: Record, origins: Record, row: int, inputs: int, stride: int, window: int, written: int) -> None:
     """Write the convolution of one row to ``written``.
 
     ``inputs`` is the address of the sequence's input rows, which are ``stride`` float32 values apart, and ``window``
     the address of the transposed state.
     """
-    channels, source_row, column = layer[CHANNELS], row, layer[COLUMNS]
-    if layer[CONV_BIAS]:
-        copy_floats(layer[CONV_BIAS], channels, written)
+    channels, source_row, column = layer.channels, row, layer.columns
+    if layer.conv_bias:
+        copy_floats(layer.conv_bias, channels, written)
     else:
         clear_floats(written, channels)
-    for tap in range(layer[TAPS] - 1, -1, -1):
+    for tap in range(layer.taps - 1, -1, -1):
         if source_row >= 0:
             read = inputs + source_row * stride * ITEM_SIZE
-            source_row = origins[source_row, PARENT]
+            source_row = origins[source_row].parent
         else:
             column -= 1
             read = window + column * channels * ITEM_SIZE
-        _add_product(written, read, layer[CONV_WEIGHT] + tap * channels * ITEM_SIZE, channels)
+        _add_product(written, read, layer.conv_weight + tap * channels * ITEM_SIZE, channels)
 
 
 @compiled
@@ -181,8 +176,8 @@ def shift_window(
     A vector has ``LANES`` channels. ``path`` lists all ``count`` rows, or at least as many of the last ones as the
     state has columns.
     """
-    channels, columns = layer[CHANNELS], layer[COLUMNS]
-    slot_state = layer[CONV_STATE] + slot * layer[CONV_STRIDE] * ITEM_SIZE
+    channels, columns = layer.channels, layer.columns
+    slot_state = layer.conv_state + slot * layer.conv_stride * ITEM_SIZE
     state = array_at(slot_state, (channels, columns), types.float32)
     for column in range(columns):
         later = column + count
@@ -198,7 +193,7 @@ def shift_window(
 
 @compiled
 def gate_inputs(layer: Record, projected: int, kept: int, first: int, end: int) -> None:
-    channels = layer[CHANNELS]
+    channels = layer.channels
     size = channels * ITEM_SIZE
     for row in range(first, end):
         at = projected + 3 * row * size
@@ -207,15 +202,15 @@ def gate_inputs(layer: Record, projected: int, kept: int, first: int, end: int) 
 
 @compiled
 def convolve_gated(
-    layer: Record, origins: Ints, row: int, kept: int, window: int, projected: int, written: int
+    layer: Record, origins: Record, row: int, kept: int, window: int, projected: int, written: int
 ) -> None:
     """Convolve a row and multiply the result by the row's output gate.
 
     ``kept`` and ``projected`` are the addresses of the sequence's gated inputs and in-projection outputs.
     """
-    channels = layer[CHANNELS]
+    channels = layer.channels
     size = channels * ITEM_SIZE
-    if origins[row, PARENT] == PADDING:
+    if origins[row].parent == PADDING:
         clear_floats(written, channels)
         return
     convolve(layer, origins, row, kept, channels, window, written)

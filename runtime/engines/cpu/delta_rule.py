@@ -13,24 +13,8 @@ from typing import Any
 import numpy as np
 from numba import types
 
-from hdtool.runtime.engines.cpu.convolution import BEFORE, PADDING, PARENT, SOURCE, TARGET, convolve, silu_of
-from hdtool.runtime.engines.cpu.layer_record import (
-    ADVANCES,
-    CHANNELS,
-    DECAY_LOG,
-    GATE_EPSILON,
-    GATE_NORM,
-    KEY_HEADS,
-    KEY_WIDTH,
-    STATE,
-    STATE_HEADS,
-    STATE_STRIDE,
-    STEP_BIAS,
-    STRENGTH,
-    VALUE_WIDTH,
-    Record,
-)
-from hdtool.runtime.kernels.compiled import Ints, array_at, clear_floats, compiled, copy_floats, float_of, generated
+from hdtool.runtime.engines.cpu.convolution import BEFORE, PADDING, convolve, silu_of
+from hdtool.runtime.kernels.compiled import Ints, Record, array_at, clear_floats, compiled, copy_floats, generated
 from hdtool.runtime.kernels.vector_code import FLOAT, INDEX, ITEM_SIZE, LANES, FloatCode, norm_row, silu_in_place
 
 LINEAR_FROM = np.float32(20)
@@ -40,14 +24,14 @@ LINEAR_FROM = np.float32(20)
 @compiled
 def step_of(layer: Record, head: int, number: Any) -> Any:
     """Return a head's time step, ``softplus(number + bias)``, from its projection ``number`` and the head's bias."""
-    total = np.float32(number + array_at(layer[STEP_BIAS], (layer[STATE_HEADS],), types.float32)[head])
+    total = np.float32(number + array_at(layer.step_bias, (layer.state_heads,), types.float32)[head])
     return total if total > LINEAR_FROM else np.float32(np.log1p(np.exp(total)))
 
 
 @compiled
 def decay_of(layer: Record, head: int, step: Any) -> Any:
     """Return the factor by which a head's state decays in a time step."""
-    rate = np.float32(np.exp(array_at(layer[DECAY_LOG], (layer[STATE_HEADS],), types.float32)[head]))
+    rate = np.float32(np.exp(array_at(layer.decay_log, (layer.state_heads,), types.float32)[head]))
     return np.float32(np.exp(np.float32(-rate * step)))
 
 
@@ -233,13 +217,13 @@ def spread_inputs(
     For each key head, ``inputs`` has a query, a key, values and gates, and ``scores`` has write strengths and time
     steps. Queries, keys and values of a row are written next to each other to ``joined``.
     """
-    heads, width, states = layer[KEY_HEADS], layer[KEY_WIDTH], layer[STATE_HEADS]
+    heads, width, states = layer.key_heads, layer.key_width, layer.state_heads
     heads_per_key = states // heads
-    values, keys = heads_per_key * layer[VALUE_WIDTH], heads * width
+    values, keys = heads_per_key * layer.value_width, heads * width
     for row in range(first, end):
         for head in range(heads):
             read = inputs + (row * heads + head) * 2 * (width + values) * ITEM_SIZE
-            at = joined + row * layer[CHANNELS] * ITEM_SIZE
+            at = joined + row * layer.channels * ITEM_SIZE
             copy_floats(read, width, at + head * width * ITEM_SIZE)
             copy_floats(read + width * ITEM_SIZE, width, at + (keys + head * width) * ITEM_SIZE)
             read += 2 * width * ITEM_SIZE
@@ -253,7 +237,7 @@ def spread_inputs(
 @compiled
 def prepare_delta(
     layer: Record,
-    origins: Ints,
+    origins: Record,
     row: int,
     inputs: int,
     window: int,
@@ -268,18 +252,18 @@ def prepare_delta(
     ``inputs`` is the address of the sequence's input rows, and the other addresses belong to this row. ``strengths``
     are changed in place.
     """
-    if origins[row, PARENT] == PADDING:
+    if origins[row].parent == PADDING:
         return
-    channels, heads, width = layer[CHANNELS], layer[KEY_HEADS], layer[KEY_WIDTH]
+    channels, heads, width = layer.channels, layer.key_heads, layer.key_width
     convolve(layer, origins, row, inputs, channels, window, convolved)
     silu_of(convolved, channels)
     size, factor = width * ITEM_SIZE, np.float32(1 / np.sqrt(width))
     for head in range(heads):
         unit_row(convolved + head * size, width, EPSILON, factor, convolved + head * size)
         unit_row(convolved + (heads + head) * size, width, EPSILON, ONE, keys + head * size)
-    states = layer[STATE_HEADS]
+    states = layer.state_heads
     time_steps, forgets = array_at(steps, (states,), types.float32), array_at(decays, (states,), types.float32)
-    learns, strength = array_at(strengths, (states,), types.float32), float_of(layer, STRENGTH)
+    learns, strength = array_at(strengths, (states,), types.float32), layer.strength
     for head in range(states):
         forgets[head] = decay_of(layer, head, step_of(layer, head, time_steps[head]))
         learns[head] = strength / (ONE + np.float32(np.exp(-learns[head])))
@@ -288,22 +272,22 @@ def prepare_delta(
 @compiled
 def delta_kept_size(layer: Record) -> int:
     """Return how many float32 values are kept per row: convolution inputs, keys, state changes and decays."""
-    heads = layer[STATE_HEADS]
-    keys, values = layer[KEY_HEADS] * layer[KEY_WIDTH], heads * layer[VALUE_WIDTH]
-    return layer[CHANNELS] + keys + values + heads  # type: ignore[no-any-return]
+    heads = layer.state_heads
+    keys, values = layer.key_heads * layer.key_width, heads * layer.value_width
+    return layer.channels + keys + values + heads  # type: ignore[no-any-return]
 
 
 @compiled
 def delta_state_size(layer: Record) -> int:
     """Return the size, in float32 values, of the state columns that are computed together."""
-    return layer[KEY_WIDTH] * min(layer[VALUE_WIDTH], VECTORS * LANES)  # type: ignore[no-any-return]
+    return layer.key_width * min(layer.value_width, VECTORS * LANES)  # type: ignore[no-any-return]
 
 
 @compiled
 def recur_delta(
     pass_record: Record,
     layer: Record,
-    origins: Ints,
+    origins: Record,
     slot: int,
     head: int,
     buffers: int,
@@ -320,10 +304,10 @@ def recur_delta(
 
     The addresses from ``convolved`` on are those of the sequence's first row.
     """
-    channels, key_heads, width, values = layer[CHANNELS], layer[KEY_HEADS], layer[KEY_WIDTH], layer[VALUE_WIDTH]
-    heads, rows = layer[STATE_HEADS], len(origins)
+    channels, key_heads, width, values = layer.channels, layer.key_heads, layer.key_width, layer.value_width
+    heads, rows = layer.state_heads, len(origins)
     key_head = head // (heads // key_heads)
-    state = layer[STATE] + (slot * layer[STATE_STRIDE] + head * width * values) * ITEM_SIZE
+    state = layer.state + (slot * layer.state_stride + head * width * values) * ITEM_SIZE
     size = delta_state_size(layer) * ITEM_SIZE
     column = 0
     while column < values:
@@ -331,9 +315,9 @@ def recur_delta(
         block = VECTORS * LANES if is_wide else LANES
         before, last = state + column * ITEM_SIZE, -1
         for row in range(rows):
-            if origins[row, PARENT] == PADDING:
+            if origins[row].parent == PADDING:
                 continue
-            source, into = origins[row, SOURCE], buffers + origins[row, TARGET] * size
+            source, into = origins[row].source, buffers + origins[row].target * size
             read, stride = (before, values) if source == BEFORE else (buffers + source * size, block)
             query = convolved + (row * channels + key_head * width) * ITEM_SIZE
             key = keys + (row * key_heads + key_head) * width * ITEM_SIZE
@@ -351,22 +335,22 @@ def recur_delta(
                 _change(value, out, block, strength, change)
                 _learn_narrow(read, stride, into, block, key, query, width, decay, change, out)
             last = into
-        if pass_record[ADVANCES]:
+        if pass_record.advances:
             for key_row in range(width):
                 copy_floats(last + key_row * block * ITEM_SIZE, block, before + key_row * values * ITEM_SIZE)
         column += block
 
 
 @compiled
-def gate_delta(layer: Record, origins: Ints, row: int, gates: int, mixed: int) -> None:
+def gate_delta(layer: Record, origins: Record, row: int, gates: int, mixed: int) -> None:
     """Normalize each head's output for one row and multiply it by the head's gate, in place."""
-    heads, values = layer[STATE_HEADS], layer[VALUE_WIDTH]
-    if origins[row, PARENT] == PADDING:
+    heads, values = layer.state_heads, layer.value_width
+    if origins[row].parent == PADDING:
         clear_floats(mixed, heads * values)
         return
     for head in range(heads):
         at = head * values * ITEM_SIZE
-        norm_row(mixed + at, layer[GATE_NORM], np.float32(0), values, float_of(layer, GATE_EPSILON), mixed + at)
+        norm_row(mixed + at, layer.gate_norm, np.float32(0), values, layer.gate_epsilon, mixed + at)
     silu_in_place(gates, mixed, heads * values)
     copy_floats(gates, heads * values, mixed)
 
@@ -379,10 +363,10 @@ def replay_delta(
 
     ``unread`` is the address of memory for outputs that aren't used.
     """
-    key_heads, width, values = layer[KEY_HEADS], layer[KEY_WIDTH], layer[VALUE_WIDTH]
-    heads = layer[STATE_HEADS]
+    key_heads, width, values = layer.key_heads, layer.key_width, layer.value_width
+    heads = layer.state_heads
     key_head = head // (heads // key_heads)
-    state = layer[STATE] + (slot * layer[STATE_STRIDE] + head * width * values) * ITEM_SIZE
+    state = layer.state + (slot * layer.state_stride + head * width * values) * ITEM_SIZE
     column = 0
     while column < values:
         is_wide = values - column >= VECTORS * LANES

@@ -12,23 +12,9 @@ from typing import Any
 import numpy as np
 from numba import types
 
-from hdtool.runtime.engines.cpu.convolution import BEFORE, PADDING, PARENT, SOURCE, TARGET, convolve, silu_of
+from hdtool.runtime.engines.cpu.convolution import BEFORE, PADDING, convolve, silu_of
 from hdtool.runtime.engines.cpu.delta_rule import decay_of, step_of
-from hdtool.runtime.engines.cpu.layer_record import (
-    ADVANCES,
-    CHANNELS,
-    GATE_EPSILON,
-    GATE_NORM,
-    KEY_HEADS,
-    KEY_WIDTH,
-    SKIP,
-    STATE,
-    STATE_HEADS,
-    STATE_STRIDE,
-    VALUE_WIDTH,
-    Record,
-)
-from hdtool.runtime.kernels.compiled import Ints, array_at, clear_floats, compiled, copy_floats, float_of, generated
+from hdtool.runtime.kernels.compiled import Ints, Record, array_at, clear_floats, compiled, copy_floats, generated
 from hdtool.runtime.kernels.vector_code import (
     FLOAT,
     INDEX,
@@ -86,13 +72,13 @@ def _add_scaled(builder: Any, sums: Any, numbers: Any, size: Any, factor: Any) -
 @compiled
 def projected_size(layer: Record) -> int:
     """Return the number of float32 values per row in the output of the in-projection."""
-    return layer[STATE_HEADS] * layer[VALUE_WIDTH] + layer[CHANNELS] + layer[STATE_HEADS]  # type: ignore[no-any-return]
+    return layer.state_heads * layer.value_width + layer.channels + layer.state_heads  # type: ignore[no-any-return]
 
 
 @compiled
 def prepare_scan(
     layer: Record,
-    origins: Ints,
+    origins: Record,
     row: int,
     projected: int,
     window: int,
@@ -106,14 +92,14 @@ def prepare_scan(
     ``projected`` is the address of the in-projection's outputs for the whole sequence, and the other addresses belong
     to this row.
     """
-    if origins[row, PARENT] == PADDING:
+    if origins[row].parent == PADDING:
         return
-    channels, heads, width = layer[CHANNELS], layer[STATE_HEADS], layer[VALUE_WIDTH]
+    channels, heads, width = layer.channels, layer.state_heads, layer.value_width
     inner, stride = heads * width, projected_size(layer)
     convolve(layer, origins, row, projected + inner * ITEM_SIZE, stride, window, convolved)
     silu_of(convolved, channels)
     copy_floats(convolved, inner, values)
-    copy_floats(convolved + inner * ITEM_SIZE, layer[KEY_HEADS] * layer[KEY_WIDTH], keys)
+    copy_floats(convolved + inner * ITEM_SIZE, layer.key_heads * layer.key_width, keys)
     at = projected + (row * stride + inner + channels) * ITEM_SIZE
     time_steps, forgets = array_at(at, (heads,), types.float32), array_at(decays, (heads,), types.float32)
     for head in range(heads):
@@ -128,21 +114,21 @@ def scan_kept_size(layer: Record) -> int:
 
     These are the in-projection's output, values times their time steps, keys and decays.
     """
-    heads, keys = layer[STATE_HEADS], layer[KEY_HEADS] * layer[KEY_WIDTH]
-    return projected_size(layer) + heads * layer[VALUE_WIDTH] + keys + heads  # type: ignore[no-any-return]
+    heads, keys = layer.state_heads, layer.key_heads * layer.key_width
+    return projected_size(layer) + heads * layer.value_width + keys + heads  # type: ignore[no-any-return]
 
 
 @compiled
 def scan_state_size(layer: Record) -> int:
     """Return the size, in float32 values, of the state rows that are computed together."""
-    return layer[KEY_WIDTH] * LANES  # type: ignore[no-any-return]
+    return layer.key_width * LANES  # type: ignore[no-any-return]
 
 
 @compiled
 def scan_head(
     pass_record: Record,
     layer: Record,
-    origins: Ints,
+    origins: Record,
     slot: int,
     head: int,
     buffers: int,
@@ -156,18 +142,18 @@ def scan_head(
 
     The addresses from ``convolved`` on are those of the sequence's first row.
     """
-    channels, key_heads, width, height = layer[CHANNELS], layer[KEY_HEADS], layer[KEY_WIDTH], layer[VALUE_WIDTH]
-    heads, rows = layer[STATE_HEADS], len(origins)
+    channels, key_heads, width, height = layer.channels, layer.key_heads, layer.key_width, layer.value_width
+    heads, rows = layer.state_heads, len(origins)
     key_head = head // (heads // key_heads)
-    state = layer[STATE] + (slot * layer[STATE_STRIDE] + head * height * width) * ITEM_SIZE
+    state = layer.state + (slot * layer.state_stride + head * height * width) * ITEM_SIZE
     size = scan_state_size(layer) * ITEM_SIZE
-    skip = array_at(layer[SKIP], (heads,), types.float32)[head]
+    skip = array_at(layer.skip, (heads,), types.float32)[head]
     for first in range(0, height, LANES):
         before, last = state + first * width * ITEM_SIZE, -1
         for row in range(rows):
-            if origins[row, PARENT] == PADDING:
+            if origins[row].parent == PADDING:
                 continue
-            source, into = origins[row, SOURCE], buffers + origins[row, TARGET] * size
+            source, into = origins[row].source, buffers + origins[row].target * size
             read = before if source == BEFORE else buffers + source * size
             key = keys + (row * key_heads + key_head) * width * ITEM_SIZE
             query = convolved + (row * channels + heads * height + (key_heads + key_head) * width) * ITEM_SIZE
@@ -177,25 +163,25 @@ def scan_head(
             unscaled = convolved + (row * channels + head * height + first) * ITEM_SIZE
             _add_scaled(written + at, unscaled, LANES, skip)
             last = into
-        if pass_record[ADVANCES]:
+        if pass_record.advances:
             copy_floats(last, LANES * width, before)
 
 
 @compiled
-def gate_scan(layer: Record, origins: Ints, row: int, gates: int, mixed: int) -> None:
+def gate_scan(layer: Record, origins: Record, row: int, gates: int, mixed: int) -> None:
     """Multiply one row's output by its gate and normalize each group of heads.
 
     The result is written to ``mixed``; ``gates`` are overwritten.
     """
-    groups, inner = layer[KEY_HEADS], layer[STATE_HEADS] * layer[VALUE_WIDTH]
-    if origins[row, PARENT] == PADDING:
+    groups, inner = layer.key_heads, layer.state_heads * layer.value_width
+    if origins[row].parent == PADDING:
         clear_floats(mixed, inner)
         return
     silu_in_place(gates, mixed, inner)
     size = inner // groups
     for group in range(groups):
         at = group * size * ITEM_SIZE
-        norm_row(gates + at, layer[GATE_NORM] + at, np.float32(0), size, float_of(layer, GATE_EPSILON), mixed + at)
+        norm_row(gates + at, layer.gate_norm + at, np.float32(0), size, layer.gate_epsilon, mixed + at)
 
 
 @compiled
@@ -206,9 +192,9 @@ def replay_scan(
 
     ``unread`` is the address of memory for outputs that aren't used.
     """
-    key_heads, width, height, heads = layer[KEY_HEADS], layer[KEY_WIDTH], layer[VALUE_WIDTH], layer[STATE_HEADS]
+    key_heads, width, height, heads = layer.key_heads, layer.key_width, layer.value_width, layer.state_heads
     key_head = head // (heads // key_heads)
-    state = layer[STATE] + (slot * layer[STATE_STRIDE] + head * height * width) * ITEM_SIZE
+    state = layer.state + (slot * layer.state_stride + head * height * width) * ITEM_SIZE
     for first in range(0, height, LANES):
         at = state + first * width * ITEM_SIZE
         for row in path:

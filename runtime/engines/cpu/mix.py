@@ -17,43 +17,8 @@ from hdtool.runtime.engines.cpu.convolution import (
     shift_window,
     window_size,
 )
-from hdtool.runtime.engines.cpu.layer_record import (
-    ADVANCES,
-    CHANNELS,
-    COLUMNS,
-    DELTA_RULE,
-    FIELDS,
-    FIFTH,
-    FOURTH,
-    JOURNAL,
-    JOURNAL_AT,
-    KEY_HEADS,
-    KEY_WIDTH,
-    MIXER,
-    MIXER_FUNCTION,
-    MIXER_ROW,
-    MIXER_STATE,
-    MIXER_WINDOW,
-    NEW,
-    ORIGINS,
-    PASS_FIELDS,
-    SHORT_CONVOLUTION,
-    SIXTH,
-    SLOTS,
-    STATE_HEADS,
-    THREAD_POOL,
-    THREADS,
-    TO_KEYS,
-    TO_OUTPUT,
-    TO_QUERIES,
-    TO_VALUES,
-    VALUE_WIDTH,
-    Record,
-    compute_step,
-    multiply,
-    multiply_by,
-)
-from hdtool.runtime.kernels.compiled import Array, Ints, array_at, compiled
+from hdtool.runtime.engines.cpu.layer_record import DELTA_RULE, LAYER, PASS, SHORT_CONVOLUTION, compute_step, multiply
+from hdtool.runtime.kernels.compiled import Array, Ints, Record, array_at, compiled, struct_at
 from hdtool.runtime.kernels.gemm import MATMUL_ARGUMENTS
 from hdtool.runtime.kernels.thread_pool import PARTS_PER_THREAD, parts_of
 from hdtool.runtime.kernels.vector_code import ITEM_SIZE, LANES
@@ -77,56 +42,56 @@ which may be only the last rows of the path. PATH: first of the listed rows.
 @compiled
 def row_scratch_size(layer: Record) -> int:
     """Return how many float32 values of scratch memory a layer's mixer needs per row."""
-    channels, values = layer[CHANNELS], layer[STATE_HEADS] * layer[VALUE_WIDTH]
-    if layer[MIXER] == SHORT_CONVOLUTION:
+    channels, values = layer.channels, layer.state_heads * layer.value_width
+    if layer.mixer == SHORT_CONVOLUTION:
         return 4 * channels  # type: ignore[no-any-return]
-    if layer[MIXER] == DELTA_RULE:
-        size = channels + 2 * values + 2 * layer[STATE_HEADS]
-        return size if layer[FOURTH] else size + channels + values + 2 * layer[STATE_HEADS]  # type: ignore[no-any-return]
+    if layer.mixer == DELTA_RULE:
+        size = channels + 2 * values + 2 * layer.state_heads
+        return size if layer.fourth.function else size + channels + values + 2 * layer.state_heads  # type: ignore[no-any-return]
     return channels + values  # type: ignore[no-any-return]
 
 
 @compiled
 def kept_size(layer: Record) -> int:
     """Return how many float32 values a layer's mixer keeps per row until the row is accepted or rejected."""
-    if layer[MIXER] == SHORT_CONVOLUTION:
-        return layer[CHANNELS]  # type: ignore[no-any-return]
-    return delta_rule.delta_kept_size(layer) if layer[MIXER] == DELTA_RULE else mamba2.scan_kept_size(layer)
+    if layer.mixer == SHORT_CONVOLUTION:
+        return layer.channels  # type: ignore[no-any-return]
+    return delta_rule.delta_kept_size(layer) if layer.mixer == DELTA_RULE else mamba2.scan_kept_size(layer)
 
 
 @compiled
 def state_buffer_size(layer: Record) -> int:
     """Return how many float32 values a state buffer of a layer's mixer holds; 0 if the mixer has no recurrence."""
-    if layer[MIXER] == SHORT_CONVOLUTION:
+    if layer.mixer == SHORT_CONVOLUTION:
         return 0
-    return delta_rule.delta_state_size(layer) if layer[MIXER] == DELTA_RULE else mamba2.scan_state_size(layer)
+    return delta_rule.delta_state_size(layer) if layer.mixer == DELTA_RULE else mamba2.scan_state_size(layer)
 
 
 @compiled
 def mixer_scratch_size(pass_record: Record) -> int:
     """Return how many float32 values of scratch memory ``mix`` needs."""
-    if not pass_record[MIXER_ROW]:
+    if not pass_record.mixer_row:
         return 0
-    rows = pass_record[SLOTS] * pass_record[NEW]
-    return _work_at(pass_record, 0) // ITEM_SIZE + rows * pass_record[MIXER_ROW]  # type: ignore[no-any-return]
+    rows = pass_record.slots * pass_record.new
+    return _work_at(pass_record, 0) // ITEM_SIZE + rows * pass_record.mixer_row  # type: ignore[no-any-return]
 
 
 @compiled
 def _buffers_at(pass_record: Record, scratch: int) -> int:
-    return scratch + pass_record[SLOTS] * pass_record[MIXER_WINDOW] * ITEM_SIZE  # type: ignore[no-any-return]
+    return scratch + pass_record.slots * pass_record.mixer_window * ITEM_SIZE  # type: ignore[no-any-return]
 
 
 @compiled
 def _work_at(pass_record: Record, scratch: int) -> int:
-    buffers = pass_record[THREADS] * PARTS_PER_THREAD * buffers_of(pass_record[NEW])
-    return _buffers_at(pass_record, scratch) + buffers * pass_record[MIXER_STATE] * ITEM_SIZE  # type: ignore[no-any-return]
+    buffers = pass_record.threads * PARTS_PER_THREAD * buffers_of(pass_record.new)
+    return _buffers_at(pass_record, scratch) + buffers * pass_record.mixer_state * ITEM_SIZE  # type: ignore[no-any-return]
 
 
 @compiled
 def _part_buffers(pass_record: Record, scratch: int, first: int, units: int) -> int:
     """Return the address of the state buffers for the part of a job that begins with unit ``first`` of ``units``."""
-    part = -(-first * parts_of(pass_record[THREADS], units, 1) // units)
-    before = part * buffers_of(pass_record[NEW]) * pass_record[MIXER_STATE] * ITEM_SIZE
+    part = -(-first * parts_of(pass_record.threads, units, 1) // units)
+    before = part * buffers_of(pass_record.new) * pass_record.mixer_state * ITEM_SIZE
     return _buffers_at(pass_record, scratch) + before  # type: ignore[no-any-return]
 
 
@@ -134,9 +99,9 @@ def _part_buffers(pass_record: Record, scratch: int, first: int, units: int) -> 
 def _compute_convolution(
     pass_record: Record, layer: Record, step: int, scratch: int, kept: int, first: int, end: int
 ) -> None:
-    new, size = pass_record[NEW], layer[CHANNELS] * ITEM_SIZE
+    new, size = pass_record.new, layer.channels * ITEM_SIZE
     projected = _work_at(pass_record, scratch)
-    mixed = projected + 3 * pass_record[SLOTS] * new * size
+    mixed = projected + 3 * pass_record.slots * new * size
     if step == GATE_INPUTS:
         convolution.gate_inputs(layer, projected, kept, first, end)
         return
@@ -145,7 +110,7 @@ def _compute_convolution(
         slot_offset, window = slot * new * size, scratch + slot * window_size(layer) * ITEM_SIZE
         convolution.convolve_gated(
             layer,
-            origins_at(pass_record[ORIGINS], slot, new),
+            origins_at(pass_record.origins, slot, new),
             slot_row,
             kept + slot_offset,
             window,
@@ -158,10 +123,10 @@ def _compute_convolution(
 def _compute_delta(
     pass_record: Record, layer: Record, step: int, scratch: int, kept: int, path_at: int, first: int, end: int
 ) -> None:
-    new, heads = pass_record[NEW], layer[STATE_HEADS]
-    rows = pass_record[SLOTS] * new
-    channels, head_bytes = layer[CHANNELS] * ITEM_SIZE, heads * ITEM_SIZE
-    key_bytes, value_bytes = layer[KEY_HEADS] * layer[KEY_WIDTH] * ITEM_SIZE, layer[VALUE_WIDTH] * head_bytes
+    new, heads = pass_record.new, layer.state_heads
+    rows = pass_record.slots * new
+    channels, head_bytes = layer.channels * ITEM_SIZE, heads * ITEM_SIZE
+    key_bytes, value_bytes = layer.key_heads * layer.key_width * ITEM_SIZE, layer.value_width * head_bytes
     keys = kept + rows * channels
     changes = keys + rows * key_bytes
     decays = changes + rows * value_bytes
@@ -184,7 +149,7 @@ def _compute_delta(
             slot, slot_row = row // new, row % new
             delta_rule.prepare_delta(
                 layer,
-                origins_at(pass_record[ORIGINS], slot, new),
+                origins_at(pass_record.origins, slot, new),
                 slot_row,
                 kept + slot * new * channels,
                 scratch + slot * window_size(layer) * ITEM_SIZE,
@@ -195,13 +160,13 @@ def _compute_delta(
                 strengths + row * head_bytes,
             )
     elif step == RECUR_DELTA:
-        buffers = _part_buffers(pass_record, scratch, first, pass_record[SLOTS] * heads)
+        buffers = _part_buffers(pass_record, scratch, first, pass_record.slots * heads)
         for unit in range(first, end):
             slot, at = unit // heads, unit // heads * new
             delta_rule.recur_delta(
                 pass_record,
                 layer,
-                origins_at(pass_record[ORIGINS], slot, new),
+                origins_at(pass_record.origins, slot, new),
                 slot,
                 unit % heads,
                 buffers,
@@ -214,7 +179,7 @@ def _compute_delta(
             )
     elif step == GATE_DELTA:
         for row in range(first, end):
-            origins, at = origins_at(pass_record[ORIGINS], row // new, new), row * value_bytes
+            origins, at = origins_at(pass_record.origins, row // new, new), row * value_bytes
             delta_rule.gate_delta(layer, origins, row % new, gates + at, mixed + at)
     else:
         slot, path = _path_at(path_at)
@@ -236,10 +201,10 @@ def _compute_delta(
 def _compute_scan(
     pass_record: Record, layer: Record, step: int, scratch: int, kept: int, path_at: int, first: int, end: int
 ) -> None:
-    new, heads = pass_record[NEW], layer[STATE_HEADS]
-    rows, row_bytes = pass_record[SLOTS] * new, mamba2.projected_size(layer) * ITEM_SIZE
-    channels, head_bytes = layer[CHANNELS] * ITEM_SIZE, heads * ITEM_SIZE
-    key_bytes, value_bytes = layer[KEY_HEADS] * layer[KEY_WIDTH] * ITEM_SIZE, layer[VALUE_WIDTH] * head_bytes
+    new, heads = pass_record.new, layer.state_heads
+    rows, row_bytes = pass_record.slots * new, mamba2.projected_size(layer) * ITEM_SIZE
+    channels, head_bytes = layer.channels * ITEM_SIZE, heads * ITEM_SIZE
+    key_bytes, value_bytes = layer.key_heads * layer.key_width * ITEM_SIZE, layer.value_width * head_bytes
     values = kept + rows * row_bytes
     keys = values + rows * value_bytes
     decays = keys + rows * key_bytes
@@ -250,7 +215,7 @@ def _compute_scan(
             slot, slot_row = row // new, row % new
             mamba2.prepare_scan(
                 layer,
-                origins_at(pass_record[ORIGINS], slot, new),
+                origins_at(pass_record.origins, slot, new),
                 slot_row,
                 kept + slot * new * row_bytes,
                 scratch + slot * window_size(layer) * ITEM_SIZE,
@@ -260,13 +225,13 @@ def _compute_scan(
                 decays + row * head_bytes,
             )
     elif step == SCAN:
-        buffers = _part_buffers(pass_record, scratch, first, pass_record[SLOTS] * heads)
+        buffers = _part_buffers(pass_record, scratch, first, pass_record.slots * heads)
         for unit in range(first, end):
             slot, at = unit // heads, unit // heads * new
             mamba2.scan_head(
                 pass_record,
                 layer,
-                origins_at(pass_record[ORIGINS], slot, new),
+                origins_at(pass_record.origins, slot, new),
                 slot,
                 unit % heads,
                 buffers,
@@ -278,7 +243,7 @@ def _compute_scan(
             )
     elif step == GATE_SCAN:
         for row in range(first, end):
-            origins = origins_at(pass_record[ORIGINS], row // new, new)
+            origins = origins_at(pass_record.origins, row // new, new)
             mamba2.gate_scan(layer, origins, row % new, kept + row * row_bytes, mixed + row * value_bytes)
     else:
         slot, path = _path_at(path_at)
@@ -306,12 +271,12 @@ def _path_at(address: int) -> tuple[int, Ints]:
 @compiled
 def _shift(pass_record: Record, layer: Record, kept: int, path_at: int, first: int, end: int) -> None:
     slot, path = _path_at(path_at)
-    stride, inputs = layer[CHANNELS], kept
-    if layer[MIXER] not in (SHORT_CONVOLUTION, DELTA_RULE):
+    stride, inputs = layer.channels, kept
+    if layer.mixer not in (SHORT_CONVOLUTION, DELTA_RULE):
         stride = mamba2.projected_size(layer)
-        inputs += layer[STATE_HEADS] * layer[VALUE_WIDTH] * ITEM_SIZE
+        inputs += layer.state_heads * layer.value_width * ITEM_SIZE
     count = array_at(path_at, (PATH,), types.int64)[COUNT]
-    shift_window(layer, slot, inputs + slot * pass_record[NEW] * stride * ITEM_SIZE, stride, count, path, first, end)
+    shift_window(layer, slot, inputs + slot * pass_record.new * stride * ITEM_SIZE, stride, count, path, first, end)
 
 
 @cache
@@ -325,7 +290,7 @@ def mixer_function() -> Any:
     def compute_mixer(
         pass_at: int, layer_at: int, _: int, step: int, scratch: int, kept: int, path_at: int, first: int, end: int
     ) -> None:
-        pass_record, layer = array_at(pass_at, (PASS_FIELDS,), types.int64), array_at(layer_at, (FIELDS,), types.int64)
+        pass_record, layer = struct_at(pass_at, PASS), struct_at(layer_at, LAYER)
         if step == WINDOWS:
             copy_windows(layer, scratch, first, end)
         elif step == SHIFT:
@@ -346,8 +311,8 @@ def _kept_at(pass_record: Record, layer: Record) -> int:
 
     In a pass over a prompt, all layers share one address, because nothing reads a layer's values later.
     """
-    earlier = 0 if pass_record[ADVANCES] else layer[JOURNAL_AT] * pass_record[SLOTS] * pass_record[NEW]
-    return pass_record[JOURNAL] + earlier * ITEM_SIZE  # type: ignore[no-any-return]
+    earlier = 0 if pass_record.advances else layer.journal_offset * pass_record.slots * pass_record.new
+    return pass_record.journal + earlier * ITEM_SIZE  # type: ignore[no-any-return]
 
 
 @compiled
@@ -356,58 +321,58 @@ def mix(pass_record: Record, layer: Record, starts: Ints, read: int, rows: int, 
 
     The layer's states are updated only if the pass record's ``ADVANCES`` is set.
     """
-    function, kept, work = pass_record[MIXER_FUNCTION], _kept_at(pass_record, layer), _work_at(pass_record, scratch)
-    channels, heads, vectors = layer[CHANNELS], layer[STATE_HEADS], layer[CHANNELS] // LANES
-    values, state_work = heads * layer[VALUE_WIDTH], rows * heads * layer[VALUE_WIDTH] * layer[KEY_WIDTH]
-    addresses, slots, keys = (scratch, kept, 0), pass_record[SLOTS], layer[KEY_HEADS] * layer[KEY_WIDTH]
+    function, kept, work = pass_record.mixer_function, _kept_at(pass_record, layer), _work_at(pass_record, scratch)
+    channels, heads, vectors = layer.channels, layer.state_heads, layer.channels // LANES
+    values, state_work = heads * layer.value_width, rows * heads * layer.value_width * layer.key_width
+    addresses, slots, keys = (scratch, kept, 0), pass_record.slots, layer.key_heads * layer.key_width
     channel_work, value_work = rows * channels, rows * values
     window = slots * vectors * LANES
     compute_step(pass_record, function, layer, starts, WINDOWS, *addresses, slots * vectors, window)
-    if layer[MIXER] == SHORT_CONVOLUTION:
-        multiply(pass_record, layer, TO_QUERIES, read, rows, work)
+    if layer.mixer == SHORT_CONVOLUTION:
+        multiply(pass_record, layer.queries, read, rows, work)
         compute_step(pass_record, function, layer, starts, GATE_INPUTS, *addresses, rows, channel_work)
         compute_step(pass_record, function, layer, starts, CONVOLVE_GATED, *addresses, rows, channel_work)
         mixed = work + 3 * rows * channels * ITEM_SIZE
-    elif layer[MIXER] == DELTA_RULE:
+    elif layer.mixer == DELTA_RULE:
         gates = work + rows * channels * ITEM_SIZE
         steps = gates + rows * values * ITEM_SIZE
         strengths = steps + rows * heads * ITEM_SIZE
-        if not layer[FOURTH]:
+        if not layer.fourth.function:
             inputs = strengths + rows * (heads + values) * ITEM_SIZE
-            multiply(pass_record, layer, TO_QUERIES, read, rows, inputs)
-            multiply(pass_record, layer, TO_KEYS, read, rows, inputs + rows * (channels + values) * ITEM_SIZE)
+            multiply(pass_record, layer.queries, read, rows, inputs)
+            multiply(pass_record, layer.keys, read, rows, inputs + rows * (channels + values) * ITEM_SIZE)
             compute_step(pass_record, function, layer, starts, SPREAD, *addresses, rows, channel_work)
-        elif layer[FIFTH]:
+        elif layer.fifth.function:
             separate = work + rows * keys * ITEM_SIZE
-            multiply(pass_record, layer, TO_QUERIES, read, rows, work)
-            multiply_by(pass_record, layer, FIFTH, read, rows, separate)
-            multiply_by(pass_record, layer, SIXTH, read, rows, separate + rows * keys * ITEM_SIZE)
+            multiply(pass_record, layer.queries, read, rows, work)
+            multiply(pass_record, layer.fifth, read, rows, separate)
+            multiply(pass_record, layer.sixth, read, rows, separate + rows * keys * ITEM_SIZE)
             compute_step(pass_record, function, layer, starts, JOIN, *addresses, rows, channel_work)
         else:
-            multiply(pass_record, layer, TO_QUERIES, read, rows, kept)
-        if layer[FOURTH]:
-            multiply(pass_record, layer, TO_KEYS, read, rows, gates)
-            multiply(pass_record, layer, TO_VALUES, read, rows, strengths)
-            multiply_by(pass_record, layer, FOURTH, read, rows, steps)
+            multiply(pass_record, layer.queries, read, rows, kept)
+        if layer.fourth.function:
+            multiply(pass_record, layer.keys, read, rows, gates)
+            multiply(pass_record, layer.values, read, rows, strengths)
+            multiply(pass_record, layer.fourth, read, rows, steps)
         compute_step(pass_record, function, layer, starts, PREPARE_DELTA, *addresses, rows, channel_work)
         compute_step(pass_record, function, layer, starts, RECUR_DELTA, *addresses, slots * heads, state_work)
         compute_step(pass_record, function, layer, starts, GATE_DELTA, *addresses, rows, value_work)
         mixed = strengths + rows * heads * ITEM_SIZE
     else:
-        multiply(pass_record, layer, TO_QUERIES, read, rows, kept)
+        multiply(pass_record, layer.queries, read, rows, kept)
         compute_step(pass_record, function, layer, starts, PREPARE_SCAN, *addresses, rows, channel_work)
         compute_step(pass_record, function, layer, starts, SCAN, *addresses, slots * heads, state_work)
         compute_step(pass_record, function, layer, starts, GATE_SCAN, *addresses, rows, value_work)
         mixed = work + rows * channels * ITEM_SIZE
-    if pass_record[ADVANCES]:
+    if pass_record.advances:
         # The windows aren't needed anymore, so their memory holds the path: the last rows of the prompt.
-        new, columns = pass_record[NEW], min(pass_record[NEW], layer[COLUMNS])
+        new, columns = pass_record.new, min(pass_record.new, layer.columns)
         path = array_at(scratch, (PATH + columns,), types.int64)
         path[PATH_SLOT], path[COUNT], path[LISTED_ROWS] = 0, new, columns
         for column in range(columns):
             path[PATH + column] = new - columns + column
         compute_step(pass_record, function, layer, starts, SHIFT, scratch, kept, scratch, vectors, window)
-    multiply(pass_record, layer, TO_OUTPUT, mixed, rows, written)
+    multiply(pass_record, layer.out, mixed, rows, written)
 
 
 @compiled
@@ -416,17 +381,17 @@ def accept(pass_record: Record, layers: Record, starts: Ints, path: Ints, scratc
 
     The states must be those before the pass.
     """
-    function, count = pass_record[MIXER_FUNCTION], path[COUNT]
+    function, count = pass_record.mixer_function, path[COUNT]
     for number in range(len(layers)):
         layer = layers[number]
-        if not layer[MIXER]:
+        if not layer.mixer:
             continue
         addresses = scratch, _kept_at(pass_record, layer), path.ctypes.data
-        vectors, heads = layer[CHANNELS] // LANES, layer[STATE_HEADS]
+        vectors, heads = layer.channels // LANES, layer.state_heads
         compute_step(pass_record, function, layer, starts, SHIFT, *addresses, vectors, vectors * LANES)
-        if layer[MIXER] != SHORT_CONVOLUTION:
-            step = REPLAY_DELTA if layer[MIXER] == DELTA_RULE else REPLAY_SCAN
-            work = count * heads * layer[VALUE_WIDTH] * layer[KEY_WIDTH]
+        if layer.mixer != SHORT_CONVOLUTION:
+            step = REPLAY_DELTA if layer.mixer == DELTA_RULE else REPLAY_SCAN
+            work = count * heads * layer.value_width * layer.key_width
             compute_step(pass_record, function, layer, starts, step, *addresses, heads, work)
 
 
@@ -435,7 +400,7 @@ class KeptRows:
 
     def __init__(self, mixers: MixerTable, pass_record: Record, layers: Record, journal: Array) -> None:
         self._mixers, self._pass_record, self._layers, self._journal = mixers, pass_record, layers, journal
-        pass_record[JOURNAL], pass_record[THREAD_POOL] = journal.ctypes.data, 0
+        pass_record.journal, pass_record.thread_pool = journal.ctypes.data, 0
 
     def accept(self, path: Array, states: States) -> None:
         """Advance a slot's states along a path of its rows; ``states`` may have moved in memory since the pass."""

@@ -17,21 +17,11 @@ from hdtool.runtime.engines.backend import BackendEngine
 from hdtool.runtime.engines.checks.probes import logits_of, some_context
 from hdtool.runtime.engines.cpu.compiled_kind import ACTIVATIONS, COMPILED, CompiledParts, has_compiled_experts
 from hdtool.runtime.engines.cpu.compiled_model import CompiledModel
-from hdtool.runtime.engines.cpu.convolution import ORIGIN_FIELDS, fill_origins
+from hdtool.runtime.engines.cpu.convolution import ORIGIN, fill_origins
 from hdtool.runtime.engines.cpu.layer_kernel import compile_layers, compute_layers, layers_scratch_size
-from hdtool.runtime.engines.cpu.layer_record import (
-    ADVANCES,
-    INPUTS,
-    JOURNAL,
-    ORIGINS,
-    ROTARY_TABLES,
-    ROW_OFFSETS,
-    ROW_POSITIONS,
-    THREAD_POOL,
-    compute_layer_inputs,
-)
+from hdtool.runtime.engines.cpu.layer_record import compute_layer_inputs
 from hdtool.runtime.engines.cpu.mix import accept
-from hdtool.runtime.engines.cpu.pass_kernel import LAYER_INPUTS, compile_passes, compile_tree_passes
+from hdtool.runtime.engines.cpu.pass_kernel import compile_passes, compile_tree_passes
 from hdtool.runtime.engines.cpu.weight_table import MixerTable, WeightTable, joined_tables
 from hdtool.runtime.engines.stock.facts import ModelFacts
 from hdtool.runtime.engines.stock.stock_model import StockModel, embedded_tokens
@@ -306,26 +296,26 @@ class _LayerProof:
             if embeddings
             else torch.empty(0)
         )
-        pass_record[ROW_POSITIONS], pass_record[ROTARY_TABLES], pass_record[INPUTS] = (
+        pass_record.row_positions, pass_record.rotary_tables, pass_record.inputs = (
             row_positions.data_ptr(),
             tables.data_ptr(),
             self._inputs.data_ptr(),
         )
-        pass_record[ROW_OFFSETS] = offsets.ctypes.data
+        pass_record.row_offsets = offsets.ctypes.data
         hidden = hidden.clone(memory_format=torch.contiguous_format)
         layer, mixers = self._table.with_cache(storage)[number : number + 1], self._table.mixers
         scratch = torch.empty(layers_scratch_size(pass_record, layer, max(starts) + new), dtype=torch.float32)
-        origins = np.zeros((slots, new, ORIGIN_FIELDS), np.int64)
+        origins = np.zeros((slots, new), ORIGIN)
         for table, tree in zip(origins, trees or [DraftTree.of(0, [0] * (new - 1), range(-1, new - 2))], strict=True):
             fill_origins(table, tree.parents)
         journal = torch.empty(slots * new * mixers.journal_size if mixers else 0, dtype=torch.float32)
-        pass_record[ORIGINS], pass_record[JOURNAL], pass_record[ADVANCES] = (
+        pass_record.origins, pass_record.journal, pass_record.advances = (
             origins.ctypes.data,
             journal.data_ptr(),
             not trees,
         )
         lengths = np.array(starts, np.int64)
-        with shared_thread_pool(torch.get_num_threads()).open() as pass_record[THREAD_POOL]:
+        with shared_thread_pool(torch.get_num_threads()).open() as pass_record.thread_pool:
             compute_layers(pass_record, layer, lengths, hidden.data_ptr(), scratch.data_ptr())
             for slot, tree in enumerate(trees):
                 rows = _path_of(tree)
@@ -356,10 +346,10 @@ def _has_same_inputs(stock: StockModel, compiled: CompiledModel, parts: Compiled
     ids = torch.tensor([some_context(len(PROOF_TREE) + 1, embedded_tokens(stock.model))])
     embedded: torch.Tensor = stock.model.get_input_embeddings()(ids)
     expected = parts.inputs.of(ids, embedded)
-    rows, record = ids.numel(), compiled.table.outer_record(1)[LAYER_INPUTS]
+    rows, inputs = ids.numel(), compiled.table.outer_record(1).layer_inputs
     pass_record, memory = compiled.table.pass_record(1, rows), torch.empty(rows + 1, expected[0, 0].numel())
-    with shared_thread_pool(torch.get_num_threads()).open() as pass_record[THREAD_POOL]:
-        compute_layer_inputs(pass_record, record, ids.data_ptr(), rows, embedded.data_ptr(), memory.data_ptr())
+    with shared_thread_pool(torch.get_num_threads()).open() as pass_record.thread_pool:
+        compute_layer_inputs(pass_record, inputs, ids.data_ptr(), rows, embedded.data_ptr(), memory.data_ptr())
     actual = memory[:rows].view_as(expected)
     return distance(actual, expected, expected) <= TOLERANCE
 

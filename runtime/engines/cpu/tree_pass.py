@@ -20,14 +20,9 @@ from torch import get_num_threads, is_autocast_enabled
 from hdtool.runtime.core.engine import PassOptions, Verified, Walk
 from hdtool.runtime.core.tree import UNDETERMINED, DraftTree
 from hdtool.runtime.core.walks import NO_FORCED_TOKENS
-from hdtool.runtime.engines.cpu.convolution import ORIGIN_FIELDS
-from hdtool.runtime.engines.cpu.layer_record import ACTIVE_EXPERTS, JOURNAL, NEW, ORIGINS, OUTPUTS, SLOTS
+from hdtool.runtime.engines.cpu.convolution import ORIGIN
 from hdtool.runtime.engines.cpu.mix import PATH_SLOT, KeptRows
 from hdtool.runtime.engines.cpu.pass_kernel import (
-    IDS,
-    LOGITS,
-    NORMED,
-    POSITIONS,
     TREE_PASS,
     TREE_ROWS,
     accept_path,
@@ -35,7 +30,7 @@ from hdtool.runtime.engines.cpu.pass_kernel import (
     compute_trees,
     pass_scratch_size,
 )
-from hdtool.runtime.kernels.compiled import Array
+from hdtool.runtime.kernels.compiled import Array, zeroed_records
 from hdtool.runtime.kernels.thread_pool import NO_THREADS, shared_thread_pool
 from hdtool.runtime.kernels.topk import folded_size
 
@@ -72,8 +67,8 @@ class TreePass:
     def __init__(self, table: WeightTable, slots: int = 1) -> None:
         self._table, self._slots = table, slots
         self._rows = TREE_ROWS if slots > 1 else max(TREE_ROWS, PROMPT_CHUNK)
-        self._record = np.zeros(1, TREE_PASS)
-        self._at = self._record.ctypes.data
+        records = zeroed_records(TREE_PASS)
+        self._record, self._at = records[0], records.ctypes.data
         rows = slots * self._rows
         self._memory: dict[str, Any] = {
             "last_masks": np.zeros((slots, 2), np.int64),
@@ -83,7 +78,7 @@ class TreePass:
             "positions": np.zeros(rows, np.int64),
             "forced_tokens": np.zeros(rows, np.int64),
             "argmax_walks": np.zeros((slots, 2, TREE_ROWS), np.int64),
-            "origins": np.zeros((rows if table.mixers else 0, ORIGIN_FIELDS), np.int64),
+            "origins": np.zeros(rows if table.mixers else 0, ORIGIN),
             "maxima": np.empty((slots * TREE_ROWS, folded_size(table.vocabulary)), np.float32),
         }
         """Buffers whose addresses are in the record."""
@@ -218,7 +213,7 @@ class TreePass:
     @property
     def experts(self) -> int:
         """Number of distinct experts that the last pass used, summed over layers."""
-        return int(self._record["pass_record"][0, ACTIVE_EXPERTS]) if self._table.has_experts else 0
+        return int(self._record.pass_record.active_experts) if self._table.has_experts else 0
 
     def states_of_rows(self) -> StatesOfRows:
         """Return an object that computes the states after any row of the last pass over trees."""
@@ -236,12 +231,12 @@ class TreePass:
 
     def copy_of_kept(self) -> KeptRows:
         """Return a copy of the values that mixers kept for the last pass's rows."""
-        record, mixers = self._record[0], self._table.mixers
+        record, mixers = self._record, self._table.mixers
         assert mixers, "nothing is kept without mixers"
-        pass_record = record["pass_record"].copy()
-        rows = int(pass_record[SLOTS] * pass_record[NEW])
+        pass_record = record.pass_record.copy()
+        rows = int(pass_record.slots * pass_record.new)
         layers, journal = (
-            self._memory["layers"][: record["layer_count"]],
+            self._memory["layers"][: record.layer_count],
             self._memory["journal"][: rows * mixers.journal_size],
         )
         return KeptRows(mixers, pass_record, layers.copy(), journal.copy())
@@ -273,18 +268,20 @@ class TreePass:
         """Set up the record and the buffers for this KV cache and number of threads."""
         table, capacity, memory = self._table, storage.capacity, self._memory
         rows = self._slots * self._rows
-        record: Any = self._record[0]
-        record["pass_record"] = pass_record = table.pass_record(self._slots, self._rows)
-        record["outer_record"] = table.outer_record(capacity)
+        record = self._record
+        record.pass_record, record.outer_record = (
+            table.pass_record(self._slots, self._rows),
+            table.outer_record(capacity),
+        )
         self._storage, self._threads, self._version = weakref.ref(storage), threads, table.version
-        record["rows"], record["layer_count"], record["mask_width"] = self._rows, table.layer_count, capacity
+        record.rows, record.layer_count, record.mask_width = self._rows, table.layer_count, capacity
         memory["layers"], memory["last_masks"][:] = table.with_cache(storage).copy(), 0
         self._outputs = {layer: torch.empty(rows, table.width, dtype=torch.float32) for layer in table.watched}
         for layer, output in self._outputs.items():
-            memory["layers"][layer, OUTPUTS] = output.data_ptr()
+            memory["layers"][layer].watched = output.data_ptr()
         with torch.inference_mode(False):
             memory["hidden"] = torch.empty(rows, table.width, dtype=torch.float32).numpy()
-            size = pass_scratch_size(pass_record, memory["layers"], table.rotary_types, capacity)
+            size = pass_scratch_size(record.pass_record, memory["layers"], table.rotary_types, capacity)
             memory["scratch"] = torch.empty(size, dtype=torch.float32).numpy()
             # The operating system allocates no memory for pages that are never written.
             memory["mask"] = torch.zeros(rows, capacity, dtype=torch.float32).numpy()
@@ -295,10 +292,10 @@ class TreePass:
             record[name] = part.ctypes.data
         if states := storage.states:
             self._states_at = states.address, states.stride
-        record["pass_record"][ORIGINS], record["pass_record"][JOURNAL] = record["origins"], record["journal"]
-        outer_record = record["outer_record"]
-        outer_record[IDS], outer_record[POSITIONS] = record["ids"], record["positions"]
-        outer_record[LOGITS], outer_record[NORMED] = self._logits.data_ptr(), self._normed.data_ptr()
+        pass_record, outer_record = record.pass_record, record.outer_record
+        pass_record.origins, pass_record.journal = record.origins, record.journal
+        outer_record.ids, outer_record.positions = record.ids, record.positions
+        outer_record.logits, outer_record.normed = self._logits.data_ptr(), self._normed.data_ptr()
 
     def _view(self, first: int, rows: int) -> torch.Tensor:
         view = self._views.get((first, rows))

@@ -13,17 +13,17 @@ import torch
 from torch.nn.functional import pad
 
 from hdtool.runtime.caches.states import CONV, RECURRENT, StateName, States
-from hdtool.runtime.engines.cpu import layer_record, layer_record as layers, pass_kernel as outer
+from hdtool.runtime.engines.cpu import layer_record as layers, pass_kernel as outer
 from hdtool.runtime.engines.cpu.compiled_kind import MatmulRows, matmuls_of, packed_experts, scale_of
 from hdtool.runtime.engines.cpu.convolution import window_size
-from hdtool.runtime.engines.cpu.expert_kernel import MIXTURE_FIELDS, expert_function
+from hdtool.runtime.engines.cpu.expert_kernel import expert_function
 from hdtool.runtime.engines.cpu.int8_panels import Panels
 from hdtool.runtime.engines.cpu.layer_kernel import step_function
+from hdtool.runtime.engines.cpu.layer_record import LAYER, PASS
 from hdtool.runtime.engines.cpu.mix import kept_size, mixer_function, row_scratch_size, state_buffer_size
-from hdtool.runtime.kernels import experts
 from hdtool.runtime.kernels.compact_weight import stored_of
-from hdtool.runtime.kernels.compiled import bits
-from hdtool.runtime.kernels.experts import EXPERT_COUNT, WIDTH, experts_record, experts_scratch_size
+from hdtool.runtime.kernels.compiled import Record, zeroed_records
+from hdtool.runtime.kernels.experts import ROUTER, experts_record, experts_scratch_size
 from hdtool.runtime.kernels.gemm import matmul_of
 from hdtool.runtime.kernels.linear import format_of
 from hdtool.runtime.kernels.packed_matrix import PackedMatrix
@@ -93,51 +93,59 @@ class MixerTable:
             tensor.dtype == torch.float32 and tensor[0].is_contiguous() for tensor in states.tensors.values()
         )
 
-    def fill_layers(self, table: layers.Record) -> None:
+    def fill_layers(self, table: Record) -> None:
         """Fill in all mixer fields of the layer records except the states' addresses."""
         for number, mixer in self._mixers.items():
             row, parameters, convolution = table[number], mixer.parameters, mixer.convolution
-            row[layers.MIXER] = MIXER_NUMBERS[mixer.kind]
-            row[layers.TAPS], row[layers.COLUMNS], row[layers.CHANNELS] = mixer.taps, mixer.taps, mixer.channels
-            row[layers.CONV_WEIGHT] = self._taps[number].data_ptr()
-            row[layers.CONV_BIAS] = 0 if convolution.bias is None else convolution.bias.data_ptr()
-            row[layers.STRENGTH] = bits(mixer.strength)
-            row[layers.KEY_HEADS], row[layers.STATE_HEADS] = mixer.key_heads, mixer.heads
-            row[layers.KEY_WIDTH], row[layers.VALUE_WIDTH] = mixer.key_width, mixer.value_width
-            for field, name in ((layers.DECAY_LOG, "A_log"), (layers.STEP_BIAS, "dt_bias"), (layers.SKIP, "D")):
+            row.mixer = MIXER_NUMBERS[mixer.kind]
+            row.taps, row.columns, row.channels = mixer.taps, mixer.taps, mixer.channels
+            row.conv_weight = self._taps[number].data_ptr()
+            row.conv_bias = 0 if convolution.bias is None else convolution.bias.data_ptr()
+            row.strength = mixer.strength
+            row.key_heads, row.state_heads = mixer.key_heads, mixer.heads
+            row.key_width, row.value_width = mixer.key_width, mixer.value_width
+            for field, name in (("decay_log", "A_log"), ("step_bias", "dt_bias"), ("skip", "D")):
                 row[field] = parameters[name].data_ptr() if name in parameters else 0
             if mixer.norm:
                 norm: Any = mixer.norm
-                row[layers.GATE_NORM], row[layers.GATE_EPSILON] = (
-                    norm.weight.data_ptr(),
-                    bits(norm.variance_epsilon),
-                )
+                row.gate_norm, row.gate_epsilon = norm.weight.data_ptr(), norm.variance_epsilon
         rows = [table[number] for number in self._mixers]
         kept = list(map(kept_size, rows))
         for row, earlier in zip(rows, accumulate(kept, initial=0), strict=False):
-            row[layers.JOURNAL_AT] = earlier
+            row.journal_offset = earlier
         self.journal_size, self.max_journal_size = sum(kept), max(kept)
         self._memory = [max(map(numbers, rows)) for numbers in (row_scratch_size, state_buffer_size, window_size)]
 
-    def fill_states(self, table: layers.Record, states: States, first: int = 0) -> None:
+    def fill_states(self, table: Record, states: States, first: int = 0) -> None:
         """Fill in the addresses of ``states``; slot ``first`` of the pass uses the states of their first sequence."""
         for number, mixer in self._mixers.items():
             if number >= len(table):  # the pass computes only the first layers
                 break
             row = table[number]
-            fields = [(layers.CONV_STATE, layers.CONV_STRIDE, CONV)]
+            fields = [("conv_state", "conv_stride", CONV)]
             if mixer.kind != SHORT_CONVOLUTION:
-                fields.append((layers.STATE, layers.STATE_STRIDE, RECURRENT))
+                fields.append(("state", "state_stride", RECURRENT))
             for address, stride, name in fields:
                 state = states.tensors[StateName(number, name, 0)]
                 row[address], row[stride] = state[0].data_ptr() - first * state.stride(0) * ITEM_SIZE, state.stride(0)
 
-    def fill_pass_record(self, pass_record: layers.Record) -> None:
+    def fill_pass_record(self, pass_record: Record) -> None:
         """Fill in the mixer function's address and the amounts of scratch memory that mixers need in a pass."""
-        pass_record[layers.MIXER_FUNCTION] = mixer_function().address
-        pass_record[layers.MIXER_ROW], pass_record[layers.MIXER_STATE], pass_record[layers.MIXER_WINDOW] = self._memory
+        pass_record.mixer_function = mixer_function().address
+        pass_record.mixer_row, pass_record.mixer_state, pass_record.mixer_window = self._memory
 
 
+NORMS = (
+    "norm_before_mixer",
+    "norm_after_mixer",
+    "norm_before_mlp",
+    "norm_after_mlp",
+    "norm_queries",
+    "norm_keys",
+)
+"""Fields of a layer's record for the norms in ``LayerParts.block_norms`` and ``LayerParts.head_norms``."""
+MIXTURE_NORMS = "norm_mlp_output", "norm_experts_input", "norm_experts_output"
+"""Fields of an added mixture's record for the norms in ``MixtureParts.norms``."""
 MIN_ROTARY_POSITIONS = 1024
 """Minimum number of positions for which cosines and sines are computed at once."""
 
@@ -156,8 +164,6 @@ class WeightTable:
         self._ones = torch.full((width,), 1 - parts.family.norm.offset, dtype=torch.float32)
         """Weights for norms that have no weight: with the family's offset added, they are 1."""
         self._placeholders = np.array(parts.placeholders, np.int64)
-        self._inputs = np.zeros(layer_record.INPUT_FIELDS, np.int64)
-        """Record of the per-layer inputs."""
         self.version = 0
         """Incremented whenever earlier results of ``outer_record`` and ``with_cache`` become outdated."""
         self.watches_hidden = False
@@ -168,14 +174,14 @@ class WeightTable:
         self._rotary = torch.empty(0)
         self._frequencies: list[torch.Tensor] = []
         """Copies of the rotary module's buffers, to detect changes."""
-        self._filled: tuple[weakref.ref[KVTensors], layers.Record] | None = None
+        self._filled: tuple[weakref.ref[KVTensors], Record] | None = None
         """Most recent KV cache and the layer records with its addresses."""
         self.mixers = MixerTable.of(parts)
         """Mixers of the model; None if all layers have attention."""
         self._fill()
 
     def _fill(self) -> None:
-        self._layers = self._layer_rows()
+        self._layers = self._layer_records()
         self._filled, self.version = None, self.version + 1
 
     @property
@@ -204,7 +210,7 @@ class WeightTable:
 
     @property
     def has_experts(self) -> bool:
-        return bool(self._experts)
+        return any(part.experts or part.added_mixture for part in self._parts.layers)
 
     def use_int8_activations(self) -> bool:
         """Multiply packed weights by 8-bit activations from now on; return True if the model has packed weights.
@@ -236,171 +242,133 @@ class WeightTable:
             self.layer_count = layer_count
             self.version += 1
 
-    def pass_record(self, slots: int, new: int, mask: Any = None) -> layers.Record:
+    def pass_record(self, slots: int, new: int, mask: Any = None) -> Record:
         """Return the record of a pass over ``slots`` sequences, each of which has ``new`` rows."""
         part, family = self._parts.first_attention, self._parts.family
-        pass_record = np.zeros(layers.PASS_FIELDS, np.int64)
+        pass_record = zeroed_records(PASS)[0]
         input_width = part.inputs.width if part.inputs else 0
         inner = max(input_width, *(layer.inner for layer in self._parts.layers))
-        pass_record[layers.TOTAL_ROWS] = slots * new
-        pass_record[: layers.INNER + 1] = slots, new, part.hidden, inner
-        pass_record[layers.ROTARY_WIDTH] = self._rotary_below(1).shape[-1] if self._kinds else 0
-        pass_record[layers.INTERLEAVED] = family.is_interleaved
-        pass_record[layers.INPUTS_STRIDE] = len(self._parts.layers) * input_width
+        pass_record.total_rows = slots * new
+        pass_record.slots, pass_record.new, pass_record.hidden, pass_record.inner = slots, new, part.hidden, inner
+        pass_record.rotary_width = self._rotary_below(1).shape[-1] if self._kinds else 0
+        pass_record.interleaved = family.is_interleaved
+        pass_record.inputs_stride = len(self._parts.layers) * input_width
         if mask is not None:
-            pass_record[layers.MASK : layers.MASK_ROW + 1] = mask.data_ptr(), mask.stride(0), mask.stride(2)
-        pass_record[layers.THREADS], pass_record[layers.STEP_FUNCTION] = (
-            torch.get_num_threads(),
-            step_function().address,
-        )
-        softcap = getattr(part.attention, family.softcap) if family.softcap else None
-        residual = getattr(part.layer, family.residual) if family.residual else 1.0
-        floats = part.scale, softcap or 0.0, part.epsilon, family.norm.offset, residual
-        pass_record[layers.SCALE : layers.RESIDUAL + 1] = list(map(bits, floats))
-        rows_of_each = 2 if self._added_mixtures else 1
-        of_experts = [
-            1 + one[EXPERT_COUNT] + rows_of_each * one[WIDTH] + experts_scratch_size(one, 1) for one in self._experts
-        ]
-        pass_record[layers.EXPERT_SCRATCH] = max(of_experts, default=0)
-        pass_record[layers.EXPERT_FUNCTION] = expert_function().address if self._experts else 0
-        pass_record[layers.NORMS_ALL] = family.norms_all_heads
-        pass_record[layers.TANH_GATE] = any(layer.activation == "gelu_tanh" for layer in self._parts.layers)
-        pass_record[layers.GATES_HEADS] = family.gates_heads
+            pass_record.mask = mask.data_ptr()
+            pass_record.mask_slot_stride, pass_record.mask_row_stride = mask.stride(0), mask.stride(2)
+        pass_record.threads, pass_record.step_function = torch.get_num_threads(), step_function().address
+        pass_record.softcap = getattr(part.attention, family.softcap) or 0.0 if family.softcap else 0.0
+        pass_record.residual = getattr(part.layer, family.residual) if family.residual else 1.0
+        pass_record.scale, pass_record.epsilon, pass_record.norm_offset = part.scale, part.epsilon, family.norm.offset
+        if self.has_experts:
+            pass_record.expert_scratch = max(map(_expert_scratch_size, self._layers))
+            pass_record.expert_function = expert_function().address
+        pass_record.norms_all_heads = family.norms_all_heads
+        pass_record.tanh_gate = any(layer.activation == "gelu_tanh" for layer in self._parts.layers)
+        pass_record.gates_heads = family.gates_heads
         if self.mixers:
             self.mixers.fill_pass_record(pass_record)
         return pass_record
 
-    def with_cache(self, storage: KVTensors) -> layers.Record:
+    def with_cache(self, storage: KVTensors) -> Record:
         """Return the layer records with the addresses of a KV cache; later calls may return the same array."""
         if (filled := self._filled) and filled[0]() is storage:
             return filled[1]
         table = self._layers.copy()
         for row, part, cached in zip(table, self._parts.layers, storage.layers, strict=True):
             keys, values = cached if part.kv_source is None else storage.layers[part.kv_source]
-            row[layers.KEYS], row[layers.VALUES] = keys.data_ptr(), values.data_ptr()
+            row.cached_keys, row.cached_values = keys.data_ptr(), values.data_ptr()
             if part.mixer is None:
-                row[layers.SLOT_STRIDE], row[layers.HEAD_STRIDE] = keys.stride(0), keys.stride(1)
+                row.slot_stride, row.head_stride = keys.stride(0), keys.stride(1)
         if self.mixers and storage.states:
             self.mixers.fill_states(table, storage.states)
         self._filled = weakref.ref(storage), table
         return table
 
-    def outer_record(self, positions: int) -> layers.Record:
+    def outer_record(self, positions: int) -> Record:
         """Return the record of the modules outside the layers, for passes with positions below ``positions``."""
         parts, rotary, scaling = self._parts, self._rotary_below(positions), EmbeddingAndHead.of(self._parts)
         weight = parts.embedding.weight
         stored, factor = stored_of(weight), scale_of(parts.embedding) or scaling.multiplier
-        record = np.zeros(outer.OUTER_FIELDS, np.int64)
-        record[outer.EMBED : outer.VOCABULARY + 1] = (
-            outer.embedding_of(*format_of(stored)).address,
-            stored.data_ptr(),
-            weight.shape[0],
-        )
-        record[outer.MULTIPLIER] = 0 if factor == 1.0 else bits(factor)
-        record[outer.ROTARY_TYPES : outer.KNOWN_POSITIONS + 1] = self.rotary_types, rotary.data_ptr(), rotary.shape[2]
-        record[outer.NORM], record[outer.LAST_EPSILON] = parts.norm.weight.data_ptr(), bits(parts.epsilon)
-        matmul, matrix, out_features, _, bias = self._matmul_row(self._head)
-        record[outer.PROJECT : outer.BIAS + 1] = matmul, matrix, out_features, bias
+        record = zeroed_records(outer.OUTER)[0]
+        record.embed, record.embedding = outer.embedding_of(*format_of(stored)).address, stored.data_ptr()
+        record.vocabulary, record.multiplier = weight.shape[0], 0.0 if factor == 1.0 else factor
+        record.rotary_types, record.rotaries = self.rotary_types, rotary.data_ptr()
+        record.known_positions = rotary.shape[2]
+        record.norm, record.epsilon = parts.norm.weight.data_ptr(), parts.epsilon
+        record.head = self._matmul(self._head)
         if scaling.divisor != 1.0 or scaling.softcap:
-            record[outer.DIVISOR : outer.CAP + 1] = bits(scaling.divisor), bits(scaling.softcap or 0.0)
-        record[outer.CACHING_LAYERS] = len(parts.layers)
+            record.divisor, record.softcap = scaling.divisor, scaling.softcap or 0.0
+        record.caching_layers = len(parts.layers)
         if not self.watches_hidden:
-            record[outer.CACHING_LAYERS] = (
+            record.caching_layers = (
                 max(number for number, layer in enumerate(parts.layers) if layer.kv_source is None) + 1
             )
-        placeholders = self._placeholders
-        record[outer.PLACEHOLDERS : outer.NUMBER_OF_PLACEHOLDERS + 1] = placeholders.ctypes.data, len(placeholders)
+        record.placeholders, record.placeholder_count = self._placeholders.ctypes.data, len(self._placeholders)
         if inputs := parts.inputs:
-            self._fill_inputs(inputs)
-            record[outer.LAYER_INPUTS] = self._inputs.ctypes.data
-            record[outer.VOCABULARY] = min(record[outer.VOCABULARY], inputs.embedding.weight.shape[0])
+            self._fill_inputs(record.layer_inputs, inputs)
+            record.vocabulary = min(record.vocabulary, inputs.embedding.weight.shape[0])
         return record
 
-    def _fill_inputs(self, inputs: LayerInputs[CompiledLinear]) -> None:
+    def _fill_inputs(self, record: Record, inputs: LayerInputs[CompiledLinear]) -> None:
         """Fill in the record of the per-layer inputs."""
         stored = stored_of(inputs.embedding.weight)
-        matmul, matrix, out_features, *_ = self._matmul_row(MatmulRows.whole(inputs.projection))
-        self._inputs[:] = (
-            outer.embedding_of(*format_of(stored)).address,
-            stored.data_ptr(),
-            bits(scale_of(inputs.embedding) or 1.0),
-            matmul,
-            matrix,
-            out_features,
-            bits(inputs.scale),
-            inputs.norm.weight.data_ptr(),
-            len(inputs.norm.weight),
-            bits(inputs.input_scale),
-        )
+        record.embed, record.embedding = outer.embedding_of(*format_of(stored)).address, stored.data_ptr()
+        record.multiplier = scale_of(inputs.embedding) or 1.0
+        record.projection = self._matmul(MatmulRows.whole(inputs.projection))
+        record.scale, record.input_scale = inputs.scale, inputs.input_scale
+        record.norm, record.width = inputs.norm.weight.data_ptr(), len(inputs.norm.weight)
 
-    def _layer_rows(self) -> layers.Record:
+    def _layer_records(self) -> Record:
         parts = self._parts.layers
-        table = np.zeros((len(parts), layers.FIELDS), np.int64)
-        self._experts: list[layers.Record] = []
-        self._routers: list[layers.Record] = []
-        self._added_mixtures: list[layers.Record] = []
+        table = zeroed_records(LAYER, len(parts))
         rotary_widths = {kind: table.shape[-1] for kind, table in zip(self._kinds, self._tables_of(1), strict=True)}
         described = zip(table, parts, self._windows, rotary_kinds(self._parts), strict=True)
-        for number, (row, part, window, kind) in enumerate(described):
-            for first, matmul in matmuls_of(part).items():
-                row[first : first + layers.MATMUL_FIELDS] = self._matmul_row(matmul)
-            norms = *part.block_norms, *part.head_norms, None, None
-            weights = [_address_of(norm, "weight") for norm in norms]
-            row[layers.NORM_BEFORE_MIXER : layers.NORM_K + 1] = weights[: layers.NORM_K + 1 - layers.NORM_BEFORE_MIXER]
-            row[layers.SINKS] = _address_of(part.attention, "sinks") if self._parts.family.has_sinks else 0
-            row[layers.WINDOW] = window.window or 0
-            row[layers.ROTARY] = -1 if kind is None else self._kinds.index(kind)
-            row[layers.HEADS : layers.LAYER_ROTARY_WIDTH + 1] = (
-                part.heads,
-                part.groups,
-                part.width,
-                0 if kind is None else rotary_widths[kind],
-            )
-            row[layers.NORM_V] = self._ones.data_ptr() if part.value_norm else 0
-            row[layers.FACTOR] = 0 if part.factor is None else part.factor.data_ptr()
+        for number, (layer, part, window, kind) in enumerate(described):
+            for field, matmul in matmuls_of(part).items():
+                layer[field] = self._matmul(matmul)
+            for field, norm in zip(NORMS, (*part.block_norms, *part.head_norms), strict=False):
+                layer[field] = _address_of(norm, "weight")
+            layer.sinks = _address_of(part.attention, "sinks") if self._parts.family.has_sinks else 0
+            layer.window = window.window or 0
+            layer.rotary = -1 if kind is None else self._kinds.index(kind)
+            layer.rotary_width = 0 if kind is None else rotary_widths[kind]
+            layer.heads, layer.groups, layer.width = part.heads, part.groups, part.width
+            layer.norm_values = self._ones.data_ptr() if part.value_norm else 0
+            layer.factor = 0 if part.factor is None else part.factor.data_ptr()
             if part.inputs:
-                row[layers.INPUT_AT] = number * part.inputs.width
-                row[layers.NORM_INPUT] = _address_of(part.inputs.norm, "weight")
+                layer.input_offset = number * part.inputs.width
+                layer.norm_input = _address_of(part.inputs.norm, "weight")
             if part.experts:
-                self._fill_experts(row, part)
+                self._fill_experts(layer, part)
             if part.added_mixture:
-                row[layers.ADDED_MIXTURE] = self._added_mixture_record(part.added_mixture)
+                self._fill_added_mixture(layer, part.added_mixture)
         if self.mixers:
             self.mixers.fill_layers(table)
         return table
 
-    def _fill_experts(self, row: layers.Record, part: LayerParts[CompiledLinear]) -> None:
+    def _fill_experts(self, layer: Record, part: LayerParts[CompiledLinear]) -> None:
         described = self._parts.family.experts
         router = described and router_of(part.experts, described)
         assert router
-        gate = self._matmul_row(MatmulRows(part.shared_gate, 0, 1)) if part.shared_gate else None
-        self._experts.append(experts_record(cast(Any, part.experts).experts, self._panels))
-        self._routers.append(router_record(router, gate))
-        row[layers.EXPERTS] = self._experts[-1].ctypes.data
-        row[layers.ROUTER] = self._routers[-1].ctypes.data
+        layer.has_experts, layer.experts = True, experts_record(cast(Any, part.experts).experts, self._panels)
+        layer.router = router_record(router)
+        if part.shared_gate:
+            layer.router.shared_gate = self._matmul(MatmulRows(part.shared_gate, 0, 1))
 
-    def _added_mixture_record(self, mixture: MixtureParts[CompiledLinear]) -> int:
-        """Create the record of a mixture of experts that is added to an MLP's output; return the record's address."""
-        record, (scale, expert_scales) = np.zeros(experts.ROUTER_FIELDS, np.int64), mixture.weights
-        matmul = self._matmul_row(MatmulRows.whole(mixture.projection))
-        record[experts.ROUTE : experts.TOP_K + 1] = *matmul, mixture.top
-        record[experts.RENORMALIZES] = record[experts.GROUPS] = record[experts.USED_GROUPS] = 1
-        record[experts.FACTOR] = bits(1.0)
-        self._experts.append(experts_record(mixture.experts, self._panels))
-        self._routers.append(record)
-        self._added_mixtures.append(np.zeros(MIXTURE_FIELDS, np.int64))
-        self._added_mixtures[-1][:] = (
-            self._experts[-1].ctypes.data,
-            record.ctypes.data,
-            *(_address_of(norm, "weight") for norm in mixture.norms),
-            scale.data_ptr(),
-            bits(mixture.factor),
-            expert_scales.data_ptr(),
-        )
-        return self._added_mixtures[-1].ctypes.data
+    def _fill_added_mixture(self, layer: Record, mixture: MixtureParts[CompiledLinear]) -> None:
+        """Fill in the records of a mixture of experts that is added to an MLP's output."""
+        layer.has_added_mixture, layer.experts = True, experts_record(mixture.experts, self._panels)
+        router, added, (scale, expert_scales) = layer.router, layer.added_mixture, mixture.weights
+        router.scores, router.top_k = self._matmul(MatmulRows.whole(mixture.projection)), mixture.top
+        router.renormalizes, router.groups, router.used_groups, router.factor = True, 1, 1, 1.0
+        for field, norm in zip(MIXTURE_NORMS, mixture.norms, strict=True):
+            added[field] = _address_of(norm, "weight")
+        added.norm_router_input, added.router_input_factor = scale.data_ptr(), mixture.factor
+        added.expert_scales = expert_scales.data_ptr()
 
-    def _matmul_row(self, rows: MatmulRows) -> tuple[int, int, int, int, int]:
-        """Return the ``MATMUL_FIELDS`` values that describe a matmul in a record."""
+    def _matmul(self, rows: MatmulRows) -> tuple[int, int, int, int, int]:
+        """Return the values of a ``MATMUL`` record."""
         layer, stored = rows.layer, rows.stored
         bias = 0 if layer.bias is None else layer.bias[rows.first :].data_ptr()
         if panels := self._panels.get(stored.data_ptr()):
@@ -443,17 +411,21 @@ def joined_tables(tables: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch.stack([pad(table, (0, widest - table.shape[-1])) for table in tables])
 
 
-def router_record(router: Router, shared_gate: Sequence[int] | None) -> layers.Record:
-    """Return the record of a router; ``shared_gate`` holds the fields of the shared gate's matmul, if there is one."""
-    record, (expert_count, width) = np.zeros(experts.ROUTER_FIELDS, np.int64), router.weight.shape
+def _expert_scratch_size(layer: Record) -> int:
+    """Return how many float32 values of scratch memory per row a layer's experts need."""
+    experts, mixed_rows = layer.experts, 2 if layer.has_added_mixture else 1
+    return int(1 + experts.count + mixed_rows * experts.width + experts_scratch_size(experts, 1))
+
+
+def router_record(router: Router) -> Record:
+    """Return the record of a router, without a shared gate."""
+    record, (expert_count, width) = zeroed_records(ROUTER)[0], router.weight.shape
     bias, correction = (0 if tensor is None else tensor.data_ptr() for tensor in (router.bias, router.correction))
     matmul = matmul_of(*format_of(router.weight)).address
-    record[experts.ROUTE : experts.BIAS + 1] = matmul, router.weight.data_ptr(), expert_count, width, bias
-    record[experts.TOP_K : experts.RENORMALIZES + 1] = router.top, router.has_sigmoids, router.renormalizes
-    record[experts.CORRECTION : experts.USED_GROUPS + 1] = correction, router.groups, router.used_groups
-    record[experts.FACTOR : experts.MIN_SUM + 1] = list(map(bits, (router.factor, router.sum_offset, router.min_sum)))
-    if shared_gate:
-        record[experts.SHARED_GATE :] = shared_gate
+    record.scores = matmul, router.weight.data_ptr(), expert_count, width, bias
+    record.top_k, record.has_sigmoids, record.renormalizes = router.top, router.has_sigmoids, router.renormalizes
+    record.correction, record.groups, record.used_groups = correction, router.groups, router.used_groups
+    record.factor, record.sum_offset, record.min_sum = router.factor, router.sum_offset, router.min_sum
     return record
 
 
