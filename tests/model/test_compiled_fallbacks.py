@@ -22,6 +22,7 @@ from hdtool.runtime.config import ModelConfig
 from hdtool.runtime.core.tree import DraftTree
 from hdtool.runtime.kernels.compact_weight import expand_compact
 from hdtool.runtime.kernels.linear import compile_linear_layers, has_compiled_layers
+from hdtool.runtime.kernels.vector_code import LANES
 from hdtool.runtime.model.placement import more_precise
 from hdtool.runtime.model.transformers_internals import cache_argument
 from hdtool.runtime.target.load import load
@@ -277,7 +278,8 @@ def test_models_of_other_kinds_are_the_librarys(family: str) -> None:
     target = Target(model)
     before = logits_of(target, prompt_of(30))
     target.compile()
-    assert (target.compiled is not None) == (family in SAME)
+    rotates_narrowly = family == "glm4" and LANES > 8  # half of each head, which is 16 wide
+    assert (target.compiled is not None) == (family in SAME and not rotates_narrowly)
     if target.compiled is None:
         assert torch.equal(logits_of(target, prompt_of(30)), before)
 

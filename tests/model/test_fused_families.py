@@ -20,27 +20,44 @@ from hdtool.runtime.engines.cuda import fused_pass
 from hdtool.runtime.engines.cuda.fused_pass import fuse
 from hdtool.runtime.engines.reference.operations import Norm, Residual
 from hdtool.runtime.model.pass_inputs import StepInput
+from hdtool.runtime.program.hybrid_families import DESCRIBED
 from hdtool.runtime.program.model_families import FAMILIES, LLAMA_NORMS, Family, settings_of
 from hdtool.runtime.program.model_parts import Kind, epsilon_of, model_parts
 from hdtool.runtime.target.target import Target
-from tests.support.described import CHANGES, EXPERTS, LOCAL_AND_GLOBAL, MODELS, WINDOWS, WRONG, assert_right, model_of
+from tests.support.described import (
+    CHANGES,
+    EXPERTS,
+    HYBRID_MODELS,
+    LOCAL_AND_GLOBAL,
+    MODELS,
+    VARIED_MODELS,
+    WINDOWS,
+    WRONG,
+    assert_right,
+    model_of,
+)
 from tests.support.families import SHAPE, random_model
+from tests.support.fused import widen
 from tests.support.interpreted import interpreted_kernels
 from tests.support.one_sequence import OneSequence
 from tests.support.oracle import assert_same_logits, plain_logits, prompt_of
 from tests.support.rehearsed import direct
 
-RARER = ("glm4", "granite", "olmo2", "smollm3")
-BY_KERNELS = ("gemma3", "phi3, a part rotated", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in RARER))
+RARER = ("glm4", "granite", "olmo2", "smollm3", "gemma4", "gemma4, experts beside MLPs", "lfm2", "bamba")
+BY_KERNELS = (
+    *("gemma3", "phi3, a part rotated", "gemma4, keys of two layers", "qwen3_5"),
+    *(pytest.param(name, marks=pytest.mark.exhaustive) for name in RARER),
+)
 
 
 def is_fused(model: Any) -> bool:
     return Target(model, direct)._captured.is_fused
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", MODELS | HYBRID_MODELS | VARIED_MODELS)
 @pytest.mark.one_in(4)
-def test_trees_get_the_logits_of_forward(name: str) -> None:
+def test_trees_get_the_logits_of_forward(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    widen(monkeypatch)
     model = model_of(name)
     target = Target(model, direct)
     assert target._captured.is_fused
@@ -50,7 +67,8 @@ def test_trees_get_the_logits_of_forward(name: str) -> None:
 
 @pytest.mark.parametrize("name", BY_KERNELS)
 @pytest.mark.long
-def test_trees_get_the_logits_of_forward_by_kernels(name: str) -> None:
+def test_trees_get_the_logits_of_forward_by_kernels(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    widen(monkeypatch)
     with interpreted_kernels():
         model = model_of(name)
         target = Target(model, direct)
@@ -74,7 +92,7 @@ def test_a_wrong_description_is_not_used(fault: str, monkeypatch: pytest.MonkeyP
     settings = known.settings | {known.logit_softcap, known.embedding, known.residual, known.logit_divisor}
     attributes = known.attributes | {known.softcap, known.residual}
     wrong = replace(known, settings=settings, attributes=attributes, **changes)
-    monkeypatch.setattr(fused_pass, "FAMILIES", {**FAMILIES, name: wrong})
+    monkeypatch.setattr(fused_pass, "DESCRIBED", {**DESCRIBED, name: wrong})
     assert not is_fused(model_of(name))
 
 
