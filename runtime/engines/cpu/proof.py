@@ -265,7 +265,7 @@ class _LayerProof:
             slots, new = positions.shape
             end = max(cache.room_for(new)[1]) + new
             keys, values = (view[:slots, :, :end] for view in storage.layers[part.kv_source])
-            self._shared.setdefault(cast(Any, part.attention).layer_type, (keys, values))
+            self._shared[cast(Any, part.attention).layer_type] = keys, values
         return arguments
 
     @contextmanager

@@ -1,0 +1,66 @@
+"""A family is one row: a model unlike Llama is compiled, captured and proved by a description alone."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from hdtool.runtime.kernels.experts import compile_experts
+from hdtool.runtime.kernels.linear import compile_linear_layers
+from hdtool.runtime.program.hybrid_families import DESCRIBED
+from hdtool.runtime.program.model_families import Family
+from hdtool.runtime.target.target import Target
+from tests.support.described import assert_right
+from tests.support.fused import widen
+from tests.support.made_up import PACKAGE, ROW, made_up_model
+from tests.support.rehearsed import direct
+
+SIZES = ((6, 0, 20), (20, 6), (30, 4, 9))
+
+
+def describe(monkeypatch: pytest.MonkeyPatch, row: Family = ROW) -> None:
+    widen(monkeypatch)
+    monkeypatch.setitem(DESCRIBED, PACKAGE, row)  # type: ignore[arg-type]
+
+
+def compiled_target() -> Target:
+    model = made_up_model()
+    compile_linear_layers(model)
+    compile_experts(model)
+    target = Target(model)
+    target.compile()
+    return target
+
+
+def test_it_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    describe(monkeypatch)
+    target = compiled_target()
+    assert target.compiled
+    before = target.compiled.passes
+    assert_right(target.model, target, SIZES)
+    assert target.compiled.passes > before
+
+
+def test_it_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    describe(monkeypatch)
+    model = made_up_model()
+    target = Target(model, direct)
+    assert target._captured.is_fused
+    assert_right(model, target, SIZES)
+    assert target._captured.is_fused
+
+
+@pytest.mark.parametrize("changes", [{"gates_heads": False}, {"shared_kv_attribute": ""}, {"experts": None}])
+def test_a_wrong_row_is_not_used(changes: dict[str, object], monkeypatch: pytest.MonkeyPatch) -> None:
+    describe(monkeypatch, replace(ROW, **changes))  # type: ignore[arg-type]
+    assert not compiled_target().compiled
+    assert not Target(made_up_model(), direct)._captured.is_fused
+
+
+def test_without_a_row_transformers_computes_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    widen(monkeypatch)
+    assert not compiled_target().compiled
+    target = Target(made_up_model(), direct)
+    assert target.captures and not target._captured.is_fused
+    assert_right(target.model, target, SIZES)
