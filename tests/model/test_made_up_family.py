@@ -21,7 +21,7 @@ SIZES = ((6, 0, 20), (20, 6), (30, 4, 9))
 
 def describe(monkeypatch: pytest.MonkeyPatch, row: Family = ROW) -> None:
     widen(monkeypatch)
-    monkeypatch.setitem(DESCRIBED, PACKAGE, row)  # type: ignore[arg-type]
+    monkeypatch.setitem(DESCRIBED, PACKAGE, row)
 
 
 def compiled_target() -> Target:
