@@ -1,14 +1,18 @@
-"""Imports torch and transformers faster: defers torch's compiler, skips distributed tensors and caches a file scan.
+"""Imports torch and transformers faster.
+
+It postpones garbage collection, defers torch's compiler, skips distributed tensors and caches a file scan.
 
 ``transformers`` imports torch's compiler for decorators that switch it off, and torch's distributed tensors, which
 import sympy. It also reads a thousand source files to find which names they define. Together, these imports and the
-scan take as long as importing torch. The compiler is loaded at its first use instead.
+scan take as long as importing torch. The compiler is loaded at its first use instead. While half a million objects
+are created that stay, the garbage collector visits them again and again, which takes another second.
 
 Each replacement is optional: if a library lacks the function to replace, the library is imported as usual.
 """
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import threading
@@ -30,14 +34,27 @@ MARKERS = ("assume_constant_result", "allow_in_graph")
 INDEPENDENT = (f"{COMPILER}._trace_wrapped_higher_order_op",)
 """Submodules of the compiler that models import and that do not need the rest of the compiler."""
 LOADER, MARKS = "_deferred_loader", "_deferred_marks"
+USUAL_THRESHOLD, POSTPONED_THRESHOLD = gc.get_threshold()[0], 1_000_000
+"""Number of new objects that triggers a garbage collection, and that while collection is postponed."""
 Structure = dict[frozenset[str], dict[str, set[str]]]
 """Maps each set of required libraries to the modules that need them, and each module to the names that it defines."""
 
 
 def import_leanly() -> None:
-    """Speed up later imports of torch and transformers in this process; do nothing if either is imported already."""
+    """Speed up later imports of torch and transformers in this process; do nothing if either is imported already.
+
+    Garbage collection is postponed until ``collect_garbage_again``.
+    """
     if not {"torch", "transformers"} & sys.modules.keys():
         sys.meta_path.insert(0, _Finder())
+        gc.set_threshold(POSTPONED_THRESHOLD)
+
+
+def collect_garbage_again() -> None:
+    """End the postponement of garbage collection, if any; the collector never visits the objects created during it."""
+    if gc.get_threshold()[0] == POSTPONED_THRESHOLD:
+        gc.freeze()
+        gc.set_threshold(USUAL_THRESHOLD)
 
 
 class _Finder(PathFinder):

@@ -24,6 +24,7 @@ from hdtool.runtime.kernels.compile_process import core_left_free
 from hdtool.runtime.kernels.experts import compile_experts
 from hdtool.runtime.kernels.linear import compile_linear_layers
 from hdtool.runtime.kernels.vector_code import EXPANDS_FLOAT16
+from hdtool.runtime.lean_imports import collect_garbage_again
 from hdtool.runtime.model.compact_layers import compact_weights, expand_weights_read, pack_weights
 from hdtool.runtime.model.families import refuse_by_configuration
 from hdtool.runtime.model.placement import use_planless_attention
@@ -262,6 +263,7 @@ def _on_one_device(config: ModelConfig, settings: Any, device: torch.device) -> 
 
 def load_tokenizer(config: ModelConfig, revision: str | None = None) -> PreTrainedTokenizerBase:
     """Load a model's tokenizer without the model."""
+    collect_garbage_again()  # the largest imports are done
     place = place_of(config, revision=revision)
     try:
         tokenizer: PreTrainedTokenizerBase = _attempt(

@@ -1,4 +1,4 @@
-"""Imports without torch's compiler, distributed tensors and the scan of the sources of transformers."""
+"""Imports without garbage collection, torch's compiler, distributed tensors and the scan of transformers' sources."""
 
 from __future__ import annotations
 
@@ -79,6 +79,22 @@ def test_distributions_are_listed_once(tmp_path: Path) -> None:
     assert output_of(program, tmp_path) == output_of(program.removeprefix(LEAN), tmp_path)
 
 
+def test_garbage_collection_waits_until_a_tokenizer_is_loaded(tmp_path: Path) -> None:
+    program = (
+        "import gc\nusual, phases = gc.get_threshold(), []\n"
+        + LEAN
+        + "gc.callbacks.append(lambda *_: phases.append(1))\n"
+        "from hdtool.runtime.model.load import load_tokenizer\n"
+        "from hdtool.runtime.config import ModelConfig\n"
+        "assert not phases and gc.get_threshold() != usual\n"
+        "load_tokenizer(ModelConfig())\n"
+        "assert gc.get_threshold() == usual and (frozen := gc.get_freeze_count()) > 100_000\n"
+        "load_tokenizer(ModelConfig())\n"
+        "assert gc.get_freeze_count() == frozen, 'a model loaded before could never be freed'\n"
+    )
+    output_of(program, tmp_path)
+
+
 @pytest.mark.long
 def test_names_of_transformers_are_those_of_an_ordinary_import(tmp_path: Path) -> None:
     usual = output_of(NAMES, tmp_path)
@@ -94,5 +110,8 @@ def test_names_of_transformers_are_those_of_an_ordinary_import(tmp_path: Path) -
 
 def test_a_process_that_has_torch_is_left_alone(tmp_path: Path) -> None:
     output_of(
-        "import sys, torch\nfinders = list(sys.meta_path)\n" + LEAN + "assert sys.meta_path == finders\n", tmp_path
+        "import gc, sys, torch\nbefore = list(sys.meta_path), gc.get_threshold()\n"
+        + LEAN
+        + "assert (sys.meta_path, gc.get_threshold()) == before\n",
+        tmp_path,
     )
