@@ -16,7 +16,7 @@ from hdtool.runtime.weights.gguf_configuration import write_configuration
 from hdtool.runtime.weights.gguf_file import GGUFFile, existing_parts
 
 KIND = "gguf"
-FORMAT = 2
+FORMAT = 3
 """Version of what is written, incremented when other versions of hdtool must write it again."""
 
 

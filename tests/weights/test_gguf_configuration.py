@@ -86,6 +86,38 @@ def made(file: Path) -> Path:
     return folder
 
 
+def assert_alike(tokenizer: Any, other: Any) -> None:
+    """Check that two tokenizers have the same vocabulary, rules and settings, and do the same to texts."""
+    assert type(tokenizer) is type(other)
+    assert tokenizer.backend_tokenizer.to_str() == other.backend_tokenizer.to_str()
+    assert settings_of(tokenizer) == settings_of(other)
+    for text in texts(tokenizer):
+        for special in (True, False):
+            ids = tokenizer(text, add_special_tokens=special)["input_ids"]
+            assert ids == other(text, add_special_tokens=special)["input_ids"]
+            assert tokenizer.decode(ids, skip_special_tokens=special) == other.decode(ids, skip_special_tokens=special)
+
+
+def settings_of(tokenizer: Any) -> dict[str, str]:
+    """Return all that a tokenizer holds besides its place and its backend."""
+    held = vars(tokenizer) | tokenizer.init_kwargs
+    return {
+        name: repr(value) for name, value in held.items() if name not in ("_tokenizer", "init_kwargs", "name_or_path")
+    }
+
+
+def texts(tokenizer: Any) -> list[str]:
+    """Return texts of random characters, words, white space and special tokens."""
+    random = np.random.default_rng(0)
+    parts = [
+        *tokenizer.all_special_tokens,
+        *tokenizer.added_tokens_encoder,
+        *("  ", "\n\n", "\t", " .", " n't", "def f(x):", "\u2581", "don't", "12345", "\u00e9", "e\u0301", "\u4e16"),
+        *(chr(point) for point in random.integers(0x20, 0x1FAFF, size=300) if not 0xD800 <= point < 0xE000),
+    ]
+    return ["".join(random.choice(parts, size=12)) for _ in range(60)]
+
+
 def stated(folder: Path, name: str = "config.json") -> dict[str, Any]:
     content: dict[str, Any] = json.loads((folder / name).read_text())
     return content
@@ -108,7 +140,11 @@ def test_files_are_those_that_transformers_makes(architecture: str, pieces: bool
     AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name).save_pretrained(expected)
     for name in TOKENIZER_FILES:
         text, librarys = ((place / name).read_text() for place in (folder, expected))
-        assert text == librarys or json.loads(text) == json.loads(librarys)
+        if name == "tokenizer_config.json":  # the settings hold the added tokens besides
+            assert json.loads(librarys).items() <= json.loads(text).items()
+        else:
+            assert text == librarys or json.loads(text) == json.loads(librarys)
+    assert_alike(*map(AutoTokenizer.from_pretrained, (folder, expected)))
     assert {path.name for path in folder.iterdir()} == {*TOKENIZER_FILES, "config.json", "generation_config.json"}
 
 
