@@ -13,14 +13,15 @@ import re
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from hdtool.data import demo
+from hdtool.data.artifact import Artifact
 from hdtool.data.conversation import lone_surrogate
 from hdtool.data.durable_files import file_lock
-from hdtool.data.errors import StoreError
+from hdtool.data.errors import ModelError, StoreError
 from hdtool.data.stores.store_files import (
     CORPUS_KIND,
     HISTORY_KIND,
@@ -104,6 +105,8 @@ NUMERIC_OPTIONS = ("token_bytes", "shard_bytes", "top_k", "per_key")
 SHOWN_HASH_DIGITS = 12
 """Number of digits shown of an input's hash."""
 _FINGERPRINT = re.compile("[0-9a-f]{16}")
+TOKENIZER_DETAIL = "tokenizer"
+"""Name of an artifact's detail with the hash of its tokenizer, and what the hash was computed for."""
 
 
 @dataclass(frozen=True)
@@ -117,12 +120,10 @@ class TokenizerFingerprint:
 
     @classmethod
     def of(cls, tokenizer: PreTrainedTokenizerBase) -> TokenizerFingerprint:
-        vocabulary = sorted(tokenizer.get_vocab().items(), key=lambda entry: entry[1])
         # Tokenizers with the same vocabulary may still split a text differently.
         cut = tokenizer("Hello, world! 12345\n\tdéjà vu 世界", add_special_tokens=False)["input_ids"]
-        words = json.dumps([vocabulary, cut], ensure_ascii=True).encode()
         folder = str(getattr(tokenizer, "name_or_path", ""))
-        return cls(hashlib.sha256(words).hexdigest()[:16], len(tokenizer), _recorded_folder(folder))
+        return cls(_kept_hash(tokenizer, cut, folder), len(tokenizer), _recorded_folder(folder))
 
     @classmethod
     def from_json(cls, row: Any) -> TokenizerFingerprint:
@@ -134,6 +135,30 @@ class TokenizerFingerprint:
     def to_json(self) -> dict[str, Any]:
         row = asdict(self)
         return row if self.folder else {name: value for name, value in row.items() if name != "folder"}
+
+
+def _kept_hash(tokenizer: PreTrainedTokenizerBase, cut: list[int], folder: str) -> str:
+    """Return ``_hash_of`` a tokenizer, which is kept with the artifact that holds its files, if any.
+
+    The kept hash counts while the files are unchanged and the tokenizer has the same size and still makes the same cut.
+    """
+    artifact = Artifact.read(Path(folder)) if folder else None
+    artifact = artifact and artifact.kept()
+    if artifact is None or "tokenizer.json" not in artifact.files:
+        return _hash_of(tokenizer, cut)
+    kept, circumstances = artifact.details.get(TOKENIZER_DETAIL), [len(tokenizer), cut]
+    if isinstance(kept, list) and kept[1:] == circumstances and _FINGERPRINT.fullmatch(str(kept[0])):
+        return str(kept[0])
+    computed = _hash_of(tokenizer, cut)
+    with suppress(ModelError, OSError):
+        replace(artifact, details=artifact.details | {TOKENIZER_DETAIL: [computed, *circumstances]}).write()
+    return computed
+
+
+def _hash_of(tokenizer: PreTrainedTokenizerBase, cut: list[int]) -> str:
+    vocabulary = sorted(tokenizer.get_vocab().items(), key=lambda entry: entry[1])
+    words = json.dumps([vocabulary, cut], ensure_ascii=True).encode()
+    return hashlib.sha256(words).hexdigest()[:16]
 
 
 def _recorded_folder(name: str) -> str:

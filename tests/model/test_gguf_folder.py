@@ -15,8 +15,10 @@ pytest.importorskip("gguf")
 from gguf import GGUFWriter
 from transformers import AutoConfig, AutoTokenizer
 
+from hdtool.data.artifact import MANIFEST
 from hdtool.data.errors import ModelError
 from hdtool.data.file_state import FileState
+from hdtool.data.stores.manifest import TokenizerFingerprint
 from hdtool.runtime.weights import gguf_folder
 from hdtool.runtime.weights.fingerprint import fingerprint_of
 from hdtool.runtime.weights.gguf_folder import configuration_folder
@@ -58,6 +60,29 @@ def test_configuration_and_tokenizer_are_kept(tmp_path: Path, monkeypatch: pytes
     assert kept.fingerprint == fingerprint_of([file])
     monkeypatch.setattr("hdtool.runtime.weights.fingerprint._lines", lambda _: pytest.fail("the file was read again"))
     assert configuration_folder(file) == kept
+
+
+def test_the_fingerprint_of_the_tokenizer_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = configuration_folder(write_gguf(tmp_path / "tiny.gguf", tiny_llama())).folder
+    copy = AutoTokenizer.from_pretrained(shutil.copytree(folder, tmp_path / "copy", ignore=lambda *_: [MANIFEST]))
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    assert (mark := TokenizerFingerprint.of(tokenizer)) == TokenizerFingerprint.of(copy)
+    with monkeypatch.context() as patches:
+        patches.setattr(type(tokenizer), "get_vocab", lambda _: pytest.fail("the vocabulary was hashed again"))
+        assert TokenizerFingerprint.of(AutoTokenizer.from_pretrained(folder)) == mark
+    for one in (tokenizer, copy):
+        one.add_tokens(["<new>"])
+    assert mark != TokenizerFingerprint.of(tokenizer) == TokenizerFingerprint.of(copy)
+    for place in (folder, Path(copy.name_or_path)):
+        content = json.loads((place / "tokenizer.json").read_text())
+        vocabulary = content["model"]["vocab"]
+        first, second = list(vocabulary)[-2:]
+        vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
+        (place / "tokenizer.json").write_text(json.dumps(content))
+    changed, expected = (
+        TokenizerFingerprint.of(AutoTokenizer.from_pretrained(place)) for place in (folder, copy.name_or_path)
+    )
+    assert mark != changed == expected
 
 
 def test_every_tensor_and_all_of_the_header_identify_a_file(tmp_path: Path) -> None:
