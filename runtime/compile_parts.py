@@ -14,6 +14,7 @@ from hdtool.data.durable_files import file_lock
 from hdtool.data.errors import StoreError
 from hdtool.runtime.kernels.code_folder import code_folder, is_compiled, mark_compiled, remove_outdated
 from hdtool.runtime.kernels.compile_process import PASSES, STEPS
+from hdtool.runtime.lean_imports import import_leanly
 
 NICENESS = 5
 """How far below this machine's other processes the compiler runs, such as one that answers meanwhile."""
@@ -49,6 +50,7 @@ def _report(part: str) -> None:
 def main(parts: list[str]) -> None:
     if hasattr(os, "nice"):
         os.nice(NICENESS)
+    import_leanly()  # and collect garbage rarely, of which numba makes much
     remove_outdated()
     busy = StoreError(f"another process compiles into {code_folder()}")
     with file_lock(code_folder() / "lock", busy, wait=lambda: None):

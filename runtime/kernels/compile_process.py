@@ -14,8 +14,6 @@ from subprocess import DEVNULL, PIPE, STDOUT, Popen
 from threading import Condition, Thread
 from typing import IO
 
-import torch
-
 from hdtool.data.processes import isolated_python
 from hdtool.data.progress import progress_bar
 from hdtool.runtime.kernels.code_folder import is_compiled, keeps_code
@@ -138,6 +136,8 @@ def core_left_free() -> Iterator[None]:
 
     Threads of torch wait for each other: with one on the compiler's core, each operation takes ten times as long.
     """
+    import torch  # not above, so that the process can import it leanly
+
     threads = torch.get_num_threads()
     if any(map(is_compiling, PARTS)):
         torch.set_num_threads(max(1, threads - 1))

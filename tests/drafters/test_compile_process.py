@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from hdtool.data.processes import isolated_python
 from hdtool.runtime.core.drafter import NoDraft
 from hdtool.runtime.drafters import deferred as deferred_module
 from hdtool.runtime.drafters.deferred import deferred
@@ -78,6 +81,15 @@ def test_torch_leaves_a_core_to_the_compiler_while_a_model_is_loaded(program: Pa
         assert torch.get_num_threads() == 1
     assert torch.get_num_threads() == 2
     compile_process._processes[0]._process.kill()
+
+
+def test_the_process_collects_garbage_rarely(tmp_path: Path) -> None:
+    program = (
+        "import gc, sys\nfrom hdtool.runtime import compile_parts, lean_imports\nassert 'torch' not in sys.modules\n"
+        "compile_parts.main([])\nassert gc.get_threshold()[0] == lean_imports.POSTPONED_THRESHOLD"
+    )
+    home = {"HDTOOL_HOME": str(tmp_path), "NUMBA_CACHE_DIR": str(tmp_path)}
+    subprocess.run(isolated_python("-c", program), check=True, env={**os.environ, **home})
 
 
 def test_a_process_that_fails_says_why(program: Path, capsys: pytest.CaptureFixture[str]) -> None:
