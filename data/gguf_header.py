@@ -7,10 +7,12 @@ import mmap
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from hdtool.data.errors import ModelError
+from hdtool.data.file_state import FileState
 
 GGUF_MAGIC = b"GGUF"
 GGUF_SUFFIX = ".gguf"
@@ -61,22 +63,7 @@ class GGUFHeader:
     @classmethod
     def read(cls, path: Path) -> GGUFHeader:
         """Read the header of a file. Raises ModelError if it is not a GGUF file or its header is incomplete."""
-        size = path.stat().st_size
-        if not size:
-            raise ModelError(f"{path} is empty: {DOWNLOAD_AGAIN}")
-        with path.open("rb") as stream:
-            if stream.read(len(GGUF_MAGIC)) != GGUF_MAGIC:
-                raise ModelError(
-                    f"{path} is a file and not in GGUF format: name a GGUF file, or the folder that save_pretrained "
-                    "wrote"
-                )
-            with mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as content:
-                try:
-                    return _header(_Reader(content), path)
-                except (struct.error, ValueError, TypeError, OverflowError, MemoryError, KeyError) as error:
-                    raise ModelError(
-                        f"{path} ends within its header, or its header is damaged: {DOWNLOAD_AGAIN}"
-                    ) from error
+        return _read(path, FileState.of(path))
 
     @property
     def architecture(self) -> str:
@@ -95,6 +82,25 @@ class GGUFHeader:
         size = path.stat().st_size
         if size < max(ends):
             raise ModelError(f"{path} is cut short, {size:,} bytes of {max(ends):,}: {DOWNLOAD_AGAIN}")
+
+
+@cache  # a start reads the header several times, and a vocabulary takes long to skip
+def _read(path: Path, _: FileState) -> GGUFHeader:
+    size = path.stat().st_size
+    if not size:
+        raise ModelError(f"{path} is empty: {DOWNLOAD_AGAIN}")
+    with path.open("rb") as stream:
+        if stream.read(len(GGUF_MAGIC)) != GGUF_MAGIC:
+            raise ModelError(
+                f"{path} is a file and not in GGUF format: name a GGUF file, or the folder that save_pretrained wrote"
+            )
+        with mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as content:
+            try:
+                return _header(_Reader(content), path)
+            except (struct.error, ValueError, TypeError, OverflowError, MemoryError, KeyError) as error:
+                raise ModelError(
+                    f"{path} ends within its header, or its header is damaged: {DOWNLOAD_AGAIN}"
+                ) from error
 
 
 def _header(reader: _Reader, path: Path) -> GGUFHeader:

@@ -10,6 +10,7 @@ import pytest
 from gguf import GGUFReader
 from hypothesis import given, settings, strategies as st
 
+from hdtool.data import gguf_header
 from hdtool.data.errors import ModelError
 from hdtool.data.gguf_header import GGUFHeader
 
@@ -44,6 +45,7 @@ WHOLE = HEADER + bytes(DATA - len(HEADER) + 64 + 8 * 18)
 
 def read(path: Path, content: bytes) -> GGUFHeader:
     path.write_bytes(content)
+    gguf_header._read.cache_clear()  # two files of equal size may be written in one tick of the file system's clock
     found = GGUFHeader.read(path)
     found.check_whole(path, BLOCKS)
     return found
@@ -62,6 +64,13 @@ def test_settings_and_tensors(tmp_path: Path) -> None:
     ]
     theirs: Any = GGUFReader(tmp_path / "a.gguf")
     assert found.data == theirs.data_offset == DATA
+
+
+def test_a_header_is_read_once_until_the_file_changes(tmp_path: Path) -> None:
+    found = read(path := tmp_path / "a.gguf", WHOLE)
+    assert GGUFHeader.read(path) is found
+    path.write_bytes(WHOLE.replace(b"norm", b"bias") + bytes(64))
+    assert [one.name for one in GGUFHeader.read(path).tensors] == ["bias", "matrix"]
 
 
 @pytest.mark.parametrize("length", range(0, len(WHOLE), 7))
