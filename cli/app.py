@@ -32,7 +32,7 @@ from hdtool.cli.terminal import guard_terminal
 from hdtool.cli.unknown_words import unknown_command, usage_message
 from hdtool.data.errors import HdtoolError, OptionError, command_for_missing
 from hdtool.data.processes import isolated_children, refuse_numba_settings
-from hdtool.runtime.lean_imports import import_leanly
+from hdtool.runtime.model.lean_imports import import_leanly
 
 TORCHRUN_VARIABLE = "TORCHELASTIC_RUN_ID"
 """Environment variable that torchrun sets for the processes that it starts."""

@@ -14,7 +14,7 @@ from hdtool.data.durable_files import file_lock
 from hdtool.data.errors import StoreError
 from hdtool.runtime.kernels.code_folder import code_folder, is_compiled, mark_compiled, remove_outdated
 from hdtool.runtime.kernels.compile_process import PASSES, STEPS
-from hdtool.runtime.lean_imports import import_leanly
+from hdtool.runtime.model.lean_imports import import_leanly
 
 NICENESS = 5
 """How far below this machine's other processes the compiler runs, such as one that answers meanwhile."""

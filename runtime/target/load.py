@@ -24,9 +24,9 @@ from hdtool.runtime.kernels.compile_process import core_left_free
 from hdtool.runtime.kernels.experts import compile_experts
 from hdtool.runtime.kernels.linear import compile_linear_layers
 from hdtool.runtime.kernels.vector_code import EXPANDS_FLOAT16
-from hdtool.runtime.lean_imports import collect_garbage_again
 from hdtool.runtime.model.compact_layers import compact_weights, expand_weights_read, pack_weights
 from hdtool.runtime.model.families import refuse_by_configuration
+from hdtool.runtime.model.lean_imports import collect_garbage_again
 from hdtool.runtime.model.placement import use_planless_attention
 from hdtool.runtime.model.quantization import (
     MXFP4,

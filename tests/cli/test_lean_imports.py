@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-LEAN = "from hdtool.runtime.lean_imports import import_leanly\nimport_leanly()\n"
+LEAN = "from hdtool.runtime.model.lean_imports import import_leanly\nimport_leanly()\n"
 NAMES = "import json, transformers, transformers.models\nprint(json.dumps(sorted(dir(transformers))))\n"
 
 
@@ -84,7 +84,7 @@ def test_garbage_collection_waits_until_a_tokenizer_is_loaded(tmp_path: Path) ->
         "import gc\nusual, phases = gc.get_threshold(), []\n"
         + LEAN
         + "gc.callbacks.append(lambda *_: phases.append(1))\n"
-        "from hdtool.runtime.model.load import load_tokenizer\n"
+        "from hdtool.runtime.target.load import load_tokenizer\n"
         "from hdtool.runtime.config import ModelConfig\n"
         "assert not phases and gc.get_threshold() != usual\n"
         "load_tokenizer(ModelConfig())\n"

@@ -85,7 +85,8 @@ def test_torch_leaves_a_core_to_the_compiler_while_a_model_is_loaded(program: Pa
 
 def test_the_process_collects_garbage_rarely(tmp_path: Path) -> None:
     program = (
-        "import gc, sys\nfrom hdtool.runtime import compile_parts, lean_imports\nassert 'torch' not in sys.modules\n"
+        "import gc, sys\nfrom hdtool.runtime import compile_parts\n"
+        "from hdtool.runtime.model import lean_imports\nassert 'torch' not in sys.modules\n"
         "compile_parts.main([])\nassert gc.get_threshold()[0] == lean_imports.POSTPONED_THRESHOLD"
     )
     home = {"HDTOOL_HOME": str(tmp_path), "NUMBA_CACHE_DIR": str(tmp_path)}
