@@ -20,7 +20,6 @@ import numba
 import numpy as np
 import numpy.typing as npt
 from llvmlite import ir  # type: ignore[import-untyped]
-from llvmlite.binding import add_symbol  # type: ignore[import-untyped]
 from numba import cfunc, types
 from numba.core import cgutils
 from numba.extending import intrinsic
@@ -106,39 +105,17 @@ def address_of(function: Callable[..., Any], signature: Any) -> int:
     return int(_function(function, signature).address)
 
 
-def shared(signature: Any, name: str) -> Callable[[Callable[..., Callable[..., Any]]], Callable[..., Any]]:
-    """Compile the function that the decorated one returns into a C function, which compiled code calls by name.
+def c_function(signature: Any) -> Callable[[Callable[..., Callable[..., Any]]], Callable[..., Any]]:
+    """Compile the function that the decorated one returns into a C function, which compiled code calls by address.
 
-    A shared function isn't compiled into each caller. If the decorated function takes a matrix format, the format's
-    name follows ``name``. Call the decorated function before code that uses the name is compiled or loaded from a
-    cache; otherwise, LLVM aborts the process.
+    A C function isn't compiled into each caller. The decorated function may take the matrix format to compile for. Its
+    results are kept, with the code whose address compiled code holds.
     """
 
     def decorate(make: Callable[..., Callable[..., Any]]) -> Callable[..., Any]:
-        @cache  # keeps the C function, whose address compiled code holds
-        def compile_shared(*kinds: Any) -> Any:
-            function = _function(make(*kinds), signature)
-            add_symbol(name + "".join(kind.name for kind in kinds), function.address)
-            return function
-
-        return wraps(make)(compile_shared)
+        return wraps(make)(cache(lambda *kinds: _function(make(*kinds), signature)))
 
     return decorate
-
-
-def shared_address(prefix: str) -> Any:
-    """Return an intrinsic that takes a matrix format and returns the address of the format's shared function.
-
-    The function must be shared under the name ``prefix`` followed by the format's name.
-    """
-
-    @generated(None, returns=types.int64)
-    def address(builder: Any, kind: Any) -> Any:
-        function_type = ir.FunctionType(ir.VoidType(), [])
-        function = cgutils.get_or_insert_function(builder.module, function_type, prefix + kind.kind_name)  # type: ignore[no-untyped-call]
-        return builder.ptrtoint(function, ir.IntType(64))
-
-    return address
 
 
 def caller_of(signature: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Matmuls ``outputs = inputs @ matrix.T + bias``: a C function per matrix format, called by address.
+"""Matmuls ``outputs = inputs @ matrix.T + bias``: one C function, and a record of kernels per matrix format.
 
 BLAS is tuned for many rows. With one row, or the few rows of a draft tree, it doesn't reach memory bandwidth; this
 kernel reads the matrix once, in memory order, and prefetches ahead.
@@ -14,42 +14,36 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from llvmlite import ir  # type: ignore[import-untyped]
-from numba import cfunc, types
+from numba import types
 
 from hdtool.runtime.kernels import block_gemm, panel_gemm
 from hdtool.runtime.kernels.compiled import (
+    Record,
     array_at,
+    c_function,
     caller_of,
     compiled,
-    generated,
-    shared,
-    shared_address,
+    copy_floats,
+    struct_at,
+    zeroed_records,
 )
 from hdtool.runtime.kernels.gemm_tiles import (
     MAX_DIRECT_ROWS,
     MAX_TILE_ROWS,
     TILE_OUT_FEATURES,
-    block_size_of,
     interleave,
     tile,
     tile_out_features,
-    unpack_address,
     unpack_of,
 )
-from hdtool.runtime.kernels.matrix_formats import MatrixKind, by_rows
-from hdtool.runtime.kernels.transposed_rows import expand_address, expand_of, transpose_address, transpose_of
-from hdtool.runtime.kernels.vector_code import CACHE_LINE, INDEX, ITEM_SIZE, LANES, line_after
+from hdtool.runtime.kernels.matrix_formats import FORMAT_OF_TYPE, MatrixKind, by_rows, type_of
+from hdtool.runtime.kernels.transposed_rows import expand_of, transpose_of
+from hdtool.runtime.kernels.vector_code import CACHE_LINE, ITEM_SIZE, LANES, line_after
 
 HAS_PANELS = LANES == 16
 """True if ``panel_gemm`` computes many rows. Without AVX-512, it takes 1.5 times as long as ``block_gemm`` with 12 rows
 and equally long with 128."""
 _multiply_many = panel_gemm.multiply_many if HAS_PANELS else block_gemm.multiply_many
-# The functions of a format that ``_multiply_many`` calls; ``block_gemm`` calls one.
-_unpack_of, _expand_of = (transpose_of, expand_of) if HAS_PANELS else (unpack_of, unpack_of)
-_unpack_address, _expand_address = (
-    (transpose_address, expand_address) if HAS_PANELS else (unpack_address, unpack_address)
-)
 COLUMN_MULTIPLE = 64
 """Required divisor of a matrix's number of columns."""
 MAX_REGISTER_ROWS = 20 if LANES == 16 else 11
@@ -61,8 +55,8 @@ MAX_LONG_REGISTER_ROWS = 8 if LANES == 8 else MAX_REGISTER_ROWS
 1,536 matrix in Q4_1 took 1.3 times as long in registers as in ``_multiply_many``."""
 L1_NUMBERS = 8192
 MAX_CACHED_VALUES = 1 << 17 if LANES == 16 else 10240
-"""Maximum size of an input group in numbers, so that it stays cached between tiles: in L2 with AVX-512, where rereading
-inputs is faster than unpacking the matrix again."""
+"""Maximum size of a tile's prepared input rows in float32 numbers, so that they stay cached between tiles: in L2 with
+AVX-512, where rereading inputs is faster than unpacking the matrix again."""
 
 _ROW_OUT_FEATURES = (0, *(tile_out_features(rows) for rows in range(1, MAX_TILE_ROWS + 1)))
 _single = by_rows({1: tile(1, 1)})
@@ -75,16 +69,86 @@ _many = by_rows(
 )
 
 
+MATMUL = np.dtype(
+    [
+        ("kernels", np.int64),  # address of a record of ``KERNELS``; 0 if there is no matmul
+        ("matrix", np.int64),  # address
+        ("out_features", np.int64),
+        ("columns", np.int64),
+        ("bias", np.int64),  # address, 0 for none
+    ],
+    align=True,
+)
+KERNELS = np.dtype(
+    [
+        ("multiply", np.int64),  # address of ``multiply``
+        ("block_size", np.int64),  # columns of a block
+        ("bytes", np.int64),  # size of a block, in all rows that are stored together
+        ("stored_rows", np.int64),  # matrix rows that are stored together, more than 1 in panels
+        ("tile_out_features", np.int64),  # divisor of the number of matrix rows that ``tiles`` multiplies
+        ("tiles", np.int64),  # address of a function that multiplies matrix rows by a tile of input rows
+        ("tile_rows", np.int64),  # maximum prepared input rows of a tile
+        ("has_even_tiles", np.bool_),  # False if all tiles but the last have ``tile_rows`` rows
+        ("prepare", np.int64),  # address of a function that prepares input rows, 0 if tiles read them in place
+        ("prepared_bytes", np.int64),  # size of ``PREPARED_COLUMNS`` columns of a prepared input row
+        ("direct_rows", np.int64),  # maximum number of input rows that tiles read in place
+        ("unpack", np.int64),  # addresses of the functions that ``_multiply_many`` calls,
+        ("expand", np.int64),  # 0 if tiles multiply any number of rows
+    ],
+    align=True,
+)
+"""How matrices in a format are multiplied."""
+PREPARED_COLUMNS = 32
+MATMUL_ARGUMENTS = 10
+"""Number of arguments of a matmul: kernels, matrix, out_features, columns, inputs, rows, outputs, bias (or 0), and the
+first and end of the matrix rows to compute, which form whole int8 panels except at the matrix's end. Kernels and arrays
+are given by address."""
+STEP = types.void(*[types.int64] * MATMUL_ARGUMENTS)
+"""Signature of a matmul, and of the other functions that ``call_at`` calls."""
 TILES = types.void(*[types.int64] * 8)
-"""Signature of a format's C function ``multiply_tiles``."""
-MULTIPLY = types.void(*[types.int64] * 12)
-TILES_PREFIX, MULTIPLY_NAME = "hdtool_multiply_tiles_", "hdtool_multiply"
-"""Names of shared functions; the name of the format follows the prefix."""
-call_tiles, _tiles_address = caller_of(TILES), shared_address(TILES_PREFIX)
-_multiply: Any = types.ExternalFunction(MULTIPLY_NAME, MULTIPLY)
+"""Signature of a format's C function ``multiply_tiles``: matrix, the size of a row or panel in bytes, out_features,
+columns, inputs, outputs, output_stride and rows."""
+PREPARE = types.void(*[types.int64] * 5)
+"""Signature of a C function that prepares input rows: inputs, columns, rows, the address to write to, and the number of
+rows of each tile except the last."""
+call_at, call_tiles, call_prepare = caller_of(STEP), caller_of(TILES), caller_of(PREPARE)
 
 
-@shared(TILES, TILES_PREFIX)
+class Kernels:
+    """A record of ``KERNELS`` that stays at its address while this object lives."""
+
+    def __init__(self, **fields: int) -> None:
+        self._records = zeroed_records(KERNELS)
+        self.address: int = self._records.ctypes.data
+        for name, value in {"multiply": _multiply_function().address, **fields}.items():
+            self._records[name] = value
+
+
+@cache
+def matmul_of(kind: MatrixKind, size: int) -> Kernels:
+    """Compile the matmul for a format whose numbers or blocks have ``size`` bytes.
+
+    Keep the result alive as long as its address is used.
+    """
+    unpack, expand = (transpose_of, expand_of) if HAS_PANELS else (unpack_of, unpack_of)
+    format = FORMAT_OF_TYPE.get(type_of(kind))
+    return Kernels(
+        block_size=format.block_size if format else 1,
+        bytes=size,
+        stored_rows=1,
+        tile_out_features=TILE_OUT_FEATURES,
+        tiles=_tiles_of(kind).address,
+        tile_rows=MAX_TILE_ROWS,
+        has_even_tiles=True,
+        prepare=0 if size == ITEM_SIZE else _interleave_function().address,  # float32 needs no unpacking
+        prepared_bytes=PREPARED_COLUMNS * ITEM_SIZE,
+        direct_rows=MAX_DIRECT_ROWS,
+        unpack=unpack(kind).address,
+        expand=expand(kind).address,
+    )
+
+
+@c_function(TILES)
 def _tiles_of(kind: MatrixKind) -> Any:
     """Return ``multiply_tiles`` for a format."""
 
@@ -116,151 +180,24 @@ def _tiles_of(kind: MatrixKind) -> Any:
     return multiply_tiles
 
 
-@shared(MULTIPLY, MULTIPLY_NAME)
+@c_function(PREPARE)
+def _interleave_function() -> Any:
+    def interleave_tiles(inputs: int, columns: int, rows: int, written: int, tile_rows: int) -> None:
+        """Interleave the input rows of each tile, except of tiles that read them in place."""
+        for row in range(0, rows, tile_rows):
+            count, offset = min(tile_rows, rows - row), row * columns * ITEM_SIZE
+            if count > MAX_DIRECT_ROWS:
+                interleave(inputs + offset, count, columns, written + offset, count)
+            else:
+                copy_floats(inputs + offset, count * columns, written + offset)
+
+    return interleave_tiles
+
+
+@c_function(STEP)
 def _multiply_function() -> Any:
-    """Return ``multiply``, a matmul for matrices of any format."""
-
     def multiply(
-        tiles: int,
-        unpack: int,
-        expand: int,
-        block_size: int,
-        size: int,
-        matrix: int,
-        out_features: int,
-        columns: int,
-        inputs: int,
-        rows: int,
-        outputs: int,
-        output_stride: int,
-    ) -> None:
-        """Compute ``outputs = inputs @ matrix.T`` on arrays given by address; inputs and outputs are float32.
-
-        ``tiles``, ``unpack`` and ``expand`` are the addresses of the format's functions; the last two are those that
-        ``_multiply_many`` calls, ``expand`` only if ``HAS_PANELS``. A block has ``block_size`` weights and ``size``
-        bytes. ``output_stride`` is the distance between output rows in numbers. ``columns`` must be a multiple of
-        ``COLUMN_MULTIPLE`` and of ``block_size``.
-        """
-        stride = columns // block_size * size
-        whole = out_features - out_features % TILE_OUT_FEATURES
-        long = size != ITEM_SIZE and rows * columns > L1_NUMBERS
-        if not whole:
-            pass
-        elif rows > (MAX_LONG_REGISTER_ROWS if long else MAX_REGISTER_ROWS):
-            second = expand if HAS_PANELS else block_size
-            _multiply_many(unpack, second, matrix, stride, whole, columns, inputs, rows, outputs, output_stride)
-        elif rows <= MAX_DIRECT_ROWS or size == ITEM_SIZE:  # float32 needs no unpacking
-            # All matrix rows at once, unless several groups of input rows share them while they are cached.
-            out, step = 0, whole if rows <= MAX_DIRECT_ROWS else TILE_OUT_FEATURES
-            while out < whole:
-                read, written = matrix + out * stride, outputs + out * ITEM_SIZE
-                _multiply_few(tiles, read, stride, step, columns, inputs, rows, written, output_stride)
-                out += step
-        else:
-            interleaved = np.empty(rows * columns + CACHE_LINE // ITEM_SIZE, np.float32)
-            _multiply_interleaved(
-                tiles, matrix, stride, whole, columns, inputs, rows, outputs, output_stride, interleaved
-            )
-        if whole < out_features:
-            for row in range(rows):
-                read, written = inputs + row * columns * ITEM_SIZE, outputs + (row * output_stride + whole) * ITEM_SIZE
-                last = matrix + whole * stride
-                call_tiles(tiles, (last, stride, out_features - whole, columns, read, written, output_stride, 1))
-
-    return multiply
-
-
-@compiled
-def _multiply_few(
-    tiles: int,
-    matrix: int,
-    stride: int,
-    out_features: int,
-    columns: int,
-    inputs: int,
-    rows: int,
-    outputs: int,
-    output_stride: int,
-) -> None:
-    """Multiply the matrix by input rows that are read in place, at most ``MAX_DIRECT_ROWS`` at a time."""
-    row = 0
-    while row < rows:
-        tile_rows = min(rows - row, MAX_DIRECT_ROWS)
-        read, written = inputs + row * columns * ITEM_SIZE, outputs + row * output_stride * ITEM_SIZE
-        call_tiles(tiles, (matrix, stride, out_features, columns, read, written, output_stride, tile_rows))
-        row += tile_rows
-
-
-@compiled
-def _multiply_interleaved(
-    tiles: int,
-    matrix: int,
-    stride: int,
-    out_features: int,
-    columns: int,
-    inputs: int,
-    rows: int,
-    outputs: int,
-    output_stride: int,
-    interleaved: npt.NDArray[np.float32],
-) -> None:
-    """Multiply the matrix by interleaved input rows, in groups of up to ``MAX_TILE_ROWS`` rows, fewer if they are long.
-
-    ``interleaved`` is scratch memory for all input rows; see ``interleave``.
-    """
-    aligned = line_after(interleaved.ctypes.data)
-    max_rows = min(MAX_TILE_ROWS, max(MAX_DIRECT_ROWS, MAX_CACHED_VALUES // columns))
-    groups = (rows + max_rows - 1) // max_rows
-    row = 0
-    for group in range(groups):
-        group_rows = (rows - row) // (groups - group)
-        offset = row * columns * ITEM_SIZE
-        interleave(inputs + offset, group_rows, columns, aligned + offset, group_rows)
-        row += group_rows
-    out, step = 0, out_features if groups == 1 else TILE_OUT_FEATURES
-    while out < out_features:
-        row = 0
-        for group in range(groups):
-            group_rows, first = (rows - row) // (groups - group), row * columns * ITEM_SIZE
-            written = outputs + (row * output_stride + out) * ITEM_SIZE
-            # For example, nine rows are split into five and four, which are read in place.
-            read = aligned + first if group_rows > MAX_DIRECT_ROWS else inputs + first
-            part = matrix + out * stride
-            call_tiles(tiles, (part, stride, step, columns, read, written, output_stride, group_rows))
-            row += group_rows
-        out += step
-
-
-MATMUL = np.dtype(
-    [
-        ("function", np.int64),  # address of the C function that ``matmul_of`` returns; 0 if there is no matmul
-        ("matrix", np.int64),  # address
-        ("out_features", np.int64),
-        ("columns", np.int64),
-        ("bias", np.int64),  # address, 0 for none
-    ],
-    align=True,
-)
-MATMUL_ARGUMENTS = 9
-"""Number of arguments of a matmul: matrix, out_features, columns, inputs, rows, outputs, bias (or 0), and the first and
-end of the matrix rows to compute, which form whole int8 panels except at the matrix's end. Arrays are given by
-address."""
-
-
-@cache
-def matmul_of(kind: MatrixKind, size: int) -> Any:
-    """Compile the matmul for a format whose numbers or blocks have ``size`` bytes.
-
-    Keep the result alive as long as its address is used.
-    """
-
-    _tiles_of(kind)
-    _unpack_of(kind)
-    _expand_of(kind)
-    _multiply_function()
-
-    @cfunc(types.void(*[types.int64] * MATMUL_ARGUMENTS), cache=True)
-    def matmul(
+        kernels_at: int,
         matrix: int,
         out_features: int,
         columns: int,
@@ -271,54 +208,125 @@ def matmul_of(kind: MatrixKind, size: int) -> Any:
         first: int,
         end: int,
     ) -> None:
-        block_size = block_size_of(kind)
-        part, written = matrix + first * (columns // block_size * size), outputs + first * ITEM_SIZE
-        _multiply(
-            _tiles_address(kind),
-            _unpack_address(kind),
-            _expand_address(kind),
-            block_size,
-            size,
-            part,
-            end - first,
-            columns,
-            inputs,
-            rows,
-            written,
-            out_features,
-        )
-        add_bias(bias, out_features, rows, outputs, first, end)
+        """Compute ``outputs[:, first:end]``; inputs and outputs are float32.
 
-    return matmul
+        ``columns`` must be a multiple of ``COLUMN_MULTIPLE`` and of the format's block size.
+        """
+        kernels = struct_at(kernels_at, KERNELS)
+        part = matrix + first // kernels.stored_rows * _stride(kernels, columns)
+        _multiply(kernels, part, end - first, columns, inputs, rows, outputs + first * ITEM_SIZE, out_features)
+        if bias:
+            added = array_at(bias, (out_features,), types.float32)
+            written = array_at(outputs, (rows, out_features), types.float32)
+            for row in range(rows):
+                for out in range(first, end):
+                    written[row, out] += added[out]
+
+    return multiply
 
 
 @compiled
-def add_bias(bias: int, out_features: int, rows: int, outputs: int, first: int, end: int) -> None:
-    if bias:
-        added, written = (
-            array_at(bias, (out_features,), types.float32),
-            array_at(outputs, (rows, out_features), types.float32),
-        )
-        for row in range(rows):
-            for out in range(first, end):
-                written[row, out] += added[out]
+def _stride(kernels: Record, columns: int) -> int:
+    """Return the size of a matrix row or panel in bytes."""
+    return columns // kernels.block_size * kernels.bytes  # type: ignore[no-any-return]
 
 
-@generated(types.int64, *[types.int64] * MATMUL_ARGUMENTS)
-def call_at(
-    builder: Any,
-    function: Any,
-    one: Any,
-    two: Any,
-    three: Any,
-    four: Any,
-    five: Any,
-    six: Any,
-    seven: Any,
-    first: Any,
-    end: Any,
+@compiled
+def _multiply(
+    kernels: Record,
+    matrix: int,
+    out_features: int,
+    columns: int,
+    inputs: int,
+    rows: int,
+    outputs: int,
+    output_stride: int,
 ) -> None:
-    """Call a matmul, or another function with the same signature, by address."""
-    kind = ir.FunctionType(ir.VoidType(), [INDEX] * MATMUL_ARGUMENTS)
-    called = builder.inttoptr(function, kind.as_pointer())
-    builder.call(called, [one, two, three, four, five, six, seven, first, end])
+    """Multiply the matrix by all input rows; ``output_stride`` is the distance between output rows in numbers."""
+    is_long = kernels.bytes != ITEM_SIZE and rows * columns > L1_NUMBERS
+    width, tiled = columns * ITEM_SIZE, out_features
+    if kernels.stored_rows == 1:
+        tiled -= out_features % kernels.tile_out_features
+    if not tiled:
+        pass
+    elif kernels.unpack and rows > (MAX_LONG_REGISTER_ROWS if is_long else MAX_REGISTER_ROWS):
+        stride, second = _stride(kernels, columns), kernels.expand if HAS_PANELS else kernels.block_size
+        _multiply_many(kernels.unpack, second, matrix, stride, tiled, columns, inputs, rows, outputs, output_stride)
+    elif kernels.prepare and rows > kernels.direct_rows:
+        memory = np.empty(rows * _prepared_bytes(kernels, columns) + CACHE_LINE, np.uint8)
+        _multiply_prepared(kernels, matrix, tiled, columns, inputs, rows, outputs, output_stride, memory)
+    else:
+        tile_rows = _even_rows(rows, MAX_DIRECT_ROWS)
+        _multiply_tiles(kernels, matrix, tiled, columns, inputs, width, rows, tile_rows, outputs, output_stride)
+    if tiled < out_features:
+        last, written = matrix + tiled * _stride(kernels, columns), outputs + tiled * ITEM_SIZE
+        _multiply_tiles(kernels, last, out_features - tiled, columns, inputs, width, rows, 1, written, output_stride)
+
+
+@compiled
+def _prepared_bytes(kernels: Record, columns: int) -> int:
+    """Return the size of a prepared input row in bytes."""
+    return columns // PREPARED_COLUMNS * kernels.prepared_bytes  # type: ignore[no-any-return]
+
+
+@compiled
+def _multiply_prepared(
+    kernels: Record,
+    matrix: int,
+    out_features: int,
+    columns: int,
+    inputs: int,
+    rows: int,
+    outputs: int,
+    output_stride: int,
+    memory: npt.NDArray[np.uint8],
+) -> None:
+    """Prepare the input rows in ``memory`` and multiply the matrix by them; its last panel may be a part of one."""
+    prepared, size = line_after(memory.ctypes.data), _prepared_bytes(kernels, columns)
+    tile_rows = min(kernels.tile_rows, max(MAX_DIRECT_ROWS, MAX_CACHED_VALUES * ITEM_SIZE // size))
+    if kernels.has_even_tiles:
+        tile_rows = _even_rows(rows, tile_rows)
+    call_prepare(kernels.prepare, (inputs, columns, rows, prepared, tile_rows))
+    whole = out_features - out_features % kernels.tile_out_features
+    _multiply_tiles(kernels, matrix, whole, columns, prepared, size, rows, tile_rows, outputs, output_stride)
+    if whole < out_features:
+        last = matrix + whole // kernels.stored_rows * _stride(kernels, columns)
+        written = np.empty((rows, kernels.stored_rows), np.float32)
+        at, width = written.ctypes.data, written.shape[1]
+        _multiply_tiles(kernels, last, width, columns, prepared, size, rows, tile_rows, at, width)
+        for row in range(rows):
+            target = outputs + (row * output_stride + whole) * ITEM_SIZE
+            copy_floats(written[row].ctypes.data, out_features - whole, target)
+
+
+@compiled
+def _even_rows(rows: int, max_rows: int) -> int:
+    """Return the number of input rows per tile that splits them evenly into as few tiles as ``max_rows`` allows."""
+    tiles = max(1, (rows + max_rows - 1) // max_rows)
+    return max(1, (rows + tiles - 1) // tiles)
+
+
+@compiled
+def _multiply_tiles(
+    kernels: Record,
+    matrix: int,
+    out_features: int,
+    columns: int,
+    inputs: int,
+    input_bytes: int,
+    rows: int,
+    tile_rows: int,
+    outputs: int,
+    output_stride: int,
+) -> None:
+    """Multiply the matrix by input rows of ``input_bytes`` bytes, in tiles of ``tile_rows`` rows."""
+    stride = _stride(kernels, columns)
+    # All matrix rows at once, unless several tiles of input rows share them while they are cached.
+    out, step = 0, out_features if rows <= tile_rows else min(out_features, kernels.tile_out_features)
+    while out < out_features:
+        part = matrix + out // kernels.stored_rows * stride
+        for row in range(0, rows, tile_rows):
+            read, written = inputs + row * input_bytes, outputs + (row * output_stride + out) * ITEM_SIZE
+            count = min(tile_rows, rows - row)
+            call_tiles(kernels.tiles, (part, stride, step, columns, read, written, output_stride, count))
+        out += step

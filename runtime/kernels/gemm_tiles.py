@@ -13,7 +13,7 @@ from llvmlite import ir  # type: ignore[import-untyped]
 from numba import types
 from numba.core import cgutils
 
-from hdtool.runtime.kernels.compiled import BYTES, caller_of, compiled, generated, shared, shared_address
+from hdtool.runtime.kernels.compiled import BYTES, c_function, caller_of, compiled, generated
 from hdtool.runtime.kernels.matrix_formats import (
     FORMAT_OF_TYPE,
     BlockFormat,
@@ -318,16 +318,11 @@ def unpack_row(builder: Any, matrix: Any, kind: Any, columns: Any, written: Any)
 
 
 UNPACK = types.void(*[types.int64] * 5)
-"""Signature of a format's C function ``unpack_rows``.
-
-Cached code of other modules relies on this signature: after a change, delete numba's caches by ``make .compiled``.
-"""
-UNPACK_PREFIX = "hdtool_unpack_rows_"
-"""Prefix of the name under which ``unpack_rows`` is shared."""
-call_unpack, unpack_address = caller_of(UNPACK), shared_address(UNPACK_PREFIX)
+"""Signature of a format's C function ``unpack_rows``."""
+call_unpack = caller_of(UNPACK)
 
 
-@shared(UNPACK, UNPACK_PREFIX)
+@c_function(UNPACK)
 def unpack_of(kind: MatrixKind) -> Any:
     """Return the function that expands a format's matrix rows to float32."""
 

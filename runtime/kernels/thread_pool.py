@@ -15,8 +15,8 @@ import numpy as np
 from llvmlite import ir  # type: ignore[import-untyped]
 from numba import types
 
-from hdtool.runtime.kernels.compiled import WORD_SIZE, array_at, compiled, generated
-from hdtool.runtime.kernels.gemm import MATMUL_ARGUMENTS, call_at
+from hdtool.runtime.kernels.compiled import WORD_SIZE, array_at, compiled, generated, struct_at
+from hdtool.runtime.kernels.gemm import KERNELS, MATMUL_ARGUMENTS, call_at
 from hdtool.runtime.kernels.vector_code import CACHE_LINE, INDEX, PAUSE, VectorCode
 
 WORK = 0
@@ -76,11 +76,11 @@ def _take_part(control: int) -> bool:
         return False
     # The job can't change until this part is completed.
     job = array_at(control + JOB * WORD_SIZE, (CONTROL_FIELDS - JOB,), types.int64)
-    function, one, two, three, four, five, six, seven, units, multiple, parts = job
+    function, one, two, three, four, five, six, seven, eight, units, multiple, parts = job
     part = word % MAX_PARTS - 1
     first = units * part // parts // multiple * multiple
     end = units if part == parts - 1 else units * (part + 1) // parts // multiple * multiple
-    call_at(function, one, two, three, four, five, six, seven, first, end)
+    call_at(function, (one, two, three, four, five, six, seven, eight, first, end))
     increment(control + COMPLETED * WORD_SIZE)
     return True
 
@@ -111,22 +111,23 @@ def run_parallel(
     five: int,
     six: int,
     seven: int,
+    eight: int,
     units: int,
     multiple: int,
 ) -> None:
     """Run a job on the threads of the open pool at ``control``; if ``control`` is 0, use only the calling thread.
 
-    The function at address ``function`` is called with the seven arguments and a range of units, which starts at a
+    The function at address ``function`` is called with the eight arguments and a range of units, which starts at a
     multiple of ``multiple``. Returns once all units are done.
     """
     parts = parts_of(threads, units, multiple)
     if control == 0 or parts < 2:
         if units:
-            call_at(function, one, two, three, four, five, six, seven, 0, units)
+            call_at(function, (one, two, three, four, five, six, seven, eight, 0, units))
         return
     job = array_at(control + JOB * WORD_SIZE, (CONTROL_FIELDS - JOB,), types.int64)
     job[0], job[1], job[2], job[3], job[4] = function, one, two, three, four
-    job[5], job[6], job[7], job[8], job[9], job[10] = five, six, seven, units, multiple, parts
+    job[5], job[6], job[7], job[8], job[9], job[10], job[11] = five, six, seven, eight, units, multiple, parts
     store(control + COMPLETED * WORD_SIZE, 0)
     job_before = load(control + WORK * WORD_SIZE) // MAX_PARTS
     store(control + WORK * WORD_SIZE, (job_before + 1) * MAX_PARTS + parts)
@@ -141,7 +142,7 @@ def run_parallel(
 def parallel_matmul(
     control: int,
     threads: int,
-    matmul: int,
+    kernels: int,
     matrix: int,
     out_features: int,
     columns: int,
@@ -150,12 +151,16 @@ def parallel_matmul(
     outputs: int,
     bias: int,
 ) -> None:
-    """Call a matmul on the threads of an open pool; small matrices use only the calling thread."""
+    """Multiply on the threads of an open pool; small matrices use only the calling thread.
+
+    ``kernels`` is the address of a record of ``KERNELS``.
+    """
     thread_pool = control if out_features * columns >= MIN_PARALLEL_WEIGHTS else 0
     run_parallel(
         thread_pool,
         threads,
-        matmul,
+        struct_at(kernels, KERNELS).multiply,
+        kernels,
         matrix,
         out_features,
         columns,

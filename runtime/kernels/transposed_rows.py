@@ -13,7 +13,7 @@ from typing import Any
 from llvmlite import ir  # type: ignore[import-untyped]
 from numba import types
 
-from hdtool.runtime.kernels.compiled import BYTES, WORD, caller_of, compiled, generated, shared, shared_address
+from hdtool.runtime.kernels.compiled import BYTES, WORD, c_function, caller_of, compiled, generated
 from hdtool.runtime.kernels.gemm_tiles import ELEMENT_TYPES, Numbers
 from hdtool.runtime.kernels.matrix_formats import (
     FORMAT_OF_TYPE,
@@ -53,19 +53,13 @@ OCTETS = ir.VectorType(OCTET, SQUARE)
 PAIRS = (0, 1), (2, 3)
 """Words of the lower and upper half of a 128-bit part."""
 TRANSPOSE = types.void(*[types.int64] * 5)
-"""Signature of a format's C function ``transpose_rows``.
-
-Cached code of other modules relies on this signature and the next: after a change, delete numba's caches.
-"""
+"""Signature of a format's C function ``transpose_rows``."""
 EXPAND = types.void(*[types.int64] * 7)
 """Signature of a format's C function ``expand_lane``."""
-TRANSPOSE_PREFIX, EXPAND_PREFIX = "hdtool_transpose_rows_", "hdtool_expand_lane_"
-"""Prefixes of the names of shared functions; the name of the format follows."""
-call_transpose, transpose_address = caller_of(TRANSPOSE), shared_address(TRANSPOSE_PREFIX)
-call_expand, expand_address = caller_of(EXPAND), shared_address(EXPAND_PREFIX)
+call_transpose, call_expand = caller_of(TRANSPOSE), caller_of(EXPAND)
 
 
-@shared(TRANSPOSE, TRANSPOSE_PREFIX)
+@c_function(TRANSPOSE)
 def transpose_of(kind: MatrixKind) -> Any:
     """Return the function that transposes rows of a format into memory that ``expand_lane`` reads."""
 
@@ -75,7 +69,7 @@ def transpose_of(kind: MatrixKind) -> Any:
     return transpose_rows
 
 
-@shared(EXPAND, EXPAND_PREFIX)
+@c_function(EXPAND)
 def expand_of(kind: MatrixKind) -> Any:
     """Return the function that expands some columns of one lane of transposed rows to float32."""
 

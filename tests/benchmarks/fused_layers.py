@@ -26,7 +26,7 @@ from hdtool.runtime.core.tree import DraftTree
 from hdtool.runtime.engines.checks.probes import some_context
 from hdtool.runtime.engines.cpu import weight_table
 from hdtool.runtime.kernels.compiled import array_at
-from hdtool.runtime.kernels.gemm import MATMUL_ARGUMENTS
+from hdtool.runtime.kernels.gemm import STEP, Kernels
 from hdtool.runtime.kernels.linear import CompiledLinear
 from hdtool.runtime.kernels.machine import machine
 from hdtool.runtime.target.load import load, load_tokenizer
@@ -37,9 +37,18 @@ from tests.support.one_sequence import OneSequence
 ROWS = (1, 2, 4, 8, 16, 32, 64)
 
 
-@cfunc(types.void(*[types.int64] * MATMUL_ARGUMENTS))
+@cfunc(STEP)
 def zeros(
-    matrix: int, outs: int, columns: int, inputs: int, rows: int, outputs: int, bias: int, first: int, end: int
+    kernels: int,
+    matrix: int,
+    outs: int,
+    columns: int,
+    inputs: int,
+    rows: int,
+    outputs: int,
+    bias: int,
+    first: int,
+    end: int,
 ) -> None:
     """Stand in for a matmul: write zeros without reading any weights."""
     array_at(outputs, (rows, outs), types.float32)[:, first:end] = 0
@@ -48,7 +57,8 @@ def zeros(
 def without_matmuls(model: str, is_compiled: bool, context: int) -> OneSequence:
     target = load(ModelConfig(model, device="cpu")).target
     if is_compiled:
-        with mock.patch.object(weight_table, "matmul_of", lambda *_: zeros):
+        kernels = Kernels(multiply=int(zeros.address or 0))
+        with mock.patch.object(weight_table, "matmul_of", lambda *_: kernels):
             target.compile(proved=True)
             assert target.compiled, "a model of another kind"
             return after(target, context)

@@ -7,7 +7,8 @@ import torch
 from numba import njit
 
 from hdtool.runtime.engines.cpu.int8_panels import Panels, int8_matmul_of
-from hdtool.runtime.kernels.gemm import call_at, matmul_of
+from hdtool.runtime.kernels.compiled import struct_at
+from hdtool.runtime.kernels.gemm import KERNELS, call_at, matmul_of
 from hdtool.runtime.kernels.linear import compiled_linear
 from hdtool.runtime.kernels.matrix_formats import FORMATS_BY_GGUF_TYPE, BlockFormat
 from hdtool.runtime.kernels.thread_pool import ROW_MULTIPLE
@@ -19,8 +20,9 @@ OUTS, ROWS = ROW_MULTIPLE + 3, 7
 
 
 @njit(nogil=True)
-def called(matmul: int, matrix: int, inputs: int, outputs: int, bias: int, first: int, end: int) -> None:
-    call_at(matmul, matrix, OUTS, MAX_BLOCK_SIZE, inputs, ROWS, outputs, bias, first, end)
+def called(kernels: int, matrix: int, inputs: int, outputs: int, bias: int, first: int, end: int) -> None:
+    multiply = struct_at(kernels, KERNELS).multiply
+    call_at(multiply, (kernels, matrix, OUTS, MAX_BLOCK_SIZE, inputs, ROWS, outputs, bias, first, end))
 
 
 @pytest.mark.parametrize("bias", [None, torch.randn(OUTS)], ids=["without bias", "bias"])

@@ -5,16 +5,14 @@
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 import numpy as np
-from numba import cfunc, types
+from numba import types
 
 from hdtool.runtime.engines.cpu.layer_record import LAYER, PASS, multiply
-from hdtool.runtime.kernels.compiled import Record, array_at, compiled, copy_floats, struct_at
+from hdtool.runtime.kernels.compiled import Record, array_at, c_function, caller_of, compiled, copy_floats, struct_at
 from hdtool.runtime.kernels.experts import mix_experts, route
-from hdtool.runtime.kernels.gemm import MATMUL_ARGUMENTS
 from hdtool.runtime.kernels.vector_code import ITEM_SIZE, add_in_place, norm_rows, scale_in_place
 
 
@@ -58,7 +56,7 @@ def _mix(pass_record: Record, layer: Record, inputs: int, rows: int, scratch: in
     chosen, routing_weights = np.empty((rows, router.top_k), np.int64), np.empty((rows, router.top_k), np.float32)
     multiply(pass_record, router.scores, inputs, rows, scores_at)
     route(router, scores, chosen, routing_weights)
-    if router.shared_gate.function:
+    if router.shared_gate.kernels:
         multiply(pass_record, router.shared_gate, inputs, rows, shared_scores)
     rest = scores_at + rows * experts.count * ITEM_SIZE
     pass_record.active_experts += mix_experts(
@@ -73,11 +71,11 @@ def _add_shared(pass_record: Record, layer: Record, rows: int, mixed: int, outpu
     ``outputs`` initially holds the shared expert's output.
     """
     size = rows * pass_record.hidden
-    if layer.down.function:
+    if layer.down.kernels:
         scores = array_at(mixed + size * ITEM_SIZE, (rows,), types.float32)
         for row in range(rows):
             gate, at = np.float32(1), row * pass_record.hidden * ITEM_SIZE
-            if layer.router.shared_gate.function:
+            if layer.router.shared_gate.kernels:
                 gate /= np.float32(1) + np.exp(-scores[row])
             add_in_place(mixed + at, outputs + at, pass_record.hidden, gate)
     copy_floats(mixed, size, outputs)
@@ -85,15 +83,17 @@ def _add_shared(pass_record: Record, layer: Record, rows: int, mixed: int, outpu
 
 MIX, ADD_SHARED, ADD_MIXTURE = range(3)
 """Steps of a layer's experts, for ``expert_function``."""
+EXPERT_STEP = types.void(*[types.int64] * 7)
+"""Signature of ``expert_function``."""
+call_expert_step = caller_of(EXPERT_STEP)
 
 
-@cache
+@c_function(EXPERT_STEP)
 def expert_function() -> Any:
     """Return the C function that computes any step of a layer's experts for some rows."""
 
-    @cfunc(types.void(*[types.int64] * MATMUL_ARGUMENTS), cache=True)
     def compute_experts(
-        pass_at: int, layer_at: int, step: int, read: int, rows: int, scratch: int, outputs: int, _: int, __: int
+        pass_at: int, layer_at: int, step: int, read: int, rows: int, scratch: int, outputs: int
     ) -> None:
         pass_record, layer = struct_at(pass_at, PASS), struct_at(layer_at, LAYER)
         if step == MIX:

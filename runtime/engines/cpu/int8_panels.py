@@ -12,160 +12,65 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from numba import cfunc, types
 
 from hdtool.runtime.engines.cpu.int8_code import PANEL_ROWS, PART, QUAD, PanelFormat, panel_format
-from hdtool.runtime.engines.cpu.int8_tiles import INT8_TILE_ROWS, RECORD_SIZE, panel_bytes, panel_tile, quantize_row
-from hdtool.runtime.kernels.compiled import array_at, caller_of, compiled, shared, shared_address
-from hdtool.runtime.kernels.gemm import MATMUL_ARGUMENTS, add_bias
-from hdtool.runtime.kernels.matrix_formats import BlockFormat, MatrixKind, by_rows
+from hdtool.runtime.engines.cpu.int8_tiles import INT8_TILE_ROWS, RECORD_SIZE, panel_tile, quantize_row
+from hdtool.runtime.kernels.compiled import c_function
+from hdtool.runtime.kernels.gemm import PREPARE, PREPARED_COLUMNS, TILES, Kernels
+from hdtool.runtime.kernels.matrix_formats import FORMAT_OF_TYPE, BlockFormat, MatrixKind, by_rows, type_of
 from hdtool.runtime.kernels.vector_code import ITEM_SIZE
 
 _tile_by_rows = by_rows({rows: panel_tile(rows) for rows in range(1, INT8_TILE_ROWS + 1)})
 
 
-TILE, QUANTIZE = types.void(*[types.int64] * 6), types.void(*[types.int64] * 3)
-"""Signatures of the C functions ``multiply_tile`` and ``quantize``, which are compiled for each format."""
-MULTIPLY = types.void(*[types.int64] * 10)
-TILE_PREFIX, QUANTIZE_PREFIX, MULTIPLY_NAME = "hdtool_multiply_int8_tile_", "hdtool_quantize_", "hdtool_multiply_int8"
-"""Names of shared functions; the name of the format follows the prefixes."""
-call_tile, _tile_address = caller_of(TILE), shared_address(TILE_PREFIX)
-call_quantize, _quantize_address = caller_of(QUANTIZE), shared_address(QUANTIZE_PREFIX)
-_multiply_int8: Any = types.ExternalFunction(MULTIPLY_NAME, MULTIPLY)
-
-
 @cache
-def int8_matmul_of(kind: MatrixKind) -> Any:
-    """Return the C function of a format's int8 matmul; callers must keep it alive while using its address."""
-    _tile_of(kind)
-    _quantize_of(kind)
-    _multiply_function()
-
-    @cfunc(types.void(*[types.int64] * MATMUL_ARGUMENTS), cache=True)
-    def matmul(
-        matrix: int,
-        out_features: int,
-        columns: int,
-        inputs: int,
-        rows: int,
-        outputs: int,
-        bias: int,
-        first: int,
-        end: int,
-    ) -> None:
-        size, written = panel_bytes(kind, columns), outputs + first * ITEM_SIZE
-        part = matrix + first // PANEL_ROWS * size
-        _multiply_int8(
-            _tile_address(kind),
-            _quantize_address(kind),
-            size,
-            part,
-            end - first,
-            columns,
-            inputs,
-            rows,
-            written,
-            out_features,
-        )
-        add_bias(bias, out_features, rows, outputs, first, end)
-
-    return matmul
+def int8_matmul_of(kind: MatrixKind) -> Kernels:
+    """Compile a format's int8 matmul; callers must keep the result alive while using its address."""
+    form = panel_format(FORMAT_OF_TYPE[type_of(kind)])
+    return Kernels(
+        block_size=PART * form.parts,
+        bytes=form.group,
+        stored_rows=PANEL_ROWS,
+        tile_out_features=PANEL_ROWS,
+        tiles=_tiles_of(kind).address,
+        tile_rows=INT8_TILE_ROWS,
+        prepare=_quantize_of(kind).address,
+        prepared_bytes=RECORD_SIZE * PREPARED_COLUMNS // PART,
+    )
 
 
-@shared(TILE, TILE_PREFIX)
-def _tile_of(kind: MatrixKind) -> Any:
-    """Return the function that multiplies a panel in the given format by a tile of rows."""
+@c_function(TILES)
+def _tiles_of(kind: MatrixKind) -> Any:
+    """Return the function that multiplies panels in the given format by a tile of rows."""
 
-    def multiply_tile(panel: int, columns: int, records: int, outputs: int, output_stride: int, rows: int) -> None:
-        """Multiply a panel by up to ``INT8_TILE_ROWS`` quantized rows."""
-        _tile_by_rows(panel, kind, columns, records, outputs, output_stride, rows)
-
-    return multiply_tile
-
-
-@shared(QUANTIZE, QUANTIZE_PREFIX)
-def _quantize_of(kind: MatrixKind) -> Any:
-    """Return the function that quantizes an input row for a format's matmul."""
-
-    def quantize(read: int, columns: int, written: int) -> None:
-        quantize_row(read, kind, columns, written)
-
-    return quantize
-
-
-@shared(MULTIPLY, MULTIPLY_NAME)
-def _multiply_function() -> Any:
-    """Return the int8 matmul that all formats share."""
-
-    def multiply_int8(
-        tile: int,
-        quantize: int,
-        panel_size: int,
+    def multiply_tiles(
         panels: int,
+        stride: int,
         out_features: int,
         columns: int,
-        inputs: int,
-        rows: int,
+        records: int,
         outputs: int,
         output_stride: int,
+        rows: int,
     ) -> None:
-        """Multiply panels of ``panel_size`` bytes by float32 rows.
+        """Multiply whole panels by up to ``INT8_TILE_ROWS`` quantized rows."""
+        for out in range(0, out_features, PANEL_ROWS):
+            panel, written = panels + out // PANEL_ROWS * stride, outputs + out * ITEM_SIZE
+            _tile_by_rows(panel, kind, columns, records, written, output_stride, rows)
 
-        All arrays are given by address, and ``tile`` and ``quantize`` are the addresses of the format's functions.
-        Output rows are ``output_stride`` float32 values apart.
-        """
-        # numba frees an array after the last line that names it, so the callee, which uses the address, gets the array.
-        records = np.empty(rows * (columns // PART * RECORD_SIZE), np.uint8)
-        _multiply_records(
-            tile, quantize, panel_size, panels, out_features, columns, inputs, rows, outputs, output_stride, records
-        )
-
-    return multiply_int8
+    return multiply_tiles
 
 
-@compiled
-def _multiply_records(
-    tile: int,
-    quantize: int,
-    panel_size: int,
-    panels: int,
-    out_features: int,
-    columns: int,
-    inputs: int,
-    rows: int,
-    outputs: int,
-    output_stride: int,
-    records: npt.NDArray[np.uint8],
-) -> None:
-    """Quantize the rows into ``records`` and multiply the panels by them."""
-    width, quantized = columns // PART * RECORD_SIZE, records.ctypes.data
-    for row in range(rows):
-        call_quantize(quantize, (inputs + row * columns * ITEM_SIZE, columns, quantized + row * width))
-    whole = out_features // PANEL_ROWS * PANEL_ROWS
-    for out in range(0, whole, PANEL_ROWS):
-        panel = panels + out // PANEL_ROWS * panel_size
-        _multiply_panel(tile, panel, columns, quantized, width, rows, outputs + out * ITEM_SIZE, output_stride)
-    if whole < out_features:
-        last = np.empty((rows, PANEL_ROWS), np.float32)
-        panel = panels + whole // PANEL_ROWS * panel_size
-        _multiply_panel(tile, panel, columns, quantized, width, rows, last.ctypes.data, last.shape[1])
+@c_function(PREPARE)
+def _quantize_of(kind: MatrixKind) -> Any:
+    """Return the function that quantizes input rows for a format's matmul."""
+
+    def quantize(inputs: int, columns: int, rows: int, written: int, _: int) -> None:
         for row in range(rows):
-            array_at(outputs + row * output_stride * ITEM_SIZE, (out_features,), types.float32)[whole:] = last[
-                row, : out_features - whole
-            ]
+            at = written + row * (columns // PART) * RECORD_SIZE
+            quantize_row(inputs + row * columns * ITEM_SIZE, kind, columns, at)
 
-
-@compiled
-def _multiply_panel(
-    tile: int, panel: int, columns: int, inputs: int, width: int, rows: int, outputs: int, output_stride: int
-) -> None:
-    """Multiply a panel by all quantized rows, in tiles; a row's records have ``width`` bytes in total."""
-    row = 0
-    while row < rows:
-        tile_rows = min(rows - row, INT8_TILE_ROWS)
-        written = outputs + row * output_stride * ITEM_SIZE
-        call_tile(tile, (panel, columns, inputs + row * width, written, output_stride, tile_rows))
-        row += tile_rows
+    return quantize
 
 
 Bytes = npt.NDArray[Any]

@@ -273,13 +273,6 @@ def panel_tile(rows: int, dot: str | None = None) -> Tile:
     return generate
 
 
-@generated(None, types.int64, returns=types.int64)
-def panel_bytes(builder: Any, kind: Any, columns: Any) -> Any:
-    """Return the size of a panel in bytes."""
-    form = panel_format(FORMAT_OF_TYPE[kind])
-    return builder.mul(builder.udiv(columns, INDEX(PART * form.parts)), INDEX(form.group))
-
-
 def _totals(code: IntegerCode, form: PanelFormat, weights: _Part, read: list[Any]) -> list[list[Any]]:
     """Return the integer dot products of each input row with a part, one for each of the part's scales."""
     planes = 2 if form.level_bits > MAX_PAIR_BITS and code.dot == DOT_OF_PAIRS else 1

@@ -6,11 +6,10 @@ other rows or the number of threads.
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 import numpy as np
-from numba import cfunc, types
+from numba import types
 
 from hdtool.runtime.engines.cpu.attention import (
     BLOCK_QUERIES,
@@ -21,7 +20,7 @@ from hdtool.runtime.engines.cpu.attention import (
     query_blocks,
 )
 from hdtool.runtime.engines.cpu.delta_rule import gate_heads, split_gates
-from hdtool.runtime.engines.cpu.expert_kernel import ADD_MIXTURE, ADD_SHARED, MIX
+from hdtool.runtime.engines.cpu.expert_kernel import ADD_MIXTURE, ADD_SHARED, MIX, call_expert_step
 from hdtool.runtime.engines.cpu.layer_record import LAYER, PASS, compute_step, multiply
 from hdtool.runtime.engines.cpu.mix import mix, mixer_scratch_size
 from hdtool.runtime.kernels.compiled import (
@@ -29,13 +28,14 @@ from hdtool.runtime.kernels.compiled import (
     Ints,
     Record,
     array_at,
+    c_function,
     compiled,
     copy_floats,
     struct_address,
     struct_at,
     zeroed_records,
 )
-from hdtool.runtime.kernels.gemm import MATMUL_ARGUMENTS, call_at
+from hdtool.runtime.kernels.gemm import STEP
 from hdtool.runtime.kernels.thread_pool import parts_of
 from hdtool.runtime.kernels.vector_code import (
     ITEM_SIZE,
@@ -55,7 +55,7 @@ NORM, APPEND, ATTEND, ADD_MIXER_OUTPUT, GATE, ADD_MLP_OUTPUT, SPLIT, GATE_HEADS,
 """Steps of a layer between its matmuls, for ``step_function``."""
 
 
-@cache
+@c_function(STEP)
 def step_function() -> Any:
     """Return the C function that computes any of a layer's steps between its matmuls.
 
@@ -63,9 +63,17 @@ def step_function() -> Any:
     for ``ATTEND`` and rows otherwise.
     """
 
-    @cfunc(types.void(*[types.int64] * MATMUL_ARGUMENTS), cache=True)
     def compute_step(
-        pass_at: int, layer_at: int, starts_at: int, step: int, one: int, two: int, three: int, first: int, end: int
+        pass_at: int,
+        layer_at: int,
+        starts_at: int,
+        step: int,
+        one: int,
+        two: int,
+        three: int,
+        _: int,
+        first: int,
+        end: int,
     ) -> None:
         pass_record, layer = struct_at(pass_at, PASS), struct_at(layer_at, LAYER)
         starts = array_at(starts_at, (pass_record.slots,), types.int64)
@@ -150,10 +158,10 @@ def _append(
             slot += 1
         position = row - offsets[slot]
         _prepare_heads(pass_record, layer, layer.norm_queries, row, query_heads, queries + row * query_heads * size)
-        if not layer.keys.function:
+        if not layer.keys.kernels:
             continue
         row_keys, row_values = keys + row * heads * size, values + row * heads * size
-        if not layer.values.function:
+        if not layer.values.kernels:
             copy_floats(row_keys, heads * width, row_values)
         _prepare_heads(pass_record, layer, layer.norm_keys, row, heads, row_keys)
         if layer.norm_values:
@@ -288,7 +296,7 @@ def _compute_experts(
     pass_record: Record, layer: Record, step: int, read: int, rows: int, scratch: int, outputs: int
 ) -> None:
     addresses = struct_address(pass_record), struct_address(layer)
-    call_at(pass_record.expert_function, *addresses, step, read, rows, scratch, outputs, 0, 0)
+    call_expert_step(pass_record.expert_function, (*addresses, step, read, rows, scratch, outputs))
 
 
 @compiled
@@ -318,9 +326,9 @@ def compute_layers(pass_record: Record, layers: Record, starts: Ints, hidden: in
         else:
             query_size = rows * layer.heads * layer.groups * layer.width
             multiply(pass_record, layer.queries, read, rows, gated if pass_record.gates_heads else queries)
-            if layer.keys.function:
+            if layer.keys.kernels:
                 multiply(pass_record, layer.keys, read, rows, keys)
-            if layer.values.function:
+            if layer.values.kernels:
                 multiply(pass_record, layer.values, read, rows, values)
             if pass_record.gates_heads:
                 _compute(pass_record, layer, starts, SPLIT, gated, queries, 0, rows, query_size)
@@ -334,7 +342,7 @@ def compute_layers(pass_record: Record, layers: Record, starts: Ints, hidden: in
         read = normed if layer.norm_before_mlp else hidden
         if layer.has_experts:
             _compute_experts(pass_record, layer, MIX, read, rows, rest, 0)
-        if layer.down.function:
+        if layer.down.kernels:
             multiply(pass_record, layer.gate, read, rows, gate)
             multiply(pass_record, layer.up, read, rows, up)
             _compute(pass_record, layer, starts, GATE, gate, up, 0, rows, rows * layer.gate.out_features)
@@ -344,7 +352,7 @@ def compute_layers(pass_record: Record, layers: Record, starts: Ints, hidden: in
         if layer.has_experts:
             _compute_experts(pass_record, layer, ADD_SHARED, 0, rows, rest, normed)
         _compute(pass_record, layer, starts, ADD_MLP_OUTPUT, hidden, normed, 0, rows, hidden_size)
-        if layer.input_gate.function:
+        if layer.input_gate.kernels:
             multiply(pass_record, layer.input_gate, hidden, rows, gate)
             _compute(pass_record, layer, starts, GATE_INPUT, gate, 0, 0, rows, rows * layer.input_gate.out_features)
             multiply(pass_record, layer.input_out, gate, rows, normed)

@@ -6,10 +6,11 @@ An address is 0 if a layer or pass lacks the part. Strides and sizes count float
 from __future__ import annotations
 
 import numpy as np
+from numba import types
 
-from hdtool.runtime.kernels.compiled import WORD_SIZE, Ints, Record, compiled, struct_address
+from hdtool.runtime.kernels.compiled import WORD_SIZE, Ints, Record, caller_of, compiled, struct_address
 from hdtool.runtime.kernels.experts import EXPERTS, ROUTER
-from hdtool.runtime.kernels.gemm import MATMUL, call_at
+from hdtool.runtime.kernels.gemm import MATMUL
 from hdtool.runtime.kernels.thread_pool import MIN_PARALLEL_WEIGHTS, parallel_matmul, run_parallel
 from hdtool.runtime.kernels.vector_code import ITEM_SIZE, add_in_place, norm_rows, scale_in_place
 
@@ -165,6 +166,10 @@ LAYER_INPUTS = np.dtype(
     align=True,
 )
 
+EMBED = types.void(*[types.int64] * 5)
+"""Signature of an ``embedding_of`` function: the embedding, its columns, ids, rows and the address to write to."""
+call_embed = caller_of(EMBED)
+
 
 @compiled
 def multiply(pass_record: Record, matmul: Record, inputs: int, rows: int, outputs: int) -> None:
@@ -172,7 +177,7 @@ def multiply(pass_record: Record, matmul: Record, inputs: int, rows: int, output
     parallel_matmul(
         pass_record.thread_pool,
         pass_record.threads,
-        matmul.function,
+        matmul.kernels,
         matmul.matrix,
         matmul.out_features,
         matmul.columns,
@@ -202,7 +207,7 @@ def compute_step(
     """
     thread_pool = pass_record.thread_pool if work >= MIN_PARALLEL_WEIGHTS else 0
     addresses = struct_address(pass_record), struct_address(layer), starts.ctypes.data
-    run_parallel(thread_pool, pass_record.threads, function, *addresses, step, one, two, three, units, 1)
+    run_parallel(thread_pool, pass_record.threads, function, *addresses, step, one, two, three, 0, units, 1)
 
 
 @compiled
@@ -226,7 +231,7 @@ def compute_layer_inputs(
     norm_rows(written, rows * stride // width, width, inputs.norm, offset, epsilon, written)
     token_row = written + rows * stride * ITEM_SIZE
     for row in range(rows):
-        call_at(inputs.embed, inputs.embedding, stride, ids_at + row * WORD_SIZE, 1, token_row, 0, 0, 0, 0)
+        call_embed(inputs.embed, (inputs.embedding, stride, ids_at + row * WORD_SIZE, 1, token_row))
         scale_in_place(token_row, stride, inputs.multiplier)
         add_in_place(written + row * stride * ITEM_SIZE, token_row, stride, np.float32(1))
     scale_in_place(written, rows * stride, inputs.input_scale)

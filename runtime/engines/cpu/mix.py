@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from numba import cfunc, types
+from numba import types
 
 from hdtool.runtime.engines.cpu import convolution, delta_rule, mamba2
 from hdtool.runtime.engines.cpu.convolution import (
@@ -18,8 +17,8 @@ from hdtool.runtime.engines.cpu.convolution import (
     window_size,
 )
 from hdtool.runtime.engines.cpu.layer_record import DELTA_RULE, LAYER, PASS, SHORT_CONVOLUTION, compute_step, multiply
-from hdtool.runtime.kernels.compiled import Array, Ints, Record, array_at, compiled, struct_at
-from hdtool.runtime.kernels.gemm import MATMUL_ARGUMENTS
+from hdtool.runtime.kernels.compiled import Array, Ints, Record, array_at, c_function, compiled, struct_at
+from hdtool.runtime.kernels.gemm import STEP
 from hdtool.runtime.kernels.thread_pool import PARTS_PER_THREAD, parts_of
 from hdtool.runtime.kernels.vector_code import ITEM_SIZE, LANES
 
@@ -47,7 +46,7 @@ def row_scratch_size(layer: Record) -> int:
         return 4 * channels  # type: ignore[no-any-return]
     if layer.mixer == DELTA_RULE:
         size = channels + 2 * values + 2 * layer.state_heads
-        return size if layer.fourth.function else size + channels + values + 2 * layer.state_heads  # type: ignore[no-any-return]
+        return size if layer.fourth.kernels else size + channels + values + 2 * layer.state_heads  # type: ignore[no-any-return]
     return channels + values  # type: ignore[no-any-return]
 
 
@@ -279,16 +278,24 @@ def _shift(pass_record: Record, layer: Record, kept: int, path_at: int, first: i
     shift_window(layer, slot, inputs + slot * pass_record.new * stride * ITEM_SIZE, stride, count, path, first, end)
 
 
-@cache
+@c_function(STEP)
 def mixer_function() -> Any:
     """Return the C function that computes any step of a mixer between its matmuls.
 
     A call computes the units from ``first`` to ``end``: rows, heads or vectors of channels, depending on the step.
     """
 
-    @cfunc(types.void(*[types.int64] * MATMUL_ARGUMENTS), cache=True)
     def compute_mixer(
-        pass_at: int, layer_at: int, _: int, step: int, scratch: int, kept: int, path_at: int, first: int, end: int
+        pass_at: int,
+        layer_at: int,
+        _: int,
+        step: int,
+        scratch: int,
+        kept: int,
+        path_at: int,
+        __: int,
+        first: int,
+        end: int,
     ) -> None:
         pass_record, layer = struct_at(pass_at, PASS), struct_at(layer_at, LAYER)
         if step == WINDOWS:
@@ -337,12 +344,12 @@ def mix(pass_record: Record, layer: Record, starts: Ints, read: int, rows: int, 
         gates = work + rows * channels * ITEM_SIZE
         steps = gates + rows * values * ITEM_SIZE
         strengths = steps + rows * heads * ITEM_SIZE
-        if not layer.fourth.function:
+        if not layer.fourth.kernels:
             inputs = strengths + rows * (heads + values) * ITEM_SIZE
             multiply(pass_record, layer.queries, read, rows, inputs)
             multiply(pass_record, layer.keys, read, rows, inputs + rows * (channels + values) * ITEM_SIZE)
             compute_step(pass_record, function, layer, starts, SPREAD, *addresses, rows, channel_work)
-        elif layer.fifth.function:
+        elif layer.fifth.kernels:
             separate = work + rows * keys * ITEM_SIZE
             multiply(pass_record, layer.queries, read, rows, work)
             multiply(pass_record, layer.fifth, read, rows, separate)
@@ -350,7 +357,7 @@ def mix(pass_record: Record, layer: Record, starts: Ints, read: int, rows: int, 
             compute_step(pass_record, function, layer, starts, JOIN, *addresses, rows, channel_work)
         else:
             multiply(pass_record, layer.queries, read, rows, kept)
-        if layer.fourth.function:
+        if layer.fourth.kernels:
             multiply(pass_record, layer.keys, read, rows, gates)
             multiply(pass_record, layer.values, read, rows, strengths)
             multiply(pass_record, layer.fourth, read, rows, steps)

@@ -6,21 +6,22 @@ Only the trees and context lengths change from pass to pass. Everything else is 
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 import numpy as np
 import torch
-from numba import cfunc, types
+from numba import types
 
 from hdtool.runtime.core.tree import LARGEST_TREE, UNDETERMINED, DraftTree
 from hdtool.runtime.core.walks import NO_FORCED_TOKENS, walk_argmax
 from hdtool.runtime.engines.cpu.convolution import fill_origins, origins_at
 from hdtool.runtime.engines.cpu.layer_kernel import compute_layers, layers_scratch_size
 from hdtool.runtime.engines.cpu.layer_record import (
+    EMBED,
     LAYER,
     LAYER_INPUTS,
     PASS,
+    call_embed,
     compute_layer_inputs,
     layer_inputs_size,
     multiply,
@@ -32,12 +33,14 @@ from hdtool.runtime.kernels.compiled import (
     Ints,
     Record,
     array_at,
+    c_function,
     compiled,
     copy_floats,
+    struct_at,
     zeroed_records,
 )
-from hdtool.runtime.kernels.gemm import MATMUL, MATMUL_ARGUMENTS, call_at
-from hdtool.runtime.kernels.gemm_tiles import block_size_of, call_unpack, unpack_address, unpack_of
+from hdtool.runtime.kernels.gemm import KERNELS, MATMUL, call_at
+from hdtool.runtime.kernels.gemm_tiles import block_size_of, unpack_row
 from hdtool.runtime.kernels.matrix_formats import MatrixKind
 from hdtool.runtime.kernels.topk import FOLD, INFINITY, TOPK_BLOCK, fold, folded_size
 from hdtool.runtime.kernels.vector_code import ITEM_SIZE, bound_in_place, norm_rows, scale_in_place
@@ -81,19 +84,14 @@ IN_CACHE = 1 << 17
 """Number of logits to compute at a time, so that they are still in L2 when their maxima are computed."""
 
 
-@cache
+@c_function(EMBED)
 def embedding_of(kind: MatrixKind, size: int) -> Any:
-    """Return the C function that reads a format's embeddings; callers must keep it alive while using its address."""
-    unpack_of(kind)
+    """Return the C function that reads embeddings in a format whose numbers or blocks have ``size`` bytes."""
 
-    @cfunc(types.void(*[types.int64] * MATMUL_ARGUMENTS), cache=True)
-    def embed(
-        matrix: int, columns: int, ids_at: int, rows: int, written: int, _1: int, _2: int, _3: int, _4: int
-    ) -> None:
+    def embed(matrix: int, columns: int, ids_at: int, rows: int, written: int) -> None:
         ids, stride = array_at(ids_at, (rows,), types.int64), columns // block_size_of(kind) * size
         for row in range(rows):
-            target = written + row * columns * ITEM_SIZE
-            call_unpack(unpack_address(kind), (matrix + ids[row] * stride, stride, 1, columns, target))
+            unpack_row(matrix + ids[row] * stride, kind, columns, written + row * columns * ITEM_SIZE)
 
     return embed
 
@@ -142,24 +140,13 @@ def compute_pass(
             if ids[row] == placeholder:
                 return False
     if rows:
-        call_at(
-            outer.embed,
-            outer.embedding,
-            pass_record.hidden,
-            outer.ids,
-            rows,
-            hidden,
-            0,
-            0,
-            0,
-            0,
-        )
+        call_embed(outer.embed, (outer.embedding, pass_record.hidden, outer.ids, rows, hidden))
         if outer.multiplier:
             scale_in_place(hidden, rows * pass_record.hidden, outer.multiplier)
     pass_record.row_positions, pass_record.rotary_tables = outer.positions, scratch
     _copy_rotary(pass_record, outer, positions)
     rest = scratch + outer.rotary_types * _rotary_size(pass_record) * ITEM_SIZE
-    if outer.layer_inputs.projection.function:
+    if outer.layer_inputs.projection.kernels:
         pass_record.inputs = rest
         compute_layer_inputs(pass_record, outer.layer_inputs, outer.ids, rows, hidden, rest)
         rest += layer_inputs_size(pass_record.inputs_stride, rows) * ITEM_SIZE
@@ -238,18 +225,8 @@ def _project(pass_record: Record, outer: Record, rows: int, normed: int) -> None
     size = max(1, IN_CACHE // (rows * TOPK_BLOCK)) * TOPK_BLOCK
     for first in range(0, out_features, size):
         end = min(out_features, first + size)
-        call_at(
-            head.function,
-            head.matrix,
-            out_features,
-            head.columns,
-            normed,
-            rows,
-            outer.logits,
-            head.bias,
-            first,
-            end,
-        )
+        computed = head.matrix, out_features, head.columns, normed, rows, outer.logits, head.bias, first, end
+        call_at(struct_at(head.kernels, KERNELS).multiply, (head.kernels, *computed))
         for row in range(rows):
             _bound(outer, logits[row, first:end].ctypes.data, end - first)
             fold(logits[row, first:end], maxima[row, first // FOLD : first // FOLD + folded_size(end - first)])
