@@ -121,13 +121,13 @@ EXPERTS = np.dtype(
         ("count", np.int64),
         ("width", np.int64),  # hidden size
         ("inner", np.int64),  # intermediate size
-        ("expand", np.int64),  # address of the gate and up matmul
+        ("expand", np.int64),  # address of the gate and up matmul's kernels
         ("gate", np.int64),  # address of the first expert's matrix
         ("gate_size", np.int64),  # bytes per expert
         ("up", np.int64),  # address of the first expert's matrix; 0 if gate and up are interleaved in one matrix
         ("up_size", np.int64),
         ("expand_bias", np.int64),  # address, 0 for none
-        ("reduce", np.int64),  # address of the down matmul
+        ("reduce", np.int64),  # address of the down matmul's kernels
         ("down", np.int64),  # address of the first expert's matrix
         ("down_size", np.int64),
         ("reduce_bias", np.int64),  # address, 0 for none
@@ -241,7 +241,7 @@ class ExpertMatrices(NamedTuple):
     """Location of all experts' matrices in memory, and the matmul that reads them."""
 
     matmul: int
-    """Address of the compiled matmul."""
+    """Address of the matmul's kernels."""
     first: int
     """Address of the first expert's matrix."""
     size: int
