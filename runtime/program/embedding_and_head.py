@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
 from itertools import repeat
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar, cast
 
 import torch
-from torch.nn import Module
+from torch.nn import LayerNorm, Module
 from torch.nn.functional import gelu, silu
 
 from hdtool.runtime.model.pass_inputs import AttentionWindow
@@ -101,6 +102,7 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": silu,
     "gelu_tanh": partial(gelu, approximate="tanh"),
     "gelu": gelu,
+    "gelu_new": partial(gelu, approximate="tanh"),
 }
 MIXER_LAYER_TYPES = ("conv", "linear_attention", "mamba")
 """Layer types that use a recurrent or convolution state instead of attention."""
@@ -136,6 +138,8 @@ def rotary_of(parts: ModelParts[Any], hidden: torch.Tensor, positions: torch.Ten
     """
     embeddings = cast(Any, parts.rotary)(hidden, positions, *filter(None, [kind]))
     cos, sin = (part.flatten(0, 1) for part in embeddings)
+    if parts.family.has_paired_tables:
+        cos, sin = (torch.cat((part[:, ::2], part[:, ::2]), dim=1).float() for part in (cos, sin))
     width, layer = cos.shape[1], parts.first_attention
     if parts.family.varies_heads:
         layer = parts.layers[position_kinds(parts).index(kind)]
@@ -174,10 +178,11 @@ def windows_of_layers(config: Any, windows: Sequence[AttentionWindow]) -> list[A
 
 @dataclass(frozen=True)
 class EmbeddingAndHead:
-    """Scales a model's embeddings, and divides and softcaps its logits."""
+    """Scales a model's embeddings, and scales and softcaps its logits."""
 
     multiplier: float
     divisor: float
+    factor: float
     softcap: float | None
 
     @classmethod
@@ -187,6 +192,7 @@ class EmbeddingAndHead:
         return cls(
             float(getattr(parts.decoder, family.embedding)) if family.embedding else 1.0,
             float(getattr(config, family.logit_divisor)) if family.logit_divisor else 1.0,
+            float(getattr(config, family.logit_factor)) if family.logit_factor else 1.0,
             softcap,
         )
 
@@ -196,6 +202,8 @@ class EmbeddingAndHead:
     def bounded(self, logits: torch.Tensor) -> torch.Tensor:
         if self.divisor != 1.0:
             logits = logits / self.divisor
+        if self.factor != 1.0:
+            logits = logits * self.factor
         return logits if self.softcap is None else (logits / self.softcap).tanh_().mul_(self.softcap)
 
 
@@ -212,10 +220,14 @@ def norms_and_activations_match(parts: ModelParts[Any], device: torch.device) ->
     unweighted = [(layer.value_norm, layer.epsilon, layer.width) for layer in parts.layers if layer.value_norm]
     unit_weighted = [(norm, epsilon, torch.ones(width, device=device)) for norm, epsilon, width in unweighted]
     for norm, epsilon, weight in [*weighted, *unit_weighted]:
-        rows = torch.linspace(-2, 3, len(weight), dtype=torch.float32, device=device)[None] * MAGNITUDES.to(device)
-        scale = (rows.square().mean(-1, keepdim=True) + epsilon).rsqrt()
-        expected.append(rows * scale * weight)
-        actual.append(norm(rows))
+        rows = torch.linspace(-2, 3, weight.shape[-1], dtype=torch.float32, device=device)[None] * MAGNITUDES.to(device)
+        rows = rows if weight.dim() == 1 else rows[:, None]
+        shifted = rows - rows.mean(-1, keepdim=True) if kind.is_centered else rows
+        scale = (shifted.square().mean(-1, keepdim=True) + epsilon).rsqrt()
+        bias = norm.bias.float() if kind.has_bias else 0.0
+        expected.append(shifted * scale * weight + bias)
+        # A LayerNorm of PyTorch can't read float32 rows with a 16-bit weight.
+        actual.append((deepcopy(norm).float() if type(norm) is LayerNorm else norm)(rows))
     activations = {(module, layer.activation) for layer in parts.layers if (module := layer.activation_module)}
     activations |= {(layer.inputs.activation_module, layer.activation) for layer in parts.layers if layer.inputs}
     for activation, name in activations:

@@ -51,12 +51,20 @@ EXPERT_SETTINGS = frozenset({
 
 @dataclass(frozen=True)
 class NormKind:
-    """How an RMSNorm applies its weight."""
+    """How a norm scales rows and applies its weight."""
 
     offset: float = 0.0
     """Constant added to the weight before it is applied."""
     rounds: bool = True
     """Normalized rows are rounded to the model's dtype before the weight is applied, not only after."""
+    is_centered: bool = False
+    """The norm is a LayerNorm, which subtracts a row's mean first, not an RMSNorm."""
+    has_bias: bool = False
+
+    @property
+    def parameters(self) -> tuple[str, ...]:
+        """Names of a norm module's parameters."""
+        return ("weight", "bias") if self.has_bias else ("weight",)
 
 
 ROUNDED_FIRST = NormKind()
@@ -69,6 +77,7 @@ class Names:
     mlp: str = "mlp"
     gate: str = "gate_proj"
     up: str = "up_proj"
+    """Empty for MLPs without a gate, which apply the activation to the output of ``gate`` alone."""
     gate_up: str = "gate_up_proj"
     """Name of the module that joins the gate and up projections."""
     down: str = "down_proj"
@@ -92,6 +101,8 @@ class Family:
     """Modules that may replace attention: maps each attribute name to a mapping from class name to mixer kind."""
     norms_of_mixers: tuple[str, str, str, str] | None = None
     """Names of the norms in layers with a mixer; None if ``norms`` applies to these layers as well."""
+    is_parallel: bool = False
+    """Attention and MLP read the same normalized rows, and both outputs are added to the hidden states."""
     gates_heads: bool = False
     """Each query head has an output gate."""
     activations: frozenset[str] = frozenset({"silu"})
@@ -117,12 +128,16 @@ class Family:
     """A single projection computes the MLP's gate and up outputs."""
     norms_all_heads: bool = False
     """Norms of queries and keys span all heads instead of one."""
+    norms_each_head: bool = False
+    """Norms of queries and keys span one head, with a separate weight for each head."""
     is_partial: bool = False
     """Rotary positions may cover only the first part of a head."""
     is_interleaved: bool = False
     """Rotary pairs are adjacent elements instead of elements half a head apart."""
     has_half_tables: bool = False
     """The rotary module returns cosines and sines for half a head, to be repeated for the other half."""
+    has_paired_tables: bool = False
+    """The rotary module returns each cosine and sine twice in a row, for heads that are rotated in float32."""
     rotates: Callable[[Any], bool] = field(default=lambda attention: True)
     """Returns True if an attention module uses rotary positions."""
     softcap: str = ""
@@ -134,10 +149,12 @@ class Family:
     """Name of the decoder attribute with the factor that scales embeddings."""
     logit_divisor: str = ""
     """Name of the setting that logits are divided by."""
+    logit_factor: str = ""
+    """Name of the setting that logits are multiplied by."""
     logit_softcap: str = ""
     """Name of the setting that holds the softcap of logits."""
     bounding: tuple[str, ...] = ("ForCausalLM",)
-    """Class-name suffixes of models that apply ``logit_divisor`` and ``logit_softcap``."""
+    """Class-name suffixes of models that apply ``logit_divisor``, ``logit_factor`` and ``logit_softcap``."""
     placeholders: tuple[str, ...] = ()
     """Names of settings that hold the placeholder token ids of a multimodal model."""
     experts: ExpertKind | None = None
@@ -151,6 +168,15 @@ class Family:
     required: Mapping[str, tuple[object, ...]] = field(default_factory=dict)
     """Maps settings to their allowed values; with any other value, the description doesn't apply."""
 
+    @property
+    def gates_mlp(self) -> bool:
+        return bool(self.names.up)
+
+    @property
+    def logit_settings(self) -> tuple[str, ...]:
+        """Names of the settings that change logits."""
+        return tuple(filter(None, (self.logit_divisor, self.logit_factor, self.logit_softcap)))
+
     def knows(self, module: Module) -> bool:
         """Return True if the description covers all attributes of a module."""
         known = {*ATTRIBUTES, *self.attributes, self.softcap, self.residual, "training", "config"}
@@ -158,15 +184,12 @@ class Family:
 
     def holds_for(self, model: Module, config: Any) -> bool:
         """Return True if a model's classes and settings match the description."""
-        logit_settings = {self.softcap, self.residual, self.embedding, self.logit_divisor, self.logit_softcap}
-        known = {*SETTINGS, *self.settings, *logit_settings}
+        known = {*SETTINGS, *self.settings, self.softcap, self.residual, self.embedding, *self.logit_settings}
         if not settings_of(type(config)) <= known or not is_of_package(model, package_of(config)):
             return False
         if any(getattr(config, name, None) not in values for name, values in self.required.items()):
             return False
-        changes_logits = any(
-            getattr(config, name) is not None for name in (self.logit_divisor, self.logit_softcap) if name
-        )
+        changes_logits = any(getattr(config, name) is not None for name in self.logit_settings)
         return not changes_logits or type(model).__name__.endswith(self.bounding)
 
 

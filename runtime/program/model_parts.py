@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Generic, NamedTuple, TypeVar, cast
 
 import torch
-from torch.nn import Dropout, Embedding, Module, ModuleList
+from torch.nn import Dropout, Embedding, LayerNorm, Module, ModuleList
 
 from hdtool.runtime.caches.kv_cache import LayerShape
 from hdtool.runtime.kernels.compact_weight import CompactEmbedding
@@ -33,6 +33,7 @@ ACTIVATIONS = {
     "GELUTanh": "gelu_tanh",
     "PytorchGELUTanh": "gelu_tanh",
     "GELUActivation": "gelu",
+    "NewGELUActivation": "gelu_new",
 }
 """Activation names by class name."""
 FIXED_ROTARY = ("default", "linear", "llama3", "proportional", "yarn")
@@ -188,12 +189,12 @@ def model_parts(model: Any, kind: Kind[Matmul]) -> ModelParts[Matmul] | None:
     owners = [module for module in model.modules() if module._modules.get("layers") is modules]
     widths = {layer.inputs.width if layer.inputs else 0 for layer in layers}
     names = DECODER_PARTS | {family.names.last_norm} | (DECODER_INPUT_MODULES if any(widths) else set())
-    if len(owners) != 1 or set(owners[0]._modules) - {family.names.rotary} != names:
+    if len(owners) != 1 or set(owners[0]._modules) - {family.names.rotary} - _dropouts(owners[0], family) != names:
         return None
     decoder: Any = owners[0]
     embedding, norm = (decoder.get_submodule(name) for name in ("embed_tokens", family.names.last_norm))
     rotary = decoder._modules.get(family.names.rotary)
-    head, epsilon = model.get_output_embeddings(), epsilon_of(norm)
+    head, epsilon = model.get_output_embeddings(), epsilon_of(norm, family.norm.parameters)
     rotates = any(layer.mixer is None and family.rotates(layer.attention) for layer in layers)
     inputs = layer_inputs(decoder, len(layers), max(widths), kind) if any(widths) else None
     if (
@@ -236,9 +237,10 @@ def _is_fixed(rotary: Any) -> bool:
 def _is_described(model: Module, decoder: Any, family: Family) -> bool:
     """Return True if the modules around the layers, and the model's settings, match the family's description."""
     names = [name for name in vars(decoder) if UNSUPPORTED_ATTRIBUTES.search(name) and name != family.embedding]
-    ends = (decoder, *(module for name, module in decoder._modules.items() if name not in ("layers", PROJECTION)))
-    package = package_of(decoder)
-    is_known = all(is_of_package(part, package) or type(part) in (Embedding, CompactEmbedding) for part in ends)
+    others = {"layers", PROJECTION, *_dropouts(decoder, family)}
+    ends = (decoder, *(module for name, module in decoder._modules.items() if name not in others))
+    package, plain = package_of(decoder), (Embedding, CompactEmbedding, LayerNorm)
+    is_known = all(is_of_package(part, package) or type(part) in plain for part in ends)
     return is_known and not names and family.holds_for(model, decoder.config)
 
 
@@ -282,7 +284,6 @@ def _with_sources(layers: list[LayerParts[Matmul]], family: Family) -> list[Laye
 
 def _layer_parts(layer: Module, index: int, kind: Kind[Matmul]) -> LayerParts[Matmul] | None:
     family, children = _family_of(layer, kind), layer._modules
-    dropouts = {name for name, module in children.items() if family is not LLAMA and _drops_nothing(module)}
     mixer_name = next((name for name in family.mixers if children.get(name) is not None), "self_attn")
     norms = family.norms if mixer_name == "self_attn" else family.norms_of_mixers or family.norms
     inputs = input_parts(layer) if family.has_inputs else None
@@ -291,7 +292,7 @@ def _layer_parts(layer: Module, index: int, kind: Kind[Matmul]) -> LayerParts[Ma
         family.experts.added_block if family.experts and children.get(family.experts.added_block) is not None else ""
     )
     extra_modules = {*(LAYER_INPUT_MODULES if inputs else ()), *(MIXTURE_MODULES if added_mixture else ())}
-    if set(children) - dropouts != {
+    if set(children) - _dropouts(layer, family) != {
         mixer_name,
         family.names.mlp,
         *filter(None, (*norms, extra_mixture)),
@@ -322,9 +323,10 @@ def _layer_parts(layer: Module, index: int, kind: Kind[Matmul]) -> LayerParts[Ma
     qkv: tuple[Any, ...] = tuple(getattr(attention, name) for name in projections)
     out: Any = attention.get_submodule(out_name)
     epsilons = {
-        epsilon_of(norm) for norm in (*filter(None, (*block_norms, inputs.norm if inputs else None)), *head_norms)
+        epsilon_of(norm, family.norm.parameters)
+        for norm in (*filter(None, (*block_norms, inputs.norm if inputs else None)), *head_norms)
     }
-    epsilons |= {epsilon_of(value_norm, has_weight=False)} if value_norm else set()
+    epsilons |= {epsilon_of(value_norm, ())} if value_norm else set()
     width, scale = getattr(attention, "head_dim", 0), getattr(attention, "scaling", None)
     input_matmuls = (inputs.gate, inputs.out) if inputs else ()
     if not all(map(kind.is_linear, (*qkv, out, *input_matmuls))) or len(epsilons) > 1:
@@ -381,8 +383,10 @@ def _mixing_layer(
     return parts if _is_complete(parts, kind, family) else None
 
 
-def _drops_nothing(module: Module | None) -> bool:
-    return isinstance(module, Dropout) and (module.p == 0 or not module.training)
+def _dropouts(module: Module, family: Family) -> set[str]:
+    """Return the names of a described module's dropouts that drop nothing."""
+    dropouts = {name: child for name, child in module._modules.items() if isinstance(child, Dropout)}
+    return {name for name, child in dropouts.items() if family is not LLAMA and not (child.p and child.training)}
 
 
 class FeedForwardParts(NamedTuple):
@@ -424,7 +428,7 @@ def _mlp_parts(mlp: Module, family: Family) -> tuple[tuple[Any, ...], tuple[Any,
     projections, activation_name = (
         ((layer_names.gate_up,), "activation_fn")
         if family.joins_gate
-        else ((layer_names.gate, layer_names.up), "act_fn")
+        else (tuple(filter(None, (layer_names.gate, layer_names.up))), "act_fn")
     )
     activation_name = activation_name if layer_names.activation is None else layer_names.activation
     if set(mlp._modules) != {*projections, layer_names.down, *filter(None, [activation_name])}:
@@ -458,7 +462,8 @@ def _has_known_code(layer: Module, attention: Module, mlp: Module | None, family
     norms = [module for name, module in (*layer._modules.items(), *attention._modules.items()) if "norm" in name]
     package = package_of(layer)
     return (
-        all(is_of_package(module, package) for module in (*holders, attention, *norms) if module is not None)
+        all(is_of_package(module, package) for module in (*holders, attention))
+        and all(is_of_package(norm, package) or type(norm) is LayerNorm for norm in norms if norm is not None)
         and all(map(family.knows, holders))
         and (is_mixer or getattr(attention, "is_causal", None) is True)
     )
@@ -470,15 +475,14 @@ def _is_complete(parts: LayerParts[Matmul], kind: Kind[Matmul], family: Family) 
     queries = keys * parts.groups
     key_rows = [keys] * (len(parts.qkv) - 1)
     projections = [queries + 2 * keys] if family.joins_qkv else [queries * (1 + family.gates_heads), *key_rows]
-    dense = [2 * inner] if family.joins_gate else [inner, inner]
+    dense = [2 * inner] if family.joins_gate else [inner] * len(parts.gate_up)
     shapes = [*((rows, hidden) for rows in projections), (hidden, queries)]
     if parts.mixer:  # mixer_parts has checked the mixer's shapes
         shapes = [*map(_shape_of, parts.qkv), (hidden, _shape_of(parts.out)[1])]
     shapes += [*((rows, hidden) for rows in dense), (hidden, inner)] if parts.down else []
     shapes += [(parts.inputs.width, hidden), (hidden, parts.inputs.width)] if parts.inputs else []
-    head_widths = (queries, keys) if family.norms_all_heads else (parts.width, parts.width)
-    widths = [*([hidden] * (len(parts.norms) - len(parts.head_norms))), *head_widths[: len(parts.head_norms)]]
-    weights: list[Any] = [norm._parameters["weight"] for norm in parts.norms]
+    norm_shapes = [(hidden,)] * (len(parts.norms) - len(parts.head_norms)) + _head_norm_shapes(parts, family)
+    weights: list[list[Any]] = [[norm._parameters[name] for name in family.norm.parameters] for norm in parts.norms]
     sinks: Any = parts.attention._parameters.get("sinks") if family.has_sinks else None
     mixer = parts.mixer.module if parts.mixer else None
     added_mixture = parts.added_mixture
@@ -490,8 +494,8 @@ def _is_complete(parts: LayerParts[Matmul], kind: Kind[Matmul], family: Family) 
     inside = {id(module) for parent in modules for module in parent.modules()}
     return (
         all(_shape_of(matmul) == shape for matmul, shape in zip(parts.matmuls, shapes, strict=True))
-        and all(weight.shape == (width,) for weight, width in zip(weights, widths, strict=True))
-        and all(map(kind.is_readable, weights))
+        and all({weight.shape for weight in pair} == {shape} for pair, shape in zip(weights, norm_shapes, strict=True))
+        and all(kind.is_readable(weight) for pair in weights for weight in pair)
         and (not family.has_sinks or (sinks is not None and kind.is_readable(sinks)))
         and (added_mixture is None or is_known_mixture(added_mixture, parts.layer, hidden, parts.epsilon, kind))
         and (not family.factor or (parts.factor is not None and parts.factor.numel() == 1))
@@ -500,12 +504,23 @@ def _is_complete(parts: LayerParts[Matmul], kind: Kind[Matmul], family: Family) 
     )
 
 
+def _head_norm_shapes(parts: LayerParts[Any], family: Family) -> list[tuple[int, ...]]:
+    heads, width = parts.heads * parts.groups, parts.width
+    shapes: tuple[tuple[int, ...], ...] = ((width,), (width,))
+    if family.norms_all_heads:
+        shapes = (heads * width,), (parts.heads * width,)
+    elif family.norms_each_head:
+        shapes = (heads, width), (parts.heads, width)
+    return list(shapes[: len(parts.head_norms)])
+
+
 def _shape_of(matmul: Any) -> tuple[int, int]:
     return matmul.out_features, matmul.in_features
 
 
-def epsilon_of(norm: Module, *, has_weight: bool = True) -> float | None:
-    """Return the epsilon of an RMSNorm; None if the module has submodules or unexpected parameters."""
+def epsilon_of(norm: Module, parameters: tuple[str, ...] = ("weight",)) -> float | None:
+    """Return the epsilon of a norm; None if the module has submodules or other parameters than ``parameters``."""
     epsilon = getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
-    is_plain = set(norm._parameters) == ({"weight"} if has_weight else set()) and not norm._modules
+    held = [name for name, parameter in norm._parameters.items() if parameter is not None]
+    is_plain = sorted(held) == sorted(parameters) and not norm._modules
     return epsilon if is_plain and isinstance(epsilon, float) else None

@@ -28,11 +28,13 @@ from tests.support.described import (
     CHANGES,
     EXPERTS,
     HYBRID_MODELS,
+    LAYER_NORM_MODELS,
     LOCAL_AND_GLOBAL,
     MODELS,
     VARIED_MODELS,
     WINDOWS,
     WRONG,
+    WRONG_LAYER_NORMS,
     assert_right,
     model_of,
 )
@@ -43,9 +45,19 @@ from tests.support.one_sequence import OneSequence
 from tests.support.oracle import assert_same_logits, plain_logits, prompt_of
 from tests.support.rehearsed import direct
 
-RARER = ("glm4", "granite", "olmo2", "smollm3", "gemma4", "gemma4, experts beside MLPs", "lfm2", "bamba")
+RARER = (
+    "glm4",
+    "granite",
+    "olmo2",
+    "smollm3",
+    "gemma4",
+    "gemma4, experts beside MLPs",
+    "lfm2",
+    "bamba",
+    *LAYER_NORM_MODELS,
+)
 BY_KERNELS = (
-    *("gemma3", "phi3, a part rotated", "gemma4, keys of two layers", "qwen3_5"),
+    *("gemma3", "phi3, a part rotated", "gemma4, keys of two layers", "qwen3_5", "phi, norms of heads"),
     *(pytest.param(name, marks=pytest.mark.exhaustive) for name in RARER),
 )
 
@@ -54,7 +66,7 @@ def is_fused(model: Any) -> bool:
     return Target(model, direct)._captured.is_fused
 
 
-@pytest.mark.parametrize("name", MODELS | HYBRID_MODELS | VARIED_MODELS)
+@pytest.mark.parametrize("name", MODELS | HYBRID_MODELS | VARIED_MODELS | LAYER_NORM_MODELS)
 @pytest.mark.one_in(4)
 def test_trees_get_the_logits_of_forward(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     widen(monkeypatch)
@@ -84,12 +96,12 @@ def test_an_engine_of_llamas_computes_none_of_them(name: str) -> None:
     assert model_parts(model_of(name), replace(llamas, families=FAMILIES))
 
 
-@pytest.mark.parametrize("fault", WRONG)
+@pytest.mark.parametrize("fault", WRONG | WRONG_LAYER_NORMS)
 def test_a_wrong_description_is_not_used(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    name, changes = WRONG[fault]
-    known = FAMILIES[name]
+    name, changes = (WRONG | WRONG_LAYER_NORMS)[fault]
+    known = DESCRIBED[name]
     # What the structure alone would show must not hide what the numbers show.
-    settings = known.settings | {known.logit_softcap, known.embedding, known.residual, known.logit_divisor}
+    settings = known.settings | {known.embedding, known.residual, *known.logit_settings}
     attributes = known.attributes | {known.softcap, known.residual}
     wrong = replace(known, settings=settings, attributes=attributes, **changes)
     monkeypatch.setattr(fused_pass, "DESCRIBED", {**DESCRIBED, name: wrong})
@@ -183,20 +195,21 @@ def test_experts_are_chosen_on_the_device_in_the_pass_alone(name: str, monkeypat
     assert len(calls) == model.config.num_hidden_layers
 
 
-@pytest.mark.parametrize("name", [name for name in MODELS if "," not in name])
+@pytest.mark.parametrize("name", [name for name in MODELS | LAYER_NORM_MODELS if "," not in name])
 @pytest.mark.one_in(3)
 def test_norms_round_where_those_of_the_library_do(name: str) -> None:
     """In float16: Triton's interpreter cuts numbers to bfloat16, where GPUs round them."""
     torch.manual_seed(0)
-    norm: Any = model_of(name).half().model.norm
+    kind = DESCRIBED[name].norm
+    norm: Any = model_of(name).half().model.get_submodule(DESCRIBED[name].names.last_norm)
     norm.weight.data = torch.randn_like(norm.weight)
     rows = torch.randn(60, len(norm.weight)).half()
-    kind = FAMILIES[name].norm
+    epsilon, bias = epsilon_of(norm, kind.parameters) or 0.0, norm._parameters.get("bias")
     with interpreted_kernels():
         operations = fused_pass.triton_operations(rows.device)
         assert operations
         found, other = (
-            operations.add_norm(rows.clone(), None, Residual(None, Norm(norm.weight, epsilon_of(norm) or 0.0, each)))
+            operations.add_norm(rows.clone(), None, Residual(None, Norm(norm.weight, epsilon, each, bias)))
             for each in (kind, replace(kind, rounds=not kind.rounds))
         )
     expected = norm(rows)

@@ -140,6 +140,11 @@ DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=st
 TOLERANCES = {torch.float32: 2e-5, torch.float16: 8e-3}
 NORM_KINDS = {"llama": NormKind(), "gemma": NormKind(1.0, rounds=False), "olmo": NormKind(rounds=False)}
 KINDS = pytest.mark.parametrize("kind", NORM_KINDS.values(), ids=NORM_KINDS)
+LAYER_NORMS = {
+    "phi": NormKind(rounds=False, is_centered=True, has_bias=True),
+    "cohere": NormKind(rounds=False, is_centered=True),
+}
+ALL_KINDS = pytest.mark.parametrize("kind", (NORM_KINDS | LAYER_NORMS).values(), ids=NORM_KINDS | LAYER_NORMS)
 
 
 def assert_near(found: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> None:
@@ -151,21 +156,24 @@ def assert_near(found: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype)
 def exact_norm(rows: torch.Tensor, norm: Norm | None) -> torch.Tensor:
     if norm is None:
         return rows
+    if norm.kind.is_centered:
+        rows = rows - rows.mean(-1, keepdim=True)
     scale = (rows.square().mean(-1, keepdim=True) + norm.epsilon).rsqrt()
-    return rows * scale * (norm.kind.offset + norm.weight.double())
+    return rows * scale * (norm.kind.offset + norm.weight.double()) + (0 if norm.bias is None else norm.bias.double())
 
 
 @DTYPES
-@KINDS
+@ALL_KINDS
 @pytest.mark.parametrize("multiplier", [1.0, 0.22])
 @pytest.mark.parametrize("where", ["before", "after", "both", "neither"])
 @pytest.mark.each_value
 def test_a_residual_is_that_of_float64(kind: NormKind, dtype: torch.dtype, multiplier: float, where: str) -> None:
     torch.manual_seed(1)
-    rows, added, *weights = (torch.randn(shape).to(dtype) for shape in ((5, 96), (5, 96), (96,), (96,)))
+    rows, added = (torch.randn(5, 96).to(dtype) + 1 for _ in range(2))
+    weights, biases = torch.randn(2, 2, 96).to(dtype)
     after, before = (
-        Norm(weight, 1e-5, kind) if where in (name, "both") else None
-        for weight, name in zip(weights, ("after", "before"), strict=True)
+        Norm(weight, 1e-5, kind, bias if kind.has_bias else None) if where in (name, "both") else None
+        for weight, bias, name in zip(weights, biases, ("after", "before"), strict=True)
     )
     residual = Residual(after, before, multiplier)
     for operations in operations_of(dtype, AttentionWindow(FULL), step_of(1, [4]), (residual,)):

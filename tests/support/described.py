@@ -223,11 +223,24 @@ VARIED_MODELS: dict[str, Callable[[], PreTrainedModel]] = {
 }
 """Models whose head width differs between layers."""
 
+LAYER_NORM_MODELS: dict[str, Callable[[], PreTrainedModel]] = {
+    "cohere": lambda: random_model("Cohere", logit_scale=0.3),
+    "cohere, norms of each head": lambda: random_model("Cohere", use_qk_norm=True, attention_bias=True),
+    "cohere2": lambda: random_model("Cohere2", without=("head_dim",), num_attention_heads=2, **WINDOWS),
+    "phi": lambda: random_model("Phi", partial_rotary_factor=0.5),
+    "phi, norms of heads": lambda: random_model(
+        "Phi", without=("head_dim",), num_attention_heads=2, qk_layernorm=True, hidden_act="gelu_pytorch_tanh"
+    ),
+    "starcoder2": lambda: random_model("Starcoder2", sliding_window=WINDOW),
+    "starcoder2, no biases": lambda: random_model("Starcoder2", use_bias=False, hidden_act="gelu_new"),
+}
+"""Models with LayerNorms instead of RMSNorms."""
+
 
 def model_of(name: str) -> Any:
     """Create a model with random norms, sinks, biases, decays, skips and scaling factors, so that each one matters."""
     torch.manual_seed(0)
-    model = (MODELS | HYBRID_MODELS | VARIED_MODELS)[name]().eval()
+    model = (MODELS | HYBRID_MODELS | VARIED_MODELS | LAYER_NORM_MODELS)[name]().eval()
     for part, buffer in model.named_buffers():
         if part.endswith("layer_scalar"):
             buffer.copy_(torch.rand_like(buffer) + 0.5)
@@ -309,6 +322,16 @@ WRONG: dict[str, tuple[str, dict[str, Any]]] = {
     "pairs side by side": ("phi3", {"is_interleaved": True}),
     "no sinks": ("gpt_oss", {"has_sinks": False}),
     "norms of single heads": ("olmo2", {"norms_all_heads": False}),
+}
+WRONG_LAYER_NORMS: dict[str, tuple[str, dict[str, Any]]] = {
+    "no centering": ("cohere", {"norm": NormKind(rounds=False)}),
+    "one sublayer after the other": ("cohere", {"is_parallel": False}),
+    "no factor of logits": ("cohere", {"logit_factor": ""}),
+    "tables of halves": ("cohere", {"has_paired_tables": False}),
+    "positions in every layer": ("cohere2", {"rotates": lambda attention: True}),
+    "pairs in a part": ("phi", {"is_interleaved": True}),
+    "parallel sublayers": ("starcoder2", {"is_parallel": True}),
+    "no bias of norms": ("starcoder2", {"norm": NormKind(rounds=False, is_centered=True)}),
 }
 WRONG_EXPERTS: dict[str, tuple[str, dict[str, Any]]] = {
     "no softmax": ("qwen2_moe", {"experts": _experts_of("qwen2_moe", has_sigmoids=True)}),

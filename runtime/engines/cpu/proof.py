@@ -105,7 +105,8 @@ def _is_compiled(parts: CompiledParts) -> bool:
     rotary_widths = [rotary_of(parts, none, first, kind).cos.shape[1] for kind in kinds]
     activations = {layer.activation for layer in parts.layers if layer.down}
     return (
-        len(activations) < 2
+        not parts.family.norm.is_centered
+        and len(activations) < 2
         and activations <= {*ACTIVATIONS}
         and all(has_compiled_experts(layer, parts.family) for layer in parts.layers)
         and all(width % LANES == 0 for width in rotary_widths)

@@ -74,7 +74,8 @@ def _called_by_pass(parts: ModelParts[Module]) -> Iterator[Module]:
     for layer in parts.layers:
         mixture, inputs = layer.added_mixture, layer.inputs
         mixer = layer.mixer.module if layer.mixer else None
-        called = layer.experts, layer.value_norm, mixer, inputs.activation_module if inputs else None
+        activation = None if parts.family.gates_mlp else layer.activation_module
+        called = layer.experts, layer.value_norm, mixer, activation, inputs.activation_module if inputs else None
         yield from filter(None, called)
         yield from (mixture.router, mixture.experts, *mixture.norms) if mixture else ()
 

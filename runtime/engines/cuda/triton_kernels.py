@@ -14,22 +14,32 @@ NODES = tl.constexpr(64)
 
 
 @triton.jit
-def normed_row(row, weight, column, inside, width, epsilon, OFFSET: tl.constexpr, ROUNDS: tl.constexpr):
-    """Return the RMSNorm of a row in the row's dtype; columns beyond ``width`` must be zero."""
+def normed_row(
+    row, weight, bias, column, inside, width, epsilon,
+    OFFSET: tl.constexpr, ROUNDS: tl.constexpr, CENTERS: tl.constexpr = False, BIAS: tl.constexpr = False,
+):  # fmt: skip
+    """Return the norm of a row in the row's dtype; columns beyond ``width`` must be zero.
+
+    The norm is a LayerNorm if ``CENTERS``, with a bias if ``BIAS``, and otherwise an RMSNorm.
+    """
     kind = row.dtype
     scaled = row.to(tl.float32)
+    if CENTERS:
+        scaled = tl.where(inside, scaled - tl.sum(scaled, 0) / width, 0.0)
     scaled *= tl.rsqrt(tl.sum(scaled * scaled, 0) / width + epsilon)
     if ROUNDS:
         scaled = scaled.to(kind).to(tl.float32)
-    factor = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32) + OFFSET
-    return (scaled * factor).to(kind)
+    scaled *= tl.load(weight + column, mask=inside, other=0.0).to(tl.float32) + OFFSET
+    if BIAS:
+        scaled += tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)
+    return scaled.to(kind)
 
 
 @triton.jit
 def add_norm_kernel(
-    hidden, added, after_weight, weight, normed, width, after_epsilon, epsilon, multiplier,
+    hidden, added, after_weight, after_bias, weight, bias, normed, width, after_epsilon, epsilon, multiplier,
     ADDS: tl.constexpr, AFTER: tl.constexpr, BEFORE: tl.constexpr, SCALES: tl.constexpr,
-    OFFSET: tl.constexpr, ROUNDS: tl.constexpr, BLOCK: tl.constexpr,
+    OFFSET: tl.constexpr, ROUNDS: tl.constexpr, CENTERS: tl.constexpr, BIAS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Add ``added`` to ``hidden`` in place if ``ADDS``, and normalize the sum into ``normed`` if ``BEFORE``.
 
@@ -43,13 +53,15 @@ def add_norm_kernel(
     if ADDS:
         more = tl.load(added + at + column, mask=inside, other=0.0)
         if AFTER:
-            more = normed_row(more, after_weight, column, inside, width, after_epsilon, OFFSET, ROUNDS)
+            more = normed_row(
+                more, after_weight, after_bias, column, inside, width, after_epsilon, OFFSET, ROUNDS, CENTERS, BIAS
+            )  # fmt: skip
         if SCALES:
             more = (more.to(tl.float32) * multiplier).to(kind)
         row = (row.to(tl.float32) + more.to(tl.float32)).to(kind)
         tl.store(hidden + at + column, row, mask=inside)
     if BEFORE:
-        row = normed_row(row, weight, column, inside, width, epsilon, OFFSET, ROUNDS)
+        row = normed_row(row, weight, bias, column, inside, width, epsilon, OFFSET, ROUNDS, CENTERS, BIAS)
         tl.store(normed + at + column, row, mask=inside)
 
 
@@ -66,7 +78,7 @@ def norm_parts_kernel(
     inside = column < width
     row = tl.load(qkv + at + column, mask=inside, other=0.0)
     weight = query_norm if is_query else key_norm
-    row = normed_row(row, weight, column, inside, width, epsilon, OFFSET, ROUNDS)
+    row = normed_row(row, weight, weight, column, inside, width, epsilon, OFFSET, ROUNDS)
     tl.store(qkv + at + column, row, mask=inside)
 
 

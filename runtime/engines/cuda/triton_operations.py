@@ -8,7 +8,7 @@ import torch
 import triton
 
 from hdtool.runtime.engines.cuda import triton_kernels
-from hdtool.runtime.engines.reference.operations import Norm
+from hdtool.runtime.engines.reference.operations import Norm, centered
 from hdtool.runtime.model.pass_inputs import MOVES
 
 if TYPE_CHECKING:
@@ -75,8 +75,7 @@ class TritonOperations:
         triton_kernels.add_norm_kernel[(tokens,)](
             hidden,
             hidden if added is None else added,
-            hidden if after is None else after.weight,
-            hidden if before is None else before.weight,
+            *(hidden if tensor is None else tensor for norm in (after, before) for tensor in _weights_of(norm)),
             normed,
             width,
             0.0 if after is None else after.epsilon,
@@ -88,6 +87,8 @@ class TritonOperations:
             SCALES=residual.multiplier != 1.0,
             OFFSET=kind.offset,
             ROUNDS=kind.rounds,
+            CENTERS=kind.is_centered,
+            BIAS=kind.has_bias,
             BLOCK=triton.next_power_of_2(width),
             num_warps=8,
         )
@@ -101,6 +102,9 @@ class TritonOperations:
         cache: KeysAndValues | None,
         layout: HeadLayout,
     ) -> torch.Tensor:
+        if norms and norms[0].kind.is_centered:
+            self._center_heads(qkv, norms, layout)
+            norms = None
         if norms and len(norms[0].weight) != layout.width:
             self._norm_all_heads(qkv, norms)
             norms = None
@@ -135,6 +139,14 @@ class TritonOperations:
             num_warps=1,
         )
         return qkv
+
+    def _center_heads(self, qkv: torch.Tensor, norms: tuple[Norm, Norm], layout: HeadLayout) -> None:
+        """Compute the LayerNorms of queries and keys in place, by PyTorch; few models have them."""
+        parts = qkv.view(len(qkv), -1, layout.width).tensor_split(
+            [layout.query_heads, layout.query_heads + layout.key_heads], 1
+        )
+        for part, norm in zip(parts, norms, strict=False):
+            part.copy_(centered(part, norm))
 
     def _norm_all_heads(self, qkv: torch.Tensor, norms: tuple[Norm, Norm]) -> None:
         """Normalize queries and keys in place, each across all heads."""
@@ -242,6 +254,10 @@ class TritonOperations:
                 MOVES=MOVES,
                 num_warps=4,
             )
+
+
+def _weights_of(norm: Norm | None) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    return (norm.weight, norm.bias) if norm else (None, None)
 
 
 def padded(width: int) -> int:

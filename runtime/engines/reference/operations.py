@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
-from torch.nn.functional import rms_norm, scaled_dot_product_attention
+from torch.nn.functional import layer_norm, rms_norm, scaled_dot_product_attention
 
 from hdtool.runtime.model.pass_inputs import AttentionWindow
 from hdtool.runtime.program.embedding_and_head import ACTIVATIONS, Rotary
@@ -37,11 +37,16 @@ class HeadLayout:
 
 @dataclass(frozen=True)
 class Norm:
-    """The weight and settings of an RMSNorm."""
+    """The weights and settings of a norm."""
 
     weight: torch.Tensor
     epsilon: float
     kind: NormKind = ROUNDED_FIRST
+    bias: torch.Tensor | None = None
+
+    @classmethod
+    def of(cls, module: Any, epsilon: float, kind: NormKind) -> Norm:
+        return cls(module.weight, epsilon, kind, module.bias if kind.has_bias else None)
 
 
 @dataclass(frozen=True)
@@ -59,7 +64,10 @@ class Residual:
 KeysAndValues = tuple[torch.Tensor, torch.Tensor]
 """One layer's part of the cache."""
 HeadNorms = tuple[Norm, Norm] | None
-"""Norms of queries and keys; None without norms. The weight's length tells whether a norm spans one head or all."""
+"""Norms of queries and keys; None without norms.
+
+The weight's length tells whether a norm spans one head or all. A weight of two dimensions has a row for each head.
+"""
 
 
 class Operations(Protocol):
@@ -172,6 +180,8 @@ class TorchOperations:
     def _normed(self, rows: torch.Tensor, norm: Norm | None) -> torch.Tensor:
         if norm is None:
             return rows
+        if norm.kind.is_centered:
+            return centered(rows, norm)
         if norm.kind.offset:
             exact: torch.Tensor = rms_norm(rows.float(), norm.weight.shape, self._sums[id(norm)], norm.epsilon)
             return exact.to(rows.dtype)
@@ -180,7 +190,7 @@ class TorchOperations:
 
     def _normed_heads(self, heads: torch.Tensor, norm: Norm) -> torch.Tensor:
         """Normalize ``[tokens, heads, width]`` per head, or across all heads if the weight spans them."""
-        if len(norm.weight) == heads.shape[2]:
+        if norm.weight.shape[-1] == heads.shape[2]:
             return self._normed(heads, norm)
         return self._normed(heads.flatten(1), norm).view(heads.shape)
 
@@ -213,6 +223,16 @@ class TorchOperations:
 
     def move(self, tensors: list[torch.Tensor]) -> None:
         move_positions(tensors, self._step)
+
+
+def centered(rows: torch.Tensor, norm: Norm) -> torch.Tensor:
+    """Return the LayerNorm of rows, or of heads with a weight for each."""
+    width = norm.weight.shape[-1:]
+    if norm.weight.dim() == 1:
+        normed: torch.Tensor = layer_norm(rows, width, norm.weight, norm.bias, norm.epsilon)
+        return normed
+    exact = layer_norm(rows.float(), width, eps=norm.epsilon) * norm.weight
+    return exact.to(rows.dtype)
 
 
 def _rotated(heads: torch.Tensor, rotary: Rotary) -> torch.Tensor:

@@ -97,6 +97,8 @@ class LayerPlan:
     """Residual between attention and the MLP."""
     feed: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
     """Computes MLP and experts from the normalized rows, and the hidden states before the norm."""
+    is_parallel: bool
+    """``feed`` reads the rows that attention reads."""
     end: Residual
     """Residual after the MLP, and before what the next layer or the output layer reads unless ``last`` is set."""
     inputs: InputParts[Module] | None
@@ -127,8 +129,8 @@ class ProgramPass:
         self._recurrent, self._join = recurrent, join
         self._ends = EmbeddingAndHead.of(parts)
         self.reads_extent = operations.reads_extent
-        norm = Norm(parts.norm.weight, parts.epsilon, parts.family.norm)
-        first = [_norm_of(layer, layer.block_norms[0], parts.family) for layer in parts.layers]
+        norm = Norm.of(parts.norm, parts.epsilon, parts.family.norm)
+        first = [_norm_of(layer.block_norms[0], layer.epsilon, parts.family) for layer in parts.layers]
         kinds = rotary_kinds(parts)
         self._kinds = dict.fromkeys(kinds)
         self._begin = Residual(None, first[0])
@@ -154,16 +156,19 @@ class ProgramPass:
     ) -> LayerPlan:
         family = self._parts.family
         mix = _mixer_plan(layer.mixer.module) if layer.mixer else self._attention_plan(number, layer, window, rotary)
-        _, after_attention, before_mlp, after_mlp = (_norm_of(layer, norm, family) for norm in layer.block_norms)
+        _, after_attention, before_mlp, after_mlp = (
+            _norm_of(norm, layer.epsilon, family) for norm in layer.block_norms
+        )
         multiplier = float(getattr(layer.layer, family.residual)) if family.residual else 1.0
         is_changed = layer.inputs is not None or layer.factor is not None
         return LayerPlan(
             mix,
             Residual(after_attention, before_mlp, multiplier),
             self._feed_of(layer),
+            family.is_parallel,
             Residual(after_mlp, None if is_changed else next_norm, multiplier),
             layer.inputs,
-            Residual(_norm_of(layer, layer.inputs.norm, family) if layer.inputs else None, None),
+            Residual(_norm_of(layer.inputs.norm if layer.inputs else None, layer.epsilon, family), None),
             layer.factor,
             Residual(None, next_norm) if is_changed else None,
         )
@@ -181,7 +186,7 @@ class ProgramPass:
             getattr(attention, family.softcap) if family.softcap else None,
             attention.sinks if family.has_sinks else None,
         )
-        norms = [Norm(cast(Any, norm).weight, layer.epsilon, family.norm) for norm in layer.head_norms]
+        norms = [Norm.of(norm, layer.epsilon, family.norm) for norm in layer.head_norms]
         return AttentionPlan(
             self._join(list(layer.qkv)),
             layer.out,
@@ -207,6 +212,9 @@ class ProgramPass:
 
     def _mlp_of(self, layer: LayerParts[Module]) -> Matmul:
         gate_up, (down,), activation = self._join(list(layer.gate_up)), layer.down, layer.activation
+        if not self._parts.family.gates_mlp:
+            activate = cast(Matmul, layer.activation_module)
+            return lambda rows: cast(torch.Tensor, down(activate(gate_up(rows))))
         return lambda rows: cast(torch.Tensor, down(self._operations.gate(gate_up(rows), activation)))
 
     def _mixed(self, experts: Module, rows: torch.Tensor) -> torch.Tensor:
@@ -242,8 +250,9 @@ class ProgramPass:
                 mixed = layer.mix(normed, self._slots, cache)
             else:
                 mixed = self._attended(layer.mix, normed, rotary[layer.mix.rotary], storage.layers[layer.mix.source])
-            normed = operations.add_norm(hidden, mixed, layer.middle)
-            normed = operations.add_norm(hidden, layer.feed(normed, hidden), layer.end)
+            between = operations.add_norm(hidden, mixed, layer.middle)
+            fed = layer.feed(normed if layer.is_parallel else between, hidden)
+            normed = operations.add_norm(hidden, fed, layer.end)
             if layer.last:
                 self._change(layer, hidden, None if inputs is None else inputs[:, number])
                 normed = operations.add_norm(hidden, None, layer.last)
@@ -277,8 +286,8 @@ class ProgramPass:
         return None if kind is None else rotary_of(self._parts, hidden, positions, kind)
 
 
-def _norm_of(layer: LayerParts[Module], norm: Any, family: Family) -> Norm | None:
-    return None if norm is None else Norm(norm.weight, layer.epsilon, family.norm)
+def _norm_of(module: Module | None, epsilon: float, family: Family) -> Norm | None:
+    return None if module is None else Norm.of(module, epsilon, family.norm)
 
 
 def _mixer_plan(module: Module) -> MixerPlan:
