@@ -333,9 +333,8 @@ def _gated(sigmoid_of: Callable[[FloatCode, Any], Any]) -> Any:
 
         def apply(index: Any, _: list[Any]) -> list[Any]:
             numbers = code.read(code.at(gate, index))
-            divisor = builder.fadd(code.exp(builder.fneg(sigmoid_of(code, numbers))), code.number(1.0))
-            gated = builder.fmul(builder.fdiv(numbers, divisor), code.read(code.at(up, index)))
-            code.store(gated, code.at(gate, index))
+            activated = _times_sigmoid(code, numbers, sigmoid_of(code, numbers))
+            code.store(builder.fmul(activated, code.read(code.at(up, index))), code.at(gate, index))
             return []
 
         code.loop(size, [], apply)
@@ -352,6 +351,11 @@ def _twice_inside_tanh(code: FloatCode, numbers: Any) -> Any:
     cubed = code.builder.fmul(code.builder.fmul(numbers, numbers), numbers)
     inside = code.multiply_add(cubed, code.number(0.044715), numbers)
     return code.builder.fmul(inside, code.number(factor))
+
+
+def _times_sigmoid(code: FloatCode, numbers: Any, exponents: Any) -> Any:
+    divisor = code.builder.fadd(code.exp(code.builder.fneg(exponents)), code.number(1.0))
+    return code.builder.fdiv(numbers, divisor)
 
 
 silu_in_place = _gated(lambda code, numbers: numbers)
@@ -451,6 +455,12 @@ def _bounded(code: FloatCode, number: Any, cap: Any) -> Any:
 
 scale_in_place = _changed(lambda code, number, factor: code.builder.fmul(number, factor))
 """Computes ``numbers *= factor``."""
+scale_gelu_in_place = _changed(
+    lambda code, number, factor: code.builder.fmul(
+        _times_sigmoid(code, number, _twice_inside_tanh(code, number)), factor
+    )
+)
+"""Computes ``numbers = gelu(numbers) * factor`` with tanh GELU."""
 _divide = _changed(lambda code, number, divisor: code.builder.fdiv(number, divisor))
 _bound = _changed(_bounded)
 

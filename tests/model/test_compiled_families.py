@@ -16,15 +16,17 @@ from hdtool.runtime.engines.cpu.compiled_kind import COMPILED
 from hdtool.runtime.kernels.experts import compile_experts
 from hdtool.runtime.kernels.linear import compile_linear_layers
 from hdtool.runtime.model.compact_layers import compact_weights
-from hdtool.runtime.program.model_families import FAMILIES
+from hdtool.runtime.program.hybrid_families import DESCRIBED
 from hdtool.runtime.target.target import Target
 from tests.support import families
 from tests.support.decoding import output_tokens, run
 from tests.support.described import (
     CHANGES,
+    LAYER_NORM_MODELS,
     MODELS,
     WRONG,
     WRONG_EXPERTS,
+    WRONG_LAYER_NORMS,
     assert_right,
     compiled_of,
     model_of,
@@ -41,7 +43,7 @@ def wide(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(families.SHAPE, "head_dim", 32)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", MODELS | LAYER_NORM_MODELS)
 @pytest.mark.one_in(4)
 def test_trees_get_the_logits_of_forward(name: str) -> None:
     target = compiled_of(name)
@@ -49,7 +51,7 @@ def test_trees_get_the_logits_of_forward(name: str) -> None:
     assert compiled(target).is_current and compiled(target).passes >= 6
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", MODELS | LAYER_NORM_MODELS)
 @pytest.mark.one_in(4)
 def test_a_row_has_the_same_bits_in_every_pass(name: str) -> None:
     target = compiled_of(name)
@@ -62,7 +64,7 @@ def test_a_row_has_the_same_bits_in_every_pass(name: str) -> None:
         assert torch.equal(found[0], of_tree[node + 1])
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", MODELS | LAYER_NORM_MODELS)
 @pytest.mark.one_in(4)
 def test_answers_are_those_of_plain_decoding(name: str) -> None:
     target, usual = compiled_of(name), target_of(name)
@@ -71,14 +73,14 @@ def test_answers_are_those_of_plain_decoding(name: str) -> None:
         assert output_tokens(run(target, prompt_of(30), sampling, max_new_tokens=20)) == expected
 
 
-@pytest.mark.parametrize("fault", [*WRONG, *WRONG_EXPERTS])
+@pytest.mark.parametrize("fault", [*WRONG, *WRONG_EXPERTS, *WRONG_LAYER_NORMS])
 def test_a_wrong_description_is_not_used(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    name, changes = (WRONG | WRONG_EXPERTS)[fault]
-    known = FAMILIES[name]
-    settings = known.settings | {known.logit_softcap, known.embedding, known.residual, known.logit_divisor}
+    name, changes = (WRONG | WRONG_EXPERTS | WRONG_LAYER_NORMS)[fault]
+    known = DESCRIBED[name]
+    settings = known.settings | {known.embedding, known.residual, *known.logit_settings}
     attributes = known.attributes | {known.softcap, known.residual}
     wrong = replace(known, settings=settings, attributes=attributes, **changes)
-    monkeypatch.setattr(proof, "COMPILED", replace(COMPILED, families={**FAMILIES, name: wrong}))
+    monkeypatch.setattr(proof, "COMPILED", replace(COMPILED, families={**DESCRIBED, name: wrong}))
     assert not target_of(name).compile()
 
 

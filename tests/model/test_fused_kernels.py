@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -15,7 +17,8 @@ from hdtool.runtime.engines.cpu.attention import (
     query_blocks,
 )
 from hdtool.runtime.kernels.compiled import compiled
-from hdtool.runtime.kernels.vector_code import LANES, norm_rows, silu_in_place
+from hdtool.runtime.kernels.layer_norm import layer_norm_rows
+from hdtool.runtime.kernels.vector_code import LANES, norm_rows, scale_gelu_in_place, silu_in_place
 
 HIDDEN = torch.finfo(torch.float32).min
 SHAPES = st.tuples(st.integers(1, 3), st.integers(1, 5), st.sampled_from([1, 2, 4, 5, 8]))
@@ -25,6 +28,11 @@ SHAPES = st.tuples(st.integers(1, 3), st.integers(1, 5), st.sampled_from([1, 2, 
 @compiled
 def multiply_by_gate(gate: int, up: int, size: int) -> None:
     silu_in_place(gate, up, size)
+
+
+@compiled
+def scale_gelus(numbers: int, size: int, factor: Any) -> None:
+    scale_gelu_in_place(numbers, size, factor)
 
 
 def attended(
@@ -161,6 +169,32 @@ def test_norms_and_gated_units_are_those_of_torch_and_of_each_row(
     gate = numbers.clone()
     multiply_by_gate(gate.data_ptr(), up.data_ptr(), gate.numel())
     assert torch.allclose(gate, torch.nn.functional.silu(numbers) * up, rtol=1e-5, atol=1e-30)
+
+
+@given(st.integers(1, 9), st.integers(1, 40), st.integers(0, 1000), st.sampled_from([-30.0, 0.0, 2.0]), st.booleans())
+def test_layer_norms_are_those_of_torch_and_of_each_row(
+    rows: int, vectors: int, seed: int, mean: float, has_weights: bool
+) -> None:
+    width = vectors * LANES
+    generator = torch.Generator().manual_seed(seed)
+    numbers = torch.randn(rows, width, generator=generator) + mean
+    weight, (bias,) = (torch.randn(count, width, generator=generator) for count in (rows if has_weights else 1, 1))
+    normed, alone = torch.empty_like(numbers), torch.empty(1, width)
+    stride, epsilon = width if has_weights else 0, np.float32(1e-5)
+    addresses = weight.data_ptr(), stride, bias.data_ptr()
+    layer_norm_rows(numbers.data_ptr(), rows, width, *addresses, epsilon, normed.data_ptr())
+    expected = torch.nn.functional.layer_norm(numbers.double(), (width,), eps=1e-5) * weight + bias
+    assert torch.allclose(normed.double(), expected, rtol=1e-4, atol=1e-4)
+    last = weight[-1:].data_ptr(), 0, bias.data_ptr()
+    layer_norm_rows(numbers[-1:].data_ptr(), 1, width, *last, epsilon, alone.data_ptr())
+    assert torch.equal(normed[-1], alone[0])
+
+
+def test_gelus_without_a_gate_are_those_of_torch() -> None:
+    numbers = torch.linspace(-60, 60, 100 * LANES)
+    expected = 3 * torch.nn.functional.gelu(numbers.double(), approximate="tanh")
+    scale_gelus(numbers.data_ptr(), numbers.numel(), np.float32(3))
+    assert torch.allclose(numbers.double(), expected, rtol=1e-5, atol=1e-6)
 
 
 def test_what_is_no_number_stays_none() -> None:

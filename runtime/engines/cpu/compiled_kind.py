@@ -56,7 +56,9 @@ def scale_of(embedding: Module) -> float | None:
 
 
 COMPILED: Kind[CompiledLinear] = Kind(_is_linear, _is_readable, _is_embedding, LANES, DESCRIBED)
-ACTIVATIONS = ("silu", "gelu_tanh")
+TANH_GELUS = ("gelu_tanh", "gelu_new")
+"""Activations with compiled code for MLPs with and without a gate."""
+ACTIVATIONS = ("silu", *TANH_GELUS)
 """Activations of gated MLPs that have compiled code."""
 
 
@@ -87,10 +89,11 @@ def matmuls_of(part: LayerParts[CompiledLinear]) -> dict[str, MatmulRows]:
     keys, inner = part.heads * part.width, part.inner
     sizes = keys * part.groups, keys, keys
     inputs = _split(part.qkv, sizes if part.kv_source is None else sizes[:1])
-    dense = [*_split(part.gate_up, (inner, inner)), *_split(part.down, (part.hidden,))] if part.down else []
+    dense = [*zip(("gate", "up"), _split(part.gate_up, (inner, inner)), strict=False)]
+    dense += [("down", MatmulRows.whole(down)) for down in part.down]
     matmuls = dict(zip(INPUT_MATMULS, inputs, strict=False)) | {"out": MatmulRows(part.out, 0, part.hidden)}
     matmuls |= dict(zip(("input_gate", "input_out"), map(MatmulRows.whole, part.input_matmuls), strict=False))
-    return matmuls | dict(zip(("gate", "up", "down"), dense, strict=False))
+    return matmuls | dict(dense)
 
 
 def has_compiled_experts(part: LayerParts[CompiledLinear], family: Family) -> bool:
@@ -130,10 +133,12 @@ def packed_experts(part: LayerParts[CompiledLinear]) -> Iterator[PackedMatrix]:
 
 
 def _split(layers: Sequence[CompiledLinear], sizes: Sequence[int]) -> list[MatmulRows]:
+    """Return the matmuls of several layers, or of a single one, which has rows for all sizes or only for the first."""
     if len(layers) > 1 or len(sizes) == 1 or not any(sizes):
         return list(map(MatmulRows.whole, layers))
     (joined,) = layers
-    return [MatmulRows(joined, end - size, end) for size, end in zip(sizes, accumulate(sizes), strict=True)]
+    ends = zip(sizes, accumulate(sizes), strict=True)
+    return [MatmulRows(joined, end - size, end) for size, end in ends if end <= joined.out_features]
 
 
 def _may_be_linear(module: Any) -> bool:

@@ -21,7 +21,7 @@ from hdtool.runtime.engines.cpu.attention import (
 )
 from hdtool.runtime.engines.cpu.delta_rule import gate_heads, split_gates
 from hdtool.runtime.engines.cpu.expert_kernel import ADD_MIXTURE, ADD_SHARED, MIX, call_expert_step
-from hdtool.runtime.engines.cpu.layer_record import LAYER, PASS, compute_step, multiply
+from hdtool.runtime.engines.cpu.layer_record import LAYER, PASS, apply_norm, compute_step, multiply
 from hdtool.runtime.engines.cpu.mix import mix, mixer_scratch_size
 from hdtool.runtime.kernels.compiled import (
     WORD_SIZE,
@@ -41,10 +41,10 @@ from hdtool.runtime.kernels.vector_code import (
     ITEM_SIZE,
     add_in_place,
     gelu_in_place,
-    norm_row,
     norm_rows,
     rotate_head,
     rotate_pairs,
+    scale_gelu_in_place,
     scale_in_place,
     silu_in_place,
 )
@@ -89,7 +89,9 @@ def step_function() -> Any:
             _add(pass_record, layer.norm_after_mixer, one + at, two + at, rows)
             _norm(pass_record, layer.norm_before_mlp, one + at, rows, three + at)
         elif step == GATE:
-            if pass_record.tanh_gate:
+            if not layer.up.kernels:
+                scale_gelu_in_place(one + at_inner, rows * inner, np.float32(1))
+            elif pass_record.tanh_gate:
                 gelu_in_place(one + at_inner, two + at_inner, rows * inner)
             else:
                 silu_in_place(one + at_inner, two + at_inner, rows * inner)
@@ -110,16 +112,15 @@ def step_function() -> Any:
 
 
 @compiled
-def _norm(pass_record: Record, weight: int, hidden: int, rows: int, normed: int) -> None:
-    """Normalize ``rows`` rows at ``hidden`` and write them to ``normed``; do nothing if ``weight`` is 0."""
-    if weight:
-        epsilon, offset = pass_record.epsilon, pass_record.norm_offset
-        norm_rows(hidden, rows, pass_record.hidden, weight, offset, epsilon, normed)
+def _norm(pass_record: Record, norm: Record, hidden: int, rows: int, normed: int) -> None:
+    """Normalize ``rows`` rows at ``hidden`` and write them to ``normed``; do nothing without a norm."""
+    if norm.weight:
+        apply_norm(pass_record, norm, pass_record.epsilon, hidden, rows, pass_record.hidden, normed)
 
 
 @compiled
-def _add(pass_record: Record, weight: int, hidden: int, added: int, rows: int) -> None:
-    _norm(pass_record, weight, added, rows, added)
+def _add(pass_record: Record, norm: Record, hidden: int, added: int, rows: int) -> None:
+    _norm(pass_record, norm, added, rows, added)
     add_in_place(hidden, added, rows * pass_record.hidden, pass_record.residual)
 
 
@@ -175,21 +176,19 @@ def _append(
 
 
 @compiled
-def _prepare_heads(pass_record: Record, layer: Record, norm: int, row: int, heads: int, at: int) -> None:
+def _prepare_heads(pass_record: Record, layer: Record, norm: Record, row: int, heads: int, at: int) -> None:
     """Normalize and rotate a row's queries or keys in place."""
     width, rotated_width, row_size = layer.width, layer.rotary_width, pass_record.rotary_width * ITEM_SIZE
-    epsilon, offset = pass_record.epsilon, pass_record.norm_offset
-    if norm and pass_record.norms_all_heads:
-        norm_row(at, norm, offset, heads * width, epsilon, at)
+    if norm.weight:
+        normed_rows, columns = (1, heads * width) if pass_record.norms_all_heads else (heads, width)
+        apply_norm(pass_record, norm, pass_record.epsilon, at, normed_rows, columns, at)
+    if layer.rotary < 0:
+        return
     rows = pass_record.total_rows
     cos = pass_record.rotary_tables + (layer.rotary * 2 * rows + row) * row_size
     sin = cos + rows * row_size
     for head in range(heads):
         head_at = at + head * width * ITEM_SIZE
-        if norm and not pass_record.norms_all_heads:
-            norm_row(head_at, norm, offset, width, epsilon, head_at)
-        if layer.rotary < 0:
-            continue
         if pass_record.interleaved:
             rotate_pairs(head_at, cos, sin, rotated_width, head_at)
         else:
@@ -292,6 +291,15 @@ def _compute(
 
 
 @compiled
+def _compute_gated(pass_record: Record, layer: Record, starts: Ints, read: int, rows: int, gate: int, up: int) -> None:
+    """Compute the inputs of the MLP's last matmul, from the rows at ``read``, and write them to ``gate``."""
+    multiply(pass_record, layer.gate, read, rows, gate)
+    if layer.up.kernels:
+        multiply(pass_record, layer.up, read, rows, up)
+    _compute(pass_record, layer, starts, GATE, gate, up, 0, rows, rows * layer.gate.out_features)
+
+
+@compiled
 def _compute_experts(
     pass_record: Record, layer: Record, step: int, read: int, rows: int, scratch: int, outputs: int
 ) -> None:
@@ -320,7 +328,9 @@ def compute_layers(pass_record: Record, layers: Record, starts: Ints, hidden: in
     for number in range(len(layers)):
         layer = layers[number]
         _compute(pass_record, layer, starts, NORM, hidden, normed, 0, rows, hidden_size)
-        read = normed if layer.norm_before_mixer else hidden
+        read = normed if layer.norm_before_mixer.weight else hidden
+        if pass_record.is_parallel:
+            _compute_gated(pass_record, layer, starts, read, rows, gate, up)
         if layer.mixer:
             mix(pass_record, layer, starts, read, rows, queries, normed)
         else:
@@ -339,13 +349,12 @@ def compute_layers(pass_record: Record, layers: Record, starts: Ints, hidden: in
                 _compute(pass_record, layer, starts, GATE_HEADS, gated, attended, 0, rows, query_size)
             multiply(pass_record, layer.out, attended, rows, normed)
         _compute(pass_record, layer, starts, ADD_MIXER_OUTPUT, hidden, normed, normed, rows, hidden_size)
-        read = normed if layer.norm_before_mlp else hidden
+        read = normed if layer.norm_before_mlp.weight else hidden
         if layer.has_experts:
             _compute_experts(pass_record, layer, MIX, read, rows, rest, 0)
         if layer.down.kernels:
-            multiply(pass_record, layer.gate, read, rows, gate)
-            multiply(pass_record, layer.up, read, rows, up)
-            _compute(pass_record, layer, starts, GATE, gate, up, 0, rows, rows * layer.gate.out_features)
+            if not pass_record.is_parallel:
+                _compute_gated(pass_record, layer, starts, read, rows, gate, up)
             multiply(pass_record, layer.down, gate, rows, normed)
         if layer.has_added_mixture:
             _compute_experts(pass_record, layer, ADD_MIXTURE, hidden, rows, rest, normed)

@@ -5,18 +5,30 @@ An address is 0 if a layer or pass lacks the part. Strides and sizes count float
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from numba import types
 
 from hdtool.runtime.kernels.compiled import WORD_SIZE, Ints, Record, caller_of, compiled, struct_address
 from hdtool.runtime.kernels.experts import EXPERTS, ROUTER
 from hdtool.runtime.kernels.gemm import MATMUL
+from hdtool.runtime.kernels.layer_norm import layer_norm_rows
 from hdtool.runtime.kernels.thread_pool import MIN_PARALLEL_WEIGHTS, parallel_matmul, run_parallel
 from hdtool.runtime.kernels.vector_code import ITEM_SIZE, add_in_place, norm_rows, scale_in_place
 
 ATTENTION, SHORT_CONVOLUTION, DELTA_RULE, MAMBA2 = range(4)
 """Kinds of token mixers."""
 
+NORM = np.dtype(
+    [
+        ("weight", np.int64),  # address, 0 if there is no norm
+        ("bias", np.int64),  # address, only of a LayerNorm
+        ("stride", np.int64),  # between the weights of a LayerNorm's rows, 0 if all rows have the same weight
+    ],
+    align=True,
+)
+"""The norm of hidden states or heads."""
 ADDED_MIXTURE = np.dtype(
     [
         # Addresses of norm weights.
@@ -50,17 +62,16 @@ LAYER = np.dtype(
         ("cached_values", np.int64),
         ("slot_stride", np.int64),  # between sequences in the KV cache
         ("head_stride", np.int64),
-        # Addresses of norm weights.
-        ("norm_before_mixer", np.int64),
-        ("norm_after_mixer", np.int64),
-        ("norm_before_mlp", np.int64),
-        ("norm_after_mlp", np.int64),
-        ("norm_queries", np.int64),
-        ("norm_keys", np.int64),
-        ("norm_values", np.int64),
+        ("norm_before_mixer", NORM),
+        ("norm_after_mixer", NORM),
+        ("norm_before_mlp", NORM),
+        ("norm_after_mlp", NORM),
+        ("norm_queries", NORM),
+        ("norm_keys", NORM),
+        ("norm_values", np.int64),  # address of the weight
         # The MLP, or the shared expert of a layer with experts.
         ("gate", MATMUL),
-        ("up", MATMUL),
+        ("up", MATMUL),  # none if the MLP has no gate
         ("down", MATMUL),
         ("has_experts", np.bool_),  # apart from those of an added mixture
         ("has_added_mixture", np.bool_),
@@ -71,7 +82,7 @@ LAYER = np.dtype(
         ("input_gate", MATMUL),  # before the gate
         ("input_out", MATMUL),  # after the gate
         ("input_offset", np.int64),  # of the layer's input in a row of all layers' inputs
-        ("norm_input", np.int64),  # address of the norm's weight
+        ("norm_input", NORM),
         ("factor", np.int64),  # address of the factor that scales the layer's output
         ("watched", np.int64),  # address to which the layer's output is copied
         # A mixer's convolution.
@@ -115,7 +126,9 @@ PASS = np.dtype(
         ("hidden", np.int64),  # width of hidden states
         ("inner", np.int64),  # maximum width of an MLP or per-layer input
         ("epsilon", np.float32),  # of the norms
-        ("norm_offset", np.float32),  # added to the norms' weights
+        ("norm_offset", np.float32),  # added to the weights of RMSNorms
+        ("centers_norms", np.bool_),  # True for LayerNorms, False for RMSNorms
+        ("is_parallel", np.bool_),  # True if the MLP reads the rows that attention reads
         ("residual", np.float32),  # factor of what is added to the hidden states
         ("tanh_gate", np.bool_),  # True if gates use a tanh GELU instead of a SiLU
         # Attention.
@@ -186,6 +199,15 @@ def multiply(pass_record: Record, matmul: Record, inputs: int, rows: int, output
         outputs,
         matmul.bias,
     )
+
+
+@compiled
+def apply_norm(pass_record: Record, norm: Record, epsilon: Any, read: int, rows: int, width: int, written: int) -> None:
+    """Normalize ``rows`` contiguous rows of ``width`` numbers at ``read`` and write them to ``written``."""
+    if pass_record.centers_norms:
+        layer_norm_rows(read, rows, width, norm.weight, norm.stride, norm.bias, epsilon, written)
+    else:
+        norm_rows(read, rows, width, norm.weight, pass_record.norm_offset, epsilon, written)
 
 
 @compiled

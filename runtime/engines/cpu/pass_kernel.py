@@ -20,7 +20,9 @@ from hdtool.runtime.engines.cpu.layer_record import (
     EMBED,
     LAYER,
     LAYER_INPUTS,
+    NORM,
     PASS,
+    apply_norm,
     call_embed,
     compute_layer_inputs,
     layer_inputs_size,
@@ -43,7 +45,7 @@ from hdtool.runtime.kernels.gemm import KERNELS, MATMUL, call_at
 from hdtool.runtime.kernels.gemm_tiles import block_size_of, unpack_row
 from hdtool.runtime.kernels.matrix_formats import MatrixKind
 from hdtool.runtime.kernels.topk import FOLD, INFINITY, TOPK_BLOCK, fold, folded_size
-from hdtool.runtime.kernels.vector_code import ITEM_SIZE, bound_in_place, norm_rows, scale_in_place
+from hdtool.runtime.kernels.vector_code import ITEM_SIZE, bound_in_place, scale_in_place
 from hdtool.runtime.model.pass_inputs import fill_tree, hide_non_ancestors
 
 OUTER = np.dtype(
@@ -64,7 +66,7 @@ OUTER = np.dtype(
             "caching_layers",
             np.int64,
         ),  # number of layers up to the last one whose keys, values or states later rows need
-        ("norm", np.int64),  # address of the final norm's weight
+        ("norm", NORM),  # the final norm
         ("epsilon", np.float32),  # of the final norm
         ("normed", np.int64),  # address to which normed hidden states are written
         (
@@ -157,8 +159,7 @@ def compute_pass(
         _leave_rows(pass_record, outer, starts, positions)
         kept_at = hidden + outer.first * pass_record.hidden * ITEM_SIZE
         compute_layers(pass_record, layers[keeping:], starts, kept_at, rest)
-    epsilon, offset = outer.epsilon, pass_record.norm_offset
-    norm_rows(hidden, rows, pass_record.hidden, outer.norm, offset, epsilon, outer.normed)
+    apply_norm(pass_record, outer.norm, outer.epsilon, hidden, rows, pass_record.hidden, outer.normed)
     if len(forced_tokens) > 0:
         _write_open_logits(pass_record, outer, forced_tokens, hidden, scratch)
     else:

@@ -15,7 +15,13 @@ from hdtool.runtime.caches.kv_cache import KVTensors, SlotKVCache, StaticKVCache
 from hdtool.runtime.core.tree import DraftTree
 from hdtool.runtime.engines.backend import BackendEngine
 from hdtool.runtime.engines.checks.probes import logits_of, some_context
-from hdtool.runtime.engines.cpu.compiled_kind import ACTIVATIONS, COMPILED, CompiledParts, has_compiled_experts
+from hdtool.runtime.engines.cpu.compiled_kind import (
+    ACTIVATIONS,
+    COMPILED,
+    TANH_GELUS,
+    CompiledParts,
+    has_compiled_experts,
+)
 from hdtool.runtime.engines.cpu.compiled_model import CompiledModel
 from hdtool.runtime.engines.cpu.convolution import ORIGIN, fill_origins
 from hdtool.runtime.engines.cpu.layer_kernel import compile_layers, compute_layers, layers_scratch_size
@@ -105,9 +111,8 @@ def _is_compiled(parts: CompiledParts) -> bool:
     rotary_widths = [rotary_of(parts, none, first, kind).cos.shape[1] for kind in kinds]
     activations = {layer.activation for layer in parts.layers if layer.down}
     return (
-        not parts.family.norm.is_centered
-        and len(activations) < 2
-        and activations <= {*ACTIVATIONS}
+        len(activations) < 2
+        and activations <= {*(ACTIVATIONS if parts.family.gates_mlp else TANH_GELUS)}
         and all(has_compiled_experts(layer, parts.family) for layer in parts.layers)
         and all(width % LANES == 0 for width in rotary_widths)
         and all(layer.factor is None or layer.factor.dtype == torch.float32 for layer in parts.layers)

@@ -14,7 +14,7 @@ from torch.nn.functional import pad
 
 from hdtool.runtime.caches.states import CONV, RECURRENT, StateName, States
 from hdtool.runtime.engines.cpu import layer_record as layers, pass_kernel as outer
-from hdtool.runtime.engines.cpu.compiled_kind import MatmulRows, matmuls_of, packed_experts, scale_of
+from hdtool.runtime.engines.cpu.compiled_kind import TANH_GELUS, MatmulRows, matmuls_of, packed_experts, scale_of
 from hdtool.runtime.engines.cpu.convolution import window_size
 from hdtool.runtime.engines.cpu.expert_kernel import expert_function
 from hdtool.runtime.engines.cpu.int8_panels import Panels
@@ -163,6 +163,8 @@ class WeightTable:
         width = max(layer.width for layer in parts.layers)
         self._ones = torch.full((width,), 1 - parts.family.norm.offset, dtype=torch.float32)
         """Weights for norms that have no weight: with the family's offset added, they are 1."""
+        self._zeros = torch.zeros(max(width, parts.layers[0].hidden))
+        """Biases for LayerNorms that have no bias."""
         self._placeholders = np.array(parts.placeholders, np.int64)
         self.version = 0
         """Incremented whenever earlier results of ``outer_record`` and ``with_cache`` become outdated."""
@@ -263,8 +265,9 @@ class WeightTable:
         if self.has_experts:
             pass_record.expert_scratch = max(map(_expert_scratch_size, self._layers))
             pass_record.expert_function = expert_function().address
-        pass_record.norms_all_heads = family.norms_all_heads
-        pass_record.tanh_gate = any(layer.activation == "gelu_tanh" for layer in self._parts.layers)
+        pass_record.norms_all_heads, pass_record.centers_norms = family.norms_all_heads, family.norm.is_centered
+        pass_record.is_parallel = family.is_parallel
+        pass_record.tanh_gate = any(layer.activation in TANH_GELUS for layer in self._parts.layers)
         pass_record.gates_heads = family.gates_heads
         if self.mixers:
             self.mixers.fill_pass_record(pass_record)
@@ -295,10 +298,11 @@ class WeightTable:
         record.vocabulary, record.multiplier = weight.shape[0], 0.0 if factor == 1.0 else factor
         record.rotary_types, record.rotaries = self.rotary_types, rotary.data_ptr()
         record.known_positions = rotary.shape[2]
-        record.norm, record.epsilon = parts.norm.weight.data_ptr(), parts.epsilon
+        record.norm, record.epsilon = self._norm(parts.norm), parts.epsilon
         record.head = self._matmul(self._head)
-        if scaling.divisor != 1.0 or scaling.softcap:
-            record.divisor, record.softcap = scaling.divisor, scaling.softcap or 0.0
+        divisor = scaling.divisor / scaling.factor
+        if divisor != 1.0 or scaling.softcap:
+            record.divisor, record.softcap = divisor, scaling.softcap or 0.0
         record.caching_layers = len(parts.layers)
         if not self.watches_hidden:
             record.caching_layers = (
@@ -328,7 +332,7 @@ class WeightTable:
             for field, matmul in matmuls_of(part).items():
                 layer[field] = self._matmul(matmul)
             for field, norm in zip(NORMS, (*part.block_norms, *part.head_norms), strict=False):
-                layer[field] = _address_of(norm, "weight")
+                layer[field] = self._norm(norm)
             layer.sinks = _address_of(part.attention, "sinks") if self._parts.family.has_sinks else 0
             layer.window = window.window or 0
             layer.rotary = -1 if kind is None else self._kinds.index(kind)
@@ -338,7 +342,7 @@ class WeightTable:
             layer.factor = 0 if part.factor is None else part.factor.data_ptr()
             if part.inputs:
                 layer.input_offset = number * part.inputs.width
-                layer.norm_input = _address_of(part.inputs.norm, "weight")
+                layer.norm_input = self._norm(part.inputs.norm)
             if part.experts:
                 self._fill_experts(layer, part)
             if part.added_mixture:
@@ -366,6 +370,14 @@ class WeightTable:
             added[field] = _address_of(norm, "weight")
         added.norm_router_input, added.router_input_factor = scale.data_ptr(), mixture.factor
         added.expert_scales = expert_scales.data_ptr()
+
+    def _norm(self, norm: Module | None) -> tuple[int, int, int]:
+        """Return the values of a ``NORM`` record."""
+        if norm is None:
+            return 0, 0, 0
+        bias = _address_of(norm, "bias") if self._parts.family.norm.has_bias else self._zeros.data_ptr()
+        weight: Any = norm._parameters["weight"]
+        return _address_of(norm, "weight"), bias, weight.stride(0) if weight.dim() == 2 else 0
 
     def _matmul(self, rows: MatmulRows) -> tuple[int, int, int, int, int]:
         """Return the values of a ``MATMUL`` record."""
