@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
 from itertools import repeat
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar, cast
 
 import torch
-from torch.nn import LayerNorm, Module
+from torch.func import functional_call
+from torch.nn import Module
 from torch.nn.functional import gelu, silu
 
 from hdtool.runtime.model.pass_inputs import AttentionWindow
@@ -226,8 +226,8 @@ def norms_and_activations_match(parts: ModelParts[Any], device: torch.device) ->
         scale = (shifted.square().mean(-1, keepdim=True) + epsilon).rsqrt()
         bias = norm.bias.float() if kind.has_bias else 0.0
         expected.append(shifted * scale * weight + bias)
-        # A LayerNorm of PyTorch can't read float32 rows with a 16-bit weight.
-        actual.append((deepcopy(norm).float() if type(norm) is LayerNorm else norm)(rows))
+        # PyTorch's LayerNorm can't read float32 rows with a 16-bit weight.
+        actual.append(functional_call(norm, {name: part.float() for name, part in norm.named_parameters()}, (rows,)))
     activations = {(module, layer.activation) for layer in parts.layers if (module := layer.activation_module)}
     activations |= {(layer.inputs.activation_module, layer.activation) for layer in parts.layers if layer.inputs}
     for activation, name in activations:
