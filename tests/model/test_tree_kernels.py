@@ -251,6 +251,20 @@ def test_rotated_heads_are_those_of_float64(
         assert_near(cache, expected, dtype)
 
 
+def test_tables_in_float32_rotate_without_rounding_products() -> None:
+    layout = HeadLayout(6, 2, 64, 0.1, AttentionWindow(FULL))
+    qkv, tables = torch.randn(4, 10 * 64).half(), torch.randn(2, 4, 64).half()
+    step, stored = step_of(4, [5]), torch.zeros(2, 1, 2, CAPACITY, 64).half()
+    found = [
+        operations.rotate_and_store(qkv.clone(), Rotary(*given), None, (stored[0], stored[1]), layout)[:, :384]
+        for given in (tables.float(), tables)
+        for operations in operations_of(torch.float16, layout.window, step)
+    ]
+    exact, of_kernel, rounded, rounded_by_kernel = found
+    assert torch.equal(of_kernel, exact)
+    assert min((of_kernel != other).float().mean() for other in (rounded, rounded_by_kernel)) > 0.1
+
+
 @DTYPES
 def test_positions_move_as_in_torch(dtype: torch.dtype) -> None:
     stored = torch.randn(4, 2, 2, CAPACITY, 80).to(dtype)
@@ -346,11 +360,14 @@ for width in widths:
 """
 BETWEEN = """
 GEMMA, LLAMA = dict(OFFSET=1.0, ROUNDS=False), dict(OFFSET=0.0, ROUNDS=True)
+RMS, LAYER = dict(CENTERS=False, BIAS=False), dict(CENTERS=True, BIAS=True, OFFSET=0.0, ROUNDS=False)
+pointers = "hidden", "added", "after_weight", "after_bias", "weight", "bias", "normed"
 for name in ("bf16", "fp32"):
     for block in widths:
-        kinds = dict.fromkeys(("hidden", "added", "after_weight", "weight", "normed"), "*" + name)
+        kinds = dict.fromkeys(pointers, "*" + name)
         kinds |= dict.fromkeys(("after_epsilon", "epsilon", "multiplier"), "fp32")
-        for case, after, scales, kind in (("sandwich", True, False, GEMMA), ("scaled", False, True, LLAMA)):
+        cases = (True, False, RMS | GEMMA), (False, True, RMS | LLAMA), (True, False, LAYER)
+        for case, (after, scales, kind) in zip(("sandwich", "scaled", "layer"), cases):
             constants = dict(ADDS=True, AFTER=after, BEFORE=True, SCALES=scales, BLOCK=block, **kind)
             compiled(f"{case}-{name}-{block}", triton_kernels.add_norm_kernel, kinds, constants, 8)
         kinds = dict.fromkeys(("qkv", "query_norm", "key_norm"), "*" + name) | {"epsilon": "fp32"}
@@ -362,6 +379,9 @@ for name in ("bf16", "fp32"):
             constants = dict(HALF=half, BLOCK=padded(half), REST=rest, REST_BLOCK=max(1, rest), ROTATES=rotates)
             constants |= dict(PAIRS=rest > 0, NORMS=True, **GEMMA)
             compiled(f"rotary-{name}-{half}-{rest}-{rotates}", triton_kernels.rotary_kernel, kinds, constants, 1)
+    kinds |= dict(cos="*fp32", sin="*fp32")
+    constants |= dict(ROTATES=True)
+    compiled(f"exact-rotary-{name}", triton_kernels.rotary_kernel, kinds, constants, 1)
     for activation in ("silu", "gelu_tanh", "gelu"):
         kinds = dict.fromkeys(("gate_up", "gated"), "*" + name)
         compiled(f"{activation}-{name}", triton_kernels.gate_kernel, kinds, dict(ACTIVATION=activation, BLOCK=1024), 4)
@@ -427,6 +447,6 @@ def test_attention_compiles_without_spills(capability: int, width: int, tmp_path
 def test_what_lies_between_matmuls_compiles_within_few_registers(capability: int, tmp_path: Path) -> None:
     """For hidden states of up to 8192 numbers."""
     cases = compiled(BETWEEN, capability, (2048, 8192), tmp_path)
-    assert len(cases) == 34
+    assert len(cases) == 40
     for case, found in cases.items():
         assert not found.spilled and found.registers <= MOST_REGISTERS and found.shared <= 1024, (case, found)

@@ -93,6 +93,18 @@ def times_weight(part, weight, column, inside, scale, kind, OFFSET: tl.constexpr
 
 
 @triton.jit
+def sum_of_products(first, a, second, b, kind, table):
+    """Return ``first * a + second * b`` in the dtype ``kind``.
+
+    The products are rounded to ``kind`` first if ``table``, the dtype of ``a`` and ``b``, is the same.
+    """
+    left, right = first * a, second * b
+    if table == kind:
+        left, right = left.to(kind).to(tl.float32), right.to(kind).to(tl.float32)
+    return (left + right).to(kind)
+
+
+@triton.jit
 def rotary_kernel(
     qkv, cos, sin, query_norm, key_norm, keys, values, lengths,
     rows, step, query_heads, key_heads, slot_stride, head_stride, epsilon,
@@ -135,10 +147,10 @@ def rotary_kernel(
             turned = token * 2 * HALF
             a = tl.load(cos + turned + at_low, mask=inside, other=0.0).to(tl.float32)
             b = tl.load(sin + turned + at_low, mask=inside, other=0.0).to(tl.float32)
-            low = ((first * a).to(kind).to(tl.float32) + (second * b).to(kind).to(tl.float32)).to(kind)
+            low = sum_of_products(first, a, second, b, kind, cos.dtype.element_ty)
             a = tl.load(cos + turned + at_high, mask=inside, other=0.0).to(tl.float32)
             b = tl.load(sin + turned + at_high, mask=inside, other=0.0).to(tl.float32)
-            high = ((second * a).to(kind).to(tl.float32) + (first * b).to(kind).to(tl.float32)).to(kind)
+            high = sum_of_products(second, a, first, b, kind, cos.dtype.element_ty)
         else:
             low, high = first.to(kind), second.to(kind)
     if is_query:
