@@ -397,7 +397,10 @@ class IndexedKVCache(Cache):
         self.capacity = storage.capacity
         self.length = 0  # only the device knows the real length, since a captured step runs at different ones
         self._storage, self._indices, self._extent = storage, indices, extent
-        self._slots = torch.arange(len(indices), device=indices.device)[:, None]
+
+    @cached_property
+    def _slots(self) -> torch.Tensor:
+        return torch.arange(len(self._indices), device=self._indices.device)[:, None]
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any

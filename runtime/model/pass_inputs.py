@@ -121,12 +121,13 @@ class AttentionMasks:
 
     def continuation_mask(self, rows: int, length: int) -> Mask:
         """Return the causal mask ``[1, 1, rows, length + rows]`` of prompt tokens after ``length`` cached ones."""
-        positions = torch.arange(length + rows).numpy()
-        new = positions[length:]
-        causal = positions <= new[:, None]
-        return self._mask_by_kind(
-            lambda window: self._hiding(torch.from_numpy(~window.visible(causal, new, positions)))
-        )
+        return self.causal_mask(torch.arange(length, length + rows, device=self._device), length + rows)
+
+    def causal_mask(self, positions: torch.Tensor, extent: int) -> Mask:
+        """Compute the causal mask ``[1, 1, rows, extent]`` of tokens at these ``positions`` of the cache."""
+        columns = torch.arange(extent, device=positions.device)
+        causal = columns <= positions[:, None]
+        return self._mask_by_kind(lambda window: self._hiding(~window.visible(causal, positions, columns)))
 
     def batch_mask(self, trees: Sequence[DraftTree], lengths: Sequence[int]) -> Mask:
         """Return the mask ``[trees, 1, rows, longest + rows]`` for trees after contexts of different ``lengths``.
@@ -163,11 +164,22 @@ class AttentionMasks:
         """
         columns = torch.arange(extent, device=length.device).expand(len(length), -1)
         offset = columns - length[:, None]
-        nodes = (ancestor_mask[..., None] >> (offset - 1).clamp(0, LARGEST_TREE - 1)[:, None]) & 1
-        related = (offset <= 0)[:, None] | ((nodes == 1) & (offset <= LARGEST_TREE)[:, None])
+        related = _related(ancestor_mask, offset)
         tree_positions = positions.gather(1, offset.clamp(0, positions.shape[1] - 1))
         column_positions = torch.where(offset < 0, columns, tree_positions)
         return self._mask_by_kind(lambda window: self._hiding(~window.visible(related, positions, column_positions)))
+
+    def on_device_for_rows(
+        self, ancestor_mask: torch.Tensor, positions: torch.Tensor, length: torch.Tensor, extent: int
+    ) -> Mask:
+        """Compute the mask ``[1, 1, rows, extent]`` of some nodes of a tree, whose other rows are in the cache.
+
+        The arguments are those of ``on_device`` for a single slot, without the root's row. Since the positions of other
+        rows are unknown, windows take a node for as many tokens after the root as there are rows between them.
+        """
+        columns = torch.arange(extent, device=length.device)
+        related = _related(ancestor_mask, columns - length)
+        return self._mask_by_kind(lambda window: self._hiding(~window.visible(related, positions, columns)))
 
     def _mask_by_kind(self, mask_of: Callable[[AttentionWindow], torch.Tensor]) -> Mask:
         masks = {window.kind: mask_of(window) for window in self._windows}
@@ -195,6 +207,12 @@ class AttentionMasks:
         shape = hidden.shape if hidden.dim() > 2 else (1, *hidden.shape)
         mask = torch.zeros((shape[0], 1, *shape[1:]), dtype=self._dtype, device=self._device)
         return mask.masked_fill_(hidden.to(self._device).view(mask.shape), self._value)
+
+
+def _related(ancestor_mask: torch.Tensor, offset: torch.Tensor) -> torch.Tensor:
+    """Mark the keys in the context, the root and the ancestors of each row, given the offsets of keys from the root."""
+    nodes = (ancestor_mask[..., None] >> (offset - 1).clamp(0, LARGEST_TREE - 1)[..., None, :]) & 1
+    return (offset <= 0)[..., None, :] | ((nodes == 1) & (offset <= LARGEST_TREE)[..., None, :])
 
 
 @compiled
@@ -262,14 +280,28 @@ class StepTensors(NamedTuple):
     """Bits of each row's ancestor nodes, itself included, shape ``[slots, rows]``."""
 
 
+class TransferBuffer:
+    """Integers at fixed addresses on the host and on a device, which one copy takes from either to the other."""
+
+    def __init__(self, words: int, device: torch.device) -> None:
+        self.host = torch.zeros(words, dtype=torch.int64, pin_memory=device.type == "cuda")
+        self.device = torch.zeros(words, dtype=torch.int64, device=device)
+
+    def send(self, words: int) -> None:
+        """Start copying the first ``words`` integers to the device."""
+        self.device[:words].copy_(self.host[:words], non_blocking=True)
+
+    def fetch(self, words: int) -> None:
+        """Start copying the first ``words`` integers to the host."""
+        self.host[:words].copy_(self.device[:words], non_blocking=True)
+
+
 class StepInput:
     """The input buffer of steps, on host and device. Padding rows repeat the root; their logits are unused."""
 
     def __init__(self, device: torch.device, slots: int = 1) -> None:
-        size = slots * (HEADER + 3 * (LARGEST_TREE + 1))
-        self._host = torch.zeros(size, dtype=torch.int64, pin_memory=device.type == "cuda")
-        self._words: npt.NDArray[np.int64] = self._host.numpy()
-        self._device = torch.zeros(size, dtype=torch.int64, device=device)
+        self._buffer = TransferBuffer(slots * (HEADER + 3 * (LARGEST_TREE + 1)), device)
+        self._words: npt.NDArray[np.int64] = self._buffer.host.numpy()
 
     def fill(self, slot: int, tree: DraftTree, rows: int, length: int) -> None:
         """Write the tree that follows a slot's context of ``length`` tokens; discard the slot's last ``move``."""
@@ -287,11 +319,10 @@ class StepInput:
         return self._words[slot * size : (slot + 1) * size]
 
     def send(self, slots: int, rows: int) -> None:
-        end = slots * (HEADER + 3 * rows)
-        self._device[:end].copy_(self._host[:end], non_blocking=True)
+        self._buffer.send(slots * (HEADER + 3 * rows))
 
     def tensors(self, slots: int, rows: int) -> StepTensors:
-        buffer = self._device[: slots * (HEADER + 3 * rows)].view(slots, HEADER + 3 * rows)
+        buffer = self._buffer.device[: slots * (HEADER + 3 * rows)].view(slots, HEADER + 3 * rows)
         tokens, positions, ancestor_mask = buffer[:, HEADER:].view(slots, 3, rows).unbind(1)
         moved_from = buffer[:, MOVED_FROM:HEADER]
         return StepTensors(buffer, buffer[:, LENGTH], buffer[:, MOVED_TO], moved_from, tokens, positions, ancestor_mask)

@@ -194,7 +194,8 @@ def test_conversations_share_the_cache_the_buffers_and_the_steps() -> None:
         prompt = prompt_of(length)
         run(target, prompt, SamplingConfig(), 60, drafter=Hierarchy(budget=FixedBudget(20)))
         mine = steps._buffers[1]
-        kept = [mine._logits, mine._outcome, mine._host, mine.input._host, mine.input._device]
+        buffers = mine._outcome, mine.input._buffer
+        kept = [mine._logits, *(tensor for buffer in buffers for tensor in (buffer.host, buffer.device))]
         return [tensor.data_ptr() for tensor in (*target.cache.storage.tensors, *kept) if tensor is not None]
 
     first = talk(50)

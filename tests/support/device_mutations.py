@@ -37,7 +37,7 @@ def input_reused_before_its_copy() -> Undo:
     def reusing(usual: Any) -> Any:
         def send(step_input: Any, *args: Any) -> None:
             usual(step_input, *args)
-            step_input._host.zero_()
+            step_input._buffer.host.zero_()
 
         return send
 

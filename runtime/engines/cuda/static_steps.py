@@ -26,7 +26,7 @@ from hdtool.runtime.engines.cuda.waits import waits_refused
 from hdtool.runtime.engines.steps import StepOutput, StepPass
 from hdtool.runtime.kernels.compiled import Array
 from hdtool.runtime.kernels.topk import MAX_RANKED
-from hdtool.runtime.model.pass_inputs import StepInput
+from hdtool.runtime.model.pass_inputs import StepInput, TransferBuffer
 
 WARM_UPS = 1
 """Number of warm-up runs before a capture, since compilation and lazy initialization cannot be captured."""
@@ -390,12 +390,11 @@ class _Buffers:
         self.input = StepInput(device, slots)
         self._rows = slots * (LARGEST_TREE + 1)
         words = self._rows * (2 + MAX_RANKED + MAX_RANKED // 2)
-        self._outcome = torch.zeros(words, dtype=torch.int64, device=device)
+        self._outcome = TransferBuffer(words, device)
         """Results that are copied to the host together, hence in one contiguous tensor.
 
         First the argmax of each row, then whether its logit is finite, then the rankings: tokens and their logits.
         """
-        self._host = torch.zeros(words, dtype=torch.int64, pin_memory=device.type == "cuda")
         self._logits: torch.Tensor | None = None
         self._hidden: torch.Tensor | None = None
         self._roots: torch.Tensor | None = None
@@ -410,7 +409,7 @@ class _Buffers:
             self._hidden = hidden.new_zeros((self._rows, hidden.shape[-1]))
         rows = len(logits)
         self._logits[:rows].copy_(logits)
-        tokens, finite = self._outcome[:rows], self._outcome[rows : 2 * rows]
+        tokens, finite = self._outcome.device[: 2 * rows].view(2, rows)
         torch.argmax(logits, dim=-1, out=tokens)
         finite.copy_(logits.gather(1, tokens[:, None])[:, 0].isfinite())
         if hidden is not None and self._hidden is not None:
@@ -428,12 +427,13 @@ class _Buffers:
         if k := min(options.max_ranked, MAX_RANKED, logits.shape[1]):
             end += number * k + -(-number * k // 2)
             best = logits[:number].topk(k)
-            for part, best_part in zip(rankings_in(self._outcome, number, k), (best.indices, best.values), strict=True):
+            kept = rankings_in(self._outcome.device[2 * number :], number, k)
+            for part, best_part in zip(kept, (best.indices, best.values), strict=True):
                 part.copy_(best_part)
-        self._host[:end].copy_(self._outcome[:end], non_blocking=True)
+        self._outcome.fetch(end)
         roots = self._roots_on_host(slots, rows) if options.root else None
-        tokens, finite = self._host[: 2 * number].view(2, number).numpy()
-        ranked, scores = (part.numpy() for part in rankings_in(self._host, number, k))
+        tokens, finite = self._outcome.host[: 2 * number].view(2, number).numpy()
+        ranked, scores = (part.numpy() for part in rankings_in(self._outcome.host[2 * number :], number, k))
 
         def of_rows(first: int, number: int) -> Verified:
             used = slice(first, first + number)
@@ -456,10 +456,10 @@ class _Buffers:
         return found
 
 
-def rankings_in(outcome: torch.Tensor, rows: int, k: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return views of the ranked tokens and of their logits in ``outcome``, each of shape ``[rows, k]``."""
-    tokens, logits = outcome[2 * rows :].split_with_sizes([rows * k, len(outcome) - (2 + k) * rows])
-    return tokens.view(rows, k), logits.view(torch.float32)[: rows * k].view(rows, k)
+def rankings_in(words: torch.Tensor, rows: int, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return views of the ranked tokens and of their scores in ``words``, each of shape ``[rows, k]``."""
+    tokens, scores = words.split_with_sizes([rows * k, len(words) - rows * k])
+    return tokens.view(rows, k), scores.view(torch.float32)[: rows * k].view(rows, k)
 
 
 def extent_for(rows: int) -> int:
