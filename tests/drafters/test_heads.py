@@ -6,6 +6,7 @@ import json
 import os
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,10 +23,11 @@ from hdtool.builders.heads.loss import (
 )
 from hdtool.builders.heads.train import best_tree
 from hdtool.data.errors import FamilyError, HeadsError
+from hdtool.runtime.caches.kv_cache import KVTensors, StaticKVCache
 from hdtool.runtime.config import HeadsConfig
 from hdtool.runtime.drafters.heads.checkpoint import load_heads, new_heads
-from hdtool.runtime.drafters.heads.modules import Heads, HeadsKVCache, HeadsShape, ParallelHeads
-from hdtool.runtime.drafters.heads.state import FixedPass
+from hdtool.runtime.drafters.heads.modules import HeadsShape, ParallelHeads
+from hdtool.runtime.drafters.heads.state import HeadsState
 from hdtool.runtime.drafters.trained.module_parts import topk_tokens
 from hdtool.runtime.drafters.trained.proposal import (
     PROB_BUCKETS,
@@ -36,6 +38,7 @@ from hdtool.runtime.drafters.trained.proposal import (
     prob_bucket,
 )
 from hdtool.runtime.model import families as hidden
+from hdtool.runtime.model.pass_inputs import FULL, AttentionMasks, AttentionWindow
 from hdtool.runtime.target.target import Target
 from tests.support.families import FAMILIES, VOCABULARY, model_of
 from tests.support.heads import SHAPE, VARIANTS, random_for, random_heads, reference_logits
@@ -49,10 +52,21 @@ def conversation(rows: int, shape: HeadsShape = SHAPE) -> tuple[torch.Tensor, to
     return torch.randn(rows, shape.width), torch.randn(rows, shape.embedding)
 
 
-def rows_for(heads: Heads, capacity: int) -> HeadsKVCache:
-    rows = HeadsKVCache.of(heads)
-    rows.make_room(capacity)
-    return rows
+class Reader:
+    """Reads hidden states and embedded tokens into a KV cache, without any of the passes that are made for it."""
+
+    def __init__(self, heads: ParallelHeads, capacity: int) -> None:
+        self._heads, self.kv = heads, StaticKVCache(KVTensors.for_layers(heads.shapes(), capacity))
+        self._masks = AttentionMasks([AttentionWindow(FULL)], heads.like.dtype, heads.like.device)
+
+    def ahead(self, hidden: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        """Return the logits ``[heads, draft vocabulary]`` after the last token."""
+        new, first = len(hidden), self.kv.length
+        mask: Any = self._masks.continuation_mask(new, first)
+        positions = torch.arange(first, first + new)[None]
+        stages = self._heads.stages(hidden[None], tokens[None], positions, self.kv, mask)
+        self.kv.length += new
+        return self._heads.logits(self._heads.states([stage[0, -1:] for stage in stages]))[:, 0]
 
 
 @pytest.mark.parametrize("config", VARIANTS.values(), ids=VARIANTS)
@@ -73,9 +87,9 @@ def test_a_conversation_may_come_in_parts(config: HeadsConfig, parts: list[int])
     heads = random_heads(config)
     hidden, tokens = conversation(9)
     expected = reference_logits(heads, hidden, tokens)
-    rows, done = rows_for(heads, 9), 0
+    reader, done = Reader(heads, 9), 0
     for part in parts:
-        found = heads.ahead(hidden[done : done + part], tokens[done : done + part], rows)
+        found = reader.ahead(hidden[done : done + part], tokens[done : done + part])
         done += part
         np.testing.assert_allclose(found.numpy(), expected[done - 1], rtol=2e-4, atol=2e-4)
 
@@ -83,37 +97,25 @@ def test_a_conversation_may_come_in_parts(config: HeadsConfig, parts: list[int])
 @pytest.mark.parametrize("config", VARIANTS.values(), ids=VARIANTS)
 def test_captured_passes_equal_others(config: HeadsConfig) -> None:
     """Two conversations in turn, of the same heads, past the end of their first memory."""
-    heads, recorder = random_heads(config), Rehearsed()
+    recorder = Rehearsed()
+    targets = Target(model_of("llama")), Target(model_of("llama"), lambda device: recorder)
+    saved = random_for(targets[0], config)
+    heads, table = saved.heads, targets[0].model.get_input_embeddings().weight.detach()
+    assert isinstance(heads, ParallelHeads)
+    captured, others = ([HeadsState(saved, target).reading for _ in range(2)] for target in reversed(targets))
+    readers = [Reader(heads, 2500) for _ in range(2)]
+    recorder.recorded, sizes = 0, [500, 1, 3, 16, 2, 8, 1, 200, 5, 600]
     torch.manual_seed(1)
-    table = torch.randn(SHAPE.vocabulary, SHAPE.embedding)
-    passes = [FixedPass(heads, lambda ids: table[ids], 10, recorder) for _ in range(2)]
-    recorded, usual = [rows_for(heads, 0) for _ in range(2)], [rows_for(heads, 1500) for _ in range(2)]
-    sizes = [500, 1, 3, 16, 2, 8, 1, 200, 5]
     for number, new in enumerate(sizes * 2):
-        hidden, tokens = torch.randn(new, SHAPE.width), torch.randint(SHAPE.vocabulary, (new,))
+        hidden, tokens = torch.randn(new, heads.shape.width), torch.randint(VOCABULARY, (new,))
         mine = number % 2 if number < len(sizes) else number // 2 % 2
-        logits = heads.ahead(hidden, table[tokens] if heads.reads_tokens else hidden, usual[mine])
-        if FixedPass.fits(new):
-            best, shares = passes[mine].read(hidden, tokens.tolist(), recorded[mine])
-            expected, likely = topk_tokens(logits, 10, heads.token_ids)
+        expected, likely = topk_tokens(readers[mine].ahead(hidden, table[tokens]), 10, heads.token_ids)
+        for passes in (captured[mine], others[mine]):
+            best, shares = passes.read(hidden, tokens.tolist())
             np.testing.assert_allclose(shares, likely, rtol=1e-3, atol=1e-6)
-            assert (best == expected.numpy()).mean() > 0.99  # equals may stand in another order
-        else:
-            recorded[mine].make_room(recorded[mine].length + new)
-            heads.ahead(hidden, table[tokens] if heads.reads_tokens else hidden, recorded[mine])
-        assert recorded[mine].length == usual[mine].length
-    assert recorder.recorded < len(sizes) * 2
-
-
-def test_the_cache_grows_without_losing_positions() -> None:
-    heads = random_heads(HeadsConfig(rank=8))
-    hidden, tokens = conversation(600)
-    at_once, in_parts = rows_for(heads, 600), rows_for(heads, 0)
-    expected = heads.ahead(hidden, tokens, at_once)
-    for start in range(0, 600, 150):
-        in_parts.make_room(start + 150)
-        found = heads.ahead(hidden[start : start + 150], tokens[start : start + 150], in_parts)
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+            assert (best == expected.numpy()).mean() > 0.98  # equals may stand in another order
+            assert passes.length == (readers[mine].kv.length if heads.layers else 0)
+    assert 0 < recorder.recorded < len(sizes) * 2
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -159,8 +161,7 @@ def test_new_heads_give_the_targets_logits(family: str, rank: int) -> None:
     heads = new_heads(model, states.shape[-1], VOCABULARY, HeadsConfig(rank=rank, sampled_token=False))
     assert isinstance(heads, ParallelHeads)
     with torch.inference_mode():
-        rows = rows_for(heads, 30)
-        found = heads.ahead(states, states, rows)
+        found = Reader(heads, 30).ahead(states, states)
         weight = model.get_output_embeddings().weight
     for said in found:
         torch.testing.assert_close(said, states[-1] @ weight.T, rtol=1e-3, atol=1e-3)

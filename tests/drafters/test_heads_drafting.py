@@ -63,7 +63,7 @@ class Checked(StandaloneDrafter):
         for head, tokens in enumerate(self.heads.tokens):
             places = [indices[token] if indices else token for token in tokens.tolist()]
             np.testing.assert_allclose(expected[head][places], best[head, : len(tokens)], rtol=1e-3, atol=1e-3)
-        assert self.heads._cache.length in (0, len(context) - 1)
+        assert self.heads.reading.length in (0, len(context) - 1)
         self.looked += 1
         return tree
 

@@ -20,7 +20,6 @@ from torch.nn import functional
 from hdtool.data import demo
 from hdtool.data.errors import FamilyError, HeadsError, error_reason
 from hdtool.data.output_files import OutputFile, is_json_with, safetensors_metadata
-from hdtool.runtime.caches.kv_cache import HeadShape, LayerShape
 from hdtool.runtime.config import TAKE_HEADS, HeadsConfig
 from hdtool.runtime.config.building import AMPHISTA, HYDRA, HYDRA_PLUS, MEDUSA, MTP_LAYER
 from hdtool.runtime.drafters.heads.modules import (
@@ -119,27 +118,10 @@ class MtpHeads(Heads):
         steps = TrainingSteps(length, hidden.device)
         states, outputs = hidden, []
         for step in range(self.config.heads):
-            states = self.layer.attending(states, embedded, rotary, steps.attended)
+            states = self.layer(states, embedded, rotary, steps.attended)
             outputs.append(states[rows, (columns + step).clamp_max(length - 1)])
             states = functional.pad(states, (0, 0, 1, 0))[:, :-1]
         return torch.stack(outputs, dim=1)
-
-    def shapes(self) -> list[LayerShape]:
-        """Return the shapes of the tensors that the layer caches per position."""
-        heads, like = self.shape.attention_heads, self.like
-        shape = HeadShape(heads, self.shape.width // heads, like.dtype, like.device)
-        return [LayerShape(shape, shape)]
-
-    def run(
-        self, embedded: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, cache: Any, mask: torch.Tensor
-    ) -> torch.Tensor:
-        """Return the hidden state after each token, ``[1, tokens, width]``; ``hidden`` holds the state before each."""
-
-        def attended(keys: torch.Tensor, values: torch.Tensor) -> AttentionInputs:
-            return *cache.update(keys, values, 0), mask
-
-        rotary = self.rotary(positions[0] - 1, cache.capacity, hidden)
-        return self.layer.attending(hidden, embedded, rotary, attended)
 
 
 class TrainingSteps:

@@ -1,4 +1,4 @@
-"""Modules of drafting heads and their KV cache, for training and for drafting.
+"""Modules of drafting heads, for training and for drafting.
 
 Adaptation layers read the target's hidden states and the tokens chosen from them. Each head applies a residual block to
 the output of one of these layers, auto-embedding blocks attend across the heads (Amphista; Li et al., 2024), and output
@@ -10,11 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional
 
+from hdtool.runtime.caches.kv_cache import HeadShape, LayerShape
 from hdtool.runtime.config import HeadsConfig
 from hdtool.runtime.drafters.trained.module_parts import Norm
 from hdtool.runtime.engines.cuda.static_steps import extent_for
@@ -22,78 +24,6 @@ from hdtool.runtime.engines.cuda.static_steps import extent_for
 Indices = slice | torch.Tensor
 AttentionInputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
 """The keys and values to attend to, and an attention mask or None."""
-
-
-class HeadsKVCache:
-    """Keys and values ``[layers, 2, heads, positions, width]`` of accepted tokens."""
-
-    def __init__(self, layers: int, heads: int, width: int, like: torch.Tensor) -> None:
-        self.length = 0
-        """Number of cached tokens; always 0 if the heads have no adaptation layers."""
-        self.keys_values = like.new_zeros((layers, 2, heads, 0, width))
-
-    @classmethod
-    def of(cls, heads: Heads) -> HeadsKVCache:
-        """Return an empty cache for these heads."""
-        shape = heads.shape
-        return cls(len(heads.layers), shape.attention_heads, shape.width // shape.attention_heads, heads.like)
-
-    def make_room(self, positions: int) -> None:
-        """Grow, if needed, to hold at least this many positions."""
-        old = self.keys_values
-        if old.shape[3] < positions:
-            self.keys_values = old.new_zeros((*old.shape[:3], extent_for(positions), old.shape[4]))
-            self.keys_values[:, :, :, : self.length] = old[:, :, :, : self.length]
-
-    @torch.inference_mode()
-    def restart(self) -> None:
-        """Clear the cache. Old values are zeroed, because masking works only for finite values."""
-        self.keys_values.zero_()
-        self.length = 0
-
-    def indices(self, new: int) -> slice:
-        """Return the indices of the next ``new`` positions."""
-        return slice(self.length, self.length + new)
-
-    def bound(self, new: int) -> int:
-        """Return an exclusive upper bound on the indices of all positions, including ``new`` new ones."""
-        return self.length + new
-
-    def update(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> AttentionInputs:
-        """Write new keys and values of a layer; return all keys and values to attend to, and a mask or None."""
-        new, start = keys.shape[-2], self.length
-        layer_cache = self.keys_values[layer]
-        layer_cache[0, :, start : start + new] = keys[0]
-        layer_cache[1, :, start : start + new] = values[0]
-        mask = None
-        if start and new > 1:
-            mask = torch.ones((new, start + new), dtype=torch.bool, device=keys.device).tril_(start)
-        return layer_cache[0, None, :, : start + new], layer_cache[1, None, :, : start + new], mask
-
-
-class IndexedHeadsKVCache:
-    """The KV cache of drafting heads in a captured pass; the indices of new positions are in a tensor on the device."""
-
-    def __init__(self, keys_values: torch.Tensor, indices: torch.Tensor, extent: int) -> None:
-        """Attention covers the first ``extent`` positions of ``keys_values``, under a causal mask."""
-        self._keys_values, self._indices, self._extent = keys_values, indices, extent
-        self._mask = torch.arange(extent, device=indices.device) <= indices[:, None]
-
-    def indices(self, new: int) -> torch.Tensor:
-        return self._indices
-
-    def bound(self, new: int) -> int:
-        return self._extent
-
-    def update(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> AttentionInputs:
-        layer_cache = self._keys_values[layer]
-        layer_cache[0].index_copy_(1, self._indices, keys[0])
-        layer_cache[1].index_copy_(1, self._indices, values[0])
-        return layer_cache[0, None, :, : self._extent], layer_cache[1, None, :, : self._extent], self._mask
-
-
-CacheView = HeadsKVCache | IndexedHeadsKVCache
-"""The cache that a pass writes its new positions to, and attends to."""
 
 
 NORM_EPSILON = 1e-6
@@ -163,18 +93,13 @@ class AdaptationLayer(nn.Module):
         self.sampled_token = sampled_token
 
     def forward(
-        self, states: torch.Tensor, tokens: torch.Tensor, rotary: Rotary, cache: CacheView | None, layer: int
+        self, states: torch.Tensor, tokens: torch.Tensor, rotary: Rotary, attended: Attend | None = None
     ) -> torch.Tensor:
         """Return the layer's output at new positions; ``states`` and embedded ``tokens`` are ``[batch, new, width]``.
 
-        ``cache`` holds the keys and values of earlier positions; without it, only the new positions are attended to.
+        Attention uses the keys, values and mask that ``attended`` returns for the keys and values of the new positions;
+        without it, only the new positions are attended to.
         """
-        return self.attending(states, tokens, rotary, None if cache is None else partial(cache.update, layer))
-
-    def attending(
-        self, states: torch.Tensor, tokens: torch.Tensor, rotary: Rotary, attended: Attend | None
-    ) -> torch.Tensor:
-        """Like ``forward``, but use the keys, values and mask that ``attended`` returns for the new positions."""
         if self.sampled_token:
             states = self.join(torch.cat([states, self.token_norm(tokens)], dim=-1))
         queries, keys, values = self.attention.parts(states)
@@ -262,25 +187,37 @@ class Heads(nn.Module):
         """
         raise NotImplementedError
 
-    def stages(self, hidden: torch.Tensor, tokens: torch.Tensor, cache: CacheView | None = None) -> list[torch.Tensor]:
-        """Return the inputs of the heads: each adaptation layer's output or, without layers, the hidden states."""
+    def shapes(self) -> list[LayerShape]:
+        """Return the shapes of the tensors that each adaptation layer caches per position."""
+        heads, like = self.shape.attention_heads, self.like
+        shape = HeadShape(heads, self.shape.width // heads, like.dtype, like.device)
+        return [LayerShape(shape, shape)] * len(self.layers)
+
+    def stages(
+        self,
+        hidden: torch.Tensor,
+        tokens: torch.Tensor,
+        positions: torch.Tensor | None = None,
+        cache: Any = None,
+        mask: torch.Tensor | None = None,
+    ) -> list[torch.Tensor]:
+        """Return the inputs of the heads: each adaptation layer's output or, without layers, the hidden states.
+
+        With a KV cache, ``positions`` ``[1, new]`` are those of the hidden states, and ``mask`` covers all that the
+        cache returns.
+        """
         if not self.layers:
             return [hidden]
         new = hidden.shape[-2]
-        indices, bound = (cache.indices(new), cache.bound(new)) if cache is not None else (slice(new), new)
-        rotary = self.rotary(indices, bound, hidden)
+        rotary = self.rotary(
+            slice(new) if positions is None else positions[0], new if cache is None else cache.capacity, hidden
+        )
         stage_states, states = [], hidden
         for place, layer in enumerate(self.layers):
-            states = layer(states, tokens, rotary, cache, place)
+            attended = None if cache is None else partial(_attended, cache, mask, place)
+            states = layer(states, tokens, rotary, attended)
             stage_states.append(states)
         return stage_states
-
-    def read(self, hidden: torch.Tensor, tokens: torch.Tensor, cache: HeadsKVCache) -> list[torch.Tensor]:
-        """Append new tokens to the cache; return the last token's ``stages``, each ``[1, width]``."""
-        stages = [stage[0, -1:] for stage in self.stages(hidden[None], tokens[None], cache)]
-        if self.layers:
-            cache.length += len(hidden)
-        return stages
 
     def logits(self, states: torch.Tensor) -> torch.Tensor:
         """Return logits ``[heads, places, draft vocabulary]`` from states ``[places, heads, width]``."""
@@ -327,15 +264,18 @@ class ParallelHeads(Heads):
             states = block(states)
         return states
 
-    def ahead(self, hidden: torch.Tensor, tokens: torch.Tensor, cache: HeadsKVCache) -> torch.Tensor:
-        """Append new tokens to ``cache``; return the logits ``[heads, draft vocabulary]`` after the last one."""
-        return self.logits(self.states(self.read(hidden, tokens, cache)))[:, 0]
-
 
 def zero_linear(width: int, out: int) -> nn.Linear:
     layer = nn.Linear(width, out, bias=False)
     nn.init.zeros_(layer.weight)
     return layer
+
+
+def _attended(
+    cache: Any, mask: torch.Tensor | None, layer: int, keys: torch.Tensor, values: torch.Tensor
+) -> AttentionInputs:
+    """Write new keys and values of a layer; return all keys and values to attend to, and the mask."""
+    return *cache.update(keys, values, layer), mask
 
 
 def _rotary_table(size: int, width: int, like: torch.Tensor) -> Rotary:

@@ -5,51 +5,34 @@ They read the outputs of some layers of the target. The drafter's model and KV c
 
 from __future__ import annotations
 
-import time
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from hdtool.data.errors import FamilyError, HeadsError, error_reason
 from hdtool.runtime.config.source_names import SourceId
-from hdtool.runtime.core.accept import Accepted
-from hdtool.runtime.core.engine import Verified
 from hdtool.runtime.drafters.trained.draft_passes import on_host
 from hdtool.runtime.drafters.trained.module_parts import topk_tokens
-from hdtool.runtime.drafters.trained.proposal import (
-    MAX_RANKINGS,
-    TOKENS_PER_RANKING,
-    Calibration,
-    Proposal,
-    prob_bucket,
-)
-from hdtool.runtime.drafters.trained.sequential import AcceptedTokens
+from hdtool.runtime.drafters.trained.proposal import MAX_RANKINGS, TOKENS_PER_RANKING, Calibration
+from hdtool.runtime.drafters.trained.sequential import BlockDrafter, Ranked
 
 if TYPE_CHECKING:
     from hdtool.runtime.drafters.trained.proposal import PublishedDrafter
     from hdtool.runtime.target.target import Target
 
 
-class DFlashDrafter:
+class DFlashDrafter(BlockDrafter):
     """Drafts for a target with a DFlash model."""
 
     source = SourceId.DRAFTER
 
     def __init__(self, model: Any, target: Target) -> None:
-        self.seconds = 0.0
         self._model, self._device = model, target.device
         self._block = min(int(model.config.block_size), MAX_RANKINGS + 1)
         self._mask_token = int(model.config.mask_token_id)
         self._embed, self._head = target.model.get_input_embeddings(), target.model.get_output_embeddings()
-        self._accepted = AcceptedTokens(target.watch_hidden(list(model.config.target_layer_ids)))
-        self._calibration = Calibration(None, self._block - 1)
-        self._proposed: Proposal | None = None
-        self.begin([0])
-
-    def begin(self, prompt: list[int]) -> None:
-        self._accepted.begin(prompt)
-        self._restart()
-        self._proposed = None
+        columns = target.watch_hidden(list(model.config.target_layer_ids))
+        super().__init__(Calibration(None, self._block - 1), columns)
 
     def _restart(self) -> None:
         from transformers.cache_utils import DFlashCache
@@ -59,18 +42,7 @@ class DFlashDrafter:
         self._length = 0
         """Number of accepted positions read so far."""
 
-    def observe(self, accepted: Accepted, verified: Verified) -> None:
-        proposed, self._proposed = self._proposed, None
-        if proposed is not None:
-            self._calibration.learn(proposed, self._buckets, accepted.tokens)
-        self._accepted.add(accepted, verified)
-
-    @torch.inference_mode()
-    def propose(self, max_nodes: int) -> Proposal:
-        started = time.perf_counter()
-        hidden, tokens, skipped = self._accepted.take()
-        if skipped:
-            self._restart()
+    def _rank(self, hidden: torch.Tensor, tokens: list[int], max_nodes: int) -> Ranked:
         new = len(tokens)
         self._cache.set_previous_accepted_tokens(new)
         if self._length:
@@ -85,11 +57,7 @@ class DFlashDrafter:
             attention_mask=None,
             past_key_values=self._cache,
         ).last_hidden_state[0, 1:]
-        best, probs = on_host(topk_tokens(self._head(states), TOKENS_PER_RANKING))
-        self._buckets = prob_bucket(probs)
-        self._proposed = Proposal.in_parallel(best, self._calibration(self._buckets))
-        self.seconds += time.perf_counter() - started
-        return self._proposed
+        return on_host(topk_tokens(self._head(states), TOKENS_PER_RANKING))
 
     def _noise(self, ids: torch.Tensor) -> torch.Tensor:
         """Return token embeddings without the norm that some models apply to them."""

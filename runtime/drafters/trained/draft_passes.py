@@ -5,56 +5,215 @@ On a GPU, passes have fixed shapes, each of which is captured once and then repl
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hdtool.runtime.caches.kv_cache import IndexedKVCache, KVTensors, LayerShape, StaticKVCache
-from hdtool.runtime.drafters.trained.proposal import TOKENS_PER_RANKING, RankedBlock
-from hdtool.runtime.drafters.trained.sequential import MAX_PASSES, ROWS_PER_PASS
-from hdtool.runtime.engines.cuda.static_steps import Run, extent_for
-from hdtool.runtime.kernels.compiled import Array
+from hdtool.runtime.caches.kv_cache import IndexedKVCache, LayerShape
+from hdtool.runtime.caches.slots import Cache
+from hdtool.runtime.drafters.trained.proposal import TOKENS_PER_RANKING
+from hdtool.runtime.drafters.trained.sequential import MAX_PASSES, ROWS_PER_PASS, Ranked
+from hdtool.runtime.engines.cuda.static_steps import Capture, DeviceClock, Run, extent_for, rankings_in
+from hdtool.runtime.model.pass_inputs import FULL, AttentionMasks, AttentionWindow, TransferBuffer
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from hdtool.runtime.target.target import Target
 
 READ_CHUNK = 512
 """Maximum number of accepted tokens that one pass reads."""
 CAPTURED_SIZES = (1, 2, 4, 8, 16)
 """Numbers of rows in a captured pass."""
-CAPTURED_HEADER_WORDS = 2
-"""Number of integers before those of the rows: the number of accepted positions, and the last accepted token's row."""
-READS_NOTHING = -1
+MAX_DRAFTED = ROWS_PER_PASS * MAX_PASSES
+"""Maximum number of rows in a draft."""
+WORDS_PER_ROW = 6
+"""Maximum number of integers that a captured pass reads for each of its rows."""
 
-Module = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Any, torch.Tensor], torch.Tensor]
-"""Computes the hidden states after tokens ``[1, rows]``, given the states before them, positions, cache and mask."""
-SelectTopTokens = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
-"""Computes the best tokens after hidden states ``[rows, width]``, and their probabilities."""
+Module = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Any, torch.Tensor], list[torch.Tensor]]
+"""Computes the outputs ``[1, rows, width]`` of a module's layers for tokens ``[1, rows]``.
 
-
-class PassRows(NamedTuple):
-    """Inputs for the rows of a captured pass, padded to its size."""
-
-    tokens: list[int]
-    offsets: list[int]
-    """Offset of each row's position from the end of the accepted ones."""
-    seen: list[int]
-    """Bitmask of the drafted positions that each row attends to."""
-    parents: list[int]
-    """Row that holds the hidden state before each token."""
-    written: list[int]
-    """Row to which each token's own hidden state is written."""
+The other arguments are the hidden states before the tokens and the positions of these states, a KV cache and a mask.
+"""
+Shape = tuple[str, int, int]
+"""Kind of a pass, number of its rows, and the number of cached positions that it reads or the depth of its rows."""
+TopTokens = tuple[torch.Tensor, torch.Tensor]
+"""Best tokens after each row or of each head, and their probabilities."""
+RankAfter = Callable[[list[torch.Tensor], torch.Tensor], TopTokens]
+"""Ranks the next tokens, given the outputs ``[1, width]`` of a module's layers for a token, and that token ``[1]``."""
 
 
-WORDS_PER_ROW = len(PassRows._fields) + 1
-"""Integers per row: the fields of ``PassRows``, and the position to which its keys and values are written."""
+class RankingPasses:
+    """Runs passes that read integers and rank tokens, with one copy to the device and one from it.
+
+    If passes are captured, there is one captured pass per shape.
+    """
+
+    def __init__(self, capture: Capture | None, device: torch.device, rankings: int) -> None:
+        """``rankings`` is the maximum number of rankings of a pass; ``capture`` is None if passes aren't captured."""
+        self._capture, self._device = capture, device
+        self._captured: dict[Shape, Run] = {}
+        self._clock = DeviceClock(device)
+        self._rankings, self._best = rankings, TOKENS_PER_RANKING
+        ranked = rankings * TOKENS_PER_RANKING
+        self._input = TransferBuffer(1 + WORDS_PER_ROW * CAPTURED_SIZES[-1], device)
+        self._output = TransferBuffer(ranked + -(-ranked // 2), device)
+
+    def captures(self, rows: int) -> bool:
+        return self._capture is not None and rows <= CAPTURED_SIZES[-1]
+
+    def size_for(self, rows: int) -> int:
+        """Return the number of rows to which a pass over ``rows`` rows must be padded."""
+        return next(size for size in CAPTURED_SIZES if size >= rows) if self.captures(rows) else rows
+
+    def forget(self) -> None:
+        """Release all captured passes."""
+        self._captured.clear()
+
+    def run(self, shape: Shape, words: list[int], rankings: int, rank: Callable[[torch.Tensor], TopTokens]) -> Ranked:
+        """Return the first ``rankings`` that ``rank`` computes from ``words``.
+
+        ``shape``, which begins with the kind and the number of rows, determines the number of words and all else that
+        ``rank`` reads on the host.
+        """
+        given, number = torch.tensor(words), len(words)
+        if not self.captures(shape[1]):
+            return on_host(rank(given.to(self._device)))
+        assert self._capture is not None
+        self._input.host[:number] = given
+        self._input.send(number)
+        if shape not in self._captured:
+            self._captured[shape] = self._capture.record(lambda: self._write(rank(self._input.device[:number])))
+        self._captured[shape]()
+        return self._wait(rankings)
+
+    def _write(self, ranked: TopTokens) -> None:
+        rows, self._best = ranked[0].shape
+        for part, values in zip(self._parts_of(self._output.device), ranked, strict=True):
+            part[:rows, : self._best].copy_(values)
+
+    def _wait(self, rankings: int) -> Ranked:
+        self._clock.start()
+        self._output.fetch(len(self._output.host))
+        self._clock.stop()
+        self._clock.seconds()  # waits
+        tokens, probs = (part[:rankings, : self._best].numpy().copy() for part in self._parts_of(self._output.host))
+        return tokens, probs
+
+    def _parts_of(self, words: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return rankings_in(words, self._rankings, TOKENS_PER_RANKING)
 
 
-class DraftPasses:
-    """Forward passes of a module, with its KV cache and the hidden states of the current draft.
+class ReadingPasses:
+    """Passes of a module over accepted tokens, with its KV cache. They rank the tokens that may follow the last one."""
+
+    def __init__(
+        self,
+        module: Module,
+        rank_after: RankAfter,
+        shapes: Sequence[LayerShape],
+        hidden: torch.Tensor,
+        capture: Capture | None,
+        *,
+        window: int | None = None,
+        rankings: int = 1,
+        drafted: int = 0,
+    ) -> None:
+        """``hidden`` is like the hidden states to read, ``[..., width]``; ``rank_after`` makes ``rankings`` rankings.
+
+        ``window`` is the size of the sliding window, or None without one. ``drafted`` is the maximum number of
+        positions that drafted tokens take in the cache.
+        """
+        self._module, self._rank_after, self._rankings = module, rank_after, rankings
+        self._cache, self._caches, self._drafted = Cache(shapes), bool(shapes), drafted
+        self._masks = AttentionMasks([AttentionWindow(FULL, window)], hidden.dtype, hidden.device)
+        self._new_hidden = hidden.new_zeros((CAPTURED_SIZES[-1], hidden.shape[-1]))
+        self._passes = RankingPasses(capture, hidden.device, max(rankings, CAPTURED_SIZES[-1]))
+
+    @property
+    def length(self) -> int:
+        """Number of accepted tokens in the cache; always 0 for a module that caches nothing."""
+        return self._cache.slots[0].length
+
+    @torch.inference_mode()
+    def begin(self, prompt: list[int]) -> None:
+        """Discard everything read so far. Old values are zeroed, because masking works only for finite values."""
+        kv = self._cache.slots[0].kv
+        kv.cut(0)
+        kv.clear_from(0)
+
+    def skip(self, tokens: int) -> None:
+        self.begin([])
+
+    @torch.inference_mode()
+    def read(self, hidden: torch.Tensor, tokens: list[int]) -> Ranked:
+        """Read accepted tokens; return the best tokens after the last one, and their probabilities."""
+        if not self._caches:
+            hidden, tokens = hidden[-1:], tokens[-1:]
+        while len(tokens) > READ_CHUNK:
+            given = torch.tensor([tokens[:READ_CHUNK], self._places(READ_CHUNK)], device=hidden.device)
+            self._outputs(hidden[:READ_CHUNK], self._reserved(READ_CHUNK), given)
+            self._accept(READ_CHUNK)
+            hidden, tokens = hidden[READ_CHUNK:], tokens[READ_CHUNK:]
+        new = len(tokens)
+        size = self._passes.size_for(new)
+        if self._passes.captures(new):
+            self._new_hidden[:new].copy_(hidden)
+            self._new_hidden[new:size] = 0  # masking works only for finite values
+            hidden = self._new_hidden[:size]
+        extent, words = self._reserved(size), [new - 1, *tokens, *[0] * (size - new), *self._places(size)]
+        rank_last = partial(self._rank_last, hidden, extent)
+        ranked = self._passes.run(("read", size, extent), words, self._rankings, rank_last)
+        self._accept(new)
+        return ranked
+
+    def _places(self, new: int) -> range:
+        return range(self.length, self.length + new)
+
+    def _reserved(self, new: int) -> int:
+        """Make room for ``new`` accepted tokens and a draft; return the number of positions that the pass reads."""
+        end = self.length + new
+        if self._cache.capacity < end + self._drafted:
+            self._passes.forget()
+            self._cache.reserve(extent_for(end + self._drafted))
+        return self._extent(new, end)
+
+    def _extent(self, rows: int, end: int) -> int:
+        """Return the number of positions that a pass over rows up to position ``end`` reads."""
+        kv = self._cache.slots[0].kv
+        kv.written_length = max(kv.written_length, end)
+        return min(extent_for(end), kv.capacity) if self._passes.captures(rows) else end
+
+    def _accept(self, new: int) -> None:
+        if self._caches:
+            self._cache.slots[0].kv.length += new
+
+    def _outputs(self, hidden: torch.Tensor, extent: int, given: torch.Tensor) -> list[torch.Tensor]:
+        """Run the module over accepted tokens; ``given`` holds the tokens and their places in the cache."""
+        tokens, places = given
+        mask = self._masks.causal_mask(places, extent)
+        return self._run(tokens, hidden, places, places, extent, mask)
+
+    def _run(
+        self,
+        tokens: torch.Tensor,
+        hidden: torch.Tensor,
+        positions: torch.Tensor,
+        places: torch.Tensor,
+        extent: int,
+        mask: Any,
+    ) -> list[torch.Tensor]:
+        cache = IndexedKVCache(self._cache.storage, places[None], extent)
+        return [output[0] for output in self._module(tokens[None], hidden[None], positions[None], cache, mask)]
+
+    def _rank_last(self, hidden: torch.Tensor, extent: int, words: torch.Tensor) -> TopTokens:
+        last, given = words[:1], words[1:].view(2, -1)
+        outputs = self._outputs(hidden, extent, given)
+        return self._rank_after([output.index_select(0, last) for output in outputs], given[0].index_select(0, last))
+
+
+class DraftPasses(ReadingPasses):
+    """Passes of a module that also reads drafted tokens, with the hidden states of the current draft.
 
     Row 0 is the last accepted token; ``extend`` numbers its rows consecutively after it. The cache holds the accepted
     positions followed by those of drafted rows, which the next accepted positions overwrite.
@@ -65,7 +224,7 @@ class DraftPasses:
     def __init__(
         self,
         module: Module,
-        best: SelectTopTokens,
+        best: Callable[[torch.Tensor], TopTokens],
         shapes: Sequence[LayerShape],
         *,
         width: int,
@@ -73,203 +232,68 @@ class DraftPasses:
         window: int | None,
         target: Target,
     ) -> None:
-        """``width`` is the width of the module's hidden states.
+        """``width`` is the width of the module's hidden states; ``best`` ranks the tokens after some of them.
 
         ``read_width`` is that of the target's hidden states, or None if it is the same; ``window`` is the size of the
         sliding window, or None without one.
         """
-        self._module, self._best_of, self._shapes, self._window = module, best, shapes, window
-        self._device = target.device
-        self._storage = KVTensors.for_layers(shapes, 0)
-        self._states = torch.zeros((2 + ROWS_PER_PASS * MAX_PASSES, width), dtype=target.dtype, device=self._device)
+        self._best_of = best
+        self._states = torch.zeros((2 + MAX_DRAFTED, width), dtype=target.dtype, device=target.device)
         """Hidden state of each row; padding writes to the last row."""
-        self._host = torch.zeros(
-            CAPTURED_HEADER_WORDS + WORDS_PER_ROW * CAPTURED_SIZES[-1],
-            dtype=torch.int64,
-            pin_memory=self._device.type == "cuda",
+        hidden = self._states.new_empty((0, read_width or width))
+        super().__init__(
+            module,
+            self._rank_first,
+            shapes,
+            hidden,
+            target.new_recorder(),
+            window=window,
+            drafted=MAX_DRAFTED + CAPTURED_SIZES[-1],
         )
-        self._input = self._host.to(self._device, copy=True)
-        self._new_hidden = self._states.new_zeros((CAPTURED_SIZES[-1], read_width or width))
-        self._capture = target.new_recorder()
-        self._captured: dict[tuple[bool, int, int], Run] = {}
-        self._result = RankedBlock(CAPTURED_SIZES[-1], TOKENS_PER_RANKING, self._device)
-        self.begin([])
 
-    @torch.inference_mode()
-    def begin(self, prompt: list[int]) -> None:
-        """Discard everything read so far. Old values are zeroed, because masking works only for finite values."""
-        for tensor in self._storage.tensors:
-            tensor.zero_()
-        self._length = 0
-        """Number of accepted positions."""
-        self._forget_rows()
+    def _rank_first(self, outputs: list[torch.Tensor], token: torch.Tensor) -> TopTokens:
+        """Store the state of the last accepted token as row 0, and rank the next tokens."""
+        self._states[:1].copy_(outputs[-1])
+        return self._best_of(outputs[-1])
 
-    def skip(self, tokens: int) -> None:
-        self.begin([])
-
-    def _forget_rows(self) -> None:
+    def read(self, hidden: torch.Tensor, tokens: list[int]) -> Ranked:
         self._ancestors, self._offsets = [0], [-1]
         """For each row, a bitmask of drafted rows that it attends to, and its offset from the accepted positions."""
+        return super().read(hidden, tokens)
 
-    def read(self, hidden: torch.Tensor, tokens: list[int]) -> tuple[Array, Array]:
-        """Read accepted tokens; return the best tokens after the last one, and their probabilities."""
-        for start in range(0, len(tokens), READ_CHUNK):
-            chosen, before = tokens[start : start + READ_CHUNK], hidden[start : start + READ_CHUNK]
-            ends = start + READ_CHUNK >= len(tokens)
-            if ends and self._capture and len(chosen) <= CAPTURED_SIZES[-1]:
-                ranked = self._read_captured(before, chosen)
-            else:
-                ranked = self._read(before, chosen, ends=ends)
-        self._forget_rows()
-        return ranked
-
-    def _read(self, hidden: torch.Tensor, tokens: list[int], *, ends: bool) -> tuple[Array, Array]:
-        first, new = self._length, len(tokens)
-        self._make_room(first + new)
-        cache = StaticKVCache(self._storage)
-        cache.length = first
-        ids = torch.tensor([tokens], device=self._device)
-        positions = torch.arange(first + 1, first + new + 1, device=self._device)[None]
-        mask = causal_mask(first, new, self._window, hidden)
-        states = self._module(ids, hidden[None], positions, cache, mask)[0, -1:]
-        self._length = first + new
-        if not ends:
-            return NO_TOKENS
-        self._states[:1] = states
-        return on_host(self._best_of(states))
-
-    def extend(self, parents: list[int], tokens: list[int]) -> tuple[Array, Array]:
+    @torch.inference_mode()
+    def extend(self, parents: list[int], tokens: list[int]) -> Ranked:
         """Extend the path of each row in ``parents`` by the corresponding token.
 
         Return the best tokens after each of ``tokens``, and their probabilities.
         """
-        first = len(self._ancestors)
+        first, new, base = len(self._ancestors), len(tokens), self.length
         for number, parent in enumerate(parents, start=first - 1):
             self._ancestors.append(self._ancestors[parent] | 1 << number)
             self._offsets.append(self._offsets[parent] + 1)
-        rows = range(first, first + len(parents))
-        if self._capture:
-            return self._extend_captured(rows, parents, tokens)
-        base, new = self._length, len(tokens)
-        end = base + rows.stop - 1
-        self._make_room(end)
-        seen, offsets = torch.tensor([self._ancestors[first:], self._offsets[first:]])
-        indices = torch.arange(base + first - 1, end, device=self._device)
-        cache = IndexedKVCache(self._storage, indices[None], end)
-        mask = draft_mask(torch.tensor(base), seen, offsets, end, self._window, self._states)
-        ids, positions = torch.tensor([tokens], device=self._device), (base + 1 + offsets)[None].to(self._device)
-        states = self._module(ids, self._states[parents][None], positions, cache, mask)[0]
-        self._states[first : first + new] = states
-        return on_host(self._best_of(states))
+        size = self._passes.size_for(new)
+        padding, start = [0] * (size - new), base + first - 1
+        extent = self._extent(size, start + size)
+        words = [
+            base - 1,
+            *(*tokens, *padding),
+            *(*(base + offset for offset in self._offsets[first:]), *padding),
+            *(*self._ancestors[first:], *padding),
+            *(*parents, *padding),
+            *(*range(first, first + new), *(len(self._states) - 1 for _ in padding)),
+            *range(start, start + size),
+        ]
+        return self._passes.run(("extend", size, extent), words, new, partial(self._extended, extent))
 
-    def _make_room(self, positions: int) -> None:
-        old = self._storage
-        if old.capacity >= positions:
-            return
-        self._storage = KVTensors.for_layers(self._shapes, extent_for(positions))
-        for mine, theirs in zip(self._storage.tensors, old.tensors, strict=True):
-            mine.narrow(3, 0, old.capacity).copy_(theirs)
-        self._captured.clear()
-
-    def _read_captured(self, hidden: torch.Tensor, tokens: list[int]) -> tuple[Array, Array]:
-        new = len(tokens)
-        size = next(size for size in CAPTURED_SIZES if size >= new)
-        self._new_hidden[:new].copy_(hidden)
-        self._new_hidden[new:size] = 0  # masking works only for finite values
-        offsets, nothing = list(range(size)), [0] * size
-        seen = [(2 << row) - 1 for row in offsets]
-        rows = PassRows([*tokens, *[0] * (size - new)], offsets, seen, nothing, nothing)
-        ranked = self._replay(rows, first=0, last=new - 1)
-        self._length += new
-        return ranked[0][:1], ranked[1][:1]
-
-    def _extend_captured(self, rows: range, parents: list[int], tokens: list[int]) -> tuple[Array, Array]:
-        padding = [0] * (next(size for size in CAPTURED_SIZES if size >= len(rows)) - len(rows))
-        padded = PassRows(
-            [*tokens, *padding],
-            [*self._offsets[rows.start :], *padding],
-            [*self._ancestors[rows.start :], *padding],
-            [*parents, *padding],
-            [*rows, *[len(self._states) - 1] * len(padding)],
-        )
-        ranked = self._replay(padded, first=rows.start - 1)
-        return ranked[0][: len(rows)], ranked[1][: len(rows)]
-
-    def _replay(self, rows: PassRows, first: int, last: int = READS_NOTHING) -> tuple[Array, Array]:
-        """Run a captured pass over ``rows``; their keys and values are written after ``first`` drafted positions.
-
-        If the rows are accepted tokens, ``last`` is the index of the last of them.
-        """
-        size, start = len(rows.tokens), self._length + first
-        self._make_room(start + size)
-        extent, is_read = min(extent_for(start + size), self._storage.capacity), last != READS_NOTHING
-        words = torch.tensor([*rows, list(range(start, start + size))])
-        self._host[:CAPTURED_HEADER_WORDS] = torch.tensor([self._length, max(0, last)])
-        self._host[CAPTURED_HEADER_WORDS : CAPTURED_HEADER_WORDS + WORDS_PER_ROW * size] = words.flatten()
-        self._input.copy_(self._host, non_blocking=True)
-        key = is_read, size, extent
-        if key not in self._captured:
-            self._captured[key] = self._record(*key)
-        self._captured[key]()
-        return self._result.wait(size)
-
-    def _record(self, is_read: bool, size: int, extent: int) -> Run:
-        assert self._capture is not None
-        given = self._input
-        tokens, offsets, seen, parents, written, indices = given[
-            CAPTURED_HEADER_WORDS : CAPTURED_HEADER_WORDS + WORDS_PER_ROW * size
-        ].view(WORDS_PER_ROW, size)
-
-        def run() -> None:
-            cache = IndexedKVCache(self._storage, indices[None], extent)
-            before = self._new_hidden[:size] if is_read else self._states.index_select(0, parents)
-            mask = draft_mask(given[0], seen, offsets, extent, self._window, self._states)
-            positions = given[0] + offsets + 1  # a token's position is one after that of its hidden state
-            states = self._module(tokens[None], before[None], positions[None], cache, mask)[0]
-            if is_read:
-                states = states.index_select(0, given[1:CAPTURED_HEADER_WORDS])
-                self._states[:1].copy_(states)
-            else:
-                self._states.index_copy_(0, written, states)
-            self._result.write(*self._best_of(states))
-
-        return self._capture.record(run)
+    def _extended(self, extent: int, words: torch.Tensor) -> TopTokens:
+        root, (tokens, positions, ancestors, parents, written, places) = words[:1], words[1:].view(WORDS_PER_ROW, -1)
+        mask = self._masks.on_device_for_rows(ancestors, positions, root, extent)
+        before = self._states.index_select(0, parents)
+        states = self._run(tokens, before, positions, places, extent, mask)[-1]
+        self._states.index_copy_(0, written, states)
+        return self._best_of(states)
 
 
-def causal_mask(first: int, new: int, window: int | None, like: torch.Tensor) -> torch.Tensor:
-    """Return the attention mask ``[1, 1, new, first + new]`` for ``new`` tokens after ``first`` earlier ones."""
-    keys = torch.arange(first + new, device=like.device)
-    queries = keys[first:, None]
-    visible = keys <= queries
-    if window:
-        visible &= keys > queries - window
-    return _hiding(visible, like)
-
-
-def draft_mask(
-    base: torch.Tensor, seen: torch.Tensor, offsets: torch.Tensor, extent: int, window: int | None, like: torch.Tensor
-) -> torch.Tensor:
-    """Return the attention mask ``[1, 1, rows, extent]`` for drafted rows after ``base`` accepted positions.
-
-    ``seen`` holds a bitmask of the drafted positions that each row attends to, and ``offsets`` the offset of each row's
-    position from ``base``.
-    """
-    keys = torch.arange(extent, device=like.device) - base.to(like.device)
-    bits = (seen.to(like.device)[:, None] >> keys.clamp(0, 62)) & 1
-    visible = (keys < 0) | ((bits == 1) & (keys <= 62))
-    if window:
-        visible &= keys > offsets.to(like.device)[:, None] - window
-    return _hiding(visible, like)
-
-
-def _hiding(visible: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    hidden = torch.zeros(visible.shape, dtype=like.dtype, device=like.device)
-    return hidden.masked_fill_(~visible, torch.finfo(like.dtype).min)[None, None]
-
-
-def on_host(ranked: tuple[torch.Tensor, torch.Tensor]) -> tuple[Array, Array]:
+def on_host(ranked: TopTokens) -> Ranked:
     tokens, probs = ranked
     return tokens.cpu().numpy(), probs.float().cpu().numpy()
-
-
-NO_TOKENS: tuple[Array, Array] = on_host((torch.empty((0, 1), dtype=torch.int64), torch.empty((0, 1))))

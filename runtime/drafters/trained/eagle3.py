@@ -136,17 +136,14 @@ class Eagle3(nn.Module):
 
     def forward(
         self, tokens: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, cache: Any, mask: torch.Tensor
-    ) -> torch.Tensor:
-        """Return the hidden state after each token, given the hidden state before it.
+    ) -> list[torch.Tensor]:
+        """Return the hidden state after each token, given the hidden states before the tokens and their positions.
 
         ``hidden`` holds the outputs of the target's three layers, or the drafter's own hidden states.
         """
         if hidden.shape[-1] == self.fc.in_features:
             hidden = self.fc(hidden)
-        states: torch.Tensor = self.layer(
-            self.embed_tokens(tokens), hidden, self.rotary(hidden, positions), cache, mask
-        )
-        return states
+        return [self.layer(self.embed_tokens(tokens), hidden, self.rotary(hidden, positions + 1), cache, mask)]
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         scores: torch.Tensor = self.lm_head(self.norm(hidden))

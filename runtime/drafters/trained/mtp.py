@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import re
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -16,12 +15,10 @@ import numpy as np
 import torch
 
 from hdtool.data.errors import FamilyError, HeadsError, error_reason
-from hdtool.runtime.caches.kv_cache import KVTensors, LayerShape, StaticKVCache, layer_shapes
-from hdtool.runtime.config.source_names import SourceId
-from hdtool.runtime.core.accept import Accepted
-from hdtool.runtime.core.engine import Verified
+from hdtool.runtime.caches.kv_cache import LayerShape, layer_shapes
+from hdtool.runtime.caches.slots import Cache
 from hdtool.runtime.drafters.trained.draft_length import pace_for
-from hdtool.runtime.drafters.trained.draft_passes import READ_CHUNK, DraftPasses, causal_mask
+from hdtool.runtime.drafters.trained.draft_passes import READ_CHUNK, DraftPasses, on_host
 from hdtool.runtime.drafters.trained.module_parts import topk_tokens
 from hdtool.runtime.drafters.trained.proposal import (
     NO_RANKING_AFTER,
@@ -30,11 +27,11 @@ from hdtool.runtime.drafters.trained.proposal import (
     Proposal,
     TrainedDrafter,
     loaded_once,
-    prob_bucket,
 )
-from hdtool.runtime.drafters.trained.sequential import AcceptedTokens, SequentialDrafter
+from hdtool.runtime.drafters.trained.sequential import BlockDrafter, Ranked, SequentialDrafter
 from hdtool.runtime.engines.cuda.static_steps import extent_for
 from hdtool.runtime.kernels.linear import compile_linear_layers
+from hdtool.runtime.model.pass_inputs import FULL, AttentionMasks, AttentionWindow, Mask
 from hdtool.runtime.model.transformers_internals import attention_of, use_masked_attention
 
 if TYPE_CHECKING:
@@ -63,7 +60,7 @@ class LibraryMtp:
         """``width`` is the width of the model's hidden states."""
         self._layers = layers.eval().requires_grad_(False)
         self.number = int(layers.num_mtp_layers)
-        self._mask: torch.Tensor | None = None
+        self._mask: Mask = None
         # transformers would make causal masks for its own cache; draft trees need other masks.
         layers.create_masks_for_mtp_layer = lambda *_: {"attention_mask": self._mask}
         self.width = width
@@ -107,7 +104,7 @@ class LibraryMtp:
         hidden: torch.Tensor,
         positions: torch.Tensor,
         cache: Any,
-        mask: torch.Tensor,
+        mask: Mask,
     ) -> torch.Tensor:
         """Return a layer's state after each token, ``[1, tokens, width]``; ``hidden`` holds the state before each."""
         self._mask = mask
@@ -249,7 +246,7 @@ class IteratedMtp(DraftPasses):
 
     def __init__(self, layers: LibraryMtp, target: Target) -> None:
         super().__init__(
-            lambda tokens, hidden, positions, cache, mask: layers.run(0, tokens, hidden, positions, cache, mask),
+            lambda tokens, hidden, positions, cache, mask: [layers.run(0, tokens, hidden, positions + 1, cache, mask)],
             lambda hidden: topk_tokens(layers.logits(hidden), TOKENS_PER_RANKING),
             layers.shapes,
             width=layers.width,
@@ -258,91 +255,58 @@ class IteratedMtp(DraftPasses):
         )
 
 
-class MtpLayersInTurn:
+class MtpLayersInTurn(BlockDrafter):
     """Several MTP layers in turn; each reads the hidden states of the layer before it, one position further ahead.
 
     At the last positions, all layers but the first read drafted tokens; once the accepted tokens are known, these
     layers read the positions again.
     """
 
-    source = SourceId.HEADS
-
     def __init__(self, layers: LibraryMtp, target: Target, columns: slice) -> None:
-        self.seconds = 0.0
         self._layers, self._device = layers, target.device
-        self._shapes = layers.shapes
-        self._cache = StaticKVCache(KVTensors.for_layers(self._shapes, 0))
-        self._accepted = AcceptedTokens(columns)
-        self._calibration = Calibration(None, layers.number)
-        self._proposed: Proposal | None = None
-        self.begin([0])
-
-    def begin(self, prompt: list[int]) -> None:
-        self._accepted.begin(prompt)
-        self._restart()
-        self._proposed = None
+        self._cache = Cache(layers.shapes)
+        windows = map(layers.window, range(layers.number))
+        self._masks = [
+            AttentionMasks([AttentionWindow(FULL, window)], target.dtype, target.device) for window in windows
+        ]
+        super().__init__(Calibration(None, layers.number), columns)
 
     def _restart(self) -> None:
-        self._settled = 0
-        """Number of positions that all layers have read with accepted tokens."""
+        self._cache.slots[0].cut(0)
         self._hidden: torch.Tensor | None = None
         self._tokens: list[int] = []
-        """Hidden states and tokens of the accepted positions after the settled ones."""
+        """Hidden states and tokens of the accepted positions that not all layers have read with accepted tokens."""
 
-    def observe(self, accepted: Accepted, verified: Verified) -> None:
-        proposed, self._proposed = self._proposed, None
-        if proposed is not None:
-            self._calibration.learn(proposed, self._buckets, accepted.tokens)
-        self._accepted.add(accepted, verified)
-
-    @torch.inference_mode()
-    def propose(self, max_nodes: int) -> Proposal:
-        started = time.perf_counter()
-        new, tokens, skipped = self._accepted.take()
-        if skipped:
-            self._restart()
+    def _rank(self, hidden: torch.Tensor, tokens: list[int], max_nodes: int) -> Ranked:
         self._tokens += tokens
-        self._hidden = new if self._hidden is None else torch.cat([self._hidden, new])
-        number = min(self._layers.number, max_nodes)
-        best_tokens, probs = np.zeros((number, TOKENS_PER_RANKING), np.int64), np.zeros((number, TOKENS_PER_RANKING))
-        self._make_room(self._settled + len(self._tokens))
-        hidden, read = self._hidden, list(self._tokens)
-        for layer in range(number):
-            hidden = self._read(layer, hidden, read)
-            best, prob = topk_tokens(self._layers.logits(hidden[-1:]), TOKENS_PER_RANKING)
-            best_tokens[layer], probs[layer] = NO_RANKING_AFTER, 0
-            best_tokens[layer, : best.shape[1]], probs[layer, : best.shape[1]] = (
-                best[0].cpu().numpy(),
-                prob[0].cpu().numpy(),
-            )
-            read = [*read[1:], int(best_tokens[layer, 0])]
+        self._hidden = hidden = hidden if self._hidden is None else torch.cat([self._hidden, hidden])
+        settled, read = self._cache.slots[0].length, list(self._tokens)
+        self._cache.reserve(extent_for(settled + len(read)))
+        ranked = list[Ranked]()
+        for layer in range(min(self._layers.number, max_nodes)):
+            hidden = self._read(layer, hidden, read, settled)
+            ranked.append(on_host(topk_tokens(self._layers.logits(hidden[-1:]), TOKENS_PER_RANKING)))
+            read = [*read[1:], int(ranked[-1][0][0, 0])]
         kept = max(0, len(self._tokens) - (self._layers.number - 1))
-        self._settled += kept
+        self._cache.slots[0].kv.length = settled + kept
         self._hidden, self._tokens = self._hidden[kept:], self._tokens[kept:]
-        self._buckets = prob_bucket(probs)
-        after = np.full(best_tokens.shape, NO_RANKING_AFTER)
-        after[:-1, 0] = np.arange(1, number)  # each layer reads the best token of the layer before it
-        calibrated = self._calibration(self._buckets)
-        self._proposed = Proposal(best_tokens, calibrated, after, np.full(number, NO_RANKING_AFTER), np.arange(number))
-        self.seconds += time.perf_counter() - started
-        return self._proposed
+        best, probs = map(np.concatenate, zip(*ranked, strict=True))
+        return best, probs
 
-    def _read(self, layer: int, hidden: torch.Tensor, tokens: list[int]) -> torch.Tensor:
-        """Read ``tokens`` into a layer's cache, from position ``_settled`` on; return their hidden states."""
-        window, parts = self._layers.window(layer), list[torch.Tensor]()
+    def _proposal(self) -> Proposal:
+        number = len(self.tokens)
+        after = np.full(self.tokens.shape, NO_RANKING_AFTER)
+        after[:-1, 0] = np.arange(1, number)  # each layer reads the best token of the layer before it
+        return Proposal(self.tokens, self.probs, after, np.full(number, NO_RANKING_AFTER), np.arange(number))
+
+    def _read(self, layer: int, hidden: torch.Tensor, tokens: list[int], settled: int) -> torch.Tensor:
+        """Read ``tokens`` into a layer's cache, from position ``settled`` on; return their hidden states."""
+        kv, parts = self._cache.slots[0].kv, list[torch.Tensor]()
         for start in range(0, len(tokens), READ_CHUNK):
             ids = torch.tensor([tokens[start : start + READ_CHUNK]], device=self._device)
-            self._cache.length = first = self._settled + start
+            kv.length = first = settled + start
             new = ids.shape[1]
             positions = torch.arange(first, first + new, device=self._device)[None] + layer + 1
-            mask = causal_mask(first, new, window, hidden)
-            states = hidden[None, start : start + READ_CHUNK]
-            parts.append(self._layers.run(layer, ids, states, positions, self._cache, mask)[0])
+            mask = self._masks[layer].continuation_mask(new, first)
+            parts.append(self._layers.run(layer, ids, hidden[None, start : start + READ_CHUNK], positions, kv, mask)[0])
         return torch.cat(parts)
-
-    def _make_room(self, positions: int) -> None:
-        old = self._cache
-        if old.capacity < positions:
-            self._cache = StaticKVCache(KVTensors.for_layers(self._shapes, extent_for(positions)))
-            old.length = self._settled
-            self._cache.copy_from(old)

@@ -22,7 +22,6 @@ from hdtool.runtime.config import ModelConfig
 from hdtool.runtime.config.source_names import SourceId
 from hdtool.runtime.core.accept import Accepted
 from hdtool.runtime.core.engine import Verified
-from hdtool.runtime.engines.cuda.static_steps import DeviceClock
 from hdtool.runtime.kernels.compiled import Array, compiled
 from hdtool.runtime.weights.checkpoint_identity import place_of
 
@@ -119,37 +118,6 @@ class PublishedDrafter:
             what = f"lacks {missing[0]}" if missing else f"has another shape of {mismatched[0]}"
             raise HeadsError(f"drafter {self.name} {what}, so it is of a kind that is not supported: name another one")
         module.load_state_dict({name: tensors[name] for name in parameters})
-
-
-class RankedBlock:
-    """Device buffer for rankings of ``best`` tokens each, and the host buffer to which it is copied."""
-
-    def __init__(self, rows: int, best: int, device: torch.device) -> None:
-        self._shape, ranked = (rows, best), rows * best
-        words = ranked + -(-ranked // 2)
-        self._block = torch.zeros(words, dtype=torch.int64, device=device)
-        self._host = torch.zeros(words, dtype=torch.int64, pin_memory=device.type == "cuda")
-        self._clock = DeviceClock(device)
-        self.tokens, self.probs = self._parts_of(self._block)
-
-    def _parts_of(self, block: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        ranked = self._shape[0] * self._shape[1]
-        return block[:ranked].view(self._shape), block[ranked:].view(torch.float32)[:ranked].view(self._shape)
-
-    def write(self, tokens: torch.Tensor, probs: torch.Tensor) -> None:
-        """Write the rankings of a pass to the buffer's first rows. The write is captured as part of the pass."""
-        rows, best = tokens.shape
-        self.tokens[:rows, :best].copy_(tokens)
-        self.probs[:rows, :best].copy_(probs)
-
-    def wait(self, rows: int) -> tuple[Array, Array]:
-        """Wait for the last pass, and return the tokens and probabilities of its first ``rows`` rankings."""
-        self._clock.start()
-        self._host.copy_(self._block, non_blocking=True)
-        self._clock.stop()
-        self._clock.seconds()  # waits
-        tokens, probs = (part[:rows].numpy().copy() for part in self._parts_of(self._host))
-        return tokens, probs
 
 
 TOKENS_PER_RANKING = 10

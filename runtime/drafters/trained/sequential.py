@@ -90,6 +90,63 @@ NO_RANKING: Ranked = np.full((1, 1), NO_RANKING_AFTER), np.zeros((1, 1))
 """Ranking of a single row whose next tokens are unknown."""
 
 
+class BlockDrafter:
+    """Drafts several tokens at once: the number and the order of its rankings don't depend on what they contain."""
+
+    source = SourceId.HEADS
+
+    def __init__(self, calibration: Calibration, columns: slice) -> None:
+        """``columns`` selects the hidden states to read; see ``Target.watch_hidden``."""
+        self.seconds = 0.0
+        """Seconds spent in passes of the drafter."""
+        self.calibration = calibration
+        self.tokens = np.empty((0, 0), np.int64)
+        """Best tokens at each position after the last token read, ``[positions, best]``."""
+        self.probs = np.empty((0, 0))
+        """Probability of each token in ``tokens``, given that the path before it is accepted."""
+        self._accepted = AcceptedTokens(columns)
+        self.begin([0])
+
+    def begin(self, prompt: list[int]) -> None:
+        """Begin the answer to ``prompt``, which the target must prefill next."""
+        self._accepted.begin(prompt)
+        self._restart()
+        self._proposed: Proposal | None = None
+        """The proposal to compare with the next accepted tokens."""
+
+    def _restart(self) -> None:
+        """Discard everything read so far."""
+        raise NotImplementedError
+
+    def observe(self, accepted: Accepted, verified: Verified) -> None:
+        """Update the calibration, and queue the accepted tokens with the target's hidden states along their path."""
+        proposed, self._proposed = self._proposed, None
+        if proposed is not None:
+            self.calibration.learn(proposed, self._buckets, accepted.tokens)
+        self._accepted.add(accepted, verified)
+
+    @torch.inference_mode()
+    def propose(self, max_nodes: int) -> Proposal:
+        """Read the queued tokens, and rank the next tokens; update ``tokens`` and ``probs``."""
+        started = time.perf_counter()
+        hidden, tokens, skipped = self._accepted.take()
+        if skipped:
+            self._restart()
+        self.tokens, probs = self._rank(hidden, tokens, max_nodes)
+        self._buckets = prob_bucket(probs)
+        self.probs = self.calibration(self._buckets)
+        self.seconds += time.perf_counter() - started
+        self._proposed = self._proposal()
+        return self._proposed
+
+    def _rank(self, hidden: torch.Tensor, tokens: list[int], max_nodes: int) -> Ranked:
+        """Read accepted tokens, and rank the tokens at each of the next positions."""
+        raise NotImplementedError
+
+    def _proposal(self) -> Proposal:
+        return Proposal.in_parallel(self.tokens, self.probs)
+
+
 class SequentialModule(Protocol):
     """Ranks the tokens that may follow a draft path, given its last token and the hidden state before that token."""
 
