@@ -34,7 +34,7 @@ from tests.support.oracle import assert_same_logits, prompt_of
 
 SAME = (
     *("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "phi3", "granite", "olmo2", "smollm3"),
-    *("glm4", "lfm2"),
+    *("glm4", "lfm2", "cohere2", "starcoder2"),
 )
 """Families whose models are compiled."""
 
