@@ -40,6 +40,7 @@ LAYERS = 4
 
 class MadeUpConfig(MixtralConfig):
     model_type = "made_up"
+    attention_bias = mlp_bias = False
 
 
 class MadeUpNorm(LlamaRMSNorm):
@@ -148,7 +149,7 @@ for made_up in (
 def made_up_model() -> Any:
     """Create a tiny random model."""
     torch.manual_seed(0)
-    shape: dict[str, Any] = {**SHAPE, "num_hidden_layers": LAYERS, "num_local_experts": 4, "mlp_bias": False}
+    shape: dict[str, Any] = {**SHAPE, "num_hidden_layers": LAYERS, "num_local_experts": 4}
     model: Any = MadeUpForCausalLM(MadeUpConfig(**shape))
     model.eval()
     for weight in model.parameters():

@@ -151,6 +151,8 @@ class _LayerProof:
         """Per-layer inputs of the current pass, ``[sequences, rows, layers, width]``."""
         self._shared: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
         """Keys and values that Transformers' layers share in the current pass, by layer type."""
+        self._compared: list[int] = []
+        """Layers of the current pass so far."""
         tokens = torch.tensor([some_context(len(PROOF_TREE) + 1, embedded_tokens(stock.model))])
         embedded: torch.Tensor = stock.model.get_input_embeddings()(tokens)
         self._states = [embedded]
@@ -207,7 +209,7 @@ class _LayerProof:
         input_parts = self._parts.layers[0].inputs
         width = input_parts.width if input_parts else 0
         self._inputs = torch.randn(*positions.shape, len(self._windows), width, generator=self._random)
-        self._shared = {}
+        self._shared, self._compared = {}, []
         for number in numbers:
             rows = self._states[number].flatten(0, 1)
             chosen = torch.arange(positions.numel()) % len(rows)
@@ -215,6 +217,7 @@ class _LayerProof:
             expected = self._expected(number, hidden, case)
             if expected is None:
                 return False
+            self._compared.append(number)
             if number + 1 == len(self._states):
                 self._states.append(expected)
         return True
@@ -267,7 +270,7 @@ class _LayerProof:
             arguments["per_layer_input"] = self._inputs[:, :, number]
         if self._parts.family.shared_kv_attribute:
             arguments["shared_kv_states"] = self._shared
-        if part.kv_source is not None:
+        if part.kv_source is not None and part.kv_source not in self._compared:
             slots, new = positions.shape
             end = max(cache.room_for(new)[1]) + new
             keys, values = (view[:slots, :, :end] for view in storage.layers[part.kv_source])

@@ -81,7 +81,7 @@ class MixerPlan:
     cache_name: str
     """Name of the module's argument for the cache."""
 
-    def __call__(self, rows: torch.Tensor, slots: int, cache: IndexedKVCache) -> torch.Tensor:
+    def __call__(self, rows: torch.Tensor, slots: int, cache: IndexedKVCache | None) -> torch.Tensor:
         hidden = rows.view(slots, -1, rows.shape[-1])
         mixed = self.module(hidden_states=hidden, attention_mask=None, **{self.cache_name: cache})
         outputs: torch.Tensor = mixed[0] if isinstance(mixed, tuple) else mixed
@@ -227,14 +227,14 @@ class ProgramPass:
         with ExitStack() as contexts:
             if self._has_experts:
                 contexts.enter_context(experts_on_device(self._parts.model))
+            if not self._recurrent or not storage.states:
+                return self._run(step, storage, None, extent)
             indices = step.length[:, None] + torch.arange(step.tokens.shape[1], device=step.length.device)
             cache = IndexedKVCache(storage, indices, extent or storage.capacity)
-            if not self._recurrent or not storage.states:
-                return self._run(step, storage, cache, extent)
             states = contexts.enter_context(self._recurrent.over_step(step, storage.states, cache))
             return self._run(step, storage, cache, extent)._replace(states=states())
 
-    def _run(self, step: StepTensors, storage: KVTensors, cache: IndexedKVCache, extent: int) -> StepOutput:
+    def _run(self, step: StepTensors, storage: KVTensors, cache: IndexedKVCache | None, extent: int) -> StepOutput:
         operations, parts = self._operations, self._parts
         self._slots = len(step.tokens)
         operations.begin(step, extent)
