@@ -300,6 +300,10 @@ class StaticKVCache(Cache):
             if isinstance(layer, StateLayer):
                 layer.begin(has_begun)
 
+    def mark_written(self, end: int) -> None:
+        """Note that a pass writes to positions before ``end``."""
+        self.written_length = max(self.written_length, end)
+
     def clear_from(self, position: int) -> None:
         """Zero all keys and values that earlier passes wrote from ``position`` on.
 
@@ -316,7 +320,7 @@ class StaticKVCache(Cache):
         keys, values = self.storage.layers[layer_idx]
         new = key_states.shape[2]
         end = self.length + new
-        self.written_length = max(self.written_length, end)
+        self.mark_written(end)
         keys.narrow(2, self.length, new).copy_(key_states)
         values.narrow(2, self.length, new).copy_(value_states)
         return keys.narrow(2, 0, end), values.narrow(2, 0, end)
@@ -328,7 +332,7 @@ class StaticKVCache(Cache):
 
     def room_for(self, new: int) -> tuple[KVTensors, list[int]]:
         """Return the tensors for the caller to write ``new`` positions to, and the first position, in a list."""
-        self.written_length = max(self.written_length, self.length + new)
+        self.mark_written(self.length + new)
         return self.storage, [self.length]
 
     def commit(self, fixed: int, path: Sequence[int], *, deferred: bool = False) -> None:
@@ -375,7 +379,7 @@ class StaticKVCache(Cache):
         self.length = source.settled if length is None else length
         for mine, theirs in zip(self.storage.tensors, source.storage.tensors, strict=True):
             mine.narrow(3, 0, self.length).copy_(theirs.narrow(3, 0, self.length))
-        self.written_length = max(self.written_length, self.length)
+        self.mark_written(self.length)
         self.clear_from(self.length)
 
 

@@ -130,6 +130,14 @@ class Slot:
         self.states_length = self.kv.length
         self.tokens += tokens
 
+    def begin_commit(self, tree: DraftTree, hidden: torch.Tensor | None) -> None:
+        """Note the tree that a pass verifies, of which ``commit`` then accepts a path, and its hidden states."""
+        self.tree, self.hidden_of_tree = tree, hidden
+
+    def hold_states(self, states: StatesOfTree | None, place: int = 0) -> None:
+        """Note the recurrent states after each row of the verified tree; ``place`` is the slot's index in the pass."""
+        self.states_of_tree, self.place_in_tree = states, place
+
     def commit(self, path: Sequence[int], *, deferred: bool = False) -> None:
         """Accept the root and the nodes of ``path``.
 

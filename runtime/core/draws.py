@@ -17,8 +17,9 @@ from transformers import (
 )
 
 from hdtool.runtime.kernels.compiled import Array, array_at, compiled
+from hdtool.runtime.kernels.row_operations import exponentiate
 from hdtool.runtime.kernels.topk import argmax_of, write_topk
-from hdtool.runtime.kernels.vector_code import LANES, exponentiate
+from hdtool.runtime.kernels.vector_code import LANES
 
 U64 = np.uint64
 RACE_BLOCK = 64

@@ -22,8 +22,9 @@ from hdtool.runtime.core.draws import (
 )
 from hdtool.runtime.core.tree import ROOT, UNDETERMINED, DraftTree, descend
 from hdtool.runtime.kernels.compiled import Array, array_at, compiled
+from hdtool.runtime.kernels.row_operations import exponentiate
 from hdtool.runtime.kernels.topk import MAX_RANKED, argmax_of_row, bits_of, is_finite
-from hdtool.runtime.kernels.vector_code import ITEM_SIZE, LANES, exponentiate
+from hdtool.runtime.kernels.vector_code import ITEM_SIZE, LANES
 
 
 def ranked_for(draws: Draws) -> int:

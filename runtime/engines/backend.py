@@ -213,7 +213,7 @@ class BackendEngine:
         if len(cache.slots) == 1:
             return self.verify(cache, [tree])[0]
         verified = self._run(lambda backend: backend.verify_alone(sequence, tree))
-        sequence.tree, sequence.hidden_of_tree = tree, verified.hidden
+        sequence.begin_commit(tree, verified.hidden)
         return verified
 
     def commit(self, cache: Cache, slot: int, path: Sequence[int]) -> None:
@@ -224,4 +224,5 @@ class BackendEngine:
 def _begin_commit(cache: Cache, trees: Sequence[DraftTree], verified: Sequence[Verified]) -> None:
     """Let each slot know the tree that a pass verifies, so that ``commit`` can accept a path of it."""
     for slot, tree, result in zip(cache.slots, trees, verified, strict=False):
-        slot.tree, slot.hidden_of_tree, result.slot = tree, result.hidden, slot
+        slot.begin_commit(tree, result.hidden)
+        result.slot = slot

@@ -20,15 +20,9 @@ from hdtool.runtime.kernels.compiled import Array, Record, array_at, compiled, c
 from hdtool.runtime.kernels.gemm import COLUMN_MULTIPLE, MATMUL, matmul_of
 from hdtool.runtime.kernels.linear import ORDINARY_TENSORS, format_of
 from hdtool.runtime.kernels.packed_matrix import PackedExperts
+from hdtool.runtime.kernels.row_operations import add_in_place, gate_halves, gate_pairs, gelu_in_place, silu_in_place
 from hdtool.runtime.kernels.thread_pool import parallel_matmul, shared_thread_pool
-from hdtool.runtime.kernels.vector_code import (
-    ITEM_SIZE,
-    add_in_place,
-    gate_halves,
-    gate_pairs,
-    gelu_in_place,
-    silu_in_place,
-)
+from hdtool.runtime.kernels.vector_code import ITEM_SIZE
 
 if TYPE_CHECKING:
     from collections.abc import Container, Mapping

@@ -6,7 +6,7 @@ import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Generic, NamedTuple, TypeVar, cast
+from typing import Any, Generic, TypeVar, cast
 
 import torch
 from torch.nn import Dropout, Embedding, LayerNorm, Module, ModuleList
@@ -22,20 +22,12 @@ from hdtool.runtime.program.embedding_and_head import (
     input_parts,
     layer_inputs,
 )
+from hdtool.runtime.program.feed_forward import FeedForwardParts, activation_of, feed_forward_parts
 from hdtool.runtime.program.hybrid_families import MIXTURE_MODULES, MixtureParts, is_known_mixture, mixture_parts
 from hdtool.runtime.program.mixer_parts import MixerParts, mixer_parts, tensors_of
 from hdtool.runtime.program.model_families import LLAMA, Family, family_of, is_of_package, package_of
 
 DECODER_PARTS = {"embed_tokens", "layers"}
-ACTIVATIONS = {
-    "SiLU": "silu",
-    "SiLUActivation": "silu",
-    "GELUTanh": "gelu_tanh",
-    "PytorchGELUTanh": "gelu_tanh",
-    "GELUActivation": "gelu",
-    "NewGELUActivation": "gelu_new",
-}
-"""Activation names by class name."""
 FIXED_ROTARY = ("default", "linear", "llama3", "proportional", "yarn")
 """Rotary types that don't depend on the context length."""
 UNSUPPORTED_ATTRIBUTES = re.compile("multiplier|use_rope|no_rope|nope|clip|softcap")
@@ -300,7 +292,7 @@ def _layer_parts(layer: Module, index: int, kind: Kind[Matmul]) -> LayerParts[Ma
     }:
         return None
     attention, mlp = layer.get_submodule(mixer_name), layer.get_submodule(family.names.mlp)
-    feed_forward = _feed_forward_parts(
+    feed_forward = feed_forward_parts(
         layer.get_submodule(extra_mixture) if extra_mixture else mlp, mlp if extra_mixture else None, kind, family
     )
     if feed_forward is None or not _has_known_code(layer, attention, feed_forward.mlp, family):
@@ -331,7 +323,7 @@ def _layer_parts(layer: Module, index: int, kind: Kind[Matmul]) -> LayerParts[Ma
     input_matmuls = (inputs.gate, inputs.out) if inputs else ()
     if not all(map(kind.is_linear, (*qkv, out, *input_matmuls))) or len(epsilons) > 1:
         return None
-    if inputs and _activation_of(inputs.activation_module) != feed_forward.activation:
+    if inputs and activation_of(inputs.activation_module) != feed_forward.activation:
         return None
     epsilons |= {epsilon_of(norm) for norm in added_mixture.norms} if added_mixture else set()
     if (
@@ -387,68 +379,6 @@ def _dropouts(module: Module, family: Family) -> set[str]:
     """Return the names of a described module's dropouts that drop nothing."""
     dropouts = {name: child for name, child in module._modules.items() if isinstance(child, Dropout)}
     return {name for name, child in dropouts.items() if family is not LLAMA and not (child.p and child.training)}
-
-
-class FeedForwardParts(NamedTuple):
-    """The modules of a layer's MLP or mixture of experts."""
-
-    mlp: Module | None
-    gate_up: tuple[Any, ...] = ()
-    down: tuple[Any, ...] = ()
-    activation: str = ""
-    activation_module: Module | None = None
-    experts: Module | None = None
-    shared_gate: Any = None
-
-
-def _feed_forward_parts(module: Any, mlp: Module | None, kind: Kind[Any], family: Family) -> FeedForwardParts | None:
-    """Return the parts of an MLP or a mixture of experts; None for unsupported modules.
-
-    ``mlp`` is a mixture's shared expert if that is a separate module of the layer, and otherwise None.
-    """
-    described, experts, gate = family.experts, None, None
-    if described and type(module).__name__ == described.block:
-        experts, gate = module, module._modules.get(described.shared_gate)
-        mlp = mlp or module._modules.get(described.shared)
-        if mlp is None:
-            return FeedForwardParts(None, experts=experts)
-    elif mlp is not None:
-        return None
-    dense = _mlp_parts(mlp or module, family)
-    if dense is None or not all(map(kind.is_linear, (*dense[0], *dense[1], *filter(None, [gate])))):
-        return None
-    if gate is not None and gate.out_features != 1:
-        return None
-    return FeedForwardParts(mlp or module, *dense, experts, gate)
-
-
-def _mlp_parts(mlp: Module, family: Family) -> tuple[tuple[Any, ...], tuple[Any, ...], str, Module | None] | None:
-    """Return an MLP's ``(gate_up, down, activation, activation_module)``, or None if the MLP is unsupported."""
-    layer_names = family.names
-    projections, activation_name = (
-        ((layer_names.gate_up,), "activation_fn")
-        if family.joins_gate
-        else (tuple(filter(None, (layer_names.gate, layer_names.up))), "act_fn")
-    )
-    activation_name = activation_name if layer_names.activation is None else layer_names.activation
-    if set(mlp._modules) != {*projections, layer_names.down, *filter(None, [activation_name])}:
-        return None
-    activation_module = mlp.get_submodule(activation_name) if activation_name else None
-    activation = "silu" if activation_module is None else _activation_of(activation_module)
-    if activation not in family.activations:
-        return None
-    return (
-        tuple(map(mlp.get_submodule, projections)),
-        (mlp.get_submodule(layer_names.down),),
-        activation,
-        activation_module,
-    )
-
-
-def _activation_of(module: Module) -> str:
-    """Return an activation's name; empty for unknown ones, and for Python code, which rounds after each operation."""
-    function = getattr(getattr(module, "act", None), "__name__", "")
-    return "" if "python" in function else ACTIVATIONS.get(type(module).__name__, "")
 
 
 def _has_known_code(layer: Module, attention: Module, mlp: Module | None, family: Family) -> bool:

@@ -18,7 +18,8 @@ from hdtool.runtime.engines.cpu.attention import (
 )
 from hdtool.runtime.kernels.compiled import compiled
 from hdtool.runtime.kernels.layer_norm import layer_norm_rows
-from hdtool.runtime.kernels.vector_code import LANES, norm_rows, scale_gelu_in_place, silu_in_place
+from hdtool.runtime.kernels.row_operations import norm_rows, scale_gelu_in_place, silu_in_place
+from hdtool.runtime.kernels.vector_code import LANES
 
 HIDDEN = torch.finfo(torch.float32).min
 SHAPES = st.tuples(st.integers(1, 3), st.integers(1, 5), st.sampled_from([1, 2, 4, 5, 8]))

@@ -181,7 +181,7 @@ class ReadingPasses:
     def _extent(self, rows: int, end: int) -> int:
         """Return the number of positions that a pass over rows up to position ``end`` reads."""
         kv = self._cache.slots[0].kv
-        kv.written_length = max(kv.written_length, end)
+        kv.mark_written(end)
         return min(extent_for(end), kv.capacity) if self._passes.captures(rows) else end
 
     def _accept(self, new: int) -> None:

@@ -12,7 +12,8 @@ import numpy as np
 from numba import types
 
 from hdtool.runtime.kernels.compiled import array_at, compiled, copy_floats, generated
-from hdtool.runtime.kernels.vector_code import FLOAT, INDEX, ITEM_SIZE, LANES, FloatCode, exponentiate
+from hdtool.runtime.kernels.row_operations import exponentiate
+from hdtool.runtime.kernels.vector_code import FLOAT, INDEX, ITEM_SIZE, LANES, FloatCode
 
 BLOCK_QUERIES, MAX_BLOCK_QUERIES = 16, 48
 """Number of queries per block; a block's queries share keys and values while these are in the L1 cache.

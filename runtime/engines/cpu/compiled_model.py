@@ -128,7 +128,7 @@ class CompiledModel(Backend):
         if self.table.mixers:
             for slot in cache.slots[:count]:
                 self._begin(slot)
-                slot.states_of_tree = None
+                slot.hold_states(None)
         if count == 1:
             single = passes.verify_one(cache.slots[0].kv, trees[0], options[0] if options else LOGITS_ONLY)
             if single is None:
@@ -148,12 +148,12 @@ class CompiledModel(Backend):
     def _keep_states(self, passes: TreePass, slots: Sequence[Slot]) -> None:
         states = passes.states_of_rows()
         for place, slot in enumerate(slots):
-            slot.states_of_tree, slot.place_in_tree = states, place
+            slot.hold_states(states, place)
 
     def verify_alone(self, slot: Slot, tree: DraftTree) -> Verified | None:
         passes, started = self._passes_for(1), time.perf_counter()
         self._begin(slot)
-        slot.states_of_tree = None
+        slot.hold_states(None)
         verified = passes.verify_one(slot.kv, tree, LOGITS_ONLY)
         if verified:
             self._add(passes, started, len(tree))

@@ -15,7 +15,8 @@ from numba import types
 
 from hdtool.runtime.engines.cpu.convolution import BEFORE, PADDING, convolve, silu_of
 from hdtool.runtime.kernels.compiled import Ints, Record, array_at, clear_floats, compiled, copy_floats, generated
-from hdtool.runtime.kernels.vector_code import FLOAT, INDEX, ITEM_SIZE, LANES, FloatCode, norm_row, silu_in_place
+from hdtool.runtime.kernels.row_operations import norm_row, silu_in_place
+from hdtool.runtime.kernels.vector_code import FLOAT, INDEX, ITEM_SIZE, LANES, FloatCode
 
 LINEAR_FROM = np.float32(20)
 """Input above which a softplus returns its input, as in PyTorch."""

@@ -18,15 +18,7 @@ from numba.core.registry import cpu_target
 
 from hdtool.runtime.kernels.compiled import WORD
 from hdtool.runtime.kernels.matrix_formats import VALUE_TABLES, BlockFormat
-from hdtool.runtime.kernels.vector_code import (
-    FLOAT,
-    LOOK_UP_ARM,
-    LOOK_UP_X86,
-    OCTET,
-    SHORT,
-    VectorCode,
-    has_feature,
-)
+from hdtool.runtime.kernels.vector_code import FLOAT, LOOK_UP_ARM, LOOK_UP_X86, OCTET, SHORT, VectorCode, has_feature
 
 PANEL_ROWS = 16 if has_feature("avx512bw") else 8
 """Rows in a panel: the number of 32-bit lanes in the widest vector registers whose bytes can be multiplied.

@@ -36,9 +36,7 @@ from hdtool.runtime.kernels.compiled import (
     zeroed_records,
 )
 from hdtool.runtime.kernels.gemm import STEP
-from hdtool.runtime.kernels.thread_pool import parts_of
-from hdtool.runtime.kernels.vector_code import (
-    ITEM_SIZE,
+from hdtool.runtime.kernels.row_operations import (
     add_in_place,
     gelu_in_place,
     norm_rows,
@@ -48,6 +46,8 @@ from hdtool.runtime.kernels.vector_code import (
     scale_in_place,
     silu_in_place,
 )
+from hdtool.runtime.kernels.thread_pool import parts_of
+from hdtool.runtime.kernels.vector_code import ITEM_SIZE
 
 NORM, APPEND, ATTEND, ADD_MIXER_OUTPUT, GATE, ADD_MLP_OUTPUT, SPLIT, GATE_HEADS, GATE_INPUT, ADD_INPUT, SCALE_OUTPUT = (
     range(11)

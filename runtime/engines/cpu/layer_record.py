@@ -14,8 +14,9 @@ from hdtool.runtime.kernels.compiled import WORD_SIZE, Ints, Record, caller_of, 
 from hdtool.runtime.kernels.experts import EXPERTS, ROUTER
 from hdtool.runtime.kernels.gemm import MATMUL
 from hdtool.runtime.kernels.layer_norm import layer_norm_rows
+from hdtool.runtime.kernels.row_operations import add_in_place, norm_rows, scale_in_place
 from hdtool.runtime.kernels.thread_pool import MIN_PARALLEL_WEIGHTS, parallel_matmul, run_parallel
-from hdtool.runtime.kernels.vector_code import ITEM_SIZE, add_in_place, norm_rows, scale_in_place
+from hdtool.runtime.kernels.vector_code import ITEM_SIZE
 
 ATTENTION, SHORT_CONVOLUTION, DELTA_RULE, MAMBA2 = range(4)
 """Kinds of token mixers."""

@@ -15,16 +15,8 @@ from numba import types
 from hdtool.runtime.engines.cpu.convolution import BEFORE, PADDING, convolve, silu_of
 from hdtool.runtime.engines.cpu.delta_rule import decay_of, step_of
 from hdtool.runtime.kernels.compiled import Ints, Record, array_at, clear_floats, compiled, copy_floats, generated
-from hdtool.runtime.kernels.vector_code import (
-    FLOAT,
-    INDEX,
-    ITEM_SIZE,
-    LANES,
-    FloatCode,
-    norm_row,
-    scale_in_place,
-    silu_in_place,
-)
+from hdtool.runtime.kernels.row_operations import norm_row, scale_in_place, silu_in_place
+from hdtool.runtime.kernels.vector_code import FLOAT, INDEX, ITEM_SIZE, LANES, FloatCode
 
 
 @generated(*[types.int64] * 6, types.float32, types.int64)

@@ -44,8 +44,9 @@ from hdtool.runtime.kernels.compiled import (
 from hdtool.runtime.kernels.gemm import KERNELS, MATMUL, call_at
 from hdtool.runtime.kernels.gemm_tiles import block_size_of, unpack_row
 from hdtool.runtime.kernels.matrix_formats import MatrixKind
+from hdtool.runtime.kernels.row_operations import bound_in_place, scale_in_place
 from hdtool.runtime.kernels.topk import FOLD, INFINITY, TOPK_BLOCK, fold, folded_size
-from hdtool.runtime.kernels.vector_code import ITEM_SIZE, bound_in_place, scale_in_place
+from hdtool.runtime.kernels.vector_code import ITEM_SIZE
 from hdtool.runtime.model.pass_inputs import fill_tree, hide_non_ancestors
 
 OUTER = np.dtype(

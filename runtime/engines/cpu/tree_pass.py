@@ -144,7 +144,7 @@ class TreePass:
             zip(trees, options, walks, offsets, strict=False)
         ):
             kv, used_rows = cache.slots[slot].kv, len(tree.tokens) + 1
-            kv.written_length = max(kv.written_length, kv.length + rows[slot])
+            kv.mark_written(kv.length + rows[slot])
             walk = Walk.of(self._argmax_walks[slot], length, bool(finite)) if tree_options.walk else None
             maxima = self._maxima[first : first + used_rows] if tree_options.wants_maxima else None
             verified.append(
@@ -178,8 +178,7 @@ class TreePass:
                 walk_length, finite = compute_tree(self._at, thread_pool, *arguments)
         if walk_length < 0:
             return None
-        if end > kv.written_length:
-            kv.written_length = end
+        kv.mark_written(end)
         walk = Walk.of(self._argmax_walks[0], walk_length, finite) if options.walk else None
         maxima = self._maxima[:rows] if options.wants_maxima else None
         return Verified(self._view(0, rows), self._hidden(0, rows), walk, maxima=maxima)
@@ -209,7 +208,7 @@ class TreePass:
             )
         if status < 0:
             return None
-        kv.written_length = max(kv.written_length, length + rows)
+        kv.mark_written(length + rows)
         return Verified(self._view(0, 1), self._hidden(0, rows))
 
     @property

@@ -304,7 +304,7 @@ class StaticSteps:
             extent = min(extent_for(max(slot.kv.length for slot in slots) + rows), cache.capacity)
         for place, (slot, tree) in enumerate(zip(slots, trees, strict=True)):
             buffers.input.fill(place, tree, rows, slot.kv.length)
-            slot.kv.written_length = max(slot.kv.written_length, slot.kv.length + rows)
+            slot.kv.mark_written(slot.kv.length + rows)
         steps = self._steps.setdefault(cache.storage, {})
         shape = len(trees), rows, extent
         step = steps.get(shape)
@@ -340,7 +340,7 @@ class StaticSteps:
             run()
             for place, slot in enumerate(slots):
                 slot.kv.end_move()
-                slot.states_of_tree, slot.place_in_tree = step.states, place
+                slot.hold_states(step.states, place)
             collect = buffers.received(len(trees), rows, options)
         finally:  # the next step waits for this one even if an interrupt has left it to the device
             self._clock.stop()

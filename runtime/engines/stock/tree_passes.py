@@ -70,7 +70,7 @@ class TreePasses(StockBackend):
         ids, positions = self._tree_input.batch_inputs(trees, lengths)
         rows = ids.shape[1]
         for slot in slots:
-            slot.kv.written_length = max(slot.kv.written_length, slot.length + rows)
+            slot.kv.mark_written(slot.length + rows)
         batch_cache = SlotKVCache(cache.storage, lengths, rows)
         with self._over(trees, slots, cache.storage.states, batch_cache):
             logits = stock.run(ids, positions, mask, batch_cache)
@@ -90,4 +90,4 @@ class TreePasses(StockBackend):
         with recurrent.over(trees, states, cache) as states_of_rows:
             yield
         for place, slot in enumerate(slots):
-            slot.states_of_tree, slot.place_in_tree = states_of_rows, place
+            slot.hold_states(states_of_rows, place)

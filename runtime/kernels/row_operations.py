@@ -1,0 +1,257 @@
+"""Vectorized operations on rows of float32 numbers: norms, gates, activations and rotations."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from llvmlite import ir  # type: ignore[import-untyped]
+from numba import types
+
+from hdtool.runtime.kernels.compiled import array_at, compiled, generated
+from hdtool.runtime.kernels.vector_code import FLOAT, INDEX, ITEM_SIZE, LANES, FloatCode
+
+
+@generated(types.int64, types.int64, types.float32, types.int64, types.float32, types.int64)
+def norm_row(builder: Any, read: Any, weight: Any, offset: Any, width: Any, epsilon: Any, written: Any) -> None:
+    """Write the RMSNorm of a row, multiplied by ``weight + offset``."""
+    code = FloatCode(builder)
+
+    def square(index: Any, sums: list[Any]) -> list[Any]:
+        numbers = code.read(code.at(read, index))
+        return [code.multiply_add(numbers, numbers, sums[0])]
+
+    (squares,) = code.loop(width, [code.number(0.0)], square)
+    mean = builder.fdiv(code.total(squares), builder.sitofp(width, FLOAT))
+    root = code.call("llvm.sqrt.f32", FLOAT, builder.fadd(mean, epsilon))
+    scale, added = code.splat(builder.fdiv(FLOAT(1.0), root)), code.splat(offset)
+
+    def apply(index: Any, _: list[Any]) -> list[Any]:
+        numbers = builder.fmul(code.read(code.at(read, index)), scale)
+        factor = builder.fadd(code.read(code.at(weight, index)), added)
+        code.store(builder.fmul(numbers, factor), code.at(written, index))
+        return []
+
+    code.loop(width, [], apply)
+
+
+@generated(types.int64, types.int64, types.float32)
+def exponentiate(builder: Any, scores: Any, count: Any, largest: Any) -> None:
+    """Compute ``scores = exp(scores - largest)`` in place; ``count`` must be a multiple of ``LANES``."""
+    code = FloatCode(builder)
+    top = code.splat(largest)
+
+    def apply(index: Any, _: list[Any]) -> list[Any]:
+        address = code.at(scores, index)
+        code.store(code.exp(builder.fsub(code.read(address), top)), address)
+        return []
+
+    code.loop(count, [], apply)
+
+
+def _gated(sigmoid_of: Callable[[FloatCode, Any], Any]) -> Any:
+    """Return an intrinsic for ``gate = gate * sigmoid(f(gate)) * up``, where ``sigmoid_of`` generates ``f(gate)``."""
+
+    @generated(*[types.int64] * 3)
+    def gate_in_place(builder: Any, gate: Any, up: Any, size: Any) -> None:
+        code = FloatCode(builder)
+
+        def apply(index: Any, _: list[Any]) -> list[Any]:
+            numbers = code.read(code.at(gate, index))
+            activated = _times_sigmoid(code, numbers, sigmoid_of(code, numbers))
+            code.store(builder.fmul(activated, code.read(code.at(up, index))), code.at(gate, index))
+            return []
+
+        code.loop(size, [], apply)
+
+    return gate_in_place
+
+
+def _twice_inside_tanh(code: FloatCode, numbers: Any) -> Any:
+    """Return ``2 * sqrt(2 / pi) * (x + 0.044715 * x**3)``, whose sigmoid times ``x`` is tanh GELU.
+
+    This holds because ``(1 + tanh(x)) / 2 == sigmoid(2 * x)``.
+    """
+    factor = 2 * math.sqrt(2 / math.pi)
+    cubed = code.builder.fmul(code.builder.fmul(numbers, numbers), numbers)
+    inside = code.multiply_add(cubed, code.number(0.044715), numbers)
+    return code.builder.fmul(inside, code.number(factor))
+
+
+def _times_sigmoid(code: FloatCode, numbers: Any, exponents: Any) -> Any:
+    divisor = code.builder.fadd(code.exp(code.builder.fneg(exponents)), code.number(1.0))
+    return code.builder.fdiv(numbers, divisor)
+
+
+silu_in_place = _gated(lambda code, numbers: numbers)
+"""Computes ``gate = silu(gate) * up``."""
+gelu_in_place = _gated(_twice_inside_tanh)
+"""Computes ``gate = gelu(gate) * up`` with tanh GELU."""
+
+
+def _clamped_gate(code: FloatCode, gate: Any, up: Any, alpha: Any, limit: Any) -> Any:
+    """Return ``(up + 1) * gate * sigmoid(alpha * gate)``, with ``gate <= limit`` and ``up`` clamped to ``±limit``."""
+    builder, upper_limit = code.builder, code.splat(limit)
+    lower_limit, one = builder.fneg(upper_limit), code.number(1.0)
+    gate = builder.select(builder.fcmp_ordered(">", gate, upper_limit), upper_limit, gate)
+    up = builder.select(builder.fcmp_ordered(">", up, upper_limit), upper_limit, up)
+    up = builder.select(builder.fcmp_ordered("<", up, lower_limit), lower_limit, up)
+    divisor = builder.fadd(code.exp(builder.fneg(builder.fmul(gate, code.splat(alpha)))), one)
+    return builder.fmul(builder.fadd(up, one), builder.fdiv(gate, divisor))
+
+
+def _read_pairs(code: FloatCode, pairs: Any, index: Any) -> tuple[Any, Any]:
+    """Return two vectors: the first and the second numbers of ``LANES`` pairs, starting with the pair at ``index``."""
+    builder, pair = code.builder, code.builder.mul(index, INDEX(2))
+    both = [code.read(code.at(pairs, builder.add(pair, INDEX(half * LANES)))) for half in range(2)]
+    first, second = (code.integers([2 * lane + half for lane in range(LANES)]) for half in range(2))
+    return builder.shuffle_vector(*both, first), builder.shuffle_vector(*both, second)
+
+
+@generated(*[types.int64] * 2, *[types.float32] * 2, types.int64)
+def gate_pairs(builder: Any, pairs: Any, size: Any, alpha: Any, limit: Any, written: Any) -> None:
+    """Write ``(up + 1) * gate * sigmoid(alpha * gate)`` for pairs ``[gate, up]`` clamped as in ``_clamped_gate``.
+
+    ``written`` may equal ``pairs``. ``size`` is the number of pairs.
+    """
+    code = FloatCode(builder)
+
+    def apply(index: Any, _: list[Any]) -> list[Any]:
+        code.store(_clamped_gate(code, *_read_pairs(code, pairs, index), alpha, limit), code.at(written, index))
+        return []
+
+    code.loop(size, [], apply)
+
+
+@generated(*[types.int64] * 4, *[types.float32] * 2)
+def gate_halves(builder: Any, gate: Any, up: Any, biases: Any, size: Any, alpha: Any, limit: Any) -> None:
+    """Add biases to ``gate`` and ``up``, and overwrite ``gate`` with the clamped activation of ``gate_pairs``.
+
+    Gate and up are separate arrays of ``size`` numbers; their biases are pairs ``[gate, up]``.
+    """
+    code = FloatCode(builder)
+
+    def apply(index: Any, _: list[Any]) -> list[Any]:
+        gate_bias, up_bias = _read_pairs(code, biases, index)
+        gates = builder.fadd(code.read(code.at(gate, index)), gate_bias)
+        ups = builder.fadd(code.read(code.at(up, index)), up_bias)
+        code.store(_clamped_gate(code, gates, ups, alpha, limit), code.at(gate, index))
+        return []
+
+    code.loop(size, [], apply)
+
+
+@generated(*[types.int64] * 3, types.float32)
+def add_in_place(builder: Any, sums: Any, numbers: Any, size: Any, factor: Any) -> None:
+    """Compute ``sums += numbers * factor``."""
+    code = FloatCode(builder)
+    scale = code.splat(factor)
+
+    def apply(index: Any, _: list[Any]) -> list[Any]:
+        address = code.at(sums, index)
+        added = builder.fmul(code.read(code.at(numbers, index)), scale)
+        code.store(builder.fadd(code.read(address), added), address)
+        return []
+
+    code.loop(size, [], apply)
+
+
+def _changed(change: Callable[[FloatCode, Any, Any], Any]) -> Any:
+    """Return an intrinsic that replaces each number by ``change(code, number, factor)``, with one factor for all."""
+
+    @generated(*[types.int64] * 2, types.float32)
+    def change_in_place(builder: Any, numbers: Any, size: Any, factor: Any) -> None:
+        code = FloatCode(builder)
+        scale = code.splat(factor)
+
+        def apply(index: Any, _: list[Any]) -> list[Any]:
+            address = code.at(numbers, index)
+            code.store(change(code, code.read(address), scale), address)
+            return []
+
+        code.loop(size, [], apply)
+
+    return change_in_place
+
+
+def _bounded(code: FloatCode, number: Any, cap: Any) -> Any:
+    return code.builder.fmul(code.tanh(code.builder.fdiv(number, cap)), cap)
+
+
+scale_in_place = _changed(lambda code, number, factor: code.builder.fmul(number, factor))
+"""Computes ``numbers *= factor``."""
+scale_gelu_in_place = _changed(
+    lambda code, number, factor: code.builder.fmul(
+        _times_sigmoid(code, number, _twice_inside_tanh(code, number)), factor
+    )
+)
+"""Computes ``numbers = gelu(numbers) * factor`` with tanh GELU."""
+_divide = _changed(lambda code, number, divisor: code.builder.fdiv(number, divisor))
+_bound = _changed(_bounded)
+
+
+@compiled
+def bound_in_place(numbers: int, size: int, divisor: Any, cap: Any) -> None:
+    """Divide numbers in place by ``divisor``; if ``cap`` isn't 0, soft-cap them as ``tanh(numbers / cap) * cap``."""
+    whole = size // LANES * LANES
+    _divide(numbers, whole, divisor)
+    if cap:
+        _bound(numbers, whole, cap)
+    rest = array_at(numbers + whole * ITEM_SIZE, (size - whole,), types.float32)
+    for index in range(len(rest)):
+        rest[index] /= divisor
+        if cap:
+            rest[index] = np.tanh(rest[index] / cap) * cap
+
+
+@generated(*[types.int64] * 5)
+def rotate_head(builder: Any, read: Any, cos: Any, sin: Any, width: Any, written: Any) -> None:
+    """Apply rotary embedding to a head: write ``read * cos + swapped * sin``.
+
+    ``swapped`` is ``read`` with its halves exchanged; the first half of ``sin`` must be negated.
+    """
+    code = FloatCode(builder)
+    half = builder.lshr(width, ir.Constant(width.type, 1))
+    pair = ir.VectorType(FLOAT, ROTARY_LANES)
+
+    def apply(index: Any, _: list[Any]) -> list[Any]:
+        partner = builder.add(index, half)
+        first, second = (code.read(code.at(read, offset), pair) for offset in (index, partner))
+        for offset, number, rotated in ((index, first, second), (partner, second, first)):
+            cos_part = builder.fmul(number, code.read(code.at(cos, offset), pair))
+            sum_ = builder.fadd(cos_part, builder.fmul(rotated, code.read(code.at(sin, offset), pair)))
+            code.store(sum_, code.at(written, offset))
+        return []
+
+    code.loop(half, [], apply, ROTARY_LANES)
+
+
+@generated(*[types.int64] * 5)
+def rotate_pairs(builder: Any, read: Any, cos: Any, sin: Any, width: Any, written: Any) -> None:
+    """Apply rotary embedding to a head in which the two numbers of a pair are adjacent."""
+    code = FloatCode(builder)
+    swapped = code.integers([lane ^ 1 for lane in range(LANES)])
+
+    def apply(index: Any, _: list[Any]) -> list[Any]:
+        numbers = code.read(code.at(read, index))
+        rotated = builder.shuffle_vector(numbers, ir.Constant(numbers.type, ir.Undefined), swapped)
+        cos_part = builder.fmul(numbers, code.read(code.at(cos, index)))
+        sum_ = builder.fadd(cos_part, builder.fmul(rotated, code.read(code.at(sin, index))))
+        code.store(sum_, code.at(written, index))
+        return []
+
+    code.loop(width, [], apply)
+
+
+ROTARY_LANES = LANES // 2
+"""Number of values rotated at once. It divides half a head's width, as the width is a multiple of ``LANES``."""
+
+
+@compiled
+def norm_rows(read: int, rows: int, width: int, weight: int, offset: Any, epsilon: Any, written: int) -> None:
+    """Write the RMSNorm of ``rows`` contiguous float32 rows of ``width`` numbers; see ``norm_row``."""
+    for row in range(rows):
+        at = row * width * ITEM_SIZE
+        norm_row(read + at, weight, offset, width, epsilon, written + at)
