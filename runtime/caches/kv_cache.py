@@ -389,10 +389,10 @@ def must_move(path: Sequence[int]) -> bool:
 
 
 class IndexedKVCache(Cache):
-    """A ``transformers`` cache of a batch's first slots, for a step whose tensor shapes are fixed.
+    """A ``transformers`` cache of a batch's first slots, for a pass whose tensor shapes are fixed.
 
-    The step writes its rows at ``indices``, a device tensor ``[slots, rows]``, and always reads ``extent`` positions;
-    the mask hides positions after the context.
+    The pass writes its rows at ``indices``, a tensor ``[slots, rows]``, and always reads ``extent`` positions; the mask
+    hides positions after the context.
     """
 
     def __init__(self, storage: KVTensors, indices: torch.Tensor, extent: int) -> None:
@@ -411,46 +411,27 @@ class IndexedKVCache(Cache):
     ) -> Views:
         keys, values = self._storage.layers[layer_idx]
         slots = len(self._indices)
+        indices = self._indices.to(keys.device)
         for rows, new in ((keys, key_states), (values, value_states)):
             if slots == 1:
-                rows[:1].index_copy_(2, self._indices[0], new)
+                rows[:1].index_copy_(2, indices[0], new)
             else:
-                rows[self._slots, :, self._indices] = new.transpose(1, 2)
+                rows[self._slots.to(keys.device), :, indices] = new.transpose(1, 2)
         return keys[:slots, :, : self._extent], values[:slots, :, : self._extent]
 
     def update_indexer(self, indexer_key_states: torch.Tensor, layer_idx: int) -> torch.Tensor:
         keys = self._storage.indexers[layer_idx][:, 0]
-        keys[self._slots, self._indices] = indexer_key_states
+        keys[self._slots.to(keys.device), self._indices.to(keys.device)] = indexer_key_states
         return keys[: len(self._indices), : self._extent]
 
 
-class SlotKVCache(Cache):
-    """A ``transformers`` cache for a batch whose slots have contexts of different lengths."""
+class SlotKVCache(IndexedKVCache):
+    """A ``transformers`` cache for a batch whose slots have contexts of different lengths, known on the host."""
 
     def __init__(self, storage: KVTensors, lengths: Sequence[int], new: int) -> None:
         """Prepare to write ``new`` positions to each of the first slots, after contexts of these ``lengths``."""
-        states = storage.states.part(0, len(lengths)) if storage.states else None
-        super().__init__(layers=views_of_layers(self, storage.layers, states, has_begun=True))
-        self.capacity = storage.capacity
-        self.slots, self.length = len(lengths), max(lengths)
-        self._storage, self._lengths = storage, list(lengths)
-        self._slots = torch.arange(len(lengths))[:, None]
-        self._indices = torch.tensor(lengths)[:, None] + torch.arange(new)
-
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
-    ) -> Views:
-        keys, values = self._storage.layers[layer_idx]
-        end = self.length + key_states.shape[2]
-        for rows, new in ((keys, key_states), (values, value_states)):
-            slots, indices = self._slots.to(rows.device), self._indices.to(rows.device)
-            rows[slots, :, indices] = new.transpose(1, 2)
-        return keys[: len(self._slots), :, :end], values[: len(self._slots), :, :end]
-
-    def update_indexer(self, indexer_key_states: torch.Tensor, layer_idx: int) -> torch.Tensor:
-        keys = self._storage.indexers[layer_idx][:, 0]
-        keys[self._slots.to(keys.device), self._indices.to(keys.device)] = indexer_key_states
-        return keys[: len(self._slots), : self.length + indexer_key_states.shape[1]]
+        super().__init__(storage, torch.tensor(lengths)[:, None] + torch.arange(new), max(lengths) + new)
+        self.slots, self.length, self._lengths = len(lengths), max(lengths), list(lengths)
 
     def room_for(self, new: int) -> tuple[KVTensors, list[int]]:
         """Return the tensors for the caller to write ``new`` positions per slot to, and each slot's first position."""

@@ -10,7 +10,6 @@ from typing import Any
 from hdtool.data.errors import OptionError
 from hdtool.runtime.config import ModelConfig
 from hdtool.runtime.config.model import BLOCKS
-from hdtool.runtime.engines.cpu.compiled_kind import may_be_compiled
 from hdtool.runtime.model.quantization import LIBRARIES, MXFP4, TORCHAO, library_of
 from hdtool.runtime.weights.gguf_file import GGUFFile, gguf_file
 from hdtool.runtime.weights.gguf_formats import slow_weights, stays_packed
@@ -38,6 +37,8 @@ def refuse_by_file(config: ModelConfig) -> None:
 
 def refuse_by_settings(config: ModelConfig, settings: Any) -> None:
     """Raise an ``OptionError`` if the model's configuration rules out int8 activations."""
+    from hdtool.runtime.engines.cpu.compiled_kind import may_be_compiled
+
     packed = config.quantization or gguf_file(config) or library_of(settings) in (TORCHAO, MXFP4)
     if not packed:
         raise OptionError(

@@ -21,7 +21,7 @@ from hdtool.runtime.core.loop import Request
 from hdtool.runtime.core.sampler import Sampler
 from hdtool.runtime.core.tree import UNDETERMINED, DraftTree
 from hdtool.runtime.drafters.methods import drafter_with_budget
-from hdtool.runtime.engines.checks.probes import some_context
+from hdtool.runtime.engines.checks.probes import SHORT_CONTEXT, some_context
 from hdtool.runtime.engines.cpu import layer_kernel, pass_kernel, proof, weight_table
 from hdtool.runtime.engines.cpu.tree_pass import PROMPT_CHUNK
 from hdtool.runtime.kernels.linear import compile_linear_layers
@@ -347,7 +347,7 @@ def test_the_proof_passes_with_a_tenth_of_its_tolerance(monkeypatch: pytest.Monk
 def test_a_context_of_the_proof_is_not_used_again() -> None:
     """The proof leaves layers out, so the keys and values of its contexts are incomplete."""
     usual, fused = both()
-    context = some_context(proof.SHORT_CONTEXT + 3, fused.vocabulary)
+    context = some_context(SHORT_CONTEXT + 3, fused.vocabulary)
     found, expected = (run(target, context, SamplingConfig(), 8) for target in (fused, usual))
     assert found[0].cached_tokens == 0
     assert output_tokens(found) == output_tokens(expected)

@@ -14,7 +14,7 @@ from hdtool.data.progress import with_progress
 from hdtool.runtime.caches.kv_cache import KVTensors, SlotKVCache, StaticKVCache
 from hdtool.runtime.core.tree import DraftTree
 from hdtool.runtime.engines.backend import BackendEngine
-from hdtool.runtime.engines.checks.probes import logits_of, some_context
+from hdtool.runtime.engines.checks.probes import PROOF_TREE, SHORT_CONTEXT, logits_of, some_context
 from hdtool.runtime.engines.cpu.compiled_kind import (
     ACTIVATIONS,
     COMPILED,
@@ -59,11 +59,8 @@ TOLERANCE = 1e-4
 The difference of a layer's output row is relative to what the layer adds to the hidden states. Float32 rounding causes
 a difference of about 1e-6.
 """
-PROOF_TREE = DraftTree.of(7, [11, 23, 5, 41, 2, 17, 29], [-1, 0, 1, -1, 3, 0, -1])
 CONTEXT_LENGTHS = (0, 37, 150)
 """Context lengths at which some layers are compared: with a tree for the second length, a bare root for the others."""
-SHORT_CONTEXT = 5
-"""Context length for passes of all layers; short, because a large model needs a second for 40 tokens on one core."""
 BATCH_LENGTHS, BATCH_NODES = (5, 20), (2, 4)
 Case = tuple[KVTensors, StaticKVCache | SlotKVCache, torch.Tensor, Mask, torch.Tensor | None, Sequence[DraftTree]]
 """``(storage, cache, positions, masks, mask, trees)`` of a compared pass.
