@@ -1,5 +1,5 @@
-"""Engines for models: `target` chooses between passes of compiled code (`cpu`), captured steps (`cuda`) and stock code.
+"""Backends that compute a model's passes: compiled code (`cpu`), captured steps (`cuda`) and stock code (`stock`).
 
-May import `runtime/core`, `runtime/caches`, `runtime/kernels`, `runtime/model`, `runtime/program` and
-`runtime/weights`.
+`backend` has their interface, and an engine that runs each pass by the first that accepts it. May import
+`runtime/core`, `runtime/caches`, `runtime/kernels`, `runtime/model` and `runtime/program`.
 """

@@ -1,5 +1,5 @@
-"""CUDA engine: computes a Llama-like model's pass over draft trees in a few kernels, for capture in a CUDA graph.
+"""CUDA engine: captures passes over draft trees as CUDA graphs, and computes their operations by Triton kernels.
 
-``fuse`` builds the pass. The code that captures the pass must compare the pass's logits with those of Transformers'
-code, which still computes the prefill.
+`fuse` builds hdtool's own pass of a described model. `CapturedPasses` captures it, or a pass through Transformers'
+layers, and compares the logits with those of Transformers' code, which still computes the prefill.
 """

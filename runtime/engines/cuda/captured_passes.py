@@ -122,7 +122,7 @@ class CapturedPasses(Backend):
 
     @property
     def is_captured(self) -> bool:
-        return self.steps is not None
+        return self.is_current
 
     @property
     def is_fused(self) -> bool:
