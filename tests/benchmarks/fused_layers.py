@@ -41,7 +41,7 @@ ROWS = (1, 2, 4, 8, 16, 32, 64)
 def zeros(
     kernels: int,
     matrix: int,
-    outs: int,
+    out_features: int,
     columns: int,
     inputs: int,
     rows: int,
@@ -51,7 +51,7 @@ def zeros(
     end: int,
 ) -> None:
     """Stand in for a matmul: write zeros without reading any weights."""
-    array_at(outputs, (rows, outs), types.float32)[:, first:end] = 0
+    array_at(outputs, (rows, out_features), types.float32)[:, first:end] = 0
 
 
 def without_matmuls(model: str, is_compiled: bool, context: int) -> OneSequence:
