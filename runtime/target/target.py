@@ -15,10 +15,8 @@ from hdtool.data.errors import FamilyError
 from hdtool.runtime.caches.slots import Cache
 from hdtool.runtime.core.tolerances import distances, tolerance_of
 from hdtool.runtime.engines.backend import MIN_GROWTH, BackendEngine, StockBackend
+from hdtool.runtime.engines.capture import Capture, CaptureMaker, by_device
 from hdtool.runtime.engines.checks.probes import some_context
-from hdtool.runtime.engines.checks.trees import prove
-from hdtool.runtime.engines.cuda.captured_passes import CapturedPasses
-from hdtool.runtime.engines.cuda.static_steps import Capture, CaptureMaker, by_device
 from hdtool.runtime.engines.stock.chain_passes import ChainPasses
 from hdtool.runtime.engines.stock.facts import ModelFacts
 from hdtool.runtime.engines.stock.mixers import forward_lock
@@ -33,6 +31,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from hdtool.runtime.engines.cpu.compiled_model import CompiledModel
+    from hdtool.runtime.engines.cuda.captured_passes import CapturedPasses
 
 
 class Target(BackendEngine):
@@ -63,13 +62,14 @@ class Target(BackendEngine):
         """Held during each decoding step, so that only one thread at a time uses the model."""
         self.compiled: CompiledModel | None = None
         """Passes in compiled code, if they are used; see ``compile``."""
+        self.captured: CapturedPasses | None = None
+        """Steps captured on the device, if they are used."""
         self._capture = capture
         self._overflow_noted = False
         self._first_logits: torch.Tensor | None = None
         """Logits after a single token, to detect weight changes that torch doesn't track."""
         self._changes = ModelChanges(model)
         self._own_cache: Cache | None = None
-        self._captured = CapturedPasses(self.stock, self.facts)
         if not facts:
             with forward_lock(model), self.changing(), self.log.unchanged():
                 self._prove()
@@ -78,27 +78,35 @@ class Target(BackendEngine):
 
     def _prove(self, known: ModelFacts | None = None) -> None:
         """Check what the model can do, and capture steps if possible; ``known`` are its facts before it changed."""
+        from hdtool.runtime.engines.checks.trees import prove
+
         try:
             facts = prove(self.stock, known)
         except FamilyError:
             refuse_damaged_model(self.model)
             raise
-        self.facts = facts
-        self._captured = CapturedPasses(self.stock, facts)
+        self.facts, self.captured = facts, None
         trees = TreePasses(self.stock, facts)
         self._arrange(ChainPasses(self.stock, facts) if facts.no_trees else trees)
         # Passes that run level by level have shapes that depend on the tree.
         is_regular = not facts.no_trees and (facts.recurrent is None or facts.recurrent.can_be_captured)
         if is_regular and (capture := self._capture(self.device)):
-            # An answer may still need the contents of the target's own cache.
-            is_free = self.cache.user is None
-            self._captured.enable(capture, trees, self.cache if is_free else self.allocate())
-            if is_free:
-                self._captured.record(self.cache)
+            self._capture_steps(capture, trees)
+
+    def _capture_steps(self, capture: Capture, trees: TreePasses) -> None:
+        from hdtool.runtime.engines.cuda.captured_passes import CapturedPasses
+
+        self.captured = CapturedPasses(self.stock, self.facts)
+        self._arrange(trees)
+        # An answer may still need the contents of the target's own cache.
+        is_free = self.cache.user is None
+        self.captured.enable(capture, trees, self.cache if is_free else self.allocate())
+        if is_free:
+            self.captured.record(self.cache)
 
     def _arrange(self, stock: StockBackend) -> None:
         """Compute passes by captured steps, or else in compiled code, or else by ``stock``."""
-        self._use([self._captured, *([self.compiled] if self.compiled else [])], stock)
+        self._use([backend for backend in (self.captured, self.compiled) if backend], stock)
 
     def compile(self, *, proved: bool = False) -> bool:
         """Compute passes in compiled code from now on, if it supports the model and gives the same results.
@@ -115,6 +123,11 @@ class Target(BackendEngine):
         """Use these compiled passes from now on, or none."""
         self.compiled = compiled
         self._arrange(self.stock_passes)
+
+    @property
+    def is_fused(self) -> bool:
+        """True if hdtool's own pass is captured rather than a pass through transformers' layers."""
+        return self.captured is not None and self.captured.is_fused
 
     @property
     def takes_trees(self) -> bool:
@@ -218,10 +231,10 @@ class Target(BackendEngine):
         for backend in self._backends:
             backend.watch_hidden(self.hidden.layers)
         self._changes.count += 1  # slots that were filled before have no hidden states
-        if self.captures:
+        if self.captured and self.captures:
             if self.cache.user is None:
                 self.cache.slots[0].cut(0)
-                self._captured.record(self.cache)
+                self.captured.record(self.cache)
             self._changes.record(holds_memory=True)
         columns = self.hidden.columns(layers)
         assert columns is not None

@@ -24,7 +24,7 @@ from hdtool.runtime.caches.slots import Cache
 from hdtool.runtime.config import TRAINED
 from hdtool.runtime.core.engine import PassOptions, Verified
 from hdtool.runtime.core.tree import DraftTree
-from hdtool.runtime.engines.cuda.static_steps import never
+from hdtool.runtime.engines.capture import never
 from hdtool.runtime.target.target import Target
 
 if TYPE_CHECKING:

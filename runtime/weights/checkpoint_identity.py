@@ -11,7 +11,6 @@ from hdtool.data.errors import ModelError
 from hdtool.data.stores.manifest import Checkpoint
 from hdtool.runtime.weights.fingerprint import fingerprint_of
 from hdtool.runtime.weights.gguf_file import gguf_file, is_path
-from hdtool.runtime.weights.gguf_folder import configuration_folder
 from hdtool.runtime.weights.hub import snapshot, weight_files
 
 if TYPE_CHECKING:
@@ -38,6 +37,8 @@ def place_of(
     if (name := config.place) is None:
         return demo.MODEL
     if file := gguf_file(config):
+        from hdtool.runtime.weights.gguf_folder import configuration_folder
+
         return configuration_folder(file).folder
     path = Path(name).expanduser()
     if path.is_dir():

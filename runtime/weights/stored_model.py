@@ -25,8 +25,6 @@ from hdtool.runtime.weights.assemble import empty_model, fill, fits, on_request
 from hdtool.runtime.weights.checkpoint_identity import CONFIG_FILES, place_of
 from hdtool.runtime.weights.damaged_weights import WeightCheck
 from hdtool.runtime.weights.gguf_file import GGUFFile, existing_parts, gguf_file
-from hdtool.runtime.weights.gguf_formats import slow_weights
-from hdtool.runtime.weights.gguf_names import gguf_store
 from hdtool.runtime.weights.quantized import quantized_store
 from hdtool.runtime.weights.safetensors_files import safetensors_store
 from hdtool.runtime.weights.store import WeightStore
@@ -85,6 +83,9 @@ def _store(
         return quantized_store(quantized)
     if (path := gguf_file(config)) is None:
         return safetensors_store(_folder(config, None), settings, model)
+    from hdtool.runtime.weights.gguf_formats import slow_weights
+    from hdtool.runtime.weights.gguf_names import gguf_store
+
     file = GGUFFile.open(path)
     if stays_packed and (slow := slow_weights(file)):
         print(f"note: {config.name}: {slow}", file=sys.stderr)

@@ -17,11 +17,11 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from hdtool.runtime.core.tolerances import distances
 from hdtool.runtime.core.tree import ROOT, DraftTree
-from hdtool.runtime.engines.cuda.static_steps import by_device
+from hdtool.runtime.engines.capture import by_device
 from hdtool.runtime.model.placement import use_planless_attention
 from hdtool.runtime.target.target import Target
 from tests.benchmarks.gpu_step import name_of
-from tests.support.rehearsed import direct
+from tests.support.rehearsed import captured_of, direct
 from tests.support.trees import path_to, tokens_to
 
 VOCABULARY = 500
@@ -102,7 +102,7 @@ def main() -> None:
         model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, options.dtype)).to(device).eval()
         target = Target(model, by_device if device.type == "cuda" else direct)
         found = [one for slots in SLOTS for one in distances_of(target, model, slots, random.Random(slots))]
-        passes = target._captured._passes
+        passes = captured_of(target)._passes
         used = name_of(passes[0]) if passes else "not captured"
         print(f"{name:10} {used:24} median {median(found):.1e}, largest {max(found):.1e}", flush=True)
 

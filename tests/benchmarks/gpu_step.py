@@ -25,6 +25,7 @@ from hdtool.runtime.engines.cuda.static_steps import StaticSteps
 from hdtool.runtime.engines.steps import StepPass
 from hdtool.runtime.kernels.machine import machine
 from hdtool.runtime.target.target import Target
+from tests.support.rehearsed import captured_of
 
 TURNS, SHOWN = 15, 14
 
@@ -40,11 +41,11 @@ def main() -> None:
     options = parser.parse_args()
     loaded = load_shape(options.shape, ModelConfig(device=options.device))
     target = loaded.target
-    steps = target._captured.steps
+    steps = captured_of(target).steps
     assert steps, "its steps are not captured"
     print(f"{loaded.name} in {target.dtype}, {machine(target.device)}")
     speed = copy_bandwidth(target.device)
-    for step_pass in target._captured._passes:
+    for step_pass in captured_of(target)._passes:
         steps.use(step_pass)
         name = name_of(step_pass)
         for context in options.contexts:
@@ -61,7 +62,7 @@ def main() -> None:
             print(f"{name}, {options.slots} x {options.contexts[0]} tokens, {nodes} nodes: {found:.2f} ms", flush=True)
         del batch
     if options.trace:
-        steps.use(target._captured._passes[0])
+        steps.use(captured_of(target)._passes[0])
         trace(target, steps, options.contexts[0])
 
 

@@ -11,7 +11,7 @@ from hdtool.runtime.config import HeadsConfig
 from hdtool.runtime.core.drafter import Drafter
 from hdtool.runtime.drafters.heads.state import HeadsState
 from hdtool.runtime.drafters.trained_methods import StandaloneDrafter
-from hdtool.runtime.engines.cuda.static_steps import never
+from hdtool.runtime.engines.capture import never
 from hdtool.runtime.target.target import Target
 from tests.support import fused
 from tests.support.families import model_of, random_model

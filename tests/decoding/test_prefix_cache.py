@@ -23,7 +23,7 @@ from hdtool.runtime.core.prefix_cache import MIN_CACHED_PREFIX, PrefixCache, Pro
 from hdtool.runtime.core.sampler import Sampler
 from hdtool.runtime.core.sequence import Step
 from hdtool.runtime.core.tree import ROOT, DraftTree
-from hdtool.runtime.engines.cuda.static_steps import CaptureMaker, Run, never
+from hdtool.runtime.engines.capture import CaptureMaker, Run, never
 from hdtool.runtime.integrations.hf_generate import Generator
 from hdtool.runtime.target.target import Target
 from tests.support.decoding import answered, output_tokens, run

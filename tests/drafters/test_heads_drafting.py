@@ -27,7 +27,7 @@ from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
 from hdtool.runtime.drafters.hierarchy.tree import feed, grow
 from hdtool.runtime.drafters.methods import drafter_for
 from hdtool.runtime.drafters.trained_methods import StandaloneDrafter, StaticTree
-from hdtool.runtime.engines.cuda.static_steps import CaptureMaker, never
+from hdtool.runtime.engines.capture import CaptureMaker, never
 from hdtool.runtime.stores.store_set import StoreSet
 from hdtool.runtime.target.target import Target
 from tests.support.decoding import SAMPLINGS, output_tokens, run

@@ -35,7 +35,7 @@ from hdtool.runtime.drafters.trained.mtp import (
 from hdtool.runtime.drafters.trained.proposal import LOADED_BY_TARGET
 from hdtool.runtime.drafters.trained.sequential import SequentialDrafter
 from hdtool.runtime.drafters.trained_methods import StandaloneDrafter
-from hdtool.runtime.engines.cuda.static_steps import CaptureMaker, never
+from hdtool.runtime.engines.capture import CaptureMaker, never
 from hdtool.runtime.stores.store_set import StoreSet
 from hdtool.runtime.target.load import load
 from hdtool.runtime.target.target import Target

@@ -26,7 +26,7 @@ from hdtool.runtime.core.tree import DraftTree
 from hdtool.runtime.drafters.methods import drafter_for, drafters_for
 from hdtool.runtime.drafters.trained.eagle3 import EagleModule, load_eagle3
 from hdtool.runtime.drafters.trained.proposal import PublishedDrafter
-from hdtool.runtime.engines.cuda.static_steps import CaptureMaker, never
+from hdtool.runtime.engines.capture import CaptureMaker, never
 from hdtool.runtime.stores.store_set import StoreSet
 from hdtool.runtime.target.target import Target
 from tests.support.decoding import output_tokens, run
@@ -276,11 +276,11 @@ def test_outputs_of_layers_are_those_of_the_library(family: str, capture: Captur
     """In passes of the library and in hdtool's own, beside the input of the output layer."""
     model = six_layers(family)
     target = Target(model, capture)
-    assert target._captured.is_fused is (capture is direct)
+    assert target.is_fused is (capture is direct)
     columns = [target.watch_hidden(), target.watch_hidden([3, 1]), target.watch_hidden([4])]
     assert columns == [slice(0, 32), slice(32, 96), slice(96, 128)]
     assert target.watch_hidden([3, 1]) == columns[1]
-    assert target._captured.is_fused is (capture is direct)
+    assert target.is_fused is (capture is direct)
     prompt, chain = prompt_of(12), prompt_of(5)
     found: Any = model(torch.tensor([[*prompt, *chain]]), output_hidden_states=True).hidden_states
     expected = torch.cat([found[6], found[4], found[2], found[5]], dim=-1)[0]

@@ -21,7 +21,7 @@ from hdtool.runtime.core.prefix_cache import PrefixCache
 from hdtool.runtime.core.sampler import Sampler
 from hdtool.runtime.core.sequence import Step
 from hdtool.runtime.core.tree import DraftTree
-from hdtool.runtime.engines.cuda.static_steps import CaptureMaker, never
+from hdtool.runtime.engines.capture import CaptureMaker, never
 from hdtool.runtime.integrations import hf_generate
 from hdtool.runtime.integrations.hf_generate import Generator
 from hdtool.runtime.target.target import Target

@@ -15,14 +15,15 @@ from hdtool.runtime.config import SamplingConfig
 from hdtool.runtime.core.loop import Request
 from hdtool.runtime.core.sampler import Sampler
 from hdtool.runtime.core.tree import DraftTree
+from hdtool.runtime.engines.capture import Run
 from hdtool.runtime.engines.cuda import static_steps
-from hdtool.runtime.engines.cuda.static_steps import WARM_UPS, CudaGraphs, Run
+from hdtool.runtime.engines.cuda.static_steps import WARM_UPS, CudaGraphs
 from hdtool.runtime.model.placement import use_planless_attention
 from hdtool.runtime.target.target import Target
 from tests.support.decoding import output_tokens, run
 from tests.support.families import model_of
 from tests.support.oracle import prompt_of
-from tests.support.rehearsed import Direct, direct
+from tests.support.rehearsed import Direct, captured_of, direct
 
 CPU = torch.device("cpu")
 
@@ -183,12 +184,12 @@ def test_a_step_that_does_not_fit_gives_up_its_shape_and_is_captured_later(
     static_steps.note_uncaptured.cache_clear()
     memory = Memory()
     target, prompts = Target(model_of("llama"), lambda device: memory), [prompt_of(length) for length in (9, 20, 30)]
-    captured = list(target._captured._passes)
+    captured = list(captured_of(target)._passes)
     expected = [output_tokens(run(target, prompt, SamplingConfig(), 12)) for prompt in prompts]
     memory.failures, memory.recorded = 2, 0
     assert answered_together(target, prompts) == expected
     assert memory.recorded == 1, "at the third attempt, within these 11 steps"
-    assert target.captures and target._captured._passes == captured
+    assert target.captures and captured_of(target)._passes == captured
     assert capsys.readouterr().err.count("not enough GPU memory") == 1
 
 
@@ -196,7 +197,7 @@ def test_a_step_that_does_not_fit_gives_up_its_shape_and_is_captured_later(
 def test_other_work_before_a_step_may_lack_memory_too(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without buffers, another pass computes the step; after half a move, none can."""
     target = Target(model_of("llama"), direct)
-    captured, cache = list(target._captured._passes), target.allocate(1, 64)
+    captured, cache = list(captured_of(target)._passes), target.allocate(1, 64)
     target.prefill(cache, 0, prompt_of(9))
     tree = DraftTree.of(1, [2, 3], [-1, -1])
     expected = target.verify(cache, [tree])[0].logits.clone()
@@ -205,16 +206,16 @@ def test_other_work_before_a_step_may_lack_memory_too(place: str, monkeypatch: p
         raise SHORT
 
     if place == "buffers":
-        target._captured.forget()
+        captured_of(target).forget()
         monkeypatch.setattr(static_steps, "_Buffers", fail)
         assert torch.allclose(target.verify(cache, [tree])[0].logits, expected, atol=1e-4)
     else:
         target.commit(cache, 0, [1])
-        target._captured.forget()
+        captured_of(target).forget()
         monkeypatch.setattr(StaticKVCache, "move", fail)
         with pytest.raises(torch.OutOfMemoryError):
             target.verify(cache, [tree])
-    assert target.captures and target._captured._passes == captured
+    assert target.captures and captured_of(target)._passes == captured
 
 
 class Broken(Direct):
@@ -231,7 +232,7 @@ class Broken(Direct):
 
 def test_a_note_says_that_the_fused_pass_is_lost(capsys: pytest.CaptureFixture[str]) -> None:
     target = Target(model_of("llama"), lambda device: Broken())
-    assert target.captures and not target._captured.is_fused
+    assert target.captures and not target.is_fused
     said = capsys.readouterr().err
     assert said.count("\n") == 1 and "hdtool's own pass is not used" in said and "no such kernel" in said
 

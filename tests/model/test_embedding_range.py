@@ -19,7 +19,7 @@ from hdtool.runtime.core.loop import Request
 from hdtool.runtime.core.sampler import Sampler
 from hdtool.runtime.core.tree import ROOT, DraftTree
 from hdtool.runtime.drafters.methods import drafter_with_budget
-from hdtool.runtime.engines.cuda.static_steps import CaptureMaker, never
+from hdtool.runtime.engines.capture import CaptureMaker, never
 from hdtool.runtime.stores.corpus_index import CorpusIndex
 from hdtool.runtime.stores.model_store import ModelStore
 from hdtool.runtime.stores.store_set import StoreSet

@@ -15,7 +15,7 @@ from hdtool.runtime.core.engine import Engine, PassOptions
 from hdtool.runtime.core.loop import Request
 from hdtool.runtime.core.sampler import Sampler
 from hdtool.runtime.core.tree import DraftTree
-from hdtool.runtime.engines.cuda.static_steps import never
+from hdtool.runtime.engines.capture import never
 from hdtool.runtime.kernels.linear import compile_linear_layers
 from hdtool.runtime.model.compact_layers import compact_weights
 from hdtool.runtime.target.target import Target

@@ -43,7 +43,7 @@ from tests.support.fused import widen
 from tests.support.interpreted import interpreted_kernels
 from tests.support.one_sequence import OneSequence
 from tests.support.oracle import assert_same_logits, plain_logits, prompt_of
-from tests.support.rehearsed import direct
+from tests.support.rehearsed import captured_of, direct
 
 RARER = (
     "glm4",
@@ -63,7 +63,7 @@ BY_KERNELS = (
 
 
 def is_fused(model: Any) -> bool:
-    return Target(model, direct)._captured.is_fused
+    return Target(model, direct).is_fused
 
 
 @pytest.mark.parametrize("name", MODELS | HYBRID_MODELS | VARIED_MODELS | LAYER_NORM_MODELS)
@@ -72,9 +72,9 @@ def test_trees_get_the_logits_of_forward(name: str, monkeypatch: pytest.MonkeyPa
     widen(monkeypatch)
     model = model_of(name)
     target = Target(model, direct)
-    assert target._captured.is_fused
+    assert target.is_fused
     assert_right(model, target, ((6, 0, 20), (20, 6), (30, 4, 9)))
-    assert target._captured.is_fused, "it must not have gone back to the library's pass"
+    assert target.is_fused, "it must not have gone back to the library's pass"
 
 
 @pytest.mark.parametrize("name", BY_KERNELS)
@@ -84,7 +84,7 @@ def test_trees_get_the_logits_of_forward_by_kernels(name: str, monkeypatch: pyte
     with interpreted_kernels():
         model = model_of(name)
         target = Target(model, direct)
-        assert target._captured.is_fused and not target._captured._passes[0].reads_extent
+        assert target.is_fused and not captured_of(target)._passes[0].reads_extent
         assert_right(model, target, ((6,), (3,)), (40,))
 
 
@@ -150,7 +150,7 @@ def test_a_model_with_images_has_a_fused_pass_over_text() -> None:
     config = Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4)
     model: Any = Gemma3ForConditionalGeneration(config).eval()
     target = Target(model, direct)
-    assert target._captured.is_fused
+    assert target.is_fused
     assert_right(model, target, ((6, 0, 20),))
     # Its class would leave a bound of logits out, which the text model alone has.
     model.model.language_model.config.final_logit_softcapping = 3.0
@@ -169,7 +169,7 @@ def test_norms_that_are_written_in_place_count(name: str) -> None:
             for layer in model.model.layers:
                 layer.post_feedforward_layernorm.weight.mul_(-2)
                 layer.self_attn.k_norm.weight.add_(1)
-    assert target._captured.is_fused
+    assert target.is_fused
 
 
 @pytest.mark.parametrize("name", ["gpt_oss", "qwen3_moe", "mixtral", "olmoe"])
@@ -184,7 +184,7 @@ def test_experts_are_chosen_on_the_device_in_the_pass_alone(name: str, monkeypat
 
     monkeypatch.setitem(type(ALL_EXPERTS_FUNCTIONS)._global_mapping, "grouped_mm", counted)
     target = Target(model, direct)
-    assert target._captured.is_fused and calls
+    assert target.is_fused and calls
     calls.clear()
     expected = plain_logits(model, [*prompt_of(30), 5])
     assert not calls and model.config._experts_implementation == "eager"

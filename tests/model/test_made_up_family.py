@@ -46,21 +46,21 @@ def test_it_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     describe(monkeypatch)
     model = made_up_model()
     target = Target(model, direct)
-    assert target._captured.is_fused
+    assert target.is_fused
     assert_right(model, target, SIZES)
-    assert target._captured.is_fused
+    assert target.is_fused
 
 
 @pytest.mark.parametrize("changes", [{"gates_heads": False}, {"shared_kv_attribute": ""}, {"experts": None}])
 def test_a_wrong_row_is_not_used(changes: dict[str, object], monkeypatch: pytest.MonkeyPatch) -> None:
     describe(monkeypatch, replace(ROW, **changes))  # type: ignore[arg-type]
     assert not compiled_target().compiled
-    assert not Target(made_up_model(), direct)._captured.is_fused
+    assert not Target(made_up_model(), direct).is_fused
 
 
 def test_without_a_row_transformers_computes_it(monkeypatch: pytest.MonkeyPatch) -> None:
     widen(monkeypatch)
     assert not compiled_target().compiled
     target = Target(made_up_model(), direct)
-    assert target.captures and not target._captured.is_fused
+    assert target.captures and not target.is_fused
     assert_right(target.model, target, SIZES)

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_model
 from torch.nn import Parameter
 
 from hdtool.runtime.config import SamplingConfig
-from hdtool.runtime.engines.cuda.static_steps import never
+from hdtool.runtime.engines.capture import never
 from hdtool.runtime.target.target import Target
 from tests.support.decoding import output_tokens, run
 from tests.support.families import model_of
@@ -34,7 +34,7 @@ def own_model() -> Any:
 
 def fused() -> Target:
     target = Target(own_model(), direct)
-    assert target._captured.is_fused
+    assert target.is_fused
     return target
 
 
@@ -69,7 +69,7 @@ def test_weights_that_were_made_in_inference_mode_are_merged() -> None:
     with torch.inference_mode():
         model = own_model()
     target = Target(model, direct)
-    assert target._captured.is_fused
+    assert target.is_fused
     assert answer_of(target) == expected
     assert all(weight.is_inference() for weight in model.parameters())
 
@@ -98,7 +98,7 @@ def test_targets_of_one_model_share_what_is_merged() -> None:
     model: Any = first.model
     places = [weight.data_ptr() for weight in model.parameters()]
     second = Target(model, direct)
-    assert second._captured.is_fused
+    assert second.is_fused
     assert places == [weight.data_ptr() for weight in model.parameters()]
     counts = []
     with torch.no_grad():
@@ -142,7 +142,7 @@ def test_other_weights_stay_where_they_are(change: Callable[[Any], None]) -> Non
     matmuls = [getattr(model.model.layers[0].self_attn, name) for name in ("q_proj", "k_proj", "v_proj")]
     places = [weight.data_ptr() for matmul in matmuls for weight in matmul.parameters()]
     target = Target(model, direct)
-    assert target._captured.is_fused, "matmuls that cannot be merged are called one by one"
+    assert target.is_fused, "matmuls that cannot be merged are called one by one"
     assert places == [weight.data_ptr() for matmul in matmuls for weight in matmul.parameters()]
     with torch.no_grad():
         for weight in model.parameters():
@@ -155,11 +155,11 @@ def test_hidden_states_that_another_target_watches_change_nothing() -> None:
     first = Target(model, direct)
     first.watch_hidden()
     second = Target(model, direct)
-    fused_before = second._captured.is_fused
+    fused_before = second.is_fused
     assert answer_of(second) == answer_of(first) == answer_of(Target(model))
     model.model.layers[0].register_forward_hook(lambda module, inputs, output: output * 2)
     second.notice_changes()
-    assert (fused_before, second._captured.is_fused) == (True, False), "the second hook changes what a layer gives"
+    assert (fused_before, second.is_fused) == (True, False), "the second hook changes what a layer gives"
     assert answer_of(second) == answer_of(Target(model))
 
 
@@ -199,5 +199,5 @@ def test_weights_of_other_classes_are_left_to_their_own_code(names: list[str]) -
             matmul.weight = Parameter(Packed(matmul.weight.data), requires_grad=False)
     expected = answer_of(Target(model))
     target = Target(model, direct)
-    assert target._captured.is_fused
+    assert target.is_fused
     assert answer_of(target) == expected

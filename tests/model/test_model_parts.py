@@ -60,14 +60,14 @@ def test_other_code_is_not_taken_for_llamas(name: str) -> None:
     model = model_of(name, OTHERS[name])
     assert model_parts(model, ANY) is None
     target = Target(model.to(torch.bfloat16), direct)  # type: ignore[arg-type]
-    assert target.captures and target._captured.is_fused == (name in DESCRIBED)
+    assert target.captures and target.is_fused == (name in DESCRIBED)
 
 
 @pytest.mark.parametrize("name", KNOWN)
 def test_other_names_of_the_same_code_are(name: str) -> None:
     model = model_of(name, KNOWN[name])
     assert model_parts(model, ANY)
-    assert Target(model, direct)._captured.is_fused
+    assert Target(model, direct).is_fused
 
 
 @pytest.mark.parametrize("length", [20, 90])

@@ -24,7 +24,7 @@ from hdtool.runtime.core.sampler import Sampler
 from hdtool.runtime.core.sequence import Step
 from hdtool.runtime.core.tree import DraftTree
 from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
-from hdtool.runtime.engines.cuda.static_steps import CaptureMaker, never
+from hdtool.runtime.engines.capture import CaptureMaker, never
 from hdtool.runtime.target.target import Target
 from tests.support.decoding import SAMPLINGS
 from tests.support.families import VOCABULARY, model_of

@@ -17,8 +17,8 @@ from transformers.cache_utils import DynamicCache
 from hdtool.runtime.caches.kv_cache import StaticKVCache
 from hdtool.runtime.core.tolerances import LOW_PRECISION_TOLERANCE, STRICT_TOLERANCE, distances
 from hdtool.runtime.core.tree import ROOT, DraftTree
+from hdtool.runtime.engines.capture import never
 from hdtool.runtime.engines.checks.recurrences import between
-from hdtool.runtime.engines.cuda.static_steps import never
 from hdtool.runtime.engines.stock.closed_forms import ClosedStates, UnknownRecurrenceError
 from hdtool.runtime.target.target import Target
 from tests.support.decoding import SAMPLINGS, output_tokens, run

@@ -20,16 +20,8 @@ from hdtool.runtime.core.engine import PassOptions, Verified
 from hdtool.runtime.core.sequence import Finish
 from hdtool.runtime.core.tree import ROOT, DraftTree
 from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
-from hdtool.runtime.engines.cuda.static_steps import (
-    MIN_EXTENT,
-    RECORDED,
-    STEP_SIZES,
-    CaptureMaker,
-    Run,
-    StaticSteps,
-    extent_for,
-    never,
-)
+from hdtool.runtime.engines.capture import CaptureMaker, Run, never
+from hdtool.runtime.engines.cuda.static_steps import MIN_EXTENT, RECORDED, STEP_SIZES, StaticSteps, extent_for
 from hdtool.runtime.engines.steps import StepOutput
 from hdtool.runtime.model.pass_inputs import FULL, MOVES, AttentionMasks, AttentionWindow, StepInput, StepTensors
 from hdtool.runtime.target.target import Target
@@ -37,7 +29,7 @@ from tests.support.decoding import SAMPLINGS, output_tokens, run
 from tests.support.families import FAMILIES, VOCABULARY, model_of
 from tests.support.one_sequence import OneSequence
 from tests.support.oracle import assert_same_logits, plain_logits, prompt_of
-from tests.support.rehearsed import Direct, Rehearsed, Replayed, direct
+from tests.support.rehearsed import Direct, Rehearsed, Replayed, captured_of, direct
 from tests.support.trees import WrongDrafter, path_to, tokens_to, trees
 
 CPU = torch.device("cpu")
@@ -51,7 +43,7 @@ def tree_of(size: int) -> DraftTree:
 
 
 def steps_of(target: Target) -> StaticSteps:
-    steps = target._captured.steps
+    steps = captured_of(target).steps
     assert steps
     return steps
 
@@ -353,7 +345,7 @@ def test_the_fused_pass_calls_linear_layers_of_other_classes() -> None:
             else:
                 plain.__class__ = Rounded
     target = Target(model, lambda device: Rehearsed())
-    assert target._captured.is_fused
+    assert target.is_fused
     one, context, tree = OneSequence(target), prompt_of(30), tree_of(9)
     one.prefill(context)
     logits = one.verify(tree)
@@ -366,7 +358,7 @@ def test_merged_matrices_are_those_of_the_model() -> None:
     model = copy.deepcopy(model_of("qwen2"))
     before = {name: weight.clone() for name, weight in model.state_dict().items()}
     first, second = (Target(model, lambda device: Rehearsed()) for _ in range(2))
-    assert first._captured.is_fused and second._captured.is_fused
+    assert first.is_fused and second.is_fused
     assert all(torch.equal(weight, before[name]) for name, weight in model.state_dict().items())
     first.notice_changes()
     assert first.changes == 0

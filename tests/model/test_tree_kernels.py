@@ -30,7 +30,7 @@ from hdtool.runtime.target.target import Target
 from tests.support.families import VOCABULARY, model_of
 from tests.support.interpreted import interpreted_kernels
 from tests.support.oracle import assert_same_logits, plain_logits, prompt_of
-from tests.support.rehearsed import direct
+from tests.support.rehearsed import captured_of, direct
 from tests.support.trees import path_to, tokens_to
 
 CPU = torch.device("cpu")
@@ -297,7 +297,7 @@ def test_trees_of_a_batch_get_the_logits_of_their_plain_paths(family: str) -> No
 def assert_trees_of_a_batch_are_right(family: str) -> None:
     model = model_of(family)
     target = Target(model, direct)
-    first = target._captured._passes[0]
+    first = captured_of(target)._passes[0]
     assert not first.reads_extent, "the kernels must be used"
     cache, contexts = target.allocate(2), [prompt_of(70), prompt_of(11)]
     for slot, context in enumerate(contexts):

@@ -86,7 +86,7 @@ def answered(models: dict[str, PreTrainedModel]) -> dict[str, Any]:
             watched(target, sampling, drafter)["tokens"]
             for sampling, drafter in ((GREEDY, None), (SAMPLED, None), (GREEDY, hierarchy()), (SAMPLED, hierarchy()))
         ]
-        found[name] = {"tokens": answers, "captures": target.captures, "fused": target._captured.is_fused}
+        found[name] = {"tokens": answers, "captures": target.captures, "fused": target.is_fused}
     return {"expected": {name: answers * 2 for name, answers in expected.items()}, "found": found} | diagnostics()
 
 

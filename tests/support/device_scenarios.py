@@ -43,6 +43,7 @@ from tests.support.families import VOCABULARY, model_of
 from tests.support.heads import SEQUENTIAL, random_for
 from tests.support.interleaving import Interleaving
 from tests.support.oracle import prompt_of
+from tests.support.rehearsed import captured_of
 from tests.support.simulated_cuda.counts import CAPTURE, REPLAY, waits
 from tests.support.simulated_cuda.graphs import GraphCapture
 from tests.support.simulated_cuda.install import install, on_device
@@ -157,7 +158,7 @@ def answers_of(family: str, expected: dict[str, list[int]]) -> dict[str, Any]:
         "sampled": watched(target, SAMPLED),
         "hd, sampled": watched(target, SAMPLED, hierarchy()),
     }
-    batch, captures, fused = watched_batch(target), target.captures, target._captured.is_fused
+    batch, captures, fused = watched_batch(target), target.captures, target.is_fused
     target = Target(on_device(deeper(model, DEEPER)))
     deep = watched(target, GREEDY)
     return {
@@ -287,14 +288,14 @@ def short_memory() -> dict[str, Any]:
     static_steps.RETRY_AFTER = 8
     found: dict[str, Any] = {}
     for name, slots, number in (("once", 2, 1), ("for a while", 3, 4), ("no longer", 3, 0)):
-        failures, passes = number, target._captured._passes[0]
+        failures, passes = number, captured_of(target)._passes[0]
         replays, captured = DEVICE.counts.events[REPLAY], DEVICE.counts.events[CAPTURE]
         found[name] = {
             "tokens": batch_of(target, slots),
             "expected": expected[:slots],
             "replayed": DEVICE.counts.events[REPLAY] > replays,
             "captured": DEVICE.counts.events[CAPTURE] > captured,
-            "same pass": target._captured._passes[:1] == [passes],
+            "same pass": captured_of(target)._passes[:1] == [passes],
         }
     GraphCapture.__enter__ = usual  # type: ignore[method-assign]
     return found | {"captures": target.captures} | diagnostics()
@@ -313,11 +314,11 @@ def replaced_weights() -> dict[str, Any]:
     """Replace a weight before each of several pairs of batches, as a trainer does, which releases all graphs."""
     install()
     target = Target(on_device(model_of("llama")))
-    passes, found = target._captured._passes[0], []
+    passes, found = captured_of(target)._passes[0], []
     for _ in range(3):
         replace_parameter(target.model)
         tokens = [batch_of(target, 2) for _ in range(2)]
-        found.append(tokens[0] == tokens[1] and type(target._captured._passes[0]) is type(passes))
+        found.append(tokens[0] == tokens[1] and type(captured_of(target)._passes[0]) is type(passes))
     return {"found": found, "captures": target.captures} | diagnostics()
 
 

@@ -8,7 +8,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from hdtool.runtime.engines.cuda.static_steps import Run
+from hdtool.runtime.engines.capture import Run
+from hdtool.runtime.engines.cuda.captured_passes import CapturedPasses
+from hdtool.runtime.target.target import Target
 
 
 class Direct:
@@ -20,6 +22,12 @@ class Direct:
 
 def direct(device: torch.device) -> Direct:
     return Direct()
+
+
+def captured_of(target: Target) -> CapturedPasses:
+    """Return the captured passes of a target that was asked to capture its steps."""
+    assert target.captured
+    return target.captured
 
 
 class Rehearsed(Direct):

@@ -272,7 +272,7 @@ class _Checks:
         try:
             target = Target(on_device(model))
             if target.captures:
-                self._result.captured = "hdtool" if target._captured.is_fused else "transformers"
+                self._result.captured = "hdtool" if target.is_fused else "transformers"
             wrong_drafter = WrongDrafter(len(SHORT), self._short, VOCABULARY, 10)
             found = output_tokens(run(target, SHORT, GREEDY, FEWER_TOKENS, drafter=wrong_drafter))
         except Exception as error:  # the simulated device lacks some operations

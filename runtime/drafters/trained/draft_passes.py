@@ -15,7 +15,8 @@ from hdtool.runtime.caches.kv_cache import IndexedKVCache, LayerShape
 from hdtool.runtime.caches.slots import Cache
 from hdtool.runtime.drafters.trained.proposal import TOKENS_PER_RANKING
 from hdtool.runtime.drafters.trained.sequential import MAX_PASSES, ROWS_PER_PASS, Ranked
-from hdtool.runtime.engines.cuda.static_steps import Capture, DeviceClock, Run, extent_for, rankings_in
+from hdtool.runtime.engines.capture import Capture, Run
+from hdtool.runtime.engines.cuda.static_steps import DeviceClock, extent_for, rankings_in
 from hdtool.runtime.model.pass_inputs import FULL, AttentionMasks, AttentionWindow, TransferBuffer
 
 if TYPE_CHECKING:

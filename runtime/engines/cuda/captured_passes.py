@@ -32,7 +32,7 @@ from hdtool.runtime.model.pass_inputs import Mask
 from hdtool.runtime.model.placement import not_on_one_device_reason
 
 if TYPE_CHECKING:
-    from hdtool.runtime.engines.cuda.static_steps import Capture
+    from hdtool.runtime.engines.capture import Capture
     from hdtool.runtime.engines.stock.closed_forms import StackedStates
     from hdtool.runtime.engines.stock.facts import ModelFacts
     from hdtool.runtime.engines.stock.recurrent_layers import RecurrentLayers

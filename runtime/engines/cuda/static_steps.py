@@ -13,7 +13,6 @@ import time
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import Protocol
 from weakref import WeakKeyDictionary
 
 import torch
@@ -22,6 +21,7 @@ from hdtool.runtime.caches.kv_cache import KVTensors
 from hdtool.runtime.caches.slots import Cache, StatesOfTree
 from hdtool.runtime.core.engine import LOGITS_ONLY, PassOptions, Verified
 from hdtool.runtime.core.tree import LARGEST_TREE, ROOT, DraftTree
+from hdtool.runtime.engines.capture import Capture, Run
 from hdtool.runtime.engines.cuda.waits import waits_refused
 from hdtool.runtime.engines.steps import StepOutput, StepPass
 from hdtool.runtime.kernels.compiled import Array
@@ -33,19 +33,6 @@ WARM_UPS = 1
 
 FIRST_RECOVERING_TORCH = 2, 12
 """First torch release that can capture again after a failed capture (pytorch/pytorch#180395)."""
-
-Run = Callable[[], None]
-
-
-class Capture(Protocol):
-    """Captures functions so that they can be replayed on the same tensors."""
-
-    def record(self, run: Run) -> Run:
-        """Return a function that replays ``run``, or ``run`` itself if there is not enough memory to capture it.
-
-        Capturing may call ``run`` any number of times. What was captured is released with the returned function.
-        """
-        ...
 
 
 class CudaGraphs:
@@ -186,19 +173,6 @@ def note_uncaptured() -> None:
 def clear_cublas_workspaces() -> None:
     """Free cuBLAS's workspaces, one per handle and stream; the next matmul allocates a new one."""
     torch._C._cuda_clearCublasWorkspaces()
-
-
-CaptureMaker = Callable[[torch.device], Capture | None]
-"""Returns a ``Capture`` for a device, or None if steps on that device are neither captured nor padded."""
-
-
-def by_device(device: torch.device) -> Capture | None:
-    """Return ``CudaGraphs`` for CUDA devices, and None for others, where steps without padding are faster."""
-    return CudaGraphs(device) if device.type == "cuda" else None
-
-
-def never(device: torch.device) -> Capture | None:
-    return None
 
 
 MIN_EXTENT = 512
