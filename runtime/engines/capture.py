@@ -1,4 +1,4 @@
-"""Chooses how the steps of a model are captured on its device."""
+"""The interface of what captures the steps of a model on its device."""
 
 from __future__ import annotations
 
@@ -23,15 +23,6 @@ class Capture(Protocol):
 
 CaptureMaker = Callable[[torch.device], Capture | None]
 """Returns a ``Capture`` for a device, or None if steps on that device are neither captured nor padded."""
-
-
-def by_device(device: torch.device) -> Capture | None:
-    """Return ``CudaGraphs`` for CUDA devices, and None for others, where steps without padding are faster."""
-    if device.type != "cuda":
-        return None
-    from hdtool.runtime.engines.cuda.static_steps import CudaGraphs
-
-    return CudaGraphs(device)
 
 
 def never(device: torch.device) -> Capture | None:

@@ -15,7 +15,7 @@ from hdtool.data.errors import FamilyError
 from hdtool.runtime.caches.slots import Cache
 from hdtool.runtime.core.tolerances import distances, tolerance_of
 from hdtool.runtime.engines.backend import MIN_GROWTH, BackendEngine, StockBackend
-from hdtool.runtime.engines.capture import Capture, CaptureMaker, by_device
+from hdtool.runtime.engines.capture import Capture, CaptureMaker
 from hdtool.runtime.engines.checks.probes import some_context
 from hdtool.runtime.engines.stock.chain_passes import ChainPasses
 from hdtool.runtime.engines.stock.facts import ModelFacts
@@ -32,6 +32,15 @@ if TYPE_CHECKING:
 
     from hdtool.runtime.engines.cpu.compiled_model import CompiledModel
     from hdtool.runtime.engines.cuda.captured_passes import CapturedPasses
+
+
+def by_device(device: torch.device) -> Capture | None:
+    """Return ``CudaGraphs`` for CUDA devices, and None for others, where steps without padding are faster."""
+    if device.type != "cuda":
+        return None
+    from hdtool.runtime.engines.cuda.static_steps import CudaGraphs
+
+    return CudaGraphs(device)
 
 
 class Target(BackendEngine):

@@ -17,9 +17,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from hdtool.runtime.core.tolerances import distances
 from hdtool.runtime.core.tree import ROOT, DraftTree
-from hdtool.runtime.engines.capture import by_device
 from hdtool.runtime.model.placement import use_planless_attention
-from hdtool.runtime.target.target import Target
+from hdtool.runtime.target.target import Target, by_device
 from tests.benchmarks.gpu_step import name_of
 from tests.support.rehearsed import captured_of, direct
 from tests.support.trees import path_to, tokens_to
