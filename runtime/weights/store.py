@@ -19,6 +19,7 @@ import numpy.typing as npt
 import torch
 
 from hdtool.data.errors import ModelError
+from hdtool.data.memory import HUGE_PAGE, mapped_memory
 from hdtool.runtime.kernels.compact_weight import CompactWeight, expand_compact
 from hdtool.runtime.kernels.gemm import COLUMN_MULTIPLE
 from hdtool.runtime.kernels.matrix_formats import ALL_FORMATS
@@ -179,7 +180,8 @@ class WeightStore(Mapping[str, StoredWeight]):
         total = sum(piece.rows for piece in weight.pieces)
         order = np.arange(total) if weight.order is None else weight.order
         places = np.argsort(order)
-        rows, start = torch.empty(len(order), first.bytes // first.rows, dtype=torch.uint8), 0
+        row_bytes, start = first.bytes // first.rows, 0
+        rows = _memory(len(order) * row_bytes).view(-1, row_bytes)
         for piece in weight.pieces:  # one by one, which needs little temporary memory
             below, end = np.searchsorted(order, (start, start + piece.rows), sorter=places)
             own, content = places[below:end], self._bytes(piece).view(piece.rows, -1).numpy()
@@ -196,7 +198,7 @@ class WeightStore(Mapping[str, StoredWeight]):
         return expanded_blocks(content.view(rows, -1), piece.format).view(piece.shape)
 
     def _bytes(self, piece: Piece) -> torch.Tensor:
-        content = torch.empty(piece.bytes, dtype=torch.uint8)
+        content = _memory(piece.bytes)
         memory, done = memoryview(cast(Any, content.numpy())), 0
         try:
             with piece.file.open("rb", buffering=0) as stream:
@@ -212,6 +214,13 @@ class WeightStore(Mapping[str, StoredWeight]):
         if done < piece.bytes:
             raise ModelError(f"{self.source} was changed while it was read: run the command again")
         return content
+
+
+def _memory(size: int) -> torch.Tensor:
+    """Return memory for a weight."""
+    if size < HUGE_PAGE:
+        return torch.empty(size, dtype=torch.uint8)
+    return torch.frombuffer(mapped_memory(size), dtype=torch.uint8)
 
 
 def _as_slice(numbers: npt.NDArray[np.int64]) -> Any:
