@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar, cast
 import torch
 from torch.func import functional_call
 from torch.nn import Module
-from torch.nn.functional import gelu, silu
+from torch.nn.functional import gelu, relu, silu
 
-from hdtool.runtime.model.pass_inputs import AttentionWindow
+from hdtool.runtime.model.pass_inputs import FULL, HYBRID, WITHOUT_MASK, AttentionWindow
 
 if TYPE_CHECKING:
     from hdtool.runtime.program.model_parts import Kind, ModelParts
@@ -103,9 +103,8 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "gelu_tanh": partial(gelu, approximate="tanh"),
     "gelu": gelu,
     "gelu_new": partial(gelu, approximate="tanh"),
+    "relu2": lambda rows: relu(rows).square(),
 }
-MIXER_LAYER_TYPES = ("conv", "linear_attention", "mamba")
-"""Layer types that use a recurrent or convolution state instead of attention."""
 MAGNITUDES = torch.tensor([[1e-3], [1.0]])
 """Magnitudes of the rows on which norms are compared; for the smaller one, epsilon affects the result."""
 
@@ -140,7 +139,7 @@ def rotary_of(parts: ModelParts[Any], hidden: torch.Tensor, positions: torch.Ten
     cos, sin = (part.flatten(0, 1) for part in embeddings)
     if parts.family.has_paired_tables:
         cos, sin = (torch.cat((part[:, ::2], part[:, ::2]), dim=1).float() for part in (cos, sin))
-    width, layer = cos.shape[1], parts.first_attention
+    width, layer = cos.shape[1], parts.attending[0]
     if parts.family.varies_heads:
         layer = parts.layers[position_kinds(parts).index(kind)]
     if 2 * width == layer.width and parts.family.has_half_tables:
@@ -160,7 +159,7 @@ def rotary_kinds(parts: ModelParts[Any]) -> list[str | None]:
     """Return, for each layer, the layer type to pass to the rotary module; None for layers without rotary positions."""
     rotates, kinds = parts.family.rotates, position_kinds(parts)
     return [
-        kind if layer.mixer is None and rotates(layer.attention) else None
+        kind if layer.attention and rotates(layer.attention) else None
         for layer, kind in zip(parts.layers, kinds, strict=True)
     ]
 
@@ -172,7 +171,9 @@ def windows_of_layers(config: Any, windows: Sequence[AttentionWindow]) -> list[A
         return None
     number = int(config.num_hidden_layers)
     kinds = getattr(config, "layer_types", None) or [windows[0].kind] * number
-    by_kind |= {kind: AttentionWindow(kind) for kind in MIXER_LAYER_TYPES if kind in kinds}
+    by_kind |= {kind: AttentionWindow(kind) for kind in WITHOUT_MASK if kind in kinds}
+    if FULL in by_kind:
+        by_kind[HYBRID] = by_kind[FULL]
     return [by_kind[kind] for kind in kinds] if by_kind.keys() >= set(kinds) else None
 
 

@@ -18,6 +18,7 @@ ACTIVATIONS = {
     "PytorchGELUTanh": "gelu_tanh",
     "GELUActivation": "gelu",
     "NewGELUActivation": "gelu_new",
+    "ReLUSquaredActivation": "relu2",
 }
 """Activation names by class name."""
 
@@ -35,10 +36,12 @@ class FeedForwardParts(NamedTuple):
 
 
 def feed_forward_parts(module: Any, mlp: Module | None, kind: Kind[Any], family: Family) -> FeedForwardParts | None:
-    """Return the parts of an MLP or a mixture of experts; None for unsupported modules.
+    """Return the parts of an MLP or a mixture of experts, none for a ``module`` of None; None for unsupported modules.
 
     ``mlp`` is a mixture's shared expert if that is a separate module of the layer, and otherwise None.
     """
+    if module is None:
+        return FeedForwardParts(None)
     described, experts, gate = family.experts, None, None
     if described and type(module).__name__ == described.block:
         experts, gate = module, module._modules.get(described.shared_gate)

@@ -15,6 +15,7 @@ from hdtool.runtime.program.mixer_parts import (
     DELTA_RULE_BY_HEADS,
     DELTA_RULE_SEPARATE,
     MAMBA2,
+    MAMBA2_SCALED,
     SHORT_CONVOLUTION,
     ExpertKind,
     qwen_experts,
@@ -126,6 +127,13 @@ MAMBA2_SETTINGS = frozenset({
     "mamba_chunk_size", "mamba_conv_bias", "mamba_d_conv", "mamba_d_head", "mamba_d_state", "mamba_expand",
     "mamba_n_groups", "mamba_n_heads", "mamba_proj_bias", "time_step_limit",
 })  # fmt: skip
+STATE_SETTINGS = frozenset({
+    "chunk_size", "conv_kernel", "expand", "layer_norm_epsilon", "n_groups", "rescale_prenorm_residual",
+    "residual_in_fp32", "time_step_floor", "time_step_limit", "time_step_max", "time_step_min", "use_bias",
+    "use_conv_bias",
+})  # fmt: skip
+"""Settings of Mamba-2 mixers in models whose layers have a single sublayer."""
+SINGLE_NORM = ("norm", "", "", "")
 LFM2_NORMS = ("operator_norm", "", "ffn_norm", "")
 LFM2_NAMES = Names(
     mlp="feed_forward",
@@ -145,6 +153,31 @@ HYBRID_FAMILIES: Mapping[str, Family] = {
         is_partial=True,
         attributes=frozenset({"block_type"}),
         settings=MAMBA2_SETTINGS | {"attn_layer_indices", "num_logits_to_keep", "z_loss_coefficient"},
+    ),
+    "falcon_h1": Family(
+        norms=("input_layernorm", "", "pre_ff_layernorm", ""),
+        names=Names(mlp="feed_forward", last_norm="final_layernorm"),
+        mixers={"mamba": {"FalconH1Mixer": MAMBA2_SCALED}},
+        adds_mixers=True,
+        embedding="embedding_multiplier",
+        logit_factor="lm_head_multiplier",
+        factors={
+            "queries": ("attention_in_multiplier",),
+            "keys": ("attention_in_multiplier", "self_attn.key_multiplier"),
+            "values": ("attention_in_multiplier",),
+            "out": ("attn_out_multiplier",),
+            "mixer_out": ("ssm_out_multiplier",),
+            "gate": ("feed_forward.gate_multiplier",),
+            "down": ("feed_forward.down_multiplier",),
+        },
+        attributes=frozenset({"channels_attn"}),
+        settings=MAMBA2_SETTINGS
+        | {
+            "attention_in_multiplier", "attention_out_multiplier", "key_multiplier", "mamba_d_ssm",
+            "mamba_norm_before_gate", "mamba_rms_norm", "mlp_multipliers", "num_logits_to_keep", "projectors_bias",
+            "ssm_in_multiplier", "ssm_multipliers", "ssm_out_multiplier",
+        },
+        required={"attention_bias": (False,), "mamba_proj_bias": (False,)},  # what is scaled has no bias
     ),
     "granitemoehybrid": Family(
         names=Names(mlp="shared_mlp", gate_up="input_linear", down="output_linear", activation="activation"),
@@ -182,6 +215,35 @@ HYBRID_FAMILIES: Mapping[str, Family] = {
         ),
         attributes=frozenset({"is_attention_layer"}),
         settings=EXPERT_SETTINGS | {"conv_L_cache", "conv_bias", "norm_eps", "num_dense_layers", "use_expert_bias"},
+    ),
+    "mamba2": Family(
+        norms=SINGLE_NORM,
+        names=Names(attention="mixer", mlp="mixer", embedding="embeddings", last_norm="norm_f"),
+        mixers={"mixer": {"Mamba2Mixer": MAMBA2}},
+        is_single=True,
+        widens="residual_in_fp32",
+        settings=STATE_SETTINGS | {"num_heads", "state_size", "time_step_rank"},
+    ),
+    "nemotron_h": Family(
+        norms=SINGLE_NORM,
+        norm=ROUNDED_AFTER,
+        names=Names(
+            attention="mixer", mlp="mixer", gate="up_proj", up="", embedding="embeddings", last_norm="norm_f"
+        ),
+        mixers={"mixer": {"NemotronHMamba2Mixer": MAMBA2}},
+        is_single=True,
+        attention_class="NemotronHAttention",
+        activations=frozenset({"relu2"}),
+        rotates=lambda attention: False,
+        attributes=frozenset({"block_type"}),
+        settings=STATE_SETTINGS
+        | EXPERT_SETTINGS
+        | {
+            "hidden_dropout", "layers_block_type", "mamba_head_dim", "mamba_hidden_act", "mamba_num_heads",
+            "mamba_proj_bias", "mamba_ssm_cache_dtype", "mlp_hidden_act", "moe_latent_size",
+            "moe_shared_expert_intermediate_size", "moe_shared_expert_overlap", "mtp_layers_block_type",
+            "num_logits_to_keep", "num_nextn_predict_layers", "ssm_state_size", "use_mamba_kernels",
+        },
     ),
     "olmo_hybrid": Family(
         mixers={"linear_attn": {"OlmoHybridGatedDeltaNet": DELTA_RULE_SEPARATE}},

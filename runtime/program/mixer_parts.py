@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
@@ -14,15 +14,17 @@ if TYPE_CHECKING:
 
 Matmul = TypeVar("Matmul", bound=Module)
 SHORT_CONVOLUTION, DELTA_RULE, MAMBA2 = "short convolution", "gated delta rule", "Mamba-2"
+MAMBA2_SCALED = "Mamba-2, scaled inputs"
 DELTA_RULE_SEPARATE = "gated delta rule, queries, keys and values apart"
 DELTA_RULE_BY_HEADS = "gated delta rule, inputs by heads of keys"
 STATE_ATTRIBUTES = frozenset({
-    "activation", "allow_neg_eigval", "conv_dim", "conv_kernel_size", "eps", "head_dim", "head_k_dim", "head_v_dim",
-    "hidden_size", "intermediate_size", "key_dim", "layer_idx", "layer_norm_epsilon", "layer_type", "n_groups",
-    "num_heads", "num_k_heads", "num_v_heads", "ssm_state_size", "use_bias", "use_conv_bias", "value_dim", "chunk_size",
-    "time_step_limit", "bias", "training", "config",
+    "activation", "allow_neg_eigval", "conv_dim", "conv_kernel_size", "eps", "groups_time_state_size", "head_dim",
+    "head_k_dim", "head_v_dim", "hidden_size", "intermediate_size", "key_dim", "layer_idx", "layer_norm_epsilon",
+    "layer_type", "mamba_rms_norm", "n_groups", "num_heads", "num_k_heads", "num_v_heads", "ssm_state_size", "use_bias",
+    "use_conv_bias", "value_dim", "chunk_size", "time_step_floor", "time_step_limit", "time_step_max", "time_step_min",
+    "time_step_rank", "use_mem_eff_path", "bias", "training", "config",
 })  # fmt: skip
-"""Attributes of mixers that this file reads or whose values follow from weight shapes."""
+"""Attributes of mixers that this file reads, whose values follow from weight shapes, or that only training reads."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,14 @@ class MixerParts(Generic[Matmul]):
     value_width: int = 0
     strength: float = 1.0
     """Factor that scales a delta rule's write strengths."""
+    min_step: float = 0.0
+    """Lower bound of a scan's time steps in passes over prompts; Transformers' passes over one token have no bound."""
+    gates_after_norm: bool = False
+    """The gated norm's output is multiplied by the gate, not its input."""
+    factors: tuple[Any, ...] = ()
+    """Numbers and tensors whose product scales the output of the first input projection."""
+    factor_names: frozenset[str] = frozenset()
+    """Names of the module's attributes and buffers in ``factors``."""
 
     @property
     def channels(self) -> int:
@@ -64,11 +74,12 @@ def mixer_parts(
     read = READERS.get(classes.get(type(module).__name__, ""))
     if read is None or getattr(module, "layer_idx", None) != layer_index:
         return None
-    if any(name not in STATE_ATTRIBUTES and not name.startswith("_") and name != "act" for name in vars(module)):
-        return None
     try:
         parts = read(module)
     except AttributeError:
+        return None
+    known = STATE_ATTRIBUTES | parts.factor_names | {"act"}
+    if any(name not in known and not name.startswith("_") for name in vars(module)):
         return None
     matmuls = (*parts.inputs, parts.out)
     small_tensors = [
@@ -76,9 +87,9 @@ def mixer_parts(
         *tensors_of(parts.convolution),
         *(tensors_of(parts.norm) if parts.norm else ()),
     ]
-    known_ids = {
-        id(tensor) for tensor in (*small_tensors, *(weight for matmul in matmuls for weight in tensors_of(matmul)))
-    }
+    factors = [factor for factor in parts.factors if isinstance(factor, torch.Tensor)]
+    known_ids = {id(tensor) for tensor in (*small_tensors, *factors)}
+    known_ids |= {id(weight) for matmul in matmuls for weight in tensors_of(matmul)}
     is_whole = (
         all(map(kind.is_linear, matmuls))
         and all(map(kind.is_readable, small_tensors))
@@ -149,9 +160,14 @@ def _norms(parts: MixerParts[Any]) -> bool:
         set(norm._parameters) == {"weight"}
         and weight.shape == (size,)
         and isinstance(norm.variance_epsilon, float)
-        and (parts.kind == DELTA_RULE or (norm.group_size == group and group * parts.key_heads == values))
+        and (parts.kind == DELTA_RULE or (_group_size(norm) == group and group * parts.key_heads == values))
         and getattr(norm, "activation", "silu") == "silu"
     )
+
+
+def _group_size(norm: Any) -> int:
+    """Return how many numbers a group of a gated norm has."""
+    return int(norm.group_size if hasattr(norm, "group_size") else len(norm.weight) // norm.n_groups)
 
 
 def _short_convolution(module: Any) -> MixerParts[Any]:
@@ -196,12 +212,25 @@ def _delta_rule_by_heads(module: Any) -> MixerParts[Any]:
 
 
 def _mamba2(module: Any) -> MixerParts[Any]:
-    if module.activation != "silu" or tuple(module.time_step_limit) != (0.0, float("inf")):
+    min_step, max_step = module.time_step_limit
+    if module.activation != "silu" or max_step != float("inf"):
         raise AttributeError("another activation, or limited steps")
     return MixerParts(
         MAMBA2, module, (module.in_proj,), module.out_proj, module.conv1d, module.norm,
-        module.n_groups, module.num_heads, module.ssm_state_size, module.head_dim,
+        module.n_groups, module.num_heads, module.ssm_state_size, module.head_dim, min_step=float(min_step),
     )  # fmt: skip
+
+
+def _mamba2_scaled(module: Any) -> MixerParts[Any]:
+    """Return the parts of a Mamba-2 mixer that scales its inputs and may lack the gated norm."""
+    has_norm, names = bool(module.mamba_rms_norm), ("ssm_in_multiplier", "mup_vector")
+    return replace(
+        _mamba2(module),
+        norm=module.norm if has_norm else None,
+        gates_after_norm=has_norm and bool(module.norm.norm_before_gate),
+        factors=tuple(getattr(module, name) for name in names),
+        factor_names=frozenset(names),
+    )
 
 
 READERS: Mapping[str, Callable[[Any], MixerParts[Any]]] = {
@@ -210,6 +239,7 @@ READERS: Mapping[str, Callable[[Any], MixerParts[Any]]] = {
     DELTA_RULE_SEPARATE: _delta_rule_separate,
     DELTA_RULE_BY_HEADS: _delta_rule_by_heads,
     MAMBA2: _mamba2,
+    MAMBA2_SCALED: _mamba2_scaled,
 }
 
 

@@ -72,9 +72,11 @@ ROUNDED_FIRST = NormKind()
 
 @dataclass(frozen=True)
 class Names:
-    """Names of a layer's modules, and of the decoder's last norm and rotary module."""
+    """Names of a layer's modules, and of the decoder's embedding, last norm and rotary module."""
 
+    attention: str = "self_attn"
     mlp: str = "mlp"
+    """Name of the MLP or mixture of experts."""
     gate: str = "gate_proj"
     up: str = "up_proj"
     """Empty for MLPs without a gate, which apply the activation to the output of ``gate`` alone."""
@@ -85,6 +87,7 @@ class Names:
     """Name of the MLP's activation module; None for the usual name, empty for a SiLU that isn't a module."""
     out: str = "o_proj"
     head_norms: tuple[str, str] = ("q_norm", "k_norm")
+    embedding: str = "embed_tokens"
     last_norm: str = "norm"
     rotary: str = "rotary_emb"
 
@@ -99,6 +102,12 @@ class Family:
     names: Names = field(default_factory=Names)
     mixers: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     """Modules that may replace attention: maps each attribute name to a mapping from class name to mixer kind."""
+    adds_mixers: bool = False
+    """Each layer has a mixer besides attention. Both read the same normalized rows, and their outputs are added."""
+    is_single: bool = False
+    """Each layer has a single sublayer: a mixer, attention, an MLP or a mixture of experts."""
+    attention_class: str = ""
+    """Class name of attention modules, if modules of other kinds have the same name; otherwise empty."""
     norms_of_mixers: tuple[str, str, str, str] | None = None
     """Names of the norms in layers with a mixer; None if ``norms`` applies to these layers as well."""
     is_parallel: bool = False
@@ -145,6 +154,13 @@ class Family:
     has_sinks: bool = False
     residual: str = ""
     """Name of the layer attribute with the factor that scales what attention and MLP add to hidden states."""
+    widens: str = ""
+    """Name of the layer attribute that is true if hidden states are float32 in a model of any dtype."""
+    factors: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Maps a matmul to the paths of the layer's attributes whose product scales the matmul's output.
+
+    The matmuls are ``queries``, ``keys``, ``values``, ``out``, ``mixer_out``, ``gate`` and ``down``.
+    """
     embedding: str = ""
     """Name of the decoder attribute with the factor that scales embeddings."""
     logit_divisor: str = ""
@@ -179,7 +195,8 @@ class Family:
 
     def knows(self, module: Module) -> bool:
         """Return True if the description covers all attributes of a module."""
-        known = {*ATTRIBUTES, *self.attributes, self.softcap, self.residual, "training", "config"}
+        known = {*ATTRIBUTES, *self.attributes, self.softcap, self.residual, self.widens, "training", "config"}
+        known |= {path.rpartition(".")[2] for paths in self.factors.values() for path in paths}
         return all(name in known or name.startswith("_") for name in vars(module))
 
     def holds_for(self, model: Module, config: Any) -> bool:

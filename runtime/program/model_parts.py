@@ -6,10 +6,12 @@ import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from math import prod
+from operator import attrgetter
 from typing import Any, Generic, TypeVar, cast
 
 import torch
-from torch.nn import Dropout, Embedding, LayerNorm, Module, ModuleList
+from torch.nn import Dropout, Embedding, Identity, LayerNorm, Module, ModuleList
 
 from hdtool.runtime.caches.kv_cache import LayerShape
 from hdtool.runtime.kernels.compact_weight import CompactEmbedding
@@ -22,12 +24,12 @@ from hdtool.runtime.program.embedding_and_head import (
     input_parts,
     layer_inputs,
 )
-from hdtool.runtime.program.feed_forward import FeedForwardParts, activation_of, feed_forward_parts
+from hdtool.runtime.program.feed_forward import activation_of, feed_forward_parts
 from hdtool.runtime.program.hybrid_families import MIXTURE_MODULES, MixtureParts, is_known_mixture, mixture_parts
 from hdtool.runtime.program.mixer_parts import MixerParts, mixer_parts, tensors_of
 from hdtool.runtime.program.model_families import LLAMA, Family, family_of, is_of_package, package_of
+from hdtool.runtime.program.sublayers import sublayers_of
 
-DECODER_PARTS = {"embed_tokens", "layers"}
 FIXED_ROTARY = ("default", "linear", "llama3", "proportional", "yarn")
 """Rotary types that don't depend on the context length."""
 UNSUPPORTED_ATTRIBUTES = re.compile("multiplier|use_rope|no_rope|nope|clip|softcap")
@@ -57,15 +59,16 @@ class LayerParts(Generic[Matmul]):
     """The modules and shapes of one decoder layer."""
 
     layer: Module
-    attention: Module
+    attention: Module | None
+    """None in a layer without attention; then ``qkv`` is empty, and ``out`` None."""
     qkv: tuple[Matmul, ...]
     """Query, key and value projections, or one joined matrix.
 
     Without a value projection, the keys are also the values. With only a query projection, the layer reads the keys and
     values of an earlier layer.
     """
-    out: Matmul
-    """Output projection of the attention or mixer."""
+    out: Matmul | None
+    """Output projection of the attention."""
     gate_up: tuple[Matmul, ...]
     """Gate and up projections, or their joined matrix, of the MLP or shared expert; empty if the layer has neither."""
     down: tuple[Matmul, ...]
@@ -77,7 +80,7 @@ class LayerParts(Generic[Matmul]):
     head_norms: tuple[Module, ...]
     """Norms of queries and keys; empty if they aren't normalized."""
     heads: int
-    """Number of key/value heads; 0 in a layer with a mixer."""
+    """Number of key/value heads; 0 in a layer without attention."""
     groups: int
     """Query heads per key/value head."""
     width: int
@@ -90,7 +93,7 @@ class LayerParts(Generic[Matmul]):
     shared_gate: Matmul | None = None
     """Linear layer whose sigmoid scales the shared expert's output; None if the output isn't scaled."""
     mixer: MixerParts[Matmul] | None = None
-    """Mixer that replaces attention; ``qkv`` then holds its input projections."""
+    """Mixer in place of attention, or besides it if the family ``adds_mixers``."""
     value_norm: Module | None = None
     """Norm of the values, without a weight; None if the values aren't normalized."""
     inputs: InputParts[Matmul] | None = None
@@ -104,7 +107,12 @@ class LayerParts(Generic[Matmul]):
 
     @property
     def matmuls(self) -> tuple[Matmul, ...]:
-        return *self.qkv, self.out, *self.gate_up, *self.down, *self.input_matmuls
+        attention = (*self.qkv, self.out) if self.out else ()
+        return *attention, *self.mixer_matmuls, *self.gate_up, *self.down, *self.input_matmuls
+
+    @property
+    def mixer_matmuls(self) -> tuple[Matmul, ...]:
+        return (*self.mixer.inputs, self.mixer.out) if self.mixer else ()
 
     @property
     def input_matmuls(self) -> tuple[Matmul, ...]:
@@ -119,7 +127,28 @@ class LayerParts(Generic[Matmul]):
 
     @property
     def hidden(self) -> int:
-        return cast(int, self.qkv[0].in_features)
+        return cast(int, self.matmuls[0].in_features)
+
+    @property
+    def mixes(self) -> bool:
+        """True if the layer has attention, a mixer or both."""
+        return self.attention is not None or self.mixer is not None
+
+    @property
+    def feeds(self) -> bool:
+        """True if the layer has an MLP, experts or both."""
+        return bool(self.down) or self.experts is not None
+
+    def factors(self, family: Family) -> dict[str, Any]:
+        """Return the factors that scale outputs of matmuls other than 1: numbers, or a tensor for ``first``.
+
+        ``first`` is the first input projection of the mixer; the other matmuls are those of ``Family.factors``.
+        """
+        values = {name: [attrgetter(path)(self.layer) for path in paths] for name, paths in family.factors.items()}
+        if self.mixer and self.mixer.factors:
+            values["first"] = list(self.mixer.factors)
+        products = {name: prod(factors) for name, factors in values.items()}
+        return {name: product for name, product in products.items() if name == "first" or product != 1.0}
 
     @property
     def inner(self) -> int:
@@ -154,9 +183,9 @@ class ModelParts(Generic[Matmul]):
     """Computes an additional input for each layer; None if layers read only hidden states."""
 
     @property
-    def first_attention(self) -> LayerParts[Matmul]:
-        """First attention layer. Other attention layers have the same head shape unless ``family.varies_heads``."""
-        return next(layer for layer in self.layers if layer.mixer is None)
+    def attending(self) -> list[LayerParts[Matmul]]:
+        """Layers with attention; all have the same head shape unless ``family.varies_heads``."""
+        return [layer for layer in self.layers if layer.attention]
 
     @property
     def matmuls(self) -> list[Matmul]:
@@ -180,14 +209,15 @@ def model_parts(model: Any, kind: Kind[Matmul]) -> ModelParts[Matmul] | None:
     family = _family_of(modules[0], kind)
     owners = [module for module in model.modules() if module._modules.get("layers") is modules]
     widths = {layer.inputs.width if layer.inputs else 0 for layer in layers}
-    names = DECODER_PARTS | {family.names.last_norm} | (DECODER_INPUT_MODULES if any(widths) else set())
+    names = {"layers", family.names.embedding, family.names.last_norm}
+    names |= DECODER_INPUT_MODULES if any(widths) else set()
     if len(owners) != 1 or set(owners[0]._modules) - {family.names.rotary} - _dropouts(owners[0], family) != names:
         return None
     decoder: Any = owners[0]
-    embedding, norm = (decoder.get_submodule(name) for name in ("embed_tokens", family.names.last_norm))
+    embedding, norm = (decoder.get_submodule(name) for name in (family.names.embedding, family.names.last_norm))
     rotary = decoder._modules.get(family.names.rotary)
     head, epsilon = model.get_output_embeddings(), epsilon_of(norm, family.norm.parameters)
-    rotates = any(layer.mixer is None and family.rotates(layer.attention) for layer in layers)
+    rotates = any(layer.attention and family.rotates(layer.attention) for layer in layers)
     inputs = layer_inputs(decoder, len(layers), max(widths), kind) if any(widths) else None
     if (
         not kind.is_linear(head)
@@ -206,11 +236,11 @@ def model_parts(model: Any, kind: Kind[Matmul]) -> ModelParts[Matmul] | None:
 def fits_cache(parts: ModelParts[Any], shapes: Sequence[LayerShape]) -> bool:
     """Return True if the cached keys and values of each layer match the number and width of its key heads.
 
-    Layers with a mixer, and layers that read another layer's keys, must have no cached keys and values.
+    Layers without attention, and layers that read another layer's keys, must have no cached keys and values.
     """
     return len(shapes) == len(parts.layers) and all(
         [(part.heads, part.width) for part in shape.kept]
-        == ([] if layer.mixer or layer.kv_source is not None else 2 * [(layer.heads, layer.width)])
+        == (2 * [(layer.heads, layer.width)] if layer.attention and layer.kv_source is None else [])
         for layer, shape in zip(parts.layers, shapes, strict=True)
     )
 
@@ -228,7 +258,8 @@ def _is_fixed(rotary: Any) -> bool:
 
 def _is_described(model: Module, decoder: Any, family: Family) -> bool:
     """Return True if the modules around the layers, and the model's settings, match the family's description."""
-    names = [name for name in vars(decoder) if UNSUPPORTED_ATTRIBUTES.search(name) and name != family.embedding]
+    known = {family.embedding, *family.logit_settings}
+    names = [name for name in vars(decoder) if UNSUPPORTED_ATTRIBUTES.search(name) and name not in known]
     others = {"layers", PROJECTION, *_dropouts(decoder, family)}
     ends = (decoder, *(module for name, module in decoder._modules.items() if name not in others))
     package, plain = package_of(decoder), (Embedding, CompactEmbedding, LayerNorm)
@@ -242,12 +273,12 @@ def _layers_of(modules: ModuleList, kind: Kind[Matmul]) -> list[LayerParts[Matmu
     recognized = [part for part in parts if part is not None]
     family = _family_of(modules[0], kind)
     is_llama = family is LLAMA
-    attending = [part for part in recognized if part.mixer is None]
+    attending = [part for part in recognized if part.attention]
     shapes = {part.shape if is_llama else (type(part.layer), *part.head_shape) for part in attending}
     if family.varies_heads:
         shapes = {(type(part.layer), part.scale) for part in attending}
     common_shapes = {(part.hidden, part.epsilon) for part in recognized}
-    if len(recognized) < len(parts) or len(shapes) != 1 or len(common_shapes) != 1:
+    if len(recognized) < len(parts) or len(shapes) > 1 or len(common_shapes) != 1:
         return []
     return _with_sources(recognized, family)
 
@@ -276,8 +307,11 @@ def _with_sources(layers: list[LayerParts[Matmul]], family: Family) -> list[Laye
 
 def _layer_parts(layer: Module, index: int, kind: Kind[Matmul]) -> LayerParts[Matmul] | None:
     family, children = _family_of(layer, kind), layer._modules
-    mixer_name = next((name for name in family.mixers if children.get(name) is not None), "self_attn")
-    norms = family.norms if mixer_name == "self_attn" else family.norms_of_mixers or family.norms
+    sublayers = sublayers_of(layer, family)
+    if sublayers is None:
+        return None
+    attention, mixer_module, feed = sublayers
+    norms = family.norms if attention else family.norms_of_mixers or family.norms
     inputs = input_parts(layer) if family.has_inputs else None
     added_mixture = mixture_parts(layer, family.added_router)
     extra_mixture = (
@@ -285,22 +319,48 @@ def _layer_parts(layer: Module, index: int, kind: Kind[Matmul]) -> LayerParts[Ma
     )
     extra_modules = {*(LAYER_INPUT_MODULES if inputs else ()), *(MIXTURE_MODULES if added_mixture else ())}
     if set(children) - _dropouts(layer, family) != {
-        mixer_name,
-        family.names.mlp,
+        *(name for name, child in children.items() if child is not None and child in sublayers),
         *filter(None, (*norms, extra_mixture)),
         *extra_modules,
     }:
         return None
-    attention, mlp = layer.get_submodule(mixer_name), layer.get_submodule(family.names.mlp)
-    feed_forward = feed_forward_parts(
-        layer.get_submodule(extra_mixture) if extra_mixture else mlp, mlp if extra_mixture else None, kind, family
-    )
-    if feed_forward is None or not _has_known_code(layer, attention, feed_forward.mlp, family):
+    mixture = layer.get_submodule(extra_mixture) if extra_mixture else None
+    feed_forward = feed_forward_parts(mixture or feed, feed if mixture else None, kind, family)
+    if feed_forward is None or not _has_known_code(layer, attention, mixer_module, feed_forward.mlp, family):
+        return None
+    classes = {cls: name for by_class in family.mixers.values() for cls, name in by_class.items()}
+    mixer = mixer_parts(mixer_module, index, kind, classes) if mixer_module else None
+    if mixer_module and mixer is None:
         return None
     block_norms = tuple(layer.get_submodule(name) if name else None for name in norms)
-    if mixer_name != "self_attn":
-        mixer = mixer_parts(attention, index, kind, family.mixers[mixer_name])
-        return None if mixer is None else _mixing_layer(layer, mixer, feed_forward, block_norms, kind, family)
+    epsilons = {
+        epsilon_of(norm, family.norm.parameters)
+        for norm in filter(None, (*block_norms, inputs.norm if inputs else None))
+    }
+    epsilons |= {epsilon_of(norm) for norm in added_mixture.norms} if added_mixture else set()
+    epsilon = epsilons.pop() if len(epsilons) == 1 else None
+    if epsilon is None:
+        return None
+    if inputs and not (
+        all(map(kind.is_linear, (inputs.gate, inputs.out)))
+        and activation_of(inputs.activation_module) == feed_forward.activation
+    ):
+        return None
+    parts: LayerParts[Matmul] | None = LayerParts(
+        layer, None, (), None, feed_forward.gate_up, feed_forward.down, feed_forward.experts, block_norms, (),
+        0, 0, 0, epsilon, 0.0, feed_forward.activation, feed_forward.activation_module,
+        feed_forward.shared_gate, mixer,
+        inputs=inputs, added_mixture=added_mixture, factor=layer._buffers.get(family.factor),
+    )  # fmt: skip
+    if attention and parts:
+        parts = _with_attention(parts, attention, index, kind, family)
+    return parts if parts and _is_complete(parts, kind, family) else None
+
+
+def _with_attention(
+    parts: LayerParts[Matmul], attention: Module, index: int, kind: Kind[Matmul], family: Family
+) -> LayerParts[Matmul] | None:
+    """Return a layer's parts with those of its attention; None if the engine can't compute the attention."""
     head_norms = tuple(attention.get_submodule(name) for name in family.names.head_norms if name in attention._modules)
     projections, out_name = ("qkv_proj",) if family.joins_qkv else family.projections(attention), family.names.out
     reads_other = not family.joins_qkv and len(projections) == 1
@@ -314,18 +374,11 @@ def _layer_parts(layer: Module, index: int, kind: Kind[Matmul]) -> LayerParts[Ma
         return None
     qkv: tuple[Any, ...] = tuple(getattr(attention, name) for name in projections)
     out: Any = attention.get_submodule(out_name)
-    epsilons = {
-        epsilon_of(norm, family.norm.parameters)
-        for norm in (*filter(None, (*block_norms, inputs.norm if inputs else None)), *head_norms)
-    }
+    epsilons = {epsilon_of(norm, family.norm.parameters) for norm in head_norms}
     epsilons |= {epsilon_of(value_norm, ())} if value_norm else set()
     width, scale = getattr(attention, "head_dim", 0), getattr(attention, "scaling", None)
-    input_matmuls = (inputs.gate, inputs.out) if inputs else ()
-    if not all(map(kind.is_linear, (*qkv, out, *input_matmuls))) or len(epsilons) > 1:
+    if not all(map(kind.is_linear, (*qkv, out))) or not epsilons <= {parts.epsilon}:
         return None
-    if inputs and activation_of(inputs.activation_module) != feed_forward.activation:
-        return None
-    epsilons |= {epsilon_of(norm) for norm in added_mixture.norms} if added_mixture else set()
     if (
         getattr(attention, "layer_idx", None) != index
         or not isinstance(scale, float)
@@ -340,39 +393,13 @@ def _layer_parts(layer: Module, index: int, kind: Kind[Matmul]) -> LayerParts[Ma
     else:
         keys = (qkv[0].out_features - out.in_features) / 2 if family.joins_qkv else qkv[1].out_features
     heads, rest = divmod(keys, width)
-    epsilon = epsilons.pop()
-    if epsilon is None or rest or not heads or out.in_features % (heads * width):
+    if rest or not heads or out.in_features % (heads * width):
         return None
     groups = out.in_features // (int(heads) * width)
-    parts: LayerParts[Matmul] = LayerParts(
-        layer, attention, qkv, out, feed_forward.gate_up, feed_forward.down, feed_forward.experts, block_norms,
-        head_norms,
-        int(heads), groups, width, epsilon, scale, feed_forward.activation, feed_forward.activation_module,
-        feed_forward.shared_gate,
-        value_norm=value_norm, inputs=inputs, added_mixture=added_mixture, factor=layer._buffers.get(family.factor),
+    return replace(
+        parts, attention=attention, qkv=qkv, out=out, head_norms=head_norms, heads=int(heads), groups=groups,
+        width=width, scale=scale, value_norm=value_norm,
     )  # fmt: skip
-    return parts if _is_complete(parts, kind, family) else None
-
-
-def _mixing_layer(
-    layer: Module,
-    mixer: MixerParts[Matmul],
-    feed_forward: FeedForwardParts,
-    block_norms: tuple[Module | None, ...],
-    kind: Kind[Matmul],
-    family: Family,
-) -> LayerParts[Matmul] | None:
-    """Return the parts of a layer with a mixer in place of attention; None if the engine can't compute it."""
-    epsilons = {epsilon_of(norm) for norm in filter(None, block_norms)}
-    epsilon = epsilons.pop() if len(epsilons) == 1 else None
-    if epsilon is None:
-        return None
-    parts: LayerParts[Matmul] = LayerParts(
-        layer, mixer.module, mixer.inputs, mixer.out, feed_forward.gate_up, feed_forward.down, feed_forward.experts,
-        block_norms, (),
-        0, 0, 0, epsilon, 0.0, feed_forward.activation, feed_forward.activation_module, feed_forward.shared_gate, mixer,
-    )  # fmt: skip
-    return parts if _is_complete(parts, kind, family) else None
 
 
 def _dropouts(module: Module, family: Family) -> set[str]:
@@ -381,21 +408,23 @@ def _dropouts(module: Module, family: Family) -> set[str]:
     return {name for name, child in dropouts.items() if family is not LLAMA and not (child.p and child.training)}
 
 
-def _has_known_code(layer: Module, attention: Module, mlp: Module | None, family: Family) -> bool:
+def _has_known_code(
+    layer: Module, attention: Module | None, mixer: Module | None, mlp: Module | None, family: Family
+) -> bool:
     """Return True if the family describes all classes, attributes and arguments of the modules."""
-    if "position_ids" in inspect.signature(attention.forward).parameters:
+    if attention and "position_ids" in inspect.signature(attention.forward).parameters:
         return False  # positions have a second use, such as scaling the queries of long contexts
-    is_mixer = any(layer._modules.get(name) is attention for name in family.mixers)
-    holders = [module for module in (layer, None if is_mixer else attention, mlp) if module is not None]
+    holders = [module for module in (layer, attention, mlp) if module is not None]
     if family is LLAMA:
         return not any(UNSUPPORTED_ATTRIBUTES.search(name) for module in holders for name in vars(module))
-    norms = [module for name, module in (*layer._modules.items(), *attention._modules.items()) if "norm" in name]
+    named = [item for module in (layer, attention, mixer) if module for item in module._modules.items()]
+    norms = [module for name, module in named if "norm" in name and module is not None]
     package = package_of(layer)
     return (
-        all(is_of_package(module, package) for module in (*holders, attention))
-        and all(is_of_package(norm, package) or type(norm) is LayerNorm for norm in norms if norm is not None)
+        all(is_of_package(module, package) for module in (*holders, *filter(None, [mixer])))
+        and all(is_of_package(norm, package) or type(norm) in (LayerNorm, Identity) for norm in norms)
         and all(map(family.knows, holders))
-        and (is_mixer or getattr(attention, "is_causal", None) is True)
+        and (attention is None or getattr(attention, "is_causal", None) is True)
     )
 
 
@@ -406,14 +435,14 @@ def _is_complete(parts: LayerParts[Matmul], kind: Kind[Matmul], family: Family) 
     key_rows = [keys] * (len(parts.qkv) - 1)
     projections = [queries + 2 * keys] if family.joins_qkv else [queries * (1 + family.gates_heads), *key_rows]
     dense = [2 * inner] if family.joins_gate else [inner] * len(parts.gate_up)
-    shapes = [*((rows, hidden) for rows in projections), (hidden, queries)]
-    if parts.mixer:  # mixer_parts has checked the mixer's shapes
-        shapes = [*map(_shape_of, parts.qkv), (hidden, _shape_of(parts.out)[1])]
+    shapes = [*((rows, hidden) for rows in projections), (hidden, queries)] if parts.attention else []
+    shapes += [(rows, hidden) for rows, _ in map(_shape_of, parts.mixer_matmuls[:-1])]  # checked by mixer_parts
+    shapes += [(hidden, _shape_of(parts.mixer.out)[1])] if parts.mixer else []
     shapes += [*((rows, hidden) for rows in dense), (hidden, inner)] if parts.down else []
     shapes += [(parts.inputs.width, hidden), (hidden, parts.inputs.width)] if parts.inputs else []
     norm_shapes = [(hidden,)] * (len(parts.norms) - len(parts.head_norms)) + _head_norm_shapes(parts, family)
     weights: list[list[Any]] = [[norm._parameters[name] for name in family.norm.parameters] for norm in parts.norms]
-    sinks: Any = parts.attention._parameters.get("sinks") if family.has_sinks else None
+    sinks: Any = parts.attention._parameters.get("sinks") if family.has_sinks and parts.attention else None
     mixer = parts.mixer.module if parts.mixer else None
     added_mixture = parts.added_mixture
     others = parts.experts, mixer, added_mixture.experts if added_mixture else None

@@ -119,8 +119,54 @@ MAMBA: dict[str, Any] = {
     "mamba_n_groups": 2,
 }
 SCAN: dict[str, Any] = {"num_hidden_layers": 3, **{key: MAMBA[key] for key in MAMBA if key.startswith("mamba_")}}
+SCALES: dict[str, Any] = {
+    "embedding_multiplier": 2.0,
+    "lm_head_multiplier": 0.4,
+    "attention_in_multiplier": 0.8,
+    "attention_out_multiplier": 0.7,
+    "key_multiplier": 0.6,
+    "mlp_multipliers": [0.9, 0.3],
+    "ssm_in_multiplier": 1.2,
+    "ssm_out_multiplier": 0.5,
+    "ssm_multipliers": [0.7, 0.6, 0.5, 1.1, 1.3],
+}
+def nemotron_h(**changes: Any) -> PreTrainedModel:
+    """Create a model with layers of a mixer, an MLP or attention alone."""
+    settings: dict[str, Any] = {
+        "layers_block_type": ["linear_attention", "mlp", "full_attention", "mlp", "linear_attention"],
+        "mamba_num_heads": 8,
+        "mamba_head_dim": 16,
+        "ssm_state_size": 32,
+        "n_groups": 2,
+        "mlp_bias": True,
+    }
+    return random_model("NemotronH", without=("num_hidden_layers",), **{**settings, **changes})
+
+
 HYBRID_MODELS: dict[str, Callable[[], PreTrainedModel]] = {
     "bamba": lambda: random_model("Bamba", **SCAN, attn_layer_indices=[1], mamba_proj_bias=True, attention_bias=True),
+    "falcon_h1": lambda: random_model(
+        "FalconH1", **SCAN, **SCALES, mamba_d_ssm=128, without=("head_dim",), num_attention_heads=2
+    ),
+    "falcon_h1, norms": lambda: random_model(
+        "FalconH1",
+        **SCAN,
+        mamba_d_ssm=128,
+        mamba_rms_norm=True,
+        mamba_norm_before_gate=False,
+        projectors_bias=True,
+        mlp_bias=True,
+        without=("head_dim",),
+        num_attention_heads=2,
+    ),
+    "falcon_h1, norms before gates": lambda: random_model(
+        "FalconH1",
+        **{**SCAN, "mamba_n_groups": 1},
+        mamba_d_ssm=128,
+        mamba_rms_norm=True,
+        without=("head_dim",),
+        num_attention_heads=2,
+    ),
     "granitemoehybrid": lambda: random_model(
         "GraniteMoeHybrid", without=("head_dim",), num_attention_heads=2, **MAMBA, **MULTIPLIERS
     ),
@@ -158,6 +204,10 @@ HYBRID_MODELS: dict[str, Callable[[], PreTrainedModel]] = {
         use_expert_bias=False,
         norm_topk_prob=False,
     ),
+    "mamba2": lambda: random_model(
+        "Mamba2", num_heads=8, head_dim=16, state_size=32, n_groups=2, chunk_size=8, num_hidden_layers=3
+    ),
+    "nemotron_h": lambda: nemotron_h(time_step_min=1e-9),
     "olmo_hybrid": lambda: random_model(
         "OlmoHybrid", without=("head_dim",), num_attention_heads=2, **DELTA, linear_value_head_dim=32
     ),

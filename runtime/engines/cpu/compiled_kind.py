@@ -58,6 +58,7 @@ def scale_of(embedding: Module) -> float | None:
 COMPILED: Kind[CompiledLinear] = Kind(_is_linear, _is_readable, _is_embedding, LANES, DESCRIBED)
 TANH_GELUS = ("gelu_tanh", "gelu_new")
 """Activations with compiled code for MLPs with and without a gate."""
+SQUARED_RELU = "relu2"
 ACTIVATIONS = ("silu", *TANH_GELUS)
 """Activations of gated MLPs that have compiled code."""
 
@@ -80,8 +81,8 @@ class MatmulRows(NamedTuple):
         return stored if len(stored) == self.end - self.first else stored[self.first : self.end]
 
 
-INPUT_MATMULS = ("queries", "keys", "values", "fourth", "fifth", "sixth")
-"""Fields of a layer's record for the matmuls at the beginning of attention or another token mixer."""
+MIXER_INPUTS = ("first", "second", "third", "fourth", "fifth", "sixth")
+"""Fields of a layer's record for the matmuls at the beginning of a token mixer."""
 
 
 def matmuls_of(part: LayerParts[CompiledLinear]) -> dict[str, MatmulRows]:
@@ -91,7 +92,12 @@ def matmuls_of(part: LayerParts[CompiledLinear]) -> dict[str, MatmulRows]:
     inputs = _split(part.qkv, sizes if part.kv_source is None else sizes[:1])
     dense = [*zip(("gate", "up"), _split(part.gate_up, (inner, inner)), strict=False)]
     dense += [("down", MatmulRows.whole(down)) for down in part.down]
-    matmuls = dict(zip(INPUT_MATMULS, inputs, strict=False)) | {"out": MatmulRows(part.out, 0, part.hidden)}
+    matmuls = dict(zip(("queries", "keys", "values"), inputs, strict=False))
+    if part.out:
+        matmuls["out"] = MatmulRows.whole(part.out)
+    if part.mixer:
+        matmuls |= dict(zip(MIXER_INPUTS, map(MatmulRows.whole, part.mixer.inputs), strict=False))
+        matmuls["mixer_out"] = MatmulRows.whole(part.mixer.out)
     matmuls |= dict(zip(("input_gate", "input_out"), map(MatmulRows.whole, part.input_matmuls), strict=False))
     return matmuls | dict(dense)
 

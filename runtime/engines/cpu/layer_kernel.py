@@ -21,7 +21,15 @@ from hdtool.runtime.engines.cpu.attention import (
 )
 from hdtool.runtime.engines.cpu.delta_rule import gate_heads, split_gates
 from hdtool.runtime.engines.cpu.expert_kernel import ADD_MIXTURE, ADD_SHARED, MIX, call_expert_step
-from hdtool.runtime.engines.cpu.layer_record import LAYER, PASS, apply_norm, compute_step, multiply
+from hdtool.runtime.engines.cpu.layer_record import (
+    LAYER,
+    PASS,
+    SCALE_COLUMNS,
+    apply_norm,
+    compute_step,
+    multiply,
+    multiply_scaled,
+)
 from hdtool.runtime.engines.cpu.mix import mix, mixer_scratch_size
 from hdtool.runtime.kernels.compiled import (
     WORD_SIZE,
@@ -50,8 +58,9 @@ from hdtool.runtime.kernels.thread_pool import parts_of
 from hdtool.runtime.kernels.vector_code import ITEM_SIZE
 
 NORM, APPEND, ATTEND, ADD_MIXER_OUTPUT, GATE, ADD_MLP_OUTPUT, SPLIT, GATE_HEADS, GATE_INPUT, ADD_INPUT, SCALE_OUTPUT = (
-    range(11)
+    range(SCALE_COLUMNS + 1, SCALE_COLUMNS + 12)
 )
+ADD_MIXED = SCALE_OUTPUT + 1
 """Steps of a layer between its matmuls, for ``step_function``."""
 
 
@@ -89,7 +98,9 @@ def step_function() -> Any:
             _add(pass_record, layer.norm_after_mixer, one + at, two + at, rows)
             _norm(pass_record, layer.norm_before_mlp, one + at, rows, three + at)
         elif step == GATE:
-            if not layer.up.kernels:
+            if pass_record.squares:
+                _square(one + at_inner, rows * inner)
+            elif not layer.up.kernels:
                 scale_gelu_in_place(one + at_inner, rows * inner, np.float32(1))
             elif pass_record.tanh_gate:
                 gelu_in_place(one + at_inner, two + at_inner, rows * inner)
@@ -105,6 +116,10 @@ def step_function() -> Any:
             _add(pass_record, layer.norm_input, one + at, two + at, rows)
         elif step == SCALE_OUTPUT:
             scale_in_place(one + at, rows * width, array_at(layer.factor, (1,), types.float32)[0])
+        elif step == SCALE_COLUMNS:
+            _scale_columns(one, two, three, first, end)
+        elif step == ADD_MIXED:
+            add_in_place(one + at, two + at, rows * width, pass_record.residual)
         else:
             _add(pass_record, layer.norm_after_mlp, one + at, two + at, rows)
 
@@ -122,6 +137,25 @@ def _norm(pass_record: Record, norm: Record, hidden: int, rows: int, normed: int
 def _add(pass_record: Record, norm: Record, hidden: int, added: int, rows: int) -> None:
     _norm(pass_record, norm, added, rows, added)
     add_in_place(hidden, added, rows * pass_record.hidden, pass_record.residual)
+
+
+@compiled
+def _square(numbers_at: int, count: int) -> None:
+    """Square positive numbers in place and replace negative ones by 0."""
+    numbers = array_at(numbers_at, (count,), types.float32)
+    for index in range(count):
+        number = np.float32(0) if numbers[index] < 0 else numbers[index]
+        numbers[index] = number * number
+
+
+@compiled
+def _scale_columns(numbers_at: int, factors_at: int, columns: int, first: int, end: int) -> None:
+    """Multiply each column of rows ``first`` to ``end - 1`` by its factor, in place."""
+    factors = array_at(factors_at, (columns,), types.float32)
+    for row in range(first, end):
+        numbers = array_at(numbers_at + row * columns * ITEM_SIZE, (columns,), types.float32)
+        for column in range(columns):
+            numbers[column] *= factors[column]
 
 
 @compiled
@@ -280,7 +314,7 @@ def layers_scratch_size(pass_record: Record, layers: Record, positions: int) -> 
             attention_scratch, parts * attention_scratch_size(positions, layer.width, MAX_BLOCK_QUERIES)
         )
     total = rows * row_scratch_size + max(attention_scratch, rows * pass_record.expert_scratch)
-    return max(total, rows * pass_record.hidden + mixer_scratch_size(pass_record))  # type: ignore[no-any-return]
+    return max(total, 2 * rows * pass_record.hidden + mixer_scratch_size(pass_record))  # type: ignore[no-any-return]
 
 
 @compiled
@@ -293,7 +327,7 @@ def _compute(
 @compiled
 def _compute_gated(pass_record: Record, layer: Record, starts: Ints, read: int, rows: int, gate: int, up: int) -> None:
     """Compute the inputs of the MLP's last matmul, from the rows at ``read``, and write them to ``gate``."""
-    multiply(pass_record, layer.gate, read, rows, gate)
+    multiply_scaled(pass_record, layer, starts, layer.gate, layer.factors.gate, read, rows, gate)
     if layer.up.kernels:
         multiply(pass_record, layer.up, read, rows, up)
     _compute(pass_record, layer, starts, GATE, gate, up, 0, rows, rows * layer.gate.out_features)
@@ -331,15 +365,20 @@ def compute_layers(pass_record: Record, layers: Record, starts: Ints, hidden: in
         read = normed if layer.norm_before_mixer.weight else hidden
         if pass_record.is_parallel:
             _compute_gated(pass_record, layer, starts, read, rows, gate, up)
+        attends = layer.queries.kernels != 0
         if layer.mixer:
-            mix(pass_record, layer, starts, read, rows, queries, normed)
-        else:
-            query_size = rows * layer.heads * layer.groups * layer.width
-            multiply(pass_record, layer.queries, read, rows, gated if pass_record.gates_heads else queries)
+            mixed = queries if attends else normed
+            mix(pass_record, layer, starts, read, rows, queries + hidden_size * ITEM_SIZE, mixed)
+            if attends:
+                _compute(pass_record, layer, starts, ADD_MIXED, hidden, mixed, 0, rows, hidden_size)
+        if attends:
+            query_size, factors = rows * layer.heads * layer.groups * layer.width, layer.factors
+            projected = gated if pass_record.gates_heads else queries
+            multiply_scaled(pass_record, layer, starts, layer.queries, factors.queries, read, rows, projected)
             if layer.keys.kernels:
-                multiply(pass_record, layer.keys, read, rows, keys)
+                multiply_scaled(pass_record, layer, starts, layer.keys, factors.keys, read, rows, keys)
             if layer.values.kernels:
-                multiply(pass_record, layer.values, read, rows, values)
+                multiply_scaled(pass_record, layer, starts, layer.values, factors.values, read, rows, values)
             if pass_record.gates_heads:
                 _compute(pass_record, layer, starts, SPLIT, gated, queries, 0, rows, query_size)
             _compute(pass_record, layer, starts, APPEND, queries, keys, values, rows, query_size)
@@ -347,20 +386,22 @@ def compute_layers(pass_record: Record, layers: Record, starts: Ints, hidden: in
             _compute(pass_record, layer, starts, ATTEND, queries, rest, attended, blocks, work)
             if pass_record.gates_heads:
                 _compute(pass_record, layer, starts, GATE_HEADS, gated, attended, 0, rows, query_size)
-            multiply(pass_record, layer.out, attended, rows, normed)
-        _compute(pass_record, layer, starts, ADD_MIXER_OUTPUT, hidden, normed, normed, rows, hidden_size)
-        read = normed if layer.norm_before_mlp.weight else hidden
+            multiply_scaled(pass_record, layer, starts, layer.out, factors.out, attended, rows, normed)
+        if layer.mixer or attends:
+            _compute(pass_record, layer, starts, ADD_MIXER_OUTPUT, hidden, normed, normed, rows, hidden_size)
+            read = normed if layer.norm_before_mlp.weight else hidden
         if layer.has_experts:
             _compute_experts(pass_record, layer, MIX, read, rows, rest, 0)
         if layer.down.kernels:
             if not pass_record.is_parallel:
                 _compute_gated(pass_record, layer, starts, read, rows, gate, up)
-            multiply(pass_record, layer.down, gate, rows, normed)
+            multiply_scaled(pass_record, layer, starts, layer.down, layer.factors.down, gate, rows, normed)
         if layer.has_added_mixture:
             _compute_experts(pass_record, layer, ADD_MIXTURE, hidden, rows, rest, normed)
         if layer.has_experts:
             _compute_experts(pass_record, layer, ADD_SHARED, 0, rows, rest, normed)
-        _compute(pass_record, layer, starts, ADD_MLP_OUTPUT, hidden, normed, 0, rows, hidden_size)
+        if layer.down.kernels or layer.has_experts:
+            _compute(pass_record, layer, starts, ADD_MLP_OUTPUT, hidden, normed, 0, rows, hidden_size)
         if layer.input_gate.kernels:
             multiply(pass_record, layer.input_gate, hidden, rows, gate)
             _compute(pass_record, layer, starts, GATE_INPUT, gate, 0, 0, rows, rows * layer.input_gate.out_features)

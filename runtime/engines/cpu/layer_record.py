@@ -30,6 +30,20 @@ NORM = np.dtype(
     align=True,
 )
 """The norm of hidden states or heads."""
+FACTORS = np.dtype(
+    [
+        ("queries", np.int64),
+        ("keys", np.int64),
+        ("values", np.int64),
+        ("out", np.int64),
+        ("first", np.int64),
+        ("mixer_out", np.int64),
+        ("gate", np.int64),
+        ("down", np.int64),
+    ],
+    align=True,
+)
+"""Addresses of the factors that scale the columns of matmuls' outputs."""
 ADDED_MIXTURE = np.dtype(
     [
         # Addresses of norm weights.
@@ -46,9 +60,10 @@ ADDED_MIXTURE = np.dtype(
 
 LAYER = np.dtype(
     [
-        ("mixer", np.int64),  # ``ATTENTION`` or another kind of token mixer
-        # Attention, of which other mixers use the matmuls.
-        ("queries", MATMUL),
+        ("mixer", np.int64),  # kind of the token mixer in place of attention, or besides it; ``ATTENTION`` for none
+        ("factors", FACTORS),
+        # Attention.
+        ("queries", MATMUL),  # none in layers without attention
         ("keys", MATMUL),  # none if the layer only reads the cached keys and values of another layer
         ("values", MATMUL),  # none if values are copied from the keys before these are normalized
         ("out", MATMUL),
@@ -70,7 +85,7 @@ LAYER = np.dtype(
         ("norm_queries", NORM),
         ("norm_keys", NORM),
         ("norm_values", np.int64),  # address of the weight
-        # The MLP, or the shared expert of a layer with experts.
+        # The MLP, or the shared expert of a layer with experts. Layers may have neither.
         ("gate", MATMUL),
         ("up", MATMUL),  # none if the MLP has no gate
         ("down", MATMUL),
@@ -94,12 +109,16 @@ LAYER = np.dtype(
         ("conv_bias", np.int64),  # address
         ("conv_state", np.int64),  # address of the state ``[channels, columns]``
         ("conv_stride", np.int64),  # between the states of sequences
-        # A mixer's recurrence. A delta rule with a fifth and a sixth input reads queries, keys and values from the
-        # first, fifth and sixth. One without a fourth input has two inputs, grouped by key head: the first gives
-        # queries, keys, values and gates, and the second gives write strengths and time steps.
+        # A mixer's matmuls and recurrence. A delta rule with a fifth and a sixth input reads queries, keys and values
+        # from the first, fifth and sixth. One without a fourth input has two inputs, grouped by key head: the first
+        # gives queries, keys, values and gates, and the second gives write strengths and time steps.
+        ("first", MATMUL),
+        ("second", MATMUL),
+        ("third", MATMUL),
         ("fourth", MATMUL),
         ("fifth", MATMUL),
         ("sixth", MATMUL),
+        ("mixer_out", MATMUL),
         ("state", np.int64),  # address
         ("state_stride", np.int64),  # between sequences
         ("key_heads", np.int64),
@@ -112,6 +131,8 @@ LAYER = np.dtype(
         ("strength", np.float32),  # factor of a delta rule's write strengths
         ("gate_epsilon", np.float32),  # epsilon of the gated norm
         ("gate_norm", np.int64),  # address of the gated norm's weight
+        ("gates_after_norm", np.bool_),  # True if a gate scales the gated norm's output, not its input
+        ("min_step", np.float32),  # lower bound of time steps in passes over prompts
         ("journal_offset", np.int64),  # number of float32 values that earlier layers keep per row
     ],
     align=True,
@@ -132,6 +153,7 @@ PASS = np.dtype(
         ("is_parallel", np.bool_),  # True if the MLP reads the rows that attention reads
         ("residual", np.float32),  # factor of what is added to the hidden states
         ("tanh_gate", np.bool_),  # True if gates use a tanh GELU instead of a SiLU
+        ("squares", np.bool_),  # True if MLPs without a gate use a squared ReLU instead of a tanh GELU
         # Attention.
         ("rotary_tables", np.int64),  # address of the rows' cosines and sines ``[rotary types, 2, rows, width]``
         ("rotary_width", np.int64),  # this ``width``, of which a layer may read less
@@ -231,6 +253,23 @@ def compute_step(
     thread_pool = pass_record.thread_pool if work >= MIN_PARALLEL_WEIGHTS else 0
     addresses = struct_address(pass_record), struct_address(layer), starts.ctypes.data
     run_parallel(thread_pool, pass_record.threads, function, *addresses, step, one, two, three, 0, units, 1)
+
+
+SCALE_COLUMNS = 0
+"""Step of ``step_function`` that scales the columns of a matmul's output."""
+
+
+@compiled
+def multiply_scaled(
+    pass_record: Record, layer: Record, starts: Ints, matmul: Record, factors: int, read: int, rows: int, written: int
+) -> None:
+    """Call ``multiply`` and then scale each column by its factor, unless the address ``factors`` is 0."""
+    multiply(pass_record, matmul, read, rows, written)
+    if factors:
+        columns, function = matmul.out_features, pass_record.step_function
+        compute_step(
+            pass_record, function, layer, starts, SCALE_COLUMNS, written, factors, columns, rows, rows * columns
+        )
 
 
 @compiled

@@ -69,6 +69,7 @@ def projected_size(layer: Record) -> int:
 
 @compiled
 def prepare_scan(
+    pass_record: Record,
     layer: Record,
     origins: Record,
     row: int,
@@ -96,6 +97,8 @@ def prepare_scan(
     time_steps, forgets = array_at(at, (heads,), types.float32), array_at(decays, (heads,), types.float32)
     for head in range(heads):
         step = step_of(layer, head, time_steps[head])
+        if pass_record.advances and step < layer.min_step:
+            step = layer.min_step
         forgets[head] = decay_of(layer, head, step)
         scale_in_place(values + head * width * ITEM_SIZE, width, step)
 
@@ -161,19 +164,30 @@ def scan_head(
 
 @compiled
 def gate_scan(layer: Record, origins: Record, row: int, gates: int, mixed: int) -> None:
-    """Multiply one row's output by its gate and normalize each group of heads.
+    """Multiply one row's output by its gate, and normalize each group of heads before or after, if there is a norm.
 
     The result is written to ``mixed``; ``gates`` are overwritten.
     """
-    groups, inner = layer.key_heads, layer.state_heads * layer.value_width
+    inner = layer.state_heads * layer.value_width
     if origins[row].parent == PADDING:
         clear_floats(mixed, inner)
         return
+    if layer.gates_after_norm:
+        _norm_groups(layer, mixed, mixed)
     silu_in_place(gates, mixed, inner)
-    size = inner // groups
+    if layer.gate_norm and not layer.gates_after_norm:
+        _norm_groups(layer, gates, mixed)
+    else:
+        copy_floats(gates, inner, mixed)
+
+
+@compiled
+def _norm_groups(layer: Record, read: int, written: int) -> None:
+    groups = layer.key_heads
+    size = layer.state_heads * layer.value_width // groups
     for group in range(groups):
         at = group * size * ITEM_SIZE
-        norm_row(gates + at, layer.gate_norm + at, np.float32(0), size, layer.gate_epsilon, mixed + at)
+        norm_row(read + at, layer.gate_norm + at, np.float32(0), size, layer.gate_epsilon, written + at)
 
 
 @compiled

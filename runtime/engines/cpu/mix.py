@@ -16,7 +16,15 @@ from hdtool.runtime.engines.cpu.convolution import (
     shift_window,
     window_size,
 )
-from hdtool.runtime.engines.cpu.layer_record import DELTA_RULE, LAYER, PASS, SHORT_CONVOLUTION, compute_step, multiply
+from hdtool.runtime.engines.cpu.layer_record import (
+    DELTA_RULE,
+    LAYER,
+    PASS,
+    SHORT_CONVOLUTION,
+    compute_step,
+    multiply,
+    multiply_scaled,
+)
 from hdtool.runtime.kernels.compiled import Array, Ints, Record, array_at, c_function, compiled, struct_at
 from hdtool.runtime.kernels.gemm import STEP
 from hdtool.runtime.kernels.thread_pool import PARTS_PER_THREAD, parts_of
@@ -213,6 +221,7 @@ def _compute_scan(
         for row in range(first, end):
             slot, slot_row = row // new, row % new
             mamba2.prepare_scan(
+                pass_record,
                 layer,
                 origins_at(pass_record.origins, slot, new),
                 slot_row,
@@ -336,7 +345,7 @@ def mix(pass_record: Record, layer: Record, starts: Ints, read: int, rows: int, 
     window = slots * vectors * LANES
     compute_step(pass_record, function, layer, starts, WINDOWS, *addresses, slots * vectors, window)
     if layer.mixer == SHORT_CONVOLUTION:
-        multiply(pass_record, layer.queries, read, rows, work)
+        multiply(pass_record, layer.first, read, rows, work)
         compute_step(pass_record, function, layer, starts, GATE_INPUTS, *addresses, rows, channel_work)
         compute_step(pass_record, function, layer, starts, CONVOLVE_GATED, *addresses, rows, channel_work)
         mixed = work + 3 * rows * channels * ITEM_SIZE
@@ -346,27 +355,27 @@ def mix(pass_record: Record, layer: Record, starts: Ints, read: int, rows: int, 
         strengths = steps + rows * heads * ITEM_SIZE
         if not layer.fourth.kernels:
             inputs = strengths + rows * (heads + values) * ITEM_SIZE
-            multiply(pass_record, layer.queries, read, rows, inputs)
-            multiply(pass_record, layer.keys, read, rows, inputs + rows * (channels + values) * ITEM_SIZE)
+            multiply(pass_record, layer.first, read, rows, inputs)
+            multiply(pass_record, layer.second, read, rows, inputs + rows * (channels + values) * ITEM_SIZE)
             compute_step(pass_record, function, layer, starts, SPREAD, *addresses, rows, channel_work)
         elif layer.fifth.kernels:
             separate = work + rows * keys * ITEM_SIZE
-            multiply(pass_record, layer.queries, read, rows, work)
+            multiply(pass_record, layer.first, read, rows, work)
             multiply(pass_record, layer.fifth, read, rows, separate)
             multiply(pass_record, layer.sixth, read, rows, separate + rows * keys * ITEM_SIZE)
             compute_step(pass_record, function, layer, starts, JOIN, *addresses, rows, channel_work)
         else:
-            multiply(pass_record, layer.queries, read, rows, kept)
+            multiply(pass_record, layer.first, read, rows, kept)
         if layer.fourth.kernels:
-            multiply(pass_record, layer.keys, read, rows, gates)
-            multiply(pass_record, layer.values, read, rows, strengths)
+            multiply(pass_record, layer.second, read, rows, gates)
+            multiply(pass_record, layer.third, read, rows, strengths)
             multiply(pass_record, layer.fourth, read, rows, steps)
         compute_step(pass_record, function, layer, starts, PREPARE_DELTA, *addresses, rows, channel_work)
         compute_step(pass_record, function, layer, starts, RECUR_DELTA, *addresses, slots * heads, state_work)
         compute_step(pass_record, function, layer, starts, GATE_DELTA, *addresses, rows, value_work)
         mixed = strengths + rows * heads * ITEM_SIZE
     else:
-        multiply(pass_record, layer.queries, read, rows, kept)
+        multiply_scaled(pass_record, layer, starts, layer.first, layer.factors.first, read, rows, kept)
         compute_step(pass_record, function, layer, starts, PREPARE_SCAN, *addresses, rows, channel_work)
         compute_step(pass_record, function, layer, starts, SCAN, *addresses, slots * heads, state_work)
         compute_step(pass_record, function, layer, starts, GATE_SCAN, *addresses, rows, value_work)
@@ -379,7 +388,7 @@ def mix(pass_record: Record, layer: Record, starts: Ints, read: int, rows: int, 
         for column in range(columns):
             path[PATH + column] = new - columns + column
         compute_step(pass_record, function, layer, starts, SHIFT, scratch, kept, scratch, vectors, window)
-    multiply(pass_record, layer.out, mixed, rows, written)
+    multiply_scaled(pass_record, layer, starts, layer.mixer_out, layer.factors.mixer_out, mixed, rows, written)
 
 
 @compiled

@@ -18,6 +18,7 @@ from hdtool.runtime.engines.checks.probes import PROOF_TREE, SHORT_CONTEXT, logi
 from hdtool.runtime.engines.cpu.compiled_kind import (
     ACTIVATIONS,
     COMPILED,
+    SQUARED_RELU,
     TANH_GELUS,
     CompiledParts,
     has_compiled_experts,
@@ -109,7 +110,7 @@ def _is_compiled(parts: CompiledParts) -> bool:
     activations = {layer.activation for layer in parts.layers if layer.down}
     return (
         len(activations) < 2
-        and activations <= {*(ACTIVATIONS if parts.family.gates_mlp else TANH_GELUS)}
+        and activations <= {*(ACTIVATIONS if parts.family.gates_mlp else (*TANH_GELUS, SQUARED_RELU))}
         and all(has_compiled_experts(layer, parts.family) for layer in parts.layers)
         and all(width % LANES == 0 for width in rotary_widths)
         and all(layer.factor is None or layer.factor.dtype == torch.float32 for layer in parts.layers)
@@ -125,7 +126,8 @@ def _fit_states(parts: CompiledParts, storage: KVTensors, facts: ModelFacts) -> 
     states, mixers, recurrent = storage.states, MixerTable.of(parts), facts.recurrent
     if states is None or mixers is None or recurrent is None:
         return states is None and mixers is None
-    return facts.continues and recurrent.can_be_captured and mixers.fits(states)
+    continues = facts.continues or mixers.bounds_steps
+    return continues and recurrent.can_be_captured and mixers.fits(states)
 
 
 class _LayerProof:
@@ -163,7 +165,7 @@ class _LayerProof:
         """
         layers = self._parts.layers
         mixing = [number for number, layer in enumerate(layers) if layer.mixer]
-        ends = {0, len(layers) - 1, layers.index(self._parts.first_attention), *mixing[:1]}
+        ends = {0, len(layers) - 1, *map(layers.index, self._parts.attending[:1]), *mixing[:1]}
         return (
             self._is_same(with_progress(range(len(layers)), "layers checked", is_left=False), self._case(7, PROOF_TREE))
             and all(self._is_same(sorted(ends), case) for case in self._cases())
@@ -172,10 +174,13 @@ class _LayerProof:
 
     def _prompt(self) -> Case:
         """Return a test case: a prompt that continues a context; passes over it advance the recurrent states."""
-        cache = self._trees.allocate(1, CONTEXT_LENGTHS[1] + SHORT_CONTEXT).slots[0].kv
-        cache.length = CONTEXT_LENGTHS[1]
+        first, rows = CONTEXT_LENGTHS[1], SHORT_CONTEXT
+        cache = self._trees.allocate(1, first + rows).slots[0].kv
+        cache.length = first
         cache.begin_states(has_begun=True)
-        return cache.storage, cache, CONTEXT_LENGTHS[1] + torch.arange(SHORT_CONTEXT)[None], None, None, ()
+        unwindowed: Any = self._masks.continuation_mask(rows, first)
+        masks = self._stock.masks.continuation_mask(rows, first)
+        return cache.storage, cache, first + torch.arange(rows)[None], masks, unwindowed, ()
 
     def _cases(self) -> Iterator[Case]:
         for length in CONTEXT_LENGTHS:
@@ -223,12 +228,12 @@ class _LayerProof:
         """Return the output of Transformers' layer, or None if the compiled layer's output, cache or states differ."""
         storage, cache, positions, masks, _, trees = case
         part = self._parts.layers[number]
-        mask = masks[self._windows[number]] if isinstance(masks, dict) else masks
+        mask = masks[self._windows[number]] if isinstance(masks, dict) and part.attention else masks
+        mask = mask if part.attention else None
         kind = filter(None, [position_kinds(self._parts)[number]])
         rotary: Rotation | None = self._parts.rotary(hidden, positions, *kind) if self._parts.rotary else None
-        cached = [tensor for tensor in storage.layers[number] if tensor.numel()]
-        if part.mixer and storage.states:
-            mask, cached = None, list(storage.states.by_layer[number].values())
+        states_before = list(storage.states.by_layer[number].values()) if part.mixer and storage.states else []
+        cached = [*states_before, *(tensor for tensor in storage.layers[number] if tensor.numel())]
         before = [tensor.clone() for tensor in cached]
         arguments = {
             "attention_mask": mask,
@@ -253,9 +258,10 @@ class _LayerProof:
         if part.mixer and is_padding.any():
             actual[is_padding] = expected[is_padding]
         distances = [distance(actual, expected, expected - hidden)]
-        for tensor, new in zip(cached, written, strict=True):
+        for place, (tensor, new) in enumerate(zip(cached, written, strict=True)):
             # A row of a state may be tiny compared with the rows it is summed with, so a state is compared as one row.
-            ours, theirs = (state.flatten(-2) if part.mixer else state for state in (tensor, new))
+            is_state = place < len(states_before)
+            ours, theirs = (each.flatten(-2) if is_state else each for each in (tensor, new))
             distances.append(distance(ours, theirs, theirs))
         return expected if all(gap <= TOLERANCE for gap in distances) else None
 

@@ -14,7 +14,14 @@ from torch.nn.functional import pad
 
 from hdtool.runtime.caches.states import CONV, RECURRENT, StateName, States
 from hdtool.runtime.engines.cpu import layer_record as layers, pass_kernel as outer
-from hdtool.runtime.engines.cpu.compiled_kind import TANH_GELUS, MatmulRows, matmuls_of, packed_experts, scale_of
+from hdtool.runtime.engines.cpu.compiled_kind import (
+    SQUARED_RELU,
+    TANH_GELUS,
+    MatmulRows,
+    matmuls_of,
+    packed_experts,
+    scale_of,
+)
 from hdtool.runtime.engines.cpu.convolution import window_size
 from hdtool.runtime.engines.cpu.expert_kernel import expert_function
 from hdtool.runtime.engines.cpu.int8_panels import Panels
@@ -22,7 +29,7 @@ from hdtool.runtime.engines.cpu.layer_kernel import step_function
 from hdtool.runtime.engines.cpu.layer_record import LAYER, PASS
 from hdtool.runtime.engines.cpu.mix import kept_size, mixer_function, row_scratch_size, state_buffer_size
 from hdtool.runtime.kernels.compact_weight import stored_of
-from hdtool.runtime.kernels.compiled import Record, zeroed_records
+from hdtool.runtime.kernels.compiled import Array, Record, zeroed_records
 from hdtool.runtime.kernels.experts import ROUTER, experts_record, experts_scratch_size
 from hdtool.runtime.kernels.gemm import matmul_of
 from hdtool.runtime.kernels.linear import format_of
@@ -79,6 +86,11 @@ class MixerTable:
             else:
                 self._taps[number] = weight.clone(memory_format=torch.contiguous_format)
 
+    @property
+    def bounds_steps(self) -> bool:
+        """True if time steps have a lower bound, so that Transformers computes prompts differently from answers."""
+        return any(mixer.min_step for mixer in self._mixers.values())
+
     def fits(self, states: States) -> bool:
         """Return True if ``states`` are exactly the states of these mixers, in the layout that compiled code reads."""
         expected: dict[StateName, tuple[int, ...]] = {}
@@ -101,7 +113,8 @@ class MixerTable:
             row.taps, row.columns, row.channels = mixer.taps, mixer.taps, mixer.channels
             row.conv_weight = self._taps[number].data_ptr()
             row.conv_bias = 0 if convolution.bias is None else convolution.bias.data_ptr()
-            row.strength = mixer.strength
+            row.strength, row.min_step = mixer.strength, mixer.min_step
+            row.gates_after_norm = mixer.gates_after_norm
             row.key_heads, row.state_heads = mixer.key_heads, mixer.heads
             row.key_width, row.value_width = mixer.key_width, mixer.value_width
             for field, name in (("decay_log", "A_log"), ("step_bias", "dt_bias"), ("skip", "D")):
@@ -179,7 +192,9 @@ class WeightTable:
         self._filled: tuple[weakref.ref[KVTensors], Record] | None = None
         """Most recent KV cache and the layer records with its addresses."""
         self.mixers = MixerTable.of(parts)
-        """Mixers of the model; None if all layers have attention."""
+        """Mixers of the model; None if it has none."""
+        self._factors: dict[tuple[int, str], Array] = {}
+        """Factors of matmuls' columns, by layer index and field."""
         self._fill()
 
     def _fill(self) -> None:
@@ -246,7 +261,7 @@ class WeightTable:
 
     def pass_record(self, slots: int, new: int, mask: Any = None) -> Record:
         """Return the record of a pass over ``slots`` sequences, each of which has ``new`` rows."""
-        part, family = self._parts.first_attention, self._parts.family
+        part, family = self._parts.layers[0], self._parts.family
         pass_record = zeroed_records(PASS)[0]
         input_width = part.inputs.width if part.inputs else 0
         inner = max(input_width, *(layer.inner for layer in self._parts.layers))
@@ -259,15 +274,18 @@ class WeightTable:
             pass_record.mask = mask.data_ptr()
             pass_record.mask_slot_stride, pass_record.mask_row_stride = mask.stride(0), mask.stride(2)
         pass_record.threads, pass_record.step_function = torch.get_num_threads(), step_function().address
-        pass_record.softcap = getattr(part.attention, family.softcap) or 0.0 if family.softcap else 0.0
+        for attending in self._parts.attending[:1]:
+            softcap = getattr(attending.attention, family.softcap) if family.softcap else None
+            pass_record.scale, pass_record.softcap = attending.scale, softcap or 0.0
         pass_record.residual = getattr(part.layer, family.residual) if family.residual else 1.0
-        pass_record.scale, pass_record.epsilon, pass_record.norm_offset = part.scale, part.epsilon, family.norm.offset
+        pass_record.epsilon, pass_record.norm_offset = part.epsilon, family.norm.offset
         if self.has_experts:
             pass_record.expert_scratch = max(map(_expert_scratch_size, self._layers))
             pass_record.expert_function = expert_function().address
         pass_record.norms_all_heads, pass_record.centers_norms = family.norms_all_heads, family.norm.is_centered
         pass_record.is_parallel = family.is_parallel
         pass_record.tanh_gate = any(layer.activation in TANH_GELUS for layer in self._parts.layers)
+        pass_record.squares = any(layer.activation == SQUARED_RELU for layer in self._parts.layers)
         pass_record.gates_heads = family.gates_heads
         if self.mixers:
             self.mixers.fill_pass_record(pass_record)
@@ -281,7 +299,7 @@ class WeightTable:
         for row, part, cached in zip(table, self._parts.layers, storage.layers, strict=True):
             keys, values = cached if part.kv_source is None else storage.layers[part.kv_source]
             row.cached_keys, row.cached_values = keys.data_ptr(), values.data_ptr()
-            if part.mixer is None:
+            if part.attention:
                 row.slot_stride, row.head_stride = keys.stride(0), keys.stride(1)
         if self.mixers and storage.states:
             self.mixers.fill_states(table, storage.states)
@@ -329,8 +347,12 @@ class WeightTable:
         rotary_widths = {kind: table.shape[-1] for kind, table in zip(self._kinds, self._tables_of(1), strict=True)}
         described = zip(table, parts, self._windows, rotary_kinds(self._parts), strict=True)
         for number, (layer, part, window, kind) in enumerate(described):
-            for field, matmul in matmuls_of(part).items():
+            matmuls = matmuls_of(part)
+            for field, matmul in matmuls.items():
                 layer[field] = self._matmul(matmul)
+            for field in part.factors(self._parts.family):
+                factors = np.empty(matmuls[field].end - matmuls[field].first, np.float32)
+                self._factors[number, field], layer.factors[field] = factors, factors.ctypes.data
             for field, norm in zip(NORMS, (*part.block_norms, *part.head_norms), strict=False):
                 layer[field] = self._norm(norm)
             layer.sinks = _address_of(part.attention, "sinks") if self._parts.family.has_sinks else 0
@@ -347,9 +369,16 @@ class WeightTable:
                 self._fill_experts(layer, part)
             if part.added_mixture:
                 self._fill_added_mixture(layer, part.added_mixture)
+        self._copy_factors()
         if self.mixers:
             self.mixers.fill_layers(table)
         return table
+
+    def _copy_factors(self) -> None:
+        """Copy the factors of matmuls; the addresses of the copies never change."""
+        for (number, field), factors in self._factors.items():
+            factor = self._parts.layers[number].factors(self._parts.family)[field]
+            factors[:] = torch.as_tensor(factor).detach().flatten().float().numpy()
 
     def _fill_experts(self, layer: Record, part: LayerParts[CompiledLinear]) -> None:
         described = self._parts.family.experts
@@ -390,7 +419,8 @@ class WeightTable:
         return matmul, matrix, rows.end - rows.first, layer.in_features, bias
 
     def check_copies(self) -> None:
-        """Refresh copied weights and rotary tables, because their sources may have been changed in place."""
+        """Refresh copied weights, factors and rotary tables, whose sources may have been changed in place."""
+        self._copy_factors()
         if self.mixers:
             self.mixers.copy_weights()
         buffers = list(self._parts.rotary.buffers()) if self._parts.rotary else []

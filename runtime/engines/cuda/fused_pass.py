@@ -40,9 +40,15 @@ def fuse(stock: StockModel, facts: ModelFacts) -> ProgramPass | None:
         return None
     if parts.family is not LLAMA and not norms_and_activations_match(parts, stock.device):
         return None
-    if not fits_cache(parts, facts.shapes) or parts.placeholders:
+    if not fits_cache(parts, facts.shapes) or parts.placeholders or _widens(parts, stock.dtype):
         return None
     return ProgramPass(parts, windows, operations_of(stock), stock.hidden, facts.recurrent, merging(stock.model))
+
+
+def _widens(parts: ModelParts[Module], dtype: torch.dtype) -> bool:
+    """Return True if hidden states have another dtype than the weights."""
+    name = parts.family.widens
+    return bool(name) and dtype != torch.float32 and any(getattr(layer.layer, name) for layer in parts.layers)
 
 
 def operations_of(stock: StockModel) -> Operations:

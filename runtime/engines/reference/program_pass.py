@@ -38,6 +38,21 @@ def join_outputs(modules: list[Any]) -> Matmul:
     return lambda rows: torch.cat([module(rows) for module in modules], dim=-1)
 
 
+def scaled(matmul: Matmul, factors: list[float], rows_of: list[int]) -> Matmul:
+    """Return a function that computes a matmul and scales its outputs: one factor for each part of ``rows_of`` rows."""
+    if all(factor == 1.0 for factor in factors):
+        return matmul
+
+    def scale(rows: torch.Tensor) -> torch.Tensor:
+        outputs = matmul(rows)
+        for part, factor in zip(outputs.split(rows_of, dim=-1), factors, strict=True):
+            if factor != 1.0:
+                part.mul_(factor)
+        return outputs
+
+    return scale
+
+
 @dataclass(frozen=True)
 class AttentionPlan:
     """The matmuls of one layer's attention, and the settings of the operations between them."""
@@ -75,27 +90,30 @@ class AttentionPlan:
 
 @dataclass(frozen=True)
 class MixerPlan:
-    """The mixer that a layer has in place of attention. Transformers' module computes it, over trees."""
+    """A mixer in place of attention or besides it. Transformers' module computes it, over trees."""
 
     module: Any
     cache_name: str
     """Name of the module's argument for the cache."""
+    factor: float
+    """Scales the output."""
 
     def __call__(self, rows: torch.Tensor, slots: int, cache: IndexedKVCache | None) -> torch.Tensor:
         hidden = rows.view(slots, -1, rows.shape[-1])
         mixed = self.module(hidden_states=hidden, attention_mask=None, **{self.cache_name: cache})
         outputs: torch.Tensor = mixed[0] if isinstance(mixed, tuple) else mixed
-        return outputs.view(rows.shape)
+        return (outputs if self.factor == 1.0 else outputs * self.factor).view(rows.shape)
 
 
 @dataclass(frozen=True)
 class LayerPlan:
     """The parts of one layer, in the order in which a pass computes them."""
 
-    mix: AttentionPlan | MixerPlan
+    attention: AttentionPlan | None
+    mixer: MixerPlan | None
     middle: Residual
-    """Residual between attention and the MLP."""
-    feed: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    """Residual between attention and the MLP; without an MLP, before what the next layer or the output layer reads."""
+    feed: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None
     """Computes MLP and experts from the normalized rows, and the hidden states before the norm."""
     is_parallel: bool
     """``feed`` reads the rows that attention reads."""
@@ -141,7 +159,7 @@ class ProgramPass:
             )
         ]
         self._has_experts = any(layer.experts or layer.added_mixture for layer in parts.layers)
-        head_norms = [layer.mix.head_norms for layer in self._layers if isinstance(layer.mix, AttentionPlan)]
+        head_norms = [layer.attention.head_norms for layer in self._layers if layer.attention]
         operations.prepare(
             [self._begin, *(residual for layer in self._layers for residual in layer.residuals)], head_norms
         )
@@ -155,16 +173,17 @@ class ProgramPass:
         next_norm: Norm | None,
     ) -> LayerPlan:
         family = self._parts.family
-        mix = _mixer_plan(layer.mixer.module) if layer.mixer else self._attention_plan(number, layer, window, rotary)
+        factors = layer.factors(family)
         _, after_attention, before_mlp, after_mlp = (
             _norm_of(norm, layer.epsilon, family) for norm in layer.block_norms
         )
         multiplier = float(getattr(layer.layer, family.residual)) if family.residual else 1.0
         is_changed = layer.inputs is not None or layer.factor is not None
         return LayerPlan(
-            mix,
-            Residual(after_attention, before_mlp, multiplier),
-            self._feed_of(layer),
+            self._attention_plan(number, layer, window, rotary) if layer.attention else None,
+            _mixer_plan(layer.mixer.module, factors.get("mixer_out", 1.0)) if layer.mixer else None,
+            Residual(after_attention, before_mlp if layer.feeds else next_norm, multiplier),
+            self._feed_of(layer) if layer.feeds else None,
             family.is_parallel,
             Residual(after_mlp, None if is_changed else next_norm, multiplier),
             layer.inputs,
@@ -187,9 +206,11 @@ class ProgramPass:
             attention.sinks if family.has_sinks else None,
         )
         norms = [Norm.of(norm, layer.epsilon, family.norm) for norm in layer.head_norms]
+        factors, modules = layer.factors(family), list[Any](layer.qkv)
+        scales = [factors.get(name, 1.0) for name in ("queries", "keys", "values")][: len(modules)]
         return AttentionPlan(
-            self._join(list(layer.qkv)),
-            layer.out,
+            scaled(self._join(modules), scales, [module.out_features for module in modules]),
+            scaled(cast(Matmul, layer.out), [factors.get("out", 1.0)], [layer.hidden]),
             (norms[0], norms[-1]) if norms else None,
             layout,
             rotary,
@@ -211,11 +232,15 @@ class ProgramPass:
         return partial(_fed_with_mixture, dense, mixture) if mixture else lambda rows, _: dense(rows)
 
     def _mlp_of(self, layer: LayerParts[Module]) -> Matmul:
-        gate_up, (down,), activation = self._join(list(layer.gate_up)), layer.down, layer.activation
-        if not self._parts.family.gates_mlp:
+        family, activation = self._parts.family, layer.activation
+        factors = layer.factors(family)
+        scales = [factors.get("gate", 1.0), 1.0] if family.gates_mlp else [factors.get("gate", 1.0)]
+        gate_up = scaled(self._join(list(layer.gate_up)), scales, [layer.inner] * len(scales))
+        down = scaled(cast(Matmul, layer.down[0]), [factors.get("down", 1.0)], [layer.hidden])
+        if not family.gates_mlp:
             activate = cast(Matmul, layer.activation_module)
-            return lambda rows: cast(torch.Tensor, down(activate(gate_up(rows))))
-        return lambda rows: cast(torch.Tensor, down(self._operations.gate(gate_up(rows), activation)))
+            return lambda rows: down(activate(gate_up(rows)))
+        return lambda rows: down(self._operations.gate(gate_up(rows), activation))
 
     def _mixed(self, experts: Module, rows: torch.Tensor) -> torch.Tensor:
         """Run Transformers' mixture of experts, and drop the routing weights that some mixtures return as well."""
@@ -246,13 +271,13 @@ class ProgramPass:
         normed = operations.add_norm(hidden, None, self._begin)
         watched: dict[int, torch.Tensor] = {}
         for number, layer in enumerate(self._layers):
-            if isinstance(layer.mix, MixerPlan):
-                mixed = layer.mix(normed, self._slots, cache)
-            else:
-                mixed = self._attended(layer.mix, normed, rotary[layer.mix.rotary], storage.layers[layer.mix.source])
-            between = operations.add_norm(hidden, mixed, layer.middle)
-            fed = layer.feed(normed if layer.is_parallel else between, hidden)
-            normed = operations.add_norm(hidden, fed, layer.end)
+            mixed, between = self._mixed_tokens(layer, normed, rotary, storage, cache), normed
+            if mixed is not None:
+                between = operations.add_norm(hidden, mixed, layer.middle)
+            if layer.feed:
+                fed = layer.feed(normed if layer.is_parallel else between, hidden)
+                between = operations.add_norm(hidden, fed, layer.end)
+            normed = between
             if layer.last:
                 self._change(layer, hidden, None if inputs is None else inputs[:, number])
                 normed = operations.add_norm(hidden, None, layer.last)
@@ -263,6 +288,22 @@ class ProgramPass:
             return StepOutput(logits, None)
         columns = [normed, *(watched[number] for number in self._hidden.layers)]
         return StepOutput(logits, torch.cat(columns, dim=1).view(*step.tokens.shape, -1))
+
+    def _mixed_tokens(
+        self,
+        layer: LayerPlan,
+        rows: torch.Tensor,
+        rotary: dict[str | None, Rotary | None],
+        storage: KVTensors,
+        cache: IndexedKVCache | None,
+    ) -> torch.Tensor | None:
+        """Return the sum of what a layer's mixer and attention compute, None if it has neither."""
+        mixed = layer.mixer(rows, self._slots, cache) if layer.mixer else None
+        if layer.attention is None:
+            return mixed
+        plan = layer.attention
+        attended = self._attended(plan, rows, rotary[plan.rotary], storage.layers[plan.source])
+        return attended if mixed is None else attended + mixed
 
     def _attended(
         self, plan: AttentionPlan, rows: torch.Tensor, rotary: Rotary | None, cached: KeysAndValues
@@ -290,10 +331,10 @@ def _norm_of(module: Module | None, epsilon: float, family: Family) -> Norm | No
     return None if module is None else Norm.of(module, epsilon, family.norm)
 
 
-def _mixer_plan(module: Module) -> MixerPlan:
+def _mixer_plan(module: Module, factor: float) -> MixerPlan:
     name = cache_name(module)
     assert name, "a mixer has an argument for the cache"
-    return MixerPlan(module, name)
+    return MixerPlan(module, name, factor)
 
 
 def _fed_with_mixture(

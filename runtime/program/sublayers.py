@@ -1,0 +1,34 @@
+"""Tells the attention, mixer and MLP of a decoder layer apart."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch.nn import Module
+
+from hdtool.runtime.program.model_families import Family
+
+
+class Sublayers(NamedTuple):
+    """The modules of a layer that mix tokens or compute an MLP; None for each that the layer lacks."""
+
+    attention: Module | None
+    mixer: Module | None
+    feed: Module | None
+    """MLP or mixture of experts."""
+
+
+def sublayers_of(layer: Module, family: Family) -> Sublayers | None:
+    """Return the sublayers of a layer, or None if the family's layers have others."""
+    names, children = family.names, layer._modules
+    mixers = [name for name, classes in family.mixers.items() if type(children.get(name)).__name__ in classes]
+    mixer = children[mixers[0]] if mixers else None
+    attention, feed = children.get(names.attention), children.get(names.mlp)
+    if family.is_single:
+        if mixer is not None or attention is None:
+            return Sublayers(None, mixer, None) if mixer is not None else None
+        attends = type(attention).__name__ == family.attention_class
+        return Sublayers(attention, None, None) if attends else Sublayers(None, None, feed)
+    if feed is None or [attention is None, mixer is None].count(False) != 1 + family.adds_mixers:
+        return None
+    return Sublayers(attention, mixer, feed)
