@@ -26,14 +26,14 @@ from hdtool.runtime.program.hybrid_families import HYBRID_FAMILIES
 from hdtool.runtime.target.target import Target
 from tests.support import families
 from tests.support.decoding import SAMPLINGS, answered, output_tokens, run
-from tests.support.described import HYBRID_MODELS, assert_right, compiled_of, model_of, target_of
+from tests.support.described import HYBRID_MODELS, assert_right, compiled_of, model_of, nemotron_h, target_of
 from tests.support.families import VOCABULARY
 from tests.support.fused import after, compiled, logits_of, widen
 from tests.support.one_sequence import OneSequence
-from tests.support.oracle import assert_same_logits, plain_logits, prompt_of
+from tests.support.oracle import assert_same_logits, generated, plain_logits, prompt_of
 from tests.support.trees import WrongDrafter, path_to, tokens_to
 
-KINDS = ("granitemoehybrid", "lfm2", "qwen3_5", "qwen3_5_moe", "qwen3_next")
+KINDS = ("granitemoehybrid", "lfm2", "qwen3_5", "qwen3_5_moe", "qwen3_next", "falcon_h1", "mamba2", "nemotron_h")
 BUSH = DraftTree.of(3, [5, 8, 13, 21, 34, 55, 2, 9, 11], [ROOT, 0, 0, 2, ROOT, 4, 2, 3, ROOT])
 """Several nodes have several children, and later nodes follow earlier ones."""
 
@@ -227,11 +227,52 @@ def test_weights_written_in_place_are_used(name: str) -> None:
     assert compiled(target).is_current
 
 
+def test_factors_written_in_place_are_used() -> None:
+    target, prompt = compiled_of("falcon_h1"), prompt_of(30)
+    with torch.no_grad():
+        for layer in target.model.model.layers:
+            layer.mamba.mup_vector[..., :140] *= 0.5
+    assert_same_logits(after(target, prompt).verify(BUSH)[0], plain_logits(target.model, [*prompt, 3]))
+    assert compiled(target).is_current
+
+
+@pytest.mark.parametrize("length", [1, 20, PROMPT_CHUNK + 9])
+def test_time_steps_have_a_bound_in_prompts_alone(length: int) -> None:
+    """As in transformers' passes of several tokens, and not where it decodes."""
+    torch.manual_seed(0)
+    model: Any = nemotron_h(time_step_min=0.5, max_position_embeddings=2048).eval()
+    model.generation_config.eos_token_id = None
+    compile_linear_layers(model)
+    target, prompt = Target(model), prompt_of(length)
+    target.compile()
+    assert target.compiled and not target.facts.continues
+    expected = generated(model, prompt, 24)
+    for seed in range(3):
+        drafter = WrongDrafter(length, expected, VOCABULARY, seed)
+        assert output_tokens(run(target, prompt, SamplingConfig(), max_new_tokens=24, drafter=drafter)) == expected
+        assert drafter.accepted
+    longer = [*prompt, *expected, *prompt_of(7)]
+    assert output_tokens(run(target, longer, SamplingConfig(), max_new_tokens=24)) == generated(model, longer, 24)
+    assert compiled(target).passes > 24
+
+
+FACTORS = HYBRID_FAMILIES["falcon_h1"].factors
 WRONG: dict[str, tuple[str, dict[str, Any]]] = {
     "no gates of heads": ("qwen3_5", {"gates_heads": False}),
     "no offset of norms": ("qwen3_5", {"norm": HYBRID_FAMILIES["lfm2"].norm}),
     "no residual factor": ("granitemoehybrid", {"residual": ""}),
     "positions": ("granitemoehybrid", {"rotates": lambda attention: True}),
+    "no factor of keys": (
+        "falcon_h1",
+        {
+            "factors": {**FACTORS, "keys": FACTORS["values"]},
+            "attributes": frozenset({"channels_attn", "key_multiplier"}),
+        },
+    ),
+    "two factors of mixers": (
+        "falcon_h1",
+        {"factors": {**FACTORS, "mixer_out": (*FACTORS["out"], *FACTORS["mixer_out"])}},
+    ),
     "gate and up exchanged": (
         "lfm2",
         {"names": replace(HYBRID_FAMILIES["lfm2"].names, gate="w3", up="w1")},

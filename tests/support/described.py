@@ -130,6 +130,8 @@ SCALES: dict[str, Any] = {
     "ssm_out_multiplier": 0.5,
     "ssm_multipliers": [0.7, 0.6, 0.5, 1.1, 1.3],
 }
+
+
 def nemotron_h(**changes: Any) -> PreTrainedModel:
     """Create a model with layers of a mixer, an MLP or attention alone."""
     settings: dict[str, Any] = {
