@@ -20,7 +20,14 @@ from hdtool.runtime.kernels.compiled import Array, Record, array_at, compiled, c
 from hdtool.runtime.kernels.gemm import COLUMN_MULTIPLE, MATMUL, matmul_of
 from hdtool.runtime.kernels.linear import ORDINARY_TENSORS, format_of
 from hdtool.runtime.kernels.packed_matrix import PackedExperts
-from hdtool.runtime.kernels.row_operations import add_in_place, gate_halves, gate_pairs, gelu_in_place, silu_in_place
+from hdtool.runtime.kernels.row_operations import (
+    add_in_place,
+    gate_halves,
+    gate_pairs,
+    gelu_in_place,
+    silu_in_place,
+    square_positive,
+)
 from hdtool.runtime.kernels.thread_pool import parallel_matmul, shared_thread_pool
 from hdtool.runtime.kernels.vector_code import ITEM_SIZE
 
@@ -118,7 +125,7 @@ EXPERTS = np.dtype(
         ("expand", np.int64),  # address of the gate and up matmul's kernels
         ("gate", np.int64),  # address of the first expert's matrix
         ("gate_size", np.int64),  # bytes per expert
-        ("up", np.int64),  # address of the first expert's matrix; 0 if gate and up are interleaved in one matrix
+        ("up", np.int64),  # address of the first expert's matrix; 0 if interleaved with the gate, or without gates
         ("up_size", np.int64),
         ("expand_bias", np.int64),  # address, 0 for none
         ("reduce", np.int64),  # address of the down matmul's kernels
@@ -129,13 +136,15 @@ EXPERTS = np.dtype(
         ("alpha", np.float32),  # constants of the activation with ``has_pairs``
         ("limit", np.float32),
         ("tanh_gate", np.bool_),  # True if the activation without ``has_pairs`` is tanh GELU instead of SiLU
+        ("squares", np.bool_),  # True if experts have no gate, and a squared ReLU as activation
     ],
     align=True,
 )
-IS_TANH_GELU = {"SiLU": False, "SiLUActivation": False, "GELUTanh": True, "PytorchGELUTanh": True}
-"""True for tanh GELU and False for SiLU, by the activation's class name."""
-WEIGHTS = ("gate_up_proj", "down_proj")
-"""Names of the parameters ``[experts, rows, columns]`` in transformers' modules."""
+TANH_GELUS = ("GELUTanh", "PytorchGELUTanh")
+ACTIVATIONS = {False: ("ReLUSquaredActivation",), True: ("SiLU", "SiLUActivation", *TANH_GELUS)}
+"""Class names of the supported activations of experts without and with a gate."""
+GATE_UP, UP, DOWN = WEIGHTS = ("gate_up_proj", "up_proj", "down_proj")
+"""Names of the parameters ``[experts, rows, columns]`` in transformers' modules; experts without a gate have ``UP``."""
 BIASES = ("gate_up_proj_bias", "down_proj_bias")
 PLAIN_EXPERTS = {
     "has_gate": True,
@@ -146,6 +155,8 @@ PLAIN_EXPERTS = {
     "_is_expert_parallel": False,
 }
 """Attributes of supported modules with separate gate and up halves."""
+UNGATED_EXPERTS = {**PLAIN_EXPERTS, "has_gate": False}
+"""Attributes of supported modules without a gate."""
 PAIRED_EXPERTS = {**PLAIN_EXPERTS, "has_bias": True, "is_transposed": True, "is_concatenated": False}
 """Attributes of supported modules with interleaved gate and up rows, transposed matrices and biases."""
 TOLERANCE = 1e-4
@@ -204,7 +215,10 @@ def mix_experts(
 
 @compiled
 def _expand(thread_pool: int, threads: int, experts: Record, expert: int, inputs: int, rows: int, gate: int) -> None:
-    """Write ``act(gate) * up`` of one expert to ``gate``, which must have room for both projections of all rows."""
+    """Write ``act(gate) * up`` of one expert, or ``act(up)`` if experts have no gate, to ``gate``.
+
+    ``gate`` must have room for both projections of all rows.
+    """
     width, inner = experts.width, experts.inner
     matrix, up_matrix = experts.gate + expert * experts.gate_size, experts.up + expert * experts.up_size
     bias = experts.expand_bias + 2 * expert * inner * ITEM_SIZE if experts.expand_bias else 0
@@ -215,6 +229,9 @@ def _expand(thread_pool: int, threads: int, experts: Record, expert: int, inputs
         return
     up = gate + rows * inner * ITEM_SIZE
     parallel_matmul(thread_pool, threads, experts.expand, matrix, inner, width, inputs, rows, gate, 0)
+    if experts.squares:
+        square_positive(gate, rows * inner)
+        return
     parallel_matmul(thread_pool, threads, experts.expand, up_matrix, inner, width, inputs, rows, up, 0)
     if experts.has_pairs:
         for row in range(rows):
@@ -224,6 +241,11 @@ def _expand(thread_pool: int, threads: int, experts: Record, expert: int, inputs
         gelu_in_place(gate, up, rows * inner)
     else:
         silu_in_place(gate, up, rows * inner)
+
+
+def weight_names(experts: Module) -> tuple[str, str]:
+    """Return the names of the parameters that a module's first and second matmul read."""
+    return UP if UP in experts._parameters else GATE_UP, DOWN
 
 
 def matrices_of(weight: Any) -> Any:
@@ -265,10 +287,12 @@ def experts_record(module: Any, panels: Mapping[int, Any] = MappingProxyType({})
     """
     record: Record = np.zeros(1, EXPERTS)[0]
     has_pairs = record["has_pairs"] = _has_pairs(module)
-    (gate, *separate_up), (down,) = (expert_matrices(getattr(module, name), panels) for name in WEIGHTS)
+    names = weight_names(module)
+    (gate, *separate_up), (down,) = (expert_matrices(getattr(module, name), panels) for name in names)
     record["count"], record["width"], record["inner"] = matrices_of(module.down_proj).shape
     record["expand"], record["gate"], record["gate_size"] = gate
-    if separate_up or not has_pairs:
+    record["squares"] = names[0] == UP
+    if separate_up or not (has_pairs or names[0] == UP):
         up = separate_up[0] if separate_up else gate._replace(first=gate.first + gate.size // 2)
         record["up"], record["up_size"] = up.first, up.size
     record["reduce"], record["down"], record["down_size"] = down
@@ -276,7 +300,7 @@ def experts_record(module: Any, panels: Mapping[int, Any] = MappingProxyType({})
         record["expand_bias"], record["reduce_bias"] = (getattr(module, name).data_ptr() for name in BIASES)
         record["alpha"], record["limit"] = module.alpha, module.limit
     else:
-        record["tanh_gate"] = bool(_has_gelu(module))
+        record["tanh_gate"] = _activation(module) in TANH_GELUS
     return record
 
 
@@ -326,10 +350,12 @@ class CompiledExperts(Module):
 
 def fits_compiled_experts(module: Any, dtypes: Container[torch.dtype] = (torch.float32,)) -> bool:
     """Return True if the compiled code supports these experts, and if their weights have one of ``dtypes``."""
-    expected = PAIRED_EXPERTS if _has_pairs(module) else PLAIN_EXPERTS
-    names = WEIGHTS + BIASES if expected["has_bias"] else WEIGHTS
-    weights: list[Any] = [module._parameters.get(name) for name in WEIGHTS]
-    if set(module._parameters) != set(names) or any(weight is None or weight.dim() != 3 for weight in weights):
+    names = weight_names(module)
+    is_gated = names[0] == GATE_UP
+    expected = PAIRED_EXPERTS if _has_pairs(module) else PLAIN_EXPERTS if is_gated else UNGATED_EXPERTS
+    weights: list[Any] = [module._parameters.get(name) for name in names]
+    known = {*names, *(BIASES if expected["has_bias"] else ())}
+    if set(module._parameters) != known or any(weight is None or weight.dim() != 3 for weight in weights):
         return False
     if not all(getattr(module, name, value) is value for name, value in expected.items()):
         return False
@@ -337,8 +363,8 @@ def fits_compiled_experts(module: Any, dtypes: Container[torch.dtype] = (torch.f
     number, width, inner = reduce.shape
     return (
         all(_parts_fit(weight, _has_pairs(module)) for weight in weights)
-        and (_pairs_fit(module, dtypes) if expected["has_bias"] else _has_gelu(module) is not None)
-        and expand.shape == (number, 2 * inner, width)
+        and (_pairs_fit(module, dtypes) if expected["has_bias"] else _activation(module) in ACTIVATIONS[is_gated])
+        and expand.shape == (number, (1 + is_gated) * inner, width)
         and all(weight.shape[2] % COLUMN_MULTIPLE == 0 and _is_plain(weight, dtypes) for weight in (expand, reduce))
     )
 
@@ -356,17 +382,17 @@ def _parts_fit(weight: Any, has_pairs: bool) -> bool:
     return len(forms) == 1 and (number == 1 or (number == 2 and stored.is_interleaved == has_pairs))
 
 
-def _has_gelu(module: Any) -> bool | None:
-    """Return True if the activation is tanh GELU, False for SiLU and None for any other."""
+def _activation(module: Any) -> str:
+    """Return the class name of the experts' activation; empty for an unknown function."""
     if not module._modules:
-        return False if getattr(module, "act_fn", None) is silu else None
-    return IS_TANH_GELU.get(type(module.act_fn).__name__) if set(module._modules) == {"act_fn"} else None
+        return "SiLU" if getattr(module, "act_fn", None) is silu else ""
+    return type(module.act_fn).__name__ if set(module._modules) == {"act_fn"} else ""
 
 
 def _pairs_fit(module: Any, dtypes: Container[torch.dtype]) -> bool:
     """Return True if experts with interleaved gate and up have the constants and biases that compiled code needs."""
     biases = [module._parameters[name] for name in BIASES]
-    shapes = [matrices_of(module._parameters[name]).shape[:2] for name in WEIGHTS]
+    shapes = [matrices_of(module._parameters[name]).shape[:2] for name in weight_names(module)]
     return (
         not module._modules
         and all(isinstance(getattr(module, name, None), float) for name in ("alpha", "limit"))

@@ -193,6 +193,15 @@ _bound = _changed(_bounded)
 
 
 @compiled
+def square_positive(numbers_at: int, size: int) -> None:
+    """Square positive numbers in place and replace negative ones by 0."""
+    numbers = array_at(numbers_at, (size,), types.float32)
+    for index in range(size):
+        number = np.float32(0) if numbers[index] < 0 else numbers[index]
+        numbers[index] = number * number
+
+
+@compiled
 def bound_in_place(numbers: int, size: int, divisor: Any, cap: Any) -> None:
     """Divide numbers in place by ``divisor``; if ``cap`` isn't 0, soft-cap them as ``tanh(numbers / cap) * cap``."""
     whole = size // LANES * LANES

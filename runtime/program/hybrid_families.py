@@ -235,6 +235,14 @@ HYBRID_FAMILIES: Mapping[str, Family] = {
         attention_class="NemotronHAttention",
         activations=frozenset({"relu2"}),
         rotates=lambda attention: False,
+        experts=ExpertKind(
+            "NemotronHMoE",
+            "NemotronHTopkRouter",
+            shared="shared_experts",
+            has_sigmoids=True,
+            correction="gate.e_score_correction_bias",
+            sum_offset=1e-20,
+        ),
         attributes=frozenset({"block_type"}),
         settings=STATE_SETTINGS
         | EXPERT_SETTINGS

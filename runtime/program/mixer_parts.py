@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
-from torch.nn import Conv1d, Module, Parameter
+from torch.nn import Conv1d, Identity, Module, Parameter
 
 if TYPE_CHECKING:
     from hdtool.runtime.program.model_parts import Kind
@@ -319,7 +319,7 @@ def router_of(block: Any, kind: ExpertKind) -> Router | None:
         return None
     checked = (block, *(module for name, module in block.named_modules() if name.split(".")[0] == kind.gate))
     known_names = {kind.gate, "experts", *filter(None, [kind.shared, kind.shared_gate])}
-    present = {name for name, module in block._modules.items() if module is not None}
+    present = {name for name, module in block._modules.items() if module is not None and type(module) is not Identity}
     if not {kind.gate, "experts"} <= present <= known_names or any("forward" in vars(module) for module in checked):
         return None
     if not _knows(block, BLOCK_ATTRIBUTES | {kind.shared}) or not _knows(gate, ROUTER_ATTRIBUTES):

@@ -31,14 +31,15 @@ def wide(monkeypatch: pytest.MonkeyPatch) -> None:
 def experts_of(name: str) -> tuple[Module, Module]:
     """Those of a layer by the library, and compiled."""
     model = model_of(name)
-    usual = model.model.layers[-1].mlp.experts
+    (*_, block) = (module for module in model.modules() if module._modules.get("experts"))
+    usual = block.experts
     compile_experts(model)
-    found = model.model.layers[-1].mlp.experts
+    found = block.experts
     assert type(found) is CompiledExperts and type(usual) is not CompiledExperts
     return usual, found
 
 
-@pytest.mark.parametrize("name", ["qwen3_moe", "mixtral", "olmoe", "gpt_oss"])
+@pytest.mark.parametrize("name", ["qwen3_moe", "mixtral", "olmoe", "gpt_oss", "nemotron_h, experts"])
 @torch.inference_mode()
 def test_experts_have_the_numbers_of_the_library(name: str) -> None:
     usual, found = experts_of(name)

@@ -210,6 +210,16 @@ HYBRID_MODELS: dict[str, Callable[[], PreTrainedModel]] = {
         "Mamba2", num_heads=8, head_dim=16, state_size=32, n_groups=2, chunk_size=8, num_hidden_layers=3
     ),
     "nemotron_h": lambda: nemotron_h(time_step_min=1e-9),
+    "nemotron_h, experts": lambda: nemotron_h(
+        time_step_min=1e-9,
+        layers_block_type=["linear_attention", "moe", "full_attention", "moe"],
+        n_routed_experts=8,
+        moe_intermediate_size=64,
+        moe_shared_expert_intermediate_size=128,
+        n_group=4,
+        topk_group=2,
+        routed_scaling_factor=2.5,
+    ),
     "olmo_hybrid": lambda: random_model(
         "OlmoHybrid", without=("head_dim",), num_attention_heads=2, **DELTA, linear_value_head_dim=32
     ),

@@ -12,7 +12,7 @@ from torch.nn import Embedding, Linear, Module
 
 from hdtool.runtime.engines.cpu.int8_code import PANEL_ROWS
 from hdtool.runtime.kernels.compact_weight import CompactEmbedding, Stored, is_compact, stored_of
-from hdtool.runtime.kernels.experts import WEIGHTS, CompiledExperts
+from hdtool.runtime.kernels.experts import GATE_UP, CompiledExperts, weight_names
 from hdtool.runtime.kernels.gemm import COLUMN_MULTIPLE
 from hdtool.runtime.kernels.linear import ORDINARY_TENSORS, CompiledLinear
 from hdtool.runtime.kernels.packed_matrix import PackedExperts, PackedMatrix
@@ -127,13 +127,13 @@ def packed_experts(part: LayerParts[CompiledLinear]) -> Iterator[PackedMatrix]:
     experts: Any = (
         part.added_mixture.experts if part.added_mixture else cast(Any, part.experts).experts if part.experts else None
     )
-    for name in WEIGHTS if experts else ():
+    for name in weight_names(experts) if experts else ():
         stored = stored_of(getattr(experts, name))
         if not isinstance(stored, PackedExperts):
             continue
         rows = [len(part_) // len(stored) for part_ in stored.parts]
         # If one matrix holds gate and up, each half is a separate matmul.
-        halves = 2 if name == WEIGHTS[0] and len(rows) == 1 else 1
+        halves = 2 if name == GATE_UP and len(rows) == 1 else 1
         if all(number % (halves * PANEL_ROWS) == 0 for number in rows):
             yield from stored.parts
 

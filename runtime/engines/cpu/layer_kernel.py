@@ -53,6 +53,7 @@ from hdtool.runtime.kernels.row_operations import (
     scale_gelu_in_place,
     scale_in_place,
     silu_in_place,
+    square_positive,
 )
 from hdtool.runtime.kernels.thread_pool import parts_of
 from hdtool.runtime.kernels.vector_code import ITEM_SIZE
@@ -99,7 +100,7 @@ def step_function() -> Any:
             _norm(pass_record, layer.norm_before_mlp, one + at, rows, three + at)
         elif step == GATE:
             if pass_record.squares:
-                _square(one + at_inner, rows * inner)
+                square_positive(one + at_inner, rows * inner)
             elif not layer.up.kernels:
                 scale_gelu_in_place(one + at_inner, rows * inner, np.float32(1))
             elif pass_record.tanh_gate:
@@ -137,15 +138,6 @@ def _norm(pass_record: Record, norm: Record, hidden: int, rows: int, normed: int
 def _add(pass_record: Record, norm: Record, hidden: int, added: int, rows: int) -> None:
     _norm(pass_record, norm, added, rows, added)
     add_in_place(hidden, added, rows * pass_record.hidden, pass_record.residual)
-
-
-@compiled
-def _square(numbers_at: int, count: int) -> None:
-    """Square positive numbers in place and replace negative ones by 0."""
-    numbers = array_at(numbers_at, (count,), types.float32)
-    for index in range(count):
-        number = np.float32(0) if numbers[index] < 0 else numbers[index]
-        numbers[index] = number * number
 
 
 @compiled
