@@ -198,7 +198,7 @@ class RecordingEngine:
     def launch(self, cache: Cache, trees: Sequence[DraftTree], options: Sequence[PassOptions] = ()) -> WaitForResults:
         (tree,), slot = trees, cache.slots[0]
         started, length = time.perf_counter(), slot.length
-        self._masks.tree_mask(tree, length, reused=True)
+        self._masks.of_trees([tree], [length])
         (length + tree.depths).tolist()
         self.log.add(time.perf_counter() - started, len(tree))
         slot.tree = tree

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -59,7 +60,9 @@ class DraftTree:
     @cached_property
     def ancestor_mask(self) -> npt.NDArray[np.bool_]:
         """Mask ``[rows, rows]``: True where the column is the row itself or its ancestor; row 0 is the root."""
-        return _ancestor_mask(self.parents)
+        related = np.empty((len(self) + 1, len(self) + 1), np.bool_)
+        mark_ancestors(related, 0, self.parents, True, False)
+        return related
 
     @cached_property
     def depths(self) -> npt.NDArray[np.int64]:
@@ -183,16 +186,19 @@ def _embeddable(
 
 
 @compiled
-def _ancestor_mask(parents: npt.NDArray[np.int32]) -> npt.NDArray[np.bool_]:
+def mark_ancestors(
+    values: npt.NDArray[Any], first: int, parents: npt.NDArray[np.int32], related: float, unrelated: float
+) -> None:
+    """Mark, in each row of a tree, the columns of the row itself and of its ancestors; column ``first`` is the root's.
+
+    The tree's other columns become ``unrelated``.
+    """
     rows = len(parents) + 1
-    related = np.zeros((rows, rows), np.bool_)
-    related[0, 0] = True
-    for row in range(1, rows):
-        parent_row = parents[row - 1] + 1
-        for column in range(parent_row + 1):  # ancestors come before their descendants
-            related[row, column] = related[parent_row, column]
-        related[row, row] = True
-    return related
+    for row in range(rows):
+        parent_row = parents[row - 1] + 1 if row > 0 else 0
+        for column in range(first, first + rows):  # ancestors come before their descendants
+            values[row, column] = values[parent_row, column] if column < first + row else unrelated
+        values[row, first + row] = related
 
 
 @compiled

@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 
 from hdtool.runtime.caches.kv_cache import MAX_DEFERRED_MOVES
-from hdtool.runtime.core.tree import LARGEST_TREE, DraftTree
+from hdtool.runtime.core.tree import LARGEST_TREE, DraftTree, mark_ancestors
 from hdtool.runtime.kernels.compiled import compiled
 
 Mask = torch.Tensor | dict[str, torch.Tensor | None] | None
@@ -30,6 +30,10 @@ class AttentionWindow:
     """Size of the sliding window, including the query token; None if there is none."""
     chunk: int | None = None
     """Chunk size of chunked attention; None if it isn't used."""
+
+    @property
+    def is_limited(self) -> bool:
+        return self.window is not None or self.chunk is not None
 
     def sees_all(self, length: int) -> bool:
         """Return True if a context of ``length`` tokens fits entirely into the window."""
@@ -74,24 +78,6 @@ def windows_of(config: Any) -> list[AttentionWindow]:
     return [windows[kind] for kind in present if kind in windows] or [windows[FULL]]
 
 
-class MaskBuffer:
-    """A float32 buffer reused for the masks of trees; columns of the context, which is fully visible, stay zero."""
-
-    def __init__(self) -> None:
-        self._values = np.zeros((LARGEST_TREE + 1, 0), np.float32)
-        self._last = 0, 0
-        """Number of rows and context length of the last mask."""
-
-    def mask(self, parents: npt.NDArray[np.int32], length: int, mask_value: float) -> torch.Tensor:
-        """Return a tree's mask ``[1, 1, rows, length + rows]``, valid until the next call."""
-        rows = len(parents) + 1
-        if self._values.shape[1] < length + rows:
-            self._values, self._last = np.zeros((LARGEST_TREE + 1, 2 * (length + rows)), np.float32), (0, 0)
-        hide_non_ancestors(self._values, *self._last, parents, length, mask_value)
-        self._last = rows, length
-        return torch.from_numpy(self._values[None, None, :rows, : length + rows])
-
-
 class AttentionMasks:
     """Makes the additive attention masks of a model, given the attention windows of its layers.
 
@@ -99,25 +85,32 @@ class AttentionMasks:
     """
 
     def __init__(self, windows: list[AttentionWindow], dtype: torch.dtype, device: torch.device) -> None:
-        self._windows, self._dtype, self._device = windows, dtype, device
-        self._value = torch.finfo(dtype).min
+        self._windows, self._device = windows, device
+        self._mask_value = torch.finfo(dtype).min
         self._is_on_host = dtype == torch.float32 and device.type == "cpu"
-        self._buffer = MaskBuffer()
+        self._visible = torch.zeros((), dtype=dtype, device=device)
+        self._hidden = torch.full((), self._mask_value, dtype=dtype, device=device)
 
-    def tree_mask(self, tree: DraftTree, length: int, *, reused: bool = False) -> Mask:
-        """Return the mask ``[1, 1, rows, length + rows]`` for the root and nodes of a tree.
+    def of_trees(self, trees: Sequence[DraftTree], lengths: Sequence[int]) -> Mask:
+        """Return the mask ``[trees, 1, rows, longest + rows]`` for trees after contexts of these ``lengths``.
 
-        Return None for a bare root if the model has one kind of layer, whose window contains the whole context. With
-        ``reused``, the mask is valid until the next call with ``reused``.
+        Trees are padded to the size of the largest; padding rows attend to the context and the root. Return None for
+        a bare root if the model has one kind of layer, whose window contains the whole context.
         """
-        is_bare = not len(tree) and all(window.sees_all(length + 1) for window in self._windows)
-        if is_bare and len(self._windows) == 1:
+        rows = max(map(len, trees)) + 1
+        extent = max(lengths) + rows
+        sees_all = all(window.sees_all(extent) for window in self._windows)
+        if sees_all and len(trees) == rows == len(self._windows) == 1:
             return None
-        if is_bare:
-            hidden = torch.zeros((1, length + 1), dtype=torch.bool)
-            return self._mask_by_kind(lambda window: self._hiding(hidden))
-        buffer = self._buffer if reused else MaskBuffer()
-        return self._mask_by_kind(lambda window: self._of_window(tree, length, window, buffer))
+        if not (sees_all and self._is_on_host):
+            step = sent_step(trees, lengths, self._device)
+            return self.on_device(step.ancestor_mask, step.positions, step.length, extent)
+        values = np.full((len(trees), 1, rows, extent), self._mask_value, np.float32)
+        for slot, (tree, length) in enumerate(zip(trees, lengths, strict=True)):
+            values[slot, :, :, : length + 1] = 0.0
+            mark_ancestors(values[slot, 0], length, tree.parents, 0.0, self._mask_value)
+        mask = torch.from_numpy(values)
+        return self._by_kind(lambda window: mask)
 
     def continuation_mask(self, rows: int, length: int) -> Mask:
         """Return the causal mask ``[1, 1, rows, length + rows]`` of prompt tokens after ``length`` cached ones."""
@@ -126,33 +119,7 @@ class AttentionMasks:
     def causal_mask(self, positions: torch.Tensor, extent: int) -> Mask:
         """Compute the causal mask ``[1, 1, rows, extent]`` of tokens at these ``positions`` of the cache."""
         columns = torch.arange(extent, device=positions.device)
-        causal = columns <= positions[:, None]
-        return self._mask_by_kind(lambda window: self._hiding(~window.visible(causal, positions, columns)))
-
-    def batch_mask(self, trees: Sequence[DraftTree], lengths: Sequence[int]) -> Mask:
-        """Return the mask ``[trees, 1, rows, longest + rows]`` for trees after contexts of different ``lengths``.
-
-        Trees are padded to the size of the largest. The logits of padding rows are unused, but no row may be fully
-        masked, so padding attends to the first token.
-        """
-        rows = max(map(len, trees)) + 1
-        shape, windows = (len(trees), 1, rows, max(lengths) + rows), self._windows
-        if len(windows) == 1 and windows[0].sees_all(shape[-1]) and self._is_on_host:
-            values = np.empty(shape, np.float32)
-            parents = np.concatenate([tree.parents for tree in trees])
-            _fill_batch(values[:, 0], parents, np.array([len(tree) for tree in trees]), np.array(lengths), self._value)
-            return torch.from_numpy(values)
-        buffer = MaskBuffer()
-
-        def padded(window: AttentionWindow) -> torch.Tensor:
-            mask = torch.full(shape, self._value, dtype=self._dtype, device=self._device)
-            mask[..., 0] = 0.0
-            for slot, (tree, length) in enumerate(zip(trees, lengths, strict=True)):
-                used_rows = len(tree) + 1
-                mask[slot, :, :used_rows, : length + used_rows] = self._of_window(tree, length, window, buffer)[0]
-            return mask
-
-        return self._mask_by_kind(padded)
+        return self._hiding((columns <= positions[:, None])[None], positions[None], columns)
 
     def on_device(
         self, ancestor_mask: torch.Tensor, positions: torch.Tensor, length: torch.Tensor, extent: int
@@ -162,12 +129,11 @@ class AttentionMasks:
         Its shape does not depend on the contexts' ``length``. Padding rows attend to the context and the root, so that
         no row is fully masked.
         """
-        columns = torch.arange(extent, device=length.device).expand(len(length), -1)
-        offset = columns - length[:, None]
-        related = _related(ancestor_mask, offset)
-        tree_positions = positions.gather(1, offset.clamp(0, positions.shape[1] - 1))
-        column_positions = torch.where(offset < 0, columns, tree_positions)
-        return self._mask_by_kind(lambda window: self._hiding(~window.visible(related, positions, column_positions)))
+        columns, related = _related(ancestor_mask, length, extent)
+        if any(window.is_limited for window in self._windows):
+            places = length[:, None] + columns[: positions.shape[1]]
+            columns = columns.repeat(len(length), 1).scatter_(1, places, positions)
+        return self._hiding(related, positions, columns[..., :extent])
 
     def on_device_for_rows(
         self, ancestor_mask: torch.Tensor, positions: torch.Tensor, length: torch.Tensor, extent: int
@@ -177,83 +143,36 @@ class AttentionMasks:
         The arguments are those of ``on_device`` for a single slot, without the root's row. Since the positions of other
         rows are unknown, windows take a node for as many tokens after the root as there are rows between them.
         """
-        columns = torch.arange(extent, device=length.device)
-        related = _related(ancestor_mask, columns - length)
-        return self._mask_by_kind(lambda window: self._hiding(~window.visible(related, positions, columns)))
+        columns, related = _related(ancestor_mask[None], length, extent)
+        return self._hiding(related, positions[None], columns[:extent])
 
-    def _mask_by_kind(self, mask_of: Callable[[AttentionWindow], torch.Tensor]) -> Mask:
+    def _hiding(self, related: torch.Tensor, positions: torch.Tensor, columns: torch.Tensor) -> Mask:
+        """Return masks that show each row, at one of ``positions``, the ``related`` columns within its window."""
+
+        def of_window(window: AttentionWindow) -> torch.Tensor:
+            visible = window.visible(related, positions, columns).to(self._device)
+            return torch.where(visible, self._visible, self._hidden)[:, None]
+
+        return self._by_kind(of_window)
+
+    def _by_kind(self, mask_of: Callable[[AttentionWindow], torch.Tensor]) -> Mask:
         masks = {window.kind: mask_of(window) for window in self._windows}
         if len(masks) == 1:
             return next(iter(masks.values()))
         return masks | {alias: masks[kind] for kind in masks for alias in ALIASES.get(kind, ())} | UNMASKED
 
-    def _of_window(self, tree: DraftTree, length: int, window: AttentionWindow, buffer: MaskBuffer) -> torch.Tensor:
-        rows = len(tree) + 1
-        if not window.sees_all(length + rows):
-            visible = np.ones((rows, length + rows), np.bool_)
-            visible[:, length:] = tree.ancestor_mask
-            positions = length + tree.depths
-            visible = window.visible(visible, positions, np.concatenate([np.arange(length), positions]))
-            return self._hiding(torch.from_numpy(~visible))
-        if self._is_on_host:
-            return buffer.mask(tree.parents, length, self._value)
-        # The whole context is visible: only the tree's part of the mask is sent to the device.
-        mask = torch.zeros((1, 1, rows, length + rows), dtype=self._dtype, device=self._device)
-        hidden = torch.from_numpy(~tree.ancestor_mask).to(self._device)
-        mask.narrow(3, length, rows).masked_fill_(hidden, self._value)
-        return mask
 
-    def _hiding(self, hidden: torch.Tensor) -> torch.Tensor:
-        shape = hidden.shape if hidden.dim() > 2 else (1, *hidden.shape)
-        mask = torch.zeros((shape[0], 1, *shape[1:]), dtype=self._dtype, device=self._device)
-        return mask.masked_fill_(hidden.to(self._device).view(mask.shape), self._value)
+def _related(ancestor_mask: torch.Tensor, length: torch.Tensor, extent: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return column numbers, and a mask ``[slots, rows, extent]`` of each row's context, its root and its ancestors.
 
-
-def _related(ancestor_mask: torch.Tensor, offset: torch.Tensor) -> torch.Tensor:
-    """Mark the keys in the context, the root and the ancestors of each row, given the offsets of keys from the root."""
-    nodes = (ancestor_mask[..., None] >> (offset - 1).clamp(0, LARGEST_TREE - 1)[..., None, :]) & 1
-    return (offset <= 0)[..., None, :] | ((nodes == 1) & (offset <= LARGEST_TREE)[..., None, :])
-
-
-@compiled
-def hide_non_ancestors(
-    values: npt.NDArray[np.float32],
-    shown: int,
-    start: int,
-    parents: npt.NDArray[np.int32],
-    length: int,
-    mask_value: float,
-) -> None:
-    """Write a tree's mask at column ``length``, after unmasking the columns of the previous tree.
-
-    The previous tree has ``shown`` rows and as many columns, from column ``start`` on.
+    There are columns after ``extent`` for the nodes of the largest tree, which may be longer than a pass reads.
     """
-    values[:shown, start : start + shown] = 0.0
-    rows = len(parents) + 1
-    for row in range(rows):
-        parent_row = parents[row - 1] + 1 if row > 0 else 0
-        for column in range(rows):
-            values[row, length + column] = values[parent_row, length + column] if 0 < row > column else mask_value
-        values[row, length + row] = 0.0
-
-
-@compiled
-def _fill_batch(
-    values: npt.NDArray[np.float32],
-    parents: npt.NDArray[np.int32],
-    sizes: npt.NDArray[np.int64],
-    lengths: npt.NDArray[np.int64],
-    mask_value: float,
-) -> None:
-    """Write the masks of several concatenated trees; padding rows see only the first token."""
-    values[:] = mask_value
-    values[:, :, 0] = 0.0
-    first = 0
-    for slot in range(len(sizes)):
-        rows, length = sizes[slot] + 1, lengths[slot]
-        values[slot, :rows, :length] = 0.0
-        hide_non_ancestors(values[slot], 0, 0, parents[first : first + sizes[slot]], length, mask_value)
-        first += sizes[slot]
+    columns = torch.arange(extent + LARGEST_TREE, device=length.device)
+    nodes = columns[:LARGEST_TREE]
+    related = (columns <= length[:, None])[:, None].repeat(1, ancestor_mask.shape[1], 1)
+    is_ancestor = (ancestor_mask[..., None] >> nodes) & 1 == 1
+    places = length[:, None] + columns[1 : LARGEST_TREE + 1]
+    return columns, related.scatter_(2, places[:, None].expand_as(is_ancestor), is_ancestor)[..., :extent]
 
 
 MOVES = MAX_DEFERRED_MOVES
@@ -328,47 +247,13 @@ class StepInput:
         return StepTensors(buffer, buffer[:, LENGTH], buffer[:, MOVED_TO], moved_from, tokens, positions, ancestor_mask)
 
 
-class TreeInput:
-    """Writes token ids and positions of trees into reused tensors, which saves torch calls."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = None if device.type == "cpu" else device
-        self._slots = 0
-        self._make_room(1)
-
-    def _make_room(self, slots: int) -> None:
-        if slots > self._slots:
-            self._slots = slots
-            buffer = torch.zeros((2, slots * (LARGEST_TREE + 1)), dtype=torch.int64)
-            self._numbers: npt.NDArray[np.int64] = buffer.numpy()
-            self._views: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
-            self._buffer = buffer
-
-    def tree_inputs(self, tree: DraftTree, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return token ids and positions ``[1, rows]`` of a tree after a context of ``length`` tokens."""
-        ids, positions = self._numbers
-        fill_tree(ids, positions, tree.root, tree.tokens, tree.parents, length)
-        return self._shaped(1, len(tree) + 1)
-
-    def batch_inputs(self, trees: Sequence[DraftTree], lengths: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return token ids and positions ``[trees, rows]`` of several trees, each padded with its root."""
-        rows = max(map(len, trees)) + 1
-        self._make_room(len(trees))
-        _fill_trees(
-            self._numbers,
-            np.array([(tree.root, len(tree), length) for tree, length in zip(trees, lengths, strict=True)]),
-            np.concatenate([tree.tokens for tree in trees]),
-            np.concatenate([tree.parents for tree in trees]),
-            rows,
-        )
-        return self._shaped(len(trees), rows)
-
-    def _shaped(self, slots: int, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-        if (slots, rows) not in self._views:
-            ids, positions = self._buffer[:, : slots * rows].view(2, slots, rows)
-            self._views[slots, rows] = ids, positions
-        ids, positions = self._views[slots, rows]
-        return (ids, positions) if self._device is None else (ids.to(self._device), positions.to(self._device))
+def sent_step(trees: Sequence[DraftTree], lengths: Sequence[int], device: torch.device) -> StepTensors:
+    """Send trees after contexts of these ``lengths`` to the device, padded to the size of the largest tree."""
+    rows, step_input = max(map(len, trees)) + 1, StepInput(device, len(trees))
+    for slot, (tree, length) in enumerate(zip(trees, lengths, strict=True)):
+        step_input.fill(slot, tree, rows, length)
+    step_input.send(len(trees), rows)
+    return step_input.tensors(len(trees), rows)
 
 
 @compiled
@@ -384,15 +269,12 @@ def _fill(
     words[MOVED] = 0
     for move in range(MOVES):
         words[MOVED_FROM + move] = length + move
+    ids, positions, ancestors = words[HEADER:], words[HEADER + rows :], words[HEADER + 2 * rows :]
     for row in range(rows):
-        at = HEADER + row
-        words[at], words[at + rows], words[at + 2 * rows] = root, length, 0
-        if 0 < row <= len(tokens):
-            node = row - 1
-            parent_at = HEADER + parents[node] + 1
-            words[at] = tokens[node]
-            words[at + rows] = words[parent_at + rows] + 1
-            words[at + 2 * rows] = words[parent_at + 2 * rows] | (np.int64(1) << np.int64(node))
+        ids[row], positions[row], ancestors[row] = root, length, 0
+    fill_tree(ids, positions, root, tokens, parents, length)
+    for node in range(len(tokens)):
+        ancestors[node + 1] = ancestors[parents[node] + 1] | (np.int64(1) << np.int64(node))
 
 
 @compiled
@@ -407,25 +289,3 @@ def fill_tree(
     ids[0], positions[0] = root, length
     for node in range(len(tokens)):
         ids[node + 1], positions[node + 1] = tokens[node], positions[parents[node] + 1] + 1
-
-
-@compiled
-def _fill_trees(
-    numbers: npt.NDArray[np.int64],
-    tree_headers: npt.NDArray[np.int64],
-    tokens: npt.NDArray[np.int64],
-    parents: npt.NDArray[np.int32],
-    rows: int,
-) -> None:
-    """Write ids and positions of several trees.
-
-    ``tree_headers`` has each tree's root, number of nodes and context length.
-    """
-    first = 0
-    for slot in range(len(tree_headers)):
-        root, nodes, length = tree_headers[slot]
-        at = slot * rows
-        numbers[0, at : at + rows], numbers[1, at : at + rows] = root, length
-        stop = first + nodes
-        fill_tree(numbers[0, at:], numbers[1, at:], root, tokens[first:stop], parents[first:stop], length)
-        first = stop

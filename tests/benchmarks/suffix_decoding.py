@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -131,7 +130,7 @@ class Player:
         while done < len(truth):
             draft_us, drafted = timed(peer.draft, peer.context(context))
             tree = peer.tree(drafted, context[-1])
-            mask_us, _ = timed(partial(masks.tree_mask, reused=True), tree, len(context) - 1)
+            mask_us, _ = timed(masks.of_trees, [tree], [len(context) - 1])
             accepted = accept_recorded(tree, truth[done:])
             self.learn_us.append(timed(peer.learn, accepted)[0])
             self.draft_us.append(draft_us)

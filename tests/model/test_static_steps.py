@@ -104,27 +104,58 @@ def test_paths_longer_than_a_step_moves(length: int) -> None:
     assert_same_logits(one.verify(DraftTree.bare(7))[0], plain_logits(model, [*context, 7]))
 
 
-@given(st.lists(st.tuples(trees(VOCABULARY), st.integers(1, 300)), min_size=2, max_size=8))
-def test_masks_of_a_reused_buffer_equal_those_of_new_buffers(turns: list[tuple[DraftTree, int]]) -> None:
-    """Contexts that grow, and others that begin anew: nothing of an earlier mask is left."""
-    masks, hidden_at = AttentionMasks([AttentionWindow(FULL)], torch.float32, CPU), torch.finfo(torch.float32).min
-    for tree, length in turns:
-        found = masks.tree_mask(tree, length, reused=True)
-        if not len(tree):
-            assert found is None
-            continue
-        visible = np.concatenate([np.ones((len(tree) + 1, length), np.bool_), tree.ancestor_mask], axis=1)
-        assert isinstance(found, torch.Tensor) and found.shape[:2] == (1, 1)
-        np.testing.assert_array_equal(found[0, 0], np.where(visible, np.float32(0), np.float32(hidden_at)))
+WINDOWS = [
+    AttentionWindow(FULL),
+    AttentionWindow("sliding_attention", window=9),
+    AttentionWindow("chunked_attention", chunk=7),
+]
+HIDDEN = torch.finfo(torch.float32).min
 
 
-@given(trees(VOCABULARY, max_nodes=64), st.integers(1, 90), st.integers(1, 40))
-def test_the_mask_of_the_device_is_the_mask_of_the_host(tree: DraftTree, length: int, size: int) -> None:
-    windows = [
-        AttentionWindow(FULL),
-        AttentionWindow("sliding_attention", window=size),
-        AttentionWindow("chunked_attention", chunk=size),
-    ]
+def mask_by_definition(tree: DraftTree, length: int, window: AttentionWindow, rows: int, extent: int) -> torch.Tensor:
+    """Make a mask key by key; padding rows are copies of the root's row."""
+    mask = torch.full((rows, extent), HIDDEN)
+    for row in range(rows):
+        node = row - 1 if row <= len(tree) else ROOT
+        path = [0, *(below + 1 for below in path_to(tree, node))]
+        read = [
+            *((column, column) for column in range(length)),
+            *((length + at, length + d) for d, at in enumerate(path)),
+        ]
+        own = length + len(path) - 1
+        for column, position in read:
+            near = window.window is None or position > own - window.window
+            if near and (window.chunk is None or position // window.chunk == own // window.chunk):
+                mask[row, column] = 0
+    return mask
+
+
+def assert_masks(found: Any, windows: list[AttentionWindow], drafts: list[tuple[DraftTree, int]], rows: int) -> None:
+    for window in windows:
+        masks = found[window.kind] if isinstance(found, dict) else found
+        expected = [mask_by_definition(tree, length, window, rows, masks.shape[-1]) for tree, length in drafts]
+        assert torch.equal(masks, torch.stack(expected)[:, None])
+
+
+DRAFTS = st.lists(st.tuples(trees(VOCABULARY, max_nodes=64), st.integers(1, 60)), min_size=1, max_size=3)
+
+
+@given(DRAFTS, st.sampled_from([WINDOWS, WINDOWS[:1], WINDOWS[1:2]]))
+@settings(max_examples=25)
+def test_masks_show_each_row_its_context_and_its_path(
+    drafts: list[tuple[DraftTree, int]], windows: list[AttentionWindow]
+) -> None:
+    masks, (drafted, lengths) = AttentionMasks(windows, torch.float32, CPU), zip(*drafts, strict=True)
+    found = masks.of_trees(drafted, lengths)
+    if found is None:
+        assert len(drafts) == len(windows) == 1 and not len(drafted[0])
+    else:
+        assert_masks(found, windows, drafts, max(map(len, drafted)) + 1)
+
+
+@given(trees(VOCABULARY, max_nodes=64), st.integers(1, 60))
+@settings(max_examples=25)
+def test_a_padded_step_gets_the_masks_of_its_tree(tree: DraftTree, length: int) -> None:
     rows, own = next(rows for rows in STEP_SIZES if rows > len(tree)), len(tree) + 1
     told = StepInput(CPU)
     told.fill(0, tree, rows, length)
@@ -132,17 +163,8 @@ def test_the_mask_of_the_device_is_the_mask_of_the_host(tree: DraftTree, length:
     sent = told.tensors(1, rows)
     assert sent.tokens[0, :own].tolist() == tree.all_tokens
     assert sent.positions[0, :own].tolist() == (length + tree.depths).tolist()
-    masks = AttentionMasks(windows, torch.float32, CPU)
-    found = masks.on_device(sent.ancestor_mask, sent.positions, sent.length, 192)
-    expected = masks.tree_mask(tree, length)
-    assert isinstance(found, dict)
-    for reach in windows:
-        one, other = found[reach.kind], expected[reach.kind] if isinstance(expected, dict) else None
-        assert one is not None
-        mask, wanted = one[0, 0], torch.zeros(1, length + 1) if other is None else other[0, 0]
-        assert torch.equal(mask[:own, : length + own], wanted)
-        assert (mask[:own, length + own :] < -1e30).all(), "rows behind the tree hold whatever was there before"
-        assert (mask == 0).any(dim=-1).all(), "who sees nothing has no number for an answer"
+    masks = AttentionMasks(WINDOWS, torch.float32, CPU)
+    assert_masks(masks.on_device(sent.ancestor_mask, sent.positions, sent.length, 192), WINDOWS, [(tree, length)], rows)
 
 
 @pytest.mark.each_value

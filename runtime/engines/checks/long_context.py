@@ -81,7 +81,7 @@ class LongContext:
         for tensor in cache.storage.tensors:
             later = tensor.narrow(3, middle, first - middle)
             tensor.narrow(3, middle + inner, first - middle).copy_(later.clone())
-        mask = masks.tree_mask(DraftTree.of(root, nodes, [ROOT] * len(nodes)), first)
+        mask = masks.of_trees([DraftTree.of(root, nodes, [ROOT] * len(nodes))], [first])
         mask = _with_hidden(_with_hidden(mask, first, self.hidden - inner), middle, inner)
         cache.begin_after(first + self.hidden)
         positions = [first, *([first + 1] * len(nodes))]

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from numba import types
 
-from hdtool.runtime.core.tree import LARGEST_TREE, UNDETERMINED, DraftTree
+from hdtool.runtime.core.tree import LARGEST_TREE, UNDETERMINED, DraftTree, mark_ancestors
 from hdtool.runtime.core.walks import NO_FORCED_TOKENS, walk_argmax
 from hdtool.runtime.engines.cpu.convolution import fill_origins, origins_at
 from hdtool.runtime.engines.cpu.layer_kernel import compute_layers, layers_scratch_size
@@ -47,7 +47,7 @@ from hdtool.runtime.kernels.matrix_formats import MatrixKind
 from hdtool.runtime.kernels.row_operations import bound_in_place, scale_in_place
 from hdtool.runtime.kernels.topk import FOLD, INFINITY, TOPK_BLOCK, fold, folded_size
 from hdtool.runtime.kernels.vector_code import ITEM_SIZE
-from hdtool.runtime.model.pass_inputs import fill_tree, hide_non_ancestors
+from hdtool.runtime.model.pass_inputs import fill_tree
 
 OUTER = np.dtype(
     [
@@ -418,7 +418,10 @@ def _place_tree(record: Any, slot: int, root: int, tokens: Array, parents: Array
     if rows > 1:
         last_mask = array_at(record.last_masks, (slot + 1, 2), np.int64)[slot]
         mask = array_at(record.mask, (slot + 1, record.rows, record.mask_width), np.float32)[slot]
-        hide_non_ancestors(mask, last_mask[0], last_mask[1], parents, length, MASK_VALUE)
+        for row in range(last_mask[0]):
+            for column in range(last_mask[1], last_mask[1] + last_mask[0]):
+                mask[row, column] = 0.0
+        mark_ancestors(mask, length, parents, 0.0, MASK_VALUE)
         for row in range(nodes + 1):
             for column in range(length + nodes + 1, length + rows):
                 mask[row, column] = MASK_VALUE

@@ -191,8 +191,8 @@ class _LayerProof:
         cache = self._trees.allocate(1, length + len(tree) + 1).slots[0].kv
         cache.length = length
         positions = length + torch.tensor([[0, *tree.depths[1:].tolist()]])
-        unwindowed: Any = self._masks.tree_mask(tree, length)
-        return cache.storage, cache, positions, self._stock.masks.tree_mask(tree, length), unwindowed, [tree]
+        unwindowed: Any = self._masks.of_trees([tree], [length])
+        return cache.storage, cache, positions, self._stock.masks.of_trees([tree], [length]), unwindowed, [tree]
 
     def _batch(self) -> Case:
         lengths = BATCH_LENGTHS
@@ -200,8 +200,8 @@ class _LayerProof:
         rows = max(BATCH_NODES) + 1
         storage = self._trees.allocate(len(trees), max(lengths) + rows).storage
         positions = torch.tensor(lengths)[:, None] + torch.arange(rows)
-        masks = self._stock.masks.batch_mask(trees, lengths)
-        unwindowed: Any = self._masks.batch_mask(trees, lengths)
+        masks = self._stock.masks.of_trees(trees, lengths)
+        unwindowed: Any = self._masks.of_trees(trees, lengths)
         return storage, SlotKVCache(storage, lengths, rows), positions, masks, unwindowed, trees
 
     def _is_same(self, numbers: Iterable[int], case: Case) -> bool:

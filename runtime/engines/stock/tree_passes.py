@@ -17,7 +17,7 @@ from hdtool.runtime.engines.backend import StockBackend
 from hdtool.runtime.engines.stock.facts import ModelFacts
 from hdtool.runtime.engines.stock.stock_model import StockModel
 from hdtool.runtime.model.families import rotary_switch
-from hdtool.runtime.model.pass_inputs import TreeInput
+from hdtool.runtime.model.pass_inputs import sent_step
 
 
 class TreePasses(StockBackend):
@@ -26,7 +26,6 @@ class TreePasses(StockBackend):
     def __init__(self, stock: StockModel, facts: ModelFacts) -> None:
         self._stock, self._facts = stock, facts
         self._switch = rotary_switch(stock.config)
-        self._tree_input = TreeInput(stock.device)
 
     def allocate(self, slots: int, capacity: int) -> Cache:
         return Cache(self._facts.shapes, slots, capacity, self._facts.state_shapes)
@@ -55,10 +54,10 @@ class TreePasses(StockBackend):
         return self._switch is not None and len({slot.length >= self._switch for slot in slots}) > 1
 
     def verify_alone(self, slot: Slot, tree: DraftTree) -> Verified:
-        stock = self._stock
-        mask = stock.masks.tree_mask(tree, slot.length, reused=True)
-        with self._over([tree], [slot], slot.states, slot.kv):
-            logits = stock.run(*self._tree_input.tree_inputs(tree, slot.length), mask, slot.kv)[0]
+        stock, trees, lengths = self._stock, [tree], [slot.length]
+        mask, step = stock.masks.of_trees(trees, lengths), sent_step(trees, lengths, stock.device)
+        with self._over(trees, [slot], slot.states, slot.kv):
+            logits = stock.run(step.tokens, step.positions, mask, slot.kv)[0]
         stock.log.nodes, stock.log.slots = len(tree), 1
         return Verified(logits, stock.hidden.slot_rows(0, len(tree) + 1))
 
@@ -66,14 +65,13 @@ class TreePasses(StockBackend):
         """Verify all trees in one pass, padded to equal size."""
         stock, slots = self._stock, cache.slots[: len(trees)]
         lengths = [slot.length for slot in slots]
-        mask = stock.masks.batch_mask(trees, lengths)
-        ids, positions = self._tree_input.batch_inputs(trees, lengths)
-        rows = ids.shape[1]
+        mask, step = stock.masks.of_trees(trees, lengths), sent_step(trees, lengths, stock.device)
+        rows = step.tokens.shape[1]
         for slot in slots:
             slot.kv.mark_written(slot.length + rows)
         batch_cache = SlotKVCache(cache.storage, lengths, rows)
         with self._over(trees, slots, cache.storage.states, batch_cache):
-            logits = stock.run(ids, positions, mask, batch_cache)
+            logits = stock.run(step.tokens, step.positions, mask, batch_cache)
         stock.log.nodes, stock.log.slots = rows - 1, len(trees)
         used = [len(tree) + 1 for tree in trees]
         return [Verified(logits[slot, :n], stock.hidden.slot_rows(slot, n)) for slot, n in enumerate(used)]
