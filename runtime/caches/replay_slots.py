@@ -12,14 +12,14 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Collection, Iterable, Sequence
 from types import FunctionType, MethodType, ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from transformers import PreTrainedConfig
 
 from hdtool.runtime.caches.kv_cache import KVTensors, StaticKVCache
 from hdtool.runtime.caches.slots import Cache, Slot
-from hdtool.runtime.caches.states import MAX_SNAPSHOTS
+from hdtool.runtime.caches.states import KeptStates, Snapshot, kept, up_to
 
 TensorPath = tuple[Any, ...]
 """Path to a tensor in a cache: attribute names, keys and indices, outermost first."""
@@ -135,126 +135,75 @@ def _rebuilt(cache: Any, of_tensor: Callable[[TensorPath, torch.Tensor], torch.T
     return rebuilt(cache, ())
 
 
-class Filled(NamedTuple):
-    """A ``transformers`` cache after the first ``length`` tokens of a sequence."""
-
-    length: int = 0
-    cache: Any = None
+NOTHING_READ = Snapshot(0, None)
 
 
-NOTHING_READ = Filled()
+class ReplayedCaches(KeptStates):
+    """Library caches after some prefixes of a sequence; tokens after the last prefix must be read again."""
 
-
-class ReplaySlot(Slot):
-    """One sequence, and the caches after some of its prefixes."""
+    keeps_states = True
 
     def __init__(self, shared: Collection[TensorPath]) -> None:
-        """Create an empty slot; ``shared`` has the paths of tensors that passes replace and never change in place."""
-        super().__init__(StaticKVCache(KVTensors([], [], 0)))
+        """``shared`` has the paths of tensors that passes replace and never change in place."""
         self._shared = shared
         self.filled = NOTHING_READ
         """Cache from which the next pass continues."""
-        self.older: list[Filled] = []
+        self.older: list[Snapshot] = []
         """Caches after fewer tokens, from which another prompt may continue."""
         self._after = NOTHING_READ
-        """Cache after the last verified chain, until a path is committed."""
+        """Cache after the last pass, until it is known whether all its tokens are accepted."""
 
     @property
     def bytes(self) -> int:
-        return bytes_of(filled.cache for filled in (self.filled, *self.older))
+        return bytes_of(filled.states for filled in (self.filled, *self.older))
 
     @property
-    def length(self) -> int:
-        return len(self.tokens)
-
-    @property
-    def valid(self) -> int:
-        return len(self.tokens)
-
-    @property
-    def waiting(self) -> list[int]:
-        """Accepted tokens that ``filled`` lacks; the next pass reads them first."""
-        return self.tokens[self.filled.length :]
+    def has_begun(self) -> bool:
+        return self.filled.length > 0
 
     def resumes_at(self, shared: int) -> int:
         return max((filled.length for filled in (self.filled, *self.older) if filled.length <= shared), default=0)
 
-    def keep_states(self) -> None:
-        before = [filled for filled in self.older if 0 < filled.length < self.filled.length]
-        shortened = [
-            Filled(filled.length, with_views_of(self.filled.cache, filled.cache, self._shared)) for filled in before
+    def keep(self) -> None:
+        before = [
+            Snapshot(older.length, with_views_of(self.filled.states, older.states, self._shared))
+            for older in self.older
+            if 0 < older.length < self.filled.length
         ]
-        self.older = [*shortened, self.filled][-MAX_SNAPSHOTS:]
+        self.older = kept(before, self.filled)
 
     def copy_of_filled(self) -> Any:
         """Return a copy of ``filled``'s cache for a pass over further tokens; None if no pass has made one."""
-        return copied(self.filled.cache, self._shared)
+        return copied(self.filled.states, self._shared)
 
     def cut(self, length: int) -> None:
-        self._go_back(self, length)
-        del self.tokens[length:]
-        if self.hidden:
-            self.hidden = [torch.cat(self.hidden)[:length]] if length else []
-        self.tree = None
+        self.copy_from(self, length)
 
-    def _go_back(self, source: ReplaySlot, length: int) -> None:
-        """Take over those caches of ``source`` that have at most ``length`` tokens, and continue from the longest."""
-        candidates = [filled for filled in (*source.older, source.filled) if filled.length <= length]
-        self.older = [filled for filled in source.older if filled.length <= length]
-        self.filled = max(candidates, key=lambda filled: filled.length, default=NOTHING_READ)
-
-    def read(self, tokens: Sequence[int], cache: Any, hidden: torch.Tensor | None) -> None:
-        """Append accepted tokens that a pass has read, and keep the cache after that pass."""
-        if hidden is not None:
-            self.hidden.append(hidden)
-        self.tokens += tokens
-        self.filled = Filled(len(self.tokens), cache)
-
-    def verified(self, tree_length: int, cache: Any) -> None:
-        """Record the cache after a pass over the waiting tokens, the root and ``tree_length`` chain nodes below it."""
-        self._after = Filled(self.length + 1 + tree_length, cache)
-
-    def commit(self, path: Sequence[int], *, deferred: bool = False) -> None:
-        tree, hidden, after = self.tree, self.hidden_of_tree, self._after
-        if tree is None:  # the prompt was read, but no chain verified
-            return
-        self.tree = self.hidden_of_tree = None
+    def end_reading(self, length: int) -> None:
+        if self._after.length == length:
+            self.filled = self._after
         self._after = NOTHING_READ
-        if hidden is not None:
-            self.hidden.append(hidden[: len(path) + 1])
-        self.tokens += [tree.root, *tree.tokens[: len(path)].tolist()]
-        if after.length == len(self.tokens):
-            self.filled = after
 
-    def copy_from(self, source: Slot, length: int | None = None) -> None:
-        assert isinstance(source, ReplaySlot)
-        self.tokens = source.tokens[:length]
-        self._go_back(source, len(self.tokens))
-        self.owner, self.version, self.last_use = source.owner, source.version, source.last_use
-        hidden = source.all_hidden()
-        self.hidden = [] if hidden is None else [hidden[: len(self.tokens)]]
-        self.tree = None
+    def hold(self, states: Snapshot, place: int) -> None:
+        self._after = states
+
+    def commit(self, rows: Sequence[int], length: int) -> None:
+        self.end_reading(length)
+
+    def copy_from(self, source: ReplayedCaches, length: int) -> None:
+        """Take over those caches of ``source`` that have at most ``length`` tokens, and continue from the longest."""
+        self._after = NOTHING_READ
+        candidates = up_to([*source.older, source.filled], length)
+        self.older = up_to(source.older, length)
+        self.filled = max(candidates, key=lambda filled: filled.length, default=NOTHING_READ)
 
 
 class ReplayCache(Cache):
     """Slots for caches that ``transformers`` allocates."""
 
-    @property
-    def keeps_states(self) -> bool:
-        return True
-
     def __init__(self, shared: Collection[TensorPath], slots: int = 1) -> None:
         self._shared = shared
         super().__init__((), slots)
 
-    def reserve(self, capacity: int, wished: int = 0) -> None:
-        pass
-
-    def _allocate(self, slots: int, capacity: int) -> None:
-        self.storage = KVTensors([], [], capacity)
-        self.slots = [ReplaySlot(self._shared) for _ in range(slots)]
-
-    def saved(self, slot: int) -> Slot:
-        copy = ReplaySlot(self._shared)
-        copy.copy_from(self.slots[slot])
-        return copy
+    def _slot_of(self, storage: KVTensors) -> Slot:
+        return Slot(StaticKVCache(storage), ReplayedCaches(self._shared))

@@ -4,24 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Protocol
+from typing import Any
 
 import torch
 
 from hdtool.runtime.caches.kv_cache import KVTensors, LayerShape, StaticKVCache
-from hdtool.runtime.caches.states import Snapshot, States, StateShape, kept
+from hdtool.runtime.caches.library_views import SlotKVCache
+from hdtool.runtime.caches.states import KeptStates, SlotStates, States, StateShape
 from hdtool.runtime.core.tree import DraftTree
-
-
-class StatesOfTree(Protocol):
-    """Recurrent states after each row of a verified tree."""
-
-    def commit(self, slot: int, rows: Sequence[int], states: States) -> None:
-        """Advance ``states`` from before the tree to the end of the path ``rows``, which starts with the root.
-
-        ``slot`` is the index of the tree's slot in the pass.
-        """
-        ...
 
 
 class Slot:
@@ -30,8 +20,8 @@ class Slot:
     The contents stay after the sequence's answer ends, until another sequence replaces them.
     """
 
-    def __init__(self, kv: StaticKVCache) -> None:
-        self.kv = kv
+    def __init__(self, kv: StaticKVCache, kept: KeptStates) -> None:
+        self.kv, self.kept = kv, kept
         self.tokens: list[int] = []
         """Accepted tokens."""
         self.hidden: list[torch.Tensor] = []
@@ -45,13 +35,6 @@ class Slot:
         self.tree: DraftTree | None = None
         """Last verified tree; None once a path of it is committed."""
         self.hidden_of_tree: torch.Tensor | None = None
-        self.states_of_tree: StatesOfTree | None = None
-        self.place_in_tree = 0
-        """Index of this slot in the pass that verified the tree."""
-        self.states_length = 0
-        """Number of accepted tokens read into the states; -1 during an update, and after an interrupted one."""
-        self.snapshots: list[Snapshot] = []
-        """Copies of the states after fewer tokens, from which another prompt may continue."""
 
     @property
     def states(self) -> States | None:
@@ -60,7 +43,7 @@ class Slot:
 
     @property
     def bytes(self) -> int:
-        return self.kv.storage.bytes + sum(snapshot.states.bytes for snapshot in self.snapshots)
+        return self.kv.storage.bytes + self.kept.bytes
 
     def at(self, position: int) -> list[torch.Tensor]:
         """Return copies of the keys and values of one position, for all layers."""
@@ -77,66 +60,46 @@ class Slot:
         return min(len(self.tokens), self.kv.settled)
 
     def resumes_at(self, shared: int) -> int:
-        """Return where to resume reading a prompt that has its first ``shared`` tokens in common with the slot.
-
-        Without recurrent states, only the last shared token is read again, to compare its keys and values. With states,
-        reading resumes at the longest length whose states exist, as the current states or in a snapshot.
-        """
-        if self.states is None:
-            return max(0, shared - 1)
-        lengths = [self.states_length, *(snapshot.length for snapshot in self.snapshots)]
-        return max((length for length in lengths if length <= shared), default=0)
+        """Return where to resume reading a prompt that has its first ``shared`` tokens in common with the slot."""
+        return self.kept.resumes_at(shared)
 
     def keep_states(self) -> None:
-        """Add a copy of the current states to ``snapshots``."""
-        if self.states and self.states_length > 0:
-            self.snapshots = kept(self.snapshots, Snapshot(self.states_length, self.states.copy()))
+        """Keep a copy of the current states, from which another prompt may continue."""
+        self.kept.keep()
+
+    def view(self, new: int) -> SlotKVCache:
+        """Return a ``transformers`` cache for a pass that writes ``new`` positions."""
+        self.kv.mark_written(self.length + new)
+        return SlotKVCache(self.kv.storage, [self.length], has_begun=self.kept.has_begun)
 
     def cut(self, length: int) -> None:
         """Discard all but the first ``length`` tokens."""
-        self._cut_states(length)
+        self.kept.cut(length)
         self.kv.cut(length)
         del self.tokens[length:]
         if self.hidden:
             self.hidden = [torch.cat(self.hidden)[:length]] if length else []
-        self.tree = self.states_of_tree = None
-
-    def _cut_states(self, length: int) -> None:
-        """Restore the states after ``length`` tokens from a snapshot; without one, mark later states as unusable."""
-        if self.states is None:
-            return
-        self.snapshots = [snapshot for snapshot in self.snapshots if snapshot.length <= length]
-        match = next((snapshot for snapshot in self.snapshots if snapshot.length == length), None)
-        if length == 0:
-            self.states_length = 0
-        elif match and self.states_length != length:
-            self.states_length = -1
-            self.states.copy_from(match.states)
-            self.states_length = length
-        elif self.states_length > length:
-            self.states_length = -1
-        self.kv.begin_states(has_begun=self.states_length > 0)
+        self.tree = None
 
     def begin_reading(self) -> None:
         """Mark the states as being updated by a pass over further tokens; ``extend`` ends the update."""
-        assert self.states is None or self.states_length == self.length, "the states are those of another length"
-        self.states_length = -1
+        self.kept.begin_reading(self.length)
 
     def extend(self, tokens: Sequence[int], hidden: torch.Tensor | None) -> None:
         """Append accepted tokens that a pass has read, and their hidden states if these are recorded."""
         if hidden is not None:  # first, so that an interrupt can leave too many hidden states but never too few
             self.hidden.append(hidden)
         self.kv.length += len(tokens)
-        self.states_length = self.kv.length
+        self.kept.end_reading(self.length)
         self.tokens += tokens
 
     def begin_commit(self, tree: DraftTree, hidden: torch.Tensor | None) -> None:
         """Note the tree that a pass verifies, of which ``commit`` then accepts a path, and its hidden states."""
         self.tree, self.hidden_of_tree = tree, hidden
 
-    def hold_states(self, states: StatesOfTree | None, place: int = 0) -> None:
-        """Note the recurrent states after each row of the verified tree; ``place`` is the slot's index in the pass."""
-        self.states_of_tree, self.place_in_tree = states, place
+    def hold_states(self, states: Any, place: int = 0) -> None:
+        """Note the states after each row of the verified tree; ``place`` is the slot's index in the pass."""
+        self.kept.hold(states, place)
 
     def commit(self, path: Sequence[int], *, deferred: bool = False) -> None:
         """Accept the root and the nodes of ``path``.
@@ -151,10 +114,7 @@ class Slot:
         if hidden is not None:
             self.hidden.append(select_rows(hidden, rows))
         self.kv.commit(1, path, deferred=deferred)
-        if self.states and self.states_of_tree:
-            self.states_length = -1
-            self.states_of_tree.commit(self.place_in_tree, rows, self.states)
-            self.states_length, self.states_of_tree = self.kv.length, None
+        self.kept.commit(rows, self.length)
         self.tokens.append(tree.root)
         self.tokens += [int(tree.tokens[node]) for node in path]
 
@@ -167,22 +127,12 @@ class Slot:
     def copy_from(self, source: Slot, length: int | None = None) -> None:
         """Copy the first ``length`` tokens of another slot, by default all, with their keys, values and states."""
         self.kv.copy_from(source.kv, length)
-        self._copy_states(source)
+        self.kept.copy_from(source.kept, self.length)
         self.tokens = source.tokens[: self.kv.length]
         self.owner, self.version, self.last_use = source.owner, source.version, source.last_use
         hidden = source.all_hidden()
         self.hidden = [] if hidden is None else [hidden[: self.kv.length]]
         self.tree = None
-
-    def _copy_states(self, source: Slot) -> None:
-        if self.states is None or source.states is None:
-            return
-        self.states_length = -1
-        if 0 <= source.states_length <= self.kv.length:
-            self.states.copy_from(source.states)
-            self.states_length = source.states_length
-        self.snapshots = [snapshot for snapshot in source.snapshots if snapshot.length <= self.kv.length]
-        self.kv.begin_states(has_begun=self.states_length > 0)
 
 
 class Cache:
@@ -191,7 +141,7 @@ class Cache:
     @property
     def keeps_states(self) -> bool:
         """True if a prompt can continue a context only at lengths whose states were kept."""
-        return bool(self.storage.states)
+        return self.slots[0].kept.keeps_states
 
     def __init__(
         self,
@@ -240,16 +190,24 @@ class Cache:
         storage = KVTensors.for_layers(self._shapes, capacity, slots, self._state_shapes)
         # Passes recognize a storage by its identity, so a single slot must use the storage itself, not a view.
         parts = [storage] if slots == 1 else [storage.slot_view(slot) for slot in range(slots)]
-        new_slots = [Slot(StaticKVCache(part)) for part in parts]
+        new_slots = [self._slot_of(part) for part in parts]
         for new, before in zip(new_slots, self.slots, strict=False):
             new.copy_from(before)
-        self.storage, self.slots = (
-            storage,
-            new_slots,
-        )  # last, so that an interrupt leaves the old storage with all of its slots
+        # Last, so that an interrupt leaves the old storage with all of its slots.
+        self.storage, self.slots = storage, new_slots
+
+    def _slot_of(self, storage: KVTensors) -> Slot:
+        """Return an empty slot that uses a storage for one sequence."""
+        return Slot(StaticKVCache(storage), SlotStates(storage.states) if storage.states else KeptStates())
+
+    def view(self, slots: int, new: int) -> SlotKVCache:
+        """Return a ``transformers`` cache of the first slots, for a pass that writes ``new`` positions to each."""
+        for slot in self.slots[:slots]:
+            slot.kv.mark_written(slot.length + new)
+        return SlotKVCache(self.storage, [slot.length for slot in self.slots[:slots]])
 
     @torch.inference_mode()
-    def move(self, slot: int, to: int) -> None:
+    def copy(self, slot: int, to: int) -> None:
         self.slots[to].copy_from(self.slots[slot])
 
     @torch.inference_mode()
@@ -258,7 +216,7 @@ class Cache:
         try:
             copy = self.saved(first)
         except torch.OutOfMemoryError:
-            return self.move(second, to=first)
+            return self.copy(second, to=first)
         self.slots[first].copy_from(self.slots[second])
         self.slots[second].copy_from(copy)
 
@@ -266,7 +224,7 @@ class Cache:
     def saved(self, slot: int) -> Slot:
         """Return a copy of a slot in newly allocated tensors."""
         held = self.slots[slot]
-        copy = Slot(StaticKVCache(KVTensors.for_layers(self._shapes, held.length, 1, self._state_shapes)))
+        copy = self._slot_of(KVTensors.for_layers(self._shapes, held.length, 1, self._state_shapes))
         copy.copy_from(held)
         return copy
 

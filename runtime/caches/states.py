@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from transformers.cache_utils import DynamicCache, LinearAttentionCacheLayerMixin, LinearAttentionLayer
@@ -132,6 +132,7 @@ class StateLayer(LinearAttentionLayer):
     """A ``transformers`` cache layer that holds the states of one model layer; forward passes update them in place."""
 
     def __init__(self, tensors: Mapping[StateName, torch.Tensor], *, has_begun: bool) -> None:
+        """Without ``has_begun``, the next forward pass ignores the contents of the states."""
         number = max(name.number for name in tensors) + 1
         super().__init__(number_of_states=number)
         for name, tensor in tensors.items():
@@ -142,19 +143,73 @@ class StateLayer(LinearAttentionLayer):
             else:
                 self.is_recurrent_states_initialized[name.number] = True
             self.device, self.dtype = tensor.device, tensor.dtype  # type: ignore[assignment]
-        self.begin(has_begun)
-
-    def begin(self, has_begun: bool) -> None:
-        """Mark the states as valid if ``has_begun``; otherwise, forward passes ignore them."""
         for index in self.has_previous_state:
             self.has_previous_state[index] = has_begun
+
+
+class StatesOfTree(Protocol):
+    """Recurrent states after each row of a verified tree."""
+
+    def commit(self, slot: int, rows: Sequence[int], states: States) -> None:
+        """Advance ``states`` from before the tree to the end of the path ``rows``, which starts with the root.
+
+        ``slot`` is the index of the tree's slot in the pass.
+        """
+        ...
+
+
+class KeptStates:
+    """What a slot keeps of its sequence besides keys and values: nothing, unless a subclass says otherwise.
+
+    What subclasses keep can be cut to some lengths only.
+    """
+
+    keeps_states = False
+
+    @property
+    def bytes(self) -> int:
+        """Memory of copies of the states."""
+        return 0
+
+    @property
+    def has_begun(self) -> bool:
+        """True if the states include a token, or if there are none."""
+        return True
+
+    def resumes_at(self, shared: int) -> int:
+        """Return where to resume reading a prompt that has its first ``shared`` tokens in common with the slot.
+
+        Without states, only the last shared token is read again, to compare its keys and values.
+        """
+        return max(0, shared - 1)
+
+    def keep(self) -> None:
+        """Keep a copy of the current states, from which another prompt may continue."""
+
+    def cut(self, length: int) -> None:
+        """Go back to the states after ``length`` tokens."""
+
+    def begin_reading(self, length: int) -> None:
+        """Note that a pass begins to update the states after ``length`` tokens."""
+
+    def end_reading(self, length: int) -> None:
+        """Note that the states include ``length`` tokens."""
+
+    def hold(self, states: Any, place: int) -> None:
+        """Note the states after the rows of a tree, verified by a pass in which the slot has the index ``place``."""
+
+    def commit(self, rows: Sequence[int], length: int) -> None:
+        """Advance to the end of a path of the verified tree, after which there are ``length`` tokens."""
+
+    def copy_from(self, source: Any, length: int) -> None:
+        """Copy the states after at most ``length`` tokens of another slot."""
 
 
 class Snapshot(NamedTuple):
     """The states after the first ``length`` tokens of a sequence."""
 
     length: int
-    states: States
+    states: Any
 
 
 MAX_SNAPSHOTS = 4
@@ -163,3 +218,72 @@ MAX_SNAPSHOTS = 4
 def kept(snapshots: Sequence[Snapshot], new: Snapshot) -> list[Snapshot]:
     """Return the snapshots shorter than ``new``, then ``new``; only the last ``MAX_SNAPSHOTS`` are kept."""
     return [*(snapshot for snapshot in snapshots if snapshot.length < new.length), new][-MAX_SNAPSHOTS:]
+
+
+def up_to(snapshots: Sequence[Snapshot], length: int) -> list[Snapshot]:
+    return [snapshot for snapshot in snapshots if snapshot.length <= length]
+
+
+class SlotStates(KeptStates):
+    """The states of a slot's recurrent layers, which passes change in place, and copies after fewer tokens."""
+
+    keeps_states = True
+
+    def __init__(self, states: States) -> None:
+        self._states = states
+        self._length = 0
+        """Number of accepted tokens read into the states; -1 during an update, and after an interrupted one."""
+        self._snapshots: list[Snapshot] = []
+        self.of_tree: StatesOfTree | None = None
+        self._place = 0
+
+    @property
+    def bytes(self) -> int:
+        return sum(snapshot.states.bytes for snapshot in self._snapshots)
+
+    @property
+    def has_begun(self) -> bool:
+        return self._length > 0
+
+    def resumes_at(self, shared: int) -> int:
+        lengths = [self._length, *(snapshot.length for snapshot in self._snapshots)]
+        return max((length for length in lengths if length <= shared), default=0)
+
+    def keep(self) -> None:
+        if self._length > 0:
+            self._snapshots = kept(self._snapshots, Snapshot(self._length, self._states.copy()))
+
+    def cut(self, length: int) -> None:
+        """Restore the states after ``length`` tokens from a snapshot; without one, mark later states as unusable."""
+        self._snapshots, self.of_tree = up_to(self._snapshots, length), None
+        if length == 0:
+            self._length = 0
+        elif self._length != length and self._snapshots and self._snapshots[-1].length == length:
+            self._length = -1
+            self._states.copy_from(self._snapshots[-1].states)
+            self._length = length
+        elif self._length > length:
+            self._length = -1
+
+    def begin_reading(self, length: int) -> None:
+        assert self._length == length, "the states are those of another length"
+        self._length = -1
+
+    def end_reading(self, length: int) -> None:
+        self._length = length
+
+    def hold(self, states: StatesOfTree | None, place: int) -> None:
+        self.of_tree, self._place = states, place
+
+    def commit(self, rows: Sequence[int], length: int) -> None:
+        if self.of_tree:
+            self._length = -1
+            self.of_tree.commit(self._place, rows, self._states)
+            self._length, self.of_tree = length, None
+
+    def copy_from(self, source: SlotStates, length: int) -> None:
+        self._length = -1
+        if 0 <= source._length <= length:
+            self._states.copy_from(source._states)
+            self._length = source._length
+        self._snapshots = up_to(source._snapshots, length)

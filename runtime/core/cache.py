@@ -62,7 +62,7 @@ class Cache(Protocol):
         """True if a prompt can continue a context only at lengths whose states were kept."""
         ...
 
-    def move(self, slot: int, to: int) -> None:
+    def copy(self, slot: int, to: int) -> None:
         """Replace a slot by a copy of another one."""
         ...
 

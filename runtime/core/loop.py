@@ -258,7 +258,7 @@ class Loop(Generic[Key]):
         if self._prefixes and is_worth_keeping(self._cache.slots[slot]):
             self._cache.swap(slot, by)
         else:
-            self._cache.move(by, to=slot)
+            self._cache.copy(by, to=slot)
 
 
 def _has_ended(outcome: Step | HdtoolError) -> bool:

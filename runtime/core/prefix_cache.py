@@ -84,7 +84,7 @@ class PrefixCache:
             oldest = min(idle, key=lambda index: cache.slots[index].last_use, default=slot)
             place = oldest if cache.slots[oldest].last_use < held.last_use else None
         if place is not None:
-            cache.move(slot, to=place)
+            cache.copy(slot, to=place)
 
     def _save(self, cache: Cache, slot: int) -> bool:
         """Copy a slot and drop the owner's older copies that are prefixes of it; return False if it is too large."""

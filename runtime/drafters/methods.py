@@ -17,7 +17,7 @@ from hdtool.runtime.budget.node_budget import (
     SharedBudget,
     SharedCosts,
 )
-from hdtool.runtime.caches.kv_cache import compile_moves
+from hdtool.runtime.caches.moves import compile_moves
 from hdtool.runtime.config import METHODS, TRAINED, DecodeConfig, ModelConfig, PaperConfig
 from hdtool.runtime.config.decoding import HIERARCHIES, HISTORY_LETTER
 from hdtool.runtime.config.source_names import plugins

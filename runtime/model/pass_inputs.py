@@ -5,7 +5,7 @@ Steps with fixed shapes keep their inputs in one buffer, which is sent to the de
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from hdtool.runtime.caches.kv_cache import MAX_DEFERRED_MOVES
+from hdtool.runtime.caches.moves import MAX_DEFERRED_MOVES
 from hdtool.runtime.core.tree import LARGEST_TREE, DraftTree, mark_ancestors
 from hdtool.runtime.kernels.compiled import compiled
 
@@ -94,23 +94,28 @@ class AttentionMasks:
     def of_trees(self, trees: Sequence[DraftTree], lengths: Sequence[int]) -> Mask:
         """Return the mask ``[trees, 1, rows, longest + rows]`` for trees after contexts of these ``lengths``.
 
-        Trees are padded to the size of the largest; padding rows attend to the context and the root. Return None for
-        a bare root if the model has one kind of layer, whose window contains the whole context.
+        Trees are padded to the size of the largest. Their padding rows attend to the first token, since no row may be
+        fully masked. Return None for a bare root if the model has one kind of layer, whose window contains the whole
+        context.
         """
         rows = max(map(len, trees)) + 1
         extent = max(lengths) + rows
         sees_all = all(window.sees_all(extent) for window in self._windows)
         if sees_all and len(trees) == rows == len(self._windows) == 1:
             return None
-        if not (sees_all and self._is_on_host):
+        if sees_all and self._is_on_host:
+            values = np.zeros((len(trees), 1, rows, extent), np.float32)
+            for of_tree, tree, length in zip(values[:, 0], trees, lengths, strict=True):
+                of_tree[:, length + len(tree) + 1 :] = self._mask_value
+                mark_ancestors(of_tree, length, tree.parents, 0.0, self._mask_value)
+            masks = [torch.from_numpy(values)] * len(self._windows)
+        else:
             step = sent_step(trees, lengths, self._device)
-            return self.on_device(step.ancestor_mask, step.positions, step.length, extent)
-        values = np.full((len(trees), 1, rows, extent), self._mask_value, np.float32)
-        for slot, (tree, length) in enumerate(zip(trees, lengths, strict=True)):
-            values[slot, :, :, : length + 1] = 0.0
-            mark_ancestors(values[slot, 0], length, tree.parents, 0.0, self._mask_value)
-        mask = torch.from_numpy(values)
-        return self._by_kind(lambda window: mask)
+            masks = self._on_device(step.ancestor_mask, step.positions, step.length, extent)
+        for mask in masks:
+            for of_tree, tree in zip(mask, trees, strict=True):
+                of_tree[:, len(tree) + 1 :, 0], of_tree[:, len(tree) + 1 :, 1:] = 0.0, self._mask_value
+        return self._by_kind(masks)
 
     def continuation_mask(self, rows: int, length: int) -> Mask:
         """Return the causal mask ``[1, 1, rows, length + rows]`` of prompt tokens after ``length`` cached ones."""
@@ -119,7 +124,7 @@ class AttentionMasks:
     def causal_mask(self, positions: torch.Tensor, extent: int) -> Mask:
         """Compute the causal mask ``[1, 1, rows, extent]`` of tokens at these ``positions`` of the cache."""
         columns = torch.arange(extent, device=positions.device)
-        return self._hiding((columns <= positions[:, None])[None], positions[None], columns)
+        return self._by_kind(self._hiding((columns <= positions[:, None])[None], positions[None], columns))
 
     def on_device(
         self, ancestor_mask: torch.Tensor, positions: torch.Tensor, length: torch.Tensor, extent: int
@@ -129,6 +134,11 @@ class AttentionMasks:
         Its shape does not depend on the contexts' ``length``. Padding rows attend to the context and the root, so that
         no row is fully masked.
         """
+        return self._by_kind(self._on_device(ancestor_mask, positions, length, extent))
+
+    def _on_device(
+        self, ancestor_mask: torch.Tensor, positions: torch.Tensor, length: torch.Tensor, extent: int
+    ) -> list[torch.Tensor]:
         columns, related = _related(ancestor_mask, length, extent)
         if any(window.is_limited for window in self._windows):
             places = length[:, None] + columns[: positions.shape[1]]
@@ -144,21 +154,19 @@ class AttentionMasks:
         rows are unknown, windows take a node for as many tokens after the root as there are rows between them.
         """
         columns, related = _related(ancestor_mask[None], length, extent)
-        return self._hiding(related, positions[None], columns[:extent])
+        return self._by_kind(self._hiding(related, positions[None], columns[:extent]))
 
-    def _hiding(self, related: torch.Tensor, positions: torch.Tensor, columns: torch.Tensor) -> Mask:
-        """Return masks that show each row, at one of ``positions``, the ``related`` columns within its window."""
+    def _hiding(self, related: torch.Tensor, positions: torch.Tensor, columns: torch.Tensor) -> list[torch.Tensor]:
+        """Return masks that show each row, at one of ``positions``, the ``related`` columns within each window."""
+        visible = (window.visible(related, positions, columns).to(self._device) for window in self._windows)
+        return [torch.where(shown, self._visible, self._hidden)[:, None] for shown in visible]
 
-        def of_window(window: AttentionWindow) -> torch.Tensor:
-            visible = window.visible(related, positions, columns).to(self._device)
-            return torch.where(visible, self._visible, self._hidden)[:, None]
-
-        return self._by_kind(of_window)
-
-    def _by_kind(self, mask_of: Callable[[AttentionWindow], torch.Tensor]) -> Mask:
-        masks = {window.kind: mask_of(window) for window in self._windows}
-        if len(masks) == 1:
-            return next(iter(masks.values()))
+    def _by_kind(self, of_windows: list[torch.Tensor]) -> Mask:
+        if len(of_windows) == 1:
+            return of_windows[0]
+        masks: dict[str, torch.Tensor | None] = {
+            window.kind: mask for window, mask in zip(self._windows, of_windows, strict=True)
+        }
         return masks | {alias: masks[kind] for kind in masks for alias in ALIASES.get(kind, ())} | UNMASKED
 
 

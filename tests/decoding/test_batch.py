@@ -87,7 +87,7 @@ def test_trees_of_a_batch_get_the_logits_of_their_plain_paths(family: str) -> No
                 target.commit(cache, slot, path_to(tree, node))
                 contexts[slot] = path
         if len(drawn) > 1:
-            cache.move(len(drawn) - 1, to=0)
+            cache.copy(len(drawn) - 1, to=0)
             contexts[0] = contexts.pop()
         last = target.verify(cache, [DraftTree.bare(5) for _ in contexts])
         for found, context in zip(last, contexts, strict=True):

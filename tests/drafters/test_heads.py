@@ -24,6 +24,7 @@ from hdtool.builders.heads.loss import (
 from hdtool.builders.heads.train import best_tree
 from hdtool.data.errors import FamilyError, HeadsError
 from hdtool.runtime.caches.kv_cache import KVTensors, StaticKVCache
+from hdtool.runtime.caches.library_views import SlotKVCache
 from hdtool.runtime.config import HeadsConfig
 from hdtool.runtime.drafters.heads.checkpoint import load_heads, new_heads
 from hdtool.runtime.drafters.heads.modules import HeadsShape, ParallelHeads
@@ -64,7 +65,7 @@ class Reader:
         new, first = len(hidden), self.kv.length
         mask: Any = self._masks.continuation_mask(new, first)
         positions = torch.arange(first, first + new)[None]
-        stages = self._heads.stages(hidden[None], tokens[None], positions, self.kv, mask)
+        stages = self._heads.stages(hidden[None], tokens[None], positions, SlotKVCache(self.kv.storage, [first]), mask)
         self.kv.length += new
         return self._heads.logits(self._heads.states([stage[0, -1:] for stage in stages]))[:, 0]
 

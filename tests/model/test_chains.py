@@ -12,7 +12,7 @@ import transformers
 from transformers import AutoModelForImageTextToText, PreTrainedModel
 
 from hdtool.data.errors import FamilyError
-from hdtool.runtime.caches.replay_slots import ReplaySlot, bytes_of, tensors_of
+from hdtool.runtime.caches.replay_slots import ReplayedCaches, bytes_of, tensors_of
 from hdtool.runtime.config import SamplingConfig
 from hdtool.runtime.core.loop import Loop, Request
 from hdtool.runtime.core.prefix_cache import PrefixCache
@@ -217,10 +217,10 @@ def test_a_changed_end_of_a_long_prompt_goes_on_from_a_kept_cache() -> None:
     other = [*prompt[:290], *prompt_of(12)]
     steps = run(target, other, SamplingConfig(), 8)
     assert output_tokens(steps) == generated(model, other, 8) and steps[0].cached_tokens == 300 - 32
-    slot = target.cache.slots[0]
-    assert isinstance(slot, ReplaySlot)
-    parts = [one.cache for one in slot.older]
-    assert [one.length for one in slot.older] == [268, 302]
+    kept = target.cache.slots[0].kept
+    assert isinstance(kept, ReplayedCaches)
+    parts = [one.states for one in kept.older]
+    assert [one.length for one in kept.older] == [268, 302]
     assert bytes_of(parts) < 0.75 * sum(bytes_of([part]) for part in parts), "a beginning is a part of what follows"
 
 
@@ -229,14 +229,15 @@ def test_a_kept_cache_stays_as_it_is() -> None:
     target.cache.slots[0].cut(0)
     target.prefill(target.cache, 0, prompt)
     slot = target.cache.slots[0]
-    assert isinstance(slot, ReplaySlot)
-    before = {place: tensor.clone() for place, tensor in tensors_of(slot.filled.cache).items()}
-    filled = slot.filled
+    kept = slot.kept
+    assert isinstance(kept, ReplayedCaches)
+    before = {place: tensor.clone() for place, tensor in tensors_of(kept.filled.states).items()}
+    filled = kept.filled
     for drafts in ([], [1], [2, 3, 4]):
         target.verify(target.cache, [DraftTree.of(5, drafts, range(ROOT, len(drafts) - 1))])
-    assert all(torch.equal(before[place], tensor) for place, tensor in tensors_of(filled.cache).items())
+    assert all(torch.equal(before[place], tensor) for place, tensor in tensors_of(filled.states).items())
     target.commit(target.cache, 0, [0])
-    assert slot.filled is filled and slot.waiting == [5, 2]
+    assert kept.filled is filled and slot.tokens[filled.length :] == [5, 2]
 
 
 def test_an_interrupted_answer_leaves_the_conversation_usable(monkeypatch: pytest.MonkeyPatch) -> None:

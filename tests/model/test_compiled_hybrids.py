@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch.nn import Module
 
+from hdtool.runtime.caches.states import SlotStates
 from hdtool.runtime.config import SamplingConfig
 from hdtool.runtime.core.loop import Loop, Request
 from hdtool.runtime.core.prefix_cache import PrefixCache
@@ -179,9 +180,9 @@ def test_a_path_is_accepted_in_a_cache_that_has_grown_since(name: str) -> None:
     assert slot.states
     other = after(target, context)
     other.verify(BUSH)
-    states = other.cache.slots[0].states_of_tree
-    assert states
-    states.commit(0, [0, 1, 3], slot.states)
+    kept = other.cache.slots[0].kept
+    assert isinstance(kept, SlotStates) and kept.of_tree
+    kept.of_tree.commit(0, [0, 1, 3], slot.states)
     other.commit([0, 2])
     assert other.cache.slots[0].states
     for names, stack in slot.states.stacks.items():

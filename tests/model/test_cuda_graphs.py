@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from hdtool.runtime.answerer import decode_batch
-from hdtool.runtime.caches.kv_cache import StaticKVCache
+from hdtool.runtime.caches.kv_cache import KVTensors
 from hdtool.runtime.config import SamplingConfig
 from hdtool.runtime.core.loop import Request
 from hdtool.runtime.core.sampler import Sampler
@@ -212,7 +212,7 @@ def test_other_work_before_a_step_may_lack_memory_too(place: str, monkeypatch: p
     else:
         target.commit(cache, 0, [1])
         captured_of(target).forget()
-        monkeypatch.setattr(StaticKVCache, "move", fail)
+        monkeypatch.setattr(KVTensors, "move", fail)
         with pytest.raises(torch.OutOfMemoryError):
             target.verify(cache, [tree])
     assert target.captures and captured_of(target)._passes == captured

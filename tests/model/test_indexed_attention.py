@@ -10,7 +10,7 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 
-from hdtool.runtime.caches.kv_cache import StaticKVCache
+from hdtool.runtime.caches.library_views import KVLayer
 from hdtool.runtime.config import SamplingConfig
 from hdtool.runtime.core.loop import Loop, Request
 from hdtool.runtime.core.prefix_cache import PrefixCache
@@ -138,13 +138,12 @@ def test_keys_of_indexers_are_copied_with_a_kept_conversation() -> None:
 
 
 def test_answers_depend_on_where_the_keys_of_indexers_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    update = StaticKVCache.update_indexer
+    update = KVLayer.update_indexer
 
-    def misplaced(cache: StaticKVCache, keys: torch.Tensor, layer: int) -> torch.Tensor:
-        found = update(cache, keys, layer)
-        return found.roll(1, 1)
+    def misplaced(layer: KVLayer, keys: torch.Tensor) -> torch.Tensor:
+        return update(layer, keys).roll(1, 1)
 
-    monkeypatch.setattr(StaticKVCache, "update_indexer", misplaced)
     model = model_of("DeepseekV32")
     target, prompt = Target(model), prompt_of(40)
+    monkeypatch.setattr(KVLayer, "update_indexer", misplaced)
     assert output_tokens(run(target, prompt, SamplingConfig(), 40)) != generated(model, prompt, 40)

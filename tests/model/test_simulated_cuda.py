@@ -23,11 +23,11 @@ class Kernels(NamedTuple):
 
 
 KERNELS = {
-    "llama": (Kernels(16, 46), Kernels(18, 46)),
-    "gemma2": (Kernels(23, 59), Kernels(25, 59)),
-    "gemma3": (Kernels(21, 65), Kernels(23, 65)),
-    "gpt2": (Kernels(21, 39), Kernels(22, 39)),
-    "qwen3_moe": (Kernels(34, 46), Kernels(36, 46)),
+    "llama": (Kernels(16, 37), Kernels(18, 37)),
+    "gemma2": (Kernels(23, 51), Kernels(25, 51)),
+    "gemma3": (Kernels(21, 57), Kernels(23, 57)),
+    "gpt2": (Kernels(21, 29), Kernels(22, 29)),
+    "qwen3_moe": (Kernels(34, 37), Kernels(36, 37)),
 }
 """Those of a step of one row, and of one of many rows: as many as today, without Triton.
 

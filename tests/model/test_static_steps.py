@@ -112,10 +112,10 @@ WINDOWS = [
 HIDDEN = torch.finfo(torch.float32).min
 
 
-def mask_by_definition(tree: DraftTree, length: int, window: AttentionWindow, rows: int, extent: int) -> torch.Tensor:
-    """Make a mask key by key; padding rows are copies of the root's row."""
-    mask = torch.full((rows, extent), HIDDEN)
-    for row in range(rows):
+def mask_by_definition(tree: DraftTree, length: int, window: AttentionWindow, shape: torch.Size) -> torch.Tensor:
+    """Make a mask key by key, of a root and nodes; rows after the tree's are copies of the root's."""
+    mask = torch.full(shape, HIDDEN)
+    for row in range(shape[0]):
         node = row - 1 if row <= len(tree) else ROOT
         path = [0, *(below + 1 for below in path_to(tree, node))]
         read = [
@@ -130,13 +130,6 @@ def mask_by_definition(tree: DraftTree, length: int, window: AttentionWindow, ro
     return mask
 
 
-def assert_masks(found: Any, windows: list[AttentionWindow], drafts: list[tuple[DraftTree, int]], rows: int) -> None:
-    for window in windows:
-        masks = found[window.kind] if isinstance(found, dict) else found
-        expected = [mask_by_definition(tree, length, window, rows, masks.shape[-1]) for tree, length in drafts]
-        assert torch.equal(masks, torch.stack(expected)[:, None])
-
-
 DRAFTS = st.lists(st.tuples(trees(VOCABULARY, max_nodes=64), st.integers(1, 60)), min_size=1, max_size=3)
 
 
@@ -145,12 +138,17 @@ DRAFTS = st.lists(st.tuples(trees(VOCABULARY, max_nodes=64), st.integers(1, 60))
 def test_masks_show_each_row_its_context_and_its_path(
     drafts: list[tuple[DraftTree, int]], windows: list[AttentionWindow]
 ) -> None:
-    masks, (drafted, lengths) = AttentionMasks(windows, torch.float32, CPU), zip(*drafts, strict=True)
-    found = masks.of_trees(drafted, lengths)
+    drafted, lengths = zip(*drafts, strict=True)
+    found = AttentionMasks(windows, torch.float32, CPU).of_trees(drafted, lengths)
     if found is None:
         assert len(drafts) == len(windows) == 1 and not len(drafted[0])
-    else:
-        assert_masks(found, windows, drafts, max(map(len, drafted)) + 1)
+        return
+    for window in windows:
+        masks: Any = found[window.kind] if isinstance(found, dict) else found
+        for mask, (tree, length) in zip(masks[:, 0], drafts, strict=True):
+            own = len(tree) + 1
+            assert torch.equal(mask[:own], mask_by_definition(tree, length, window, mask[:own].shape))
+            assert (mask[own:, 0] == 0).all() and (mask[own:, 1:] == HIDDEN).all()
 
 
 @given(trees(VOCABULARY, max_nodes=64), st.integers(1, 60))
@@ -164,7 +162,12 @@ def test_a_padded_step_gets_the_masks_of_its_tree(tree: DraftTree, length: int) 
     assert sent.tokens[0, :own].tolist() == tree.all_tokens
     assert sent.positions[0, :own].tolist() == (length + tree.depths).tolist()
     masks = AttentionMasks(WINDOWS, torch.float32, CPU)
-    assert_masks(masks.on_device(sent.ancestor_mask, sent.positions, sent.length, 192), WINDOWS, [(tree, length)], rows)
+    found = masks.on_device(sent.ancestor_mask, sent.positions, sent.length, 192)
+    assert isinstance(found, dict)
+    for window in WINDOWS:
+        mask = found[window.kind]
+        assert mask is not None
+        assert torch.equal(mask[0, 0], mask_by_definition(tree, length, window, mask[0, 0].shape))
 
 
 @pytest.mark.each_value

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -12,8 +11,8 @@ import torch
 from hypothesis import given, strategies as st
 
 from hdtool.runtime.answerer import decode_batch
-from hdtool.runtime.caches import kv_cache
 from hdtool.runtime.caches.kv_cache import HeadShape, KVTensors, LayerShape, StaticKVCache
+from hdtool.runtime.caches.moves import move_on_device
 from hdtool.runtime.config import SamplingConfig
 from hdtool.runtime.core.accept import accept
 from hdtool.runtime.core.engine import LOGITS_ONLY, PassOptions, Verified
@@ -162,31 +161,29 @@ def test_passes_that_are_not_computed_here(one: OneSequence) -> None:
     path=st.lists(st.integers(0, 19), min_size=1, max_size=12, unique=True).map(sorted),
     start=st.integers(0, 8),
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    widths=st.tuples(st.integers(1, 6), st.integers(1, 6)),
     slot=st.integers(0, 2),
 )
-def test_moved_positions_are_those_of_torch(path: list[int], start: int, dtype: torch.dtype, slot: int) -> None:
-    shape = HeadShape(3, 6, dtype, torch.device("cpu"))
-    caches: list[Any] = []
-    for _ in range(2):
-        storage = KVTensors.for_layers([LayerShape(shape, shape)] * 2, 30, batch=3)
-        torch.manual_seed(1)
-        for tensor in storage.tensors:
-            tensor.normal_()
-        caches.append(StaticKVCache(storage.slot_view(slot)))
-    assert caches[0].storage.layouts
-    caches[0].move(start, path)
-    caches[1]._move_by_torch(start, path)
-    for one, other in zip(caches[0].storage.tensors, caches[1].storage.tensors, strict=True):
+def test_moved_positions_are_those_of_devices(
+    path: list[int], start: int, dtype: torch.dtype, widths: tuple[int, int], slot: int
+) -> None:
+    shapes = [HeadShape(3, width, dtype, torch.device("cpu")) for width in widths]
+    storage = KVTensors.for_layers([LayerShape(*shapes)] * 2, 30, batch=3)
+    for tensor in storage.tensors:
+        tensor.normal_()
+    others = [tensor.clone() for tensor in storage.tensors]
+    storage.slot_view(slot).move(start, path)
+    move_on_device([other.narrow(1, slot, 1) for other in others], torch.tensor([start]), start + torch.tensor([path]))
+    for one, other in zip(storage.tensors, others, strict=True):
         assert torch.equal(one, other)
 
 
-def test_words_that_do_not_fit_are_moved_by_torch() -> None:
+def test_a_committed_path_follows_the_root() -> None:
     shape = HeadShape(1, 3, torch.bfloat16, torch.device("cpu"))
     cache = StaticKVCache(KVTensors.for_layers([LayerShape(shape, shape)], 8))
     cache.storage.tensors[0].copy_(torch.arange(64.0)[:, None].expand(64, 3))
-    assert cache.storage.layouts is None
     cache.commit(1, [1, 4])
-    assert kv_cache.WORD_SIZE == 4 and cache.storage.tensors[0][0, 0, 0, :5, 0].tolist() == [0, 2, 5, 3, 4]
+    assert cache.length == 3 and cache.storage.tensors[0][0, 0, 0, :5, 0].tolist() == [0, 2, 5, 3, 4]
 
 
 @given(tree=trees(VOCABULARY, max_nodes=24), forces=st.booleans(), most=st.sampled_from([1, 3, 8]))

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hdtool.runtime.caches.kv_cache import IndexedKVCache, LayerShape
+from hdtool.runtime.caches.kv_cache import LayerShape
+from hdtool.runtime.caches.library_views import IndexedKVCache
 from hdtool.runtime.caches.slots import Cache
 from hdtool.runtime.drafters.trained.proposal import TOKENS_PER_RANKING
 from hdtool.runtime.drafters.trained.sequential import MAX_PASSES, ROWS_PER_PASS, Ranked

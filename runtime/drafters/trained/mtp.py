@@ -301,12 +301,16 @@ class MtpLayersInTurn(BlockDrafter):
 
     def _read(self, layer: int, hidden: torch.Tensor, tokens: list[int], settled: int) -> torch.Tensor:
         """Read ``tokens`` into a layer's cache, from position ``settled`` on; return their hidden states."""
-        kv, parts = self._cache.slots[0].kv, list[torch.Tensor]()
+        slot, parts = self._cache.slots[0], list[torch.Tensor]()
         for start in range(0, len(tokens), READ_CHUNK):
             ids = torch.tensor([tokens[start : start + READ_CHUNK]], device=self._device)
-            kv.length = first = settled + start
+            slot.kv.length = first = settled + start
             new = ids.shape[1]
             positions = torch.arange(first, first + new, device=self._device)[None] + layer + 1
             mask = self._masks[layer].continuation_mask(new, first)
-            parts.append(self._layers.run(layer, ids, hidden[None, start : start + READ_CHUNK], positions, kv, mask)[0])
+            parts.append(
+                self._layers.run(layer, ids, hidden[None, start : start + READ_CHUNK], positions, slot.view(new), mask)[
+                    0
+                ]
+            )
         return torch.cat(parts)

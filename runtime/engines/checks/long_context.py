@@ -15,7 +15,8 @@ import torch
 from torch.nn import Module
 from transformers.cache_utils import Cache, DynamicCache
 
-from hdtool.runtime.caches.kv_cache import KVTensors, LayerShape, StaticLayer, Views
+from hdtool.runtime.caches.kv_cache import KVTensors, LayerShape
+from hdtool.runtime.caches.library_views import KVView
 from hdtool.runtime.caches.states import has_states
 from hdtool.runtime.core.tree import LARGEST_TREE, ROOT, DraftTree
 from hdtool.runtime.model.pass_inputs import AttentionMasks, AttentionWindow, Mask
@@ -137,43 +138,27 @@ def _is_foreign(module: Module) -> bool:
     return (is_replaced or not is_known) and not hasattr(module, "in_features")
 
 
-class _SharedContext(Cache):
+class _SharedContext(KVView):
     """A cache whose layers may share one context, but each keep their own keys and values of later tokens.
 
     Compiled layers don't accept this class, since they would write to the shared tensors.
     """
 
     def __init__(self, storage: KVTensors) -> None:
-        super().__init__(layers=[StaticLayer(self, index) for index in range(len(storage.layers))])
-        self.storage, self.capacity = storage, storage.capacity
-        self.begin_after(0)
+        super().__init__(storage, 1, 0, has_begun=True)
 
     def begin_after(self, context: int) -> None:
         """Discard all but the first ``context`` tokens."""
         self.length = self._context = context
-        self._later: dict[int, Views] = {}
-        self._new_indexer_keys: dict[int, torch.Tensor] = {}
+        self._later: dict[tuple[int, int], torch.Tensor] = {}
+        """Rows after the context, by layer and ``id`` of the cached tensor."""
 
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
-    ) -> Views:
-        later = key_states, value_states
-        if before := self._later.get(layer_idx):
-            later = torch.cat([before[0], key_states], 2), torch.cat([before[1], value_states], 2)
-        self._later[layer_idx] = later
-        keys, values = self.storage.layers[layer_idx]
-        end = self._context + later[0].shape[2]
-        keys[:, :, self._context : end], values[:, :, self._context : end] = later
-        return keys[:, :, :end], values[:, :, :end]
-
-    def update_indexer(self, indexer_key_states: torch.Tensor, layer_idx: int) -> torch.Tensor:
-        before = self._new_indexer_keys.get(layer_idx)
-        later = indexer_key_states if before is None else torch.cat([before, indexer_key_states], 1)
-        self._new_indexer_keys[layer_idx] = later
-        keys = self.storage.indexers[layer_idx][:, 0]
-        end = self._context + later.shape[1]
-        keys[:, self._context : end] = later
-        return keys[:, :end]
+    def write(self, tensor: torch.Tensor, new: torch.Tensor, layer: int) -> torch.Tensor:
+        before = self._later.get((layer, id(tensor)), new[:, :, :0])
+        later = self._later[layer, id(tensor)] = torch.cat([before, new], 2)
+        end = self._context + later.shape[2]
+        tensor[:, :, self._context : end] = later
+        return tensor[:, :, :end]
 
 
 def _drawn_cache(shapes: Sequence[LayerShape], filled: DynamicCache, capacity: int) -> _SharedContext:

@@ -107,13 +107,11 @@ class CompiledModel(Backend):
                 slot.begin_reading()
             read = passes.read(slot.kv, chunk)
             if read is None:
-                slot.states_length = slot.length
+                slot.extend((), None)
                 return None
             self._add(passes, started)
             slot.extend(chunk, read.hidden)
             logits = read.logits
-        if slot.states:
-            slot.kv.begin_states(has_begun=slot.length > 0)
         return logits
 
     def _begin(self, slot: Slot) -> None:

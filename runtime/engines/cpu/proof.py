@@ -11,7 +11,8 @@ import torch
 from torch.nn import ModuleList
 
 from hdtool.data.progress import with_progress
-from hdtool.runtime.caches.kv_cache import KVTensors, SlotKVCache, StaticKVCache
+from hdtool.runtime.caches.kv_cache import KVTensors
+from hdtool.runtime.caches.library_views import SlotKVCache
 from hdtool.runtime.core.tree import DraftTree
 from hdtool.runtime.engines.backend import BackendEngine
 from hdtool.runtime.engines.checks.probes import PROOF_TREE, SHORT_CONTEXT, logits_of, some_context
@@ -63,7 +64,7 @@ a difference of about 1e-6.
 CONTEXT_LENGTHS = (0, 37, 150)
 """Context lengths at which some layers are compared: with a tree for the second length, a bare root for the others."""
 BATCH_LENGTHS, BATCH_NODES = (5, 20), (2, 4)
-Case = tuple[KVTensors, StaticKVCache | SlotKVCache, torch.Tensor, Mask, torch.Tensor | None, Sequence[DraftTree]]
+Case = tuple[KVTensors, SlotKVCache, torch.Tensor, Mask, torch.Tensor | None, Sequence[DraftTree]]
 """``(storage, cache, positions, masks, mask, trees)`` of a compared pass.
 
 ``masks`` are Transformers' masks. ``mask`` is the compiled code's, which ignores attention windows. ``trees`` is empty
@@ -174,13 +175,11 @@ class _LayerProof:
 
     def _prompt(self) -> Case:
         """Return a test case: a prompt that continues a context; passes over it advance the recurrent states."""
-        first, rows = CONTEXT_LENGTHS[1], SHORT_CONTEXT
-        cache = self._trees.allocate(1, first + rows).slots[0].kv
-        cache.length = first
-        cache.begin_states(has_begun=True)
-        unwindowed: Any = self._masks.continuation_mask(rows, first)
-        masks = self._stock.masks.continuation_mask(rows, first)
-        return cache.storage, cache, first + torch.arange(rows)[None], masks, unwindowed, ()
+        length, rows = CONTEXT_LENGTHS[1], SHORT_CONTEXT
+        storage = self._trees.allocate(1, length + rows).storage
+        masks, unwindowed = (each.continuation_mask(rows, length) for each in (self._stock.masks, self._masks))
+        positions = length + torch.arange(rows)[None]
+        return storage, SlotKVCache(storage, [length]), positions, masks, cast(Any, unwindowed), ()
 
     def _cases(self) -> Iterator[Case]:
         for length in CONTEXT_LENGTHS:
@@ -188,11 +187,17 @@ class _LayerProof:
         yield self._batch()
 
     def _case(self, length: int, tree: DraftTree) -> Case:
-        cache = self._trees.allocate(1, length + len(tree) + 1).slots[0].kv
-        cache.length = length
+        storage = self._trees.allocate(1, length + len(tree) + 1).storage
         positions = length + torch.tensor([[0, *tree.depths[1:].tolist()]])
         unwindowed: Any = self._masks.of_trees([tree], [length])
-        return cache.storage, cache, positions, self._stock.masks.of_trees([tree], [length]), unwindowed, [tree]
+        return (
+            storage,
+            SlotKVCache(storage, [length]),
+            positions,
+            self._stock.masks.of_trees([tree], [length]),
+            unwindowed,
+            [tree],
+        )
 
     def _batch(self) -> Case:
         lengths = BATCH_LENGTHS
@@ -202,7 +207,7 @@ class _LayerProof:
         positions = torch.tensor(lengths)[:, None] + torch.arange(rows)
         masks = self._stock.masks.of_trees(trees, lengths)
         unwindowed: Any = self._masks.of_trees(trees, lengths)
-        return storage, SlotKVCache(storage, lengths, rows), positions, masks, unwindowed, trees
+        return storage, SlotKVCache(storage, lengths), positions, masks, unwindowed, trees
 
     def _is_same(self, numbers: Iterable[int], case: Case) -> bool:
         storage, _, positions, *_ = case
@@ -275,7 +280,7 @@ class _LayerProof:
             arguments["shared_kv_states"] = self._shared
         if part.kv_source is not None and part.kv_source not in self._compared:
             slots, new = positions.shape
-            end = max(cache.room_for(new)[1]) + new
+            end = cache.length + new
             keys, values = (view[:slots, :, :end] for view in storage.layers[part.kv_source])
             self._shared[cast(Any, part.attention).layer_type] = keys, values
         return arguments
@@ -298,7 +303,6 @@ class _LayerProof:
         """Return a compiled layer's output; write to the KV cache and advance the states along each tree's path."""
         storage, cache, positions, _, mask, trees = case
         slots, new = positions.shape
-        _, starts = cache.room_for(new)
         pass_record, offsets = self._table.pass_record(slots, new, mask), np.arange(slots + 1) * new
         row_positions = positions.expand(slots, -1).contiguous()
         kinds = [kind for kind in dict.fromkeys(self._kinds) if kind is not None]
@@ -316,7 +320,7 @@ class _LayerProof:
         pass_record.row_offsets = offsets.ctypes.data
         hidden = hidden.clone(memory_format=torch.contiguous_format)
         layer, mixers = self._table.with_cache(storage)[number : number + 1], self._table.mixers
-        scratch = torch.empty(layers_scratch_size(pass_record, layer, max(starts) + new), dtype=torch.float32)
+        scratch = torch.empty(layers_scratch_size(pass_record, layer, cache.length + new), dtype=torch.float32)
         origins = np.zeros((slots, new), ORIGIN)
         for table, tree in zip(origins, trees or [DraftTree.of(0, [0] * (new - 1), range(-1, new - 2))], strict=True):
             fill_origins(table, tree.parents)
@@ -326,7 +330,7 @@ class _LayerProof:
             journal.data_ptr(),
             not trees,
         )
-        lengths = np.array(starts, np.int64)
+        lengths = np.array(cache.lengths, np.int64)
         with shared_thread_pool(torch.get_num_threads()).open() as pass_record.thread_pool:
             compute_layers(pass_record, layer, lengths, hidden.data_ptr(), scratch.data_ptr())
             for slot, tree in enumerate(trees):

@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hdtool.data.errors import error_reason
-from hdtool.runtime.caches.kv_cache import IndexedKVCache, KVTensors
+from hdtool.runtime.caches.kv_cache import KVTensors
+from hdtool.runtime.caches.library_views import IndexedKVCache
+from hdtool.runtime.caches.moves import move_on_device
 from hdtool.runtime.caches.slots import Cache
 from hdtool.runtime.core.engine import PassOptions
 from hdtool.runtime.core.tree import LARGEST_TREE, DraftTree
@@ -24,7 +26,6 @@ from hdtool.runtime.engines.cuda.static_steps import (
     note_uncaptured,
 )
 from hdtool.runtime.engines.cuda.tree_attention import TreeAttention
-from hdtool.runtime.engines.reference.operations import move_positions
 from hdtool.runtime.engines.reference.program_pass import ProgramPass
 from hdtool.runtime.engines.steps import StepOutput, StepPass
 from hdtool.runtime.model.families import context_limit, deviation
@@ -55,11 +56,12 @@ class LibraryPass:
         self.reads_extent = attention is None
 
     def run(self, step: StepTensors, storage: KVTensors, extent: int) -> StepOutput:
-        move_positions(storage.tensors, step)
         if self._attention is None:
+            move_on_device(storage.tensors, step.moved_to, step.moved_from)
             masks = self._stock.masks.on_device(step.ancestor_mask, step.positions, step.length, extent)
             return self._pass(step, storage, masks, extent)
         with self._attention.replacing(self._stock.model, step) as masks:
+            self._attention.move(storage.tensors)
             output = self._pass(step, storage, masks, storage.capacity)
         if not self._attention.calls:
             raise NotImplementedError("layers that do not look their attention up")

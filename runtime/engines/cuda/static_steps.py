@@ -18,7 +18,8 @@ from weakref import WeakKeyDictionary
 import torch
 
 from hdtool.runtime.caches.kv_cache import KVTensors
-from hdtool.runtime.caches.slots import Cache, StatesOfTree
+from hdtool.runtime.caches.slots import Cache
+from hdtool.runtime.caches.states import StatesOfTree
 from hdtool.runtime.core.engine import LOGITS_ONLY, PassOptions, Verified
 from hdtool.runtime.core.tree import LARGEST_TREE, ROOT, DraftTree
 from hdtool.runtime.engines.capture import Capture, Run

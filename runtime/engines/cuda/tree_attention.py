@@ -55,6 +55,10 @@ class TreeAttention:
         finally:
             CURRENT_ATTENTION.reset(token)
 
+    def move(self, tensors: list[torch.Tensor]) -> None:
+        """Move the keys and values of accepted paths to their final positions."""
+        self._operations.move(tensors)
+
     def attend(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor, options: dict[str, Any]
     ) -> torch.Tensor:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch.nn.functional import layer_norm, rms_norm, scaled_dot_product_attention
 
+from hdtool.runtime.caches.moves import move_on_device
 from hdtool.runtime.model.pass_inputs import AttentionWindow
 from hdtool.runtime.program.embedding_and_head import ACTIVATIONS, Rotary
 from hdtool.runtime.program.model_families import ROUNDED_FIRST, NormKind
@@ -222,7 +223,7 @@ class TorchOperations:
         return ACTIVATIONS[activation](gate) * up
 
     def move(self, tensors: list[torch.Tensor]) -> None:
-        move_positions(tensors, self._step)
+        move_on_device(tensors, self._step.moved_to, self._step.moved_from)
 
 
 def centered(rows: torch.Tensor, norm: Norm) -> torch.Tensor:
@@ -267,13 +268,3 @@ def _attention(
         sinks = by_head.reshape(layout.key_heads, -1, 1).expand(len(scores), -1, -1, -1)
         weights = torch.cat([scores, sinks], dim=-1).softmax(-1, dtype=torch.float32)[..., :-1]
     return weights.to(values.dtype) @ values
-
-
-def move_positions(tensors: list[torch.Tensor], step: StepTensors) -> None:
-    """Move keys and values of accepted paths to their final positions; padding entries move a position to itself."""
-    slots, moves = step.moved_from.shape
-    targets = step.moved_to[:, None] + torch.arange(moves, device=step.moved_to.device)
-    for tensor in tensors:
-        for slot in range(slots):
-            of_slot = tensor[:, slot]
-            of_slot.index_copy_(2, targets[slot], of_slot.index_select(2, step.moved_from[slot]))

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch.nn import Module
 
-from hdtool.runtime.caches.kv_cache import IndexedKVCache
+from hdtool.runtime.caches.library_views import IndexedKVCache
 from hdtool.runtime.engines.reference.operations import HeadLayout, HeadNorms, KeysAndValues, Norm, Operations, Residual
 from hdtool.runtime.engines.steps import StepOutput
 from hdtool.runtime.model.families import HiddenStates

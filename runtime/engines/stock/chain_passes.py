@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
-from hdtool.runtime.caches.replay_slots import ReplayCache, ReplaySlot
+from hdtool.runtime.caches.replay_slots import ReplayCache, ReplayedCaches
 from hdtool.runtime.caches.slots import Cache, Slot
+from hdtool.runtime.caches.states import Snapshot
 from hdtool.runtime.core.engine import PassOptions, Verified
 from hdtool.runtime.core.tree import DraftTree
 from hdtool.runtime.engines.backend import StockBackend
@@ -37,9 +37,9 @@ class ChainPasses(StockBackend):
 
     @torch.inference_mode()
     def read(self, tokens: Sequence[int], slot: Slot) -> torch.Tensor:
-        held = _replayed(slot)
-        logits, after, hidden = self._pass(held, tokens, 1)
-        held.read(tokens, after, None if hidden is None else hidden[-len(tokens) :])
+        slot.begin_reading()
+        logits, hidden = self._pass(slot, tokens, 1)
+        slot.extend(tokens, None if hidden is None else hidden[-len(tokens) :])
         return logits
 
     def fit_tree(self, slot: Slot, tree: DraftTree) -> DraftTree:
@@ -47,7 +47,7 @@ class ChainPasses(StockBackend):
 
         If more than ``MAX_WAITING`` tokens are waiting, that part is only the root.
         """
-        if len(_replayed(slot).waiting) > MAX_WAITING:
+        if len(_waiting(slot)) > MAX_WAITING:
             return DraftTree.bare(tree.root)
         return tree.first_chain()
 
@@ -64,26 +64,31 @@ class ChainPasses(StockBackend):
     @torch.inference_mode()
     def verify_alone(self, slot: Slot, tree: DraftTree) -> Verified:
         assert tree.is_chain, "this model verifies chains"
-        held, rows = _replayed(slot), len(tree) + 1
-        logits, after, hidden = self._pass(held, tree.all_tokens, rows)
-        held.verified(len(tree), after)
+        rows = len(tree) + 1
+        logits, hidden = self._pass(slot, tree.all_tokens, rows)
         return Verified(logits, None if hidden is None else hidden[-rows:])
 
-    def _pass(self, held: ReplaySlot, new: Sequence[int], keep: int) -> tuple[torch.Tensor, Any, torch.Tensor | None]:
-        """Run a pass over the slot's ``waiting`` tokens and then ``new``; return ``(logits, cache, hidden)``.
+    def _pass(self, slot: Slot, new: Sequence[int], keep: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Run a pass over the tokens that wait in a slot and then ``new``; return ``(logits, hidden)``.
 
         ``logits`` are those of the last ``keep`` tokens. ``hidden`` has the hidden states of all tokens that were read,
         or is None if they aren't recorded.
         """
-        stock, tokens = self._stock, [*held.waiting, *new]
-        first = held.filled.length
+        stock, tokens, caches = self._stock, [*_waiting(slot), *new], _caches(slot)
+        first, end = caches.filled.length, slot.length + len(new)
         ids = torch.tensor([tokens], device=stock.device)
-        positions = torch.arange(first, first + len(tokens), device=stock.device)[None]
+        positions = torch.arange(first, end, device=stock.device)[None]
         options = dict.fromkeys(stock.last_only, keep)
-        output = stock.call(ids, positions, None, held.copy_of_filled(), **options)
-        return output.logits[0, -keep:], cache_in(output), stock.hidden.slot_rows(0, len(tokens))
+        output = stock.call(ids, positions, None, caches.copy_of_filled(), **options)
+        slot.hold_states(Snapshot(end, cache_in(output)))
+        return output.logits[0, -keep:], stock.hidden.slot_rows(0, len(tokens))
 
 
-def _replayed(slot: Slot) -> ReplaySlot:
-    assert isinstance(slot, ReplaySlot)
-    return slot
+def _waiting(slot: Slot) -> list[int]:
+    """Return the accepted tokens that the slot's cache lacks; the next pass reads them first."""
+    return slot.tokens[_caches(slot).filled.length :]
+
+
+def _caches(slot: Slot) -> ReplayedCaches:
+    assert isinstance(slot.kept, ReplayedCaches)
+    return slot.kept

@@ -8,7 +8,6 @@ from contextlib import contextmanager
 import torch
 from transformers.cache_utils import Cache as LibraryCache
 
-from hdtool.runtime.caches.kv_cache import SlotKVCache
 from hdtool.runtime.caches.slots import Cache, Slot
 from hdtool.runtime.caches.states import States
 from hdtool.runtime.core.engine import PassOptions, Verified
@@ -35,9 +34,10 @@ class TreePasses(StockBackend):
         # A whole prompt needs no mask: the model makes its own, or uses a causal kernel.
         mask = stock.masks.continuation_mask(len(tokens), first) if first else None
         positions = range(first, first + len(tokens))
+        cache = slot.view(len(tokens))
         slot.begin_reading()
         option = stock.last_of_all if stock.hidden.is_watched else stock.last_only
-        logits = stock.forward([list(tokens)], [positions], mask, slot.kv, **option)[0, -1:]
+        logits = stock.forward([list(tokens)], [positions], mask, cache, **option)[0, -1:]
         slot.extend(tokens, stock.hidden.slot_rows(0, len(tokens)))
         return logits
 
@@ -56,8 +56,9 @@ class TreePasses(StockBackend):
     def verify_alone(self, slot: Slot, tree: DraftTree) -> Verified:
         stock, trees, lengths = self._stock, [tree], [slot.length]
         mask, step = stock.masks.of_trees(trees, lengths), sent_step(trees, lengths, stock.device)
-        with self._over(trees, [slot], slot.states, slot.kv):
-            logits = stock.run(step.tokens, step.positions, mask, slot.kv)[0]
+        cache = slot.view(len(tree) + 1)
+        with self._over(trees, [slot], slot.states, cache):
+            logits = stock.run(step.tokens, step.positions, mask, cache)[0]
         stock.log.nodes, stock.log.slots = len(tree), 1
         return Verified(logits, stock.hidden.slot_rows(0, len(tree) + 1))
 
@@ -67,9 +68,7 @@ class TreePasses(StockBackend):
         lengths = [slot.length for slot in slots]
         mask, step = stock.masks.of_trees(trees, lengths), sent_step(trees, lengths, stock.device)
         rows = step.tokens.shape[1]
-        for slot in slots:
-            slot.kv.mark_written(slot.length + rows)
-        batch_cache = SlotKVCache(cache.storage, lengths, rows)
+        batch_cache = cache.view(len(trees), rows)
         with self._over(trees, slots, cache.storage.states, batch_cache):
             logits = stock.run(step.tokens, step.positions, mask, batch_cache)
         stock.log.nodes, stock.log.slots = rows - 1, len(trees)

@@ -1,0 +1,81 @@
+"""Moves cached positions of accepted paths: in a compiled call on CPUs, with PyTorch on devices."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numba import types
+
+from hdtool.runtime.kernels.compiled import Array, array_at, compiled
+
+MAX_DEFERRED_MOVES = 16
+"""Maximum number of positions that a captured step can move before it computes.
+
+Longer paths are rare and moved immediately.
+"""
+WORD_SIZE = 2
+"""Number of bytes that ``move_on_host`` copies at once, which divides the size of each cached dtype."""
+
+
+class TensorLayout(NamedTuple):
+    """Address, sizes and byte strides of a tensor ``[rows, 1, heads, positions, width]``, for compiled code."""
+
+    address: int
+    rows: int
+    row_size: int
+    heads: int
+    head_size: int
+    position_size: int
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> TensorLayout:
+        assert tensor.shape[1] == 1 and tensor.stride(4) == 1, "one sequence, whose positions are contiguous"
+        strides = [stride * tensor.itemsize for stride in tensor.stride()]
+        return cls(tensor.data_ptr(), tensor.shape[0], strides[0], tensor.shape[2], strides[2], strides[3])
+
+
+def must_move(path: Sequence[int]) -> bool:
+    """Return True if a path's positions must move; they needn't if its increasing offsets are 0, 1, 2 and so on."""
+    return len(path) > 0 and path[-1] != len(path) - 1
+
+
+@compiled
+def move_on_host(
+    address: int,
+    rows: int,
+    row_size: int,
+    heads: int,
+    head_size: int,
+    position_size: int,
+    start: int,
+    path: Array,
+) -> None:
+    """Move the contents of positions ``start + path`` to ``start``, ``start + 1`` and so on, in each row and head."""
+    words = position_size // WORD_SIZE
+    for row in range(rows):
+        for head in range(heads):
+            first = address + row * row_size + head * head_size + start * position_size
+            for index in range(len(path)):
+                source = array_at(first + path[index] * position_size, (words,), types.int16)
+                target = array_at(first + index * position_size, (words,), types.int16)
+                for word in range(words):
+                    target[word] = source[word]
+
+
+def compile_moves() -> None:
+    """Compile ``move_on_host``, or load it from numba's cache, ahead of the first step."""
+    move_on_host(*TensorLayout(0, 0, 0, 0, 0, 0), 0, np.empty(0, np.int64))
+
+
+@torch.inference_mode()
+def move_on_device(tensors: Sequence[torch.Tensor], moved_to: torch.Tensor, moved_from: torch.Tensor) -> None:
+    """Move positions ``moved_from [slots, moves]`` to consecutive ones from ``moved_to [slots]`` on."""
+    slots, moves = moved_from.shape
+    targets = moved_to[:, None] + torch.arange(moves, device=moved_to.device)
+    for tensor in tensors:
+        for slot in range(slots):
+            of_slot = tensor[:, slot]
+            of_slot.index_copy_(2, targets[slot], of_slot.index_select(2, moved_from[slot]))
