@@ -43,6 +43,7 @@ ROUTER = np.dtype(
         ("correction", np.int64),  # address of a term added to routing weights only to choose experts, or 0
         ("groups", np.int64),  # number of expert groups
         ("used_groups", np.int64),  # number of expert groups per token
+        ("group_top", np.int64),  # 1 to rank groups by their best score, 2 by the sum of their two best scores
         ("factor", np.float32),  # applied to the final routing weights
         ("sum_offset", np.float32),  # added to the sum by which routing weights are divided
         ("min_sum", np.float32),  # minimum of this sum
@@ -69,7 +70,7 @@ def route(router: Record, scores: Array, chosen: Array, routing_weights: Array) 
             for expert in range(len(row_scores)):
                 choices[expert] = row_scores[expert] + correction[expert]
         if router.used_groups < router.groups:
-            _hide_groups(choices, router.groups, router.used_groups)
+            _hide_groups(choices, router.groups, router.used_groups, router.group_top)
         total = np.float32(0)
         for rank in range(top_k):
             best = np.argmax(choices)
@@ -96,8 +97,8 @@ def _to_routing_weights(scores: Array, is_sigmoid: bool) -> None:
 
 
 @compiled
-def _hide_groups(choices: Array, groups: int, used: int) -> None:
-    """Set scores outside the top ``used`` groups to -inf; groups are ranked by the sum of their two best scores."""
+def _hide_groups(choices: Array, groups: int, used: int, top: int) -> None:
+    """Set scores outside the best ``used`` groups to -inf, which are ranked by the sum of their ``top`` best scores."""
     size = len(choices) // groups
     best = np.empty(groups, np.float32)
     for group in range(groups):
@@ -107,7 +108,7 @@ def _hide_groups(choices: Array, groups: int, used: int) -> None:
                 first, second = choices[expert], first
             elif choices[expert] > second:
                 second = choices[expert]
-        best[group] = first + second
+        best[group] = first + second if top > 1 else first
     is_used = np.zeros(groups, np.bool_)
     for _ in range(used):
         top_group = np.argmax(best)

@@ -118,6 +118,8 @@ class Rotary(NamedTuple):
     """``[tokens, width]``; negated for the first element of each pair."""
     is_interleaved: bool = False
     """True if pairs are adjacent elements, False if they are elements half the width apart."""
+    splits_pairs: bool = False
+    """True if pairs are adjacent elements that rotation moves half the width apart."""
 
     @classmethod
     def of(cls, cos: torch.Tensor, sin: torch.Tensor, *, is_interleaved: bool) -> Rotary:
@@ -136,17 +138,21 @@ def rotary_of(parts: ModelParts[Any], hidden: torch.Tensor, positions: torch.Ten
     Raises NotImplementedError if the width of the cosines and sines doesn't fit a head.
     """
     embeddings = cast(Any, parts.rotary)(hidden, positions, *filter(None, [kind]))
+    if isinstance(embeddings, torch.Tensor):  # complex numbers
+        embeddings = embeddings.real, embeddings.imag
     cos, sin = (part.flatten(0, 1) for part in embeddings)
     if parts.family.has_paired_tables:
         cos, sin = (torch.cat((part[:, ::2], part[:, ::2]), dim=1).float() for part in (cos, sin))
     width, layer = cos.shape[1], parts.attending[0]
     if parts.family.varies_heads:
         layer = parts.layers[position_kinds(parts).index(kind)]
-    if 2 * width == layer.width and parts.family.has_half_tables:
+    rotated = layer.rotary_width
+    if 2 * width == rotated and parts.family.has_half_tables:
         cos, sin, width = torch.cat((cos, cos), dim=1), torch.cat((sin, sin), dim=1), 2 * width
-    if width > layer.width or width % 2 or (width < layer.width and not parts.family.is_partial):
+    if width > rotated or width % 2 or (width < rotated and not parts.family.is_partial):
         raise NotImplementedError("rotary positions for a part of a head")
-    return Rotary.of(cos, sin, is_interleaved=parts.family.is_interleaved)
+    rotary = Rotary.of(cos, sin, is_interleaved=parts.family.is_interleaved)
+    return rotary._replace(splits_pairs=parts.family.splits_pairs)
 
 
 def position_kinds(parts: ModelParts[Any]) -> list[str]:
@@ -216,6 +222,7 @@ def norms_and_activations_match(parts: ModelParts[Any], device: torch.device) ->
     """
     kind, expected, actual = parts.family.norm, [], []
     norms = [(norm, layer.epsilon) for layer in parts.layers for norm in layer.norms]
+    norms += [(norm, part.epsilon) for layer in parts.layers if (part := layer.latent) for norm in part.norms]
     ends = [(norm, parts.epsilon) for norm in (parts.norm, *([parts.inputs.norm] if parts.inputs else ()))]
     weighted = [(norm, epsilon, kind.offset + cast(Any, norm).weight.float()) for norm, epsilon in [*norms, *ends]]
     unweighted = [(layer.value_norm, layer.epsilon, layer.width) for layer in parts.layers if layer.value_norm]

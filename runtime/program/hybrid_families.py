@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 import torch
 from torch.nn import Module
 
+from hdtool.runtime.program.latent_families import LATENT_FAMILIES
 from hdtool.runtime.program.layer_norm_families import LAYER_NORM_FAMILIES
 from hdtool.runtime.program.mixer_parts import (
     DELTA_RULE,
@@ -294,5 +295,7 @@ HYBRID_FAMILIES: Mapping[str, Family] = {
     ),
 }  # fmt: skip
 """Hybrid families by the name of their package in ``transformers.models``."""
-DESCRIBED: Mapping[str, Family] = {**FAMILIES, **HYBRID_FAMILIES, **LAYER_NORM_FAMILIES, **VARIED_FAMILIES}
+DESCRIBED: Mapping[str, Family] = {
+    **FAMILIES, **HYBRID_FAMILIES, **LATENT_FAMILIES, **LAYER_NORM_FAMILIES, **VARIED_FAMILIES,
+}  # fmt: skip
 """All described families besides Llama's."""

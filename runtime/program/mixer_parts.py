@@ -105,6 +105,14 @@ def tensors_of(module: Module) -> Iterator[torch.Tensor]:
     yield from module.buffers()
 
 
+def epsilon_of(norm: Module, parameters: tuple[str, ...] = ("weight",)) -> float | None:
+    """Return the epsilon of a norm; None if the module has submodules or other parameters than ``parameters``."""
+    epsilon = getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
+    held = [name for name, parameter in norm._parameters.items() if parameter is not None]
+    is_plain = sorted(held) == sorted(parameters) and not norm._modules
+    return epsilon if is_plain and isinstance(epsilon, float) else None
+
+
 def _is_causal(convolution: Any) -> bool:
     """Return True for a depthwise convolution with the padding of a causal convolution."""
     return (
@@ -248,7 +256,7 @@ BLOCK_ATTRIBUTES = frozenset({
 })  # fmt: skip
 ROUTER_ATTRIBUTES = frozenset({
     "hidden_dim", "norm_min", "norm_topk_prob", "num_experts", "num_group", "routed_scaling_factor", "top_k",
-    "topk_group", "training", "use_expert_bias",
+    "topk_group", "topk_method", "training", "use_expert_bias",
 })  # fmt: skip
 """Attributes of routers that this file reads, whose values follow from weight shapes, or that only training reads."""
 
@@ -275,6 +283,10 @@ class ExpertKind:
     """Path of a tensor that is added to routing weights for the top-k choice only; empty without one."""
     sum_offset: float = 0.0
     """Constant added to the sum by which routing weights are divided."""
+    renormalizes: bool = True
+    """Default of the router's ``norm_topk_prob``: routing weights of the chosen experts are divided by their sum."""
+    group_top: int = 2
+    """Number of best experts in a group whose summed scores rank the group."""
 
 
 @dataclass(frozen=True)
@@ -294,6 +306,8 @@ class Router:
     groups: int
     used_groups: int
     """Number of groups whose experts may be chosen for a token."""
+    group_top: int
+    """Number of best experts in a group whose summed scores rank the group."""
     factor: float
     """Scales the final routing weights."""
     sum_offset: float
@@ -328,14 +342,16 @@ def router_of(block: Any, kind: ExpertKind) -> Router | None:
     tensors = [tensor for tensor in (weight, bias, correction) if tensor is not None]
     all_tensors = [*block._parameters.values(), *block._buffers.values(), *gate.parameters(), *gate.buffers()]
     experts = len(block.experts.down_proj)
-    groups, used_groups = getattr(gate, "num_group", 1), getattr(gate, "topk_group", 1)
+    groups = 1 if getattr(gate, "topk_method", "") == "greedy" else getattr(gate, "num_group", 1)
+    used_groups = getattr(gate, "topk_group", 1) if groups > 1 else 1
     if (
         weight is None
         or {id(tensor) for tensor in all_tensors} != {id(tensor) for tensor in tensors}
         or weight.dim() != 2
         or any(tensor.numel() != experts for tensor in tensors if tensor is not weight)
         or len(weight) != experts
-        or (groups > 1 and (correction is None or experts % groups or experts // groups < 2))
+        or (groups > 1 and (experts % groups or experts // groups < kind.group_top))
+        or (groups > 1 and (correction is None) != (kind.group_top == 1))
     ):
         return None
     return Router(
@@ -343,10 +359,11 @@ def router_of(block: Any, kind: ExpertKind) -> Router | None:
         bias,
         int(gate.top_k),
         kind.has_sigmoids,
-        bool(getattr(gate, "norm_topk_prob", True)),
+        bool(getattr(gate, "norm_topk_prob", kind.renormalizes)),
         correction,
         int(groups),
         int(used_groups),
+        kind.group_top,
         float(getattr(gate, "routed_scaling_factor", 1.0)),
         kind.sum_offset,
         float(getattr(gate, "norm_min", 0.0)),

@@ -115,6 +115,8 @@ class Family:
     gates_heads: bool = False
     """Each query head has an output gate."""
     activations: frozenset[str] = frozenset({"silu"})
+    has_latents: bool = False
+    """Attention computes the keys and values of all heads from one cached vector per token, see ``LatentParts``."""
     joins_qkv: bool = False
     """A single projection computes queries, keys and values."""
     projections: Callable[[Any], tuple[str, ...]] = field(default=lambda attention: PROJECTIONS)
@@ -143,6 +145,8 @@ class Family:
     """Rotary positions may cover only the first part of a head."""
     is_interleaved: bool = False
     """Rotary pairs are adjacent elements instead of elements half a head apart."""
+    splits_pairs: bool = False
+    """Rotary pairs are adjacent elements, and rotation moves them half the width apart; only with ``has_latents``."""
     has_half_tables: bool = False
     """The rotary module returns cosines and sines for half a head, to be repeated for the other half."""
     has_paired_tables: bool = False

@@ -26,7 +26,8 @@ from hdtool.runtime.program.embedding_and_head import (
 )
 from hdtool.runtime.program.feed_forward import activation_of, feed_forward_parts
 from hdtool.runtime.program.hybrid_families import MIXTURE_MODULES, MixtureParts, is_known_mixture, mixture_parts
-from hdtool.runtime.program.mixer_parts import MixerParts, mixer_parts, tensors_of
+from hdtool.runtime.program.latent_parts import LatentParts, latent_parts
+from hdtool.runtime.program.mixer_parts import MixerParts, epsilon_of, mixer_parts, tensors_of
 from hdtool.runtime.program.model_families import LLAMA, Family, family_of, is_of_package, package_of
 from hdtool.runtime.program.sublayers import sublayers_of
 
@@ -80,11 +81,11 @@ class LayerParts(Generic[Matmul]):
     head_norms: tuple[Module, ...]
     """Norms of queries and keys; empty if they aren't normalized."""
     heads: int
-    """Number of key/value heads; 0 in a layer without attention."""
+    """Number of key/value heads: 0 in a layer without attention, 1 with ``latent``."""
     groups: int
     """Query heads per key/value head."""
     width: int
-    """Head dimension."""
+    """Head dimension, or the width of the latent vectors that ``latent`` caches."""
     epsilon: float
     scale: float
     activation: str
@@ -94,6 +95,8 @@ class LayerParts(Generic[Matmul]):
     """Linear layer whose sigmoid scales the shared expert's output; None if the output isn't scaled."""
     mixer: MixerParts[Matmul] | None = None
     """Mixer in place of attention, or besides it if the family ``adds_mixers``."""
+    latent: LatentParts[Matmul] | None = None
+    """Further modules of a latent attention, whose input projections ``qkv`` holds; None for other layers."""
     value_norm: Module | None = None
     """Norm of the values, without a weight; None if the values aren't normalized."""
     inputs: InputParts[Matmul] | None = None
@@ -108,7 +111,8 @@ class LayerParts(Generic[Matmul]):
     @property
     def matmuls(self) -> tuple[Matmul, ...]:
         attention = (*self.qkv, self.out) if self.out else ()
-        return *attention, *self.mixer_matmuls, *self.gate_up, *self.down, *self.input_matmuls
+        queries = self.latent.queries if self.latent else ()
+        return *attention, *self.mixer_matmuls, *self.gate_up, *self.down, *self.input_matmuls, *queries
 
     @property
     def mixer_matmuls(self) -> tuple[Matmul, ...]:
@@ -124,6 +128,18 @@ class LayerParts(Generic[Matmul]):
         added_mixture = self.added_mixture.norms if self.added_mixture else ()
         input_norm = self.inputs.norm if self.inputs else None
         return *filter(None, (*self.block_norms, *added_mixture, input_norm)), *self.head_norms
+
+    @property
+    def kept(self) -> list[tuple[int, int]]:
+        """Heads and widths of the tensors that the layer caches, except a mixer's states."""
+        if self.attention is None or self.kv_source is not None:
+            return []
+        return [(self.heads, self.width), (self.heads, self.latent.rotated if self.latent else self.width)]
+
+    @property
+    def rotary_width(self) -> int:
+        """Width of the part of a query or key that may be rotated."""
+        return self.latent.rotated if self.latent else self.width
 
     @property
     def hidden(self) -> int:
@@ -234,13 +250,9 @@ def model_parts(model: Any, kind: Kind[Matmul]) -> ModelParts[Matmul] | None:
 
 
 def fits_cache(parts: ModelParts[Any], shapes: Sequence[LayerShape]) -> bool:
-    """Return True if the cached keys and values of each layer match the number and width of its key heads.
-
-    Layers without attention, and layers that read another layer's keys, must have no cached keys and values.
-    """
+    """Return True if the tensors that each layer caches have the heads and widths of ``LayerParts.kept``."""
     return len(shapes) == len(parts.layers) and all(
-        [(part.heads, part.width) for part in shape.kept]
-        == (2 * [(layer.heads, layer.width)] if layer.attention and layer.kv_source is None else [])
+        [(part.heads, part.width) for part in shape.kept] == layer.kept
         for layer, shape in zip(parts.layers, shapes, strict=True)
     )
 
@@ -353,7 +365,8 @@ def _layer_parts(layer: Module, index: int, kind: Kind[Matmul]) -> LayerParts[Ma
         inputs=inputs, added_mixture=added_mixture, factor=layer._buffers.get(family.factor),
     )  # fmt: skip
     if attention and parts:
-        parts = _with_attention(parts, attention, index, kind, family)
+        with_attention = _with_latents if family.has_latents else _with_attention
+        parts = with_attention(parts, attention, index, kind, family)
     return parts if parts and _is_complete(parts, kind, family) else None
 
 
@@ -402,6 +415,20 @@ def _with_attention(
     )  # fmt: skip
 
 
+def _with_latents(
+    parts: LayerParts[Matmul], attention: Any, index: int, kind: Kind[Matmul], family: Family
+) -> LayerParts[Matmul] | None:
+    """Return a layer's parts with those of its latent attention; None if the engine can't compute the attention."""
+    out = attention.get_submodule(family.names.out)
+    latent, scale = latent_parts(attention, out, kind), attention.scaling
+    if latent is None or attention.layer_idx != index or not isinstance(scale, float):
+        return None
+    return replace(
+        parts, attention=attention, qkv=latent.inputs, out=out, heads=1, groups=latent.heads, width=latent.rank,
+        scale=scale, latent=latent,
+    )  # fmt: skip
+
+
 def _dropouts(module: Module, family: Family) -> set[str]:
     """Return the names of a described module's dropouts that drop nothing."""
     dropouts = {name: child for name, child in module._modules.items() if isinstance(child, Dropout)}
@@ -430,24 +457,28 @@ def _has_known_code(
 
 def _is_complete(parts: LayerParts[Matmul], kind: Kind[Matmul], family: Family) -> bool:
     """Return True if all shapes match, no ``forward`` is replaced, and every tensor of the layer belongs to a part."""
-    hidden, inner, keys = parts.hidden, parts.inner, parts.heads * parts.width
+    hidden, inner, keys, latent = parts.hidden, parts.inner, parts.heads * parts.width, parts.latent
     queries = keys * parts.groups
     key_rows = [keys] * (len(parts.qkv) - 1)
     projections = [queries + 2 * keys] if family.joins_qkv else [queries * (1 + family.gates_heads), *key_rows]
     dense = [2 * inner] if family.joins_gate else [inner] * len(parts.gate_up)
     shapes = [*((rows, hidden) for rows in projections), (hidden, queries)] if parts.attention else []
+    if latent:  # latent_parts has checked these shapes
+        shapes = [*map(_shape_of, parts.qkv), (hidden, _shape_of(parts.out)[1])]
     shapes += [(rows, hidden) for rows, _ in map(_shape_of, parts.mixer_matmuls[:-1])]  # checked by mixer_parts
     shapes += [(hidden, _shape_of(parts.mixer.out)[1])] if parts.mixer else []
     shapes += [*((rows, hidden) for rows in dense), (hidden, inner)] if parts.down else []
     shapes += [(parts.inputs.width, hidden), (hidden, parts.inputs.width)] if parts.inputs else []
+    shapes += latent.query_shapes if latent else []
     norm_shapes = [(hidden,)] * (len(parts.norms) - len(parts.head_norms)) + _head_norm_shapes(parts, family)
     weights: list[list[Any]] = [[norm._parameters[name] for name in family.norm.parameters] for norm in parts.norms]
     sinks: Any = parts.attention._parameters.get("sinks") if family.has_sinks and parts.attention else None
     mixer = parts.mixer.module if parts.mixer else None
     added_mixture = parts.added_mixture
     others = parts.experts, mixer, added_mixture.experts if added_mixture else None
+    latent_modules: tuple[Module, ...] = (latent.expansion, *latent.norms) if latent else ()
     modules: tuple[Module, ...] = (*parts.matmuls, *filter(None, others))
-    known_ids = {id(tensor) for module in (*modules, *parts.norms) for tensor in tensors_of(module)}
+    known_ids = {id(tensor) for module in (*modules, *parts.norms, *latent_modules) for tensor in tensors_of(module)}
     known_ids |= {id(tensor) for tensor in added_mixture.tensors} if added_mixture else set()
     known_ids |= {id(tensor) for tensor in (sinks, parts.factor) if tensor is not None}
     inside = {id(module) for parent in modules for module in parent.modules()}
@@ -475,11 +506,3 @@ def _head_norm_shapes(parts: LayerParts[Any], family: Family) -> list[tuple[int,
 
 def _shape_of(matmul: Any) -> tuple[int, int]:
     return matmul.out_features, matmul.in_features
-
-
-def epsilon_of(norm: Module, parameters: tuple[str, ...] = ("weight",)) -> float | None:
-    """Return the epsilon of a norm; None if the module has submodules or other parameters than ``parameters``."""
-    epsilon = getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
-    held = [name for name, parameter in norm._parameters.items() if parameter is not None]
-    is_plain = sorted(held) == sorted(parameters) and not norm._modules
-    return epsilon if is_plain and isinstance(epsilon, float) else None

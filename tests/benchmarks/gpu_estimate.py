@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from hdtool.runtime.caches.kv_cache import HeadShape, KVTensors, LayerShape
 from hdtool.runtime.config import SHAPES
 from hdtool.runtime.engines.cuda import fused_pass
-from hdtool.runtime.engines.reference.operations import HeadLayout, HeadNorms, KeysAndValues, Residual
+from hdtool.runtime.engines.reference.operations import HeadLayout, HeadNorms, KeysAndValues, Norm, Residual
 from hdtool.runtime.engines.reference.program_pass import ProgramPass
 from hdtool.runtime.model.families import HiddenStates
 from hdtool.runtime.model.pass_inputs import FULL, AttentionWindow, StepInput, StepTensors
@@ -91,6 +91,11 @@ class Counted:
     ) -> torch.Tensor:
         self._small(qkv, qkv, *(rotary[:2] if rotary else ()))
         return qkv
+
+    def rotate_and_store_latents(
+        self, queries: torch.Tensor, latents: torch.Tensor, rotary: Rotary | None, norm: Norm, cache: KeysAndValues
+    ) -> torch.Tensor:
+        raise NotImplementedError("only models of Llama's structure are counted")
 
     def attention(self, queries: torch.Tensor, cache: KeysAndValues, layout: HeadLayout) -> torch.Tensor:
         slots, rows = self._shape

@@ -81,7 +81,7 @@ def test_routes_are_those_of_torch(renorms: bool) -> None:
     torch.manual_seed(2)
     logits = torch.randn(9, 16)
     chosen, routing_weights = np.zeros((9, 4), np.int64), np.zeros((9, 4), np.float32)
-    router = Router(torch.zeros(16, 64), None, 4, False, renorms, None, 1, 1, 1.0, 0.0, 0.0)
+    router = Router(torch.zeros(16, 64), None, 4, False, renorms, None, 1, 1, 2, 1.0, 0.0, 0.0)
     route(router_record(router), logits.clone().numpy(), chosen, routing_weights)
     probs, best = logits.softmax(1).topk(4)
     assert chosen.tolist() == best.tolist()

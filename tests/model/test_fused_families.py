@@ -21,19 +21,23 @@ from hdtool.runtime.engines.cuda.fused_pass import fuse
 from hdtool.runtime.engines.reference.operations import Norm, Residual
 from hdtool.runtime.model.pass_inputs import StepInput
 from hdtool.runtime.program.hybrid_families import DESCRIBED
+from hdtool.runtime.program.latent_families import LATENT_FAMILIES
+from hdtool.runtime.program.mixer_parts import epsilon_of
 from hdtool.runtime.program.model_families import FAMILIES, LLAMA_NORMS, Family, settings_of
-from hdtool.runtime.program.model_parts import Kind, epsilon_of, model_parts
+from hdtool.runtime.program.model_parts import Kind, model_parts
 from hdtool.runtime.target.target import Target
 from tests.support.described import (
     CHANGES,
     EXPERTS,
     HYBRID_MODELS,
+    LATENT_MODELS,
     LAYER_NORM_MODELS,
     LOCAL_AND_GLOBAL,
     MODELS,
     VARIED_MODELS,
     WINDOWS,
     WRONG,
+    WRONG_LATENTS,
     WRONG_LAYER_NORMS,
     assert_right,
     model_of,
@@ -54,10 +58,18 @@ RARER = (
     "gemma4, experts beside MLPs",
     "lfm2",
     "bamba",
+    *LATENT_MODELS,
     *LAYER_NORM_MODELS,
 )
 BY_KERNELS = (
-    *("gemma3", "phi3, a part rotated", "gemma4, keys of two layers", "qwen3_5", "phi, norms of heads"),
+    *(
+        "gemma3",
+        "deepseek_v3, longer contexts",
+        "phi3, a part rotated",
+        "gemma4, keys of two layers",
+        "qwen3_5",
+        "phi, norms of heads",
+    ),
     *(pytest.param(name, marks=pytest.mark.exhaustive) for name in RARER),
 )
 
@@ -66,7 +78,7 @@ def is_fused(model: Any) -> bool:
     return Target(model, direct).is_fused
 
 
-@pytest.mark.parametrize("name", MODELS | HYBRID_MODELS | VARIED_MODELS | LAYER_NORM_MODELS)
+@pytest.mark.parametrize("name", MODELS | HYBRID_MODELS | LATENT_MODELS | VARIED_MODELS | LAYER_NORM_MODELS)
 @pytest.mark.one_in(4)
 def test_trees_get_the_logits_of_forward(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     widen(monkeypatch)
@@ -96,9 +108,9 @@ def test_an_engine_of_llamas_computes_none_of_them(name: str) -> None:
     assert model_parts(model_of(name), replace(llamas, families=FAMILIES))
 
 
-@pytest.mark.parametrize("fault", WRONG | WRONG_LAYER_NORMS)
+@pytest.mark.parametrize("fault", WRONG | WRONG_LATENTS | WRONG_LAYER_NORMS)
 def test_a_wrong_description_is_not_used(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    name, changes = (WRONG | WRONG_LAYER_NORMS)[fault]
+    name, changes = (WRONG | WRONG_LATENTS | WRONG_LAYER_NORMS)[fault]
     known = DESCRIBED[name]
     # What the structure alone would show must not hide what the numbers show.
     settings = known.settings | {known.embedding, known.residual, *known.logit_settings}
@@ -269,6 +281,7 @@ def test_a_layer_takes_few_kernels(name: str, monkeypatch: pytest.MonkeyPatch) -
 
 def test_all_descriptions_are_tested_and_differ_from_llamas() -> None:
     assert {name.split(",")[0] for name in MODELS} == FAMILIES.keys()
+    assert {name.split(",")[0] for name in LATENT_MODELS} == LATENT_FAMILIES.keys()
     for family in FAMILIES.values():
         plain = Family()
         assert replace(family, settings=plain.settings, required=plain.required, attributes=plain.attributes) != plain

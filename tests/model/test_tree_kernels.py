@@ -251,6 +251,56 @@ def test_rotated_heads_are_those_of_float64(
         assert_near(cache, expected, dtype)
 
 
+@DTYPES
+@KINDS
+@pytest.mark.parametrize("pairs", ["halves", "pairs", "pairs that move to halves", "nothing"])
+def test_latents_are_those_of_float64(kind: NormKind, dtype: torch.dtype, pairs: str) -> None:
+    """Rotated queries of a batch, and the latent vectors and keys that are stored."""
+    torch.manual_seed(4)
+    lengths, rows, rank, rotated = [5, 517], 4, 80, 32
+    step, tokens = step_of(rows, lengths), len(lengths) * rows
+    queries, latents = torch.randn(tokens, 6, 48).to(dtype)[..., 16:], torch.randn(tokens, 200).to(dtype)[:, 88:]
+    cos, sin = torch.randn(2, tokens, rotated).to(dtype)
+    norm = Norm(torch.randn(rank).to(dtype), 1e-5, kind)
+    stored = [torch.randn(3, 1, CAPACITY, width).to(dtype) for width in (rank, rotated)]
+    heads = torch.cat([latents[:, None, rank:], queries], dim=1).double()
+    if pairs.endswith("halves") and pairs != "halves":
+        heads = heads.unflatten(2, (-1, 2)).mT.flatten(2)
+    order = torch.arange(rotated)
+    order = order.view(-1, 2).flip(1).flatten() if pairs == "pairs" else order.roll(rotated // 2)
+    if pairs != "nothing":
+        heads = heads * cos.double()[:, None] + heads[..., order] * sin.double()[:, None]
+    rotary = Rotary(cos, sin, pairs == "pairs", pairs == "pairs that move to halves")
+    expected = [part.double() for part in stored]
+    for slot, length in enumerate(lengths):
+        new = slice(slot * rows, slot * rows + rows)
+        expected[0][slot, 0, length : length + rows] = exact_norm(latents[new, :rank].double(), norm)
+        expected[1][slot, 0, length : length + rows] = heads[new, 0]
+    for operations in operations_of(dtype, AttentionWindow(FULL), step, heads=((norm, norm),)):
+        mine = [part.clone() for part in stored]
+        given = None if pairs == "nothing" else rotary
+        found = operations.rotate_and_store_latents(queries, latents, given, norm, (mine[0], mine[1]))
+        assert_near(found, heads[:, 1:], dtype)
+        for part, other in zip(mine, expected, strict=True):
+            assert_near(part, other, dtype)
+
+
+@DTYPES
+def test_attention_to_latents_is_that_to_their_keys(dtype: torch.dtype) -> None:
+    torch.manual_seed(5)
+    lengths, rows, rank, rotated = [5, 517], 8, 80, 48
+    step, window = step_of(rows, lengths), AttentionWindow(FULL)
+    cache = [torch.randn(3, 1, CAPACITY, width).to(dtype) for width in (rank, rotated)]
+    queries = torch.randn(len(lengths) * rows, 6 * (rank + rotated)).to(dtype)
+    keys, used = torch.cat(cache, dim=3)[:2], cache[0][:2]
+    expected = exact_attention(queries, [keys, used], HeadLayout(6, 1, rank + rotated, 0.2, window), step)
+    tolerance = 1e-5 if dtype == torch.float32 else 2e-3
+    layout = HeadLayout(6, 1, rank, 0.2, window, rotated=rotated)
+    for operations in operations_of(dtype, window, step):
+        found = operations.attention(queries, (cache[0], cache[1]), layout)
+        torch.testing.assert_close(found.double(), expected, rtol=tolerance, atol=tolerance)
+
+
 def test_tables_in_float32_rotate_without_rounding_products() -> None:
     layout = HeadLayout(6, 2, 64, 0.1, AttentionWindow(FULL))
     qkv, tables = torch.randn(4, 10 * 64).half(), torch.randn(2, 4, 64).half()
@@ -343,7 +393,8 @@ def compiled(case, kernel, kinds, constants, warps, stages=2):
 """
 ATTENTION = """
 names = triton_kernels.attention_kernel.arg_names
-pointers = {"qkv": "", "keys": "", "values": "", "lengths": "i64", "positions": "i64", "ancestors": "i64"}
+pointers = dict.fromkeys(("qkv", "keys", "rotated", "values"), "")
+pointers |= dict.fromkeys(("lengths", "positions", "ancestors"), "i64")
 for width in widths:
     for name, dtype in (("bf16", torch.bfloat16), ("fp32", torch.float32)):
         for queries in (16, 32, 64):
@@ -352,11 +403,12 @@ for width in widths:
                 continue
             constants = dict(
                 SPLITS=16, LEAST=128, WIDTH=width, LOADED=padded(width), VALUES=width, VALUES_LOADED=padded(width),
+                ROTATED=64 * (width > 256), ROTATED_LOADED=64,
                 BLOCK_M=blocks.queries, BLOCK_N=blocks.keys, WINDOW=False, SOFTCAP=False, PRECISION="ieee",
             )
             kinds = {one: "*" + (kind or name) for one, kind in pointers.items()}
             kinds |= {"parts": "*fp32", "levels": "*fp32", "scale": "fp32", "softcap": "fp32"}
-            compiled(f"{name}-{width}-{queries}", triton_kernels.attention_kernel, kinds, constants, blocks.warps)
+            compiled(f"{name}-{width}-{queries}", triton_kernels.attention_kernel, kinds, constants, *blocks[2:])
 """
 BETWEEN = """
 GEMMA, LLAMA = dict(OFFSET=1.0, ROUNDS=False), dict(OFFSET=0.0, ROUNDS=True)
@@ -382,6 +434,10 @@ for name in ("bf16", "fp32"):
     kinds |= dict(cos="*fp32", sin="*fp32")
     constants |= dict(ROTATES=True)
     compiled(f"exact-rotary-{name}", triton_kernels.rotary_kernel, kinds, constants, 1)
+    names = "queries", "latents", "cos", "sin", "norm", "turned", "cached_latents", "cached_keys"
+    kinds = dict.fromkeys(names, "*" + name) | {"lengths": "*i64", "epsilon": "fp32"}
+    constants = dict(RANK=512, RANK_BLOCK=512, HALF=32, BLOCK=32, ROTATES=True, PAIRS=False, SPLITS=True, **LLAMA)
+    compiled(f"latents-{name}", triton_kernels.latent_kernel, kinds, constants, 1)
     for activation in ("silu", "gelu_tanh", "gelu"):
         kinds = dict.fromkeys(("gate_up", "gated"), "*" + name)
         compiled(f"{activation}-{name}", triton_kernels.gate_kernel, kinds, dict(ACTIVATION=activation, BLOCK=1024), 4)
@@ -423,19 +479,19 @@ def compiled(code: str, capability: int, widths: tuple[int, ...], folder: Path) 
     return found
 
 
-OFTEN = (89, 128), (90, 256), (100, 64)
+OFTEN = (89, 128), (90, 256), (90, 512), (100, 64)
 """The least shared memory and the newest generations, each with another width; the exhaustive suite has all."""
 COMPILED = [
     pytest.param(capability, width, marks=pytest.mark.long if (capability, width) in OFTEN else pytest.mark.exhaustive)
     for capability in SHARED_MEMORY
-    for width in (64, 128, 256)
+    for width in (64, 128, 256, 512)
 ]
 
 
 @pytest.mark.parametrize(("capability", "width"), COMPILED)
 def test_attention_compiles_without_spills(capability: int, width: int, tmp_path: Path) -> None:
     cases = compiled(ATTENTION, capability, (width,), tmp_path)
-    assert len(cases) > 2
+    assert len(cases) > 1
     for case, found in cases.items():
         assert not found.spilled and found.shared <= SHARED_MEMORY[capability] * 1024, (case, found)
 
@@ -447,6 +503,6 @@ def test_attention_compiles_without_spills(capability: int, width: int, tmp_path
 def test_what_lies_between_matmuls_compiles_within_few_registers(capability: int, tmp_path: Path) -> None:
     """For hidden states of up to 8192 numbers."""
     cases = compiled(BETWEEN, capability, (2048, 8192), tmp_path)
-    assert len(cases) == 40
+    assert len(cases) == 42
     for case, found in cases.items():
         assert not found.spilled and found.registers <= MOST_REGISTERS and found.shared <= 1024, (case, found)

@@ -298,11 +298,47 @@ LAYER_NORM_MODELS: dict[str, Callable[[], PreTrainedModel]] = {
 }
 """Models with LayerNorms instead of RMSNorms."""
 
+LATENT: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 48,
+    "kv_lora_rank": 80,
+    "qk_rope_head_dim": 32,
+    "head_dim": 32,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 48,
+}
+LATENT_EXPERTS: dict[str, Any] = {
+    "n_routed_experts": 8,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 64,
+    "n_group": 4,
+    "topk_group": 2,
+    "routed_scaling_factor": 2.5,
+    "first_k_dense_replace": 1,
+}
+LATENT_MODELS: dict[str, Callable[[], PreTrainedModel]] = {
+    "deepseek_v2": lambda: random_model("DeepseekV2", **{**LATENT, "q_lora_rank": None}, **LATENT_EXPERTS),
+    "deepseek_v2, groups": lambda: random_model(
+        "DeepseekV2", **LATENT, **LATENT_EXPERTS, topk_method="group_limited_greedy", mlp_bias=True
+    ),
+    "deepseek_v3": lambda: random_model("DeepseekV3", **LATENT, **LATENT_EXPERTS),
+    "deepseek_v3, one projection of queries": lambda: random_model(
+        "DeepseekV3", **{**LATENT, "q_lora_rank": None}, **LATENT_EXPERTS, attention_bias=True, rms_norm_eps=0.05
+    ),
+    "deepseek_v3, longer contexts": lambda: random_model(
+        "DeepseekV3", **LATENT, **LATENT_EXPERTS, rope_parameters={**YARN, "mscale_all_dim": 1.0}
+    ),
+    "glm4_moe_lite": lambda: random_model("Glm4MoeLite", **LATENT, **LATENT_EXPERTS),
+    "youtu": lambda: random_model("Youtu", **LATENT, embedding_initializer_range=0.5),
+}
+"""Models that cache one latent vector for the keys and values of all heads."""
+
 
 def model_of(name: str) -> Any:
     """Create a model with random norms, sinks, biases, decays, skips and scaling factors, so that each one matters."""
     torch.manual_seed(0)
-    model = (MODELS | HYBRID_MODELS | VARIED_MODELS | LAYER_NORM_MODELS)[name]().eval()
+    model = (MODELS | HYBRID_MODELS | LATENT_MODELS | VARIED_MODELS | LAYER_NORM_MODELS)[name]().eval()
     for part, buffer in model.named_buffers():
         if part.endswith("layer_scalar"):
             buffer.copy_(torch.rand_like(buffer) + 0.5)
@@ -394,6 +430,12 @@ WRONG_LAYER_NORMS: dict[str, tuple[str, dict[str, Any]]] = {
     "pairs in a part": ("phi", {"is_interleaved": True}),
     "parallel sublayers": ("starcoder2", {"is_parallel": True}),
     "no bias of norms": ("starcoder2", {"norm": NormKind(rounds=False, is_centered=True)}),
+}
+WRONG_LATENTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "halves of latent attention": ("deepseek_v3", {"splits_pairs": False}),
+    "pairs that stay": ("deepseek_v3", {"splits_pairs": False, "is_interleaved": True}),
+    "pairs that move": ("deepseek_v2", {"splits_pairs": True, "is_interleaved": False}),
+    "no latent vectors": ("youtu", {"has_latents": False}),
 }
 WRONG_EXPERTS: dict[str, tuple[str, dict[str, Any]]] = {
     "no softmax": ("qwen2_moe", {"experts": _experts_of("qwen2_moe", has_sigmoids=True)}),

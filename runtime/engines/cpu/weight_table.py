@@ -467,6 +467,7 @@ def router_record(router: Router) -> Record:
     record.scores = matmul, router.weight.data_ptr(), expert_count, width, bias
     record.top_k, record.has_sigmoids, record.renormalizes = router.top, router.has_sigmoids, router.renormalizes
     record.correction, record.groups, record.used_groups = correction, router.groups, router.used_groups
+    record.group_top = router.group_top
     record.factor, record.sum_offset, record.min_sum = router.factor, router.sum_offset, router.min_sum
     return record
 

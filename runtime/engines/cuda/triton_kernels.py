@@ -166,14 +166,69 @@ def rotary_kernel(
 
 
 @triton.jit
+def latent_kernel(
+    queries, latents, cos, sin, norm, turned, cached_latents, cached_keys, lengths,
+    rows, step, heads, query_stride, head_stride, latent_stride, slot_stride, key_slot_stride, epsilon,
+    RANK: tl.constexpr, RANK_BLOCK: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr,
+    ROTATES: tl.constexpr, PAIRS: tl.constexpr, SPLITS: tl.constexpr, OFFSET: tl.constexpr, ROUNDS: tl.constexpr,
+):  # fmt: skip
+    """Write the rotated part of a query to ``turned``, or a token's normalized latent and rotated key to the cache.
+
+    A rotated pair is two adjacent elements if ``PAIRS``, and otherwise one element of each half. If ``SPLITS``, it is
+    two adjacent elements, which are written to different halves.
+    """
+    token, head = tl.program_id(0), tl.program_id(1)
+    slot = token // rows
+    column = tl.arange(0, BLOCK)
+    inside = column < HALF
+    if PAIRS:
+        to_low, to_high = 2 * column, 2 * column + 1
+    else:
+        to_low, to_high = column, HALF + column
+    if SPLITS:
+        at_low, at_high = 2 * column, 2 * column + 1
+    else:
+        at_low, at_high = to_low, to_high
+    if head < heads:
+        read = queries + token.to(tl.int64) * query_stride + head * head_stride
+        to = turned + (token.to(tl.int64) * heads + head) * 2 * HALF
+    else:
+        read = latents + token.to(tl.int64) * latent_stride + RANK
+        position = tl.load(lengths + slot * step) + token % rows
+        to = cached_keys + slot.to(tl.int64) * key_slot_stride + position * 2 * HALF
+        inner = tl.arange(0, RANK_BLOCK)
+        there = inner < RANK
+        latent = tl.load(latents + token.to(tl.int64) * latent_stride + inner, mask=there, other=0.0)
+        latent = normed_row(latent, norm, norm, inner, there, RANK, epsilon, OFFSET, ROUNDS)
+        cached = cached_latents + slot.to(tl.int64) * slot_stride + position * RANK
+        tl.store(cached + inner, latent, mask=there)
+    low = tl.load(read + at_low, mask=inside, other=0.0)
+    high = tl.load(read + at_high, mask=inside, other=0.0)
+    if ROTATES:
+        kind = low.dtype
+        first, second = low.to(tl.float32), high.to(tl.float32)
+        table = token * 2 * HALF
+        a = tl.load(cos + table + to_low, mask=inside, other=0.0).to(tl.float32)
+        b = tl.load(sin + table + to_low, mask=inside, other=0.0).to(tl.float32)
+        low = sum_of_products(first, a, second, b, kind, cos.dtype.element_ty)
+        a = tl.load(cos + table + to_high, mask=inside, other=0.0).to(tl.float32)
+        b = tl.load(sin + table + to_high, mask=inside, other=0.0).to(tl.float32)
+        high = sum_of_products(second, a, first, b, kind, cos.dtype.element_ty)
+    tl.store(to + to_low, low, mask=inside)
+    tl.store(to + to_high, high, mask=inside)
+
+
+@triton.jit
 def add_block(
-    query, best, total, mixed, keys, values, at, last, scale, softcap,
+    query, turned, best, total, mixed, keys, rotated, values, at, last, scale, softcap,
     length, bits, position, positions, window,
     MASKED: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
-    WIDTH: tl.constexpr, LOADED: tl.constexpr, VALUES: tl.constexpr, VALUES_LOADED: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    WIDTH: tl.constexpr, LOADED: tl.constexpr, ROTATED: tl.constexpr, ROTATED_LOADED: tl.constexpr,
+    VALUES: tl.constexpr, VALUES_LOADED: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Continue the online softmax of attention over the next ``BLOCK_N`` keys, starting at position ``at``.
+
+    If ``ROTATED`` isn't 0, scores are summed over two parts: ``query`` and ``keys``, and ``turned`` and ``rotated``.
 
     Return the updated ``(best, total, mixed)``: maximum score, sum of weights, and weighted sum of values.
     """
@@ -181,7 +236,13 @@ def add_block(
     inner = tl.arange(0, LOADED)
     there = (column < last)[:, None] & (inner < WIDTH)[None, :]
     key = tl.load(keys + column[:, None].to(tl.int64) * WIDTH + inner[None, :], mask=there, other=0.0)
-    score = tl.dot(query, tl.trans(key), input_precision=PRECISION) * scale
+    score = tl.dot(query, tl.trans(key), input_precision=PRECISION)
+    if ROTATED:
+        inner = tl.arange(0, ROTATED_LOADED)
+        there = (column < last)[:, None] & (inner < ROTATED)[None, :]
+        key = tl.load(rotated + column[:, None].to(tl.int64) * ROTATED + inner[None, :], mask=there, other=0.0)
+        score += tl.dot(turned, tl.trans(key), input_precision=PRECISION)
+    score *= scale
     if SOFTCAP:
         score = softcap * (1.0 - 2.0 / (tl.exp(2.0 * score / softcap) + 1.0))
     seen = (column < last)[None, :]
@@ -208,11 +269,11 @@ def add_block(
 
 @triton.jit
 def attention_kernel(
-    qkv, keys, values, lengths, positions, ancestors, parts, levels,
-    rows, step, groups, query_stride, slot_stride, head_stride, value_slot_stride, value_head_stride,
-    scale, softcap, window, blocks,
+    qkv, keys, rotated, values, lengths, positions, ancestors, parts, levels,
+    rows, step, groups, query_stride, slot_stride, head_stride, rotated_slot_stride,
+    value_slot_stride, value_head_stride, scale, softcap, window, blocks,
     SPLITS: tl.constexpr, LEAST: tl.constexpr, WIDTH: tl.constexpr, LOADED: tl.constexpr,
-    VALUES: tl.constexpr, VALUES_LOADED: tl.constexpr,
+    ROTATED: tl.constexpr, ROTATED_LOADED: tl.constexpr, VALUES: tl.constexpr, VALUES_LOADED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -220,7 +281,8 @@ def attention_kernel(
 
     All rows attend to the context. The bits of ``ancestors`` select which of the tree's nodes each row attends to.
     The outputs are ``parts [splits, tokens, heads, VALUES]`` and ``levels [splits, tokens, heads]``, the log2 of each
-    part's sum of softmax weights.
+    part's sum of softmax weights. If ``ROTATED`` isn't 0, queries and keys have a second part of that width, and all
+    queries share the keys.
     """
     block, split = tl.program_id(0) % blocks, tl.program_id(0) // blocks
     head, slot = tl.program_id(1), tl.program_id(2)
@@ -229,11 +291,14 @@ def attention_kernel(
     used = row < rows
     token = slot * rows + row
     inner = tl.arange(0, LOADED)
-    query = tl.load(
-        qkv + token[:, None].to(tl.int64) * query_stride + query_head[:, None] * WIDTH + inner[None, :],
-        mask=used[:, None] & (inner < WIDTH)[None, :],
-        other=0.0,
-    )
+    queries = qkv + token[:, None].to(tl.int64) * query_stride + query_head[:, None] * (WIDTH + ROTATED)
+    query = tl.load(queries + inner[None, :], mask=used[:, None] & (inner < WIDTH)[None, :], other=0.0)
+    turned = query
+    if ROTATED:
+        inner = tl.arange(0, ROTATED_LOADED)
+        there = used[:, None] & (inner < ROTATED)[None, :]
+        turned = tl.load(queries + WIDTH + inner[None, :], mask=there, other=0.0)
+        rotated += slot.to(tl.int64) * rotated_slot_stride
     length = tl.load(lengths + slot * step).to(tl.int32)
     bits = tl.load(ancestors + slot * step + row, mask=used, other=0)
     position = tl.load(positions + slot * step + row, mask=used, other=0).to(tl.int32)
@@ -255,13 +320,15 @@ def attention_kernel(
     seen_by_all = tl.maximum(tl.minimum(last, length + 1) - first, 0) // BLOCK_N * BLOCK_N
     for at in range(first, first + seen_by_all, BLOCK_N):
         best, total, mixed = add_block(
-            query, best, total, mixed, keys, values, at, last, scale, softcap, length, bits, position, near, window,
-            False, WINDOW, SOFTCAP, PRECISION, WIDTH, LOADED, VALUES, VALUES_LOADED, BLOCK_N,
+            query, turned, best, total, mixed, keys, rotated, values, at, last, scale, softcap,
+            length, bits, position, near, window,
+            False, WINDOW, SOFTCAP, PRECISION, WIDTH, LOADED, ROTATED, ROTATED_LOADED, VALUES, VALUES_LOADED, BLOCK_N,
         )  # fmt: skip
     for at in range(first + seen_by_all, last, BLOCK_N):
         best, total, mixed = add_block(
-            query, best, total, mixed, keys, values, at, last, scale, softcap, length, bits, position, near, window,
-            True, WINDOW, SOFTCAP, PRECISION, WIDTH, LOADED, VALUES, VALUES_LOADED, BLOCK_N,
+            query, turned, best, total, mixed, keys, rotated, values, at, last, scale, softcap,
+            length, bits, position, near, window,
+            True, WINDOW, SOFTCAP, PRECISION, WIDTH, LOADED, ROTATED, ROTATED_LOADED, VALUES, VALUES_LOADED, BLOCK_N,
         )  # fmt: skip
     level = tl.where(total > 0.0, best + tl.log2(tl.maximum(total, 1e-30)), float("-inf"))
     tl.store(levels + out, level, mask=used)

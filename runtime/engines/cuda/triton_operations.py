@@ -28,11 +28,12 @@ NO_NORM = Norm(torch.empty(0), 0.0)
 
 
 class Blocks(NamedTuple):
-    """The attention kernel's block size, in query rows and in keys, and its number of warps."""
+    """The attention kernel's block size, in query rows and in keys, and its numbers of warps and pipeline stages."""
 
     queries: int
     keys: int
     warps: int
+    stages: int = 2
 
     @classmethod
     def of(cls, queries: int, width: int, dtype: torch.dtype, capability: int) -> Blocks:
@@ -41,7 +42,9 @@ class Blocks(NamedTuple):
         ``capability`` is the GPU's major compute capability.
         """
         if dtype == torch.float32:
-            return cls(16, 16, 4 if width <= 128 else 8)
+            return cls(16, 16, 16, 1) if width > 256 else cls(16, 16, 4 if width <= 128 else 8)
+        if width > 256:
+            return cls(16, 16, 4)
         if width > 128:
             return cls(min(32, queries), 32, 4)
         return cls(min(64, queries), 64, 8 if queries > 32 and capability < HOPPER else 4)
@@ -165,11 +168,47 @@ class TritonOperations:
             num_warps=8,
         )
 
+    def rotate_and_store_latents(
+        self, queries: torch.Tensor, latents: torch.Tensor, rotary: Rotary | None, norm: Norm, cache: KeysAndValues
+    ) -> torch.Tensor:
+        tokens, heads, rotated = queries.shape
+        rank, half = len(norm.weight), rotated // 2
+        turned = queries.new_empty(queries.shape)
+        triton_kernels.latent_kernel[(tokens, heads + 1)](
+            queries,
+            latents,
+            *(rotary[:2] if rotary else (latents, latents)),
+            norm.weight,
+            turned,
+            *cache,
+            self._step.length,
+            self._step.tokens.shape[1],
+            self._stride,
+            heads,
+            *queries.stride()[:2],
+            latents.stride(0),
+            cache[0].stride(0),
+            cache[1].stride(0),
+            norm.epsilon,
+            RANK=rank,
+            RANK_BLOCK=triton.next_power_of_2(rank),
+            HALF=half,
+            BLOCK=triton.next_power_of_2(half),
+            ROTATES=rotary is not None,
+            PAIRS=rotary is not None and rotary.is_interleaved,
+            SPLITS=rotary is not None and rotary.splits_pairs,
+            OFFSET=norm.kind.offset,
+            ROUNDS=norm.kind.rounds,
+            num_warps=1,
+        )
+        return turned
+
     def attention(self, queries: torch.Tensor, cache: KeysAndValues, layout: HeadLayout) -> torch.Tensor:
         slots, rows = self._step.tokens.shape
-        tokens, heads, width = slots * rows, layout.query_heads, layout.width
+        tokens, heads, width, rotated = slots * rows, layout.query_heads, layout.width, layout.rotated
         groups = heads // layout.key_heads
-        values = cache[1].shape[3]
+        keys, cached_values = (cache[0], cache[0]) if rotated else cache
+        values = cached_values.shape[3]
         block = Blocks.of(padded(rows * groups), width, queries.dtype, self._capability)
         blocks = triton.cdiv(rows * groups, block.queries)
         splits = self._splits(blocks * layout.key_heads * slots)
@@ -178,7 +217,9 @@ class TritonOperations:
         step, window = self._step, layout.window.window
         triton_kernels.attention_kernel[(blocks * splits, layout.key_heads, slots)](
             queries,
-            *cache,
+            keys,
+            cache[1],
+            cached_values,
             step.length,
             step.positions,
             step.ancestor_mask,
@@ -188,8 +229,9 @@ class TritonOperations:
             self._stride,
             groups,
             queries.stride(0),
-            *cache[0].stride()[:2],
-            *cache[1].stride()[:2],
+            *keys.stride()[:2],
+            cache[1].stride(0),
+            *cached_values.stride()[:2],
             layout.scale,
             layout.softcap or 0.0,
             window or 0,
@@ -198,6 +240,8 @@ class TritonOperations:
             LEAST=MIN_SPLIT_KEYS,
             WIDTH=width,
             LOADED=padded(width),
+            ROTATED=rotated,
+            ROTATED_LOADED=padded(rotated),
             VALUES=values,
             VALUES_LOADED=padded(values),
             BLOCK_M=block.queries,
@@ -206,7 +250,7 @@ class TritonOperations:
             SOFTCAP=layout.softcap is not None,
             PRECISION="ieee",
             num_warps=block.warps,
-            num_stages=2,
+            num_stages=block.stages,
         )
         mixed = torch.empty((tokens, heads * values), dtype=queries.dtype, device=queries.device)
         triton_kernels.merge_kernel[(tokens * heads,)](

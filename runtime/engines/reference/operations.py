@@ -34,6 +34,11 @@ class HeadLayout:
     """Bound that a tanh applies to scores; None for unbounded scores."""
     sinks: torch.Tensor | None = None
     """Attention sinks: one more score per query head that enters the softmax but has no value."""
+    rotated: int = 0
+    """Width of a latent attention's rotated keys, cached beside latent vectors of ``width`` that are also the values.
+
+    The keys are then latent vectors followed by rotated keys; 0 for other attention.
+    """
 
 
 @dataclass(frozen=True)
@@ -101,6 +106,15 @@ class Operations(Protocol):
 
         Without a cache, ``qkv`` consists of queries alone. Return a tensor ``[tokens, columns]`` whose first
         ``heads * width`` columns are the queries. ``qkv`` may be changed in place.
+        """
+        ...
+
+    def rotate_and_store_latents(
+        self, queries: torch.Tensor, latents: torch.Tensor, rotary: Rotary | None, norm: Norm, cache: KeysAndValues
+    ) -> torch.Tensor:
+        """Return ``queries [tokens, heads, rotated]``, rotated, and write latent vectors and rotated keys to the cache.
+
+        ``latents`` has a latent vector, which ``norm`` normalizes, and a key of width ``rotated`` for each token.
         """
         ...
 
@@ -178,6 +192,18 @@ class TorchOperations:
         queries: torch.Tensor = turned.flatten(1)
         return queries
 
+    def rotate_and_store_latents(
+        self, queries: torch.Tensor, latents: torch.Tensor, rotary: Rotary | None, norm: Norm, cache: KeysAndValues
+    ) -> torch.Tensor:
+        slots, rows = self._step.tokens.shape
+        compressed, keys = latents.tensor_split([len(norm.weight)], dim=1)
+        turned = torch.cat([keys[:, None], queries], dim=1)
+        if rotary:
+            turned = _rotated(turned, rotary).to(queries.dtype)
+        for place, new in zip(cache, (self._normed(compressed, norm), turned[:, 0]), strict=True):
+            place[self._slots, :, self._positions] = new.view(slots, rows, 1, -1)
+        return turned[:, 1:]
+
     def _normed(self, rows: torch.Tensor, norm: Norm | None) -> torch.Tensor:
         if norm is None:
             return rows
@@ -198,11 +224,14 @@ class TorchOperations:
     def attention(self, queries: torch.Tensor, cache: KeysAndValues, layout: HeadLayout) -> torch.Tensor:
         slots, rows = self._step.tokens.shape
         groups = layout.query_heads // layout.key_heads
-        heads = queries[:, : layout.query_heads * layout.width]
+        width = layout.width + layout.rotated
+        heads = queries[:, : layout.query_heads * width]
         # Query heads that share a key head become additional rows, so that keys and values needn't be repeated.
-        grouped = heads.reshape(slots, rows, layout.key_heads, groups, layout.width).permute(0, 2, 3, 1, 4)
+        grouped = heads.reshape(slots, rows, layout.key_heads, groups, width).permute(0, 2, 3, 1, 4)
         keys, values = (part[:slots, :, : self._extent] for part in cache)
-        grouped = grouped.reshape(slots, layout.key_heads, groups * rows, layout.width)
+        if layout.rotated:
+            keys, values = torch.cat([keys, values], dim=3), keys
+        grouped = grouped.reshape(slots, layout.key_heads, groups * rows, width)
         mask = self._mask(layout.window.kind, groups)
         if layout.softcap is None and layout.sinks is None:
             mixed = scaled_dot_product_attention(grouped, keys, values, attn_mask=mask, scale=layout.scale)
@@ -240,6 +269,8 @@ def _rotated(heads: torch.Tensor, rotary: Rotary) -> torch.Tensor:
     cos, sin = rotary.cos[:, None], rotary.sin[:, None]
     width = cos.shape[-1]
     first = heads[..., :width]
+    if rotary.splits_pairs:
+        first = first.unflatten(-1, (-1, 2)).mT.flatten(-2)
     if rotary.is_interleaved:
         partner = first.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
     else:

@@ -12,12 +12,14 @@ import torch
 from torch.nn import Module
 
 from hdtool.runtime.caches.library_views import IndexedKVCache
+from hdtool.runtime.engines.reference.latent_attention import LatentPlan
 from hdtool.runtime.engines.reference.operations import HeadLayout, HeadNorms, KeysAndValues, Norm, Operations, Residual
 from hdtool.runtime.engines.steps import StepOutput
 from hdtool.runtime.model.families import HiddenStates
 from hdtool.runtime.model.transformers_internals import cache_name, experts_on_device
 from hdtool.runtime.program.embedding_and_head import EmbeddingAndHead, InputParts, Rotary, rotary_kinds, rotary_of
 from hdtool.runtime.program.hybrid_families import MixtureParts
+from hdtool.runtime.program.latent_parts import LatentParts
 from hdtool.runtime.program.model_families import Family
 from hdtool.runtime.program.model_parts import LayerParts, ModelParts
 
@@ -109,7 +111,7 @@ class MixerPlan:
 class LayerPlan:
     """The parts of one layer, in the order in which a pass computes them."""
 
-    attention: AttentionPlan | None
+    attention: AttentionPlan | LatentPlan | None
     mixer: MixerPlan | None
     middle: Residual
     """Residual between attention and the MLP; without an MLP, before what the next layer or the output layer reads."""
@@ -159,10 +161,14 @@ class ProgramPass:
             )
         ]
         self._has_experts = any(layer.experts or layer.added_mixture for layer in parts.layers)
-        head_norms = [layer.attention.head_norms for layer in self._layers if layer.attention]
-        operations.prepare(
-            [self._begin, *(residual for layer in self._layers for residual in layer.residuals)], head_norms
-        )
+        attentions = [layer.attention for layer in self._layers]
+        head_norms = [plan.head_norms for plan in attentions if isinstance(plan, AttentionPlan)]
+        residuals = [residual for layer in self._layers for residual in layer.residuals]
+        for plan in attentions:
+            if isinstance(plan, LatentPlan):
+                head_norms.append((plan.norm, plan.norm))
+                residuals.append(plan.query_norm)
+        operations.prepare([self._begin, *residuals], head_norms)
 
     def _planned(
         self,
@@ -174,13 +180,18 @@ class ProgramPass:
     ) -> LayerPlan:
         family = self._parts.family
         factors = layer.factors(family)
+        attention: AttentionPlan | LatentPlan | None = None
+        if layer.latent:
+            attention = self._latent_plan(number, layer, layer.latent, window, rotary)
+        elif layer.attention:
+            attention = self._attention_plan(number, layer, window, rotary)
         _, after_attention, before_mlp, after_mlp = (
             _norm_of(norm, layer.epsilon, family) for norm in layer.block_norms
         )
         multiplier = float(getattr(layer.layer, family.residual)) if family.residual else 1.0
         is_changed = layer.inputs is not None or layer.factor is not None
         return LayerPlan(
-            self._attention_plan(number, layer, window, rotary) if layer.attention else None,
+            attention,
             _mixer_plan(layer.mixer.module, factors.get("mixer_out", 1.0)) if layer.mixer else None,
             Residual(after_attention, before_mlp if layer.feeds else next_norm, multiplier),
             self._feed_of(layer) if layer.feeds else None,
@@ -219,6 +230,26 @@ class ProgramPass:
             family.gates_heads,
             len(layer.qkv) == 2,
             layer.value_norm,
+        )
+
+    def _latent_plan(
+        self,
+        number: int,
+        layer: LayerParts[Module],
+        latent: LatentParts[Module],
+        window: AttentionWindow,
+        rotary: str | None,
+    ) -> LatentPlan:
+        kind = self._parts.family.norm
+        return LatentPlan(
+            self._join(list(layer.qkv)),
+            latent,
+            cast(Matmul, layer.out),
+            Residual(None, Norm.of(latent.query_norm, latent.epsilon, kind) if latent.query_norm else None),
+            Norm.of(latent.norm, latent.epsilon, kind),
+            HeadLayout(latent.heads, 1, latent.rank, layer.scale, window, rotated=latent.rotated),
+            rotary,
+            number,
         )
 
     def _feed_of(self, layer: LayerParts[Module]) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
@@ -302,7 +333,11 @@ class ProgramPass:
         if layer.attention is None:
             return mixed
         plan = layer.attention
-        attended = self._attended(plan, rows, rotary[plan.rotary], storage.layers[plan.source])
+        turned, cached = rotary[plan.rotary], storage.layers[plan.source]
+        if isinstance(plan, LatentPlan):
+            attended = plan.attended(self._operations, rows, turned, cached)
+        else:
+            attended = self._attended(plan, rows, turned, cached)
         return attended if mixed is None else attended + mixed
 
     def _attended(
