@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
-from torch.nn import Module
+from torch.nn import Linear, Module
 
+from hdtool.runtime.kernels.linear import CompiledLinear
 from hdtool.runtime.program.mixer_parts import epsilon_of, tensors_of
 
 if TYPE_CHECKING:
@@ -79,7 +80,7 @@ def latent_parts(attention: Any, out: Any, kind: Kind[Matmul]) -> LatentParts[Ma
     norms = [*filter(None, [query_norm]), norm]
     epsilons = {epsilon_of(norm) for norm in norms}
     epsilon = epsilons.pop()
-    if epsilon is None or epsilons or not all(map(kind.is_linear, (first, compression, *queries, expansion, out))):
+    if epsilon is None or epsilons or not all(map(kind.is_linear, (first, compression, *queries, out))):
         return None
     parts: LatentParts[Matmul] = LatentParts(
         (first, compression), queries, query_norm, norm, expansion, attention.num_heads, attention.qk_nope_head_dim,
@@ -103,7 +104,8 @@ def _fits(parts: LatentParts[Any], out: Any, kind: Kind[Any]) -> bool:
     weight = parts.expansion._parameters.get("weight")
     widths = (*norm_widths, parts.plain, parts.rotated, parts.values)
     return (
-        all((layer.out_features, layer.in_features) == tuple(shape) for layer, *shape in shapes)
+        type(parts.expansion) in (Linear, CompiledLinear)
+        and all((layer.out_features, layer.in_features) == tuple(shape) for layer, *shape in shapes)
         and [tuple(cast(Any, norm).weight.shape) for norm in parts.norms] == [(width,) for width in norm_widths]
         and all(kind.is_readable(norm.weight) for norm in parts.norms)
         and weight is not None

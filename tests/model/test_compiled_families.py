@@ -22,10 +22,12 @@ from tests.support import families
 from tests.support.decoding import output_tokens, run
 from tests.support.described import (
     CHANGES,
+    LATENT_MODELS,
     LAYER_NORM_MODELS,
     MODELS,
     WRONG,
     WRONG_EXPERTS,
+    WRONG_LATENTS,
     WRONG_LAYER_NORMS,
     assert_right,
     compiled_of,
@@ -43,7 +45,7 @@ def wide(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(families.SHAPE, "head_dim", 32)
 
 
-@pytest.mark.parametrize("name", MODELS | LAYER_NORM_MODELS)
+@pytest.mark.parametrize("name", MODELS | LATENT_MODELS | LAYER_NORM_MODELS)
 @pytest.mark.one_in(4)
 def test_trees_get_the_logits_of_forward(name: str) -> None:
     target = compiled_of(name)
@@ -51,7 +53,7 @@ def test_trees_get_the_logits_of_forward(name: str) -> None:
     assert compiled(target).is_current and compiled(target).passes >= 6
 
 
-@pytest.mark.parametrize("name", MODELS | LAYER_NORM_MODELS)
+@pytest.mark.parametrize("name", MODELS | LATENT_MODELS | LAYER_NORM_MODELS)
 @pytest.mark.one_in(4)
 def test_a_row_has_the_same_bits_in_every_pass(name: str) -> None:
     target = compiled_of(name)
@@ -64,7 +66,7 @@ def test_a_row_has_the_same_bits_in_every_pass(name: str) -> None:
         assert torch.equal(found[0], of_tree[node + 1])
 
 
-@pytest.mark.parametrize("name", MODELS | LAYER_NORM_MODELS)
+@pytest.mark.parametrize("name", MODELS | LATENT_MODELS | LAYER_NORM_MODELS)
 @pytest.mark.one_in(4)
 def test_answers_are_those_of_plain_decoding(name: str) -> None:
     target, usual = compiled_of(name), target_of(name)
@@ -73,9 +75,9 @@ def test_answers_are_those_of_plain_decoding(name: str) -> None:
         assert output_tokens(run(target, prompt_of(30), sampling, max_new_tokens=20)) == expected
 
 
-@pytest.mark.parametrize("fault", [*WRONG, *WRONG_EXPERTS, *WRONG_LAYER_NORMS])
+@pytest.mark.parametrize("fault", [*WRONG, *WRONG_EXPERTS, *WRONG_LATENTS, *WRONG_LAYER_NORMS])
 def test_a_wrong_description_is_not_used(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    name, changes = (WRONG | WRONG_EXPERTS | WRONG_LAYER_NORMS)[fault]
+    name, changes = (WRONG | WRONG_EXPERTS | WRONG_LATENTS | WRONG_LAYER_NORMS)[fault]
     known = DESCRIBED[name]
     settings = known.settings | {known.embedding, known.residual, *known.logit_settings}
     attributes = known.attributes | {known.softcap, known.residual}
@@ -131,7 +133,7 @@ def test_a_mixture_that_differs_is_not_compiled(change: Callable[[Any], None]) -
     assert not target.compile()
 
 
-@pytest.mark.parametrize("name", ["gemma3", "phi3", "olmo2", "qwen3_moe", "gpt_oss", "glm4_moe"])
+@pytest.mark.parametrize("name", ["gemma3", "phi3", "olmo2", "qwen3_moe", "gpt_oss", "glm4_moe", "deepseek_v3"])
 def test_weights_in_16_bits_give_the_bits_of_float32(name: str) -> None:
     found = []
     for is_compact in (False, True):

@@ -48,6 +48,8 @@ def attended(
     places: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
     together: int = BLOCK_QUERIES,
+    turned: torch.Tensor | None = None,
+    rotated_keys: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """``queries`` are ``[rows, heads * groups, width]``, ``keys`` and ``values`` ``[heads, capacity, width]``."""
     rows, query_heads, width = queries.shape
@@ -76,6 +78,9 @@ def attended(
         together,
         0,
         heads * query_blocks(rows, query_heads // heads, together),
+        0 if turned is None else turned.data_ptr(),
+        0 if rotated_keys is None else rotated_keys.data_ptr(),
+        0 if turned is None else turned.shape[2],
     )
     return found
 
@@ -100,6 +105,26 @@ def test_attention_is_that_of_torch(shape: tuple[int, int, int], rows: int, posi
         queries.double().transpose(0, 1), repeated, weighed, attn_mask=mask.double()
     ).transpose(0, 1)
     assert (attended(queries, keys, values, positions, mask) - expected).abs().max() < 1e-5
+
+
+@given(SHAPES, st.integers(1, 70), st.integers(1, 200), st.integers(0, 1000))
+def test_attention_to_latents_is_that_of_torch(
+    shape: tuple[int, int, int], rows: int, positions: int, seed: int
+) -> None:
+    """The latent vectors are keys and values; the keys have a second part of another width."""
+    groups, width, rotated = shape[1], shape[2] * LANES, shape[0] * LANES
+    latents, keys = random_cache(1, positions, width, seed)[0], random_cache(1, positions, rotated, seed)[1]
+    queries, turned = torch.randn(rows, groups, width), torch.randn(rows, groups, rotated)
+    expected = torch.nn.functional.scaled_dot_product_attention(
+        torch.cat([queries, turned], dim=2).double().transpose(0, 1),
+        torch.cat([latents, keys], dim=2)[:, :positions].double().expand(groups, -1, -1),
+        latents[:, :positions].double().expand(groups, -1, -1),
+        attn_mask=torch.ones(rows, positions, dtype=torch.bool).tril(positions - rows),
+        scale=width**-0.5,
+    ).transpose(0, 1)
+    mask = torch.where(torch.ones(rows, positions).tril(positions - rows) > 0, 0.0, HIDDEN)
+    found = attended(queries, latents, latents, positions, mask, turned=turned, rotated_keys=keys)
+    assert (found - expected)[max(0, rows - positions) :].abs().max() < 1e-5
 
 
 @given(SHAPES, st.integers(1, 40), st.integers(0, 150), st.integers(1, 180), st.integers(0, 1000))

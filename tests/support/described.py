@@ -14,6 +14,7 @@ from transformers.models.gemma3.modeling_gemma3 import Gemma3MLP
 from hdtool.runtime.core.tree import ROOT, DraftTree
 from hdtool.runtime.kernels.experts import compile_experts
 from hdtool.runtime.kernels.linear import compile_linear_layers
+from hdtool.runtime.program.hybrid_families import DESCRIBED
 from hdtool.runtime.program.mixer_parts import ExpertKind
 from hdtool.runtime.program.model_families import FAMILIES, NormKind
 from hdtool.runtime.target.target import Target
@@ -300,8 +301,8 @@ LAYER_NORM_MODELS: dict[str, Callable[[], PreTrainedModel]] = {
 
 LATENT: dict[str, Any] = {
     "num_key_value_heads": 4,
-    "q_lora_rank": 48,
-    "kv_lora_rank": 80,
+    "q_lora_rank": 64,
+    "kv_lora_rank": 96,
     "qk_rope_head_dim": 32,
     "head_dim": 32,
     "qk_nope_head_dim": 16,
@@ -397,7 +398,7 @@ def assert_right(
 
 def _experts_of(name: str, **changes: Any) -> ExpertKind:
     """Return the description of a family's experts with changes that make it wrong."""
-    known = FAMILIES[name].experts
+    known = DESCRIBED[name].experts
     assert known
     return replace(known, **changes)
 
@@ -443,6 +444,7 @@ WRONG_EXPERTS: dict[str, tuple[str, dict[str, Any]]] = {
     "no sigmoids": ("glm4_moe", {"experts": _experts_of("glm4_moe", has_sigmoids=False)}),
     "no correction": ("glm4_moe", {"experts": _experts_of("glm4_moe", correction="")}),
     "no shared expert": ("glm4_moe", {"experts": _experts_of("glm4_moe", shared="")}),
+    "routing weights of sum 1": ("deepseek_v2", {"experts": _experts_of("deepseek_v2", renormalizes=True)}),
     "another sum of routing weights": ("glm4_moe", {"experts": _experts_of("glm4_moe", sum_offset=0.1)}),
 }
 """For engines that compute experts themselves. On a GPU, transformers computes them."""

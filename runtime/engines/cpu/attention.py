@@ -27,8 +27,10 @@ CHUNK_POSITIONS = 64
 """Number of positions whose keys or values are read by all queries of a block before the next positions are."""
 
 
-def _scores(known_width: int = 0) -> Any:
+def _scores(known_width: int = 0, *, adds: bool = False) -> Any:
     """Return an intrinsic that writes the dot products of one query with the keys of ``LANES`` positions.
+
+    With ``adds``, the intrinsic adds them to the numbers in memory.
 
     With a ``known_width``, which replaces the argument ``width``, loads need no computed addresses. With 64 numbers per
     head, that took 0.72 times as long.
@@ -45,12 +47,13 @@ def _scores(known_width: int = 0) -> Any:
             return [code.multiply_add(code.read(row), numbers, sum_) for row, sum_ in zip(rows, sums, strict=True)]
 
         sums = code.loop(size, [code.number(0.0)] * LANES, add)
-        code.store(code.sums_of(sums), written)
+        products = code.sums_of(sums)
+        code.store(builder.fadd(code.read(written), products) if adds else products, written)
 
     return score
 
 
-_score, _score_64, _score_128 = _scores(), _scores(64), _scores(128)
+_score, _score_64, _score_128, _add_scores = _scores(), _scores(64), _scores(128), _scores(adds=True)
 
 
 def _masked(caps: bool) -> Any:
@@ -185,6 +188,9 @@ def attend(
     block_size: int,
     first: int,
     end: int,
+    turned: int,
+    rotated_keys: int,
+    rotated: int,
 ) -> None:
     """Compute attention for blocks ``first`` to ``end - 1`` of one sequence's queries.
 
@@ -201,6 +207,8 @@ def attend(
     - ``scratch`` needs room for ``attention_scratch_size`` values.
     - ``first`` and ``end`` select some of the ``heads * query_blocks(rows, groups, block_size)`` blocks, which are
       numbered head by head.
+    - ``turned`` and ``rotated_keys`` hold a second part of queries and keys, of width ``rotated``, whose scores are
+      added; 0 without one. There is then one head of keys.
     """
     positions = length + rows
     padded = (positions + LANES - 1) // LANES * LANES
@@ -224,7 +232,15 @@ def attend(
         for column in range(begin, padded, CHUNK_POSITIONS):
             chunk, scores = min(CHUNK_POSITIONS, padded - column), scratch + column * ITEM_SIZE
             chunk_keys = key + column * width * ITEM_SIZE
-            _chunk_scores(chunk_keys, chunk, width, head_queries, row_size, groups, first_group, count, scores, padded)
+            write_scores(
+                chunk_keys, chunk, width, head_queries, row_size, groups, first_group, count, scores, padded, False
+            )
+            if rotated:
+                more_keys = rotated_keys + column * rotated * ITEM_SIZE
+                more = turned + first_row * groups * rotated * ITEM_SIZE
+                write_scores(
+                    more_keys, chunk, rotated, more, groups * rotated, groups, first_group, count, scores, padded, True
+                )
             row, group, added = first_row, first_group, 0
             for query in range(count):
                 if not added:
@@ -250,7 +266,7 @@ def attend(
             for query in range(count):
                 exponentiate(weights + query * padded * ITEM_SIZE, chunk, tops[query])
             seen, chunk_values = min(chunk, positions - column), value + column * width * ITEM_SIZE
-            _weighted_sums(chunk_values, seen, width, weights, padded, count, block_size, sums, totals)
+            add_weighted_sums(chunk_values, seen, width, weights, padded, count, block_size, sums, totals)
         for query in range(count):
             query_index = start + query
             at = query_index // groups * row_size + (head * groups + query_index % groups) * width
@@ -272,7 +288,7 @@ def _first_visible(row_positions: Any, first: int, end: int, window: int, length
 
 
 @compiled
-def _chunk_scores(
+def write_scores(
     keys: int,
     chunk: int,
     width: int,
@@ -283,8 +299,9 @@ def _chunk_scores(
     count: int,
     scores: int,
     scores_stride: int,
+    adds: bool,
 ) -> None:
-    """Write the scores of ``count`` queries for ``chunk`` positions.
+    """Write the scores of ``count`` queries for ``chunk`` positions, or add them to the scores in memory with ``adds``.
 
     ``queries`` is the address of the first row's first query for the key head, and ``group`` the index of the query to
     begin with. Addresses are advanced rather than computed, as divisions took a fifth of the time.
@@ -293,7 +310,9 @@ def _chunk_scores(
     for _ in range(count):
         for tile in range(0, chunk, LANES):
             read, into = keys + tile * width * ITEM_SIZE, scores + tile * ITEM_SIZE
-            if width == 64:
+            if adds:
+                _add_scores(read, width, query, into)
+            elif width == 64:
                 _score_64(read, width, query, into)
             elif width == 128:
                 _score_128(read, width, query, into)
@@ -331,7 +350,7 @@ def _mask_of(
 
 
 @compiled
-def _weighted_sums(
+def add_weighted_sums(
     values: int,
     positions: int,
     width: int,

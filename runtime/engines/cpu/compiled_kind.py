@@ -90,9 +90,12 @@ def matmuls_of(part: LayerParts[CompiledLinear]) -> dict[str, MatmulRows]:
     keys, inner = part.heads * part.width, part.inner
     sizes = keys * part.groups, keys, keys
     inputs = _split(part.qkv, sizes if part.kv_source is None else sizes[:1])
+    names: tuple[str, ...] = ("queries", "keys", "values")
+    if part.latent and part.latent.queries:
+        names, inputs = ("latent_queries", "keys", "queries"), [*inputs, *map(MatmulRows.whole, part.latent.queries)]
     dense = [*zip(("gate", "up"), _split(part.gate_up, (inner, inner)), strict=False)]
     dense += [("down", MatmulRows.whole(down)) for down in part.down]
-    matmuls = dict(zip(("queries", "keys", "values"), inputs, strict=False))
+    matmuls = dict(zip(names, inputs, strict=False))
     if part.out:
         matmuls["out"] = MatmulRows.whole(part.out)
     if part.mixer:

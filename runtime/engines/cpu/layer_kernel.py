@@ -21,6 +21,7 @@ from hdtool.runtime.engines.cpu.attention import (
 )
 from hdtool.runtime.engines.cpu.delta_rule import gate_heads, split_gates
 from hdtool.runtime.engines.cpu.expert_kernel import ADD_MIXTURE, ADD_SHARED, MIX, call_expert_step
+from hdtool.runtime.engines.cpu.latent_attention import ABSORB, EXPAND, STORE, absorbed_scratch_size, turned_at
 from hdtool.runtime.engines.cpu.layer_record import (
     LAYER,
     PASS,
@@ -226,7 +227,7 @@ def _attend(
     pass_record: Record, layer: Record, starts: Ints, queries: int, scratch: int, written: int, first: int, end: int
 ) -> None:
     """Compute attention for query blocks ``first`` to ``end - 1``, numbered consecutively over all sequences."""
-    heads, groups, width = layer.heads, layer.groups, layer.width
+    heads, groups, width, rotated = layer.heads, layer.groups, layer.width, layer.latents.rotated
     offsets, block = _offsets(pass_record), block_queries(pass_record.slots * heads, pass_record.threads)
     memory, units = (
         attention_scratch_size(starts.max() + pass_record.new, width, block),
@@ -250,7 +251,7 @@ def _attend(
             groups,
             width,
             layer.cached_keys + cached,
-            layer.cached_values + cached,
+            (layer.cached_keys if rotated else layer.cached_values) + cached,
             layer.head_stride,
             starts[slot],
             mask,
@@ -265,6 +266,9 @@ def _attend(
             block,
             max(first - before, 0),
             min(end - before, blocks),
+            turned_at(pass_record, layer, queries) + offsets[slot] * groups * rotated * ITEM_SIZE,
+            layer.cached_values + slot * layer.latents.key_slot_stride * ITEM_SIZE,
+            rotated,
         )
 
 
@@ -283,8 +287,10 @@ def _widest(layers: Record) -> tuple[int, int]:
     """Return ``(queries, keys)``: the maximum widths of a row's queries and of its keys over all layers."""
     queries, keys = 0, 0
     for number in range(len(layers)):
-        key_size = layers[number].heads * layers[number].width
-        queries, keys = max(queries, key_size * layers[number].groups), max(keys, key_size)
+        layer, latents = layers[number], layers[number].latents
+        width = max(layer.width, latents.plain + latents.rotated, latents.values)
+        queries = max(queries, layer.heads * layer.groups * width, layer.latent_queries.out_features)
+        keys = max(keys, layer.heads * layer.width + latents.rotated)
     return queries, keys
 
 
@@ -294,7 +300,7 @@ def layers_scratch_size(pass_record: Record, layers: Record, positions: int) -> 
     rows, attention_scratch = pass_record.total_rows, 0
     queries, keys = _widest(layers)
     row_scratch_size = pass_record.hidden + 2 * (queries + keys) + 2 * pass_record.inner
-    if pass_record.gates_heads:
+    if pass_record.gates_heads or pass_record.latent_function:
         row_scratch_size += 2 * queries
     # A pass over fewer sequences may use larger blocks, which need more memory; smaller blocks give more parts.
     block = MAX_BLOCK_QUERIES if pass_record.threads < 2 else BLOCK_QUERIES
@@ -305,6 +311,9 @@ def layers_scratch_size(pass_record: Record, layers: Record, positions: int) -> 
         attention_scratch = max(
             attention_scratch, parts * attention_scratch_size(positions, layer.width, MAX_BLOCK_QUERIES)
         )
+        if layer.latents.expansion:
+            parts = parts_of(pass_record.threads, layer.groups, 1)
+            attention_scratch = max(attention_scratch, parts * absorbed_scratch_size(layer.width))
     total = rows * row_scratch_size + max(attention_scratch, rows * pass_record.expert_scratch)
     return max(total, 2 * rows * pass_record.hidden + mixer_scratch_size(pass_record))  # type: ignore[no-any-return]
 
@@ -323,6 +332,44 @@ def _compute_gated(pass_record: Record, layer: Record, starts: Ints, read: int, 
     if layer.up.kernels:
         multiply(pass_record, layer.up, read, rows, up)
     _compute(pass_record, layer, starts, GATE, gate, up, 0, rows, rows * layer.gate.out_features)
+
+
+@compiled
+def _attend_blocks(
+    pass_record: Record, layer: Record, starts: Ints, queries: int, scratch: int, attended: int, work: int
+) -> None:
+    blocks, positions = _attention_blocks(pass_record, layer), starts.max() + pass_record.new
+    _compute(pass_record, layer, starts, ATTEND, queries, scratch, attended, blocks, work * positions)
+
+
+@compiled
+def _attend_to_latents(
+    pass_record: Record,
+    layer: Record,
+    starts: Ints,
+    read: int,
+    rows: int,
+    queries: int,
+    latents: int,
+    attended: int,
+    absorbed: int,
+    scratch: int,
+) -> None:
+    """Write the inputs of a latent attention's last matmul, computed from the rows at ``read``, to ``queries``."""
+    record, function, heads = layer.latents, pass_record.latent_function, layer.groups
+    multiply(pass_record, layer.keys, read, rows, latents)
+    if layer.latent_queries.kernels:
+        multiply(pass_record, layer.latent_queries, read, rows, attended)
+        width = layer.latent_queries.out_features
+        apply_norm(pass_record, record.norm_queries, record.epsilon, attended, rows, width, attended)
+        read = attended
+    multiply(pass_record, layer.queries, read, rows, queries)
+    size = rows * heads * layer.width
+    compute_step(pass_record, function, layer, starts, STORE, queries, latents, absorbed, rows, size)
+    work = size * record.plain
+    compute_step(pass_record, function, layer, starts, ABSORB, queries, scratch, absorbed, heads, work)
+    _attend_blocks(pass_record, layer, starts, absorbed, scratch, attended, size)
+    compute_step(pass_record, function, layer, starts, EXPAND, attended, queries, 0, heads, size * record.values)
 
 
 @compiled
@@ -350,7 +397,8 @@ def compute_layers(pass_record: Record, layers: Record, starts: Ints, hidden: in
     gate = attended + rows * max_queries * ITEM_SIZE
     up = gate + inner_size * ITEM_SIZE
     gated = up + inner_size * ITEM_SIZE
-    rest = gated + (2 * rows * max_queries * ITEM_SIZE if pass_record.gates_heads else 0)
+    has_gated = pass_record.gates_heads or pass_record.latent_function
+    rest = gated + (2 * rows * max_queries * ITEM_SIZE if has_gated else 0)
     for number in range(len(layers)):
         layer = layers[number]
         _compute(pass_record, layer, starts, NORM, hidden, normed, 0, rows, hidden_size)
@@ -363,7 +411,10 @@ def compute_layers(pass_record: Record, layers: Record, starts: Ints, hidden: in
             mix(pass_record, layer, starts, read, rows, queries + hidden_size * ITEM_SIZE, mixed)
             if attends:
                 _compute(pass_record, layer, starts, ADD_MIXED, hidden, mixed, 0, rows, hidden_size)
-        if attends:
+        if layer.latents.expansion:
+            _attend_to_latents(pass_record, layer, starts, read, rows, queries, keys, attended, gated, rest)
+            multiply(pass_record, layer.out, queries, rows, normed)
+        elif attends:
             query_size, factors = rows * layer.heads * layer.groups * layer.width, layer.factors
             projected = gated if pass_record.gates_heads else queries
             multiply_scaled(pass_record, layer, starts, layer.queries, factors.queries, read, rows, projected)
@@ -374,8 +425,7 @@ def compute_layers(pass_record: Record, layers: Record, starts: Ints, hidden: in
             if pass_record.gates_heads:
                 _compute(pass_record, layer, starts, SPLIT, gated, queries, 0, rows, query_size)
             _compute(pass_record, layer, starts, APPEND, queries, keys, values, rows, query_size)
-            blocks, work = _attention_blocks(pass_record, layer), query_size * (starts.max() + pass_record.new)
-            _compute(pass_record, layer, starts, ATTEND, queries, rest, attended, blocks, work)
+            _attend_blocks(pass_record, layer, starts, queries, rest, attended, query_size)
             if pass_record.gates_heads:
                 _compute(pass_record, layer, starts, GATE_HEADS, gated, attended, 0, rows, query_size)
             multiply_scaled(pass_record, layer, starts, layer.out, factors.out, attended, rows, normed)

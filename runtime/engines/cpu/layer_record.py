@@ -58,6 +58,21 @@ ADDED_MIXTURE = np.dtype(
 )
 """A mixture of experts that is added to an MLP."""
 
+LATENTS = np.dtype(
+    [
+        ("expansion", np.int64),  # address of the float32 weight ``[heads, plain + values, rank]``
+        ("plain", np.int64),  # width of the first part of a query or key
+        ("rotated", np.int64),  # width of the second part, which may be rotated
+        ("values", np.int64),  # width of a head's values
+        ("key_slot_stride", np.int64),  # between sequences in the cache of rotated keys
+        ("norm_queries", NORM),  # of latent queries
+        ("norm", NORM),  # of latent vectors
+        ("epsilon", np.float32),  # of both norms
+    ],
+    align=True,
+)
+"""An attention that caches latent vectors instead of keys, and rotated keys instead of values."""
+
 LAYER = np.dtype(
     [
         ("mixer", np.int64),  # kind of the token mixer in place of attention, or besides it; ``ATTENTION`` for none
@@ -67,9 +82,11 @@ LAYER = np.dtype(
         ("keys", MATMUL),  # none if the layer only reads the cached keys and values of another layer
         ("values", MATMUL),  # none if values are copied from the keys before these are normalized
         ("out", MATMUL),
+        ("latent_queries", MATMUL),  # whose output ``queries`` reads; only in latent attention
+        ("latents", LATENTS),  # of which ``keys`` computes the latent vectors and rotated keys
         ("heads", np.int64),  # key heads
         ("groups", np.int64),  # query heads per key head
-        ("width", np.int64),  # of a head
+        ("width", np.int64),  # of a head or latent vector
         ("window", np.int64),  # number of positions that a row attends to, 0 for all
         ("rotary", np.int64),  # index of the rotary type, -1 for none
         ("rotary_width", np.int64),  # rotated part of the width
@@ -158,6 +175,7 @@ PASS = np.dtype(
         ("rotary_tables", np.int64),  # address of the rows' cosines and sines ``[rotary types, 2, rows, width]``
         ("rotary_width", np.int64),  # this ``width``, of which a layer may read less
         ("interleaved", np.bool_),  # True if rotary pairs are adjacent elements
+        ("splits_pairs", np.bool_),  # True if rotary pairs are adjacent elements that rotation moves to two halves
         ("mask", np.int64),  # address
         ("mask_slot_stride", np.int64),
         ("mask_row_stride", np.int64),
@@ -174,6 +192,7 @@ PASS = np.dtype(
         ("step_function", np.int64),  # address of ``step_function``
         ("mixer_function", np.int64),  # address of ``mixer_function``
         ("expert_function", np.int64),  # address of ``expert_function``; 0 in models without experts
+        ("latent_function", np.int64),  # address of ``latent_function``; 0 in models without latent attention
         # Experts.
         ("expert_scratch", np.int64),  # scratch memory per row
         ("active_experts", np.int64),  # number of distinct experts used so far in the pass, summed over layers

@@ -25,10 +25,11 @@ from hdtool.runtime.engines.cpu.compiled_kind import (
 from hdtool.runtime.engines.cpu.convolution import window_size
 from hdtool.runtime.engines.cpu.expert_kernel import expert_function
 from hdtool.runtime.engines.cpu.int8_panels import Panels
+from hdtool.runtime.engines.cpu.latent_attention import latent_function
 from hdtool.runtime.engines.cpu.layer_kernel import step_function
 from hdtool.runtime.engines.cpu.layer_record import LAYER, PASS
 from hdtool.runtime.engines.cpu.mix import kept_size, mixer_function, row_scratch_size, state_buffer_size
-from hdtool.runtime.kernels.compact_weight import stored_of
+from hdtool.runtime.kernels.compact_weight import is_compact, stored_of
 from hdtool.runtime.kernels.compiled import Array, Record, zeroed_records
 from hdtool.runtime.kernels.experts import ROUTER, experts_record, experts_scratch_size
 from hdtool.runtime.kernels.gemm import matmul_of
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
     from hdtool.runtime.model.pass_inputs import AttentionWindow
     from hdtool.runtime.program.embedding_and_head import LayerInputs
     from hdtool.runtime.program.hybrid_families import MixtureParts
+    from hdtool.runtime.program.latent_parts import LatentParts
     from hdtool.runtime.program.model_parts import LayerParts
 
 MIXER_NUMBERS = {
@@ -172,6 +174,8 @@ class WeightTable:
         self._kinds = [kind for kind in dict.fromkeys(rotary_kinds(parts)) if kind is not None]
         self._panels: dict[int, Panels] = {}
         """Panels by the address of the packed matrix from which they were made."""
+        self._expanded: dict[int, torch.Tensor] = {}
+        """Float32 copies of the weights that expand latent vectors, by the address of the stored weight."""
         self._head = MatmulRows.whole(parts.head)
         width = max(layer.width for layer in parts.layers)
         self._ones = torch.full((width,), 1 - parts.family.norm.offset, dtype=torch.float32)
@@ -268,7 +272,7 @@ class WeightTable:
         pass_record.total_rows = slots * new
         pass_record.slots, pass_record.new, pass_record.hidden, pass_record.inner = slots, new, part.hidden, inner
         pass_record.rotary_width = self._rotary_below(1).shape[-1] if self._kinds else 0
-        pass_record.interleaved = family.is_interleaved
+        pass_record.interleaved, pass_record.splits_pairs = family.is_interleaved, family.splits_pairs
         pass_record.inputs_stride = len(self._parts.layers) * input_width
         if mask is not None:
             pass_record.mask = mask.data_ptr()
@@ -282,6 +286,8 @@ class WeightTable:
         if self.has_experts:
             pass_record.expert_scratch = max(map(_expert_scratch_size, self._layers))
             pass_record.expert_function = expert_function().address
+        if any(layer.latent for layer in self._parts.layers):
+            pass_record.latent_function = latent_function().address
         pass_record.norms_all_heads, pass_record.centers_norms = family.norms_all_heads, family.norm.is_centered
         pass_record.is_parallel = family.is_parallel
         pass_record.tanh_gate = any(layer.activation in TANH_GELUS for layer in self._parts.layers)
@@ -301,6 +307,7 @@ class WeightTable:
             row.cached_keys, row.cached_values = keys.data_ptr(), values.data_ptr()
             if part.attention:
                 row.slot_stride, row.head_stride = keys.stride(0), keys.stride(1)
+                row.latents.key_slot_stride = values.stride(0)
         if self.mixers and storage.states:
             self.mixers.fill_states(table, storage.states)
         self._filled = weakref.ref(storage), table
@@ -369,6 +376,8 @@ class WeightTable:
                 self._fill_experts(layer, part)
             if part.added_mixture:
                 self._fill_added_mixture(layer, part.added_mixture)
+            if part.latent:
+                layer.latents = self._latents(part.latent)
         self._copy_factors()
         if self.mixers:
             self.mixers.fill_layers(table)
@@ -379,6 +388,14 @@ class WeightTable:
         for (number, field), factors in self._factors.items():
             factor = self._parts.layers[number].factors(self._parts.family)[field]
             factors[:] = torch.as_tensor(factor).detach().flatten().float().numpy()
+
+    def _latents(self, latent: LatentParts[CompiledLinear]) -> tuple[Any, ...]:
+        """Return the values of a ``LATENTS`` record, whose ``key_slot_stride`` is the cache's."""
+        weight: Any = latent.expansion.weight
+        if is_compact(weight):
+            weight = self._expanded.setdefault(weight.stored.data_ptr(), weight.stored.float())
+        norms = self._norm(latent.query_norm), self._norm(latent.norm)
+        return weight.data_ptr(), latent.plain, latent.rotated, latent.values, 0, *norms, latent.epsilon
 
     def _fill_experts(self, layer: Record, part: LayerParts[CompiledLinear]) -> None:
         described = self._parts.family.experts

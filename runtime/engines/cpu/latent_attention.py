@@ -1,0 +1,144 @@
+"""Computes what surrounds latent attention in compiled code: the cached latent vectors, and each head's expansions.
+
+``compute_layers`` calls this code by its address, so that it is compiled only for models with latent attention.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from numba import types
+
+from hdtool.runtime.engines.cpu.attention import BLOCK_QUERIES, add_weighted_sums, write_scores
+from hdtool.runtime.engines.cpu.layer_record import LAYER, PASS, apply_norm
+from hdtool.runtime.kernels.compiled import Ints, Record, array_at, c_function, compiled, copy_floats, struct_at
+from hdtool.runtime.kernels.gemm import STEP
+from hdtool.runtime.kernels.row_operations import rotate_head, rotate_pairs
+from hdtool.runtime.kernels.thread_pool import parts_of
+from hdtool.runtime.kernels.vector_code import ITEM_SIZE, LANES
+
+STORE, ABSORB, EXPAND = range(3)
+"""Steps of a latent attention between its matmuls, for ``latent_function``."""
+
+
+@compiled
+def absorbed_scratch_size(rank: int) -> int:
+    """Return how many float32 values of scratch memory each part of the ``ABSORB`` step needs."""
+    return BLOCK_QUERIES * (rank + rank // LANES)
+
+
+@compiled
+def turned_at(pass_record: Record, layer: Record, absorbed: int) -> int:
+    """Return the address of the rotated parts of all queries, which follow the absorbed queries."""
+    return absorbed + pass_record.total_rows * layer.groups * layer.width * ITEM_SIZE  # type: ignore[no-any-return]
+
+
+@compiled
+def _rotate(pass_record: Record, layer: Record, row: int, read: int, written: int) -> None:
+    """Write the rotated form of a query's or key's rotated part."""
+    width, rows = layer.latents.rotated, pass_record.total_rows
+    if layer.rotary < 0:
+        copy_floats(read, width, written)
+        return
+    row_size = pass_record.rotary_width * ITEM_SIZE
+    cos = pass_record.rotary_tables + (layer.rotary * 2 * rows + row) * row_size
+    sin = cos + rows * row_size
+    if pass_record.splits_pairs:
+        pairs, halves = (
+            array_at(read, (width // 2, 2), types.float32),
+            array_at(written, (2, width // 2), types.float32),
+        )
+        halves[0], halves[1] = pairs[:, 0], pairs[:, 1]
+        rotate_head(written, cos, sin, width, written)
+    elif pass_record.interleaved:
+        rotate_pairs(read, cos, sin, width, written)
+    else:
+        rotate_head(read, cos, sin, width, written)
+
+
+@compiled
+def _store(
+    pass_record: Record, layer: Record, starts: Ints, queries: int, latents: int, turned: int, first: int, end: int
+) -> None:
+    """Cache the latent vectors and keys of rows ``first`` to ``end - 1``, and write rotated queries to ``turned``.
+
+    ``latents`` is the address of each row's latent vector and key before norm and rotation.
+    """
+    record, rank, heads = layer.latents, layer.width, layer.groups
+    rotated, query_width = record.rotated, record.plain + record.rotated
+    offsets, slot = array_at(pass_record.row_offsets, (pass_record.slots + 1,), types.int64), 0
+    for row in range(first, end):
+        while row >= offsets[slot + 1]:
+            slot += 1
+        position, read = starts[slot] + row - offsets[slot], latents + row * (rank + rotated) * ITEM_SIZE
+        latent = layer.cached_keys + (slot * layer.slot_stride + position * rank) * ITEM_SIZE
+        key = layer.cached_values + (slot * record.key_slot_stride + position * rotated) * ITEM_SIZE
+        apply_norm(pass_record, record.norm, record.epsilon, read, 1, rank, latent)
+        _rotate(pass_record, layer, row, read + rank * ITEM_SIZE, key)
+        for query in range(row * heads, (row + 1) * heads):
+            at = queries + (query * query_width + record.plain) * ITEM_SIZE
+            _rotate(pass_record, layer, row, at, turned + query * rotated * ITEM_SIZE)
+
+
+@compiled
+def _absorb(
+    pass_record: Record, layer: Record, queries: int, scratch: int, absorbed: int, first: int, end: int
+) -> None:
+    """Multiply the plain parts of queries of heads ``first`` to ``end - 1`` by the expansion to plain keys."""
+    record, rank, heads, rows = layer.latents, layer.width, layer.groups, pass_record.total_rows
+    stride = heads * (record.plain + record.rotated)
+    part = -(-first * parts_of(pass_record.threads, heads, 1) // heads)
+    sums = scratch + part * absorbed_scratch_size(rank) * ITEM_SIZE
+    totals = sums + BLOCK_QUERIES * rank * ITEM_SIZE
+    for head in range(first, end):
+        matrix = record.expansion + head * (record.plain + record.values) * rank * ITEM_SIZE
+        for row in range(0, rows, BLOCK_QUERIES):
+            count = min(BLOCK_QUERIES, rows - row)
+            array_at(sums, (absorbed_scratch_size(rank),), types.float32)[:] = 0.0
+            read = queries + (row * stride + head * (record.plain + record.rotated)) * ITEM_SIZE
+            add_weighted_sums(matrix, record.plain, rank, read, stride, count, BLOCK_QUERIES, sums, totals)
+            for query in range(count):
+                written = absorbed + ((row + query) * heads + head) * rank * ITEM_SIZE
+                copy_floats(sums + query * rank * ITEM_SIZE, rank, written)
+
+
+@compiled
+def _expand(pass_record: Record, layer: Record, attended: int, written: int, first: int, end: int) -> None:
+    """Expand the attended latent vectors of heads ``first`` to ``end - 1`` to values."""
+    record, rank, heads = layer.latents, layer.width, layer.groups
+    for head in range(first, end):
+        matrix = record.expansion + (head * (record.plain + record.values) + record.plain) * rank * ITEM_SIZE
+        read, to = attended + head * rank * ITEM_SIZE, written + head * record.values * ITEM_SIZE
+        values, stride = record.values, heads * record.values
+        write_scores(matrix, values, rank, read, heads * rank, 1, 0, pass_record.total_rows, to, stride, False)
+
+
+@c_function(STEP)
+def latent_function() -> Any:
+    """Return the C function that computes any step of a latent attention between its matmuls.
+
+    A call computes the units from ``first`` to ``end``: rows for ``STORE`` and heads otherwise.
+    """
+
+    def compute_latents(
+        pass_at: int,
+        layer_at: int,
+        starts_at: int,
+        step: int,
+        one: int,
+        two: int,
+        three: int,
+        _: int,
+        first: int,
+        end: int,
+    ) -> None:
+        pass_record, layer = struct_at(pass_at, PASS), struct_at(layer_at, LAYER)
+        if step == STORE:
+            starts = array_at(starts_at, (pass_record.slots,), types.int64)
+            _store(pass_record, layer, starts, one, two, turned_at(pass_record, layer, three), first, end)
+        elif step == ABSORB:
+            _absorb(pass_record, layer, one, two, three, first, end)
+        else:
+            _expand(pass_record, layer, one, two, first, end)
+
+    return compute_latents
