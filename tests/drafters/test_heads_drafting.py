@@ -26,8 +26,10 @@ from hdtool.runtime.drafters.heads.state import HeadsState
 from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
 from hdtool.runtime.drafters.hierarchy.tree import feed, grow
 from hdtool.runtime.drafters.methods import drafter_for
+from hdtool.runtime.drafters.trained.draft_passes import RankingPasses, TopTokens
 from hdtool.runtime.drafters.trained_methods import StandaloneDrafter, StaticTree
-from hdtool.runtime.engines.capture import CaptureMaker, never
+from hdtool.runtime.engines.capture import CaptureMaker, Run, never
+from hdtool.runtime.engines.cuda import static_steps
 from hdtool.runtime.stores.store_set import StoreSet
 from hdtool.runtime.target.target import Target
 from tests.support.decoding import SAMPLINGS, output_tokens, run
@@ -284,3 +286,25 @@ def test_after_a_token_the_next_head_drafts_after_the_root() -> None:
         tree = drafter._tokens[:grown][drafter._parents[:grown] == ROOT]
         assert set(tree.tolist()) <= tokens and bool(grown) == bool(tokens)
         feed(drafter.address, np.array([7]))
+
+
+def test_passes_that_lacked_memory_are_captured_once_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After some passes, as steps of the target are."""
+    monkeypatch.setattr(static_steps, "RETRY_AFTER", 3)
+    attempts = list[int]()
+    runs = list[int]()
+
+    class ShortAtFirst:
+        def record(self, run: Run) -> Run:
+            attempts.append(len(runs))
+            return run if len(attempts) == 1 else lambda: run()
+
+    def rank(words: torch.Tensor) -> TopTokens:
+        runs.append(len(words))
+        return words[None], words[None].float()
+
+    passes = RankingPasses(ShortAtFirst(), torch.device("cpu"), 1)
+    for number in range(9):
+        tokens, _ = passes.run(("read", 1, 0), [number, 7], 1, rank)
+        assert tokens.tolist() == [[number, 7]]
+    assert attempts == [0, 3]

@@ -16,8 +16,8 @@ from hdtool.runtime.caches.library_views import IndexedKVCache
 from hdtool.runtime.caches.slots import Cache
 from hdtool.runtime.drafters.trained.proposal import TOKENS_PER_RANKING
 from hdtool.runtime.drafters.trained.sequential import MAX_PASSES, ROWS_PER_PASS, Ranked
-from hdtool.runtime.engines.capture import Capture, Run
-from hdtool.runtime.engines.cuda.static_steps import DeviceClock, extent_for, rankings_in
+from hdtool.runtime.engines.capture import Capture
+from hdtool.runtime.engines.cuda.static_steps import CapturedRun, DeviceClock, extent_for, rankings_in
 from hdtool.runtime.model.pass_inputs import FULL, AttentionMasks, AttentionWindow, TransferBuffer
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ class RankingPasses:
     def __init__(self, capture: Capture | None, device: torch.device, rankings: int) -> None:
         """``rankings`` is the maximum number of rankings of a pass; ``capture`` is None if passes aren't captured."""
         self._capture, self._device = capture, device
-        self._captured: dict[Shape, Run] = {}
+        self._captured: dict[Shape, CapturedRun] = {}
         self._clock = DeviceClock(device)
         self._rankings, self._best = rankings, TOKENS_PER_RANKING
         ranked = rankings * TOKENS_PER_RANKING
@@ -84,9 +84,12 @@ class RankingPasses:
         assert self._capture is not None
         self._input.host[:number] = given
         self._input.send(number)
-        if shape not in self._captured:
-            self._captured[shape] = self._capture.record(lambda: self._write(rank(self._input.device[:number])))
-        self._captured[shape]()
+        captured = self._captured.get(shape)
+        if captured is None or captured.is_due():
+            captured = self._captured[shape] = CapturedRun()
+            captured.capture(self._capture, lambda: self._write(rank(self._input.device[:number])))
+        assert captured.run is not None
+        captured.run()
         return self._wait(rankings)
 
     def _write(self, ranked: TopTokens) -> None:

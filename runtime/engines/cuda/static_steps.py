@@ -186,6 +186,27 @@ RECORDED = STEP_SIZES[:-1]
 """Step sizes that are captured before an answer needs them; draft budgets never choose larger ones."""
 
 
+class CapturedRun:
+    """A captured function. If memory was too short to capture it, that is due again after ``RETRY_AFTER`` uses."""
+
+    run: Run | None = None
+    """Replays the function, or runs it if there was not enough memory to capture it; None if there is none to run it."""
+    uses_left: int | None = None
+    """Number of uses before another attempt to capture the function; None if it is captured."""
+
+    def capture(self, capture: Capture, run: Run) -> None:
+        self.uses_left = RETRY_AFTER
+        self.run = capture.record(run)
+        if self.run is not run:
+            self.uses_left = None
+
+    def is_due(self) -> bool:
+        """Count a use; return True if the function should be captured now."""
+        if self.uses_left is not None:
+            self.uses_left -= 1
+        return self.uses_left == 0
+
+
 class RunningStep:
     """A step that was started, with its results. They are valid after ``wait``, until the next step overwrites them."""
 
@@ -331,31 +352,19 @@ class StaticSteps:
             step.states = output.states
 
         try:
-            step.run = self._capture.record(run)
+            step.capture(self._capture, run)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
             note_uncaptured()
-        if step.run in (run, None):
-            step.uses_left = RETRY_AFTER
         return step
 
 
-class _Step:
+class _Step(CapturedRun):
     """A captured step, and the states it writes."""
 
-    run: Run | None = None
-    """Replays the step, or runs it if there was not enough memory to capture it; None if there is none to run it."""
-    uses_left: int | None = None
-    """Number of uses before another attempt to capture the step; None if it is captured."""
     states: StatesOfTree | None = None
     """Recurrent states after each row, which each replay overwrites."""
-
-    def is_due(self) -> bool:
-        """Count a use; return True if the step should be captured now."""
-        if self.uses_left is not None:
-            self.uses_left -= 1
-        return self.uses_left == 0
 
 
 class _Buffers:
