@@ -12,12 +12,6 @@ from torch.nn import Module
 from hdtool.runtime.program.latent_families import LATENT_FAMILIES
 from hdtool.runtime.program.layer_norm_families import LAYER_NORM_FAMILIES
 from hdtool.runtime.program.mixer_parts import (
-    DELTA_RULE,
-    DELTA_RULE_BY_HEADS,
-    DELTA_RULE_SEPARATE,
-    MAMBA2,
-    MAMBA2_SCALED,
-    SHORT_CONVOLUTION,
     ExpertKind,
     qwen_experts,
     tensors_of,
@@ -150,7 +144,7 @@ HYBRID_FAMILIES: Mapping[str, Family] = {
     "bamba": Family(
         norms=("input_layernorm", "", "pre_ff_layernorm", ""),
         names=Names(mlp="feed_forward", last_norm="final_layernorm"),
-        mixers={"mamba": {"BambaMixer": MAMBA2}},
+        mixers=("mamba",),
         is_partial=True,
         attributes=frozenset({"block_type"}),
         settings=MAMBA2_SETTINGS | {"attn_layer_indices", "num_logits_to_keep", "z_loss_coefficient"},
@@ -158,7 +152,7 @@ HYBRID_FAMILIES: Mapping[str, Family] = {
     "falcon_h1": Family(
         norms=("input_layernorm", "", "pre_ff_layernorm", ""),
         names=Names(mlp="feed_forward", last_norm="final_layernorm"),
-        mixers={"mamba": {"FalconH1Mixer": MAMBA2_SCALED}},
+        mixers=("mamba",),
         adds_mixers=True,
         embedding="embedding_multiplier",
         logit_factor="lm_head_multiplier",
@@ -182,7 +176,7 @@ HYBRID_FAMILIES: Mapping[str, Family] = {
     ),
     "granitemoehybrid": Family(
         names=Names(mlp="shared_mlp", gate_up="input_linear", down="output_linear", activation="activation"),
-        mixers={"mamba": {"GraniteMoeHybridMambaLayer": MAMBA2}},
+        mixers=("mamba",),
         joins_gate=True,
         rotates=lambda attention: attention.config.position_embedding_type == "rope",
         residual="residual_multiplier",
@@ -200,7 +194,7 @@ HYBRID_FAMILIES: Mapping[str, Family] = {
     "lfm2": Family(
         norms=LFM2_NORMS,
         names=LFM2_NAMES,
-        mixers={"conv": {"Lfm2ShortConv": SHORT_CONVOLUTION}},
+        mixers=("conv",),
         attributes=frozenset({"is_attention_layer"}),
         settings=frozenset({
             "block_auto_adjust_ff_dim", "block_ffn_dim_multiplier", "block_multiple_of", "conv_L_cache", "conv_bias",
@@ -210,7 +204,7 @@ HYBRID_FAMILIES: Mapping[str, Family] = {
     "lfm2_moe": Family(
         norms=LFM2_NORMS,
         names=replace(LFM2_NAMES, rotary="pos_emb"),
-        mixers={"conv": {"Lfm2MoeShortConv": SHORT_CONVOLUTION}},
+        mixers=("conv",),
         experts=ExpertKind(
             "Lfm2MoeSparseMoeBlock", "Lfm2MoeTopKRouter", has_sigmoids=True, correction="expert_bias", sum_offset=1e-6
         ),
@@ -220,7 +214,7 @@ HYBRID_FAMILIES: Mapping[str, Family] = {
     "mamba2": Family(
         norms=SINGLE_NORM,
         names=Names(attention="mixer", mlp="mixer", embedding="embeddings", last_norm="norm_f"),
-        mixers={"mixer": {"Mamba2Mixer": MAMBA2}},
+        mixers=("mixer",),
         is_single=True,
         widens="residual_in_fp32",
         settings=STATE_SETTINGS | {"num_heads", "state_size", "time_step_rank"},
@@ -231,7 +225,7 @@ HYBRID_FAMILIES: Mapping[str, Family] = {
         names=Names(
             attention="mixer", mlp="mixer", gate="up_proj", up="", embedding="embeddings", last_norm="norm_f"
         ),
-        mixers={"mixer": {"NemotronHMamba2Mixer": MAMBA2}},
+        mixers=("mixer",),
         is_single=True,
         attention_class="NemotronHAttention",
         activations=frozenset({"relu2"}),
@@ -255,7 +249,7 @@ HYBRID_FAMILIES: Mapping[str, Family] = {
         },
     ),
     "olmo_hybrid": Family(
-        mixers={"linear_attn": {"OlmoHybridGatedDeltaNet": DELTA_RULE_SEPARATE}},
+        mixers=("linear_attn",),
         norms=POST_NORMS,
         norms_of_mixers=LLAMA_NORMS,
         norm=ROUNDED_AFTER,
@@ -268,7 +262,7 @@ HYBRID_FAMILIES: Mapping[str, Family] = {
         },
     ),
     "qwen3_next": Family(
-        mixers={"linear_attn": {"Qwen3NextGatedDeltaNet": DELTA_RULE_BY_HEADS}},
+        mixers=("linear_attn",),
         norm=GEMMA_NORM,
         gates_heads=True,
         is_partial=True,
@@ -277,7 +271,7 @@ HYBRID_FAMILIES: Mapping[str, Family] = {
         settings=DELTA_RULE_SETTINGS | EXPERT_SETTINGS,
     ),
     "qwen3_5": Family(
-        mixers={"linear_attn": {"Qwen3_5GatedDeltaNet": DELTA_RULE}},
+        mixers=("linear_attn",),
         norm=GEMMA_NORM,
         gates_heads=True,
         is_partial=True,
@@ -285,7 +279,7 @@ HYBRID_FAMILIES: Mapping[str, Family] = {
         settings=DELTA_RULE_SETTINGS,
     ),
     "qwen3_5_moe": Family(
-        mixers={"linear_attn": {"Qwen3_5MoeGatedDeltaNet": DELTA_RULE}},
+        mixers=("linear_attn",),
         norm=GEMMA_NORM,
         gates_heads=True,
         is_partial=True,

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
 import torch
 from torch.nn import Conv1d, Identity, Module, Parameter
@@ -14,17 +14,18 @@ if TYPE_CHECKING:
 
 Matmul = TypeVar("Matmul", bound=Module)
 SHORT_CONVOLUTION, DELTA_RULE, MAMBA2 = "short convolution", "gated delta rule", "Mamba-2"
-MAMBA2_SCALED = "Mamba-2, scaled inputs"
-DELTA_RULE_SEPARATE = "gated delta rule, queries, keys and values apart"
-DELTA_RULE_BY_HEADS = "gated delta rule, inputs by heads of keys"
+DELTA_ATTENTION = "Kimi's delta attention"
+"""A gated delta rule whose states decay by another factor in each key channel."""
 STATE_ATTRIBUTES = frozenset({
     "activation", "allow_neg_eigval", "conv_dim", "conv_kernel_size", "eps", "groups_time_state_size", "head_dim",
     "head_k_dim", "head_v_dim", "hidden_size", "intermediate_size", "key_dim", "layer_idx", "layer_norm_epsilon",
-    "layer_type", "mamba_rms_norm", "n_groups", "num_heads", "num_k_heads", "num_v_heads", "ssm_state_size", "use_bias",
-    "use_conv_bias", "value_dim", "chunk_size", "time_step_floor", "time_step_limit", "time_step_max", "time_step_min",
-    "time_step_rank", "use_mem_eff_path", "bias", "training", "config",
+    "layer_type", "mamba_rms_norm", "n_groups", "num_heads", "num_k_heads", "num_v_heads", "qkv_dim",
+    "ssm_in_multiplier", "ssm_state_size", "time_step_floor", "time_step_max", "time_step_min", "time_step_rank",
+    "use_bias", "use_conv_bias", "use_mem_eff_path", "value_dim", "chunk_size", "time_step_limit", "bias", "training",
+    "config",
 })  # fmt: skip
 """Attributes of mixers that this file reads, whose values follow from weight shapes, or that only training reads."""
+UNLIMITED = 0.0, float("inf")
 
 
 @dataclass(frozen=True)
@@ -37,21 +38,54 @@ class MixerParts(Generic[Matmul]):
     out: Matmul
     convolution: Conv1d
     norm: Module | None = None
-    """Gated norm of the mixer's output; None for a short convolution."""
+    """Gated norm of the mixer's output; None for a short convolution, and for a scan whose output is only gated."""
     key_heads: int = 0
     heads: int = 0
     key_width: int = 0
     value_width: int = 0
     strength: float = 1.0
     """Factor that scales a delta rule's write strengths."""
-    min_step: float = 0.0
-    """Lower bound of a scan's time steps in passes over prompts; Transformers' passes over one token have no bound."""
-    gates_after_norm: bool = False
-    """The gated norm's output is multiplied by the gate, not its input."""
-    factors: tuple[Any, ...] = ()
-    """Numbers and tensors whose product scales the output of the first input projection."""
-    factor_names: frozenset[str] = frozenset()
-    """Names of the module's attributes and buffers in ``factors``."""
+    gate: tuple[Matmul, ...] = ()
+    """Matmuls, one after another, that compute the gates of a delta attention's output."""
+    decay: Module | None = None
+    """Module that computes the logarithms of a delta attention's decays."""
+    factor: float = 1.0
+    """Scales what a scan's input projection reads."""
+    step_limit: tuple[float, float] = UNLIMITED
+    """Bounds of a scan's time steps in passes over several tokens; Transformers decodes without them."""
+
+    @property
+    def layer(self) -> int:
+        """Index of the cache layer that holds the mixer's states."""
+        return int(cast(Any, self.module).layer_idx)
+
+    @property
+    def matmuls(self) -> tuple[Matmul, ...]:
+        return *self.inputs, *self.gate, self.out
+
+    @property
+    def called(self) -> tuple[Module, ...]:
+        """The modules that compute the mixer: matmuls, gated norm and the module of the decays."""
+        return *self.matmuls, *filter(None, (self.norm, self.decay))
+
+    @property
+    def scales(self) -> torch.Tensor | None:
+        """Factors of the columns that a scan's input projection computes; None if they aren't scaled."""
+        return self.module._buffers.get("mup_vector")
+
+    @property
+    def input_factors(self) -> list[Any]:
+        """Numbers and tensors whose product scales the output of a scan's input projection; empty for no factors."""
+        return [self.factor, *([] if self.scales is None else [self.scales])] if self.is_scaled else []
+
+    @property
+    def is_scaled(self) -> bool:
+        return self.scales is not None or self.factor != 1
+
+    @property
+    def gates_after_norm(self) -> bool:
+        """True if a gate scales the gated norm's output, not its input."""
+        return bool(getattr(self.norm, "norm_before_gate", False))
 
     @property
     def channels(self) -> int:
@@ -67,33 +101,26 @@ class MixerParts(Generic[Matmul]):
         return {name: weight for name, weight in self.module._parameters.items() if weight is not None}
 
 
-def mixer_parts(
-    module: Any, layer_index: int, kind: Kind[Matmul], classes: Mapping[str, str]
-) -> MixerParts[Matmul] | None:
-    """Return the parts of a mixer whose class is in ``classes``; None if its class or shape is unsupported."""
-    read = READERS.get(classes.get(type(module).__name__, ""))
+def mixer_parts(module: Any, layer_index: int, kind: Kind[Matmul]) -> MixerParts[Matmul] | None:
+    """Return the parts of a mixer; None if its class, attributes or shape are unsupported."""
+    read = READERS.get(type(module).__name__)
     if read is None or getattr(module, "layer_idx", None) != layer_index:
         return None
     try:
         parts = read(module)
     except AttributeError:
         return None
-    known = STATE_ATTRIBUTES | parts.factor_names | {"act"}
-    if any(name not in known and not name.startswith("_") for name in vars(module)):
+    if any(name not in STATE_ATTRIBUTES and not name.startswith("_") and name != "act" for name in vars(module)):
         return None
-    matmuls = (*parts.inputs, parts.out)
-    small_tensors = [
-        *parts.parameters.values(),
-        *tensors_of(parts.convolution),
-        *(tensors_of(parts.norm) if parts.norm else ()),
-    ]
-    factors = [factor for factor in parts.factors if isinstance(factor, torch.Tensor)]
-    known_ids = {id(tensor) for tensor in (*small_tensors, *factors)}
-    known_ids |= {id(weight) for matmul in matmuls for weight in tensors_of(matmul)}
+    small_tensors = [*parts.parameters.values(), *tensors_of(parts.convolution)]
+    small_tensors += [] if parts.scales is None else [parts.scales]
+    for part in filter(None, (parts.norm, parts.decay)):
+        small_tensors += tensors_of(part)
+    known = [*small_tensors, *(weight for matmul in parts.matmuls for weight in tensors_of(matmul))]
     is_whole = (
-        all(map(kind.is_linear, matmuls))
+        all(map(kind.is_linear, parts.matmuls))
         and all(map(kind.is_readable, small_tensors))
-        and {id(tensor) for tensor in tensors_of(module)} == known_ids
+        and {id(tensor) for tensor in tensors_of(module)} == {id(tensor) for tensor in known}
         and not any("forward" in vars(submodule) for submodule in module.modules())
     )
     return parts if is_whole and _is_causal(parts.convolution) and _fits(parts, kind) else None
@@ -127,49 +154,54 @@ def _is_causal(convolution: Any) -> bool:
 def _fits(parts: MixerParts[Any], kind: Kind[Any]) -> bool:
     """Return True if the weight shapes are consistent and all widths are multiples of ``kind.divisor``."""
     heads, keys, values = parts.heads, parts.key_heads * parts.key_width, parts.heads * parts.value_width
-    hidden, head_parameters = (
-        parts.out.out_features,
-        {name: tuple(weight.shape) for name, weight in parts.parameters.items()},
-    )
+    hidden, gate = parts.out.out_features, [matmul.out_features for matmul in parts.gate]
+    head_parameters = {name: tuple(weight.shape) for name, weight in parts.parameters.items()}
+    channels, read = 2 * keys + values, values
     if parts.kind == SHORT_CONVOLUTION:
         channels, outputs, read = hidden, [3 * hidden], hidden
+    elif parts.kind == DELTA_ATTENTION:
+        outputs = [keys, keys, values, heads]
     elif parts.kind == DELTA_RULE:
-        channels, read = 2 * keys + values, values
         first, *rest = [keys, keys, values] if len(parts.inputs) > 4 else [channels]
         outputs = [first, values, heads, heads, *rest] if len(parts.inputs) > 2 else [channels + values, 2 * heads]
     else:
-        channels, read = values + 2 * keys, values
         outputs = [values + channels + heads]
     widths = [channels] if parts.kind == SHORT_CONVOLUTION else [channels, parts.key_width, parts.value_width, values]
     return (
         parts.channels == channels
         and [layer.out_features for layer in parts.inputs] == outputs
-        and all(layer.in_features == hidden for layer in parts.inputs)
+        and all(layer.in_features == hidden for layer in (*parts.inputs, *parts.gate[:1]))
+        and gate[-1:] == ([values] if parts.kind == DELTA_ATTENTION else [])
         and parts.out.in_features == read
         and head_parameters == dict.fromkeys(HEAD_PARAMETERS[parts.kind], (heads,))
+        and (parts.scales is None or parts.scales.numel() == sum(outputs))
         and all(width > 0 and width % kind.divisor == 0 for width in widths)
         and (parts.kind == SHORT_CONVOLUTION or heads % parts.key_heads == 0)
         and (parts.norm is None or _norms(parts))
     )
 
 
-HEAD_PARAMETERS = {SHORT_CONVOLUTION: (), DELTA_RULE: ("A_log", "dt_bias"), MAMBA2: ("A_log", "dt_bias", "D")}
+HEAD_PARAMETERS = {
+    SHORT_CONVOLUTION: (),
+    DELTA_RULE: ("A_log", "dt_bias"),
+    DELTA_ATTENTION: (),
+    MAMBA2: ("A_log", "dt_bias", "D"),
+}
 """Names of the parameters with one value per head, by kind of mixer."""
 
 
 def _norms(parts: MixerParts[Any]) -> bool:
-    """Return True if the gated norm spans one head (delta rule) or one group of heads (Mamba-2)."""
+    """Return True if the gated norm spans one head (delta rules) or one group of heads (Mamba-2)."""
     norm: Any = parts.norm
     weight = norm._parameters.get("weight")
     values = parts.heads * parts.value_width
-    size = parts.value_width if parts.kind == DELTA_RULE else values
-    group = values // max(1, parts.key_heads)
+    groups = parts.key_heads if parts.kind == MAMBA2 else 0
     return (
         set(norm._parameters) == {"weight"}
-        and weight.shape == (size,)
+        and weight.shape == (values if groups else parts.value_width,)
         and isinstance(norm.variance_epsilon, float)
-        and (parts.kind == DELTA_RULE or (_group_size(norm) == group and group * parts.key_heads == values))
-        and getattr(norm, "activation", "silu") == "silu"
+        and (not groups or getattr(norm, "n_groups", values / getattr(norm, "group_size", values)) == groups)
+        and getattr(norm, "activation", "silu") == ("sigmoid" if parts.kind == DELTA_ATTENTION else "silu")
     )
 
 
@@ -183,9 +215,19 @@ def _short_convolution(module: Any) -> MixerParts[Any]:
 
 
 def _delta_rule(module: Any) -> MixerParts[Any]:
-    inputs = module.in_proj_qkv, module.in_proj_z, module.in_proj_b, module.in_proj_a
-    if module.activation != "silu":
-        raise AttributeError("another activation")
+    return _delta_parts(module, (module.in_proj_qkv, module.in_proj_z, module.in_proj_b, module.in_proj_a))
+
+
+def _delta_rule_by_heads(module: Any) -> MixerParts[Any]:
+    """Return the parts of a delta rule whose inputs come from two projections.
+
+    The first projection gives queries, keys, values and gates, and the second gives write strengths and time steps.
+    """
+    return _delta_parts(module, (module.in_proj_qkvz, module.in_proj_ba))
+
+
+def _delta_parts(module: Any, inputs: tuple[Any, ...]) -> MixerParts[Any]:
+    _require_silu(module)
     return MixerParts(
         DELTA_RULE, module, inputs, module.out_proj, module.conv1d, module.norm,
         module.num_k_heads, module.num_v_heads, module.head_k_dim, module.head_v_dim,
@@ -194,61 +236,51 @@ def _delta_rule(module: Any) -> MixerParts[Any]:
 
 def _delta_rule_separate(module: Any) -> MixerParts[Any]:
     """Return the parts of a delta rule with separate projections for queries, keys and values."""
-    parts = MixerParts(
+    _require_silu(module)
+    return MixerParts(
         DELTA_RULE, module,
         (module.q_proj, module.g_proj, module.b_proj, module.a_proj, module.k_proj, module.v_proj),
         module.o_proj, module.conv1d, module.o_norm,
         module.num_k_heads, module.num_v_heads, module.head_k_dim, module.head_v_dim,
         2.0 if module.allow_neg_eigval else 1.0,
     )  # fmt: skip
-    if module.activation != "silu":
-        raise AttributeError("another activation")
-    return parts
 
 
-def _delta_rule_by_heads(module: Any) -> MixerParts[Any]:
-    """Return the parts of a delta rule whose inputs come from two projections.
-
-    The first projection gives queries, keys, values and gates, and the second gives write strengths and time steps.
-    """
-    if module.activation != "silu":
-        raise AttributeError("another activation")
+def _delta_attention(module: Any) -> MixerParts[Any]:
+    _require_silu(module)
+    gate = (module.g_proj,) if "g_proj" in module._modules else (module.g_a_proj, module.g_b_proj)
+    heads, width = module.num_heads, module.head_dim
     return MixerParts(
-        DELTA_RULE, module, (module.in_proj_qkvz, module.in_proj_ba), module.out_proj, module.conv1d, module.norm,
-        module.num_k_heads, module.num_v_heads, module.head_k_dim, module.head_v_dim,
+        DELTA_ATTENTION, module, (module.q_proj, module.k_proj, module.v_proj, module.b_proj), module.o_proj,
+        module.conv1d, module.o_norm, heads, heads, width, width, gate=gate, decay=module.forget_gate,
     )  # fmt: skip
 
 
 def _mamba2(module: Any) -> MixerParts[Any]:
-    min_step, max_step = module.time_step_limit
-    if module.activation != "silu" or max_step != float("inf"):
-        raise AttributeError("another activation, or limited steps")
+    _require_silu(module)
     return MixerParts(
-        MAMBA2, module, (module.in_proj,), module.out_proj, module.conv1d, module.norm,
-        module.n_groups, module.num_heads, module.ssm_state_size, module.head_dim, min_step=float(min_step),
+        MAMBA2, module, (module.in_proj,), module.out_proj, module.conv1d,
+        module.norm if getattr(module, "mamba_rms_norm", True) else None,
+        module.n_groups, module.num_heads, module.ssm_state_size, module.head_dim,
+        factor=float(getattr(module, "ssm_in_multiplier", 1.0)), step_limit=tuple(module.time_step_limit),
     )  # fmt: skip
 
 
-def _mamba2_scaled(module: Any) -> MixerParts[Any]:
-    """Return the parts of a Mamba-2 mixer that scales its inputs and may lack the gated norm."""
-    has_norm, names = bool(module.mamba_rms_norm), ("ssm_in_multiplier", "mup_vector")
-    return replace(
-        _mamba2(module),
-        norm=module.norm if has_norm else None,
-        gates_after_norm=has_norm and bool(module.norm.norm_before_gate),
-        factors=tuple(getattr(module, name) for name in names),
-        factor_names=frozenset(names),
-    )
+def _require_silu(module: Any) -> None:
+    if module.activation != "silu":
+        raise AttributeError("another activation")
 
 
 READERS: Mapping[str, Callable[[Any], MixerParts[Any]]] = {
-    SHORT_CONVOLUTION: _short_convolution,
-    DELTA_RULE: _delta_rule,
-    DELTA_RULE_SEPARATE: _delta_rule_separate,
-    DELTA_RULE_BY_HEADS: _delta_rule_by_heads,
-    MAMBA2: _mamba2,
-    MAMBA2_SCALED: _mamba2_scaled,
+    **dict.fromkeys(("Lfm2ShortConv", "Lfm2MoeShortConv", "Lfm3ShortConv"), _short_convolution),
+    **dict.fromkeys(("Qwen3_5GatedDeltaNet", "Qwen3_5MoeGatedDeltaNet"), _delta_rule),
+    "Qwen3NextGatedDeltaNet": _delta_rule_by_heads,
+    "OlmoHybridGatedDeltaNet": _delta_rule_separate,
+    **dict.fromkeys(("KimiLinearDeltaAttention", "BailingHybridDeltaAttention"), _delta_attention),
+    **dict.fromkeys(("BambaMixer", "GraniteMoeHybridMambaLayer", "FalconH1Mixer"), _mamba2),
+    **dict.fromkeys(("Mamba2Mixer", "NemotronHMamba2Mixer", "Zamba2MambaMixer"), _mamba2),
 }
+"""Functions that return a mixer's parts, by the class of its module."""
 
 
 BLOCK_ATTRIBUTES = frozenset({

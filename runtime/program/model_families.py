@@ -8,7 +8,7 @@ something else.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -100,8 +100,8 @@ class Family:
     """Names of the norms before and after attention, and before and after the MLP; an empty name means no norm."""
     norm: NormKind = ROUNDED_FIRST
     names: Names = field(default_factory=Names)
-    mixers: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
-    """Modules that may replace attention: maps each attribute name to a mapping from class name to mixer kind."""
+    mixers: Collection[str] = ()
+    """Attribute names of the mixers that layers may have."""
     adds_mixers: bool = False
     """Each layer has a mixer besides attention. Both read the same normalized rows, and their outputs are added."""
     is_single: bool = False

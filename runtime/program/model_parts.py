@@ -161,8 +161,8 @@ class LayerParts(Generic[Matmul]):
         ``first`` is the first input projection of the mixer; the other matmuls are those of ``Family.factors``.
         """
         values = {name: [attrgetter(path)(self.layer) for path in paths] for name, paths in family.factors.items()}
-        if self.mixer and self.mixer.factors:
-            values["first"] = list(self.mixer.factors)
+        if self.mixer and self.mixer.is_scaled:
+            values["first"] = self.mixer.input_factors
         products = {name: prod(factors) for name, factors in values.items()}
         return {name: product for name, product in products.items() if name == "first" or product != 1.0}
 
@@ -340,8 +340,7 @@ def _layer_parts(layer: Module, index: int, kind: Kind[Matmul]) -> LayerParts[Ma
     feed_forward = feed_forward_parts(mixture or feed, feed if mixture else None, kind, family)
     if feed_forward is None or not _has_known_code(layer, attention, mixer_module, feed_forward.mlp, family):
         return None
-    classes = {cls: name for by_class in family.mixers.values() for cls, name in by_class.items()}
-    mixer = mixer_parts(mixer_module, index, kind, classes) if mixer_module else None
+    mixer = mixer_parts(mixer_module, index, kind) if mixer_module else None
     if mixer_module and mixer is None:
         return None
     block_norms = tuple(layer.get_submodule(name) if name else None for name in norms)

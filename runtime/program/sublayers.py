@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from torch.nn import Module
 
+from hdtool.runtime.program.mixer_parts import READERS
 from hdtool.runtime.program.model_families import Family
 
 
@@ -21,7 +22,7 @@ class Sublayers(NamedTuple):
 def sublayers_of(layer: Module, family: Family) -> Sublayers | None:
     """Return the sublayers of a layer, or None if the family's layers have others."""
     names, children = family.names, layer._modules
-    mixers = [name for name, classes in family.mixers.items() if type(children.get(name)).__name__ in classes]
+    mixers = [name for name in family.mixers if type(children.get(name)).__name__ in READERS]
     mixer = children[mixers[0]] if mixers else None
     attention, feed = children.get(names.attention), children.get(names.mlp)
     if family.is_single:

@@ -12,12 +12,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from statistics import median
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.cache_utils import DynamicCache
 
 from hdtool.runtime.core.tree import DraftTree
+from hdtool.runtime.engines.checks import recurrences
+from hdtool.runtime.engines.stock.recurrent_layers import described_mixers
 from hdtool.runtime.kernels.linear import compile_linear_layers
 from hdtool.runtime.kernels.machine import machine
 from hdtool.runtime.target.target import Target
@@ -145,12 +148,14 @@ def measured(kind: str, shape: dict[str, Any], rounds: int) -> Iterator[str]:
     model: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **{**COMMON, **shape})).eval()
     compile_linear_layers(model)
     target = Target(model)
-    recurrent = target.facts.recurrent
-    assert recurrent
-    module, closed = recurrent._mixers[0].module, recurrent._closed
+    with patch.object(recurrences, "described_mixers", return_value={}):
+        by_levels = Target(model)
+    module = next(iter(described_mixers(model, target.facts.state_shapes).values())).module
     ids = [3 + place % 400 for place in range(CONTEXT)]
-    cache, used, clock = target.allocate(), DynamicCache(config=target.config), Clock()
-    target.prefill(cache, 0, ids, room=200)
+    used, clock = DynamicCache(config=target.config), Clock()
+    forms = {"closed": (target, target.allocate()), "levels": (by_levels, by_levels.allocate())}
+    for form, cache in forms.values():
+        form.prefill(cache, 0, ids, room=200)
     found: dict[str, list[float]] = {}
     with clock.of(module), torch.inference_mode():
         model(input_ids=torch.tensor([ids]), **{target.stock.cache_name: used})
@@ -158,12 +163,11 @@ def measured(kind: str, shape: dict[str, Any], rounds: int) -> Iterator[str]:
             clock.seconds = 0
             target.stock.forward([[5]], [[used.get_seq_length()]], None, used)
             found.setdefault("library, 1 row", []).append(clock.seconds)
-            for form, forms in (("closed", closed), ("levels", {})):
-                recurrent._closed = forms
+            for name, (form, cache) in forms.items():
                 for rows in ROWS:
                     clock.seconds = 0
-                    target.verify(cache, [tree_of(rows - 1)])
-                    found.setdefault(f"{form}, {rows}", []).append(clock.seconds)
+                    form.verify(cache, [tree_of(rows - 1)])
+                    found.setdefault(f"{name}, {rows}", []).append(clock.seconds)
     return (f"{name} {1e3 * median(times):.1f} ms" for name, times in found.items())
 
 

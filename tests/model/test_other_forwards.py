@@ -11,7 +11,7 @@ import torch
 from hdtool.runtime.answerer import decode
 from hdtool.runtime.config import SamplingConfig
 from hdtool.runtime.core.sampler import Sampler
-from hdtool.runtime.engines.stock.mixers import replace_forwards
+from hdtool.runtime.engines.stock.undescribed_mixers import replace_forwards
 from hdtool.runtime.target.target import Target
 from tests.support.families import VOCABULARY, model_of
 from tests.support.oracle import generated, prompt_of

@@ -18,8 +18,12 @@ from hdtool.runtime.caches.kv_cache import StaticKVCache
 from hdtool.runtime.core.tolerances import LOW_PRECISION_TOLERANCE, STRICT_TOLERANCE, distances
 from hdtool.runtime.core.tree import ROOT, DraftTree
 from hdtool.runtime.engines.capture import never
+from hdtool.runtime.engines.checks import recurrences
 from hdtool.runtime.engines.checks.recurrences import between
-from hdtool.runtime.engines.stock.closed_forms import ClosedStates, UnknownRecurrenceError
+from hdtool.runtime.engines.reference.mixers import mix
+from hdtool.runtime.engines.reference.recurrences import MixerStates
+from hdtool.runtime.engines.stock import recurrent_layers
+from hdtool.runtime.engines.stock.recurrent_layers import described_mixers
 from hdtool.runtime.target.target import Target
 from tests.support.decoding import SAMPLINGS, output_tokens, run
 from tests.support.families import HYBRIDS, VOCABULARY, model_of
@@ -28,15 +32,19 @@ from tests.support.oracle import assert_same_logits, generated, plain_logits, pr
 from tests.support.trees import WrongDrafter, path_to, tokens_to, trees
 
 BY_LEVELS = {"jamba"}
-"""The functions by which it mixes tokens, Mamba's of the first version, have no closed form here."""
+"""Nobody described its mixers, Mamba's of the first version."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 FORMS = [(hybrid, form) for hybrid in HYBRIDS for form in ("levels", "closed") if (hybrid, form) != ("jamba", "closed")]
 MAX_NEW_TOKENS = 30
 
 
 @cache
-def target_of(hybrid: str, dtype: str) -> Target:
-    return Target(model_of(hybrid, DTYPES[dtype]), never)
+def target_of(hybrid: str, dtype: str, form: str = "closed") -> Target:
+    """With the form "levels", as if nobody had described the mixers."""
+    with pytest.MonkeyPatch.context() as patch:
+        if form == "levels":
+            patch.setattr(recurrences, "described_mixers", lambda model, shapes: {})
+        return Target(model_of(hybrid, DTYPES[dtype]), never)
 
 
 def recurrent_of(target: Target) -> Any:
@@ -76,31 +84,38 @@ def assert_near(target: Target, found: torch.Tensor, expected: torch.Tensor) -> 
         assert each.median() <= LOW_PRECISION_TOLERANCE
 
 
-def prefer(target: Target, form: str) -> None:
-    """Compute by levels or in closed form from now on."""
-    if form == "levels":
-        recurrent_of(target).use_levels()
-    else:
-        recurrent_of(target).use_closed_forms()
-        assert recurrent_of(target).has_closed_forms
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("hybrid", HYBRIDS)
 def test_closed_forms_are_used_where_the_layers_have_one(hybrid: str, dtype: str) -> None:
     target = Target(model_of(hybrid, DTYPES[dtype]), never)
     assert recurrent_of(target).can_be_captured == (hybrid not in BY_LEVELS)
+    assert not recurrent_of(target_of(hybrid, dtype, "levels")).can_be_captured
     assert target.facts.continues == (hybrid not in BY_LEVELS)
 
 
-def test_a_state_that_no_known_function_updates_is_noticed() -> None:
+def test_a_mixer_that_holds_other_states_than_described_runs_by_levels() -> None:
     """Without this, a wrong closed form that matters little in a short context could pass the check."""
-    target = Target(model_of("jamba"), never)
-    cache = target.allocate()
-    target.prefill(cache, 0, prompt_of(12), room=20)
-    recurrent_of(target).use_closed_forms()
-    with pytest.raises(UnknownRecurrenceError, match="recurrent_states"):
-        target.verify(cache, [DraftTree.bare(5)])
+    target = target_of("qwen3_5", "float32")
+    shapes = target.facts.state_shapes
+    assert described_mixers(target.model, shapes)
+    more = shapes[-1]._replace(name=shapes[-1].name._replace(number=1))
+    assert not described_mixers(target.model, [*shapes, more])
+    assert not described_mixers(target.model, shapes[:-1])
+
+
+@pytest.mark.parametrize("hybrid", ["qwen3_5", "kimi_linear", "granitemoehybrid", "lfm2"])
+def test_a_wrong_closed_form_is_not_used(hybrid: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recurrent_layers, "mix", lambda *args: mix(*args) * 2)
+    target, prompt = Target(model_of(hybrid), never), prompt_of(20)
+    assert not recurrent_of(target).can_be_captured
+    steps = run(target, prompt, SAMPLINGS["greedy"], MAX_NEW_TOKENS)
+    assert output_tokens(steps) == generated(target.model, prompt, MAX_NEW_TOKENS)
+
+
+def test_a_mixer_with_an_unknown_attribute_runs_by_levels() -> None:
+    model: Any = copy.deepcopy(model_of("qwen3_5"))
+    next(module for module in model.modules() if hasattr(module, "A_log")).temperature = 0.9
+    assert not recurrent_of(Target(model, never)).can_be_captured
 
 
 @pytest.mark.each_value
@@ -108,8 +123,7 @@ def test_a_state_that_no_known_function_updates_is_noticed() -> None:
 @pytest.mark.parametrize(("hybrid", "form"), FORMS)
 def test_rows_of_a_tree_have_the_logits_of_decoding_token_by_token(hybrid: str, form: str, dtype: str) -> None:
     """Trees in three slots at once, and others after paths of them were accepted."""
-    target = target_of(hybrid, dtype)
-    prefer(target, form)
+    target = target_of(hybrid, dtype, form)
     both = st.tuples(trees(VOCABULARY, max_nodes=9), trees(VOCABULARY, max_nodes=5))
 
     @settings(max_examples=3)
@@ -155,8 +169,7 @@ def test_a_wrong_parent_would_be_seen(hybrid: str) -> None:
 @pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
 @pytest.mark.parametrize(("hybrid", "form"), FORMS)
 def test_answers_are_those_of_plain_decoding(hybrid: str, form: str, sampling: Any) -> None:
-    target, prompt = target_of(hybrid, "float32"), prompt_of(20)
-    prefer(target, form)
+    target, prompt = target_of(hybrid, "float32", form), prompt_of(20)
     plain = output_tokens(run(target, prompt, sampling, MAX_NEW_TOKENS))
     if sampling == SAMPLINGS["greedy"]:
         assert plain == generated(target.model, prompt, MAX_NEW_TOKENS)
@@ -169,9 +182,9 @@ def test_answers_are_those_of_plain_decoding(hybrid: str, form: str, sampling: A
 def test_an_interrupt_while_states_are_written_leaves_none_that_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """Some layers have the states after the accepted path then, and others those before it."""
     one = OneSequence(Target(model_of("falcon_h1"), never))
-    prompt, written, commit = prompt_of(30), list[int](), ClosedStates.commit
+    prompt, written, commit = prompt_of(30), list[int](), MixerStates.commit
 
-    def interrupt(states: ClosedStates, slot: int, rows: Sequence[int], into: Any) -> None:
+    def interrupt(states: MixerStates, slot: int, rows: Sequence[int], into: Any) -> None:
         if written:
             raise KeyboardInterrupt
         written.append(slot)
@@ -179,7 +192,7 @@ def test_an_interrupt_while_states_are_written_leaves_none_that_are_read(monkeyp
 
     one.read_on(prompt)
     one.verify(DraftTree.of(5, [8, 9], [ROOT, 0]))
-    monkeypatch.setattr(ClosedStates, "commit", interrupt)
+    monkeypatch.setattr(MixerStates, "commit", interrupt)
     with pytest.raises(KeyboardInterrupt):
         one.commit([0, 1])
     monkeypatch.undo()
@@ -256,4 +269,4 @@ def test_two_targets_of_a_model_in_two_threads_do_not_see_each_other() -> None:
     with ThreadPoolExecutor(2) as pool:
         assert all(pool.map(answer, targets))
     assert [target.changes for target in targets] == [0, 0]
-    assert all(recurrent_of(target).has_closed_forms for target in targets)
+    assert all(recurrent_of(target).can_be_captured for target in targets)

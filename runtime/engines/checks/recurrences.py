@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
+from torch.nn import Module
 from transformers.cache_utils import DynamicCache
 
 from hdtool.data.errors import HdtoolError, error_reason
@@ -17,12 +18,13 @@ from hdtool.runtime.core.tree import DraftTree
 from hdtool.runtime.engines.backend import BackendEngine
 from hdtool.runtime.engines.checks.probes import logits_of, small_tree
 from hdtool.runtime.engines.stock.facts import ModelFacts
-from hdtool.runtime.engines.stock.mixers import AttentionInMixerError, find_mixers
-from hdtool.runtime.engines.stock.recurrent_layers import RecurrentLayers
+from hdtool.runtime.engines.stock.recurrent_layers import RecurrentLayers, described_mixers
 from hdtool.runtime.engines.stock.stock_model import StockModel
 from hdtool.runtime.engines.stock.tree_passes import TreePasses
+from hdtool.runtime.engines.stock.undescribed_mixers import AttentionInMixerError, Mixer, find_mixers
 from hdtool.runtime.model.families import refusal
 from hdtool.runtime.model.quantization import quantized_layers, refuse_dependent_rows
+from hdtool.runtime.program.mixer_parts import MixerParts
 
 CONTEXT, FIRST_PART = 13, 5
 """Context length of the check, and length of the context's first part; both lengths exceed the size of convolutions."""
@@ -31,11 +33,18 @@ PATHS, DEPTH = 3, 2
 
 @torch.inference_mode()
 def prove_recurrent_trees(stock: StockModel, facts: ModelFacts) -> ModelFacts:
-    """Check that a model with recurrent layers verifies trees correctly; raise a ``FamilyError`` if not."""
+    """Check that a model with recurrent layers verifies trees correctly; raise a ``FamilyError`` if not.
+
+    Described mixers compute in closed form if the results are right, and level by level otherwise.
+    """
     kind = stock.model.config.model_type
     try:
-        facts, expected = _find_recurrences(stock, facts)
-        check = _RecurrenceCheck(stock, facts, expected)
+        facts, expected = _expected_logits(stock, facts)
+        if described := described_mixers(stock.model, facts.state_shapes):
+            check = _RecurrenceCheck(stock, _with_mixers(stock, facts, described), expected)
+            if check.passes():
+                return check.facts
+        check = _RecurrenceCheck(stock, _with_mixers(stock, facts, {}), expected)
         distance = check.distance()
     except AttentionInMixerError as error:
         raise refusal(kind, f"has layers that cannot be computed over a tree: {error}") from error
@@ -45,7 +54,7 @@ def prove_recurrent_trees(stock: StockModel, facts: ModelFacts) -> ModelFacts:
         raise refusal(kind, f"fails on a small tree ({error_reason(error)})") from error
     if not distance <= check.tolerance:
         raise refusal(kind, f"computes a tree wrongly after a recurrence (its logits are off by {distance:.2g} sigma)")
-    return replace(facts, continues=check.continues())
+    return check.facts
 
 
 class Expected(NamedTuple):
@@ -57,22 +66,22 @@ class Expected(NamedTuple):
     """Logits after the context and the root, read in one pass."""
 
 
-def _find_recurrences(stock: StockModel, facts: ModelFacts) -> tuple[ModelFacts, Expected]:
-    """Return the facts with recurrent layers and cache shapes, and the expected logits."""
+def _with_mixers(stock: StockModel, facts: ModelFacts, described: Mapping[int, MixerParts[Module]]) -> ModelFacts:
+    """Return the facts with recurrent layers: the described ones, and those found by observing a pass."""
+    layers, others = {shape.name.layer for shape in facts.state_shapes}, list[Mixer]()
+    if layers - described.keys():
+        context, _, _ = _small_tree(stock)
+        mixers = find_mixers(stock.model, stock.config, lambda cache: _plain(stock, [context[:-1]], cache))
+        others = [mixer for mixer in mixers if mixer.layer not in described]
+    return replace(facts, recurrent=RecurrentLayers(stock.model, stock.device, described, others))
+
+
+def _expected_logits(stock: StockModel, facts: ModelFacts) -> tuple[ModelFacts, Expected]:
+    """Return the facts with the shapes of the cache, and the expected logits."""
     context, _, paths = _small_tree(stock)
     used = DynamicCache(config=stock.config)
-
-    def run(cache: DynamicCache) -> None:
-        nonlocal used
-        used = cache
-        _plain(stock, [context[:-1]], cache)
-
-    mixers = find_mixers(stock.model, stock.config, run)
-    recurrent = RecurrentLayers(stock.model, mixers, stock.device)
-    recurrent.use_closed_forms()
-    facts = replace(
-        facts, shapes=tuple(layer_shapes(used)), state_shapes=tuple(state_shapes(used)), recurrent=recurrent
-    )
+    _plain(stock, [context[:-1]], used)
+    facts = replace(facts, shapes=tuple(layer_shapes(used)), state_shapes=tuple(state_shapes(used)))
     each: Any = torch.zeros(PATHS, dtype=torch.int64, device=stock.device)
     used.reorder_cache(each)
     steps = [[context[-1]] * PATHS, *zip(*paths, strict=True)]
@@ -112,27 +121,21 @@ class _RecurrenceCheck:
         self._engine = BackendEngine([], TreePasses(stock, facts), stock.log)
         self.tolerance = max(tolerance_of(stock.dtype, strict=True), 2 * (facts.rounding or 0))
 
+    @property
+    def facts(self) -> ModelFacts:
+        """The facts, with whether passes continue from the states of earlier passes."""
+        return replace(self._facts, continues=self._continues())
+
+    def passes(self) -> bool:
+        """Return True if the logits for the small tree are within the tolerance."""
+        try:
+            return self.distance() <= self.tolerance
+        except (torch.OutOfMemoryError, KeyboardInterrupt):
+            raise
+        except Exception:  # modules that are called in another way
+            return False
+
     def distance(self) -> float:
-        """Return the largest distance between actual and expected logits for the small tree.
-
-        Keep using closed forms if their distance is within the tolerance, otherwise run mixers level by level from now
-        on.
-        """
-        recurrent = self._facts.recurrent
-        assert recurrent
-        if recurrent.has_closed_forms:
-            try:
-                distance = self._distance_of_tree()
-                if distance <= self.tolerance:
-                    return distance
-            except (torch.OutOfMemoryError, KeyboardInterrupt):
-                raise
-            except Exception:  # code that calls the replaced functions in another way
-                pass
-            recurrent.use_levels()
-        return self._distance_of_tree()
-
-    def _distance_of_tree(self) -> float:
         """Return the largest distance, over the small tree and a second pass after a commit."""
         (context, tree, paths), expected = _small_tree(self._stock), self._expected.of_rows
         # The first node of the second path is accepted, so that positions move and states advance.
@@ -146,7 +149,7 @@ class _RecurrenceCheck:
     def _between(self, actual: torch.Tensor, expected: torch.Tensor) -> float:
         return between(self._stock, self._facts, actual, expected)
 
-    def continues(self) -> bool:
+    def _continues(self) -> bool:
         """Return True if a pass over several tokens continues correctly from the states of earlier passes.
 
         Reading the last token separately must also give the logits of a single pass over the context, since the layers

@@ -37,7 +37,15 @@ from hdtool.runtime.kernels.linear import format_of
 from hdtool.runtime.kernels.packed_matrix import PackedMatrix
 from hdtool.runtime.kernels.vector_code import ITEM_SIZE
 from hdtool.runtime.program.embedding_and_head import EmbeddingAndHead, rotary_kinds, rotary_of
-from hdtool.runtime.program.mixer_parts import DELTA_RULE, MAMBA2, SHORT_CONVOLUTION, MixerParts, Router, router_of
+from hdtool.runtime.program.mixer_parts import (
+    DELTA_RULE,
+    MAMBA2,
+    SHORT_CONVOLUTION,
+    UNLIMITED,
+    MixerParts,
+    Router,
+    router_of,
+)
 
 if TYPE_CHECKING:
     from torch.nn import Module
@@ -56,6 +64,11 @@ MIXER_NUMBERS = {
     DELTA_RULE: layers.DELTA_RULE,
     MAMBA2: layers.MAMBA2,
 }
+
+
+def _is_compiled(mixer: MixerParts[Any]) -> bool:
+    """Return True if compiled code computes a mixer of this kind, with these time steps."""
+    return mixer.kind in MIXER_NUMBERS and mixer.step_limit[1] == UNLIMITED[1]
 
 
 class MixerTable:
@@ -91,7 +104,7 @@ class MixerTable:
     @property
     def bounds_steps(self) -> bool:
         """True if time steps have a lower bound, so that Transformers computes prompts differently from answers."""
-        return any(mixer.min_step for mixer in self._mixers.values())
+        return any(mixer.step_limit[0] for mixer in self._mixers.values())
 
     def fits(self, states: States) -> bool:
         """Return True if ``states`` are exactly the states of these mixers, in the layout that compiled code reads."""
@@ -103,8 +116,10 @@ class MixerTable:
                 head_shape = head_shape if mixer.kind == DELTA_RULE else head_shape[::-1]
                 expected[StateName(number, RECURRENT, 0)] = mixer.heads, *head_shape
         actual = {name: tuple(tensor.shape[1:]) for name, tensor in states.tensors.items()}
-        return actual == expected and all(
-            tensor.dtype == torch.float32 and tensor[0].is_contiguous() for tensor in states.tensors.values()
+        return (
+            all(map(_is_compiled, self._mixers.values()))
+            and actual == expected
+            and all(tensor.dtype == torch.float32 and tensor[0].is_contiguous() for tensor in states.tensors.values())
         )
 
     def fill_layers(self, table: Record) -> None:
@@ -115,7 +130,7 @@ class MixerTable:
             row.taps, row.columns, row.channels = mixer.taps, mixer.taps, mixer.channels
             row.conv_weight = self._taps[number].data_ptr()
             row.conv_bias = 0 if convolution.bias is None else convolution.bias.data_ptr()
-            row.strength, row.min_step = mixer.strength, mixer.min_step
+            row.strength, row.min_step = mixer.strength, mixer.step_limit[0]
             row.gates_after_norm = mixer.gates_after_norm
             row.key_heads, row.state_heads = mixer.key_heads, mixer.heads
             row.key_width, row.value_width = mixer.key_width, mixer.value_width

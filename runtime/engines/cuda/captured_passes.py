@@ -34,7 +34,7 @@ from hdtool.runtime.model.placement import not_on_one_device_reason
 
 if TYPE_CHECKING:
     from hdtool.runtime.engines.capture import Capture
-    from hdtool.runtime.engines.stock.closed_forms import StackedStates
+    from hdtool.runtime.engines.reference.recurrences import StackedStates
     from hdtool.runtime.engines.stock.facts import ModelFacts
     from hdtool.runtime.engines.stock.recurrent_layers import RecurrentLayers
     from hdtool.runtime.engines.stock.stock_model import StockModel
@@ -74,20 +74,20 @@ class LibraryPass:
         options: dict[str, Any] = {"attention_mask": masks, "use_cache": True, "return_dict": True}
         if stock.takes_positions:
             options["position_ids"] = step.positions
-        with self._over(step, storage, cache) as states:
+        with self._over(step, storage) as states:
             logits: torch.Tensor = stock.model(input_ids=step.tokens, **options, **{stock.cache_name: cache}).logits
         hidden = stock.hidden.last_pass if stock.hidden.is_watched else None
         return StepOutput(logits.flatten(0, 1), hidden, states() if states else None)
 
     def _over(
-        self, step: StepTensors, storage: KVTensors, cache: IndexedKVCache
+        self, step: StepTensors, storage: KVTensors
     ) -> AbstractContextManager[Callable[[], StackedStates] | None]:
         """Return a context manager that makes recurrent layers process the step's trees instead of sequences.
 
         It yields a function that returns the states after the pass; for a model without states, it yields None.
         """
         recurrent = self._recurrent
-        return recurrent.over_step(step, storage.states, cache) if recurrent and storage.states else nullcontext()
+        return recurrent.over_step(step, storage.states) if recurrent and storage.states else nullcontext()
 
 
 def library_passes(stock: StockModel, facts: ModelFacts) -> Iterator[LibraryPass]:

@@ -32,7 +32,7 @@ def fuse(stock: StockModel, facts: ModelFacts) -> ProgramPass | None:
 
     The weights of matmuls that read the same input become views of one merged tensor, where possible.
     """
-    if stock.dtype not in DTYPES or (facts.recurrent and not facts.recurrent.can_be_captured):
+    if stock.dtype not in DTYPES:
         return None
     kind: Kind[Module] = Kind(_has_shape, partial(_is_plain, stock), partial(_is_embedding, stock), families=DESCRIBED)
     parts, windows = model_parts(stock.model, kind), windows_of_layers(stock.config, stock.windows)
@@ -42,7 +42,7 @@ def fuse(stock: StockModel, facts: ModelFacts) -> ProgramPass | None:
         return None
     if not fits_cache(parts, facts.shapes) or parts.placeholders or _widens(parts, stock.dtype):
         return None
-    return ProgramPass(parts, windows, operations_of(stock), stock.hidden, facts.recurrent, merging(stock.model))
+    return ProgramPass(parts, windows, operations_of(stock), stock.hidden, merging(stock.model))
 
 
 def _widens(parts: ModelParts[Module], dtype: torch.dtype) -> bool:
@@ -79,9 +79,9 @@ def _called_by_pass(parts: ModelParts[Module]) -> Iterator[Module]:
     yield from (*parts.matmuls, parts.embedding, *filter(None, [parts.rotary]))
     for layer in parts.layers:
         mixture, inputs = layer.added_mixture, layer.inputs
-        mixer = layer.mixer.module if layer.mixer else None
+        mixer = layer.mixer.called if layer.mixer else ()
         activation = None if parts.family.gates_mlp else layer.activation_module
-        called = layer.experts, layer.value_norm, mixer, activation, inputs.activation_module if inputs else None
+        called = layer.experts, layer.value_norm, *mixer, activation, inputs.activation_module if inputs else None
         yield from filter(None, called)
         yield from (mixture.router, mixture.experts, *mixture.norms) if mixture else ()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
@@ -11,21 +11,23 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch.nn import Module
 
-from hdtool.runtime.caches.library_views import IndexedKVCache
 from hdtool.runtime.engines.reference.latent_attention import LatentPlan
+from hdtool.runtime.engines.reference.mixers import mix
 from hdtool.runtime.engines.reference.operations import HeadLayout, HeadNorms, KeysAndValues, Norm, Operations, Residual
+from hdtool.runtime.engines.reference.recurrences import MixerStates, StackedStates
+from hdtool.runtime.engines.reference.tree_indices import DeviceIndices
 from hdtool.runtime.engines.steps import StepOutput
 from hdtool.runtime.model.families import HiddenStates
-from hdtool.runtime.model.transformers_internals import cache_name, experts_on_device
+from hdtool.runtime.model.transformers_internals import experts_on_device
 from hdtool.runtime.program.embedding_and_head import EmbeddingAndHead, InputParts, Rotary, rotary_kinds, rotary_of
 from hdtool.runtime.program.hybrid_families import MixtureParts
 from hdtool.runtime.program.latent_parts import LatentParts
+from hdtool.runtime.program.mixer_parts import MixerParts
 from hdtool.runtime.program.model_families import Family
 from hdtool.runtime.program.model_parts import LayerParts, ModelParts
 
 if TYPE_CHECKING:
     from hdtool.runtime.caches.kv_cache import KVTensors
-    from hdtool.runtime.engines.stock.recurrent_layers import RecurrentLayers
     from hdtool.runtime.model.pass_inputs import AttentionWindow, StepTensors
 
 Matmul = Callable[[torch.Tensor], torch.Tensor]
@@ -91,28 +93,13 @@ class AttentionPlan:
 
 
 @dataclass(frozen=True)
-class MixerPlan:
-    """A mixer in place of attention or besides it. Transformers' module computes it, over trees."""
-
-    module: Any
-    cache_name: str
-    """Name of the module's argument for the cache."""
-    factor: float
-    """Scales the output."""
-
-    def __call__(self, rows: torch.Tensor, slots: int, cache: IndexedKVCache | None) -> torch.Tensor:
-        hidden = rows.view(slots, -1, rows.shape[-1])
-        mixed = self.module(hidden_states=hidden, attention_mask=None, **{self.cache_name: cache})
-        outputs: torch.Tensor = mixed[0] if isinstance(mixed, tuple) else mixed
-        return (outputs if self.factor == 1.0 else outputs * self.factor).view(rows.shape)
-
-
-@dataclass(frozen=True)
 class LayerPlan:
     """The parts of one layer, in the order in which a pass computes them."""
 
     attention: AttentionPlan | LatentPlan | None
-    mixer: MixerPlan | None
+    mixer: MixerParts[Module] | None
+    mixer_factor: float
+    """Scales the mixer's output."""
     middle: Residual
     """Residual between attention and the MLP; without an MLP, before what the next layer or the output layer reads."""
     feed: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None
@@ -142,11 +129,10 @@ class ProgramPass:
         windows: list[AttentionWindow],
         operations: Operations,
         hidden: HiddenStates,
-        recurrent: RecurrentLayers | None = None,
         join: Join = join_outputs,
     ) -> None:
         self._parts, self._operations, self._hidden = parts, operations, hidden
-        self._recurrent, self._join = recurrent, join
+        self._join = join
         self._ends = EmbeddingAndHead.of(parts)
         self.reads_extent = operations.reads_extent
         norm = Norm.of(parts.norm, parts.epsilon, parts.family.norm)
@@ -192,7 +178,8 @@ class ProgramPass:
         is_changed = layer.inputs is not None or layer.factor is not None
         return LayerPlan(
             attention,
-            _mixer_plan(layer.mixer.module, factors.get("mixer_out", 1.0)) if layer.mixer else None,
+            layer.mixer,
+            factors.get("mixer_out", 1.0),
             Residual(after_attention, before_mlp if layer.feeds else next_norm, multiplier),
             self._feed_of(layer) if layer.feeds else None,
             family.is_parallel,
@@ -280,17 +267,15 @@ class ProgramPass:
         return mixed.view(rows.shape)
 
     def run(self, step: StepTensors, storage: KVTensors, extent: int) -> StepOutput:
-        with ExitStack() as contexts:
-            if self._has_experts:
-                contexts.enter_context(experts_on_device(self._parts.model))
-            if not self._recurrent or not storage.states:
-                return self._run(step, storage, None, extent)
-            indices = step.length[:, None] + torch.arange(step.tokens.shape[1], device=step.length.device)
-            cache = IndexedKVCache(storage, indices, extent or storage.capacity)
-            states = contexts.enter_context(self._recurrent.over_step(step, storage.states, cache))
-            return self._run(step, storage, cache, extent)._replace(states=states())
+        with experts_on_device(self._parts.model) if self._has_experts else nullcontext():
+            if storage.states is None:
+                return self._run(step, storage, {}, extent)
+            states, indices = storage.states.part(0, len(step.tokens)), DeviceIndices(step)
+            mixers = {layer: MixerStates(before, indices) for layer, before in states.by_layer.items()}
+            output = self._run(step, storage, mixers, extent)
+            return output._replace(states=StackedStates(list(mixers.values()), states))
 
-    def _run(self, step: StepTensors, storage: KVTensors, cache: IndexedKVCache | None, extent: int) -> StepOutput:
+    def _run(self, step: StepTensors, storage: KVTensors, mixers: dict[int, MixerStates], extent: int) -> StepOutput:
         operations, parts = self._operations, self._parts
         self._slots = len(step.tokens)
         operations.begin(step, extent)
@@ -302,7 +287,7 @@ class ProgramPass:
         normed = operations.add_norm(hidden, None, self._begin)
         watched: dict[int, torch.Tensor] = {}
         for number, layer in enumerate(self._layers):
-            mixed, between = self._mixed_tokens(layer, normed, rotary, storage, cache), normed
+            mixed, between = self._mixed_tokens(number, normed, rotary, storage, mixers), normed
             if mixed is not None:
                 between = operations.add_norm(hidden, mixed, layer.middle)
             if layer.feed:
@@ -322,14 +307,17 @@ class ProgramPass:
 
     def _mixed_tokens(
         self,
-        layer: LayerPlan,
+        number: int,
         rows: torch.Tensor,
         rotary: dict[str | None, Rotary | None],
         storage: KVTensors,
-        cache: IndexedKVCache | None,
+        mixers: dict[int, MixerStates],
     ) -> torch.Tensor | None:
         """Return the sum of what a layer's mixer and attention compute, None if it has neither."""
-        mixed = layer.mixer(rows, self._slots, cache) if layer.mixer else None
+        layer, mixed = self._layers[number], None
+        if layer.mixer:
+            mixed = mix(layer.mixer, rows.view(self._slots, -1, rows.shape[-1]), mixers[number]).view(rows.shape)
+            mixed = mixed if layer.mixer_factor == 1.0 else mixed * layer.mixer_factor
         if layer.attention is None:
             return mixed
         plan = layer.attention
@@ -364,12 +352,6 @@ class ProgramPass:
 
 def _norm_of(module: Module | None, epsilon: float, family: Family) -> Norm | None:
     return None if module is None else Norm.of(module, epsilon, family.norm)
-
-
-def _mixer_plan(module: Module, factor: float) -> MixerPlan:
-    name = cache_name(module)
-    assert name, "a mixer has an argument for the cache"
-    return MixerPlan(module, name, factor)
 
 
 def _fed_with_mixture(

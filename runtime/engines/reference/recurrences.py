@@ -1,0 +1,223 @@
+"""Computes short convolutions and recurrences over all rows of draft trees at once, in closed form.
+
+In a chunked recurrence, each token of a chunk reads the tokens before it. Over a tree, each row reads its ancestors
+instead, with the decay in between. Rows follow their parents, so the system to solve is triangular as for a chunk. No
+state is computed for each row: only committing a path updates the states.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.nn import Conv1d
+from torch.nn.functional import silu
+
+from hdtool.runtime.caches.states import CONV, RECURRENT, Names, StateName, States
+from hdtool.runtime.engines.reference.tree_indices import TreeIndices
+
+
+class DeltaRows(NamedTuple):
+    """Updates that a tree's rows make to the state of a gated delta rule; a leading dimension may stack layers."""
+
+    keys: torch.Tensor
+    """Shape ``[..., slots, heads, rows, width]``."""
+    values: torch.Tensor
+    """Value that each row adds for its key, shape ``[..., slots, heads, rows, width]``."""
+    decay: torch.Tensor
+    """Logarithm of the decay from the state to each row, shape ``[..., slots, heads, rows, width or 1]``."""
+
+    def write(self, slot: int, rows: Any, state: torch.Tensor) -> None:
+        """Update a state ``[..., heads, ...]`` in place to the state after ``rows``, a path in a slot's tree."""
+        keys, values, decay = (tensor.select(-4, slot)[..., rows, :] for tensor in self)
+        written = keys * (decay[..., -1:, :] - decay).exp()
+        _decay_and_add(state, decay[..., -1, :].exp()[..., None], written, values)
+
+
+class ScanRows(NamedTuple):
+    """Updates that a tree's rows make to the state of a Mamba-2 scan; a leading dimension may stack layers."""
+
+    inputs: torch.Tensor
+    """Shape ``[..., slots, heads, rows, width]``."""
+    keys: torch.Tensor
+    """Shape ``[..., slots, groups, rows, states]``."""
+    decay: torch.Tensor
+    """Logarithm of the decay from the state to each row, shape ``[..., slots, heads, rows, 1]``."""
+
+    def write(self, slot: int, rows: Any, state: torch.Tensor) -> None:
+        inputs, keys, decay = (tensor.select(-4, slot)[..., rows, :] for tensor in self)
+        written = inputs * (decay[..., -1:, :] - decay).exp()
+        keys = keys.repeat_interleave(inputs.shape[-3] // keys.shape[-3], -3)
+        _decay_and_add(state, decay[..., -1, :].exp()[..., None], written, keys)
+
+
+def _decay_and_add(state: torch.Tensor, decay: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
+    """In place, multiply a state by its decay and add each row's outer product of ``left`` and ``right``."""
+    left = left.transpose(-1, -2)
+    if state.dim() == 3 and state.dtype == left.dtype:
+        state.mul_(decay).baddbmm_(left, right)  # allocates no temporary of the state's size
+    else:
+        state.copy_(torch.addcmul(left @ right, state.float(), decay))
+
+
+def convolve(
+    indices: TreeIndices, columns: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *, activates: bool
+) -> torch.Tensor:
+    """Apply a short convolution to ``columns``, and SiLU if it ``activates``; return ``[slots, channels, rows]``.
+
+    ``columns`` are those of the state, followed by those of the rows.
+    """
+    slots, channels, width = columns.shape
+    rows = indices.rows
+    window = indices.window(width - rows, weight.shape[-1])
+    places = window.flatten(1)[:, None].expand(-1, channels, -1)
+    read = columns.gather(2, places).view(slots, channels, rows, -1)
+    out = (read.float() * weight.float()[:, None]).sum(-1)
+    if bias is not None:
+        out = out + bias.float()[:, None]
+    out = out.to(weight.dtype)
+    return (silu(out) if activates else out).to(columns.dtype)
+
+
+def delta_rule(
+    indices: TreeIndices,
+    state: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+) -> tuple[torch.Tensor, DeltaRows]:
+    """Apply the gated delta rule; return its output ``[slots, rows, heads, width]`` and the rows' state updates.
+
+    Queries and keys are normalized. ``g`` is the logarithm of the decay per head, or per key channel (Kimi's delta
+    attention).
+    """
+    dtype, groups = query.dtype, value.shape[2] // key.shape[2]
+    q, k, v, gate, strength = (tensor.transpose(1, 2).float() for tensor in (query, key, value, g, beta))
+    q, k = (tensor * (tensor.square().sum(-1, keepdim=True) + 1e-6).rsqrt() for tensor in (q, k))
+    q = q * q.shape[-1] ** -0.5
+    if groups > 1:
+        q, k = q.repeat_interleave(groups, 1), k.repeat_interleave(groups, 1)
+    per_channel = gate.dim() == 4
+    total = indices.sums[:, None] @ (gate if per_channel else gate[..., None])
+    strong = k * strength[..., None]
+    if per_channel:
+        between = (total[:, :, :, None] - total[:, :, None]).masked_fill(indices.hidden[..., None], -torch.inf).exp()
+        weighted = between * k[:, :, None]
+        system, scores = (torch.einsum("bhic,bhijc->bhij", tensor, weighted) for tensor in (strong, q))
+    else:
+        between = (total - total.transpose(2, 3)).masked_fill(indices.hidden, -torch.inf).exp()
+        system, scores = ((tensor @ k.transpose(2, 3)) * between for tensor in (strong, q))
+    since = total.exp()
+    held, read = (torch.cat([strong * since, q * since], 2) @ state.float()).split(q.shape[2], 2)
+    right = v * strength[..., None] - held
+    written = right
+    if indices.rows > 1:
+        written = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
+    out = (read + scores @ written).transpose(1, 2).contiguous().to(dtype)
+    return out, DeltaRows(k, written, total)
+
+
+def scan(
+    indices: TreeIndices,
+    state: torch.Tensor,
+    hidden: torch.Tensor,
+    dt: torch.Tensor,
+    decay_rate: torch.Tensor,
+    keys: torch.Tensor,
+    queries: torch.Tensor,
+    skip: torch.Tensor,
+) -> tuple[torch.Tensor, ScanRows]:
+    """Apply the Mamba-2 scan; return its output ``[slots, rows, heads, width]`` and the rows' state updates."""
+    heads, groups = hidden.shape[2], keys.shape[2]
+    x = hidden.transpose(1, 2).float()
+    step = dt.transpose(1, 2).float()
+    b, c = (tensor.transpose(1, 2).float() for tensor in (keys, queries))
+    total = indices.sums[:, None] @ (step * decay_rate.float()[:, None])[..., None]
+    between = (total - total.transpose(2, 3)).masked_fill(indices.hidden, -torch.inf).exp()
+    scores = (c @ b.transpose(2, 3)).repeat_interleave(heads // groups, 1) * between
+    written = x * step[..., None]
+    of_heads = c.repeat_interleave(heads // groups, 1) * total.exp()
+    out = scores @ written + of_heads @ state.float().transpose(2, 3) + skip.float()[:, None, None] * x
+    out = out.transpose(1, 2).to(hidden.dtype, memory_format=torch.contiguous_format)
+    return out, ScanRows(written, b, total)
+
+
+def last_columns(columns: torch.Tensor, slot: int, rows: Sequence[int], before: int) -> torch.Tensor:
+    """Return a convolution's state after a path of rows: the last ``before`` columns, ``[..., channels, before]``."""
+    chosen = [*range(before), *(before + row for row in rows)]
+    return columns.select(-3, slot)[..., index_of(chosen[-before:], columns.device)]
+
+
+def index_of(places: Sequence[int], device: torch.device) -> Any:
+    """Return indices in a form that can index a tensor on ``device``; copying them to a GPU doesn't block."""
+    if device.type != "cuda":
+        return list(places)
+    host = torch.zeros(len(places), dtype=torch.int64, pin_memory=True)
+    host.numpy()[:] = places
+    return host.to(device, non_blocking=True)
+
+
+class MixerStates:
+    """The states of one mixer before a pass, and the updates that the rows of the pass's trees make to them."""
+
+    def __init__(self, before: dict[StateName, torch.Tensor], indices: TreeIndices) -> None:
+        self._before, self._indices = before, indices
+        self._names = {name.kind: name for name in before}
+        self.columns: dict[StateName, torch.Tensor] = {}
+        """Columns that the convolution read: those of its state, followed by those of the rows."""
+        self.rows: dict[StateName, DeltaRows | ScanRows] = {}
+
+    def convolve(self, inputs: torch.Tensor, convolution: Conv1d, *, activates: bool) -> torch.Tensor:
+        """Apply a short convolution to ``inputs``, and SiLU if it ``activates``; both ``[slots, channels, rows]``."""
+        name = self._names[CONV]
+        state = self._before[name]
+        columns = self.columns[name] = torch.cat([state, inputs.to(state.dtype)], -1)
+        return convolve(self._indices, columns, convolution.weight.squeeze(1), convolution.bias, activates=activates)
+
+    def delta_rule(self, *inputs: torch.Tensor) -> torch.Tensor:
+        """Apply the gated delta rule to queries, keys, values, decays and write strengths."""
+        name = self._names[RECURRENT]
+        output, self.rows[name] = delta_rule(self._indices, self._before[name], *inputs)
+        return output
+
+    def scan(self, *inputs: torch.Tensor) -> torch.Tensor:
+        """Apply the Mamba-2 scan to hidden states, time steps, decay rates, keys, queries and skip weights."""
+        name = self._names[RECURRENT]
+        output, self.rows[name] = scan(self._indices, self._before[name], *inputs)
+        return output
+
+    def commit(self, slot: int, rows: Sequence[int], states: States) -> None:
+        for name, columns in self.columns.items():
+            into = states.tensors[name][0]
+            into.copy_(last_columns(columns, slot, rows, into.shape[-1]))
+        for name, written in self.rows.items():
+            written.write(slot, list(rows), states.tensors[name][0])
+
+
+class StackedStates:
+    """State updates stacked over all layers with equal state shapes, so that a GPU runs few, large operations."""
+
+    def __init__(self, layers: Sequence[MixerStates], states: States) -> None:
+        columns = {name: tensors for layer in layers for name, tensors in layer.columns.items()}
+        rows = {name: tensors for layer in layers for name, tensors in layer.rows.items()}
+        self._columns = {
+            names: torch.stack([columns[name] for name in names]) for names in states.stacks if names[0] in columns
+        }
+        self._rows: dict[Names, DeltaRows | ScanRows] = {
+            names: type(rows[names[0]])(*map(torch.stack, zip(*(rows[name] for name in names), strict=True)))
+            for names in states.stacks
+            if names[0] in rows
+        }
+
+    @torch.inference_mode()
+    def commit(self, slot: int, rows: Sequence[int], states: States) -> None:
+        for names, columns in self._columns.items():
+            into = states.stacks[names][:, 0]
+            into.copy_(last_columns(columns, slot, rows, into.shape[-1]))
+        if self._rows:
+            index = index_of(rows, next(iter(self._rows.values())).decay.device)
+            for names, written in self._rows.items():
+                written.write(slot, index, states.stacks[names][:, 0])
