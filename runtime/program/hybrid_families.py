@@ -237,6 +237,7 @@ HYBRID_FAMILIES: Mapping[str, Family] = {
             has_sigmoids=True,
             correction="gate.e_score_correction_bias",
             sum_offset=1e-20,
+            identities=("fc1_latent_proj", "fc2_latent_proj"),
         ),
         attributes=frozenset({"block_type"}),
         settings=STATE_SETTINGS

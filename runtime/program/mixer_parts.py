@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
@@ -319,6 +319,8 @@ class ExpertKind:
     """Default of the router's ``norm_topk_prob``: routing weights of the chosen experts are divided by their sum."""
     group_top: int = 2
     """Number of best experts in a group whose summed scores rank the group."""
+    identities: Collection[str] = ()
+    """Names of modules that are supported only if each is an ``Identity``."""
 
 
 @dataclass(frozen=True)
@@ -365,7 +367,11 @@ def router_of(block: Any, kind: ExpertKind) -> Router | None:
         return None
     checked = (block, *(module for name, module in block.named_modules() if name.split(".")[0] == kind.gate))
     known_names = {kind.gate, "experts", *filter(None, [kind.shared, kind.shared_gate])}
-    present = {name for name, module in block._modules.items() if module is not None and type(module) is not Identity}
+    present = {
+        name
+        for name, module in block._modules.items()
+        if module is not None and not (name in kind.identities and type(module) is Identity)
+    }
     if not {kind.gate, "experts"} <= present <= known_names or any("forward" in vars(module) for module in checked):
         return None
     if not _knows(block, BLOCK_ATTRIBUTES | {kind.shared}) or not _knows(gate, ROUTER_ATTRIBUTES):
