@@ -43,7 +43,7 @@ def prove_recurrent_trees(stock: StockModel, facts: ModelFacts) -> ModelFacts:
         if described := described_mixers(stock.model, facts.state_shapes):
             check = _RecurrenceCheck(stock, _with_mixers(stock, facts, described), expected)
             if check.passes():
-                return check.facts
+                return check.complete_facts()
         check = _RecurrenceCheck(stock, _with_mixers(stock, facts, {}), expected)
         distance = check.distance()
     except AttentionInMixerError as error:
@@ -54,7 +54,7 @@ def prove_recurrent_trees(stock: StockModel, facts: ModelFacts) -> ModelFacts:
         raise refusal(kind, f"fails on a small tree ({error_reason(error)})") from error
     if not distance <= check.tolerance:
         raise refusal(kind, f"computes a tree wrongly after a recurrence (its logits are off by {distance:.2g} sigma)")
-    return check.facts
+    return check.complete_facts()
 
 
 class Expected(NamedTuple):
@@ -121,9 +121,8 @@ class _RecurrenceCheck:
         self._engine = BackendEngine([], TreePasses(stock, facts), stock.log)
         self.tolerance = max(tolerance_of(stock.dtype, strict=True), 2 * (facts.rounding or 0))
 
-    @property
-    def facts(self) -> ModelFacts:
-        """The facts, with whether passes continue from the states of earlier passes."""
+    def complete_facts(self) -> ModelFacts:
+        """Return the facts, with whether passes continue from the states of earlier passes."""
         return replace(self._facts, continues=self._continues())
 
     def passes(self) -> bool:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn.functional import silu, softplus
 
-from hdtool.runtime.engines.reference.recurrences import MixerStates
+from hdtool.runtime.engines.reference.recurrences import MixerStates, delta_rule, scan
 from hdtool.runtime.program.mixer_parts import DELTA_ATTENTION, DELTA_RULE, MAMBA2, SHORT_CONVOLUTION, MixerParts
 
 
@@ -41,7 +41,8 @@ def _delta_rule(parts: MixerParts[Any], hidden: torch.Tensor, states: MixerState
     keys, values = parts.key_heads * parts.key_width, parts.heads * parts.value_width
     query, key, value = convolved.split([keys, keys, values], -1)
     strength = inputs.strength.sigmoid()
-    output = states.delta_rule(
+    output = states.recur(
+        delta_rule,
         query.unflatten(-1, (parts.key_heads, -1)),
         key.unflatten(-1, (parts.key_heads, -1)),
         value.unflatten(-1, (parts.heads, -1)),
@@ -93,7 +94,8 @@ def _mamba2(parts: MixerParts[Any], hidden: torch.Tensor, states: MixerStates) -
     convolved = states.convolve(inputs.transpose(1, 2), parts.convolution, activates=True).transpose(1, 2)
     value, key, query = convolved.split([values, keys, keys], -1)
     parameters = parts.parameters
-    output = states.scan(
+    output = states.recur(
+        scan,
         value.unflatten(-1, (parts.heads, -1)),
         softplus(step + parameters["dt_bias"].to(step.dtype)),  # decoding doesn't limit it
         -parameters["A_log"].float().exp(),

@@ -7,7 +7,7 @@ state is computed for each row: only committing a path updates the states.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +16,19 @@ from torch.nn.functional import silu
 
 from hdtool.runtime.caches.states import CONV, RECURRENT, Names, StateName, States
 from hdtool.runtime.engines.reference.tree_indices import TreeIndices
+
+
+class Columns(NamedTuple):
+    """What a convolution read; a leading dimension may stack layers."""
+
+    columns: torch.Tensor
+    """Columns of the state, followed by those of the rows, shape ``[..., slots, channels, columns]``."""
+
+    def write(self, slot: int, rows: Sequence[int], state: torch.Tensor) -> None:
+        """Update a state ``[..., channels, columns]`` in place to that after ``rows``, a path in a slot's tree."""
+        before = state.shape[-1]
+        last = [*range(before), *(before + row for row in rows)][-before:]
+        state.copy_(self.columns.select(-3, slot)[..., index_of(last, state.device)])
 
 
 class DeltaRows(NamedTuple):
@@ -28,9 +41,10 @@ class DeltaRows(NamedTuple):
     decay: torch.Tensor
     """Logarithm of the decay from the state to each row, shape ``[..., slots, heads, rows, width or 1]``."""
 
-    def write(self, slot: int, rows: Any, state: torch.Tensor) -> None:
+    def write(self, slot: int, rows: Sequence[int], state: torch.Tensor) -> None:
         """Update a state ``[..., heads, ...]`` in place to the state after ``rows``, a path in a slot's tree."""
-        keys, values, decay = (tensor.select(-4, slot)[..., rows, :] for tensor in self)
+        index = index_of(rows, state.device)
+        keys, values, decay = (tensor.select(-4, slot)[..., index, :] for tensor in self)
         written = keys * (decay[..., -1:, :] - decay).exp()
         _decay_and_add(state, decay[..., -1, :].exp()[..., None], written, values)
 
@@ -45,8 +59,9 @@ class ScanRows(NamedTuple):
     decay: torch.Tensor
     """Logarithm of the decay from the state to each row, shape ``[..., slots, heads, rows, 1]``."""
 
-    def write(self, slot: int, rows: Any, state: torch.Tensor) -> None:
-        inputs, keys, decay = (tensor.select(-4, slot)[..., rows, :] for tensor in self)
+    def write(self, slot: int, rows: Sequence[int], state: torch.Tensor) -> None:
+        index = index_of(rows, state.device)
+        inputs, keys, decay = (tensor.select(-4, slot)[..., index, :] for tensor in self)
         written = inputs * (decay[..., -1:, :] - decay).exp()
         keys = keys.repeat_interleave(inputs.shape[-3] // keys.shape[-3], -3)
         _decay_and_add(state, decay[..., -1, :].exp()[..., None], written, keys)
@@ -145,12 +160,6 @@ def scan(
     return out, ScanRows(written, b, total)
 
 
-def last_columns(columns: torch.Tensor, slot: int, rows: Sequence[int], before: int) -> torch.Tensor:
-    """Return a convolution's state after a path of rows: the last ``before`` columns, ``[..., channels, before]``."""
-    chosen = [*range(before), *(before + row for row in rows)]
-    return columns.select(-3, slot)[..., index_of(chosen[-before:], columns.device)]
-
-
 def index_of(places: Sequence[int], device: torch.device) -> Any:
     """Return indices in a form that can index a tensor on ``device``; copying them to a GPU doesn't block."""
     if device.type != "cuda":
@@ -160,64 +169,46 @@ def index_of(places: Sequence[int], device: torch.device) -> Any:
     return host.to(device, non_blocking=True)
 
 
+Changes = Columns | DeltaRows | ScanRows
+Recurrence = Callable[..., tuple[torch.Tensor, Changes]]
+"""Returns its output, and what the rows change, from the trees' indices, a state and further inputs."""
+
+
 class MixerStates:
-    """The states of one mixer before a pass, and the updates that the rows of the pass's trees make to them."""
+    """The states of one mixer before a pass, and what the rows of the pass's trees change in them."""
 
     def __init__(self, before: dict[StateName, torch.Tensor], indices: TreeIndices) -> None:
-        self._before, self._indices = before, indices
-        self._names = {name.kind: name for name in before}
-        self.columns: dict[StateName, torch.Tensor] = {}
-        """Columns that the convolution read: those of its state, followed by those of the rows."""
-        self.rows: dict[StateName, DeltaRows | ScanRows] = {}
+        self._before, self._indices = {name.kind: (name, state) for name, state in before.items()}, indices
+        self.changes: dict[StateName, Changes] = {}
 
     def convolve(self, inputs: torch.Tensor, convolution: Conv1d, *, activates: bool) -> torch.Tensor:
         """Apply a short convolution to ``inputs``, and SiLU if it ``activates``; both ``[slots, channels, rows]``."""
-        name = self._names[CONV]
-        state = self._before[name]
-        columns = self.columns[name] = torch.cat([state, inputs.to(state.dtype)], -1)
+        name, state = self._before[CONV]
+        columns = torch.cat([state, inputs.to(state.dtype)], -1)
+        self.changes[name] = Columns(columns)
         return convolve(self._indices, columns, convolution.weight.squeeze(1), convolution.bias, activates=activates)
 
-    def delta_rule(self, *inputs: torch.Tensor) -> torch.Tensor:
-        """Apply the gated delta rule to queries, keys, values, decays and write strengths."""
-        name = self._names[RECURRENT]
-        output, self.rows[name] = delta_rule(self._indices, self._before[name], *inputs)
-        return output
-
-    def scan(self, *inputs: torch.Tensor) -> torch.Tensor:
-        """Apply the Mamba-2 scan to hidden states, time steps, decay rates, keys, queries and skip weights."""
-        name = self._names[RECURRENT]
-        output, self.rows[name] = scan(self._indices, self._before[name], *inputs)
+    def recur(self, recurrence: Recurrence, *inputs: torch.Tensor) -> torch.Tensor:
+        name, state = self._before[RECURRENT]
+        output, self.changes[name] = recurrence(self._indices, state, *inputs)
         return output
 
     def commit(self, slot: int, rows: Sequence[int], states: States) -> None:
-        for name, columns in self.columns.items():
-            into = states.tensors[name][0]
-            into.copy_(last_columns(columns, slot, rows, into.shape[-1]))
-        for name, written in self.rows.items():
-            written.write(slot, list(rows), states.tensors[name][0])
+        for name, change in self.changes.items():
+            change.write(slot, rows, states.tensors[name][0])
 
 
 class StackedStates:
-    """State updates stacked over all layers with equal state shapes, so that a GPU runs few, large operations."""
+    """What rows change in the states of all mixers, stacked by shape so that a GPU runs few, large operations."""
 
     def __init__(self, layers: Sequence[MixerStates], states: States) -> None:
-        columns = {name: tensors for layer in layers for name, tensors in layer.columns.items()}
-        rows = {name: tensors for layer in layers for name, tensors in layer.rows.items()}
-        self._columns = {
-            names: torch.stack([columns[name] for name in names]) for names in states.stacks if names[0] in columns
-        }
-        self._rows: dict[Names, DeltaRows | ScanRows] = {
-            names: type(rows[names[0]])(*map(torch.stack, zip(*(rows[name] for name in names), strict=True)))
+        changes = {name: change for layer in layers for name, change in layer.changes.items()}
+        self._changes: dict[Names, Changes] = {
+            names: type(changes[names[0]])(*map(torch.stack, zip(*(changes[name] for name in names), strict=True)))
             for names in states.stacks
-            if names[0] in rows
         }
 
     @torch.inference_mode()
     def commit(self, slot: int, rows: Sequence[int], states: States) -> None:
-        for names, columns in self._columns.items():
-            into = states.stacks[names][:, 0]
-            into.copy_(last_columns(columns, slot, rows, into.shape[-1]))
-        if self._rows:
-            index = index_of(rows, next(iter(self._rows.values())).decay.device)
-            for names, written in self._rows.items():
-                written.write(slot, index, states.stacks[names][:, 0])
+        for names, change in self._changes.items():
+            change.write(slot, rows, states.stacks[names][:, 0])
