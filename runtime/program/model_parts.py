@@ -218,7 +218,7 @@ class ModelParts(Generic[Matmul]):
 def model_parts(model: Any, kind: Kind[Matmul]) -> ModelParts[Matmul] | None:
     """Return the parts of a model, or None if the engine can't compute the model."""
     lists = [module for module in model.modules() if type(module) is ModuleList and len(module)]
-    candidates = [(modules, parts) for modules in lists if (parts := _layers_of(modules, kind))]
+    candidates = [(modules, parts) for modules in lists if (parts := layers_of(modules, kind))]
     if len(candidates) != 1:
         return None
     ((modules, layers),) = candidates
@@ -279,7 +279,7 @@ def _is_described(model: Module, decoder: Any, family: Family) -> bool:
     return is_known and not names and family.holds_for(model, decoder.config)
 
 
-def _layers_of(modules: ModuleList, kind: Kind[Matmul]) -> list[LayerParts[Matmul]]:
+def layers_of(modules: ModuleList, kind: Kind[Matmul]) -> list[LayerParts[Matmul]]:
     """Return the parts of each layer, or an empty list if any is unsupported or differs from the others in shape."""
     parts = [_layer_parts(layer, index, kind) for index, layer in enumerate(modules)]
     recognized = [part for part in parts if part is not None]

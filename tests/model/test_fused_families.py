@@ -270,7 +270,7 @@ def test_a_layer_takes_few_kernels(name: str, monkeypatch: pytest.MonkeyPatch) -
     counted = []
     for layers in (2, 1):
         launched: Counter[str] = Counter()
-        found._layers = found._layers[:layers]
+        found._layers._layers = found._layers._layers[:layers]
         storage = replace(cache.storage, layers=cache.storage.layers[:layers])
         monkeypatch.setattr(triton_operations, "triton_kernels", Kernels(launched))
         with torch.inference_mode(), Matmuls(launched):

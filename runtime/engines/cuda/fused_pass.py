@@ -34,8 +34,7 @@ def fuse(stock: StockModel, facts: ModelFacts) -> ProgramPass | None:
     """
     if stock.dtype not in DTYPES:
         return None
-    kind: Kind[Module] = Kind(_has_shape, partial(_is_plain, stock), partial(_is_embedding, stock), families=DESCRIBED)
-    parts, windows = model_parts(stock.model, kind), windows_of_layers(stock.config, stock.windows)
+    parts, windows = model_parts(stock.model, kind_of(stock)), windows_of_layers(stock.config, stock.windows)
     if parts is None or windows is None or len(windows) != len(parts.layers) or _has_hooks(stock.model, parts):
         return None
     if parts.family is not LLAMA and not norms_and_activations_match(parts, stock.device):
@@ -49,6 +48,11 @@ def _widens(parts: ModelParts[Module], dtype: torch.dtype) -> bool:
     """Return True if hidden states have another dtype than the weights."""
     name = parts.family.widens
     return bool(name) and dtype != torch.float32 and any(getattr(layer.layer, name) for layer in parts.layers)
+
+
+def kind_of(stock: StockModel) -> Kind[Module]:
+    """Return the modules and families that the pass of a model supports."""
+    return Kind(_has_shape, partial(_is_plain, stock), partial(_is_embedding, stock), families=DESCRIBED)
 
 
 def operations_of(stock: StockModel) -> Operations:

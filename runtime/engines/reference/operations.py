@@ -18,7 +18,7 @@ from hdtool.runtime.program.embedding_and_head import ACTIVATIONS, Rotary
 from hdtool.runtime.program.model_families import ROUNDED_FIRST, NormKind
 
 if TYPE_CHECKING:
-    from hdtool.runtime.model.pass_inputs import AttentionMasks, StepTensors
+    from hdtool.runtime.model.pass_inputs import AttentionMasks, Mask, StepTensors
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,8 @@ class TorchOperations:
 
     reads_extent = True
 
-    def __init__(self, masks: AttentionMasks) -> None:
+    def __init__(self, masks: AttentionMasks | None = None) -> None:
+        """``masks`` makes the masks of passes over trees; None if passes begin with ``begin_rows``."""
         self._masks = masks
         self._shifted: list[Norm] = []
         """Norms that add an offset to their weights."""
@@ -149,20 +150,25 @@ class TorchOperations:
         self._shifted = [norm for norm in norms if norm is not None and norm.kind.offset]
 
     def begin(self, step: StepTensors, extent: int) -> None:
-        self._step, self._extent = step, extent
+        assert self._masks
+        self._step = step
+        places = step.length[:, None] + torch.arange(step.tokens.shape[1], device=step.length.device)
+        masks = self._masks.on_device(step.ancestor_mask, step.positions, step.length, extent)
+        self.begin_rows(places, masks, extent)
+
+    def begin_rows(self, places: torch.Tensor, masks: Mask, extent: int) -> None:
+        """Begin a pass whose rows are written to the cache at ``places [slots, rows]`` and read what ``masks`` show."""
+        self._places, self._extent = places, extent
         if self._shifted:
             # Weights may have been changed in place, so each pass adds the offset anew, to all weights at once.
             weights = [norm.weight for norm in self._shifted]
             sums = torch.cat(weights).float() + self._shifted[0].kind.offset
             parts = sums.split(list(map(len, weights)))
             self._sums = {id(norm): part for norm, part in zip(self._shifted, parts, strict=True)}
-        masks = self._masks.on_device(step.ancestor_mask, step.positions, step.length, extent)
         self._found = masks if isinstance(masks, dict) else {"": masks}
         self._repeated: dict[tuple[str, int], torch.Tensor] = {}
         """Masks repeated for the query heads of a key head, by layer type and number of these heads."""
-        rows = step.tokens.shape[1]
-        self._positions = step.length[:, None] + torch.arange(rows, device=step.length.device)
-        self._slots = torch.arange(len(step.tokens), device=step.length.device)[:, None]
+        self._slots = torch.arange(len(places), device=places.device)[:, None]
 
     def add_norm(self, hidden: torch.Tensor, added: torch.Tensor | None, residual: Residual) -> torch.Tensor:
         if added is not None:
@@ -177,7 +183,7 @@ class TorchOperations:
         cache: KeysAndValues | None,
         layout: HeadLayout,
     ) -> torch.Tensor:
-        slots, rows = self._step.tokens.shape
+        slots, rows = self._places.shape
         heads = qkv.view(slots * rows, -1, layout.width)
         key_heads = layout.key_heads if cache else 0
         turned, values = heads.split([layout.query_heads + key_heads, key_heads], dim=1)
@@ -188,20 +194,20 @@ class TorchOperations:
         if rotary:
             turned = _rotated(turned, rotary).to(qkv.dtype)  # some models rotate in float32
         for place, new in zip(cache or (), (turned[:, layout.query_heads :], values), strict=False):
-            place[self._slots, :, self._positions] = new.view(slots, rows, layout.key_heads, layout.width)
+            place[self._slots, :, self._places] = new.view(slots, rows, layout.key_heads, layout.width)
         queries: torch.Tensor = turned.flatten(1)
         return queries
 
     def rotate_and_store_latents(
         self, queries: torch.Tensor, latents: torch.Tensor, rotary: Rotary | None, norm: Norm, cache: KeysAndValues
     ) -> torch.Tensor:
-        slots, rows = self._step.tokens.shape
+        slots, rows = self._places.shape
         compressed, keys = latents.tensor_split([len(norm.weight)], dim=1)
         turned = torch.cat([keys[:, None], queries], dim=1)
         if rotary:
             turned = _rotated(turned, rotary).to(queries.dtype)
         for place, new in zip(cache, (self._normed(compressed, norm), turned[:, 0]), strict=True):
-            place[self._slots, :, self._positions] = new.view(slots, rows, 1, -1)
+            place[self._slots, :, self._places] = new.view(slots, rows, 1, -1)
         return turned[:, 1:]
 
     def _normed(self, rows: torch.Tensor, norm: Norm | None) -> torch.Tensor:
@@ -222,7 +228,7 @@ class TorchOperations:
         return self._normed(heads.flatten(1), norm).view(heads.shape)
 
     def attention(self, queries: torch.Tensor, cache: KeysAndValues, layout: HeadLayout) -> torch.Tensor:
-        slots, rows = self._step.tokens.shape
+        slots, rows = self._places.shape
         groups = layout.query_heads // layout.key_heads
         width = layout.width + layout.rotated
         heads = queries[:, : layout.query_heads * width]

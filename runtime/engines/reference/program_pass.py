@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from hdtool.runtime.caches.kv_cache import KVTensors
     from hdtool.runtime.model.pass_inputs import AttentionWindow, StepTensors
 
+NO_STATES: Mapping[int, MixerStates] = {}
 Matmul = Callable[[torch.Tensor], torch.Tensor]
 Join = Callable[[list[Any]], Matmul]
 """Returns a function that computes several linear layers and joins their outputs."""
@@ -120,22 +121,18 @@ class LayerPlan:
         return [self.middle, self.end, self.added, *([self.last] if self.last else [])]
 
 
-class ProgramPass:
-    """Computes forward passes over one draft tree per slot, for steps with fixed shapes."""
+class ProgramLayers:
+    """Computes a model's decoder layers and the norm after them."""
 
     def __init__(
         self,
         parts: ModelParts[Module],
         windows: list[AttentionWindow],
         operations: Operations,
-        hidden: HiddenStates,
         join: Join = join_outputs,
     ) -> None:
-        self._parts, self._operations, self._hidden = parts, operations, hidden
-        self._join = join
-        self._ends = EmbeddingAndHead.of(parts)
-        self.reads_extent = operations.reads_extent
-        norm = Norm.of(parts.norm, parts.epsilon, parts.family.norm)
+        self._parts, self._operations, self._join = parts, operations, join
+        norm = _norm_of(parts.norm, parts.epsilon, parts.family)
         first = [_norm_of(layer.block_norms[0], layer.epsilon, parts.family) for layer in parts.layers]
         kinds = rotary_kinds(parts)
         self._kinds = dict.fromkeys(kinds)
@@ -146,7 +143,6 @@ class ProgramPass:
                 zip(parts.layers, windows, kinds, [*first[1:], norm], strict=True)
             )
         ]
-        self._has_experts = any(layer.experts or layer.added_mixture for layer in parts.layers)
         attentions = [layer.attention for layer in self._layers]
         head_norms = [plan.head_norms for plan in attentions if isinstance(plan, AttentionPlan)]
         residuals = [residual for layer in self._layers for residual in layer.residuals]
@@ -266,28 +262,29 @@ class ProgramPass:
         mixed: torch.Tensor = outputs[0] if isinstance(outputs, tuple) else outputs
         return mixed.view(rows.shape)
 
-    def run(self, step: StepTensors, storage: KVTensors, extent: int) -> StepOutput:
-        with experts_on_device(self._parts.model) if self._has_experts else nullcontext():
-            if storage.states is None:
-                return self._run(step, storage, {}, extent)
-            states, indices = storage.states.part(0, len(step.tokens)), DeviceIndices(step)
-            mixers = {layer: MixerStates(before, indices) for layer, before in states.by_layer.items()}
-            output = self._run(step, storage, mixers, extent)
-            return output._replace(states=StackedStates(list(mixers.values()), states))
+    def through(
+        self,
+        hidden: torch.Tensor,
+        normed: torch.Tensor | None,
+        positions: torch.Tensor,
+        cached: Sequence[KeysAndValues],
+        *,
+        inputs: torch.Tensor | None = None,
+        mixers: Mapping[int, MixerStates] = NO_STATES,
+        watched: dict[int, torch.Tensor] | None = None,
+    ) -> torch.Tensor:
+        """Compute the layers of ``hidden [tokens, width]`` in place; return what the output layer reads.
 
-    def _run(self, step: StepTensors, storage: KVTensors, mixers: dict[int, MixerStates], extent: int) -> StepOutput:
-        operations, parts = self._operations, self._parts
-        self._slots = len(step.tokens)
-        operations.begin(step, extent)
-        operations.move(storage.tensors)
-        embedded = parts.embedding(step.tokens)
-        inputs = parts.inputs.of(step.tokens, embedded).flatten(0, 1) if parts.inputs else None
-        hidden = self._ends.embedded(embedded.flatten(0, 1))
-        rotary = {kind: self._rotary(hidden, step.positions, kind) for kind in self._kinds}
-        normed = operations.add_norm(hidden, None, self._begin)
-        watched: dict[int, torch.Tensor] = {}
+        ``normed`` is what the first layer reads, by default the norm of ``hidden``. ``cached`` is each layer's part of
+        the cache, ``positions [slots, rows]`` are those of rotations, and ``inputs [tokens, layers, width]`` are
+        per-layer inputs. The hidden states after a layer are copied to ``watched`` if it has the layer's number.
+        """
+        operations, self._slots = self._operations, len(positions)
+        rotary = {kind: self._rotary(hidden, positions, kind) for kind in self._kinds}
+        if normed is None:
+            normed = operations.add_norm(hidden, None, self._begin)
         for number, layer in enumerate(self._layers):
-            mixed, between = self._mixed_tokens(number, normed, rotary, storage, mixers), normed
+            mixed, between = self._mixed_tokens(layer, normed, rotary, cached, mixers.get(number)), normed
             if mixed is not None:
                 between = operations.add_norm(hidden, mixed, layer.middle)
             if layer.feed:
@@ -297,35 +294,30 @@ class ProgramPass:
             if layer.last:
                 self._change(layer, hidden, None if inputs is None else inputs[:, number])
                 normed = operations.add_norm(hidden, None, layer.last)
-            if number in self._hidden.layers:
+            if watched is not None and number in watched:
                 watched[number] = hidden.clone()
-        logits = self._ends.bounded(parts.head(normed))
-        if not self._hidden.is_watched:
-            return StepOutput(logits, None)
-        columns = [normed, *(watched[number] for number in self._hidden.layers)]
-        return StepOutput(logits, torch.cat(columns, dim=1).view(*step.tokens.shape, -1))
+        return normed
 
     def _mixed_tokens(
         self,
-        number: int,
+        layer: LayerPlan,
         rows: torch.Tensor,
         rotary: dict[str | None, Rotary | None],
-        storage: KVTensors,
-        mixers: dict[int, MixerStates],
+        cached: Sequence[KeysAndValues],
+        states: MixerStates | None,
     ) -> torch.Tensor | None:
         """Return the sum of what a layer's mixer and attention compute, None if it has neither."""
-        layer, mixed = self._layers[number], None
-        if layer.mixer:
-            mixed = mix(layer.mixer, rows.view(self._slots, -1, rows.shape[-1]), mixers[number]).view(rows.shape)
+        mixed, plan = None, layer.attention
+        if layer.mixer and states:
+            mixed = mix(layer.mixer, rows.view(self._slots, -1, rows.shape[-1]), states).view(rows.shape)
             mixed = mixed if layer.mixer_factor == 1.0 else mixed * layer.mixer_factor
-        if layer.attention is None:
+        if plan is None:
             return mixed
-        plan = layer.attention
-        turned, cached = rotary[plan.rotary], storage.layers[plan.source]
+        turned, kept = rotary[plan.rotary], cached[plan.source]
         if isinstance(plan, LatentPlan):
-            attended = plan.attended(self._operations, rows, turned, cached)
+            attended = plan.attended(self._operations, rows, turned, kept)
         else:
-            attended = self._attended(plan, rows, turned, cached)
+            attended = self._attended(plan, rows, turned, kept)
         return attended if mixed is None else attended + mixed
 
     def _attended(
@@ -348,6 +340,50 @@ class ProgramPass:
 
     def _rotary(self, hidden: torch.Tensor, positions: torch.Tensor, kind: str | None) -> Rotary | None:
         return None if kind is None else rotary_of(self._parts, hidden, positions, kind)
+
+
+class ProgramPass:
+    """Computes forward passes over one draft tree per slot, for steps with fixed shapes."""
+
+    def __init__(
+        self,
+        parts: ModelParts[Module],
+        windows: list[AttentionWindow],
+        operations: Operations,
+        hidden: HiddenStates,
+        join: Join = join_outputs,
+    ) -> None:
+        self._parts, self._operations, self._hidden = parts, operations, hidden
+        self._ends = EmbeddingAndHead.of(parts)
+        self.reads_extent = operations.reads_extent
+        self._layers = ProgramLayers(parts, windows, operations, join)
+        self._has_experts = any(layer.experts or layer.added_mixture for layer in parts.layers)
+
+    def run(self, step: StepTensors, storage: KVTensors, extent: int) -> StepOutput:
+        with experts_on_device(self._parts.model) if self._has_experts else nullcontext():
+            if storage.states is None:
+                return self._run(step, storage, NO_STATES, extent)
+            states, indices = storage.states.part(0, len(step.tokens)), DeviceIndices(step)
+            mixers = {layer: MixerStates(before, indices) for layer, before in states.by_layer.items()}
+            output = self._run(step, storage, mixers, extent)
+            return output._replace(states=StackedStates(list(mixers.values()), states))
+
+    def _run(self, step: StepTensors, storage: KVTensors, mixers: Mapping[int, MixerStates], extent: int) -> StepOutput:
+        operations, parts = self._operations, self._parts
+        operations.begin(step, extent)
+        operations.move(storage.tensors)
+        embedded = parts.embedding(step.tokens)
+        inputs = parts.inputs.of(step.tokens, embedded).flatten(0, 1) if parts.inputs else None
+        hidden = self._ends.embedded(embedded.flatten(0, 1))
+        watched = dict.fromkeys(self._hidden.layers, hidden)
+        normed = self._layers.through(
+            hidden, None, step.positions, storage.layers, inputs=inputs, mixers=mixers, watched=watched
+        )
+        logits = self._ends.bounded(parts.head(normed))
+        if not self._hidden.is_watched:
+            return StepOutput(logits, None)
+        columns = [normed, *(watched[number] for number in self._hidden.layers)]
+        return StepOutput(logits, torch.cat(columns, dim=1).view(*step.tokens.shape, -1))
 
 
 def _norm_of(module: Module | None, epsilon: float, family: Family) -> Norm | None:
