@@ -28,7 +28,7 @@ from hdtool.runtime.drafters.trained.assistant import (
     draft_model_drafter,
     load_assistant,
 )
-from hdtool.runtime.drafters.trained.dflash import DFlashDrafter, load_dflash
+from hdtool.runtime.drafters.trained.dflash import dflash_drafter, load_dflash
 from hdtool.runtime.drafters.trained.draft_length import TrainedGate, pace_for
 from hdtool.runtime.drafters.trained.eagle3 import EagleModule, load_eagle3
 from hdtool.runtime.drafters.trained.mtp import mtp_drafter, mtp_layers_of
@@ -161,7 +161,7 @@ def published_drafter(
     pace = pace_for(target, name, is_measured=is_measured)
     with target.changing():
         if kind == DFLASH:
-            return DFlashDrafter(loaded_once(target, name, lambda: load_dflash(published, target)), target)
+            return dflash_drafter(loaded_once(target, name, lambda: load_dflash(published, target)), target)
         if kind == GEMMA_ASSISTANT:
             assistant = AssistantModule(loaded_once(target, name, lambda: load_assistant(published, target)), target)
             return AssistantDrafter(assistant, pace, columns=target.watch_hidden(), source=SourceId.DRAFTER)

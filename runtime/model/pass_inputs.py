@@ -126,6 +126,14 @@ class AttentionMasks:
         columns = torch.arange(extent, device=positions.device)
         return self._by_kind(self._hiding((columns <= positions[:, None])[None], positions[None], columns))
 
+    def block_mask(self, positions: torch.Tensor, extent: int) -> Mask:
+        """Compute the mask ``[1, 1, rows, extent]`` of a block of tokens that also read those after them.
+
+        A mask of one row is that of all rows.
+        """
+        columns = torch.arange(extent, device=positions.device)
+        return self._by_kind(self._hiding((columns <= positions[-1:, None])[None], positions[None], columns))
+
     def on_device(
         self, ancestor_mask: torch.Tensor, positions: torch.Tensor, length: torch.Tensor, extent: int
     ) -> Mask:

@@ -308,3 +308,17 @@ def test_passes_that_lacked_memory_are_captured_once_more(monkeypatch: pytest.Mo
         tokens, _ = passes.run(("read", 1, 0), [number, 7], 1, rank)
         assert tokens.tolist() == [[number, 7]]
     assert attempts == [0, 3]
+
+
+def test_passes_that_cannot_be_captured_run_without() -> None:
+    class Refusing:
+        def record(self, run: Run) -> Run:
+            raise RuntimeError("operation not permitted when stream is capturing")
+
+    passes = RankingPasses(Refusing(), torch.device("cpu"), 1)
+    for _ in range(2):
+        tokens, probs = passes.run(
+            ("read", 1, 0), [5, 7], 1, lambda words: (words.view(2, 1), words.view(2, 1).float())
+        )
+        assert tokens.tolist() == [[5]] and probs.tolist() == [[5.0]]
+    assert not passes.captures(1)

@@ -24,6 +24,7 @@ from hdtool.runtime.core.engine import Verified
 from hdtool.runtime.core.loop import Request
 from hdtool.runtime.core.sampler import Sampler
 from hdtool.runtime.drafters.methods import drafter_for, drafters_for
+from hdtool.runtime.drafters.trained.drafter_layers import DrafterLayers
 from hdtool.runtime.drafters.trained.mtp import (
     MTP_CACHE_NAME,
     IteratedMtp,
@@ -134,6 +135,40 @@ def test_rankings_are_those_of_a_module_that_reads_everything_anew(capture: Capt
             same(again, alone.extend([3], [11]))
             same((found[0][:1], found[1][:1]), again)
             assert path[0].shape == (1, 10)
+
+
+@pytest.mark.parametrize(("kind", "described"), [("glm4_moe", True), ("qwen3_5_text", True), ("deepseek_v3", False)])
+def test_described_layers_are_computed_by_the_engines_program(kind: str, described: bool, tmp_path: Path) -> None:
+    """And rank as the library's code does."""
+    target = Target(with_mtp(kind, tmp_path))
+    drafter: Any = mtp_drafter(target, is_measured=False)
+    layers, of_library = LOADED_BY_TARGET[target][MTP_CACHE_NAME], load_mtp(target.model)
+    assert bool(layers._programs) is described and not of_library._programs
+    other = IteratedMtp(of_library, target)
+    torch.manual_seed(0)
+    hidden, tokens = torch.randn(9, layers.width), torch.randint(97, (9,)).tolist()
+    same(drafter.module.read(hidden, tokens), other.read(hidden, tokens))
+    same(drafter.module.extend([0, 0], [5, 6]), other.extend([0, 0], [5, 6]))
+
+
+def test_a_program_with_other_states_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    usual = DrafterLayers.run
+    monkeypatch.setattr(DrafterLayers, "run", lambda *given, **options: usual(*given, **options) * 1.1)
+    target = Target(with_mtp("glm4_moe", tmp_path))
+    mtp_drafter(target, is_measured=False)
+    assert not LOADED_BY_TARGET[target][MTP_CACHE_NAME]._programs
+
+
+def test_captured_passes_of_layers_in_turn_draft_what_others_do(tmp_path: Path) -> None:
+    model, capture = with_mtp("glm4_moe", tmp_path, 2), Rehearsed()
+    usual, captured = Target(model), Target(model, lambda device: capture)
+    used: list[Any] = [mtp_drafter(target, is_measured=False) for target in (usual, captured)]
+    recorded = capture.recorded
+    torch.manual_seed(0)
+    for new in (5, 1, 3, 16, 1):
+        hidden, tokens = torch.randn(new, model.config.hidden_size), torch.randint(97, (new,)).tolist()
+        same(*(drafter._reader.read(hidden, tokens) for drafter in reversed(used)))
+    assert capture.recorded > recorded and captured.captures
 
 
 def same(found: tuple[Any, Any], expected: tuple[Any, Any]) -> None:
@@ -267,7 +302,7 @@ def test_a_proposal_is_compared_once_with_what_was_accepted(tmp_path: Path) -> N
     drafter.observe(Accepted([], [5]), Verified(torch.zeros(1, 97), hidden))
     proposal = drafter.propose(4)
     first = int(proposal.tokens[0, 0])
-    observed = drafter._calibration._observed.copy()
+    observed = drafter.calibration._observed.copy()
     drafter.observe(Accepted([0], [first, 6]), Verified(torch.zeros(2, 97), hidden))
-    assert (drafter._calibration._observed[:2].sum(axis=1) > observed[:2].sum(axis=1)).all()
-    assert (drafter._calibration._observed[2:] == observed[2:]).all()
+    assert (drafter.calibration._observed[:2].sum(axis=1) > observed[:2].sum(axis=1)).all()
+    assert (drafter.calibration._observed[2:] == observed[2:]).all()

@@ -26,6 +26,7 @@ from hdtool.runtime.core.tree import DraftTree
 from hdtool.runtime.drafters.methods import drafter_for, drafters_for
 from hdtool.runtime.drafters.trained.eagle3 import EagleModule, load_eagle3
 from hdtool.runtime.drafters.trained.proposal import PublishedDrafter
+from hdtool.runtime.drafters.trained_methods import published_drafter
 from hdtool.runtime.engines.capture import CaptureMaker, never
 from hdtool.runtime.stores.store_set import StoreSet
 from hdtool.runtime.target.target import Target
@@ -148,6 +149,22 @@ def few_words(model: PreTrainedModel) -> PreTrainedModel:
         head.weight = torch.nn.Parameter(head.weight.clone())
         head.weight[3:] *= 0.1
     return model
+
+
+@pytest.mark.parametrize("changes", [{}, {"sliding_window": 8}], ids=["full", "sliding"])
+def test_captured_blocks_are_those_of_other_passes(changes: dict[str, Any], tmp_path: Path) -> None:
+    model, capture = six_layers("Llama"), Rehearsed()
+    folder = str(dflash(tmp_path, model, **changes))
+    targets = Target(model), Target(model, lambda device: capture)
+    usual, captured = (published_drafter(folder, target, is_measured=False) for target in targets)
+    recorded = capture.recorded
+    torch.manual_seed(0)
+    for new in (21, 1, 3, 14, 1):
+        hidden, tokens = torch.randn(new, 64), torch.randint(97, (new,)).tolist()
+        (expected, sure), (found, close) = (drafter._reader.read(hidden, tokens) for drafter in (usual, captured))  # type: ignore[attr-defined]
+        assert (found == expected).all()
+        torch.testing.assert_close(torch.tensor(close), torch.tensor(sure), rtol=1e-4, atol=1e-6)
+    assert capture.recorded > recorded
 
 
 @pytest.mark.parametrize("capture", [never, lambda device: Rehearsed(), direct], ids=["eager", "rehearsed", "fixed"])

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 
 import torch
 
 from hdtool.runtime.drafters.heads.checkpoint import HydraHeads, MtpHeads, SavedHeads
 from hdtool.runtime.drafters.heads.modules import Heads, ParallelHeads
 from hdtool.runtime.drafters.trained.draft_length import pace_for
-from hdtool.runtime.drafters.trained.draft_passes import DraftPasses, Module, ReadingPasses, TopTokens
+from hdtool.runtime.drafters.trained.draft_passes import DraftPasses, Module, ModulePasses, Rows, TopTokens
 from hdtool.runtime.drafters.trained.module_parts import topk_tokens
-from hdtool.runtime.drafters.trained.proposal import TOKENS_PER_RANKING, Calibration
+from hdtool.runtime.drafters.trained.proposal import TOKENS_PER_RANKING, Calibration, Proposal
 from hdtool.runtime.drafters.trained.sequential import (
     ROWS_PER_PASS,
     BlockDrafter,
@@ -21,6 +20,7 @@ from hdtool.runtime.drafters.trained.sequential import (
     SequentialModule,
 )
 from hdtool.runtime.kernels.linear import compile_linear_layers
+from hdtool.runtime.model.pass_inputs import FULL
 from hdtool.runtime.target.target import Target
 
 
@@ -28,10 +28,10 @@ def module_of(heads: Heads, target: Target) -> Module:
     """Return the adaptation layers of heads, with the target's token embeddings."""
     embed = target.model.get_input_embeddings()
 
-    def run(
-        tokens: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, cache: Any, mask: torch.Tensor
-    ) -> list[torch.Tensor]:
-        return heads.stages(hidden, embed(tokens) if heads.reads_tokens else hidden, positions, cache, mask)
+    def run(tokens: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, rows: Rows) -> list[torch.Tensor]:
+        read = (embed(tokens) if heads.reads_tokens else hidden)[None]
+        stages = heads.stages(hidden[None], read, positions[None], rows.cache, rows.mask_of(FULL))
+        return [stage[0] for stage in stages]
 
     return run
 
@@ -46,7 +46,7 @@ class HeadsState(BlockDrafter):
         if target.device.type == "cpu":
             compile_linear_layers(heads)
         columns = target.watch_hidden()
-        self.reading = ReadingPasses(
+        self.reading = ModulePasses(
             module_of(heads, target),
             lambda stages, token: topk_tokens(
                 heads.logits(heads.states(stages))[:, 0], TOKENS_PER_RANKING, heads.token_ids
@@ -56,14 +56,11 @@ class HeadsState(BlockDrafter):
             target.new_recorder(),
             rankings=heads.config.heads,
         )
-        super().__init__(Calibration(saved.evaluation.odds or None, heads.config.heads), columns)
+        super().__init__(self.reading, Calibration(saved.evaluation.odds or None, heads.config.heads), columns)
 
-    def _restart(self) -> None:
-        self.reading.begin([])
-
-    def _rank(self, hidden: torch.Tensor, tokens: list[int], max_nodes: int) -> Ranked:
+    def propose(self, max_nodes: int) -> Proposal:
         self.passes += 1
-        return self.reading.read(hidden, tokens)
+        return super().propose(max_nodes)
 
 
 def sequential_drafter(saved: SavedHeads, target: Target, *, is_measured: bool) -> SequentialDrafter:
@@ -84,7 +81,7 @@ def sequential_drafter(saved: SavedHeads, target: Target, *, is_measured: bool) 
     return SequentialDrafter(module, pace, columns=columns, odds=saved.evaluation.odds or None)
 
 
-class HydraModule(ReadingPasses):
+class HydraModule(ModulePasses):
     """Ranks next tokens with Hydra heads. A head reads a whole draft path, and each path is a row.
 
     Row 0 is the last accepted token; ``extend`` numbers its rows consecutively after it.
@@ -149,6 +146,5 @@ class TrainedMtp(DraftPasses):
             lambda hidden: topk_tokens(heads.output(0)(hidden), TOKENS_PER_RANKING, heads.token_ids),
             heads.shapes(),
             width=heads.shape.width,
-            window=None,
             target=target,
         )

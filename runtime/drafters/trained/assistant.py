@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from hdtool.data.errors import FamilyError, HeadsError, ModelError, error_reason
+from hdtool.data.errors import FamilyError, ModelError
 from hdtool.data.stores.manifest import TokenizerFingerprint
 from hdtool.runtime.caches.kv_cache import NO_TENSOR
 from hdtool.runtime.config import ModelConfig
@@ -211,19 +211,8 @@ def load_assistant(published: PublishedDrafter, target: Target) -> Any:
     """Load a Gemma 4 assistant; raise HeadsError or FamilyError if it does not fit the target."""
     from transformers import AutoModelForCausalLM
 
-    try:
-        model: Any = AutoModelForCausalLM.from_pretrained(published.folder, trust_remote_code=False)
-    except Exception as error:  # the library raises many kinds
-        raise HeadsError(
-            f"drafter {published.name} cannot be loaded ({error_reason(error)}): name another one"
-        ) from error
-    width = int(target.config.hidden_size)
-    stated = getattr(model.config, "backbone_hidden_size", None)
-    if stated != width:
-        raise HeadsError(
-            f"drafter {published.name} is for a model of width {stated}, and this one has {width}: name a drafter of "
-            "this model"
-        )
+    model = published.pretrained(AutoModelForCausalLM)
+    published.require_width(getattr(model.config, "backbone_hidden_size", None), target)
     kinds = set(model.config.get_text_config().layer_types)
     if not kinds <= layers_read(target).keys():
         raise FamilyError(

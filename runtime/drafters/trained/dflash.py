@@ -1,63 +1,75 @@
 """DFlash drafters, which predict a block of masked tokens in one pass, like a diffusion model.
 
-They read the outputs of some layers of the target. The drafter's model and KV cache come from transformers.
+They read the outputs of some layers of the target. The drafter's model comes from transformers.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hdtool.data.errors import FamilyError, HeadsError, error_reason
+from hdtool.data.errors import FamilyError, HeadsError
+from hdtool.runtime.caches.kv_cache import HeadShape, LayerShape
 from hdtool.runtime.config.source_names import SourceId
-from hdtool.runtime.drafters.trained.draft_passes import on_host
+from hdtool.runtime.drafters.trained.draft_passes import ReadingPasses, Rows, TopTokens
 from hdtool.runtime.drafters.trained.module_parts import topk_tokens
 from hdtool.runtime.drafters.trained.proposal import MAX_RANKINGS, TOKENS_PER_RANKING, Calibration
-from hdtool.runtime.drafters.trained.sequential import BlockDrafter, Ranked
+from hdtool.runtime.drafters.trained.sequential import BlockDrafter
+from hdtool.runtime.model.pass_inputs import windows_of
 
 if TYPE_CHECKING:
     from hdtool.runtime.drafters.trained.proposal import PublishedDrafter
     from hdtool.runtime.target.target import Target
 
 
-class DFlashDrafter(BlockDrafter):
-    """Drafts for a target with a DFlash model."""
+class DFlashPasses(ReadingPasses):
+    """Passes of a DFlash model, each over accepted tokens and the block of masked tokens after them.
 
-    source = SourceId.DRAFTER
+    The block reads the context and all of itself. The next accepted tokens overwrite it in the cache.
+    """
 
     def __init__(self, model: Any, target: Target) -> None:
-        self._model, self._device = model, target.device
-        self._block = min(int(model.config.block_size), MAX_RANKINGS + 1)
-        self._mask_token = int(model.config.mask_token_id)
+        config = model.config
+        self._block = min(int(config.block_size), MAX_RANKINGS + 1)
+        """Number of tokens in a block, of which the first is the last accepted one."""
+        self._model, self._mask_token = model, int(config.mask_token_id)
         self._embed, self._head = target.model.get_input_embeddings(), target.model.get_output_embeddings()
-        columns = target.watch_hidden(list(model.config.target_layer_ids))
-        super().__init__(Calibration(None, self._block - 1), columns)
+        hidden = torch.empty((0, model.encoder.fc.in_features), dtype=target.dtype, device=target.device)
+        # A token's distance to the tokens that it reads is at most the window in these models, not less.
+        windows = [replace(each, window=each.window and each.window + 1) for each in windows_of(config)]
+        super().__init__(
+            [_shape_of(layer.self_attn) for layer in model.layers],
+            hidden,
+            target.new_recorder(),
+            windows=windows,
+            rankings=self._block - 1,
+            drafted=self._block,
+        )
+        self._kinds = list(config.layer_types)
 
-    def _restart(self) -> None:
-        from transformers.cache_utils import DFlashCache
+    def _extent(self, rows: int, end: int) -> int:
+        return super()._extent(rows, end + self._block)
 
-        self._cache = DFlashCache(config=self._model.config)
-        self._cache.activate_past_recording()
-        self._length = 0
-        """Number of accepted positions read so far."""
+    def _words(self, tokens: list[int], size: int) -> list[int]:
+        """Return the places of the accepted tokens, padded to ``size``, and of the block, and the block's tokens."""
+        start, padding = self.length + len(tokens), size - len(tokens)
+        behind = start + self._block  # where padding is written
+        places = [*range(self.length, start), *range(behind, behind + padding), *range(start, behind)]
+        return [*places, tokens[-1], *[self._mask_token] * (self._block - 1)]
 
-    def _rank(self, hidden: torch.Tensor, tokens: list[int], max_nodes: int) -> Ranked:
-        new = len(tokens)
-        self._cache.set_previous_accepted_tokens(new)
-        if self._length:
-            self._cache.crop(-self._block)  # drop the block of the last draft
-        noise = torch.tensor([[tokens[-1], *[self._mask_token] * (self._block - 1)]], device=self._device)
-        positions = torch.arange(self._length, self._length + new + self._block, device=self._device)[None]
-        self._length += new
+    def _rank_last(self, hidden: torch.Tensor, extent: int, words: torch.Tensor) -> TopTokens:
+        places, noise = words.split([len(words) - self._block, self._block])
+        masks = self._masks.block_mask(places[-self._block :], extent)
         states = self._model(
-            noise_embeds=self._noise(noise),
+            noise_embeds=self._noise(noise[None]),
             context_hidden_states=hidden[None],
-            position_ids=positions,
-            attention_mask=None,
-            past_key_values=self._cache,
+            position_ids=places[None],
+            attention_mask=masks if isinstance(masks, dict) else dict.fromkeys(self._kinds, masks),
+            past_key_values=Rows(self._cache.storage, places, extent, masks).cache,
         ).last_hidden_state[0, 1:]
-        return on_host(topk_tokens(self._head(states), TOKENS_PER_RANKING))
+        return topk_tokens(self._head(states), TOKENS_PER_RANKING)
 
     def _noise(self, ids: torch.Tensor) -> torch.Tensor:
         """Return token embeddings without the norm that some models apply to them."""
@@ -73,6 +85,18 @@ class DFlashDrafter(BlockDrafter):
             self._embed.embed_norm = norm
 
 
+def _shape_of(attention: Any) -> LayerShape:
+    weight = attention.k_proj.weight
+    keys = HeadShape(len(weight) // attention.head_dim, attention.head_dim, weight.dtype, weight.device)
+    return LayerShape(keys, keys)
+
+
+def dflash_drafter(model: Any, target: Target) -> BlockDrafter:
+    """Return a drafter for a target with a DFlash model."""
+    columns, passes = target.watch_hidden(list(model.config.target_layer_ids)), DFlashPasses(model, target)
+    return BlockDrafter(passes, Calibration(None, passes.rankings), columns, source=SourceId.DRAFTER)
+
+
 def load_dflash(published: PublishedDrafter, target: Target) -> Any:
     """Load a DFlash model; raise HeadsError if it does not fit the target, FamilyError if transformers is too old."""
     from transformers import AutoModel
@@ -83,18 +107,8 @@ def load_dflash(published: PublishedDrafter, target: Target) -> Any:
         library.DFlashCache  # noqa: B018
     except AttributeError:
         raise FamilyError("DFlash drafters need transformers 5.23 or newer: update it") from None
-    try:
-        model: Any = AutoModel.from_pretrained(published.folder, trust_remote_code=False)
-    except Exception as error:  # the library raises many kinds
-        raise HeadsError(
-            f"drafter {published.name} cannot be loaded ({error_reason(error)}): name another one"
-        ) from error
-    width = int(target.config.hidden_size)
-    if int(model.config.hidden_size) != width:
-        raise HeadsError(
-            f"drafter {published.name} is for a model of width {model.config.hidden_size}, and this one has {width}: "
-            "name a drafter of this model"
-        )
+    model = published.pretrained(AutoModel)
+    published.require_width(int(model.config.hidden_size), target)
     layers, number = list(model.config.target_layer_ids), int(target.config.num_hidden_layers)
     if not layers or max(layers) >= number:
         raise HeadsError(

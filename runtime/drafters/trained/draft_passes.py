@@ -7,18 +7,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from hdtool.runtime.caches.kv_cache import LayerShape
+from hdtool.runtime.caches.kv_cache import KVTensors, LayerShape
 from hdtool.runtime.caches.library_views import IndexedKVCache
 from hdtool.runtime.caches.slots import Cache
 from hdtool.runtime.drafters.trained.proposal import TOKENS_PER_RANKING
 from hdtool.runtime.drafters.trained.sequential import MAX_PASSES, ROWS_PER_PASS, Ranked
-from hdtool.runtime.engines.capture import Capture
-from hdtool.runtime.engines.cuda.static_steps import CapturedRun, DeviceClock, extent_for, rankings_in
-from hdtool.runtime.model.pass_inputs import FULL, AttentionMasks, AttentionWindow, TransferBuffer
+from hdtool.runtime.engines.capture import Capture, Run
+from hdtool.runtime.engines.cuda.static_steps import (
+    CapturedRun,
+    DeviceClock,
+    extent_for,
+    is_out_of_memory,
+    rankings_in,
+)
+from hdtool.runtime.model.pass_inputs import FULL, AttentionMasks, AttentionWindow, Mask, TransferBuffer
 
 if TYPE_CHECKING:
     from hdtool.runtime.target.target import Target
@@ -32,10 +38,31 @@ MAX_DRAFTED = ROWS_PER_PASS * MAX_PASSES
 WORDS_PER_ROW = 6
 """Maximum number of integers that a captured pass reads for each of its rows."""
 
-Module = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Any, torch.Tensor], list[torch.Tensor]]
-"""Computes the outputs ``[1, rows, width]`` of a module's layers for tokens ``[1, rows]``.
 
-The other arguments are the hidden states before the tokens and the positions of these states, a KV cache and a mask.
+class Rows(NamedTuple):
+    """Where a pass writes its rows in a module's cache, and which positions they read."""
+
+    storage: KVTensors
+    places: torch.Tensor
+    """Cache position of each row."""
+    extent: int
+    """Number of positions that the pass reads; the mask hides some of them."""
+    mask: Mask
+
+    @property
+    def cache(self) -> IndexedKVCache:
+        """The cache as transformers' layers use it."""
+        return IndexedKVCache(self.storage, self.places[None], self.extent)
+
+    def mask_of(self, kind: str) -> torch.Tensor | None:
+        """Return the mask of layers of this kind, ``[1, 1, rows, extent]``."""
+        return self.mask[kind] if isinstance(self.mask, dict) else self.mask
+
+
+Module = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Rows], list[torch.Tensor]]
+"""Computes the outputs ``[rows, width]`` of a module's layers for tokens ``[rows]``.
+
+The other arguments are the hidden states before the tokens, the positions of these states, and the rows of the cache.
 """
 Shape = tuple[str, int, int]
 """Kind of a pass, number of its rows, and the number of cached positions that it reads or the depth of its rows."""
@@ -52,13 +79,13 @@ class RankingPasses:
     """
 
     def __init__(self, capture: Capture | None, device: torch.device, rankings: int) -> None:
-        """``rankings`` is the maximum number of rankings of a pass; ``capture`` is None if passes aren't captured."""
+        """``rankings`` is the maximum number of rankings or rows; ``capture`` is None if passes aren't captured."""
         self._capture, self._device = capture, device
         self._captured: dict[Shape, CapturedRun] = {}
         self._clock = DeviceClock(device)
         self._rankings, self._best = rankings, TOKENS_PER_RANKING
         ranked = rankings * TOKENS_PER_RANKING
-        self._input = TransferBuffer(1 + WORDS_PER_ROW * CAPTURED_SIZES[-1], device)
+        self._input = TransferBuffer(1 + WORDS_PER_ROW * rankings, device)
         self._output = TransferBuffer(ranked + -(-ranked // 2), device)
 
     def captures(self, rows: int) -> bool:
@@ -79,18 +106,27 @@ class RankingPasses:
         ``rank`` reads on the host.
         """
         given, number = torch.tensor(words), len(words)
-        if not self.captures(shape[1]):
-            return on_host(rank(given.to(self._device)))
-        assert self._capture is not None
-        self._input.host[:number] = given
-        self._input.send(number)
+        if self.captures(shape[1]):
+            self._input.host[:number] = given
+            self._input.send(number)
+            if run := self._run_of(shape, lambda: self._write(rank(self._input.device[:number]))):
+                run()
+                return self._wait(rankings)
+        tokens, probs = on_host(rank(given.to(self._device)))
+        return tokens[:rankings], probs[:rankings]
+
+    def _run_of(self, shape: Shape, run: Run) -> Run | None:
+        """Return a pass as captured; None if memory is short, or always if it can't be captured."""
         captured = self._captured.get(shape)
         if captured is None or captured.is_due():
+            assert self._capture is not None
             captured = self._captured[shape] = CapturedRun()
-            captured.capture(self._capture, lambda: self._write(rank(self._input.device[:number])))
-        assert captured.run is not None
-        captured.run()
-        return self._wait(rankings)
+            try:
+                captured.capture(self._capture, run)
+            except Exception as error:  # model code that cannot be captured may raise any error
+                if not is_out_of_memory(error):
+                    self._capture = None
+        return captured.run
 
     def _write(self, ranked: TopTokens) -> None:
         rows, self._best = ranked[0].shape
@@ -110,28 +146,26 @@ class RankingPasses:
 
 
 class ReadingPasses:
-    """Passes of a module over accepted tokens, with its KV cache. They rank the tokens that may follow the last one."""
+    """Passes over accepted tokens, with a KV cache, that rank the tokens that may follow the last one."""
 
     def __init__(
         self,
-        module: Module,
-        rank_after: RankAfter,
         shapes: Sequence[LayerShape],
         hidden: torch.Tensor,
         capture: Capture | None,
         *,
-        window: int | None = None,
+        windows: Sequence[AttentionWindow] = (AttentionWindow(FULL),),
         rankings: int = 1,
         drafted: int = 0,
     ) -> None:
-        """``hidden`` is like the hidden states to read, ``[..., width]``; ``rank_after`` makes ``rankings`` rankings.
+        """``hidden`` is like the hidden states to read, ``[..., width]``.
 
-        ``window`` is the size of the sliding window, or None without one. ``drafted`` is the maximum number of
-        positions that drafted tokens take in the cache.
+        ``windows`` are those of the layers, ``rankings`` is the number of rankings that a pass makes, and ``drafted``
+        the maximum number of positions that drafted tokens take in the cache.
         """
-        self._module, self._rank_after, self._rankings = module, rank_after, rankings
+        self.rankings = rankings
         self._cache, self._caches, self._drafted = Cache(shapes), bool(shapes), drafted
-        self._masks = AttentionMasks([AttentionWindow(FULL, window)], hidden.dtype, hidden.device)
+        self._masks = AttentionMasks(list(dict.fromkeys(windows)), hidden.dtype, hidden.device)
         self._new_hidden = hidden.new_zeros((CAPTURED_SIZES[-1], hidden.shape[-1]))
         self._passes = RankingPasses(capture, hidden.device, max(rankings, CAPTURED_SIZES[-1]))
 
@@ -155,25 +189,27 @@ class ReadingPasses:
         """Read accepted tokens; return the best tokens after the last one, and their probabilities."""
         if not self._caches:
             hidden, tokens = hidden[-1:], tokens[-1:]
-        while len(tokens) > READ_CHUNK:
-            given = torch.tensor([tokens[:READ_CHUNK], self._places(READ_CHUNK)], device=hidden.device)
-            self._outputs(hidden[:READ_CHUNK], self._reserved(READ_CHUNK), given)
-            self._accept(READ_CHUNK)
-            hidden, tokens = hidden[READ_CHUNK:], tokens[READ_CHUNK:]
+        for start in range(0, len(tokens), READ_CHUNK):
+            ranked = self._read(hidden[start : start + READ_CHUNK], tokens[start : start + READ_CHUNK])
+        return ranked
+
+    def _read(self, hidden: torch.Tensor, tokens: list[int]) -> Ranked:
         new = len(tokens)
         size = self._passes.size_for(new)
         if self._passes.captures(new):
             self._new_hidden[:new].copy_(hidden)
             self._new_hidden[new:size] = 0  # masking works only for finite values
             hidden = self._new_hidden[:size]
-        extent, words = self._reserved(size), [new - 1, *tokens, *[0] * (size - new), *self._places(size)]
+        extent, words = self._reserved(size), self._words(tokens, size)
         rank_last = partial(self._rank_last, hidden, extent)
-        ranked = self._passes.run(("read", size, extent), words, self._rankings, rank_last)
+        ranked = self._passes.run(("read", size, extent), words, self.rankings, rank_last)
         self._accept(new)
         return ranked
 
-    def _places(self, new: int) -> range:
-        return range(self.length, self.length + new)
+    def _words(self, tokens: list[int], size: int) -> list[int]:
+        """Return the last token's row, the tokens and their places in the cache, padded to ``size`` rows."""
+        new, length = len(tokens), self.length
+        return [new - 1, *tokens, *[0] * (size - new), *range(length, length + size)]
 
     def _reserved(self, new: int) -> int:
         """Make room for ``new`` accepted tokens and a draft; return the number of positions that the pass reads."""
@@ -193,31 +229,38 @@ class ReadingPasses:
         if self._caches:
             self._cache.slots[0].kv.length += new
 
-    def _outputs(self, hidden: torch.Tensor, extent: int, given: torch.Tensor) -> list[torch.Tensor]:
-        """Run the module over accepted tokens; ``given`` holds the tokens and their places in the cache."""
-        tokens, places = given
-        mask = self._masks.causal_mask(places, extent)
-        return self._run(tokens, hidden, places, places, extent, mask)
-
-    def _run(
-        self,
-        tokens: torch.Tensor,
-        hidden: torch.Tensor,
-        positions: torch.Tensor,
-        places: torch.Tensor,
-        extent: int,
-        mask: Any,
-    ) -> list[torch.Tensor]:
-        cache = IndexedKVCache(self._cache.storage, places[None], extent)
-        return [output[0] for output in self._module(tokens[None], hidden[None], positions[None], cache, mask)]
-
     def _rank_last(self, hidden: torch.Tensor, extent: int, words: torch.Tensor) -> TopTokens:
-        last, given = words[:1], words[1:].view(2, -1)
-        outputs = self._outputs(hidden, extent, given)
-        return self._rank_after([output.index_select(0, last) for output in outputs], given[0].index_select(0, last))
+        """Read accepted tokens, given as ``_words`` returns them."""
+        last, (tokens, places) = words[:1], words[1:].view(2, -1)
+        rows = Rows(self._cache.storage, places, extent, self._masks.causal_mask(places, extent))
+        return self._ranked(tokens, hidden, last, rows)
+
+    def _ranked(self, tokens: torch.Tensor, hidden: torch.Tensor, last: torch.Tensor, rows: Rows) -> TopTokens:
+        """Rank the tokens that may follow row ``last`` of some accepted tokens, given the hidden states before them."""
+        raise NotImplementedError
 
 
-class DraftPasses(ReadingPasses):
+class ModulePasses(ReadingPasses):
+    """Passes of a module over accepted tokens."""
+
+    def __init__(
+        self,
+        module: Module,
+        rank_after: RankAfter,
+        shapes: Sequence[LayerShape],
+        hidden: torch.Tensor,
+        capture: Capture | None,
+        **options: Any,
+    ) -> None:
+        self._module, self._rank_after = module, rank_after
+        super().__init__(shapes, hidden, capture, **options)
+
+    def _ranked(self, tokens: torch.Tensor, hidden: torch.Tensor, last: torch.Tensor, rows: Rows) -> TopTokens:
+        outputs = self._module(tokens, hidden, rows.places, rows)
+        return self._rank_after([output.index_select(0, last) for output in outputs], tokens.index_select(0, last))
+
+
+class DraftPasses(ModulePasses):
     """Passes of a module that also reads drafted tokens, with the hidden states of the current draft.
 
     Row 0 is the last accepted token; ``extend`` numbers its rows consecutively after it. The cache holds the accepted
@@ -234,13 +277,12 @@ class DraftPasses(ReadingPasses):
         *,
         width: int,
         read_width: int | None = None,
-        window: int | None,
+        windows: Sequence[AttentionWindow] = (AttentionWindow(FULL),),
         target: Target,
     ) -> None:
         """``width`` is the width of the module's hidden states; ``best`` ranks the tokens after some of them.
 
-        ``read_width`` is that of the target's hidden states, or None if it is the same; ``window`` is the size of the
-        sliding window, or None without one.
+        ``read_width`` is that of the target's hidden states, or None if it is the same.
         """
         self._best_of = best
         self._states = torch.zeros((2 + MAX_DRAFTED, width), dtype=target.dtype, device=target.device)
@@ -252,7 +294,7 @@ class DraftPasses(ReadingPasses):
             shapes,
             hidden,
             target.new_recorder(),
-            window=window,
+            windows=windows,
             drafted=MAX_DRAFTED + CAPTURED_SIZES[-1],
         )
 
@@ -294,7 +336,7 @@ class DraftPasses(ReadingPasses):
         root, (tokens, positions, ancestors, parents, written, places) = words[:1], words[1:].view(WORDS_PER_ROW, -1)
         mask = self._masks.on_device_for_rows(ancestors, positions, root, extent)
         before = self._states.index_select(0, parents)
-        states = self._run(tokens, before, positions, places, extent, mask)[-1]
+        states = self._module(tokens, before, positions, Rows(self._cache.storage, places, extent, mask))[-1]
         self._states.index_copy_(0, written, states)
         return self._best_of(states)
 

@@ -10,13 +10,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.nn import functional
 
 from hdtool.data.errors import HeadsError
 from hdtool.runtime.caches.kv_cache import HeadShape, LayerShape
-from hdtool.runtime.drafters.trained.draft_passes import DraftPasses
+from hdtool.runtime.drafters.trained.draft_passes import DraftPasses, Rows
+from hdtool.runtime.drafters.trained.drafter_layers import DrafterLayers
 from hdtool.runtime.drafters.trained.module_parts import Norm, topk_tokens
 from hdtool.runtime.drafters.trained.proposal import TOKENS_PER_RANKING, PublishedDrafter
+from hdtool.runtime.model.pass_inputs import FULL, AttentionWindow
+from hdtool.runtime.program.model_families import LLAMA
+from hdtool.runtime.program.model_parts import LayerParts, ModelParts
 
 if TYPE_CHECKING:
     from hdtool.runtime.target.target import Target
@@ -89,34 +92,34 @@ class EagleLayer(nn.Module):
             }
         )
 
-    def forward(
-        self,
-        embedded: torch.Tensor,
-        hidden: torch.Tensor,
-        rotary: tuple[torch.Tensor, torch.Tensor],
-        cache: Any,
-        mask: torch.Tensor,
-    ) -> torch.Tensor:
-        normed = self.hidden_norm(hidden)
-        residual = normed if self.shape.adds_normed else hidden
-        joined = torch.cat([self.input_layernorm(embedded), normed], dim=-1)
-        parts = [
-            self.self_attn[name](joined).unflatten(-1, (-1, self.shape.head)) for name in ("q_proj", "k_proj", "v_proj")
-        ]
-        queries, keys, values = (part.transpose(1, 2) for part in parts)
-        keys, values = cache.update(_rotated(keys, rotary), values, 0)
-        groups = self.shape.heads // self.shape.key_heads
-        seen = functional.scaled_dot_product_attention(
-            _rotated(queries, rotary),
-            keys.repeat_interleave(groups, dim=1),
-            values.repeat_interleave(groups, dim=1),
-            attn_mask=mask,
+    @property
+    def parts(self) -> LayerParts[nn.Module]:
+        """The layer as the engines describe it; its first norms and their concatenation are the drafter's."""
+        shape, attention, mlp = self.shape, self.self_attn, self.mlp
+        return LayerParts(
+            self,
+            attention,
+            (attention["q_proj"], attention["k_proj"], attention["v_proj"]),
+            attention["o_proj"],
+            (mlp["gate_proj"], mlp["up_proj"]),
+            (mlp["down_proj"],),
+            None,
+            (None, None, self.post_attention_layernorm, None),
+            (),
+            shape.key_heads,
+            shape.heads // shape.key_heads,
+            shape.head,
+            shape.epsilon,
+            shape.head**-0.5,
+            "silu",
+            None,
         )
-        hidden = residual + self.self_attn["o_proj"](seen.transpose(1, 2).flatten(2))
-        normed = self.post_attention_layernorm(hidden)
-        inner = functional.silu(self.mlp["gate_proj"](normed)) * self.mlp["up_proj"](normed)
-        output: torch.Tensor = hidden + self.mlp["down_proj"](inner)
-        return output
+
+    def read(self, embedded: torch.Tensor, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the hidden states to which the layer adds, and what its attention reads."""
+        normed = self.hidden_norm(hidden)
+        joined = torch.cat([self.input_layernorm(embedded), normed], dim=-1)
+        return normed if self.shape.adds_normed else hidden, joined
 
 
 class Eagle3(nn.Module):
@@ -134,17 +137,6 @@ class Eagle3(nn.Module):
         self.token_ids: torch.Tensor | None = None
         """The target's id of each draft token; None if all tokens can be drafted."""
 
-    def forward(
-        self, tokens: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, cache: Any, mask: torch.Tensor
-    ) -> list[torch.Tensor]:
-        """Return the hidden state after each token, given the hidden states before the tokens and their positions.
-
-        ``hidden`` holds the outputs of the target's three layers, or the drafter's own hidden states.
-        """
-        if hidden.shape[-1] == self.fc.in_features:
-            hidden = self.fc(hidden)
-        return [self.layer(self.embed_tokens(tokens), hidden, self.rotary(hidden, positions + 1), cache, mask)]
-
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         scores: torch.Tensor = self.lm_head(self.norm(hidden))
         return scores
@@ -154,15 +146,26 @@ class EagleModule(DraftPasses):
     """An EAGLE-3 drafter that extends drafts by reading its own hidden states."""
 
     def __init__(self, drafter: Eagle3, target: Target) -> None:
-        shape, like = drafter.shape, drafter.fc.weight
+        shape, like, layer = drafter.shape, drafter.fc.weight, drafter.layer
         keys = HeadShape(shape.key_heads, shape.head, like.dtype, like.device)
+        embed = drafter.embed_tokens
+        parts = ModelParts(
+            drafter, drafter, embed, [layer.parts], drafter.rotary, None, drafter.lm_head, shape.epsilon, LLAMA
+        )
+        layers = DrafterLayers(parts, [AttentionWindow(FULL)])
+
+        def run(tokens: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, rows: Rows) -> list[torch.Tensor]:
+            if hidden.shape[-1] == drafter.fc.in_features:  # of the target's layers, not of the drafter
+                hidden = drafter.fc(hidden)
+            states, joined = layer.read(embed(tokens), hidden)
+            return [layers.run(states, positions + 1, rows, normed=joined)]
+
         super().__init__(
-            drafter,
+            run,
             lambda hidden: topk_tokens(drafter.logits(hidden), TOKENS_PER_RANKING, drafter.token_ids),
             [LayerShape(keys, keys)],
             width=shape.width,
             read_width=3 * shape.target_width,
-            window=None,
             target=target,
         )
 
@@ -185,11 +188,7 @@ def load_eagle3(published: PublishedDrafter, target: Target) -> tuple[Eagle3, li
     width = int(target.config.hidden_size)
     joined = tensors.get("fc.weight", torch.empty(0, 3 * width))
     shape = EagleShape.of(settings, target, joined.shape[1] // 3)
-    if shape.target_width != width:
-        raise HeadsError(
-            f"drafter {published.name} is for a model of width {shape.target_width}, and this one has {width}: "
-            "name a drafter of this model"
-        )
+    published.require_width(shape.target_width, target)
     ids = tensors.pop(TARGET_IDS, None)
     if ids is not None and len(ids) > target.vocabulary:
         raise HeadsError(
@@ -220,10 +219,3 @@ def _renamed(name: str) -> str:
         if name.startswith(theirs):
             return ours + name.removeprefix(theirs)
     return name
-
-
-def _rotated(states: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-    cos, sin = (part[:, None] for part in rotary)
-    half = states.shape[-1] // 2
-    turned = torch.cat([-states[..., half:], states[..., :half]], dim=-1)
-    return states * cos + turned * sin

@@ -7,42 +7,44 @@ layers; most configurations state the number of MTP layers, under different name
 from __future__ import annotations
 
 import copy
+import math
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-import numpy as np
 import torch
 
 from hdtool.data.errors import FamilyError, HeadsError, error_reason
-from hdtool.runtime.caches.kv_cache import LayerShape, layer_shapes
-from hdtool.runtime.caches.slots import Cache
+from hdtool.runtime.caches.kv_cache import KVTensors, LayerShape, layer_shapes
+from hdtool.runtime.core.tolerances import distances, tolerance_of
 from hdtool.runtime.drafters.trained.draft_length import pace_for
-from hdtool.runtime.drafters.trained.draft_passes import READ_CHUNK, DraftPasses, on_host
+from hdtool.runtime.drafters.trained.draft_passes import DraftPasses, ReadingPasses, Rows, TopTokens
+from hdtool.runtime.drafters.trained.drafter_layers import DrafterLayers
 from hdtool.runtime.drafters.trained.module_parts import topk_tokens
 from hdtool.runtime.drafters.trained.proposal import (
-    NO_RANKING_AFTER,
     TOKENS_PER_RANKING,
     Calibration,
-    Proposal,
     TrainedDrafter,
     loaded_once,
 )
 from hdtool.runtime.drafters.trained.sequential import BlockDrafter, Ranked, SequentialDrafter
-from hdtool.runtime.engines.cuda.static_steps import extent_for
+from hdtool.runtime.engines.cuda.fused_pass import kind_of
 from hdtool.runtime.kernels.linear import compile_linear_layers
-from hdtool.runtime.model.pass_inputs import FULL, AttentionMasks, AttentionWindow, Mask
+from hdtool.runtime.model.pass_inputs import FULL, AttentionMasks, AttentionWindow
 from hdtool.runtime.model.transformers_internals import attention_of, use_masked_attention
+from hdtool.runtime.program.embedding_and_head import norms_and_activations_match
+from hdtool.runtime.program.model_parts import ModelParts, layers_of, model_parts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from hdtool.runtime.engines.stock.stock_model import StockModel
     from hdtool.runtime.target.target import Target
 
 LAYER_COUNT_FIELDS = ("num_mtp_layers", "num_nextn_predict_layers", "mtp_num_hidden_layers")
 """Configuration fields that may hold the number of MTP layers."""
 MAX_LAYERS = 8
-FULL_ATTENTION = "full_attention"
 INDEX_FILE, SINGLE_FILE = "model.safetensors.index.json", "model.safetensors"
 OTHER_METHOD_ADVICE = "use another method, such as hd"
 TRAINING_ADVICE = (
@@ -60,12 +62,14 @@ class LibraryMtp:
         """``width`` is the width of the model's hidden states."""
         self._layers = layers.eval().requires_grad_(False)
         self.number = int(layers.num_mtp_layers)
-        self._mask: Mask = None
+        self._mask: torch.Tensor | None = None
         # transformers would make causal masks for its own cache; draft trees need other masks.
         layers.create_masks_for_mtp_layer = lambda *_: {"attention_mask": self._mask}
         self.width = width
         self.shapes = self._shapes()
         """Shapes of the tensors that each layer caches per position."""
+        self._programs: list[DrafterLayers] = []
+        """Each layer as a program; empty for layers that transformers' code computes."""
 
     @property
     def module(self) -> torch.nn.Module:
@@ -77,11 +81,14 @@ class LibraryMtp:
         """The MTP layers without shared parts."""
         return cast(torch.nn.Module, self._layers.layers)
 
-    def window(self, layer: int) -> int | None:
-        """Return the size of a layer's sliding window; None if the layer attends to all positions."""
-        kinds = getattr(self._layers.config, "layer_types", None) or [FULL_ATTENTION] * self.number
-        is_sliding = "sliding" in kinds[layer]
-        return int(self._layers.config.sliding_window) if is_sliding else None
+    @property
+    def windows(self) -> list[AttentionWindow]:
+        """The attention window of each layer."""
+        config = self._layers.config
+        kinds = getattr(config, "layer_types", None) or [FULL] * self.number
+        return [
+            AttentionWindow(kind, config.sliding_window if "sliding" in kind else None) for kind in kinds[: self.number]
+        ]
 
     @torch.inference_mode()
     def _shapes(self) -> list[LayerShape]:
@@ -89,29 +96,75 @@ class LibraryMtp:
 
         weight = next(self.own.parameters())
         cache = DynamicCache(config=self._layers.config)
-        tokens = torch.zeros((1, 2), dtype=torch.int64, device=weight.device)
-        hidden, mask = weight.new_ones((1, 2, self.width)), weight.new_zeros((1, 1, 2, 2))
+        tokens = torch.zeros(2, dtype=torch.int64, device=weight.device)
+        hidden, mask = weight.new_ones((2, self.width)), weight.new_zeros((1, 1, 2, 2))
         for layer in range(self.number):
-            self.run(layer, tokens, hidden, tokens, cache, mask)
+            self._forward(layer, tokens, hidden, tokens, cache, mask)
         if any(hasattr(layer, "conv_states") for layer in cache.layers):
             raise NotImplementedError("layers that keep states")
         return layer_shapes(cache)
 
     def run(
+        self, layer: int, tokens: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, rows: Rows
+    ) -> torch.Tensor:
+        """Return a layer's state after each token; ``hidden`` holds the state before each, at ``positions``."""
+        if self._programs:
+            part = self._layers.layers[layer]
+            joined = torch.cat([part.enorm(self._layers.embed_tokens(tokens)), part.hnorm(hidden)], dim=-1)
+            return self._programs[layer].run(part.eh_proj(joined), positions + 1, rows, first=layer)
+        mask = rows.mask_of(self.windows[layer].kind)
+        return self._forward(layer, tokens, hidden, positions + 1, rows.cache, mask)
+
+    @torch.inference_mode()
+    def use_program(self, stock: StockModel) -> None:
+        """Compute layers that a table describes by the engines' program, if that gives the same states."""
+        described = _described(self._layers, stock)
+        if not described:
+            return
+        places = torch.arange(2, device=stock.device)
+        hidden = torch.linspace(-1, 1, 2 * self.width, dtype=stock.dtype, device=stock.device).view(2, -1)
+        mask = AttentionMasks(self.windows[:1], stock.dtype, stock.device).causal_mask(places, 2)
+        rows = Rows(KVTensors.for_layers(self.shapes, 2), places, 2, mask)
+        expected = [self.run(layer, places, hidden, places, rows) for layer in range(self.number)]
+        self._programs = [DrafterLayers(parts, [window]) for parts, window in zip(described, self.windows, strict=True)]
+        try:
+            actual = [self.run(layer, places, hidden, places, rows) for layer in range(self.number)]
+            error = max(float(distances(*pair).max()) for pair in zip(actual, expected, strict=True))
+        except NotImplementedError:  # the rotary positions fit no head
+            error = math.inf
+        if not error <= tolerance_of(stock.dtype):
+            self._programs = []
+
+    def _forward(
         self,
         layer: int,
         tokens: torch.Tensor,
         hidden: torch.Tensor,
         positions: torch.Tensor,
         cache: Any,
-        mask: Mask,
+        mask: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Return a layer's state after each token, ``[1, tokens, width]``; ``hidden`` holds the state before each."""
         self._mask = mask
-        return cast(torch.Tensor, self._layers.forward_layer(layer, hidden, positions, cache, input_ids=tokens))
+        states = self._layers.forward_layer(layer, hidden[None], positions[None], cache, input_ids=tokens[None])
+        return cast(torch.Tensor, states[0])
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        return cast(torch.Tensor, self._layers._project_to_logits(hidden))
+    def best_after(self, hidden: torch.Tensor) -> TopTokens:
+        """Return the best tokens after some states of a layer, and their probabilities."""
+        return topk_tokens(self._layers._project_to_logits(hidden), TOKENS_PER_RANKING)
+
+
+def _described(layers: Any, stock: StockModel) -> list[ModelParts[torch.nn.Module]]:
+    """Return the parts of each MTP layer of a described model; an empty list if it has others than usual around it."""
+    kind = kind_of(stock)
+    parts, blocks = model_parts(stock.model, kind), [layer.mtp_block for layer in layers.layers]
+    is_usual = layers.use_post_norm and not layers.use_shared_post_norm and not layers.has_per_layer_rope
+    if parts is None or not is_usual or getattr(layers.config, "mtp_hidden_states_first", False):
+        return []
+    described = [
+        replace(parts, model=layer, layers=[block], norm=layer.post_norm, inputs=None)
+        for layer, block in zip(layers.layers, layers_of(torch.nn.ModuleList(blocks), kind), strict=False)
+    ]
+    return described if all(norms_and_activations_match(each, stock.device) for each in described) else []
 
 
 class WithMtpLayers:
@@ -143,7 +196,7 @@ def _kind_of_layer(kinds: list[str]) -> str:
     This is full attention or, if none of them has that type, their last type of attention that is not linear, if any.
     """
     others = [kind for kind in kinds if "attention" in kind and "linear" not in kind]
-    return FULL_ATTENTION if FULL_ATTENTION in kinds or not others else others[-1]
+    return FULL if FULL in kinds or not others else others[-1]
 
 
 def mtp_layers_of(model: PreTrainedModel) -> int:
@@ -229,7 +282,7 @@ def mtp_drafter(target: Target, *, is_measured: bool) -> TrainedDrafter:
         layers = loaded_once(target, MTP_CACHE_NAME, lambda: _loaded(target))
         columns = target.watch_hidden()
     if layers.number > 1:
-        return MtpLayersInTurn(layers, target, columns)
+        return BlockDrafter(MtpLayersInTurn(layers, target), Calibration(None, layers.number), columns, is_chain=True)
     pace = pace_for(target, MTP_CACHE_NAME, is_measured=is_measured)
     return SequentialDrafter(IteratedMtp(layers, target), pace, columns=columns)
 
@@ -238,6 +291,7 @@ def _loaded(target: Target) -> LibraryMtp:
     layers = load_mtp(target.model)
     if target.device.type == "cpu":
         compile_linear_layers(layers.own)
+    layers.use_program(target.stock)
     return layers
 
 
@@ -246,71 +300,51 @@ class IteratedMtp(DraftPasses):
 
     def __init__(self, layers: LibraryMtp, target: Target) -> None:
         super().__init__(
-            lambda tokens, hidden, positions, cache, mask: [layers.run(0, tokens, hidden, positions + 1, cache, mask)],
-            lambda hidden: topk_tokens(layers.logits(hidden), TOKENS_PER_RANKING),
+            lambda tokens, hidden, positions, rows: [layers.run(0, tokens, hidden, positions, rows)],
+            layers.best_after,
             layers.shapes,
             width=layers.width,
-            window=layers.window(0),
+            windows=layers.windows,
             target=target,
         )
 
 
-class MtpLayersInTurn(BlockDrafter):
+class MtpLayersInTurn(ReadingPasses):
     """Several MTP layers in turn; each reads the hidden states of the layer before it, one position further ahead.
 
     At the last positions, all layers but the first read drafted tokens; once the accepted tokens are known, these
     layers read the positions again.
     """
 
-    def __init__(self, layers: LibraryMtp, target: Target, columns: slice) -> None:
-        self._layers, self._device = layers, target.device
-        self._cache = Cache(layers.shapes)
-        windows = map(layers.window, range(layers.number))
-        self._masks = [
-            AttentionMasks([AttentionWindow(FULL, window)], target.dtype, target.device) for window in windows
-        ]
-        super().__init__(Calibration(None, layers.number), columns)
+    def __init__(self, layers: LibraryMtp, target: Target) -> None:
+        self._layers, number = layers, layers.number
+        hidden = torch.empty((0, layers.width), dtype=target.dtype, device=target.device)
+        super().__init__(layers.shapes, hidden, target.new_recorder(), windows=layers.windows, rankings=number)
+        self.begin([])
 
-    def _restart(self) -> None:
-        self._cache.slots[0].cut(0)
+    def begin(self, prompt: list[int]) -> None:
+        super().begin(prompt)
         self._hidden: torch.Tensor | None = None
         self._tokens: list[int] = []
         """Hidden states and tokens of the accepted positions that not all layers have read with accepted tokens."""
 
-    def _rank(self, hidden: torch.Tensor, tokens: list[int], max_nodes: int) -> Ranked:
-        self._tokens += tokens
-        self._hidden = hidden = hidden if self._hidden is None else torch.cat([self._hidden, hidden])
-        settled, read = self._cache.slots[0].length, list(self._tokens)
-        self._cache.reserve(extent_for(settled + len(read)))
-        ranked = list[Ranked]()
-        for layer in range(min(self._layers.number, max_nodes)):
-            hidden = self._read(layer, hidden, read, settled)
-            ranked.append(on_host(topk_tokens(self._layers.logits(hidden[-1:]), TOKENS_PER_RANKING)))
-            read = [*read[1:], int(ranked[-1][0][0, 0])]
-        kept = max(0, len(self._tokens) - (self._layers.number - 1))
-        self._cache.slots[0].kv.length = settled + kept
+    def _read(self, hidden: torch.Tensor, tokens: list[int]) -> Ranked:
+        if self._hidden is not None:
+            hidden, tokens = torch.cat([self._hidden, hidden]), self._tokens + tokens
+        self._hidden, self._tokens = hidden, tokens
+        return super()._read(hidden, tokens)
+
+    def _accept(self, new: int) -> None:
+        kept = max(0, new - (self._layers.number - 1))
+        super()._accept(kept)
+        assert self._hidden is not None
         self._hidden, self._tokens = self._hidden[kept:], self._tokens[kept:]
-        best, probs = map(np.concatenate, zip(*ranked, strict=True))
+
+    def _ranked(self, tokens: torch.Tensor, hidden: torch.Tensor, last: torch.Tensor, rows: Rows) -> TopTokens:
+        ranked = list[TopTokens]()
+        for layer in range(self._layers.number):
+            hidden = self._layers.run(layer, tokens, hidden, rows.places + layer, rows)
+            ranked.append(self._layers.best_after(hidden.index_select(0, last)))
+            tokens = tokens.roll(-1).index_copy(0, last, ranked[-1][0][0, :1])
+        best, probs = map(torch.cat, zip(*ranked, strict=True))
         return best, probs
-
-    def _proposal(self) -> Proposal:
-        number = len(self.tokens)
-        after = np.full(self.tokens.shape, NO_RANKING_AFTER)
-        after[:-1, 0] = np.arange(1, number)  # each layer reads the best token of the layer before it
-        return Proposal(self.tokens, self.probs, after, np.full(number, NO_RANKING_AFTER), np.arange(number))
-
-    def _read(self, layer: int, hidden: torch.Tensor, tokens: list[int], settled: int) -> torch.Tensor:
-        """Read ``tokens`` into a layer's cache, from position ``settled`` on; return their hidden states."""
-        slot, parts = self._cache.slots[0], list[torch.Tensor]()
-        for start in range(0, len(tokens), READ_CHUNK):
-            ids = torch.tensor([tokens[start : start + READ_CHUNK]], device=self._device)
-            slot.kv.length = first = settled + start
-            new = ids.shape[1]
-            positions = torch.arange(first, first + new, device=self._device)[None] + layer + 1
-            mask = self._masks[layer].continuation_mask(new, first)
-            parts.append(
-                self._layers.run(layer, ids, hidden[None, start : start + READ_CHUNK], positions, slot.view(new), mask)[
-                    0
-                ]
-            )
-        return torch.cat(parts)

@@ -107,6 +107,23 @@ class PublishedDrafter:
             raise HeadsError(f"drafter {self.name} has no weights in {self.folder}: download it again")
         return by_name
 
+    def pretrained(self, auto: Any) -> Any:
+        """Load the checkpoint by one of transformers' ``Auto`` classes."""
+        try:
+            return auto.from_pretrained(self.folder, trust_remote_code=False)
+        except Exception as error:  # the library raises many kinds
+            raise HeadsError(
+                f"drafter {self.name} cannot be loaded ({error_reason(error)}): name another one"
+            ) from error
+
+    def require_width(self, width: int | None, target: Target) -> None:
+        """Raise HeadsError unless ``width`` is that of the target's hidden states."""
+        if width != (required := int(target.config.hidden_size)):
+            raise HeadsError(
+                f"drafter {self.name} is for a model of width {width}, and this one has {required}: name a drafter of "
+                "this model"
+            )
+
     def fill(self, module: Module, tensors: dict[str, torch.Tensor]) -> None:
         """Load a module's parameters from ``tensors``; raise HeadsError if one is missing or has a different shape."""
         parameters = {name: tensor for name, tensor in module.state_dict().items() if tensor is not None}
@@ -147,6 +164,14 @@ class Proposal(NamedTuple):
         positions = np.arange(len(tokens))
         follows = np.where(positions + 1 < len(tokens), positions + 1, NO_RANKING_AFTER)
         return cls(tokens, probs, np.broadcast_to(follows[:, None], tokens.shape), follows, positions)
+
+    @classmethod
+    def in_turn(cls, tokens: Array, probs: Array) -> Proposal:
+        """Return a proposal of rankings ``[positions, best]``, each after the best token at the position before."""
+        number = len(tokens)
+        after = np.full(tokens.shape, NO_RANKING_AFTER)
+        after[:-1, 0] = np.arange(1, number)
+        return cls(tokens, probs, after, np.full(number, NO_RANKING_AFTER), np.arange(number))
 
     def along(self, tokens: list[int]) -> list[int]:
         """Return the index of the ranking for each emitted token, up to the first token that has none."""

@@ -90,70 +90,8 @@ NO_RANKING: Ranked = np.full((1, 1), NO_RANKING_AFTER), np.zeros((1, 1))
 """Ranking of a single row whose next tokens are unknown."""
 
 
-class BlockDrafter:
-    """Drafts several tokens at once: the number and the order of its rankings don't depend on what they contain."""
-
-    source = SourceId.HEADS
-
-    def __init__(self, calibration: Calibration, columns: slice) -> None:
-        """``columns`` selects the hidden states to read; see ``Target.watch_hidden``."""
-        self.seconds = 0.0
-        """Seconds spent in passes of the drafter."""
-        self.calibration = calibration
-        self.tokens = np.empty((0, 0), np.int64)
-        """Best tokens at each position after the last token read, ``[positions, best]``."""
-        self.probs = np.empty((0, 0))
-        """Probability of each token in ``tokens``, given that the path before it is accepted."""
-        self._accepted = AcceptedTokens(columns)
-        self.begin([0])
-
-    def begin(self, prompt: list[int]) -> None:
-        """Begin the answer to ``prompt``, which the target must prefill next."""
-        self._accepted.begin(prompt)
-        self._restart()
-        self._proposed: Proposal | None = None
-        """The proposal to compare with the next accepted tokens."""
-
-    def _restart(self) -> None:
-        """Discard everything read so far."""
-        raise NotImplementedError
-
-    def observe(self, accepted: Accepted, verified: Verified) -> None:
-        """Update the calibration, and queue the accepted tokens with the target's hidden states along their path."""
-        proposed, self._proposed = self._proposed, None
-        if proposed is not None:
-            self.calibration.learn(proposed, self._buckets, accepted.tokens)
-        self._accepted.add(accepted, verified)
-
-    @torch.inference_mode()
-    def propose(self, max_nodes: int) -> Proposal:
-        """Read the queued tokens, and rank the next tokens; update ``tokens`` and ``probs``."""
-        started = time.perf_counter()
-        hidden, tokens, skipped = self._accepted.take()
-        if skipped:
-            self._restart()
-        self.tokens, probs = self._rank(hidden, tokens, max_nodes)
-        self._buckets = prob_bucket(probs)
-        self.probs = self.calibration(self._buckets)
-        self.seconds += time.perf_counter() - started
-        self._proposed = self._proposal()
-        return self._proposed
-
-    def _rank(self, hidden: torch.Tensor, tokens: list[int], max_nodes: int) -> Ranked:
-        """Read accepted tokens, and rank the tokens at each of the next positions."""
-        raise NotImplementedError
-
-    def _proposal(self) -> Proposal:
-        return Proposal.in_parallel(self.tokens, self.probs)
-
-
-class SequentialModule(Protocol):
-    """Ranks the tokens that may follow a draft path, given its last token and the hidden state before that token."""
-
-    @property
-    def passes(self) -> int:
-        """Maximum number of passes that the module can run per draft, not counting the first."""
-        ...
+class ReadingModule(Protocol):
+    """Reads accepted tokens and ranks the tokens that may follow."""
 
     def begin(self, prompt: list[int]) -> None:
         """Discard everything read so far and begin another answer."""
@@ -170,6 +108,85 @@ class SequentialModule(Protocol):
         """
         ...
 
+
+class ReadingDrafter:
+    """A drafter whose module reads accepted tokens, and which learns how often the module's tokens are accepted."""
+
+    def __init__(
+        self, module: ReadingModule, calibration: Calibration, columns: slice | None, source: SourceId
+    ) -> None:
+        """``columns`` selects the hidden states to read; see ``Target.watch_hidden``."""
+        self.seconds = 0.0
+        """Seconds spent in passes of the drafter."""
+        self.calibration, self.source, self._reader = calibration, source, module
+        self._accepted = AcceptedTokens(columns)
+        self._proposed: Proposal | None = None
+        """The proposal to compare with the next accepted tokens."""
+        self._buckets = np.zeros((0, 0), np.int64)
+        """Probability bucket of each of its tokens."""
+
+    def begin(self, prompt: list[int]) -> None:
+        """Begin the answer to ``prompt``, which the target must prefill next."""
+        self._accepted.begin(prompt)
+        self._reader.begin(prompt)
+        self._proposed = None
+
+    def observe(self, accepted: Accepted, verified: Verified) -> None:
+        """Update the calibration, and queue the accepted tokens with the target's hidden states along their path."""
+        proposed, self._proposed = self._proposed, None
+        if proposed is not None:
+            self.calibration.learn(proposed, self._buckets, accepted.tokens)
+        self._accepted.add(accepted, verified)
+
+    def _read(self) -> tuple[Ranked, int]:
+        """Read the queued tokens; return the rankings after the last one, and the number of tokens."""
+        hidden, tokens, skipped = self._accepted.take()
+        if skipped:
+            self._reader.skip(skipped)
+        return self._reader.read(hidden, tokens), len(tokens)
+
+
+class BlockDrafter(ReadingDrafter):
+    """Drafts several tokens at once: the number and the order of its rankings don't depend on what they contain."""
+
+    def __init__(
+        self,
+        module: ReadingModule,
+        calibration: Calibration,
+        columns: slice,
+        *,
+        source: SourceId = SourceId.HEADS,
+        is_chain: bool = False,
+    ) -> None:
+        """``is_chain`` says that each ranking follows the best token of the one before, not any token of it."""
+        super().__init__(module, calibration, columns, source)
+        self._is_chain = is_chain
+        self.tokens = np.empty((0, 0), np.int64)
+        """Best tokens at each position after the last token read, ``[positions, best]``."""
+        self.probs = np.empty((0, 0))
+        """Probability of each token in ``tokens``, given that the path before it is accepted."""
+
+    @torch.inference_mode()
+    def propose(self, max_nodes: int) -> Proposal:
+        """Read the queued tokens, and rank the next tokens; update ``tokens`` and ``probs``."""
+        started = time.perf_counter()
+        (self.tokens, probs), _ = self._read()
+        self._buckets = prob_bucket(probs)
+        self.probs = self.calibration(self._buckets)
+        self.seconds += time.perf_counter() - started
+        make = Proposal.in_turn if self._is_chain else Proposal.in_parallel
+        self._proposed = make(self.tokens, self.probs)
+        return self._proposed
+
+
+class SequentialModule(ReadingModule, Protocol):
+    """Ranks the tokens that may follow a draft path, given its last token and the hidden state before that token."""
+
+    @property
+    def passes(self) -> int:
+        """Maximum number of passes that the module can run per draft, not counting the first."""
+        ...
+
     def extend(self, parents: list[int], tokens: list[int]) -> Ranked:
         """For each ``i``, extend the path of row ``parents[i]`` by ``tokens[i]``, and rank the tokens that may follow.
 
@@ -179,7 +196,7 @@ class SequentialModule(Protocol):
         ...
 
 
-class SequentialDrafter:
+class SequentialDrafter(ReadingDrafter):
     """Drafts with a sequential module: each pass after the first extends the best paths of the previous pass."""
 
     def __init__(
@@ -197,11 +214,9 @@ class SequentialDrafter:
         ``odds`` are acceptance rates by depth and probability bucket (see ``Calibration``); rankings at greater depths
         use the last depth's rates. ``width`` is the maximum number of paths that one pass extends.
         """
-        self.module, self.source, self.seconds = module, source, 0.0
-        self._pace, self._width = pace, width
+        super().__init__(module, Calibration(odds, MAX_CALIBRATED_DEPTH + 1), columns, source)
+        self.module, self._pace, self._width = module, pace, width
         self._passes = min(module.passes, MAX_PASSES)
-        self._calibration = Calibration(odds, MAX_CALIBRATED_DEPTH + 1)
-        self._accepted = AcceptedTokens(columns)
         rankings = 1 + width * self._passes
         self._tokens, self._after = np.zeros((2, rankings, TOKENS_PER_RANKING), np.int64)
         self._probs, self._buckets = (
@@ -209,28 +224,21 @@ class SequentialDrafter:
             np.zeros((rankings, TOKENS_PER_RANKING), np.int64),
         )
         self._depths, self._path_probs = np.zeros(rankings, np.int64), np.zeros(rankings)
-        self._proposed: Proposal | None = None
-        """The proposal to compare with the next accepted tokens."""
 
     def begin(self, prompt: list[int]) -> None:
-        self._accepted.begin(prompt)
-        self.module.begin(prompt)
+        super().begin(prompt)
         self._pace.restart()
-        self._proposed = None
 
     def observe(self, accepted: Accepted, verified: Verified) -> None:
-        self._calibrate(accepted)
+        super().observe(accepted, verified)
         self._pace.note_step(len(accepted.tokens))
-        self._accepted.add(accepted, verified)
 
     @torch.inference_mode()
     def propose(self, max_nodes: int) -> Proposal:
         started = time.perf_counter()
-        hidden, tokens, skipped = self._accepted.take()
-        if skipped:
-            self.module.skip(skipped)
-        rows = self._store_rankings(self.module.read(hidden, tokens), 0, 0, 1.0)
-        self._spent(started, len(tokens))
+        ranked, read = self._read()
+        rows = self._store_rankings(ranked, 0, 0, 1.0)
+        self._spent(started, read)
         first = 0
         for depth in range(1, min(self._passes, max_nodes - 1) + 1):
             chosen = self._choose_extensions(first, rows, max_nodes)
@@ -260,7 +268,7 @@ class SequentialDrafter:
         )
         buckets = prob_bucket(probs)
         self._buckets[first:rows, :best], self._tokens[first:rows, :best] = buckets, tokens
-        self._probs[first:rows, :best] = np.where(tokens == NO_RANKING_AFTER, 0.0, self._calibration.at(depth, buckets))
+        self._probs[first:rows, :best] = np.where(tokens == NO_RANKING_AFTER, 0.0, self.calibration.at(depth, buckets))
         self._depths[first:rows], self._path_probs[first:rows] = depth, path_probs
         return rows
 
@@ -284,10 +292,3 @@ class SequentialDrafter:
         seconds = time.perf_counter() - began
         self.seconds += seconds
         self._pace.note_pass(rows, seconds)
-
-    def _calibrate(self, accepted: Accepted) -> None:
-        """Update the calibration with the last proposal's rankings and the accepted tokens, once per proposal."""
-        proposed, self._proposed = self._proposed, None
-        if proposed is None:
-            return
-        self._calibration.learn(proposed, self._buckets, accepted.tokens)

@@ -190,7 +190,7 @@ class CapturedRun:
     """A captured function. If memory was too short to capture it, that is due again after ``RETRY_AFTER`` uses."""
 
     run: Run | None = None
-    """Replays the function, or runs it if memory was too short to capture it; None if it needs a capture."""
+    """Replays the function, or runs it if memory was too short to capture it; None if it is too short to run it."""
     uses_left: int | None = None
     """Number of uses before another attempt to capture the function; None if it is captured."""
 

@@ -1,0 +1,42 @@
+"""Computes the decoder layers of trained drafters by the engines' program."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from hdtool.runtime.engines.cuda.merged_weights import merging
+from hdtool.runtime.engines.reference.operations import TorchOperations
+from hdtool.runtime.engines.reference.program_pass import ProgramLayers
+
+if TYPE_CHECKING:
+    import torch
+    from torch.nn import Module
+
+    from hdtool.runtime.drafters.trained.draft_passes import Rows
+    from hdtool.runtime.model.pass_inputs import AttentionWindow
+    from hdtool.runtime.program.model_parts import ModelParts
+
+
+class DrafterLayers:
+    """Decoder layers as a program, between what a drafter makes of tokens and hidden states, and its output layer."""
+
+    def __init__(self, parts: ModelParts[Module], windows: list[AttentionWindow]) -> None:
+        self._operations = TorchOperations()
+        self._layers = ProgramLayers(parts, windows, self._operations, merging(parts.model))
+
+    def run(
+        self,
+        hidden: torch.Tensor,
+        positions: torch.Tensor,
+        rows: Rows,
+        *,
+        normed: torch.Tensor | None = None,
+        first: int = 0,
+    ) -> torch.Tensor:
+        """Compute the layers of ``hidden [rows, width]`` in place; return it with the norm after the layers, if any.
+
+        ``normed`` is what the first layer reads, by default the norm of ``hidden``. ``first`` is the first layer's
+        number in the cache.
+        """
+        self._operations.begin_rows(rows.places[None], rows.mask, rows.extent)
+        return self._layers.through(hidden, normed, positions[None], rows.storage.layers[first:])
