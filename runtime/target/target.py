@@ -19,7 +19,7 @@ from hdtool.runtime.engines.capture import Capture, CaptureMaker
 from hdtool.runtime.engines.checks.probes import some_context
 from hdtool.runtime.engines.stock.chain_passes import ChainPasses
 from hdtool.runtime.engines.stock.facts import ModelFacts
-from hdtool.runtime.engines.stock.recurrent_layers import forward_lock
+from hdtool.runtime.engines.stock.forward_lock import forward_lock
 from hdtool.runtime.engines.stock.stock_model import StockModel, embedded_tokens
 from hdtool.runtime.engines.stock.tree_passes import TreePasses
 from hdtool.runtime.model.families import context_limit, refuse_by_class, refuse_by_configuration

@@ -8,9 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from threading import RLock
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch.nn import Module
@@ -21,6 +19,7 @@ from hdtool.runtime.core.tree import DraftTree
 from hdtool.runtime.engines.reference.mixers import mix
 from hdtool.runtime.engines.reference.recurrences import MixerStates, StackedStates
 from hdtool.runtime.engines.reference.tree_indices import DeviceIndices, HostIndices, TreeIndices
+from hdtool.runtime.engines.stock.forward_lock import forward_lock
 from hdtool.runtime.engines.stock.undescribed_mixers import (
     Forward,
     LevelStates,
@@ -39,12 +38,6 @@ if TYPE_CHECKING:
 
 ANY: Kind[Module] = Kind(is_linear, lambda weight: True, lambda module: True, divisor=1)
 """Modules that run by their own code."""
-_LOCKS: WeakKeyDictionary[Module, Any] = WeakKeyDictionary()
-
-
-def forward_lock(model: Module) -> Any:
-    """Return the lock to hold while replacing or inspecting a model's ``forward`` methods, shared by its targets."""
-    return _LOCKS.setdefault(model, RLock())
 
 
 def described_mixers(model: Module, shapes: Iterable[StateShape]) -> dict[int, MixerParts[Module]]:

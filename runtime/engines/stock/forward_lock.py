@@ -1,0 +1,16 @@
+"""The lock of a model's ``forward`` methods, which passes over trees replace."""
+
+from __future__ import annotations
+
+from threading import RLock
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from torch.nn import Module
+
+_LOCKS: WeakKeyDictionary[Module, Any] = WeakKeyDictionary()
+
+
+def forward_lock(model: Module) -> Any:
+    """Return the lock to hold while replacing or inspecting a model's ``forward`` methods, shared by its targets."""
+    return _LOCKS.setdefault(model, RLock())
