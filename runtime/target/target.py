@@ -17,7 +17,6 @@ from hdtool.runtime.core.tolerances import distances, tolerance_of
 from hdtool.runtime.engines.backend import MIN_GROWTH, BackendEngine, StockBackend
 from hdtool.runtime.engines.capture import Capture, CaptureMaker
 from hdtool.runtime.engines.checks.probes import some_context
-from hdtool.runtime.engines.stock.chain_passes import ChainPasses
 from hdtool.runtime.engines.stock.facts import ModelFacts
 from hdtool.runtime.engines.stock.forward_lock import forward_lock
 from hdtool.runtime.engines.stock.stock_model import StockModel, embedded_tokens
@@ -95,10 +94,14 @@ class Target(BackendEngine):
             refuse_damaged_model(self.model)
             raise
         self.facts, self.captured = facts, None
+        if facts.no_trees:
+            from hdtool.runtime.engines.stock.chain_passes import ChainPasses
+
+            return self._arrange(ChainPasses(self.stock, facts))
         trees = TreePasses(self.stock, facts)
-        self._arrange(ChainPasses(self.stock, facts) if facts.no_trees else trees)
+        self._arrange(trees)
         # Passes that run level by level have shapes that depend on the tree.
-        is_regular = not facts.no_trees and (facts.recurrent is None or facts.recurrent.can_be_captured)
+        is_regular = facts.recurrent is None or facts.recurrent.can_be_captured
         if is_regular and (capture := self._capture(self.device)):
             self._capture_steps(capture, trees)
 
