@@ -23,8 +23,11 @@ values exceed L2, eight rows of nine heads then took 0.81 times as long as with 
 """
 MASKED_SCORE = np.float32(-3e38)
 """Added to the score of a position that a row doesn't attend to."""
-CHUNK_POSITIONS = 64
-"""Number of positions whose keys or values are read by all queries of a block before the next positions are."""
+CHUNK_POSITIONS, WIDE_CHUNK_POSITIONS = 64, 16
+"""Number of positions whose keys or values are read by all queries of a block before the next positions are.
+
+The smaller number is for heads wider than 256, so that the keys stay in L1.
+"""
 
 
 def _scores(known_width: int = 0, *, adds: bool = False) -> Any:
@@ -159,6 +162,11 @@ def query_blocks(rows: int, groups: int, block_size: int) -> int:
 
 
 @compiled
+def chunk_positions(width: int) -> int:
+    return CHUNK_POSITIONS if width <= 256 else WIDE_CHUNK_POSITIONS
+
+
+@compiled
 def attention_scratch_size(positions: int, width: int, block_size: int) -> int:
     """Return how many float32 values of scratch memory ``attend`` needs."""
     padded = (positions + LANES - 1) // LANES * LANES
@@ -220,7 +228,7 @@ def attend(
     chunk_mask = largest + 2 * block_size * ITEM_SIZE
     number, row_size = rows * groups, heads * groups * width
     row_positions = array_at(positions_at, (rows,), types.int64)
-    blocks = query_blocks(rows, groups, block_size)
+    blocks, chunk_size = query_blocks(rows, groups, block_size), chunk_positions(width)
     for block in range(first, end):
         head, start = block // blocks, block % blocks * block_size
         key, value = keys + head * head_stride * ITEM_SIZE, values + head * head_stride * ITEM_SIZE
@@ -229,8 +237,8 @@ def attend(
         begin = _first_visible(row_positions, first_row, (start + count - 1) // groups + 1, window, length)
         head_queries = queries + (first_row * row_size + head * groups * width) * ITEM_SIZE
         tops[:] = -np.inf
-        for column in range(begin, padded, CHUNK_POSITIONS):
-            chunk, scores = min(CHUNK_POSITIONS, padded - column), scratch + column * ITEM_SIZE
+        for column in range(begin, padded, chunk_size):
+            chunk, scores = min(chunk_size, padded - column), scratch + column * ITEM_SIZE
             chunk_keys = key + column * width * ITEM_SIZE
             write_scores(
                 chunk_keys, chunk, width, head_queries, row_size, groups, first_group, count, scores, padded, False
@@ -261,8 +269,8 @@ def attend(
                 tops[query] = max(tops[query], sink)
                 sink_weights[query] = np.exp(np.float32(sink - tops[query]))
         array_at(sums, (block_size * width + block_size * (width // LANES),), types.float32)[:] = 0.0
-        for column in range(begin, padded, CHUNK_POSITIONS):
-            chunk, weights = min(CHUNK_POSITIONS, padded - column), scratch + column * ITEM_SIZE
+        for column in range(begin, padded, chunk_size):
+            chunk, weights = min(chunk_size, padded - column), scratch + column * ITEM_SIZE
             for query in range(count):
                 exponentiate(weights + query * padded * ITEM_SIZE, chunk, tops[query])
             seen, chunk_values = min(chunk, positions - column), value + column * width * ITEM_SIZE

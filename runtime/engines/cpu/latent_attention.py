@@ -9,7 +9,7 @@ from typing import Any
 
 from numba import types
 
-from hdtool.runtime.engines.cpu.attention import BLOCK_QUERIES, add_weighted_sums, write_scores
+from hdtool.runtime.engines.cpu.attention import BLOCK_QUERIES, add_weighted_sums, chunk_positions, write_scores
 from hdtool.runtime.engines.cpu.layer_record import LAYER, PASS, apply_norm
 from hdtool.runtime.kernels.compiled import Ints, Record, array_at, c_function, compiled, copy_floats, struct_at
 from hdtool.runtime.kernels.gemm import STEP
@@ -89,14 +89,17 @@ def _absorb(
     stride = heads * (record.plain + record.rotated)
     part = -(-first * parts_of(pass_record.threads, heads, 1) // heads)
     sums = scratch + part * absorbed_scratch_size(rank) * ITEM_SIZE
-    totals = sums + BLOCK_QUERIES * rank * ITEM_SIZE
+    totals, chunk = sums + BLOCK_QUERIES * rank * ITEM_SIZE, chunk_positions(rank)
     for head in range(first, end):
         matrix = record.expansion + head * (record.plain + record.values) * rank * ITEM_SIZE
         for row in range(0, rows, BLOCK_QUERIES):
             count = min(BLOCK_QUERIES, rows - row)
             array_at(sums, (absorbed_scratch_size(rank),), types.float32)[:] = 0.0
             read = queries + (row * stride + head * (record.plain + record.rotated)) * ITEM_SIZE
-            add_weighted_sums(matrix, record.plain, rank, read, stride, count, BLOCK_QUERIES, sums, totals)
+            for column in range(0, record.plain, chunk):
+                chunk_matrix, weights = matrix + column * rank * ITEM_SIZE, read + column * ITEM_SIZE
+                positions = min(chunk, record.plain - column)
+                add_weighted_sums(chunk_matrix, positions, rank, weights, stride, count, BLOCK_QUERIES, sums, totals)
             for query in range(count):
                 written = absorbed + ((row + query) * heads + head) * rank * ITEM_SIZE
                 copy_floats(sums + query * rank * ITEM_SIZE, rank, written)
@@ -109,8 +112,11 @@ def _expand(pass_record: Record, layer: Record, attended: int, written: int, fir
     for head in range(first, end):
         matrix = record.expansion + (head * (record.plain + record.values) + record.plain) * rank * ITEM_SIZE
         read, to = attended + head * rank * ITEM_SIZE, written + head * record.values * ITEM_SIZE
-        values, stride = record.values, heads * record.values
-        write_scores(matrix, values, rank, read, heads * rank, 1, 0, pass_record.total_rows, to, stride, False)
+        rows, stride, chunk = pass_record.total_rows, heads * record.values, chunk_positions(rank)
+        for column in range(0, record.values, chunk):
+            values, chunk_matrix = min(chunk, record.values - column), matrix + column * rank * ITEM_SIZE
+            at = to + column * ITEM_SIZE
+            write_scores(chunk_matrix, values, rank, read, heads * rank, 1, 0, rows, at, stride, False)
 
 
 @c_function(STEP)
