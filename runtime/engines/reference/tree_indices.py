@@ -59,23 +59,19 @@ class HostIndices(TreeIndices):
 
     def __init__(self, trees: Sequence[DraftTree], device: torch.device) -> None:
         super().__init__()
-        self.rows, self._device = max(map(len, trees)) + 1, device
-        self._parents = list(map(parent_rows, trees))
+        self.rows, self._trees, self._device = max(map(len, trees)) + 1, trees, device
 
     @cached_property
     def ancestors(self) -> torch.Tensor:
-        read = np.zeros((len(self._parents), self.rows, self.rows), np.bool_)
-        for slot, parents in enumerate(self._parents):
-            for row, parent in enumerate(parents.tolist()):
-                if parent >= 0:
-                    read[slot, row] = read[slot, parent]
-                read[slot, row, row] = True
+        read = np.zeros((len(self._trees), self.rows, self.rows), np.bool_)
+        for of_tree, tree in zip(read, self._trees, strict=True):
+            of_tree[: len(tree) + 1, : len(tree) + 1] = tree.ancestor_mask
         return torch.from_numpy(read).to(self._device)
 
     def _window(self, before: int, size: int) -> torch.Tensor:
-        columns = np.full((len(self._parents), self.rows, size), before, np.int64)
-        for slot, parents in enumerate(self._parents):
-            for row, parent in enumerate(parents.tolist()):
+        columns = np.full((len(self._trees), self.rows, size), before, np.int64)
+        for slot, tree in enumerate(self._trees):
+            for row, parent in enumerate(parent_rows(tree).tolist()):
                 parent_columns = columns[slot, parent] if parent >= 0 else np.arange(before - size, before)
                 columns[slot, row] = [*parent_columns[1:], before + row]
         return torch.from_numpy(columns).to(self._device)
