@@ -367,11 +367,8 @@ def router_of(block: Any, kind: ExpertKind) -> Router | None:
         return None
     checked = (block, *(module for name, module in block.named_modules() if name.split(".")[0] == kind.gate))
     known_names = {kind.gate, "experts", *filter(None, [kind.shared, kind.shared_gate])}
-    present = {
-        name
-        for name, module in block._modules.items()
-        if module is not None and not (name in kind.identities and type(module) is Identity)
-    }
+    present = {name for name, module in block._modules.items() if module is not None}
+    present -= {name for name in kind.identities if type(block._modules.get(name)) is Identity}
     if not {kind.gate, "experts"} <= present <= known_names or any("forward" in vars(module) for module in checked):
         return None
     if not _knows(block, BLOCK_ATTRIBUTES | {kind.shared}) or not _knows(gate, ROUTER_ATTRIBUTES):
