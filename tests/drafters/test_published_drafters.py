@@ -24,6 +24,7 @@ from hdtool.runtime.core.loop import Request
 from hdtool.runtime.core.sampler import Sampler
 from hdtool.runtime.core.tree import DraftTree
 from hdtool.runtime.drafters.methods import drafter_for, drafters_for
+from hdtool.runtime.drafters.trained.dflash import without_norm
 from hdtool.runtime.drafters.trained.eagle3 import EagleModule, load_eagle3
 from hdtool.runtime.drafters.trained.proposal import PublishedDrafter
 from hdtool.runtime.drafters.trained_methods import published_drafter
@@ -307,3 +308,22 @@ def test_outputs_of_layers_are_those_of_the_library(family: str, capture: Captur
     for part, rows in ((read, expected[:12]), (verified.hidden, expected[12:])):
         assert part is not None
         torch.testing.assert_close(part, rows.detach(), rtol=1e-4, atol=1e-4)
+
+
+def test_blocks_read_embeddings_without_their_norm() -> None:
+    """And go on reading the model's weight, which keeps its norm."""
+
+    class Normed(torch.nn.Embedding):
+        def __init__(self) -> None:
+            super().__init__(5, 4)
+            self.embed_norm = torch.nn.LayerNorm(4)
+
+        def forward(self, input: torch.Tensor) -> torch.Tensor:
+            normed: torch.Tensor = self.embed_norm(super().forward(input))
+            return normed
+
+    embedding, token = Normed(), torch.tensor([1])
+    bare = without_norm(embedding)
+    embedding.weight = torch.nn.Parameter(torch.randn(5, 4))
+    assert torch.equal(bare(token), embedding.weight[token])
+    assert torch.equal(embedding(token), embedding.embed_norm(embedding.weight[token]))

@@ -5,6 +5,7 @@ They read the outputs of some layers of the target. The drafter's model comes fr
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -14,10 +15,11 @@ from hdtool.data.errors import FamilyError, HeadsError
 from hdtool.runtime.caches.kv_cache import HeadShape, LayerShape
 from hdtool.runtime.config.source_names import SourceId
 from hdtool.runtime.drafters.trained.draft_passes import ReadingPasses, Rows, TopTokens
-from hdtool.runtime.drafters.trained.module_parts import topk_tokens
+from hdtool.runtime.drafters.trained.module_parts import Norm, topk_tokens
 from hdtool.runtime.drafters.trained.proposal import MAX_RANKINGS, TOKENS_PER_RANKING, Calibration
 from hdtool.runtime.drafters.trained.sequential import BlockDrafter
 from hdtool.runtime.model.pass_inputs import windows_of
+from hdtool.runtime.program.model_parts import epsilon_of
 
 if TYPE_CHECKING:
     from hdtool.runtime.drafters.trained.proposal import PublishedDrafter
@@ -35,7 +37,8 @@ class DFlashPasses(ReadingPasses):
         self._block = min(int(config.block_size), MAX_RANKINGS + 1)
         """Number of tokens in a block, of which the first is the last accepted one."""
         self._model, self._mask_token = model, int(config.mask_token_id)
-        self._embed, self._head = target.model.get_input_embeddings(), target.model.get_output_embeddings()
+        self._embed = without_norm(target.model.get_input_embeddings())
+        self._head = target.model.get_output_embeddings()
         hidden = torch.empty((0, model.encoder.fc.in_features), dtype=target.dtype, device=target.device)
         # A token's distance to the tokens that it reads is at most the window in these models, not less.
         windows = [replace(each, window=each.window and each.window + 1) for each in windows_of(config)]
@@ -63,7 +66,7 @@ class DFlashPasses(ReadingPasses):
         places, noise = words.split([len(words) - self._block, self._block])
         masks = self._masks.block_mask(places[-self._block :], extent)
         states = self._model(
-            noise_embeds=self._noise(noise[None]),
+            noise_embeds=self._embed(noise[None]),
             context_hidden_states=hidden[None],
             position_ids=places[None],
             attention_mask=masks if isinstance(masks, dict) else dict.fromkeys(self._kinds, masks),
@@ -71,18 +74,14 @@ class DFlashPasses(ReadingPasses):
         ).last_hidden_state[0, 1:]
         return topk_tokens(self._head(states), TOKENS_PER_RANKING)
 
-    def _noise(self, ids: torch.Tensor) -> torch.Tensor:
-        """Return token embeddings without the norm that some models apply to them."""
-        norm = getattr(self._embed, "embed_norm", None)
-        if norm is None:
-            embeddings: torch.Tensor = self._embed(ids)
-            return embeddings
-        self._embed.embed_norm = torch.nn.Identity()
-        try:
-            embedded: torch.Tensor = self._embed(ids)
-            return embedded
-        finally:
-            self._embed.embed_norm = norm
+
+def without_norm(embedding: Any) -> Any:
+    """Return token embeddings without the norm that some models apply to them."""
+    if not hasattr(embedding, "embed_norm"):
+        return embedding
+    bare = copy.copy(embedding)  # shares the parameters
+    bare._modules = {**embedding._modules, "embed_norm": torch.nn.Identity()}
+    return bare
 
 
 def _shape_of(attention: Any) -> LayerShape:
@@ -119,4 +118,16 @@ def load_dflash(published: PublishedDrafter, target: Target) -> Any:
             f"drafter {published.name} reads token {mask} in place of drafts, and this model has tokens 0 to "
             f"{target.vocabulary - 1}: name a drafter of this model"
         )
+    _fuse_norms(model)
     return model.to(target.device, target.dtype).requires_grad_(False).eval()
+
+
+def _fuse_norms(model: Any) -> None:
+    """Replace RMSNorms of transformers, which take six kernels each, by norms of one kernel with the same weights."""
+    for module in list(model.modules()):
+        for name, norm in module.named_children():
+            epsilon = epsilon_of(norm) if type(norm).__name__.endswith("RMSNorm") else None
+            if epsilon is not None:
+                fused = Norm(len(norm.weight), epsilon)
+                fused.weight = norm.weight
+                setattr(module, name, fused)
