@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import zip_longest
 from pathlib import Path
@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from hdtool.builders.evaluation.report.figures import ReportData
     from hdtool.builders.evaluation.report.measurements import BenchMeasurements
     from hdtool.builders.evaluation.report.pages import Page
-    from hdtool.data.documents import Document, Source
-    from hdtool.data.stores.manifest import TokenizerFingerprint
     from hdtool.data.texts_and_traces import Trace
     from hdtool.runtime.budget.cost_curve import CostCurve
 
@@ -358,13 +356,13 @@ def write_report(
     from hdtool.builders.evaluation.report.ablations import report_data
     from hdtool.builders.evaluation.report.pages import write_page
 
-    data = report_data(study, traces, tokenizer, build=_build_in_process, quiet=quiet)
+    data = report_data(study, traces, tokenizer, quiet=quiet)
     page = page_of(shlex.join(["hdtool", *sys.argv[1:]]), data)
     print(f"report: {write_page(folder, page)}", file=sys.stderr)
 
 
 def report_bench(folder: Path, plan: BenchPlan, measured: BenchMeasurements, *, quiet: bool) -> None:
-    """Write a benchmark's report. Figures such as source coverage come from replaying one method's measured answers."""
+    """Write a benchmark's report. The figure of the sources comes from replaying one method's measured answers."""
     from hdtool.builders.evaluation.recording import TurnReader
     from hdtool.builders.evaluation.report.ablations import Study, bench_traces
     from hdtool.builders.evaluation.report.pages import bench_page
@@ -379,13 +377,3 @@ def report_bench(folder: Path, plan: BenchPlan, measured: BenchMeasurements, *, 
     study = Study([reader.turns(trace) for trace in traces], store_set, plan.decoding.draft_tokens)
     page_of = partial(bench_page, measured, study, replayed)
     write_report(folder, study, traces, reader.tokenizer, page_of, quiet=quiet)
-
-
-def _build_in_process(
-    folder: Path, documents: Iterable[Document], tokenizer: TokenizerFingerprint, sources: Sequence[Source]
-) -> None:
-    """Build a corpus index in this process, without workers."""
-    from hdtool.builders.stores.build import build_corpus_index
-    from hdtool.builders.stores.build_engine import LocalBuildEngine
-
-    build_corpus_index(folder, documents, tokenizer, sources, engine=LocalBuildEngine(1))

@@ -15,13 +15,8 @@ from hdtool.builders.evaluation.report.figures import ReportData, figures_of, mi
 from hdtool.builders.evaluation.report.pages import PICTURE_NAME, Page, check_report_folder, write_page
 from hdtool.builders.evaluation.report.plots import PLOT_DPI, PLOT_INCHES, THEMES, Theme
 from hdtool.builders.evaluation.report.tables import (
-    Coverage,
     Durations,
-    IndexSize,
-    IndexSizes,
-    Repeats,
     SourceCounts,
-    SourceCoverage,
     SourceShares,
     Speeds,
     Table,
@@ -40,13 +35,7 @@ DATA = ReportData(
     durations=Durations({"generate": ((10, 0.2, 0.1), (20, 0.4, None)), "hd": ((10, 0.1, 0.1), (20, 0.2, 0.1))}),
     temperatures=Speeds((0.1, 1.0), {"generate": (50.0, 49.0), "hd": (100.0, 80.0)}),
     shares=(SourceShares("hd", 10, {"context": SourceCounts(40, 10, 9, 6), "model": SourceCounts(0, 0, 0, 0)}),),
-    subsets=(Trials("hd", (Trial("C", 1.5, 9, 20), Trial("M", 1.0, 9, 20), Trial("CM", 2.0, 20, 30))),),
-    orders=Trials("hd-paper", (Trial("CM", 2.0, 9, 20), Trial("MC", 1.8, 9, 20))),
-    coverage=(
-        Coverage("hd", 100, {"context": SourceCoverage(40, 30, 9, 8), "model": SourceCoverage(20, 10, 7, 6)}, 50),
-    ),
-    repeats=Repeats((5, 9), {"this conversation": (0.1, 0.2), "none of them": (0.9, 0.8)}, (1, 2, 4), (0.0, 0.1, 0.3)),
-    sizes=IndexSizes("hd", (IndexSize(1000, 2.0, 20, 40, 10), IndexSize(2000, 2.1, 22, 44, 12))),
+    subsets=Trials("hd", (Trial("C", 1.5, 9, 20), Trial("M", 1.0, 9, 20), Trial("CM", 2.0, 20, 30))),
     case=TypicalCase("hd", EVIL, (("a ", "none"), (EVIL, "context"), ("b", "corpus")), 30, 10),
 )
 
@@ -75,7 +64,7 @@ def size_of(png: bytes) -> tuple[int, int]:
 
 def test_every_figure_is_a_picture_in_both_themes(written: Path) -> None:
     names = [one.name for one in figures_of(DATA)]
-    assert len(names) == len(set(names)) == 10
+    assert len(names) == len(set(names)) == 5
     expected = {f"{name}{ending}.png" for name in names for ending in ("", ".dark")}
     assert {path.name for path in written.glob("*.png")} == expected
     for one in figures_of(DATA):
@@ -90,7 +79,7 @@ def test_the_page_loads_nothing(written: Path) -> None:
     assert "http" not in re.sub(r"base64,[^\"]*", "", page)  # within a picture any four letters may stand
     assert not re.search(r"<(script|link|iframe)\b|@import|url\(", page)
     addresses = re.findall(r'(?:src|srcset|href)="([^"]*)"', page)
-    assert len(addresses) == 20 and all(address.startswith("data:image/png;base64,") for address in addresses)
+    assert len(addresses) == 10 and all(address.startswith("data:image/png;base64,") for address in addresses)
 
 
 class Balanced(HTMLParser):
@@ -127,7 +116,7 @@ def test_prompts_and_answers_are_escaped(written: Path) -> None:
     page = read(written)
     assert page.texts.count(EVIL) == 2, "the question and a piece of the answer"
     assert f"hdtool replay --traces '{EVIL}'" in page.texts
-    assert len(page.alts) == 10 and all(page.alts)
+    assert len(page.alts) == 5 and all(page.alts)
 
 
 def test_a_piece_has_the_class_of_its_source(written: Path) -> None:
@@ -150,10 +139,6 @@ def test_nothing_is_missing_where_there_is_data_for_all(written: Path) -> None:
         ("durations", None, ["generation-time"]),
         ("temperatures", None, ["temperatures"]),
         ("shares", (), ["sources-hd"]),
-        ("orders", None, ["orders-hd-paper"]),
-        ("coverage", (), ["coverage-hd"]),
-        ("repeats", None, ["repeated-4-grams", "4-gram-distances"]),
-        ("sizes", "there is no corpus index", ["database-size"]),
     ],
 )
 def test_a_figure_without_data_is_left_out_and_named(field: str, empty: object, names: list[str]) -> None:
@@ -161,7 +146,7 @@ def test_a_figure_without_data_is_left_out_and_named(field: str, empty: object, 
     gone = {one.name for one in figures_of(DATA)} - {one.name for one in figures_of(lacking)}
     assert gone == set(names)
     ((_, command),) = missing_figures(lacking)
-    assert "hdtool" in command or "four tokens" in command
+    assert "hdtool" in command
 
 
 def test_a_page_without_figures_lists_the_commands_that_add_them(tmp_path: Path) -> None:
@@ -173,20 +158,13 @@ def test_a_page_without_figures_lists_the_commands_that_add_them(tmp_path: Path)
         assert wanted in texts
 
 
-def test_claims_that_the_data_does_not_decide_are_left_out(tmp_path: Path) -> None:
-    write_page(tmp_path, page_of(DATA))
-    for name in ("index.html", "tables.md"):
-        text = (tmp_path / name).read_text(encoding="utf-8")
-        assert "Does it hold" not in text and "decided" not in text and "claim" not in text
-
-
 def test_the_tables_are_markdown_too(written: Path) -> None:
     text = (written / "tables.md").read_text(encoding="utf-8")
     assert "| method | all &#124; of them |\n|---|---|\n| hd | 2.87 |\n\nA note.\n" in text
     for line in text.splitlines():
         if line.startswith("|"):
             assert line.endswith("|")
-    assert "## Token coverage of hd" in text
+    assert "## The sources of hd" in text
 
 
 def test_a_report_replaces_the_one_before(tmp_path: Path) -> None:

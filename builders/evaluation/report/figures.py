@@ -10,10 +10,7 @@ from typing import Any
 from hdtool.builders.evaluation.report import plots
 from hdtool.builders.evaluation.report.plots import Draw
 from hdtool.builders.evaluation.report.tables import (
-    Coverage,
     Durations,
-    IndexSizes,
-    Repeats,
     SourceShares,
     Speeds,
     Table,
@@ -38,12 +35,7 @@ class ReportData:
     shares: tuple[SourceShares, ...] = ()
     shares_are_measured: bool = False
     """True if ``shares`` come from a benchmark's answers, not from a replay."""
-    subsets: tuple[Trials, ...] = ()
-    orders: Trials | None = None
-    coverage: tuple[Coverage, ...] = ()
-    repeats: Repeats | None = None
-    sizes: IndexSizes | str = "it was not asked for"
-    """Drafting times by index size, or the reason why there are none."""
+    subsets: Trials | None = None
     case: TypicalCase | None = None
     replayed: str = ""
     """Caption that states the number of draft tokens in the replays."""
@@ -77,15 +69,8 @@ def figures_of(data: ReportData) -> Iterator[Figure]:
         yield _temperatures(data.temperatures)
     shares = map(_shares, data.shares)
     yield from shares if data.shares_are_measured else map(replayed, shares)
-    for trials in data.subsets:
-        yield replayed(_trials(trials, "subsets", "The sources of"))
-    if data.orders:
-        yield replayed(_trials(data.orders, "orders", "The order of the sources of"))
-    yield from map(replayed, map(_coverage, data.coverage))
-    if data.repeats:
-        yield from _repeats(data.repeats)
-    if isinstance(data.sizes, IndexSizes):
-        yield replayed(_sizes(data.sizes))
+    if data.subsets:
+        yield replayed(_trials(data.subsets))
 
 
 def missing_figures(data: ReportData) -> Iterator[tuple[str, str]]:
@@ -95,13 +80,8 @@ def missing_figures(data: ReportData) -> Iterator[tuple[str, str]]:
         ("generation time against tokens", data.durations, BENCH_COMMAND),
         ("speed over temperatures", data.temperatures, TEMPERATURES_COMMAND),
         ("draft and verify success per source", data.shares, STORES_COMMAND),
-        ("order of the sources", data.orders, STORES_COMMAND),
-        ("tokens that only one source had accepted", data.coverage, STORES_COMMAND),
-        ("repeated 4-grams", data.repeats, "answers of four tokens or more"),
     )
     yield from ((name, command) for name, part, command in needs if not part)
-    if isinstance(data.sizes, str):
-        yield "drafting time against the size of the corpus index", f"{STORES_COMMAND} ({data.sizes})"
 
 
 def _speedups(data: Speeds) -> Figure:
@@ -193,99 +173,19 @@ def _shares(data: SourceShares) -> Figure:
     )
 
 
-def _trials(data: Trials, name: str, title: str) -> Figure:
+def _trials(data: Trials) -> Figure:
     values = ", ".join(f"{row.sources} {row.tokens_per_step:.2f}" for row in data.rows)
     return Figure(
-        f"{name}-{data.method}",
-        f"{title} {data.method}",
+        f"subsets-{data.method}",
+        f"The sources of {data.method}",
         "Tokens per step on recorded answers, and what drafting took in the median step. "
         f"The best, {'+'.join(data.best.sources)}, has a thick edge.",
         f"Bars; tokens per step: {values}",
         partial(plots.trials, data),
         Table.of(
-            f"{title} {data.method}",
+            f"The sources of {data.method}",
             {"sources": "", "tokens per step": ".3f", "nodes a step": ".1f", "drafting, µs a step": ".0f"},
             map(astuple, data.rows),
             "Drafting: the median of the steps, the tree's mask included.",
         ),
-    )
-
-
-def _coverage(data: Coverage) -> Figure:
-    sources = data.sources.items()
-    values = "; ".join(
-        f"{name} {source.positions:,}, of which {source.alone:,} from no other" for name, source in sources
-    )
-    distinct = ", ".join(
-        f"{name} {source.distinct_tokens:,} ({source.distinct_tokens_alone:,})" for name, source in sources
-    )
-    columns = ("accepted", "from no other", "different tokens", "of these, from no other")
-    return Figure(
-        f"coverage-{data.method}",
-        f"Token coverage of {data.method}",
-        f"Tokens accepted where a source is the only one, of {data.positions:,} in all; {data.unaccepted:,} were "
-        "accepted from none. Filled: where neither of the others, alone, had the same token accepted. Different "
-        f"tokens of the vocabulary (from no other source): {distinct}.",
-        f"Bars. {values}",
-        partial(plots.coverage, data),
-        Table.of(
-            f"Token coverage of {data.method}",
-            {"only source": "", **dict.fromkeys(columns, ",")},
-            ((name, *astuple(source)) for name, source in sources),
-            f"Of {data.positions:,} tokens; {data.unaccepted:,} were accepted from none.",
-        ),
-    )
-
-
-def _repeats(data: Repeats) -> Iterator[Figure]:
-    means = ", ".join(f"{name} {sum(values) / len(values):.0%}" for name, values in data.origins.items())
-    yield Figure(
-        "repeated-4-grams",
-        "Temporal locality: 4-grams seen before",
-        "The share of an answer's 4-grams that occur earlier in the same conversation, in answers to earlier ones, or "
-        "in a store.",
-        f"Lines over the generations; on average: {means}",
-        partial(plots.repeats, data),
-        Table.of(
-            "4-grams seen before, percent",
-            {"up to generation": ",", **dict.fromkeys(data.origins, ".1f")},
-            (
-                (last, *(100 * values[at] for values in data.origins.values()))
-                for at, last in enumerate(data.generations)
-            ),
-        ),
-    )
-    shares = list(zip(data.distances, data.shares_within, strict=True))
-    yield Figure(
-        "4-gram-distances",
-        "Distance to the last occurrence of a 4-gram",
-        "All answers one after another: the share of 4-grams that occurred at most so many tokens before.",
-        f"A rising line: {', '.join(f'{share:.0%} within {distance:,}' for distance, share in shares[6::4])}",
-        partial(plots.distances, data),
-        Table.of(
-            "4-grams that occurred at most so many tokens before",
-            {"tokens": ",", "percent": ".1f"},
-            ((distance, 100 * share) for distance, share in shares),
-        ),
-    )
-
-
-def _sizes(data: IndexSizes) -> Figure:
-    values = "; ".join(
-        f"{row.tokens:,} tokens: {row.draft_us:.0f} µs, {row.tokens_per_step:.2f} tokens per step" for row in data.rows
-    )
-    columns = {
-        "tokens": ",",
-        "tokens per step": ".3f",
-        "drafting, µs p50": ".0f",
-        "p90": ".0f",
-        "in the corpus index, mean": ".0f",
-    }
-    return Figure(
-        "database-size",
-        f"Drafting time of {data.method} against the size of the corpus index",
-        "Replays with the corpus index over 1/16, 1/8, 1/4, 1/2 and all of its documents, all sources in use.",
-        f"Lines. {values}",
-        partial(plots.sizes, data),
-        Table.of(f"Size of the corpus index of {data.method}", columns, map(astuple, data.rows)),
     )

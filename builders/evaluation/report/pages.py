@@ -15,7 +15,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from hdtool.builders.evaluation.llama_cpp_peer import build_notes
 from hdtool.builders.evaluation.replay import ReplayResult
-from hdtool.builders.evaluation.report.ablations import ClaimFinding, Study, claim_findings
+from hdtool.builders.evaluation.report.ablations import Study
 from hdtool.builders.evaluation.report.figures import Figure, ReportData, figures_of, missing_figures
 from hdtool.builders.evaluation.report.measurements import BenchMeasurements, run_temperature
 from hdtool.builders.evaluation.report.plots import DARK_THEME, LIGHT_THEME, THEMES, render_png
@@ -47,10 +47,6 @@ class Page:
     data: ReportData
 
     @cached_property
-    def findings(self) -> tuple[ClaimFinding, ...]:
-        return claim_findings(self.data.shares, self.data.coverage, self.data.subsets, self.data.orders)
-
-    @cached_property
     def figures(self) -> tuple[Figure, ...]:
         return tuple(figures_of(self.data))
 
@@ -73,14 +69,12 @@ class Page:
     def markdown(self) -> str:
         """Return the tables as Markdown, for use in documentation."""
         facts = "\n".join(f"- {name}: {value}" for name, value in self.facts.items())
-        verdicts = [(item.claim, item.verdict, "; ".join(item.evidence)) for item in self.findings]
         parts = [
             MARKDOWN_ENTRY.decode(),
             f"# {self.title}",
             f"```\n{self.command}\n```",
             self.lead,
             facts,
-            *([Table("", ("claim", "", "here"), tuple(verdicts)).markdown()] if verdicts else []),
         ]
         for table in [*self.data.tables, *(item.table for item in self.figures if item.table)]:
             parts += [f"## {table.title}", table.markdown(), *([table.note] if table.note else [])]
@@ -100,7 +94,7 @@ def replay_page(
     facts = {
         "answers": f"{len(study.conversations):,} conversations, {len(first.turns):,} answers, {first.tokens:,} tokens",
         "stores": _stores(study),
-        "history": "; ".join((*memory_notes(results, warm), "no history in the replays of sources and orders")),
+        "history": "; ".join((*memory_notes(results, warm), "no history in the replays of sources")),
         "drafting": study.draft_tokens,
         "hdtool": metadata.version("hdtool"),
         "machine": machine(torch.device("cpu")),
@@ -221,10 +215,7 @@ def speed_forecast(results: Mapping[str, ReplayResult], curve: CostCurve) -> Tab
 
 INDEX_PAGE = "index.html"
 TABLES_FILE = "tables.md"
-PICTURE_NAME = re.compile(
-    r"(speed-up|generation-time|temperatures|repeated-4-grams|4-gram-distances|database-size"
-    r"|(sources|subsets|orders|coverage)-[a-z+-]+)(\.dark)?\.png"
-)
+PICTURE_NAME = re.compile(r"(speed-up|generation-time|temperatures|(sources|subsets)-[a-z+-]+)(\.dark)?\.png")
 """Matches the file names of all pictures that a report may have."""
 
 

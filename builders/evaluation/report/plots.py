@@ -11,10 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hdtool.builders.evaluation.report.tables import (
-    Coverage,
     Durations,
-    IndexSizes,
-    Repeats,
     SourceShares,
     Speeds,
     Trials,
@@ -211,71 +208,6 @@ def trials(data: Trials, axes: Axes, theme: Theme) -> None:
     axes.set_ylabel("tokens per step (plain decoding: 1)")
     axes.set_ylim(1, 1 + 1.22 * (max(1.05, best.tokens_per_step) - 1))
     axes.set_xlabel(f"sources of {data.method} (C context, M model, S corpus)")
-
-
-def coverage(data: Coverage, axes: Axes, theme: Theme) -> None:
-    """Draw two bars per source: tokens accepted when it alone drafts, and those accepted from no other source."""
-    names = list(data.sources)
-    for place, (name, source) in enumerate(data.sources.items()):
-        colour = theme.source(name)
-        axes.bar(place, source.positions, 0.62, color=theme.background, edgecolor=colour, linewidth=1.5)
-        axes.bar(place, source.alone, 0.62, color=colour, edgecolor=colour, linewidth=1.5)
-        share = source.alone / data.positions if data.positions else 0.0
-        text = f"{source.positions:,}\n{source.alone:,} alone\n({share:.1%} of all)"
-        _label(axes, text, (place, source.positions), 3, fontsize=9)
-    axes.set_ylim(0, 1.35 * max(1, *(source.positions for source in data.sources.values())))
-    axes.bar(0, 0, color=theme.background, edgecolor=theme.foreground, linewidth=1.5, label="accepted")
-    axes.bar(0, 0, color=theme.foreground, label="accepted from no other source")
-    axes.set_xticks(range(len(names)), names)
-    axes.grid(False, axis="x")
-    axes.set_ylabel("tokens of the answers")
-    axes.yaxis.set_major_formatter("{x:,.0f}")
-    _legend(axes, 2)
-
-
-PLACE_SOURCES = {
-    "this conversation": "context",
-    "earlier answers": "history",
-    "model store": "model",
-    "corpus index": "corpus",
-    "none of them": "none",
-}
-"""Source whose color is used for each place where a 4-gram can occur."""
-
-
-def repeats(data: Repeats, axes: Axes, theme: Theme) -> None:
-    for (name, values), marker in zip(data.origins.items(), cycle(METHOD_MARKERS), strict=False):
-        colour = theme.source(PLACE_SOURCES[name])
-        axes.plot(data.generations, 100 * np.array(values), marker + "-", color=colour, label=name)
-    axes.set(xlabel="generation, in the order in which they were made", ylabel="4-grams seen before, percent")
-    axes.set(xlim=(0, None), ylim=(0, None))
-    _legend(axes, 2)
-
-
-def distances(data: Repeats, axes: Axes, theme: Theme) -> None:
-    axes.plot(data.distances, 100 * np.array(data.shares_within), "o-", color=theme.source("context"))
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(data.distances[::2], [f"{distance:,}" for distance in data.distances[::2]], rotation=30)
-    axes.set(xlabel="tokens back, at most", ylabel="4-grams last seen there, percent", ylim=(0, None))
-
-
-def sizes(data: IndexSizes, axes: Axes, theme: Theme) -> None:
-    tokens = [row.tokens / 1e6 for row in data.rows]
-    colour = theme.source("corpus")
-    axes.plot(tokens, [row.draft_us for row in data.rows], "o-", color=colour, label="drafting, median of the steps")
-    axes.plot(tokens, [row.draft_us_p90 for row in data.rows], "o--", color=colour, label="90th percentile")
-    axes.plot(
-        tokens, [row.corpus_us for row in data.rows], "s:", color=theme.foreground, label="in the corpus index, mean"
-    )
-    for row, size in zip(data.rows, tokens, strict=True):
-        rate, top = f"{row.tokens_per_step:.2f}", (size, row.draft_us_p90)
-        axes.annotate(rate, top, (0, 6), textcoords="offset points", ha="center")
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(tokens, [f"{size:.2g}" for size in tokens])
-    axes.minorticks_off()
-    axes.set_xlabel("million tokens in the corpus index (over the lines: tokens per step)")
-    axes.set(ylabel="µs a step", ylim=(0, 1.15 * max(row.draft_us_p90 for row in data.rows)))
-    _legend(axes, 2)
 
 
 def _label(axes: Axes, text: str, position: tuple[float, float], points: int, fontsize: int) -> None:

@@ -93,64 +93,6 @@ class Trials:
 
 
 @dataclass(frozen=True)
-class SourceCoverage:
-    """Tokens accepted from a source in a replay that drafts from this source alone."""
-
-    positions: int
-    """Number of positions with an accepted token."""
-    alone: int
-    """Number of accepted tokens at positions where no other source's replay has an accepted token."""
-    distinct_tokens: int
-    """Number of distinct accepted tokens."""
-    distinct_tokens_alone: int
-    """Number of distinct accepted tokens that no other source's replay accepted at any position."""
-
-
-@dataclass(frozen=True)
-class Coverage:
-    """Number of answer tokens accepted from each source in replays that draft from one source alone."""
-
-    method: str
-    positions: int
-    """Number of tokens of all answers."""
-    sources: Mapping[str, SourceCoverage]
-    unaccepted: int
-    """Number of tokens that were accepted from no source."""
-
-
-@dataclass(frozen=True)
-class Repeats:
-    """Shares of the answers' 4-grams that occurred before, by place and by distance."""
-
-    generations: tuple[int, ...]
-    """Index of the last answer in each group, from 1."""
-    origins: Mapping[str, tuple[float, ...]]
-    """Per place, the share of each group's 4-grams that occurred there before."""
-    distances: tuple[int, ...]
-    shares_within: tuple[float, ...]
-    """Per distance, the share of all 4-grams whose previous occurrence is at most that many tokens back."""
-
-
-@dataclass(frozen=True)
-class IndexSize:
-    """Result of a replay with a corpus index of a given size."""
-
-    tokens: int
-    tokens_per_step: float
-    draft_us: float
-    """Median drafting time per step, in microseconds."""
-    draft_us_p90: float
-    corpus_us: float
-    """Mean time of corpus index lookups per step, in microseconds."""
-
-
-@dataclass(frozen=True)
-class IndexSizes:
-    method: str
-    rows: tuple[IndexSize, ...]
-
-
-@dataclass(frozen=True)
 class TypicalCase:
     """One answer in pieces, each with the source that drafted it."""
 

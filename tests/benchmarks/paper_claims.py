@@ -1,0 +1,50 @@
+"""Checks claims of the Hierarchy Drafting paper on recorded answers, by its own lookup policy.
+
+    python -m tests.benchmarks.paper_claims traces.jsonl --model MODEL --model-db FOLDER --corpus-db FOLDER
+
+Replays every subset of the context (C), the model store (M) and the corpus index (S), and all of them in every order.
+The paper finds that C is accepted more often than M, and M more often than S, that each of them has tokens accepted
+that no other one has, that C and M together beat any single source, and that C, M, S is the best order.
+"""
+
+from __future__ import annotations
+
+from itertools import permutations
+
+import numpy as np
+import torch
+
+from hdtool.builders.evaluation.report.ablations import Study, source_shares, trials
+from hdtool.builders.evaluation.report.tables import Table
+from hdtool.runtime.config.source_names import source_of
+from tests.benchmarks.methods import parser_of_recordings, read_recordings
+
+METHOD = "hd-paper"
+
+
+def main() -> None:
+    parser = parser_of_recordings(__doc__)
+    parser.add_argument("--draft-tokens", type=int)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    conversations, stores = read_recordings(options)
+    study = Study(conversations, stores, options.draft_tokens, method=METHOD)
+    orders = ["".join(order) for order in permutations(study.letters)]
+    results = study.results(list(dict.fromkeys([*study.choices, *orders])))
+    columns = {"sources": "", "tokens per step": ".3f", "drafting, µs a step": ".0f"}
+    rows = ((row.sources, row.tokens_per_step, row.draft_us) for row in trials(METHOD, results).rows)
+    print(Table.of("", columns, rows).markdown() + "\n")
+    accepted = {
+        letter: np.concatenate([turn.sources for turn in results[letter].turns]) == source_of(letter)
+        for letter in study.letters
+    }
+    times_accepted = np.sum(list(accepted.values()), axis=0)
+    shares = source_shares(METHOD, results[study.letters]).sources
+    columns = {"source": "", "verify success": ".1%", "of its tokens accepted": ".1%", "from no other, alone": ","}
+    alone = {str(source_of(letter)): int((own & (times_accepted == 1)).sum()) for letter, own in accepted.items()}
+    found = ((name, share.win_rate, share.acceptance_rate, alone[name]) for name, share in shares.items())
+    print(Table.of("", columns, found).markdown())
+
+
+if __name__ == "__main__":
+    main()
