@@ -1,4 +1,4 @@
-"""Scripts that make the embedded demo: its text, tokenizer, model, prompts and stores.
+"""What ``hdtool demo`` shows: stores for its real model, and answers by plain decoding and with drafts, side by side.
 
 Imports `data`, `runtime` and the other builders.
 """

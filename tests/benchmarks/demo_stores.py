@@ -12,8 +12,6 @@ from pathlib import Path
 
 import numpy as np
 
-from hdtool.builders.demo.prompts import PROMPT_KINDS
-from hdtool.builders.demo.stores import MAX_ANSWER_TOKENS
 from hdtool.builders.stores.edit_store import StoreContents
 from hdtool.data import demo
 from hdtool.data.chat import encode_conversation
@@ -22,8 +20,10 @@ from hdtool.runtime.answerer import Answerer
 from hdtool.runtime.config import DecodeConfig, ModelConfig, SamplingConfig
 from hdtool.runtime.stores.corpus_index import CorpusIndex
 from hdtool.runtime.stores.model_store import ModelStore
+from tests.benchmarks.demo_texts import KINDS
 
 LENGTH = 4
+MAX_ANSWER_TOKENS = 160
 Gram = tuple[int, ...]
 
 
@@ -74,7 +74,7 @@ def main() -> None:
     stores = "model store | corpus index | either"
     print(f"| kind | tokens | held: {stores} | drafted: {stores} |")
     print("|---|---|---|---|---|---|---|---|")
-    for kind in (*PROMPT_KINDS, "all"):
+    for kind in (*KINDS, "all"):
         print(f"| {kind} | {len(places[kind]):,} | {shares(stretches[kind])} | {shares(places[kind])} |")
 
 

@@ -9,9 +9,6 @@ import pytest
 from transformers import PreTrainedTokenizerBase
 
 from hdtool.builders.demo import stores as demo_stores
-from hdtool.builders.demo.corpus import TrainingDocument
-from hdtool.builders.demo.prompts import learned_questions
-from hdtool.builders.demo.stores import build_stores, collect_answers, index_documents
 from hdtool.builders.stores.edit_store import StoreContents
 from hdtool.cli.app import run
 from hdtool.data import demo
@@ -22,6 +19,7 @@ from hdtool.runtime.config import ModelConfig
 from hdtool.runtime.stores.corpus_index import CorpusIndex
 from hdtool.runtime.stores.model_store import ModelStore
 from hdtool.runtime.target.load import load_tokenizer
+from tests.benchmarks.demo_texts import INDEX_KINDS, TrainingDocument, index_documents, questions
 
 STORES = (demo.MODEL_STORE, demo.CORPUS_INDEX)
 
@@ -87,40 +85,21 @@ def morsel() -> list[TrainingDocument]:
 def test_the_questions_are_of_every_kind_and_not_held_out() -> None:
     everything = morsel()
     held_out = {document.question for document in everything if document.held_out}
-    asked = list(learned_questions(everything, per_kind=70))
-    assert held_out and not held_out & {prompt.messages[0]["content"] for prompt in asked}
-    assert [prompt.category for prompt in asked[:4]] == ["math", "explain", "write", "edit"]
-    assert len({prompt.messages[0]["content"] for prompt in asked}) == len({prompt.id for prompt in asked}) == 280
+    rows = list(questions(everything, per_kind=70))
+    asked = {row["messages"][0]["content"] for row in rows}
+    assert held_out and not held_out & asked
+    assert [row["category"] for row in rows[:4]] == ["math", "explain", "write", "edit"]
+    assert len(asked) == len({row["id"] for row in rows}) == 280
 
 
 def test_the_corpus_is_whole_documents_of_as_many_tokens_of_each_kind(tokenizer: PreTrainedTokenizerBase) -> None:
     everything = morsel()
     chosen = list(index_documents(everything, tokenizer, per_kind=200))
     assert not [document for document in chosen if document.held_out or document.page == "lib/owned.py"]
-    tokens = dict.fromkeys(demo_stores.INDEX_KINDS, 0)
+    tokens = dict.fromkeys(INDEX_KINDS, 0)
     for document in chosen:
         tokens[document.kind] += len(tokenizer(document.answer, add_special_tokens=False)["input_ids"])
     assert all(170 < count <= 200 for count in tokens.values())
-
-
-def test_the_stores_are_the_same_again_and_keep_collected_answers(
-    tokenizer: PreTrainedTokenizerBase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(demo_stores, "MAX_ANSWER_TOKENS", 8)
-    everything = morsel()
-    asked = list(learned_questions(everything, per_kind=1))
-    answers = tmp_path / "whatever.jsonl"
-    collect_answers(asked[:2], answers)
-    first = answers.read_bytes()
-    collect_answers(asked, answers)
-    assert answers.read_bytes().startswith(first)
-    chosen = list(index_documents(everything, tokenizer, per_kind=100))
-    builds = [list(build_stores(tmp_path / name, answers, chosen, tokenizer)) for name in ("one", "other")]
-    for (folder, one), (_, other) in zip(*builds, strict=True):
-        assert one.sources == other.sources and folder.parent == tmp_path / "one"
-        assert {p: f.sha256 for p, f in one.files.items()} == {p: f.sha256 for p, f in other.files.items()}
-    assert [manifest.sources[0].name for _, manifest in builds[0]] == ["answers.jsonl", "documents.jsonl"]
-    assert builds[0][0][1].counts["documents"] == 4
 
 
 def test_texts_added_to_the_demo_s_stores_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,25 +1,20 @@
-"""The demo model's trainer on a morsel of text: what it reads, that it learns, that a kill costs nothing."""
+"""The demo's texts and the training of its models, on a morsel of text."""
 
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.modeling_layers import MtpModel
 
-from hdtool.builders.demo import model as demo_model
-from hdtool.builders.demo.corpus import TrainingDocument, documentation, documents, library_code, plain_text
-from hdtool.builders.demo.model import build_model, encode, learning_rate_factor, mtp_agreement, pass_fractions
-from hdtool.builders.demo.prompts import prompts
-from hdtool.builders.demo.stores import Recipe
 from hdtool.data.demo import MODEL
-from hdtool.data.errors import ModelError
+from tests.benchmarks.demo_model import Recipe, build_model, learning_rate_factor, pass_fractions
+from tests.benchmarks.demo_texts import TrainingDocument, documentation, documents, library_code, plain_text, prompts
 
 PAGE = """
 :mod:`gizmo` --- Turn gizmos
@@ -134,66 +129,24 @@ TINY = Recipe(
 )  # fmt: skip
 
 
-def test_a_killed_training_goes_on_at_the_same_step(
-    sources: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(demo_model, "CHECKPOINT_STEPS", 4)
-    places: dict[str, Any] = {"gsm8k": sources["gsm8k"], "docs": sources["docs"], "library": sources["library"]}
-    report = build_model(**places, out=tmp_path / "whole", recipe=TINY, device="cpu", compiled=False)
-    assert report["held_out"]["math"]["loss_per_token"] < 6.0
-    assert not (tmp_path / "whole.rescue").exists()
-
-    real, calls = demo_model.next_token_loss, []
-
-    def killed(*arguments: object) -> torch.Tensor:
-        calls.append(1)
-        if len(calls) == 10:
-            raise KeyboardInterrupt
-        return real(*arguments)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(demo_model, "next_token_loss", killed)
-    with pytest.raises(KeyboardInterrupt):
-        build_model(**places, out=tmp_path / "resumed", recipe=TINY, device="cpu", compiled=False)
-    assert (tmp_path / "resumed.rescue").exists()
-    build_model(**places, out=tmp_path / "resumed", recipe=TINY, device="cpu", compiled=False)
-    assert len(calls) == 10 + 4, "steps 9 to 12 run again, the first 8 do not"
-
-    whole, resumed = (AutoModelForCausalLM.from_pretrained(tmp_path / name) for name in ("whole", "resumed"))
-    for (name, left), right in zip(whole.state_dict().items(), resumed.state_dict().values(), strict=True):
-        torch.testing.assert_close(left, right, msg=f"{name} differs")
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "whole")
+@pytest.mark.parametrize("kind", ["llama", pytest.param("hybrid", marks=pytest.mark.long)])
+def test_a_model_is_trained_and_saved(sources: dict[str, Path], tmp_path: Path, kind: str) -> None:
+    recipe = TINY if kind == "llama" else replace(TINY, kind=kind, layers=4, vocabulary=4096)
+    tokenizer_of = MODEL if kind == "hybrid" else None
+    everything = list(documents(**sources))
+    report = build_model(everything, tmp_path, recipe, "cpu", tokenizer_of=tokenizer_of, compiled=False)
+    assert report["held_out"]["math"] < math.log(recipe.vocabulary), "it learns"
+    assert report["tokens_seen"] == recipe.steps * recipe.batch * recipe.window
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
     chat = tokenizer.apply_chat_template([{"role": "user", "content": "x"}], add_generation_prompt=True, tokenize=False)
     assert chat == "<|endoftext|><|user|>x<|end|><|assistant|>"
-    assert whole.dtype == torch.float32
-
-
-@pytest.mark.long
-def test_a_hybrid_is_saved_with_its_mtp_layer(sources: dict[str, Path], tmp_path: Path) -> None:
-    recipe = replace(TINY, kind="hybrid", layers=4, vocabulary=4096, steps=60)
-    places: dict[str, Any] = {**sources}
-    report = build_model(**places, out=tmp_path, recipe=recipe, device="cpu", tokenizer_of=MODEL)
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
-    assert tokenizer.get_vocab() == AutoTokenizer.from_pretrained(MODEL).get_vocab()
-
     model = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert model.dtype == torch.float32
-    model.mtp = MtpModel.from_pretrained(model).layers[0]
-    read = encode(tokenizer, (document for document in documents(**sources) if document.held_out))["math"]
-    pairs = [mtp_agreement(model.eval(), torch.from_numpy(ids[:32].astype(np.int64))[None]) for ids in read]
-    same, positions = map(sum, zip(*pairs, strict=True))
-    assert 0 < same < positions
-    assert report["held_out"]["math"]["ahead_agrees"] == same / positions
+    if kind == "hybrid":
+        assert len(MtpModel.from_pretrained(model).layers) == 1
 
 
 def test_a_training_ends_by_the_clock(sources: dict[str, Path], tmp_path: Path) -> None:
-    places: dict[str, Any] = {**sources}
-    report = build_model(**places, out=tmp_path, recipe=TINY, device="cpu", compiled=False, seconds=1e-9)
-    assert report["tokens_seen"] == TINY.batch * TINY.window, "one step"
-
-
-def test_a_folder_of_another_origin_is_refused(sources: dict[str, Path], tmp_path: Path) -> None:
-    places: dict[str, Any] = {"gsm8k": sources["gsm8k"], "docs": sources["docs"], "library": sources["library"]}
-    (tmp_path / "config.json").write_text("mine")
-    with pytest.raises(ModelError, match="is not empty and holds no model of this script"):
-        build_model(**places, out=tmp_path, recipe=TINY, device="cpu", compiled=False)
-    assert (tmp_path / "config.json").read_text() == "mine"
+    everything = list(documents(**sources))
+    report = build_model(everything, tmp_path, TINY, "cpu", compiled=False, seconds=1e-9)
+    assert report["tokens_seen"] <= TINY.batch * TINY.window

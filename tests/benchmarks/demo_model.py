@@ -1,11 +1,9 @@
-"""Trains the demo models: ``python -m hdtool.builders.demo.model --gsm8k DIR --out DIR``.
+"""Trains the demo models: ``python -m tests.benchmarks.demo_model --gsm8k DIR --out DIR``.
 
-The default is a Llama of a few million parameters with its own byte-level BPE; ``--width 384 --layers 8`` makes a
-larger one (about 15 million parameters) that wants a GPU. ``--kind hybrid`` makes a model in which three of four layers
-use the gated delta rule (Yang et al., "Gated Delta Networks", 2024), with a multi-token prediction layer (DeepSeek-AI,
-"DeepSeek-V3", 2024) trained as ``model.mtp``: given the hidden state of a position and the next token, it predicts the
-token after that. Seeds are fixed, and a killed run resumes from its last checkpoint. ``--seconds`` limits the training
-time.
+The default is a Llama of a few million parameters with its own byte-level BPE. ``--kind hybrid`` makes a model in which
+three of four layers use the gated delta rule (Yang et al., "Gated Delta Networks", 2024), with a multi-token prediction
+layer (DeepSeek-AI, "DeepSeek-V3", 2024) trained as ``model.mtp``: given the hidden state of a position and the next
+token, it predicts the token after that. Seeds are fixed. ``--seconds`` limits the training time.
 """
 
 from __future__ import annotations
@@ -13,15 +11,15 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Callable, Iterable
-from dataclasses import asdict, fields, replace
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from torch.nn.functional import cross_entropy
 from transformers import (
     AutoTokenizer,
@@ -30,17 +28,100 @@ from transformers import (
     LlamaForCausalLM,
     PreTrainedModel,
     PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
     Qwen3_5ForCausalLM,
     Qwen3_5TextConfig,
 )
 from transformers.modeling_layers import MtpLayer
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5DecoderLayer, Qwen3_5GatedDeltaNet, Qwen3_5RMSNorm
 
-from hdtool.builders.demo.corpus import TrainingDocument, as_text, demo_arguments, documents, train_tokenizer
-from hdtool.builders.demo.stores import RECIPES, Recipe
-from hdtool.builders.heads.training_loop import is_checkpoint_with
-from hdtool.data.errors import ModelError
-from hdtool.data.output_files import OutputFile, json_object
+from tests.benchmarks.demo_texts import TrainingDocument, arguments_of_texts, documents
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Shape and training settings of a demo model; the defaults describe the embedded model."""
+
+    kind: str = "llama"
+    vocabulary: int = 4096
+    width: int = 256
+    layers: int = 6
+    heads: int = 4
+    kv_heads: int = 2
+    mlp: int = 1024
+    context: int = 1024
+    window: int = 512
+    long_share: float = 0.15
+    batch: int = 16
+    steps: int = 3400
+    rounds: int = 1
+    matrix_rate: float = 0.012
+    vector_rate: float = 0.003
+    matrix_decay: float = 0.01
+    seed: int = 0
+
+    @property
+    def shape(self) -> dict[str, Any]:
+        """Settings that both kinds of models share."""
+        return {
+            "vocab_size": self.vocabulary,
+            "hidden_size": self.width,
+            "intermediate_size": self.mlp,
+            "num_hidden_layers": self.layers,
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.kv_heads,
+            "max_position_embeddings": self.context,
+            "tie_word_embeddings": True,
+        }
+
+
+HYBRID_RECIPE = Recipe(kind="hybrid", layers=8, mlp=320, batch=64, steps=3000, rounds=4, matrix_decay=0.1)
+"""Recipe with a third of the embedded model's attention layers, and four times its tokens per step."""
+
+RECIPES = {recipe.kind: recipe for recipe in (Recipe(), HYBRID_RECIPE)}
+
+TEXT_START_TOKEN, USER_TOKEN, ASSISTANT_TOKEN, TURN_END_TOKEN = "<|endoftext|>", "<|user|>", "<|assistant|>", "<|end|>"
+CHAT_TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}"
+    "{{ '<|' + message['role'] + '|>' + message['content'] + '<|end|>' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+
+
+def train_tokenizer(texts: Iterable[str], vocabulary: int, context: int) -> PreTrainedTokenizerFast:
+    """Train a byte-level BPE tokenizer in which every digit is a separate token."""
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    bpe.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocabulary,
+        special_tokens=[TEXT_START_TOKEN, TURN_END_TOKEN, USER_TOKEN, ASSISTANT_TOKEN],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    bpe.train_from_iterator(texts, trainer)
+    start = (TEXT_START_TOKEN, bpe.token_to_id(TEXT_START_TOKEN))
+    bpe.post_processor = processors.TemplateProcessing(single=f"{TEXT_START_TOKEN} $A", special_tokens=[start])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=bpe,
+        bos_token=TEXT_START_TOKEN,
+        eos_token=TURN_END_TOKEN,
+        pad_token=TEXT_START_TOKEN,
+        additional_special_tokens=[USER_TOKEN, ASSISTANT_TOKEN],
+        chat_template=CHAT_TEMPLATE,
+        clean_up_tokenization_spaces=False,
+        model_max_length=context,
+    )
+
+
+def as_text(document: TrainingDocument) -> str:
+    if not document.question:
+        return TEXT_START_TOKEN + document.answer
+    question = f"{USER_TOKEN}{document.question}{TURN_END_TOKEN}"
+    return f"{TEXT_START_TOKEN}{question}{ASSISTANT_TOKEN}{document.answer}{TURN_END_TOKEN}"
+
 
 Tokens = npt.NDArray[np.uint16]
 
@@ -114,21 +195,14 @@ SAVED_NAME_PREFIXES = {
 """Maps prefixes of weight names in transformers to prefixes in Qwen3.5's checkpoints."""
 
 
-def new_hybrid(recipe: Recipe, vocabulary: int, special: dict[str, Any]) -> PreTrainedModel:
+def new_hybrid(recipe: Recipe, special: dict[str, Any]) -> PreTrainedModel:
     rotating = recipe.width // recipe.heads // 4
     config = Qwen3_5TextConfig(
-        vocab_size=vocabulary,
-        hidden_size=recipe.width,
-        intermediate_size=recipe.mlp,
-        num_hidden_layers=recipe.layers,
-        num_attention_heads=recipe.heads,
-        num_key_value_heads=recipe.kv_heads,
         head_dim=recipe.width // recipe.heads,
         linear_num_key_heads=recipe.kv_heads,
         linear_num_value_heads=recipe.heads,
         linear_key_head_dim=recipe.width // recipe.heads,
         linear_value_head_dim=recipe.width // recipe.heads,
-        max_position_embeddings=recipe.context,
         rope_parameters={
             "rope_type": "default",
             "rope_theta": 10000.0,
@@ -136,7 +210,7 @@ def new_hybrid(recipe: Recipe, vocabulary: int, special: dict[str, Any]) -> PreT
             "mrope_interleaved": True,
             "mrope_section": [(rotating // 2 + 2 - axis) // 3 for axis in range(3)],
         },
-        tie_word_embeddings=True,
+        **recipe.shape,
         **special,
         **MTP_SETTINGS,
     )
@@ -181,17 +255,6 @@ def hybrid_loss(model: PreTrainedModel, batch: torch.Tensor) -> torch.Tensor:
     return next_token_loss + MTP_LOSS_WEIGHT * cross_entropy(later.float().flatten(0, 1), batch[:, 2:].flatten())
 
 
-@torch.no_grad()
-def mtp_agreement(model: PreTrainedModel, ids: torch.Tensor) -> tuple[int, int]:
-    """Return the number of positions where the MTP layer's argmax equals the model's, and the number of positions."""
-    hidden = model.model(input_ids=ids[:, :-1], use_cache=False).last_hidden_state
-    drafted, preferred = (
-        mtp_logits(model, hidden[:, :-1], ids[:, 1:-1]).argmax(-1),
-        model.lm_head(hidden[:, 1:]).argmax(-1),
-    )
-    return int((drafted == preferred).sum()), preferred.numel()
-
-
 def saved_state(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     """Return the weights under the names that Qwen3.5's checkpoints use."""
 
@@ -201,13 +264,6 @@ def saved_state(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     return {saved_name(name): value for name, value in model.state_dict().items()}
 
 
-CHECKPOINT_STEPS = 50
-"""Number of steps between checkpoints."""
-
-
-# Training --------------------------------------------------------------------------------------
-
-
 def new_model(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
     torch.manual_seed(recipe.seed)
     special = {
@@ -215,26 +271,12 @@ def new_model(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> PreTrainedM
         "eos_token_id": [tokenizer.eos_token_id, tokenizer.bos_token_id],
         "pad_token_id": tokenizer.pad_token_id,
     }
-    new = new_hybrid if recipe.kind == "hybrid" else new_llama
-    model = new(recipe, len(tokenizer), special)
+    if recipe.kind == "hybrid":
+        model = new_hybrid(recipe, special)
+    else:
+        model = LlamaForCausalLM(LlamaConfig(**recipe.shape, **special))
     model.generation_config = GenerationConfig(**special)
     return model
-
-
-def new_llama(recipe: Recipe, vocabulary: int, special: dict[str, Any]) -> PreTrainedModel:
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=vocabulary,
-            hidden_size=recipe.width,
-            intermediate_size=recipe.mlp,
-            num_hidden_layers=recipe.layers,
-            num_attention_heads=recipe.heads,
-            num_key_value_heads=recipe.kv_heads,
-            max_position_embeddings=recipe.context,
-            tie_word_embeddings=True,
-            **special,
-        )
-    )
 
 
 def optimizers(model: PreTrainedModel, recipe: Recipe) -> list[torch.optim.Optimizer]:
@@ -255,37 +297,25 @@ def learning_rate_factor(step: int, progress: float) -> float:
     return min(1.0, (step + 1) / 50, (1 - progress) / 0.45)
 
 
-def next_token_loss(model: Callable[..., Any], batch: torch.Tensor) -> torch.Tensor:
+def next_token_loss(model: Any, batch: torch.Tensor) -> torch.Tensor:
     with torch.autocast(batch.device.type, dtype=torch.bfloat16):
         logits = model(input_ids=batch[:, :-1], use_cache=False).logits
-    flat = logits.float().flatten(0, 1)
-    return torch.nn.functional.cross_entropy(flat, batch[:, 1:].flatten())
+    return cross_entropy(logits.float().flatten(0, 1), batch[:, 1:].flatten())
 
 
 def train(
-    model: PreTrainedModel,
-    tokens: Tokens,
-    recipe: Recipe,
-    rescue: Path,
-    device: str,
-    *,
-    compiled: bool = True,
-    seconds: float = math.inf,
-) -> tuple[int, float]:
-    """Train until all steps are done or the time is up, resuming from a checkpoint if there is one.
-
-    Returns ``(steps, seconds)``, summed over all runs.
-    """
+    model: PreTrainedModel, tokens: Tokens, recipe: Recipe, device: str, *, compiled: bool, seconds: float
+) -> int:
+    """Train until all steps are done or the time is up; return the number of steps."""
     model.train()
     torch.nn.Module.to(model, device)
     # One graph for each of the two lengths, as a graph with dynamic lengths is three times slower.
     stepped: Any = torch.compile(model, dynamic=False) if compiled and recipe.kind == "llama" else model
-    loss_by = hybrid_loss if recipe.kind == "hybrid" else next_token_loss
+    loss_of = hybrid_loss if recipe.kind == "hybrid" else next_token_loss
     tools = optimizers(model, recipe)
-    step, spent = restore(rescue, model, tools)
-    started = time.monotonic() - spent
-    while (progress := max(step / recipe.steps, spent / seconds)) < 1:
-        loss = loss_by(stepped, batch_at(step, progress, tokens, recipe).to(device))
+    step, started = 0, time.monotonic()
+    while (progress := max(step / recipe.steps, (time.monotonic() - started) / seconds)) < 1:
+        loss = loss_of(stepped, batch_at(step, progress, tokens, recipe).to(device))
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for tool, rate in zip(tools, (recipe.matrix_rate, recipe.vector_rate), strict=True):
@@ -294,159 +324,82 @@ def train(
             tool.step()
             tool.zero_grad()
         step += 1
-        spent = time.monotonic() - started
         if step % 10 == 0:
-            print(f"step {step}/{recipe.steps}  loss {loss.item():.3f}  {spent:.0f} s", flush=True)
-        if step % CHECKPOINT_STEPS == 0:
-            state = {"model": model.state_dict(), "tools": [tool.state_dict() for tool in tools]}
-            with checkpoint_file(rescue).replaced() as stream:
-                torch.save({**state, "step": step, "spent": spent}, stream)
-    return step, spent
-
-
-def checkpoint_file(path: Path) -> OutputFile:
-    """Return the ``OutputFile`` of the checkpoint, which replaces or deletes only a file that this script wrote."""
-    is_ours = is_checkpoint_with({"model", "tools", "step", "spent"})
-    return OutputFile(path, "a checkpoint of this script", is_ours, ModelError)
-
-
-def restore(path: Path, model: PreTrainedModel, optimizers: list[torch.optim.Optimizer]) -> tuple[int, float]:
-    if not checkpoint_file(path).exists():
-        return 0, 0.0
-    state = torch.load(path, weights_only=True)
-    model.load_state_dict(state["model"])
-    for optimizer, saved in zip(optimizers, state["tools"], strict=True):
-        optimizer.load_state_dict(saved)
-    return state["step"], state["spent"]
-
-
-# Evaluation and saving ----------------------------------------------------------------------------
+            print(f"step {step}/{recipe.steps}  loss {loss.item():.3f}", flush=True)
+    return step
 
 
 @torch.no_grad()
-def held_out_losses(model: PreTrainedModel, group: list[Tokens], recipe: Recipe) -> dict[str, float]:
-    """Return ``loss_per_token`` and the number of ``tokens`` for the first 200 documents, each cut to one window.
-
-    For a hybrid model, the result also has ``ahead_agrees``, the share of positions at which the MTP layer's argmax
-    equals the model's.
-    """
+def held_out_loss(model: PreTrainedModel, group: list[Tokens], recipe: Recipe) -> float:
+    """Return the loss per token of the first 200 documents, each cut to one window."""
     model.eval()
-    total, count, same, positions = 0.0, 0, 0, 0
+    total, count = 0.0, 0
     for document in group[:200]:
         ids = torch.from_numpy(document[: recipe.window].astype(np.int64))[None]
-        if ids.shape[1] < 3:
-            continue
         logits = model(input_ids=ids).logits[0, :-1].float()
-        total += torch.nn.functional.cross_entropy(logits, ids[0, 1:], reduction="sum").item()
+        total += cross_entropy(logits, ids[0, 1:], reduction="sum").item()
         count += ids.shape[1] - 1
-        if recipe.kind == "hybrid":
-            agreed, compared = mtp_agreement(model, ids)
-            same, positions = same + agreed, positions + compared
-    return {"loss_per_token": total / count, "tokens": count} | (
-        {"ahead_agrees": same / positions} if positions else {}
-    )
+    return total / count
 
 
 def save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, out: Path, recipe: Recipe) -> None:
     """Save the tokenizer and the model, storing weights in 16 bits for a small download; they load as float32."""
     is_hybrid = recipe.kind == "hybrid"
     torch.nn.Module.to(model, "cpu", torch.bfloat16 if is_hybrid else torch.float16)
-    with TemporaryDirectory() as scratch:
-        model.save_pretrained(scratch, state_dict=saved_state(model) if is_hybrid else None)
-        tokenizer.save_pretrained(scratch)
-        config = Path(scratch, "config.json")
-        settings = json.loads(config.read_text())
-        settings["dtype"] = "float32"
-        config.write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n")
-        for path in sorted(Path(scratch).iterdir()):
-            # ``refuse_foreign_folder`` has already checked the folder.
-            OutputFile(out / path.name, "a file of this model", lambda _: True, ModelError).write(path.read_bytes())
-
-
-def report_file(out: Path) -> OutputFile:
-    """Return the ``OutputFile`` of the training report, which also marks its folder as written by this script."""
-
-    def is_ours(path: Path) -> bool:
-        return {"recipe", "training_tokens", "tokens_seen", "held_out"} <= json_object(path).keys()
-
-    return OutputFile(out / "training.json", "a report of this script", is_ours, ModelError)
-
-
-def refuse_foreign_folder(out: Path, rescue: Path) -> None:
-    """Raise a ``ModelError`` unless ``out`` is new, empty or this script's, or the checkpoint ``rescue`` exists."""
-    finished, begun = report_file(out).exists(), checkpoint_file(rescue).exists()
-    if out.exists() and any(out.iterdir()) and not (finished or begun):
-        raise ModelError(f"{out} is not empty and holds no model of this script: choose another --out")
+    model.save_pretrained(out, state_dict=saved_state(model) if is_hybrid else None)
+    tokenizer.save_pretrained(out)
+    config = out / "config.json"
+    settings = json.loads(config.read_text()) | {"dtype": "float32"}
+    config.write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n")
 
 
 def build_model(
-    gsm8k: Path,
-    docs: Path,
+    everything: list[TrainingDocument],
     out: Path,
     recipe: Recipe,
     device: str,
     *,
-    library: Path | None = None,
     tokenizer_of: Path | None = None,
     compiled: bool = True,
     seconds: float = math.inf,
 ) -> dict[str, Any]:
     """Train and save a model, with the tokenizer in ``tokenizer_of`` or a newly trained one; return the report."""
-    rescue = out.with_suffix(".rescue")
-    refuse_foreign_folder(out, rescue)
-    out.mkdir(parents=True, exist_ok=True)
-    everything = list(documents(gsm8k, docs, library))
     learned = [document for document in everything if not document.held_out]
-    validation = [document for document in everything if document.held_out]
     tokenizer = (
         AutoTokenizer.from_pretrained(tokenizer_of, trust_remote_code=False)
         if tokenizer_of
         else train_tokenizer((as_text(document) for document in learned), recipe.vocabulary, recipe.context)
     )
     encoded = encode(tokenizer, learned)
-    sizes = {kind: sum(map(len, group)) for kind, group in encoded.items()}
-    print(f"tokens to learn from: {sizes}", flush=True)
     model = new_model(recipe, tokenizer)
-    print(f"{model.num_parameters():,} parameters", flush=True)
-    tokens = training_stream(encoded, recipe)
-    steps, spent = train(model, tokens, recipe, rescue, device, compiled=compiled, seconds=seconds)
+    steps = train(model, training_stream(encoded, recipe), recipe, device, compiled=compiled, seconds=seconds)
     save(model, tokenizer, out, recipe)
     torch.nn.Module.to(model, "cpu", torch.float32)
+    held_out = encode(tokenizer, (document for document in everything if document.held_out))
     report = {
         "recipe": asdict(recipe),
         "parameters": model.num_parameters(),
-        "training_tokens": sizes,
+        "training_tokens": {kind: sum(map(len, group)) for kind, group in encoded.items()},
         "tokens_seen": steps * recipe.batch * recipe.window,
-        "seconds": round(spent),
         "device": device,
-        "held_out": {
-            kind: held_out_losses(model, group, recipe) for kind, group in encode(tokenizer, validation).items()
-        },
+        "held_out": {kind: held_out_loss(model, group, recipe) for kind, group in held_out.items() if group},
     }
-    report_file(out).write(json.dumps(report, indent=2) + "\n")
-    checkpoint_file(rescue).remove()
+    (out / "training.json").write_text(json.dumps(report, indent=2) + "\n")
     return report
 
 
 def main() -> None:
-    parser = demo_arguments(__doc__, "where the checkpoint goes")
+    parser = arguments_of_texts(__doc__)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--kind", choices=sorted(RECIPES), default="llama", help="which layers it has")
     parser.add_argument("--tokenizer", type=Path, help="folder of a model whose tokenizer to use; else one is trained")
     parser.add_argument("--seconds", type=float, default=math.inf, help="end sooner, the learning rate falling sooner")
-    settings = [field for field in fields(Recipe) if field.name != "kind"]
-    for field in settings:
-        parser.add_argument(f"--{field.name.replace('_', '-')}", type=type(field.default))
     options = parser.parse_args()
-    recipe_options = {field.name: getattr(options, field.name) for field in settings}
-    recipe = replace(
-        RECIPES[options.kind], **{name: value for name, value in recipe_options.items() if value is not None}
-    )
+    everything = list(documents(options.gsm8k, options.docs))
     report = build_model(
-        options.gsm8k,
-        options.docs,
+        everything,
         options.out,
-        recipe,
+        RECIPES[options.kind],
         options.device,
         tokenizer_of=options.tokenizer,
         seconds=options.seconds,

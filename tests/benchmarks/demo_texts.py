@@ -1,4 +1,8 @@
-"""Training text of the demo model: worked problems, Python's documentation and Python's standard library.
+"""Writes texts of which the demo's models and stores are made: GSM8K, Python's documentation and its standard library.
+
+    python -m tests.benchmarks.demo_texts prompts --gsm8k DIR --out FILE    # held-out questions, with their answers
+    python -m tests.benchmarks.demo_texts questions --gsm8k DIR --out FILE [--per-kind 300]    # not held out
+    python -m tests.benchmarks.demo_texts documents --gsm8k DIR --out FILE    # of the corpus index, not held out
 
 All of it is openly licensed (GSM8K: MIT; Python's documentation and standard library: PSF-2.0). A document is a
 conversation or plain text. A stable hash of a document's page name decides whether the document is held out, so that
@@ -14,13 +18,14 @@ import json
 import re
 import sys
 import sysconfig
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-from transformers import PreTrainedTokenizerFast
+from hdtool.runtime.config import ModelConfig
+from hdtool.runtime.target.load import load_tokenizer
 
 DEFAULT_DOCS = Path(f"/usr/share/doc/python3.{sys.version_info.minor}/html/_sources")
 DOC_FOLDERS = ("tutorial", "library", "howto", "faq", "reference", "using", "installing", "extending")
@@ -48,12 +53,12 @@ class TrainingDocument:
         return self.page == "gsm8k/test" if self.kind == "math" else stable_hash(self.page) % 40 == 0
 
 
-def demo_arguments(description: str | None, out: str) -> argparse.ArgumentParser:
-    """Return a parser with the options that the scripts in this folder share; ``out`` is the help text of ``--out``."""
+def arguments_of_texts(description: str | None) -> argparse.ArgumentParser:
+    """Return a parser with the options that name the sources of the texts, and ``--out``."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gsm8k", type=Path, required=True, help="folder with GSM8K's train.jsonl and test.jsonl")
     parser.add_argument("--docs", type=Path, default=DEFAULT_DOCS, help="Python's documentation as reStructuredText")
-    parser.add_argument("--out", type=Path, required=True, help=out)
+    parser.add_argument("--out", type=Path, required=True)
     return parser
 
 
@@ -227,44 +232,71 @@ def stable_hash(text: str) -> int:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big")
 
 
-TEXT_START_TOKEN, USER_TOKEN, ASSISTANT_TOKEN, TURN_END_TOKEN = "<|endoftext|>", "<|user|>", "<|assistant|>", "<|end|>"
-CHAT_TEMPLATE = (
-    "{{ bos_token }}{% for message in messages %}"
-    "{{ '<|' + message['role'] + '|>' + message['content'] + '<|end|>' }}"
-    "{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
-)
+KINDS = ("math", "explain", "write", "edit")
+"""Kinds of documents with a question."""
+INDEX_KINDS = ("math", "explain", "write")
+"""Kinds of documents in the corpus index. Answers of kind ``edit`` repeat ``write``; prose and code help less."""
+TOKENS_PER_KIND = 200_000
+LICENCE_WORDS = re.compile("copyright|licen[cs]e", re.IGNORECASE)
+"""Source files that match may have other license terms than the library, so the index omits them."""
 
 
-def train_tokenizer(texts: Iterable[str], vocabulary: int, context: int) -> PreTrainedTokenizerFast:
-    """Train a byte-level BPE tokenizer in which every digit is a separate token."""
-    bpe = Tokenizer(models.BPE())
-    bpe.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
-    )
-    bpe.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocabulary,
-        special_tokens=[TEXT_START_TOKEN, TURN_END_TOKEN, USER_TOKEN, ASSISTANT_TOKEN],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    bpe.train_from_iterator(texts, trainer)
-    start = (TEXT_START_TOKEN, bpe.token_to_id(TEXT_START_TOKEN))
-    bpe.post_processor = processors.TemplateProcessing(single=f"{TEXT_START_TOKEN} $A", special_tokens=[start])
-    return PreTrainedTokenizerFast(
-        tokenizer_object=bpe,
-        bos_token=TEXT_START_TOKEN,
-        eos_token=TURN_END_TOKEN,
-        pad_token=TEXT_START_TOKEN,
-        additional_special_tokens=[USER_TOKEN, ASSISTANT_TOKEN],
-        chat_template=CHAT_TEMPLATE,
-        clean_up_tokenization_spaces=False,
-        model_max_length=context,
-    )
+def prompts(everything: Iterable[TrainingDocument], per_kind: int = 50) -> Iterator[dict[str, Any]]:
+    """Yield held-out prompts, alternating between kinds so that the first prompts cover every kind."""
+    held_out = sorted((d for d in everything if d.held_out and d.question), key=lambda d: stable_hash(d.name))
+    once = {document.question: document for document in held_out}
+    for row, document in in_turn(once.values(), per_kind):
+        yield row | {"reference": document.answer, "from": document.name}
 
 
-def as_text(document: TrainingDocument) -> str:
-    if not document.question:
-        return TEXT_START_TOKEN + document.answer
-    question = f"{USER_TOKEN}{document.question}{TURN_END_TOKEN}"
-    return f"{TEXT_START_TOKEN}{question}{ASSISTANT_TOKEN}{document.answer}{TURN_END_TOKEN}"
+def questions(everything: Sequence[TrainingDocument], per_kind: int) -> Iterator[dict[str, Any]]:
+    """Yield distinct training questions, alternating between kinds; each kind is ordered by hash."""
+    held_out = {document.question for document in everything if document.held_out}
+    learned = {d.question: d for d in everything if d.question and not d.held_out and d.question not in held_out}
+    # Sorting by name would put the two tasks of a function next to each other.
+    ordered = sorted(learned.values(), key=lambda document: stable_hash(document.question))
+    yield from (row for row, _ in in_turn(ordered, per_kind))
+
+
+def in_turn(ordered: Collection[TrainingDocument], per_kind: int) -> Iterator[tuple[dict[str, Any], TrainingDocument]]:
+    """Yield rows of a prompts file, a document of each kind in turn, with their documents."""
+    kinds = ([d for d in ordered if d.kind == kind][:per_kind] for kind in KINDS)
+    for number, row in enumerate(zip(*kinds, strict=False), start=1):
+        for document in row:
+            message = {"role": "user", "content": document.question}
+            yield {"id": f"{document.kind}-{number:03}", "category": document.kind, "messages": [message]}, document
+
+
+def index_documents(
+    everything: Sequence[TrainingDocument], tokenizer: Any, per_kind: int = TOKENS_PER_KIND
+) -> Iterator[TrainingDocument]:
+    """Yield whole documents that are not held out, up to ``per_kind`` tokens of each kind, chosen by hash."""
+    left_out = {d.page for d in everything if d.held_out or (d.kind == "code" and LICENCE_WORDS.search(d.answer))}
+    learned = sorted((d for d in everything if d.page not in left_out), key=lambda d: stable_hash(d.name))
+    for kind in INDEX_KINDS:
+        left = per_kind
+        for document in {d.answer: d for d in learned if d.kind == kind}.values():
+            size = len(tokenizer(document.answer, add_special_tokens=False, verbose=False)["input_ids"])
+            if size <= left:
+                left -= size
+                yield document
+
+
+def main() -> None:
+    parser = arguments_of_texts(__doc__)
+    parser.add_argument("what", choices=("prompts", "questions", "documents"))
+    parser.add_argument("--per-kind", type=int, default=300, help="number of questions")
+    options = parser.parse_args()
+    everything = list(documents(options.gsm8k, options.docs))
+    if options.what == "documents":
+        rows = [{"text": d.answer} for d in index_documents(everything, load_tokenizer(ModelConfig()))]
+    else:
+        asked = prompts(everything) if options.what == "prompts" else questions(everything, options.per_kind)
+        rows = list(asked)
+    lines = (json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+    options.out.write_text("".join(lines), encoding="utf-8", newline="\n")
+    print(f"{len(rows)} rows in {options.out}")
+
+
+if __name__ == "__main__":
+    main()
