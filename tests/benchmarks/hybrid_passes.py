@@ -16,12 +16,12 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from hdtool.runtime.core.tree import DraftTree
 from hdtool.runtime.engines.checks.probes import some_context
 from hdtool.runtime.kernels.linear import compile_linear_layers
 from hdtool.runtime.kernels.machine import machine
 from hdtool.runtime.model.compact_layers import compact_weights
 from hdtool.runtime.target.target import Target
-from tests.benchmarks.mixers import tree_of
 
 COMMON: dict[str, Any] = {
     "vocab_size": 32768,
@@ -118,6 +118,13 @@ def target_of(shape: str) -> Target:
     model.config.dtype = torch.float32
     compile_linear_layers(model)
     return Target(model)
+
+
+def tree_of(nodes: int) -> DraftTree:
+    """Return a binary tree with ``nodes`` nodes."""
+    return DraftTree.of(
+        1, [(3 * node + 2) % 100 for node in range(nodes)], [(node + 1) // 2 - 1 for node in range(nodes)]
+    )
 
 
 if __name__ == "__main__":

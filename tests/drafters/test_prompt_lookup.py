@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from typing import cast
 
 import pytest
@@ -19,7 +20,6 @@ from hdtool.runtime.core.accept import Accepted
 from hdtool.runtime.core.engine import Verified
 from hdtool.runtime.drafters.published.lookup_methods import PromptLookup
 from hdtool.runtime.stores.store_set import StoreSet
-from tests.benchmarks.prompt_lookup import accept_lengths
 from tests.support.trees import check_integrity
 
 
@@ -60,6 +60,38 @@ def test_a_context_may_grow_and_a_new_one_begin(steps: list[list[int]]) -> None:
         # Compared at the end: a tree must not change when the context grows.
         for tree, expected in trees:
             assert tree.tokens.tolist() == expected
+
+
+MAX_MATCH_LENGTH = 3
+TOKENS = 10
+
+
+def drafted(context: Sequence[int]) -> Sequence[int]:
+    """Return what the published method drafts: what follows the first earlier occurrence of the longest ending."""
+    for size in range(MAX_MATCH_LENGTH, 0, -1):
+        key = context[-size:]
+        for start in range(len(context) - size):
+            if context[start : start + size] == key:
+                return context[start + size : start + size + TOKENS]
+    return []
+
+
+def accept_lengths(prompt: list[int], answer: list[int], drafts_first: bool = False) -> list[int]:
+    """Return the number of tokens per step; the first step is the prefill.
+
+    ``drafts_first`` drafts for the prefill too, as Spec-Bench's loop does.
+    """
+    lengths: list[int] = []
+    done = 0
+    while done < len(answer):
+        draft = drafted(prompt + answer[:done]) if done or drafts_first else []
+        rest = answer[done:-1]
+        taken = 0
+        while taken < min(len(draft), len(rest)) and draft[taken] == rest[taken]:
+            taken += 1
+        lengths.append(taken + 1)
+        done += taken + 1
+    return lengths
 
 
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=30), st.lists(st.integers(0, 3), min_size=1, max_size=60))

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
-from llvmlite import binding  # type: ignore[import-untyped]
+from llvmlite import binding, ir  # type: ignore[import-untyped]
 
 from hdtool.runtime.engines.cpu.int8_code import DOT_OF_SIGNED, has_dot_of_octets
 from hdtool.runtime.engines.cpu.int8_tiles import INT8_TILE_ROWS, panel_tile
 from hdtool.runtime.kernels.matrix_formats import FORMAT_OF_TYPE
-from tests.benchmarks.estimated_cycles import ARM, Processor, assembly_of
 
-MAC = "arm64-apple-darwin"
+ARM, MAC = "aarch64-unknown-linux-gnu", "arm64-apple-darwin"
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -43,9 +44,26 @@ def test_extensions_that_numba_is_set_to_count() -> None:
     assert not has_dot_of_octets(ARM, "neoverse-n1", "-dotprod")
 
 
+def assembly_of(tile: Any, kind: Any) -> str:
+    """Return the assembly of a tile for a processor with the instruction; ``kind`` is the type of the matrix."""
+    module = ir.Module()
+    module.triple = ARM
+    index = ir.IntType(64)
+    function = ir.Function(module, ir.FunctionType(ir.VoidType(), [index] * 5), "tile")
+    builder = ir.IRBuilder(function.append_basic_block())
+    matrix, *others = function.args
+    tile(builder, kind, matrix, *others)
+    builder.ret_void()
+    parsed = binding.parse_assembly(str(module))
+    machine = binding.Target.from_triple(ARM).create_target_machine(cpu="neoverse-n1", opt=3)
+    passes = binding.create_pass_builder(machine, binding.create_pipeline_tuning_options(speed_level=3))
+    passes.getModulePassManager().run(parsed, passes)
+    return str(machine.emit_assembly(parsed))
+
+
 @pytest.mark.parametrize("rows", [1, INT8_TILE_ROWS])
 @pytest.mark.parametrize("kind", [pytest.param(kind, id=form.name) for kind, form in FORMAT_OF_TYPE.items()])
 @pytest.mark.one_in(2)
 def test_every_format_is_multiplied_with_it(kind: object, rows: int) -> None:
-    code = assembly_of(Processor("neoverse-n1", ""), panel_tile(rows, DOT_OF_SIGNED), kind)
+    code = assembly_of(panel_tile(rows, DOT_OF_SIGNED), kind)
     assert "sdot" in code and "smull" not in code
