@@ -1,15 +1,12 @@
 """Replays conversations of agents, turn by turn, as requests to ``hdtool serve``.
 
-    python -m tests.benchmarks.agent_trace [--trace FILE ...] [--model smollm2] [--conversations 4]
-    python -m tests.benchmarks.agent_trace [--trace FILE ...] --sessions 10 --minutes 10
+    python -m tests.benchmarks.agent_trace --trace FILE [--model smollm2] [--conversations 4]
+    python -m tests.benchmarks.agent_trace --trace FILE --sessions 10 --minutes 10
 
 Each assistant turn becomes a request with the recorded turns before it, which the served model answers. Without
 ``--sessions``, every request goes to a server that drafts and to one that does not. With it, this many conversations
 ask one server concurrently through all three APIs, while the memory, threads and file descriptors of its process are
 sampled.
-
-Without ``--trace``, conversations are made up from the files of this folder: an agent lists a file, renames one of its
-functions, and is asked about it.
 """
 
 from __future__ import annotations
@@ -17,16 +14,15 @@ from __future__ import annotations
 import argparse
 import http.client
 import json
-import re
 import tempfile
 import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
-from itertools import count, islice
+from itertools import count
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -44,10 +40,6 @@ TURNS = ((1, 1), (2, 2), (3, 3), (4, 6), (7, 10), (11, 99))
 """Ranges of turns that share a row of the table."""
 SETTLED_SECONDS = 120.0
 """Seconds after the start from which growth is measured."""
-INSTRUCTIONS = (
-    "You are a coding agent. Call tools as JSON objects with a name and arguments. Tools: read_file(path), "
-    "edit_file(path, old_str, new_str)."
-)
 Message = dict[str, Any]
 Request = list[Message]
 """Messages before an assistant turn."""
@@ -70,42 +62,11 @@ class TooLongError(Exception):
 
 def conversations(paths: Sequence[Path], limit: int) -> list[list[Request]]:
     """Return the requests of up to ``limit`` conversations."""
-    if not paths:
-        return list(islice(of_this_folder(), limit))
     made = []
     for trace in read_traces(paths)[:limit]:
         messages = [dict(message) for message in trace.messages]
         made.append([messages[: answer.message_index] for answer in trace.answers if answer.message_index])
     return [requests for requests in made if requests]
-
-
-def of_this_folder() -> Iterator[list[Request]]:
-    """Yield conversations that an agent could have about the files of this folder."""
-    for path in sorted(Path(__file__).parent.glob("*.py")):
-        lines = path.read_text(encoding="utf-8").splitlines()[:120]
-        listing = "\n".join(f"{number:6}\t{line}" for number, line in enumerate(lines, 1))
-        named = [line for line in lines if re.match(r"def \w+\(", line)]
-        if not named:
-            continue
-        renamed = named[0].replace("def ", "def new_", 1)
-        turns = (
-            (f"Rename the first function of {path.name}.", call("read_file", path=path.name)),
-            (listing, call("edit_file", path=path.name, old_str=named[0], new_str=renamed)),
-            ("Done.", f"`{named[0]}` is now `{renamed}`."),
-            ("Write the imports of the file again, sorted.", "The imports are sorted already."),
-            ("What does the file do?", lines[0].strip('"')),
-        )
-        messages: Request = [{"role": "system", "content": INSTRUCTIONS}]
-        requests = []
-        for question, answer in turns:
-            messages = [*messages, {"role": "user", "content": question}]
-            requests.append(messages)
-            messages = [*messages, {"role": "assistant", "content": answer}]
-        yield requests
-
-
-def call(name: str, **arguments: str) -> str:
-    return json.dumps({"name": name, "arguments": arguments})
 
 
 def body_of(api: str, messages: Request, tokens: int) -> dict[str, Any]:
@@ -312,7 +273,9 @@ def growth(samples: Sequence[tuple[float, ...]]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--trace", type=Path, action="append", default=[], help="a log that any command reads")
+    parser.add_argument(
+        "--trace", type=Path, action="append", required=True, help="a log that any command reads; repeatable"
+    )
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--method", default="hd", help="of the server that drafts")
     parser.add_argument("--conversations", type=int, default=4)

@@ -1,15 +1,11 @@
 """Estimates what cost curves by activated experts could gain over curves by rows.
 
-    python -m tests.benchmarks.experts --recorded traces.jsonl MODEL     # simulated passes of MoE layers
-    python -m tests.benchmarks.experts --families Qwen3Moe GptOss        # real passes of random MoE models
+    python -m tests.benchmarks.experts --recorded traces.jsonl MODEL
 
 Recorded answers are replayed by ``hd`` with a virtual clock: a pass over n rows reads the dense weights and the experts
 that its rows activate, fewer than for independent rows by the given overlap. Budgets start from passes over independent
 rows, as they are measured before an answer, and adapt to the virtual passes. ``known`` starts from the true overlap, an
 upper bound for curves by activated experts. Speeds are relative to plain decoding.
-
-Real passes verify trees of equal siblings, which activate the experts of one row, and trees of random tokens. A linear
-fit gives the milliseconds per row and per activated expert.
 """
 
 from __future__ import annotations
@@ -19,10 +15,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
-from statistics import median
 
 import numpy as np
-import torch
 
 from hdtool.builders.evaluation.estimated_passes import distinct_experts
 from hdtool.builders.evaluation.recording import RecordedTurn, RecordingEngine, TurnReader
@@ -36,10 +30,7 @@ from hdtool.runtime.core.engine import PassOptions, WaitForResults
 from hdtool.runtime.core.sampler import Sampler
 from hdtool.runtime.core.tree import LARGEST_TREE, DraftTree
 from hdtool.runtime.drafters.methods import drafter_with_budget
-from hdtool.runtime.engines.checks.probes import some_context
-from hdtool.runtime.kernels.machine import machine
 from hdtool.runtime.stores.store_set import StoreSet
-from tests.benchmarks.cpu_families import SHAPES, compiled, random_model
 
 PLAIN = 10.0
 """Milliseconds of a simulated pass over one row."""
@@ -50,8 +41,6 @@ MIXTURES = (8, 2), (32, 4), (128, 8)
 EXPERT_SHARES = 0.5, 0.8
 """Shares of a plain pass spent on reading experts."""
 OVERLAPS = 0.0, 0.3, 0.6
-SHOWN = (1, False), (8, True), (8, False), (32, True), (32, False)
-"""Rows of the real passes that are printed, and whether all their tokens are equal."""
 
 
 @dataclass(frozen=True)
@@ -123,33 +112,6 @@ def simulated(mixture: Simulated, curve: CostCurve, conversations: Sequence[Sequ
     return tokens * PLAIN / taken
 
 
-def real_passes(name: str, threads: int, repeats: int = 6) -> str:
-    """Time compiled passes of a random MoE model; return a table row with the fit per row and per activated expert."""
-    torch.set_num_threads(threads)
-    target, random = compiled(random_model(name)), np.random.default_rng(0)
-    target.prefill(target.cache, 0, some_context(60, target.vocabulary), room=LARGEST_TREE + 1)
-    passes: dict[tuple[int, bool], list[tuple[int, float]]] = {}
-    for _, rows, equal in product(range(repeats), PASS_SIZES, (True, False)):
-        root, *tokens = random.integers(target.vocabulary, size=rows).tolist()
-        given = [root] * (rows - 1) if equal else tokens
-        target.verify(target.cache, [DraftTree.of(root, given, [-1] * (rows - 1))])
-        found = passes.setdefault((rows, equal), [])
-        found.append((target.log.experts, 1e3 * target.log.last_seconds))
-    medians = [(1, rows, *np.median(found, axis=0)) for (rows, _), found in passes.items()]
-    known = np.array(medians)
-    (_, by_row, by_expert), *_ = np.linalg.lstsq(known[:, :3], known[:, 3], rcond=None)
-    cells = [f"{median(one for one, _ in passes[key]):.0f}: {median(ms for _, ms in passes[key]):.1f}" for key in SHOWN]
-    return f"| {name} | {threads} | {' | '.join(cells)} | {by_row:.2f} | {by_expert:.2f} |"
-
-
-def print_real(families: Sequence[str], threads: int) -> None:
-    print(f"{machine()}, random weights in bfloat16; active experts in all layers: milliseconds\n")
-    shown = " | ".join(f"{rows} {'equal' if equal else 'random'}" for rows, equal in SHOWN)
-    print(f"| | threads | {shown} | ms a row | ms an expert |\n|{'---|' * (len(SHOWN) + 4)}")
-    for name in families:
-        print(real_passes(name, threads), flush=True)
-
-
 def print_simulated(traces: str, model: str, limit: int, *, raw: bool) -> None:
     reader = TurnReader.of_model(ModelConfig(model=model), False if raw else None)
     answered = [trace for trace in read_traces([Path(traces)]) if trace.answers][:limit]
@@ -167,17 +129,12 @@ def print_simulated(traces: str, model: str, limit: int, *, raw: bool) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--recorded", nargs=2, metavar=("TRACES", "MODEL"))
+    parser.add_argument("--recorded", nargs=2, required=True, metavar=("TRACES", "MODEL"))
     parser.add_argument("--raw", action="store_true", help="contexts as text")
     parser.add_argument("--limit", type=int, default=10, help="conversations")
-    parser.add_argument("--families", nargs="*", choices=SHAPES, default=[])
-    parser.add_argument("--threads", type=int, default=1)
     options = parser.parse_args()
-    if options.families:
-        print_real(options.families, options.threads)
-    if options.recorded:
-        traces, model = options.recorded
-        print_simulated(traces, model, options.limit, raw=options.raw)
+    traces, model = options.recorded
+    print_simulated(traces, model, options.limit, raw=options.raw)
 
 
 if __name__ == "__main__":

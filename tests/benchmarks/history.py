@@ -1,6 +1,6 @@
 """Measures what a history store costs, by size: ``python -m tests.benchmarks.history``.
 
-    python -m tests.benchmarks.history [--tokens 10000 1000000 10000000] [--plot FILE]
+    python -m tests.benchmarks.history [--tokens 10000 1000000 10000000]
 
 Conversations of 300 tokens, half of which repeat earlier ones, are appended one by one. Times are wall-clock times of
 the process after a warm-up; the store syncs to disk once a second, as usual. A lookup is the drafter's lookup at the
@@ -121,24 +121,6 @@ def drafts(stores: list[HistoryStore], new: list[list[int]]) -> list[Floats]:
     return [np.array(each[len(each) // 10 :]) for each in taken]
 
 
-def plot(sizes: list[int], taken: list[Floats], path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axis = pyplot.subplots(figsize=(5, 3.2), layout="constrained")
-    without, *having = (np.percentile(each[:, 0], (50, 99)) for each in taken)
-    for column, name in enumerate(("median", "p99")):
-        (line,) = axis.plot(sizes, [each[column] for each in having], "o-", label=f"with the history, {name}")
-        axis.axhline(without[column], color=line.get_color(), linestyle="--", label=f"without, {name}")
-    axis.set(xlabel="tokens of the history", ylabel="µs a draft", xscale="log")
-    axis.set_ylim(bottom=0)
-    axis.grid(alpha=0.3)
-    axis.legend(fontsize=8)
-    figure.savefig(path, dpi=90)
-
-
 def row(tokens: int, folder: Path, last: list[Tokens]) -> str:
     store, rng = HistoryStore.open(folder, MARK, MODEL), np.random.default_rng(1)
     spent, longest = fill(store, Speech(0), tokens - len(last) * ANSWER)
@@ -166,7 +148,6 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, nargs="+", default=[10_000, 1_000_000, 10_000_000])
     parser.add_argument("--folder", type=Path, help="where the stores are written; a temporary folder by default")
     parser.add_argument("--answers", type=int, default=40, help="new answers at whose tokens drafts are timed")
-    parser.add_argument("--plot", type=Path, help="a file for the plot of drafts by size")
     options = parser.parse_args()
     print(f"{machine()}\n")
     print(
@@ -186,8 +167,6 @@ def main() -> None:
     for size, each in zip(["none", *(f"{tokens:,}" for tokens in options.tokens)], taken, strict=True):
         (middle, learning, _), high = np.median(each, 0), np.percentile(each[:, 0], 99)
         print(f"| {size} | {middle:.1f} / {high:.1f} µs | {learning:.1f} µs | {each[:, 2].mean():.1f} |")
-    if options.plot:
-        plot(options.tokens, taken, options.plot)
 
 
 if __name__ == "__main__":

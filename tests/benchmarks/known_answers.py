@@ -1,9 +1,7 @@
 """Replays methods that read logits or hidden states on recorded answers, with one model pass per answer.
 
     hdtool collect --model MODEL --prompts question.jsonl --out traces.jsonl --max-new-tokens 128
-    python -m tests.benchmarks.known_answers retrieval --model MODEL --traces traces.jsonl
     python -m tests.benchmarks.known_answers heads --model MODEL --traces traces.jsonl --heads FOLDER --heads FOLDER
-    python -m tests.benchmarks.known_answers accuracy --model MODEL --traces traces.jsonl --heads FOLDER
 
 A greedy answer tells which drafts are accepted, and one pass over the whole answer gives the logits and hidden states
 of all accepted tokens. So tokens per step equal those of decoding with a fixed number of nodes. Recycled rankings
@@ -24,16 +22,14 @@ import torch
 from transformers.utils import logging
 
 from hdtool.builders.evaluation.recording import RecordedTurn, TurnReader, accept_recorded
-from hdtool.builders.heads.loss import Example, FrozenTarget
-from hdtool.builders.heads.train import evaluate
 from hdtool.data.texts_and_traces import read_traces
-from hdtool.runtime.config import METHODS as KNOWN, DecodeConfig, ModelConfig, StoresConfig
+from hdtool.runtime.config import METHODS, DecodeConfig, ModelConfig, StoresConfig
 from hdtool.runtime.config.source_names import SourceId
 from hdtool.runtime.core.accept import Accepted
 from hdtool.runtime.core.drafter import Drafter
 from hdtool.runtime.core.engine import Verified
 from hdtool.runtime.core.tree import ROOT, DraftTree
-from hdtool.runtime.drafters.heads.checkpoint import kind_of, load_heads, method_of
+from hdtool.runtime.drafters.heads.checkpoint import kind_of, method_of
 from hdtool.runtime.drafters.methods import drafter_for
 from hdtool.runtime.kernels.machine import machine
 from hdtool.runtime.stores.store_set import StoreSet
@@ -45,7 +41,6 @@ MT_BENCH = {"writing", "roleplay", "reasoning", "math", "coding", "extraction", 
 TASKS = ("mt_bench", "translation", "summarization", "qa", "math_reasoning", "rag")
 LENGTHS = (60, 120, 500)
 """Prompt lengths, in tokens, at which groups begin."""
-METHODS = ("pld", "logitspec", "hd", "hd+logitspec")
 
 
 class Read(NamedTuple):
@@ -146,24 +141,9 @@ def groups_of(turn: RecordedTurn) -> tuple[str, str, str]:
     return task_of(turn), length_group(len(turn.prompt)), "all"
 
 
-def accuracy(target: Target, turns: Sequence[RecordedTurn], folders: Sequence[str]) -> None:
-    examples = [
-        Example(np.array(turn.prompt + turn.answer), np.arange(len(turn.prompt + turn.answer)) >= len(turn.prompt))
-        for turn in turns
-    ]
-    frozen = FrozenTarget(target)
-    for folder in folders:
-        heads = load_heads(Path(folder), target.model).heads
-        found = evaluate(heads, frozen, examples)
-        weights = sum(weight.numel() for weight in heads.parameters())
-        for best in ("1", "5", "10"):
-            cells = " | ".join(f"{share:.1%}" for share in found.top[best])
-            print(f"| {kind_of(Path(folder))}, top {best} | {weights:,} | {found.places:,} | {cells} |", flush=True)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("retrieval", "heads", "accuracy"))
+    parser.add_argument("what", choices=("heads",))
     parser.add_argument("--model", required=True)
     parser.add_argument("--traces", type=Path, required=True)
     parser.add_argument("--model-db")
@@ -184,21 +164,15 @@ def main() -> None:
     lengths = [len(turn.answer) for turn in turns]
     print(f"{machine()}, one thread; {len(turns)} answers, {sum(lengths):,} tokens; {store_set}")
     print(f"prompts have {statistics.median(len(turn.prompt) for turn in turns):.0f} tokens in the median\n")
-    if options.what == "accuracy":
-        accuracy(target, turns, options.heads)
-        return
     folders = {kind_of(Path(folder)): folder for folder in options.heads}
-    methods = {name: (name, "") for name in METHODS}
-    if options.what == "heads":
-        alone = {kind: (method_of(kind), folder) for kind, folder in folders.items()}
-        together = {f"hd+{kind}": (f"hd+{method}", folder) for kind, (method, folder) in alone.items()}
-        methods = alone | {"hd": ("hd", "")} | {name: case for name, case in together.items() if case[0] in KNOWN}
+    alone = {kind: (method_of(kind), folder) for kind, folder in folders.items()}
+    together = {f"hd+{kind}": (f"hd+{method}", folder) for kind, (method, folder) in alone.items()}
+    methods = alone | {"hd": ("hd", "")} | {name: case for name, case in together.items() if case[0] in METHODS}
     cases: dict[str, Drafter] = {}
     for nodes in options.nodes:
         for name, (method, folder) in methods.items():
-            sources = {"sources": "CMSL"} if method == "hd+logitspec" else {}
             heads = (folder,) if folder else ()
-            config = DecodeConfig(method, draft_tokens=nodes, history="none", heads=heads, **sources)  # type: ignore[arg-type]
+            config = DecodeConfig(method, draft_tokens=nodes, history="none", heads=heads)
             cases[f"{name}, {nodes} nodes"] = drafter_for(config, target, store_set)
     target.watch_hidden()
     compare([read(target, turn) for turn in turns], cases)

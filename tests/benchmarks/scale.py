@@ -1,9 +1,8 @@
 """Estimates the cost of corpora far larger than this machine: ``python -m tests.benchmarks.scale --corpus FILE``.
 
 Measures three things on a real corpus: the time to read, tokenize and sort it, the time of a lookup by the number of
-shards, and the number of disk pages that a lookup touches when nothing is in memory. From these, lookups over many
-machines are simulated, and the cost of corpora of up to a trillion tokens is extrapolated. Times are CPU seconds, which
-other processes disturb little.
+shards, and the number of disk pages that a lookup touches when nothing is in memory. From these, the cost of corpora of
+up to a trillion tokens is extrapolated. Times are CPU seconds, which other processes disturb little.
 """
 
 from __future__ import annotations
@@ -118,7 +117,7 @@ def cpu_seconds() -> float:
     )
 
 
-def measure(corpus: Path, model: str | None, shards: list[int], place: Path) -> tuple[Slopes, dict[int, Floats]]:
+def measure(corpus: Path, model: str | None, shards: list[int], place: Path) -> Slopes:
     tokenizer = load_tokenizer(ModelConfig(model))
     mark, reading = TokenizerFingerprint.of(tokenizer), RecordReader([corpus])
     started = cpu_seconds()
@@ -145,7 +144,7 @@ def measure(corpus: Path, model: str | None, shards: list[int], place: Path) -> 
         print(f"| {count} | {told} |", flush=True)
     medians = [float(np.median(times[count])) for count in times]
     each, first = np.polyfit(list(times), medians, 1)
-    return Slopes(1e6 * read / tokens, sort, size, float(first + each), float(each), pages[min(pages)]), times
+    return Slopes(1e6 * read / tokens, sort, size, float(first + each), float(each), pages[min(pages)])
 
 
 def sorted_in(
@@ -155,20 +154,6 @@ def sorted_in(
     engine = LocalBuildEngine(1)
     made = build_corpus_index(folder, documents, mark, [Source("a", "")], shard_bytes=shard_bytes, engine=engine)
     return cpu_seconds() - started, made
-
-
-def simulate(times: dict[int, Floats], network: float) -> None:
-    """Print simulated lookups over several machines.
-
-    A lookup ends with the slowest machine, whose time is drawn from the measured ones.
-    """
-    rng = np.random.default_rng(0)
-    print(f"\nSimulated: 64 shards on so many machines that are asked at once, {network:.0f} µs there and back\n")
-    print("| machines | shards of each | p50, µs | p99, µs |\n|---|---|---|---|")
-    for machines in (1, 2, 4, 8, 16, 64):
-        measured = times[min(times, key=lambda count: abs(count - 64 // machines))]
-        whole = rng.choice(measured, (20_000, machines)).max(1) + (network if machines > 1 else 0)
-        print(f"| {machines} | {64 // machines} | {np.median(whole):.0f} | {np.percentile(whole, 99):.0f} |")
 
 
 def project(slopes: Slopes, cores: int, disk: float) -> None:
@@ -192,7 +177,6 @@ def main() -> None:
     parser.add_argument("--corpus", type=Path)
     parser.add_argument("--model", help="whose tokenizer")
     parser.add_argument("--shards", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64])
-    parser.add_argument("--network", type=float, default=100.0, help="microseconds to another machine and back")
     parser.add_argument("--page", type=float, default=100.0, help="microseconds to read a page from an SSD")
     parser.add_argument("--cores", type=int, default=16, help="that build")
     parser.add_argument("--cold", type=Path, help=argparse.SUPPRESS)
@@ -205,9 +189,8 @@ def main() -> None:
         return
     print(machine() + "\n")
     with tempfile.TemporaryDirectory() as place:
-        slopes, times = measure(options.corpus, options.model, options.shards, Path(place))
+        slopes = measure(options.corpus, options.model, options.shards, Path(place))
     print("\n" + ", ".join(f"{name} {value:.3g}" for name, value in slopes._asdict().items()))
-    simulate(times, options.network)
     project(slopes, options.cores, options.page)
 
 

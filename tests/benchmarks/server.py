@@ -1,14 +1,11 @@
-"""Tests ``hdtool serve`` under load, measures its next turns, and compares its speed with other servers.
+"""Tests ``hdtool serve`` under load, and compares its speed with other servers.
 
     python -m tests.benchmarks.server streams --model MODEL [--minutes 10] [--streams 50]
-    python -m tests.benchmarks.server turns --model MODEL
-    python -m tests.benchmarks.server refusals --model MODEL
     python -m tests.benchmarks.server peers --model FILE.gguf [--llama-cpp PYTHON]
 
 ``streams`` opens many concurrent streams and cuts off a third of them. It compares complete answers with plain
-decoding, and the server's memory after two minutes with that at the end. ``turns`` measures the time to first token of
-a conversation of 4,000 tokens and of its next turn. ``refusals`` times malformed requests. ``peers`` asks the same
-questions of ``transformers serve`` and of llama-cpp-python's server, which is started by a Python with that package.
+decoding, and the server's memory after two minutes with that at the end. ``peers`` asks the same questions of
+``transformers serve`` and of llama-cpp-python's server, which is started by a Python with that package.
 """
 
 from __future__ import annotations
@@ -34,7 +31,6 @@ import psutil
 from hdtool.runtime.config import ModelConfig
 from hdtool.runtime.target.load import load, load_stock, load_tokenizer
 from tests.server.plain import plain_text
-from tests.server.test_malformed import BODIES, CHAT
 from tests.support.server import RunningServer
 
 QUESTIONS = [
@@ -137,57 +133,6 @@ async def _load(
     await asyncio.sleep(2)
     watching.cancel()
     return counts
-
-
-def turns(options: argparse.Namespace) -> None:
-    text = " ".join(QUESTIONS) * 40
-    with RunningServer(options.log, options.model, "--method", options.method) as server:
-        ratios = []
-        for turn in range(options.times):
-            messages = [{"role": "user", "content": f"{turn}. {text[: options.characters]} Summarize this."}]
-            first, answer, prompt = _first_token(server, messages)
-            messages += [{"role": "assistant", "content": answer}, {"role": "user", "content": "And in one word?"}]
-            second, _, _ = _first_token(server, messages)
-            ratios.append(first / second)
-            print(
-                f"{prompt:,} tokens: {first:.2f} s to the first token, next turn {second:.3f} s: {first / second:.1f}"
-            )
-        print(f"median ratio {statistics.median(ratios):.1f}")
-
-
-def _first_token(server: RunningServer, messages: list[dict[str, str]]) -> tuple[float, str, int]:
-    client: Any = openai.OpenAI(base_url=server.url, api_key="none", timeout=3600)
-    started = time.perf_counter()
-    stream = client.chat.completions.create(
-        model=server.ask("/v1/models")[1]["data"][0]["id"],
-        messages=messages,
-        max_tokens=24,
-        temperature=0,
-        stream=True,
-        stream_options={"include_usage": True},
-    )
-    first, answer, prompt = 0.0, "", 0
-    for chunk in stream:
-        text = (chunk.choices[0].delta.content or "") if chunk.choices else ""
-        first = first or (time.perf_counter() - started if text else 0.0)
-        answer += text
-        prompt = chunk.usage.prompt_tokens if chunk.usage else prompt
-    return first, answer, prompt
-
-
-def refusals(options: argparse.Namespace) -> None:
-    with RunningServer(options.log, options.model, "--body-seconds", "2") as server:
-        server.ask(CHAT, {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4})
-        seconds = {}
-        for name, body in BODIES.items():
-            started = time.perf_counter()
-            status, _ = server.ask(CHAT, body)
-            assert 400 <= status < 500, name
-            seconds[name] = time.perf_counter() - started
-        slowest = sorted(seconds, key=lambda name: -seconds[name])[:5]
-        print(f"{len(seconds)} requests, median {statistics.median(seconds.values()) * 1e3:.1f} ms; the slowest:")
-        for name in slowest:
-            print(f"  {name}: {seconds[name]:.3f} s")
 
 
 def peers(options: argparse.Namespace) -> None:
@@ -300,7 +245,7 @@ def _free_port() -> int:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("part", choices=[part.__name__ for part in (streams, turns, refusals, peers)])
+    parser.add_argument("part", choices=[part.__name__ for part in (streams, peers)])
     parser.add_argument("--model", required=True)
     parser.add_argument("--method", default="hd")
     parser.add_argument("--minutes", type=float, default=10)
@@ -308,7 +253,6 @@ def main() -> None:
     parser.add_argument("--prefix-cache-mib", type=int, default=64)
     parser.add_argument("--settled", type=float, default=2, help="Minutes after which memory is compared.")
     parser.add_argument("--history", default="memory", help="As of hdtool serve, for streams.")
-    parser.add_argument("--characters", type=int, default=15_000)
     parser.add_argument("--times", type=int, default=3)
     parser.add_argument("--questions", type=int, default=6)
     parser.add_argument("--at-once", type=lambda text: [int(part) for part in text.split(",")], default=[1, 4])
