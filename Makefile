@@ -88,7 +88,8 @@ docs: .venv/installed-dev
 	$(BIN)/python -m tests.command_reference
 
 bench: .venv/installed-dev
-	$(BIN)/python -m tests.benchmarks.plain_decoding
+	$(BIN)/hdtool bench embedded --methods generate,ar --num-prompts 8 --max-new-tokens 128 --rounds 5 --threads 1 \
+		--out $$(mktemp -d)
 
 clean:
 	rm -rf .venv .venv-quantized .venv-ray .venv-sglang .venv-vllm .venv-newest .venv-oldest .types .numba build *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
