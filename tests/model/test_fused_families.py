@@ -58,6 +58,9 @@ RARER = (
     "gemma4, experts beside MLPs",
     "lfm2",
     "bamba",
+    "falcon_h1",
+    "mamba2",
+    "nemotron_h",
     *LATENT_MODELS,
     *LAYER_NORM_MODELS,
 )
