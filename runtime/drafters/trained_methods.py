@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -17,6 +17,7 @@ from hdtool.runtime.config import METHODS, OPTION_METHODS, TRAINED, DecodeConfig
 from hdtool.runtime.config.decoding import DRAFT_MODEL, HEADS_DRAFTER, MTP_DRAFTER
 from hdtool.runtime.config.source_names import SourceId
 from hdtool.runtime.core.accept import Accepted
+from hdtool.runtime.core.drafter import Drafter
 from hdtool.runtime.core.engine import Verified
 from hdtool.runtime.core.tree import LARGEST_TREE, ROOT, DraftTree
 from hdtool.runtime.drafters.heads.checkpoint import heads_for, methods_with_heads
@@ -52,7 +53,7 @@ if TYPE_CHECKING:
     from hdtool.runtime.target.target import Target
 
 
-class StandaloneDrafter:
+class StandaloneDrafter(Drafter):
     """Drafts trees from a single trained drafter."""
 
     def __init__(
@@ -84,7 +85,7 @@ class StandaloneDrafter:
         return best_paths(probs, after, max_nodes, self._parents, self._ranks, self._rankings, self._path_probs)
 
     @property
-    def seconds(self) -> Mapping[SourceId, float]:
+    def seconds(self) -> dict[SourceId, float]:
         return {self.trained.source: self.trained.seconds}
 
     def begin(self, prompt: Sequence[int]) -> None:
