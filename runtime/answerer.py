@@ -15,7 +15,7 @@ from hdtool.data.prompts import Message, Prompt
 from hdtool.runtime.budget.measure_passes import quick_record
 from hdtool.runtime.config import DecodeConfig, ModelConfig, SamplingConfig, StoresConfig
 from hdtool.runtime.config.source_names import SourceId
-from hdtool.runtime.core.drafter import Drafter, HistoryDrafter, NoDraft, RankingRecorder
+from hdtool.runtime.core.drafter import Drafter, NoDraft, RankingRecorder
 from hdtool.runtime.core.engine import Engine
 from hdtool.runtime.core.loop import Key, Loop, Outcome, Request
 from hdtool.runtime.core.prefix_cache import PrefixCache
@@ -441,7 +441,7 @@ class Answerer:
 
     def _prediction(self, conversation: Conversation, drafter: Drafter) -> list[int]:
         """Return the token ids of the predicted answer, or an empty list if there is none or the drafter ignores it."""
-        if not isinstance(drafter, HistoryDrafter):
+        if not drafter.predicts:
             return []
         return encode_answer(self.loaded.tokenizer, conversation.messages, conversation.prediction, chat=self._chat)
 

@@ -1,4 +1,4 @@
-"""The drafter interface, a drafter for plain decoding, and the calibration of acceptance probabilities.
+"""The base class of drafters, a drafter for plain decoding, and the calibration of acceptance probabilities.
 
 A node without an estimated probability gets the measured acceptance rate of its kind and depth.
 """
@@ -6,8 +6,8 @@ A node without an estimated probability gets the measured acceptance rate of its
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Hashable, Mapping, Sequence
-from typing import Any, Protocol, cast, runtime_checkable
+from collections.abc import Hashable, Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -21,70 +21,68 @@ from hdtool.runtime.kernels.compiled import Ints, compiled
 from hdtool.runtime.kernels.topk import topk
 
 
-class Drafter(Protocol):
-    """Proposes a draft tree for each step and learns which of its nodes were accepted."""
+class Drafter:
+    """Proposes a draft tree for each step and learns which of its nodes were accepted.
+
+    Callers call every method of every drafter; by default, a drafter drafts nothing and learns nothing.
+    """
+
+    def __init__(self, *sources: SourceId) -> None:
+        self._seconds = dict.fromkeys(sources, 0.0)
 
     @property
-    def seconds(self) -> Mapping[SourceId, float]:
+    def seconds(self) -> dict[SourceId, float]:
         """Seconds spent in each draft source since the drafter was created."""
-        ...
+        return self._seconds
 
-    def begin(self, prompt: Sequence[int]) -> None:
-        """Start the answer to a prompt and discard the state of the previous answer."""
-        ...
+    @property
+    def predicts(self) -> bool:
+        """Whether the drafter drafts from the prediction that ``predict`` receives."""
+        return False
 
-    def draft(self, context: Sequence[int]) -> DraftTree:
-        """Return a tree rooted at the last token of ``context``, which is the prompt and all tokens emitted since."""
-        ...
+    @property
+    def reads_logits(self) -> bool:
+        """Whether the drafter reads the logits passed to ``observe``."""
+        return True
 
-    def observe(self, accepted: Accepted, verified: Verified) -> None:
-        """Learn from the verification of the last tree; ``verified`` holds one row for the root and one per node."""
-        ...
-
-
-@runtime_checkable
-class HistoryDrafter(Protocol):
-    """A drafter that remembers finished answers and can draft from a prediction of the current one."""
-
-    def predict(self, prediction: Sequence[int]) -> None:
-        """Also draft from ``prediction``: tokens that the answer started by ``begin`` will probably contain."""
-        ...
-
-    def end(self) -> None:
-        """End the answer and remember it."""
-        ...
-
-
-class JointDrafter(Protocol):
-    """A drafter that drafts for several sequences in one call."""
+    @property
+    def max_ranked(self) -> int:
+        """Number of ranked tokens that the drafter reads per row of logits."""
+        return 0
 
     @property
     def joint(self) -> Hashable:
         """Key by which drafters are grouped: drafters of one class with equal keys draft in one call."""
-        ...
-
-    def draft_many(self, drafters: Sequence[Any], contexts: Sequence[Sequence[int]]) -> list[DraftTree]:
-        """Return one tree per drafter; all ``drafters`` share one ``joint`` key, and ``drafters[0]`` is ``self``."""
-        ...
-
-
-@runtime_checkable
-class SeededDrafter(Protocol):
-    """A drafter that uses the sampling seed to predict which tokens will be drawn."""
+        return self
 
     def set_seed(self, seed: int | None) -> None:
         """Set the sampling seed of the answer that the next ``begin`` starts; None for greedy decoding."""
-        ...
 
+    def begin(self, prompt: Sequence[int]) -> None:
+        """Start the answer to a prompt and discard the state of the previous answer."""
 
-def reads_logits(drafter: Drafter) -> bool:
-    """Return the drafter's ``reads_logits``: whether it reads the logits passed to ``observe``, True by default."""
-    return bool(getattr(drafter, "reads_logits", True))
+    def predict(self, prediction: Sequence[int]) -> None:
+        """Also draft from ``prediction``: tokens that the answer started by ``begin`` will probably contain."""
 
+    def expect(self, tokens: Sequence[int]) -> None:
+        """Begin the next tree with ``tokens``, a chain nearly certain to be accepted; grow the rest after it."""
 
-def max_ranked(drafter: Drafter) -> int:
-    """Return the drafter's ``max_ranked``: the number of ranked tokens that it reads per row, 0 by default."""
-    return int(getattr(drafter, "max_ranked", 0))
+    def draft(self, context: Sequence[int]) -> DraftTree:
+        """Return a tree rooted at the last token of ``context``, which is the prompt and all tokens emitted since."""
+        return DraftTree.bare(context[-1])
+
+    def draft_many(self, drafters: Sequence[Any], contexts: Sequence[Sequence[int]]) -> list[DraftTree]:
+        """Return one tree per drafter; all ``drafters`` share one ``joint`` key, and ``drafters[0]`` is ``self``."""
+        return [drafter.draft(context) for drafter, context in zip(drafters, contexts, strict=True)]
+
+    def forget_tree(self) -> None:
+        """Learn nothing from the nodes of the last tree, because a modified tree is verified instead."""
+
+    def observe(self, accepted: Accepted, verified: Verified) -> None:
+        """Learn from the verification of the last tree; ``verified`` holds one row for the root and one per node."""
+
+    def end(self) -> None:
+        """End the answer and remember it."""
 
 
 def draft_many(drafters: Sequence[Drafter], contexts: Sequence[Sequence[int]]) -> list[DraftTree]:
@@ -93,64 +91,54 @@ def draft_many(drafters: Sequence[Drafter], contexts: Sequence[Sequence[int]]) -
         return [drafters[0].draft(contexts[0])]
     groups: dict[Hashable, list[int]] = defaultdict(list)
     for index, drafter in enumerate(drafters):
-        joint = getattr(drafter, "joint", None)  # ten times as fast as isinstance with a protocol
-        groups[index if joint is None else (type(drafter), joint)].append(index)
+        groups[type(drafter), drafter.joint].append(index)
     trees: dict[int, DraftTree] = {}
     for indices in groups.values():
         first = drafters[indices[0]]
         if len(indices) == 1:
             trees[indices[0]] = first.draft(contexts[indices[0]])
         else:
-            several = [drafters[index] for index in indices], [contexts[index] for index in indices]
-            drafted = cast(JointDrafter, first).draft_many(*several)
+            drafted = first.draft_many([drafters[index] for index in indices], [contexts[index] for index in indices])
             trees.update(zip(indices, drafted, strict=True))
     return [trees[index] for index in range(len(drafters))]
 
 
-class NoDraft:
+class NoDraft(Drafter):
     """A drafter for plain decoding: every tree is empty."""
 
-    seconds: Mapping[SourceId, float] = {}
     reads_logits = False
 
-    def begin(self, prompt: Sequence[int]) -> None:
-        pass
 
-    def draft(self, context: Sequence[int]) -> DraftTree:
-        return DraftTree.bare(context[-1])
-
-    def observe(self, accepted: Accepted, verified: Verified) -> None:
-        pass
-
-
-class WrappedDrafter:
+class WrappedDrafter(Drafter):
     """Delegates to another drafter; subclasses override what they change."""
 
     def __init__(self, drafter: Drafter) -> None:
         self._drafter = drafter
 
     @property
-    def seconds(self) -> Mapping[SourceId, float]:
+    def predicts(self) -> bool:
+        return self._drafter.predicts
+
+    @property
+    def seconds(self) -> dict[SourceId, float]:
         return self._drafter.seconds
 
     @property
     def reads_logits(self) -> bool:
-        return reads_logits(self._drafter)
+        return self._drafter.reads_logits
 
     @property
     def max_ranked(self) -> int:
-        return max_ranked(self._drafter)
+        return self._drafter.max_ranked
 
     def set_seed(self, seed: int | None) -> None:
-        if isinstance(self._drafter, SeededDrafter):
-            self._drafter.set_seed(seed)
+        self._drafter.set_seed(seed)
 
     def begin(self, prompt: Sequence[int]) -> None:
         self._drafter.begin(prompt)
 
     def predict(self, prediction: Sequence[int]) -> None:
-        if isinstance(self._drafter, HistoryDrafter):
-            self._drafter.predict(prediction)
+        self._drafter.predict(prediction)
 
     def draft(self, context: Sequence[int]) -> DraftTree:
         return self._drafter.draft(context)
@@ -159,8 +147,7 @@ class WrappedDrafter:
         self._drafter.observe(accepted, verified)
 
     def end(self) -> None:
-        if isinstance(self._drafter, HistoryDrafter):
-            self._drafter.end()
+        self._drafter.end()
 
 
 CALIBRATION_PRIOR_WEIGHT = 10.0

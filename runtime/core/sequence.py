@@ -14,15 +14,7 @@ import numpy.typing as npt
 from hdtool.data.errors import ContextError, OptionError, PromptError
 from hdtool.runtime.config.source_names import SourceId
 from hdtool.runtime.core.accept import Accepted, accept
-from hdtool.runtime.core.drafter import (
-    Drafter,
-    HistoryDrafter,
-    NoDraft,
-    SeededDrafter,
-    draft_many,
-    max_ranked,
-    reads_logits,
-)
+from hdtool.runtime.core.drafter import Drafter, NoDraft, draft_many
 from hdtool.runtime.core.engine import Engine, PassOptions, Verified
 from hdtool.runtime.core.sampler import Sampler
 from hdtool.runtime.core.tree import DraftTree
@@ -82,7 +74,7 @@ class SequenceState:
         self.room, self._finish_at_limit = room_for(engine, prompt, max_new_tokens)
         """Number of tokens that may still be generated."""
         self._sampler, self._stops, self.drafter = sampler, stops, drafter or NoDraft()
-        self.options = PassOptions(sampler.chooses_by_argmax, reads_logits(self.drafter), max_ranked(self.drafter))
+        self.options = PassOptions(sampler.chooses_by_argmax, self.drafter.reads_logits, self.drafter.max_ranked)
         if engine.captures:  # without capture, the host reads the logits directly
             num_ranked = max(self.options.max_ranked, sampler.max_ranked)
             self.options = self.options._replace(max_ranked=num_ranked, root=sampler.draws_by_row)
@@ -104,10 +96,9 @@ class SequenceState:
     def begin(self) -> None:
         """Start the first step, which prefills the prompt, has no drafts and yields one token."""
         self.start_step()
-        if isinstance(self.drafter, SeededDrafter):
-            self.drafter.set_seed(self._sampler.seed)
+        self.drafter.set_seed(self._sampler.seed)
         self.drafter.begin(self.prompt)
-        if len(self._prediction) and isinstance(self.drafter, HistoryDrafter):
+        if len(self._prediction):
             self.drafter.predict(self._prediction)
         self._draft_seconds = time.perf_counter() - self._started
 
@@ -126,8 +117,7 @@ class SequenceState:
 
     def end(self) -> None:
         """End the answer, whether or not it is complete."""
-        if isinstance(self.drafter, HistoryDrafter):
-            self.drafter.end()
+        self.drafter.end()
 
     def accept(self, verified: Verified, recompute: Callable[[int], Verified]) -> tuple[Accepted, Verified]:
         """Choose the tokens to emit, and return ``(accepted, verified)``.

@@ -48,6 +48,8 @@ class DeferredDrafter(WrappedDrafter):
     A drafter that joins an answer reads what was answered before as a part of the prompt.
     """
 
+    predicts = True
+
     def __init__(self, make: Callable[[], Drafter]) -> None:
         super().__init__(NoDraft())
         self._make: Callable[[], Drafter] | None = make
@@ -90,17 +92,13 @@ class DeferredDrafter(WrappedDrafter):
 
     @property
     def joint(self) -> Hashable:
-        return None if self._make else getattr(self._drafter, "joint", None)
+        return self if self._make else self._drafter.joint
 
     def draft_many(self, drafters: Sequence[DeferredDrafter], contexts: Sequence[Sequence[int]]) -> list[DraftTree]:
         return draft_many([drafter._drafter for drafter in drafters], contexts)
 
     def expect(self, tokens: Sequence[int]) -> None:
-        """Start the next tree with ``tokens``, if the drafter has joined and can."""
-        if expect := getattr(self._drafter, "expect", None):
-            expect(tokens)
+        self._drafter.expect(tokens)
 
     def forget_tree(self) -> None:
-        """Learn nothing from the nodes of the last tree."""
-        if forget_tree := getattr(self._drafter, "forget_tree", None):
-            forget_tree()
+        self._drafter.forget_tree()

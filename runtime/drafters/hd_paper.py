@@ -14,6 +14,7 @@ import torch
 from hdtool.runtime.config import SOURCE_LETTERS, PaperConfig
 from hdtool.runtime.config.source_names import SourceId, source_of
 from hdtool.runtime.core.accept import Accepted
+from hdtool.runtime.core.drafter import Drafter
 from hdtool.runtime.core.engine import Verified
 from hdtool.runtime.core.tree import LARGEST_TREE, DraftTree, Trie, sequences_of
 from hdtool.runtime.drafters.published.lookup_methods import Lookahead
@@ -110,7 +111,7 @@ def _equals_row(row: Ints, tokens: Ints, start: int) -> bool:
     return level == SEQUENCE_LENGTH
 
 
-class PaperDrafter:
+class PaperDrafter(Drafter):
     """Queries its sources in order until it has enough sequences, and merges these into one tree.
 
     If ``config.order`` includes the context table, the prompt, emitted tokens and n-grams of the lookahead branch are
@@ -125,8 +126,7 @@ class PaperDrafter:
         corpus_index: CorpusIndex | None = None,
     ) -> None:
         self.config = config = config or PaperConfig()
-        self.seconds: dict[SourceId, float] = dict.fromkeys((*map(source_of, SOURCE_LETTERS), SourceId.LOOKAHEAD), 0.0)
-        """Seconds spent in each source since the drafter was created."""
+        super().__init__(*map(source_of, SOURCE_LETTERS), SourceId.LOOKAHEAD)
         self._store = model_store
         self._index = corpus_index
         self._table = SequenceTable(config.sequences)

@@ -17,7 +17,7 @@ import torch
 from hdtool.runtime.budget.node_budget import Budget, FixedBudget
 from hdtool.runtime.config.source_names import SourceId
 from hdtool.runtime.core.accept import Accepted
-from hdtool.runtime.core.drafter import NO_KINDS, NodeCalibration
+from hdtool.runtime.core.drafter import NO_KINDS, Drafter, NodeCalibration
 from hdtool.runtime.core.engine import Verified
 from hdtool.runtime.core.tree import LARGEST_TREE, NO_TOKEN, ROOT, DraftTree, Trie
 from hdtool.runtime.drafters.published.lookup_methods import GrowingContext
@@ -40,14 +40,13 @@ CANDIDATE_KINDS = MAX_MATCH
 """Kind of the first group of candidates."""
 
 
-class LogitSpec:
+class LogitSpec(Drafter):
     """Drafts only from the last logits and the conversation."""
 
     max_ranked = MAX_RANKED_CANDIDATES + 1
 
     def __init__(self, budget: Budget | None = None) -> None:
-        self.seconds: dict[SourceId, float] = {SourceId.LAST: 0.0}
-        """Seconds spent in the source since the drafter was created."""
+        super().__init__(SourceId.LAST)
         self.budget = budget or FixedBudget(LARGEST_TREE)
         self._trie = Trie(LARGEST_TREE)
         self._context = GrowingContext()

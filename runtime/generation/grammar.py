@@ -6,7 +6,7 @@ import json
 import time
 from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property, lru_cache
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast, runtime_checkable
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -281,19 +281,6 @@ class GrammarProcessor(LogitsProcessor):
         self._guide.extend(new.tolist() if isinstance(new, torch.Tensor) else list(new))
 
 
-@runtime_checkable
-class ExpectingDrafter(Protocol):
-    """A drafter that can start its tree with a chain of almost certain tokens."""
-
-    def expect(self, tokens: Sequence[int]) -> None:
-        """Start the next tree with ``tokens`` as a chain."""
-        ...
-
-    def forget_tree(self) -> None:
-        """Learn nothing from the nodes of the last tree, because a modified tree is verified instead."""
-        ...
-
-
 def guided_drafter(drafter: Drafter, guide: Guide | None, draft_tokens: int | None = None) -> Drafter:
     """Return a drafter whose trees follow a grammar, or ``drafter`` itself in plain decoding or without a grammar.
 
@@ -315,7 +302,7 @@ class GuidedDrafter(WrappedDrafter):
         self._spent = 0.0
 
     @property
-    def seconds(self) -> Mapping[SourceId, float]:
+    def seconds(self) -> dict[SourceId, float]:
         return {**super().seconds, SourceId.GRAMMAR: self._spent}
 
     def begin(self, prompt: Sequence[int]) -> None:
@@ -328,15 +315,13 @@ class GuidedDrafter(WrappedDrafter):
             self._guide.follow(context[self._prompt_length :])
         except PromptError:  # the answer ends when the next token is chosen; other answers of the batch go on
             return DraftTree.bare(context[-1])
-        expecting = self._drafter if isinstance(self._drafter, ExpectingDrafter) else None
-        if expecting:
-            expecting.expect(self._guide.forced()[: self._max_nodes])
+        self._drafter.expect(self._guide.forced()[: self._max_nodes])
         self._spent += time.perf_counter() - started
         drafted = self._drafter.draft(context)
         started = time.perf_counter()
         tree = self._constrain(drafted)
-        if expecting and tree is not drafted:
-            expecting.forget_tree()
+        if tree is not drafted:
+            self._drafter.forget_tree()
         self._spent += time.perf_counter() - started
         return tree
 

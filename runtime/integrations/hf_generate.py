@@ -21,7 +21,7 @@ from hdtool.data.stores.home import NO_STORE
 from hdtool.runtime.answerer import decode, decode_batch
 from hdtool.runtime.config import DecodeConfig, SamplingConfig, StoresConfig
 from hdtool.runtime.config.decoding import HIERARCHIES
-from hdtool.runtime.core.drafter import Drafter, HistoryDrafter, NoDraft
+from hdtool.runtime.core.drafter import Drafter, NoDraft
 from hdtool.runtime.core.draws import NOT_FINITE
 from hdtool.runtime.core.loop import Request
 from hdtool.runtime.core.sampler import Sampler
@@ -254,7 +254,7 @@ class Generator:
         drafters = self._drafters[len(rows)]
         requests = []
         for row, drafter in zip(rows, drafters, strict=True):
-            if (row.prediction or self._rollouts) and not isinstance(drafter, HistoryDrafter):
+            if (row.prediction or self._rollouts) and not drafter.predicts:
                 raise OptionError(PREDICTION_ERROR)
             requests.append(row.to_request(guided_drafter(drafter, row.guide)))
         before = [dict(request.drafter.seconds) for request in requests]

@@ -20,7 +20,7 @@ from hdtool.data.errors import OptionError, StoreError
 from hdtool.runtime.budget.node_budget import FixedBudget
 from hdtool.runtime.config import DecodeConfig, ModelConfig, StoresConfig
 from hdtool.runtime.core.accept import Accepted
-from hdtool.runtime.core.drafter import Drafter, HistoryDrafter, draft_many
+from hdtool.runtime.core.drafter import Drafter, draft_many
 from hdtool.runtime.core.engine import Verified
 from hdtool.runtime.core.tree import DraftTree
 from hdtool.runtime.drafters.methods import drafter_with_budget
@@ -128,8 +128,7 @@ class HierarchyCorpus:
         """End the answers of requests that have left the batch; a request that returns begins a new answer."""
         for name in req_ids:
             if request := self._requests.pop(name, None):
-                if isinstance(request.drafter, HistoryDrafter):
-                    request.drafter.end()
+                request.drafter.end()
                 self._free.append(request.drafter)
 
     def reset(self) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import argparse
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
@@ -27,9 +27,7 @@ from hdtool.runtime.config import (
     StoresConfig,
 )
 from hdtool.runtime.config.source_names import SourceId
-from hdtool.runtime.core.accept import Accepted
-from hdtool.runtime.core.drafter import Drafter
-from hdtool.runtime.core.engine import Verified
+from hdtool.runtime.core.drafter import Drafter, WrappedDrafter
 from hdtool.runtime.core.sequence import Step
 from hdtool.runtime.core.tree import DraftTree
 from hdtool.runtime.drafters.logitspec import LogitSpec
@@ -67,30 +65,20 @@ class Bench:
         )
 
 
-class Counted:
+class Counted(WrappedDrafter):
     """Wraps a drafter to count drafts, and those in which a lookup found something."""
 
     def __init__(self, drafter: Drafter) -> None:
-        self.drafter = drafter
+        super().__init__(drafter)
         self.drafts = self.found = 0
 
-    @property
-    def seconds(self) -> Mapping[SourceId, float]:
-        return self.drafter.seconds
-
-    def begin(self, prompt: Sequence[int]) -> None:
-        self.drafter.begin(prompt)
-
     def draft(self, context: Sequence[int]) -> DraftTree:
-        tree = self.drafter.draft(context)
+        tree = super().draft(context)
         self.drafts += 1
         # A bare candidate at the root comes from the logits alone; all other nodes come from a lookup.
-        bare = isinstance(self.drafter, LogitSpec) and (tree.sources == SourceId.LAST) & (tree.parents == -1)
+        bare = isinstance(self._drafter, LogitSpec) and (tree.sources == SourceId.LAST) & (tree.parents == -1)
         self.found += bool(np.any(~np.broadcast_to(bare, len(tree))))
         return tree
-
-    def observe(self, accepted: Accepted, verified: Verified) -> None:
-        self.drafter.observe(accepted, verified)
 
 
 def settings(budgets: Sequence[int]) -> Iterator[tuple[str, str, dict[str, object]]]:

@@ -32,7 +32,7 @@ from hdtool.runtime.answerer import Answerer, decode
 from hdtool.runtime.config import DecodeConfig, ModelConfig, SamplingConfig, StoresConfig
 from hdtool.runtime.config.source_names import SourceId
 from hdtool.runtime.core.accept import accept
-from hdtool.runtime.core.drafter import Drafter, NoDraft, RankingRecorder, reads_logits
+from hdtool.runtime.core.drafter import Drafter, NoDraft, RankingRecorder
 from hdtool.runtime.core.engine import Verified
 from hdtool.runtime.core.sampler import Sampler
 from hdtool.runtime.core.sequence import Finish
@@ -239,8 +239,8 @@ class TestCertainTokens:
 
     def test_recorded_rankings_read_all_logits(self, compiler: GrammarCompiler) -> None:
         drafter = guided_drafter(Hierarchy(), compiler.guide(Grammar.regex("a+")))
-        assert not reads_logits(drafter)
-        assert reads_logits(RankingRecorder(drafter, 2))
+        assert not drafter.reads_logits
+        assert RankingRecorder(drafter, 2).reads_logits
 
     @pytest.mark.parametrize(
         ("after_mask", "expected"),

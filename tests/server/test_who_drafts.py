@@ -17,7 +17,7 @@ from hdtool.data.stores.manifest import TokenizerFingerprint
 from hdtool.runtime.config import DecodeConfig, StoresConfig
 from hdtool.runtime.config.source_names import SourceId
 from hdtool.runtime.core.accept import Accepted
-from hdtool.runtime.core.drafter import Drafter, HistoryDrafter
+from hdtool.runtime.core.drafter import Drafter
 from hdtool.runtime.core.engine import Verified
 from hdtool.runtime.drafters.methods import history_for
 from hdtool.runtime.integrations.hf_generate import Generator
@@ -45,7 +45,6 @@ def answer(tenants: Tenants, tenant: str, tokens: Sequence[int] = SECRET) -> Non
     """Answer a request of a tenant to the end."""
     drafter = tenants.take(tenant)
     say(drafter, tokens)
-    assert isinstance(drafter, HistoryDrafter)
     drafter.end()
     tenants.put(tenant, drafter)
 
@@ -173,7 +172,6 @@ def test_a_tenant_has_its_own_model_store_and_falls_back_to_the_shared_corpus_in
 def test_a_prediction_is_for_one_request(loaded: Loaded) -> None:
     tenants = tenants_of(loaded, "", history="none")
     drafter = tenants.take("")
-    assert isinstance(drafter, HistoryDrafter)
     prompt = [7, 8, 9]
     drafter.begin(prompt)
     drafter.predict(SECRET)

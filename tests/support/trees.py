@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import numpy as np
 from hypothesis import strategies as st
 
-from hdtool.runtime.config.source_names import SourceId
 from hdtool.runtime.core.accept import Accepted
+from hdtool.runtime.core.drafter import Drafter
 from hdtool.runtime.core.engine import Verified
 from hdtool.runtime.core.tree import ROOT, DraftTree
 
@@ -35,7 +35,7 @@ def tokens_to(tree: DraftTree, node: int) -> list[int]:
     return [tree.root, *(int(tree.tokens[above]) for above in path_to(tree, node))]
 
 
-class WrongDrafter:
+class WrongDrafter(Drafter):
     """Drafter of random trees with right and wrong tokens.
 
     ``truth`` is the answer that the target will give. The target must reject the other tokens.
@@ -44,17 +44,14 @@ class WrongDrafter:
     def __init__(
         self, prompt_length: int, truth: Sequence[int], vocabulary: int, seed: int, max_nodes: int = 12
     ) -> None:
+        super().__init__()
         self._prompt_length = prompt_length
         self._truth = list(truth)
         self._vocabulary = vocabulary
         self._random = random.Random(seed)
         self._max_nodes = max_nodes
-        self.seconds: dict[SourceId, float] = {}
         self.drafted = 0
         self.accepted = 0
-
-    def begin(self, prompt: Sequence[int]) -> None:
-        pass
 
     def draft(self, context: Sequence[int]) -> DraftTree:
         ahead = self._truth[len(context) - self._prompt_length :]

@@ -12,6 +12,7 @@ from numba import types
 from hdtool.runtime.budget.node_budget import Budget, FixedBudget, Probs, SmoothedSeconds, choose_all_nodes
 from hdtool.runtime.config.source_names import Evidence, SourceId
 from hdtool.runtime.core.accept import Accepted
+from hdtool.runtime.core.drafter import Drafter
 from hdtool.runtime.core.draws import ExponentialRace
 from hdtool.runtime.core.engine import Verified
 from hdtool.runtime.core.tree import LARGEST_TREE, DraftTree
@@ -64,7 +65,7 @@ TIMED_EVERY = 32
 UNLIMITED_VOCABULARY = 2**31 - 1
 
 
-class Hierarchy(Uncopyable):
+class Hierarchy(Drafter, Uncopyable):
     """Drafts from the given sources: context, prediction, history, model store, corpus index and plug-ins.
 
     It can also draft from the target's logits: with ``last``, from the ranking that the root was chosen from; with
@@ -72,6 +73,8 @@ class Hierarchy(Uncopyable):
     are kept between answers. A ``trained`` drafter is used while it gains more than its passes cost; drafters may share
     the ``gate`` that measures this.
     """
+
+    predicts = True
 
     def __init__(
         self,
@@ -245,7 +248,6 @@ class Hierarchy(Uncopyable):
         restart(self._at, np.array(prompt[-MAX_MATCH_TOKENS:], np.int64))
 
     def predict(self, prediction: Sequence[int]) -> None:
-        """Also draft this answer from a predicted text, which is expected to begin right after the prompt."""
         self._prediction = log = TokenLog(size=1 << (len(prediction) + 2 * LOG_BLOCK).bit_length())
         lane, tail = log.lane(), self._tails[0]
         log.start(lane, tail[tail >= 0])
@@ -265,7 +267,6 @@ class Hierarchy(Uncopyable):
             self._history.finish(self._lane)
 
     def expect(self, tokens: Sequence[int]) -> None:
-        """Begin the next tree with ``tokens``, a chain nearly certain to be accepted; grow the rest after it."""
         size = min(len(tokens), LARGEST_TREE)
         self.work["chain"][0, :size] = tokens[:size]
         self.work["expected"] = size
@@ -295,7 +296,7 @@ class Hierarchy(Uncopyable):
         return Hierarchy
 
     def draft_many(self, drafters: Sequence[Hierarchy], contexts: Sequence[Sequence[int]]) -> list[DraftTree]:
-        """Draft with several ``Hierarchy`` drafters, whose trees are grown in one compiled call."""
+        """Grow the trees of several ``Hierarchy`` drafters in one compiled call."""
         began = time.perf_counter()
         if self._joint_drafters is None or self._joint_drafters[0] != drafters:
             self._joint_drafters = list(drafters), np.array([drafter.address for drafter in drafters])

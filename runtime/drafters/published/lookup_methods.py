@@ -25,6 +25,7 @@ import numpy as np
 from hdtool.runtime.budget.node_budget import Budget, FixedBudget
 from hdtool.runtime.config.source_names import SourceId
 from hdtool.runtime.core.accept import Accepted
+from hdtool.runtime.core.drafter import Drafter
 from hdtool.runtime.core.engine import Verified
 from hdtool.runtime.core.tree import LARGEST_TREE, ROOT, DraftTree
 from hdtool.runtime.kernels.compiled import Ints, compiled
@@ -62,7 +63,7 @@ PRIOR_RATE, FITTED_PRIOR_WEIGHT, FITTED_WINDOW = 0.6, 10.0, 200.0
 """Initial acceptance rate, its weight in tokens, and the window of the moving averages in tokens."""
 
 
-class PromptLookup:
+class PromptLookup(Drafter):
     """Drafts one chain, like transformers with ``prompt_lookup_num_tokens``; the budget chooses its length.
 
     The chain continues the longest match of at most ``max_length`` tokens or, of equally long matches, the first one. A
@@ -71,8 +72,7 @@ class PromptLookup:
     """
 
     def __init__(self, tokens: int = 10, max_length: int = 3, budget: Budget | None = None) -> None:
-        self.seconds: dict[SourceId, float] = {SourceId.CONTEXT: 0.0}
-        """Seconds spent in the source since the drafter was created."""
+        super().__init__(SourceId.CONTEXT)
         self._max_length = max_length
         self._budget = budget or FixedBudget(LARGEST_TREE)
         self._parents = np.arange(tokens, dtype=np.int32) + np.int32(ROOT)
@@ -138,18 +138,14 @@ def first_match(context: Ints, max_length: int) -> tuple[int, int]:
     return start, matched
 
 
-class CorpusDrafter:
+class CorpusDrafter(Drafter):
     """Drafts the most frequent continuations in the corpus index, with as many nodes as the budget allows."""
 
     def __init__(self, index: CorpusIndex, budget: Budget | None = None) -> None:
-        self.seconds: dict[SourceId, float] = {SourceId.CORPUS: 0.0}
-        """Seconds spent in the source since the drafter was created."""
+        super().__init__(SourceId.CORPUS)
         self._index = index
         self._budget = budget or FixedBudget(LARGEST_TREE)
         index.after(())  # compile the lookup, or load it from the cache, before the first step
-
-    def begin(self, prompt: Sequence[int]) -> None:
-        pass
 
     def draft(self, context: Sequence[int]) -> DraftTree:
         started = time.perf_counter()
@@ -165,9 +161,6 @@ class CorpusDrafter:
             tree = DraftTree(context[-1], tokens, parents, np.full(kept, SourceId.CORPUS, np.uint8))
         self.seconds[SourceId.CORPUS] += time.perf_counter() - started
         return tree
-
-    def observe(self, accepted: Accepted, verified: Verified) -> None:
-        pass
 
 
 class Lookahead:

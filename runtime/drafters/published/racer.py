@@ -18,7 +18,7 @@ import numpy as np
 from hdtool.runtime.budget.node_budget import Budget, FixedBudget
 from hdtool.runtime.config.source_names import SourceId
 from hdtool.runtime.core.accept import Accepted
-from hdtool.runtime.core.drafter import NO_KINDS, NodeCalibration
+from hdtool.runtime.core.drafter import NO_KINDS, Drafter, NodeCalibration
 from hdtool.runtime.core.engine import Verified
 from hdtool.runtime.core.tree import LARGEST_TREE, ROOT, DraftTree, Trie
 from hdtool.runtime.drafters.published.lookup_methods import GrowingContext
@@ -239,14 +239,13 @@ RETRIEVED_KIND = 0
 RECYCLED_NUMBER = SourceId.RECYCLED.value
 
 
-class Racer:
+class Racer(Drafter):
     """Drafts from n-grams and rankings, which are kept between conversations unless ``remembers`` is False."""
 
     max_ranked = RECYCLED_PER_TOKEN
 
     def __init__(self, budget: Budget | None = None, *, remembers: bool = True) -> None:
-        self.seconds: dict[SourceId, float] = {SourceId.CONTEXT: 0.0, SourceId.RECYCLED: 0.0}
-        """Seconds spent in each source since the drafter was created."""
+        super().__init__(SourceId.CONTEXT, SourceId.RECYCLED)
         self._budget = budget or FixedBudget(LARGEST_TREE)
         self._remembers, self._conversation = remembers, ConversationTracker()
         self._ngrams, self._table = NgramTrie(), TopTokens()

@@ -15,6 +15,7 @@ import numpy as np
 from hdtool.runtime.budget.node_budget import Budget, FixedBudget
 from hdtool.runtime.config.source_names import SourceId
 from hdtool.runtime.core.accept import Accepted
+from hdtool.runtime.core.drafter import Drafter
 from hdtool.runtime.core.engine import Verified
 from hdtool.runtime.core.tree import LARGEST_TREE, ROOT, DraftTree
 from hdtool.runtime.kernels.compiled import Ints, compiled
@@ -215,12 +216,11 @@ PRIOR_RATE, RATE_PRIOR_WEIGHT, RATE_WINDOW = 0.6, 10.0, 200.0
 """Initial acceptance rate, its weight in tokens, and the window of the moving average in tokens."""
 
 
-class SamDecoding:
+class SamDecoding(Drafter):
     """Drafts one chain; a single rate estimates how often a token is accepted if the previous one was."""
 
     def __init__(self, budget: Budget | None = None) -> None:
-        self.seconds: dict[SourceId, float] = {SourceId.CONTEXT: 0.0}
-        """Seconds spent in the source since the drafter was created."""
+        super().__init__(SourceId.CONTEXT)
         self._budget = budget or FixedBudget(LARGEST_TREE)
         self._automaton = SuffixAutomaton()
         self._parents = np.arange(TOKENS_AHEAD, dtype=np.int32) + np.int32(ROOT)

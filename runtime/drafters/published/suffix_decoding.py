@@ -17,6 +17,7 @@ import numpy.typing as npt
 from hdtool.runtime.budget.node_budget import Budget, FixedBudget
 from hdtool.runtime.config.source_names import SourceId
 from hdtool.runtime.core.accept import Accepted
+from hdtool.runtime.core.drafter import Drafter
 from hdtool.runtime.core.engine import Verified
 from hdtool.runtime.core.tree import LARGEST_TREE, ROOT, DraftTree
 from hdtool.runtime.drafters.published.suffix_automaton import (
@@ -58,14 +59,13 @@ class FoundTree(NamedTuple):
     states: Ints
 
 
-class SuffixDecoding:
+class SuffixDecoding(Drafter):
     """Drafts from the conversation and, unless ``remembers`` is False, from earlier answers."""
 
     def __init__(
         self, budget: Budget | None = None, config: SuffixConfig = DEFAULT_SUFFIX_CONFIG, *, remembers: bool = True
     ) -> None:
-        self.seconds: dict[SourceId, float] = {SourceId.CONTEXT: 0.0, SourceId.HISTORY: 0.0}
-        """Seconds spent in each source since the drafter was created."""
+        super().__init__(SourceId.CONTEXT, SourceId.HISTORY)
         self._budget = budget or FixedBudget(LARGEST_TREE)
         self._config, self._remembers = config, remembers
         self._context, self._answers = SuffixAutomaton(), SuffixAutomaton()

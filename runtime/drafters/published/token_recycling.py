@@ -15,7 +15,7 @@ import torch
 from hdtool.runtime.budget.node_budget import Budget, FixedBudget
 from hdtool.runtime.config.source_names import SourceId
 from hdtool.runtime.core.accept import Accepted
-from hdtool.runtime.core.drafter import NO_KINDS, NodeCalibration
+from hdtool.runtime.core.drafter import NO_KINDS, Drafter, NodeCalibration
 from hdtool.runtime.core.engine import Verified
 from hdtool.runtime.core.tree import LARGEST_TREE, ROOT, DraftTree
 from hdtool.runtime.kernels.compiled import Ints, compiled
@@ -74,14 +74,13 @@ RANK_PRIOR_RATES = (0.45, 0.12, 0.06, 0.04, 0.03, 0.02, 0.02, 0.01)
 """Initial acceptance rates by rank."""
 
 
-class TokenRecycling:
+class TokenRecycling(Drafter):
     """Drafts from rankings, which are kept between conversations unless ``remembers`` is False."""
 
     max_ranked = RECYCLED_PER_TOKEN
 
     def __init__(self, budget: Budget | None = None, *, remembers: bool = True) -> None:
-        self.seconds: dict[SourceId, float] = {SourceId.RECYCLED: 0.0}
-        """Seconds spent in the source since the drafter was created."""
+        super().__init__(SourceId.RECYCLED)
         self._budget = budget or FixedBudget(LARGEST_TREE)
         self._remembers, self._conversation = remembers, ConversationTracker()
         self._table = TopTokens()

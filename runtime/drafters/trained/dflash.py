@@ -19,7 +19,7 @@ from hdtool.runtime.drafters.trained.module_parts import Norm, topk_tokens
 from hdtool.runtime.drafters.trained.proposal import MAX_RANKINGS, TOKENS_PER_RANKING, Calibration
 from hdtool.runtime.drafters.trained.sequential import BlockDrafter
 from hdtool.runtime.model.pass_inputs import windows_of
-from hdtool.runtime.program.model_parts import epsilon_of
+from hdtool.runtime.program.mixer_parts import epsilon_of
 
 if TYPE_CHECKING:
     from hdtool.runtime.drafters.trained.proposal import PublishedDrafter
