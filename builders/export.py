@@ -24,12 +24,12 @@ from hdtool.data.documents import Document, Tokens
 from hdtool.data.errors import ModelError, OptionError, StoreError, os_errors_as
 from hdtool.data.output_files import OutputFile
 from hdtool.data.progress import ProgressBar, progress_bar
-from hdtool.data.stores.home import NO_STORE, history_at_home
+from hdtool.data.stores.home import history_at_home
 from hdtool.data.stores.manifest import Checkpoint, TokenizerFingerprint
 from hdtool.data.stores.store_files import holds_history
 from hdtool.runtime.config import HOME, MEMORY, DecodeConfig, ModelConfig, StoresConfig
 from hdtool.runtime.config.decoding import NO_HISTORY
-from hdtool.runtime.stores.store_set import StoreSet
+from hdtool.runtime.stores.library import Library
 from hdtool.runtime.target.load import load_tokenizer
 from hdtool.runtime.weights.checkpoint_identity import CONFIG_FILES, checkpoint_of, place_of
 from hdtool.runtime.weights.gguf_file import gguf_file
@@ -99,8 +99,7 @@ def export(model: ModelConfig, out: Path, decoding: DecodeConfig, stores: Stores
 def _check_drafting(source: Path, decoding: DecodeConfig, stores: StoresConfig) -> None:
     """Raise if the model has no tokenizer, or if a named store does not fit the tokenizer."""
     tokenizer = load_tokenizer(ModelConfig(str(source)))
-    named_stores = StoresConfig(stores.model_db or NO_STORE, stores.corpus_db or NO_STORE)
-    StoreSet.for_tokenizer(tokenizer, named_stores, decoding.databases)
+    Library(str(source), tokenizer, None, stores).check_named(decoding.databases)
 
 
 def _check_destination(out: Path) -> None:
@@ -247,7 +246,7 @@ def _documents(
     tokenizer: PreTrainedTokenizerBase, model: Checkpoint | None, stores: StoresConfig, history: str
 ) -> tuple[list[Path], Iterator[Document], int]:
     """Return the folders to export, an iterator over their documents, and the documents' total number of tokens."""
-    found = StoreSet.for_tokenizer(tokenizer, stores, model=model, identified=True)
+    found = Library("", tokenizer, model, stores).open()
     fingerprint = found.tokenizer or TokenizerFingerprint.of(tokenizer)
     contents = [StoreContents.of(store.folder) for store in (found.model, found.corpus) if store]
     kept = _history_folder(history, fingerprint, model)

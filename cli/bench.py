@@ -88,7 +88,7 @@ def bench_shape(
     from hdtool.builders.evaluation.recording import TurnReader
     from hdtool.builders.evaluation.threads import choose_shared_threads
     from hdtool.cli.store_output import print_left_out
-    from hdtool.runtime.stores.store_set import StoreSet
+    from hdtool.runtime.stores.library import Library
     from hdtool.runtime.weights.checkpoint_identity import checkpoint_of
 
     quiet_libraries(quiet=quiet)
@@ -104,7 +104,7 @@ def bench_shape(
     if len(turns) < len(every):
         left_out = len(every) - len(turns)
         print(f"left out: {left_out} of {len(every)} answers, which do not fit the context", file=sys.stderr)
-    store_set = StoreSet.for_tokenizer(loaded.tokenizer, stores, model=checkpoint_of(loading), identified=True)
+    store_set = Library(loading.name, loaded.tokenizer, checkpoint_of(loading), stores).open()
     timings: dict[str, Timing] = {}
     new_runners = partial(_runners, config.methods, loaded, store_set, decoding)
     with progress_bar(len(turns), "answers", quiet=quiet) as progress:

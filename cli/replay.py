@@ -92,7 +92,7 @@ def replay(
     from hdtool.cli.result_tables import replay_record, replay_table, turn_record, write_report
     from hdtool.cli.store_output import print_left_out
     from hdtool.runtime.budget.cost_curve import CostCurve
-    from hdtool.runtime.stores.store_set import StoreSet
+    from hdtool.runtime.stores.library import Library
     from hdtool.runtime.weights.checkpoint_identity import checkpoint_of
 
     _refuse_useless(warm, config)
@@ -109,7 +109,7 @@ def replay(
     if report:
         check_report_folder(report)
     reader = TurnReader.of_model(loading, chat)
-    store_set = StoreSet.for_tokenizer(reader.tokenizer, stores, model=checkpoint_of(loading))
+    store_set = Library(loading.name, reader.tokenizer, checkpoint_of(loading), stores).open()
     ranked = all(answer.rankings for trace in (*recorded, *before) for answer in trace.answers)
     chosen = config.methods_with(corpus=store_set.corpus is not None, rankings=ranked)
     _refuse_unranked(chosen, ranked=ranked)

@@ -366,14 +366,14 @@ def report_bench(folder: Path, plan: BenchPlan, measured: BenchMeasurements, *, 
     from hdtool.builders.evaluation.recording import TurnReader
     from hdtool.builders.evaluation.report.ablations import Study, bench_traces
     from hdtool.builders.evaluation.report.pages import bench_page
-    from hdtool.runtime.stores.store_set import StoreSet
+    from hdtool.runtime.stores.library import Library
     from hdtool.runtime.weights.checkpoint_identity import checkpoint_of
 
     answers = measured.results.answers
     replayed = measured.scores.reference or next(iter(answers))
     reader = TurnReader.of_model(plan.model, plan.chat)
     traces = bench_traces(plan.questions, answers[replayed])
-    store_set = StoreSet.for_tokenizer(reader.tokenizer, plan.store_set, model=checkpoint_of(plan.model))
+    store_set = Library(plan.model.name, reader.tokenizer, checkpoint_of(plan.model), plan.store_set).open()
     study = Study([reader.turns(trace) for trace in traces], store_set, plan.decoding.draft_tokens)
     page_of = partial(bench_page, measured, study, replayed)
     write_report(folder, study, traces, reader.tokenizer, page_of, quiet=quiet)

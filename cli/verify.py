@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -58,8 +57,7 @@ def verify(
     questions = with_structure(read_prompts(prompts or demo.PROMPTS)[: size.limit], structure, tools)
     from hdtool.builders.evaluation.verify import Verifier
     from hdtool.cli.answer_output import print_stores
-    from hdtool.runtime.drafters.methods import compile_ahead, drafter_for, finish_compiling, history_for
-    from hdtool.runtime.stores.store_set import StoreSet
+    from hdtool.runtime.drafters.methods import compile_ahead, drafter_for, finish_compiling
     from hdtool.runtime.target.load import load
     from hdtool.runtime.target.threads import choose_threads
 
@@ -68,16 +66,9 @@ def verify(
     loaded = load(loading)
     finish_compiling()
     choose_threads(loaded.target, loading.threads)
-    store_set = StoreSet.for_tokenizer(
-        loaded.tokenizer,
-        stores,
-        decoding.databases,
-        model=loaded.checkpoint,
-        identified=decoding.identifies_tokenizer,
-    )
     # The answers of a check must not enter the user's history.
-    history = history_for(decoding, loaded.target, store_set, read_only=True)
-    drafter = drafter_for(decoding, loaded.target, replace(store_set, history=history))
+    store_set = loaded.library(stores).open_for(decoding, read_only=True)
+    drafter = drafter_for(decoding, loaded.target, store_set)
     verifier = Verifier(loaded, sampling, drafter, decoding.max_new_tokens, decoding.draft_tokens)
     print_stores(store_set)
     checks = _run_checks(verifier, loaded, questions, chat, quiet)

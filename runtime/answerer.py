@@ -28,7 +28,6 @@ from hdtool.runtime.generation.settings import refuse_settings
 from hdtool.runtime.generation.text_stream import Piece, TextStream, before_stop, cut_at_stop, text_of
 from hdtool.runtime.kernels.compile_process import DRAFTER, is_compiling
 from hdtool.runtime.samplers import compiler_for, sampler_for
-from hdtool.runtime.stores.store_set import StoreSet
 from hdtool.runtime.target.load import Loaded, load
 from hdtool.runtime.target.tensor_parallel import check_decoding
 from hdtool.runtime.target.threads import choose_threads
@@ -333,13 +332,7 @@ class Answerer:
         compile_ahead(model, decoding.method)
         self.loaded = load(model)
         refuse_settings(self.loaded.target.model.generation_config)
-        self.store_set = StoreSet.for_tokenizer(
-            self.loaded.tokenizer,
-            store_set or StoresConfig(),
-            decoding.databases,
-            model=self.loaded.checkpoint,
-            identified=decoding.identifies_tokenizer,
-        )
+        self.store_set = self.loaded.library(store_set).open_for(decoding)
         self._threads = model.threads
         self._decoding = decoding
         self.sampling = sampling

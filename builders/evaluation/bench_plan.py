@@ -281,9 +281,7 @@ class BenchPlan:
         letters = {
             letter for name in self.bench.methods or METHODS if name in METHODS for letter in METHODS[name].databases
         }
-        store_set = StoreSet.for_tokenizer(
-            loaded.tokenizer, self.store_set, "".join(letters), model=loaded.checkpoint, identified=True
-        )
+        store_set = loaded.library(self.store_set).open("".join(letters))
         if other_file:
             check_same_model(other_file, loaded)
         runnable = [name for name, reason in obstacles.items() if not reason]

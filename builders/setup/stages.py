@@ -55,6 +55,7 @@ from hdtool.runtime.drafters.methods import compile_ahead, finish_compiling
 from hdtool.runtime.kernels.compiled import Ints
 from hdtool.runtime.kernels.machine import device_name, dtype_name, machine
 from hdtool.runtime.stores.corpus_index import KIND as CORPUS
+from hdtool.runtime.stores.library import Library
 from hdtool.runtime.stores.model_store import KIND as MODEL, rankings_in
 from hdtool.runtime.stores.store_set import StoreSet
 from hdtool.runtime.target.load import Loaded, load
@@ -244,7 +245,10 @@ class Stages:
     def _store_set(self) -> StoreSet:
         self._stores.require()
         folders_by_option = {f"{kind}_db": str(folder) for kind, folder in self._stores.folders.items()}
-        return StoreSet.for_tokenizer(self._tokenizer, StoresConfig(**folders_by_option), model=self._checkpoint)
+        return self._open(StoresConfig(**folders_by_option))
+
+    def _open(self, stores: StoresConfig) -> StoreSet:
+        return Library(self._plan.model.name, self._tokenizer, self._checkpoint, stores).open()
 
     @cached_property
     def _held_out(self) -> list[list[RecordedTurn]]:
@@ -388,8 +392,7 @@ class Stages:
                     model=self._checkpoint,
                     rankings=self._known_rankings(),
                 )
-            stores = StoresConfig(model_db=str(half_folder), corpus_db=NO_STORE)
-            store_set = StoreSet.for_tokenizer(self._tokenizer, stores, model=self._checkpoint)
+            store_set = self._open(StoresConfig(model_db=str(half_folder), corpus_db=NO_STORE))
             half = replay_with_model_store(self._held_out, store_set, curve, quiet=self._plan.quiet)
         finally:
             self._folder.remove_half()

@@ -5,7 +5,6 @@ A folder may hold other files besides a store. hdtool deletes only files that be
 
 from __future__ import annotations
 
-import errno
 import re
 from collections import Counter
 from collections.abc import Iterable
@@ -15,7 +14,7 @@ from pathlib import Path
 from urllib.parse import unquote
 
 from hdtool.data.durable_files import file_lock
-from hdtool.data.errors import OptionError, StoreError, did_you_mean
+from hdtool.data.errors import StoreError, did_you_mean
 from hdtool.data.home import home
 from hdtool.data.stores.manifest import (
     HISTORY_FILES,
@@ -39,20 +38,15 @@ from hdtool.data.stores.store_files import (
     holds_manifest,
     printable,
 )
+from hdtool.data.stores.tenant import namespace_folder
 
 NO_STORE = "none"
 """Value of options and settings that stands for no store."""
-MAX_FOLDER_NAME = 200
-"""Maximum length of a namespace's folder name. File systems allow up to 255 characters, some fewer."""
-UNESCAPED_BYTES = frozenset(b"abcdefghijklmnopqrstuvwxyz0123456789-_")
-"""Bytes that a folder name may contain. All other bytes are percent-encoded."""
-WINDOWS_DEVICE = re.compile(r"(con|prn|aux|nul|(com|lpt)[0-9])")
-"""Folder names that Windows reserves for devices."""
 
 
 def store_at_home(kind: str, tokenizer: TokenizerFingerprint, namespace: str | None = None) -> Path:
     """Return the folder for stores of one kind and tokenizer, inside the namespace's folder if one is given."""
-    return (home() / "stores" if namespace is None else _namespace(namespace)) / tokenizer.fingerprint / kind
+    return (home() / "stores" if namespace is None else namespace_folder(namespace)) / tokenizer.fingerprint / kind
 
 
 def corpus_index_at_home(tokenizer: TokenizerFingerprint, namespace: str | None = None) -> Path:
@@ -80,65 +74,6 @@ def model_stores_at_home(
 def history_at_home(model: str, tokenizer: TokenizerFingerprint, namespace: str | None = None) -> Path:
     """Return the folder of a model's history store. Each model has its own, because a model repeats its own answers."""
     return store_at_home(HISTORY_KIND, tokenizer, namespace) / model
-
-
-def history_of_tenant(folder: Path, tenant: str) -> Path:
-    """Return a tenant's subfolder of the history folder that the user named, or ``folder`` if ``tenant`` is empty."""
-    return folder / _folder_of(tenant) if tenant else folder
-
-
-def first_namespace_with_stores(names: Iterable[str]) -> str | None:
-    """Return the first of ``names`` that is a valid namespace and has stores, or None if there is none."""
-    return next((name for name in names if _is_possible(name) and has_stores(name)), None)
-
-
-def has_stores(namespace: str) -> bool:
-    """Return True if a store was built for this namespace. Raises OptionError if the name cannot be a namespace.
-
-    History stores do not count. Otherwise, a server that has kept a history for a tenant would draft from other stores
-    after a restart.
-    """
-    folder = _namespace(namespace)
-    try:
-        return folder.is_dir() and any(path.name != HISTORY_KIND for path in folder.glob("*/*"))
-    except OSError as error:
-        if error.errno != errno.ENAMETOOLONG:
-            raise
-        return False  # the file system does not allow names of this length
-
-
-def _namespace(name: str) -> Path:
-    """Return the folder of a namespace's stores, which always lies inside hdtool's home."""
-    return home() / "namespaces" / _folder_of(name)
-
-
-def _folder_of(name: str) -> str:
-    """Return the folder name of a namespace. Raises OptionError if the name is empty or too long.
-
-    Different namespaces have different folder names.
-    """
-    if not _is_possible(name):
-        raise OptionError(
-            f"namespace {name!r} cannot name a folder: its encoded name has {len(_encoded(name))} characters and must "
-            f"have 1 to {MAX_FOLDER_NAME}, where each byte other than a to z, 0 to 9, - and _ counts as 3: "
-            f"take {'a shorter one' if name else 'another one'}"
-        )
-    return _encoded(name)
-
-
-def _is_possible(name: str) -> bool:
-    return 0 < len(_encoded(name)) <= MAX_FOLDER_NAME
-
-
-def _encoded(name: str) -> str:
-    """Encode a name as a folder name that is valid on every file system.
-
-    Different names have different results, even on file systems that ignore case.
-    """
-    written = "".join(
-        chr(byte) if byte in UNESCAPED_BYTES else f"%{byte:02x}" for byte in name.encode("utf-8", "surrogatepass")
-    )
-    return f"%{ord(written[0]):02x}{written[1:]}" if WINDOWS_DEVICE.fullmatch(written) else written
 
 
 SHOWN_FINGERPRINT_DIGITS = 8

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection
 from dataclasses import replace
 from functools import cache
 
-from hdtool.data.errors import OptionError, StoreError
+from hdtool.data.errors import StoreError
 from hdtool.runtime.budget.cost_curve import CostCurve
 from hdtool.runtime.budget.measure_passes import cost_curve_for
 from hdtool.runtime.budget.node_budget import (
@@ -83,7 +83,7 @@ def drafters_for(config: DecodeConfig, target: Target, store_set: StoreSet) -> l
     def budget() -> Budget:
         return budget_for(config, shared_costs)
 
-    stores = replace(store_set, history=store_set.history or history_for(config, target, store_set))
+    stores = store_set if store_set.history else store_set.with_history(config, lambda: fingerprint(target.model))
     return [drafter_with_budget(budget, config, stores, target) for _ in range(batch)]
 
 
@@ -102,31 +102,6 @@ def budget_for(config: DecodeConfig, shared_costs: Callable[[], SharedCosts]) ->
         return FixedBudget(config.draft_tokens)
     shared = shared_costs()
     return MeasuredBudget(shared.log, shared.costs(1)) if config.batch_size == 1 else SharedBudget(shared)
-
-
-def history_for(
-    config: DecodeConfig, target: Target, store_set: StoreSet, *, read_only: bool = False, tenant: str = ""
-) -> History | None:
-    """Return the history that the drafters of a model share, or None if ``config`` does not use one.
-
-    The history of each tenant or namespace is stored in a separate folder below that of ``config``. With ``read_only``,
-    the store is not written.
-    """
-    if "H" not in config.drafts_from:
-        return None
-    store = None
-    if config.keeps_history:
-        # Imported here because it loads lmdb, which a history in memory does not need.
-        from hdtool.runtime.stores.history_store import open_history
-
-        if not store_set.tokenizer:
-            raise OptionError(f"--history {config.history} needs the tokenizer: open the stores for a tokenizer first")
-        # An engine that loads the model itself knows only the model's files; where known, these identify the model.
-        checkpoint = store_set.checkpoint
-        model = checkpoint.fingerprint if checkpoint else fingerprint(target.model)
-        owner = tenant or store_set.namespace or ""
-        store = open_history(config.history, store_set.tokenizer, model, tenant=owner, read_only=read_only)
-    return History(prompts=config.history_prompts, store=store)
 
 
 def drafter_with_budget(

@@ -17,7 +17,6 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from hdtool.data.errors import OptionError
 from hdtool.data.prompts import Grammar
-from hdtool.data.stores.home import NO_STORE
 from hdtool.runtime.answerer import decode, decode_batch
 from hdtool.runtime.config import DecodeConfig, SamplingConfig, StoresConfig
 from hdtool.runtime.config.decoding import HIERARCHIES
@@ -27,7 +26,7 @@ from hdtool.runtime.core.loop import Request
 from hdtool.runtime.core.sampler import Sampler
 from hdtool.runtime.core.sequence import Finish, Stats, Step
 from hdtool.runtime.drafters.deferred import deferred
-from hdtool.runtime.drafters.methods import drafters_for, history_for
+from hdtool.runtime.drafters.methods import drafters_for
 from hdtool.runtime.engines.stock.stock_model import embedded_tokens
 from hdtool.runtime.generation.grammar import GrammarCompiler, GrammarProcessor, Guide, guided_drafter
 from hdtool.runtime.integrations.generate_request import GenerateRequest, Rollouts, UnsupportedCallError, predictions_of
@@ -42,8 +41,9 @@ from hdtool.runtime.model.transformers_internals import (
     use_masked_attention,
 )
 from hdtool.runtime.samplers import Stops
+from hdtool.runtime.stores.library import Library
 from hdtool.runtime.stores.store_set import StoreSet
-from hdtool.runtime.target.load import ends_of
+from hdtool.runtime.target.load import Loaded, ends_of
 from hdtool.runtime.target.target import Target
 from hdtool.runtime.weights.model_in_memory import checkpoint_in_memory
 
@@ -158,10 +158,8 @@ class Generator:
         Raise an error at once for named stores that cannot be used; default stores are opened by the first call.
         """
         config = decoding or DecodeConfig()
-        chosen = store_set or StoresConfig()
         # Raises errors of named stores here, and not in the first call.
-        named = StoresConfig(chosen.model_db or NO_STORE, chosen.corpus_db or NO_STORE)
-        StoreSet.for_tokenizer(tokenizer, named, config.databases)
+        Library("", tokenizer, None, store_set or StoresConfig()).check_named(config.databases)
         if config.method in HIERARCHIES:
             start_compiling(DRAFTER)
 
@@ -169,11 +167,8 @@ class Generator:
 
         def make(target: Target, rows: int) -> list[Drafter]:
             if target not in opened:  # all drafters of a target share its history
-                model = checkpoint_in_memory(target.model)
-                stores = StoreSet.for_tokenizer(
-                    tokenizer, chosen, config.databases, model=model, identified=config.identifies_tokenizer
-                )
-                opened[target] = replace(stores, history=history_for(config, target, stores))
+                loaded = Loaded("", target, tokenizer, checkpoint_in_memory(target.model))
+                opened[target] = loaded.library(store_set).open_for(config)
             batched = replace(config, batch_size=rows)
             return deferred(config.method, lambda: drafters_for(batched, target, opened[target]), rows)
 

@@ -17,6 +17,7 @@ import numpy.typing as npt
 import torch
 
 from hdtool.data.errors import OptionError, StoreError
+from hdtool.data.stores.tenant import Tenant
 from hdtool.runtime.budget.node_budget import FixedBudget
 from hdtool.runtime.config import DecodeConfig, ModelConfig, StoresConfig
 from hdtool.runtime.core.accept import Accepted
@@ -24,8 +25,7 @@ from hdtool.runtime.core.drafter import Drafter, draft_many
 from hdtool.runtime.core.engine import Verified
 from hdtool.runtime.core.tree import DraftTree
 from hdtool.runtime.drafters.methods import drafter_with_budget
-from hdtool.runtime.stores.history_store import History
-from hdtool.runtime.stores.store_set import StoreSet, lasting_history, tenant_among
+from hdtool.runtime.stores.library import Library
 from hdtool.runtime.target.load import load_tokenizer
 from hdtool.runtime.weights.checkpoint_identity import served_checkpoint
 
@@ -181,17 +181,10 @@ def drafters_of(server_args: Any, nodes: int) -> Callable[[], Drafter]:
     decoding = settings.decoding
     named = ModelConfig(server_args.tokenizer_path or model, trust_remote_code=server_args.trust_remote_code)
     weights = ModelConfig(model, trust_remote_code=server_args.trust_remote_code)
-    served_as = [server_args.served_model_name or model]
-    tenant = settings.stores.namespace or tenant_among(served_as, model)
-    store_set = StoreSet.for_tokenizer(
-        load_tokenizer(named, server_args.revision),
-        StoresConfig(settings.stores.model_db, settings.stores.corpus_db, tenant or None),
-        decoding.databases,
-        model=served_checkpoint(weights, server_args.revision),
-        identified=decoding.keeps_history,
-    )
-    if "H" in decoding.drafts_from:
-        store = lasting_history(decoding.history, store_set, model, tenant) if decoding.keeps_history else None
-        store_set = replace(store_set, history=History(prompts=decoding.history_prompts, store=store))
+    tokenizer = load_tokenizer(named, server_args.revision)
+    checkpoint = served_checkpoint(weights, server_args.revision)
+    tenant = Tenant.served([server_args.served_model_name or model], model, settings.stores.namespace or None)
+    tenant = replace(tenant, namespace=tenant.name or None)
+    store_set = Library(model, tokenizer, checkpoint, settings.stores, tenant).open_for(decoding)
     LOGGER.info("hdtool drafts from %s", store_set)
     return lambda: drafter_with_budget(lambda: FixedBudget(nodes - 1), decoding, store_set)

@@ -19,7 +19,6 @@ from typing import Any
 import numpy as np
 
 from hdtool.data.errors import StoreError
-from hdtool.data.stores.home import history_at_home, history_of_tenant
 from hdtool.data.stores.manifest import (
     DEFAULT_SOURCE,
     TokenizerFingerprint,
@@ -28,7 +27,6 @@ from hdtool.data.stores.manifest import (
     require_history,
 )
 from hdtool.data.stores.store_files import MANIFEST
-from hdtool.runtime.config import HOME
 from hdtool.runtime.kernels.compiled import Ints, Uncopyable
 from hdtool.runtime.stores.history_files import (
     MAX_STORE_BYTES,
@@ -420,26 +418,3 @@ class History:
 def address_of(log: Ints | None) -> int:
     """Return the address of a log's record for compiled code, or 0 if ``log`` is None."""
     return int(log.ctypes.data) if log is not None else 0
-
-
-def open_history(
-    named: str,
-    tokenizer: TokenizerFingerprint,
-    model: str,
-    *,
-    tenant: str = "",
-    read_only: bool = False,
-    created: bool = False,
-) -> HistoryStore:
-    """Open the history store of a model and tenant in the folder ``named``; ``HOME`` means hdtool's home.
-
-    Each tenant has a separate folder. A missing store is created if ``created`` is set or ``read_only`` is not.
-    """
-    folder = (
-        history_at_home(model, tokenizer, tenant or None)
-        if named == HOME
-        else history_of_tenant(Path(named).expanduser(), tenant)
-    )
-    if created:
-        create_if_new(folder, tokenizer, model, MAX_STORE_BYTES)
-    return HistoryStore.open(folder, tokenizer, model, read_only=read_only)

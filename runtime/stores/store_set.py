@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from hdtool.data import demo
-from hdtool.data.errors import StoreError
+from hdtool.data.errors import OptionError
 from hdtool.data.stores.home import (
     NO_STORE,
     corpus_index_at_home,
-    first_namespace_with_stores,
+    history_at_home,
     model_store_at_home,
     model_stores_at_home,
     store_folder,
@@ -21,9 +21,12 @@ from hdtool.data.stores.home import (
 from hdtool.data.stores.manifest import Checkpoint, Manifest, TokenizerFingerprint
 from hdtool.data.stores.store import read_manifest, read_store
 from hdtool.data.stores.store_files import MANIFEST
-from hdtool.runtime.config import SOURCE_LETTERS, StoresConfig
+from hdtool.data.stores.tenant import history_of_tenant
+from hdtool.runtime.config import HOME, SOURCE_LETTERS, DecodeConfig, StoresConfig
+from hdtool.runtime.config.decoding import HISTORY_LETTER
 from hdtool.runtime.stores.corpus_index import KIND, CorpusIndex
-from hdtool.runtime.stores.history_store import History, HistoryStore, open_history
+from hdtool.runtime.stores.history_files import MAX_STORE_BYTES, create_if_new
+from hdtool.runtime.stores.history_store import History, HistoryStore
 from hdtool.runtime.stores.model_store import ModelStore
 
 if TYPE_CHECKING:
@@ -41,7 +44,8 @@ def store_of(folder: Path, manifest: Manifest) -> CorpusIndex | ModelStore:
     return (CorpusIndex if manifest.kind == KIND else ModelStore)(folder, manifest=manifest)
 
 
-StoreLocation = tuple[Path, TokenizerFingerprint]
+KINDS: dict[str, type[ModelStore | CorpusIndex]] = {"model": ModelStore, "corpus": CorpusIndex}
+"""Kind of the store in each field of ``StoreSet``."""
 AnyStore = TypeVar("AnyStore", ModelStore, CorpusIndex)
 
 
@@ -60,7 +64,7 @@ class StoreSet:
     checkpoint: Checkpoint | None = None
     """The model's checkpoint; None if its files are unknown."""
     namespace: str | None = None
-    """Tenant to which the stores belong; each tenant also has its own history on disk."""
+    """Name of the tenant, who has a history of its own on disk; None for the one whom all others share."""
 
     @classmethod
     def for_tokenizer(
@@ -87,20 +91,47 @@ class StoreSet:
         _note_other_models(model_store, model_db, model, fingerprint, config.namespace)
         return cls(model_store, corpus, databases, tokenizer=fingerprint, checkpoint=model, namespace=config.namespace)
 
+    def with_history(self, config: DecodeConfig, weights: Callable[[], str], *, read_only: bool = False) -> StoreSet:
+        """Return the stores with the history that ``config`` drafts from, if any; see ``open_history``."""
+        if HISTORY_LETTER not in config.drafts_from:
+            return self
+        store = self.open_history(config.history, weights, read_only=read_only) if config.keeps_history else None
+        return replace(self, history=History(prompts=config.history_prompts, store=store))
+
+    def open_history(
+        self, named: str, weights: Callable[[], str], *, read_only: bool = False, created: bool = False
+    ) -> HistoryStore:
+        """Open the tenant's history store in the folder ``named``; ``HOME`` means hdtool's home.
+
+        A missing store is created if ``created`` is set or ``read_only`` is not. ``weights`` returns the fingerprint of
+        the model's weights, which identifies a model without a checkpoint.
+        """
+        if not self.tokenizer:
+            raise OptionError(f"--history {named} needs the tokenizer: open the stores for a tokenizer first")
+        # An engine that loads the model itself knows only the model's files; where known, these identify the model.
+        model = self.checkpoint.fingerprint if self.checkpoint else weights()
+        if named == HOME:
+            folder = history_at_home(model, self.tokenizer, self.namespace)
+        else:
+            folder = history_of_tenant(Path(named).expanduser(), self.namespace or "")
+        if created:
+            create_if_new(folder, self.tokenizer, model, MAX_STORE_BYTES)
+        return HistoryStore.open(folder, self.tokenizer, model, read_only=read_only)
+
     def __reduce__(self) -> tuple[Callable[..., StoreSet], tuple[object, ...]]:
         """Pickle the stores' paths instead of the stores, so that the other process opens and memory-maps the files.
 
         The history is dropped, because it is in this process's memory.
         """
-        model, corpus = [(store.folder, store.manifest.tokenizer) if store else None for store in self._both]
-        return _reopened, (model, corpus, self.databases, self.tokenizer, self.checkpoint, self.namespace)
+        places = {name: (store.folder, store.manifest.tokenizer) for name, store in self._both.items() if store}
+        return _reopened, ({**vars(self), **places, "history": None},)
 
     @property
-    def _both(self) -> tuple[ModelStore | None, CorpusIndex | None]:
-        return self.model, self.corpus
+    def _both(self) -> dict[str, ModelStore | CorpusIndex | None]:
+        return {"model": self.model, "corpus": self.corpus}
 
     def __str__(self) -> str:
-        stores = [store for store in self._both if store]
+        stores = [store for store in self._both.values() if store]
         if stores:
             return " and ".join(f"{store.folder} ({_size(store.manifest)})" for store in stores)
         if self.databases == "C":
@@ -108,22 +139,9 @@ class StoreSet:
         return "no stores, only the conversation itself" if "C" in self.databases else "no stores"
 
 
-def _reopened(
-    model: StoreLocation | None,
-    corpus: StoreLocation | None,
-    databases: str,
-    tokenizer: TokenizerFingerprint | None,
-    checkpoint: Checkpoint | None,
-    namespace: str | None,
-) -> StoreSet:
-    return StoreSet(
-        ModelStore(*model) if model else None,
-        CorpusIndex(*corpus) if corpus else None,
-        databases,
-        tokenizer=tokenizer,
-        checkpoint=checkpoint,
-        namespace=namespace,
-    )
+def _reopened(fields: dict[str, Any]) -> StoreSet:
+    opened = {name: kind(*fields[name]) for name, kind in KINDS.items() if fields[name]}
+    return StoreSet(**{**fields, **opened})
 
 
 def _open(
@@ -192,25 +210,3 @@ def _size(manifest: Manifest) -> str:
     if manifest.holds_rankings_alone:
         return f"{manifest.counts['rankings']:,} rankings"
     return f"{manifest.counts['tokens']:,} tokens"
-
-
-def lasting_history(
-    named: str, store_set: StoreSet, model: str, tenant: str, *, read_only: bool = False
-) -> HistoryStore:
-    """Open the history store that ``named`` selects, creating it if missing; raise StoreError if it can't be used."""
-    if store_set.checkpoint is None or store_set.tokenizer is None:
-        raise StoreError(
-            f"the history of {model} cannot be kept in {named}, because its weights are not on this machine and a "
-            "history is known by them: download the model first"
-        )
-    identity = store_set.tokenizer, store_set.checkpoint.fingerprint
-    return open_history(named, *identity, tenant=tenant, read_only=read_only, created=True)
-
-
-def tenant_among(served_as: Sequence[str], model: str) -> str:
-    """Return the tenant for whom a server keeps answers, chosen from ``served_as`` and ``model``.
-
-    It is the first name that has stores; ``model`` is tried last. If no name has stores, it is the first served name
-    other than ``model``, or an empty string if the model is served only under its own name.
-    """
-    return first_namespace_with_stores([*served_as, model]) or next((name for name in served_as if name != model), "")

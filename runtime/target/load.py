@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -16,7 +17,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoTokenizer,
 
 from hdtool.data.errors import FamilyError, HdtoolError, ModelError, OptionError, command_for_missing, did_you_mean
 from hdtool.data.stores.manifest import Checkpoint
-from hdtool.runtime.config import ModelConfig
+from hdtool.runtime.config import ModelConfig, StoresConfig
 from hdtool.runtime.config.model import BLOCKS, DEVICES, INT8
 from hdtool.runtime.engines.capture import never
 from hdtool.runtime.generation.settings import generation_settings
@@ -26,6 +27,7 @@ from hdtool.runtime.kernels.linear import compile_linear_layers
 from hdtool.runtime.kernels.vector_code import EXPANDS_FLOAT16
 from hdtool.runtime.model.compact_layers import compact_weights, expand_weights_read, pack_weights
 from hdtool.runtime.model.families import refuse_by_configuration
+from hdtool.runtime.model.fingerprint import fingerprint
 from hdtool.runtime.model.lean_imports import collect_garbage_again
 from hdtool.runtime.model.placement import use_planless_attention
 from hdtool.runtime.model.quantization import (
@@ -55,6 +57,9 @@ from hdtool.runtime.weights.stored_model import (
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+    from hdtool.data.stores.tenant import Tenant
+    from hdtool.runtime.stores.library import Library
+
 T = TypeVar("T")
 
 TOKENIZER_FILES = ("tokenizer", "vocab", "spiece", "sentencepiece", "tiktoken", "tekken", "merges")
@@ -74,6 +79,14 @@ class Loaded:
     tokenizer: PreTrainedTokenizerBase
     checkpoint: Checkpoint | None = None
     """Checkpoint that the model was loaded from, which identifies the model's stores; None if unknown."""
+
+    def library(self, config: StoresConfig | None = None, tenant: Tenant | None = None) -> Library:
+        """Return the library that opens the model's stores and history; ``config`` may name stores."""
+        # Imported here, because loading a model needs neither stores nor the libraries that read them.
+        from hdtool.runtime.stores.library import Library
+
+        weights = partial(fingerprint, self.target.model)
+        return Library(self.name, self.tokenizer, self.checkpoint, config or StoresConfig(), tenant, weights)
 
     @property
     def stops(self) -> frozenset[int]:

@@ -9,15 +9,10 @@ from hypothesis import example, given, strategies as st
 
 from hdtool.data.errors import OptionError
 from hdtool.data.home import home
-from hdtool.data.stores import home as stores_at_home
-from hdtool.data.stores.home import (
-    MAX_FOLDER_NAME,
-    first_namespace_with_stores,
-    history_at_home,
-    history_of_tenant,
-    store_at_home,
-)
+from hdtool.data.stores import tenant
+from hdtool.data.stores.home import history_at_home, store_at_home
 from hdtool.data.stores.manifest import TokenizerFingerprint
+from hdtool.data.stores.tenant import MAX_FOLDER_NAME, first_namespace_with_stores, history_of_tenant
 
 MARK = TokenizerFingerprint("fingerprint", 100)
 NAMES = st.text(st.characters(), min_size=1, max_size=12) | st.text("aAbB.%/ cConN1", min_size=1, max_size=6)
@@ -110,5 +105,5 @@ def test_tenants_never_share_a_folder_of_their_histories(tmp_path: Path) -> None
 
 
 def test_a_file_system_with_shorter_names_has_no_such_folder(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stores_at_home, "MAX_FOLDER_NAME", 10_000)
+    monkeypatch.setattr(tenant, "MAX_FOLDER_NAME", 10_000)
     assert first_namespace_with_stores(["x" * 5_000]) is None

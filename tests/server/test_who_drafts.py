@@ -19,11 +19,9 @@ from hdtool.runtime.config.source_names import SourceId
 from hdtool.runtime.core.accept import Accepted
 from hdtool.runtime.core.drafter import Drafter
 from hdtool.runtime.core.engine import Verified
-from hdtool.runtime.drafters.methods import history_for
 from hdtool.runtime.integrations.hf_generate import Generator
 from hdtool.runtime.integrations.server.app import ApiKeys
 from hdtool.runtime.integrations.server.scheduler import Tenants
-from hdtool.runtime.stores.store_set import StoreSet
 from hdtool.runtime.target.load import Loaded
 
 NOWHERE = StoresConfig(model_db="none", corpus_db="none")
@@ -132,8 +130,8 @@ def test_a_server_of_a_namespace_keeps_its_history_there(loaded: Loaded, tmp_pat
 def test_the_history_of_a_namespace_is_its_own_in_python_too(loaded: Loaded) -> None:
     config = DecodeConfig(history="home")
     chosen = StoresConfig("none", "none", "acme")
-    opened = StoreSet.for_tokenizer(loaded.tokenizer, chosen, model=loaded.checkpoint, identified=True)
-    history = history_for(config, loaded.target, opened)
+    opened = loaded.library(chosen).open_for(config)
+    history = opened.history
     assert history and history.store and loaded.checkpoint and opened.tokenizer
     assert history.store.folder == history_at_home(loaded.checkpoint.fingerprint, opened.tokenizer, "acme")
 

@@ -10,7 +10,7 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, cast
 from urllib.parse import quote
@@ -20,7 +20,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from hdtool.data.errors import HdtoolError, PromptError
-from hdtool.data.stores.home import first_namespace_with_stores
+from hdtool.data.stores.tenant import Tenant
 from hdtool.runtime.budget.node_budget import Budget, SharedCosts
 from hdtool.runtime.config import DecodeConfig, StoresConfig
 from hdtool.runtime.config.measuring import JSON_LINES
@@ -28,8 +28,7 @@ from hdtool.runtime.core.drafter import Drafter
 from hdtool.runtime.core.loop import Loop, Outcome, PendingPrefill, Request
 from hdtool.runtime.core.prefix_cache import PrefixCache, common_prefix_length
 from hdtool.runtime.core.sequence import Step
-from hdtool.runtime.drafters.methods import budget_for, drafter_with_budget, history_for, shared_costs_for
-from hdtool.runtime.stores.store_set import StoreSet
+from hdtool.runtime.drafters.methods import budget_for, drafter_with_budget, shared_costs_for
 from hdtool.runtime.target.load import Loaded
 from hdtool.runtime.target.target import Target
 
@@ -69,7 +68,8 @@ class Tenants:
 
     def __init__(self, loaded: Loaded, decoding: DecodeConfig, stores: StoresConfig, names: list[str]) -> None:
         self._loaded, self._decoding = loaded, decoding
-        self.store_sets = {name: self._stores_of(stores, name) for name in names}
+        tenants = {name: Tenant.of_key(name, stores.namespace) for name in names}
+        self.store_sets = {name: loaded.library(stores, tenant).open_for(decoding) for name, tenant in tenants.items()}
         self._free_drafters: dict[str, list[tuple[Drafter, Sequence[int]]]] = {name: [] for name in names}
         """The free drafters of each tenant, each with its last prompt."""
         for name in names:  # raises errors of stores here, and not in the first answer
@@ -87,18 +87,6 @@ class Tenants:
     def put(self, tenant: str, drafter: Drafter, prompt: Sequence[int] = ()) -> None:
         """Return a drafter to the pool at the end of its answer to ``prompt``."""
         self._free_drafters[tenant].append((drafter, _as_array(prompt)))
-
-    def _stores_of(self, stores: StoresConfig, tenant: str) -> StoreSet:
-        loaded, decoding = self._loaded, self._decoding
-        namespace = stores.namespace or first_namespace_with_stores([tenant] if tenant else [])
-        opened = StoreSet.for_tokenizer(
-            loaded.tokenizer,
-            replace(stores, namespace=namespace),
-            decoding.databases,
-            model=loaded.checkpoint,
-            identified=decoding.identifies_tokenizer,
-        )
-        return replace(opened, history=history_for(decoding, loaded.target, opened, tenant=tenant))
 
     def _new_drafter(self, tenant: str) -> Drafter:
         return drafter_with_budget(self._budget, self._decoding, self.store_sets[tenant], self._loaded.target)

@@ -18,11 +18,12 @@ from typing import Any, NoReturn
 
 from hdtool.data.errors import OptionError, ServeError, install_command
 from hdtool.data.processes import isolated_children, isolated_python
-from hdtool.data.stores.home import NO_STORE, first_namespace_with_stores, has_stores
+from hdtool.data.stores.home import NO_STORE
+from hdtool.data.stores.tenant import Tenant, has_stores
 from hdtool.runtime.config import HOME, ModelConfig, StoresConfig, VllmConfig
 from hdtool.runtime.integrations.vllm.plugin import CUSTOM_CLASS_METHOD, PLUGIN_NAME, PROPOSER, REQUEST_V2
 from hdtool.runtime.integrations.vllm.settings import VllmSettings
-from hdtool.runtime.stores.store_set import StoreSet, lasting_history, tenant_among
+from hdtool.runtime.stores.library import Library
 from hdtool.runtime.target.load import load_tokenizer
 from hdtool.runtime.weights.checkpoint_identity import served_checkpoint
 
@@ -205,32 +206,23 @@ class Launch:
         named = ModelConfig(self._known.tokenizer or model, trust_remote_code=self._known.trust_remote_code)
         tokenizer = load_tokenizer(named, self._known.tokenizer_revision or self._known.revision)
         self.endpoint = Endpoint(self._known, os.environ)
-        namespace = self._namespace(stores, model)
+        if stores.namespace is not None and not has_stores(stores.namespace):
+            raise ServeError(
+                f"namespace {stores.namespace} has no stores: build them with hdtool build-model-db --namespace "
+                f"{stores.namespace}, or leave the option out"
+            )
         weights = ModelConfig(model, trust_remote_code=self._known.trust_remote_code)
-        self.store_set = StoreSet.for_tokenizer(
-            tokenizer,
-            StoresConfig(stores.model_db, stores.corpus_db, namespace),
-            model=served_checkpoint(weights, self._known.revision),
-            identified=serving.keeps_history,
-        )
-        served_as = self._known.served_model_name or ()
-        self._tenant = stores.namespace or tenant_among(served_as, model) if serving.keeps_history else None
+        checkpoint = served_checkpoint(weights, self._known.revision)
+        tenant = Tenant.served(self._known.served_model_name or (), model, stores.namespace)
+        self._tenant = tenant.name if serving.keeps_history else None
+        self._library = Library(model, tokenizer, checkpoint, stores, tenant)
+        self.store_set = self._library.open()
 
     def open_history(self) -> Path | None:
         """Create or check the history store and return its folder; None if answers are not kept."""
         if self._tenant is None:
             return None
-        return lasting_history(self._serving.history, self.store_set, self._model, self._tenant).folder
-
-    def _namespace(self, stores: StoresConfig, model: str) -> str | None:
-        if stores.namespace is None:
-            return first_namespace_with_stores([*(self._known.served_model_name or ()), model])
-        if not has_stores(stores.namespace):
-            raise ServeError(
-                f"namespace {stores.namespace} has no stores: build them with hdtool build-model-db --namespace "
-                f"{stores.namespace}, or leave the option out"
-            )
-        return stores.namespace
+        return self._library.open_history(self._serving.history, self.store_set).folder
 
     @property
     def command(self) -> list[str]:

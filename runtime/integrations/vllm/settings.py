@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from hdtool.data.errors import OptionError
-from hdtool.data.stores.home import first_namespace_with_stores
 from hdtool.runtime.config import StoresConfig, VllmConfig
 
 CONFIG_KEY = "hdtool"
@@ -50,8 +49,3 @@ class VllmSettings:
         values |= {TENANT: self.tenant}
         defaults = VllmConfig()
         return {CONFIG_KEY: {name: value for name, value in values.items() if value != getattr(defaults, name, None)}}
-
-    def store_set(self, served_as: Sequence[str]) -> StoresConfig:
-        """Return the stores to open: the tenant's, or those of the first namespace in ``served_as`` that has stores."""
-        names = [self.tenant] if self.tenant else served_as
-        return StoresConfig(self.stores.model_db, self.stores.corpus_db, first_namespace_with_stores(names))

@@ -21,12 +21,13 @@ import numpy.typing as npt
 import torch
 
 from hdtool.data.errors import HdtoolError, OptionError
+from hdtool.data.stores.tenant import Tenant
 from hdtool.runtime.config import ModelConfig, VllmConfig
 from hdtool.runtime.integrations.vllm.batch_drafter import BatchDrafter
-from hdtool.runtime.integrations.vllm.chain import MIN_FLOOR
+from hdtool.runtime.integrations.vllm.chain import MIN_FLOOR, appends_history
 from hdtool.runtime.integrations.vllm.settings import VllmSettings
 from hdtool.runtime.stores.history_store import History
-from hdtool.runtime.stores.store_set import StoreSet, tenant_among
+from hdtool.runtime.stores.library import Library
 from hdtool.runtime.target.load import load_tokenizer
 from hdtool.runtime.weights.checkpoint_identity import served_checkpoint
 
@@ -102,14 +103,15 @@ def open_drafter(vllm_config: Any, adapt: Callable[[VllmConfig], VllmConfig] = l
         named = ModelConfig(model.tokenizer, trust_remote_code=model.trust_remote_code)
         tokenizer = load_tokenizer(named, model.tokenizer_revision)
         named_model = ModelConfig(model.model, trust_remote_code=model.trust_remote_code)
-        store_set = StoreSet.for_tokenizer(
-            tokenizer,
-            settings.store_set([model.served_model_name, model.model]),
-            model=served_checkpoint(named_model, model.revision),
-            identified=settings.serving.keeps_history,
-        )
+        checkpoint = served_checkpoint(named_model, model.revision)
+        tenant = Tenant.served([model.served_model_name], model.model, settings.tenant)
+        library = Library(model.model, tokenizer, checkpoint, settings.stores, tenant)
+        store_set = library.open()
         if settings.serving.keeps_history:
-            store_set = _with_history(store_set, settings, vllm_config)
+            read_only = not appends_history(vllm_config.parallel_config)
+            store = library.open_history(settings.serving.history, store_set, read_only=read_only)
+            LOGGER.info("hdtool %s answers in %s", "reads" if read_only else "keeps", store.folder)
+            store_set = replace(store_set, history=History(store=store))
     except HdtoolError as error:
         # A store on the user's machine may be missing on the worker's machine.
         raise type(error)(f"{error} (on {socket.gethostname()})") from None
@@ -121,19 +123,6 @@ def open_drafter(vllm_config: Any, adapt: Callable[[VllmConfig], VllmConfig] = l
         max_length=model.max_model_len,
         vocabulary=model.get_vocab_size(),
     )
-
-
-def _with_history(store_set: StoreSet, settings: VllmSettings, vllm_config: Any) -> StoreSet:
-    # Imported here because it loads lmdb, which a history in memory does not need.
-    from hdtool.runtime.integrations.vllm.chain import appends_history
-    from hdtool.runtime.stores.store_set import lasting_history
-
-    model = vllm_config.model_config
-    tenant = tenant_among([model.served_model_name], model.model) if settings.tenant is None else settings.tenant
-    read_only = not appends_history(vllm_config.parallel_config)
-    store = lasting_history(settings.serving.history, store_set, model.model, tenant, read_only=read_only)
-    LOGGER.info("hdtool %s answers in %s", "reads" if read_only else "keeps", store.folder)
-    return replace(store_set, history=History(store=store))
 
 
 class HierarchyProposer:

@@ -1,0 +1,63 @@
+"""The way to the stores and the history of a model: ``Library(name, tokenizer, checkpoint, config).open()``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+from hdtool.data.errors import StoreError
+from hdtool.data.stores.home import NO_STORE
+from hdtool.data.stores.manifest import Checkpoint
+from hdtool.data.stores.tenant import Tenant
+from hdtool.runtime.config import SOURCE_LETTERS, DecodeConfig, StoresConfig
+from hdtool.runtime.stores.history_store import HistoryStore
+from hdtool.runtime.stores.store_set import StoreSet
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True)
+class Library:
+    """Opens the stores and the history that a model drafts from for a tenant; ``Loaded.library`` makes it, too."""
+
+    name: str
+    tokenizer: PreTrainedTokenizerBase
+    checkpoint: Checkpoint | None
+    config: StoresConfig
+    """Names stores; others are the tenant's in hdtool's home."""
+    tenant: Tenant | None = None
+    """None for the tenant of the configured namespace."""
+    weights: Callable[[], str] | None = None
+    """Computes the fingerprint of weights in memory, which identifies a model without a checkpoint."""
+
+    def check_named(self, databases: str) -> None:
+        """Raise an error if a store that the configuration names cannot be used."""
+        named = StoresConfig(self.config.model_db or NO_STORE, self.config.corpus_db or NO_STORE)
+        StoreSet.for_tokenizer(self.tokenizer, named, databases)
+
+    def open(self, databases: str = SOURCE_LETTERS, *, identified: bool = True) -> StoreSet:
+        """Open the stores; ``identified`` tells whether the tokenizer's fingerprint is needed even without stores."""
+        tenant = self.tenant or Tenant(self.config.namespace or "", self.config.namespace)
+        config = replace(self.config, namespace=tenant.namespace)
+        opened = StoreSet.for_tokenizer(self.tokenizer, config, databases, model=self.checkpoint, identified=identified)
+        return replace(opened, namespace=tenant.name or None)
+
+    def open_for(self, decoding: DecodeConfig, *, read_only: bool = False) -> StoreSet:
+        """Open the stores and the history that ``decoding`` drafts from; a ``read_only`` history is not written."""
+        opened = self.open(decoding.databases, identified=decoding.identifies_tokenizer)
+        return opened.with_history(decoding, partial(self._weights, decoding.history), read_only=read_only)
+
+    def open_history(self, named: str, opened: StoreSet, *, read_only: bool = False) -> HistoryStore:
+        """Open the history store of the opened stores that ``named`` selects, creating it if missing."""
+        return opened.open_history(named, partial(self._weights, named), read_only=read_only, created=True)
+
+    def _weights(self, named: str) -> str:
+        if self.weights:
+            return self.weights()
+        raise StoreError(
+            f"the history of {self.name} cannot be kept in {named}, because its weights are not on this machine and a "
+            "history is known by them: download the model first"
+        )
