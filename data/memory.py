@@ -1,4 +1,4 @@
-"""How much memory the system has to spare, and memory in huge pages."""
+"""How much memory the system has to spare, and memory mappings of their own."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ HUGE_PAGE = 2 << 20
 """Size of a huge page of x86-64, and of AArch64 with pages of 4 KiB, in bytes."""
 
 
-def mapped_memory(size: int) -> mmap.mmap:
-    """Return ``size`` bytes of zeros in a memory mapping of their own, in huge pages where the system has them.
+def mapped_memory(size: int, *, huge_pages: bool = False) -> mmap.mmap:
+    """Return ``size`` bytes of zeros in a mapping of their own, which is released with its last user.
 
-    A processor keeps the addresses of few pages at hand, so that it reads a large weight faster in huge ones.
+    With ``huge_pages``, it lies in huge pages where the system has them: memory that is read whole, such as weights, is
+    then read faster, with fewer misses of the TLB.
     """
     memory = mmap.mmap(-1, size, **PRIVATE)
-    if size >= HUGE_PAGE and hasattr(mmap, "MADV_HUGEPAGE"):
+    if huge_pages and hasattr(mmap, "MADV_HUGEPAGE"):
         with suppress(OSError):  # a kernel without huge pages
             memory.madvise(mmap.MADV_HUGEPAGE)
     return memory

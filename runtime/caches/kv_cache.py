@@ -7,7 +7,6 @@ accepted context: only committing a path changes them, not the pass over the tre
 
 from __future__ import annotations
 
-import mmap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -18,10 +17,10 @@ import numpy as np
 import torch
 from transformers.cache_utils import DynamicCache
 
+from hdtool.data.memory import mapped_memory
 from hdtool.runtime.caches.moves import MAX_DEFERRED_MOVES, TensorLayout, move_on_device, move_on_host, must_move
 from hdtool.runtime.caches.states import States, StateShape
 
-PRIVATE = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_ANONYMOUS") else {}
 NO_TENSOR = torch.empty(0)
 """Placeholder for the keys or values of a layer that has none."""
 GROWTH = 64
@@ -242,4 +241,4 @@ def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> t
     size = prod(shape) * dtype.itemsize
     if device.type != "cpu" or not size:
         return torch.zeros(shape, dtype=dtype, device=device)
-    return torch.frombuffer(mmap.mmap(-1, size, **PRIVATE), dtype=dtype).view(shape)
+    return torch.frombuffer(mapped_memory(size), dtype=dtype).view(shape)

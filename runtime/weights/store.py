@@ -220,7 +220,7 @@ def _memory(size: int) -> torch.Tensor:
     """Return memory for a weight."""
     if size < HUGE_PAGE:
         return torch.empty(size, dtype=torch.uint8)
-    return torch.frombuffer(mapped_memory(size), dtype=torch.uint8)
+    return torch.frombuffer(mapped_memory(size, huge_pages=True), dtype=torch.uint8)
 
 
 def _as_slice(numbers: npt.NDArray[np.int64]) -> Any:
