@@ -48,13 +48,13 @@ class Library:
     def open_for(self, decoding: DecodeConfig, *, read_only: bool = False) -> StoreSet:
         """Open the stores and the history that ``decoding`` drafts from; a ``read_only`` history is not written."""
         opened = self.open(decoding.databases, identified=decoding.identifies_tokenizer)
-        return opened.with_history(decoding, partial(self._weights, decoding.history), read_only=read_only)
+        return opened.with_history(decoding, partial(self._identity, decoding.history), read_only=read_only)
 
     def open_history(self, named: str, opened: StoreSet, *, read_only: bool = False) -> HistoryStore:
         """Open the history store of the opened stores that ``named`` selects, creating it if missing."""
-        return opened.open_history(named, partial(self._weights, named), read_only=read_only, created=True)
+        return opened.open_history(named, partial(self._identity, named), read_only=read_only, created=True)
 
-    def _weights(self, named: str) -> str:
+    def _identity(self, named: str) -> str:
         if self.weights:
             return self.weights()
         raise StoreError(
