@@ -48,7 +48,7 @@ from hdtool.runtime.config import (
 from hdtool.runtime.config.measuring import COST_FILE
 
 if TYPE_CHECKING:
-    from hdtool.builders.evaluation.bench import ReplayRunner, Timing
+    from hdtool.builders.evaluation.recorded_bench import ReplayRunner, Timing
     from hdtool.data.bench_results import Results
     from hdtool.runtime.budget.cost_curve import CostCurve
     from hdtool.runtime.stores.store_set import StoreSet
@@ -83,8 +83,8 @@ def bench_shape(
     tally = Tally()
     recorded = read_traces(find_inputs([traces]), tolerance=reading.max_bad_fraction, tally=tally)[: config.limit]
 
-    from hdtool.builders.evaluation.bench import fitting_turns, paired_benchmark
-    from hdtool.builders.evaluation.contenders import load_shape
+    from hdtool.builders.evaluation.random_models import load_shape
+    from hdtool.builders.evaluation.recorded_bench import fitting_turns, paired_benchmark
     from hdtool.builders.evaluation.recording import TurnReader
     from hdtool.builders.evaluation.threads import choose_shared_threads
     from hdtool.cli.store_output import print_left_out
@@ -117,7 +117,7 @@ def bench_shape(
 def _runners(
     methods: Sequence[str], loaded: Loaded, store_set: StoreSet, decoding: DecodeConfig
 ) -> dict[str, ReplayRunner]:
-    from hdtool.builders.evaluation.bench import drafting_runner, generate_runner
+    from hdtool.builders.evaluation.recorded_bench import drafting_runner, generate_runner
     from hdtool.runtime.drafters.methods import drafter_for
 
     target = loaded.target
@@ -133,8 +133,8 @@ def _shape_report(loaded: Loaded, traces: str, answers: int, timings: dict[str, 
     """Return the ``--json`` record of ``bench-shape``. Its keys are stable across versions."""
     import torch
 
-    from hdtool.builders.evaluation.bench import copy_bandwidth
-    from hdtool.builders.evaluation.contenders import weight_bytes_read
+    from hdtool.builders.evaluation.random_models import weight_bytes_read
+    from hdtool.builders.evaluation.recorded_bench import copy_bandwidth
     from hdtool.builders.evaluation.timing import Timings, doubt
     from hdtool.runtime.kernels.machine import dtype_name, machine
 
@@ -263,7 +263,8 @@ def bench_cost(
     if config.bandwidth and not shape:
         raise OptionError("--bandwidth estimates the passes of a shape: name one by --shape, as a config.json")
 
-    from hdtool.builders.evaluation.contenders import cost_plot_file, draw_cost, estimated_passes
+    from hdtool.builders.evaluation.cost_plot import cost_plot_file, draw_cost
+    from hdtool.builders.evaluation.random_models import estimated_passes
     from hdtool.runtime.budget.cost_curve import cost_file
 
     quiet_libraries()
@@ -281,7 +282,7 @@ def bench_cost(
 
 def _measured(shape: str | None, loading: ModelConfig, config: CostConfig, *, quiet: bool) -> CostCurve:
     """Time forward passes and save the cost curve for later runs of the model."""
-    from hdtool.builders.evaluation.contenders import load_shape
+    from hdtool.builders.evaluation.random_models import load_shape
     from hdtool.builders.evaluation.timing import Stopwatch, Timings, doubt
     from hdtool.runtime.budget.measure_passes import check_saving, context_lengths_for, measure_cost_curve, save_at_home
     from hdtool.runtime.target.load import load

@@ -1,4 +1,4 @@
-"""Contenders of a benchmark, models of known shapes with random weights, and the plot of forward pass costs."""
+"""Contenders of a benchmark: hdtool's methods, and ``generate`` of transformers."""
 
 from __future__ import annotations
 
@@ -7,142 +7,27 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    LlamaConfig,
     LogitsProcessor,
     LogitsProcessorList,
     PreTrainedModel,
 )
 
-from hdtool.builders.evaluation.estimated_passes import PassReads, Roofline
 from hdtool.builders.evaluation.timing import Stopwatch
 from hdtool.data.conversation_shapes import AnsweredTurn
-from hdtool.data.errors import CostError, ModelError, OptionError, did_you_mean
-from hdtool.data.output_files import PNG_METADATA, OutputFile, is_own_png
 from hdtool.runtime.answerer import decode
-from hdtool.runtime.budget.cost_curve import CostCurve
-from hdtool.runtime.budget.measure_passes import lengths_within
-from hdtool.runtime.config import SHAPES, CostConfig, ModelConfig, SamplingConfig
+from hdtool.runtime.config import SamplingConfig
 from hdtool.runtime.core.drafter import Drafter
 from hdtool.runtime.core.sequence import Finish, Stats, Step, room_for
 from hdtool.runtime.generation.grammar import Guide, guided_drafter, masks_of
 from hdtool.runtime.generation.settings import refuse_settings
 from hdtool.runtime.generation.text_stream import text_of
-from hdtool.runtime.kernels.linear import compile_linear_layers
-from hdtool.runtime.kernels.machine import dtype_name
-from hdtool.runtime.model.families import refuse_by_configuration
-from hdtool.runtime.model.placement import use_planless_attention
 from hdtool.runtime.model.transformers_internals import cache_in
 from hdtool.runtime.samplers import generate_options, sampler_for
-from hdtool.runtime.target.load import Loaded, load_tokenizer, pick_device, pick_dtype
-from hdtool.runtime.target.target import Target
-
-COST_PLOT_INCHES, COST_PLOT_DPI = (7.0, 4.2), 150
-
-
-def draw_cost(curve: CostCurve, path: Path) -> None:
-    """Plot milliseconds per forward pass against the number of draft nodes, one line per context length, as a PNG."""
-    from matplotlib import colormaps, style
-    from matplotlib.figure import Figure  # not pyplot, which keeps global state
-
-    with style.context("default"):  # the current folder may hold a matplotlibrc, which can even run LaTeX
-        figure: Any = Figure(figsize=COST_PLOT_INCHES, layout="constrained")
-        axes = figure.subplots()
-        for place, (context, times) in enumerate(zip(curve.contexts, curve.milliseconds, strict=True)):
-            color = colormaps["viridis"](0.9 * place / max(1, len(curve.contexts) - 1))
-            axes.plot(curve.nodes, times, marker="o", markersize=3.5, color=color, label=f"{context:,}")
-        axes.set(xlabel="draft nodes in the pass", ylabel="milliseconds", xlim=(0, None), ylim=(0, None))
-        axes.grid(alpha=0.3)
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.legend(title="context, tokens", fontsize="small", title_fontsize="small")
-        axes.set_title(f"A forward pass of {curve.model} in {curve.dtype}\n{curve.device}", fontsize="medium")
-        with cost_plot_file(path).replaced() as stream:
-            figure.savefig(stream, format="png", dpi=COST_PLOT_DPI, metadata=PNG_METADATA)
-
-
-def cost_plot_file(path: Path) -> OutputFile:
-    """Return the ``OutputFile`` of the plot, which never replaces a file that hdtool did not draw."""
-    return OutputFile(path, "a picture of hdtool bench-cost", is_own_png, CostError)
-
-
-SHAPE_SEED = 0
-
-
-def load_shape(shape: str, config: ModelConfig) -> Loaded:
-    """Create a model with random weights, given the name of a known shape or the path of a configuration.
-
-    Its tokenizer is loaded from the model that ``config`` names.
-    """
-    tokenizer = load_tokenizer(config)
-    if config.quantization:
-        raise OptionError(
-            f"--quantization {config.quantization} has no effect on a shape, whose weights are random: leave it out"
-        )
-    settings = shape_config(shape)
-    refuse_by_configuration(settings)
-    text = settings.get_text_config(decoder=True)
-    if text.vocab_size < len(tokenizer):
-        text.vocab_size = len(tokenizer)
-    device = pick_device(config.device)
-    use_planless_attention(device)
-    try:
-        dtype = pick_dtype(config.dtype, device)
-        torch.manual_seed(SHAPE_SEED)
-        with device:  # allocate on the device: a copy would need twice the memory
-            model: Any = AutoModelForCausalLM.from_config(
-                settings,
-                dtype=dtype if isinstance(dtype, torch.dtype) else torch.bfloat16,
-                trust_remote_code=False,
-            )
-        if device.type == "cpu":
-            compile_linear_layers(model)
-        target = Target(model)
-        if device.type == "cpu":
-            target.compile()
-    except torch.OutOfMemoryError:
-        raise ModelError(f"{shape} does not fit into the memory of its device: take a smaller shape or dtype") from None
-    return Loaded(f"{shape}, random weights", target, tokenizer)
-
-
-def estimated_passes(shape: str, config: ModelConfig, costs: CostConfig) -> CostCurve:
-    """Estimate the cost of a model's forward passes from its shape or configuration, without allocating weights."""
-    assert costs.bandwidth
-    if config.quantization:
-        raise OptionError(f"--quantization {config.quantization} has no effect on an estimate: leave it out")
-    settings = shape_config(shape)
-    refuse_by_configuration(settings)
-    limit = getattr(settings.get_text_config(decoder=True), "max_position_embeddings", None)
-    lengths = lengths_within(lambda length: limit, shape, costs)
-    dtype = torch.bfloat16 if config.dtype == "auto" else getattr(torch, config.dtype)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(settings, dtype=dtype, trust_remote_code=False)
-    roofline = Roofline(costs.bandwidth * 1e9, costs.teraflops * 1e12 if costs.teraflops else None)
-    return roofline.curve(PassReads.of(model), lengths, costs.overlap, model=shape, dtype=dtype_name(dtype))
-
-
-def shape_config(shape: str) -> Any:
-    if shape in SHAPES:
-        return LlamaConfig(**SHAPES[shape], bos_token_id=1, eos_token_id=2, pad_token_id=0)
-    path = Path(shape).expanduser()
-    if not path.exists():
-        meant, shapes = did_you_mean(shape, SHAPES), ", ".join(SHAPES)
-        raise OptionError(f"shape is {shape!r}{meant}: it must be one of {shapes}, or the path of a config.json")
-    try:
-        return AutoConfig.from_pretrained(path, trust_remote_code=False)
-    except (OSError, ValueError, KeyError) as error:
-        reason = " ".join(str(error).split())[:200]
-        raise ModelError(f"{shape} is no configuration of a model ({reason}): name a config.json") from None
-
-
-def weight_bytes_read(target: Target) -> int:
-    """Return how many bytes of weights a pass over one token reads, excluding unused embeddings and experts."""
-    return round(PassReads.of(target.model).weights(1))
+from hdtool.runtime.target.load import Loaded
 
 
 class Contender(Protocol):

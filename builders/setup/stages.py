@@ -17,13 +17,8 @@ from transformers import PreTrainedTokenizerBase
 
 from hdtool.builders.evaluation.recording import RecordedTurn, TurnReader
 from hdtool.builders.evaluation.timing import Stopwatch, Timings, doubt
-from hdtool.builders.setup.measurements import (
-    Overhead,
-    answer_prompts,
-    number_of_prompts,
-    replay_by_source,
-    replay_with_model_store,
-)
+from hdtool.builders.setup.held_out_answers import answer_prompts, number_of_prompts
+from hdtool.builders.setup.replays import Overhead, replay_by_source, replay_with_model_store
 from hdtool.builders.setup.verdict import MIN_STORE_ANSWERS, doubted
 from hdtool.builders.setup.work_folder import (
     LearnedPart,

@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from hdtool.builders.evaluation.bench import copy_bandwidth
-from hdtool.builders.evaluation.contenders import load_shape, weight_bytes_read
+from hdtool.builders.evaluation.random_models import load_shape, weight_bytes_read
+from hdtool.builders.evaluation.recorded_bench import copy_bandwidth
 from hdtool.runtime.caches.slots import Cache
 from hdtool.runtime.config import ModelConfig
 from hdtool.runtime.core.tree import DraftTree

@@ -18,7 +18,7 @@ from statistics import median
 
 from transformers.utils import logging
 
-from hdtool.builders.evaluation.contenders import load_shape
+from hdtool.builders.evaluation.random_models import load_shape
 from hdtool.builders.evaluation.threads import set_num_threads
 from hdtool.data.chat import encode_conversation, encode_text
 from hdtool.runtime.answerer import decode

@@ -10,8 +10,14 @@ from typing import Any
 import pytest
 import torch
 
-from hdtool.builders.evaluation.bench import ReplayRunner, Timing, drafting_runner, fitting_turns, paired_benchmark
-from hdtool.builders.evaluation.contenders import load_shape, weight_bytes_read
+from hdtool.builders.evaluation.random_models import load_shape, weight_bytes_read
+from hdtool.builders.evaluation.recorded_bench import (
+    ReplayRunner,
+    Timing,
+    drafting_runner,
+    fitting_turns,
+    paired_benchmark,
+)
 from hdtool.builders.evaluation.recording import RecordedTurn
 from hdtool.builders.evaluation.replay import ReplayMethod, replay_method
 from hdtool.cli.app import run

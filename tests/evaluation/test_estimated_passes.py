@@ -11,8 +11,8 @@ import pytest
 import torch
 from transformers import MixtralConfig
 
-from hdtool.builders.evaluation.contenders import weight_bytes_read
 from hdtool.builders.evaluation.estimated_passes import PassReads, Roofline, distinct_experts
+from hdtool.builders.evaluation.random_models import weight_bytes_read
 from hdtool.cli.app import run
 from hdtool.runtime.budget.cost_curve import CostCurve
 from hdtool.runtime.target.target import Target

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from hdtool.builders.evaluation.environment import describe_environment
-from hdtool.builders.setup.measurements import answer_prompts
+from hdtool.builders.setup.held_out_answers import answer_prompts
 from hdtool.cli.app import run as command
 from hdtool.data import demo
 from hdtool.data.errors import OptionError

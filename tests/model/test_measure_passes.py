@@ -11,7 +11,7 @@ import pytest
 import torch
 from matplotlib import rc_context
 
-from hdtool.builders.evaluation.contenders import draw_cost
+from hdtool.builders.evaluation.cost_plot import draw_cost
 from hdtool.cli.app import run
 from hdtool.cli.bench import cost_table
 from hdtool.data.errors import CostError, OptionError

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch.nn import Linear, Parameter
 
-from hdtool.builders.evaluation.contenders import load_shape
+from hdtool.builders.evaluation.random_models import load_shape
 from hdtool.builders.evaluation.verify import Difference, Oracle, Verifier
 from hdtool.cli import app
 from hdtool.data import demo
