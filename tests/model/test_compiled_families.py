@@ -22,9 +22,8 @@ from tests.support import families
 from tests.support.decoding import output_tokens, run
 from tests.support.described import (
     CHANGES,
-    LATENT_MODELS,
-    LAYER_NORM_MODELS,
-    MODELS,
+    DENSE_MODELS,
+    HYBRID_MODELS,
     WRONG,
     WRONG_EXPERTS,
     WRONG_LATENTS,
@@ -45,7 +44,7 @@ def wide(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(families.SHAPE, "head_dim", 32)
 
 
-@pytest.mark.parametrize("name", MODELS | LATENT_MODELS | LAYER_NORM_MODELS)
+@pytest.mark.parametrize("name", DENSE_MODELS | HYBRID_MODELS)
 @pytest.mark.one_in(4)
 def test_trees_get_the_logits_of_forward(name: str) -> None:
     target = compiled_of(name)
@@ -53,9 +52,10 @@ def test_trees_get_the_logits_of_forward(name: str) -> None:
     assert compiled(target).is_current and compiled(target).passes >= 6
 
 
-@pytest.mark.parametrize("name", MODELS | LATENT_MODELS | LAYER_NORM_MODELS)
+@pytest.mark.parametrize("name", DENSE_MODELS)
 @pytest.mark.one_in(4)
 def test_a_row_has_the_same_bits_in_every_pass(name: str) -> None:
+    """In a tree, decoded alone, and with another number of threads."""
     target = compiled_of(name)
     of_tree = logits_of(target, prompt_of(40))
     for node, path in ((0, [3, 5]), (2, [3, 5, 13])):
@@ -64,9 +64,15 @@ def test_a_row_has_the_same_bits_in_every_pass(name: str) -> None:
             found = alone.verify(DraftTree.bare(token)).clone()
             alone.commit()
         assert torch.equal(found[0], of_tree[node + 1])
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2 if threads == 1 else 1)
+        assert torch.equal(logits_of(target, prompt_of(40)), of_tree)
+    finally:
+        torch.set_num_threads(threads)
 
 
-@pytest.mark.parametrize("name", MODELS | LATENT_MODELS | LAYER_NORM_MODELS)
+@pytest.mark.parametrize("name", DENSE_MODELS)
 @pytest.mark.one_in(4)
 def test_answers_are_those_of_plain_decoding(name: str) -> None:
     target, usual = compiled_of(name), target_of(name)
@@ -133,7 +139,9 @@ def test_a_mixture_that_differs_is_not_compiled(change: Callable[[Any], None]) -
     assert not target.compile()
 
 
-@pytest.mark.parametrize("name", ["gemma3", "phi3", "olmo2", "qwen3_moe", "gpt_oss", "glm4_moe", "deepseek_v3"])
+@pytest.mark.parametrize(
+    "name", ["gemma3", "gemma4", "phi3", "olmo2", "qwen3_moe", "gpt_oss", "glm4_moe", "deepseek_v3"]
+)
 def test_weights_in_16_bits_give_the_bits_of_float32(name: str) -> None:
     found = []
     for is_compact in (False, True):

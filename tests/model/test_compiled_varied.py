@@ -26,7 +26,7 @@ from hdtool.runtime.kernels.compact_weight import CompactWeight, is_compact
 from hdtool.runtime.kernels.experts import compile_experts
 from hdtool.runtime.kernels.linear import compile_linear_layers
 from hdtool.runtime.kernels.packed_matrix import packed_int8
-from hdtool.runtime.model.compact_layers import compact_weights, replace_parameter
+from hdtool.runtime.model.compact_layers import replace_parameter
 from hdtool.runtime.program.model_families import GEMMA_NORM, VARIED_FAMILIES
 from hdtool.runtime.program.model_parts import model_parts
 from hdtool.runtime.stores.store_set import StoreSet
@@ -34,7 +34,7 @@ from hdtool.runtime.target.load import load
 from hdtool.runtime.target.target import Target
 from tests.support import families
 from tests.support.decoding import output_tokens, run
-from tests.support.described import VARIED_MODELS, assert_right, compiled_of, model_of, of_the_same_name, target_of
+from tests.support.described import assert_right, compiled_of, model_of, of_the_same_name, target_of
 from tests.support.fused import after, compiled, logits_of, widen
 from tests.support.one_sequence import OneSequence
 from tests.support.oracle import assert_same_logits, plain_logits, prompt_of
@@ -65,34 +65,6 @@ def wide(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(families.SHAPE, "head_dim", 32)
 
 
-@pytest.mark.parametrize("name", VARIED_MODELS)
-@pytest.mark.one_in(3)
-def test_trees_get_the_logits_of_forward(name: str) -> None:
-    target = compiled_of(name)
-    assert_right(target.model, target, ((6, 0, 20), (20, 6), (30, 4, 9)))
-    assert compiled(target).is_current and compiled(target).passes >= 6
-
-
-@pytest.mark.parametrize("name", VARIED_MODELS)
-@pytest.mark.one_in(3)
-def test_a_row_has_the_same_bits_in_every_pass(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a tree, decoded alone, with 16-bit weights, and with two threads, whose parts of attention differ by layer."""
-    target = compiled_of(name)
-    of_tree = logits_of(target, prompt_of(40))
-    for node, path in ((0, [3, 5]), (2, [3, 5, 13])):
-        alone = after(target, prompt_of(40))
-        for token in path:
-            found = alone.verify(DraftTree.bare(token)).clone()
-            alone.commit()
-        assert torch.equal(found[0], of_tree[node + 1])
-    threads = torch.get_num_threads()
-    try:
-        torch.set_num_threads(2 if threads == 1 else 1)
-        assert torch.equal(logits_of(target, prompt_of(40)), of_tree)
-    finally:
-        torch.set_num_threads(threads)
-
-
 @pytest.mark.parametrize("length", [2, 40, PROMPT_CHUNK + 30])
 @pytest.mark.parametrize("name", ["gemma4", "gemma4, keys of two layers"])
 def test_the_last_row_of_a_prompt_has_the_bits_of_one_alone(name: str, length: int) -> None:
@@ -113,15 +85,6 @@ def test_the_last_row_of_a_prompt_has_the_bits_of_one_alone(name: str, length: i
     own, expected = hidden
     assert own is not None and expected is not None and len(own) == length
     torch.testing.assert_close(own, expected, rtol=1e-3, atol=1e-4)
-
-
-@pytest.mark.parametrize("name", VARIED_MODELS)
-@pytest.mark.one_in(3)
-def test_answers_are_those_of_plain_decoding(name: str) -> None:
-    target, usual = compiled_of(name), target_of(name)
-    for sampling in (SamplingConfig(), SamplingConfig(temperature=0.8, seed=3)):
-        expected = output_tokens(run(usual, prompt_of(30), sampling, max_new_tokens=20))
-        assert output_tokens(run(target, prompt_of(30), sampling, max_new_tokens=20)) == expected
 
 
 def test_an_assistant_drafts_from_compiled_passes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -169,22 +132,6 @@ def test_text_of_a_multimodal_model_is_compiled() -> None:
         found = one.verify(DraftTree.of(5, [token], [-1]))
         assert (target.compiled.passes > before) == (token == 89)
         assert_same_logits(found[1], plain_logits(target.model, [*prompt_of(20), 5, token]))
-
-
-def test_weights_in_16_bits_give_the_bits_of_float32() -> None:
-    found = []
-    for are_16_bits in (False, True):
-        model = model_of("gemma4")
-        for weight in model.parameters():
-            weight.data = weight.data.bfloat16().float()
-        if are_16_bits:
-            compact_weights(model)
-        compile_linear_layers(model)
-        target = Target(model)
-        target.compile()
-        assert target.compiled
-        found.append(logits_of(target, prompt_of(40)))
-    assert torch.equal(*found)
 
 
 @pytest.mark.parametrize("name", ["gemma4", "gemma4, experts beside MLPs"])

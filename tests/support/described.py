@@ -336,10 +336,13 @@ LATENT_MODELS: dict[str, Callable[[], PreTrainedModel]] = {
 """Models that cache one latent vector for the keys and values of all heads."""
 
 
+DENSE_MODELS = MODELS | VARIED_MODELS | LATENT_MODELS | LAYER_NORM_MODELS
+
+
 def model_of(name: str) -> Any:
     """Create a model with random norms, sinks, biases, decays, skips and scaling factors, so that each one matters."""
     torch.manual_seed(0)
-    model = (MODELS | HYBRID_MODELS | LATENT_MODELS | VARIED_MODELS | LAYER_NORM_MODELS)[name]().eval()
+    model = (DENSE_MODELS | HYBRID_MODELS)[name]().eval()
     for part, buffer in model.named_buffers():
         if part.endswith("layer_scalar"):
             buffer.copy_(torch.rand_like(buffer) + 0.5)
