@@ -43,7 +43,7 @@ from hdtool.runtime.engines.cpu.pass_kernel import compute_tree
 from hdtool.runtime.generation.grammar import GrammarCompiler, Guide, GuidedDrafter, guided_drafter, masks_of
 from hdtool.runtime.integrations.hf_generate import Generator
 from hdtool.runtime.integrations.server.formats import TokenLogprobs
-from hdtool.runtime.integrations.server.preparation import LogprobRecorder
+from hdtool.runtime.integrations.server.logit_processors import LogprobRecorder
 from hdtool.runtime.samplers import compiler_for
 from hdtool.runtime.target.load import Loaded, load
 from tests.support.grammars import LARGE_GRAMMARS

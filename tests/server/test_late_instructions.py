@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerBase
 
 from hdtool.data.chat import conversation_text
 from hdtool.runtime.config import ModelConfig
-from hdtool.runtime.integrations.server.preparation import takes_late_instructions, with_early_instructions
+from hdtool.runtime.integrations.server.instructions import takes_late_instructions, with_early_instructions
 from hdtool.runtime.target.load import load_tokenizer
 
 TURNS = "{% for message in messages %}{{ '<' + message.role + '>' + message.content }}{% endfor %}"

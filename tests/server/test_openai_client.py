@@ -13,7 +13,7 @@ import torch
 from hdtool.data.chat import encode_conversation, encode_text
 from hdtool.runtime.core.sampler import seed_of
 from hdtool.runtime.generation.text_stream import text_of
-from hdtool.runtime.integrations.server.preparation import AnswerPenalty, LogitBias
+from hdtool.runtime.integrations.server.logit_processors import AnswerPenalty, LogitBias
 from hdtool.runtime.target.load import Loaded
 from tests.server.plain import plain_ids, plain_text
 from tests.server.schemas import CITY_AND_UNIT

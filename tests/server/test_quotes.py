@@ -18,13 +18,8 @@ from hdtool.runtime.drafters.methods import drafter_for
 from hdtool.runtime.generation.text_stream import text_of
 from hdtool.runtime.integrations.server.formats import usage_of
 from hdtool.runtime.integrations.server.messages_api import MessagesRequest
-from hdtool.runtime.integrations.server.preparation import (
-    PreparedPrompt,
-    Preparer,
-    Quotes,
-    quoted_forms,
-    without_line_numbers,
-)
+from hdtool.runtime.integrations.server.preparation import PreparedPrompt, Preparer
+from hdtool.runtime.integrations.server.quotes import Quotes, quoted_forms, without_line_numbers
 from hdtool.runtime.integrations.server.requests import ChatRequest
 from hdtool.runtime.integrations.server.responses_api import ResponsesRequest
 from hdtool.runtime.stores.store_set import StoreSet
@@ -131,7 +126,7 @@ def test_a_message_is_encoded_once_for_each_owner(loaded: Loaded, monkeypatch: p
         encoded.append(text)
         return encode_text(tokenizer, text, special=special)
 
-    monkeypatch.setattr("hdtool.runtime.integrations.server.preparation.encode_text", encode)
+    monkeypatch.setattr("hdtool.runtime.integrations.server.quotes.encode_text", encode)
     quotes = Quotes(loaded.tokenizer, max_characters=3 * len(FILE))
     messages = [{"role": "tool", "content": FILE}]
     first = quotes.tokens(messages, "one", in_json=True)

@@ -23,7 +23,7 @@ from hdtool.data.errors import OptionError
 from hdtool.runtime.config import DecodeConfig, ModelConfig, SamplingConfig, ServerConfig, StoresConfig
 from hdtool.runtime.integrations.server.app import ApiKeys
 from hdtool.runtime.integrations.server.launch import Launch, _GracefulServer
-from hdtool.runtime.integrations.server.scheduler import RequestLog
+from hdtool.runtime.integrations.server.request_log import RequestLog
 from tests.support.server import RunningServer
 
 CHAT = "/v1/chat/completions"

@@ -20,8 +20,8 @@ from hdtool.runtime.integrations.server.app import _events, _whole
 from hdtool.runtime.integrations.server.formats import ChatFormat, Delta, Format, RequestError, usage_of
 from hdtool.runtime.integrations.server.messages_api import MessagesFormat
 from hdtool.runtime.integrations.server.preparation import Preparer
+from hdtool.runtime.integrations.server.request_log import LogEntry
 from hdtool.runtime.integrations.server.requests import ChatRequest
-from hdtool.runtime.integrations.server.scheduler import LogEntry
 from hdtool.runtime.integrations.server.tool_calls import ToolCall, ToolCallReader, calls_of
 from hdtool.runtime.target.load import load, load_tokenizer
 

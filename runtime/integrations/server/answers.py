@@ -22,8 +22,9 @@ from hdtool.runtime.integrations.server.formats import (
     TokenLogprobs,
     usage_of,
 )
+from hdtool.runtime.integrations.server.metrics import Metrics
 from hdtool.runtime.integrations.server.preparation import PreparedChoice, Preparer
-from hdtool.runtime.integrations.server.scheduler import AnswerJob, Metrics, OverloadError, Scheduler
+from hdtool.runtime.integrations.server.scheduler import AnswerJob, OverloadError, Scheduler
 from hdtool.runtime.integrations.server.tool_calls import (
     THINK_CLOSING,
     ThinkingReader,

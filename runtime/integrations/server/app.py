@@ -44,10 +44,12 @@ from hdtool.runtime.integrations.server.formats import (
     Row,
 )
 from hdtool.runtime.integrations.server.messages_api import MessagesFormat, MessagesRequest
+from hdtool.runtime.integrations.server.metrics import Metrics
 from hdtool.runtime.integrations.server.preparation import PreparedChoice, Preparer
+from hdtool.runtime.integrations.server.request_log import ENTRY_KEY, LogEntry, RequestLog
 from hdtool.runtime.integrations.server.requests import Body, ChatRequest, CompletionRequest, GenerationRequest
 from hdtool.runtime.integrations.server.responses_api import ResponsesFormat, ResponsesRequest
-from hdtool.runtime.integrations.server.scheduler import ENTRY_KEY, LogEntry, Metrics, RequestLog, Scheduler
+from hdtool.runtime.integrations.server.scheduler import Scheduler
 from hdtool.runtime.target.load import Loaded
 
 API_KEY_VARIABLE = "HDTOOL_API_KEY"

@@ -20,7 +20,7 @@ from hdtool.runtime.integrations.server.formats import (
     RequestError,
     Row,
 )
-from hdtool.runtime.integrations.server.preparation import PARAGRAPH
+from hdtool.runtime.integrations.server.instructions import PARAGRAPH
 from hdtool.runtime.integrations.server.requests import (
     MAX_STOPS,
     UNREADABLE_NOTE,

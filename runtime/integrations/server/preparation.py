@@ -1,48 +1,33 @@
-"""Turns a request into jobs: checks settings, compiles grammars, and encodes prompts and quotable text.
-
-Drafters match an answer with its prompt token by token. When an answer quotes a tool result, the quote differs from the
-result: it has no line numbers, and inside the JSON of a call it is escaped, so every line end breaks a match.
-"""
+"""Turns a request into jobs: checks settings, compiles grammars, and encodes prompts and quotable text."""
 
 from __future__ import annotations
 
-import json
-import re
 import secrets
 import threading
-from collections import OrderedDict
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby
-from threading import Lock
-from typing import TYPE_CHECKING, Any, cast
-
-import numpy as np
-import torch
-from transformers import LogitsProcessor
+from typing import TYPE_CHECKING, Any
 
 from hdtool.data.chat import (
-    LINE_END,
-    conversation_text,
     encode_answer,
     encode_text,
-    has_chat_template,
     read_conversation,
 )
 from hdtool.data.conversation import lone_surrogate
-from hdtool.data.errors import PromptError, ToolsError
+from hdtool.data.errors import ToolsError
 from hdtool.data.prompts import Grammar, grammar_of, prediction_of, tools_of
 from hdtool.runtime.config import DecodeConfig, SamplingConfig
 from hdtool.runtime.config.decoding import HIERARCHIES
-from hdtool.runtime.core.accept import Accepted
-from hdtool.runtime.core.drafter import Drafter, WrappedDrafter
-from hdtool.runtime.core.engine import Verified
+from hdtool.runtime.core.drafter import Drafter
 from hdtool.runtime.core.loop import Request
 from hdtool.runtime.core.sampler import Sampler, seed_of
 from hdtool.runtime.core.sequence import Step, room_for
 from hdtool.runtime.generation.grammar import Guide, guided_drafter, masks_of
 from hdtool.runtime.generation.text_stream import text_of
 from hdtool.runtime.integrations.server.formats import RequestError, TokenLogprobs
+from hdtool.runtime.integrations.server.instructions import takes_late_instructions, with_early_instructions
+from hdtool.runtime.integrations.server.logit_processors import AnswerPenalty, LogitBias, LogprobRecorder
+from hdtool.runtime.integrations.server.quotes import Quotes
 from hdtool.runtime.integrations.server.requests import (
     MAX_PROMPTS,
     NO_TOOLS,
@@ -54,134 +39,11 @@ from hdtool.runtime.integrations.server.requests import (
     template_messages,
 )
 from hdtool.runtime.integrations.server.scheduler import AnswerJob
-from hdtool.runtime.kernels.compiled import Ints
 from hdtool.runtime.samplers import compiler_for, sampler_for
 from hdtool.runtime.target.load import Loaded
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
-PARAGRAPH = "\n\n"
-SYSTEM, USER = "system", "user"
-LATE_INSTRUCTIONS = ("after a question", "after an answer", "at the end")
-CONVERSATION = (
-    {"role": SYSTEM, "content": "first instruction"},
-    {"role": USER, "content": "question"},
-    {"role": SYSTEM, "content": LATE_INSTRUCTIONS[0]},
-    {"role": "assistant", "content": "answer"},
-    {"role": SYSTEM, "content": LATE_INSTRUCTIONS[1]},
-    {"role": USER, "content": "next question"},
-    {"role": SYSTEM, "content": LATE_INSTRUCTIONS[2]},
-)
-
-
-def takes_late_instructions(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Return True if the chat template renders system messages wherever they occur in a conversation."""
-    if not has_chat_template(tokenizer):
-        return True
-    try:
-        text = conversation_text(tokenizer, CONVERSATION, chat=True)
-    except PromptError:
-        return False
-    return all(instruction in text for instruction in LATE_INSTRUCTIONS)
-
-
-def with_early_instructions(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Join the system messages at the beginning into one, and convert later system messages to user messages.
-
-    A converted message is joined with the user messages next to it.
-    """
-    made: list[dict[str, Any]] = []
-    joins = False
-    for message in messages:
-        is_late = message["role"] == SYSTEM and any(before["role"] != SYSTEM for before in made)
-        if is_late:
-            message = {**message, "role": USER}
-        last = made[-1] if made else {}
-        joins = message["role"] == last.get("role") and (is_late or joins or message["role"] == SYSTEM)
-        if joins:
-            made[-1] = {**last, "content": last["content"] + PARAGRAPH + message["content"]}
-        else:
-            made.append(message)
-            joins = is_late
-    return made
-
-
-QUOTING_ROLES = ("user", "tool")
-"""Roles whose messages may contain text for the answer to quote."""
-NUMBERED_LINE = re.compile(r" *L?([0-9]{1,7})(?:→|\t| ?\| ?|: ?)")
-"""Matches a line number as tools print it before the text of a line."""
-MIN_NUMBERED_LINES = 3
-"""Minimum number of consecutively numbered lines that count as a listing."""
-MAX_KEPT_CHARACTERS = 4_000_000
-
-
-def without_line_numbers(text: str) -> str:
-    """Remove line numbers from runs of at least ``MIN_NUMBERED_LINES`` lines that are numbered consecutively."""
-    lines = text.split(LINE_END)
-    numbers = [NUMBERED_LINE.match(line) for line in lines]
-    offsets = [int(number[1]) - line_index if number else None for line_index, number in enumerate(numbers)]
-    for offset, line_indices in groupby(range(len(lines)), offsets.__getitem__):
-        listing = list(line_indices)
-        if offset is not None and len(listing) >= MIN_NUMBERED_LINES:
-            for line_index in listing:
-                number = numbers[line_index]
-                lines[line_index] = lines[line_index][number.end() :] if number else lines[line_index]
-    return LINE_END.join(lines)
-
-
-def quoted_forms(text: str, *, in_json: bool) -> Iterator[str]:
-    """Yield the forms, besides the text itself, in which an answer may quote a multi-line text.
-
-    These are the text without its line numbers, if it has any, and with ``in_json``, that text escaped as in a JSON
-    string.
-    """
-    if LINE_END not in text:
-        return
-    bare = without_line_numbers(text)
-    if bare != text:
-        yield bare
-    if in_json:
-        yield json.dumps(bare, ensure_ascii=False)[1:-1]
-
-
-class Quotes:
-    """Encodes text that answers may quote; caches the tokens, because each request repeats the conversation so far."""
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, max_characters: int = MAX_KEPT_CHARACTERS) -> None:
-        self._tokenizer, self._max_characters = tokenizer, max_characters
-        self._kept: OrderedDict[tuple[str, str, bool], Ints] = OrderedDict()
-        self._characters = 0
-        self._lock = Lock()
-
-    def tokens(self, messages: Sequence[Mapping[str, Any]], owner: str, *, in_json: bool) -> Sequence[int]:
-        """Return the tokens of all ``quoted_forms`` of the user and tool messages.
-
-        The cache is separate for each ``owner``, so that response times reveal nothing about other owners' messages.
-        """
-        quoted = [str(message["content"]) for message in messages if message["role"] in QUOTING_ROLES]
-        encoded = [self._encoded(text, owner, in_json) for text in quoted if LINE_END in text]
-        return np.concatenate(encoded).tolist() if encoded else ()
-
-    def _encoded(self, text: str, owner: str, in_json: bool) -> Ints:
-        key = owner, text, in_json
-        with self._lock:
-            if (kept := self._kept.get(key)) is not None:
-                self._kept.move_to_end(key)
-                return kept
-        ids = [
-            token
-            for form in quoted_forms(text, in_json=in_json)
-            for token in encode_text(self._tokenizer, LINE_END + form, special=False)
-        ]
-        encoded = np.array(ids, np.int32)
-        with self._lock:
-            self._characters += len(text) if key not in self._kept else 0
-            self._kept[key] = encoded
-            while self._characters > self._max_characters:
-                (_, oldest, _), _ = self._kept.popitem(last=False)
-                self._characters -= len(oldest)
-        return encoded
+    pass
 
 
 MAX_GRAMMAR_CHARACTERS = 65_536
@@ -379,50 +241,3 @@ class Preparer:
                 f"logit_bias names token {wrong[:40]!r}: its keys are token ids below {vocabulary}", param="logit_bias"
             )
         return {int(key): bias for key, bias in given.items()}
-
-
-class AnswerPenalty(LogitsProcessor):
-    """Lowers the score of each token in the answer so far: by ``presence`` once, by ``frequency`` per occurrence."""
-
-    def __init__(self, prompt_length: int, presence: float, frequency: float) -> None:
-        self._start, self._presence, self._frequency = prompt_length, presence, frequency
-
-    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
-        tokens, counts = input_ids[0, self._start :].unique(return_counts=True)
-        lowered = scores.clone()
-        lowered[0, tokens] -= self._presence + self._frequency * counts
-        return cast(torch.FloatTensor, lowered)
-
-
-class LogitBias(LogitsProcessor):
-    """Adds a bias to the score of each token in ``biases``."""
-
-    def __init__(self, biases: Mapping[int, float]) -> None:
-        self._tokens, self._biases = torch.tensor(list(biases)), torch.tensor(list(biases.values()))
-
-    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
-        biased = scores.clone()
-        biased[0, self._tokens.to(scores.device)] += self._biases.to(scores.device, scores.dtype)
-        return cast(torch.FloatTensor, biased)
-
-
-class LogprobRecorder(WrappedDrafter):
-    """Wraps a drafter to record the log-probabilities of accepted tokens."""
-
-    reads_logits = True
-
-    def __init__(self, drafter: Drafter, num_alternatives: int, recorded: list[TokenLogprobs]) -> None:
-        """``num_alternatives`` is how many top tokens to record per position; results are appended to ``recorded``."""
-        super().__init__(drafter)
-        self._num_alternatives, self._recorded = num_alternatives, recorded
-
-    @torch.inference_mode()
-    def observe(self, accepted: Accepted, verified: Verified) -> None:
-        rows = [0, *(node + 1 for node in accepted.path)][: len(accepted.tokens)]
-        scores = verified.logits[rows].float().log_softmax(-1)
-        chosen = scores.gather(1, torch.tensor(accepted.tokens, device=scores.device)[:, None])[:, 0].tolist()
-        best = scores.topk(min(self._num_alternatives, scores.shape[1])) if self._num_alternatives else None
-        for index, token in enumerate(accepted.tokens):
-            pairs = zip(best.indices[index].tolist(), best.values[index].tolist(), strict=True) if best else ()
-            self._recorded.append(TokenLogprobs(token, chosen[index], list(pairs)))
-        super().observe(accepted, verified)

@@ -16,14 +16,16 @@ from pydantic import BaseModel, ConfigDict, Field
 from hdtool.data.chat import encode_text
 from hdtool.runtime.integrations.server.answers import Block, BlockKind, Blocks, Change, Event, blocks_of
 from hdtool.runtime.integrations.server.formats import Delta, RequestError, Row, TokenLogprobs, logprob_rows
-from hdtool.runtime.integrations.server.preparation import PARAGRAPH
+from hdtool.runtime.integrations.server.instructions import PARAGRAPH
 from hdtool.runtime.integrations.server.requests import (
-    CUSTOM,
     MAX_LOGPROBS,
     UNREADABLE_NOTE,
     UNSUPPORTED_CONTENT,
     Body,
     ChatRequest,
+)
+from hdtool.runtime.integrations.server.response_tools import (
+    CUSTOM,
     ResponseTools,
     custom_arguments,
     function_name,

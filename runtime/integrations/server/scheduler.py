@@ -1,29 +1,23 @@
-"""The engine's thread, which decodes all requests in one batch; also metrics, the request log and tenants' drafters."""
+"""The engine's thread, which decodes all requests in one batch, and tenants' drafters."""
 
 from __future__ import annotations
 
-import json
 import sys
 import threading
 import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any, cast
-from urllib.parse import quote
+from functools import cached_property
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from hdtool.data.errors import HdtoolError, PromptError
 from hdtool.data.stores.tenant import Tenant
 from hdtool.runtime.budget.node_budget import Budget, SharedCosts
 from hdtool.runtime.config import DecodeConfig, StoresConfig
-from hdtool.runtime.config.measuring import JSON_LINES
 from hdtool.runtime.core.drafter import Drafter
 from hdtool.runtime.core.loop import Loop, Outcome, PendingPrefill, Request
 from hdtool.runtime.core.prefix_cache import PrefixCache, common_prefix_length
@@ -33,7 +27,7 @@ from hdtool.runtime.target.load import Loaded
 from hdtool.runtime.target.target import Target
 
 if TYPE_CHECKING:
-    from hdtool.runtime.integrations.server.answers import ChoiceStream
+    pass
 
 PREFILL_CHUNK_IDLE, PREFILL_CHUNK_BUSY = 512, 128
 """Number of prompt tokens prefilled in one pass while no other answer is running, and while others are running."""
@@ -273,135 +267,3 @@ class Scheduler:
 
 def _public_error(error: Exception) -> HdtoolError | EngineError:
     return error if isinstance(error, HdtoolError) else EngineError(str(error))
-
-
-LATENCY_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
-"""Upper bounds of the histogram buckets, in seconds."""
-ENTRY_KEY = "hdtool.request"
-"""Key of the ``LogEntry`` in the ASGI scope of a request."""
-POLLED_PATHS = ("/health", "/metrics")
-"""Paths that monitoring polls; only their failures are logged."""
-MAX_LOGGED_PATH = 200
-
-
-class Metrics:
-    """The Prometheus metrics of one server."""
-
-    def __init__(self, engine: Scheduler) -> None:
-        registry = self._registry = CollectorRegistry()
-        counter, gauge = partial(Counter, registry=registry), partial(Gauge, registry=registry)
-        histogram = partial(Histogram, registry=registry, buckets=LATENCY_BUCKETS)
-        self._requests = counter("hdtool_requests", "Requests, by path and status.", ["path", "status"])
-        self._tokens = counter("hdtool_generated_tokens", "Tokens of answers.")
-        self._prompt_tokens = counter("hdtool_prompt_tokens", "Tokens of prompts.")
-        self._cached = counter("hdtool_cached_prompt_tokens", "Tokens of prompts not read again.")
-        self._drafted = counter("hdtool_draft_tokens", "Draft tokens, by source.", ["source"])
-        self._accepted = counter("hdtool_accepted_draft_tokens", "Accepted draft tokens, by source.", ["source"])
-        self._steps = counter("hdtool_steps", "Forward passes, summed over the answers in them.")
-        self._first = histogram("hdtool_time_to_first_token_seconds", "From the end of a request to its first token.")
-        self._whole = histogram("hdtool_answer_seconds", "From the end of a request to its last token.")
-        running = gauge("hdtool_running_answers", "Answers that are being generated.")
-        running.set_function(lambda: engine.running)
-        waiting = gauge("hdtool_waiting_answers", "Answers that wait for a place.")
-        waiting.set_function(lambda: engine.waiting)
-        kept = gauge("hdtool_prefix_cache_bytes", "Bytes of the contexts that are kept.")
-        kept.set_function(lambda: engine.prefixes.bytes if engine.prefixes else 0)
-
-    def request(self, path: str, status: int) -> None:
-        self._requests.labels(path, str(status)).inc()
-
-    def step(self, step: Step, prompt_tokens: int, submitted: float, *, is_first: bool) -> None:
-        """Count one step of an answer; ``submitted`` is the monotonic time at which its job was submitted."""
-        self._tokens.inc(len(step.tokens))
-        self._steps.inc()
-        waited = time.monotonic() - submitted
-        if is_first:
-            self._prompt_tokens.inc(prompt_tokens)
-            self._cached.inc(step.cached_tokens)
-            self._first.observe(waited)
-        if step.finish:
-            self._whole.observe(waited)
-
-    def drafts(self, source: str, drafted: int, accepted: int) -> None:
-        """Count the draft tokens of an answer that has ended."""
-        self._drafted.labels(source).inc(drafted)
-        self._accepted.labels(source).inc(accepted)
-
-    def text(self) -> bytes:
-        return generate_latest(self._registry)
-
-
-@dataclass
-class LogEntry:
-    """What the handlers of a request report for the log."""
-
-    status: int = 500
-    error: str | None = None
-    """Code or type of an error; its message is not logged, because it could quote the request."""
-    model: str | None = None
-    tenant: str | None = None
-    answers: ChoiceStream | None = None
-
-
-class RequestLog:
-    """ASGI middleware that gives each request a ``LogEntry`` and prints it when the request has ended."""
-
-    def __init__(self, app: ASGIApp, *, shown: bool, form: str) -> None:
-        self._app, self._shown, self._form = app, shown, form
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        entry = scope[ENTRY_KEY] = LogEntry()
-        started = time.monotonic()
-
-        async def send_noting_status(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                entry.status = message["status"]
-            await send(message)
-
-        try:
-            await self._app(scope, receive, send_noting_status)
-        except Exception:
-            entry.status = 500
-            raise
-        finally:
-            if self._shown and not (scope["path"] in POLLED_PATHS and entry.status < 400):
-                seconds = time.monotonic() - started
-                with suppress(OSError):  # a closed terminal must not fail the request
-                    print(_line(scope, entry, seconds, self._form), file=sys.stderr, flush=True)
-
-
-def _line(scope: Scope, entry: LogEntry, seconds: float, form: str) -> str:
-    moment = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-    path = quote(scope["path"], safe="/:")[:MAX_LOGGED_PATH]
-    figures = _figures(entry, seconds)
-    if form == JSON_LINES:
-        return json.dumps(
-            {"time": moment, "method": scope["method"], "path": path, "status": entry.status, **figures},
-            ensure_ascii=False,
-        )
-    named = (f"{name}={_without_spaces(value)}" for name, value in figures.items())
-    return " ".join((moment, scope["method"], path, str(entry.status), *named))
-
-
-def _figures(entry: LogEntry, seconds: float) -> dict[str, Any]:
-    made: dict[str, Any] = {"error": entry.error, "model": entry.model, "tenant": entry.tenant or None}
-    if entry.answers is not None:
-        stats = entry.answers.stats
-        usage = entry.answers.usage
-        made |= {
-            "prompt_tokens": usage["prompt_tokens"],
-            "cached_tokens": usage["prompt_tokens_details"]["cached_tokens"],
-            "completion_tokens": stats.tokens,
-            "tokens_per_step": round(stats.tokens / stats.steps, 2) if stats.steps else None,
-            "tokens_per_second": round(stats.tokens / seconds, 1) if stats.tokens and seconds else None,
-        }
-    return {name: value for name, value in (made | {"seconds": round(seconds, 3)}).items() if value is not None}
-
-
-def _without_spaces(value: object) -> str:
-    """Return a value as text, quoted as JSON if it is empty or contains spaces or special characters."""
-    text = str(value)
-    return json.dumps(text, ensure_ascii=False) if not text or set(text) & set(' "=\t\n\r') else text

@@ -1,0 +1,64 @@
+"""Penalties and biases of requests, and the recorder of log probabilities."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, cast
+
+import torch
+from transformers import LogitsProcessor
+
+from hdtool.runtime.core.accept import Accepted
+from hdtool.runtime.core.drafter import Drafter, WrappedDrafter
+from hdtool.runtime.core.engine import Verified
+from hdtool.runtime.integrations.server.formats import TokenLogprobs
+
+if TYPE_CHECKING:
+    pass
+
+
+class AnswerPenalty(LogitsProcessor):
+    """Lowers the score of each token in the answer so far: by ``presence`` once, by ``frequency`` per occurrence."""
+
+    def __init__(self, prompt_length: int, presence: float, frequency: float) -> None:
+        self._start, self._presence, self._frequency = prompt_length, presence, frequency
+
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
+        tokens, counts = input_ids[0, self._start :].unique(return_counts=True)
+        lowered = scores.clone()
+        lowered[0, tokens] -= self._presence + self._frequency * counts
+        return cast(torch.FloatTensor, lowered)
+
+
+class LogitBias(LogitsProcessor):
+    """Adds a bias to the score of each token in ``biases``."""
+
+    def __init__(self, biases: Mapping[int, float]) -> None:
+        self._tokens, self._biases = torch.tensor(list(biases)), torch.tensor(list(biases.values()))
+
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
+        biased = scores.clone()
+        biased[0, self._tokens.to(scores.device)] += self._biases.to(scores.device, scores.dtype)
+        return cast(torch.FloatTensor, biased)
+
+
+class LogprobRecorder(WrappedDrafter):
+    """Wraps a drafter to record the log-probabilities of accepted tokens."""
+
+    reads_logits = True
+
+    def __init__(self, drafter: Drafter, num_alternatives: int, recorded: list[TokenLogprobs]) -> None:
+        """``num_alternatives`` is how many top tokens to record per position; results are appended to ``recorded``."""
+        super().__init__(drafter)
+        self._num_alternatives, self._recorded = num_alternatives, recorded
+
+    @torch.inference_mode()
+    def observe(self, accepted: Accepted, verified: Verified) -> None:
+        rows = [0, *(node + 1 for node in accepted.path)][: len(accepted.tokens)]
+        scores = verified.logits[rows].float().log_softmax(-1)
+        chosen = scores.gather(1, torch.tensor(accepted.tokens, device=scores.device)[:, None])[:, 0].tolist()
+        best = scores.topk(min(self._num_alternatives, scores.shape[1])) if self._num_alternatives else None
+        for index, token in enumerate(accepted.tokens):
+            pairs = zip(best.indices[index].tolist(), best.values[index].tolist(), strict=True) if best else ()
+            self._recorded.append(TokenLogprobs(token, chosen[index], list(pairs)))
+        super().observe(accepted, verified)
