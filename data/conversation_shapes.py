@@ -1,21 +1,16 @@
-"""Parse a row of any known format into a conversation, and read and write Spec-Bench answer rows.
+"""Parse a row of any known format into a conversation.
 
-The keys of an object determine its format; ``docs/guides/input-formats.md`` lists all formats. Spec-Bench's scripts
-read ``choices[0]``: the texts of all turns and, with one number per turn, ``decoding_steps``, ``new_tokens`` and
-``wall_time``. ``accept_lengths`` holds the number of tokens that each step of all turns yielded. hdtool adds the other
-keys.
+The keys of an object determine its format; ``docs/guides/input-formats.md`` lists all formats.
 """
 
 from __future__ import annotations
 
-import re
-import time
-import uuid
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from hdtool.data import conversation as api
+from hdtool.data.answered_questions import first_choice
 from hdtool.data.conversation import (
     ANSWERS,
     ASSISTANT,
@@ -36,6 +31,7 @@ from hdtool.data.conversation import (
     required_text,
     role_of,
 )
+from hdtool.data.redacted_records import redacted_record
 from hdtool.data.row_readers import RowError, is_conversation
 
 SYSTEM_PROMPT_KEYS = ("system", "system_prompt")
@@ -99,172 +95,6 @@ def _recorded(turn: Turn, answer: Any, max_tokens: int | None) -> Turn:
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
-
-
-@dataclass(frozen=True)
-class AnsweredTurn:
-    """Answer to one turn of a question, with its measurements."""
-
-    text: str
-    output_ids: list[int]
-    step_tokens: list[int]
-    """Number of tokens that each forward pass yielded: the accepted tokens and the bonus token."""
-    seconds: float
-    """Time from the prompt's token ids to the answer's token ids, including prefill."""
-    finish: str
-    nodes: int = 0
-    """Number of draft tokens in all steps."""
-    draft_seconds: float | None = None
-    """Drafting time; None if unknown."""
-    model_seconds: float | None = None
-    """Time in the model's forward passes; None if unknown."""
-    drafted_by: list[int] = field(default_factory=list)
-    """For each token, the id of the source that drafted it, or 0 for a bonus token; empty if unknown."""
-    sources: dict[str, dict[str, float]] = field(default_factory=dict)
-    """Statistics of each draft source, by the name of the source."""
-    first_seconds: float | None = None
-    """Time to the first token; None if unknown."""
-    cpu_seconds: float | None = None
-    """CPU time of all threads of the process; None if unknown."""
-    waited_seconds: float | None = None
-    """Time that all threads together waited for a core; None if unknown."""
-
-
-@dataclass(frozen=True)
-class AnsweredQuestion:
-    """Question with one method's answers to all its turns."""
-
-    question_id: int | str
-    category: str
-    turns: tuple[AnsweredTurn, ...]
-    seconds_rounds: tuple[tuple[float, ...], ...] = ()
-    """Seconds that each turn took, by measurement round. ``turns`` holds the answers of one of these rounds."""
-
-    @property
-    def tokens_per_second(self) -> float:
-        return sum(self.new_tokens) / sum(turn.seconds for turn in self.turns)
-
-    @property
-    def new_tokens(self) -> list[int]:
-        return [len(turn.output_ids) for turn in self.turns]
-
-    @property
-    def step_tokens(self) -> list[int]:
-        return [tokens for turn in self.turns for tokens in turn.step_tokens]
-
-    @property
-    def output_ids(self) -> list[list[int]]:
-        return [turn.output_ids for turn in self.turns]
-
-    def to_json(self, model_id: str) -> dict[str, Any]:
-        turns = self.turns
-        choice = {
-            "index": 0,
-            "turns": [turn.text for turn in turns],
-            "decoding_steps": [len(turn.step_tokens) for turn in turns],
-            "new_tokens": self.new_tokens,
-            "wall_time": [turn.seconds for turn in turns],
-            "accept_lengths": self.step_tokens,
-            "output_ids": self.output_ids,
-            "seconds_rounds": self.seconds_rounds,
-            **{name: [getattr(turn, name) for turn in turns] for name in (*HDTOOL_TURN_KEYS, *LATER_TURN_KEYS)},
-        }
-        return {
-            "question_id": self.question_id,
-            "category": self.category,
-            "answer_id": uuid.uuid4().hex,
-            "model_id": model_id,
-            "choices": [choice],
-            "tstamp": time.time(),
-        }
-
-    @classmethod
-    def from_json(cls, row: Mapping[str, Any]) -> AnsweredQuestion:
-        """Parse a row of an answer file. Raises KeyError, TypeError or ValueError if hdtool did not write the row."""
-        choice = first_choice(row["choices"])
-        lengths = _split_by_turn(choice["accept_lengths"], choice["decoding_steps"])
-        names = (*HDTOOL_TURN_KEYS, *(name for name in LATER_TURN_KEYS if name in choice))
-        turns = tuple(
-            AnsweredTurn(text, output_ids, step_tokens, seconds, **dict(zip(names, hdtool_values, strict=True)))
-            for text, output_ids, step_tokens, seconds, *hdtool_values in zip(
-                choice["turns"],
-                choice["output_ids"],
-                lengths,
-                choice["wall_time"],
-                *(choice[name] for name in names),
-                strict=True,
-            )
-        )
-        return cls(row["question_id"], row["category"], turns, tuple(map(tuple, choice["seconds_rounds"])))
-
-
-HDTOOL_TURN_KEYS = ("finish", "nodes", "draft_seconds", "model_seconds", "drafted_by", "sources")
-"""Fields of a turn that hdtool adds to Spec-Bench's format."""
-LATER_TURN_KEYS = ("first_seconds", "cpu_seconds", "waited_seconds")
-"""More of them, which results of earlier versions lack."""
-
-
-def first_choice(choices: Any) -> dict[str, Any]:
-    """Return the first of a row's ``choices``. Raises ValueError unless it has ``turns``, a list of strings."""
-    choice: dict[str, Any] = choices[0] if isinstance(choices, list) and choices else {}
-    turns = choice.get("turns") if isinstance(choice, dict) else None
-    if not isinstance(turns, list) or not all(isinstance(turn, str) for turn in turns):
-        raise ValueError("`choices` must begin with an object that has `turns`, a list of texts")
-    return choice
-
-
-def question_id(name: str) -> int | str:
-    """Convert an id to an int if it is a decimal number, as in Spec-Bench's question file."""
-    return int(name) if name.isdecimal() and str(int(name)) == name else name
-
-
-def _split_by_turn(lengths: Sequence[int], counts: Sequence[int]) -> list[list[int]]:
-    """Split ``lengths``, the acceptance lengths of all steps, by turn; ``counts`` has each turn's number of steps."""
-    if sum(counts) != len(lengths):
-        raise ValueError("accept_lengths and decoding_steps differ")
-    rest = iter(lengths)
-    return [[next(rest) for _ in range(count)] for count in counts]
-
-
-MAX_KEYS_SHOWN = 6
-MAX_TEXT_SHOWN = 20
-SECRET_KEYS = re.compile(
-    r"(api|access|private|auth)[\W_]?(key|token)|^key$|^token$|secret|passw|authori[sz]|cookie|credential|header|bearer",
-    re.IGNORECASE,
-)
-SECRET_TEXTS = re.compile(r"(sk|pk|hf|gh[pousr]|xox[abp]|ey[Jj])[-_\w]{8}|bearer ", re.IGNORECASE)
-
-
-def redacted_record(value: Mapping[Any, Any]) -> str:
-    """Describe a record without its secrets, as in ``id: 7, question_text: "What is a li...", api_key: hidden``."""
-    fields = [f"{_key(key)}: {_value(str(key), held)}" for key, held in list(value.items())[:MAX_KEYS_SHOWN]]
-    more = len(value) - len(fields)
-    return (", ".join(fields) + (f" and {more} more" if more > 0 else "")) or "nothing"
-
-
-def _key(key: Any) -> str:
-    return " ".join(str(key).split())[:MAX_TEXT_SHOWN]
-
-
-def _value(key: str, value: Any) -> str:
-    if value is None or isinstance(value, bool):
-        return {None: "null", True: "true", False: "false"}[value]
-    if isinstance(value, int | float):
-        return f"{value:g}" if abs(value) < 1e6 else "a number"
-    if SECRET_KEYS.search(key):
-        return "hidden"
-    if isinstance(value, str):
-        return _text_excerpt(value)
-    kind, unit = ("object", "keys") if isinstance(value, Mapping) else ("list", "items")
-    return f"{kind} of {len(value)} {unit}" if isinstance(value, Mapping | list | tuple) else type(value).__name__
-
-
-def _text_excerpt(text: str) -> str:
-    words = " ".join(text.split())
-    # A long text without spaces may be an API key or an access token.
-    if SECRET_TEXTS.search(words) or (" " not in words[: 2 * MAX_TEXT_SHOWN] and len(words) > MAX_TEXT_SHOWN):
-        return f"text of {len(text)} characters"
-    return f'"{words[:MAX_TEXT_SHOWN]}..."' if len(words) > MAX_TEXT_SHOWN else f'"{words}"'
 
 
 CONVERSATION_KEYS = ("conversations", "messages", "conversation")

@@ -13,8 +13,8 @@ import torch
 from hdtool.builders.evaluation.bench_plan import ContenderFactory
 from hdtool.builders.evaluation.replay import with_own_history
 from hdtool.builders.evaluation.timing import Stopwatch
+from hdtool.data.answered_questions import AnsweredTurn
 from hdtool.data.chat import encode_conversation
-from hdtool.data.conversation_shapes import AnsweredTurn
 from hdtool.data.prompts import Prompt
 from hdtool.runtime.answerer import Answer, Conversation, decode
 from hdtool.runtime.config import DecodeConfig, ModelConfig, SamplingConfig

@@ -10,8 +10,8 @@ from functools import cached_property
 from typing import Any
 
 from hdtool.builders.evaluation.contenders import Contender
+from hdtool.data.answered_questions import AnsweredQuestion, AnsweredTurn, question_id
 from hdtool.data.chat import encode_answer, encode_conversation
-from hdtool.data.conversation_shapes import AnsweredQuestion, AnsweredTurn, question_id
 from hdtool.data.errors import PromptError
 from hdtool.data.prompts import Message, Prompt
 from hdtool.runtime.config import COLD, WARM

@@ -27,6 +27,7 @@ from hdtool.builders.evaluation.llama_cpp_peer import (
 from hdtool.builders.evaluation.replay import with_own_history
 from hdtool.builders.evaluation.scores import baseline_of
 from hdtool.builders.evaluation.threads import choose_shared_threads, set_num_threads
+from hdtool.data.answered_questions import question_id
 from hdtool.data.bench_results import (
     BenchRun,
     ResultFolder,
@@ -35,7 +36,6 @@ from hdtool.data.bench_results import (
     read_results,
     refuse_other_options,
 )
-from hdtool.data.conversation_shapes import question_id
 from hdtool.data.errors import ModelError, OptionError
 from hdtool.data.prompts import Prompt, interleave_categories
 from hdtool.data.stores.manifest import TokenizerFingerprint

@@ -17,7 +17,7 @@ from transformers import (
 )
 
 from hdtool.builders.evaluation.timing import Stopwatch
-from hdtool.data.conversation_shapes import AnsweredTurn
+from hdtool.data.answered_questions import AnsweredTurn
 from hdtool.runtime.answerer import decode
 from hdtool.runtime.config import SamplingConfig
 from hdtool.runtime.core.drafter import Drafter

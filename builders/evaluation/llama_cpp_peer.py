@@ -12,7 +12,7 @@ import torch
 
 from hdtool.builders.evaluation.contenders import PassCounter
 from hdtool.builders.evaluation.timing import Stopwatch
-from hdtool.data.conversation_shapes import AnsweredTurn
+from hdtool.data.answered_questions import AnsweredTurn
 from hdtool.data.errors import ModelError, error_reason
 from hdtool.data.gguf_header import GGUFHeader
 from hdtool.runtime.config import LLAMA_CPP, OTHER_FILE, ModelConfig, SamplingConfig

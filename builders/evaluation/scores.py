@@ -8,8 +8,8 @@ from statistics import fmean
 from typing import Any
 
 from hdtool.builders.evaluation.timing import Timings, doubt
+from hdtool.data.answered_questions import AnsweredQuestion
 from hdtool.data.bench_results import Results
-from hdtool.data.conversation_shapes import AnsweredQuestion
 from hdtool.data.errors import OptionError
 from hdtool.data.prompts import tasks_of
 from hdtool.runtime.config import METHODS, PEERS, DecodeConfig, SamplingConfig

@@ -14,28 +14,12 @@ import numpy.typing as npt
 import torch
 
 from hdtool.builders.evaluation.recording import TurnReader
-from hdtool.builders.heads.loss import (
-    Batch,
-    BatchSampler,
-    Example,
-    FrozenTarget,
-    draft_labels,
-    draft_vocabulary,
-    head_labels,
-    head_logits,
-    label_positions,
-    read_examples,
-)
-from hdtool.builders.heads.training_loop import (
-    HiddenStatesFile,
-    Training,
-    checkpoint_file,
-    curve_file,
-    draw_training,
-    hidden_states_output,
-    process_group,
-    world_size,
-)
+from hdtool.builders.heads.examples import BatchSampler, Example, draft_vocabulary, read_examples
+from hdtool.builders.heads.hidden_states_file import HiddenStatesFile, hidden_states_output
+from hdtool.builders.heads.loss import Batch, FrozenTarget, draft_labels, head_labels, head_logits, label_positions
+from hdtool.builders.heads.processes import process_group, world_size
+from hdtool.builders.heads.training_curve import curve_file, draw_training
+from hdtool.builders.heads.training_loop import Training, checkpoint_file
 from hdtool.data.errors import OptionError
 from hdtool.data.input_files import find_inputs
 from hdtool.data.progress import progress_bar

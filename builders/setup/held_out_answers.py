@@ -16,8 +16,8 @@ from hdtool.builders.evaluation.scores import mean_speed, timings_of
 from hdtool.builders.evaluation.timing import doubt
 from hdtool.builders.evaluation.verify import Verifier
 from hdtool.builders.setup.trained_drafters import method_options, usable_drafter_methods, with_model_drafters
+from hdtool.data.answered_questions import AnsweredQuestion
 from hdtool.data.chat import encode_conversation
-from hdtool.data.conversation_shapes import AnsweredQuestion
 from hdtool.data.errors import PromptError
 from hdtool.data.prompts import Prompt
 from hdtool.runtime.config import DecodeConfig, ModelConfig, SamplingConfig

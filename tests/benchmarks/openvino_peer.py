@@ -13,7 +13,7 @@ import torch
 
 from hdtool.builders.evaluation.contenders import PassCounter
 from hdtool.builders.evaluation.timing import Stopwatch
-from hdtool.data.conversation_shapes import AnsweredTurn
+from hdtool.data.answered_questions import AnsweredTurn
 from hdtool.data.errors import ModelError, error_reason
 from hdtool.runtime.core.sequence import room_for
 from hdtool.runtime.generation.grammar import Guide

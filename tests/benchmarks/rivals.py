@@ -41,7 +41,7 @@ from hdtool.builders.evaluation.llama_cpp_peer import (
 )
 from hdtool.builders.evaluation.threads import set_num_threads
 from hdtool.data import demo
-from hdtool.data.conversation_shapes import AnsweredQuestion, AnsweredTurn
+from hdtool.data.answered_questions import AnsweredQuestion, AnsweredTurn
 from hdtool.data.errors import HdtoolError
 from hdtool.data.gguf_header import GGUFHeader
 from hdtool.data.progress import progress_bar

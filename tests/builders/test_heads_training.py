@@ -19,21 +19,20 @@ from safetensors.torch import load_file, save_file
 
 from hdtool.builders.evaluation.recording import TurnReader
 from hdtool.builders.heads import training_loop
+from hdtool.builders.heads.examples import BatchSampler, Example, draft_vocabulary, read_examples
 from hdtool.builders.heads.loss import (
     Batch,
-    BatchSampler,
-    Example,
     FrozenTarget,
     HeadsLoss,
     TargetProbs,
     cross_entropy,
-    draft_vocabulary,
     head_labels,
     label_positions,
-    read_examples,
 )
+from hdtool.builders.heads.processes import Processes
 from hdtool.builders.heads.train import evaluate
-from hdtool.builders.heads.training_loop import Processes, Training, draw_training, learning_rate_factor
+from hdtool.builders.heads.training_curve import draw_training
+from hdtool.builders.heads.training_loop import Training, learning_rate_factor
 from hdtool.cli.app import run
 from hdtool.data import demo
 from hdtool.data.errors import HeadsError, ModelError, RecordError

@@ -9,9 +9,12 @@ import numpy as np
 import pytest
 import torch
 
-from hdtool.builders.heads import loss, training_loop
-from hdtool.builders.heads.loss import BatchSampler, Example, FrozenTarget
-from hdtool.builders.heads.training_loop import HiddenStatesFile, Processes, Training
+from hdtool.builders.heads import hidden_states_file, loss
+from hdtool.builders.heads.examples import BatchSampler, Example
+from hdtool.builders.heads.hidden_states_file import HiddenStatesFile
+from hdtool.builders.heads.loss import FrozenTarget
+from hdtool.builders.heads.processes import Processes
+from hdtool.builders.heads.training_loop import Training
 from hdtool.cli.app import run
 from hdtool.data.errors import HeadsError
 from hdtool.runtime.config import HeadsConfig, TrainConfig
@@ -46,9 +49,9 @@ def trained(folder: Path, learned: list[Example], stored: HiddenStatesFile | Non
 def test_a_training_from_stored_states_equals_one_from_the_target(
     tmp_path: Path, half: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(training_loop, "takes_bfloat16", lambda device: half)
+    monkeypatch.setattr(hidden_states_file, "takes_bfloat16", lambda device: half)
     monkeypatch.setattr(loss, "takes_bfloat16", lambda device: half)
-    monkeypatch.setattr(training_loop, "BATCH_TOKENS", 50)
+    monkeypatch.setattr(hidden_states_file, "BATCH_TOKENS", 50)
     learned = texts()
     stored = stored_in(tmp_path / "states", learned)
     assert not stored.is_written()

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
+from hdtool.data.answered_questions import AnsweredQuestion, question_id
 from hdtool.data.bench_results import BenchRun, ResultFolder, locked_results, read_results
-from hdtool.data.conversation_shapes import AnsweredQuestion, question_id
 from hdtool.data.errors import ResultError
 from tests.support.spec_bench_answers import answered, turn_of
 

@@ -13,14 +13,8 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
-from hdtool.builders.heads.loss import (
-    Example,
-    LabelPositions,
-    draft_labels,
-    draft_vocabulary,
-    frequent_tokens,
-    head_logits,
-)
+from hdtool.builders.heads.examples import Example, draft_vocabulary, frequent_tokens
+from hdtool.builders.heads.loss import LabelPositions, draft_labels, head_logits
 from hdtool.builders.heads.train import best_tree
 from hdtool.data.errors import FamilyError, HeadsError
 from hdtool.runtime.caches.kv_cache import KVTensors, StaticKVCache

@@ -22,9 +22,9 @@ from hdtool.builders.evaluation.bench_plan import WARM_UP_PROMPTS, BenchPlan, Co
 from hdtool.builders.evaluation.contenders import GenerateContender
 from hdtool.cli.app import run
 from hdtool.data import demo
+from hdtool.data.answered_questions import AnsweredTurn
 from hdtool.data.bench_results import read_results
 from hdtool.data.chat import encode_conversation
-from hdtool.data.conversation_shapes import AnsweredTurn
 from hdtool.data.errors import ModelError, PromptError
 from hdtool.data.prompts import Prompt, interleave_categories, interleave_tasks, read_prompts, tasks_of
 from hdtool.runtime.config import PEERS, BenchConfig, DecodeConfig, ModelConfig, SamplingConfig

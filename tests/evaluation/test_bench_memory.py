@@ -8,8 +8,8 @@ from hdtool.builders.evaluation.bench import Bench
 from hdtool.builders.evaluation.bench_plan import ContenderFactory
 from hdtool.builders.evaluation.contenders import Contender, GenerateContender
 from hdtool.data import demo
+from hdtool.data.answered_questions import AnsweredQuestion
 from hdtool.data.chat import encode_conversation
-from hdtool.data.conversation_shapes import AnsweredQuestion
 from hdtool.data.prompts import Prompt, interleave_categories, read_prompts
 from hdtool.runtime.config import DecodeConfig, ModelConfig, SamplingConfig, StoresConfig
 from hdtool.runtime.stores.store_set import StoreSet

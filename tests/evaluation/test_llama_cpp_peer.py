@@ -24,9 +24,9 @@ from hdtool.builders.evaluation.llama_cpp_peer import (
 from hdtool.cli.app import run
 from hdtool.cli.result_tables import TABLE_WIDTH
 from hdtool.data import demo
+from hdtool.data.answered_questions import AnsweredTurn
 from hdtool.data.bench_results import read_results
 from hdtool.data.chat import encode_conversation
-from hdtool.data.conversation_shapes import AnsweredTurn
 from hdtool.data.errors import ModelError, OptionError
 from hdtool.data.gguf_header import GGUFHeader, GGUFTensor
 from hdtool.data.prompts import interleave_categories, read_prompts

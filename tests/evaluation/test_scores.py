@@ -10,8 +10,8 @@ from hdtool.builders.evaluation import timing
 from hdtool.builders.evaluation.report.measurements import BenchMeasurements
 from hdtool.builders.evaluation.scores import ALL_TASKS, scores_of
 from hdtool.cli.result_tables import bench_table
+from hdtool.data.answered_questions import AnsweredQuestion
 from hdtool.data.bench_results import BenchRun, Results
-from hdtool.data.conversation_shapes import AnsweredQuestion
 from hdtool.data.errors import OptionError
 from tests.support.spec_bench_answers import answered, turn_of
 

@@ -11,7 +11,7 @@ import torch
 
 from hdtool.builders.evaluation import timing
 from hdtool.builders.evaluation.timing import Stopwatch, Timings, doubt
-from hdtool.data.conversation_shapes import AnsweredTurn
+from hdtool.data.answered_questions import AnsweredTurn
 from tests.support.spec_bench_answers import turn_of
 
 CPU = torch.device("cpu")

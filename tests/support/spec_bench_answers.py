@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hdtool.data.conversation_shapes import AnsweredQuestion, AnsweredTurn
+from hdtool.data.answered_questions import AnsweredQuestion, AnsweredTurn
 
 
 def turn_of(steps: Sequence[int], seconds: float, first: int = 0, **known: object) -> AnsweredTurn:

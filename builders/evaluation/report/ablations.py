@@ -21,8 +21,8 @@ from hdtool.builders.evaluation.report.tables import (
     source_wins,
 )
 from hdtool.builders.evaluation.worker_pool import replay
+from hdtool.data.answered_questions import AnsweredQuestion
 from hdtool.data.conversation import STOPPED
-from hdtool.data.conversation_shapes import AnsweredQuestion
 from hdtool.data.progress import progress_bar
 from hdtool.data.prompts import Prompt
 from hdtool.data.texts_and_traces import RecordedAnswer, Trace

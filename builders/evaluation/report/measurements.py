@@ -16,8 +16,8 @@ from hdtool.builders.evaluation.report.tables import (
     source_wins,
 )
 from hdtool.builders.evaluation.scores import ALL_TASKS, Scores, method_in_words, scores_of
+from hdtool.data.answered_questions import AnsweredQuestion
 from hdtool.data.bench_results import Results
-from hdtool.data.conversation_shapes import AnsweredQuestion
 from hdtool.runtime.config.source_names import source_named
 
 
