@@ -12,20 +12,7 @@ from typing import Annotated, Any
 import typer
 import typer.core
 
-from hdtool.cli import (
-    bench,
-    build,
-    chat,
-    convert,
-    demo,
-    doctor,
-    generate,
-    replay,
-    serve,
-    setup,
-    stores,
-    verify,
-)
+from hdtool.cli import bench, build, chat, convert, demo, doctor, generate, replay, serve, setup, stores, verify
 from hdtool.cli.command import Command, quiet_libraries, restore_hyphens
 from hdtool.cli.options import INTERRUPTED_EXIT, with_options
 from hdtool.cli.terminal import guard_terminal

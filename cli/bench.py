@@ -13,15 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from hdtool.cli import options
-from hdtool.cli.command import (
-    INPUT_PANEL,
-    MEASUREMENT_PANEL,
-    OUTPUT_PANEL,
-    completion,
-    option,
-    quiet_libraries,
-    with_structure,
-)
+from hdtool.cli.command import Option, completion, quiet_libraries, with_structure
 from hdtool.cli.options import only, parse_numbers, without
 from hdtool.cli.result_tables import as_columns, fill_text, rounded, speedup_title
 from hdtool.data import demo
@@ -46,6 +38,7 @@ from hdtool.runtime.config import (
     StoresConfig,
 )
 from hdtool.runtime.config.measuring import COST_FILE
+from hdtool.runtime.config.settings import Panel, Use
 
 if TYPE_CHECKING:
     from hdtool.builders.evaluation.recorded_bench import ReplayRunner, Timing
@@ -66,7 +59,7 @@ SHAPE_MODEL_OPTIONS = only("model", "device", "dtype", "threads", "trust_remote_
 
 def bench_shape(
     *,
-    traces: Annotated[Path, option(INPUT_PANEL, "Recorded answers, as replay takes them.")],
+    traces: Annotated[Path, Option(Panel.INPUT, "Recorded answers, as replay takes them.")],
     config: Annotated[ShapeConfig, only("shape", "methods", "limit").described(shape=SHAPE_ARGUMENT)],
     loading: Annotated[ModelConfig, SHAPE_MODEL_OPTIONS],
     decoding: Annotated[DecodeConfig, only("draft_tokens", "max_new_tokens")],
@@ -213,43 +206,22 @@ def bench_cost(
     loading: Annotated[ModelConfig, without("device_map", "generation_config").as_argument()],
     shape: Annotated[
         str | None,
-        option(
-            MEASUREMENT_PANEL,
-            f"Time a model of this shape with random weights: {', '.join(SHAPES)}, or a config.json.",
+        Option(
+            Panel.MEASUREMENT,
+            f"Time random weights of this shape. {', '.join(SHAPES)}, or a config.json.",
             values=SHAPES,
         ),
     ] = None,
     contexts: Annotated[
         str | None,
-        option(
-            MEASUREMENT_PANEL,
+        Option(
+            Panel.MEASUREMENT,
             f"Context lengths separated by commas. Default: powers of two from {CostConfig.shortest} to "
             f"{CostConfig.longest} that fit the model.",
         ),
     ] = None,
-    bandwidth: Annotated[
-        float | None,
-        option(
-            MEASUREMENT_PANEL,
-            "Estimate passes of --shape instead of timing them: gigabytes of weights, keys and values that a device "
-            "reads in a second.",
-        ),
-    ] = None,
-    teraflops: Annotated[
-        float | None,
-        option(
-            MEASUREMENT_PANEL, "With --bandwidth: what the device computes in a second. Default: it never waits for it."
-        ),
-    ] = None,
-    overlap: Annotated[
-        float,
-        option(
-            MEASUREMENT_PANEL,
-            "With --bandwidth, for mixtures of experts: the share, from 0 to 1, by which the tokens of a pass "
-            "activate fewer experts than independent ones would.",
-        ),
-    ] = 0.0,
-    out: Annotated[Path, option(OUTPUT_PANEL, "Folder of cost.json and cost.png.")] = Path(BenchConfig.out),
+    estimate: Annotated[CostConfig, only("bandwidth", "teraflops", "overlap")],
+    out: Annotated[Path, Option(Panel.OUTPUT, "Folder of cost.json and cost.png.")] = Path(BenchConfig.out),
     quiet: options.Quiet = False,
     as_json: options.JsonObject = False,
 ) -> None:
@@ -259,7 +231,7 @@ def bench_cost(
     predicts tokens per second from it.
     """
     lengths = parse_numbers("contexts", contexts, int, "lengths separated by commas, as in 128,1024")
-    config = CostConfig(lengths, bandwidth=bandwidth, teraflops=teraflops, overlap=overlap)
+    config = replace(estimate, contexts=lengths)
     if config.bandwidth and not shape:
         raise OptionError("--bandwidth estimates the passes of a shape: name one by --shape, as a config.json")
 
@@ -317,9 +289,9 @@ def bench(
     *,
     questions: Annotated[
         Path | None,
-        option(
-            INPUT_PANEL,
-            "Spec-Bench's question.jsonl, or prompts as generate takes them. Default: the embedded prompts.",
+        Option(
+            Panel.INPUT,
+            "Prompts, as generate takes them. Also Spec-Bench's question.jsonl. Default: the embedded prompts.",
             "--questions",
             "--prompts",
         ),
@@ -333,20 +305,25 @@ def bench(
     tools: options.Tools = None,
     loading: Annotated[ModelConfig, without("device_map", "threads").as_argument()],
     out: Annotated[
-        Path, option(OUTPUT_PANEL, "Folder of the results; the same command resumes an interrupted run.")
+        Path, Option(Panel.OUTPUT, "Folder of the results. The same command resumes an interrupted run.")
     ] = Path(BenchConfig.out),
     report: options.Report = None,
     temperatures: Annotated[
-        str | None, option(OUTPUT_PANEL, "More temperatures for --report, separated by commas.")
+        str | None,
+        Option(
+            Panel.OUTPUT,
+            "More temperatures for --report, separated by commas.",
+            use=Use(rare=True, no_effect=lambda given: given["report"] is None and "without --report"),
+        ),
     ] = None,
     quiet: options.Quiet = False,
     as_json: options.JsonObject = False,
 ) -> None:
     """Compare the speed of all methods on your device.
 
-    Every question is answered by each method in turn, and by the peers, on one model in one process: transformers' own
-    generate, and llama.cpp for a model in a GGUF file. Prints tokens per second, speed-up, tokens per step and the
-    number of identical answers for each task, and writes a file of answers per method in Spec-Bench's format.
+    Each method answers every question in turn, and so do the peers: transformers' own generate, and llama.cpp for a
+    GGUF file. Prints tokens per second, speed-up, tokens per step and identical answers for each task, and writes a
+    file of answers per method in Spec-Bench's format.
     """
     more_temperatures = _temperatures(temperatures, sampling)
     asked, spare = _sample(with_structure(read_prompts(questions or demo.PROMPTS), structure, tools), settings)

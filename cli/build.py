@@ -10,22 +10,24 @@ from pathlib import Path
 from typing import Annotated
 
 from hdtool.cli import options
-from hdtool.cli.command import HEADS_PANEL, INPUT_PANEL, OUTPUT_PANEL, option, quiet_libraries
+from hdtool.cli.command import Option, quiet_libraries
 from hdtool.cli.options import only, without
 from hdtool.data.errors import ModelError, OptionError
 from hdtool.data.stores.manifest import Checkpoint, Manifest, TokenizerFingerprint
 from hdtool.data.stores.store import FolderCheck, refuse_replacing
 from hdtool.data.stores.store_files import CORPUS_KIND, MODEL_KIND, check_destination
 from hdtool.runtime.config import BuildConfig, HeadsConfig, ModelConfig, TrainConfig
+from hdtool.runtime.config.building import AMPHISTA, MEDUSA
+from hdtool.runtime.config.settings import Panel, Use
 
 
 def build_model_db(
     *,
     inputs: Annotated[
         list[str] | None,
-        option(
-            INPUT_PANEL,
-            "The model's answers: a history store, a file of collect, or any input of build-corpus-db.",
+        Option(
+            Panel.INPUT,
+            "The model's answers. A history store, a file of collect, or any input of build-corpus-db.",
             "--from",
         ),
     ] = None,
@@ -36,7 +38,7 @@ def build_model_db(
     replace: options.Replace = False,
     config: Annotated[BuildConfig, without("shard_bytes", "workers")],
     quiet: options.Quiet = False,
-    as_json: options.Json = False,
+    as_json: options.JsonObject = False,
 ) -> None:
     """Build a model store from a model's answers.
 
@@ -69,7 +71,7 @@ def build_corpus_db(
     replace: options.Replace = False,
     config: Annotated[BuildConfig, without("top_k", "per_key")],
     quiet: options.Quiet = False,
-    as_json: options.Json = False,
+    as_json: options.JsonObject = False,
 ) -> None:
     """Build a corpus index from texts.
 
@@ -156,20 +158,28 @@ def train_heads(
     *,
     inputs: Annotated[
         list[str],
-        option(INPUT_PANEL, "Files, folders or globs of the model's answers, as build-model-db takes them.", "--from"),
+        Option(Panel.INPUT, "The model's answers. Files, folders or globs, as build-model-db takes them.", "--from"),
     ],
     out: Annotated[
-        Path, option(OUTPUT_PANEL, "Folder of the heads; the same command resumes an interrupted training.")
+        Path, Option(Panel.OUTPUT, "Folder of the heads. The same command resumes an interrupted training.")
     ],
     hidden_states: Annotated[
         Path | None,
-        option(
-            OUTPUT_PANEL, "File for the model's hidden states: computed once, read by each epoch and each training."
+        Option(
+            Panel.OUTPUT, "File for the model's hidden states. Computed once, read by each epoch and each training."
         ),
     ] = None,
     chat: options.Chat = None,
     loading: Annotated[ModelConfig, only("model", "gguf_file", "device", "dtype", "trust_remote_code").as_argument()],
-    medusa: Annotated[bool, option(HEADS_PANEL, "Short for --kind medusa.", "--medusa")] = False,
+    medusa: Annotated[
+        bool,
+        Option(
+            Panel.HEADS,
+            "Short for --kind medusa.",
+            "--medusa",
+            use=Use(no_effect=lambda given: given["kind"] not in (AMPHISTA, MEDUSA) and "with another --kind"),
+        ),
+    ] = False,
     heads: HeadsConfig,
     config: TrainConfig,
     quiet: options.Quiet = False,

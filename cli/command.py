@@ -12,25 +12,19 @@ from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapp
 from dataclasses import replace
 from logging import getLogger
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, get_args
 
 import typer
 from typer.core import TyperCommand
+from typer.models import OptionInfo
 
 from hdtool.data import demo
 from hdtool.data.errors import OptionError
 from hdtool.data.progress import show_bars
 from hdtool.data.prompts import Prompt, read_tools
 from hdtool.data.stores.home import NO_STORE
-from hdtool.runtime.config import (
-    LOWEST_TEMPERATURE,
-    METHODS,
-    OPTION_METHODS,
-    PEERS,
-    SHAPE_PEERS,
-    GrammarConfig,
-    ShapeConfig,
-)
+from hdtool.runtime.config import METHODS, PEERS, SHAPE_PEERS, GrammarConfig, ShapeConfig
+from hdtool.runtime.config.settings import ANY_USE, Panel, Use
 
 STORE_OPTIONS = ("model_db", "corpus_db")
 
@@ -52,63 +46,13 @@ def with_structure(prompts: Sequence[Prompt], structure: GrammarConfig, tools: P
     return [replace(one, grammar=one.grammar or grammar, tools=one.tools or offered) for one in prompts]
 
 
-INPUT_PANEL, MODEL_PANEL, DRAFTING_PANEL, SAMPLING_PANEL, OUTPUT_PANEL = (
-    "Input",
-    "Model",
-    "Drafting",
-    "Sampling",
-    "Output",
-)
-STRUCTURE_PANEL, SERVER_PANEL = "Structured output", "Server"
-RARE_PANEL = "Rarely used"
-BUILD_PANEL, HEADS_PANEL, TRAINING_PANEL, MEASUREMENT_PANEL = (
-    "Build",
-    "Architecture of the heads",
-    "Training",
-    "Measurement",
-)
-PANEL_ORDER = (
-    "Arguments",
-    INPUT_PANEL,
-    SERVER_PANEL,
-    MODEL_PANEL,
-    HEADS_PANEL,
-    TRAINING_PANEL,
-    DRAFTING_PANEL,
-    SAMPLING_PANEL,
-    STRUCTURE_PANEL,
-    BUILD_PANEL,
-    MEASUREMENT_PANEL,
-    OUTPUT_PANEL,
-    RARE_PANEL,
-    "Options",
-)
 SHORT_NAMES = {"--model": "-m", "--prompt": "-p", "--max-new-tokens": "-n", "--out": "-o", "--from": "-f"}
 """Short names of frequently used options."""
-RARELY_USED = {
-    "attn_implementation",
-    "body_seconds",
-    "device_map",
-    "fused_layers",
-    "generation_config",
-    "heads",
-    "history_prompts",
-    "lookahead",
-    "max_body_mib",
-    "max_waiting",
-    "order",
-    "prefix_cache_mib",
-    "prefix_caching",
-    "repetition_penalty",
-    "revision",
-    "shutdown_seconds",
-    "sources",
-    "tree",
-}
-"""Options that only ``--help-all`` shows if a command has more than ``MAX_SHORT_LIST`` parameters."""
-MAX_SHORT_LIST = 25
-"""Number of parameters up to which ``--help`` lists all of them."""
-HELP_ALL = "help_all"
+SCREEN_LINES = 45
+"""Largest number of lines of ``--help``."""
+HELP_ALL, SHORTENED = "help_all", "shortened"
+"""Names of the parameter ``--help-all``, and of the mark of a help that shows only what most users need."""
+SECOND_NAME = re.compile(r"(?<=\w\w), --[\w-]+")
 NON_BREAKING_HYPHEN = "\N{NON-BREAKING HYPHEN}"
 
 
@@ -123,24 +67,28 @@ class Command(TyperCommand):
                 parameter.opts[:0] = [SHORT_NAMES[name] for name in parameter.opts if name in SHORT_NAMES]
 
     def get_help(self, ctx: Any) -> str:
-        return restore_hyphens(super().get_help(ctx))
+        shown = super().get_help(ctx)
+        if HELP_ALL not in ctx.meta and len(shown.splitlines()) > SCREEN_LINES:
+            ctx.meta[SHORTENED] = True
+            shown = super().get_help(ctx)
+        return restore_hyphens(shown)
 
     # typer's panels need rich, which would double the start-up time of a command.
     def format_options(self, ctx: Any, formatter: Any) -> None:
-        parameters = self.get_params(ctx)
-        rare = rarely_used(one.name for one in parameters)
-        shows_all = HELP_ALL in ctx.meta
-        panels: dict[str, list[tuple[str, str]]] = {}
-        for parameter in parameters:
-            usual = "Arguments" if parameter.param_type_name == "argument" else "Options"
-            panel = RARE_PANEL if parameter.name in rare else getattr(parameter, "rich_help_panel", None) or usual
+        shortened = SHORTENED in ctx.meta
+        panels: dict[str, list[tuple[str, str]]] = {panel: [] for panel in Panel}
+        for parameter in self.get_params(ctx):
+            usual = Panel.ARGUMENTS if parameter.param_type_name == "argument" else Panel.OPTIONS
+            panel = getattr(parameter, "rich_help_panel", None) or usual
             record = parameter.get_help_record(ctx)
-            if record and (shows_all or panel != RARE_PANEL):
-                panels.setdefault(panel, []).append((record[0], protect_hyphens(record[1])))
-        for panel in sorted(panels, key=PANEL_ORDER.index):
-            with formatter.section(panel):
-                formatter.write_dl(panels[panel])
-        if shows_all and has_methods(one.name for one in parameters):
+            if record and not (shortened and use_of(self, parameter.name).rare):
+                panels[panel].append(record)
+        for panel, rows in panels.items():
+            if rows:
+                with formatter.section(panel):
+                    shown = _shortened(rows, formatter.width) if shortened else rows
+                    formatter.write_dl([(name, protect_hyphens(help)) for name, help in shown])
+        if not shortened and not {"method", "methods"}.isdisjoint(one.name for one in self.params):
             with formatter.section("Methods"):
                 formatter.write_dl([(name, protect_hyphens(method.description)) for name, method in METHODS.items()])
 
@@ -155,10 +103,24 @@ class Command(TyperCommand):
         return rest
 
     def invoke(self, ctx: Any) -> Any:
-        typed = {name for name in ctx.params if getattr(ctx.get_parameter_source(name), "name", "") == "COMMANDLINE"}
-        refuse_unused(typed, ctx.params)
+        for name in ctx.params:
+            if getattr(ctx.get_parameter_source(name), "name", "") == "COMMANDLINE":
+                refuse_without_effect(name, use_of(self, name), ctx.params)
         require_stores(ctx.params)
         return super().invoke(ctx)
+
+
+def _shortened(rows: Sequence[tuple[str, str]], width: int) -> list[tuple[str, str]]:
+    """Leave out second names, all sentences of a help text but the first, and defaults that do not fit on its line."""
+    names = [SECOND_NAME.sub("", name) for name, _ in rows]
+    room = width - max(map(len, names)) - 2 * len("  ")
+    shortened = []
+    for name, (_, help) in zip(names, rows, strict=True):
+        text, gap, default = help.partition("  [")
+        sentence = text.split(". ")[0].rstrip(".") + "."
+        line = sentence + gap + default
+        shortened.append((name, line if len(line) <= room else sentence))
+    return shortened
 
 
 def protect_hyphens(text: str) -> str:
@@ -170,17 +132,6 @@ def restore_hyphens(text: str) -> str:
     return text.replace(NON_BREAKING_HYPHEN, "-")
 
 
-def rarely_used(names: Iterable[str | None]) -> set[str]:
-    """Return the names of a command's options that its ``--help`` leaves out."""
-    given = {name for name in names if name} - {"help", HELP_ALL}
-    return given & RARELY_USED if len(given) > MAX_SHORT_LIST else set()
-
-
-def has_methods(names: Iterable[str | None]) -> bool:
-    """Return True if a command has an option ``--method`` or ``--methods``."""
-    return not {"method", "methods"}.isdisjoint(names)
-
-
 def _show_all(ctx: typer.Context, requested: bool) -> None:
     if requested:
         ctx.meta[HELP_ALL] = True
@@ -188,23 +139,38 @@ def _show_all(ctx: typer.Context, requested: bool) -> None:
         raise typer.Exit
 
 
-def help_all(names: Collection[str]) -> list[inspect.Parameter]:
-    """Return a list with the parameter ``--help-all``, or an empty list if ``--help`` already shows everything."""
-    left_out = (["all options"] if rarely_used(names) else []) + (["the methods"] if has_methods(names) else [])
-    if not left_out:
-        return []
-    help = f"Show {' and '.join(left_out)}, and exit."
-    shown = Annotated[bool, option("Options", help, "--help-all", callback=_show_all, is_eager=True)]
-    return [inspect.Parameter(HELP_ALL, inspect.Parameter.KEYWORD_ONLY, default=False, annotation=shown)]
+def help_all() -> inspect.Parameter:
+    """Return the parameter ``--help-all``."""
+    help = "Show all options with their whole help, and exit."
+    shown = Annotated[bool, Option(Panel.OPTIONS, help, "--help-all", callback=_show_all, is_eager=True)]
+    return inspect.Parameter(HELP_ALL, inspect.Parameter.KEYWORD_ONLY, default=False, annotation=shown)
 
 
-def option(panel: str, help: str, *names: str, values: Iterable[str] = (), **settings: Any) -> Any:
-    """Return a typer option that ``--help`` shows in ``panel``.
+class Option(OptionInfo):
+    """Option that ``--help`` shows in ``panel``; typer's class with the option's use.
 
     ``values`` are offered for completion, also within a comma-separated list.
     """
-    complete = completion(tuple(values)) if values else None
-    return typer.Option(*names, help=help, rich_help_panel=panel, autocompletion=complete, **settings)
+
+    def __init__(
+        self, panel: Panel, help: str, *names: str, values: Iterable[str] = (), use: Use = ANY_USE, **settings: Any
+    ) -> None:
+        super().__init__(
+            default=...,
+            param_decls=names,
+            help=help,
+            rich_help_panel=panel,
+            autocompletion=completion(tuple(values)) if values else None,
+            **settings,
+        )
+        self.use = use
+
+
+def use_of(command: TyperCommand, name: str) -> Use:
+    """Return the use that an option of a command declares."""
+    parameter = inspect.signature(command.callback).parameters.get(name) if command.callback else None
+    shown = get_args(parameter.annotation)[-1] if parameter else None
+    return shown.use if isinstance(shown, Option) else ANY_USE
 
 
 def completion(values: tuple[str, ...]) -> Callable[[str], list[str]]:
@@ -231,91 +197,29 @@ def quiet_libraries(*, quiet: bool = False) -> None:
         getLogger(library).setLevel("ERROR")
 
 
-class Conflict(NamedTuple):
-    """Options that have no effect if other options have certain values."""
-
-    options: tuple[str, ...]
-    deciding_options: tuple[str, ...]
-    """Options whose values cause the conflict, which does not apply to commands that lack any of these options."""
-    values: tuple[object, ...]
-    """Values of ``deciding_options`` with which the options have no effect. Empty means any value but None."""
-    reason: str
-
-
-AMPHISTA_OPTIONS = ("auto_embedding", "positions", "adaptation", "sampled_token")
-DRAFTING_OPTIONS = (
-    *("method", "draft_tokens", "sources", "order", "lookahead", "prefix_caching"),
-    *("heads", "drafter", "history_prompts", "tree"),
-)
-"""Drafting options of ``export`` that have an effect only if a folder is exported."""
-CONFLICTS = (
-    Conflict(("prediction",), ("draft_tokens",), (0,), "with --draft-tokens 0"),
-    Conflict(("color",), ("as_json",), (True,), "with --json"),
-    Conflict(("history_prompts",), ("history",), ("none",), "with --history none"),
-    Conflict(("namespace",), ("out",), (), "with --out, which names the folder"),
-    Conflict(("model", "gguf_file", "trust_remote_code"), ("after", "ngrams"), (None,), "without --after or --ngrams"),
-    Conflict(("medusa",), ("kind",), ("hydra", "hydra++", "mtp"), "with another --kind"),
-    Conflict(
-        (*AMPHISTA_OPTIONS, "mlp", "head_layers"),
-        ("medusa",),
-        (True,),
-        "with --medusa, whose heads have none of these parts",
-    ),
-    *(
-        Conflict(parts, ("kind",), (kind,), f"with --kind {kind}, which does not choose this part")
-        for kind, parts in {
-            "amphista": ("head_layers",),
-            "medusa": (*AMPHISTA_OPTIONS, "mlp", "head_layers"),
-            "hydra": (*AMPHISTA_OPTIONS, "mlp"),
-            "hydra++": AMPHISTA_OPTIONS,
-            "mtp": (*AMPHISTA_OPTIONS, "lm_head_rank", "head_layers"),
-        }.items()
-    ),
-    Conflict(("temperatures",), ("report",), (None,), "without --report"),
-    Conflict(("address",), ("engine",), ("local",), "without --engine ray"),
-    Conflict(DRAFTING_OPTIONS, ("to",), ("sglang",), "with --to sglang, which writes what stores hold"),
-)
-
-
-def refuse_unused(typed: Collection[str], settings: Mapping[str, Any]) -> None:
-    """Raise OptionError if an option in ``typed`` has no effect.
+def refuse_without_effect(name: str, use: Use, given: Mapping[str, Any]) -> None:
+    """Raise OptionError if an option has no effect with the other values in ``given``.
 
     An option that the selected methods ignore is allowed if its value is ``none``.
     """
-    methods = _selected_methods(settings)
-    known = all(method in METHODS or method in PEERS or method in SHAPE_PEERS for method in methods)
-    for option, users in OPTION_METHODS.items():
-        if option in typed and settings[option] != "none" and methods and known and not set(methods) & set(users):
-            _no_effect_error(option, f"with method {', '.join(methods)} (it belongs to {', '.join(users)})")
-    if "temperature" in settings and settings["temperature"] < LOWEST_TEMPERATURE and not settings.get("temperatures"):
-        for option in ("top_k", "top_p"):
-            if option in typed:
-                _no_effect_error(option, "with greedy decoding", "set --temperature above 0 or leave it out")
-    for conflict in CONFLICTS:
-        values = [settings[name] for name in conflict.deciding_options if name in settings]
-        holds = all(value in conflict.values if conflict.values else value is not None for value in values)
-        if holds and len(values) == len(conflict.deciding_options):
-            for option in conflict.options:
-                if option in typed:
-                    _no_effect_error(option, conflict.reason)
+    methods, reason = _selected_methods(given), use.no_effect(given)
+    if use.methods and methods and given[name] != "none" and not set(methods) & set(use.methods):
+        reason = f"with method {', '.join(methods)} (it belongs to {', '.join(use.methods)})"
+    if reason:
+        reason, _, advice = str(reason).partition(": ")
+        raise OptionError(f"--{name.replace('_', '-')} has no effect {reason}: {advice or 'leave it out'}")
 
 
-def _selected_methods(settings: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the methods that will run, or an empty tuple if the settings select none."""
-    if "method" in settings:
-        return (settings["method"],)
-    if listed := settings.get("methods"):
-        return method_names(listed) or ()
-    return ShapeConfig.methods if "shape" in settings and "methods" in settings else ()
+def _selected_methods(given: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the methods that will run, or an empty tuple if none is selected, or one that does not exist."""
+    listed = [given["method"]] if "method" in given else given.get("methods")
+    methods = method_names(listed) or (ShapeConfig.methods if {"shape", "methods"} <= {*given} else ())
+    return methods if {*methods} <= {*METHODS, *PEERS, *SHAPE_PEERS} else ()
 
 
 def method_names(listed: Collection[str] | None) -> tuple[str, ...] | None:
     """Split the values of a repeatable option at their commas. Returns None if the option was not given."""
     return tuple(name.strip() for names in listed for name in names.split(",")) if listed else None
-
-
-def _no_effect_error(option: str, reason: str, advice: str = "leave it out") -> None:
-    raise OptionError(f"--{option.replace('_', '-')} has no effect {reason}: {advice}")
 
 
 MODEL_ARGUMENT = "model_argument"
@@ -326,7 +230,9 @@ HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 def model_argument() -> inspect.Parameter:
     """Return the parameter that takes the model as a positional argument."""
-    argument = typer.Argument(metavar="MODEL", help="The model, which --model names as well.")
+    argument = typer.Argument(
+        metavar="MODEL", help="The model, which --model names as well.", rich_help_panel=Panel.MODEL
+    )
     return inspect.Parameter(
         MODEL_ARGUMENT, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[str | None, argument]
     )

@@ -10,17 +10,18 @@ from pathlib import Path
 from typing import Annotated
 
 from hdtool.cli import options
-from hdtool.cli.command import OUTPUT_PANEL, option, quiet_libraries, require_model
+from hdtool.cli.command import Option, quiet_libraries, require_model
 from hdtool.cli.options import only, without
 from hdtool.data.errors import OptionError, did_you_mean
 from hdtool.data.progress import count_of
 from hdtool.runtime.config import BuildConfig, DecodeConfig, ModelConfig, StoresConfig
+from hdtool.runtime.config.settings import Panel
 
 
 def convert(
     *,
     inputs: options.Inputs,
-    out: Annotated[Path, option(OUTPUT_PANEL, "File of conversations, JSON Lines; .gz and .zst compress it.")],
+    out: Annotated[Path, Option(Panel.OUTPUT, "File of conversations, JSON Lines; .gz and .zst compress it.")],
     config: Annotated[BuildConfig, only("max_bad_fraction")],
     quiet: options.Quiet = False,
     as_json: options.JsonObject = False,
@@ -60,23 +61,27 @@ EXAMPLE_NODES = 8
 """Draft tokens from the corpus in the printed command. SGLang requires this number; the default total is 11."""
 Target = Annotated[
     str,
-    option(
-        OUTPUT_PANEL,
-        f"What is written: a folder for {TRANSFORMERS}, or the stores' documents for {SGLANG}, as a file.",
+    Option(
+        Panel.OUTPUT,
+        f"Write for {TRANSFORMERS} or {SGLANG}. A folder for {TRANSFORMERS}, the stores' documents for {SGLANG}.",
         values=TARGETS,
     ),
 ]
 
 
+DRAFTING = without("max_new_tokens", "batch_size").without_effect(
+    lambda given: given["to"] == SGLANG and "with --to sglang, which writes what stores hold", "history"
+)
+
+
 def export(
     *,
     to: Target = TRANSFORMERS,
-    out: Annotated[Path, option(OUTPUT_PANEL, "The new folder, or SGLang's new file.")],
+    out: Annotated[Path, Option(Panel.OUTPUT, "The new folder, or SGLang's new file.")],
     loading: Annotated[
-        ModelConfig,
-        only("model", "gguf_file", "revision").described(model=options.REQUIRED_MODEL_HELP).as_argument(),
+        ModelConfig, only("model", "gguf_file", "revision").described(model=options.REQUIRED_MODEL_HELP).as_argument()
     ],
-    decoding: Annotated[DecodeConfig, without("max_new_tokens", "batch_size")],
+    decoding: Annotated[DecodeConfig, DRAFTING],
     store_set: Annotated[StoresConfig, without("namespace")],
     as_json: options.JsonObject = False,
 ) -> None:

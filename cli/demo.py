@@ -7,22 +7,23 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from hdtool.cli.command import INPUT_PANEL, MODEL_PANEL, option, quiet_libraries
+from hdtool.cli.command import Option, quiet_libraries
 from hdtool.cli.options import only
 from hdtool.data import demo as demo_files
 from hdtool.data.demo import EMBEDDED, SMOLLM2
 from hdtool.data.errors import OptionError, did_you_mean
 from hdtool.data.prompts import Prompt, read_prompts
 from hdtool.runtime.config import DecodeConfig, ModelConfig, SamplingConfig, StoresConfig
+from hdtool.runtime.config.settings import Panel
 
 if TYPE_CHECKING:
     from hdtool.runtime.answerer import Answerer
 
 
-DEMO_MODEL_OPTION = option(
-    MODEL_PANEL,
-    f"{SMOLLM2}: SmolLM2-135M-Instruct of the package {demo_files.PACKAGE}; {EMBEDDED}: a toy that ships with hdtool. "
-    f"Default: {SMOLLM2} if installed.",
+DEMO_MODEL_OPTION = Option(
+    Panel.MODEL,
+    f"{SMOLLM2} or {EMBEDDED}. {SMOLLM2}: SmolLM2-135M-Instruct of the package {demo_files.PACKAGE}; {EMBEDDED}: a toy "
+    f"that ships with hdtool. Default: {SMOLLM2} if installed.",
     values=(SMOLLM2, EMBEDDED),
 )
 DEMO_MODEL_OPTIONS = only("model", "device", "activations").described(model=DEMO_MODEL_OPTION).as_argument()
@@ -34,7 +35,7 @@ TOY_NOTE = "The embedded model is a toy of 7 million parameters"
 def demo(
     *,
     num_prompts: Annotated[
-        int, option(INPUT_PANEL, "Number of the demo's prompts to answer.", "--num-prompts", min=1)
+        int, Option(Panel.INPUT, "Number of the demo's prompts to answer.", "--num-prompts", min=1)
     ] = 4,
     decoding: Annotated[DecodeConfig, only("method", "max_new_tokens", max_new_tokens=128)],
     loading: Annotated[ModelConfig, DEMO_MODEL_OPTIONS],

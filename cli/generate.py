@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Annotated
 
 from hdtool.cli import options
-from hdtool.cli.command import INPUT_PANEL, OUTPUT_PANEL, option, quiet_libraries, with_structure
+from hdtool.cli.command import Option, quiet_libraries, with_structure
 from hdtool.cli.options import INTERRUPTED_EXIT, only, without
 from hdtool.data.chat import with_system
 from hdtool.data.errors import OptionError, PromptError
@@ -27,17 +27,13 @@ from hdtool.runtime.config import (
     SamplingConfig,
     StoresConfig,
 )
+from hdtool.runtime.config.settings import Panel
 
 
 def collect(
     *,
-    prompts: Annotated[
-        Path,
-        option(
-            INPUT_PANEL, "File of prompts: text with one per line, or conversations in any form, as generate takes."
-        ),
-    ],
-    out: Annotated[Path, option(OUTPUT_PANEL, "File of the answers; the same command resumes an interrupted run.")],
+    prompts: Annotated[Path, Option(Panel.INPUT, "File of prompts, as generate takes it.")],
+    out: Annotated[Path, Option(Panel.OUTPUT, "File of the answers. The same command resumes an interrupted run.")],
     chat: options.Chat = None,
     loading: Annotated[ModelConfig, without("device_map").as_argument()],
     decoding: Annotated[DecodeConfig, only("max_new_tokens", "batch_size", max_new_tokens=1024)],
@@ -110,8 +106,8 @@ def generate(
 ) -> int:
     """Answer prompts with a language model.
 
-    Streams the answers to standard output. Drafting changes their speed, not their text. Under torchrun, the processes
-    share one model: torchrun --nproc-per-node 2 --no-python hdtool generate ...
+    Drafting changes the speed of answers, not their text. Several devices:
+    torchrun --nproc-per-node 2 --no-python hdtool generate ...
     """
     predicted = read_prediction(prediction) if prediction is not None else ""
     questions = [

@@ -5,69 +5,21 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields, replace
+from functools import cache
 from operator import getitem
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
 
 import typer
 
-from hdtool.cli.command import (
-    BUILD_PANEL,
-    DRAFTING_PANEL,
-    HEADS_PANEL,
-    HELP_ALL,
-    INPUT_PANEL,
-    MEASUREMENT_PANEL,
-    MODEL_ARGUMENT,
-    MODEL_PANEL,
-    OUTPUT_PANEL,
-    SAMPLING_PANEL,
-    SERVER_PANEL,
-    STRUCTURE_PANEL,
-    TRAINING_PANEL,
-    help_all,
-    method_names,
-    model_argument,
-    option,
-)
+from hdtool.cli.command import HELP_ALL, MODEL_ARGUMENT, Option, help_all, method_names, model_argument
 from hdtool.data.errors import OptionError
 from hdtool.runtime.config import SOURCE_NAMES, ModelConfig
-from hdtool.runtime.config.model import Settings, option_of
+from hdtool.runtime.config.decoding import HIERARCHIES
+from hdtool.runtime.config.settings import RARE, NoEffect, Panel, Settings, Use, option_of
 
 T = TypeVar("T")
-SETTINGS_PANELS = {
-    "BenchConfig": MEASUREMENT_PANEL,
-    "BenchConfig.assistant": MODEL_PANEL,
-    "BenchConfig.num_prompts": INPUT_PANEL,
-    "BenchConfig.num_prompts_per_task": INPUT_PANEL,
-    "BenchConfig.threads": MODEL_PANEL,
-    "BuildConfig": BUILD_PANEL,
-    "BuildConfig.max_bad_fraction": INPUT_PANEL,
-    "DecodeConfig": DRAFTING_PANEL,
-    "DecodeConfig.batch_size": SAMPLING_PANEL,
-    "DecodeConfig.max_new_tokens": SAMPLING_PANEL,
-    "DecodeConfig.prefix_caching": SAMPLING_PANEL,
-    "GrammarConfig": STRUCTURE_PANEL,
-    "HeadsConfig": HEADS_PANEL,
-    "ModelConfig": MODEL_PANEL,
-    "ModelConfig.generation_config": SAMPLING_PANEL,
-    "RecordingConfig": OUTPUT_PANEL,
-    "ReplayConfig": DRAFTING_PANEL,
-    "ReplayConfig.limit": INPUT_PANEL,
-    "ReplayConfig.workers": MEASUREMENT_PANEL,
-    "SamplingConfig": SAMPLING_PANEL,
-    "ServerConfig": SERVER_PANEL,
-    "SetupConfig": MEASUREMENT_PANEL,
-    "SetupConfig.max_bad_fraction": INPUT_PANEL,
-    "ShapeConfig": MEASUREMENT_PANEL,
-    "ShapeConfig.limit": INPUT_PANEL,
-    "StoresConfig": DRAFTING_PANEL,
-    "TrainConfig": TRAINING_PANEL,
-    "TrainConfig.max_bad_fraction": INPUT_PANEL,
-    "VerifyConfig": INPUT_PANEL,
-    "VllmConfig": DRAFTING_PANEL,
-}
-"""Help panel of each settings class, and of single options that belong in another panel."""
+_types = cache(get_type_hints)
 
 
 @dataclass(frozen=True)
@@ -83,6 +35,9 @@ class SelectedOptions:
     """Help texts, or whole typer options, by option, that replace the help texts of the settings class."""
     is_argument: bool = False
     """True if the command also accepts the model as its first argument, without ``--model``."""
+    no_effect: NoEffect = Use.no_effect
+    """Says when these options have no effect, except those in ``still_used``."""
+    still_used: tuple[str, ...] = ()
 
     def described(self, **helps: Any) -> SelectedOptions:
         return replace(self, helps=helps)
@@ -90,6 +45,16 @@ class SelectedOptions:
     def as_argument(self) -> SelectedOptions:
         """Also accept the model as the first argument: ``hdtool chat MODEL`` or ``hdtool chat --model MODEL``."""
         return replace(self, is_argument=True)
+
+    def without_effect(self, no_effect: NoEffect, *still_used: str) -> SelectedOptions:
+        """Declare when these options have no effect, except those in ``still_used``."""
+        return replace(self, no_effect=no_effect, still_used=still_used)
+
+    def use(self, name: str, declared: Use) -> Use:
+        """Return an option's use in this command."""
+        if name in self.still_used:
+            return declared
+        return replace(declared, no_effect=lambda given: declared.no_effect(given) or self.no_effect(given))
 
 
 def only(*names: str, **defaults: Any) -> SelectedOptions:
@@ -122,7 +87,7 @@ def with_options(function: Callable[..., Any]) -> Callable[..., Any]:
         parameters += [_parameter(kind, name, known[name], chosen) for name in names]
         if chosen.is_argument:
             parameters.insert(0, model_argument())
-    parameters += help_all([parameter.name for parameter in parameters])
+    parameters.append(help_all())
 
     def command(**given: Any) -> Any:
         for name in (MODEL_ARGUMENT, HELP_ALL):  # Command has already handled them
@@ -138,7 +103,7 @@ def with_options(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _parameter(settings: type[Settings], name: str, one: Field[Any], chosen: SelectedOptions) -> inspect.Parameter:
-    kind = get_type_hints(settings)[one.name]
+    kind = _types(settings)[one.name]  # type: ignore[arg-type]  # classes are hashable
     default = chosen.defaults.get(name, inspect.Parameter.empty if one.default is MISSING else one.default)
     if any(get_origin(part) is tuple for part in (kind, *get_args(kind))):
         kind, default = list[str] | None, None
@@ -147,9 +112,9 @@ def _parameter(settings: type[Settings], name: str, one: Field[Any], chosen: Sel
     shown = chosen.helps.get(name, one.metadata.get("help"))
     if isinstance(shown, str):
         flags = [f"--{part.replace('_', '-')}" for part in (name, one.metadata["alias"]) if part]
-        panel = SETTINGS_PANELS.get(f"{settings.__name__}.{name}", SETTINGS_PANELS[settings.__name__])
+        panel, use = one.metadata["panel"] or settings.panel, chosen.use(name, one.metadata["use"])
         names = flags if default is False or len(flags) > 1 else []
-        shown = option(panel, shown, *names, values=one.metadata["values"])
+        shown = Option(panel, shown, *names, values=one.metadata["values"], use=use)
     annotation = getitem(Annotated, (kind, shown))
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 
@@ -173,39 +138,47 @@ PromptText = Annotated[
     str | None,
     typer.Argument(
         metavar="PROMPT",
+        rich_help_panel=Panel.INPUT,
         help="Prompt to answer; MODEL before it is optional. - reads standard input, the default without --prompts.",
     ),
 ]
-Prompt = Annotated[str | None, option(INPUT_PANEL, "Text to answer, which may begin with a dash.")]
-System = Annotated[str | None, option(INPUT_PANEL, "System message before the conversation.")]
+Prompt = Annotated[str | None, Option(Panel.INPUT, "Text to answer, which may begin with a dash.")]
+System = Annotated[str | None, Option(Panel.INPUT, "System message before the conversation.")]
 Prompts = Annotated[
-    Path | None, option(INPUT_PANEL, "File of prompts: text, one per line, or conversations in any form.")
+    Path | None, Option(Panel.INPUT, "File of prompts, or of conversations in any form. Text has one on each line.")
 ]
 Prediction = Annotated[
     Path | None,
-    option(
-        INPUT_PANEL,
+    Option(
+        Panel.INPUT,
         "File with what the answer will probably look like; hdtool drafts from it, and the model never reads it.",
+        use=Use(
+            rare=True,
+            methods=HIERARCHIES,
+            no_effect=lambda given: given["draft_tokens"] == 0 and "with --draft-tokens 0",
+        ),
     ),
 ]
 Tools = Annotated[
-    Path | None, option(STRUCTURE_PANEL, "JSON file of tools as in OpenAI's API; the chat template presents them.")
+    Path | None,
+    Option(Panel.STRUCTURE, "JSON file of tools as in OpenAI's API; the chat template presents them.", use=RARE),
 ]
 Chat = Annotated[
-    bool | None, option(INPUT_PANEL, "Apply the model's chat template or not. Default: if it has one.", "--chat/--raw")
+    bool | None,
+    Option(Panel.INPUT, "Apply the model's chat template or not. Default: if it has one.", "--chat/--raw", use=RARE),
 ]
 _INPUT_FORMS = (
-    "Files, folders, globs or hf:OWNER/NAME: chats, ShareGPT, logs of OpenAI's API, vLLM, llama-server, llm; Parquet, "
+    "Files, folders, globs or hf:OWNER/NAME. Chats, ShareGPT, logs of OpenAI's API, vLLM, llama-server, llm; Parquet, "
     "text; also as .gz and .zst."
 )
 Inputs = Annotated[list[str], typer.Argument(help=_INPUT_FORMS)]
 OptionalInputs = Annotated[list[str] | None, typer.Argument(help=_INPUT_FORMS)]
 Rankings = Annotated[
     bool,
-    option(
-        INPUT_PANEL,
-        "Add what the model ranks highest after each token of its vocabulary: loads the model, and takes a pass for "
-        "each 256 tokens. Needs no answers.",
+    Option(
+        Panel.INPUT,
+        "Add the tokens that the model ranks highest. After each token of its vocabulary: loads the model, and takes a "
+        "pass for each 256 tokens. Needs no answers.",
         "--rankings",
     ),
 ]
@@ -223,47 +196,50 @@ StoreFolder = Annotated[
 ]
 StoreOut = Annotated[
     Path | None,
-    option(OUTPUT_PANEL, "Folder of the store. Default: in hdtool's home, where generate finds it.", "--out"),
+    Option(Panel.OUTPUT, "Folder of the store. Default: in hdtool's home, where generate finds it.", "--out"),
 ]
-Replace = Annotated[bool, option(OUTPUT_PANEL, "Replace the store that is there.", "--replace")]
+Replace = Annotated[bool, Option(Panel.OUTPUT, "Replace the store that is there.", "--replace")]
 Namespace = Annotated[
     str | None,
-    option(
-        OUTPUT_PANEL,
+    Option(
+        Panel.OUTPUT,
         "Namespace of the store: the name of the tenant, or in vLLM the served model name, for which hdtool serve "
         "finds it.",
+        use=Use(rare=True, no_effect=lambda given: given["out"] is not None and "with --out, which names the folder"),
     ),
 ]
 Stats = Annotated[
     bool,
-    option(
-        OUTPUT_PANEL,
-        "Print what computes the passes, and time, steps and sources of each answer, to standard error.",
+    Option(
+        Panel.OUTPUT,
+        "Print time, steps and sources of each answer. Also what computes the passes; to standard error.",
         "--stats",
     ),
 ]
 Color = Annotated[
     bool,
-    option(OUTPUT_PANEL, "Colour tokens by source in a terminal; NO_COLOR and FORCE_COLOR are respected.", "--color"),
+    Option(
+        Panel.OUTPUT,
+        "Colour tokens by source in a terminal. NO_COLOR and FORCE_COLOR are respected.",
+        "--color",
+        use=Use(no_effect=lambda given: given.get("as_json") and "with --json"),
+    ),
 ]
-Json = Annotated[bool, option(OUTPUT_PANEL, "Print one JSON object per answer and nothing else.", "--json")]
-JsonObject = Annotated[bool, option(OUTPUT_PANEL, "Print one JSON object and nothing else.", "--json")]
+Json = Annotated[bool, Option(Panel.OUTPUT, "Print one JSON object per answer and nothing else.", "--json")]
+JsonObject = Annotated[bool, Option(Panel.OUTPUT, "Print one JSON object and nothing else.", "--json")]
 Report = Annotated[
-    Path | None, option(OUTPUT_PANEL, "Folder for a page with tables and figures: index.html and PNG files.")
+    Path | None, Option(Panel.OUTPUT, "Folder for a page with tables and figures. It holds index.html and PNG files.")
 ]
-Quiet = Annotated[bool, option(OUTPUT_PANEL, "Show no progress bar.", "--quiet")]
+Quiet = Annotated[bool, Option(Panel.OUTPUT, "Show no progress bar.", "--quiet", use=RARE)]
 
 # For commands that usually read the tokenizer only
 _TOKENIZER = only("model", "gguf_file", "revision", "trust_remote_code").described(
-    model="Model that the store is for; often its tokenizer alone is read. Default: the demo model."
+    model="Model that the store is for. Often its tokenizer alone is read. Default: the demo model."
 )
 Tokenizer = Annotated[ModelConfig, _TOKENIZER]
-TokenizerOfStore = Annotated[
-    ModelConfig,
-    _TOKENIZER.described(
-        model="Model that the store is for. Default: one on this machine that has the store's tokenizer."
-    ),
-]
+TOKENIZER_OF_STORE = _TOKENIZER.described(
+    model="Model that the store is for. Default: one on this machine that has the store's tokenizer."
+)
 ModelOfStore = Annotated[ModelConfig, _TOKENIZER.as_argument()]
-REQUIRED_MODEL_HELP = "Folder or hub name of a decoder-only transformers model, a GGUF file, smollm2 or embedded."
+REQUIRED_MODEL_HELP = "Folder or hub name of a model, or a GGUF file. Or one of the demo: smollm2 or embedded."
 ANSWERING_MODEL_HELP = "Model that answered; only its tokenizer is read. Default: the demo model."

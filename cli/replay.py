@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Annotated
 
 from hdtool.cli import options
-from hdtool.cli.command import INPUT_PANEL, MEASUREMENT_PANEL, OUTPUT_PANEL, option, quiet_libraries
+from hdtool.cli.command import Option, quiet_libraries
 from hdtool.cli.options import only, without
 from hdtool.data.errors import OptionError, RecordError
 from hdtool.data.input_files import find_inputs
@@ -18,6 +18,7 @@ from hdtool.data.output_files import OutputFile, is_json_lines_with
 from hdtool.data.progress import Tally, progress_bar, with_progress
 from hdtool.data.texts_and_traces import Trace, read_traces
 from hdtool.runtime.config import METHODS, BuildConfig, ModelConfig, ReplayConfig, StoresConfig
+from hdtool.runtime.config.settings import RARE, Panel
 
 STEPS_KEYS = (
     "method",
@@ -41,22 +42,27 @@ def replay(
     *,
     traces: Annotated[
         list[Path],
-        option(
-            INPUT_PANEL, "Recordings, repeatable: output of collect, chats, or any other log with answers of the model."
+        Option(
+            Panel.INPUT, "Recordings, repeatable. Output of collect, chats, or any other log with answers of the model."
         ),
     ],
     questions: Annotated[
-        Path | None, option(INPUT_PANEL, "Questions of Spec-Bench answer files: question.jsonl.")
+        Path | None, Option(Panel.INPUT, "Questions of Spec-Bench answer files: question.jsonl.")
     ] = None,
     warm: Annotated[
         list[Path] | None,
-        option(INPUT_PANEL, "Recordings, repeatable, that are replayed before and not counted: they fill the history."),
+        Option(Panel.INPUT, "Recordings that fill the history, repeatable. They are replayed before and not counted."),
     ] = None,
     config: ReplayConfig,
     reading: Annotated[BuildConfig, only("max_bad_fraction")],
     chat: Annotated[
         bool | None,
-        option(INPUT_PANEL, "Rebuild contexts by the chat template or as text. Default: chat if any.", "--chat/--raw"),
+        Option(
+            Panel.INPUT,
+            "Rebuild contexts by the chat template or as text. Default: chat if any.",
+            "--chat/--raw",
+            use=RARE,
+        ),
     ] = None,
     loading: Annotated[
         ModelConfig,
@@ -65,14 +71,15 @@ def replay(
     stores: Annotated[StoresConfig, without("namespace")],
     cost: Annotated[
         str | None,
-        option(
-            MEASUREMENT_PANEL,
-            "Time of a forward pass, to predict tokens per second: milliseconds by draft tokens, as in "
+        Option(
+            Panel.MEASUREMENT,
+            "Time of a forward pass, to predict tokens per second. Milliseconds by draft tokens, as in "
             "0:20.1,8:20.9,32:24, or the cost.json or folder of bench-cost or of a set-up.",
         ),
     ] = None,
     steps: Annotated[
-        Path | None, option(OUTPUT_PANEL, "File for one JSON line per method and turn, with the tokens of each step.")
+        Path | None,
+        Option(Panel.OUTPUT, "File for the tokens of each step. It gets one JSON line per method and turn."),
     ] = None,
     report: options.Report = None,
     quiet: options.Quiet = False,

@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from hdtool.cli.command import MODEL_PANEL, OUTPUT_PANEL, SERVER_PANEL, option, quiet_libraries
+from hdtool.cli.command import Option, quiet_libraries
 from hdtool.cli.options import without
 from hdtool.data.errors import OptionError, ServeError, did_you_mean, install_command
 from hdtool.runtime.config import DecodeConfig, ModelConfig, SamplingConfig, ServerConfig, StoresConfig, VllmConfig
+from hdtool.runtime.config.settings import Panel
 
 if TYPE_CHECKING:
     from hdtool.runtime.integrations.vllm.launch import Launch
@@ -20,14 +21,14 @@ if TYPE_CHECKING:
 HDTOOL_ENGINE, VLLM_ENGINE = "hdtool", "vllm"
 SERVER_BATCH_SIZE, SERVER_MAX_NEW_TOKENS = 8, 4096
 SERVER_DECODING = without(batch_size=SERVER_BATCH_SIZE, max_new_tokens=SERVER_MAX_NEW_TOKENS).described(
-    batch_size="Answers generated at once, streamed or not (continuous batching); further ones wait.",
+    batch_size="Answers generated at once. Streamed or not (continuous batching); further ones wait.",
     prefix_caching="Keep the KV caches of earlier answers: a prompt is read from where it differs from one of them.",
 )
 EngineOption = Annotated[
     str,
-    option(
-        SERVER_PANEL,
-        f"Engine: {HDTOOL_ENGINE}, for few users at once on any device, or {VLLM_ENGINE}; "
+    Option(
+        Panel.SERVER,
+        f"{HDTOOL_ENGINE} or {VLLM_ENGINE}. {HDTOOL_ENGINE} is for few users at once, on any device; "
         "each has options of its own.",
         values=(HDTOOL_ENGINE, VLLM_ENGINE),
     ),
@@ -93,11 +94,11 @@ def serve_vllm(
             help="Folder or hub name of the model, then any option of vllm serve. Default: the embedded demo model.",
         ),
     ] = None,
-    model: Annotated[str | None, option(MODEL_PANEL, "The model, if it is not the first argument.", "--model")] = None,
+    model: Annotated[str | None, Option(Panel.MODEL, "The model, if it is not the first argument.", "--model")] = None,
     engine: EngineOption = VLLM_ENGINE,
     serving: VllmConfig,
     stores: StoresConfig,
-    dry_run: Annotated[bool, option(OUTPUT_PANEL, "Print the command without running it.", "--dry-run")] = False,
+    dry_run: Annotated[bool, Option(Panel.OUTPUT, "Print the command without running it.", "--dry-run")] = False,
 ) -> None:
     """Serve a model with vLLM and drafting.
 

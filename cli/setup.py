@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from hdtool.cli import options
-from hdtool.cli.command import BUILD_PANEL, INPUT_PANEL, OUTPUT_PANEL, option, quiet_libraries, require_model
+from hdtool.cli.command import Option, quiet_libraries, require_model
 from hdtool.cli.options import without
 from hdtool.data.errors import OptionError
 from hdtool.data.input_files import find_inputs
 from hdtool.data.progress import count_of
 from hdtool.runtime.config import ModelConfig
 from hdtool.runtime.config.building import SetupConfig
-from hdtool.runtime.config.model import option_of
+from hdtool.runtime.config.settings import Panel, option_of
 
 if TYPE_CHECKING:
     from hdtool.builders.setup.stages import SetupPlan, Stages
@@ -31,9 +31,9 @@ def setup(
     more_logs: Annotated[
         list[str] | None, typer.Argument(metavar="[FILES]...", help="More files of --logs, as a wildcard yields them.")
     ] = None,
-    logs: Annotated[list[str], option(INPUT_PANEL, "Files, folders or globs of logged conversations, repeatable.")],
+    logs: Annotated[list[str], Option(Panel.INPUT, "Logged conversations. Files, folders or globs, repeatable.")],
     corpus: Annotated[
-        list[str] | None, option(INPUT_PANEL, "Files, folders or globs of texts for a corpus index, repeatable.")
+        list[str] | None, Option(Panel.INPUT, "Texts for a corpus index. Files, folders or globs, repeatable.")
     ] = None,
     chat: options.Chat = None,
     settings: SetupConfig,
@@ -42,11 +42,11 @@ def setup(
         without("device_map", "generation_config").described(model=options.REQUIRED_MODEL_HELP).as_argument(),
     ],
     replaced: Annotated[
-        bool, option(BUILD_PANEL, "Replace the stores that this model has in hdtool's home.", "--replace")
+        bool, Option(Panel.BUILD, "Replace the stores that this model has in hdtool's home.", "--replace")
     ] = False,
     dry_run: Annotated[
         bool,
-        option(OUTPUT_PANEL, "Read the logs, print what would be done and what is in the way, and stop.", "--dry-run"),
+        Option(Panel.OUTPUT, "Print what would be done and what is in the way, and stop. Reads the logs.", "--dry-run"),
     ] = False,
     quiet: options.Quiet = False,
     as_json: options.JsonObject = False,
@@ -70,15 +70,7 @@ def setup(
     from hdtool.runtime.weights.checkpoint_identity import name_in_words
 
     quiet_libraries(quiet=quiet)
-    plan = SetupPlan(
-        log_files,
-        corpus_files,
-        named,
-        settings,
-        chat,
-        replace=replaced,
-        quiet=quiet,
-    )
+    plan = SetupPlan(log_files, corpus_files, named, settings, chat, replace=replaced, quiet=quiet)
     folder = WorkFolder(name_in_words(named.name), plan.identity, [str(path) for path in log_files])
     folder.load()
     stages = Stages(plan, folder)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from hdtool.cli import options
-from hdtool.cli.command import INPUT_PANEL, OUTPUT_PANEL, completion, option, quiet_libraries
+from hdtool.cli.command import Option, completion, quiet_libraries
 from hdtool.cli.options import only
 from hdtool.cli.store_output import (
     counts_in_words,
@@ -45,6 +45,7 @@ from hdtool.data.stores.manifest import Checkpoint, InputShare, Manifest, Tokeni
 from hdtool.data.stores.store import damaged_files, read_manifest, read_store, refuse_replacing, require_store
 from hdtool.data.stores.store_files import MODEL_KIND, holds_history, printable
 from hdtool.runtime.config import BuildConfig, ModelConfig
+from hdtool.runtime.config.settings import Panel, Use
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -57,6 +58,7 @@ if TYPE_CHECKING:
 
 
 LIST_ACTION, REMOVE_ACTION = "list", "remove"
+ON_REMOVING = Use(no_effect=lambda given: given["action"] != REMOVE_ACTION and f"without {REMOVE_ACTION}")
 ARTIFACT_KINDS = ("gguf", "quantized")
 """Kinds of listed models: configurations of GGUF files, and checkpoints quantized on loading."""
 
@@ -71,7 +73,7 @@ def stores(
         ),
     ] = LIST_ACTION,
     names: Annotated[list[str] | None, typer.Argument(metavar="[NAME]...", help="What to remove, by its name.")] = None,
-    yes: Annotated[bool, option(INPUT_PANEL, "Remove without asking.", "--yes")] = False,
+    yes: Annotated[bool, Option(Panel.INPUT, "Remove without asking.", "--yes", use=ON_REMOVING)] = False,
     as_json: options.JsonObject = False,
 ) -> None:
     """List the stores in hdtool's home, or remove some.
@@ -92,8 +94,6 @@ def stores(
         )
     elif names:
         raise OptionError(f"hdtool stores {LIST_ACTION} takes no names, got {names[0]}: hdtool inspect shows one store")
-    elif yes:
-        raise OptionError(f"--yes has no effect without {REMOVE_ACTION}: leave it out")
     elif as_json:
         print(json.dumps({"home": str(home()), "stores": [store_record(item) for item in items]}, ensure_ascii=False))
     else:
@@ -156,9 +156,9 @@ def merge(
         list[Path],
         typer.Argument(metavar="STORE...", parser=options.store_by_name, help="Stores of one kind and one tokenizer."),
     ],
-    out: Annotated[Path, option(OUTPUT_PANEL, "Folder of the merged store; it may be one of the inputs.")],
+    out: Annotated[Path, Option(Panel.OUTPUT, "Folder of the merged store; it may be one of the inputs.")],
     replace: options.Replace = False,
-    as_json: options.Json = False,
+    as_json: options.JsonObject = False,
 ) -> None:
     """Merge stores of one kind.
 
@@ -176,11 +176,11 @@ def add(
     *,
     store: options.StoreFolder,
     inputs: options.OptionalInputs = None,
-    loading: options.TokenizerOfStore,
+    loading: Annotated[ModelConfig, options.TOKENIZER_OF_STORE],
     rankings: options.Rankings = False,
     config: Annotated[BuildConfig, only("max_bad_fraction")],
     quiet: options.Quiet = False,
-    as_json: options.Json = False,
+    as_json: options.JsonObject = False,
 ) -> None:
     """Add texts, or the model's rankings, to a store.
 
@@ -212,10 +212,7 @@ def add(
     on_models = partial(note_on_models, config=loading, checkpoint=before.model) if before.model else None
     with open_documents(
         inputs or [], tokenizer, mark, LocalBuildEngine(), kind, tolerance, quiet=quiet, on_models=on_models
-    ) as (
-        sources,
-        documents,
-    ):
+    ) as (sources, documents):
         manifest = rework.add(store, documents, sources, mark, kind, ranked)
     print_built(store, manifest, as_json=as_json)
 
@@ -236,8 +233,7 @@ def _check_model(store: Path, manifest: Manifest, loading: ModelConfig, *, ranki
             "them: build a store of that model with hdtool build-model-db"
         )
     print(
-        f"note: {store} holds answers of {manifest.model.label}, and those of {model.label} are added",
-        file=sys.stderr,
+        f"note: {store} holds answers of {manifest.model.label}, and those of {model.label} are added", file=sys.stderr
     )
 
 
@@ -245,16 +241,15 @@ def drop(
     store: options.StoreFolder,
     source: Annotated[
         str | None,
-        option(
-            INPUT_PANEL,
+        Option(
+            Panel.INPUT,
             "Input to remove: its name as inspect shows it, its file name if unique, or 8 or more digits of its hash.",
         ),
     ] = None,
     older_than: Annotated[
-        float | None,
-        option(INPUT_PANEL, "Remove conversations older than this many days from a history store."),
+        float | None, Option(Panel.INPUT, "Remove conversations older than this many days from a history store.")
     ] = None,
-    as_json: options.Json = False,
+    as_json: options.JsonObject = False,
 ) -> None:
     """Remove the contribution of one input from a store.
 
@@ -292,19 +287,24 @@ def _drop_conversations(store: Path, source: str | None, days: float | None, *, 
     print(json.dumps(shown, ensure_ascii=False) if as_json else "\n".join(history_in_words(shown)))
 
 
+TOKENIZER = options.TOKENIZER_OF_STORE.without_effect(
+    lambda given: given["after"] is None and given["ngrams"] is None and "without --after or --ngrams"
+)
+
+
 def inspect(
     store: options.StoreFolder,
-    after: Annotated[str | None, option(INPUT_PANEL, "Show what the store would draft after this text.")] = None,
+    after: Annotated[str | None, Option(Panel.INPUT, "Show what the store would draft after this text.")] = None,
     latency: Annotated[
-        bool, option(OUTPUT_PANEL, "Time lookups of contexts from the store itself.", "--latency")
+        bool, Option(Panel.OUTPUT, "Time lookups of contexts from the store itself.", "--latency")
     ] = False,
     ngrams: Annotated[
         str | None,
-        option(INPUT_PANEL, "List a model store's most frequent n-grams that begin with this text; all with ''."),
+        Option(Panel.INPUT, "List a model store's most frequent n-grams that begin with this text; all with ''."),
     ] = None,
-    verify: Annotated[bool, option(OUTPUT_PANEL, "Read every file and compare its checksum.", "--verify")] = False,
+    verify: Annotated[bool, Option(Panel.OUTPUT, "Read every file and compare its checksum.", "--verify")] = False,
     *,
-    config: options.TokenizerOfStore,
+    config: Annotated[ModelConfig, TOKENIZER],
     as_json: options.JsonObject = False,
 ) -> None:
     """Show what a store holds and what it would draft."""
@@ -314,11 +314,8 @@ def inspect(
 
     if holds_history(store):
         shown = _history_description(store, after, ngrams, config, latency=latency, verify=verify)
-        print(
-            json.dumps(shown, ensure_ascii=False)
-            if as_json
-            else "\n".join(history_in_words(shown) + _lookup_lines(shown))
-        )
+        lines = history_in_words(shown) + _lookup_lines(shown)
+        print(json.dumps(shown, ensure_ascii=False) if as_json else "\n".join(lines))
         return
 
     def read(manifest: Manifest) -> tuple[Manifest, AnyStore | None, list[str], list[dict[str, Any]]]:

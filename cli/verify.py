@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from hdtool.cli import options
-from hdtool.cli.command import INPUT_PANEL, option, quiet_libraries, with_structure
+from hdtool.cli.command import Option, quiet_libraries, with_structure
 from hdtool.cli.options import only, without
 from hdtool.data import demo
 from hdtool.data.errors import PromptError
 from hdtool.data.prompts import Prompt, read_prompts
 from hdtool.runtime.config import DecodeConfig, GrammarConfig, ModelConfig, SamplingConfig, StoresConfig, VerifyConfig
+from hdtool.runtime.config.settings import Panel
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -29,7 +30,7 @@ ORACLE_CLAIMS = {
 def verify(
     *,
     prompts: Annotated[
-        Path | None, option(INPUT_PANEL, "File of prompts, as generate takes it. Default: the embedded prompts.")
+        Path | None, Option(Panel.INPUT, "File of prompts, as generate takes it. Default: the embedded prompts.")
     ] = None,
     size: Annotated[VerifyConfig, only("num_prompts")],
     chat: options.Chat = None,

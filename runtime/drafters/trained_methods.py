@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hdtool.runtime.budget.node_budget import Budget
-from hdtool.runtime.config import METHODS, OPTION_METHODS, TRAINED, DecodeConfig
+from hdtool.runtime.config import METHODS, TAKE_TREE, TRAINED, DecodeConfig
 from hdtool.runtime.config.decoding import DRAFT_MODEL, HEADS_DRAFTER, MTP_DRAFTER
 from hdtool.runtime.config.source_names import SourceId
 from hdtool.runtime.core.accept import Accepted
@@ -183,7 +183,7 @@ def trained_alone(
 ) -> StandaloneDrafter:
     """Return the drafter for ``config.method``, which drafts only from a trained drafter."""
     gate = None if config.draft_tokens else gate_for(config, target)
-    if config.method not in OPTION_METHODS["tree"]:
+    if config.method not in TAKE_TREE:
         return StandaloneDrafter(trained_drafter(config, target, tokenizer), budget, gate=gate)
     saved = heads_for(config.method, config.heads, target.model)
     static = StaticTree(saved) if config.tree == STATIC else None

@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Mapping
 from itertools import product
 from typing import Any
 
@@ -14,10 +15,11 @@ import pytest
 from typer.main import get_command
 
 from hdtool.cli.app import COMMAND_SECTIONS, VLLM_COMMAND, app, run
-from hdtool.cli.command import MAX_SHORT_LIST, PANEL_ORDER, refuse_unused
+from hdtool.cli.command import SCREEN_LINES, refuse_without_effect, use_of
 from hdtool.data.errors import OptionError
-from hdtool.runtime.config import METHODS, NEED_LOGITS, OPTION_METHODS, DecodeConfig, StoresConfig
+from hdtool.runtime.config import METHODS, NEED_LOGITS, DecodeConfig, StoresConfig
 from hdtool.runtime.config.decoding import HIERARCHIES
+from hdtool.runtime.config.settings import Panel
 from hdtool.runtime.drafters import methods as drafters
 
 VALUES = {
@@ -35,29 +37,38 @@ VALUES = {
     "corpus_db": "folder",
 }
 COMMANDS: dict[str, Any] = get_command(app).commands  # type: ignore[attr-defined]
+USED_BY = {
+    parameter.name: methods
+    for command in ("export", "generate")
+    for parameter in COMMANDS[command].params
+    if (methods := use_of(COMMANDS[command], parameter.name).methods)
+}
 
 
-def refusal(typed: set[str], **settings: object) -> str:
+def refusal(name: str, given: Mapping[str, object], command: str = "generate") -> str:
     try:
-        refuse_unused(typed, settings)
+        refuse_without_effect(name, use_of(COMMANDS[command], name), {"draft_tokens": 4, "history": "memory", **given})
     except OptionError as error:
         return str(error)
     return ""
 
 
-@pytest.mark.parametrize(("method", "option"), list(product(METHODS, OPTION_METHODS)))
+def test_the_options_that_depend_on_the_method_are_known() -> None:
+    assert set(USED_BY) == set(VALUES)
+
+
+@pytest.mark.parametrize(("method", "option"), list(product(METHODS, VALUES)))
 def test_every_method_with_every_option(method: str, option: str) -> None:
-    told = refusal({option}, method=method, **{option: VALUES[option]})
-    if method in OPTION_METHODS[option]:
+    told = refusal(option, {"method": method, option: VALUES[option]})
+    if method in USED_BY[option]:
         assert told == ""
     else:
         assert told.startswith(f"--{option.replace('_', '-')} has no effect with method {method} (it belongs to ")
-    assert refusal(set(), method=method, **{option: VALUES[option]}) == "", "only what was typed is refused"
 
 
 @pytest.mark.parametrize("command", ["generate", "verify", "replay", "bench", "bench-shape"])
 def test_the_options_of_the_table_are_those_of_the_commands(command: str, capfd: pytest.CaptureFixture[str]) -> None:
-    names = {parameter.name for parameter in COMMANDS[command].params} & set(OPTION_METHODS)
+    names = {parameter.name for parameter in COMMANDS[command].params} & set(USED_BY)
     assert {"draft_tokens", "model_db", "corpus_db"} <= names
     listed = command in ("replay", "bench", "bench-shape")
     required = {"replay": ["--traces", "x"], "bench-shape": ["tiny", "--traces", "x"]}.get(command, [])
@@ -65,7 +76,7 @@ def test_the_options_of_the_table_are_those_of_the_commands(command: str, capfd:
         value = None if (command, name) == ("replay", "history") else VALUES[name]
         typed = [f"--{name.replace('_', '-')}", *([value] if value else [])]
         for method in METHODS:
-            if method in OPTION_METHODS[name] or (listed and method in NEED_LOGITS):
+            if method in USED_BY[name] or (listed and method in NEED_LOGITS):
                 continue
             arguments = [command, *required, "--methods" if listed else "--method", method, *typed]
             assert run(arguments) == 2
@@ -83,7 +94,7 @@ def test_the_table_says_what_the_drafters_use() -> None:
 
     for method, maker in drafters.DRAFTER_FACTORIES.items():
         source = inspect.getsource(maker)
-        assert ("budget()" in source) == (method in OPTION_METHODS["draft_tokens"]), method
+        assert ("budget()" in source) == (method in USED_BY["draft_tokens"]), method
     with pytest.raises(AskedError):
         drafters.drafter_with_budget(budget, DecodeConfig("hd"), _no_stores())
 
@@ -96,15 +107,16 @@ def _no_stores() -> Any:
 
 def test_none_for_a_store_is_always_allowed() -> None:
     for method in METHODS:
-        assert refusal({"model_db"}, method=method, model_db="none") == ""
+        assert refusal("model_db", {"method": method, "model_db": "none"}) == ""
     assert StoresConfig(model_db="none").model_db == "none"
 
 
 def test_one_of_several_methods_is_enough() -> None:
-    assert refusal({"draft_tokens"}, methods=["ar,pld", "hd"], draft_tokens=4) == ""
-    assert refusal({"draft_tokens"}, methods=None, draft_tokens=4) == ""
-    assert "with method ar, generate" in refusal({"draft_tokens"}, methods=["ar, generate"], draft_tokens=4)
-    assert "no effect" in refusal({"tree"}, methods=None, shape="tiny", tree="static"), "the shape's own methods"
+    assert refusal("draft_tokens", {"methods": ["ar,pld", "hd"]}, "bench") == ""
+    assert refusal("draft_tokens", {"methods": None}, "bench") == ""
+    assert "with method ar, generate" in refusal("draft_tokens", {"methods": ["ar, generate"]}, "bench")
+    shape = {"methods": None, "shape": "tiny", "tree": "static"}
+    assert "no effect" in refusal("tree", shape, "bench"), "the shape's own methods"
 
 
 @pytest.mark.parametrize(
@@ -138,7 +150,7 @@ def test_options_without_effect_are_refused(arguments: list[str], said: str, cap
 def test_options_are_in_panels_and_examples_at_the_end(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     for parameter in COMMANDS[command].params:
         if parameter.param_type_name == "option" and parameter.name != "help":
-            assert parameter.rich_help_panel in PANEL_ORDER, parameter.name
+            assert parameter.rich_help_panel in list(Panel), parameter.name
     typed = "serve --engine vllm" if command == VLLM_COMMAND else command
     assert run([*typed.split(), "--help"]) == 0
     shown = capsys.readouterr().out
@@ -162,42 +174,38 @@ def test_the_list_of_commands_begins_where_a_new_user_does(
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_help_all_shows_every_option(
+def test_help_fits_on_a_screen_and_help_all_shows_every_option(
     command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     typed = ["serve", "--engine", "vllm"] if command == VLLM_COMMAND else [command]
-    names = {name for one in COMMANDS[command].params for name in one.opts if name.startswith("--")}
-    assert run([*typed, "--help"]) == 0
-    usual = capsys.readouterr().out
-    assert all(len(line) <= 80 for line in usual.split("Examples:")[0].splitlines())
-    assert "Methods:" not in usual and "Rarely used:" not in usual
-    if "--help-all" not in names:
-        assert not _missing(names, usual)
-        return
     assert run([*typed, "--help-all"]) == 0
     whole = capsys.readouterr().out
-    assert not _missing(names, whole)
-    assert ("Methods:" in whole) == bool(names & {"--method", "--methods"})
-    left_out = _missing(names, usual)
-    assert ("Rarely used:" in whole) == bool(left_out)
-    assert not left_out or len(COMMANDS[command].params) - 1 > MAX_SHORT_LIST, "short lists are whole"
-
-
-def _missing(names: set[str], shown: str) -> set[str]:
-    options = shown.split("Examples:")[0]
-    return {name for name in names if not re.search(rf"^  (-\w, )?(--\S+[/,] )?{name}( |,|$)", options, re.MULTILINE)}
-
-
-def test_the_help_of_generate_is_half_as_long_and_names_all_methods(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["generate", "--help"]) == 0
+    names = {name for one in COMMANDS[command].params for name in one.opts if name.startswith("--")}
+    assert not {name for name in names if not _shows(name, whole)}
+    described = [name for name, method in METHODS.items() if f"  {name} " in whole and method.description[:20] in whole]
+    assert described == (list(METHODS) if names & {"--method", "--methods"} else [])
+    assert run([*typed, "--help"]) == 0
     usual = capsys.readouterr().out
-    assert run(["generate", "--help-all"]) == 0
-    whole = capsys.readouterr().out
-    assert len(usual.splitlines()) < 0.7 * len(whole.splitlines())
-    for name, method in METHODS.items():
-        assert name in usual.split("--method")[1].split("--draft-tokens")[0]
-        assert re.search(rf"^  {re.escape(name)} +{re.escape(method.description[:20])}", whole, re.MULTILINE)
+    assert len(usual.splitlines()) <= SCREEN_LINES
+    assert all(len(line) <= 80 for line in usual.split("Examples:")[0].splitlines())
+    if len(whole.splitlines()) <= SCREEN_LINES:
+        assert usual == whole
+        return
+    for parameter in COMMANDS[command].params:
+        if parameter.param_type_name == "argument":
+            continue
+        first = next(name for name in parameter.opts if name.startswith("--"))
+        line = re.search(rf"^  (-\w, )?{first} .*\n(?!   )", usual, re.MULTILINE)
+        assert bool(line) != use_of(COMMANDS[command], parameter.name).rare, (
+            f"{first} has one line if many users need it"
+        )
+        assert not parameter.required or (line and "[required]" in line[0]), first
+
+
+def _shows(name: str, help: str) -> bool:
+    options = help.split("Examples:")[0]
+    return bool(re.search(rf"^  (-\w, )?(--\S+[/,] )?{name}( |,|$)", options, re.MULTILINE))
 
 
 @pytest.mark.parametrize(

@@ -53,7 +53,8 @@ def test_the_package_under_test_is_the_installed_one() -> None:
 
 def test_help_lists_the_commands_by_group(run: Callable[..., str]) -> None:
     assert re.search(r"Start here:\n.*  generate  ", run("--help"), re.DOTALL)
-    assert "--draft-tokens" in run("generate", "--help")
+    assert "--max-new-tokens" in run("generate", "--help")
+    assert "--draft-tokens" in run("generate", "--help-all")
 
 
 def test_doctor_decodes_with_and_without_drafts(run: Callable[..., str]) -> None:
