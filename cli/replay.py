@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from hdtool.cli import options
 from hdtool.cli.command import Option, quiet_libraries
@@ -18,7 +18,13 @@ from hdtool.data.output_files import OutputFile, is_json_lines_with
 from hdtool.data.progress import Tally, progress_bar, with_progress
 from hdtool.data.texts_and_traces import Trace, read_traces
 from hdtool.runtime.config import METHODS, BuildConfig, ModelConfig, ReplayConfig, StoresConfig
-from hdtool.runtime.config.settings import RARE, Panel
+from hdtool.runtime.config.decoding import TAKE_HISTORY
+from hdtool.runtime.config.settings import Panel, Use
+
+if TYPE_CHECKING:
+    from hdtool.builders.evaluation.recording import RecordedTurn, TurnReader
+    from hdtool.builders.evaluation.replay import ReplayResult
+    from hdtool.runtime.stores.store_set import StoreSet
 
 STEPS_KEYS = (
     "method",
@@ -37,50 +43,47 @@ STEPS_KEYS = (
 """Keys of a ``--steps`` line, by which an existing file is recognised before it is replaced."""
 NO_LOOKAHEAD = "hd-paper is replayed without its lookahead branch, which needs the model"
 
+Traces = Annotated[
+    list[Path],
+    Option(
+        Panel.INPUT, "Recordings, repeatable. Output of collect, chats, or any other log with answers of the model."
+    ),
+]
+Questions = Annotated[Path | None, Option(Panel.INPUT, "Questions of Spec-Bench answer files: question.jsonl.")]
+Warm = Annotated[
+    list[Path] | None,
+    Option(
+        Panel.INPUT,
+        "Recordings that fill the history, repeatable. They are replayed before and not counted.",
+        use=Use(methods=TAKE_HISTORY),
+    ),
+]
+Cost = Annotated[
+    str | None,
+    Option(
+        Panel.MEASUREMENT,
+        "Time of a forward pass, to predict tokens per second. Milliseconds by draft tokens, as in "
+        "0:20.1,8:20.9,32:24, or the cost.json or folder of bench-cost or of a set-up.",
+    ),
+]
+Steps = Annotated[
+    Path | None, Option(Panel.OUTPUT, "File for the tokens of each step. It gets one JSON line per method and turn.")
+]
+MODEL_OPTIONS = only("model", "gguf_file", "trust_remote_code").described(model=options.ANSWERING_MODEL_HELP)
+
 
 def replay(
     *,
-    traces: Annotated[
-        list[Path],
-        Option(
-            Panel.INPUT, "Recordings, repeatable. Output of collect, chats, or any other log with answers of the model."
-        ),
-    ],
-    questions: Annotated[
-        Path | None, Option(Panel.INPUT, "Questions of Spec-Bench answer files: question.jsonl.")
-    ] = None,
-    warm: Annotated[
-        list[Path] | None,
-        Option(Panel.INPUT, "Recordings that fill the history, repeatable. They are replayed before and not counted."),
-    ] = None,
+    traces: Traces,
+    questions: Questions = None,
+    warm: Warm = None,
     config: ReplayConfig,
     reading: Annotated[BuildConfig, only("max_bad_fraction")],
-    chat: Annotated[
-        bool | None,
-        Option(
-            Panel.INPUT,
-            "Rebuild contexts by the chat template or as text. Default: chat if any.",
-            "--chat/--raw",
-            use=RARE,
-        ),
-    ] = None,
-    loading: Annotated[
-        ModelConfig,
-        only("model", "gguf_file", "trust_remote_code").described(model=options.ANSWERING_MODEL_HELP).as_argument(),
-    ],
+    chat: options.Chat = None,
+    loading: Annotated[ModelConfig, MODEL_OPTIONS.as_argument()],
     stores: Annotated[StoresConfig, without("namespace")],
-    cost: Annotated[
-        str | None,
-        Option(
-            Panel.MEASUREMENT,
-            "Time of a forward pass, to predict tokens per second. Milliseconds by draft tokens, as in "
-            "0:20.1,8:20.9,32:24, or the cost.json or folder of bench-cost or of a set-up.",
-        ),
-    ] = None,
-    steps: Annotated[
-        Path | None,
-        Option(Panel.OUTPUT, "File for the tokens of each step. It gets one JSON line per method and turn."),
-    ] = None,
+    cost: Cost = None,
+    steps: Steps = None,
     report: options.Report = None,
     quiet: options.Quiet = False,
     as_json: options.JsonObject = False,
@@ -96,60 +99,80 @@ def replay(
     from hdtool.builders.evaluation.report.ablations import Study
     from hdtool.builders.evaluation.report.pages import check_report_folder, replay_page
     from hdtool.builders.evaluation.worker_pool import replay as replayed, total_turns
-    from hdtool.cli.result_tables import replay_record, replay_table, turn_record, write_report
-    from hdtool.cli.store_output import print_left_out
+    from hdtool.cli.result_tables import replay_record, replay_table, write_report
     from hdtool.runtime.budget.cost_curve import CostCurve
     from hdtool.runtime.stores.library import Library
     from hdtool.runtime.weights.checkpoint_identity import checkpoint_of
 
-    _refuse_useless(warm, config)
-    paths, paths_before = _trace_files(traces), _trace_files(warm or [])
-    _refuse_repeated(paths, paths_before, config)
+    files, warm_files = _trace_files(traces), _trace_files(warm or [])
+    _refuse_repeated(files, warm_files, config)
     curve = CostCurve.given(cost) if cost is not None else None
     if steps:
         _steps_file(steps).check()
-    counted = Tally(), Tally()
-    most_bad = reading.max_bad_fraction
-    recorded = _traces_with_answers(read_traces(paths, questions, tolerance=most_bad, tally=counted[0])[: config.limit])
-    before = _traces_with_answers(read_traces(paths_before, tolerance=most_bad, tally=counted[1])) if warm else []
+    recorded = Recordings(files, reading.max_bad_fraction, questions, config.limit)
+    before = Recordings(warm_files, reading.max_bad_fraction)
     quiet_libraries(quiet=quiet)
     if report:
         check_report_folder(report)
     reader = TurnReader.of_model(loading, chat)
     store_set = Library(loading.name, reader.tokenizer, checkpoint_of(loading), stores).open()
-    ranked = all(answer.rankings for trace in (*recorded, *before) for answer in trace.answers)
-    chosen = config.methods_with(corpus=store_set.corpus is not None, rankings=ranked)
-    _refuse_unranked(chosen, ranked=ranked)
-    print(f"drafting from {store_set}", file=sys.stderr)
-    if "hd-paper" in chosen:
-        print(NO_LOOKAHEAD, file=sys.stderr)
-    usable = list(reader.usable(with_progress(recorded, "conversations", quiet=quiet), counted[0]))
-    conversations = [turns for _, turns in usable]
-    warming = [turns for _, turns in reader.usable(before, counted[1])]
-    for tally in counted:
-        print_left_out(tally, most_bad)
+    methods = _methods(config, store_set, [*recorded.traces, *before.traces])
+    contenders = [ReplayMethod(name, config.decoding(name), curve) for name in methods]
+    conversations, earlier = recorded.turns(reader, quiet=quiet), before.turns(reader, quiet=True)
     if not conversations:
         raise RecordError(
             f"no conversation of {', '.join(map(str, traces))} can be replayed: name others, or use --raw"
         )
-    contenders = [ReplayMethod(name, config.decoding(name), curve) for name in chosen]
-    with progress_bar(total_turns(contenders, conversations, warming), "turns", quiet=quiet) as progress:
+    with progress_bar(total_turns(contenders, conversations, earlier), "turns", quiet=quiet) as progress:
         results = replayed(
-            contenders, conversations, store_set, workers=config.workers, on_progress=progress.to, warm=warming
+            contenders, conversations, store_set, workers=config.workers, on_progress=progress.to, warm=earlier
         )
     if steps:
-        rows = (turn_record(result, turn) for result in results.values() for turn in result.turns)
-        _steps_file(steps).write("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
-    files = [str(path) for path in warm or ()]
-    print(
-        json.dumps(replay_record(results, curve, files), ensure_ascii=False)
-        if as_json
-        else replay_table(results, curve, files)
-    )
+        _write_steps(steps, results)
+    shown = results, curve, [str(path) for path in warm or ()]
+    print(json.dumps(replay_record(*shown), ensure_ascii=False) if as_json else replay_table(*shown))
     if report:
         study = Study(conversations, store_set, config.draft_tokens, config.workers, curve)
-        page_of = partial(replay_page, study, results, curve, files)
-        write_report(report, study, [trace for trace, _ in usable], reader.tokenizer, page_of, quiet=quiet)
+        page_of = partial(replay_page, study, *shown)
+        write_report(report, study, recorded.traces, reader.tokenizer, page_of, quiet=quiet)
+
+
+class Recordings:
+    """Recorded conversations with answers, as files hold them; prints what it leaves out."""
+
+    def __init__(
+        self, files: list[Path], max_bad_fraction: float, questions: Path | None = None, limit: int | None = None
+    ) -> None:
+        self._tally, self._max_bad_fraction = Tally(), max_bad_fraction
+        read = read_traces(files, questions, tolerance=max_bad_fraction, tally=self._tally)[:limit] if files else []
+        self.traces = [trace for trace in read if trace.answers]
+        if lacking := len(read) - len(self.traces):
+            print(f"left out: {lacking} of {len(read)} conversations, which hold no answer", file=sys.stderr)
+
+    def turns(self, reader: TurnReader, *, quiet: bool) -> list[list[RecordedTurn]]:
+        """Return the turns of each conversation, and keep only the traces of these, which can be replayed."""
+        from hdtool.cli.store_output import print_left_out
+
+        usable = list(reader.usable(with_progress(self.traces, "conversations", quiet=quiet), self._tally))
+        print_left_out(self._tally, self._max_bad_fraction)
+        self.traces = [trace for trace, _ in usable]
+        return [turns for _, turns in usable]
+
+
+def _methods(config: ReplayConfig, store_set: StoreSet, traces: list[Trace]) -> tuple[str, ...]:
+    """Return the methods to replay, and print what they draft from."""
+    ranked = all(answer.rankings for trace in traces for answer in trace.answers)
+    methods = config.methods_with(corpus=store_set.corpus is not None, rankings=ranked)
+    reading = [name for name in methods if METHODS[name].logits]
+    if reading and not ranked:
+        raise OptionError(
+            f"method {reading[0]} drafts from the model's logits, which these recordings lack: record them with "
+            "hdtool collect --rankings 61"
+        )
+    print(f"drafting from {store_set}", file=sys.stderr)
+    if "hd-paper" in methods:
+        print(NO_LOOKAHEAD, file=sys.stderr)
+    return methods
 
 
 def _trace_files(paths: list[Path]) -> list[Path]:
@@ -170,23 +193,6 @@ def _refuse_repeated(traces: list[Path], warm: list[Path], config: ReplayConfig)
             raise OptionError(f"{path} is given twice, and the history would hold its answers: name it once")
 
 
-def _refuse_useless(warm: list[Path] | None, config: ReplayConfig) -> None:
-    if warm and not any(METHODS[name].history for name in config.methods_with(corpus=True)):
-        raise OptionError(
-            f"--warm has no effect with method {', '.join(config.methods)}, which keeps nothing between conversations: "
-            "leave it out"
-        )
-
-
-def _refuse_unranked(methods: Sequence[str], *, ranked: bool) -> None:
-    reading = [name for name in methods if METHODS[name].logits]
-    if reading and not ranked:
-        raise OptionError(
-            f"method {reading[0]} drafts from the model's logits, which these recordings lack: record them with "
-            "hdtool collect --rankings 61"
-        )
-
-
 def _same_file(first: Path, second: Path) -> bool:
     try:
         return first.samefile(second)
@@ -194,14 +200,13 @@ def _same_file(first: Path, second: Path) -> bool:
         return first == second
 
 
-def _traces_with_answers(traces: list[Trace]) -> list[Trace]:
-    """Return the traces that hold an answer, and print the number of traces that hold none."""
-    answered = [trace for trace in traces if trace.answers]
-    if lacking := len(traces) - len(answered):
-        print(f"left out: {lacking} of {len(traces)} conversations, which hold no answer", file=sys.stderr)
-    return answered
-
-
 def _steps_file(path: Path) -> OutputFile:
     advice = "choose another --steps, or move it away"
     return OutputFile(path, "a file of replay --steps", is_json_lines_with(STEPS_KEYS), RecordError, advice)
+
+
+def _write_steps(path: Path, results: Mapping[str, ReplayResult]) -> None:
+    from hdtool.cli.result_tables import turn_record
+
+    rows = (turn_record(result, turn) for result in results.values() for turn in result.turns)
+    _steps_file(path).write("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
