@@ -27,7 +27,8 @@ from hdtool.data.stores.home import StoredItem, stored_items
 from hdtool.data.stores.manifest import Checkpoint, TokenizerFingerprint
 from hdtool.data.stores.store import read_manifest
 from hdtool.runtime.answerer import Answerer
-from hdtool.runtime.config import DecodeConfig, ModelConfig, SamplingConfig, StoresConfig
+from hdtool.runtime.config.decoding import DecodeConfig, StoresConfig
+from hdtool.runtime.config.model import ModelConfig, SamplingConfig
 from hdtool.runtime.kernels.code_folder import code_folder, is_compiled
 from hdtool.runtime.kernels.compile_process import NOUNS, PARTS
 from hdtool.runtime.kernels.compiled import processor_name

@@ -22,22 +22,10 @@ from hdtool.data.input_files import find_inputs
 from hdtool.data.progress import Tally, deferred_bar, progress_bar
 from hdtool.data.prompts import Prompt, interleave_categories, interleave_tasks, read_prompts
 from hdtool.data.texts_and_traces import read_traces
-from hdtool.runtime.config import (
-    METHODS,
-    PEERS,
-    SHAPES,
-    WARM,
-    BenchConfig,
-    BuildConfig,
-    CostConfig,
-    DecodeConfig,
-    GrammarConfig,
-    ModelConfig,
-    SamplingConfig,
-    ShapeConfig,
-    StoresConfig,
-)
-from hdtool.runtime.config.measuring import COST_FILE
+from hdtool.runtime.config.building import BuildConfig
+from hdtool.runtime.config.decoding import METHODS, DecodeConfig, GrammarConfig, StoresConfig
+from hdtool.runtime.config.measuring import COST_FILE, PEERS, SHAPES, WARM, BenchConfig, CostConfig, ShapeConfig
+from hdtool.runtime.config.model import ModelConfig, SamplingConfig
 from hdtool.runtime.config.settings import Panel, Use
 
 if TYPE_CHECKING:

@@ -16,8 +16,8 @@ from hdtool.data.errors import ModelError, OptionError
 from hdtool.data.stores.manifest import Checkpoint, Manifest, TokenizerFingerprint
 from hdtool.data.stores.store import FolderCheck, refuse_replacing
 from hdtool.data.stores.store_files import CORPUS_KIND, MODEL_KIND, check_destination
-from hdtool.runtime.config import BuildConfig, HeadsConfig, ModelConfig, TrainConfig
-from hdtool.runtime.config.building import AMPHISTA, MEDUSA
+from hdtool.runtime.config.building import AMPHISTA, MEDUSA, BuildConfig, HeadsConfig, TrainConfig
+from hdtool.runtime.config.model import ModelConfig
 from hdtool.runtime.config.settings import Panel, Use
 
 

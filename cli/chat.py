@@ -9,7 +9,8 @@ from hdtool.cli import options
 from hdtool.cli.command import quiet_libraries
 from hdtool.cli.options import without
 from hdtool.data.errors import HdtoolError, PromptError
-from hdtool.runtime.config import DecodeConfig, ModelConfig, SamplingConfig, StoresConfig
+from hdtool.runtime.config.decoding import DecodeConfig, StoresConfig
+from hdtool.runtime.config.model import ModelConfig, SamplingConfig
 
 if TYPE_CHECKING:
     from hdtool.cli.chat_session import ReadMessage, Session

@@ -23,7 +23,8 @@ from hdtool.data.errors import OptionError
 from hdtool.data.progress import show_bars
 from hdtool.data.prompts import Prompt, read_tools
 from hdtool.data.stores.home import NO_STORE
-from hdtool.runtime.config import METHODS, PEERS, SHAPE_PEERS, GrammarConfig, ShapeConfig
+from hdtool.runtime.config.decoding import METHODS, GrammarConfig
+from hdtool.runtime.config.measuring import PEERS, SHAPE_PEERS, ShapeConfig
 from hdtool.runtime.config.settings import ANY_USE, Panel, Use
 
 STORE_OPTIONS = ("model_db", "corpus_db")

@@ -14,7 +14,9 @@ from hdtool.cli.command import Option, quiet_libraries, require_model
 from hdtool.cli.options import only, without
 from hdtool.data.errors import OptionError, did_you_mean
 from hdtool.data.progress import count_of
-from hdtool.runtime.config import BuildConfig, DecodeConfig, ModelConfig, StoresConfig
+from hdtool.runtime.config.building import BuildConfig
+from hdtool.runtime.config.decoding import DecodeConfig, StoresConfig
+from hdtool.runtime.config.model import ModelConfig
 from hdtool.runtime.config.settings import Panel
 
 

@@ -18,15 +18,9 @@ from hdtool.data.chat import with_system
 from hdtool.data.errors import OptionError, PromptError
 from hdtool.data.progress import Tally, count_of
 from hdtool.data.prompts import Prompt, read_prediction, read_prompts
-from hdtool.runtime.config import (
-    BuildConfig,
-    DecodeConfig,
-    GrammarConfig,
-    ModelConfig,
-    RecordingConfig,
-    SamplingConfig,
-    StoresConfig,
-)
+from hdtool.runtime.config.building import BuildConfig
+from hdtool.runtime.config.decoding import DecodeConfig, GrammarConfig, RecordingConfig, StoresConfig
+from hdtool.runtime.config.model import ModelConfig, SamplingConfig
 from hdtool.runtime.config.settings import Panel
 
 

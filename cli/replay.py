@@ -17,8 +17,9 @@ from hdtool.data.input_files import find_inputs
 from hdtool.data.output_files import OutputFile, is_json_lines_with
 from hdtool.data.progress import Tally, progress_bar, with_progress
 from hdtool.data.texts_and_traces import Trace, read_traces
-from hdtool.runtime.config import METHODS, BuildConfig, ModelConfig, ReplayConfig, StoresConfig
-from hdtool.runtime.config.decoding import TAKE_HISTORY
+from hdtool.runtime.config.building import BuildConfig
+from hdtool.runtime.config.decoding import METHODS, TAKE_HISTORY, ReplayConfig, StoresConfig
+from hdtool.runtime.config.model import ModelConfig
 from hdtool.runtime.config.settings import Panel, Use
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from hdtool.builders.evaluation.report.tables import Table
 from hdtool.builders.evaluation.scores import ALL_TASKS, PLAIN_METHOD, Score, Scores, method_in_words
 from hdtool.data.bench_results import Results
 from hdtool.data.progress import count_of
-from hdtool.runtime.config import COLD, WARM
+from hdtool.runtime.config.measuring import COLD, WARM
 from hdtool.runtime.config.model import INT8
 
 if TYPE_CHECKING:

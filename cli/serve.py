@@ -12,7 +12,9 @@ import typer
 from hdtool.cli.command import Option, quiet_libraries
 from hdtool.cli.options import without
 from hdtool.data.errors import OptionError, ServeError, did_you_mean, install_command
-from hdtool.runtime.config import DecodeConfig, ModelConfig, SamplingConfig, ServerConfig, StoresConfig, VllmConfig
+from hdtool.runtime.config.decoding import DecodeConfig, StoresConfig
+from hdtool.runtime.config.measuring import ServerConfig, VllmConfig
+from hdtool.runtime.config.model import ModelConfig, SamplingConfig
 from hdtool.runtime.config.settings import Panel
 
 if TYPE_CHECKING:

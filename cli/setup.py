@@ -15,8 +15,8 @@ from hdtool.cli.options import without
 from hdtool.data.errors import OptionError
 from hdtool.data.input_files import find_inputs
 from hdtool.data.progress import count_of
-from hdtool.runtime.config import ModelConfig
 from hdtool.runtime.config.building import SetupConfig
+from hdtool.runtime.config.model import ModelConfig
 from hdtool.runtime.config.settings import Panel, option_of
 
 if TYPE_CHECKING:

@@ -18,7 +18,8 @@ from hdtool.data.input_files import find_inputs
 from hdtool.data.progress import Tally, abbreviated, count_of, progress_bar
 from hdtool.data.stores.manifest import Manifest, TokenizerFingerprint
 from hdtool.data.stores.store_files import printable
-from hdtool.runtime.config import BuildConfig, ModelConfig
+from hdtool.runtime.config.building import BuildConfig
+from hdtool.runtime.config.model import ModelConfig
 
 if TYPE_CHECKING:
     from hdtool.builders.stores.build_engine import BuildEngine

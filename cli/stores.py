@@ -44,7 +44,8 @@ from hdtool.data.stores.home import (
 from hdtool.data.stores.manifest import Checkpoint, InputShare, Manifest, TokenizerFingerprint
 from hdtool.data.stores.store import damaged_files, read_manifest, read_store, refuse_replacing, require_store
 from hdtool.data.stores.store_files import MODEL_KIND, holds_history, printable
-from hdtool.runtime.config import BuildConfig, ModelConfig
+from hdtool.runtime.config.building import BuildConfig
+from hdtool.runtime.config.model import ModelConfig
 from hdtool.runtime.config.settings import Panel, Use
 
 if TYPE_CHECKING:

@@ -12,7 +12,8 @@ from hdtool.cli.options import only, without
 from hdtool.data import demo
 from hdtool.data.errors import PromptError
 from hdtool.data.prompts import Prompt, read_prompts
-from hdtool.runtime.config import DecodeConfig, GrammarConfig, ModelConfig, SamplingConfig, StoresConfig, VerifyConfig
+from hdtool.runtime.config.decoding import DecodeConfig, GrammarConfig, StoresConfig, VerifyConfig
+from hdtool.runtime.config.model import ModelConfig, SamplingConfig
 from hdtool.runtime.config.settings import Panel
 
 if TYPE_CHECKING:

@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from hdtool.data.errors import HdtoolError
     from hdtool.data.prompts import Grammar
     from hdtool.runtime.answerer import decode, decode_batch
-    from hdtool.runtime.config import DecodeConfig, ModelConfig, SamplingConfig, StoresConfig
+    from hdtool.runtime.config.decoding import DecodeConfig, StoresConfig
+    from hdtool.runtime.config.model import ModelConfig, SamplingConfig
     from hdtool.runtime.config.source_names import Source, register
     from hdtool.runtime.core.loop import Request
     from hdtool.runtime.core.sequence import Stats
@@ -53,17 +54,17 @@ __all__ = [
 ]
 
 _PLACES = {
-    "DecodeConfig": "hdtool.runtime.config",
+    "DecodeConfig": "hdtool.runtime.config.decoding",
     "Generator": "hdtool.runtime.integrations.hf_generate",
     "Grammar": "hdtool.data.prompts",
     "HdtoolError": "hdtool.data.errors",
-    "ModelConfig": "hdtool.runtime.config",
+    "ModelConfig": "hdtool.runtime.config.model",
     "Request": "hdtool.runtime.core.loop",
-    "SamplingConfig": "hdtool.runtime.config",
+    "SamplingConfig": "hdtool.runtime.config.model",
     "Source": "hdtool.runtime.config.source_names",
     "Stats": "hdtool.runtime.core.sequence",
     "StoreSet": "hdtool.runtime.stores.store_set",
-    "StoresConfig": "hdtool.runtime.config",
+    "StoresConfig": "hdtool.runtime.config.decoding",
     "Verifier": "hdtool.builders.evaluation.verify",
     "decode": "hdtool.runtime.answerer",
     "decode_batch": "hdtool.runtime.answerer",

@@ -13,7 +13,8 @@ from hdtool.data.chat import encode_answer, encode_conversation
 from hdtool.data.errors import HdtoolError, PromptError
 from hdtool.data.prompts import Message, Prompt
 from hdtool.runtime.budget.measure_passes import quick_record
-from hdtool.runtime.config import DecodeConfig, ModelConfig, SamplingConfig, StoresConfig
+from hdtool.runtime.config.decoding import DecodeConfig, StoresConfig
+from hdtool.runtime.config.model import ModelConfig, SamplingConfig
 from hdtool.runtime.config.source_names import SourceId
 from hdtool.runtime.core.drafter import Drafter, NoDraft, RankingRecorder
 from hdtool.runtime.core.engine import Engine

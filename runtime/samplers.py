@@ -17,7 +17,7 @@ from transformers import (
 )
 
 from hdtool.data.errors import HdtoolError, ModelError, error_reason
-from hdtool.runtime.config import SamplingConfig
+from hdtool.runtime.config.model import SamplingConfig
 from hdtool.runtime.core.sampler import Sampler
 from hdtool.runtime.core.sequence import room_for
 from hdtool.runtime.generation.grammar import GrammarCompiler

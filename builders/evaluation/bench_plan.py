@@ -42,18 +42,9 @@ from hdtool.data.stores.manifest import TokenizerFingerprint
 from hdtool.runtime.budget.cost_curve import MeasuredCosts
 from hdtool.runtime.budget.measure_passes import cost_curve_for
 from hdtool.runtime.budget.node_budget import FixedBudget, MeasuredBudget
-from hdtool.runtime.config import (
-    LLAMA_CPP,
-    METHODS,
-    OTHER_FILE,
-    PEERS,
-    WITHOUT_GRAMMARS,
-    BenchConfig,
-    DecodeConfig,
-    ModelConfig,
-    SamplingConfig,
-    StoresConfig,
-)
+from hdtool.runtime.config.decoding import METHODS, DecodeConfig, StoresConfig
+from hdtool.runtime.config.measuring import LLAMA_CPP, OTHER_FILE, PEERS, WITHOUT_GRAMMARS, BenchConfig
+from hdtool.runtime.config.model import ModelConfig, SamplingConfig
 from hdtool.runtime.core.drafter import Drafter
 from hdtool.runtime.drafters.methods import compile_ahead, drafter_with_budget, finish_compiling
 from hdtool.runtime.drafters.trained_methods import methods_with_drafters

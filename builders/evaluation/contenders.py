@@ -19,7 +19,7 @@ from transformers import (
 from hdtool.builders.evaluation.timing import Stopwatch
 from hdtool.data.answered_questions import AnsweredTurn
 from hdtool.runtime.answerer import decode
-from hdtool.runtime.config import SamplingConfig
+from hdtool.runtime.config.model import SamplingConfig
 from hdtool.runtime.core.drafter import Drafter
 from hdtool.runtime.core.sequence import Finish, Stats, Step, room_for
 from hdtool.runtime.generation.grammar import Guide, guided_drafter, masks_of

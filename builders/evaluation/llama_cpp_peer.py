@@ -15,7 +15,8 @@ from hdtool.builders.evaluation.timing import Stopwatch
 from hdtool.data.answered_questions import AnsweredTurn
 from hdtool.data.errors import ModelError, error_reason
 from hdtool.data.gguf_header import GGUFHeader
-from hdtool.runtime.config import LLAMA_CPP, OTHER_FILE, ModelConfig, SamplingConfig
+from hdtool.runtime.config.measuring import LLAMA_CPP, OTHER_FILE
+from hdtool.runtime.config.model import ModelConfig, SamplingConfig
 from hdtool.runtime.core.sequence import room_for
 from hdtool.runtime.generation.grammar import Guide
 from hdtool.runtime.kernels.vector_code import has_feature

@@ -16,7 +16,8 @@ from hdtool.builders.evaluation.estimated_passes import PassReads, Roofline
 from hdtool.data.errors import ModelError, OptionError, did_you_mean
 from hdtool.runtime.budget.cost_curve import CostCurve
 from hdtool.runtime.budget.measure_passes import lengths_within
-from hdtool.runtime.config import SHAPES, CostConfig, ModelConfig
+from hdtool.runtime.config.measuring import SHAPES, CostConfig
+from hdtool.runtime.config.model import ModelConfig
 from hdtool.runtime.kernels.linear import compile_linear_layers
 from hdtool.runtime.kernels.machine import dtype_name
 from hdtool.runtime.model.families import refuse_by_configuration

@@ -14,7 +14,7 @@ from hdtool.builders.evaluation.recording import RecordedTurn
 from hdtool.builders.evaluation.timing import Stopwatch, timed
 from hdtool.data.errors import HdtoolError, error_reason
 from hdtool.runtime.answerer import decode
-from hdtool.runtime.config import SamplingConfig
+from hdtool.runtime.config.model import SamplingConfig
 from hdtool.runtime.core.drafter import Drafter
 from hdtool.runtime.core.sampler import Sampler
 from hdtool.runtime.core.sequence import Stats, Step

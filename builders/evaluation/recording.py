@@ -18,7 +18,7 @@ from hdtool.data.progress import Tally
 from hdtool.data.prompts import Message
 from hdtool.data.texts_and_traces import RecordedAnswer, Trace
 from hdtool.runtime.caches.slots import Cache
-from hdtool.runtime.config import ModelConfig
+from hdtool.runtime.config.model import ModelConfig
 from hdtool.runtime.core.accept import Accepted
 from hdtool.runtime.core.engine import PassLog, PassOptions, Verified, WaitForResults
 from hdtool.runtime.core.tree import LARGEST_TREE, ROOT, DraftTree

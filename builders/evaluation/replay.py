@@ -22,8 +22,9 @@ from hdtool.builders.evaluation.recording import RecordedLogits, RecordedTurn, R
 from hdtool.runtime.answerer import decode
 from hdtool.runtime.budget.cost_curve import CostCurve
 from hdtool.runtime.budget.node_budget import Budget, CostBudget, FixedBudget
-from hdtool.runtime.config import FIXED_BUDGET, METHODS, DecodeConfig, SamplingConfig
-from hdtool.runtime.config.decoding import HISTORY_LETTER
+from hdtool.runtime.config.budgets import FIXED_BUDGET
+from hdtool.runtime.config.decoding import HISTORY_LETTER, METHODS, DecodeConfig
+from hdtool.runtime.config.model import SamplingConfig
 from hdtool.runtime.config.source_names import SourceId
 from hdtool.runtime.core.accept import Accepted
 from hdtool.runtime.core.drafter import Drafter, WrappedDrafter

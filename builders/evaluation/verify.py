@@ -11,7 +11,7 @@ import torch
 from hdtool.builders.evaluation.contenders import answer_steps, generate_ids
 from hdtool.data.errors import HdtoolError, error_reason
 from hdtool.data.prompts import Grammar
-from hdtool.runtime.config import SamplingConfig
+from hdtool.runtime.config.model import SamplingConfig
 from hdtool.runtime.core.drafter import Drafter, NoDraft
 from hdtool.runtime.core.sampler import Sampler
 from hdtool.runtime.core.sequence import room_for

@@ -25,7 +25,7 @@ from hdtool.builders.evaluation.recording import RecordedTurn
 from hdtool.builders.evaluation.replay import ReplayMethod, ReplayResult, replay_method
 from hdtool.data.errors import HdtoolError
 from hdtool.data.processes import isolated_children
-from hdtool.runtime.config import METHODS
+from hdtool.runtime.config.decoding import METHODS
 from hdtool.runtime.drafters.methods import drafter_with_budget
 from hdtool.runtime.stores.store_set import StoreSet
 

@@ -16,7 +16,7 @@ from hdtool.data.chat import encode_text
 from hdtool.data.errors import RecordError
 from hdtool.data.progress import ProgressBar
 from hdtool.data.texts_and_traces import Record, RecordedAnswer, RecordReader, Trace
-from hdtool.runtime.config import HeadsConfig, TrainConfig
+from hdtool.runtime.config.building import HeadsConfig, TrainConfig
 
 MIN_TOKENS = 3
 """Minimum number of tokens of an example; the first head predicts the third token of a text."""

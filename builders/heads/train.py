@@ -24,7 +24,9 @@ from hdtool.data.errors import OptionError
 from hdtool.data.input_files import find_inputs
 from hdtool.data.progress import progress_bar
 from hdtool.data.texts_and_traces import RecordReader
-from hdtool.runtime.config import LARGEST_BUDGET, HeadsConfig, ModelConfig, TrainConfig
+from hdtool.runtime.config.budgets import LARGEST_BUDGET
+from hdtool.runtime.config.building import HeadsConfig, TrainConfig
+from hdtool.runtime.config.model import ModelConfig
 from hdtool.runtime.drafters.heads.checkpoint import EvalResult, SavedHeads, new_heads, output_files
 from hdtool.runtime.drafters.heads.modules import Heads, ParallelHeads
 from hdtool.runtime.drafters.trained.proposal import PROB_BUCKETS, TOKENS_PER_RANKING, bucket_center, prob_bucket

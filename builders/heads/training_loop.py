@@ -25,7 +25,7 @@ from hdtool.builders.heads.loss import (
 from hdtool.builders.heads.processes import Processes
 from hdtool.data.errors import HeadsError, OptionError, error_reason
 from hdtool.data.output_files import OutputFile
-from hdtool.runtime.config import TrainConfig
+from hdtool.runtime.config.building import TrainConfig
 from hdtool.runtime.drafters.heads.modules import Heads
 
 CHECKPOINT_FILE = "checkpoint.pt"

@@ -20,8 +20,8 @@ from hdtool.data.answered_questions import AnsweredQuestion
 from hdtool.data.chat import encode_conversation
 from hdtool.data.errors import PromptError
 from hdtool.data.prompts import Prompt
-from hdtool.runtime.config import DecodeConfig, ModelConfig, SamplingConfig
-from hdtool.runtime.config.model import INT8
+from hdtool.runtime.config.decoding import DecodeConfig
+from hdtool.runtime.config.model import INT8, ModelConfig, SamplingConfig
 from hdtool.runtime.stores.store_set import StoreSet
 from hdtool.runtime.target.load import Loaded
 

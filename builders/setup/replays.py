@@ -18,12 +18,13 @@ from hdtool.builders.evaluation.timing import timed
 from hdtool.builders.evaluation.worker_pool import replay, total_turns
 from hdtool.data.progress import progress_bar
 from hdtool.runtime.budget.cost_curve import CostCurve
-from hdtool.runtime.config import DecodeConfig, SamplingConfig
 from hdtool.runtime.config.decoding import (
     HISTORY_LETTER,
     NO_HISTORY,
     SOURCE_NAMES,
+    DecodeConfig,
 )
+from hdtool.runtime.config.model import SamplingConfig
 from hdtool.runtime.core.drafter import NoDraft
 from hdtool.runtime.engines.checks.probes import some_context
 from hdtool.runtime.stores.store_set import StoreSet

@@ -44,8 +44,10 @@ from hdtool.data.stores.store_files import MANIFEST, holds_manifest
 from hdtool.data.texts_and_traces import Record, RecordReader, read_traces
 from hdtool.runtime.budget.cost_curve import CostCurve
 from hdtool.runtime.budget.measure_passes import context_lengths_for, measure_cost_curve, save_at_home
-from hdtool.runtime.config import CostConfig, ModelConfig, StoresConfig
 from hdtool.runtime.config.building import SetupConfig
+from hdtool.runtime.config.decoding import StoresConfig
+from hdtool.runtime.config.measuring import CostConfig
+from hdtool.runtime.config.model import ModelConfig
 from hdtool.runtime.drafters.methods import compile_ahead, finish_compiling
 from hdtool.runtime.kernels.compiled import Ints
 from hdtool.runtime.kernels.machine import device_name, dtype_name, machine

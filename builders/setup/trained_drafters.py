@@ -8,12 +8,13 @@ from pathlib import Path
 
 from hdtool.data.errors import HdtoolError
 from hdtool.data.stores.manifest import TokenizerFingerprint
-from hdtool.runtime.config import METHODS, DecodeConfig
 from hdtool.runtime.config.decoding import (
     DRAFT_MODEL,
     HEADS_DRAFTER,
     HIERARCHIES,
+    METHODS,
     MTP_DRAFTER,
+    DecodeConfig,
 )
 from hdtool.runtime.drafters.heads.checkpoint import SETTINGS_FILE, read_settings
 from hdtool.runtime.drafters.trained.proposal import SMALL_MODEL, PublishedDrafter

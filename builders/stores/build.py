@@ -21,7 +21,7 @@ from hdtool.data.errors import StoreError
 from hdtool.data.progress import progress_bar
 from hdtool.data.stores.manifest import Checkpoint, Manifest, TokenizerFingerprint
 from hdtool.data.stores.store import FolderCheck, building
-from hdtool.runtime.config import BuildConfig
+from hdtool.runtime.config.building import BuildConfig
 from hdtool.runtime.kernels.compiled import Ints, compiled
 from hdtool.runtime.kernels.topk import topk
 from hdtool.runtime.stores.corpus_index import KIND as CORPUS

@@ -33,7 +33,7 @@ from hdtool.data.stores.store import (
     require_unchanged,
 )
 from hdtool.data.stores.store_files import MODEL_KIND, check_destination, holds_history, holds_manifest, printable
-from hdtool.runtime.config import ModelConfig
+from hdtool.runtime.config.model import ModelConfig
 from hdtool.runtime.kernels.compiled import Ints
 from hdtool.runtime.stores.corpus_index import KIND as CORPUS
 from hdtool.runtime.stores.history_records import StoredConversation

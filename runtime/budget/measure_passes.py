@@ -18,7 +18,7 @@ from hdtool.data.errors import CostError, OptionError
 from hdtool.data.home import cost_at_home, quick_costs_at_home
 from hdtool.data.progress import progress_bar
 from hdtool.runtime.budget.cost_curve import PASS_SIZES, CostCurve, Floats, cost_file, over_nodes
-from hdtool.runtime.config import CostConfig
+from hdtool.runtime.config.measuring import CostConfig
 from hdtool.runtime.core.tree import LARGEST_TREE, DraftTree
 from hdtool.runtime.engines.checks.probes import some_context
 from hdtool.runtime.kernels.linear import has_compiled_layers

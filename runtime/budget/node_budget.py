@@ -20,7 +20,7 @@ from hdtool.runtime.budget.cost_curve import (
     confirming_passes,
     estimated_cost,
 )
-from hdtool.runtime.config import FIXED_BUDGET, LARGEST_BUDGET
+from hdtool.runtime.config.budgets import FIXED_BUDGET, LARGEST_BUDGET
 from hdtool.runtime.kernels.compiled import Ints, Uncopyable, array_at, compiled
 
 if TYPE_CHECKING:

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from hdtool.data.errors import OptionError
 from hdtool.data.prompts import Grammar, GrammarKind, read_grammar
+from hdtool.runtime.config.budgets import FIXED_BUDGET, LARGEST_BUDGET
 from hdtool.runtime.config.settings import Panel, Settings, Use, rare_setting, require, setting
 from hdtool.runtime.config.source_names import plugins
 
@@ -90,10 +91,6 @@ TAKE_BUDGET = tuple(name for name in METHODS if name not in ("ar", "lade", "hd-p
 TAKE_SOURCES = ("hd-paper", *HIERARCHIES)
 TAKE_TREE = ("medusa", "amphista")
 TAKE_HISTORY = tuple(name for name, method in METHODS.items() if method.history)
-LARGEST_BUDGET = 64
-"""Maximum number of draft tokens per forward pass."""
-FIXED_BUDGET = 32
-"""Draft tokens per step when no pass times have been measured."""
 
 
 def source_letters(option: str, given: str, known: str) -> str:
@@ -235,6 +232,11 @@ class DecodeConfig(Settings, panel=Panel.DRAFTING):
         )
         object.__setattr__(self, "order", source_letters("order", self.order, SOURCE_LETTERS))
         require(len(self.order) == len(SOURCE_LETTERS), "order", self.order, f"all of {SOURCE_LETTERS}, in any order")
+
+    @property
+    def trained(self) -> str:
+        """Kind of trained drafter that the method needs; empty if none."""
+        return METHODS[self.method].trained
 
     @property
     def identifies_tokenizer(self) -> bool:

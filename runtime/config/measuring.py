@@ -6,16 +6,8 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
-from hdtool.runtime.config.decoding import (
-    HISTORIES,
-    HISTORY_HELP,
-    LARGEST_BUDGET,
-    MEMORY,
-    METHODS,
-    NEED_LOGITS,
-    NO_HISTORY,
-    TRAINED,
-)
+from hdtool.runtime.config.budgets import LARGEST_BUDGET
+from hdtool.runtime.config.decoding import HISTORIES, HISTORY_HELP, MEMORY, METHODS, NEED_LOGITS, NO_HISTORY, TRAINED
 from hdtool.runtime.config.settings import Panel, Settings, rare_setting, require, setting
 
 PEERS = {

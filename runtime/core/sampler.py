@@ -22,7 +22,7 @@ from transformers import (
 )
 
 from hdtool.data.errors import ModelError, PromptError
-from hdtool.runtime.config import SamplingConfig
+from hdtool.runtime.config.model import SamplingConfig
 from hdtool.runtime.core.draws import (
     NOT_FINITE,
     UNDECIDED,

@@ -6,8 +6,7 @@ from collections.abc import Callable, Hashable, Sequence
 from functools import cache
 from threading import Thread
 
-from hdtool.runtime.config import METHODS
-from hdtool.runtime.config.decoding import HIERARCHIES
+from hdtool.runtime.config.decoding import HIERARCHIES, METHODS
 from hdtool.runtime.core.drafter import Drafter, NoDraft, WrappedDrafter, draft_many
 from hdtool.runtime.core.tree import DraftTree
 from hdtool.runtime.drafters.methods import compile_hierarchy

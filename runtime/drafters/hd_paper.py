@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from hdtool.runtime.config import SOURCE_LETTERS, PaperConfig
+from hdtool.runtime.config.decoding import SOURCE_LETTERS, PaperConfig
 from hdtool.runtime.config.source_names import SourceId, source_of
 from hdtool.runtime.core.accept import Accepted
 from hdtool.runtime.core.drafter import Drafter

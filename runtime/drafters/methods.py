@@ -18,8 +18,8 @@ from hdtool.runtime.budget.node_budget import (
     SharedCosts,
 )
 from hdtool.runtime.caches.moves import compile_moves
-from hdtool.runtime.config import METHODS, TRAINED, DecodeConfig, ModelConfig, PaperConfig
-from hdtool.runtime.config.decoding import HIERARCHIES, HISTORY_LETTER
+from hdtool.runtime.config.decoding import HIERARCHIES, HISTORY_LETTER, TRAINED, DecodeConfig, PaperConfig
+from hdtool.runtime.config.model import ModelConfig
 from hdtool.runtime.config.source_names import plugins
 from hdtool.runtime.core.drafter import Drafter, NoDraft
 from hdtool.runtime.core.tree import compile_trees
@@ -138,7 +138,7 @@ def _paper(config: DecodeConfig, store_set: StoreSet, budget: BudgetFactory, tar
 
 def _hierarchy(config: DecodeConfig, store_set: StoreSet, budget: BudgetFactory, target: Target | None) -> Drafter:
     trained = gate = None
-    if METHODS[config.method].trained:
+    if config.trained:
         assert target is not None
         trained = trained_drafter(config, target, store_set.tokenizer)
         gate = gate_for(config, target)

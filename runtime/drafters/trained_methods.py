@@ -13,8 +13,15 @@ import numpy as np
 import numpy.typing as npt
 
 from hdtool.runtime.budget.node_budget import Budget
-from hdtool.runtime.config import METHODS, TAKE_TREE, TRAINED, DecodeConfig
-from hdtool.runtime.config.decoding import DRAFT_MODEL, HEADS_DRAFTER, MTP_DRAFTER
+from hdtool.runtime.config.decoding import (
+    DRAFT_MODEL,
+    HEADS_DRAFTER,
+    METHODS,
+    MTP_DRAFTER,
+    TAKE_TREE,
+    TRAINED,
+    DecodeConfig,
+)
 from hdtool.runtime.config.source_names import SourceId
 from hdtool.runtime.core.accept import Accepted
 from hdtool.runtime.core.drafter import Drafter
@@ -137,7 +144,7 @@ def trained_drafter(
     config: DecodeConfig, target: Target, tokenizer: TokenizerFingerprint | None = None
 ) -> TrainedDrafter:
     """Return the trained drafter of ``config.method``; a draft model must share the target's ``tokenizer``."""
-    kind, is_measured = METHODS[config.method].trained, config.draft_tokens is None
+    kind, is_measured = config.trained, config.draft_tokens is None
     if kind == HEADS_DRAFTER or (
         kind == MTP_DRAFTER and config.method in methods_with_heads(config.heads, target.model)
     ):

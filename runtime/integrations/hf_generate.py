@@ -18,8 +18,8 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 from hdtool.data.errors import OptionError
 from hdtool.data.prompts import Grammar
 from hdtool.runtime.answerer import decode, decode_batch
-from hdtool.runtime.config import DecodeConfig, SamplingConfig, StoresConfig
-from hdtool.runtime.config.decoding import HIERARCHIES
+from hdtool.runtime.config.decoding import HIERARCHIES, DecodeConfig, StoresConfig
+from hdtool.runtime.config.model import SamplingConfig
 from hdtool.runtime.core.drafter import Drafter, NoDraft
 from hdtool.runtime.core.draws import NOT_FINITE
 from hdtool.runtime.core.loop import Request

@@ -19,7 +19,8 @@ import torch
 from hdtool.data.errors import OptionError, StoreError
 from hdtool.data.stores.tenant import Tenant
 from hdtool.runtime.budget.node_budget import FixedBudget
-from hdtool.runtime.config import DecodeConfig, ModelConfig, StoresConfig
+from hdtool.runtime.config.decoding import DecodeConfig, StoresConfig
+from hdtool.runtime.config.model import ModelConfig
 from hdtool.runtime.core.accept import Accepted
 from hdtool.runtime.core.drafter import Drafter, draft_many
 from hdtool.runtime.core.engine import Verified

@@ -22,8 +22,7 @@ from hdtool.data.stores.manifest import Checkpoint, Manifest, TokenizerFingerpri
 from hdtool.data.stores.store import read_manifest, read_store
 from hdtool.data.stores.store_files import MANIFEST
 from hdtool.data.stores.tenant import history_of_tenant
-from hdtool.runtime.config import HOME, SOURCE_LETTERS, DecodeConfig, StoresConfig
-from hdtool.runtime.config.decoding import HISTORY_LETTER
+from hdtool.runtime.config.decoding import HISTORY_LETTER, HOME, SOURCE_LETTERS, DecodeConfig, StoresConfig
 from hdtool.runtime.stores.corpus_index import KIND, CorpusIndex
 from hdtool.runtime.stores.history_files import MAX_STORE_BYTES, create_if_new
 from hdtool.runtime.stores.history_store import History, HistoryStore

@@ -17,8 +17,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoTokenizer,
 
 from hdtool.data.errors import FamilyError, HdtoolError, ModelError, OptionError, command_for_missing, did_you_mean
 from hdtool.data.stores.manifest import Checkpoint
-from hdtool.runtime.config import ModelConfig, StoresConfig
-from hdtool.runtime.config.model import BLOCKS, DEVICES, INT8
+from hdtool.runtime.config.model import BLOCKS, DEVICES, INT8, ModelConfig
 from hdtool.runtime.engines.capture import never
 from hdtool.runtime.generation.settings import generation_settings
 from hdtool.runtime.kernels.compile_process import core_left_free
@@ -27,7 +26,6 @@ from hdtool.runtime.kernels.linear import compile_linear_layers
 from hdtool.runtime.kernels.vector_code import EXPANDS_FLOAT16
 from hdtool.runtime.model.compact_layers import compact_weights, expand_weights_read, pack_weights
 from hdtool.runtime.model.families import refuse_by_configuration
-from hdtool.runtime.model.fingerprint import fingerprint
 from hdtool.runtime.model.lean_imports import collect_garbage_again
 from hdtool.runtime.model.placement import use_planless_attention
 from hdtool.runtime.model.quantization import (
@@ -58,6 +56,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from hdtool.data.stores.tenant import Tenant
+    from hdtool.runtime.config.decoding import StoresConfig
     from hdtool.runtime.stores.library import Library
 
 T = TypeVar("T")
@@ -83,6 +82,8 @@ class Loaded:
     def library(self, config: StoresConfig | None = None, tenant: Tenant | None = None) -> Library:
         """Return the library that opens the model's stores and history; ``config`` may name stores."""
         # Imported here, because loading a model needs neither stores nor the libraries that read them.
+        from hdtool.runtime.config.decoding import StoresConfig
+        from hdtool.runtime.model.fingerprint import fingerprint
         from hdtool.runtime.stores.library import Library
 
         weights = partial(fingerprint, self.target.model)

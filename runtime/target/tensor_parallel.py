@@ -21,7 +21,6 @@ import torch.distributed as dist
 
 from hdtool.data.errors import HdtoolError, ModelError, OptionError
 from hdtool.runtime.caches.slots import Cache
-from hdtool.runtime.config import TRAINED
 from hdtool.runtime.core.engine import PassOptions, Verified
 from hdtool.runtime.core.tree import DraftTree
 from hdtool.runtime.engines.capture import never
@@ -30,7 +29,8 @@ from hdtool.runtime.target.target import Target
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from hdtool.runtime.config import DecodeConfig, ModelConfig
+    from hdtool.runtime.config.decoding import DecodeConfig
+    from hdtool.runtime.config.model import ModelConfig
 
 MESSAGE_SIZE = 1 << 14
 """Size of a message's first broadcast in bytes; any rest follows in a second. A tree takes about a tenth of this."""
@@ -211,7 +211,7 @@ def check_decoding(config: DecodeConfig) -> None:
             f"history is {config.history}, but the processes of one model must all draft the same, and a store changes "
             "between them: use --history memory"
         )
-    if config.method in TRAINED:
+    if config.trained:
         raise OptionError(
             f"method {config.method} drafts by a trained drafter, which needs the whole model in one process: choose "
             "another method"

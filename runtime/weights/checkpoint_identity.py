@@ -14,7 +14,7 @@ from hdtool.runtime.weights.gguf_file import gguf_file, is_path
 from hdtool.runtime.weights.hub import snapshot, weight_files
 
 if TYPE_CHECKING:
-    from hdtool.runtime.config import ModelConfig
+    from hdtool.runtime.config.model import ModelConfig
 
 CONFIG_FILES = ("config.json",)
 """Names of the files of which a folder must have one to be a model's."""

@@ -22,7 +22,7 @@ from hdtool.data.gguf_header import (
 from hdtool.runtime.weights.hub import file_of
 
 if TYPE_CHECKING:
-    from hdtool.runtime.config import ModelConfig
+    from hdtool.runtime.config.model import ModelConfig
 
 PLAIN = {0: torch.float32, 1: torch.float16, 30: torch.bfloat16}
 """Dtypes of unquantized tensor formats, by type number."""

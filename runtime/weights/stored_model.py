@@ -17,8 +17,7 @@ from hdtool.data.artifact import MANIFEST
 from hdtool.data.errors import OptionError
 from hdtool.data.memory import available_memory
 from hdtool.data.progress import progress_bar
-from hdtool.runtime.config import ModelConfig
-from hdtool.runtime.config.model import INT8
+from hdtool.runtime.config.model import INT8, ModelConfig
 from hdtool.runtime.model.quantization import MXFP4, library_of
 from hdtool.runtime.model.transformers_internals import text_class
 from hdtool.runtime.weights.assemble import empty_model, fill, fits, on_request

@@ -23,8 +23,8 @@ from transformers.utils import logging
 from hdtool.data import demo
 from hdtool.data.prompts import Prompt, interleave_tasks, read_prompts
 from hdtool.runtime.answerer import Answerer
-from hdtool.runtime.config import DecodeConfig, ModelConfig, SamplingConfig
-from hdtool.runtime.config.model import ACTIVATIONS
+from hdtool.runtime.config.decoding import DecodeConfig
+from hdtool.runtime.config.model import ACTIVATIONS, ModelConfig, SamplingConfig
 from hdtool.runtime.kernels.machine import machine
 
 

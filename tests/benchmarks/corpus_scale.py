@@ -29,7 +29,8 @@ from hdtool.data.documents import Document, Source, stored_documents
 from hdtool.data.progress import progress_bar
 from hdtool.data.stores.manifest import TokenizerFingerprint
 from hdtool.data.texts_and_traces import RecordReader
-from hdtool.runtime.config import BuildConfig, ModelConfig
+from hdtool.runtime.config.building import BuildConfig
+from hdtool.runtime.config.model import ModelConfig
 from hdtool.runtime.kernels.machine import machine
 from hdtool.runtime.stores.corpus_index import CorpusIndex
 from hdtool.runtime.stores.suffix_search import find_longest, shards_at

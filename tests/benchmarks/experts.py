@@ -25,7 +25,8 @@ from hdtool.runtime.answerer import decode
 from hdtool.runtime.budget.cost_curve import PASS_SIZES, CostCurve, MeasuredCosts
 from hdtool.runtime.budget.node_budget import MeasuredBudget
 from hdtool.runtime.caches.slots import Cache
-from hdtool.runtime.config import ModelConfig, ReplayConfig, SamplingConfig
+from hdtool.runtime.config.decoding import ReplayConfig
+from hdtool.runtime.config.model import ModelConfig, SamplingConfig
 from hdtool.runtime.core.engine import PassOptions, WaitForResults
 from hdtool.runtime.core.sampler import Sampler
 from hdtool.runtime.core.tree import LARGEST_TREE, DraftTree

@@ -30,8 +30,7 @@ from transformers.utils import logging
 
 from hdtool.builders.evaluation.threads import set_num_threads
 from hdtool.data.errors import HdtoolError
-from hdtool.runtime.config import ModelConfig
-from hdtool.runtime.config.model import ACTIVATIONS
+from hdtool.runtime.config.model import ACTIVATIONS, ModelConfig
 from hdtool.runtime.core.tree import DraftTree
 from hdtool.runtime.engines.checks.probes import some_context
 from hdtool.runtime.kernels.machine import machine

@@ -19,7 +19,7 @@ from torch.nn import Module, functional
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from hdtool.runtime.caches.kv_cache import HeadShape, KVTensors, LayerShape
-from hdtool.runtime.config import SHAPES
+from hdtool.runtime.config.measuring import SHAPES
 from hdtool.runtime.engines.cuda import fused_pass
 from hdtool.runtime.engines.reference.operations import HeadLayout, HeadNorms, KeysAndValues, Norm, Residual
 from hdtool.runtime.engines.reference.program_pass import ProgramPass

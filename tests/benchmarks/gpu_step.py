@@ -18,7 +18,7 @@ import torch
 from hdtool.builders.evaluation.random_models import load_shape, weight_bytes_read
 from hdtool.builders.evaluation.recorded_bench import copy_bandwidth
 from hdtool.runtime.caches.slots import Cache
-from hdtool.runtime.config import ModelConfig
+from hdtool.runtime.config.model import ModelConfig
 from hdtool.runtime.core.tree import DraftTree
 from hdtool.runtime.engines.checks.probes import some_context
 from hdtool.runtime.engines.cuda.static_steps import StaticSteps

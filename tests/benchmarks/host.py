@@ -35,8 +35,8 @@ from hdtool.data.prompts import Prompt, read_prompts
 from hdtool.runtime import answerer
 from hdtool.runtime.answerer import Answerer
 from hdtool.runtime.budget.node_budget import FixedBudget, MeasuredBudget, SharedCosts
-from hdtool.runtime.config import DecodeConfig, ModelConfig, SamplingConfig, StoresConfig
-from hdtool.runtime.config.model import ACTIVATIONS
+from hdtool.runtime.config.decoding import DecodeConfig, StoresConfig
+from hdtool.runtime.config.model import ACTIVATIONS, ModelConfig, SamplingConfig
 from hdtool.runtime.core import loop, sequence
 from hdtool.runtime.core.drafter import NoDraft
 from hdtool.runtime.core.sequence import SequenceState, Stats, Step

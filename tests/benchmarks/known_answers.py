@@ -23,7 +23,8 @@ from transformers.utils import logging
 
 from hdtool.builders.evaluation.recording import RecordedTurn, TurnReader, accept_recorded
 from hdtool.data.texts_and_traces import read_traces
-from hdtool.runtime.config import METHODS, DecodeConfig, ModelConfig, StoresConfig
+from hdtool.runtime.config.decoding import METHODS, DecodeConfig, StoresConfig
+from hdtool.runtime.config.model import ModelConfig
 from hdtool.runtime.config.source_names import SourceId
 from hdtool.runtime.core.accept import Accepted
 from hdtool.runtime.core.drafter import Drafter

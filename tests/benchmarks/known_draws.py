@@ -21,8 +21,8 @@ from hdtool.builders.demo.stores import stores_of_real_model
 from hdtool.data.chat import encode_conversation
 from hdtool.data.prompts import Prompt, read_prompts
 from hdtool.runtime.answerer import decode
-from hdtool.runtime.config import DecodeConfig, ModelConfig, SamplingConfig, StoresConfig
-from hdtool.runtime.config.model import ACTIVATIONS
+from hdtool.runtime.config.decoding import DecodeConfig, StoresConfig
+from hdtool.runtime.config.model import ACTIVATIONS, ModelConfig, SamplingConfig
 from hdtool.runtime.core.drafter import Drafter, NoDraft, WrappedDrafter
 from hdtool.runtime.drafters.methods import drafter_for
 from hdtool.runtime.kernels.machine import machine

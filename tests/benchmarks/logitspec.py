@@ -18,14 +18,9 @@ from hdtool.data import demo
 from hdtool.data.chat import encode_conversation
 from hdtool.data.prompts import read_prompts
 from hdtool.runtime.answerer import decode
-from hdtool.runtime.config import (
-    LARGEST_BUDGET,
-    SOURCE_LETTERS,
-    DecodeConfig,
-    ModelConfig,
-    SamplingConfig,
-    StoresConfig,
-)
+from hdtool.runtime.config.budgets import LARGEST_BUDGET
+from hdtool.runtime.config.decoding import SOURCE_LETTERS, DecodeConfig, StoresConfig
+from hdtool.runtime.config.model import ModelConfig, SamplingConfig
 from hdtool.runtime.config.source_names import SourceId
 from hdtool.runtime.core.drafter import Drafter, WrappedDrafter
 from hdtool.runtime.core.sequence import Step

@@ -25,7 +25,8 @@ from hdtool.runtime.answerer import decode
 from hdtool.runtime.budget.cost_curve import MeasuredCosts
 from hdtool.runtime.budget.measure_passes import cost_curve_for
 from hdtool.runtime.budget.node_budget import MeasuredBudget
-from hdtool.runtime.config import DecodeConfig, ModelConfig, SamplingConfig, StoresConfig
+from hdtool.runtime.config.decoding import DecodeConfig, StoresConfig
+from hdtool.runtime.config.model import ModelConfig, SamplingConfig
 from hdtool.runtime.core.drafter import Drafter
 from hdtool.runtime.drafters.methods import drafter_with_budget
 from hdtool.runtime.kernels.machine import machine

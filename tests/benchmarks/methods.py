@@ -20,7 +20,8 @@ import torch
 from hdtool.builders.evaluation.recording import RecordedTurn, TurnReader
 from hdtool.builders.evaluation.replay import ReplayMethod, ReplayResult, replay_method
 from hdtool.data.texts_and_traces import read_traces
-from hdtool.runtime.config import METHODS, ModelConfig, ReplayConfig, StoresConfig
+from hdtool.runtime.config.decoding import METHODS, ReplayConfig, StoresConfig
+from hdtool.runtime.config.model import ModelConfig
 from hdtool.runtime.drafters.methods import DRAFTER_FACTORIES
 from hdtool.runtime.drafters.published.suffix_decoding import SuffixConfig, SuffixDecoding
 from hdtool.runtime.kernels.machine import machine

@@ -20,7 +20,7 @@ from hdtool.builders.stores.build import build_model_store
 from hdtool.builders.stores.build_engine import SEQUENCE_LENGTHS
 from hdtool.builders.stores.sequences import CountedDocuments, most_frequent_in_part, part_count
 from hdtool.data.documents import Document, Source, token_type
-from hdtool.runtime.config import BuildConfig
+from hdtool.runtime.config.building import BuildConfig
 from hdtool.runtime.kernels.machine import machine
 from hdtool.runtime.stores.corpus_index import CorpusIndex
 from tests.benchmarks.corpus_scale import build_real_index, synthetic

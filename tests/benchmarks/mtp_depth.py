@@ -17,7 +17,8 @@ from hdtool.data import demo
 from hdtool.data.chat import encode_conversation
 from hdtool.data.prompts import read_prompts
 from hdtool.runtime.answerer import decode
-from hdtool.runtime.config import DecodeConfig, SamplingConfig, StoresConfig
+from hdtool.runtime.config.decoding import DecodeConfig, StoresConfig
+from hdtool.runtime.config.model import SamplingConfig
 from hdtool.runtime.drafters.methods import drafter_for
 from hdtool.runtime.samplers import sampler_for
 from hdtool.runtime.stores.store_set import StoreSet

@@ -20,8 +20,7 @@ from typing import Any
 import torch
 from transformers.utils import logging
 
-from hdtool.runtime.config import ModelConfig
-from hdtool.runtime.config.model import ACTIVATIONS
+from hdtool.runtime.config.model import ACTIVATIONS, ModelConfig
 from hdtool.runtime.core.tree import DraftTree
 from hdtool.runtime.engines.checks.probes import some_context
 from hdtool.runtime.kernels.machine import machine

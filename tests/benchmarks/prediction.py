@@ -19,7 +19,9 @@ from hdtool.data import demo
 from hdtool.data.chat import encode_conversation
 from hdtool.data.prompts import read_prompts
 from hdtool.runtime.answerer import decode
-from hdtool.runtime.config import FIXED_BUDGET, DecodeConfig, ModelConfig, SamplingConfig, StoresConfig
+from hdtool.runtime.config.budgets import FIXED_BUDGET
+from hdtool.runtime.config.decoding import DecodeConfig, StoresConfig
+from hdtool.runtime.config.model import ModelConfig, SamplingConfig
 from hdtool.runtime.core.drafter import Drafter, NoDraft
 from hdtool.runtime.core.sequence import Stats
 from hdtool.runtime.drafters.methods import drafter_for

@@ -25,8 +25,7 @@ from typing import NamedTuple
 import torch
 
 from hdtool.data import demo
-from hdtool.runtime.config import ModelConfig
-from hdtool.runtime.config.model import ACTIVATIONS, BLOCKS
+from hdtool.runtime.config.model import ACTIVATIONS, BLOCKS, ModelConfig
 from hdtool.runtime.core.tree import DraftTree
 from hdtool.runtime.kernels.compact_weight import stored_of
 from hdtool.runtime.kernels.machine import machine

@@ -46,8 +46,8 @@ from hdtool.data.errors import HdtoolError
 from hdtool.data.gguf_header import GGUFHeader
 from hdtool.data.progress import progress_bar
 from hdtool.data.prompts import Prompt, interleave_tasks, read_prompts, tasks_of
-from hdtool.runtime.config import DecodeConfig, ModelConfig, SamplingConfig, StoresConfig
-from hdtool.runtime.config.model import ACTIVATIONS
+from hdtool.runtime.config.decoding import DecodeConfig, StoresConfig
+from hdtool.runtime.config.model import ACTIVATIONS, ModelConfig, SamplingConfig
 from hdtool.runtime.generation.grammar import Guide
 from hdtool.runtime.kernels.machine import machine
 from hdtool.runtime.stores.store_set import StoreSet

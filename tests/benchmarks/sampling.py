@@ -17,8 +17,7 @@ import torch
 
 from hdtool.data.chat import encode_conversation
 from hdtool.runtime.answerer import decode
-from hdtool.runtime.config import ModelConfig, SamplingConfig
-from hdtool.runtime.config.model import ACTIVATIONS
+from hdtool.runtime.config.model import ACTIVATIONS, ModelConfig, SamplingConfig
 from hdtool.runtime.core.sampler import Sampler
 from hdtool.runtime.core.sequence import Step
 from hdtool.runtime.kernels.machine import machine

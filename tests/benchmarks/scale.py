@@ -28,7 +28,8 @@ from hdtool.data.documents import Document, Source
 from hdtool.data.progress import progress_bar
 from hdtool.data.stores.manifest import TokenizerFingerprint
 from hdtool.data.texts_and_traces import RecordReader
-from hdtool.runtime.config import BuildConfig, ModelConfig
+from hdtool.runtime.config.building import BuildConfig
+from hdtool.runtime.config.model import ModelConfig
 from hdtool.runtime.kernels.machine import machine
 from hdtool.runtime.stores.corpus_index import MAX_CONTEXT_TOKENS, CorpusIndex
 from hdtool.runtime.target.load import load_tokenizer

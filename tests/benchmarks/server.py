@@ -28,7 +28,7 @@ from typing import Any
 import openai
 import psutil
 
-from hdtool.runtime.config import ModelConfig
+from hdtool.runtime.config.model import ModelConfig
 from hdtool.runtime.target.load import load, load_stock, load_tokenizer
 from tests.server.plain import plain_text
 from tests.support.server import RunningServer

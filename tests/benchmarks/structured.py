@@ -26,8 +26,8 @@ from hdtool.builders.demo.stores import stores_of_real_model
 from hdtool.data.chat import encode_conversation
 from hdtool.data.prompts import Grammar
 from hdtool.runtime.answerer import decode
-from hdtool.runtime.config import DecodeConfig, ModelConfig, SamplingConfig, StoresConfig
-from hdtool.runtime.config.model import ACTIVATIONS
+from hdtool.runtime.config.decoding import DecodeConfig, StoresConfig
+from hdtool.runtime.config.model import ACTIVATIONS, ModelConfig, SamplingConfig
 from hdtool.runtime.core.drafter import Drafter
 from hdtool.runtime.core.sequence import Finish
 from hdtool.runtime.core.tree import LARGEST_TREE

@@ -25,7 +25,7 @@ import torch
 from hdtool.builders.evaluation.recording import RecordedTurn, TurnReader, accept_recorded
 from hdtool.data.texts_and_traces import read_traces
 from hdtool.runtime.budget.node_budget import FixedBudget
-from hdtool.runtime.config import ModelConfig
+from hdtool.runtime.config.model import ModelConfig
 from hdtool.runtime.core.accept import Accepted
 from hdtool.runtime.core.engine import Verified
 from hdtool.runtime.core.tree import DraftTree

@@ -20,8 +20,7 @@ from typing import Any
 import torch
 from transformers.utils import logging
 
-from hdtool.runtime.config import ModelConfig
-from hdtool.runtime.config.model import INT8
+from hdtool.runtime.config.model import INT8, ModelConfig
 from hdtool.runtime.core.tree import DraftTree
 from hdtool.runtime.engines.checks.probes import some_context
 from hdtool.runtime.kernels.machine import machine

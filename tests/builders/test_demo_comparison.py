@@ -7,7 +7,8 @@ import pytest
 from hdtool.builders.demo.comparison import Comparison, Figures, SideBySide, SpeedUp, TimedAnswer
 from hdtool.data import demo
 from hdtool.data.prompts import Prompt, read_prompts
-from hdtool.runtime.config import DecodeConfig, ModelConfig, StoresConfig
+from hdtool.runtime.config.decoding import DecodeConfig, StoresConfig
+from hdtool.runtime.config.model import ModelConfig
 from hdtool.runtime.config.source_names import SourceId
 from hdtool.runtime.core.sequence import Stats
 from hdtool.runtime.stores.store_set import StoreSet

@@ -20,7 +20,8 @@ from hdtool.data import demo
 from hdtool.data.documents import Document, Source
 from hdtool.data.progress import progress_bar
 from hdtool.data.stores.manifest import TokenizerFingerprint
-from hdtool.runtime.config import ModelConfig, StoresConfig
+from hdtool.runtime.config.decoding import StoresConfig
+from hdtool.runtime.config.model import ModelConfig
 from hdtool.runtime.stores.history_files import MAX_STORE_BYTES, create_if_new
 from hdtool.runtime.stores.history_store import HistoryStore
 from hdtool.runtime.stores.model_store import VOCABULARY_RANKING_TOKENS

@@ -38,7 +38,8 @@ from hdtool.data import demo
 from hdtool.data.errors import HeadsError, ModelError, RecordError
 from hdtool.data.progress import progress_bar
 from hdtool.data.texts_and_traces import RecordReader
-from hdtool.runtime.config import HeadsConfig, ModelConfig, TrainConfig
+from hdtool.runtime.config.building import HeadsConfig, TrainConfig
+from hdtool.runtime.config.model import ModelConfig
 from hdtool.runtime.drafters.heads.checkpoint import EvalResult, SavedHeads, load_heads, new_heads
 from hdtool.runtime.drafters.heads.modules import ParallelHeads
 from hdtool.runtime.drafters.trained.proposal import PROB_BUCKETS

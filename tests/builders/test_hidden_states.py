@@ -17,7 +17,7 @@ from hdtool.builders.heads.processes import Processes
 from hdtool.builders.heads.training_loop import Training
 from hdtool.cli.app import run
 from hdtool.data.errors import HeadsError
-from hdtool.runtime.config import HeadsConfig, TrainConfig
+from hdtool.runtime.config.building import HeadsConfig, TrainConfig
 from hdtool.runtime.drafters.heads.checkpoint import new_heads
 from hdtool.runtime.target.target import Target
 from tests.support.families import FAMILIES, VOCABULARY, model_of

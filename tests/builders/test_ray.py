@@ -41,7 +41,7 @@ from hdtool.data.stores.manifest import Manifest, TokenizerFingerprint  # noqa: 
 from hdtool.data.stores.store import read_manifest  # noqa: E402
 from hdtool.data.stores.store_files import MANIFEST  # noqa: E402
 from hdtool.data.texts_and_traces import RecordReader  # noqa: E402
-from hdtool.runtime.config import ModelConfig  # noqa: E402
+from hdtool.runtime.config.model import ModelConfig  # noqa: E402
 from hdtool.runtime.target.load import load_tokenizer  # noqa: E402
 from tests.support.traps import Traps  # noqa: E402
 

@@ -34,8 +34,8 @@ from hdtool.data.stores.store import read_manifest
 from hdtool.data.stores.store_files import MANIFEST
 from hdtool.runtime.budget import measure_passes
 from hdtool.runtime.budget.cost_curve import CostCurve
-from hdtool.runtime.config import DecodeConfig, HeadsConfig
-from hdtool.runtime.config.building import MAX_HELD_OUT
+from hdtool.runtime.config.building import MAX_HELD_OUT, HeadsConfig
+from hdtool.runtime.config.decoding import DecodeConfig
 from hdtool.runtime.target.load import load
 from hdtool.runtime.target.target import Target
 from tests.support.families import model_of

@@ -15,7 +15,8 @@ from hdtool.cli.chat_session import Session
 from hdtool.data import demo
 from hdtool.data.prompts import Prompt
 from hdtool.runtime.answerer import Answerer
-from hdtool.runtime.config import DecodeConfig, ModelConfig, SamplingConfig, StoresConfig
+from hdtool.runtime.config.decoding import DecodeConfig, StoresConfig
+from hdtool.runtime.config.model import ModelConfig, SamplingConfig
 
 pytestmark = pytest.mark.usefixtures("known_cost")
 

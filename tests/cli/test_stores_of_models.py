@@ -23,7 +23,7 @@ from hdtool.data.stores.home import model_store_at_home, store_at_home, stored_i
 from hdtool.data.stores.manifest import Manifest
 from hdtool.data.stores.store import read_manifest
 from hdtool.data.stores.store_files import LOCK_FILE, MANIFEST
-from hdtool.runtime.config import ModelConfig
+from hdtool.runtime.config.model import ModelConfig
 from hdtool.runtime.weights.checkpoint_identity import checkpoint_of
 from tests.support.locks import deleted_lock_files
 

@@ -17,8 +17,7 @@ from typer.main import get_command
 from hdtool.cli.app import COMMAND_SECTIONS, VLLM_COMMAND, app, run
 from hdtool.cli.command import SCREEN_LINES, refuse_without_effect, use_of
 from hdtool.data.errors import OptionError
-from hdtool.runtime.config import METHODS, NEED_LOGITS, DecodeConfig, StoresConfig
-from hdtool.runtime.config.decoding import HIERARCHIES
+from hdtool.runtime.config.decoding import HIERARCHIES, METHODS, NEED_LOGITS, DecodeConfig, StoresConfig
 from hdtool.runtime.config.settings import Panel
 from hdtool.runtime.drafters import methods as drafters
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings, strategies as st
 
 from hdtool.runtime.answerer import decode_batch
 from hdtool.runtime.budget.node_budget import FixedBudget
-from hdtool.runtime.config import SamplingConfig
+from hdtool.runtime.config.model import SamplingConfig
 from hdtool.runtime.core.drafter import NoDraft, WrappedDrafter
 from hdtool.runtime.core.loop import RESERVED_POSITIONS, Loop, Request
 from hdtool.runtime.core.sampler import Sampler

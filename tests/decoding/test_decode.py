@@ -7,7 +7,7 @@ from hypothesis import given, strategies as st
 
 from hdtool.data.errors import OptionError, PromptError
 from hdtool.runtime.answerer import decode
-from hdtool.runtime.config import SamplingConfig
+from hdtool.runtime.config.model import SamplingConfig
 from hdtool.runtime.core.sampler import Sampler
 from hdtool.runtime.core.sequence import Finish, Stats
 from hdtool.runtime.target.target import Target

@@ -6,7 +6,8 @@ import pytest
 
 from hdtool.data.prompts import Prompt
 from hdtool.runtime.answerer import Answerer
-from hdtool.runtime.config import DecodeConfig, ModelConfig, SamplingConfig
+from hdtool.runtime.config.decoding import DecodeConfig
+from hdtool.runtime.config.model import ModelConfig, SamplingConfig
 from hdtool.runtime.core.drafter import Drafter, NoDraft
 from hdtool.runtime.drafters import deferred as module
 from hdtool.runtime.drafters.deferred import DeferredDrafter, deferred

@@ -12,7 +12,7 @@ from hypothesis import given, settings, strategies as st
 from transformers import LogitsProcessor, LogitsProcessorList
 
 from hdtool.data.errors import ModelError
-from hdtool.runtime.config import SamplingConfig
+from hdtool.runtime.config.model import SamplingConfig
 from hdtool.runtime.core.accept import Accepted, accept
 from hdtool.runtime.core.engine import Verified
 from hdtool.runtime.core.sampler import Sampler, processors_of

@@ -29,7 +29,8 @@ from hdtool.cli.app import run
 from hdtool.data.errors import OptionError, PromptError
 from hdtool.data.prompts import Grammar, Prompt, grammar_of
 from hdtool.runtime.answerer import Answerer, decode
-from hdtool.runtime.config import DecodeConfig, ModelConfig, SamplingConfig, StoresConfig
+from hdtool.runtime.config.decoding import DecodeConfig, StoresConfig
+from hdtool.runtime.config.model import ModelConfig, SamplingConfig
 from hdtool.runtime.config.source_names import SourceId
 from hdtool.runtime.core.accept import accept
 from hdtool.runtime.core.drafter import Drafter, NoDraft, RankingRecorder

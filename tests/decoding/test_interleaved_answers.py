@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from hdtool.runtime.budget.node_budget import FixedBudget
-from hdtool.runtime.config import HeadsConfig
+from hdtool.runtime.config.building import HeadsConfig
 from hdtool.runtime.core.drafter import Drafter
 from hdtool.runtime.drafters.heads.state import HeadsState
 from hdtool.runtime.drafters.trained_methods import StandaloneDrafter

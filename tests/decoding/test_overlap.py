@@ -12,7 +12,7 @@ from hdtool.runtime.answerer import decode, decode_batch
 from hdtool.runtime.budget.measure_passes import time_tree_passes
 from hdtool.runtime.budget.node_budget import FixedBudget
 from hdtool.runtime.caches.slots import Cache
-from hdtool.runtime.config import SamplingConfig
+from hdtool.runtime.config.model import SamplingConfig
 from hdtool.runtime.core.engine import PassOptions, WaitForResults
 from hdtool.runtime.core.loop import Request
 from hdtool.runtime.core.sampler import Sampler

@@ -22,7 +22,8 @@ from hdtool.data.prompts import Prompt, read_prompts
 from hdtool.data.texts_and_traces import RecordedAnswer, Trace
 from hdtool.runtime.answerer import Answerer, decode_batch
 from hdtool.runtime.budget.node_budget import FixedBudget
-from hdtool.runtime.config import DecodeConfig, ModelConfig, SamplingConfig
+from hdtool.runtime.config.decoding import DecodeConfig
+from hdtool.runtime.config.model import ModelConfig, SamplingConfig
 from hdtool.runtime.config.source_names import SourceId
 from hdtool.runtime.core.loop import Request
 from hdtool.runtime.core.sampler import Sampler

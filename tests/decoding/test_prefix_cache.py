@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from hdtool.runtime.answerer import decode, decode_batch
 from hdtool.runtime.caches.slots import Cache
 from hdtool.runtime.caches.states import MAX_SNAPSHOTS
-from hdtool.runtime.config import SamplingConfig
+from hdtool.runtime.config.model import SamplingConfig
 from hdtool.runtime.core import prefix_cache
 from hdtool.runtime.core.drafter import Drafter
 from hdtool.runtime.core.engine import Verified

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, strategies as st
 from transformers import LogitsProcessorList
 
-from hdtool.runtime.config import SamplingConfig
+from hdtool.runtime.config.model import SamplingConfig
 from hdtool.runtime.core.accept import accept
 from hdtool.runtime.core.draws import ALL_TOKENS, NOT_FINITE, UNDECIDED, WARPER_OPTIONS, Draws, draw_row
 from hdtool.runtime.core.engine import Verified

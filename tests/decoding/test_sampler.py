@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, strategies as st
 
 from hdtool.data.errors import ModelError
-from hdtool.runtime.config import SamplingConfig
+from hdtool.runtime.config.model import SamplingConfig
 from hdtool.runtime.core.sampler import Sampler, processors_of
 from tests.support.families import VOCABULARY, model_of
 from tests.support.oracle import prompt_of

@@ -12,7 +12,8 @@ from hypothesis import example, given, strategies as st
 from hdtool.cli.app import run
 from hdtool.data.prompts import Prompt
 from hdtool.runtime.answerer import Answerer
-from hdtool.runtime.config import DecodeConfig, ModelConfig, SamplingConfig
+from hdtool.runtime.config.decoding import DecodeConfig
+from hdtool.runtime.config.model import ModelConfig, SamplingConfig
 from hdtool.runtime.config.source_names import SourceId
 from hdtool.runtime.generation.text_stream import before_stop, cut_at_stop
 

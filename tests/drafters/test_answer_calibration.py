@@ -11,7 +11,7 @@ import pytest
 from hdtool.builders.evaluation.recording import RecordedTurn
 from hdtool.builders.evaluation.replay import ReplayMethod, replay_method
 from hdtool.runtime.budget.cost_curve import CostCurve
-from hdtool.runtime.config import DecodeConfig
+from hdtool.runtime.config.decoding import DecodeConfig
 from hdtool.runtime.drafters.hierarchy.candidates import WORKSPACE
 from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
 from hdtool.runtime.drafters.hierarchy.tree import (

@@ -16,7 +16,8 @@ from hdtool.data.errors import ModelError, OptionError
 from hdtool.data.stores.manifest import TokenizerFingerprint
 from hdtool.runtime.answerer import decode_batch
 from hdtool.runtime.budget.node_budget import FixedBudget
-from hdtool.runtime.config import DecodeConfig, SamplingConfig
+from hdtool.runtime.config.decoding import DecodeConfig
+from hdtool.runtime.config.model import SamplingConfig
 from hdtool.runtime.config.source_names import SourceId
 from hdtool.runtime.core.loop import Request
 from hdtool.runtime.core.sampler import Sampler

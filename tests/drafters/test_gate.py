@@ -11,7 +11,7 @@ import pytest
 from transformers import PreTrainedModel
 
 from hdtool.runtime.budget.node_budget import FixedBudget
-from hdtool.runtime.config import SamplingConfig
+from hdtool.runtime.config.model import SamplingConfig
 from hdtool.runtime.config.source_names import SourceId
 from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
 from hdtool.runtime.drafters.trained import sequential

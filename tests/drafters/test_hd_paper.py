@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, strategies as st
 
 from hdtool.data.errors import OptionError
-from hdtool.runtime.config import PaperConfig
+from hdtool.runtime.config.decoding import PaperConfig
 from hdtool.runtime.config.source_names import SourceId
 from hdtool.runtime.core.accept import Accepted
 from hdtool.runtime.core.engine import Verified

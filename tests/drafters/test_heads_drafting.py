@@ -15,7 +15,9 @@ from hdtool.runtime.answerer import decode, decode_batch
 from hdtool.runtime.budget.cost_curve import CostCurve, MeasuredCosts
 from hdtool.runtime.budget.measure_passes import MEASURED_NODES
 from hdtool.runtime.budget.node_budget import Budget, FixedBudget, MeasuredBudget
-from hdtool.runtime.config import DecodeConfig, HeadsConfig, SamplingConfig
+from hdtool.runtime.config.building import HeadsConfig
+from hdtool.runtime.config.decoding import DecodeConfig
+from hdtool.runtime.config.model import SamplingConfig
 from hdtool.runtime.config.source_names import SourceId
 from hdtool.runtime.core.accept import Accepted
 from hdtool.runtime.core.loop import Request

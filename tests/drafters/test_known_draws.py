@@ -8,7 +8,7 @@ import pytest
 
 from hdtool.runtime.answerer import decode
 from hdtool.runtime.budget.node_budget import FixedBudget
-from hdtool.runtime.config import SamplingConfig
+from hdtool.runtime.config.model import SamplingConfig
 from hdtool.runtime.core.drafter import WrappedDrafter
 from hdtool.runtime.core.draws import ExponentialRace
 from hdtool.runtime.core.sampler import Sampler

@@ -12,7 +12,7 @@ from hypothesis import given, settings, strategies as st
 
 from hdtool.data.errors import OptionError
 from hdtool.runtime.budget.node_budget import FixedBudget, Probs
-from hdtool.runtime.config import DecodeConfig, ReplayConfig
+from hdtool.runtime.config.decoding import DecodeConfig, ReplayConfig
 from hdtool.runtime.config.source_names import SourceId
 from hdtool.runtime.core.accept import Accepted
 from hdtool.runtime.core.drafter import CALIBRATION_PRIOR_WEIGHT, NodeCalibration

@@ -17,7 +17,8 @@ from transformers.generation.candidate_generator import MTPCandidateGenerator
 from hdtool.data import demo
 from hdtool.data.errors import HeadsError
 from hdtool.runtime.answerer import decode_batch
-from hdtool.runtime.config import DecodeConfig, SamplingConfig
+from hdtool.runtime.config.decoding import DecodeConfig
+from hdtool.runtime.config.model import SamplingConfig
 from hdtool.runtime.config.source_names import SourceId
 from hdtool.runtime.core.accept import Accepted
 from hdtool.runtime.core.engine import Verified

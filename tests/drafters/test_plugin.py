@@ -15,7 +15,8 @@ from hdtool.cli.answer_output import answer_summary, colored, legend
 from hdtool.cli.app import run as main
 from hdtool.data.errors import OptionError
 from hdtool.runtime.budget.node_budget import FixedBudget
-from hdtool.runtime.config import DecodeConfig, ModelConfig, ReplayConfig, SamplingConfig
+from hdtool.runtime.config.decoding import DecodeConfig, ReplayConfig
+from hdtool.runtime.config.model import ModelConfig, SamplingConfig
 from hdtool.runtime.config.source_names import (
     PLUGINS,
     Source,

@@ -13,7 +13,7 @@ from hypothesis import example, given, settings, strategies as st
 
 from hdtool.data.errors import HdtoolError
 from hdtool.runtime.budget.node_budget import FixedBudget
-from hdtool.runtime.config import DecodeConfig
+from hdtool.runtime.config.decoding import DecodeConfig
 from hdtool.runtime.config.source_names import SourceId
 from hdtool.runtime.core.accept import Accepted
 from hdtool.runtime.core.drafter import Drafter

@@ -18,7 +18,8 @@ from transformers.generation.candidate_generator import (
 
 from hdtool.data.errors import FamilyError, HeadsError, ModelError
 from hdtool.runtime.answerer import decode_batch
-from hdtool.runtime.config import DecodeConfig, SamplingConfig
+from hdtool.runtime.config.decoding import DecodeConfig
+from hdtool.runtime.config.model import SamplingConfig
 from hdtool.runtime.config.source_names import SourceId
 from hdtool.runtime.core.loop import Request
 from hdtool.runtime.core.sampler import Sampler

@@ -27,7 +27,9 @@ from hdtool.data.bench_results import read_results
 from hdtool.data.chat import encode_conversation
 from hdtool.data.errors import ModelError, PromptError
 from hdtool.data.prompts import Prompt, interleave_categories, interleave_tasks, read_prompts, tasks_of
-from hdtool.runtime.config import PEERS, BenchConfig, DecodeConfig, ModelConfig, SamplingConfig
+from hdtool.runtime.config.decoding import DecodeConfig
+from hdtool.runtime.config.measuring import PEERS, BenchConfig
+from hdtool.runtime.config.model import ModelConfig, SamplingConfig
 from hdtool.runtime.generation.grammar import Guide
 from hdtool.runtime.kernels.linear import has_compiled_layers
 from hdtool.runtime.stores.store_set import StoreSet

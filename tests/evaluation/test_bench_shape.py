@@ -21,7 +21,9 @@ from hdtool.builders.evaluation.recorded_bench import (
 from hdtool.builders.evaluation.recording import RecordedTurn
 from hdtool.builders.evaluation.replay import ReplayMethod, replay_method
 from hdtool.cli.app import run
-from hdtool.runtime.config import SHAPES, DecodeConfig, ModelConfig
+from hdtool.runtime.config.decoding import DecodeConfig
+from hdtool.runtime.config.measuring import SHAPES
+from hdtool.runtime.config.model import ModelConfig
 from hdtool.runtime.drafters.methods import drafter_for
 from hdtool.runtime.stores.store_set import StoreSet
 from hdtool.runtime.target.load import load_tokenizer

@@ -30,15 +30,8 @@ from hdtool.data.prompts import read_prompts
 from hdtool.data.texts_and_traces import read_traces
 from hdtool.runtime.answerer import decode
 from hdtool.runtime.budget.cost_curve import CostCurve
-from hdtool.runtime.config import (
-    METHODS,
-    NEED_LOGITS,
-    DecodeConfig,
-    ModelConfig,
-    ReplayConfig,
-    SamplingConfig,
-    StoresConfig,
-)
+from hdtool.runtime.config.decoding import METHODS, NEED_LOGITS, DecodeConfig, ReplayConfig, StoresConfig
+from hdtool.runtime.config.model import ModelConfig, SamplingConfig
 from hdtool.runtime.config.source_names import SourceId
 from hdtool.runtime.core.sampler import Sampler
 from hdtool.runtime.core.sequence import Finish, Step

@@ -25,7 +25,8 @@ from hdtool.builders.evaluation.report.tables import (
     TypicalCase,
 )
 from hdtool.data.errors import ResultError
-from hdtool.runtime.config import METHODS, PEERS
+from hdtool.runtime.config.decoding import METHODS
+from hdtool.runtime.config.measuring import PEERS
 from hdtool.runtime.config.source_names import registered
 
 EVIL = "<script>alert('&')</script>"

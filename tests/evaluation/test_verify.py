@@ -18,7 +18,8 @@ from hdtool.data.errors import ModelError
 from hdtool.data.prompts import read_prompts
 from hdtool.runtime.answerer import decode
 from hdtool.runtime.caches.kv_cache import StaticKVCache
-from hdtool.runtime.config import ModelConfig, SamplingConfig, StoresConfig
+from hdtool.runtime.config.decoding import StoresConfig
+from hdtool.runtime.config.model import ModelConfig, SamplingConfig
 from hdtool.runtime.core.accept import Accepted
 from hdtool.runtime.core.drafter import NoDraft
 from hdtool.runtime.core.engine import Verified

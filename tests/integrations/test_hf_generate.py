@@ -33,7 +33,8 @@ from transformers.generation.streamers import BaseStreamer
 
 from hdtool.data.errors import FamilyError, OptionError, PromptError, StoreError
 from hdtool.runtime.answerer import decode
-from hdtool.runtime.config import DecodeConfig, ModelConfig, SamplingConfig, StoresConfig
+from hdtool.runtime.config.decoding import DecodeConfig, StoresConfig
+from hdtool.runtime.config.model import ModelConfig, SamplingConfig
 from hdtool.runtime.core.drafter import NoDraft
 from hdtool.runtime.core.draws import NOT_FINITE
 from hdtool.runtime.core.sampler import Sampler

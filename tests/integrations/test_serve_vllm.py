@@ -22,7 +22,9 @@ from hdtool.data.errors import HdtoolError, OptionError, ServeError, StoreError,
 from hdtool.data.stores.home import corpus_index_at_home, model_store_at_home
 from hdtool.data.stores.manifest import TokenizerFingerprint
 from hdtool.data.stores.store import read_manifest
-from hdtool.runtime.config import ModelConfig, StoresConfig, VllmConfig
+from hdtool.runtime.config.decoding import StoresConfig
+from hdtool.runtime.config.measuring import VllmConfig
+from hdtool.runtime.config.model import ModelConfig
 from hdtool.runtime.integrations.vllm import speculator as repair
 from hdtool.runtime.integrations.vllm.launch import HOOK_FILE, Launch, require_hook
 from hdtool.runtime.integrations.vllm.plugin import PROPOSER

@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hdtool.data import demo
-from hdtool.runtime.config import DecodeConfig, StoresConfig
+from hdtool.runtime.config.decoding import DecodeConfig, StoresConfig
 from hdtool.runtime.integrations.hf_generate import Generator
 
 PROMPTS = ["Tom has 3 boxes with 12 pencils each. How many pencils", "def add(a, b):"]

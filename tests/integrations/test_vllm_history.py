@@ -19,7 +19,9 @@ from hdtool.data.errors import HdtoolError, OptionError, StoreError
 from hdtool.data.stores.home import model_store_at_home
 from hdtool.data.stores.manifest import TokenizerFingerprint
 from hdtool.data.stores.store import read_manifest
-from hdtool.runtime.config import ModelConfig, StoresConfig, VllmConfig
+from hdtool.runtime.config.decoding import StoresConfig
+from hdtool.runtime.config.measuring import VllmConfig
+from hdtool.runtime.config.model import ModelConfig
 from hdtool.runtime.integrations.vllm import chain
 from hdtool.runtime.integrations.vllm.chain import NO_DRAFT_ABOVE, appends_history
 from hdtool.runtime.integrations.vllm.launch import Launch

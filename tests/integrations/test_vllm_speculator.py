@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from hdtool.data.errors import OptionError
-from hdtool.runtime.config import VllmConfig
+from hdtool.runtime.config.measuring import VllmConfig
 from hdtool.runtime.integrations.vllm import plugin
 from hdtool.runtime.integrations.vllm.speculator import HierarchySpeculator, open_drafter, without_min_prob
 from tests.support.vllm_batch import worker_config

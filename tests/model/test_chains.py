@@ -13,7 +13,7 @@ from transformers import AutoModelForImageTextToText, PreTrainedModel
 
 from hdtool.data.errors import FamilyError
 from hdtool.runtime.caches.replay_slots import ReplayedCaches, bytes_of, tensors_of
-from hdtool.runtime.config import SamplingConfig
+from hdtool.runtime.config.model import SamplingConfig
 from hdtool.runtime.core.loop import Loop, Request
 from hdtool.runtime.core.prefix_cache import PrefixCache
 from hdtool.runtime.core.sampler import Sampler

@@ -12,7 +12,7 @@ from torch.nn import Module, Parameter
 from transformers import AutoTokenizer
 
 from hdtool.data import demo
-from hdtool.runtime.config import ModelConfig
+from hdtool.runtime.config.model import ModelConfig
 from hdtool.runtime.engines.cpu.weight_table import router_record
 from hdtool.runtime.kernels.compact_weight import is_compact
 from hdtool.runtime.kernels.experts import CompiledExperts, compile_experts, route

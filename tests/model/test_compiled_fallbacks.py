@@ -18,7 +18,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
 from hdtool.data import demo
 from hdtool.runtime.budget.measure_passes import _saved_file
-from hdtool.runtime.config import ModelConfig
+from hdtool.runtime.config.model import ModelConfig
 from hdtool.runtime.core.tree import DraftTree
 from hdtool.runtime.kernels.compact_weight import expand_compact
 from hdtool.runtime.kernels.linear import compile_linear_layers, has_compiled_layers

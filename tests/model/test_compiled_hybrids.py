@@ -11,7 +11,7 @@ import torch
 from torch.nn import Module
 
 from hdtool.runtime.caches.states import SlotStates
-from hdtool.runtime.config import SamplingConfig
+from hdtool.runtime.config.model import SamplingConfig
 from hdtool.runtime.core.loop import Loop, Request
 from hdtool.runtime.core.prefix_cache import PrefixCache
 from hdtool.runtime.core.sampler import Sampler

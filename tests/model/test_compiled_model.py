@@ -15,7 +15,8 @@ import torch
 
 from hdtool.runtime.answerer import decode_batch
 from hdtool.runtime.budget.node_budget import FixedBudget
-from hdtool.runtime.config import METHODS, TRAINED, DecodeConfig, SamplingConfig
+from hdtool.runtime.config.decoding import METHODS, TRAINED, DecodeConfig
+from hdtool.runtime.config.model import SamplingConfig
 from hdtool.runtime.core.engine import PassOptions, Verified
 from hdtool.runtime.core.loop import Request
 from hdtool.runtime.core.sampler import Sampler

@@ -11,7 +11,7 @@ import torch
 
 from hdtool.runtime.answerer import decode_batch
 from hdtool.runtime.caches.kv_cache import KVTensors
-from hdtool.runtime.config import SamplingConfig
+from hdtool.runtime.config.model import SamplingConfig
 from hdtool.runtime.core.loop import Request
 from hdtool.runtime.core.sampler import Sampler
 from hdtool.runtime.core.tree import DraftTree

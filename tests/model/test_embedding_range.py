@@ -14,7 +14,8 @@ from hdtool.data.errors import ModelError, PromptError
 from hdtool.data.stores.manifest import TokenizerFingerprint
 from hdtool.runtime.answerer import decode, decode_batch
 from hdtool.runtime.budget.node_budget import FixedBudget
-from hdtool.runtime.config import METHODS, TRAINED, DecodeConfig, SamplingConfig
+from hdtool.runtime.config.decoding import METHODS, TRAINED, DecodeConfig
+from hdtool.runtime.config.model import SamplingConfig
 from hdtool.runtime.core.loop import Request
 from hdtool.runtime.core.sampler import Sampler
 from hdtool.runtime.core.tree import ROOT, DraftTree

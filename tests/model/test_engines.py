@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 from hdtool.runtime.answerer import decode, decode_batch
-from hdtool.runtime.config import SamplingConfig
+from hdtool.runtime.config.model import SamplingConfig
 from hdtool.runtime.core.engine import Engine, PassOptions
 from hdtool.runtime.core.loop import Request
 from hdtool.runtime.core.sampler import Sampler

@@ -15,7 +15,7 @@ from hdtool.cli.app import run as command
 from hdtool.data import demo
 from hdtool.data.errors import OptionError
 from hdtool.data.prompts import read_prompts
-from hdtool.runtime.config import ModelConfig
+from hdtool.runtime.config.model import ModelConfig
 from hdtool.runtime.core.tree import DraftTree
 from hdtool.runtime.engines.cpu.compiled_kind import may_be_compiled
 from hdtool.runtime.engines.cpu.tree_pass import PROMPT_CHUNK

@@ -15,7 +15,7 @@ from transformers import LlamaForCausalLM
 from hdtool.data import demo
 from hdtool.data.durable_files import json_digest
 from hdtool.data.home import proofs_at_home
-from hdtool.runtime.config import ModelConfig
+from hdtool.runtime.config.model import ModelConfig
 from hdtool.runtime.core.tree import DraftTree
 from hdtool.runtime.engines.checks.probes import some_context
 from hdtool.runtime.engines.checks.trees import prove_trees

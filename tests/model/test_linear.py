@@ -15,7 +15,7 @@ from torch.nn import Linear
 from torch.nn.functional import linear
 from transformers import AutoModelForCausalLM
 
-from hdtool.runtime.config import SamplingConfig
+from hdtool.runtime.config.model import SamplingConfig
 from hdtool.runtime.kernels import block_gemm, linear as layers, panel_gemm
 from hdtool.runtime.kernels.block_gemm import BLOCK_OUT_FEATURES
 from hdtool.runtime.kernels.gemm import COLUMN_MULTIPLE, MAX_CACHED_VALUES, MAX_REGISTER_ROWS

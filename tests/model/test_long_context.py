@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaAttention
 
 from hdtool.data.errors import FamilyError
-from hdtool.runtime.config import SamplingConfig
+from hdtool.runtime.config.model import SamplingConfig
 from hdtool.runtime.engines.checks import long_context
 from hdtool.runtime.engines.checks.long_context import LongContext, long_contexts
 from hdtool.runtime.integrations.hf_generate import Generator

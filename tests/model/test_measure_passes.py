@@ -20,7 +20,8 @@ from hdtool.runtime.budget import measure_passes as pass_times
 from hdtool.runtime.budget.cost_curve import MAX_CHOSEN_NODES, CostCurve, Floats
 from hdtool.runtime.budget.measure_passes import context_lengths_for, cost_curve_for, measure_cost_curve, save_at_home
 from hdtool.runtime.caches.slots import Cache
-from hdtool.runtime.config import CostConfig, ModelConfig
+from hdtool.runtime.config.measuring import CostConfig
+from hdtool.runtime.config.model import ModelConfig
 from hdtool.runtime.core.engine import Verified
 from hdtool.runtime.core.tree import DraftTree
 from hdtool.runtime.kernels.machine import device_name

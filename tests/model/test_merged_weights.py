@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_model
 from torch.nn import Parameter
 
-from hdtool.runtime.config import SamplingConfig
+from hdtool.runtime.config.model import SamplingConfig
 from hdtool.runtime.engines.capture import never
 from hdtool.runtime.target.target import Target
 from tests.support.decoding import output_tokens, run

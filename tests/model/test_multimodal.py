@@ -14,7 +14,7 @@ from transformers import CLIPConfig
 from hdtool.data import demo
 from hdtool.data.errors import FamilyError, OptionError
 from hdtool.runtime.answerer import decode
-from hdtool.runtime.config import ModelConfig, SamplingConfig
+from hdtool.runtime.config.model import ModelConfig, SamplingConfig
 from hdtool.runtime.core.sampler import Sampler
 from hdtool.runtime.integrations.hf_generate import Generator
 from hdtool.runtime.target.load import load

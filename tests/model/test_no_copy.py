@@ -13,7 +13,9 @@ import pytest
 from hdtool.data import demo
 from hdtool.data.stores.manifest import Checkpoint
 from hdtool.runtime.budget.node_budget import FixedBudget
-from hdtool.runtime.config import DecodeConfig, ModelConfig, StoresConfig, VllmConfig
+from hdtool.runtime.config.decoding import DecodeConfig, StoresConfig
+from hdtool.runtime.config.measuring import VllmConfig
+from hdtool.runtime.config.model import ModelConfig
 from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
 from hdtool.runtime.drafters.hierarchy.rankings import Rankings
 from hdtool.runtime.drafters.methods import drafter_with_budget

@@ -28,7 +28,8 @@ from hdtool.runtime.budget.node_budget import (
     choose_all_nodes,
 )
 from hdtool.runtime.caches.slots import Cache
-from hdtool.runtime.config import LARGEST_BUDGET, DecodeConfig
+from hdtool.runtime.config.budgets import LARGEST_BUDGET
+from hdtool.runtime.config.decoding import DecodeConfig
 from hdtool.runtime.core.drafter import draft_many
 from hdtool.runtime.core.engine import PassLog, Verified
 from hdtool.runtime.core.tree import DraftTree

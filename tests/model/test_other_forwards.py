@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hdtool.runtime.answerer import decode
-from hdtool.runtime.config import SamplingConfig
+from hdtool.runtime.config.model import SamplingConfig
 from hdtool.runtime.core.sampler import Sampler
 from hdtool.runtime.engines.stock.undescribed_mixers import replace_forwards
 from hdtool.runtime.target.target import Target

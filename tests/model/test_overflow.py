@@ -17,7 +17,7 @@ import torch
 from hdtool.data.errors import ModelError
 from hdtool.runtime.answerer import decode, decode_batch
 from hdtool.runtime.budget.node_budget import FixedBudget
-from hdtool.runtime.config import SamplingConfig
+from hdtool.runtime.config.model import SamplingConfig
 from hdtool.runtime.core.drafter import Drafter, NoDraft
 from hdtool.runtime.core.loop import Request
 from hdtool.runtime.core.sampler import Sampler

@@ -15,7 +15,7 @@ from transformers import AutoTokenizer
 from transformers.utils.quantization_config import Mxfp4Config
 
 from hdtool.data import demo
-from hdtool.runtime.config import ModelConfig
+from hdtool.runtime.config.model import ModelConfig
 from hdtool.runtime.core.tree import DraftTree
 from hdtool.runtime.kernels import vector_code
 from hdtool.runtime.kernels.compact_weight import CompactWeight, is_compact, is_packed

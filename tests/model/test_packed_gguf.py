@@ -18,7 +18,7 @@ from hdtool.cli.app import run as command
 from hdtool.data.errors import ModelError, OptionError
 from hdtool.data.gguf_header import GGUFHeader
 from hdtool.data.stores.manifest import Checkpoint
-from hdtool.runtime.config import ModelConfig
+from hdtool.runtime.config.model import ModelConfig
 from hdtool.runtime.core.tree import DraftTree
 from hdtool.runtime.kernels import vector_code
 from hdtool.runtime.kernels.compact_weight import is_compact, is_packed

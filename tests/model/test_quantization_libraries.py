@@ -13,7 +13,8 @@ from hdtool.builders.evaluation.environment import describe_environment
 from hdtool.builders.evaluation.verify import Verifier
 from hdtool.data import demo
 from hdtool.data.errors import FamilyError
-from hdtool.runtime.config import ModelConfig, SamplingConfig, StoresConfig
+from hdtool.runtime.config.decoding import StoresConfig
+from hdtool.runtime.config.model import ModelConfig, SamplingConfig
 from hdtool.runtime.core.drafter import NoDraft
 from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
 from hdtool.runtime.integrations.hf_generate import Generator

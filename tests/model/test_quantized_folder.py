@@ -25,7 +25,7 @@ from hdtool.cli.app import run as command
 from hdtool.data import demo
 from hdtool.data.errors import HdtoolError, ModelError, OptionError
 from hdtool.data.home import artifacts_at_home
-from hdtool.runtime.config import ModelConfig
+from hdtool.runtime.config.model import ModelConfig
 from hdtool.runtime.kernels import vector_code
 from hdtool.runtime.kernels.compact_weight import is_packed
 from hdtool.runtime.kernels.packed_matrix import Q4_0, Q8_0, quantize_matrix

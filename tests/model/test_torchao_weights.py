@@ -16,7 +16,7 @@ from transformers import AutoTokenizer, TorchAoConfig
 
 from hdtool.cli.app import run as command
 from hdtool.data import demo
-from hdtool.runtime.config import ModelConfig
+from hdtool.runtime.config.model import ModelConfig
 from hdtool.runtime.core.tree import DraftTree
 from hdtool.runtime.kernels.compact_weight import is_compact, is_packed
 from hdtool.runtime.kernels.gemm_tiles import TILE_OUT_FEATURES

@@ -13,7 +13,7 @@ from hypothesis import given, strategies as st
 from hdtool.runtime.answerer import decode_batch
 from hdtool.runtime.caches.kv_cache import HeadShape, KVTensors, LayerShape, StaticKVCache
 from hdtool.runtime.caches.moves import move_on_device
-from hdtool.runtime.config import SamplingConfig
+from hdtool.runtime.config.model import SamplingConfig
 from hdtool.runtime.core.accept import accept
 from hdtool.runtime.core.engine import LOGITS_ONLY, PassOptions, Verified
 from hdtool.runtime.core.loop import Request

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from hdtool.data import demo
-from hdtool.runtime.config import ModelConfig
+from hdtool.runtime.config.model import ModelConfig
 from hdtool.runtime.target.load import Loaded, load
 from tests.support.server import ALWAYS_DRAFTS, RunningServer
 

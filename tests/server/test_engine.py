@@ -8,7 +8,8 @@ from typing import Any, cast
 import pytest
 
 from hdtool.data.errors import PromptError
-from hdtool.runtime.config import DecodeConfig, SamplingConfig, StoresConfig
+from hdtool.runtime.config.decoding import DecodeConfig, StoresConfig
+from hdtool.runtime.config.model import SamplingConfig
 from hdtool.runtime.integrations.server.preparation import Preparer
 from hdtool.runtime.integrations.server.requests import CompletionRequest
 from hdtool.runtime.integrations.server.scheduler import AnswerJob, EngineError, OverloadError, Scheduler, Tenants

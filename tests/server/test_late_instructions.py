@@ -8,7 +8,7 @@ import pytest
 from transformers import PreTrainedTokenizerBase
 
 from hdtool.data.chat import conversation_text
-from hdtool.runtime.config import ModelConfig
+from hdtool.runtime.config.model import ModelConfig
 from hdtool.runtime.integrations.server.instructions import takes_late_instructions, with_early_instructions
 from hdtool.runtime.target.load import load_tokenizer
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerBase
 
-from hdtool.runtime.config import ModelConfig
+from hdtool.runtime.config.model import ModelConfig
 from hdtool.runtime.core.sequence import Stats
 from hdtool.runtime.integrations.server.formats import ChatFormat, Delta, Format, usage_of
 from hdtool.runtime.integrations.server.messages_api import MessagesFormat

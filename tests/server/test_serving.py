@@ -20,7 +20,9 @@ import uvicorn
 from hdtool.cli.app import run
 from hdtool.data import demo
 from hdtool.data.errors import OptionError
-from hdtool.runtime.config import DecodeConfig, ModelConfig, SamplingConfig, ServerConfig, StoresConfig
+from hdtool.runtime.config.decoding import DecodeConfig, StoresConfig
+from hdtool.runtime.config.measuring import ServerConfig
+from hdtool.runtime.config.model import ModelConfig, SamplingConfig
 from hdtool.runtime.integrations.server.app import ApiKeys
 from hdtool.runtime.integrations.server.launch import Launch, _GracefulServer
 from hdtool.runtime.integrations.server.request_log import RequestLog

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from hdtool.data.chat import encode_text
 from hdtool.data.prompts import Grammar
-from hdtool.runtime.config import ModelConfig
+from hdtool.runtime.config.model import ModelConfig
 from hdtool.runtime.core.sequence import Finish, Stats, Step
 from hdtool.runtime.core.tree import DraftTree
 from hdtool.runtime.integrations.server.answers import AnswerText

@@ -14,7 +14,8 @@ import pytest
 from hypothesis import given, strategies as st
 from transformers import PreTrainedTokenizerBase
 
-from hdtool.runtime.config import DecodeConfig, ModelConfig, SamplingConfig
+from hdtool.runtime.config.decoding import DecodeConfig
+from hdtool.runtime.config.model import ModelConfig, SamplingConfig
 from hdtool.runtime.core.sequence import Stats
 from hdtool.runtime.integrations.server.app import _events, _whole
 from hdtool.runtime.integrations.server.formats import ChatFormat, Delta, Format, RequestError, usage_of

@@ -14,7 +14,7 @@ import torch
 from hdtool.data import demo
 from hdtool.data.stores.home import corpus_index_at_home, history_at_home, model_store_at_home
 from hdtool.data.stores.manifest import TokenizerFingerprint
-from hdtool.runtime.config import DecodeConfig, StoresConfig
+from hdtool.runtime.config.decoding import DecodeConfig, StoresConfig
 from hdtool.runtime.config.source_names import SourceId
 from hdtool.runtime.core.accept import Accepted
 from hdtool.runtime.core.drafter import Drafter

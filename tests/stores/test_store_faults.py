@@ -25,7 +25,7 @@ from hdtool.data.stores import store as stores, store_files
 from hdtool.data.stores.manifest import Manifest, TokenizerFingerprint
 from hdtool.data.stores.store import building, damaged_files, read_manifest
 from hdtool.data.stores.store_files import MANIFEST, STORE_PARTS
-from hdtool.runtime.config import ModelConfig
+from hdtool.runtime.config.model import ModelConfig
 from hdtool.runtime.stores import inspect_store as runtime_stores, suffix_search as suffixes
 from hdtool.runtime.stores.corpus_index import CorpusIndex
 from hdtool.runtime.stores.inspect_store import continuations, latency_of

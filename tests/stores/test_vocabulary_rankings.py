@@ -22,7 +22,7 @@ from hdtool.data.stores.manifest import Checkpoint, TokenizerFingerprint
 from hdtool.data.stores.store import read_manifest
 from hdtool.data.stores.store_files import MANIFEST
 from hdtool.runtime.budget.node_budget import FixedBudget
-from hdtool.runtime.config import ModelConfig
+from hdtool.runtime.config.model import ModelConfig
 from hdtool.runtime.config.source_names import SourceId
 from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
 from hdtool.runtime.stores.model_store import VOCABULARY_RANKING_TOKENS, ModelStore

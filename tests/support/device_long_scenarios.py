@@ -17,7 +17,9 @@ from transformers import PreTrainedModel
 from hdtool.data.prompts import Grammar, Prompt
 from hdtool.runtime.answerer import Answerer, decode_batch
 from hdtool.runtime.budget.node_budget import FixedBudget
-from hdtool.runtime.config import DecodeConfig, HeadsConfig, ModelConfig, SamplingConfig, StoresConfig
+from hdtool.runtime.config.building import HeadsConfig
+from hdtool.runtime.config.decoding import DecodeConfig, StoresConfig
+from hdtool.runtime.config.model import ModelConfig, SamplingConfig
 from hdtool.runtime.core.drafter import Drafter, NoDraft
 from hdtool.runtime.core.loop import Request
 from hdtool.runtime.core.sampler import Sampler

@@ -23,7 +23,9 @@ from transformers.utils import logging
 from hdtool.runtime.answerer import decode, decode_batch
 from hdtool.runtime.budget.node_budget import FixedBudget
 from hdtool.runtime.caches.kv_cache import KVTensors
-from hdtool.runtime.config import DecodeConfig, HeadsConfig, SamplingConfig
+from hdtool.runtime.config.building import HeadsConfig
+from hdtool.runtime.config.decoding import DecodeConfig
+from hdtool.runtime.config.model import SamplingConfig
 from hdtool.runtime.core.drafter import Drafter, NoDraft
 from hdtool.runtime.core.loop import Request
 from hdtool.runtime.core.sampler import Sampler

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from hdtool.runtime.config import HeadsConfig
+from hdtool.runtime.config.building import HeadsConfig
 from hdtool.runtime.drafters.heads.checkpoint import ARCHITECTURES, EvalResult, MtpHeads, SavedHeads, new_heads
 from hdtool.runtime.drafters.heads.modules import NORM_EPSILON, ROTARY_BASE, Heads, HeadsShape, ParallelHeads
 from hdtool.runtime.model.fingerprint import fingerprint

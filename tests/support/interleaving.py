@@ -18,7 +18,7 @@ from hdtool.data.errors import ModelError
 from hdtool.runtime.answerer import decode, decode_batch
 from hdtool.runtime.budget.measure_passes import time_tree_passes
 from hdtool.runtime.budget.node_budget import FixedBudget
-from hdtool.runtime.config import SamplingConfig
+from hdtool.runtime.config.model import SamplingConfig
 from hdtool.runtime.core.drafter import Drafter, NoDraft
 from hdtool.runtime.core.loop import Loop, Request
 from hdtool.runtime.core.sampler import Sampler

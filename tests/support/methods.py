@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from hdtool.data import demo
-from hdtool.runtime.config import METHODS
-from hdtool.runtime.config.decoding import DRAFT_MODEL
+from hdtool.runtime.config.decoding import DRAFT_MODEL, METHODS
 
 SHIPPED = ("medusa", "amphista", "hd+amphista")
 """Methods whose heads ship with the demo model."""

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 
 from hdtool.data import demo
-from hdtool.runtime.config import MEMORY, VllmConfig
+from hdtool.runtime.config.decoding import MEMORY
+from hdtool.runtime.config.measuring import VllmConfig
 from hdtool.runtime.integrations.vllm.batch_drafter import BatchDrafter
 from hdtool.runtime.integrations.vllm.plugin import CUSTOM_CLASS_METHOD, PROPOSER
 from hdtool.runtime.integrations.vllm.speculator import HierarchyProposer

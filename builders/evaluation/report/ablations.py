@@ -27,7 +27,8 @@ from hdtool.data.progress import progress_bar
 from hdtool.data.prompts import Prompt
 from hdtool.data.texts_and_traces import RecordedAnswer, Trace
 from hdtool.runtime.budget.cost_curve import CostCurve
-from hdtool.runtime.config import FIXED_BUDGET, SOURCE_LETTERS, DecodeConfig
+from hdtool.runtime.config.budgets import FIXED_BUDGET
+from hdtool.runtime.config.decoding import SOURCE_LETTERS, DecodeConfig
 from hdtool.runtime.config.source_names import SourceId
 from hdtool.runtime.generation.text_stream import TextStream
 from hdtool.runtime.stores.store_set import StoreSet

@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn import functional
 
 from hdtool.runtime.caches.kv_cache import HeadShape, LayerShape
-from hdtool.runtime.config import HeadsConfig
+from hdtool.runtime.config.building import HeadsConfig
 from hdtool.runtime.drafters.trained.module_parts import Norm
 from hdtool.runtime.engines.cuda.static_steps import extent_for
 

@@ -18,7 +18,7 @@ import torch
 from torch.nn import Module
 
 from hdtool.data.errors import HeadsError, error_reason
-from hdtool.runtime.config import ModelConfig
+from hdtool.runtime.config.model import ModelConfig
 from hdtool.runtime.config.source_names import SourceId
 from hdtool.runtime.core.accept import Accepted
 from hdtool.runtime.core.engine import Verified

@@ -17,7 +17,9 @@ import uvicorn
 
 from hdtool.data.errors import ServeError
 from hdtool.runtime.budget.measure_passes import quick_record
-from hdtool.runtime.config import DecodeConfig, ModelConfig, SamplingConfig, ServerConfig, StoresConfig
+from hdtool.runtime.config.decoding import DecodeConfig, StoresConfig
+from hdtool.runtime.config.measuring import ServerConfig
+from hdtool.runtime.config.model import ModelConfig, SamplingConfig
 from hdtool.runtime.core.sampler import compile_sampling
 from hdtool.runtime.drafters.methods import compile_ahead, finish_compiling
 from hdtool.runtime.generation.settings import refuse_settings

@@ -16,8 +16,8 @@ from hdtool.data.chat import (
 from hdtool.data.conversation import lone_surrogate
 from hdtool.data.errors import ToolsError
 from hdtool.data.prompts import Grammar, grammar_of, prediction_of, tools_of
-from hdtool.runtime.config import DecodeConfig, SamplingConfig
-from hdtool.runtime.config.decoding import HIERARCHIES
+from hdtool.runtime.config.decoding import HIERARCHIES, DecodeConfig
+from hdtool.runtime.config.model import SamplingConfig
 from hdtool.runtime.core.drafter import Drafter
 from hdtool.runtime.core.loop import Request
 from hdtool.runtime.core.sampler import Sampler, seed_of

@@ -17,7 +17,7 @@ import numpy as np
 from hdtool.data.errors import HdtoolError, PromptError
 from hdtool.data.stores.tenant import Tenant
 from hdtool.runtime.budget.node_budget import Budget, SharedCosts
-from hdtool.runtime.config import DecodeConfig, StoresConfig
+from hdtool.runtime.config.decoding import DecodeConfig, StoresConfig
 from hdtool.runtime.core.drafter import Drafter
 from hdtool.runtime.core.loop import Loop, Outcome, PendingPrefill, Request
 from hdtool.runtime.core.prefix_cache import PrefixCache, common_prefix_length

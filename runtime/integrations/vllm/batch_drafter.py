@@ -12,7 +12,8 @@ from contextlib import AbstractContextManager, nullcontext
 
 import numpy as np
 
-from hdtool.runtime.config import MEMORY, VllmConfig
+from hdtool.runtime.config.decoding import MEMORY
+from hdtool.runtime.config.measuring import VllmConfig
 from hdtool.runtime.drafters.hierarchy.drafter import UNLIMITED_VOCABULARY, Hierarchy
 from hdtool.runtime.integrations.vllm.chain import (
     NO_DRAFT_ABOVE,

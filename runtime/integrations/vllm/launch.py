@@ -20,7 +20,9 @@ from hdtool.data.errors import OptionError, ServeError, install_command
 from hdtool.data.processes import isolated_children, isolated_python
 from hdtool.data.stores.home import NO_STORE
 from hdtool.data.stores.tenant import Tenant, has_stores
-from hdtool.runtime.config import HOME, ModelConfig, StoresConfig, VllmConfig
+from hdtool.runtime.config.decoding import HOME, StoresConfig
+from hdtool.runtime.config.measuring import VllmConfig
+from hdtool.runtime.config.model import ModelConfig
 from hdtool.runtime.integrations.vllm.plugin import CUSTOM_CLASS_METHOD, PLUGIN_NAME, PROPOSER, REQUEST_V2
 from hdtool.runtime.integrations.vllm.settings import VllmSettings
 from hdtool.runtime.stores.library import Library

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hdtool.data.errors import OptionError
-from hdtool.runtime.config import StoresConfig, VllmConfig
+from hdtool.runtime.config.decoding import StoresConfig
+from hdtool.runtime.config.measuring import VllmConfig
 
 CONFIG_KEY = "hdtool"
 STORE_FIELDS = ("model_db", "corpus_db")

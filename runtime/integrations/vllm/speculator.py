@@ -22,7 +22,8 @@ import torch
 
 from hdtool.data.errors import HdtoolError, OptionError
 from hdtool.data.stores.tenant import Tenant
-from hdtool.runtime.config import ModelConfig, VllmConfig
+from hdtool.runtime.config.measuring import VllmConfig
+from hdtool.runtime.config.model import ModelConfig
 from hdtool.runtime.integrations.vllm.batch_drafter import BatchDrafter
 from hdtool.runtime.integrations.vllm.chain import MIN_FLOOR, appends_history
 from hdtool.runtime.integrations.vllm.settings import VllmSettings

@@ -1,0 +1,6 @@
+"""Numbers of draft tokens per forward pass."""
+
+LARGEST_BUDGET = 64
+"""Maximum number of draft tokens per forward pass."""
+FIXED_BUDGET = 32
+"""Draft tokens per step when no pass times have been measured."""
