@@ -10,7 +10,7 @@ import pytest
 
 from hdtool.data import demo
 from hdtool.runtime.config.decoding import NO_HISTORY
-from hdtool.runtime.integrations.vllm.chain import NO_DRAFT_ABOVE
+from hdtool.runtime.integrations.vllm.min_probability import NO_DRAFT_ABOVE
 from hdtool.runtime.stores.corpus_index import CorpusIndex
 from hdtool.runtime.stores.live_tables import ContextTable, holds
 from hdtool.runtime.stores.model_store import ModelStore

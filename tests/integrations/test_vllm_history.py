@@ -22,9 +22,10 @@ from hdtool.data.stores.store import read_manifest
 from hdtool.runtime.config.decoding import StoresConfig
 from hdtool.runtime.config.measuring import VllmConfig
 from hdtool.runtime.config.model import ModelConfig
-from hdtool.runtime.integrations.vllm import chain
-from hdtool.runtime.integrations.vllm.chain import NO_DRAFT_ABOVE, appends_history
+from hdtool.runtime.integrations.vllm import answer_collector
+from hdtool.runtime.integrations.vllm.answer_collector import appends_history
 from hdtool.runtime.integrations.vllm.launch import Launch
+from hdtool.runtime.integrations.vllm.min_probability import NO_DRAFT_ABOVE
 from hdtool.runtime.integrations.vllm.settings import VllmSettings
 from hdtool.runtime.stores.corpus_index import CorpusIndex
 from hdtool.runtime.stores.history_store import History, HistoryStore
@@ -92,8 +93,8 @@ def test_an_answer_is_kept_whole_and_of_its_prompt_the_last_tokens_alone(tmp_pat
 
 
 def test_answers_are_kept_without_a_further_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chain, "MAX_IDLE_SECONDS", 0.05)
-    monkeypatch.setattr(chain, "CHECK_SECONDS", 0.02)
+    monkeypatch.setattr(answer_collector, "MAX_IDLE_SECONDS", 0.05)
+    monkeypatch.setattr(answer_collector, "CHECK_SECONDS", 0.02)
     asked = lasting(tmp_path / "past")
     answered(asked, (PROMPT, ANSWER))
     stop = time.monotonic() + 10
@@ -159,7 +160,7 @@ def test_the_store_keeps_its_bound(tmp_path: Path) -> None:
 
 
 def test_a_kill_leaves_whole_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chain, "CHECK_SECONDS", 0.001)
+    monkeypatch.setattr(answer_collector, "CHECK_SECONDS", 0.001)
     whole = {(number + 500, *ANSWER, number) for number in range(1000)}
     before = 0
     for kill in range(4):

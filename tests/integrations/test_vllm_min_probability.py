@@ -8,7 +8,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from hdtool.runtime.integrations.vllm.chain import MIN_FLOOR, NO_DRAFT_ABOVE, MinProbability
+from hdtool.runtime.integrations.vllm.min_probability import MIN_FLOOR, NO_DRAFT_ABOVE, MinProbability
 
 
 def estimated(

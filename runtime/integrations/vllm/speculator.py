@@ -24,8 +24,9 @@ from hdtool.data.errors import HdtoolError, OptionError
 from hdtool.data.stores.tenant import Tenant
 from hdtool.runtime.config.measuring import VllmConfig
 from hdtool.runtime.config.model import ModelConfig
+from hdtool.runtime.integrations.vllm.answer_collector import appends_history
 from hdtool.runtime.integrations.vllm.batch_drafter import BatchDrafter
-from hdtool.runtime.integrations.vllm.chain import MIN_FLOOR, appends_history
+from hdtool.runtime.integrations.vllm.min_probability import MIN_FLOOR
 from hdtool.runtime.integrations.vllm.settings import VllmSettings
 from hdtool.runtime.stores.history_store import History
 from hdtool.runtime.stores.library import Library

@@ -1,0 +1,84 @@
+"""The minimum probability of a draft token in vLLM, below which it costs more than it brings.
+
+A draft token adds seconds to a pass, and its probability is the expected number of tokens that it adds to the answer.
+The draft pays off if this number per added second exceeds the throughput of the pass. In a large batch a pass is
+compute-bound, so no draft pays off.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from hdtool.runtime.kernels.compiled import Ints
+
+MIN_FLOOR = 0.02
+"""Lower bound on the minimum probability: less probable drafts cost more to find than they save."""
+NO_DRAFT_ABOVE = 0.9
+"""Minimum probability above which nothing is drafted."""
+PRIOR_TOKENS = 256.0
+"""Prior number of tokens at which a pass takes twice as long as with one token."""
+SLOPE_PRIOR_WEIGHT = 1.0
+"""Weight of the prior slope, in units of the variance of the number of tokens per pass."""
+PASS_WINDOW = 64.0
+"""Number of passes that the moving averages span."""
+STALL_FACTOR = 4.0
+"""Multiple of the mean to which the duration of a pass is clipped, because stalls are not caused by drafts."""
+
+NO_TOKENS = np.empty(0, np.int64)
+
+
+class MinProbability:
+    """Estimates from past passes the minimum probability at which a draft pays off; ``fixed`` replaces the estimate."""
+
+    def __init__(self, fixed: float | None = None) -> None:
+        self._fixed = fixed
+        self._passes = 0
+        # Moving averages over passes: means, the variance of the number of tokens, and its covariance with the seconds.
+        self._rows = self._tokens = self._emitted = self._seconds = 0.0
+        self._variance = self._covariance = 0.0
+        self._last: tuple[float, Ints, Ints, Ints] = 0.0, NO_TOKENS, NO_TOKENS, NO_TOKENS
+
+    def floor(self, rows: int) -> float:
+        """Return the minimum draft probability in a batch of ``rows`` requests."""
+        if self._fixed is not None:
+            return self._fixed
+        if not self._passes:
+            return max(MIN_FLOOR, rows / (PRIOR_TOKENS + rows))
+        slope = self.seconds_per_token
+        seconds = max(self._seconds + slope * (rows - self._rows), slope * rows)
+        return max(MIN_FLOOR, slope * rows * self._emitted / self._rows / seconds)
+
+    @property
+    def seconds_per_token(self) -> float:
+        """Seconds that each additional token adds to a pass: a regression slope, shrunk towards the prior."""
+        assumed = self._seconds / (PRIOR_TOKENS + self._tokens)
+        return max(0.0, (self._covariance + SLOPE_PRIOR_WEIGHT * assumed) / (self._variance + SLOPE_PRIOR_WEIGHT))
+
+    def begin_step(self, at: float, rows: Ints, lengths: Ints) -> None:
+        """Update the averages with the pass since the last ``record_drafts``, if it ran exactly the recorded requests.
+
+        ``at`` is the current time in seconds, and ``lengths`` are the context lengths of the ``rows``.
+        """
+        before, old_rows, old_lengths, sent = self._last
+        if len(rows) and np.array_equal(rows, old_rows):
+            grown = lengths - old_lengths
+            if ((grown > 0) & (grown <= sent + 1)).all():
+                self.observe(len(rows), len(rows) + int(sent.sum()), int(grown.sum()), at - before)
+
+    def record_drafts(self, at: float, rows: Ints, lengths: Ints, drafts: Ints) -> None:
+        """Record the number of draft tokens of each row for the next call of ``begin_step``."""
+        self._last = at, rows, lengths, drafts
+
+    def observe(self, rows: int, tokens: int, emitted: int, seconds: float) -> None:
+        """Update the averages with a pass: its numbers of requests, computed and emitted tokens, and its duration."""
+        if self._passes:
+            seconds = min(seconds, STALL_FACTOR * self._seconds)
+        self._passes += 1
+        step = max(1 / self._passes, 1 / PASS_WINDOW)
+        off_tokens, off_seconds = tokens - self._tokens, seconds - self._seconds
+        self._rows += step * (rows - self._rows)
+        self._tokens += step * off_tokens
+        self._emitted += step * (emitted - self._emitted)
+        self._seconds += step * off_seconds
+        self._variance += step * ((1 - step) * off_tokens * off_tokens - self._variance)
+        self._covariance += step * ((1 - step) * off_tokens * off_seconds - self._covariance)
