@@ -35,9 +35,6 @@ NOT_FOR = {
 """What a folder must not import, beside what its top-level folder must not."""
 
 
-PARENTS = sorted({str(folder) for path in FILES for folder in path.relative_to(ROOT).parents if folder.parts})
-
-
 def module_of(path: Path) -> str:
     name = ".".join(path.relative_to(ROOT).with_suffix("").parts)
     return f"hdtool.{name}".removesuffix(".__init__")
