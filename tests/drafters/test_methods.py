@@ -15,7 +15,8 @@ import torch
 from numba.core.registry import CPUDispatcher
 from hdtool.data import demo
 from hdtool.runtime.core.accept import Accepted
-from hdtool.runtime.config import DecodeConfig, ModelConfig, SamplingConfig
+from hdtool.runtime.config.decoding import DecodeConfig
+from hdtool.runtime.config.model import ModelConfig, SamplingConfig
 from hdtool.runtime.answerer import decode
 from hdtool.runtime.stores.corpus_index import CorpusIndex
 from hdtool.runtime.target.load import load

@@ -77,6 +77,17 @@ def test_plugins_are_light() -> None:
     assert done.stdout == "[]\n"
 
 
+def test_what_loads_a_model_imports_few_modules() -> None:
+    """Captured passes, proofs, GGUF files and stores are imported where they are used."""
+    program = (
+        "import sys, hdtool.runtime.target.load\n"
+        "places = [str(m.__file__) for name, m in sys.modules.items() if name.split('.')[0] == 'hdtool']\n"
+        "print(sum(not place.endswith('__init__.py') for place in places))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert int(done.stdout) <= 80
+
+
 def test_a_store_of_either_kind_is_opened(tmp_path: Path) -> None:
     assert isinstance(hdtool.open_store(demo.MODEL_STORE), ModelStore)
     assert isinstance(hdtool.open_store(str(demo.CORPUS_INDEX)), CorpusIndex)

@@ -36,7 +36,9 @@ COMPILING = """
 import gc, json, os, signal, sys, threading, urllib.request
 from numba.core.registry import CPUDispatcher
 from hdtool.data import demo
-from hdtool.runtime.config import DecodeConfig, ModelConfig, SamplingConfig, ServerConfig, StoresConfig
+from hdtool.runtime.config.decoding import DecodeConfig, StoresConfig
+from hdtool.runtime.config.measuring import ServerConfig
+from hdtool.runtime.config.model import ModelConfig, SamplingConfig
 from hdtool.runtime.integrations.server.launch import Launch
 
 def found():
