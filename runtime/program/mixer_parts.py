@@ -113,10 +113,10 @@ def mixer_parts(module: Any, layer_index: int, kind: Kind[Matmul]) -> MixerParts
     if any(name not in STATE_ATTRIBUTES and not name.startswith("_") and name != "act" for name in vars(module)):
         return None
     small_tensors = [*parts.parameters.values(), *tensors_of(parts.convolution)]
-    small_tensors += [] if parts.scales is None else [parts.scales]
     for part in filter(None, (parts.norm, parts.decay)):
         small_tensors += tensors_of(part)
     known = [*small_tensors, *(weight for matmul in parts.matmuls for weight in tensors_of(matmul))]
+    known += [] if parts.scales is None else [parts.scales]
     is_whole = (
         all(map(kind.is_linear, parts.matmuls))
         and all(map(kind.is_readable, small_tensors))

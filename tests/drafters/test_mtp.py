@@ -138,7 +138,9 @@ def test_rankings_are_those_of_a_module_that_reads_everything_anew(capture: Capt
             assert path[0].shape == (1, 10)
 
 
-@pytest.mark.parametrize(("kind", "described"), [("glm4_moe", True), ("qwen3_5_text", True), ("deepseek_v3", False)])
+@pytest.mark.parametrize(
+    ("kind", "described"), [("glm4_moe", True), ("qwen3_5_text", True), ("deepseek_v3", True), ("mellum", False)]
+)
 def test_described_layers_are_computed_by_the_engines_program(kind: str, described: bool, tmp_path: Path) -> None:
     """And rank as the library's code does."""
     target = Target(with_mtp(kind, tmp_path))

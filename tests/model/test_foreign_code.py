@@ -23,7 +23,7 @@ def test_every_model_is_loaded_without_its_code_unless_settings_say_otherwise() 
         for call in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
         if isinstance(call, ast.Call) and LOADS.match(ast.unparse(call.func))
     ]
-    assert len(loading) > 10
+    assert len(loading) > 5
     for path, call in loading:
         words = {keyword.arg: ast.unparse(keyword.value) for keyword in call.keywords}
         told = words.get("trust_remote_code")

@@ -16,7 +16,7 @@ from hdtool.runtime.config.model import ModelConfig
 from hdtool.runtime.core.tree import DraftTree
 from hdtool.runtime.kernels import vector_code
 from hdtool.runtime.kernels.compact_weight import is_compact, is_packed
-from hdtool.runtime.kernels.experts import WEIGHTS, CompiledExperts
+from hdtool.runtime.kernels.experts import DOWN, GATE_UP, CompiledExperts
 from hdtool.runtime.target.load import load
 from hdtool.runtime.target.target import Target
 from hdtool.runtime.weights.gguf_file import GGUFFile
@@ -42,7 +42,7 @@ def loaded(file: Path, **options: Any) -> Target:
 
 def expert_weights(target: Target) -> list[Any]:
     experts = [module for module in target.model.modules() if type(module) is CompiledExperts]
-    return [one.get_parameter(name) for one in experts for name in WEIGHTS]
+    return [one.get_parameter(name) for one in experts for name in (GATE_UP, DOWN)]
 
 
 PUBLISHED: dict[str, Any] = {
