@@ -67,7 +67,7 @@ def with_latents(
 ) -> LayerParts[Matmul] | None:
     """Return a layer's parts with those of its latent attention; None if the engine can't compute the attention."""
     out = attention.get_submodule(family.names.out)
-    latent, scale = latent_parts(attention, out, kind), attention.scaling
+    latent, scale = latent_parts(attention, out, kind, family), attention.scaling
     if latent is None or attention.layer_idx != index or not isinstance(scale, float):
         return None
     return replace(

@@ -9,7 +9,12 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 import torch
 from torch.nn import Module
 
-from hdtool.runtime.program.latent_families import LATENT_FAMILIES
+from hdtool.runtime.program.latent_families import (
+    ATTRIBUTES as LATENT_ATTRIBUTES,
+    LATENT_FAMILIES,
+    SETTINGS as LATENT_SETTINGS,
+    latent_experts,
+)
 from hdtool.runtime.program.layer_norm_families import LAYER_NORM_FAMILIES
 from hdtool.runtime.program.mixer_parts import (
     ExpertKind,
@@ -128,6 +133,13 @@ STATE_SETTINGS = frozenset({
     "use_conv_bias",
 })  # fmt: skip
 """Settings of Mamba-2 mixers in models whose layers have a single sublayer."""
+DELTA_ATTENTION = Family(
+    has_latents=True,
+    mixers=("self_attn",),
+    attributes=LATENT_ATTRIBUTES | {"block_type"},
+    settings=LATENT_SETTINGS | EXPERT_SETTINGS | {"mlp_layer_types"},
+)
+"""What families with Kimi's delta attention have in common."""
 SINGLE_NORM = ("norm", "", "", "")
 LFM2_NORMS = ("operator_norm", "", "ffn_norm", "")
 LFM2_NAMES = Names(
@@ -141,6 +153,17 @@ LFM2_NAMES = Names(
     last_norm="embedding_norm",
 )
 HYBRID_FAMILIES: Mapping[str, Family] = {
+    "bailing_hybrid": replace(
+        DELTA_ATTENTION,
+        latent_gate="g_proj",
+        splits_pairs=True,
+        experts=latent_experts("BailingHybrid"),
+        settings=DELTA_ATTENTION.settings
+        | {
+            "kda_lower_bound", "kda_safe_gate", "layer_group_size", "mtp_loss_scaling_factor", "num_mtp_layers",
+            "rope_theta", "short_conv_kernel_size",
+        },
+    ),
     "bamba": Family(
         norms=("input_layernorm", "", "pre_ff_layernorm", ""),
         names=Names(mlp="feed_forward", last_norm="final_layernorm"),
@@ -190,6 +213,12 @@ HYBRID_FAMILIES: Mapping[str, Family] = {
             "GraniteMoeHybridMoE", "GraniteMoeHybridTopKRouter", gate="router", added_block="block_sparse_moe"
         ),
         required={"position_embedding_type": (None, "rope")},
+    ),
+    "kimi_linear": replace(
+        DELTA_ATTENTION,
+        rotates=lambda attention: False,
+        experts=latent_experts("KimiLinear"),
+        settings=DELTA_ATTENTION.settings | {"linear_conv_kernel_dim", "linear_head_dim", "linear_num_heads"},
     ),
     "lfm2": Family(
         norms=LFM2_NORMS,

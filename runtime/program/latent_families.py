@@ -26,8 +26,8 @@ def _latent(**changes: Any) -> Family:
     return Family(has_latents=True, attributes=ATTRIBUTES, settings=SETTINGS | settings, required=required, **changes)
 
 
-def _experts(prefix: str) -> ExpertKind:
-    """Return the ``ExpertKind`` of DeepSeek-V3's mixtures; ``prefix`` begins their class names."""
+def latent_experts(prefix: str) -> ExpertKind:
+    """Return the ``ExpertKind`` of mixtures like DeepSeek-V3's; ``prefix`` begins their class names."""
     return ExpertKind(
         f"{prefix}MoE",
         f"{prefix}TopkRouter",
@@ -50,8 +50,8 @@ LATENT_FAMILIES: Mapping[str, Family] = {
         settings=SETTINGS | EXPERT_SETTINGS | {"topk_method"},
         required={"topk_method": ("greedy", "group_limited_greedy")},
     ),
-    "deepseek_v3": _latent(experts=_experts("DeepseekV3"), settings=EXPERT_SETTINGS | {"num_mtp_layers"}),
-    "glm4_moe_lite": _latent(experts=_experts("Glm4MoeLite"), settings=EXPERT_SETTINGS | {"mlp_layer_types"}),
+    "deepseek_v3": _latent(experts=latent_experts("DeepseekV3"), settings=EXPERT_SETTINGS | {"num_mtp_layers"}),
+    "glm4_moe_lite": _latent(experts=latent_experts("Glm4MoeLite"), settings=EXPERT_SETTINGS | {"mlp_layer_types"}),
     "youtu": _latent(settings=frozenset({"embedding_initializer_range"})),
 }
 """Families by the name of their package in ``transformers.models``."""

@@ -11,6 +11,7 @@ from hdtool.runtime.kernels.linear import CompiledLinear
 from hdtool.runtime.program.mixer_parts import epsilon_of, tensors_of
 
 if TYPE_CHECKING:
+    from hdtool.runtime.program.model_families import Family
     from hdtool.runtime.program.model_parts import Kind
 
 Matmul = TypeVar("Matmul", bound=Module)
@@ -31,7 +32,10 @@ class LatentParts(Generic[Matmul]):
     """
 
     inputs: tuple[Matmul, ...]
-    """Projections of the hidden states: to queries or latent queries, and to the latent vector and rotated keys."""
+    """Projections of the hidden states: to queries or latent queries, and to the latent vector and rotated keys.
+
+    The third, if there is one, is ``gate``.
+    """
     queries: tuple[Matmul, ...]
     """Projection of latent queries to queries; empty if the first projection gives the queries."""
     query_norm: Module | None
@@ -49,6 +53,8 @@ class LatentParts(Generic[Matmul]):
     """Width of a head's values."""
     epsilon: float
     """Epsilon of the norms."""
+    gate: Matmul | None = None
+    """Linear layer whose sigmoids scale the heads' outputs; None if these aren't scaled."""
 
     @property
     def rank(self) -> int:
@@ -69,10 +75,13 @@ class LatentParts(Generic[Matmul]):
         return [(self.heads * (self.plain + self.rotated), self.query_rank)] if self.queries else []
 
 
-def latent_parts(attention: Any, out: Any, kind: Kind[Matmul]) -> LatentParts[Matmul] | None:
+def latent_parts(attention: Any, out: Any, kind: Kind[Matmul], family: Family) -> LatentParts[Matmul] | None:
     """Return the parts of a latent attention with the output projection ``out``; None for unsupported modules."""
     names = next((names for names in QUERIES if names[0] in attention._modules), QUERIES[0])
-    if set(attention._modules) - {"o_proj"} != {*names, *KEYS_AND_VALUES} or attention.num_key_value_groups != 1:
+    gates = tuple(filter(None, [family.latent_gate]))
+    if set(attention._modules) - {"o_proj"} != {*names, *KEYS_AND_VALUES, *gates}:
+        return None
+    if attention.num_key_value_groups != 1:
         return None
     first, *others = (attention.get_submodule(name) for name in names)
     compression, norm, expansion = (attention.get_submodule(name) for name in KEYS_AND_VALUES)
@@ -80,22 +89,24 @@ def latent_parts(attention: Any, out: Any, kind: Kind[Matmul]) -> LatentParts[Ma
     norms = [*filter(None, [query_norm]), norm]
     epsilons = {epsilon_of(norm) for norm in norms}
     epsilon = epsilons.pop()
-    if epsilon is None or epsilons or not all(map(kind.is_linear, (first, compression, *queries, out))):
+    inputs = first, compression, *map(attention.get_submodule, gates)
+    if epsilon is None or epsilons or not all(map(kind.is_linear, (*inputs, *queries, out))):
         return None
     parts: LatentParts[Matmul] = LatentParts(
-        (first, compression), queries, query_norm, norm, expansion, attention.num_heads, attention.qk_nope_head_dim,
-        attention.qk_rope_head_dim, attention.v_head_dim, epsilon,
+        inputs, queries, query_norm, norm, expansion, attention.num_heads, attention.qk_nope_head_dim,
+        attention.qk_rope_head_dim, attention.v_head_dim, epsilon, inputs[2] if gates else None,
     )  # fmt: skip
     return parts if _fits(parts, out, kind) else None
 
 
 def _fits(parts: LatentParts[Any], out: Any, kind: Kind[Any]) -> bool:
     """Return True if all shapes match and the engine can read the norms' and the expansion's weights."""
-    first, compression = parts.inputs
+    first, compression, *gates = parts.inputs
     hidden, query_width = out.out_features, parts.heads * (parts.plain + parts.rotated)
     shapes = [
         (first, parts.query_rank or query_width, hidden),
         (compression, parts.rank + parts.rotated, hidden),
+        *((gate, parts.heads, hidden) for gate in gates),
         *((layer, *shape) for layer, shape in zip(parts.queries, parts.query_shapes, strict=True)),
         (parts.expansion, parts.heads * (parts.plain + parts.values), parts.rank),
         (out, hidden, parts.heads * parts.values),

@@ -119,7 +119,7 @@ def mixer_parts(module: Any, layer_index: int, kind: Kind[Matmul]) -> MixerParts
     known += [] if parts.scales is None else [parts.scales]
     is_whole = (
         all(map(kind.is_linear, parts.matmuls))
-        and all(map(kind.is_readable, small_tensors))
+        and all(map(kind.is_mixer_weight or kind.is_readable, small_tensors))
         and {id(tensor) for tensor in tensors_of(module)} == {id(tensor) for tensor in known}
         and not any("forward" in vars(submodule) for submodule in module.modules())
     )

@@ -117,6 +117,8 @@ class Family:
     activations: frozenset[str] = frozenset({"silu"})
     has_latents: bool = False
     """Attention computes the keys and values of all heads from one cached vector per token, see ``LatentParts``."""
+    latent_gate: str = ""
+    """Name of the linear layer whose sigmoids scale a latent attention's heads; empty if they aren't scaled."""
     joins_qkv: bool = False
     """A single projection computes queries, keys and values."""
     projections: Callable[[Any], tuple[str, ...]] = field(default=lambda attention: PROJECTIONS)

@@ -54,6 +54,8 @@ class Kind(Generic[Matmul]):
     """Head widths and mixer widths must be multiples of this number."""
     families: Mapping[str, Family] = field(default_factory=dict)
     """Supported families besides Llama's, by the name of their package in ``transformers.models``."""
+    is_mixer_weight: Callable[[Any], bool] | None = None
+    """Tests whether the engine can read a small tensor of a mixer; None if ``is_readable`` tests these as well."""
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,7 @@ def sublayers_of(layer: Module, family: Family) -> Sublayers | None:
     mixers = [name for name in family.mixers if type(children.get(name)).__name__ in READERS]
     mixer = children[mixers[0]] if mixers else None
     attention, feed = children.get(names.attention), children.get(names.mlp)
+    attention = None if attention is mixer else attention
     if family.is_single:
         if mixer is not None or attention is None:
             return Sublayers(None, mixer, None) if mixer is not None else None

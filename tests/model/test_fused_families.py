@@ -28,13 +28,12 @@ from hdtool.runtime.program.model_parts import Kind, model_parts
 from hdtool.runtime.target.target import Target
 from tests.support.described import (
     CHANGES,
+    DESCRIBED_MODELS,
     EXPERTS,
-    HYBRID_MODELS,
     LATENT_MODELS,
     LAYER_NORM_MODELS,
     LOCAL_AND_GLOBAL,
     MODELS,
-    VARIED_MODELS,
     WINDOWS,
     WRONG,
     WRONG_LATENTS,
@@ -58,6 +57,8 @@ RARER = (
     "gemma4, experts beside MLPs",
     "lfm2",
     "bamba",
+    "bailing_hybrid",
+    "kimi_linear",
     "falcon_h1",
     "mamba2",
     "nemotron_h",
@@ -81,7 +82,7 @@ def is_fused(model: Any) -> bool:
     return Target(model, direct).is_fused
 
 
-@pytest.mark.parametrize("name", MODELS | HYBRID_MODELS | LATENT_MODELS | VARIED_MODELS | LAYER_NORM_MODELS)
+@pytest.mark.parametrize("name", DESCRIBED_MODELS)
 @pytest.mark.one_in(4)
 def test_trees_get_the_logits_of_forward(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     widen(monkeypatch)
@@ -289,3 +290,13 @@ def test_all_descriptions_are_tested_and_differ_from_llamas() -> None:
         plain = Family()
         assert replace(family, settings=plain.settings, required=plain.required, attributes=plain.attributes) != plain
     assert Family().norms == LLAMA_NORMS
+
+
+def test_states_may_have_weights_in_float32_in_a_model_of_16_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Transformers loads Bailing's models."""
+    widen(monkeypatch)
+    model = model_of("bailing_hybrid").bfloat16()
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if any(kept in name for kept in model._keep_in_fp32_modules_strict):
+            tensor.data = tensor.data.float()
+    assert is_fused(model)

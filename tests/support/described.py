@@ -318,6 +318,29 @@ LATENT_EXPERTS: dict[str, Any] = {
     "routed_scaling_factor": 2.5,
     "first_k_dense_replace": 1,
 }
+CHANNEL_DELTA: dict[str, Any] = {
+    **LATENT,
+    **LATENT_EXPERTS,
+    "q_lora_rank": None,
+    "num_local_experts": 8,
+    "n_shared_experts": 1,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "mlp_layer_types": ["dense", "sparse", "sparse"],
+    "num_hidden_layers": 3,
+}
+"""Delta attention, whose states have a decay for each channel of the keys, beside latent attention."""
+KIMI: dict[str, Any] = {**CHANNEL_DELTA, "linear_num_heads": 3, "linear_head_dim": 48}
+DELTA_ATTENTION_MODELS: dict[str, Callable[[], PreTrainedModel]] = {
+    "bailing_hybrid": lambda: random_model("BailingHybrid", **CHANNEL_DELTA),
+    "bailing_hybrid, unbounded decays": lambda: random_model(
+        "BailingHybrid", **CHANNEL_DELTA, kda_safe_gate=False, rope_parameters=YARN
+    ),
+    "kimi_linear": lambda: random_model("KimiLinear", **KIMI),
+    "kimi_linear, latent queries": lambda: random_model(
+        "KimiLinear", **{**KIMI, "q_lora_rank": 64}, linear_conv_kernel_dim=3, attention_bias=True
+    ),
+}
+"""Models with delta attention, which only the captured pass computes."""
 LATENT_MODELS: dict[str, Callable[[], PreTrainedModel]] = {
     "deepseek_v2": lambda: random_model("DeepseekV2", **{**LATENT, "q_lora_rank": None}, **LATENT_EXPERTS),
     "deepseek_v2, groups": lambda: random_model(
@@ -335,14 +358,14 @@ LATENT_MODELS: dict[str, Callable[[], PreTrainedModel]] = {
 }
 """Models that cache one latent vector for the keys and values of all heads."""
 
-
 DENSE_MODELS = MODELS | VARIED_MODELS | LATENT_MODELS | LAYER_NORM_MODELS
+DESCRIBED_MODELS = DENSE_MODELS | HYBRID_MODELS | DELTA_ATTENTION_MODELS
 
 
 def model_of(name: str) -> Any:
     """Create a model with random norms, sinks, biases, decays, skips and scaling factors, so that each one matters."""
     torch.manual_seed(0)
-    model = (DENSE_MODELS | HYBRID_MODELS)[name]().eval()
+    model = DESCRIBED_MODELS[name]().eval()
     for part, buffer in model.named_buffers():
         if part.endswith("layer_scalar"):
             buffer.copy_(torch.rand_like(buffer) + 0.5)
@@ -440,6 +463,10 @@ WRONG_LATENTS: dict[str, tuple[str, dict[str, Any]]] = {
     "pairs that stay": ("deepseek_v3", {"splits_pairs": False, "is_interleaved": True}),
     "pairs that move": ("deepseek_v2", {"splits_pairs": True, "is_interleaved": False}),
     "no latent vectors": ("youtu", {"has_latents": False}),
+    "no gates of latent attention": ("bailing_hybrid", {"latent_gate": ""}),
+    "halves in a hybrid": ("bailing_hybrid", {"splits_pairs": False}),
+    "positions in a hybrid": ("kimi_linear", {"rotates": lambda attention: True}),
+    "another mixture in a hybrid": ("kimi_linear", {"experts": DESCRIBED["bailing_hybrid"].experts}),
 }
 WRONG_EXPERTS: dict[str, tuple[str, dict[str, Any]]] = {
     "no softmax": ("qwen2_moe", {"experts": _experts_of("qwen2_moe", has_sigmoids=True)}),

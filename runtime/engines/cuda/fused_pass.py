@@ -52,7 +52,13 @@ def _widens(parts: ModelParts[Module], dtype: torch.dtype) -> bool:
 
 def kind_of(stock: StockModel) -> Kind[Module]:
     """Return the modules and families that the pass of a model supports."""
-    return Kind(_has_shape, partial(_is_plain, stock), partial(_is_embedding, stock), families=DESCRIBED)
+    return Kind(
+        _has_shape,
+        partial(_is_plain, stock),
+        partial(_is_embedding, stock),
+        families=DESCRIBED,
+        is_mixer_weight=partial(_is_mixer_weight, stock),
+    )
 
 
 def operations_of(stock: StockModel) -> Operations:
@@ -95,8 +101,17 @@ def _has_shape(module: Any) -> bool:
 
 
 def _is_plain(stock: StockModel, weight: Any) -> bool:
-    is_dense = type(weight) is Parameter and weight.is_contiguous()
-    return is_dense and weight.dtype == stock.dtype and weight.device == stock.device
+    return type(weight) is Parameter and weight.dtype == stock.dtype and _is_dense(stock, weight)
+
+
+def _is_mixer_weight(stock: StockModel, weight: Any) -> bool:
+    """Return True for parameters and buffers, which may be float32 in a model of any dtype."""
+    has_known_type = type(weight) in (Parameter, torch.Tensor) and weight.dtype in (stock.dtype, torch.float32)
+    return has_known_type and _is_dense(stock, weight)
+
+
+def _is_dense(stock: StockModel, weight: torch.Tensor) -> bool:
+    return weight.is_contiguous() and weight.device == stock.device
 
 
 def _is_embedding(stock: StockModel, module: Module) -> bool:

@@ -26,7 +26,7 @@ class LatentPlan:
     """The matmuls and norms of one layer's latent attention, and the settings of the operations between them."""
 
     inputs: Matmul
-    """Joined projections to queries or latent queries, and to latent vectors and rotated keys."""
+    """Joined projections to queries or latent queries, to latent vectors and rotated keys, and to any output gates."""
     parts: LatentParts[Any]
     out: Matmul
     query_norm: Residual
@@ -44,7 +44,7 @@ class LatentPlan:
     ) -> torch.Tensor:
         """Return the attention's output for normalized rows, and write their latent vectors and keys to the cache."""
         parts, heads, rank = self.parts, self.parts.heads, self.parts.rank
-        queries, latents = self.inputs(rows).tensor_split([-rank - parts.rotated], dim=1)
+        queries, latents, *gates = self.inputs(rows).split([matmul.out_features for matmul in parts.inputs], dim=1)
         if parts.queries:
             queries = parts.queries[0](operations.add_norm(queries.contiguous(), None, self.query_norm))
         plain, turned = queries.unflatten(1, (heads, -1)).split([parts.plain, parts.rotated], dim=2)
@@ -55,4 +55,7 @@ class LatentPlan:
         absorbed = (plain.transpose(0, 1) @ to_keys).transpose(0, 1)
         mixed = operations.attention(torch.cat([absorbed, turned], dim=2).flatten(1), cached, self.layout)
         by_head = mixed.unflatten(1, (heads, rank)).transpose(0, 1) @ to_values.mT
-        return self.out(by_head.transpose(0, 1).flatten(1))
+        by_row = by_head.transpose(0, 1)
+        for gate in gates:
+            by_row = by_row * gate.sigmoid()[..., None]
+        return self.out(by_row.flatten(1))
