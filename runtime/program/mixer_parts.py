@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
 import torch
@@ -19,10 +20,10 @@ DELTA_ATTENTION = "Kimi's delta attention"
 STATE_ATTRIBUTES = frozenset({
     "activation", "allow_neg_eigval", "conv_dim", "conv_kernel_size", "eps", "groups_time_state_size", "head_dim",
     "head_k_dim", "head_v_dim", "hidden_size", "intermediate_size", "key_dim", "layer_idx", "layer_norm_epsilon",
-    "layer_type", "mamba_rms_norm", "n_groups", "num_heads", "num_k_heads", "num_v_heads", "qkv_dim",
-    "ssm_in_multiplier", "ssm_state_size", "time_step_floor", "time_step_max", "time_step_min", "time_step_rank",
-    "use_bias", "use_conv_bias", "use_mem_eff_path", "value_dim", "chunk_size", "time_step_limit", "bias", "training",
-    "config",
+    "layer_type", "lower_bound", "mamba_rms_norm", "n_groups", "num_heads", "num_k_heads", "num_v_heads", "qkv_dim",
+    "safe_gate", "ssm_in_multiplier", "ssm_state_size", "time_step_floor", "time_step_max", "time_step_min",
+    "time_step_rank", "use_bias", "use_conv_bias", "use_mem_eff_path", "value_dim", "chunk_size", "time_step_limit",
+    "bias", "training", "config",
 })  # fmt: skip
 """Attributes of mixers that this file reads, whose values follow from weight shapes, or that only training reads."""
 UNLIMITED = 0.0, float("inf")
@@ -49,6 +50,8 @@ class MixerParts(Generic[Matmul]):
     """Matmuls, one after another, that compute the gates of a delta attention's output."""
     decay: Module | None = None
     """Module that computes the logarithms of a delta attention's decays."""
+    decay_inputs: tuple[Matmul, ...] = ()
+    """Matmuls of ``decay``, one after another."""
     factor: float = 1.0
     """Scales what a scan's input projection reads."""
     step_limit: tuple[float, float] = UNLIMITED
@@ -61,12 +64,17 @@ class MixerParts(Generic[Matmul]):
 
     @property
     def matmuls(self) -> tuple[Matmul, ...]:
-        return *self.inputs, *self.gate, self.out
+        return *self.inputs, *self.gate, *self.decay_inputs, self.out
 
     @property
     def called(self) -> tuple[Module, ...]:
         """The modules that compute the mixer: matmuls, gated norm and the module of the decays."""
         return *self.matmuls, *filter(None, (self.norm, self.decay))
+
+    @property
+    def decay_bound(self) -> float:
+        """Lower bound of the logarithms of a delta attention's decays; 0 if they are unbounded."""
+        return float(cast(Any, self.decay).lower_bound) if getattr(self.decay, "safe_gate", False) else 0.0
 
     @property
     def scales(self) -> torch.Tensor | None:
@@ -97,8 +105,9 @@ class MixerParts(Generic[Matmul]):
 
     @property
     def parameters(self) -> dict[str, torch.Tensor]:
-        """Parameters of the mixer's module, without those of its submodules; each has one value per head."""
-        return {name: weight for name, weight in self.module._parameters.items() if weight is not None}
+        """Parameters of the mixer's module, or of the module of its decays, without those of submodules."""
+        holder = self.module if self.decay is None else self.decay
+        return {name: weight for name, weight in holder._parameters.items() if weight is not None}
 
 
 def mixer_parts(module: Any, layer_index: int, kind: Kind[Matmul]) -> MixerParts[Matmul] | None:
@@ -110,11 +119,11 @@ def mixer_parts(module: Any, layer_index: int, kind: Kind[Matmul]) -> MixerParts
         parts = read(module)
     except AttributeError:
         return None
-    if any(name not in STATE_ATTRIBUTES and not name.startswith("_") and name != "act" for name in vars(module)):
+    attributes = {*vars(module), *vars(parts.decay or module)}
+    if any(name not in STATE_ATTRIBUTES and not name.startswith("_") and name != "act" for name in attributes):
         return None
     small_tensors = [*parts.parameters.values(), *tensors_of(parts.convolution)]
-    for part in filter(None, (parts.norm, parts.decay)):
-        small_tensors += tensors_of(part)
+    small_tensors += tensors_of(parts.norm) if parts.norm else []
     known = [*small_tensors, *(weight for matmul in parts.matmuls for weight in tensors_of(matmul))]
     known += [] if parts.scales is None else [parts.scales]
     is_whole = (
@@ -154,13 +163,14 @@ def _is_causal(convolution: Any) -> bool:
 def _fits(parts: MixerParts[Any], kind: Kind[Any]) -> bool:
     """Return True if the weight shapes are consistent and all widths are multiples of ``kind.divisor``."""
     heads, keys, values = parts.heads, parts.key_heads * parts.key_width, parts.heads * parts.value_width
-    hidden, gate = parts.out.out_features, [matmul.out_features for matmul in parts.gate]
-    head_parameters = {name: tuple(weight.shape) for name, weight in parts.parameters.items()}
-    channels, read = 2 * keys + values, values
+    hidden, chains = parts.out.out_features, [chain for chain in (parts.gate, parts.decay_inputs) if chain]
+    sizes = {name: weight.numel() for name, weight in parts.parameters.items()}
+    channels, read, chained = 2 * keys + values, values, list[int]()
+    expected_sizes = dict.fromkeys(HEAD_PARAMETERS[parts.kind], heads)
     if parts.kind == SHORT_CONVOLUTION:
         channels, outputs, read = hidden, [3 * hidden], hidden
     elif parts.kind == DELTA_ATTENTION:
-        outputs = [keys, keys, values, heads]
+        outputs, chained, expected_sizes["dt_bias"] = [keys, keys, values, heads], [values, keys], keys
     elif parts.kind == DELTA_RULE:
         first, *rest = [keys, keys, values] if len(parts.inputs) > 4 else [channels]
         outputs = [first, values, heads, heads, *rest] if len(parts.inputs) > 2 else [channels + values, 2 * heads]
@@ -170,10 +180,11 @@ def _fits(parts: MixerParts[Any], kind: Kind[Any]) -> bool:
     return (
         parts.channels == channels
         and [layer.out_features for layer in parts.inputs] == outputs
-        and all(layer.in_features == hidden for layer in (*parts.inputs, *parts.gate[:1]))
-        and gate[-1:] == ([values] if parts.kind == DELTA_ATTENTION else [])
+        and all(layer.in_features == hidden for layer in (*parts.inputs, *(chain[0] for chain in chains)))
+        and [chain[-1].out_features for chain in chains] == chained
+        and all(first.out_features == next_.in_features for chain in chains for first, next_ in pairwise(chain))
         and parts.out.in_features == read
-        and head_parameters == dict.fromkeys(HEAD_PARAMETERS[parts.kind], (heads,))
+        and sizes == expected_sizes
         and (parts.scales is None or parts.scales.numel() == sum(outputs))
         and all(width > 0 and width % kind.divisor == 0 for width in widths)
         and (parts.kind == SHORT_CONVOLUTION or heads % parts.key_heads == 0)
@@ -184,10 +195,10 @@ def _fits(parts: MixerParts[Any], kind: Kind[Any]) -> bool:
 HEAD_PARAMETERS = {
     SHORT_CONVOLUTION: (),
     DELTA_RULE: ("A_log", "dt_bias"),
-    DELTA_ATTENTION: (),
+    DELTA_ATTENTION: ("A_log", "dt_bias"),
     MAMBA2: ("A_log", "dt_bias", "D"),
 }
-"""Names of the parameters with one value per head, by kind of mixer."""
+"""Names of the parameters with one value per head, by kind of mixer; ``dt_bias`` may have one per key channel."""
 
 
 def _norms(parts: MixerParts[Any]) -> bool:
@@ -249,10 +260,12 @@ def _delta_rule_separate(module: Any) -> MixerParts[Any]:
 def _delta_attention(module: Any) -> MixerParts[Any]:
     _require_silu(module)
     gate = (module.g_proj,) if "g_proj" in module._modules else (module.g_a_proj, module.g_b_proj)
-    heads, width = module.num_heads, module.head_dim
+    heads, width, decay = module.num_heads, module.head_dim, module.forget_gate
+    decay_inputs = (decay.f_proj,) if "f_proj" in decay._modules else (decay.f_a_proj, decay.f_b_proj)
     return MixerParts(
         DELTA_ATTENTION, module, (module.q_proj, module.k_proj, module.v_proj, module.b_proj), module.o_proj,
-        module.conv1d, module.o_norm, heads, heads, width, width, gate=gate, decay=module.forget_gate,
+        module.conv1d, module.o_norm, heads, heads, width, width, gate=gate, decay=decay,
+        decay_inputs=decay_inputs,
     )  # fmt: skip
 
 

@@ -119,7 +119,7 @@ class LayerParts(Generic[Matmul]):
 
     @property
     def mixer_matmuls(self) -> tuple[Matmul, ...]:
-        return (*self.mixer.inputs, self.mixer.out) if self.mixer else ()
+        return self.mixer.matmuls if self.mixer else ()
 
     @property
     def input_matmuls(self) -> tuple[Matmul, ...]:
@@ -408,7 +408,7 @@ def _is_complete(parts: LayerParts[Matmul], kind: Kind[Matmul], family: Family) 
     shapes = [*((rows, hidden) for rows in projections), (hidden, queries)] if parts.attention else []
     if latent:  # latent_parts has checked these shapes
         shapes = [*map(_shape_of, parts.qkv), (hidden, _shape_of(parts.out)[1])]
-    shapes += [(rows, hidden) for rows, _ in map(_shape_of, parts.mixer_matmuls[:-1])]  # checked by mixer_parts
+    shapes += map(_shape_of, parts.mixer_matmuls[:-1])  # checked by mixer_parts
     shapes += [(hidden, _shape_of(parts.mixer.out)[1])] if parts.mixer else []
     shapes += [*((rows, hidden) for rows in dense), (hidden, inner)] if parts.down else []
     shapes += [(parts.inputs.width, hidden), (hidden, parts.inputs.width)] if parts.inputs else []

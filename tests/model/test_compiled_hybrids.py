@@ -34,7 +34,10 @@ from tests.support.one_sequence import OneSequence
 from tests.support.oracle import assert_same_logits, generated, plain_logits, prompt_of
 from tests.support.trees import WrongDrafter, path_to, tokens_to
 
-KINDS = ("granitemoehybrid", "lfm2", "qwen3_5", "qwen3_5_moe", "qwen3_next", "falcon_h1", "mamba2", "nemotron_h")
+KINDS = (
+    "granitemoehybrid", "lfm2", "qwen3_5", "qwen3_5_moe", "qwen3_next", "falcon_h1", "mamba2", "nemotron_h",
+    "kimi_linear", "bailing_hybrid",
+)  # fmt: skip
 BUSH = DraftTree.of(3, [5, 8, 13, 21, 34, 55, 2, 9, 11], [ROOT, 0, 0, 2, ROOT, 4, 2, 3, ROOT])
 """Several nodes have several children, and later nodes follow earlier ones."""
 
@@ -253,6 +256,8 @@ FACTORS = HYBRID_FAMILIES["falcon_h1"].factors
 WRONG: dict[str, tuple[str, dict[str, Any]]] = {
     "no gates of heads": ("qwen3_5", {"gates_heads": False}),
     "no offset of norms": ("qwen3_5", {"norm": HYBRID_FAMILIES["lfm2"].norm}),
+    "no gates of latent attention": ("bailing_hybrid", {"latent_gate": ""}),
+    "halves of latent attention": ("bailing_hybrid", {"splits_pairs": False}),
     "no residual factor": ("granitemoehybrid", {"residual": ""}),
     "positions": ("granitemoehybrid", {"rotates": lambda attention: True}),
     "no factor of keys": (

@@ -112,8 +112,9 @@ def test_a_wrong_closed_form_is_not_used(hybrid: str, monkeypatch: pytest.Monkey
     assert output_tokens(steps) == generated(target.model, prompt, MAX_NEW_TOKENS)
 
 
-def test_a_mixer_with_an_unknown_attribute_runs_by_levels() -> None:
-    model: Any = copy.deepcopy(model_of("qwen3_5"))
+@pytest.mark.parametrize("hybrid", ["qwen3_5", "kimi_linear"])
+def test_a_mixer_with_an_unknown_attribute_runs_by_levels(hybrid: str) -> None:
+    model: Any = copy.deepcopy(model_of(hybrid))
     next(module for module in model.modules() if hasattr(module, "A_log")).temperature = 0.9
     assert not recurrent_of(Target(model, never)).can_be_captured
 

@@ -147,6 +147,10 @@ def nemotron_h(**changes: Any) -> PreTrainedModel:
 
 
 HYBRID_MODELS: dict[str, Callable[[], PreTrainedModel]] = {
+    "bailing_hybrid": lambda: random_model("BailingHybrid", **CHANNEL_DELTA),
+    "bailing_hybrid, unbounded decays": lambda: random_model(
+        "BailingHybrid", **CHANNEL_DELTA, kda_safe_gate=False, rope_parameters=YARN
+    ),
     "bamba": lambda: random_model("Bamba", **SCAN, attn_layer_indices=[1], mamba_proj_bias=True, attention_bias=True),
     "falcon_h1": lambda: random_model(
         "FalconH1", **SCAN, **SCALES, mamba_d_ssm=128, without=("head_dim",), num_attention_heads=2
@@ -206,6 +210,10 @@ HYBRID_MODELS: dict[str, Callable[[], PreTrainedModel]] = {
         num_dense_layers=0,
         use_expert_bias=False,
         norm_topk_prob=False,
+    ),
+    "kimi_linear": lambda: random_model("KimiLinear", **KIMI),
+    "kimi_linear, latent queries": lambda: random_model(
+        "KimiLinear", **{**KIMI, "q_lora_rank": 64}, linear_conv_kernel_dim=3, attention_bias=True
     ),
     "mamba2": lambda: random_model(
         "Mamba2", num_heads=8, head_dim=16, state_size=32, n_groups=2, chunk_size=8, num_hidden_layers=3
@@ -329,18 +337,7 @@ CHANNEL_DELTA: dict[str, Any] = {
     "num_hidden_layers": 3,
 }
 """Delta attention, whose states have a decay for each channel of the keys, beside latent attention."""
-KIMI: dict[str, Any] = {**CHANNEL_DELTA, "linear_num_heads": 3, "linear_head_dim": 48}
-DELTA_ATTENTION_MODELS: dict[str, Callable[[], PreTrainedModel]] = {
-    "bailing_hybrid": lambda: random_model("BailingHybrid", **CHANNEL_DELTA),
-    "bailing_hybrid, unbounded decays": lambda: random_model(
-        "BailingHybrid", **CHANNEL_DELTA, kda_safe_gate=False, rope_parameters=YARN
-    ),
-    "kimi_linear": lambda: random_model("KimiLinear", **KIMI),
-    "kimi_linear, latent queries": lambda: random_model(
-        "KimiLinear", **{**KIMI, "q_lora_rank": 64}, linear_conv_kernel_dim=3, attention_bias=True
-    ),
-}
-"""Models with delta attention, which only the captured pass computes."""
+KIMI: dict[str, Any] = {**CHANNEL_DELTA, "linear_num_heads": 3, "linear_head_dim": 64}
 LATENT_MODELS: dict[str, Callable[[], PreTrainedModel]] = {
     "deepseek_v2": lambda: random_model("DeepseekV2", **{**LATENT, "q_lora_rank": None}, **LATENT_EXPERTS),
     "deepseek_v2, groups": lambda: random_model(
@@ -359,7 +356,7 @@ LATENT_MODELS: dict[str, Callable[[], PreTrainedModel]] = {
 """Models that cache one latent vector for the keys and values of all heads."""
 
 DENSE_MODELS = MODELS | VARIED_MODELS | LATENT_MODELS | LAYER_NORM_MODELS
-DESCRIBED_MODELS = DENSE_MODELS | HYBRID_MODELS | DELTA_ATTENTION_MODELS
+DESCRIBED_MODELS = DENSE_MODELS | HYBRID_MODELS
 
 
 def model_of(name: str) -> Any:

@@ -39,9 +39,9 @@ COLUMNS = {"hook": "hook", "batch": "batch", "load": "command line", "sampled": 
 TYPE = re.compile(r"`([^`]+)`")
 CELLS = re.compile(r"(?<!\\)\|")
 PUBLISHED_SIZES = frozenset({
-    "bamba", "deepseek_v2", "deepseek_v3", "glm", "glm4", "glm4_moe", "glm4_moe_lite", "granitemoehybrid", "lfm2_moe",
-    "nemotron_h", "phi", "qwen2_moe", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_moe",
-    "qwen3_next", "youtu",
+    "bailing_hybrid", "bamba", "deepseek_v2", "deepseek_v3", "glm", "glm4", "glm4_moe", "glm4_moe_lite",
+    "granitemoehybrid", "kimi_linear", "lfm2_moe", "nemotron_h", "phi", "qwen2_moe", "qwen3_5", "qwen3_5_moe",
+    "qwen3_5_moe_text", "qwen3_5_text", "qwen3_moe", "qwen3_next", "youtu",
 })  # fmt: skip
 """Types whose models are compiled on CPUs, unless they are as narrow as those of the sweep."""
 MAX_REASON_LENGTH = 160

@@ -83,6 +83,9 @@ class MatmulRows(NamedTuple):
 
 MIXER_INPUTS = ("first", "second", "third", "fourth", "fifth", "sixth")
 """Fields of a layer's record for the matmuls at the beginning of a token mixer."""
+DELTA_ATTENTION_INPUTS = ("first", "fifth", "sixth", "third")
+GATES, DECAYS = ("gate_input", "second"), ("decay_input", "fourth")
+"""Fields for the matmuls of a delta attention's gates and decays; if there is only one matmul, it has the last."""
 
 
 def matmuls_of(part: LayerParts[CompiledLinear]) -> dict[str, MatmulRows]:
@@ -91,15 +94,21 @@ def matmuls_of(part: LayerParts[CompiledLinear]) -> dict[str, MatmulRows]:
     sizes = keys * part.groups, keys, keys
     inputs = _split(part.qkv, sizes if part.kv_source is None else sizes[:1])
     names: tuple[str, ...] = ("queries", "keys", "values")
-    if part.latent and part.latent.queries:
-        names, inputs = ("latent_queries", "keys", "queries"), [*inputs, *map(MatmulRows.whole, part.latent.queries)]
+    if part.latent:
+        names = ("latent_queries" if part.latent.queries else "queries", "keys")
+        names += ("latent_gate",) if part.latent.gate else ()
+        names += ("queries",) if part.latent.queries else ()
+        inputs = [*inputs, *map(MatmulRows.whole, part.latent.queries)]
     dense = [*zip(("gate", "up"), _split(part.gate_up, (inner, inner)), strict=False)]
     dense += [("down", MatmulRows.whole(down)) for down in part.down]
     matmuls = dict(zip(names, inputs, strict=False))
     if part.out:
         matmuls["out"] = MatmulRows.whole(part.out)
     if part.mixer:
-        matmuls |= dict(zip(MIXER_INPUTS, map(MatmulRows.whole, part.mixer.inputs), strict=False))
+        mixer = part.mixer
+        fields = DELTA_ATTENTION_INPUTS if mixer.decay else MIXER_INPUTS[: len(mixer.inputs)]
+        for names, chain in ((fields, mixer.inputs), (GATES, mixer.gate), (DECAYS, mixer.decay_inputs)):
+            matmuls |= dict(zip(names[len(names) - len(chain) :], map(MatmulRows.whole, chain), strict=True))
         matmuls["mixer_out"] = MatmulRows.whole(part.mixer.out)
     matmuls |= dict(zip(("input_gate", "input_out"), map(MatmulRows.whole, part.input_matmuls), strict=False))
     return matmuls | dict(dense)

@@ -4,6 +4,8 @@ For each row, the head's state decays, and the difference between the row's valu
 row's key is added at that key. A state ``[key, value]`` is computed a few columns at a time for all rows of a tree, so
 that the working set stays in the core's cache. The order of operations per column doesn't depend on how many columns
 are computed together.
+
+In Kimi's delta attention, each key channel of a state has a decay of its own.
 """
 
 from __future__ import annotations
@@ -93,13 +95,16 @@ def unit_row(builder: Any, read: Any, width: Any, epsilon: Any, factor: Any, wri
     code.loop(width, [], apply)
 
 
-def _recalled(vectors: int) -> Any:
-    """Return an intrinsic that multiplies a key by ``vectors * LANES`` columns of the decayed state."""
+def _recalled(vectors: int, decay_type: Any = types.float32) -> Any:
+    """Return an intrinsic that multiplies a key by ``vectors * LANES`` columns of the decayed state.
 
-    @generated(*[types.int64] * 4, types.float32, types.int64)
+    ``decay`` is the head's decay, or as an int64 the address of a decay for each key channel.
+    """
+
+    @generated(*[types.int64] * 4, decay_type, types.int64)
     def recall(builder: Any, state: Any, stride: Any, key: Any, width: Any, decay: Any, written: Any) -> None:
         code = FloatCode(builder)
-        factor = code.splat(decay)
+        factor = code.splat(decay) if decay_type == types.float32 else None
 
         def add(index: Any, sums: list[Any]) -> list[Any]:
             totals = list(sums)
@@ -107,8 +112,9 @@ def _recalled(vectors: int) -> Any:
                 key_row = builder.add(index, INDEX(half))
                 row = code.at(state, builder.mul(key_row, stride))
                 weight = code.splat(code.read(code.at(key, key_row), FLOAT))
+                by = factor or code.splat(code.read(code.at(decay, key_row), FLOAT))
                 for vector in range(vectors):
-                    numbers = builder.fmul(code.read(code.at(row, INDEX(vector * LANES))), factor)
+                    numbers = builder.fmul(code.read(code.at(row, INDEX(vector * LANES))), by)
                     at = half * vectors + vector
                     totals[at] = code.multiply_add(numbers, weight, totals[at])
             return totals
@@ -121,13 +127,14 @@ def _recalled(vectors: int) -> Any:
     return recall
 
 
-def _learned(vectors: int) -> Any:
+def _learned(vectors: int, decay_type: Any = types.float32) -> Any:
     """Return an intrinsic that updates ``vectors * LANES`` columns of a state and then multiplies a query by them.
 
-    The columns decay, and the outer product of the key and ``change`` is added to them.
+    The columns decay, and the outer product of the key and ``change`` is added to them. For ``decay``, see
+    ``_recalled``.
     """
 
-    @generated(*[types.int64] * 7, types.float32, types.int64, types.int64)
+    @generated(*[types.int64] * 7, decay_type, types.int64, types.int64)
     def learn(
         builder: Any,
         state: Any,
@@ -142,7 +149,7 @@ def _learned(vectors: int) -> Any:
         written: Any,
     ) -> None:
         code = FloatCode(builder)
-        factor = code.splat(decay)
+        factor = code.splat(decay) if decay_type == types.float32 else None
         changes = [code.read(code.at(change, INDEX(vector * LANES))) for vector in range(vectors)]
 
         def add(index: Any, sums: list[Any]) -> list[Any]:
@@ -152,8 +159,9 @@ def _learned(vectors: int) -> Any:
                 row = code.at(state, builder.mul(key_row, stride))
                 target = code.at(into, builder.mul(key_row, into_stride))
                 weight, query_weight = (code.splat(code.read(code.at(one, key_row), FLOAT)) for one in (key, query))
+                by = factor or code.splat(code.read(code.at(decay, key_row), FLOAT))
                 for vector in range(vectors):
-                    numbers = builder.fmul(code.read(code.at(row, INDEX(vector * LANES))), factor)
+                    numbers = builder.fmul(code.read(code.at(row, INDEX(vector * LANES))), by)
                     numbers = code.multiply_add(weight, changes[vector], numbers)
                     code.store(numbers, code.at(target, INDEX(vector * LANES)))
                     at = half * vectors + vector
@@ -170,6 +178,7 @@ def _learned(vectors: int) -> Any:
 
 _recall_wide, _recall_narrow = _recalled(VECTORS), _recalled(1)
 _learn_wide, _learn_narrow = _learned(VECTORS), _learned(1)
+_recall_channels, _learn_channels = _recalled(1, types.int64), _learned(1, types.int64)
 
 
 @generated(*[types.int64] * 3, types.float32, types.int64)
@@ -236,6 +245,24 @@ def spread_inputs(
 
 
 @compiled
+def _write_channel_decays(layer: Record, steps: int, decays: int) -> None:
+    """Write one row's decays of all key channels, computed from the projections at ``steps``."""
+    heads, width, bound = layer.state_heads, layer.key_width, layer.decay_bound
+    shape = heads, width
+    numbers, forgets = array_at(steps, shape, types.float32), array_at(decays, shape, types.float32)
+    biases, logs = array_at(layer.step_bias, shape, types.float32), array_at(layer.decay_log, (heads,), types.float32)
+    for head in range(heads):
+        rate = np.float32(np.exp(logs[head]))
+        for channel in range(width):
+            step = np.float32(numbers[head, channel] + biases[head, channel])
+            if bound:
+                log = bound / (ONE + np.float32(np.exp(-rate * step)))
+            else:
+                log = -rate * (step if step > LINEAR_FROM else np.float32(np.log1p(np.exp(step))))
+            forgets[head, channel] = np.exp(log)
+
+
+@compiled
 def prepare_delta(
     layer: Record,
     origins: Record,
@@ -265,8 +292,11 @@ def prepare_delta(
     states = layer.state_heads
     time_steps, forgets = array_at(steps, (states,), types.float32), array_at(decays, (states,), types.float32)
     learns, strength = array_at(strengths, (states,), types.float32), layer.strength
+    if layer.decay_width > 1:
+        _write_channel_decays(layer, steps, decays)
     for head in range(states):
-        forgets[head] = decay_of(layer, head, step_of(layer, head, time_steps[head]))
+        if layer.decay_width == 1:
+            forgets[head] = decay_of(layer, head, step_of(layer, head, time_steps[head]))
         learns[head] = strength / (ONE + np.float32(np.exp(-learns[head])))
 
 
@@ -275,7 +305,7 @@ def delta_kept_size(layer: Record) -> int:
     """Return how many float32 values are kept per row: convolution inputs, keys, state changes and decays."""
     heads = layer.state_heads
     keys, values = layer.key_heads * layer.key_width, heads * layer.value_width
-    return layer.channels + keys + values + heads  # type: ignore[no-any-return]
+    return layer.channels + keys + values + heads * layer.decay_width  # type: ignore[no-any-return]
 
 
 @compiled
@@ -306,13 +336,13 @@ def recur_delta(
     The addresses from ``convolved`` on are those of the sequence's first row.
     """
     channels, key_heads, width, values = layer.channels, layer.key_heads, layer.key_width, layer.value_width
-    heads, rows = layer.state_heads, len(origins)
+    heads, rows, decay_width = layer.state_heads, len(origins), layer.decay_width
     key_head = head // (heads // key_heads)
     state = layer.state + (slot * layer.state_stride + head * width * values) * ITEM_SIZE
     size = delta_state_size(layer) * ITEM_SIZE
     column = 0
     while column < values:
-        is_wide = values - column >= VECTORS * LANES
+        is_wide = values - column >= VECTORS * LANES and decay_width == 1
         block = VECTORS * LANES if is_wide else LANES
         before, last = state + column * ITEM_SIZE, -1
         for row in range(rows):
@@ -324,10 +354,15 @@ def recur_delta(
             key = keys + (row * key_heads + key_head) * width * ITEM_SIZE
             value = convolved + (row * channels + 2 * key_heads * width + head * values + column) * ITEM_SIZE
             at = ((row * heads + head) * values + column) * ITEM_SIZE
-            decay = array_at(decays, (rows, heads), types.float32)[row, head]
+            decay_at = decays + (row * heads + head) * decay_width * ITEM_SIZE
+            decay = array_at(decay_at, (1,), types.float32)[0]
             strength = array_at(strengths, (rows, heads), types.float32)[row, head]
             change, out = changes + at, written + at
-            if is_wide:
+            if decay_width > 1:
+                _recall_channels(read, stride, key, width, decay_at, out)
+                _change(value, out, block, strength, change)
+                _learn_channels(read, stride, into, block, key, query, width, decay_at, change, out)
+            elif is_wide:
                 _recall_wide(read, stride, key, width, decay, out)
                 _change(value, out, block, strength, change)
                 _learn_wide(read, stride, into, block, key, query, width, decay, change, out)
@@ -344,7 +379,10 @@ def recur_delta(
 
 @compiled
 def gate_delta(layer: Record, origins: Record, row: int, gates: int, mixed: int) -> None:
-    """Normalize each head's output for one row and multiply it by the head's gate, in place."""
+    """Normalize each head's output for one row and multiply it by the head's gate, in place.
+
+    A gate is a sigmoid in a delta attention and a SiLU otherwise.
+    """
     heads, values = layer.state_heads, layer.value_width
     if origins[row].parent == PADDING:
         clear_floats(mixed, heads * values)
@@ -352,6 +390,9 @@ def gate_delta(layer: Record, origins: Record, row: int, gates: int, mixed: int)
     for head in range(heads):
         at = head * values * ITEM_SIZE
         norm_row(mixed + at, layer.gate_norm, np.float32(0), values, layer.gate_epsilon, mixed + at)
+    if layer.decay_width > 1:
+        _multiply_by_sigmoid(gates, mixed, heads * values)
+        return
     silu_in_place(gates, mixed, heads * values)
     copy_floats(gates, heads * values, mixed)
 
@@ -365,18 +406,21 @@ def replay_delta(
     ``unread`` is the address of memory for outputs that aren't used.
     """
     key_heads, width, values = layer.key_heads, layer.key_width, layer.value_width
-    heads = layer.state_heads
+    heads, decay_width = layer.state_heads, layer.decay_width
     key_head = head // (heads // key_heads)
     state = layer.state + (slot * layer.state_stride + head * width * values) * ITEM_SIZE
     column = 0
     while column < values:
-        is_wide = values - column >= VECTORS * LANES
+        is_wide = values - column >= VECTORS * LANES and decay_width == 1
         at = state + column * ITEM_SIZE
         for row in path:
             key = keys + (row * key_heads + key_head) * width * ITEM_SIZE
             change = changes + ((row * heads + head) * values + column) * ITEM_SIZE
-            decay = array_at(decays, (row + 1, heads), types.float32)[row, head]
-            if is_wide:
+            decay_at = decays + (row * heads + head) * decay_width * ITEM_SIZE
+            decay = array_at(decay_at, (1,), types.float32)[0]
+            if decay_width > 1:
+                _learn_channels(at, values, at, values, key, key, width, decay_at, change, unread)
+            elif is_wide:
                 _learn_wide(at, values, at, values, key, key, width, decay, change, unread)
             else:
                 _learn_narrow(at, values, at, values, key, key, width, decay, change, unread)

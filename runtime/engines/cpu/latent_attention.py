@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 from numba import types
 
 from hdtool.runtime.engines.cpu.attention import BLOCK_QUERIES, add_weighted_sums, chunk_positions, write_scores
 from hdtool.runtime.engines.cpu.layer_record import LAYER, PASS, apply_norm
 from hdtool.runtime.kernels.compiled import Ints, Record, array_at, c_function, compiled, copy_floats, struct_at
 from hdtool.runtime.kernels.gemm import STEP
-from hdtool.runtime.kernels.row_operations import rotate_head, rotate_pairs
+from hdtool.runtime.kernels.row_operations import rotate_head, rotate_pairs, scale_in_place
 from hdtool.runtime.kernels.thread_pool import parts_of
 from hdtool.runtime.kernels.vector_code import ITEM_SIZE, LANES
 
@@ -106,17 +107,26 @@ def _absorb(
 
 
 @compiled
-def _expand(pass_record: Record, layer: Record, attended: int, written: int, first: int, end: int) -> None:
-    """Expand the attended latent vectors of heads ``first`` to ``end - 1`` to values."""
+def _expand(pass_record: Record, layer: Record, attended: int, written: int, gates: int, first: int, end: int) -> None:
+    """Expand the attended latent vectors of heads ``first`` to ``end - 1`` to values.
+
+    The sigmoids of ``gates``, the address of a number per row and head, scale the values unless the address is 0.
+    """
     record, rank, heads = layer.latents, layer.width, layer.groups
+    rows = pass_record.total_rows
     for head in range(first, end):
         matrix = record.expansion + (head * (record.plain + record.values) + record.plain) * rank * ITEM_SIZE
         read, to = attended + head * rank * ITEM_SIZE, written + head * record.values * ITEM_SIZE
-        rows, stride, chunk = pass_record.total_rows, heads * record.values, chunk_positions(rank)
+        stride, chunk = heads * record.values, chunk_positions(rank)
         for column in range(0, record.values, chunk):
             values, chunk_matrix = min(chunk, record.values - column), matrix + column * rank * ITEM_SIZE
             at = to + column * ITEM_SIZE
             write_scores(chunk_matrix, values, rank, read, heads * rank, 1, 0, rows, at, stride, False)
+        if gates:
+            numbers = array_at(gates, (rows, heads), types.float32)
+            for row in range(rows):
+                scale = np.float32(1) / (np.float32(1) + np.float32(np.exp(-numbers[row, head])))
+                scale_in_place(to + row * stride * ITEM_SIZE, record.values, scale)
 
 
 @c_function(STEP)
@@ -145,6 +155,6 @@ def latent_function() -> Any:
         elif step == ABSORB:
             _absorb(pass_record, layer, one, two, three, first, end)
         else:
-            _expand(pass_record, layer, one, two, first, end)
+            _expand(pass_record, layer, one, two, three, first, end)
 
     return compute_latents

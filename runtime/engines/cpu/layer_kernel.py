@@ -290,7 +290,7 @@ def _widest(layers: Record) -> tuple[int, int]:
         layer, latents = layers[number], layers[number].latents
         width = max(layer.width, latents.plain + latents.rotated, latents.values)
         queries = max(queries, layer.heads * layer.groups * width, layer.latent_queries.out_features)
-        keys = max(keys, layer.heads * layer.width + latents.rotated)
+        keys = max(keys, layer.heads * layer.width + latents.rotated, layer.latent_gate.out_features)
     return queries, keys
 
 
@@ -356,7 +356,7 @@ def _attend_to_latents(
     scratch: int,
 ) -> None:
     """Write the inputs of a latent attention's last matmul, computed from the rows at ``read``, to ``queries``."""
-    record, function, heads = layer.latents, pass_record.latent_function, layer.groups
+    record, function, heads, normed = layer.latents, pass_record.latent_function, layer.groups, read
     multiply(pass_record, layer.keys, read, rows, latents)
     if layer.latent_queries.kernels:
         multiply(pass_record, layer.latent_queries, read, rows, attended)
@@ -369,7 +369,10 @@ def _attend_to_latents(
     work = size * record.plain
     compute_step(pass_record, function, layer, starts, ABSORB, queries, scratch, absorbed, heads, work)
     _attend_blocks(pass_record, layer, starts, absorbed, scratch, attended, size)
-    compute_step(pass_record, function, layer, starts, EXPAND, attended, queries, 0, heads, size * record.values)
+    gates = latents if layer.latent_gate.kernels else 0
+    if gates:
+        multiply(pass_record, layer.latent_gate, normed, rows, gates)
+    compute_step(pass_record, function, layer, starts, EXPAND, attended, queries, gates, heads, size * record.values)
 
 
 @compiled

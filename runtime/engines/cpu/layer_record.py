@@ -83,6 +83,7 @@ LAYER = np.dtype(
         ("values", MATMUL),  # none if values are copied from the keys before these are normalized
         ("out", MATMUL),
         ("latent_queries", MATMUL),  # whose output ``queries`` reads; only in latent attention
+        ("latent_gate", MATMUL),  # whose sigmoids scale the heads of a latent attention; none if they aren't scaled
         ("latents", LATENTS),  # of which ``keys`` computes the latent vectors and rotated keys
         ("heads", np.int64),  # key heads
         ("groups", np.int64),  # query heads per key head
@@ -135,6 +136,8 @@ LAYER = np.dtype(
         ("fourth", MATMUL),
         ("fifth", MATMUL),
         ("sixth", MATMUL),
+        ("gate_input", MATMUL),  # whose output the second reads; only in a delta attention
+        ("decay_input", MATMUL),  # whose output the fourth reads; only in a delta attention
         ("mixer_out", MATMUL),
         ("state", np.int64),  # address
         ("state_stride", np.int64),  # between sequences
@@ -143,7 +146,9 @@ LAYER = np.dtype(
         ("key_width", np.int64),
         ("value_width", np.int64),
         ("decay_log", np.int64),  # address of each head's log decay rate
-        ("step_bias", np.int64),  # address of each head's time-step bias
+        ("step_bias", np.int64),  # address of the biases of time steps, one for each decay
+        ("decay_width", np.int64),  # number of decays of a head: one, or in a delta attention one per key channel
+        ("decay_bound", np.float32),  # lower bound of the decays' logarithms, 0 if they are unbounded
         ("skip", np.int64),  # address of each head's skip factor
         ("strength", np.float32),  # factor of a delta rule's write strengths
         ("gate_epsilon", np.float32),  # epsilon of the gated norm

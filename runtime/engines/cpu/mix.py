@@ -53,7 +53,7 @@ def row_scratch_size(layer: Record) -> int:
     if layer.mixer == SHORT_CONVOLUTION:
         return 4 * channels  # type: ignore[no-any-return]
     if layer.mixer == DELTA_RULE:
-        size = channels + 2 * values + 2 * layer.state_heads
+        size = channels + 2 * values + layer.state_heads * (1 + layer.decay_width)
         return size if layer.fourth.kernels else size + channels + values + 2 * layer.state_heads  # type: ignore[no-any-return]
     return channels + values  # type: ignore[no-any-return]
 
@@ -134,13 +134,14 @@ def _compute_delta(
     rows = pass_record.slots * new
     channels, head_bytes = layer.channels * ITEM_SIZE, heads * ITEM_SIZE
     key_bytes, value_bytes = layer.key_heads * layer.key_width * ITEM_SIZE, layer.value_width * head_bytes
+    decay_bytes = layer.decay_width * head_bytes
     keys = kept + rows * channels
     changes = keys + rows * key_bytes
     decays = changes + rows * value_bytes
     convolved = _work_at(pass_record, scratch)
     gates = convolved + rows * channels
     steps = gates + rows * value_bytes
-    strengths = steps + rows * head_bytes
+    strengths = steps + rows * decay_bytes
     mixed = strengths + rows * head_bytes
     if step == JOIN:
         values = convolved + 2 * rows * key_bytes
@@ -162,8 +163,8 @@ def _compute_delta(
                 scratch + slot * window_size(layer) * ITEM_SIZE,
                 convolved + row * channels,
                 keys + row * key_bytes,
-                steps + row * head_bytes,
-                decays + row * head_bytes,
+                steps + row * decay_bytes,
+                decays + row * decay_bytes,
                 strengths + row * head_bytes,
             )
     elif step == RECUR_DELTA:
@@ -179,7 +180,7 @@ def _compute_delta(
                 buffers,
                 convolved + at * channels,
                 keys + at * key_bytes,
-                decays + at * head_bytes,
+                decays + at * decay_bytes,
                 strengths + at * head_bytes,
                 changes + at * value_bytes,
                 mixed + at * value_bytes,
@@ -198,7 +199,7 @@ def _compute_delta(
                 head,
                 path,
                 keys + at * key_bytes,
-                decays + at * head_bytes,
+                decays + at * decay_bytes,
                 changes + at * value_bytes,
                 unread,
             )
@@ -332,6 +333,17 @@ def _kept_at(pass_record: Record, layer: Record) -> int:
 
 
 @compiled
+def _multiply_twice(
+    pass_record: Record, first: Record, second: Record, read: int, rows: int, between: int, written: int
+) -> None:
+    """Multiply rows by ``first``, if there is that matmul, and then by ``second``."""
+    if first.kernels:
+        multiply(pass_record, first, read, rows, between)
+        read = between
+    multiply(pass_record, second, read, rows, written)
+
+
+@compiled
 def mix(pass_record: Record, layer: Record, starts: Ints, read: int, rows: int, scratch: int, written: int) -> None:
     """Compute a layer's mixer for all rows at ``read`` and write its output to ``written``.
 
@@ -352,7 +364,8 @@ def mix(pass_record: Record, layer: Record, starts: Ints, read: int, rows: int, 
     elif layer.mixer == DELTA_RULE:
         gates = work + rows * channels * ITEM_SIZE
         steps = gates + rows * values * ITEM_SIZE
-        strengths = steps + rows * heads * ITEM_SIZE
+        strengths = steps + rows * heads * layer.decay_width * ITEM_SIZE
+        mixed = strengths + rows * heads * ITEM_SIZE
         if not layer.fourth.kernels:
             inputs = strengths + rows * (heads + values) * ITEM_SIZE
             multiply(pass_record, layer.first, read, rows, inputs)
@@ -367,13 +380,12 @@ def mix(pass_record: Record, layer: Record, starts: Ints, read: int, rows: int, 
         else:
             multiply(pass_record, layer.first, read, rows, kept)
         if layer.fourth.kernels:
-            multiply(pass_record, layer.second, read, rows, gates)
+            _multiply_twice(pass_record, layer.gate_input, layer.second, read, rows, mixed, gates)
             multiply(pass_record, layer.third, read, rows, strengths)
-            multiply(pass_record, layer.fourth, read, rows, steps)
+            _multiply_twice(pass_record, layer.decay_input, layer.fourth, read, rows, mixed, steps)
         compute_step(pass_record, function, layer, starts, PREPARE_DELTA, *addresses, rows, channel_work)
         compute_step(pass_record, function, layer, starts, RECUR_DELTA, *addresses, slots * heads, state_work)
         compute_step(pass_record, function, layer, starts, GATE_DELTA, *addresses, rows, value_work)
-        mixed = strengths + rows * heads * ITEM_SIZE
     else:
         multiply_scaled(pass_record, layer, starts, layer.first, layer.factors.first, read, rows, kept)
         compute_step(pass_record, function, layer, starts, PREPARE_SCAN, *addresses, rows, channel_work)

@@ -38,6 +38,7 @@ from hdtool.runtime.kernels.packed_matrix import PackedMatrix
 from hdtool.runtime.kernels.vector_code import ITEM_SIZE
 from hdtool.runtime.program.embedding_and_head import EmbeddingAndHead, rotary_kinds, rotary_of
 from hdtool.runtime.program.mixer_parts import (
+    DELTA_ATTENTION,
     DELTA_RULE,
     MAMBA2,
     SHORT_CONVOLUTION,
@@ -62,13 +63,16 @@ if TYPE_CHECKING:
 MIXER_NUMBERS = {
     SHORT_CONVOLUTION: layers.SHORT_CONVOLUTION,
     DELTA_RULE: layers.DELTA_RULE,
+    DELTA_ATTENTION: layers.DELTA_RULE,
     MAMBA2: layers.MAMBA2,
 }
 
 
 def _is_compiled(mixer: MixerParts[Any]) -> bool:
     """Return True if compiled code computes a mixer of this kind, with these time steps."""
-    return mixer.kind in MIXER_NUMBERS and mixer.step_limit[1] == UNLIMITED[1]
+    between = [matmul.in_features for chain in (mixer.gate, mixer.decay_inputs) for matmul in chain[1:]]
+    fits_scratch = all(width <= mixer.heads * mixer.value_width for width in between)
+    return mixer.kind in MIXER_NUMBERS and mixer.step_limit[1] == UNLIMITED[1] and fits_scratch
 
 
 class MixerTable:
@@ -113,7 +117,7 @@ class MixerTable:
             expected[StateName(number, CONV, 0)] = mixer.channels, mixer.taps
             head_shape = mixer.key_width, mixer.value_width
             if mixer.kind != SHORT_CONVOLUTION:
-                head_shape = head_shape if mixer.kind == DELTA_RULE else head_shape[::-1]
+                head_shape = head_shape[::-1] if mixer.kind == MAMBA2 else head_shape
                 expected[StateName(number, RECURRENT, 0)] = mixer.heads, *head_shape
         actual = {name: tuple(tensor.shape[1:]) for name, tensor in states.tensors.items()}
         return (
@@ -134,6 +138,7 @@ class MixerTable:
             row.gates_after_norm = mixer.gates_after_norm
             row.key_heads, row.state_heads = mixer.key_heads, mixer.heads
             row.key_width, row.value_width = mixer.key_width, mixer.value_width
+            row.decay_width, row.decay_bound = mixer.key_width if mixer.decay else 1, mixer.decay_bound
             for field, name in (("decay_log", "A_log"), ("step_bias", "dt_bias"), ("skip", "D")):
                 row[field] = parameters[name].data_ptr() if name in parameters else 0
             if mixer.norm:
