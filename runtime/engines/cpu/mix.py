@@ -32,7 +32,7 @@ from hdtool.runtime.kernels.vector_code import ITEM_SIZE, LANES
 
 if TYPE_CHECKING:
     from hdtool.runtime.caches.states import States
-    from hdtool.runtime.engines.cpu.weight_table import MixerTable
+    from hdtool.runtime.engines.cpu.mixer_table import MixerTable
 
 WINDOWS, SHIFT, GATE_INPUTS, CONVOLVE_GATED = range(4)
 PREPARE_DELTA, RECUR_DELTA, GATE_DELTA, REPLAY_DELTA = range(4, 8)

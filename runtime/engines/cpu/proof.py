@@ -29,8 +29,9 @@ from hdtool.runtime.engines.cpu.convolution import ORIGIN, fill_origins
 from hdtool.runtime.engines.cpu.layer_kernel import compile_layers, compute_layers, layers_scratch_size
 from hdtool.runtime.engines.cpu.layer_record import compute_layer_inputs
 from hdtool.runtime.engines.cpu.mix import accept
+from hdtool.runtime.engines.cpu.mixer_table import MixerTable
 from hdtool.runtime.engines.cpu.pass_kernel import compile_passes, compile_tree_passes
-from hdtool.runtime.engines.cpu.weight_table import MixerTable, WeightTable, joined_tables
+from hdtool.runtime.engines.cpu.weight_table import WeightTable, joined_tables
 from hdtool.runtime.engines.stock.facts import ModelFacts
 from hdtool.runtime.engines.stock.stock_model import StockModel, embedded_tokens
 from hdtool.runtime.engines.stock.tree_passes import TreePasses

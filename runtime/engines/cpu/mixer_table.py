@@ -1,0 +1,135 @@
+"""Describes a model's mixers to compiled code."""
+
+from __future__ import annotations
+
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from hdtool.runtime.caches.states import CONV, RECURRENT, StateName, States
+from hdtool.runtime.engines.cpu import layer_record as layers
+from hdtool.runtime.engines.cpu.convolution import window_size
+from hdtool.runtime.engines.cpu.mix import kept_size, mixer_function, row_scratch_size, state_buffer_size
+from hdtool.runtime.kernels.compiled import Record
+from hdtool.runtime.kernels.vector_code import ITEM_SIZE
+from hdtool.runtime.program.mixer_parts import (
+    DELTA_ATTENTION,
+    DELTA_RULE,
+    MAMBA2,
+    SHORT_CONVOLUTION,
+    UNLIMITED,
+    MixerParts,
+)
+
+if TYPE_CHECKING:
+    from hdtool.runtime.engines.cpu.compiled_kind import CompiledParts
+
+MIXER_NUMBERS = {
+    SHORT_CONVOLUTION: layers.SHORT_CONVOLUTION,
+    DELTA_RULE: layers.DELTA_RULE,
+    DELTA_ATTENTION: layers.DELTA_RULE,
+    MAMBA2: layers.MAMBA2,
+}
+
+
+def _is_compiled(mixer: MixerParts[Any]) -> bool:
+    """Return True if compiled code computes a mixer of this kind, with these time steps."""
+    between = [matmul.in_features for chain in (mixer.gate, mixer.decay_inputs) for matmul in chain[1:]]
+    fits_scratch = all(width <= mixer.heads * mixer.value_width for width in between)
+    return mixer.kind in MIXER_NUMBERS and mixer.step_limit[1] == UNLIMITED[1] and fits_scratch
+
+
+class MixerTable:
+    """Fills in the record fields of one model's mixers, and owns the copies of their convolution weights."""
+
+    def __init__(self, mixers: dict[int, MixerParts[Any]]) -> None:
+        self._mixers = mixers
+        """Mixers by layer index."""
+        self._taps: dict[int, torch.Tensor] = {}
+        """Convolution weights ``[taps, channels]`` by layer index."""
+        self.journal_size = 0
+        """Number of float32 values that the mixers of all layers together keep per row of a tree."""
+        self.max_journal_size = 0
+        """Maximum number of float32 values that a single layer's mixer keeps per row."""
+        self._memory = [0, 0, 0]
+        self.copy_weights()
+
+    @classmethod
+    def of(cls, parts: CompiledParts) -> MixerTable | None:
+        mixers = {number: layer.mixer for number, layer in enumerate(parts.layers) if layer.mixer}
+        return cls(mixers) if mixers else None
+
+    @torch.inference_mode(False)
+    def copy_weights(self) -> None:
+        """Copy the convolutions' current weights; the addresses of the copies never change."""
+        for number, mixer in self._mixers.items():
+            weight = mixer.convolution.weight.detach()[:, 0].T
+            if number in self._taps:
+                self._taps[number].copy_(weight)
+            else:
+                self._taps[number] = weight.clone(memory_format=torch.contiguous_format)
+
+    @property
+    def bounds_steps(self) -> bool:
+        """True if time steps have a lower bound, so that Transformers computes prompts differently from answers."""
+        return any(mixer.step_limit[0] for mixer in self._mixers.values())
+
+    def fits(self, states: States) -> bool:
+        """Return True if ``states`` are exactly the states of these mixers, in the layout that compiled code reads."""
+        expected: dict[StateName, tuple[int, ...]] = {}
+        for number, mixer in self._mixers.items():
+            expected[StateName(number, CONV, 0)] = mixer.channels, mixer.taps
+            head_shape = mixer.key_width, mixer.value_width
+            if mixer.kind != SHORT_CONVOLUTION:
+                head_shape = head_shape[::-1] if mixer.kind == MAMBA2 else head_shape
+                expected[StateName(number, RECURRENT, 0)] = mixer.heads, *head_shape
+        actual = {name: tuple(tensor.shape[1:]) for name, tensor in states.tensors.items()}
+        return (
+            all(map(_is_compiled, self._mixers.values()))
+            and actual == expected
+            and all(tensor.dtype == torch.float32 and tensor[0].is_contiguous() for tensor in states.tensors.values())
+        )
+
+    def fill_layers(self, table: Record) -> None:
+        """Fill in all mixer fields of the layer records except the states' addresses."""
+        for number, mixer in self._mixers.items():
+            row, parameters, convolution = table[number], mixer.parameters, mixer.convolution
+            row.mixer = MIXER_NUMBERS[mixer.kind]
+            row.taps, row.columns, row.channels = mixer.taps, mixer.taps, mixer.channels
+            row.conv_weight = self._taps[number].data_ptr()
+            row.conv_bias = 0 if convolution.bias is None else convolution.bias.data_ptr()
+            row.strength, row.min_step = mixer.strength, mixer.step_limit[0]
+            row.gates_after_norm = mixer.gates_after_norm
+            row.key_heads, row.state_heads = mixer.key_heads, mixer.heads
+            row.key_width, row.value_width = mixer.key_width, mixer.value_width
+            row.decay_width, row.decay_bound = mixer.key_width if mixer.decay else 1, mixer.decay_bound
+            for field, name in (("decay_log", "A_log"), ("step_bias", "dt_bias"), ("skip", "D")):
+                row[field] = parameters[name].data_ptr() if name in parameters else 0
+            if mixer.norm:
+                norm: Any = mixer.norm
+                row.gate_norm, row.gate_epsilon = norm.weight.data_ptr(), norm.variance_epsilon
+        rows = [table[number] for number in self._mixers]
+        kept = list(map(kept_size, rows))
+        for row, earlier in zip(rows, accumulate(kept, initial=0), strict=False):
+            row.journal_offset = earlier
+        self.journal_size, self.max_journal_size = sum(kept), max(kept)
+        self._memory = [max(map(numbers, rows)) for numbers in (row_scratch_size, state_buffer_size, window_size)]
+
+    def fill_states(self, table: Record, states: States, first: int = 0) -> None:
+        """Fill in the addresses of ``states``; slot ``first`` of the pass uses the states of their first sequence."""
+        for number, mixer in self._mixers.items():
+            if number >= len(table):  # the pass computes only the first layers
+                break
+            row = table[number]
+            fields = [("conv_state", "conv_stride", CONV)]
+            if mixer.kind != SHORT_CONVOLUTION:
+                fields.append(("state", "state_stride", RECURRENT))
+            for address, stride, name in fields:
+                state = states.tensors[StateName(number, name, 0)]
+                row[address], row[stride] = state[0].data_ptr() - first * state.stride(0) * ITEM_SIZE, state.stride(0)
+
+    def fill_pass_record(self, pass_record: Record) -> None:
+        """Fill in the mixer function's address and the amounts of scratch memory that mixers need in a pass."""
+        pass_record.mixer_function = mixer_function().address
+        pass_record.mixer_row, pass_record.mixer_state, pass_record.mixer_window = self._memory
