@@ -31,40 +31,24 @@ class Columns(NamedTuple):
         state.copy_(self.columns.select(-3, slot)[..., index_of(last, state.device)])
 
 
-class DeltaRows(NamedTuple):
-    """Updates that a tree's rows make to the state of a gated delta rule; a leading dimension may stack layers."""
+class Updates(NamedTuple):
+    """Outer products that a tree's rows add to the state of a recurrence; a leading dimension may stack layers."""
 
-    keys: torch.Tensor
+    left: torch.Tensor
     """Shape ``[..., slots, heads, rows, width]``."""
-    values: torch.Tensor
-    """Value that each row adds for its key, shape ``[..., slots, heads, rows, width]``."""
+    right: torch.Tensor
+    """Shape ``[..., slots, heads, rows, width]``, or with groups of heads that share them in place of heads."""
     decay: torch.Tensor
     """Logarithm of the decay from the state to each row, shape ``[..., slots, heads, rows, width or 1]``."""
 
     def write(self, slot: int, rows: Sequence[int], state: torch.Tensor) -> None:
         """Update a state ``[..., heads, ...]`` in place to the state after ``rows``, a path in a slot's tree."""
         index = index_of(rows, state.device)
-        keys, values, decay = (tensor.select(-4, slot)[..., index, :] for tensor in self)
-        written = keys * (decay[..., -1:, :] - decay).exp()
-        _decay_and_add(state, decay[..., -1, :].exp()[..., None], written, values)
-
-
-class ScanRows(NamedTuple):
-    """Updates that a tree's rows make to the state of a Mamba-2 scan; a leading dimension may stack layers."""
-
-    inputs: torch.Tensor
-    """Shape ``[..., slots, heads, rows, width]``."""
-    keys: torch.Tensor
-    """Shape ``[..., slots, groups, rows, states]``."""
-    decay: torch.Tensor
-    """Logarithm of the decay from the state to each row, shape ``[..., slots, heads, rows, 1]``."""
-
-    def write(self, slot: int, rows: Sequence[int], state: torch.Tensor) -> None:
-        index = index_of(rows, state.device)
-        inputs, keys, decay = (tensor.select(-4, slot)[..., index, :] for tensor in self)
-        written = inputs * (decay[..., -1:, :] - decay).exp()
-        keys = keys.repeat_interleave(inputs.shape[-3] // keys.shape[-3], -3)
-        _decay_and_add(state, decay[..., -1, :].exp()[..., None], written, keys)
+        left, right, decay = (tensor.select(-4, slot)[..., index, :] for tensor in self)
+        added = left * (decay[..., -1:, :] - decay).exp()
+        if (shared := left.shape[-3] // right.shape[-3]) > 1:
+            right = right.repeat_interleave(shared, -3)
+        _decay_and_add(state, decay[..., -1, :].exp()[..., None], added, right)
 
 
 def _decay_and_add(state: torch.Tensor, decay: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
@@ -103,7 +87,7 @@ def delta_rule(
     value: torch.Tensor,
     g: torch.Tensor,
     beta: torch.Tensor,
-) -> tuple[torch.Tensor, DeltaRows]:
+) -> tuple[torch.Tensor, Updates]:
     """Apply the gated delta rule; return its output ``[slots, rows, heads, width]`` and the rows' state updates.
 
     Queries and keys are normalized. ``g`` is the logarithm of the decay per head, or per key channel (Kimi's delta
@@ -132,7 +116,7 @@ def delta_rule(
     if indices.rows > 1:
         written = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
     out = (read + scores @ written).transpose(1, 2).contiguous().to(dtype)
-    return out, DeltaRows(k, written, total)
+    return out, Updates(k, written, total)
 
 
 def scan(
@@ -144,7 +128,7 @@ def scan(
     keys: torch.Tensor,
     queries: torch.Tensor,
     skip: torch.Tensor,
-) -> tuple[torch.Tensor, ScanRows]:
+) -> tuple[torch.Tensor, Updates]:
     """Apply the Mamba-2 scan; return its output ``[slots, rows, heads, width]`` and the rows' state updates."""
     heads, groups = hidden.shape[2], keys.shape[2]
     x = hidden.transpose(1, 2).float()
@@ -157,7 +141,7 @@ def scan(
     of_heads = c.repeat_interleave(heads // groups, 1) * total.exp()
     out = scores @ written + of_heads @ state.float().transpose(2, 3) + skip.float()[:, None, None] * x
     out = out.transpose(1, 2).to(hidden.dtype, memory_format=torch.contiguous_format)
-    return out, ScanRows(written, b, total)
+    return out, Updates(written, b, total)
 
 
 def index_of(places: Sequence[int], device: torch.device) -> Any:
@@ -169,7 +153,7 @@ def index_of(places: Sequence[int], device: torch.device) -> Any:
     return host.to(device, non_blocking=True)
 
 
-Changes = Columns | DeltaRows | ScanRows
+Changes = Columns | Updates
 Recurrence = Callable[..., tuple[torch.Tensor, Changes]]
 """Returns its output, and what the rows change, from the trees' indices, a state and further inputs."""
 
