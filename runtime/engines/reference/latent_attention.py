@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hdtool.runtime.engines.reference.operations import HeadLayout, KeysAndValues, Norm, Operations, Residual
+from hdtool.runtime.engines.reference.operations import HeadLayout, HeadNorms, KeysAndValues, Norm, Operations, Residual
 from hdtool.runtime.program.latent_parts import LatentParts
 
 if TYPE_CHECKING:
@@ -38,6 +38,15 @@ class LatentPlan:
     """Layer type to pass to the rotary module; None without rotary positions."""
     source: int
     """Index of the layer, whose cache is read."""
+
+    @property
+    def residuals(self) -> tuple[Residual, ...]:
+        return (self.query_norm,)
+
+    @property
+    def head_norms(self) -> HeadNorms:
+        """Norms as of heads: latent vectors take the place of keys."""
+        return self.norm, self.norm
 
     def attended(
         self, operations: Operations, rows: torch.Tensor, rotary: Rotary | None, cached: KeysAndValues

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
 from torch.nn import Module
@@ -77,6 +77,8 @@ class AttentionPlan:
     repeats_keys: bool
     """The keys, before their norm and rotation, are also the values."""
     value_norm: Matmul | None
+    residuals: ClassVar[tuple[Residual, ...]] = ()
+    """There are no norms between the matmuls, besides those of heads."""
 
     def projected(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return queries, keys and values ``[tokens, columns]``, and the heads' output gates, if any."""
@@ -91,6 +93,16 @@ class AttentionPlan:
             values = self.value_norm(qkv[:, -columns:].view(len(rows), layout.key_heads, layout.width)).flatten(1)
             qkv = torch.cat([qkv if self.repeats_keys else qkv[:, :-columns], values], dim=1)
         return qkv, gates
+
+    def attended(
+        self, operations: Operations, rows: torch.Tensor, rotary: Rotary | None, cached: KeysAndValues
+    ) -> torch.Tensor:
+        """Return the attention's output for normalized rows, and write their keys and values to the cache."""
+        qkv, gates = self.projected(rows)
+        written = cached if self.is_source else None
+        queries = operations.rotate_and_store(qkv, rotary, self.head_norms, written, self.layout)
+        mixed = operations.attention(queries, cached, self.layout)
+        return self.out(mixed if gates is None else mixed * gates.sigmoid())
 
 
 @dataclass(frozen=True)
@@ -118,7 +130,8 @@ class LayerPlan:
 
     @property
     def residuals(self) -> list[Residual]:
-        return [self.middle, self.end, self.added, *([self.last] if self.last else [])]
+        of_attention = self.attention.residuals if self.attention else ()
+        return [*of_attention, self.middle, self.end, self.added, *([self.last] if self.last else [])]
 
 
 class ProgramLayers:
@@ -143,14 +156,9 @@ class ProgramLayers:
                 zip(parts.layers, windows, kinds, [*first[1:], norm], strict=True)
             )
         ]
-        attentions = [layer.attention for layer in self._layers]
-        head_norms = [plan.head_norms for plan in attentions if isinstance(plan, AttentionPlan)]
+        attentions = [layer.attention for layer in self._layers if layer.attention]
         residuals = [residual for layer in self._layers for residual in layer.residuals]
-        for plan in attentions:
-            if isinstance(plan, LatentPlan):
-                head_norms.append((plan.norm, plan.norm))
-                residuals.append(plan.query_norm)
-        operations.prepare([self._begin, *residuals], head_norms)
+        operations.prepare([self._begin, *residuals], [plan.head_norms for plan in attentions])
 
     def _planned(
         self,
@@ -308,27 +316,14 @@ class ProgramLayers:
     ) -> torch.Tensor | None:
         """Return the sum of what a layer's mixer and attention compute, None if it has neither."""
         mixed, plan = None, layer.attention
-        if layer.mixer and states:
+        if layer.mixer:
+            assert states
             mixed = mix(layer.mixer, rows.view(self._slots, -1, rows.shape[-1]), states).view(rows.shape)
             mixed = mixed if layer.mixer_factor == 1.0 else mixed * layer.mixer_factor
         if plan is None:
             return mixed
-        turned, kept = rotary[plan.rotary], cached[plan.source]
-        if isinstance(plan, LatentPlan):
-            attended = plan.attended(self._operations, rows, turned, kept)
-        else:
-            attended = self._attended(plan, rows, turned, kept)
+        attended = plan.attended(self._operations, rows, rotary[plan.rotary], cached[plan.source])
         return attended if mixed is None else attended + mixed
-
-    def _attended(
-        self, plan: AttentionPlan, rows: torch.Tensor, rotary: Rotary | None, cached: KeysAndValues
-    ) -> torch.Tensor:
-        operations, (qkv, gates) = self._operations, plan.projected(rows)
-        queries = operations.rotate_and_store(
-            qkv, rotary, plan.head_norms, cached if plan.is_source else None, plan.layout
-        )
-        mixed = operations.attention(queries, cached, plan.layout)
-        return plan.out(mixed if gates is None else mixed * gates.sigmoid())
 
     def _change(self, layer: LayerPlan, hidden: torch.Tensor, layer_input: torch.Tensor | None) -> None:
         """Add a layer's own input to the hidden states and scale them, in place."""
