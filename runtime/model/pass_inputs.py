@@ -91,12 +91,12 @@ class AttentionMasks:
         self._visible = torch.zeros((), dtype=dtype, device=device)
         self._hidden = torch.full((), self._mask_value, dtype=dtype, device=device)
 
-    def of_trees(self, trees: Sequence[DraftTree], lengths: Sequence[int]) -> Mask:
+    def of_trees(self, trees: Sequence[DraftTree], lengths: Sequence[int], step: StepTensors | None = None) -> Mask:
         """Return the mask ``[trees, 1, rows, longest + rows]`` for trees after contexts of these ``lengths``.
 
         Trees are padded to the size of the largest. Their padding rows attend to the first token, since no row may be
         fully masked. Return None for a bare root if the model has one kind of layer, whose window contains the whole
-        context.
+        context. ``step`` holds the trees, if they have been sent to the device.
         """
         rows = max(map(len, trees)) + 1
         extent = max(lengths) + rows
@@ -110,7 +110,7 @@ class AttentionMasks:
                 mark_ancestors(of_tree, length, tree.parents, 0.0, self._mask_value)
             masks = [torch.from_numpy(values)] * len(self._windows)
         else:
-            step = sent_step(trees, lengths, self._device)
+            step = step or sent_step(trees, lengths, self._device)
             masks = self._on_device(step.ancestor_mask, step.positions, step.length, extent)
         for mask in masks:
             for of_tree, tree in zip(mask, trees, strict=True):

@@ -55,7 +55,8 @@ class TreePasses(StockBackend):
 
     def verify_alone(self, slot: Slot, tree: DraftTree) -> Verified:
         stock, trees, lengths = self._stock, [tree], [slot.length]
-        mask, step = stock.masks.of_trees(trees, lengths), sent_step(trees, lengths, stock.device)
+        step = sent_step(trees, lengths, stock.device)
+        mask = stock.masks.of_trees(trees, lengths, step)
         cache = slot.view(len(tree) + 1)
         with self._over(trees, [slot], slot.states, cache):
             logits = stock.run(step.tokens, step.positions, mask, cache)[0]
@@ -66,7 +67,8 @@ class TreePasses(StockBackend):
         """Verify all trees in one pass, padded to equal size."""
         stock, slots = self._stock, cache.slots[: len(trees)]
         lengths = [slot.length for slot in slots]
-        mask, step = stock.masks.of_trees(trees, lengths), sent_step(trees, lengths, stock.device)
+        step = sent_step(trees, lengths, stock.device)
+        mask = stock.masks.of_trees(trees, lengths, step)
         rows = step.tokens.shape[1]
         batch_cache = cache.view(len(trees), rows)
         with self._over(trees, slots, cache.storage.states, batch_cache):

@@ -187,16 +187,20 @@ class TreeLevels:
     """The trees of a pass, one per slot, each padded to the number of rows of the largest tree, by levels."""
 
     def __init__(self, trees: Sequence[DraftTree], device: torch.device) -> None:
-        self._rows, self._device = max(map(len, trees)) + 1, device
-        self._parents = list(map(parent_rows, trees))
-        self.depths: list[Rows] = [np.asarray(tree.depths, np.int64) for tree in trees]
+        self._trees, self._device = trees, device
+        self._rows = max(map(len, trees)) + 1
+
+    @cached_property
+    def depths(self) -> list[Rows]:
+        """Depth of each row, by slot."""
+        return [np.asarray(tree.depths, np.int64) for tree in self._trees]
 
     @cached_property
     def levels(self) -> list[Level]:
-        levels = []
+        levels, parent_rows_of = [], list(map(parent_rows, self._trees))
         for depth in range(int(max(slot_depths.max() for slot_depths in self.depths)) + 1):
             rows, level_parents = [], []
-            for slot, (parents, depths) in enumerate(zip(self._parents, self.depths, strict=True)):
+            for slot, (parents, depths) in enumerate(zip(parent_rows_of, self.depths, strict=True)):
                 at = np.flatnonzero(depths == depth)
                 rows.append(at + slot * self._rows)
                 level_parents.append(self.level_indices[slot, parents[at]] if depth else np.full(len(at), slot))
@@ -206,7 +210,7 @@ class TreeLevels:
     @cached_property
     def level_indices(self) -> Rows:
         """Index of each row in its level, shape ``[slots, rows]``."""
-        places = np.zeros((len(self.depths), self._rows), np.int64)
+        places = np.zeros((len(self._trees), self._rows), np.int64)
         counts: dict[int, int] = {}
         for slot, depths in enumerate(self.depths):
             for row, depth in enumerate(depths.tolist()):
