@@ -97,7 +97,7 @@ class WeightTable:
         """Most recent KV cache and the layer records with its addresses."""
         self.mixers = MixerTable.of(parts)
         """Mixers of the model; None if it has none."""
-        self._factors: dict[tuple[int, str], Array] = {}
+        self._factors: dict[int, dict[str, Array]] = {}
         """Factors of matmuls' columns, by layer index and field."""
         self._fill()
 
@@ -259,7 +259,7 @@ class WeightTable:
                 layer[field] = self._matmul(matmul)
             for field in part.factors(self._parts.family):
                 factors = np.empty(matmuls[field].end - matmuls[field].first, np.float32)
-                self._factors[number, field], layer.factors[field] = factors, factors.ctypes.data
+                self._factors.setdefault(number, {})[field], layer.factors[field] = factors, factors.ctypes.data
             for field, norm in zip(NORMS, (*part.block_norms, *part.head_norms), strict=False):
                 layer[field] = self._norm(norm)
             layer.sinks = _address_of(part.attention, "sinks") if self._parts.family.has_sinks else 0
@@ -285,15 +285,19 @@ class WeightTable:
 
     def _copy_factors(self) -> None:
         """Copy the factors of matmuls; the addresses of the copies never change."""
-        for (number, field), factors in self._factors.items():
-            factor = self._parts.layers[number].factors(self._parts.family)[field]
-            factors[:] = torch.as_tensor(factor).detach().flatten().float().numpy()
+        for number, copies in self._factors.items():
+            factors = self._parts.layers[number].factors(self._parts.family)
+            for field, copied in copies.items():
+                copied[:] = torch.as_tensor(factors[field]).detach().flatten().float().numpy()
 
     def _latents(self, latent: LatentParts[CompiledLinear]) -> tuple[Any, ...]:
         """Return the values of a ``LATENTS`` record, whose ``key_slot_stride`` is the cache's."""
         weight: Any = latent.expansion.weight
         if is_compact(weight):
-            weight = self._expanded.setdefault(weight.stored.data_ptr(), weight.stored.float())
+            address = weight.stored.data_ptr()
+            if address not in self._expanded:
+                self._expanded[address] = weight.stored.float()
+            weight = self._expanded[address]
         norms = self._norm(latent.query_norm), self._norm(latent.norm)
         return weight.data_ptr(), latent.plain, latent.rotated, latent.values, 0, *norms, latent.epsilon
 
