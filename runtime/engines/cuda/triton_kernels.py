@@ -93,13 +93,14 @@ def times_weight(part, weight, column, inside, scale, kind, OFFSET: tl.constexpr
 
 
 @triton.jit
-def sum_of_products(first, a, second, b, kind, table):
-    """Return ``first * a + second * b`` in the dtype ``kind``.
+def rotated(first, second, cos, sin, inside, kind):
+    """Return ``first`` times the numbers at ``cos`` plus ``second`` times those at ``sin``, in the dtype ``kind``.
 
-    The products are rounded to ``kind`` first if ``table``, the dtype of ``a`` and ``b``, is the same.
+    The products are rounded to ``kind`` first if the numbers have that dtype.
     """
-    left, right = first * a, second * b
-    if table == kind:
+    left = first * tl.load(cos, mask=inside, other=0.0).to(tl.float32)
+    right = second * tl.load(sin, mask=inside, other=0.0).to(tl.float32)
+    if cos.dtype.element_ty == kind:
         left, right = left.to(kind).to(tl.float32), right.to(kind).to(tl.float32)
     return (left + right).to(kind)
 
@@ -144,13 +145,9 @@ def rotary_kernel(
             second = times_weight(second, weight, at_high, inside, scale, kind, OFFSET, ROUNDS)
             rest = times_weight(third, weight, behind, is_rest, scale, kind, OFFSET, ROUNDS).to(kind)
         if ROTATES:
-            turned = token * 2 * HALF
-            a = tl.load(cos + turned + at_low, mask=inside, other=0.0).to(tl.float32)
-            b = tl.load(sin + turned + at_low, mask=inside, other=0.0).to(tl.float32)
-            low = sum_of_products(first, a, second, b, kind, cos.dtype.element_ty)
-            a = tl.load(cos + turned + at_high, mask=inside, other=0.0).to(tl.float32)
-            b = tl.load(sin + turned + at_high, mask=inside, other=0.0).to(tl.float32)
-            high = sum_of_products(second, a, first, b, kind, cos.dtype.element_ty)
+            table = token * 2 * HALF
+            low = rotated(first, second, cos + table + at_low, sin + table + at_low, inside, kind)
+            high = rotated(second, first, cos + table + at_high, sin + table + at_high, inside, kind)
         else:
             low, high = first.to(kind), second.to(kind)
     if is_query:
@@ -208,12 +205,8 @@ def latent_kernel(
         kind = low.dtype
         first, second = low.to(tl.float32), high.to(tl.float32)
         table = token * 2 * HALF
-        a = tl.load(cos + table + to_low, mask=inside, other=0.0).to(tl.float32)
-        b = tl.load(sin + table + to_low, mask=inside, other=0.0).to(tl.float32)
-        low = sum_of_products(first, a, second, b, kind, cos.dtype.element_ty)
-        a = tl.load(cos + table + to_high, mask=inside, other=0.0).to(tl.float32)
-        b = tl.load(sin + table + to_high, mask=inside, other=0.0).to(tl.float32)
-        high = sum_of_products(second, a, first, b, kind, cos.dtype.element_ty)
+        low = rotated(first, second, cos + table + to_low, sin + table + to_low, inside, kind)
+        high = rotated(second, first, cos + table + to_high, sin + table + to_high, inside, kind)
     tl.store(to + to_low, low, mask=inside)
     tl.store(to + to_high, high, mask=inside)
 
