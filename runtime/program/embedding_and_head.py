@@ -117,9 +117,9 @@ class Rotary(NamedTuple):
     sin: torch.Tensor
     """``[tokens, width]``; negated for the first element of each pair."""
     is_interleaved: bool = False
-    """True if pairs are adjacent elements, False if they are elements half the width apart."""
+    """True if pairs are adjacent elements, False if they are one element of each half."""
     splits_pairs: bool = False
-    """True if pairs are adjacent elements that rotation moves half the width apart."""
+    """True if pairs are adjacent elements that rotation writes to different halves."""
 
     @classmethod
     def of(cls, cos: torch.Tensor, sin: torch.Tensor, *, is_interleaved: bool) -> Rotary:

@@ -84,11 +84,7 @@ class MixerParts(Generic[Matmul]):
     @property
     def input_factors(self) -> list[Any]:
         """Numbers and tensors whose product scales the output of a scan's input projection; empty for no factors."""
-        return [self.factor, *([] if self.scales is None else [self.scales])] if self.is_scaled else []
-
-    @property
-    def is_scaled(self) -> bool:
-        return self.scales is not None or self.factor != 1
+        return [*([] if self.factor == 1 else [self.factor]), *([] if self.scales is None else [self.scales])]
 
     @property
     def gates_after_norm(self) -> bool:
@@ -214,11 +210,6 @@ def _norms(parts: MixerParts[Any]) -> bool:
         and (not groups or getattr(norm, "n_groups", values / getattr(norm, "group_size", values)) == groups)
         and getattr(norm, "activation", "silu") == ("sigmoid" if parts.kind == DELTA_ATTENTION else "silu")
     )
-
-
-def _group_size(norm: Any) -> int:
-    """Return how many numbers a group of a gated norm has."""
-    return int(norm.group_size if hasattr(norm, "group_size") else len(norm.weight) // norm.n_groups)
 
 
 def _short_convolution(module: Any) -> MixerParts[Any]:

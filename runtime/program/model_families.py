@@ -148,7 +148,7 @@ class Family:
     is_interleaved: bool = False
     """Rotary pairs are adjacent elements instead of elements half a head apart."""
     splits_pairs: bool = False
-    """Rotary pairs are adjacent elements, and rotation moves them half the width apart; only with ``has_latents``."""
+    """Rotary pairs are adjacent elements that rotation writes to different halves; only with ``has_latents``."""
     has_half_tables: bool = False
     """The rotary module returns cosines and sines for half a head, to be repeated for the other half."""
     has_paired_tables: bool = False

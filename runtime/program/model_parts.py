@@ -164,9 +164,9 @@ class LayerParts(Generic[Matmul]):
         ``first`` is the first input projection of the mixer; the other matmuls are those of ``Family.factors``.
         """
         values = {name: [attrgetter(path)(self.layer) for path in paths] for name, paths in family.factors.items()}
-        if self.mixer and self.mixer.is_scaled:
-            values["first"] = self.mixer.input_factors
-        products = {name: prod(factors) for name, factors in values.items()}
+        if self.mixer and (factors := self.mixer.input_factors):
+            values["first"] = factors
+        products = {name: prod(scales) for name, scales in values.items()}
         return {name: product for name, product in products.items() if name == "first" or product != 1.0}
 
     @property

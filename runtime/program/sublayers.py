@@ -1,4 +1,4 @@
-"""Tells the attention, mixer and MLP of a decoder layer apart."""
+"""Recognizes the attention, mixer and MLP of a decoder layer."""
 
 from __future__ import annotations
 

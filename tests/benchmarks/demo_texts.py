@@ -291,8 +291,7 @@ def main() -> None:
     if options.what == "documents":
         rows = [{"text": d.answer} for d in index_documents(everything, load_tokenizer(ModelConfig()))]
     else:
-        asked = prompts(everything) if options.what == "prompts" else questions(everything, options.per_kind)
-        rows = list(asked)
+        rows = list(prompts(everything) if options.what == "prompts" else questions(everything, options.per_kind))
     lines = (json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
     options.out.write_text("".join(lines), encoding="utf-8", newline="\n")
     print(f"{len(rows)} rows in {options.out}")

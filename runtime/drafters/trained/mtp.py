@@ -10,6 +10,7 @@ import copy
 import math
 import re
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -81,7 +82,7 @@ class LibraryMtp:
         """The MTP layers without shared parts."""
         return cast(torch.nn.Module, self._layers.layers)
 
-    @property
+    @cached_property
     def windows(self) -> list[AttentionWindow]:
         """The attention window of each layer."""
         config = self._layers.config
