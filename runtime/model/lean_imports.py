@@ -7,6 +7,9 @@ import sympy. It also reads a thousand source files to find which names they def
 scan take as long as importing torch. The compiler is loaded at its first use instead. While half a million objects
 are created that stay, the garbage collector visits them again and again, which takes another second.
 
+It halves the start: ``hdtool generate`` with 8 new tokens takes 2.9 s with the embedded model, and 5.2 s with a 1.5B
+GGUF file, where usual imports take 6.2 and 8.8 s (medians of 4 runs in turn, 2-core EPYC, 2026-11-29).
+
 Each replacement is optional: if a library lacks the function to replace, the library is imported as usual.
 """
 
