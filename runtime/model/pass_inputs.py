@@ -195,6 +195,8 @@ MOVES = MAX_DEFERRED_MOVES
 HEADER = 3 + MOVES
 LENGTH, MOVED_TO, MOVED, MOVED_FROM = range(4)
 """Header indices of the context length and of a move: its first target position, its length and its first source."""
+LEFT_OUT = -1
+"""Length of the move of a slot that a step leaves out."""
 
 
 class StepTensors(NamedTuple):
@@ -248,6 +250,10 @@ class StepInput:
         words[MOVED_TO], words[MOVED] = start, len(path)
         words[MOVED_FROM:HEADER] = start + np.arange(MOVES)
         words[MOVED_FROM : MOVED_FROM + len(path)] = np.array(path) + start
+
+    def leave_out(self, slot: int, rows: int) -> None:
+        """Mark a filled slot as unused: its results don't count, and kernels may skip its attention."""
+        self._words_of(slot, rows)[MOVED] = LEFT_OUT
 
     def _words_of(self, slot: int, rows: int) -> npt.NDArray[np.int64]:
         size = HEADER + 3 * rows

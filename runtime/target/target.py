@@ -220,6 +220,11 @@ class Target(BackendEngine):
             self._own_cache = self.allocate()
         return self._own_cache
 
+    def prepare(self, cache: Cache) -> None:
+        """Capture the steps over the slots of a cache, if steps are captured, so that no answer waits for that."""
+        if self.captured:
+            self.captured.record(cache)
+
     def watch_hidden(self, layers: Sequence[int] = ()) -> slice:
         """From now on, make each pass return hidden states, which some drafters need; return a slice of columns.
 

@@ -111,6 +111,7 @@ CASES: dict[str, dict[str, Any]] = {
     "bounded scores": {"rows": 5, "heads": 4, "keys": 2, "width": 16, "lengths": [90], "softcap": 2.0},
     "sinks": {"rows": 5, "heads": 4, "keys": 2, "width": 16, "lengths": [90, 2], "sinks": True},
     "values of another width": {"rows": 5, "heads": 2, "keys": 2, "width": 24, "values": 16, "lengths": [40]},
+    "a long context beside short ones": {"rows": 2, "heads": 4, "keys": 2, "width": 16, "lengths": [3, 560, 0, 9]},
     "the largest tree": {"rows": 65, "heads": 2, "keys": 1, "width": 16, "lengths": [200]},
 }
 
@@ -134,6 +135,26 @@ def test_attention_is_that_of_each_row_to_its_path(case: dict[str, Any], dtype: 
     for operations in (triton, *([plain] if "values" not in case else [])):
         found = operations.attention(queries, (cache[0], cache[1]), layout)
         torch.testing.assert_close(found.double(), expected, rtol=tolerance, atol=tolerance)
+
+
+def test_a_slot_that_a_step_leaves_out_reads_no_keys() -> None:
+    """Its keys and values are NaN, which any use of them would spread."""
+    torch.manual_seed(3)
+    sizes = StepInput(CPU, 3)
+    for slot, length in enumerate((40, 500, 7)):
+        sizes.fill(slot, DraftTree.bare(1), 1, length)
+    sizes.leave_out(1, 1)
+    sizes.send(3, 1)
+    step, layout = sizes.tensors(3, 1), HeadLayout(4, 2, 16, 0.4, AttentionWindow(FULL))
+    cache = [torch.randn(3, 2, CAPACITY, 16) for _ in range(2)]
+    queries = torch.randn(3, 8 * 16)
+    expected = exact_attention(queries, cache, layout, step)
+    expected[1] = 0
+    for part in cache:
+        part[1] = torch.nan
+    triton = operations_of(torch.float32, layout.window, step)[1]
+    found = triton.attention(queries, (cache[0], cache[1]), layout)
+    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
 
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
@@ -363,6 +384,25 @@ def assert_trees_of_a_batch_are_right(family: str) -> None:
             target.commit(cache, slot, path_to(tree, size - 1))
 
 
+@pytest.mark.parametrize("family", ["qwen3", pytest.param("qwen3_moe", marks=pytest.mark.long)])
+def test_idle_slots_keep_their_contexts_and_few_steps_serve_all_batches(family: str) -> None:
+    model = model_of(family)
+    target = Target(model, direct)
+    cache = target.allocate(5)
+    contexts = [prompt_of(12 + 5 * slot) for slot in range(5)]
+    for slot, context in enumerate(contexts):
+        target.prefill(cache, slot, context, room=100)
+    tree = DraftTree.of(5, [6, 7, 8], [ROOT, ROOT, 1])
+    for number in (5, 3, 1, 5):
+        found = target.verify(cache, [tree] * number)
+        for slot, verified in enumerate(found):
+            contexts[slot] += tokens_to(tree, 2)
+            assert_same_logits(verified.logits[3], plain_logits(model, contexts[slot]))
+            target.commit(cache, slot, [1, 2])
+    steps = captured_of(target).steps
+    assert steps and [slots for slots, *_ in steps._steps[cache.storage]] == [5, 4, 1]
+
+
 COMPILE = """
 import sys, warnings
 warnings.filterwarnings("ignore")
@@ -402,7 +442,8 @@ for width in widths:
             if blocks.queries < queries:
                 continue
             constants = dict(
-                SPLITS=16, LEAST=128, WIDTH=width, LOADED=padded(width), VALUES=width, VALUES_LOADED=padded(width),
+                SLOTS=16, SPLITS=16, LEAST=128, WIDTH=width, LOADED=padded(width),
+                VALUES=width, VALUES_LOADED=padded(width),
                 ROTATED=64 * (width > 256), ROTATED_LOADED=64,
                 BLOCK_M=blocks.queries, BLOCK_N=blocks.keys, WINDOW=False, SOFTCAP=False, PRECISION="ieee",
             )

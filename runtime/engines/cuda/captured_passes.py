@@ -164,9 +164,13 @@ class CapturedPasses(Backend):
 
     @torch.inference_mode()
     def record(self, cache: Cache) -> None:
-        """Capture the steps for a single tree before they are first used, as far as memory allows."""
-        if self.steps and cache.capacity > LARGEST_TREE:
+        """Capture the steps over a cache's slots before they are first used, as far as memory allows.
+
+        Steps that read a fixed extent are captured when first used, since there is one per extent.
+        """
+        if self.steps and not self._passes[0].reads_extent:
             try:
+                cache.reserve(LARGEST_TREE + 1, self.capacity_for(LARGEST_TREE + 1, 1, len(cache.slots)))
                 self.steps.record(cache)
             except Exception as error:  # see ``launch``
                 if not is_out_of_memory(error):

@@ -13,12 +13,13 @@ import time
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from functools import cache
+from itertools import zip_longest
 from weakref import WeakKeyDictionary
 
 import torch
 
 from hdtool.runtime.caches.kv_cache import KVTensors
-from hdtool.runtime.caches.slots import Cache
+from hdtool.runtime.caches.slots import Cache, Slot
 from hdtool.runtime.caches.states import StatesOfTree
 from hdtool.runtime.core.engine import LOGITS_ONLY, PassOptions, Verified
 from hdtool.runtime.core.tree import LARGEST_TREE, ROOT, DraftTree
@@ -184,6 +185,10 @@ RETRY_AFTER = 256
 """Number of steps of one shape after which it is captured again, if there was not enough memory before."""
 RECORDED = STEP_SIZES[:-1]
 """Step sizes that are captured before an answer needs them; draft budgets never choose larger ones."""
+RECORDED_ROWS = 512
+"""Rows of the largest step over several slots that is captured before an answer needs it: larger ones rarely pay."""
+UNUSED = DraftTree.bare(0)
+"""Tree in the slots that a step leaves out: all the same, so that they need few experts of a mixture."""
 
 
 class CapturedRun:
@@ -261,12 +266,11 @@ class StaticSteps:
         return capacity if limit is None else min(capacity, max(needed, limit + LARGEST_TREE + 1))
 
     def record(self, cache: Cache) -> None:
-        """Capture the steps for one slot ahead of time, so that no answer waits for them.
-
-        Steps that read a fixed extent are captured when first used, since there is one per extent.
-        """
-        for rows in () if self._pass.reads_extent else RECORDED:
-            self.prepared(cache, [DraftTree.of(0, [0] * (rows - 1), [ROOT] * (rows - 1))])
+        """Capture the steps over the first slots of a cache ahead of time, so that no answer waits for them."""
+        for slots in padded_numbers(len(cache.slots)):
+            for rows in RECORDED:
+                if slots == 1 or slots * rows <= RECORDED_ROWS:
+                    self.prepared(cache, [DraftTree.of(0, [0] * (rows - 1), [ROOT] * (rows - 1))] * slots)
 
     @property
     def holds_results(self) -> bool:
@@ -290,54 +294,67 @@ class StaticSteps:
         to the host.
         """
         self._finish_running()
-        slots = cache.slots[: len(trees)]
         rows = STEP_SIZES[bisect_left(STEP_SIZES, max(map(len, trees)) + 1)]
-        room = 1 << (len(trees) - 1).bit_length()
+        slots = cache.slots[: self._padded(cache, len(trees), rows)]
+        room = 1 << (len(slots) - 1).bit_length()
         buffers = self._buffers.get(room) or _Buffers(self._device, room)
         self._buffers[room] = buffers
         extent = 0
         if self._pass.reads_extent:
             extent = min(extent_for(max(slot.kv.length for slot in slots) + rows), cache.capacity)
-        for place, (slot, tree) in enumerate(zip(slots, trees, strict=True)):
-            buffers.input.fill(place, tree, rows, slot.kv.length)
+        for place, (slot, tree) in enumerate(zip_longest(slots, trees)):
+            buffers.input.fill(place, UNUSED if tree is None else tree, rows, slot.kv.length)
             slot.kv.mark_written(slot.kv.length + rows)
+            if tree is None:
+                slot.kv.settle()  # the step writes where the pending move would read
+                buffers.input.leave_out(place, rows)
         steps = self._steps.setdefault(cache.storage, {})
-        shape = len(trees), rows, extent
+        shape = len(slots), rows, extent
         step = steps.get(shape)
         if step is None or step.is_due():
             for slot in slots:  # capturing runs the step, which would overwrite the accepted path
                 slot.kv.settle()
-            buffers.input.send(len(trees), rows)
+            buffers.input.send(len(slots), rows)
             step = steps[shape] = self._captured(buffers, cache.storage, *shape)
         if (run := step.run) is None:
             return None
-        return lambda: self._run(step, run, buffers, cache, trees, rows, options)
+        return lambda: self._run(step, run, buffers, slots, trees, rows, options)
+
+    def _padded(self, cache: Cache, trees: int, rows: int) -> int:
+        """Return the number of slots in the step that verifies this many trees.
+
+        It is a power of two, so that few steps serve all batches, or the number of all slots. The step leaves the
+        further slots out, but writes to them, after their contexts: if one has no room for that, none is added.
+        """
+        padded = next(number for number in padded_numbers(len(cache.slots)) if number >= trees)
+        has_room = all(slot.kv.length + rows <= cache.capacity for slot in cache.slots[trees:padded])
+        return padded if has_room and not self._pass.reads_extent else trees
 
     def _run(
         self,
         step: _Step,
         run: Run,
         buffers: _Buffers,
-        cache: Cache,
+        slots: Sequence[Slot],
         trees: Sequence[DraftTree],
         rows: int,
         options: PassOptions,
     ) -> RunningStep:
-        slots = cache.slots[: len(trees)]
         for place, slot in enumerate(slots):
             if slot.kv.pending_move:
                 buffers.input.move(place, rows, *slot.kv.pending_move)
         running = self._running = RunningStep(self._clock)
         self._clock.start()
         try:
-            buffers.input.send(len(trees), rows)
+            buffers.input.send(len(slots), rows)
             for slot in slots:
                 slot.kv.begin_move()
             run()
             for place, slot in enumerate(slots):
                 slot.kv.end_move()
-                slot.hold_states(step.states, place)
-            collect = buffers.received(len(trees), rows, options)
+                if place < len(trees):
+                    slot.hold_states(step.states, place)
+            collect = buffers.received(len(slots), rows, options)
         finally:  # the next step waits for this one even if an interrupt has left it to the device
             self._clock.stop()
         running.results = [collect(place * rows, len(tree) + 1) for place, tree in enumerate(trees)]
@@ -444,6 +461,11 @@ def rankings_in(words: torch.Tensor, rows: int, k: int) -> tuple[torch.Tensor, t
     """Return views of the ranked tokens and of their scores in ``words``, each of shape ``[rows, k]``."""
     tokens, scores = words.split_with_sizes([rows * k, len(words) - rows * k])
     return tokens.view(rows, k), scores.view(torch.float32)[: rows * k].view(rows, k)
+
+
+def padded_numbers(slots: int) -> list[int]:
+    """Return the numbers of slots that steps have in a cache with this many: powers of two, and all slots."""
+    return sorted({min(1 << power, slots) for power in range(slots.bit_length() + 1)})
 
 
 def extent_for(rows: int) -> int:

@@ -8,9 +8,15 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from hdtool.runtime.model import pass_inputs
+
 LOG2_E = tl.constexpr(1.4426950408889634)
 NODES = tl.constexpr(64)
 """Number of bits in a row's ancestor mask: the size of the largest tree."""
+MOVED = tl.constexpr(pass_inputs.MOVED)
+LEFT_OUT = tl.constexpr(pass_inputs.LEFT_OUT)
+LOWEST = tl.constexpr(-1e30)
+"""Lower than the level of any split that has keys."""
 
 
 @triton.jit
@@ -264,13 +270,16 @@ def add_block(
 def attention_kernel(
     qkv, keys, rotated, values, lengths, positions, ancestors, parts, levels,
     rows, step, groups, query_stride, slot_stride, head_stride, rotated_slot_stride,
-    value_slot_stride, value_head_stride, scale, softcap, window, blocks,
-    SPLITS: tl.constexpr, LEAST: tl.constexpr, WIDTH: tl.constexpr, LOADED: tl.constexpr,
+    value_slot_stride, value_head_stride, scale, softcap, window, blocks, wanted,
+    SLOTS: tl.constexpr, SPLITS: tl.constexpr, LEAST: tl.constexpr, WIDTH: tl.constexpr, LOADED: tl.constexpr,
     ROTATED: tl.constexpr, ROTATED_LOADED: tl.constexpr, VALUES: tl.constexpr, VALUES_LOADED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Compute attention of a block of query rows over one split of the keys.
+
+    The keys of all slots are divided into about ``wanted`` splits of equal size, at most ``SPLITS`` a slot, so that a
+    slot with a long context gets more of them. A slot that the step leaves out has none.
 
     All rows attend to the context. The bits of ``ancestors`` select which of the tree's nodes each row attends to.
     The outputs are ``parts [splits, tokens, heads, VALUES]`` and ``levels [splits, tokens, heads]``, the log2 of each
@@ -295,11 +304,19 @@ def attention_kernel(
     length = tl.load(lengths + slot * step).to(tl.int32)
     bits = tl.load(ancestors + slot * step + row, mask=used, other=0)
     position = tl.load(positions + slot * step + row, mask=used, other=0).to(tl.int32)
+    every = tl.arange(0, SLOTS)
+    there = every < tl.num_programs(2)
+    spans = tl.load(lengths + every * step, mask=there, other=0).to(tl.int32) + rows
     end = length + rows
     begin = 0
     if WINDOW:  # skip positions before the root's window, which no row attends to
         begin = tl.maximum(length - window + 1, 0) // BLOCK_N * BLOCK_N
-    share = tl.cdiv(tl.maximum(tl.cdiv(end - begin, SPLITS), LEAST), BLOCK_N) * BLOCK_N
+        spans = tl.minimum(spans, window + rows)
+    is_used = tl.load(lengths + every * step + MOVED, mask=there, other=LEFT_OUT) != LEFT_OUT
+    even = tl.cdiv(tl.sum(tl.where(is_used, spans, 0), 0), wanted)
+    share = tl.cdiv(tl.maximum(tl.maximum(even, tl.cdiv(end - begin, SPLITS)), LEAST), BLOCK_N) * BLOCK_N
+    if tl.load(lengths + slot * step + MOVED) == LEFT_OUT:
+        end = begin
     first = begin + split * share
     last = tl.minimum(first + share, end)
     heads = tl.num_programs(1) * groups
@@ -343,7 +360,7 @@ def merge_kernel(
     at = tl.program_id(0).to(tl.int64)
     split = tl.arange(0, SPLITS)
     level = tl.load(levels + split * stride + at)
-    highest = tl.max(level, 0)
+    highest = tl.maximum(tl.max(level, 0), LOWEST)
     weight = tl.exp2(level - highest)
     total = tl.sum(weight, 0)
     if SINKS:
@@ -351,7 +368,7 @@ def merge_kernel(
     inner = tl.arange(0, LOADED)
     there = (level > float("-inf"))[:, None] & (inner < WIDTH)[None, :]
     part = tl.load(parts + (split[:, None] * stride + at) * WIDTH + inner[None, :], mask=there, other=0.0)
-    whole = tl.sum(part * weight[:, None], 0) / total
+    whole = tl.sum(part * weight[:, None], 0) / tl.where(total > 0.0, total, 1.0)
     tl.store(mixed + at * WIDTH + inner, whole.to(mixed.dtype.element_ty), mask=inner < WIDTH)
 
 

@@ -19,6 +19,10 @@ if TYPE_CHECKING:
     from hdtool.runtime.program.embedding_and_head import Rotary
 
 MAX_SPLITS = 32
+UNEVEN_SPLITS = 16
+"""Number of splits for a context that is much longer than those beside it."""
+MAX_PARTS = 1 << 26
+"""Maximum number of bytes that the outputs of these splits take up."""
 MIN_SPLIT_KEYS = 128
 """Minimum number of keys in a split. With fewer, merging the splits would take longer than they save."""
 GATE_BLOCK = 1024
@@ -211,7 +215,8 @@ class TritonOperations:
         values = cached_values.shape[3]
         block = Blocks.of(padded(rows * groups), width, queries.dtype, self._capability)
         blocks = triton.cdiv(rows * groups, block.queries)
-        splits = self._splits(blocks * layout.key_heads * slots)
+        wanted = max(1, PROGRAMS_PER_PROCESSOR * self._processors // (blocks * layout.key_heads))
+        splits = splits_of(wanted, slots, tokens * heads * values * torch.float32.itemsize)
         parts = torch.empty((splits, tokens, heads, values), dtype=torch.float32, device=queries.device)
         levels = torch.empty((splits, tokens, heads), dtype=torch.float32, device=queries.device)
         step, window = self._step, layout.window.window
@@ -236,6 +241,8 @@ class TritonOperations:
             layout.softcap or 0.0,
             window or 0,
             blocks,
+            wanted,
+            SLOTS=triton.next_power_of_2(slots),
             SPLITS=splits,
             LEAST=MIN_SPLIT_KEYS,
             WIDTH=width,
@@ -268,12 +275,6 @@ class TritonOperations:
         )
         return mixed
 
-    def _splits(self, programs: int) -> int:
-        """Return the number of splits into which to divide the keys so that all multiprocessors are busy."""
-        wanted = PROGRAMS_PER_PROCESSOR * self._processors // programs
-        splits: int = triton.next_power_of_2(max(1, wanted))
-        return min(MAX_SPLITS, splits)
-
     def gate(self, gate_up: torch.Tensor, activation: str) -> torch.Tensor:
         tokens, width = gate_up.shape[0], gate_up.shape[1] // 2
         gated = gate_up.new_empty((tokens, width))
@@ -302,6 +303,19 @@ class TritonOperations:
 
 def _weights_of(norm: Norm | None) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     return (norm.weight, norm.bias) if norm else (None, None)
+
+
+def splits_of(wanted: int, slots: int, size: int) -> int:
+    """Return into how many splits the keys of one slot may be divided, so that all multiprocessors are busy.
+
+    ``wanted`` splits of all slots together are enough for that, but a slot with a long context beside short ones may
+    need most of them. ``size`` is the number of bytes that one split of all slots takes up.
+    """
+    even = triton.next_power_of_2(max(1, wanted // slots))
+    uneven = min(UNEVEN_SPLITS, triton.next_power_of_2(wanted)) if slots > 1 else 1
+    while uneven > 1 and uneven * size > MAX_PARTS:
+        uneven //= 2
+    return int(min(MAX_SPLITS, max(even, uneven)))
 
 
 def padded(width: int) -> int:
