@@ -51,7 +51,7 @@ from hdtool.runtime.config.settings import Panel, Use
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from hdtool.data.stores.manifest import HistoryManifest
+    from hdtool.data.stores.history_manifest import HistoryManifest
     from hdtool.runtime.stores.corpus_index import CorpusIndex
     from hdtool.runtime.stores.model_store import ModelStore
 
@@ -395,7 +395,7 @@ def _ngrams(folder: Path, manifest: Manifest, text: str, config: ModelConfig) ->
 
 def _tokenizer(folder: Path, manifest: Manifest | HistoryManifest, config: ModelConfig) -> PreTrainedTokenizerBase:
     """Load the store's tokenizer. Raises StoreError if the user names a model with another one."""
-    from hdtool.data.stores.manifest import HistoryManifest, require_history
+    from hdtool.data.stores.history_manifest import HistoryManifest, require_history
     from hdtool.runtime.target.load import load_tokenizer
     from hdtool.runtime.target.store_tokenizer import model_of_store
 

@@ -23,7 +23,8 @@ from hdtool.data import demo
 from hdtool.data.documents import Document, Source, Tokens, stored_documents, with_sources
 from hdtool.data.errors import ModelError, StoreError, did_you_mean
 from hdtool.data.progress import count_of
-from hdtool.data.stores.manifest import Checkpoint, InputShare, Manifest, TokenizerFingerprint, require_history
+from hdtool.data.stores.history_manifest import require_history
+from hdtool.data.stores.manifest import Checkpoint, InputShare, Manifest, TokenizerFingerprint
 from hdtool.data.stores.store import (
     FolderCheck,
     delete_old_builds,

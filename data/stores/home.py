@@ -16,19 +16,13 @@ from urllib.parse import unquote
 from hdtool.data.durable_files import file_lock
 from hdtool.data.errors import StoreError, did_you_mean
 from hdtool.data.home import home
-from hdtool.data.stores.manifest import (
-    HISTORY_FILES,
-    LMDB_LOCK_ENDING,
-    Checkpoint,
-    InputShare,
-    TokenizerFingerprint,
-    history_leftovers,
-    history_lock,
-    read_history_manifest,
-)
+from hdtool.data.stores.history_manifest import history_lock, read_history_manifest
+from hdtool.data.stores.manifest import Checkpoint, InputShare, TokenizerFingerprint
 from hdtool.data.stores.store import read_manifest
 from hdtool.data.stores.store_files import (
+    BUILT_FILES,
     CORPUS_KIND,
+    HISTORY_FILES,
     HISTORY_KIND,
     LOCK_FILE,
     MANIFEST,
@@ -169,32 +163,15 @@ def remove_store(item: StoredItem) -> None:
 
     The manifest is deleted last, so that a killed removal can be found and repeated.
     """
-    folder = item.folder
+    folder, is_history = item.folder, item.kind == HISTORY_KIND
+    busy = StoreError(f"a build of {folder} is running: wait for it")
     try:
-        if item.kind == HISTORY_KIND:
-            _remove_history(folder)
-        else:
-            busy = StoreError(f"a build of {folder} is running: wait for it")
-            with file_lock(folder / LOCK_FILE, busy, remove=True):
-                delete_leftovers(folder, ())
-                (folder / MANIFEST).unlink(missing_ok=True)
+        with history_lock(folder, remove=True) if is_history else file_lock(folder / LOCK_FILE, busy, remove=True):
+            delete_leftovers(folder, (), HISTORY_FILES if is_history else BUILT_FILES)
+            (folder / MANIFEST).unlink(missing_ok=True)
         remove_empty(folder)
     except OSError as error:
         raise StoreError(f"{folder} cannot be removed ({error.strerror or error}): correct the permissions") from error
-
-
-def _remove_history(folder: Path) -> None:
-    with history_lock(folder, remove=True):
-        manifest = read_history_manifest(folder)
-        history_files = [manifest.path(folder, part) for part in HISTORY_FILES]
-        leftover_files = history_leftovers(folder, manifest)
-        for path in [
-            *history_files,
-            *(path.with_name(path.name + LMDB_LOCK_ENDING) for path in history_files),
-            *leftover_files,
-            folder / MANIFEST,
-        ]:
-            path.unlink(missing_ok=True)
 
 
 def remove_empty(folder: Path) -> None:

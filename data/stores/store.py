@@ -31,16 +31,17 @@ from hdtool.data.stores.manifest import (
     input_shares,
 )
 from hdtool.data.stores.store_files import (
+    BUILT_FILES,
     HISTORY_KIND,
     LOCK_FILE,
     MANIFEST,
     check_destination,
     create_empty,
-    delete_leftovers,
     holds_manifest,
     manifest_bytes,
     part_name,
     printable,
+    sweep,
     write_manifest,
 )
 
@@ -285,11 +286,5 @@ def require_unchanged(manifest: Manifest) -> FolderCheck:
 
 
 def sweep_store(folder: Path) -> None:
-    """Delete build files that the manifest does not name: leftovers of killed builds, and replaced files."""
-    kept: set[str] = set()
-    if os.path.lexists(folder / MANIFEST):
-        try:
-            kept = {file.name for file in read_manifest(folder, check=False).files.values()}
-        except StoreError:
-            return  # damaged or of another format: a later sweep deletes its files, once the manifest is replaced
-    delete_leftovers(folder, kept)
+    """Delete the files of builds that a store's manifest does not name; see ``sweep``."""
+    sweep(folder, lambda: {file.name for file in read_manifest(folder, check=False).files.values()}, BUILT_FILES)

@@ -10,7 +10,7 @@ import json
 import os
 import re
 import stat
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,9 @@ MODEL_KIND, CORPUS_KIND = "model", "corpus"
 """Kinds of stores that are built from inputs."""
 HISTORY_KIND = "history"
 """Kind of a history store, which is appended to and never built; see ``HistoryManifest``."""
+HISTORY_PARTS = {"conversations": "mdb", "ring": "bin", "chains": "bin"}
+LMDB_LOCK_ENDING = "-lock"
+"""Suffix of the file in which LMDB registers its readers."""
 STORE_PARTS = {
     CORPUS_KIND: {"documents": "bin", "suffixes": "bin", "heads": "bin", "signposts": "bin", "shards": "bin"},
     MODEL_KIND: {
@@ -36,7 +39,7 @@ STORE_PARTS = {
         "phrases": "bin",
     },
 }
-"""Parts of each kind of store, with the suffixes of their files."""
+"""Parts of each kind of built store, with the suffixes of their files."""
 OPTIONAL_PARTS = {CORPUS_KIND: {}, MODEL_KIND: {"rankings": "bin"}}
 """Parts that a store may lack."""
 FORMER_PARTS = {MODEL_KIND: {"entries": "mdb"}}
@@ -53,7 +56,11 @@ MIN_OWN_FIELDS = 5
 
 _BUILD = "[0-9a-f]{8}"
 """Pattern of a build's eight random hexadecimal digits."""
-_PART_NAME = re.compile("|".join(rf"{part}-{_BUILD}\.{ending}" for part, ending in PART_ENDINGS.items()))
+BUILT_FILES = re.compile("|".join(rf"{part}-{_BUILD}\.{ending}" for part, ending in PART_ENDINGS.items()))
+HISTORY_FILES = re.compile(
+    "|".join(rf"{part}-{_BUILD}\.{ending}({LMDB_LOCK_ENDING})?" for part, ending in HISTORY_PARTS.items())
+)
+"""Patterns of the names of the files of built stores and of history stores."""
 NEW_MANIFEST = re.compile(re.escape(MANIFEST) + f"-{_BUILD}")
 """Pattern of the names of manifests that have not replaced the old one yet."""
 
@@ -67,7 +74,7 @@ def part_name(part: str, build: str) -> str:
 
 def is_part_name(part: str, name: str) -> bool:
     """Return True if a build could have given this name to a file of ``part``."""
-    return bool(_PART_NAME.fullmatch(name)) and name.startswith(f"{part}-")
+    return bool(BUILT_FILES.fullmatch(name)) and name.startswith(f"{part}-")
 
 
 def create_empty(path: Path) -> None:
@@ -102,14 +109,30 @@ def write_manifest(folder: Path, build: str, row: dict[str, Any]) -> None:
         new.unlink(missing_ok=True)
 
 
-def delete_leftovers(folder: Path, kept: Collection[str]) -> None:
-    """Delete the files of all builds in a folder, except files whose names are in ``kept``."""
-    for name in os.listdir(folder):
-        path = folder / name
-        if name not in kept and (_PART_NAME.fullmatch(name) or NEW_MANIFEST.fullmatch(name)) and is_regular(path):
-            # If the system cannot delete an open file, a later build does it.
-            with suppress(FileNotFoundError, PermissionError):
-                path.unlink()
+def leftovers(folder: Path, kept: Collection[str], names: re.Pattern[str]) -> list[Path]:
+    """Return new manifests and files with these names in a folder, except those whose names are in ``kept``."""
+    found = (name for name in sorted(os.listdir(folder)) if names.fullmatch(name) or NEW_MANIFEST.fullmatch(name))
+    return [folder / name for name in found if name not in kept and is_regular(folder / name)]
+
+
+def delete_leftovers(folder: Path, kept: Collection[str], names: re.Pattern[str] = BUILT_FILES) -> None:
+    for path in leftovers(folder, kept, names):
+        # If the system cannot delete an open file, a later command does it.
+        with suppress(FileNotFoundError, PermissionError):
+            path.unlink()
+
+
+def sweep(folder: Path, kept: Callable[[], Collection[str]], names: re.Pattern[str]) -> None:
+    """Delete files that the manifest does not name: replaced files, and leftovers of killed or failed commands.
+
+    ``kept`` reads the manifest and returns the names of its files. Readers can still use the files that they have
+    opened. The caller must hold the folder's lock.
+    """
+    try:
+        known = kept() if os.path.lexists(folder / MANIFEST) else ()
+    except StoreError:
+        return  # damaged or of another format: a later sweep deletes its files, once the manifest is replaced
+    delete_leftovers(folder, known, names)
 
 
 def check_destination(folder: Path) -> None:
@@ -119,7 +142,7 @@ def check_destination(folder: Path) -> None:
             if holds_history(folder):
                 raise StoreError(f"{folder} holds a history store, which no build replaces: choose another place")
             if not holds_manifest(folder):
-                refuse_other_files(folder, "store", _PART_NAME)
+                refuse_other_files(folder, "store", BUILT_FILES)
         elif os.path.lexists(folder):
             obstacle = "a file" if folder.exists() else "a link to a place that does not exist"
             raise StoreError(f"{folder} is {obstacle}, a folder is needed: choose another place")
@@ -134,7 +157,7 @@ def holds_manifest(folder: Path) -> bool:
         row = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError):
         # The manifest is too damaged to read, but files of a build beside it show that it belongs to a store.
-        return any(_PART_NAME.fullmatch(name) and is_regular(folder / name) for name in os.listdir(folder))
+        return any(BUILT_FILES.fullmatch(name) and is_regular(folder / name) for name in os.listdir(folder))
     if not isinstance(row, dict):
         return False
     known_kind = isinstance(row.get("kind"), str) and row["kind"] in STORE_PARTS

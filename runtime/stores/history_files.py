@@ -27,11 +27,9 @@ import numpy as np
 
 from hdtool.data.errors import StoreError, error_reason, write_fault
 from hdtool.data.output_files import sync_to_disk
-from hdtool.data.stores.manifest import (
+from hdtool.data.stores.history_manifest import (
     MAX_HISTORY_BYTES,
     HistoryManifest,
-    TokenizerFingerprint,
-    history_leftovers,
     history_lock,
     is_new_history,
     manifest_stamp,
@@ -39,7 +37,8 @@ from hdtool.data.stores.manifest import (
     read_history_manifest,
     sweep_history,
 )
-from hdtool.data.stores.store_files import MANIFEST, create_empty, write_manifest
+from hdtool.data.stores.manifest import TokenizerFingerprint
+from hdtool.data.stores.store_files import HISTORY_FILES, MANIFEST, create_empty, leftovers, write_manifest
 from hdtool.runtime.kernels.compiled import Ints, compiled
 from hdtool.runtime.stores.history_records import Records, StoredConversation, StoreState
 from hdtool.runtime.stores.model_store import mix_hash
@@ -321,10 +320,10 @@ def require_room(folder: Path, needed: int = 0) -> None:
         raise OSError(errno.ENOSPC, f"No space left on device, {free >> 20} MiB free")
 
 
-def delete_leftovers(folder: Path) -> None:
+def complete_rebuild(folder: Path) -> None:
     """Delete the files that a killed rebuild left behind, as they may contain dropped conversations."""
     with store_errors(folder):
-        if history_leftovers(folder, read_history_manifest(folder)):
+        if leftovers(folder, read_history_manifest(folder).file_names, HISTORY_FILES):
             with history_lock(folder):
                 sweep_history(folder)
 

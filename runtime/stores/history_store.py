@@ -19,21 +19,21 @@ from typing import Any
 import numpy as np
 
 from hdtool.data.errors import StoreError
-from hdtool.data.stores.manifest import (
+from hdtool.data.stores.history_manifest import (
     DEFAULT_SOURCE,
-    TokenizerFingerprint,
     manifest_stamp,
     read_history_manifest,
     require_history,
 )
+from hdtool.data.stores.manifest import TokenizerFingerprint
 from hdtool.data.stores.store_files import MANIFEST
 from hdtool.runtime.kernels.compiled import Ints, Uncopyable
 from hdtool.runtime.stores.history_files import (
     MAX_STORE_BYTES,
     OpenFiles,
     compile_ring,
+    complete_rebuild,
     create_if_new,
-    delete_leftovers,
     lengthen,
     open_files,
     positions_within,
@@ -81,7 +81,7 @@ class HistoryStore(Uncopyable):
         self._read_only = read_only
         if not read_only:
             compile_ring()
-            delete_leftovers(self.folder)
+            complete_rebuild(self.folder)
         self._use(open_files(self.folder, writable=not read_only))
         self._end[0] = self._current_end()
         if not read_only:

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from hdtool.data.stores.manifest import HISTORY_FORMAT
+from hdtool.data.stores.history_manifest import HISTORY_FORMAT
 from hdtool.data.stores.store_files import HISTORY_KIND
 from hdtool.runtime.kernels.compiled import Ints
 from hdtool.runtime.stores.corpus_index import MAX_RANGE_ORDER, CorpusIndex, CorpusSearch

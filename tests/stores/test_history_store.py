@@ -31,18 +31,18 @@ from hdtool.builders.stores.edit_store import HistoryDocuments, drop_conversatio
 from hdtool.cli.store_output import verify_conversations
 from hdtool.data.documents import Document, Source
 from hdtool.data.errors import StoreError
-from hdtool.data.stores import manifest as manifest_module
+from hdtool.data.stores import history_manifest
+from hdtool.data.stores.history_manifest import DEFAULT_SOURCE, HistoryManifest, read_history_manifest
 from hdtool.data.stores.home import history_at_home
-from hdtool.data.stores.manifest import (
-    DEFAULT_SOURCE,
-    HISTORY_FILES,
-    LMDB_LOCK_ENDING,
-    HistoryManifest,
-    TokenizerFingerprint,
-    read_history_manifest,
-)
+from hdtool.data.stores.manifest import TokenizerFingerprint
 from hdtool.data.stores.store import read_manifest
-from hdtool.data.stores.store_files import MANIFEST, refuse_other_files, write_manifest
+from hdtool.data.stores.store_files import (
+    HISTORY_PARTS,
+    LMDB_LOCK_ENDING,
+    MANIFEST,
+    refuse_other_files,
+    write_manifest,
+)
 from hdtool.runtime.stores import history_files, history_store
 from hdtool.runtime.stores.history_files import MIN_STORE_POSITIONS, NEW_STORE_POSITIONS
 from hdtool.runtime.stores.history_records import MIN_POSITIONS_PER_CONVERSATION, StoredConversation
@@ -131,7 +131,7 @@ def test_the_store_grows_up_to_its_bound(tmp_path: Path) -> None:
     kept = held(store)
     assert len(kept) > 200 and kept == said[-len(kept) :], "the oldest conversations went first"
     assert found(store, *said[-1][:2])[0] == said[-1][2]
-    assert len(list(tmp_path.iterdir())) == len(HISTORY_FILES) + 3, "no file of a smaller ring is left"
+    assert len(list(tmp_path.iterdir())) == len(HISTORY_PARTS) + 3, "no file of a smaller ring is left"
 
 
 def test_growth_moves_nothing_and_may_be_cut_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -304,7 +304,7 @@ def written(tmp_path: Path) -> tuple[Path, HistoryManifest]:
     return store.folder, store.manifest
 
 
-@pytest.mark.parametrize("part", HISTORY_FILES)
+@pytest.mark.parametrize("part", HISTORY_PARTS)
 @pytest.mark.parametrize("size", [None, 0, 1, 5_000, 20_000, -1])
 @pytest.mark.one_in(2)
 def test_a_file_that_is_cut_off_is_named(part: str, size: int | None, written: tuple[Path, HistoryManifest]) -> None:
@@ -369,7 +369,7 @@ def test_bytes_that_changed_end_no_process(tmp_path: Path, written: tuple[Path, 
         for number in range(60):
             copy = tmp_path / str(number)
             shutil.copytree(folder, copy)
-            part = list(HISTORY_FILES)[number % 4 % 3]
+            part = list(HISTORY_PARTS)[number % 4 % 3]
             path = manifest.path(copy, part)
             content = bytearray(path.read_bytes())
             start = rng.randrange(len(content))
@@ -457,7 +457,7 @@ def test_nothing_is_lost_if_the_store_is_replaced_while_it_is_opened(
         drop_conversations(folder, source="secret")
         return manifest
 
-    monkeypatch.setattr(history_store, "delete_leftovers", lambda folder: None)
+    monkeypatch.setattr(history_store, "complete_rebuild", lambda folder: None)
     monkeypatch.setattr(history_files, "read_history_manifest", then_dropped)
     assert HistoryStore(tmp_path).append([7, 8, 9], [], "public")
     assert held(opened(tmp_path))[-1] == [7, 8, 9]
@@ -472,7 +472,7 @@ def test_files_of_a_killed_command_go_when_the_store_is_opened(tmp_path: Path, m
     assert planted_in(tmp_path)
     opened(tmp_path)
     assert planted_in(tmp_path) == []
-    assert len(list(tmp_path.iterdir())) == len(HISTORY_FILES) + 3
+    assert len(list(tmp_path.iterdir())) == len(HISTORY_PARTS) + 3
 
 
 def test_a_reader_sees_nothing_before_it_refreshes(tmp_path: Path) -> None:
@@ -713,7 +713,7 @@ def test_two_processes_create_a_store(tmp_path: Path, monkeypatch: pytest.Monkey
         opened(tmp_path).append([1, 2, 3], [])
         refuse_other_files(*arguments)
 
-    monkeypatch.setattr(manifest_module, "refuse_other_files", then_refused)
+    monkeypatch.setattr(history_manifest, "refuse_other_files", then_refused)
     assert held(opened(tmp_path)) == [[1, 2, 3]]
 
 
