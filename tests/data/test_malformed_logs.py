@@ -59,6 +59,9 @@ LINES = [
     Case("an empty object", {}, "no conversation, answer or text in it (found: nothing)"),
     Case("unknown keys", {"frage": "Was?", "n": 3}, 'text in it (found: frage: "Was?", n: 3)'),
     Case("an unknown form with a key", {"api_key": SECRET, "q": SECRET}, "(found: api_key: hidden, q: text of 19 ch"),
+    Case("a line break in a key", '{"a\\nb": 1, "id": 2}', "answer or text in it (found: a b: 1, id: 2)"),
+    Case("an empty text", '""', "empty text"),
+    Case("a prompt that is a number", {"prompt": 3}, "`prompt` must be a text (found: int)"),
     Case("null in all columns", {"messages": None, "text": None}, "(found: nothing)"),
     Case("messages as a text", {"messages": "hi"}, "`messages` must be a list (found: str)"),
     Case("messages as an object", {"messages": {}}, "`messages` must be a list (found: dict)"),
@@ -75,10 +78,16 @@ LINES = [
     Case("an answer that is a number", {"question": "a", "answer": 4}, "`answer` must be a text (found: int)"),
     Case("no choices", {"choices": []}, "`choices` must begin with an object that has `turns`"),
     Case("choices of an unknown form", {"choices": [{"said": "a"}]}, "`choices` must begin with an object that has"),
+    Case("a turn that is a number", {"choices": [{"turns": [1]}]}, "has `turns`, a list of texts"),
     Case("a choice that is a number", {**REQUEST, "choices": [{"message": ANSWER}, 3]}, "`choices` must be a list"),
+    Case("no turns", {"turns": []}, "`turns` must be a list of texts"),
     Case("an empty turn", {"turns": ["a", ""]}, "`turns` must be a list of texts, none of them empty"),
     # Recorded tokens
     Case("more answers than messages", {"messages": [ASKED], "answers": [{"output_ids": [1]}]}, "`answers` must be"),
+    Case("no answers", {"messages": [ASKED, ANSWER], "max_new_tokens": 9, "answers": []}, "`answers` must be"),
+    Case("an answer without tokens", {"messages": [ASKED, ANSWER], "answers": [{"output_ids": []}]}, "`output_ids`"),
+    Case("a token that is true", {"messages": [ASKED, ANSWER], "answers": [{"output_ids": [True]}]}, "`output_ids`"),
+    Case("a limit in words", {"messages": [ASKED, ANSWER], "answers": [{}], "max_new_tokens": "9"}, "must be a number"),
     Case("a negative token", {"messages": [ASKED, ANSWER], "answers": [{"output_ids": [-1]}]}, "needs `output_ids`"),
     Case(
         "an answer over its limit",
@@ -159,10 +168,22 @@ FILES: dict[str, tuple[str, bytes | str | Callable[[Path], None], str]] = {
     "empty": ("a.jsonl", "", "is empty"),
     "blank": ("a.log", " \n\n", "is empty"),
     "an empty list": ("a.json", "[]", "is empty"),
+    "a text that is blank": ("a.txt", "\n \n", "is empty"),
+    "a text of Latin-1": ("a.txt", b"caf\xe9", "not UTF-8 text (byte 0xe9)"),
+    "a zero byte far inside": ("a.txt", b"x" * 100_000 + b"\0", "is binary data"),
+    "a value that is cut off": ("a.json", '{"text":\n "a"', "it may be cut off"),
+    "a list of Latin-1": ("a.json", b'["caf\xe9"]', "not UTF-8"),
+    "a deep nesting": ("a.json", "[" * 100_000, "nested too deeply"),
     "a list that is cut off": ("a.json", f"[{GOOD}, {GOOD[:20]}", "it may be cut off: fetch it again"),
     "UTF-16": ("a.jsonl", GOOD.encode("utf-16"), "holds binary data"),
     "a picture": ("a.log", b"\x89PNG\r\n\x1a\n\0\0", "holds binary data"),
     "gzip that is cut off": ("a.jsonl.gz", gzip.compress(GOOD.encode())[:-9], "cannot be unpacked"),
+    "gzip that was changed": (
+        "a.txt.gz",
+        gzip.compress(b"text")[:-6] + b"xxxxxx",
+        "be unpacked (CRC check failed",
+    ),
+    "no gzip": ("a.gz", b"\x1f\x8bnot gzip", "cannot be unpacked"),
     "Zstandard that is cut off": ("a.jsonl.zst", ZSTD[:-3], "cannot be unpacked (Truncated"),
     "no Zstandard": ("a.jsonl.zst", b"\x28\xb5\x2f\xfdno", "cannot be unpacked"),
     "a database of something else": ("a.db", database("create table dogs (name)"), "without the tables of llm"),
@@ -266,8 +287,11 @@ def test_any_value_is_a_conversation_or_a_reason(value: Any) -> None:
     assert all(isinstance(turn.text, str) for turn in found.turns)
 
 
-@given(st.binary(max_size=300), st.sampled_from(["a.log", "a", "a.jsonl.zst", "a.db", "a.arrow"]), st.integers(0, 4))
-@settings(max_examples=150, deadline=None)
+NAMES = ["a.log", "a", "a.jsonl.zst", "a.db", "a.arrow", "a.json", "a.jsonl", "a.txt", "a.gz"]
+
+
+@given(st.binary(max_size=300), st.sampled_from(NAMES), st.integers(0, 4))
+@settings(max_examples=250, deadline=None)
 def test_any_bytes_are_read_or_named(
     tmp_path_factory: pytest.TempPathFactory, data: bytes, name: str, start: int
 ) -> None:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 
 import pytest
-from hypothesis import given, strategies as st
 
 from hdtool.data import demo
 from hdtool.data.errors import PromptError
@@ -62,20 +60,7 @@ def test_text_files_hold_a_prompt_a_line(tmp_path: Path) -> None:
     ("content", "complaint"),
     [
         ("", "is empty"),
-        (" \n\n", "is empty"),
-        (b"\xff\xfe", "not UTF-8"),
-        (b"PK\x03\x04\x00\x00", "binary"),
         ('{"prompt": "a"}\n{"prompt": \n', r"prompts.jsonl:2: not valid JSON"),
-        ("[" * 100_000, "nested too deeply"),
-        ("17", r"a record is an object or a text \(found: int\)"),
-        ('{"txt": "a"}', r"no conversation, answer or text in it \(found: txt: \"a\"\)"),
-        ('{"prompt": 3}', r"`prompt` must be a text \(found: int\)"),
-        ('{"prompt": " "}', "empty conversation"),
-        ('{"turns": []}', "`turns` must be a list"),
-        ('{"turns": ["a", ""]}', "`turns` must be a list"),
-        ('{"messages": {}}', "`messages` must be a list"),
-        ('{"messages": [{"role": "user"}]}', "needs a role and a text"),
-        ('{"messages": [{"role": "king", "content": "a"}]}', "unknown role 'king'"),
         ('{"messages": [{"role": "assistant", "content": "a"}]}', "answers only"),
         ('{"prompt": "a", "prediction": 3}', "`prediction` must be a text or"),
         ('{"prompt": "a", "prediction": {"type": "text", "content": "b"}}', "`prediction` must be a text or"),
@@ -85,7 +70,6 @@ def test_text_files_hold_a_prompt_a_line(tmp_path: Path) -> None:
         ('{"prompt": "a", "prediction": " "}', "`prediction` is empty"),
         ('{"prompt": "a", "prediction": {"type": "content", "content": []}}', "`prediction` is empty"),
         ('{"prompt": "a", "prediction": "\\ud800"}', "`prediction` is not valid Unicode"),
-        ('{"prompt": 1' + "0" * 5000 + "}", "not valid JSON"),
     ],
 )
 def test_bad_files_are_named_in_one_line(tmp_path: Path, content: str | bytes, complaint: str) -> None:
@@ -100,19 +84,6 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
         read_prompts(tmp_path / "none.txt")
     with pytest.raises(PromptError, match="is a folder"):
         read_prompts(tmp_path)
-    locked = tmp_path / "locked.txt"
-    locked.write_text("secret")
-    locked.chmod(0)
-    if not os.access(locked, os.R_OK):  # root reads everything
-        with pytest.raises(PromptError, match="permissions"):
-            read_prompts(locked)
-
-
-@given(st.lists(st.text(st.characters(codec="utf-8"), min_size=1).filter(str.strip), min_size=1, max_size=5))
-def test_whatever_json_can_hold_comes_back(tmp_path_factory: pytest.TempPathFactory, texts: list[str]) -> None:
-    rows = "\n".join(json.dumps({"prompt": text}, ensure_ascii=False) for text in texts)
-    prompts = read(tmp_path_factory.mktemp("prompts"), rows.encode())
-    assert [prompt.messages[0]["content"] for prompt in prompts] == texts
 
 
 def test_the_embedded_prompts_are_several_kinds_in_turn() -> None:

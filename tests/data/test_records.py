@@ -10,11 +10,10 @@ import socket
 import sqlite3
 from contextlib import closing
 from pathlib import Path
-from random import Random
 from typing import Any
 
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 
 from hdtool.data.documents import Source
 from hdtool.data.errors import RecordError
@@ -161,40 +160,6 @@ def test_a_pattern_that_matches_nothing_is_named(tmp_path: Path, pattern: str, m
         find_inputs(["empty"])
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "complaint"),
-    [
-        ("a.jsonl", b"", "is empty"),
-        ("a.json", b" \n", "is empty"),
-        ("a.json", b"[]", "is empty"),
-        ("a.txt", b"\n \n", "is empty"),
-        ("a.txt", b"caf\xe9", r"not UTF-8 text \(byte 0xe9\)"),
-        ("a.txt", b"PK\0", "holds binary data"),
-        ("a.txt", b"x" * 100_000 + b"\0", "is binary data"),
-        ("a.jsonl", b"PK\0\n", "holds binary data"),
-        ("a.json", b'[{"text": "a"}, {"te', r"not valid JSON \(.* at character 18\); it may be cut off"),
-        ("a.json", b'{"text":\n "a"', "it may be cut off"),
-        ("a.json", b'["caf\xe9"]', "not UTF-8"),
-        ("a.json", b"[" * 100_000, "nested too deeply"),
-        (
-            "a.txt.gz",
-            gzip.compress(Random(0).randbytes(9999), mtime=0)[:-99],
-            r"cannot be unpacked \(Compressed file ended",
-        ),
-        ("a.txt.gz", gzip.compress(b"text", mtime=0)[:-6] + b"xxxxxx", r"cannot be unpacked \(CRC check failed"),
-        ("a.gz", b"\x1f\x8bnot gzip", "cannot be unpacked"),
-        ("a.parquet", b"PAR1 and no more", "cannot be read as Parquet"),
-    ],
-)
-def test_files_that_cannot_be_used(tmp_path: Path, name: str, content: bytes, complaint: str) -> None:
-    if name == "a.parquet":
-        pytest.importorskip("datasets")
-    with pytest.raises(RecordError, match=complaint) as error:
-        read(write(tmp_path, name, content), tolerance=1.0)
-    assert "\n" not in str(error.value)
-    assert name in str(error.value)
-
-
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(RecordError, match=r"none.txt does not exist"):
         RecordReader([tmp_path / "none.txt"])
@@ -209,40 +174,13 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
             read(locked)
 
 
-@pytest.mark.parametrize(
-    ("line", "reason"),
-    [
-        ('{"text": "a"', "not valid JSON (Expecting ',' delimiter at character 14)"),
-        ("1" * 5000, "not valid JSON (Exceeds the limit"),
-        (b'"caf\xe9"', "not UTF-8 text (byte 0xe9)"),
-        (b'"a\0"', "binary data"),
-        ("[" * 100_000, "JSON that is nested too deeply"),
-        ('["t"]', "a record is an object or a text (found: list)"),
-        ('""', "empty text"),
-        (r'"\ud83d"', "not valid Unicode (U+D83D at character 0)"),
-        ('{"a\\nb": 1, "id": 2}', "no conversation, answer or text in it (found: a b: 1, id: 2)"),
-        ('{"messages": [{"content": "x"}]}', "a turn needs a role and a text"),
-        ('{"conversations": [{"from": "king", "value": "x"}]}', "unknown role 'king': expected one of system, user"),
-        ('{"text": 3}', "`text` must be a text (found: int)"),
-        ('{"conversations": {}}', "`conversations` must be a list (found: dict)"),
-        ('{"conversations": []}', "empty conversation"),
-        ('{"messages": [{"role": "user", "content": " "}]}', "empty conversation"),
-        ('{"messages": ["a"]}', "a turn needs a role and a text"),
-        ('{"messages": [{"role": "user"}]}', "a turn needs a role and a text"),
-        ('{"messages": [{"content": ["a"]}]}', "a message in parts needs objects"),
-        ('{"choices": []}', "`choices` must begin with an object that has `turns`"),
-        ('{"choices": [{"turns": [1]}]}', "`choices` must begin with an object that has `turns`, a list of texts"),
-    ],
-)
-def test_a_bad_record_is_named_and_reading_goes_on(tmp_path: Path, line: str | bytes, reason: str) -> None:
-    bad = line if isinstance(line, bytes) else line.encode()
-    # The zero byte lies beyond the beginning, by which whole files are judged.
-    path = write(tmp_path, "a.jsonl", b'"%b"\n\n%b\n"b"' % (b"a" * 100_000, bad))
+def test_a_bad_record_is_named_and_reading_goes_on(tmp_path: Path) -> None:
+    """The zero byte lies beyond the beginning, by which whole files are judged."""
+    path = write(tmp_path, "a.jsonl", b'"%b"\n\n"a\0"\n"b"' % (b"a" * 100_000))
     reading = RecordReader([path], tolerance=0.34)
     assert [record.texts for record in reading] == [("a" * 100_000,), ("b",)]
     assert (reading.tally.good, reading.tally.bad) == (2, 1)
-    assert reading.tally.messages[0].startswith(f"{path}:3: {reason}")
-    assert "\n" not in reading.tally.messages[0]
+    assert reading.tally.messages == [f"{path}:3: binary data"]
 
 
 def test_too_many_bad_records_are_an_error_at_the_end(tmp_path: Path) -> None:
@@ -297,17 +235,6 @@ def test_lines_are_read_one_by_one(tmp_path: Path) -> None:
     reading = RecordReader([path])
     assert next(iter(reading)) == Record(("text",), 0, (RecordPart("text", True),))
     assert reading.bytes_read < 200_000
-
-
-@given(st.binary(max_size=200), st.sampled_from(["a.json", "a.jsonl", "a.txt", "a", "a.gz"]))
-@settings(max_examples=150, deadline=None)
-def test_any_bytes_are_read_or_named(tmp_path_factory: pytest.TempPathFactory, data: bytes, name: str) -> None:
-    path = tmp_path_factory.getbasetemp() / name
-    path.write_bytes(data)
-    try:
-        assert read(path)
-    except RecordError as error:
-        assert str(path) in str(error)
 
 
 @given(st.lists(st.text(st.characters(codec="utf-8"), min_size=1).filter(str.strip), min_size=1, max_size=5))
