@@ -19,7 +19,7 @@ from hdtool.data import demo
 from hdtool.data.errors import StoreError
 from hdtool.data.stores.manifest import InputShare, Manifest, TokenizerFingerprint
 from hdtool.data.stores.store import building, damaged_files, read_manifest, require_store
-from hdtool.data.stores.store_files import MANIFEST, STORE_PARTS
+from hdtool.data.stores.store_files import STORE_PARTS
 
 MARK = TokenizerFingerprint("0123", 100)
 
@@ -135,68 +135,6 @@ def test_a_full_disk_is_told_from_its_free_space(tmp_path: Path, monkeypatch: py
         with pytest.raises(StoreError, match=rf"\(the disk is full or failing: {said}\)"), building(tmp_path):
             raise OSError(said)
     assert content_of(tmp_path) == b"old"
-
-
-def test_a_place_where_no_folder_can_be(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(StoreError, match="cannot be written"):
-        build(tmp_path / "file" / "store", b"x")
-    with pytest.raises(StoreError, match="is a file, a folder is needed"):
-        build(tmp_path / "file", b"x")
-
-
-def test_truncated_and_missing_files_are_found_on_opening(tmp_path: Path) -> None:
-    manifest = build(tmp_path, b"abcdef")
-    path = tmp_path / manifest.files["heads"].name
-    path.write_bytes(b"abc")
-    with pytest.raises(StoreError, match=r"has 3 bytes instead of 6: build .* hdtool build-corpus-db"):
-        read_manifest(tmp_path)
-    path.unlink()
-    with pytest.raises(StoreError, match="is missing"):
-        read_manifest(tmp_path)
-    build(tmp_path, b"mended")
-    assert content_of(tmp_path) == b"mended"
-
-
-def test_one_flipped_byte_is_found_by_its_checksum(tmp_path: Path) -> None:
-    manifest = build(tmp_path, b"abcdef")
-    for file in manifest.files.values():
-        path = tmp_path / file.name
-        path.write_bytes(b"abXdef")
-        assert file.name in damaged_files(tmp_path, manifest)
-
-
-@pytest.mark.parametrize(
-    ("content", "said"),
-    [
-        ("{", "cannot be read"),
-        ("[]", "is damaged"),
-        ('{"format": 99, "kind": "model"}', "of format 99, this hdtool reads format 2.*hdtool build-model-db"),
-        ('{"format": 1, "kind": "corpus"}', "is damaged"),
-    ],
-)
-def test_manifests_that_are_none(content: str, said: str, tmp_path: Path) -> None:
-    (tmp_path / MANIFEST).write_text(content)
-    with pytest.raises(StoreError, match=said):
-        read_manifest(tmp_path)
-
-
-@pytest.mark.parametrize("content", ["{", '{"format": 99, "kind": "corpus"}'])
-def test_a_store_that_cannot_be_read_can_be_built_again(content: str, tmp_path: Path) -> None:
-    build(tmp_path, b"old")
-    (tmp_path / MANIFEST).write_text(content)
-    with pytest.raises(ZeroDivisionError), building(tmp_path):
-        _ = 1 / 0
-    assert len(list(tmp_path.glob("*.bin"))) == 5, "nothing is lost by a build that fails"
-    build(tmp_path, b"new")
-    assert content_of(tmp_path) == b"new"
-    assert len(list(tmp_path.glob("*.bin"))) == 5
-
-
-def test_a_folder_without_a_store(tmp_path: Path) -> None:
-    for place in (tmp_path, tmp_path / "none"):
-        with pytest.raises(StoreError, match="holds no store"):
-            read_manifest(place)
 
 
 def test_other_kinds_and_tokenizers_are_refused(tmp_path: Path) -> None:
