@@ -160,9 +160,9 @@ def source_lines(rows: Sequence[dict[str, Any]], in_words: Callable[[dict[str, A
 def engine_for(config: BuildConfig, *, quiet: bool) -> Iterator[BuildEngine]:
     """Open the build engine that the settings select, and close it on exit."""
     if config.engine == "local":
-        from hdtool.builders.stores.build_engine import LocalBuildEngine
+        from hdtool.builders.stores.build_engine import BuildEngine
 
-        yield LocalBuildEngine(config.workers, quiet=quiet)
+        yield BuildEngine(config.workers, quiet=quiet)
         return
     from hdtool.builders.stores.ray_engine import ray_engine
 

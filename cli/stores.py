@@ -191,7 +191,7 @@ def add(
         raise OptionError("nothing to add: name FILES, or give --rankings")
 
     from hdtool.builders.stores import edit_store as rework
-    from hdtool.builders.stores.build_engine import LocalBuildEngine
+    from hdtool.builders.stores.build_engine import BuildEngine
     from hdtool.builders.stores.edit_store import note_on_models
     from hdtool.runtime.target.load import load_tokenizer
     from hdtool.runtime.target.store_tokenizer import model_of_store
@@ -212,7 +212,7 @@ def add(
         ranked = rankings_for(loading, mark, quiet=quiet)
     on_models = partial(note_on_models, config=loading, checkpoint=before.model) if before.model else None
     with open_documents(
-        inputs or [], tokenizer, mark, LocalBuildEngine(), kind, tolerance, quiet=quiet, on_models=on_models
+        inputs or [], tokenizer, mark, BuildEngine(), kind, tolerance, quiet=quiet, on_models=on_models
     ) as (sources, documents):
         manifest = rework.add(store, documents, sources, mark, kind, ranked)
     print_built(store, manifest, as_json=as_json)

@@ -12,7 +12,7 @@ from pathlib import Path
 from transformers import PreTrainedTokenizerBase
 
 from hdtool.builders.stores.build import build_corpus_index, build_model_store
-from hdtool.builders.stores.build_engine import LocalBuildEngine
+from hdtool.builders.stores.build_engine import BuildEngine
 from hdtool.builders.stores.sequences import encode_texts, tokenized
 from hdtool.data import demo
 from hdtool.data.documents import Document as Tokenized, Source, stored_documents
@@ -47,7 +47,7 @@ def stores_of_real_model(loading: ModelConfig) -> StoresConfig:
         build_model_store(folder / "model", answered, fingerprint, [answers], top_k=SEQUENCES_PER_LENGTH, model=model)
     if not _is_current(folder / "corpus", fingerprint, texts):
         build_corpus_index(
-            folder / "corpus", _retokenized(corpus, tokenizer), fingerprint, [texts], engine=LocalBuildEngine(1)
+            folder / "corpus", _retokenized(corpus, tokenizer), fingerprint, [texts], engine=BuildEngine(1)
         )
     return StoresConfig(model_db=str(folder / "model"), corpus_db=str(folder / "corpus"))
 

@@ -29,7 +29,7 @@ from hdtool.builders.setup.work_folder import (
     opening_hash,
 )
 from hdtool.builders.stores.build import build_corpus_index, build_model_store, vocabulary_rankings
-from hdtool.builders.stores.build_engine import LocalBuildEngine
+from hdtool.builders.stores.build_engine import BuildEngine
 from hdtool.builders.stores.edit_store import add, note_on_models
 from hdtool.builders.stores.sequences import tokenized
 from hdtool.data.conversation_files import ConversationReader, LocatedConversation, canonical_file, canonical_line
@@ -336,7 +336,7 @@ class Stages:
                 documents,
                 self._fingerprint,
                 sources,
-                engine=LocalBuildEngine(quiet=self._plan.quiet),
+                engine=BuildEngine(quiet=self._plan.quiet),
                 check=self._stores.replacement_check(kind),
             )
         for line in reading.tally.left_out():
@@ -385,7 +385,7 @@ class Stages:
                     tokenized(reading, self._tokenizer, progress),
                     self._fingerprint,
                     reading.sources,
-                    engine=LocalBuildEngine(quiet=self._plan.quiet),
+                    engine=BuildEngine(quiet=self._plan.quiet),
                     model=self._checkpoint,
                     rankings=self._known_rankings(),
                 )

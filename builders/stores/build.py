@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from hdtool.builders.stores.build_engine import BuildEngine, LocalBuildEngine, ShardFiles
+from hdtool.builders.stores.build_engine import BuildEngine, ShardFiles
 from hdtool.builders.stores.sequences import CountedDocuments, DocumentFile, table_size
 from hdtool.data.documents import Document, Source, stored_documents, token_type
 from hdtool.data.errors import StoreError
@@ -178,7 +178,7 @@ def build_corpus_index(
         text, suffixes, heads, prefixes = map(build.path, ("documents", "suffixes", "heads", "signposts"))
         files = ShardFiles(text, suffixes, heads, prefixes, width, end)
         files.create()
-        (engine or LocalBuildEngine()).sort(files, shards)
+        (engine or BuildEngine()).sort(files, shards)
         np.array(shards, np.int64).tofile(build.path("shards"))
         tokens = sum(shard.suffixes for shard in shards)
         counts = {"tokens": tokens, "documents": file.documents, "shards": len(shards)}
@@ -241,7 +241,7 @@ def build_model_store(
         kind = token_type(end)
         # np.memmap rejects an empty file.
         tokens = np.asarray(np.memmap(text, kind, "r")) if file.size else np.empty(0, kind)
-        mined = (engine or LocalBuildEngine()).mine(CountedDocuments(tokens, end, once_per_document), top_k, per_key)
+        mined = (engine or BuildEngine()).mine(CountedDocuments(tokens, end, once_per_document), top_k, per_key)
         ngrams = len(NGRAM_KINDS) * min(top_k, len(tokens))
         with writing(build.path(RECORD_PART), end, tokens.nbytes, file.documents + ngrams) as record:
             record.put_documents(stored_documents(tokens, end))

@@ -9,7 +9,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -155,44 +155,27 @@ PARALLEL_LENGTHS = 2
 """Number of sequence lengths counted in parallel. Counting is compiled code that releases the GIL."""
 
 
-class BuildEngine(Protocol):
-    """Runs the tasks of a build. Neither their order nor the machines that run them affect the resulting store."""
+class BuildEngine:
+    """Runs the tasks of a build on this machine: tokenizes in the tokenizer's threads, sorts in processes.
 
-    def prepare(self, reading: RecordReader) -> None:
-        """Check the inputs before any of them is read."""
-        ...
-
-    def documents(
-        self, reading: RecordReader, tokenizer: PreTrainedTokenizerBase, progress: ProgressBar
-    ) -> Iterator[Document]:
-        """Yield the tokenized texts of all inputs, in input order."""
-        ...
-
-    def sort(self, files: ShardFiles, shards: Sequence[ShardExtent]) -> None:
-        """Sort every shard and write its arrays to ``files``."""
-        ...
-
-    def mine(self, answers: CountedDocuments, top_k: int, per_key: int) -> Iterator[NgramGroup]:
-        """Yield the n-gram groups of all lengths, shortest first."""
-        ...
-
-
-class LocalBuildEngine:
-    """Runs builds on this machine: tokenizes in the tokenizer's own threads, sorts in processes, counts in threads."""
+    Neither the order of the tasks nor the machines that run them affect the resulting store.
+    """
 
     def __init__(self, workers: int | None = None, *, quiet: bool = True) -> None:
         self._workers = workers or os.cpu_count() or 1
         self._quiet = quiet
 
     def prepare(self, reading: RecordReader) -> None:
-        pass
+        """Check the inputs before any of them is read."""
 
     def documents(
         self, reading: RecordReader, tokenizer: PreTrainedTokenizerBase, progress: ProgressBar
     ) -> Iterator[Document]:
+        """Yield the tokenized texts of all inputs, in input order."""
         return tokenized(reading, tokenizer, progress)
 
     def sort(self, files: ShardFiles, shards: Sequence[ShardExtent]) -> None:
+        """Sort every shard and write its arrays to ``files``."""
         workers = min(self._workers, len(shards))
         with (
             isolated_children(),
@@ -209,6 +192,7 @@ class LocalBuildEngine:
                 progress.advance()
 
     def mine(self, answers: CountedDocuments, top_k: int, per_key: int) -> Iterator[NgramGroup]:
+        """Yield the n-gram groups of all lengths, shortest first."""
         with ThreadPoolExecutor(PARALLEL_LENGTHS) as pool:
             # Start the longest length first because it takes the most time; results are yielded shortest first.
             order = (SEQUENCE_LENGTHS[-1], *SEQUENCE_LENGTHS[:-1])

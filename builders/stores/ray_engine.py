@@ -22,6 +22,7 @@ import numpy as np
 from hdtool.builders.stores.build_engine import (
     SEQUENCE_LENGTHS,
     SORT_MEMORY_FACTOR,
+    BuildEngine,
     ShardFiles,
     SortedShard,
     sequence_groups,
@@ -183,11 +184,12 @@ def ray_engine(address: str | None, workers: int | None, *, quiet: bool) -> Iter
         yield RayBuildEngine(ray, workers, quiet=quiet)
 
 
-class RayBuildEngine:
+class RayBuildEngine(BuildEngine):
     """Runs builds on a Ray cluster."""
 
     def __init__(self, ray: Any, workers: int | None, *, quiet: bool) -> None:
-        self._ray, self._quiet = ray, quiet
+        super().__init__(workers, quiet=quiet)
+        self._ray = ray
         self._cpus = max(1, int(ray.cluster_resources().get("CPU", 1)))
         self._sorters = min(workers or self._cpus, self._cpus)
 

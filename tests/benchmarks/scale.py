@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hdtool.builders.stores.build import build_corpus_index
-from hdtool.builders.stores.build_engine import SORT_MEMORY_FACTOR, LocalBuildEngine
+from hdtool.builders.stores.build_engine import SORT_MEMORY_FACTOR, BuildEngine
 from hdtool.builders.stores.sequences import tokenized
 from hdtool.data.documents import Document, Source
 from hdtool.data.progress import progress_bar
@@ -130,7 +130,7 @@ def measure(corpus: Path, model: str | None, shards: list[int], place: Path) -> 
     print("| shards | sorting, s of a core | bytes a token | look-up p50, µs | p99, µs | pages a cold look-up |")
     print("|---|---|---|---|---|---|")
     # Warm-up: compiles the kernels.
-    build_corpus_index(place / "first", documents[:50], mark, [Source("a", "")], engine=LocalBuildEngine(1))
+    build_corpus_index(place / "first", documents[:50], mark, [Source("a", "")], engine=BuildEngine(1))
     times, pages, sort, size = {}, {}, 0.0, 0.0
     for wanted in shards:
         folder, width = place / str(wanted), 2 if mark.vocab_size < 2**16 else 4
@@ -152,7 +152,7 @@ def sorted_in(
     folder: Path, documents: list[Document], mark: TokenizerFingerprint, shard_bytes: int
 ) -> tuple[float, Any]:
     started = cpu_seconds()
-    engine = LocalBuildEngine(1)
+    engine = BuildEngine(1)
     made = build_corpus_index(folder, documents, mark, [Source("a", "")], shard_bytes=shard_bytes, engine=engine)
     return cpu_seconds() - started, made
 

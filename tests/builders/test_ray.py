@@ -32,7 +32,7 @@ pytestmark = pytest.mark.filterwarnings("default")
 
 from hdtool.builders.stores import ray_engine as engines  # noqa: E402
 from hdtool.builders.stores.build import build_corpus_index, build_model_store  # noqa: E402
-from hdtool.builders.stores.build_engine import BuildEngine, LocalBuildEngine  # noqa: E402
+from hdtool.builders.stores.build_engine import BuildEngine  # noqa: E402
 from hdtool.builders.stores.ray_engine import ray_engine  # noqa: E402
 from hdtool.cli.app import run  # noqa: E402
 from hdtool.data.errors import ClusterError, RecordError  # noqa: E402
@@ -107,7 +107,7 @@ def content(manifest: Manifest) -> Any:
 @pytest.fixture(scope="module")
 def expected(inputs: list[Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("expected")
-    return {kind: content(build(kind, folder / kind, inputs, LocalBuildEngine(1))) for kind in BUILDS}
+    return {kind: content(build(kind, folder / kind, inputs, BuildEngine(1))) for kind in BUILDS}
 
 
 @pytest.mark.parametrize("kind", BUILDS)

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from hdtool.builders.stores.build import build_corpus_index
-from hdtool.builders.stores.build_engine import LocalBuildEngine, suffix_array
+from hdtool.builders.stores.build_engine import BuildEngine, suffix_array
 from hdtool.data.documents import Document, Source
 from hdtool.data.errors import StoreError
 from hdtool.data.stores.manifest import TokenizerFingerprint
@@ -209,7 +209,7 @@ def test_several_workers_sort_what_one_does(tmp_path: Path) -> None:
             mark,
             [Source("a", "0")],
             shard_bytes=600,
-            engine=LocalBuildEngine(workers),
+            engine=BuildEngine(workers),
         )
         assert manifest.counts["shards"] > 2
         whole.append({part: file.sha256 for part, file in manifest.files.items()})

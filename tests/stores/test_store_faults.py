@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 
 from hdtool.builders.stores import edit_store as rework
 from hdtool.builders.stores.build import build_corpus_index, build_model_store
-from hdtool.builders.stores.build_engine import LocalBuildEngine
+from hdtool.builders.stores.build_engine import BuildEngine
 from hdtool.cli.stores import inspect
 from hdtool.data.documents import Document, Source
 from hdtool.data.errors import StoreError
@@ -54,7 +54,7 @@ def build(kind: str, folder: Path, number: int = 0) -> Manifest:
     sources = [Source("in/first.txt", "a" * 64), Source(f"in/{number}.txt", f"{number:064x}")]
     if kind == "model":
         return build_model_store(folder, documents, MARK, sources)
-    return build_corpus_index(folder, documents, MARK, sources, engine=LocalBuildEngine(1))
+    return build_corpus_index(folder, documents, MARK, sources, engine=BuildEngine(1))
 
 
 def contents(folder: Path) -> dict[str, object]:
@@ -227,14 +227,14 @@ def test_a_manifest_of_another_program_that_appears_during_a_build_stays(tmp_pat
         (tmp_path / MANIFEST).write_bytes(WEB_APP)
 
     with pytest.raises(StoreError, match="was written by another program meanwhile"):
-        build_corpus_index(tmp_path, documents(), MARK, [Source("a", "0")], engine=LocalBuildEngine(1))
+        build_corpus_index(tmp_path, documents(), MARK, [Source("a", "0")], engine=BuildEngine(1))
     assert (tmp_path / MANIFEST).read_bytes() == WEB_APP
 
 
 def test_names_that_are_no_text_are_recorded_escaped(tmp_path: Path) -> None:
     sources = [Source("in/\udcff.txt", "0"), Source("in/b.txt", "1")]
     documents = [Document([1, 2, 3], 0), Document([3, 2, 1], 1)]
-    written = build_corpus_index(tmp_path, documents, MARK, sources, engine=LocalBuildEngine(1))
+    written = build_corpus_index(tmp_path, documents, MARK, sources, engine=BuildEngine(1))
     assert read_manifest(tmp_path) == written
     assert written.sources[0].name == "in/\\udcff.txt"
     assert [share.name for share in rework.drop(tmp_path, "in/\udcff.txt").removed] == ["in/\\udcff.txt"]

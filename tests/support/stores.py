@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from hdtool.builders.stores.build import build_corpus_index, build_model_store
-from hdtool.builders.stores.build_engine import LocalBuildEngine
+from hdtool.builders.stores.build_engine import BuildEngine
 from hdtool.data.documents import Document, Source
 from hdtool.data.stores.manifest import Manifest, TokenizerFingerprint
 from hdtool.runtime.stores.corpus_index import CorpusIndex
@@ -18,7 +18,7 @@ def index_of(folder: Path, documents: Documents, vocabulary: int, shard_bytes: i
     mark = TokenizerFingerprint("test", vocabulary)
     sources = [Source("some", "0"), Source("more", "1")]
     given = (Document(ids, number * 2 // len(documents)) for number, ids in enumerate(documents))
-    build_corpus_index(folder, given, mark, sources, shard_bytes=shard_bytes, engine=LocalBuildEngine(1))
+    build_corpus_index(folder, given, mark, sources, shard_bytes=shard_bytes, engine=BuildEngine(1))
     return CorpusIndex(folder, mark)
 
 
