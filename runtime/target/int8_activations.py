@@ -27,7 +27,7 @@ def refuse_by_file(config: ModelConfig) -> None:
     if config.quantization in LIBRARIES and LIBRARIES[config.quantization] != TORCHAO:
         raise OptionError(NO_INT8)
     path = None if config.quantization else gguf_file(config)
-    if path and not any(map(stays_packed, (file := GGUFFile.open(path)).tensors)):
+    if path and not any(map(stays_packed, (file := GGUFFile.open(path)).tensors.values())):
         raise OptionError(
             f"--activations int8 multiplies by weights in blocks, and {config.name} has none that it takes: "
             f"{slow_weights(file) or 'they are not quantized'}; leave it out, or take --quantization q8_0"

@@ -18,13 +18,15 @@ from typing import Any
 from hdtool.data.errors import HdtoolError, ModelError
 from hdtool.data.gguf_header import ALIGNMENT, ARRAY_TYPE, GGUF_MAGIC, GGUF_VERSIONS, STRING_TYPE
 from hdtool.runtime.weights.gguf_file import GGUFFile
-from hdtool.runtime.weights.gguf_settings import FLOAT32, GPT_OSS, GPT_OSS_END_TOKENS, MISREAD, restore_settings
+from hdtool.runtime.weights.gguf_settings import GPT_OSS, GPT_OSS_END_TOKENS, MISREAD, restore_settings
 
 END_OF_TURN_SETTINGS = ("tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id")
 """Settings with the tokens that end a turn or message; transformers reads only the token that ends a text."""
 NOT_COPIED = (MISREAD, "general.alignment")
 """Prefixes of keys that are left out of the small files."""
 COPY = "model.gguf"
+FLOAT32 = 0
+"""Type number of float32 in a GGUF file."""
 VOCABULARY, TOKENS = "tokenizer.", "tokenizer.ggml.tokens"
 """Prefix of the keys of a tokenizer, and the key of its tokens."""
 
@@ -82,7 +84,7 @@ def _settings(file: GGUFFile, entries: dict[str, bytes], folder: Path) -> Any:
     from transformers import AutoConfig, PreTrainedConfig
 
     kept = [entry for name, entry in entries.items() if not (name.startswith(VOCABULARY) and _is_array(entry))]
-    tokens, names = file.header.values.get(TOKENS), [tensor.name for tensor in file.tensors]
+    tokens, names = file.header.values.get(TOKENS), file.tensors
     with _copy(folder, kept + [_strings(TOKENS, FEW)] * (tokens is not None), names) as copy:
         stated, _ = PreTrainedConfig.get_config_dict(copy, gguf_file=COPY)
     if tokens is not None and stated.get("vocab_size") == len(FEW):

@@ -20,25 +20,13 @@ from hdtool.data.gguf_header import (
     GGUFHeader,
 )
 from hdtool.runtime.weights.hub import file_of
+from hdtool.runtime.weights.pieces import Piece
 
 if TYPE_CHECKING:
     from hdtool.runtime.config.model import ModelConfig
 
-PLAIN = {0: torch.float32, 1: torch.float16, 30: torch.bfloat16}
-"""Dtypes of unquantized tensor formats, by type number."""
-
-
-@dataclass(frozen=True)
-class GGUFTensor:
-    name: str
-    shape: tuple[int, ...]
-    """Shape as in torch, where the last dimension is contiguous."""
-    kind: int
-    """Type number of the format."""
-    file: Path
-    offset: int
-    """Offset in bytes from the start of the file."""
-    bytes: int
+PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+"""Dtypes of unquantized tensor formats."""
 
 
 @dataclass(frozen=True)
@@ -49,28 +37,28 @@ class GGUFFile:
     """All parts, in order."""
     header: GGUFHeader
     """Header of the first part, which holds the metadata of the model."""
-    tensors: tuple[GGUFTensor, ...]
+    tensors: dict[str, Piece]
+    """Tensors of all parts by name."""
 
     @classmethod
     def open(cls, path: Path) -> GGUFFile:
         """Open the model of which ``path`` is a part or the whole; raise a ModelError if any part can't be used."""
-        from gguf import GGML_QUANT_SIZES
+        from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
         blocks = {int(kind): sizes for kind, sizes in GGML_QUANT_SIZES.items()}
         given = GGUFHeader.read(path)
         paths = _parts(path, given)
         headers = [given if part == path else GGUFHeader.read(part) for part in paths]
-        tensors = []
+        tensors: list[tuple[str, Piece]] = []
         for number, (part, header) in enumerate(zip(paths, headers, strict=True)):
             if len(paths) > 1 and not _belongs(header, number, headers[0]):
                 raise ModelError(f"{part} is not part {number + 1} of the model of {paths[0]}: get all its parts again")
             header.check_whole(part, blocks)
-            tensors += [
-                GGUFTensor(each.name, each.shape, each.kind, part, header.data + each.offset, each.bytes(blocks))
-                for each in header.tensors
-            ]
+            for each in header.tensors:
+                form, start = GGMLQuantizationType(each.kind).name, header.data + each.offset
+                tensors.append((each.name, Piece(part, start, each.bytes(blocks), each.shape, form)))
         _check_complete(paths, headers[0], tensors)
-        return cls(paths, headers[0], tuple(tensors))
+        return cls(paths, headers[0], dict(tensors))
 
     @property
     def path(self) -> Path:
@@ -84,10 +72,10 @@ class GGUFFile:
     @property
     def dtype(self) -> torch.dtype:
         """Dtype that holds all weights: float32 if any are quantized, as no narrower dtype holds their values."""
-        kinds = {tensor.kind for tensor in self.tensors}
-        if not kinds <= PLAIN.keys():
+        formats = {piece.format for piece in self.tensors.values()}
+        if not formats <= PLAIN.keys():
             return torch.float32
-        dtypes = {PLAIN[kind] for kind in kinds}
+        dtypes = {PLAIN[form] for form in formats}
         return next((dtype for dtype in (torch.bfloat16, torch.float16) if dtype in dtypes), torch.float32)
 
     def entries(self) -> dict[str, bytes]:
@@ -127,9 +115,9 @@ def _belongs(header: GGUFHeader, number: int, first: GGUFHeader) -> bool:
     return same and header.values.get(SPLIT_NUMBER, 0) == number and header.architecture in ("", first.architecture)
 
 
-def _check_complete(paths: tuple[Path, ...], first: GGUFHeader, tensors: list[GGUFTensor]) -> None:
+def _check_complete(paths: tuple[Path, ...], first: GGUFHeader, tensors: list[tuple[str, Piece]]) -> None:
     """Raise a ModelError if tensors are there twice, or are fewer or more than the first part states."""
-    (name, times), *_ = Counter(tensor.name for tensor in tensors).most_common(1) or [("", 0)]
+    (name, times), *_ = Counter(name for name, _ in tensors).most_common(1) or [("", 0)]
     if times > 1:
         raise ModelError(f"{paths[0]} holds {name} {times} times, counting all its parts: {DOWNLOAD_AGAIN}")
     stated = first.values.get(SPLIT_TENSORS, len(tensors))

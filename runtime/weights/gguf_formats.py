@@ -5,38 +5,32 @@ from __future__ import annotations
 from collections import Counter
 from math import prod
 
-from hdtool.runtime.kernels.matrix_formats import FORMATS_BY_GGUF_TYPE
+from hdtool.runtime.kernels.packed_matrix import FORMATS_BY_NAME
 from hdtool.runtime.kernels.vector_code import EXPANDS_FLOAT16
-from hdtool.runtime.weights.gguf_file import PLAIN, GGUFFile, GGUFTensor
+from hdtool.runtime.weights.gguf_file import PLAIN, GGUFFile
+from hdtool.runtime.weights.pieces import Piece
 from hdtool.runtime.weights.store import are_read_by_matmul
 
 
-def stays_packed(tensor: GGUFTensor) -> bool:
+def stays_packed(tensor: Piece) -> bool:
     """Return True if the compiled matmul reads a tensor's blocks."""
     is_matrix = 2 <= len(tensor.shape) <= 3 and prod(tensor.shape) > 0
-    return is_matrix and are_read_by_matmul(_format_of(tensor), tensor.shape[-1])
+    return is_matrix and are_read_by_matmul(tensor.format, tensor.columns)
 
 
 def slow_weights(file: GGUFFile) -> str | None:
     """Describe how many quantized matrices must be expanded to float32 and why; return None if there are none."""
-    matrices = [tensor for tensor in file.tensors if len(tensor.shape) > 1]
-    slow = [matrix for matrix in matrices if matrix.kind not in PLAIN and not stays_packed(matrix)]
+    matrices = [tensor for tensor in file.tensors.values() if len(tensor.shape) > 1]
+    slow = [matrix for matrix in matrices if matrix.format not in PLAIN and not stays_packed(matrix)]
     if not slow:
         return None
-    reasons = ", ".join(f"{count} {reason}" for reason, count in Counter(map(_reason, slow)).most_common())
+    reasons = ", ".join(f"{count} in {reason}" for reason, count in Counter(map(_reason, slow)).most_common())
     return f"{len(slow)} of {len(matrices)} weights are computed in float32, slower and larger ({reasons})"
 
 
-def _reason(tensor: GGUFTensor) -> str:
-    name = _format_of(tensor)
-    if tensor.kind not in FORMATS_BY_GGUF_TYPE:
-        return f"in {name}"
+def _reason(tensor: Piece) -> str:
+    if tensor.format not in FORMATS_BY_NAME:
+        return tensor.format
     if not EXPANDS_FLOAT16:
-        return f"in {name} on a processor that cannot convert float16"
-    return f"in {name} with {tensor.shape[-1]} columns"
-
-
-def _format_of(tensor: GGUFTensor) -> str:
-    from gguf import GGMLQuantizationType
-
-    return GGMLQuantizationType(tensor.kind).name
+        return f"{tensor.format} on a processor that cannot convert float16"
+    return f"{tensor.format} with {tensor.columns} columns"

@@ -18,12 +18,11 @@ import torch
 from transformers import modeling_gguf_pytorch_utils as library
 
 from hdtool.runtime.weights.gguf_file import GGUFFile
+from hdtool.runtime.weights.gguf_settings import GPT_OSS
 from hdtool.runtime.weights.library_names import stored_weights
 from hdtool.runtime.weights.pieces import Piece
 from hdtool.runtime.weights.store import StoredWeight, WeightStore
 from hdtool.runtime.weights.tracing import traced
-
-GPT_OSS = "gpt-oss"
 
 
 def gguf_store(file: GGUFFile, settings: Any, model: Any, *, check: bool = False) -> WeightStore:
@@ -31,17 +30,9 @@ def gguf_store(file: GGUFFile, settings: Any, model: Any, *, check: bool = False
 
     With ``check``, the order of the rows of one tensor of each kind is compared with what transformers makes of it.
     """
-    from gguf import GGMLQuantizationType
-
-    pieces = {
-        tensor.name: Piece(
-            tensor.file, tensor.offset, tensor.bytes, tensor.shape, GGMLQuantizationType(tensor.kind).name
-        )
-        for tensor in file.tensors
-    }
     if transforms := _transforms(file.architecture, settings):
-        return WeightStore(stored_weights(transforms, pieces, model), file.path)
-    return WeightStore(_processed_weights(file.architecture, pieces, settings, model, check=check), file.path)
+        return WeightStore(stored_weights(transforms, file.tensors, model), file.path)
+    return WeightStore(_processed_weights(file.architecture, file.tensors, settings, model, check=check), file.path)
 
 
 def _transforms(architecture: str, settings: Any) -> list[Any]:

@@ -43,7 +43,6 @@ STORED_YARN = {
 }
 LAYER_TYPES = ("sliding_attention", "full_attention")
 FACTORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
-FLOAT32 = 0
 LLAMA_3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 """RoPE scaling of all Llama models since 3.1; only the factor differs."""
 
@@ -59,17 +58,17 @@ def restore_settings(settings: Any, file: GGUFFile) -> None:
         for name, value in gpt_oss_settings(file.header.values).items():
             setattr(settings, name, value)
     scaling = file.header.values.get(f"{file.architecture}.{SCALING}type", "none")
-    factors = [tensor for tensor in file.tensors if tensor.name in FACTORS]
+    factors = [name for name in file.tensors if name in FACTORS]
     if not factors and (scaling == "none" or (is_gpt_oss and scaling == SCALING_TYPE)):
         return
     rope = dict(getattr(settings, "rope_parameters", None) or {})
-    if scaling == "none" and [tensor.name for tensor in factors] == [FACTORS[0]] and factors[0].kind == FLOAT32:
-        divisors = np.fromfile(factors[0].file, "<f4", math.prod(factors[0].shape), offset=factors[0].offset)
+    if scaling == "none" and factors == [FACTORS[0]] and (piece := file.tensors[FACTORS[0]]).format == "F32":
+        divisors = np.fromfile(piece.file, "<f4", piece.rows, offset=piece.offset)
         factor = round(float(divisors.max(initial=1)), 3)
         if rope.get("rope_type") == "default" and _are_of_llama_3(divisors, rope["rope_theta"], factor):
             settings.rope_parameters = {**rope, **LLAMA_3, "rope_type": "llama3", "factor": factor}
             return
-    what = factors[0].name if factors else f"of type {scaling}"
+    what = factors[0] if factors else f"of type {scaling}"
     print(
         f"note: {file.path} scales its rotary positions ({what}), which transformers "
         f"{metadata.version('transformers')} does not read: answers differ from those of the original model",

@@ -53,7 +53,7 @@ class LlamaCppPasses:
 def activations(file: str, repeats: int, threads: list[int], context: int) -> None:
     """Time passes and prompts with activations in float32 and in 8 bits, by wall-clock time."""
     peer = LlamaCppPasses(file) if find_spec("llama_cpp") else None
-    is_packed = any(map(stays_packed, GGUFFile.open(Path(file)).tensors))
+    is_packed = any(map(stays_packed, GGUFFile.open(Path(file)).tensors.values()))
     names = ACTIVATIONS if is_packed else ACTIVATIONS[:1]  # int8 activations need packed weights, not 16-bit ones
     sequences = {name: OneSequence(load(ModelConfig(file, device="cpu", activations=name)).target) for name in names}
     trees = {rows: DraftTree.of(1, [2 + node for node in range(rows - 1)], [-1] * (rows - 1)) for rows in ROWS}

@@ -148,6 +148,6 @@ def test_a_scaling_that_is_not_known_is_said(tmp_path: Path, capfd: pytest.Captu
         (),
         0,
     )
-    restore_settings(settings, GGUFFile((tmp_path,), header, ()))
+    restore_settings(settings, GGUFFile((tmp_path,), header, {}))
     assert settings.rope_parameters == {"rope_type": "default", "rope_theta": 150000.0}
     assert "scales its rotary positions (of type linear)" in capfd.readouterr().err

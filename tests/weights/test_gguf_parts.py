@@ -49,13 +49,11 @@ def test_any_part_names_the_model(made: Path, tmp_path: Path) -> None:
     for name in NAMES:
         model = GGUFFile.open(made / name)
         assert [path.name for path in model.paths] == NAMES and model.path == made / NAMES[0]
-        assert [(one.name, one.shape, one.bytes) for one in model.tensors] == [
-            (one.name, one.shape, one.bytes) for one in whole.tensors
-        ]
-        assert [one.file.name for one in model.tensors] == [NAMES[number // 2] for number in range(5)]
-        for one in (*model.tensors, *whole.tensors):
+        assert [*model.tensors] == [*whole.tensors] == [*TENSORS]
+        assert [one.file.name for one in model.tensors.values()] == [NAMES[number // 2] for number in range(5)]
+        for name, one in (*model.tensors.items(), *whole.tensors.items()):
             stored = np.fromfile(one.file, "<f4", one.bytes // 4, offset=one.offset)
-            assert np.array_equal(stored.reshape(one.shape), TENSORS[one.name])
+            assert np.array_equal(stored.reshape(one.shape), TENSORS[name])
     for file in (model, whole):
         configurations.append(tmp_path / f"{len(file.paths)}")
         configurations[-1].mkdir()

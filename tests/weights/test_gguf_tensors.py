@@ -107,9 +107,9 @@ def test_a_parameter_without_a_suffix_is_found_under_a_name_with_one(tmp_path: P
     settings = write_architecture(path, "gemma4", "F32")
     expected = loaded_by_library(path, settings)
     file = GGUFFile.open(path)
-    renamed = [replace(each, name=each.name.replace("output_scale", "output_scale.weight")) for each in file.tensors]
-    assert renamed != [*file.tensors]
-    store = gguf_store(replace(file, tensors=tuple(renamed)), settings, empty_model(settings))
+    renamed = {name.replace("output_scale", "output_scale.weight"): piece for name, piece in file.tensors.items()}
+    assert renamed != file.tensors
+    store = gguf_store(replace(file, tensors=renamed), settings, empty_model(settings))
     assert store_differences(store, expected) == []
 
 
