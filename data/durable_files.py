@@ -19,10 +19,10 @@ from dataclasses import dataclass
 from hashlib import sha256
 from math import inf
 from pathlib import Path
-from tempfile import mkstemp
 from typing import Any, TypeVar
 
 from hdtool.data.errors import HdtoolError, ModelError, os_errors_as
+from hdtool.data.output_files import OutputFile
 
 
 @contextmanager
@@ -169,17 +169,9 @@ class CachedValue:
 
     def write(self, value: Any) -> None:
         """Store a JSON-serialisable value atomically. Does nothing if the folder is not writable."""
-        row = json.dumps({"key": self._key, "value": value, "sha256": json_digest(value)})
-        with suppress(OSError):
-            self.folder.mkdir(parents=True, exist_ok=True)
-            number, name = mkstemp(prefix=".", suffix=".json", dir=self.folder)
-            try:
-                with open(number, "w", encoding="utf-8") as file:
-                    file.write(row)
-                os.replace(name, self.path)
-            except OSError:
-                Path(name).unlink(missing_ok=True)
-                raise
+        row = {"key": self._key, "value": value, "sha256": json_digest(value)}
+        with suppress(HdtoolError):
+            OutputFile(self.path, "a cached value", lambda _: True, HdtoolError).write(json.dumps(row))
 
     def forget(self) -> None:
         with suppress(OSError):
