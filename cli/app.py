@@ -14,6 +14,7 @@ import typer.core
 
 from hdtool.cli import bench, build, chat, convert, demo, doctor, generate, replay, serve, setup, stores, verify
 from hdtool.cli.command import Command, quiet_libraries, restore_hyphens
+from hdtool.cli.inspect import inspect
 from hdtool.cli.options import INTERRUPTED_EXIT, with_options
 from hdtool.cli.terminal import guard_terminal
 from hdtool.cli.unknown_words import unknown_command, usage_message
@@ -113,7 +114,7 @@ COMMAND_SECTIONS: dict[str, dict[Callable[..., Any], tuple[str, str]]] = {
             "hdtool convert batch.jsonl batch_output.jsonl server.log --out chats.jsonl.zst",
         ),
         stores.stores: ("hdtool stores", "hdtool stores remove model-1a2b3c4d"),
-        stores.inspect: (
+        inspect: (
             "hdtool inspect stores/model --latency",
             'hdtool inspect stores/corpus --model MODEL --after "for i in"',
         ),

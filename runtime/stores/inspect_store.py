@@ -33,8 +33,10 @@ FoundContinuation = tuple[int, list[int], int]
 """``(length, tokens, count)``: the length of a match, tokens that followed it, and how often they followed."""
 
 
-def continuations(store: CorpusIndex | ModelStore, context: list[int]) -> Iterator[FoundContinuation]:
+def continuations(store: CorpusIndex | ModelStore | HistoryStore, context: list[int]) -> Iterator[FoundContinuation]:
     """Yield the most frequent continuations of a context, those of the longest match first."""
+    if isinstance(store, HistoryStore):
+        return _of_history(store, context)
     return _of_model(store, context) if isinstance(store, ModelStore) else _of_corpus(store, context)
 
 
@@ -72,17 +74,19 @@ def _path(index: CorpusIndex, tokens: list[int], matched: int, count: int) -> li
     return tokens[matched:]
 
 
-def latency_of(store: CorpusIndex | ModelStore) -> dict[str, float]:
-    """Measure the latency of a draft node's lookup, which covers all match lengths; see ``latency`` for the result.
+def latency_of(store: CorpusIndex | ModelStore | HistoryStore) -> dict[str, float]:
+    """Measure the latency of a draft node's lookup, which covers all match lengths; see ``_latency`` for the result.
 
     Contexts are parts of the store's documents with one of the second-last to eighth-last tokens replaced at random, so
-    that matches are as short as in unseen text.
+    that matches are as short as in unseen text. In a history, they are parts of the store's conversations.
     """
+    if isinstance(store, HistoryStore):
+        return _latency(partial(matches, store.log), _parts(store))
     vocabulary = store.manifest.tokenizer.vocab_size
     if isinstance(store, ModelStore):
         text = ModelRecord.of(store.folder, store.manifest).text()
         tails = (tail[-MAX_PREFIX_TOKENS:] for tail in _perturbed_contexts(text, vocabulary))
-        return latency(partial(look_up, store.record), tails)
+        return _latency(partial(look_up, store.record), tails)
     search = CorpusSearch(store.shards)
 
     def moved() -> Iterator[Ints]:
@@ -90,7 +94,7 @@ def latency_of(store: CorpusIndex | ModelStore) -> dict[str, float]:
             search.read(context[:-1])  # a drafter already has the parent's ranges
             yield context
 
-    return latency(search.look_up, moved())
+    return _latency(search.look_up, moved())
 
 
 def _perturbed_contexts(documents: Ints, vocabulary: int) -> Iterator[Ints]:
@@ -102,7 +106,7 @@ def _perturbed_contexts(documents: Ints, vocabulary: int) -> Iterator[Ints]:
         yield context
 
 
-def latency(look_up: Callable[[Ints], object], contexts: Iterator[Ints]) -> dict[str, float]:
+def _latency(look_up: Callable[[Ints], object], contexts: Iterator[Ints]) -> dict[str, float]:
     """Time a lookup for each context, after a warm-up; return the median and 99th percentile in microseconds."""
     taken = []
     for context in islice(contexts, WARM_UP_LOOKUPS + TIMED_LOOKUPS):
@@ -152,8 +156,7 @@ def description(store: HistoryStore) -> dict[str, Any]:
     }
 
 
-def history_continuations(store: HistoryStore, context: list[int]) -> Iterator[FoundContinuation]:
-    """Yield the continuations of a context's longest matches, most frequent first."""
+def _of_history(store: HistoryStore, context: list[int]) -> Iterator[FoundContinuation]:
     positions, lengths = matches(store.log, np.array(context, np.int64))
     counts_by_path: dict[tuple[int, ...], int] = {}
     for position in positions[lengths == lengths.max(initial=0)].tolist():
@@ -163,11 +166,6 @@ def history_continuations(store: HistoryStore, context: list[int]) -> Iterator[F
             counts_by_path[tuple(path.tolist())] = counts_by_path.get(tuple(path.tolist()), 0) + 1
     for each, count in sorted(counts_by_path.items(), key=lambda item: (-item[1], item[0]))[:MAX_SHOWN]:
         yield int(lengths.max()), list(each), count
-
-
-def history_latency(store: HistoryStore) -> dict[str, float]:
-    """Measure the latency of lookups at a draft tree's root, with parts of the store's conversations as contexts."""
-    return latency(partial(matches, store.log), _parts(store))
 
 
 def _parts(store: HistoryStore) -> Iterator[Ints]:

@@ -47,7 +47,7 @@ from hdtool.runtime.stores import history_files, history_store
 from hdtool.runtime.stores.history_files import MIN_STORE_POSITIONS, NEW_STORE_POSITIONS
 from hdtool.runtime.stores.history_records import MIN_POSITIONS_PER_CONVERSATION, StoredConversation
 from hdtool.runtime.stores.history_store import History, HistoryStore
-from hdtool.runtime.stores.inspect_store import description, history_continuations, history_latency
+from hdtool.runtime.stores.inspect_store import continuations, description, latency_of
 from hdtool.runtime.stores.model_store import sequence_hash
 from hdtool.runtime.stores.token_log import (
     MAX_MATCHES,
@@ -862,11 +862,11 @@ def test_a_store_is_described(tmp_path: Path) -> None:
     assert [(each["name"], each["share"]) for each in shown["sources"]] == [("public", 0.3), ("secret", 0.7)]
     assert shown["oldest"] <= shown["newest"] and json.dumps(shown)
     # Of the 50 matches, those at the latest places are found, as in a draft.
-    assert [path for _, path, _ in history_continuations(store, [3, 1, 2])][:2] == [
+    assert [path for _, path, _ in continuations(store, [3, 1, 2])][:2] == [
         [50 - MAX_MATCHES],
         [51 - MAX_MATCHES],
     ]
-    assert set(history_latency(store)) == {"lookup_us_p50", "lookup_us_p99"}
+    assert set(latency_of(store)) == {"lookup_us_p50", "lookup_us_p99"}
     assert description(opened(tmp_path / "empty"))["oldest"] is None
 
 

@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 from hdtool.builders.stores import edit_store as rework
 from hdtool.builders.stores.build import build_corpus_index, build_model_store
 from hdtool.builders.stores.build_engine import BuildEngine
-from hdtool.cli.stores import inspect
+from hdtool.cli.inspect import inspect
 from hdtool.data.documents import Document, Source
 from hdtool.data.errors import StoreError
 from hdtool.data.stores import store as stores, store_files
