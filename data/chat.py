@@ -157,27 +157,14 @@ def _templated(
 
     if not has_chat_template(tokenizer):
         raise PromptError("this model's tokenizer has no chat template: leave out --chat, or use --raw")
+    reserved = RESERVED_VARIABLES.union(inspect.signature(tokenizer.apply_chat_template).parameters)
+    if taken := next((name for name in variables if name in reserved), None):
+        raise PromptError(f"{taken!r} is no variable of a chat template: leave it out")
+    settings = {"add_generation_prompt": not answered, "tokenize": False, **variables}
     try:
-        text = _apply_template(tokenizer, messages, answered, tools, variables)
-        if tools and text == _apply_template(tokenizer, messages, answered, (), variables):
+        text = str(tokenizer.apply_chat_template(list(messages), tools=list(tools) or None, **settings))
+        if tools and text == tokenizer.apply_chat_template(list(messages), **settings):
             raise ToolsError
     except TemplateError as error:
         raise PromptError(f"the model's chat template refuses the conversation: {error}") from None
     return text
-
-
-def _apply_template(
-    tokenizer: PreTrainedTokenizerBase,
-    messages: Sequence[Message],
-    answered: bool,
-    tools: Sequence[dict[str, Any]],
-    variables: Variables,
-) -> str:
-    reserved = RESERVED_VARIABLES.union(inspect.signature(tokenizer.apply_chat_template).parameters)
-    if taken := next((name for name in variables if name in reserved), None):
-        raise PromptError(f"{taken!r} is no variable of a chat template: leave it out")
-    return str(
-        tokenizer.apply_chat_template(
-            list(messages), tools=list(tools) or None, add_generation_prompt=not answered, tokenize=False, **variables
-        )
-    )

@@ -146,8 +146,6 @@ class Grammar:
 
 def read_grammar(kind: GrammarKind, path: Path) -> Grammar:
     """Read a grammar from a file."""
-    from hdtool.data.input_files import read_text
-
     text = read_text(path, "give it as UTF-8 text")
     try:
         return Grammar.json_schema(text) if kind is GrammarKind.JSON_SCHEMA else Grammar(kind, text)

@@ -300,7 +300,7 @@ class HistoryDocuments:
         self.sources: list[Source] = []
         self.tokens = 0
         """Number of tokens of all documents."""
-        self._parts: list[Callable[[], Iterator[Document]]] = []
+        self._parts: list[tuple[int, Callable[[], Iterator[Document]]]] = []
         for folder in folders:
             if holds_history(folder):
                 self._add_history(folder, tokenizer)
@@ -316,20 +316,21 @@ class HistoryDocuments:
         for name in sorted({conversation.source for conversation in held}):
             of_source = [conversation for conversation in held if conversation.source == name]
             digest = hashlib.sha256(b"".join(conversation.hash for conversation in of_source)).hexdigest()
-            self._parts.append(partial(_history_documents, store, of_source, len(self.sources)))
+            self._parts.append((len(self.sources), partial(_answers, store, of_source)))
             self.tokens += sum(conversation.tokens for conversation in of_source)
             self.sources.append(Source(f"{folder / name}", digest))
 
     def _add_model_store(self, folder: Path, tokenizer: TokenizerFingerprint) -> None:
         contents = StoreContents.of(folder)
         require_store(contents.manifest, folder, MODEL_KIND, tokenizer)
-        self._parts.append(partial(_stored_documents, contents, len(self.sources)))
+        self._parts.append((len(self.sources), contents.documents))
         self.tokens += contents.manifest.counts["tokens"]
         self.sources += contents.sources
 
     def __iter__(self) -> Iterator[Document]:
-        for part in self._parts:
-            yield from part()
+        for first_source, documents in self._parts:
+            for document in documents():
+                yield Document(document.ids, first_source + document.source)
 
     def with_others(self, documents: Iterator[Document]) -> Iterator[Document]:
         """Yield the stores' documents, then ``documents`` with source numbers that follow those of the stores."""
@@ -338,14 +339,8 @@ class HistoryDocuments:
             yield Document(document.ids, document.source + len(self.sources))
 
 
-def _history_documents(store: HistoryStore, conversations: list[StoredConversation], source: int) -> Iterator[Document]:
-    for _, tokens in store.answers(conversations):
-        yield Document(tokens, source)
-
-
-def _stored_documents(contents: StoreContents, first_source: int) -> Iterator[Document]:
-    for document in contents.documents():
-        yield Document(document.ids, first_source + document.source)
+def _answers(store: HistoryStore, conversations: list[StoredConversation]) -> Iterator[Document]:
+    return (Document(tokens) for _, tokens in store.answers(conversations))
 
 
 def drop_conversations(

@@ -23,12 +23,9 @@ from hdtool.data.errors import StoreError, write_fault
 from hdtool.data.output_files import sync_to_disk
 from hdtool.data.stores.manifest import (
     STORE_FORMATS,
-    Checkpoint,
-    InputShare,
     Manifest,
     StoredFile,
     TokenizerFingerprint,
-    input_shares,
 )
 from hdtool.data.stores.store_files import (
     BUILT_FILES,
@@ -44,22 +41,6 @@ from hdtool.data.stores.store_files import (
     sweep,
     write_manifest,
 )
-
-__all__ = [
-    "MANIFEST",
-    "Checkpoint",
-    "InputShare",
-    "Manifest",
-    "StoredFile",
-    "TokenizerFingerprint",
-    "check_destination",
-    "damaged_files",
-    "file_checksum",
-    "input_shares",
-    "read_manifest",
-    "read_store",
-    "require_store",
-]
 
 BUILD_COMMANDS = {"corpus": "hdtool build-corpus-db", "model": "hdtool build-model-db"}
 MAX_OPEN_ATTEMPTS = 10
