@@ -212,7 +212,6 @@ def build_model_store(
     *,
     top_k: int = BuildConfig.top_k,
     per_key: int = BuildConfig.per_key,
-    once_per_document: bool = True,
     engine: BuildEngine | None = None,
     model: Checkpoint | None = None,
     rankings: Ints | None = None,
@@ -241,7 +240,7 @@ def build_model_store(
         kind = token_type(end)
         # np.memmap rejects an empty file.
         tokens = np.asarray(np.memmap(text, kind, "r")) if file.size else np.empty(0, kind)
-        mined = (engine or BuildEngine()).mine(CountedDocuments(tokens, end, once_per_document), top_k, per_key)
+        mined = (engine or BuildEngine()).mine(CountedDocuments(tokens, end), top_k, per_key)
         ngrams = len(NGRAM_KINDS) * min(top_k, len(tokens))
         with writing(build.path(RECORD_PART), end, tokens.nbytes, file.documents + ngrams) as record:
             record.put_documents(stored_documents(tokens, end))
@@ -265,6 +264,6 @@ def build_model_store(
             "token_bytes": tokens.itemsize,
             "top_k": top_k,
             "per_key": per_key,
-            "once_per_document": once_per_document,
+            "once_per_document": True,
         }
         return build.commit(Manifest(MODEL, tokenizer, counts, options, shares, model=model))

@@ -108,7 +108,7 @@ def _is_loadable_name(name: str) -> bool:
 
 
 CORPUS_OPTIONS = ("shard_bytes",)
-MODEL_OPTIONS = ("top_k", "per_key", "once_per_document")
+MODEL_OPTIONS = ("top_k", "per_key")
 """Build options that the manifest records and that every rebuild of the store reuses."""
 HASH_PREFIX = re.compile("[0-9a-f]{8,64}", re.IGNORECASE)
 """Matches the SHA-256 of a source, or a prefix of it that is long enough to select the source."""

@@ -263,8 +263,9 @@ class RayBuildEngine(BuildEngine):
         ):
             shared = self._ray.put(answers.tokens)
             count = self._task(_count_part)
-            how = (shared, answers.end, answers.once_per_document)
-            frequent_by_part = _prefetched((count.remote(*how, *job, parts, top_k) for job in jobs), 2 * self._cpus)
+            frequent_by_part = _prefetched(
+                (count.remote(shared, answers.end, *job, parts, top_k) for job in jobs), 2 * self._cpus
+            )
 
             def of_length() -> Iterator[FrequentSequences]:
                 for _ in range(parts):
@@ -334,7 +335,5 @@ def _encode_portion(portion: Portion, tokenizer: PreTrainedTokenizerBase, width:
     return portion.without_texts(), flat, ends
 
 
-def _count_part(
-    tokens: Tokens, end: int, once_per_document: bool, length: int, part: int, parts: int, top_k: int
-) -> FrequentSequences:
-    return most_frequent_in_part(CountedDocuments(tokens, end, once_per_document), length, part, parts, top_k)
+def _count_part(tokens: Tokens, end: int, length: int, part: int, parts: int, top_k: int) -> FrequentSequences:
+    return most_frequent_in_part(CountedDocuments(tokens, end), length, part, parts, top_k)

@@ -89,12 +89,10 @@ MAX_TABLE_SLOTS = 1 << 21
 
 @dataclass(frozen=True)
 class CountedDocuments:
-    """Documents in one token array, and settings for counting their sequences."""
+    """Documents in one token array, in each of which a sequence counts once."""
 
     tokens: Ints
     end: int
-    once_per_document: bool
-    """True if a sequence counts at most once per document."""
 
     @property
     def position_type(self) -> np.dtype[Any]:
@@ -127,7 +125,7 @@ def most_frequent_in_part(
     """Return the ``top_k`` most frequent sequences whose prefix hash falls into part number ``part``."""
     size = _slots(answers)
     table, repeats = np.full(size, -1, answers.position_type), np.zeros(size, np.uint32)
-    if _count(answers.tokens, answers.end, length, part, parts, answers.once_per_document, table, repeats):
+    if _count(answers.tokens, answers.end, length, part, parts, table, repeats):
         return _top_sequences(answers.tokens, _table_sequences(answers.tokens, length, table, repeats), length, top_k)
     del table, repeats  # the part does not fit: count its halves one after the other
     halves = (most_frequent_in_part(answers, length, half, 2 * parts, top_k) for half in (part, part + parts))
@@ -183,13 +181,11 @@ def _top_sequences(tokens: Ints, sequences: FrequentSequences, length: int, limi
 
 
 @compiled
-def _count(
-    tokens: Ints, end: int, length: int, part: int, parts: int, once_per_document: bool, positions: Ints, repeats: Ints
-) -> bool:
+def _count(tokens: Ints, end: int, length: int, part: int, parts: int, positions: Ints, repeats: Ints) -> bool:
     """Count the sequences whose prefix hash falls into ``part``; return False if the table is too small.
 
     ``positions`` is the hash table: each slot holds a sequence's last position, or -1. ``repeats`` counts, per slot,
-    the sequence's occurrences after the first.
+    the documents with the sequence after the first.
     """
     room, mask = len(positions) // 4 * 3, len(positions) - 1
     begin = 0
@@ -209,7 +205,7 @@ def _count(
             room -= 1
             if room < 0:
                 return False
-        elif not once_per_document or positions[slot] < begin:
+        elif positions[slot] < begin:
             repeats[slot] += 1
         positions[slot] = at
     return True

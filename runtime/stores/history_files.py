@@ -28,7 +28,6 @@ import numpy as np
 from hdtool.data.errors import StoreError, error_reason, write_fault
 from hdtool.data.output_files import sync_to_disk
 from hdtool.data.stores.history_manifest import (
-    MAX_HISTORY_BYTES,
     HistoryManifest,
     history_lock,
     is_new_history,
@@ -245,8 +244,6 @@ DISK_BYTES_PER_POSITION = 12
 """Bytes per position on disk: token, link, and its share of the chains and the conversations."""
 NEW_STORE_POSITIONS, MIN_STORE_POSITIONS = 1 << 16, 1 << 8
 """Number of positions in a new store, and minimum for stores with a small size limit."""
-MAX_FILLED_FRACTION = 0.875
-"""Fraction of positions to fill when a rebuild has to drop conversations to fit."""
 FOLDER_MODE = 0o700
 """Mode of a new folder, private because a history contains conversations. Existing folders keep their mode."""
 RESERVED_DISK_BYTES = 16 << 20
@@ -297,12 +294,8 @@ def deletion_advice(folder: Path) -> str:
     return f"delete {folder} to begin a new history"
 
 
-def create_if_new(folder: Path, tokenizer: TokenizerFingerprint, model: str, max_bytes: int) -> None:
-    """Create an empty store unless one exists; raise StoreError for an invalid limit or a folder with other files."""
-    if not 1 <= max_bytes <= MAX_HISTORY_BYTES:
-        raise StoreError(
-            f"a history store takes 1 to {MAX_HISTORY_BYTES:,} bytes, not {max_bytes:,}: choose another bound"
-        )
+def create_if_new(folder: Path, tokenizer: TokenizerFingerprint, model: str, max_bytes: int = MAX_STORE_BYTES) -> None:
+    """Create an empty store unless one exists; raise StoreError for a folder with other files."""
     with store_errors(folder):
         if not is_new_history(folder):
             return
@@ -363,21 +356,10 @@ def lengthen(folder: Path, old: OpenFiles, size: int) -> None:
         write_manifest(folder, old.manifest.build, replace(old.manifest, size=size).to_json())
 
 
-def rebuild(
-    folder: Path,
-    old: OpenFiles,
-    kept: Sequence[StoredConversation],
-    *,
-    size: int,
-    max_bytes: int | None = None,
-) -> None:
-    """Replace the files with new ones that contain the ``kept`` conversations, given oldest first.
-
-    If they don't fit in ``size`` positions, only the latest are kept.
-    """
-    manifest = replace(old.manifest, size=size, build=new_build(), max_bytes=max_bytes or old.manifest.max_bytes)
+def rebuild(folder: Path, old: OpenFiles, kept: Sequence[StoredConversation]) -> None:
+    """Replace the files with new ones that contain the ``kept`` conversations, given oldest first."""
     with _locked(folder, old):
-        _write(folder, manifest, old.ring, _latest(kept, size))
+        _write(folder, replace(old.manifest, build=new_build()), old.ring, kept)
 
 
 @contextmanager
@@ -387,17 +369,6 @@ def _locked(folder: Path, old: OpenFiles) -> Iterator[None]:
         if _stamp(folder) != old.stamp:
             raise StoreError(f"{folder} was removed or replaced by another command meanwhile: try again")
         yield
-
-
-def _latest(kept: Sequence[StoredConversation], size: int) -> Sequence[StoredConversation]:
-    """Return all conversations if they fit in ``size`` positions, else only the latest.
-
-    In the latter case, the conversations fill at most ``MAX_FILLED_FRACTION`` of the ring.
-    """
-    totals = np.cumsum([0, *(1 + each.before + each.tokens for each in reversed(kept))])
-    if totals[-1] <= size:
-        return kept
-    return kept[len(kept) + 1 - int(np.searchsorted(totals, MAX_FILLED_FRACTION * size, "right")) :]
 
 
 def _write(

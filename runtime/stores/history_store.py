@@ -29,7 +29,6 @@ from hdtool.data.stores.manifest import TokenizerFingerprint
 from hdtool.data.stores.store_files import MANIFEST
 from hdtool.runtime.kernels.compiled import Ints, Uncopyable
 from hdtool.runtime.stores.history_files import (
-    MAX_STORE_BYTES,
     OpenFiles,
     compile_ring,
     complete_rebuild,
@@ -89,27 +88,17 @@ class HistoryStore(Uncopyable):
 
     @classmethod
     def open(
-        cls,
-        folder: Path,
-        tokenizer: TokenizerFingerprint,
-        model: str,
-        *,
-        max_bytes: int | None = None,
-        read_only: bool = False,
+        cls, folder: Path, tokenizer: TokenizerFingerprint, model: str, *, read_only: bool = False
     ) -> HistoryStore:
         """Open a model's store in a folder; create the store if it is missing, unless ``read_only``.
 
-        ``max_bytes`` sets the size limit, also of an existing store. Raises StoreError if the folder's store belongs to
-        another model or tokenizer.
+        Raises StoreError if the folder's store belongs to another model or tokenizer.
         """
         folder = Path(folder).expanduser()
         if not read_only:
-            create_if_new(folder, tokenizer, model, max_bytes or MAX_STORE_BYTES)
+            create_if_new(folder, tokenizer, model)
         require_history(read_history_manifest(folder), folder, tokenizer, model)
-        store = cls(folder, read_only=read_only)
-        if max_bytes and max_bytes != store.manifest.max_bytes:
-            store.keep(lambda _: True, max_bytes=max_bytes)
-        return store
+        return cls(folder, read_only=read_only)
 
     @property
     def num_positions(self) -> int:
@@ -160,10 +149,8 @@ class HistoryStore(Uncopyable):
                 self.fault = ""
             return not self.fault
 
-    def keep(
-        self, wanted: Callable[[StoredConversation], bool], *, max_bytes: int | None = None
-    ) -> list[StoredConversation]:
-        """Remove and return the conversations that ``wanted`` rejects; ``max_bytes`` sets a new size limit.
+    def keep(self, wanted: Callable[[StoredConversation], bool]) -> list[StoredConversation]:
+        """Remove and return the conversations that ``wanted`` rejects.
 
         The files are rebuilt, so that they no longer contain dropped tokens. No other process appends between the calls
         of ``wanted`` and the rebuild.
@@ -174,12 +161,8 @@ class HistoryStore(Uncopyable):
                     if self._is_current():
                         everything = list(conversations(transaction, self._open.records.path))
                         chosen = [wanted(each) for each in everything]
-                        size = self.manifest.size
-                        if max_bytes:
-                            size = min(size, positions_within(max_bytes))
-                        if max_bytes or not all(chosen):
-                            kept = list(compress(everything, chosen))
-                            rebuild(self.folder, self._open, kept, size=size, max_bytes=max_bytes)
+                        if not all(chosen):
+                            rebuild(self.folder, self._open, list(compress(everything, chosen)))
                         break
                 self._reopen()
             self._end[0] = self._current_end()
@@ -257,7 +240,7 @@ class HistoryStore(Uncopyable):
         size = ring.size
         if stop >= MAX_POSITION:
             self._check_room(2 * ring.nbytes)
-            rebuild(self.folder, self._open, list(conversations(transaction, self._open.records.path)), size=size)
+            rebuild(self.folder, self._open, list(conversations(transaction, self._open.records.path)))
             return True
         while size < min(max_size, stop):
             size *= 2

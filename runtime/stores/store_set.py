@@ -24,7 +24,7 @@ from hdtool.data.stores.store_files import MANIFEST
 from hdtool.data.stores.tenant import history_of_tenant
 from hdtool.runtime.config.decoding import HISTORY_LETTER, HOME, SOURCE_LETTERS, DecodeConfig, StoresConfig
 from hdtool.runtime.stores.corpus_index import KIND, CorpusIndex
-from hdtool.runtime.stores.history_files import MAX_STORE_BYTES, create_if_new
+from hdtool.runtime.stores.history_files import create_if_new
 from hdtool.runtime.stores.history_store import History, HistoryStore
 from hdtool.runtime.stores.model_store import ModelStore
 
@@ -114,7 +114,7 @@ class StoreSet:
         else:
             folder = history_of_tenant(Path(named).expanduser(), self.namespace or "")
         if created:
-            create_if_new(folder, self.tokenizer, model, MAX_STORE_BYTES)
+            create_if_new(folder, self.tokenizer, model)
         return HistoryStore.open(folder, self.tokenizer, model, read_only=read_only)
 
     def __reduce__(self) -> tuple[Callable[..., StoreSet], tuple[object, ...]]:

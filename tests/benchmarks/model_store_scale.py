@@ -32,7 +32,7 @@ def counted(answers: list[Document], end: int) -> CountedDocuments:
     closed = [part for answer in answers for part in (np.asarray(answer.ids), np.array([end]))]
     tokens = np.concatenate(closed).astype(token_type(end))
     tokens.setflags(write=False)  # as in a build, whose compiled code is then used
-    return CountedDocuments(tokens, end, once_per_document=True)
+    return CountedDocuments(tokens, end)
 
 
 def scan_seconds(documents: CountedDocuments, parts: int) -> float:

@@ -22,7 +22,7 @@ from hdtool.data.progress import progress_bar
 from hdtool.data.stores.manifest import TokenizerFingerprint
 from hdtool.runtime.config.decoding import StoresConfig
 from hdtool.runtime.config.model import ModelConfig
-from hdtool.runtime.stores.history_files import MAX_STORE_BYTES, create_if_new
+from hdtool.runtime.stores.history_files import create_if_new
 from hdtool.runtime.stores.history_store import HistoryStore
 from hdtool.runtime.stores.model_store import VOCABULARY_RANKING_TOKENS
 
@@ -128,7 +128,7 @@ def test_kept_tokens(one: list[int], other: list[int], kept: int) -> None:
 
 def test_answers_of_a_history_come_first(tmp_path: Path, tokenizer: Any) -> None:
     folder, mark = tmp_path / "history", TokenizerFingerprint.of(tokenizer)
-    create_if_new(folder, mark, "model", MAX_STORE_BYTES)
+    create_if_new(folder, mark, "model")
     answer = ids(tokenizer, TEXTS[0])
     assert HistoryStore(folder).append(answer, [1, 2])
     store = index(tmp_path / "store", tokenizer, [ids(tokenizer, "other")])
@@ -142,7 +142,7 @@ def test_the_progress_counts_the_tokens_of_all_documents(
     tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, mark = tmp_path / "history", TokenizerFingerprint.of(tokenizer)
-    create_if_new(folder, mark, "model", MAX_STORE_BYTES)
+    create_if_new(folder, mark, "model")
     answer, other, totals = ids(tokenizer, TEXTS[0]), ids(tokenizer, "other"), list[int]()
     assert HistoryStore(folder).append(answer, [1, 2])
 

@@ -9,7 +9,6 @@ import time
 import warnings
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -28,6 +27,7 @@ from hdtool.runtime.integrations.vllm.launch import Launch
 from hdtool.runtime.integrations.vllm.min_probability import NO_DRAFT_ABOVE
 from hdtool.runtime.integrations.vllm.settings import VllmSettings
 from hdtool.runtime.stores.corpus_index import CorpusIndex
+from hdtool.runtime.stores.history_files import create_if_new
 from hdtool.runtime.stores.history_store import History, HistoryStore
 from hdtool.runtime.stores.model_store import ModelStore
 from hdtool.runtime.stores.store_set import StoreSet
@@ -45,9 +45,9 @@ def in_its_own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def lasting(folder: Path | str, **options: Any) -> Engine:
+def lasting(folder: Path | str) -> Engine:
     """An engine with a history store."""
-    store = HistoryStore.open(Path(folder), MARK, NAME, **options)
+    store = HistoryStore.open(Path(folder), MARK, NAME)
     return engine(store_set=StoreSet(history=History(store=store)), history=str(folder))
 
 
@@ -149,7 +149,8 @@ def test_an_answer_is_whole_although_drafting_pauses(tmp_path: Path, monkeypatch
 
 def test_the_store_keeps_its_bound(tmp_path: Path) -> None:
     bound = 12 * 256
-    asked = lasting(tmp_path / "past", max_bytes=bound)
+    create_if_new(tmp_path / "past", MARK, NAME, bound)
+    asked = lasting(tmp_path / "past")
     for number in range(60):
         answered(asked, ([1, number], [number + 500, *ANSWER, number]))
     finish(asked)

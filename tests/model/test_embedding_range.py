@@ -50,7 +50,7 @@ def store_set(tmp_path_factory: pytest.TempPathFactory) -> StoreSet:
     spoilt = [piece for place in range(1, len(text)) for piece in (*text[max(0, place - 6) : place], PAD, PAD + 1)]
     documents = [Document(np.array(ids)) for ids in (spoilt, spoilt, text)]
     folder, source = tmp_path_factory.mktemp("stores"), [Source("answers.jsonl", "ab" * 32)]
-    build_model_store(folder / "model", documents, TOKENIZER, source, once_per_document=False)
+    build_model_store(folder / "model", documents, TOKENIZER, source)
     build_corpus_index(folder / "corpus", documents, TOKENIZER, source)
     return StoreSet(ModelStore(folder / "model"), CorpusIndex(folder / "corpus"))
 

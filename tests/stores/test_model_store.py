@@ -51,21 +51,19 @@ VOCABULARIES = [4, 65_535, 65_536, 200_000]
 FLAT = ["slots", "keys", "rows", "heads", "phrases"]
 
 
-def sequences(documents: Documents, length: int, once: bool) -> Sequences:
-    """How often each sequence of a length is counted."""
-    counts: Sequences = Counter()
-    for ids in documents:
-        inside = [tuple(ids[at : at + length]) for at in range(len(ids) - length + 1)]
-        counts.update(set(inside) if once else inside)
-    return counts
+def sequences(documents: Documents, length: int) -> Sequences:
+    """How many documents hold each sequence of a length."""
+    return Counter(
+        inside for ids in documents for inside in {tuple(ids[at : at + length]) for at in range(len(ids) - length + 1)}
+    )
 
 
 class Oracle:
     """What a store of these documents should answer, by counting without any cleverness."""
 
-    def __init__(self, documents: Documents, *, top_k: int, per_key: int, once_per_document: bool) -> None:
+    def __init__(self, documents: Documents, *, top_k: int, per_key: int) -> None:
         self.per_key = per_key
-        self.all = [sequences(documents, length, once_per_document) for length in range(2, MAX_PREFIX_TOKENS + 2)]
+        self.all = [sequences(documents, length) for length in range(2, MAX_PREFIX_TOKENS + 2)]
         self.kept = [dict(sorted(all.items(), key=lambda item: (-item[1], item[0]))[:top_k]) for all in self.all]
 
     def after(self, context: list[int]) -> Found:
@@ -146,9 +144,9 @@ def test_lookups_equal_counting(
     )
 
     @settings(max_examples=examples)
-    @given(documents, st.lists(token, max_size=7), st.integers(1, 40), st.integers(1, 4), st.booleans())
-    def check(documents: Documents, context: list[int], top_k: int, per_key: int, once: bool) -> None:
-        options: dict[str, Any] = {"top_k": top_k, "per_key": per_key, "once_per_document": once}
+    @given(documents, st.lists(token, max_size=7), st.integers(1, 40), st.integers(1, 4))
+    def check(documents: Documents, context: list[int], top_k: int, per_key: int) -> None:
+        options: dict[str, Any] = {"top_k": top_k, "per_key": per_key}
         folder = tmp_path_factory.mktemp("store")
         manifest = build(folder, documents, vocabulary, **options)
         store, oracle = ModelStore(folder, manifest.tokenizer), Oracle(documents, **options)
