@@ -16,8 +16,9 @@ from hdtool.cli.command import Option, quiet_libraries, with_structure
 from hdtool.cli.options import INTERRUPTED_EXIT, only, without
 from hdtool.data.chat import with_system
 from hdtool.data.errors import OptionError, PromptError
-from hdtool.data.progress import Tally, count_of
+from hdtool.data.progress import count_of
 from hdtool.data.prompts import Prompt, read_prediction, read_prompts
+from hdtool.data.tally import Tally
 from hdtool.runtime.config.building import BuildConfig
 from hdtool.runtime.config.decoding import DecodeConfig, GrammarConfig, RecordingConfig, StoresConfig
 from hdtool.runtime.config.model import ModelConfig, SamplingConfig

@@ -15,7 +15,8 @@ from hdtool.cli.options import only, without
 from hdtool.data.errors import OptionError, RecordError
 from hdtool.data.input_files import find_inputs
 from hdtool.data.output_files import OutputFile, is_json_lines_with
-from hdtool.data.progress import Tally, progress_bar, with_progress
+from hdtool.data.progress import progress_bar, with_progress
+from hdtool.data.tally import Tally
 from hdtool.data.texts_and_traces import Trace, read_traces
 from hdtool.runtime.config.building import BuildConfig
 from hdtool.runtime.config.decoding import METHODS, TAKE_HISTORY, ReplayConfig, StoresConfig

@@ -16,8 +16,9 @@ from hdtool.data.conversation_shapes import conversation_of
 from hdtool.data.errors import RecordError
 from hdtool.data.input_files import input_errors_as, read_rows
 from hdtool.data.output_files import MAX_JSON_BYTES, OutputFile
-from hdtool.data.progress import TOLERANCE, ProgressBar, Tally, count_of
+from hdtool.data.progress import ProgressBar, count_of
 from hdtool.data.row_readers import CountedFile, Row, RowError, compressed, decompressed
+from hdtool.data.tally import TOLERANCE, Tally
 
 if TYPE_CHECKING:
     from hdtool.data.documents import Source

@@ -20,8 +20,8 @@ from hdtool.data.conversation import QUESTIONS, TEXT, USER, Conversation, lone_s
 from hdtool.data.conversation_files import ConversationReader, LocatedConversation
 from hdtool.data.errors import PromptError, RecordError
 from hdtool.data.input_files import hub_files, input_errors_as, is_hub_name, read_text
-from hdtool.data.progress import Tally
 from hdtool.data.row_readers import RowError, decode_utf8
+from hdtool.data.tally import Tally
 
 TOOL_EXAMPLE = '{"type": "function", "function": {"name": ..., "parameters": {...}}}'
 

@@ -16,7 +16,7 @@ from typing import NamedTuple
 from hdtool.data.conversation import ANSWERS, QUESTIONS, STOPPED, Conversation, Rankings, with_answers
 from hdtool.data.conversation_files import ConversationReader, LocatedConversation
 from hdtool.data.errors import OptionError, RecordError
-from hdtool.data.progress import TOLERANCE, Tally
+from hdtool.data.tally import TOLERANCE, Tally
 from hdtool.data.prompts import Message
 from hdtool.data.row_readers import RowError
 

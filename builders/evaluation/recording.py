@@ -14,8 +14,8 @@ from transformers import PreTrainedTokenizerBase
 from hdtool.data.chat import conversation_text, encode_text, has_chat_template
 from hdtool.data.conversation import Rankings
 from hdtool.data.errors import PromptError, RecordError
-from hdtool.data.progress import Tally
 from hdtool.data.prompts import Message
+from hdtool.data.tally import Tally
 from hdtool.data.texts_and_traces import RecordedAnswer, Trace
 from hdtool.runtime.caches.slots import Cache
 from hdtool.runtime.config.model import ModelConfig
