@@ -10,15 +10,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
 from hdtool.data.conversation import ANSWERS, QUESTIONS, STOPPED, Conversation, Rankings, with_answers
 from hdtool.data.conversation_files import ConversationReader, LocatedConversation
 from hdtool.data.errors import OptionError, RecordError
-from hdtool.data.tally import TOLERANCE, Tally
 from hdtool.data.prompts import Message
 from hdtool.data.row_readers import RowError
+from hdtool.data.tally import TOLERANCE, Tally
 
 
 class RecordPart(NamedTuple):
@@ -72,17 +73,15 @@ class RecordReader(ConversationReader):
 
     def __iter__(self) -> Iterator[Record]:
         self.restart()
-        for source in range(len(self.inputs)):
-            for located in self.read_input(source):
-                if texts := self._selected_texts(parts := _parts_of(located.conversation)):
-                    self._has_records = True
-                    yield Record(texts, source, parts)
-        self.finish()
+        return self._records(chain.from_iterable(map(self.read_input, range(len(self.inputs)))))
 
     def whole_records(self) -> Iterator[Record]:
         """Yield the records with all their turns, even turns that also appear in other requests or rows."""
-        for located in self.conversations():
-            if texts := self._selected_texts(parts := _parts_of(located.conversation, whole=True)):
+        return self._records(self.conversations(), whole=True)
+
+    def _records(self, conversations: Iterable[LocatedConversation], *, whole: bool = False) -> Iterator[Record]:
+        for located in conversations:
+            if texts := self._selected_texts(parts := _parts_of(located.conversation, whole=whole)):
                 self._has_records = True
                 yield Record(texts, located.source, parts)
         self.finish()
