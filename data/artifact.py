@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from hdtool.data.durable_files import folder_lock, json_digest, remove_files, remove_scratch_folders, scratch_folder
-from hdtool.data.earlier_artifacts import earlier_manifest
 from hdtool.data.errors import ModelError, os_errors_as
 from hdtool.data.file_state import FileState
 from hdtool.data.home import artifact_at_home, artifacts_at_home
@@ -36,9 +35,9 @@ class Artifact:
 
     @classmethod
     def read(cls, folder: Path) -> Artifact | None:
-        """Return the artifact in a folder, or None if its manifest is missing, damaged or in another format."""
+        """Return the artifact in a folder, or None if its manifest is missing or damaged."""
         with suppress(OSError, KeyError, TypeError):
-            row = json_object(folder / MANIFEST) if (folder / MANIFEST).exists() else earlier_manifest(folder)
+            row = json_object(folder / MANIFEST)
             return cls(folder, sources=tuple(FileState(**state) for state in row.pop("sources")), **row)
         return None
 

@@ -42,13 +42,8 @@ STORE_PARTS = {
 """Parts of each kind of built store, with the suffixes of their files."""
 OPTIONAL_PARTS = {CORPUS_KIND: {}, MODEL_KIND: {"rankings": "bin"}}
 """Parts that a store may lack."""
-FORMER_PARTS = {MODEL_KIND: {"entries": "mdb"}}
-"""Parts of earlier formats, which the next build in the folder deletes."""
 PART_ENDINGS = {
-    part: ending
-    for parts in (STORE_PARTS, OPTIONAL_PARTS, FORMER_PARTS)
-    for kind in parts.values()
-    for part, ending in kind.items()
+    part: ending for parts in (STORE_PARTS, OPTIONAL_PARTS) for kind in parts.values() for part, ending in kind.items()
 }
 MANIFEST_FIELDS = frozenset({"kind", "tokenizer", "counts", "options", "sources", "files", "format"})
 MIN_OWN_FIELDS = 5

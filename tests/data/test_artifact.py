@@ -18,7 +18,6 @@ import pytest
 from hdtool.data.artifact import MANIFEST, Artifact, artifacts
 from hdtool.data.durable_files import file_lock, lock_path
 from hdtool.data.errors import ModelError
-from hdtool.data.file_state import FileState
 from tests.support.artifacts import NOTES, join, joined
 from tests.support.project import ROOT
 
@@ -218,21 +217,3 @@ def test_two_processes_at_once_make_it_once(source: Path) -> None:
     assert one == two and [process.returncode for process in processes] == [0, 0], one_said + two_said
     said = (one_said + two_said).splitlines()
     assert len(said) == 2 and sum(line.endswith(": waiting for it") for line in said) == 1
-
-
-@pytest.mark.parametrize("kind", ["gguf", "quantized-q8_0"])
-def test_what_earlier_versions_made_from_a_source_is_superseded(kind: str, source: Path, home: Path) -> None:
-    state, files = vars(FileState.of(source)), {"config.json": 11, "../../thesis.txt": 4}
-    row: dict[str, Any] = {"transformers": "5.20", "sha256": "0123456789abcdef" * 4, "files": files, "seen": [state]}
-    if kind != "gguf":
-        row |= {"scheme": "q8_0", "fingerprint": "fedcba9876543210", "seen": [[state]]}
-    folder = home / kind.removesuffix("-q8_0") / "old"
-    folder.mkdir(parents=True)
-    for name in ("config.json", "model.safetensors", NOTE, "../../thesis.txt"):
-        (folder / name).write_text(name)
-    (folder / f"{folder.parent.name}.json").write_text(json.dumps(row))
-    (kept,) = artifacts(kind)
-    assert kept.fingerprint == ("0123456789abcdef" if kind == "gguf" else "fedcba9876543210")
-    new = joined(source, kind=kind)
-    assert [*artifacts(kind)] == [new] and [path.name for path in folder.iterdir()] == [NOTE]
-    assert (home / "thesis.txt").is_file()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import shutil
 from pathlib import Path
@@ -17,9 +16,7 @@ from transformers import AutoConfig, AutoTokenizer
 
 from hdtool.data.artifact import MANIFEST
 from hdtool.data.errors import ModelError
-from hdtool.data.file_state import FileState
 from hdtool.data.stores.manifest import TokenizerFingerprint
-from hdtool.runtime.weights import gguf_folder
 from hdtool.runtime.weights.fingerprint import fingerprint_of
 from hdtool.runtime.weights.gguf_folder import configuration_folder
 from tests.support.gguf_files import tiny_llama, write_gguf
@@ -29,13 +26,6 @@ from tests.support.gguf_files import tiny_llama, write_gguf
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("HDTOOL_HOME", str(tmp_path / "home"))
     return tmp_path / "home"
-
-
-@pytest.fixture
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        gguf_folder, "write_configuration", lambda file, folder: (folder / "config.json").write_text("{}")
-    )
 
 
 def small(path: Path, value: float = 1.0, name: str = "small", size: int = 40) -> Path:
@@ -96,27 +86,6 @@ def test_every_tensor_and_all_of_the_header_identify_a_file(tmp_path: Path) -> N
     ]
     assert len({first, *(fingerprint_of([other]) for other in others)}) == 4
     assert fingerprint_of([plain, others[0]]) == fingerprint_of([others[0], plain]) != first
-
-
-@pytest.mark.parametrize("known_by", ["its folder", "a store", "nothing"])
-def test_stores_of_earlier_versions_still_match(
-    known_by: str, quick: None, tmp_path: Path, home: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Their fingerprint is the hash of the whole file."""
-    file, old = small(tmp_path / "a.gguf"), home / "gguf" / "old"
-    whole, seen = hashlib.sha256(file.read_bytes()).hexdigest(), vars(FileState.of(file))
-    old.mkdir(parents=True)
-    row = {"sha256": whole, "transformers": "5.20", "files": {}, "seen": [seen] if known_by == "its folder" else []}
-    (old / "gguf.json").write_text(json.dumps(row))
-    fingerprint = whole[:16] if known_by == "a store" else "0" * 16
-    item = type("Item", (), {"model": type("Model", (), {"fingerprint": fingerprint, "name": file.name})})
-    monkeypatch.setattr(gguf_folder, "stored_items", lambda: [item])
-    expected = fingerprint_of([file]) if known_by == "nothing" else whole[:16]
-    kept = configuration_folder(file)
-    assert kept.fingerprint == expected and old.exists() == (known_by != "its folder")
-    monkeypatch.setattr("importlib.metadata.version", lambda _: "5.99")
-    monkeypatch.setattr(gguf_folder, "stored_items", list)
-    assert configuration_folder(file).fingerprint == expected, "another version keeps it"
 
 
 @pytest.mark.parametrize("content", [b"", b"GGUF", b"a poem"])

@@ -130,7 +130,6 @@ def test_leftovers_of_a_killed_first_build_do_not_block_the_next(kind: str, tmp_
         ".lock",
         "documents-0123abcd.bin",
         "record-0123abcd.mdb",
-        "entries-0123abcd.mdb",
         "manifest.json-0123abcd",
     ):
         (tmp_path / name).write_bytes(b"" if name == ".lock" else b"half")
