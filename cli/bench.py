@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -30,7 +29,8 @@ from hdtool.runtime.config.model import ModelConfig, SamplingConfig
 from hdtool.runtime.config.settings import Panel, Use
 
 if TYPE_CHECKING:
-    from hdtool.builders.evaluation.recorded_bench import ReplayRunner, Timing
+    from hdtool.builders.evaluation.experiment import Figures
+    from hdtool.builders.evaluation.recorded_bench import Reproducing
     from hdtool.data.bench_results import Results
     from hdtool.runtime.budget.cost_curve import CostCurve
     from hdtool.runtime.stores.store_set import StoreSet
@@ -66,7 +66,7 @@ def bench_shape(
     recorded = read_traces(find_inputs([traces]), tolerance=reading.max_bad_fraction, tally=tally)[: config.limit]
 
     from hdtool.builders.evaluation.random_models import load_shape
-    from hdtool.builders.evaluation.recorded_bench import fitting_turns, paired_benchmark
+    from hdtool.builders.evaluation.recorded_bench import fitting_turns, recorded_benchmark
     from hdtool.builders.evaluation.recording import TurnReader
     from hdtool.builders.evaluation.threads import choose_shared_threads
     from hdtool.cli.store_output import print_left_out
@@ -87,31 +87,26 @@ def bench_shape(
         left_out = len(every) - len(turns)
         print(f"left out: {left_out} of {len(every)} answers, which do not fit the context", file=sys.stderr)
     store_set = Library(loading.name, loaded.tokenizer, checkpoint_of(loading), stores).open()
-    timings: dict[str, Timing] = {}
-    new_runners = partial(_runners, config.methods, loaded, store_set, decoding)
+    contenders = {name: partial(_contender, name, loaded, store_set, decoding) for name in config.methods}
+    totals: dict[str, Figures] = {}
     with progress_bar(len(turns), "answers", quiet=quiet) as progress:
-        for timings in paired_benchmark(new_runners, turns):  # noqa: B007 - only the last timings are reported
+        for totals in recorded_benchmark(contenders, turns):  # noqa: B007 - only the last totals are reported
             progress.advance()
-    report = _shape_report(loaded, str(traces), len(turns), timings)
+    report = _shape_report(loaded, str(traces), len(turns), totals)
     print(json.dumps(report, ensure_ascii=False) if as_json else shape_table(report))
 
 
-def _runners(
-    methods: Sequence[str], loaded: Loaded, store_set: StoreSet, decoding: DecodeConfig
-) -> dict[str, ReplayRunner]:
-    from hdtool.builders.evaluation.recorded_bench import drafting_runner, generate_runner
+def _contender(name: str, loaded: Loaded, store_set: StoreSet, decoding: DecodeConfig) -> Reproducing:
+    from hdtool.builders.evaluation.recorded_bench import drafting_contender, generate_contender
     from hdtool.runtime.drafters.methods import drafter_for
 
-    target = loaded.target
-    return {
-        name: generate_runner(target, **SHAPE_PEERS[name])
-        if name in SHAPE_PEERS
-        else drafting_runner(target, drafter_for(replace(decoding, method=name), target, store_set))
-        for name in methods
-    }
+    if name in SHAPE_PEERS:
+        return generate_contender(loaded.target, **SHAPE_PEERS[name])
+    drafter = drafter_for(replace(decoding, method=name), loaded.target, store_set)
+    return drafting_contender(loaded.target, drafter)
 
 
-def _shape_report(loaded: Loaded, traces: str, answers: int, timings: dict[str, Timing]) -> dict[str, Any]:
+def _shape_report(loaded: Loaded, traces: str, answers: int, totals: dict[str, Figures]) -> dict[str, Any]:
     """Return the ``--json`` record of ``bench-shape``. Its keys are stable across versions."""
     import torch
 
@@ -133,16 +128,16 @@ def _shape_report(loaded: Loaded, traces: str, answers: int, timings: dict[str, 
         "answers": answers,
         "drafters": WARM,
         "bandwidth_limit_ms": round(1e3 * limit, 4),
-        "doubt": doubt({name: Timings.of([timing]) for name, timing in timings.items()}) or None,
-        "methods": {name: _figures(timing, limit) for name, timing in timings.items()},
+        "doubt": doubt({name: Timings.of([total]) for name, total in totals.items()}) or None,
+        "methods": {name: _figures(total, limit) for name, total in totals.items()},
     }
 
 
-def _figures(timing: Timing, limit: float) -> dict[str, float]:
-    figures = {"tokens": timing.tokens, **rounded(timing, tokens_per_second=2, tokens_per_cpu_second=2)}
-    if timing.stats:
-        figures |= rounded(timing.stats, tokens_per_step=3)
-    if (later := timing.later) and later.steps:
+def _figures(total: Figures, limit: float) -> dict[str, float]:
+    figures = {"tokens": total.tokens, **rounded(total, tokens_per_second=2, tokens_per_cpu_second=2)}
+    if total.stats.steps:
+        figures |= rounded(total.stats, tokens_per_step=3)
+    if (later := total.later).steps:
         figures |= {
             "model_ms_per_step": round(later.verify_ms_per_step, 4),
             "share_of_bandwidth_limit": round(1e3 * limit / later.verify_ms_per_step, 3),

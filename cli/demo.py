@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import sys
 from dataclasses import replace
+from functools import reduce
+from operator import add
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -73,7 +75,7 @@ def demo(
     print(f"\n{output.total_figures(parts)}", flush=True)
     print(output.engine_figures(_engine_name(answerer), *engine_and_generate(answerer.loaded, loading, every[-1])))
     if color:
-        print(output.fitted(legend(Comparison.total(parts).drafted.stats.that_drafted)))
+        print(output.fitted(legend(reduce(add, parts).drafted.stats.that_drafted)))
     print(output.fitted(NEXT if loading.model else f"{TOY_NOTE}. {NEXT}"))
     return 0 if all(one.same for one in parts) else 1
 

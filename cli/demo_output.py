@@ -5,9 +5,12 @@ from __future__ import annotations
 import re
 import shutil
 from collections.abc import Sequence
+from functools import reduce
+from operator import add
 from typing import TYPE_CHECKING
 
-from hdtool.builders.demo.comparison import Comparison, Figures
+from hdtool.builders.demo.comparison import Comparison, SpeedUp
+from hdtool.builders.evaluation.experiment import Figures
 from hdtool.cli.answer_output import colored
 from hdtool.cli.terminal import wrap_text
 
@@ -90,7 +93,7 @@ def reasons(compared: Comparison) -> list[str]:
 
 def total_figures(parts: Sequence[Comparison]) -> str:
     """Return what drafting brought for all answers, and a line on the clock if other programs disturbed it."""
-    total = Comparison.total(parts)
+    total = reduce(add, parts)
     title = f"▌ in total: {total.same} of {len(parts)} answers are identical; the times include reading the prompt"
     lines = [wrap_text(title, _columns() + len(INDENT)), figures(total)]
     if any(one.speed_up.is_disturbed for one in (*parts, total)):
@@ -100,7 +103,7 @@ def total_figures(parts: Sequence[Comparison]) -> str:
 
 def engine_figures(name: str, generate: Figures, plain: Figures) -> str:
     """Return a sentence on plain decoding, which runs on the engine called ``name``, beside ``generate``."""
-    speed_up = plain.speed_up_over(generate)
+    speed_up = SpeedUp.of(plain, generate)
     return fitted(
         f"The engine without drafts, {name}, is {speed_up.best_known:.1f} times as fast as transformers' generate"
         f"{' in CPU time' if speed_up.is_disturbed else ''} ({plain.tokens_per_second:.0f} and "

@@ -43,15 +43,10 @@ class AnsweredTurn:
     """Time that all threads together waited for a core; None if unknown."""
 
 
-@dataclass(frozen=True)
-class AnsweredQuestion:
-    """Question with one method's answers to all its turns."""
+class Answers:
+    """Answers to all turns of a question."""
 
-    question_id: int | str
-    category: str
     turns: tuple[AnsweredTurn, ...]
-    seconds_rounds: tuple[tuple[float, ...], ...] = ()
-    """Seconds that each turn took, by measurement round. ``turns`` holds the answers of one of these rounds."""
 
     @property
     def tokens_per_second(self) -> float:
@@ -68,6 +63,17 @@ class AnsweredQuestion:
     @property
     def output_ids(self) -> list[list[int]]:
         return [turn.output_ids for turn in self.turns]
+
+
+@dataclass(frozen=True)
+class AnsweredQuestion(Answers):
+    """Question with one method's answers to all its turns."""
+
+    question_id: int | str
+    category: str
+    turns: tuple[AnsweredTurn, ...]
+    seconds_rounds: tuple[tuple[float, ...], ...] = ()
+    """Seconds that each turn took, by measurement round. ``turns`` holds the answers of one of these rounds."""
 
     def to_json(self, model_id: str) -> dict[str, Any]:
         turns = self.turns

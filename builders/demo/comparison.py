@@ -2,53 +2,36 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cache
+from dataclasses import dataclass, replace
+from functools import partial
 from statistics import median
 
 import torch
 
 from hdtool.builders.evaluation.bench_plan import ContenderFactory
-from hdtool.builders.evaluation.replay import with_own_history
-from hdtool.builders.evaluation.timing import Stopwatch
+from hdtool.builders.evaluation.contenders import FreshDrafters, answer_steps
+from hdtool.builders.evaluation.experiment import Experiment, Figures, by_contender, identical, pieces_of, timed_turn
 from hdtool.data.answered_questions import AnsweredTurn
 from hdtool.data.chat import encode_conversation
 from hdtool.data.prompts import Prompt
-from hdtool.runtime.answerer import Answer, Conversation, decode
+from hdtool.runtime.answerer import Conversation
 from hdtool.runtime.config.decoding import DecodeConfig
 from hdtool.runtime.config.model import ModelConfig, SamplingConfig
 from hdtool.runtime.core.drafter import Drafter, NoDraft
-from hdtool.runtime.core.sequence import Stats
-from hdtool.runtime.drafters.methods import budget_for, drafter_with_budget, shared_costs_for
-from hdtool.runtime.generation.text_stream import Piece
-from hdtool.runtime.samplers import sampler_for
+from hdtool.runtime.generation.text_stream import Piece, text_of
 from hdtool.runtime.stores.store_set import StoreSet
 from hdtool.runtime.target.load import Loaded
 
+PLAIN, DRAFTED = "plain", "drafted"
 MAX_ROUNDS = 3
 """Number of times that each question is answered by both methods, if there is time."""
 SECONDS_PER_QUESTION = 2.5
-"""No further round begins after so many seconds."""
+"""No further round of a question begins after so many seconds."""
 ENGINE_TOKENS = 32
 """Number of tokens by which plain decoding is compared with ``generate``."""
 MAX_DEVIATION = 0.05
 """Relative difference between the speed-ups by the clock and by CPU time above which the machine counts as busy."""
-
-
-@dataclass(frozen=True)
-class TimedAnswer:
-    """The answer to the last question of a conversation, and how long it took."""
-
-    output_ids: tuple[int, ...]
-    """Tokens of all answers of the conversation."""
-    pieces: tuple[Piece, ...]
-    """Text of each token of the last answer, with its source."""
-    stats: Stats
-    seconds: float
-    cpu_seconds: float
-    """See ``own_seconds``."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +41,11 @@ class SpeedUp:
     by_clock: float
     by_cpu: float
     """In CPU time, which other programs change little."""
+
+    @classmethod
+    def of(cls, figures: Figures, other: Figures) -> SpeedUp:
+        """Return how many times as fast a method is as another for the same tokens."""
+        return cls(other.seconds / figures.seconds, other.cpu_seconds / figures.cpu_seconds)
 
     @property
     def is_disturbed(self) -> bool:
@@ -70,69 +58,23 @@ class SpeedUp:
 
 
 @dataclass(frozen=True)
-class Figures:
-    """What one method took for the answers to one or more questions."""
-
-    tokens: int
-    seconds: float
-    """Median over the rounds, as is ``cpu_seconds``."""
-    cpu_seconds: float
-    stats: Stats
-    """Statistics of the last round."""
-
-    @classmethod
-    def of(cls, rounds: Sequence[TimedAnswer]) -> Figures:
-        seconds, cpu_seconds = median(one.seconds for one in rounds), median(one.cpu_seconds for one in rounds)
-        return cls(rounds[-1].stats.tokens, seconds, cpu_seconds, rounds[-1].stats)
-
-    @classmethod
-    def total(cls, parts: Sequence[Figures]) -> Figures:
-        return cls(
-            sum(part.tokens for part in parts),
-            sum(part.seconds for part in parts),
-            sum(part.cpu_seconds for part in parts),
-            Stats.total(part.stats for part in parts),
-        )
-
-    @property
-    def tokens_per_second(self) -> float:
-        return self.tokens / self.seconds
-
-    def speed_up_over(self, other: Figures) -> SpeedUp:
-        """Return how many times as fast this method is as another for the same tokens."""
-        return SpeedUp(other.seconds / self.seconds, other.cpu_seconds / self.cpu_seconds)
-
-
-@dataclass(frozen=True)
 class Comparison:
     """The answers to one or more questions by plain decoding and with drafts."""
 
     plain: Figures
+    """Medians over the rounds, as in ``drafted``."""
     drafted: Figures
     same: int
     """Number of questions to which all answers have the same tokens."""
     pieces: tuple[Piece, ...] = ()
     """Text of each token of the last answer with drafts, with its source; empty for several questions."""
 
-    @classmethod
-    def of(cls, plain: Sequence[TimedAnswer], drafted: Sequence[TimedAnswer]) -> Comparison:
-        """Return the comparison of the answers to one question in several rounds."""
-        is_same = len({answer.output_ids for answer in (*plain, *drafted)}) == 1
-        return cls(Figures.of(plain), Figures.of(drafted), int(is_same), drafted[-1].pieces)
-
-    @classmethod
-    def total(cls, parts: Sequence[Comparison]) -> Comparison:
-        plain, drafted = Figures.total([one.plain for one in parts]), Figures.total([one.drafted for one in parts])
-        return cls(plain, drafted, sum(one.same for one in parts))
+    def __add__(self, other: Comparison) -> Comparison:
+        return Comparison(self.plain + other.plain, self.drafted + other.drafted, self.same + other.same)
 
     @property
     def speed_up(self) -> SpeedUp:
-        return self.drafted.speed_up_over(self.plain)
-
-
-def own_seconds(device: torch.device, seconds: float, cpu_seconds: float | None) -> float:
-    """Return the CPU time of a measurement, or its wall time if another device computes."""
-    return cpu_seconds if device.type == "cpu" and cpu_seconds is not None else seconds
+        return SpeedUp.of(self.drafted, self.plain)
 
 
 class SideBySide:
@@ -143,54 +85,40 @@ class SideBySide:
     """
 
     def __init__(self, loaded: Loaded, store_set: StoreSet, decoding: DecodeConfig) -> None:
-        self._loaded, self._store_set, self._decoding = loaded, store_set, decoding
-        self._costs = cache(lambda: shared_costs_for(loaded.target, {1}))
+        self._loaded, self._decoding = loaded, decoding
+        self._new_drafter = FreshDrafters(loaded.target, store_set)
 
     def compare(self, prompt: Prompt, rounds: int = MAX_ROUNDS) -> Comparison:
-        """Answer a question by both methods, at most ``rounds`` times; the method that begins alternates."""
-        began = time.perf_counter()
-        plain, drafted = list[TimedAnswer](), list[TimedAnswer]()
-        while not drafted or (len(drafted) < rounds and time.perf_counter() - began < SECONDS_PER_QUESTION):
-            turns = [(plain, NoDraft()), (drafted, self._new_drafter())]
-            for answers, drafter in turns if len(drafted) % 2 == 0 else turns[::-1]:
-                answers.append(self._answer(prompt, drafter))
-        return Comparison.of(plain, drafted)
+        """Answer a question by both methods, at most ``rounds`` times."""
+        contenders = {
+            PLAIN: lambda: partial(self._answered, NoDraft()),
+            DRAFTED: lambda: partial(self._answered, self._new_drafter(self._decoding)),
+        }
+        (rows,) = Experiment(contenders, rounds, max_seconds=SECONDS_PER_QUESTION).rows([prompt])
+        last_turns = {name: [row.turns[-1] for row in of] for name, of in by_contender(rows).items()}
+        plain, drafted = (median_figures(last_turns[name], self._loaded.target.device) for name in contenders)
+        last = last_turns[DRAFTED][-1]
+        pieces = pieces_of(self._loaded.tokenizer, last.output_ids, last.drafted_by)
+        return Comparison(plain, drafted, int(identical(rows)), pieces)
 
-    def _new_drafter(self) -> Drafter:
-        stores = with_own_history(self._store_set, self._decoding)
-        return drafter_with_budget(
-            lambda: budget_for(self._decoding, self._costs), self._decoding, stores, self._loaded.target
-        )
-
-    def _answer(self, prompt: Prompt, drafter: Drafter) -> TimedAnswer:
-        device, conversation, output_ids = self._loaded.target.device, Conversation(prompt), list[int]()
+    def _answered(self, drafter: Drafter, prompt: Prompt) -> list[AnsweredTurn]:
+        loaded, conversation, turns = self._loaded, Conversation(prompt), list[AnsweredTurn]()
         while True:
-            answer = self._begun(conversation, drafter, goes_on=bool(output_ids))
-            with Stopwatch(device) as watch:
-                pieces = tuple(answer.by_source())
-            output_ids += answer.output_ids
-            if not conversation.add_answer(answer.text):
-                cpu_seconds = own_seconds(device, watch.seconds, watch.cpu_seconds)
-                return TimedAnswer(tuple(output_ids), pieces, answer.stats, watch.seconds, cpu_seconds)
+            ids = encode_conversation(loaded.tokenizer, conversation.messages)
+            # The first prompt is read as a whole, because the cache holds the other method's answer to it.
+            steps = answer_steps(
+                loaded, drafter, SamplingConfig(), self._decoding.max_new_tokens, ids, prefix_caching=bool(turns)
+            )
+            turns.append(timed_turn(loaded.target.device, drafter, steps))
+            if not conversation.add_answer(text_of(loaded.tokenizer, turns[-1].output_ids)):
+                return turns
 
-    def _begun(self, conversation: Conversation, drafter: Drafter, *, goes_on: bool) -> Answer:
-        """Return the next answer of a conversation, to be generated; ``goes_on`` is True after the first one.
 
-        The first prompt is read as a whole, because the cache holds the other method's answer to it.
-        """
-        loaded, room = self._loaded, self._decoding.max_new_tokens
-        ids = encode_conversation(loaded.tokenizer, conversation.messages)
-        sampler, stops = sampler_for(loaded, SamplingConfig(), ids, max_new_tokens=room)
-        steps = decode(
-            loaded.target,
-            ids,
-            sampler,
-            max_new_tokens=room,
-            stops=stops,
-            drafter=drafter,
-            prefix_caching=goes_on,
-        )
-        return Answer(loaded, drafter, conversation, len(ids), steps)
+def median_figures(rounds: Sequence[AnsweredTurn], device: torch.device) -> Figures:
+    """Return the last round's figures with the median times; CPU time is wall time if another device computes."""
+    seconds = median(turn.seconds for turn in rounds)
+    measured = [turn.cpu_seconds for turn in rounds if turn.cpu_seconds is not None and device.type == "cpu"]
+    return replace(Figures.of(rounds[-1:]), seconds=seconds, cpu_seconds=median(measured) if measured else seconds)
 
 
 def engine_and_generate(loaded: Loaded, loading: ModelConfig, prompt: Prompt) -> tuple[Figures, Figures]:
@@ -206,13 +134,8 @@ def engine_and_generate(loaded: Loaded, loading: ModelConfig, prompt: Prompt) ->
     try:
         torch.set_num_threads(1)
         generate, plain = (
-            _figures_of(contender.answer(ids), loaded.target.device) for contender in contenders.values()
+            median_figures([contender.answer(ids)], loaded.target.device) for contender in contenders.values()
         )
     finally:
         torch.set_num_threads(threads)
     return generate, plain
-
-
-def _figures_of(turn: AnsweredTurn, device: torch.device) -> Figures:
-    cpu_seconds = own_seconds(device, turn.seconds, turn.cpu_seconds)
-    return Figures(len(turn.output_ids), turn.seconds, cpu_seconds, Stats())

@@ -6,10 +6,11 @@ import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 from hdtool.builders.evaluation.contenders import Contender
+from hdtool.builders.evaluation.experiment import Answering, Experiment, Row, by_contender
 from hdtool.data.answered_questions import AnsweredQuestion, AnsweredTurn, question_id
 from hdtool.data.chat import encode_answer, encode_conversation
 from hdtool.data.errors import PromptError
@@ -25,12 +26,8 @@ from hdtool.runtime.target.load import Loaded
 class Bench:
     """Benchmark of several contenders on one model.
 
-    All contenders answer a question before the next question starts, so that changes in machine speed affect all of
-    them; their order rotates from question to question. In later turns, each contender continues its own answers.
-
-    No drafter answers a question twice, because its history would hold the answer. A ``COLD`` drafter answers one
-    question only. A ``WARM`` drafter answers all questions of a round and starts after the warm-up. Compiled code and
-    measured pass times are shared by all contenders.
+    In later turns, each contender continues its own answers. No drafter answers a question twice, because its history
+    would hold the answer. Compiled code and measured pass times are shared by all contenders.
     """
 
     loaded: Loaded
@@ -61,26 +58,24 @@ class Bench:
 
     def warm_up(self, questions: Iterable[Prompt]) -> None:
         """Answer questions that are not measured, to fill caches and select kernels."""
-        for question in questions:
-            for contender in self.contenders.values():
-                self._answered(question, contender.fresh())
+        self._experiment.warm_up(questions)
 
     def answers(self, questions: Sequence[Prompt], done: int = 0) -> Iterator[dict[str, AnsweredQuestion]]:
         """Yield all contenders' answers to each question, skipping the first ``done`` questions.
 
         With several rounds, each contender's answer comes from the round in which its speed was the median.
         """
-        lasting = [self._fresh() for _ in range(self.rounds)] if self.drafters == WARM else None
-        for place, question in enumerate(questions[done:], start=done):
-            answers_by_name: dict[str, list[AnsweredQuestion]] = {name: [] for name in self.contenders}
-            for number in range(self.rounds):
-                contenders = lasting[number] if lasting else self._fresh()
-                for name in rotated(list(contenders), place * self.rounds + number):
-                    answers_by_name[name].append(self._answered(question, contenders[name]))
-            yield {name: _median_round(rounds) for name, rounds in answers_by_name.items()}
+        for question, rows in zip(questions[done:], self._experiment.rows(questions, done), strict=True):
+            by_name = by_contender(rows)
+            yield {name: _median_round(question, by_name[name]) for name in self.contenders}
 
-    def _fresh(self) -> dict[str, Contender]:
-        return {name: contender.fresh() for name, contender in self.contenders.items()}
+    @property
+    def _experiment(self) -> Experiment[Prompt]:
+        contenders = {name: partial(self._fresh, contender) for name, contender in self.contenders.items()}
+        return Experiment(contenders, self.rounds, self.drafters)
+
+    def _fresh(self, contender: Contender) -> Answering[Prompt]:
+        return partial(self._answered, contender.fresh())
 
     def _check_room(self, question: Prompt) -> None:
         room_for(self.loaded.target, self._encode(question, question.messages), self.max_new_tokens)
@@ -100,7 +95,7 @@ class Bench:
                 )
             first_ids[text] = question.id
 
-    def _answered(self, question: Prompt, contender: Contender) -> AnsweredQuestion:
+    def _answered(self, contender: Contender, question: Prompt) -> list[AnsweredTurn]:
         turns: list[AnsweredTurn] = []
         for _ in range(turn_count(question)):
             ids = self._encode(question, question.conversation([turn.text for turn in turns]))
@@ -109,7 +104,7 @@ class Bench:
             guide, prediction = self._guide(question), () if turns else self._prediction(question)
             turns.append(contender.answer(ids, guide, prediction) if has_room else OUT_OF_CONTEXT)
             self.on_answer()
-        return AnsweredQuestion(question_id(question.id), question.category, tuple(turns))
+        return turns
 
     @cached_property
     def _grammars(self) -> GrammarCompiler:
@@ -134,12 +129,6 @@ def turn_count(question: Prompt) -> int:
     return 1 + len(question.later_turns)
 
 
-def rotated(names: Sequence[str], turn: int) -> list[str]:
-    """Return the names, rotated to the left by ``turn`` places."""
-    first = turn % len(names)
-    return [*names[first:], *names[:first]]
-
-
 def questions_hash(questions: Sequence[Prompt]) -> str:
     rows = []
     for question in questions:
@@ -153,9 +142,9 @@ def questions_hash(questions: Sequence[Prompt]) -> str:
     return hashlib.sha256(json.dumps(rows).encode()).hexdigest()
 
 
-def _median_round(rounds: Sequence[AnsweredQuestion]) -> AnsweredQuestion:
+def _median_round(question: Prompt, rows: Sequence[Row]) -> AnsweredQuestion:
     """Return the answer of the round with the (lower) median speed, so that its tokens and times belong together."""
-    by_speed = sorted(rounds, key=lambda answered: answered.tokens_per_second)
+    by_speed = sorted(rows, key=lambda row: row.tokens_per_second)
     chosen = by_speed[(len(by_speed) - 1) // 2]
-    seconds = tuple(tuple(turn.seconds for turn in answered.turns) for answered in rounds)
-    return AnsweredQuestion(chosen.question_id, chosen.category, chosen.turns, seconds)
+    seconds = tuple(tuple(turn.seconds for turn in row.turns) for row in rows)
+    return AnsweredQuestion(question_id(question.id), question.category, chosen.turns, seconds)

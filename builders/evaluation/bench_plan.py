@@ -13,7 +13,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from hdtool.builders.evaluation.bench import Bench, questions_hash, turn_count
-from hdtool.builders.evaluation.contenders import Contender, DraftingContender, GenerateContender
+from hdtool.builders.evaluation.contenders import Contender, DraftingContender, FreshDrafters, GenerateContender
 from hdtool.builders.evaluation.environment import describe_environment
 from hdtool.builders.evaluation.llama_cpp_peer import (
     BUILD_KEY,
@@ -24,7 +24,6 @@ from hdtool.builders.evaluation.llama_cpp_peer import (
     exclusion_reason,
     row_files,
 )
-from hdtool.builders.evaluation.replay import with_own_history
 from hdtool.builders.evaluation.scores import baseline_of
 from hdtool.builders.evaluation.threads import choose_shared_threads, set_num_threads
 from hdtool.data.answered_questions import question_id
@@ -39,14 +38,10 @@ from hdtool.data.bench_results import (
 from hdtool.data.errors import ModelError, OptionError
 from hdtool.data.prompts import Prompt, interleave_categories
 from hdtool.data.stores.manifest import TokenizerFingerprint
-from hdtool.runtime.budget.cost_curve import MeasuredCosts
-from hdtool.runtime.budget.measure_passes import cost_curve_for
-from hdtool.runtime.budget.node_budget import FixedBudget, MeasuredBudget
 from hdtool.runtime.config.decoding import METHODS, DecodeConfig, StoresConfig
 from hdtool.runtime.config.measuring import LLAMA_CPP, OTHER_FILE, PEERS, WITHOUT_GRAMMARS, BenchConfig
 from hdtool.runtime.config.model import ModelConfig, SamplingConfig
-from hdtool.runtime.core.drafter import Drafter
-from hdtool.runtime.drafters.methods import compile_ahead, drafter_with_budget, finish_compiling
+from hdtool.runtime.drafters.methods import compile_ahead, finish_compiling
 from hdtool.runtime.drafters.trained_methods import methods_with_drafters
 from hdtool.runtime.kernels.linear import has_compiled_layers, share_weights
 from hdtool.runtime.kernels.machine import dtype_name
@@ -98,7 +93,7 @@ class ContenderFactory:
         self, loaded: Loaded, store_set: StoreSet, model: ModelConfig, decoding: DecodeConfig, sampling: SamplingConfig
     ) -> None:
         self._loaded = loaded
-        self._store_set = store_set
+        self._new_drafter = FreshDrafters(loaded.target, store_set)
         self._config = replace(model, device=str(loaded.target.device), dtype=dtype_name(loaded.target.dtype))
         self._decoding = decoding
         self._sampling = sampling
@@ -126,25 +121,6 @@ class ContenderFactory:
         """Set the number of threads of all contenders: ``wanted`` or, if None, a number that suits them."""
         peer = self._stock if set(names) & GENERATE_PEERS else None
         choose_shared_threads(self._loaded.target, peer, wanted)
-
-    @cached_property
-    def _costs(self) -> MeasuredCosts:
-        """Measured costs of forward passes, shared by all drafters."""
-        target = self._loaded.target
-        return MeasuredCosts(target.log, cost_curve_for(target), only_timed_sizes=target.captures)
-
-    def _new_drafter(self, config: DecodeConfig) -> Drafter:
-        """Return a drafter with a new, empty history."""
-        target = self._loaded.target
-
-        def budget() -> FixedBudget | MeasuredBudget:
-            return (
-                MeasuredBudget(target.log, self._costs)
-                if config.draft_tokens is None
-                else FixedBudget(config.draft_tokens)
-            )
-
-        return drafter_with_budget(budget, config, with_own_history(self._store_set, config), target)
 
     def _peer(self, name: str, stock: PreTrainedModel, assistant: str | None) -> Contender:
         drafting: dict[str, Any] = {}

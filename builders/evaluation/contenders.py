@@ -6,7 +6,7 @@ import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from typing import Any, Protocol
 
 import torch
@@ -16,18 +16,45 @@ from transformers import (
     PreTrainedModel,
 )
 
+from hdtool.builders.evaluation.experiment import DecodedTurn, timed_turn
 from hdtool.builders.evaluation.timing import Stopwatch
 from hdtool.data.answered_questions import AnsweredTurn
 from hdtool.runtime.answerer import decode
+from hdtool.runtime.config.decoding import HISTORY_LETTER, DecodeConfig
 from hdtool.runtime.config.model import SamplingConfig
 from hdtool.runtime.core.drafter import Drafter
-from hdtool.runtime.core.sequence import Finish, Stats, Step, room_for
+from hdtool.runtime.core.sequence import Finish, Step, room_for
+from hdtool.runtime.drafters.methods import budget_for, drafter_with_budget, shared_costs_for
 from hdtool.runtime.generation.grammar import Guide, guided_drafter, masks_of
 from hdtool.runtime.generation.settings import refuse_settings
 from hdtool.runtime.generation.text_stream import text_of
 from hdtool.runtime.model.transformers_internals import cache_in
 from hdtool.runtime.samplers import generate_options, sampler_for
+from hdtool.runtime.stores.history_store import History
+from hdtool.runtime.stores.store_set import StoreSet
 from hdtool.runtime.target.load import Loaded
+from hdtool.runtime.target.target import Target
+
+
+class FreshDrafters:
+    """Makes drafters with new, empty histories, which share the measured costs of forward passes."""
+
+    def __init__(self, target: Target, store_set: StoreSet) -> None:
+        self._target, self._store_set = target, store_set
+        self._costs = cache(partial(shared_costs_for, target, {1}))
+
+    def __call__(self, config: DecodeConfig) -> Drafter:
+        stores = with_own_history(self._store_set, config)
+        return drafter_with_budget(lambda: budget_for(config, self._costs), config, stores, self._target)
+
+
+def has_history(config: DecodeConfig) -> bool:
+    return HISTORY_LETTER in config.drafts_from
+
+
+def with_own_history(store_set: StoreSet, config: DecodeConfig) -> StoreSet:
+    """Return the stores with a new in-memory history if ``config`` drafts from a history, else without a history."""
+    return replace(store_set, history=History(prompts=config.history_prompts) if has_history(config) else None)
 
 
 class Contender(Protocol):
@@ -60,32 +87,13 @@ class DraftingContender:
     def fresh(self) -> DraftingContender:
         return replace(self, drafter=self.new_drafter())
 
-    def answer(self, prompt: list[int], guide: Guide | None = None, prediction: Sequence[int] = ()) -> AnsweredTurn:
-        stats, steps = Stats(), list[Step]()
+    def answer(self, prompt: list[int], guide: Guide | None = None, prediction: Sequence[int] = ()) -> DecodedTurn:
         drafter = guided_drafter(self.drafter, guide, self.draft_tokens)
         decoding = answer_steps(
             self.loaded, drafter, self.sampling, self.max_new_tokens, prompt, masks_of(guide), prediction
         )
-        with Stopwatch(self.loaded.target.device) as watch:
-            for step in stats.counted(decoding, drafter):
-                watch.first_token()
-                steps.append(step)
-        output_ids = [token for step in steps for token in step.tokens]
-        return AnsweredTurn(
-            text_of(self.loaded.tokenizer, output_ids),
-            output_ids,
-            [len(step.tokens) for step in steps],
-            watch.seconds,
-            finish=str(steps[-1].finish),
-            nodes=sum(len(step.tree) for step in steps),
-            draft_seconds=stats.draft_seconds,
-            model_seconds=stats.verify_seconds,
-            drafted_by=[int(source) for step in steps for source in step.sources],
-            sources=stats.sources_json(),
-            first_seconds=watch.first_seconds,
-            cpu_seconds=watch.cpu_seconds,
-            waited_seconds=watch.waited_seconds,
-        )
+        turn = timed_turn(self.loaded.target.device, drafter, decoding)
+        return replace(turn, text=text_of(self.loaded.tokenizer, turn.output_ids))
 
 
 def answer_steps(
@@ -96,10 +104,12 @@ def answer_steps(
     prompt: list[int],
     masks: Sequence[LogitsProcessor] = (),
     prediction: Sequence[int] = (),
+    *,
+    prefix_caching: bool = False,
 ) -> Iterator[Step]:
     """Yield the steps of an answer of at most ``max_tokens`` tokens; ``masks`` enforce a grammar.
 
-    Prefix caching is off, because otherwise a contender would profit from prompts that another contender has prefilled.
+    With ``prefix_caching``, a contender would profit from prompts that another contender has prefilled.
     """
     sampler, stops = sampler_for(loaded, sampling, prompt, max_new_tokens=max_tokens, first=masks)
     return decode(
@@ -110,7 +120,7 @@ def answer_steps(
         stops=stops,
         drafter=drafter,
         prediction=prediction,
-        prefix_caching=False,
+        prefix_caching=prefix_caching,
     )
 
 
@@ -234,12 +244,9 @@ class PassCounter:
             text_of(loaded.tokenizer, output_ids),
             output_ids,
             self.tokens(len(output_ids)) if drafts else [1] * len(output_ids),
-            watch.seconds,
+            **watch.times(),
             finish=str(Finish.STOP if ended else at_the_end),
             nodes=self.drafted,
-            first_seconds=watch.first_seconds,
-            cpu_seconds=watch.cpu_seconds,
-            waited_seconds=watch.waited_seconds,
         )
 
     @contextmanager

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 
-from hdtool.builders.evaluation.bench import rotated
+from hdtool.builders.evaluation.experiment import Answering, Experiment, Figures, timed_turn
 from hdtool.builders.evaluation.recording import RecordedTurn
 from hdtool.builders.evaluation.timing import Stopwatch, timed
+from hdtool.data.answered_questions import AnsweredTurn
 from hdtool.data.errors import HdtoolError, error_reason
 from hdtool.runtime.answerer import decode
+from hdtool.runtime.config.measuring import WARM
 from hdtool.runtime.config.model import SamplingConfig
 from hdtool.runtime.core.drafter import Drafter
 from hdtool.runtime.core.sampler import Sampler
-from hdtool.runtime.core.sequence import Stats, Step
+from hdtool.runtime.core.sequence import Finish
 from hdtool.runtime.kernels.topk import argmax
 from hdtool.runtime.target.target import Target
 
@@ -42,118 +45,72 @@ class RecordedSampler(Sampler):
         return lambda row: self._answer[len(self.context) - self._begin]
 
 
-@dataclass
-class Timing:
-    """Time that one contender took to reproduce recorded answers."""
-
-    tokens: int = 0
-    seconds: float = 0.0
-    cpu_seconds: float = 0.0
-    waited_seconds: float = 0.0
-    stats: Stats | None = None
-    """Statistics of all steps; None if the contender is not one of hdtool's methods."""
-    later: Stats | None = None
-    """Statistics of all steps but the prefill; None if ``stats`` is None."""
-
-    @property
-    def tokens_per_second(self) -> float:
-        return self.tokens / self.seconds if self.seconds else 0.0
-
-    @property
-    def tokens_per_cpu_second(self) -> float:
-        return self.tokens / self.cpu_seconds if self.cpu_seconds else 0.0
+Reproducing = Answering[RecordedTurn]
+"""Reproduces a recorded answer with real forward passes."""
 
 
-ReplayRunner = Callable[[RecordedTurn], Timing]
-"""Reproduces a recorded answer with real forward passes and times it."""
+def drafting_contender(target: Target, drafter: Drafter) -> Reproducing:
+    """Return a contender that feeds recorded answers through hdtool's decoding loop."""
 
-
-def drafting_runner(target: Target, drafter: Drafter) -> ReplayRunner:
-    """Return a runner that feeds a recorded answer through hdtool's decoding loop."""
-
-    def run(turn: RecordedTurn) -> Timing:
+    def answer(turn: RecordedTurn) -> list[AnsweredTurn]:
         sampler, max_tokens = RecordedSampler(turn), len(turn.answer)
-        steps = decode(
-            target, turn.prompt, sampler, max_new_tokens=max_tokens, drafter=drafter, prefix_caching=False
-        )  # prefix caching would let a contender profit from prompts that another contender has prefilled
-        with Stopwatch(target.device) as watch:
-            made = list(steps)
-        stats = _total_stats(made)
-        return Timing(
-            stats.tokens, watch.seconds, watch.cpu_seconds, watch.waited_seconds, stats, _total_stats(made[1:])
-        )
+        # Prefix caching would let a contender profit from prompts that another contender has prefilled.
+        steps = decode(target, turn.prompt, sampler, max_new_tokens=max_tokens, drafter=drafter, prefix_caching=False)
+        return [timed_turn(target.device, drafter, steps)]
 
-    return run
+    return answer
 
 
-def generate_runner(target: Target, **options: Any) -> ReplayRunner:
-    """Return a runner that calls ``model.generate`` for as many tokens as were recorded; their ids may differ."""
+def generate_contender(target: Target, **options: Any) -> Reproducing:
+    """Return a contender that calls ``model.generate`` for as many tokens as were recorded; their ids may differ."""
     model: Any = target.model
 
-    def run(turn: RecordedTurn) -> Timing:
+    def answer(turn: RecordedTurn) -> list[AnsweredTurn]:
         prompt = torch.tensor([turn.prompt], device=target.device)
         length = len(turn.answer)
         settings = {"attention_mask": torch.ones_like(prompt), "do_sample": False, "eos_token_id": None, **options}
         with Stopwatch(target.device) as watch:
             output = model.generate(prompt, max_new_tokens=length, min_new_tokens=length, **settings)
-        made = output.shape[1] - len(turn.prompt)
-        return Timing(made, watch.seconds, watch.cpu_seconds, watch.waited_seconds)
+        ids = output[0, len(turn.prompt) :].tolist()
+        return [AnsweredTurn("", ids, [1] * len(ids), **watch.times(), finish=str(Finish.LENGTH))]
 
-    return run
+    return answer
 
 
-def paired_benchmark(
-    new_runners: Callable[[], Mapping[str, ReplayRunner]], turns: Sequence[RecordedTurn]
-) -> Iterator[dict[str, Timing]]:
+def recorded_benchmark(
+    contenders: Mapping[str, Callable[[], Reproducing]], turns: Sequence[RecordedTurn]
+) -> Iterator[dict[str, Figures]]:
     """Time all contenders on recorded turns, yielding each contender's running total after every turn.
 
-    All contenders run a turn before the next turn starts, and their order rotates. Every turn runs once per contender.
-    To warm up, the longest turn runs first with separate runners, so that no cache grows in a measured turn and no
+    To warm up, the longest turn runs first with separate contenders, so that no cache grows in a measured turn and no
     history is carried over. A contender that fails is left out with a note, without affecting the other results.
     """
-    longest = max(turns, key=lambda turn: len(turn.prompt) + len(turn.answer))
-    failed = {name for name, runner in new_runners().items() if _timed(name, runner, longest) is None}
-    runners = {name: runner for name, runner in new_runners().items() if name not in failed}
-    totals: dict[str, list[Timing]] = {name: [] for name in runners}
-    for place, turn in enumerate(turns):
-        for name in rotated(list(totals), place):
-            timing = _timed(name, runners[name], turn)
-            if timing is None:
-                del totals[name]
-            else:
-                totals[name].append(timing)
-        yield {name: _total_timing(parts) for name, parts in totals.items()}
+    failed = set[str]()
+    careful = {name: partial(_careful, name, new, failed) for name, new in contenders.items()}
+    experiment = Experiment(careful, memory=WARM)
+    experiment.warm_up([max(turns, key=lambda turn: len(turn.prompt) + len(turn.answer))])
+    totals = dict.fromkeys(contenders, Figures())
+    for rows in experiment.rows(turns):
+        for row in rows:
+            totals[row.contender] += Figures.of(row.turns)
+        yield {name: total for name, total in totals.items() if name not in failed}
 
 
-def _timed(name: str, runner: ReplayRunner, turn: RecordedTurn) -> Timing | None:
-    """Time a turn; print a note and return None if the contender fails."""
-    try:
-        return runner(turn)
-    except HdtoolError:
-        raise
-    except Exception as error:  # compilers and kernels raise many kinds of errors
-        print(f"note: {name} is left out, because it failed ({error_reason(error)})", file=sys.stderr)
-        return None
+def _careful(name: str, new: Callable[[], Reproducing], failed: set[str]) -> Reproducing:
+    """Return a new contender that, if it fails, prints a note, adds its name to ``failed`` and answers nothing more."""
+    contender = new()
 
+    def answer(turn: RecordedTurn) -> Sequence[AnsweredTurn]:
+        try:
+            return () if name in failed else contender(turn)
+        except HdtoolError:
+            raise
+        except Exception as error:  # compilers and kernels raise many kinds of errors
+            print(f"note: {name} is left out, because it failed ({error_reason(error)})", file=sys.stderr)
+            failed.add(name)
+            return ()
 
-def _total_stats(steps: Sequence[Step]) -> Stats:
-    stats = Stats()
-    for step in steps:
-        stats.add(step)
-    return stats
-
-
-def _total_timing(parts: Sequence[Timing]) -> Timing:
-    stats = [part.stats for part in parts if part.stats]
-    later = [part.later for part in parts if part.later]
-    return Timing(
-        sum(part.tokens for part in parts),
-        sum(part.seconds for part in parts),
-        sum(part.cpu_seconds for part in parts),
-        sum(part.waited_seconds for part in parts),
-        Stats.total(stats) if stats else None,
-        Stats.total(later) if later else None,
-    )
+    return answer
 
 
 def copy_bandwidth(device: torch.device) -> float:

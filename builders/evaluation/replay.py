@@ -18,12 +18,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from hdtool.builders.evaluation.contenders import has_history, with_own_history
 from hdtool.builders.evaluation.recording import RecordedLogits, RecordedTurn, RecordingEngine
 from hdtool.runtime.answerer import decode
 from hdtool.runtime.budget.cost_curve import CostCurve
 from hdtool.runtime.budget.node_budget import Budget, CostBudget, FixedBudget
 from hdtool.runtime.config.budgets import FIXED_BUDGET
-from hdtool.runtime.config.decoding import HISTORY_LETTER, METHODS, DecodeConfig
+from hdtool.runtime.config.decoding import METHODS, DecodeConfig
 from hdtool.runtime.config.model import SamplingConfig
 from hdtool.runtime.config.source_names import SourceId
 from hdtool.runtime.core.accept import Accepted
@@ -33,7 +34,6 @@ from hdtool.runtime.core.sampler import Sampler
 from hdtool.runtime.core.sequence import Step
 from hdtool.runtime.core.tree import LARGEST_TREE, DraftTree
 from hdtool.runtime.drafters.methods import drafter_with_budget
-from hdtool.runtime.stores.history_store import History
 from hdtool.runtime.stores.store_set import StoreSet
 
 Ints = npt.NDArray[Any]
@@ -226,15 +226,6 @@ class ReplayMethod:
         if self.config.draft_tokens is None and self.curve:
             return CostBudget(self.curve)
         return FixedBudget(FIXED_BUDGET if self.config.draft_tokens is None else self.config.draft_tokens)
-
-
-def has_history(config: DecodeConfig) -> bool:
-    return HISTORY_LETTER in config.drafts_from
-
-
-def with_own_history(store_set: StoreSet, config: DecodeConfig) -> StoreSet:
-    """Return the stores with a new in-memory history if ``config`` drafts from a history, else without a history."""
-    return replace(store_set, history=History(prompts=config.history_prompts) if has_history(config) else None)
 
 
 def replay_method(

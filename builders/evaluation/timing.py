@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 if TYPE_CHECKING:
     import torch
@@ -48,6 +48,11 @@ class Stopwatch:
         self.waited_seconds = max(0.0, _queued_seconds() - queued)
         if self._device.type == "cpu":  # at least one thread always computes, also where the system counts no waits
             self.waited_seconds = max(self.waited_seconds, self.seconds - self.cpu_seconds)
+
+    def times(self) -> dict[str, Any]:
+        """Return the measured times by field of ``AnsweredTurn``."""
+        names = ("seconds", "first_seconds", "cpu_seconds", "waited_seconds")
+        return {name: getattr(self, name) for name in names}
 
     def first_token(self) -> None:
         """Note that the first token is there; later calls have no effect."""

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 import torch
 
-from hdtool.builders.evaluation.contenders import answer_steps, generate_ids
+from hdtool.builders.evaluation.contenders import DraftingContender, GenerateContender
+from hdtool.data.answered_questions import AnsweredTurn
 from hdtool.data.errors import HdtoolError, error_reason
 from hdtool.data.prompts import Grammar
 from hdtool.runtime.config.model import SamplingConfig
 from hdtool.runtime.core.drafter import Drafter, NoDraft
 from hdtool.runtime.core.sampler import Sampler
-from hdtool.runtime.core.sequence import room_for
-from hdtool.runtime.generation.grammar import Guide, guided_drafter, masks_of
-from hdtool.runtime.generation.settings import refuse_settings
+from hdtool.runtime.generation.grammar import Guide, masks_of
 from hdtool.runtime.model.placement import HIGHER_PRECISION, logits_after, logits_step_by_step, more_precise
 from hdtool.runtime.model.quantization import quantized_layers
 from hdtool.runtime.samplers import compiler_for, sampler_for
@@ -106,12 +105,13 @@ class Verifier:
         draft_tokens: int | None = None,
     ) -> None:
         """``draft_tokens`` limits the nodes per tree if a grammar is enforced; otherwise, ``drafter`` limits them."""
-        refuse_settings(loaded.target.model.generation_config)
         self._loaded = loaded
         self._model = loaded.target.model
         self._sampling = sampling
-        self._drafter = drafter
-        self._max_new_tokens, self._draft_tokens = max_new_tokens, draft_tokens
+        self._max_new_tokens = max_new_tokens
+        self._generate = GenerateContender(loaded, self._model, sampling, max_new_tokens)
+        self._plain = DraftingContender(loaded, NoDraft(), sampling, max_new_tokens, NoDraft, draft_tokens)
+        self._drafted = replace(self._plain, drafter=drafter)
         self._grammars = compiler_for(loaded)
 
     @property
@@ -123,18 +123,17 @@ class Verifier:
         self, prompt: str, ids: list[int], grammar: Grammar | None = None, prediction: Sequence[int] = ()
     ) -> Check:
         """Answer a prompt with and without drafts and compare all tokens."""
-        plain, _ = self._decoded(ids, NoDraft(), grammar)
-        drafted, steps = self._decoded(ids, self._drafter, grammar, prediction)
-        pairs = [(Oracle.PLAIN, plain, drafted)]
+        plain = self._plain.answer(ids, self._guide(grammar))
+        drafted = self._drafted.answer(ids, self._guide(grammar), prediction)
+        pairs: list[tuple[Oracle, AnsweredTurn, AnsweredTurn]] = [(Oracle.PLAIN, plain, drafted)]
         if Oracle.GENERATE in self.oracles:
-            room, _ = room_for(self._loaded.target, ids, self._max_new_tokens)
-            masks = masks_of(self._guide(grammar))
-            expected = generate_ids(self._loaded, self._sampling, ids, room, masks=masks)
-            pairs.append((Oracle.GENERATE, expected, plain))
+            pairs.append((Oracle.GENERATE, self._generate.answer(ids, self._guide(grammar)), plain))
         differences = [
-            _first_difference(prompt, oracle, ids, grammar, expected, answer) for oracle, expected, answer in pairs
+            _first_difference(prompt, oracle, ids, grammar, expected.output_ids, answer.output_ids)
+            for oracle, expected, answer in pairs
         ]
-        return Check(prompt, len(plain), steps, [difference for difference in differences if difference])
+        steps = len(drafted.step_tokens)
+        return Check(prompt, len(plain.output_ids), steps, [difference for difference in differences if difference])
 
     def explain(self, differences: Iterable[Difference]) -> list[Explanation]:
         """Recompute the logits at each difference in the working precision and in the next higher one.
@@ -159,15 +158,6 @@ class Verifier:
 
     def _guide(self, grammar: Grammar | None) -> Guide | None:
         return self._grammars.guide(grammar) if grammar else None
-
-    def _decoded(
-        self, ids: list[int], drafter: Drafter, grammar: Grammar | None, prediction: Sequence[int] = ()
-    ) -> tuple[list[int], int]:
-        guide = self._guide(grammar)
-        drafter = guided_drafter(drafter, guide, self._draft_tokens)
-        masks = masks_of(guide)
-        steps = list(answer_steps(self._loaded, drafter, self._sampling, self._max_new_tokens, ids, masks, prediction))
-        return [token for step in steps for token in step.tokens], len(steps)
 
     def _as_decoded(self, ids: list[int]) -> torch.Tensor:
         """Return the logits after ``ids``, computed with 8-bit activations if the target's compiled passes use them."""

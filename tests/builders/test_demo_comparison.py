@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
-from hdtool.builders.demo.comparison import Comparison, Figures, SideBySide, SpeedUp, TimedAnswer
+from hdtool.builders.demo.comparison import SideBySide, SpeedUp, median_figures
+from hdtool.builders.evaluation.experiment import Row, identical
 from hdtool.data import demo
 from hdtool.data.prompts import Prompt, read_prompts
 from hdtool.runtime.config.decoding import DecodeConfig, StoresConfig
 from hdtool.runtime.config.model import ModelConfig
 from hdtool.runtime.config.source_names import SourceId
-from hdtool.runtime.core.sequence import Stats
 from hdtool.runtime.stores.store_set import StoreSet
 from hdtool.runtime.target.load import load
+from tests.support.spec_bench_answers import turn_of
 
 DECODING = DecodeConfig(max_new_tokens=12, draft_tokens=8)
 
@@ -41,16 +43,13 @@ def test_both_continue_a_conversation_from_their_caches(side_by_side: SideBySide
     assert compared.plain.stats.cached_tokens == compared.drafted.stats.cached_tokens > 16
 
 
-def timed(seconds: float, cpu_seconds: float, ids: tuple[int, ...] = (1, 2)) -> TimedAnswer:
-    return TimedAnswer(ids, (), Stats(tokens=len(ids), steps=1), seconds, cpu_seconds)
-
-
 def test_a_slow_round_moves_no_median_and_a_different_token_counts() -> None:
-    fast, slow = timed(1.0, 1.0), timed(9.0, 1.2)
-    figures = Figures.of([fast, slow, timed(1.5, 1.1)])
+    fast, slow, usual = (turn_of([2], wall, cpu_seconds=cpu) for wall, cpu in ((1.0, 1.0), (9.0, 1.2), (1.5, 1.1)))
+    figures = median_figures([fast, slow, usual], torch.device("cpu"))
     assert (figures.seconds, figures.cpu_seconds, figures.tokens) == (1.5, 1.1, 2)
-    assert Comparison.of([fast], [slow]).same == 1
-    assert Comparison.of([fast], [timed(1.0, 1.0, (1, 3))]).same == 0
+    assert median_figures([fast, slow, usual], torch.device("cuda")).cpu_seconds == 1.5
+    assert identical([Row("a", 0, 0, (fast,)), Row("b", 0, 0, (slow,))])
+    assert not identical([Row("a", 0, 0, (fast,)), Row("b", 0, 0, (turn_of([2], 1.0, first=1),))])
 
 
 def test_cpu_time_counts_where_the_clock_disagrees() -> None:

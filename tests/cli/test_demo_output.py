@@ -6,7 +6,8 @@ import re
 
 import pytest
 
-from hdtool.builders.demo.comparison import Comparison, Figures
+from hdtool.builders.demo.comparison import Comparison
+from hdtool.builders.evaluation.experiment import Figures
 from hdtool.cli.demo_output import figures, reasons, shortened_answer, title_and_questions, total_figures
 from hdtool.cli.terminal import COLOR_CODE
 from hdtool.data import demo
@@ -29,7 +30,7 @@ def compared(tokens_drafted: int, seconds: float = 1.0, cpu_seconds: float = 1.0
         drafted = number < tokens_drafted
         tree = DraftTree.of(1, [2], [-1], SourceId.CONTEXT) if number < 9 else DraftTree.bare(1)
         made.add(Step([2, 3][: 1 + drafted], tree, [0] * drafted, 0.0, 0.1, 0.1))
-    return Comparison(Figures(20, 1.0, 1.0, Stats()), Figures(20, seconds, cpu_seconds, made), 1, tuple(PIECES))
+    return Comparison(Figures(20, 1.0, 1.0), Figures(20, seconds, cpu_seconds, stats=made), 1, tuple(PIECES))
 
 
 @pytest.mark.parametrize("width", [40, 80, 200])

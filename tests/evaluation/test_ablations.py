@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
+from hdtool.builders.evaluation.experiment import pieces_of
 from hdtool.builders.evaluation.recording import RecordedTurn
 from hdtool.builders.evaluation.replay import ReplayedTurn, ReplayResult
 from hdtool.builders.evaluation.report.ablations import (
     Study,
     bench_traces,
-    pieces,
     source_shares,
     source_subsets,
     trials,
@@ -116,8 +116,8 @@ def test_a_case_is_the_answer_nearest_to_the_mean() -> None:
     case = typical_case("hd", ReplayResult("hd", turns, {}), tokenizer, ["first", "second", "third"])
     assert (case.question, case.tokens, case.steps) == ("second", 60, 30)
     assert "".join(text for text, _ in case.pieces) == text_of(tokenizer, ids)
-    named = pieces(tokenizer, ids[1:4], [0, 1, 3])  # the first has no text
-    assert [source for _, source in named] == ["none", "context", "corpus"]
+    named = pieces_of(tokenizer, ids[1:4], [0, 1, 3])  # the first has no text
+    assert [str(source) for _, source in named] == ["none", "context", "corpus"]
 
 
 def test_a_benchmarks_answers_are_conversations() -> None:

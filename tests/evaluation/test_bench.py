@@ -17,9 +17,10 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.generation.streamers import BaseStreamer
 
-from hdtool.builders.evaluation.bench import Bench, questions_hash, rotated
+from hdtool.builders.evaluation.bench import Bench, questions_hash
 from hdtool.builders.evaluation.bench_plan import WARM_UP_PROMPTS, BenchPlan, ContenderFactory, warm_up_questions
 from hdtool.builders.evaluation.contenders import GenerateContender
+from hdtool.builders.evaluation.experiment import rotated
 from hdtool.cli.app import run
 from hdtool.data import demo
 from hdtool.data.answered_questions import AnsweredTurn
@@ -263,7 +264,7 @@ def test_only_warm_drafters_know_earlier_answers_and_none_knows_its_own(embedded
         class Noted(Bench):
             def _answered(self, *arguments: Any) -> Any:
                 found = super()._answered(*arguments)
-                noted.append(found.step_tokens)
+                noted.append([tokens for turn in found for tokens in turn.step_tokens])
                 return found
 
         bench = Noted(embedded, lineup.contenders(["hd"]), 32, False, rounds, drafters)

@@ -8,7 +8,7 @@ from hdtool.builders.evaluation.bench import Bench
 from hdtool.builders.evaluation.bench_plan import ContenderFactory
 from hdtool.builders.evaluation.contenders import Contender, GenerateContender
 from hdtool.data import demo
-from hdtool.data.answered_questions import AnsweredQuestion
+from hdtool.data.answered_questions import AnsweredTurn
 from hdtool.data.chat import encode_conversation
 from hdtool.data.prompts import Prompt, interleave_categories, read_prompts
 from hdtool.runtime.config.decoding import DecodeConfig, StoresConfig
@@ -62,9 +62,9 @@ def test_nothing_learned_before_shows_in_cold_answers(
     """Nodes, tokens of each step and their sources, of each answer."""
 
     class Noted(Bench):
-        def _answered(self, asked: Prompt, contender: Contender) -> AnsweredQuestion:
-            found = super()._answered(asked, contender)
-            noted.extend((turn.nodes, turn.step_tokens, turn.drafted_by) for turn in found.turns)
+        def _answered(self, contender: Contender, question: Prompt) -> list[AnsweredTurn]:
+            found = super()._answered(contender, question)
+            noted.extend((turn.nodes, turn.step_tokens, turn.drafted_by) for turn in found)
             return found
 
     def bench(rounds: int = 1) -> Bench:

@@ -10,17 +10,18 @@ from typing import Any
 import pytest
 import torch
 
+from hdtool.builders.evaluation.experiment import Figures
 from hdtool.builders.evaluation.random_models import load_shape, weight_bytes_read
 from hdtool.builders.evaluation.recorded_bench import (
-    ReplayRunner,
-    Timing,
-    drafting_runner,
+    Reproducing,
+    drafting_contender,
     fitting_turns,
-    paired_benchmark,
+    recorded_benchmark,
 )
 from hdtool.builders.evaluation.recording import RecordedTurn
 from hdtool.builders.evaluation.replay import ReplayMethod, replay_method
 from hdtool.cli.app import run
+from hdtool.data.answered_questions import AnsweredTurn
 from hdtool.runtime.config.decoding import DecodeConfig
 from hdtool.runtime.config.measuring import SHAPES
 from hdtool.runtime.config.model import ModelConfig
@@ -30,6 +31,7 @@ from hdtool.runtime.target.load import load_tokenizer
 from hdtool.runtime.target.target import Target
 from tests.support.families import model_of
 from tests.support.rehearsed import direct
+from tests.support.spec_bench_answers import turn_of
 
 LINES = ["def first(items):\n    return items[0]\n", "def last(items):\n    return items[-1]\n"]
 
@@ -84,10 +86,9 @@ def test_as_much_is_accepted_as_in_a_replay(budget: int) -> None:
     config = DecodeConfig("hd", draft_tokens=budget)
     target = Target(model_of("llama"), direct)
     played = replay_method(ReplayMethod("hd", config), turns, StoreSet())
-    tell = drafting_runner(target, drafter_for(config, target, StoreSet()))
+    tell = drafting_contender(target, drafter_for(config, target, StoreSet()))
     for turn, there in zip(turns, played.turns, strict=True):
-        found = tell(turn)
-        assert found.stats and found.later
+        found = Figures.of(tell(turn))
         assert found.stats.steps == len(there.accept_lengths) < len(turn.answer)
         assert found.stats.tokens == found.tokens == len(turn.answer)
         assert found.later.steps == found.stats.steps - 1
@@ -99,14 +100,10 @@ def test_the_warm_up_is_no_history() -> None:
     turns = [RecordedTurn(name, "", 0, [50, 51, ord(name) - 40], answer) for name in "ab"]
     config = DecodeConfig("hd", draft_tokens=8)
 
-    def runners() -> dict[str, ReplayRunner]:
-        return {"hd": drafting_runner(target, drafter_for(config, target, StoreSet()))}
+    def drafting() -> Reproducing:
+        return drafting_contender(target, drafter_for(config, target, StoreSet()))
 
-    steps = []
-    for timings in paired_benchmark(runners, turns):
-        stats = timings["hd"].stats
-        assert stats
-        steps.append(stats.steps)
+    steps = [totals["hd"].stats.steps for totals in recorded_benchmark({"hd": drafting}, turns)]
     assert steps[0] == len(answer) and steps[1] - steps[0] < 12
 
 
@@ -116,18 +113,17 @@ def test_a_contender_that_fails_is_left_out(works: int, capsys: pytest.CaptureFi
     target = Target(model_of("llama"))
     ran = []
 
-    def failing(turn: RecordedTurn) -> Timing:
+    def failing(turn: RecordedTurn) -> list[AnsweredTurn]:
         ran.append(turn)
         if len(ran) > works:
             raise RuntimeError("no compiler was found\nand a long story")
-        return Timing(len(turn.answer), 1.0)
+        return [turn_of([1] * len(turn.answer), 1.0)]
 
-    def runners() -> dict[str, ReplayRunner]:
-        plain = drafter_for(DecodeConfig(method="ar"), target, StoreSet())
-        return {"generate-static": failing, "ar": drafting_runner(target, plain)}
+    def plain() -> Reproducing:
+        return drafting_contender(target, drafter_for(DecodeConfig(method="ar"), target, StoreSet()))
 
     turns = [RecordedTurn("", "", 0, [1, 2, 3], [4] * 5) for _ in range(3)]
-    *_, last = found = list(paired_benchmark(runners, turns))
+    *_, last = found = list(recorded_benchmark({"generate-static": lambda: failing, "ar": plain}, turns))
     assert len(found) == 3 and last.keys() == {"ar"} and last["ar"].tokens == 15
     assert "note: generate-static is left out, because it failed (no compiler was found)" in capsys.readouterr().err
     assert len(ran) == works + 1

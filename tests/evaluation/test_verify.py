@@ -170,7 +170,7 @@ def test_plain_decoding_that_is_not_generates_is_found(small: Loaded, monkeypatc
 
 
 def test_an_answer_that_ends_early_is_found(small: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(verify, "generate_ids", lambda *given, **options: generate_ids(*given, **options)[:7])
+    monkeypatch.setattr(contenders, "generate_ids", lambda *given, **options: generate_ids(*given, **options)[:7])
     _, (explanation,) = verified(small)
     assert (explanation.difference.position, explanation.difference.expected) == (7, None)
     assert explanation.reason == "one of the answers ends here"

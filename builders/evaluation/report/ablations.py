@@ -9,6 +9,7 @@ from itertools import combinations
 
 from transformers import PreTrainedTokenizerBase
 
+from hdtool.builders.evaluation.experiment import pieces_of
 from hdtool.builders.evaluation.recording import RecordedTurn
 from hdtool.builders.evaluation.replay import ReplayMethod, ReplayResult
 from hdtool.builders.evaluation.report.figures import ReportData
@@ -29,8 +30,6 @@ from hdtool.data.texts_and_traces import RecordedAnswer, Trace
 from hdtool.runtime.budget.cost_curve import CostCurve
 from hdtool.runtime.config.budgets import FIXED_BUDGET
 from hdtool.runtime.config.decoding import SOURCE_LETTERS, DecodeConfig
-from hdtool.runtime.config.source_names import SourceId
-from hdtool.runtime.generation.text_stream import TextStream
 from hdtool.runtime.stores.store_set import StoreSet
 
 CASE_LENGTHS = range(60, 301)
@@ -51,19 +50,13 @@ def typical_case(
     return TypicalCase(
         method=method,
         question=question,
-        pieces=pieces(tokenizer, typical.tokens.tolist(), typical.sources.tolist()),
+        pieces=tuple(
+            (text, str(source))
+            for text, source in pieces_of(tokenizer, typical.tokens.tolist(), typical.sources.tolist())
+        ),
         tokens=len(typical.tokens),
         steps=len(typical.accept_lengths),
     )
-
-
-def pieces(
-    tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int], sources: Sequence[int]
-) -> tuple[tuple[str, str], ...]:
-    """Return pairs ``(text, source)``: the text that a token completes, and the source that drafted the token."""
-    text = TextStream(tokenizer)
-    parts = [(text.add([token]), str(SourceId(source))) for token, source in zip(tokens, sources, strict=True)]
-    return tuple(piece for piece in (*parts, (text.end(), str(SourceId.NONE))) if piece[0])
 
 
 @dataclass(frozen=True)
