@@ -22,10 +22,8 @@ from functools import partial
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
-from typing import Any
 
 import torch
-from transformers import GptOssConfig, Lfm2Config, LlamaConfig
 from transformers.utils import logging
 
 from hdtool.builders.evaluation.threads import set_num_threads
@@ -35,36 +33,11 @@ from hdtool.runtime.core.tree import DraftTree
 from hdtool.runtime.engines.checks.probes import some_context
 from hdtool.runtime.kernels.machine import machine
 from hdtool.runtime.target.load import load
-from tests.benchmarks.cpu_weights import SHAPE
 from tests.benchmarks.llama_bench import LlamaBench
 from tests.benchmarks.openvino_peer import OpenVinoContender
-from tests.support.gpt_oss_gguf import ROPE
+from tests.benchmarks.shapes import SHAPES_OF_FILES
 from tests.support.one_sequence import OneSequence
-from tests.support.random_gguf import Settings, write_random_gguf
-
-LFM2: dict[str, Any] = {
-    "vocab_size": 65536,
-    "hidden_size": 2048,
-    "intermediate_size": 8192,
-    "block_auto_adjust_ff_dim": False,
-    "num_hidden_layers": 16,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "max_position_embeddings": 8192,
-    "full_attn_idxs": [2, 5, 8, 10, 12, 14],
-    "tie_word_embeddings": True,
-}
-GPT_OSS: dict[str, Any] = {
-    "vocab_size": 32768,
-    "num_hidden_layers": 4,
-    "num_local_experts": 32,
-    "rope_parameters": ROPE,
-}
-SHAPES: dict[str, Callable[[], Settings]] = {
-    "llama": lambda: LlamaConfig(**SHAPE, bos_token_id=1, eos_token_id=2, pad_token_id=0),
-    "lfm2": lambda: Lfm2Config(**LFM2),
-    "gpt-oss": lambda: GptOssConfig(**GPT_OSS, bos_token_id=1, eos_token_id=2, pad_token_id=0),
-}
+from tests.support.random_gguf import write_random_gguf
 
 Run = Callable[[int], tuple[float, float]]
 """Returns wall-clock and CPU seconds for the given number of tokens."""
@@ -148,7 +121,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--llama-bench", type=Path, required=True)
     parser.add_argument("--files", type=Path, nargs="*", default=[])
     parser.add_argument("--openvino", type=Path)
-    parser.add_argument("--shapes", nargs="*", choices=SHAPES, default=[])
+    parser.add_argument("--shapes", nargs="*", choices=SHAPES_OF_FILES, default=[])
     parser.add_argument("--formats", nargs="*", default=["Q4_0", "Q4_K", "Q8_0"])
     parser.add_argument("--read", type=int, nargs="*", default=[256, 1024])
     parser.add_argument("--decode", type=int, default=48)
@@ -169,7 +142,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for shape in options.shapes:
             for kind in options.formats:
                 file = Path(folder) / f"{shape}-{kind}.gguf"
-                write_random_gguf(file, SHAPES[shape](), kind, "Q6_K" if kind.endswith("_K") else "Q8_0")
+                write_random_gguf(file, SHAPES_OF_FILES[shape](), kind, "Q6_K" if kind.endswith("_K") else "Q8_0")
                 compare(f"{shape}, {kind}", file, options)
                 file.unlink()
 

@@ -1,28 +1,16 @@
-"""Times compiled passes of several model families against transformers: ``python -m tests.benchmarks.cpu_families``.
-
-Models have random bfloat16 weights in the shapes of small models with fewer layers. Both sides compute in float32 on
-one thread and take turns in one process; times are CPU time.
-"""
+"""Shapes of models with random weights."""
 
 from __future__ import annotations
 
-import argparse
-import time
-from collections import defaultdict
 from collections.abc import Callable
-from statistics import median
 from typing import Any
 
 import torch
 import transformers
+from transformers import GptOssConfig, Lfm2Config, LlamaConfig
 
-from hdtool.runtime.core.tree import DraftTree
-from hdtool.runtime.kernels.experts import compile_experts
-from hdtool.runtime.kernels.linear import compile_linear_layers
-from hdtool.runtime.kernels.machine import machine
-from hdtool.runtime.model.compact_layers import compact_weights
-from hdtool.runtime.target.target import Target
-from tests.support.one_sequence import OneSequence
+from tests.support.gpt_oss_gguf import ROPE
+from tests.support.random_gguf import Settings
 
 HEADS: dict[str, Any] = {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 128}
 SHAPE: dict[str, Any] = {"hidden_size": 1024, "num_hidden_layers": 8, "vocab_size": 32000, **HEADS}
@@ -71,30 +59,25 @@ SHAPES: dict[str, dict[str, Any]] = {
         **SHAPE, **EXPERTS, "shared_expert_intermediate_size": 512, "linear_num_key_heads": 8,
         "linear_num_value_heads": 16, "layer_types": ([*["linear_attention"] * 3, "full_attention"]) * 2,
     },
+    "Lfm2": {
+        "hidden_size": 2048, "intermediate_size": 12288, "num_hidden_layers": 16, "vocab_size": 32768,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "full_attn_idxs": [2, 5, 8, 10, 12, 14],
+        "tie_word_embeddings": True,
+    },
+    "Qwen3_5": {
+        "hidden_size": 1024, "intermediate_size": 3584, "num_hidden_layers": 24, "vocab_size": 32768,
+        "num_attention_heads": 8, "num_key_value_heads": 2, "linear_num_value_heads": 16, "tie_word_embeddings": True,
+    },
+    "GraniteMoeHybrid": {
+        "hidden_size": 1536, "num_hidden_layers": 20, "vocab_size": 32768, "num_attention_heads": 12,
+        "num_key_value_heads": 4, "mamba_n_heads": 48, "mamba_d_head": 64, "mamba_d_state": 128, "num_local_experts": 0,
+        "shared_intermediate_size": 4096, "tie_word_embeddings": True, "pad_token_id": 0,
+        "layer_types": ["attention" if number % 10 == 5 else "mamba" for number in range(20)],
+    },
 }  # fmt: skip
 """Shapes by class name. Gemma 3 is the model of 270 million weights. Gemma 4 has layers as wide as those of E2B, or
-half as wide as those of 26B-A4B with a quarter of its experts."""
-OF_SEVERAL_MEDIA = ("Gemma3", "Gemma4", "Qwen3_5Moe")
-ROWS = (1, 8)
-PROMPT = [place * 7919 % 20000 for place in range(256)]
-TREES = {rows: DraftTree.of(5, list(range(10, 9 + rows)), list(range(-1, rows - 2))) for rows in ROWS}
-
-
-def library(model: Any) -> Target:
-    return Target(model.float())
-
-
-def compiled(model: Any) -> Target:
-    compact_weights(model)
-    compile_linear_layers(model)
-    compile_experts(model)
-    target = Target(model)
-    target.compile()
-    assert target.compiled
-    return target
-
-
-SIDES: dict[str, Callable[[Any], Target]] = {"library": library, "compiled": compiled}
+half as wide as those of 26B-A4B with a quarter of its experts. The last three have about a billion weights."""
+OF_SEVERAL_MEDIA = ("Gemma3", "Gemma4", "Qwen3_5", "Qwen3_5Moe")
 
 
 def random_model(name: str) -> Any:
@@ -106,39 +89,20 @@ def random_model(name: str) -> Any:
     return model.bfloat16().eval()
 
 
-def compare(name: str, repeats: int) -> str:
-    sides = {side: OneSequence(make(random_model(name))) for side, make in SIDES.items()}
-    seconds = defaultdict[tuple[str, int], list[float]](list)
-    for _ in range(repeats):
-        for side, one in sides.items():
-            seconds[side, 0].append(timed(lambda one=one: one.prefill(PROMPT, room=64)))  # type: ignore[misc]
-            for rows, tree in TREES.items():
-                seconds[side, rows].append(timed(lambda one=one, tree=tree: one.verify(tree)))  # type: ignore[misc]
-    cells = [name]
-    for rows in (*ROWS, 0):
-        usual, own = (median(seconds[side, rows]) for side in SIDES)
-        cells.append(f"{1e3 * usual:.1f} | {1e3 * own:.1f} | {usual / own:.2f}")
-    return f"| {' | '.join(cells)} |"
-
-
-def timed(run: Callable[[], object]) -> float:
-    started = time.process_time()
-    run()
-    return time.process_time() - started
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--families", nargs="*", choices=SHAPES, default=list(SHAPES))
-    parser.add_argument("--repeats", type=int, default=11)
-    options = parser.parse_args()
-    torch.set_num_threads(1)
-    print(f"{machine()}, one thread; milliseconds of passes after {len(PROMPT)} tokens, and of reading these\n")
-    sides = " | ".join(f"{what}: library | compiled | ratio" for what in ("1 row", "8 rows", "prompt"))
-    print(f"| | {sides} |\n|{'---|' * 10}")
-    for name in options.families:
-        print(compare(name, options.repeats), flush=True)
-
-
-if __name__ == "__main__":
-    main()
+LARGE: dict[str, Any] = {
+    "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32,
+    "num_key_value_heads": 8, "max_position_embeddings": 8192, "tie_word_embeddings": True,
+}  # fmt: skip
+SHAPES_OF_FILES: dict[str, Callable[[], Settings]] = {
+    "llama": lambda: LlamaConfig(
+        **LARGE, vocab_size=128256, head_dim=64, bos_token_id=1, eos_token_id=2, pad_token_id=0
+    ),
+    "lfm2": lambda: Lfm2Config(
+        **LARGE, vocab_size=65536, block_auto_adjust_ff_dim=False, full_attn_idxs=[2, 5, 8, 10, 12, 14]
+    ),
+    "gpt-oss": lambda: GptOssConfig(
+        vocab_size=32768, num_hidden_layers=4, num_local_experts=32, rope_parameters=ROPE, bos_token_id=1,
+        eos_token_id=2, pad_token_id=0,
+    ),
+}  # fmt: skip
+"""Llama 3.2 1B, LFM2 1.2B and four layers of gpt-oss-20b."""

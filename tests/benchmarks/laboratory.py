@@ -1,0 +1,122 @@
+"""What the benchmarks share: options, clocks, runs in turn, models that answer prompts, and Markdown tables."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable, Mapping, Sequence
+from statistics import median
+from typing import Any, TypeVar
+
+from transformers.utils import logging
+
+from hdtool.builders.demo.stores import stores_of_real_model
+from hdtool.builders.evaluation.contenders import Contender, DraftingContender, FreshDrafters
+from hdtool.builders.evaluation.experiment import Answering
+from hdtool.data import demo
+from hdtool.data.chat import encode_conversation
+from hdtool.data.prompts import read_prompts
+from hdtool.runtime.config.decoding import DecodeConfig, StoresConfig
+from hdtool.runtime.config.model import ModelConfig, SamplingConfig
+from hdtool.runtime.core.drafter import Drafter
+from hdtool.runtime.target.load import Loaded
+
+Side = TypeVar("Side")
+DEMO_STORES = StoresConfig(str(demo.MODEL_STORE), str(demo.CORPUS_INDEX))
+NO_STORES = StoresConfig("none", "none")
+
+
+def parser_of(description: str | None, **defaults: Any) -> argparse.ArgumentParser:
+    """Return a parser with an option for each default, which also tells the option's type."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, default in defaults.items():
+        option = f"--{name.replace('_', '-')}"
+        if default is False:
+            parser.add_argument(option, action="store_true")
+        else:
+            several = isinstance(default, list | tuple)
+            one = default[0] if several else default
+            kind = str if one is None else type(one)
+            parser.add_argument(option, type=kind, nargs="*" if several else None, default=default)
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    return parser
+
+
+class Table:
+    """Markdown table that is printed row by row."""
+
+    def __init__(self, *heads: object) -> None:
+        self.row(*heads)
+        print("|---" * len(heads) + "|", flush=True)
+
+    def row(self, *cells: object) -> None:
+        print(f"| {' | '.join(map(str, cells))} |", flush=True)
+
+
+def clock_of(threads: int) -> Callable[[], float]:
+    """Return the clock of a measurement: CPU time with one thread, which other processes disturb little."""
+    return time.process_time if threads == 1 else time.perf_counter
+
+
+def seconds_of(run: Callable[[], object], clock: Callable[[], float] = time.perf_counter) -> float:
+    started = clock()
+    run()
+    return clock() - started
+
+
+def run_in_turn(
+    sides: Mapping[str, Side],
+    runs: Mapping[str, Callable[[Side], object]],
+    repeats: int,
+    clock: Callable[[], float],
+) -> dict[str, list[float]]:
+    """Return the median seconds of each run by side; sides take turns, after a repeat that isn't counted."""
+    medians: dict[str, list[float]] = {name: [] for name in sides}
+    for run in runs.values():
+        taken: dict[str, list[float]] = {name: [] for name in sides}
+        for _ in range(repeats + 1):
+            for name, side in sides.items():
+                taken[name].append(seconds_of(lambda run=run, side=side: run(side), clock))  # type: ignore[misc]
+        for name, seconds in taken.items():
+            medians[name].append(median(seconds[1:]))
+    return medians
+
+
+def stores_of(options: argparse.Namespace, loading: ModelConfig) -> StoresConfig:
+    """Return the stores that the demo builds for SmolLM2 with ``--demo-stores``, else none."""
+    return stores_of_real_model(loading) if options.demo_stores else NO_STORES
+
+
+def demo_prompts(loaded: Loaded, count: int | None = None) -> list[list[int]]:
+    """Return the token ids of the embedded model's held-out prompts."""
+    return [encode_conversation(loaded.tokenizer, prompt.messages) for prompt in read_prompts(demo.PROMPTS)[:count]]
+
+
+def method_contender(
+    loaded: Loaded, decoding: DecodeConfig, stores: StoresConfig = NO_STORES, sampling: SamplingConfig | None = None
+) -> DraftingContender:
+    """Return one of hdtool's methods as a contender whose drafters start empty."""
+    new = FreshDrafters(loaded.target, loaded.library(stores).open(decoding.databases))
+    return drafting(loaded, lambda: new(decoding), decoding.max_new_tokens, sampling)
+
+
+def drafting(
+    loaded: Loaded, new: Callable[[], Drafter], max_new_tokens: int, sampling: SamplingConfig | None = None
+) -> DraftingContender:
+    return DraftingContender(loaded, new(), sampling or SamplingConfig(), max_new_tokens, new)
+
+
+def on_prompts(contender: Contender) -> Callable[[], Answering[list[int]]]:
+    """Return what makes the contender of an experiment whose questions are prompts of token ids."""
+
+    def new() -> Answering[list[int]]:
+        fresh = contender.fresh()
+        return lambda prompt: [fresh.answer(prompt)]
+
+    return new
+
+
+def ratio_of(speeds: Sequence[float], others: Sequence[float]) -> float:
+    """Return the median ratio of speeds, answer by answer."""
+    return median(speed / other for speed, other in zip(speeds, others, strict=True))
