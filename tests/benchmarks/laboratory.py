@@ -12,11 +12,12 @@ from transformers.utils import logging
 
 from hdtool.builders.demo.stores import stores_of_real_model
 from hdtool.builders.evaluation.contenders import Contender, DraftingContender, FreshDrafters
-from hdtool.builders.evaluation.experiment import Answering
+from hdtool.builders.evaluation.experiment import Answering, Experiment, Figures, Question, by_contender, identical
 from hdtool.data import demo
 from hdtool.data.chat import encode_conversation
 from hdtool.data.prompts import read_prompts
 from hdtool.runtime.config.decoding import DecodeConfig, StoresConfig
+from hdtool.runtime.config.measuring import COLD
 from hdtool.runtime.config.model import ModelConfig, SamplingConfig
 from hdtool.runtime.core.drafter import Drafter
 from hdtool.runtime.target.load import Loaded
@@ -81,6 +82,27 @@ def run_in_turn(
         for name, seconds in taken.items():
             medians[name].append(median(seconds[1:]))
     return medians
+
+
+class Outcome:
+    """Rows of an experiment that is run at once."""
+
+    def __init__(
+        self,
+        contenders: Mapping[str, Callable[[], Answering[Question]]],
+        questions: Sequence[Question],
+        rounds: int = 1,
+        memory: str = COLD,
+        *,
+        warm_up: Sequence[Question] = (),
+    ) -> None:
+        experiment = Experiment(contenders, rounds, memory)
+        experiment.warm_up(warm_up)
+        by_question = list(experiment.rows(questions))
+        self.rows = by_contender(row for rows in by_question for row in rows)
+        self.totals = {name: Figures.of(turn for row in rows for turn in row.turns) for name, rows in self.rows.items()}
+        self.identical = sum(map(identical, by_question))
+        """Number of questions to which all answers have the same tokens."""
 
 
 def stores_of(options: argparse.Namespace, loading: ModelConfig) -> StoresConfig:

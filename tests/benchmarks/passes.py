@@ -27,7 +27,6 @@ from typing import Any, Protocol
 
 import torch
 
-from hdtool.builders.evaluation.experiment import Experiment, Figures, identical
 from hdtool.data import demo
 from hdtool.runtime.config.decoding import DecodeConfig
 from hdtool.runtime.config.model import INT8, ModelConfig
@@ -42,6 +41,7 @@ from hdtool.runtime.target.target import Target
 from hdtool.runtime.weights.gguf_file import GGUFFile
 from hdtool.runtime.weights.gguf_formats import stays_packed
 from tests.benchmarks.laboratory import (
+    Outcome,
     Table,
     clock_of,
     demo_prompts,
@@ -162,14 +162,11 @@ def answer(loaded: dict[str, Loaded], questions: int, tokens: int) -> None:
         for name, one in loaded.items()
     }
     warm_up, *prompts = demo_prompts(next(iter(loaded.values())), questions + 1)
-    experiment = Experiment(contenders)
-    experiment.warm_up([warm_up])
-    by_question = list(experiment.rows(prompts))
+    outcome = Outcome(contenders, prompts, warm_up=[warm_up])
     table = Table("answers", "tokens per CPU second", "tokens per step")
-    for name in contenders:
-        total = Figures.of(turn for rows in by_question for row in rows if row.contender == name for turn in row.turns)
+    for name, total in outcome.totals.items():
         table.row(name, f"{total.tokens_per_cpu_second:.2f}", f"{total.stats.tokens_per_step:.2f}")
-    print(f"\nidentical answers to {sum(map(identical, by_question))} of {questions} questions")
+    print(f"\nidentical answers to {outcome.identical} of {questions} questions")
 
 
 def main() -> None:

@@ -8,27 +8,21 @@ answer are medians of the ratios to the same answer without a prediction.
 
 from __future__ import annotations
 
-import argparse
-import statistics
 from collections.abc import Sequence
+from functools import partial
 from itertools import chain
+from statistics import median
 
 import torch
 
-from hdtool.data import demo
-from hdtool.data.chat import encode_conversation
-from hdtool.data.prompts import read_prompts
-from hdtool.runtime.answerer import decode
+from hdtool.builders.evaluation.experiment import Answering
 from hdtool.runtime.config.budgets import FIXED_BUDGET
-from hdtool.runtime.config.decoding import DecodeConfig, StoresConfig
-from hdtool.runtime.config.model import ModelConfig, SamplingConfig
-from hdtool.runtime.core.drafter import Drafter, NoDraft
-from hdtool.runtime.core.sequence import Stats
-from hdtool.runtime.drafters.methods import drafter_for
+from hdtool.runtime.config.decoding import DecodeConfig
+from hdtool.runtime.config.measuring import WARM
+from hdtool.runtime.config.model import ModelConfig
 from hdtool.runtime.kernels.machine import machine
-from hdtool.runtime.samplers import sampler_for
-from hdtool.runtime.stores.store_set import StoreSet
-from hdtool.runtime.target.load import Loaded, load
+from hdtool.runtime.target.load import load
+from tests.benchmarks.laboratory import DEMO_STORES, Outcome, Table, demo_prompts, method_contender, parser_of
 
 NONE, FOREIGN, SHUFFLED, HALF, EXACT = "none", "useless", "misleading", "half right", "exact"
 KINDS = (NONE, FOREIGN, SHUFFLED, HALF, EXACT)
@@ -56,60 +50,41 @@ def predictions(answers: Sequence[Ids], number: int) -> dict[str, Ids]:
     }
 
 
-def answer(loaded: Loaded, prompt: Ids, drafter: Drafter, max_new_tokens: int, prediction: Ids) -> tuple[Stats, Ids]:
-    sampler, stops = sampler_for(loaded, SamplingConfig(), prompt, max_new_tokens=max_new_tokens)
-    stats, said = Stats(), []
-    for step in decode(
-        loaded.target,
-        prompt,
-        sampler,
-        max_new_tokens=max_new_tokens,
-        stops=stops,
-        drafter=drafter,
-        prediction=prediction,
-    ):
-        stats.add(step)
-        said += step.tokens
-    return stats, said
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--prompts", type=int, default=24)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--tokens", type=int, default=256, help="of an answer, at most")
-    parser.add_argument("--draft-tokens", type=int, default=FIXED_BUDGET)
-    parser.add_argument("--threads", type=int, default=1)
+    parser = parser_of(__doc__, prompts=24, rounds=5, tokens=256, draft_tokens=FIXED_BUDGET, threads=1)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     loaded = load(ModelConfig(device="cpu", dtype="float32"))
-    stores = StoreSet.for_tokenizer(loaded.tokenizer, StoresConfig(str(demo.MODEL_STORE), str(demo.CORPUS_INDEX)))
-    config = DecodeConfig(draft_tokens=options.draft_tokens)
-    asked = list(read_prompts(demo.PROMPTS))[: options.prompts]
-    prompts = [encode_conversation(loaded.tokenizer, prompt.messages) for prompt in asked]
-    answers = [answer(loaded, prompt, NoDraft(), options.tokens, [])[1] for prompt in prompts]
-    found: dict[str, list[Stats]] = {kind: [] for kind in KINDS}
-    for round_ in range(options.rounds):
-        # New drafters in each round, because they remember earlier answers.
-        drafters = {kind: drafter_for(config, loaded.target, stores) for kind in KINDS}
-        for number, prompt in enumerate(prompts):
-            turn = (number + round_) % len(KINDS)
-            for kind in (*KINDS[turn:], *KINDS[:turn]):
-                stats, said = answer(loaded, prompt, drafters[kind], options.tokens, predictions(answers, number)[kind])
-                assert said == answers[number]
-                found[kind].append(stats)
+    decoding = DecodeConfig("hd", options.tokens, draft_tokens=options.draft_tokens)
+    contender = method_contender(loaded, decoding, DEMO_STORES)
+    prompts = demo_prompts(loaded, options.prompts)
+    plain = method_contender(loaded, DecodeConfig("ar", options.tokens))
+    answers = [plain.answer(prompt).output_ids for prompt in prompts]
+
+    def drafting(kind: str) -> Answering[int]:
+        fresh = contender.fresh()
+        return lambda number: [fresh.answer(prompts[number], prediction=predictions(answers, number)[kind])]
+
+    # Drafters are new in each round, because they remember earlier answers.
+    contenders = {kind: partial(drafting, kind) for kind in KINDS}
+    outcome = Outcome(contenders, range(len(prompts)), options.rounds, WARM)
+    assert outcome.identical == len(prompts)
     print(f"{machine()}; {len(prompts)} prompts, {sum(map(len, answers)):,} tokens, {options.rounds} rounds\n")
-    print("| prediction | tokens per step | accepted | rejected | µs a step around the model | a step | an answer |")
-    print("|---" * 7 + "|")
-    for kind, of in found.items():
-        total = Stats.total(of)
-        pairs = list(zip(of, found[NONE], strict=True))
-        step = statistics.median(one.seconds / one.steps / (none.seconds / none.steps) for one, none in pairs)
-        whole = statistics.median(one.seconds / none.seconds for one, none in pairs)
-        print(
-            f"| {kind} | {total.tokens_per_step:.2f} | {total.accepted_prediction_tokens // options.rounds:,} | "
-            f"{total.rejected_prediction_tokens // options.rounds:,} | "
-            f"{statistics.median(one.outside_us_per_step for one in of):.0f} | {step - 1:+.1%} | {whole - 1:+.1%} |"
+    table = Table(
+        "prediction", "tokens per step", "accepted", "rejected", "µs a step around the model", "a step", "an answer"
+    )
+    for kind, rows in outcome.rows.items():
+        total = outcome.totals[kind].stats
+        pairs = [(one.turns[0], none.turns[0]) for one, none in zip(rows, outcome.rows[NONE], strict=True)]
+        step = median(one.seconds / len(one.step_tokens) * len(none.step_tokens) / none.seconds for one, none in pairs)
+        table.row(
+            kind,
+            f"{total.tokens_per_step:.2f}",
+            f"{total.accepted_prediction_tokens // options.rounds:,}",
+            f"{total.rejected_prediction_tokens // options.rounds:,}",
+            f"{total.outside_us_per_step:.0f}",
+            f"{step - 1:+.1%}",
+            f"{median(one.seconds / none.seconds for one, none in pairs) - 1:+.1%}",
         )
 
 

@@ -8,20 +8,20 @@ step takes besides the model's pass.
 
 from __future__ import annotations
 
-import argparse
-import statistics
-from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 import torch
 
+from hdtool.builders.evaluation.experiment import Answering, DecodedTurn, timed_turn
 from hdtool.data.chat import encode_conversation
 from hdtool.runtime.answerer import decode
 from hdtool.runtime.config.model import ACTIVATIONS, ModelConfig, SamplingConfig
+from hdtool.runtime.core.drafter import NoDraft
 from hdtool.runtime.core.sampler import Sampler
-from hdtool.runtime.core.sequence import Step
 from hdtool.runtime.kernels.machine import machine
 from hdtool.runtime.target.load import Loaded, load
+from tests.benchmarks.laboratory import Outcome, Table, parser_of, ratio_of
 
 SETTINGS = {
     "temperature 0.8": SamplingConfig(0.8, seed=1),
@@ -45,46 +45,37 @@ class OneByOne(Sampler):
         return self._race.sample(len(self.context), np.ascontiguousarray(probabilities))
 
 
-SAMPLERS = (OneByOne, Sampler)
+def answering(way: type[Sampler], loaded: Loaded, config: SamplingConfig, tokens: int) -> Answering[list[int]]:
+    def answer(prompt: list[int]) -> list[DecodedTurn]:
+        steps = decode(loaded.target, prompt, way(config, prompt), max_new_tokens=tokens, prefix_caching=False)
+        return [timed_turn(loaded.target.device, NoDraft(), steps)]
 
-
-def steps_of(
-    way: type[Sampler], loaded: Loaded, prompt: Sequence[int], config: SamplingConfig, max_new_tokens: int
-) -> list[Step]:
-    """Return all steps of an answer except the prefill."""
-    found = decode(loaded.target, prompt, way(config, prompt), max_new_tokens=max_new_tokens, prefix_caching=False)
-    return list(found)[1:]
+    return answer
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, tokens=96)
     parser.add_argument("model")
     parser.add_argument("--activations", choices=ACTIVATIONS, default=ACTIVATIONS[0])
-    parser.add_argument("--tokens", type=int, default=96)
     options = parser.parse_args()
     torch.set_num_threads(1)
     loaded = load(ModelConfig(options.model, activations=options.activations))
     asked = [encode_conversation(loaded.tokenizer, [{"role": "user", "content": prompt}]) for prompt in PROMPTS]
-    print("| settings | processors, ms beside a pass | one step | pass, ms | tokens per second, ratio | identical |")
-    print("|---|---|---|---|---|---|")
+    table = Table(
+        "settings", "processors, ms beside a pass", "one step", "pass, ms", "tokens per second, ratio", "identical"
+    )
     for name, config in SETTINGS.items():
-        for way in SAMPLERS:  # warm-up: compiles
-            steps_of(way, loaded, asked[0], config, 4)
-        seconds_outside_pass: dict[type[Sampler], list[float]] = {way: [] for way in SAMPLERS}
-        passes, ratios, identical = [], [], 0
-        for prompt in asked:
-            found = [steps_of(way, loaded, prompt, config, options.tokens) for way in SAMPLERS]
-            for way, steps in zip(SAMPLERS, found, strict=True):
-                seconds_outside_pass[way] += [1e3 * (step.seconds - step.verify_seconds) for step in steps]
-                passes += [1e3 * step.verify_seconds for step in steps]
-            slow, fast = (statistics.median(step.seconds for step in steps) for steps in found)
-            ratios.append(slow / fast)
-            identical += len({tuple(token for step in steps for token in step.tokens) for steps in found}) == 1
-        old, new = (statistics.median(seconds_outside_pass[way]) for way in SAMPLERS)
-        print(
-            f"| {name} | {old:.2f} | {new:.2f} | {statistics.median(passes):.2f} | {statistics.median(ratios):.2f} "
-            f"| {identical} of {len(asked)} |",
-            flush=True,
+        ways = {way.__name__: partial(answering, way, loaded, config, options.tokens) for way in (OneByOne, Sampler)}
+        outcome = Outcome(ways, asked, warm_up=[asked[0][:8]])
+        old, new = (outcome.totals[way].later for way in ways)
+        slow, fast = ([row.tokens_per_second for row in outcome.rows[way]] for way in ways)
+        table.row(
+            name,
+            f"{old.outside_us_per_step / 1e3:.2f}",
+            f"{new.outside_us_per_step / 1e3:.2f}",
+            f"{new.verify_ms_per_step:.2f}",
+            f"{ratio_of(fast, slow):.2f}",
+            f"{outcome.identical} of {len(asked)}",
         )
     print(f"\n{options.model}, one thread, {machine(loaded.target.device)}")
 
