@@ -13,87 +13,85 @@ ones.
 from __future__ import annotations
 
 import argparse
-import statistics
-import time
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
+from statistics import median
 
-import torch
-from transformers.utils import logging
-
+from hdtool.builders.evaluation.experiment import DecodedTurn, Figures
+from hdtool.builders.evaluation.timing import Stopwatch
 from hdtool.data import demo
+from hdtool.data.answered_questions import AnsweredTurn
 from hdtool.data.prompts import Prompt, interleave_tasks, read_prompts
 from hdtool.runtime.answerer import Answerer
 from hdtool.runtime.config.decoding import DecodeConfig
 from hdtool.runtime.config.model import ACTIVATIONS, ModelConfig, SamplingConfig
 from hdtool.runtime.kernels.machine import machine
+from tests.benchmarks.laboratory import Outcome, Table, parser_of
 
 
 def chosen_prompts(options: argparse.Namespace) -> list[Prompt]:
     if options.questions:
-        prompts = interleave_tasks(list(read_prompts(options.questions)), options.prompts)
-    else:
-        prompts = list(read_prompts(demo.PROMPTS))
-    return prompts[: options.prompts]
+        return interleave_tasks(read_prompts(Path(options.questions)), options.prompts)[: options.prompts]
+    return read_prompts(demo.PROMPTS)[: options.prompts]
 
 
-def said(answerer: Answerer, prompts: list[Prompt]) -> tuple[list[list[int]], float, float]:
-    """Return the ids of all answers, tokens per second over all answers, and tokens per step."""
+def answering(answerer: Answerer, prompts: Sequence[Prompt]) -> list[DecodedTurn]:
+    """Answer all prompts; each answer gets its share of the time of all."""
     answers = []
-    clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
-    started = clock()
-    for answer in answerer.all_answers(prompts):
-        for _ in answer:
-            pass
-        answers.append(answer)
-    seconds = clock() - started
-    tokens = sum(answer.stats.tokens for answer in answers)
-    steps = sum(answer.stats.steps for answer in answers)
-    return [answer.output_ids for answer in answers], tokens / seconds, tokens / steps
+    with Stopwatch(answerer.loaded.target.device) as watch:
+        for answer in answerer.all_answers(prompts):
+            for _ in answer:
+                pass
+            answers.append(answer)
+    seconds, cpu_seconds = (whole / len(answers) for whole in (watch.seconds, watch.cpu_seconds))
+    return [
+        DecodedTurn("", answer.output_ids, [], seconds, "", cpu_seconds=cpu_seconds, stats=answer.stats)
+        for answer in answers
+    ]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="embedded")
+    parser = parser_of(
+        __doc__, model="embedded", questions=None, prompts=32, sizes=[1, 2, 4, 6, 8], tokens=160, rounds=3, threads=2,
+        method="hd",
+    )  # fmt: skip
     parser.add_argument("--activations", choices=ACTIVATIONS, default="float32")
-    parser.add_argument("--questions", type=Path, help="a file of prompts, as for `hdtool bench`")
-    parser.add_argument("--prompts", type=int, default=32)
-    parser.add_argument("--sizes", type=int, nargs="*", default=(1, 2, 4, 6, 8))
-    parser.add_argument("--tokens", type=int, default=160)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--method", default="hd")
     options = parser.parse_args()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    prompts = chosen_prompts(options)
-    method, methods = options.method, ("ar", options.method)
+    prompts, methods = chosen_prompts(options), ("ar", options.method)
     run = f"{options.threads} threads, {len(prompts)} prompts, {options.rounds} rounds"
     print(f"{machine()}; {options.model}, {options.activations} activations, {run}\n")
-    print(
-        f"| batch | plain, tokens/s | {method}, tokens/s | speed-up | {method}, tokens per step | "
-        "plain against batch 1 | differ |"
-    )
-    print("|---|---|---|---|---|---|---|")
+    table = Table("batch", *(f"`{method}`, tokens/s" for method in methods), "speed-up", f"`{options.method}`, tokens "
+                  "per step", "plain against batch 1", "differ")  # fmt: skip
     alone: list[list[int]] = []
     first = 0.0
     for size in sorted({1, *options.sizes}):
-        answerers = {each: answering(each, size, options) for each in methods}
-        speeds: dict[str, list[float]] = {each: [] for each in methods}
-        per_step, differ = 0.0, 0
-        for turn in range(options.rounds + 1):
-            for each, answerer in answerers.items():
-                ids, speed, per_step = said(answerer, prompts if turn else prompts[: 2 * size])
-                if turn:
-                    alone = alone or ids
-                    differ += sum(found != plain for found, plain in zip(ids, alone, strict=True))
-                    speeds[each].append(speed)
-        plain, drafting = (statistics.median(speeds[each]) for each in methods)
-        first = first or plain
-        cells = f"{plain:.0f} | {drafting:.0f} | {drafting / plain:.2f} | {per_step:.2f} | {plain / first:.2f}"
-        print(f"| {size} | {cells} | {differ} |", flush=True)
+        answerers = {method: answerer_of(method, size, options) for method in methods}
+        contenders = {
+            method: lambda answerer=answerer: partial(answering, answerer) for method, answerer in answerers.items()
+        }
+        outcome = Outcome(contenders, [prompts], options.rounds, warm_up=[prompts[: 2 * size]])
+        plain, drafting = (
+            median(speed_of(row.turns, options.threads) for row in outcome.rows[method]) for method in methods
+        )
+        first, alone = first or plain, alone or outcome.rows["ar"][0].output_ids
+        differ = sum(
+            found != said
+            for rows in outcome.rows.values()
+            for row in rows
+            for found, said in zip(row.output_ids, alone, strict=True)
+        )
+        per_step = outcome.totals[options.method].stats.tokens_per_step
+        ratios = f"{drafting / plain:.2f}", f"{per_step:.2f}", f"{plain / first:.2f}"
+        table.row(size, f"{plain:.0f}", f"{drafting:.0f}", *ratios, differ)
 
 
-def answering(method: str, size: int, options: argparse.Namespace) -> Answerer:
+def speed_of(turns: Sequence[AnsweredTurn], threads: int) -> float:
+    total = Figures.of(turns)
+    return total.tokens_per_cpu_second if threads == 1 else total.tokens_per_second
+
+
+def answerer_of(method: str, size: int, options: argparse.Namespace) -> Answerer:
     return Answerer(
         ModelConfig(options.model, device="cpu", threads=options.threads, activations=options.activations),
         DecodeConfig(method, options.tokens, batch_size=size, history="none"),  # all rounds have the same prompts

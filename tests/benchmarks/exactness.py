@@ -7,24 +7,16 @@ if a method's answer differs from plain decoding, or a greedy plain answer from 
 
 from __future__ import annotations
 
-import argparse
 import sys
-import time
 
 import torch
 
-from hdtool.data import demo
-from hdtool.data.chat import encode_conversation
-from hdtool.data.prompts import read_prompts
-from hdtool.runtime.answerer import decode
 from hdtool.runtime.config.decoding import METHODS, DecodeConfig, StoresConfig
+from hdtool.runtime.config.measuring import WARM
 from hdtool.runtime.config.model import ModelConfig, SamplingConfig
-from hdtool.runtime.core.drafter import Drafter, NoDraft
-from hdtool.runtime.drafters.methods import drafter_for
 from hdtool.runtime.kernels.machine import machine
-from hdtool.runtime.samplers import sampler_for
-from hdtool.runtime.stores.store_set import StoreSet
-from hdtool.runtime.target.load import Loaded, load
+from hdtool.runtime.target.load import load
+from tests.benchmarks.laboratory import Outcome, Table, demo_prompts, method_contender, on_numbered_prompts, parser_of
 from tests.support.oracle import generated
 
 SAMPLINGS = {
@@ -38,66 +30,50 @@ SAMPLINGS = {
 }
 """Sampling configurations by name; the prompts are distributed over the seeds of each."""
 
-Ids = list[int]
-
-
-def answer(
-    loaded: Loaded, ids: Ids, sampling: SamplingConfig, max_new_tokens: int, drafter: Drafter
-) -> tuple[Ids, int]:
-    sampler, stops = sampler_for(loaded, sampling, ids, max_new_tokens=max_new_tokens)
-    steps = list(decode(loaded.target, ids, sampler, max_new_tokens=max_new_tokens, stops=stops, drafter=drafter))
-    return [token for step in steps for token in step.tokens], len(steps)
-
-
-def drafters(loaded: Loaded, names: list[str]) -> dict[str, Drafter]:
-    """Return one drafter per method.
-
-    A drafter serves all answers of one sampling configuration only, so that its history never holds an answer to the
-    same prompt.
-    """
-    store_set = StoreSet.for_tokenizer(loaded.tokenizer, StoresConfig())
-    return {name: drafter_for(DecodeConfig(name), loaded.target, store_set) for name in names}
+PLAIN = "ar"
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--methods", nargs="+", default=[name for name in METHODS if name != "ar"])
+    parser = parser_of(__doc__, methods=[name for name in METHODS if name != PLAIN], prompts=200, tokens=128)
     parser.add_argument("--samplings", nargs="+", default=list(SAMPLINGS), choices=SAMPLINGS)
-    parser.add_argument("--prompts", type=int, default=200)
-    parser.add_argument("--tokens", type=int, default=128)
     options = parser.parse_args()
     torch.set_num_threads(1)
     loaded = load(ModelConfig(device="cpu", dtype="float32"))
-    prompts = [encode_conversation(loaded.tokenizer, prompt.messages) for prompt in read_prompts(demo.PROMPTS)]
-    prompts = prompts[: options.prompts]
+    prompts = demo_prompts(loaded, options.prompts)
     print(f"{machine()}; {len(prompts)} prompts, up to {options.tokens} tokens each, float32\n")
-    print("| identical answers (tokens per step) | plain = generate | " + " | ".join(options.methods) + " | minutes |")
-    print("|---" * (len(options.methods) + 3) + "|")
+    table = Table("identical answers (tokens per step)", "plain = generate", *options.methods)
     wrong = 0
     for name in options.samplings:
-        started = time.monotonic()
-        methods = drafters(loaded, options.methods)
-        equal, steps, tokens, library = dict.fromkeys(methods, 0), dict.fromkeys(methods, 0), 0, 0
-        for number, ids in enumerate(prompts):
-            sampling = SAMPLINGS[name][number % len(SAMPLINGS[name])]
-            plain, _ = answer(loaded, ids, sampling, options.tokens, NoDraft())
-            tokens += len(plain)
-            if sampling.is_greedy:
-                penalty = {"repetition_penalty": sampling.repetition_penalty} if sampling.repetition_penalty else {}
-                library += generated(loaded.target.model, ids, options.tokens, **penalty) == plain
-            for method, drafter in methods.items():
-                drafted, taken = answer(loaded, ids, sampling, options.tokens, drafter)
-                equal[method] += drafted == plain
-                steps[method] += taken
-                if drafted != plain:
-                    print(f"{method}, {name}, prompt {number}: {plain} became {drafted}", file=sys.stderr)
-        is_greedy = SAMPLINGS[name][0].is_greedy
-        told = str(library) if is_greedy else "drawn otherwise"
-        cells = [f"{equal[method]} ({tokens / steps[method]:.2f})" for method in methods]
-        minutes = (time.monotonic() - started) / 60
-        print(f"| {name} | {told} | " + " | ".join(cells) + f" | {minutes:.1f} |", flush=True)
-        wrong += sum(len(prompts) - count for count in equal.values())
-        wrong += len(prompts) - library if is_greedy else 0
+        samplings = SAMPLINGS[name]
+
+        def sampling_of(number: int, samplings: list[SamplingConfig] = samplings) -> SamplingConfig:
+            return samplings[number % len(samplings)]
+
+        contenders = {
+            method: on_numbered_prompts(
+                method_contender(loaded, DecodeConfig(method, options.tokens), StoresConfig()), prompts, sampling_of
+            )
+            for method in (PLAIN, *options.methods)
+        }
+        # A drafter serves all answers of a configuration only, so that no history holds an answer to its prompt.
+        outcome = Outcome(contenders, range(len(prompts)), memory=WARM)
+        plain = [row.turns[0].output_ids for row in outcome.rows[PLAIN]]
+        cells = ["drawn otherwise"]
+        if samplings[0].is_greedy:
+            penalty = {"repetition_penalty": samplings[0].repetition_penalty} if samplings[0].repetition_penalty else {}
+            ours = zip(prompts, plain, strict=True)
+            equal = sum(generated(loaded.target.model, ids, options.tokens, **penalty) == said for ids, said in ours)
+            cells = [str(equal)]
+            wrong += len(prompts) - equal
+        for method in options.methods:
+            equal = 0
+            for number, (row, said) in enumerate(zip(outcome.rows[method], plain, strict=True)):
+                equal += row.output_ids == [said]
+                if row.output_ids != [said]:
+                    print(f"{method}, {name}, prompt {number}: {said} became {row.output_ids[0]}", file=sys.stderr)
+            cells.append(f"{equal} ({outcome.totals[method].stats.tokens_per_step:.2f})")
+            wrong += len(prompts) - equal
+        table.row(name, *cells)
     return min(wrong, 1)
 
 

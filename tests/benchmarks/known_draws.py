@@ -10,14 +10,11 @@ from the stores that the demo builds for SmolLM2.
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 from itertools import product
 from pathlib import Path
 
 import torch
 
-from hdtool.builders.evaluation.contenders import DraftingContender
-from hdtool.builders.evaluation.experiment import Answering, DecodedTurn
 from hdtool.data.chat import encode_conversation
 from hdtool.data.prompts import interleave_categories, read_prompts
 from hdtool.runtime.config.decoding import DecodeConfig
@@ -25,7 +22,7 @@ from hdtool.runtime.config.model import ACTIVATIONS, ModelConfig, SamplingConfig
 from hdtool.runtime.core.drafter import WrappedDrafter
 from hdtool.runtime.kernels.machine import machine
 from hdtool.runtime.target.load import load
-from tests.benchmarks.laboratory import Outcome, Table, method_contender, parser_of, stores_of
+from tests.benchmarks.laboratory import Outcome, Table, method_contender, on_numbered_prompts, parser_of, stores_of
 
 MAX_PROMPT_TOKENS = 900
 SEEDS = 5000
@@ -60,23 +57,17 @@ def main() -> None:
         plain = method_contender(loaded, DecodeConfig("ar", options.max_new_tokens))
         seeded = method_contender(loaded, DecodeConfig(method, options.max_new_tokens, draft_tokens=nodes), stores)
         new = seeded.new_drafter
+
+        def sampling_of(number: int, temperature: float = temperature) -> SamplingConfig:
+            return SamplingConfig(temperature=temperature, seed=SEEDS + number)
+
         contenders = [plain, replace(seeded, new_drafter=lambda new=new: Unseeded(new())), seeded]  # type: ignore[misc]
-        entered = {str(at): partial(seeding, each, prompts, temperature) for at, each in enumerate(contenders)}
+        entered = {str(at): on_numbered_prompts(each, prompts, sampling_of) for at, each in enumerate(contenders)}
         outcome = Outcome(entered, numbers)
         assert outcome.identical == len(numbers), "drafts changed an answer"
         _, without, with_seed = (total.later.tokens_per_step for total in outcome.totals.values())
         more = f"{100 * (with_seed / without - 1):.1f} %"
         table.row(f"`{method}`", temperature, nodes, f"{without:.3f}", f"{with_seed:.3f}", more)
-
-
-def seeding(contender: DraftingContender, prompts: list[list[int]], temperature: float) -> Answering[int]:
-    """Return a contender that answers the prompt of a number with the seed of this number."""
-
-    def answer(number: int) -> list[DecodedTurn]:
-        sampling = SamplingConfig(temperature=temperature, seed=SEEDS + number)
-        return [replace(contender.fresh(), sampling=sampling).answer(prompts[number])]
-
-    return answer
 
 
 if __name__ == "__main__":

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
 from statistics import median
 from typing import Any, TypeVar
 
@@ -13,16 +15,24 @@ from transformers.utils import logging
 from hdtool.builders.demo.stores import stores_of_real_model
 from hdtool.builders.evaluation.contenders import Contender, DraftingContender, FreshDrafters
 from hdtool.builders.evaluation.experiment import Answering, Experiment, Figures, Question, by_contender, identical
+from hdtool.builders.evaluation.recording import RecordedTurn, TurnReader
 from hdtool.data import demo
-from hdtool.data.chat import encode_conversation
+from hdtool.data.chat import encode_conversation, encode_text
 from hdtool.data.prompts import read_prompts
+from hdtool.data.texts_and_traces import read_traces
 from hdtool.runtime.config.decoding import DecodeConfig, StoresConfig
 from hdtool.runtime.config.measuring import COLD
 from hdtool.runtime.config.model import ModelConfig, SamplingConfig
 from hdtool.runtime.core.drafter import Drafter
+from hdtool.runtime.stores.library import Library
+from hdtool.runtime.stores.store_set import StoreSet
 from hdtool.runtime.target.load import Loaded
+from hdtool.runtime.weights.checkpoint_identity import checkpoint_of
 
 Side = TypeVar("Side")
+Conversations = Sequence[Sequence[RecordedTurn]]
+"""Turns of each recorded conversation."""
+DOCS = Path(__file__).parents[2] / "docs"
 DEMO_STORES = StoresConfig(str(demo.MODEL_STORE), str(demo.CORPUS_INDEX))
 NO_STORES = StoresConfig("none", "none")
 
@@ -84,6 +94,30 @@ def run_in_turn(
     return medians
 
 
+def documentation(loaded: Loaded, length: int, number: int = 1) -> list[str]:
+    """Return ``number`` passages of the documentation, each of ``length`` tokens."""
+    text = "\n".join(path.read_text(encoding="utf-8") for path in sorted(DOCS.rglob("*.md")))
+    ids = encode_text(loaded.tokenizer, text, special=False)
+    ids *= 1 + number * length // len(ids)
+    return [str(loaded.tokenizer.decode(ids[place * length : (place + 1) * length])) for place in range(number)]
+
+
+def parser_of_recordings(description: str | None, **defaults: Any) -> argparse.ArgumentParser:
+    parser = parser_of(description, model_db="none", corpus_db="none", raw=False, **defaults)
+    parser.add_argument("traces", type=Path)
+    parser.add_argument("--model", required=True)
+    return parser
+
+
+def read_recordings(options: argparse.Namespace) -> tuple[Conversations, StoreSet]:
+    """Return the recorded conversations and the stores to draft from."""
+    loading = ModelConfig(model=options.model)
+    reader = TurnReader.of_model(loading, False if options.raw else None)
+    conversations = [reader.turns(trace) for trace in read_traces([options.traces]) if trace.answers]
+    stores = StoresConfig(options.model_db, options.corpus_db)
+    return conversations, Library(loading.name, reader.tokenizer, checkpoint_of(loading), stores).open()
+
+
 class Outcome:
     """Rows of an experiment that is run at once."""
 
@@ -135,6 +169,18 @@ def on_prompts(contender: Contender) -> Callable[[], Answering[list[int]]]:
     def new() -> Answering[list[int]]:
         fresh = contender.fresh()
         return lambda prompt: [fresh.answer(prompt)]
+
+    return new
+
+
+def on_numbered_prompts(
+    contender: DraftingContender, prompts: Sequence[list[int]], sampling_of: Callable[[int], SamplingConfig]
+) -> Callable[[], Answering[int]]:
+    """Return what makes the contender of an experiment whose questions are numbers of prompts, which set the seed."""
+
+    def new() -> Answering[int]:
+        fresh = contender.fresh()
+        return lambda number: [replace(fresh, sampling=sampling_of(number)).answer(prompts[number])]
 
     return new
 

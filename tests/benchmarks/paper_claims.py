@@ -16,16 +16,15 @@ import torch
 
 from hdtool.builders.evaluation.report.ablations import Study, source_shares, trials
 from hdtool.builders.evaluation.report.tables import Table
+from hdtool.runtime.config.budgets import FIXED_BUDGET
 from hdtool.runtime.config.source_names import source_of
-from tests.benchmarks.methods import parser_of_recordings, read_recordings
+from tests.benchmarks.laboratory import parser_of_recordings, read_recordings
 
 METHOD = "hd-paper"
 
 
 def main() -> None:
-    parser = parser_of_recordings(__doc__)
-    parser.add_argument("--draft-tokens", type=int)
-    options = parser.parse_args()
+    options = parser_of_recordings(__doc__, draft_tokens=FIXED_BUDGET).parse_args()
     torch.set_num_threads(1)
     conversations, stores = read_recordings(options)
     study = Study(conversations, stores, options.draft_tokens, method=METHOD)

@@ -20,7 +20,7 @@ from hdtool.runtime.drafters.hierarchy.candidates import DRAFTING, RECENCY, prob
 from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
 from hdtool.runtime.drafters.hierarchy.tree import MIN_CONTRIBUTION, MIN_LEFT, expand, feed
 from hdtool.runtime.stores.store_set import StoreSet
-from tests.benchmarks.methods import parser_of_recordings, read_recordings
+from tests.benchmarks.laboratory import Table, parser_of_recordings, read_recordings
 
 PENALTY = 3e-4
 """Weight of the squared log gains in the loss, which keeps rare classes near a gain of 1."""
@@ -102,8 +102,7 @@ def fit(candidates: Candidates, classes: int = SHAPE[0] * SHAPE[1]) -> torch.Ten
 def main() -> None:
     conversations, stores = read_recordings(parser_of_recordings(__doc__).parse_args())
     halves = [read_candidates(conversations[half::2], stores) for half in range(2)]
-    print("| gains | log loss, nats |" + "".join(f" among {most}, % |" for most in RANKS))
-    print("|---" * (2 + len(RANKS)) + "|")
+    table = Table("gains", "log loss, nats", *(f"among {most}, %" for most in RANKS))
     shipped = torch.tensor(RECENCY, dtype=torch.float64).log().flatten()
     fitted = [fit(half) for half in halves]
     for name, tables in (
@@ -113,7 +112,7 @@ def main() -> None:
     ):
         losses = [half.loss(table) for half, table in zip(halves, tables, strict=True)]
         hits = np.mean([half.hits(table) for half, table in zip(halves, tables, strict=True)], axis=0)
-        print(f"| {name} | {sum(losses) / 2:.4f} |" + "".join(f" {100 * share:.2f} |" for share in hits))
+        table.row(name, f"{sum(losses) / 2:.4f}", *(f"{100 * share:.2f}" for share in hits))
     print("\nfitted on all, by distance and by probability:")
     for row in ((fitted[0] + fitted[1]) / 2).exp().reshape(SHAPE).tolist():
         print("    (" + ", ".join(f"{gain:.2f}" for gain in row) + "),")
