@@ -15,12 +15,11 @@ if TYPE_CHECKING:
     from hdtool.data import demo
     from hdtool.data.errors import HdtoolError
     from hdtool.data.prompts import Grammar
-    from hdtool.runtime.answerer import decode, decode_batch
     from hdtool.runtime.config.decoding import DecodeConfig, StoresConfig
     from hdtool.runtime.config.model import ModelConfig, SamplingConfig
     from hdtool.runtime.config.source_names import Source, register
-    from hdtool.runtime.core.loop import Request
-    from hdtool.runtime.core.sequence import Stats
+    from hdtool.runtime.core.sequence import Request, Stats
+    from hdtool.runtime.core.session import decode, decode_batch
     from hdtool.runtime.drafters.methods import drafter_for
     from hdtool.runtime.integrations.hf_generate import Generator
     from hdtool.runtime.samplers import sampler_for
@@ -59,15 +58,15 @@ _PLACES = {
     "Grammar": "hdtool.data.prompts",
     "HdtoolError": "hdtool.data.errors",
     "ModelConfig": "hdtool.runtime.config.model",
-    "Request": "hdtool.runtime.core.loop",
+    "Request": "hdtool.runtime.core.sequence",
     "SamplingConfig": "hdtool.runtime.config.model",
     "Source": "hdtool.runtime.config.source_names",
     "Stats": "hdtool.runtime.core.sequence",
     "StoreSet": "hdtool.runtime.stores.store_set",
     "StoresConfig": "hdtool.runtime.config.decoding",
     "Verifier": "hdtool.builders.evaluation.verify",
-    "decode": "hdtool.runtime.answerer",
-    "decode_batch": "hdtool.runtime.answerer",
+    "decode": "hdtool.runtime.core.session",
+    "decode_batch": "hdtool.runtime.core.session",
     "drafter_for": "hdtool.runtime.drafters.methods",
     "load": "hdtool.runtime.target.load",
     "open_store": "hdtool.runtime.stores.store_set",

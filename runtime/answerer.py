@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Container, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from hdtool.data.chat import encode_answer, encode_conversation
-from hdtool.data.errors import HdtoolError, PromptError
+from hdtool.data.errors import PromptError
 from hdtool.data.prompts import Message, Prompt
 from hdtool.runtime.budget.measure_passes import quick_record
 from hdtool.runtime.config.decoding import DecodeConfig, StoresConfig
 from hdtool.runtime.config.model import ModelConfig, SamplingConfig
 from hdtool.runtime.config.source_names import SourceId
-from hdtool.runtime.core.drafter import Drafter, NoDraft, RankingRecorder
-from hdtool.runtime.core.engine import Engine
-from hdtool.runtime.core.loop import Key, Loop, Outcome, Request
-from hdtool.runtime.core.prefix_cache import PrefixCache
+from hdtool.runtime.core.drafter import Drafter, RankingRecorder
 from hdtool.runtime.core.sampler import Sampler
-from hdtool.runtime.core.sequence import Finish, Stats, Step, room_for
+from hdtool.runtime.core.sequence import Finish, Request, Stats, Step, room_for
+from hdtool.runtime.core.session import decode as decode, decode_batch
 from hdtool.runtime.drafters.deferred import deferred
 from hdtool.runtime.drafters.methods import compile_ahead, drafters_for
 from hdtool.runtime.generation.grammar import guided_drafter, masks_of
@@ -145,78 +143,6 @@ class CollectedAnswer(Answer):
 
     def _collect_steps(self) -> Iterator[Step]:
         return iter(self._collected)
-
-
-def decode(
-    engine: Engine[Any],
-    prompt: Sequence[int],
-    sampler: Sampler,
-    *,
-    max_new_tokens: int,
-    stops: Container[int] = (),
-    drafter: Drafter | None = None,
-    prediction: Sequence[int] = (),
-    prefix_caching: bool = True,
-) -> Generator[Step]:
-    """Generate the answer to a prompt and yield each step; only the last step has ``finish`` set.
-
-    ``prediction`` holds tokens that the answer will probably contain: the drafter drafts from them, and the model
-    never reads them. With ``prefix_caching``, the prefix that the prompt shares with the last conversation is not
-    prefilled again.
-    """
-    prefixes = PrefixCache() if prefix_caching else None
-    loop: Loop[None] = Loop(engine, engine.cache, max_new_tokens=max_new_tokens, stops=stops, prefixes=prefixes)
-    request = Request(None, prompt, sampler, drafter or NoDraft(), prediction=prediction)
-    try:
-        _, step = _checked(loop.add(request))
-        while not step.finish:
-            if engine.captures:  # the caller detokenizes a step while the device computes the next one
-                loop.launch()
-                yield step
-                outcomes = loop.finish()
-            else:
-                yield step
-                outcomes = loop.step()
-            _, step = _checked(outcomes[0])
-        yield step
-    finally:
-        loop.end()
-
-
-def decode_batch(
-    engine: Engine[Any],
-    next_request: Callable[[], Request[Key] | None],
-    size: int,
-    *,
-    max_new_tokens: int,
-    stops: Container[int] = (),
-    prefix_caching: bool = False,
-) -> Iterator[tuple[Request[Key], Step]]:
-    """Answer requests in ``size`` batch slots with continuous batching, and yield each step with its request.
-
-    ``next_request`` is called whenever a slot is free, so a request may depend on earlier answers. If it returns
-    None, it is called again after the next step, or decoding ends if no request is running. With ``prefix_caching``,
-    a prefix that several prompts share is prefilled once.
-    """
-    prefixes = PrefixCache() if prefix_caching else None
-    loop: Loop[Key] = Loop(engine, engine.allocate(size), max_new_tokens=max_new_tokens, stops=stops, prefixes=prefixes)
-    try:
-        while True:
-            while not loop.is_full and (request := next_request()) is not None:
-                yield _checked(loop.add(request))
-            if not len(loop):
-                return
-            for outcome in loop.step():
-                yield _checked(outcome)
-    finally:
-        loop.end()
-
-
-def _checked(outcome: Outcome[Key]) -> tuple[Request[Key], Step]:
-    request, step = outcome
-    if isinstance(step, HdtoolError):
-        raise step
-    return request, step
 
 
 BatchKey = tuple["BatchedConversation", CollectedAnswer]

@@ -1,4 +1,4 @@
-"""The steps that generate an answer, the state of an answer between two steps, and statistics over steps."""
+"""The request for an answer, the steps that generate it, its state between two steps, and statistics over steps."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -55,25 +55,40 @@ class Step(NamedTuple):
         return [*(SourceId(source) for source in self.tree.sources[self.path].tolist()), SourceId.NONE]
 
 
-class SequenceState:
+Key = TypeVar("Key")
+
+
+@dataclass(frozen=True)
+class Request(Generic[Key]):
+    """A prompt and the options for its answer."""
+
+    key: Key
+    """Value by which the caller recognizes the request in the outcomes of the session."""
+    prompt: Sequence[int]
+    sampler: Sampler
+    drafter: Drafter = field(default_factory=NoDraft)
+    """Drafter that no other request uses until this request ends."""
+    stops: Container[int] = ()
+    """Tokens that end this answer; if empty, the stops of the session apply."""
+    prediction: Sequence[int] = ()
+    """Tokens that the answer will probably contain; the drafter drafts from them, and the model never reads them."""
+    max_new_tokens: int | None = None
+    """Maximum number of tokens in this answer; None for the limit of the session."""
+    owner: str = ""
+    """Name of the tenant; cached prefixes are reused only for requests with the same owner."""
+
+
+class SequenceState(Generic[Key]):
     """The state of one answer between two forward passes of the engine."""
 
-    def __init__(
-        self,
-        engine: Engine[Any],
-        prompt: Sequence[int],
-        sampler: Sampler,
-        *,
-        max_new_tokens: int,
-        stops: Container[int] = (),
-        drafter: Drafter | None = None,
-        prediction: Sequence[int] = (),
-    ) -> None:
-        self.prompt = prompt
-        self._prediction = prediction
-        self.room, self._finish_at_limit = room_for(engine, prompt, max_new_tokens)
+    def __init__(self, engine: Engine[Any], request: Request[Key], max_new_tokens: int, stops: Container[int]) -> None:
+        """``max_new_tokens`` and ``stops`` apply if the request has none of its own."""
+        self.request, self._sampler, self.drafter = request, request.sampler, request.drafter
+        prompt, sampler = request.prompt, request.sampler
+        limit = max_new_tokens if request.max_new_tokens is None else request.max_new_tokens
+        self.room, self._finish_at_limit = room_for(engine, prompt, limit)
         """Number of tokens that may still be generated."""
-        self._sampler, self._stops, self.drafter = sampler, stops, drafter or NoDraft()
+        self._stops = request.stops or stops
         self.options = PassOptions(sampler.chooses_by_argmax, self.drafter.reads_logits, self.drafter.max_ranked)
         if engine.captures:  # without capture, the host reads the logits directly
             num_ranked = max(self.options.max_ranked, sampler.max_ranked)
@@ -97,9 +112,9 @@ class SequenceState:
         """Start the first step, which prefills the prompt, has no drafts and yields one token."""
         self.start_step()
         self.drafter.set_seed(self._sampler.seed)
-        self.drafter.begin(self.prompt)
-        if len(self._prediction):
-            self.drafter.predict(self._prediction)
+        self.drafter.begin(self.request.prompt)
+        if len(self.request.prediction):
+            self.drafter.predict(self.request.prediction)
         self._draft_seconds = time.perf_counter() - self._started
 
     def set_draft(self, tree: DraftTree, seconds: float) -> DraftTree:
@@ -152,7 +167,7 @@ class SequenceState:
         )
 
 
-def draft_trees(sequences: Sequence[SequenceState]) -> list[DraftTree]:
+def draft_trees(sequences: Sequence[SequenceState[Any]]) -> list[DraftTree]:
     """Begin a step for each sequence and draft its tree; return the trees to verify."""
     for sequence in sequences:
         sequence.start_step()

@@ -17,14 +17,14 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from hdtool.data.errors import OptionError
 from hdtool.data.prompts import Grammar
-from hdtool.runtime.answerer import decode, decode_batch
 from hdtool.runtime.config.decoding import HIERARCHIES, DecodeConfig, StoresConfig
 from hdtool.runtime.config.model import SamplingConfig
 from hdtool.runtime.core.drafter import Drafter, NoDraft
 from hdtool.runtime.core.draws import NOT_FINITE
-from hdtool.runtime.core.loop import Request
+from hdtool.runtime.core.prefix_cache import PrefixCache
 from hdtool.runtime.core.sampler import Sampler
-from hdtool.runtime.core.sequence import Finish, Stats, Step
+from hdtool.runtime.core.sequence import Finish, Request, Stats, Step
+from hdtool.runtime.core.session import Session
 from hdtool.runtime.drafters.deferred import deferred
 from hdtool.runtime.drafters.methods import drafters_for
 from hdtool.runtime.engines.stock.stock_model import embedded_tokens
@@ -247,50 +247,27 @@ class Generator:
         if len(rows) not in self._drafters:
             self._drafters[len(rows)] = self._make(target, len(rows))
         drafters = self._drafters[len(rows)]
-        requests = []
+        cache = target.cache if len(rows) == 1 else target.allocate(len(rows))
+        session = Session[_Row](target, cache, prefixes=PrefixCache() if self._prefix_caching else None)
+        started = []
         for row, drafter in zip(rows, drafters, strict=True):
             if (row.prediction or self._rollouts) and not drafter.predicts:
                 raise OptionError(PREDICTION_ERROR)
-            requests.append(row.to_request(guided_drafter(drafter, row.guide)))
-        before = [dict(request.drafter.seconds) for request in requests]
+            request = row.to_request(guided_drafter(drafter, row.guide))
+            started.append((request, dict(request.drafter.seconds)))
+            session.submit(request)
         self.stats = rows[0].stats
         try:
-            for row, step in self._decode_rows(target, requests):
-                row.stats.add(step)
-                yield row, step
+            for request, step in session.steps():
+                request.key.stats.add(step)
+                yield request.key, step
         finally:
-            for request, earlier in zip(requests, before, strict=True):
-                request.key.stats.add_seconds(earlier, request.drafter.seconds)
+            for request, before in started:
+                request.key.stats.add_seconds(before, request.drafter.seconds)
             if len(rows) > 1:
                 self.stats = Stats.total(row.stats for row in rows)
         if any(row.stats.finish is Finish.CONTEXT for row in rows):
             warnings.warn("the answer ends early: the model's context is full", stacklevel=4)
-
-    def _decode_rows(self, target: Target, requests: Sequence[Request[_Row]]) -> Iterator[tuple[_Row, Step]]:
-        if len(requests) > 1:
-            waiting = iter(requests)
-            steps = decode_batch(
-                target,
-                lambda: next(waiting, None),
-                len(requests),
-                max_new_tokens=0,
-                prefix_caching=self._prefix_caching,
-            )
-            yield from ((request.key, step) for request, step in steps)
-            return
-        (only,) = requests
-        row = only.key
-        for step in decode(
-            target,
-            only.prompt,
-            only.sampler,
-            max_new_tokens=row.request.max_new_tokens,
-            stops=only.stops,
-            drafter=only.drafter,
-            prediction=only.prediction,
-            prefix_caching=self._prefix_caching,
-        ):
-            yield row, step
 
     def _stop_criterion(self, strings: str | list[str]) -> StopStringCriteria:
         if self._tokenizer is None:

@@ -9,19 +9,21 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from hdtool.runtime.answerer import decode_batch
+from hdtool.data.errors import PromptError
 from hdtool.runtime.budget.node_budget import FixedBudget
 from hdtool.runtime.config.model import SamplingConfig
 from hdtool.runtime.core.drafter import NoDraft, WrappedDrafter
-from hdtool.runtime.core.loop import RESERVED_POSITIONS, Loop, Request
 from hdtool.runtime.core.sampler import Sampler
-from hdtool.runtime.core.sequence import Step
+from hdtool.runtime.core.sequence import Request, Step
+from hdtool.runtime.core.session import PIECE_BESIDE_ANSWERS, RESERVED_POSITIONS, Session, decode_batch
 from hdtool.runtime.core.tree import DraftTree
 from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
+from hdtool.runtime.engines.capture import CaptureMaker, never
 from hdtool.runtime.target.target import Target
 from tests.support.decoding import SAMPLINGS, answered, output_tokens, run
 from tests.support.families import FAMILIES, VOCABULARY, model_of
 from tests.support.oracle import assert_same_logits, plain_logits, prompt_of
+from tests.support.rehearsed import direct
 from tests.support.trees import path_to, tokens_to, trees
 
 GREEDY = SamplingConfig()
@@ -127,41 +129,79 @@ def test_the_next_request_is_taken_only_when_a_slot_is_free() -> None:
 def test_an_answer_longer_than_the_room_of_its_slot() -> None:
     target = Target(model_of("llama"))
     prompt = prompt_of(5)
-    batch = Loop[int](target, target.allocate(2), max_new_tokens=RESERVED_POSITIONS + 200)
-    assert answered(batch, prompt)[0] == output_tokens(run(target, prompt, GREEDY, RESERVED_POSITIONS + 200))
+    session = Session[int](target, target.allocate(2), max_new_tokens=RESERVED_POSITIONS + 200)
+    assert answered(session, prompt)[0] == output_tokens(run(target, prompt, GREEDY, RESERVED_POSITIONS + 200))
     assert not torch.is_inference_mode_enabled()
 
 
-def test_a_request_that_is_removed_leaves_the_others() -> None:
-    target = Target(model_of("llama"))
-    batch = Loop[int](target, target.allocate(3), max_new_tokens=30)
-    requests = [Request(n, prompt_of(5 + n), Sampler(GREEDY, prompt_of(5 + n)), NoDraft()) for n in range(3)]
-    tokens: dict[int, list[int]] = {}
-    outcomes = [batch.add(request) for request in requests]
-    for turn in range(31):
-        for request, step in outcomes:
-            assert isinstance(step, Step)
-            tokens.setdefault(request.key, []).extend(step.tokens)
-        if turn == 6:
-            batch.remove(requests[0])
-        outcomes = batch.step() if len(batch) else []
+@pytest.mark.parametrize("capture", [never, direct], ids=["after", "ahead"])
+@pytest.mark.parametrize("slots", [2, 3, 4])
+def test_a_request_that_is_cancelled_leaves_the_others(slots: int, capture: CaptureMaker) -> None:
+    """Also while the pass that verifies its draft runs, which is started ahead if all slots are in use."""
+    target = Target(model_of("llama"), capture)
+    session = Session[int](target, target.allocate(slots), max_new_tokens=30)
+    drafters = [Counting(NoDraft()) for _ in range(3)]
+    tokens: list[list[int]] = [[], [], []]
+    requests = [Request(n, prompt_of(5 + n), Sampler(GREEDY, prompt_of(5 + n)), drafters[n]) for n in range(3)]
+    for request in requests:
+        session.submit(request)
+    for request, step in session.steps():
+        tokens[request.key] += step.tokens
+        if request.key == 1 and len(tokens[1]) == 6:
+            session.cancel(requests[0])
     assert len(tokens[0]) < 30
-    for number in (1, 2):
-        assert tokens[number] == output_tokens(run(target, prompt_of(5 + number), GREEDY, 30))
+    assert tokens[1:] == [output_tokens(run(target, prompt_of(5 + number), GREEDY, 30)) for number in (1, 2)]
+    assert [drafter.ends for drafter in drafters] == [1, 1, 1]
 
 
-def test_an_answer_that_ends_before_its_prompt_is_read_ends_its_drafter() -> None:
-    class Counting(WrappedDrafter):
-        ends = 0
+class Counting(WrappedDrafter):
+    ends = 0
 
-        def end(self) -> None:
-            self.ends += 1
+    def end(self) -> None:
+        self.ends += 1
 
+
+@pytest.mark.parametrize("is_cancelled", [False, True])
+def test_an_answer_that_ends_before_its_prompt_is_read_ends_its_drafter(
+    is_cancelled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hdtool.runtime.core.session.PIECE_ALONE", 8)
     target = Target(model_of("llama"))
     drafter, prompt = Counting(NoDraft()), prompt_of(40)
-    batch = Loop[int](target, target.allocate(2), max_new_tokens=5)
-    reading = batch.start(Request(0, prompt, Sampler(GREEDY, prompt), drafter))
-    assert not reading.read(8)
-    reading.end()
-    assert drafter.ends == 1 and len(batch) == 0
-    assert answered(batch, prompt)[0] == output_tokens(run(Target(model_of("llama")), prompt, GREEDY, 5))
+    session = Session[int](target, target.allocate(2), max_new_tokens=5, in_pieces=True)
+    session.submit(request := Request(0, prompt, Sampler(GREEDY, prompt), drafter))
+    assert session.advance() == []
+    if is_cancelled:
+        session.cancel(request)
+        assert session.advance() == []
+    else:
+        session.end()
+    assert (drafter.ends, len(session)) == (1, 0)
+    assert answered(session, prompt)[0] == output_tokens(run(target, prompt, GREEDY, 5))
+
+
+def test_running_answers_go_on_between_the_pieces_of_a_prompt() -> None:
+    target = Target(model_of("llama"))
+    session = Session[int](target, target.allocate(2), max_new_tokens=9, in_pieces=True)
+    prompts = [prompt_of(5), prompt_of(3 * PIECE_BESIDE_ANSWERS)]
+    for number, prompt in enumerate(prompts):
+        session.submit(Request(number, prompt, Sampler(GREEDY, prompt)))
+    emitted, tokens = list[list[int]](), list[list[int]]([[], []])
+    while len(session):
+        outcomes = session.advance()
+        emitted.append([request.key for request, _ in outcomes])
+        for request, step in outcomes:
+            assert isinstance(step, Step)
+            tokens[request.key] += step.tokens
+    assert emitted[:7] == [[0], [0], [], [0], [], [0], [1]]
+    assert tokens == [output_tokens(run(target, prompt, GREEDY, 9)) for prompt in prompts]
+
+
+def test_a_request_that_cannot_be_answered_leaves_the_others() -> None:
+    target = Target(model_of("llama"))
+    session, prompt = Session[int](target, target.allocate(2), max_new_tokens=5), prompt_of(5)
+    for number, ids in enumerate((prompt, [], prompt)):
+        session.submit(Request(number, ids, Sampler(GREEDY, ids)))
+    outcomes = [outcome for _ in range(9) for outcome in session.advance()]
+    assert [request.key for request, step in outcomes if isinstance(step, PromptError)] == [1]
+    assert sum(isinstance(step, Step) for _, step in outcomes) == 10 and not len(session)

@@ -223,18 +223,18 @@ SLOW = """
 import sys, time
 from hdtool.cli.app import main
 from hdtool.runtime.drafters import methods
-from hdtool.runtime.core.loop import Loop
+from hdtool.runtime.core.session import Session
 from hdtool.runtime.budget.cost_curve import CostCurve
 methods.cost_here = lambda target, batch: CostCurve.parse("0:1,64:2")
-step = Loop.step
+advance = Session.advance
 said = []
 
 def slowly(self):
     if not said:
         said.append(print("begun", file=sys.stderr, flush=True))
     time.sleep(0.05)
-    return step(self)
+    return advance(self)
 
-Loop.step = slowly
+Session.advance = slowly
 main()
 """

@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given, strategies as st
 
 from hdtool.data.errors import OptionError, PromptError
-from hdtool.runtime.answerer import decode
 from hdtool.runtime.config.model import SamplingConfig
 from hdtool.runtime.core.sampler import Sampler
 from hdtool.runtime.core.sequence import Finish, Stats
+from hdtool.runtime.core.session import decode
 from hdtool.runtime.target.target import Target
 from tests.support.decoding import SAMPLINGS, output_tokens, run
 from tests.support.families import FAMILIES, VOCABULARY, model_of

@@ -14,10 +14,10 @@ from transformers import GenerationConfig
 
 from hdtool.data.chat import encode_conversation
 from hdtool.data.errors import ModelError
-from hdtool.runtime.answerer import decode, decode_batch
 from hdtool.runtime.budget.node_budget import FixedBudget
 from hdtool.runtime.config.model import ModelConfig, SamplingConfig
-from hdtool.runtime.core.loop import Request
+from hdtool.runtime.core.sequence import Request
+from hdtool.runtime.core.session import decode, decode_batch
 from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
 from hdtool.runtime.generation.settings import REFUSED_SETTINGS, generation_settings
 from hdtool.runtime.samplers import NEUTRAL_SETTINGS, generate_options, sampler_for

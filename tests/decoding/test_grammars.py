@@ -28,7 +28,7 @@ from transformers import (
 from hdtool.cli.app import run
 from hdtool.data.errors import OptionError, PromptError
 from hdtool.data.prompts import Grammar, Prompt, grammar_of
-from hdtool.runtime.answerer import Answerer, decode
+from hdtool.runtime.answerer import Answerer
 from hdtool.runtime.config.decoding import DecodeConfig, StoresConfig
 from hdtool.runtime.config.model import ModelConfig, SamplingConfig
 from hdtool.runtime.config.source_names import SourceId
@@ -37,6 +37,7 @@ from hdtool.runtime.core.drafter import Drafter, NoDraft, RankingRecorder
 from hdtool.runtime.core.engine import Verified
 from hdtool.runtime.core.sampler import Sampler
 from hdtool.runtime.core.sequence import Finish
+from hdtool.runtime.core.session import decode
 from hdtool.runtime.core.tree import LARGEST_TREE, UNDETERMINED, DraftTree
 from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
 from hdtool.runtime.engines.cpu import tree_pass

@@ -20,14 +20,14 @@ from hdtool.data.chat import encode_answer, encode_conversation
 from hdtool.data.errors import OptionError
 from hdtool.data.prompts import Prompt, read_prompts
 from hdtool.data.texts_and_traces import RecordedAnswer, Trace
-from hdtool.runtime.answerer import Answerer, decode_batch
+from hdtool.runtime.answerer import Answerer
 from hdtool.runtime.budget.node_budget import FixedBudget
 from hdtool.runtime.config.decoding import DecodeConfig
 from hdtool.runtime.config.model import ModelConfig, SamplingConfig
 from hdtool.runtime.config.source_names import SourceId
-from hdtool.runtime.core.loop import Request
 from hdtool.runtime.core.sampler import Sampler
-from hdtool.runtime.core.sequence import Stats, Step
+from hdtool.runtime.core.sequence import Request, Stats, Step
+from hdtool.runtime.core.session import decode_batch
 from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
 from hdtool.runtime.integrations.hf_generate import Generator
 from hdtool.runtime.target.load import load_tokenizer

@@ -11,22 +11,21 @@ import transformers
 from hypothesis import given, settings, strategies as st
 from transformers import AutoModelForCausalLM
 
-from hdtool.runtime.answerer import decode, decode_batch
 from hdtool.runtime.caches.slots import Cache
 from hdtool.runtime.caches.states import MAX_SNAPSHOTS
 from hdtool.runtime.config.model import SamplingConfig
 from hdtool.runtime.core import prefix_cache
 from hdtool.runtime.core.drafter import Drafter
 from hdtool.runtime.core.engine import Verified
-from hdtool.runtime.core.loop import Loop, Outcome, Request
 from hdtool.runtime.core.prefix_cache import MIN_CACHED_PREFIX, PrefixCache, PromptReader, common_prefix_length
 from hdtool.runtime.core.sampler import Sampler
-from hdtool.runtime.core.sequence import Step
+from hdtool.runtime.core.sequence import Request, Step
+from hdtool.runtime.core.session import Session, decode, decode_batch
 from hdtool.runtime.core.tree import ROOT, DraftTree
 from hdtool.runtime.engines.capture import CaptureMaker, Run, never
 from hdtool.runtime.integrations.hf_generate import Generator
 from hdtool.runtime.target.target import Target
-from tests.support.decoding import answered, output_tokens, run
+from tests.support.decoding import all_answered, answered, output_tokens, run
 from tests.support.families import FAMILIES, HYBRIDS, SHAPE, VOCABULARY, model_of
 from tests.support.one_sequence import OneSequence
 from tests.support.oracle import assert_same_logits, generated, plain_logits, prompt_of
@@ -110,19 +109,19 @@ def states_after(length: int, most: int, shared: int) -> list[int]:
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2"])
 def test_each_owner_has_contexts_of_its_own_in_slots_and_in_copies(family: str) -> None:
     target = Target(model_of(family))
-    batch = Loop[int](target, target.allocate(2), max_new_tokens=20, prefixes=PrefixCache(2**30))
+    session = Session[int](target, target.allocate(2), max_new_tokens=20, prefixes=PrefixCache(2**30))
     prompt = prompt_of(40)
-    answer, cached = answered(batch, prompt)
+    answer, cached = answered(session, prompt)
     assert (answer, cached) == (output_tokens(run(target, prompt, GREEDY, 20)), 0)
     later = [*prompt, *answer, *prompt_of(9)]
-    again, cached = answered(batch, later)
+    again, cached = answered(session, later)
     assert again == output_tokens(run(target, later, GREEDY, 20))
     assert cached == len(prompt) + len(answer) - 2  # the last token was never read, the one before is read again
-    assert answered(batch, later, owner="another") == (again, 0)
+    assert answered(session, later, owner="another") == (again, 0)
     branch = [*prompt[:30], *prompt_of(12)]
-    assert answered(batch, branch) == (output_tokens(run(target, branch, GREEDY, 20)), 29)
-    assert answered(batch, later, owner="another")[1] == len(later) - 2
-    assert answered(batch, later, owner="a third")[1] == 0
+    assert answered(session, branch) == (output_tokens(run(target, branch, GREEDY, 20)), 29)
+    assert answered(session, later, owner="another")[1] == len(later) - 2
+    assert answered(session, later, owner="a third")[1] == 0
 
 
 def test_contexts_are_dropped_in_the_order_of_their_use() -> None:
@@ -159,10 +158,10 @@ def test_contexts_are_dropped_in_the_order_of_their_use() -> None:
 def test_a_context_is_not_lost_when_another_one_resumes_from_a_copy() -> None:
     """Two conversations alternate in one slot; the second is shorter than what the first resumes from."""
     target = Target(model_of("llama"))
-    batch = Loop[int](target, target.allocate(), max_new_tokens=4, prefixes=PrefixCache(2**30))
+    session = Session[int](target, target.allocate(), max_new_tokens=4, prefixes=PrefixCache(2**30))
     long, short = prompt_of(90), prompt_of(40)
     for _ in range(3):
-        answers = [answered(batch, prompt) for prompt in (long, short)]
+        answers = [answered(session, prompt) for prompt in (long, short)]
         long, short = [*long, *answers[0][0], 1, 2], [*short, *answers[1][0], 3, 4]
     assert [cached for _, cached in answers] == [len(long) - 10, len(short) - 10]
 
@@ -170,29 +169,29 @@ def test_a_context_is_not_lost_when_another_one_resumes_from_a_copy() -> None:
 @pytest.mark.parametrize("family", ["llama", "qwen3_5"])
 def test_contexts_too_large_for_copies_stay_in_idle_slots(family: str) -> None:
     target = Target(model_of(family))
-    batch = Loop[int](target, target.allocate(4), max_new_tokens=4, prefixes=PrefixCache(1))
+    session = Session[int](target, target.allocate(4), max_new_tokens=4, prefixes=PrefixCache(1))
     contexts = [prompt_of(50 + number) for number in range(4)]
     for turn in range(3):
         for number, prompt in enumerate(contexts):
-            answer_ids, cached = answered(batch, prompt)
+            answer_ids, cached = answered(session, prompt)
             assert answer_ids == output_tokens(run(target, prompt, GREEDY, 4))
             assert bool(turn) == bool(cached), "each conversation has a slot"
             contexts[number] = [*prompt, *answer_ids, 7, 8]
     others = [prompt_of(60 + number) for number in range(3)]
     for prompt in others:
-        assert answered(batch, prompt)[1] == 0
-    assert answered(batch, [*contexts[3], 1])[1], "the least recently used contexts made room"
-    assert not answered(batch, [*contexts[0], 1])[1]
+        assert answered(session, prompt)[1] == 0
+    assert answered(session, [*contexts[3], 1])[1], "the least recently used contexts made room"
+    assert not answered(session, [*contexts[0], 1])[1]
 
 
 def test_an_older_end_of_a_context_does_not_replace_another_context() -> None:
     """Chat templates change the last tokens of a turn, so that a context is continued before its end."""
     target = Target(model_of("llama"))
-    batch = Loop[int](target, target.allocate(2), max_new_tokens=4, prefixes=PrefixCache(1))
+    session = Session[int](target, target.allocate(2), max_new_tokens=4, prefixes=PrefixCache(1))
     other, prompt = prompt_of(50), prompt_of(60)
     for turn in (other, prompt, [*prompt[:55], *prompt_of(20)]):
-        answered(batch, turn)
-    assert answered(batch, [*other, 1])[1]
+        answered(session, turn)
+    assert answered(session, [*other, 1])[1]
 
 
 def test_slots_trade_places_if_memory_allows(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -220,11 +219,11 @@ def test_slots_trade_places_if_memory_allows(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_a_short_common_beginning_does_not_overwrite_a_context() -> None:
     target = Target(model_of("llama"))
-    batch = Loop[int](target, target.allocate(2), max_new_tokens=4, prefixes=PrefixCache(1))
+    session = Session[int](target, target.allocate(2), max_new_tokens=4, prefixes=PrefixCache(1))
     prompt = prompt_of(60)
-    first, _ = answered(batch, prompt)
-    assert answered(batch, [*prompt[:3], *prompt_of(40)])[1] == 0
-    assert answered(batch, [*prompt, *first, 5])[1] == len(prompt) + 2
+    first, _ = answered(session, prompt)
+    assert answered(session, [*prompt[:3], *prompt_of(40)])[1] == 0
+    assert answered(session, [*prompt, *first, 5])[1] == len(prompt) + 2
 
 
 SHARED_TURN = st.tuples(
@@ -245,27 +244,19 @@ def test_answers_in_slots_that_copy_from_one_another_are_those_of_an_empty_cache
     @settings(max_examples=4)
     @given(st.integers(1, 3), st.sampled_from([0, 2**16, 2**30]), st.lists(SHARED_TURN, min_size=3, max_size=7))
     def check(slots: int, max_bytes: int, turns: list[tuple[int, int, list[int], str]]) -> None:
-        loop = Loop[int](target, target.allocate(slots), max_new_tokens=MAX_NEW_TOKENS, prefixes=PrefixCache(max_bytes))
+        session = Session[int](
+            target, target.allocate(slots), max_new_tokens=MAX_NEW_TOKENS, prefixes=PrefixCache(max_bytes)
+        )
         before = [prompt_of(40 + number) for number in range(3)]
-        found: dict[int, list[int]] = {}
-
-        def note(outcomes: list[Outcome[int]]) -> None:
-            for request, step in outcomes:
-                assert isinstance(step, Step)
-                found.setdefault(request.key, []).extend(step.tokens)
-
+        requests: list[Request[int]] = []
         expected: list[list[int]] = []
         for number, (conversation, known, new, owner) in enumerate(turns):
             prompt = [*before[conversation][:known], *new]
             expected.append(output_tokens(answer(fresh, prompt, cached=False)))
             before[conversation] = [*prompt, *expected[-1]]
             drafter = WrongDrafter(len(prompt), expected[-1], VOCABULARY, number)
-            while loop.is_full:
-                note(loop.step())
-            note([loop.add(Request(number, prompt, Sampler(GREEDY, prompt), drafter, owner=owner))])
-        while len(loop):
-            note(loop.step())
-        assert [found[number] for number in range(len(turns))] == expected
+            requests.append(Request(number, prompt, Sampler(GREEDY, prompt), drafter, owner=owner))
+        assert all_answered(session, requests) == expected
 
     check()
 

@@ -14,13 +14,13 @@ from hdtool.cli.app import run as hdtool
 from hdtool.data import demo
 from hdtool.data.errors import ModelError, OptionError
 from hdtool.data.stores.manifest import TokenizerFingerprint
-from hdtool.runtime.answerer import decode_batch
 from hdtool.runtime.budget.node_budget import FixedBudget
 from hdtool.runtime.config.decoding import DecodeConfig
 from hdtool.runtime.config.model import SamplingConfig
 from hdtool.runtime.config.source_names import SourceId
-from hdtool.runtime.core.loop import Request
 from hdtool.runtime.core.sampler import Sampler
+from hdtool.runtime.core.sequence import Request
+from hdtool.runtime.core.session import decode_batch
 from hdtool.runtime.drafters.methods import drafter_for, drafters_for
 from hdtool.runtime.drafters.trained.assistant import DraftModel, draft_model_drafter
 from hdtool.runtime.drafters.trained.draft_length import FixedPace

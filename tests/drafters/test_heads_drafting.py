@@ -11,7 +11,6 @@ import torch
 
 from hdtool.cli.app import run as hdtool
 from hdtool.data.errors import HeadsError
-from hdtool.runtime.answerer import decode, decode_batch
 from hdtool.runtime.budget.cost_curve import CostCurve, MeasuredCosts
 from hdtool.runtime.budget.measure_passes import MEASURED_NODES
 from hdtool.runtime.budget.node_budget import Budget, FixedBudget, MeasuredBudget
@@ -20,8 +19,9 @@ from hdtool.runtime.config.decoding import DecodeConfig
 from hdtool.runtime.config.model import SamplingConfig
 from hdtool.runtime.config.source_names import SourceId
 from hdtool.runtime.core.accept import Accepted
-from hdtool.runtime.core.loop import Request
 from hdtool.runtime.core.sampler import Sampler
+from hdtool.runtime.core.sequence import Request
+from hdtool.runtime.core.session import decode, decode_batch
 from hdtool.runtime.core.tree import ROOT, DraftTree
 from hdtool.runtime.drafters.heads.checkpoint import SavedHeads
 from hdtool.runtime.drafters.heads.state import HeadsState

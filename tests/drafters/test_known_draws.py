@@ -6,12 +6,12 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from hdtool.runtime.answerer import decode
 from hdtool.runtime.budget.node_budget import FixedBudget
 from hdtool.runtime.config.model import SamplingConfig
 from hdtool.runtime.core.drafter import WrappedDrafter
 from hdtool.runtime.core.draws import ExponentialRace
 from hdtool.runtime.core.sampler import Sampler
+from hdtool.runtime.core.session import decode
 from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
 from hdtool.runtime.target.target import Target
 from tests.support.families import model_of

@@ -17,12 +17,12 @@ from transformers.generation.candidate_generator import (
 )
 
 from hdtool.data.errors import FamilyError, HeadsError, ModelError
-from hdtool.runtime.answerer import decode_batch
 from hdtool.runtime.config.decoding import DecodeConfig
 from hdtool.runtime.config.model import SamplingConfig
 from hdtool.runtime.config.source_names import SourceId
-from hdtool.runtime.core.loop import Request
 from hdtool.runtime.core.sampler import Sampler
+from hdtool.runtime.core.sequence import Request
+from hdtool.runtime.core.session import decode_batch
 from hdtool.runtime.core.tree import DraftTree
 from hdtool.runtime.drafters.methods import drafter_for, drafters_for
 from hdtool.runtime.drafters.trained.dflash import without_norm

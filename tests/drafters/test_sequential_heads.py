@@ -13,14 +13,14 @@ import torch
 
 from hdtool.cli.app import run as hdtool
 from hdtool.data.errors import HeadsError
-from hdtool.runtime.answerer import decode_batch
 from hdtool.runtime.budget.node_budget import FixedBudget
 from hdtool.runtime.config.building import HeadsConfig
 from hdtool.runtime.config.decoding import DecodeConfig
 from hdtool.runtime.config.model import SamplingConfig
 from hdtool.runtime.config.source_names import SourceId
-from hdtool.runtime.core.loop import Request
 from hdtool.runtime.core.sampler import Sampler
+from hdtool.runtime.core.sequence import Request
+from hdtool.runtime.core.session import decode_batch
 from hdtool.runtime.drafters.heads.checkpoint import EvalResult, HydraHeads, MtpHeads, load_heads
 from hdtool.runtime.drafters.heads.modules import Heads
 from hdtool.runtime.drafters.heads.state import HeadsState, HydraModule, TrainedMtp, sequential_drafter

@@ -17,10 +17,10 @@ from hdtool.data import demo
 from hdtool.data.conversation import Rankings
 from hdtool.data.row_readers import RowError
 from hdtool.data.texts_and_traces import read_traces
-from hdtool.runtime.answerer import decode
 from hdtool.runtime.config.decoding import DecodeConfig
 from hdtool.runtime.config.model import ModelConfig, SamplingConfig
 from hdtool.runtime.core.sampler import Sampler
+from hdtool.runtime.core.session import decode
 from hdtool.runtime.drafters.methods import drafter_for
 from hdtool.runtime.stores.store_set import StoreSet
 from hdtool.runtime.target.load import Loaded, load

@@ -16,7 +16,6 @@ from hdtool.data import demo
 from hdtool.data.chat import encode_conversation
 from hdtool.data.errors import ModelError
 from hdtool.data.prompts import read_prompts
-from hdtool.runtime.answerer import decode
 from hdtool.runtime.caches.kv_cache import StaticKVCache
 from hdtool.runtime.config.decoding import StoresConfig
 from hdtool.runtime.config.model import ModelConfig, SamplingConfig
@@ -24,6 +23,7 @@ from hdtool.runtime.core.accept import Accepted
 from hdtool.runtime.core.drafter import NoDraft
 from hdtool.runtime.core.engine import Verified
 from hdtool.runtime.core.sampler import Sampler
+from hdtool.runtime.core.session import decode
 from hdtool.runtime.core.tree import ROOT, DraftTree
 from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
 from hdtool.runtime.model.placement import logits_after, more_precise

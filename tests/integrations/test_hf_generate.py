@@ -32,13 +32,13 @@ from transformers.cache_utils import DynamicCache
 from transformers.generation.streamers import BaseStreamer
 
 from hdtool.data.errors import FamilyError, OptionError, PromptError, StoreError
-from hdtool.runtime.answerer import decode
 from hdtool.runtime.config.decoding import DecodeConfig, StoresConfig
 from hdtool.runtime.config.model import ModelConfig, SamplingConfig
 from hdtool.runtime.core.drafter import NoDraft
 from hdtool.runtime.core.draws import NOT_FINITE
 from hdtool.runtime.core.sampler import Sampler
 from hdtool.runtime.core.sequence import Finish
+from hdtool.runtime.core.session import decode
 from hdtool.runtime.integrations.generate_request import UnsupportedCallError
 from hdtool.runtime.integrations.hf_generate import Generator, _Recorder
 from hdtool.runtime.model.transformers_internals import cache_argument

@@ -14,14 +14,14 @@ from transformers import AutoModelForImageTextToText, PreTrainedModel
 from hdtool.data.errors import FamilyError
 from hdtool.runtime.caches.replay_slots import ReplayedCaches, bytes_of, tensors_of
 from hdtool.runtime.config.model import SamplingConfig
-from hdtool.runtime.core.loop import Loop, Request
 from hdtool.runtime.core.prefix_cache import PrefixCache
 from hdtool.runtime.core.sampler import Sampler
-from hdtool.runtime.core.sequence import Step
+from hdtool.runtime.core.sequence import Request
+from hdtool.runtime.core.session import Session
 from hdtool.runtime.core.tree import ROOT, DraftTree
 from hdtool.runtime.engines.stock import chain_passes
 from hdtool.runtime.target.target import Target
-from tests.support.decoding import SAMPLINGS, answered, output_tokens, run
+from tests.support.decoding import SAMPLINGS, all_answered, answered, output_tokens, run
 from tests.support.families import SHAPE, VOCABULARY, random_model
 from tests.support.oracle import generated, prompt_of
 from tests.support.trees import WrongDrafter
@@ -187,23 +187,16 @@ def test_several_answers_at_once_and_conversations_in_turn() -> None:
     model, target = model_of("zaya"), target_of("zaya")
     prompts = [prompt_of(length) for length in (25, 60, 33)]
     expected = [generated(model, prompt, 12) for prompt in prompts]
-    loop: Loop[int] = Loop(target, target.allocate(3), max_new_tokens=12)
-    outcomes = []
-    for number, (prompt, truth) in enumerate(zip(prompts, expected, strict=True)):
-        drafter = WrongDrafter(len(prompt), truth, VOCABULARY, number)
-        outcomes.append(loop.add(Request(number, prompt, Sampler(SamplingConfig(), prompt), drafter)))
-    while len(loop):
-        passes = target.log.passes
-        loop.launch()
-        outcomes += loop.finish()
-        assert target.log.passes == passes + 1, "what was launched is not verified again"
-    found: dict[int, list[int]] = {0: [], 1: [], 2: []}
-    for request, step in outcomes:
-        assert isinstance(step, Step)
-        found[request.key] += step.tokens
-    assert list(found.values()) == expected
+    requests = [
+        Request(number, prompt, Sampler(SamplingConfig(), prompt), WrongDrafter(len(prompt), truth, VOCABULARY, number))
+        for number, (prompt, truth) in enumerate(zip(prompts, expected, strict=True))
+    ]
+    passes = target.log.passes
+    session = Session[int](target, target.allocate(3), max_new_tokens=12)
+    assert all_answered(session, requests) == expected
+    assert target.log.passes <= passes + 3 + 11, "each step has one pass"
 
-    one: Loop[int] = Loop(target, target.allocate(1), max_new_tokens=12, prefixes=PrefixCache(1 << 24))
+    one = Session[int](target, target.allocate(1), max_new_tokens=12, prefixes=PrefixCache(1 << 24))
     for prompt, answer in zip(prompts, expected, strict=True):
         assert answered(one, prompt)[0] == answer
     again = [*prompts[0], *expected[0], *prompt_of(5)]

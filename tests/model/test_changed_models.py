@@ -14,12 +14,11 @@ from torch.nn import Linear, Module, Parameter
 from transformers.models.llama.modeling_llama import LlamaAttention
 
 from hdtool.data.errors import FamilyError
-from hdtool.runtime.answerer import decode
 from hdtool.runtime.config.model import SamplingConfig
-from hdtool.runtime.core.loop import Loop
 from hdtool.runtime.core.prefix_cache import PrefixCache
 from hdtool.runtime.core.sampler import Sampler
 from hdtool.runtime.core.sequence import Step
+from hdtool.runtime.core.session import Session, decode
 from hdtool.runtime.core.tree import DraftTree
 from hdtool.runtime.engines.capture import CaptureMaker, never
 from hdtool.runtime.integrations import hf_generate
@@ -266,13 +265,13 @@ def test_a_model_that_became_one_that_cannot_be_used_is_refused(target: Target) 
 
 def test_contexts_that_a_batch_keeps_are_dropped(target: Target) -> None:
     model, prompt = target.model, prompt_of(40)
-    batch: Loop[int] = Loop(target, target.allocate(2), max_new_tokens=MAX_NEW_TOKENS, prefixes=PrefixCache(1 << 24))
-    assert answered(batch, prompt) == (generated(model, prompt, MAX_NEW_TOKENS), 0)
-    assert answered(batch, prompt)[1] > 0
+    session = Session[int](target, target.allocate(2), max_new_tokens=MAX_NEW_TOKENS, prefixes=PrefixCache(1 << 24))
+    assert answered(session, prompt) == (generated(model, prompt, MAX_NEW_TOKENS), 0)
+    assert answered(session, prompt)[1] > 0
     with_adapter(model)
     expected = generated(model, prompt, MAX_NEW_TOKENS)
-    assert answered(batch, prompt) == (expected, 0)
-    tokens, cached = answered(batch, prompt)
+    assert answered(session, prompt) == (expected, 0)
+    tokens, cached = answered(session, prompt)
     assert tokens == expected and cached > 0
 
 

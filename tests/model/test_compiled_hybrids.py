@@ -12,10 +12,10 @@ from torch.nn import Module
 
 from hdtool.runtime.caches.states import SlotStates
 from hdtool.runtime.config.model import SamplingConfig
-from hdtool.runtime.core.loop import Loop, Request
 from hdtool.runtime.core.prefix_cache import PrefixCache
 from hdtool.runtime.core.sampler import Sampler
-from hdtool.runtime.core.sequence import Step
+from hdtool.runtime.core.sequence import Request
+from hdtool.runtime.core.session import Session
 from hdtool.runtime.core.tree import ROOT, DraftTree
 from hdtool.runtime.engines.cpu import proof
 from hdtool.runtime.engines.cpu.compiled_kind import COMPILED
@@ -26,7 +26,7 @@ from hdtool.runtime.model.compact_layers import compact_weights
 from hdtool.runtime.program.hybrid_families import HYBRID_FAMILIES
 from hdtool.runtime.target.target import Target
 from tests.support import families
-from tests.support.decoding import SAMPLINGS, answered, output_tokens, run
+from tests.support.decoding import SAMPLINGS, all_answered, answered, output_tokens, run
 from tests.support.described import HYBRID_MODELS, compiled_of, model_of, nemotron_h, target_of
 from tests.support.families import VOCABULARY
 from tests.support.fused import after, compiled, logits_of, widen
@@ -122,21 +122,13 @@ def test_several_answers_at_once_and_conversations_in_turn(name: str) -> None:
     target, usual = compiled_of(name), target_of(name)
     prompts = [prompt_of(length) for length in (25, 60, 33, 140)]
     expected = [output_tokens(run(usual, prompt, SamplingConfig(), max_new_tokens=20)) for prompt in prompts]
-    loop: Loop[int] = Loop(target, target.allocate(3), max_new_tokens=20)
-    outcomes, waiting = [], list(enumerate(prompts))
-    while waiting or len(loop):
-        while waiting and not loop.is_full:
-            number, prompt = waiting.pop(0)
-            drafter = WrongDrafter(len(prompt), expected[number], VOCABULARY, number)
-            outcomes.append(loop.add(Request(number, prompt, Sampler(SamplingConfig(), prompt), drafter)))
-        outcomes += loop.step()
-    found: dict[int, list[int]] = {number: [] for number in range(len(prompts))}
-    for request, step in outcomes:
-        assert isinstance(step, Step)
-        found[request.key] += step.tokens
-    assert list(found.values()) == expected
+    requests = [
+        Request(number, prompt, Sampler(SamplingConfig(), prompt), WrongDrafter(len(prompt), truth, VOCABULARY, number))
+        for number, (prompt, truth) in enumerate(zip(prompts, expected, strict=True))
+    ]
+    assert all_answered(Session(target, target.allocate(3), max_new_tokens=20), requests) == expected
 
-    one: Loop[int] = Loop(target, target.allocate(1), max_new_tokens=20, prefixes=PrefixCache(1 << 24))
+    one = Session[int](target, target.allocate(1), max_new_tokens=20, prefixes=PrefixCache(1 << 24))
     for prompt, answer in zip(prompts, expected, strict=True):
         assert answered(one, prompt)[0] == answer
     again = [*prompts[0], *expected[0], *prompt_of(5)]

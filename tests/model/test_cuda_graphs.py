@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from hdtool.runtime.answerer import decode_batch
 from hdtool.runtime.caches.kv_cache import KVTensors
 from hdtool.runtime.config.model import SamplingConfig
-from hdtool.runtime.core.loop import Request
 from hdtool.runtime.core.sampler import Sampler
+from hdtool.runtime.core.sequence import Request
+from hdtool.runtime.core.session import decode_batch
 from hdtool.runtime.core.tree import DraftTree
 from hdtool.runtime.engines.capture import Run
 from hdtool.runtime.engines.cuda import static_steps

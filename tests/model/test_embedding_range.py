@@ -12,12 +12,12 @@ from hdtool.builders.stores.build import build_corpus_index, build_model_store
 from hdtool.data.documents import Document, Source
 from hdtool.data.errors import ModelError, PromptError
 from hdtool.data.stores.manifest import TokenizerFingerprint
-from hdtool.runtime.answerer import decode, decode_batch
 from hdtool.runtime.budget.node_budget import FixedBudget
 from hdtool.runtime.config.decoding import METHODS, TRAINED, DecodeConfig
 from hdtool.runtime.config.model import SamplingConfig
-from hdtool.runtime.core.loop import Request
 from hdtool.runtime.core.sampler import Sampler
+from hdtool.runtime.core.sequence import Request
+from hdtool.runtime.core.session import decode, decode_batch
 from hdtool.runtime.core.tree import ROOT, DraftTree
 from hdtool.runtime.drafters.methods import drafter_with_budget
 from hdtool.runtime.engines.capture import CaptureMaker, never

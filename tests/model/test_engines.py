@@ -9,11 +9,11 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from hdtool.runtime.answerer import decode, decode_batch
 from hdtool.runtime.config.model import SamplingConfig
 from hdtool.runtime.core.engine import Engine, PassOptions
-from hdtool.runtime.core.loop import Request
 from hdtool.runtime.core.sampler import Sampler
+from hdtool.runtime.core.sequence import Request
+from hdtool.runtime.core.session import decode, decode_batch
 from hdtool.runtime.core.tree import DraftTree
 from hdtool.runtime.engines.capture import never
 from hdtool.runtime.kernels.linear import compile_linear_layers

@@ -12,12 +12,12 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreT
 
 from hdtool.runtime.caches.library_views import KVLayer
 from hdtool.runtime.config.model import SamplingConfig
-from hdtool.runtime.core.loop import Loop, Request
 from hdtool.runtime.core.prefix_cache import PrefixCache
 from hdtool.runtime.core.sampler import Sampler
-from hdtool.runtime.core.sequence import Step
+from hdtool.runtime.core.sequence import Request
+from hdtool.runtime.core.session import Session
 from hdtool.runtime.target.target import Target
-from tests.support.decoding import answered, output_tokens, run
+from tests.support.decoding import all_answered, answered, output_tokens, run
 from tests.support.families import SHAPE, VOCABULARY
 from tests.support.oracle import generated, prompt_of
 from tests.support.rehearsed import direct
@@ -109,18 +109,11 @@ def test_answers_in_a_batch_and_in_captured_steps(captured: bool) -> None:
     assert target.captures == captured
     prompts = [prompt_of(length) for length in (25, 60, 33)]
     expected = [generated(model, prompt, 24) for prompt in prompts]
-    loop: Loop[int] = Loop(target, target.allocate(3), max_new_tokens=24)
-    found: dict[int, list[int]] = {number: [] for number in range(3)}
-    outcomes = []
-    for number, (prompt, truth) in enumerate(zip(prompts, expected, strict=True)):
-        drafter = WrongDrafter(len(prompt), truth, VOCABULARY, number)
-        outcomes.append(loop.add(Request(number, prompt, Sampler(SamplingConfig(), prompt), drafter)))
-    while len(loop):
-        outcomes += loop.step()
-    for request, step in outcomes:
-        assert isinstance(step, Step)
-        found[request.key] += step.tokens
-    assert list(found.values()) == expected
+    requests = [
+        Request(number, prompt, Sampler(SamplingConfig(), prompt), WrongDrafter(len(prompt), truth, VOCABULARY, number))
+        for number, (prompt, truth) in enumerate(zip(prompts, expected, strict=True))
+    ]
+    assert all_answered(Session(target, target.allocate(3), max_new_tokens=24), requests) == expected
     alone = WrongDrafter(len(prompts[1]), expected[1], VOCABULARY, 7)
     assert output_tokens(run(target, prompts[1], SamplingConfig(), 24, drafter=alone)) == expected[1]
 
@@ -128,12 +121,11 @@ def test_answers_in_a_batch_and_in_captured_steps(captured: bool) -> None:
 def test_keys_of_indexers_are_copied_with_a_kept_conversation() -> None:
     model = model_of("DeepseekV32")
     target, first, second = Target(model), prompt_of(40), prompt_of(41)
-    prefixes: PrefixCache = PrefixCache(1 << 24)
-    loop: Loop[int] = Loop(target, target.allocate(1), max_new_tokens=16, prefixes=prefixes)
-    answer, _ = answered(loop, first)
-    answered(loop, second)
+    session = Session[int](target, target.allocate(1), max_new_tokens=16, prefixes=PrefixCache(1 << 24))
+    answer, _ = answered(session, first)
+    answered(session, second)
     again = [*first, *answer, *prompt_of(5)]
-    found, cached = answered(loop, again)
+    found, cached = answered(session, again)
     assert found == generated(model, again, 16) and cached >= 50
 
 

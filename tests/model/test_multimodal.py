@@ -13,9 +13,9 @@ from transformers import CLIPConfig
 
 from hdtool.data import demo
 from hdtool.data.errors import FamilyError, OptionError
-from hdtool.runtime.answerer import decode
 from hdtool.runtime.config.model import ModelConfig, SamplingConfig
 from hdtool.runtime.core.sampler import Sampler
+from hdtool.runtime.core.session import decode
 from hdtool.runtime.integrations.hf_generate import Generator
 from hdtool.runtime.target.load import load
 from tests.support.multimodal import TEXT, multimodal_model

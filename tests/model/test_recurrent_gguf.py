@@ -13,9 +13,9 @@ from gguf.quants import quantize
 from gguf.tensor_mapping import get_tensor_name_map
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from hdtool.runtime.answerer import decode
 from hdtool.runtime.config.model import ModelConfig, SamplingConfig
 from hdtool.runtime.core.sampler import Sampler
+from hdtool.runtime.core.session import decode
 from hdtool.runtime.engines.cpu.compiled_model import CompiledModel
 from hdtool.runtime.kernels import vector_code
 from hdtool.runtime.target.load import load

@@ -18,7 +18,6 @@ import torch
 from hdtool.runtime.budget.measure_passes import quick_record
 from hdtool.runtime.config.decoding import DecodeConfig
 from hdtool.runtime.config.model import ModelConfig, SamplingConfig
-from hdtool.runtime.answerer import decode
 from hdtool.runtime.drafters.methods import drafter_for
 from hdtool.runtime.engines.checks.probes import some_context
 from hdtool.runtime.target.threads import choose_threads

@@ -13,10 +13,10 @@ from hypothesis import given, settings, strategies as st
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from hdtool.data.errors import FamilyError, ModelError
-from hdtool.runtime.answerer import decode
 from hdtool.runtime.config.model import SamplingConfig
 from hdtool.runtime.core import tolerances
 from hdtool.runtime.core.sampler import Sampler
+from hdtool.runtime.core.session import decode
 from hdtool.runtime.core.tree import DraftTree
 from hdtool.runtime.engines.checks import trees as checks
 from hdtool.runtime.model.families import context_limit

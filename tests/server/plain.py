@@ -8,8 +8,8 @@ from typing import Any
 from transformers import LogitsProcessor
 
 from hdtool.data.chat import encode_conversation
-from hdtool.runtime.answerer import decode
 from hdtool.runtime.config.model import SamplingConfig
+from hdtool.runtime.core.session import decode
 from hdtool.runtime.generation.text_stream import text_of
 from hdtool.runtime.samplers import sampler_for
 from hdtool.runtime.target.load import Loaded

@@ -67,7 +67,7 @@ def test_a_job_whose_drafter_cannot_be_made_is_told(loaded: Loaded, monkeypatch:
         engine.stop()
 
 
-def test_a_loop_that_cannot_be_made_anew_ends_all_answers(loaded: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_session_that_cannot_be_ended_ends_all_answers(loaded: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
     decoding = DecodeConfig(method="ar", batch_size=1)
     tenants = Tenants(loaded, decoding, StoresConfig(model_db="none", corpus_db="none"), [""])
     engine = Scheduler(loaded.target, tenants, decoding, max_waiting=2, prefix_bytes=0)
@@ -75,8 +75,8 @@ def test_a_loop_that_cannot_be_made_anew_ends_all_answers(loaded: Loaded, monkey
     def fail(*given: Any) -> Any:
         raise RuntimeError("an illegal memory access was encountered")
 
-    monkeypatch.setattr(engine._loop, "start", fail)
-    monkeypatch.setattr(engine._loop, "end", fail)
+    monkeypatch.setattr(engine._session, "advance", fail)
+    monkeypatch.setattr(engine._session, "end", fail)
     delivered: Queue[Any] = Queue()
     engine.submit([AnswerJob("", lambda *given: cast(Any, None), delivered.put), AnswerJob("", nothing, delivered.put)])
     engine.start()

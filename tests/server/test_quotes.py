@@ -9,12 +9,12 @@ import pytest
 
 from hdtool.builders.evaluation.recording import RecordedTurn, RecordingEngine
 from hdtool.data.chat import encode_text
-from hdtool.runtime.answerer import decode
 from hdtool.runtime.config.decoding import DecodeConfig
 from hdtool.runtime.config.model import SamplingConfig
 from hdtool.runtime.config.source_names import SourceId
 from hdtool.runtime.core.sampler import Sampler
 from hdtool.runtime.core.sequence import Stats
+from hdtool.runtime.core.session import decode
 from hdtool.runtime.drafters.methods import drafter_for
 from hdtool.runtime.generation.text_stream import text_of
 from hdtool.runtime.integrations.server.formats import usage_of

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from hdtool.runtime.answerer import decode
 from hdtool.runtime.config.model import SamplingConfig
-from hdtool.runtime.core.drafter import Drafter, NoDraft
-from hdtool.runtime.core.loop import Loop, Request
+from hdtool.runtime.core.drafter import Drafter
 from hdtool.runtime.core.sampler import Sampler
-from hdtool.runtime.core.sequence import Step
+from hdtool.runtime.core.sequence import Request, Step
+from hdtool.runtime.core.session import Session, decode
 from hdtool.runtime.target.target import Target
 
 SAMPLINGS = {
@@ -42,11 +41,18 @@ def output_tokens(steps: list[Step]) -> list[int]:
     return [token for step in steps for token in step.tokens]
 
 
-def answered(batch: Loop[int], prompt: list[int], owner: str = "") -> tuple[list[int], int]:
+def answered(session: Session[int], prompt: list[int], owner: str = "") -> tuple[list[int], int]:
     """Return the tokens of an answer, and the number of prompt tokens taken from the prefix cache."""
-    request = Request(0, prompt, Sampler(SamplingConfig(), prompt), NoDraft(), owner=owner)
-    outcomes = [batch.add(request)]
-    while len(batch):
-        outcomes += batch.step()
-    steps = [step for _, step in outcomes if isinstance(step, Step)]
-    return [token for step in steps for token in step.tokens], steps[0].cached_tokens
+    session.submit(Request(0, prompt, Sampler(SamplingConfig(), prompt), owner=owner))
+    steps = [step for _, step in session.steps()]
+    return output_tokens(steps), steps[0].cached_tokens
+
+
+def all_answered(session: Session[int], requests: Sequence[Request[int]]) -> list[list[int]]:
+    """Return the tokens of the answers to requests with the keys 0, 1, and so on."""
+    tokens: list[list[int]] = [[] for _ in requests]
+    for request in requests:
+        session.submit(request)
+    for request, step in session.steps():
+        tokens[request.key] += step.tokens
+    return tokens

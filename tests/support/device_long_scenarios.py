@@ -15,14 +15,15 @@ import torch
 from transformers import PreTrainedModel
 
 from hdtool.data.prompts import Grammar, Prompt
-from hdtool.runtime.answerer import Answerer, decode_batch
+from hdtool.runtime.answerer import Answerer
 from hdtool.runtime.budget.node_budget import FixedBudget
 from hdtool.runtime.config.building import HeadsConfig
 from hdtool.runtime.config.decoding import DecodeConfig, StoresConfig
 from hdtool.runtime.config.model import ModelConfig, SamplingConfig
 from hdtool.runtime.core.drafter import Drafter, NoDraft
-from hdtool.runtime.core.loop import Request
 from hdtool.runtime.core.sampler import Sampler
+from hdtool.runtime.core.sequence import Request
+from hdtool.runtime.core.session import decode_batch
 from hdtool.runtime.drafters.methods import drafter_for
 from hdtool.runtime.drafters.trained_methods import StandaloneDrafter, drafter_of
 from hdtool.runtime.integrations.hf_generate import Generator

@@ -20,15 +20,15 @@ from torch.nn import Linear, Module, Parameter
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging
 
-from hdtool.runtime.answerer import decode, decode_batch
 from hdtool.runtime.budget.node_budget import FixedBudget
 from hdtool.runtime.caches.kv_cache import KVTensors
 from hdtool.runtime.config.building import HeadsConfig
 from hdtool.runtime.config.decoding import DecodeConfig
 from hdtool.runtime.config.model import SamplingConfig
 from hdtool.runtime.core.drafter import Drafter, NoDraft
-from hdtool.runtime.core.loop import Request
 from hdtool.runtime.core.sampler import Sampler
+from hdtool.runtime.core.sequence import Request
+from hdtool.runtime.core.session import decode, decode_batch
 from hdtool.runtime.drafters.heads.state import HeadsState, sequential_drafter
 from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
 from hdtool.runtime.drafters.methods import drafter_for

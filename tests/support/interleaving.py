@@ -1,7 +1,8 @@
 """Random interleavings of answers on one model: each must have the tokens that it has alone.
 
-``play`` starts, advances, closes and abandons answers in random order. An answer is a stream, a batch, a loop whose
-passes run while other answers advance, or a call of ``generate`` whose streamer advances the others.
+``play`` starts, advances, closes and abandons answers in random order. An answer is a stream, a batch, or a call of
+``generate`` whose streamer advances the others. On engines that capture steps, those of streams and of full batches run
+while other answers advance.
 """
 
 from __future__ import annotations
@@ -15,14 +16,13 @@ from functools import partial
 from typing import Any
 
 from hdtool.data.errors import ModelError
-from hdtool.runtime.answerer import decode, decode_batch
 from hdtool.runtime.budget.measure_passes import time_tree_passes
 from hdtool.runtime.budget.node_budget import FixedBudget
 from hdtool.runtime.config.model import SamplingConfig
 from hdtool.runtime.core.drafter import Drafter, NoDraft
-from hdtool.runtime.core.loop import Loop, Request
 from hdtool.runtime.core.sampler import Sampler
-from hdtool.runtime.core.sequence import Step
+from hdtool.runtime.core.sequence import Request
+from hdtool.runtime.core.session import decode, decode_batch
 from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
 from hdtool.runtime.integrations.hf_generate import Generator
 from hdtool.runtime.target.target import Target
@@ -92,7 +92,7 @@ class Interleaving:
             "hd": lambda key: Hierarchy(budget=FixedBudget(NODES), last=True, recycled=True),
             **{name: partial(self._made_by, make) for name, make in (drafters or {}).items()},
         }
-        self._kinds = {"stream": self._stream, "batch": self._batch, "launched": self._launched}
+        self._kinds = {"stream": self._stream, "batch": self._batch}
         self._whole = {"hook": self._hook, "generate": self._generate, "measurement": self._measure}
         self._running: list[Running] = []
 
@@ -161,18 +161,6 @@ class Interleaving:
         ):
             yield [(request.key, step.tokens)]
 
-    def _launched(self, requests: Sequence[Request[int]]) -> Iterator[Emitted]:
-        """Let other answers advance while each pass runs."""
-        loop: Loop[int] = Loop(self.target, self.target.allocate(len(requests)), max_new_tokens=MAX_NEW_TOKENS)
-        try:
-            yield [_emitted(*loop.add(request)) for request in requests]
-            while len(loop):
-                loop.launch()
-                yield []
-                yield [_emitted(*outcome) for outcome in loop.finish()]
-        finally:
-            loop.end()
-
     def _hook(self) -> None:
         length = self._random.choice(LENGTHS)
         options: dict[str, Any] = {"custom_generate": self._generator, "streamer": Streamer(self)}
@@ -206,8 +194,3 @@ class Streamer:
 def _in_thread(advance: Callable[[], bool]) -> bool:
     with ThreadPoolExecutor(1) as pool:
         return pool.submit(advance).result()
-
-
-def _emitted(request: Request[int], step: Step | Exception) -> tuple[int, list[int]]:
-    assert isinstance(step, Step)
-    return request.key, step.tokens

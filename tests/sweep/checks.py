@@ -16,10 +16,10 @@ import torch
 
 from hdtool.data import demo
 from hdtool.data.errors import FamilyError, HdtoolError, error_reason
-from hdtool.runtime.answerer import decode_batch
 from hdtool.runtime.config.model import ModelConfig, SamplingConfig
-from hdtool.runtime.core.loop import Request
 from hdtool.runtime.core.sampler import Sampler
+from hdtool.runtime.core.sequence import Request
+from hdtool.runtime.core.session import decode_batch
 from hdtool.runtime.integrations.hf_generate import Generator
 from hdtool.runtime.target.load import load
 from hdtool.runtime.target.target import Target

@@ -19,9 +19,8 @@ from hdtool.data.prompts import Grammar, grammar_of, prediction_of, tools_of
 from hdtool.runtime.config.decoding import HIERARCHIES, DecodeConfig
 from hdtool.runtime.config.model import SamplingConfig
 from hdtool.runtime.core.drafter import Drafter
-from hdtool.runtime.core.loop import Request
 from hdtool.runtime.core.sampler import Sampler, seed_of
-from hdtool.runtime.core.sequence import Step, room_for
+from hdtool.runtime.core.sequence import Request, Step, room_for
 from hdtool.runtime.generation.grammar import Guide, guided_drafter, masks_of
 from hdtool.runtime.generation.text_stream import text_of
 from hdtool.runtime.integrations.server.formats import RequestError, TokenLogprobs

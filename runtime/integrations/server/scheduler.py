@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 import numpy as np
 
@@ -19,18 +19,12 @@ from hdtool.data.stores.tenant import Tenant
 from hdtool.runtime.budget.node_budget import Budget, SharedCosts
 from hdtool.runtime.config.decoding import DecodeConfig, StoresConfig
 from hdtool.runtime.core.drafter import Drafter
-from hdtool.runtime.core.loop import Loop, Outcome, PendingPrefill, Request
 from hdtool.runtime.core.prefix_cache import PrefixCache, common_prefix_length
-from hdtool.runtime.core.sequence import Step
+from hdtool.runtime.core.sequence import Request, Step
+from hdtool.runtime.core.session import Session
 from hdtool.runtime.drafters.methods import budget_for, drafter_with_budget, shared_costs_for
 from hdtool.runtime.target.load import Loaded
 from hdtool.runtime.target.target import Target
-
-if TYPE_CHECKING:
-    pass
-
-PREFILL_CHUNK_IDLE, PREFILL_CHUNK_BUSY = 512, 128
-"""Number of prompt tokens prefilled in one pass while no other answer is running, and while others are running."""
 
 
 class OverloadError(HdtoolError):
@@ -114,19 +108,17 @@ class Scheduler:
         self._condition = threading.Condition()
         self._is_stopping = False
         self._drafters: dict[AnswerJob, Drafter] = {}
-        self._pending_prefill: PendingPrefill[AnswerJob] | None = None
-        self._new_loop()
+        """The drafter of each job that has been started and not ended."""
+        self._begin_session()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
-    def _new_loop(self) -> None:
-        target, decoding = self._target, self._decoding
-        self._loop = Loop[AnswerJob](
-            target,
-            target.allocate(decoding.batch_size),
-            max_new_tokens=decoding.max_new_tokens,
-            prefixes=self.prefixes,
+    def _begin_session(self) -> None:
+        cache = self._target.allocate(self._decoding.batch_size)
+        limit = self._decoding.max_new_tokens
+        self._session = Session[AnswerJob](
+            self._target, cache, max_new_tokens=limit, prefixes=self.prefixes, in_pieces=True
         )
-        self._running: dict[AnswerJob, Request[AnswerJob]] = {}
+        self._requests: dict[AnswerJob, Request[AnswerJob]] = {}
 
     @property
     def waiting(self) -> int:
@@ -134,7 +126,7 @@ class Scheduler:
 
     @property
     def running(self) -> int:
-        return len(self._running) + (self._pending_prefill is not None)
+        return len(self._session)
 
     @property
     def is_alive(self) -> bool:
@@ -174,7 +166,7 @@ class Scheduler:
         try:
             self._advance_until_stopped()
             self._fail(error)
-        except Exception as fault:  # no new loop can be made, as after most CUDA errors
+        except Exception as fault:  # no session can be begun, as after most CUDA errors
             traceback.print_exc(file=sys.stderr)
             error = fault
         with self._condition:
@@ -196,73 +188,53 @@ class Scheduler:
                 self._fail(error)
 
     def _advance(self) -> None:
-        """Prefill the next chunk of a pending prompt, then run one step for all running answers."""
-        self._drop_cancelled()
-        if self._pending_prefill is None and not self._loop.is_full:
+        """Prefill the next piece of a prompt, or run one step for all running answers."""
+        for job in [job for job in self._requests if job.is_cancelled]:
+            self._session.cancel(self._requests[job])
+            self._finish(job)
+        if self._session.takes_next:
             self._start_next()
-        if self._pending_prefill is not None and self._pending_prefill.read(
-            PREFILL_CHUNK_BUSY if len(self._loop) else PREFILL_CHUNK_IDLE
-        ):
-            pending, self._pending_prefill = self._pending_prefill, None
-            self._running[pending.request.key] = pending.request
-            self._deliver(self._loop.join(pending))
-        if len(self._loop):
-            for outcome in self._loop.step():
-                self._deliver(outcome)
+        for request, outcome in self._session.advance():
+            if isinstance(outcome, HdtoolError) or outcome.finish:
+                self._finish(request.key)
+            request.key.deliver(outcome)
 
     def _start_next(self) -> None:
-        while True:
-            with self._condition:
-                if not self._waiting:
-                    return
-                job = self._waiting.popleft()
-            if job.is_cancelled:
-                continue
-            try:
-                drafter = self._drafters[job] = self._tenants.take(job.tenant, job.prompt)
-            except Exception as error:  # failing to make a drafter must not end other answers
-                traceback.print_exc(file=sys.stderr)
-                job.deliver(_public_error(error))
-                continue
-            try:
-                self._pending_prefill = self._loop.start(job.request(job, drafter))
+        """Submit the first job that waits to the session, unless it fails before that."""
+        with self._condition:
+            if not self._waiting:
                 return
-            except HdtoolError as error:
-                self._finish(job)
-                job.deliver(error)
-
-    def _drop_cancelled(self) -> None:
-        for job in [job for job in self._running if job.is_cancelled]:
-            self._loop.remove(self._running[job])
+            job = self._waiting.popleft()
+        if job.is_cancelled:
+            return
+        try:
+            drafter = self._drafters[job] = self._tenants.take(job.tenant, job.prompt)
+        except Exception as error:  # failing to make a drafter must not end other answers
+            traceback.print_exc(file=sys.stderr)
+            job.deliver(_public_error(error))
+            return
+        try:
+            request = self._requests[job] = job.request(job, drafter)
+        except HdtoolError as error:
             self._finish(job)
-        if self._pending_prefill is not None:
-            job = self._pending_prefill.request.key
-            if job.is_cancelled:
-                self._pending_prefill.end()
-                self._pending_prefill = None
-                self._finish(job)
-
-    def _deliver(self, outcome: Outcome[AnswerJob]) -> None:
-        request, step = outcome
-        if isinstance(step, HdtoolError) or step.finish:
-            self._finish(request.key)
-        request.key.deliver(step)
+            job.deliver(error)
+            return
+        self._session.submit(request)
 
     def _finish(self, job: AnswerJob) -> None:
-        self._running.pop(job, None)
+        self._requests.pop(job, None)
         if drafter := self._drafters.pop(job, None):
             self._tenants.put(job.tenant, drafter, job.prompt)
 
     def _fail(self, error: Exception) -> None:
-        """End all running answers with an error, and make a new loop; raise an exception if this fails."""
+        """End all running answers with an error, and begin a new session; raise an exception if this fails."""
         for job in self._drafters:
             job.deliver(_public_error(error))
         self._drafters.clear()  # the drafters may be in any state, so new ones are made
-        self._pending_prefill = None
         try:
-            self._loop.end()
+            self._session.end()
         finally:
-            self._new_loop()
+            self._begin_session()
 
 
 def _public_error(error: Exception) -> HdtoolError | EngineError:
