@@ -19,7 +19,7 @@ from hdtool.runtime.config.source_names import SourceId
 from hdtool.runtime.core.drafter import Drafter, RankingRecorder
 from hdtool.runtime.core.sampler import Sampler
 from hdtool.runtime.core.sequence import Finish, Request, Stats, Step, room_for
-from hdtool.runtime.core.session import decode as decode, decode_batch
+from hdtool.runtime.core.session import decode, decode_batch
 from hdtool.runtime.drafters.deferred import deferred
 from hdtool.runtime.drafters.methods import compile_ahead, drafters_for
 from hdtool.runtime.generation.grammar import guided_drafter, masks_of

@@ -19,11 +19,11 @@ from transformers import (
 from hdtool.builders.evaluation.experiment import DecodedTurn, timed_turn
 from hdtool.builders.evaluation.timing import Stopwatch
 from hdtool.data.answered_questions import AnsweredTurn
-from hdtool.runtime.answerer import decode
 from hdtool.runtime.config.decoding import HISTORY_LETTER, DecodeConfig
 from hdtool.runtime.config.model import SamplingConfig
 from hdtool.runtime.core.drafter import Drafter
 from hdtool.runtime.core.sequence import Finish, Step, room_for
+from hdtool.runtime.core.session import decode
 from hdtool.runtime.drafters.methods import budget_for, drafter_with_budget, shared_costs_for
 from hdtool.runtime.generation.grammar import Guide, guided_drafter, masks_of
 from hdtool.runtime.generation.settings import refuse_settings

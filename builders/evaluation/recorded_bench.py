@@ -15,12 +15,12 @@ from hdtool.builders.evaluation.recording import RecordedTurn
 from hdtool.builders.evaluation.timing import Stopwatch, timed
 from hdtool.data.answered_questions import AnsweredTurn
 from hdtool.data.errors import HdtoolError, error_reason
-from hdtool.runtime.answerer import decode
 from hdtool.runtime.config.measuring import WARM
 from hdtool.runtime.config.model import SamplingConfig
 from hdtool.runtime.core.drafter import Drafter
 from hdtool.runtime.core.sampler import Sampler
 from hdtool.runtime.core.sequence import Finish
+from hdtool.runtime.core.session import decode
 from hdtool.runtime.kernels.topk import argmax
 from hdtool.runtime.target.target import Target
 

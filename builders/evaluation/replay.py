@@ -20,7 +20,6 @@ import numpy.typing as npt
 
 from hdtool.builders.evaluation.contenders import has_history, with_own_history
 from hdtool.builders.evaluation.recording import RecordedLogits, RecordedTurn, RecordingEngine
-from hdtool.runtime.answerer import decode
 from hdtool.runtime.budget.cost_curve import CostCurve
 from hdtool.runtime.budget.node_budget import Budget, CostBudget, FixedBudget
 from hdtool.runtime.config.budgets import FIXED_BUDGET
@@ -32,6 +31,7 @@ from hdtool.runtime.core.drafter import Drafter, WrappedDrafter
 from hdtool.runtime.core.engine import Verified
 from hdtool.runtime.core.sampler import Sampler
 from hdtool.runtime.core.sequence import Step
+from hdtool.runtime.core.session import decode
 from hdtool.runtime.core.tree import LARGEST_TREE, DraftTree
 from hdtool.runtime.drafters.methods import drafter_with_budget
 from hdtool.runtime.stores.store_set import StoreSet

@@ -21,7 +21,6 @@ import numpy as np
 from hdtool.builders.evaluation.estimated_passes import distinct_experts
 from hdtool.builders.evaluation.recording import RecordedTurn, RecordingEngine, TurnReader
 from hdtool.data.texts_and_traces import read_traces
-from hdtool.runtime.answerer import decode
 from hdtool.runtime.budget.cost_curve import PASS_SIZES, CostCurve, MeasuredCosts
 from hdtool.runtime.budget.node_budget import MeasuredBudget
 from hdtool.runtime.caches.slots import Cache
@@ -29,6 +28,7 @@ from hdtool.runtime.config.decoding import ReplayConfig
 from hdtool.runtime.config.model import ModelConfig, SamplingConfig
 from hdtool.runtime.core.engine import PassOptions, WaitForResults
 from hdtool.runtime.core.sampler import Sampler
+from hdtool.runtime.core.session import decode
 from hdtool.runtime.core.tree import LARGEST_TREE, DraftTree
 from hdtool.runtime.drafters.methods import drafter_with_budget
 from hdtool.runtime.stores.store_set import StoreSet

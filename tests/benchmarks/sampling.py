@@ -15,10 +15,10 @@ import torch
 
 from hdtool.builders.evaluation.experiment import Answering, DecodedTurn, timed_turn
 from hdtool.data.chat import encode_conversation
-from hdtool.runtime.answerer import decode
 from hdtool.runtime.config.model import ACTIVATIONS, ModelConfig, SamplingConfig
 from hdtool.runtime.core.drafter import NoDraft
 from hdtool.runtime.core.sampler import Sampler
+from hdtool.runtime.core.session import decode
 from hdtool.runtime.kernels.machine import machine
 from hdtool.runtime.target.load import Loaded, load
 from tests.benchmarks.laboratory import Outcome, Table, parser_of, ratio_of
