@@ -24,7 +24,8 @@ from hdtool.data.durable_files import (
 )
 from hdtool.data.errors import PromptError, os_errors_as
 from hdtool.data.prompts import GrammarKind, Prompt
-from hdtool.runtime.answerer import Answer, Answerer
+from hdtool.runtime.answer import Answer
+from hdtool.runtime.answerer import Answerer
 from hdtool.runtime.config.decoding import DecodeConfig
 from hdtool.runtime.config.model import ModelConfig, SamplingConfig
 from hdtool.runtime.core.drafter import RankingRecorder

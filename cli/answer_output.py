@@ -9,7 +9,7 @@ from typing import Any
 
 from hdtool.cli.result_tables import rounded
 from hdtool.cli.terminal import without_control_characters
-from hdtool.runtime.answerer import Answer
+from hdtool.runtime.answer import Answer
 from hdtool.runtime.config.source_names import SourceId, registered
 from hdtool.runtime.core.sequence import Finish, Stats
 from hdtool.runtime.kernels.linear import has_compiled_layers

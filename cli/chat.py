@@ -13,7 +13,7 @@ from hdtool.runtime.config.decoding import DecodeConfig, StoresConfig
 from hdtool.runtime.config.model import ModelConfig, SamplingConfig
 
 if TYPE_CHECKING:
-    from hdtool.cli.chat_session import ReadMessage, Session
+    from hdtool.cli.chat_session import ChatSession, ReadMessage
 
 
 def chat(
@@ -32,7 +32,7 @@ def chat(
     turns is kept. Ctrl-C ends an answer, Ctrl-D the conversation; /help lists the commands.
     """
     from hdtool.cli.answer_output import passes_summary, print_stores
-    from hdtool.cli.chat_session import Session, message_reader
+    from hdtool.cli.chat_session import ChatSession, message_reader
     from hdtool.data.chat import has_chat_template
     from hdtool.runtime.answerer import Answerer
 
@@ -46,12 +46,12 @@ def chat(
     print_stores(answerer.store_set)
     if stats:
         print(passes_summary(answerer.loaded.target), file=sys.stderr)
-    session = Session(answerer, system, stats=stats, color=color)
+    session = ChatSession(answerer, system, stats=stats, color=color)
     print(f"{loading.name}: /help lists the commands, Ctrl-D leaves", file=sys.stderr)
     _converse(session, message_reader())
 
 
-def _converse(session: Session, read: ReadMessage) -> None:
+def _converse(session: ChatSession, read: ReadMessage) -> None:
     """Read and answer messages until the session or the input ends."""
     from hdtool.cli.chat_session import is_interactive
 

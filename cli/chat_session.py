@@ -122,7 +122,7 @@ FINISH_NOTES = {
 }
 
 
-class Session:
+class ChatSession:
     """Chat session with one model, over one or more conversations."""
 
     def __init__(self, answerer: Answerer, system: str | None = None, *, stats: bool = False, color: bool = False):
@@ -188,8 +188,8 @@ class Session:
         """
         self.is_interrupted = False
         try:
-            answer = next(self._answerer.answers(Prompt(tuple(messages))))
-            stream_answer(answer, color=self._colored)
+            for answer in self._answerer.all_answers([Prompt(tuple(messages))]):
+                stream_answer(answer, color=self._colored)
         except ContextError as error:
             raise PromptError(f"the conversation is full ({error.found}): {CONTEXT_ADVICE}") from None
         self.is_interrupted = answer.interrupted

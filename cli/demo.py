@@ -82,8 +82,10 @@ def demo(
 
 def _answer_once(answerer: Answerer, prompt: Prompt) -> None:
     """Answer a prompt once as a warm-up, during which code is compiled and the number of threads is chosen."""
-    for _ in next(answerer.answers(prompt)):
-        pass
+    for answer in answerer.all_answers([prompt]):
+        for _ in answer:
+            pass
+        return
 
 
 def _engine_name(answerer: Answerer) -> str:

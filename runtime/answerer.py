@@ -1,244 +1,37 @@
-"""Answer prompts in batches, or one at a time while streaming the text of each answer."""
+"""Load a model and its stores once, and answer prompts with them."""
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 
 from hdtool.data.chat import encode_answer, encode_conversation
 from hdtool.data.errors import PromptError
 from hdtool.data.prompts import Message, Prompt
+from hdtool.runtime.answer import Answer
 from hdtool.runtime.budget.measure_passes import quick_record
 from hdtool.runtime.config.decoding import DecodeConfig, StoresConfig
 from hdtool.runtime.config.model import ModelConfig, SamplingConfig
-from hdtool.runtime.config.source_names import SourceId
 from hdtool.runtime.core.drafter import Drafter, RankingRecorder
-from hdtool.runtime.core.sampler import Sampler
-from hdtool.runtime.core.sequence import Finish, Request, Stats, Step, room_for
-from hdtool.runtime.core.session import decode, decode_batch
+from hdtool.runtime.core.prefix_cache import PrefixCache
+from hdtool.runtime.core.sequence import Request, room_for
+from hdtool.runtime.core.session import Session
+from hdtool.runtime.dialogues import Dialogue, Dialogues
 from hdtool.runtime.drafters.deferred import deferred
 from hdtool.runtime.drafters.methods import compile_ahead, drafters_for
 from hdtool.runtime.generation.grammar import guided_drafter, masks_of
 from hdtool.runtime.generation.settings import refuse_settings
-from hdtool.runtime.generation.text_stream import Piece, TextStream, before_stop, cut_at_stop, text_of
 from hdtool.runtime.kernels.compile_process import DRAFTER, is_compiling
 from hdtool.runtime.samplers import compiler_for, sampler_for
-from hdtool.runtime.target.load import Loaded, load
+from hdtool.runtime.target.load import load
 from hdtool.runtime.target.tensor_parallel import check_decoding
 from hdtool.runtime.target.threads import choose_threads
 
 if TYPE_CHECKING:
     from transformers import LogitsProcessor
-
-
-class Conversation:
-    """A prompt whose user turns are answered in order: the messages so far, and the turns that are still to come."""
-
-    def __init__(self, prompt: Prompt) -> None:
-        self.prompt = prompt
-        self.messages: list[Message] = list(prompt.messages)
-        self.prediction = prompt.prediction
-        """Predicted text of the next answer; empty if there is none."""
-        self._later = iter(prompt.later_turns)
-
-    def add_answer(self, text: str) -> bool:
-        """Append an answer and the next user turn to the messages; if no turn is left, return False instead."""
-        self.prediction = ""
-        turn = next(self._later, None)
-        if turn is None:
-            return False
-        self.messages += [{"role": "assistant", "content": text}, {"role": "user", "content": turn}]
-        return True
-
-
-class Answer:
-    """An answer that is generated while the caller iterates over it; the iteration yields its text in pieces."""
-
-    def __init__(
-        self,
-        loaded: Loaded,
-        drafter: Drafter,
-        conversation: Conversation,
-        prompt_tokens: int,
-        steps: Iterable[Step] = (),
-        stop: Sequence[str] = (),
-    ) -> None:
-        """``stop`` holds the stop strings; the text ends before the first one that occurs."""
-        self.question = conversation.messages[-1]["content"]
-        self.prompt = conversation.prompt
-        self.prompt_tokens = prompt_tokens
-        self.output_ids: list[int] = []
-        self.stats = Stats()
-        self.drafter = drafter
-        self._tokenizer = loaded.tokenizer
-        self._steps = steps
-        self._stop = stop
-
-    def __iter__(self) -> Iterator[str]:
-        if not self._stop:  # does the work of ``before_stop`` with fewer nested generators
-            return (text for text in self._texts() if text)
-        pieces = ((text, SourceId.NONE) for text in self._texts())
-        return (text for text, _ in before_stop(pieces, self._stop))
-
-    def by_source(self) -> Iterator[Piece]:
-        """Generate the answer; yield the text of each token and the source that drafted that token."""
-        return before_stop(self._pieces_by_source(), self._stop)
-
-    def _texts(self) -> Iterator[str]:
-        text = TextStream(self._tokenizer)
-        for step in self._collect_steps():
-            yield text.add(step.tokens)
-        yield text.end()
-
-    def _pieces_by_source(self) -> Iterator[Piece]:
-        text = TextStream(self._tokenizer)
-        for step in self._collect_steps():
-            for token, source in zip(step.tokens, step.sources, strict=True):
-                yield text.add([token]), source
-        yield text.end(), SourceId.NONE
-
-    def _collect_steps(self) -> Iterator[Step]:
-        for step in self.stats.counted(self._steps, self.drafter):
-            self.output_ids += step.tokens
-            yield step
-
-    @property
-    def interrupted(self) -> bool:
-        return self.stats.finish is Finish.INTERRUPT
-
-    def interrupt(self) -> None:
-        """Mark the answer as interrupted; the tokens generated so far remain."""
-        self.stats.finish = Finish.INTERRUPT
-
-    @property
-    def text(self) -> str:
-        return cut_at_stop(text_of(self._tokenizer, self.output_ids), self._stop)
-
-
-class CollectedAnswer(Answer):
-    """An answer that is generated in a batch: ``add`` collects the steps, and iterating over the answer yields text."""
-
-    def __init__(
-        self,
-        loaded: Loaded,
-        drafter: Drafter,
-        conversation: Conversation,
-        prompt_tokens: int,
-        stop: Sequence[str] = (),
-    ) -> None:
-        super().__init__(loaded, drafter, conversation, prompt_tokens, stop=stop)
-        self._collected: list[Step] = []
-        self._seconds_before = dict(drafter.seconds)
-
-    def add(self, step: Step) -> None:
-        self._collected.append(step)
-        self.output_ids += step.tokens
-        self.stats.add(step)
-        if step.finish:
-            self.stats.add_seconds(self._seconds_before, self.drafter.seconds)
-
-    def _collect_steps(self) -> Iterator[Step]:
-        return iter(self._collected)
-
-
-BatchKey = tuple["BatchedConversation", CollectedAnswer]
-RequestMaker = Callable[["BatchedConversation", Drafter], Request[BatchKey]]
-"""Makes a request for the next answer of a conversation; raises PromptError if its prompt cannot be answered."""
-
-
-class BatchedConversation(Conversation):
-    """A conversation that is answered in a batch, with its answers so far."""
-
-    def __init__(self, prompt: Prompt) -> None:
-        super().__init__(prompt)
-        self.answers: list[CollectedAnswer] = []
-        self.drafter: Drafter | None = None
-        """The drafter of the latest answer; None before the first one."""
-        self.is_over = False
-        self.error: PromptError | None = None
-
-    def all_answers(self) -> Iterator[Answer]:
-        yield from self.answers
-        if self.error:
-            raise self.error
-
-
-class BatchedAnswers:
-    """Answers several prompts at once and yields the answers in the order of the prompts."""
-
-    def __init__(self, prompts: Sequence[Prompt], make_request: RequestMaker, drafters: Sequence[Drafter]) -> None:
-        """``drafters`` holds one drafter for each conversation that is answered concurrently."""
-        self._make_request = make_request
-        self._free_drafters = list(drafters)
-        self._unreported = deque(BatchedConversation(prompt) for prompt in prompts)
-        self._waiting = deque(self._unreported)
-
-    def answers(self, steps: Iterable[tuple[Request[BatchKey], Step]]) -> Iterator[Answer]:
-        """Yield the answers ordered by prompt and turn; after an interrupt, also yield the unfinished answers.
-
-        ``steps`` must come from decoding the requests that ``next_request`` returns. If a prompt cannot be answered,
-        its PromptError is raised after the answers to its earlier turns, and no later prompt is started.
-        """
-        try:
-            for request, step in steps:
-                self._add(*request.key, step)
-                for answer in self._finished():
-                    yield answer
-                    if answer.interrupted:
-                        raise KeyboardInterrupt
-            yield from self._finished()
-        except KeyboardInterrupt:
-            yield from self._interrupted()
-
-    def next_request(self) -> Request[BatchKey] | None:
-        """Return a request for the next turn of a started conversation, else for the next prompt, else None."""
-        while self._waiting:
-            conversation = self._waiting.popleft()
-            try:
-                request = self._make_request(conversation, self._free_drafters[-1])
-            except PromptError as error:
-                conversation.error, conversation.is_over = error, True
-                self._waiting.clear()  # no prompt after an error is answered
-                continue
-            conversation.drafter = self._free_drafters.pop()
-            conversation.answers.append(request.key[1])
-            return request
-        return None
-
-    def _add(self, conversation: BatchedConversation, answer: CollectedAnswer, step: Step) -> None:
-        answer.add(step)
-        if step.finish:
-            assert conversation.drafter is not None
-            self._free_drafters.append(conversation.drafter)
-            if conversation.add_answer(answer.text):
-                self._waiting.appendleft(conversation)
-            else:
-                conversation.is_over = True
-
-    def _finished(self) -> Iterator[Answer]:
-        while self._unreported and self._unreported[0].is_over:
-            yield from self._unreported.popleft().all_answers()
-
-    def _interrupted(self) -> Iterator[Answer]:
-        for conversation in self._unreported:
-            for answer in conversation.answers:
-                if not answer.stats.finish:
-                    answer.interrupt()
-                yield answer
-
-
-class AnswerInputs(NamedTuple):
-    """The inputs for decoding one answer, besides the tokens of its prompt."""
-
-    drafter: Drafter
-    sampler: Sampler
-    stops: Container[int]
-    prediction: list[int]
-    """Token ids of the predicted answer; empty if there is none or the drafter doesn't use one."""
 
 
 class Answerer:
@@ -296,56 +89,22 @@ class Answerer:
         Iterate over each answer before taking the next one. An interrupted answer is the last one, except in a batch,
         where the other unfinished answers follow.
         """
-        if len(self._drafters) > 1:
-            batched = BatchedAnswers(prompts, self._request, self._drafters)
-            size, max_new_tokens = len(self._drafters), self._decoding.max_new_tokens
-            steps = decode_batch(self.loaded.target, batched.next_request, size, max_new_tokens=max_new_tokens)
-            yield from batched.answers(steps)
-            return
-        for prompt in prompts:
-            for answer in self.answers(prompt):
-                yield answer
-                if answer.interrupted:
-                    return
+        target, drafters = self.loaded.target, self._drafters[: len(prompts)]
+        if len(drafters) > 1:
+            session = Session[Dialogue](target, target.allocate(len(drafters)))
+        else:  # a conversation goes on in the target's own cache
+            prefixes = PrefixCache() if self._decoding.prefix_caching else None
+            session = Session[Dialogue](target, target.cache, prefixes=prefixes)
+        stop = self.sampling.stop
+        return Dialogues(session, prompts, drafters, self._request, self.loaded.tokenizer, stop).answers()
 
-    def answers(self, prompt: Prompt) -> Iterator[Answer]:
-        """Yield the answer to each user turn; iterate over each answer before taking the next one."""
-        conversation = Conversation(prompt)
-        answer = self._answer(conversation)
-        yield answer
-        while conversation.add_answer(answer.text):
-            answer = self._answer(conversation)
-            yield answer
-
-    def _answer(self, conversation: Conversation) -> Answer:
-        ids = self._encode(conversation.prompt, conversation.messages)
-        inputs = self._inputs_of(conversation, ids, self._drafters[0])
-        steps = decode(
-            self.loaded.target,
-            ids,
-            inputs.sampler,
-            max_new_tokens=self._decoding.max_new_tokens,
-            stops=inputs.stops,
-            drafter=inputs.drafter,
-            prediction=inputs.prediction,
-            prefix_caching=self._decoding.prefix_caching,
-        )
-        return Answer(self.loaded, inputs.drafter, conversation, len(ids), steps, self.sampling.stop)
-
-    def _request(self, conversation: BatchedConversation, drafter: Drafter) -> Request[BatchKey]:
-        ids = self._encode_checked(conversation.prompt, conversation.messages)
-        inputs = self._inputs_of(conversation, ids, drafter)
-        answer = CollectedAnswer(self.loaded, inputs.drafter, conversation, len(ids), self.sampling.stop)
-        return Request(
-            (conversation, answer), ids, inputs.sampler, inputs.drafter, inputs.stops, prediction=inputs.prediction
-        )
-
-    def _inputs_of(self, conversation: Conversation, ids: list[int], drafter: Drafter) -> AnswerInputs:
-        """Return the inputs for decoding a conversation's next answer; ``ids`` are the tokens of its prompt."""
-        drafter, masks = self._drafter_and_masks(drafter, conversation.prompt)
+    def _request(self, dialogue: Dialogue, drafter: Drafter) -> Request[Dialogue]:
+        ids = self._encode_checked(dialogue.prompt, dialogue.messages)
+        drafter, masks = self._drafter_and_masks(drafter, dialogue.prompt)
         max_new_tokens = self._decoding.max_new_tokens
         sampler, stops = sampler_for(self.loaded, self.sampling, ids, max_new_tokens=max_new_tokens, first=masks)
-        return AnswerInputs(drafter, sampler, stops, self._prediction(conversation, drafter))
+        prediction = self._prediction(dialogue) if drafter.predicts else []
+        return Request(dialogue, ids, sampler, drafter, stops, prediction, max_new_tokens)
 
     def _drafter_and_masks(self, drafter: Drafter, prompt: Prompt) -> tuple[Drafter, Sequence[LogitsProcessor]]:
         """Return the drafter for an answer, and logits processors that mask tokens the prompt's grammar forbids."""
@@ -355,15 +114,10 @@ class Answerer:
 
     def _encode_checked(self, prompt: Prompt, messages: Sequence[Message]) -> list[int]:
         """Encode messages; raise PromptError if they leave no room for an answer."""
-        ids = self._encode(prompt, messages)
+        ids = encode_conversation(self.loaded.tokenizer, messages, chat=self._chat, tools=prompt.tools)
         room_for(self.loaded.target, ids, self._decoding.max_new_tokens)
         return ids
 
-    def _prediction(self, conversation: Conversation, drafter: Drafter) -> list[int]:
-        """Return the token ids of the predicted answer, or an empty list if there is none or the drafter ignores it."""
-        if not drafter.predicts:
-            return []
-        return encode_answer(self.loaded.tokenizer, conversation.messages, conversation.prediction, chat=self._chat)
-
-    def _encode(self, prompt: Prompt, messages: Sequence[Message]) -> list[int]:
-        return encode_conversation(self.loaded.tokenizer, messages, chat=self._chat, tools=prompt.tools)
+    def _prediction(self, dialogue: Dialogue) -> list[int]:
+        """Return the token ids of the predicted answer, or an empty list if there is none."""
+        return encode_answer(self.loaded.tokenizer, dialogue.messages, dialogue.prediction, chat=self._chat)

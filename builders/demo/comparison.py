@@ -15,10 +15,10 @@ from hdtool.builders.evaluation.experiment import Experiment, Figures, by_conten
 from hdtool.data.answered_questions import AnsweredTurn
 from hdtool.data.chat import encode_conversation
 from hdtool.data.prompts import Prompt
-from hdtool.runtime.answerer import Conversation
 from hdtool.runtime.config.decoding import DecodeConfig
 from hdtool.runtime.config.model import ModelConfig, SamplingConfig
 from hdtool.runtime.core.drafter import Drafter, NoDraft
+from hdtool.runtime.dialogues import Dialogue
 from hdtool.runtime.generation.text_stream import Piece, text_of
 from hdtool.runtime.stores.store_set import StoreSet
 from hdtool.runtime.target.load import Loaded
@@ -102,15 +102,15 @@ class SideBySide:
         return Comparison(plain, drafted, int(identical(rows)), pieces)
 
     def _answered(self, drafter: Drafter, prompt: Prompt) -> list[AnsweredTurn]:
-        loaded, conversation, turns = self._loaded, Conversation(prompt), list[AnsweredTurn]()
+        loaded, dialogue, turns = self._loaded, Dialogue(prompt), list[AnsweredTurn]()
         while True:
-            ids = encode_conversation(loaded.tokenizer, conversation.messages)
+            ids = encode_conversation(loaded.tokenizer, dialogue.messages)
             # The first prompt is read as a whole, because the cache holds the other method's answer to it.
             steps = answer_steps(
                 loaded, drafter, SamplingConfig(), self._decoding.max_new_tokens, ids, prefix_caching=bool(turns)
             )
             turns.append(timed_turn(loaded.target.device, drafter, steps))
-            if not conversation.add_answer(text_of(loaded.tokenizer, turns[-1].output_ids)):
+            if not dialogue.add_answer(text_of(loaded.tokenizer, turns[-1].output_ids)):
                 return turns
 
 

@@ -48,7 +48,7 @@ def answers() -> Iterator[tuple[str, list[int], list[int]]]:
     """Yield kind, prompt and greedy answer of each held-out prompt."""
     answerer = Answerer(ModelConfig(), DecodeConfig(max_new_tokens=MAX_ANSWER_TOKENS), SamplingConfig())
     for prompt in read_prompts(demo.PROMPTS):
-        (answer,) = answerer.answers(prompt)
+        (answer,) = answerer.all_answers([prompt])
         for _ in answer:
             pass
         yield prompt.category, encode_conversation(answerer.loaded.tokenizer, prompt.messages), answer.output_ids

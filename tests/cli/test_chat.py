@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from hdtool.cli.app import run
-from hdtool.cli.chat_session import Session
+from hdtool.cli.chat_session import ChatSession
 from hdtool.data import demo
 from hdtool.data.prompts import Prompt
 from hdtool.runtime.answerer import Answerer
@@ -42,8 +42,8 @@ def answers_to(*conversation: dict[str, str], seed: int = 0, temperature: float 
     """The answer to a conversation, by plain decoding from an empty cache."""
     decoding = DecodeConfig(method="ar", max_new_tokens=12, prefix_caching=False)
     answerer = Answerer(ModelConfig(), decoding, SamplingConfig(temperature=temperature, seed=seed))
-    answer = next(answerer.answers(Prompt(conversation)))
-    return "".join(answer)
+    (answer,) = answerer.all_answers([Prompt(conversation)])
+    return answer.text
 
 
 def user(text: str) -> dict[str, str]:
@@ -184,7 +184,7 @@ def test_an_interrupted_answer_is_kept_and_an_empty_one_is_not(
 ) -> None:
     decoding = DecodeConfig(method="ar", max_new_tokens=12)
     answerer = Answerer(ModelConfig(), decoding, SamplingConfig(), store_set=StoresConfig("none", "none"))
-    session = Session(answerer)
+    session = ChatSession(answerer)
     passes = [0]
     hook = answerer.loaded.target.model.register_forward_hook(lambda *_: interrupted_at(5))
 

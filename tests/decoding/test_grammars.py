@@ -310,7 +310,7 @@ def test_other_notations(grammar: Grammar, pattern: str, method: str) -> None:
     decoding = DecodeConfig(method, MAX_NEW_TOKENS, draft_tokens=8 if method == "hd" else None)
     answerer = Answerer(MODEL, decoding, SamplingConfig(), store_set=NO_STORES)
     prompt = Prompt(({"role": "user", "content": ASKED},), grammar=grammar)
-    (answer,) = answerer.answers(prompt)
+    (answer,) = answerer.all_answers([prompt])
     assert re.fullmatch(pattern, "".join(answer))
 
 

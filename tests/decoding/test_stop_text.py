@@ -54,7 +54,7 @@ def test_an_answer_is_the_plain_one_up_to_its_stop_string(
     assert run(["generate", *options, "--batch-size", str(batch_size), "--stop", "self", "--stop", "\n"]) == 0
     records = [json.loads(line) for line in capfd.readouterr().out.splitlines()]
     for record in records:
-        (answer,) = plain.answers(Prompt.from_text(record["prompt"]))
+        (answer,) = plain.all_answers([Prompt.from_text(record["prompt"])])
         whole = "".join(answer)
         assert record["text"] == cut_at_stop(whole, ["self", "\n"]) != whole
         assert record["finish"] == "stop"

@@ -1,0 +1,95 @@
+"""One answer: its text, streamed while it is generated, its tokens and its statistics."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from hdtool.data.prompts import Prompt
+from hdtool.runtime.config.source_names import SourceId
+from hdtool.runtime.core.drafter import Drafter
+from hdtool.runtime.core.sequence import Finish, Stats, Step
+from hdtool.runtime.generation.text_stream import Piece, TextStream, before_stop, cut_at_stop, text_of
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+class Answer:
+    """An answer that is generated while the caller iterates over it; the iteration yields its text in pieces."""
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        drafter: Drafter,
+        prompt: Prompt,
+        question: str,
+        prompt_tokens: int,
+        generate: Callable[[], None],
+        stop: Sequence[str] = (),
+    ) -> None:
+        """``question`` is the user turn that is answered. ``generate`` generates on, and calls ``add`` for its steps.
+
+        ``stop`` holds the stop strings; the text ends before the first one that occurs.
+        """
+        self.prompt, self.question = prompt, question
+        self.prompt_tokens = prompt_tokens
+        self.output_ids: list[int] = []
+        self.stats = Stats()
+        self.drafter = drafter
+        self._tokenizer, self._stop = tokenizer, stop
+        self._generate = generate
+        self._steps: deque[Step] = deque()
+        """Steps whose text was not given out yet."""
+        self._seconds_before = dict(drafter.seconds)
+
+    def add(self, step: Step) -> None:
+        self.output_ids += step.tokens
+        self.stats.add(step)
+        self._steps.append(step)
+        if step.finish:
+            self.stats.add_seconds(self._seconds_before, self.drafter.seconds)
+
+    def __iter__(self) -> Iterator[str]:
+        if not self._stop:  # does the work of ``before_stop`` with fewer nested generators
+            return (text for text in self._texts() if text)
+        pieces = ((text, SourceId.NONE) for text in self._texts())
+        return (text for text, _ in before_stop(pieces, self._stop))
+
+    def by_source(self) -> Iterator[Piece]:
+        """Generate the answer; yield the text of each token and the source that drafted that token."""
+        return before_stop(self._pieces_by_source(), self._stop)
+
+    def _texts(self) -> Iterator[str]:
+        text = TextStream(self._tokenizer)
+        while step := self._next_step():
+            yield text.add(step.tokens)
+        yield text.end()
+
+    def _pieces_by_source(self) -> Iterator[Piece]:
+        text = TextStream(self._tokenizer)
+        while step := self._next_step():
+            for token, source in zip(step.tokens, step.sources, strict=True):
+                yield text.add([token]), source
+        yield text.end(), SourceId.NONE
+
+    def _next_step(self) -> Step | None:
+        """Return the next step whose text was not given out yet, or None if the answer has ended."""
+        while not self._steps and not self.stats.finish:
+            self._generate()
+        return self._steps.popleft() if self._steps else None
+
+    @property
+    def interrupted(self) -> bool:
+        return self.stats.finish is Finish.INTERRUPT
+
+    def interrupt(self) -> None:
+        """Mark the answer as interrupted; the tokens generated so far remain."""
+        if not self.stats.finish:
+            self.stats.add_seconds(self._seconds_before, self.drafter.seconds)
+        self.stats.finish = Finish.INTERRUPT
+
+    @property
+    def text(self) -> str:
+        return cut_at_stop(text_of(self._tokenizer, self.output_ids), self._stop)
