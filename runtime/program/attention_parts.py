@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from hdtool.runtime.program.model_parts import Kind, LayerParts
 
 Matmul = TypeVar("Matmul", bound=Module)
+SHARED = -1
+"""Index of an attention that several layers may share."""
 
 
 def with_attention(
@@ -26,7 +28,8 @@ def with_attention(
     reads_other = not family.joins_qkv and len(projections) == 1
     value_norm = attention._modules.get(family.value_norm) if family.value_norm else None
     norm_names = {*family.names.head_norms[: len(head_norms)], *([family.value_norm] if value_norm else ())}
-    if set(attention._modules) != {*projections, out_name, *norm_names}:
+    modules = attention._modules.keys() - (family.side.lists if family.side else ())
+    if modules != {*projections, out_name, *norm_names}:
         return None
     if len(head_norms) not in (0, 1 if reads_other else 2):
         return None
@@ -40,7 +43,7 @@ def with_attention(
     if not all(map(kind.is_linear, (*qkv, out))) or not epsilons <= {parts.epsilon}:
         return None
     if (
-        getattr(attention, "layer_idx", None) != index
+        getattr(attention, "layer_idx", None) != (SHARED if family.side else index)
         or not isinstance(scale, float)
         or not isinstance(width, int)
         or not width

@@ -67,7 +67,8 @@ def _mlp_parts(mlp: Module, family: Family) -> tuple[tuple[Any, ...], tuple[Any,
         else (tuple(filter(None, (layer_names.gate, layer_names.up))), "act_fn")
     )
     activation_name = activation_name if layer_names.activation is None else layer_names.activation
-    if set(mlp._modules) != {*projections, layer_names.down, *filter(None, [activation_name])}:
+    modules = mlp._modules.keys() - (family.side.lists if family.side else ())
+    if modules != {*projections, layer_names.down, *filter(None, [activation_name])}:
         return None
     activation_module = mlp.get_submodule(activation_name) if activation_name else None
     activation = "silu" if activation_module is None else activation_of(activation_module)

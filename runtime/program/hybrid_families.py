@@ -24,6 +24,7 @@ from hdtool.runtime.program.mixer_parts import (
 from hdtool.runtime.program.model_families import (
     EXPERT_SETTINGS,
     FAMILIES,
+    GELU,
     GEMMA_NORM,
     LLAMA_NORMS,
     POST_NORMS,
@@ -34,6 +35,7 @@ from hdtool.runtime.program.model_families import (
     is_of_package,
     package_of,
 )
+from hdtool.runtime.program.side_block import SideNames
 
 if TYPE_CHECKING:
     from hdtool.runtime.program.model_parts import Kind
@@ -316,6 +318,41 @@ HYBRID_FAMILIES: Mapping[str, Family] = {
         experts=qwen_experts("Qwen3_5Moe"),
         attributes=frozenset({"block_type"}),
         settings=DELTA_RULE_SETTINGS | EXPERT_SETTINGS,
+    ),
+    "zamba2": Family(
+        mixers=("mamba", "mamba_decoder.mamba"),
+        norms=("mamba_decoder.input_layernorm", "", "shared_transformer.pre_ff_layernorm", ""),
+        norms_of_mixers=("input_layernorm", "", "", ""),
+        names=Names(
+            attention="shared_transformer.self_attn",
+            mlp="shared_transformer.feed_forward",
+            activation="act_fn",
+            last_norm="final_layernorm",
+        ),
+        side=SideNames(
+            holders=("mamba_decoder", "shared_transformer"),
+            norm="shared_transformer.input_layernorm",
+            out="linear",
+            adapters={
+                "queries": "shared_transformer.self_attn.linear_q_adapter_list",
+                "keys": "shared_transformer.self_attn.linear_k_adapter_list",
+                "values": "shared_transformer.self_attn.linear_v_adapter_list",
+                "gate_up": "shared_transformer.feed_forward.gate_up_proj_adapter_list",
+            },
+        ),
+        joins_gate=True,
+        activations=GELU | {"silu"},
+        rotates=lambda attention: bool(attention.config.use_mem_rope),
+        attributes=frozenset({
+            "attention_hidden_size", "block_id", "layer_block_map", "layer_dic", "max_position_embeddings",
+            "num_fwd_mem_blocks",
+        }),
+        settings=STATE_SETTINGS
+        | {
+            "adapter_rank", "add_bias_linear", "layers_block_type", "mamba_d_conv", "mamba_d_state", "mamba_expand",
+            "mamba_ngroups", "n_mamba_heads", "num_logits_to_keep", "num_mem_blocks", "use_long_context",
+            "use_mamba_kernels", "use_mem_eff_path", "use_mem_rope", "use_shared_attention_adapter",
+        },
     ),
 }  # fmt: skip
 """Hybrid families by the name of their package in ``transformers.models``."""

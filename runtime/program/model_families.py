@@ -15,6 +15,7 @@ from typing import Any
 from torch.nn import Module
 
 from hdtool.runtime.program.mixer_parts import ExpertKind, qwen_experts
+from hdtool.runtime.program.side_block import SideNames
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj")
 LLAMA_NORMS = ("input_layernorm", "", "post_attention_layernorm", "")
@@ -106,6 +107,8 @@ class Family:
     """Each layer has a mixer besides attention. Both read the same normalized rows, and their outputs are added."""
     is_single: bool = False
     """Each layer has a single sublayer: a mixer, attention, an MLP or a mixture of experts."""
+    side: SideNames | None = None
+    """Names of what layers with attention have besides a mixer; None if attention isn't part of a ``SideBlock``."""
     attention_class: str = ""
     """Class name of attention modules, if modules of other kinds have the same name; otherwise empty."""
     norms_of_mixers: tuple[str, str, str, str] | None = None

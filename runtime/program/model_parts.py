@@ -30,6 +30,7 @@ from hdtool.runtime.program.hybrid_families import MIXTURE_MODULES, MixtureParts
 from hdtool.runtime.program.latent_parts import LatentParts
 from hdtool.runtime.program.mixer_parts import MixerParts, epsilon_of, mixer_parts, tensors_of
 from hdtool.runtime.program.model_families import LLAMA, Family, family_of, is_of_package, package_of
+from hdtool.runtime.program.side_block import SideBlock, modules_of, with_side_block
 from hdtool.runtime.program.sublayers import sublayers_of
 
 FIXED_ROTARY = ("default", "linear", "llama3", "proportional", "yarn")
@@ -108,6 +109,8 @@ class LayerParts(Generic[Matmul]):
     """Mixture of experts that is added to the MLP and has its own norms; None without one."""
     factor: torch.Tensor | None = None
     """One-element tensor that scales the layer's output; None if the output isn't scaled."""
+    side: SideBlock[Matmul] | None = None
+    """Further modules of a block that attention and MLP form beside the mixer; None if there is no such block."""
     kv_source: int | None = None
     """Index of the earlier layer whose keys and values this layer reads; None if the layer has its own."""
 
@@ -115,7 +118,8 @@ class LayerParts(Generic[Matmul]):
     def matmuls(self) -> tuple[Matmul, ...]:
         attention = (*self.qkv, self.out) if self.out else ()
         queries = self.latent.queries if self.latent else ()
-        return *attention, *self.mixer_matmuls, *self.gate_up, *self.down, *self.input_matmuls, *queries
+        others = *self.input_matmuls, *queries, *(self.side.matmuls if self.side else ())
+        return *self.mixer_matmuls, *attention, *self.gate_up, *self.down, *others
 
     @property
     def mixer_matmuls(self) -> tuple[Matmul, ...]:
@@ -129,8 +133,8 @@ class LayerParts(Generic[Matmul]):
     def norms(self) -> tuple[Module, ...]:
         """Norms with weights, in the order in which a pass applies them, except that the head norms come last."""
         added_mixture = self.added_mixture.norms if self.added_mixture else ()
-        input_norm = self.inputs.norm if self.inputs else None
-        return *filter(None, (*self.block_norms, *added_mixture, input_norm)), *self.head_norms
+        others = self.inputs.norm if self.inputs else None, self.side.norm if self.side else None
+        return *filter(None, (*self.block_norms, *added_mixture, *others)), *self.head_norms
 
     @property
     def kept(self) -> list[tuple[int, int]]:
@@ -321,8 +325,8 @@ def _with_sources(layers: list[LayerParts[Matmul]], family: Family) -> list[Laye
 
 
 def _layer_parts(layer: Module, index: int, kind: Kind[Matmul]) -> LayerParts[Matmul] | None:
-    family, children = _family_of(layer, kind), layer._modules
-    sublayers = sublayers_of(layer, family)
+    family = _family_of(layer, kind)
+    children, sublayers = modules_of(layer, family), sublayers_of(layer, family)
     if sublayers is None:
         return None
     attention, mixer_module, feed = sublayers
@@ -333,6 +337,7 @@ def _layer_parts(layer: Module, index: int, kind: Kind[Matmul]) -> LayerParts[Ma
         family.experts.added_block if family.experts and children.get(family.experts.added_block) is not None else ""
     )
     extra_modules = {*(LAYER_INPUT_MODULES if inputs else ()), *(MIXTURE_MODULES if added_mixture else ())}
+    extra_modules |= {family.side.norm, family.side.out} if family.side and attention else set()
     if set(children) - _dropouts(layer, family) != {
         *(name for name, child in children.items() if child is not None and child in sublayers),
         *filter(None, (*norms, extra_mixture)),
@@ -369,6 +374,7 @@ def _layer_parts(layer: Module, index: int, kind: Kind[Matmul]) -> LayerParts[Ma
     if attention and parts:
         read = with_latents if family.has_latents else with_attention
         parts = read(parts, attention, index, kind, family)
+        parts = with_side_block(parts, index, kind, family.side) if parts and family.side else parts
     return parts if parts and _is_complete(parts, kind, family) else None
 
 
@@ -387,7 +393,9 @@ def _has_known_code(
     holders = [module for module in (layer, attention, mlp) if module is not None]
     if family is LLAMA:
         return not any(UNSUPPORTED_ATTRIBUTES.search(name) for module in holders for name in vars(module))
-    named = [item for module in (layer, attention, mixer) if module for item in module._modules.items()]
+    if family.side and attention:
+        holders += map(layer.get_submodule, family.side.holders)
+    named = [item for module in (*holders, mixer) if module for item in module._modules.items()]
     norms = [module for name, module in named if "norm" in name and module is not None]
     package = package_of(layer)
     return (
@@ -405,15 +413,19 @@ def _is_complete(parts: LayerParts[Matmul], kind: Kind[Matmul], family: Family) 
     key_rows = [keys] * (len(parts.qkv) - 1)
     projections = [queries + 2 * keys] if family.joins_qkv else [queries * (1 + family.gates_heads), *key_rows]
     dense = [2 * inner] if family.joins_gate else [inner] * len(parts.gate_up)
-    shapes = [*((rows, hidden) for rows in projections), (hidden, queries)] if parts.attention else []
+    read = 2 * hidden if parts.side else hidden
+    attention_shapes = [*((rows, read) for rows in projections), (hidden, queries)] if parts.attention else []
     if latent:  # latent_parts has checked these shapes
-        shapes = [*map(_shape_of, parts.qkv), (hidden, _shape_of(parts.out)[1])]
-    shapes += map(_shape_of, parts.mixer_matmuls[:-1])  # checked by mixer_parts
+        attention_shapes = [*map(_shape_of, parts.qkv), (hidden, _shape_of(parts.out)[1])]
+    shapes = list(map(_shape_of, parts.mixer_matmuls[:-1]))  # checked by mixer_parts
     shapes += [(hidden, _shape_of(parts.mixer.out)[1])] if parts.mixer else []
+    shapes += attention_shapes
     shapes += [*((rows, hidden) for rows in dense), (hidden, inner)] if parts.down else []
     shapes += [(parts.inputs.width, hidden), (hidden, parts.inputs.width)] if parts.inputs else []
     shapes += latent.query_shapes if latent else []
-    norm_shapes = [(hidden,)] * (len(parts.norms) - len(parts.head_norms)) + _head_norm_shapes(parts, family)
+    shapes += [(hidden, hidden), *map(_shape_of, parts.side.matmuls[1:])] if parts.side else []
+    head_norm_shapes = [*([(read,)] if parts.side else []), *_head_norm_shapes(parts, family)]
+    norm_shapes = [(hidden,)] * (len(parts.norms) - len(head_norm_shapes)) + head_norm_shapes
     weights: list[list[Any]] = [[norm._parameters[name] for name in family.norm.parameters] for norm in parts.norms]
     sinks: Any = parts.attention._parameters.get("sinks") if family.has_sinks and parts.attention else None
     mixer = parts.mixer.module if parts.mixer else None
@@ -424,6 +436,7 @@ def _is_complete(parts: LayerParts[Matmul], kind: Kind[Matmul], family: Family) 
     known_ids = {id(tensor) for module in (*modules, *parts.norms, *latent_modules) for tensor in tensors_of(module)}
     known_ids |= {id(tensor) for tensor in added_mixture.tensors} if added_mixture else set()
     known_ids |= {id(tensor) for tensor in (sinks, parts.factor) if tensor is not None}
+    known_ids |= {id(tensor) for tensor in parts.side.tensors} if parts.side else set()
     inside = {id(module) for parent in modules for module in parent.modules()}
     return (
         all(_shape_of(matmul) == shape for matmul, shape in zip(parts.matmuls, shapes, strict=True))

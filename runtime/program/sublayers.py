@@ -8,6 +8,7 @@ from torch.nn import Module
 
 from hdtool.runtime.program.mixer_parts import READERS
 from hdtool.runtime.program.model_families import Family
+from hdtool.runtime.program.side_block import modules_of
 
 
 class Sublayers(NamedTuple):
@@ -21,11 +22,14 @@ class Sublayers(NamedTuple):
 
 def sublayers_of(layer: Module, family: Family) -> Sublayers | None:
     """Return the sublayers of a layer, or None if the family's layers have others."""
-    names, children = family.names, layer._modules
+    names, children = family.names, modules_of(layer, family)
     mixers = [name for name in family.mixers if type(children.get(name)).__name__ in READERS]
     mixer = children[mixers[0]] if mixers else None
     attention, feed = children.get(names.attention), children.get(names.mlp)
     attention = None if attention is mixer else attention
+    if family.side:
+        is_known = mixer is not None and (attention is None) == (feed is None)
+        return Sublayers(attention, mixer, feed) if is_known else None
     if family.is_single:
         if mixer is not None or attention is None:
             return Sublayers(None, mixer, None) if mixer is not None else None

@@ -62,6 +62,7 @@ RARER = (
     "falcon_h1",
     "mamba2",
     "nemotron_h",
+    "zamba2",
     *LATENT_MODELS,
     *LAYER_NORM_MODELS,
 )

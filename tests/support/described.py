@@ -17,6 +17,7 @@ from hdtool.runtime.kernels.linear import compile_linear_layers
 from hdtool.runtime.program.hybrid_families import DESCRIBED
 from hdtool.runtime.program.mixer_parts import ExpertKind
 from hdtool.runtime.program.model_families import FAMILIES, NormKind
+from hdtool.runtime.program.side_block import SideNames
 from hdtool.runtime.target.target import Target
 from tests.support.families import ALTERNATING, VOCABULARY, WINDOW, random_model
 from tests.support.oracle import assert_same_logits, plain_logits, prompt_of
@@ -131,6 +132,21 @@ SCALES: dict[str, Any] = {
     "ssm_out_multiplier": 0.5,
     "ssm_multipliers": [0.7, 0.6, 0.5, 1.1, 1.3],
 }
+
+
+SIDE: dict[str, Any] = {
+    "num_hidden_layers": 6,
+    "layers_block_type": ["linear_attention", "hybrid", "hybrid", "linear_attention", "hybrid", "linear_attention"],
+    "num_key_value_heads": 4,
+    "num_mem_blocks": 2,
+    "adapter_rank": 32,
+    "n_mamba_heads": 8,
+    "mamba_d_state": 32,
+    "mamba_ngroups": 2,
+    "time_step_min": 1e-9,
+    "initializer_range": 0.1,  # with a larger range, these layers amplify rounding
+}
+"""Blocks of attention and MLP beside mixers, of which the first is used in two layers."""
 
 
 def nemotron_h(**changes: Any) -> PreTrainedModel:
@@ -260,6 +276,12 @@ HYBRID_MODELS: dict[str, Callable[[], PreTrainedModel]] = {
         shared_expert_intermediate_size=64,
     ),
     "qwen3_5, wide values": lambda: random_model("Qwen3_5Text", **DELTA, linear_value_head_dim=80),
+    "zamba2": lambda: random_model(
+        "Zamba2", without=("head_dim",), **SIDE, use_shared_attention_adapter=True, use_mem_rope=True
+    ),
+    "zamba2, one block": lambda: random_model(
+        "Zamba2", without=("head_dim",), **{**SIDE, "num_key_value_heads": 2, "num_mem_blocks": 1}, add_bias_linear=True
+    ),
 }
 """Models with recurrent layers or short convolutions. Heads of width 80 are computed in wide and in narrow columns."""
 
@@ -426,6 +448,14 @@ def _experts_of(name: str, **changes: Any) -> ExpertKind:
     return replace(known, **changes)
 
 
+def _side_with(**lists: str) -> SideNames:
+    """Return the description of Zamba 2's side blocks with the adapters of an attention's matmuls in other lists."""
+    known = DESCRIBED["zamba2"].side
+    assert known
+    changed = {matmul: f"shared_transformer.self_attn.{name}" for matmul, name in lists.items()}
+    return replace(known, adapters={**known.adapters, **changed})
+
+
 WRONG: dict[str, tuple[str, dict[str, Any]]] = {
     "no offset": ("gemma3", {"norm": NormKind()}),
     "no bound of scores": ("gemma2", {"softcap": ""}),
@@ -444,6 +474,11 @@ WRONG: dict[str, tuple[str, dict[str, Any]]] = {
     "pairs side by side": ("phi3", {"is_interleaved": True}),
     "no sinks": ("gpt_oss", {"has_sinks": False}),
     "norms of single heads": ("olmo2", {"norms_all_heads": False}),
+    "adapters of keys for values": (
+        "zamba2",
+        {"side": _side_with(keys="linear_v_adapter_list", values="linear_k_adapter_list")},
+    ),
+    "no positions beside a mixer": ("zamba2", {"rotates": lambda attention: False}),
 }
 WRONG_LAYER_NORMS: dict[str, tuple[str, dict[str, Any]]] = {
     "no centering": ("cohere", {"norm": NormKind(rounds=False)}),

@@ -112,6 +112,7 @@ def _is_compiled(parts: CompiledParts) -> bool:
     activations = {layer.activation for layer in parts.layers if layer.down}
     return (
         len(activations) < 2
+        and not any(layer.side for layer in parts.layers)
         and activations <= {*(ACTIVATIONS if parts.family.gates_mlp else (*TANH_GELUS, SQUARED_RELU))}
         and all(has_compiled_experts(layer, parts.family) for layer in parts.layers)
         and all(width % LANES == 0 for width in rotary_widths)

@@ -25,6 +25,7 @@ from hdtool.runtime.program.latent_parts import LatentParts
 from hdtool.runtime.program.mixer_parts import MixerParts
 from hdtool.runtime.program.model_families import Family
 from hdtool.runtime.program.model_parts import LayerParts, ModelParts
+from hdtool.runtime.program.side_block import GATE_UP, PROJECTIONS, SideBlock
 
 if TYPE_CHECKING:
     from hdtool.runtime.caches.kv_cache import KVTensors
@@ -56,6 +57,14 @@ def scaled(matmul: Matmul, factors: list[float], rows_of: list[int]) -> Matmul:
         return outputs
 
     return scale
+
+
+def adapted(matmul: Matmul, side: SideBlock[Module] | None, names: Sequence[str]) -> Matmul:
+    """Return a function that adds the outputs of the adapters ``names``, if a layer has them, to those of a matmul."""
+    adapters = [adapter for name in names if side and (adapter := side.adapters.get(name))]
+    if not adapters:
+        return matmul
+    return lambda rows: matmul(rows) + torch.cat([second(first(rows)) for first, second in adapters], dim=-1)
 
 
 @dataclass(frozen=True)
@@ -106,9 +115,26 @@ class AttentionPlan:
 
 
 @dataclass(frozen=True)
+class SidePlan:
+    """A block that computes what is added to the hidden states for a layer's mixer alone."""
+
+    begin: Residual
+    """Norm of the hidden states joined with the embeddings."""
+    attention: AttentionPlan | LatentPlan
+    between: Residual
+    """Norm of the attention's output."""
+    feed: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    out: Matmul
+    end: Residual
+    """Norm of the sum that the mixer reads."""
+
+
+@dataclass(frozen=True)
 class LayerPlan:
     """The parts of one layer, in the order in which a pass computes them."""
 
+    side: SidePlan | None
+    """Block of the layer's attention and MLP beside the mixer; ``attention`` and ``feed`` are then None."""
     attention: AttentionPlan | LatentPlan | None
     mixer: MixerParts[Module] | None
     mixer_factor: float
@@ -129,9 +155,15 @@ class LayerPlan:
     """Norm before the next layer or the output layer, if hidden states change after ``end``."""
 
     @property
+    def attentions(self) -> list[AttentionPlan | LatentPlan]:
+        attention = self.side.attention if self.side else self.attention
+        return [attention] if attention else []
+
+    @property
     def residuals(self) -> list[Residual]:
-        of_attention = self.attention.residuals if self.attention else ()
-        return [*of_attention, self.middle, self.end, self.added, *([self.last] if self.last else [])]
+        of_side = [self.side.begin, self.side.between, self.side.end] if self.side else []
+        of_attention = [residual for plan in self.attentions for residual in plan.residuals]
+        return [*of_side, *of_attention, self.middle, self.end, self.added, *([self.last] if self.last else [])]
 
 
 class ProgramLayers:
@@ -146,7 +178,10 @@ class ProgramLayers:
     ) -> None:
         self._parts, self._operations, self._join = parts, operations, join
         norm = _norm_of(parts.norm, parts.epsilon, parts.family)
-        first = [_norm_of(layer.block_norms[0], layer.epsilon, parts.family) for layer in parts.layers]
+        first = [
+            None if layer.side else _norm_of(layer.block_norms[0], layer.epsilon, parts.family)
+            for layer in parts.layers
+        ]
         kinds = rotary_kinds(parts)
         self._kinds = dict.fromkeys(kinds)
         self._begin = Residual(None, first[0])
@@ -156,9 +191,9 @@ class ProgramLayers:
                 zip(parts.layers, windows, kinds, [*first[1:], norm], strict=True)
             )
         ]
-        attentions = [layer.attention for layer in self._layers if layer.attention]
         residuals = [residual for layer in self._layers for residual in layer.residuals]
-        operations.prepare([self._begin, *residuals], [plan.head_norms for plan in attentions])
+        head_norms = [plan.head_norms for layer in self._layers for plan in layer.attentions]
+        operations.prepare([self._begin, *residuals], head_norms)
 
     def _planned(
         self,
@@ -175,17 +210,25 @@ class ProgramLayers:
             attention = self._latent_plan(number, layer, layer.latent, window, rotary)
         elif layer.attention:
             attention = self._attention_plan(number, layer, window, rotary)
-        _, after_attention, before_mlp, after_mlp = (
+        first, after_attention, before_mlp, after_mlp = (
             _norm_of(norm, layer.epsilon, family) for norm in layer.block_norms
         )
+        feed, side = self._feed_of(layer) if layer.feeds else None, None
+        if layer.side:
+            assert attention and feed
+            begin, out = _norm_of(layer.side.norm, layer.epsilon, family), cast(Matmul, layer.side.out)
+            between, end = Residual(None, before_mlp), Residual(None, first)
+            side = SidePlan(Residual(None, begin), attention, between, feed, out, end)
+            attention = feed = None
         multiplier = float(getattr(layer.layer, family.residual)) if family.residual else 1.0
         is_changed = layer.inputs is not None or layer.factor is not None
         return LayerPlan(
+            side,
             attention,
             layer.mixer,
             factors.get("mixer_out", 1.0),
-            Residual(after_attention, before_mlp if layer.feeds else next_norm, multiplier),
-            self._feed_of(layer) if layer.feeds else None,
+            Residual(after_attention, before_mlp if feed else next_norm, multiplier),
+            feed,
             family.is_parallel,
             Residual(after_mlp, None if is_changed else next_norm, multiplier),
             layer.inputs,
@@ -209,9 +252,13 @@ class ProgramLayers:
         )
         norms = [Norm.of(norm, layer.epsilon, family.norm) for norm in layer.head_norms]
         factors, modules = layer.factors(family), list[Any](layer.qkv)
-        scales = [factors.get(name, 1.0) for name in ("queries", "keys", "values")][: len(modules)]
+        scales = [factors.get(name, 1.0) for name in PROJECTIONS][: len(modules)]
         return AttentionPlan(
-            scaled(self._join(modules), scales, [module.out_features for module in modules]),
+            scaled(
+                adapted(self._join(modules), layer.side, PROJECTIONS),
+                scales,
+                [module.out_features for module in modules],
+            ),
             scaled(cast(Matmul, layer.out), [factors.get("out", 1.0)], [layer.hidden]),
             (norms[0], norms[-1]) if norms else None,
             layout,
@@ -257,7 +304,8 @@ class ProgramLayers:
         family, activation = self._parts.family, layer.activation
         factors = layer.factors(family)
         scales = [factors.get("gate", 1.0), 1.0] if family.gates_mlp else [factors.get("gate", 1.0)]
-        gate_up = scaled(self._join(list(layer.gate_up)), scales, [layer.inner] * len(scales))
+        gate_up = adapted(self._join(list(layer.gate_up)), layer.side, [GATE_UP])
+        gate_up = scaled(gate_up, scales, [layer.inner] * len(scales))
         down = scaled(cast(Matmul, layer.down[0]), [factors.get("down", 1.0)], [layer.hidden])
         if not family.gates_mlp:
             activate = cast(Matmul, layer.activation_module)
@@ -277,6 +325,7 @@ class ProgramLayers:
         positions: torch.Tensor,
         cached: Sequence[KeysAndValues],
         *,
+        embedded: torch.Tensor | None = None,
         inputs: torch.Tensor | None = None,
         mixers: Mapping[int, MixerStates] = NO_STATES,
         watched: dict[int, torch.Tensor] | None = None,
@@ -284,14 +333,18 @@ class ProgramLayers:
         """Compute the layers of ``hidden [tokens, width]`` in place; return what the output layer reads.
 
         ``normed`` is what the first layer reads, by default the norm of ``hidden``. ``cached`` is each layer's part of
-        the cache, ``positions [slots, rows]`` are those of rotations, and ``inputs [tokens, layers, width]`` are
-        per-layer inputs. The hidden states after a layer are copied to ``watched`` if it has the layer's number.
+        the cache, ``positions [slots, rows]`` are those of rotations, ``embedded`` are the embeddings that side blocks
+        read, and ``inputs [tokens, layers, width]`` are per-layer inputs. The hidden states after a layer are copied to
+        ``watched`` if it has the layer's number.
         """
         operations, self._slots = self._operations, len(positions)
         rotary = {kind: self._rotary(hidden, positions, kind) for kind in self._kinds}
         if normed is None:
             normed = operations.add_norm(hidden, None, self._begin)
         for number, layer in enumerate(self._layers):
+            if layer.side:
+                assert embedded is not None
+                normed = self._beside(layer.side, hidden, embedded, rotary, cached)
             mixed, between = self._mixed_tokens(layer, normed, rotary, cached, mixers.get(number)), normed
             if mixed is not None:
                 between = operations.add_norm(hidden, mixed, layer.middle)
@@ -305,6 +358,21 @@ class ProgramLayers:
             if watched is not None and number in watched:
                 watched[number] = hidden.clone()
         return normed
+
+    def _beside(
+        self,
+        side: SidePlan,
+        hidden: torch.Tensor,
+        embedded: torch.Tensor,
+        rotary: dict[str | None, Rotary | None],
+        cached: Sequence[KeysAndValues],
+    ) -> torch.Tensor:
+        """Return what a layer's mixer reads: the norm of the sum of hidden states and a side block's output."""
+        operations, plan = self._operations, side.attention
+        rows = operations.add_norm(torch.cat([hidden, embedded], dim=1), None, side.begin)
+        attended = plan.attended(operations, rows, rotary[plan.rotary], cached[plan.source])
+        fed = side.feed(operations.add_norm(attended, None, side.between), hidden)
+        return operations.add_norm(side.out(fed), hidden, side.end)
 
     def _mixed_tokens(
         self,
@@ -370,9 +438,17 @@ class ProgramPass:
         embedded = parts.embedding(step.tokens)
         inputs = parts.inputs.of(step.tokens, embedded).flatten(0, 1) if parts.inputs else None
         hidden = self._ends.embedded(embedded.flatten(0, 1))
+        original = hidden.clone() if parts.family.side else None
         watched = dict.fromkeys(self._hidden.layers, hidden)
         normed = self._layers.through(
-            hidden, None, step.positions, storage.layers, inputs=inputs, mixers=mixers, watched=watched
+            hidden,
+            None,
+            step.positions,
+            storage.layers,
+            embedded=original,
+            inputs=inputs,
+            mixers=mixers,
+            watched=watched,
         )
         logits = self._ends.bounded(parts.head(normed))
         if not self._hidden.is_watched:
