@@ -31,9 +31,9 @@ def compile_part(part: str) -> None:
 def _pass_steps() -> list[Callable[[], None]]:
     # Imported step by step: a second saved here is one that the first answer does not wait.
     from hdtool.runtime.engines.cpu.layer_kernel import compile_layers
-    from hdtool.runtime.engines.cpu.pass_kernel import compile_passes, compile_tree_passes
+    from hdtool.runtime.engines.cpu.pass_kernel import compile_passes
 
-    return [compile_layers, compile_passes, compile_tree_passes]
+    return [compile_layers, compile_passes]
 
 
 def _drafter_steps() -> list[Callable[[], None]]:

@@ -16,7 +16,7 @@ from hdtool.runtime.engines.cpu.expert_kernel import expert_function
 from hdtool.runtime.engines.cpu.int8_panels import int8_matmul_of
 from hdtool.runtime.engines.cpu.layer_kernel import compile_layers
 from hdtool.runtime.engines.cpu.mix import mixer_function
-from hdtool.runtime.engines.cpu.pass_kernel import compile_passes, compile_tree_passes, embedding_of
+from hdtool.runtime.engines.cpu.pass_kernel import compile_passes, embedding_of
 from hdtool.runtime.integrations.vllm.batch_drafter import BatchDrafter
 from hdtool.runtime.kernels.code_folder import mark_compiled
 from hdtool.runtime.kernels.compile_process import PASSES
@@ -40,7 +40,6 @@ def compile_drafters() -> None:
 def compile_all_layers() -> None:
     compile_layers()
     compile_passes()
-    compile_tree_passes()
     expert_function()
     mixer_function()
     mark_compiled(PASSES)

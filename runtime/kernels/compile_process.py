@@ -20,7 +20,7 @@ from hdtool.runtime.kernels.code_folder import is_compiled, keeps_code
 
 PASSES, DRAFTER = PARTS = ("passes", "drafter")
 """What is compiled, in this order."""
-STEPS = {PASSES: ("attention and MLPs", "forward passes", "draft trees"), DRAFTER: ("look-ups and tree growth",)}
+STEPS = {PASSES: ("attention and MLPs", "forward passes"), DRAFTER: ("look-ups and tree growth",)}
 """The steps of each part, as progress shows them."""
 NOUNS = {PASSES: "forward passes", DRAFTER: "the drafter"}
 MAX_SECONDS = 600.0

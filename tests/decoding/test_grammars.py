@@ -41,7 +41,7 @@ from hdtool.runtime.core.session import decode
 from hdtool.runtime.core.tree import LARGEST_TREE, UNDETERMINED, DraftTree
 from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
 from hdtool.runtime.engines.cpu import tree_pass
-from hdtool.runtime.engines.cpu.pass_kernel import compute_tree
+from hdtool.runtime.engines.cpu.pass_kernel import compute_trees
 from hdtool.runtime.generation.grammar import GrammarCompiler, Guide, GuidedDrafter, guided_drafter, masks_of
 from hdtool.runtime.integrations.hf_generate import Generator
 from hdtool.runtime.integrations.server.formats import TokenLogprobs
@@ -200,13 +200,13 @@ class TestCertainTokens:
     def skipped(self, monkeypatch: pytest.MonkeyPatch) -> list[int]:
         """Rows of each pass whose logits are not computed."""
         rows: list[int] = []
-        usual = compute_tree
+        usual = compute_trees
 
-        def counted(*given: Any) -> tuple[int, bool]:
+        def counted(*given: Any) -> bool:
             rows.append(int((given[5] != UNDETERMINED).sum()))  # the only token that may follow each row
             return usual(*given)
 
-        monkeypatch.setattr(tree_pass, "compute_tree", counted)
+        monkeypatch.setattr(tree_pass, "compute_trees", counted)
         return rows
 
     @pytest.mark.parametrize("temperature", [0.0, 0.8])

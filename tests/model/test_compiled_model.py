@@ -382,10 +382,10 @@ def test_no_pass_compiles_anything() -> None:
     for trees in ([TREE], [TREE, DraftTree.bare(1)], [CERTAIN, TREE]):
         target.verify(cache, trees, [PassOptions(walk=True, wants_maxima=True)] * len(trees))
     assert signatures() == before
-    assert {"compute_layers", "compute_pass", "compute_tree", "compute_trees"} <= before.keys()
+    assert {"compute_layers", "compute_trees"} <= before.keys()
 
 
-KERNELS = (layer_kernel, pass_kernel, pass_kernel)
+KERNELS = (layer_kernel, pass_kernel)
 
 
 def functions_of(module: ModuleType) -> Iterator[tuple[str, Any]]:

@@ -18,6 +18,7 @@ from hdtool.runtime.model.transformers_internals import attention_of
 from hdtool.runtime.model.weight_changes import RecordedModel
 
 if TYPE_CHECKING:
+    from hdtool.runtime.caches.kv_cache import KVTensors
     from hdtool.runtime.caches.slots import Cache, Slot
     from hdtool.runtime.core.engine import PassLog
     from hdtool.runtime.engines.cpu.compiled_kind import CompiledParts
@@ -122,41 +123,35 @@ class CompiledModel(Backend):
     def verify(
         self, cache: Cache, trees: Sequence[DraftTree], options: Sequence[PassOptions] = ()
     ) -> list[Verified] | None:
-        passes, count, started = self._passes_for(len(cache.slots)), len(trees), time.perf_counter()
-        if self.table.mixers:
-            for slot in cache.slots[:count]:
-                self._begin(slot)
-                slot.hold_states(None)
-        if count == 1:
-            single = passes.verify_one(cache.slots[0].kv, trees[0], options[0] if options else LOGITS_ONLY)
-            if single is None:
-                return None
-            self._add(passes, started, len(trees[0].tokens))
-            if self.table.mixers:
-                self._keep_states(passes, cache.slots[:1])
-            return [single]
-        verified = passes.verify(cache, trees, options or [LOGITS_ONLY] * count)
-        if verified:
-            nodes = [len(tree.tokens) for tree in trees]
-            self._add(passes, started, max(nodes) if self.pads else sum(nodes) + count - 1, count)
-            if self.table.mixers:
-                self._keep_states(passes, cache.slots[:count])
-        return verified
-
-    def _keep_states(self, passes: TreePass, slots: Sequence[Slot]) -> None:
-        states = passes.states_of_rows()
-        for place, slot in enumerate(slots):
-            slot.hold_states(states, place)
+        slots, options = cache.slots[: len(trees)], options or [LOGITS_ONLY] * len(trees)
+        return self._verified(self._passes_for(len(cache.slots)), cache.storage, slots, trees, options)
 
     def verify_alone(self, slot: Slot, tree: DraftTree) -> Verified | None:
-        passes, started = self._passes_for(1), time.perf_counter()
-        self._begin(slot)
-        slot.hold_states(None)
-        verified = passes.verify_one(slot.kv, tree, LOGITS_ONLY)
-        if verified:
-            self._add(passes, started, len(tree))
-            if self.table.mixers:
-                self._keep_states(passes, [slot])
+        verified = self._verified(self._passes_for(1), slot.kv.storage, [slot], [tree], [LOGITS_ONLY])
+        return verified and verified[0]
+
+    def _verified(
+        self,
+        passes: TreePass,
+        storage: KVTensors,
+        slots: Sequence[Slot],
+        trees: Sequence[DraftTree],
+        options: Sequence[PassOptions],
+    ) -> list[Verified] | None:
+        started = time.perf_counter()
+        if self.table.mixers:
+            for slot in slots:
+                self._begin(slot)
+                slot.hold_states(None)
+        verified = passes.verify(storage, [slot.kv for slot in slots], trees, options)
+        if verified is None:
+            return None
+        nodes = [len(tree.tokens) for tree in trees]
+        self._add(passes, started, max(nodes) if self.pads else sum(nodes) + len(nodes) - 1, len(nodes))
+        if self.table.mixers:
+            states = passes.states_of_rows()
+            for place, slot in enumerate(slots):
+                slot.hold_states(states, place)
         return verified
 
     def _add(self, passes: TreePass, started: float, nodes: int = PREFILL_PASS, slots: int = 1) -> None:

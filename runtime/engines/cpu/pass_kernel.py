@@ -271,14 +271,6 @@ def _write_open_logits(pass_record: Record, outer: Record, forced_tokens: Ints, 
             logits[row, forced_tokens[row]] = np.float32(0) * total
 
 
-def compile_passes() -> None:
-    """Compile ``compute_pass`` by calling it without rows or layers, so that the first pass doesn't have to."""
-    pass_record, layers, outer = zeroed_records(PASS)[0], zeroed_records(LAYER, 0), zeroed_records(OUTER)[0]
-    starts = np.zeros(1, np.int64)
-    pass_scratch_size(pass_record, layers, 0, 0)
-    compute_pass(pass_record, layers, starts, outer, starts[:0], 0, 0)
-
-
 TREE_ROWS = LARGEST_TREE + 1
 """Maximum number of rows in a pass over a tree: its nodes and the root."""
 FLOAT32_INFINITY = INFINITY[torch.float32]
@@ -315,36 +307,6 @@ NODES, LENGTH, WALKS = 1, 2, 3
 
 
 @compiled
-def compute_tree(
-    at: int,
-    thread_pool: int,
-    root: int,
-    tokens: Array,
-    parents: Array,
-    forced_tokens: Array,
-    length: int,
-    first: int,
-    walks: bool,
-    ranks: bool,
-    advances: bool,
-) -> tuple[int, bool]:
-    """Compute a pass over one tree, given the record at ``at``, and write the logits of the rows from ``first`` on.
-
-    A row with a forced token gets only that token's logit; see ``compute_pass`` for ``forced_tokens``. With ``ranks``,
-    maxima for top-k are written as well. With ``advances``, mixers' states advance past the last row.
-
-    Return ``(length, is_finite)``: the length of the argmax walk, and True if the walk's logits are finite. Without
-    ``walks``, return ``(0, True)``; for unsupported ids or positions, ``(-1, False)``.
-    """
-    record, rows = array_at(at, 1, TREE_PASS)[0], len(tokens) + 1
-    record.outer_record.first, record.pass_record.advances = first, advances
-    _place_tree(record, 0, root, tokens, parents, length, rows)
-    if not _compute(record, thread_pool, 1, rows, forced_tokens, ranks):
-        return -1, False
-    return _walk(record, 0, forced_tokens, tokens, parents) if walks else (0, True)
-
-
-@compiled
 def compute_trees(
     at: int,
     thread_pool: int,
@@ -353,17 +315,21 @@ def compute_trees(
     parents: Array,
     forced_tokens: Array,
     min_rows: int,
+    first_logits: int,
     ranks: bool,
+    advances: bool,
     walk_results: Array,
 ) -> bool:
-    """Compute a pass over one tree in each slot, padded to ``min_rows``; return False for unsupported ids or positions.
+    """Compute a pass over one tree in each slot, padded to ``min_rows``, given the record at ``at``.
 
-    ``tree_headers`` has a header for each tree. Each tree's row of ``walk_results`` is set to the length of the walk
-    and 1 if the walk's logits are finite, or to zeros if no walk is wanted. Padding rows get no logits. See
-    ``compute_tree`` for the other arguments.
+    ``tree_headers`` has a header for each tree. Each tree's row of ``walk_results`` is set to the length of its argmax
+    walk and 1 if the walk's logits are finite, or to zeros if no walk is wanted. Rows before ``first_logits`` and
+    padding rows get no logits, and a row with a forced token gets only that token's; see ``compute_pass`` for
+    ``forced_tokens``. With ``ranks``, maxima for top-k are written as well. With ``advances``, mixers' states advance
+    past the last row. Return False for unsupported ids or positions.
     """
     record, slots, first, skips = array_at(at, 1, TREE_PASS)[0], len(tree_headers), 0, False
-    record.outer_record.first, record.pass_record.advances = 0, False
+    record.outer_record.first, record.pass_record.advances = first_logits, advances
     offsets = array_at(record.offsets, (slots + 1,), np.int64)
     forced_tokens_of_rows = array_at(record.forced_tokens, (slots * record.rows,), np.int64)
     largest = 1
@@ -481,16 +447,16 @@ def _walk(record: Any, slot: int, forced_tokens: Array, tokens: Array, parents: 
     )
 
 
-def compile_tree_passes() -> None:
-    """Compile the passes over trees by calling them with a token id that no model has."""
+def compile_passes() -> None:
+    """Compile the passes by calling them with a token id that no model has, so that the first pass doesn't have to."""
     zeros, record, bare = np.zeros(4, np.int64), zeroed_records(TREE_PASS), DraftTree.bare(-1)
     for name in ("starts", "ids", "positions", "forced_tokens"):
         record[name] = zeros.ctypes.data
     offsets = np.zeros(2, np.int64)
     record["offsets"] = offsets.ctypes.data
-    outer_record = record[0].outer_record
+    pass_record, outer_record = record[0].pass_record, record[0].outer_record
     outer_record.ids = outer_record.positions = zeros.ctypes.data
-    nodes, at = (bare.tokens, bare.parents), record.ctypes.data
-    compute_tree(at, 0, bare.root, *nodes, NO_FORCED_TOKENS, 0, 0, True, False, False)
-    compute_trees(at, 0, np.array([[-1, 0, 0, 1]]), *nodes, NO_FORCED_TOKENS, 1, False, np.zeros((1, 2), np.int64))
-    accept_path(at, 0, zeros)
+    pass_scratch_size(pass_record, zeroed_records(LAYER, 0), 0, 0)
+    headers, nodes = np.array([[bare.root, 0, 0, 1]]), (bare.tokens, bare.parents, NO_FORCED_TOKENS)
+    compute_trees(record.ctypes.data, 0, headers, *nodes, 1, 0, False, False, np.zeros((1, 2), np.int64))
+    accept_path(record.ctypes.data, 0, zeros)

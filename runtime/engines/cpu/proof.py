@@ -30,7 +30,7 @@ from hdtool.runtime.engines.cpu.layer_kernel import compile_layers, compute_laye
 from hdtool.runtime.engines.cpu.layer_record import compute_layer_inputs
 from hdtool.runtime.engines.cpu.mix import accept
 from hdtool.runtime.engines.cpu.mixer_table import MixerTable
-from hdtool.runtime.engines.cpu.pass_kernel import compile_passes, compile_tree_passes
+from hdtool.runtime.engines.cpu.pass_kernel import compile_passes
 from hdtool.runtime.engines.cpu.weight_table import WeightTable, joined_tables
 from hdtool.runtime.engines.stock.facts import ModelFacts
 from hdtool.runtime.engines.stock.stock_model import StockModel, embedded_tokens
@@ -93,7 +93,6 @@ def compile_cpu(stock: StockModel, facts: ModelFacts, *, proved: bool = False) -
     wait_until_compiled(PASSES)
     compile_layers()
     compile_passes()
-    compile_tree_passes()
     mark_compiled(PASSES)
     compiled = CompiledModel(parts, windows, stock.log)
     matches = proved or (

@@ -9,7 +9,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from itertools import accumulate
 from operator import add
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +25,6 @@ from hdtool.runtime.engines.cpu.pass_kernel import (
     TREE_PASS,
     TREE_ROWS,
     accept_path,
-    compute_tree,
     compute_trees,
     pass_scratch_size,
 )
@@ -36,7 +34,6 @@ from hdtool.runtime.kernels.topk import folded_size
 
 if TYPE_CHECKING:
     from hdtool.runtime.caches.kv_cache import KVTensors, StaticKVCache
-    from hdtool.runtime.caches.slots import Cache
     from hdtool.runtime.caches.states import States
     from hdtool.runtime.engines.cpu.weight_table import WeightTable
 
@@ -103,85 +100,42 @@ class TreePass:
         self._views: dict[tuple[int, int], torch.Tensor] = {}
         """Views of the logits by first row and row count."""
 
-    def verify(self, cache: Cache, trees: Sequence[DraftTree], options: Sequence[PassOptions]) -> list[Verified] | None:
-        """Verify each tree in the slot with the same index; return None if the engine can't compute the pass.
+    def verify(
+        self,
+        storage: KVTensors,
+        kvs: Sequence[StaticKVCache],
+        trees: Sequence[DraftTree],
+        options: Sequence[PassOptions],
+    ) -> list[Verified] | None:
+        """Verify each tree after the sequence with the same index; return None if the engine can't compute the pass.
 
-        If a tree's ``forced_tokens`` allow only one token after a row, only that token's logit is written.
+        ``storage`` holds the sequences, and begins with them. If a tree's ``forced_tokens`` allow only one token after
+        a row, only that token's logit is written.
         """
-        lengths = [slot.kv.length for slot, _ in zip(cache.slots, trees, strict=False)]
+        nodes, lengths = [len(tree.tokens) for tree in trees], [kv.length for kv in kvs]
         # Mixers need equally many rows in each tree, so smaller trees are padded.
-        min_rows = max(len(tree.tokens) for tree in trees) + 1 if self._table.mixers else 1
-        rows = [max(len(tree.tokens) + 1, min_rows) for tree in trees]
-        if not self._can_compute(cache.storage, max(map(add, lengths, rows))):
+        min_rows = max(nodes) + 1 if self._table.mixers else 1
+        rows = [max(count + 1, min_rows) for count in nodes]
+        if not self._can_compute(storage, max(map(add, lengths, rows))):
             return None
-        tree_headers = np.array(
-            [
-                (tree.root, len(tree.tokens), length, each.walk)
-                for tree, length, each in zip(trees, lengths, options, strict=True)
-            ],
-            np.int64,
-        )
-        tokens = np.concatenate([tree.tokens for tree in trees])
-        parents = np.concatenate([tree.parents for tree in trees])
-        ranks = any(each.wants_maxima for each in options)
-        with self._open_threads() as thread_pool:
-            known = compute_trees(
-                self._at,
-                thread_pool,
-                tree_headers,
-                tokens,
-                parents,
-                _forced_tokens_of(trees),
-                min_rows,
-                ranks,
-                self._walk_results,
-            )
-        if not known:
+        headers = [
+            (tree.root, count, length, each.walk)
+            for tree, count, length, each in zip(trees, nodes, lengths, options, strict=True)
+        ]
+        tokens, parents = _joined([tree.tokens for tree in trees]), _joined([tree.parents for tree in trees])
+        forced_tokens, ranks = _forced_tokens_of(trees), any(each.wants_maxima for each in options)
+        if not self._compute(np.array(headers, np.int64), tokens, parents, forced_tokens, min_rows, 0, ranks, False):
             return None
         verified: list[Verified] = []
-        walks, offsets = self._walk_results[: len(trees)].tolist(), accumulate(rows, initial=0)
-        for slot, (tree, tree_options, (length, finite), first) in enumerate(
-            zip(trees, options, walks, offsets, strict=False)
-        ):
-            kv, used_rows = cache.slots[slot].kv, len(tree.tokens) + 1
+        first, walks = 0, self._walk_results[: len(trees)].tolist()
+        for slot, (kv, each, (length, finite)) in enumerate(zip(kvs, options, walks, strict=True)):
             kv.mark_written(kv.length + rows[slot])
-            walk = Walk.of(self._argmax_walks[slot], length, bool(finite)) if tree_options.walk else None
-            maxima = self._maxima[first : first + used_rows] if tree_options.wants_maxima else None
-            verified.append(
-                Verified(self._view(first, used_rows), walk=walk, maxima=maxima, hidden=self._hidden(first, used_rows))
-            )
+            walk = Walk.of(self._argmax_walks[slot], length, bool(finite)) if each.walk else None
+            used = nodes[slot] + 1
+            maxima = self._maxima[first : first + used] if each.wants_maxima else None
+            verified.append(Verified(self._view(first, used), self._hidden(first, used), walk, maxima=maxima))
+            first += rows[slot]
         return verified
-
-    def verify_one(self, kv: StaticKVCache, tree: DraftTree, options: PassOptions) -> Verified | None:
-        """Verify a tree that continues a sequence; return None if the engine can't compute the pass. See ``verify``."""
-        rows = len(tree.tokens) + 1
-        length = kv.length
-        end = length + rows
-        if not self._can_compute(kv.storage, end):
-            return None
-        forced_tokens = NO_FORCED_TOKENS if tree.forced_tokens is None else tree.forced_tokens
-        arguments = (
-            tree.root,
-            tree.tokens,
-            tree.parents,
-            forced_tokens,
-            length,
-            0,
-            options.walk,
-            options.wants_maxima,
-            False,
-        )
-        if self._threads == 1:
-            walk_length, finite = compute_tree(self._at, 0, *arguments)
-        else:
-            with self._open_threads() as thread_pool:
-                walk_length, finite = compute_tree(self._at, thread_pool, *arguments)
-        if walk_length < 0:
-            return None
-        kv.mark_written(end)
-        walk = Walk.of(self._argmax_walks[0], walk_length, finite) if options.walk else None
-        maxima = self._maxima[:rows] if options.wants_maxima else None
-        return Verified(self._view(0, rows), self._hidden(0, rows), walk, maxima=maxima)
 
     def read(self, kv: StaticKVCache, tokens: Sequence[int]) -> Verified | None:
         """Append at most ``PROMPT_CHUNK`` tokens to a sequence; return the logits after the last token.
@@ -192,21 +146,8 @@ class TreePass:
         if not self._can_compute(kv.storage, length + rows):
             return None
         ids = np.array(tokens, np.int64)
-        with self._open_threads() as thread_pool:
-            status, _ = compute_tree(
-                self._at,
-                thread_pool,
-                ids[0],
-                ids[1:],
-                CHAIN[: rows - 1],
-                NO_FORCED_TOKENS,
-                length,
-                rows - 1,
-                False,
-                False,
-                True,
-            )
-        if status < 0:
+        header = np.array([[ids[0], rows - 1, length, False]], np.int64)
+        if not self._compute(header, ids[1:], CHAIN[: rows - 1], NO_FORCED_TOKENS, 1, rows - 1, False, True):
             return None
         kv.mark_written(length + rows)
         return Verified(self._view(0, 1), self._hidden(0, rows))
@@ -226,7 +167,8 @@ class TreePass:
         """Advance ``states`` along a path of the last pass's rows; ``path`` is a path record (see ``mix.PATH``)."""
         first, stride = self._states_at
         if states.address == first + int(path[PATH_SLOT]) * stride:
-            self._accept(path)
+            with self._open_threads() as thread_pool:
+                accept_path(self._at, thread_pool, path)
         else:  # the cache has grown since the pass, so the states have moved
             self.copy_of_kept().accept(path, states)
 
@@ -242,12 +184,10 @@ class TreePass:
         )
         return KeptRows(mixers, pass_record, layers.copy(), journal.copy())
 
-    def _accept(self, path: Array) -> None:
-        if self._threads == 1:
-            accept_path(self._at, 0, path)
-            return
+    def _compute(self, *arguments: Any) -> bool:
+        """Call ``compute_trees`` with the record and the thread pool, followed by these arguments."""
         with self._open_threads() as thread_pool:
-            accept_path(self._at, thread_pool, path)
+            return compute_trees(self._at, thread_pool, *arguments, self._walk_results)
 
     def _open_threads(self) -> AbstractContextManager[int]:
         return shared_thread_pool(self._threads).open() if self._threads > 1 else NO_THREADS
@@ -313,10 +253,19 @@ class TreePass:
         return torch.cat([column[first : first + rows] for column in columns], dim=1)
 
 
+def _joined(parts: Sequence[Array]) -> Array:
+    """Join arrays; a single one isn't copied."""
+    return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+
 def _forced_tokens_of(trees: Sequence[DraftTree]) -> Array:
     """Join the ``forced_tokens`` of all trees, with one item per row; return an empty array if no tree has any."""
-    if all(tree.forced_tokens is None for tree in trees):
+    forced = [tree.forced_tokens for tree in trees]
+    if all(tokens is None for tokens in forced):
         return NO_FORCED_TOKENS
-    return np.concatenate(
-        [np.full(len(tree) + 1, UNDETERMINED) if tree.forced_tokens is None else tree.forced_tokens for tree in trees]
+    return _joined(
+        [
+            np.full(len(tree) + 1, UNDETERMINED) if tokens is None else tokens
+            for tree, tokens in zip(trees, forced, strict=True)
+        ]
     )
