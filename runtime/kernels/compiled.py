@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable
 from functools import cache, wraps
+from inspect import Parameter, Signature
 from pathlib import Path
 from typing import Any, NoReturn, SupportsIndex, TypeAlias, TypeVar
 
@@ -83,6 +84,9 @@ def generated(*kinds: Any, returns: Any = types.void) -> Callable[[Callable[...,
                 )
             ), lower
 
+        # For numba, the intrinsic's arguments must not be variable, as those of ``generate`` may be.
+        places = [Parameter(f"argument_{place}", Parameter.POSITIONAL_ONLY) for place in range(len(kinds) + 1)]
+        typed.__signature__ = Signature(places)  # type: ignore[attr-defined]
         return intrinsic(typed)
 
     return decorate

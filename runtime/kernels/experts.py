@@ -465,9 +465,3 @@ def _is_same(experts: Any, size: float) -> bool:
     expected = experts(hidden, chosen, routing_weights)
     actual = CompiledExperts.of(experts)(hidden, chosen, routing_weights)
     return actual.shape == expected.shape and torch.allclose(actual, expected, TOLERANCE, TOLERANCE * expected.std())
-
-
-def compile_mixing() -> None:
-    """Call ``mix_experts`` with zero rows to compile it, so that the first pass doesn't wait for compilation."""
-    none = np.zeros((0, 1), np.int64)
-    mix_experts(0, 1, np.zeros(1, EXPERTS)[0], none, np.zeros((0, 1), np.float32), 0, 0, 0)

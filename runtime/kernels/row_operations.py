@@ -14,17 +14,45 @@ from hdtool.runtime.kernels.compiled import array_at, compiled, generated
 from hdtool.runtime.kernels.vector_code import FLOAT, INDEX, ITEM_SIZE, LANES, FloatCode
 
 
-@generated(types.int64, types.int64, types.float32, types.int64, types.float32, types.int64)
-def norm_row(builder: Any, read: Any, weight: Any, offset: Any, width: Any, epsilon: Any, written: Any) -> None:
-    """Write the RMSNorm of a row, multiplied by ``weight + offset``."""
-    code = FloatCode(builder)
+def elementwise(compute: Callable[..., Any], inputs: int = 1, factors: int = 0, *, in_place: bool = True) -> Any:
+    """Return an intrinsic that writes ``compute(code, *numbers, *factors)`` for the numbers at each index of inputs.
 
+    Its arguments are the addresses of the inputs, their size, the factors, and the address to write to; ``in_place``
+    means that of the first input.
+    """
+    written = () if in_place else (types.int64,)
+
+    @generated(*[types.int64] * (inputs + 1), *[types.float32] * factors, *written)
+    def run(builder: Any, *arguments: Any) -> None:
+        code = FloatCode(builder)
+        read, size = arguments[:inputs], arguments[inputs]
+        shared = [code.splat(factor) for factor in arguments[inputs + 1 : inputs + 1 + factors]]
+        target = read[0] if in_place else arguments[-1]
+
+        def apply(index: Any, _: list[Any]) -> list[Any]:
+            numbers = [code.read(code.at(address, index)) for address in read]
+            code.store(compute(code, *numbers, *shared), code.at(target, index))
+            return []
+
+        code.loop(size, [], apply)
+
+    return run
+
+
+def _sum_of_squares(code: FloatCode, read: Any, width: Any) -> Any:
     def square(index: Any, sums: list[Any]) -> list[Any]:
         numbers = code.read(code.at(read, index))
         return [code.multiply_add(numbers, numbers, sums[0])]
 
     (squares,) = code.loop(width, [code.number(0.0)], square)
-    mean = builder.fdiv(code.total(squares), builder.sitofp(width, FLOAT))
+    return code.total(squares)
+
+
+@generated(types.int64, types.int64, types.float32, types.int64, types.float32, types.int64)
+def norm_row(builder: Any, read: Any, weight: Any, offset: Any, width: Any, epsilon: Any, written: Any) -> None:
+    """Write the RMSNorm of a row, multiplied by ``weight + offset``."""
+    code = FloatCode(builder)
+    mean = builder.fdiv(_sum_of_squares(code, read, width), builder.sitofp(width, FLOAT))
     root = code.call("llvm.sqrt.f32", FLOAT, builder.fadd(mean, epsilon))
     scale, added = code.splat(builder.fdiv(FLOAT(1.0), root)), code.splat(offset)
 
@@ -37,36 +65,22 @@ def norm_row(builder: Any, read: Any, weight: Any, offset: Any, width: Any, epsi
     code.loop(width, [], apply)
 
 
-@generated(types.int64, types.int64, types.float32)
-def exponentiate(builder: Any, scores: Any, count: Any, largest: Any) -> None:
-    """Compute ``scores = exp(scores - largest)`` in place; ``count`` must be a multiple of ``LANES``."""
+@generated(types.int64, types.int64, types.float32, types.float32, types.int64)
+def unit_row(builder: Any, read: Any, width: Any, epsilon: Any, factor: Any, written: Any) -> None:
+    """``written = factor * read / sqrt(sum(read**2) + epsilon)``"""
     code = FloatCode(builder)
-    top = code.splat(largest)
+    root = code.call("llvm.sqrt.f32", FLOAT, builder.fadd(_sum_of_squares(code, read, width), epsilon))
+    scale = code.splat(builder.fdiv(factor, root))
 
     def apply(index: Any, _: list[Any]) -> list[Any]:
-        address = code.at(scores, index)
-        code.store(code.exp(builder.fsub(code.read(address), top)), address)
+        code.store(builder.fmul(code.read(code.at(read, index)), scale), code.at(written, index))
         return []
 
-    code.loop(count, [], apply)
+    code.loop(width, [], apply)
 
 
-def _gated(sigmoid_of: Callable[[FloatCode, Any], Any]) -> Any:
-    """Return an intrinsic for ``gate = gate * sigmoid(f(gate)) * up``, where ``sigmoid_of`` generates ``f(gate)``."""
-
-    @generated(*[types.int64] * 3)
-    def gate_in_place(builder: Any, gate: Any, up: Any, size: Any) -> None:
-        code = FloatCode(builder)
-
-        def apply(index: Any, _: list[Any]) -> list[Any]:
-            numbers = code.read(code.at(gate, index))
-            activated = _times_sigmoid(code, numbers, sigmoid_of(code, numbers))
-            code.store(builder.fmul(activated, code.read(code.at(up, index))), code.at(gate, index))
-            return []
-
-        code.loop(size, [], apply)
-
-    return gate_in_place
+exponentiate = elementwise(lambda code, score, largest: code.exp(code.builder.fsub(score, largest)), factors=1)
+"""Computes ``scores = exp(scores - largest)``; the number of scores must be a multiple of ``LANES``."""
 
 
 def _twice_inside_tanh(code: FloatCode, numbers: Any) -> Any:
@@ -85,10 +99,22 @@ def _times_sigmoid(code: FloatCode, numbers: Any, exponents: Any) -> Any:
     return code.builder.fdiv(numbers, divisor)
 
 
-silu_in_place = _gated(lambda code, numbers: numbers)
+def _silu(code: FloatCode, number: Any) -> Any:
+    return _times_sigmoid(code, number, number)
+
+
+def _gelu(code: FloatCode, number: Any) -> Any:
+    return _times_sigmoid(code, number, _twice_inside_tanh(code, number))
+
+
+silu_of = elementwise(_silu)
+"""Computes ``numbers = silu(numbers)``."""
+silu_in_place = elementwise(lambda code, gate, up: code.builder.fmul(_silu(code, gate), up), 2)
 """Computes ``gate = silu(gate) * up``."""
-gelu_in_place = _gated(_twice_inside_tanh)
+gelu_in_place = elementwise(lambda code, gate, up: code.builder.fmul(_gelu(code, gate), up), 2)
 """Computes ``gate = gelu(gate) * up`` with tanh GELU."""
+multiply_by_sigmoid = elementwise(_times_sigmoid, 2)
+"""Computes ``numbers *= sigmoid(gates)``."""
 
 
 def _clamped_gate(code: FloatCode, gate: Any, up: Any, alpha: Any, limit: Any) -> Any:
@@ -143,53 +169,24 @@ def gate_halves(builder: Any, gate: Any, up: Any, biases: Any, size: Any, alpha:
     code.loop(size, [], apply)
 
 
-@generated(*[types.int64] * 3, types.float32)
-def add_in_place(builder: Any, sums: Any, numbers: Any, size: Any, factor: Any) -> None:
-    """Compute ``sums += numbers * factor``."""
-    code = FloatCode(builder)
-    scale = code.splat(factor)
-
-    def apply(index: Any, _: list[Any]) -> list[Any]:
-        address = code.at(sums, index)
-        added = builder.fmul(code.read(code.at(numbers, index)), scale)
-        code.store(builder.fadd(code.read(address), added), address)
-        return []
-
-    code.loop(size, [], apply)
-
-
-def _changed(change: Callable[[FloatCode, Any, Any], Any]) -> Any:
-    """Return an intrinsic that replaces each number by ``change(code, number, factor)``, with one factor for all."""
-
-    @generated(*[types.int64] * 2, types.float32)
-    def change_in_place(builder: Any, numbers: Any, size: Any, factor: Any) -> None:
-        code = FloatCode(builder)
-        scale = code.splat(factor)
-
-        def apply(index: Any, _: list[Any]) -> list[Any]:
-            address = code.at(numbers, index)
-            code.store(change(code, code.read(address), scale), address)
-            return []
-
-        code.loop(size, [], apply)
-
-    return change_in_place
+add_in_place = elementwise(
+    lambda code, sum_, number, factor: code.builder.fadd(sum_, code.builder.fmul(number, factor)), 2, 1
+)
+"""Computes ``sums += numbers * factor``."""
 
 
 def _bounded(code: FloatCode, number: Any, cap: Any) -> Any:
     return code.builder.fmul(code.tanh(code.builder.fdiv(number, cap)), cap)
 
 
-scale_in_place = _changed(lambda code, number, factor: code.builder.fmul(number, factor))
+scale_in_place = elementwise(lambda code, number, factor: code.builder.fmul(number, factor), factors=1)
 """Computes ``numbers *= factor``."""
-scale_gelu_in_place = _changed(
-    lambda code, number, factor: code.builder.fmul(
-        _times_sigmoid(code, number, _twice_inside_tanh(code, number)), factor
-    )
+scale_gelu_in_place = elementwise(
+    lambda code, number, factor: code.builder.fmul(_gelu(code, number), factor), factors=1
 )
 """Computes ``numbers = gelu(numbers) * factor`` with tanh GELU."""
-_divide = _changed(lambda code, number, divisor: code.builder.fdiv(number, divisor))
-_bound = _changed(_bounded)
+_divide = elementwise(lambda code, number, divisor: code.builder.fdiv(number, divisor), factors=1)
+_bound = elementwise(_bounded, factors=1)
 
 
 @compiled

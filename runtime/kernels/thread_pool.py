@@ -101,33 +101,22 @@ def parts_of(threads: int, units: int, multiple: int) -> int:
 
 @compiled
 def run_parallel(
-    control: int,
-    threads: int,
-    function: int,
-    one: int,
-    two: int,
-    three: int,
-    four: int,
-    five: int,
-    six: int,
-    seven: int,
-    eight: int,
-    units: int,
-    multiple: int,
+    control: int, threads: int, function: int, arguments: tuple[int, ...], units: int, multiple: int
 ) -> None:
     """Run a job on the threads of the open pool at ``control``; if ``control`` is 0, use only the calling thread.
 
-    The function at address ``function`` is called with the eight arguments and a range of units, which starts at a
+    The function at address ``function`` is called with the eight ``arguments`` and a range of units, which starts at a
     multiple of ``multiple``. Returns once all units are done.
     """
     parts = parts_of(threads, units, multiple)
     if control == 0 or parts < 2:
         if units:
-            call_at(function, (one, two, three, four, five, six, seven, eight, 0, units))
+            call_at(function, (*arguments, 0, units))
         return
     job = array_at(control + JOB * WORD_SIZE, (CONTROL_FIELDS - JOB,), types.int64)
-    job[0], job[1], job[2], job[3], job[4] = function, one, two, three, four
-    job[5], job[6], job[7], job[8], job[9], job[10], job[11] = five, six, seven, eight, units, multiple, parts
+    job[0], job[-3], job[-2], job[-1] = function, units, multiple, parts
+    for place in range(len(arguments)):
+        job[1 + place] = arguments[place]
     store(control + COMPLETED * WORD_SIZE, 0)
     job_before = load(control + WORK * WORD_SIZE) // MAX_PARTS
     store(control + WORK * WORD_SIZE, (job_before + 1) * MAX_PARTS + parts)
@@ -156,21 +145,9 @@ def parallel_matmul(
     ``kernels`` is the address of a record of ``KERNELS``.
     """
     thread_pool = control if out_features * columns >= MIN_PARALLEL_WEIGHTS else 0
-    run_parallel(
-        thread_pool,
-        threads,
-        struct_at(kernels, KERNELS).multiply,
-        kernels,
-        matrix,
-        out_features,
-        columns,
-        inputs,
-        rows,
-        outputs,
-        bias,
-        out_features,
-        ROW_MULTIPLE,
-    )
+    arguments = kernels, matrix, out_features, columns, inputs, rows, outputs, bias
+    function = struct_at(kernels, KERNELS).multiply
+    run_parallel(thread_pool, threads, function, arguments, out_features, ROW_MULTIPLE)
 
 
 @compiled

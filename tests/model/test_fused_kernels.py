@@ -16,7 +16,8 @@ from hdtool.runtime.engines.cpu.attention import (
     attention_scratch_size,
     query_blocks,
 )
-from hdtool.runtime.kernels.compiled import compiled
+from hdtool.runtime.engines.cpu.layer_record import LAYER, PASS
+from hdtool.runtime.kernels.compiled import compiled, zeroed_records
 from hdtool.runtime.kernels.layer_norm import layer_norm_rows
 from hdtool.runtime.kernels.row_operations import norm_rows, scale_gelu_in_place, silu_in_place
 from hdtool.runtime.kernels.vector_code import LANES
@@ -51,38 +52,31 @@ def attended(
     turned: torch.Tensor | None = None,
     rotated_keys: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """``queries`` are ``[rows, heads * groups, width]``, ``keys`` and ``values`` ``[heads, capacity, width]``."""
+    """``queries`` are ``[rows, heads * groups, width]``, ``keys`` and ``values`` ``[heads, capacity, width]``.
+
+    A single row has no mask.
+    """
     rows, query_heads, width = queries.shape
     heads, capacity, _ = keys.shape
     found = torch.empty_like(queries)
     scratch = torch.empty(attention_scratch_size(positions, width, together)).fill_(float("nan"))
-    attend(
-        queries.data_ptr(),
-        rows,
-        heads,
-        query_heads // heads,
-        width,
-        keys.data_ptr(),
-        values.data_ptr(),
-        capacity * width,
-        positions - rows,
-        0 if mask is None else mask.data_ptr(),
-        0 if mask is None else mask.stride(0),
-        np.float32(width**-0.5),
-        np.float32(cap),
-        window,
-        0 if places is None else places.data_ptr(),
-        0 if sinks is None else sinks.data_ptr(),
-        scratch.data_ptr(),
-        found.data_ptr(),
-        together,
-        0,
-        heads * query_blocks(rows, query_heads // heads, together),
-        0 if turned is None else turned.data_ptr(),
-        0 if rotated_keys is None else rotated_keys.data_ptr(),
-        0 if turned is None else turned.shape[2],
-    )
+    pass_record, layer = zeroed_records(PASS)[0], zeroed_records(LAYER)[0]
+    starts, offsets = np.array([positions - rows]), np.array([0, rows])
+    pass_record.slots, pass_record.starts, pass_record.row_offsets = 1, starts.ctypes.data, offsets.ctypes.data
+    pass_record.row_positions, pass_record.scale, pass_record.softcap = address_of(places), width**-0.5, cap
+    pass_record.mask, pass_record.mask_row_stride = address_of(mask), 0 if mask is None else mask.stride(0)
+    layer.heads, layer.groups, layer.width, layer.head_stride = heads, query_heads // heads, width, capacity * width
+    layer.window, layer.sinks = window, address_of(sinks)
+    layer.cached_keys, layer.cached_values = keys.data_ptr(), address_of(values if turned is None else rotated_keys)
+    layer.latents.rotated = 0 if turned is None else turned.shape[2]
+    blocks = heads * query_blocks(rows, query_heads // heads, together)
+    addresses = queries.data_ptr(), address_of(turned), scratch.data_ptr(), found.data_ptr()
+    attend(pass_record, layer, 0, *addresses, together, 0, blocks)
     return found
+
+
+def address_of(tensor: torch.Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
 
 
 def random_cache(heads: int, positions: int, width: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -93,7 +87,7 @@ def random_cache(heads: int, positions: int, width: int, seed: int) -> tuple[tor
     return cache[0], cache[1]
 
 
-@given(SHAPES, st.integers(1, 70), st.integers(1, 200), st.integers(0, 1000))
+@given(SHAPES, st.integers(2, 70), st.integers(1, 200), st.integers(0, 1000))
 def test_attention_is_that_of_torch(shape: tuple[int, int, int], rows: int, positions: int, seed: int) -> None:
     heads, groups, width = shape[0], shape[1], shape[2] * LANES
     keys, values = random_cache(heads, positions, width, seed)
@@ -127,7 +121,7 @@ def test_attention_to_latents_is_that_of_torch(
     assert (found - expected)[max(0, rows - positions) :].abs().max() < 1e-5
 
 
-@given(SHAPES, st.integers(1, 40), st.integers(0, 150), st.integers(1, 180), st.integers(0, 1000))
+@given(SHAPES, st.integers(2, 40), st.integers(0, 150), st.integers(1, 180), st.integers(0, 1000))
 def test_windows_bounds_and_sinks_are_those_of_torch(
     shape: tuple[int, int, int], rows: int, length: int, window: int, seed: int
 ) -> None:
@@ -156,7 +150,7 @@ def test_windows_bounds_and_sinks_are_those_of_torch(
     assert (found - torch.einsum("hrp,hpw->rhw", weights, weighed)).abs().max() < 1e-5
 
 
-@given(SHAPES, st.integers(1, 2 * BLOCK_QUERIES), st.integers(1, 150), st.integers(0, 1000), st.data())
+@given(SHAPES, st.integers(2, 2 * BLOCK_QUERIES), st.integers(1, 150), st.integers(0, 1000), st.data())
 def test_a_row_has_the_bits_that_it_has_alone(
     shape: tuple[int, int, int], rows: int, positions: int, seed: int, data: st.DataObject
 ) -> None:

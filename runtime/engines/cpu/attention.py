@@ -11,8 +11,10 @@ from typing import Any
 import numpy as np
 from numba import types
 
-from hdtool.runtime.kernels.compiled import array_at, compiled, copy_floats, generated
-from hdtool.runtime.kernels.row_operations import exponentiate
+from hdtool.runtime.engines.cpu.layer_record import offsets_of, starts_of
+from hdtool.runtime.kernels.compiled import WORD_SIZE, Record, array_at, compiled, copy_floats, generated
+from hdtool.runtime.kernels.matrix_formats import cases
+from hdtool.runtime.kernels.row_operations import elementwise, exponentiate
 from hdtool.runtime.kernels.vector_code import FLOAT, INDEX, ITEM_SIZE, LANES, FloatCode
 
 BLOCK_QUERIES, MAX_BLOCK_QUERIES = 16, 48
@@ -90,17 +92,32 @@ def _masked(caps: bool) -> Any:
 _mask, _bound_and_mask = _masked(caps=False), _masked(caps=True)
 
 
-def _weighted_sum(queries: int, vectors: int) -> Any:
-    """Return an intrinsic that adds the weighted values of ``count`` positions to ``sums``, for ``queries`` queries.
+VALUE_QUERIES = 2 if LANES == 8 else 4
+"""Queries whose sums are in registers together. With AVX's 16 registers, four queries took 1.6 to 1.7 times as long."""
+VALUE_VECTORS = 4
+"""Vectors of a value that are read together, if it has that many left."""
 
-    The intrinsic reads ``vectors`` vectors of each value, and adds each query's weights to ``totals``.
+
+@generated(*[types.int64] * 9)
+def _add_weighted(
+    builder: Any,
+    values: Any,
+    width: Any,
+    weights: Any,
+    weights_stride: Any,
+    count: Any,
+    sums: Any,
+    totals: Any,
+    queries: Any,
+    vectors: Any,
+) -> None:
+    """Add the weighted values of ``count`` positions to ``sums``, and each query's weights to ``totals``.
+
+    ``queries`` and ``vectors`` are the numbers of queries and of each value's vectors.
     """
+    code = FloatCode(builder)
 
-    @generated(*[types.int64] * 7)
-    def add_weighted(
-        builder: Any, values: Any, width: Any, weights: Any, weights_stride: Any, count: Any, sums: Any, totals: Any
-    ) -> None:
-        code = FloatCode(builder)
+    def generate(queries: int, vectors: int) -> None:
         sum_addresses = [
             code.at(sums, builder.add(builder.mul(width, INDEX(query)), INDEX(vector * LANES)))
             for query in range(queries)
@@ -126,27 +143,15 @@ def _weighted_sum(queries: int, vectors: int) -> Any:
         for value, address in zip(results, [*sum_addresses, *total_addresses], strict=True):
             code.store(value, address)
 
-    return add_weighted
+    shapes = {most * 8 + wide: (most, wide) for most in (VALUE_QUERIES, 1) for wide in (VALUE_VECTORS, 1)}
+    for _, shape in cases(builder, builder.add(builder.mul(queries, INDEX(8)), vectors), shapes):
+        generate(*shape)
 
 
-@generated(types.int64, types.int64, types.float32, types.int64)
-def _divide(builder: Any, sums: Any, width: Any, total: Any, written: Any) -> None:
-    """``written = sums / total``"""
-    code = FloatCode(builder)
-    factor = code.splat(builder.fdiv(FLOAT(1.0), total))
-
-    def apply(index: Any, _: list[Any]) -> list[Any]:
-        code.store(builder.fmul(code.read(code.at(sums, index)), factor), code.at(written, index))
-        return []
-
-    code.loop(width, [], apply)
-
-
-VALUE_QUERIES = 2 if LANES == 8 else 4
-"""Queries whose sums are in registers together. With AVX's 16 registers, four queries took 1.6 to 1.7 times as long."""
-_queries_wide, _one_query_wide = _weighted_sum(VALUE_QUERIES, 4), _weighted_sum(1, 4)
-_queries_narrow, _one_query_narrow = _weighted_sum(VALUE_QUERIES, 1), _weighted_sum(1, 1)
-WIDE = 4 * LANES
+_divide = elementwise(
+    lambda code, sum_, total: code.builder.fmul(sum_, code.builder.fdiv(code.number(1.0), total)), 1, 1, in_place=False
+)
+"""Writes ``sums / total``."""
 
 
 @compiled
@@ -175,49 +180,36 @@ def attention_scratch_size(positions: int, width: int, block_size: int) -> int:
 
 @compiled
 def attend(
+    pass_record: Record,
+    layer: Record,
+    slot: int,
     queries: int,
-    rows: int,
-    heads: int,
-    groups: int,
-    width: int,
-    keys: int,
-    values: int,
-    head_stride: int,
-    length: int,
-    mask: int,
-    mask_stride: int,
-    scale: Any,
-    cap: Any,
-    window: int,
-    positions_at: int,
-    sinks: int,
+    turned: int,
     scratch: int,
     written: int,
     block_size: int,
     first: int,
     end: int,
-    turned: int,
-    rotated_keys: int,
-    rotated: int,
 ) -> None:
     """Compute attention for blocks ``first`` to ``end - 1`` of one sequence's queries.
 
-    All buffers are given by address and hold float32 values, unless noted; strides are counted in float32 values.
-
-    - ``queries`` and ``written`` are ``[rows, heads * groups, width]``.
-    - ``keys`` and ``values`` hold ``length`` earlier positions, followed by the new rows, for each of the ``heads``.
-      ``head_stride`` is the stride between heads. The number of positions in memory must be a multiple of ``LANES``.
-    - ``mask`` is 0 without a mask. ``mask_stride`` is the stride between its rows.
-    - ``cap`` is the softcap of scores, 0 for none.
-    - ``window`` is the number of positions that a row attends to, 0 for all. ``positions_at`` is the address of the
-      rows' int64 positions.
-    - ``sinks`` has one score per query head, which enters the softmax but has no value; 0 for none.
-    - ``scratch`` needs room for ``attention_scratch_size`` values.
-    - ``first`` and ``end`` select some of the ``heads * query_blocks(rows, groups, block_size)`` blocks, which are
-      numbered head by head.
-    - ``turned`` and ``rotated_keys`` hold a second part of queries and keys, of width ``rotated``, whose scores are
-      added; 0 without one. There is then one head of keys.
+    ``queries`` and ``written`` are the addresses of ``[rows, heads * groups, width]`` for all sequences' rows, and
+    ``turned`` of the queries' second parts in a latent attention. There are
+    ``heads * query_blocks(rows, groups, block_size)`` blocks, which are numbered head by head. ``scratch`` needs room
+    for ``attention_scratch_size`` values. The number of positions in the cache must be a multiple of ``LANES``.
     """
+    heads, groups, width, rotated = layer.heads, layer.groups, layer.width, layer.latents.rotated
+    offset, head_stride, mask = offsets_of(pass_record)[slot], layer.head_stride, 0
+    rows, length = offsets_of(pass_record)[slot + 1] - offset, starts_of(pass_record)[slot]
+    keys, values = layer.cached_keys + slot * layer.slot_stride * ITEM_SIZE, layer.cached_values
+    rotated_keys = values + slot * layer.latents.key_slot_stride * ITEM_SIZE
+    values = keys if rotated else values + slot * layer.slot_stride * ITEM_SIZE
+    if pass_record.mask and rows > 1:
+        mask = pass_record.mask + slot * pass_record.mask_slot_stride * ITEM_SIZE
+    mask_stride, cap, window = pass_record.mask_row_stride, pass_record.softcap, layer.window
+    queries += offset * heads * groups * width * ITEM_SIZE
+    written += offset * heads * groups * width * ITEM_SIZE
+    turned += offset * groups * rotated * ITEM_SIZE
     positions = length + rows
     padded = (positions + LANES - 1) // LANES * LANES
     sums = scratch + block_size * padded * ITEM_SIZE
@@ -227,7 +219,7 @@ def attend(
     sink_weights = array_at(largest + block_size * ITEM_SIZE, (block_size,), types.float32)
     chunk_mask = largest + 2 * block_size * ITEM_SIZE
     number, row_size = rows * groups, heads * groups * width
-    row_positions = array_at(positions_at, (rows,), types.int64)
+    row_positions = array_at(pass_record.row_positions + offset * WORD_SIZE, (rows,), types.int64)
     blocks, chunk_size = query_blocks(rows, groups, block_size), chunk_positions(width)
     for block in range(first, end):
         head, start = block // blocks, block % blocks * block_size
@@ -256,16 +248,16 @@ def attend(
                     lowest = row_positions[row] - window + 1 if window else 0
                     added = _mask_of(row_mask, column, chunk, length, row_positions, lowest, chunk_mask)
                 if cap:
-                    top = _bound_and_mask(scores, chunk, scale, cap, added)
+                    top = _bound_and_mask(scores, chunk, pass_record.scale, cap, added)
                 else:
-                    top = _mask(scores, chunk, scale, cap, added)
+                    top = _mask(scores, chunk, pass_record.scale, cap, added)
                 tops[query] = max(tops[query], top)
                 scores, group = scores + padded * ITEM_SIZE, group + 1
                 if group == groups:
                     row, group, added = row + 1, 0, 0
-        if sinks:
+        if layer.sinks:
             for query in range(count):
-                sink = array_at(sinks, (heads * groups,), types.float32)[head * groups + (start + query) % groups]
+                sink = array_at(layer.sinks, (heads * groups,), types.float32)[head * groups + (start + query) % groups]
                 tops[query] = max(tops[query], sink)
                 sink_weights[query] = np.exp(np.float32(sink - tops[query]))
         array_at(sums, (block_size * width + block_size * (width // LANES),), types.float32)[:] = 0.0
@@ -279,7 +271,7 @@ def attend(
             query_index = start + query
             at = query_index // groups * row_size + (head * groups + query_index % groups) * width
             total = array_at(totals + query * ITEM_SIZE, (1,), types.float32)[0]
-            if sinks:
+            if layer.sinks:
                 total += sink_weights[query]
             _divide(sums + query * width * ITEM_SIZE, width, total, written + at * ITEM_SIZE)
 
@@ -379,17 +371,8 @@ def add_weighted_sums(
             value = values + column * ITEM_SIZE
             target = sums + (query * width + column) * ITEM_SIZE
             total = totals + (part * block_size + query) * ITEM_SIZE
-            if width - column >= WIDE:
-                if size == VALUE_QUERIES:
-                    _queries_wide(value, width, read, weights_stride, positions, target, total)
-                else:
-                    _one_query_wide(value, width, read, weights_stride, positions, target, total)
-                column += WIDE
-            else:
-                if size == VALUE_QUERIES:
-                    _queries_narrow(value, width, read, weights_stride, positions, target, total)
-                else:
-                    _one_query_narrow(value, width, read, weights_stride, positions, target, total)
-                column += LANES
+            vectors = VALUE_VECTORS if width - column >= VALUE_VECTORS * LANES else 1
+            _add_weighted(value, width, read, weights_stride, positions, target, total, size, vectors)
+            column += vectors * LANES
             part += 1
         query += size

@@ -128,7 +128,7 @@ class CompiledModel(Backend):
 
     def verify_alone(self, slot: Slot, tree: DraftTree) -> Verified | None:
         verified = self._verified(self._passes_for(1), slot.kv.storage, [slot], [tree], [LOGITS_ONLY])
-        return verified and verified[0]
+        return verified[0] if verified else None
 
     def _verified(
         self,

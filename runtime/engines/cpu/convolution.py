@@ -12,13 +12,12 @@ input. The gated input of each row is kept for replay.
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 from numba import types
 
-from hdtool.runtime.kernels.compiled import Ints, Record, array_at, clear_floats, compiled, copy_floats, generated
-from hdtool.runtime.kernels.vector_code import ITEM_SIZE, LANES, FloatCode
+from hdtool.runtime.kernels.compiled import Ints, Record, array_at, clear_floats, compiled, copy_floats
+from hdtool.runtime.kernels.row_operations import elementwise
+from hdtool.runtime.kernels.vector_code import ITEM_SIZE, LANES
 
 ORIGIN = np.dtype(
     [
@@ -79,46 +78,10 @@ def fill_origins(origins: Record, parents: Ints) -> None:
             free += 1
 
 
-@generated(*[types.int64] * 4)
-def _add_product(builder: Any, sums: Any, numbers: Any, weights: Any, size: Any) -> None:
-    """``sums += numbers * weights``"""
-    code = FloatCode(builder)
-
-    def apply(index: Any, _: list[Any]) -> list[Any]:
-        address = code.at(sums, index)
-        factors = code.read(code.at(numbers, index)), code.read(code.at(weights, index))
-        code.store(code.multiply_add(*factors, code.read(address)), address)
-        return []
-
-    code.loop(size, [], apply)
-
-
-@generated(*[types.int64] * 2)
-def silu_of(builder: Any, numbers: Any, size: Any) -> None:
-    """``numbers = silu(numbers)``"""
-    code = FloatCode(builder)
-
-    def apply(index: Any, _: list[Any]) -> list[Any]:
-        address = code.at(numbers, index)
-        number = code.read(address)
-        divisor = builder.fadd(code.exp(builder.fneg(number)), code.number(1.0))
-        code.store(builder.fdiv(number, divisor), address)
-        return []
-
-    code.loop(size, [], apply)
-
-
-@generated(*[types.int64] * 4)
-def multiply_values(builder: Any, first: Any, second: Any, size: Any, written: Any) -> None:
-    """``written = first * second``"""
-    code = FloatCode(builder)
-
-    def apply(index: Any, _: list[Any]) -> list[Any]:
-        products = builder.fmul(code.read(code.at(first, index)), code.read(code.at(second, index)))
-        code.store(products, code.at(written, index))
-        return []
-
-    code.loop(size, [], apply)
+_add_product = elementwise(lambda code, sum_, number, weight: code.multiply_add(number, weight, sum_), 3)
+"""Computes ``sums += numbers * weights``."""
+_multiply = elementwise(lambda code, first, second: code.builder.fmul(first, second), 2, in_place=False)
+"""Writes ``first * second``."""
 
 
 @compiled
@@ -146,20 +109,31 @@ def copy_windows(layer: Record, windows: int, first: int, end: int) -> None:
 
 
 @compiled
-def convolve(layer: Record, origins: Record, row: int, inputs: int, stride: int, window: int, written: int) -> None:
-    """Write the convolution of one row to ``written``.
+def is_padding(pass_record: Record, row: int) -> bool:
+    """Return True if a row of the pass isn't part of a tree."""
+    new = pass_record.new
+    return origins_at(pass_record.origins, row // new, new)[row % new].parent == PADDING  # type: ignore[no-any-return]
 
-    ``inputs`` is the address of the sequence's input rows, which are ``stride`` float32 values apart, and ``window``
-    the address of the transposed state.
+
+@compiled
+def convolve(
+    pass_record: Record, layer: Record, row: int, inputs: int, stride: int, windows: int, written: int
+) -> None:
+    """Write the convolution of a row of the pass to ``written``.
+
+    ``inputs`` is the address of the pass's input rows, which are ``stride`` float32 values apart, and ``windows`` the
+    address of all sequences' transposed states.
     """
-    channels, source_row, column = layer.channels, row, layer.columns
+    new, channels, column = pass_record.new, layer.channels, layer.columns
+    slot, source_row = row // new, row % new
+    origins, window = origins_at(pass_record.origins, slot, new), windows + slot * window_size(layer) * ITEM_SIZE
     if layer.conv_bias:
         copy_floats(layer.conv_bias, channels, written)
     else:
         clear_floats(written, channels)
     for tap in range(layer.taps - 1, -1, -1):
         if source_row >= 0:
-            read = inputs + source_row * stride * ITEM_SIZE
+            read = inputs + (slot * new + source_row) * stride * ITEM_SIZE
             source_row = origins[source_row].parent
         else:
             column -= 1
@@ -192,26 +166,27 @@ def shift_window(
 
 
 @compiled
-def gate_inputs(layer: Record, projected: int, kept: int, first: int, end: int) -> None:
+def gate_input(layer: Record, row: int, projected: int, kept: int) -> None:
+    """Write the gated input of a row, whose in-projection is one of the rows at ``projected``."""
     channels = layer.channels
     size = channels * ITEM_SIZE
-    for row in range(first, end):
-        at = projected + 3 * row * size
-        multiply_values(at, at + 2 * size, channels, kept + row * size)
+    at = projected + 3 * row * size
+    _multiply(at, at + 2 * size, channels, kept + row * size)
 
 
 @compiled
 def convolve_gated(
-    layer: Record, origins: Record, row: int, kept: int, window: int, projected: int, written: int
+    pass_record: Record, layer: Record, row: int, kept: int, windows: int, projected: int, mixed: int
 ) -> None:
     """Convolve a row and multiply the result by the row's output gate.
 
-    ``kept`` and ``projected`` are the addresses of the sequence's gated inputs and in-projection outputs.
+    ``kept``, ``projected`` and ``mixed`` are the addresses of all rows' gated inputs, in-projections and outputs.
     """
     channels = layer.channels
     size = channels * ITEM_SIZE
-    if origins[row].parent == PADDING:
+    written = mixed + row * size
+    if is_padding(pass_record, row):
         clear_floats(written, channels)
         return
-    convolve(layer, origins, row, kept, channels, window, written)
-    multiply_values(projected + (3 * row + 1) * size, written, channels, written)
+    convolve(pass_record, layer, row, kept, channels, windows, written)
+    _multiply(projected + (3 * row + 1) * size, written, channels, written)

@@ -10,14 +10,22 @@ In Kimi's delta attention, each key channel of a state has a decay of its own.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numba import types
 
-from hdtool.runtime.engines.cpu.convolution import BEFORE, PADDING, convolve, silu_of
+from hdtool.runtime.engines.cpu.convolution import BEFORE, PADDING, convolve, is_padding, origins_at
 from hdtool.runtime.kernels.compiled import Ints, Record, array_at, clear_floats, compiled, copy_floats, generated
-from hdtool.runtime.kernels.row_operations import norm_row, silu_in_place
+from hdtool.runtime.kernels.matrix_formats import cases
+from hdtool.runtime.kernels.row_operations import (
+    elementwise,
+    multiply_by_sigmoid,
+    norm_row,
+    silu_in_place,
+    silu_of,
+    unit_row,
+)
 from hdtool.runtime.kernels.vector_code import FLOAT, INDEX, ITEM_SIZE, LANES, FloatCode
 
 LINEAR_FROM = np.float32(20)
@@ -38,20 +46,6 @@ def decay_of(layer: Record, head: int, step: Any) -> Any:
     return np.float32(np.exp(np.float32(-rate * step)))
 
 
-@generated(*[types.int64] * 3)
-def _multiply_by_sigmoid(builder: Any, gates: Any, numbers: Any, size: Any) -> None:
-    """``numbers *= sigmoid(gates)``"""
-    code = FloatCode(builder)
-
-    def apply(index: Any, _: list[Any]) -> list[Any]:
-        address = code.at(numbers, index)
-        divisor = builder.fadd(code.exp(builder.fneg(code.read(code.at(gates, index)))), code.number(1.0))
-        code.store(builder.fdiv(code.read(address), divisor), address)
-        return []
-
-    code.loop(size, [], apply)
-
-
 @compiled
 def split_gates(joined: int, queries: int, heads: int, width: int, first: int, end: int) -> None:
     """Copy the queries of rows ``first`` to ``end - 1`` from ``joined``, where each head's gates follow its queries."""
@@ -65,7 +59,7 @@ def gate_heads(joined: int, attended: int, heads: int, width: int, first: int, e
     """Multiply the attention outputs of rows ``first`` to ``end - 1`` by the sigmoid of their gates, in place."""
     size = width * ITEM_SIZE
     for head in range(first * heads, end * heads):
-        _multiply_by_sigmoid(joined + (2 * head + 1) * size, attended + head * size, width)
+        multiply_by_sigmoid(attended + head * size, joined + (2 * head + 1) * size, width)
 
 
 EPSILON = np.float32(1e-6)
@@ -75,67 +69,21 @@ VECTORS = 4
 ONE = np.float32(1)
 
 
-@generated(types.int64, types.int64, types.float32, types.float32, types.int64)
-def unit_row(builder: Any, read: Any, width: Any, epsilon: Any, factor: Any, written: Any) -> None:
-    """``written = factor * read / sqrt(sum(read**2) + epsilon)``"""
-    code = FloatCode(builder)
-
-    def square(index: Any, sums: list[Any]) -> list[Any]:
-        numbers = code.read(code.at(read, index))
-        return [code.multiply_add(numbers, numbers, sums[0])]
-
-    (squares,) = code.loop(width, [code.number(0.0)], square)
-    root = code.call("llvm.sqrt.f32", FLOAT, builder.fadd(code.total(squares), epsilon))
-    scale = code.splat(builder.fdiv(factor, root))
-
-    def apply(index: Any, _: list[Any]) -> list[Any]:
-        code.store(builder.fmul(code.read(code.at(read, index)), scale), code.at(written, index))
-        return []
-
-    code.loop(width, [], apply)
+CHANNELS = 0
+"""Shape of a block of columns, for ``_step``, if each key channel has a decay; otherwise the number of vectors."""
+BLOCKS = {CHANNELS: (1, True), 1: (1, False), VECTORS: (VECTORS, False)}
+"""Number of vectors of a block of columns, and whether each key channel has a decay, by shape."""
 
 
-def _recalled(vectors: int, decay_type: Any = types.float32) -> Any:
-    """Return an intrinsic that multiplies a key by ``vectors * LANES`` columns of the decayed state.
+def _step(*, learns: bool) -> Any:
+    """Return an intrinsic that multiplies a query by a block of columns of the decayed state.
 
-    ``decay`` is the head's decay, or as an int64 the address of a decay for each key channel.
+    If it ``learns``, the outer product of the key and ``change`` is added to the columns first, which are written to
+    ``into``; otherwise these arguments are ignored. ``decay`` is the address of the head's decay or decays.
     """
 
-    @generated(*[types.int64] * 4, decay_type, types.int64)
-    def recall(builder: Any, state: Any, stride: Any, key: Any, width: Any, decay: Any, written: Any) -> None:
-        code = FloatCode(builder)
-        factor = code.splat(decay) if decay_type == types.float32 else None
-
-        def add(index: Any, sums: list[Any]) -> list[Any]:
-            totals = list(sums)
-            for half in range(2):
-                key_row = builder.add(index, INDEX(half))
-                row = code.at(state, builder.mul(key_row, stride))
-                weight = code.splat(code.read(code.at(key, key_row), FLOAT))
-                by = factor or code.splat(code.read(code.at(decay, key_row), FLOAT))
-                for vector in range(vectors):
-                    numbers = builder.fmul(code.read(code.at(row, INDEX(vector * LANES))), by)
-                    at = half * vectors + vector
-                    totals[at] = code.multiply_add(numbers, weight, totals[at])
-            return totals
-
-        sums = code.loop(width, [code.number(0.0)] * (2 * vectors), add, 2)
-        for vector in range(vectors):
-            sum_ = builder.fadd(sums[vector], sums[vectors + vector])
-            code.store(sum_, code.at(written, INDEX(vector * LANES)))
-
-    return recall
-
-
-def _learned(vectors: int, decay_type: Any = types.float32) -> Any:
-    """Return an intrinsic that updates ``vectors * LANES`` columns of a state and then multiplies a query by them.
-
-    The columns decay, and the outer product of the key and ``change`` is added to them. For ``decay``, see
-    ``_recalled``.
-    """
-
-    @generated(*[types.int64] * 7, decay_type, types.int64, types.int64)
-    def learn(
+    @generated(*[types.int64] * 11)
+    def step(
         builder: Any,
         state: Any,
         stride: Any,
@@ -147,101 +95,145 @@ def _learned(vectors: int, decay_type: Any = types.float32) -> Any:
         decay: Any,
         change: Any,
         written: Any,
+        shape: Any,
     ) -> None:
         code = FloatCode(builder)
-        factor = code.splat(decay) if decay_type == types.float32 else None
-        changes = [code.read(code.at(change, INDEX(vector * LANES))) for vector in range(vectors)]
 
-        def add(index: Any, sums: list[Any]) -> list[Any]:
-            totals = list(sums)
-            for half in range(2):
-                key_row = builder.add(index, INDEX(half))
-                row = code.at(state, builder.mul(key_row, stride))
-                target = code.at(into, builder.mul(key_row, into_stride))
-                weight, query_weight = (code.splat(code.read(code.at(one, key_row), FLOAT)) for one in (key, query))
-                by = factor or code.splat(code.read(code.at(decay, key_row), FLOAT))
-                for vector in range(vectors):
-                    numbers = builder.fmul(code.read(code.at(row, INDEX(vector * LANES))), by)
-                    numbers = code.multiply_add(weight, changes[vector], numbers)
-                    code.store(numbers, code.at(target, INDEX(vector * LANES)))
-                    at = half * vectors + vector
-                    totals[at] = code.multiply_add(numbers, query_weight, totals[at])
-            return totals
+        def generate(vectors: int, *, by_channel: bool) -> None:
+            factor = None if by_channel else code.splat(code.read(decay, FLOAT))
+            changes = [code.read(code.at(change, INDEX(vector * LANES))) for vector in range(vectors)] if learns else []
 
-        sums = code.loop(width, [code.number(0.0)] * (2 * vectors), add, 2)
-        for vector in range(vectors):
-            sum_ = builder.fadd(sums[vector], sums[vectors + vector])
-            code.store(sum_, code.at(written, INDEX(vector * LANES)))
+            def add(index: Any, sums: list[Any]) -> list[Any]:
+                totals = list(sums)
+                for half in range(2):
+                    key_row = builder.add(index, INDEX(half))
+                    row = code.at(state, builder.mul(key_row, stride))
+                    target = code.at(into, builder.mul(key_row, into_stride))
+                    weight = code.splat(code.read(code.at(key, key_row), FLOAT)) if learns else None
+                    query_weight = code.splat(code.read(code.at(query, key_row), FLOAT))
+                    by = factor or code.splat(code.read(code.at(decay, key_row), FLOAT))
+                    for vector in range(vectors):
+                        numbers = builder.fmul(code.read(code.at(row, INDEX(vector * LANES))), by)
+                        if learns:
+                            numbers = code.multiply_add(weight, changes[vector], numbers)
+                            code.store(numbers, code.at(target, INDEX(vector * LANES)))
+                        at = half * vectors + vector
+                        totals[at] = code.multiply_add(numbers, query_weight, totals[at])
+                return totals
 
-    return learn
+            sums = code.loop(width, [code.number(0.0)] * (2 * vectors), add, 2)
+            for vector in range(vectors):
+                sum_ = builder.fadd(sums[vector], sums[vectors + vector])
+                code.store(sum_, code.at(written, INDEX(vector * LANES)))
+
+        for _, (vectors, by_channel) in cases(builder, shape, BLOCKS):
+            generate(vectors, by_channel=by_channel)
+
+    return step
 
 
-_recall_wide, _recall_narrow = _recalled(VECTORS), _recalled(1)
-_learn_wide, _learn_narrow = _learned(VECTORS), _learned(1)
-_recall_channels, _learn_channels = _recalled(1, types.int64), _learned(1, types.int64)
+_recall, _learn = _step(learns=False), _step(learns=True)
+_change = elementwise(
+    lambda code, value, held, strength: code.builder.fmul(code.builder.fsub(value, held), strength),
+    2,
+    1,
+    in_place=False,
+)
+"""Writes ``(value - held) * strength``."""
 
 
-@generated(*[types.int64] * 3, types.float32, types.int64)
-def _change(builder: Any, value: Any, held: Any, size: Any, strength: Any, written: Any) -> None:
-    """``written = (value - held) * strength``"""
-    code = FloatCode(builder)
-    by = code.splat(strength)
+class DeltaRows(NamedTuple):
+    """Addresses of what a delta rule computes for the rows of a pass: kept until they are accepted, then scratch."""
 
-    def apply(index: Any, _: list[Any]) -> list[Any]:
-        missing = builder.fsub(code.read(code.at(value, index)), code.read(code.at(held, index)))
-        code.store(builder.fmul(missing, by), code.at(written, index))
-        return []
-
-    code.loop(size, [], apply)
+    inputs: int
+    """Queries, keys and values before the convolution."""
+    keys: int
+    changes: int
+    """Values whose outer product with a row's key is added to the state."""
+    decays: int
+    convolved: int
+    gates: int
+    steps: int
+    strengths: int
+    mixed: int
+    """Output of each head."""
 
 
 @compiled
-def join_inputs(
-    queries: int, keys: int, values: int, key_bytes: int, value_bytes: int, written: int, first: int, end: int
-) -> None:
-    """Copy the queries, keys and values of rows ``first`` to ``end - 1`` next to each other.
-
-    ``key_bytes`` and ``value_bytes`` are the sizes in bytes of a row's keys (or queries) and of its values.
-    """
-    for row in range(first, end):
-        at = written + row * (2 * key_bytes + value_bytes)
-        copy_floats(queries + row * key_bytes, key_bytes // ITEM_SIZE, at)
-        copy_floats(keys + row * key_bytes, key_bytes // ITEM_SIZE, at + key_bytes)
-        copy_floats(values + row * value_bytes, value_bytes // ITEM_SIZE, at + 2 * key_bytes)
+def delta_rows(layer: Record, rows: int, kept: int, scratch: int) -> DeltaRows:
+    """Return the addresses for this number of rows; memory after the last address may be used, too."""
+    heads, channels = rows * layer.state_heads * ITEM_SIZE, rows * layer.channels * ITEM_SIZE
+    keys, values = rows * layer.key_heads * layer.key_width * ITEM_SIZE, heads * layer.value_width
+    changes, gates = kept + channels + keys, scratch + channels
+    steps = gates + values
+    strengths = steps + heads * layer.decay_width
+    return DeltaRows(
+        kept, kept + channels, changes, changes + values, scratch, gates, steps, strengths, strengths + heads
+    )
 
 
 @compiled
-def spread_inputs(
-    layer: Record,
-    inputs: int,
-    scores: int,
-    joined: int,
-    gates: int,
-    strengths: int,
-    steps: int,
-    first: int,
-    end: int,
-) -> None:
-    """Regroup the inputs of rows ``first`` to ``end - 1`` by kind instead of by key head.
+def delta_kept_size(layer: Record) -> int:
+    """Return how many float32 values are kept per row."""
+    return delta_rows(layer, 1, 0, 0).decays // ITEM_SIZE + layer.state_heads * layer.decay_width  # type: ignore[no-any-return]
 
-    For each key head, ``inputs`` has a query, a key, values and gates, and ``scores`` has write strengths and time
-    steps. Queries, keys and values of a row are written next to each other to ``joined``.
+
+@compiled
+def delta_scratch_size(layer: Record) -> int:
+    """Return how many float32 values of scratch memory are needed per row, with those of ``grouped_at``."""
+    heads, values = layer.state_heads, layer.state_heads * layer.value_width
+    size = delta_rows(layer, 1, 0, 0).mixed // ITEM_SIZE + values
+    return size if layer.fourth.kernels else size + layer.channels + values + 2 * heads  # type: ignore[no-any-return]
+
+
+@compiled
+def grouped_at(layer: Record, rows: int, at: DeltaRows) -> tuple[int, int]:
+    """Return the addresses of inputs that are grouped by key head: queries to gates, then strengths and steps."""
+    values = layer.state_heads * layer.value_width
+    inputs = at.mixed + rows * values * ITEM_SIZE
+    return inputs, inputs + rows * (layer.channels + values) * ITEM_SIZE
+
+
+@compiled
+def separate_at(layer: Record, rows: int, at: DeltaRows) -> tuple[int, int, int]:
+    """Return the addresses of queries, keys and values that come from separate matmuls."""
+    size = rows * layer.key_heads * layer.key_width * ITEM_SIZE
+    return at.convolved, at.convolved + size, at.convolved + 2 * size
+
+
+@compiled
+def join_inputs(layer: Record, rows: int, at: DeltaRows, row: int) -> None:
+    """Copy a row's queries, keys and values next to each other."""
+    queries, keys, values = separate_at(layer, rows, at)
+    width, size = layer.key_heads * layer.key_width, layer.state_heads * layer.value_width
+    written = at.inputs + row * layer.channels * ITEM_SIZE
+    copy_floats(queries + row * width * ITEM_SIZE, width, written)
+    copy_floats(keys + row * width * ITEM_SIZE, width, written + width * ITEM_SIZE)
+    copy_floats(values + row * size * ITEM_SIZE, size, written + 2 * width * ITEM_SIZE)
+
+
+@compiled
+def spread_inputs(layer: Record, rows: int, at: DeltaRows, row: int) -> None:
+    """Regroup a row's inputs by kind instead of by key head.
+
+    For each key head, the first matmul gives a query, a key, values and gates, and the second write strengths and time
+    steps. Queries, keys and values are written next to each other.
     """
+    inputs, scores = grouped_at(layer, rows, at)
     heads, width, states = layer.key_heads, layer.key_width, layer.state_heads
     heads_per_key = states // heads
     values, keys = heads_per_key * layer.value_width, heads * width
-    for row in range(first, end):
-        for head in range(heads):
-            read = inputs + (row * heads + head) * 2 * (width + values) * ITEM_SIZE
-            at = joined + row * layer.channels * ITEM_SIZE
-            copy_floats(read, width, at + head * width * ITEM_SIZE)
-            copy_floats(read + width * ITEM_SIZE, width, at + (keys + head * width) * ITEM_SIZE)
-            read += 2 * width * ITEM_SIZE
-            copy_floats(read, values, at + (2 * keys + head * values) * ITEM_SIZE)
-            copy_floats(read + values * ITEM_SIZE, values, gates + (row * heads + head) * values * ITEM_SIZE)
-            head_offset = (row * states + head * heads_per_key) * ITEM_SIZE
-            copy_floats(scores + 2 * head_offset, heads_per_key, strengths + head_offset)
-            copy_floats(scores + 2 * head_offset + heads_per_key * ITEM_SIZE, heads_per_key, steps + head_offset)
+    written = at.inputs + row * layer.channels * ITEM_SIZE
+    for head in range(heads):
+        read = inputs + (row * heads + head) * 2 * (width + values) * ITEM_SIZE
+        copy_floats(read, width, written + head * width * ITEM_SIZE)
+        copy_floats(read + width * ITEM_SIZE, width, written + (keys + head * width) * ITEM_SIZE)
+        read += 2 * width * ITEM_SIZE
+        copy_floats(read, values, written + (2 * keys + head * values) * ITEM_SIZE)
+        copy_floats(read + values * ITEM_SIZE, values, at.gates + (row * heads + head) * values * ITEM_SIZE)
+        offset = (row * states + head * heads_per_key) * ITEM_SIZE
+        copy_floats(scores + 2 * offset, heads_per_key, at.strengths + offset)
+        copy_floats(scores + 2 * offset + heads_per_key * ITEM_SIZE, heads_per_key, at.steps + offset)
 
 
 @compiled
@@ -263,35 +255,22 @@ def _write_channel_decays(layer: Record, steps: int, decays: int) -> None:
 
 
 @compiled
-def prepare_delta(
-    layer: Record,
-    origins: Record,
-    row: int,
-    inputs: int,
-    window: int,
-    convolved: int,
-    keys: int,
-    steps: int,
-    decays: int,
-    strengths: int,
-) -> None:
-    """Convolve one row of a sequence, normalize its queries and keys, and compute its decays and write strengths.
-
-    ``inputs`` is the address of the sequence's input rows, and the other addresses belong to this row. ``strengths``
-    are changed in place.
-    """
-    if origins[row].parent == PADDING:
+def prepare_delta(pass_record: Record, layer: Record, at: DeltaRows, row: int, windows: int) -> None:
+    """Convolve a row, normalize its queries and keys, and compute its decays and write strengths."""
+    if is_padding(pass_record, row):
         return
-    channels, heads, width = layer.channels, layer.key_heads, layer.key_width
-    convolve(layer, origins, row, inputs, channels, window, convolved)
+    channels, heads, width, states = layer.channels, layer.key_heads, layer.key_width, layer.state_heads
+    convolved, size = at.convolved + row * channels * ITEM_SIZE, width * ITEM_SIZE
+    convolve(pass_record, layer, row, at.inputs, channels, windows, convolved)
     silu_of(convolved, channels)
-    size, factor = width * ITEM_SIZE, np.float32(1 / np.sqrt(width))
+    factor = np.float32(1 / np.sqrt(width))
     for head in range(heads):
         unit_row(convolved + head * size, width, EPSILON, factor, convolved + head * size)
-        unit_row(convolved + (heads + head) * size, width, EPSILON, ONE, keys + head * size)
-    states = layer.state_heads
+        unit_row(convolved + (heads + head) * size, width, EPSILON, ONE, at.keys + (row * heads + head) * size)
+    decay_bytes = states * layer.decay_width * ITEM_SIZE
+    steps, decays = at.steps + row * decay_bytes, at.decays + row * decay_bytes
     time_steps, forgets = array_at(steps, (states,), types.float32), array_at(decays, (states,), types.float32)
-    learns, strength = array_at(strengths, (states,), types.float32), layer.strength
+    learns, strength = array_at(at.strengths + row * states * ITEM_SIZE, (states,), types.float32), layer.strength
     if layer.decay_width > 1:
         _write_channel_decays(layer, steps, decays)
     for head in range(states):
@@ -301,75 +280,51 @@ def prepare_delta(
 
 
 @compiled
-def delta_kept_size(layer: Record) -> int:
-    """Return how many float32 values are kept per row: convolution inputs, keys, state changes and decays."""
-    heads = layer.state_heads
-    keys, values = layer.key_heads * layer.key_width, heads * layer.value_width
-    return layer.channels + keys + values + heads * layer.decay_width  # type: ignore[no-any-return]
-
-
-@compiled
 def delta_state_size(layer: Record) -> int:
     """Return the size, in float32 values, of the state columns that are computed together."""
     return layer.key_width * min(layer.value_width, VECTORS * LANES)  # type: ignore[no-any-return]
 
 
 @compiled
-def recur_delta(
-    pass_record: Record,
-    layer: Record,
-    origins: Record,
-    slot: int,
-    head: int,
-    buffers: int,
-    convolved: int,
-    keys: int,
-    decays: int,
-    strengths: int,
-    changes: int,
-    written: int,
-) -> None:
-    """Compute one head for all rows of a sequence, and write each row's change to ``changes``.
+def _shape(layer: Record, column: int) -> int:
+    """Return the shape, for ``_step``, of the block of a state's columns that begins with ``column``."""
+    if layer.decay_width > 1:
+        return CHANNELS
+    return VECTORS if layer.value_width - column >= VECTORS * LANES else 1
+
+
+@compiled
+def recur_delta(pass_record: Record, layer: Record, at: DeltaRows, slot: int, head: int, buffers: int) -> None:
+    """Compute one head for all rows of a sequence, and write each row's change.
 
     The outer product of a row's key and its change is added to the state.
-
-    The addresses from ``convolved`` on are those of the sequence's first row.
     """
     channels, key_heads, width, values = layer.channels, layer.key_heads, layer.key_width, layer.value_width
-    heads, rows, decay_width = layer.state_heads, len(origins), layer.decay_width
-    key_head = head // (heads // key_heads)
+    heads, new, decay_width = layer.state_heads, pass_record.new, layer.decay_width
+    key_head, origins = head // (heads // key_heads), origins_at(pass_record.origins, slot, new)
     state = layer.state + (slot * layer.state_stride + head * width * values) * ITEM_SIZE
     size = delta_state_size(layer) * ITEM_SIZE
     column = 0
     while column < values:
-        is_wide = values - column >= VECTORS * LANES and decay_width == 1
-        block = VECTORS * LANES if is_wide else LANES
+        shape = _shape(layer, column)
+        block = LANES * max(1, shape)
         before, last = state + column * ITEM_SIZE, -1
-        for row in range(rows):
-            if origins[row].parent == PADDING:
+        for slot_row in range(new):
+            if origins[slot_row].parent == PADDING:
                 continue
-            source, into = origins[row].source, buffers + origins[row].target * size
+            row = slot * new + slot_row
+            source, into = origins[slot_row].source, buffers + origins[slot_row].target * size
             read, stride = (before, values) if source == BEFORE else (buffers + source * size, block)
-            query = convolved + (row * channels + key_head * width) * ITEM_SIZE
-            key = keys + (row * key_heads + key_head) * width * ITEM_SIZE
-            value = convolved + (row * channels + 2 * key_heads * width + head * values + column) * ITEM_SIZE
-            at = ((row * heads + head) * values + column) * ITEM_SIZE
-            decay_at = decays + (row * heads + head) * decay_width * ITEM_SIZE
-            decay = array_at(decay_at, (1,), types.float32)[0]
-            strength = array_at(strengths, (rows, heads), types.float32)[row, head]
-            change, out = changes + at, written + at
-            if decay_width > 1:
-                _recall_channels(read, stride, key, width, decay_at, out)
-                _change(value, out, block, strength, change)
-                _learn_channels(read, stride, into, block, key, query, width, decay_at, change, out)
-            elif is_wide:
-                _recall_wide(read, stride, key, width, decay, out)
-                _change(value, out, block, strength, change)
-                _learn_wide(read, stride, into, block, key, query, width, decay, change, out)
-            else:
-                _recall_narrow(read, stride, key, width, decay, out)
-                _change(value, out, block, strength, change)
-                _learn_narrow(read, stride, into, block, key, query, width, decay, change, out)
+            query = at.convolved + (row * channels + key_head * width) * ITEM_SIZE
+            key = at.keys + (row * key_heads + key_head) * width * ITEM_SIZE
+            value = at.convolved + (row * channels + 2 * key_heads * width + head * values + column) * ITEM_SIZE
+            offset = ((row * heads + head) * values + column) * ITEM_SIZE
+            decay = at.decays + (row * heads + head) * decay_width * ITEM_SIZE
+            strength = array_at(at.strengths + (row * heads + head) * ITEM_SIZE, (1,), types.float32)[0]
+            change, out = at.changes + offset, at.mixed + offset
+            _recall(read, stride, 0, 0, 0, key, width, decay, 0, out, shape)
+            _change(value, out, block, strength, change)
+            _learn(read, stride, into, block, key, query, width, decay, change, out, shape)
             last = into
         if pass_record.advances:
             for key_row in range(width):
@@ -378,30 +333,31 @@ def recur_delta(
 
 
 @compiled
-def gate_delta(layer: Record, origins: Record, row: int, gates: int, mixed: int) -> None:
+def gate_delta(pass_record: Record, layer: Record, at: DeltaRows, row: int) -> None:
     """Normalize each head's output for one row and multiply it by the head's gate, in place.
 
     A gate is a sigmoid in a delta attention and a SiLU otherwise.
     """
-    heads, values = layer.state_heads, layer.value_width
-    if origins[row].parent == PADDING:
-        clear_floats(mixed, heads * values)
+    values, size = layer.value_width, layer.state_heads * layer.value_width
+    gates, mixed = at.gates + row * size * ITEM_SIZE, at.mixed + row * size * ITEM_SIZE
+    if is_padding(pass_record, row):
+        clear_floats(mixed, size)
         return
-    for head in range(heads):
-        at = head * values * ITEM_SIZE
-        norm_row(mixed + at, layer.gate_norm, np.float32(0), values, layer.gate_epsilon, mixed + at)
+    for head in range(layer.state_heads):
+        head_at = mixed + head * values * ITEM_SIZE
+        norm_row(head_at, layer.gate_norm, np.float32(0), values, layer.gate_epsilon, head_at)
     if layer.decay_width > 1:
-        _multiply_by_sigmoid(gates, mixed, heads * values)
+        multiply_by_sigmoid(mixed, gates, size)
         return
-    silu_in_place(gates, mixed, heads * values)
-    copy_floats(gates, heads * values, mixed)
+    silu_in_place(gates, mixed, size)
+    copy_floats(gates, size, mixed)
 
 
 @compiled
 def replay_delta(
-    layer: Record, slot: int, head: int, path: Ints, keys: int, decays: int, changes: int, unread: int
+    pass_record: Record, layer: Record, at: DeltaRows, slot: int, head: int, path: Ints, unread: int
 ) -> None:
-    """Advance one head's state along a path of rows, by replaying the kept keys, decays and changes.
+    """Advance one head's state along a path of a sequence's rows, by replaying the kept keys, decays and changes.
 
     ``unread`` is the address of memory for outputs that aren't used.
     """
@@ -411,17 +367,12 @@ def replay_delta(
     state = layer.state + (slot * layer.state_stride + head * width * values) * ITEM_SIZE
     column = 0
     while column < values:
-        is_wide = values - column >= VECTORS * LANES and decay_width == 1
-        at = state + column * ITEM_SIZE
-        for row in path:
-            key = keys + (row * key_heads + key_head) * width * ITEM_SIZE
-            change = changes + ((row * heads + head) * values + column) * ITEM_SIZE
-            decay_at = decays + (row * heads + head) * decay_width * ITEM_SIZE
-            decay = array_at(decay_at, (1,), types.float32)[0]
-            if decay_width > 1:
-                _learn_channels(at, values, at, values, key, key, width, decay_at, change, unread)
-            elif is_wide:
-                _learn_wide(at, values, at, values, key, key, width, decay, change, unread)
-            else:
-                _learn_narrow(at, values, at, values, key, key, width, decay, change, unread)
-        column += VECTORS * LANES if is_wide else LANES
+        shape = _shape(layer, column)
+        into = state + column * ITEM_SIZE
+        for slot_row in path:
+            row = slot * pass_record.new + slot_row
+            key = at.keys + (row * key_heads + key_head) * width * ITEM_SIZE
+            change = at.changes + ((row * heads + head) * values + column) * ITEM_SIZE
+            decay = at.decays + (row * heads + head) * decay_width * ITEM_SIZE
+            _learn(into, values, into, values, key, key, width, decay, change, unread, shape)
+        column += LANES * max(1, shape)

@@ -11,10 +11,10 @@ import numpy as np
 from numba import types
 
 from hdtool.runtime.engines.cpu.attention import BLOCK_QUERIES, add_weighted_sums, chunk_positions, write_scores
-from hdtool.runtime.engines.cpu.layer_record import LAYER, PASS, apply_norm
-from hdtool.runtime.kernels.compiled import Ints, Record, array_at, c_function, compiled, copy_floats, struct_at
+from hdtool.runtime.engines.cpu.layer_record import LAYER, PASS, apply_norm, offsets_of, rotate, starts_of
+from hdtool.runtime.kernels.compiled import Record, array_at, c_function, compiled, copy_floats, struct_at
 from hdtool.runtime.kernels.gemm import STEP
-from hdtool.runtime.kernels.row_operations import rotate_head, rotate_pairs, scale_in_place
+from hdtool.runtime.kernels.row_operations import scale_in_place
 from hdtool.runtime.kernels.thread_pool import parts_of
 from hdtool.runtime.kernels.vector_code import ITEM_SIZE, LANES
 
@@ -37,37 +37,29 @@ def turned_at(pass_record: Record, layer: Record, absorbed: int) -> int:
 @compiled
 def _rotate(pass_record: Record, layer: Record, row: int, read: int, written: int) -> None:
     """Write the rotated form of a query's or key's rotated part."""
-    width, rows = layer.latents.rotated, pass_record.total_rows
+    width = layer.latents.rotated
     if layer.rotary < 0:
         copy_floats(read, width, written)
         return
-    row_size = pass_record.rotary_width * ITEM_SIZE
-    cos = pass_record.rotary_tables + (layer.rotary * 2 * rows + row) * row_size
-    sin = cos + rows * row_size
     if pass_record.splits_pairs:
         pairs, halves = (
             array_at(read, (width // 2, 2), types.float32),
             array_at(written, (2, width // 2), types.float32),
         )
         halves[0], halves[1] = pairs[:, 0], pairs[:, 1]
-        rotate_head(written, cos, sin, width, written)
-    elif pass_record.interleaved:
-        rotate_pairs(read, cos, sin, width, written)
-    else:
-        rotate_head(read, cos, sin, width, written)
+        read = written
+    rotate(pass_record, layer, row, read, width, written)
 
 
 @compiled
-def _store(
-    pass_record: Record, layer: Record, starts: Ints, queries: int, latents: int, turned: int, first: int, end: int
-) -> None:
+def _store(pass_record: Record, layer: Record, queries: int, latents: int, turned: int, first: int, end: int) -> None:
     """Cache the latent vectors and keys of rows ``first`` to ``end - 1``, and write rotated queries to ``turned``.
 
     ``latents`` is the address of each row's latent vector and key before norm and rotation.
     """
     record, rank, heads = layer.latents, layer.width, layer.groups
     rotated, query_width = record.rotated, record.plain + record.rotated
-    offsets, slot = array_at(pass_record.row_offsets, (pass_record.slots + 1,), types.int64), 0
+    offsets, starts, slot = offsets_of(pass_record), starts_of(pass_record), 0
     for row in range(first, end):
         while row >= offsets[slot + 1]:
             slot += 1
@@ -139,19 +131,18 @@ def latent_function() -> Any:
     def compute_latents(
         pass_at: int,
         layer_at: int,
-        starts_at: int,
         step: int,
         one: int,
         two: int,
         three: int,
         _: int,
+        __: int,
         first: int,
         end: int,
     ) -> None:
         pass_record, layer = struct_at(pass_at, PASS), struct_at(layer_at, LAYER)
         if step == STORE:
-            starts = array_at(starts_at, (pass_record.slots,), types.int64)
-            _store(pass_record, layer, starts, one, two, turned_at(pass_record, layer, three), first, end)
+            _store(pass_record, layer, one, two, turned_at(pass_record, layer, three), first, end)
         elif step == ABSORB:
             _absorb(pass_record, layer, one, two, three, first, end)
         else:

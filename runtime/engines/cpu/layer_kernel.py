@@ -30,11 +30,12 @@ from hdtool.runtime.engines.cpu.layer_record import (
     compute_step,
     multiply,
     multiply_scaled,
+    offsets_of,
+    rotate,
+    starts_of,
 )
 from hdtool.runtime.engines.cpu.mix import mix, mixer_scratch_size
 from hdtool.runtime.kernels.compiled import (
-    WORD_SIZE,
-    Ints,
     Record,
     array_at,
     c_function,
@@ -49,8 +50,6 @@ from hdtool.runtime.kernels.row_operations import (
     add_in_place,
     gelu_in_place,
     norm_rows,
-    rotate_head,
-    rotate_pairs,
     scale_gelu_in_place,
     scale_in_place,
     silu_in_place,
@@ -77,25 +76,24 @@ def step_function() -> Any:
     def compute_step(
         pass_at: int,
         layer_at: int,
-        starts_at: int,
         step: int,
         one: int,
         two: int,
         three: int,
         _: int,
+        __: int,
         first: int,
         end: int,
     ) -> None:
         pass_record, layer = struct_at(pass_at, PASS), struct_at(layer_at, LAYER)
-        starts = array_at(starts_at, (pass_record.slots,), types.int64)
         width, inner = pass_record.hidden, layer.gate.out_features
         rows, at, at_inner = end - first, first * width * ITEM_SIZE, first * inner * ITEM_SIZE
         if step == NORM:
             _norm(pass_record, layer.norm_before_mixer, one + at, rows, two + at)
         elif step == APPEND:
-            _append(pass_record, layer, starts, one, two, three, first, end)
+            _append(pass_record, layer, one, two, three, first, end)
         elif step == ATTEND:
-            _attend(pass_record, layer, starts, one, two, three, first, end)
+            _attend(pass_record, layer, one, two, three, first, end)
         elif step == ADD_MIXER_OUTPUT:
             _add(pass_record, layer.norm_after_mixer, one + at, two + at, rows)
             _norm(pass_record, layer.norm_before_mlp, one + at, rows, three + at)
@@ -164,23 +162,14 @@ def _gate_input(pass_record: Record, layer: Record, gate: int, first: int, end: 
 
 
 @compiled
-def _offsets(pass_record: Record) -> Ints:
-    """Return the index of each sequence's first row, followed by the total number of rows."""
-    return array_at(pass_record.row_offsets, (pass_record.slots + 1,), types.int64)
-
-
-@compiled
-def _append(
-    pass_record: Record, layer: Record, starts: Ints, queries: int, keys: int, values: int, first: int, end: int
-) -> None:
+def _append(pass_record: Record, layer: Record, queries: int, keys: int, values: int, first: int, end: int) -> None:
     """Normalize and rotate queries and keys of rows ``first`` to ``end - 1``; write keys and values to the KV cache.
 
-    ``queries``, ``keys`` and ``values`` are the addresses of matmul outputs, which are changed in place. ``starts``
-    holds the cache position of each sequence's first row.
+    ``queries``, ``keys`` and ``values`` are the addresses of matmul outputs, which are changed in place.
     """
     heads, width = layer.heads, layer.width
     query_heads, size = heads * layer.groups, width * ITEM_SIZE
-    offsets, slot = _offsets(pass_record), 0
+    offsets, starts, slot = offsets_of(pass_record), starts_of(pass_record), 0
     for row in range(first, end):
         while row >= offsets[slot + 1]:
             slot += 1
@@ -205,77 +194,36 @@ def _append(
 @compiled
 def _prepare_heads(pass_record: Record, layer: Record, norm: Record, row: int, heads: int, at: int) -> None:
     """Normalize and rotate a row's queries or keys in place."""
-    width, rotated_width, row_size = layer.width, layer.rotary_width, pass_record.rotary_width * ITEM_SIZE
+    width = layer.width
     if norm.weight:
         normed_rows, columns = (1, heads * width) if pass_record.norms_all_heads else (heads, width)
         apply_norm(pass_record, norm, pass_record.epsilon, at, normed_rows, columns, at)
-    if layer.rotary < 0:
-        return
-    rows = pass_record.total_rows
-    cos = pass_record.rotary_tables + (layer.rotary * 2 * rows + row) * row_size
-    sin = cos + rows * row_size
-    for head in range(heads):
-        head_at = at + head * width * ITEM_SIZE
-        if pass_record.interleaved:
-            rotate_pairs(head_at, cos, sin, rotated_width, head_at)
-        else:
-            rotate_head(head_at, cos, sin, rotated_width, head_at)
+    if layer.rotary >= 0:
+        for head_at in range(at, at + heads * width * ITEM_SIZE, width * ITEM_SIZE):
+            rotate(pass_record, layer, row, head_at, layer.rotary_width, head_at)
 
 
 @compiled
-def _attend(
-    pass_record: Record, layer: Record, starts: Ints, queries: int, scratch: int, written: int, first: int, end: int
-) -> None:
+def _attend(pass_record: Record, layer: Record, queries: int, scratch: int, written: int, first: int, end: int) -> None:
     """Compute attention for query blocks ``first`` to ``end - 1``, numbered consecutively over all sequences."""
-    heads, groups, width, rotated = layer.heads, layer.groups, layer.width, layer.latents.rotated
-    offsets, block = _offsets(pass_record), block_queries(pass_record.slots * heads, pass_record.threads)
-    memory, units = (
-        attention_scratch_size(starts.max() + pass_record.new, width, block),
-        _attention_blocks(pass_record, layer),
-    )
+    offsets, block = offsets_of(pass_record), block_queries(pass_record.slots * layer.heads, pass_record.threads)
+    units, turned = _attention_blocks(pass_record, layer), turned_at(pass_record, layer, queries)
+    memory = attention_scratch_size(starts_of(pass_record).max() + pass_record.new, layer.width, block)
     # Each part of the work has its own scratch memory; the part's index is ``first * parts / units``, rounded up.
-    part_scratch = scratch + -(-first * parts_of(pass_record.threads, units, 1) // units) * memory * ITEM_SIZE
+    scratch += -(-first * parts_of(pass_record.threads, units, 1) // units) * memory * ITEM_SIZE
     before = blocks = 0
     for slot in range(pass_record.slots):
         before, new = before + blocks, offsets[slot + 1] - offsets[slot]
-        blocks = heads * query_blocks(new, groups, block)
-        if before >= end or before + blocks <= first:
-            continue
-        at = offsets[slot] * heads * groups * width * ITEM_SIZE
-        cached = slot * layer.slot_stride * ITEM_SIZE
-        mask = pass_record.mask + slot * pass_record.mask_slot_stride * ITEM_SIZE if pass_record.mask and new > 1 else 0
-        attend(
-            queries + at,
-            new,
-            heads,
-            groups,
-            width,
-            layer.cached_keys + cached,
-            (layer.cached_keys if rotated else layer.cached_values) + cached,
-            layer.head_stride,
-            starts[slot],
-            mask,
-            pass_record.mask_row_stride,
-            pass_record.scale,
-            pass_record.softcap,
-            layer.window,
-            pass_record.row_positions + offsets[slot] * WORD_SIZE,
-            layer.sinks,
-            part_scratch,
-            written + at,
-            block,
-            max(first - before, 0),
-            min(end - before, blocks),
-            turned_at(pass_record, layer, queries) + offsets[slot] * groups * rotated * ITEM_SIZE,
-            layer.cached_values + slot * layer.latents.key_slot_stride * ITEM_SIZE,
-            rotated,
-        )
+        blocks = layer.heads * query_blocks(new, layer.groups, block)
+        if before < end and first < before + blocks:
+            begin, last = max(first - before, 0), min(end - before, blocks)
+            attend(pass_record, layer, slot, queries, turned, scratch, written, block, begin, last)
 
 
 @compiled
 def _attention_blocks(pass_record: Record, layer: Record) -> int:
     """Return the total number of query blocks of all sequences and key heads."""
-    offsets, blocks = _offsets(pass_record), 0
+    offsets, blocks = offsets_of(pass_record), 0
     block = block_queries(pass_record.slots * layer.heads, pass_record.threads)
     for slot in range(pass_record.slots):
         blocks += query_blocks(offsets[slot + 1] - offsets[slot], layer.groups, block)
@@ -320,33 +268,30 @@ def layers_scratch_size(pass_record: Record, layers: Record, positions: int) -> 
 
 @compiled
 def _compute(
-    pass_record: Record, layer: Record, starts: Ints, step: int, one: int, two: int, three: int, units: int, work: int
+    pass_record: Record, layer: Record, step: int, one: int, two: int, three: int, units: int, work: int
 ) -> None:
-    compute_step(pass_record, pass_record.step_function, layer, starts, step, one, two, three, units, work)
+    compute_step(pass_record, pass_record.step_function, layer, step, one, two, three, units, work)
 
 
 @compiled
-def _compute_gated(pass_record: Record, layer: Record, starts: Ints, read: int, rows: int, gate: int, up: int) -> None:
+def _compute_gated(pass_record: Record, layer: Record, read: int, rows: int, gate: int, up: int) -> None:
     """Compute the inputs of the MLP's last matmul, from the rows at ``read``, and write them to ``gate``."""
-    multiply_scaled(pass_record, layer, starts, layer.gate, layer.factors.gate, read, rows, gate)
+    multiply_scaled(pass_record, layer, layer.gate, layer.factors.gate, read, rows, gate)
     if layer.up.kernels:
         multiply(pass_record, layer.up, read, rows, up)
-    _compute(pass_record, layer, starts, GATE, gate, up, 0, rows, rows * layer.gate.out_features)
+    _compute(pass_record, layer, GATE, gate, up, 0, rows, rows * layer.gate.out_features)
 
 
 @compiled
-def _attend_blocks(
-    pass_record: Record, layer: Record, starts: Ints, queries: int, scratch: int, attended: int, work: int
-) -> None:
-    blocks, positions = _attention_blocks(pass_record, layer), starts.max() + pass_record.new
-    _compute(pass_record, layer, starts, ATTEND, queries, scratch, attended, blocks, work * positions)
+def _attend_blocks(pass_record: Record, layer: Record, queries: int, scratch: int, attended: int, work: int) -> None:
+    blocks, positions = _attention_blocks(pass_record, layer), starts_of(pass_record).max() + pass_record.new
+    _compute(pass_record, layer, ATTEND, queries, scratch, attended, blocks, work * positions)
 
 
 @compiled
 def _attend_to_latents(
     pass_record: Record,
     layer: Record,
-    starts: Ints,
     read: int,
     rows: int,
     queries: int,
@@ -365,14 +310,14 @@ def _attend_to_latents(
         read = attended
     multiply(pass_record, layer.queries, read, rows, queries)
     size = rows * heads * layer.width
-    compute_step(pass_record, function, layer, starts, STORE, queries, latents, absorbed, rows, size)
+    compute_step(pass_record, function, layer, STORE, queries, latents, absorbed, rows, size)
     work = size * record.plain
-    compute_step(pass_record, function, layer, starts, ABSORB, queries, scratch, absorbed, heads, work)
-    _attend_blocks(pass_record, layer, starts, absorbed, scratch, attended, size)
+    compute_step(pass_record, function, layer, ABSORB, queries, scratch, absorbed, heads, work)
+    _attend_blocks(pass_record, layer, absorbed, scratch, attended, size)
     gates = latents if layer.latent_gate.kernels else 0
     if gates:
         multiply(pass_record, layer.latent_gate, normed, rows, gates)
-    compute_step(pass_record, function, layer, starts, EXPAND, attended, queries, gates, heads, size * record.values)
+    compute_step(pass_record, function, layer, EXPAND, attended, queries, gates, heads, size * record.values)
 
 
 @compiled
@@ -384,11 +329,8 @@ def _compute_experts(
 
 
 @compiled
-def compute_layers(pass_record: Record, layers: Record, starts: Ints, hidden: int, scratch: int) -> None:
-    """Compute the layers: update the rows at ``hidden`` in place, and append their keys and values to the KV cache.
-
-    Sequence ``i`` continues at cache position ``starts[i]``.
-    """
+def compute_layers(pass_record: Record, layers: Record, hidden: int, scratch: int) -> None:
+    """Compute the layers: update the rows at ``hidden`` in place, and append their keys and values to the KV cache."""
     rows = pass_record.total_rows
     max_queries, max_keys = _widest(layers)
     hidden_size, inner_size = rows * pass_record.hidden, rows * pass_record.inner
@@ -404,56 +346,56 @@ def compute_layers(pass_record: Record, layers: Record, starts: Ints, hidden: in
     rest = gated + (2 * rows * max_queries * ITEM_SIZE if has_gated else 0)
     for number in range(len(layers)):
         layer = layers[number]
-        _compute(pass_record, layer, starts, NORM, hidden, normed, 0, rows, hidden_size)
+        _compute(pass_record, layer, NORM, hidden, normed, 0, rows, hidden_size)
         read = normed if layer.norm_before_mixer.weight else hidden
         if pass_record.is_parallel:
-            _compute_gated(pass_record, layer, starts, read, rows, gate, up)
+            _compute_gated(pass_record, layer, read, rows, gate, up)
         attends = layer.queries.kernels != 0
         if layer.mixer:
             mixed = queries if attends else normed
-            mix(pass_record, layer, starts, read, rows, queries + hidden_size * ITEM_SIZE, mixed)
+            mix(pass_record, layer, read, rows, queries + hidden_size * ITEM_SIZE, mixed)
             if attends:
-                _compute(pass_record, layer, starts, ADD_MIXED, hidden, mixed, 0, rows, hidden_size)
+                _compute(pass_record, layer, ADD_MIXED, hidden, mixed, 0, rows, hidden_size)
         if layer.latents.expansion:
-            _attend_to_latents(pass_record, layer, starts, read, rows, queries, keys, attended, gated, rest)
+            _attend_to_latents(pass_record, layer, read, rows, queries, keys, attended, gated, rest)
             multiply(pass_record, layer.out, queries, rows, normed)
         elif attends:
             query_size, factors = rows * layer.heads * layer.groups * layer.width, layer.factors
             projected = gated if pass_record.gates_heads else queries
-            multiply_scaled(pass_record, layer, starts, layer.queries, factors.queries, read, rows, projected)
+            multiply_scaled(pass_record, layer, layer.queries, factors.queries, read, rows, projected)
             if layer.keys.kernels:
-                multiply_scaled(pass_record, layer, starts, layer.keys, factors.keys, read, rows, keys)
+                multiply_scaled(pass_record, layer, layer.keys, factors.keys, read, rows, keys)
             if layer.values.kernels:
-                multiply_scaled(pass_record, layer, starts, layer.values, factors.values, read, rows, values)
+                multiply_scaled(pass_record, layer, layer.values, factors.values, read, rows, values)
             if pass_record.gates_heads:
-                _compute(pass_record, layer, starts, SPLIT, gated, queries, 0, rows, query_size)
-            _compute(pass_record, layer, starts, APPEND, queries, keys, values, rows, query_size)
-            _attend_blocks(pass_record, layer, starts, queries, rest, attended, query_size)
+                _compute(pass_record, layer, SPLIT, gated, queries, 0, rows, query_size)
+            _compute(pass_record, layer, APPEND, queries, keys, values, rows, query_size)
+            _attend_blocks(pass_record, layer, queries, rest, attended, query_size)
             if pass_record.gates_heads:
-                _compute(pass_record, layer, starts, GATE_HEADS, gated, attended, 0, rows, query_size)
-            multiply_scaled(pass_record, layer, starts, layer.out, factors.out, attended, rows, normed)
+                _compute(pass_record, layer, GATE_HEADS, gated, attended, 0, rows, query_size)
+            multiply_scaled(pass_record, layer, layer.out, factors.out, attended, rows, normed)
         if layer.mixer or attends:
-            _compute(pass_record, layer, starts, ADD_MIXER_OUTPUT, hidden, normed, normed, rows, hidden_size)
+            _compute(pass_record, layer, ADD_MIXER_OUTPUT, hidden, normed, normed, rows, hidden_size)
             read = normed if layer.norm_before_mlp.weight else hidden
         if layer.has_experts:
             _compute_experts(pass_record, layer, MIX, read, rows, rest, 0)
         if layer.down.kernels:
             if not pass_record.is_parallel:
-                _compute_gated(pass_record, layer, starts, read, rows, gate, up)
-            multiply_scaled(pass_record, layer, starts, layer.down, layer.factors.down, gate, rows, normed)
+                _compute_gated(pass_record, layer, read, rows, gate, up)
+            multiply_scaled(pass_record, layer, layer.down, layer.factors.down, gate, rows, normed)
         if layer.has_added_mixture:
             _compute_experts(pass_record, layer, ADD_MIXTURE, hidden, rows, rest, normed)
         if layer.has_experts:
             _compute_experts(pass_record, layer, ADD_SHARED, 0, rows, rest, normed)
         if layer.down.kernels or layer.has_experts:
-            _compute(pass_record, layer, starts, ADD_MLP_OUTPUT, hidden, normed, 0, rows, hidden_size)
+            _compute(pass_record, layer, ADD_MLP_OUTPUT, hidden, normed, 0, rows, hidden_size)
         if layer.input_gate.kernels:
             multiply(pass_record, layer.input_gate, hidden, rows, gate)
-            _compute(pass_record, layer, starts, GATE_INPUT, gate, 0, 0, rows, rows * layer.input_gate.out_features)
+            _compute(pass_record, layer, GATE_INPUT, gate, 0, 0, rows, rows * layer.input_gate.out_features)
             multiply(pass_record, layer.input_out, gate, rows, normed)
-            _compute(pass_record, layer, starts, ADD_INPUT, hidden, normed, 0, rows, hidden_size)
+            _compute(pass_record, layer, ADD_INPUT, hidden, normed, 0, rows, hidden_size)
         if layer.factor:
-            _compute(pass_record, layer, starts, SCALE_OUTPUT, hidden, 0, 0, rows, hidden_size)
+            _compute(pass_record, layer, SCALE_OUTPUT, hidden, 0, 0, rows, hidden_size)
         if layer.watched:
             copy_floats(hidden, hidden_size, layer.watched)
 
@@ -466,4 +408,4 @@ def compile_layers() -> None:
     pass_record, layers = zeroed_records(PASS)[0], zeroed_records(LAYER, 0)
     step_function()
     layers_scratch_size(pass_record, layers, 0)
-    compute_layers(pass_record, layers, np.zeros(1, np.int64), 0, 0)
+    compute_layers(pass_record, layers, 0, 0)

@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 from numba import types
 
-from hdtool.runtime.kernels.compiled import WORD_SIZE, Ints, Record, caller_of, compiled, struct_address
+from hdtool.runtime.kernels.compiled import WORD_SIZE, Ints, Record, array_at, caller_of, compiled, struct_address
 from hdtool.runtime.kernels.experts import EXPERTS, ROUTER
 from hdtool.runtime.kernels.gemm import MATMUL
 from hdtool.runtime.kernels.layer_norm import layer_norm_rows
-from hdtool.runtime.kernels.row_operations import add_in_place, norm_rows, scale_in_place
+from hdtool.runtime.kernels.row_operations import add_in_place, norm_rows, rotate_head, rotate_pairs, scale_in_place
 from hdtool.runtime.kernels.thread_pool import MIN_PARALLEL_WEIGHTS, parallel_matmul, run_parallel
 from hdtool.runtime.kernels.vector_code import ITEM_SIZE
 
@@ -165,6 +165,7 @@ PASS = np.dtype(
         ("slots", np.int64),  # number of sequences
         ("new", np.int64),  # maximum number of new rows in a sequence; with mixers, all sequences have that many
         ("total_rows", np.int64),  # number of rows in all sequences
+        ("starts", np.int64),  # address of the cache position of each sequence's first row
         ("row_offsets", np.int64),  # address of each sequence's first row, followed by ``total_rows``
         ("row_positions", np.int64),  # address of the rows' positions
         ("hidden", np.int64),  # width of hidden states
@@ -258,11 +259,34 @@ def apply_norm(pass_record: Record, norm: Record, epsilon: Any, read: int, rows:
 
 
 @compiled
+def rotate(pass_record: Record, layer: Record, row: int, read: int, width: int, written: int) -> None:
+    """Write the rotated form of the first ``width`` numbers of a query or key."""
+    rows, row_size = pass_record.total_rows, pass_record.rotary_width * ITEM_SIZE
+    cos = pass_record.rotary_tables + (layer.rotary * 2 * rows + row) * row_size
+    sin = cos + rows * row_size
+    if pass_record.interleaved:
+        rotate_pairs(read, cos, sin, width, written)
+    else:
+        rotate_head(read, cos, sin, width, written)
+
+
+@compiled
+def starts_of(pass_record: Record) -> Ints:
+    """Return the cache position of each sequence's first row."""
+    return array_at(pass_record.starts, (pass_record.slots,), types.int64)
+
+
+@compiled
+def offsets_of(pass_record: Record) -> Ints:
+    """Return the index of each sequence's first row, followed by the total number of rows."""
+    return array_at(pass_record.row_offsets, (pass_record.slots + 1,), types.int64)
+
+
+@compiled
 def compute_step(
     pass_record: Record,
     function: int,
     layer: Record,
-    starts: Ints,
     step: int,
     one: int,
     two: int,
@@ -275,8 +299,8 @@ def compute_step(
     The meaning of ``one``, ``two`` and ``three``, mostly addresses, depends on the step.
     """
     thread_pool = pass_record.thread_pool if work >= MIN_PARALLEL_WEIGHTS else 0
-    addresses = struct_address(pass_record), struct_address(layer), starts.ctypes.data
-    run_parallel(thread_pool, pass_record.threads, function, *addresses, step, one, two, three, 0, units, 1)
+    arguments = struct_address(pass_record), struct_address(layer), step, one, two, three, units, work
+    run_parallel(thread_pool, pass_record.threads, function, arguments, units, 1)
 
 
 SCALE_COLUMNS = 0
@@ -285,15 +309,13 @@ SCALE_COLUMNS = 0
 
 @compiled
 def multiply_scaled(
-    pass_record: Record, layer: Record, starts: Ints, matmul: Record, factors: int, read: int, rows: int, written: int
+    pass_record: Record, layer: Record, matmul: Record, factors: int, read: int, rows: int, written: int
 ) -> None:
     """Call ``multiply`` and then scale each column by its factor, unless the address ``factors`` is 0."""
     multiply(pass_record, matmul, read, rows, written)
     if factors:
         columns, function = matmul.out_features, pass_record.step_function
-        compute_step(
-            pass_record, function, layer, starts, SCALE_COLUMNS, written, factors, columns, rows, rows * columns
-        )
+        compute_step(pass_record, function, layer, SCALE_COLUMNS, written, factors, columns, rows, rows * columns)
 
 
 @compiled

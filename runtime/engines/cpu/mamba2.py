@@ -7,15 +7,15 @@ Values, keys and queries are called x, B and C in the paper.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numba import types
 
-from hdtool.runtime.engines.cpu.convolution import BEFORE, PADDING, convolve, silu_of
+from hdtool.runtime.engines.cpu.convolution import BEFORE, PADDING, convolve, is_padding, origins_at
 from hdtool.runtime.engines.cpu.delta_rule import decay_of, step_of
 from hdtool.runtime.kernels.compiled import Ints, Record, array_at, clear_floats, compiled, copy_floats, generated
-from hdtool.runtime.kernels.row_operations import norm_row, scale_in_place, silu_in_place
+from hdtool.runtime.kernels.row_operations import elementwise, norm_row, scale_in_place, silu_in_place, silu_of
 from hdtool.runtime.kernels.vector_code import FLOAT, INDEX, ITEM_SIZE, LANES, FloatCode
 
 
@@ -47,18 +47,22 @@ def _scan(
     code.store(code.sums_of(sums), written)
 
 
-@generated(*[types.int64] * 3, types.float32)
-def _add_scaled(builder: Any, sums: Any, numbers: Any, size: Any, factor: Any) -> None:
-    """``sums += numbers * factor``"""
-    code = FloatCode(builder)
-    by = code.splat(factor)
+_add_scaled = elementwise(lambda code, sum_, number, factor: code.multiply_add(number, factor, sum_), 2, 1)
+"""Computes ``sums += numbers * factor``."""
 
-    def apply(index: Any, _: list[Any]) -> list[Any]:
-        address = code.at(sums, index)
-        code.store(code.multiply_add(code.read(code.at(numbers, index)), by, code.read(address)), address)
-        return []
 
-    code.loop(size, [], apply)
+class ScanRows(NamedTuple):
+    """Addresses of what a scan computes for the rows of a pass: kept until they are accepted, then scratch."""
+
+    projected: int
+    """Output of the in-projection."""
+    values: int
+    """Values times their time steps."""
+    keys: int
+    decays: int
+    convolved: int
+    mixed: int
+    """Output of each head."""
 
 
 @compiled
@@ -68,33 +72,34 @@ def projected_size(layer: Record) -> int:
 
 
 @compiled
-def prepare_scan(
-    pass_record: Record,
-    layer: Record,
-    origins: Record,
-    row: int,
-    projected: int,
-    window: int,
-    convolved: int,
-    values: int,
-    keys: int,
-    decays: int,
-) -> None:
-    """Convolve one row of a sequence, and compute its keys, its decays and the products of its values and time steps.
+def scan_rows(layer: Record, rows: int, kept: int, scratch: int) -> ScanRows:
+    """Return the addresses for this number of rows."""
+    values = kept + rows * projected_size(layer) * ITEM_SIZE
+    keys = values + rows * layer.state_heads * layer.value_width * ITEM_SIZE
+    decays = keys + rows * layer.key_heads * layer.key_width * ITEM_SIZE
+    return ScanRows(kept, values, keys, decays, scratch, scratch + rows * layer.channels * ITEM_SIZE)
 
-    ``projected`` is the address of the in-projection's outputs for the whole sequence, and the other addresses belong
-    to this row.
-    """
-    if origins[row].parent == PADDING:
+
+@compiled
+def scan_kept_size(layer: Record) -> int:
+    """Return how many float32 values are kept per row."""
+    return scan_rows(layer, 1, 0, 0).decays // ITEM_SIZE + layer.state_heads  # type: ignore[no-any-return]
+
+
+@compiled
+def prepare_scan(pass_record: Record, layer: Record, at: ScanRows, row: int, windows: int) -> None:
+    """Convolve a row, and compute its keys, its decays and the products of its values and time steps."""
+    if is_padding(pass_record, row):
         return
     channels, heads, width = layer.channels, layer.state_heads, layer.value_width
-    inner, stride = heads * width, projected_size(layer)
-    convolve(layer, origins, row, projected + inner * ITEM_SIZE, stride, window, convolved)
+    inner, stride, keys = heads * width, projected_size(layer), layer.key_heads * layer.key_width
+    convolved, values = at.convolved + row * channels * ITEM_SIZE, at.values + row * inner * ITEM_SIZE
+    convolve(pass_record, layer, row, at.projected + inner * ITEM_SIZE, stride, windows, convolved)
     silu_of(convolved, channels)
     copy_floats(convolved, inner, values)
-    copy_floats(convolved + inner * ITEM_SIZE, layer.key_heads * layer.key_width, keys)
-    at = projected + (row * stride + inner + channels) * ITEM_SIZE
-    time_steps, forgets = array_at(at, (heads,), types.float32), array_at(decays, (heads,), types.float32)
+    copy_floats(convolved + inner * ITEM_SIZE, keys, at.keys + row * keys * ITEM_SIZE)
+    time_steps = array_at(at.projected + (row * stride + inner + channels) * ITEM_SIZE, (heads,), types.float32)
+    forgets = array_at(at.decays + row * heads * ITEM_SIZE, (heads,), types.float32)
     for head in range(heads):
         step = step_of(layer, head, time_steps[head])
         if pass_record.advances and step < layer.min_step:
@@ -104,72 +109,46 @@ def prepare_scan(
 
 
 @compiled
-def scan_kept_size(layer: Record) -> int:
-    """Return how many float32 values the mixer keeps per row.
-
-    These are the in-projection's output, values times their time steps, keys and decays.
-    """
-    heads, keys = layer.state_heads, layer.key_heads * layer.key_width
-    return projected_size(layer) + heads * layer.value_width + keys + heads  # type: ignore[no-any-return]
-
-
-@compiled
 def scan_state_size(layer: Record) -> int:
     """Return the size, in float32 values, of the state rows that are computed together."""
     return layer.key_width * LANES  # type: ignore[no-any-return]
 
 
 @compiled
-def scan_head(
-    pass_record: Record,
-    layer: Record,
-    origins: Record,
-    slot: int,
-    head: int,
-    buffers: int,
-    convolved: int,
-    values: int,
-    keys: int,
-    decays: int,
-    written: int,
-) -> None:
-    """Compute one head for all rows of a sequence.
-
-    The addresses from ``convolved`` on are those of the sequence's first row.
-    """
+def recur_scan(pass_record: Record, layer: Record, at: ScanRows, slot: int, head: int, buffers: int) -> None:
+    """Compute one head for all rows of a sequence."""
     channels, key_heads, width, height = layer.channels, layer.key_heads, layer.key_width, layer.value_width
-    heads, rows = layer.state_heads, len(origins)
-    key_head = head // (heads // key_heads)
+    heads, new = layer.state_heads, pass_record.new
+    key_head, origins = head // (heads // key_heads), origins_at(pass_record.origins, slot, new)
     state = layer.state + (slot * layer.state_stride + head * height * width) * ITEM_SIZE
     size = scan_state_size(layer) * ITEM_SIZE
     skip = array_at(layer.skip, (heads,), types.float32)[head]
     for first in range(0, height, LANES):
         before, last = state + first * width * ITEM_SIZE, -1
-        for row in range(rows):
-            if origins[row].parent == PADDING:
+        for slot_row in range(new):
+            if origins[slot_row].parent == PADDING:
                 continue
-            source, into = origins[row].source, buffers + origins[row].target * size
+            row = slot * new + slot_row
+            source, into = origins[slot_row].source, buffers + origins[slot_row].target * size
             read = before if source == BEFORE else buffers + source * size
-            key = keys + (row * key_heads + key_head) * width * ITEM_SIZE
-            query = convolved + (row * channels + heads * height + (key_heads + key_head) * width) * ITEM_SIZE
-            at = ((row * heads + head) * height + first) * ITEM_SIZE
-            decay = array_at(decays, (rows, heads), types.float32)[row, head]
-            _scan(read, into, key, query, width, values + at, decay, written + at)
-            unscaled = convolved + (row * channels + head * height + first) * ITEM_SIZE
-            _add_scaled(written + at, unscaled, LANES, skip)
+            key = at.keys + (row * key_heads + key_head) * width * ITEM_SIZE
+            query = at.convolved + (row * channels + heads * height + (key_heads + key_head) * width) * ITEM_SIZE
+            offset = ((row * heads + head) * height + first) * ITEM_SIZE
+            decay = array_at(at.decays + (row * heads + head) * ITEM_SIZE, (1,), types.float32)[0]
+            _scan(read, into, key, query, width, at.values + offset, decay, at.mixed + offset)
+            unscaled = at.convolved + (row * channels + head * height + first) * ITEM_SIZE
+            _add_scaled(at.mixed + offset, unscaled, LANES, skip)
             last = into
         if pass_record.advances:
             copy_floats(last, LANES * width, before)
 
 
 @compiled
-def gate_scan(layer: Record, origins: Record, row: int, gates: int, mixed: int) -> None:
-    """Multiply one row's output by its gate, and normalize each group of heads before or after, if there is a norm.
-
-    The result is written to ``mixed``; ``gates`` are overwritten.
-    """
+def gate_scan(pass_record: Record, layer: Record, at: ScanRows, row: int) -> None:
+    """Multiply a row's output by its gate, and normalize each group of heads before or after, if there is a norm."""
     inner = layer.state_heads * layer.value_width
-    if origins[row].parent == PADDING:
+    gates, mixed = at.projected + row * projected_size(layer) * ITEM_SIZE, at.mixed + row * inner * ITEM_SIZE
+    if is_padding(pass_record, row):
         clear_floats(mixed, inner)
         return
     if layer.gates_after_norm:
@@ -192,9 +171,9 @@ def _norm_groups(layer: Record, read: int, written: int) -> None:
 
 @compiled
 def replay_scan(
-    layer: Record, slot: int, head: int, path: Ints, values: int, keys: int, decays: int, unread: int
+    pass_record: Record, layer: Record, at: ScanRows, slot: int, head: int, path: Ints, unread: int
 ) -> None:
-    """Advance one head's state along a path of rows, by replaying the kept values, keys and decays.
+    """Advance one head's state along a path of a sequence's rows, by replaying the kept values, keys and decays.
 
     ``unread`` is the address of memory for outputs that aren't used.
     """
@@ -202,9 +181,10 @@ def replay_scan(
     key_head = head // (heads // key_heads)
     state = layer.state + (slot * layer.state_stride + head * height * width) * ITEM_SIZE
     for first in range(0, height, LANES):
-        at = state + first * width * ITEM_SIZE
-        for row in path:
-            key = keys + (row * key_heads + key_head) * width * ITEM_SIZE
-            value = values + ((row * heads + head) * height + first) * ITEM_SIZE
-            decay = array_at(decays, (row + 1, heads), types.float32)[row, head]
-            _scan(at, at, key, key, width, value, decay, unread)
+        into = state + first * width * ITEM_SIZE
+        for slot_row in path:
+            row = slot * pass_record.new + slot_row
+            key = at.keys + (row * key_heads + key_head) * width * ITEM_SIZE
+            value = at.values + ((row * heads + head) * height + first) * ITEM_SIZE
+            decay = array_at(at.decays + (row * heads + head) * ITEM_SIZE, (1,), types.float32)[0]
+            _scan(into, into, key, key, width, value, decay, unread)

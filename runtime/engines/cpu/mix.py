@@ -9,13 +9,7 @@ import torch
 from numba import types
 
 from hdtool.runtime.engines.cpu import convolution, delta_rule, mamba2
-from hdtool.runtime.engines.cpu.convolution import (
-    buffers_of,
-    copy_windows,
-    origins_at,
-    shift_window,
-    window_size,
-)
+from hdtool.runtime.engines.cpu.convolution import buffers_of, copy_windows, shift_window
 from hdtool.runtime.engines.cpu.layer_record import (
     DELTA_RULE,
     LAYER,
@@ -34,10 +28,11 @@ if TYPE_CHECKING:
     from hdtool.runtime.caches.states import States
     from hdtool.runtime.engines.cpu.mixer_table import MixerTable
 
-WINDOWS, SHIFT, GATE_INPUTS, CONVOLVE_GATED = range(4)
-PREPARE_DELTA, RECUR_DELTA, GATE_DELTA, REPLAY_DELTA = range(4, 8)
-PREPARE_SCAN, SCAN, GATE_SCAN, REPLAY_SCAN, JOIN, SPREAD = range(8, 14)
-"""Steps of mixers between their matmuls, for ``mixer_function``."""
+WINDOWS, SHIFT, ARRANGE, PREPARE, RECUR, GATE, REPLAY = range(7)
+"""Steps of mixers between their matmuls, for ``mixer_function``.
+
+A short convolution has no recurrence: ``ARRANGE`` gates its inputs, and ``GATE`` convolves and gates the results.
+"""
 PATH_SLOT, COUNT, LISTED_ROWS, PATH = range(4)
 """Fields of a path's record; the path's rows become part of the context.
 
@@ -53,8 +48,7 @@ def row_scratch_size(layer: Record) -> int:
     if layer.mixer == SHORT_CONVOLUTION:
         return 4 * channels  # type: ignore[no-any-return]
     if layer.mixer == DELTA_RULE:
-        size = channels + 2 * values + layer.state_heads * (1 + layer.decay_width)
-        return size if layer.fourth.kernels else size + channels + values + 2 * layer.state_heads  # type: ignore[no-any-return]
+        return delta_rule.delta_scratch_size(layer)
     return channels + values  # type: ignore[no-any-return]
 
 
@@ -106,168 +100,58 @@ def _part_buffers(pass_record: Record, scratch: int, first: int, units: int) -> 
 def _compute_convolution(
     pass_record: Record, layer: Record, step: int, scratch: int, kept: int, first: int, end: int
 ) -> None:
-    new, size = pass_record.new, layer.channels * ITEM_SIZE
     projected = _work_at(pass_record, scratch)
-    mixed = projected + 3 * pass_record.slots * new * size
-    if step == GATE_INPUTS:
-        convolution.gate_inputs(layer, projected, kept, first, end)
-        return
+    mixed = projected + 3 * pass_record.total_rows * layer.channels * ITEM_SIZE
     for row in range(first, end):
-        slot, slot_row = row // new, row % new
-        slot_offset, window = slot * new * size, scratch + slot * window_size(layer) * ITEM_SIZE
-        convolution.convolve_gated(
-            layer,
-            origins_at(pass_record.origins, slot, new),
-            slot_row,
-            kept + slot_offset,
-            window,
-            projected + 3 * slot_offset,
-            mixed + row * size,
-        )
+        if step == ARRANGE:
+            convolution.gate_input(layer, row, projected, kept)
+        else:
+            convolution.convolve_gated(pass_record, layer, row, kept, scratch, projected, mixed)
 
 
 @compiled
 def _compute_delta(
     pass_record: Record, layer: Record, step: int, scratch: int, kept: int, path_at: int, first: int, end: int
 ) -> None:
-    new, heads = pass_record.new, layer.state_heads
-    rows = pass_record.slots * new
-    channels, head_bytes = layer.channels * ITEM_SIZE, heads * ITEM_SIZE
-    key_bytes, value_bytes = layer.key_heads * layer.key_width * ITEM_SIZE, layer.value_width * head_bytes
-    decay_bytes = layer.decay_width * head_bytes
-    keys = kept + rows * channels
-    changes = keys + rows * key_bytes
-    decays = changes + rows * value_bytes
-    convolved = _work_at(pass_record, scratch)
-    gates = convolved + rows * channels
-    steps = gates + rows * value_bytes
-    strengths = steps + rows * decay_bytes
-    mixed = strengths + rows * head_bytes
-    if step == JOIN:
-        values = convolved + 2 * rows * key_bytes
-        delta_rule.join_inputs(
-            convolved, convolved + rows * key_bytes, values, key_bytes, value_bytes, kept, first, end
-        )
-    elif step == SPREAD:
-        inputs = mixed + rows * value_bytes
-        scores = inputs + rows * (channels + value_bytes)
-        delta_rule.spread_inputs(layer, inputs, scores, kept, gates, strengths, steps, first, end)
-    elif step == PREPARE_DELTA:
-        for row in range(first, end):
-            slot, slot_row = row // new, row % new
-            delta_rule.prepare_delta(
-                layer,
-                origins_at(pass_record.origins, slot, new),
-                slot_row,
-                kept + slot * new * channels,
-                scratch + slot * window_size(layer) * ITEM_SIZE,
-                convolved + row * channels,
-                keys + row * key_bytes,
-                steps + row * decay_bytes,
-                decays + row * decay_bytes,
-                strengths + row * head_bytes,
-            )
-    elif step == RECUR_DELTA:
-        buffers = _part_buffers(pass_record, scratch, first, pass_record.slots * heads)
-        for unit in range(first, end):
-            slot, at = unit // heads, unit // heads * new
-            delta_rule.recur_delta(
-                pass_record,
-                layer,
-                origins_at(pass_record.origins, slot, new),
-                slot,
-                unit % heads,
-                buffers,
-                convolved + at * channels,
-                keys + at * key_bytes,
-                decays + at * decay_bytes,
-                strengths + at * head_bytes,
-                changes + at * value_bytes,
-                mixed + at * value_bytes,
-            )
-    elif step == GATE_DELTA:
-        for row in range(first, end):
-            origins, at = origins_at(pass_record.origins, row // new, new), row * value_bytes
-            delta_rule.gate_delta(layer, origins, row % new, gates + at, mixed + at)
-    else:
-        slot, path = _path_at(path_at)
-        at, unread = slot * new, _part_buffers(pass_record, scratch, first, heads)
+    rows, heads = pass_record.total_rows, layer.state_heads
+    at = delta_rule.delta_rows(layer, rows, kept, _work_at(pass_record, scratch))
+    if step == REPLAY:
+        (slot, path), unread = _path_at(path_at), _part_buffers(pass_record, scratch, first, heads)
         for head in range(first, end):
-            delta_rule.replay_delta(
-                layer,
-                slot,
-                head,
-                path,
-                keys + at * key_bytes,
-                decays + at * decay_bytes,
-                changes + at * value_bytes,
-                unread,
-            )
+            delta_rule.replay_delta(pass_record, layer, at, slot, head, path, unread)
+        return
+    buffers = _part_buffers(pass_record, scratch, first, pass_record.slots * heads)
+    for unit in range(first, end):
+        if step == ARRANGE and layer.fourth.kernels:
+            delta_rule.join_inputs(layer, rows, at, unit)
+        elif step == ARRANGE:
+            delta_rule.spread_inputs(layer, rows, at, unit)
+        elif step == PREPARE:
+            delta_rule.prepare_delta(pass_record, layer, at, unit, scratch)
+        elif step == RECUR:
+            delta_rule.recur_delta(pass_record, layer, at, unit // heads, unit % heads, buffers)
+        else:
+            delta_rule.gate_delta(pass_record, layer, at, unit)
 
 
 @compiled
 def _compute_scan(
     pass_record: Record, layer: Record, step: int, scratch: int, kept: int, path_at: int, first: int, end: int
 ) -> None:
-    new, heads = pass_record.new, layer.state_heads
-    rows, row_bytes = pass_record.slots * new, mamba2.projected_size(layer) * ITEM_SIZE
-    channels, head_bytes = layer.channels * ITEM_SIZE, heads * ITEM_SIZE
-    key_bytes, value_bytes = layer.key_heads * layer.key_width * ITEM_SIZE, layer.value_width * head_bytes
-    values = kept + rows * row_bytes
-    keys = values + rows * value_bytes
-    decays = keys + rows * key_bytes
-    convolved = _work_at(pass_record, scratch)
-    mixed = convolved + rows * channels
-    if step == PREPARE_SCAN:
-        for row in range(first, end):
-            slot, slot_row = row // new, row % new
-            mamba2.prepare_scan(
-                pass_record,
-                layer,
-                origins_at(pass_record.origins, slot, new),
-                slot_row,
-                kept + slot * new * row_bytes,
-                scratch + slot * window_size(layer) * ITEM_SIZE,
-                convolved + row * channels,
-                values + row * value_bytes,
-                keys + row * key_bytes,
-                decays + row * head_bytes,
-            )
-    elif step == SCAN:
-        buffers = _part_buffers(pass_record, scratch, first, pass_record.slots * heads)
-        for unit in range(first, end):
-            slot, at = unit // heads, unit // heads * new
-            mamba2.scan_head(
-                pass_record,
-                layer,
-                origins_at(pass_record.origins, slot, new),
-                slot,
-                unit % heads,
-                buffers,
-                convolved + at * channels,
-                values + at * value_bytes,
-                keys + at * key_bytes,
-                decays + at * head_bytes,
-                mixed + at * value_bytes,
-            )
-    elif step == GATE_SCAN:
-        for row in range(first, end):
-            origins = origins_at(pass_record.origins, row // new, new)
-            mamba2.gate_scan(layer, origins, row % new, kept + row * row_bytes, mixed + row * value_bytes)
-    else:
-        slot, path = _path_at(path_at)
-        at, unread = slot * new, _part_buffers(pass_record, scratch, first, heads)
+    heads, at = layer.state_heads, mamba2.scan_rows(layer, pass_record.total_rows, kept, _work_at(pass_record, scratch))
+    if step == REPLAY:
+        (slot, path), unread = _path_at(path_at), _part_buffers(pass_record, scratch, first, heads)
         for head in range(first, end):
-            mamba2.replay_scan(
-                layer,
-                slot,
-                head,
-                path,
-                values + at * value_bytes,
-                keys + at * key_bytes,
-                decays + at * head_bytes,
-                unread,
-            )
+            mamba2.replay_scan(pass_record, layer, at, slot, head, path, unread)
+        return
+    buffers = _part_buffers(pass_record, scratch, first, pass_record.slots * heads)
+    for unit in range(first, end):
+        if step == PREPARE:
+            mamba2.prepare_scan(pass_record, layer, at, unit, scratch)
+        elif step == RECUR:
+            mamba2.recur_scan(pass_record, layer, at, unit // heads, unit % heads, buffers)
+        else:
+            mamba2.gate_scan(pass_record, layer, at, unit)
 
 
 @compiled
@@ -298,11 +182,11 @@ def mixer_function() -> Any:
     def compute_mixer(
         pass_at: int,
         layer_at: int,
-        _: int,
         step: int,
         scratch: int,
         kept: int,
         path_at: int,
+        _: int,
         __: int,
         first: int,
         end: int,
@@ -312,9 +196,9 @@ def mixer_function() -> Any:
             copy_windows(layer, scratch, first, end)
         elif step == SHIFT:
             _shift(pass_record, layer, kept, path_at, first, end)
-        elif step <= CONVOLVE_GATED:
+        elif layer.mixer == SHORT_CONVOLUTION:
             _compute_convolution(pass_record, layer, step, scratch, kept, first, end)
-        elif step <= REPLAY_DELTA or step >= JOIN:
+        elif layer.mixer == DELTA_RULE:
             _compute_delta(pass_record, layer, step, scratch, kept, path_at, first, end)
         else:
             _compute_scan(pass_record, layer, step, scratch, kept, path_at, first, end)
@@ -344,54 +228,36 @@ def _multiply_twice(
 
 
 @compiled
-def mix(pass_record: Record, layer: Record, starts: Ints, read: int, rows: int, scratch: int, written: int) -> None:
+def _compute(
+    pass_record: Record, layer: Record, step: int, scratch: int, kept: int, path: int, units: int, work: int
+) -> None:
+    compute_step(pass_record, pass_record.mixer_function, layer, step, scratch, kept, path, units, work)
+
+
+@compiled
+def mix(pass_record: Record, layer: Record, read: int, rows: int, scratch: int, written: int) -> None:
     """Compute a layer's mixer for all rows at ``read`` and write its output to ``written``.
 
-    The layer's states are updated only if the pass record's ``ADVANCES`` is set.
+    The layer's states are updated only if the pass ``advances`` them.
     """
-    function, kept, work = pass_record.mixer_function, _kept_at(pass_record, layer), _work_at(pass_record, scratch)
-    channels, heads, vectors = layer.channels, layer.state_heads, layer.channels // LANES
-    values, state_work = heads * layer.value_width, rows * heads * layer.value_width * layer.key_width
-    addresses, slots, keys = (scratch, kept, 0), pass_record.slots, layer.key_heads * layer.key_width
-    channel_work, value_work = rows * channels, rows * values
-    window = slots * vectors * LANES
-    compute_step(pass_record, function, layer, starts, WINDOWS, *addresses, slots * vectors, window)
+    kept, work = _kept_at(pass_record, layer), _work_at(pass_record, scratch)
+    channels, vectors, heads = layer.channels, layer.channels // LANES, pass_record.slots * layer.state_heads
+    values = rows * layer.state_heads * layer.value_width
+    state_work, channel_work, window = values * layer.key_width, rows * channels, pass_record.slots * vectors * LANES
+    _compute(pass_record, layer, WINDOWS, scratch, kept, 0, pass_record.slots * vectors, window)
     if layer.mixer == SHORT_CONVOLUTION:
         multiply(pass_record, layer.first, read, rows, work)
-        compute_step(pass_record, function, layer, starts, GATE_INPUTS, *addresses, rows, channel_work)
-        compute_step(pass_record, function, layer, starts, CONVOLVE_GATED, *addresses, rows, channel_work)
-        mixed = work + 3 * rows * channels * ITEM_SIZE
+        _compute(pass_record, layer, ARRANGE, scratch, kept, 0, rows, channel_work)
+        values, mixed = channel_work, work + 3 * channel_work * ITEM_SIZE
     elif layer.mixer == DELTA_RULE:
-        gates = work + rows * channels * ITEM_SIZE
-        steps = gates + rows * values * ITEM_SIZE
-        strengths = steps + rows * heads * layer.decay_width * ITEM_SIZE
-        mixed = strengths + rows * heads * ITEM_SIZE
-        if not layer.fourth.kernels:
-            inputs = strengths + rows * (heads + values) * ITEM_SIZE
-            multiply(pass_record, layer.first, read, rows, inputs)
-            multiply(pass_record, layer.second, read, rows, inputs + rows * (channels + values) * ITEM_SIZE)
-            compute_step(pass_record, function, layer, starts, SPREAD, *addresses, rows, channel_work)
-        elif layer.fifth.kernels:
-            separate = work + rows * keys * ITEM_SIZE
-            multiply(pass_record, layer.first, read, rows, work)
-            multiply(pass_record, layer.fifth, read, rows, separate)
-            multiply(pass_record, layer.sixth, read, rows, separate + rows * keys * ITEM_SIZE)
-            compute_step(pass_record, function, layer, starts, JOIN, *addresses, rows, channel_work)
-        else:
-            multiply(pass_record, layer.first, read, rows, kept)
-        if layer.fourth.kernels:
-            _multiply_twice(pass_record, layer.gate_input, layer.second, read, rows, mixed, gates)
-            multiply(pass_record, layer.third, read, rows, strengths)
-            _multiply_twice(pass_record, layer.decay_input, layer.fourth, read, rows, mixed, steps)
-        compute_step(pass_record, function, layer, starts, PREPARE_DELTA, *addresses, rows, channel_work)
-        compute_step(pass_record, function, layer, starts, RECUR_DELTA, *addresses, slots * heads, state_work)
-        compute_step(pass_record, function, layer, starts, GATE_DELTA, *addresses, rows, value_work)
+        mixed = _multiply_for_delta(pass_record, layer, read, rows, scratch, kept)
     else:
-        multiply_scaled(pass_record, layer, starts, layer.first, layer.factors.first, read, rows, kept)
-        compute_step(pass_record, function, layer, starts, PREPARE_SCAN, *addresses, rows, channel_work)
-        compute_step(pass_record, function, layer, starts, SCAN, *addresses, slots * heads, state_work)
-        compute_step(pass_record, function, layer, starts, GATE_SCAN, *addresses, rows, value_work)
-        mixed = work + rows * channels * ITEM_SIZE
+        multiply_scaled(pass_record, layer, layer.first, layer.factors.first, read, rows, kept)
+        mixed = mamba2.scan_rows(layer, rows, kept, work).mixed
+    if layer.mixer != SHORT_CONVOLUTION:
+        _compute(pass_record, layer, PREPARE, scratch, kept, 0, rows, channel_work)
+        _compute(pass_record, layer, RECUR, scratch, kept, 0, heads, state_work)
+    _compute(pass_record, layer, GATE, scratch, kept, 0, rows, values)
     if pass_record.advances:
         # The windows aren't needed anymore, so their memory holds the path: the last rows of the prompt.
         new, columns = pass_record.new, min(pass_record.new, layer.columns)
@@ -399,28 +265,51 @@ def mix(pass_record: Record, layer: Record, starts: Ints, read: int, rows: int, 
         path[PATH_SLOT], path[COUNT], path[LISTED_ROWS] = 0, new, columns
         for column in range(columns):
             path[PATH + column] = new - columns + column
-        compute_step(pass_record, function, layer, starts, SHIFT, scratch, kept, scratch, vectors, window)
-    multiply_scaled(pass_record, layer, starts, layer.mixer_out, layer.factors.mixer_out, mixed, rows, written)
+        _compute(pass_record, layer, SHIFT, scratch, kept, scratch, vectors, window)
+    multiply_scaled(pass_record, layer, layer.mixer_out, layer.factors.mixer_out, mixed, rows, written)
 
 
 @compiled
-def accept(pass_record: Record, layers: Record, starts: Ints, path: Ints, scratch: int) -> None:
+def _multiply_for_delta(pass_record: Record, layer: Record, read: int, rows: int, scratch: int, kept: int) -> int:
+    """Compute the matmuls before a delta rule; return the address to which the rule writes its outputs."""
+    at = delta_rule.delta_rows(layer, rows, kept, _work_at(pass_record, scratch))
+    if not layer.fourth.kernels:
+        inputs, scores = delta_rule.grouped_at(layer, rows, at)
+        multiply(pass_record, layer.first, read, rows, inputs)
+        multiply(pass_record, layer.second, read, rows, scores)
+    elif layer.fifth.kernels:
+        queries, keys, values = delta_rule.separate_at(layer, rows, at)
+        multiply(pass_record, layer.first, read, rows, queries)
+        multiply(pass_record, layer.fifth, read, rows, keys)
+        multiply(pass_record, layer.sixth, read, rows, values)
+    else:
+        multiply(pass_record, layer.first, read, rows, at.inputs)
+    if not layer.fourth.kernels or layer.fifth.kernels:
+        _compute(pass_record, layer, ARRANGE, scratch, kept, 0, rows, rows * layer.channels)
+    if layer.fourth.kernels:
+        _multiply_twice(pass_record, layer.gate_input, layer.second, read, rows, at.mixed, at.gates)
+        multiply(pass_record, layer.third, read, rows, at.strengths)
+        _multiply_twice(pass_record, layer.decay_input, layer.fourth, read, rows, at.mixed, at.steps)
+    return at.mixed
+
+
+@compiled
+def accept(pass_record: Record, layers: Record, path: Ints, scratch: int) -> None:
     """Advance the mixers' states along a path of a pass's rows, by replaying the values kept for these rows.
 
     The states must be those before the pass.
     """
-    function, count = pass_record.mixer_function, path[COUNT]
     for number in range(len(layers)):
         layer = layers[number]
         if not layer.mixer:
             continue
-        addresses = scratch, _kept_at(pass_record, layer), path.ctypes.data
+        kept = _kept_at(pass_record, layer)
+        path_at: Any = np.int64(path.ctypes.data)
         vectors, heads = layer.channels // LANES, layer.state_heads
-        compute_step(pass_record, function, layer, starts, SHIFT, *addresses, vectors, vectors * LANES)
+        _compute(pass_record, layer, SHIFT, scratch, kept, path_at, vectors, vectors * LANES)
         if layer.mixer != SHORT_CONVOLUTION:
-            step = REPLAY_DELTA if layer.mixer == DELTA_RULE else REPLAY_SCAN
-            work = count * heads * layer.value_width * layer.key_width
-            compute_step(pass_record, function, layer, starts, step, *addresses, heads, work)
+            work = path[COUNT] * heads * layer.value_width * layer.key_width
+            _compute(pass_record, layer, REPLAY, scratch, kept, path_at, heads, work)
 
 
 class KeptRows:
@@ -434,4 +323,4 @@ class KeptRows:
         """Advance a slot's states along a path of its rows; ``states`` may have moved in memory since the pass."""
         self._mixers.fill_states(self._layers, states, int(path[PATH_SLOT]))
         scratch = torch.empty(mixer_scratch_size(self._pass_record), dtype=torch.float32)
-        accept(self._pass_record, self._layers, np.zeros(1, np.int64), path, scratch.data_ptr())
+        accept(self._pass_record, self._layers, path, scratch.data_ptr())

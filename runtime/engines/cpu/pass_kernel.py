@@ -27,6 +27,8 @@ from hdtool.runtime.engines.cpu.layer_record import (
     compute_layer_inputs,
     layer_inputs_size,
     multiply,
+    offsets_of,
+    starts_of,
 )
 from hdtool.runtime.engines.cpu.mix import accept
 from hdtool.runtime.kernels.compiled import (
@@ -51,8 +53,6 @@ from hdtool.runtime.model.pass_inputs import fill_tree
 
 OUTER = np.dtype(
     [
-        ("ids", np.int64),  # address of the rows' token ids
-        ("positions", np.int64),  # address of the rows' positions
         ("embed", np.int64),  # address of the ``embedding_of`` function
         ("embedding", np.int64),  # address of the embedding matrix
         ("vocabulary", np.int64),  # the embedding matrix's number of rows
@@ -101,7 +101,7 @@ def embedding_of(kind: MatrixKind, size: int) -> Any:
 
 @compiled
 def pass_scratch_size(pass_record: Record, layers: Record, rotary_types: int, positions: int) -> int:
-    """Return how many float32 values of scratch memory ``compute_pass`` needs."""
+    """Return how many float32 values of scratch memory a pass needs."""
     before = rotary_types * _rotary_size(pass_record) + layer_inputs_size(
         pass_record.inputs_stride, pass_record.total_rows
     )
@@ -115,25 +115,22 @@ def _rotary_size(pass_record: Record) -> int:
 
 
 @compiled
-def compute_pass(
-    pass_record: Record,
-    layers: Record,
-    starts: Ints,
-    outer: Record,
-    forced_tokens: Ints,
-    hidden: int,
-    scratch: int,
-) -> bool:
-    """Compute a pass and write normalized hidden states and logits; return False for unsupported ids or positions.
+def _compute_pass(record: Any, thread_pool: int, slots: int, rows: int, forced_tokens: Array, ranks: bool) -> bool:
+    """Compute the pass over the trees that ``_place_tree`` wrote, of which the largest has ``rows`` rows.
 
-    Placeholder ids are unsupported. ``forced_tokens`` is empty or holds, for each row, the only token that can follow
-    the row, or a negative number if several tokens can.
+    Write normalized hidden states and logits; return False for unsupported ids or positions, such as placeholders.
+    ``forced_tokens`` is empty or holds, for each row, the only token that can follow the row, or a negative number if
+    several tokens can.
     """
-    rows, pass_record.active_experts = pass_record.total_rows, 0
-    ids, positions = (
-        array_at(outer.ids, (rows,), types.int64),
-        array_at(outer.positions, (rows,), types.int64),
-    )
+    pass_record, outer, hidden, scratch = record.pass_record, record.outer_record, record.hidden, record.scratch
+    pass_record.slots, pass_record.new, pass_record.thread_pool = slots, rows, thread_pool
+    pass_record.starts, pass_record.row_offsets = record.starts, record.offsets
+    pass_record.mask, pass_record.mask_row_stride = record.mask if rows > 1 else 0, record.mask_width
+    pass_record.mask_slot_stride = record.rows * record.mask_width
+    pass_record.row_positions, pass_record.rotary_tables = record.positions, scratch
+    rows, outer.maxima = offsets_of(pass_record)[slots], record.maxima if ranks else 0
+    pass_record.total_rows, pass_record.active_experts = rows, 0
+    ids, positions = array_at(record.ids, (rows,), types.int64), array_at(record.positions, (rows,), types.int64)
     for row in range(rows):
         if not (0 <= ids[row] < outer.vocabulary and 0 <= positions[row] < outer.known_positions):
             return False
@@ -142,24 +139,23 @@ def compute_pass(
         for row in range(rows):
             if ids[row] == placeholder:
                 return False
-    if rows:
-        call_embed(outer.embed, (outer.embedding, pass_record.hidden, outer.ids, rows, hidden))
-        if outer.multiplier:
-            scale_in_place(hidden, rows * pass_record.hidden, outer.multiplier)
-    pass_record.row_positions, pass_record.rotary_tables = outer.positions, scratch
+    call_embed(outer.embed, (outer.embedding, pass_record.hidden, record.ids, rows, hidden))
+    if outer.multiplier:
+        scale_in_place(hidden, rows * pass_record.hidden, outer.multiplier)
     _copy_rotary(pass_record, outer, positions)
     rest = scratch + outer.rotary_types * _rotary_size(pass_record) * ITEM_SIZE
     if outer.layer_inputs.projection.kernels:
         pass_record.inputs = rest
-        compute_layer_inputs(pass_record, outer.layer_inputs, outer.ids, rows, hidden, rest)
+        compute_layer_inputs(pass_record, outer.layer_inputs, record.ids, rows, hidden, rest)
         rest += layer_inputs_size(pass_record.inputs_stride, rows) * ITEM_SIZE
+    layers = array_at(record.layers, record.layer_count, LAYER)
     leaves = outer.first and pass_record.advances and pass_record.slots == 1
     keeping = min(outer.caching_layers, len(layers)) if leaves else len(layers)
-    compute_layers(pass_record, layers[:keeping], starts, hidden, rest)
+    compute_layers(pass_record, layers[:keeping], hidden, rest)
     if keeping < len(layers):
-        _leave_rows(pass_record, outer, starts, positions)
+        _leave_rows(pass_record, outer, positions)
         kept_at = hidden + outer.first * pass_record.hidden * ITEM_SIZE
-        compute_layers(pass_record, layers[keeping:], starts, kept_at, rest)
+        compute_layers(pass_record, layers[keeping:], kept_at, rest)
     apply_norm(pass_record, outer.norm, outer.epsilon, hidden, rows, pass_record.hidden, outer.normed)
     if len(forced_tokens) > 0:
         _write_open_logits(pass_record, outer, forced_tokens, hidden, scratch)
@@ -170,7 +166,7 @@ def compute_pass(
 
 
 @compiled
-def _leave_rows(pass_record: Record, outer: Record, starts: Ints, positions: Ints) -> None:
+def _leave_rows(pass_record: Record, outer: Record, positions: Ints) -> None:
     """For the remaining layers, drop all rows before the first with logits, as if an earlier pass had computed them.
 
     The rows must form a chain, because attention reads no mask if only one row remains.
@@ -178,8 +174,8 @@ def _leave_rows(pass_record: Record, outer: Record, starts: Ints, positions: Int
     first = outer.first
     pass_record.new -= first
     pass_record.total_rows -= first
-    array_at(pass_record.row_offsets, (2,), types.int64)[1] -= first
-    starts[0] += first
+    offsets_of(pass_record)[1] -= first
+    starts_of(pass_record)[0] += first
     pass_record.row_positions += first * WORD_SIZE
     pass_record.inputs += first * pass_record.inputs_stride * ITEM_SIZE
     if pass_record.mask:
@@ -310,6 +306,7 @@ NODES, LENGTH, WALKS = 1, 2, 3
 def compute_trees(
     at: int,
     thread_pool: int,
+    walk_results: Array,
     tree_headers: Array,
     tokens: Array,
     parents: Array,
@@ -318,13 +315,12 @@ def compute_trees(
     first_logits: int,
     ranks: bool,
     advances: bool,
-    walk_results: Array,
 ) -> bool:
     """Compute a pass over one tree in each slot, padded to ``min_rows``, given the record at ``at``.
 
     ``tree_headers`` has a header for each tree. Each tree's row of ``walk_results`` is set to the length of its argmax
     walk and 1 if the walk's logits are finite, or to zeros if no walk is wanted. Rows before ``first_logits`` and
-    padding rows get no logits, and a row with a forced token gets only that token's; see ``compute_pass`` for
+    padding rows get no logits, and a row with a forced token gets only that token's; see ``_compute_pass`` for
     ``forced_tokens``. With ``ranks``, maxima for top-k are written as well. With ``advances``, mixers' states advance
     past the last row. Return False for unsupported ids or positions.
     """
@@ -346,7 +342,7 @@ def compute_trees(
             forced_tokens_of_rows[offsets[slot] + row] = forced_token
             skips |= forced_token != UNDETERMINED
         first += nodes
-    if not _compute(
+    if not _compute_pass(
         record,
         thread_pool,
         slots,
@@ -395,31 +391,6 @@ def _place_tree(record: Any, slot: int, root: int, tokens: Array, parents: Array
 
 
 @compiled
-def _compute(record: Any, thread_pool: int, slots: int, rows: int, forced_tokens: Array, ranks: bool) -> bool:
-    """Compute the pass over the trees that ``_place_tree`` wrote, of which the largest has ``rows`` rows.
-
-    Return False for unsupported ids or positions.
-    """
-    pass_record, outer_record = record.pass_record, record.outer_record
-    pass_record.row_offsets, pass_record.total_rows = (
-        record.offsets,
-        array_at(record.offsets, slots + 1, np.int64)[slots],
-    )
-    outer_record.maxima = record.maxima if ranks else 0
-    pass_record.slots, pass_record.new, pass_record.thread_pool = slots, rows, thread_pool
-    pass_record.mask, pass_record.mask_slot_stride, pass_record.mask_row_stride = (
-        record.mask if rows > 1 else 0,
-        record.rows * record.mask_width,
-        record.mask_width,
-    )
-    layers, starts = (
-        array_at(record.layers, record.layer_count, LAYER),
-        array_at(record.starts, slots, np.int64),
-    )
-    return compute_pass(pass_record, layers, starts, outer_record, forced_tokens, record.hidden, record.scratch)
-
-
-@compiled
 def accept_path(at: int, thread_pool: int, path: Array) -> None:
     """Advance the mixers' states along a path of the last pass's rows.
 
@@ -427,11 +398,7 @@ def accept_path(at: int, thread_pool: int, path: Array) -> None:
     """
     record = array_at(at, 1, TREE_PASS)[0]
     record.pass_record.thread_pool = thread_pool
-    layers, starts = (
-        array_at(record.layers, record.layer_count, LAYER),
-        array_at(record.starts, 1, np.int64),
-    )
-    accept(record.pass_record, layers, starts, path, record.scratch)
+    accept(record.pass_record, array_at(record.layers, record.layer_count, LAYER), path, record.scratch)
 
 
 @compiled
@@ -454,9 +421,7 @@ def compile_passes() -> None:
         record[name] = zeros.ctypes.data
     offsets = np.zeros(2, np.int64)
     record["offsets"] = offsets.ctypes.data
-    pass_record, outer_record = record[0].pass_record, record[0].outer_record
-    outer_record.ids = outer_record.positions = zeros.ctypes.data
-    pass_scratch_size(pass_record, zeroed_records(LAYER, 0), 0, 0)
+    pass_scratch_size(record[0].pass_record, zeroed_records(LAYER, 0), 0, 0)
     headers, nodes = np.array([[bare.root, 0, 0, 1]]), (bare.tokens, bare.parents, NO_FORCED_TOKENS)
-    compute_trees(record.ctypes.data, 0, headers, *nodes, 1, 0, False, False, np.zeros((1, 2), np.int64))
+    compute_trees(record.ctypes.data, 0, np.zeros((1, 2), np.int64), headers, *nodes, 1, 0, False, False)
     accept_path(record.ctypes.data, 0, zeros)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -39,7 +39,7 @@ from hdtool.runtime.kernels.code_folder import mark_compiled
 from hdtool.runtime.kernels.compile_process import PASSES, wait_until_compiled
 from hdtool.runtime.kernels.thread_pool import shared_thread_pool
 from hdtool.runtime.kernels.vector_code import LANES
-from hdtool.runtime.model.pass_inputs import FULL, AttentionMasks, AttentionWindow, Mask
+from hdtool.runtime.model.pass_inputs import FULL, AttentionMasks, AttentionWindow, Mask, sent_step
 from hdtool.runtime.model.transformers_internals import cache_argument
 from hdtool.runtime.program.embedding_and_head import (
     norms_and_activations_match,
@@ -52,9 +52,7 @@ from hdtool.runtime.program.model_families import LLAMA
 from hdtool.runtime.program.model_parts import fits_cache, model_parts
 
 if TYPE_CHECKING:
-    from hdtool.runtime.engines.stock.recurrent_layers import StatesOfPass
-    from hdtool.runtime.kernels.linear import CompiledLinear
-    from hdtool.runtime.program.model_parts import LayerParts
+    pass
 
 TOLERANCE = 1e-4
 """Maximum relative difference between a row that compiled code computes and the row that Transformers computes.
@@ -65,6 +63,7 @@ a difference of about 1e-6.
 CONTEXT_LENGTHS = (0, 37, 150)
 """Context lengths at which some layers are compared: with a tree for the second length, a bare root for the others."""
 BATCH_LENGTHS, BATCH_NODES = (5, 20), (2, 4)
+"""Context lengths and sizes of two chains that are compared in one pass."""
 Case = tuple[KVTensors, SlotKVCache, torch.Tensor, Mask, torch.Tensor | None, Sequence[DraftTree]]
 """``(storage, cache, positions, masks, mask, trees)`` of a compared pass.
 
@@ -169,7 +168,9 @@ class _LayerProof:
         mixing = [number for number, layer in enumerate(layers) if layer.mixer]
         ends = {0, len(layers) - 1, *map(layers.index, self._parts.attending[:1]), *mixing[:1]}
         return (
-            self._is_same(with_progress(range(len(layers)), "layers checked", is_left=False), self._case(7, PROOF_TREE))
+            self._is_same(
+                with_progress(range(len(layers)), "layers checked", is_left=False), self._case([PROOF_TREE], [7])
+            )
             and all(self._is_same(sorted(ends), case) for case in self._cases())
             and (not mixing or self._is_same(mixing, self._prompt()))
         )
@@ -184,31 +185,16 @@ class _LayerProof:
 
     def _cases(self) -> Iterator[Case]:
         for length in CONTEXT_LENGTHS:
-            yield self._case(length, PROOF_TREE if length == CONTEXT_LENGTHS[1] else DraftTree.bare(0))
-        yield self._batch()
+            yield self._case([PROOF_TREE if length == CONTEXT_LENGTHS[1] else DraftTree.bare(0)], [length])
+        chains = [DraftTree.of(0, [0] * nodes, range(-1, nodes - 1)) for nodes in BATCH_NODES]
+        yield self._case(chains, BATCH_LENGTHS)
 
-    def _case(self, length: int, tree: DraftTree) -> Case:
-        storage = self._trees.allocate(1, length + len(tree) + 1).storage
-        positions = length + torch.tensor([[0, *tree.depths[1:].tolist()]])
-        unwindowed: Any = self._masks.of_trees([tree], [length])
-        return (
-            storage,
-            SlotKVCache(storage, [length]),
-            positions,
-            self._stock.masks.of_trees([tree], [length]),
-            unwindowed,
-            [tree],
-        )
-
-    def _batch(self) -> Case:
-        lengths = BATCH_LENGTHS
-        trees = [DraftTree.of(0, [0] * nodes, list(range(-1, nodes - 1))) for nodes in BATCH_NODES]
-        rows = max(BATCH_NODES) + 1
+    def _case(self, trees: Sequence[DraftTree], lengths: Sequence[int]) -> Case:
+        rows = max(map(len, trees)) + 1
         storage = self._trees.allocate(len(trees), max(lengths) + rows).storage
-        positions = torch.tensor(lengths)[:, None] + torch.arange(rows)
-        masks = self._stock.masks.of_trees(trees, lengths)
-        unwindowed: Any = self._masks.of_trees(trees, lengths)
-        return storage, SlotKVCache(storage, lengths), positions, masks, unwindowed, trees
+        positions = sent_step(trees, lengths, self._stock.device).positions
+        masks, unwindowed = (each.of_trees(trees, lengths) for each in (self._stock.masks, self._masks))
+        return storage, SlotKVCache(storage, lengths), positions, masks, cast(Any, unwindowed), trees
 
     def _is_same(self, numbers: Iterable[int], case: Case) -> bool:
         storage, _, positions, *_ = case
@@ -248,7 +234,9 @@ class _LayerProof:
             "use_cache": True,
         }
         arguments |= self._other_inputs(number, case)
-        with self._over(part, case) as states:
+        recurrent = self._recurrent if part.mixer and trees else None
+        over = recurrent.over(trees, storage.states, cache) if recurrent and storage.states else nullcontext()
+        with over as states:
             output = part.layer(hidden.clone(), **arguments, **cache_argument(part.layer, cache))
         expected = output[0] if isinstance(output, tuple) else output
         if not isinstance(expected, torch.Tensor) or expected.shape != hidden.shape:
@@ -286,20 +274,6 @@ class _LayerProof:
             self._shared[cast(Any, part.attention).layer_type] = keys, values
         return arguments
 
-    @contextmanager
-    def _over(self, part: LayerParts[CompiledLinear], case: Case) -> Iterator[StatesOfPass | None]:
-        """Make Transformers' mixer run over the case's trees within this block.
-
-        Yield None if the layer has no mixer or the case has no trees.
-        """
-        storage, cache, *_, trees = case
-        recurrent = self._recurrent
-        if not (part.mixer and trees and recurrent and storage.states):
-            yield None
-            return
-        with recurrent.over(trees, storage.states, cache) as states:
-            yield states
-
     def _compiled(self, number: int, hidden: torch.Tensor, case: Case) -> torch.Tensor:
         """Return a compiled layer's output; write to the KV cache and advance the states along each tree's path."""
         storage, cache, positions, _, mask, trees = case
@@ -318,7 +292,8 @@ class _LayerProof:
             tables.data_ptr(),
             self._inputs.data_ptr(),
         )
-        pass_record.row_offsets = offsets.ctypes.data
+        lengths = np.array(cache.lengths, np.int64)
+        pass_record.row_offsets, pass_record.starts = offsets.ctypes.data, lengths.ctypes.data
         hidden = hidden.clone(memory_format=torch.contiguous_format)
         layer, mixers = self._table.with_cache(storage)[number : number + 1], self._table.mixers
         scratch = torch.empty(layers_scratch_size(pass_record, layer, cache.length + new), dtype=torch.float32)
@@ -331,13 +306,12 @@ class _LayerProof:
             journal.data_ptr(),
             not trees,
         )
-        lengths = np.array(cache.lengths, np.int64)
         with shared_thread_pool(torch.get_num_threads()).open() as pass_record.thread_pool:
-            compute_layers(pass_record, layer, lengths, hidden.data_ptr(), scratch.data_ptr())
+            compute_layers(pass_record, layer, hidden.data_ptr(), scratch.data_ptr())
             for slot, tree in enumerate(trees):
                 rows = _path_of(tree)
                 path = np.array([slot, len(rows), len(rows), *rows], np.int64)
-                accept(pass_record, layer, lengths, path, scratch.data_ptr())
+                accept(pass_record, layer, path, scratch.data_ptr())
         return hidden
 
 

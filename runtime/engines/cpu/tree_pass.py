@@ -185,9 +185,9 @@ class TreePass:
         return KeptRows(mixers, pass_record, layers.copy(), journal.copy())
 
     def _compute(self, *arguments: Any) -> bool:
-        """Call ``compute_trees`` with the record and the thread pool, followed by these arguments."""
+        """Call ``compute_trees`` with the record, the thread pool and an array for walks, and these arguments."""
         with self._open_threads() as thread_pool:
-            return compute_trees(self._at, thread_pool, *arguments, self._walk_results)
+            return compute_trees(self._at, thread_pool, self._walk_results, *arguments)
 
     def _open_threads(self) -> AbstractContextManager[int]:
         return shared_thread_pool(self._threads).open() if self._threads > 1 else NO_THREADS
@@ -235,7 +235,6 @@ class TreePass:
             self._states_at = states.address, states.stride
         pass_record, outer_record = record.pass_record, record.outer_record
         pass_record.origins, pass_record.journal = record.origins, record.journal
-        outer_record.ids, outer_record.positions = record.ids, record.positions
         outer_record.logits, outer_record.normed = self._logits.data_ptr(), self._normed.data_ptr()
 
     def _view(self, first: int, rows: int) -> torch.Tensor:
