@@ -10,8 +10,8 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from hdtool.runtime.kernels.compiled import clear_floats, compiled, copy_floats
-from hdtool.runtime.kernels.gemm_tiles import call_unpack, interleave, partial_tile, rows_per_chunk
+from hdtool.runtime.kernels.compiled import Record, clear_floats, compiled, copy_floats
+from hdtool.runtime.kernels.gemm_tiles import call_unpack, interleave, partial_tile, rows_per_chunk, stride_of
 from hdtool.runtime.kernels.vector_code import CACHE_LINE, ITEM_SIZE, LANES, l1_bytes, line_after
 
 GROUPS = (2, 4, 6) if LANES == 8 else (2, 4)
@@ -33,10 +33,8 @@ _add, _complete = partial_tile(_GROUP_OUT_FEATURES, last=False), partial_tile(_G
 
 @compiled
 def multiply_many(
-    unpack: int,
-    block_size: int,
+    kernels: Record,
     matrix: int,
-    stride: int,
     out_features: int,
     columns: int,
     inputs: int,
@@ -44,7 +42,7 @@ def multiply_many(
     outputs: int,
     output_stride: int,
 ) -> None:
-    """Compute the matmul for many input rows; ``stride`` is the size of a matrix row in bytes.
+    """Compute the matmul for many input rows; ``kernels`` is a record of ``gemm.KERNELS``.
 
     ``out_features`` must be a multiple of ``TILE_OUT_FEATURES``.
     """
@@ -56,27 +54,13 @@ def multiply_many(
     for first in range(0, rows, chunk):
         read, written = inputs + first * columns * ITEM_SIZE, outputs + first * output_stride * ITEM_SIZE
         chunk_rows = min(chunk, rows - first)
-        _multiply_together(
-            unpack,
-            block_size,
-            matrix,
-            stride,
-            out_features,
-            columns,
-            read,
-            chunk_rows,
-            written,
-            output_stride,
-            memory,
-        )
+        _multiply_together(kernels, matrix, out_features, columns, read, chunk_rows, written, output_stride, memory)
 
 
 @compiled
 def _multiply_together(
-    unpack: int,
-    block_size: int,
+    kernels: Record,
     matrix: int,
-    stride: int,
     out_features: int,
     columns: int,
     inputs: int,
@@ -86,6 +70,7 @@ def _multiply_together(
     memory: npt.NDArray[np.float32],
 ) -> None:
     """Multiply the matrix by up to ``MAX_INTERLEAVED_ROWS`` input rows, using ``memory`` as scratch space."""
+    stride, block_size = stride_of(kernels, columns), kernels.block_size
     width = columns * ITEM_SIZE
     whole = rows // GROUP * GROUP
     group = SMALL_GROUP
@@ -116,7 +101,7 @@ def _multiply_together(
             block, between = block_at, stride
             if stride != width:  # float32 is read in place
                 block, between = unpacked, block_columns * ITEM_SIZE
-                call_unpack(unpack, (block_at, stride, block_rows, block_columns, unpacked))
+                call_unpack(kernels.unpack, (block_at, stride, block_rows, block_columns, unpacked))
             for row in range(0, rows, GROUP):
                 group_rows = GROUP if row < whole else group
                 read, kept = interleaved + row * width, sums + row * BLOCK_OUT_FEATURES * LANES * ITEM_SIZE

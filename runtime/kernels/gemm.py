@@ -32,6 +32,7 @@ from hdtool.runtime.kernels.gemm_tiles import (
     MAX_TILE_ROWS,
     TILE_OUT_FEATURES,
     interleave,
+    stride_of,
     tile,
     tile_out_features,
     unpack_of,
@@ -213,7 +214,7 @@ def _multiply_function() -> Any:
         ``columns`` must be a multiple of ``COLUMN_MULTIPLE`` and of the format's block size.
         """
         kernels = struct_at(kernels_at, KERNELS)
-        part = matrix + first // kernels.stored_rows * _stride(kernels, columns)
+        part = matrix + first // kernels.stored_rows * stride_of(kernels, columns)
         _multiply(kernels, part, end - first, columns, inputs, rows, outputs + first * ITEM_SIZE, out_features)
         if bias:
             added = array_at(bias, (out_features,), types.float32)
@@ -223,12 +224,6 @@ def _multiply_function() -> Any:
                     written[row, out] += added[out]
 
     return multiply
-
-
-@compiled
-def _stride(kernels: Record, columns: int) -> int:
-    """Return the size of a matrix row or panel in bytes."""
-    return columns // kernels.block_size * kernels.bytes  # type: ignore[no-any-return]
 
 
 @compiled
@@ -250,8 +245,7 @@ def _multiply(
     if not tiled:
         pass
     elif kernels.unpack and rows > (MAX_LONG_REGISTER_ROWS if is_long else MAX_REGISTER_ROWS):
-        stride, second = _stride(kernels, columns), kernels.expand if HAS_PANELS else kernels.block_size
-        _multiply_many(kernels.unpack, second, matrix, stride, tiled, columns, inputs, rows, outputs, output_stride)
+        _multiply_many(kernels, matrix, tiled, columns, inputs, rows, outputs, output_stride)
     elif kernels.prepare and rows > kernels.direct_rows:
         memory = np.empty(rows * _prepared_bytes(kernels, columns) + CACHE_LINE, np.uint8)
         _multiply_prepared(kernels, matrix, tiled, columns, inputs, rows, outputs, output_stride, memory)
@@ -259,7 +253,7 @@ def _multiply(
         tile_rows = _even_rows(rows, MAX_DIRECT_ROWS)
         _multiply_tiles(kernels, matrix, tiled, columns, inputs, width, rows, tile_rows, outputs, output_stride)
     if tiled < out_features:
-        last, written = matrix + tiled * _stride(kernels, columns), outputs + tiled * ITEM_SIZE
+        last, written = matrix + tiled * stride_of(kernels, columns), outputs + tiled * ITEM_SIZE
         _multiply_tiles(kernels, last, out_features - tiled, columns, inputs, width, rows, 1, written, output_stride)
 
 
@@ -290,7 +284,7 @@ def _multiply_prepared(
     whole = out_features - out_features % kernels.tile_out_features
     _multiply_tiles(kernels, matrix, whole, columns, prepared, size, rows, tile_rows, outputs, output_stride)
     if whole < out_features:
-        last = matrix + whole // kernels.stored_rows * _stride(kernels, columns)
+        last = matrix + whole // kernels.stored_rows * stride_of(kernels, columns)
         written = np.empty((rows, kernels.stored_rows), np.float32)
         at, width = written.ctypes.data, written.shape[1]
         _multiply_tiles(kernels, last, width, columns, prepared, size, rows, tile_rows, at, width)
@@ -320,7 +314,7 @@ def _multiply_tiles(
     output_stride: int,
 ) -> None:
     """Multiply the matrix by input rows of ``input_bytes`` bytes, in tiles of ``tile_rows`` rows."""
-    stride = _stride(kernels, columns)
+    stride = stride_of(kernels, columns)
     # All matrix rows at once, unless several tiles of input rows share them while they are cached.
     out, step = 0, out_features if rows <= tile_rows else min(out_features, kernels.tile_out_features)
     while out < out_features:

@@ -13,11 +13,11 @@ from llvmlite import ir  # type: ignore[import-untyped]
 from numba import types
 from numba.core import cgutils
 
-from hdtool.runtime.kernels.compiled import BYTES, c_function, caller_of, compiled, generated
+from hdtool.runtime.kernels.compiled import BYTES, Record, c_function, caller_of, compiled, generated
 from hdtool.runtime.kernels.matrix_formats import (
     FORMAT_OF_TYPE,
+    BlockCode,
     BlockFormat,
-    Blocks,
     Expand,
     MatrixKind,
     Tile,
@@ -97,7 +97,7 @@ class _Packed:
     def __init__(self, code: VectorCode, kind: Any) -> None:
         self.code = code
         self.format = FORMAT_OF_TYPE[kind]
-        self.blocks = Blocks(code, self.format)
+        self.blocks = BlockCode(code, self.format)
         self.step, self.vectors = self.format.block_size, self.blocks.vectors
 
     def stride(self, columns: Any) -> Any:
@@ -363,6 +363,12 @@ def interleave(inputs: int, rows: int, columns: int, written: int, group: int) -
     for row in range(rows):
         read, target = inputs + row * columns * ITEM_SIZE, written + row * LANES * ITEM_SIZE
         copy_vectors(read, columns, target, group)
+
+
+@compiled
+def stride_of(kernels: Record, columns: int) -> int:
+    """Return the size of a matrix row or panel in bytes; ``kernels`` is a record of ``gemm.KERNELS``."""
+    return columns // kernels.block_size * kernels.bytes  # type: ignore[no-any-return]
 
 
 @compiled

@@ -168,7 +168,7 @@ them from memory saves shuffles, the bottleneck of tiles with few input rows. Fo
 float32 scales are faster without computing ahead."""
 
 
-class Blocks:
+class BlockCode:
     """Generates code that unpacks blocks of a format."""
 
     has_scaled_tables = LANES == 16

@@ -40,7 +40,7 @@ class PackedMatrix:
         self.itemsize, self.nbytes = format.bytes, blocks.nbytes
 
     def __len__(self) -> int:
-        return len(self.blocks)
+        return self.shape[0]
 
     def __getitem__(self, rows: slice) -> PackedMatrix:
         return PackedMatrix(self.blocks[rows], self.format)
@@ -67,14 +67,11 @@ class PackedMatrix:
 
         This has an effect only on Linux.
         """
-        self._advise(MADV_PAGEOUT)
-
-    def _advise(self, advice: int) -> None:
         if sys.platform == "linux":
             first = -(-self.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
             size = (self.data_ptr() + self.nbytes - first) // mmap.PAGESIZE * mmap.PAGESIZE
             if size > 0:
-                ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(size), advice)
+                ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(size), MADV_PAGEOUT)
 
     def into(self, memory: torch.Tensor) -> torch.Tensor:
         """Expand the matrix into a contiguous float32 tensor of its shape, and return that tensor."""
@@ -129,9 +126,6 @@ class PackedExperts(PackedMatrix):
         self.shape = torch.Size((experts, columns, rows) if is_transposed else (experts, rows, columns))
         self.nbytes = sum(part.nbytes for part in parts)
 
-    def __len__(self) -> int:
-        return self.shape[0]
-
     def __getitem__(self, experts: slice) -> PackedExperts:
         first, end, step = experts.indices(len(self))
         assert step == 1
@@ -156,9 +150,6 @@ class PackedExperts(PackedMatrix):
     def transpose(self, *dims: int) -> PackedExperts:
         assert set(dims) == {1, 2}
         return self._with(self.parts, len(self), is_transposed=not self.is_transposed)
-
-    def clone(self) -> PackedExperts:
-        return self
 
     def page_out(self) -> None:
         for part in self.parts:

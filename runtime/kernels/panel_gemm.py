@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 from numba import types
 
-from hdtool.runtime.kernels.compiled import compiled, copy_floats, generated
-from hdtool.runtime.kernels.gemm_tiles import rows_per_chunk
+from hdtool.runtime.kernels.compiled import Record, compiled, copy_floats, generated
+from hdtool.runtime.kernels.gemm_tiles import rows_per_chunk, stride_of
 from hdtool.runtime.kernels.matrix_formats import cases
 from hdtool.runtime.kernels.transposed_rows import (
     call_expand,
@@ -58,10 +58,8 @@ the next level."""
 
 @compiled
 def multiply_many(
-    transpose: int,
-    expand: int,
+    kernels: Record,
     matrix: int,
-    stride: int,
     out_features: int,
     columns: int,
     inputs: int,
@@ -69,55 +67,38 @@ def multiply_many(
     outputs: int,
     output_stride: int,
 ) -> None:
-    """Compute the matmul for many input rows; ``transpose`` and ``expand`` are addresses of the format's functions.
+    """Compute the matmul for many input rows; ``kernels`` is a record of ``gemm.KERNELS``.
 
-    ``stride`` is the size of a matrix row in bytes, ``output_stride`` the distance between output rows in numbers.
-    ``columns`` must be a multiple of ``4 * LANES`` and of the size of a block.
+    ``output_stride`` is the distance between output rows in numbers. ``columns`` must be a multiple of ``4 * LANES``
+    and of the size of a block.
     """
-    max_rows = MAX_ROWS if columns <= MAX_LONG_COLUMNS else MAX_LONG_ROWS
+    max_rows, stride = MAX_ROWS if columns <= MAX_LONG_COLUMNS else MAX_LONG_ROWS, stride_of(kernels, columns)
     chunk = rows_per_chunk(rows, max_rows, GROUP)
     panel = np.empty(VECTORS * transposed_size(columns) + LINE, np.float32)
     weights = np.empty(MAX_RANGE // LANES * PANEL + LINE, np.float32)
     transposed_inputs = np.empty(LANES * _lane_size(columns, chunk) + LINE, np.float32)
     sums = np.empty(chunk * PANEL * (LEVELS + 1) + LINE, np.float32)
     for first in range(0, rows, chunk):
-        _multiply_chunk(
-            transpose,
-            expand,
-            matrix,
-            stride,
-            out_features,
-            columns,
-            inputs + first * columns * ITEM_SIZE,
-            min(chunk, rows - first),
-            outputs + first * output_stride * ITEM_SIZE,
-            output_stride,
-            (panel, weights, transposed_inputs, sums),
-        )
-
-
-@compiled
-def _multiply_chunk(
-    transpose: int,
-    expand: int,
-    matrix: int,
-    stride: int,
-    out_features: int,
-    columns: int,
-    inputs: int,
-    rows: int,
-    outputs: int,
-    output_stride: int,
-    scratch: Any,
-) -> None:
-    """Multiply the matrix by up to ``MAX_ROWS`` input rows; ``scratch`` holds arrays that the caller keeps alive."""
-    panel, weights = line_after(scratch[0].ctypes.data), line_after(scratch[1].ctypes.data)
-    transposed_inputs, sums = line_after(scratch[2].ctypes.data), line_after(scratch[3].ctypes.data)
-    _transpose_inputs(inputs, rows, columns, transposed_inputs)
-    for out in range(0, out_features, PANEL):
-        panel_rows, part, to = min(PANEL, out_features - out), matrix + out * stride, outputs + out * ITEM_SIZE
-        _transpose_panel(transpose, part, stride, panel_rows, columns, panel)
-        _multiply_panel(expand, panel, weights, panel_rows, columns, transposed_inputs, rows, sums, to, output_stride)
+        # Read in each iteration, so that the arrays stay alive.
+        panel_at, weights_at = line_after(panel.ctypes.data), line_after(weights.ctypes.data)
+        inputs_at, sums_at = line_after(transposed_inputs.ctypes.data), line_after(sums.ctypes.data)
+        count, to = min(chunk, rows - first), outputs + first * output_stride * ITEM_SIZE
+        _transpose_inputs(inputs + first * columns * ITEM_SIZE, count, columns, inputs_at)
+        for out in range(0, out_features, PANEL):
+            panel_rows, written = min(PANEL, out_features - out), to + out * ITEM_SIZE
+            _transpose_panel(kernels.unpack, matrix + out * stride, stride, panel_rows, columns, panel_at)
+            _multiply_panel(
+                kernels.expand,
+                panel_at,
+                weights_at,
+                panel_rows,
+                columns,
+                inputs_at,
+                count,
+                sums_at,
+                written,
+                output_stride,
+            )
 
 
 @compiled

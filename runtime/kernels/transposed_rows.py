@@ -20,8 +20,8 @@ from hdtool.runtime.kernels.matrix_formats import (
     INT4,
     PRECOMPUTED_SCALES,
     VALUE_TABLES,
+    BlockCode,
     BlockFormat,
-    Blocks,
     Expand,
     MatrixKind,
 )
@@ -206,7 +206,7 @@ class _Layout:
         return builder.add(first, builder.mul(place, INDEX(4 * SQUARE)))
 
 
-class _TransposedBlocks(Blocks):
+class _TransposedCode(BlockCode):
     """Generates code for blocks of ``LANES`` rows at once, whose scales differ between lanes.
 
     A format's method must call ``_spread`` before it returns the expander, for the same factors in the same order:
@@ -230,7 +230,7 @@ class _TransposedBlocks(Blocks):
         return self._by_level(block, first, [float(number) for number in VALUE_TABLES[self._format.name]], scale, None)
 
 
-class _BlockWriter(_TransposedBlocks):
+class _BlockWriter(_TransposedCode):
     """Generates code that transposes a block of ``LANES`` rows, which is given as a list of addresses."""
 
     def __init__(self, code: FloatCode, format: BlockFormat, layout: _Layout) -> None:
@@ -239,7 +239,7 @@ class _BlockWriter(_TransposedBlocks):
 
     def write(self, block: Sequence[Any]) -> None:
         if self.scales == 16:
-            one_row = Blocks(self.code, self._format)
+            one_row = BlockCode(self.code, self._format)
             self._factors = transposed(self.code, [one_row.sixteen_scales(address) for address in block])
         elif self.scales:
             for index in range(self.scales):
@@ -270,7 +270,7 @@ class _BlockWriter(_TransposedBlocks):
         return vector
 
 
-class _BlockReader(_TransposedBlocks):
+class _BlockReader(_TransposedCode):
     """Generates code that expands a lane of a transposed block: vector ``k`` has its column ``LANES * k + lane``."""
 
     def __init__(self, code: FloatCode, format: BlockFormat, layout: _Layout, lane: Any) -> None:

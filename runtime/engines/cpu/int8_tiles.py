@@ -211,7 +211,7 @@ class _Part:
 
     def _eight_bits(self, low: Any, high: Any) -> Any:
         """Join lower and upper bits into 8-bit levels; if levels are signed, subtract the offset."""
-        levels = self._or(low, self._shifted(high, LOW_BITS))
+        levels = self._code.builder.or_(low, self._shifted(high, LOW_BITS))
         return self._code.builder.xor(levels, self._code.constant(SIGN)) if self._signed else levels
 
     def _bits(self, offset: int) -> tuple[Any, Any]:
@@ -227,10 +227,7 @@ class _Part:
         plane, place = divmod(quad, QUADS // bits)
         octets = self._code.load(self._code.gep(self._levels, (QUADS // 2 + plane) * PLANE), OCTETS)
         upper = self._shifted(octets, LOW_BITS - bits * place)
-        return self._or(low, self._masked(upper, ((1 << bits) - 1) << LOW_BITS))
-
-    def _or(self, first: Any, second: Any) -> Any:
-        return self._code.builder.or_(first, second)
+        return self._code.builder.or_(low, self._masked(upper, ((1 << bits) - 1) << LOW_BITS))
 
     def _masked(self, octets: Any, mask: int) -> Any:
         return self._code.builder.and_(octets, self._code.constant(mask))
