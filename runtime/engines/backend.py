@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import torch
 
@@ -18,15 +18,20 @@ MIN_GROWTH = 512
 T = TypeVar("T")
 
 
-class RunningPass(Protocol):
+class RunningPass:
     """A pass that was started, with its results, which are valid after ``wait`` until another pass overwrites them."""
 
-    results: list[Verified]
-    is_overwritten: bool
+    def __init__(self, seconds: Callable[[], float]) -> None:
+        """``seconds`` waits until the device has computed the results, and returns the seconds that the pass took."""
+        self._measure, self._seconds = seconds, -1.0
+        self.results: list[Verified] = []
+        self.is_overwritten = False
 
     def wait(self) -> float:
         """Wait until the results are computed; return the seconds that the pass took."""
-        ...
+        if self._seconds < 0:
+            self._seconds = self._measure()
+        return self._seconds
 
 
 class Backend:

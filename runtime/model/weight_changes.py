@@ -5,7 +5,7 @@ Adapters replace modules, training and merging replace weights, and hooks rely o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import chain, repeat
 from operator import attrgetter, is_
@@ -30,12 +30,13 @@ MODULE_ATTRIBUTES = frozenset(vars(Module()))
 PLAIN = (bool, int, float, str, type(None))
 
 
-class RecordedWeights:
-    """Records the submodules, parameters and buffers of modules, and where their weights lie in memory."""
+class RecordedModel:
+    """Records what a model's answers depend on: modules, code, hooks, weights and plain attributes."""
 
-    def __init__(self, modules: Sequence[Module]) -> None:
+    def __init__(self, model: Module) -> None:
+        self._modules = list(model.modules())
         self._holders = [
-            holder for module in modules for holder in (module._modules, module._parameters, module._buffers)
+            holder for module in self._modules for holder in (module._modules, module._parameters, module._buffers)
         ]
         self._held = self._now_held()
         weights = [item for item in self._held if isinstance(item, torch.Tensor)]
@@ -45,12 +46,19 @@ class RecordedWeights:
         for item in self._stored:
             self._tensors += item.tensors if isinstance(item, PackedMatrix) else [item]
         self._addresses = self._now_at()
+        self._code, self._settings = self._code_now(), self._settings_now()
+        self._parameters = list(model.parameters())
+        self._versions = self._versions_now()
 
     def memory(self) -> list[torch.UntypedStorage]:
         """Return the storages of all weights; holding them keeps the memory from being freed."""
         return [tensor.untyped_storage() for tensor in self._tensors]
 
-    def are_same(self) -> bool:
+    def is_same(self) -> bool:
+        """Return True if modules, code, weights and settings are as recorded, ignoring in-place writes to weights."""
+        return self._code == self._code_now() and self._has_same_weights() and self._settings == self._settings_now()
+
+    def _has_same_weights(self) -> bool:
         held = self._now_held()
         return (
             len(held) == len(self._held)
@@ -69,24 +77,6 @@ class RecordedWeights:
     def _now_at(self) -> list[tuple[Any, ...]]:
         readers = torch.Tensor.data_ptr, torch.Tensor.stride, LAYOUT
         return list(zip(*(map(read, self._tensors) for read in readers), strict=True))
-
-
-class RecordedModel:
-    """Records what a model's answers depend on: modules, code, hooks, weights and plain attributes."""
-
-    def __init__(self, model: Module) -> None:
-        self._modules = list(model.modules())
-        self._weights = RecordedWeights(self._modules)
-        self._code, self._settings = self._code_now(), self._settings_now()
-        self._parameters = list(model.parameters())
-        self._versions = self._versions_now()
-
-    def memory(self) -> list[torch.UntypedStorage]:
-        return self._weights.memory()
-
-    def is_same(self) -> bool:
-        """Return True if modules, code, weights and settings are as recorded, ignoring in-place writes to weights."""
-        return self._code == self._code_now() and self._weights.are_same() and self._settings == self._settings_now()
 
     def was_written(self) -> bool:
         """Return True if weights were written in place, as by an optimizer. Compiled and captured passes stay valid."""

@@ -16,11 +16,10 @@ from hdtool.runtime.caches.moves import move_on_device
 from hdtool.runtime.caches.slots import Cache
 from hdtool.runtime.core.engine import PassOptions
 from hdtool.runtime.core.tree import LARGEST_TREE, DraftTree
-from hdtool.runtime.engines.backend import Backend, BackendEngine
+from hdtool.runtime.engines.backend import Backend, BackendEngine, RunningPass
 from hdtool.runtime.engines.checks.probes import two_steps
 from hdtool.runtime.engines.cuda.fused_pass import fuse, triton_operations
 from hdtool.runtime.engines.cuda.static_steps import (
-    RunningStep,
     StaticSteps,
     is_out_of_memory,
     note_uncaptured,
@@ -211,7 +210,7 @@ class CapturedPasses(Backend):
         return self.steps.capacity_for(needed, context_limit(self._stock.config, context), slots)
 
     @torch.inference_mode()
-    def launch(self, cache: Cache, trees: Sequence[DraftTree], options: Sequence[PassOptions]) -> RunningStep | None:
+    def launch(self, cache: Cache, trees: Sequence[DraftTree], options: Sequence[PassOptions]) -> RunningPass | None:
         """Start to verify trees; return None if the step does not fit into memory, or cannot be captured any more."""
         while self.steps:
             try:

@@ -23,6 +23,7 @@ from hdtool.runtime.caches.slots import Cache, Slot
 from hdtool.runtime.caches.states import StatesOfTree
 from hdtool.runtime.core.engine import LOGITS_ONLY, PassOptions, Verified
 from hdtool.runtime.core.tree import LARGEST_TREE, ROOT, DraftTree
+from hdtool.runtime.engines.backend import RunningPass
 from hdtool.runtime.engines.capture import Capture, Run
 from hdtool.runtime.engines.cuda.waits import waits_refused
 from hdtool.runtime.engines.steps import StepOutput, StepPass
@@ -212,21 +213,6 @@ class CapturedRun:
         return self.uses_left == 0
 
 
-class RunningStep:
-    """A step that was started, with its results. They are valid after ``wait``, until the next step overwrites them."""
-
-    def __init__(self, clock: DeviceClock) -> None:
-        self._clock, self._seconds = clock, -1.0
-        self.results: list[Verified] = []
-        self.is_overwritten = False
-
-    def wait(self) -> float:
-        """Wait until the device has computed the results; return the seconds that the step took."""
-        if self._seconds < 0:
-            self._seconds = self._clock.seconds()
-        return self._seconds
-
-
 class StaticSteps:
     """Captures and replays the steps of one model.
 
@@ -242,7 +228,7 @@ class StaticSteps:
         """Captured steps by cache storage, then by slots, rows and extent."""
         self._buffers: dict[int, _Buffers] = {}
         """Buffers by the number of slots they hold: a power of two, since they are large and should be few."""
-        self._running: RunningStep | None = None
+        self._running: RunningPass | None = None
         """The last step that was started, while the buffers hold its results."""
 
     def use(self, used: StepPass) -> None:
@@ -285,7 +271,7 @@ class StaticSteps:
 
     def prepared(
         self, cache: Cache, trees: Sequence[DraftTree], options: PassOptions = LOGITS_ONLY
-    ) -> Callable[[], RunningStep] | None:
+    ) -> Callable[[], RunningPass] | None:
         """Return a function that starts to verify the trees; capture the step first if its shape is new.
 
         Return None if there is not enough memory for the step, even without capturing it.
@@ -339,11 +325,11 @@ class StaticSteps:
         trees: Sequence[DraftTree],
         rows: int,
         options: PassOptions,
-    ) -> RunningStep:
+    ) -> RunningPass:
         for place, slot in enumerate(slots):
             if slot.kv.pending_move:
                 buffers.input.move(place, rows, *slot.kv.pending_move)
-        running = self._running = RunningStep(self._clock)
+        running = self._running = RunningPass(self._clock.seconds)
         self._clock.start()
         try:
             buffers.input.send(len(slots), rows)

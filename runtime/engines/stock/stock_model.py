@@ -53,18 +53,8 @@ class StockModel:
     ) -> torch.Tensor:
         """Run a pass over lists of token ids; return logits ``[batch, tokens, vocabulary]``."""
         ids = torch.tensor(tokens, device=self.device)
-        return self.run(ids, torch.tensor(positions, device=self.device), mask, cache, **options)
-
-    def run(
-        self,
-        ids: torch.Tensor,
-        positions: torch.Tensor,
-        mask: Mask,
-        cache: LibraryCache,
-        **options: Any,
-    ) -> torch.Tensor:
-        """Run a pass over token ids on the model's device; return logits ``[batch, tokens, vocabulary]``."""
-        logits: torch.Tensor = self.call(ids, positions, mask, cache, **options).logits
+        output = self.call(ids, torch.tensor(positions, device=self.device), mask, cache, **options)
+        logits: torch.Tensor = output.logits
         return logits
 
     def call(

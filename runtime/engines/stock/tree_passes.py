@@ -47,33 +47,26 @@ class TreePasses(StockBackend):
         slots = cache.slots[: len(trees)]
         if len(trees) == 1 or self._have_other_factors(slots):
             return [self.verify_alone(slot, tree) for slot, tree in zip(slots, trees, strict=True)]
-        return self._verify_together(cache, trees)
+        view = cache.view(len(trees), max(map(len, trees)) + 1)
+        return self._verify_together(trees, slots, view, cache.storage.states)
 
     def _have_other_factors(self, slots: Sequence[Slot]) -> bool:
         """Return True if the slots' lengths are on different sides of the length at which rotary factors change."""
         return self._switch is not None and len({slot.length >= self._switch for slot in slots}) > 1
 
     def verify_alone(self, slot: Slot, tree: DraftTree) -> Verified:
-        stock, trees, lengths = self._stock, [tree], [slot.length]
-        step = sent_step(trees, lengths, stock.device)
-        mask = stock.masks.of_trees(trees, lengths, step)
-        cache = slot.view(len(tree) + 1)
-        with self._over(trees, [slot], slot.states, cache):
-            logits = stock.run(step.tokens, step.positions, mask, cache)[0]
-        stock.log.nodes, stock.log.slots = len(tree), 1
-        return Verified(logits, stock.hidden.slot_rows(0, len(tree) + 1))
+        return self._verify_together([tree], [slot], slot.view(len(tree) + 1), slot.states)[0]
 
-    def _verify_together(self, cache: Cache, trees: Sequence[DraftTree]) -> list[Verified]:
+    def _verify_together(
+        self, trees: Sequence[DraftTree], slots: Sequence[Slot], view: LibraryCache, states: States | None
+    ) -> list[Verified]:
         """Verify all trees in one pass, padded to equal size."""
-        stock, slots = self._stock, cache.slots[: len(trees)]
-        lengths = [slot.length for slot in slots]
+        stock, lengths = self._stock, [slot.length for slot in slots]
         step = sent_step(trees, lengths, stock.device)
         mask = stock.masks.of_trees(trees, lengths, step)
-        rows = step.tokens.shape[1]
-        batch_cache = cache.view(len(trees), rows)
-        with self._over(trees, slots, cache.storage.states, batch_cache):
-            logits = stock.run(step.tokens, step.positions, mask, batch_cache)
-        stock.log.nodes, stock.log.slots = rows - 1, len(trees)
+        with self._over(trees, slots, states, view):
+            logits: torch.Tensor = stock.call(step.tokens, step.positions, mask, view).logits
+        stock.log.nodes, stock.log.slots = step.tokens.shape[1] - 1, len(trees)
         used = [len(tree) + 1 for tree in trees]
         return [Verified(logits[slot, :n], stock.hidden.slot_rows(slot, n)) for slot, n in enumerate(used)]
 
