@@ -21,7 +21,6 @@ from hdtool.runtime.engines.reference.operations import (
     Norm,
     Operations,
     Residual,
-    TorchOperations,
 )
 from hdtool.runtime.model.pass_inputs import FULL, AttentionMasks, AttentionWindow, StepInput, StepTensors
 from hdtool.runtime.program.embedding_and_head import Rotary
@@ -66,7 +65,7 @@ def operations_of(
 
     triton = TritonOperations(CPU)
     triton._processors = 8
-    both: list[Operations] = [TorchOperations(AttentionMasks([window], dtype, CPU)), triton]
+    both: list[Operations] = [Operations(AttentionMasks([window], dtype, CPU)), triton]
     for operations in both:
         operations.prepare(residuals, heads)
         operations.begin(step, CAPACITY)
@@ -410,7 +409,7 @@ import torch
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 from hdtool.runtime.engines.cuda import triton_kernels
-from hdtool.runtime.engines.cuda.triton_operations import Blocks, padded
+from hdtool.runtime.engines.cuda.triton_operations import TileSizes, padded
 folder, capability, widths = sys.argv[1], int(sys.argv[2]), list(map(int, sys.argv[3:]))
 
 def compiled(case, kernel, kinds, constants, warps, stages=2):
@@ -438,7 +437,7 @@ pointers |= dict.fromkeys(("lengths", "positions", "ancestors"), "i64")
 for width in widths:
     for name, dtype in (("bf16", torch.bfloat16), ("fp32", torch.float32)):
         for queries in (16, 32, 64):
-            blocks = Blocks.of(queries, width, dtype, capability // 10)
+            blocks = TileSizes.of(queries, width, dtype, capability // 10)
             if blocks.queries < queries:
                 continue
             constants = dict(

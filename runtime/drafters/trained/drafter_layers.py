@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from hdtool.runtime.engines.cuda.merged_weights import merging
-from hdtool.runtime.engines.reference.operations import TorchOperations
+from hdtool.runtime.engines.reference.operations import Operations
 from hdtool.runtime.engines.reference.program_pass import ProgramLayers
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ class DrafterLayers:
     """Decoder layers as a program, between what a drafter makes of tokens and hidden states, and its output layer."""
 
     def __init__(self, parts: ModelParts[Module], windows: list[AttentionWindow]) -> None:
-        self._operations = TorchOperations()
+        self._operations = Operations()
         self._layers = ProgramLayers(parts, windows, self._operations, merging(parts.model))
 
     def run(

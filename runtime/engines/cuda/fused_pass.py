@@ -10,7 +10,7 @@ import torch
 from torch.nn import Embedding, Module, Parameter
 
 from hdtool.runtime.engines.cuda.merged_weights import merging
-from hdtool.runtime.engines.reference.operations import Operations, TorchOperations
+from hdtool.runtime.engines.reference.operations import Operations
 from hdtool.runtime.engines.reference.program_pass import ProgramPass
 from hdtool.runtime.model.families import only_watches
 from hdtool.runtime.model.weight_changes import hooks_of
@@ -63,7 +63,7 @@ def kind_of(stock: StockModel) -> Kind[Module]:
 
 def operations_of(stock: StockModel) -> Operations:
     """Return the Triton operations if they can run on the model's device, and otherwise the PyTorch ones."""
-    return triton_operations(stock.device) or TorchOperations(stock.masks)
+    return triton_operations(stock.device) or Operations(stock.masks)
 
 
 def triton_operations(device: torch.device) -> TritonOperations | None:

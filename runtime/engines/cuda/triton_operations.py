@@ -8,7 +8,7 @@ import torch
 import triton
 
 from hdtool.runtime.engines.cuda import triton_kernels
-from hdtool.runtime.engines.reference.operations import Norm, centered
+from hdtool.runtime.engines.reference.operations import Norm, Operations, centered
 from hdtool.runtime.model.pass_inputs import MOVES
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ PROGRAMS_PER_PROCESSOR = 2
 NO_NORM = Norm(torch.empty(0), 0.0)
 
 
-class Blocks(NamedTuple):
+class TileSizes(NamedTuple):
     """The attention kernel's block size, in query rows and in keys, and its numbers of warps and pipeline stages."""
 
     queries: int
@@ -40,7 +40,7 @@ class Blocks(NamedTuple):
     stages: int = 2
 
     @classmethod
-    def of(cls, queries: int, width: int, dtype: torch.dtype, capability: int) -> Blocks:
+    def of(cls, queries: int, width: int, dtype: torch.dtype, capability: int) -> TileSizes:
         """Return the largest blocks that fit into registers, or small ones for float32, which doesn't use tensor cores.
 
         ``capability`` is the GPU's major compute capability.
@@ -57,7 +57,7 @@ class Blocks(NamedTuple):
 HOPPER = 9
 
 
-class TritonOperations:
+class TritonOperations(Operations):
     """Implements most operations with one Triton kernel each.
 
     Attention needs two kernels, and so does ``rotate_and_store`` if a norm spans all heads.
@@ -213,7 +213,7 @@ class TritonOperations:
         groups = heads // layout.key_heads
         keys, cached_values = (cache[0], cache[0]) if rotated else cache
         values = cached_values.shape[3]
-        block = Blocks.of(padded(rows * groups), width, queries.dtype, self._capability)
+        block = TileSizes.of(padded(rows * groups), width, queries.dtype, self._capability)
         blocks = triton.cdiv(rows * groups, block.queries)
         wanted = max(1, PROGRAMS_PER_PROCESSOR * self._processors // (blocks * layout.key_heads))
         splits = splits_of(wanted, slots, tokens * heads * values * torch.float32.itemsize)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn.functional import layer_norm, rms_norm, scaled_dot_product_attention
@@ -76,65 +76,14 @@ The weight's length tells whether a norm spans one head or all. A weight of two 
 """
 
 
-class Operations(Protocol):
-    """Operations between the matmuls of a program's pass."""
+class Operations:
+    """Operations between the matmuls of a program's pass, each in a few PyTorch calls.
 
-    reads_extent: bool
-    """True if attention reads a fixed number of cache positions, given to ``begin`` as ``extent``."""
-
-    def prepare(self, residuals: Sequence[Residual], head_norms: Sequence[HeadNorms]) -> None:
-        """Prepare for passes that use these residuals and norms; called once, before the first pass."""
-        ...
-
-    def begin(self, step: StepTensors, extent: int) -> None:
-        """Begin a pass over the trees of ``step``; the other operations read ``step`` until the next ``begin``."""
-        ...
-
-    def add_norm(self, hidden: torch.Tensor, added: torch.Tensor | None, residual: Residual) -> torch.Tensor:
-        """Add ``added``, if any, to ``hidden`` in place; return the sum, normalized if ``residual.before`` is set."""
-        ...
-
-    def rotate_and_store(
-        self,
-        qkv: torch.Tensor,
-        rotary: Rotary | None,
-        norms: HeadNorms,
-        cache: KeysAndValues | None,
-        layout: HeadLayout,
-    ) -> torch.Tensor:
-        """Normalize and rotate the queries and keys of ``qkv``, and write keys and values into the cache.
-
-        Without a cache, ``qkv`` consists of queries alone. Return a tensor ``[tokens, columns]`` whose first
-        ``heads * width`` columns are the queries. ``qkv`` may be changed in place.
-        """
-        ...
-
-    def rotate_and_store_latents(
-        self, queries: torch.Tensor, latents: torch.Tensor, rotary: Rotary | None, norm: Norm, cache: KeysAndValues
-    ) -> torch.Tensor:
-        """Return ``queries [tokens, heads, rotated]``, rotated, and write latent vectors and rotated keys to the cache.
-
-        ``latents`` has a latent vector, which ``norm`` normalizes, and a key of width ``rotated`` for each token.
-        """
-        ...
-
-    def attention(self, queries: torch.Tensor, cache: KeysAndValues, layout: HeadLayout) -> torch.Tensor:
-        """Compute attention of the queries over the context and the tree; return ``[tokens, heads * width]``."""
-        ...
-
-    def gate(self, gate_up: torch.Tensor, activation: str) -> torch.Tensor:
-        """Return the activation of each row's first half, multiplied by the row's second half."""
-        ...
-
-    def move(self, tensors: list[torch.Tensor]) -> None:
-        """Move the keys and values of accepted paths to their final positions in the cache."""
-        ...
-
-
-class TorchOperations:
-    """Implements each operation with a few PyTorch calls."""
+    A subclass may implement them all with kernels.
+    """
 
     reads_extent = True
+    """True if attention reads a fixed number of cache positions, given to ``begin`` as ``extent``."""
 
     def __init__(self, masks: AttentionMasks | None = None) -> None:
         """``masks`` makes the masks of passes over trees; None if passes begin with ``begin_rows``."""
@@ -145,11 +94,13 @@ class TorchOperations:
         """Float32 sums of weight and offset, by the ``id`` of the norm."""
 
     def prepare(self, residuals: Sequence[Residual], head_norms: Sequence[HeadNorms]) -> None:
+        """Prepare for passes that use these residuals and norms; called once, before the first pass."""
         norms = [norm for residual in residuals for norm in (residual.after, residual.before)]
         norms += [norm for both in head_norms for norm in both or ()]
         self._shifted = [norm for norm in norms if norm is not None and norm.kind.offset]
 
     def begin(self, step: StepTensors, extent: int) -> None:
+        """Begin a pass over the trees of ``step``; the other operations read ``step`` until the next ``begin``."""
         assert self._masks
         self._step = step
         places = step.length[:, None] + torch.arange(step.tokens.shape[1], device=step.length.device)
@@ -171,6 +122,7 @@ class TorchOperations:
         self._slots = torch.arange(len(places), device=places.device)[:, None]
 
     def add_norm(self, hidden: torch.Tensor, added: torch.Tensor | None, residual: Residual) -> torch.Tensor:
+        """Add ``added``, if any, to ``hidden`` in place; return the sum, normalized if ``residual.before`` is set."""
         if added is not None:
             hidden.add_(self._normed(added, residual.after), alpha=residual.multiplier)
         return self._normed(hidden, residual.before)
@@ -183,6 +135,11 @@ class TorchOperations:
         cache: KeysAndValues | None,
         layout: HeadLayout,
     ) -> torch.Tensor:
+        """Normalize and rotate the queries and keys of ``qkv``, and write keys and values into the cache.
+
+        Without a cache, ``qkv`` consists of queries alone. Return a tensor ``[tokens, columns]`` whose first
+        ``heads * width`` columns are the queries. ``qkv`` may be changed in place.
+        """
         slots, rows = self._places.shape
         heads = qkv.view(slots * rows, -1, layout.width)
         key_heads = layout.key_heads if cache else 0
@@ -201,6 +158,10 @@ class TorchOperations:
     def rotate_and_store_latents(
         self, queries: torch.Tensor, latents: torch.Tensor, rotary: Rotary | None, norm: Norm, cache: KeysAndValues
     ) -> torch.Tensor:
+        """Return ``queries [tokens, heads, rotated]``, rotated, and write latent vectors and rotated keys to the cache.
+
+        ``latents`` has a latent vector, which ``norm`` normalizes, and a key of width ``rotated`` for each token.
+        """
         slots, rows = self._places.shape
         compressed, keys = latents.tensor_split([len(norm.weight)], dim=1)
         turned = torch.cat([keys[:, None], queries], dim=1)
@@ -228,6 +189,7 @@ class TorchOperations:
         return self._normed(heads.flatten(1), norm).view(heads.shape)
 
     def attention(self, queries: torch.Tensor, cache: KeysAndValues, layout: HeadLayout) -> torch.Tensor:
+        """Compute attention of the queries over the context and the tree; return ``[tokens, heads * width]``."""
         slots, rows = self._places.shape
         groups = layout.query_heads // layout.key_heads
         width = layout.width + layout.rotated
@@ -254,10 +216,12 @@ class TorchOperations:
         return self._repeated[kind, groups]
 
     def gate(self, gate_up: torch.Tensor, activation: str) -> torch.Tensor:
+        """Return the activation of each row's first half, multiplied by the row's second half."""
         gate, up = gate_up.chunk(2, dim=-1)
         return ACTIVATIONS[activation](gate) * up
 
     def move(self, tensors: list[torch.Tensor]) -> None:
+        """Move the keys and values of accepted paths to their final positions in the cache."""
         move_on_device(tensors, self._step.moved_to, self._step.moved_from)
 
 
