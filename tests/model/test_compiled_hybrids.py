@@ -1,4 +1,4 @@
-"""Compiled passes of models with recurrent layers or short convolutions: right over trees, or not used."""
+"""Compiled passes: the same bits and answers in all described families, and the states of hybrids."""
 
 from __future__ import annotations
 
@@ -17,17 +17,20 @@ from hdtool.runtime.core.sampler import Sampler
 from hdtool.runtime.core.sequence import Request
 from hdtool.runtime.core.session import Session
 from hdtool.runtime.core.tree import ROOT, DraftTree
-from hdtool.runtime.engines.cpu import proof
-from hdtool.runtime.engines.cpu.compiled_kind import COMPILED
 from hdtool.runtime.engines.cpu.tree_pass import PROMPT_CHUNK
-from hdtool.runtime.kernels.experts import compile_experts
 from hdtool.runtime.kernels.linear import compile_linear_layers
-from hdtool.runtime.model.compact_layers import compact_weights
 from hdtool.runtime.program.hybrid_families import HYBRID_FAMILIES
 from hdtool.runtime.target.target import Target
 from tests.support import families
 from tests.support.decoding import SAMPLINGS, all_answered, answered, output_tokens, run
-from tests.support.described import HYBRID_MODELS, compiled_of, model_of, nemotron_h, target_of
+from tests.support.described import (
+    DENSE_MODELS,
+    DESCRIBED_MODELS,
+    compiled_of,
+    compiles_as,
+    nemotron_h,
+    target_of,
+)
 from tests.support.families import VOCABULARY
 from tests.support.fused import after, compiled, logits_of, widen
 from tests.support.one_sequence import OneSequence
@@ -48,7 +51,7 @@ def wide(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(families.SHAPE, "head_dim", 32)
 
 
-@pytest.mark.parametrize("name", HYBRID_MODELS)
+@pytest.mark.parametrize("name", DESCRIBED_MODELS)
 @pytest.mark.one_in(4)
 def test_a_row_has_the_same_bits_in_every_pass(name: str) -> None:
     """In a tree, decoded alone, in a batch, after an accepted path of a tree, and in a prompt."""
@@ -84,8 +87,8 @@ def test_a_prompt_has_the_same_bits_however_it_is_cut(name: str) -> None:
     assert len(whole) == 7
 
 
-@pytest.mark.parametrize("name", KINDS)
-@pytest.mark.one_in(3)
+@pytest.mark.parametrize("name", [*DENSE_MODELS, *KINDS])
+@pytest.mark.one_in(4)
 def test_threads_change_no_bit(name: str) -> None:
     found, threads = [], torch.get_num_threads()
     try:
@@ -102,7 +105,7 @@ def test_threads_change_no_bit(name: str) -> None:
 
 
 @pytest.mark.parametrize("sampling", ["greedy", "T 0.7"])
-@pytest.mark.parametrize("name", HYBRID_MODELS)
+@pytest.mark.parametrize("name", DESCRIBED_MODELS)
 @pytest.mark.one_in(5)
 def test_answers_are_those_of_plain_decoding(name: str, sampling: str) -> None:
     target, usual, prompt = compiled_of(name), target_of(name), prompt_of(30)
@@ -273,12 +276,7 @@ WRONG: dict[str, tuple[str, dict[str, Any]]] = {
 @pytest.mark.parametrize("fault", WRONG)
 @pytest.mark.one_in(3)
 def test_a_wrong_description_is_not_used(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    name, changes = WRONG[fault]
-    known = HYBRID_FAMILIES[name]
-    changes = {"attributes": known.attributes | {known.residual}, **changes}
-    wrong = {**HYBRID_FAMILIES, name: replace(known, **changes)}
-    monkeypatch.setattr(proof, "COMPILED", replace(COMPILED, families=wrong))
-    assert not target_of(name).compile()
+    assert not compiles_as(*WRONG[fault], monkeypatch)
 
 
 def _mixers(model: Any, kind: str) -> list[Any]:
@@ -340,22 +338,3 @@ def test_limited_time_steps_are_the_librarys() -> None:
     for mixer in _mixers(target.model, "MambaLayer"):
         mixer.time_step_limit = (0.0, 0.5)
     assert not target.compile()
-
-
-@pytest.mark.parametrize("name", KINDS)
-@pytest.mark.one_in(3)
-def test_weights_in_16_bits_give_the_bits_of_float32(name: str) -> None:
-    found = []
-    for is_compact in (False, True):
-        model = model_of(name)
-        for weight in model.parameters():
-            weight.data = weight.data.bfloat16().float()
-        if is_compact:
-            compact_weights(model)
-        compile_linear_layers(model)
-        compile_experts(model)
-        target = Target(model)
-        target.compile()
-        assert target.compiled
-        found.append(logits_of(target, prompt_of(40), BUSH))
-    assert torch.equal(*found)

@@ -17,9 +17,6 @@ from hdtool.runtime.budget.node_budget import FixedBudget
 from hdtool.runtime.config.decoding import METHODS, TRAINED, DecodeConfig
 from hdtool.runtime.config.model import SamplingConfig
 from hdtool.runtime.core.engine import PassOptions, Verified
-from hdtool.runtime.core.sampler import Sampler
-from hdtool.runtime.core.sequence import Request
-from hdtool.runtime.core.session import decode_batch
 from hdtool.runtime.core.tree import UNDETERMINED, DraftTree
 from hdtool.runtime.drafters.methods import drafter_with_budget
 from hdtool.runtime.engines.checks.probes import SHORT_CONTEXT, some_context
@@ -246,23 +243,6 @@ def test_every_method_gives_the_answer_of_plain_decoding(method: str) -> None:
     assert output_tokens(run(fused, prompt, SamplingConfig(), drafter=drafter)) == plain
 
 
-def test_an_answer_longer_than_the_cache_at_first() -> None:
-    usual, fused = both()
-    cache = fused.allocate(2)
-    for slot, length in enumerate((3, 9)):
-        fused.prefill(cache, slot, prompt_of(length), room=1)
-    at_first = cache.capacity
-    contexts = [prompt_of(3), prompt_of(9)]
-    for token in range(90):
-        verified = fused.verify(cache, [DraftTree.bare(token), DraftTree.bare(token)])
-        for slot in range(2):
-            fused.commit(cache, slot, [])
-            contexts[slot].append(token)
-    assert cache.capacity > at_first
-    for slot in range(2):
-        assert_same_logits(verified[slot].logits[0], plain_logits(usual.model, contexts[slot]))
-
-
 @pytest.mark.parametrize("slots", [1, 2])
 def test_the_memory_of_a_cache_is_given_back_with_it(slots: int) -> None:
     _, fused = both()
@@ -298,26 +278,6 @@ def test_an_overflow_affects_no_other_pass(slots: int) -> None:
     for slot, context in enumerate(contexts):
         again = fused.prefill(cache, slot, [*context, 4]).logits
         assert_same_logits(again[0], plain_logits(usual.model, [*context, 4]))
-
-
-@pytest.mark.parametrize("size", [1, 3])
-@pytest.mark.parametrize("sampling", [SAMPLINGS["greedy"], SAMPLINGS["T 0.7"]])
-def test_answers_of_a_batch_are_those_given_alone(size: int, sampling: SamplingConfig) -> None:
-    _, fused = both("qwen2")
-    lengths = (1, 40, 7, 23)
-    alone = {length: output_tokens(run(fused, prompt_of(length), sampling, 24)) for length in lengths}
-
-    def requests() -> Iterator[Request[int]]:
-        for length in lengths:
-            wrong_drafter = WrongDrafter(length, alone[length], VOCABULARY, seed=length)
-            yield Request(length, prompt_of(length), Sampler(sampling, prompt_of(length)), wrong_drafter)
-
-    asked, answers = requests(), dict[int, list[int]]()
-    before = compiled(fused).passes
-    for request, step in decode_batch(fused, lambda: next(asked, None), size, max_new_tokens=24):
-        answers.setdefault(request.key, []).extend(step.tokens)
-    assert answers == alone
-    assert compiled(fused).passes > before
 
 
 def test_a_later_turn_continues_the_cache_of_the_first() -> None:

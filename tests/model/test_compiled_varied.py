@@ -21,7 +21,6 @@ from hdtool.runtime.config.source_names import SourceId
 from hdtool.runtime.core.tree import DraftTree
 from hdtool.runtime.drafters.methods import drafter_for
 from hdtool.runtime.engines.cpu import proof
-from hdtool.runtime.engines.cpu.compiled_kind import COMPILED
 from hdtool.runtime.engines.cpu.tree_pass import PROMPT_CHUNK
 from hdtool.runtime.kernels.compact_weight import CompactWeight, is_compact
 from hdtool.runtime.kernels.experts import compile_experts
@@ -35,7 +34,7 @@ from hdtool.runtime.target.load import load
 from hdtool.runtime.target.target import Target
 from tests.support import families
 from tests.support.decoding import output_tokens, run
-from tests.support.described import assert_right, compiled_of, model_of, of_the_same_name, target_of
+from tests.support.described import assert_right, compiled_of, compiles_as, model_of, of_the_same_name, target_of
 from tests.support.fused import after, compiled, logits_of, widen
 from tests.support.one_sequence import OneSequence
 from tests.support.oracle import assert_same_logits, plain_logits, prompt_of
@@ -190,12 +189,7 @@ def test_a_factor_that_is_written_in_place_is_the_new_one() -> None:
 
 @pytest.mark.parametrize("fault", WRONG)
 def test_a_wrong_description_is_not_used(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    name, changes = WRONG[fault]
-    family = name.split(",")[0]
-    known = VARIED_FAMILIES[family]
-    wrong = replace(known, settings=known.settings | {known.logit_softcap}, **changes)
-    monkeypatch.setattr(proof, "COMPILED", replace(COMPILED, families={**VARIED_FAMILIES, family: wrong}))
-    assert not target_of(name).compile()
+    assert not compiles_as(*WRONG[fault], monkeypatch)
 
 
 def test_keys_of_another_layer_are_not_read(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -39,6 +39,7 @@ from tests.support.described import (
     WRONG_LATENTS,
     WRONG_LAYER_NORMS,
     assert_right,
+    families_with,
     model_of,
 )
 from tests.support.families import SHAPE, random_model
@@ -116,12 +117,7 @@ def test_an_engine_of_llamas_computes_none_of_them(name: str) -> None:
 @pytest.mark.parametrize("fault", WRONG | WRONG_LATENTS | WRONG_LAYER_NORMS)
 def test_a_wrong_description_is_not_used(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     name, changes = (WRONG | WRONG_LATENTS | WRONG_LAYER_NORMS)[fault]
-    known = DESCRIBED[name]
-    # What the structure alone would show must not hide what the numbers show.
-    settings = known.settings | {known.embedding, known.residual, *known.logit_settings}
-    attributes = known.attributes | {known.softcap, known.residual}
-    wrong = replace(known, settings=settings, attributes=attributes, **changes)
-    monkeypatch.setattr(fused_pass, "DESCRIBED", {**DESCRIBED, name: wrong})
+    monkeypatch.setattr(fused_pass, "DESCRIBED", families_with(name, changes))
     assert not is_fused(model_of(name))
 
 

@@ -6,17 +6,20 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
+import pytest
 import torch
 from torch.nn import Module
 from transformers import PreTrainedModel
 from transformers.models.gemma3.modeling_gemma3 import Gemma3MLP
 
 from hdtool.runtime.core.tree import ROOT, DraftTree
+from hdtool.runtime.engines.cpu import proof
+from hdtool.runtime.engines.cpu.compiled_kind import COMPILED
 from hdtool.runtime.kernels.experts import compile_experts
 from hdtool.runtime.kernels.linear import compile_linear_layers
 from hdtool.runtime.program.hybrid_families import DESCRIBED
 from hdtool.runtime.program.mixer_parts import ExpertKind
-from hdtool.runtime.program.model_families import FAMILIES, NormKind
+from hdtool.runtime.program.model_families import FAMILIES, Family, NormKind
 from hdtool.runtime.program.side_block import SideNames
 from hdtool.runtime.target.target import Target
 from tests.support.families import ALTERNATING, VOCABULARY, WINDOW, random_model
@@ -412,6 +415,24 @@ def compiled_of(name: str) -> Target:
     target.compile()
     assert target.compiled
     return target
+
+
+def families_with(name: str, changes: dict[str, Any]) -> dict[str, Family]:
+    """Return all descriptions, of which that of a model's family is changed.
+
+    What the structure alone would show must not hide what the numbers show.
+    """
+    family = name.split(",")[0]
+    known = DESCRIBED[family]
+    settings = known.settings | {known.embedding, known.residual, *known.logit_settings}
+    attributes = known.attributes | {known.softcap, known.residual}
+    return {**DESCRIBED, family: replace(known, **{"settings": settings, "attributes": attributes, **changes})}
+
+
+def compiles_as(name: str, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether a model is compiled if its family's description is changed."""
+    monkeypatch.setattr(proof, "COMPILED", replace(COMPILED, families=families_with(name, changes)))
+    return target_of(name).compile()
 
 
 def assert_right(
