@@ -22,7 +22,7 @@ from hdtool.runtime.kernels.linear import compile_linear_layers
 from hdtool.runtime.program.hybrid_families import HYBRID_FAMILIES
 from hdtool.runtime.target.target import Target
 from tests.support import families
-from tests.support.decoding import SAMPLINGS, all_answered, answered, output_tokens, run
+from tests.support.decoding import SAMPLINGS, all_answered, answered, assert_drafts_keep, output_tokens, run
 from tests.support.described import (
     DENSE_MODELS,
     DESCRIBED_MODELS,
@@ -112,9 +112,7 @@ def test_answers_are_those_of_plain_decoding(name: str, sampling: str) -> None:
     expected = output_tokens(run(usual, prompt, SAMPLINGS[sampling], max_new_tokens=24))
     assert output_tokens(run(target, prompt, SAMPLINGS[sampling], max_new_tokens=24)) == expected
     for seed in range(3):
-        drafter = WrongDrafter(len(prompt), expected, VOCABULARY, seed)
-        assert output_tokens(run(target, prompt, SAMPLINGS[sampling], max_new_tokens=24, drafter=drafter)) == expected
-        assert drafter.accepted
+        assert_drafts_keep(expected, target, prompt, SAMPLINGS[sampling], max_new_tokens=24, seed=seed)
     assert compiled(target).passes > 40
 
 
@@ -239,9 +237,7 @@ def test_time_steps_have_a_bound_in_prompts_alone(length: int) -> None:
     assert target.compiled and not target.facts.continues
     expected = generated(model, prompt, 24)
     for seed in range(3):
-        drafter = WrongDrafter(length, expected, VOCABULARY, seed)
-        assert output_tokens(run(target, prompt, SamplingConfig(), max_new_tokens=24, drafter=drafter)) == expected
-        assert drafter.accepted
+        assert_drafts_keep(expected, target, prompt, SamplingConfig(), max_new_tokens=24, seed=seed)
     longer = [*prompt, *expected, *prompt_of(7)]
     assert output_tokens(run(target, longer, SamplingConfig(), max_new_tokens=24)) == generated(model, longer, 24)
     assert compiled(target).passes > 24

@@ -27,12 +27,11 @@ from hdtool.runtime.target import load as loading
 from hdtool.runtime.target.load import load
 from hdtool.runtime.target.target import Target
 from tests.support import described, families, fused
-from tests.support.decoding import SAMPLINGS, output_tokens, run
+from tests.support.decoding import SAMPLINGS, assert_drafts_keep, output_tokens, run
 from tests.support.fused import compiled
 from tests.support.gguf_files import VOCABULARY, tiny_llama, write_gguf
 from tests.support.one_sequence import OneSequence
 from tests.support.oracle import assert_same_logits, plain_logits
-from tests.support.trees import WrongDrafter
 
 pytestmark = pytest.mark.skipif(not vector_code.EXPANDS_FLOAT16, reason="blocks are expanded by transformers here")
 SOON = ("Q4_1", "Q8_0")
@@ -68,9 +67,7 @@ def test_drafted_answers_are_those_of_plain_decoding(kind: str, tmp_path: Path) 
     assert compiled(target).activations_are_int8
     for sampling in (SAMPLINGS["greedy"], SAMPLINGS["T 0.7"]):
         plain = output_tokens(run(target, PROMPT, sampling))
-        wrong_drafter = WrongDrafter(len(PROMPT), plain, VOCABULARY, seed=1)
-        assert output_tokens(run(target, PROMPT, sampling, drafter=wrong_drafter)) == plain
-        assert wrong_drafter.accepted > 0
+        assert_drafts_keep(plain, target, PROMPT, sampling)
 
 
 def test_logits_are_near_those_in_float32(tmp_path: Path) -> None:

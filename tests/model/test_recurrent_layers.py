@@ -25,7 +25,7 @@ from hdtool.runtime.engines.reference.recurrences import MixerStates
 from hdtool.runtime.engines.stock import recurrent_layers
 from hdtool.runtime.engines.stock.recurrent_layers import described_mixers
 from hdtool.runtime.target.target import Target
-from tests.support.decoding import SAMPLINGS, output_tokens, run
+from tests.support.decoding import SAMPLINGS, assert_drafts_keep, output_tokens, run
 from tests.support.families import HYBRIDS, VOCABULARY, model_of
 from tests.support.one_sequence import OneSequence
 from tests.support.oracle import assert_same_logits, generated, plain_logits, prompt_of
@@ -175,9 +175,7 @@ def test_answers_are_those_of_plain_decoding(hybrid: str, form: str, sampling: A
     if sampling == SAMPLINGS["greedy"]:
         assert plain == generated(target.model, prompt, MAX_NEW_TOKENS)
     for seed in range(2):
-        drafter = WrongDrafter(len(prompt), plain, VOCABULARY, seed)
-        assert output_tokens(run(target, prompt, sampling, MAX_NEW_TOKENS, drafter=drafter)) == plain
-        assert drafter.accepted
+        assert_drafts_keep(plain, target, prompt, sampling, MAX_NEW_TOKENS, seed=seed)
 
 
 def test_an_interrupt_while_states_are_written_leaves_none_that_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -216,9 +214,7 @@ def test_a_time_step_that_long_passes_alone_limit_is_not_limited_in_trees() -> N
         prompt = prompt_of(length)
         expected = generated(model, prompt, MAX_NEW_TOKENS)
         for seed in range(3):
-            drafter = WrongDrafter(length, expected, VOCABULARY, seed)
-            assert output_tokens(run(target, prompt, SAMPLINGS["greedy"], MAX_NEW_TOKENS, drafter=drafter)) == expected
-            assert drafter.accepted
+            assert_drafts_keep(expected, target, prompt, SAMPLINGS["greedy"], MAX_NEW_TOKENS, seed=seed)
         longer = [*prompt, *expected, *prompt_of(7)]
         steps = run(target, longer, SAMPLINGS["greedy"], MAX_NEW_TOKENS)
         assert output_tokens(steps) == generated(model, longer, MAX_NEW_TOKENS) and steps[0].cached_tokens == 0

@@ -10,6 +10,7 @@ from hdtool.runtime.core.sampler import Sampler
 from hdtool.runtime.core.sequence import Request, Step
 from hdtool.runtime.core.session import Session, decode
 from hdtool.runtime.target.target import Target
+from tests.support.trees import WrongDrafter
 
 SAMPLINGS = {
     "greedy": SamplingConfig(),
@@ -39,6 +40,21 @@ def run(
 
 def output_tokens(steps: list[Step]) -> list[int]:
     return [token for step in steps for token in step.tokens]
+
+
+def assert_drafts_keep(
+    plain: list[int],
+    target: Target,
+    prompt: list[int],
+    sampling: SamplingConfig,
+    max_new_tokens: int = 32,
+    *,
+    seed: int = 1,
+) -> None:
+    """Assert that an answer has the tokens of plain decoding with wrong drafts, too, some of which are accepted."""
+    drafter = WrongDrafter(len(prompt), plain, target.vocabulary, seed)
+    assert output_tokens(run(target, prompt, sampling, max_new_tokens, drafter=drafter)) == plain
+    assert drafter.accepted, "drafts that are never accepted test little"
 
 
 def answered(session: Session[int], prompt: list[int], owner: str = "") -> tuple[list[int], int]:
