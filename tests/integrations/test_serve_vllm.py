@@ -25,11 +25,10 @@ from hdtool.data.stores.store import read_manifest
 from hdtool.runtime.config.decoding import StoresConfig
 from hdtool.runtime.config.measuring import VllmConfig
 from hdtool.runtime.config.model import ModelConfig
-from hdtool.runtime.integrations.vllm import speculator as repair
+from hdtool.runtime.integrations.vllm.cpu_repairs import expand_settings, with_rows_only
 from hdtool.runtime.integrations.vllm.launch import HOOK_FILE, Launch, require_hook
-from hdtool.runtime.integrations.vllm.plugin import PROPOSER
-from hdtool.runtime.integrations.vllm.settings import VllmSettings
-from hdtool.runtime.integrations.vllm.speculator import HierarchyProposer
+from hdtool.runtime.integrations.vllm.proposer import HierarchyProposer
+from hdtool.runtime.integrations.vllm.settings import PROPOSER, VllmSettings
 from hdtool.runtime.target.load import load_tokenizer
 from tests.support.vllm_batch import worker
 
@@ -100,12 +99,12 @@ def test_a_worker_drafts_in_vllms_form() -> None:
 def test_settings_are_spread_over_drafted_tokens() -> None:
     """As vLLM's kernel on GPUs does it: 0 as a temperature means greedy, and is replaced."""
     settings, ends = torch.tensor([0.5, 0.0, 2.0, 7.0]), torch.tensor([2, 3, 3, 5], dtype=torch.int32)
-    assert repair.expand_settings(settings, ends, 5, 0, 1).tolist() == [0.5, 0.5, 1.0, 7.0, 7.0]
-    assert repair.expand_settings(settings.int(), ends, 5).tolist() == [0, 0, 0, 7, 7]
+    assert expand_settings(settings, ends, 5, 0, 1).tolist() == [0.5, 0.5, 1.0, 7.0, 7.0]
+    assert expand_settings(settings.int(), ends, 5).tolist() == [0, 0, 0, 7, 7]
 
 
 def test_an_empty_batch_is_not_processed() -> None:
-    guarded = repair.with_rows_only(lambda logits, k: logits[k.max()])
+    guarded = with_rows_only(lambda logits, k: logits[k.max()])
     nothing = torch.empty(0, 3)
     assert guarded(nothing, torch.empty(0, dtype=torch.int32)) is nothing
     assert guarded(torch.eye(3), torch.tensor([1])).tolist() == [0, 1, 0]
@@ -333,10 +332,8 @@ def test_what_goes_wrong_is_one_line(
     [
         (True, {}, None),
         (False, {}, "no custom_class drafters .*: " + re.escape(install_command("vllm"))),
-        (True, {"VLLM_USE_V2_MODEL_RUNNER": "1"}, None),
-        (True, {"VLLM_USE_V2_MODEL_RUNNER": "1", "VLLM_PLUGINS": "lora,hdtool"}, None),
-        (True, {"VLLM_USE_V2_MODEL_RUNNER": "0", "VLLM_PLUGINS": "lora"}, None),
-        (True, {"VLLM_USE_V2_MODEL_RUNNER": "1", "VLLM_PLUGINS": "lora"}, "VLLM_PLUGINS=lora leaves out hdtool.*unset"),
+        (True, {"VLLM_USE_V2_MODEL_RUNNER": "0"}, None),
+        (True, {"VLLM_USE_V2_MODEL_RUNNER": "1"}, "VLLM_USE_V2_MODEL_RUNNER=1 .*: unset it"),
     ],
 )
 def test_a_vllm_that_would_not_draft_is_refused_before_it_starts(

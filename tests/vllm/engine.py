@@ -64,24 +64,9 @@ class Watch:
             self.foreign += any(pair not in pairs for pair in zip([own[-1], *draft], draft, strict=False))
 
 
-def runner_of(engine: Any) -> Any:
-    """The model runner of an engine that lives in this process."""
-    return engine.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
-
-
 def drafter_of(engine: Any) -> Any:
-    """The drafter of a V1 runner, or the speculator of a V2 runner."""
-    runner = runner_of(engine)
-    return runner.drafter if hasattr(runner, "drafter") else runner.speculator
-
-
-def request_v2() -> None:
-    """Request Model Runner V2, whose kernels are interpreted here: Triton has no compiler for CPUs."""
-    os.environ |= {"VLLM_USE_V2_MODEL_RUNNER": "1", "TRITON_INTERPRET": "1"}
-    from triton.backends import backends
-
-    driver = type("Driver", (), {"is_active": staticmethod(lambda: True)})
-    backends["cpu"] = type("Backend", (), {"driver": driver, "compiler": None})
+    """The drafter of an engine that lives in this process."""
+    return engine.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner.drafter
 
 
 def answer(asked: dict[str, Any], folder: Path) -> dict[str, Any]:
@@ -105,19 +90,19 @@ def resident() -> int:
 def main() -> None:
     asked = json.loads(Path(sys.argv[1]).read_text())
     os.environ |= HERE
-    if asked.get("v2"):
-        request_v2()
     from vllm import LLM, SamplingParams
+    from vllm.sampling_params import StructuredOutputsParams
+
+    def structure(request: dict[str, Any]) -> dict[str, Any]:
+        return {"structured_outputs": StructuredOutputsParams(json=request["schema"])} if "schema" in request else {}
 
     engine = LLM(dtype="float32", enforce_eager=True, **asked["engine"])
     drafts = "speculative_config" in asked["engine"]
-    is_watched = drafts and not asked.get("v2")
-    watch = Watch(drafter_of(engine), look=asked.get("look", False)) if is_watched else None
+    watch = Watch(drafter_of(engine), look=asked.get("look", False)) if drafts else None
     answered: dict[str, Any] = {"ids": [], "resident": [], "seconds": [], "counted": []}
-    answered["runner"] = type(runner_of(engine)).__module__
     for wave in asked["waves"]:
         prompts = [{"prompt_token_ids": request["prompt"]} for request in wave]
-        sampling = [SamplingParams(**request["sampling"]) for request in wave]
+        sampling = [SamplingParams(**request["sampling"], **structure(request)) for request in wave]
         started = time.perf_counter()
         outputs = engine.generate(prompts, sampling, use_tqdm=False)
         answered["seconds"].append(time.perf_counter() - started)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import inspect
 import random
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from hdtool.data import demo
+from hdtool.runtime.integrations.vllm import HierarchyProposer
+from hdtool.runtime.integrations.vllm.cpu_repairs import expand_settings
 from tests.vllm.engine import answer, drafting
 from tests.vllm.requests import ENGINE, requests
 
@@ -53,6 +57,24 @@ def test_the_same_with_prompts_in_pieces_and_requests_held_back(greedy: list[lis
     assert answered["ids"] == greedy
     assert answered["counted"][-1]["vllm:num_preemptions"] > 0
     assert drafted(answered)[1] > 100
+
+
+def test_prefixes_from_the_cache(greedy: list[list[int]], tmp_path: Path) -> None:
+    options = ENGINE | drafting() | {"enable_prefix_caching": True}
+    answered = answer({"engine": options, "waves": [requests(ASKED)] * 2}, tmp_path)
+    assert answered["ids"] == greedy * 2
+    assert answered["counted"][-1]["vllm:prefix_cache_hits"] > 0
+    assert drafted(answered)[1] > 100
+
+
+def test_answers_held_to_a_schema(tmp_path: Path) -> None:
+    """hdtool drafts without the schema, and vLLM rejects what it does not allow."""
+    schema = {"type": "array", "items": {"type": "string", "maxLength": 20}, "minItems": 3, "maxItems": 5}
+    waves = [[request | {"schema": schema} for request in requests(ASKED // 4)]]
+    plain = answer({"engine": ENGINE, "waves": waves}, tmp_path)
+    answered = answer({"engine": ENGINE | drafting(min_draft_prob=0.02), "waves": waves}, tmp_path)
+    assert answered["ids"] == plain["ids"]
+    assert drafted(answered)[1] > 0
 
 
 def test_where_only_one_token_can_be_drawn_it_is_drawn(greedy: list[list[int]], tmp_path: Path) -> None:
@@ -109,3 +131,39 @@ def test_a_store_that_is_not_there_stops_the_engine_with_its_name(tmp_path: Path
     missing = str(demo.MODEL_STORE / "nowhere")
     with pytest.raises(AssertionError, match=f"{missing} holds no store"):
         answer({"engine": ENGINE | drafting(model_db=missing), "waves": []}, tmp_path)
+
+
+def test_our_proposer_takes_what_the_v1_runner_passes() -> None:
+    from vllm.v1.worker import gpu_model_runner
+
+    source = "".join(inspect.getsource(gpu_model_runner).split())
+    assert (
+        "propose(sampled_token_ids,self.input_batch.num_tokens_no_spec,self.input_batch.token_ids_cpu,"
+        "slot_mappings=slot_mappings,)"
+    ) in source
+    parameters = list(inspect.signature(HierarchyProposer.propose).parameters)
+    assert parameters == ["self", "sampled_token_ids", "num_tokens_no_spec", "token_ids_cpu", "slot_mappings"]
+
+
+def test_v2_still_takes_no_drafters() -> None:
+    """Once it does, hdtool should draft there."""
+    from vllm.config.vllm import VllmConfig
+
+    assert "custom_class" in inspect.getsource(VllmConfig._get_v2_model_runner_unsupported_features)
+
+
+def test_settings_of_drafted_tokens_still_need_replacing() -> None:
+    from vllm.v1.sample.rejection_sampler import expand_batch_to_tokens
+
+    settings, ends = torch.tensor([0.25, 3.0, 0.5]), torch.tensor([1, 1, 4], dtype=torch.int32)
+    # Uninitialized memory may contain the right numbers by chance, but not twice.
+    expanded = [expand_batch_to_tokens(factor * settings, ends, 4, 0, 1) for factor in (1.0, 2.0)]
+    expected = [expand_settings(factor * settings, ends, 4, 0, 1) for factor in (1.0, 2.0)]
+    assert not all(map(torch.equal, expanded, expected)), "mended in this version: lower the bound in cpu_repairs"
+
+
+def test_top_k_of_no_rows_still_needs_replacing() -> None:
+    from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_only
+
+    with pytest.raises(RuntimeError):
+        apply_top_k_only(torch.empty(0, 4), torch.empty(0, dtype=torch.int32))

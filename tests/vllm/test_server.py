@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from hdtool.data import demo
+from hdtool.runtime.integrations.vllm.proposer import COST
 from tests.vllm.engine import answer
 from tests.vllm.requests import ENGINE, requests
 from tests.vllm.server import Server, children
@@ -57,6 +58,7 @@ def test_it_says_what_it_runs_and_what_it_drafts_from(server: Server) -> None:
     assert f"{demo.MODEL} --served-model-name demo" in server.log
     assert "--speculative-config" in server.log
     assert "hdtool drafts from " in server.log
+    assert COST in server.log
 
 
 def test_fifty_streams_at_once(server: Server, asked: list[dict[str, Any]], greedy: list[list[int]]) -> None:

@@ -1,23 +1,9 @@
-"""Runs hdtool's drafter inside vLLM: as a ``custom_class`` in the V1 runner, as a speculator in the V2 runner.
+"""Runs hdtool's drafter inside vLLM, as a ``custom_class`` of its V1 model runner.
 
 Every worker of vLLM imports the class that the speculative configuration names, and after each pass asks the class
-for draft tokens for each row of the batch. Only `speculator` and `plugin` import vLLM.
+for draft tokens for each row of the batch. Only `cpu_repairs` imports vLLM.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from hdtool.runtime.integrations.vllm.speculator import HierarchyProposer
+from hdtool.runtime.integrations.vllm.proposer import HierarchyProposer
 
 __all__ = ["HierarchyProposer"]
-
-
-def __getattr__(name: str) -> object:
-    """Import ``HierarchyProposer`` at its first use: all processes of vLLM import this package for its plug-in."""
-    if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from hdtool.runtime.integrations.vllm.speculator import HierarchyProposer
-
-    return HierarchyProposer

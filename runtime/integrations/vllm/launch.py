@@ -23,8 +23,7 @@ from hdtool.data.stores.tenant import Tenant, has_stores
 from hdtool.runtime.config.decoding import HOME, StoresConfig
 from hdtool.runtime.config.measuring import VllmConfig
 from hdtool.runtime.config.model import ModelConfig
-from hdtool.runtime.integrations.vllm.plugin import CUSTOM_CLASS_METHOD, PLUGIN_NAME, PROPOSER, REQUEST_V2
-from hdtool.runtime.integrations.vllm.settings import VllmSettings
+from hdtool.runtime.integrations.vllm.settings import CUSTOM_CLASS_METHOD, PROPOSER, VllmSettings
 from hdtool.runtime.stores.library import Library
 from hdtool.runtime.target.load import load_tokenizer
 from hdtool.runtime.weights.checkpoint_identity import served_checkpoint
@@ -194,6 +193,7 @@ def _is_loopback(host: str | None) -> bool:
 
 HOOK_FILE = "v1/spec_decode/custom_class_proposer.py"
 """File of vLLM that loads external drafters."""
+REQUEST_V2 = "VLLM_USE_V2_MODEL_RUNNER"
 
 
 class Launch:
@@ -271,12 +271,8 @@ def require_hook(environment: Mapping[str, str]) -> None:
         return
     if not (Path(spec.origin).parent / HOOK_FILE).exists():
         raise ServeError(f"this vLLM has no {CUSTOM_CLASS_METHOD} drafters (no {HOOK_FILE}): {install_command('vllm')}")
-    plugins = environment.get("VLLM_PLUGINS")
-    if environment.get(REQUEST_V2) == "1" and plugins is not None and PLUGIN_NAME not in plugins.split(","):
-        raise ServeError(
-            f"VLLM_PLUGINS={plugins} leaves out {PLUGIN_NAME}, the drafter of Model Runner V2: "
-            f"add it, or unset {REQUEST_V2}"
-        )
+    if environment.get(REQUEST_V2) == "1":
+        raise ServeError(f"{REQUEST_V2}=1 requests a model runner that takes no drafters of others: unset it")
 
 
 def _server(model: str) -> list[str]:

@@ -10,6 +10,8 @@ from hdtool.data.errors import OptionError
 from hdtool.runtime.config.decoding import StoresConfig
 from hdtool.runtime.config.measuring import VllmConfig
 
+CUSTOM_CLASS_METHOD, PROPOSER = "custom_class", "hdtool.runtime.integrations.vllm.HierarchyProposer"
+"""Speculative method and model by which vLLM's configuration names hdtool's drafter."""
 CONFIG_KEY = "hdtool"
 STORE_FIELDS = ("model_db", "corpus_db")
 DRAFTING_FIELDS = ("min_draft_prob", "context_mib", "history")
