@@ -15,6 +15,8 @@ from hdtool.runtime.integrations.sglang_corpus import SETTINGS_VARIABLE, SglangS
 
 DEFAULT_RUNNING, DEFAULT_NODES = 48, 12
 """Default numbers of running requests and of nodes per tree, as for SGLang's NGRAM."""
+UNUSED_NODES = 64
+"""Size of the corpus that SGLang's worker allocates and hdtool does not use."""
 
 
 class HierarchyAlgorithm(CustomSpecAlgo):  # type: ignore[misc]  # SGLang is not installed for type checks
@@ -26,9 +28,16 @@ class HierarchyAlgorithm(CustomSpecAlgo):  # type: ignore[misc]  # SGLang is not
     def has_draft_kv(self) -> bool:
         return False
 
-    def __getattr__(self, name: str) -> Any:
-        """Return NGRAM's attribute of this name, because SGLang defines some attributes only for its own algorithms."""
-        return getattr(SpeculativeAlgorithm.NGRAM, name)
+    def need_topk(self) -> bool:
+        return False
+
+    def carries_draft_hidden_states(self) -> bool:
+        return False
+
+    def create_future_map(self, device: Any, *arguments: Any, **options: Any) -> Any:
+        from sglang.srt.managers.overlap_utils import FutureMap
+
+        return FutureMap(device, self, *arguments, **options)
 
     def handle_server_args(self, server_args: Any) -> None:
         """Fill in options as NGRAM does; raise OptionError for options that do not work with trees.
@@ -45,6 +54,7 @@ class HierarchyAlgorithm(CustomSpecAlgo):  # type: ignore[misc]  # SGLang is not
         nodes = options.speculative_num_draft_tokens or DEFAULT_NODES
         server_args.enable_mixed_chunk = False
         server_args.speculative_num_draft_tokens = nodes
+        server_args.speculative_ngram_capacity = UNUSED_NODES
         server_args.speculative_eagle_topk = options.speculative_ngram_max_bfs_breadth
         if options.speculative_num_steps is None:
             server_args.speculative_num_steps = nodes - 1

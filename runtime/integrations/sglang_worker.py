@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 from weakref import WeakValueDictionary
 
-from sglang.srt.speculative import ngram_worker
+from sglang.srt.speculative.ngram_worker import NGRAMWorker
 
 from hdtool.runtime.integrations.sglang_corpus import HierarchyCorpus, drafters_of
+from hdtool.runtime.integrations.sglang_plugin import ALGORITHM, LOGGER
 
 
-class HierarchyWorker(ngram_worker.NGRAMWorker):  # type: ignore[misc]  # SGLang is not installed for type checks
-    """Drafts with one drafter per request; the base class, SGLang's n-gram worker, verifies the trees."""
+class HierarchyWorker(NGRAMWorker):  # type: ignore[misc]  # SGLang is not installed for type checks
+    """Drafts with one drafter per request; SGLang's n-gram worker, the base class, verifies the trees.
+
+    ``HierarchyCorpus`` takes the place of the corpus that the base class makes.
+    """
 
     def __init__(self, server_args: Any, gpu_id: int, nccl_port: int, target_worker: Any) -> None:
-        with _without_corpus():
-            super().__init__(server_args, gpu_id, nccl_port, target_worker)
+        LOGGER.warning("%s is experimental: it never ran in a server of SGLang, nor on a GPU", ALGORITHM)
+        super().__init__(server_args, gpu_id, nccl_port, target_worker)
         # SGLang passes this many last tokens to the corpus, enough to include all that a step can emit.
         self.max_trie_depth = self.draft_token_num + 1
         make = drafters_of(server_args, self.draft_token_num)
@@ -41,14 +43,3 @@ class HierarchyWorker(ngram_worker.NGRAMWorker):  # type: ignore[misc]  # SGLang
 
 def _tokens(request: Any) -> list[int]:
     return [*request.origin_input_ids_unpadded, *request.output_ids]
-
-
-@contextmanager
-def _without_corpus() -> Iterator[None]:
-    """Keep SGLang from compiling and allocating its own corpus, which ``HierarchyCorpus`` replaces."""
-    original = ngram_worker.NgramCorpus
-    ngram_worker.NgramCorpus = lambda **options: None
-    try:
-        yield
-    finally:
-        ngram_worker.NgramCorpus = original

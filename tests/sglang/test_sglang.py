@@ -8,7 +8,10 @@ from typing import Any
 from weakref import WeakValueDictionary
 
 import pytest
+from sglang.srt.arg_groups.overrides import resolving_view
 from sglang.srt.plugins import load_plugins
+from sglang.srt.runtime_context import publish
+from sglang.srt.server_args import prepare_server_args
 from sglang.srt.speculative.ngram_worker import _derive_tree_links
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
@@ -17,8 +20,8 @@ from hdtool.data.errors import OptionError
 from hdtool.runtime.budget.node_budget import FixedBudget
 from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
 from hdtool.runtime.integrations.sglang_algorithm import HierarchyAlgorithm
-from hdtool.runtime.integrations.sglang_corpus import HierarchyCorpus, drafters_of
-from hdtool.runtime.integrations.sglang_plugin import ALGORITHM
+from hdtool.runtime.integrations.sglang_corpus import HierarchyCorpus
+from hdtool.runtime.integrations.sglang_plugin import ALGORITHM, LOGGER
 from hdtool.runtime.integrations.sglang_worker import HierarchyWorker
 from hdtool.runtime.stores.history_store import History
 
@@ -100,29 +103,34 @@ def test_options_of_sglangs_corpus_are_refused() -> None:
         SpeculativeAlgorithm.from_string(ALGORITHM).validate_server_args(options)
 
 
-def options(**changed: Any) -> Any:
-    """Options of a server as they are before algorithms fill them in."""
-    given = dict.fromkeys(("max_running_requests", "speculative_num_draft_tokens", "speculative_num_steps"))
-    known = {"device": "cuda", "speculative_ngram_max_bfs_breadth": 10, "page_size": 1, "attention_backend": None}
-    flags = {"enable_dp_attention": False, "disable_overlap_schedule": False}
-    return SimpleNamespace(**{**given, **known, **flags, **changed})
+def resolved(*options: str) -> Any:
+    """A server's options for the demo's model on a CPU, resolved by SGLang."""
+    load_plugins()
+    words = ["--model-path", str(demo.MODEL), "--device", "cpu", "--speculative-algorithm", ALGORITHM, *options]
+    args = prepare_server_args(words)
+    args.resolve_once()
+    return args
 
 
-def test_options_are_filled_in_as_those_of_ngram() -> None:
-    algorithm = SpeculativeAlgorithm.from_string(ALGORITHM)
-    filled = options()
-    algorithm.handle_server_args(filled)
-    assert (filled.speculative_num_draft_tokens, filled.max_running_requests) == (12, 48)
-    assert not filled.disable_overlap_schedule
+def test_sglang_takes_the_options_that_the_algorithm_fills_in() -> None:
+    view = resolving_view(resolved())
+    assert (view.speculative_num_draft_tokens, view.max_running_requests) == (12, 48)
+    assert view.disable_overlap_schedule, "as SGLang's NGRAM does on a CPU"
     with pytest.raises(OptionError, match="flashinfer"):
-        algorithm.handle_server_args(options(page_size=16))
+        resolved("--page-size", "16")
 
 
-def test_drafters_open_the_stores_of_the_model() -> None:
-    place = {"model_path": str(demo.MODEL), "tokenizer_path": None, "served_model_name": None}
-    make = drafters_of(SimpleNamespace(**place, trust_remote_code=False, revision=None), NODES)
-    first, second = make(), make()
-    assert isinstance(first, Hierarchy) and isinstance(second, Hierarchy)
+def test_sglangs_constructor_makes_a_worker_that_drafts_from_the_stores(caplog: pytest.LogCaptureFixture) -> None:
+    """The model is a stand-in; SGLang compiles its own corpus, which is dropped."""
+    args = resolved("--speculative-num-draft-tokens", str(NODES))
+    publish(args, role="scheduler")
+    runner, config = SimpleNamespace(max_running_requests=4), SimpleNamespace(vocab_size=4096)
+    LOGGER.addHandler(caplog.handler)  # SGLang's logger does not propagate
+    one = HierarchyWorker(args, 0, 0, SimpleNamespace(model_runner=runner, model_config=config))
+    LOGGER.removeHandler(caplog.handler)
+    assert "experimental" in caplog.text
+    assert (one.enable_overlap, one.draft_token_num) == (False, NODES)
+    first, second = one.ngram_corpus._make(), one.ngram_corpus._make()
     assert first._stores[0] is not None and first._stores[1] is not None
     assert first._stores == second._stores and first._history is second._history is not None
 
