@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from hdtool.runtime.caches.kv_cache import HeadShape, KVTensors, LayerShape
 from hdtool.runtime.config.measuring import SHAPES
-from hdtool.runtime.engines.reference.operations import HeadLayout, HeadNorms, KeysAndValues, Norm, Residual
+from hdtool.runtime.engines.reference.operations import HeadLayout, HeadNorms, KeysAndValues, Norm, Operations, Residual
 from hdtool.runtime.engines.reference.program_pass import Matmul, ProgramPass
 from hdtool.runtime.model.families import HiddenStates
 from hdtool.runtime.model.pass_inputs import FULL, AttentionWindow, StepInput, StepTensors
@@ -57,7 +57,7 @@ GPUS = {
 
 
 @dataclass
-class Counted:
+class Counted(Operations):
     """Operations that count the kernels and bytes of one pass instead of computing."""
 
     length: int
