@@ -21,8 +21,11 @@ from hdtool.runtime.core.tree import DraftTree
 
 RESERVED_POSITIONS = 512
 """Number of cache positions reserved for each answer in a batch; the cache grows for longer answers."""
-PIECE_ALONE, PIECE_BESIDE_ANSWERS = 512, 128
-"""Number of prompt tokens in a piece while no answer is running, and while answers wait for the piece to end."""
+PIECES, DEVICE_PIECES = (512, 128), (4096, 1024)
+"""Number of prompt tokens in a piece while no answer is running, and while answers wait for the piece to end.
+
+A device reads a thousand tokens in little more time than a hundred, because it reads the weights once for all.
+"""
 Outcome = tuple[Request[Key], Step | HdtoolError]
 """A request with its latest step, or with the error that ended its answer."""
 
@@ -160,7 +163,8 @@ class Session(Generic[Key]):
         request = self._prefilling[0].request if self._prefilling else self._waiting.popleft()
         try:
             state, reader = self._prefilling or self._start(request)
-            piece = PIECE_BESIDE_ANSWERS if self._running else PIECE_ALONE
+            alone, beside_answers = DEVICE_PIECES if self._engine.captures else PIECES
+            piece = beside_answers if self._running else alone
             verified = reader.read(piece if self._in_pieces else None)
             state.cached_tokens = reader.cached_tokens
             return [] if verified is None else [(request, self._join(state, reader.slot, verified))]
