@@ -15,7 +15,7 @@ from hdtool.runtime.config.model import SamplingConfig
 from hdtool.runtime.core.drafter import NoDraft, WrappedDrafter
 from hdtool.runtime.core.sampler import Sampler
 from hdtool.runtime.core.sequence import Request, Step
-from hdtool.runtime.core.session import PIECE_BESIDE_ANSWERS, RESERVED_POSITIONS, Session, decode_batch
+from hdtool.runtime.core.session import PIECES, RESERVED_POSITIONS, Session, decode_batch
 from hdtool.runtime.core.tree import DraftTree
 from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
 from hdtool.runtime.engines.capture import CaptureMaker, never
@@ -165,7 +165,7 @@ class Counting(WrappedDrafter):
 def test_an_answer_that_ends_before_its_prompt_is_read_ends_its_drafter(
     is_cancelled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hdtool.runtime.core.session.PIECE_ALONE", 8)
+    monkeypatch.setattr("hdtool.runtime.core.session.PIECES", (8, 8))
     target = Target(model_of("llama"))
     drafter, prompt = Counting(NoDraft()), prompt_of(40)
     session = Session[int](target, target.allocate(2), max_new_tokens=5, in_pieces=True)
@@ -183,7 +183,7 @@ def test_an_answer_that_ends_before_its_prompt_is_read_ends_its_drafter(
 def test_running_answers_go_on_between_the_pieces_of_a_prompt() -> None:
     target = Target(model_of("llama"))
     session = Session[int](target, target.allocate(2), max_new_tokens=9, in_pieces=True)
-    prompts = [prompt_of(5), prompt_of(3 * PIECE_BESIDE_ANSWERS)]
+    prompts = [prompt_of(5), prompt_of(3 * PIECES[1])]
     for number, prompt in enumerate(prompts):
         session.submit(Request(number, prompt, Sampler(GREEDY, prompt)))
     emitted, tokens = list[list[int]](), list[list[int]]([[], []])
