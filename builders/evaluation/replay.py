@@ -254,13 +254,13 @@ def _replay_turns(
     warm: Sequence[RecordedTurn] = (),
 ) -> ReplayResult:
     budget = contender.budget()
-    made = drafter_with_budget(lambda: budget, contender.config, with_own_history(store_set, contender.config))
-    drafter = _TimedDrafter(made, budget)
+    drafter = drafter_with_budget(lambda: budget, contender.config, with_own_history(store_set, contender.config))
     engine = RecordingEngine(RecordedLogits((*warm, *turns)) if contender.needs_logits else None)
+    replayer = Replayer(drafter, engine, budget)
 
     def replay_turns(turns_to_replay: Sequence[RecordedTurn]) -> Iterator[ReplayedTurn]:
         for turn in turns_to_replay:
-            yield _replay_turn(engine, drafter, turn)
+            yield replayer.replay(turn)
             on_turn()
 
     warmed = sum(len(turn.tokens) for turn in replay_turns(warm))
@@ -273,7 +273,7 @@ def _replay_turns(
 class _TimedDrafter(WrappedDrafter):
     """Wraps a drafter to pass the context length to a cost budget and to time ``observe``."""
 
-    def __init__(self, drafter: Drafter, budget: Budget) -> None:
+    def __init__(self, drafter: Drafter, budget: Budget | None) -> None:
         super().__init__(drafter)
         self._start_step = budget.start_step if isinstance(budget, CostBudget) else None
         self.learning: list[float] = []
@@ -304,20 +304,31 @@ class _StopAtEnd:
         return len(self._context) == self._length
 
 
-def _replay_turn(engine: RecordingEngine, drafter: _TimedDrafter, turn: RecordedTurn) -> ReplayedTurn:
-    engine.answer(turn)
-    sampler, length = Sampler(SamplingConfig(), turn.prompt), len(turn.answer)
-    # Without a recorded limit, leave room for drafts beyond the end of the answer.
-    max_tokens = turn.max_tokens or length + LARGEST_TREE + 1
-    stops = _StopAtEnd(sampler, len(turn.prompt) + length)
-    steps = list(
-        decode(
-            engine, turn.prompt, sampler, max_new_tokens=max_tokens, stops=stops, drafter=drafter, prefix_caching=False
+class Replayer:
+    """Replays recorded answers, one after another, with one drafter."""
+
+    def __init__(self, drafter: Drafter, engine: RecordingEngine, budget: Budget | None = None) -> None:
+        self._drafter, self._engine = _TimedDrafter(drafter, budget), engine
+
+    def replay(self, turn: RecordedTurn) -> ReplayedTurn:
+        self._engine.answer(turn)
+        sampler, length = Sampler(SamplingConfig(), turn.prompt), len(turn.answer)
+        # Without a recorded limit, leave room for drafts beyond the end of the answer.
+        max_tokens = turn.max_tokens or length + LARGEST_TREE + 1
+        stops, drafter = _StopAtEnd(sampler, len(turn.prompt) + length), self._drafter
+        decoding = decode(
+            self._engine,
+            turn.prompt,
+            sampler,
+            max_new_tokens=max_tokens,
+            stops=stops,
+            drafter=drafter,
+            prefix_caching=False,
         )
-    )
-    seconds = [(step.draft_seconds + step.verify_seconds) for step in steps]
-    seconds[0] = 0.0
-    return _turn_result(turn, steps, list(zip(seconds, [0.0, *drafter.learning[1:]], strict=True)))
+        steps = list(decoding)
+        seconds = [(step.draft_seconds + step.verify_seconds) for step in steps]
+        seconds[0] = 0.0
+        return _turn_result(turn, steps, list(zip(seconds, [0.0, *drafter.learning[1:]], strict=True)))
 
 
 def _turn_result(turn: RecordedTurn, steps: Sequence[Step], seconds: Sequence[tuple[float, float]]) -> ReplayedTurn:
