@@ -32,6 +32,7 @@ import psutil
 
 from hdtool.data.texts_and_traces import read_traces
 from hdtool.runtime.kernels.machine import machine
+from tests.benchmarks.laboratory import Table, parser_of
 from tests.support.server import RunningServer
 
 CHAT, MESSAGES, RESPONSES = APIS = ("/chat/completions", "/messages", "/responses")
@@ -146,15 +147,13 @@ def compare(options: argparse.Namespace, traces: Sequence[Sequence[Request]]) ->
                     found[name, turn].append(reply)
             print(f"conversation {number} of {len(traces)} is answered", flush=True)
     print(f"{machine()}; {options.model}, one thread a server; answers that differ: {different}\n")
-    print(table(found))
+    show(found)
 
 
-def table(found: dict[tuple[str, int], list[Reply]]) -> str:
-    """Return a Markdown table with a row per range of turns and one for all."""
-    rows = [
-        "| turn | requests | prompt tokens | in the cache | first token, s | plain | tokens/s | plain | ratio |",
-        "|" + "---|" * 9,
-    ]
+def show(found: dict[tuple[str, int], list[Reply]]) -> None:
+    """Print a table with a row per range of turns and one for all."""
+    heads = "prompt tokens", "in the cache", "first token, s", "plain", "tokens/s", "plain", "ratio"
+    table = Table("turn", "requests", *heads)
     for low, high in (*TURNS, (1, 99)):
         ours, plain = (
             [reply for (of, turn), some in found.items() if of == name and low <= turn <= high for reply in some]
@@ -165,7 +164,7 @@ def table(found: dict[tuple[str, int], list[Reply]]) -> str:
         name = "all" if (low, high) == (1, 99) else str(low) if low == high else f"{low} and later"
         name = f"{low} to {high}" if low < high < 99 else name
         ratios = [rate(one) / rate(other) for one, other in zip(ours, plain, strict=True) if one.tokens > 1]
-        cells = (
+        table.row(
             name,
             len(ours),
             f"{median(reply.prompt for reply in ours):,.0f}",
@@ -174,8 +173,6 @@ def table(found: dict[tuple[str, int], list[Reply]]) -> str:
             *(f"{median(map(rate, some)):.1f}" for some in (ours, plain)),
             f"{median(ratios):.2f}" if ratios else "",
         )
-        rows.append("| " + " | ".join(map(str, cells)) + " |")
-    return "\n".join(rows)
 
 
 def rate(reply: Reply) -> float:
@@ -272,18 +269,12 @@ def growth(samples: Sequence[tuple[float, ...]]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(
+        __doc__, model="smollm2", method="hd", conversations=4, tokens=64, sessions=0, minutes=10.0,
+        log=str(Path(tempfile.gettempdir()) / "agent_trace.log"),
+    )  # fmt: skip
     parser.add_argument(
         "--trace", type=Path, action="append", required=True, help="a log that any command reads; repeatable"
-    )
-    parser.add_argument("--model", default="smollm2")
-    parser.add_argument("--method", default="hd", help="of the server that drafts")
-    parser.add_argument("--conversations", type=int, default=4)
-    parser.add_argument("--tokens", type=int, default=64, help="of an answer, at most")
-    parser.add_argument("--sessions", type=int, default=0)
-    parser.add_argument("--minutes", type=float, default=10)
-    parser.add_argument(
-        "--log", default=str(Path(tempfile.gettempdir()) / "agent_trace.log"), help="a file for the log of the server"
     )
     parser.add_argument("serve", nargs="*", help="options of hdtool serve, after --")
     options = parser.parse_args()

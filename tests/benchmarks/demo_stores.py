@@ -22,6 +22,7 @@ from hdtool.runtime.config.model import ModelConfig, SamplingConfig
 from hdtool.runtime.stores.corpus_index import CorpusIndex
 from hdtool.runtime.stores.model_store import ModelStore
 from tests.benchmarks.demo_texts import KINDS
+from tests.benchmarks.laboratory import Table
 
 LENGTH = 4
 MAX_ANSWER_TOKENS = 160
@@ -54,10 +55,10 @@ def answers() -> Iterator[tuple[str, list[int], list[int]]]:
         yield prompt.category, encode_conversation(answerer.loaded.tokenizer, prompt.messages), answer.output_ids
 
 
-def shares(found: list[tuple[bool, bool]]) -> str:
+def shares(found: list[tuple[bool, bool]]) -> list[str]:
     """Return the shares of the model store, of the corpus index, and of their union, as table cells."""
     one, other = np.array(found).T
-    return f"{one.mean():.0%} | {other.mean():.0%} | {(one | other).mean():.0%}"
+    return [f"{part.mean():.0%}" for part in (one, other, one | other)]
 
 
 def main() -> None:
@@ -72,11 +73,10 @@ def main() -> None:
             one, other = drafted(model, corpus, prompt + ids[:at])
             for name in (kind, "all"):
                 places[name].append((ids[at] in one, ids[at] in other))
-    stores = "model store | corpus index | either"
-    print(f"| kind | tokens | held: {stores} | drafted: {stores} |")
-    print("|---|---|---|---|---|---|---|---|")
+    heads = (f"{of}{store}" for of in ("held: ", "drafted: ") for store in ("model store", "corpus index", "either"))
+    table = Table("kind", "tokens", *heads)
     for kind in (*KINDS, "all"):
-        print(f"| {kind} | {len(places[kind]):,} | {shares(stretches[kind])} | {shares(places[kind])} |")
+        table.row(kind, f"{len(places[kind]):,}", *shares(stretches[kind]), *shares(places[kind]))
 
 
 if __name__ == "__main__":

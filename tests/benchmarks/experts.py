@@ -10,7 +10,6 @@ upper bound for curves by activated experts. Speeds are relative to plain decodi
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -32,6 +31,7 @@ from hdtool.runtime.core.session import decode
 from hdtool.runtime.core.tree import LARGEST_TREE, DraftTree
 from hdtool.runtime.drafters.methods import drafter_with_budget
 from hdtool.runtime.stores.store_set import StoreSet
+from tests.benchmarks.laboratory import Table, parser_of
 
 PLAIN = 10.0
 """Milliseconds of a simulated pass over one row."""
@@ -117,22 +117,17 @@ def print_simulated(traces: str, model: str, limit: int, *, raw: bool) -> None:
     reader = TurnReader.of_model(ModelConfig(model=model), False if raw else None)
     answered = [trace for trace in read_traces([Path(traces)]) if trace.answers][:limit]
     conversations = [reader.turns(trace) for trace in answered]
-    print("| experts | share of experts | overlap | by rows | known | gain |\n|---|---|---|---|---|---|")
+    table = Table("experts", "share of experts", "overlap", "by rows", "known", "gain")
     for (experts, top), share, overlap in product(MIXTURES, EXPERT_SHARES, OVERLAPS):
         mixture = Simulated(experts, top, share, overlap)
         speeds = [simulated(mixture, mixture.curve(known), conversations) for known in (0.0, overlap)]
-        print(
-            f"| {top} of {experts} | {share:.0%} | {overlap:.0%} | {speeds[0]:.3f} | {speeds[1]:.3f} | "
-            f"{speeds[1] / speeds[0] - 1:+.1%} |",
-            flush=True,
-        )
+        figures = (*(f"{speed:.3f}" for speed in speeds), f"{speeds[1] / speeds[0] - 1:+.1%}")
+        table.row(f"{top} of {experts}", f"{share:.0%}", f"{overlap:.0%}", *figures)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, raw=False, limit=10)
     parser.add_argument("--recorded", nargs=2, required=True, metavar=("TRACES", "MODEL"))
-    parser.add_argument("--raw", action="store_true", help="contexts as text")
-    parser.add_argument("--limit", type=int, default=10, help="conversations")
     options = parser.parse_args()
     traces, model = options.recorded
     print_simulated(traces, model, options.limit, raw=options.raw)

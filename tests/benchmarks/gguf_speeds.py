@@ -24,7 +24,6 @@ from statistics import median
 from tempfile import TemporaryDirectory
 
 import torch
-from transformers.utils import logging
 
 from hdtool.builders.evaluation.threads import set_num_threads
 from hdtool.data.errors import HdtoolError
@@ -33,6 +32,7 @@ from hdtool.runtime.core.tree import DraftTree
 from hdtool.runtime.engines.checks.probes import some_context
 from hdtool.runtime.kernels.machine import machine
 from hdtool.runtime.target.load import load
+from tests.benchmarks.laboratory import Table, parser_of
 from tests.benchmarks.llama_bench import LlamaBench
 from tests.benchmarks.openvino_peer import OpenVinoContender
 from tests.benchmarks.shapes import SHAPES_OF_FILES
@@ -97,7 +97,7 @@ def timed(run: Callable[[], object]) -> tuple[float, float]:
     return time.perf_counter() - wall, time.process_time() - cpu
 
 
-def compare(name: str, file: Path, options: argparse.Namespace, converted: Path | None = None) -> None:
+def compare(table: Table, name: str, file: Path, options: argparse.Namespace, converted: Path | None = None) -> None:
     contenders = runs_of(file, options.llama_bench, options.threads, converted)
     parts = [("read", tokens) for tokens in options.read] + [("decode", options.decode)]
     speeds = defaultdict[tuple[str, str, int], list[float]](list)
@@ -113,37 +113,30 @@ def compare(name: str, file: Path, options: argparse.Namespace, converted: Path 
         for part in parts:
             own, peer = median(speeds[contender, *part]), median(speeds["llama.cpp", *part])
             cells.append(f"{own:.1f}" if contender == "llama.cpp" else f"{own:.1f} ({own / peer:.2f})")
-        print(f"| {name} | {contender} | {' | '.join(cells)} |", flush=True)
+        table.row(name, contender, *cells)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, formats=["Q4_0", "Q4_K", "Q8_0"], read=[256, 1024], decode=48, rounds=5, threads=1)
     parser.add_argument("--llama-bench", type=Path, required=True)
     parser.add_argument("--files", type=Path, nargs="*", default=[])
     parser.add_argument("--openvino", type=Path)
     parser.add_argument("--shapes", nargs="*", choices=SHAPES_OF_FILES, default=[])
-    parser.add_argument("--formats", nargs="*", default=["Q4_0", "Q4_K", "Q8_0"])
-    parser.add_argument("--read", type=int, nargs="*", default=[256, 1024])
-    parser.add_argument("--decode", type=int, default=48)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--threads", type=int, default=1)
     options = parser.parse_args(arguments)
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
     set_num_threads(options.threads)
     clock = "wall clock" if options.threads > 1 else "CPU time"
     print(f"{machine(torch.device('cpu'))}; tokens per second of {clock}, and in brackets against llama.cpp\n")
     heads = [f"read {tokens}" for tokens in options.read] + [f"decode {options.decode}"]
-    print(f"| file | | {' | '.join(heads)} |\n|---|---|{'---|' * len(heads)}", flush=True)
+    table = Table("file", "", *heads)
     for file in options.files:
-        compare(file.name, file, options, options.openvino if file == options.files[0] else None)
+        compare(table, file.name, file, options, options.openvino if file == options.files[0] else None)
     with TemporaryDirectory() as folder:
         os.environ["HDTOOL_HOME"] = f"{folder}/home"
         for shape in options.shapes:
             for kind in options.formats:
                 file = Path(folder) / f"{shape}-{kind}.gguf"
                 write_random_gguf(file, SHAPES_OF_FILES[shape](), kind, "Q6_K" if kind.endswith("_K") else "Q8_0")
-                compare(f"{shape}, {kind}", file, options)
+                compare(table, f"{shape}, {kind}", file, options)
                 file.unlink()
 
 

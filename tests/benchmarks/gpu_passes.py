@@ -6,7 +6,6 @@ Prints the median and the maximum RMS distance of the logits at the end of a pat
 
 from __future__ import annotations
 
-import argparse
 import random
 from statistics import median
 from typing import Any
@@ -20,6 +19,7 @@ from hdtool.runtime.core.tree import ROOT, DraftTree
 from hdtool.runtime.model.placement import use_planless_attention
 from hdtool.runtime.target.target import Target, by_device
 from tests.benchmarks.gpu_step import name_of
+from tests.benchmarks.laboratory import parser_of
 from tests.support.rehearsed import captured_of, direct
 from tests.support.trees import path_to, tokens_to
 
@@ -87,10 +87,8 @@ CONTEXTS, NODES, SLOTS, STEPS = (5, 130, 700), (0, 20, 64), (1, 3), 3
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cuda")
+    parser = parser_of(__doc__, device="cuda", families=list(FAMILIES))
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16"))
-    parser.add_argument("--families", type=lambda names: names.split(","), default=list(FAMILIES))
     options = parser.parse_args()
     device = torch.device(options.device)
     use_planless_attention(device)

@@ -7,7 +7,6 @@ bytes read would take. ``--trace`` adds the kernels of one step.
 
 from __future__ import annotations
 
-import argparse
 from collections import Counter
 from collections.abc import Callable, Sequence
 from statistics import median
@@ -25,19 +24,15 @@ from hdtool.runtime.engines.cuda.static_steps import StaticSteps
 from hdtool.runtime.engines.steps import StepPass
 from hdtool.runtime.kernels.machine import machine
 from hdtool.runtime.target.target import Target
+from tests.benchmarks.laboratory import parser_of
 from tests.support.rehearsed import captured_of
 
 TURNS, SHOWN = 15, 14
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, device="cuda", contexts=[1000, 7000], nodes=[0, 7, 31, 63, 64], slots=8, trace=False)
     parser.add_argument("shape", help="a shape, or a config.json")
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--contexts", type=parse_integers, default=[1000, 7000])
-    parser.add_argument("--nodes", type=parse_integers, default=[0, 7, 31, 63, 64])
-    parser.add_argument("--slots", type=int, default=8)
-    parser.add_argument("--trace", action="store_true")
     options = parser.parse_args()
     loaded = load_shape(options.shape, ModelConfig(device=options.device))
     target = loaded.target
@@ -64,10 +59,6 @@ def main() -> None:
     if options.trace:
         steps.use(captured_of(target)._passes[0])
         trace(target, steps, options.contexts[0])
-
-
-def parse_integers(text: str) -> list[int]:
-    return [int(one) for one in text.split(",")]
 
 
 def name_of(step_pass: StepPass) -> str:

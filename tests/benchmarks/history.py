@@ -13,9 +13,9 @@ store, and then the drafter learns from the next token.
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
@@ -31,6 +31,7 @@ from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
 from hdtool.runtime.kernels.machine import machine
 from hdtool.runtime.stores.history_store import History, HistoryStore
 from hdtool.runtime.stores.token_log import MAX_MATCH_TOKENS, matches
+from tests.benchmarks.laboratory import Table, parser_of, seconds_of
 
 VOCABULARY, ANSWER, PIECE, TAIL = 32_000, 300, 10, 8
 Tokens = np.ndarray[tuple[int], np.dtype[np.int32]]
@@ -76,22 +77,13 @@ def fill(store: HistoryStore, speech: Speech, tokens: int) -> tuple[float, float
 
 def opening(folder: Path) -> float:
     """Return the median milliseconds to open a store; LMDB opens its file once per process."""
-    taken = []
-    for _ in range(OPENINGS):
-        started = time.perf_counter()
-        store = HistoryStore.open(folder, MARK, MODEL)
-        taken.append(time.perf_counter() - started)
-        del store
-    return median(taken) * 1e3
+    return 1e3 * median(seconds_of(lambda: HistoryStore.open(folder, MARK, MODEL)) for _ in range(OPENINGS))
 
 
 def lookups(store: HistoryStore, context: Callable[[int], np.ndarray[tuple[int], np.dtype[np.int64]]]) -> str:
     taken = np.empty(LOOKUPS)
     for number in range(LOOKUPS):
-        tail = context(number)
-        started = time.perf_counter()
-        matches(store.log, tail)
-        taken[number] = time.perf_counter() - started
+        taken[number] = seconds_of(partial(matches, store.log, context(number)))
     low, high = np.percentile(taken[LOOKUPS // 10 :] * 1e6, (50, 99))
     return f"{low:.2f} / {high:.2f} µs"
 
@@ -121,7 +113,7 @@ def drafts(stores: list[HistoryStore], new: list[list[int]]) -> list[Floats]:
     return [np.array(each[len(each) // 10 :]) for each in taken]
 
 
-def row(tokens: int, folder: Path, last: list[Tokens]) -> str:
+def row(tokens: int, folder: Path, last: list[Tokens]) -> list[str]:
     store, rng = HistoryStore.open(folder, MARK, MODEL), np.random.default_rng(1)
     spent, longest = fill(store, Speech(0), tokens - len(last) * ANSWER)
     count = max(0, tokens - len(last) * ANSWER) // ANSWER * ANSWER
@@ -137,36 +129,31 @@ def row(tokens: int, folder: Path, last: list[Tokens]) -> str:
         start = int(rng.integers(max(1, store.num_positions - MAX_MATCH_TOKENS)))
         return store.tokens(start, MAX_MATCH_TOKENS).astype(np.int64)
 
-    return (
-        f"| {tokens:,} | {spent / count * 1e6:.2f} µs | {longest * 1e3:.0f} ms | {opened:.1f} ms "
-        f"| {disk:.1f} | {mapped:.1f} | {lookups(store, tail)} |"
-    )
+    appended = f"{spent / count * 1e6:.2f} µs", f"{longest * 1e3:.0f} ms"
+    return [f"{tokens:,}", *appended, f"{opened:.1f} ms", f"{disk:.1f}", f"{mapped:.1f}", lookups(store, tail)]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, nargs="+", default=[10_000, 1_000_000, 10_000_000])
+    parser = parser_of(__doc__, tokens=[10_000, 1_000_000, 10_000_000], answers=40)
     parser.add_argument("--folder", type=Path, help="where the stores are written; a temporary folder by default")
-    parser.add_argument("--answers", type=int, default=40, help="new answers at whose tokens drafts are timed")
     options = parser.parse_args()
     print(f"{machine()}\n")
-    print(
-        "| tokens | append, a token | longest append | opening | bytes of disk a token | mapped | look-up, p50 / p99 |"
-    )
-    print("|---|---|---|---|---|---|---|")
+    heads = "append, a token", "longest append", "opening", "bytes of disk a token", "mapped", "look-up, p50 / p99"
+    table = Table("tokens", *heads)
     with TemporaryDirectory(dir=options.folder) as folder:
         shared = Speech(1)
         last = [shared.answer() for _ in range(SHARED)]
         row(10_000, Path(folder, "warm-up"), last)
         for tokens in options.tokens:
-            print(row(tokens, Path(folder, str(tokens)), last), flush=True)
+            table.row(*row(tokens, Path(folder, str(tokens)), last))
         new = [Speech(2 + number, np.concatenate(last)).answer().tolist() for number in range(options.answers)]
         stores = [HistoryStore(Path(folder, str(tokens)), read_only=True) for tokens in options.tokens]
         taken = drafts(stores, new)
-    print("\n| tokens of the history | draft, p50 / p99 | learning, p50 | nodes a draft |\n|---|---|---|---|")
+    print()
+    table = Table("tokens of the history", "draft, p50 / p99", "learning, p50", "nodes a draft")
     for size, each in zip(["none", *(f"{tokens:,}" for tokens in options.tokens)], taken, strict=True):
         (middle, learning, _), high = np.median(each, 0), np.percentile(each[:, 0], 99)
-        print(f"| {size} | {middle:.1f} / {high:.1f} µs | {learning:.1f} µs | {each[:, 2].mean():.1f} |")
+        table.row(size, f"{middle:.1f} / {high:.1f} µs", f"{learning:.1f} µs", f"{each[:, 2].mean():.1f}")
 
 
 if __name__ == "__main__":

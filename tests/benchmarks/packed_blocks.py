@@ -8,7 +8,6 @@ Results with packed and with unpacked weights are compared bit for bit.
 
 from __future__ import annotations
 
-import argparse
 import time
 from typing import Any
 
@@ -19,6 +18,7 @@ from hdtool.runtime.kernels.gemm_tiles import BFLOAT16, FLOAT32, unpack_matrix
 from hdtool.runtime.kernels.linear import multiply
 from hdtool.runtime.kernels.machine import machine
 from hdtool.runtime.kernels.matrix_formats import FORMATS_BY_GGUF_TYPE, BlockFormat
+from tests.benchmarks.laboratory import Table, parser_of
 from tests.support.packed_blocks import some_matrix
 
 ROWS = (1, 2, 4, 8, 16, 32)
@@ -26,7 +26,6 @@ SHAPES = ((1536, 576), (576, 1536), (2048, 2048), (8192, 2048))
 """Shapes of SmolLM2-135M and of a Llama of 1.2 billion weights. Blocks of 256 need a multiple of 256 columns."""
 VALUES_PER_SIDE = 75_000_000
 """Total number of weights per shape, more than the last-level cache holds."""
-REPEATS = 7
 Side = tuple[Any, int, list[torch.Tensor]]
 """Format, bytes per element or block, and the matrices."""
 
@@ -80,20 +79,18 @@ def fastest(input: torch.Tensor, sides: dict[str, Side], repeats: int) -> dict[s
 
 @torch.inference_mode()
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=REPEATS)
-    options = parser.parse_args()
+    options = parser_of(__doc__, repeats=7).parse_args()
     torch.set_num_threads(1)
     names = ["float32", "bfloat16", *(one.name for one in FORMATS_BY_GGUF_TYPE.values())]
     print(machine(torch.device("cpu")) + ", one thread\n")
-    print(f"| shape | rows | {' | '.join(names)} | same bits |\n|---|---|{'---|' * len(names)}---|")
+    table = Table("shape", "rows", *names, "same bits")
     for shape in SHAPES:
         sides = sides_of(shape, VALUES_PER_SIDE // (shape[0] * shape[1]))
         for rows in ROWS:
             input = torch.randn(rows, shape[1])
             best, same = fastest(input, sides, options.repeats), is_same(input, sides)
             cells = [f"{best[name]:.1f}" if name in best else "" for name in names]
-            print(f"| {shape[0]} x {shape[1]} | {rows} | {' | '.join(cells)} | {same} |", flush=True)
+            table.row(f"{shape[0]} x {shape[1]}", rows, *cells, same)
 
 
 if __name__ == "__main__":

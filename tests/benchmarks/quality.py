@@ -13,7 +13,6 @@ Reads answers to questions and computes the probabilities of their tokens with e
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import time
@@ -31,6 +30,7 @@ from hdtool.runtime.kernels.compact_weight import stored_of
 from hdtool.runtime.kernels.machine import machine
 from hdtool.runtime.target.load import Loaded, load
 from hdtool.runtime.target.target import Target
+from tests.benchmarks.laboratory import Table, parser_of
 
 NONE = "none"
 PIECE = 48
@@ -95,10 +95,8 @@ def megabytes(target: Target) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="smollm2")
+    parser = parser_of(__doc__, model="smollm2", answers=24)
     parser.add_argument("--weights", nargs="+", default=[NONE, *BLOCKS], choices=[NONE, *BLOCKS])
-    parser.add_argument("--answers", type=int, default=24, help="How many answers are read.")
     parser.add_argument("--from", dest="file", type=Path, default=demo.ANSWERS, help="JSON Lines with messages.")
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -107,8 +105,7 @@ def main() -> None:
     expected = [logits_of(reference.target, answer) for answer in answers]
     count = sum(len(answer.tokens) for answer in answers)
     print(f"{machine()}; {options.model}, {len(answers)} answers, {count:,} tokens\n")
-    print("| weights | activations | MB | perplexity | divergence, bits | same token | processor time |")
-    print("|---|---|---|---|---|---|---|")
+    table = Table("weights", "activations", "MB", "perplexity", "divergence, bits", "same token", "processor time")
     for scheme in options.weights:
         for activations in ACTIVATIONS:
             chosen = None if scheme == NONE else scheme
@@ -119,11 +116,8 @@ def main() -> None:
             spent = time.process_time() - started
             perplexity, bits = math.exp(figures.surprise / count), figures.divergence / count
             name = "as they are" if scheme == NONE else scheme
-            print(
-                f"| {name} | {activations} | {megabytes(target):.0f} | {perplexity:.4f} | {bits:.5f} | "
-                f"{figures.same / count:.2%} | {spent:.1f} s |",
-                flush=True,
-            )
+            shown = f"{perplexity:.4f}", f"{bits:.5f}", f"{figures.same / count:.2%}", f"{spent:.1f} s"
+            table.row(name, activations, f"{megabytes(target):.0f}", *shown)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ The last lines lower the temperature from epoch to epoch, like a policy that bec
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -28,6 +27,7 @@ from hdtool.runtime.integrations.hf_generate import Generator
 from hdtool.runtime.kernels.machine import machine
 from hdtool.runtime.stores.history_store import History
 from hdtool.runtime.weights.checkpoint_identity import place_of
+from tests.benchmarks.laboratory import parser_of
 
 SAMPLES, LENGTH, NODES, MAX_ROLLOUT_TOKENS = 4, 96, 16, 1_000_000
 DRAFTING_MODES = {
@@ -135,10 +135,7 @@ def tokens_per_step(epochs: Epochs, others: list[Sample], *, history: bool, roll
 
 
 def main() -> None:
-    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    options.add_argument("--temperatures", type=float, nargs="+", default=[1.0, 0.7, 0.5, 0.3])
-    options.add_argument("--epochs", type=int, default=4)
-    given = options.parse_args()
+    given = parser_of(__doc__, temperatures=[1.0, 0.7, 0.5, 0.3], epochs=4).parse_args()
     place = place_of(ModelConfig(demo.SMOLLM2), weights=True)
     model, tokenizer = (
         AutoModelForCausalLM.from_pretrained(place, dtype=torch.float32),

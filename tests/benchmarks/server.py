@@ -30,6 +30,7 @@ import psutil
 
 from hdtool.runtime.config.model import ModelConfig
 from hdtool.runtime.target.load import load, load_stock, load_tokenizer
+from tests.benchmarks.laboratory import parser_of
 from tests.server.plain import plain_text
 from tests.support.server import RunningServer
 
@@ -244,17 +245,12 @@ def _free_port() -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(
+        __doc__, method="hd", minutes=10.0, streams=50, prefix_cache_mib=64, settled=2.0, history="memory", times=3,
+        questions=6,
+    )  # fmt: skip
     parser.add_argument("part", choices=[part.__name__ for part in (streams, peers)])
     parser.add_argument("--model", required=True)
-    parser.add_argument("--method", default="hd")
-    parser.add_argument("--minutes", type=float, default=10)
-    parser.add_argument("--streams", type=int, default=50)
-    parser.add_argument("--prefix-cache-mib", type=int, default=64)
-    parser.add_argument("--settled", type=float, default=2, help="Minutes after which memory is compared.")
-    parser.add_argument("--history", default="memory", help="As of hdtool serve, for streams.")
-    parser.add_argument("--times", type=int, default=3)
-    parser.add_argument("--questions", type=int, default=6)
     parser.add_argument("--at-once", type=lambda text: [int(part) for part in text.split(",")], default=[1, 4])
     parser.add_argument("--llama-cpp", help="A Python with llama-cpp-python[server].")
     options = parser.parse_args()

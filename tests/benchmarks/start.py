@@ -12,7 +12,6 @@ which starts with the same models and has a home folder of its own.
 
 from __future__ import annotations
 
-import argparse
 import os
 import subprocess
 import sys
@@ -26,6 +25,7 @@ from tempfile import TemporaryDirectory
 from hdtool.data import demo
 from hdtool.data.demo import EMBEDDED, SMOLLM2
 from hdtool.runtime.kernels.machine import machine
+from tests.benchmarks.laboratory import Table, parser_of
 
 BARE = "import torch; from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer"
 PROMPT = "hi"
@@ -80,22 +80,20 @@ def size_of(file: Path) -> int:
     return file.stat().st_size
 
 
-def row(name: str, starts: Sequence[Start], bare: Start | None, size: int | None = None) -> str:
+def cells(*starts: Start, bare: Start | None, size: int | None) -> list[str]:
     seconds, cpu = (median(getattr(one, field) for one in starts) for field in ("seconds", "cpu_seconds"))
     spread = f"{min(one.seconds for one in starts):.2f} to {max(one.seconds for one in starts):.2f}"
     peak = max(one.bytes for one in starts)
     ratio = f"{seconds / bare.seconds:.2f}" if bare else "1.00"
     of_file = f"{peak / size:.2f}" if size else ""
-    return f"| {name} | {seconds:.2f} | {spread} | {ratio} | {cpu:.2f} | {peak / 1e6:.0f} | {of_file} |"
+    return [f"{seconds:.2f}", spread, ratio, f"{cpu:.2f}", f"{peak / 1e6:.0f}", of_file]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, rounds=5, first=False)
     parser.add_argument("--model", type=Path, nargs="*", default=[], help="GGUF files and folders to start with, too")
     parser.add_argument("--llama-cpp", help="llama-completion or llama-cli of llama.cpp, for the same files")
     parser.add_argument("--also", help="the Python of another installation of hdtool")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--first", action="store_true", help="show the first starts, with an empty home folder, too")
     options = parser.parse_args()
     files: dict[str, Path | None] = {EMBEDDED: None}
     if smollm2 := demo.smollm2_file():
@@ -114,8 +112,7 @@ def main() -> None:
             weights = [file] if file.is_file() else file.glob("*.safetensors")
             sizes |= dict.fromkeys([f"{program}, {short}" for program in PROGRAMS], sum(map(size_of, weights)))
     print(f"{machine()}; load average {os.getloadavg()[0]:.1f}; {options.rounds} rounds\n")
-    print("| contender | seconds | range | to the import | CPU seconds | peak, MB | to the file |")
-    print("|---|---|---|---|---|---|---|")
+    table = Table("contender", "seconds", "range", "to the import", "CPU seconds", "peak, MB", "to the file")
     with TemporaryDirectory(prefix="hdtool-start-") as home:
         homes = {name: Path(home) / name.partition(",")[0] for name in commands}
         for folder in homes.values():
@@ -127,11 +124,12 @@ def main() -> None:
     bare_name = next(iter(commands))
     bare = Start(median(one[bare_name].seconds for one in rounds), 0.0, 0)
     for name in commands:
-        print(row(name, [one[name] for one in rounds], None if name == bare_name else bare, sizes.get(name)))
+        starts = [one[name] for one in rounds]
+        table.row(name, *cells(*starts, bare=None if name == bare_name else bare, size=sizes.get(name)))
     if options.first:
         for name, start in first.items():
             if not name.startswith(("import", "llama.cpp")):
-                print(row(f"{name}, the first time", [start], bare, sizes.get(name)))
+                table.row(f"{name}, the first time", *cells(start, bare=bare, size=sizes.get(name)))
 
 
 if __name__ == "__main__":

