@@ -17,7 +17,7 @@ from typing import Any
 
 from hdtool.data.durable_files import why_foreign_lock
 from hdtool.data.errors import StoreError, os_errors_as
-from hdtool.data.output_files import sync_to_disk
+from hdtool.data.output_files import json_object, sync_to_disk
 
 MANIFEST = "manifest.json"
 LOCK_FILE = ".lock"
@@ -162,11 +162,7 @@ def holds_manifest(folder: Path) -> bool:
 def holds_history(folder: Path) -> bool:
     """Return True if the manifest in a folder belongs to a history store."""
     path = folder / MANIFEST
-    try:
-        row = json.loads(path.read_text(encoding="utf-8")) if is_regular(path) else None
-    except (ValueError, RecursionError):
-        return False
-    return isinstance(row, dict) and row.get("kind") == HISTORY_KIND
+    return is_regular(path) and json_object(path).get("kind") == HISTORY_KIND
 
 
 def printable(name: str) -> str:
