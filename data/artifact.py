@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
-from hdtool.data.durable_files import folder_lock, json_digest, remove_files, remove_scratch_folders, scratch_folder
+from hdtool.data.durable_files import file_lock, json_digest, lock_path
 from hdtool.data.errors import ModelError, os_errors_as
 from hdtool.data.file_state import FileState
 from hdtool.data.home import artifact_at_home, artifacts_at_home
@@ -51,8 +54,21 @@ class Artifact:
         self.manifest.write(json.dumps(row, indent=1))
 
     def remove(self) -> None:
-        """Delete the artifact's files, its manifest last; raise a ``ModelError`` if that fails."""
-        remove_files(self.folder, (*self.files, MANIFEST))
+        """Delete the artifact's files, its manifest last, and then the folder if it is empty.
+
+        Raise a ``ModelError`` if another process holds the folder's lock, or if a file cannot be deleted.
+        """
+        busy = ModelError(f"another process writes {self.folder}: wait for it")
+        with (
+            os_errors_as(ModelError, f"{self.folder} cannot be removed", "correct the permissions"),
+            file_lock(lock_path(self.folder), busy, remove=True),
+        ):
+            present = set(os.listdir(self.folder))  # other names may lead out of the folder
+            for name in (*self.files, MANIFEST):
+                if name in present:
+                    (self.folder / name).unlink(missing_ok=True)
+            with suppress(OSError):
+                self.folder.rmdir()
 
     @property
     def fingerprint(self) -> str:
@@ -118,24 +134,29 @@ def made_once(
 def _made(wanted: Artifact, activity: str, make: Make) -> Artifact:
     folder, advice = wanted.folder, "make room, or let HDTOOL_HOME name another folder"
     busy = ModelError(f"another process is {activity} {folder}")
-    with os_errors_as(ModelError, f"{activity} {folder} failed", advice), folder_lock(folder, busy):
-        remove_scratch_folders(folder)
+    with ExitStack() as held:
+        held.enter_context(os_errors_as(ModelError, f"{activity} {folder} failed", advice))
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        held.enter_context(file_lock(lock_path(folder), busy, waits=True))
+        for left in folder.parent.glob(f".{folder.name}.*.tmp"):  # by killed processes
+            shutil.rmtree(left, ignore_errors=True)
         if kept := wanted.kept():  # another process has made it meanwhile
             return kept
         wanted.manifest.exists()  # raises if hdtool did not write it
         print(
             f"note: {activity} {folder}, {'again, as it was damaged' if folder.is_dir() else 'once'}", file=sys.stderr
         )
-        with scratch_folder(folder) as place:
-            details, written = make(place), sorted(place.iterdir())
-            for file in written:
-                file.chmod(place.stat().st_mode & 0o666)  # safetensors makes files that only their owner can read
-                sync_to_disk(file)
-            if changed := next((state.path for state in wanted.sources if not state.holds), None):
-                raise ModelError(f"{changed} was changed while it was read: run the command again")
-            files = {file.name: FileState.of(file).size_and_time for file in written}
-            made = replace(wanted, details=details, files=files)
-            made.write()  # first: an artifact without one of its files isn't whole, but can be removed
-            for file in written:
-                file.replace(folder / file.name)
+        scratch = TemporaryDirectory(".tmp", f".{folder.name}.", folder.parent, ignore_cleanup_errors=True)
+        place = Path(held.enter_context(scratch))
+        details, written = make(place), sorted(place.iterdir())
+        for file in written:
+            file.chmod(folder.parent.stat().st_mode & 0o666)  # safetensors makes files that only their owner can read
+            sync_to_disk(file)
+        if changed := next((state.path for state in wanted.sources if not state.holds), None):
+            raise ModelError(f"{changed} was changed while it was read: run the command again")
+        files = {file.name: FileState.of(file).size_and_time for file in written}
+        made = replace(wanted, details=details, files=files)
+        made.write()  # first: an artifact without one of its files isn't whole, but can be removed
+        for file in written:
+            file.replace(folder / file.name)
     return made

@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import json
 import os
-import secrets
-import shutil
 import stat
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from hashlib import sha256
@@ -21,7 +19,7 @@ from math import inf
 from pathlib import Path
 from typing import Any, TypeVar
 
-from hdtool.data.errors import HdtoolError, ModelError, os_errors_as
+from hdtool.data.errors import HdtoolError
 from hdtool.data.output_files import OutputFile
 
 
@@ -29,17 +27,17 @@ from hdtool.data.output_files import OutputFile
 def file_lock(
     path: Path,
     busy: HdtoolError,
-    wait: Callable[[], object] | None = None,
     *,
     seconds: float = 0,
+    waits: bool = False,
     remove: bool = False,
 ) -> Iterator[None]:
     """Hold a lock on the file ``path`` during the ``with`` block.
 
-    If another process still holds it after ``seconds``, raise ``busy`` or, if ``wait`` is given, call ``wait`` and
-    block until the lock is free. The lock file is empty; ``remove`` deletes it at the end of a block without an error.
-    If ``path`` is a link, a folder or a file with content, it is left untouched and an error of ``busy``'s class is
-    raised. An unwritable folder raises OSError.
+    If another process still holds it after ``seconds`` (-1 waits without end), raise ``busy`` or, if the caller
+    ``waits``, print ``busy`` as a note and block until the lock is free. The lock file is empty; ``remove`` deletes it
+    at the end of a block without an error. If ``path`` is a link, a folder or a file with content, it is left untouched
+    and an error of ``busy``'s class is raised. An unwritable folder raises OSError.
     """
     from filelock import FileLock, Timeout
 
@@ -49,9 +47,9 @@ def file_lock(
     try:
         lock.acquire(timeout=seconds)
     except Timeout:
-        if wait is None:
+        if not waits:
             raise busy from None
-        wait()
+        print(f"note: {busy}: waiting for it", file=sys.stderr)
         lock.acquire(timeout=-1)
     try:
         yield
@@ -82,53 +80,6 @@ def why_foreign_lock(path: Path) -> str | None:
 def lock_path(path: Path) -> Path:
     """Return the path of the lock file of a file or folder, which is beside it."""
     return path.with_name(f".{path.name}.lock")
-
-
-@contextmanager
-def folder_lock(folder: Path, busy: HdtoolError) -> Iterator[None]:
-    """Hold a folder's lock during the ``with`` block. If another process holds it, print a note and wait."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-
-    def wait() -> None:
-        print(f"note: {busy}: waiting for it", file=sys.stderr)
-
-    with file_lock(lock_path(folder), busy, wait):
-        yield
-
-
-@contextmanager
-def scratch_folder(folder: Path) -> Iterator[Path]:
-    """Create a temporary folder beside ``folder``, and remove it with its contents on exit."""
-    scratch = folder.with_name(f".{folder.name}.{secrets.token_hex(8)}.tmp")
-    scratch.mkdir()
-    try:
-        yield scratch
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
-
-
-def remove_scratch_folders(folder: Path) -> None:
-    """Delete the scratch folders that killed processes left beside ``folder``, whose lock the caller must hold."""
-    for place in folder.parent.glob(f".{folder.name}.*.tmp"):
-        shutil.rmtree(place, ignore_errors=True)
-
-
-def remove_files(folder: Path, names: Iterable[str]) -> None:
-    """Delete the files with these names from a folder, in order, and then the folder if it is empty.
-
-    Raise a ``ModelError`` if another process holds the folder's lock, or if a file cannot be deleted.
-    """
-    busy = ModelError(f"another process writes {folder}: wait for it")
-    with (
-        os_errors_as(ModelError, f"{folder} cannot be removed", "correct the permissions"),
-        file_lock(lock_path(folder), busy, remove=True),
-    ):
-        present = set(os.listdir(folder))  # other names may lead out of the folder
-        for name in names:
-            if name in present:
-                (folder / name).unlink(missing_ok=True)
-        with suppress(OSError):
-            folder.rmdir()
 
 
 T = TypeVar("T")

@@ -53,7 +53,7 @@ def main(parts: list[str]) -> None:
     import_leanly()  # and collect garbage rarely, of which numba makes much
     remove_outdated()
     busy = StoreError(f"another process compiles into {code_folder()}")
-    with file_lock(code_folder() / "lock", busy, wait=lambda: None):
+    with file_lock(code_folder() / "lock", busy, seconds=-1):
         for part in parts:
             if is_compiled(part):
                 for _ in STEPS[part]:
