@@ -161,8 +161,6 @@ CALL_KEYS = ("tool_calls", "function_call", "refusal")
 """Keys whose presence allows a message to lack text."""
 REASONING_TYPES = ("reasoning", "thinking", "redacted_thinking", "summary_text", "reasoning_text")
 """Types of message parts that do not belong to the answer."""
-MEDIA_TYPES = ("image", "audio", "video", "file", "document")
-"""Words that mark the type of a message part as media instead of text."""
 ITEM_ROLES = {"function_call": ASSISTANT, "custom_tool_call": ASSISTANT, "function_call_output": TOOL}
 """Roles of the Responses API's items that are not messages."""
 
@@ -238,15 +236,6 @@ def _texts(parts: list[Any]) -> Iterator[str]:
             text = text.get("value")
         if text is not None:
             yield required_text(text, "the `text` of a message's part")
-
-
-def media_part(content: Any) -> str | None:
-    """Return the type of the first image, audio, video or file part; None if there is none."""
-    for part in content if isinstance(content, list) else ():
-        kind = part.get("type") if isinstance(part, dict) else None
-        if isinstance(kind, str) and any(media in kind for media in MEDIA_TYPES):
-            return kind
-    return None
 
 
 def required_text(value: Any, name: str) -> str:

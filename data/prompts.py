@@ -16,13 +16,15 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-from hdtool.data.conversation import QUESTIONS, TEXT, USER, Conversation, lone_surrogate, media_part
+from hdtool.data.conversation import QUESTIONS, TEXT, USER, Conversation, lone_surrogate
 from hdtool.data.conversation_files import ConversationReader, LocatedConversation
 from hdtool.data.errors import PromptError, RecordError
 from hdtool.data.input_files import hub_files, input_errors_as, is_hub_name, read_text
 from hdtool.data.row_readers import RowError, decode_utf8
 from hdtool.data.tally import Tally
 
+MEDIA_TYPES = ("image", "audio", "video", "file", "document")
+"""Words that mark the type of a message part as media instead of text."""
 TOOL_EXAMPLE = '{"type": "function", "function": {"name": ..., "parameters": {...}}}'
 
 
@@ -292,8 +294,11 @@ def _prompt_of(located: LocatedConversation) -> Prompt:
 def _require_text(row: Any) -> None:
     """Raise RowError if a message has an image, audio, video or file part, which the model would not see."""
     messages = row.get("messages") if isinstance(row, dict) else None
-    for message in messages if isinstance(messages, list) else ():
-        if isinstance(message, dict) and (kind := media_part(message.get("content"))):
+    messages = messages if isinstance(messages, list) else ()
+    contents = [message.get("content") for message in messages if isinstance(message, dict)]
+    for part in (part for content in contents if isinstance(content, list) for part in content):
+        kind = part.get("type") if isinstance(part, dict) else None
+        if isinstance(kind, str) and any(media in kind for media in MEDIA_TYPES):
             raise RowError(f"a message has a part of type {kind[:40]!r}, and hdtool answers text only")
 
 

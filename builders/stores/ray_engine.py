@@ -59,11 +59,8 @@ T = TypeVar("T")
 
 
 @contextmanager
-def ray_session(address: str | None, workers: int | None = None) -> Iterator[Any]:
-    """Yield the ``ray`` module, connected to the cluster at ``address`` or to a local instance.
-
-    Shuts Ray down on exit. ``workers`` limits the cores of a local instance.
-    """
+def ray_engine(address: str | None, workers: int | None, *, quiet: bool) -> Iterator[RayBuildEngine]:
+    """Yield an engine on the cluster at ``address``, or on ``workers`` cores of this machine; shut Ray down on exit."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     try:
         import ray
@@ -80,7 +77,7 @@ def ray_session(address: str | None, workers: int | None = None) -> Iterator[Any
         except Exception as error:  # ConnectionError, RuntimeError, ValueError and Ray's own errors
             raise _connection_error(address, error, output) from None
     try:
-        yield ray
+        yield RayBuildEngine(ray, workers, quiet=quiet)
     finally:
         ray.shutdown()
 
@@ -164,24 +161,12 @@ def on_each_node(ray: Any, function: Callable[..., T], *arguments: object) -> It
             yield node["NodeManagerAddress"], ray.get(task)
 
 
-def max_node_memory(ray: Any) -> float:
-    """Return the most memory, in bytes, that any live node offers to tasks."""
-    return max(float(node["Resources"].get("memory", 0)) for node in ray.nodes() if node["Alive"])
-
-
 PREFETCHED_PORTIONS = 8
 """Number of portions that each reader task keeps ready."""
 READER_OPTIONS: dict[str, Any] = {"num_cpus": 0, "scheduling_strategy": "SPREAD"}
 """Ray options of reader tasks, which mostly wait for I/O and therefore reserve no core."""
 
 Item = TypeVar("Item")
-
-
-@contextmanager
-def ray_engine(address: str | None, workers: int | None, *, quiet: bool) -> Iterator[RayBuildEngine]:
-    """Yield an engine on the cluster at ``address``, or on ``workers`` cores of this machine."""
-    with ray_session(address, workers) as ray:
-        yield RayBuildEngine(ray, workers, quiet=quiet)
 
 
 class RayBuildEngine(BuildEngine):
@@ -242,7 +227,8 @@ class RayBuildEngine(BuildEngine):
 
     def sort(self, files: ShardFiles, shards: Sequence[ShardExtent]) -> None:
         memory = SORT_MEMORY_FACTOR * max(shard.tokens for shard in shards) * files.width.itemsize
-        if memory > (node_memory := max_node_memory(self._ray)):
+        node_memory = max(float(node["Resources"].get("memory", 0)) for node in self._ray.nodes() if node["Alive"])
+        if memory > node_memory:
             raise ClusterError(
                 f"sorting a shard takes {memory / 2**30:.1f} GiB of memory, and no node of the Ray cluster offers more "
                 f"than {node_memory / 2**30:.1f}: choose smaller --shard-bytes"

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from hdtool.data.documents import Document, Source, Tokens, token_type
 from hdtool.data.progress import ProgressBar
-from hdtool.data.stores.manifest import InputShare, input_shares
+from hdtool.data.stores.manifest import InputShare
 from hdtool.data.texts_and_traces import RecordReader
 from hdtool.runtime.kernels.compiled import Ints, compiled
 from hdtool.runtime.stores.model_store import mix_hash, sequence_hash, slot_of
@@ -59,7 +59,10 @@ class DocumentFile:
         self._counted[source] += (1, length)
 
     def shares(self) -> tuple[InputShare, ...]:
-        return input_shares(self._sources, self._counted)
+        return tuple(
+            InputShare(source.name, source.sha256, records, tokens)
+            for source, (records, tokens) in zip(self._sources, self._counted.tolist(), strict=True)
+        )
 
 
 TOKENIZER_BATCH = 1024

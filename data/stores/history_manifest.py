@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import secrets
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -94,10 +93,6 @@ class HistoryManifest:
         if not BUILD_DIGITS.fullmatch(manifest.build) or files != manifest._names:
             raise ValueError("its files have other names than those of a history store")
         return manifest
-
-
-def new_build() -> str:
-    return secrets.token_hex(4)
 
 
 def manifest_stamp(path: Path | str) -> tuple[int, int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -27,8 +27,6 @@ from hdtool.data.stores.store_files import (
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-    from hdtool.data.documents import Source
 
 STORE_FORMATS = {CORPUS_KIND: 1, MODEL_KIND: 2}
 """Format version of each kind of store."""
@@ -127,14 +125,6 @@ class InputShare:
     def label(self) -> str:
         """Name and first digits of the hash, on one line. ``hdtool drop --source`` accepts either of them."""
         return f"{printable(self.name)} (sha256 {printable(self.sha256[:SHOWN_HASH_DIGITS])})"
-
-
-def input_shares(sources: Sequence[Source], counted: Iterable[Sequence[int]]) -> tuple[InputShare, ...]:
-    """Return each input's contribution. ``counted`` has a pair per input: its numbers of documents and tokens."""
-    return tuple(
-        InputShare(source.name, source.sha256, int(records), int(tokens))
-        for source, (records, tokens) in zip(sources, counted, strict=True)
-    )
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import errno
 import mmap
 import os
+import secrets
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -32,7 +33,6 @@ from hdtool.data.stores.history_manifest import (
     history_lock,
     is_new_history,
     manifest_stamp,
-    new_build,
     read_history_manifest,
     sweep_history,
 )
@@ -304,7 +304,7 @@ def create_if_new(folder: Path, tokenizer: TokenizerFingerprint, model: str, max
             if is_new_history(folder):
                 require_room(folder)
                 size = min(NEW_STORE_POSITIONS, positions_within(max_bytes))
-                _write(folder, HistoryManifest(tokenizer, model, max_bytes, size, new_build()), None, ())
+                _write(folder, HistoryManifest(tokenizer, model, max_bytes, size, secrets.token_hex(4)), None, ())
 
 
 def require_room(folder: Path, needed: int = 0) -> None:
@@ -359,7 +359,7 @@ def lengthen(folder: Path, old: OpenFiles, size: int) -> None:
 def rebuild(folder: Path, old: OpenFiles, kept: Sequence[StoredConversation]) -> None:
     """Replace the files with new ones that contain the ``kept`` conversations, given oldest first."""
     with _locked(folder, old):
-        _write(folder, replace(old.manifest, build=new_build()), old.ring, kept)
+        _write(folder, replace(old.manifest, build=secrets.token_hex(4)), old.ring, kept)
 
 
 @contextmanager

@@ -13,7 +13,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
 from hdtool.runtime.weights.pieces import Piece
@@ -39,11 +38,6 @@ class _Conversion:
 
     def parameter(self, name: str, target: str, model: Any, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         return self.convert(target, model, parts)[name]
-
-
-def model_transforms(model: Any) -> list[Any]:
-    """Return the renamings and conversions with which transformers loads a model's checkpoints."""
-    return list(get_model_conversion_mapping(model))
 
 
 def stored_weights(transforms: Sequence[Any], pieces: Mapping[str, Piece], model: Any) -> dict[str, StoredWeight]:

@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers.conversion_mapping import get_model_conversion_mapping
 
 from hdtool.runtime.kernels.compact_weight import CompactWeight
 from hdtool.runtime.kernels.packed_matrix import packed_mxfp4, packs_mxfp4
 from hdtool.runtime.model.quantization import MXFP4, library_of
 from hdtool.runtime.weights.hub import weight_files
-from hdtool.runtime.weights.library_names import model_transforms, stored_weights
+from hdtool.runtime.weights.library_names import stored_weights
 from hdtool.runtime.weights.pieces import Piece, tensors_of
 from hdtool.runtime.weights.store import StoredWeight, WeightStore
 
@@ -27,7 +28,7 @@ def safetensors_store(folder: Path, settings: Any, model: Any) -> WeightStore | 
         return None
     pieces = {name: piece for file in files for name, piece in tensors_of(file)}
     experts = _mxfp4_experts(pieces, model) if library_of(settings) == MXFP4 else {}
-    return WeightStore({**stored_weights(model_transforms(model), pieces, model), **experts}, folder)
+    return WeightStore({**stored_weights(get_model_conversion_mapping(model), pieces, model), **experts}, folder)
 
 
 def _mxfp4_experts(pieces: Mapping[str, Piece], model: Any) -> dict[str, StoredWeight]:
