@@ -271,9 +271,8 @@ def _drop_conversations(store: Path, source: str | None, days: float | None, *, 
 
     if days is not None and not 0 <= days <= MAX_AGE_DAYS:
         raise OptionError(f"--older-than must be between 0 and {MAX_AGE_DAYS} days, got {days:g}")
-    before = None if days is None else timedelta(days=days)
-    dropped = drop_conversations(store, source=source, before=before)
-    held = f"{count_of(dropped.conversations, 'conversation')}, {count_of(dropped.tokens, 'token')}"
-    print(f"removed {held}", file=sys.stderr)
+    dropped = drop_conversations(store, source=source, older_than=None if days is None else timedelta(days=days))
+    tokens = count_of(sum(conversation.tokens for conversation in dropped), "token")
+    print(f"removed {count_of(len(dropped), 'conversation')}, {tokens}", file=sys.stderr)
     shown = description(HistoryStore(store, read_only=True))
     print(json.dumps(shown, ensure_ascii=False) if as_json else "\n".join(history_in_words(shown)))

@@ -10,9 +10,10 @@ from __future__ import annotations
 import hashlib
 import re
 import shlex
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime, timedelta
+from datetime import timedelta
 from functools import partial
 from itertools import chain
 from pathlib import Path, PurePath
@@ -269,14 +270,6 @@ def _rebuild(
     return build(folder, documents, template.tokenizer, sources, check=check, **options)
 
 
-class DropConversationsResult(NamedTuple):
-    """Number of dropped conversations, their total number of tokens, and their sources."""
-
-    conversations: int
-    tokens: int
-    sources: tuple[str, ...]
-
-
 def history_folders(inputs: Sequence[str | Path]) -> tuple[list[Path], list[str]]:
     """Split inputs into folders that hold a store (a history or another kind) and all other inputs."""
     folders, other_inputs = [], []
@@ -344,16 +337,16 @@ def _answers(store: HistoryStore, conversations: list[StoredConversation]) -> It
 
 
 def drop_conversations(
-    folder: Path, *, source: str | None = None, before: timedelta | datetime | None = None
-) -> DropConversationsResult:
-    """Remove the conversations of one source, or those older than ``before``, which is a time or an age.
+    folder: Path, *, source: str | None = None, older_than: timedelta | None = None
+) -> list[StoredConversation]:
+    """Remove and return the conversations of one source, those older than an age, or those that are both.
 
-    If both ``source`` and ``before`` are given, only conversations that match both are removed. The store is rewritten,
-    so no file keeps the removed tokens; processes that have the store open notice when they begin their next answer.
+    The store is rewritten, so no file keeps the removed tokens; processes that have the store open notice when they
+    begin their next answer.
     """
-    if source is None and before is None:
-        raise StoreError(f"nothing to drop from {folder}: name a source, or a time before which conversations go")
-    until = datetime.now(UTC) - before if isinstance(before, timedelta) else before
+    if source is None and older_than is None:
+        raise StoreError(f"nothing to drop from {folder}: name a source, or an age from which conversations go")
+    until = None if older_than is None else time.time() - older_than.total_seconds()
     store = HistoryStore(folder)
     names = sorted({conversation.source for conversation in store.conversations()})
     if source is not None and source not in names:
@@ -363,9 +356,7 @@ def drop_conversations(
 
     def stays(conversation: StoredConversation) -> bool:
         return (source is not None and conversation.source != source) or (
-            until is not None and conversation.time >= until.timestamp()
+            until is not None and conversation.time >= until
         )
 
-    removed = store.keep(stays)
-    sources = tuple(sorted({conversation.source for conversation in removed}))
-    return DropConversationsResult(len(removed), sum(conversation.tokens for conversation in removed), sources)
+    return store.keep(stays)

@@ -121,10 +121,10 @@ def stored_items() -> list[StoredItem]:
 def find_item(name: str, items: Iterable[StoredItem]) -> StoredItem:
     """Return the item with this name or folder. Raises StoreError unless exactly one matches."""
     known = list(items)
-    if sharing := [item for item in known if item.shared_name == name]:
-        raise _ambiguous(name, sharing)
+    if found := _named(name, known):
+        return found
     for item in known:
-        if name == item.name or Path(name).expanduser().resolve() == item.folder.resolve():
+        if Path(name).expanduser().resolve() == item.folder.resolve():
             return item
     names = [item.name for item in known]
     meant = did_you_mean(name, names)
@@ -143,19 +143,18 @@ def store_folder(name: str) -> Path:
     if (home() / name / MANIFEST).is_file():  # the name of a store whose short name is not unique
         return home() / name
     items = stored_items()
-    if _STORE_NAME.fullmatch(name):
-        if sharing := [item for item in items if item.shared_name == name]:
-            raise _ambiguous(name, sharing)
-        if found := next((item for item in items if item.name == name), None):
-            return found.folder
+    if _STORE_NAME.fullmatch(name) and (found := _named(name, items)):
+        return found.folder
     if meant := did_you_mean(name, [item.name for item in items]):
         raise StoreError(f"{name} holds no store{meant}: name a folder, or a store that hdtool stores lists")
     return folder
 
 
-def _ambiguous(name: str, sharing: list[StoredItem]) -> StoreError:
-    candidates = ", ".join(printable(item.name) for item in sharing)
-    return StoreError(f"{name} could be any of {len(sharing)}: {candidates}: give one of these names instead")
+def _named(name: str, items: list[StoredItem]) -> StoredItem | None:
+    if sharing := [printable(item.name) for item in items if item.shared_name == name]:
+        candidates = ", ".join(sharing)
+        raise StoreError(f"{name} could be any of {len(sharing)}: {candidates}: give one of these names instead")
+    return next((item for item in items if item.name == name), None)
 
 
 def remove_store(item: StoredItem) -> None:

@@ -14,7 +14,7 @@ import sys
 import time
 import warnings
 from collections.abc import Iterator
-from datetime import UTC, datetime, timedelta
+from datetime import timedelta
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -429,7 +429,7 @@ def test_nothing_is_lost_while_another_process_drops(tmp_path: Path) -> None:
     drops = 0
     while any(process.poll() is None for process in processes):
         assert store.append([3, 2, 1], [], "noise")
-        drops += drop_conversations(tmp_path / "store", source="noise").conversations
+        drops += len(drop_conversations(tmp_path / "store", source="noise"))
     for process in processes:
         assert process.communicate() and process.returncode == 0
     answers = held(opened(tmp_path / "store"))
@@ -504,7 +504,7 @@ def test_a_store_that_was_replaced_is_opened_again(tmp_path: Path) -> None:
     store, other = opened(tmp_path), opened(tmp_path)
     store.append([1, 2, 3], [], "one")
     other.append([1, 2, 4], [], "two")
-    assert drop_conversations(tmp_path, source="one") == (1, 3, ("one",))
+    assert [(each.source, each.tokens) for each in drop_conversations(tmp_path, source="one")] == [("one", 3)]
     assert other.append([1, 2, 5], [])
     store.refresh()
     assert held(store) == [[1, 2, 4], [1, 2, 5]]
@@ -740,7 +740,9 @@ def mixed_store(folder: Path) -> HistoryStore:
 def test_nothing_of_a_dropped_source_is_left_in_any_file(tmp_path: Path) -> None:
     store = mixed_store(tmp_path)
     assert len(planted_in(tmp_path)) == 1
-    assert drop_conversations(tmp_path, source="secret") == (50, 350, ("secret",))
+    assert [(each.source, each.tokens) for each in drop_conversations(tmp_path, source="secret")] == [
+        ("secret", 7)
+    ] * 50
     assert planted_in(tmp_path) == []
     assert not any(b"secret" in path.read_bytes() for path in tmp_path.iterdir())
     assert held(opened(tmp_path)) == [[1, 2, number] for number in range(50)]
@@ -755,12 +757,12 @@ def test_old_conversations_are_dropped(tmp_path: Path, monkeypatch: pytest.Monke
         store.append([*PLANTED] if days > 5 else [days, days], [])
     monkeypatch.undo()
     assert planted_in(tmp_path)
-    assert drop_conversations(tmp_path, before=timedelta(days=5.5)).conversations == 5
+    assert len(drop_conversations(tmp_path, older_than=timedelta(days=5.5))) == 5
     assert planted_in(tmp_path) == []
-    moment = datetime.now(UTC) - timedelta(days=2.5)
-    assert drop_conversations(tmp_path, source=DEFAULT_SOURCE, before=moment) == (3, 6, (DEFAULT_SOURCE,))
+    dropped = drop_conversations(tmp_path, source=DEFAULT_SOURCE, older_than=timedelta(days=2.5))
+    assert [each.tokens for each in dropped] == [2, 2, 2]
     assert held(opened(tmp_path)) == [[2, 2], [1, 1]]
-    assert drop_conversations(tmp_path, before=timedelta(days=5)).conversations == 0
+    assert not drop_conversations(tmp_path, older_than=timedelta(days=5))
     with pytest.raises(StoreError, match="has no source books: it holds answers"):
         drop_conversations(tmp_path, source="books")
     with pytest.raises(StoreError, match="nothing to drop from"):
