@@ -91,14 +91,6 @@ def test_a_folder_of_other_files_is_refused_untouched(name: str, kind: str, tmp_
     assert contents(tmp_path) == {name: WEB_APP}
 
 
-def test_a_merge_into_a_folder_of_other_files_is_refused_untouched(tmp_path: Path) -> None:
-    build("corpus", tmp_path / "store")
-    before = litter(tmp_path / "out")
-    with pytest.raises(StoreError, match="holds no store, but other files"):
-        rework.merge([tmp_path / "store"], tmp_path / "out")
-    assert contents(tmp_path / "out") == before
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_other_files_beside_a_store_stay(kind: str, tmp_path: Path) -> None:
     folder = tmp_path / "store"
