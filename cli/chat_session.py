@@ -12,8 +12,9 @@ from pathlib import Path
 from hdtool.cli.answer_output import answer_summary, colors_shown, legend, stream_answer
 from hdtool.data.conversation import message_turns
 from hdtool.data.errors import ContextError, PromptError, did_you_mean
+from hdtool.data.file_origins import json_object
 from hdtool.data.input_files import input_errors_as
-from hdtool.data.output_files import OutputFile, json_object
+from hdtool.data.output_files import OutputFile
 from hdtool.data.prompts import Message, Prompt
 from hdtool.data.row_readers import RowError
 from hdtool.runtime.answerer import Answerer

@@ -13,8 +13,9 @@ from hdtool.cli import options
 from hdtool.cli.command import Option, quiet_libraries
 from hdtool.cli.options import only, without
 from hdtool.data.errors import OptionError, RecordError
+from hdtool.data.file_origins import is_json_lines_with
 from hdtool.data.input_files import find_inputs
-from hdtool.data.output_files import OutputFile, is_json_lines_with
+from hdtool.data.output_files import OutputFile
 from hdtool.data.progress import progress_bar, with_progress
 from hdtool.data.tally import Tally
 from hdtool.data.texts_and_traces import Trace, read_traces

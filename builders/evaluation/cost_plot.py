@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from hdtool.data.errors import CostError
-from hdtool.data.output_files import PNG_METADATA, OutputFile, is_own_png
+from hdtool.data.file_origins import PNG_METADATA, is_own_png
+from hdtool.data.output_files import OutputFile
 from hdtool.runtime.budget.cost_curve import CostCurve
 
 COST_PLOT_INCHES, COST_PLOT_DPI = (7.0, 4.2), 150

@@ -20,7 +20,8 @@ from hdtool.builders.heads.loss import (
     takes_bfloat16,
 )
 from hdtool.data.errors import HeadsError
-from hdtool.data.output_files import OutputFile, safetensors_metadata
+from hdtool.data.file_origins import safetensors_metadata
+from hdtool.data.output_files import OutputFile
 
 HIDDEN_STATES_TENSOR = "hidden"
 BATCH_TOKENS = 2048

@@ -10,7 +10,8 @@ import numpy.typing as npt
 
 from hdtool.builders.heads.training_loop import TrainingHistory
 from hdtool.data.errors import HeadsError
-from hdtool.data.output_files import PNG_METADATA, OutputFile, is_own_png
+from hdtool.data.file_origins import PNG_METADATA, is_own_png
+from hdtool.data.output_files import OutputFile
 
 CURVE_FILE = "training.png"
 CURVE_INCHES, CURVE_DPI = (8.0, 4.0), 130

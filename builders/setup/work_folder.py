@@ -21,16 +21,9 @@ from typing import IO, Any, NamedTuple
 from hdtool.data.conversation import USER, Conversation
 from hdtool.data.durable_files import file_lock
 from hdtool.data.errors import RecordError, ResultError, StoreError, os_errors_as
+from hdtool.data.file_origins import is_json_with, json_object
 from hdtool.data.home import home, setups_at_home
-from hdtool.data.output_files import (
-    O_BINARY,
-    O_NOFOLLOW,
-    OutputFile,
-    is_json_with,
-    json_object,
-    sync_to_disk,
-    temporary_names,
-)
+from hdtool.data.output_files import O_BINARY, O_NOFOLLOW, OutputFile, sync_to_disk, temporary_names
 from hdtool.data.stores.home import SHOWN_FINGERPRINT_DIGITS, StoredItem, remove_empty
 from hdtool.data.stores.manifest import Checkpoint, InputShare, Manifest
 from hdtool.data.stores.store import FolderCheck, file_checksum, read_manifest, recorded_name

@@ -17,7 +17,8 @@ from typing import Any
 
 from hdtool.data.durable_files import why_foreign_lock
 from hdtool.data.errors import StoreError, os_errors_as
-from hdtool.data.output_files import json_object, sync_to_disk
+from hdtool.data.file_origins import json_object
+from hdtool.data.output_files import sync_to_disk
 
 MANIFEST = "manifest.json"
 LOCK_FILE = ".lock"

@@ -14,7 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 from hdtool.data.errors import CostError
-from hdtool.data.output_files import OutputFile, is_json_with
+from hdtool.data.file_origins import is_json_with
+from hdtool.data.output_files import OutputFile
 from hdtool.runtime.config.budgets import LARGEST_BUDGET
 from hdtool.runtime.config.measuring import COST_FILE
 from hdtool.runtime.kernels.compiled import Uncopyable, array_at, compiled

@@ -22,7 +22,8 @@ from hdtool.builders.evaluation.report.plots import DARK_THEME, LIGHT_THEME, THE
 from hdtool.builders.evaluation.report.tables import Table
 from hdtool.builders.evaluation.scores import ALL_TASKS, DEFAULT_METHOD
 from hdtool.data.errors import ResultError, os_errors_as
-from hdtool.data.output_files import MARKDOWN_ENTRY, OutputFile, is_own_html, is_own_markdown, is_own_png
+from hdtool.data.file_origins import MARKDOWN_ENTRY, is_own_html, is_own_markdown, is_own_png
+from hdtool.data.output_files import OutputFile
 from hdtool.data.progress import count_of
 from hdtool.runtime.budget.cost_curve import CostCurve
 from hdtool.runtime.kernels.machine import machine

@@ -17,7 +17,7 @@ from hdtool.builders.evaluation.report.tables import (
     Trials,
 )
 from hdtool.builders.evaluation.scores import PLAIN_METHOD
-from hdtool.data.output_files import PNG_METADATA
+from hdtool.data.file_origins import PNG_METADATA
 from hdtool.runtime.config.source_names import registered, source_of
 
 if TYPE_CHECKING:

@@ -19,7 +19,8 @@ from torch.nn import functional
 
 from hdtool.data import demo
 from hdtool.data.errors import FamilyError, HeadsError, error_reason
-from hdtool.data.output_files import OutputFile, is_json_with, safetensors_metadata
+from hdtool.data.file_origins import is_json_with, safetensors_metadata
+from hdtool.data.output_files import OutputFile
 from hdtool.runtime.config.building import AMPHISTA, HYDRA, HYDRA_PLUS, MEDUSA, MTP_LAYER, HeadsConfig
 from hdtool.runtime.config.decoding import TAKE_HEADS
 from hdtool.runtime.drafters.heads.modules import (
