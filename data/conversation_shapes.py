@@ -14,9 +14,7 @@ from hdtool.data.answered_questions import first_choice
 from hdtool.data.conversation import (
     ANSWERS,
     ASSISTANT,
-    CHAT,
     QUESTIONS,
-    REQUEST,
     STOPPED,
     SYSTEM,
     TEXT,
@@ -54,7 +52,7 @@ def prompt_answer_pair(row: dict[str, Any]) -> Conversation | None:
     if prompt_keys:
         turns.append(Turn(USER, prompt))
     turns += [Turn(ASSISTANT, _text(row, key)) for key in answers]
-    return Conversation(tuple(turns), kind=CHAT)
+    return Conversation(tuple(turns))
 
 
 def _text(row: dict[str, Any], key: str) -> str:
@@ -169,7 +167,7 @@ def _batch(row: dict[str, Any]) -> Conversation | None:
         if any(part in str(row.get("url")) for part in ENDPOINTS_WITHOUT_TEXT):
             raise RowError(f"a batch request of {row['url']} holds no conversation")
         turns = api.request_turns(body)
-        return Conversation(tuple(turns), kind=REQUEST, key=key, prompted=len(turns))
+        return Conversation(tuple(turns), key=key, prompted=len(turns))
     if isinstance(result := row.get("result"), dict):
         row = {"response": result.get("message"), "error": None if "message" in result else result}
     if "response" not in row and "error" not in row:
