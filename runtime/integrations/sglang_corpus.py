@@ -10,13 +10,13 @@ import logging
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from hdtool.data.errors import OptionError, StoreError
+from hdtool.data.errors import OptionError
 from hdtool.data.stores.tenant import Tenant
 from hdtool.runtime.budget.node_budget import FixedBudget
 from hdtool.runtime.config.decoding import DecodeConfig, StoresConfig
@@ -63,10 +63,6 @@ class SglangSettings:
 
 PADDING_TOKEN = 0
 """Token of the nodes that pad a tree; SGLang verifies them as children of the root."""
-NO_CORPORA = (
-    "hdtool drafts from stores of its own, not from external corpora: build one with hdtool build-corpus-db and "
-    "restart the server"
-)
 
 
 class HierarchyCorpus:
@@ -135,18 +131,6 @@ class HierarchyCorpus:
     def reset(self) -> None:
         """End all answers; stores and history are kept, because they stay valid when SGLang flushes its cache."""
         self.erase_match_state(list(self._requests))
-
-    def load_external_corpus_named(self, corpus_id: str, chunks: Iterable[Sequence[int]]) -> NoReturn:
-        """Raise StoreError: SGLang's external corpora are not supported."""
-        raise StoreError(NO_CORPORA)
-
-    def remove_external_corpus(self, corpus_id: str) -> NoReturn:
-        """Raise StoreError: SGLang's external corpora are not supported."""
-        raise StoreError(NO_CORPORA)
-
-    def list_external_corpora(self) -> dict[str, int]:
-        """Return an empty dictionary: SGLang's external corpora are not supported."""
-        return {}
 
     def _begin(self, name: str, context: Sequence[int], total: int) -> _Request:
         self.erase_match_state([name])

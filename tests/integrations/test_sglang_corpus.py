@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from hdtool.data.errors import OptionError, StoreError
+from hdtool.data.errors import OptionError
 from hdtool.runtime.budget.node_budget import FixedBudget
 from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
 from hdtool.runtime.integrations.sglang_corpus import PADDING_TOKEN, SETTINGS_VARIABLE, HierarchyCorpus, SglangSettings
@@ -70,11 +70,6 @@ def test_tokens_without_an_embedding_are_not_drafted() -> None:
     one = corpus(vocabulary=14)
     one.begin("a", [*SAID, 11])
     assert drafts(one.batch_get(["a"], [[12]], [12]))[0] == [12, 13, *[PADDING_TOKEN] * 4]
-
-
-def test_corpora_of_sglang_are_refused() -> None:
-    with pytest.raises(StoreError, match="hdtool build-corpus-db"):
-        corpus().load_external_corpus_named("a", [[1]])
 
 
 @pytest.mark.parametrize("text", ["[]", "x", '{"tokens": 1}'])
