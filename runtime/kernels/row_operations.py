@@ -83,15 +83,15 @@ exponentiate = elementwise(lambda code, score, largest: code.exp(code.builder.fs
 """Computes ``scores = exp(scores - largest)``; the number of scores must be a multiple of ``LANES``."""
 
 
-def _twice_inside_tanh(code: FloatCode, numbers: Any) -> Any:
-    """Return ``2 * sqrt(2 / pi) * (x + 0.044715 * x**3)``, whose sigmoid times ``x`` is tanh GELU.
+def _tanh_gelu(code: FloatCode, numbers: Any) -> Any:
+    """Return ``x * sigmoid(2 * sqrt(2 / pi) * (x + 0.044715 * x**3))``, which is tanh GELU.
 
     This holds because ``(1 + tanh(x)) / 2 == sigmoid(2 * x)``.
     """
     factor = 2 * math.sqrt(2 / math.pi)
     cubed = code.builder.fmul(code.builder.fmul(numbers, numbers), numbers)
     inside = code.multiply_add(cubed, code.number(0.044715), numbers)
-    return code.builder.fmul(inside, code.number(factor))
+    return _times_sigmoid(code, numbers, code.builder.fmul(inside, code.number(factor)))
 
 
 def _times_sigmoid(code: FloatCode, numbers: Any, exponents: Any) -> Any:
@@ -103,16 +103,40 @@ def _silu(code: FloatCode, number: Any) -> Any:
     return _times_sigmoid(code, number, number)
 
 
-def _gelu(code: FloatCode, number: Any) -> Any:
-    return _times_sigmoid(code, number, _twice_inside_tanh(code, number))
+def _exact_gelu(code: FloatCode, number: Any) -> Any:
+    """Return the GELU ``x * (1 + erf(x / sqrt(2))) / 2``.
+
+    Numerical Recipes' approximation of ``erfc`` (third edition, section 6.2.2) has a relative error of 1.2e-7.
+    """
+    builder, one = code.builder, code.number(1.0)
+    is_negative = builder.fcmp_ordered("<", number, code.number(0.0))
+    size = builder.fmul(builder.select(is_negative, builder.fneg(number), number), code.number(math.sqrt(0.5)))
+    fraction = builder.fdiv(one, code.multiply_add(size, code.number(0.5), one))
+    exponent = code.number(ERFC[0])
+    for coefficient in ERFC[1:]:
+        exponent = code.multiply_add(exponent, fraction, code.number(coefficient))
+    exponent = builder.fsub(exponent, builder.fmul(size, size))
+    tail = builder.fmul(builder.fmul(fraction, code.number(0.5)), code.exp(exponent))
+    return builder.fmul(number, builder.select(is_negative, tail, builder.fsub(one, tail)))
 
 
+ERFC = (
+    0.17087277, -0.82215223, 1.48851587, -1.13520398, 0.27886807, -0.18628806, 0.09678418, 0.37409196, 1.00002368,
+    -1.26551223,
+)  # fmt: skip
+"""Coefficients of a polynomial of ``t = 1 / (1 + x / 2)``: ``erfc(x) = t * exp(polynomial(t) - x**2)``."""
 silu_of = elementwise(_silu)
 """Computes ``numbers = silu(numbers)``."""
 silu_in_place = elementwise(lambda code, gate, up: code.builder.fmul(_silu(code, gate), up), 2)
 """Computes ``gate = silu(gate) * up``."""
-gelu_in_place = elementwise(lambda code, gate, up: code.builder.fmul(_gelu(code, gate), up), 2)
+gelu_of = elementwise(_tanh_gelu)
+"""Computes ``numbers = gelu(numbers)`` with tanh GELU."""
+gelu_in_place = elementwise(lambda code, gate, up: code.builder.fmul(_tanh_gelu(code, gate), up), 2)
 """Computes ``gate = gelu(gate) * up`` with tanh GELU."""
+exact_gelu_of = elementwise(_exact_gelu)
+"""Computes ``numbers = gelu(numbers)`` with exact GELU."""
+exact_gelu_in_place = elementwise(lambda code, gate, up: code.builder.fmul(_exact_gelu(code, gate), up), 2)
+"""Computes ``gate = gelu(gate) * up`` with exact GELU."""
 multiply_by_sigmoid = elementwise(_times_sigmoid, 2)
 """Computes ``numbers *= sigmoid(gates)``."""
 
@@ -181,10 +205,6 @@ def _bounded(code: FloatCode, number: Any, cap: Any) -> Any:
 
 scale_in_place = elementwise(lambda code, number, factor: code.builder.fmul(number, factor), factors=1)
 """Computes ``numbers *= factor``."""
-scale_gelu_in_place = elementwise(
-    lambda code, number, factor: code.builder.fmul(_gelu(code, number), factor), factors=1
-)
-"""Computes ``numbers = gelu(numbers) * factor`` with tanh GELU."""
 _divide = elementwise(lambda code, number, divisor: code.builder.fdiv(number, divisor), factors=1)
 _bound = elementwise(_bounded, factors=1)
 
@@ -196,6 +216,44 @@ def square_positive(numbers_at: int, size: int) -> None:
     for index in range(size):
         number = np.float32(0) if numbers[index] < 0 else numbers[index]
         numbers[index] = number * number
+
+
+SILU, TANH_GELU, EXACT_GELU, SQUARED_RELU = range(4)
+ACTIVATIONS = {
+    "silu": SILU,
+    "gelu_tanh": TANH_GELU,
+    "gelu_new": TANH_GELU,
+    "gelu": EXACT_GELU,
+    "relu2": SQUARED_RELU,
+}
+"""Numbers of activations with compiled code."""
+
+
+@compiled
+def activate(activation: int, gate: int, up: int, size: int) -> None:
+    """Activate gates in place, and multiply them by the numbers at ``up`` unless this is 0."""
+    if up and activation == SILU:
+        silu_in_place(gate, up, size)
+    elif up and activation == TANH_GELU:
+        gelu_in_place(gate, up, size)
+    elif up:
+        exact_gelu_in_place(gate, up, size)
+    elif activation == SQUARED_RELU:
+        square_positive(gate, size)
+    elif activation == EXACT_GELU:
+        exact_gelu_of(gate, size)
+    else:
+        gelu_of(gate, size)
+
+
+@compiled
+def scale_columns(numbers_at: int, factors_at: int, columns: int, first: int, end: int) -> None:
+    """Multiply each column of rows ``first`` to ``end - 1`` by its factor, in place."""
+    factors = array_at(factors_at, (columns,), types.float32)
+    for row in range(first, end):
+        numbers = array_at(numbers_at + row * columns * ITEM_SIZE, (columns,), types.float32)
+        for column in range(columns):
+            numbers[column] *= factors[column]
 
 
 @compiled

@@ -39,7 +39,7 @@ from tests.support.trees import WrongDrafter, path_to, tokens_to
 
 KINDS = (
     "granitemoehybrid", "lfm2", "qwen3_5", "qwen3_5_moe", "qwen3_next", "falcon_h1", "mamba2", "nemotron_h",
-    "kimi_linear", "bailing_hybrid",
+    "kimi_linear", "bailing_hybrid", "zamba2",
 )  # fmt: skip
 BUSH = DraftTree.of(3, [5, 8, 13, 21, 34, 55, 2, 9, 11], [ROOT, 0, 0, 2, ROOT, 4, 2, 3, ROOT])
 """Several nodes have several children, and later nodes follow earlier ones."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
@@ -17,24 +15,14 @@ from hdtool.runtime.engines.cpu.attention import (
     query_blocks,
 )
 from hdtool.runtime.engines.cpu.layer_record import LAYER, PASS
-from hdtool.runtime.kernels.compiled import compiled, zeroed_records
+from hdtool.runtime.kernels.compiled import zeroed_records
 from hdtool.runtime.kernels.layer_norm import layer_norm_rows
-from hdtool.runtime.kernels.row_operations import norm_rows, scale_gelu_in_place, silu_in_place
+from hdtool.runtime.kernels.row_operations import EXACT_GELU, SILU, TANH_GELU, activate, norm_rows
 from hdtool.runtime.kernels.vector_code import LANES
 
 HIDDEN = torch.finfo(torch.float32).min
 SHAPES = st.tuples(st.integers(1, 3), st.integers(1, 5), st.sampled_from([1, 2, 4, 5, 8]))
 """Heads of keys, heads of queries for each, and the width of a head in vectors."""
-
-
-@compiled
-def multiply_by_gate(gate: int, up: int, size: int) -> None:
-    silu_in_place(gate, up, size)
-
-
-@compiled
-def scale_gelus(numbers: int, size: int, factor: Any) -> None:
-    scale_gelu_in_place(numbers, size, factor)
 
 
 def attended(
@@ -187,7 +175,7 @@ def test_norms_and_gated_units_are_those_of_torch_and_of_each_row(
     norm_rows(numbers[-1:].data_ptr(), 1, width, weight.data_ptr(), np.float32(0), np.float32(1e-5), alone.data_ptr())
     assert torch.equal(normed[-1], alone[0])
     gate = numbers.clone()
-    multiply_by_gate(gate.data_ptr(), up.data_ptr(), gate.numel())
+    activate(SILU, gate.data_ptr(), up.data_ptr(), gate.numel())
     assert torch.allclose(gate, torch.nn.functional.silu(numbers) * up, rtol=1e-5, atol=1e-30)
 
 
@@ -210,11 +198,13 @@ def test_layer_norms_are_those_of_torch_and_of_each_row(
     assert torch.equal(normed[-1], alone[0])
 
 
-def test_gelus_without_a_gate_are_those_of_torch() -> None:
-    numbers = torch.linspace(-60, 60, 100 * LANES)
-    expected = 3 * torch.nn.functional.gelu(numbers.double(), approximate="tanh")
-    scale_gelus(numbers.data_ptr(), numbers.numel(), np.float32(3))
-    assert torch.allclose(numbers.double(), expected, rtol=1e-5, atol=1e-6)
+@pytest.mark.parametrize(("approximate", "activation"), [("tanh", TANH_GELU), ("none", EXACT_GELU)])
+def test_gelus_without_a_gate_are_those_of_torch(approximate: str, activation: int) -> None:
+    for largest in (1e-3, 6, 60):
+        numbers = torch.linspace(-largest, largest, 100 * LANES)
+        expected = torch.nn.functional.gelu(numbers.double(), approximate=approximate)
+        activate(activation, numbers.data_ptr(), 0, numbers.numel())
+        assert torch.allclose(numbers.double(), expected, rtol=1e-5, atol=1e-6)
 
 
 def test_what_is_no_number_stays_none() -> None:
@@ -232,7 +222,7 @@ def test_what_is_no_number_stays_none() -> None:
 @pytest.mark.parametrize("number", [-1e30, -90.0, -87.5, -1.0, 0.0, 1.0, 87.0, 1e30, float("nan"), float("-inf")])
 def test_the_gate_of_large_numbers(number: float) -> None:
     gate, up = torch.full((LANES,), number), torch.ones(LANES)
-    multiply_by_gate(gate.data_ptr(), up.data_ptr(), LANES)
+    activate(SILU, gate.data_ptr(), up.data_ptr(), LANES)
     expected = torch.nn.functional.silu(torch.tensor(number))
     if expected.isnan():
         assert gate.isnan().all() or number == float("-inf")

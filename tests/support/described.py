@@ -142,7 +142,7 @@ SIDE: dict[str, Any] = {
     "layers_block_type": ["linear_attention", "hybrid", "hybrid", "linear_attention", "hybrid", "linear_attention"],
     "num_key_value_heads": 4,
     "num_mem_blocks": 2,
-    "adapter_rank": 32,
+    "adapter_rank": 64,
     "n_mamba_heads": 8,
     "mamba_d_state": 32,
     "mamba_ngroups": 2,
@@ -328,7 +328,7 @@ LAYER_NORM_MODELS: dict[str, Callable[[], PreTrainedModel]] = {
         "Phi", without=("head_dim",), num_attention_heads=2, qk_layernorm=True, hidden_act="gelu_pytorch_tanh"
     ),
     "starcoder2": lambda: random_model("Starcoder2", sliding_window=WINDOW),
-    "starcoder2, no biases": lambda: random_model("Starcoder2", use_bias=False, hidden_act="gelu_new"),
+    "starcoder2, no biases": lambda: random_model("Starcoder2", use_bias=False, hidden_act="gelu"),
 }
 """Models with LayerNorms instead of RMSNorms."""
 

@@ -22,6 +22,7 @@ from hdtool.runtime.program.hybrid_families import DESCRIBED
 from hdtool.runtime.program.mixer_parts import router_of
 from hdtool.runtime.program.model_families import Family, is_of_package, package_of
 from hdtool.runtime.program.model_parts import Kind, LayerParts, ModelParts, model_parts
+from hdtool.runtime.program.side_block import PROJECTIONS
 
 CompiledParts: TypeAlias = ModelParts[CompiledLinear]
 
@@ -56,11 +57,9 @@ def scale_of(embedding: Module) -> float | None:
 
 
 COMPILED: Kind[CompiledLinear] = Kind(_is_linear, _is_readable, _is_embedding, LANES, DESCRIBED)
-TANH_GELUS = ("gelu_tanh", "gelu_new")
-"""Activations with compiled code for MLPs with and without a gate."""
-SQUARED_RELU = "relu2"
-ACTIVATIONS = ("silu", *TANH_GELUS)
-"""Activations of gated MLPs that have compiled code."""
+GELUS = ("gelu_tanh", "gelu_new", "gelu")
+ACTIVATIONS = {True: ("silu", *GELUS), False: ("relu2", *GELUS)}
+"""Activations with compiled code, of MLPs with a gate and without."""
 
 
 class MatmulRows(NamedTuple):
@@ -111,7 +110,19 @@ def matmuls_of(part: LayerParts[CompiledLinear]) -> dict[str, MatmulRows]:
             matmuls |= dict(zip(names[len(names) - len(chain) :], map(MatmulRows.whole, chain), strict=True))
         matmuls["mixer_out"] = MatmulRows.whole(part.mixer.out)
     matmuls |= dict(zip(("input_gate", "input_out"), map(MatmulRows.whole, part.input_matmuls), strict=False))
+    if part.side:
+        matmuls["side_out"] = MatmulRows.whole(part.side.out)
     return matmuls | dict(dense)
+
+
+def adapters_of(part: LayerParts[CompiledLinear]) -> dict[str, tuple[MatmulRows, MatmulRows]]:
+    """Return both matmuls of each adapter in a layer, by the field of the matmul to whose output the adapter adds."""
+    adapters = dict[str, tuple[MatmulRows, MatmulRows]]()
+    for name, (first, second) in part.side.adapters.items() if part.side else ():
+        fields = (name,) if name in PROJECTIONS else ("gate", "up")[: second.out_features // part.inner]
+        parts = _split([second], [second.out_features // len(fields)] * len(fields))
+        adapters |= {field: (MatmulRows.whole(first), rows) for field, rows in zip(fields, parts, strict=True)}
+    return adapters
 
 
 def has_compiled_experts(part: LayerParts[CompiledLinear], family: Family) -> bool:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 from numba import types
 
 from hdtool.runtime.engines.cpu.attention import (
@@ -35,6 +34,7 @@ from hdtool.runtime.engines.cpu.layer_record import (
     starts_of,
 )
 from hdtool.runtime.engines.cpu.mix import mix, mixer_scratch_size
+from hdtool.runtime.engines.cpu.side_block import ADD_HIDDEN, JOIN, NORM_ATTENDED, multiply_adapted, side_scratch_size
 from hdtool.runtime.kernels.compiled import (
     Record,
     array_at,
@@ -47,13 +47,11 @@ from hdtool.runtime.kernels.compiled import (
 )
 from hdtool.runtime.kernels.gemm import STEP
 from hdtool.runtime.kernels.row_operations import (
+    activate,
     add_in_place,
-    gelu_in_place,
     norm_rows,
-    scale_gelu_in_place,
+    scale_columns,
     scale_in_place,
-    silu_in_place,
-    square_positive,
 )
 from hdtool.runtime.kernels.thread_pool import parts_of
 from hdtool.runtime.kernels.vector_code import ITEM_SIZE
@@ -98,14 +96,8 @@ def step_function() -> Any:
             _add(pass_record, layer.norm_after_mixer, one + at, two + at, rows)
             _norm(pass_record, layer.norm_before_mlp, one + at, rows, three + at)
         elif step == GATE:
-            if pass_record.squares:
-                square_positive(one + at_inner, rows * inner)
-            elif not layer.up.kernels:
-                scale_gelu_in_place(one + at_inner, rows * inner, np.float32(1))
-            elif pass_record.tanh_gate:
-                gelu_in_place(one + at_inner, two + at_inner, rows * inner)
-            else:
-                silu_in_place(one + at_inner, two + at_inner, rows * inner)
+            up = two + at_inner if layer.up.kernels else 0
+            activate(pass_record.activation, one + at_inner, up, rows * inner)
         elif step == SPLIT:
             split_gates(one, two, layer.heads * layer.groups, layer.width, first, end)
         elif step == GATE_HEADS:
@@ -117,7 +109,7 @@ def step_function() -> Any:
         elif step == SCALE_OUTPUT:
             scale_in_place(one + at, rows * width, array_at(layer.factor, (1,), types.float32)[0])
         elif step == SCALE_COLUMNS:
-            _scale_columns(one, two, three, first, end)
+            scale_columns(one, two, three, first, end)
         elif step == ADD_MIXED:
             add_in_place(one + at, two + at, rows * width, pass_record.residual)
         else:
@@ -140,25 +132,12 @@ def _add(pass_record: Record, norm: Record, hidden: int, added: int, rows: int) 
 
 
 @compiled
-def _scale_columns(numbers_at: int, factors_at: int, columns: int, first: int, end: int) -> None:
-    """Multiply each column of rows ``first`` to ``end - 1`` by its factor, in place."""
-    factors = array_at(factors_at, (columns,), types.float32)
-    for row in range(first, end):
-        numbers = array_at(numbers_at + row * columns * ITEM_SIZE, (columns,), types.float32)
-        for column in range(columns):
-            numbers[column] *= factors[column]
-
-
-@compiled
 def _gate_input(pass_record: Record, layer: Record, gate: int, first: int, end: int) -> None:
     """Activate the gates of rows ``first`` to ``end - 1`` and multiply them by the per-layer input, in place."""
     width = layer.input_gate.out_features
     for row in range(first, end):
         layer_input = pass_record.inputs + (row * pass_record.inputs_stride + layer.input_offset) * ITEM_SIZE
-        if pass_record.tanh_gate:
-            gelu_in_place(gate + row * width * ITEM_SIZE, layer_input, width)
-        else:
-            silu_in_place(gate + row * width * ITEM_SIZE, layer_input, width)
+        activate(pass_record.activation, gate + row * width * ITEM_SIZE, layer_input, width)
 
 
 @compiled
@@ -245,7 +224,7 @@ def _widest(layers: Record) -> tuple[int, int]:
 @compiled
 def layers_scratch_size(pass_record: Record, layers: Record, positions: int) -> int:
     """Return how many float32 values of scratch memory ``compute_layers`` needs for up to ``positions`` positions."""
-    rows, attention_scratch = pass_record.total_rows, 0
+    rows, attention_scratch, side_scratch = pass_record.total_rows, 0, 0
     queries, keys = _widest(layers)
     row_scratch_size = pass_record.hidden + 2 * (queries + keys) + 2 * pass_record.inner
     if pass_record.gates_heads or pass_record.latent_function:
@@ -262,6 +241,8 @@ def layers_scratch_size(pass_record: Record, layers: Record, positions: int) -> 
         if layer.latents.expansion:
             parts = parts_of(pass_record.threads, layer.groups, 1)
             attention_scratch = max(attention_scratch, parts * absorbed_scratch_size(layer.width))
+        side_scratch = max(side_scratch, side_scratch_size(pass_record, layer))
+    row_scratch_size += side_scratch
     total = rows * row_scratch_size + max(attention_scratch, rows * pass_record.expert_scratch)
     return max(total, 2 * rows * pass_record.hidden + mixer_scratch_size(pass_record))  # type: ignore[no-any-return]
 
@@ -274,11 +255,12 @@ def _compute(
 
 
 @compiled
-def _compute_gated(pass_record: Record, layer: Record, read: int, rows: int, gate: int, up: int) -> None:
+def _compute_gated(pass_record: Record, layer: Record, read: int, rows: int, gate: int, up: int, scratch: int) -> None:
     """Compute the inputs of the MLP's last matmul, from the rows at ``read``, and write them to ``gate``."""
-    multiply_scaled(pass_record, layer, layer.gate, layer.factors.gate, read, rows, gate)
+    adapters = layer.adapters
+    multiply_adapted(pass_record, layer, layer.gate, layer.factors.gate, adapters.gate, read, rows, scratch, gate)
     if layer.up.kernels:
-        multiply(pass_record, layer.up, read, rows, up)
+        multiply_adapted(pass_record, layer, layer.up, 0, adapters.up, read, rows, scratch, up)
     _compute(pass_record, layer, GATE, gate, up, 0, rows, rows * layer.gate.out_features)
 
 
@@ -286,6 +268,56 @@ def _compute_gated(pass_record: Record, layer: Record, read: int, rows: int, gat
 def _attend_blocks(pass_record: Record, layer: Record, queries: int, scratch: int, attended: int, work: int) -> None:
     blocks, positions = _attention_blocks(pass_record, layer), starts_of(pass_record).max() + pass_record.new
     _compute(pass_record, layer, ATTEND, queries, scratch, attended, blocks, work * positions)
+
+
+@compiled
+def _attend_heads(
+    pass_record: Record, layer: Record, read: int, rows: int, memory: Any, gated: int, scratch: int
+) -> None:
+    """Write the inputs of an attention's last matmul, computed from the rows at ``read``, to the last of ``memory``.
+
+    ``memory`` has the addresses to which queries, keys, values and these inputs are written.
+    """
+    query_size, factors, adapters = rows * layer.heads * layer.groups * layer.width, layer.factors, layer.adapters
+    (queries, keys, values, attended), given = memory, (read, rows, scratch)
+    projected = gated if pass_record.gates_heads else queries
+    multiply_adapted(pass_record, layer, layer.queries, factors.queries, adapters.queries, *given, projected)
+    if layer.keys.kernels:
+        multiply_adapted(pass_record, layer, layer.keys, factors.keys, adapters.keys, *given, keys)
+    if layer.values.kernels:
+        multiply_adapted(pass_record, layer, layer.values, factors.values, adapters.values, *given, values)
+    if pass_record.gates_heads:
+        _compute(pass_record, layer, SPLIT, gated, queries, 0, rows, query_size)
+    _compute(pass_record, layer, APPEND, queries, keys, values, rows, query_size)
+    _attend_blocks(pass_record, layer, queries, scratch, attended, query_size)
+    if pass_record.gates_heads:
+        _compute(pass_record, layer, GATE_HEADS, gated, attended, 0, rows, query_size)
+
+
+@compiled
+def _compute_beside(
+    pass_record: Record,
+    layer: Record,
+    hidden: int,
+    rows: int,
+    normed: int,
+    memory: Any,
+    gate: int,
+    up: int,
+    gated: int,
+    joined: int,
+) -> None:
+    """Write what a mixer reads to ``normed``: the norm of hidden states plus the output of the block beside it."""
+    function, size = pass_record.side_function, rows * pass_record.hidden
+    rest = joined + 2 * size * ITEM_SIZE
+    compute_step(pass_record, function, layer, JOIN, hidden, joined, 0, rows, 2 * size)
+    _attend_heads(pass_record, layer, joined, rows, memory, gated, rest)
+    multiply(pass_record, layer.out, memory[3], rows, normed)
+    compute_step(pass_record, function, layer, NORM_ATTENDED, normed, 0, 0, rows, size)
+    _compute_gated(pass_record, layer, normed, rows, gate, up, rest)
+    multiply(pass_record, layer.down, gate, rows, normed)
+    multiply(pass_record, layer.side_out, normed, rows, joined)
+    compute_step(pass_record, function, layer, ADD_HIDDEN, joined, hidden, normed, rows, size)
 
 
 @compiled
@@ -342,15 +374,20 @@ def compute_layers(pass_record: Record, layers: Record, hidden: int, scratch: in
     gate = attended + rows * max_queries * ITEM_SIZE
     up = gate + inner_size * ITEM_SIZE
     gated = up + inner_size * ITEM_SIZE
+    heads_memory = queries, keys, values, attended
     has_gated = pass_record.gates_heads or pass_record.latent_function
     rest = gated + (2 * rows * max_queries * ITEM_SIZE if has_gated else 0)
     for number in range(len(layers)):
         layer = layers[number]
-        _compute(pass_record, layer, NORM, hidden, normed, 0, rows, hidden_size)
+        beside = layer.side_out.kernels != 0
+        if beside:
+            _compute_beside(pass_record, layer, hidden, rows, normed, heads_memory, gate, up, gated, rest)
+        else:
+            _compute(pass_record, layer, NORM, hidden, normed, 0, rows, hidden_size)
         read = normed if layer.norm_before_mixer.weight else hidden
         if pass_record.is_parallel:
-            _compute_gated(pass_record, layer, read, rows, gate, up)
-        attends = layer.queries.kernels != 0
+            _compute_gated(pass_record, layer, read, rows, gate, up, rest)
+        attends = layer.queries.kernels != 0 and not beside
         if layer.mixer:
             mixed = queries if attends else normed
             mix(pass_record, layer, read, rows, queries + hidden_size * ITEM_SIZE, mixed)
@@ -360,34 +397,22 @@ def compute_layers(pass_record: Record, layers: Record, hidden: int, scratch: in
             _attend_to_latents(pass_record, layer, read, rows, queries, keys, attended, gated, rest)
             multiply(pass_record, layer.out, queries, rows, normed)
         elif attends:
-            query_size, factors = rows * layer.heads * layer.groups * layer.width, layer.factors
-            projected = gated if pass_record.gates_heads else queries
-            multiply_scaled(pass_record, layer, layer.queries, factors.queries, read, rows, projected)
-            if layer.keys.kernels:
-                multiply_scaled(pass_record, layer, layer.keys, factors.keys, read, rows, keys)
-            if layer.values.kernels:
-                multiply_scaled(pass_record, layer, layer.values, factors.values, read, rows, values)
-            if pass_record.gates_heads:
-                _compute(pass_record, layer, SPLIT, gated, queries, 0, rows, query_size)
-            _compute(pass_record, layer, APPEND, queries, keys, values, rows, query_size)
-            _attend_blocks(pass_record, layer, queries, rest, attended, query_size)
-            if pass_record.gates_heads:
-                _compute(pass_record, layer, GATE_HEADS, gated, attended, 0, rows, query_size)
-            multiply_scaled(pass_record, layer, layer.out, factors.out, attended, rows, normed)
+            _attend_heads(pass_record, layer, read, rows, heads_memory, gated, rest)
+            multiply_scaled(pass_record, layer, layer.out, layer.factors.out, attended, rows, normed)
         if layer.mixer or attends:
             _compute(pass_record, layer, ADD_MIXER_OUTPUT, hidden, normed, normed, rows, hidden_size)
             read = normed if layer.norm_before_mlp.weight else hidden
         if layer.has_experts:
             _compute_experts(pass_record, layer, MIX, read, rows, rest, 0)
-        if layer.down.kernels:
+        if layer.down.kernels and not beside:
             if not pass_record.is_parallel:
-                _compute_gated(pass_record, layer, read, rows, gate, up)
+                _compute_gated(pass_record, layer, read, rows, gate, up, rest)
             multiply_scaled(pass_record, layer, layer.down, layer.factors.down, gate, rows, normed)
         if layer.has_added_mixture:
             _compute_experts(pass_record, layer, ADD_MIXTURE, hidden, rows, rest, normed)
         if layer.has_experts:
             _compute_experts(pass_record, layer, ADD_SHARED, 0, rows, rest, normed)
-        if layer.down.kernels or layer.has_experts:
+        if (layer.down.kernels and not beside) or layer.has_experts:
             _compute(pass_record, layer, ADD_MLP_OUTPUT, hidden, normed, 0, rows, hidden_size)
         if layer.input_gate.kernels:
             multiply(pass_record, layer.input_gate, hidden, rows, gate)

@@ -73,6 +73,10 @@ LATENTS = np.dtype(
 )
 """An attention that caches latent vectors instead of keys, and rotated keys instead of values."""
 
+ADAPTER = np.dtype([("first", MATMUL), ("second", MATMUL)], align=True)
+"""Two matmuls, one after the other, whose output is added to that of another matmul; none without an adapter."""
+ADAPTERS = np.dtype([(name, ADAPTER) for name in ("queries", "keys", "values", "gate", "up")], align=True)
+
 LAYER = np.dtype(
     [
         ("mixer", np.int64),  # kind of the token mixer in place of attention, or besides it; ``ATTENTION`` for none
@@ -119,6 +123,10 @@ LAYER = np.dtype(
         ("norm_input", NORM),
         ("factor", np.int64),  # address of the factor that scales the layer's output
         ("watched", np.int64),  # address to which the layer's output is copied
+        # What makes attention and MLP a block beside the mixer.
+        ("side_norm", NORM),  # of hidden states joined with embeddings, which attention reads
+        ("side_out", MATMUL),  # whose output is added to the hidden states for the mixer; none without such a block
+        ("adapters", ADAPTERS),
         # A mixer's convolution.
         ("taps", np.int64),
         ("columns", np.int64),  # of the state
@@ -175,8 +183,7 @@ PASS = np.dtype(
         ("centers_norms", np.bool_),  # True for LayerNorms, False for RMSNorms
         ("is_parallel", np.bool_),  # True if the MLP reads the rows that attention reads
         ("residual", np.float32),  # factor of what is added to the hidden states
-        ("tanh_gate", np.bool_),  # True if gates use a tanh GELU instead of a SiLU
-        ("squares", np.bool_),  # True if MLPs without a gate use a squared ReLU instead of a tanh GELU
+        ("activation", np.int64),  # of MLPs and per-layer inputs, see ``row_operations.ACTIVATIONS``
         # Attention.
         ("rotary_tables", np.int64),  # address of the rows' cosines and sines ``[rotary types, 2, rows, width]``
         ("rotary_width", np.int64),  # this ``width``, of which a layer may read less
@@ -192,6 +199,9 @@ PASS = np.dtype(
         # Per-layer inputs.
         ("inputs", np.int64),  # address of the inputs ``[rows, layers * width]``
         ("inputs_stride", np.int64),  # between rows
+        # Blocks beside mixers.
+        ("reads_embeddings", np.bool_),  # True if there are any
+        ("embedded", np.int64),  # address of the rows' embeddings
         # Threads and functions.
         ("thread_pool", np.int64),  # the open thread pool, 0 for none
         ("threads", np.int64),  # number of threads
@@ -199,6 +209,7 @@ PASS = np.dtype(
         ("mixer_function", np.int64),  # address of ``mixer_function``
         ("expert_function", np.int64),  # address of ``expert_function``; 0 in models without experts
         ("latent_function", np.int64),  # address of ``latent_function``; 0 in models without latent attention
+        ("side_function", np.int64),  # address of ``side_function``; 0 in models without blocks beside mixers
         # Experts.
         ("expert_scratch", np.int64),  # scratch memory per row
         ("active_experts", np.int64),  # number of distinct experts used so far in the pass, summed over layers

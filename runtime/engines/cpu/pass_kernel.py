@@ -70,10 +70,7 @@ OUTER = np.dtype(
         ("norm", NORM),  # the final norm
         ("epsilon", np.float32),  # of the final norm
         ("normed", np.int64),  # address to which normed hidden states are written
-        (
-            "first",
-            np.int64,
-        ),  # first row with logits
+        ("first", np.int64),  # first row with logits
         ("head", MATMUL),  # the output layer
         ("logits", np.int64),  # address
         ("maxima", np.int64),  # address to which ``fold`` writes the logits' maxima, 0 for none
@@ -105,6 +102,8 @@ def pass_scratch_size(pass_record: Record, layers: Record, rotary_types: int, po
     before = rotary_types * _rotary_size(pass_record) + layer_inputs_size(
         pass_record.inputs_stride, pass_record.total_rows
     )
+    if pass_record.reads_embeddings:
+        before += pass_record.total_rows * pass_record.hidden
     return before + layers_scratch_size(pass_record, layers, positions)
 
 
@@ -148,6 +147,10 @@ def _compute_pass(record: Any, thread_pool: int, slots: int, rows: int, forced_t
         pass_record.inputs = rest
         compute_layer_inputs(pass_record, outer.layer_inputs, record.ids, rows, hidden, rest)
         rest += layer_inputs_size(pass_record.inputs_stride, rows) * ITEM_SIZE
+    if pass_record.reads_embeddings:
+        pass_record.embedded = rest
+        copy_floats(hidden, rows * pass_record.hidden, rest)
+        rest += rows * pass_record.hidden * ITEM_SIZE
     layers = array_at(record.layers, record.layer_count, LAYER)
     leaves = outer.first and pass_record.advances and pass_record.slots == 1
     keeping = min(outer.caching_layers, len(layers)) if leaves else len(layers)
@@ -177,6 +180,7 @@ def _leave_rows(pass_record: Record, outer: Record, positions: Ints) -> None:
     offsets_of(pass_record)[1] -= first
     starts_of(pass_record)[0] += first
     pass_record.row_positions += first * WORD_SIZE
+    pass_record.embedded += first * pass_record.hidden * ITEM_SIZE
     pass_record.inputs += first * pass_record.inputs_stride * ITEM_SIZE
     if pass_record.mask:
         pass_record.mask += first * pass_record.mask_row_stride * ITEM_SIZE

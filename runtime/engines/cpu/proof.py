@@ -19,8 +19,6 @@ from hdtool.runtime.engines.checks.probes import PROOF_TREE, SHORT_CONTEXT, logi
 from hdtool.runtime.engines.cpu.compiled_kind import (
     ACTIVATIONS,
     COMPILED,
-    SQUARED_RELU,
-    TANH_GELUS,
     CompiledParts,
     has_compiled_experts,
 )
@@ -110,8 +108,7 @@ def _is_compiled(parts: CompiledParts) -> bool:
     activations = {layer.activation for layer in parts.layers if layer.down}
     return (
         len(activations) < 2
-        and not any(layer.side for layer in parts.layers)
-        and activations <= {*(ACTIVATIONS if parts.family.gates_mlp else (*TANH_GELUS, SQUARED_RELU))}
+        and activations <= {*ACTIVATIONS[parts.family.gates_mlp]}
         and all(has_compiled_experts(layer, parts.family) for layer in parts.layers)
         and all(width % LANES == 0 for width in rotary_widths)
         and all(layer.factor is None or layer.factor.dtype == torch.float32 for layer in parts.layers)
@@ -147,6 +144,8 @@ class _LayerProof:
         self._windows, self._kinds = [window.kind for window in windows], rotary_kinds(parts)
         self._masks = AttentionMasks([AttentionWindow(FULL)], stock.dtype, stock.device)
         self._random = torch.Generator().manual_seed(0)
+        self._embedded = torch.empty(0)
+        """Embeddings of the current pass's rows."""
         self._inputs = torch.empty(0)
         """Per-layer inputs of the current pass, ``[sequences, rows, layers, width]``."""
         self._shared: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -208,6 +207,7 @@ class _LayerProof:
             rows = self._states[number].flatten(0, 1)
             chosen = torch.arange(positions.numel()) % len(rows)
             hidden = rows[chosen].view(*positions.shape, -1)
+            self._embedded = self._states[0].flatten(0, 1)[chosen].view_as(hidden)
             expected = self._expected(number, hidden, case)
             if expected is None:
                 return False
@@ -233,7 +233,7 @@ class _LayerProof:
             "position_ids": positions,
             "use_cache": True,
         }
-        arguments |= self._other_inputs(number, case)
+        arguments |= self._other_inputs(number, case, mask)
         recurrent = self._recurrent if part.mixer and trees else None
         over = recurrent.over(trees, storage.states, cache) if recurrent and storage.states else nullcontext()
         with over as states:
@@ -259,12 +259,15 @@ class _LayerProof:
             distances.append(distance(ours, theirs, theirs))
         return expected if all(gap <= TOLERANCE for gap in distances) else None
 
-    def _other_inputs(self, number: int, case: Case) -> dict[str, Any]:
-        """Return a layer's keyword arguments for its per-layer input and for other layers' keys and values."""
+    def _other_inputs(self, number: int, case: Case, mask: Mask) -> dict[str, Any]:
+        """Return a layer's keyword arguments for its per-layer input, other layers' keys and values, and embeddings."""
         storage, cache, positions, *_ = case
         part, arguments = self._parts.layers[number], dict[str, Any]()
         if part.inputs:
             arguments["per_layer_input"] = self._inputs[:, :, number]
+        if self._parts.family.side:
+            embeddings = {"original_hidden_states": self._embedded, "layer_idx": number}
+            arguments |= {**embeddings, "attention_mask": None, "causal_mask": mask}
         if self._parts.family.shared_kv_attribute:
             arguments["shared_kv_states"] = self._shared
         if part.kv_source is not None and part.kv_source not in self._compared:
@@ -295,6 +298,7 @@ class _LayerProof:
         lengths = np.array(cache.lengths, np.int64)
         pass_record.row_offsets, pass_record.starts = offsets.ctypes.data, lengths.ctypes.data
         hidden = hidden.clone(memory_format=torch.contiguous_format)
+        pass_record.embedded = self._embedded.data_ptr()
         layer, mixers = self._table.with_cache(storage)[number : number + 1], self._table.mixers
         scratch = torch.empty(layers_scratch_size(pass_record, layer, cache.length + new), dtype=torch.float32)
         origins = np.zeros((slots, new), ORIGIN)

@@ -13,9 +13,8 @@ from torch.nn.functional import pad
 
 from hdtool.runtime.engines.cpu import pass_kernel as outer
 from hdtool.runtime.engines.cpu.compiled_kind import (
-    SQUARED_RELU,
-    TANH_GELUS,
     MatmulRows,
+    adapters_of,
     matmuls_of,
     packed_experts,
     scale_of,
@@ -26,12 +25,14 @@ from hdtool.runtime.engines.cpu.latent_attention import latent_function
 from hdtool.runtime.engines.cpu.layer_kernel import step_function
 from hdtool.runtime.engines.cpu.layer_record import LAYER, PASS
 from hdtool.runtime.engines.cpu.mixer_table import MixerTable
+from hdtool.runtime.engines.cpu.side_block import side_function
 from hdtool.runtime.kernels.compact_weight import is_compact, stored_of
 from hdtool.runtime.kernels.compiled import Array, Record, zeroed_records
 from hdtool.runtime.kernels.experts import ROUTER, experts_record, experts_scratch_size
 from hdtool.runtime.kernels.gemm import matmul_of
 from hdtool.runtime.kernels.linear import format_of
 from hdtool.runtime.kernels.packed_matrix import PackedMatrix
+from hdtool.runtime.kernels.row_operations import ACTIVATIONS
 from hdtool.runtime.program.embedding_and_head import EmbeddingAndHead, rotary_kinds, rotary_of
 from hdtool.runtime.program.mixer_parts import (
     Router,
@@ -139,8 +140,9 @@ class WeightTable:
         Other matmuls, such as an unquantized output layer, keep float32.
         """
         input_rows = [MatmulRows.whole(self._parts.inputs.projection)] if self._parts.inputs else []
-        layer_rows = (rows for part in self._parts.layers for rows in matmuls_of(part).values())
-        for rows in [*layer_rows, *input_rows, self._head]:
+        layer_rows = [rows for part in self._parts.layers for rows in matmuls_of(part).values()]
+        adapter_rows = [rows for part in self._parts.layers for pair in adapters_of(part).values() for rows in pair]
+        for rows in [*layer_rows, *adapter_rows, *input_rows, self._head]:
             stored = rows.stored
             if isinstance(stored, PackedMatrix) and stored.data_ptr() not in self._panels:
                 self._panels[stored.data_ptr()] = Panels(stored.blocks, stored.format)
@@ -190,8 +192,10 @@ class WeightTable:
             pass_record.latent_function = latent_function().address
         pass_record.norms_all_heads, pass_record.centers_norms = family.norms_all_heads, family.norm.is_centered
         pass_record.is_parallel = family.is_parallel
-        pass_record.tanh_gate = any(layer.activation in TANH_GELUS for layer in self._parts.layers)
-        pass_record.squares = any(layer.activation == SQUARED_RELU for layer in self._parts.layers)
+        for layer in filter(lambda layer: layer.down, self._parts.layers):
+            pass_record.activation = ACTIVATIONS[layer.activation]
+        if any(layer.side for layer in self._parts.layers):
+            pass_record.reads_embeddings, pass_record.side_function = True, side_function().address
         pass_record.gates_heads = family.gates_heads
         if self.mixers:
             self.mixers.fill_pass_record(pass_record)
@@ -278,6 +282,10 @@ class WeightTable:
                 self._fill_added_mixture(layer, part.added_mixture)
             if part.latent:
                 layer.latents = self._latents(part.latent)
+            if part.side:
+                layer.side_norm = self._norm(part.side.norm)
+            for field, adapter in adapters_of(part).items():
+                layer.adapters[field] = tuple(map(self._matmul, adapter))
         self._copy_factors()
         if self.mixers:
             self.mixers.fill_layers(table)

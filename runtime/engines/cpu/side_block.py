@@ -1,0 +1,87 @@
+"""Computes what a block beside a mixer needs besides attention and MLP: joined rows, norms, and the mixer's input.
+
+``compute_layers`` calls this code by its address, so that it is compiled only for models with such blocks.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from hdtool.runtime.engines.cpu.layer_record import LAYER, PASS, apply_norm, compute_step, multiply, multiply_scaled
+from hdtool.runtime.kernels.compiled import Record, c_function, compiled, copy_floats, struct_at
+from hdtool.runtime.kernels.gemm import STEP
+from hdtool.runtime.kernels.row_operations import add_in_place
+from hdtool.runtime.kernels.vector_code import ITEM_SIZE
+
+JOIN, NORM_ATTENDED, ADD_HIDDEN, ADD_ADAPTED = range(4)
+"""Steps of a side block between its matmuls, for ``side_function``."""
+
+
+@compiled
+def side_scratch_size(pass_record: Record, layer: Record) -> int:
+    """Return how many float32 values of scratch memory a layer's side block needs per row."""
+    adapted = 0
+    for adapter in (layer.adapters.queries, layer.adapters.gate):
+        adapted = max(adapted, adapter.first.out_features + adapter.second.out_features)
+    return 2 * pass_record.hidden + adapted if layer.side_out.kernels else 0
+
+
+@compiled
+def multiply_adapted(
+    pass_record: Record,
+    layer: Record,
+    matmul: Record,
+    factors: int,
+    adapter: Record,
+    read: int,
+    rows: int,
+    scratch: int,
+    written: int,
+) -> None:
+    """Call ``multiply_scaled`` and then add the output of the matmul's adapter, if it has one."""
+    multiply_scaled(pass_record, layer, matmul, factors, read, rows, written)
+    if adapter.first.kernels:
+        columns, added = matmul.out_features, scratch + rows * adapter.first.out_features * ITEM_SIZE
+        multiply(pass_record, adapter.first, read, rows, scratch)
+        multiply(pass_record, adapter.second, scratch, rows, added)
+        function, work = pass_record.side_function, rows * columns
+        compute_step(pass_record, function, layer, ADD_ADAPTED, written, added, columns, rows, work)
+
+
+@c_function(STEP)
+def side_function() -> Any:
+    """Return the C function that computes any of a side block's steps for rows ``first`` to ``end - 1``."""
+
+    def compute_step(
+        pass_at: int,
+        layer_at: int,
+        step: int,
+        one: int,
+        two: int,
+        three: int,
+        _: int,
+        __: int,
+        first: int,
+        end: int,
+    ) -> None:
+        pass_record, layer = struct_at(pass_at, PASS), struct_at(layer_at, LAYER)
+        rows, width, epsilon = end - first, pass_record.hidden, pass_record.epsilon
+        size = width * ITEM_SIZE
+        at = first * size
+        if step == JOIN:
+            for row in range(first, end):
+                copy_floats(one + row * size, width, two + 2 * row * size)
+                copy_floats(pass_record.embedded + row * size, width, two + (2 * row + 1) * size)
+            apply_norm(pass_record, layer.side_norm, epsilon, two + 2 * at, rows, 2 * width, two + 2 * at)
+        elif step == NORM_ATTENDED:
+            apply_norm(pass_record, layer.norm_before_mlp, epsilon, one + at, rows, width, one + at)
+        elif step == ADD_HIDDEN:
+            add_in_place(one + at, two + at, rows * width, np.float32(1))
+            apply_norm(pass_record, layer.norm_before_mixer, epsilon, one + at, rows, width, three + at)
+        else:
+            place = first * three * ITEM_SIZE
+            add_in_place(one + place, two + place, rows * three, np.float32(1))
+
+    return compute_step
