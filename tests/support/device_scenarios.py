@@ -137,9 +137,14 @@ def watched_batch(target: Target) -> dict[str, Any]:
     for request, step in decode_batch(
         target, partial(next, requests, None), len(prompts), max_new_tokens=MAX_NEW_TOKENS
     ):
+        is_first = not tokens[request.key]
         tokens[request.key] += step.tokens
-        events.append(Counter(DEVICE.counts.events))
-    steps = [after - before for before, after in pairwise(events) if after[REPLAY] > before[REPLAY]]
+        events.append((is_first, Counter(DEVICE.counts.events)))
+    steps = [
+        after - before  # a first token comes from a prefill
+        for (_, before), (is_first, after) in pairwise(events)
+        if after[REPLAY] > before[REPLAY] and not is_first
+    ]
     return {"tokens": tokens, "steps": [step for step in steps if not step[CAPTURE]]}
 
 
