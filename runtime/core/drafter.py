@@ -1,23 +1,20 @@
-"""The base class of drafters, a drafter for plain decoding, and the calibration of acceptance probabilities.
-
-A node without an estimated probability gets the measured acceptance rate of its kind and depth.
-"""
+"""The base class of drafters, a drafter for plain decoding, and wrappers of other drafters."""
 
 from __future__ import annotations
 
+import time
 from collections import defaultdict
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from hdtool.data.conversation import Rankings
 from hdtool.runtime.config.source_names import SourceId
 from hdtool.runtime.core.accept import Accepted
 from hdtool.runtime.core.engine import Verified
-from hdtool.runtime.core.tree import LARGEST_TREE, ROOT, DraftTree
-from hdtool.runtime.kernels.compiled import Ints, compiled
+from hdtool.runtime.core.tree import DraftTree
 from hdtool.runtime.kernels.topk import topk
 
 
@@ -29,6 +26,13 @@ class Drafter:
 
     def __init__(self, *sources: SourceId) -> None:
         self._seconds = dict.fromkeys(sources, 0.0)
+
+    @contextmanager
+    def _timing(self, source: SourceId) -> Iterator[None]:
+        """Count the seconds in this block as spent in ``source``."""
+        started = time.perf_counter()
+        yield
+        self._seconds[source] += time.perf_counter() - started
 
     @property
     def seconds(self) -> dict[SourceId, float]:
@@ -148,65 +152,6 @@ class WrappedDrafter(Drafter):
 
     def end(self) -> None:
         self._drafter.end()
-
-
-CALIBRATION_PRIOR_WEIGHT = 10.0
-"""Weight of the prior acceptance rate, in observations."""
-CALIBRATION_WINDOW = 200.0
-"""Span of the moving averages in observations; limited, because acceptance rates change with the topic."""
-
-Probs = npt.NDArray[np.float64]
-
-NO_KINDS = np.empty(0, np.int64)
-"""Node kinds of an empty tree."""
-
-
-class NodeCalibration:
-    """Tracks acceptance rates by kind and depth of nodes: how often a node is accepted if its parent is."""
-
-    def __init__(self, prior: Sequence[float]) -> None:
-        """``prior[kind]`` is the initial acceptance rate of nodes of this kind, the same at every depth."""
-        self._verified = np.full((len(prior), LARGEST_TREE), CALIBRATION_PRIOR_WEIGHT)
-        self._accepted = self._verified * np.array(prior)[:, None]
-        # Compile both functions now, or load them from the cache, so that no step waits for this.
-        none, bare = np.empty(0, np.int64), DraftTree.bare(0)
-        self.by_probability(none, bare)
-        self.update(none, bare, ())
-
-    def by_probability(self, kinds: Ints, tree: DraftTree) -> tuple[Ints, Probs]:
-        """Return ``(nodes, probs)`` in descending order of the probability that a node's whole path is accepted."""
-        return _by_probability(kinds, tree.parents, tree.depths, self._accepted, self._verified)
-
-    def update(self, kinds: Ints, tree: DraftTree, path: Sequence[int]) -> None:
-        """Update the rates with a verified tree and its accepted ``path``."""
-        accepted = np.zeros(len(kinds), np.bool_)
-        accepted[list(path)] = True
-        _update(kinds, tree.parents, tree.depths, accepted, self._accepted, self._verified)
-
-
-@compiled
-def _by_probability(kinds: Ints, parents: Ints, depths: Ints, accepted: Probs, verified: Probs) -> tuple[Ints, Probs]:
-    probs = np.ones(len(kinds))
-    for node in range(len(kinds)):
-        kind, depth = kinds[node], depths[node + 1] - 1
-        parent = parents[node]
-        probs[node] = accepted[kind, depth] / verified[kind, depth]
-        if parent != ROOT:
-            probs[node] *= probs[parent]
-    # Stable, so that a parent stays before a child of equal probability.
-    order = np.argsort(-probs, kind="mergesort")
-    return order, probs[order]
-
-
-@compiled
-def _update(kinds: Ints, parents: Ints, depths: Ints, path: Ints, accepted: Probs, verified: Probs) -> None:
-    for node in range(len(kinds)):
-        parent = parents[node]
-        if parent == ROOT or path[parent]:
-            kind, depth = kinds[node], depths[node + 1] - 1
-            decay = min(1.0, CALIBRATION_WINDOW / verified[kind, depth])
-            verified[kind, depth] = verified[kind, depth] * decay + 1.0
-            accepted[kind, depth] = accepted[kind, depth] * decay + path[node]
 
 
 class RankingRecorder(WrappedDrafter):

@@ -44,8 +44,8 @@ class DraftTree:
         return cls(root, *_NO_NODES)
 
     @classmethod
-    def of(cls, root: int, tokens: Sequence[int], parents: Sequence[int], source: int = 0) -> DraftTree:
-        """Make a tree from lists; all nodes come from one source."""
+    def of(cls, root: int, tokens: Sequence[int] | Ints, parents: Sequence[int] | Ints, source: int = 0) -> DraftTree:
+        """Make a tree from copies of lists or arrays; all nodes come from one source."""
         size = len(tokens)
         return cls(root, np.array(tokens, np.int64), np.array(parents, np.int32), np.full(size, source, np.uint8))
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -166,10 +164,10 @@ class PaperDrafter(Drafter):
         for source, query in self._queries:
             if wanted <= 0:
                 break
-            with self._timed(source):
+            with self._timing(source):
                 wanted -= query(context, wanted)
         if self._lookahead:
-            with self._timed(SourceId.LOOKAHEAD):
+            with self._timing(SourceId.LOOKAHEAD):
                 self._trie.append_tree(*self._lookahead.branch(), SourceId.LOOKAHEAD)
         self._drafted = DraftTree(context[-1], *self._trie.copy_arrays())
         return self._drafted
@@ -180,14 +178,14 @@ class PaperDrafter(Drafter):
         if tree is None or not self._learns or len(verified) != len(tree) + 1 or not verified.logits.numel():
             return
         if self._lookahead:
-            with self._timed(SourceId.LOOKAHEAD):
+            with self._timing(SourceId.LOOKAHEAD):
                 predicted = verified.best(len(verified) - self._lookahead.num_observed)
                 self._table.add(self._lookahead.observe(tree.root, predicted))
 
     def _learn(self, context: Sequence[int]) -> None:
         """Add the sequences from the new part of the context to the table."""
         if self._learns:
-            with self._timed(SourceId.CONTEXT):
+            with self._timing(SourceId.CONTEXT):
                 fresh = context[self._read :]
                 if len(fresh) > SEQUENCE_LENGTH:
                     self._table.add_text(fresh)
@@ -214,12 +212,6 @@ class PaperDrafter(Drafter):
             if added == wanted or continuations.matched < length:  # the index has already fallen back to one token
                 break
         return added
-
-    @contextmanager
-    def _timed(self, source: SourceId) -> Iterator[None]:
-        started = time.perf_counter()
-        yield
-        self.seconds[source] += time.perf_counter() - started
 
 
 def lookahead_decoding(config: PaperConfig | None = None) -> PaperDrafter:

@@ -7,19 +7,18 @@ continuations. The budget prunes the resulting tree.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
-from hdtool.runtime.budget.node_budget import Budget, FixedBudget
+from hdtool.runtime.budget.node_budget import Budget
 from hdtool.runtime.config.source_names import SourceId
 from hdtool.runtime.core.accept import Accepted
-from hdtool.runtime.core.drafter import NO_KINDS, Drafter, NodeCalibration
 from hdtool.runtime.core.engine import Verified
 from hdtool.runtime.core.tree import LARGEST_TREE, NO_TOKEN, ROOT, DraftTree, Trie
+from hdtool.runtime.drafters.published.budgeted import KindsDrafter
 from hdtool.runtime.drafters.published.lookup_methods import GrowingContext
 from hdtool.runtime.kernels.compiled import Ints, compiled
 
@@ -40,14 +39,13 @@ CANDIDATE_KINDS = MAX_MATCH
 """Kind of the first group of candidates."""
 
 
-class LogitSpec(Drafter):
+class LogitSpec(KindsDrafter):
     """Drafts only from the last logits and the conversation."""
 
     max_ranked = MAX_RANKED_CANDIDATES + 1
 
     def __init__(self, budget: Budget | None = None) -> None:
-        super().__init__(SourceId.LAST)
-        self.budget = budget or FixedBudget(LARGEST_TREE)
+        super().__init__(budget, PRIOR_RATES, SourceId.LAST)
         self._trie = Trie(LARGEST_TREE)
         self._context = GrowingContext()
         self._candidates = np.empty(0, np.int64)
@@ -57,9 +55,6 @@ class LogitSpec(Drafter):
         self._depths = np.array([DEPTHS[group][1] for group in groups], np.int64)
         self._kinds = np.array([CANDIDATE_KINDS + group for group in groups], np.int64)
         self._ranks = np.empty(0, np.int64)
-        self._calibration = NodeCalibration(PRIOR_RATES)
-        self._verified = NO_KINDS, DraftTree.bare(0)
-        """``(kinds, tree)``: the kind of each node in the last tree, and this tree."""
         self._compile()
 
     def _compile(self) -> None:
@@ -69,43 +64,31 @@ class LogitSpec(Drafter):
         self.draft([0, 0, 1])
 
     def begin(self, prompt: Sequence[int]) -> None:
+        super().begin(prompt)
         self._context.restart(prompt)
         self._candidates = self._candidates[:0]
 
-    def draft(self, context: Sequence[int]) -> DraftTree:
-        if not self.budget.max_nodes:
-            self._verified = NO_KINDS, DraftTree.bare(context[-1])
-            return self._verified[1]
-        started = time.perf_counter()
-        tokens = self._context.grown(context)
-        rows, matched = look_up(tokens, self._candidates, self._depths, self._ranks)
-        self._trie.clear()
-        self._trie.add(rows[:1], SourceId.CONTEXT, wanted=1)
-        self._trie.add(rows[1:], SourceId.LAST, wanted=len(rows))
-        tokens, parents, sources = self._trie.copy_arrays()
-        kinds = kinds_of(tokens, parents, sources == SourceId.CONTEXT, matched - 1, self._candidates, self._kinds)
-        whole = DraftTree(context[-1], tokens, parents, sources)
-        order, probs = self._calibration.by_probability(kinds, whole)
-        order = order[: self.budget.choose_size(probs)]
-        tree = whole.select(order)
-        self._verified = kinds[order], tree
-        self.seconds[SourceId.LAST] += time.perf_counter() - started
-        return tree
+    def _propose(self, context: Sequence[int], max_nodes: int) -> tuple[Ints, DraftTree]:
+        with self._timing(SourceId.LAST):
+            rows, matched = look_up(self._context.grown(context), self._candidates, self._depths, self._ranks)
+            self._trie.clear()
+            self._trie.add(rows[:1], SourceId.CONTEXT, wanted=1)
+            self._trie.add(rows[1:], SourceId.LAST, wanted=len(rows))
+            tokens, parents, sources = self._trie.copy_arrays()
+            kinds = kinds_of(tokens, parents, sources == SourceId.CONTEXT, matched - 1, self._candidates, self._kinds)
+            return kinds, DraftTree(context[-1], tokens, parents, sources)
 
     def observe(self, accepted: Accepted, verified: Verified) -> None:
-        started = time.perf_counter()
-        kinds, tree = self._verified
-        if len(verified) == len(tree) + 1:  # else the tree was clipped and its nodes differ
-            self._calibration.update(kinds, tree, accepted.path)
-        self._candidates = self._candidates[:0]
-        if len(verified) and self.budget.max_nodes:
-            end = accepted.path[-1] + 1 if accepted.path else 0
-            tokens, scores = verified.topk(MAX_RANKED_CANDIDATES + 1, slice(end, end + 1))
-            likely = tokens[0, np.isfinite(scores[0])]
-            self._candidates = likely[likely != accepted.tokens[-1]][:MAX_RANKED_CANDIDATES]
-            if len(self._ranks) != verified.logits.shape[-1]:
-                self._ranks = np.full(verified.logits.shape[-1], UNRANKED)
-        self.seconds[SourceId.LAST] += time.perf_counter() - started
+        with self._timing(SourceId.LAST):
+            super().observe(accepted, verified)
+            self._candidates = self._candidates[:0]
+            if len(verified) and self.budget.max_nodes:
+                end = accepted.path[-1] + 1 if accepted.path else 0
+                tokens, scores = verified.topk(MAX_RANKED_CANDIDATES + 1, slice(end, end + 1))
+                likely = tokens[0, np.isfinite(scores[0])]
+                self._candidates = likely[likely != accepted.tokens[-1]][:MAX_RANKED_CANDIDATES]
+                if len(self._ranks) != verified.logits.shape[-1]:
+                    self._ranks = np.full(verified.logits.shape[-1], UNRANKED)
 
 
 @compiled

@@ -32,7 +32,7 @@ from hdtool.runtime.drafters.published.racer import Racer
 from hdtool.runtime.drafters.published.suffix_automaton import SamDecoding
 from hdtool.runtime.drafters.published.suffix_decoding import SuffixDecoding
 from hdtool.runtime.drafters.published.token_recycling import TokenRecycling
-from hdtool.runtime.drafters.trained_methods import gate_for, trained_alone, trained_drafter
+from hdtool.runtime.drafters.trained_methods import trained_alone, trained_drafter
 from hdtool.runtime.kernels.code_folder import mark_compiled
 from hdtool.runtime.kernels.compile_process import DRAFTER, PARTS, PASSES, start_compiling, wait_until_compiled
 from hdtool.runtime.model.fingerprint import fingerprint
@@ -137,11 +137,10 @@ def _paper(config: DecodeConfig, store_set: StoreSet, budget: BudgetFactory, tar
 
 
 def _hierarchy(config: DecodeConfig, store_set: StoreSet, budget: BudgetFactory, target: Target | None) -> Drafter:
-    trained = gate = None
+    trained = None
     if config.trained:
         assert target is not None
         trained = trained_drafter(config, target, store_set.tokenizer)
-        gate = gate_for(config, target)
     return Hierarchy(
         store_set.model if "M" in config.drafts_from else None,
         store_set.corpus if "S" in config.drafts_from else None,
@@ -150,7 +149,6 @@ def _hierarchy(config: DecodeConfig, store_set: StoreSet, budget: BudgetFactory,
         last="L" in config.drafts_from,
         recycled="R" in config.drafts_from,
         trained=trained,
-        gate=gate,
         history=store_set.history if HISTORY_LETTER in config.drafts_from else None,
         remembers=HISTORY_LETTER in config.drafts_from,
         plugins={

@@ -5,13 +5,13 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
+from hdtool.runtime.budget.gate import Gate
 from hdtool.runtime.budget.node_budget import Budget
 from hdtool.runtime.config.decoding import (
     DRAFT_MODEL,
@@ -24,12 +24,13 @@ from hdtool.runtime.config.decoding import (
 )
 from hdtool.runtime.config.source_names import SourceId
 from hdtool.runtime.core.accept import Accepted
-from hdtool.runtime.core.drafter import Drafter
+from hdtool.runtime.core.acceptance_rates import Probs
 from hdtool.runtime.core.engine import Verified
 from hdtool.runtime.core.tree import LARGEST_TREE, ROOT, DraftTree
 from hdtool.runtime.drafters.heads.checkpoint import heads_for, methods_with_heads
 from hdtool.runtime.drafters.heads.modules import ParallelHeads
 from hdtool.runtime.drafters.heads.state import HeadsState, sequential_drafter
+from hdtool.runtime.drafters.published.budgeted import BudgetedDrafter
 from hdtool.runtime.drafters.trained.assistant import (
     AssistantDrafter,
     AssistantModule,
@@ -37,7 +38,6 @@ from hdtool.runtime.drafters.trained.assistant import (
     load_assistant,
 )
 from hdtool.runtime.drafters.trained.dflash import dflash_drafter, load_dflash
-from hdtool.runtime.drafters.trained.draft_length import TrainedGate, pace_for
 from hdtool.runtime.drafters.trained.eagle3 import EagleModule, load_eagle3
 from hdtool.runtime.drafters.trained.mtp import mtp_drafter, mtp_layers_of
 from hdtool.runtime.drafters.trained.proposal import (
@@ -46,11 +46,10 @@ from hdtool.runtime.drafters.trained.proposal import (
     MAX_RANKINGS,
     SMALL_MODEL,
     PublishedDrafter,
-    TrainedDrafter,
     best_paths,
     loaded_once,
 )
-from hdtool.runtime.drafters.trained.sequential import SequentialDrafter
+from hdtool.runtime.drafters.trained.sequential import SequentialDrafter, TrainedDrafter
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -60,31 +59,16 @@ if TYPE_CHECKING:
     from hdtool.runtime.target.target import Target
 
 
-class StandaloneDrafter(Drafter):
+class StandaloneDrafter(BudgetedDrafter):
     """Drafts trees from a single trained drafter."""
 
-    def __init__(
-        self,
-        trained: TrainedDrafter,
-        budget: Budget,
-        static: StaticTree | None = None,
-        gate: TrainedGate | None = None,
-    ) -> None:
-        """With a ``gate``, the drafter runs only while it saves time; by default, it runs in every step.
-
-        With a ``static`` tree, every draft has that shape; by default, a draft has the most probable nodes.
-        """
-        self.trained, self.budget = trained, budget
-        self._gate = gate
-        self._began: float | None = None
-        """Time at which the current draft began; None without a gate, without a draft, or once its outcome is known."""
-        self._used = True
-        """True if the trained drafter ran for the current draft."""
-        self._static = static
+    def __init__(self, trained: TrainedDrafter, budget: Budget, static: StaticTree | None = None) -> None:
+        """With a ``static`` tree, every draft has that shape; by default, a draft has the most probable nodes."""
+        super().__init__(budget)
+        self.trained, self._static = trained, static
         self._parents = np.zeros(LARGEST_TREE, np.int32)
         self._ranks, self._rankings = np.zeros((2, LARGEST_TREE), np.int64)
         self._path_probs = np.zeros(LARGEST_TREE)
-        self._sources = np.full(LARGEST_TREE, trained.source, np.uint8)
         # Compile the search, or load it from the cache, before the first step.
         self._best_paths(np.zeros((1, 1)), np.zeros((1, 1), np.int64), 1)
 
@@ -98,31 +82,24 @@ class StandaloneDrafter(Drafter):
     def begin(self, prompt: Sequence[int]) -> None:
         self.trained.begin(list(prompt))
 
-    def draft(self, context: Sequence[int]) -> DraftTree:
-        max_nodes = min(self.budget.max_nodes, LARGEST_TREE)
-        self._began = time.perf_counter() if max_nodes and self._gate else None
-        self._used = self._gate is None or self._gate.runs_drafter
-        if not max_nodes or not self._used:
-            return DraftTree.bare(context[-1])
+    def _grow(self, context: Sequence[int], max_nodes: int) -> tuple[DraftTree, Probs]:
+        if not self.trained.begin_draft():
+            return DraftTree.bare(context[-1]), self._path_probs[:0]
         before = self.trained.seconds
         proposal = self.trained.propose(max_nodes)
         self.budget.set_draft_seconds(self.trained.seconds - before)
-        if self._static:
-            tree = self._static
-            size = self.budget.choose_size(tree.gains[:max_nodes])
-            parents, ranks, rankings = tree.parents[:size], tree.ranks[:size], tree.depths[:size] - 1
+        if tree := self._static:
+            parents, ranks, rankings, probs = tree.parents, tree.ranks, tree.depths - 1, tree.gains
+            size = max_nodes
         else:
             assert len(proposal.tokens) <= MAX_RANKINGS
-            grown = self._best_paths(proposal.probs, np.ascontiguousarray(proposal.after), max_nodes)
-            size = self.budget.choose_size(self._path_probs[:grown])
-            parents, ranks, rankings = self._parents[:size].copy(), self._ranks[:size], self._rankings[:size]
-        return DraftTree(context[-1], proposal.tokens[rankings, ranks], parents, self._sources[:size])
+            parents, ranks, rankings, probs = self._parents, self._ranks, self._rankings, self._path_probs
+            size = self._best_paths(proposal.probs, np.ascontiguousarray(proposal.after), max_nodes)
+        tokens = proposal.tokens[rankings[:size], ranks[:size]]
+        return DraftTree.of(context[-1], tokens, parents[:size], self.trained.source), probs[:size]
 
     def observe(self, accepted: Accepted, verified: Verified) -> None:
         self.trained.observe(accepted, verified)
-        if self._gate and self._began is not None:
-            self._gate.observe(len(accepted.tokens), time.perf_counter() - self._began, self._used)
-        self._began = None
 
 
 class StaticTree:
@@ -143,63 +120,55 @@ STATIC = "static"
 def trained_drafter(
     config: DecodeConfig, target: Target, tokenizer: TokenizerFingerprint | None = None
 ) -> TrainedDrafter:
-    """Return the trained drafter of ``config.method``; a draft model must share the target's ``tokenizer``."""
-    kind, is_measured = config.trained, config.draft_tokens is None
+    """Return the trained drafter of ``config.method``; a draft model must share the target's ``tokenizer``.
+
+    Unless the number of draft tokens is fixed, the drafters of a method for this target share a gate.
+    """
+    kind, gate = config.trained, None
+    if config.draft_tokens is None:
+        gate = loaded_once(target, f"{config.method}: gate", lambda: Gate(target.log))
     if kind == HEADS_DRAFTER or (
         kind == MTP_DRAFTER and config.method in methods_with_heads(config.heads, target.model)
     ):
-        return drafter_of(heads_for(config.method, config.heads, target.model), target, is_measured=is_measured)
+        return drafter_of(heads_for(config.method, config.heads, target.model), target, gate)
     if kind == MTP_DRAFTER:
-        return mtp_drafter(target, is_measured=is_measured)
+        return mtp_drafter(target, gate)
     assert config.drafter is not None
-    return published_drafter(config.drafter, target, tokenizer, is_measured=is_measured)
+    return published_drafter(config.drafter, target, tokenizer, gate)
 
 
 def published_drafter(
-    name: str, target: Target, tokenizer: TokenizerFingerprint | None = None, *, is_measured: bool
+    name: str, target: Target, tokenizer: TokenizerFingerprint | None = None, gate: Gate | None = None
 ) -> TrainedDrafter:
-    """Return a drafter for a published checkpoint: a drafter trained for the target, or any small language model.
-
-    If ``is_measured``, drafters that draft token by token run only the passes that save time.
-    """
+    """Return a drafter for a published checkpoint: a drafter trained for the target, or any small language model."""
     published = PublishedDrafter.named(name)
     kind = published.kind
     if kind == SMALL_MODEL:
-        return draft_model_drafter(name, target, tokenizer, is_measured=is_measured)
-    pace = pace_for(target, name, is_measured=is_measured)
+        return draft_model_drafter(name, target, tokenizer, gate)
     with target.changing():
         if kind == DFLASH:
-            return dflash_drafter(loaded_once(target, name, lambda: load_dflash(published, target)), target)
+            return dflash_drafter(loaded_once(target, name, lambda: load_dflash(published, target)), target, gate)
         if kind == GEMMA_ASSISTANT:
             assistant = AssistantModule(loaded_once(target, name, lambda: load_assistant(published, target)), target)
-            return AssistantDrafter(assistant, pace, columns=target.watch_hidden(), source=SourceId.DRAFTER)
+            return AssistantDrafter(assistant, columns=target.watch_hidden(), source=SourceId.DRAFTER, gate=gate)
         eagle, layers = loaded_once(target, name, lambda: load_eagle3(published, target))
         columns = target.watch_hidden(layers)
-        return SequentialDrafter(EagleModule(eagle, target), pace, columns=columns, source=SourceId.DRAFTER)
+        return SequentialDrafter(EagleModule(eagle, target), columns=columns, source=SourceId.DRAFTER, gate=gate)
 
 
-def drafter_of(saved: SavedHeads, target: Target, *, is_measured: bool) -> TrainedDrafter:
+def drafter_of(saved: SavedHeads, target: Target, gate: Gate | None = None) -> TrainedDrafter:
     """Return the drafter that runs the heads: in parallel or token by token, depending on their class."""
-    if isinstance(saved.heads, ParallelHeads):
-        return HeadsState(saved, target)
-    return sequential_drafter(saved, target, is_measured=is_measured)
+    return (HeadsState if isinstance(saved.heads, ParallelHeads) else sequential_drafter)(saved, target, gate)
 
 
 def trained_alone(
     config: DecodeConfig, target: Target, budget: Budget, tokenizer: TokenizerFingerprint | None = None
 ) -> StandaloneDrafter:
     """Return the drafter for ``config.method``, which drafts only from a trained drafter."""
-    gate = None if config.draft_tokens else gate_for(config, target)
-    if config.method not in TAKE_TREE:
-        return StandaloneDrafter(trained_drafter(config, target, tokenizer), budget, gate=gate)
-    saved = heads_for(config.method, config.heads, target.model)
-    static = StaticTree(saved) if config.tree == STATIC else None
-    return StandaloneDrafter(HeadsState(saved, target), budget, static, gate)
-
-
-def gate_for(config: DecodeConfig, target: Target) -> TrainedGate:
-    """Return the ``TrainedGate`` that all drafters of ``config.method`` for this target share."""
-    return loaded_once(target, f"{config.method}: gate", TrainedGate)
+    trained = trained_drafter(config, target, tokenizer)
+    if config.method not in TAKE_TREE or config.tree != STATIC:
+        return StandaloneDrafter(trained, budget)
+    return StandaloneDrafter(trained, budget, StaticTree(heads_for(config.method, config.heads, target.model)))
 
 
 def methods_with_drafters(config: DecodeConfig, model: PreTrainedModel) -> set[str]:

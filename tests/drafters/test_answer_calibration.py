@@ -87,7 +87,7 @@ def seconds_of(turn: RecordedTurn) -> float:
 
 def uncalibrated(self: Hierarchy, context: Sequence[int], prepare: Any = Hierarchy.prepare) -> int:
     nodes = int(prepare(self, context))
-    self.work["hits"] = EXPECTED_HITS
+    self.work["hits"] = self.work["expected_hits"] = EXPECTED_HITS
     return nodes
 
 

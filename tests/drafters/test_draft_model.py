@@ -23,7 +23,6 @@ from hdtool.runtime.core.sequence import Request
 from hdtool.runtime.core.session import decode_batch
 from hdtool.runtime.drafters.methods import drafter_for, drafters_for
 from hdtool.runtime.drafters.trained.assistant import DraftModel, draft_model_drafter
-from hdtool.runtime.drafters.trained.draft_length import FixedPace
 from hdtool.runtime.drafters.trained.proposal import LOADED_BY_TARGET
 from hdtool.runtime.drafters.trained.sequential import SequentialDrafter
 from hdtool.runtime.drafters.trained_methods import StandaloneDrafter
@@ -38,7 +37,7 @@ from tests.support.rehearsed import direct
 
 def alone(draft: Target, target: Target, nodes: int = 8) -> StandaloneDrafter:
     module = DraftModel(draft, target.vocabulary)
-    drafter = SequentialDrafter(module, FixedPace(), source=SourceId.DRAFTER, width=1)
+    drafter = SequentialDrafter(module, source=SourceId.DRAFTER, width=1)
     return StandaloneDrafter(drafter, FixedBudget(nodes))
 
 
@@ -141,7 +140,7 @@ def test_models_that_cannot_draft_for_another_are_refused(tmp_path: Path) -> Non
     other = TokenizerFingerprint.of(loaded.tokenizer)
     target = Target(model_of("llama"))
     with pytest.raises(ModelError, match="has another tokenizer than the model"):
-        draft_model_drafter(str(demo.HYBRID), target, changed(other), is_measured=False)
+        draft_model_drafter(str(demo.HYBRID), target, changed(other))
     with pytest.raises(OptionError, match="drafter"):
         DecodeConfig("hd+drafter")
     with pytest.raises(ModelError):

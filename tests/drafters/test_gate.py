@@ -1,8 +1,9 @@
-"""Trained drafters run while they pay, and go on after a pause without reading all of it."""
+"""Trained drafters run while they pay and as far as they pay, and go on after a pause without reading all of it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -10,23 +11,21 @@ import numpy as np
 import pytest
 from transformers import PreTrainedModel
 
+from hdtool.data import demo
+from hdtool.runtime.budget.gate import MAX_EXPECTED_LOSS, MAX_TRIAL_LOSS, MIN_TRIAL_STEPS, TRIAL_STEPS, Gate, LinearCost
 from hdtool.runtime.budget.node_budget import FixedBudget
+from hdtool.runtime.config.decoding import DecodeConfig
 from hdtool.runtime.config.model import SamplingConfig
 from hdtool.runtime.config.source_names import SourceId
+from hdtool.runtime.core.engine import PassLog
 from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
 from hdtool.runtime.drafters.trained import sequential
 from hdtool.runtime.drafters.trained.assistant import DraftModel
-from hdtool.runtime.drafters.trained.draft_length import (
-    MAX_TRIAL_LOSS,
-    MIN_TRIAL_STEPS,
-    TRIAL_STEPS,
-    FixedPace,
-    TrainedGate,
-)
 from hdtool.runtime.drafters.trained.mtp import mtp_drafter
-from hdtool.runtime.drafters.trained.proposal import TrainedDrafter
-from hdtool.runtime.drafters.trained.sequential import AcceptedTokens, QueuedTokens, SequentialDrafter
-from hdtool.runtime.drafters.trained_methods import StandaloneDrafter, published_drafter
+from hdtool.runtime.drafters.trained.sequential import AcceptedTokens, QueuedTokens, SequentialDrafter, TrainedDrafter
+from hdtool.runtime.drafters.trained_methods import StandaloneDrafter, published_drafter, trained_drafter
+from hdtool.runtime.kernels.compiled import Array
+from hdtool.runtime.target.load import load
 from hdtool.runtime.target.target import Target
 from tests.support.decoding import output_tokens, run
 from tests.support.families import model_of, random_model
@@ -36,7 +35,7 @@ from tests.support.published_drafters import assistant, dflash, eagle3, let_all_
 from tests.sweep.models import tiny_model
 
 
-def speed(gate: TrainedGate, steps: int, drafting: tuple[float, float], without: tuple[float, float]) -> float:
+def speed(gate: Gate, steps: int, drafting: tuple[float, float], without: tuple[float, float]) -> float:
     """Tokens per second of so many steps, each kind with its tokens and seconds."""
     tokens = seconds = 0.0
     for _ in range(steps):
@@ -48,19 +47,19 @@ def speed(gate: TrainedGate, steps: int, drafting: tuple[float, float], without:
 
 @pytest.mark.parametrize("drafting", [(3.0, 1.5), (2.2, 1.5), (1.9, 1.02), (1.8, 3.0)])
 def test_trials_lose_little(drafting: tuple[float, float]) -> None:
-    gate, without = TrainedGate(), (1.8, 1.0)
+    gate, without = Gate(PassLog()), (1.8, 1.0)
     best = max(drafting[0] / drafting[1], 1.8)
     speed(gate, 1000, drafting, without)
     assert speed(gate, 2000, drafting, without) > (1 - 2 * MAX_TRIAL_LOSS) * best
 
 
 def test_a_drafter_that_costs_much_is_switched_off_in_the_first_answer() -> None:
-    assert speed(TrainedGate(), 200, (1.9, 1.6), (1.8, 1.0)) > 0.97 * 1.8
+    assert speed(Gate(PassLog()), 200, (1.9, 1.6), (1.8, 1.0)) > 0.97 * 1.8
 
 
 def test_a_drafter_that_costs_the_time_of_many_steps_is_tried_rarely() -> None:
     """As an MTP layer of a small model, whose own passes are compiled."""
-    gate, drafting, without = TrainedGate(), (1.8, 30.0), (1.0, 1.0)
+    gate, drafting, without = Gate(PassLog()), (1.8, 30.0), (1.0, 1.0)
     assert speed(gate, 100, drafting, without) > 0.6
     assert gate._observed[1] == MIN_TRIAL_STEPS
     speed(gate, 10_000, drafting, without)
@@ -68,14 +67,14 @@ def test_a_drafter_that_costs_the_time_of_many_steps_is_tried_rarely() -> None:
 
 
 def test_a_single_interruption_does_not_switch_it_off() -> None:
-    gate = TrainedGate()
+    gate = Gate(PassLog())
     speed(gate, 500, (3.0, 1.1), (1.8, 1.0))
     gate.observe(3.0, 1e6, used=True)
     assert speed(gate, 500, (3.0, 1.1), (1.8, 1.0)) > 0.95 * 3.0 / 1.1
 
 
 def test_a_step_counts_for_its_own_kind_though_another_answer_has_switched_the_gate() -> None:
-    gate = TrainedGate()
+    gate = Gate(PassLog())
     while not gate.runs_drafter:
         gate.observe(3.0, 1.0, used=False)
     gate.observe(100.0, 1.0, used=False)  # this step began before the switch
@@ -83,7 +82,7 @@ def test_a_step_counts_for_its_own_kind_though_another_answer_has_switched_the_g
 
 
 def test_the_gate_follows_a_change() -> None:
-    gate = TrainedGate()
+    gate = Gate(PassLog())
     for tokens in (3.0, 1.0, 3.0):
         speed(gate, 3000, (tokens, 1.2), (1.5, 1.0))
         used = list[bool]()
@@ -91,6 +90,93 @@ def test_the_gate_follows_a_change() -> None:
             used.append(gate.runs_drafter)
             gate.observe(*((tokens, 1.2) if gate.runs_drafter else (1.5, 1.0)))
         assert np.mean(used) > 0.9 if tokens > 1.8 else np.mean(used) < 0.1
+
+
+@pytest.mark.parametrize("drafting", [1.4, 2.5])
+def test_a_trial_that_must_lose_time_waits_until_little_is_lost(drafting: float) -> None:
+    """As a draft model of a third of the model's size: its first step reads the prompt, and takes eight steps."""
+    gate, seconds, loss = Gate(PassLog()), 0.0, 0.0
+    used, last = list[int](), -1000
+    for step in range(20_000):
+        if gate.may_run(8.0):
+            took = 1.0 + (8.0 if step - last > 100 else drafting - 1)
+            used.append(step)
+            last = step
+        else:
+            took = 1.0
+        gate.observe(1.1 if last == step else 1.0, took, used=last == step)
+        seconds, loss = seconds + took, loss + took - (1.1 if last == step else 1.0)
+        assert loss <= 2 * MAX_EXPECTED_LOSS * seconds
+        assert step > 64 or not loss, "nothing is lost in the first answer"
+    assert 4 < len(used) < 200, "it is tried again, and seldom"
+
+
+def test_a_cheap_trial_does_not_wait() -> None:
+    gate = Gate(PassLog())
+    for _ in range(TRIAL_STEPS):
+        assert not gate.may_run(0.5)
+        gate.observe(1.0, 1.0, used=False)
+    assert gate.may_run(0.5) and not gate.may_run(8.0)
+
+
+PROBS = np.array([0.6, 0.3, 0.05, 0.01])
+
+
+def gate_of(base: float, row: float, last_seconds: float = 10.0) -> Gate:
+    """A gate that knows what the drafter's passes take, and the last pass of the target."""
+    log = PassLog()
+    log.add(last_seconds)
+    gate = Gate(log)
+    for rows in (1, 4, 2, 3) * 4:
+        gate.note_pass(rows, base + row * rows)
+    return gate
+
+
+def test_costs_are_a_base_and_a_price_of_each_row() -> None:
+    costs = gate_of(2.0, 0.5).pass_cost
+    assert [costs.of(rows) for rows in (1, 2, 4)] == pytest.approx([2.5, 3.0, 4.0], rel=0.02)
+    costs.observe(1, 1e6)  # a single interruption
+    assert costs.of(1) < 3.5
+    same = LinearCost()
+    for _ in range(5):
+        same.observe(3, 6.0)
+    assert 0 < same.of(1) <= same.of(3) == pytest.approx(6.0)
+
+
+def test_rows_are_added_while_they_bring_more_than_they_cost() -> None:
+    """A pass of the target takes 10 seconds for a token, so a pass of one second must bring a tenth of one."""
+    for base, row, certainty, expected in (
+        (1.0, 0.0, 0.9, 4),  # rows are free
+        (1.0, 0.5, 0.9, 2),  # the third one brings 0.045 for 0.05
+        (1.0, 0.5, 0.1, 0),  # little is accepted after them
+        (7.0, 0.1, 0.9, 3),  # 0.855 for 0.73
+        (9.0, 0.1, 0.9, 0),
+    ):
+        assert gate_of(base, row).paths_to_extend(PROBS, certainty) == expected, (base, row, certainty)
+
+
+def test_drafts_must_bring_as_much_as_steps_do() -> None:
+    """Steps of three tokens in ten seconds: the same pass must bring three times as much."""
+    gate = gate_of(1.0, 1.0)
+    assert gate.paths_to_extend(PROBS, 0.9) == 2
+    gate.observe(3.0, 10.0)
+    assert gate.paths_to_extend(PROBS, 0.9) == 0
+
+
+def test_the_first_pass_is_made_to_learn_its_cost_and_prompts_tell_nothing_of_it() -> None:
+    log = PassLog()
+    log.add(1e-9)
+    gate = Gate(log)
+    gate.note_pass(500, 3.0)
+    assert gate.pass_cost.observed == 0 and gate.paths_to_extend(PROBS, 0.9) == 4
+    gate.note_pass(4, 3.0)
+    assert gate.pass_cost.observed == 1 and gate.paths_to_extend(PROBS, 0.9) == 0
+
+
+def test_the_drafters_of_a_method_share_a_gate_unless_drafts_have_a_fixed_size() -> None:
+    target, config = load(str(demo.MODEL)).target, DecodeConfig("amphista")
+    first, second, fixed = (trained_drafter(each, target) for each in (config, config, replace(config, draft_tokens=8)))
+    assert first._gate is second._gate is not None and fixed._gate is None
 
 
 Maker = Callable[..., Path]
@@ -102,9 +188,13 @@ class Pauses:
     def __init__(self) -> None:
         self.steps = 0
 
-    @property
-    def runs_drafter(self) -> bool:
+    def may_run(self, cost: float) -> bool:
         return self.steps % 10 < 3
+
+    def paths_to_extend(self, path_probs: Array, certainty: float) -> int:
+        return len(path_probs)
+
+    def note_pass(self, rows: int, seconds: float) -> None: ...
 
     def observe(self, tokens: float, seconds: float, used: bool) -> None:
         self.steps += 1
@@ -119,18 +209,18 @@ def six_layers() -> PreTrainedModel:
 
 def of_layers(number: int, folder: Path) -> tuple[Target, TrainedDrafter]:
     target = Target(with_mtp("deepseek_v3", folder, number))
-    return target, mtp_drafter(target, is_measured=False)
+    return target, mtp_drafter(target)
 
 
 def of_model(folder: Path) -> tuple[Target, TrainedDrafter]:
     target = Target(model_of("llama"))
     module = DraftModel(Target(model_of("qwen3")), target.vocabulary)
-    return target, SequentialDrafter(module, FixedPace(), source=SourceId.DRAFTER, width=1)
+    return target, SequentialDrafter(module, source=SourceId.DRAFTER, width=1)
 
 
 def published(model: Callable[[], PreTrainedModel], make: Maker, folder: Path) -> tuple[Target, TrainedDrafter]:
     target = Target(model())
-    return target, published_drafter(str(make(folder, target.model)), target, is_measured=False)
+    return target, published_drafter(str(make(folder, target.model)), target)
 
 
 MAKERS: dict[str, Callable[[Path], tuple[Target, TrainedDrafter]]] = {
@@ -165,7 +255,7 @@ def test_pauses_change_no_token(kind: str, tmp_path: Path, monkeypatch: pytest.M
     for sampling in (SamplingConfig(), SamplingConfig(temperature=0.8, seed=3)):
         plain = output_tokens(run(target, prompt_of(20), sampling, max_new_tokens=25))
         for drafter in (alone, combined):
-            monkeypatch.setattr(drafter, "_gate", Pauses())
+            monkeypatch.setattr(trained, "_gate", Pauses())
             read.clear()
             steps = [
                 step

@@ -308,6 +308,7 @@ def test_calibration_follows_the_acceptance_rate() -> None:
     calibration = Calibration(None, 1)
     boastful = prob_bucket(np.array([0.9, 0.05]))
     for turn in range(400):
-        calibration.update(0, boastful, np.array([turn % 10 == 0, turn % 10 == 1]))
-    found = calibration(boastful[None])[0]
+        proposal = Proposal.in_parallel(np.array([[0, 1]]), np.zeros((1, 2)))
+        calibration.learn(proposal, boastful[None], [turn % 10])
+    found = calibration(0, boastful[None])[0]
     assert 0.05 < found[0] < 0.15 and found[1] <= found[0]

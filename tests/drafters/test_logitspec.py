@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import random
-from itertools import pairwise
-
 import numpy as np
 import pytest
 import torch
@@ -15,12 +12,11 @@ from hdtool.runtime.budget.node_budget import FixedBudget, Probs
 from hdtool.runtime.config.decoding import DecodeConfig, ReplayConfig
 from hdtool.runtime.config.source_names import SourceId
 from hdtool.runtime.core.accept import Accepted
-from hdtool.runtime.core.drafter import CALIBRATION_PRIOR_WEIGHT, NodeCalibration
 from hdtool.runtime.core.engine import Verified
-from hdtool.runtime.core.tree import NO_TOKEN, ROOT, DraftTree
+from hdtool.runtime.core.tree import NO_TOKEN, DraftTree
 from hdtool.runtime.drafters.logitspec import CONTINUATION_LENGTH, MAX_MATCH, UNRANKED, LogitSpec, look_up
 from hdtool.runtime.kernels.topk import for_topk, topk
-from tests.support.trees import check_integrity, path_to, trees
+from tests.support.trees import check_integrity, path_to
 
 NO_LOGITS = Verified(torch.empty(0))
 
@@ -121,34 +117,6 @@ def test_the_row_of_the_last_accepted_node_counts() -> None:
 @pytest.mark.parametrize("max_nodes", [0, 1, 5, 64, 1000])
 def test_no_tree_exceeds_its_budget(max_nodes: int) -> None:
     assert len(drafted(LogitSpec(FixedBudget(max_nodes)), [1, 2, 3], list(range(3, 150)))) == min(60, max_nodes)
-
-
-@given(trees(5), st.lists(st.integers(0, 2), min_size=40, max_size=40), st.integers(0, 2**16))
-def test_nodes_are_sorted_by_probability_and_rates_are_updated(tree: DraftTree, kinds: list[int], seed: int) -> None:
-    rng = random.Random(seed)
-    kind = np.array([kinds[node % 40] for node in range(len(tree))], np.int64)
-    prior = [0.5, 0.25, 1.0]
-    learned = NodeCalibration(prior)
-    path: list[int] = []
-    while (below := np.flatnonzero(tree.parents == (path[-1] if path else ROOT))).size and rng.random() < 0.7:
-        path.append(int(rng.choice(below)))
-    learned.update(kind, tree, path)
-    rates: dict[tuple[int, int], tuple[float, float]] = {}
-    depths = tree.depths[1:].tolist()
-    for node, above in enumerate(tree.parents.tolist()):
-        if above == ROOT or above in path:
-            at = int(kind[node]), depths[node]
-            taken, asked = rates.get(at, (prior[at[0]] * CALIBRATION_PRIOR_WEIGHT, CALIBRATION_PRIOR_WEIGHT))
-            rates[at] = taken + (node in path), asked + 1
-    expected: list[float] = []
-    for node, above in enumerate(tree.parents.tolist()):
-        taken, asked = rates.get((int(kind[node]), depths[node]), (prior[kind[node]], 1.0))
-        expected.append((expected[above] if above != ROOT else 1.0) * taken / asked)
-    order, probs = learned.by_probability(kind, tree)
-    assert probs.tolist() == pytest.approx([expected[node] for node in order])
-    assert sorted(order.tolist()) == list(range(len(tree))) and all(a >= b for a, b in pairwise(probs))
-    for size in range(len(tree) + 1):
-        check_integrity(tree.select(order[:size]))
 
 
 def test_nodes_that_are_never_accepted_are_no_longer_drafted() -> None:

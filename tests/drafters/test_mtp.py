@@ -16,11 +16,14 @@ from transformers.generation.candidate_generator import MTPCandidateGenerator
 
 from hdtool.data import demo
 from hdtool.data.errors import HeadsError
+from hdtool.runtime.answerer import decode_batch
+from hdtool.runtime.budget.gate import Gate
 from hdtool.runtime.config.decoding import DecodeConfig
 from hdtool.runtime.config.model import SamplingConfig
 from hdtool.runtime.config.source_names import SourceId
 from hdtool.runtime.core.accept import Accepted
-from hdtool.runtime.core.engine import Verified
+from hdtool.runtime.core.engine import PassLog, Verified
+from hdtool.runtime.core.loop import Request
 from hdtool.runtime.core.sampler import Sampler
 from hdtool.runtime.core.sequence import Request
 from hdtool.runtime.core.session import decode_batch
@@ -34,8 +37,7 @@ from hdtool.runtime.drafters.trained.mtp import (
     mtp_layers_of,
     patterns_of,
 )
-from hdtool.runtime.drafters.trained.proposal import LOADED_BY_TARGET
-from hdtool.runtime.drafters.trained.sequential import SequentialDrafter
+from hdtool.runtime.drafters.trained.proposal import LOADED_BY_TARGET, PROB_BUCKETS
 from hdtool.runtime.drafters.trained_methods import StandaloneDrafter
 from hdtool.runtime.engines.capture import CaptureMaker, never
 from hdtool.runtime.stores.store_set import StoreSet
@@ -144,7 +146,7 @@ def test_rankings_are_those_of_a_module_that_reads_everything_anew(capture: Capt
 def test_described_layers_are_computed_by_the_engines_program(kind: str, described: bool, tmp_path: Path) -> None:
     """And rank as the library's code does."""
     target = Target(with_mtp(kind, tmp_path))
-    drafter: Any = mtp_drafter(target, is_measured=False)
+    drafter: Any = mtp_drafter(target)
     layers, of_library = LOADED_BY_TARGET[target][MTP_CACHE_NAME], load_mtp(target.model)
     assert bool(layers._programs) is described and not of_library._programs
     other = IteratedMtp(of_library, target)
@@ -158,14 +160,14 @@ def test_a_program_with_other_states_is_not_used(tmp_path: Path, monkeypatch: py
     usual = DrafterLayers.run
     monkeypatch.setattr(DrafterLayers, "run", lambda *given, **options: usual(*given, **options) * 1.1)
     target = Target(with_mtp("glm4_moe", tmp_path))
-    mtp_drafter(target, is_measured=False)
+    mtp_drafter(target)
     assert not LOADED_BY_TARGET[target][MTP_CACHE_NAME]._programs
 
 
 def test_captured_passes_of_layers_in_turn_draft_what_others_do(tmp_path: Path) -> None:
     model, capture = with_mtp("glm4_moe", tmp_path, 2), Rehearsed()
     usual, captured = Target(model), Target(model, lambda device: capture)
-    used: list[Any] = [mtp_drafter(target, is_measured=False) for target in (usual, captured)]
+    used: list[Any] = [mtp_drafter(target) for target in (usual, captured)]
     recorded = capture.recorded
     torch.manual_seed(0)
     for new in (5, 1, 3, 16, 1):
@@ -240,28 +242,27 @@ def test_a_configuration_that_says_more_layers_than_there_are(tmp_path: Path) ->
 
 def test_layers_that_do_not_pay_make_few_passes(tmp_path: Path) -> None:
     target = Target(with_mtp("glm4_moe", tmp_path))
-    drafter = mtp_drafter(target, is_measured=True)
-    assert isinstance(drafter, SequentialDrafter)
-    costs = iter([0.0, *(float(n) for n in range(1, 10**6))])
     passes = list[int]()
 
-    class Dear:
-        """Each pass costs as much as ten steps."""
+    class Dear(Gate):
+        """Each pass takes the time of ten steps, but the drafter runs in each step."""
 
-        def paths_to_extend(self, path_probs: Any, certainty: float) -> int:
-            found = len(path_probs) if path_probs[0] * certainty > 10 else 0
-            passes.append(found)
-            return found
+        def may_run(self, cost: float) -> bool:
+            return True
 
         def note_pass(self, rows: int, seconds: float) -> None:
-            next(costs)
+            super().note_pass(rows, 10.0)
 
-        def note_step(self, tokens: int) -> None: ...
+        def observe(self, tokens: float, seconds: float, used: bool | None = None) -> None:
+            super().observe(tokens, 1.0, used)
 
-        def restart(self) -> None: ...
+        def paths_to_extend(self, path_probs: Any, certainty: float) -> int:
+            passes.append(super().paths_to_extend(path_probs, certainty))
+            return passes[-1]
 
-    drafter._pace = Dear()
-    alone = StandaloneDrafter(drafter, drafter_of("mtp", target).budget)
+    gate = Dear(PassLog(last_seconds=1.0))
+    gate.note_pass(1, 10.0)
+    alone = StandaloneDrafter(mtp_drafter(target, gate), drafter_of("mtp", target).budget)
     steps = run(target, prompt_of(20), SamplingConfig(), max_new_tokens=20, drafter=alone)
     assert output_tokens(steps) == output_tokens(run(target, prompt_of(20), SamplingConfig(), max_new_tokens=20))
     assert set(passes) == {0} and all(step.tree.depths.max() <= 1 for step in steps)
@@ -299,13 +300,13 @@ def test_a_model_whose_hidden_states_are_watched_is_copied_and_saved(tmp_path: P
 def test_a_proposal_is_compared_once_with_what_was_accepted(tmp_path: Path) -> None:
     target = Target(with_mtp("glm4_moe", tmp_path))
     target.watch_hidden()
-    drafter: Any = mtp_drafter(target, is_measured=False)
+    drafter: Any = mtp_drafter(target)
     drafter.begin([3, 4])
     hidden = torch.randn(2, target.config.hidden_size)
     drafter.observe(Accepted([], [5]), Verified(torch.zeros(1, 97), hidden))
     proposal = drafter.propose(4)
     first = int(proposal.tokens[0, 0])
-    observed = drafter.calibration._observed.copy()
+    observed = drafter.calibration._rates._observed.copy()
     drafter.observe(Accepted([0], [first, 6]), Verified(torch.zeros(2, 97), hidden))
-    assert (drafter.calibration._observed[:2].sum(axis=1) > observed[:2].sum(axis=1)).all()
-    assert (drafter.calibration._observed[2:] == observed[2:]).all()
+    learned = (drafter.calibration._rates._observed != observed).reshape(-1, PROB_BUCKETS).any(axis=1)
+    assert learned[:2].all() and not learned[2:].any()

@@ -158,12 +158,12 @@ def test_captured_blocks_are_those_of_other_passes(changes: dict[str, Any], tmp_
     model, capture = six_layers("Llama"), Rehearsed()
     folder = str(dflash(tmp_path, model, **changes))
     targets = Target(model), Target(model, lambda device: capture)
-    usual, captured = (published_drafter(folder, target, is_measured=False) for target in targets)
+    usual, captured = (published_drafter(folder, target) for target in targets)
     recorded = capture.recorded
     torch.manual_seed(0)
     for new in (21, 1, 3, 14, 1):
         hidden, tokens = torch.randn(new, 64), torch.randint(97, (new,)).tolist()
-        (expected, sure), (found, close) = (drafter._reader.read(hidden, tokens) for drafter in (usual, captured))  # type: ignore[attr-defined]
+        (expected, sure), (found, close) = (drafter._reader.read(hidden, tokens) for drafter in (usual, captured))
         assert (found == expected).all()
         torch.testing.assert_close(torch.tensor(close), torch.tensor(sure), rtol=1e-4, atol=1e-6)
     assert capture.recorded > recorded

@@ -13,6 +13,8 @@ import torch
 
 from hdtool.cli.app import run as hdtool
 from hdtool.data.errors import HeadsError
+from hdtool.runtime.answerer import decode_batch
+from hdtool.runtime.budget.gate import Gate
 from hdtool.runtime.budget.node_budget import FixedBudget
 from hdtool.runtime.config.building import HeadsConfig
 from hdtool.runtime.config.decoding import DecodeConfig
@@ -26,7 +28,6 @@ from hdtool.runtime.drafters.heads.modules import Heads
 from hdtool.runtime.drafters.heads.state import HeadsState, HydraModule, TrainedMtp, sequential_drafter
 from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
 from hdtool.runtime.drafters.methods import drafter_for
-from hdtool.runtime.drafters.trained.draft_length import FixedPace
 from hdtool.runtime.drafters.trained.proposal import PROB_BUCKETS
 from hdtool.runtime.drafters.trained.sequential import Ranked, SequentialDrafter
 from hdtool.runtime.drafters.trained_methods import StandaloneDrafter, methods_with_drafters, trained_drafter
@@ -135,7 +136,7 @@ def test_rankings_are_those_of_the_whole_conversation(config: HeadsConfig, captu
     assert target.captures is (capture is not never)
     heads = random_for(target, config).heads
     checked = Checked(module_of(heads, target), heads, target)
-    drafter = StandaloneDrafter(SequentialDrafter(checked, FixedPace(), columns=target.watch_hidden()), FixedBudget(24))
+    drafter = StandaloneDrafter(SequentialDrafter(checked, columns=target.watch_hidden()), FixedBudget(24))
     for length in (10, 3):
         prompt = prompt_of(length)
         steps = run(target, prompt, SamplingConfig(), max_new_tokens=8, drafter=drafter)
@@ -188,7 +189,7 @@ def test_they_do_not_change_the_output(family: str, sampling: str) -> None:
     prompt, chosen = prompt_of(20), SAMPLINGS[sampling]
     plain = output_tokens(run(target, prompt, chosen, max_new_tokens=20))
     for name in ("hydra", "hydra++", "mtp"):
-        trained = sequential_drafter(random_for(target, SEQUENTIAL[name]), target, is_measured=False)
+        trained = sequential_drafter(random_for(target, SEQUENTIAL[name]), target)
         for drafter in (
             StandaloneDrafter(trained, FixedBudget(40)),
             Hierarchy(budget=FixedBudget(40), trained=trained),
@@ -206,8 +207,7 @@ def test_several_conversations_in_one_pass_keep_their_own_states(config: HeadsCo
     prompts = [prompt_of(length) for length in (4, 11, 7)]
     checks = [Checked(module_of(heads, target), heads, target) for _ in prompts]
     drafters = [
-        StandaloneDrafter(SequentialDrafter(check, FixedPace(), columns=target.watch_hidden()), FixedBudget(12))
-        for check in checks
+        StandaloneDrafter(SequentialDrafter(check, columns=target.watch_hidden()), FixedBudget(12)) for check in checks
     ]
     asked = (
         Request(number, prompt, Sampler(SamplingConfig(), prompt), drafter)
@@ -227,8 +227,8 @@ def test_odds_of_the_evaluation_calibrate_the_first_draft() -> None:
     saved = random_for(target, SEQUENTIAL["mtp with a draft vocabulary"])
     odds = [[share] * PROB_BUCKETS for share in (0.09, 0.05, 0.02)]
     evaluation = EvalResult(odds=odds)
-    for measured in (False, True):
-        drafter = sequential_drafter(replace(saved, evaluation=evaluation), target, is_measured=measured)
+    for gate in (None, Gate(target.log)):
+        drafter = sequential_drafter(replace(saved, evaluation=evaluation), target, gate)
         run(
             target,
             prompt_of(8),
@@ -237,7 +237,7 @@ def test_odds_of_the_evaluation_calibrate_the_first_draft() -> None:
             drafter=StandaloneDrafter(drafter, FixedBudget(20)),
         )
         proposal = drafter.propose(1000)
-        assert measured or proposal.depths.max() > 3
+        assert gate or proposal.depths.max() > 3
         for depth, probs in zip(proposal.depths.tolist(), proposal.probs, strict=True):
             np.testing.assert_allclose(probs, (0.09, 0.05, 0.02)[min(depth, 2)], rtol=1e-6)
 

@@ -110,7 +110,7 @@ def drafters(target: Target, truth: list[int]) -> Iterator[tuple[str, Drafter | 
     yield "hd", hierarchy()
     for kind in ("amphista", "hydra++", "mtp"):
         saved = random_for(target, HeadsConfig(kind, rank=8).resolved)
-        yield f"heads of {kind}", StandaloneDrafter(drafter_of(saved, target, is_measured=False), FixedBudget(24))
+        yield f"heads of {kind}", StandaloneDrafter(drafter_of(saved, target), FixedBudget(24))
 
 
 def batched(target: Target, *, drafts: bool) -> Answers:

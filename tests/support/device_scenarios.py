@@ -240,7 +240,7 @@ def mtp() -> dict[str, Any]:
     install()
     target = Target(on_device(model))
     saved = random_for(target, SEQUENTIAL["mtp"])
-    drafter = StandaloneDrafter(sequential_drafter(saved, target, is_measured=False), FixedBudget(NODES))
+    drafter = StandaloneDrafter(sequential_drafter(saved, target), FixedBudget(NODES))
     return {"expected": expected, "found": [watched(target, GREEDY, drafter) for _ in range(2)]} | diagnostics()
 
 

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 from transformers.modeling_layers import MtpModel
 
-from hdtool.runtime.drafters.trained.mtp import SINGLE_FILE, WithMtpLayers
+from hdtool.runtime.drafters.trained.mtp import WithMtpLayers
 from tests.sweep.models import tiny_model
 
 TYPES = (
@@ -65,9 +65,9 @@ def with_mtp(kind: str, folder: Path, number: int = 1) -> PreTrainedModel:
 def add_layers(folder: Path, model: Any, layers: Any) -> None:
     """Add MTP layers of transformers to a model's checkpoint."""
     own = {name: tensor for name, tensor in layers.state_dict().items() if name.startswith("layers.")}
-    tensors = load_file(folder / SINGLE_FILE)
+    tensors = load_file(folder / "model.safetensors")
     tensors |= {_stored_as(name, model): tensor.contiguous() for name, tensor in own.items()}
-    save_file(tensors, folder / SINGLE_FILE, {"format": "pt"})
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
 
 
 def _stored_as(name: str, model: Any) -> str:

@@ -6,9 +6,9 @@ from functools import partial
 
 import torch
 
+from hdtool.runtime.budget.gate import Gate
 from hdtool.runtime.drafters.heads.checkpoint import HydraHeads, MtpHeads, SavedHeads
 from hdtool.runtime.drafters.heads.modules import Heads, ParallelHeads
-from hdtool.runtime.drafters.trained.draft_length import pace_for
 from hdtool.runtime.drafters.trained.draft_passes import DraftPasses, Module, ModulePasses, Rows, TopTokens
 from hdtool.runtime.drafters.trained.module_parts import topk_tokens
 from hdtool.runtime.drafters.trained.proposal import TOKENS_PER_RANKING, Calibration, Proposal
@@ -39,7 +39,7 @@ def module_of(heads: Heads, target: Target) -> Module:
 class HeadsState(BlockDrafter):
     """State of parallel heads while their target generates answers: KV cache, pending input and latest rankings."""
 
-    def __init__(self, saved: SavedHeads, target: Target) -> None:
+    def __init__(self, saved: SavedHeads, target: Target, gate: Gate | None = None) -> None:
         assert isinstance(saved.heads, ParallelHeads)
         self.heads = heads = saved.heads
         self.passes = 0
@@ -56,29 +56,26 @@ class HeadsState(BlockDrafter):
             target.new_recorder(),
             rankings=heads.config.heads,
         )
-        super().__init__(self.reading, Calibration(saved.evaluation.odds or None, heads.config.heads), columns)
+        calibration = Calibration(saved.evaluation.odds or None, heads.config.heads)
+        super().__init__(self.reading, calibration, columns, gate=gate)
 
     def propose(self, max_nodes: int) -> Proposal:
         self.passes += 1
         return super().propose(max_nodes)
 
 
-def sequential_drafter(saved: SavedHeads, target: Target, *, is_measured: bool) -> SequentialDrafter:
-    """Return a drafter for heads that draft token by token.
-
-    If ``is_measured``, the drafter measures its passes and stops drafting where further passes do not pay.
-    """
+def sequential_drafter(saved: SavedHeads, target: Target, gate: Gate | None = None) -> SequentialDrafter:
+    """Return a drafter for heads that draft token by token."""
     columns = target.watch_hidden()
     if target.device.type == "cpu":
         compile_linear_layers(saved.heads)
-    pace = pace_for(target, str(saved.heads.config), is_measured=is_measured)
     module: SequentialModule
     if isinstance(saved.heads, HydraHeads):
         module = HydraModule(saved.heads, target)
     else:
         assert isinstance(saved.heads, MtpHeads)
         module = TrainedMtp(saved.heads, target)
-    return SequentialDrafter(module, pace, columns=columns, odds=saved.evaluation.odds or None)
+    return SequentialDrafter(module, columns=columns, gate=gate, odds=saved.evaluation.odds or None)
 
 
 class HydraModule(ModulePasses):

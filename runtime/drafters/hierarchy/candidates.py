@@ -23,6 +23,7 @@ import numpy as np
 from numba import types
 
 from hdtool.runtime.config.source_names import SourceId
+from hdtool.runtime.core.acceptance_rates import learn_rate
 from hdtool.runtime.core.draws import stream_start, time_of
 from hdtool.runtime.core.tree import LARGEST_TREE
 from hdtool.runtime.kernels.compiled import Array, address_of, array_at, caller_of, compiled
@@ -57,7 +58,8 @@ WORKSPACE = np.dtype(
         ("tree_parents", np.int32, LARGEST_TREE),  # parents as in a ``DraftTree``, where the root is not counted
         # The calibration of the probabilities for an answer.
         ("grown", np.int64),  # number of nodes of the last tree, until its outcome is counted
-        ("hits", np.float64, 2),  # how often the next token was drafted, and how often that was expected
+        ("hits", np.float64, 1),  # how often the next token was drafted
+        ("expected_hits", np.float64, 1),  # how often that was expected
         ("calibrated", np.float64, LARGEST_TREE),  # calibrated probabilities of the nodes
         # The best paths, most probable first: those that are nodes already, then those that may become nodes.
         ("best_probs", np.float64, LARGEST_TREE),
@@ -291,9 +293,7 @@ def learn(weights: Any, work: Any) -> None:
     for turn in range(work.used):
         order, bucket = work.orders[turn], work.buckets[turn]
         credit = work.explained[turn] / estimate
-        fading = min(1.0, WEIGHT_WINDOW / weights.used[order, bucket])
-        weights.credit[order, bucket] = weights.credit[order, bucket] * fading + credit
-        weights.used[order, bucket] = weights.used[order, bucket] * fading + left
+        learn_rate(weights.credit, weights.used, (order, bucket), credit, left, WEIGHT_WINDOW)
         weights.weight[order, bucket] = weights.credit[order, bucket] / weights.used[order, bucket]
         left -= credit
         if left < NEGLIGIBLE_PROB:

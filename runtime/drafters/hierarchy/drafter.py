@@ -51,8 +51,7 @@ from hdtool.runtime.drafters.hierarchy.matches import (
 )
 from hdtool.runtime.drafters.hierarchy.rankings import LAST_SOURCE, RECYCLED_SOURCE, SINGLE_TOKEN_SOURCE, Rankings
 from hdtool.runtime.drafters.hierarchy.tree import feed_token, grow, grow_all, restart
-from hdtool.runtime.drafters.trained.draft_length import TrainedGate
-from hdtool.runtime.drafters.trained.proposal import TrainedDrafter
+from hdtool.runtime.drafters.trained.sequential import TrainedDrafter
 from hdtool.runtime.kernels.compiled import HAS_CLOCK, Array, SharedTime, Uncopyable
 from hdtool.runtime.stores.corpus_index import CorpusIndex, no_shards, range_record
 from hdtool.runtime.stores.history_store import History, address_of
@@ -70,8 +69,7 @@ class Hierarchy(Drafter, Uncopyable):
 
     It can also draft from the target's logits: with ``last``, from the ranking that the root was chosen from; with
     ``recycled``, from the rankings at nodes of earlier trees, accepted or not. Learned weights and recycled rankings
-    are kept between answers. A ``trained`` drafter is used while it gains more than its passes cost; drafters may share
-    the ``gate`` that measures this.
+    are kept between answers.
     """
 
     predicts = True
@@ -86,7 +84,6 @@ class Hierarchy(Drafter, Uncopyable):
         last: bool = False,
         recycled: bool = False,
         trained: TrainedDrafter | None = None,
-        gate: TrainedGate | None = None,
         plugins: Mapping[SourceId, Evidence] | None = None,
         history: History | None = None,
         vocabulary: int = UNLIMITED_VOCABULARY,
@@ -103,13 +100,8 @@ class Hierarchy(Drafter, Uncopyable):
         self._prediction: TokenLog
         self.budget = budget or FixedBudget()
         self._trained = trained
-        self._gate = None if isinstance(self.budget, FixedBudget) else gate or TrainedGate()
         self._plugins = dict(plugins or {})
         self._plugin_seconds = dict.fromkeys(self._plugins, 0.0)
-        self._began: float | None = None
-        """Time at which the current draft began; None if there is no draft, or once its outcome was observed."""
-        self._used_trained = False
-        """True if the trained drafter took part in the current draft."""
         self.context_table = ContextTable()
         self._stores = model, corpus  # their arrays must outlive their addresses
         self._shards = corpus.shards if corpus else no_shards()
@@ -235,7 +227,6 @@ class Hierarchy(Drafter, Uncopyable):
     def begin(self, prompt: Sequence[int]) -> None:
         self.end()
         self._nodes = 0
-        self._began = None
         if self._trained:
             self._trained.begin(list(prompt))
         new = self.context_table.read(prompt)
@@ -329,11 +320,9 @@ class Hierarchy(Drafter, Uncopyable):
         if not max_nodes:
             self.work["expected"] = self._nodes = 0
             return 0
-        self._began = time.perf_counter()
         self._catch_up()
         self.work["position"] = len(context)
-        self._used_trained = self._trained is not None and (not self._gate or self._gate.runs_drafter)
-        if self._trained and self._used_trained:
+        if self._trained and self._trained.begin_draft():
             note_proposal(self._proposed[0], self._trained.source, self._trained.propose(max_nodes))
         if self._plugins:
             self._note_plugins(context)
@@ -382,9 +371,6 @@ class Hierarchy(Drafter, Uncopyable):
         nodes = self._nodes
         self._pending += accepted.tokens
         is_drafting = self.budget.max_nodes > 0
-        if self._trained and self._gate and self._began is not None:
-            self._gate.observe(len(accepted.tokens), time.perf_counter() - self._began, self._used_trained)
-        self._began = None
         if not is_drafting and not nodes:
             return
         started = time.perf_counter()

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from hdtool.runtime.config.source_names import SourceId
+from hdtool.runtime.core.acceptance_rates import learn_rate
 from hdtool.runtime.drafters.hierarchy.candidates import (
     DRAFTING,
     RESTART,
@@ -50,7 +51,7 @@ RECYCLED_NUMBER = SourceId.RECYCLED.value
 EXPECTED_HITS = 2.0
 """Weight of the prior of an answer's factor, in hits; low, so that the factor adapts within a few steps."""
 HITS_WINDOW = 50.0
-"""Number of expected hits that the factor's moving averages span."""
+"""Number of expected hits that the factor's moving average spans."""
 MAX_FACTOR = 1.5
 GRAMMAR_NUMBER = SourceId.GRAMMAR.value
 
@@ -248,7 +249,7 @@ def feed_token(at: int, token: int) -> None:
 @compiled
 def start_calibration(work: Any) -> None:
     """Reset the correction factor to 1 for a new answer, and forget the last tree."""
-    work.hits[0] = work.hits[1] = EXPECTED_HITS
+    work.hits[0] = work.expected_hits[0] = EXPECTED_HITS
     work.grown = 0
 
 
@@ -257,7 +258,7 @@ def calibrate(work: Any, nodes: int) -> None:
     """Store calibrated probabilities of a tree's nodes, or the original ones if a grammar forces the first token."""
     is_certain = nodes > 0 and work.sources[1] == GRAMMAR_NUMBER
     work.grown = 0 if is_certain else nodes
-    factor = 1.0 if is_certain else min(MAX_FACTOR, work.hits[0] / work.hits[1])
+    factor = 1.0 if is_certain else min(MAX_FACTOR, work.hits[0] / work.expected_hits[0])
     for node in range(nodes):
         work.calibrated[node] = min(1.0, work.probs[node + 1] * factor)
 
@@ -272,7 +273,4 @@ def count_hit(work: Any, token: int) -> None:
             if work.tokens[node] == token:
                 hit = 1.0
     work.grown = 0
-    decay = 1.0 - min(1.0, expected / HITS_WINDOW)
-    # The prior does not decay.
-    work.hits[0] = EXPECTED_HITS + (work.hits[0] - EXPECTED_HITS) * decay + hit
-    work.hits[1] = EXPECTED_HITS + (work.hits[1] - EXPECTED_HITS) * decay + expected
+    learn_rate(work.hits, work.expected_hits, 0, hit, expected, HITS_WINDOW)

@@ -16,18 +16,18 @@ the draft tree below the root, so a correct guess in it is accepted like any dra
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from hdtool.runtime.budget.node_budget import Budget, FixedBudget
+from hdtool.runtime.budget.node_budget import Budget
 from hdtool.runtime.config.source_names import SourceId
 from hdtool.runtime.core.accept import Accepted
-from hdtool.runtime.core.drafter import Drafter
+from hdtool.runtime.core.acceptance_rates import AcceptanceRates, Probs
 from hdtool.runtime.core.engine import Verified
-from hdtool.runtime.core.tree import LARGEST_TREE, ROOT, DraftTree
+from hdtool.runtime.core.tree import ROOT, DraftTree
+from hdtool.runtime.drafters.published.budgeted import BudgetedDrafter
 from hdtool.runtime.kernels.compiled import Ints, compiled
 
 if TYPE_CHECKING:
@@ -59,11 +59,16 @@ class GrowingContext:
         return self._tokens[: self._size]
 
 
-PRIOR_RATE, FITTED_PRIOR_WEIGHT, FITTED_WINDOW = 0.6, 10.0, 200.0
-"""Initial acceptance rate, its weight in tokens, and the window of the moving averages in tokens."""
+PRIOR_RATE = 0.6
+"""Initial acceptance rate of a chain's tokens."""
 
 
-class PromptLookup(Drafter):
+def chain_of(root: int, tokens: Ints) -> DraftTree:
+    """Return a chain of tokens from the conversation."""
+    return DraftTree.of(root, tokens, range(ROOT, len(tokens) + ROOT), SourceId.CONTEXT)
+
+
+class PromptLookup(BudgetedDrafter):
     """Drafts one chain, like transformers with ``prompt_lookup_num_tokens``; the budget chooses its length.
 
     The chain continues the longest match of at most ``max_length`` tokens or, of equally long matches, the first one. A
@@ -72,16 +77,11 @@ class PromptLookup(Drafter):
     """
 
     def __init__(self, tokens: int = 10, max_length: int = 3, budget: Budget | None = None) -> None:
-        super().__init__(SourceId.CONTEXT)
-        self._max_length = max_length
-        self._budget = budget or FixedBudget(LARGEST_TREE)
-        self._parents = np.arange(tokens, dtype=np.int32) + np.int32(ROOT)
-        self._sources = np.full(tokens, SourceId.CONTEXT, np.uint8)
+        super().__init__(budget, SourceId.CONTEXT)
+        self._tokens, self._max_length = tokens, max_length
         self._context = GrowingContext()
-        self._seen = np.full(max_length + tokens, FITTED_PRIOR_WEIGHT)
-        """Number of tokens compared with the answer, by the length of the match before them; ``_fitted`` counts those
-        that agreed with the answer."""
-        self._fitted = self._seen * PRIOR_RATE
+        self._rates = AcceptanceRates(np.full(max_length + tokens, PRIOR_RATE))
+        """How often tokens agree with the answer, by the length of the match before them."""
         self._chain: Ints = np.empty(0, np.int64)
         """The tokens after the last match, drafted or not."""
         self._matched = 0
@@ -92,29 +92,23 @@ class PromptLookup(Drafter):
         self._chain = self._chain[:0]
 
     def draft(self, context: Sequence[int]) -> DraftTree:
-        started = time.perf_counter()
-        tokens_so_far = self._context.grown(context)
-        start, self._matched = first_match(tokens_so_far, self._max_length)
-        # Copied, because the buffer will be overwritten.
-        self._chain = tokens_so_far[start : start + len(self._parents)].copy()
-        max_nodes = min(len(self._chain), self._budget.max_nodes)
-        kept = 0
-        if max_nodes:
-            following = slice(self._matched, self._matched + max_nodes)
-            kept = self._budget.choose_size(np.cumprod(self._fitted[following] / self._seen[following]))
-        tree = DraftTree(context[-1], self._chain[:kept], self._parents[:kept], self._sources[:kept])
-        self.seconds[SourceId.CONTEXT] += time.perf_counter() - started
-        return tree
+        with self._timing(SourceId.CONTEXT):  # also in a pause of the budget, to learn from the answer
+            tokens_so_far = self._context.grown(context)
+            start, self._matched = first_match(tokens_so_far, self._max_length)
+            # Copied, because the buffer will be overwritten.
+            self._chain = tokens_so_far[start : start + self._tokens].copy()
+        return super().draft(context)
+
+    def _grow(self, context: Sequence[int], max_nodes: int) -> tuple[DraftTree, Probs]:
+        tree = chain_of(context[-1], self._chain[:max_nodes])
+        return tree, np.cumprod(self._rates[self._matched : self._matched + len(tree)])
 
     def observe(self, accepted: Accepted, verified: Verified) -> None:
         """Update the rates, also for candidates that were not drafted: the answer shows if the model accepts them."""
-        for place, (drafted, token) in enumerate(zip(self._chain.tolist(), accepted.tokens, strict=False)):
-            length = self._matched + place
-            fading = min(1.0, FITTED_WINDOW / self._seen[length])
-            self._seen[length] = self._seen[length] * fading + 1
-            self._fitted[length] = self._fitted[length] * fading + (drafted == token)
-            if drafted != token:
-                break
+        compared = min(len(self._chain), len(accepted.tokens))
+        agrees = self._chain[:compared] == accepted.tokens[:compared]
+        classes = self._matched + np.arange(compared)
+        self._rates.learn_chain(classes, int(np.logical_and.accumulate(agrees).sum()))
 
 
 @compiled
@@ -138,29 +132,20 @@ def first_match(context: Ints, max_length: int) -> tuple[int, int]:
     return start, matched
 
 
-class CorpusDrafter(Drafter):
+class CorpusDrafter(BudgetedDrafter):
     """Drafts the most frequent continuations in the corpus index, with as many nodes as the budget allows."""
 
     def __init__(self, index: CorpusIndex, budget: Budget | None = None) -> None:
-        super().__init__(SourceId.CORPUS)
+        super().__init__(budget, SourceId.CORPUS)
         self._index = index
-        self._budget = budget or FixedBudget(LARGEST_TREE)
         index.after(())  # compile the lookup, or load it from the cache, before the first step
 
-    def draft(self, context: Sequence[int]) -> DraftTree:
-        started = time.perf_counter()
-        max_nodes = min(self._budget.max_nodes, LARGEST_TREE)
-        continuations = self._index.after(context, max_nodes) if max_nodes else None
-        kept = (
-            self._budget.choose_size(continuations.counts / max(continuations.num_matches, 1)) if continuations else 0
-        )
-        tree = DraftTree.bare(context[-1])
-        if continuations and kept:
-            # Parents come before their children, whose counts are never larger, so any prefix of the tree is a tree.
-            tokens, parents = continuations.tokens[:kept].copy(), continuations.parents[:kept].astype(np.int32)
-            tree = DraftTree(context[-1], tokens, parents, np.full(kept, SourceId.CORPUS, np.uint8))
-        self.seconds[SourceId.CORPUS] += time.perf_counter() - started
-        return tree
+    def _grow(self, context: Sequence[int], max_nodes: int) -> tuple[DraftTree, Probs]:
+        with self._timing(SourceId.CORPUS):
+            found = self._index.after(context, max_nodes)
+            # Parents come before their children, whose counts are never larger.
+            tree = DraftTree.of(context[-1], found.tokens, found.parents, SourceId.CORPUS)
+            return tree, found.counts / max(found.num_matches, 1)
 
 
 class Lookahead:

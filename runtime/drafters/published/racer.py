@@ -9,24 +9,19 @@ a node gets half of its parent's breadth, and each further token half of the bre
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from hdtool.runtime.budget.node_budget import Budget, FixedBudget
+from hdtool.runtime.budget.node_budget import Budget
 from hdtool.runtime.config.source_names import SourceId
-from hdtool.runtime.core.accept import Accepted
-from hdtool.runtime.core.drafter import NO_KINDS, Drafter, NodeCalibration
-from hdtool.runtime.core.engine import Verified
 from hdtool.runtime.core.tree import LARGEST_TREE, ROOT, DraftTree, Trie
 from hdtool.runtime.drafters.published.lookup_methods import GrowingContext
 from hdtool.runtime.drafters.published.token_recycling import (
     NO_RECYCLED_TOKEN,
     RECYCLED_PER_TOKEN,
-    ConversationTracker,
-    TopTokens,
+    RecyclingDrafter,
 )
 from hdtool.runtime.kernels.compiled import Ints, compiled
 
@@ -239,66 +234,40 @@ RETRIEVED_KIND = 0
 RECYCLED_NUMBER = SourceId.RECYCLED.value
 
 
-class Racer(Drafter):
+class Racer(RecyclingDrafter):
     """Drafts from n-grams and rankings, which are kept between conversations unless ``remembers`` is False."""
 
-    max_ranked = RECYCLED_PER_TOKEN
-
     def __init__(self, budget: Budget | None = None, *, remembers: bool = True) -> None:
-        super().__init__(SourceId.CONTEXT, SourceId.RECYCLED)
-        self._budget = budget or FixedBudget(LARGEST_TREE)
-        self._remembers, self._conversation = remembers, ConversationTracker()
-        self._ngrams, self._table = NgramTrie(), TopTokens()
-        self._trie = Trie(LARGEST_TREE)
+        super().__init__(budget, KIND_PRIOR_RATES, SourceId.CONTEXT, SourceId.RECYCLED, remembers=remembers)
+        self._ngrams, self._trie = NgramTrie(), Trie(LARGEST_TREE)
         self._context = GrowingContext()
         self._known = 0
         """Number of context tokens whose n-grams have been counted."""
-        self._calibration = NodeCalibration(KIND_PRIOR_RATES)
-        self._verified = NO_KINDS, DraftTree.bare(0)
-        """``(kinds, tree)``: the kind of each node in the last tree, and this tree."""
         # Compile the code, or load it from the cache, before the first step.
         self._trie.add(np.full((1, 1), NO_RECYCLED_TOKEN, np.int32), SourceId.CONTEXT, wanted=1)
         _fill(np.zeros((1, RECYCLED_PER_TOKEN), np.int64), 0, *self._trie.copy_arrays(), 1)
 
     def begin(self, prompt: Sequence[int]) -> None:
-        if not self._conversation.continues(prompt) and not self._remembers:
-            self._ngrams.clear()
-            self._table.clear()
+        super().begin(prompt)
         self._context.restart(prompt)
         self._ngrams.add(self._context.grown(prompt), 0)
         self._known = len(prompt)
-        self._verified = NO_KINDS, DraftTree.bare(prompt[-1])
 
-    def draft(self, context: Sequence[int]) -> DraftTree:
-        root, max_nodes = context[-1], min(self._budget.max_nodes, LARGEST_TREE)
-        if not max_nodes:
-            self._verified = NO_KINDS, DraftTree.bare(root)
-            return self._verified[1]
-        started = time.perf_counter()
-        known = self._context.grown(context)
-        self._ngrams.add(known, self._known)
-        self._known = len(known)
-        rows, _ = self._ngrams.after(known, max_nodes)
-        self._trie.clear()
-        self._trie.add(rows, SourceId.CONTEXT, wanted=len(rows))
-        between = time.perf_counter()
-        tokens, parents, sources, kinds = _fill(self._table.rows, root, *self._trie.copy_arrays(), max_nodes)
-        whole = DraftTree(root, tokens, parents, sources)
-        order, probs = self._calibration.by_probability(kinds, whole)
-        order = order[: self._budget.choose_size(probs)]
-        self._verified = kinds[order], whole.select(order)
-        self.seconds[SourceId.CONTEXT] += between - started
-        self.seconds[SourceId.RECYCLED] += time.perf_counter() - between
-        return self._verified[1]
+    def _forget(self) -> None:
+        super()._forget()
+        self._ngrams.clear()
 
-    def observe(self, accepted: Accepted, verified: Verified) -> None:
-        started = time.perf_counter()
-        kinds, tree = self._verified
-        if len(verified) == len(tree) + 1:  # else the tree was clipped and its nodes differ
-            self._calibration.update(kinds, tree, accepted.path)
-            if self._budget.max_nodes:
-                self._table.keep(tree, verified)
-        self.seconds[SourceId.RECYCLED] += time.perf_counter() - started
+    def _propose(self, context: Sequence[int], max_nodes: int) -> tuple[Ints, DraftTree]:
+        with self._timing(SourceId.CONTEXT):
+            known = self._context.grown(context)
+            self._ngrams.add(known, self._known)
+            self._known = len(known)
+            rows, _ = self._ngrams.after(known, max_nodes)
+            self._trie.clear()
+            self._trie.add(rows, SourceId.CONTEXT, wanted=len(rows))
+        with self._timing(SourceId.RECYCLED):
+            *nodes, kinds = _fill(self._table.rows, context[-1], *self._trie.copy_arrays(), max_nodes)
+            return kinds, DraftTree(context[-1], *nodes)
 
 
 @compiled

@@ -6,18 +6,19 @@ that occurs at more places, so following the links enumerates the matches of the
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from hdtool.runtime.budget.node_budget import Budget, FixedBudget
+from hdtool.runtime.budget.node_budget import Budget
 from hdtool.runtime.config.source_names import SourceId
 from hdtool.runtime.core.accept import Accepted
-from hdtool.runtime.core.drafter import Drafter
+from hdtool.runtime.core.acceptance_rates import AcceptanceRates, Probs
 from hdtool.runtime.core.engine import Verified
-from hdtool.runtime.core.tree import LARGEST_TREE, ROOT, DraftTree
+from hdtool.runtime.core.tree import DraftTree
+from hdtool.runtime.drafters.published.budgeted import BudgetedDrafter
+from hdtool.runtime.drafters.published.lookup_methods import PRIOR_RATE, chain_of
 from hdtool.runtime.kernels.compiled import Ints, compiled
 
 NO_STATE = -1
@@ -212,21 +213,15 @@ def _add_edge(automaton: Automaton, state: Any, token: Any, target: Any) -> None
 
 TOKENS_AHEAD = 40
 """Maximum number of tokens in a draft."""
-PRIOR_RATE, RATE_PRIOR_WEIGHT, RATE_WINDOW = 0.6, 10.0, 200.0
-"""Initial acceptance rate, its weight in tokens, and the window of the moving average in tokens."""
 
 
-class SamDecoding(Drafter):
+class SamDecoding(BudgetedDrafter):
     """Drafts one chain; a single rate estimates how often a token is accepted if the previous one was."""
 
     def __init__(self, budget: Budget | None = None) -> None:
-        super().__init__(SourceId.CONTEXT)
-        self._budget = budget or FixedBudget(LARGEST_TREE)
+        super().__init__(budget, SourceId.CONTEXT)
         self._automaton = SuffixAutomaton()
-        self._parents = np.arange(TOKENS_AHEAD, dtype=np.int32) + np.int32(ROOT)
-        self._sources = np.full(TOKENS_AHEAD, SourceId.CONTEXT, np.uint8)
-        self._verified, self._accepted = RATE_PRIOR_WEIGHT, RATE_PRIOR_WEIGHT * PRIOR_RATE
-        self._drafted = 0
+        self._rates = AcceptanceRates([PRIOR_RATE])
 
     def begin(self, prompt: Sequence[int]) -> None:
         self._automaton.clear()
@@ -234,28 +229,21 @@ class SamDecoding(Drafter):
         self._drafted = 0
 
     def draft(self, context: Sequence[int]) -> DraftTree:
-        started = time.perf_counter()
-        automaton = self._automaton.arrays
-        # The whole context occurs only once; its link leads to the longest suffix that occurred before.
-        match = automaton.links[automaton.sizes[LAST_STATE]]
-        start = int(automaton.ends[match]) if match > START_STATE else int(automaton.sizes[NUM_TOKENS])
-        max_nodes = min(TOKENS_AHEAD, self._budget.max_nodes, int(automaton.sizes[NUM_TOKENS]) - start)
-        kept = (
-            self._budget.choose_size((self._accepted / self._verified) ** np.arange(1, max_nodes + 1))
-            if max_nodes
-            else 0
-        )
-        tokens = automaton.tokens[start : start + kept].astype(np.int64)
-        self._drafted = kept
-        self.seconds[SourceId.CONTEXT] += time.perf_counter() - started
-        return DraftTree(context[-1], tokens, self._parents[:kept], self._sources[:kept])
+        tree = super().draft(context)
+        self._drafted = len(tree)
+        return tree
+
+    def _grow(self, context: Sequence[int], max_nodes: int) -> tuple[DraftTree, Probs]:
+        with self._timing(SourceId.CONTEXT):
+            automaton = self._automaton.arrays
+            size = int(automaton.sizes[NUM_TOKENS])
+            # The whole context occurs only once; its link leads to the longest suffix that occurred before.
+            match = automaton.links[automaton.sizes[LAST_STATE]]
+            start = int(automaton.ends[match]) if match > START_STATE else size
+            chain = automaton.tokens[start : min(size, start + min(TOKENS_AHEAD, max_nodes))]
+            return chain_of(context[-1], chain), np.cumprod(self._rates[np.zeros(len(chain), np.int64)])
 
     def observe(self, accepted: Accepted, verified: Verified) -> None:
-        started = time.perf_counter()
-        if self._drafted:
-            compared = min(self._drafted, len(accepted.path) + 1)
-            fading = min(1.0, RATE_WINDOW / self._verified)
-            self._verified = self._verified * fading + compared
-            self._accepted = self._accepted * fading + len(accepted.path)
-        self._automaton.extend(accepted.tokens)
-        self.seconds[SourceId.CONTEXT] += time.perf_counter() - started
+        with self._timing(SourceId.CONTEXT):
+            self._rates.learn_chain(np.zeros(self._drafted, np.int64), len(accepted.path))
+            self._automaton.extend(accepted.tokens)

@@ -7,19 +7,19 @@ tree has. The tree with the most expected tokens is drafted.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from hdtool.runtime.budget.node_budget import Budget, FixedBudget
+from hdtool.runtime.budget.node_budget import Budget
 from hdtool.runtime.config.source_names import SourceId
 from hdtool.runtime.core.accept import Accepted
-from hdtool.runtime.core.drafter import Drafter
+from hdtool.runtime.core.acceptance_rates import Probs
 from hdtool.runtime.core.engine import Verified
 from hdtool.runtime.core.tree import LARGEST_TREE, ROOT, DraftTree
+from hdtool.runtime.drafters.published.budgeted import BudgetedDrafter
 from hdtool.runtime.drafters.published.suffix_automaton import (
     LAST_STATE,
     NO_STATE,
@@ -59,14 +59,13 @@ class FoundTree(NamedTuple):
     states: Ints
 
 
-class SuffixDecoding(Drafter):
+class SuffixDecoding(BudgetedDrafter):
     """Drafts from the conversation and, unless ``remembers`` is False, from earlier answers."""
 
     def __init__(
         self, budget: Budget | None = None, config: SuffixConfig = DEFAULT_SUFFIX_CONFIG, *, remembers: bool = True
     ) -> None:
-        super().__init__(SourceId.CONTEXT, SourceId.HISTORY)
-        self._budget = budget or FixedBudget(LARGEST_TREE)
+        super().__init__(budget, SourceId.CONTEXT, SourceId.HISTORY)
         self._config, self._remembers = config, remembers
         self._context, self._answers = SuffixAutomaton(), SuffixAutomaton()
         self._tail: list[int] = []
@@ -74,7 +73,7 @@ class SuffixDecoding(Drafter):
         self._best, self._other = _no_nodes(), _no_nodes()
         # Compile the code, or load it from the cache, before the first step.
         advance(self._answers.arrays, START_STATE, 0, np.zeros(1, np.int64))
-        self._grow(self._context, (START_STATE, 0), 1, 0.0)
+        self._grow_from(self._context, (START_STATE, 0), 1, 0.0)
 
     def begin(self, prompt: Sequence[int]) -> None:
         self._context.clear()
@@ -84,48 +83,34 @@ class SuffixDecoding(Drafter):
             self._answers.clear()
         self._answers.end_text()
 
-    def draft(self, context: Sequence[int]) -> DraftTree:
-        max_nodes = min(self._budget.max_nodes, LARGEST_TREE)
-        if not max_nodes:
-            return DraftTree.bare(context[-1])
-        started = time.perf_counter()
-        local = self._context.arrays
-        state = int(local.links[local.sizes[LAST_STATE]])
-        # The whole context occurs only once; its link leads to the longest suffix that occurred before.
-        match = (state, int(local.lengths[state])) if state > START_STATE else (START_STATE, 0)
-        size, score = self._grow(self._context, match, max_nodes, 0.0)
-        between = time.perf_counter()
+    def _grow(self, context: Sequence[int], max_nodes: int) -> tuple[DraftTree, Probs]:
+        with self._timing(SourceId.CONTEXT):
+            local = self._context.arrays
+            # The whole context occurs only once; its link leads to the longest suffix that occurred before.
+            state = max(START_STATE, int(local.links[local.sizes[LAST_STATE]]))
+            size, score = self._grow_from(self._context, (state, int(local.lengths[state])), max_nodes, 0.0)
         source = SourceId.CONTEXT
         if self._remembers:
-            self._best, self._other = self._other, self._best
-            match = advance(self._answers.arrays, START_STATE, 0, np.array(self._tail, np.int64))
-            size_of_earlier, score_of_earlier = self._grow(self._answers, match, max_nodes, score)
-            if score_of_earlier > score:
-                size, source = size_of_earlier, SourceId.HISTORY
-            else:
+            with self._timing(SourceId.HISTORY):
                 self._best, self._other = self._other, self._best
-        kept = self._budget.choose_size(self._best.probs[:size])
-        tree = DraftTree(
-            context[-1],
-            self._best.tokens[:kept].copy(),
-            self._best.parents[:kept].copy(),
-            np.full(kept, source, np.uint8),
-        )
-        self.seconds[SourceId.CONTEXT] += between - started
-        self.seconds[SourceId.HISTORY] += time.perf_counter() - between
-        return tree
+                match = advance(self._answers.arrays, START_STATE, 0, np.array(self._tail, np.int64))
+                size_of_earlier, score_of_earlier = self._grow_from(self._answers, match, max_nodes, score)
+                if score_of_earlier > score:
+                    size, source = size_of_earlier, SourceId.HISTORY
+                else:
+                    self._best, self._other = self._other, self._best
+        tokens, parents, probs, _ = self._best
+        return DraftTree.of(context[-1], tokens[:size], parents[:size], source), probs[:size]
 
     def observe(self, accepted: Accepted, verified: Verified) -> None:
-        started = time.perf_counter()
-        self._context.extend(accepted.tokens)
-        self.seconds[SourceId.CONTEXT] += time.perf_counter() - started
+        with self._timing(SourceId.CONTEXT):
+            self._context.extend(accepted.tokens)
         if self._remembers:
-            started = time.perf_counter()
-            self._answers.extend(accepted.tokens)
-            self._tail = (self._tail + accepted.tokens)[-MAX_MATCH_TOKENS:]
-            self.seconds[SourceId.HISTORY] += time.perf_counter() - started
+            with self._timing(SourceId.HISTORY):
+                self._answers.extend(accepted.tokens)
+                self._tail = (self._tail + accepted.tokens)[-MAX_MATCH_TOKENS:]
 
-    def _grow(
+    def _grow_from(
         self, automaton: SuffixAutomaton, match: tuple[int, int], max_nodes: int, score: float
     ) -> tuple[int, float]:
         """Write the best tree to ``_best``; return its size and score, or 0 and ``score`` if none scores higher."""

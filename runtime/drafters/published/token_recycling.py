@@ -6,18 +6,17 @@ most often are drafted, as many as the budget allows.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 
 import numpy as np
 import torch
 
-from hdtool.runtime.budget.node_budget import Budget, FixedBudget
+from hdtool.runtime.budget.node_budget import Budget
 from hdtool.runtime.config.source_names import SourceId
 from hdtool.runtime.core.accept import Accepted
-from hdtool.runtime.core.drafter import NO_KINDS, Drafter, NodeCalibration
 from hdtool.runtime.core.engine import Verified
-from hdtool.runtime.core.tree import LARGEST_TREE, ROOT, DraftTree
+from hdtool.runtime.core.tree import ROOT, DraftTree
+from hdtool.runtime.drafters.published.budgeted import KindsDrafter
 from hdtool.runtime.kernels.compiled import Ints, compiled
 from hdtool.runtime.kernels.topk import topk
 
@@ -49,17 +48,6 @@ class TopTokens:
         self.rows[read[known]] = np.where(np.isfinite(scores[known]), tokens[known], NO_RECYCLED_TOKEN)
 
 
-class ConversationTracker:
-    """Tells whether a prompt continues the conversation of the previous prompt."""
-
-    def __init__(self) -> None:
-        self._prompt: list[int] = []
-
-    def continues(self, prompt: Sequence[int]) -> bool:
-        before, self._prompt = self._prompt, list(prompt)
-        return bool(before) and self._prompt[: len(before)] == before
-
-
 CHILDREN = (
     (8,),
     (8, 4, 3, 2, 1, 1, 1, 1),
@@ -74,48 +62,48 @@ RANK_PRIOR_RATES = (0.45, 0.12, 0.06, 0.04, 0.03, 0.02, 0.02, 0.01)
 """Initial acceptance rates by rank."""
 
 
-class TokenRecycling(Drafter):
+class RecyclingDrafter(KindsDrafter):
     """Drafts from rankings, which are kept between conversations unless ``remembers`` is False."""
 
     max_ranked = RECYCLED_PER_TOKEN
 
-    def __init__(self, budget: Budget | None = None, *, remembers: bool = True) -> None:
-        super().__init__(SourceId.RECYCLED)
-        self._budget = budget or FixedBudget(LARGEST_TREE)
-        self._remembers, self._conversation = remembers, ConversationTracker()
+    def __init__(
+        self, budget: Budget | None, prior: Sequence[float], *sources: SourceId, remembers: bool = True
+    ) -> None:
+        super().__init__(budget, prior, *sources)
+        self._remembers, self._last_prompt = remembers, list[int]()
         self._table = TopTokens()
-        self._places = np.array([children for level in CHILDREN for children in level], np.int64)
-        self._calibration = NodeCalibration(RANK_PRIOR_RATES)
-        self._verified = NO_KINDS, DraftTree.bare(0)
-        """``(ranks, tree)``: the rank of each node in the last tree, and this tree."""
-        _fill(np.full((1, RECYCLED_PER_TOKEN), 0), 0, self._places)  # compile it, or load it from the cache
 
     def begin(self, prompt: Sequence[int]) -> None:
-        if not self._conversation.continues(prompt) and not self._remembers:
-            self._table.clear()
-        self._verified = NO_KINDS, DraftTree.bare(prompt[-1])
+        super().begin(prompt)
+        before, self._last_prompt = self._last_prompt, list(prompt)
+        if not self._remembers and not (before and self._last_prompt[: len(before)] == before):
+            self._forget()
 
-    def draft(self, context: Sequence[int]) -> DraftTree:
-        root = context[-1]
-        self._verified = NO_KINDS, DraftTree.bare(root)
-        if self._budget.max_nodes and 0 <= root < len(self._table.rows):
-            started = time.perf_counter()
-            tokens, parents, ranks = _fill(self._table.rows, root, self._places)
-            whole = DraftTree(root, tokens, parents, np.full(len(tokens), SourceId.RECYCLED, np.uint8))
-            order, probs = self._calibration.by_probability(ranks, whole)
-            order = order[: min(self._budget.choose_size(probs[:LARGEST_TREE]), LARGEST_TREE)]
-            self._verified = ranks[order], whole.select(order)
-            self.seconds[SourceId.RECYCLED] += time.perf_counter() - started
-        return self._verified[1]
+    def _forget(self) -> None:
+        """Begin another conversation without what earlier ones taught."""
+        self._table.clear()
 
     def observe(self, accepted: Accepted, verified: Verified) -> None:
-        started = time.perf_counter()
-        ranks, tree = self._verified
-        if len(verified) == len(tree) + 1:  # else the tree was clipped and its nodes differ
-            self._calibration.update(ranks, tree, accepted.path)
-            if self._budget.max_nodes:
-                self._table.keep(tree, verified)
-        self.seconds[SourceId.RECYCLED] += time.perf_counter() - started
+        with self._timing(SourceId.RECYCLED):
+            super().observe(accepted, verified)
+
+    def _keep(self, tree: DraftTree, verified: Verified) -> None:
+        self._table.keep(tree, verified)
+
+
+class TokenRecycling(RecyclingDrafter):
+    """Drafts a static tree of rankings."""
+
+    def __init__(self, budget: Budget | None = None, *, remembers: bool = True) -> None:
+        super().__init__(budget, RANK_PRIOR_RATES, SourceId.RECYCLED, remembers=remembers)
+        self._places = np.array([children for level in CHILDREN for children in level], np.int64)
+        _fill(np.full((1, RECYCLED_PER_TOKEN), 0), 0, self._places)  # compile it, or load it from the cache
+
+    def _propose(self, context: Sequence[int], max_nodes: int) -> tuple[Ints, DraftTree]:
+        with self._timing(SourceId.RECYCLED):
+            tokens, parents, ranks = _fill(self._table.rows, context[-1], self._places)
+            return ranks, DraftTree.of(context[-1], tokens, parents, SourceId.RECYCLED)
 
 
 @compiled

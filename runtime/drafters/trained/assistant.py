@@ -15,7 +15,6 @@ from hdtool.runtime.core.accept import Accepted
 from hdtool.runtime.core.engine import Verified
 from hdtool.runtime.core.prefix_cache import common_prefix_length
 from hdtool.runtime.core.tree import LARGEST_TREE, DraftTree
-from hdtool.runtime.drafters.trained.draft_length import pace_for
 from hdtool.runtime.drafters.trained.draft_passes import on_host
 from hdtool.runtime.drafters.trained.module_parts import topk_tokens
 from hdtool.runtime.drafters.trained.proposal import TOKENS_PER_RANKING, loaded_once
@@ -25,23 +24,24 @@ from hdtool.runtime.target.load import load
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from hdtool.runtime.budget.gate import Gate
     from hdtool.runtime.caches.slots import Slot
     from hdtool.runtime.drafters.trained.proposal import PublishedDrafter
     from hdtool.runtime.target.target import Target
 
 
 def draft_model_drafter(
-    name: str, target: Target, tokenizer: TokenizerFingerprint | None, *, is_measured: bool
+    name: str, target: Target, tokenizer: TokenizerFingerprint | None, gate: Gate | None = None
 ) -> SequentialDrafter:
     """Return a drafter for the small model called ``name``.
-
-    If ``is_measured``, each draft ends where another pass would no longer increase throughput.
 
     Raise ModelError if the model's tokenizer differs from ``tokenizer``, which is the target's.
     """
     model = loaded_once(target, name, lambda: _loaded(name, target, tokenizer))
-    pace = pace_for(target, name, is_measured=is_measured)
-    return SequentialDrafter(DraftModel(model, target.vocabulary), pace, source=SourceId.DRAFTER, width=1)
+    module = DraftModel(model, target.vocabulary)
+    on_cpu = target.device.type == "cpu"  # elsewhere, passes take the longer for their number of layers, not weights
+    cost = model.model.num_parameters() / target.model.num_parameters() if on_cpu else 0.0
+    return SequentialDrafter(module, source=SourceId.DRAFTER, gate=gate, relative_cost=cost, width=1)
 
 
 def _loaded(name: str, target: Target, tokenizer: TokenizerFingerprint | None) -> Target:

@@ -22,6 +22,7 @@ from hdtool.runtime.model.pass_inputs import windows_of
 from hdtool.runtime.program.mixer_parts import epsilon_of
 
 if TYPE_CHECKING:
+    from hdtool.runtime.budget.gate import Gate
     from hdtool.runtime.drafters.trained.proposal import PublishedDrafter
     from hdtool.runtime.target.target import Target
 
@@ -90,10 +91,10 @@ def _shape_of(attention: Any) -> LayerShape:
     return LayerShape(keys, keys)
 
 
-def dflash_drafter(model: Any, target: Target) -> BlockDrafter:
+def dflash_drafter(model: Any, target: Target, gate: Gate | None = None) -> BlockDrafter:
     """Return a drafter for a target with a DFlash model."""
     columns, passes = target.watch_hidden(list(model.config.target_layer_ids)), DFlashPasses(model, target)
-    return BlockDrafter(passes, Calibration(None, passes.rankings), columns, source=SourceId.DRAFTER)
+    return BlockDrafter(passes, Calibration(None, passes.rankings), columns, source=SourceId.DRAFTER, gate=gate)
 
 
 def load_dflash(published: PublishedDrafter, target: Target) -> Any:

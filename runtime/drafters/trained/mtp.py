@@ -19,34 +19,29 @@ import torch
 from hdtool.data.errors import FamilyError, HeadsError, error_reason
 from hdtool.runtime.caches.kv_cache import KVTensors, LayerShape, layer_shapes
 from hdtool.runtime.core.tolerances import distances, tolerance_of
-from hdtool.runtime.drafters.trained.draft_length import pace_for
 from hdtool.runtime.drafters.trained.draft_passes import DraftPasses, ReadingPasses, Rows, TopTokens
 from hdtool.runtime.drafters.trained.drafter_layers import DrafterLayers
 from hdtool.runtime.drafters.trained.module_parts import topk_tokens
-from hdtool.runtime.drafters.trained.proposal import (
-    TOKENS_PER_RANKING,
-    Calibration,
-    TrainedDrafter,
-    loaded_once,
-)
-from hdtool.runtime.drafters.trained.sequential import BlockDrafter, Ranked, SequentialDrafter
+from hdtool.runtime.drafters.trained.proposal import TOKENS_PER_RANKING, Calibration, loaded_once
+from hdtool.runtime.drafters.trained.sequential import BlockDrafter, Ranked, SequentialDrafter, TrainedDrafter
 from hdtool.runtime.engines.cuda.fused_pass import kind_of
 from hdtool.runtime.kernels.linear import compile_linear_layers
 from hdtool.runtime.model.pass_inputs import FULL, AttentionMasks, AttentionWindow
 from hdtool.runtime.model.transformers_internals import attention_of, use_masked_attention
 from hdtool.runtime.program.embedding_and_head import norms_and_activations_match
 from hdtool.runtime.program.model_parts import ModelParts, layers_of, model_parts
+from hdtool.runtime.weights.hub import cached_snapshot, weight_files
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from hdtool.runtime.budget.gate import Gate
     from hdtool.runtime.engines.stock.stock_model import StockModel
     from hdtool.runtime.target.target import Target
 
 LAYER_COUNT_FIELDS = ("num_mtp_layers", "num_nextn_predict_layers", "mtp_num_hidden_layers")
 """Configuration fields that may hold the number of MTP layers."""
 MAX_LAYERS = 8
-INDEX_FILE, SINGLE_FILE = "model.safetensors.index.json", "model.safetensors"
 OTHER_METHOD_ADVICE = "use another method, such as hd"
 TRAINING_ADVICE = (
     f"train one with hdtool train-heads --kind mtp and name its folder with --heads, or {OTHER_METHOD_ADVICE}"
@@ -247,45 +242,32 @@ def load_mtp(model: PreTrainedModel) -> LibraryMtp:
 
 def _tensors_of(model: PreTrainedModel) -> list[str]:
     """Return the names of the tensors in a model's checkpoint; an empty list if its files are not on this machine."""
-    import json
-
     from safetensors import safe_open
-    from transformers.utils.hub import cached_file
 
-    name = model.config.name_or_path
-    if not name:
-        return []
+    name, names = model.config.name_or_path, list[str]()
+    folder = Path(name) if name and Path(name).is_dir() else cached_snapshot(name)
     try:
-        folder = Path(name)
-        paths = {file: folder / file for file in (INDEX_FILE, SINGLE_FILE) if (folder / file).is_file()}
-        if not folder.is_dir():
-            resolved = {file: cached_file(name, file, local_files_only=True) for file in (INDEX_FILE, SINGLE_FILE)}
-            paths = {file: Path(place) for file, place in resolved.items() if place}
-        if INDEX_FILE in paths:
-            return list(json.loads(paths[INDEX_FILE].read_text(encoding="utf-8"))["weight_map"])
-        if SINGLE_FILE not in paths:
-            return []
-        with safe_open(paths[SINGLE_FILE], framework="pt") as file:
-            return list(file.keys())
-    except (OSError, ValueError, KeyError):
+        for path in weight_files(folder) or () if folder else ():
+            if path.suffix == ".safetensors":
+                with safe_open(path, framework="pt") as file:
+                    names += file.keys()
+    except (OSError, ValueError):
         return []
+    return names
 
 
 MTP_CACHE_NAME = "MTP layers"
 
 
-def mtp_drafter(target: Target, *, is_measured: bool) -> TrainedDrafter:
-    """Return a drafter for the MTP layers of the target's checkpoint.
-
-    If ``is_measured``, a single layer, which is applied repeatedly, runs only the passes that pay.
-    """
+def mtp_drafter(target: Target, gate: Gate | None = None) -> TrainedDrafter:
+    """Return a drafter for the MTP layers of the target's checkpoint; a single layer is applied repeatedly."""
     with target.changing():
         layers = loaded_once(target, MTP_CACHE_NAME, lambda: _loaded(target))
         columns = target.watch_hidden()
     if layers.number > 1:
-        return BlockDrafter(MtpLayersInTurn(layers, target), Calibration(None, layers.number), columns, is_chain=True)
-    pace = pace_for(target, MTP_CACHE_NAME, is_measured=is_measured)
-    return SequentialDrafter(IteratedMtp(layers, target), pace, columns=columns)
+        module, calibration = MtpLayersInTurn(layers, target), Calibration(None, layers.number)
+        return BlockDrafter(module, calibration, columns, gate=gate, is_chain=True)
+    return SequentialDrafter(IteratedMtp(layers, target), columns=columns, gate=gate)
 
 
 def _loaded(target: Target) -> LibraryMtp:

@@ -9,7 +9,7 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -19,9 +19,7 @@ from torch.nn import Module
 
 from hdtool.data.errors import HeadsError, error_reason
 from hdtool.runtime.config.model import ModelConfig
-from hdtool.runtime.config.source_names import SourceId
-from hdtool.runtime.core.accept import Accepted
-from hdtool.runtime.core.engine import Verified
+from hdtool.runtime.core.acceptance_rates import AcceptanceRates
 from hdtool.runtime.kernels.compiled import Array, compiled
 from hdtool.runtime.weights.checkpoint_identity import place_of
 
@@ -185,32 +183,6 @@ class Proposal(NamedTuple):
         return rankings
 
 
-class TrainedDrafter(Protocol):
-    """A drafter that was trained for its target; it drafts alone or as one of the sources of a tree."""
-
-    @property
-    def source(self) -> SourceId:
-        """The source to which drafted nodes are attributed."""
-        ...
-
-    @property
-    def seconds(self) -> float:
-        """Seconds spent in passes of the drafter."""
-        ...
-
-    def begin(self, prompt: list[int]) -> None:
-        """Begin the answer to ``prompt``, which the target must prefill next."""
-        ...
-
-    def observe(self, accepted: Accepted, verified: Verified) -> None:
-        """Queue accepted tokens and their hidden states, without running a pass."""
-        ...
-
-    def propose(self, max_nodes: int) -> Proposal:
-        """Read the queued tokens and rank the tokens that may follow, for a tree of at most ``max_nodes`` nodes."""
-        ...
-
-
 @compiled
 def best_paths(
     probs: Array, after: Array, max_nodes: int, parents: Array, ranks: Array, rankings: Array, path_probs: Array
@@ -243,8 +215,6 @@ def best_paths(
 PROB_BUCKETS = 28
 BUCKETS_PER_HALVING = 2.0
 """Number of buckets per halving of the probability."""
-BUCKET_WINDOW = 200.0
-"""Window of the moving averages, in observations per bucket."""
 BUCKET_PRIOR_WEIGHT = 30.0
 """Weight of the initial acceptance rates, in observations."""
 MIN_BUCKET_PROB = 1e-4
@@ -256,40 +226,25 @@ class Calibration:
     def __init__(self, probs: list[list[float]] | None, heads: int) -> None:
         """``probs`` are initial acceptance rates by head and bucket; by default, the heads' own probabilities."""
         first = np.array(probs) if probs else np.tile(bucket_center(np.arange(PROB_BUCKETS)), (heads, 1))
-        self._observed = np.full(first.shape, BUCKET_PRIOR_WEIGHT)
-        self._accepted = BUCKET_PRIOR_WEIGHT * np.clip(first, MIN_BUCKET_PROB, 1.0)
+        self._last_head = len(first) - 1
+        self._rates = AcceptanceRates(np.clip(first, MIN_BUCKET_PROB, 1.0).ravel(), BUCKET_PRIOR_WEIGHT)
 
-    def __call__(self, buckets: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
-        """Return the calibrated probabilities ``[heads, best]`` of each head's best tokens, given their buckets."""
-        return self._probs(np.arange(len(buckets))[:, None], buckets)
-
-    def at(self, head: int, buckets: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
-        """Return the calibrated probabilities ``[rankings, best]`` for several rankings of one head.
-
-        Heads beyond the last one share its calibration.
-        """
-        return self._probs(min(head, len(self._observed) - 1), buckets)
-
-    def _probs(self, heads: int | npt.NDArray[np.int64], buckets: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
-        probs = self._accepted[heads, buckets] / self._observed[heads, buckets]
-        # The probabilities of a head must not increase with the rank, and their sum must not exceed 1.
+    def __call__(self, heads: int | npt.NDArray[np.int64], buckets: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+        """Return calibrated probabilities ``[rankings, best]`` of the best tokens, given their heads and buckets."""
+        probs = self._rates[self._classes(heads, buckets)]
+        # The probabilities of a ranking must not increase with the rank, and their sum must not exceed 1.
         probs = np.minimum.accumulate(probs, axis=1)
         return np.asarray(probs / np.maximum(1.0, probs.sum(axis=1, keepdims=True)))
 
-    def update(self, head: int, buckets: npt.NDArray[np.int64], accepted: npt.NDArray[np.bool_]) -> None:
-        """Update a head's rates, given each best token's bucket and whether that token was the next one."""
-        observed, hits = self._observed[head], self._accepted[head]
-        decay = np.minimum(1.0, BUCKET_WINDOW / observed[buckets])
-        observed[buckets] *= decay
-        hits[buckets] *= decay
-        np.add.at(observed, buckets, 1.0)
-        np.add.at(hits, buckets, accepted)
+    def _classes(self, heads: int | npt.NDArray[np.int64], buckets: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Return the class of each token; heads beyond the last one share its calibration."""
+        return np.minimum(heads, self._last_head) * PROB_BUCKETS + buckets
 
     def learn(self, proposal: Proposal, buckets: npt.NDArray[np.int64], tokens: list[int]) -> None:
         """Update the rates from the rankings along the emitted tokens; verification did not test the others."""
         for token, ranking in zip(tokens, proposal.along(tokens), strict=False):
-            head = min(int(proposal.depths[ranking]), len(self._observed) - 1)
-            self.update(head, buckets[ranking], proposal.tokens[ranking] == token)
+            classes = self._classes(int(proposal.depths[ranking]), buckets[ranking])
+            self._rates.learn(classes, proposal.tokens[ranking] == token)
 
 
 def prob_bucket(probs: Array) -> npt.NDArray[np.int64]:

@@ -8,11 +8,11 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import torch
 
+from hdtool.runtime.budget.gate import MIN_TRIAL_STEPS, Gate
 from hdtool.runtime.caches.slots import select_rows
 from hdtool.runtime.config.source_names import SourceId
 from hdtool.runtime.core.accept import Accepted
 from hdtool.runtime.core.engine import Verified
-from hdtool.runtime.drafters.trained.draft_length import Pace
 from hdtool.runtime.drafters.trained.proposal import (
     NO_RANKING_AFTER,
     TOKENS_PER_RANKING,
@@ -28,6 +28,9 @@ LONG_PAUSE = 32
 """Number of steps without a pass after which a drafter reads only the last tokens."""
 READ_AFTER_PAUSE = 128
 """Number of last tokens that a drafter reads after a long pause."""
+EXPECTED_PASSES, ROWS_IN_TIME_OF_ONE = 3, 8
+"""Expected number of passes per draft, and of tokens that a pass reads in the time of a pass over one token; both only
+serve to estimate what the first trial of a drafter costs."""
 
 
 class QueuedTokens(NamedTuple):
@@ -65,6 +68,12 @@ class AcceptedTokens:
             return
         rows = [0, *(node + 1 for node in accepted.path)]
         self._queued.append((hidden if hidden is NO_HIDDEN else select_rows(hidden, rows), accepted.tokens))
+
+    @property
+    def unread(self) -> int:
+        """Number of tokens that ``take`` would return."""
+        tokens = sum(len(chosen) for _, chosen in self._queued)
+        return tokens if len(self._queued) <= LONG_PAUSE else min(tokens, READ_AFTER_PAUSE)
 
     def take(self) -> QueuedTokens:
         """Empty the queue and return its contents; after a long pause, only the last ``READ_AFTER_PAUSE`` tokens."""
@@ -109,16 +118,35 @@ class ReadingModule(Protocol):
         ...
 
 
-class ReadingDrafter:
-    """A drafter whose module reads accepted tokens, and which learns how often the module's tokens are accepted."""
+class TrainedDrafter:
+    """A drafter that was trained for its target; it drafts alone or as one of the sources of a tree.
+
+    Its module reads accepted tokens, and it learns how often the module's tokens are accepted.
+    """
 
     def __init__(
-        self, module: ReadingModule, calibration: Calibration, columns: slice | None, source: SourceId
+        self,
+        module: ReadingModule,
+        calibration: Calibration,
+        columns: slice | None,
+        source: SourceId,
+        gate: Gate | None = None,
+        relative_cost: float = 0.0,
     ) -> None:
-        """``columns`` selects the hidden states to read; see ``Target.watch_hidden``."""
+        """``columns`` selects the hidden states to read; see ``Target.watch_hidden``.
+
+        With a ``gate``, the drafter runs only while it saves time; by default, it runs in every step. An estimate of
+        the time of the drafter's passes, ``relative_cost`` times that of the target's, delays the first trial.
+        """
         self.seconds = 0.0
         """Seconds spent in passes of the drafter."""
-        self.calibration, self.source, self._reader = calibration, source, module
+        self.source = source
+        """The source to which drafted nodes are attributed."""
+        self.calibration, self._reader, self._gate, self._relative_cost = calibration, module, gate, relative_cost
+        self._began: float | None = None
+        """Time at which the current draft began; None if there is no draft, or once its outcome was observed."""
+        self._runs = False
+        """True if the drafter takes part in the current draft."""
         self._accepted = AcceptedTokens(columns)
         self._proposed: Proposal | None = None
         """The proposal to compare with the next accepted tokens."""
@@ -129,11 +157,24 @@ class ReadingDrafter:
         """Begin the answer to ``prompt``, which the target must prefill next."""
         self._accepted.begin(prompt)
         self._reader.begin(prompt)
-        self._proposed = None
+        self._proposed = self._began = None
+
+    def begin_draft(self) -> bool:
+        """Begin a step that drafts; return True if this drafter should run."""
+        first_passes = MIN_TRIAL_STEPS * EXPECTED_PASSES + self._accepted.unread / ROWS_IN_TIME_OF_ONE
+        self._runs = self._gate is None or self._gate.may_run(self._relative_cost * first_passes)
+        self._began = time.perf_counter()
+        return self._runs
+
+    def propose(self, max_nodes: int) -> Proposal:
+        """Read the queued tokens and rank the tokens that may follow, for a tree of at most ``max_nodes`` nodes."""
+        raise NotImplementedError
 
     def observe(self, accepted: Accepted, verified: Verified) -> None:
-        """Update the calibration, and queue the accepted tokens with the target's hidden states along their path."""
-        proposed, self._proposed = self._proposed, None
+        """Learn from a step, and queue the accepted tokens with the target's hidden states along their path."""
+        if self._gate and self._began is not None:
+            self._gate.observe(len(accepted.tokens), time.perf_counter() - self._began, self._runs)
+        proposed, self._proposed, self._began = self._proposed, None, None
         if proposed is not None:
             self.calibration.learn(proposed, self._buckets, accepted.tokens)
         self._accepted.add(accepted, verified)
@@ -146,7 +187,7 @@ class ReadingDrafter:
         return self._reader.read(hidden, tokens), len(tokens)
 
 
-class BlockDrafter(ReadingDrafter):
+class BlockDrafter(TrainedDrafter):
     """Drafts several tokens at once: the number and the order of its rankings don't depend on what they contain."""
 
     def __init__(
@@ -156,10 +197,11 @@ class BlockDrafter(ReadingDrafter):
         columns: slice,
         *,
         source: SourceId = SourceId.HEADS,
+        gate: Gate | None = None,
         is_chain: bool = False,
     ) -> None:
         """``is_chain`` says that each ranking follows the best token of the one before, not any token of it."""
-        super().__init__(module, calibration, columns, source)
+        super().__init__(module, calibration, columns, source, gate)
         self._is_chain = is_chain
         self.tokens = np.empty((0, 0), np.int64)
         """Best tokens at each position after the last token read, ``[positions, best]``."""
@@ -172,7 +214,7 @@ class BlockDrafter(ReadingDrafter):
         started = time.perf_counter()
         (self.tokens, probs), _ = self._read()
         self._buckets = prob_bucket(probs)
-        self.probs = self.calibration(self._buckets)
+        self.probs = self.calibration(np.arange(len(probs))[:, None], self._buckets)
         self.seconds += time.perf_counter() - started
         make = Proposal.in_turn if self._is_chain else Proposal.in_parallel
         self._proposed = make(self.tokens, self.probs)
@@ -196,16 +238,20 @@ class SequentialModule(ReadingModule, Protocol):
         ...
 
 
-class SequentialDrafter(ReadingDrafter):
-    """Drafts with a sequential module: each pass after the first extends the best paths of the previous pass."""
+class SequentialDrafter(TrainedDrafter):
+    """Drafts with a sequential module: each pass after the first extends the best paths of the previous pass.
+
+    With a gate, a draft ends where another pass would no longer increase throughput.
+    """
 
     def __init__(
         self,
         module: SequentialModule,
-        pace: Pace,
         *,
         columns: slice | None = None,
         source: SourceId = SourceId.HEADS,
+        gate: Gate | None = None,
+        relative_cost: float = 0.0,
         odds: list[list[float]] | None = None,
         width: int = ROWS_PER_PASS,
     ) -> None:
@@ -214,8 +260,8 @@ class SequentialDrafter(ReadingDrafter):
         ``odds`` are acceptance rates by depth and probability bucket (see ``Calibration``); rankings at greater depths
         use the last depth's rates. ``width`` is the maximum number of paths that one pass extends.
         """
-        super().__init__(module, Calibration(odds, MAX_CALIBRATED_DEPTH + 1), columns, source)
-        self.module, self._pace, self._width = module, pace, width
+        super().__init__(module, Calibration(odds, MAX_CALIBRATED_DEPTH + 1), columns, source, gate, relative_cost)
+        self.module, self._width = module, width
         self._passes = min(module.passes, MAX_PASSES)
         rankings = 1 + width * self._passes
         self._tokens, self._after = np.zeros((2, rankings, TOKENS_PER_RANKING), np.int64)
@@ -224,14 +270,6 @@ class SequentialDrafter(ReadingDrafter):
             np.zeros((rankings, TOKENS_PER_RANKING), np.int64),
         )
         self._depths, self._path_probs = np.zeros(rankings, np.int64), np.zeros(rankings)
-
-    def begin(self, prompt: list[int]) -> None:
-        super().begin(prompt)
-        self._pace.restart()
-
-    def observe(self, accepted: Accepted, verified: Verified) -> None:
-        super().observe(accepted, verified)
-        self._pace.note_step(len(accepted.tokens))
 
     @torch.inference_mode()
     def propose(self, max_nodes: int) -> Proposal:
@@ -268,7 +306,7 @@ class SequentialDrafter(ReadingDrafter):
         )
         buckets = prob_bucket(probs)
         self._buckets[first:rows, :best], self._tokens[first:rows, :best] = buckets, tokens
-        self._probs[first:rows, :best] = np.where(tokens == NO_RANKING_AFTER, 0.0, self.calibration.at(depth, buckets))
+        self._probs[first:rows, :best] = np.where(tokens == NO_RANKING_AFTER, 0.0, self.calibration(depth, buckets))
         self._depths[first:rows], self._path_probs[first:rows] = depth, path_probs
         return rows
 
@@ -286,9 +324,10 @@ class SequentialDrafter(ReadingDrafter):
         best = np.argsort(-paths, kind="stable")[: self._width]
         best = best[(paths[best] > 0) & (paths[best] >= bar)]
         certainty = float(self._probs[first:rows, 0].mean())
-        return best[: self._pace.paths_to_extend(paths[best], certainty)]
+        return best[: self._gate.paths_to_extend(paths[best], certainty)] if self._gate else best
 
     def _spent(self, began: float, rows: int) -> None:
         seconds = time.perf_counter() - began
         self.seconds += seconds
-        self._pace.note_pass(rows, seconds)
+        if self._gate:
+            self._gate.note_pass(rows, seconds)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from hdtool.runtime.budget.gate import LinearCost
 from hdtool.runtime.kernels.compiled import Ints
 
 MIN_FLOOR = 0.02
@@ -17,12 +18,6 @@ NO_DRAFT_ABOVE = 0.9
 """Minimum probability above which nothing is drafted."""
 PRIOR_TOKENS = 256.0
 """Prior number of tokens at which a pass takes twice as long as with one token."""
-SLOPE_PRIOR_WEIGHT = 1.0
-"""Weight of the prior slope, in units of the variance of the number of tokens per pass."""
-PASS_WINDOW = 64.0
-"""Number of passes that the moving averages span."""
-STALL_FACTOR = 4.0
-"""Multiple of the mean to which the duration of a pass is clipped, because stalls are not caused by drafts."""
 
 NO_TOKENS = np.empty(0, np.int64)
 
@@ -32,27 +27,20 @@ class MinProbability:
 
     def __init__(self, fixed: float | None = None) -> None:
         self._fixed = fixed
-        self._passes = 0
-        # Moving averages over passes: means, the variance of the number of tokens, and its covariance with the seconds.
-        self._rows = self._tokens = self._emitted = self._seconds = 0.0
-        self._variance = self._covariance = 0.0
+        self._cost = LinearCost(PRIOR_TOKENS)
+        self._rows = self._emitted = 0.0
+        """Mean numbers of requests and of emitted tokens per pass."""
         self._last: tuple[float, Ints, Ints, Ints] = 0.0, NO_TOKENS, NO_TOKENS, NO_TOKENS
 
     def floor(self, rows: int) -> float:
         """Return the minimum draft probability in a batch of ``rows`` requests."""
         if self._fixed is not None:
             return self._fixed
-        if not self._passes:
+        if not self._cost.observed:
             return max(MIN_FLOOR, rows / (PRIOR_TOKENS + rows))
-        slope = self.seconds_per_token
-        seconds = max(self._seconds + slope * (rows - self._rows), slope * rows)
+        slope = self._cost.per_row
+        seconds = max(self._cost.seconds + slope * (rows - self._rows), slope * rows)
         return max(MIN_FLOOR, slope * rows * self._emitted / self._rows / seconds)
-
-    @property
-    def seconds_per_token(self) -> float:
-        """Seconds that each additional token adds to a pass: a regression slope, shrunk towards the prior."""
-        assumed = self._seconds / (PRIOR_TOKENS + self._tokens)
-        return max(0.0, (self._covariance + SLOPE_PRIOR_WEIGHT * assumed) / (self._variance + SLOPE_PRIOR_WEIGHT))
 
     def begin_step(self, at: float, rows: Ints, lengths: Ints) -> None:
         """Update the averages with the pass since the last ``record_drafts``, if it ran exactly the recorded requests.
@@ -71,14 +59,6 @@ class MinProbability:
 
     def observe(self, rows: int, tokens: int, emitted: int, seconds: float) -> None:
         """Update the averages with a pass: its numbers of requests, computed and emitted tokens, and its duration."""
-        if self._passes:
-            seconds = min(seconds, STALL_FACTOR * self._seconds)
-        self._passes += 1
-        step = max(1 / self._passes, 1 / PASS_WINDOW)
-        off_tokens, off_seconds = tokens - self._tokens, seconds - self._seconds
-        self._rows += step * (rows - self._rows)
-        self._tokens += step * off_tokens
-        self._emitted += step * (emitted - self._emitted)
-        self._seconds += step * off_seconds
-        self._variance += step * ((1 - step) * off_tokens * off_tokens - self._variance)
-        self._covariance += step * ((1 - step) * off_tokens * off_seconds - self._covariance)
+        share = self._cost.observe(tokens, seconds)
+        self._rows += share * (rows - self._rows)
+        self._emitted += share * (emitted - self._emitted)
