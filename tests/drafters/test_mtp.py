@@ -16,14 +16,12 @@ from transformers.generation.candidate_generator import MTPCandidateGenerator
 
 from hdtool.data import demo
 from hdtool.data.errors import HeadsError
-from hdtool.runtime.answerer import decode_batch
 from hdtool.runtime.budget.gate import Gate
 from hdtool.runtime.config.decoding import DecodeConfig
 from hdtool.runtime.config.model import SamplingConfig
 from hdtool.runtime.config.source_names import SourceId
 from hdtool.runtime.core.accept import Accepted
 from hdtool.runtime.core.engine import PassLog, Verified
-from hdtool.runtime.core.loop import Request
 from hdtool.runtime.core.sampler import Sampler
 from hdtool.runtime.core.sequence import Request
 from hdtool.runtime.core.session import decode_batch

@@ -13,7 +13,6 @@ import torch
 
 from hdtool.cli.app import run as hdtool
 from hdtool.data.errors import HeadsError
-from hdtool.runtime.answerer import decode_batch
 from hdtool.runtime.budget.gate import Gate
 from hdtool.runtime.budget.node_budget import FixedBudget
 from hdtool.runtime.config.building import HeadsConfig

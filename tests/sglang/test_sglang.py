@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 from weakref import WeakValueDictionary
 
 import pytest
@@ -130,7 +130,7 @@ def test_sglangs_constructor_makes_a_worker_that_drafts_from_the_stores(caplog: 
     LOGGER.removeHandler(caplog.handler)
     assert "experimental" in caplog.text
     assert (one.enable_overlap, one.draft_token_num) == (False, NODES)
-    first, second = one.ngram_corpus._make(), one.ngram_corpus._make()
+    first, second = (cast(Any, one.ngram_corpus._make()) for _ in range(2))
     assert first._stores[0] is not None and first._stores[1] is not None
     assert first._stores == second._stores and first._history is second._history is not None
 

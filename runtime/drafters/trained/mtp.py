@@ -245,7 +245,7 @@ def _tensors_of(model: PreTrainedModel) -> list[str]:
     from safetensors import safe_open
 
     name, names = model.config.name_or_path, list[str]()
-    folder = Path(name) if name and Path(name).is_dir() else cached_snapshot(name)
+    folder = Path(name) if name and Path(name).is_dir() else cached_snapshot(name or "")
     try:
         for path in weight_files(folder) or () if folder else ():
             if path.suffix == ".safetensors":
