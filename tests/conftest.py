@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from importlib.util import find_spec
 from itertools import combinations
+from pathlib import Path
 from tempfile import TemporaryDirectory
 from zlib import crc32
 
@@ -65,6 +66,13 @@ def _set_up_libraries(max_examples: int) -> None:
         "hdtool", deadline=None, derandomize=True, print_blob=True, max_examples=max_examples
     )
     hypothesis.settings.load_profile("hdtool")
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A home of a test's own."""
+    monkeypatch.setenv("HDTOOL_HOME", str(tmp_path / "home"))
+    return tmp_path / "home"
 
 
 @pytest.fixture

@@ -30,7 +30,6 @@ from tests.support.processes import HDTOOL, start
 
 SHIPPED = [name for name in METHODS if not name.endswith("hydra")]
 """Methods whose drafters are shipped with a demo model."""
-ANSWERED = ("hd", "hd+amphista")
 MODELS, DRAFTERS = {MTP_DRAFTER: [str(demo.HYBRID)]}, {DRAFT_MODEL: ["--drafter", str(demo.MODEL)]}
 """What else such methods are given."""
 
@@ -104,21 +103,6 @@ def test_json_holds_what_transformers_says(capfd: pytest.CaptureFixture[str]) ->
         assert accepted == record["tokens"] - record["steps"]
         for source in record["sources"].values():
             assert source["drafted"] >= source["accepted"] >= 0 <= source["hits"] <= record["steps"]
-
-
-@pytest.mark.each_value
-@pytest.mark.parametrize("sampled", [(), ("--temperature", "1", "--seed", "3")], ids=["greedy", "sampled"])
-@pytest.mark.parametrize(
-    "method", [name if name in ANSWERED else pytest.param(name, marks=pytest.mark.exhaustive) for name in SHIPPED]
-)
-def test_every_method_says_the_same(method: str, sampled: tuple[str, ...], capfd: pytest.CaptureFixture[str]) -> None:
-    """Beside ``test_every_method_is_verified``, which runs all of them in every ``make test``."""
-    asked = ["--prompt", "Explain `zip` and `map`.", "--max-new-tokens", "40", "--json", *sampled]
-    asked = ["generate", *MODELS.get(METHODS[method].trained, []), *asked]
-    assert run([*asked, "--method", "ar"]) == 0
-    plain = json.loads(capfd.readouterr().out)
-    assert run([*asked, "--method", method, *DRAFTERS.get(METHODS[method].trained, [])]) == 0
-    assert json.loads(capfd.readouterr().out)["output_ids"] == plain["output_ids"]
 
 
 def test_each_token_has_the_colour_of_its_source(

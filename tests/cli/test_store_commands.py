@@ -7,7 +7,6 @@ import json
 import shutil
 from contextlib import chdir
 from pathlib import Path
-from typing import Any
 
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -19,6 +18,7 @@ from hdtool.data.stores.manifest import TokenizerFingerprint
 from hdtool.data.stores.store import read_manifest
 from hdtool.data.stores.store_files import MANIFEST
 from hdtool.runtime.target import load
+from tests.support.commands import complaint, json_of
 
 SHARE_GPT = [
     {
@@ -38,25 +38,12 @@ def in_its_own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Path("generations.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def made(capfd: pytest.CaptureFixture[str], *arguments: str) -> Any:
-    assert run([*arguments, "--json"]) == 0
-    return json.loads(capfd.readouterr().out)
-
-
-def complaint(capfd: pytest.CaptureFixture[str], *arguments: str) -> str:
-    assert run(list(arguments)) == 1
-    printed = capfd.readouterr()
-    lines = [line for line in printed.err.splitlines() if not line.startswith("note: ")]
-    assert printed.out == "" and len(lines) == 1, printed.err
-    return lines[0]
-
-
 def test_a_corpus_index_is_built_found_and_inspected(capfd: pytest.CaptureFixture[str]) -> None:
-    built = made(capfd, "build-corpus-db", "sharegpt.json")
+    built = json_of(capfd, "build-corpus-db", "sharegpt.json")
     assert (built["kind"], built["format"], built["vocab_size"]) == ("corpus", 1, 4096)
     assert built["sources"][0]["records"] == 4
     assert Path(built["store"]).is_relative_to(Path("home").resolve())
-    seen = made(capfd, "inspect", built["store"], "--after", "Once upon", "--latency", "--verify")
+    seen = json_of(capfd, "inspect", built["store"], "--after", "Once upon", "--latency", "--verify")
     assert seen["after"][0]["text"] == " a time."
     assert seen["after"][0]["count"] == 2
     assert seen["verified"] == 5
@@ -70,8 +57,8 @@ def test_a_corpus_index_is_built_found_and_inspected(capfd: pytest.CaptureFixtur
 def test_inspect_lists_a_screen_of_sources(capfd: pytest.CaptureFixture[str]) -> None:
     for number in range(14):
         Path(f"{number:02}.txt").write_text(f"Text {number}.")
-    made(capfd, "build-corpus-db", "[01]*.txt", "--out", "store")
-    sources = made(capfd, "inspect", "store")["sources"]
+    json_of(capfd, "build-corpus-db", "[01]*.txt", "--out", "store")
+    sources = json_of(capfd, "inspect", "store")["sources"]
     assert run(["inspect", "store"]) == 0
     lines = capfd.readouterr().out.splitlines()
     assert len(sources) == 14 and sum(line.startswith("source     ") for line in lines) == 12
@@ -80,28 +67,28 @@ def test_inspect_lists_a_screen_of_sources(capfd: pytest.CaptureFixture[str]) ->
 
 
 def test_a_model_store_holds_answers_alone(capfd: pytest.CaptureFixture[str]) -> None:
-    built = made(capfd, "build-model-db", "--from", "generations.jsonl", "--from", "sharegpt.json")
+    built = json_of(capfd, "build-model-db", "--from", "generations.jsonl", "--from", "sharegpt.json")
     assert built["counts"]["documents"] == 5
-    seen = made(capfd, "inspect", built["store"], "--after", "I am a")
+    seen = json_of(capfd, "inspect", built["store"], "--after", "I am a")
     assert seen["after"][0]["count"] == 3
     assert seen["after"][0]["text"].startswith(" language")
-    assert made(capfd, "inspect", built["store"], "--after", "Tell")["after"] == []
+    assert json_of(capfd, "inspect", built["store"], "--after", "Tell")["after"] == []
 
 
 def test_n_grams_of_a_model_store_are_listed(capfd: pytest.CaptureFixture[str]) -> None:
-    built = made(capfd, "build-model-db", "--from", "generations.jsonl")
-    listed = made(capfd, "inspect", built["store"], "--ngrams", "I am")["ngrams"]
+    built = json_of(capfd, "build-model-db", "--from", "generations.jsonl")
+    listed = json_of(capfd, "inspect", built["store"], "--ngrams", "I am")["ngrams"]
     assert listed and all(entry["text"].startswith("I am") for entry in listed)
     assert (listed[0]["total"], listed[0]["continuations"][0]["count"]) == (3, 3)
-    drafted = made(capfd, "inspect", built["store"], "--after", listed[0]["text"])["after"][0]
+    drafted = json_of(capfd, "inspect", built["store"], "--after", listed[0]["text"])["after"][0]
     assert drafted["matched"] == len(listed[0]["ids"])
     assert drafted["ids"] == listed[0]["continuations"][0]["ids"]
-    whole = made(capfd, "inspect", built["store"], "--ngrams", "")["ngrams"]
+    whole = json_of(capfd, "inspect", built["store"], "--ngrams", "")["ngrams"]
     assert [entry["total"] for entry in whole] == sorted((entry["total"] for entry in whole), reverse=True)
     assert run(["inspect", built["store"], "--ngrams", "I am"]) == 0
     assert f"'{listed[0]['text']}': " in capfd.readouterr().out
-    assert made(capfd, "inspect", built["store"], "--ngrams", "zebra zebra")["ngrams"] == []
-    made(capfd, "build-corpus-db", "generations.jsonl", "--out", "corpus")
+    assert json_of(capfd, "inspect", built["store"], "--ngrams", "zebra zebra")["ngrams"] == []
+    json_of(capfd, "build-corpus-db", "generations.jsonl", "--out", "corpus")
     assert "a model store is needed" in complaint(capfd, "inspect", "corpus", "--ngrams", "I")
 
 
@@ -109,27 +96,27 @@ def test_inputs_of_all_kinds_go_together(capfd: pytest.CaptureFixture[str]) -> N
     Path("more").mkdir()
     Path("more/plain.txt").write_text("Some plain text.")
     Path("more/chat.jsonl.gz").write_bytes(gzip.compress(b'{"messages": [{"role": "user", "content": "Hi there"}]}\n'))
-    built = made(capfd, "build-corpus-db", "*.json", "more", "--out", "store")
+    built = json_of(capfd, "build-corpus-db", "*.json", "more", "--out", "store")
     assert [Path(share["name"]).name for share in built["sources"]] == ["sharegpt.json", "chat.jsonl.gz", "plain.txt"]
 
 
 def test_add_merge_and_drop(capfd: pytest.CaptureFixture[str]) -> None:
-    whole = made(capfd, "build-corpus-db", "sharegpt.json", "generations.jsonl", "--out", "whole")
-    made(capfd, "build-corpus-db", "sharegpt.json", "--out", "grown")
-    assert made(capfd, "add", "grown", "generations.jsonl")["counts"] == whole["counts"]
-    made(capfd, "build-corpus-db", "generations.jsonl", "--out", "other")
-    assert made(capfd, "merge", "grown", "other", "--out", "united")["counts"] == whole["counts"]
+    whole = json_of(capfd, "build-corpus-db", "sharegpt.json", "generations.jsonl", "--out", "whole")
+    json_of(capfd, "build-corpus-db", "sharegpt.json", "--out", "grown")
+    assert json_of(capfd, "add", "grown", "generations.jsonl")["counts"] == whole["counts"]
+    json_of(capfd, "build-corpus-db", "generations.jsonl", "--out", "other")
+    assert json_of(capfd, "merge", "grown", "other", "--out", "united")["counts"] == whole["counts"]
     assert run(["drop", "grown", "--source", "sharegpt.json", "--json"]) == 0
     printed = capfd.readouterr()
     left = json.loads(printed.out)
     removed = next(share for share in whole["sources"] if share["name"] == "sharegpt.json")
     assert f"removed sharegpt.json (sha256 {removed['sha256'][:12]}): 4 documents, " in printed.err
     assert [share["name"] for share in left["sources"]] == ["generations.jsonl"]
-    assert all(row["matched"] < 2 for row in made(capfd, "inspect", "grown", "--after", "Once upon a")["after"])
+    assert all(row["matched"] < 2 for row in json_of(capfd, "inspect", "grown", "--after", "Once upon a")["after"])
 
 
 def test_bad_records_are_named_and_too_many_stop_the_build(capfd: pytest.CaptureFixture[str]) -> None:
-    before = made(capfd, "build-corpus-db", "sharegpt.json", "--out", "store")
+    before = json_of(capfd, "build-corpus-db", "sharegpt.json", "--out", "store")
     good = [json.dumps({"text": f"Text {number}."}) for number in range(30)]
     Path("mixed.jsonl").write_text("\n".join([*good[:15], "{broken", *good[15:]]))
     assert run(["build-corpus-db", "mixed.jsonl", "--out", "mixed"]) == 0
@@ -167,7 +154,7 @@ def test_a_missing_input_is_reported_in_one_line(
 
 
 def test_damage_and_other_tokenizers_are_reported(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    made(capfd, "build-corpus-db", "sharegpt.json", "--out", "store")
+    json_of(capfd, "build-corpus-db", "sharegpt.json", "--out", "store")
     manifest = read_manifest(Path("store"))
     path = Path("store") / manifest.files["documents"].name
     whole = path.read_bytes()
@@ -197,13 +184,13 @@ def test_a_store_is_extended_with_its_own_tokenizer(capfd: pytest.CaptureFixture
     words = Tokenizer(models.WordLevel({"[UNK]": 0, "Once": 1, "upon": 2, "a": 3, "time": 4}, unk_token="[UNK]"))
     words.pre_tokenizer = pre_tokenizers.Whitespace()
     PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained("words")
-    made(capfd, "build-corpus-db", "sharegpt.json", "--out", "store", "--model", "words")
+    json_of(capfd, "build-corpus-db", "sharegpt.json", "--out", "store", "--model", "words")
     Path("elsewhere").mkdir()
     with chdir("elsewhere"):
         assert run(["add", "../store", "../generations.jsonl"]) == 0
         said = f"note: the tokenizer is that of {tmp_path / 'words'}, with which ../store was built"
         assert said in capfd.readouterr().err
-        assert made(capfd, "inspect", "../store", "--after", "Once")["after"][0]["text"].startswith("upon")
+        assert json_of(capfd, "inspect", "../store", "--after", "Once")["after"][0]["text"].startswith("upon")
     shutil.rmtree("words")
     said = complaint(capfd, "add", "store", "sharegpt.json")
     assert "that is not found here" in said and "give the model that the store was built for with --model" in said
@@ -212,7 +199,7 @@ def test_a_store_is_extended_with_its_own_tokenizer(capfd: pytest.CaptureFixture
 @pytest.mark.parametrize("kind", ["corpus", "model"])
 def test_text_without_a_token_is_one_line(kind: str, capfd: pytest.CaptureFixture[str]) -> None:
     inputs = ["generations.jsonl"] if kind == "corpus" else ["--from", "generations.jsonl"]
-    made(capfd, f"build-{kind}-db", *inputs, "--out", "store")
+    json_of(capfd, f"build-{kind}-db", *inputs, "--out", "store")
     assert run(["inspect", "store", "--after", ""]) == 2
     assert capfd.readouterr().err == "error: --after is empty: give the text after which the store shall draft\n"
 
@@ -221,7 +208,7 @@ def test_text_that_the_tokenizer_discards_is_one_line(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Some tokenizers normalise spaces and control characters away."""
-    made(capfd, "build-corpus-db", "generations.jsonl", "--out", "store")
+    json_of(capfd, "build-corpus-db", "generations.jsonl", "--out", "store")
     monkeypatch.setattr(PreTrainedTokenizerBase, "__call__", lambda *_, **__: {"input_ids": []})
     monkeypatch.setattr(TokenizerFingerprint, "of", lambda _: read_manifest(Path("store")).tokenizer)
     assert run(["inspect", "store", "--after", " "]) == 2
@@ -253,7 +240,7 @@ def test_collected_answers_feed_a_model_store(capfd: pytest.CaptureFixture[str])
     Path("prompts.jsonl").write_text("".join(demo.PROMPTS.read_text().splitlines(keepends=True)[:2]))
     command = ["collect", "--prompts", "prompts.jsonl", "--out", "own.jsonl", "--max-new-tokens", "40", "--quiet"]
     assert run(command) == 0
-    built = made(capfd, "build-model-db", "--from", "own.jsonl")
+    built = json_of(capfd, "build-model-db", "--from", "own.jsonl")
     assert built["counts"]["documents"] == 2
     answer = json.loads(Path("own.jsonl").read_text().splitlines()[0])["messages"][-1]["content"]
-    assert made(capfd, "inspect", built["store"], "--after", answer[: len(answer) // 2])["after"]
+    assert json_of(capfd, "inspect", built["store"], "--after", answer[: len(answer) // 2])["after"]

@@ -25,6 +25,7 @@ from hdtool.data.stores.store import read_manifest
 from hdtool.data.stores.store_files import LOCK_FILE, MANIFEST
 from hdtool.runtime.config.model import ModelConfig
 from hdtool.runtime.weights.checkpoint_identity import checkpoint_of
+from tests.support.commands import complaint, json_of
 from tests.support.locks import deleted_lock_files
 
 QUICK = ("--max-new-tokens", "4", "--method", "hd", "--draft-tokens", "2", "--history", "none")
@@ -48,26 +49,14 @@ def tuned(tmp_path: Path) -> str:
     return str(folder)
 
 
-def made(capfd: pytest.CaptureFixture[str], *arguments: str) -> Any:
-    assert run([*arguments, "--json"]) == 0
-    return json.loads(capfd.readouterr().out)
-
-
-def complaint(capfd: pytest.CaptureFixture[str], *arguments: str, code: int = 1) -> str:
-    assert run(list(arguments)) == code
-    printed = capfd.readouterr()
-    (line,) = (line for line in printed.err.splitlines() if not line.startswith("note: "))
-    return line
-
-
 def noted(capfd: pytest.CaptureFixture[str], *arguments: str) -> str:
     assert run(["generate", "--prompt", "Hi", *QUICK, *arguments]) == 0
     return capfd.readouterr().err
 
 
 def test_a_fine_tune_and_its_base_have_stores_of_their_own(tuned: str, capfd: pytest.CaptureFixture[str]) -> None:
-    base = made(capfd, "build-model-db", "--from", "answers.jsonl")
-    own = made(capfd, "build-model-db", "--from", "answers.jsonl", "--model", tuned)
+    base = json_of(capfd, "build-model-db", "--from", "answers.jsonl")
+    own = json_of(capfd, "build-model-db", "--from", "answers.jsonl", "--model", tuned)
     assert base["tokenizer"] == own["tokenizer"] and base["store"] != own["store"]
     assert (base["model"]["name"], own["model"]["name"]) == ("hdtool-demo", "tuned")
     for store, model in ((base, ()), (own, ("--model", tuned))):
@@ -76,7 +65,7 @@ def test_a_fine_tune_and_its_base_have_stores_of_their_own(tuned: str, capfd: py
 
 
 def test_another_models_store_is_never_opened_silently(tuned: str, capfd: pytest.CaptureFixture[str]) -> None:
-    base = made(capfd, "build-model-db", "--from", "answers.jsonl")
+    base = json_of(capfd, "build-model-db", "--from", "answers.jsonl")
     said = noted(capfd, "--model", tuned, "--corpus-db", "none")
     assert "note: there is no model store of tuned (" in said
     assert f"{base['store']} holds answers of hdtool-demo (" in said
@@ -93,12 +82,12 @@ def test_a_build_replaces_a_store_only_if_asked(
     command: str, out: tuple[str, ...], capfd: pytest.CaptureFixture[str]
 ) -> None:
     words = [*command.split(), "answers.jsonl", *out]
-    first = made(capfd, *words)
+    first = json_of(capfd, *words)
     before = read_manifest(Path(first["store"]))
     said = complaint(capfd, *words)
     assert "holds a store of " in said and "hdtool add" in said and "--replace" in said
     assert read_manifest(Path(first["store"])) == before
-    again = made(capfd, *words, "--replace")
+    again = json_of(capfd, *words, "--replace")
     assert again["store"] == first["store"] and again["files"] != first["files"]
 
 
@@ -111,7 +100,7 @@ def test_a_store_that_came_meanwhile_is_replaced_only_if_asked(
 
     def read_after_another_build(*arguments: Any, **named: Any) -> Any:
         monkeypatch.setattr(store_output, "open_documents", prepare)
-        made(capfd, "build-corpus-db", "answers.jsonl", "--out", "store")
+        json_of(capfd, "build-corpus-db", "answers.jsonl", "--out", "store")
         return prepare(*arguments, **named)
 
     monkeypatch.setattr(store_output, "open_documents", read_after_another_build)
@@ -126,39 +115,39 @@ def test_a_store_that_came_meanwhile_is_replaced_only_if_asked(
 
 
 def test_a_store_is_named_as_it_is_listed(capfd: pytest.CaptureFixture[str]) -> None:
-    made(capfd, "build-model-db", "--from", "answers.jsonl")
-    made(capfd, "build-corpus-db", "answers.jsonl")
-    names = {item["kind"]: item["name"] for item in made(capfd, "stores")["stores"]}
-    assert made(capfd, "inspect", names["model"])["kind"] == "model"
+    json_of(capfd, "build-model-db", "--from", "answers.jsonl")
+    json_of(capfd, "build-corpus-db", "answers.jsonl")
+    names = {item["kind"]: item["name"] for item in json_of(capfd, "stores")["stores"]}
+    assert json_of(capfd, "inspect", names["model"])["kind"] == "model"
     Path("more.txt").write_text("Some text of another origin.")
-    assert len(made(capfd, "add", names["corpus"], "more.txt")["sources"]) == 2
-    assert len(made(capfd, "drop", names["corpus"], "--source", "more.txt")["sources"]) == 1
+    assert len(json_of(capfd, "add", names["corpus"], "more.txt")["sources"]) == 2
+    assert len(json_of(capfd, "drop", names["corpus"], "--source", "more.txt")["sources"]) == 1
     assert noted(capfd, "--corpus-db", names["corpus"], "--model-db", "none").count("corpus") == 1
     assert "holds no store" in complaint(capfd, "inspect", "corpus-00000000")
 
 
 def test_a_damaged_store_is_replaced_only_if_asked(capfd: pytest.CaptureFixture[str]) -> None:
-    made(capfd, "build-corpus-db", "answers.jsonl", "--out", "store")
+    json_of(capfd, "build-corpus-db", "answers.jsonl", "--out", "store")
     row = json.loads(Path("store", MANIFEST).read_text())
     Path("store", MANIFEST).write_text(json.dumps({**row, "counts": None}))
     assert "holds a store that cannot be read" in complaint(capfd, "build-corpus-db", "answers.jsonl", "--out", "store")
-    made(capfd, "build-corpus-db", "answers.jsonl", "--out", "store", "--replace")
+    json_of(capfd, "build-corpus-db", "answers.jsonl", "--out", "store", "--replace")
 
 
 def test_merge_replaces_one_of_its_inputs_but_no_other_store(capfd: pytest.CaptureFixture[str]) -> None:
     for name in ("one", "two"):
-        made(capfd, "build-corpus-db", "answers.jsonl", "--out", name)
+        json_of(capfd, "build-corpus-db", "answers.jsonl", "--out", name)
     assert "--replace" in complaint(capfd, "merge", "one", "--out", "two")
-    made(capfd, "merge", "one", "two", "--out", "two")
-    made(capfd, "merge", "one", "--out", "two", "--replace")
+    json_of(capfd, "merge", "one", "two", "--out", "two")
+    json_of(capfd, "merge", "one", "--out", "two", "--replace")
 
 
 def test_stores_made_from_stores_keep_their_model(tuned: str, capfd: pytest.CaptureFixture[str]) -> None:
-    made(capfd, "build-model-db", "--from", "answers.jsonl", "--out", "base")
-    made(capfd, "build-model-db", "--from", "answers.jsonl", "--out", "own", "--model", tuned)
+    json_of(capfd, "build-model-db", "--from", "answers.jsonl", "--out", "base")
+    json_of(capfd, "build-model-db", "--from", "answers.jsonl", "--out", "own", "--model", tuned)
     Path("more.jsonl").write_text(json.dumps({"prompt": "?", "output": "One more answer of some length."}) + "\n")
-    assert made(capfd, "merge", "base", "--out", "copy")["model"]["name"] == "hdtool-demo"
-    assert made(capfd, "merge", "base", "own", "--out", "both")["model"] is None
+    assert json_of(capfd, "merge", "base", "--out", "copy")["model"]["name"] == "hdtool-demo"
+    assert json_of(capfd, "merge", "base", "own", "--out", "both")["model"] is None
     assert run(["add", "own", "more.jsonl", "--model", "embedded"]) == 0
     assert "answers of tuned (" in capfd.readouterr().err
     assert run(["add", "base", "more.jsonl", "--json"]) == 0
@@ -173,16 +162,16 @@ def test_a_model_without_weights_needs_a_folder(capfd: pytest.CaptureFixture[str
     said = complaint(capfd, "build-model-db", "--from", "answers.jsonl", "--model", "bare")
     assert "bare has no weights on this machine" in said and "--out" in said and "--model-db" in said
     assert not home().exists()
-    built = made(capfd, "build-model-db", "--from", "answers.jsonl", "--model", "bare", "--out", "store")
+    built = json_of(capfd, "build-model-db", "--from", "answers.jsonl", "--model", "bare", "--out", "store")
     assert built["model"] is None
     assert "note:" not in noted(capfd, "--model-db", "store")
-    made(capfd, "build-corpus-db", "answers.jsonl", "--model", "bare")
+    json_of(capfd, "build-corpus-db", "answers.jsonl", "--model", "bare")
 
 
 @pytest.fixture
 def unnamed(capfd: pytest.CaptureFixture[str]) -> Path:
     """A store of an earlier version: filed by its tokenizer alone, without a model in its manifest."""
-    made(capfd, "build-model-db", "--from", "answers.jsonl", "--out", "old")
+    json_of(capfd, "build-model-db", "--from", "answers.jsonl", "--out", "old")
     row = json.loads(Path("old", MANIFEST).read_text())
     del row["model"]
     Path("old", MANIFEST).write_text(json.dumps(row))
@@ -200,7 +189,7 @@ def test_a_store_that_names_no_model_is_mentioned_opened_and_taken_over(
     assert f"drafting from {unnamed} (" in noted(capfd, "--model", tuned, "--model-db", str(unnamed))
     assert run(["stores"]) == 0
     assert f"hdtool build-model-db --model MODEL --from {unnamed}" in capfd.readouterr().out
-    adopted = made(capfd, "build-model-db", "--model", tuned, "--from", str(unnamed))
+    adopted = json_of(capfd, "build-model-db", "--model", tuned, "--from", str(unnamed))
     assert adopted["model"]["name"] == "tuned"
     assert adopted["counts"] == read_manifest(unnamed).counts and adopted["sources"][0]["name"] == "answers.jsonl"
     assert f"drafting from {adopted['store']} (" in noted(capfd, "--model", tuned)
@@ -211,11 +200,11 @@ def test_a_store_that_names_no_model_is_mentioned_opened_and_taken_over(
 def test_stores_are_listed_and_removed(capfd: pytest.CaptureFixture[str]) -> None:
     assert run(["stores"]) == 0
     assert "holds no stores: hdtool build-model-db" in capfd.readouterr().out
-    model = made(capfd, "build-model-db", "--from", "answers.jsonl")
-    tenant = made(capfd, "build-model-db", "--from", "answers.jsonl", "--namespace", "acme/é")
-    corpus = made(capfd, "build-corpus-db", "answers.jsonl")
+    model = json_of(capfd, "build-model-db", "--from", "answers.jsonl")
+    tenant = json_of(capfd, "build-model-db", "--from", "answers.jsonl", "--namespace", "acme/é")
+    corpus = json_of(capfd, "build-corpus-db", "answers.jsonl")
     noted(capfd, "--history", "home")
-    listed = made(capfd, "stores")
+    listed = json_of(capfd, "stores")
     rows = {row["name"]: row for row in listed["stores"]}
     assert listed["home"] == str(home())
     names = [f"model-{model['model']['fingerprint'][:8]}", f"acme/é/model-{model['model']['fingerprint'][:8]}"]
@@ -231,7 +220,7 @@ def test_stores_are_listed_and_removed(capfd: pytest.CaptureFixture[str]) -> Non
         assert run(["stores", "remove", *rows, "--yes"]) == 0
     assert {str(path.parent) for path in deleted} == {row["folder"] for row in rows.values()}
     assert capfd.readouterr().err.count("removed ") == 4
-    assert made(capfd, "stores")["stores"] == []
+    assert json_of(capfd, "stores")["stores"] == []
     assert not [path for path in home().rglob("*") if path.is_file() and not {"costs", "proofs"} & {*path.parts}]
     assert not (home() / "stores").exists()
 
@@ -243,7 +232,7 @@ def test_a_removal_that_is_interrupted_is_repeated(
     if kind == "history":
         noted(capfd, "--history", "home")
     else:
-        made(capfd, *(["build-model-db", "--from"] if kind == "model" else ["build-corpus-db"]), "answers.jsonl")
+        json_of(capfd, *(["build-model-db", "--from"] if kind == "model" else ["build-corpus-db"]), "answers.jsonl")
     (item,) = stored_items()
     unlink = Path.unlink
 
@@ -285,21 +274,21 @@ def test_a_name_that_several_share_is_refused(capfd: pytest.CaptureFixture[str])
     assert said == (
         "error: gguf-89abcdef could be any of 2: gguf/tiny-519, gguf/tiny-523: give one of these names instead"
     )
-    names = [row["name"] for row in made(capfd, "stores")["stores"]]
+    names = [row["name"] for row in json_of(capfd, "stores")["stores"]]
     assert names == ["gguf/tiny-519", "gguf/tiny-523"]
     with deleted_lock_files() as deleted:
         assert run(["stores", "remove", names[0], names[0], "--yes"]) == 0
     assert [path.name for path in deleted] == [".tiny-519.lock"]
     assert capfd.readouterr().err.count("removed ") == 1
-    assert [row["name"] for row in made(capfd, "stores")["stores"]] == ["gguf-89abcdef"]
+    assert [row["name"] for row in json_of(capfd, "stores")["stores"]] == ["gguf-89abcdef"]
 
-    built = made(capfd, "build-model-db", "--from", "answers.jsonl")
+    built = json_of(capfd, "build-model-db", "--from", "answers.jsonl")
     moved = home() / "stores" / "0123456789abcdef" / "model" / Path(built["store"]).name
     shutil.copytree(built["store"], moved)
     short = f"model-{built['model']['fingerprint'][:8]}"
     for command in (["stores", "remove", short, "--yes"], ["inspect", short]):
         assert f"{short} could be any of 2: stores/" in complaint(capfd, *command)
-    assert made(capfd, "inspect", moved.relative_to(home()).as_posix())["store"] == str(moved)
+    assert json_of(capfd, "inspect", moved.relative_to(home()).as_posix())["store"] == str(moved)
 
 
 def test_one_of_a_thing_is_singular(capfd: pytest.CaptureFixture[str]) -> None:
@@ -365,7 +354,7 @@ def test_requests_and_converted_files_name_their_model(capfd: pytest.CaptureFixt
 
 
 def test_other_files_stay_and_a_running_build_is_not_disturbed(capfd: pytest.CaptureFixture[str]) -> None:
-    folder = Path(made(capfd, "build-corpus-db", "answers.jsonl")["store"])
+    folder = Path(json_of(capfd, "build-corpus-db", "answers.jsonl")["store"])
     (name,) = (item.name for item in stored_items())
     for other in ("notes.txt", "documents-old.bin"):
         (folder / other).write_text("mine")
@@ -380,7 +369,7 @@ def test_folders_that_only_look_like_stores_are_neither_listed_nor_removed(capfd
     folder = home() / "stores" / "0123456789abcdef" / "corpus"
     folder.mkdir(parents=True)
     (folder / MANIFEST).write_text('{"name": "a web application"}')
-    assert made(capfd, "stores")["stores"] == []
+    assert json_of(capfd, "stores")["stores"] == []
     assert "there is no store" in complaint(capfd, "stores", "remove", str(folder), "--yes")
     assert (folder / MANIFEST).exists()
 
@@ -403,7 +392,7 @@ def test_stores_is_used_wrongly(words: list[str], said: str, code: int, capfd: p
 def test_it_asks_before_it_removes(
     answer: str, stays: bool, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = Path(made(capfd, "build-corpus-db", "answers.jsonl")["store"])
+    folder = Path(json_of(capfd, "build-corpus-db", "answers.jsonl")["store"])
     words = ["stores", "remove", str(folder)]
     monkeypatch.setattr("sys.stdin", StringIO())
     assert "give --yes" in complaint(capfd, *words, code=2)
@@ -418,7 +407,7 @@ def test_it_asks_before_it_removes(
 def test_the_home_is_the_key_of_a_store_and_may_move(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    built = made(capfd, "build-model-db", "--from", "answers.jsonl")
+    built = json_of(capfd, "build-model-db", "--from", "answers.jsonl")
     model = checkpoint_of(ModelConfig())
     assert model and Path(built["store"]) == model_store_at_home(model, read_manifest(Path(built["store"])).tokenizer)
     home().rename("elsewhere")

@@ -7,7 +7,6 @@ from functools import cache
 
 import pytest
 import torch
-from hypothesis import given, settings, strategies as st
 
 from hdtool.data.errors import PromptError
 from hdtool.runtime.budget.node_budget import FixedBudget
@@ -20,11 +19,10 @@ from hdtool.runtime.core.tree import DraftTree
 from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
 from hdtool.runtime.engines.capture import CaptureMaker, never
 from hdtool.runtime.target.target import Target
-from tests.support.decoding import SAMPLINGS, answered, output_tokens, run
-from tests.support.families import FAMILIES, VOCABULARY, model_of
+from tests.support.decoding import SAMPLINGS, answer_of, answered
+from tests.support.families import model_of
 from tests.support.oracle import assert_same_logits, plain_logits, prompt_of
 from tests.support.rehearsed import direct
-from tests.support.trees import path_to, tokens_to, trees
 
 GREEDY = SamplingConfig()
 LENGTHS = (1, 40, 7, 90, 23, 7, 61)
@@ -44,8 +42,8 @@ def one_after_another(asked: Iterator[Request[int]]) -> Callable[[], Request[int
 def given_alone(sampling: SamplingConfig) -> tuple[frozenset[int], list[list[int]]]:
     """Stop tokens, and answers of which some end at one."""
     target = Target(model_of("llama"))
-    stops = frozenset(output_tokens(run(target, prompt_of(LENGTHS[1]), sampling))[20:21])
-    return stops, [output_tokens(run(target, prompt_of(length), sampling, stops=stops)) for length in LENGTHS]
+    stops = frozenset(answer_of(target, prompt_of(LENGTHS[1]), sampling)[20:21])
+    return stops, [answer_of(target, prompt_of(length), sampling, stops=stops) for length in LENGTHS]
 
 
 @pytest.mark.each_value
@@ -65,37 +63,6 @@ def test_each_answer_is_the_one_given_alone(size: int, sampling: SamplingConfig,
     assert not going
     assert sorted(answers) == sorted(zip(LENGTHS, alone, strict=True))
     assert len(set(map(len, alone))) > 1, "answers that end at the same step free no slot early"
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_trees_of_a_batch_get_the_logits_of_their_plain_paths(family: str) -> None:
-    model = model_of(family)
-    target = Target(model)
-
-    @settings(max_examples=6)
-    @given(st.lists(st.tuples(trees(VOCABULARY, max_nodes=8), st.integers(1, 60)), min_size=1, max_size=4), st.data())
-    def check(drawn: list[tuple[DraftTree, int]], data: st.DataObject) -> None:
-        cache = target.allocate(4)
-        contexts = [prompt_of(length) for _, length in drawn]
-        for slot, context in enumerate(contexts):
-            target.prefill(cache, slot, context, room=20)
-        for _ in range(2):
-            verified = target.verify(cache, [tree for tree, _ in drawn])
-            for slot, (tree, _) in enumerate(drawn):
-                assert verified[slot].logits.shape == (len(tree) + 1, VOCABULARY)
-                node = data.draw(st.integers(-1, len(tree) - 1))
-                path = contexts[slot] + tokens_to(tree, node)
-                assert_same_logits(verified[slot].logits[node + 1], plain_logits(model, path))
-                target.commit(cache, slot, path_to(tree, node))
-                contexts[slot] = path
-        if len(drawn) > 1:
-            cache.copy(len(drawn) - 1, to=0)
-            contexts[0] = contexts.pop()
-        last = target.verify(cache, [DraftTree.bare(5) for _ in contexts])
-        for found, context in zip(last, contexts, strict=True):
-            assert_same_logits(found.logits[0], plain_logits(model, [*context, 5]))
-
-    check()
 
 
 def test_the_cache_grows_for_a_longer_request_in_a_running_batch() -> None:
@@ -130,7 +97,7 @@ def test_an_answer_longer_than_the_room_of_its_slot() -> None:
     target = Target(model_of("llama"))
     prompt = prompt_of(5)
     session = Session[int](target, target.allocate(2), max_new_tokens=RESERVED_POSITIONS + 200)
-    assert answered(session, prompt)[0] == output_tokens(run(target, prompt, GREEDY, RESERVED_POSITIONS + 200))
+    assert answered(session, prompt)[0] == answer_of(target, prompt, GREEDY, RESERVED_POSITIONS + 200)
     assert not torch.is_inference_mode_enabled()
 
 
@@ -150,7 +117,7 @@ def test_a_request_that_is_cancelled_leaves_the_others(slots: int, capture: Capt
         if request.key == 1 and len(tokens[1]) == 6:
             session.cancel(requests[0])
     assert len(tokens[0]) < 30
-    assert tokens[1:] == [output_tokens(run(target, prompt_of(5 + number), GREEDY, 30)) for number in (1, 2)]
+    assert tokens[1:] == [answer_of(target, prompt_of(5 + number), GREEDY, 30) for number in (1, 2)]
     assert [drafter.ends for drafter in drafters] == [1, 1, 1]
 
 
@@ -177,7 +144,7 @@ def test_an_answer_that_ends_before_its_prompt_is_read_ends_its_drafter(
     else:
         session.end()
     assert (drafter.ends, len(session)) == (1, 0)
-    assert answered(session, prompt)[0] == output_tokens(run(target, prompt, GREEDY, 5))
+    assert answered(session, prompt)[0] == answer_of(target, prompt, GREEDY, 5)
 
 
 def test_running_answers_go_on_between_the_pieces_of_a_prompt() -> None:
@@ -194,7 +161,7 @@ def test_running_answers_go_on_between_the_pieces_of_a_prompt() -> None:
             assert isinstance(step, Step)
             tokens[request.key] += step.tokens
     assert emitted[:7] == [[0], [0], [], [0], [], [0], [1]]
-    assert tokens == [output_tokens(run(target, prompt, GREEDY, 9)) for prompt in prompts]
+    assert tokens == [answer_of(target, prompt, GREEDY, 9) for prompt in prompts]
 
 
 def test_a_request_that_cannot_be_answered_leaves_the_others() -> None:

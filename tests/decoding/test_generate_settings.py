@@ -17,11 +17,12 @@ from hdtool.data.errors import ModelError
 from hdtool.runtime.budget.node_budget import FixedBudget
 from hdtool.runtime.config.model import ModelConfig, SamplingConfig
 from hdtool.runtime.core.sequence import Request
-from hdtool.runtime.core.session import decode, decode_batch
+from hdtool.runtime.core.session import decode
 from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
 from hdtool.runtime.generation.settings import REFUSED_SETTINGS, generation_settings
 from hdtool.runtime.samplers import NEUTRAL_SETTINGS, generate_options, sampler_for
 from hdtool.runtime.target.load import Loaded, load
+from tests.support.decoding import answers_of
 
 MAX_NEW_TOKENS = 80
 ASKED = [{"role": "user", "content": "Tom has 3 boxes with 12 pencils each. How many pencils does he have?"}]
@@ -175,9 +176,8 @@ def test_a_setting_of_the_model_is_applied_as_in_generate(name: str, loaded: Loa
     assert answered(loaded, ids) == expected
     config = SamplingConfig()
     sampler, stops = sampler_for(loaded, config, ids, max_new_tokens=MAX_NEW_TOKENS)
-    requests = iter([Request(0, ids, sampler, Hierarchy(budget=FixedBudget(12)), stops)])
-    steps = decode_batch(loaded.target, lambda: next(requests, None), 2, max_new_tokens=MAX_NEW_TOKENS)
-    assert [token for _, step in steps for token in step.tokens] == expected
+    requests = [Request(0, ids, sampler, Hierarchy(budget=FixedBudget(12)), stops)]
+    assert answers_of(loaded.target, requests, 2, MAX_NEW_TOKENS) == {0: expected}
 
 
 @pytest.mark.parametrize("name", [*SAMPLED, *(name for name in GREEDY if "suppress" in name or "penalty" in name)])

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import gc
 import statistics
-from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import psutil
@@ -17,7 +15,6 @@ from transformers.cache_utils import DynamicCache
 from hdtool.data import demo
 from hdtool.data.chat import encode_conversation
 from hdtool.data.prompts import Prompt, interleave_categories, read_prompts
-from hdtool.runtime.answerer import Answerer
 from hdtool.runtime.config.decoding import DecodeConfig, StoresConfig
 from hdtool.runtime.config.model import ModelConfig, SamplingConfig
 from hdtool.runtime.core.drafter import Drafter
@@ -127,37 +124,9 @@ def test_its_layers_compute_trees_in_closed_form(hybrid: Loaded) -> None:
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
-def test_answers_are_those_of_the_library(hybrid: Loaded, sampling: SamplingConfig) -> None:
-    check_methods(hybrid, 2, 32, sampling)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
-def test_many_answers_are_those_of_the_library(hybrid: Loaded, sampling: SamplingConfig) -> None:
-    check_methods(hybrid, 5, 80, sampling)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
-@pytest.mark.parametrize("method", METHODS)
-def test_answers_in_a_batch_are_those_of_answers_alone(method: str, sampling: SamplingConfig) -> None:
-    """Three conversations at a time, some of two turns."""
-    assert answers_of(method, 3, sampling) == answers_of("ar", 1, sampling)
-
-
-@cache
-def answers_of(method: str, batch_size: int, sampling: SamplingConfig) -> list[list[int]]:
-    asked = [
-        Prompt(prompt.messages, ("And why?",) if number % 3 == 0 else (), f"p{number}")
-        for number, prompt in enumerate(prompts(6))
-    ]
-    decoding = DecodeConfig(method, 32, batch_size=batch_size)
-    answerer = Answerer(ModelConfig(str(demo.HYBRID)), decoding, sampling, store_set=STORES)
-    found = []
-    for one in answerer.all_answers(asked):
-        list(one)
-        found.append(one.output_ids)
-    return found
+@pytest.mark.parametrize(("number", "length"), [(2, 32), pytest.param(5, 80, marks=pytest.mark.long)])
+def test_answers_are_those_of_the_library(number: int, length: int, hybrid: Loaded, sampling: SamplingConfig) -> None:
+    check_methods(hybrid, number, length, sampling)
 
 
 def test_the_next_turn_goes_on_from_the_states(hybrid: Loaded) -> None:
@@ -250,40 +219,3 @@ def test_memory_does_not_grow_from_answer_to_answer(hybrid: Loaded) -> None:
     before, after = (statistics.median(part) for part in (used[50:150], used[-100:]))
     assert after < 1.01 * before
     assert max(tensors[1:]) <= tensors[1], "tensors are held that nothing needs"
-
-
-def interrupting(module: torch.nn.Module) -> Iterator[list[int]]:
-    """Passes until a KeyboardInterrupt after a module, in a list; empty where there is none."""
-    left: list[int] = []
-
-    def interrupt(*_: Any) -> None:
-        if left:
-            left[0] -= 1
-            if left[0] < 0:
-                left.clear()
-                raise KeyboardInterrupt
-
-    hook = module.register_forward_hook(interrupt)
-    try:
-        yield left
-    finally:
-        hook.remove()
-
-
-@pytest.mark.parametrize("layer", [1, -1])
-@pytest.mark.one_in(2)
-def test_after_an_interrupt_inside_a_pass_the_conversation_goes_on(hybrid: Loaded, layer: int) -> None:
-    model: Any = hybrid.target.model
-    first = encoded(hybrid, 1)[0]
-    for left in interrupting(model.model.layers[layer].mlp):
-        answer(hybrid, first, 8)
-        longer = [*first, *output_tokens(answer(hybrid, first, 10)), *first]
-        wanted = by_the_library(hybrid, longer, GREEDY, 16)
-        for passes in range(5):  # the first one tells whether the model is the same, and the second reads the prompt
-            left.append(passes)
-            lies = WrongDrafter(len(longer), wanted, len(hybrid.tokenizer), passes)
-            with pytest.raises(KeyboardInterrupt):
-                answer(hybrid, longer, 16, lies)
-            again = answer(hybrid, [*longer, *wanted[:3]], 13, drafter(hybrid, "pld"))
-            assert output_tokens(again) == wanted[3:]
-            assert again[0].cached_tokens >= (len(longer) if passes > 1 else 0)

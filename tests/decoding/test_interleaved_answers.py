@@ -11,35 +11,20 @@ from hdtool.runtime.config.building import HeadsConfig
 from hdtool.runtime.core.drafter import Drafter
 from hdtool.runtime.drafters.heads.state import HeadsState
 from hdtool.runtime.drafters.trained_methods import StandaloneDrafter
-from hdtool.runtime.engines.capture import never
 from hdtool.runtime.target.target import Target
-from tests.support import fused
-from tests.support.families import model_of, random_model
+from tests.support.engines import captured, compiled, stock, tiny
+from tests.support.families import model_of
 from tests.support.heads import random_for
 from tests.support.interleaving import NODES, Interleaving
-from tests.support.rehearsed import Rehearsed, Replayed
-
-
-def compiled() -> Target:
-    with pytest.MonkeyPatch.context() as patch:
-        return fused.compiled_target(patch)
-
-
-def replaying() -> Target:
-    model = random_model("Bloom", n_layer=2, n_head=4, pad_token_id=None).eval()
-    model.generation_config.eos_token_id, model.generation_config.pad_token_id = None, 0
-    target = Target(model)
-    assert not target.takes_trees
-    return target
-
+from tests.support.rehearsed import Replayed
 
 ENGINES: dict[str, Callable[[], Target]] = {
-    "stock": lambda: Target(model_of("llama"), never),
+    "stock": lambda: stock("llama").target,
     "captured": lambda: Target(model_of("llama"), lambda device: Replayed()),
-    "captured with states": lambda: Target(model_of("qwen3_5"), lambda device: Rehearsed()),
-    "in levels": lambda: Target(model_of("jamba"), never),
-    "compiled": compiled,
-    "replaying": replaying,
+    "captured with states": lambda: captured("qwen3_5").target,
+    "in levels": lambda: stock("jamba").target,
+    "compiled": lambda: compiled("llama").target,
+    "replaying": lambda: tiny("bloom").target,
 }
 FEW, MANY = range(1), range(1, 20)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +17,6 @@ from hdtool.runtime.budget.node_budget import FixedBudget
 from hdtool.runtime.config.decoding import DecodeConfig
 from hdtool.runtime.config.model import SamplingConfig
 from hdtool.runtime.config.source_names import SourceId
-from hdtool.runtime.core.sampler import Sampler
-from hdtool.runtime.core.sequence import Request
-from hdtool.runtime.core.session import decode_batch
 from hdtool.runtime.drafters.methods import drafter_for, drafters_for
 from hdtool.runtime.drafters.trained.assistant import DraftModel, draft_model_drafter
 from hdtool.runtime.drafters.trained.proposal import LOADED_BY_TARGET
@@ -29,7 +25,14 @@ from hdtool.runtime.drafters.trained_methods import StandaloneDrafter
 from hdtool.runtime.stores.store_set import StoreSet
 from hdtool.runtime.target.load import load
 from hdtool.runtime.target.target import Target
-from tests.support.decoding import SAMPLINGS, output_tokens, run
+from tests.support.decoding import (
+    SAMPLINGS,
+    answer_of,
+    answers_of,
+    output_tokens,
+    request,
+    run,
+)
 from tests.support.families import model_of, random_model
 from tests.support.oracle import prompt_of
 from tests.support.rehearsed import direct
@@ -50,9 +53,9 @@ def test_drafts_change_no_token(family: str, draft: str, sampling: str) -> None:
     target, chosen = Target(model_of(family)), SAMPLINGS[sampling]
     drafter = alone(Target(model_of(draft)), target)
     first = prompt_of(20)
-    second = [*first, *output_tokens(run(target, first, chosen, max_new_tokens=20)), *prompt_of(5)]
+    second = [*first, *answer_of(target, first, chosen, 20), *prompt_of(5)]
     for prompt in (first, second, prompt_of(7)):
-        plain = output_tokens(run(target, prompt, chosen, max_new_tokens=24))
+        plain = answer_of(target, prompt, chosen, 24)
         steps = run(target, prompt, chosen, max_new_tokens=24, drafter=drafter)
         assert output_tokens(steps) == plain
         assert {source for step in steps for source in step.tree.sources.tolist()} == {SourceId.DRAFTER}
@@ -101,7 +104,7 @@ def test_nothing_is_drafted_beyond_the_context_of_the_draft_model(family: str) -
     shape: dict[str, Any] = {"ffn_dim": 48, "word_embed_proj_dim": 32} if family == "OPT" else {}
     drafter = alone(Target(random_model(family, max_position_embeddings=48, **shape)), target)
     for length in (30, 48, 60, 30):
-        plain = output_tokens(run(target, prompt_of(length), SamplingConfig(), max_new_tokens=30))
+        plain = answer_of(target, prompt_of(length), SamplingConfig(), max_new_tokens=30)
         steps = run(target, prompt_of(length), SamplingConfig(), max_new_tokens=30, drafter=drafter)
         assert output_tokens(steps) == plain
         context, drafted = length, list[int]()
@@ -120,19 +123,10 @@ def test_the_drafters_of_a_batch_share_one_model() -> None:
     assert {id(drafter._trained.module._model) for drafter in drafters} == {
         id(LOADED_BY_TARGET[target][str(demo.MODEL)])
     }
-    asked = (
-        Request(number, prompt, Sampler(SamplingConfig(), prompt), drafter)
-        for number, (prompt, drafter) in enumerate(zip(prompts, drafters, strict=True))
-    )
-    answers: dict[int, list[int]] = {number: [] for number in range(3)}
-    steps = 0
-    for request, step in decode_batch(target, partial(next, asked, None), 2, max_new_tokens=12):
-        answers[request.key] += step.tokens
-        steps += 1
-    assert list(answers.values()) == [
-        output_tokens(run(target, each, SamplingConfig(), max_new_tokens=12)) for each in prompts
-    ]
-    assert steps < sum(map(len, answers.values())) / 2  # it drafts for itself
+    passes = target.log.passes
+    found = answers_of(target, map(request, range(3), prompts, drafters), 2, 12)
+    assert target.log.passes - passes < sum(map(len, found.values())) / 2  # it drafts for itself
+    assert found == {number: answer_of(target, prompt, max_new_tokens=12) for number, prompt in enumerate(prompts)}
 
 
 def test_models_that_cannot_draft_for_another_are_refused(tmp_path: Path) -> None:
@@ -163,12 +157,9 @@ def test_another_tokenizer_is_noticed_where_no_store_is_opened(
 def test_tokens_that_a_draft_model_cannot_read_end_its_drafts() -> None:
     target, draft = Target(model_of("llama")), Target(random_model("Llama", vocab_size=50))
     for prompt in (prompt_of(20), [token % 50 for token in prompt_of(20)]):
-        plain = output_tokens(run(target, prompt, SamplingConfig(), max_new_tokens=20))
+        plain = answer_of(target, prompt, max_new_tokens=20)
         assert max(plain) >= 50
-        assert (
-            output_tokens(run(target, prompt, SamplingConfig(), max_new_tokens=20, drafter=alone(draft, target)))
-            == plain
-        )
+        assert answer_of(target, prompt, max_new_tokens=20, drafter=alone(draft, target)) == plain
 
 
 def changed(tokenizer: TokenizerFingerprint) -> TokenizerFingerprint:

@@ -27,7 +27,7 @@ from hdtool.runtime.drafters.published.token_recycling import TokenRecycling
 from hdtool.runtime.stores.corpus_index import CorpusIndex
 from hdtool.runtime.stores.model_store import ModelStore
 from hdtool.runtime.target.target import Target
-from tests.support.decoding import SAMPLINGS, output_tokens, run
+from tests.support.decoding import SAMPLINGS, answer_of, output_tokens, run
 from tests.support.families import VOCABULARY, model_of
 from tests.support.oracle import prompt_of
 from tests.support.stores import build, index_of
@@ -48,7 +48,7 @@ def target_of(family: str) -> Target:
 
 @cache
 def plain(family: str, sampling: str) -> list[int]:
-    return output_tokens(run(target_of(family), PROMPT, SAMPLINGS[sampling]))
+    return answer_of(target_of(family), PROMPT, SAMPLINGS[sampling])
 
 
 def drafter_of(name: str, store: ModelStore, index: CorpusIndex) -> Drafter:
@@ -137,7 +137,7 @@ def test_any_prompt_any_length_any_end(name: str, examples: int, folder: Path) -
     @given(prompts, st.one_of(st.integers(1, 5), st.integers(6, 40)), st.sampled_from([0.0, 0.9]), st.data())
     def check(prompt: list[int], most: int, temperature: float, data: st.DataObject) -> None:
         sampling = SamplingConfig(temperature=temperature, seed=7)
-        expected = output_tokens(run(target_of("llama"), prompt, sampling, most))
+        expected = answer_of(target_of("llama"), prompt, sampling, most)
         steps = run(target_of("llama"), prompt, sampling, most, drafter=drafter)
         assert output_tokens(steps) == expected
         assert steps[-1].finish is Finish.LENGTH

@@ -27,7 +27,7 @@ from hdtool.runtime.drafters.trained_methods import StandaloneDrafter, published
 from hdtool.runtime.kernels.compiled import Array
 from hdtool.runtime.target.load import load
 from hdtool.runtime.target.target import Target
-from tests.support.decoding import output_tokens, run
+from tests.support.decoding import answer_of, output_tokens, run
 from tests.support.families import model_of, random_model
 from tests.support.mtp import with_mtp
 from tests.support.oracle import prompt_of
@@ -253,7 +253,7 @@ def test_pauses_change_no_token(kind: str, tmp_path: Path, monkeypatch: pytest.M
         Hierarchy(budget=FixedBudget(6), trained=trained),
     )
     for sampling in (SamplingConfig(), SamplingConfig(temperature=0.8, seed=3)):
-        plain = output_tokens(run(target, prompt_of(20), sampling, max_new_tokens=25))
+        plain = answer_of(target, prompt_of(20), sampling, max_new_tokens=25)
         for drafter in (alone, combined):
             monkeypatch.setattr(trained, "_gate", Pauses())
             read.clear()

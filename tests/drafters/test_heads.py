@@ -36,7 +36,7 @@ from hdtool.runtime.model import families as hidden
 from hdtool.runtime.model.pass_inputs import FULL, AttentionMasks, AttentionWindow
 from hdtool.runtime.target.target import Target
 from tests.support.families import FAMILIES, VOCABULARY, model_of
-from tests.support.heads import SHAPE, VARIANTS, random_for, random_heads, reference_logits
+from tests.support.heads import SEQUENTIAL, SHAPE, VARIANTS, random_for, random_heads, reference_logits
 from tests.support.one_sequence import OneSequence
 from tests.support.oracle import prompt_of
 from tests.support.rehearsed import Rehearsed
@@ -179,19 +179,24 @@ def umask() -> int:
 
 def test_saved_heads_load_unchanged(tmp_path: Path) -> None:
     target = Target(model_of("llama"))
-    for name, config in VARIANTS.items():
+    for name, config in (VARIANTS | SEQUENTIAL).items():
         saved = random_for(target, config)
         saved.save(tmp_path / name)
         assert {path.stat().st_mode & 0o777 for path in (tmp_path / name).iterdir()} == {0o666 & ~umask()}
         found = load_heads(tmp_path / name, target.model)
         assert found.heads.config == config and found.evaluation == saved.evaluation
+        assert found.heads.state_dict().keys() == saved.heads.state_dict().keys()
         for key, weight in saved.heads.state_dict().items():
             kept = weight.half().float() if weight.is_floating_point() else weight
             torch.testing.assert_close(found.heads.state_dict()[key], kept, rtol=0, atol=0)
+    shared = load_heads(tmp_path / "mtp", target.model).heads
+    assert shared.output(0).up is target.model.get_output_embeddings()
+    assert not any("output" in name for name in shared.state_dict()), "the target's own layer is not saved"
 
 
-def test_heads_of_another_model_are_refused(tmp_path: Path) -> None:
-    random_for(Target(model_of("llama")), HeadsConfig(rank=8)).save(tmp_path)
+@pytest.mark.parametrize("config", [HeadsConfig(rank=8), *SEQUENTIAL.values()], ids=["amphista", *SEQUENTIAL])
+def test_heads_of_another_model_are_refused(config: HeadsConfig, tmp_path: Path) -> None:
+    random_for(Target(model_of("llama")), config).save(tmp_path)
     with pytest.raises(HeadsError, match=r"trained on another model \(random, .* hdtool train-heads"):
         load_heads(tmp_path, model_of("mistral"))
 
@@ -222,14 +227,27 @@ def test_damaged_heads_give_one_line(tmp_path: Path, damage: object, said: str) 
     assert "\n" not in str(refusal.value)
 
 
-def test_weights_of_another_shape_are_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("kind", "changed"),
+    [
+        ("amphista", {"rank": 9}),
+        ("hydra", {"kind": "medusa"}),
+        ("hydra", {"kind": "eagle"}),
+        ("hydra", {"head_layers": 3}),
+        ("hydra", {"heads": 3}),
+    ],
+)
+def test_settings_that_do_not_fit_the_weights_give_one_line(
+    kind: str, changed: dict[str, object], tmp_path: Path
+) -> None:
     target = Target(model_of("llama"))
-    random_for(target, HeadsConfig(rank=8)).save(tmp_path)
+    random_for(target, (VARIANTS | SEQUENTIAL)[kind]).save(tmp_path)
     saved = json.loads((tmp_path / "config.json").read_text())
-    saved["heads"]["rank"] = 9
+    saved["heads"].update(changed)
     (tmp_path / "config.json").write_text(json.dumps(saved))
-    with pytest.raises(HeadsError, match="cannot be read"):
+    with pytest.raises(HeadsError, match="cannot be read") as refusal:
         load_heads(tmp_path, target.model)
+    assert "\n" not in str(refusal.value)
 
 
 def test_token_ids_that_the_model_does_not_have_are_refused(tmp_path: Path) -> None:

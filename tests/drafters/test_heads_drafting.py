@@ -19,9 +19,9 @@ from hdtool.runtime.config.decoding import DecodeConfig
 from hdtool.runtime.config.model import SamplingConfig
 from hdtool.runtime.config.source_names import SourceId
 from hdtool.runtime.core.accept import Accepted
+from hdtool.runtime.core.drafter import Drafter
 from hdtool.runtime.core.sampler import Sampler
-from hdtool.runtime.core.sequence import Request
-from hdtool.runtime.core.session import decode, decode_batch
+from hdtool.runtime.core.session import decode
 from hdtool.runtime.core.tree import ROOT, DraftTree
 from hdtool.runtime.drafters.heads.checkpoint import SavedHeads
 from hdtool.runtime.drafters.heads.state import HeadsState
@@ -29,14 +29,14 @@ from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
 from hdtool.runtime.drafters.hierarchy.tree import feed, grow
 from hdtool.runtime.drafters.methods import drafter_for
 from hdtool.runtime.drafters.trained.draft_passes import RankingPasses, TopTokens
-from hdtool.runtime.drafters.trained_methods import StandaloneDrafter, StaticTree
+from hdtool.runtime.drafters.trained_methods import StandaloneDrafter, StaticTree, drafter_of
 from hdtool.runtime.engines.capture import CaptureMaker, Run, never
 from hdtool.runtime.engines.cuda import static_steps
 from hdtool.runtime.stores.store_set import StoreSet
 from hdtool.runtime.target.target import Target
-from tests.support.decoding import SAMPLINGS, output_tokens, run
+from tests.support.decoding import SAMPLINGS, answer_of, assert_answers_of_batch, output_tokens, run
 from tests.support.families import FAMILIES, model_of
-from tests.support.heads import VARIANTS, random_for, reference_logits
+from tests.support.heads import SEQUENTIAL, VARIANTS, random_for, reference_logits
 from tests.support.one_sequence import OneSequence
 from tests.support.oracle import prompt_of
 from tests.support.rehearsed import Rehearsed, direct
@@ -88,16 +88,22 @@ def test_the_cache_of_heads_holds_accepted_tokens_only(config: HeadsConfig, capt
 @pytest.mark.parametrize("sampling", ["greedy", "T 1, top-k 5, penalised"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_heads_do_not_change_the_output(family: str, sampling: str) -> None:
-    target = Target(model_of(family))
-    prompt, chosen = prompt_of(20), SAMPLINGS[sampling]
-    plain = output_tokens(run(target, prompt, chosen, max_new_tokens=30))
-    for static in (False, True):
-        saved = random_for(target, HeadsConfig(rank=8))
-        tree = StaticTree(saved) if static else None
-        drafter = StandaloneDrafter(HeadsState(saved, target), FixedBudget(64), tree)
-        steps = run(target, prompt, chosen, max_new_tokens=30, drafter=drafter)
-        assert output_tokens(steps) == plain
-        assert sum(len(step.tree) for step in steps) > 0
+    """Alone and among other sources; parallel ones with a static tree, too."""
+    target, chosen = Target(model_of(family)), SAMPLINGS[sampling]
+    plain = {length: answer_of(target, prompt_of(length), chosen, 20) for length in (20, 7)}
+    for config in (HeadsConfig(rank=8), *(SEQUENTIAL[name] for name in ("hydra", "hydra++", "mtp"))):
+        saved = random_for(target, config)
+        trained = drafter_of(saved, target)
+        drafters: list[Drafter] = [
+            StandaloneDrafter(trained, FixedBudget(40)),
+            Hierarchy(budget=FixedBudget(40), trained=trained, last=True, recycled=True),
+        ]
+        if isinstance(trained, HeadsState):
+            drafters.append(StandaloneDrafter(trained, FixedBudget(64), StaticTree(saved)))
+        for drafter in drafters:
+            steps = {length: run(target, prompt_of(length), chosen, 20, drafter=drafter) for length in plain}
+            assert {length: output_tokens(one) for length, one in steps.items()} == plain
+            assert SourceId.HEADS in {source for one in steps[20] for source in one.tree.sources.tolist()}
 
 
 def test_the_accepted_are_counted_as_theirs() -> None:
@@ -117,16 +123,8 @@ def test_several_conversations_in_one_pass_keep_their_own_states() -> None:
     saved = random_for(target, HeadsConfig(rank=8), size=0.1)
     prompts = [prompt_of(length) for length in (4, 11, 7)]
     drafters = [Checked(saved, target, FixedBudget(12)) for _ in prompts]
-    asked = (
-        Request(number, prompt, Sampler(SamplingConfig(), prompt), drafter)
-        for number, (prompt, drafter) in enumerate(zip(prompts, drafters, strict=True))
-    )
-    answers: dict[int, list[int]] = {number: [] for number in range(len(prompts))}
-    for request, step in decode_batch(target, lambda: next(asked, None), 2, max_new_tokens=8):
-        answers[request.key] += step.tokens
-    for number, prompt in enumerate(prompts):
-        assert answers[number] == output_tokens(run(target, prompt, SamplingConfig(), max_new_tokens=8))
-        assert drafters[number].looked > 0
+    assert_answers_of_batch(target, prompts, drafters, 2, 8)
+    assert all(drafter.looked > 0 for drafter in drafters)
 
 
 def test_steps_of_fixed_shape_show_their_hidden_states() -> None:
@@ -136,10 +134,8 @@ def test_steps_of_fixed_shape_show_their_hidden_states() -> None:
     assert target.captures
     drafter = Checked(random_for(target, HeadsConfig(rank=8), size=0.1), target, FixedBudget(12))
     for length in (9, 16):
-        plain = output_tokens(run(Target(model), prompt_of(length), SamplingConfig(), max_new_tokens=12))
-        assert (
-            output_tokens(run(target, prompt_of(length), SamplingConfig(), max_new_tokens=12, drafter=drafter)) == plain
-        )
+        plain = answer_of(Target(model), prompt_of(length), max_new_tokens=12)
+        assert answer_of(target, prompt_of(length), max_new_tokens=12, drafter=drafter) == plain
     assert target.captures and drafter.looked > 9
 
 
@@ -165,7 +161,7 @@ def test_heads_that_do_not_pay_rarely_run() -> None:
     drafter = StandaloneDrafter(HeadsState(random_for(target, HeadsConfig(rank=8)), target), Priced(target))
     prompt = prompt_of(20)
     steps = run(target, prompt, SamplingConfig(), max_new_tokens=400, drafter=drafter)
-    assert output_tokens(steps) == output_tokens(run(target, prompt, SamplingConfig(), max_new_tokens=400))
+    assert output_tokens(steps) == answer_of(target, prompt, SamplingConfig(), max_new_tokens=400)
     assert isinstance(drafter.trained, HeadsState) and 0 < drafter.trained.passes < 20
 
 
@@ -189,7 +185,7 @@ def test_a_draft_after_a_pause_reads_all_tokens_of_the_pause() -> None:
 
     drafter.draft = sometimes  # type: ignore[method-assign]
     steps = run(target, prompt, SamplingConfig(), max_new_tokens=30, drafter=drafter)
-    assert output_tokens(steps) == output_tokens(run(target, prompt, SamplingConfig(), max_new_tokens=30))
+    assert output_tokens(steps) == answer_of(target, prompt, SamplingConfig(), max_new_tokens=30)
     assert len(woken) > 2
 
 
@@ -230,24 +226,6 @@ def test_heads_observe_an_answer_of_one_token() -> None:
     drafter.begin(prompt)
     drafter.observe(Accepted([], [5]), one.verified)
     assert len(drafter.draft([*prompt, 5])) > 0
-
-
-@pytest.mark.each_value
-@pytest.mark.parametrize("sampling", ["greedy", "T 0.7"])
-@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2", "mixtral", "opt"])
-def test_heads_among_other_sources_do_not_change_the_output(family: str, sampling: str) -> None:
-    target = Target(model_of(family))
-    chosen = SAMPLINGS[sampling]
-    session = HeadsState(random_for(target, HeadsConfig(rank=8)), target)
-    drafter = Hierarchy(budget=FixedBudget(40), trained=session, last=True, recycled=True)
-    taken = set()
-    for length in (20, 7):
-        prompt = prompt_of(length)
-        steps = run(target, prompt, chosen, drafter=drafter)
-        assert output_tokens(steps) == output_tokens(run(target, prompt, chosen))
-        taken |= {source for step in steps for source in step.tree.sources.tolist()}
-    assert SourceId.HEADS in taken and SourceId.CONTEXT in taken
-    assert drafter.seconds.get(SourceId.HEADS, 1) > 0
 
 
 def heads_alone() -> tuple[Hierarchy, HeadsState, list[int]]:

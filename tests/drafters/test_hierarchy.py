@@ -31,7 +31,7 @@ from hdtool.runtime.stores.corpus_index import CorpusIndex
 from hdtool.runtime.stores.history_store import History
 from hdtool.runtime.stores.model_store import ModelStore
 from hdtool.runtime.target.target import Target
-from tests.support.decoding import SAMPLINGS, output_tokens, run
+from tests.support.decoding import answer_of, output_tokens, run
 from tests.support.families import VOCABULARY, model_of
 from tests.support.oracle import prompt_of
 from tests.support.reference_hierarchy import (
@@ -394,7 +394,7 @@ def test_recycling_survives_a_clipped_tree() -> None:
 def test_every_combination_of_sources_says_the_same(sampling: SamplingConfig, tmp_path: Path) -> None:
     target = Target(model_of("llama"))
     prompts = [prompt_of(length) for length in (20, 31)]
-    plain = [output_tokens(run(target, prompt, sampling, 16)) for prompt in prompts]
+    plain = [answer_of(target, prompt, sampling, 16) for prompt in prompts]
     stores = stores_of(tmp_path, [[*prompts[0], *plain[0]], plain[1]], VOCABULARY, 1 << 20)
     for size in range(1, len(SOURCES) + 1):
         for letters in combinations(SOURCES, size):
@@ -433,23 +433,3 @@ def test_damage_costs_a_draft_at_worst(part: str, times: int, tmp_path: Path) ->
             for token in documents[7]:
                 check(hierarchy.draft(ids), hierarchy.probs, 50, 32)
                 hierarchy.observe(Accepted([], [token]), NO_LOGITS)
-
-
-@pytest.mark.each_value
-@pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
-@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma3", "mistral", "qwen2"])
-def test_what_is_said_stays_the_same(
-    family: str, sampling: SamplingConfig, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    """With all sources and feeds, over several turns; the stores know other answers of the model."""
-    target = Target(model_of(family))
-    prompts = [prompt_of(length) for length in (20, 31, 1)]
-    plain = [output_tokens(run(target, prompt, sampling)) for prompt in prompts]
-    documents = [[*prompts[0], *plain[0]], plain[1]]
-    stores = stores_of(tmp_path_factory.mktemp("stores"), documents, VOCABULARY, 1 << 20)
-    hierarchy = Hierarchy(*stores, last=True, recycled=True)
-    steps = [run(target, prompt, sampling, drafter=hierarchy) for prompt in prompts]
-    assert [output_tokens(of) for of in steps] == plain
-    assert sum(map(len, steps)) < 0.7 * sum(map(len, plain)), "what was never right tests nothing"
-    for step in steps[0]:
-        check_integrity(step.tree)

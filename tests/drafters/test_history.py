@@ -21,7 +21,7 @@ from hdtool.runtime.drafters.methods import drafters_for
 from hdtool.runtime.stores.history_store import History
 from hdtool.runtime.stores.store_set import StoreSet
 from hdtool.runtime.target.target import Target
-from tests.support.decoding import SAMPLINGS, output_tokens, run
+from tests.support.decoding import SAMPLINGS, answer_of, output_tokens, run
 from tests.support.families import FAMILIES, model_of
 from tests.support.oracle import prompt_of
 from tests.support.trees import check_integrity
@@ -43,7 +43,7 @@ def test_answers_are_those_of_plain_decoding(family: str, sampling: SamplingConf
     drafter, other = drafting(history), drafting(history)
     steps = []
     for length in (9, 30, 9, 30):
-        plain = output_tokens(run(target, prompt_of(length), sampling))
+        plain = answer_of(target, prompt_of(length), sampling)
         for one in (drafter, other):
             made = run(target, prompt_of(length), sampling, drafter=one)
             assert output_tokens(made) == plain
@@ -64,7 +64,7 @@ def test_samples_of_one_prompt_draft_from_each_other_while_they_are_answered() -
     for request, step in decode_batch(target, next_request, 3, max_new_tokens=32):
         answers[request.key] += step.tokens
         accepted += int((step.tree.sources[step.path] == SourceId.HISTORY).sum())
-    assert list(answers.values()) == [output_tokens(run(target, prompt, GREEDY))] * 3
+    assert list(answers.values()) == [answer_of(target, prompt, GREEDY)] * 3
     assert accepted > 0
 
 

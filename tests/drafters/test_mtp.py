@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import copy
 import pickle
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from transformers import PreTrainedModel
 from transformers.generation.candidate_generator import MTPCandidateGenerator
 
 from hdtool.data import demo
@@ -22,9 +20,6 @@ from hdtool.runtime.config.model import SamplingConfig
 from hdtool.runtime.config.source_names import SourceId
 from hdtool.runtime.core.accept import Accepted
 from hdtool.runtime.core.engine import PassLog, Verified
-from hdtool.runtime.core.sampler import Sampler
-from hdtool.runtime.core.sequence import Request
-from hdtool.runtime.core.session import decode_batch
 from hdtool.runtime.drafters.methods import drafter_for, drafters_for
 from hdtool.runtime.drafters.trained.drafter_layers import DrafterLayers
 from hdtool.runtime.drafters.trained.mtp import (
@@ -41,11 +36,12 @@ from hdtool.runtime.engines.capture import CaptureMaker, never
 from hdtool.runtime.stores.store_set import StoreSet
 from hdtool.runtime.target.load import load
 from hdtool.runtime.target.target import Target
-from tests.support.decoding import output_tokens, run
+from tests.support.decoding import answer_of, assert_answers_of_batch, assert_drafts_change_nothing, output_tokens, run
 from tests.support.families import model_of
 from tests.support.library_drafts import best_chains, drafts_of_library
 from tests.support.mtp import TYPES, WITH_STATES, with_mtp
 from tests.support.oracle import prompt_of
+from tests.support.published_drafters import few_words
 from tests.support.rehearsed import Rehearsed, direct
 
 SAMPLED = SamplingConfig(temperature=0.8, seed=3)
@@ -61,17 +57,8 @@ def drafter_of(method: str, target: Target, nodes: int = 12) -> Any:
 def test_layers_of_each_type_change_no_token(kind: str, tmp_path: Path) -> None:
     target = Target(with_mtp(kind, tmp_path))
     for sampling in (SamplingConfig(), SAMPLED):
-        plain = output_tokens(run(target, prompt_of(20), sampling, max_new_tokens=12))
         for method in METHODS:
-            drafter = drafter_of(method, target)
-            steps = [
-                step
-                for _ in range(2)
-                for step in run(target, prompt_of(20), sampling, max_new_tokens=12, drafter=drafter)
-            ]
-            assert output_tokens(steps) == 2 * plain
-            drafted = {source for step in steps for source in step.tree.sources.tolist()}
-            assert SourceId.HEADS in drafted
+            assert_drafts_change_nothing(target, drafter_of(method, target), sampling, (20, 20), SourceId.HEADS)
 
 
 @pytest.mark.each_value
@@ -97,14 +84,6 @@ def test_drafts_are_those_of_the_library(
     shared = sorted(set(ours) & set(library))[:-1]
     assert accepted > 2 and len(shared) > 15
     assert [ours[place] for place in shared] == [library[place][: len(ours[place])] for place in shared]
-
-
-def few_words(model: PreTrainedModel) -> PreTrainedModel:
-    """A model that says a few of its words only: some drafts are accepted by chance."""
-    with torch.no_grad():
-        head: Any = model.get_output_embeddings()
-        head.weight[3:] *= 0.1
-    return model
 
 
 @pytest.mark.parametrize(
@@ -184,16 +163,7 @@ def test_several_answers_in_one_batch_keep_their_own_caches(tmp_path: Path) -> N
     prompts = [prompt_of(length) for length in (4, 11, 7)]
     for method in METHODS:
         drafters = drafters_for(DecodeConfig(method, draft_tokens=6, batch_size=3), target, StoreSet())
-        asked = (
-            Request(number, prompt, Sampler(SamplingConfig(), prompt), drafter)
-            for number, (prompt, drafter) in enumerate(zip(prompts, drafters, strict=True))
-        )
-        answers: dict[int, list[int]] = {number: [] for number in range(3)}
-        for request, step in decode_batch(target, partial(next, asked, None), 2, max_new_tokens=9):
-            answers[request.key] += step.tokens
-        assert list(answers.values()) == [
-            output_tokens(run(target, each, SamplingConfig(), max_new_tokens=9)) for each in prompts
-        ]
+        assert_answers_of_batch(target, prompts, drafters, 2, 9)
 
 
 def test_the_trained_hybrid_drafts_far_ahead() -> None:
@@ -202,7 +172,7 @@ def test_the_trained_hybrid_drafts_far_ahead() -> None:
     prompt: Any = loaded.tokenizer.apply_chat_template(
         [{"role": "user", "content": "Explain what a list is."}], add_generation_prompt=True, return_dict=False
     )
-    plain = output_tokens(run(loaded.target, list(prompt), SamplingConfig(), max_new_tokens=80))
+    plain = answer_of(loaded.target, list(prompt), SamplingConfig(), max_new_tokens=80)
     for method, fewest in (("mtp", 2.5), ("hd+mtp", 2.5)):
         steps = run(
             loaded.target, list(prompt), SamplingConfig(), max_new_tokens=80, drafter=drafter_of(method, loaded.target)
@@ -229,13 +199,8 @@ def test_a_configuration_that_says_more_layers_than_there_are(tmp_path: Path) ->
     model.config.num_mtp_layers = 3
     assert mtp_layers_of(model) == 1
     target = Target(model)
-    plain = output_tokens(run(target, prompt_of(20), SamplingConfig(), max_new_tokens=12))
-    assert (
-        output_tokens(
-            run(target, prompt_of(20), SamplingConfig(), max_new_tokens=12, drafter=drafter_of("mtp", target))
-        )
-        == plain
-    )
+    plain = answer_of(target, prompt_of(20), max_new_tokens=12)
+    assert answer_of(target, prompt_of(20), max_new_tokens=12, drafter=drafter_of("mtp", target)) == plain
 
 
 def test_layers_that_do_not_pay_make_few_passes(tmp_path: Path) -> None:
@@ -262,19 +227,19 @@ def test_layers_that_do_not_pay_make_few_passes(tmp_path: Path) -> None:
     gate.note_pass(1, 10.0)
     alone = StandaloneDrafter(mtp_drafter(target, gate), drafter_of("mtp", target).budget)
     steps = run(target, prompt_of(20), SamplingConfig(), max_new_tokens=20, drafter=alone)
-    assert output_tokens(steps) == output_tokens(run(target, prompt_of(20), SamplingConfig(), max_new_tokens=20))
+    assert output_tokens(steps) == answer_of(target, prompt_of(20), SamplingConfig(), max_new_tokens=20)
     assert set(passes) == {0} and all(step.tree.depths.max() <= 1 for step in steps)
 
 
 @pytest.mark.parametrize(("kind", "layers"), [("glm4_moe", 1), ("deepseek_v3", 3)])
 def test_layers_that_overflow_change_no_token(kind: str, layers: int, tmp_path: Path) -> None:
     target = Target(with_mtp(kind, tmp_path, layers))
-    plain = output_tokens(run(target, prompt_of(20), SamplingConfig(), max_new_tokens=20))
+    plain = answer_of(target, prompt_of(20), SamplingConfig(), max_new_tokens=20)
     for method in METHODS:
         drafter = drafter_of(method, target)
         for parameter in LOADED_BY_TARGET[target][MTP_CACHE_NAME].own.parameters():
             parameter.fill_(torch.nan)
-        assert output_tokens(run(target, prompt_of(20), SamplingConfig(), max_new_tokens=20, drafter=drafter)) == plain
+        assert answer_of(target, prompt_of(20), SamplingConfig(), max_new_tokens=20, drafter=drafter) == plain
 
 
 def test_a_model_whose_hidden_states_are_watched_is_copied_and_saved(tmp_path: Path) -> None:
@@ -286,13 +251,8 @@ def test_a_model_whose_hidden_states_are_watched_is_copied_and_saved(tmp_path: P
         made(torch.tensor([prompt_of(9)]))
         assert target.hidden.last_pass is before
         copied = Target(made)
-        plain = output_tokens(run(target, prompt_of(20), SamplingConfig(), max_new_tokens=20))
-        assert (
-            output_tokens(
-                run(copied, prompt_of(20), SamplingConfig(), max_new_tokens=20, drafter=drafter_of("mtp", copied))
-            )
-            == plain
-        )
+        plain = answer_of(target, prompt_of(20), max_new_tokens=20)
+        assert answer_of(copied, prompt_of(20), max_new_tokens=20, drafter=drafter_of("mtp", copied)) == plain
 
 
 def test_a_proposal_is_compared_once_with_what_was_accepted(tmp_path: Path) -> None:

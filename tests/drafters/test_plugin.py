@@ -38,7 +38,7 @@ from hdtool.runtime.kernels.compiled import HAS_CLOCK
 from hdtool.runtime.stores.store_set import StoreSet
 from hdtool.runtime.target.load import load_tokenizer
 from hdtool.runtime.target.target import Target
-from tests.support.decoding import output_tokens, run
+from tests.support.decoding import answer_of, output_tokens, run
 from tests.support.families import model_of
 from tests.support.oracle import prompt_of
 
@@ -119,7 +119,7 @@ def test_evidence_without_a_usable_token_drafts_nothing(found: dict[int, float])
 def test_answers_stay_the_same(sampling: SamplingConfig) -> None:
     target = Target(model_of("llama"))
     prompt = prompt_of(20)
-    plain = output_tokens(run(target, prompt, sampling, 24))
+    plain = answer_of(target, prompt, sampling, 24)
     answer = [*prompt, *plain]
 
     def oracle(context: Sequence[int]) -> Mapping[int, float]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
 from typing import cast
 
 import pytest
@@ -62,29 +61,12 @@ def test_a_context_may_grow_and_a_new_one_begin(steps: list[list[int]]) -> None:
             assert tree.tokens.tolist() == expected
 
 
-MAX_MATCH_LENGTH = 3
-TOKENS = 10
-
-
-def drafted(context: Sequence[int]) -> Sequence[int]:
-    """Return what the published method drafts: what follows the first earlier occurrence of the longest ending."""
-    for size in range(MAX_MATCH_LENGTH, 0, -1):
-        key = context[-size:]
-        for start in range(len(context) - size):
-            if context[start : start + size] == key:
-                return context[start + size : start + size + TOKENS]
-    return []
-
-
-def accept_lengths(prompt: list[int], answer: list[int], drafts_first: bool = False) -> list[int]:
-    """Return the number of tokens per step; the first step is the prefill.
-
-    ``drafts_first`` drafts for the prefill too, as Spec-Bench's loop does.
-    """
+def accept_lengths(prompt: list[int], answer: list[int]) -> list[int]:
+    """Return the number of tokens per step; the first step is the prefill."""
     lengths: list[int] = []
     done = 0
     while done < len(answer):
-        draft = drafted(prompt + answer[:done]) if done or drafts_first else []
+        draft = library(prompt + answer[:done], 10, 3) if done else []
         rest = answer[done:-1]
         taken = 0
         while taken < min(len(draft), len(rest)) and draft[taken] == rest[taken]:
@@ -105,7 +87,6 @@ def test_the_independent_count_on_a_case_by_hand() -> None:
     """Behind [7, 8] stand 9, 1, 2, 7: all drafted, and taken as far as the answer goes on so."""
     prompt, answer = [7, 8, 9, 1, 2, 7], [8, 9, 1, 5, 8, 9]
     assert accept_lengths(prompt, answer) == [1, 3, 1, 1]
-    assert accept_lengths(prompt, answer, drafts_first=True) == [4, 1, 1]
 
 
 @pytest.mark.parametrize("size", [31_000, 32_768])

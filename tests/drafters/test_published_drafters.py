@@ -20,9 +20,6 @@ from hdtool.data.errors import FamilyError, HeadsError, ModelError
 from hdtool.runtime.config.decoding import DecodeConfig
 from hdtool.runtime.config.model import SamplingConfig
 from hdtool.runtime.config.source_names import SourceId
-from hdtool.runtime.core.sampler import Sampler
-from hdtool.runtime.core.sequence import Request
-from hdtool.runtime.core.session import decode_batch
 from hdtool.runtime.core.tree import DraftTree
 from hdtool.runtime.drafters.methods import drafter_for, drafters_for
 from hdtool.runtime.drafters.trained.dflash import without_norm
@@ -32,11 +29,11 @@ from hdtool.runtime.drafters.trained_methods import published_drafter
 from hdtool.runtime.engines.capture import CaptureMaker, never
 from hdtool.runtime.stores.store_set import StoreSet
 from hdtool.runtime.target.target import Target
-from tests.support.decoding import output_tokens, run
+from tests.support.decoding import assert_answers_of_batch, assert_drafts_change_nothing, run
 from tests.support.families import random_model
 from tests.support.library_drafts import best_chains, drafts_of_library
 from tests.support.oracle import prompt_of
-from tests.support.published_drafters import assistant, dflash, eagle3, let_all_layers_share
+from tests.support.published_drafters import assistant, dflash, eagle3, few_words, let_all_layers_share, six_layers
 from tests.support.rehearsed import Rehearsed, direct
 from tests.sweep.models import tiny_model
 
@@ -47,14 +44,6 @@ Maker = Callable[..., Path]
 @pytest.fixture(autouse=True)
 def _all_layers_may_share(monkeypatch: pytest.MonkeyPatch) -> None:
     let_all_layers_share(monkeypatch)
-
-
-def six_layers(kind: str) -> PreTrainedModel:
-    torch.manual_seed(1)
-    model = random_model(kind, num_hidden_layers=6)
-    model.eval()
-    model.generation_config.eos_token_id, model.generation_config.pad_token_id = None, 0
-    return model
 
 
 def gemma() -> PreTrainedModel:
@@ -77,13 +66,9 @@ def test_drafts_change_no_token(pair: str, tmp_path: Path) -> None:
     folder = str(make(tmp_path, model))
     target = Target(model)
     for sampling in (SamplingConfig(), SAMPLED):
-        plain = [output_tokens(run(target, prompt_of(length), sampling, max_new_tokens=12)) for length in (20, 5)]
         for method in ("drafter", "hd+drafter"):
             drafter = drafter_for(DecodeConfig(method, draft_tokens=12, drafter=folder), target, StoreSet())
-            steps = [run(target, prompt_of(length), sampling, max_new_tokens=12, drafter=drafter) for length in (20, 5)]
-            assert [output_tokens(each) for each in steps] == plain
-            drafted = {source for each in steps for step in each for source in step.tree.sources.tolist()}
-            assert SourceId.DRAFTER in drafted
+            assert_drafts_change_nothing(target, drafter, sampling, (20, 5), SourceId.DRAFTER)
 
 
 @pytest.mark.parametrize("pair", PAIRS)
@@ -96,18 +81,7 @@ def test_answers_of_a_batch_are_drafted_apart(pair: str, tmp_path: Path) -> None
     target = Target(model)
     prompts = [prompt_of(length) for length in (4, 11, 7, 30)]
     drafters = drafters_for(config, target, StoreSet())
-    asked = (
-        Request(number, prompt, Sampler(SamplingConfig(), prompt), drafter, max_new_tokens=5 + 4 * number)
-        for number, (prompt, drafter) in enumerate(zip(prompts, drafters, strict=True))
-    )
-    answers: dict[int, list[int]] = {number: [] for number in range(4)}
-    for request, step in decode_batch(target, partial(next, asked, None), 3, max_new_tokens=20):
-        answers[request.key] += step.tokens
-    expected = [
-        output_tokens(run(target, each, SamplingConfig(), max_new_tokens=5 + 4 * number))
-        for number, each in enumerate(prompts)
-    ]
-    assert list(answers.values()) == expected
+    assert_answers_of_batch(target, prompts, drafters, 3, 5, more=4)
 
 
 @pytest.mark.parametrize("length", [5, 20, 41])
@@ -142,15 +116,6 @@ def test_drafts_are_those_of_the_library(
     for place in shared if pair == "dflash" else shared[:1]:
         common = min(len(ours[place]), len(library[place]))
         assert common >= 2 and ours[place][:common] == library[place][:common]
-
-
-def few_words(model: PreTrainedModel) -> PreTrainedModel:
-    """A model that says a few of its words only: some drafts are accepted by chance."""
-    with torch.no_grad():
-        head: Any = model.get_output_embeddings()
-        head.weight = torch.nn.Parameter(head.weight.clone())
-        head.weight[3:] *= 0.1
-    return model
 
 
 @pytest.mark.parametrize("changes", [{}, {"sliding_window": 8}], ids=["full", "sliding"])

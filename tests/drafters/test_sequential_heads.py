@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,14 +16,9 @@ from hdtool.runtime.budget.node_budget import FixedBudget
 from hdtool.runtime.config.building import HeadsConfig
 from hdtool.runtime.config.decoding import DecodeConfig
 from hdtool.runtime.config.model import SamplingConfig
-from hdtool.runtime.config.source_names import SourceId
-from hdtool.runtime.core.sampler import Sampler
-from hdtool.runtime.core.sequence import Request
-from hdtool.runtime.core.session import decode_batch
-from hdtool.runtime.drafters.heads.checkpoint import EvalResult, HydraHeads, MtpHeads, load_heads
+from hdtool.runtime.drafters.heads.checkpoint import EvalResult, HydraHeads, MtpHeads
 from hdtool.runtime.drafters.heads.modules import Heads
 from hdtool.runtime.drafters.heads.state import HeadsState, HydraModule, TrainedMtp, sequential_drafter
-from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
 from hdtool.runtime.drafters.methods import drafter_for
 from hdtool.runtime.drafters.trained.proposal import PROB_BUCKETS
 from hdtool.runtime.drafters.trained.sequential import Ranked, SequentialDrafter
@@ -33,8 +26,8 @@ from hdtool.runtime.drafters.trained_methods import StandaloneDrafter, methods_w
 from hdtool.runtime.engines.capture import CaptureMaker, never
 from hdtool.runtime.stores.store_set import StoreSet
 from hdtool.runtime.target.target import Target
-from tests.support.decoding import SAMPLINGS, output_tokens, run
-from tests.support.families import FAMILIES, VOCABULARY, model_of
+from tests.support.decoding import answer_of, assert_answers_of_batch, run
+from tests.support.families import VOCABULARY, model_of
 from tests.support.heads import SEQUENTIAL, SHAPE, VARIANTS, random_for, random_kind, reference_logits_after
 from tests.support.one_sequence import OneSequence
 from tests.support.oracle import prompt_of
@@ -138,8 +131,9 @@ def test_rankings_are_those_of_the_whole_conversation(config: HeadsConfig, captu
     drafter = StandaloneDrafter(SequentialDrafter(checked, columns=target.watch_hidden()), FixedBudget(24))
     for length in (10, 3):
         prompt = prompt_of(length)
-        steps = run(target, prompt, SamplingConfig(), max_new_tokens=8, drafter=drafter)
-        assert output_tokens(steps) == output_tokens(run(target, prompt, SamplingConfig(), max_new_tokens=8))
+        assert answer_of(target, prompt, max_new_tokens=8, drafter=drafter) == answer_of(
+            target, prompt, max_new_tokens=8
+        )
     assert checked.looked > 60
 
 
@@ -180,24 +174,6 @@ def equal(found: Ranked, expected: Ranked) -> None:
     assert (found[0] == expected[0]).mean() > 0.9  # equals may stand in another order
 
 
-@pytest.mark.each_value
-@pytest.mark.parametrize("sampling", ["greedy", "T 1, top-k 5, penalised"])
-@pytest.mark.parametrize("family", FAMILIES)
-def test_they_do_not_change_the_output(family: str, sampling: str) -> None:
-    target = Target(model_of(family))
-    prompt, chosen = prompt_of(20), SAMPLINGS[sampling]
-    plain = output_tokens(run(target, prompt, chosen, max_new_tokens=20))
-    for name in ("hydra", "hydra++", "mtp"):
-        trained = sequential_drafter(random_for(target, SEQUENTIAL[name]), target)
-        for drafter in (
-            StandaloneDrafter(trained, FixedBudget(40)),
-            Hierarchy(budget=FixedBudget(40), trained=trained),
-        ):
-            steps = run(target, prompt, chosen, max_new_tokens=20, drafter=drafter)
-            assert output_tokens(steps) == plain
-            assert SourceId.HEADS in {source for step in steps for source in step.tree.sources.tolist()}
-
-
 @each_kind
 @pytest.mark.one_in(2)
 def test_several_conversations_in_one_pass_keep_their_own_states(config: HeadsConfig) -> None:
@@ -208,16 +184,8 @@ def test_several_conversations_in_one_pass_keep_their_own_states(config: HeadsCo
     drafters = [
         StandaloneDrafter(SequentialDrafter(check, columns=target.watch_hidden()), FixedBudget(12)) for check in checks
     ]
-    asked = (
-        Request(number, prompt, Sampler(SamplingConfig(), prompt), drafter)
-        for number, (prompt, drafter) in enumerate(zip(prompts, drafters, strict=True))
-    )
-    answers: dict[int, list[int]] = {number: [] for number in range(len(prompts))}
-    for request, step in decode_batch(target, lambda: next(asked, None), 2, max_new_tokens=6):
-        answers[request.key] += step.tokens
-    for number, prompt in enumerate(prompts):
-        assert answers[number] == output_tokens(run(target, prompt, SamplingConfig(), max_new_tokens=6))
-        assert checks[number].looked > 0
+    assert_answers_of_batch(target, prompts, drafters, 2, 6)
+    assert all(check.looked > 0 for check in checks)
 
 
 def test_odds_of_the_evaluation_calibrate_the_first_draft() -> None:
@@ -239,51 +207,6 @@ def test_odds_of_the_evaluation_calibrate_the_first_draft() -> None:
         assert gate or proposal.depths.max() > 3
         for depth, probs in zip(proposal.depths.tolist(), proposal.probs, strict=True):
             np.testing.assert_allclose(probs, (0.09, 0.05, 0.02)[min(depth, 2)], rtol=1e-6)
-
-
-def test_saved_heads_load_unchanged(tmp_path: Path) -> None:
-    target = Target(model_of("llama"))
-    for name, config in SEQUENTIAL.items():
-        saved = random_for(target, config)
-        saved.save(tmp_path / name)
-        found = load_heads(tmp_path / name, target.model)
-        assert found.heads.config == config and found.evaluation == saved.evaluation
-        assert found.heads.state_dict().keys() == saved.heads.state_dict().keys()
-        for key, weight in saved.heads.state_dict().items():
-            kept = weight.half().float() if weight.is_floating_point() else weight
-            torch.testing.assert_close(found.heads.state_dict()[key], kept, rtol=0, atol=0)
-    shared = load_heads(tmp_path / "mtp", target.model).heads
-    assert shared.output(0).up is target.model.get_output_embeddings()
-    assert not any("output" in name for name in shared.state_dict()), "the target's own layer is not saved"
-
-
-@each_kind
-def test_heads_of_another_model_are_refused(config: HeadsConfig, tmp_path: Path) -> None:
-    random_for(Target(model_of("llama")), config).save(tmp_path)
-    with pytest.raises(HeadsError, match=r"trained on another model \(random, .* hdtool train-heads"):
-        load_heads(tmp_path, model_of("mistral"))
-
-
-@pytest.mark.parametrize(
-    "damage",
-    [
-        lambda settings: settings.update(kind="medusa"),
-        lambda settings: settings.update(kind="eagle"),
-        lambda settings: settings.update(head_layers=3),
-        lambda settings: settings.update(heads=3),
-    ],
-)
-def test_settings_that_do_not_fit_the_weights_give_one_line(
-    damage: Callable[[dict[str, object]], None], tmp_path: Path
-) -> None:
-    target = Target(model_of("llama"))
-    random_for(target, SEQUENTIAL["hydra"]).save(tmp_path)
-    saved = json.loads((tmp_path / "config.json").read_text())
-    damage(saved["heads"])
-    (tmp_path / "config.json").write_text(json.dumps(saved))
-    with pytest.raises(HeadsError, match="cannot be read") as refusal:
-        load_heads(tmp_path, target.model)
-    assert "\n" not in str(refusal.value)
 
 
 def test_methods_take_the_heads_of_their_kind(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import shutil
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,11 +11,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch.nn import Embedding, Linear, Module, ModuleList
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
-from hdtool.data import demo
 from hdtool.runtime.budget.measure_passes import _saved_file
-from hdtool.runtime.config.model import ModelConfig, SamplingConfig
+from hdtool.runtime.config.model import ModelConfig
 from hdtool.runtime.kernels.compact_weight import is_compact
 from hdtool.runtime.kernels.experts import arrange_experts
 from hdtool.runtime.kernels.linear import CompiledLinear, compile_linear_layers, compiled_linear, share_weights
@@ -33,10 +31,9 @@ from hdtool.runtime.target.load import load, load_settings
 from hdtool.runtime.target.target import Target
 from hdtool.runtime.weights.stored_model import stored_model
 from tests.support import families
-from tests.support.decoding import SAMPLINGS, assert_drafts_keep, output_tokens, run
-from tests.support.families import FAMILIES, VOCABULARY
-from tests.support.oracle import generated, prompt_of
-from tests.support.trees import WrongDrafter
+from tests.support.decoding import SAMPLINGS, answer_of, assert_lossless
+from tests.support.families import FAMILIES
+from tests.support.oracle import all_logits, generated, prompt_of
 
 DTYPES = [torch.bfloat16, torch.float16]
 LENGTHS = (1, 3, 16, 64, 65, 100)
@@ -59,9 +56,7 @@ def model_in(dtype: torch.dtype, family: str = "llama") -> PreTrainedModel:
     model: Any = FAMILIES[family]()
     for weight in model.parameters():
         weight.data = weight.data.to(dtype).float()
-    model.generation_config.eos_token_id = None
-    model.generation_config.pad_token_id = 0
-    return model.eval()  # type: ignore[no-any-return]
+    return model  # type: ignore[no-any-return]
 
 
 def both(dtype: torch.dtype, family: str = "llama") -> tuple[PreTrainedModel, PreTrainedModel]:
@@ -83,21 +78,9 @@ def read_as_usual(layer: Linear, input: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.linear(input, layer.weight, layer.bias)
 
 
-def all_logits(model: Any, length: int) -> torch.Tensor:
-    with torch.inference_mode():
-        logits: torch.Tensor = model(torch.tensor([prompt_of(length)]), use_cache=False).logits
-    return logits
-
-
-def saved(folder: Path, dtype: torch.dtype, **changes: Any) -> Path:
-    """A checkpoint in this dtype."""
+def checkpoint(folder: Path, dtype: torch.dtype, **changes: Any) -> Path:
     torch.manual_seed(2)
-    settings = {**families.SHAPE, **changes}
-    model = AutoModelForCausalLM.from_config(LlamaConfig(**settings)).to(dtype)
-    model.save_pretrained(folder)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(demo.MODEL / name, folder)
-    return folder
+    return families.saved(families.random_model("Llama", **changes).to(dtype), folder)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -116,9 +99,7 @@ def test_drafts_do_not_change_the_answer(family: str) -> None:
     prompt = prompt_of(20)
     target = Target(compact)
     for sampling in (SAMPLINGS["greedy"], SAMPLINGS["T 0.7"]):
-        plain = output_tokens(run(Target(wide), prompt, sampling))
-        assert output_tokens(run(target, prompt, sampling)) == plain
-        assert_drafts_keep(plain, target, prompt, sampling)
+        assert_lossless(target, prompt, sampling, expected=answer_of(Target(wide), prompt, sampling))
     assert has_compact_weights(compact)
     assert generated(compact, prompt, 48) == generated(wide, prompt, 48)
 
@@ -205,7 +186,7 @@ def test_a_weight_that_other_code_reads_is_right_and_then_kept_in_float32() -> N
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_loaded_checkpoint_has_the_bits_of_one_in_float32(tmp_path: Path, dtype: torch.dtype, tied: bool) -> None:
-    folder = saved(tmp_path / "model", dtype, tie_word_embeddings=tied)
+    folder = checkpoint(tmp_path / "model", dtype, tie_word_embeddings=tied)
     compact, wide = (load(ModelConfig(str(folder), device="cpu", dtype=kind)).target for kind in ("auto", "float32"))
     matrices = {name for name, weight in wide.model.named_parameters(remove_duplicate=False) if weight.dim() == 2}
     assert names_of(compact.model) == matrices and not names_of(wide.model)
@@ -217,20 +198,18 @@ def test_a_loaded_checkpoint_has_the_bits_of_one_in_float32(tmp_path: Path, dtyp
     assert fingerprint(compact.model) == fingerprint(wide.model)
     assert _saved_file(compact) != _saved_file(wide)
     prompt = prompt_of(12)
-    plain = output_tokens(run(wide, prompt, SamplingConfig()))
-    wrong_drafter = WrongDrafter(len(prompt), plain, VOCABULARY, seed=3)
-    assert output_tokens(run(compact, prompt, SamplingConfig(), drafter=wrong_drafter)) == plain
+    assert_lossless(compact, prompt, expected=answer_of(wide, prompt))
 
 
 def test_a_checkpoint_in_16_bits_is_never_expanded(tmp_path: Path) -> None:
-    config = ModelConfig(str(saved(tmp_path / "model", torch.bfloat16, attention_bias=True)), device="cpu")
+    config = ModelConfig(str(checkpoint(tmp_path / "model", torch.bfloat16, attention_bias=True)), device="cpu")
     model = stored_model(config, load_settings(config), None, check=False)
     assert {weight.dtype for weight in model.parameters() if weight.dim() == 2} == {torch.bfloat16}
     assert {weight.dtype for weight in model.parameters() if weight.dim() == 1} == {torch.float32}
 
 
 def test_a_checkpoint_of_several_dtypes_is_not_rounded(tmp_path: Path) -> None:
-    folder = saved(tmp_path / "model", torch.bfloat16)
+    folder = checkpoint(tmp_path / "model", torch.bfloat16)
     file = folder / "model.safetensors"
     tensors = load_file(file)
     exact = {"model.norm.weight": torch.float32, "model.layers.0.mlp.up_proj.weight": torch.float32}
@@ -289,7 +268,7 @@ def test_new_numbers_of_a_weight_count() -> None:
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_model_is_saved_in_float32(tmp_path: Path, tied: bool) -> None:
-    folder = saved(tmp_path / "model", torch.bfloat16, tie_word_embeddings=tied)
+    folder = checkpoint(tmp_path / "model", torch.bfloat16, tie_word_embeddings=tied)
     models = {
         kind: load(ModelConfig(str(folder), device="cpu", dtype=kind)).target.model for kind in ("auto", "float32")
     }

@@ -20,12 +20,8 @@ from hdtool.runtime.program.mixer_parts import Router
 from hdtool.runtime.target.load import load
 from tests.support.described import EXPERTS, model_of
 from tests.support.families import random_model
-from tests.support.fused import widen
 
-
-@pytest.fixture(autouse=True)
-def wide(monkeypatch: pytest.MonkeyPatch) -> None:
-    widen(monkeypatch)
+pytestmark = pytest.mark.usefixtures("wide")
 
 
 def experts_of(name: str) -> tuple[Module, Module]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import shutil
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -12,24 +11,32 @@ from typing import Any
 
 import pytest
 import torch
-from torch.nn import Linear, Parameter
 from transformers.cache_utils import DynamicCache
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
-from hdtool.data import demo
 from hdtool.runtime.budget.measure_passes import _saved_file
 from hdtool.runtime.config.model import ModelConfig
 from hdtool.runtime.core.tree import DraftTree
-from hdtool.runtime.kernels.compact_weight import expand_compact
-from hdtool.runtime.kernels.linear import compile_linear_layers, has_compiled_layers
+from hdtool.runtime.kernels.linear import has_compiled_layers
 from hdtool.runtime.kernels.vector_code import LANES
 from hdtool.runtime.model.placement import more_precise
 from hdtool.runtime.model.transformers_internals import cache_argument
 from hdtool.runtime.target.load import load
 from hdtool.runtime.target.target import Target
 from tests.support import families
+from tests.support.changes import mlp_of, with_other_data
 from tests.support.families import FAMILIES
-from tests.support.fused import TREE, after, both, compile_target, compiled, logits_of, model_of, widen
+from tests.support.fused import (
+    TREE,
+    after,
+    both,
+    compile_target,
+    compiled,
+    logits_of,
+    model_of,
+    widen,
+    with_compiled_layers,
+)
 from tests.support.oracle import assert_same_logits, prompt_of
 
 SAME = (
@@ -45,136 +52,18 @@ def wide(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Non
         widen(monkeypatch)
 
 
-def double(module: Any, inputs: Any, output: Any) -> Any:
-    return output * 2
-
-
-def with_a_hook(model: Any) -> None:
-    model.model.layers[1].mlp.up_proj.register_forward_hook(double)
-
-
-def with_a_hook_after_the_layers(model: Any) -> None:
-    model.model.norm.register_forward_hook(double)
-
-
-def with_another_module(model: Any) -> None:
-    layer = model.model.layers[0].mlp
-    layer.up_proj = Linear(64, 128, bias=False)
-    torch.nn.init.normal_(layer.up_proj.weight)
-
-
-def with_another_weight(model: Any) -> None:
-    model.model.layers[0].self_attn.q_proj.weight.data = torch.rand(64, 64)
-
-
-def with_another_embedding(model: Any) -> None:
-    model.model.embed_tokens.weight.data = torch.rand_like(model.model.embed_tokens.weight)
-
-
-def with_another_parameter(model: Any) -> None:
-    model.model.layers[1].input_layernorm.weight = Parameter(torch.rand(64))
-
-
-def with_another_norm(model: Any) -> None:
-    model.model.norm.weight = Parameter(torch.rand(64))
-
-
-def with_another_function(model: Any) -> None:
-    norm = model.model.layers[1].input_layernorm
-    norm.forward = lambda hidden: hidden * 2
-
-
-def with_a_transposed_weight(model: Any) -> None:
-    """It lies where it was."""
-    weight = model.model.layers[0].self_attn.q_proj.weight
-    weight.data = expand_compact(weight).data.t()
-
-
-def with_fewer_units(model: Any) -> None:
-    """The parts of weights in float32 lie where the whole ones began."""
-    mlp = model.model.layers[0].mlp
-    for layer in (mlp.gate_proj, mlp.up_proj):
-        layer.weight.data = expand_compact(layer.weight).data[:64]
-    mlp.down_proj.weight.data = expand_compact(mlp.down_proj.weight).data[:, :64]
-
-
-def with_another_forward(model: Any) -> None:
-    usual = model.forward
-
-    def forward(*arguments: Any, **options: Any) -> Any:
-        found = usual(*arguments, **options)
-        found.logits = found.logits * 2
-        return found
-
-    model.forward = forward
-
-
-CHANGES = [
-    with_a_hook,
-    with_a_hook_after_the_layers,
-    with_another_module,
-    with_another_weight,
-    with_another_embedding,
-    with_another_parameter,
-    with_another_norm,
-    with_another_function,
-    with_a_transposed_weight,
-    with_fewer_units,
-    with_another_forward,
-]
-
-
-@pytest.mark.parametrize("change", CHANGES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.one_in(2)
-def test_a_model_that_was_changed_computes_what_it_became(change: Callable[[Any], None], dtype: torch.dtype) -> None:
-    usual, fused = both(dtype=dtype)
-    unchanged = logits_of(fused, prompt_of(20))
-    passes = compiled(fused).passes
-    for target in (usual, fused):
-        torch.manual_seed(5)
-        with torch.no_grad():
-            change(target.model)
-    found = logits_of(fused, prompt_of(20))
-    assert compiled(fused).passes == passes
-    assert torch.equal(found, logits_of(usual, prompt_of(20)))
-    assert (found - unchanged).abs().max() > 0.1
-
-
 def test_weights_that_are_replaced_within_an_answer_are_not_freed() -> None:
     """The answer goes on with those that computed its keys and values; the next prompt is read with the new ones."""
     usual, fused = both()
     one = after(fused, prompt_of(20))
     before = one.verify(TREE).clone()
-    weight = fused.model.model.layers[0].self_attn.q_proj.weight
+    weight = mlp_of(fused.model).down_proj.weight
     memory = weakref.ref(weight.untyped_storage())
-    with_another_weight(fused.model)
+    with_other_data(fused.model)
     assert memory() is not None and torch.equal(one.verify(TREE), before)
-    usual.model.model.layers[0].self_attn.q_proj.weight.data = weight.data
+    mlp_of(usual.model).down_proj.weight.data = weight.data
     assert torch.equal(logits_of(fused, prompt_of(20)), logits_of(usual, prompt_of(20)))
     assert memory() is None
-
-
-def test_a_prompt_that_continues_kept_context_notices_replaced_weights() -> None:
-    usual, fused = (after(target, prompt_of(30)) for target in both())
-    for one in (usual, fused):
-        torch.manual_seed(5)
-        with_another_weight(one.target.model)
-    found, expected = (one.read_on([*prompt_of(30), 4, 5]) for one in (fused, usual))
-    assert torch.equal(found, expected)
-    assert fused.cached_tokens == usual.cached_tokens == 0
-
-
-def test_a_weight_that_is_changed_in_place_is_read_as_it_is() -> None:
-    usual, fused = both()
-    unchanged = logits_of(fused, prompt_of(20))
-    for target in (usual, fused):
-        with torch.no_grad():
-            target.model.model.layers[0].self_attn.q_proj.weight.mul_(1.5)
-    found = logits_of(fused, prompt_of(20))
-    assert_same_logits(found, logits_of(usual, prompt_of(20)))
-    assert (found - unchanged).abs().max() > 0.1
-    assert is_compiled(fused)
 
 
 @pytest.mark.parametrize("through_data", [False, True])
@@ -245,20 +134,6 @@ def test_the_library_may_record_the_outputs_of_layers() -> None:
     assert torch.equal(logits_of(fused, prompt_of(9)), logits_of(usual, prompt_of(9)))
 
 
-def test_hidden_states_are_those_of_a_model_that_was_changed() -> None:
-    found: list[torch.Tensor] = []
-    for target in both():
-        target.watch_hidden()
-        after(target, prompt_of(20))
-        torch.manual_seed(5)
-        with_another_weight(target.model)
-        one = after(target, prompt_of(20))
-        one.verify(TREE)
-        assert one.verified.hidden is not None
-        found.append(one.verified.hidden)
-    assert torch.equal(*found)
-
-
 def test_tokens_without_an_embedding_are_refused_by_the_library() -> None:
     _, fused = both()
     one = after(fused, prompt_of(20))
@@ -273,9 +148,7 @@ def test_tokens_without_an_embedding_are_refused_by_the_library() -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_models_of_other_kinds_are_the_librarys(family: str) -> None:
     torch.manual_seed(1)
-    model = FAMILIES[family]()
-    compile_linear_layers(model)
-    target = Target(model)
+    target = with_compiled_layers(FAMILIES[family]())
     before = logits_of(target, prompt_of(30))
     target.compile()
     rotates_narrowly = family == "glm4" and LANES > 8  # half of each head, which is 16 wide
@@ -304,9 +177,7 @@ def test_models_of_other_kinds_are_the_librarys(family: str) -> None:
 )
 def test_models_of_other_numbers_are_the_librarys(name: str, changes: dict[str, Any], expected: bool) -> None:
     torch.manual_seed(1)
-    model = families.random_model(name, **changes)
-    compile_linear_layers(model)
-    target = Target(model)
+    target = with_compiled_layers(families.random_model(name, **changes))
     before = logits_of(target, prompt_of(30))
     target.compile()
     assert (target.compiled is not None) == expected
@@ -325,9 +196,7 @@ def test_layers_of_other_numbers_are_refused_at_loading(
 ) -> None:
     """They have the same structure, but a norm is scaled, or the unit adds a part of its input."""
     monkeypatch.setattr(kind, "forward", other)
-    model = model_of()
-    compile_linear_layers(model)
-    assert not Target(model).compile()
+    assert not with_compiled_layers(model_of()).compile()
     monkeypatch.undo()
 
 
@@ -344,8 +213,7 @@ def test_a_class_whose_code_is_replaced_is_noticed(monkeypatch: pytest.MonkeyPat
 def test_a_model_with_other_parts_is_the_librarys() -> None:
     model = model_of()
     model.model.add_module("adapter", torch.nn.Identity())
-    compile_linear_layers(model)
-    assert not Target(model).compile()
+    assert not with_compiled_layers(model).compile()
 
 
 def test_copies_and_files_have_the_model_of_the_library(tmp_path: Path) -> None:
@@ -357,7 +225,7 @@ def test_copies_and_files_have_the_model_of_the_library(tmp_path: Path) -> None:
         assert has_compiled_layers(copied)
         assert torch.equal(logits_of(Target(copied), prompt_of(9)), expected)
     assert fused.model.state_dict().keys() == usual.model.state_dict().keys() == model_of().state_dict().keys()
-    with_another_weight(copies[0])
+    with_other_data(copies[0])
     assert is_compiled(fused)
     fused.use_compiled(None)
     assert torch.equal(logits_of(fused, prompt_of(9)), expected)
@@ -385,9 +253,7 @@ def test_a_copy_may_be_compiled_too() -> None:
 def test_loading_compiles_a_model_unless_told_otherwise(
     tmp_path: Path, changes: dict[str, Any], expected: bool
 ) -> None:
-    model_of(dtype=torch.bfloat16).bfloat16().save_pretrained(tmp_path)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(demo.MODEL / name, tmp_path)
+    families.saved(model_of(dtype=torch.bfloat16).bfloat16(), tmp_path)
     loaded = load(ModelConfig(str(tmp_path), device="cpu", **changes))
     assert (loaded.target.compiled is not None) == expected
     assert loaded.target.log.passes == 0 and loaded.target.log.seconds == 0

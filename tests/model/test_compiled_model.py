@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from types import ModuleType
 from typing import Any
@@ -22,22 +22,17 @@ from hdtool.runtime.drafters.methods import drafter_with_budget
 from hdtool.runtime.engines.checks.probes import SHORT_CONTEXT, some_context
 from hdtool.runtime.engines.cpu import layer_kernel, pass_kernel, proof, weight_table
 from hdtool.runtime.engines.cpu.tree_pass import PROMPT_CHUNK
-from hdtool.runtime.kernels.linear import compile_linear_layers
 from hdtool.runtime.stores.store_set import StoreSet
 from hdtool.runtime.target.target import Target
-from tests.support.decoding import SAMPLINGS, assert_drafts_keep, output_tokens, run
-from tests.support.fused import KINDS, TREE, after, both, compile_target, compiled, logits_of, model_of, widen
-from tests.support.oracle import assert_same_logits, generated, plain_logits, prompt_of
-from tests.support.trees import tokens_to
+from tests.support.decoding import answer_of, output_tokens, run
+from tests.support.fused import KINDS, TREE, after, both, compiled, logits_of, model_of, with_compiled_layers
+from tests.support.oracle import assert_same_logits, plain_logits, prompt_of
+
+pytestmark = pytest.mark.usefixtures("wide")
 
 LARGE = DraftTree.of(4, list(range(40)), [-1] * 40)
 CERTAIN = replace(TREE, forced_tokens=np.array([UNDETERMINED, 5, UNDETERMINED, 3, 8, UNDETERMINED, 1], np.int64))
 LENGTHS = (1, 2, 31, 64, PROMPT_CHUNK, PROMPT_CHUNK + 1, 3 * PROMPT_CHUNK + 9)
-
-
-@pytest.fixture(autouse=True)
-def wide(monkeypatch: pytest.MonkeyPatch) -> None:
-    widen(monkeypatch)
 
 
 @pytest.fixture
@@ -48,31 +43,6 @@ def without_the_library(monkeypatch: pytest.MonkeyPatch) -> Callable[[Target], N
         raise AssertionError("the library computes a pass")
 
     return lambda target: monkeypatch.setattr(type(target.model), "__call__", refuse)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.each_value
-def test_the_logits_are_those_of_the_library(
-    kind: str, dtype: torch.dtype, without_the_library: Callable[[Target], None]
-) -> None:
-    usual, fused = both(kind, dtype)
-    expected = [list(some_logits(usual, length)) for length in LENGTHS]
-    without_the_library(fused)
-    for length, logits in zip(LENGTHS, expected, strict=True):
-        for one, other in zip(some_logits(fused, length), logits, strict=True):
-            assert one.shape == other.shape
-            assert_same_logits(one, other)
-
-
-def some_logits(target: Target, length: int) -> Iterator[torch.Tensor]:
-    """Of trees after a prompt, of the prompt itself and of one that continues it."""
-    one = after(target, prompt_of(length), room=200)
-    yield one.verified.logits.clone()
-    for tree in (TREE, DraftTree.bare(7), LARGE):
-        yield one.verify(tree).clone()
-    yield one.prefill([3, 9], length).clone()
-    yield one.prefill(prompt_of(PROMPT_CHUNK + 5), length).clone()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -119,64 +89,6 @@ def hidden_of_passes(target: Target) -> Iterator[torch.Tensor]:
     yield from kept  # a later pass leaves those of earlier ones as they are
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_weights_in_16_bits_give_the_bits_of_float32(dtype: torch.dtype) -> None:
-    wide = model_of("qwen3", dtype)
-    compile_linear_layers(wide)
-    target = Target(wide)
-    compile_target(target)
-    _, compact = both("qwen3", dtype)
-    for tree in (TREE, DraftTree.bare(7)):
-        assert torch.equal(logits_of(compact, prompt_of(30), tree), logits_of(target, prompt_of(30), tree))
-
-
-def test_a_row_has_the_same_bits_beside_any_other_rows() -> None:
-    _, fused = both("qwen3")
-    context = prompt_of(40)
-    whole = logits_of(fused, context)
-    for node in range(len(TREE)):
-        tokens = tokens_to(TREE, node)
-        assert torch.equal(logits_of(fused, context, chain(tokens))[-1], whole[node + 1])
-        one = after(fused, context)
-        for token in tokens:
-            alone = one.verify(DraftTree.bare(token))
-            one.commit([])
-        assert torch.equal(alone[0], whole[node + 1]), "one token in each pass"
-        assert torch.equal(after(fused, [*context, *tokens]).verified.logits[0], whole[node + 1]), "in the prompt"
-
-
-def chain(tokens: Sequence[int]) -> DraftTree:
-    return DraftTree.of(tokens[0], tokens[1:], range(-1, len(tokens) - 2))
-
-
-def test_a_prompt_has_the_same_bits_in_pieces_of_any_length() -> None:
-    _, fused = both("qwen3")
-    prompt = prompt_of(2 * PROMPT_CHUNK + 7)
-    whole = after(fused, prompt)
-    expected = whole.verified.logits.clone(), whole.verify(TREE).clone()
-    for first in (1, 100, PROMPT_CHUNK + 30):
-        one = after(fused, prompt[:first], room=2 * PROMPT_CHUNK)
-        assert torch.equal(one.prefill(prompt[first:], first), expected[0])
-        assert torch.equal(one.verify(TREE), expected[1])
-
-
-@pytest.mark.parametrize("threads", [2, 3, 7])
-def test_several_threads_share_a_pass_and_give_the_same_bits(threads: int) -> None:
-    _, fused = both("qwen3")
-    cases, usual = (
-        [(length, tree) for length in (9, PROMPT_CHUNK + 2) for tree in (TREE, LARGE)],
-        torch.get_num_threads(),
-    )
-    found = []
-    for number in (1, threads):
-        torch.set_num_threads(number)
-        try:
-            found.append([logits_of(fused, prompt_of(length), tree) for length, tree in cases] + batch_logits(fused))
-        finally:
-            torch.set_num_threads(usual)
-    assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
-
-
 def batch_logits(target: Target) -> list[torch.Tensor]:
     """Of two sequences of different lengths."""
     cache = target.allocate(2)
@@ -217,27 +129,14 @@ def test_the_default_dtype_of_torch_changes_no_bit(dtype: torch.dtype) -> None:
     assert all(map(torch.equal, found, expected))
 
 
-@pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.each_value
-def test_drafts_do_not_change_the_answer(kind: str, sampling: SamplingConfig) -> None:
-    usual, fused = both(kind)
-    prompt = prompt_of(20)
-    plain = output_tokens(run(fused, prompt, sampling))
-    assert plain == output_tokens(run(usual, prompt, sampling))
-    assert_drafts_keep(plain, fused, prompt, sampling)
-    if sampling == SamplingConfig():
-        assert plain == generated(fused.model, prompt, 32)
-
-
 @pytest.mark.parametrize("method", sorted(set(METHODS) - set(TRAINED) - {"rest"}))
 @pytest.mark.one_in(2)
 def test_every_method_gives_the_answer_of_plain_decoding(method: str) -> None:
     _, fused = both("qwen3")
     prompt = prompt_of(12) * 3
-    plain = output_tokens(run(fused, prompt, SamplingConfig()))
+    plain = answer_of(fused, prompt, SamplingConfig())
     drafter = drafter_with_budget(lambda *_: FixedBudget(9), DecodeConfig(method), StoreSet(), fused)
-    assert output_tokens(run(fused, prompt, SamplingConfig(), drafter=drafter)) == plain
+    assert answer_of(fused, prompt, SamplingConfig(), drafter=drafter) == plain
 
 
 @pytest.mark.parametrize("slots", [1, 2])
@@ -277,17 +176,6 @@ def test_an_overflow_affects_no_other_pass(slots: int) -> None:
         assert_same_logits(again[0], plain_logits(usual.model, [*context, 4]))
 
 
-def test_a_later_turn_continues_the_cache_of_the_first() -> None:
-    usual, fused = (after(target, prompt_of(30)) for target in both())
-    for one in (usual, fused):
-        one.verify(TREE)
-        one.commit([0, 1])
-    context = [*prompt_of(30), 3, 5, 8, 60, 61]
-    found, expected = (one.read_on(context) for one in (fused, usual))
-    assert fused.cached_tokens == usual.cached_tokens == 32
-    assert_same_logits(found, expected)
-
-
 def test_the_proof_passes_with_a_tenth_of_its_tolerance(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[float] = []
     usual = proof.distance
@@ -320,9 +208,7 @@ def test_passes_are_counted_once() -> None:
 
 def test_no_pass_compiles_anything() -> None:
     """Loading has compiled all kinds of passes, also where a model was proved before."""
-    model = model_of()
-    compile_linear_layers(model)
-    target = Target(model)
+    target = with_compiled_layers(model_of())
     target.compile(proved=True)
 
     def signatures() -> dict[str, list[Any]]:

@@ -11,16 +11,13 @@ import torch
 
 from hdtool.runtime.caches.kv_cache import KVTensors
 from hdtool.runtime.config.model import SamplingConfig
-from hdtool.runtime.core.sampler import Sampler
-from hdtool.runtime.core.sequence import Request
-from hdtool.runtime.core.session import decode_batch
 from hdtool.runtime.core.tree import DraftTree
 from hdtool.runtime.engines.capture import Run
 from hdtool.runtime.engines.cuda import static_steps
 from hdtool.runtime.engines.cuda.static_steps import WARM_UPS, CudaGraphs
 from hdtool.runtime.model.placement import use_planless_attention
 from hdtool.runtime.target.target import Target
-from tests.support.decoding import output_tokens, run
+from tests.support.decoding import answer_of, answers_of, request
 from tests.support.families import model_of
 from tests.support.oracle import prompt_of
 from tests.support.rehearsed import Direct, captured_of, direct
@@ -185,7 +182,7 @@ def test_a_step_that_does_not_fit_gives_up_its_shape_and_is_captured_later(
     memory = Memory()
     target, prompts = Target(model_of("llama"), lambda device: memory), [prompt_of(length) for length in (9, 20, 30)]
     captured = list(captured_of(target)._passes)
-    expected = [output_tokens(run(target, prompt, SamplingConfig(), 12)) for prompt in prompts]
+    expected = [answer_of(target, prompt, SamplingConfig(), 12) for prompt in prompts]
     memory.failures, memory.recorded = 2, 0
     assert answered_together(target, prompts) == expected
     assert memory.recorded == 1, "at the third attempt, within these 11 steps"
@@ -238,11 +235,8 @@ def test_a_note_says_that_the_fused_pass_is_lost(capsys: pytest.CaptureFixture[s
 
 
 def answered_together(target: Target, prompts: Sequence[list[int]]) -> list[list[int]]:
-    waiting = iter([Request(place, prompt, Sampler(SamplingConfig(), prompt)) for place, prompt in enumerate(prompts)])
-    found: list[list[int]] = [[] for _ in prompts]
-    for request, step in decode_batch(target, lambda: next(waiting, None), len(prompts), max_new_tokens=12):
-        found[request.key] += step.tokens
-    return found
+    found = answers_of(target, map(request, range(len(prompts)), prompts), len(prompts), 12)
+    return [found[place] for place in range(len(prompts))]
 
 
 @pytest.mark.parametrize(("device", "changed"), [("cpu", []), ("cuda", [False])])

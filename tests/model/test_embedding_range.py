@@ -15,9 +15,9 @@ from hdtool.data.stores.manifest import TokenizerFingerprint
 from hdtool.runtime.budget.node_budget import FixedBudget
 from hdtool.runtime.config.decoding import METHODS, TRAINED, DecodeConfig
 from hdtool.runtime.config.model import SamplingConfig
+from hdtool.runtime.core.drafter import Drafter
 from hdtool.runtime.core.sampler import Sampler
-from hdtool.runtime.core.sequence import Request
-from hdtool.runtime.core.session import decode, decode_batch
+from hdtool.runtime.core.session import decode
 from hdtool.runtime.core.tree import ROOT, DraftTree
 from hdtool.runtime.drafters.methods import drafter_with_budget
 from hdtool.runtime.engines.capture import CaptureMaker, never
@@ -25,6 +25,7 @@ from hdtool.runtime.stores.corpus_index import CorpusIndex
 from hdtool.runtime.stores.model_store import ModelStore
 from hdtool.runtime.stores.store_set import StoreSet
 from hdtool.runtime.target.target import Target
+from tests.support.decoding import answer_of, answers_of, request
 from tests.support.families import VOCABULARY, model_of
 from tests.support.oracle import prompt_of
 from tests.support.rehearsed import direct
@@ -36,9 +37,8 @@ PAD = VOCABULARY
 TOKENIZER = TokenizerFingerprint("0123", VOCABULARY + 2)
 
 
-def answer(target: Target, prompt: list[int], drafter: object = None) -> list[int]:
-    steps = decode(target, prompt, Sampler(SamplingConfig(), prompt), max_new_tokens=MAX_NEW_TOKENS, drafter=drafter)  # type: ignore[arg-type]
-    return [token for step in steps for token in step.tokens]
+def answer(target: Target, prompt: list[int], drafter: Drafter | None = None) -> list[int]:
+    return answer_of(target, prompt, max_new_tokens=MAX_NEW_TOKENS, drafter=drafter)
 
 
 @pytest.fixture(scope="module")
@@ -65,24 +65,7 @@ def test_no_method_drafts_a_token_without_an_embedding(method: str, layout: Capt
     drafter = drafter_with_budget(lambda: FixedBudget(16), DecodeConfig(method=method), store_set, target)
     for _ in range(2):
         assert answer(target, prompt, drafter) == plain
-    (both,) = {
-        tuple(
-            token
-            for r, step in decode_batch(target, Asked(prompt, drafter), 1, max_new_tokens=MAX_NEW_TOKENS)
-            for token in step.tokens
-        )
-    }
-    assert list(both) == plain
-
-
-class Asked:
-    """One request."""
-
-    def __init__(self, prompt: list[int], drafter: object) -> None:
-        self._requests = [Request(0, prompt, Sampler(SamplingConfig(), prompt), drafter)]  # type: ignore[arg-type]
-
-    def __call__(self) -> Request[int] | None:
-        return self._requests.pop() if self._requests else None
+    assert answers_of(target, [request(0, prompt, drafter)], 1, MAX_NEW_TOKENS) == {0: plain}
 
 
 @given(trees(2 * VOCABULARY, max_nodes=30))

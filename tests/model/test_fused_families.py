@@ -27,19 +27,13 @@ from hdtool.runtime.program.model_families import FAMILIES, LLAMA_NORMS, Family,
 from hdtool.runtime.program.model_parts import Kind, model_parts
 from hdtool.runtime.target.target import Target
 from tests.support.described import (
-    CHANGES,
-    DESCRIBED_MODELS,
     EXPERTS,
     LATENT_MODELS,
     LAYER_NORM_MODELS,
     LOCAL_AND_GLOBAL,
     MODELS,
     WINDOWS,
-    WRONG,
-    WRONG_LATENTS,
-    WRONG_LAYER_NORMS,
     assert_right,
-    families_with,
     model_of,
 )
 from tests.support.families import SHAPE, random_model
@@ -84,17 +78,6 @@ def is_fused(model: Any) -> bool:
     return Target(model, direct).is_fused
 
 
-@pytest.mark.parametrize("name", DESCRIBED_MODELS)
-@pytest.mark.one_in(4)
-def test_trees_get_the_logits_of_forward(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    widen(monkeypatch)
-    model = model_of(name)
-    target = Target(model, direct)
-    assert target.is_fused
-    assert_right(model, target, ((6, 0, 20), (20, 6), (30, 4, 9)))
-    assert target.is_fused, "it must not have gone back to the library's pass"
-
-
 @pytest.mark.parametrize("name", BY_KERNELS)
 @pytest.mark.long
 def test_trees_get_the_logits_of_forward_by_kernels(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,22 +95,6 @@ def test_an_engine_of_llamas_computes_none_of_them(name: str) -> None:
     llamas: Kind[Module] = Kind(lambda one: hasattr(one, "in_features"), lambda one: True, lambda one: True)
     assert model_parts(model_of(name), llamas) is None
     assert model_parts(model_of(name), replace(llamas, families=FAMILIES))
-
-
-@pytest.mark.parametrize("fault", WRONG | WRONG_LATENTS | WRONG_LAYER_NORMS)
-def test_a_wrong_description_is_not_used(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    name, changes = (WRONG | WRONG_LATENTS | WRONG_LAYER_NORMS)[fault]
-    monkeypatch.setattr(fused_pass, "DESCRIBED", families_with(name, changes))
-    assert not is_fused(model_of(name))
-
-
-@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
-def test_what_the_description_does_not_name_is_left_to_the_library(change: Callable[[Any], None]) -> None:
-    model = model_of("gemma3")
-    target = Target(model, direct)
-    assert fuse(target.stock, target.facts)
-    change(model)
-    assert fuse(target.stock, target.facts) is None
 
 
 def test_a_setting_that_a_release_adds_is_noticed() -> None:

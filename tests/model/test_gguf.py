@@ -28,17 +28,13 @@ from hdtool.runtime.core.session import decode
 from hdtool.runtime.target.load import load, load_stock, load_stops, load_tokenizer
 from hdtool.runtime.weights import gguf_folder
 from hdtool.runtime.weights.store import WeightStore
+from tests.support.commands import complaint
 from tests.support.decoding import SAMPLINGS, output_tokens, run as decoded
 from tests.support.gguf_files import END_OF_TEXT, TEMPLATE, tiny_llama, vocabulary, write_gguf
 
+pytestmark = pytest.mark.usefixtures("home")
+
 PROMPT = [token * 29 % 500 + 2 for token in range(20)]
-
-
-@pytest.fixture(autouse=True)
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A home of each test's own. A file that a test has just written counts as settled."""
-    monkeypatch.setenv("HDTOOL_HOME", str(tmp_path / "home"))
-    return tmp_path / "home"
 
 
 @pytest.fixture(scope="module")
@@ -177,15 +173,11 @@ def test_commands_that_need_the_tokenizer_alone_read_no_weights(
 
 @pytest.fixture
 def refused(file: Path, capfd: pytest.CaptureFixture[str]) -> Iterator[Callable[..., str]]:
-    def complaint(*options: str, model: Path = file, code: int = 1) -> str:
+    def refuse(*options: str, model: Path = file, code: int = 1) -> str:
         capfd.readouterr()
-        assert run(["generate", "--prompt", "hi", "--model", str(model), *options]) == code
-        printed = capfd.readouterr()
-        (line,) = [line for line in printed.err.splitlines() if not line.startswith("note: ")]
-        assert line.startswith("error: ") and not printed.out
-        return line
+        return complaint(capfd, "generate", "--prompt", "hi", "--model", str(model), *options, code=code)
 
-    yield complaint
+    yield refuse
 
 
 def test_files_that_cannot_be_read(refused: Callable[..., str], file: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,11 +21,7 @@ from hdtool.runtime.weights.fingerprint import fingerprint_of
 from hdtool.runtime.weights.gguf_folder import configuration_folder
 from tests.support.gguf_files import tiny_llama, write_gguf
 
-
-@pytest.fixture(autouse=True)
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("HDTOOL_HOME", str(tmp_path / "home"))
-    return tmp_path / "home"
+pytestmark = pytest.mark.usefixtures("home")
 
 
 def small(path: Path, value: float = 1.0, name: str = "small", size: int = 40) -> Path:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -10,30 +9,24 @@ import pytest
 import torch
 from transformers import GptOssConfig
 
-from hdtool.cli.app import run as command
 from hdtool.data.gguf_header import GGUFHeader
 from hdtool.runtime.config.model import ModelConfig
 from hdtool.runtime.core.tree import DraftTree
-from hdtool.runtime.kernels import vector_code
 from hdtool.runtime.kernels.compact_weight import is_compact, is_packed
 from hdtool.runtime.kernels.experts import DOWN, GATE_UP, CompiledExperts
 from hdtool.runtime.target.load import load
 from hdtool.runtime.target.target import Target
 from hdtool.runtime.weights.gguf_file import GGUFFile
 from hdtool.runtime.weights.gguf_settings import gpt_oss_settings, restore_settings
-from tests.support.decoding import SAMPLINGS, output_tokens, run
+from tests.support.decoding import SAMPLINGS, answer_of, assert_lossless
 from tests.support.fused import TREE, after, compiled, logits_of
 from tests.support.gpt_oss_gguf import ROPE, write_gpt_oss
 from tests.support.oracle import assert_same_logits, plain_logits
-from tests.support.trees import WrongDrafter
+from tests.support.packed_blocks import needs_blocks
+
+pytestmark = pytest.mark.usefixtures("home")
 
 PROMPT = [place * 17 % 90 + 4 for place in range(40)]
-needs_blocks = pytest.mark.skipif(not vector_code.EXPANDS_FLOAT16, reason="blocks are expanded by transformers here")
-
-
-@pytest.fixture(autouse=True)
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HDTOOL_HOME", str(tmp_path / "home"))
 
 
 def loaded(file: Path, **options: Any) -> Target:
@@ -93,10 +86,7 @@ def test_logits_have_the_bits_of_the_expanded_model(kind: str, tmp_path: Path) -
     assert_same_logits(expected[0], plain_logits(original, [*PROMPT, TREE.root]))
     assert compiled(packed).is_current and compiled(wide).is_current and packed.takes_trees
     for sampling in (SAMPLINGS["greedy"], SAMPLINGS["T 0.7"]):
-        plain = output_tokens(run(wide, PROMPT, sampling, max_new_tokens=20))
-        drafter = WrongDrafter(len(PROMPT), plain, wide.vocabulary, 1)
-        assert output_tokens(run(packed, PROMPT, sampling, max_new_tokens=20, drafter=drafter)) == plain
-        assert drafter.accepted
+        assert_lossless(packed, PROMPT, sampling, 20, expected=answer_of(wide, PROMPT, sampling, 20))
     assert not any(weight.expansions.count for weight in weights), "no pass expanded all experts of a layer"
 
 
@@ -114,18 +104,6 @@ def test_int8_activations_multiply_by_the_experts(tmp_path: Path) -> None:
         alone.commit()
     parts = {part.data_ptr() for weight in expert_weights(rounded) for part in weight.stored.parts}
     assert len(parts) == 6 and parts <= compiled(rounded).table._panels.keys()
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("method", ["hd", "lade"])
-def test_methods_are_lossless(method: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    write_gpt_oss(tmp_path / "oss.gguf")
-    prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text(json.dumps({"prompt": "Say it again."}) + "\n")
-    options = ("--model", str(tmp_path / "oss.gguf"), "--prompts", str(prompts), "--max-new-tokens", "24")
-    assert command(["verify", *options, "--method", method, "--json"]) == 0
-    found = json.loads(capfd.readouterr().out)
-    assert found["lossless"] and found["identical"] == {"plain": 1, "generate": 1}, found
 
 
 @needs_blocks

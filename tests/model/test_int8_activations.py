@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 
 import pytest
@@ -12,45 +11,28 @@ import torch
 from hdtool.builders.evaluation.environment import describe_environment
 from hdtool.builders.setup.held_out_answers import answer_prompts
 from hdtool.cli.app import run as command
-from hdtool.data import demo
 from hdtool.data.errors import OptionError
 from hdtool.data.prompts import read_prompts
 from hdtool.runtime.config.model import ModelConfig
 from hdtool.runtime.core.tree import DraftTree
 from hdtool.runtime.engines.cpu.compiled_kind import may_be_compiled
-from hdtool.runtime.engines.cpu.tree_pass import PROMPT_CHUNK
-from hdtool.runtime.kernels import vector_code
 from hdtool.runtime.kernels.linear import CompiledLinear
-from hdtool.runtime.kernels.matrix_formats import FORMATS_BY_GGUF_TYPE
 from hdtool.runtime.stores.store_set import StoreSet
 from hdtool.runtime.target import load as loading
 from hdtool.runtime.target.load import load
 from hdtool.runtime.target.target import Target
 from tests.support import described, families, fused
-from tests.support.decoding import SAMPLINGS, assert_drafts_keep, output_tokens, run
+from tests.support.decoding import answer_of
 from tests.support.fused import compiled
 from tests.support.gguf_files import VOCABULARY, tiny_llama, write_gguf
 from tests.support.one_sequence import OneSequence
 from tests.support.oracle import assert_same_logits, plain_logits
+from tests.support.packed_blocks import needs_blocks
 
-pytestmark = pytest.mark.skipif(not vector_code.EXPANDS_FLOAT16, reason="blocks are expanded by transformers here")
-SOON = ("Q4_1", "Q8_0")
-LATER = ("Q5_0", "Q4_K", "Q6_K", "IQ4_NL", "MXFP4")
-KINDS = [
-    one.name
-    if one.name in SOON
-    else pytest.param(one.name, marks=pytest.mark.long if one.name in LATER else pytest.mark.exhaustive)
-    for one in FORMATS_BY_GGUF_TYPE.values()
-]
-"""Each format compiles its layers, which takes a while. Those that are left out are computed much as others are."""
+pytestmark = [needs_blocks, pytest.mark.usefixtures("home")]
 SHAPE = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2}
 """Heads as wide as vectors, and blocks of 256 columns."""
 PROMPT = [token % VOCABULARY for token in range(3, 600, 29)]
-
-
-@pytest.fixture(autouse=True)
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HDTOOL_HOME", str(tmp_path / "home"))
 
 
 def file_of(folder: Path, kind: str = "Q4_1") -> Path:
@@ -59,15 +41,6 @@ def file_of(folder: Path, kind: str = "Q4_1") -> Path:
 
 def target_of(file: Path, activations: str = "int8") -> Target:
     return load(ModelConfig(str(file), device="cpu", activations=activations)).target
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_drafted_answers_are_those_of_plain_decoding(kind: str, tmp_path: Path) -> None:
-    target = target_of(file_of(tmp_path, kind))
-    assert compiled(target).activations_are_int8
-    for sampling in (SAMPLINGS["greedy"], SAMPLINGS["T 0.7"]):
-        plain = output_tokens(run(target, PROMPT, sampling))
-        assert_drafts_keep(plain, target, PROMPT, sampling)
 
 
 def test_logits_are_near_those_in_float32(tmp_path: Path) -> None:
@@ -81,36 +54,10 @@ def test_logits_are_near_those_in_float32(tmp_path: Path) -> None:
     assert 1e-5 < distance < 0.05
 
 
-@pytest.mark.parametrize("length", [1, 5, 64, 65, PROMPT_CHUNK, PROMPT_CHUNK + 1, 2 * PROMPT_CHUNK + 30])
-@pytest.mark.one_in(2)
-def test_a_row_has_the_same_bits_in_every_pass(length: int, tmp_path: Path) -> None:
-    """Prompts as a whole, token by token, after a kept beginning, and in a batch."""
-    target = target_of(file_of(tmp_path))
-    tokens = [token % VOCABULARY for token in range(7, 7 + 31 * length, 31)]
-    one = OneSequence(target)
-    whole = one.prefill(tokens).clone()
-    assert torch.equal(one.read_on(tokens), whole)
-    assert one.cached_tokens == max(0, length - 2)
-    one.prefill(tokens[:1], room=len(tokens) + 40)
-    for token in tokens[1:]:
-        found = one.verify(DraftTree.bare(token))[0].clone()
-        one.commit([])
-    if length > 1:
-        assert torch.equal(found, whole[0])
-    cache = target.allocate(3)
-    for slot in range(3):
-        assert torch.equal(target.prefill(cache, slot, tokens, room=40).logits, whole)
-    trees = [DraftTree.of(3, [5, 8], [-1, 0]), DraftTree.bare(3), DraftTree.of(3, list(range(9, 49)), [-1] * 40)]
-    rows = [verified.logits.clone() for verified in target.verify(cache, trees)]
-    one.prefill(tokens)
-    for tree, found in zip(trees, rows, strict=True):
-        assert torch.equal(one.verify(tree), found)
-
-
 def test_a_replaced_weight_is_used(tmp_path: Path) -> None:
     """Adapters that are merged change weights after panels were made of them: the library's code computes then."""
     target = target_of(file_of(tmp_path, "Q8_0"))
-    before = output_tokens(run(target, PROMPT, SAMPLINGS["greedy"], max_new_tokens=8))
+    before = answer_of(target, PROMPT, max_new_tokens=8)
     layers = [module for module in target.model.modules() if isinstance(module, CompiledLinear)]
     assert len(layers) == 15 and compiled(target).is_current
     for layer in layers:
@@ -119,17 +66,7 @@ def test_a_replaced_weight_is_used(tmp_path: Path) -> None:
     found = one.prefill(PROMPT)
     assert not compiled(target).is_current
     assert_same_logits(found[0], plain_logits(target.model, PROMPT))
-    assert output_tokens(run(target, PROMPT, SAMPLINGS["greedy"], max_new_tokens=8)) != before
-
-
-@pytest.mark.parametrize("method", ["hd", "hd+logitspec", "lade"])
-def test_methods_are_lossless(method: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text("".join(json.dumps({"prompt": f"Say it {number} times."}) + "\n" for number in range(2)))
-    options = ("--prompts", str(prompts), "--max-new-tokens", "24", "--method", method, "--activations", "int8")
-    assert command(["verify", "--model", str(file_of(tmp_path)), *options, "--json"]) == 0
-    found = json.loads(capfd.readouterr().out)
-    assert found["lossless"] and found["identical"]["plain"] == 2, found
+    assert answer_of(target, PROMPT, max_new_tokens=8) != before
 
 
 def test_batches_and_servers_compute_so_too(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -186,9 +123,7 @@ def test_models_that_it_rules_out_are_refused_before_weights_are_read(
     monkeypatch.setattr(loading, "stored_model", lambda *_, **__: pytest.fail("weights were read"))
     with pytest.raises(OptionError, match="has none: take --quantization q8_0, or leave it out"):
         load(ModelConfig(device="cpu", activations="int8"))
-    families.model_of("gpt2").save_pretrained(tmp_path)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(demo.MODEL / name, tmp_path)
+    families.saved(families.model_of("gpt2"), tmp_path)
     with pytest.raises(OptionError, match="of type gpt2, has others: leave it out"):
         load(ModelConfig(str(tmp_path), device="cpu", activations="int8", quantization="q8_0"))
 

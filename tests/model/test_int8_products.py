@@ -17,11 +17,18 @@ from hdtool.runtime.engines.cpu.int8_tiles import INT8_TILE_ROWS, RECORD_SIZE, p
 from hdtool.runtime.kernels.gemm import COLUMN_MULTIPLE
 from hdtool.runtime.kernels.matrix_formats import ALL_FORMATS, BlockFormat, by_rows
 from hdtool.runtime.kernels.packed_matrix import PackedMatrix
-from hdtool.runtime.kernels.vector_code import EXPANDS_FLOAT16
-from tests.support.packed_blocks import MAX_BLOCK_SIZE, SCALES, expected, int8_linear, set_scales, some_matrix
+from tests.support.packed_blocks import (
+    MAX_BLOCK_SIZE,
+    SCALES,
+    expected,
+    int8_linear,
+    needs_blocks,
+    set_scales,
+    some_matrix,
+)
 from tests.support.project import ROOT
 
-pytestmark = pytest.mark.skipif(not EXPANDS_FLOAT16, reason="blocks are expanded by transformers here")
+pytestmark = needs_blocks
 ALL = [pytest.param(one, id=one.name) for one in ALL_FORMATS]
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,7 +11,6 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from hdtool.data import demo
 from hdtool.data.durable_files import json_digest
 from hdtool.data.home import proofs_at_home
 from hdtool.runtime.config.model import ModelConfig
@@ -27,6 +25,7 @@ from hdtool.runtime.target.load import load
 
 pytest.importorskip("gguf")
 
+from tests.support.families import saved
 from tests.support.gguf_files import tiny_llama, write_gguf
 from tests.support.one_sequence import OneSequence
 
@@ -34,12 +33,6 @@ WIDE = {"hidden_size": 256, "intermediate_size": 512}
 """Heads are as wide as vectors, so that the model is compiled."""
 TREE = DraftTree.of(3, [11, 23, 5], [-1, 0, -1])
 Folder = Callable[[str], Path]
-
-
-@pytest.fixture
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("HDTOOL_HOME", str(tmp_path / "home"))
-    return tmp_path / "home"
 
 
 @pytest.fixture
@@ -90,10 +83,7 @@ def test_a_kept_proof_changes_nothing_in_the_model(file: Path) -> None:
 
 
 def test_a_folder_is_proved_once_too(tmp_path: Path, home: Path, proofs: list[StockModel]) -> None:
-    tiny_llama(**WIDE).bfloat16().save_pretrained(tmp_path / "model")
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(demo.MODEL / name, tmp_path / "model")
-    config = ModelConfig(str(tmp_path / "model"))
+    config = ModelConfig(str(saved(tiny_llama(**WIDE).bfloat16(), tmp_path / "model")))
     assert torch.equal(logits_of(config), logits_of(config))
     assert len(proofs) == 1
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from itertools import product
 from types import ModuleType
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import transformers
@@ -15,7 +14,6 @@ from torch.nn import Linear
 from torch.nn.functional import linear
 from transformers import AutoModelForCausalLM
 
-from hdtool.runtime.config.model import SamplingConfig
 from hdtool.runtime.kernels import block_gemm, linear as layers, panel_gemm
 from hdtool.runtime.kernels.block_gemm import BLOCK_OUT_FEATURES
 from hdtool.runtime.kernels.gemm import COLUMN_MULTIPLE, MAX_CACHED_VALUES, MAX_REGISTER_ROWS
@@ -27,21 +25,19 @@ from hdtool.runtime.kernels.linear import (
     has_compiled_layers,
     share_weights,
 )
+from hdtool.runtime.kernels.matrix_formats import ALL_FORMATS, BlockFormat
 from hdtool.runtime.kernels.panel_gemm import GROUP, MAX_LONG_COLUMNS, MAX_RANGE, MAX_ROWS, PANEL
 from hdtool.runtime.kernels.transposed_rows import expand_of, transpose_of
 from hdtool.runtime.target.target import Target
-from tests.support.decoding import assert_drafts_keep, output_tokens, run
+from tests.support.decoding import assert_lossless
 from tests.support.families import SHAPE
 from tests.support.oracle import assert_same_logits, generated, plain_logits, prompt_of
+from tests.support.packed_blocks import MAX_BLOCK_SIZE, expected, some_matrix
+
+pytestmark = pytest.mark.usefixtures("home")
 
 MANY_ROWS = 256
 """More rows than a pass of the compiled model has."""
-
-
-@pytest.fixture(autouse=True)
-def own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("HDTOOL_HOME", str(tmp_path))
-    return tmp_path
 
 
 @pytest.fixture
@@ -73,17 +69,40 @@ def layer_of(columns: int = COLUMN_MULTIPLE, out_features: int = 5, *, bias: boo
     return layer
 
 
-@given(st.integers(1, 70), st.integers(1, 70), st.integers(1, 6), st.booleans(), st.integers(0, 2**32))
-@settings(deadline=None)
-def test_results_are_correct(rows: int, out_features: int, wholes: int, bias: bool, seed: int) -> None:
+Kind = torch.dtype | BlockFormat
+DTYPES = torch.float32, torch.bfloat16, torch.float16
+
+
+def stored(kind: Kind, out_features: int, columns: int, seed: int = 0) -> tuple[Any, torch.Tensor]:
+    """A matrix in a dtype or in blocks, and its numbers in float32."""
+    if isinstance(kind, BlockFormat):
+        matrix = some_matrix(kind, out_features, columns, seed)
+        return matrix, torch.from_numpy(expected(matrix))
+    weight = torch.randn(out_features, columns, generator=torch.Generator().manual_seed(seed)).to(kind)
+    return weight, weight.float()
+
+
+@given(
+    kind=st.sampled_from([*DTYPES, *ALL_FORMATS]),
+    rows=st.integers(1, 130),
+    out_features=st.integers(1, 70),
+    wholes=st.sampled_from([1, 2, 3, 6, 9, 16, 17]),
+    bias=st.booleans(),
+    seed=st.integers(0, 2**32 - 1),
+)
+@settings(deadline=None, max_examples=125)
+def test_results_are_correct_and_have_the_bits_of_float32(
+    kind: Kind, rows: int, out_features: int, wholes: int, bias: bool, seed: int
+) -> None:
     torch.manual_seed(seed)
-    columns = wholes * COLUMN_MULTIPLE
-    numbers, matrix = torch.randn(rows, columns), torch.randn(out_features, columns)
-    added = torch.randn(out_features) if bias else torch.zeros(out_features)
-    found = compiled_linear(numbers, matrix, added if bias else None).numpy()
-    exact = numbers.numpy().astype(np.float64) @ matrix.numpy().astype(np.float64).T + added.numpy()
-    magnitude = numbers.abs().numpy() @ matrix.abs().numpy().T + added.abs().numpy()
-    assert (np.abs(found - exact) <= columns * np.finfo(np.float32).eps * magnitude).all()
+    columns = wholes * (max(COLUMN_MULTIPLE, kind.block_size) if isinstance(kind, BlockFormat) else COLUMN_MULTIPLE)
+    matrix, wide = stored(kind, out_features, columns, seed)
+    numbers, added = torch.randn(rows, columns), torch.randn(out_features) if bias else None
+    found = compiled_linear(numbers, matrix, added)
+    assert torch.equal(found, compiled_linear(numbers, wide, added))
+    exact = numbers.double() @ wide.double().T + (0 if added is None else added)
+    magnitude = numbers.double().abs() @ wide.double().abs().T + (0 if added is None else added.abs())
+    assert ((found - exact).abs() <= columns * torch.finfo(torch.float32).eps * magnitude).all()
 
 
 @given(st.integers(1, 12), st.integers(1, 9), st.data())
@@ -126,25 +145,28 @@ def test_inputs_of_any_shape(shape: tuple[int, ...], bias: bool, compiled_rows: 
     assert len(compiled_rows) == 1
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("columns", [COLUMN_MULTIPLE, MAX_CACHED_VALUES // 6 // COLUMN_MULTIPLE * COLUMN_MULTIPLE])
-def test_rows_of_trees_have_the_bits_of_single_rows(columns: int, dtype: torch.dtype) -> None:
-    """In one group of input rows, and in groups of six, since six long rows fill the cache."""
-    matrix, numbers = torch.randn(TILE_OUT_FEATURES + 3, columns).to(dtype), torch.randn(MAX_REGISTER_ROWS, columns)
-    alone = torch.cat([compiled_linear(row, matrix) for row in numbers.split(1)])
-    for rows in range(2, MAX_REGISTER_ROWS + 1):
-        assert torch.equal(compiled_linear(numbers[:rows], matrix), alone[:rows])
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(
-    "columns", [COLUMN_MULTIPLE, MAX_RANGE, MAX_RANGE + COLUMN_MULTIPLE, MAX_LONG_COLUMNS + COLUMN_MULTIPLE]
+COLUMNS = (
+    COLUMN_MULTIPLE,
+    MAX_CACHED_VALUES // 6 // COLUMN_MULTIPLE * COLUMN_MULTIPLE,  # six long rows fill the cache
+    MAX_RANGE,
+    MAX_RANGE + COLUMN_MULTIPLE,
+    MAX_LONG_COLUMNS + COLUMN_MULTIPLE,
 )
-def test_rows_of_prompts_have_the_bits_of_single_rows(columns: int, dtype: torch.dtype) -> None:
+
+
+@pytest.mark.parametrize(
+    ("kind", "columns"),
+    [*product(DTYPES, COLUMNS), *product(ALL_FORMATS, (2 * MAX_BLOCK_SIZE, MAX_RANGE + MAX_BLOCK_SIZE))],
+    ids=lambda given: getattr(given, "name", str(given)),
+)
+def test_a_row_has_the_bits_of_one_alone(kind: Kind, columns: int) -> None:
+    """Those of float32, however many rows there are, and whatever the others hold."""
     out_features = max(PANEL, BLOCK_OUT_FEATURES) + 2 * TILE_OUT_FEATURES + 3
-    matrix, numbers = torch.randn(out_features, columns).to(dtype), torch.randn(MAX_ROWS + GROUP + 1, columns)
+    matrix, wide = stored(kind, out_features, columns)
+    numbers = torch.randn(MAX_ROWS + GROUP + 1, columns)
     alone = torch.cat([compiled_linear(row, matrix) for row in numbers.split(1)])
-    for rows in (MAX_REGISTER_ROWS + 1, MAX_REGISTER_ROWS + GROUP - 1, MAX_ROWS, len(numbers)):
+    assert torch.equal(compiled_linear(numbers, wide), alone)
+    for rows in (*range(2, MAX_REGISTER_ROWS + 2), MAX_REGISTER_ROWS + GROUP - 1, MAX_ROWS, len(numbers)):
         assert torch.equal(compiled_linear(numbers[:rows], matrix), alone[:rows])
         others = torch.full((rows, columns), float("nan"))
         others[rows // 2] = numbers[rows // 2]
@@ -288,9 +310,7 @@ def test_drafts_do_not_change_the_answer_of_a_model(compiled_rows: list[int]) ->
     compile_linear_layers(model)
     prompt = prompt_of(20)
     assert_same_logits(plain_logits(model, prompt), plain_logits(stock, prompt))
-    plain = output_tokens(run(Target(model), prompt, SamplingConfig()))
-    assert plain == generated(stock, prompt, len(plain))
-    assert_drafts_keep(plain, Target(model), prompt, SamplingConfig())
+    assert_lossless(Target(model), prompt, expected=generated(stock, prompt, 32))
     assert {1, 20} < set(compiled_rows)
 
 

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaAttention
 
 from hdtool.data.errors import FamilyError
@@ -18,29 +17,23 @@ from hdtool.runtime.engines.checks.long_context import LongContext, long_context
 from hdtool.runtime.integrations.hf_generate import Generator
 from hdtool.runtime.model.families import context_limit
 from hdtool.runtime.target.target import Target
-from tests.support.decoding import SAMPLINGS, output_tokens, run
-from tests.support.families import FAMILIES, SHAPE, VOCABULARY, model_of
+from tests.support.decoding import SAMPLINGS, assert_lossless
+from tests.support.families import FAMILIES, SHAPE, VOCABULARY, model_of, random_model
 from tests.support.oracle import generated, prompt_of
 from tests.support.trees import WrongDrafter
 
 WINDOW = 24
 
 
-def tiny(name: str, **changes: Any) -> PreTrainedModel:
-    torch.manual_seed(0)
-    config = getattr(transformers, f"{name}Config")(**{**SHAPE, **changes})
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(config).eval()
-    model.generation_config.eos_token_id, model.generation_config.pad_token_id = None, 0
-    return model
-
-
 def gpt_neo(window: int = WINDOW, **changes: Any) -> PreTrainedModel:
-    layers = {"num_layers": 2, "num_heads": 4, "attention_types": [[["global", "local"], 1]]}
-    return tiny("GPTNeo", window_size=window, **layers, **changes)
+    layers: dict[str, Any] = {"num_layers": 2, "num_heads": 4, "attention_types": [[["global", "local"], 1]]}
+    torch.manual_seed(0)
+    return random_model("GPTNeo", window_size=window, **layers, **changes)
 
 
 def doge(window: int = WINDOW, **changes: Any) -> PreTrainedModel:
-    model = tiny("Doge", keep_window_size=window, **changes)
+    torch.manual_seed(0)
+    model = random_model("Doge", keep_window_size=window, **changes)
     for module in model.modules():
         if hasattr(module, "A"):  # all keys are worth the same in a new model
             torch.nn.init.normal_(module.A)  # type: ignore[arg-type]
@@ -78,11 +71,9 @@ def test_generate_answers_by_chains_past_such_a_window() -> None:
 def test_doge_within_its_window_gives_the_answers_of_plain_decoding(sampling: SamplingConfig) -> None:
     model, prompt = doge(SHAPE["max_position_embeddings"]), prompt_of(60)
     target = Target(model)
-    plain = output_tokens(run(target, prompt, sampling))
-    if not sampling.temperature and sampling.repetition_penalty == 1:
+    plain = assert_lossless(target, prompt, sampling, seeds=range(3))
+    if sampling == SamplingConfig():
         assert plain == generated(model, prompt, 32)
-    for seed in range(3):
-        assert output_tokens(run(target, prompt, sampling, drafter=WrongDrafter(60, plain, VOCABULARY, seed))) == plain
 
 
 class OwnWindow(LlamaAttention):
@@ -135,9 +126,7 @@ def test_code_of_others_without_a_window_is_taken_and_exact() -> None:
     assert [one.length for one in long_contexts(model, [], 512)] == [338, 510]
     target = Target(model)
     expected = generated(model, prompt, 40)
-    for seed in range(2):
-        drafter = WrongDrafter(60, expected, VOCABULARY, seed)
-        assert output_tokens(run(target, prompt, SamplingConfig(), 40, drafter=drafter)) == expected
+    assert_lossless(target, prompt, max_new_tokens=40, expected=expected, seeds=range(2))
 
 
 @pytest.mark.parametrize("family", FAMILIES)

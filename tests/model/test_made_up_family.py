@@ -6,13 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from hdtool.runtime.kernels.experts import compile_experts
-from hdtool.runtime.kernels.linear import compile_linear_layers
 from hdtool.runtime.program.hybrid_families import DESCRIBED
 from hdtool.runtime.program.model_families import Family
 from hdtool.runtime.target.target import Target
 from tests.support.described import assert_right
-from tests.support.fused import widen
+from tests.support.fused import widen, with_compiled_layers
 from tests.support.made_up import PACKAGE, ROW, made_up_model
 from tests.support.rehearsed import direct
 
@@ -25,10 +23,7 @@ def describe(monkeypatch: pytest.MonkeyPatch, row: Family = ROW) -> None:
 
 
 def compiled_target() -> Target:
-    model = made_up_model()
-    compile_linear_layers(model)
-    compile_experts(model)
-    target = Target(model)
+    target = with_compiled_layers(made_up_model())
     target.compile()
     return target
 

@@ -12,10 +12,9 @@ from hdtool.runtime.kernels.gemm import KERNELS, call_at, matmul_of
 from hdtool.runtime.kernels.linear import compiled_linear
 from hdtool.runtime.kernels.matrix_formats import FORMATS_BY_GGUF_TYPE, BlockFormat
 from hdtool.runtime.kernels.thread_pool import ROW_MULTIPLE
-from hdtool.runtime.kernels.vector_code import EXPANDS_FLOAT16
-from tests.support.packed_blocks import MAX_BLOCK_SIZE, int8_linear, some_matrix
+from tests.support.packed_blocks import MAX_BLOCK_SIZE, int8_linear, needs_blocks, some_matrix
 
-pytestmark = pytest.mark.skipif(not EXPANDS_FLOAT16, reason="blocks are expanded by transformers here")
+pytestmark = needs_blocks
 OUTS, ROWS = ROW_MULTIPLE + 3, 7
 
 

@@ -17,15 +17,13 @@ import torch
 from hdtool.data.errors import ModelError
 from hdtool.runtime.budget.node_budget import FixedBudget
 from hdtool.runtime.config.model import SamplingConfig
-from hdtool.runtime.core.drafter import Drafter, NoDraft
-from hdtool.runtime.core.sampler import Sampler
-from hdtool.runtime.core.sequence import Request, Step
-from hdtool.runtime.core.session import decode, decode_batch
+from hdtool.runtime.core.drafter import Drafter
+from hdtool.runtime.core.sequence import Request
 from hdtool.runtime.core.tree import DraftTree
 from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
 from hdtool.runtime.engines.capture import CaptureMaker, never
 from hdtool.runtime.target.target import Target
-from tests.support.decoding import SAMPLINGS
+from tests.support.decoding import SAMPLINGS, answer_of, answers_of, request
 from tests.support.families import VOCABULARY, model_of
 from tests.support.oracle import generated, prompt_of
 from tests.support.rehearsed import direct
@@ -53,8 +51,7 @@ def poisoned(family: str, token: int = POISON) -> Any:
 def answer(
     target: Target, prompt: list[int], sampling: SamplingConfig = GREEDY, drafter: Drafter | None = None
 ) -> list[int]:
-    steps = decode(target, prompt, Sampler(sampling, prompt), max_new_tokens=MAX_NEW_TOKENS, drafter=drafter)
-    return [token for step in steps for token in step.tokens]
+    return answer_of(target, prompt, sampling, MAX_NEW_TOKENS, drafter=drafter)
 
 
 class Poisoner(WrongDrafter):
@@ -120,24 +117,10 @@ def test_a_sampled_answer_that_overflows_itself_is_refused() -> None:
         answer(Target(poisoned("llama"), direct), [3, POISON, 4], SamplingConfig(temperature=1.0))
 
 
-class Neighbours:
-    """Requests of several batches; the drafts contain correct tokens, wrong tokens and the overflow."""
-
-    def __init__(self, prompts: Sequence[list[int]], truths: Sequence[list[int]]) -> None:
-        self._waiting = iter(zip(range(len(prompts)), prompts, truths, strict=True))
-
-    def __call__(self) -> Request[int] | None:
-        for number, prompt, truth in self._waiting:
-            drafter = Poisoner(len(prompt), truth, VOCABULARY - 1, number) if number % 3 else NoDraft()
-            return Request(number, prompt, Sampler(SamplingConfig(), prompt), drafter)
-        return None
-
-
-def said(steps: Iterator[tuple[Request[int], Step]]) -> dict[int, list[int]]:
-    answers: dict[int, list[int]] = {}
-    for request, step in steps:
-        answers.setdefault(request.key, []).extend(step.tokens)
-    return answers
+def neighbours(prompts: Sequence[list[int]], truths: Sequence[list[int]]) -> Iterator[Request[int]]:
+    """Yield requests; the drafts contain correct tokens, wrong tokens and the overflow."""
+    for number, (prompt, truth) in enumerate(zip(prompts, truths, strict=True)):
+        yield request(number, prompt, Poisoner(len(prompt), truth, VOCABULARY - 1, number) if number % 3 else None)
 
 
 @pytest.mark.each_value
@@ -152,5 +135,5 @@ def test_slots_of_a_batch_are_independent(family: str, size: int) -> None:
     alone = [answer(target, prompt) for prompt in order]
     stop = alone[3][4]  # ends the request of the largest ids early, and any other answer that contains it
     ends = [tokens[: tokens.index(stop) + 1] if stop in tokens else tokens for tokens in alone]
-    found = said(decode_batch(target, Neighbours(order, ends), size, max_new_tokens=MAX_NEW_TOKENS, stops={stop}))
+    found = answers_of(target, neighbours(order, ends), size, MAX_NEW_TOKENS, stops={stop})
     assert found == dict(enumerate(ends))

@@ -17,28 +17,22 @@ from transformers.utils.quantization_config import Mxfp4Config
 from hdtool.data import demo
 from hdtool.runtime.config.model import ModelConfig
 from hdtool.runtime.core.tree import DraftTree
-from hdtool.runtime.kernels import vector_code
 from hdtool.runtime.kernels.compact_weight import CompactWeight, is_compact, is_packed
 from hdtool.runtime.kernels.experts import CompiledExperts
 from hdtool.runtime.kernels.matrix_formats import FORMATS_BY_GGUF_TYPE
 from hdtool.runtime.kernels.packed_matrix import PackedExperts
 from hdtool.runtime.target.load import load, load_stock
 from hdtool.runtime.target.target import Target
-from tests.support.decoding import SAMPLINGS, assert_drafts_keep, output_tokens, run
+from tests.support.decoding import answer_of, assert_lossless
 from tests.support.described import GEMMA4, YARN
 from tests.support.families import ALTERNATING, random_model
 from tests.support.fused import TREE, after, compiled, logits_of
 from tests.support.gguf_files import write_experts_gguf
-from tests.support.oracle import assert_same_logits
-from tests.support.packed_blocks import some_matrix
+from tests.support.oracle import assert_same_logits, plain_logits
+from tests.support.packed_blocks import needs_blocks, some_matrix
 
-pytestmark = pytest.mark.skipif(not vector_code.EXPANDS_FLOAT16, reason="blocks are expanded by transformers here")
+pytestmark = [needs_blocks, pytest.mark.usefixtures("home")]
 PROMPT = [place * 17 % 90 + 2 for place in range(40)]
-
-
-@pytest.fixture(autouse=True)
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HDTOOL_HOME", str(tmp_path / "home"))
 
 
 def loaded(file: Path, **options: Any) -> Target:
@@ -58,10 +52,7 @@ def test_logits_have_the_bits_of_the_expanded_model(kind: str, tmp_path: Path) -
     assert len(weights) == 4 and all(map(is_packed, weights)) and not any(map(is_compact, wide.model.parameters()))
     assert torch.equal(logits_of(packed, PROMPT), logits_of(wide, PROMPT))
     assert compiled(packed).is_current and compiled(wide).is_current
-    found, expected = (
-        output_tokens(run(one, PROMPT, SAMPLINGS["greedy"], max_new_tokens=20)) for one in (packed, wide)
-    )
-    assert found == expected
+    assert answer_of(packed, PROMPT, max_new_tokens=20) == answer_of(wide, PROMPT, max_new_tokens=20)
     assert not any(weight.expansions.count for weight in weights), "no pass expanded all experts of a layer"
     for one in experts_of(packed):
         parts = [len(one.get_parameter(name).stored.parts) for name in ("gate_up_proj", "down_proj")]
@@ -145,17 +136,12 @@ def test_experts_of_gpt_oss_stay_in_the_blocks_of_the_checkpoint(tmp_path: Path)
     expected = logits_of(wide, PROMPT)
     assert torch.equal(logits_of(packed, PROMPT), expected)
     assert 1e-4 < (logits_of(rounded, PROMPT) - expected).norm() / expected.norm() < 0.05
-    with torch.inference_mode():
-        of_library = packed.model(torch.tensor([[*PROMPT, TREE.root]]), use_cache=False).logits[0, -1]
-    assert_same_logits(expected[0], of_library)
+    assert_same_logits(expected[0], plain_logits(packed.model, [*PROMPT, TREE.root]))
 
 
 def test_logits_are_those_of_the_library(tmp_path: Path) -> None:
     target = loaded(write_experts_gguf(tmp_path / "moe.gguf", "Q4_K"))
-    found = logits_of(target, PROMPT)[0]
-    with torch.inference_mode():
-        expected = target.model(torch.tensor([[*PROMPT, TREE.root]]), use_cache=False).logits[0, -1]
-    assert_same_logits(found, expected)
+    assert_same_logits(logits_of(target, PROMPT)[0], plain_logits(target.model, [*PROMPT, TREE.root]))
 
 
 MIXTURES: dict[str, dict[str, Any]] = {
@@ -201,17 +187,14 @@ def test_experts_are_quantized_on_loading_and_routers_are_not(family: str, schem
         assert torch.equal(packed.model.get_parameter(name) + 0, rounded)
         assert 0 < (rounded - exact).norm() / exact.norm() < (0.2 if scheme == "q4_0" else 0.01)
     assert compiled(packed).is_current
-    with torch.inference_mode():
-        expected = stock(torch.tensor([[*PROMPT, TREE.root]]), use_cache=False).logits[0, -1]
-    assert_same_logits(logits_of(packed, PROMPT)[0], expected)
+    assert_same_logits(logits_of(packed, PROMPT)[0], plain_logits(stock, [*PROMPT, TREE.root]))
 
 
 @pytest.mark.parametrize("activations", ["float32", "int8"])
 def test_drafts_change_no_answer_of_quantized_experts(activations: str, tmp_path: Path) -> None:
     target = loaded(checkpoint_of("Qwen3Moe", tmp_path / "tiny"), quantization="q4_0", activations=activations)
     assert compiled(target).activations_are_int8 == (activations == "int8")
-    plain = output_tokens(run(target, PROMPT, SAMPLINGS["greedy"]))
-    assert_drafts_keep(plain, target, PROMPT, SAMPLINGS["greedy"])
+    assert_lossless(target, PROMPT)
 
 
 def test_a_later_start_reads_quantized_experts(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,6 @@ from hdtool.data.gguf_header import GGUFHeader
 from hdtool.data.stores.manifest import Checkpoint
 from hdtool.runtime.config.model import ModelConfig
 from hdtool.runtime.core.tree import DraftTree
-from hdtool.runtime.kernels import vector_code
 from hdtool.runtime.kernels.compact_weight import is_compact, is_packed
 from hdtool.runtime.kernels.matrix_formats import FORMATS_BY_GGUF_TYPE
 from hdtool.runtime.model import compact_layers
@@ -31,22 +29,19 @@ from hdtool.runtime.target.target import Target
 from hdtool.runtime.weights import gguf_formats, store, stored_model
 from hdtool.runtime.weights.model_in_memory import checkpoint_in_memory
 from hdtool.runtime.weights.store import WeightStore
-from tests.support.decoding import SAMPLINGS, assert_drafts_keep, output_tokens, run
+from tests.support.decoding import SAMPLINGS, answer_of, assert_lossless
 from tests.support.fused import compiled
-from tests.support.gguf_files import VOCABULARY, tiny_llama, write_gguf
+from tests.support.gguf_files import tiny_llama, write_gguf
+from tests.support.gpt_oss_gguf import write_gpt_oss
 from tests.support.one_sequence import OneSequence
+from tests.support.oracle import all_logits, prompt_of
+from tests.support.packed_blocks import needs_blocks
 
-pytestmark = pytest.mark.skipif(not vector_code.EXPANDS_FLOAT16, reason="blocks are expanded by transformers here")
+pytestmark = [needs_blocks, pytest.mark.usefixtures("home")]
 KINDS = [one.name for one in FORMATS_BY_GGUF_TYPE.values()]
 LENGTHS = (1, 2, 3, 5, 16, 64, 65, 100)
 WIDE = {"hidden_size": 256, "intermediate_size": 512}
 """Each matrix has blocks of 256 columns."""
-
-
-@pytest.fixture(autouse=True)
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("HDTOOL_HOME", str(tmp_path / "home"))
-    return tmp_path / "home"
 
 
 def file_of(folder: Path, kind: str = "Q4_1", seed: int = 0, **changed: Any) -> Path:
@@ -67,18 +62,6 @@ def matrices(model: torch.nn.Module) -> set[str]:
     return {name for name, weight in model.named_parameters(remove_duplicate=False) if weight.dim() == 2}
 
 
-@cache
-def prompt_of(length: int) -> list[int]:
-    generator = torch.Generator().manual_seed(length)
-    return torch.randint(2, VOCABULARY, (length,), generator=generator).tolist()
-
-
-def all_logits(model: Any, length: int) -> torch.Tensor:
-    with torch.inference_mode():
-        logits: torch.Tensor = model(torch.tensor([prompt_of(length)]), use_cache=False).logits
-    return logits
-
-
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.one_in(3)
 def test_all_logits_and_answers_are_those_of_the_expanded_model(kind: str, tmp_path: Path) -> None:
@@ -89,15 +72,20 @@ def test_all_logits_and_answers_are_those_of_the_expanded_model(kind: str, tmp_p
         assert torch.equal(all_logits(packed.model, length), all_logits(wide.model, length)), length
     prompt = prompt_of(20)
     for sampling in (SAMPLINGS["greedy"], SAMPLINGS["T 0.7"]):
-        plain = output_tokens(run(wide, prompt, sampling))
-        assert output_tokens(run(packed, prompt, sampling)) == plain
-        assert_drafts_keep(plain, packed, prompt, sampling)
+        assert_lossless(packed, prompt, sampling, expected=answer_of(wide, prompt, sampling))
     assert packed_names(packed.model) == matrices(wide.model), "no weight was expanded"
 
 
-SLOW = pytest.mark.long
-METHODS = ["hd", "lade", "hd+logitspec"]
-OTHERS = ["hd-paper", "pld", "suffix", "sam", "tr", "racer", "logitspec"]
+INT8 = ("--activations", "int8")
+LOSSLESS: list[Any] = [
+    *(("Q4_1", method, ()) for method in ("hd", "lade", "hd+logitspec")),
+    *(("Q4_1", method, INT8) for method in ("hd", "hd+logitspec", "lade")),
+    *(
+        pytest.param("Q4_1", method, (), marks=pytest.mark.long)
+        for method in ("hd-paper", "pld", "suffix", "sam", "tr", "racer", "logitspec")
+    ),
+    *(pytest.param("gpt-oss", method, (), marks=pytest.mark.long) for method in ("hd", "lade")),
+]
 
 
 def test_compiled_passes_multiply_by_packed_weights(tmp_path: Path) -> None:
@@ -113,15 +101,23 @@ def test_compiled_passes_multiply_by_packed_weights(tmp_path: Path) -> None:
     assert torch.equal(*found)
 
 
-@pytest.mark.parametrize("method", [*METHODS, *(pytest.param(name, marks=SLOW) for name in OTHERS)])
-def test_methods_are_lossless(method: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    file = file_of(tmp_path, "Q4_1")
+@pytest.mark.parametrize(("kind", "method", "activations"), LOSSLESS)
+def test_methods_are_lossless(
+    kind: str, method: str, activations: tuple[str, ...], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """``generate`` computes with activations in float32."""
+    file = tmp_path / "tiny.gguf"
+    if kind == "gpt-oss":
+        write_gpt_oss(file)
+    else:
+        file_of(tmp_path, kind)
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"prompt": f"Say it {number} times."}) + "\n" for number in range(2)))
     options = ("--model", str(file), "--prompts", str(prompts), "--max-new-tokens", "24", "--method", method)
-    assert command(["verify", *options, "--json"]) == 0
+    assert command(["verify", *options, *activations, "--json"]) == 0
     found = json.loads(capfd.readouterr().out)
-    assert found["lossless"] and found["identical"] == {"plain": 2, "generate": 2}, found
+    assert found["lossless"] and found["identical"]["plain"] == 2, found
+    assert activations or found["identical"]["generate"] == 2, found
 
 
 @pytest.mark.parametrize("tied", [False, True])

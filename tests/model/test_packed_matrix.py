@@ -18,17 +18,20 @@ from torch.nn.functional import embedding
 
 from hdtool.runtime.engines.cpu.int8_panels import Panels
 from hdtool.runtime.kernels.compact_weight import CompactWeight, is_packed
-from hdtool.runtime.kernels.gemm import COLUMN_MULTIPLE, MAX_REGISTER_ROWS
-from hdtool.runtime.kernels.gemm_tiles import MAX_TILE_ROWS, TILE_OUT_FEATURES
-from hdtool.runtime.kernels.linear import compiled_linear
 from hdtool.runtime.kernels.matrix_formats import ALL_FORMATS, FORMATS_BY_GGUF_TYPE, BlockFormat
 from hdtool.runtime.kernels.packed_matrix import PackedMatrix
-from hdtool.runtime.kernels.panel_gemm import MAX_RANGE, PANEL
-from hdtool.runtime.kernels.vector_code import EXPANDS_FLOAT16
-from tests.support.packed_blocks import MAX_BLOCK_SIZE, SCALES, expected, int8_linear, set_scales, some_matrix
+from tests.support.packed_blocks import (
+    MAX_BLOCK_SIZE,
+    SCALES,
+    expected,
+    int8_linear,
+    needs_blocks,
+    set_scales,
+    some_matrix,
+)
 from tests.support.project import ROOT
 
-pytestmark = pytest.mark.skipif(not EXPANDS_FLOAT16, reason="blocks are expanded by transformers here")
+pytestmark = needs_blocks
 FORMATS_BY_NAME = {one.name: one for one in ALL_FORMATS}
 ALL = [pytest.param(one, id=name) for name, one in FORMATS_BY_NAME.items()]
 SPECIAL = [0.0, -0.0, 6e-8, -5.9e-5, float("inf"), -float("inf"), float("nan"), 65504.0, 1.0]
@@ -81,55 +84,6 @@ def test_all_exponents_and_all_numbers_of_mxfp4() -> None:
     blocks[:, 0] = np.tile(np.arange(256), 256)
     matrix = PackedMatrix(torch.from_numpy(blocks), format)
     assert_same_bits(matrix.float().numpy(), expected(matrix))
-
-
-@given(
-    st.sampled_from(ALL_FORMATS),
-    st.integers(1, 40),
-    st.integers(1, 3 * TILE_OUT_FEATURES),
-    st.integers(1, 10),
-    st.booleans(),
-    st.integers(0, 2**32 - 1),
-)
-@settings(deadline=None)
-def test_results_have_the_bits_of_float32(
-    format: BlockFormat, rows: int, outs: int, wholes: int, bias: bool, seed: int
-) -> None:
-    torch.manual_seed(seed)
-    columns = wholes * max(COLUMN_MULTIPLE, format.block_size)
-    matrix = some_matrix(format, outs, columns, seed)
-    numbers, added = torch.randn(rows, columns), torch.randn(outs) if bias else None
-    wide = torch.from_numpy(expected(matrix))
-    found = compiled_linear(numbers, matrix, added)
-    assert torch.equal(found, compiled_linear(numbers, wide, added))
-    exact = numbers.double() @ wide.double().T + (0 if added is None else added)
-    magnitude = numbers.double().abs() @ wide.double().abs().T + (0 if added is None else added.abs())
-    assert ((found - exact).abs() <= numbers.shape[1] * torch.finfo(torch.float32).eps * magnitude).all()
-
-
-@pytest.mark.parametrize("format", ALL)
-def test_a_row_does_not_depend_on_the_rows_beside_it(format: BlockFormat) -> None:
-    """Nor on their number."""
-    columns = 2 * MAX_BLOCK_SIZE
-    matrix, numbers = some_matrix(format, TILE_OUT_FEATURES + 3, columns), torch.randn(2 * MAX_REGISTER_ROWS, columns)
-    alone = torch.cat([compiled_linear(row, matrix) for row in numbers.split(1)])
-    for rows in (*range(1, 2 * MAX_TILE_ROWS + 2), MAX_REGISTER_ROWS, MAX_REGISTER_ROWS + 1, len(numbers)):
-        assert torch.equal(compiled_linear(numbers[:rows], matrix), alone[:rows])
-        others = torch.full((rows, columns), float("nan"))
-        others[rows // 2] = numbers[rows // 2]
-        assert torch.equal(compiled_linear(others, matrix)[rows // 2], alone[rows // 2])
-
-
-@pytest.mark.parametrize("format", ALL)
-@pytest.mark.parametrize("columns", [MAX_BLOCK_SIZE, MAX_RANGE + MAX_BLOCK_SIZE])
-def test_panels_have_the_bits_of_float32(columns: int, format: BlockFormat) -> None:
-    """A whole panel and one with an incomplete vector, over one and two ranges of columns."""
-    matrix, numbers = (
-        some_matrix(format, PANEL + TILE_OUT_FEATURES, columns),
-        torch.randn(MAX_REGISTER_ROWS + 2, columns),
-    )
-    wide = torch.from_numpy(expected(matrix))
-    assert torch.equal(compiled_linear(numbers, matrix), compiled_linear(numbers, wide))
 
 
 @pytest.mark.parametrize("format", ALL)

@@ -23,7 +23,7 @@ from hdtool.runtime.model.quantization import RowByRow
 from hdtool.runtime.stores.store_set import StoreSet
 from hdtool.runtime.target.load import Loaded, load
 from tests.support.compressed_checkpoints import SCHEMES as COMPRESSED, save_compressed
-from tests.support.decoding import output_tokens, run
+from tests.support.decoding import answer_of, run
 
 pytestmark = pytest.mark.filterwarnings("default")  # theirs are not ours to mend
 QUESTIONS = ("Tom has 3 boxes with 12 pencils each. How many pencils does he have?", "class Stack:")
@@ -132,6 +132,6 @@ def test_conversations_side_by_side(bitsandbytes: Any, tmp_path: Path) -> None:
     """Earlier answers leave no state in the layers of a model."""
     loaded = load(saved(tmp_path, BitsAndBytesConfig(load_in_8bit=True)))
     (ids, _) = asked(loaded)
-    first = output_tokens(run(loaded.target, ids, SamplingConfig(), MAX_NEW_TOKENS, drafter=NoDraft()))
+    first = answer_of(loaded.target, ids, SamplingConfig(), MAX_NEW_TOKENS, drafter=NoDraft())
     run(loaded.target, ids, SamplingConfig(), MAX_NEW_TOKENS, drafter=Hierarchy())
-    assert output_tokens(run(loaded.target, ids, SamplingConfig(), MAX_NEW_TOKENS, drafter=NoDraft())) == first
+    assert answer_of(loaded.target, ids, SamplingConfig(), MAX_NEW_TOKENS, drafter=NoDraft()) == first

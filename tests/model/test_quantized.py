@@ -30,7 +30,7 @@ from hdtool.runtime.model.quantization import RowByRow, quantized_layers
 from hdtool.runtime.target.load import Loaded, load, load_stock
 from hdtool.runtime.target.target import Target
 from hdtool.runtime.target.tensor_parallel import ProcessGroup
-from tests.support.decoding import output_tokens, run
+from tests.support.decoding import answer_of, run
 from tests.support.families import model_of
 from tests.support.one_sequence import OneSequence
 from tests.support.oracle import prompt_of
@@ -114,9 +114,10 @@ def test_weights_alone_are_quantized(capfd: pytest.CaptureFixture[str]) -> None:
     model = llama(Int8Layer)
     assert len(quantized_layers(model)) == 14
     assert not quantized_layers(model_of("llama"))
-    plain = output_tokens(run(Target(model), PROMPT, GREEDY))
-    assert output_tokens(run(Target(model), PROMPT, GREEDY, drafter=Hierarchy())) == plain
-    assert output_tokens(run(Target(model, direct), PROMPT, GREEDY, drafter=Hierarchy())) == plain
+    plain = answer_of(Target(model), PROMPT, GREEDY)
+    assert answer_of(Target(model), PROMPT, GREEDY, drafter=Hierarchy()) == plain
+    fused = Target(model, direct)
+    assert answer_of(fused, PROMPT, GREEDY, drafter=Hierarchy()) == plain and fused.is_fused
     assert capfd.readouterr().err == "", "nothing is rounded more than elsewhere"
 
 
@@ -129,7 +130,7 @@ def test_rounding_is_noted_once(monkeypatch: pytest.MonkeyPatch, capfd: pytest.C
     monkeypatch.setattr("hdtool.runtime.model.quantization.HIGH_PRECISION_TOLERANCE", 0.0)
     target = Target(llama(ScalePerRow))
     for drafter in (Hierarchy(), None):
-        output_tokens(run(target, PROMPT, GREEDY, drafter=drafter))
+        answer_of(target, PROMPT, GREEDY, drafter=drafter)
     assert capfd.readouterr().err.count("this model rounds its logits by") == 1
 
 

@@ -26,29 +26,23 @@ from hdtool.data import demo
 from hdtool.data.errors import HdtoolError, ModelError, OptionError
 from hdtool.data.home import artifacts_at_home
 from hdtool.runtime.config.model import ModelConfig
-from hdtool.runtime.kernels import vector_code
 from hdtool.runtime.kernels.compact_weight import is_packed
 from hdtool.runtime.kernels.packed_matrix import Q4_0, Q8_0, quantize_matrix
 from hdtool.runtime.target import load as loading
 from hdtool.runtime.target.load import load, load_stock
 from hdtool.runtime.weights import quantized
 from hdtool.runtime.weights.model_in_memory import checkpoint_in_memory
-from tests.support.decoding import SAMPLINGS, assert_drafts_keep, output_tokens, run
+from tests.support.decoding import assert_lossless
 from tests.support.fused import compiled
 from tests.support.gguf_files import tiny_llama, vocabulary
 from tests.support.locks import deleted_lock_files
+from tests.support.packed_blocks import needs_blocks
 
-pytestmark = pytest.mark.skipif(not vector_code.EXPANDS_FLOAT16, reason="blocks need a conversion of float16")
+pytestmark = [needs_blocks, pytest.mark.usefixtures("home")]
 SIZE = len(vocabulary()["model"]["vocab"])
 SHAPE = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
 WIDE = {**SHAPE, "vocab_size": SIZE}
 TOKENS = torch.tensor([[3, 5, 8, 13, 21, 34, 55]])
-
-
-@pytest.fixture(autouse=True)
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("HDTOOL_HOME", str(tmp_path / "home"))
-    return tmp_path / "home"
 
 
 def checkpoint(folder: Path, seed: int = 0, dtype: torch.dtype = torch.bfloat16, **changed: Any) -> Path:
@@ -157,8 +151,7 @@ def test_drafted_answers_are_those_of_plain_decoding(scheme: str, activations: s
     place, prompt = checkpoint(tmp_path), [token % SIZE for token in range(3, 600, 29)]
     target = load(config_of(place, scheme, activations=activations)).target
     assert compiled(target).activations_are_int8 == (activations == "int8")
-    plain = output_tokens(run(target, prompt, SAMPLINGS["greedy"]))
-    assert_drafts_keep(plain, target, prompt, SAMPLINGS["greedy"])
+    assert_lossless(target, prompt)
 
 
 def test_later_starts_read_what_was_kept(

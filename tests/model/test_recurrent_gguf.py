@@ -13,15 +13,13 @@ from gguf.quants import quantize
 from gguf.tensor_mapping import get_tensor_name_map
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from hdtool.runtime.config.model import ModelConfig, SamplingConfig
-from hdtool.runtime.core.sampler import Sampler
-from hdtool.runtime.core.session import decode
+from hdtool.runtime.config.model import ModelConfig
 from hdtool.runtime.engines.cpu.compiled_model import CompiledModel
-from hdtool.runtime.kernels import vector_code
 from hdtool.runtime.target.load import load
+from tests.support.decoding import assert_lossless
 from tests.support.gguf_files import VOCABULARY, add_tokenizer
-from tests.support.oracle import prompt_of
-from tests.support.trees import WrongDrafter
+from tests.support.oracle import generated, prompt_of
+from tests.support.packed_blocks import needs_blocks
 
 PROMPT, MAX_NEW_TOKENS = prompt_of(30), 24
 LAYERS = ["conv", "full_attention", "conv"]
@@ -117,24 +115,11 @@ def test_a_file_is_drafted_for_as_it_is_decoded(make: Any, write: Any, kind: str
     model = make()
     path = tmp_path / "model.gguf"
     write(path, model, kind)
-    loaded = load(ModelConfig(str(path)))
-    if kind == "F32":
-        ids = torch.tensor([PROMPT])
-        given = {"attention_mask": torch.ones_like(ids), "max_new_tokens": MAX_NEW_TOKENS, "do_sample": False}
-        expected = model.generate(ids, **given, eos_token_id=None)[0, len(PROMPT) :].tolist()
-    else:
-        expected = answer(loaded, None)
-    assert answer(loaded, WrongDrafter(len(PROMPT), expected, loaded.target.vocabulary, 3)) == expected
+    expected = generated(model, PROMPT, MAX_NEW_TOKENS, eos_token_id=None) if kind == "F32" else None
+    assert_lossless(load(ModelConfig(str(path))).target, PROMPT, max_new_tokens=MAX_NEW_TOKENS, expected=expected)
 
 
-def answer(loaded: Any, drafter: Any) -> list[int]:
-    steps = decode(
-        loaded.target, PROMPT, Sampler(SamplingConfig(), PROMPT), max_new_tokens=MAX_NEW_TOKENS, drafter=drafter
-    )
-    return [token for step in steps for token in step.tokens]
-
-
-@pytest.mark.skipif(not vector_code.EXPANDS_FLOAT16, reason="blocks are expanded by transformers here")
+@needs_blocks
 @pytest.mark.parametrize("activations", ["float32", "int8"])
 def test_packed_weights_are_computed_in_compiled_passes(activations: str, tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
@@ -142,8 +127,5 @@ def test_packed_weights_are_computed_in_compiled_passes(activations: str, tmp_pa
     loaded = load(ModelConfig(str(path), device="cpu", activations=activations))
     compiled = loaded.target.compiled
     assert isinstance(compiled, CompiledModel) and compiled.activations_are_int8 == (activations == "int8")
-    expected = answer(loaded, None)
-    for seed in range(3):
-        drafter = WrongDrafter(len(PROMPT), expected, loaded.target.vocabulary, seed)
-        assert answer(loaded, drafter) == expected and drafter.accepted
+    assert_lossless(loaded.target, PROMPT, max_new_tokens=MAX_NEW_TOKENS, seeds=range(3))
     assert compiled.passes > MAX_NEW_TOKENS

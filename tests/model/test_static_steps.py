@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,8 +24,8 @@ from hdtool.runtime.engines.cuda.static_steps import MIN_EXTENT, RECORDED, STEP_
 from hdtool.runtime.engines.steps import StepOutput
 from hdtool.runtime.model.pass_inputs import FULL, MOVES, AttentionMasks, AttentionWindow, StepInput, StepTensors
 from hdtool.runtime.target.target import Target
-from tests.support.decoding import SAMPLINGS, assert_drafts_keep, output_tokens, run
-from tests.support.families import FAMILIES, VOCABULARY, model_of
+from tests.support.decoding import answer_of, output_tokens, run
+from tests.support.families import VOCABULARY, model_of
 from tests.support.one_sequence import OneSequence
 from tests.support.oracle import assert_same_logits, plain_logits, prompt_of
 from tests.support.rehearsed import Direct, Rehearsed, Replayed, captured_of, direct
@@ -46,34 +45,6 @@ def steps_of(target: Target) -> StaticSteps:
     steps = captured_of(target).steps
     assert steps
     return steps
-
-
-@pytest.mark.parametrize("family", [family for family in FAMILIES if family != "jamba"])
-def test_a_tree_gets_the_logits_of_its_plain_paths_and_so_does_the_next(family: str) -> None:
-    model = model_of(family)
-    target = Target(model, lambda device: Rehearsed())
-    assert target.captures
-    one = OneSequence(target)
-
-    @settings(max_examples=6)
-    @given(st.data())
-    def check(data: st.DataObject) -> None:
-        context = prompt_of(data.draw(st.integers(1, 60)))
-        one.prefill(context)
-        for _ in range(3):
-            tree = data.draw(trees(VOCABULARY))
-            logits = one.verify(tree)
-            assert logits.shape == (len(tree) + 1, VOCABULARY)
-            for node in range(ROOT, len(tree)):
-                assert_same_logits(logits[node + 1], plain_logits(model, context + tokens_to(tree, node)))
-            assert one.verified.argmax is not None
-            assert one.verified.best().tolist() == logits.argmax(-1).tolist()
-            node = data.draw(st.integers(ROOT, len(tree) - 1))
-            one.commit(path_to(tree, node))
-            context += tokens_to(tree, node)
-            assert one.length == len(context)
-
-    check()
 
 
 @pytest.mark.parametrize(
@@ -170,28 +141,11 @@ def test_a_padded_step_gets_the_masks_of_its_tree(tree: DraftTree, length: int) 
         assert torch.equal(mask[0, 0], mask_by_definition(tree, length, window, mask[0, 0].shape))
 
 
-@pytest.mark.each_value
-@pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
-@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2", "qwen3_moe", "llama4"])
-def test_captured_steps_give_the_same_answers(family: str, sampling: SamplingConfig) -> None:
-    model = model_of(family)
-    usual, fixed = Target(model), Target(model, lambda device: Rehearsed())
-    prompt = prompt_of(20)
-    plain = output_tokens(run(usual, prompt, sampling))
-    assert output_tokens(run(fixed, prompt, sampling)) == plain
-    assert_drafts_keep(plain, fixed, prompt, sampling, seed=sampling.seed)
-    drafter = Hierarchy(budget=FixedBudget(24), recycled=True)
-    for _ in range(2):  # the second time it knows what to draft
-        steps = run(fixed, prompt, sampling, drafter=drafter)
-        assert output_tokens(steps) == plain
-    assert fixed.captures, "it must not have gone back to the usual steps"
-
-
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gemma3"])
 def test_a_full_context_ends_the_answer(family: str) -> None:
     model = model_of(family)
     prompt = prompt_of(500)
-    plain = output_tokens(run(Target(model), prompt, SamplingConfig(), 100))
+    plain = answer_of(Target(model), prompt, SamplingConfig(), 100)
     target = Target(model, direct)
     wrong_drafter = WrongDrafter(len(prompt), plain * 2, VOCABULARY, seed=5, max_nodes=30)
     steps = run(target, prompt, SamplingConfig(), 100, drafter=wrong_drafter)
@@ -292,7 +246,7 @@ def test_a_pass_without_extents_has_one_capacity_and_its_steps_are_captured_at_o
 
 def test_a_cache_takes_less_where_memory_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     model, prompt = model_of("llama"), prompt_of(20)
-    plain = output_tokens(run(Target(model), prompt, SamplingConfig()))
+    plain = answer_of(Target(model), prompt, SamplingConfig())
     allocate, refused = KVTensors.for_layers, []
 
     def small(shapes: Sequence[LayerShape], capacity: int, *others: Any) -> KVTensors:
@@ -304,93 +258,10 @@ def test_a_cache_takes_less_where_memory_is_refused(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(KVTensors, "for_layers", small)
     target = Target(model, direct)
     assert target.captures and target.cache.capacity <= 192
-    assert output_tokens(run(target, prompt, SamplingConfig())) == plain
+    assert answer_of(target, prompt, SamplingConfig()) == plain
     assert min(refused) == MIN_EXTENT
     with pytest.raises(torch.OutOfMemoryError):
         target.prefill(target.allocate(), 0, prompt_of(200))
-
-
-@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2", "qwen3_moe", "mistral"])
-def test_the_trees_of_a_batch_get_the_logits_of_their_plain_paths(family: str) -> None:
-    """Contexts of different lengths, accepted paths that move in some slots, and fewer trees than slots."""
-    model = model_of(family)
-    capture = Rehearsed()
-    target = Target(model, lambda device: capture)
-    cache = target.allocate(3)
-    contexts = [prompt_of(length) for length in (40, 3, 75)]
-    for slot, context in enumerate(contexts):
-        target.prefill(cache, slot, context, room=200)
-    recorded = capture.recorded
-    for sizes in ((6, 0, 20), (20, 6, 0), (5, 7, 2), (30, 30), (4, 9)):
-        batch = [tree_of(size) for size in sizes]
-        found = target.verify(cache, batch)
-        for slot, (tree, verified) in enumerate(zip(batch, found, strict=True)):
-            node = len(tree) - 1
-            path = path_to(tree, node)
-            contexts[slot] += tokens_to(tree, node)
-            assert verified.logits.shape == (len(tree) + 1, VOCABULARY)
-            assert_same_logits(verified.logits[node + 1], plain_logits(model, contexts[slot]))
-            assert verified.best().tolist() == verified.logits.argmax(-1).tolist()
-            target.commit(cache, slot, path)
-            assert cache.slots[slot].length == len(contexts[slot])
-    assert capture.recorded - recorded == 4, "one step for each number of trees and size"
-
-
-class Rounded(torch.nn.Linear):
-    """A linear layer with arithmetic of its own, as those with quantized weights have."""
-
-    def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        return torch.nn.functional.linear(rows, self.weight.bfloat16().float(), self.bias)
-
-
-class Adapted(torch.nn.Module):
-    """A linear layer beside that of the model, as adapters have."""
-
-    def __init__(self, base: torch.nn.Linear) -> None:
-        super().__init__()
-        self.base, self.in_features, self.out_features = base, base.in_features, base.out_features
-        self.down = torch.nn.Linear(base.in_features, 2, bias=False)
-        self.up = torch.nn.Linear(2, base.out_features, bias=False)
-
-    def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        added: torch.Tensor = self.base(rows) + 0.5 * self.up(self.down(rows))
-        return added
-
-
-def test_the_fused_pass_calls_linear_layers_of_other_classes() -> None:
-    model = copy.deepcopy(model_of("llama"))
-    for name in ("q_proj", "up_proj", "down_proj", "k_proj"):
-        for layer in model.model.layers:
-            owner = layer.self_attn if hasattr(layer.self_attn, name) else layer.mlp
-            plain = getattr(owner, name)
-            if name == "k_proj":
-                setattr(owner, name, Adapted(plain))
-            else:
-                plain.__class__ = Rounded
-    target = Target(model, lambda device: Rehearsed())
-    assert target.is_fused
-    one, context, tree = OneSequence(target), prompt_of(30), tree_of(9)
-    one.prefill(context)
-    logits = one.verify(tree)
-    for node in range(ROOT, 9):
-        assert_same_logits(logits[node + 1], plain_logits(model, context + tokens_to(tree, node)))
-
-
-def test_merged_matrices_are_those_of_the_model() -> None:
-    """Weights that are written in place count, and a second target merges nothing again."""
-    model = copy.deepcopy(model_of("qwen2"))
-    before = {name: weight.clone() for name, weight in model.state_dict().items()}
-    first, second = (Target(model, lambda device: Rehearsed()) for _ in range(2))
-    assert first.is_fused and second.is_fused
-    assert all(torch.equal(weight, before[name]) for name, weight in model.state_dict().items())
-    first.notice_changes()
-    assert first.changes == 0
-    with torch.no_grad():
-        model.model.layers[0].self_attn.v_proj.weight.mul_(3)
-    for target in (first, second):
-        one, context, tree = OneSequence(target), prompt_of(30), tree_of(9)
-        one.prefill(context)
-        assert_same_logits(one.verify(tree)[9], plain_logits(model, context + tokens_to(tree, 8)))
 
 
 def test_a_sequence_and_a_batch_keep_their_steps() -> None:
@@ -438,11 +309,11 @@ class Failing(Direct):
 @pytest.mark.parametrize("good", [0, 1, 2])
 def test_steps_that_cannot_be_captured_run_without_capture(good: int, capsys: pytest.CaptureFixture[str]) -> None:
     model, prompt = model_of("llama"), prompt_of(20)
-    plain = output_tokens(run(Target(model), prompt, SamplingConfig()))
+    plain = answer_of(Target(model), prompt, SamplingConfig())
     target = Target(model, lambda device: Failing(good))
     for seed in range(3):
         wrong_drafter = WrongDrafter(len(prompt), plain, VOCABULARY, seed)
-        assert output_tokens(run(target, prompt, SamplingConfig(), drafter=wrong_drafter)) == plain
+        assert answer_of(target, prompt, SamplingConfig(), drafter=wrong_drafter) == plain
     assert not target.captures
     said_aloud = capsys.readouterr().err
     assert said_aloud.count("\n") == 1

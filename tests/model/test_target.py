@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from hypothesis import given, settings, strategies as st
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from hdtool.data.errors import FamilyError, ModelError
@@ -17,73 +16,13 @@ from hdtool.runtime.config.model import SamplingConfig
 from hdtool.runtime.core import tolerances
 from hdtool.runtime.core.sampler import Sampler
 from hdtool.runtime.core.session import decode
-from hdtool.runtime.core.tree import DraftTree
 from hdtool.runtime.engines.checks import trees as checks
 from hdtool.runtime.model.families import context_limit
 from hdtool.runtime.model.transformers_internals import cache_argument
 from hdtool.runtime.target.target import Target
-from tests.support.families import FAMILIES, IN_DOUBLE, SHAPE, VOCABULARY, model_of
+from tests.support.families import SHAPE, model_of
 from tests.support.one_sequence import OneSequence
-from tests.support.oracle import assert_same_logits, generated, plain_logits, prompt_of
-from tests.support.trees import path_to, tokens_to, trees
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("length", [1, 7, 300])
-def test_plain_decoding_equals_generate(family: str, length: int) -> None:
-    model = model_of(family)
-    prompt = prompt_of(length)
-    expected = generated(model, prompt, 40)
-    steps = list(decode(Target(model), prompt, Sampler(SamplingConfig(), prompt), max_new_tokens=40))
-    assert [token for step in steps for token in step.tokens] == expected
-    assert len(steps) == 40
-
-
-IN_FLOAT32 = [(family, torch.float32) for family in FAMILIES]
-IN_FLOAT64 = [(family, torch.float64) for family in IN_DOUBLE]
-
-
-@pytest.mark.parametrize(("family", "dtype"), IN_FLOAT32 + IN_FLOAT64)
-def test_a_tree_gets_the_logits_of_its_plain_paths(family: str, dtype: torch.dtype) -> None:
-    model = model_of(family, dtype)
-    one = OneSequence(Target(model))
-
-    @settings(max_examples=8)
-    @given(trees(VOCABULARY), st.integers(1, 60))
-    def check(tree: DraftTree, length: int) -> None:
-        context = [*prompt_of(length), tree.root]
-        one.prefill(context[:-1], room=1)
-        logits = one.verify(tree)
-        assert logits.shape == (len(tree) + 1, VOCABULARY)
-        for node in range(-1, len(tree)):
-            expected = plain_logits(model, context[:-1] + (tokens_to(tree, node) if node >= 0 else [tree.root]))
-            assert_same_logits(logits[node + 1], expected)
-
-    check()
-
-
-@pytest.mark.parametrize(("family", "dtype"), IN_FLOAT32 + IN_FLOAT64)
-def test_a_committed_path_is_the_context_of_the_next_step(family: str, dtype: torch.dtype) -> None:
-    model = model_of(family, dtype)
-    one = OneSequence(Target(model))
-
-    @settings(max_examples=6)
-    @given(st.data())
-    def check(data: st.DataObject) -> None:
-        context = prompt_of(data.draw(st.integers(1, 40)))
-        one.prefill(context)
-        for _ in range(2):
-            tree = data.draw(trees(VOCABULARY, max_nodes=10))
-            one.verify(tree)
-            node = data.draw(st.integers(-1, len(tree) - 1))
-            path = path_to(tree, node)
-            one.commit(path)
-            context += tokens_to(tree, node)
-            assert one.length == len(context)
-        last = DraftTree.bare(5)
-        assert_same_logits(one.verify(last)[0], plain_logits(model, [*context, 5]))
-
-    check()
+from tests.support.oracle import generated, prompt_of
 
 
 def test_the_cache_is_one_tensor_and_serves_the_next_conversation() -> None:

@@ -24,7 +24,7 @@ from hdtool.runtime.model import placement
 from hdtool.runtime.target import tensor_parallel as ranks
 from hdtool.runtime.target.target import Target
 from hdtool.runtime.target.tensor_parallel import check_decoding, check_device, check_sharding
-from tests.support.decoding import output_tokens, run
+from tests.support.decoding import answer_of
 from tests.support.families import model_of, random_model
 from tests.support.gguf_files import tiny_llama, write_gguf
 from tests.support.oracle import prompt_of
@@ -81,20 +81,20 @@ def test_two_processes_give_the_answer_of_one(tmp_path: Path, capfd: pytest.Capt
 def test_offloaded_weights() -> None:
     """Offloaded weights, as a device map makes them; weights on several devices take the same path."""
     model, prompt = model_of("llama"), prompt_of(20)
-    plain = output_tokens(run(Target(model), prompt, SamplingConfig()))
+    plain = answer_of(Target(model), prompt, SamplingConfig())
     elsewhere = random_model("Llama")
     elsewhere.load_state_dict(model.state_dict())
     elsewhere.generation_config.eos_token_id = None
     accelerate.cpu_offload(elsewhere, torch.device("cpu"))
     assert placement.not_on_one_device_reason(elsewhere)
-    assert output_tokens(run(Target(elsewhere), prompt, SamplingConfig(), drafter=Hierarchy())) == plain
+    assert answer_of(Target(elsewhere), prompt, SamplingConfig(), drafter=Hierarchy()) == plain
 
 
 def test_a_model_in_two_places_is_not_captured(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """One layer on the CPU, one on disk: what a device map makes of a model that is too large, here in small."""
     model: Any = model_of("llama")
     prompt = prompt_of(20)
-    plain = output_tokens(run(Target(model, direct), prompt, SamplingConfig()))
+    plain = answer_of(Target(model, direct), prompt, SamplingConfig())
     model.save_pretrained(tmp_path)
     places = {"model.embed_tokens": "cpu", "model.rotary_emb": "cpu", "model.norm": "cpu", "lm_head": "cpu"}
     places |= {"model.layers.0": "cpu", "model.layers.1": "disk"}
@@ -105,7 +105,7 @@ def test_a_model_in_two_places_is_not_captured(tmp_path: Path, capfd: pytest.Cap
     target = Target(spread, direct)
     assert not target.captures
     for drafter in (NoDraft(), Hierarchy()):
-        assert output_tokens(run(target, prompt, SamplingConfig(), drafter=drafter)) == plain
+        assert answer_of(target, prompt, SamplingConfig(), drafter=drafter) == plain
     note = "note: the steps of this model are not captured as CUDA graphs: some of its weights are loaded only when"
     assert capfd.readouterr().err.count(note) == 1
 

@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -15,21 +14,13 @@ from hdtool.runtime.engines.cpu.int8_panels import Panels
 from hdtool.runtime.kernels.linear import compiled_linear
 from hdtool.runtime.kernels.matrix_formats import FORMATS_BY_GGUF_TYPE
 from hdtool.runtime.kernels.thread_pool import MIN_PARALLEL_WEIGHTS, ThreadPool, shared_thread_pool
-from hdtool.runtime.kernels.vector_code import EXPANDS_FLOAT16
-from tests.support.packed_blocks import MAX_BLOCK_SIZE, int8_linear, some_matrix
+from tests.support.packed_blocks import MAX_BLOCK_SIZE, int8_linear, needs_blocks, some_matrix
 from tests.support.project import ROOT
 
-pytestmark = pytest.mark.skipif(not EXPANDS_FLOAT16, reason="blocks are expanded by transformers here")
+pytestmark = [needs_blocks, pytest.mark.usefixtures("torch_threads")]
 COLUMNS = MAX_BLOCK_SIZE
 OUTS = MIN_PARALLEL_WEIGHTS // COLUMNS + 5
 Q4_1 = FORMATS_BY_GGUF_TYPE[3]
-
-
-@pytest.fixture(autouse=True)
-def one_thread_afterwards() -> Iterator[None]:
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
 
 
 def results(threads: int) -> list[torch.Tensor]:

@@ -26,11 +26,12 @@ from hdtool.runtime.model.pass_inputs import FULL, AttentionMasks, AttentionWind
 from hdtool.runtime.program.embedding_and_head import Rotary
 from hdtool.runtime.program.model_families import NormKind
 from hdtool.runtime.target.target import Target
-from tests.support.families import VOCABULARY, model_of
+from tests.support.described import assert_right
+from tests.support.families import model_of
 from tests.support.interpreted import interpreted_kernels
 from tests.support.oracle import assert_same_logits, plain_logits, prompt_of
 from tests.support.rehearsed import captured_of, direct
-from tests.support.trees import path_to, tokens_to
+from tests.support.trees import tokens_to
 
 CPU = torch.device("cpu")
 CAPACITY = 576
@@ -365,22 +366,9 @@ def test_trees_of_a_batch_get_the_logits_of_their_plain_paths(family: str) -> No
 
 
 def assert_trees_of_a_batch_are_right(family: str) -> None:
-    model = model_of(family)
-    target = Target(model, direct)
-    first = captured_of(target)._passes[0]
-    assert not first.reads_extent, "the kernels must be used"
-    cache, contexts = target.allocate(2), [prompt_of(70), prompt_of(11)]
-    for slot, context in enumerate(contexts):
-        target.prefill(cache, slot, context, room=100)
-    for size in (9, 4):
-        tree = DraftTree.of(
-            5, [(7 * node + 2) % VOCABULARY for node in range(size)], [max(ROOT, node - 3) for node in range(size)]
-        )
-        found = target.verify(cache, [tree, tree])
-        for slot in range(2):
-            contexts[slot] += tokens_to(tree, size - 1)
-            assert_same_logits(found[slot].logits[size], plain_logits(model, contexts[slot]))
-            target.commit(cache, slot, path_to(tree, size - 1))
+    target = Target(model_of(family), direct)
+    assert not captured_of(target)._passes[0].reads_extent, "the kernels must be used"
+    assert_right(target.model, target, ((9, 9), (4, 4)), (70, 11))
 
 
 @pytest.mark.parametrize("family", ["qwen3", pytest.param("qwen3_moe", marks=pytest.mark.long)])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -16,18 +15,15 @@ from hdtool.runtime.config.model import SamplingConfig
 from hdtool.runtime.core.accept import accept
 from hdtool.runtime.core.engine import LOGITS_ONLY, PassOptions, Verified
 from hdtool.runtime.core.sampler import Sampler
-from hdtool.runtime.core.sequence import Request
-from hdtool.runtime.core.session import decode_batch
 from hdtool.runtime.core.tree import ROOT, UNDETERMINED, DraftTree
 from hdtool.runtime.engines.cpu import pass_kernel
 from hdtool.runtime.kernels.topk import FOLD, TOPK_BLOCK, FoldedLogits, fold, folded_size, topk
 from tests.support import fused
-from tests.support.decoding import output_tokens, run
 from tests.support.families import VOCABULARY
 from tests.support.fused import TREE, after, both, widen
 from tests.support.one_sequence import OneSequence
-from tests.support.oracle import assert_same_logits, prompt_of
-from tests.support.trees import WrongDrafter, tokens_to, trees
+from tests.support.oracle import prompt_of
+from tests.support.trees import trees
 
 CONTEXT = prompt_of(40)
 WALK, RANK, BOTH = PassOptions(walk=True), PassOptions(wants_maxima=True), PassOptions(walk=True, wants_maxima=True)
@@ -59,25 +55,6 @@ def takes(one: OneSequence, tree: DraftTree) -> bool:
 
 def with_forced_tokens(tree: DraftTree, forced_tokens: list[int]) -> DraftTree:
     return DraftTree(tree.root, tree.tokens, tree.parents, tree.sources, np.array(forced_tokens, np.int64))
-
-
-@given(tree=trees(VOCABULARY, max_nodes=24), length=st.integers(1, len(CONTEXT)), data=st.data())
-def test_the_logits_are_those_of_the_library_and_of_each_path(
-    one: OneSequence, tree: DraftTree, length: int, data: st.DataObject
-) -> None:
-    kv = one.cache.slots[0].kv
-    with torch.inference_mode():
-        kv.length = length
-        found = compiled(one, tree)
-        assert found.walk is None
-        logits, before = found.logits.clone(), passes_of(one)
-        assert_same_logits(logits, one.target.stock_passes.verify_alone(one.cache.slots[0], tree).logits)
-        assert passes_of(one) == before
-    node = data.draw(st.integers(ROOT, len(tree) - 1))
-    tokens = tokens_to(tree, node)
-    path = DraftTree.of(tokens[0], tokens[1:], range(-1, len(tokens) - 2))
-    assert torch.equal(compiled(one, path).logits[-1], logits[node + 1])
-    kv.length = len(CONTEXT)
 
 
 @given(tree=trees(3, max_nodes=24), most=st.integers(1, 30))
@@ -245,26 +222,3 @@ def test_each_slot_of_a_batch_has_the_bits_of_a_pass_of_its_own(
         if rank:
             tops = [topk(outcome.rankable(), 4)[0][rows].tolist() for outcome in (found, alone)]
             assert tops[0] == tops[1]
-
-
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_answers_with_trees_of_all_sizes_are_those_given_alone(one: OneSequence, temperature: float) -> None:
-    """Two samples of each prompt, trees of no to many nodes beside each other, and answers that end one by one."""
-    target, asked = one.target, dict[tuple[int, int], Request[tuple[int, int]]]()
-    alone, sampling = {}, SamplingConfig(temperature=temperature, top_p=0.9)
-    for number, (length, most) in enumerate([(3, 30), (25, 8), (40, 19), (11, 1), (33, 26)]):
-        for seed in (1, 2):
-            seeded, prompt = replace(sampling, seed=seed), prompt_of(length)
-            alone[number, seed] = output_tokens(run(target, prompt, seeded, most))
-            drafter = WrongDrafter(length, alone[number, seed], VOCABULARY, seed, max_nodes=6 * number)
-            sampler = Sampler(seeded, prompt)
-            asked[number, seed] = Request((number, seed), prompt, sampler, drafter, max_new_tokens=most)
-    waiting, before = iter(asked.values()), passes_of(one)
-    found: dict[tuple[int, int], list[int]] = {key: [] for key in asked}
-    sizes = set()
-    for request, step in decode_batch(target, lambda: next(waiting, None), 4, max_new_tokens=64):
-        found[request.key] += step.tokens
-        sizes.add(len(step.tree))
-    assert found == alone
-    assert len(sizes) > 9 and passes_of(one) > before
-    assert (alone[0, 1] == alone[0, 2]) == (not temperature), "samples of one prompt differ"

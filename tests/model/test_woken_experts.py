@@ -11,14 +11,10 @@ from torch.nn import Module
 
 from hdtool.runtime.core.tree import DraftTree
 from tests.support.described import compiled_of, model_of
-from tests.support.fused import widen
+
+pytestmark = pytest.mark.usefixtures("wide")
 
 PROMPT, ROOT = [3, 5, 8, 13, 21], 34
-
-
-@pytest.fixture(autouse=True)
-def wide(monkeypatch: pytest.MonkeyPatch) -> None:
-    widen(monkeypatch)
 
 
 @torch.inference_mode()

@@ -2,29 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Hashable, Iterable, Sequence
+from typing import Any, TypeVar
 
 from hdtool.runtime.config.model import SamplingConfig
-from hdtool.runtime.core.drafter import Drafter
+from hdtool.runtime.config.source_names import SourceId
+from hdtool.runtime.core.drafter import Drafter, NoDraft
 from hdtool.runtime.core.sampler import Sampler
 from hdtool.runtime.core.sequence import Request, Step
-from hdtool.runtime.core.session import Session, decode
+from hdtool.runtime.core.session import Session, decode, decode_batch
 from hdtool.runtime.target.target import Target
+from tests.support.oracle import prompt_of
 from tests.support.trees import WrongDrafter
 
+GREEDY = SamplingConfig()
 SAMPLINGS = {
-    "greedy": SamplingConfig(),
+    "greedy": GREEDY,
     "greedy, penalised": SamplingConfig(repetition_penalty=1.2),
     "T 0.7": SamplingConfig(temperature=0.7, seed=1),
     "T 1, top-p 0.9": SamplingConfig(temperature=1.0, top_p=0.9, seed=2),
     "T 1, top-k 5, penalised": SamplingConfig(temperature=1.0, top_k=5, repetition_penalty=1.2, seed=3),
 }
+Key = TypeVar("Key", bound=Hashable)
 
 
 def run(
     target: Target,
     prompt: list[int],
-    sampling: SamplingConfig,
+    sampling: SamplingConfig = GREEDY,
     max_new_tokens: int = 32,
     *,
     stops: Collection[int] = (),
@@ -38,28 +43,89 @@ def run(
     return list(steps)
 
 
+def answer_of(
+    target: Target, prompt: list[int], sampling: SamplingConfig = GREEDY, max_new_tokens: int = 32, **options: Any
+) -> list[int]:
+    """Return the tokens of an answer."""
+    return output_tokens(run(target, prompt, sampling, max_new_tokens, **options))
+
+
+def assert_lossless(
+    target: Target,
+    prompt: list[int],
+    sampling: SamplingConfig = GREEDY,
+    max_new_tokens: int = 32,
+    *,
+    expected: list[int] | None = None,
+    seeds: Iterable[int] = (1,),
+) -> list[int]:
+    """Assert that an answer is the same with drafts that are wrong in part, and is ``expected``; return it."""
+    plain = answer_of(target, prompt, sampling, max_new_tokens)
+    assert expected is None or plain == expected
+    for seed in seeds:
+        drafter = WrongDrafter(len(prompt), plain, target.vocabulary, seed)
+        assert answer_of(target, prompt, sampling, max_new_tokens, drafter=drafter) == plain
+        assert drafter.accepted > 0, "drafts that are never accepted test little"
+    return plain
+
+
+def request(
+    key: Key, prompt: Sequence[int], drafter: Drafter | None = None, sampling: SamplingConfig = GREEDY, **options: Any
+) -> Request[Key]:
+    return Request(key, prompt, Sampler(sampling, prompt), drafter or NoDraft(), **options)
+
+
+def answers_of(
+    target: Target, requests: Iterable[Request[Key]], size: int, max_new_tokens: int = 32, **options: Any
+) -> dict[Key, list[int]]:
+    """Return the tokens of the answers to requests in ``size`` slots, by the requests' keys."""
+    waiting, answers = iter(requests), dict[Key, list[int]]()
+    for asked, step in decode_batch(
+        target, lambda: next(waiting, None), size, max_new_tokens=max_new_tokens, **options
+    ):
+        answers.setdefault(asked.key, []).extend(step.tokens)
+    return answers
+
+
 def output_tokens(steps: list[Step]) -> list[int]:
     return [token for step in steps for token in step.tokens]
 
 
-def assert_drafts_keep(
-    plain: list[int],
+def assert_answers_of_batch(
     target: Target,
-    prompt: list[int],
-    sampling: SamplingConfig,
-    max_new_tokens: int = 32,
+    prompts: Sequence[list[int]],
+    drafters: Sequence[Drafter],
+    size: int,
+    max_new_tokens: int,
     *,
-    seed: int = 1,
+    more: int = 0,
 ) -> None:
-    """Assert that an answer has the tokens of plain decoding with wrong drafts, too, some of which are accepted."""
-    drafter = WrongDrafter(len(prompt), plain, target.vocabulary, seed)
-    assert output_tokens(run(target, prompt, sampling, max_new_tokens, drafter=drafter)) == plain
-    assert drafter.accepted, "drafts that are never accepted test little"
+    """Assert that answers in fewer slots than there are have the tokens of answers alone.
+
+    Each has ``more`` tokens than the one before.
+    """
+    lengths = [max_new_tokens + more * number for number in range(len(prompts))]
+    asked = zip(prompts, drafters, lengths, strict=True)
+    requests = [request(n, prompt, each, max_new_tokens=length) for n, (prompt, each, length) in enumerate(asked)]
+    alone = {n: answer_of(target, prompt, max_new_tokens=lengths[n]) for n, prompt in enumerate(prompts)}
+    assert answers_of(target, requests, size) == alone
+
+
+def assert_drafts_change_nothing(
+    target: Target, drafter: Drafter, sampling: SamplingConfig, lengths: Sequence[int], source: SourceId
+) -> None:
+    """Assert that answers to prompts of these lengths are the same with a drafter that drafts from a source."""
+    drafted = set[int]()
+    for length in lengths:
+        steps = run(target, prompt_of(length), sampling, 12, drafter=drafter)
+        assert output_tokens(steps) == answer_of(target, prompt_of(length), sampling, 12)
+        drafted |= {one for step in steps for one in step.tree.sources.tolist()}
+    assert source in drafted
 
 
 def answered(session: Session[int], prompt: list[int], owner: str = "") -> tuple[list[int], int]:
     """Return the tokens of an answer, and the number of prompt tokens taken from the prefix cache."""
-    session.submit(Request(0, prompt, Sampler(SamplingConfig(), prompt), owner=owner))
+    session.submit(request(0, prompt, owner=owner))
     steps = [step for _, step in session.steps()]
     return output_tokens(steps), steps[0].cached_tokens
 
@@ -67,8 +133,8 @@ def answered(session: Session[int], prompt: list[int], owner: str = "") -> tuple
 def all_answered(session: Session[int], requests: Sequence[Request[int]]) -> list[list[int]]:
     """Return the tokens of the answers to requests with the keys 0, 1, and so on."""
     tokens: list[list[int]] = [[] for _ in requests]
-    for request in requests:
-        session.submit(request)
-    for request, step in session.steps():
-        tokens[request.key] += step.tokens
+    for asked in requests:
+        session.submit(asked)
+    for asked, step in session.steps():
+        tokens[asked.key] += step.tokens
     return tokens

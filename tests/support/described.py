@@ -2,27 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
-from torch.nn import Module
 from transformers import PreTrainedModel
-from transformers.models.gemma3.modeling_gemma3 import Gemma3MLP
 
 from hdtool.runtime.core.tree import ROOT, DraftTree
-from hdtool.runtime.engines.cpu import proof
-from hdtool.runtime.engines.cpu.compiled_kind import COMPILED
-from hdtool.runtime.kernels.experts import compile_experts
-from hdtool.runtime.kernels.linear import compile_linear_layers
-from hdtool.runtime.program.hybrid_families import DESCRIBED
-from hdtool.runtime.program.mixer_parts import ExpertKind
-from hdtool.runtime.program.model_families import FAMILIES, Family, NormKind
-from hdtool.runtime.program.side_block import SideNames
 from hdtool.runtime.target.target import Target
 from tests.support.families import ALTERNATING, VOCABULARY, WINDOW, random_model
+from tests.support.fused import compile_target, with_compiled_layers
 from tests.support.oracle import assert_same_logits, plain_logits, prompt_of
 from tests.support.trees import path_to, tokens_to
 
@@ -387,7 +376,7 @@ DESCRIBED_MODELS = DENSE_MODELS | HYBRID_MODELS
 def model_of(name: str) -> Any:
     """Create a model with random norms, sinks, biases, decays, skips and scaling factors, so that each one matters."""
     torch.manual_seed(0)
-    model = DESCRIBED_MODELS[name]().eval()
+    model = DESCRIBED_MODELS[name]()
     for part, buffer in model.named_buffers():
         if part.endswith("layer_scalar"):
             buffer.copy_(torch.rand_like(buffer) + 0.5)
@@ -402,37 +391,14 @@ def model_of(name: str) -> Any:
 
 def target_of(name: str) -> Target:
     """Create a target with compiled matmuls and experts, which otherwise runs transformers' code."""
-    model = model_of(name)
-    model.generation_config.eos_token_id = None
-    compile_linear_layers(model)
-    compile_experts(model)
-    return Target(model)
+    return with_compiled_layers(model_of(name))
 
 
 def compiled_of(name: str) -> Target:
     """Create a target that is compiled as a whole."""
     target = target_of(name)
-    target.compile()
-    assert target.compiled
+    compile_target(target)
     return target
-
-
-def families_with(name: str, changes: dict[str, Any]) -> dict[str, Family]:
-    """Return all descriptions, of which that of a model's family is changed.
-
-    What the structure alone would show must not hide what the numbers show.
-    """
-    family = name.split(",")[0]
-    known = DESCRIBED[family]
-    settings = known.settings | {known.embedding, known.residual, *known.logit_settings}
-    attributes = known.attributes | {known.softcap, known.residual}
-    return {**DESCRIBED, family: replace(known, **{"settings": settings, "attributes": attributes, **changes})}
-
-
-def compiles_as(name: str, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> bool:
-    """Whether a model is compiled if its family's description is changed."""
-    monkeypatch.setattr(proof, "COMPILED", replace(COMPILED, families=families_with(name, changes)))
-    return target_of(name).compile()
 
 
 def assert_right(
@@ -460,165 +426,3 @@ def assert_right(
                 assert_same_logits(verified.logits[node + 1], expected)
             contexts[slot] += tokens_to(tree, len(tree) - 1)
             target.commit(cache, slot, path_to(tree, len(tree) - 1))
-
-
-def _experts_of(name: str, **changes: Any) -> ExpertKind:
-    """Return the description of a family's experts with changes that make it wrong."""
-    known = DESCRIBED[name].experts
-    assert known
-    return replace(known, **changes)
-
-
-def _side_with(**lists: str) -> SideNames:
-    """Return the description of Zamba 2's side blocks with the adapters of an attention's matmuls in other lists."""
-    known = DESCRIBED["zamba2"].side
-    assert known
-    changed = {matmul: f"shared_transformer.self_attn.{name}" for matmul, name in lists.items()}
-    return replace(known, adapters={**known.adapters, **changed})
-
-
-WRONG: dict[str, tuple[str, dict[str, Any]]] = {
-    "no offset": ("gemma3", {"norm": NormKind()}),
-    "no bound of scores": ("gemma2", {"softcap": ""}),
-    "no bound of logits": ("gemma2", {"logit_softcap": ""}),
-    "norms before instead of after": (
-        "olmo2",
-        {"norms": ("post_attention_layernorm", "", "post_feedforward_layernorm", "")},
-    ),
-    "another order of norms": ("gemma3", {"norms": (*FAMILIES["gemma3"].norms[2:], *FAMILIES["gemma3"].norms[:2])}),
-    "no multiplier of embeddings": ("granite", {"embedding": ""}),
-    "no multiplier of what layers add": ("granite", {"residual": ""}),
-    "no divisor of logits": ("granite", {"logit_divisor": ""}),
-    "positions in all layers": ("smollm3", {"rotates": lambda attention: True}),
-    "no positions": ("gemma3", {"rotates": lambda attention: False}),
-    "pairs of halves": ("glm4", {"is_interleaved": False}),
-    "pairs side by side": ("phi3", {"is_interleaved": True}),
-    "no sinks": ("gpt_oss", {"has_sinks": False}),
-    "norms of single heads": ("olmo2", {"norms_all_heads": False}),
-    "adapters of keys for values": (
-        "zamba2",
-        {"side": _side_with(keys="linear_v_adapter_list", values="linear_k_adapter_list")},
-    ),
-    "no positions beside a mixer": ("zamba2", {"rotates": lambda attention: False}),
-}
-WRONG_LAYER_NORMS: dict[str, tuple[str, dict[str, Any]]] = {
-    "no centering": ("cohere", {"norm": NormKind(rounds=False)}),
-    "one sublayer after the other": ("cohere", {"is_parallel": False}),
-    "no factor of logits": ("cohere", {"logit_factor": ""}),
-    "tables of halves": ("cohere", {"has_paired_tables": False}),
-    "positions in every layer": ("cohere2", {"rotates": lambda attention: True}),
-    "pairs in a part": ("phi", {"is_interleaved": True}),
-    "parallel sublayers": ("starcoder2", {"is_parallel": True}),
-    "no bias of norms": ("starcoder2", {"norm": NormKind(rounds=False, is_centered=True)}),
-}
-WRONG_LATENTS: dict[str, tuple[str, dict[str, Any]]] = {
-    "halves of latent attention": ("deepseek_v3", {"splits_pairs": False}),
-    "pairs that stay": ("deepseek_v3", {"splits_pairs": False, "is_interleaved": True}),
-    "pairs that move": ("deepseek_v2", {"splits_pairs": True, "is_interleaved": False}),
-    "no latent vectors": ("youtu", {"has_latents": False}),
-    "no gates of latent attention": ("bailing_hybrid", {"latent_gate": ""}),
-    "halves in a hybrid": ("bailing_hybrid", {"splits_pairs": False}),
-    "positions in a hybrid": ("kimi_linear", {"rotates": lambda attention: True}),
-    "another mixture in a hybrid": ("kimi_linear", {"experts": DESCRIBED["bailing_hybrid"].experts}),
-}
-WRONG_EXPERTS: dict[str, tuple[str, dict[str, Any]]] = {
-    "no softmax": ("qwen2_moe", {"experts": _experts_of("qwen2_moe", has_sigmoids=True)}),
-    "no gate of the shared expert": ("qwen2_moe", {"experts": _experts_of("qwen2_moe", shared_gate="")}),
-    "no sigmoids": ("glm4_moe", {"experts": _experts_of("glm4_moe", has_sigmoids=False)}),
-    "no correction": ("glm4_moe", {"experts": _experts_of("glm4_moe", correction="")}),
-    "no shared expert": ("glm4_moe", {"experts": _experts_of("glm4_moe", shared="")}),
-    "routing weights of sum 1": ("deepseek_v2", {"experts": _experts_of("deepseek_v2", renormalizes=True)}),
-    "another sum of routing weights": ("glm4_moe", {"experts": _experts_of("glm4_moe", sum_offset=0.1)}),
-}
-"""For engines that compute experts themselves. On a GPU, transformers computes them."""
-
-
-def a_new_attribute(model: Any) -> None:
-    model.model.layers[1].self_attn.temperature = 1.0
-
-
-def one_in_an_mlp(model: Any) -> None:
-    model.model.layers[0].mlp.clamp_limit = 7.0
-
-
-def a_module_more(model: Any) -> None:
-    model.model.layers[1].self_attn.gate = torch.nn.Identity()
-
-
-def a_class_of_another_package(model: Any) -> None:
-    class Own(Gemma3MLP):
-        """Class outside transformers, as remote code defines it."""
-
-    model.model.layers[1].mlp.__class__ = Own
-
-
-def a_replaced_forward(model: Any) -> None:
-    norm = model.model.layers[0].pre_feedforward_layernorm
-    norm.forward = lambda rows: 1.01 * type(norm).forward(norm, rows)
-
-
-def a_hook(model: Any) -> None:
-    model.model.layers[0].post_attention_layernorm.register_forward_hook(lambda module, inputs, rows: 1.01 * rows)
-
-
-def both_directions(model: Any) -> None:
-    model.config.use_bidirectional_attention = True
-
-
-def scores_that_it_does_not_bound(model: Any) -> None:
-    model.config.attn_logit_softcapping = 50.0
-
-
-def a_python_activation(model: Any) -> None:
-    activation = model.model.layers[0].mlp.act_fn
-    activation.act = activation._gelu_tanh_python
-
-
-def positions_by_length(model: Any) -> None:
-    model.model.rotary_emb.rope_type = {**model.model.rotary_emb.rope_type, "full_attention": "dynamic"}
-
-
-def of_the_same_name(module: Module, **methods: Any) -> type:
-    """Return a subclass with the same name and module, like a class that a new release of transformers has changed."""
-    own = type(module)
-    return type(own.__name__, (own,), {"__module__": own.__module__, **methods})
-
-
-def another_norm(model: Any) -> None:
-    """Change a norm by too little for a comparison of 16-bit logits to notice."""
-    norm = model.model.layers[1].self_attn.k_norm
-    plain = type(norm).forward
-    norm.__class__ = of_the_same_name(norm, forward=lambda self, rows: 1.001 * plain(self, rows))
-
-
-def another_epsilon(model: Any) -> None:
-    def normed(self: Any, rows: torch.Tensor) -> torch.Tensor:
-        return rows * torch.rsqrt(rows.pow(2).mean(-1, keepdim=True) + 2 * self.eps)
-
-    norm = model.model.layers[0].input_layernorm
-    norm.__class__ = of_the_same_name(norm, _norm=normed)
-
-
-def a_float32_norm(model: Any) -> None:
-    model.double()
-    model.model.layers[0].input_layernorm.float()
-
-
-CHANGES: Mapping[str, Callable[[Any], None]] = {
-    change.__name__.replace("_", " "): change
-    for change in (
-        a_new_attribute,
-        one_in_an_mlp,
-        a_module_more,
-        a_class_of_another_package,
-        a_replaced_forward,
-        a_hook,
-        both_directions,
-        scores_that_it_does_not_bound,
-        a_python_activation,
-        positions_by_length,
-        another_norm,
-        another_epsilon,
-        a_float32_norm,
-    )
-}

@@ -6,9 +6,6 @@
 from __future__ import annotations
 
 import sys
-from collections import defaultdict
-from collections.abc import Iterator
-from functools import partial
 from typing import Any
 
 import torch
@@ -16,20 +13,15 @@ from transformers import PreTrainedModel
 
 from hdtool.data.prompts import Grammar, Prompt
 from hdtool.runtime.answerer import Answerer
-from hdtool.runtime.budget.node_budget import FixedBudget
-from hdtool.runtime.config.building import HeadsConfig
 from hdtool.runtime.config.decoding import DecodeConfig, StoresConfig
 from hdtool.runtime.config.model import ModelConfig, SamplingConfig
-from hdtool.runtime.core.drafter import Drafter, NoDraft
-from hdtool.runtime.core.sampler import Sampler
-from hdtool.runtime.core.sequence import Request
-from hdtool.runtime.core.session import decode_batch
+from hdtool.runtime.core.drafter import Drafter
 from hdtool.runtime.drafters.methods import drafter_for
-from hdtool.runtime.drafters.trained_methods import StandaloneDrafter, drafter_of
 from hdtool.runtime.integrations.hf_generate import Generator
 from hdtool.runtime.stores.store_set import StoreSet
 from hdtool.runtime.target.target import Target
-from tests.support.decoding import SAMPLINGS, output_tokens, run
+from tests.support.conformance import CHECKS, FURTHER_CHECKS, OF_BITS
+from tests.support.decoding import answer_of
 from tests.support.device_scenarios import (
     GREEDY,
     MAX_NEW_TOKENS,
@@ -41,18 +33,13 @@ from tests.support.device_scenarios import (
     plain,
     wrong_drafter,
 )
+from tests.support.engines import Engine
 from tests.support.families import model_of
-from tests.support.heads import random_for
 from tests.support.json_schemas import JSON_SCHEMAS
 from tests.support.oracle import generated, plain_logits, prompt_of
 from tests.support.simulated_cuda.install import install, on_device
 from tests.support.simulated_cuda.queue import DEVICE
 
-LENGTHS = 5, 40, 17, 70
-"""Prompt lengths of a batch."""
-FEW_SAMPLINGS = "greedy", "T 1, top-k 5, penalised"
-"""Sampling settings with drafters other than ``hd``."""
-SLOTS = 3
 SCHEMAS = "sentiment", "tool choice"
 NEARLY_FULL = prompt_of(480)
 """Prompt that leaves less room in the models' context than an answer needs."""
@@ -64,66 +51,17 @@ Answers = dict[str, Any]
 
 
 def families(*names: str) -> Answers:
-    """Answer with every sampling setting, with several drafters and heads, in a batch, and in a second turn."""
-    expected = {name: answers_on_cpu(model_of(name)) for name in names}
+    """Run the suite of engines with a family, whose logits and answers are those of the CPU."""
     install()
-    found = {name: answers_on_device(model_of(name), expected[name]) for name in names}
-    return {"expected": expected, "found": found}
-
-
-def answers_on_cpu(model: PreTrainedModel) -> Answers:
-    longer = second_prompt(plain(model, GREEDY))
-    return {
-        **{name: plain(model, sampling) for name, sampling in SAMPLINGS.items()},
-        **{f"slot {length}": plain(model, GREEDY, prompt_of(length)) for length in LENGTHS},
-        "second turn": plain(model, GREEDY, longer),
-    }
-
-
-def second_prompt(answer: list[int]) -> list[int]:
-    return PROMPT + answer + prompt_of(9)
-
-
-def answers_on_device(model: PreTrainedModel, expected: Answers) -> Answers:
-    """Return the answers with each drafter, which must not depend on the drafts."""
-    DEVICE.counts.clear()
-    target = Target(on_device(model))
-    was_captured = target.captures
     found = {}
-    for name, drafter in drafters(target, expected["greedy"]):
-        answered = {
-            key: output_tokens(run(target, PROMPT, SAMPLINGS[key], MAX_NEW_TOKENS, drafter=drafter))
-            for key in reversed(SAMPLINGS if name in ("none", "hd") else FEW_SAMPLINGS)
-        }
-        second = run(target, second_prompt(answered["greedy"]), GREEDY, MAX_NEW_TOKENS, drafter=drafter)
-        # With heads, passes return hidden states from then on.
-        batch = batched(target, drafts=name == "hd") if name in ("none", "hd", "heads of amphista") else {}
-        found[name] = {**answered, **batch, "second turn": output_tokens(second)}
-        assert second[0].cached_tokens > 0 or not target.facts.continues
-    return {"answers": found, "captures": was_captured and target.captures, "faults": list(DEVICE.counts.faults)}
-
-
-def drafters(target: Target, truth: list[int]) -> Iterator[tuple[str, Drafter | None]]:
-    """Yield drafters by name. Heads come last, because they make the target record hidden states from then on."""
-    yield "none", None
-    yield "lying drafter", wrong_drafter(truth)
-    yield "hd", hierarchy()
-    for kind in ("amphista", "hydra++", "mtp"):
-        saved = random_for(target, HeadsConfig(kind, rank=8).resolved)
-        yield f"heads of {kind}", StandaloneDrafter(drafter_of(saved, target), FixedBudget(24))
-
-
-def batched(target: Target, *, drafts: bool) -> Answers:
-    """Answer several prompts in fewer slots."""
-    answers: Answers = defaultdict(list)
-    prompts = {f"slot {length}": prompt_of(length) for length in LENGTHS}
-    requests = (
-        Request(slot, prompt, Sampler(GREEDY, prompt), hierarchy() if drafts else NoDraft())
-        for slot, prompt in prompts.items()
-    )
-    for request, step in decode_batch(target, partial(next, requests, None), SLOTS, max_new_tokens=MAX_NEW_TOKENS):
-        answers[request.key] += step.tokens
-    return dict(answers)
+    for name in names:
+        DEVICE.counts.clear()
+        engine = Engine(Target(on_device(model_of(name))), model_of(name))
+        for check in (*CHECKS, *FURTHER_CHECKS):
+            if check not in OF_BITS:
+                check(engine)
+        found[name] = {"captures": engine.target.captures, "faults": list(DEVICE.counts.faults)}
+    return found
 
 
 def bfloat16(*names: str) -> Answers:
@@ -138,7 +76,7 @@ def bfloat16(*names: str) -> Answers:
     for name, model in models.items():
         target = Target(on_device(model))
         ways = None, wrong_drafter(expected[name]), hierarchy()
-        answers = [output_tokens(run(target, PROMPT, GREEDY, MAX_NEW_TOKENS, drafter=drafter)) for drafter in ways]
+        answers = [answer_of(target, PROMPT, GREEDY, MAX_NEW_TOKENS, drafter=drafter) for drafter in ways]
         gaps = [gap_at_difference(model, expected[name], answer) for answer in answers]
         found[name] = {"gaps": gaps, "captures": target.captures}
     return found
@@ -181,7 +119,7 @@ def methods() -> Answers:
     def answered(target: Target, drafter: Drafter | None) -> Answers:
         prompts = {"greedy": (PROMPT, GREEDY), "sampled": (PROMPT, SAMPLED), "full context": (NEARLY_FULL, GREEDY)}
         return {
-            name: output_tokens(run(target, prompt, sampling, 2 * MAX_NEW_TOKENS, drafter=drafter))
+            name: answer_of(target, prompt, sampling, 2 * MAX_NEW_TOKENS, drafter=drafter)
             for name, (prompt, sampling) in prompts.items()
         }
 

@@ -16,7 +16,6 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from torch.nn import Linear, Module, Parameter
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging
 
@@ -29,17 +28,17 @@ from hdtool.runtime.core.drafter import Drafter, NoDraft
 from hdtool.runtime.core.sampler import Sampler
 from hdtool.runtime.core.sequence import Request
 from hdtool.runtime.core.session import decode, decode_batch
-from hdtool.runtime.drafters.heads.state import HeadsState, sequential_drafter
 from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
 from hdtool.runtime.drafters.methods import drafter_for
-from hdtool.runtime.drafters.trained_methods import StandaloneDrafter
+from hdtool.runtime.drafters.trained_methods import StandaloneDrafter, drafter_of
 from hdtool.runtime.engines.cuda import captured_passes, static_steps
 from hdtool.runtime.engines.cuda.waits import WaitError, waits_refused
 from hdtool.runtime.engines.steps import StepOutput, StepPass
 from hdtool.runtime.model.pass_inputs import StepTensors
 from hdtool.runtime.stores.store_set import StoreSet
 from hdtool.runtime.target.target import Target
-from tests.support.decoding import SAMPLINGS, output_tokens, run
+from tests.support.changes import with_adapter, with_other_data, with_other_parameter, with_weights_in_place
+from tests.support.decoding import SAMPLINGS, answer_of, answers_of, request as asked
 from tests.support.device_mutations import MUTATIONS, Undo
 from tests.support.families import VOCABULARY, model_of
 from tests.support.heads import SEQUENTIAL, random_for
@@ -54,6 +53,7 @@ from tests.support.trees import WrongDrafter
 
 PROMPT = prompt_of(20)
 MAX_NEW_TOKENS = 24
+HEADS = HeadsConfig(rank=8)
 GREEDY, SAMPLED = SamplingConfig(), SAMPLINGS["T 0.7"]
 DEEPER = 4
 NODES = 24
@@ -71,7 +71,7 @@ def hierarchy() -> Drafter:
 
 def plain(model: PreTrainedModel, sampling: SamplingConfig, prompt: list[int] = PROMPT) -> list[int]:
     """Return the answer of a model on the CPU, without drafts."""
-    return output_tokens(run(Target(model), prompt, sampling, MAX_NEW_TOKENS))
+    return answer_of(Target(model), prompt, sampling, MAX_NEW_TOKENS)
 
 
 def watched(
@@ -125,7 +125,7 @@ def answers(*families: str) -> dict[str, Any]:
         for family in families
     }
     install()
-    return {family: answers_of(family, expected[family]) for family in families} | diagnostics()
+    return {family: answers_of_family(family, expected[family]) for family in families} | diagnostics()
 
 
 def watched_batch(target: Target) -> dict[str, Any]:
@@ -155,7 +155,7 @@ def diagnostics() -> dict[str, Any]:
     return {"faults": list(counts.faults), "lines": lines}
 
 
-def answers_of(family: str, expected: dict[str, list[int]]) -> dict[str, Any]:
+def answers_of_family(family: str, expected: dict[str, list[int]]) -> dict[str, Any]:
     model, greedy = model_of(family), expected["plain"]
     target = Target(on_device(model))
     ways = {
@@ -214,34 +214,30 @@ def interleaved(family: str) -> dict[str, Any]:
     install()
     target = Target(on_device(model_of(family)))
 
-    def drafter_with_heads(target: Target) -> Drafter:
-        return StandaloneDrafter(HeadsState(random_for(target, HeadsConfig(rank=8)), target), FixedBudget(NODES))
-
-    interleaving = Interleaving(target, {"heads": drafter_with_heads}, in_threads=False)
+    interleaving = Interleaving(target, {"heads": with_heads}, in_threads=False)
     for seed in range(SEEDS):
         interleaving.play(seed)
     return {"played": interleaving.played, "captures": target.captures} | diagnostics()
 
 
-def heads() -> dict[str, Any]:
+def with_heads(target: Target, config: HeadsConfig = HEADS) -> Drafter:
+    trained = drafter_of(random_for(target, config), target)
+    return StandaloneDrafter(trained, FixedBudget(NODES))
+
+
+def heads(config: HeadsConfig = HEADS) -> dict[str, Any]:
     """Answer with drafts of heads, whose passes are captured too."""
     model = model_of("llama")
     expected = plain(model, GREEDY)
     install()
     target = Target(on_device(model))
-    drafter = StandaloneDrafter(HeadsState(random_for(target, HeadsConfig(rank=8)), target), FixedBudget(NODES))
+    drafter = with_heads(target, config)
     return {"expected": expected, "found": [watched(target, GREEDY, drafter) for _ in range(2)]} | diagnostics()
 
 
 def mtp() -> dict[str, Any]:
     """Answer with drafts of an MTP layer, whose passes are captured too."""
-    model = model_of("llama")
-    expected = plain(model, GREEDY)
-    install()
-    target = Target(on_device(model))
-    saved = random_for(target, SEQUENTIAL["mtp"])
-    drafter = StandaloneDrafter(sequential_drafter(saved, target), FixedBudget(NODES))
-    return {"expected": expected, "found": [watched(target, GREEDY, drafter) for _ in range(2)]} | diagnostics()
+    return heads(SEQUENTIAL["mtp"])
 
 
 def hidden_without_extents() -> dict[str, Any]:
@@ -254,7 +250,7 @@ def hidden_without_extents() -> dict[str, Any]:
     target = Target(on_device(model))
     captured_passes.passes_of = usual
     before = DEVICE.counts.events[CAPTURE]
-    drafter = StandaloneDrafter(HeadsState(random_for(target, HeadsConfig(rank=8)), target), FixedBudget(NODES))
+    drafter = with_heads(target)
     ahead = DEVICE.counts.events[CAPTURE] - before
     return {"expected": expected, "ahead": ahead, "found": watched(target, GREEDY, drafter)} | diagnostics()
 
@@ -309,12 +305,8 @@ def short_memory() -> dict[str, Any]:
 
 
 def batch_of(target: Target, slots: int) -> list[list[int]]:
-    prompts = [prompt_of(length) for length in SLOTS[:slots]]
-    requests = iter([Request(slot, prompt, Sampler(GREEDY, prompt)) for slot, prompt in enumerate(prompts)])
-    tokens: list[list[int]] = [[] for _ in prompts]
-    for request, step in decode_batch(target, partial(next, requests, None), slots, max_new_tokens=MAX_NEW_TOKENS):
-        tokens[request.key] += step.tokens
-    return tokens
+    tokens = answers_of(target, map(asked, range(slots), map(prompt_of, SLOTS)), slots, MAX_NEW_TOKENS)
+    return [tokens[slot] for slot in range(slots)]
 
 
 def replaced_weights() -> dict[str, Any]:
@@ -323,7 +315,7 @@ def replaced_weights() -> dict[str, Any]:
     target = Target(on_device(model_of("llama")))
     passes, found = captured_of(target)._passes[0], []
     for _ in range(3):
-        replace_parameter(target.model)
+        with_other_parameter(target.model)
         tokens = [batch_of(target, 2) for _ in range(2)]
         found.append(tokens[0] == tokens[1] and type(captured_of(target)._passes[0]) is type(passes))
     return {"found": found, "captures": target.captures} | diagnostics()
@@ -405,59 +397,16 @@ def reserved() -> dict[str, Any]:
     } | diagnostics()
 
 
-class Adapter(Module):
-    """Low-rank matmul beside a layer, as in LoRA."""
-
-    def __init__(self, base: Linear, device: torch.device) -> None:
-        super().__init__()
-        self.base = base
-        self.down = Parameter(noise((4, base.in_features)).to(device))
-        self.up = Parameter(noise((base.out_features, 4)).to(device))
-
-    def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = self.base(rows) + rows @ self.down.T @ self.up.T
-        return found
-
-
-def noise(shape: Sequence[int]) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(7)) / 2
-
-
-def last_layer(model: Any) -> Any:
-    return model.model.layers[-1].mlp
-
-
-def add_adapter(model: Any) -> None:
-    mlp = last_layer(model)
-    mlp.down_proj = Adapter(mlp.down_proj, model.device)
-
-
-def replace_parameter(model: Any) -> None:
-    layer = last_layer(model).down_proj
-    layer.weight = Parameter(noise(layer.weight.shape).to(model.device))
-
-
-def replace_data(model: Any) -> None:
-    layer = last_layer(model).down_proj
-    layer.weight.data = noise(layer.weight.shape).to(model.device)
-
-
-def overwrite_weight(model: Any) -> None:
-    layer = last_layer(model).down_proj
-    with torch.no_grad():
-        layer.weight.copy_(noise(layer.weight.shape).to(model.device))
-
-
-CHANGES = add_adapter, replace_parameter, replace_data, overwrite_weight
+CHANGES = with_adapter, with_other_parameter, with_other_data, with_weights_in_place
 
 
 def changes() -> dict[str, Any]:
     """Answer before and after a change of the model, on the CPU and on the device."""
 
     def answered_twice(target: Target, change: Callable[[Any], None]) -> dict[str, Any]:
-        before = output_tokens(run(target, PROMPT, GREEDY, MAX_NEW_TOKENS))
+        before = answer_of(target, PROMPT, GREEDY, MAX_NEW_TOKENS)
         change(target.model)
-        return {"before": before, "after": output_tokens(run(target, PROMPT, GREEDY, MAX_NEW_TOKENS))}
+        return {"before": before, "after": answer_of(target, PROMPT, GREEDY, MAX_NEW_TOKENS)}
 
     model = model_of("llama")
     expected = {change.__name__: answered_twice(Target(copy.deepcopy(model)), change) for change in CHANGES}

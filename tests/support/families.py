@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from hdtool.data import demo
 
 VOCABULARY = 97
 WINDOW = 24
@@ -33,10 +37,14 @@ ALTERNATING = ["sliding_attention", "full_attention"]
 
 
 def random_model(name: str, without: tuple[str, ...] = (), **changes: Any) -> PreTrainedModel:
-    """Create a random model from a configuration class, in the common shape with changed settings."""
+    """Create a random model from a configuration class, in the common shape with changed settings.
+
+    No token ends its answers.
+    """
     settings = {key: value for key, value in {**SHAPE, **changes}.items() if key not in without}
     config = getattr(transformers, f"{name}Config")(**settings)
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(config).eval()
+    model.generation_config.eos_token_id, model.generation_config.pad_token_id = None, 0
     return model
 
 
@@ -199,11 +207,16 @@ IN_DOUBLE = sorted(
 
 @cache
 def model_of(family: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    """Create a random model of a family, with equal weights in every run and without tokens that end an answer."""
+    """Create a random model of a family, with equal weights in every run."""
     torch.manual_seed(sum(map(ord, family)))
     model = FAMILIES[family]()
     model.to(dtype)  # type: ignore[arg-type]
-    model.eval()
-    model.generation_config.eos_token_id = None
-    model.generation_config.pad_token_id = 0
     return model
+
+
+def saved(model: Any, folder: Path) -> Path:
+    """Save a model with the demo model's tokenizer, and return the folder."""
+    model.save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(demo.MODEL / name, folder)
+    return folder

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from hdtool.runtime.core.tree import DraftTree
 from hdtool.runtime.engines.cpu.compiled_model import CompiledModel
+from hdtool.runtime.kernels.experts import compile_experts
 from hdtool.runtime.kernels.linear import compile_linear_layers
 from hdtool.runtime.model.compact_layers import compact_weights
 from hdtool.runtime.target.target import Target
@@ -30,9 +31,10 @@ KINDS: dict[str, Callable[[], PreTrainedModel]] = {
 TREE = DraftTree.of(3, [5, 8, 13, 21, 34, 55], [-1, 0, 0, 2, -1, 4])
 
 
-def widen(monkeypatch: pytest.MonkeyPatch) -> None:
+def widen(monkeypatch: pytest.MonkeyPatch, head_dim: int = 16) -> None:
     """Give tiny models the sizes that compiled matmuls and vector kernels support."""
-    for name, size in {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16, "initializer_range": 0.3}.items():
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "head_dim": head_dim, "initializer_range": 0.3}
+    for name, size in sizes.items():
         monkeypatch.setitem(families.SHAPE, name, size)
 
 
@@ -44,38 +46,39 @@ def model_of(kind: str = "llama", dtype: torch.dtype = torch.float32) -> Any:
         if "norm" in name or "bias" in name:
             weight.data = torch.rand_like(weight) + 0.5
         weight.data = weight.data.to(dtype).float()
-    model.generation_config.eos_token_id = None
-    model.generation_config.pad_token_id = 0
-    return model.eval()
+    return model
 
 
 def both(kind: str = "llama", dtype: torch.dtype = torch.float32) -> tuple[Target, Target]:
     """Return a target with compiled linear layers in transformers' code, and one that is compiled as a whole."""
-    targets = []
-    for _ in range(2):
-        model = model_of(kind, dtype)
-        if dtype != torch.float32:
-            compact_weights(model)
-        compile_linear_layers(model)
-        targets.append(Target(model))
-    compile_target(targets[1])
-    return targets[0], targets[1]
+    return _target_of(kind, dtype), compiled_target(kind, dtype)
+
+
+def compiled_target(kind: str = "llama", dtype: torch.dtype = torch.float32) -> Target:
+    """Create a target of a model of its own, with compiled passes."""
+    target = _target_of(kind, dtype)
+    compile_target(target)
+    return target
+
+
+def _target_of(kind: str, dtype: torch.dtype) -> Target:
+    model = model_of(kind, dtype)
+    if dtype != torch.float32:
+        compact_weights(model)
+    return with_compiled_layers(model)
+
+
+def with_compiled_layers(model: Any) -> Target:
+    """Create a target with compiled matmuls and experts, which otherwise runs transformers' code."""
+    compile_linear_layers(model)
+    compile_experts(model)
+    return Target(model)
 
 
 def compile_target(target: Target) -> CompiledModel:
     target.compile()
     assert target.compiled
     return target.compiled
-
-
-def compiled_target(monkeypatch: pytest.MonkeyPatch) -> Target:
-    """Create a target of a model of its own, with compiled passes."""
-    widen(monkeypatch)
-    model = model_of()
-    compile_linear_layers(model)
-    target = Target(model)
-    compile_target(target)
-    return target
 
 
 def compiled(target: Target) -> CompiledModel:

@@ -26,7 +26,7 @@ from hdtool.runtime.core.session import decode, decode_batch
 from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
 from hdtool.runtime.integrations.hf_generate import Generator
 from hdtool.runtime.target.target import Target
-from tests.support.decoding import output_tokens, run
+from tests.support.decoding import answer_of
 from tests.support.families import VOCABULARY
 from tests.support.oracle import generated, prompt_of
 from tests.support.trees import WrongDrafter
@@ -82,7 +82,7 @@ class Interleaving:
         self._in_threads = in_threads
         self._generator = Generator(lambda target: Hierarchy(budget=FixedBudget(NODES), recycled=True))
         self._alone: dict[Key, list[int]] = {
-            (length, name): output_tokens(run(target, prompt_of(length), sampling, MAX_NEW_TOKENS))
+            (length, name): answer_of(target, prompt_of(length), sampling, MAX_NEW_TOKENS)
             for length in LENGTHS
             for name, sampling in SAMPLINGS.items()
         }

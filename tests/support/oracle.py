@@ -31,6 +31,13 @@ def plain_logits(model: Any, ids: list[int]) -> torch.Tensor:
     return logits
 
 
+def all_logits(model: Any, length: int) -> torch.Tensor:
+    """Return the logits after each token of a prompt, computed without a cache."""
+    with torch.inference_mode():
+        logits: torch.Tensor = model(torch.tensor([prompt_of(length)]), use_cache=False).logits
+    return logits
+
+
 def assert_same_logits(found: torch.Tensor, expected: torch.Tensor) -> None:
     """Assert that logits are equal within rounding, relative to their standard deviation.
 
@@ -38,5 +45,5 @@ def assert_same_logits(found: torch.Tensor, expected: torch.Tensor) -> None:
     such differences are about ten thousand times as large.
     """
     tolerance = 1e-9 if expected.dtype == torch.float64 else 1e-3
-    distance = (found - expected).abs().max() / expected.std()
+    distance = (found.to(expected.device) - expected).abs().max() / expected.std()
     assert distance < tolerance, f"logits are off by {distance:.2g} of their spread"

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import pytest
 import torch
 from gguf import GGMLQuantizationType
 from gguf.quants import dequantize
@@ -14,6 +15,7 @@ from hdtool.runtime.engines.cpu.int8_panels import Panels, int8_matmul_of
 from hdtool.runtime.kernels.linear import multiply
 from hdtool.runtime.kernels.matrix_formats import ALL_FORMATS, INT4, INT8, BlockFormat
 from hdtool.runtime.kernels.packed_matrix import PackedMatrix
+from hdtool.runtime.kernels.vector_code import EXPANDS_FLOAT16
 
 NAMES = {one.name: one for one in ALL_FORMATS}
 SCALES: dict[str, tuple[int, ...]] = {"Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q8_0": (0,)}
@@ -21,6 +23,7 @@ SCALES |= {"Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "IQ4_NL": (0,), "MXFP
 SCALES |= {"int8": (0,), "int4": (0, 4)}
 """Offsets in a block of float16 scales, of float32 scales for torchao, or of the 8-bit exponent for MXFP4."""
 MAX_BLOCK_SIZE = 256
+needs_blocks = pytest.mark.skipif(not EXPANDS_FLOAT16, reason="blocks are expanded by transformers here")
 
 
 def some_matrix(format: BlockFormat, outs: int, columns: int, seed: int = 0, scale: float = 0.01) -> PackedMatrix:

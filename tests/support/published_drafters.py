@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from transformers import Gemma4AssistantConfig, Gemma4AssistantForCausalLM, Gemma4TextConfig, PreTrainedModel
 from transformers.models.muse_glimmer_assistant import MuseGlimmerAssistantConfig, MuseGlimmerAssistantModel
 
-from tests.support.families import SHAPE, VOCABULARY
+from tests.support.families import SHAPE, VOCABULARY, random_model
 
 DRAFTED = 40
 """Size of a tiny EAGLE-3 drafter's draft vocabulary."""
@@ -28,6 +28,20 @@ def let_all_layers_share(monkeypatch: pytest.MonkeyPatch) -> None:
         return ["reuse"] * config.num_hidden_layers if shares_all else modes(config)
 
     monkeypatch.setattr(Gemma4TextConfig, "kv_sharing_modes", property(every))
+
+
+def six_layers(kind: str = "Llama") -> PreTrainedModel:
+    torch.manual_seed(1)
+    return random_model(kind, num_hidden_layers=6)
+
+
+def few_words(model: PreTrainedModel) -> PreTrainedModel:
+    """Let a model say a few of its words only, so that some drafts are accepted by chance."""
+    with torch.no_grad():
+        head: Any = model.get_output_embeddings()
+        head.weight = torch.nn.Parameter(head.weight.clone())
+        head.weight[3:] *= 0.1
+    return model
 
 
 def eagle3(folder: Path, model: PreTrainedModel, *, speculators: bool = False, **changes: Any) -> Path:

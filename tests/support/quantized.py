@@ -15,7 +15,7 @@ class Int8Layer(Module):
 
     def __init__(self, layer: Linear) -> None:
         super().__init__()
-        self.in_features = layer.in_features
+        self.in_features, self.out_features = layer.in_features, layer.out_features
         scale = layer.weight.detach().abs().amax(dim=1) / 127
         self.weight = Parameter((layer.weight / scale[:, None]).round().to(torch.int8), requires_grad=False)
         self.register_buffer("scale", scale)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -14,17 +13,13 @@ from typing import Any
 
 import torch
 
-from hdtool.data import demo
 from hdtool.data.errors import FamilyError, HdtoolError, error_reason
 from hdtool.runtime.config.model import ModelConfig, SamplingConfig
-from hdtool.runtime.core.sampler import Sampler
-from hdtool.runtime.core.sequence import Request
-from hdtool.runtime.core.session import decode_batch
 from hdtool.runtime.integrations.hf_generate import Generator
 from hdtool.runtime.target.load import load
 from hdtool.runtime.target.target import Target
-from tests.support.decoding import SAMPLINGS, output_tokens, run
-from tests.support.families import VOCABULARY
+from tests.support.decoding import SAMPLINGS, answer_of, answers_of, output_tokens, request, run
+from tests.support.families import VOCABULARY, saved as save
 from tests.support.oracle import generated, plain_logits, prompt_of
 from tests.support.trees import WrongDrafter
 from tests.sweep.models import NotBuiltError, small_config, tiny_model
@@ -200,27 +195,19 @@ class _Checks:
             self._short[:FEWER_TOKENS] if one is SHORT else generated(target.model, one, FEWER_TOKENS) for one in BATCH
         ]
 
-        def requests() -> Iterator[Request[int]]:
-            for slot, (prompt, truth) in enumerate(zip(BATCH, truths, strict=True)):
-                wrong_drafter = WrongDrafter(len(prompt), truth, VOCABULARY, 7 + slot)
-                yield Request(slot, prompt, Sampler(GREEDY, prompt), wrong_drafter)
-
-        def answered() -> list[list[int]]:
-            answers: list[list[int]] = [[] for _ in BATCH]
-            for request, step in decode_batch(target, partial(next, requests_, None), 3, max_new_tokens=FEWER_TOKENS):
-                answers[request.key] += step.tokens
-            return answers
-
-        requests_ = requests()
-        answers = self._tried("batch", answered)
+        requests = [
+            request(slot, prompt, WrongDrafter(len(prompt), truth, VOCABULARY, 7 + slot))
+            for slot, (prompt, truth) in enumerate(zip(BATCH, truths, strict=True))
+        ]
+        answers = self._tried("batch", lambda: answers_of(target, requests, 3, FEWER_TOKENS))
         if answers is not None:
-            for prompt, truth, answer in zip(BATCH, truths, answers, strict=True):
+            for slot, (prompt, truth) in enumerate(zip(BATCH, truths, strict=True)):
                 if self._result.checks.get("batch", SAME) == SAME:
-                    self._compare("batch", prompt, truth, answer)
+                    self._compare("batch", prompt, truth, answers[slot])
 
     def _sampled(self, target: Target) -> None:
         for name in ("T 0.7", "T 1, top-p 0.9"):
-            sampled = partial(_answer, target, SHORT, SAMPLINGS[name], FEWER_TOKENS)
+            sampled = partial(answer_of, target, SHORT, SAMPLINGS[name], FEWER_TOKENS)
             plain = self._tried("sampled", sampled)
             if plain is not None:
                 wrong_drafter = WrongDrafter(len(SHORT), plain, VOCABULARY, 8)
@@ -236,7 +223,7 @@ class _Checks:
                 target = load(ModelConfig(str(folder), dtype="float32")).target
                 self._result.compiled = target.compiled is not None
                 wrong_drafter = WrongDrafter(len(SHORT), self._short, VOCABULARY, 9)
-                return output_tokens(run(target, SHORT, GREEDY, MAX_NEW_TOKENS, drafter=wrong_drafter))
+                return answer_of(target, SHORT, GREEDY, MAX_NEW_TOKENS, drafter=wrong_drafter)
 
             self._same("load", SHORT, self._short, answered)
             if self._result.checks["load"] != SAME and not self._reloads(folder):
@@ -274,7 +261,7 @@ class _Checks:
             if target.captures:
                 self._result.captured = "hdtool" if target.is_fused else "transformers"
             wrong_drafter = WrongDrafter(len(SHORT), self._short, VOCABULARY, 10)
-            found = output_tokens(run(target, SHORT, GREEDY, FEWER_TOKENS, drafter=wrong_drafter))
+            found = answer_of(target, SHORT, GREEDY, FEWER_TOKENS, drafter=wrong_drafter)
         except Exception as error:  # the simulated device lacks some operations
             self._result.captured = ""
             self._result.notes.append(f"not simulated: {short(error)}")
@@ -302,14 +289,7 @@ class _Checks:
         return tiny_model(self._result.kind)
 
 
-def _answer(
-    target: Target,
-    prompt: list[int],
-    sampling: SamplingConfig = GREEDY,
-    max_new_tokens: int = MAX_NEW_TOKENS,
-    **options: Any,
-) -> list[int]:
-    return output_tokens(run(target, prompt, sampling, max_new_tokens, **options))
+_answer = partial(answer_of, max_new_tokens=MAX_NEW_TOKENS)
 
 
 def difference(made: Callable[[], Any], prompt: list[int], truth: list[int], found: list[int]) -> str:
@@ -335,11 +315,7 @@ def reason_of_refusal(error: Exception) -> str:
 def saved(model: Any) -> Iterator[Path]:
     """Save a model with a tokenizer in a temporary folder."""
     with TemporaryDirectory(prefix="hdtool-sweep-") as name:
-        folder = Path(name)
-        model.save_pretrained(folder)
-        for file in ("tokenizer.json", "tokenizer_config.json"):
-            shutil.copy(Path(demo.MODEL) / file, folder)
-        yield folder
+        yield save(model, Path(name))
 
 
 def warm_up() -> None:

@@ -1,0 +1,125 @@
+"""Changes of a model between two answers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.nn import Linear, Module, Parameter
+
+from hdtool.runtime.kernels.compact_weight import expand_compact
+
+
+class Adapter(Module):
+    """A product of low rank beside a layer, as LoRA has."""
+
+    def __init__(self, base: Linear) -> None:
+        super().__init__()
+        self.base, self.enabled, self._scales = base, True, {"default": 1.0}
+        random, device = torch.Generator().manual_seed(5), base.weight.device
+        self.down = Parameter(torch.randn(4, base.in_features, generator=random).to(device))
+        self.up = Parameter(torch.randn(base.out_features, 4, generator=random).to(device))
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.base(rows)
+        return found + self._scales["default"] * (rows @ self.down.T @ self.up.T) if self.enabled else found
+
+
+def mlp_of(model: Any) -> Any:
+    return model.model.layers[0].mlp
+
+
+def noise(like: torch.Tensor) -> torch.Tensor:
+    return (torch.randn(like.shape, generator=torch.Generator().manual_seed(7)) / 2).to(like.device)
+
+
+def with_adapter(model: Any) -> None:
+    mlp_of(model).down_proj = Adapter(mlp_of(model).down_proj)
+
+
+def with_other_data(model: Any) -> None:
+    weight = mlp_of(model).down_proj.weight
+    weight.data = noise(weight)
+
+
+def with_other_parameter(model: Any) -> None:
+    mlp_of(model).down_proj.weight = Parameter(noise(mlp_of(model).down_proj.weight))
+
+
+def with_weights_in_place(model: Any) -> None:
+    weight = mlp_of(model).down_proj.weight
+    with torch.no_grad():
+        weight.copy_(noise(weight))
+
+
+def with_other_module(model: Any) -> None:
+    layer = mlp_of(model).up_proj
+    mlp_of(model).up_proj = Linear(layer.in_features, layer.out_features, bias=False)
+    with_weights_of(mlp_of(model).up_proj)
+
+
+def with_other_embeddings(model: Any) -> None:
+    with_weights_of(model.model.embed_tokens)
+
+
+def with_other_norms(model: Any) -> None:
+    model.model.layers[1].input_layernorm.weight = Parameter(noise(model.model.norm.weight))
+    model.model.norm.weight = Parameter(noise(model.model.norm.weight))
+
+
+def with_weights_of(module: Any) -> None:
+    module.weight.data = noise(module.weight)
+
+
+def with_transposed_weight(model: Any) -> None:
+    """It lies where it was."""
+    weight = model.model.layers[0].self_attn.q_proj.weight
+    weight.data = expand_compact(weight).data.t()
+
+
+def with_fewer_units(model: Any) -> None:
+    """The parts of weights in float32 lie where the whole ones began."""
+    mlp, units = mlp_of(model), mlp_of(model).up_proj.out_features // 2
+    for layer in (mlp.gate_proj, mlp.up_proj):
+        layer.weight.data = expand_compact(layer.weight).data[:units]
+    mlp.down_proj.weight.data = expand_compact(mlp.down_proj.weight).data[:, :units]
+
+
+def with_buffer(model: Any) -> None:
+    model.model.rotary_emb.inv_freq = model.model.rotary_emb.inv_freq * 0.5
+
+
+def with_hook(model: Any) -> None:
+    mlp_of(model).register_forward_hook(lambda module, inputs, output: output * 0.5 + 1)
+
+
+def with_hook_before(model: Any) -> None:
+    mlp_of(model).register_forward_pre_hook(lambda module, inputs: (inputs[0].flip(-1),))
+
+
+def with_hook_after_the_layers(model: Any) -> None:
+    model.model.norm.register_forward_hook(lambda module, inputs, output: output.flip(-1))
+
+
+def with_function(model: Any) -> None:
+    mlp = mlp_of(model)
+    mlp.forward = lambda rows: mlp.down_proj(mlp.up_proj(rows))
+
+
+CHANGES: tuple[Callable[[Any], None], ...] = (
+    with_adapter,
+    with_other_data,
+    with_other_parameter,
+    with_weights_in_place,
+    with_other_module,
+    with_other_embeddings,
+    with_other_norms,
+    with_transposed_weight,
+    with_fewer_units,
+    with_buffer,
+    with_hook,
+    with_hook_before,
+    with_hook_after_the_layers,
+    with_function,
+)
