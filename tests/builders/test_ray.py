@@ -48,7 +48,7 @@ from tests.support.traps import Traps  # noqa: E402
 TEXTS = 6000
 SHARD_BYTES = 40_000
 """Some twenty shards."""
-AT_WORK = ("ray::_portions", "ray::_encoded", "ray::sorted_shard")
+AT_WORK = ("ray::_portions", "ray::_encode_portion", "ray::sort_shard")
 """How Ray calls a worker while it does these."""
 BUILDS = {"corpus": "build-corpus-db", "model": "build-model-db"}
 
