@@ -7,8 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from hdtool.data.conversation import lone_surrogate
-from hdtool.data.errors import PromptError, ToolsError
+from hdtool.data.errors import PromptError, ToolsError, lone_surrogate
 from hdtool.data.prompts import Message, Prompt
 
 if TYPE_CHECKING:

@@ -17,18 +17,6 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
 
-def lone_surrogate(text: str) -> str | None:
-    """Describe the first lone surrogate in a text, as in ``U+D83D at character 3``; None if the text is valid Unicode.
-
-    JSON escapes and invalid bytes on a command line can produce lone surrogates, which no tokenizer accepts.
-    """
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        return f"U+{ord(text[error.start]):04X} at character {error.start}"
-    return None
-
-
 LOGPROB_DIGITS = 4
 """Decimal places of log-probabilities in files."""
 LOWEST_LOGPROB = -9999.0

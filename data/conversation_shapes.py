@@ -23,12 +23,12 @@ from hdtool.data.conversation import (
     Rankings,
     Turn,
     content_text,
-    lone_surrogate,
     message_text,
     message_turns,
     required_text,
     role_of,
 )
+from hdtool.data.errors import lone_surrogate
 from hdtool.data.redacted_records import redacted_record
 from hdtool.data.row_readers import RowError, is_conversation
 

@@ -62,6 +62,18 @@ def error_reason(error: Exception) -> str:
     return str(error).strip().split("\n")[0] or type(error).__name__
 
 
+def lone_surrogate(text: str) -> str | None:
+    """Describe the first lone surrogate in a text, as in ``U+D83D at character 3``; None if the text is valid Unicode.
+
+    JSON escapes and invalid bytes on a command line can produce lone surrogates, which no tokenizer accepts.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        return f"U+{ord(text[error.start]):04X} at character {error.start}"
+    return None
+
+
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """Return `` (did you mean X?)`` for the known word that is most similar to ``word``, or "" if none is similar."""
     from difflib import get_close_matches

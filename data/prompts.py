@@ -16,9 +16,9 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-from hdtool.data.conversation import QUESTIONS, TEXT, USER, Conversation, lone_surrogate
+from hdtool.data.conversation import QUESTIONS, TEXT, USER, Conversation
 from hdtool.data.conversation_files import ConversationReader, LocatedConversation
-from hdtool.data.errors import PromptError, RecordError
+from hdtool.data.errors import PromptError, RecordError, lone_surrogate
 from hdtool.data.input_files import hub_files, input_errors_as, is_hub_name, read_text
 from hdtool.data.row_readers import RowError, decode_utf8
 from hdtool.data.tally import Tally

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
-from hdtool.data.conversation import lone_surrogate
+from hdtool.data.errors import lone_surrogate
 
 T = TypeVar("T")
 

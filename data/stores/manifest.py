@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from hdtool.data import demo
 from hdtool.data.artifact import Artifact
-from hdtool.data.conversation import lone_surrogate
-from hdtool.data.errors import ModelError
+from hdtool.data.errors import ModelError, lone_surrogate
 from hdtool.data.stores.fields import check_name, field_of, number_of
 from hdtool.data.stores.store_files import (
     CORPUS_KIND,

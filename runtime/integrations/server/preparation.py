@@ -13,8 +13,7 @@ from hdtool.data.chat import (
     encode_text,
     read_conversation,
 )
-from hdtool.data.conversation import lone_surrogate
-from hdtool.data.errors import ToolsError
+from hdtool.data.errors import ToolsError, lone_surrogate
 from hdtool.data.prompts import Grammar, grammar_of, prediction_of, tools_of
 from hdtool.runtime.config.decoding import HIERARCHIES, DecodeConfig
 from hdtool.runtime.config.model import SamplingConfig
