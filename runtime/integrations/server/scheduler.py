@@ -115,10 +115,7 @@ class Scheduler:
     def _begin_session(self) -> None:
         cache = self._target.allocate(self._decoding.batch_size)
         self._target.prepare(cache)
-        limit = self._decoding.max_new_tokens
-        self._session = Session[AnswerJob](
-            self._target, cache, max_new_tokens=limit, prefixes=self.prefixes, in_pieces=True
-        )
+        self._session = Session[AnswerJob](self._target, cache, prefixes=self.prefixes, in_pieces=True)
         self._requests: dict[AnswerJob, Request[AnswerJob]] = {}
 
     @property
