@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 
     from hdtool.builders.evaluation.bench_plan import BenchPlan
     from hdtool.builders.evaluation.replay import ReplayedTurn, ReplayResult
-    from hdtool.builders.evaluation.report.ablations import Study
     from hdtool.builders.evaluation.report.figures import ReportData
     from hdtool.builders.evaluation.report.measurements import BenchMeasurements
     from hdtool.builders.evaluation.report.pages import Page
+    from hdtool.builders.evaluation.report.replayed_sources import Study
     from hdtool.data.texts_and_traces import Trace
     from hdtool.runtime.budget.cost_curve import CostCurve
 
@@ -353,8 +353,8 @@ def write_report(
     quiet: bool,
 ) -> None:
     """Run the replays in ``study``, and write the page that ``page_of(command_line, results)`` returns."""
-    from hdtool.builders.evaluation.report.ablations import report_data
     from hdtool.builders.evaluation.report.pages import write_page
+    from hdtool.builders.evaluation.report.replayed_sources import report_data
 
     data = report_data(study, traces, tokenizer, quiet=quiet)
     page = page_of(shlex.join(["hdtool", *sys.argv[1:]]), data)
@@ -364,8 +364,8 @@ def write_report(
 def report_bench(folder: Path, plan: BenchPlan, measured: BenchMeasurements, *, quiet: bool) -> None:
     """Write a benchmark's report. The figure of the sources comes from replaying one method's measured answers."""
     from hdtool.builders.evaluation.recording import TurnReader
-    from hdtool.builders.evaluation.report.ablations import Study, bench_traces
     from hdtool.builders.evaluation.report.pages import bench_page
+    from hdtool.builders.evaluation.report.replayed_sources import Study, bench_traces
     from hdtool.runtime.stores.library import Library
     from hdtool.runtime.weights.checkpoint_identity import checkpoint_of
 

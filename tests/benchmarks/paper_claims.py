@@ -9,12 +9,12 @@ that no other one has, that C and M together beat any single source, and that C,
 
 from __future__ import annotations
 
-from itertools import permutations
+from itertools import combinations, permutations
 
 import numpy as np
 import torch
 
-from hdtool.builders.evaluation.report.ablations import Study, source_shares, trials
+from hdtool.builders.evaluation.report.replayed_sources import Study, source_shares
 from hdtool.builders.evaluation.report.tables import Table
 from hdtool.runtime.config.budgets import FIXED_BUDGET
 from hdtool.runtime.config.source_names import source_of
@@ -23,15 +23,20 @@ from tests.benchmarks.laboratory import parser_of_recordings, read_recordings
 METHOD = "hd-paper"
 
 
+def subsets(letters: str) -> list[str]:
+    """Return all non-empty subsets of ``letters``, ordered by size."""
+    return ["".join(chosen) for size in range(1, len(letters) + 1) for chosen in combinations(letters, size)]
+
+
 def main() -> None:
     options = parser_of_recordings(__doc__, draft_tokens=FIXED_BUDGET).parse_args()
     torch.set_num_threads(1)
     conversations, stores = read_recordings(options)
     study = Study(conversations, stores, options.draft_tokens, method=METHOD)
     orders = ["".join(order) for order in permutations(study.letters)]
-    results = study.results(list(dict.fromkeys([*study.choices, *orders])))
+    results = study.results(list(dict.fromkeys([*subsets(study.letters), *orders])))
     columns = {"sources": "", "tokens per step": ".3f", "drafting, µs a step": ".0f"}
-    rows = ((row.sources, row.tokens_per_step, row.draft_us) for row in trials(METHOD, results).rows)
+    rows = ((sources, result.tokens_per_step, result.draft_us(50)) for sources, result in results.items())
     print(Table.of("", columns, rows).markdown() + "\n")
     accepted = {
         letter: np.concatenate([turn.sources for turn in results[letter].turns]) == source_of(letter)

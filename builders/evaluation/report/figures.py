@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -14,7 +14,6 @@ from hdtool.builders.evaluation.report.tables import (
     SourceShares,
     Speeds,
     Table,
-    Trials,
     TypicalCase,
 )
 from hdtool.builders.evaluation.scores import method_in_words
@@ -35,7 +34,6 @@ class ReportData:
     shares: tuple[SourceShares, ...] = ()
     shares_are_measured: bool = False
     """True if ``shares`` come from a benchmark's answers, not from a replay."""
-    subsets: Trials | None = None
     case: TypicalCase | None = None
     replayed: str = ""
     """Caption that states the number of draft tokens in the replays."""
@@ -58,19 +56,15 @@ class Figure:
 def figures_of(data: ReportData) -> Iterator[Figure]:
     """Yield the figures that have data."""
 
-    def replayed(figure: Figure) -> Figure:
-        return replace(figure, caption=f"{figure.caption} {data.replayed}".rstrip())
-
     if data.speedups:
         yield _speedups(data.speedups)
     if data.durations:
         yield _durations(data.durations)
     if data.temperatures:
         yield _temperatures(data.temperatures)
-    shares = map(_shares, data.shares)
-    yield from shares if data.shares_are_measured else map(replayed, shares)
-    if data.subsets:
-        yield replayed(_trials(data.subsets))
+    for figure in map(_shares, data.shares):
+        caption = figure.caption if data.shares_are_measured else f"{figure.caption} {data.replayed}".rstrip()
+        yield replace(figure, caption=caption)
 
 
 def missing_figures(data: ReportData) -> Iterator[tuple[str, str]]:
@@ -169,23 +163,5 @@ def _shares(data: SourceShares) -> Figure:
                 for name, counts in sources
             ),
             f"Of {data.steps:,} steps.",
-        ),
-    )
-
-
-def _trials(data: Trials) -> Figure:
-    values = ", ".join(f"{row.sources} {row.tokens_per_step:.2f}" for row in data.rows)
-    return Figure(
-        f"subsets-{data.method}",
-        f"The sources of {data.method}",
-        "Tokens per step on recorded answers, and what drafting took in the median step. "
-        f"The best, {'+'.join(data.best.sources)}, has a thick edge.",
-        f"Bars; tokens per step: {values}",
-        partial(plots.trials, data),
-        Table.of(
-            f"The sources of {data.method}",
-            {"sources": "", "tokens per step": ".3f", "nodes a step": ".1f", "drafting, µs a step": ".0f"},
-            map(astuple, data.rows),
-            "Drafting: the median of the steps, the tree's mask included.",
         ),
     )

@@ -15,10 +15,10 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from hdtool.builders.evaluation.llama_cpp_peer import build_notes
 from hdtool.builders.evaluation.replay import ReplayResult
-from hdtool.builders.evaluation.report.ablations import Study
 from hdtool.builders.evaluation.report.figures import Figure, ReportData, figures_of, missing_figures
 from hdtool.builders.evaluation.report.measurements import BenchMeasurements, run_temperature
 from hdtool.builders.evaluation.report.plots import DARK_THEME, LIGHT_THEME, THEMES, render_png
+from hdtool.builders.evaluation.report.replayed_sources import Study
 from hdtool.builders.evaluation.report.tables import Table
 from hdtool.builders.evaluation.scores import ALL_TASKS, DEFAULT_METHOD
 from hdtool.data.errors import ResultError, os_errors_as

@@ -14,11 +14,11 @@ from hdtool.builders.evaluation.report.tables import (
     Durations,
     SourceShares,
     Speeds,
-    Trials,
 )
 from hdtool.builders.evaluation.scores import PLAIN_METHOD
 from hdtool.data.file_origins import PNG_METADATA
-from hdtool.runtime.config.source_names import registered, source_of
+from hdtool.data.output_files import PNG_METADATA
+from hdtool.runtime.config.source_names import registered
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -188,31 +188,6 @@ def shares(data: SourceShares, axes: Axes, theme: Theme) -> None:
     axes.grid(False, axis="x")
     axes.set(ylabel="percent", ylim=(0, 108))
     _legend(axes, 2)
-
-
-def trials(data: Trials, axes: Axes, theme: Theme) -> None:
-    """Draw one bar per choice of sources, labelled with the letters of these sources in lookup order."""
-    rows = data.rows
-    best = data.best
-    for place, row in enumerate(rows):
-        bar = axes.bar(place, row.tokens_per_step, 0.7, color=theme.muted, edgecolor=theme.foreground, linewidth=0.8)
-        if row is best:
-            bar[0].set(linewidth=2.2)
-        width = 0.7 / len(row.sources)
-        for number, letter in enumerate(row.sources):  # source colors below the bar
-            left = place - 0.35 + width * number
-            axes.axvspan(left, left + width, 0, 0.03, color=theme.source(str(source_of(letter))), linewidth=0)
-        _label(axes, f"{row.tokens_per_step:.2f}\n{row.draft_us:.0f} µs", (place, row.tokens_per_step), 2, fontsize=8)
-    axes.set_xticks(range(len(rows)), [" ".join(row.sources) for row in rows])
-    axes.grid(False, axis="x")
-    axes.set_ylabel("tokens per step (plain decoding: 1)")
-    axes.set_ylim(1, 1 + 1.22 * (max(1.05, best.tokens_per_step) - 1))
-    axes.set_xlabel(f"sources of {data.method} (C context, M model, S corpus)")
-
-
-def _label(axes: Axes, text: str, position: tuple[float, float], points: int, fontsize: int) -> None:
-    """Draw text centered above a position."""
-    axes.annotate(text, position, (0, points), textcoords="offset points", ha="center", va="bottom", fontsize=fontsize)
 
 
 def _legend(axes: Axes, columns: int) -> None:

@@ -69,30 +69,6 @@ class SourceShares:
 
 
 @dataclass(frozen=True)
-class Trial:
-    """Result of a replay with one choice of sources."""
-
-    sources: str
-    """Letters of the sources, in lookup order."""
-    tokens_per_step: float
-    nodes_per_step: float
-    draft_us: float
-    """Median drafting time per step, in microseconds."""
-
-
-@dataclass(frozen=True)
-class Trials:
-    """Replays of one method that differ only in their sources."""
-
-    method: str
-    rows: tuple[Trial, ...]
-
-    @property
-    def best(self) -> Trial:
-        return max(self.rows, key=lambda row: row.tokens_per_step)
-
-
-@dataclass(frozen=True)
 class TypicalCase:
     """One answer in pieces, each with the source that drafted it."""
 

@@ -1,4 +1,4 @@
-"""What a report finds out: subsets of sources, their shares and cases, against plain counting."""
+"""What a report finds out: shares of sources and cases, against plain counting."""
 
 from __future__ import annotations
 
@@ -13,15 +13,13 @@ from hypothesis import given, strategies as st
 from hdtool.builders.evaluation.experiment import pieces_of
 from hdtool.builders.evaluation.recording import RecordedTurn
 from hdtool.builders.evaluation.replay import ReplayedTurn, ReplayResult
-from hdtool.builders.evaluation.report.ablations import (
+from hdtool.builders.evaluation.report.measurements import BenchMeasurements
+from hdtool.builders.evaluation.report.replayed_sources import (
     Study,
     bench_traces,
     source_shares,
-    source_subsets,
-    trials,
     typical_case,
 )
-from hdtool.builders.evaluation.report.measurements import BenchMeasurements
 from hdtool.builders.evaluation.report.tables import SourceCounts, SourceShares, source_wins
 from hdtool.cli.app import run
 from hdtool.data import demo
@@ -56,26 +54,19 @@ def played_turn(tokens: list[int], sources: list[int], steps: list[int] | None =
 # Which replays ---------------------------------------------------------------------------------
 
 
-def test_every_choice_of_sources_is_replayed() -> None:
-    assert source_subsets("CMS") == ("C", "M", "S", "CM", "CS", "MS", "CMS")
+def test_all_sources_that_are_there_are_replayed() -> None:
     study = Study([[turn([1], [2])]], SHELF, budget=7)
-    assert study.choices == source_subsets("CMS") and study.turns == 7
     config = study.contender("SM").config
-    assert (config.method, config.sources, config.order) == ("hd", "SM", "SMC")
+    assert (study.letters, config.method, config.sources, config.order) == ("CMS", "hd", "SM", "SMC")
     assert config.draft_tokens == 7 and not config.lookahead
-
-
-def test_a_source_that_is_not_there_is_in_no_choice() -> None:
-    assert Study([], StoreSet(SHELF.model, None)).choices == ("C", "M", "CM")
+    assert Study([], StoreSet(SHELF.model, None)).letters == "CM"
     assert Study([], StoreSet()).letters == "C"
 
 
 def test_an_answer_that_repeats_itself_is_drafted_from_its_context() -> None:
     answer = [7, 8, 9, 10, 7, 8, 9, 10, 7, 8, 9, 10, 7, 8, 9, 11]
-    study = Study([[turn([5, 6], answer)]], SHELF, workers=1)
-    found = {row.sources: row.tokens_per_step for row in trials("hd", study.results(study.choices)).rows}
-    assert tuple(found) == study.choices
-    assert found["C"] > found["M"]
+    found = Study([[turn([5, 6], answer)]], SHELF, workers=1).results(["C", "M"])
+    assert found["C"].tokens_per_step > found["M"].tokens_per_step
 
 
 # What they come to -----------------------------------------------------------------------------
@@ -147,10 +138,7 @@ def test_a_replay_makes_a_page(tmp_path: Path, capfd: pytest.CaptureFixture[str]
     assert f"report: {out / 'index.html'}" in capfd.readouterr().err
     page = (out / "index.html").read_text(encoding="utf-8")
     assert "1 conversations, 1 answers" in page
-    assert {path.name for path in out.glob("*.png") if ".dark" not in path.name} >= {
-        "sources-hd.png",
-        "subsets-hd.png",
-    }
+    assert "sources-hd.png" in {path.name for path in out.glob("*.png")}
 
 
 @pytest.mark.long

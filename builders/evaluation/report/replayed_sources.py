@@ -1,11 +1,10 @@
-"""Replays for a report: each choice of sources, and a typical answer."""
+"""Replays for a report: what each source drafted, and a typical answer."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import combinations
 
 from transformers import PreTrainedTokenizerBase
 
@@ -16,8 +15,6 @@ from hdtool.builders.evaluation.report.figures import ReportData
 from hdtool.builders.evaluation.report.tables import (
     SourceCounts,
     SourceShares,
-    Trial,
-    Trials,
     TypicalCase,
     source_wins,
 )
@@ -84,21 +81,11 @@ class Study:
         there = {"C": True, "M": self.store_set.model is not None, "S": self.store_set.corpus is not None}
         return "".join(letter for letter in SOURCE_LETTERS if there[letter])
 
-    @property
-    def choices(self) -> tuple[str, ...]:
-        """Letters of every non-empty subset of the available sources."""
-        return source_subsets(self.letters)
-
     def contender(self, sources: str) -> ReplayMethod:
         """Return the method, set up to draft from ``sources`` in the given order; its name is ``sources``."""
         order = sources + "".join(letter for letter in SOURCE_LETTERS if letter not in sources)
         config = DecodeConfig(self.method, draft_tokens=self.budget, sources=sources, order=order, lookahead=False)
         return ReplayMethod(sources, config, self.curve)
-
-    @property
-    def turns(self) -> int:
-        """Total number of turns in all replays."""
-        return len(self.choices) * sum(map(len, self.conversations))
 
     def results(
         self, choices: Sequence[str], on_progress: Callable[[int], None] = lambda done: None
@@ -106,22 +93,6 @@ class Study:
         """Replay every choice of sources; ``on_progress`` receives the number of turns done so far."""
         contenders = [self.contender(choice) for choice in choices]
         return replay(contenders, self.conversations, self.store_set, workers=self.workers, on_progress=on_progress)
-
-
-def trials(method: str, results: Mapping[str, ReplayResult]) -> Trials:
-    """Return the results of replays, by the letters of their sources, as rows of a figure."""
-    rows = (
-        Trial(sources, result.tokens_per_step, result.nodes_per_step, result.draft_us(50))
-        for sources, result in results.items()
-    )
-    return Trials(method, tuple(rows))
-
-
-def source_subsets(letters: str) -> tuple[str, ...]:
-    """Return all non-empty subsets of ``letters``, ordered by size."""
-    return tuple(
-        "".join(letters_chosen) for size in range(1, len(letters) + 1) for letters_chosen in combinations(letters, size)
-    )
 
 
 def source_shares(method: str, result: ReplayResult) -> SourceShares:
@@ -140,14 +111,13 @@ def source_shares(method: str, result: ReplayResult) -> SourceShares:
 def report_data(
     study: Study, traces: Sequence[Trace], tokenizer: PreTrainedTokenizerBase, *, quiet: bool = False
 ) -> ReportData:
-    """Run the replays of ``study`` and return the data of all figures; ``traces`` are its conversations as text."""
-    with progress_bar(study.turns, "replays for the report", unit="turns", quiet=quiet) as progress:
-        results = study.results(study.choices, progress.to)
+    """Run the replay of ``study`` and return the data of all figures; ``traces`` are its conversations as text."""
+    turns = sum(map(len, study.conversations))
+    with progress_bar(turns, "replay for the report", unit="turns", quiet=quiet) as progress:
+        whole = study.results([study.letters], progress.to)[study.letters]
     questions = [trace.messages[answer.message_index - 1]["content"] for trace in traces for answer in trace.answers]
-    whole = results[study.letters]
     return ReportData(
         shares=(source_shares(study.method, whole),),
-        subsets=trials(study.method, results),
         case=typical_case(study.method, whole, tokenizer, questions),
     )
 
