@@ -35,6 +35,7 @@ from hdtool.runtime.kernels.machine import machine
 from hdtool.runtime.stores.corpus_index import CorpusIndex
 from hdtool.runtime.stores.suffix_search import find_longest, shards_at
 from hdtool.runtime.target.load import load_tokenizer
+from tests.benchmarks.laboratory import Table, parser_of
 from tests.benchmarks.scale import look_up_times
 
 JUMP_EVERY = 20
@@ -114,12 +115,15 @@ def build_real_index(folder: Path, corpus: Path, model: str | None) -> Tokenizer
     return mark
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def parser_of_sizes(description: str | None, millions: list[int]) -> argparse.ArgumentParser:
+    parser = parser_of(description, model=None, millions=millions)
     parser.add_argument("--corpus", type=Path, required=True)
-    parser.add_argument("--model", help="whose tokenizer")
-    parser.add_argument("--millions", type=int, nargs="+", default=[1, 3, 10, 30, 100, 200])
     parser.add_argument("--vocabulary", type=int, help="store ids as for a tokenizer with so many tokens")
+    return parser
+
+
+def main() -> None:
+    parser = parser_of_sizes(__doc__, [1, 3, 10, 30, 100, 200])
     parser.add_argument("--shard-bytes", type=int, default=BuildConfig.shard_bytes)
     parser.add_argument("--plot", type=Path, default=Path("docs/benchmarks/corpus-scale.png"))
     options = parser.parse_args()
@@ -128,8 +132,8 @@ def main() -> None:
         mark = build_real_index(Path(place) / "real", options.corpus, options.model)
         mark = replace(mark, vocab_size=options.vocabulary or mark.vocab_size)
         rows = []
-        print("| million tokens | walk and build, s | peak memory, GiB | bytes a token | p50, µs | p99, µs |")
-        print("|---|---|---|---|---|---|")
+        heads = "walk and build, s", "peak memory, GiB", "bytes a token", "p50, µs", "p99, µs"
+        table = Table("million tokens", *heads)
         for millions in options.millions:
             context = multiprocessing.get_context("spawn")
             end, sent = context.Pipe()
@@ -139,7 +143,7 @@ def main() -> None:
             rows.append(end.recv())
             worker.join()
             tokens, seconds, peak, size, p50, p99 = rows[-1]
-            print(f"| {tokens / 1e6:.0f} | {seconds:.1f} | {peak:.2f} | {size:.3f} | {p50} | {p99} |", flush=True)
+            table.row(f"{tokens / 1e6:.0f}", f"{seconds:.1f}", f"{peak:.2f}", f"{size:.3f}", p50, p99)
     plot(rows, options.plot)
 
 

@@ -7,7 +7,6 @@ all tokens: the last line estimates a billion tokens from the time of one such s
 
 from __future__ import annotations
 
-import argparse
 import resource
 import tempfile
 import time
@@ -23,7 +22,8 @@ from hdtool.data.documents import Document, Source, token_type
 from hdtool.runtime.config.building import BuildConfig
 from hdtool.runtime.kernels.machine import machine
 from hdtool.runtime.stores.corpus_index import CorpusIndex
-from tests.benchmarks.corpus_scale import build_real_index, synthetic
+from tests.benchmarks.corpus_scale import build_real_index, parser_of_sizes, synthetic
+from tests.benchmarks.laboratory import Table
 
 BILLION = 10**9
 
@@ -44,25 +44,20 @@ def scan_seconds(documents: CountedDocuments, parts: int) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--corpus", type=Path, required=True)
-    parser.add_argument("--model", help="whose tokenizer")
-    parser.add_argument("--millions", type=int, nargs="+", default=[1, 10, 20, 40])
-    parser.add_argument("--vocabulary", type=int, help="store ids as for a tokenizer with so many tokens")
-    options = parser.parse_args()
+    options = parser_of_sizes(__doc__, [1, 10, 20, 40]).parse_args()
     print(machine() + "\n")
     with tempfile.TemporaryDirectory() as place:
         mark = build_real_index(Path(place) / "real", options.corpus, options.model)
         index = CorpusIndex(Path(place) / "real")
         mark = replace(mark, vocab_size=options.vocabulary or mark.vocab_size)
-        print("| million tokens | CPU seconds | peak memory, GiB | MB |\n|---|---|---|---|")
+        table = Table("million tokens", "CPU seconds", "peak memory, GiB", "MB")
         for millions in options.millions:
             answers = list(synthetic(index, millions * 1_000_000))
             started = time.process_time()
             made = build_model_store(Path(place) / "model", answers, mark, [Source("walk", "0")])
             seconds, tokens = time.process_time() - started, made.counts["tokens"]
             peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-            print(f"| {tokens / 1e6:.1f} | {seconds:.1f} | {peak:.2f} | {made.bytes / 1e6:.1f} |", flush=True)
+            table.row(f"{tokens / 1e6:.1f}", f"{seconds:.1f}", f"{peak:.2f}", f"{made.bytes / 1e6:.1f}")
         documents = counted(answers, mark.vocab_size)
         parts = part_count(replace(documents, tokens=np.broadcast_to(documents.tokens[:1], BILLION)))
         scan = scan_seconds(documents, parts)

@@ -33,6 +33,7 @@ from hdtool.runtime.config.model import ModelConfig
 from hdtool.runtime.kernels.machine import machine
 from hdtool.runtime.stores.corpus_index import MAX_CONTEXT_TOKENS, CorpusIndex
 from hdtool.runtime.target.load import load_tokenizer
+from tests.benchmarks.laboratory import Table, parser_of
 
 LOOK_UPS, FRESH = 3000, 60
 GROWN = 1.7
@@ -127,8 +128,8 @@ def measure(corpus: Path, model: str | None, shards: list[int], place: Path) -> 
     read = cpu_seconds() - started
     tokens = sum(len(document.ids) for document in documents)
     print(f"{tokens:,} tokens, read and tokenized in {read:.1f} s of a core, {1e6 * read / tokens:.2f} µs a token\n")
-    print("| shards | sorting, s of a core | bytes a token | look-up p50, µs | p99, µs | pages a cold look-up |")
-    print("|---|---|---|---|---|---|")
+    heads = "sorting, s of a core", "bytes a token", "look-up p50, µs", "p99, µs", "pages a cold look-up"
+    table = Table("shards", *heads)
     # Warm-up: compiles the kernels.
     build_corpus_index(place / "first", documents[:50], mark, [Source("a", "")], engine=BuildEngine(1))
     times, pages, sort, size = {}, {}, 0.0, 0.0
@@ -141,8 +142,8 @@ def measure(corpus: Path, model: str | None, shards: list[int], place: Path) -> 
         if count == 1:
             sort, size = 1e6 * seconds / tokens, made.bytes / tokens
         p50, p99 = np.percentile(times[count], (50, 99))
-        told = f"{seconds:.1f} | {made.bytes / tokens:.2f} | {p50:.1f} | {p99:.1f} | {pages[count]:.0f}"
-        print(f"| {count} | {told} |", flush=True)
+        cells = f"{seconds:.1f}", f"{made.bytes / tokens:.2f}", f"{p50:.1f}", f"{p99:.1f}", f"{pages[count]:.0f}"
+        table.row(count, *cells)
     medians = [float(np.median(times[count])) for count in times]
     each, first = np.polyfit(list(times), medians, 1)
     return Slopes(1e6 * read / tokens, sort, size, float(first + each), float(each), pages[min(pages)])
@@ -160,8 +161,8 @@ def sorted_in(
 def project(slopes: Slopes, cores: int, disk: float) -> None:
     tokens_a_shard = BuildConfig.shard_bytes // 2
     print(f"\nProjected, in shards of {tokens_a_shard / 1e6:.0f} million tokens, {cores} cores, {disk:.0f} µs a page\n")
-    print("| tokens | shards | disk, GB | memory of a sort, GiB | build, hours | look-up, µs | cold, ms |")
-    print("|---|---|---|---|---|---|---|")
+    heads = "disk, GB", "memory of a sort, GiB", "build, hours", "look-up, µs", "cold, ms"
+    table = Table("tokens", "shards", *heads)
     for name, tokens in zip(NAMES, SIZES, strict=True):
         shards = -(-tokens // tokens_a_shard)
         memory = SORT_MEMORY_FACTOR * min(BuildConfig.shard_bytes, 2 * tokens) / 2**30
@@ -169,17 +170,13 @@ def project(slopes: Slopes, cores: int, disk: float) -> None:
         look_up = GROWN * (slopes.first_shard + slopes.each_shard * (shards - 1))
         cold = shards * slopes.pages * disk / 1e3
         disk_gb = tokens * slopes.bytes_a_token / 1e9
-        told = f"{shards:,} | {disk_gb:,.0f} | {memory:.1f} | {hours:,.2f} | {look_up:,.0f} | {cold:,.1f}"
-        print(f"| {name} | {told} |")
+        times = f"{hours:,.2f}", f"{look_up:,.0f}", f"{cold:,.1f}"
+        table.row(name, f"{shards:,}", f"{disk_gb:,.0f}", f"{memory:.1f}", *times)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, model=None, shards=[1, 2, 4, 8, 16, 32, 64], page=100.0, cores=16)
     parser.add_argument("--corpus", type=Path)
-    parser.add_argument("--model", help="whose tokenizer")
-    parser.add_argument("--shards", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64])
-    parser.add_argument("--page", type=float, default=100.0, help="microseconds to read a page from an SSD")
-    parser.add_argument("--cores", type=int, default=16, help="that build")
     parser.add_argument("--cold", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.cold:

@@ -7,12 +7,12 @@ third position of the traces, which neither store has seen.
 
 from __future__ import annotations
 
-import argparse
 import json
 import multiprocessing
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ from hdtool.runtime.kernels.machine import machine
 from hdtool.runtime.stores.corpus_index import CorpusIndex
 from hdtool.runtime.stores.model_store import ModelStore
 from hdtool.runtime.target.load import load_tokenizer
+from tests.benchmarks.laboratory import Table, parser_of, seconds_of
 
 WARM_UP = 200
 
@@ -40,15 +41,11 @@ def timed(action: Callable[[], Any]) -> tuple[float, Any]:
     return time.perf_counter() - started, result
 
 
-def percentiles(lookup: Callable[[Any], Any], contexts: list[Any]) -> str:
+def percentiles(lookup: Callable[[Any], Any], contexts: list[Any]) -> list[str]:
     for context in contexts[:WARM_UP]:
         lookup(context)
-    taken = np.empty(len(contexts))
-    for number, context in enumerate(contexts):
-        started = time.perf_counter()
-        lookup(context)
-        taken[number] = (time.perf_counter() - started) * 1e6
-    return f"{np.percentile(taken, 50):.1f} | {np.percentile(taken, 99):.1f}"
+    taken = [1e6 * seconds_of(partial(lookup, context)) for context in contexts]
+    return [f"{np.percentile(taken, part):.1f}" for part in (50, 99)]
 
 
 def documents_of(path: Path, tokenizer: Any, *, answers_only: bool) -> tuple[float, list[Document], RecordReader]:
@@ -101,7 +98,7 @@ def rest(documents: list[Document], vocab_size: int, contexts: list[list[int]], 
 
     size = Path(path).stat().st_size
     tokens = sum(len(document.ids) for document in documents)
-    return [f"| REST's draftretriever | {seconds:.1f} | {size / tokens:.2f} | {percentiles(search, contexts)} |"]
+    return [f"{seconds:.1f}", f"{size / tokens:.2f}", *percentiles(search, contexts)]
 
 
 def lmdb_lookup(store: ModelStore) -> Callable[[list[int]], Any]:
@@ -123,11 +120,9 @@ def lmdb_lookup(store: ModelStore) -> Callable[[list[int]], Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, model=None, contexts=3000)
     for name in ("corpus", "generations", "traces"):
         parser.add_argument(f"--{name}", type=Path, required=True)
-    parser.add_argument("--model", help="whose tokenizer")
-    parser.add_argument("--contexts", type=int, default=3000)
     options = parser.parse_args()
     tokenizer = load_tokenizer(ModelConfig(options.model))
     mark = TokenizerFingerprint.of(tokenizer)
@@ -140,27 +135,27 @@ def main() -> None:
         seconds, made = timed(lambda: build_corpus_index(folder / "corpus", documents, mark, reading.sources))
         index = CorpusIndex(folder / "corpus")
         print(f"{made.counts['tokens']:,} tokens, read and tokenized in {reading_time:.1f} s\n")
-        print("| corpus | indexing, s | bytes a token | lookup p50, µs | p99, µs |\n|---|---|---|---|---|")
+        table = Table("corpus", "indexing, s", "bytes a token", "lookup p50, µs", "p99, µs")
         size = made.bytes / made.counts["tokens"]
         arrays = [np.array(context) for context in contexts]
-        print(f"| hdtool | {seconds:.1f} | {size:.2f} | {percentiles(index.after, arrays)} |")
+        table.row("hdtool", f"{seconds:.1f}", f"{size:.2f}", *percentiles(index.after, arrays))
         try:
-            print("\n".join(rest(documents, mark.vocab_size, contexts, folder)))
+            table.row("REST's draftretriever", *rest(documents, mark.vocab_size, contexts, folder))
         except ImportError:
-            print("| REST's draftretriever | not installed | | | |")
+            table.row("REST's draftretriever", "not installed", "", "", "")
         reading_time, answers, reading = documents_of(options.generations, tokenizer, answers_only=True)
         build_model_store(folder / "warm-model", answers[:50], mark, reading.sources)
         seconds, made = timed(lambda: build_model_store(folder / "model", answers, mark, reading.sources))
         store = ModelStore(folder / "model")
-        print("\n| model store | reading and tokenizing, s | mining, s | MB | lookup p50, µs | p99, µs |")
-        print("|---|---|---|---|---|---|")
-        print(
-            f"| {made.counts['tokens']:,} tokens | {reading_time:.2f} | {seconds:.2f} | {made.bytes / 1e6:.1f} "
-            f"| {percentiles(store.after, arrays)} |"
+        print()
+        table = Table("model store", "reading and tokenizing, s", "mining, s", "MB", "lookup p50, µs", "p99, µs")
+        spent = f"{reading_time:.2f}", f"{seconds:.2f}", f"{made.bytes / 1e6:.1f}"
+        table.row(f"{made.counts['tokens']:,} tokens", *spent, *percentiles(store.after, arrays))
+        table.row("LMDB and msgpack instead", "", "", "", *percentiles(lmdb_lookup(store), contexts))
+        print()
+        table = Table(
+            "process", "opening, ms", "resident before the first lookup, MiB", "proportional, MiB", "own, MiB"
         )
-        print(f"| LMDB and msgpack instead | | | | {percentiles(lmdb_lookup(store), contexts)} |")
-        print("\n| process | opening, ms | resident before the first lookup, MiB | proportional, MiB | own, MiB |")
-        print("|---|---|---|---|---|")
         context = multiprocessing.get_context("spawn")
         pipes = [context.Pipe() for _ in range(4)]
         workers = [context.Process(target=opening, args=(str(folder / "corpus"), pipe[1])) for pipe in pipes]
@@ -168,7 +163,8 @@ def main() -> None:
             worker.start()
         for number, (end, _) in enumerate(pipes, start=1):
             seconds, grown, pss, uss = end.recv()
-            print(f"| {number} | {seconds * 1e3:.1f} | {grown / 2**20:.1f} | {pss / 2**20:.0f} | {uss / 2**20:.0f} |")
+            memory = f"{grown / 2**20:.1f}", f"{pss / 2**20:.0f}", f"{uss / 2**20:.0f}"
+            table.row(number, f"{seconds * 1e3:.1f}", *memory)
         for worker in workers:
             worker.join()
 
