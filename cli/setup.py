@@ -106,7 +106,7 @@ def _options(model: ModelConfig) -> tuple[str, ...]:
 
 def _show_plan(plan: SetupPlan, stages: Stages, folder: WorkFolder) -> None:
     """Print what a run would do."""
-    from hdtool.builders.setup.work_folder import choose_held_out
+    from hdtool.builders.setup.held_out_choice import choose_held_out
 
     openings = stages.openings()
     chosen = choose_held_out(openings, plan.config.held_out)

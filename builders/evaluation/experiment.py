@@ -87,9 +87,9 @@ def by_contender(rows: Iterable[Row]) -> dict[str, list[Row]]:
     return grouped
 
 
-def identical(rows: Sequence[Row]) -> bool:
-    """Return True if all rows have the same tokens."""
-    return all(row.output_ids == rows[0].output_ids for row in rows)
+def identical(answers: Sequence[Answers]) -> bool:
+    """Return True if all answers have the same tokens."""
+    return all(one.output_ids == answers[0].output_ids for one in answers)
 
 
 def pieces_of(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int], sources: Sequence[int]) -> tuple[Piece, ...]:

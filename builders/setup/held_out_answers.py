@@ -12,6 +12,7 @@ from typing import Any
 from hdtool.builders.evaluation.bench import Bench
 from hdtool.builders.evaluation.bench_plan import ContenderFactory, warm_up_questions
 from hdtool.builders.evaluation.contenders import Contender, DraftingContender
+from hdtool.builders.evaluation.experiment import identical
 from hdtool.builders.evaluation.scores import mean_speed, timings_of
 from hdtool.builders.evaluation.timing import doubt
 from hdtool.builders.evaluation.verify import Verifier
@@ -76,7 +77,9 @@ def answer_prompts(
         on_progress(len(answers))
     compared = tuple(name for name in contenders if name != GENERATE_NAME or model.activations != INT8)
     different = [
-        prompt for prompt, by_method in zip(questions, answers, strict=True) if not _is_identical(by_method, compared)
+        prompt
+        for prompt, by_method in zip(questions, answers, strict=True)
+        if not identical([by_method[name] for name in compared if name in by_method])
     ]
     by_name = {name: [by_method[name] for by_method in answers if name in by_method] for name in contenders}
     drafting = [contender for name, contender in contenders.items() if name in (DRAFTED_NAME, *offered)]
@@ -102,11 +105,6 @@ def answer_prompts(
 
 def _tokens_per_step(answers: Sequence[dict[str, AnsweredQuestion]], name: str) -> float:
     return fmean(tokens for by_method in answers for tokens in by_method[name].step_tokens)
-
-
-def _is_identical(by_method: dict[str, AnsweredQuestion], compared: Sequence[str]) -> bool:
-    first, *others = (by_method[method].output_ids for method in compared if method in by_method)
-    return all(other == first for other in others)
 
 
 def _is_near_tie(

@@ -17,17 +17,13 @@ from transformers import PreTrainedTokenizerBase
 
 from hdtool.builders.evaluation.recording import RecordedTurn, TurnReader
 from hdtool.builders.evaluation.timing import Stopwatch, Timings, doubt
+from hdtool.builders.setup.advice import MIN_STORE_ANSWERS
 from hdtool.builders.setup.held_out_answers import answer_prompts, number_of_prompts
+from hdtool.builders.setup.held_out_choice import choose_held_out, opening_hash
 from hdtool.builders.setup.replays import Overhead, replay_by_source, replay_with_model_store
-from hdtool.builders.setup.verdict import MIN_STORE_ANSWERS, doubted
-from hdtool.builders.setup.work_folder import (
-    LearnedPart,
-    SetupStores,
-    WorkFolder,
-    choose_held_out,
-    learned_name,
-    opening_hash,
-)
+from hdtool.builders.setup.setup_stores import SetupStores
+from hdtool.builders.setup.verdict import doubted
+from hdtool.builders.setup.work_folder import LearnedPart, WorkFolder, learned_name
 from hdtool.builders.stores.build import build_corpus_index, build_model_store, vocabulary_rankings
 from hdtool.builders.stores.build_engine import BuildEngine
 from hdtool.builders.stores.edit_store import add, note_on_models

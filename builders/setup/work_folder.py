@@ -1,76 +1,34 @@
-"""Work folder from which an interrupted set-up resumes, and the stores that a set-up builds.
+"""Work folder from which an interrupted set-up resumes.
 
-The folder holds copies of logged conversations, so only its owner can read it.
+It holds copies of logged conversations, so only its owner can read it.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import math
 import os
 import re
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
-from functools import cache, partial
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-from hdtool.data.conversation import USER, Conversation
 from hdtool.data.durable_files import file_lock
-from hdtool.data.errors import RecordError, ResultError, StoreError, os_errors_as
+from hdtool.data.errors import ResultError, os_errors_as
 from hdtool.data.file_origins import is_json_with, json_object
 from hdtool.data.home import home, setups_at_home
 from hdtool.data.output_files import O_BINARY, O_NOFOLLOW, OutputFile, sync_to_disk, temporary_names
 from hdtool.data.stores.home import SHOWN_FINGERPRINT_DIGITS, StoredItem, remove_empty
-from hdtool.data.stores.manifest import Checkpoint, InputShare, Manifest
-from hdtool.data.stores.store import FolderCheck, file_checksum, read_manifest, recorded_name
+from hdtool.data.stores.manifest import Checkpoint, InputShare
+from hdtool.data.stores.store import recorded_name
 from hdtool.data.stores.store_files import (
     LOCK_FILE as STORE_LOCK,
     MANIFEST,
-    MODEL_KIND,
-    check_destination,
     delete_leftovers,
-    holds_manifest,
     is_regular,
 )
-from hdtool.runtime.config.building import MAX_HELD_OUT
 from hdtool.runtime.config.measuring import COST_FILE
-
-
-def opening_hash(conversation: Conversation) -> bytes:
-    """Return a hash of a conversation's first question, ignoring case and whitespace."""
-    question = next((turn.text for turn in conversation.turns if turn.role == USER), "")
-    return hashlib.sha256(" ".join(question.lower().split()).encode("utf-8", "surrogatepass")).digest()
-
-
-def choose_held_out(openings: Sequence[bytes], share: float) -> frozenset[bytes]:
-    """Choose about ``share`` of the conversations, by hash, to hold out; return the hashes of their first questions.
-
-    Conversations with the same first question are held out together or not at all, because their answers resemble each
-    other. The choice does not depend on the order of the logs.
-    """
-    if not openings:
-        raise RecordError(
-            "the logs hold no answers of a model: collect the model's answers to their questions with hdtool collect"
-        )
-    counts = Counter(openings)
-    if len(counts) < 2:
-        raise RecordError(
-            f"all {len(openings)} conversations in the logs begin with the same question, and setup holds others out "
-            "of the stores to measure with: name more logs"
-        )
-    left = min(MAX_HELD_OUT, math.ceil(share * len(openings)))
-    chosen = set()
-    for opening in sorted(counts)[:-1]:  # never hold out the last opening
-        if left <= 0:
-            break
-        chosen.add(opening)
-        left -= counts[opening]
-    return frozenset(chosen)
-
 
 SETUP_FORMAT = 2
 RESULTS_FILE, HELD_OUT_FILE, HALF_STORE = "setup.json", "held-out.jsonl", "half"
@@ -283,66 +241,3 @@ def _remove_half(folder: Path) -> None:
     delete_leftovers(folder, ())
     with suppress(OSError):
         folder.rmdir()
-
-
-@cache
-def _file_digest(path: Path, changed: int) -> str:
-    """Return a file's checksum, cached by path and modification time ``changed``, because a corpus may be large."""
-    return file_checksum(path)
-
-
-@dataclass(frozen=True)
-class SetupStores:
-    """Stores of a set-up by kind. A store is the set-up's if its sources include all of the set-up's inputs for it."""
-
-    folders: Mapping[str, Path]
-    inputs: Mapping[str, Callable[[], Sequence[Path]]]
-    """Functions that return the text files of each store; the parts of logs are known only after the logs were read."""
-    model: str
-    replace: bool
-    """True if stores that another command built may be replaced."""
-
-    def own_manifest(self, kind: str) -> Manifest | None:
-        """Return the manifest of this set-up's store, to which texts may have been added; None for any other store."""
-        folder, inputs = self.folders[kind], self.inputs[kind]()
-        if not inputs or not holds_manifest(folder) or not all(path.exists() for path in inputs):
-            return None
-        manifest = read_manifest(folder, check=not self.replace)
-        held = {share.sha256 for share in manifest.sources}
-        return manifest if all(_file_digest(path, path.stat().st_mtime_ns) in held for path in inputs) else None
-
-    def check(self) -> None:
-        """Raise if a folder is not a valid destination for a build, or holds a store that must not be replaced."""
-        for kind, folder in self.folders.items():
-            check_destination(folder)
-            if check := self.replacement_check(kind):
-                check(folder)
-
-    def build_effect(self, kind: str) -> str:
-        """Return what a build does to a folder, to be printed before the folder's path."""
-        folder = self.folders[kind]
-        if not holds_manifest(folder):
-            return "goes to"
-        if self.own_manifest(kind):
-            return "was built before and stays in"
-        rankings = kind == MODEL_KIND and read_manifest(folder, check=False).holds_rankings_alone
-        if rankings:
-            return "joins the rankings in"
-        return "replaces the store in" if self.replace else "cannot replace the store in"
-
-    def replacement_check(self, kind: str) -> FolderCheck | None:
-        """Return a check that raises if a folder's store must not be replaced; None if ``replace`` is True."""
-        return None if self.replace else partial(self._refuse_other, kind)
-
-    def _refuse_other(self, kind: str, folder: Path) -> None:
-        if holds_manifest(folder) and not self.own_manifest(kind) and not read_manifest(folder).holds_rankings_alone:
-            raise StoreError(
-                f"{folder} holds a {kind} store of {self.model}: --replace replaces it, and hdtool add {folder} FILES "
-                "extends it without a set-up"
-            )
-
-    def require(self) -> None:
-        """Raise a ``StoreError`` if another command has replaced a store since it was built."""
-        for kind, folder in self.folders.items():
-            if not self.own_manifest(kind):
-                raise StoreError(f"{folder} was replaced by another command meanwhile: run setup again")

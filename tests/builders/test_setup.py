@@ -21,11 +21,12 @@ from safetensors.torch import load_file, save_file
 
 from hdtool.builders.evaluation.replay import ReplayedTurn, ReplayResult
 from hdtool.builders.setup import stages
+from hdtool.builders.setup.held_out_choice import choose_held_out, opening_hash
 from hdtool.builders.setup.replays import Overhead
 from hdtool.builders.setup.stages import Stages
 from hdtool.builders.setup.trained_drafters import method_options, usable_drafter_methods, with_model_drafters
 from hdtool.builders.setup.verdict import Verdict
-from hdtool.builders.setup.work_folder import RESULTS_FILE, WorkFolder, choose_held_out, opening_hash
+from hdtool.builders.setup.work_folder import RESULTS_FILE, WorkFolder
 from hdtool.cli.app import run
 from hdtool.data import demo
 from hdtool.data.conversation import Conversation, Turn

@@ -17,7 +17,6 @@ from hdtool.builders.evaluation.report.tables import (
 )
 from hdtool.builders.evaluation.scores import PLAIN_METHOD
 from hdtool.data.file_origins import PNG_METADATA
-from hdtool.data.output_files import PNG_METADATA
 from hdtool.runtime.config.source_names import registered
 
 if TYPE_CHECKING:
