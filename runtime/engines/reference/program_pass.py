@@ -15,7 +15,7 @@ from hdtool.runtime.engines.reference.latent_attention import LatentPlan
 from hdtool.runtime.engines.reference.mixers import mix
 from hdtool.runtime.engines.reference.operations import HeadLayout, HeadNorms, KeysAndValues, Norm, Operations, Residual
 from hdtool.runtime.engines.reference.recurrences import MixerStates, StackedStates
-from hdtool.runtime.engines.reference.tree_indices import DeviceIndices
+from hdtool.runtime.engines.reference.tree_indices import TreeIndices
 from hdtool.runtime.engines.steps import StepOutput
 from hdtool.runtime.model.families import HiddenStates
 from hdtool.runtime.model.transformers_internals import experts_on_device
@@ -426,7 +426,7 @@ class ProgramPass:
         with experts_on_device(self._parts.model) if self._has_experts else nullcontext():
             if storage.states is None:
                 return self._run(step, storage, NO_STATES, extent)
-            states, indices = storage.states.part(0, len(step.tokens)), DeviceIndices(step)
+            states, indices = storage.states.part(0, len(step.tokens)), TreeIndices(step)
             mixers = {layer: MixerStates(before, indices) for layer, before in states.by_layer.items()}
             output = self._run(step, storage, mixers, extent)
             return output._replace(states=StackedStates(list(mixers.values()), states))

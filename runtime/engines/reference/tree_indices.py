@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -18,18 +17,27 @@ if TYPE_CHECKING:
 Rows = npt.NDArray[np.int64]
 
 
+def parent_rows(tree: DraftTree) -> Rows:
+    """Return the row of each row's parent; -1 for the root."""
+    return np.concatenate([[-1], tree.parents + 1]).astype(np.int64)
+
+
 class TreeIndices:
-    """Index tensors on the model's device that describe the trees of a pass."""
+    """Index tensors that describe the trees of a pass, computed on its device. Padding rows read only the root."""
 
-    rows: int
-
-    def __init__(self) -> None:
+    def __init__(self, step: StepTensors) -> None:
+        self._step = step
+        self.rows = step.tokens.shape[1]
         self._windows: dict[tuple[int, int], torch.Tensor] = {}
 
     @cached_property
     def ancestors(self) -> torch.Tensor:
         """True at ``[slot, i, j]`` if row ``j`` is row ``i`` or its ancestor. Shape ``[slots, rows, rows]``."""
-        raise NotImplementedError
+        bits = self._step.ancestor_mask
+        nodes = torch.arange(self.rows - 1, device=bits.device)
+        read = (bits[..., None] >> nodes) & 1 == 1
+        root = torch.ones_like(bits[..., None], dtype=torch.bool)
+        return torch.cat([root, read], -1)
 
     @cached_property
     def sums(self) -> torch.Tensor:
@@ -47,60 +55,10 @@ class TreeIndices:
         The first ``before`` columns are the state's, followed by one column per row.
         """
         if (before, size) not in self._windows:
-            self._windows[before, size] = self._window(before, size)
+            depth = self._step.positions - self._step.length[:, None]
+            back = torch.arange(size - 1, -1, -1, device=depth.device)
+            wanted = depth[..., None] - back
+            is_there = self.ancestors[:, :, None] & (depth[:, None, None] == wanted[..., None])
+            columns = torch.where(wanted >= 0, before + is_there.int().argmax(-1), before + wanted)
+            self._windows[before, size] = columns
         return self._windows[before, size]
-
-    def _window(self, before: int, size: int) -> torch.Tensor:
-        raise NotImplementedError
-
-
-class HostIndices(TreeIndices):
-    """Index tensors computed on the host, from trees that are padded to the number of rows of the largest."""
-
-    def __init__(self, trees: Sequence[DraftTree], device: torch.device) -> None:
-        super().__init__()
-        self.rows, self._trees, self._device = max(map(len, trees)) + 1, trees, device
-
-    @cached_property
-    def ancestors(self) -> torch.Tensor:
-        read = np.zeros((len(self._trees), self.rows, self.rows), np.bool_)
-        for of_tree, tree in zip(read, self._trees, strict=True):
-            of_tree[: len(tree) + 1, : len(tree) + 1] = tree.ancestor_mask
-        return torch.from_numpy(read).to(self._device)
-
-    def _window(self, before: int, size: int) -> torch.Tensor:
-        columns = np.full((len(self._trees), self.rows, size), before, np.int64)
-        for slot, tree in enumerate(self._trees):
-            for row, parent in enumerate(parent_rows(tree).tolist()):
-                parent_columns = columns[slot, parent] if parent >= 0 else np.arange(before - size, before)
-                columns[slot, row] = [*parent_columns[1:], before + row]
-        return torch.from_numpy(columns).to(self._device)
-
-
-def parent_rows(tree: DraftTree) -> Rows:
-    """Return the row of each row's parent; -1 for the root."""
-    return np.concatenate([[-1], tree.parents + 1]).astype(np.int64)
-
-
-class DeviceIndices(TreeIndices):
-    """Index tensors of a captured step, computed on the device. Padding rows read only the root."""
-
-    def __init__(self, step: StepTensors) -> None:
-        super().__init__()
-        self._step = step
-        self.rows = step.tokens.shape[1]
-
-    @cached_property
-    def ancestors(self) -> torch.Tensor:
-        bits = self._step.ancestor_mask
-        nodes = torch.arange(self.rows - 1, device=bits.device)
-        read = (bits[..., None] >> nodes) & 1 == 1
-        root = torch.ones_like(bits[..., None], dtype=torch.bool)
-        return torch.cat([root, read], -1)
-
-    def _window(self, before: int, size: int) -> torch.Tensor:
-        depth = self._step.positions - self._step.length[:, None]
-        back = torch.arange(size - 1, -1, -1, device=depth.device)
-        wanted = depth[..., None] - back
-        is_there = self.ancestors[:, :, None] & (depth[:, None, None] == wanted[..., None])
-        return torch.where(wanted >= 0, before + is_there.int().argmax(-1), before + wanted)

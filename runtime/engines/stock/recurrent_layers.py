@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.nn import Module
@@ -18,7 +18,7 @@ from hdtool.runtime.caches.states import CONV, RECURRENT, StateName, States, Sta
 from hdtool.runtime.core.tree import DraftTree
 from hdtool.runtime.engines.reference.mixers import mix
 from hdtool.runtime.engines.reference.recurrences import MixerStates, StackedStates
-from hdtool.runtime.engines.reference.tree_indices import DeviceIndices, HostIndices, TreeIndices
+from hdtool.runtime.engines.reference.tree_indices import TreeIndices
 from hdtool.runtime.engines.stock.forward_lock import forward_lock
 from hdtool.runtime.engines.stock.undescribed_mixers import (
     Forward,
@@ -29,12 +29,10 @@ from hdtool.runtime.engines.stock.undescribed_mixers import (
     is_linear,
     replace_forwards,
 )
+from hdtool.runtime.model.pass_inputs import StepTensors, sent_step
 from hdtool.runtime.program.mixer_parts import SHORT_CONVOLUTION, MixerParts, mixer_parts
 from hdtool.runtime.program.model_families import package_of
 from hdtool.runtime.program.model_parts import Kind
-
-if TYPE_CHECKING:
-    from hdtool.runtime.model.pass_inputs import StepTensors
 
 ANY: Kind[Module] = Kind(is_linear, lambda weight: True, lambda module: True, divisor=1)
 """Modules that run by their own code."""
@@ -91,7 +89,8 @@ class RecurrentLayers:
         Yield the states after each row of the trees.
         """
         states = states.part(0, len(trees))
-        closed, levels = self._closed(HostIndices(trees, self._device), states), TreeLevels(trees, self._device)
+        step = sent_step(trees, [0] * len(trees), self._device)
+        closed, levels = self._closed(step, states), TreeLevels(trees, self._device)
         by_level = [(mixer, LevelStates(levels, states.by_layer[mixer.layer])) for mixer in self._others]
         forwards = [
             (mixer.module, partial(forward_by_levels, mixer, mixer.module.forward, levels, cache, after))
@@ -107,12 +106,13 @@ class RecurrentLayers:
         Yield a function that returns the states after the step's rows, to call after the pass.
         """
         states = states.part(0, step.tokens.shape[0])
-        closed = self._closed(DeviceIndices(step), states)
+        closed = self._closed(step, states)
         with self._replaced(closed):
             yield lambda: StackedStates(list(closed.values()), states)
 
-    def _closed(self, indices: TreeIndices, states: States) -> dict[int, MixerStates]:
-        """Return the states of the described mixers before a pass, by layer."""
+    def _closed(self, step: StepTensors, states: States) -> dict[int, MixerStates]:
+        """Return the states of the described mixers before a pass over the trees of ``step``, by layer."""
+        indices = TreeIndices(step)
         return {layer: MixerStates(states.by_layer[layer], indices) for layer in self._described}
 
     @contextmanager
