@@ -16,7 +16,8 @@ from transformers import AutoModelForCausalLM
 
 from hdtool.runtime.kernels import block_gemm, linear as layers, panel_gemm
 from hdtool.runtime.kernels.block_gemm import BLOCK_OUT_FEATURES
-from hdtool.runtime.kernels.gemm import COLUMN_MULTIPLE, MAX_CACHED_VALUES, MAX_REGISTER_ROWS
+from hdtool.runtime.kernels.compiled import zeroed_records
+from hdtool.runtime.kernels.gemm import COLUMN_MULTIPLE, KERNELS, MAX_CACHED_VALUES, MAX_REGISTER_ROWS
 from hdtool.runtime.kernels.gemm_tiles import BFLOAT16, TILE_OUT_FEATURES, unpack_of
 from hdtool.runtime.kernels.linear import (
     CompiledLinear,
@@ -178,16 +179,17 @@ def test_a_row_has_the_bits_of_one_alone(kind: Kind, columns: int) -> None:
 def test_matmuls_for_other_processors_give_the_same_bits(columns: int, gemm: ModuleType) -> None:
     """This processor's ``multiply_many`` is one of the two."""
     numbers = torch.randn(MAX_ROWS + 20, columns)
-    functions: tuple[int, int] = unpack_of(BFLOAT16).address, 1
+    kernels = zeroed_records(KERNELS)[0]
+    kernels.block_size, kernels.bytes, kernels.unpack = 1, 2, unpack_of(BFLOAT16).address
     if gemm is panel_gemm:
-        functions = transpose_of(BFLOAT16).address, expand_of(BFLOAT16).address
+        kernels.unpack, kernels.expand = transpose_of(BFLOAT16).address, expand_of(BFLOAT16).address
     for out_features in (TILE_OUT_FEATURES, 3 * TILE_OUT_FEATURES, max(PANEL, BLOCK_OUT_FEATURES) + TILE_OUT_FEATURES):
         matrix = torch.randn(out_features, columns).bfloat16()
         alone = torch.cat([compiled_linear(row, matrix) for row in numbers.split(1)])
         for rows in (*range(1, GROUP + 2), 2 * GROUP + 1, MAX_ROWS, MAX_ROWS + 20):
             found, inputs = torch.full((rows + 1, out_features + 1), 7.0), numbers[:rows].clone()
-            at = matrix.data_ptr(), 2 * columns, out_features, columns, inputs.data_ptr(), rows, found.data_ptr()
-            gemm.multiply_many(*functions, *at, out_features + 1)
+            at = matrix.data_ptr(), out_features, columns, inputs.data_ptr(), rows, found.data_ptr()
+            gemm.multiply_many(kernels, *at, out_features + 1)
             assert torch.equal(found[:rows, :out_features], alone[:rows])
             assert (found[rows] == 7).all() and (found[:, out_features] == 7).all(), (
                 "nothing is written beside the outputs"
