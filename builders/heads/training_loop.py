@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,6 +29,7 @@ from hdtool.runtime.config.building import TrainConfig
 from hdtool.runtime.drafters.heads.modules import Heads
 
 CHECKPOINT_FILE = "checkpoint.pt"
+CHECKPOINT_KEYS = {"heads", "optimizer", "done", "losses", "hits", "settings"}
 MAX_GRADIENT_NORM = 1.0
 ADAMW_BETAS = (0.9, 0.999)
 
@@ -174,24 +175,20 @@ class Training:
 
 def checkpoint_file(folder: Path) -> OutputFile:
     advice = "make room, choose another --out, or move it away, and run the command again"
-    is_ours = is_checkpoint_with({"heads", "optimizer", "done", "losses", "hits", "settings"})
-    return OutputFile(folder / CHECKPOINT_FILE, "a checkpoint of hdtool train-heads", is_ours, HeadsError, advice)
+    return OutputFile(
+        folder / CHECKPOINT_FILE, "a checkpoint of hdtool train-heads", _is_checkpoint, HeadsError, advice
+    )
 
 
-def is_checkpoint_with(keys: Set[str]) -> Callable[[Path], bool]:
-    """Return a function that tells whether a file is a torch checkpoint with exactly these keys."""
-
-    def is_ours(path: Path) -> bool:
-        try:
-            with warnings.catch_warnings(action="ignore"):
-                checkpoint = torch.load(path, map_location="meta", weights_only=True)  # without reading the tensors
-        except OSError:
-            raise
-        except Exception:  # torch raises many kinds of errors for other files
-            return False
-        return isinstance(checkpoint, dict) and checkpoint.keys() == keys
-
-    return is_ours
+def _is_checkpoint(path: Path) -> bool:
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            checkpoint = torch.load(path, map_location="meta", weights_only=True)  # without reading the tensors
+    except OSError:
+        raise
+    except Exception:  # torch raises many kinds of errors for other files
+        return False
+    return isinstance(checkpoint, dict) and checkpoint.keys() == CHECKPOINT_KEYS
 
 
 def learning_rate_factor(step: int, steps: int, warm_up: float) -> float:

@@ -115,39 +115,32 @@ class Hierarchy(Drafter, Uncopyable):
         self._matches: dict[int, Array] = {
             row.name: np.zeros(1, MATCH_RECORD) for row in (CONTEXT_SOURCE, PREDICTION_SOURCE, HISTORY_SOURCE)
         }
-        corpus_row = corpus_source(self._shards.tokens.dtype.name)
-        used: dict[CompiledSource, Any] = {
-            TRAINED_SOURCE: trained,
-            PLUGIN_SOURCE: plugins,
-            CONTEXT_SOURCE: context,
-            PREDICTION_SOURCE: True,
-            HISTORY_SOURCE: history,
+        offered: dict[CompiledSource, tuple[Any, Array]] = {
+            TRAINED_SOURCE: (trained, self._proposed),
+            PLUGIN_SOURCE: (plugins, self._plugin_records),
+            CONTEXT_SOURCE: (context, self._matches[SourceId.CONTEXT]),
+            PREDICTION_SOURCE: (True, self._matches[SourceId.PREDICTION]),
+            HISTORY_SOURCE: (history, self._matches[SourceId.HISTORY]),
+            RECYCLED_SOURCE: (rankings.is_kept, rankings.recycled.record),
+            MODEL_SOURCE: (model, model_record(model)),
+            corpus_source(self._shards.tokens.dtype.name): (corpus, ranges),
+            SINGLE_TOKEN_SOURCE: (rankings.is_kept, rankings.recycled.record),
+            LAST_SOURCE: (last, rankings.last),
         }
-        used |= {
-            RECYCLED_SOURCE: rankings.is_kept,
-            MODEL_SOURCE: model,
-            corpus_row: corpus,
-            SINGLE_TOKEN_SOURCE: rankings.is_kept,
-            LAST_SOURCE: last,
-        }
-        added = dict(sources or {})
-        table = [*added, *used]
-        work, self._learned = np.zeros(1, WORKSPACE), new_weights(table)
-        self._weight_rows = rows_of_weights(table)
-        first = {source: self._weight_rows[source.name].start for source in table}
-        self._rows = [(source, source.row(first[source])) for source in table if source in added or used[source]]
+        table = {**{source: (True, record) for source, record in (sources or {}).items()}, **offered}
+        work, self._learned = np.zeros(1, WORKSPACE), new_weights([*table])
+        self._weight_rows = rows_of_weights([*table])
+        self._rows = [
+            (source, source.row(self._weight_rows[source.name].start)) for source, (used, _) in table.items() if used
+        ]
         self._source_table = np.zeros(MAX_SOURCE_ROWS, SOURCE_ROW)
-        self._records: dict[int, Array] = dict(self._matches)
+        self._records: dict[int, Array] = {source.name: record for source, (_, record) in reversed(table.items())}
         self._records |= {
             WORK_AT: work,
             WEIGHTS_AT: self._learned,
             NEAR_AT: rankings.near,
             TABLE_AT: self._source_table,
         }
-        self._records |= {SourceId.MODEL: model_record(model), SourceId.CORPUS: ranges}
-        self._records |= {SourceId.HEADS: self._proposed, SourceId.PLUGIN_1: self._plugin_records}
-        self._records |= {SourceId.LAST: rankings.last, SourceId.RECYCLED: rankings.recycled.record}
-        self._records |= {source.name: record for source, record in added.items()}
         assert all(record.flags.aligned for record in self._records.values())
         self._addresses = np.zeros(ADDRESSES, np.int64)
         for number, record in self._records.items():

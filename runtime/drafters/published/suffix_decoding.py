@@ -116,7 +116,7 @@ class SuffixDecoding(BudgetedDrafter):
         """Write the best tree to ``_best``; return its size and score, or 0 and ``score`` if none scores higher."""
         config, state = self._config, match[0]
         bounds = config.nodes_per_token, config.extra_nodes, config.min_prob
-        grown: tuple[int, float] = _best_tree(automaton.arrays, state, match[1], max_nodes, bounds, score, *self._best)
+        grown: tuple[int, float] = _best_tree(automaton.arrays, state, match[1], max_nodes, bounds, score, self._best)
         return grown
 
 
@@ -133,12 +133,9 @@ def _best_tree(
     max_nodes: int,
     bounds: tuple[float, float, float],
     score: float,
-    tokens: Ints,
-    parents: Ints,
-    probs: Any,
-    states: Ints,
+    found: FoundTree,
 ) -> tuple[int, float]:
-    """Find the match whose tree has the highest score, and write this tree to the last four arguments.
+    """Find the match whose tree has the highest score, and write this tree to ``found``.
 
     Return its size and score, or 0 and ``score`` if no tree scores higher than ``score``.
     """
@@ -148,29 +145,21 @@ def _best_tree(
         wanted = min(max_nodes, int(bounds[0] * min(matched, MAX_MATCH_TOKENS) + bounds[1]))
         if wanted <= score:
             break  # no node adds more than 1, and shorter matches have fewer nodes
-        grown = _expand(automaton, state, wanted, bounds[2], tokens, parents, probs, states)
-        total = probs[:grown].sum()
+        grown = _expand(automaton, state, wanted, bounds[2], found)
+        total = found.probs[:grown].sum()
         if total > score:
             score, best, limit = total, np.int64(state), wanted
         state = automaton.links[state]
         matched = automaton.lengths[state]
     if best > START_STATE:
-        size = _expand(automaton, best, limit, bounds[2], tokens, parents, probs, states)
+        size = _expand(automaton, best, limit, bounds[2], found)
     return size, score
 
 
 @compiled
-def _expand(
-    automaton: Automaton,
-    state: Any,
-    max_nodes: int,
-    min_prob: float,
-    tokens: Ints,
-    parents: Ints,
-    probs: Any,
-    states: Ints,
-) -> int:
-    """Write the ``max_nodes`` most probable nodes below a state to the last four arguments; return their number."""
+def _expand(automaton: Automaton, state: Any, max_nodes: int, min_prob: float, found: FoundTree) -> int:
+    """Write the ``max_nodes`` most probable nodes below a state to ``found``; return their number."""
+    tokens, parents, probs, states = found
     size = node = 0
     parent, prob, at = np.int64(ROOT), 1.0, np.int64(state)
     while True:

@@ -5,7 +5,6 @@ Checkpoints may have the format of the original implementation or of vLLM's spec
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,71 +30,33 @@ TARGET_IDS, OFFSETS = "t2d", "d2t"
 difference between the target's id and its own."""
 
 
-@dataclass(frozen=True)
-class EagleShape:
-    width: int
-    target_width: int
-    embedding: int
-    mlp: int
-    heads: int
-    key_heads: int
-    head: int
-    epsilon: float
-    vocabulary: int
-    """Number of tokens that the drafter can draft."""
-    adds_normed: bool = False
-    """True if the residual connection adds the normed hidden state."""
-
-    @classmethod
-    def of(cls, settings: dict[str, Any], target: Target, target_width: int) -> EagleShape:
-        """Return the shape given by a checkpoint's configuration."""
-        layer = settings.get("transformer_layer_config") or settings
-        width, heads = int(layer["hidden_size"]), int(layer["num_attention_heads"])
-        embeddings: Any = target.model.get_input_embeddings()
-        return cls(
-            width,
-            target_width,
-            int(embeddings.weight.shape[1]),
-            int(layer["intermediate_size"]),
-            heads,
-            int(layer.get("num_key_value_heads") or heads),
-            int(layer.get("head_dim") or width // heads),
-            float(layer.get("rms_norm_eps", 1e-6)),
-            int(settings.get("draft_vocab_size") or layer["vocab_size"]),
-            bool(settings.get("norm_before_residual", False)),
-        )
-
-
 class EagleLayer(nn.Module):
     """A decoder layer whose attention reads each token's embedding concatenated with a hidden state."""
 
-    def __init__(self, shape: EagleShape) -> None:
+    def __init__(self, config: Any, embedding: int, *, adds_normed: bool) -> None:
+        """``config`` is a ``LlamaConfig``; ``adds_normed`` says that the residual connection adds the normed state."""
         super().__init__()
-        self.shape = shape
-        width, both = shape.width, shape.embedding + shape.width
-        self.input_layernorm = Norm(shape.embedding, shape.epsilon)
-        self.hidden_norm = Norm(width, shape.epsilon)
-        self.post_attention_layernorm = Norm(width, shape.epsilon)
-        self.self_attn = nn.ModuleDict(
-            {
-                "q_proj": nn.Linear(both, shape.heads * shape.head, bias=False),
-                "k_proj": nn.Linear(both, shape.key_heads * shape.head, bias=False),
-                "v_proj": nn.Linear(both, shape.key_heads * shape.head, bias=False),
-                "o_proj": nn.Linear(shape.heads * shape.head, width, bias=False),
-            }
+        self._config, self._adds_normed = config, adds_normed
+        width, epsilon = config.hidden_size, config.rms_norm_eps
+        queries, keys = (
+            number * config.head_dim for number in (config.num_attention_heads, config.num_key_value_heads)
         )
-        self.mlp = nn.ModuleDict(
-            {
-                "gate_proj": nn.Linear(width, shape.mlp, bias=False),
-                "up_proj": nn.Linear(width, shape.mlp, bias=False),
-                "down_proj": nn.Linear(shape.mlp, width, bias=False),
-            }
+        self.input_layernorm = Norm(embedding, epsilon)
+        self.hidden_norm = Norm(width, epsilon)
+        self.post_attention_layernorm = Norm(width, epsilon)
+        self.self_attn = _matmuls(
+            q_proj=(embedding + width, queries),
+            k_proj=(embedding + width, keys),
+            v_proj=(embedding + width, keys),
+            o_proj=(queries, width),
         )
+        inner = config.intermediate_size
+        self.mlp = _matmuls(gate_proj=(width, inner), up_proj=(width, inner), down_proj=(inner, width))
 
     @property
     def parts(self) -> LayerParts[nn.Module]:
         """The layer as the engines describe it; its first norms and their concatenation are the drafter's."""
-        shape, attention, mlp = self.shape, self.self_attn, self.mlp
+        config, attention, mlp = self._config, self.self_attn, self.mlp
         return LayerParts(
             self,
             attention,
@@ -106,11 +67,11 @@ class EagleLayer(nn.Module):
             None,
             (None, None, self.post_attention_layernorm, None),
             (),
-            shape.key_heads,
-            shape.heads // shape.key_heads,
-            shape.head,
-            shape.epsilon,
-            shape.head**-0.5,
+            config.num_key_value_heads,
+            config.num_attention_heads // config.num_key_value_heads,
+            config.head_dim,
+            config.rms_norm_eps,
+            config.head_dim**-0.5,
             "silu",
             None,
         )
@@ -119,20 +80,31 @@ class EagleLayer(nn.Module):
         """Return the hidden states to which the layer adds, and what its attention reads."""
         normed = self.hidden_norm(hidden)
         joined = torch.cat([self.input_layernorm(embedded), normed], dim=-1)
-        return normed if self.shape.adds_normed else hidden, joined
+        return normed if self._adds_normed else hidden, joined
+
+
+def _matmuls(**shapes: tuple[int, int]) -> nn.ModuleDict:
+    return nn.ModuleDict({name: nn.Linear(*shape, bias=False) for name, shape in shapes.items()})
 
 
 class Eagle3(nn.Module):
     """An EAGLE-3 drafter; it uses the target's token embeddings if the checkpoint has none."""
 
-    def __init__(self, shape: EagleShape, rotary: nn.Module) -> None:
+    def __init__(self, settings: dict[str, Any], embedding: int, target_width: int) -> None:
+        """``settings`` are those of the checkpoint; ``embedding`` is the width of token embeddings."""
+        from transformers import LlamaConfig
+        from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
         super().__init__()
-        self.shape = shape
-        self.fc = nn.Linear(3 * shape.target_width, shape.width, bias=False)
-        self.layer = EagleLayer(shape)
-        self.norm = Norm(shape.width, shape.epsilon)
-        self.lm_head = nn.Linear(shape.width, shape.vocabulary, bias=False)
-        self.rotary = rotary
+        layer = settings.get("transformer_layer_config") or settings
+        self.config: Any = LlamaConfig.from_dict({**layer, "model_type": "llama"})
+        config = self.config
+        width, vocabulary = config.hidden_size, int(settings.get("draft_vocab_size") or config.vocab_size)
+        self.fc = nn.Linear(3 * target_width, width, bias=False)
+        self.layer = EagleLayer(config, embedding, adds_normed=bool(settings.get("norm_before_residual", False)))
+        self.norm = Norm(width, config.rms_norm_eps)
+        self.lm_head = nn.Linear(width, vocabulary, bias=False)
+        self.rotary = LlamaRotaryEmbedding(config)
         self.embed_tokens: Any = None
         self.token_ids: torch.Tensor | None = None
         """The target's id of each draft token; None if all tokens can be drafted."""
@@ -146,11 +118,11 @@ class EagleModule(DraftPasses):
     """An EAGLE-3 drafter that extends drafts by reading its own hidden states."""
 
     def __init__(self, drafter: Eagle3, target: Target) -> None:
-        shape, like, layer = drafter.shape, drafter.fc.weight, drafter.layer
-        keys = HeadShape(shape.key_heads, shape.head, like.dtype, like.device)
+        config, like, layer = drafter.config, drafter.fc.weight, drafter.layer
+        keys = HeadShape(config.num_key_value_heads, config.head_dim, like.dtype, like.device)
         embed = drafter.embed_tokens
         parts = ModelParts(
-            drafter, drafter, embed, [layer.parts], drafter.rotary, None, drafter.lm_head, shape.epsilon, LLAMA
+            drafter, drafter, embed, [layer.parts], drafter.rotary, None, drafter.lm_head, config.rms_norm_eps, LLAMA
         )
         layers = DrafterLayers(parts, [AttentionWindow(FULL)])
 
@@ -164,8 +136,8 @@ class EagleModule(DraftPasses):
             run,
             lambda hidden: topk_tokens(drafter.logits(hidden), TOKENS_PER_RANKING, drafter.token_ids),
             [LayerShape(keys, keys)],
-            width=shape.width,
-            read_width=3 * shape.target_width,
+            width=drafter.fc.out_features,
+            read_width=drafter.fc.in_features,
             target=target,
         )
 
@@ -181,14 +153,10 @@ def load_eagle3(published: PublishedDrafter, target: Target) -> tuple[Eagle3, li
 
     Raise HeadsError if the drafter does not fit the target.
     """
-    from transformers import LlamaConfig
-    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
-
     settings, tensors = published.settings, published.tensors()
-    width = int(target.config.hidden_size)
-    joined = tensors.get("fc.weight", torch.empty(0, 3 * width))
-    shape = EagleShape.of(settings, target, joined.shape[1] // 3)
-    published.require_width(shape.target_width, target)
+    target_width = int(target.config.hidden_size)
+    if "fc.weight" in tensors:
+        published.require_width(tensors["fc.weight"].shape[1] // 3, target)
     ids = tensors.pop(TARGET_IDS, None)
     if ids is not None and len(ids) > target.vocabulary:
         raise HeadsError(
@@ -196,20 +164,22 @@ def load_eagle3(published: PublishedDrafter, target: Target) -> tuple[Eagle3, li
             "name a drafter of this model"
         )
     offsets = tensors.pop(OFFSETS, None)
-    layer = settings.get("transformer_layer_config") or settings
-    rotary = LlamaRotaryEmbedding(LlamaConfig.from_dict({**layer, "model_type": "llama"}))
-    drafter = Eagle3(shape, rotary)
+    embeddings: Any = target.model.get_input_embeddings()
+    drafter = Eagle3(settings, int(embeddings.weight.shape[1]), target_width)
     renamed = {_renamed(name): tensor for name, tensor in tensors.items()}
     embedding = renamed.pop("embed_tokens.weight", None)
     published.fill(drafter, renamed)
     drafter.to(target.device, target.dtype).requires_grad_(False).eval()
     if embedding is None:
-        drafter.embed_tokens = target.model.get_input_embeddings()
+        drafter.embed_tokens = embeddings
     else:
         drafter.embed_tokens = nn.Embedding.from_pretrained(embedding.to(target.device, target.dtype))
     if offsets is not None:
         drafter.token_ids = token_ids = (torch.arange(len(offsets)) + offsets).to(target.device)
-        if len(offsets) != shape.vocabulary or not ((token_ids >= 0) & (token_ids < target.vocabulary)).all():
+        if (
+            len(offsets) != drafter.lm_head.out_features
+            or not ((token_ids >= 0) & (token_ids < target.vocabulary)).all()
+        ):
             raise HeadsError(f"drafter {published.name} drafts tokens that this model does not have: name another one")
     return drafter, layers_of(settings, int(target.config.num_hidden_layers))
 
