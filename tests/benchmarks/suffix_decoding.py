@@ -26,7 +26,7 @@ from hdtool.runtime.core.accept import Accepted
 from hdtool.runtime.core.drafter import Drafter, WrappedDrafter
 from hdtool.runtime.core.engine import Verified
 from hdtool.runtime.core.tree import DraftTree
-from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
+from hdtool.runtime.drafters.hierarchy.hierarchy import Hierarchy
 from hdtool.runtime.stores.history_store import History
 from tests.benchmarks.laboratory import Table, parser_of_recordings, read_recordings, seconds_of
 

@@ -16,7 +16,7 @@ from hdtool.runtime.core.sampler import Sampler
 from hdtool.runtime.core.sequence import Request, Step
 from hdtool.runtime.core.session import PIECES, RESERVED_POSITIONS, Session, decode_batch
 from hdtool.runtime.core.tree import DraftTree
-from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
+from hdtool.runtime.drafters.hierarchy.hierarchy import Hierarchy
 from hdtool.runtime.engines.capture import CaptureMaker, never
 from hdtool.runtime.target.target import Target
 from tests.support.decoding import SAMPLINGS, answer_of, answered

@@ -11,7 +11,7 @@ from hdtool.runtime.config.model import ModelConfig, SamplingConfig
 from hdtool.runtime.core.drafter import Drafter, NoDraft
 from hdtool.runtime.drafters import deferred as module
 from hdtool.runtime.drafters.deferred import DeferredDrafter, deferred
-from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
+from hdtool.runtime.drafters.hierarchy.hierarchy import Hierarchy
 
 PROMPTS = [Prompt.from_text(f"def add_{number}(a, b):") for number in range(3)]
 SAMPLINGS = {"greedy": SamplingConfig(), "sampled": SamplingConfig(temperature=0.8, seed=3)}

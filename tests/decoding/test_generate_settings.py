@@ -18,7 +18,7 @@ from hdtool.runtime.budget.node_budget import FixedBudget
 from hdtool.runtime.config.model import ModelConfig, SamplingConfig
 from hdtool.runtime.core.sequence import Request
 from hdtool.runtime.core.session import decode
-from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
+from hdtool.runtime.drafters.hierarchy.hierarchy import Hierarchy
 from hdtool.runtime.generation.settings import REFUSED_SETTINGS, generation_settings
 from hdtool.runtime.samplers import NEUTRAL_SETTINGS, generate_options, sampler_for
 from hdtool.runtime.target.load import Loaded, load

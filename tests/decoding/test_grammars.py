@@ -39,7 +39,7 @@ from hdtool.runtime.core.sampler import Sampler
 from hdtool.runtime.core.sequence import Finish
 from hdtool.runtime.core.session import decode
 from hdtool.runtime.core.tree import LARGEST_TREE, UNDETERMINED, DraftTree
-from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
+from hdtool.runtime.drafters.hierarchy.hierarchy import Hierarchy
 from hdtool.runtime.engines.cpu import tree_pass
 from hdtool.runtime.engines.cpu.pass_kernel import compute_trees
 from hdtool.runtime.generation.grammar import GrammarCompiler, Guide, GuidedDrafter, guided_drafter, masks_of

@@ -17,7 +17,7 @@ from hdtool.runtime.core.sampler import Sampler
 from hdtool.runtime.core.sequence import Request, Step
 from hdtool.runtime.core.session import decode, decode_batch
 from hdtool.runtime.core.tree import DraftTree
-from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
+from hdtool.runtime.drafters.hierarchy.hierarchy import Hierarchy
 from hdtool.runtime.engines.capture import CaptureMaker, never
 from hdtool.runtime.stores.history_store import History
 from hdtool.runtime.target.target import Target

@@ -28,7 +28,7 @@ from hdtool.runtime.config.source_names import SourceId
 from hdtool.runtime.core.sampler import Sampler
 from hdtool.runtime.core.sequence import Request, Stats, Step
 from hdtool.runtime.core.session import decode_batch
-from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
+from hdtool.runtime.drafters.hierarchy.hierarchy import Hierarchy
 from hdtool.runtime.integrations.hf_generate import Generator
 from hdtool.runtime.target.load import load_tokenizer
 from hdtool.runtime.target.target import Target

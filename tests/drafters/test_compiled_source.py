@@ -11,7 +11,7 @@ from hdtool.runtime.config.source_names import SourceId
 from hdtool.runtime.core.accept import Accepted
 from hdtool.runtime.core.engine import Verified
 from hdtool.runtime.drafters.hierarchy.candidates import RESTART, CompiledSource, Prior, contribute, record_at, work_at
-from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
+from hdtool.runtime.drafters.hierarchy.hierarchy import Hierarchy
 from hdtool.runtime.stores.token_log import MAX_MATCH_TOKENS
 
 NUMBER = SourceId.LOOKAHEAD.value

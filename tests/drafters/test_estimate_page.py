@@ -10,7 +10,7 @@ from hdtool.runtime.config.source_names import SourceId
 from hdtool.runtime.core.accept import Accepted
 from hdtool.runtime.core.engine import Verified
 from hdtool.runtime.drafters.hierarchy.candidates import MANY_TOKENS, evidence_bucket
-from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
+from hdtool.runtime.drafters.hierarchy.hierarchy import Hierarchy
 from tests.support.project import ROOT
 
 CONVERSATION = [1, 2, 3, 1, 2, 4, 1, 2]

@@ -25,8 +25,8 @@ from hdtool.runtime.core.session import decode
 from hdtool.runtime.core.tree import ROOT, DraftTree
 from hdtool.runtime.drafters.heads.checkpoint import SavedHeads
 from hdtool.runtime.drafters.heads.state import HeadsState
-from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
-from hdtool.runtime.drafters.hierarchy.tree import feed, grow
+from hdtool.runtime.drafters.hierarchy.growth import feed, grow
+from hdtool.runtime.drafters.hierarchy.hierarchy import Hierarchy
 from hdtool.runtime.drafters.methods import drafter_for
 from hdtool.runtime.drafters.trained.draft_passes import RankingPasses, TopTokens
 from hdtool.runtime.drafters.trained_methods import StandaloneDrafter, StaticTree, drafter_of

@@ -25,7 +25,7 @@ from hdtool.runtime.config.source_names import SourceId
 from hdtool.runtime.core.accept import Accepted
 from hdtool.runtime.core.engine import Verified
 from hdtool.runtime.core.tree import DraftTree
-from hdtool.runtime.drafters.hierarchy.drafter import TIMED_EVERY, Hierarchy
+from hdtool.runtime.drafters.hierarchy.hierarchy import TIMED_EVERY, Hierarchy
 from hdtool.runtime.kernels.compiled import HAS_CLOCK
 from hdtool.runtime.stores.corpus_index import CorpusIndex
 from hdtool.runtime.stores.history_store import History
@@ -291,8 +291,8 @@ def test_the_time_of_no_source_goes_down(monkeypatch: pytest.MonkeyPatch) -> Non
         hierarchy._laps[spent_in.pop(0)] = 1000
         return 0
 
-    monkeypatch.setattr("hdtool.runtime.drafters.hierarchy.drafter.grow", grow)
-    monkeypatch.setattr("hdtool.runtime.drafters.hierarchy.drafter.HAS_CLOCK", True)
+    monkeypatch.setattr("hdtool.runtime.drafters.hierarchy.hierarchy.grow", grow)
+    monkeypatch.setattr("hdtool.runtime.drafters.hierarchy.hierarchy.HAS_CLOCK", True)
     before: dict[SourceId, float] = {}
     while spent_in:
         hierarchy.draft([1])

@@ -12,7 +12,7 @@ from hdtool.runtime.core.drafter import WrappedDrafter
 from hdtool.runtime.core.draws import ExponentialRace
 from hdtool.runtime.core.sampler import Sampler
 from hdtool.runtime.core.session import decode
-from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
+from hdtool.runtime.drafters.hierarchy.hierarchy import Hierarchy
 from hdtool.runtime.target.target import Target
 from tests.support.families import model_of
 

@@ -30,8 +30,8 @@ from hdtool.runtime.config.source_names import (
 from hdtool.runtime.core.accept import Accepted
 from hdtool.runtime.core.engine import Verified
 from hdtool.runtime.core.sequence import Stats
-from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
 from hdtool.runtime.drafters.hierarchy.evidence import MAX_PLUGIN_POSITIONS
+from hdtool.runtime.drafters.hierarchy.hierarchy import Hierarchy
 from hdtool.runtime.drafters.methods import drafter_with_budget
 from hdtool.runtime.generation.text_stream import text_of
 from hdtool.runtime.kernels.compiled import HAS_CLOCK

@@ -12,7 +12,7 @@ from hdtool.data.documents import Document, Source
 from hdtool.data.stores.manifest import TokenizerFingerprint
 from hdtool.runtime.budget.node_budget import FixedBudget
 from hdtool.runtime.drafters.hierarchy.candidates import DISTANCE_CLASSES, distance_class
-from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
+from hdtool.runtime.drafters.hierarchy.hierarchy import Hierarchy
 from hdtool.runtime.stores.model_store import ModelStore
 
 NEW, OLD, LAST = 5, 6, 9

@@ -7,7 +7,7 @@ import pytest
 
 from hdtool.data.errors import OptionError
 from hdtool.runtime.budget.node_budget import FixedBudget
-from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
+from hdtool.runtime.drafters.hierarchy.hierarchy import Hierarchy
 from hdtool.runtime.integrations.sglang_corpus import PADDING_TOKEN, SETTINGS_VARIABLE, HierarchyCorpus, SglangSettings
 from hdtool.runtime.stores.history_store import History
 

@@ -33,7 +33,7 @@ from hdtool.runtime.config.decoding import DecodeConfig
 from hdtool.runtime.core.drafter import draft_many
 from hdtool.runtime.core.engine import PassLog, Verified
 from hdtool.runtime.core.tree import DraftTree
-from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
+from hdtool.runtime.drafters.hierarchy.hierarchy import Hierarchy
 from hdtool.runtime.drafters.methods import drafter_for, shared_costs_for
 from hdtool.runtime.stores.store_set import StoreSet
 from hdtool.runtime.target.target import Target

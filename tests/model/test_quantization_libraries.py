@@ -16,7 +16,7 @@ from hdtool.data.errors import FamilyError
 from hdtool.runtime.config.decoding import StoresConfig
 from hdtool.runtime.config.model import ModelConfig, SamplingConfig
 from hdtool.runtime.core.drafter import NoDraft
-from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
+from hdtool.runtime.drafters.hierarchy.hierarchy import Hierarchy
 from hdtool.runtime.integrations.hf_generate import Generator
 from hdtool.runtime.model.fingerprint import fingerprint
 from hdtool.runtime.model.quantization import RowByRow

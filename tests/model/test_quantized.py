@@ -22,7 +22,7 @@ from hdtool.data.errors import FamilyError, HdtoolError, OptionError
 from hdtool.runtime.config.model import ModelConfig, SamplingConfig
 from hdtool.runtime.core.drafter import NoDraft
 from hdtool.runtime.core.tree import DraftTree
-from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
+from hdtool.runtime.drafters.hierarchy.hierarchy import Hierarchy
 from hdtool.runtime.kernels.linear import CompiledLinear, compile_linear_layers
 from hdtool.runtime.model import quantization as quantizing
 from hdtool.runtime.model.fingerprint import fingerprint

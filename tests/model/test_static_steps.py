@@ -18,7 +18,7 @@ from hdtool.runtime.config.model import SamplingConfig
 from hdtool.runtime.core.engine import PassOptions, Verified
 from hdtool.runtime.core.sequence import Finish
 from hdtool.runtime.core.tree import ROOT, DraftTree
-from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
+from hdtool.runtime.drafters.hierarchy.hierarchy import Hierarchy
 from hdtool.runtime.engines.capture import CaptureMaker, Run, never
 from hdtool.runtime.engines.cuda.static_steps import MIN_EXTENT, RECORDED, STEP_SIZES, StaticSteps, extent_for
 from hdtool.runtime.engines.steps import StepOutput

@@ -19,7 +19,7 @@ from hdtool.data.errors import ModelError, OptionError
 from hdtool.runtime.config.decoding import DecodeConfig
 from hdtool.runtime.config.model import ModelConfig, SamplingConfig
 from hdtool.runtime.core.drafter import NoDraft
-from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
+from hdtool.runtime.drafters.hierarchy.hierarchy import Hierarchy
 from hdtool.runtime.model import placement
 from hdtool.runtime.target import tensor_parallel as ranks
 from hdtool.runtime.target.target import Target

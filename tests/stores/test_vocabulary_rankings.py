@@ -24,7 +24,7 @@ from hdtool.data.stores.store_files import MANIFEST
 from hdtool.runtime.budget.node_budget import FixedBudget
 from hdtool.runtime.config.model import ModelConfig
 from hdtool.runtime.config.source_names import SourceId
-from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
+from hdtool.runtime.drafters.hierarchy.hierarchy import Hierarchy
 from hdtool.runtime.stores.model_store import VOCABULARY_RANKING_TOKENS, ModelStore
 from hdtool.runtime.stores.store_set import StoreSet
 from hdtool.runtime.target.load import Loaded, load

@@ -14,7 +14,7 @@ import numpy as np
 
 from hdtool.runtime.config.decoding import MEMORY
 from hdtool.runtime.config.measuring import VllmConfig
-from hdtool.runtime.drafters.hierarchy.drafter import UNLIMITED_VOCABULARY, Hierarchy
+from hdtool.runtime.drafters.hierarchy.hierarchy import UNLIMITED_VOCABULARY, Hierarchy
 from hdtool.runtime.integrations.vllm.answer_collector import AnswerCollector
 from hdtool.runtime.integrations.vllm.chain import draft_rows, new_request_states
 from hdtool.runtime.integrations.vllm.min_probability import NO_DRAFT_ABOVE, MinProbability

@@ -41,6 +41,7 @@ from hdtool.runtime.drafters.hierarchy.evidence import (
     note_proposal,
     prediction_records,
 )
+from hdtool.runtime.drafters.hierarchy.growth import feed_token, grow, grow_all, restart
 from hdtool.runtime.drafters.hierarchy.matches import (
     ANSWERS_LOG,
     CONTEXT_SOURCE,
@@ -50,7 +51,6 @@ from hdtool.runtime.drafters.hierarchy.matches import (
     STORED_LOG,
 )
 from hdtool.runtime.drafters.hierarchy.rankings import LAST_SOURCE, RECYCLED_SOURCE, SINGLE_TOKEN_SOURCE, Rankings
-from hdtool.runtime.drafters.hierarchy.tree import feed_token, grow, grow_all, restart
 from hdtool.runtime.drafters.trained.sequential import TrainedDrafter
 from hdtool.runtime.kernels.compiled import HAS_CLOCK, Array, SharedTime, Uncopyable
 from hdtool.runtime.stores.corpus_index import CorpusIndex, no_shards, range_record
