@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 from weakref import WeakValueDictionary
 
 import pytest
@@ -18,7 +18,7 @@ from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from hdtool.data import demo
 from hdtool.data.errors import OptionError
 from hdtool.runtime.budget.node_budget import FixedBudget
-from hdtool.runtime.drafters.hierarchy.hierarchy import Hierarchy
+from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
 from hdtool.runtime.integrations.sglang_algorithm import HierarchyAlgorithm
 from hdtool.runtime.integrations.sglang_corpus import HierarchyCorpus
 from hdtool.runtime.integrations.sglang_plugin import ALGORITHM, LOGGER
@@ -130,7 +130,8 @@ def test_sglangs_constructor_makes_a_worker_that_drafts_from_the_stores(caplog: 
     LOGGER.removeHandler(caplog.handler)
     assert "experimental" in caplog.text
     assert (one.enable_overlap, one.draft_token_num) == (False, NODES)
-    first, second = (cast(Any, one.ngram_corpus._make()) for _ in range(2))
+    first, second = one.ngram_corpus._make(), one.ngram_corpus._make()
+    assert isinstance(first, Hierarchy) and isinstance(second, Hierarchy)
     assert first._stores[0] is not None and first._stores[1] is not None
     assert first._stores == second._stores and first._history is second._history is not None
 
