@@ -6,6 +6,7 @@ import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -13,6 +14,9 @@ from hdtool.data import demo
 from hdtool.runtime.config.model import ModelConfig
 from hdtool.runtime.target.load import Loaded, load
 from tests.support.server import ALWAYS_DRAFTS, RunningServer
+
+if TYPE_CHECKING:  # imported by the worker that uses it, as that takes seconds
+    import openai
 
 TOOL_TEMPLATE = (
     "{% if tools %}{{ '<tool_call> ' }}{% for tool in tools %}{{ tool | tojson }}{% endfor %}{% endif %}"
@@ -47,3 +51,11 @@ def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ru
 @pytest.fixture(scope="session")
 def loaded(model: Path) -> Loaded:
     return load(ModelConfig(str(model), threads=1))
+
+
+@pytest.fixture(scope="session")
+def client(server: RunningServer) -> Iterator[openai.OpenAI]:
+    import openai
+
+    with openai.OpenAI(base_url=server.url, api_key="none", max_retries=0) as client:
+        yield client

@@ -34,3 +34,11 @@ def plain_ids(
 def plain_text(loaded: Loaded, question: str, max_new_tokens: int, **settings: Any) -> str:
     ids = encode_conversation(loaded.tokenizer, [{"role": "user", "content": question}])
     return text_of(loaded.tokenizer, plain_ids(loaded, ids, max_new_tokens, **settings))
+
+
+def prompt_length(loaded: Loaded, messages: Sequence[dict[str, Any]], function: dict[str, Any]) -> int:
+    """Tokens of the prompt that the chat template makes of a conversation with a function."""
+    render: Any = loaded.tokenizer.apply_chat_template
+    tools = [{"type": "function", "function": function}]
+    text = render(messages, tools=tools, add_generation_prompt=True, tokenize=False)
+    return len(loaded.tokenizer(text, add_special_tokens=False)["input_ids"])

@@ -17,138 +17,21 @@ from uvicorn.server import ServerState
 
 from hdtool.runtime.integrations.server.app import HEADER_SECONDS, TimedProtocol
 from hdtool.runtime.target.load import Loaded
+from tests.server.malformed_bodies import (
+    BYTES,
+    CHAT_BODIES,
+    COMPLETION_BODIES,
+    HI,
+    MESSAGE_BODIES,
+    RESPONSE_BODIES,
+    item,
+    said,
+)
 from tests.server.plain import plain_text
 from tests.support.server import RunningServer
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
-HI = [{"role": "user", "content": "Hi"}]
-DEEP: Any = {"type": "object"}
-for _ in range(400):
-    DEEP = {"type": "object", "properties": {"a": DEEP}}
-
-
-def form(schema: Any) -> dict[str, Any]:
-    return {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}}
-
-
-BODIES: dict[str, Any] = {
-    "empty": b"",
-    "no JSON": b"{",
-    "not UTF-8": b'{"messages": [{"role": "user", "content": "\xff\xfe"}]}',
-    "a list": [],
-    "a text": b'"hello"',
-    "null": b"null",
-    "a number": b"17",
-    "deep lists": b"[" * 100_000,
-    "deep objects": b'{"a":' * 100_000,
-    "NaN": b'{"messages": [{"role": "user", "content": "a"}], "temperature": NaN}',
-    "huge number": b'{"messages": [{"role": "user", "content": "a"}], "max_tokens": 1e400}',
-    "no messages": {},
-    "messages empty": {"messages": []},
-    "messages a text": {"messages": "Hi"},
-    "messages an object": {"messages": {"role": "user", "content": "Hi"}},
-    "message a text": {"messages": ["Hi"]},
-    "message null": {"messages": [None]},
-    "no role": {"messages": [{"content": "Hi"}]},
-    "unknown role": {"messages": [{"role": "robot", "content": "Hi"}]},
-    "no content": {"messages": [{"role": "user"}]},
-    "content a number": {"messages": [{"role": "user", "content": 5}]},
-    "content null": {"messages": [{"role": "user", "content": None}]},
-    "an image": {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "a"}}]}]},
-    "a part without text": {"messages": [{"role": "user", "content": [{"type": "text"}]}]},
-    "half a character": b'{"messages": [{"role": "user", "content": "\\ud83d"}]}',
-    "unknown model": {"messages": HI, "model": "gpt-9"},
-    "model a number": {"messages": HI, "model": 3},
-    "max_tokens 0": {"messages": HI, "max_tokens": 0},
-    "max_tokens negative": {"messages": HI, "max_tokens": -4},
-    "max_tokens a text": {"messages": HI, "max_tokens": "8"},
-    "max_tokens a fraction": {"messages": HI, "max_tokens": 1.5},
-    "max_completion_tokens a list": {"messages": HI, "max_completion_tokens": [1]},
-    "temperature a text": {"messages": HI, "temperature": "warm"},
-    "temperature negative": {"messages": HI, "temperature": -0.1},
-    "temperature too high": {"messages": HI, "temperature": 2.5},
-    "top_p 0": {"messages": HI, "top_p": 0},
-    "top_p above 1": {"messages": HI, "top_p": 1.01},
-    "top_k a text": {"messages": HI, "top_k": "4"},
-    "n 0": {"messages": HI, "n": 0},
-    "n too large": {"messages": HI, "n": 1000},
-    "n a bool": {"messages": HI, "n": True},
-    "seed a text": {"messages": HI, "seed": "1"},
-    "seed too large": {"messages": HI, "seed": 2**70},
-    "stop a number": {"messages": HI, "stop": 3},
-    "stop empty": {"messages": HI, "stop": ""},
-    "too many stops": {"messages": HI, "stop": [str(number) for number in range(100)]},
-    "stop too long": {"messages": HI, "stop": "a" * 2000},
-    "stream a text": {"messages": HI, "stream": "yes"},
-    "stream_options a list": {"messages": HI, "stream": True, "stream_options": []},
-    "logprobs a number": {"messages": HI, "logprobs": 3},
-    "top_logprobs too many": {"messages": HI, "logprobs": True, "top_logprobs": 99},
-    "logit_bias a list": {"messages": HI, "logit_bias": [1]},
-    "logit_bias of a word": {"messages": HI, "logit_bias": {"hello": 1}},
-    "logit_bias of no token": {"messages": HI, "logit_bias": {"99999999": 1}},
-    "logit_bias too large": {"messages": HI, "logit_bias": {"5": 1000}},
-    "presence_penalty too large": {"messages": HI, "presence_penalty": 3},
-    "frequency_penalty a text": {"messages": HI, "frequency_penalty": "1"},
-    "response_format a text": {"messages": HI, "response_format": "json"},
-    "response_format unknown": {"messages": HI, "response_format": {"type": "xml"}},
-    "response_format without schema": {"messages": HI, "response_format": {"type": "json_schema"}},
-    "schema a number": {"messages": HI, **form(5)},
-    "schema of an unknown type": {"messages": HI, **form({"type": "person"})},
-    "schema that nothing matches": {"messages": HI, **form(False)},
-    "schema with an endless reference": {
-        "messages": HI,
-        **form({"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}),
-    },
-    "schema with a reference to nothing": {"messages": HI, **form({"$ref": "#/$defs/a"})},
-    "schema of another place": {"messages": HI, **form({"$ref": "https://example.com/schema"})},
-    "schema of endless items": {"messages": HI, **form({"type": "array", "minItems": 10**9, "items": {"const": 1}})},
-    "schema of endless properties": {
-        "messages": HI,
-        **form({"type": "object", "required": [f"p{number}" for number in range(100_000)]}),
-    },
-    "regex broken": {"messages": HI, "regex": "("},
-    "regex bomb": {"messages": HI, "regex": "(a{1000}){1000}{1000}"},
-    "grammar broken": {"messages": HI, "grammar": "start: ("},
-    "grammar and regex": {"messages": HI, "grammar": 'start: "a"', "regex": "a"},
-    "tools an object": {"messages": HI, "tools": {}},
-    "tool without a name": {"messages": HI, "tools": [{"type": "function", "function": {}}]},
-    "tool_choice without tools": {"messages": HI, "tool_choice": "required"},
-    "tool_choice unknown": {
-        "messages": HI,
-        "tools": [{"type": "function", "function": {"name": "f"}}],
-        "tool_choice": {"type": "function", "function": {"name": "g"}},
-    },
-    **{
-        f"template variable {name}": {"messages": HI, "chat_template_kwargs": {name: []}}
-        for name in ("self", "messages", "conversations", "tools", "raise_exception")
-    },
-    "functions": {"messages": HI, "functions": [{"name": "f"}]},
-    "audio": {"messages": HI, "modalities": ["audio"], "audio": {"voice": "a"}},
-    "prediction empty": {"messages": HI, "prediction": {"type": "content", "content": ""}},
-    "prediction a number": {"messages": HI, "prediction": 3},
-    "arguments that are no JSON": {
-        "messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}]
-    },
-    "100,000 tokens": {"messages": [{"role": "user", "content": "one two three " * 34_000}]},
-    "a body of 9 MiB": b'{"messages": [{"role": "user", "content": "' + b"a" * 9 * 2**20 + b'"}]}',
-}
-COMPLETION_BODIES: dict[str, Any] = {
-    "no prompt": {},
-    "prompt null": {"prompt": None},
-    "prompt a number": {"prompt": 4},
-    "prompt empty": {"prompt": []},
-    "prompt of no tokens": {"prompt": [[]]},
-    "token that does not exist": {"prompt": [10**9]},
-    "token negative": {"prompt": [-1]},
-    "texts and tokens": {"prompt": ["a", 1]},
-    "too many prompts": {"prompt": ["a"] * 1000},
-    "half a character": b'{"prompt": "\\udc00"}',
-    "best_of": {"prompt": "a", "best_of": 4},
-    "suffix": {"prompt": "a", "suffix": "b"},
-    "logprobs a bool": {"prompt": "a", "logprobs": True},
-    "echo and logprobs": {"prompt": "a", "echo": True, "logprobs": 0},
-    "echo a text": {"prompt": "a", "echo": "yes"},
-}
+MESSAGES, RESPONSES = "/v1/messages", "/v1/responses"
 
 
 def assert_refused(status: int, body: Any, *statuses: int) -> None:
@@ -158,7 +41,7 @@ def assert_refused(status: int, body: Any, *statuses: int) -> None:
     assert body["error"]["type"] == "invalid_request_error"
 
 
-@pytest.mark.parametrize("body", BODIES.values(), ids=BODIES)
+@pytest.mark.parametrize("body", CHAT_BODIES.values(), ids=CHAT_BODIES)
 def test_chat_requests(server: RunningServer, body: Any) -> None:
     assert_refused(*server.ask(CHAT, body))
 
@@ -175,11 +58,11 @@ def test_chat_requests(server: RunningServer, body: Any) -> None:
 )
 def test_parts_that_are_no_text_are_named(server: RunningServer, part: dict[str, Any]) -> None:
     content = [{"type": "text", "text": "What is this?"}, part]
-    status, found = server.ask(CHAT, {"messages": [*HI, {"role": "user", "content": content}]})
+    status, found = server.ask(CHAT, {"messages": [*HI["messages"], {"role": "user", "content": content}]})
     assert_refused(status, found, 400)
     assert found["error"]["message"] == (
-        f"this server answers text only, and part 2 of messages.1 is of type '{part['type']}': leave it out, or "
-        "describe it in a part of type 'text'"
+        f"messages.1.content.1: this server takes text only, and this part is of type '{part['type']}': leave it out, "
+        "or describe it in a part of type 'text'"
     )
     assert found["error"]["param"] == "messages.1.content.1.type" and found["error"]["code"] == "unsupported_content"
 
@@ -188,7 +71,7 @@ def test_parts_that_are_no_text_are_named(server: RunningServer, part: dict[str,
     "asked", [{"modalities": ["text", "audio"], "audio": {"voice": "a"}}, {"audio": {"voice": "a"}}]
 )
 def test_sound_is_not_answered(server: RunningServer, asked: dict[str, Any]) -> None:
-    status, found = server.ask(CHAT, {"messages": HI, **asked})
+    status, found = server.ask(CHAT, {**said("Hi"), **asked})
     assert_refused(status, found, 400)
     assert found["error"]["message"].startswith("this server answers text only, and the request asks for 'audio'")
 
@@ -196,6 +79,28 @@ def test_sound_is_not_answered(server: RunningServer, asked: dict[str, Any]) -> 
 @pytest.mark.parametrize("body", COMPLETION_BODIES.values(), ids=COMPLETION_BODIES)
 def test_completion_requests(server: RunningServer, body: Any) -> None:
     assert_refused(*server.ask(COMPLETIONS, body))
+
+
+@pytest.mark.parametrize("body", MESSAGE_BODIES.values(), ids=MESSAGE_BODIES)
+def test_messages(server: RunningServer, body: Any) -> None:
+    status, found = server.ask(MESSAGES, body)
+    assert status in (400, 404, 413), found
+    assert (set(found), found["type"], set(found["error"])) == ({"type", "error"}, "error", {"type", "message"})
+    assert found["error"]["type"] in ("invalid_request_error", "not_found_error", "request_too_large")
+    assert found["error"]["message"] and "\n" not in found["error"]["message"]
+
+
+@pytest.mark.parametrize("body", RESPONSE_BODIES.values(), ids=RESPONSE_BODIES)
+def test_responses(server: RunningServer, body: Any) -> None:
+    assert_refused(*server.ask(RESPONSES, body))
+
+
+def test_the_fault_of_an_item_is_named(server: RunningServer) -> None:
+    assert (
+        server.ask(RESPONSES, {"model": "demo"} | item(role="robot", content="Hi"))[1]["error"]["param"]
+        == "input.0.role"
+    )
+    assert server.ask(MESSAGES, HI | said([1]))[1]["error"]["message"].startswith("messages.0.content.0: ")
 
 
 def test_paths_and_methods(server: RunningServer) -> None:
@@ -213,7 +118,7 @@ def test_a_stream_beside_refused_requests_is_the_one_given_alone(server: Running
     asked = {"messages": [{"role": "user", "content": "What is a tuple?"}], "max_tokens": 120, "temperature": 0}
     connection.request("POST", CHAT, json.dumps({**asked, "stream": True}))
     response = connection.getresponse()
-    refused = iter((*BODIES.values(), None))
+    refused = iter((*CHAT_BODIES.values(), None))
     text = ""
     while line := response.readline():
         if line.startswith(b"data: {"):
@@ -229,7 +134,7 @@ def test_a_client_that_closes_the_connection_reads_why_its_large_body_is_refused
     server: RunningServer, path: str, status: int
 ) -> None:
     """As ``urllib`` does; the server must not close a connection with unread data, which resets it."""
-    body = cast(bytes, BODIES["a body of 9 MiB"])
+    body = BYTES["a body of 9 MiB"]
     assert_refused(*server.ask(path, body, headers={"Connection": "close"}), status)
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from hdtool.runtime.target.load import Loaded
-from tests.server.plain import plain_text
+from tests.server.plain import plain_text, prompt_length
 from tests.server.schemas import CITY_AND_UNIT, NAMED
 from tests.support.server import RunningServer
 
@@ -40,10 +40,20 @@ def ask(client: anthropic.Anthropic, question: Any = QUESTION, **options: Any) -
     )
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_an_answer_is_that_of_plain_decoding(client: anthropic.Anthropic, loaded: Loaded, temperature: float) -> None:
-    expected = plain_text(loaded, QUESTION, 24, temperature=temperature, seed=5)
-    answer = ask(client, extra_body={"temperature": temperature, "seed": 5})
+def stream(client: anthropic.Anthropic, **options: Any) -> tuple[list[str], Any]:
+    """The kinds of the events of a stream, and the message that the client makes of them."""
+    messages: Any = [{"role": "user", "content": QUESTION}]
+    given: Any = {"model": "demo", "max_tokens": 24, **options}
+    with client.messages.stream(messages=messages, extra_body={"temperature": 0.0}, **given) as events:
+        return [event.type for event in events], events.get_final_message()
+
+
+@pytest.mark.parametrize("sampling", [{"temperature": 0.0}, {"temperature": 0.9, "top_p": 0.7, "top_k": 9}])
+def test_an_answer_is_that_of_plain_decoding(
+    client: anthropic.Anthropic, loaded: Loaded, sampling: dict[str, Any]
+) -> None:
+    expected = plain_text(loaded, QUESTION, 24, seed=5, **sampling)
+    answer = ask(client, extra_body={"seed": 5, **sampling})
     assert [block.text for block in answer.content] == [expected]
     assert (answer.role, answer.type, answer.stop_reason) == ("assistant", "message", "max_tokens")
     assert answer.usage.output_tokens == 24
@@ -51,15 +61,7 @@ def test_an_answer_is_that_of_plain_decoding(client: anthropic.Anthropic, loaded
 
 def test_a_stream_ends_as_the_whole_answer(client: anthropic.Anthropic) -> None:
     whole = ask(client)
-    create: Any = client.messages.stream
-    with create(
-        model="demo",
-        max_tokens=24,
-        messages=[{"role": "user", "content": QUESTION}],
-        extra_body={"temperature": 0.0},
-    ) as stream:
-        kinds = [event.type for event in stream]
-        final = stream.get_final_message()
+    kinds, final = stream(client)
     assert [block.text for block in final.content] == [block.text for block in whole.content]
     assert final.stop_reason == whole.stop_reason
     assert kinds[0] == "message_start"
@@ -76,12 +78,6 @@ def test_a_stop_sequence_is_named(client: anthropic.Anthropic, loaded: Loaded) -
     answer = ask(client, stop_sequences=["never written", stop])
     assert answer.content[0].text == whole[: whole.index(stop)]
     assert (answer.stop_reason, answer.stop_sequence) == ("stop_sequence", stop)
-
-
-def test_sampling_parameters_are_those_of_generate(client: anthropic.Anthropic, loaded: Loaded) -> None:
-    expected = plain_text(loaded, QUESTION, 24, temperature=0.9, seed=3, top_p=0.7, top_k=9)
-    answer = ask(client, extra_body={"temperature": 0.9, "top_p": 0.7, "top_k": 9, "seed": 3})
-    assert answer.content[0].text == expected
 
 
 def test_parts_of_a_text_are_paragraphs(client: anthropic.Anthropic) -> None:
@@ -103,11 +99,7 @@ def test_a_tool_that_must_be_called(client: anthropic.Anthropic) -> None:
 def test_a_streamed_call_is_that_of_the_whole_answer(client: anthropic.Anthropic) -> None:
     given: Any = {"tools": [WEATHER], "tool_choice": {"type": "tool", "name": "weather"}, "max_tokens": 200}
     whole = ask(client, **given)
-    create: Any = client.messages.stream
-    with create(
-        model="demo", messages=[{"role": "user", "content": QUESTION}], extra_body={"temperature": 0.0}, **given
-    ) as stream:
-        final = stream.get_final_message()
+    _, final = stream(client, **given)
     assert [block.input for block in final.content] == [block.input for block in whole.content]
     assert final.stop_reason == "tool_use"
 
@@ -123,23 +115,14 @@ def test_calls_and_their_results_are_read(client: anthropic.Anthropic, loaded: L
     ]
     counted = client.messages.count_tokens(model="demo", messages=messages, tools=[WEATHER])
     function = {"name": "weather", "description": "The weather of a city", "parameters": CITY_AND_UNIT}
-    render: Any = loaded.tokenizer.apply_chat_template
-    expected = render(
-        [
-            {"role": "user", "content": "How is Rome?"},
-            {
-                "role": "assistant",
-                "content": "Let me look.",
-                "tool_calls": [{"function": {"name": "weather", "arguments": {"city": "Rome", "unit": "C"}}}],
-            },
-            {"role": "tool", "content": "sunny"},
-            {"role": "user", "content": "Well?"},
-        ],
-        tools=[{"type": "function", "function": function}],
-        add_generation_prompt=True,
-        tokenize=False,
-    )
-    assert counted.input_tokens == len(loaded.tokenizer(expected, add_special_tokens=False)["input_ids"])
+    called = {"function": {"name": "weather", "arguments": {"city": "Rome", "unit": "C"}}}
+    turns: list[dict[str, Any]] = [
+        {"role": "user", "content": "How is Rome?"},
+        {"role": "assistant", "content": "Let me look.", "tool_calls": [called]},
+        {"role": "tool", "content": "sunny"},
+        {"role": "user", "content": "Well?"},
+    ]
+    assert counted.input_tokens == prompt_length(loaded, turns, function)
 
 
 def test_the_next_turn_is_read_from_the_cache(client: anthropic.Anthropic) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +16,6 @@ from hdtool.runtime.integrations.server.logit_processors import AnswerPenalty, L
 from hdtool.runtime.target.load import Loaded
 from tests.server.plain import plain_ids, plain_text
 from tests.server.schemas import CITY_AND_UNIT
-from tests.support.server import RunningServer
 
 if TYPE_CHECKING:  # imported by the worker that uses it, as that takes seconds
     import openai
@@ -36,14 +34,6 @@ PERSON = {
     "required": ["name", "age"],
     "additionalProperties": False,
 }
-
-
-@pytest.fixture(scope="module")
-def client(server: RunningServer) -> Iterator[openai.OpenAI]:
-    import openai
-
-    with openai.OpenAI(base_url=server.url, api_key="none", max_retries=0) as client:
-        yield client
 
 
 def chat(client: openai.OpenAI, question: str = QUESTION, **options: Any) -> Any:

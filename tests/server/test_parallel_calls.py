@@ -129,4 +129,4 @@ def test_a_custom_tool_is_presented_as_a_function_with_a_text() -> None:
     assert chat.tool_choice == {"type": "function", "function": {"name": "patch"}}
     turn, result = chat.messages
     assert turn.tool_calls and json.loads(turn.tool_calls[0].function.arguments or "") == {"input": "+b\n"}
-    assert (result.role, result.name, result.text) == ("tool", "patch", "Done.")
+    assert (result.role, result.name, result.content) == ("tool", "patch", "Done.")

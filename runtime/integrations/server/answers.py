@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Iterator, Sequence
-from dataclasses import dataclass, field
-from enum import Enum
+from collections.abc import AsyncIterator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from hdtool.data.errors import HdtoolError
 from hdtool.runtime.core.sequence import Finish, Stats, Step
@@ -36,89 +34,6 @@ from hdtool.runtime.target.load import Loaded
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-
-class BlockKind(Enum):
-    REASONING = "reasoning"
-    TEXT = "text"
-    CALL = "call"
-
-
-class Change(Enum):
-    OPENED = "opened"
-    ADDED = "added"
-    CLOSED = "closed"
-
-
-@dataclass(eq=False)
-class Block:
-    kind: BlockKind
-    index: int
-    """Index of the block in the answer."""
-    name: str = ""
-    """Name of the function if the block is a call."""
-    text: str = ""
-    """Text so far; for a call, its arguments."""
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
-
-
-class Event(NamedTuple):
-    change: Change
-    block: Block
-    text: str = ""
-    logprobs: Sequence[TokenLogprobs] = ()
-
-
-class Blocks:
-    """Splits an answer into blocks, at most one open at a time, and reports when one is opened, extended or closed."""
-
-    def __init__(self) -> None:
-        self.all: list[Block] = []
-        self._open: Block | None = None
-        self._logprobs: list[TokenLogprobs] = []
-
-    def add(self, delta: Delta) -> Iterator[Event]:
-        self._logprobs += delta.logprobs
-        if delta.reasoning:
-            yield from self._extend(BlockKind.REASONING, delta.reasoning)
-        if delta.text:
-            yield from self._extend(BlockKind.TEXT, delta.text)
-        for call in delta.calls:
-            yield from self.close()
-            yield self._open_block(BlockKind.CALL, call.name)
-            yield from self._extend(BlockKind.CALL, call.arguments)
-            yield from self.close()
-
-    def close(self) -> Iterator[Event]:
-        """Close the open block, if there is one."""
-        if self._open:
-            block, self._open = self._open, None
-            yield Event(Change.CLOSED, block)
-
-    def _extend(self, kind: BlockKind, text: str) -> Iterator[Event]:
-        if self._open is None or self._open.kind is not kind:
-            yield from self.close()
-            yield self._open_block(kind)
-        assert self._open
-        block, logprobs = self._open, self._logprobs
-        block.text += text
-        if kind is BlockKind.TEXT:
-            block.logprobs += logprobs
-            self._logprobs = []
-        yield Event(Change.ADDED, block, text, logprobs if kind is BlockKind.TEXT else ())
-
-    def _open_block(self, kind: BlockKind, name: str = "") -> Event:
-        self._open = Block(kind, len(self.all), name)
-        self.all.append(self._open)
-        return Event(Change.OPENED, self._open)
-
-
-def blocks_of(answer: Delta) -> list[Block]:
-    """Split a whole answer into blocks."""
-    blocks = Blocks()
-    for _ in blocks.add(answer):
-        pass
-    return blocks.all
 
 
 STOP, LENGTH, TOOL_CALLS = "stop", "length", "tool_calls"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
+from abc import abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -88,7 +89,7 @@ class Delta:
 class Format(Protocol):
     """Formats the answers to one request as the JSON that an API returns."""
 
-    last_event: str | None
+    last_event: str | None = None
     """Data of a last event that is not JSON; None if the API has no such event."""
 
     def whole(self, answers: Sequence[Delta], usage: Row) -> Row:
@@ -105,127 +106,117 @@ class Format(Protocol):
 
     def failed(self, error: RequestError) -> Row:
         """Return the event for an error that ends a stream."""
-
-
-DONE = "[DONE]"
-
-
-class ChatFormat:
-    """Formats answers as OpenAI's chat completions."""
-
-    last_event: str | None = DONE
-
-    def __init__(self, model: str, tokenizer: PreTrainedTokenizerBase, choices: int, *, with_usage: bool) -> None:
-        """If ``with_usage`` is True, the last event before ``[DONE]`` reports the token counts."""
-        self._tokenizer, self._choices, self._with_usage = tokenizer, choices, with_usage
-        self._made = {"id": f"chatcmpl-{secrets.token_hex(12)}", "created": int(time.time()), "model": model}
-        self._calls: dict[int, int] = {}
-
-    def whole(self, answers: Sequence[Delta], usage: Row) -> Row:
-        choices = []
-        for index, answer in enumerate(answers):
-            message: Row = {"role": "assistant", "content": answer.text or (None if answer.calls else "")}
-            if answer.reasoning:
-                message["reasoning_content"] = answer.reasoning
-            if answer.calls:
-                message["tool_calls"] = [_call(call) for call in answer.calls]
-            choices.append(
-                {
-                    "index": index,
-                    "message": message,
-                    "logprobs": self._logprobs(answer.logprobs),
-                    "finish_reason": answer.finish,
-                }
-            )
-        return {"object": "chat.completion", **self._made, "choices": choices, "usage": usage}
-
-    def opening(self, prompt_tokens: int) -> Iterable[Row]:
-        return [self._chunk(index, {"role": "assistant", "content": ""}) for index in range(self._choices)]
-
-    def added(self, index: int, delta: Delta) -> Iterable[Row]:
-        added: Row = {"content": delta.text} if delta.text else {}
-        if delta.reasoning:
-            added["reasoning_content"] = delta.reasoning
-        if delta.calls:
-            before = self._calls.get(index, 0)
-            self._calls[index] = before + len(delta.calls)
-            added["tool_calls"] = [{"index": before + index, **_call(call)} for index, call in enumerate(delta.calls)]
-        return [self._chunk(index, added, self._logprobs(delta.logprobs), delta.finish)]
-
-    def closing(self, usage: Row) -> Iterable[Row]:
-        chunk = {"object": "chat.completion.chunk", **self._made, "choices": [], "usage": usage}
-        return [chunk] if self._with_usage else []
-
-    def failed(self, error: RequestError) -> Row:
         return error.body
 
-    def _chunk(self, index: int, delta: Row, logprobs: Row | None = None, finish: str | None = None) -> Row:
-        choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish}
-        return {"object": "chat.completion.chunk", **self._made, "choices": [choice]}
 
-    def _logprobs(self, tokens: Sequence[TokenLogprobs]) -> Row | None:
-        return {"content": logprob_rows(self._tokenizer, tokens)} if tokens else None
+class ChoicesFormat(Format):
+    """Formats answers as the choices of OpenAI's older APIs, whole or chunk by chunk."""
+
+    last_event = "[DONE]"
+
+    def __init__(
+        self, model: str, tokenizer: PreTrainedTokenizerBase, prefix: str, object_name: str, *, with_usage: bool
+    ) -> None:
+        """If ``with_usage`` is True, the last event before ``[DONE]`` reports the token counts."""
+        self._tokenizer, self._with_usage = tokenizer, with_usage
+        made = {"id": f"{prefix}-{secrets.token_hex(12)}", "created": int(time.time()), "model": model}
+        self._made: Row = made | {"object": object_name}
+        self._chunk_fields: Row = self._made
+
+    def whole(self, answers: Sequence[Delta], usage: Row) -> Row:
+        choices = [self._whole_choice(index, answer) for index, answer in enumerate(answers)]
+        return {**self._made, "choices": choices, "usage": usage}
+
+    def added(self, index: int, delta: Delta) -> Iterable[Row]:
+        return [self._chunk(self._added_choice(index, delta))]
+
+    def closing(self, usage: Row) -> Iterable[Row]:
+        return [{**self._chunk(), "usage": usage}] if self._with_usage else []
+
+    def _chunk(self, *choices: Row) -> Row:
+        return {**self._chunk_fields, "choices": list(choices)}
+
+    def _choice(self, index: int, answer: Delta, content: Row) -> Row:
+        logprobs = self._logprobs(index, answer.logprobs) if answer.logprobs else None
+        return {"index": index, **content, "logprobs": logprobs, "finish_reason": answer.finish}
+
+    @abstractmethod
+    def _whole_choice(self, index: int, answer: Delta) -> Row: ...
+
+    @abstractmethod
+    def _added_choice(self, index: int, delta: Delta) -> Row: ...
+
+    @abstractmethod
+    def _logprobs(self, index: int, tokens: Sequence[TokenLogprobs]) -> Row: ...
 
 
-class CompletionFormat:
+class ChatFormat(ChoicesFormat):
+    """Formats answers as OpenAI's chat completions."""
+
+    def __init__(self, model: str, tokenizer: PreTrainedTokenizerBase, choices: int, *, with_usage: bool) -> None:
+        super().__init__(model, tokenizer, "chatcmpl", "chat.completion", with_usage=with_usage)
+        self._chunk_fields = self._made | {"object": "chat.completion.chunk"}
+        self._num_calls = [0] * choices
+
+    def opening(self, prompt_tokens: int) -> Iterable[Row]:
+        first = {"delta": {"role": "assistant", "content": ""}}
+        return [self._chunk(self._choice(index, Delta(), first)) for index in range(len(self._num_calls))]
+
+    def _whole_choice(self, index: int, answer: Delta) -> Row:
+        message: Row = {"role": "assistant", "content": answer.text or (None if answer.calls else "")}
+        message |= {"reasoning_content": answer.reasoning} if answer.reasoning else {}
+        message |= {"tool_calls": list(map(_call, answer.calls))} if answer.calls else {}
+        return self._choice(index, answer, {"message": message})
+
+    def _added_choice(self, index: int, delta: Delta) -> Row:
+        added: Row = {"content": delta.text} if delta.text else {}
+        added |= {"reasoning_content": delta.reasoning} if delta.reasoning else {}
+        if delta.calls:
+            added["tool_calls"] = [
+                {"index": number, **_call(call)} for number, call in enumerate(delta.calls, self._num_calls[index])
+            ]
+            self._num_calls[index] += len(delta.calls)
+        return self._choice(index, delta, {"delta": added})
+
+    def _logprobs(self, index: int, tokens: Sequence[TokenLogprobs]) -> Row:
+        return {"content": logprob_rows(self._tokenizer, tokens)}
+
+
+class CompletionFormat(ChoicesFormat):
     """Formats answers as OpenAI's text completions."""
-
-    last_event: str | None = DONE
 
     def __init__(
         self, model: str, tokenizer: PreTrainedTokenizerBase, echoes: Sequence[str], *, with_usage: bool
     ) -> None:
-        """``echoes`` holds the text to return before each answer; for ``with_usage``, see ``ChatFormat``."""
-        self._tokenizer, self._echoes, self._with_usage = tokenizer, echoes, with_usage
-        self._made = {
-            "id": f"cmpl-{secrets.token_hex(12)}",
-            "object": "text_completion",
-            "created": int(time.time()),
-            "model": model,
-        }
+        """``echoes`` holds the text to return before each answer."""
+        super().__init__(model, tokenizer, "cmpl", "text_completion", with_usage=with_usage)
+        self._echoes = echoes
         self._offsets = [0] * len(echoes)
 
-    def whole(self, answers: Sequence[Delta], usage: Row) -> Row:
-        choices = [
-            self._choice(index, self._echoes[index] + answer.text, answer.logprobs, answer.finish)
-            for index, answer in enumerate(answers)
-        ]
-        return {**self._made, "choices": choices, "usage": usage}
-
     def opening(self, prompt_tokens: int) -> Iterable[Row]:
-        for index, echo in enumerate(self._echoes):
-            if echo:
-                yield {**self._made, "choices": [self._choice(index, echo, (), None)]}
+        return [
+            self._chunk(self._choice(index, Delta(), {"text": echo})) for index, echo in enumerate(self._echoes) if echo
+        ]
 
-    def added(self, index: int, delta: Delta) -> Iterable[Row]:
-        return [{**self._made, "choices": [self._choice(index, delta.text, delta.logprobs, delta.finish)]}]
+    def _whole_choice(self, index: int, answer: Delta) -> Row:
+        return self._choice(index, answer, {"text": self._echoes[index] + answer.text})
 
-    def closing(self, usage: Row) -> Iterable[Row]:
-        return [{**self._made, "choices": [], "usage": usage}] if self._with_usage else []
+    def _added_choice(self, index: int, delta: Delta) -> Row:
+        return self._choice(index, delta, {"text": delta.text})
 
-    def failed(self, error: RequestError) -> Row:
-        return error.body
-
-    def _choice(self, index: int, text: str, tokens: Sequence[TokenLogprobs], finish: str | None) -> Row:
-        return {"index": index, "text": text, "logprobs": self._logprobs(index, tokens), "finish_reason": finish}
-
-    def _logprobs(self, index: int, tokens: Sequence[TokenLogprobs]) -> Row | None:
-        if not tokens:
-            return None
+    def _logprobs(self, index: int, tokens: Sequence[TokenLogprobs]) -> Row:
         texts = [token_text(self._tokenizer, entry.token) for entry in tokens]
         offsets = []
         for text in texts:
             offsets.append(self._offsets[index])
             self._offsets[index] += len(text)
+        tops = [
+            {token_text(self._tokenizer, token): _finite(logprob) for token, logprob in entry.top} for entry in tokens
+        ]
         return {
             "tokens": texts,
             "token_logprobs": [_finite(entry.logprob) for entry in tokens],
-            "top_logprobs": [
-                {token_text(self._tokenizer, token): _finite(logprob) for token, logprob in entry.top}
-                if entry.top
-                else None
-                for entry in tokens
-            ],
+            "top_logprobs": [top or None for top in tops],
             "text_offset": offsets,
         }
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 import torch
 from transformers import LogitsProcessor
@@ -12,9 +12,6 @@ from hdtool.runtime.core.accept import Accepted
 from hdtool.runtime.core.drafter import Drafter, WrappedDrafter
 from hdtool.runtime.core.engine import Verified
 from hdtool.runtime.integrations.server.formats import TokenLogprobs
-
-if TYPE_CHECKING:
-    pass
 
 
 class AnswerPenalty(LogitsProcessor):

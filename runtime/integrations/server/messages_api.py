@@ -6,28 +6,24 @@ import json
 import secrets
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from hdtool.data.errors import ContextError
-from hdtool.runtime.integrations.server.answers import Block, BlockKind, Blocks, Change, Event, blocks_of
+from hdtool.runtime.integrations.server.content import Part, Strict, name_results, text_of_content, text_of_part
 from hdtool.runtime.integrations.server.formats import (
     AUTHENTICATION,
     INVALID,
     OVERLOADED,
     Delta,
+    Format,
     RequestError,
     Row,
 )
 from hdtool.runtime.integrations.server.instructions import PARAGRAPH
-from hdtool.runtime.integrations.server.requests import (
-    MAX_STOPS,
-    UNREADABLE_NOTE,
-    UNSUPPORTED_CONTENT,
-    Body,
-    ChatRequest,
-)
+from hdtool.runtime.integrations.server.requests import MAX_STOPS, Body, ChatRequest
+from hdtool.runtime.integrations.server.sections import Change, Event, Section, SectionKind, Sections, sections_of
 
 PATH = "/v1/messages"
 STOP_REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
@@ -38,7 +34,6 @@ ERROR_TYPES = {
     413: "request_too_large",
     503: OVERLOADED,
 }
-MEDIA_PARTS = ("image", "document")
 BILLING_PREFIX = "x-anthropic-billing-header:"
 """Prefix of a part of the system prompt that Claude Code adds for Anthropic's billing.
 
@@ -47,78 +42,67 @@ cache hit, so the part is dropped.
 """
 
 
-class Part(BaseModel):
+class Block(Part):
     """A content block of a message, with the fields of all block types."""
 
-    model_config = ConfigDict(strict=True)
-    type: str
-    text: str | None = None
+    media_types: ClassVar = {"image": "image", "document": "document"}
     thinking: str | None = None
     id: str | None = None
     name: str | None = None
     input: dict[str, Any] | None = None
     tool_use_id: str | None = None
-    content: str | list[Part] | None = None
+    content: str | list[Block] | None = None
     is_error: bool | None = None
 
 
-class Message(BaseModel):
-    model_config = ConfigDict(strict=True)
+class Message(Strict):
     role: Literal["user", "assistant", "system"]
-    content: str | list[Part]
+    content: str | list[Block]
 
 
-class Tool(BaseModel):
-    model_config = ConfigDict(strict=True)
+class Tool(Strict):
     type: str | None = None
     name: str
     description: str | None = None
     input_schema: dict[str, Any] | None = None
 
 
-class ToolChoiceField(BaseModel):
-    model_config = ConfigDict(strict=True, extra="forbid")
+class ToolChoiceField(Strict, extra="forbid"):
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
     disable_parallel_tool_use: bool | None = None
 
 
-class Thinking(BaseModel):
-    model_config = ConfigDict(strict=True)
+class Thinking(Strict):
     type: Literal["enabled", "adaptive", "disabled"]
     budget_tokens: int | None = Field(None, ge=1)
     """Accepted but ignored: ``max_tokens`` alone limits the answer."""
     display: Literal["summarized", "omitted"] | None = None
 
 
-class OutputFormat(BaseModel):
-    model_config = ConfigDict(strict=True, extra="forbid", serialize_by_alias=True)
+class OutputFormat(Strict, extra="forbid"):
     type: Literal["json_schema"]
     schema_: dict[str, Any] = Field(alias="schema")
 
 
-class OutputConfig(BaseModel):
-    model_config = ConfigDict(strict=True, extra="forbid")
+class OutputConfig(Strict, extra="forbid"):
     effort: str | None = None
     format: OutputFormat | None = None
 
 
-class KeptTurns(BaseModel):
-    model_config = ConfigDict(strict=True, extra="forbid")
+class KeptTurns(Strict, extra="forbid"):
     type: Literal["thinking_turns", "all"]
     value: int = Field(default=1, ge=1)
 
 
-class ContextEdit(BaseModel):
+class ContextEdit(Strict, extra="forbid"):
     """A rule that removes thinking from earlier turns but keeps tool results."""
 
-    model_config = ConfigDict(strict=True, extra="forbid")
     type: Literal["clear_thinking_20251015"]
     keep: KeptTurns | Literal["all"] = KeptTurns(type="thinking_turns")
 
 
-class ContextManagement(BaseModel):
-    model_config = ConfigDict(strict=True, extra="forbid")
+class ContextManagement(Strict, extra="forbid"):
     edits: list[ContextEdit] | None = None
 
     def apply(self, messages: list[Row]) -> None:
@@ -130,12 +114,11 @@ class ContextManagement(BaseModel):
                     message.pop("reasoning_content", None)
 
 
-class TokenCountRequest(Body):
+class TokenCountRequest(Body, extra="forbid"):
     """The body of ``/v1/messages/count_tokens``: the fields that determine the prompt."""
 
-    model_config = ConfigDict(strict=True, extra="forbid")
     messages: list[Message] = Field(min_length=1)
-    system: str | list[Part] | None = None
+    system: str | list[Block] | None = None
     tools: list[Tool] | None = None
     tool_choice: ToolChoiceField | None = None
     thinking: Thinking | None = None
@@ -160,6 +143,7 @@ class TokenCountRequest(Body):
         choice = self.tool_choice
         schema = {"name": "answer", "schema": output.format.schema_} if output.format else None
         messages = list(_messages(self.system, self.messages))
+        name_results(messages)
         if self.context_management:
             self.context_management.apply(messages)
         return {
@@ -203,89 +187,58 @@ class MessagesRequest(TokenCountRequest):
         }
 
 
-def _messages(system: str | list[Part] | None, messages: Sequence[Message]) -> Iterator[Row]:
-    names: dict[str, str] = {}
+def _messages(system: str | list[Block] | None, messages: Sequence[Message]) -> Iterator[Row]:
     if isinstance(system, list):
-        system = [part for part in system if not (part.text or "").startswith(BILLING_PREFIX)]
+        system = [block for block in system if not (block.text or "").startswith(BILLING_PREFIX)]
     if system:
-        yield {"role": "system", "content": _text(system, "system")}
+        yield {"role": "system", "content": text_of_content(system, "system", joint=PARAGRAPH)}
     for index, message in enumerate(messages):
-        where = f"messages.{index}"
+        where = f"messages.{index}.content"
         if isinstance(message.content, str):
             yield {"role": message.role, "content": message.content}
         elif message.role == "assistant":
-            yield _assistant(message.content, where, names)
+            yield _assistant(message.content, where)
         else:
-            yield from _others(message.role, message.content, where, names)
+            yield from _others(message.role, message.content, where)
 
 
-def _assistant(parts: Sequence[Part], where: str, names: dict[str, str]) -> Row:
-    """Convert an assistant turn to a message; add the name of each called function to ``names``, keyed by call id."""
+def _assistant(blocks: Sequence[Block], where: str) -> Row:
     texts, reasoning, calls = [], [], []
-    for index, part in enumerate(parts):
-        if part.type == "text":
-            texts.append(part.text or "")
-        elif part.type == "thinking":
-            reasoning.append(part.thinking or "")
-        elif part.type == "tool_use" and part.id and part.name:
-            names[part.id] = part.name
-            function = {"name": part.name, "arguments": json.dumps(part.input or {}, ensure_ascii=False)}
-            calls.append({"id": part.id, "function": function})
-        elif part.type != "redacted_thinking":
-            raise _unknown(part, f"{where}.content.{index}")
+    for index, block in enumerate(blocks):
+        if block.type == "thinking":
+            reasoning.append(block.thinking or "")
+        elif block.type == "tool_use":
+            calls.append(_call(block, f"{where}.{index}"))
+        elif block.type != "redacted_thinking":
+            texts.append(text_of_part(block, f"{where}.{index}"))
     made: Row = {"role": "assistant", "content": "".join(texts)}
     if reasoning:
         made["reasoning_content"] = "".join(reasoning)
     return made | ({"tool_calls": calls} if calls else {})
 
 
-def _others(role: str, parts: Sequence[Part], where: str, names: dict[str, str]) -> Iterator[Row]:
+def _call(block: Block, where: str) -> Row:
+    if not block.id or not block.name:
+        raise RequestError(f"{where}: a call needs an id and a name", param=where)
+    arguments = json.dumps(block.input or {}, ensure_ascii=False)
+    return {"id": block.id, "function": {"name": block.name, "arguments": arguments}}
+
+
+def _others(role: str, blocks: Sequence[Block], where: str) -> Iterator[Row]:
     """Convert a user or system turn to messages: one per tool result, and one per group of adjacent text blocks."""
     texts: list[str] = []
-    for index, part in enumerate(parts):
-        if part.type != "tool_result":
-            texts.append(_text([part], f"{where}.content.{index}"))
+    for index, block in enumerate(blocks):
+        if block.type != "tool_result":
+            texts.append(text_of_part(block, f"{where}.{index}"))
             continue
         if texts:
             yield {"role": role, "content": PARAGRAPH.join(texts)}
             texts = []
-        result = _result(part.content or "", f"{where}.content.{index}")
-        made = {"role": "tool", "content": f"Error: {result}" if part.is_error else result}
-        made |= {"tool_call_id": part.tool_use_id} if part.tool_use_id else {}
-        name = names.get(part.tool_use_id or "")
-        yield made | ({"name": name} if name else {})
-    if texts or not parts:
+        result = text_of_content(block.content, f"{where}.{index}.content", joint=PARAGRAPH, notes=True)
+        made = {"role": "tool", "content": f"Error: {result}" if block.is_error else result}
+        yield made | ({"tool_call_id": block.tool_use_id} if block.tool_use_id else {})
+    if texts or not blocks:
         yield {"role": role, "content": PARAGRAPH.join(texts)}
-
-
-def _result(content: str | list[Part], where: str) -> str:
-    """Return the text of a tool result, with a note in place of each image or document."""
-    if isinstance(content, str):
-        return content
-    notes = [
-        Part(type="text", text=UNREADABLE_NOTE.format(part.type)) if part.type in MEDIA_PARTS else part
-        for part in content
-    ]
-    return _text(notes, where)
-
-
-def _text(content: str | list[Part], where: str) -> str:
-    if isinstance(content, str):
-        return content
-    for index, part in enumerate(content):
-        if part.type != "text" or part.text is None:
-            raise _unknown(part, where if len(content) == 1 else f"{where}.{index}")
-    return PARAGRAPH.join(part.text or "" for part in content)
-
-
-def _unknown(part: Part, where: str) -> RequestError:
-    if part.type in ("text", "tool_use"):
-        return RequestError(f"{where}: a part of type {part.type!r} lacks a field", param=where)
-    return RequestError(
-        f"{where}: this server takes texts and tools only, and this part is of type {part.type[:40]!r}: leave it out",
-        param=where,
-        code=UNSUPPORTED_CONTENT,
-    )
 
 
 def _function(tool: Tool, index: int) -> Row:
@@ -306,10 +259,8 @@ def _tool_choice(choice: ToolChoiceField) -> Any:
     return "required" if choice.type == "any" else choice.type
 
 
-class MessagesFormat:
+class MessagesFormat(Format):
     """Formats an answer as a message or as the events that stream it."""
-
-    last_event: str | None = None
 
     def __init__(self, model: str, *, shows_thinking: bool) -> None:
         self._shows_thinking = shows_thinking
@@ -320,12 +271,12 @@ class MessagesFormat:
             "model": model,
             "container": None,
         }
-        self._blocks = Blocks()
+        self._sections = Sections()
         self._end: Row = {"stop_reason": None, "stop_sequence": None}
 
     def whole(self, answers: Sequence[Delta], usage: Row) -> Row:
         (answer,) = answers
-        content = [_block(block) for block in blocks_of(self._shown(answer))]
+        content = [_block(section) for section in sections_of(self._shown(answer))]
         return {**self._made, "content": content, **_end(answer), "usage": _usage(usage)}
 
     def opening(self, prompt_tokens: int) -> Iterable[Row]:
@@ -335,10 +286,10 @@ class MessagesFormat:
     def added(self, index: int, delta: Delta) -> Iterable[Row]:
         if delta.finish:
             self._end = _end(delta)
-        return [_event(event) for event in self._blocks.add(self._shown(delta))]
+        return [_event(event) for event in self._sections.add(self._shown(delta))]
 
     def closing(self, usage: Row) -> Iterable[Row]:
-        yield from map(_event, self._blocks.close())
+        yield from map(_event, self._sections.close())
         yield {"type": "message_delta", "delta": self._end, "usage": _usage(usage)}
         yield {"type": "message_stop"}
 
@@ -377,14 +328,14 @@ def _usage(usage: Row) -> Row:
     }
 
 
-def _block(block: Block, *, is_empty: bool = False) -> Row:
-    text = "" if is_empty else block.text
-    if block.kind is BlockKind.REASONING:
+def _block(section: Section, *, is_empty: bool = False) -> Row:
+    text = "" if is_empty else section.text
+    if section.kind is SectionKind.REASONING:
         return {"type": "thinking", "thinking": text, "signature": ""}
-    if block.kind is BlockKind.TEXT:
+    if section.kind is SectionKind.TEXT:
         return {"type": "text", "text": text, "citations": None}
     given = {} if is_empty else _arguments(text)
-    return {"type": "tool_use", "id": f"toolu_{secrets.token_hex(12)}", "name": block.name, "input": given}
+    return {"type": "tool_use", "id": f"toolu_{secrets.token_hex(12)}", "name": section.name, "input": given}
 
 
 def _arguments(text: str) -> Any:
@@ -398,14 +349,14 @@ def _arguments(text: str) -> Any:
 
 
 def _event(event: Event) -> Row:
-    index = event.block.index
+    index = event.section.index
     if event.change is Change.OPENED:
-        return {"type": "content_block_start", "index": index, "content_block": _block(event.block, is_empty=True)}
+        return {"type": "content_block_start", "index": index, "content_block": _block(event.section, is_empty=True)}
     if event.change is Change.CLOSED:
         return {"type": "content_block_stop", "index": index}
-    if event.block.kind is BlockKind.REASONING:
+    if event.section.kind is SectionKind.REASONING:
         delta = {"type": "thinking_delta", "thinking": event.text}
-    elif event.block.kind is BlockKind.TEXT:
+    elif event.section.kind is SectionKind.TEXT:
         delta = {"type": "text_delta", "text": event.text}
     else:
         delta = {"type": "input_json_delta", "partial_json": json.dumps(_arguments(event.text), ensure_ascii=False)}

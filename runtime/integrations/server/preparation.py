@@ -6,7 +6,7 @@ import secrets
 import threading
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hdtool.data.chat import (
     encode_answer,
@@ -39,10 +39,6 @@ from hdtool.runtime.integrations.server.requests import (
 from hdtool.runtime.integrations.server.scheduler import AnswerJob
 from hdtool.runtime.samplers import compiler_for, sampler_for
 from hdtool.runtime.target.load import Loaded
-
-if TYPE_CHECKING:
-    pass
-
 
 MAX_GRAMMAR_CHARACTERS = 65_536
 """Maximum length of a grammar in characters; longer ones would take seconds to compile."""

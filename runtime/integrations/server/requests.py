@@ -7,28 +7,23 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import Field, ValidationError, field_validator
 
 from hdtool.data.prompts import Grammar
+from hdtool.runtime.integrations.server.content import UNSUPPORTED_CONTENT, Part, Strict, text_of_content
 from hdtool.runtime.integrations.server.formats import RequestError
 
 MAX_CHOICES, MAX_STOPS, MAX_LOGPROBS, MAX_PROMPTS = 16, 16, 20, 64
-TEXT = "text"
-UNSUPPORTED_CONTENT = "unsupported_content"
-UNREADABLE_NOTE = "[{}: left out, because this model reads text only]"
-"""Text that replaces an image in a tool result; images from users are refused."""
 TOOL_CHOICE_FORMS = 'tool_choice must be "none", "auto", "required" or {"type": "function", "function": {"name": ...}}'
 
 
-class StreamOptions(BaseModel):
-    model_config = ConfigDict(strict=True)
+class StreamOptions(Strict):
     include_usage: bool | None = None
 
 
-class Body(BaseModel):
+class Body(Strict):
     """Base class of request bodies."""
 
-    model_config = ConfigDict(strict=True)
     model: str | None = None
 
     @classmethod
@@ -89,41 +84,24 @@ class GenerationRequest(Body):
         return {name: value for name in names if (value := getattr(self, name)) is not None}
 
 
-class Part(BaseModel):
-    """A part of a message; parts of any type but ``text`` are refused later, with a clear error."""
-
-    model_config = ConfigDict(strict=True)
-    type: str
-    text: str | None = None
-
-
-class CalledFunction(BaseModel):
-    model_config = ConfigDict(strict=True)
+class CalledFunction(Strict):
     name: str
     arguments: str | None = None
 
 
-class Call(BaseModel):
-    model_config = ConfigDict(strict=True)
+class Call(Strict):
     id: str | None = None
     type: Literal["function"] = "function"
     function: CalledFunction
 
 
-class ChatMessage(BaseModel):
-    model_config = ConfigDict(strict=True)
+class ChatMessage(Strict):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[Part] | None = None
     name: str | None = None
     reasoning_content: str | None = None
     tool_calls: list[Call] | None = None
     tool_call_id: str | None = None
-
-    @property
-    def text(self) -> str:
-        return (
-            "".join(part.text or "" for part in self.content) if isinstance(self.content, list) else self.content or ""
-        )
 
 
 class ChatRequest(GenerationRequest):
@@ -174,36 +152,18 @@ def template_messages(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
 def _message(message: ChatMessage, where: str) -> dict[str, Any]:
     if message.content is None and not message.tool_calls:
         raise RequestError(f"{where}: a message needs a content", param=f"{where}.content")
-    _require_text(message, where)
-    role = "system" if message.role == "developer" else message.role
-    made: dict[str, Any] = {"role": role, "content": message.text}
-    if message.name is not None:
-        made["name"] = message.name
-    if message.reasoning_content is not None:
-        made["reasoning_content"] = message.reasoning_content
-    if message.tool_call_id is not None:
-        made["tool_call_id"] = message.tool_call_id
-    if message.tool_calls:
-        made["tool_calls"] = [_call(call, where) for call in message.tool_calls]
-    return made
-
-
-def _require_text(message: ChatMessage, where: str) -> None:
-    for index, part in enumerate(message.content if isinstance(message.content, list) else ()):
-        if part.type != TEXT:
-            raise RequestError(
-                f"this server answers text only, and part {index + 1} of {where} is of type {part.type[:40]!r}: leave "
-                "it out, or describe it in a part of type 'text'",
-                param=f"{where}.content.{index}.type",
-                code=UNSUPPORTED_CONTENT,
-            )
-        if part.text is None:
-            raise RequestError(f"part {index + 1} of {where} has no text", param=f"{where}.content.{index}.text")
+    made: dict[str, Any] = {
+        "role": "system" if message.role == "developer" else message.role,
+        "content": text_of_content(message.content, f"{where}.content"),
+    }
+    kept = {name: getattr(message, name) for name in ("name", "reasoning_content", "tool_call_id")}
+    calls = {"tool_calls": [_call(call, where) for call in message.tool_calls]} if message.tool_calls else {}
+    return made | {name: value for name, value in kept.items() if value is not None} | calls
 
 
 def require_text_answers(request: ChatRequest) -> None:
     """Raise RequestError if ``modalities`` or ``audio`` ask for anything but text."""
-    modality = next((kind for kind in request.modalities or () if kind != TEXT), None)
+    modality = next((kind for kind in request.modalities or () if kind != "text"), None)
     if modality is not None or request.audio is not None:
         raise RequestError(
             f"this server answers text only, and the request asks for {(modality or 'audio')[:40]!r}: leave out "

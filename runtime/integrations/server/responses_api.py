@@ -9,21 +9,21 @@ import secrets
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from hdtool.data.chat import encode_text
-from hdtool.runtime.integrations.server.answers import Block, BlockKind, Blocks, Change, Event, blocks_of
-from hdtool.runtime.integrations.server.formats import Delta, RequestError, Row, TokenLogprobs, logprob_rows
-from hdtool.runtime.integrations.server.instructions import PARAGRAPH
-from hdtool.runtime.integrations.server.requests import (
-    MAX_LOGPROBS,
-    UNREADABLE_NOTE,
+from hdtool.runtime.integrations.server.content import (
     UNSUPPORTED_CONTENT,
-    Body,
-    ChatRequest,
+    Part,
+    Strict,
+    name_results,
+    text_of_content,
 )
+from hdtool.runtime.integrations.server.formats import Delta, Format, RequestError, Row, TokenLogprobs, logprob_rows
+from hdtool.runtime.integrations.server.instructions import PARAGRAPH
+from hdtool.runtime.integrations.server.requests import MAX_LOGPROBS, Body, ChatRequest
 from hdtool.runtime.integrations.server.response_tools import (
     CUSTOM,
     ResponseTools,
@@ -31,71 +31,75 @@ from hdtool.runtime.integrations.server.response_tools import (
     function_name,
     input_of,
 )
+from hdtool.runtime.integrations.server.sections import Change, Event, Section, SectionKind, Sections, sections_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 PATH = "/v1/responses"
-MEDIA_PARTS = {"input_image": "image", "input_file": "file", "input_audio": "sound"}
 CALLS, OUTPUTS = ("function_call", "custom_tool_call"), ("function_call_output", "custom_tool_call_output")
-TEXT_PARTS = ("input_text", "output_text", "text", "refusal", "reasoning_text", "summary_text")
 LOGPROBS = "message.output_text.logprobs"
 COMPLETED, INCOMPLETE, IN_PROGRESS = "completed", "incomplete", "in_progress"
-PREFIXES = {BlockKind.REASONING: "rs", BlockKind.TEXT: "msg", BlockKind.CALL: "fc"}
+PREFIXES = {SectionKind.REASONING: "rs", SectionKind.TEXT: "msg", SectionKind.CALL: "fc"}
+STREAMED = {
+    SectionKind.REASONING: ("reasoning_text", "text"),
+    SectionKind.TEXT: ("output_text", "text"),
+    SectionKind.CALL: ("function_call_arguments", "arguments"),
+}
+"""Name of the events that stream a section, and of the field with its whole text in the last of them."""
+CUSTOM_INPUT = ("custom_tool_call_input", "input")
+"""What replaces ``STREAMED`` for calls of custom tools."""
 
 
-class Part(BaseModel):
-    model_config = ConfigDict(strict=True)
-    type: str
-    text: str | None = None
+class ContentPart(Part):
+    text_types = ("input_text", "output_text", "text", "refusal", "reasoning_text", "summary_text")
+    media_types: ClassVar = {"input_image": "image", "input_file": "file", "input_audio": "sound"}
     refusal: str | None = None
 
+    @property
+    def said(self) -> str | None:
+        return self.refusal if self.text is None else self.text
 
-class Item(BaseModel):
+
+class Item(Strict):
     """An item of the input, with the fields of all item types."""
 
-    model_config = ConfigDict(strict=True)
     type: str = "message"
     role: Literal["system", "developer", "user", "assistant"] | None = None
-    content: str | list[Part] | None = None
+    content: str | list[ContentPart] | None = None
     call_id: str | None = None
     name: str | None = None
     namespace: str | None = None
     arguments: str | None = None
     input: str | None = None
-    output: str | list[Part] | None = None
-    summary: list[Part] | None = None
+    output: str | list[ContentPart] | None = None
+    summary: list[ContentPart] | None = None
 
 
-class TextFormat(BaseModel):
-    model_config = ConfigDict(strict=True)
+class TextFormat(Strict):
     type: Literal["text", "json_object", "json_schema"] = "text"
     name: str | None = None
     schema_: dict[str, Any] | None = Field(None, alias="schema")
 
 
-class TextSettings(BaseModel):
-    model_config = ConfigDict(strict=True, extra="forbid")
+class TextSettings(Strict, extra="forbid"):
     format: TextFormat | None = None
     verbosity: Literal["medium"] | None = None
 
 
-class Reasoning(BaseModel):
-    model_config = ConfigDict(strict=True, extra="forbid")
+class Reasoning(Strict, extra="forbid"):
     effort: str | None = None
     summary: str | None = None
     generate_summary: str | None = None
 
 
-class StreamOptions(BaseModel):
-    model_config = ConfigDict(strict=True, extra="forbid")
+class StreamOptions(Strict, extra="forbid"):
     include_obfuscation: Literal[False] | None = None
 
 
-class TokenCountRequest(Body):
+class TokenCountRequest(Body, extra="forbid"):
     """The body of ``/v1/responses/input_tokens``: the fields that determine the prompt."""
 
-    model_config = ConfigDict(strict=True, extra="forbid")
     input: str | list[Item]
     instructions: str | None = None
     tools: list[dict[str, Any]] | None = None
@@ -205,27 +209,27 @@ def _messages(instructions: str | None, given: str | list[Item]) -> list[Row]:
     made: list[Row] = [{"role": "system", "content": instructions}] if instructions else []
     if isinstance(given, str):
         return [*made, {"role": "user", "content": given}]
-    names: dict[str, str] = {}
     for index, item in enumerate(given):
         where = f"input.{index}"
         if item.type == "message" and item.role:
             role = "system" if item.role == "developer" else item.role
-            _add_message(made, role, _text(item.content, where))
+            _add_message(made, role, text_of_content(item.content, f"{where}.content"))
         elif item.type == "reasoning":
-            if text := _text(item.content or item.summary, where):
+            if text := text_of_content(item.content or item.summary, f"{where}.content"):
                 made.append({"role": "assistant", "content": "", "reasoning_content": text})
         elif item.type in CALLS and item.name and item.call_id:
-            names[item.call_id] = function_name(item.name, item.namespace)
             is_custom = item.type.startswith(CUSTOM)
             arguments = custom_arguments(item.input or "") if is_custom else item.arguments or "{}"
-            _add_call(made, {"id": item.call_id, "function": {"name": names[item.call_id], "arguments": arguments}})
+            function = {"name": function_name(item.name, item.namespace), "arguments": arguments}
+            _add_call(made, {"id": item.call_id, "function": function})
         elif item.type in OUTPUTS and item.call_id:
-            message = {"role": "tool", "content": _output(item.output, where), "tool_call_id": item.call_id}
-            made.append(message | ({"name": names[item.call_id]} if item.call_id in names else {}))
+            output = text_of_content(item.output, f"{where}.output", notes=True)
+            made.append({"role": "tool", "content": output, "tool_call_id": item.call_id})
         else:
             raise _unknown(item, where)
     if not made:
         raise RequestError("input: it holds no items: send a message", param="input")
+    name_results(made)
     return made
 
 
@@ -243,30 +247,6 @@ def _add_call(made: list[Row], call: Row) -> None:
     if not made or made[-1]["role"] != "assistant":
         made.append({"role": "assistant", "content": ""})
     made[-1].setdefault("tool_calls", []).append(call)
-
-
-def _text(content: str | list[Part] | None, where: str) -> str:
-    if not isinstance(content, list):
-        return content or ""
-    for index, part in enumerate(content):
-        if part.type not in TEXT_PARTS or (part.text is None and part.refusal is None):
-            raise RequestError(
-                f"{where}.content.{index}: this server takes text only, and this part is of type {part.type[:40]!r}",
-                param=f"{where}.content.{index}",
-                code=UNSUPPORTED_CONTENT,
-            )
-    return "".join(part.text or part.refusal or "" for part in content)
-
-
-def _output(output: str | list[Part] | None, where: str) -> str:
-    """Return the text of a tool result, with a note in place of each image, file or sound."""
-    if not isinstance(output, list):
-        return output or ""
-    notes = [
-        Part(type="text", text=UNREADABLE_NOTE.format(MEDIA_PARTS[part.type])) if part.type in MEDIA_PARTS else part
-        for part in output
-    ]
-    return _text(notes, where)
 
 
 def _unknown(item: Item, where: str) -> RequestError:
@@ -290,24 +270,22 @@ def _response_format(form: TextFormat | None) -> Row | None:
     return {"type": "json_schema", "json_schema": {"name": form.name or "answer", "schema": form.schema_}}
 
 
-class ResponsesFormat:
+class ResponsesFormat(Format):
     """Formats an answer as a response or as the events that stream it."""
-
-    last_event: str | None = None
 
     def __init__(self, model: str, tokenizer: PreTrainedTokenizerBase, body: ResponsesRequest) -> None:
         self._tokenizer, self._tools = tokenizer, body.offered
         made = {"id": _id("resp"), "object": "response", "created_at": int(time.time()), "model": model}
         self._made: Row = made | body.echoed
-        self._blocks = Blocks()
-        self._ids: dict[Block, Row] = {}
+        self._sections = Sections()
+        self._ids: dict[Section, Row] = {}
         self._finish: str | None = None
         self._sent = 0
 
     def whole(self, answers: Sequence[Delta], usage: Row) -> Row:
         (answer,) = answers
         self._finish = answer.finish
-        return self._response(self._status, [self._item(block) for block in blocks_of(answer)], usage)
+        return self._response(self._status, [self._item(section) for section in sections_of(answer)], usage)
 
     def opening(self, prompt_tokens: int) -> Iterable[Row]:
         for kind in ("response.created", "response.in_progress"):
@@ -315,13 +293,13 @@ class ResponsesFormat:
 
     def added(self, index: int, delta: Delta) -> Iterable[Row]:
         self._finish = delta.finish or self._finish
-        for event in self._blocks.add(delta):
+        for event in self._sections.add(delta):
             yield from self._events(event)
 
     def closing(self, usage: Row) -> Iterable[Row]:
-        for event in self._blocks.close():
+        for event in self._sections.close():
             yield from self._events(event)
-        response = self._response(self._status, [self._item(block) for block in self._blocks.all], usage)
+        response = self._response(self._status, [self._item(section) for section in self._sections.all], usage)
         yield self._event(f"response.{self._status}", response=response)
 
     def failed(self, error: RequestError) -> Row:
@@ -353,65 +331,53 @@ class ResponsesFormat:
         }
 
     def _events(self, event: Event) -> Iterator[Row]:
-        block = event.block
-        at = {"item_id": self._identity(block)["id"], "output_index": block.index}
-        if block.kind is BlockKind.CALL:
-            return self._call_events(event, at)
-        return self._text_events(event, at | {"content_index": 0})
-
-    def _text_events(self, event: Event, at: Row) -> Iterator[Row]:
-        block, index = event.block, event.block.index
-        name = "response.reasoning_text" if block.kind is BlockKind.REASONING else "response.output_text"
+        section, is_call = event.section, event.section.kind is SectionKind.CALL
+        item_at = {"output_index": section.index}
+        at = {"item_id": self._identity(section)["id"], **item_at} | ({} if is_call else {"content_index": 0})
         if event.change is Change.OPENED:
-            yield self._event("response.output_item.added", output_index=index, item=self._item(block, IN_PROGRESS))
-            yield self._event("response.content_part.added", **at, part=self._part(block))
-        elif event.change is Change.ADDED:
-            logprobs = {"logprobs": self._logprobs(event.logprobs)} if block.kind is BlockKind.TEXT else {}
-            yield self._event(f"{name}.delta", **at, delta=event.text, **logprobs)
-        else:
-            logprobs = {"logprobs": self._logprobs(block.logprobs)} if block.kind is BlockKind.TEXT else {}
-            yield self._event(f"{name}.done", **at, text=block.text, **logprobs)
-            yield self._event("response.content_part.done", **at, part=self._part(block))
-            yield self._event("response.output_item.done", output_index=index, item=self._item(block))
+            yield self._event("response.output_item.added", **item_at, item=self._item(section, IN_PROGRESS))
+            if not is_call:
+                yield self._event("response.content_part.added", **at, part=self._part(section))
+            return
+        is_custom = is_call and self._tools.is_custom(section.name)
+        name, text_field = CUSTOM_INPUT if is_custom else STREAMED[section.kind]
+        text, logprobs = (
+            (event.text, event.logprobs) if event.change is Change.ADDED else (section.text, section.logprobs)
+        )
+        text = input_of(text) if is_custom else text
+        more: Row = {"logprobs": self._logprobs(logprobs)} if section.kind is SectionKind.TEXT else {}
+        if event.change is Change.ADDED:
+            yield self._event(f"response.{name}.delta", **at, delta=text, **more)
+            return
+        more |= {"name": section.name} if is_call and not is_custom else {}
+        yield self._event(f"response.{name}.done", **at, **{text_field: text}, **more)
+        if not is_call:
+            yield self._event("response.content_part.done", **at, part=self._part(section))
+        yield self._event("response.output_item.done", **item_at, item=self._item(section))
 
-    def _call_events(self, event: Event, at: Row) -> Iterator[Row]:
-        block, text = event.block, event.text or event.block.text
-        name, whole = "response.function_call_arguments", {"name": block.name, "arguments": text}
-        if self._tools.is_custom(block.name):
-            text = input_of(text)
-            name, whole = "response.custom_tool_call_input", {"input": text}
-        if event.change is Change.OPENED:
-            item = self._item(block, IN_PROGRESS)
-            yield self._event("response.output_item.added", output_index=block.index, item=item)
-        elif event.change is Change.ADDED:
-            yield self._event(f"{name}.delta", **at, delta=text)
-        else:
-            yield self._event(f"{name}.done", **at, **whole)
-            yield self._event("response.output_item.done", output_index=block.index, item=self._item(block))
-
-    def _item(self, block: Block, status: str = COMPLETED) -> Row:
-        made = {**self._identity(block), "status": status}
-        if block.kind is BlockKind.CALL:
-            return {**made, **self._tools.called(block.name, block.text)}
-        content = [] if status == IN_PROGRESS else [self._part(block)]
-        if block.kind is BlockKind.REASONING:
+    def _item(self, section: Section, status: str = COMPLETED) -> Row:
+        made = {**self._identity(section), "status": status}
+        if section.kind is SectionKind.CALL:
+            return {**made, **self._tools.called(section.name, section.text)}
+        content = [] if status == IN_PROGRESS else [self._part(section)]
+        if section.kind is SectionKind.REASONING:
             return {**made, "type": "reasoning", "summary": [], "content": content, "encrypted_content": None}
         return {**made, "type": "message", "role": "assistant", "content": content}
 
-    def _part(self, block: Block) -> Row:
-        if block.kind is BlockKind.REASONING:
-            return {"type": "reasoning_text", "text": block.text}
-        logprobs = self._logprobs(block.logprobs)
-        return {"type": "output_text", "text": block.text, "annotations": [], "logprobs": logprobs}
+    def _part(self, section: Section) -> Row:
+        if section.kind is SectionKind.REASONING:
+            return {"type": "reasoning_text", "text": section.text}
+        logprobs = self._logprobs(section.logprobs)
+        return {"type": "output_text", "text": section.text, "annotations": [], "logprobs": logprobs}
 
     def _logprobs(self, tokens: Sequence[TokenLogprobs]) -> list[Row]:
         return logprob_rows(self._tokenizer, tokens)
 
-    def _identity(self, block: Block) -> Row:
-        if block not in self._ids:
-            call = {"call_id": _id("call")} if block.kind is BlockKind.CALL else {}
-            self._ids[block] = {"id": _id(PREFIXES[block.kind]), **call}
-        return self._ids[block]
+    def _identity(self, section: Section) -> Row:
+        if section not in self._ids:
+            call = {"call_id": _id("call")} if section.kind is SectionKind.CALL else {}
+            self._ids[section] = {"id": _id(PREFIXES[section.kind]), **call}
+        return self._ids[section]
 
     def _event(self, kind: str, **fields: Any) -> Row:
         self._sent += 1
