@@ -114,7 +114,7 @@ def main() -> None:
         answered |= {"propose": watch.seconds, "foreign": watch.foreign}
         drafter = getattr(drafter_of(engine), "drafter", None)
         if drafter is not None:
-            answered |= {"tables": len(drafter), "table_bytes": drafter.nbytes, "most_tables": drafter.max_tables}
+            answered["tables"] = len(drafter)
     Path(sys.argv[2]).write_text(json.dumps(answered))
 
 
