@@ -18,7 +18,7 @@ from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from hdtool.data import demo
 from hdtool.data.errors import OptionError
 from hdtool.runtime.budget.node_budget import FixedBudget
-from hdtool.runtime.drafters.hierarchy.drafter import Hierarchy
+from hdtool.runtime.drafters.hierarchy.hierarchy import Hierarchy
 from hdtool.runtime.integrations.sglang_algorithm import HierarchyAlgorithm
 from hdtool.runtime.integrations.sglang_corpus import HierarchyCorpus
 from hdtool.runtime.integrations.sglang_plugin import ALGORITHM, LOGGER
