@@ -44,7 +44,7 @@ def program(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
 
 
 def test_progress_is_followed_part_by_part(program: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    program.write_text("import sys\nfor _ in range(3): print('passes', flush=True)\nsys.stdin.read()\nprint('drafter')")
+    program.write_text("import sys\nfor _ in range(2): print('passes', flush=True)\nsys.stdin.read()\nprint('drafter')")
     start_compiling(DRAFTER, PASSES)
     wait_until_compiled(PASSES)
     wait_until_compiled(DRAFTER)

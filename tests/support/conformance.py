@@ -67,7 +67,7 @@ def nodes_of_trees(engine: Engine) -> None:
         for _ in range(2):
             tree = _tree(engine, data.draw(trees(VOCABULARY)))
             logits = one.verify(tree, PassOptions(walk=True, wants_maxima=True))
-            assert logits.shape == (len(tree) + 1, VOCABULARY)
+            assert logits.shape == (len(tree) + 1, engine.target.config.vocab_size)
             for node in range(ROOT, len(tree)):
                 assert_same_logits(logits[node + 1], plain_logits(engine.model, [*context, *tokens_to(tree, node)]))
             assert one.verified.best().tolist() == logits.argmax(-1).tolist()
