@@ -20,7 +20,7 @@ from hdtool.data.errors import OptionError, RecordError
 from hdtool.data.input_files import find_inputs
 from hdtool.data.progress import deferred_bar, progress_bar
 from hdtool.data.prompts import Prompt, interleave_categories, interleave_tasks, read_prompts
-from hdtool.data.tally import Tally
+from hdtool.data.record_counts import Tally
 from hdtool.data.texts_and_traces import read_traces
 from hdtool.runtime.config.building import BuildConfig
 from hdtool.runtime.config.decoding import METHODS, DecodeConfig, GrammarConfig, StoresConfig

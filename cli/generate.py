@@ -18,7 +18,7 @@ from hdtool.data.chat import with_system
 from hdtool.data.errors import OptionError, PromptError
 from hdtool.data.progress import count_of
 from hdtool.data.prompts import Prompt, read_prediction, read_prompts
-from hdtool.data.tally import Tally
+from hdtool.data.record_counts import Tally
 from hdtool.runtime.config.building import BuildConfig
 from hdtool.runtime.config.decoding import DecodeConfig, GrammarConfig, RecordingConfig, StoresConfig
 from hdtool.runtime.config.model import ModelConfig, SamplingConfig

@@ -17,7 +17,7 @@ from hdtool.data.file_origins import is_json_lines_with
 from hdtool.data.input_files import find_inputs
 from hdtool.data.output_files import OutputFile
 from hdtool.data.progress import progress_bar, with_progress
-from hdtool.data.tally import Tally
+from hdtool.data.record_counts import Tally
 from hdtool.data.texts_and_traces import Trace, read_traces
 from hdtool.runtime.config.building import BuildConfig
 from hdtool.runtime.config.decoding import METHODS, TAKE_HISTORY, ReplayConfig, StoresConfig

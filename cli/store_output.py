@@ -16,9 +16,9 @@ from hdtool.cli.result_tables import as_columns
 from hdtool.data.errors import StoreError
 from hdtool.data.input_files import find_inputs
 from hdtool.data.progress import abbreviated, count_of, progress_bar
+from hdtool.data.record_counts import Tally
 from hdtool.data.stores.manifest import Manifest, TokenizerFingerprint
 from hdtool.data.stores.store_files import printable
-from hdtool.data.tally import Tally
 from hdtool.runtime.config.building import BuildConfig
 from hdtool.runtime.config.model import ModelConfig
 

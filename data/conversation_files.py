@@ -18,8 +18,8 @@ from hdtool.data.file_origins import MAX_JSON_BYTES
 from hdtool.data.input_files import input_errors_as, read_rows
 from hdtool.data.output_files import OutputFile
 from hdtool.data.progress import ProgressBar, count_of
+from hdtool.data.record_counts import TOLERANCE, Tally
 from hdtool.data.row_readers import CountedFile, Row, RowError, compressed, decompressed
-from hdtool.data.tally import TOLERANCE, Tally
 
 if TYPE_CHECKING:
     from hdtool.data.documents import Source

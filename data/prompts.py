@@ -20,8 +20,8 @@ from hdtool.data.conversation import QUESTIONS, TEXT, USER, Conversation
 from hdtool.data.conversation_files import ConversationReader, LocatedConversation
 from hdtool.data.errors import PromptError, RecordError, lone_surrogate
 from hdtool.data.input_files import hub_files, input_errors_as, is_hub_name, read_text
+from hdtool.data.record_counts import Tally
 from hdtool.data.row_readers import RowError, decode_utf8
-from hdtool.data.tally import Tally
 
 MEDIA_TYPES = ("image", "audio", "video", "file", "document")
 """Words that mark the type of a message part as media instead of text."""

@@ -18,8 +18,8 @@ from hdtool.data.conversation import ANSWERS, QUESTIONS, STOPPED, Conversation, 
 from hdtool.data.conversation_files import ConversationReader, LocatedConversation
 from hdtool.data.errors import OptionError, RecordError
 from hdtool.data.prompts import Message
+from hdtool.data.record_counts import TOLERANCE, Tally
 from hdtool.data.row_readers import RowError
-from hdtool.data.tally import TOLERANCE, Tally
 
 
 class RecordPart(NamedTuple):

@@ -15,7 +15,7 @@ from hdtool.runtime.drafters.methods import drafter_with_budget
 from hdtool.runtime.engines.cpu.expert_kernel import expert_function
 from hdtool.runtime.engines.cpu.int8_panels import int8_matmul_of
 from hdtool.runtime.engines.cpu.layer_kernel import compile_layers
-from hdtool.runtime.engines.cpu.mix import mixer_function
+from hdtool.runtime.engines.cpu.mixer_kernel import mixer_function
 from hdtool.runtime.engines.cpu.pass_kernel import compile_passes, embedding_of
 from hdtool.runtime.integrations.vllm.batch_drafter import BatchDrafter
 from hdtool.runtime.kernels.code_folder import mark_compiled

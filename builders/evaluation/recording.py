@@ -15,12 +15,12 @@ from hdtool.data.chat import conversation_text, encode_text, has_chat_template
 from hdtool.data.conversation import Rankings
 from hdtool.data.errors import PromptError, RecordError
 from hdtool.data.prompts import Message
-from hdtool.data.tally import Tally
+from hdtool.data.record_counts import Tally
 from hdtool.data.texts_and_traces import RecordedAnswer, Trace
 from hdtool.runtime.caches.slots import Cache
 from hdtool.runtime.config.model import ModelConfig
 from hdtool.runtime.core.accept import Accepted
-from hdtool.runtime.core.engine import PassLog, PassOptions, Verified, WaitForResults
+from hdtool.runtime.core.engine_interface import PassLog, PassOptions, Verified, WaitForResults
 from hdtool.runtime.core.tree import LARGEST_TREE, ROOT, DraftTree
 from hdtool.runtime.generation.text_stream import text_of
 from hdtool.runtime.model.pass_inputs import FULL, AttentionMasks, AttentionWindow

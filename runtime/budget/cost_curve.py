@@ -21,7 +21,7 @@ from hdtool.runtime.config.measuring import COST_FILE
 from hdtool.runtime.kernels.compiled import Uncopyable, array_at, compiled
 
 if TYPE_CHECKING:
-    from hdtool.runtime.core.engine import PassLog
+    from hdtool.runtime.core.engine_interface import PassLog
 
 COST_CURVE_FORMAT = 1
 COST_CURVE_EXAMPLE = '"0:20.1,8:20.9,32:24"'

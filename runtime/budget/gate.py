@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from hdtool.runtime.core.engine import PassLog
+    from hdtool.runtime.core.engine_interface import PassLog
     from hdtool.runtime.kernels.compiled import Array
 
 LEARNING_RATE = 0.01

@@ -25,7 +25,7 @@ from hdtool.runtime.kernels.compiled import Ints, Uncopyable, array_at, compiled
 
 if TYPE_CHECKING:
     from hdtool.runtime.budget.cost_curve import CostCurve
-    from hdtool.runtime.core.engine import PassLog
+    from hdtool.runtime.core.engine_interface import PassLog
 
 STEP_OVERHEAD = 2e-4
 """Initial estimate of the seconds that a step spends outside its forward pass, used until they are measured."""

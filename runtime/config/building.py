@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from hdtool.data.tally import TOLERANCE
+from hdtool.data.record_counts import TOLERANCE
 from hdtool.runtime.config.settings import Panel, Settings, Use, rare_setting, require, setting
 
 ENGINES = ("local", "ray")

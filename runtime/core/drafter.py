@@ -13,7 +13,7 @@ import numpy as np
 from hdtool.data.conversation import Rankings
 from hdtool.runtime.config.source_names import SourceId
 from hdtool.runtime.core.accept import Accepted
-from hdtool.runtime.core.engine import Verified
+from hdtool.runtime.core.engine_interface import Verified
 from hdtool.runtime.core.tree import DraftTree
 from hdtool.runtime.kernels.topk import topk
 

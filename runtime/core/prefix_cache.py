@@ -9,8 +9,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from hdtool.runtime.core.cache import NEVER_CONTINUED, Cache, Slot
-from hdtool.runtime.core.engine import Engine, Verified
+from hdtool.runtime.core.cache_interface import NEVER_CONTINUED, Cache, Slot
+from hdtool.runtime.core.engine_interface import Engine, Verified
 from hdtool.runtime.core.tolerances import tolerance_of
 
 MIN_CACHED_PREFIX = 16

@@ -15,7 +15,7 @@ from hdtool.data.errors import ContextError, OptionError, PromptError
 from hdtool.runtime.config.source_names import SourceId
 from hdtool.runtime.core.accept import Accepted, accept
 from hdtool.runtime.core.drafter import Drafter, NoDraft, draft_many
-from hdtool.runtime.core.engine import Engine, PassOptions, Verified
+from hdtool.runtime.core.engine_interface import Engine, PassOptions, Verified
 from hdtool.runtime.core.sampler import Sampler
 from hdtool.runtime.core.tree import DraftTree
 from hdtool.runtime.core.walks import compile_ranked_walks

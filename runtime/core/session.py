@@ -11,9 +11,9 @@ from functools import partial
 from typing import Any, Generic
 
 from hdtool.data.errors import HdtoolError, ModelError
-from hdtool.runtime.core.cache import Cache
+from hdtool.runtime.core.cache_interface import Cache
 from hdtool.runtime.core.drafter import Drafter, NoDraft
-from hdtool.runtime.core.engine import Engine, Verified, WaitForResults
+from hdtool.runtime.core.engine_interface import Engine, Verified, WaitForResults
 from hdtool.runtime.core.prefix_cache import PrefixCache, PromptReader, is_worth_keeping
 from hdtool.runtime.core.sampler import Sampler
 from hdtool.runtime.core.sequence import Key, Request, SequenceState, Step, draft_trees

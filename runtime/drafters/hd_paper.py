@@ -13,7 +13,7 @@ from hdtool.runtime.config.decoding import SOURCE_LETTERS, PaperConfig
 from hdtool.runtime.config.source_names import SourceId, source_of
 from hdtool.runtime.core.accept import Accepted
 from hdtool.runtime.core.drafter import Drafter
-from hdtool.runtime.core.engine import Verified
+from hdtool.runtime.core.engine_interface import Verified
 from hdtool.runtime.core.tree import LARGEST_TREE, DraftTree, Trie, sequences_of
 from hdtool.runtime.drafters.published.lookup_methods import Lookahead
 from hdtool.runtime.kernels.compiled import Ints, compiled

@@ -9,7 +9,7 @@ from typing import TypeVar
 import torch
 
 from hdtool.runtime.caches.slots import Cache, Slot
-from hdtool.runtime.core.engine import PassLog, PassOptions, Verified, WaitForResults
+from hdtool.runtime.core.engine_interface import PassLog, PassOptions, Verified, WaitForResults
 from hdtool.runtime.core.tree import LARGEST_TREE, DraftTree
 
 MIN_GROWTH = 512

@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from hdtool.data.errors import HdtoolError, ModelError, OptionError
 from hdtool.runtime.caches.slots import Cache
-from hdtool.runtime.core.engine import PassOptions, Verified
+from hdtool.runtime.core.engine_interface import PassOptions, Verified
 from hdtool.runtime.core.tree import DraftTree
 from hdtool.runtime.engines.capture import never
 from hdtool.runtime.target.target import Target

@@ -25,7 +25,7 @@ from hdtool.runtime.budget.node_budget import MeasuredBudget
 from hdtool.runtime.caches.slots import Cache
 from hdtool.runtime.config.decoding import ReplayConfig
 from hdtool.runtime.config.model import ModelConfig, SamplingConfig
-from hdtool.runtime.core.engine import PassOptions, WaitForResults
+from hdtool.runtime.core.engine_interface import PassOptions, WaitForResults
 from hdtool.runtime.core.sampler import Sampler
 from hdtool.runtime.core.session import decode
 from hdtool.runtime.core.tree import LARGEST_TREE, DraftTree

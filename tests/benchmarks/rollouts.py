@@ -20,7 +20,7 @@ from hdtool.data import demo
 from hdtool.runtime.budget.node_budget import FixedBudget
 from hdtool.runtime.config.model import ModelConfig
 from hdtool.runtime.core.accept import Accepted
-from hdtool.runtime.core.engine import Verified
+from hdtool.runtime.core.engine_interface import Verified
 from hdtool.runtime.drafters.hierarchy.hierarchy import Hierarchy
 from hdtool.runtime.integrations.generate_request import Rollouts
 from hdtool.runtime.integrations.hf_generate import Generator

@@ -24,7 +24,7 @@ from hdtool.builders.evaluation.replay import ReplayedTurn, Replayer, ReplayResu
 from hdtool.runtime.budget.node_budget import FixedBudget
 from hdtool.runtime.core.accept import Accepted
 from hdtool.runtime.core.drafter import Drafter, WrappedDrafter
-from hdtool.runtime.core.engine import Verified
+from hdtool.runtime.core.engine_interface import Verified
 from hdtool.runtime.core.tree import DraftTree
 from hdtool.runtime.drafters.hierarchy.hierarchy import Hierarchy
 from hdtool.runtime.stores.history_store import History

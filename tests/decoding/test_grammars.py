@@ -34,7 +34,7 @@ from hdtool.runtime.config.model import ModelConfig, SamplingConfig
 from hdtool.runtime.config.source_names import SourceId
 from hdtool.runtime.core.accept import accept
 from hdtool.runtime.core.drafter import Drafter, NoDraft, RankingRecorder
-from hdtool.runtime.core.engine import Verified
+from hdtool.runtime.core.engine_interface import Verified
 from hdtool.runtime.core.sampler import Sampler
 from hdtool.runtime.core.sequence import Finish
 from hdtool.runtime.core.session import decode

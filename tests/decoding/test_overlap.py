@@ -12,7 +12,7 @@ from hdtool.runtime.budget.measure_passes import time_tree_passes
 from hdtool.runtime.budget.node_budget import FixedBudget
 from hdtool.runtime.caches.slots import Cache
 from hdtool.runtime.config.model import SamplingConfig
-from hdtool.runtime.core.engine import PassOptions, WaitForResults
+from hdtool.runtime.core.engine_interface import PassOptions, WaitForResults
 from hdtool.runtime.core.sampler import Sampler
 from hdtool.runtime.core.sequence import Request, Step
 from hdtool.runtime.core.session import decode, decode_batch

@@ -16,7 +16,7 @@ from hdtool.runtime.caches.states import MAX_SNAPSHOTS
 from hdtool.runtime.config.model import SamplingConfig
 from hdtool.runtime.core import prefix_cache
 from hdtool.runtime.core.drafter import Drafter
-from hdtool.runtime.core.engine import Verified
+from hdtool.runtime.core.engine_interface import Verified
 from hdtool.runtime.core.prefix_cache import MIN_CACHED_PREFIX, PrefixCache, PromptReader, common_prefix_length
 from hdtool.runtime.core.sampler import Sampler
 from hdtool.runtime.core.sequence import Request, Step

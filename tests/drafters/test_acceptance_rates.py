@@ -13,7 +13,7 @@ from hypothesis import given, strategies as st
 
 from hdtool.runtime.core.accept import Accepted
 from hdtool.runtime.core.acceptance_rates import PRIOR_WEIGHT, WINDOW, AcceptanceRates
-from hdtool.runtime.core.engine import Verified
+from hdtool.runtime.core.engine_interface import Verified
 from hdtool.runtime.core.tree import ROOT, DraftTree
 from hdtool.runtime.drafters.published.budgeted import KindsDrafter
 from hdtool.runtime.kernels.compiled import Ints

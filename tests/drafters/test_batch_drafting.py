@@ -15,7 +15,7 @@ from hdtool.data.stores.manifest import TokenizerFingerprint
 from hdtool.runtime.budget.node_budget import FixedBudget
 from hdtool.runtime.core.accept import Accepted
 from hdtool.runtime.core.drafter import Drafter, NoDraft, draft_many
-from hdtool.runtime.core.engine import Verified
+from hdtool.runtime.core.engine_interface import Verified
 from hdtool.runtime.core.tree import DraftTree
 from hdtool.runtime.drafters.hierarchy import hierarchy
 from hdtool.runtime.drafters.hierarchy.growth import grow_all

@@ -9,7 +9,7 @@ import torch
 from hdtool.runtime.budget.node_budget import FixedBudget
 from hdtool.runtime.config.source_names import SourceId
 from hdtool.runtime.core.accept import Accepted
-from hdtool.runtime.core.engine import Verified
+from hdtool.runtime.core.engine_interface import Verified
 from hdtool.runtime.drafters.hierarchy.candidates import RESTART, CompiledSource, Prior, contribute, record_at, work_at
 from hdtool.runtime.drafters.hierarchy.hierarchy import Hierarchy
 from hdtool.runtime.stores.token_log import MAX_MATCH_TOKENS

@@ -8,7 +8,7 @@ import torch
 from hdtool.runtime.budget.node_budget import FixedBudget
 from hdtool.runtime.config.source_names import SourceId
 from hdtool.runtime.core.accept import Accepted
-from hdtool.runtime.core.engine import Verified
+from hdtool.runtime.core.engine_interface import Verified
 from hdtool.runtime.drafters.hierarchy.candidates import MANY_TOKENS, evidence_bucket
 from hdtool.runtime.drafters.hierarchy.hierarchy import Hierarchy
 from tests.support.project import ROOT

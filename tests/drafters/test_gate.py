@@ -17,7 +17,7 @@ from hdtool.runtime.budget.node_budget import FixedBudget
 from hdtool.runtime.config.decoding import DecodeConfig
 from hdtool.runtime.config.model import SamplingConfig
 from hdtool.runtime.config.source_names import SourceId
-from hdtool.runtime.core.engine import PassLog
+from hdtool.runtime.core.engine_interface import PassLog
 from hdtool.runtime.drafters.hierarchy.hierarchy import Hierarchy
 from hdtool.runtime.drafters.trained import sequential
 from hdtool.runtime.drafters.trained.assistant import DraftModel

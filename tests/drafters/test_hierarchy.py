@@ -23,7 +23,7 @@ from hdtool.runtime.budget.node_budget import FixedBudget, Probs
 from hdtool.runtime.config.model import SamplingConfig
 from hdtool.runtime.config.source_names import SourceId
 from hdtool.runtime.core.accept import Accepted
-from hdtool.runtime.core.engine import Verified
+from hdtool.runtime.core.engine_interface import Verified
 from hdtool.runtime.core.tree import DraftTree
 from hdtool.runtime.drafters.hierarchy.hierarchy import TIMED_EVERY, Hierarchy
 from hdtool.runtime.kernels.compiled import HAS_CLOCK

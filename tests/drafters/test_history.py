@@ -12,7 +12,7 @@ from hdtool.runtime.config.decoding import DecodeConfig
 from hdtool.runtime.config.model import SamplingConfig
 from hdtool.runtime.config.source_names import SourceId
 from hdtool.runtime.core.accept import Accepted
-from hdtool.runtime.core.engine import Verified
+from hdtool.runtime.core.engine_interface import Verified
 from hdtool.runtime.core.sampler import Sampler
 from hdtool.runtime.core.sequence import Request
 from hdtool.runtime.core.session import decode, decode_batch

@@ -12,7 +12,7 @@ from hdtool.runtime.budget.node_budget import FixedBudget, Probs
 from hdtool.runtime.config.decoding import DecodeConfig, ReplayConfig
 from hdtool.runtime.config.source_names import SourceId
 from hdtool.runtime.core.accept import Accepted
-from hdtool.runtime.core.engine import Verified
+from hdtool.runtime.core.engine_interface import Verified
 from hdtool.runtime.core.tree import NO_TOKEN, DraftTree
 from hdtool.runtime.drafters.logitspec import CONTINUATION_LENGTH, MAX_MATCH, UNRANKED, LogitSpec, look_up
 from hdtool.runtime.kernels.topk import for_topk, topk

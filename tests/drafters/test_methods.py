@@ -24,7 +24,7 @@ from hdtool.runtime.drafters.methods import drafter_for
 from hdtool.runtime.core.sampler import Sampler
 from hdtool.runtime.stores.model_store import ModelStore
 from hdtool.runtime.stores.store_set import StoreSet
-from hdtool.runtime.core.engine import Verified
+from hdtool.runtime.core.engine_interface import Verified
 
 def ready():
     return {(f, signature) for f in gc.get_objects() if isinstance(f, CPUDispatcher) for signature in f.signatures}

@@ -19,7 +19,7 @@ from hdtool.runtime.config.decoding import DecodeConfig
 from hdtool.runtime.config.model import SamplingConfig
 from hdtool.runtime.config.source_names import SourceId
 from hdtool.runtime.core.accept import Accepted
-from hdtool.runtime.core.engine import PassLog, Verified
+from hdtool.runtime.core.engine_interface import PassLog, Verified
 from hdtool.runtime.drafters.methods import drafter_for, drafters_for
 from hdtool.runtime.drafters.trained.drafter_layers import DrafterLayers
 from hdtool.runtime.drafters.trained.mtp import (

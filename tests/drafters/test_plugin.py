@@ -28,7 +28,7 @@ from hdtool.runtime.config.source_names import (
     unregister,
 )
 from hdtool.runtime.core.accept import Accepted
-from hdtool.runtime.core.engine import Verified
+from hdtool.runtime.core.engine_interface import Verified
 from hdtool.runtime.core.sequence import Stats
 from hdtool.runtime.drafters.hierarchy.evidence import MAX_PLUGIN_POSITIONS
 from hdtool.runtime.drafters.hierarchy.hierarchy import Hierarchy

@@ -16,7 +16,7 @@ from hdtool.runtime.budget.node_budget import FixedBudget, Probs
 from hdtool.runtime.config.decoding import DecodeConfig
 from hdtool.runtime.config.source_names import SourceId
 from hdtool.runtime.core.accept import Accepted
-from hdtool.runtime.core.engine import Verified
+from hdtool.runtime.core.engine_interface import Verified
 from hdtool.runtime.drafters.published.lookup_methods import PromptLookup
 from hdtool.runtime.stores.store_set import StoreSet
 from tests.support.trees import check_integrity

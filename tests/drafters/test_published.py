@@ -17,7 +17,7 @@ from hdtool.runtime.config.decoding import DecodeConfig
 from hdtool.runtime.config.source_names import SourceId
 from hdtool.runtime.core.accept import Accepted
 from hdtool.runtime.core.drafter import Drafter
-from hdtool.runtime.core.engine import Verified
+from hdtool.runtime.core.engine_interface import Verified
 from hdtool.runtime.core.tree import ROOT, DraftTree
 from hdtool.runtime.drafters.published import racer
 from hdtool.runtime.drafters.published.racer import MAX_TRIE_NODES, NGRAM_LENGTH, NgramTrie, Racer

@@ -21,7 +21,7 @@ from hdtool.runtime.config.decoding import StoresConfig
 from hdtool.runtime.config.model import ModelConfig, SamplingConfig
 from hdtool.runtime.core.accept import Accepted
 from hdtool.runtime.core.drafter import NoDraft
-from hdtool.runtime.core.engine import Verified
+from hdtool.runtime.core.engine_interface import Verified
 from hdtool.runtime.core.sampler import Sampler
 from hdtool.runtime.core.session import decode
 from hdtool.runtime.core.tree import ROOT, DraftTree

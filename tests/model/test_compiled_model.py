@@ -16,7 +16,7 @@ import torch
 from hdtool.runtime.budget.node_budget import FixedBudget
 from hdtool.runtime.config.decoding import METHODS, TRAINED, DecodeConfig
 from hdtool.runtime.config.model import SamplingConfig
-from hdtool.runtime.core.engine import PassOptions, Verified
+from hdtool.runtime.core.engine_interface import PassOptions, Verified
 from hdtool.runtime.core.tree import UNDETERMINED, DraftTree
 from hdtool.runtime.drafters.methods import drafter_with_budget
 from hdtool.runtime.engines.checks.probes import SHORT_CONTEXT, some_context

@@ -11,7 +11,7 @@ import torch
 from hdtool.cli.app import run
 from hdtool.data.durable_files import CachedValue
 from hdtool.runtime.caches.slots import Cache
-from hdtool.runtime.core.engine import Verified
+from hdtool.runtime.core.engine_interface import Verified
 from hdtool.runtime.core.tree import DraftTree
 from hdtool.runtime.kernels.linear import compile_linear_layers
 from hdtool.runtime.target import threads

@@ -22,7 +22,7 @@ from hdtool.runtime.budget.measure_passes import context_lengths_for, cost_curve
 from hdtool.runtime.caches.slots import Cache
 from hdtool.runtime.config.measuring import CostConfig
 from hdtool.runtime.config.model import ModelConfig
-from hdtool.runtime.core.engine import Verified
+from hdtool.runtime.core.engine_interface import Verified
 from hdtool.runtime.core.tree import DraftTree
 from hdtool.runtime.kernels.machine import device_name
 from hdtool.runtime.model.fingerprint import fingerprint

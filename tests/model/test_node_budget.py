@@ -31,7 +31,7 @@ from hdtool.runtime.caches.slots import Cache
 from hdtool.runtime.config.budgets import LARGEST_BUDGET
 from hdtool.runtime.config.decoding import DecodeConfig
 from hdtool.runtime.core.drafter import draft_many
-from hdtool.runtime.core.engine import PassLog, Verified
+from hdtool.runtime.core.engine_interface import PassLog, Verified
 from hdtool.runtime.core.tree import DraftTree
 from hdtool.runtime.drafters.hierarchy.hierarchy import Hierarchy
 from hdtool.runtime.drafters.methods import drafter_for, shared_costs_for

@@ -15,7 +15,7 @@ from hypothesis import given, settings, strategies as st
 from hdtool.runtime.budget.node_budget import FixedBudget
 from hdtool.runtime.caches.kv_cache import KVTensors, LayerShape
 from hdtool.runtime.config.model import SamplingConfig
-from hdtool.runtime.core.engine import PassOptions, Verified
+from hdtool.runtime.core.engine_interface import PassOptions, Verified
 from hdtool.runtime.core.sequence import Finish
 from hdtool.runtime.core.tree import ROOT, DraftTree
 from hdtool.runtime.drafters.hierarchy.hierarchy import Hierarchy

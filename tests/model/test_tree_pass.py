@@ -13,7 +13,7 @@ from hdtool.runtime.caches.kv_cache import HeadShape, KVTensors, LayerShape, Sta
 from hdtool.runtime.caches.moves import move_on_device
 from hdtool.runtime.config.model import SamplingConfig
 from hdtool.runtime.core.accept import accept
-from hdtool.runtime.core.engine import LOGITS_ONLY, PassOptions, Verified
+from hdtool.runtime.core.engine_interface import LOGITS_ONLY, PassOptions, Verified
 from hdtool.runtime.core.sampler import Sampler
 from hdtool.runtime.core.tree import ROOT, UNDETERMINED, DraftTree
 from hdtool.runtime.engines.cpu import pass_kernel

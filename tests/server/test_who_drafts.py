@@ -18,7 +18,7 @@ from hdtool.runtime.config.decoding import DecodeConfig, StoresConfig
 from hdtool.runtime.config.source_names import SourceId
 from hdtool.runtime.core.accept import Accepted
 from hdtool.runtime.core.drafter import Drafter
-from hdtool.runtime.core.engine import Verified
+from hdtool.runtime.core.engine_interface import Verified
 from hdtool.runtime.integrations.hf_generate import Generator
 from hdtool.runtime.integrations.server.app import ApiKeys
 from hdtool.runtime.integrations.server.scheduler import Tenants

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from hypothesis import given, settings, strategies as st
 
-from hdtool.runtime.core.engine import PassOptions
+from hdtool.runtime.core.engine_interface import PassOptions
 from hdtool.runtime.core.prefix_cache import PrefixCache
 from hdtool.runtime.core.session import Session
 from hdtool.runtime.core.tree import ROOT, DraftTree

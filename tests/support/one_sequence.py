@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from hdtool.runtime.core.engine import LOGITS_ONLY, PassOptions, Verified
+from hdtool.runtime.core.engine_interface import LOGITS_ONLY, PassOptions, Verified
 from hdtool.runtime.core.prefix_cache import PrefixCache, PromptReader
 from hdtool.runtime.core.tree import DraftTree
 from hdtool.runtime.target.target import Target

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from hdtool.runtime.core.accept import Accepted
 from hdtool.runtime.core.drafter import Drafter
-from hdtool.runtime.core.engine import Verified
+from hdtool.runtime.core.engine_interface import Verified
 from hdtool.runtime.core.tree import ROOT, DraftTree
 
 

@@ -14,7 +14,7 @@ from hdtool.runtime.config.source_names import Evidence, SourceId
 from hdtool.runtime.core.accept import Accepted
 from hdtool.runtime.core.drafter import Drafter
 from hdtool.runtime.core.draws import ExponentialRace
-from hdtool.runtime.core.engine import Verified
+from hdtool.runtime.core.engine_interface import Verified
 from hdtool.runtime.core.tree import LARGEST_TREE, DraftTree
 from hdtool.runtime.drafters.hierarchy.candidates import (
     ADDRESSES,

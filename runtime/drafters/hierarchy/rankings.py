@@ -14,7 +14,7 @@ import torch
 
 from hdtool.runtime.config.source_names import SourceId
 from hdtool.runtime.core.accept import Accepted
-from hdtool.runtime.core.engine import Verified
+from hdtool.runtime.core.engine_interface import Verified
 from hdtool.runtime.drafters.hierarchy.candidates import (
     NEAR_AT,
     CompiledSource,

@@ -11,7 +11,7 @@ from hdtool.runtime.config.source_names import SourceId
 from hdtool.runtime.core.accept import Accepted
 from hdtool.runtime.core.acceptance_rates import AcceptanceRates, Probs, path_probs
 from hdtool.runtime.core.drafter import Drafter
-from hdtool.runtime.core.engine import Verified
+from hdtool.runtime.core.engine_interface import Verified
 from hdtool.runtime.core.tree import LARGEST_TREE, DraftTree
 from hdtool.runtime.kernels.compiled import Ints
 

@@ -14,7 +14,7 @@ import torch
 from hdtool.runtime.budget.node_budget import Budget
 from hdtool.runtime.config.source_names import SourceId
 from hdtool.runtime.core.accept import Accepted
-from hdtool.runtime.core.engine import Verified
+from hdtool.runtime.core.engine_interface import Verified
 from hdtool.runtime.core.tree import ROOT, DraftTree
 from hdtool.runtime.drafters.published.budgeted import KindsDrafter
 from hdtool.runtime.kernels.compiled import Ints, compiled

@@ -12,7 +12,7 @@ from hdtool.runtime.caches.kv_cache import NO_TENSOR
 from hdtool.runtime.config.model import ModelConfig
 from hdtool.runtime.config.source_names import SourceId
 from hdtool.runtime.core.accept import Accepted
-from hdtool.runtime.core.engine import Verified
+from hdtool.runtime.core.engine_interface import Verified
 from hdtool.runtime.core.prefix_cache import common_prefix_length
 from hdtool.runtime.core.tree import LARGEST_TREE, DraftTree
 from hdtool.runtime.drafters.trained.draft_passes import on_host

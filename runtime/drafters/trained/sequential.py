@@ -12,7 +12,7 @@ from hdtool.runtime.budget.gate import MIN_TRIAL_STEPS, Gate
 from hdtool.runtime.caches.slots import select_rows
 from hdtool.runtime.config.source_names import SourceId
 from hdtool.runtime.core.accept import Accepted
-from hdtool.runtime.core.engine import Verified
+from hdtool.runtime.core.engine_interface import Verified
 from hdtool.runtime.drafters.trained.proposal import (
     NO_RANKING_AFTER,
     TOKENS_PER_RANKING,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hdtool.runtime.core.engine import LOGITS_ONLY, PREFILL_PASS, PassOptions, Verified
+from hdtool.runtime.core.engine_interface import LOGITS_ONLY, PREFILL_PASS, PassOptions, Verified
 from hdtool.runtime.core.tree import DraftTree
 from hdtool.runtime.engines.backend import Backend
 from hdtool.runtime.engines.cpu.tree_pass import PROMPT_CHUNK, TreePass
@@ -20,7 +20,7 @@ from hdtool.runtime.model.weight_changes import RecordedModel
 if TYPE_CHECKING:
     from hdtool.runtime.caches.kv_cache import KVTensors
     from hdtool.runtime.caches.slots import Cache, Slot
-    from hdtool.runtime.core.engine import PassLog
+    from hdtool.runtime.core.engine_interface import PassLog
     from hdtool.runtime.engines.cpu.compiled_kind import CompiledParts
     from hdtool.runtime.model.pass_inputs import AttentionWindow
 

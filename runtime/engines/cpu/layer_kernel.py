@@ -33,7 +33,7 @@ from hdtool.runtime.engines.cpu.layer_record import (
     rotate,
     starts_of,
 )
-from hdtool.runtime.engines.cpu.mix import mix, mixer_scratch_size
+from hdtool.runtime.engines.cpu.mixer_kernel import mix, mixer_scratch_size
 from hdtool.runtime.engines.cpu.side_block import ADD_HIDDEN, JOIN, NORM_ATTENDED, multiply_adapted, side_scratch_size
 from hdtool.runtime.kernels.compiled import (
     Record,

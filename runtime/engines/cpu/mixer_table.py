@@ -10,7 +10,7 @@ import torch
 from hdtool.runtime.caches.states import CONV, RECURRENT, StateName, States
 from hdtool.runtime.engines.cpu import layer_record as layers
 from hdtool.runtime.engines.cpu.convolution import window_size
-from hdtool.runtime.engines.cpu.mix import kept_size, mixer_function, row_scratch_size, state_buffer_size
+from hdtool.runtime.engines.cpu.mixer_kernel import kept_size, mixer_function, row_scratch_size, state_buffer_size
 from hdtool.runtime.kernels.compiled import Record
 from hdtool.runtime.kernels.vector_code import ITEM_SIZE
 from hdtool.runtime.program.mixer_parts import (

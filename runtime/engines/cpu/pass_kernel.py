@@ -30,7 +30,7 @@ from hdtool.runtime.engines.cpu.layer_record import (
     offsets_of,
     starts_of,
 )
-from hdtool.runtime.engines.cpu.mix import accept
+from hdtool.runtime.engines.cpu.mixer_kernel import accept
 from hdtool.runtime.kernels.compiled import (
     WORD_SIZE,
     Array,

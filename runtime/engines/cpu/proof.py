@@ -26,7 +26,7 @@ from hdtool.runtime.engines.cpu.compiled_model import CompiledModel
 from hdtool.runtime.engines.cpu.convolution import ORIGIN, fill_origins
 from hdtool.runtime.engines.cpu.layer_kernel import compile_layers, compute_layers, layers_scratch_size
 from hdtool.runtime.engines.cpu.layer_record import compute_layer_inputs
-from hdtool.runtime.engines.cpu.mix import accept
+from hdtool.runtime.engines.cpu.mixer_kernel import accept
 from hdtool.runtime.engines.cpu.mixer_table import MixerTable
 from hdtool.runtime.engines.cpu.pass_kernel import compile_passes
 from hdtool.runtime.engines.cpu.weight_table import WeightTable, joined_tables

@@ -17,11 +17,11 @@ import numpy as np
 import torch
 from torch import get_num_threads, is_autocast_enabled
 
-from hdtool.runtime.core.engine import PassOptions, Verified, Walk
+from hdtool.runtime.core.engine_interface import PassOptions, Verified, Walk
 from hdtool.runtime.core.tree import UNDETERMINED, DraftTree
 from hdtool.runtime.core.walks import NO_FORCED_TOKENS
 from hdtool.runtime.engines.cpu.convolution import ORIGIN
-from hdtool.runtime.engines.cpu.mix import PATH_SLOT, KeptRows
+from hdtool.runtime.engines.cpu.mixer_kernel import PATH_SLOT, KeptRows
 from hdtool.runtime.engines.cpu.pass_kernel import (
     TREE_PASS,
     TREE_ROWS,

@@ -21,7 +21,7 @@ import torch
 from hdtool.runtime.caches.kv_cache import KVTensors
 from hdtool.runtime.caches.slots import Cache, Slot
 from hdtool.runtime.caches.states import StatesOfTree
-from hdtool.runtime.core.engine import LOGITS_ONLY, PassOptions, Verified
+from hdtool.runtime.core.engine_interface import LOGITS_ONLY, PassOptions, Verified
 from hdtool.runtime.core.tree import LARGEST_TREE, ROOT, DraftTree
 from hdtool.runtime.engines.backend import RunningPass
 from hdtool.runtime.engines.capture import Capture, Run

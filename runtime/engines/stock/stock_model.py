@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers.cache_utils import Cache as LibraryCache
 
-from hdtool.runtime.core.engine import PassLog
+from hdtool.runtime.core.engine_interface import PassLog
 from hdtool.runtime.model.families import HiddenStates
 from hdtool.runtime.model.pass_inputs import AttentionMasks, Mask, windows_of
 from hdtool.runtime.model.placement import device_of

@@ -11,6 +11,14 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field
 
 from hdtool.data.errors import ContextError
+from hdtool.runtime.integrations.server.answer_sections import (
+    Change,
+    Event,
+    Section,
+    SectionKind,
+    Sections,
+    sections_of,
+)
 from hdtool.runtime.integrations.server.content import Part, Strict, name_results, text_of_content, text_of_part
 from hdtool.runtime.integrations.server.formats import (
     AUTHENTICATION,
@@ -23,7 +31,6 @@ from hdtool.runtime.integrations.server.formats import (
 )
 from hdtool.runtime.integrations.server.instructions import PARAGRAPH
 from hdtool.runtime.integrations.server.requests import MAX_STOPS, Body, ChatRequest
-from hdtool.runtime.integrations.server.sections import Change, Event, Section, SectionKind, Sections, sections_of
 
 PATH = "/v1/messages"
 STOP_REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}

@@ -14,6 +14,14 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from pydantic import Field
 
 from hdtool.data.chat import encode_text
+from hdtool.runtime.integrations.server.answer_sections import (
+    Change,
+    Event,
+    Section,
+    SectionKind,
+    Sections,
+    sections_of,
+)
 from hdtool.runtime.integrations.server.content import (
     UNSUPPORTED_CONTENT,
     Part,
@@ -31,7 +39,6 @@ from hdtool.runtime.integrations.server.response_tools import (
     function_name,
     input_of,
 )
-from hdtool.runtime.integrations.server.sections import Change, Event, Section, SectionKind, Sections, sections_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

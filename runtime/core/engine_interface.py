@@ -11,7 +11,7 @@ from typing import NamedTuple, Protocol, TypeVar
 import numpy as np
 import torch
 
-from hdtool.runtime.core.cache import Cache, Slot
+from hdtool.runtime.core.cache_interface import Cache, Slot
 from hdtool.runtime.core.tree import DraftTree
 from hdtool.runtime.kernels.compiled import Array
 from hdtool.runtime.kernels.topk import Rankable, argmax, for_topk, topk
