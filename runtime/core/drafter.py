@@ -135,6 +135,11 @@ class WrappedDrafter(Drafter):
     def max_ranked(self) -> int:
         return self._drafter.max_ranked
 
+    @property
+    def joint(self) -> Hashable:
+        """Key of the wrapped drafter, unless a subclass changes its trees."""
+        return self._drafter.joint if type(self).draft is WrappedDrafter.draft else self
+
     def set_seed(self, seed: int | None) -> None:
         self._drafter.set_seed(seed)
 
@@ -144,8 +149,17 @@ class WrappedDrafter(Drafter):
     def predict(self, prediction: Sequence[int]) -> None:
         self._drafter.predict(prediction)
 
+    def expect(self, tokens: Sequence[int]) -> None:
+        self._drafter.expect(tokens)
+
     def draft(self, context: Sequence[int]) -> DraftTree:
         return self._drafter.draft(context)
+
+    def draft_many(self, drafters: Sequence[WrappedDrafter], contexts: Sequence[Sequence[int]]) -> list[DraftTree]:
+        return draft_many([drafter._drafter for drafter in drafters], contexts)
+
+    def forget_tree(self) -> None:
+        self._drafter.forget_tree()
 
     def observe(self, accepted: Accepted, verified: Verified) -> None:
         self._drafter.observe(accepted, verified)

@@ -37,7 +37,7 @@ def by_device(device: torch.device) -> Capture | None:
     """Return ``CudaGraphs`` for CUDA devices, and None for others, where steps without padding are faster."""
     if device.type != "cuda":
         return None
-    from hdtool.runtime.engines.cuda.static_steps import CudaGraphs
+    from hdtool.runtime.engines.cuda.cuda_graphs import CudaGraphs
 
     return CudaGraphs(device)
 

@@ -13,8 +13,8 @@ from hdtool.runtime.caches.kv_cache import KVTensors
 from hdtool.runtime.config.model import SamplingConfig
 from hdtool.runtime.core.tree import DraftTree
 from hdtool.runtime.engines.capture import Run
-from hdtool.runtime.engines.cuda import static_steps
-from hdtool.runtime.engines.cuda.static_steps import WARM_UPS, CudaGraphs
+from hdtool.runtime.engines.cuda import cuda_graphs, static_steps
+from hdtool.runtime.engines.cuda.cuda_graphs import WARM_UPS, CudaGraphs
 from hdtool.runtime.model.placement import use_planless_attention
 from hdtool.runtime.target.target import Target
 from tests.support.decoding import answer_of, answers_of, request
@@ -146,7 +146,7 @@ def test_what_does_not_fit_into_memory_runs_uncaptured(
 ) -> None:
     """Without a second attempt if torch cannot capture after a failure, and with one note in all."""
     monkeypatch.setattr(static_steps, "can_capture_after_failure", lambda: recovers)
-    static_steps.note_uncaptured.cache_clear()
+    cuda_graphs.note_uncaptured.cache_clear()
     graphs = CudaGraphs(CPU)
     cuda.events.clear()
     for _ in range(2):
@@ -178,7 +178,7 @@ def test_a_step_that_does_not_fit_gives_up_its_shape_and_is_captured_later(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(static_steps, "RETRY_AFTER", 4)
-    static_steps.note_uncaptured.cache_clear()
+    cuda_graphs.note_uncaptured.cache_clear()
     memory = Memory()
     target, prompts = Target(model_of("llama"), lambda device: memory), [prompt_of(length) for length in (9, 20, 30)]
     captured = list(captured_of(target)._passes)

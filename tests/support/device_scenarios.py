@@ -31,7 +31,7 @@ from hdtool.runtime.core.session import decode, decode_batch
 from hdtool.runtime.drafters.hierarchy.hierarchy import Hierarchy
 from hdtool.runtime.drafters.methods import drafter_for
 from hdtool.runtime.drafters.trained_methods import StandaloneDrafter, drafter_of
-from hdtool.runtime.engines.cuda import captured_passes, static_steps
+from hdtool.runtime.engines.cuda import captured_passes, cuda_graphs
 from hdtool.runtime.engines.cuda.waits import WaitError, waits_refused
 from hdtool.runtime.engines.steps import StepOutput, StepPass
 from hdtool.runtime.model.pass_inputs import StepTensors
@@ -260,7 +260,7 @@ def without_recovery() -> dict[str, Any]:
     models = {name: model_of(name) for name in ("llama", "falcon")}
     expected = {name: plain(model, GREEDY) for name, model in models.items()}
     install()
-    static_steps.can_capture_after_failure = lambda: False
+    cuda_graphs.can_capture_after_failure = lambda: False
     found: dict[str, Any] = {}
     for name, model in models.items():
         before = DEVICE.counts.events[CAPTURE]
@@ -268,7 +268,7 @@ def without_recovery() -> dict[str, Any]:
         answer = watched(target, GREEDY)
         captured = DEVICE.counts.events[CAPTURE] - before
         found[name] = {"tokens": answer["tokens"], "captures": target.captures, "captured": captured}
-    static_steps.can_capture_after_failure = lambda: True
+    cuda_graphs.can_capture_after_failure = lambda: True
     return {"expected": expected, "found": found} | diagnostics()
 
 
@@ -288,7 +288,7 @@ def short_memory() -> dict[str, Any]:
         usual(capture)
 
     GraphCapture.__enter__ = enter  # type: ignore[method-assign]
-    static_steps.RETRY_AFTER = 8
+    cuda_graphs.RETRY_AFTER = 8
     found: dict[str, Any] = {}
     for name, slots, number in (("once", 2, 1), ("for a while", 3, 4), ("no longer", 3, 0)):
         failures, passes = number, captured_of(target)._passes[0]

@@ -17,13 +17,8 @@ from hdtool.runtime.caches.slots import Cache
 from hdtool.runtime.drafters.trained.proposal import TOKENS_PER_RANKING
 from hdtool.runtime.drafters.trained.sequential import MAX_PASSES, ROWS_PER_PASS, Ranked
 from hdtool.runtime.engines.capture import Capture, Run
-from hdtool.runtime.engines.cuda.static_steps import (
-    CapturedRun,
-    DeviceClock,
-    extent_for,
-    is_out_of_memory,
-    rankings_in,
-)
+from hdtool.runtime.engines.cuda.cuda_graphs import CapturedRun, is_out_of_memory
+from hdtool.runtime.engines.cuda.static_steps import DeviceClock, extent_for, rankings_in
 from hdtool.runtime.model.pass_inputs import FULL, AttentionMasks, AttentionWindow, Mask, TransferBuffer
 
 if TYPE_CHECKING:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -48,9 +48,6 @@ from hdtool.runtime.program.embedding_and_head import (
 )
 from hdtool.runtime.program.model_families import LLAMA
 from hdtool.runtime.program.model_parts import fits_cache, model_parts
-
-if TYPE_CHECKING:
-    pass
 
 TOLERANCE = 1e-4
 """Maximum relative difference between a row that compiled code computes and the row that Transformers computes.

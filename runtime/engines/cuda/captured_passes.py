@@ -18,13 +18,10 @@ from hdtool.runtime.core.engine_interface import PassOptions
 from hdtool.runtime.core.tree import LARGEST_TREE, DraftTree
 from hdtool.runtime.engines.backend import Backend, BackendEngine, RunningPass
 from hdtool.runtime.engines.checks.probes import two_steps
+from hdtool.runtime.engines.cuda.cuda_graphs import is_out_of_memory, note_uncaptured
 from hdtool.runtime.engines.cuda.fused_pass import fuse, triton_operations
 from hdtool.runtime.engines.cuda.library_attention import TreeAttention
-from hdtool.runtime.engines.cuda.static_steps import (
-    StaticSteps,
-    is_out_of_memory,
-    note_uncaptured,
-)
+from hdtool.runtime.engines.cuda.static_steps import StaticSteps
 from hdtool.runtime.engines.reference.program_pass import ProgramPass
 from hdtool.runtime.engines.steps import StepOutput, StepPass
 from hdtool.runtime.model.families import context_limit, deviation
