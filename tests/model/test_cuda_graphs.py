@@ -85,7 +85,7 @@ class FakeCuda:
             "empty_cache": lambda: streams.events.append("empty the cache"),
         }.items():
             monkeypatch.setattr(torch.cuda, name, double)
-        monkeypatch.setattr(static_steps, "clear_cublas_workspaces", lambda: self.events.append("clear"))
+        monkeypatch.setattr(cuda_graphs, "clear_cublas_workspaces", lambda: self.events.append("clear"))
 
 
 @pytest.fixture
@@ -145,7 +145,7 @@ def test_what_does_not_fit_into_memory_runs_uncaptured(
     recovers: bool, cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Without a second attempt if torch cannot capture after a failure, and with one note in all."""
-    monkeypatch.setattr(static_steps, "can_capture_after_failure", lambda: recovers)
+    monkeypatch.setattr(cuda_graphs, "can_capture_after_failure", lambda: recovers)
     cuda_graphs.note_uncaptured.cache_clear()
     graphs = CudaGraphs(CPU)
     cuda.events.clear()
@@ -177,7 +177,7 @@ class Memory(Direct):
 def test_a_step_that_does_not_fit_gives_up_its_shape_and_is_captured_later(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(static_steps, "RETRY_AFTER", 4)
+    monkeypatch.setattr(cuda_graphs, "RETRY_AFTER", 4)
     cuda_graphs.note_uncaptured.cache_clear()
     memory = Memory()
     target, prompts = Target(model_of("llama"), lambda device: memory), [prompt_of(length) for length in (9, 20, 30)]
