@@ -21,9 +21,16 @@ ABOVE_CORE = {
     *(f"runtime/{name}" for name in ("budget", "caches", "drafters", "engines", "integrations", "model", "program")),
     *(f"runtime/{name}" for name in ("stores", "target", "weights")),
 }
+ABOVE_MODELS = {f"runtime/{name}" for name in ("engines", "target", "drafters", "stores", "budget", "integrations")}
+"""Folders that only those above models import."""
 NOT_FOR = {
     "runtime/core": {*ABOVE_CORE, "runtime/generation"},
     "runtime/generation": ABOVE_CORE,
+    "runtime/config": {f"runtime/{name}" for name in ("core", "kernels", "caches", "model", "generation")} | ABOVE_CORE,
+    "runtime/caches": {"runtime/model", "runtime/program", "runtime/weights", *ABOVE_MODELS},
+    "runtime/program": {"runtime/weights", *ABOVE_MODELS},
+    "runtime/weights": {"runtime/program", *ABOVE_MODELS},
+    "runtime/target": {"runtime/drafters", "runtime/stores", "runtime/budget", "runtime/integrations"},
     "runtime/kernels": {"runtime/caches", "runtime/model", "runtime/program", "runtime/stores", "runtime/drafters"},
     "runtime/stores": {"runtime/model", "runtime/drafters", "runtime/integrations"},
     "runtime/model": {"runtime/engines", "runtime/drafters", "runtime/integrations"},
