@@ -30,7 +30,7 @@ NOT_FOR = {
     "runtime/caches": {"runtime/model", "runtime/program", "runtime/weights", *ABOVE_MODELS},
     "runtime/program": {"runtime/weights", *ABOVE_MODELS},
     "runtime/weights": {"runtime/program", *ABOVE_MODELS},
-    "runtime/target": {"runtime/drafters", "runtime/stores", "runtime/budget", "runtime/integrations"},
+    "runtime/target": {"runtime/drafters", "runtime/budget", "runtime/integrations"},
     "runtime/kernels": {"runtime/caches", "runtime/model", "runtime/program", "runtime/stores", "runtime/drafters"},
     "runtime/stores": {"runtime/model", "runtime/drafters", "runtime/integrations"},
     "runtime/model": {"runtime/engines", "runtime/drafters", "runtime/integrations"},
