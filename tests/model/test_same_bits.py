@@ -23,6 +23,7 @@ from hdtool.runtime.engines.checks.probes import some_context
 from hdtool.runtime.target.threads import choose_threads
 from hdtool.runtime.target.load import load
 from hdtool.runtime.core.sampler import Sampler
+from hdtool.runtime.core.session import decode
 from hdtool.runtime.stores.store_set import StoreSet
 
 for is_compiled in (True, False):
