@@ -203,7 +203,7 @@ class TestCertainTokens:
         usual = compute_trees
 
         def counted(*given: Any) -> bool:
-            rows.append(int((given[6] != UNDETERMINED).sum()))  # the only token that may follow each row
+            rows.append(int((given[5] != UNDETERMINED).sum()))  # the only token that may follow each row
             return usual(*given)
 
         monkeypatch.setattr(tree_pass, "compute_trees", counted)

@@ -298,20 +298,21 @@ TREE_PASS = np.dtype(
         ("maxima", np.int64),  # folded maxima of each row's logits, which top-k reads
         ("origins", np.int64),  # origin of each row, see ``convolution``
         ("journal", np.int64),  # values that mixers keep of the rows
+        ("tree_headers", np.int64),  # root, nodes, context length and 1 if an argmax walk is wanted, for each slot
+        ("walk_results", np.int64),  # length of each slot's argmax walk, and 1 if the walk's logits are finite
         ("argmax_walks", np.int64),  # tokens of each slot's argmax walk, and the nodes that drafted them
     ],
     align=True,
 )
-NODES, LENGTH, WALKS = 1, 2, 3
-"""Fields of a tree's header after the root: number of nodes, context length, and 1 if an argmax walk is wanted."""
+NODES, LENGTH, WALKS, HEADER = range(1, 5)
+"""Fields of a tree's header after the root, and their number."""
 
 
 @compiled
 def compute_trees(
     at: int,
     thread_pool: int,
-    walk_results: Array,
-    tree_headers: Array,
+    slots: int,
     tokens: Array,
     parents: Array,
     forced_tokens: Array,
@@ -320,15 +321,16 @@ def compute_trees(
     ranks: bool,
     advances: bool,
 ) -> bool:
-    """Compute a pass over one tree in each slot, padded to ``min_rows``, given the record at ``at``.
+    """Compute a pass over one tree in each of the first slots, padded to ``min_rows``, given the record at ``at``.
 
-    ``tree_headers`` has a header for each tree. Each tree's row of ``walk_results`` is set to the length of its argmax
-    walk and 1 if the walk's logits are finite, or to zeros if no walk is wanted. Rows before ``first_logits`` and
-    padding rows get no logits, and a row with a forced token gets only that token's; see ``_compute_pass`` for
-    ``forced_tokens``. With ``ranks``, maxima for top-k are written as well. With ``advances``, mixers' states advance
-    past the last row. Return False for unsupported ids or positions.
+    The trees' headers are in the record, and so are the results of their argmax walks, which are zeros if no walk is
+    wanted. Rows before ``first_logits`` and padding rows get no logits, and a row with a forced token gets only that
+    token's; see ``_compute_pass`` for ``forced_tokens``. With ``ranks``, maxima for top-k are written as well. With
+    ``advances``, mixers' states advance past the last row. Return False for unsupported ids or positions.
     """
-    record, slots, first, skips = array_at(at, 1, TREE_PASS)[0], len(tree_headers), 0, False
+    record, first, skips = array_at(at, 1, TREE_PASS)[0], 0, False
+    tree_headers = array_at(record.tree_headers, (slots, HEADER), np.int64)
+    walk_results = array_at(record.walk_results, (slots, 2), np.int64)
     record.outer_record.first, record.pass_record.advances = first_logits, advances
     offsets = array_at(record.offsets, (slots + 1,), np.int64)
     forced_tokens_of_rows = array_at(record.forced_tokens, (slots * record.rows,), np.int64)
@@ -421,11 +423,10 @@ def _walk(record: Any, slot: int, forced_tokens: Array, tokens: Array, parents: 
 def compile_passes() -> None:
     """Compile the passes by calling them with a token id that no model has, so that the first pass doesn't have to."""
     zeros, record, bare = np.zeros(4, np.int64), zeroed_records(TREE_PASS), DraftTree.bare(-1)
-    for name in ("starts", "ids", "positions", "forced_tokens"):
+    for name in ("starts", "ids", "positions", "forced_tokens", "walk_results"):
         record[name] = zeros.ctypes.data
-    offsets = np.zeros(2, np.int64)
-    record["offsets"] = offsets.ctypes.data
+    offsets, header = np.zeros(2, np.int64), np.array([bare.root, 0, 0, 1])
+    record["offsets"], record["tree_headers"] = offsets.ctypes.data, header.ctypes.data
     pass_scratch_size(record[0].pass_record, zeroed_records(LAYER, 0), 0, 0)
-    headers, nodes = np.array([[bare.root, 0, 0, 1]]), (bare.tokens, bare.parents, NO_FORCED_TOKENS)
-    compute_trees(record.ctypes.data, 0, np.zeros((1, 2), np.int64), headers, *nodes, 1, 0, False, False)
+    compute_trees(record.ctypes.data, 0, 1, bare.tokens, bare.parents, NO_FORCED_TOKENS, 1, 0, False, False)
     accept_path(record.ctypes.data, 0, zeros)

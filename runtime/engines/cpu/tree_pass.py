@@ -23,6 +23,7 @@ from hdtool.runtime.core.walks import NO_FORCED_TOKENS
 from hdtool.runtime.engines.cpu.convolution import ORIGIN
 from hdtool.runtime.engines.cpu.mixer_kernel import PATH_SLOT, KeptRows
 from hdtool.runtime.engines.cpu.pass_kernel import (
+    HEADER,
     TREE_PASS,
     TREE_ROWS,
     accept_path,
@@ -77,15 +78,17 @@ class TreePass:
             "ids": np.zeros(rows, np.int64),
             "positions": np.zeros(rows, np.int64),
             "forced_tokens": np.zeros(rows, np.int64),
+            "tree_headers": np.zeros((slots, HEADER), np.int64),
+            "walk_results": np.zeros((slots, 2), np.int64),
             "argmax_walks": np.zeros((slots, 2, TREE_ROWS), np.int64),
             "origins": np.zeros(rows if table.mixers else 0, ORIGIN),
             "maxima": np.empty((slots * TREE_ROWS, folded_size(table.vocabulary)), np.float32),
         }
         """Buffers whose addresses are in the record."""
+        self._headers: Array = self._memory["tree_headers"]
+        self._walk_results: Array = self._memory["walk_results"]
         self._argmax_walks: Array = self._memory["argmax_walks"]
         self._maxima: Array = self._memory["maxima"]
-        self._walk_results = np.zeros((slots, 2), np.int64)
-        """Length of each slot's argmax walk, and 1 if the walk's logits are finite, ``[slots, 2]``."""
         with torch.inference_mode(False):  # inference tensors can't be changed outside of inference mode
             self._logits = torch.empty(slots * TREE_ROWS, table.vocabulary, dtype=torch.float32)
             self._normed = torch.empty(rows, table.width, dtype=torch.float32)
@@ -122,13 +125,12 @@ class TreePass:
         rows = [max(count + 1, min_rows) for count in nodes]
         if not self._can_compute(storage, max(map(add, lengths, rows))):
             return None
-        headers = [
-            (tree.root, count, length, each.walk)
-            for tree, count, length, each in zip(trees, nodes, lengths, options, strict=True)
-        ]
+        headers = self._headers[: len(trees)]
+        for header, tree, count, length, each in zip(headers, trees, nodes, lengths, options, strict=True):
+            header[:] = tree.root, count, length, each.walk
         tokens, parents = (np.concatenate([getattr(tree, name) for tree in trees]) for name in ("tokens", "parents"))
         forced_tokens, ranks = _forced_tokens_of(trees), any(each.wants_maxima for each in options)
-        if not self._compute(np.array(headers, np.int64), tokens, parents, forced_tokens, min_rows, 0, ranks, False):
+        if not self._compute(len(trees), tokens, parents, forced_tokens, min_rows, 0, ranks, False):
             return None
         verified, offsets = list[Verified](), accumulate(rows, initial=0)
         for slot, (kv, each, first) in enumerate(zip(kvs, options, offsets, strict=False)):
@@ -144,8 +146,8 @@ class TreePass:
         if not self._can_compute(storage, length + rows):
             return None
         forced_tokens = NO_FORCED_TOKENS if tree.forced_tokens is None else tree.forced_tokens
-        header = np.array([[tree.root, rows - 1, length, options.walk]], np.int64)
-        if not self._compute(header, tree.tokens, tree.parents, forced_tokens, 1, 0, options.wants_maxima, False):
+        self._headers[0] = tree.root, rows - 1, length, options.walk
+        if not self._compute(1, tree.tokens, tree.parents, forced_tokens, 1, 0, options.wants_maxima, False):
             return None
         kv.mark_written(length + rows)
         return self._result(0, 0, rows, options)
@@ -168,8 +170,8 @@ class TreePass:
         if not self._can_compute(kv.storage, length + rows):
             return None
         ids = np.array(tokens, np.int64)
-        header = np.array([[ids[0], rows - 1, length, False]], np.int64)
-        if not self._compute(header, ids[1:], CHAIN[: rows - 1], NO_FORCED_TOKENS, 1, rows - 1, False, True):
+        self._headers[0] = ids[0], rows - 1, length, False
+        if not self._compute(1, ids[1:], CHAIN[: rows - 1], NO_FORCED_TOKENS, 1, rows - 1, False, True):
             return None
         kv.mark_written(length + rows)
         return Verified(self._view(0, 1), self._hidden(0, rows))
@@ -207,9 +209,11 @@ class TreePass:
         return KeptRows(mixers, pass_record, layers.copy(), journal.copy())
 
     def _compute(self, *arguments: Any) -> bool:
-        """Call ``compute_trees`` with the record, the thread pool and an array for walks, and these arguments."""
+        """Call ``compute_trees`` with the record, the thread pool and these arguments."""
+        if self._threads == 1:
+            return compute_trees(self._at, 0, *arguments)
         with self._open_threads() as thread_pool:
-            return compute_trees(self._at, thread_pool, self._walk_results, *arguments)
+            return compute_trees(self._at, thread_pool, *arguments)
 
     def _open_threads(self) -> AbstractContextManager[int]:
         return shared_thread_pool(self._threads).open() if self._threads > 1 else NO_THREADS
