@@ -1,8 +1,9 @@
 """Captures steps with fixed shapes as CUDA graphs, once per shape, and replays them.
 
 A step moves the cache positions of accepted paths, verifies a tree in each of the first slots and computes the argmax
-at each node. There is one captured step for each number of slots and each tree size and, if passes read a fixed number
-of cache positions, for each such number (the extent).
+at each node. There is one captured step for each tree size and number of slots: a power of two or all slots, so that a
+step may leave out the last ones. If passes read a fixed number of cache positions (the extent), there is one for each
+such number, too, and none leaves slots out.
 """
 
 from __future__ import annotations
@@ -182,20 +183,20 @@ class StaticSteps:
         rows: int,
         options: PassOptions,
     ) -> RunningPass:
-        for place, slot in enumerate(slots):
+        used = slots[: len(trees)]  # the others have no pending moves
+        for place, slot in enumerate(used):
             if slot.kv.pending_move:
                 buffers.input.move(place, rows, *slot.kv.pending_move)
         running = self._running = RunningPass(self._clock.seconds)
         self._clock.start()
         try:
             buffers.input.send(len(slots), rows)
-            for slot in slots:
+            for slot in used:
                 slot.kv.begin_move()
             run()
-            for place, slot in enumerate(slots):
+            for place, slot in enumerate(used):
                 slot.kv.end_move()
-                if place < len(trees):
-                    slot.hold_states(step.states, place)
+                slot.hold_states(step.states, place)
             collect = buffers.received(len(slots), rows, options)
         finally:  # the next step waits for this one even if an interrupt has left it to the device
             self._clock.stop()
