@@ -16,6 +16,7 @@ from hdtool.runtime.kernels.experts import GATE_UP, CompiledExperts, weight_name
 from hdtool.runtime.kernels.gemm import COLUMN_MULTIPLE
 from hdtool.runtime.kernels.linear import ORDINARY_TENSORS, CompiledLinear
 from hdtool.runtime.kernels.packed_matrix import PackedExperts, PackedMatrix
+from hdtool.runtime.kernels.row_operations import ACTIVATIONS as COMPILED_ACTIVATIONS
 from hdtool.runtime.kernels.vector_code import LANES
 from hdtool.runtime.model.transformers_internals import text_class
 from hdtool.runtime.program.hybrid_families import DESCRIBED
@@ -57,8 +58,7 @@ def scale_of(embedding: Module) -> float | None:
 
 
 COMPILED: Kind[CompiledLinear] = Kind(_is_linear, _is_readable, _is_embedding, LANES, DESCRIBED)
-GELUS = ("gelu_tanh", "gelu_new", "gelu")
-ACTIVATIONS = {True: ("silu", *GELUS), False: ("relu2", *GELUS)}
+ACTIVATIONS = {gated: COMPILED_ACTIVATIONS.keys() - {"relu2" if gated else "silu"} for gated in (True, False)}
 """Activations with compiled code, of MLPs with a gate and without."""
 
 

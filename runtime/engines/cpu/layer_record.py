@@ -200,8 +200,7 @@ PASS = np.dtype(
         ("inputs", np.int64),  # address of the inputs ``[rows, layers * width]``
         ("inputs_stride", np.int64),  # between rows
         # Blocks beside mixers.
-        ("reads_embeddings", np.bool_),  # True if there are any
-        ("embedded", np.int64),  # address of the rows' embeddings
+        ("embedded", np.int64),  # address of the rows' embeddings, if there is a ``side_function``
         # Threads and functions.
         ("thread_pool", np.int64),  # the open thread pool, 0 for none
         ("threads", np.int64),  # number of threads

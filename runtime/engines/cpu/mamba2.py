@@ -81,6 +81,12 @@ def scan_rows(layer: Record, rows: int, kept: int, scratch: int) -> ScanRows:
 
 
 @compiled
+def scan_scratch_size(layer: Record) -> int:
+    """Return how many float32 values of scratch memory are needed per row."""
+    return scan_rows(layer, 1, 0, 0).mixed // ITEM_SIZE + layer.state_heads * layer.value_width  # type: ignore[no-any-return]
+
+
+@compiled
 def scan_kept_size(layer: Record) -> int:
     """Return how many float32 values are kept per row."""
     return scan_rows(layer, 1, 0, 0).decays // ITEM_SIZE + layer.state_heads  # type: ignore[no-any-return]

@@ -44,12 +44,9 @@ which may be only the last rows of the path. PATH: first of the listed rows.
 @compiled
 def row_scratch_size(layer: Record) -> int:
     """Return how many float32 values of scratch memory a layer's mixer needs per row."""
-    channels, values = layer.channels, layer.state_heads * layer.value_width
     if layer.mixer == SHORT_CONVOLUTION:
-        return 4 * channels  # type: ignore[no-any-return]
-    if layer.mixer == DELTA_RULE:
-        return delta_rule.delta_scratch_size(layer)
-    return channels + values  # type: ignore[no-any-return]
+        return 4 * layer.channels  # type: ignore[no-any-return]
+    return delta_rule.delta_scratch_size(layer) if layer.mixer == DELTA_RULE else mamba2.scan_scratch_size(layer)
 
 
 @compiled

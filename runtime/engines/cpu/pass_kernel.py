@@ -102,7 +102,7 @@ def pass_scratch_size(pass_record: Record, layers: Record, rotary_types: int, po
     before = rotary_types * _rotary_size(pass_record) + layer_inputs_size(
         pass_record.inputs_stride, pass_record.total_rows
     )
-    if pass_record.reads_embeddings:
+    if pass_record.side_function:
         before += pass_record.total_rows * pass_record.hidden
     return before + layers_scratch_size(pass_record, layers, positions)
 
@@ -147,7 +147,7 @@ def _compute_pass(record: Any, thread_pool: int, slots: int, rows: int, forced_t
         pass_record.inputs = rest
         compute_layer_inputs(pass_record, outer.layer_inputs, record.ids, rows, hidden, rest)
         rest += layer_inputs_size(pass_record.inputs_stride, rows) * ITEM_SIZE
-    if pass_record.reads_embeddings:
+    if pass_record.side_function:
         pass_record.embedded = rest
         copy_floats(hidden, rows * pass_record.hidden, rest)
         rest += rows * pass_record.hidden * ITEM_SIZE

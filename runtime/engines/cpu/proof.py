@@ -105,7 +105,7 @@ def _is_compiled(parts: CompiledParts) -> bool:
     activations = {layer.activation for layer in parts.layers if layer.down}
     return (
         len(activations) < 2
-        and activations <= {*ACTIVATIONS[parts.family.gates_mlp]}
+        and activations <= ACTIVATIONS[parts.family.gates_mlp]
         and all(has_compiled_experts(layer, parts.family) for layer in parts.layers)
         and all(width % LANES == 0 for width in rotary_widths)
         and all(layer.factor is None or layer.factor.dtype == torch.float32 for layer in parts.layers)

@@ -188,7 +188,7 @@ class TreePass:
         return states
 
     def accept(self, path: Array, states: States) -> None:
-        """Advance ``states`` along a path of the last pass's rows; ``path`` is a path record (see ``mixer_kernel.PATH``)."""
+        """Advance ``states`` along a path of the last pass's rows; for ``path``, see ``mixer_kernel.PATH``."""
         first, stride = self._states_at
         if states.address == first + int(path[PATH_SLOT]) * stride:
             with self._open_threads() as thread_pool:

@@ -195,7 +195,7 @@ class WeightTable:
         for layer in filter(lambda layer: layer.down, self._parts.layers):
             pass_record.activation = ACTIVATIONS[layer.activation]
         if any(layer.side for layer in self._parts.layers):
-            pass_record.reads_embeddings, pass_record.side_function = True, side_function().address
+            pass_record.side_function = side_function().address
         pass_record.gates_heads = family.gates_heads
         if self.mixers:
             self.mixers.fill_pass_record(pass_record)

@@ -83,13 +83,15 @@ class RecurrentLayers:
         return not self._others
 
     @contextmanager
-    def over(self, trees: Sequence[DraftTree], states: States, cache: Cache) -> Iterator[StatesOfPass]:
+    def over(
+        self, trees: Sequence[DraftTree], states: States, cache: Cache, step: StepTensors | None = None
+    ) -> Iterator[StatesOfPass]:
         """In this block, make the model's passes run over trees, starting from ``states``, which stay unchanged.
 
-        Yield the states after each row of the trees.
+        Yield the states after each row of the trees. ``step`` holds the trees, if they have been sent to the device.
         """
         states = states.part(0, len(trees))
-        step = sent_step(trees, [0] * len(trees), self._device)
+        step = step or sent_step(trees, [0] * len(trees), self._device)
         closed, levels = self._closed(step, states), TreeLevels(trees, self._device)
         by_level = [(mixer, LevelStates(levels, states.by_layer[mixer.layer])) for mixer in self._others]
         forwards = [

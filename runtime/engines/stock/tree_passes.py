@@ -16,7 +16,7 @@ from hdtool.runtime.engines.backend import StockBackend
 from hdtool.runtime.engines.stock.facts import ModelFacts
 from hdtool.runtime.engines.stock.stock_model import StockModel
 from hdtool.runtime.model.families import rotary_switch
-from hdtool.runtime.model.pass_inputs import sent_step
+from hdtool.runtime.model.pass_inputs import StepTensors, sent_step
 
 
 class TreePasses(StockBackend):
@@ -64,7 +64,7 @@ class TreePasses(StockBackend):
         stock, lengths = self._stock, [slot.length for slot in slots]
         step = sent_step(trees, lengths, stock.device)
         mask = stock.masks.of_trees(trees, lengths, step)
-        with self._over(trees, slots, states, view):
+        with self._over(trees, slots, states, view, step):
             logits: torch.Tensor = stock.call(step.tokens, step.positions, mask, view).logits
         stock.log.nodes, stock.log.slots = step.tokens.shape[1] - 1, len(trees)
         used = [len(tree) + 1 for tree in trees]
@@ -72,14 +72,19 @@ class TreePasses(StockBackend):
 
     @contextmanager
     def _over(
-        self, trees: Sequence[DraftTree], slots: Sequence[Slot], states: States | None, cache: LibraryCache
+        self,
+        trees: Sequence[DraftTree],
+        slots: Sequence[Slot],
+        states: States | None,
+        cache: LibraryCache,
+        step: StepTensors,
     ) -> Iterator[None]:
         """Run recurrent layers over trees within the block, then give each slot the states after its tree's rows."""
         recurrent = self._facts.recurrent
         if recurrent is None or states is None:
             yield
             return
-        with recurrent.over(trees, states, cache) as states_of_rows:
+        with recurrent.over(trees, states, cache, step) as states_of_rows:
             yield
         for place, slot in enumerate(slots):
             slot.hold_states(states_of_rows, place)
