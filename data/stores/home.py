@@ -27,9 +27,9 @@ from hdtool.data.stores.store_files import (
     LOCK_FILE,
     MANIFEST,
     MODEL_KIND,
-    delete_leftovers,
     holds_history,
     holds_manifest,
+    leftovers,
     printable,
 )
 from hdtool.data.stores.tenant import namespace_folder
@@ -166,7 +166,8 @@ def remove_store(item: StoredItem) -> None:
     busy = StoreError(f"a build of {folder} is running: wait for it")
     try:
         with history_lock(folder, remove=True) if is_history else file_lock(folder / LOCK_FILE, busy, remove=True):
-            delete_leftovers(folder, (), HISTORY_FILES if is_history else BUILT_FILES)
+            for path in leftovers(folder, (), HISTORY_FILES if is_history else BUILT_FILES):
+                path.unlink(missing_ok=True)
             (folder / MANIFEST).unlink(missing_ok=True)
         remove_empty(folder)
     except OSError as error:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import re
 import shutil
 from io import StringIO
@@ -19,7 +21,7 @@ from hdtool.data.artifact import Artifact
 from hdtool.data.durable_files import file_lock
 from hdtool.data.errors import StoreError
 from hdtool.data.home import home
-from hdtool.data.stores.home import model_store_at_home, store_at_home, stored_items
+from hdtool.data.stores.home import StoredItem, model_store_at_home, store_at_home, stored_items
 from hdtool.data.stores.manifest import Manifest
 from hdtool.data.stores.store import read_manifest
 from hdtool.data.stores.store_files import LOCK_FILE, MANIFEST
@@ -225,15 +227,40 @@ def test_stores_are_listed_and_removed(capfd: pytest.CaptureFixture[str]) -> Non
     assert not (home() / "stores").exists()
 
 
-@pytest.mark.parametrize("kind", ["model", "corpus", "history"])
-def test_a_removal_that_is_interrupted_is_repeated(
-    kind: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def only_item(kind: str, capfd: pytest.CaptureFixture[str]) -> StoredItem:
+    """The only store of an empty home, of this kind."""
     if kind == "history":
         noted(capfd, "--history", "home")
     else:
         json_of(capfd, *(["build-model-db", "--from"] if kind == "model" else ["build-corpus-db"]), "answers.jsonl")
     (item,) = stored_items()
+    return item
+
+
+@pytest.mark.parametrize("kind", ["model", "corpus", "history"])
+def test_a_removal_that_the_system_refuses_leaves_the_store_listed(
+    kind: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    item = only_item(kind, capfd)
+    unlink = Path.unlink
+
+    def refused(path: Path, missing_ok: bool = False) -> None:
+        if path.parent == item.folder and path.name not in (MANIFEST, LOCK_FILE) and path.exists():
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        unlink(path, missing_ok)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "unlink", refused)
+        said = complaint(capfd, "stores", "remove", item.name, "--yes")
+    assert "cannot be removed (Permission denied): correct the permissions" in said
+    assert [left.name for left in stored_items()] == [item.name]
+
+
+@pytest.mark.parametrize("kind", ["model", "corpus", "history"])
+def test_a_removal_that_is_interrupted_is_repeated(
+    kind: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    item = only_item(kind, capfd)
     unlink = Path.unlink
 
     def interrupted(path: Path, missing_ok: bool = False) -> None:
