@@ -388,6 +388,7 @@ def test_idle_slots_keep_their_contexts_and_few_steps_serve_all_batches(family: 
             target.commit(cache, slot, [1, 2])
     steps = captured_of(target).steps
     assert steps and [slots for slots, *_ in steps._steps[cache.storage]] == [5, 4, 1]
+    cache.slots[3].kv.settle()
     cache.slots[3].kv._interrupted_from = 2  # a move that an interrupt left halfway
     target.verify(cache, [tree] * 3)
     assert cache.slots[3].valid == 2
