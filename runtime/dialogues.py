@@ -75,13 +75,14 @@ class Dialogues:
         try:
             self._submit_next()
             while self._unreported:
-                dialogue = self._unreported.popleft()
+                dialogue = self._unreported[0]
                 for answer in dialogue.answers:  # grows by one answer for each turn
                     yield answer
                     while not answer.stats.finish:
                         self._advance()
                     if answer.interrupted:
                         self._interrupt()
+                self._unreported.popleft()
                 if dialogue.error:
                     raise dialogue.error
         finally:
@@ -123,8 +124,11 @@ class Dialogues:
             self._session.submit(request)
 
     def _interrupt(self) -> None:
+        """Interrupt all answers that have begun, and drop those that have not."""
         for dialogue in self._unreported:
             dialogue.error = None
-            for answer in dialogue.answers:
-                if not answer.stats.finish:
-                    answer.interrupt()
+            if dialogue.answers and not (last := dialogue.answers[-1]).stats.finish:
+                if last.output_ids:
+                    last.interrupt()
+                else:
+                    dialogue.answers.pop()

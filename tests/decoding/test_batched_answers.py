@@ -202,6 +202,16 @@ def test_after_an_interrupt_unfinished_answers_are_yielded() -> None:
     assert sum(answer.interrupted for answer in answers) >= 2
 
 
+@pytest.mark.usefixtures("known_cost")
+def test_an_interrupt_at_the_end_of_an_answer_begins_no_other_turn() -> None:
+    answerer = Answerer(ModelConfig(), DecodeConfig(max_new_tokens=5, batch_size=1), SamplingConfig())
+    answers = []
+    for answer in answerer.all_answers(PROMPTS[1:]):
+        answers.append("".join(answer))
+        answer.interrupt()
+    assert len(answers) == 1
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("command", [pytest.param("generate", marks=pytest.mark.exhaustive), "collect"])
 def test_ctrl_c_ends_a_batch(command: str, tmp_path: Path) -> None:
