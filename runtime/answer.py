@@ -10,7 +10,7 @@ from hdtool.data.prompts import Prompt
 from hdtool.runtime.config.source_names import SourceId
 from hdtool.runtime.core.drafter import Drafter
 from hdtool.runtime.core.sequence import Finish, Stats, Step
-from hdtool.runtime.generation.text_stream import Piece, TextStream, before_stop, cut_at_stop, text_of
+from hdtool.runtime.generation.text_stream import Piece, TextStream, before_stop, cut_at_stop, pieces_of, text_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -59,20 +59,15 @@ class Answer:
 
     def by_source(self) -> Iterator[Piece]:
         """Generate the answer; yield the text of each token and the source that drafted that token."""
-        return before_stop(self._pieces_by_source(), self._stop)
+        steps = iter(self._next_step, None)
+        drafted = (pair for step in steps for pair in zip(step.tokens, step.sources, strict=True))
+        return before_stop(pieces_of(self._tokenizer, drafted), self._stop)
 
     def _texts(self) -> Iterator[str]:
         text = TextStream(self._tokenizer)
         while step := self._next_step():
             yield text.add(step.tokens)
         yield text.end()
-
-    def _pieces_by_source(self) -> Iterator[Piece]:
-        text = TextStream(self._tokenizer)
-        while step := self._next_step():
-            for token, source in zip(step.tokens, step.sources, strict=True):
-                yield text.add([token]), source
-        yield text.end(), SourceId.NONE
 
     def _next_step(self) -> Step | None:
         """Return the next step whose text was not given out yet, or None if the answer has ended."""

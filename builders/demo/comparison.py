@@ -11,7 +11,7 @@ import torch
 
 from hdtool.builders.evaluation.bench_plan import ContenderFactory
 from hdtool.builders.evaluation.contenders import FreshDrafters, answer_steps
-from hdtool.builders.evaluation.experiment import Experiment, Figures, by_contender, identical, pieces_of, timed_turn
+from hdtool.builders.evaluation.experiment import Experiment, Figures, by_contender, identical, shown_pieces, timed_turn
 from hdtool.data.answered_questions import AnsweredTurn
 from hdtool.data.chat import encode_conversation
 from hdtool.data.prompts import Prompt
@@ -98,7 +98,7 @@ class SideBySide:
         last_turns = {name: [row.turns[-1] for row in of] for name, of in by_contender(rows).items()}
         plain, drafted = (median_figures(last_turns[name], self._loaded.target.device) for name in contenders)
         last = last_turns[DRAFTED][-1]
-        pieces = pieces_of(self._loaded.tokenizer, last.output_ids, last.drafted_by)
+        pieces = tuple(shown_pieces(self._loaded.tokenizer, last.output_ids, last.drafted_by))
         return Comparison(plain, drafted, int(identical(rows)), pieces)
 
     def _answered(self, drafter: Drafter, prompt: Prompt) -> list[AnsweredTurn]:

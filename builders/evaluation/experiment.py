@@ -17,7 +17,7 @@ from hdtool.runtime.config.measuring import COLD, WARM
 from hdtool.runtime.config.source_names import SourceId
 from hdtool.runtime.core.drafter import Drafter
 from hdtool.runtime.core.sequence import Stats, Step
-from hdtool.runtime.generation.text_stream import Piece, TextStream
+from hdtool.runtime.generation.text_stream import Piece, pieces_of
 
 Question = TypeVar("Question")
 Answering = Callable[[Question], Sequence[AnsweredTurn]]
@@ -92,11 +92,10 @@ def identical(answers: Sequence[Answers]) -> bool:
     return all(one.output_ids == answers[0].output_ids for one in answers)
 
 
-def pieces_of(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int], sources: Sequence[int]) -> tuple[Piece, ...]:
-    """Return the text that each token completes, with the source that drafted the token."""
-    text = TextStream(tokenizer)
-    parts = [(text.add([token]), SourceId(source)) for token, source in zip(tokens, sources, strict=True)]
-    return tuple(piece for piece in (*parts, (text.end(), SourceId.NONE)) if piece[0])
+def shown_pieces(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int], sources: Sequence[int]) -> list[Piece]:
+    """Return the text of each token that has any, with the source that drafted the token."""
+    drafted = zip(tokens, map(SourceId, sources), strict=True)
+    return [piece for piece in pieces_of(tokenizer, drafted) if piece[0]]
 
 
 @dataclass(frozen=True)

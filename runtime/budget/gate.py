@@ -84,7 +84,7 @@ class Gate:
     def __init__(self, log: PassLog) -> None:
         """``log`` records the passes of the target."""
         self.runs_drafter = False
-        """True if the next step should run the drafter, once its trial ``may_begin``."""
+        """True if the next step should run the drafter, once its trial ``may_run``."""
         self.pass_cost = LinearCost()
         """Cost of the drafter's passes."""
         self._log = log

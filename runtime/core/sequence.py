@@ -58,7 +58,7 @@ class Step(NamedTuple):
 Key = TypeVar("Key")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Request(Generic[Key]):
     """A prompt and the options for its answer."""
 

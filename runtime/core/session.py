@@ -60,7 +60,7 @@ class Session(Generic[Key]):
         self._prefilling: tuple[SequenceState[Key], PromptReader] | None = None
         self._running: list[SequenceState[Key]] = []
         """Answers in progress; the index of each is its slot."""
-        self._cancelled: list[Request[Key]] = []
+        self._cancelled = set[Request[Key]]()
         """Requests to drop before the next pass."""
         self._launched: WaitForResults | None = None
         """Waits for a pass that was started ahead; None if there is none."""
@@ -85,7 +85,7 @@ class Session(Generic[Key]):
 
     def cancel(self, request: Request[Key]) -> None:
         """End the answer of a request before the next pass; there are no more outcomes of it."""
-        self._cancelled.append(request)
+        self._cancelled.add(request)
 
     def steps(
         self, next_request: Callable[[], Request[Key] | None] = lambda: None
@@ -143,15 +143,14 @@ class Session(Generic[Key]):
 
     def _drop_cancelled(self, outcomes: list[Outcome[Key]]) -> list[Outcome[Key]]:
         """End the cancelled requests, and return the outcomes of the others."""
-        cancelled = {id(request) for request in self._cancelled}
-        self._cancelled.clear()
-        self._waiting = deque(request for request in self._waiting if id(request) not in cancelled)
-        if self._prefilling and id(self._prefilling[0].request) in cancelled:
+        cancelled, self._cancelled = self._cancelled, set()
+        self._waiting = deque(request for request in self._waiting if request not in cancelled)
+        if self._prefilling and self._prefilling[0].request in cancelled:
             self._stop_prefilling()
         for slot in range(len(self._running) - 1, -1, -1):
-            if id(self._running[slot].request) in cancelled:
+            if self._running[slot].request in cancelled:
                 self._leave(slot)
-        return [outcome for outcome in outcomes if id(outcome[0]) not in cancelled]
+        return [outcome for outcome in outcomes if outcome[0] not in cancelled]
 
     def _prefills_next(self) -> bool:
         can_prefill = self._prefilling is not None or (len(self._waiting) > 0 and not self._is_full)

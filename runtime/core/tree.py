@@ -109,6 +109,10 @@ class DraftTree:
             return self
         return self.select(np.flatnonzero(_embeddable(self.tokens, self.parents, vocabulary)))
 
+    def first(self, size: int) -> DraftTree:
+        """Return a tree of the first nodes, without ``forced_tokens``."""
+        return DraftTree(self.root, self.tokens[:size], self.parents[:size], self.sources[:size])
+
     def select(self, order: npt.NDArray[np.int64]) -> DraftTree:
         """Return a tree of the nodes in ``order``, without ``forced_tokens``; ``order`` must list parents first."""
         return DraftTree(self.root, self.tokens[order], _remap_parents(self.parents, order), self.sources[order])

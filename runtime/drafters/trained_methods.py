@@ -168,7 +168,8 @@ def trained_alone(
     trained = trained_drafter(config, target, tokenizer)
     if config.method not in TAKE_TREE or config.tree != STATIC:
         return StandaloneDrafter(trained, budget)
-    return StandaloneDrafter(trained, budget, StaticTree(heads_for(config.method, config.heads, target.model)))
+    assert isinstance(trained, HeadsState)
+    return StandaloneDrafter(trained, budget, StaticTree(trained.saved))
 
 
 def methods_with_drafters(config: DecodeConfig, model: PreTrainedModel) -> set[str]:

@@ -117,6 +117,14 @@ def decoder_of(tokenizer: PreTrainedTokenizerBase) -> Callable[[list[int]], str]
 Piece = tuple[str, SourceId]
 
 
+def pieces_of(tokenizer: PreTrainedTokenizerBase, drafted: Iterable[tuple[int, SourceId]]) -> Iterator[Piece]:
+    """Yield the text that each token completes, with the source that drafted the token."""
+    text = TextStream(tokenizer)
+    for token, source in drafted:
+        yield text.add([token]), source
+    yield text.end(), SourceId.NONE
+
+
 class StopTexts:
     """Container of the tokens that end an answer: those in ``stops``, and any token that completes a stop string."""
 

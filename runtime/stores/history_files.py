@@ -313,7 +313,7 @@ def require_room(folder: Path, needed: int = 0) -> None:
         raise OSError(errno.ENOSPC, f"No space left on device, {free >> 20} MiB free")
 
 
-def complete_rebuild(folder: Path) -> None:
+def delete_rebuild_leftovers(folder: Path) -> None:
     """Delete the files that a killed rebuild left behind, as they may contain dropped conversations."""
     with store_errors(folder):
         if leftovers(folder, read_history_manifest(folder).file_names, HISTORY_FILES):

@@ -31,8 +31,8 @@ from hdtool.runtime.kernels.compiled import Ints, Uncopyable
 from hdtool.runtime.stores.history_files import (
     OpenFiles,
     compile_ring,
-    complete_rebuild,
     create_if_new,
+    delete_rebuild_leftovers,
     lengthen,
     open_files,
     positions_within,
@@ -80,7 +80,7 @@ class HistoryStore(Uncopyable):
         self._read_only = read_only
         if not read_only:
             compile_ring()
-            complete_rebuild(self.folder)
+            delete_rebuild_leftovers(self.folder)
         self._use(open_files(self.folder, writable=not read_only))
         self._end[0] = self._current_end()
         if not read_only:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -109,15 +109,21 @@ def weight_files(folder: Path) -> list[Path] | None:
     return files and files + [folder / name for name in ADAPTERS if (folder / name).is_file()]
 
 
-def shards(folder: Path) -> list[str] | None:
-    """Return the names of the shards that the folder's index lists, or None if there is no readable index."""
-    for name in INDEXES:
+def weight_map(folder: Path, indexes: Sequence[str] = INDEXES) -> dict[str, str] | None:
+    """Return the shard of each tensor that the folder's index lists, or None if there is no readable index."""
+    for name in indexes:
         try:
             row = json.loads((folder / name).read_text(encoding="utf-8"))
-            return sorted({str(shard) for shard in row["weight_map"].values()})
+            return {tensor: str(shard) for tensor, shard in row["weight_map"].items()}
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             continue
     return None
+
+
+def shards(folder: Path) -> list[str] | None:
+    """Return the names of the shards that the folder's index lists, or None if there is no readable index."""
+    found = weight_map(folder)
+    return None if found is None else sorted({*found.values()})
 
 
 def _complete(folder: Path) -> Iterator[list[Path]]:

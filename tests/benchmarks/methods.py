@@ -46,9 +46,9 @@ def generous() -> Iterator[None]:
         DRAFTER_FACTORIES["suffix"] = usual
 
 
-def groups_of(played: ReplayResult) -> dict[str, float]:
+def groups_of(result: ReplayResult) -> dict[str, float]:
     """Return tokens per step by task, or by category if all questions are from MT-bench."""
-    categories = played.by_category()
+    categories = result.by_category()
     tasks: dict[str, list[ReplayResult]] = {}
     for task, one in zip(tasks_of(list(categories)), categories.values(), strict=True):
         tasks.setdefault(task, []).append(one)
@@ -57,12 +57,12 @@ def groups_of(played: ReplayResult) -> dict[str, float]:
     return {name: one.tokens_per_step for name, one in categories.items()}
 
 
-def cells_of(played: ReplayResult, *, reads_logits: bool) -> list[str]:
-    groups = [f"{value:.2f}" for value in groups_of(played).values()]
+def cells_of(result: ReplayResult, *, reads_logits: bool) -> list[str]:
+    groups = [f"{value:.2f}" for value in groups_of(result).values()]
     # Omit learning times of these methods: ranking the rows that a recording lacks is slow.
-    learning = "" if reads_logits else f"{played.observe_us(50):.0f}"
-    times = f"{played.draft_us(50):.0f} / {played.draft_us(99):.0f}"
-    return [*groups, f"**{played.tokens_per_step:.3f}**", f"{played.nodes_per_step:.1f}", times, learning]
+    learning = "" if reads_logits else f"{result.observe_us(50):.0f}"
+    times = f"{result.draft_us(50):.0f} / {result.draft_us(99):.0f}"
+    return [*groups, f"**{result.tokens_per_step:.3f}**", f"{result.nodes_per_step:.1f}", times, learning]
 
 
 def main() -> None:
@@ -80,11 +80,11 @@ def main() -> None:
             if how is warm and not METHODS[name].history:
                 continue
             method, reads_logits = ReplayMethod(name, config.decoding(name)), bool(METHODS[name].logits)
-            played = {f"`{name}`": how(method, conversations, stores)}
+            results = {f"`{name}`": how(method, conversations, stores)}
             if name == "suffix":
                 with generous():
-                    played["`suffix`, most generous"] = how(method, conversations, stores)
-            for label, one in played.items():
+                    results["`suffix`, most generous"] = how(method, conversations, stores)
+            for label, one in results.items():
                 table = table or Table(
                     title, *groups_of(one), "all", "nodes per step", "drafting, µs p50 / p99", "learning, µs p50"
                 )

@@ -44,7 +44,7 @@ OWN_NAMES = (
     "speed-up.png",
     "generation-time.png",
     "repeated-4-grams.png",
-    "subsets-pld.dark.png",
+    "sources-pld.dark.png",
 )
 """Of files that commands write, or nearly."""
 

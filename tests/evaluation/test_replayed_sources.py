@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-from hdtool.builders.evaluation.experiment import pieces_of
+from hdtool.builders.evaluation.experiment import shown_pieces
 from hdtool.builders.evaluation.recording import RecordedTurn
 from hdtool.builders.evaluation.replay import ReplayedTurn, ReplayResult
 from hdtool.builders.evaluation.report.measurements import BenchMeasurements
@@ -107,7 +107,7 @@ def test_a_case_is_the_answer_nearest_to_the_mean() -> None:
     case = typical_case("hd", ReplayResult("hd", turns, {}), tokenizer, ["first", "second", "third"])
     assert (case.question, case.tokens, case.steps) == ("second", 60, 30)
     assert "".join(text for text, _ in case.pieces) == text_of(tokenizer, ids)
-    named = pieces_of(tokenizer, ids[1:4], [0, 1, 3])  # the first has no text
+    named = shown_pieces(tokenizer, ids[1:4], [0, 1, 3])  # the first has no text
     assert [str(source) for _, source in named] == ["none", "context", "corpus"]
 
 

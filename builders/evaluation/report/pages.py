@@ -216,7 +216,7 @@ def speed_forecast(results: Mapping[str, ReplayResult], curve: CostCurve) -> Tab
 
 INDEX_PAGE = "index.html"
 TABLES_FILE = "tables.md"
-PICTURE_NAME = re.compile(r"(speed-up|generation-time|temperatures|(sources|subsets)-[a-z+-]+)(\.dark)?\.png")
+PICTURE_NAME = re.compile(r"(speed-up|generation-time|temperatures|sources-[a-z+-]+)(\.dark)?\.png")
 """Matches the file names of all pictures that a report may have."""
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedTokenizerBase
 
-from hdtool.builders.evaluation.experiment import pieces_of
+from hdtool.builders.evaluation.experiment import shown_pieces
 from hdtool.builders.evaluation.recording import RecordedTurn
 from hdtool.builders.evaluation.replay import ReplayMethod, ReplayResult
 from hdtool.builders.evaluation.report.figures import ReportData
@@ -49,7 +49,7 @@ def typical_case(
         question=question,
         pieces=tuple(
             (text, str(source))
-            for text, source in pieces_of(tokenizer, typical.tokens.tolist(), typical.sources.tolist())
+            for text, source in shown_pieces(tokenizer, typical.tokens.tolist(), typical.sources.tolist())
         ),
         tokens=len(typical.tokens),
         steps=len(typical.accept_lengths),

@@ -41,7 +41,7 @@ class HeadsState(BlockDrafter):
 
     def __init__(self, saved: SavedHeads, target: Target, gate: Gate | None = None) -> None:
         assert isinstance(saved.heads, ParallelHeads)
-        self.heads = heads = saved.heads
+        self.saved, self.heads = saved, (heads := saved.heads)
         self.passes = 0
         if target.device.type == "cpu":
             compile_linear_layers(heads)

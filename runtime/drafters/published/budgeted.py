@@ -31,7 +31,7 @@ class BudgetedDrafter(Drafter):
         if not len(tree):
             return tree
         size = self.budget.choose_size(probs[:LARGEST_TREE])
-        return tree if size == len(tree) else tree.select(np.arange(size))
+        return tree if size == len(tree) else tree.first(size)
 
     def _grow(self, context: Sequence[int], max_nodes: int) -> tuple[DraftTree, Probs]:
         """Return a tree, and for each node the probability that its path is accepted, in descending order."""

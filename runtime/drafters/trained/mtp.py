@@ -30,7 +30,7 @@ from hdtool.runtime.model.pass_inputs import FULL, AttentionMasks, AttentionWind
 from hdtool.runtime.model.transformers_internals import attention_of, use_masked_attention
 from hdtool.runtime.program.embedding_and_head import norms_and_activations_match
 from hdtool.runtime.program.model_parts import ModelParts, layers_of, model_parts
-from hdtool.runtime.weights.hub import cached_snapshot, weight_files
+from hdtool.runtime.weights.hub import INDEXES, cached_snapshot, weight_files, weight_map
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -246,6 +246,8 @@ def _tensors_of(model: PreTrainedModel) -> list[str]:
 
     name, names = model.config.name_or_path, list[str]()
     folder = Path(name) if name and Path(name).is_dir() else cached_snapshot(name or "")
+    if folder and (listed := weight_map(folder, INDEXES[:1])):
+        return list(listed)
     try:
         for path in weight_files(folder) or () if folder else ():
             if path.suffix == ".safetensors":

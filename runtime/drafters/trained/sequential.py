@@ -52,11 +52,14 @@ class AcceptedTokens:
         """``columns`` selects the hidden states to queue (see ``Target.watch_hidden``); by default, none are queued."""
         self._columns = columns
         self._queued: list[tuple[torch.Tensor, list[int]]] = []
+        self._tokens = 0
+        """Number of queued tokens."""
         self.begin([0])
 
     def begin(self, prompt: list[int]) -> None:
         """Begin another answer; the first hidden states added must be those of its prompt."""
         self._queued.clear()
+        self._tokens = 0
         self._prompt, self._is_prompt = list(prompt), True
 
     def add(self, accepted: Accepted, verified: Verified) -> None:
@@ -64,16 +67,18 @@ class AcceptedTokens:
         hidden = NO_HIDDEN if verified.hidden is None or self._columns is None else verified.hidden[:, self._columns]
         if self._is_prompt:
             self._is_prompt = False
-            self._queued.append((hidden, [*self._prompt[1:], accepted.tokens[-1]]))
-            return
+            return self._queue(hidden, [*self._prompt[1:], accepted.tokens[-1]])
         rows = [0, *(node + 1 for node in accepted.path)]
-        self._queued.append((hidden if hidden is NO_HIDDEN else select_rows(hidden, rows), accepted.tokens))
+        self._queue(hidden if hidden is NO_HIDDEN else select_rows(hidden, rows), accepted.tokens)
+
+    def _queue(self, hidden: torch.Tensor, tokens: list[int]) -> None:
+        self._queued.append((hidden, tokens))
+        self._tokens += len(tokens)
 
     @property
     def unread(self) -> int:
         """Number of tokens that ``take`` would return."""
-        tokens = sum(len(chosen) for _, chosen in self._queued)
-        return tokens if len(self._queued) <= LONG_PAUSE else min(tokens, READ_AFTER_PAUSE)
+        return self._tokens if len(self._queued) <= LONG_PAUSE else min(self._tokens, READ_AFTER_PAUSE)
 
     def take(self) -> QueuedTokens:
         """Empty the queue and return its contents; after a long pause, only the last ``READ_AFTER_PAUSE`` tokens."""
@@ -81,6 +86,7 @@ class AcceptedTokens:
         hidden = torch.cat([rows for rows, _ in self._queued]) if steps > 1 else self._queued[0][0]
         tokens = [token for _, chosen in self._queued for token in chosen]
         self._queued.clear()
+        self._tokens = 0
         if steps <= LONG_PAUSE or len(tokens) <= READ_AFTER_PAUSE:
             return QueuedTokens(hidden, tokens, 0)
         return QueuedTokens(hidden[-READ_AFTER_PAUSE:], tokens[-READ_AFTER_PAUSE:], len(tokens) - READ_AFTER_PAUSE)
