@@ -450,7 +450,7 @@ def test_nothing_is_lost_if_the_store_is_replaced_while_it_is_opened(
         drop_conversations(folder, source="secret")
         return manifest
 
-    monkeypatch.setattr(history_store, "complete_rebuild", lambda folder: None)
+    monkeypatch.setattr(history_store, "delete_rebuild_leftovers", lambda folder: None)
     monkeypatch.setattr(history_files, "read_history_manifest", then_dropped)
     assert HistoryStore(tmp_path).append([7, 8, 9], [], "public")
     assert held(opened(tmp_path))[-1] == [7, 8, 9]
