@@ -23,7 +23,7 @@ from tests.support.families import VOCABULARY
 from tests.support.fused import TREE, after, both, widen
 from tests.support.one_sequence import OneSequence
 from tests.support.oracle import prompt_of
-from tests.support.trees import trees
+from tests.support.trees import tokens_to, trees
 
 CONTEXT = prompt_of(40)
 WALK, RANK, BOTH = PassOptions(walk=True), PassOptions(wants_maxima=True), PassOptions(walk=True, wants_maxima=True)
@@ -55,6 +55,22 @@ def takes(one: OneSequence, tree: DraftTree) -> bool:
 
 def with_forced_tokens(tree: DraftTree, forced_tokens: list[int]) -> DraftTree:
     return DraftTree(tree.root, tree.tokens, tree.parents, tree.sources, np.array(forced_tokens, np.int64))
+
+
+@given(tree=trees(VOCABULARY, max_nodes=24), length=st.integers(1, len(CONTEXT)), data=st.data())
+def test_the_logits_of_a_node_have_the_bits_of_its_path(
+    one: OneSequence, tree: DraftTree, length: int, data: st.DataObject
+) -> None:
+    kv = one.cache.slots[0].kv
+    kv.length = length
+    try:
+        logits = compiled(one, tree).logits.clone()
+        node = data.draw(st.integers(ROOT, len(tree) - 1))
+        tokens = tokens_to(tree, node)
+        path = DraftTree.of(tokens[0], tokens[1:], range(-1, len(tokens) - 2))
+        assert torch.equal(compiled(one, path).logits[-1], logits[node + 1])
+    finally:
+        kv.length = len(CONTEXT)
 
 
 @given(tree=trees(3, max_nodes=24), most=st.integers(1, 30))
