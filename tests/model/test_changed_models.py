@@ -22,6 +22,7 @@ from hdtool.runtime.core.tree import DraftTree
 from hdtool.runtime.engines.capture import CaptureMaker, never
 from hdtool.runtime.integrations import hf_generate
 from hdtool.runtime.integrations.hf_generate import Generator
+from hdtool.runtime.kernels.compact_weight import is_compact
 from hdtool.runtime.model.compact_layers import has_compact_weights
 from hdtool.runtime.target.target import Target
 from tests.support import fused
@@ -136,12 +137,25 @@ def test_an_adapter_that_is_taken_away_leaves_the_model_that_was(target: Target)
     assert is_compiled(target) == was_compiled
 
 
-def test_a_change_too_small_to_show_in_a_key_voids_what_is_kept(target: Target) -> None:
-    model, prompt = target.model, prompt_of(40)
-    answer(target, prompt, SamplingConfig())
+def with_slightly_other_data(model: Any) -> None:
     weight = mlp_of(model).down_proj.weight
     weight.data = weight.data * (1 + 1e-6)
+
+
+def with_a_step_of_an_optimizer(model: Any) -> None:
+    """Change a weight by less than most of its numbers are rounded by."""
+    weight = next(weight for weight in model.model.layers.parameters() if not is_compact(weight))
+    weight.grad = torch.ones_like(weight)
+    torch.optim.SGD([weight], lr=1e-9).step()
+
+
+@pytest.mark.parametrize("change", [with_slightly_other_data, with_a_step_of_an_optimizer])
+def test_a_change_too_small_to_show_in_a_key_voids_what_is_kept(change: Callable[[Any], None], target: Target) -> None:
+    prompt = prompt_of(40)
+    answer(target, prompt, SamplingConfig())
+    change(target.model)
     assert answer(target, prompt, SamplingConfig())[0].cached_tokens == 0
+    assert answer(target, prompt, SamplingConfig())[0].cached_tokens == len(prompt) - 2
 
 
 def test_weights_that_captured_steps_read_are_not_freed_before_the_next_prompt() -> None:
