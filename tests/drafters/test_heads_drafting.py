@@ -103,7 +103,9 @@ def test_heads_do_not_change_the_output(family: str, sampling: str) -> None:
         for drafter in drafters:
             steps = {length: run(target, prompt_of(length), chosen, 20, drafter=drafter) for length in plain}
             assert {length: output_tokens(one) for length, one in steps.items()} == plain
-            assert SourceId.HEADS in {source for one in steps[20] for source in one.tree.sources.tolist()}
+            taken = {source for one in steps[20] for source in one.tree.sources.tolist()}
+            assert SourceId.HEADS in taken and drafter.seconds.get(SourceId.HEADS, 1) > 0
+            assert isinstance(drafter, StandaloneDrafter) or SourceId.CONTEXT in taken
 
 
 def test_the_accepted_are_counted_as_theirs() -> None:
