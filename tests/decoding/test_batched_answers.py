@@ -190,15 +190,15 @@ class Interrupting(Hierarchy):
 
 
 @pytest.mark.usefixtures("known_cost")
-def test_after_an_interrupt_unfinished_answers_are_yielded() -> None:
+def test_after_an_interrupt_unfinished_answers_are_yielded(capsys: pytest.CaptureFixture[str]) -> None:
     answerer = Answerer(ModelConfig(), DecodeConfig(max_new_tokens=60, batch_size=3), SamplingConfig())
     answerer._drafters[1] = Interrupting(after=4)
     answers = []
     for answer in answerer.all_answers(PROMPTS[2:] * 2):
-        stream_answer(answer, show=False)
+        stream_answer(answer)
+        assert answer.output_ids and capsys.readouterr().out == answer.text + "\n"
         answers.append(answer)
     assert [answer.prompt.id for answer in answers] == ["p2", "p3", "p4"]
-    assert all(answer.output_ids for answer in answers)
     assert sum(answer.interrupted for answer in answers) >= 2
 
 
