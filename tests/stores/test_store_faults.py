@@ -35,6 +35,7 @@ from hdtool.runtime.stores.store_set import store_of
 VOCABULARY = 20
 MARK = TokenizerFingerprint("test", VOCABULARY)
 KINDS = list(STORE_PARTS)
+BUILDS = {"corpus": "hdtool build-corpus-db", "model": "hdtool build-model-db"}
 FOREIGN = {
     "thesis.tex": b"years of work",
     "photo.jpg": bytes(range(256)),
@@ -295,7 +296,7 @@ def test_a_store_that_is_replaced_while_it_is_opened_is_opened_anew(
 def test_a_missing_file_of_an_unchanged_store_is_an_error_at_once(tmp_path: Path) -> None:
     manifest = build("model", tmp_path)
     (tmp_path / manifest.files["rows"].name).unlink()
-    with pytest.raises(StoreError, match=r"rows-\w+\.bin is missing: build the store again"):
+    with pytest.raises(StoreError, match=rf"rows-\w+\.bin is missing: build the store again with {BUILDS['model']}$"):
         ModelStore(tmp_path)
 
 
@@ -402,8 +403,9 @@ def changes(row: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
     yield "token_bytes", changed("options", "token_bytes", to="two")
     yield "is not a single value", changed("options", "other", to=[1])
     yield "is no name of a field", changed("counts", "a\nb", to=1)
+    advice = f"this hdtool reads format {row['format']}: build it again with {BUILDS[row['kind']]}"
     for value in (True, 1.0, [1], "1", 99):
-        yield f"of format {value!a}, this hdtool reads format", changed("format", to=value)
+        yield f"of format {value!a}, {advice}", changed("format", to=value)
 
 
 def test_manifests_that_are_damaged_are_named_in_one_line(whole: tuple[str, Path], tmp_path: Path) -> None:
@@ -442,7 +444,8 @@ def test_a_part_that_is_empty_or_no_whole_rows_is_an_error(part: str, whole: tup
     content = path.read_bytes()
     for size in (0, 1, len(content) - 1, len(content) + 1):
         path.write_bytes((content * 2)[:size])
-        with pytest.raises(StoreError, match="bytes instead of"):
+        said = f"has {size:,} bytes instead of {len(content):,}: build the store again with {BUILDS[kind]}$"
+        with pytest.raises(StoreError, match=said):
             OPENED[kind](folder)
         row["files"][part]["bytes"] = size
         write(folder, row)
