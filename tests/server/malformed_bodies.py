@@ -126,6 +126,8 @@ CHAT_FIELDS: Table = {
         "tools": [{"type": "function", "function": {"name": "f"}}],
         "tool_choice": {"type": "function", "function": {"name": "g"}},
     },
+    "tool without a name": {"tools": [{"type": "function", "function": {}}]},
+    "tool_choice without tools": {"tool_choice": "required"},
     "functions": {"functions": [{"name": "f"}]},
     "audio": {"modalities": ["audio"], "audio": {"voice": "a"}},
     "prediction empty": {"prediction": {"type": "content", "content": ""}},
