@@ -113,7 +113,7 @@ def others(home: Path) -> dict[str, Any]:
     """Groups that are short, in one process."""
     return scenarios(
         home,
-        "changes,captures,reserved,sampled,heads,hidden_without_extents,mtp,without_recovery,"
+        "changes,captures,reserved,sampled,heads,hidden_without_extents,hydra,mtp,without_recovery,"
         "short_memory,replaced_weights,refused_waits,basics",
     )
 
@@ -220,9 +220,9 @@ def test_answers_that_take_turns_are_those_alone(family: str, home: Path) -> Non
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("drafter", ["heads", "mtp"])
+@pytest.mark.parametrize("drafter", ["heads", "hydra", "mtp"])
 def test_each_pass_of_a_trained_drafter_is_waited_for_once(drafter: str, others: dict[str, Any]) -> None:
-    """Heads make one pass beside the target's; a layer that drafts token by token makes several."""
+    """Heads make one pass beside the target's; those that draft token by token make several."""
     found = others[drafter]
     assert not found["faults"]
     assert [answer["tokens"] for answer in found["found"]] == [found["expected"]] * 2

@@ -235,6 +235,11 @@ def heads(config: HeadsConfig = HEADS) -> dict[str, Any]:
     return {"expected": expected, "found": [watched(target, GREEDY, drafter) for _ in range(2)]} | diagnostics()
 
 
+def hydra() -> dict[str, Any]:
+    """Answer with drafts of heads that read the tokens drafted so far, whose passes are captured too."""
+    return heads(SEQUENTIAL["hydra++"])
+
+
 def mtp() -> dict[str, Any]:
     """Answer with drafts of an MTP layer, whose passes are captured too."""
     return heads(SEQUENTIAL["mtp"])
@@ -529,6 +534,7 @@ GROUPS = (
     changes,
     heads,
     hidden_without_extents,
+    hydra,
     interleaved,
     mtp,
     mutations,
