@@ -250,6 +250,8 @@ OF_BITS: tuple[Check, ...] = same_bits, same_bits_of_prompts
 
 
 def assert_conforms(engine: Engine, check: Check) -> None:
-    """Run a check, which must not have made the engine fall back to transformers' code."""
+    """Run a check, in which the engine must compute each pass and never leave one to transformers' code."""
+    before, logged = engine.passes(engine.target), engine.target.log.passes
     check(engine)
     assert engine.is_in_use(engine.target)
+    assert engine.passes(engine.target) - before == engine.target.log.passes - logged > 0

@@ -45,6 +45,8 @@ class Engine:
     model: Any
     is_in_use: Callable[[Target], bool] = lambda target: True
     """Whether the engine in question, and not transformers' code, still computes the passes."""
+    passes: Callable[[Target], int] = lambda target: target.log.passes
+    """Number of passes that this engine has computed."""
     is_rounded: bool = False
     """Whether it rounds activations, so that transformers' logits are near its own and no more."""
 
@@ -83,14 +85,14 @@ def compiled(kind: str, dtype: torch.dtype = torch.float32) -> Engine:
     with pytest.MonkeyPatch.context() as patch:
         fused.widen(patch)
         target = fused.compiled_target(kind, dtype)
-        return Engine(target, fused.model_of(kind, dtype), is_compiled)
+        return Engine(target, fused.model_of(kind, dtype), is_compiled, compiled_passes)
 
 
 def compiled_program(name: str) -> Engine:
     with pytest.MonkeyPatch.context() as patch:
         fused.widen(patch, head_dim=32)
         target = described.compiled_of(name)
-    return Engine(target, target.model, is_compiled)
+    return Engine(target, target.model, is_compiled, compiled_passes)
 
 
 def packed(kind: str, activations: str = "float32") -> Engine:
@@ -99,11 +101,17 @@ def packed(kind: str, activations: str = "float32") -> Engine:
     with TemporaryDirectory() as folder:
         file = write_gguf(Path(folder) / "tiny.gguf", model, kind)
         target = load(ModelConfig(str(file), device="cpu", activations=activations)).target
-    return Engine(target, target.model, is_compiled, is_rounded=fused.compiled(target).activations_are_int8)
+    return Engine(
+        target, target.model, is_compiled, compiled_passes, is_rounded=fused.compiled(target).activations_are_int8
+    )
 
 
 def is_compiled(target: Target) -> bool:
-    return fused.compiled(target).is_current and fused.compiled(target).passes > 0
+    return fused.compiled(target).is_current
+
+
+def compiled_passes(target: Target) -> int:
+    return fused.compiled(target).passes
 
 
 CORE: dict[str, Callable[[], Engine]] = {
