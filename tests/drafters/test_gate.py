@@ -122,10 +122,10 @@ def test_a_cheap_trial_does_not_wait() -> None:
 PROBS = np.array([0.6, 0.3, 0.05, 0.01])
 
 
-def gate_of(base: float, row: float, last_seconds: float = 10.0) -> Gate:
-    """A gate that knows what the drafter's passes take, and the last pass of the target."""
+def gate_of(base: float, row: float) -> Gate:
+    """A gate that knows what the drafter's passes take, and that the last pass of the target took 10 seconds."""
     log = PassLog()
-    log.add(last_seconds)
+    log.add(10.0)
     gate = Gate(log)
     for rows in (1, 4, 2, 3) * 4:
         gate.note_pass(rows, base + row * rows)

@@ -20,13 +20,9 @@ from hdtool.runtime.program.model_families import GEMMA_NORM, NormKind
 from hdtool.runtime.program.side_block import SideNames
 from hdtool.runtime.target.target import Target
 from tests.support.described import model_of, target_of
-from tests.support.fused import widen
 from tests.support.rehearsed import direct
 
-
-@pytest.fixture(autouse=True)
-def wide(monkeypatch: pytest.MonkeyPatch) -> None:
-    widen(monkeypatch, head_dim=32)
+pytestmark = pytest.mark.usefixtures("wide_heads")
 
 
 def experts_of(name: str, **changes: Any) -> ExpertKind:

@@ -29,16 +29,9 @@ from tests.support.families import VOCABULARY, model_of
 from tests.support.one_sequence import OneSequence
 from tests.support.oracle import assert_same_logits, plain_logits, prompt_of
 from tests.support.rehearsed import Direct, Rehearsed, Replayed, captured_of, direct
-from tests.support.trees import WrongDrafter, path_to, tokens_to, trees
+from tests.support.trees import WrongDrafter, bush, path_to, tokens_to, trees
 
 CPU = torch.device("cpu")
-
-
-def tree_of(size: int) -> DraftTree:
-    """A bush with long branches: every node hangs below the one three before it."""
-    return DraftTree.of(
-        5, [(7 * node + 2) % VOCABULARY for node in range(size)], [max(ROOT, node - 3) for node in range(size)]
-    )
 
 
 def steps_of(target: Target) -> StaticSteps:
@@ -53,7 +46,7 @@ def steps_of(target: Target) -> StaticSteps:
 def test_sizes_next_to_the_fixed_ones(size: int) -> None:
     model = model_of("mistral")
     one = OneSequence(Target(model, direct))
-    context, tree = prompt_of(30), tree_of(size)
+    context, tree = prompt_of(30), bush(size)
     one.prefill(context)
     logits = one.verify(tree)
     for node in {ROOT, 0, size // 2, size - 1} & set(range(ROOT, size)):
@@ -191,7 +184,7 @@ def test_a_step_is_captured_once_whether_positions_move_or_not() -> None:
     steps = steps_of(one.target)
     one.prefill(prompt_of(20))
     for path in ([], [0, 1], [1, 4], []):
-        one.verify(tree_of(6))
+        one.verify(bush(6))
         one.commit(path)
     assert shapes_of(steps, one) == {(1, 8, 512)}
 
@@ -206,14 +199,14 @@ def test_a_longer_conversation_reads_more_of_the_cache() -> None:
     assert steps.capacity_for(3000, None) == 4096
     one.cache.reserve(2048)
     one.prefill(prompt_of(440))
-    one.verify(tree_of(63))
+    one.verify(bush(63))
     one.commit([0])
     assert one.length == 442
-    one.verify(tree_of(63))
+    one.verify(bush(63))
     assert {extent for *_, extent in shapes_of(steps, one)} == {512}
     long = [place % VOCABULARY for place in range(470)]
     one.prefill(long)
-    logits = one.verify(tree_of(63))
+    logits = one.verify(bush(63))
     assert {extent for *_, extent in shapes_of(steps, one)} == {512, 768}
     assert_same_logits(logits[1], plain_logits(one.target.model, [*long, 5, 2]))
 
@@ -238,9 +231,9 @@ def test_a_pass_without_extents_has_one_capacity_and_its_steps_are_captured_at_o
     steps.record(cache)
     assert capture.recorded == len(RECORDED)
     for nodes in (0, 3, 30, 63):
-        steps.prepared(cache, [tree_of(nodes)])
+        steps.prepared(cache, [bush(nodes)])
     assert capture.recorded == len(RECORDED)
-    steps.prepared(cache, [tree_of(64)])
+    steps.prepared(cache, [bush(64)])
     assert capture.recorded == len(RECORDED) + 1
 
 
@@ -273,7 +266,7 @@ def test_a_sequence_and_a_batch_keep_their_steps() -> None:
         for cache in (one, batch):
             for slot in range(len(cache.slots)):
                 target.prefill(cache, slot, prompt_of(9 + slot))
-            target.verify(cache, [tree_of(4)] * len(cache.slots))
+            target.verify(cache, [bush(4)] * len(cache.slots))
         recorded.append(capture.recorded)
     assert recorded[0] == recorded[-1]
 
@@ -285,7 +278,7 @@ def test_batches_of_all_sizes_take_little_more_memory_than_the_largest() -> None
     for slot, context in enumerate(contexts):
         target.prefill(cache, slot, context, room=200)
     for number in (7, 3, 5, 1, 6, 4, 2, 7):
-        found = target.verify(cache, [tree_of(4)] * number)
+        found = target.verify(cache, [bush(4)] * number)
         for slot, verified in enumerate(found):
             assert_same_logits(verified.logits[1], plain_logits(model, [*contexts[slot], 5, 2]))
     buffers = steps_of(target)._buffers.values()
@@ -374,7 +367,7 @@ def test_rankings_come_with_a_step(dtype: torch.dtype) -> None:
     for wanted in (8, 61, 0):
         found = target.verify(
             cache,
-            [tree_of(size) for size in (6, 0, 20)],
+            [bush(size) for size in (6, 0, 20)],
             [PassOptions(), PassOptions(max_ranked=wanted), PassOptions()],
         )
         for verified in found:

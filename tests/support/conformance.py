@@ -25,6 +25,7 @@ from tests.support.decoding import (
 )
 from tests.support.engines import Engine
 from tests.support.families import VOCABULARY
+from tests.support.fused import after
 from tests.support.one_sequence import OneSequence
 from tests.support.oracle import assert_same_logits, generated, plain_logits, prompt_of
 from tests.support.trees import WrongDrafter, path_to, tokens_to, trees
@@ -143,9 +144,9 @@ def reading_on(engine: Engine) -> None:
     for start in (0, 1, 37, 89) if target.facts.continues else (0,):
         if start:
             target.prefill(cache, 0, context[:start])
-        after = target.prefill(cache, 0, context[start:], start)
+        read = target.prefill(cache, 0, context[start:], start)
         assert cache.slots[0].tokens == context
-        assert_same_logits(after.logits[0], plain_logits(engine.model, context))
+        assert_same_logits(read.logits[0], plain_logits(engine.model, context))
 
 
 def overflows(engine: Engine) -> None:
@@ -182,15 +183,15 @@ def growth(engine: Engine) -> None:
 def same_bits(engine: Engine) -> None:
     """A row has the same bits in a tree, alone, in a prompt, in a batch, and after an accepted path of a tree."""
     target, context = engine.target, prompt_of(40)
-    of_tree = _after(engine, context).verify(BUSH).clone()
+    of_tree = after(engine.target, context).verify(BUSH).clone()
     for node in range(len(BUSH)):
-        tokens, alone = tokens_to(BUSH, node), _after(engine, context)
+        tokens, alone = tokens_to(BUSH, node), after(engine.target, context)
         for token in tokens:
             found = alone.verify(DraftTree.bare(token)).clone()
             alone.commit()
         assert torch.equal(found[0], of_tree[node + 1])
-        assert torch.equal(_after(engine, [*context, *tokens]).verified.logits[0], of_tree[node + 1])
-        drafted, again = _after(engine, [*context, *tokens]), _after(engine, context)
+        assert torch.equal(after(engine.target, [*context, *tokens]).verified.logits[0], of_tree[node + 1])
+        drafted, again = after(engine.target, [*context, *tokens]), after(engine.target, context)
         again.verify(BUSH)
         again.commit(path_to(BUSH, node))
         assert torch.equal(again.verify(BUSH), drafted.verify(BUSH).clone())
@@ -204,26 +205,20 @@ def same_bits(engine: Engine) -> None:
 def same_bits_of_prompts(engine: Engine) -> None:
     """However a prompt is cut, and however many threads compute it and a tree after it."""
     prompt, threads = prompt_of(PROMPT_CHUNK + 40), torch.get_num_threads()
-    whole = _after(engine, prompt)
+    whole = after(engine.target, prompt)
     expected = whole.verified.logits.clone(), whole.verify(BUSH).clone()
     if engine.target.facts.continues:
         for first in (1, 2, 77, PROMPT_CHUNK, PROMPT_CHUNK + 1):
-            cut = _after(engine, prompt[:first], room=250)
+            cut = after(engine.target, prompt[:first], room=250)
             assert torch.equal(cut.prefill(prompt[first:], first), expected[0])
             assert torch.equal(cut.verify(BUSH), expected[1])
     try:
         for number in (1, 2, 3, 7):
             torch.set_num_threads(number)
-            other = _after(engine, prompt)
+            other = after(engine.target, prompt)
             assert torch.equal(other.verified.logits, expected[0]) and torch.equal(other.verify(BUSH), expected[1])
     finally:
         torch.set_num_threads(threads)
-
-
-def _after(engine: Engine, context: list[int], room: int = 64) -> OneSequence:
-    one = OneSequence(engine.target)
-    one.prefill(context, room=room)
-    return one
 
 
 def _tree(engine: Engine, tree: DraftTree) -> DraftTree:

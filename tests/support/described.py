@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from hdtool.runtime.core.tree import ROOT, DraftTree
+from hdtool.runtime.core.tree import ROOT
 from hdtool.runtime.target.target import Target
 from tests.support.families import ALTERNATING, VOCABULARY, WINDOW, random_model
 from tests.support.fused import compile_target, with_compiled_layers
 from tests.support.oracle import assert_same_logits, plain_logits, prompt_of
-from tests.support.trees import path_to, tokens_to
+from tests.support.trees import bush, path_to, tokens_to
 
 WINDOWS: dict[str, Any] = {"sliding_window": WINDOW, "layer_types": ALTERNATING}
 EXPERTS: dict[str, Any] = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2}
@@ -413,12 +413,7 @@ def assert_right(
     for slot, context in enumerate(contexts):
         target.prefill(cache, slot, context, room=200)
     for batch in sizes:
-        drafted = [
-            DraftTree.of(
-                5, [(7 * node + 2) % VOCABULARY for node in range(size)], [max(ROOT, node - 3) for node in range(size)]
-            )
-            for size in batch
-        ]
+        drafted = list(map(bush, batch))
         found = target.verify(cache, drafted)
         for slot, (tree, verified) in enumerate(zip(drafted, found, strict=True)):
             for node in {ROOT, len(tree) // 2 - 1, len(tree) - 1}:

@@ -12,6 +12,7 @@ from hdtool.runtime.core.accept import Accepted
 from hdtool.runtime.core.drafter import Drafter
 from hdtool.runtime.core.engine_interface import Verified
 from hdtool.runtime.core.tree import ROOT, DraftTree
+from tests.support.families import VOCABULARY
 
 
 @st.composite
@@ -20,6 +21,13 @@ def trees(draw: st.DrawFn, vocabulary: int, max_nodes: int = 20) -> DraftTree:
     tokens = draw(st.lists(st.integers(0, vocabulary - 1), max_size=max_nodes))
     parents = [draw(st.integers(ROOT, node - 1)) for node in range(len(tokens))]
     return DraftTree.of(draw(st.integers(0, vocabulary - 1)), tokens, parents)
+
+
+def bush(size: int) -> DraftTree:
+    """Return a tree with long branches: every node hangs below the one three before it."""
+    return DraftTree.of(
+        5, [(7 * node + 2) % VOCABULARY for node in range(size)], [max(ROOT, node - 3) for node in range(size)]
+    )
 
 
 def path_to(tree: DraftTree, node: int) -> list[int]:
