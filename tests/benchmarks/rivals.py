@@ -2,16 +2,19 @@
 
     python -m tests.benchmarks.rivals --model smollm2 --questions question.jsonl --num-prompts-per-task 3 \\
         --llama-cpp-file Q4_0.gguf --llama-cpp-file Q8_0.gguf --llama-bench build/bin/llama-bench --openvino FOLDER
+    python -m tests.benchmarks.rivals --model LARGE.gguf --drafter SMALL.gguf --methods hd pld drafter hd+drafter \\
+        --questions coding.jsonl --llama-server build/bin/llama-server --no-generate
 
 The engines are hdtool with activations in float32 and in int8, ``generate`` of transformers, llama.cpp through
 ``llama-cpp-python`` on the model's own GGUF file and on those of ``--llama-cpp-file``, its ``llama-bench`` on the same
-files, and OpenVINO GenAI on each ``--openvino``: a folder of ``optimum-cli export openvino``, or a GGUF file. Engines
-that are not installed are listed and left out.
+files, its ``llama-server`` on the model's own, and OpenVINO GenAI on each ``--openvino``: a folder of ``optimum-cli
+export openvino``, or a GGUF file. Engines that are not installed are listed and left out.
 
 All contenders answer each question in turn, greedily and with fresh drafters, in one process (``llama-bench`` in a
 separate one). Speeds are tokens per second of CPU time, which is robust against other processes, and of wall-clock
 time, in the round of median speed of each question, averaged over questions. ``llama-bench`` gets the lengths of the
-model's plain answers; its CPU time excludes its start.
+model's plain answers; its CPU time excludes its start. A second table leaves out prefill: decoding's share of the CPU
+time is taken to be its share of the time.
 """
 
 from __future__ import annotations
@@ -53,9 +56,13 @@ from hdtool.runtime.weights.gguf_file import gguf_file
 from tests.benchmarks import openvino_peer
 from tests.benchmarks.laboratory import Table, parser_of
 from tests.benchmarks.llama_bench import LlamaBench
+from tests.benchmarks.llama_server import LOOKUP as SERVER_LOOKUP, LlamaServerContender, draft_model_options
 from tests.benchmarks.openvino_peer import OpenVinoContender
 
-PLAIN, LOOKUP, LLAMA_BENCH = "plain", "prompt lookup", "llama-bench"
+PLAIN, LOOKUP, DRAFT_MODEL, LLAMA_BENCH = "plain", "prompt lookup", "draft model", "llama-bench"
+
+
+GENERATE = {"generate": PLAIN, "generate-pld": LOOKUP, "generate-assisted": DRAFT_MODEL}
 
 
 @dataclass(frozen=True)
@@ -96,16 +103,19 @@ def entered(options: argparse.Namespace) -> Lineup:
     for file in files:
         check_same_model(file, lineup.loaded)
     _add_llama_cpp(lineup, model, files, options)
+    if own and options.llama_server:
+        _add_llama_server(lineup, own, options)
     _add_openvino(lineup, options)
     return lineup
 
 
 def _with_hdtool(model: ModelConfig, options: argparse.Namespace) -> Lineup:
-    decoding, sampling = DecodeConfig(max_new_tokens=options.max_new_tokens), SamplingConfig()
+    decoding = DecodeConfig(max_new_tokens=options.max_new_tokens, drafter=options.drafter)
+    sampling = SamplingConfig()
     stores = StoresConfig(options.model_db, options.corpus_db)
     first: Lineup | None = None
     transformers: dict[str, Contender] = {}
-    for activations in ACTIVATIONS:
+    for activations in options.activations:
         config = replace(model, activations=activations)
         try:
             loaded = load(config)
@@ -119,12 +129,13 @@ def _with_hdtool(model: ModelConfig, options: argparse.Namespace) -> Lineup:
         if first is None:
             first = Lineup(loaded, notes=[f"hdtool drafts from {store_set}"])
             if options.generate:
-                transformers = factory.contenders(["generate", "generate-pld"])
-        for method, contender in factory.contenders(["ar", "hd"]).items():
-            first.contenders[f"hdtool, {activations}", PLAIN if method == "ar" else "`hd`"] = contender
+                names = [name for name in GENERATE if options.drafter or name != "generate-assisted"]
+                transformers = factory.contenders(names, options.drafter)
+        for method, contender in factory.contenders(["ar", *options.methods]).items():
+            first.contenders[f"hdtool, {activations}", PLAIN if method == "ar" else f"`{method}`"] = contender
     assert first is not None
     for name, contender in transformers.items():
-        first.contenders["transformers' `generate`", PLAIN if name == "generate" else LOOKUP] = contender
+        first.contenders["transformers' `generate`", GENERATE[name]] = contender
     return first
 
 
@@ -150,6 +161,15 @@ def _add_llama_cpp(lineup: Lineup, model: ModelConfig, files: Sequence[Path], op
         if not number:
             lineup.notes.append(f"llama-bench: {bench.build}")
         lineup.contenders[engine.replace("llama.cpp", LLAMA_BENCH), PLAIN] = TimedByBench(bench, plain)
+
+
+def _add_llama_server(lineup: Lineup, file: Path, options: argparse.Namespace) -> None:
+    drafts = {PLAIN: (), LOOKUP: SERVER_LOOKUP}
+    if options.drafter:
+        drafts[DRAFT_MODEL] = draft_model_options(Path(options.drafter), options.threads)
+    for method, chosen in drafts.items():
+        contender = LlamaServerContender(lineup.loaded, options.llama_server, file, options.max_new_tokens, *chosen)
+        lineup.contenders[f"llama-server, {quantization_name(GGUFHeader.read(file))}", method] = contender
 
 
 def _add_openvino(lineup: Lineup, options: argparse.Namespace) -> None:
@@ -192,23 +212,58 @@ def speed(answers: Sequence[AnsweredQuestion]) -> float:
     return fmean(sum(one.new_tokens) / sum(turn.cpu_seconds or 0.0 for turn in one.turns) for one in answers)
 
 
-def show(answers: Answers, questions: Sequence[Prompt]) -> None:
-    """Print a table, by task."""
+def decoding_speed(answers: Sequence[AnsweredQuestion]) -> float:
+    """Return tokens after the first per CPU second of decoding, averaged over questions with more than one token."""
+    turns = [[turn for turn in one.turns if len(turn.output_ids) > 1] for one in answers]
+    return fmean(sum(len(turn.output_ids) - 1 for turn in of) / sum(map(decoding_seconds, of)) for of in turns if of)
+
+
+def decoding_seconds(turn: AnsweredTurn) -> float:
+    return (turn.cpu_seconds or 0.0) * (1 - (turn.first_seconds or 0.0) / turn.seconds)
+
+
+def reading_share(answers: Sequence[AnsweredQuestion]) -> float:
+    """Return the share of the time that passes before the first token."""
+    turns = [turn for one in answers for turn in one.turns]
+    return sum(turn.first_seconds or 0.0 for turn in turns) / sum(turn.seconds for turn in turns)
+
+
+def show_decoding(answers: Answers, questions: Sequence[Prompt]) -> None:
+    """Print a table of decoding without prefill: tokens per CPU second, and times the engine's plain decoding."""
+    places = places_by_task(questions)
+    table = Table("decoding alone, tokens per CPU second (times plain)", *places, "share of reading")
+    for (engine, method), rows in answers.items():
+        if engine.startswith(LLAMA_BENCH):
+            continue
+        cells = []
+        for of in places.values():
+            own, plain = (decoding_speed([found[place] for place in of]) for found in (rows, answers[engine, PLAIN]))
+            cells.append(f"{own:.1f} ({own / plain:.2f})")
+        table.row(f"{engine}, {method}", *cells, f"{reading_share(rows):.0%}")
+
+
+def places_by_task(questions: Sequence[Prompt]) -> dict[str, list[int]]:
+    """Map tasks, and "all" if there are several, to the places of their questions."""
     places: dict[str, list[int]] = {}
     for place, task in enumerate(tasks_of([one.category for one in questions])):
         places.setdefault(task or "all", []).append(place)
-    tasks = places if len(places) > 1 else {}
+    return places | ({"all": list(range(len(questions)))} if len(places) > 1 else {})
+
+
+def show(answers: Answers, questions: Sequence[Prompt]) -> None:
+    """Print a table, by task."""
+    places = places_by_task(questions)
     wall, own = "by wall clock", "against its plain decoding"
-    table = Table("tokens per CPU second", *tasks, "all", wall, own, "tokens per step", "answers as plain")
+    table = Table("tokens per CPU second", *places, wall, own, "tokens per step", "answers as plain")
     for (engine, method), rows in answers.items():
         plain = answers[engine, PLAIN]
-        speeds = [*(speed([rows[place] for place in of]) for of in tasks.values()), speed(rows), mean_speed(rows)]
+        speeds = [*(speed([rows[place] for place in of]) for of in places.values()), mean_speed(rows)]
         cells = [*(f"{value:.1f}" for value in speeds), f"{speed(rows) / speed(plain):.2f}"]
         if not engine.startswith(LLAMA_BENCH):
             steps = [tokens for one in rows for tokens in one.step_tokens]
             equal = sum(one.output_ids == other.output_ids for one, other in zip(rows, plain, strict=True))
             cells += [f"{fmean(steps):.2f}", f"{equal} of {len(rows)}"]
-        table.row(f"{engine}, {method}", *cells, *[""] * (len(tasks) + 5 - len(cells)))
+        table.row(f"{engine}, {method}", *cells, *[""] * (len(places) + 4 - len(cells)))
 
 
 def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -220,6 +275,10 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--llama-cpp-file", type=Path, action="append", default=[])
     parser.add_argument("--llama-bench", type=Path)
     parser.add_argument("--openvino", type=Path, action="append", default=[])
+    parser.add_argument("--llama-server", type=Path)
+    parser.add_argument("--drafter")
+    parser.add_argument("--methods", nargs="+", default=["hd"])
+    parser.add_argument("--activations", nargs="+", choices=ACTIVATIONS, default=ACTIVATIONS)
     return parser.parse_args(arguments)
 
 
@@ -234,6 +293,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except HdtoolError as error:
         sys.exit(f"error: {error}")
     show(answers, questions)
+    print()
+    show_decoding(answers, questions)
     size = f"{len(questions)} questions, {options.max_new_tokens} tokens each, median of {options.rounds}"
     lines = [f"{machine()}, threads: {options.threads}; {size}", *lineup.notes]
     lines += [f"Not measured: {line}" for line in lineup.missing]
