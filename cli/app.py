@@ -70,7 +70,7 @@ app = typer.Typer(
 
 COMMAND_SECTIONS: dict[str, dict[Callable[..., Any], tuple[str, str]]] = {
     "Start here": {
-        demo.demo: ("hdtool demo", "hdtool demo smollm2 --method pld --num-prompts 8"),
+        demo.demo: ("hdtool demo", "hdtool demo MODEL.gguf --method pld --num-prompts 8"),
         chat.chat: ("hdtool chat MODEL", "hdtool chat MODEL --system 'Answer in one sentence.' --temperature 0.7"),
         generate.generate: (
             'hdtool generate MODEL "Write a quick sort."',

@@ -1,4 +1,4 @@
-"""``hdtool demo``: compare plain decoding with drafting on SmolLM2 or on the embedded model."""
+"""``hdtool demo``: compare plain decoding with drafting on SmolLM2, on the embedded model or on a user's own."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from hdtool.cli.command import Option, quiet_libraries
 from hdtool.cli.options import only
 from hdtool.data import demo as demo_files
 from hdtool.data.demo import EMBEDDED, SMOLLM2
-from hdtool.data.errors import OptionError, did_you_mean
 from hdtool.data.prompts import Prompt, read_prompts
 from hdtool.runtime.config.decoding import DecodeConfig, StoresConfig
 from hdtool.runtime.config.model import ModelConfig, SamplingConfig
@@ -25,9 +24,9 @@ if TYPE_CHECKING:
 
 DEMO_MODEL_OPTION = Option(
     Panel.MODEL,
-    f"{SMOLLM2} or {EMBEDDED}. {SMOLLM2}: SmolLM2-135M-Instruct of the package {demo_files.PACKAGE}; {EMBEDDED}: a toy "
-    f"that ships with hdtool. Default: {SMOLLM2} if installed.",
-    values=(SMOLLM2, EMBEDDED),
+    f"{SMOLLM2}, {EMBEDDED}, or a folder, hub name or GGUF file of your own model, which drafts from its stores if it "
+    f"has any. {SMOLLM2}: SmolLM2-135M-Instruct of the package {demo_files.PACKAGE}; {EMBEDDED}: a toy that ships with "
+    f"hdtool. Default: {SMOLLM2} if installed.",
 )
 DEMO_MODEL_OPTIONS = only("model", "device", "activations").described(model=DEMO_MODEL_OPTION).as_argument()
 WARM_UP_TOKENS = 16
@@ -43,11 +42,11 @@ def demo(
     decoding: Annotated[DecodeConfig, only("method", "max_new_tokens", max_new_tokens=128)],
     loading: Annotated[ModelConfig, DEMO_MODEL_OPTIONS],
 ) -> int:
-    """Compare drafting with plain decoding on a demo model.
+    """Compare drafting with plain decoding on a demo model or your own.
 
     Answers a few prompts by plain decoding and with drafting, up to three times in turn. The text is the same. The
-    stores contain no answer to them. The last lines tell what drafting brings from what hdtool's compiled layers bring
-    over transformers' ``generate``.
+    demo's stores contain no answer to them. The last lines tell what drafting brings from what hdtool's compiled layers
+    bring over transformers' ``generate``.
     """
     from hdtool.builders.demo.comparison import Comparison, SideBySide, engine_and_generate
     from hdtool.cli import demo_output as output
@@ -99,14 +98,11 @@ def _engine_name(answerer: Answerer) -> str:
 def _chosen_model(loading: ModelConfig) -> tuple[ModelConfig, StoresConfig, Path]:
     """Return the demo's model settings, store settings and file of questions.
 
-    Raises OptionError for a model that is not part of the demo, and ModelError if SmolLM2's package is missing.
+    Raises ModelError if SmolLM2's package is missing.
     """
     model = loading.model
-    if model not in (None, *demo_files.NAMES):
-        meant = did_you_mean(str(model), demo_files.NAMES)
-        raise OptionError(
-            f"hdtool demo runs {SMOLLM2} or {EMBEDDED}, got {model}{meant}: hdtool chat {model} runs your model"
-        )
+    if model not in (None, *demo_files.NAMES) or Path(str(model)).exists():
+        return loading, StoresConfig(), demo_files.QUESTIONS
     file = demo_files.smollm2_file()
     if model == EMBEDDED or (model is None and not file):
         if model is None:

@@ -85,12 +85,11 @@ def test_without_the_package_the_embedded_model_answers(
     )
 
 
-def test_another_name_is_refused(capfd: pytest.CaptureFixture[str]) -> None:
-    assert run(["demo", "--model", "gpt2"]) == 2
-    assert (
-        capfd.readouterr().err
-        == "error: hdtool demo runs smollm2 or embedded, got gpt2: hdtool chat gpt2 runs your model\n"
-    )
+def test_a_model_of_ones_own_answers_the_same_questions(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert run(["demo", str(demo.MODEL), *FEW]) == 0
+    assert "fix a function and return it whole" in (out := capfd.readouterr().out) and "in total: 2 of 2" in out
+    assert run(["demo", str(tmp_path)]) == 1
+    assert re.fullmatch(r"error: [^\n]*\n", capfd.readouterr().err)
 
 
 def test_no_five_words_in_a_row_of_the_demos_questions_are_in_the_texts_of_its_stores() -> None:
