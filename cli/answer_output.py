@@ -9,6 +9,7 @@ from typing import Any
 
 from hdtool.cli.result_tables import rounded
 from hdtool.cli.terminal import without_control_characters
+from hdtool.data.notes import tell
 from hdtool.runtime.answer import Answer
 from hdtool.runtime.config.source_names import SourceId, registered
 from hdtool.runtime.core.sequence import Finish, Stats
@@ -38,7 +39,7 @@ def legend(drafted: Iterable[SourceId]) -> str:
 def print_stores(store_set: StoreSet) -> None:
     """Print the opened stores to standard error, if there are any."""
     if store_set.databases:
-        print(f"drafting from {store_set}", file=sys.stderr)
+        tell(f"drafting from {store_set}")
 
 
 def passes_summary(target: Target) -> str:

@@ -19,6 +19,7 @@ from hdtool.cli.options import INTERRUPTED_EXIT, with_options
 from hdtool.cli.terminal import guard_terminal
 from hdtool.cli.unknown_words import unknown_command, usage_message
 from hdtool.data.errors import HdtoolError, OptionError, command_for_missing
+from hdtool.data.notes import tell
 from hdtool.data.processes import isolated_children, refuse_numba_settings
 from hdtool.runtime.model.lean_imports import import_leanly
 
@@ -270,5 +271,5 @@ def _command() -> Any:
 
 
 def _report(message: str, code: int) -> int:
-    print(f"error: {' '.join(message.split())}", file=sys.stderr)
+    tell(f"error: {' '.join(message.split())}")
     return code

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -18,6 +17,7 @@ from hdtool.cli.result_tables import as_columns, fill_text, rounded, speedup_tit
 from hdtool.data import demo
 from hdtool.data.errors import OptionError, RecordError
 from hdtool.data.input_files import find_inputs
+from hdtool.data.notes import note, tell
 from hdtool.data.progress import deferred_bar, progress_bar
 from hdtool.data.prompts import Prompt, interleave_categories, interleave_tasks, read_prompts
 from hdtool.data.record_counts import Tally
@@ -85,7 +85,7 @@ def bench_shape(
         raise RecordError(f"no answer in {traces} ends within the context of {config.shape}: record shorter ones")
     if len(turns) < len(every):
         left_out = len(every) - len(turns)
-        print(f"left out: {left_out} of {len(every)} answers, which do not fit the context", file=sys.stderr)
+        tell(f"left out: {left_out} of {len(every)} answers, which do not fit the context")
     store_set = Library(loading.name, loaded.tokenizer, checkpoint_of(loading), stores).open()
     contenders = {name: partial(_contender, name, loaded, store_set, decoding) for name in config.methods}
     totals: dict[str, Figures] = {}
@@ -251,7 +251,7 @@ def _measured(shape: str | None, loading: ModelConfig, config: CostConfig, *, qu
     with progress_bar(len(lengths), "contexts", quiet=quiet) as shown, Stopwatch(loaded.target.device) as watch:
         curve = measure_cost_curve(loaded, lengths, shown.to)
     if reason := doubt({"the passes": Timings.of([watch])}):
-        print(f"note: {reason}", file=sys.stderr)
+        note(reason)
     save_at_home(loaded.target, curve)
     return curve
 
@@ -333,7 +333,7 @@ def bench(
             threads = measured[0].run.surroundings["threads"] if measured else None
             measured.append(one.results(show, threads))
     for one in plans:
-        print(f"the results are in {one.bench.out}", file=sys.stderr)
+        tell(f"the results are in {one.bench.out}")
     results, *others = measured
     scores = scores_of(results, settings.baseline)
     print(json.dumps(bench_record(results, scores), ensure_ascii=False) if as_json else bench_table(results, scores))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -13,6 +12,7 @@ from hdtool.cli import options
 from hdtool.cli.command import Option, quiet_libraries
 from hdtool.cli.options import only, without
 from hdtool.data.errors import ModelError, OptionError
+from hdtool.data.notes import note, tell
 from hdtool.data.stores.manifest import Checkpoint, Manifest, TokenizerFingerprint
 from hdtool.data.stores.store import FolderCheck, refuse_replacing
 from hdtool.data.stores.store_files import CORPUS_KIND, MODEL_KIND, check_destination
@@ -104,7 +104,7 @@ def _build(
         _check_folder(out, check)
     quiet_libraries(quiet=quiet)
     if loading.model is None and kind == CORPUS_KIND:  # the name of a model store's model is printed with its result
-        print("note: the tokenizer is that of the embedded toy model: --model MODEL names another", file=sys.stderr)
+        note("the tokenizer is that of the embedded toy model: --model MODEL names another")
     tokenizer = load_tokenizer(loading)
     fingerprint = TokenizerFingerprint.of(tokenizer)
     model = checkpoint_of(loading) if kind == MODEL_KIND else None
@@ -194,4 +194,4 @@ def train_heads(
     quiet_libraries(quiet=quiet)
     chosen = heads.plain if medusa else heads.resolved
     for line in train(inputs, out, loading, chosen, config, chat=chat, hidden_states=hidden_states, quiet=quiet):
-        print(line, file=sys.stderr)
+        tell(line)

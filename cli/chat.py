@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from typing import TYPE_CHECKING, Annotated
 
 from hdtool.cli import options
 from hdtool.cli.command import quiet_libraries
 from hdtool.cli.options import without
 from hdtool.data.errors import HdtoolError, PromptError
+from hdtool.data.notes import tell
 from hdtool.runtime.config.decoding import DecodeConfig, StoresConfig
 from hdtool.runtime.config.model import ModelConfig, SamplingConfig
 
@@ -45,9 +45,9 @@ def chat(
         )
     print_stores(answerer.store_set)
     if stats:
-        print(passes_summary(answerer.loaded.target), file=sys.stderr)
+        tell(passes_summary(answerer.loaded.target))
     session = ChatSession(answerer, system, stats=stats, color=color)
-    print(f"{loading.name}: /help lists the commands, Ctrl-D leaves", file=sys.stderr)
+    tell(f"{loading.name}: /help lists the commands, Ctrl-D leaves")
     _converse(session, message_reader())
 
 
@@ -63,7 +63,7 @@ def _converse(session: ChatSession, read: ReadMessage) -> None:
         try:
             session.take(message)
         except HdtoolError as error:
-            print(f"error: {error}", file=sys.stderr)
+            tell(f"error: {error}")
         except KeyboardInterrupt:
             session.is_interrupted = True
         if session.is_interrupted and not is_interactive():

@@ -14,6 +14,7 @@ from hdtool.data.conversation import message_turns
 from hdtool.data.errors import ContextError, PromptError, did_you_mean
 from hdtool.data.file_origins import json_object
 from hdtool.data.input_files import input_errors_as
+from hdtool.data.notes import note, tell
 from hdtool.data.output_files import OutputFile
 from hdtool.data.prompts import Message, Prompt
 from hdtool.data.row_readers import RowError
@@ -197,16 +198,16 @@ class ChatSession:
         self._stats.append(answer.stats)
         if self._colored and not self._explained.issuperset(drafted := answer.stats.that_drafted):
             self._explained.update(drafted)
-            print(legend(sorted(self._explained)), file=sys.stderr)
+            tell(legend(sorted(self._explained)))
         if answer.interrupted and not answer.text:
-            return _note("interrupted: the message is not part of the conversation")
+            return note("interrupted: the message is not part of the conversation")
         self.messages = [*messages, {"role": "assistant", "content": answer.text}]
         is_final = self._answerer.sampling.is_greedy and not answer.interrupted
         self._answered_greedily = messages if is_final else []
-        if note := answer.stats.finish and FINISH_NOTES.get(answer.stats.finish):
-            _note(note)
+        if ending := answer.stats.finish and FINISH_NOTES.get(answer.stats.finish):
+            note(ending)
         if self._shows_stats:
-            print(answer_summary(answer.stats), file=sys.stderr)
+            tell(answer_summary(answer.stats))
         return None
 
     def _help(self, _: str) -> None:
@@ -224,10 +225,10 @@ class ChatSession:
 
     def _switch_color(self, _: str) -> None:
         if not self._colored and not colors_shown():
-            return _note("colours need a terminal or FORCE_COLOR")
+            return note("colours need a terminal or FORCE_COLOR")
         self._colored = not self._colored
         self._explained.clear()
-        print("colours on" if self._colored else "no colours", file=sys.stderr)
+        tell("colours on" if self._colored else "no colours")
         return None
 
     @property
@@ -245,7 +246,7 @@ class ChatSession:
         messages = self.messages[: self._last_question() + 1]
         sampling = self._answerer.sampling
         if sampling.is_greedy and messages == self._answered_greedily:
-            _note(GREEDY_NOTE)
+            note(GREEDY_NOTE)
         self._answerer.sampling = replace(sampling, seed=(sampling.seed + 1) % 2**64)
         self._ask(messages)
 
@@ -271,7 +272,7 @@ class ChatSession:
             raise PromptError("there is nothing to save yet: ask something first")
         path = Path(name).expanduser()
         write_chat(path, self._answerer.loaded.name, self.messages, self._files)
-        print(f"saved {len(self.messages)} messages in {path}", file=sys.stderr)
+        tell(f"saved {len(self.messages)} messages in {path}")
 
     def _load(self, name: str) -> None:
         path = Path(name).expanduser()
@@ -279,11 +280,7 @@ class ChatSession:
         self._files.add(path.resolve())
         count = f"{len(self.messages)} message{'s' * (len(self.messages) > 1)}"
         unanswered = "; the last one has no answer: /retry answers it" if self.messages[-1]["role"] == "user" else ""
-        print(f"loaded {count} of {path}{unanswered}", file=sys.stderr)
+        tell(f"loaded {count} of {path}{unanswered}")
 
     def _exit(self, _: str) -> None:
         self.is_over = True
-
-
-def _note(text: str) -> None:
-    print(f"note: {text}", file=sys.stderr)

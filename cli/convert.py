@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shlex
-import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -13,6 +12,7 @@ from hdtool.cli import options
 from hdtool.cli.command import Option, quiet_libraries, require_model
 from hdtool.cli.options import only, without
 from hdtool.data.errors import OptionError, did_you_mean
+from hdtool.data.notes import note, tell
 from hdtool.data.progress import count_of
 from hdtool.runtime.config.building import BuildConfig
 from hdtool.runtime.config.decoding import DecodeConfig, StoresConfig
@@ -53,7 +53,7 @@ def convert(
         return
     print(f"{out}: {written.in_words()}, {count_of(reader.tally.bad, 'record')} left out")
     if not written.answers:
-        print("no answers of a model are in it: it gives prompts and texts only", file=sys.stderr)
+        tell("no answers of a model are in it: it gives prompts and texts only")
 
 
 TRANSFORMERS, SGLANG = TARGETS = "transformers", "sglang"
@@ -117,7 +117,7 @@ def _export_folder(
         print(json.dumps({"folder": str(out), "files": len(files), "code": CODE_FILE}, ensure_ascii=False))
         return
     print(f"{out}: links to {len(files)} files, and {CODE_FILE}")
-    print(f'AutoModelForCausalLM.from_pretrained("{out}", trust_remote_code=True)', file=sys.stderr)
+    tell(f'AutoModelForCausalLM.from_pretrained("{out}", trust_remote_code=True)')
 
 
 def _export_corpus(loading: ModelConfig, out: Path, history: str, stores: StoresConfig, *, as_json: bool) -> None:
@@ -132,14 +132,12 @@ def _export_corpus(loading: ModelConfig, out: Path, history: str, stores: Stores
         f"{out}: {count_of(exported.documents, 'document')}, {count_of(exported.tokens, 'token')} as SGLang counts them"
     )
     for folder in exported.stores:
-        print(f"from {folder}", file=sys.stderr)
+        tell(f"from {folder}")
     if lost := exported.lost_tokens:
         of = count_of(exported.changed_documents, "document")
-        print(
-            f"note: {count_of(lost, 'token')} of {of} come back as others when SGLang reads the text", file=sys.stderr
-        )
+        note(f"{count_of(lost, 'token')} of {of} come back as others when SGLang reads the text")
     if empty := exported.empty_documents:
-        print(f"note: {count_of(empty, 'document')} left out: no text remains", file=sys.stderr)
+        note(f"{count_of(empty, 'document')} left out: no text remains")
     limit = exported.tokens if exported.tokens > DEFAULT_LIMIT else None
     command = [
         f"sglang serve --model-path {shlex.quote(str(loading.model))} --speculative-algorithm NGRAM",
@@ -147,4 +145,4 @@ def _export_corpus(loading: ModelConfig, out: Path, history: str, stores: Stores
         f"--speculative-ngram-external-sam-budget {EXAMPLE_NODES}",
         *([f"--speculative-ngram-external-corpus-max-tokens {limit}"] if limit else []),
     ]
-    print(" ".join(command), file=sys.stderr)
+    tell(" ".join(command))

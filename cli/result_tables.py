@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from hdtool.builders.evaluation.report.tables import Table
 from hdtool.builders.evaluation.scores import ALL_TASKS, PLAIN_METHOD, Score, Scores, method_in_words
 from hdtool.data.bench_results import Results
+from hdtool.data.notes import tell
 from hdtool.data.progress import count_of
 from hdtool.runtime.config.measuring import COLD, WARM
 from hdtool.runtime.config.model import INT8
@@ -358,7 +359,7 @@ def write_report(
 
     data = report_data(study, traces, tokenizer, quiet=quiet)
     page = page_of(shlex.join(["hdtool", *sys.argv[1:]]), data)
-    print(f"report: {write_page(folder, page)}", file=sys.stderr)
+    tell(f"report: {write_page(folder, page)}")
 
 
 def report_bench(folder: Path, plan: BenchPlan, measured: BenchMeasurements, *, quiet: bool) -> None:

@@ -12,6 +12,7 @@ import typer
 from hdtool.cli.command import Option, quiet_libraries
 from hdtool.cli.options import without
 from hdtool.data.errors import OptionError, ServeError, did_you_mean, install_command
+from hdtool.data.notes import note, tell
 from hdtool.runtime.config.decoding import DecodeConfig, StoresConfig
 from hdtool.runtime.config.measuring import ServerConfig, VllmConfig
 from hdtool.runtime.config.model import ModelConfig, SamplingConfig
@@ -60,15 +61,15 @@ def serve(
 
     quiet_libraries()
     if loading.model is None:
-        print("serving the embedded toy model: hdtool serve MODEL names another", file=sys.stderr)
+        tell("serving the embedded toy model: hdtool serve MODEL names another")
     launch = Launch(loading, decoding, sampling, stores, server)
     for tenant, store_set in launch.tenants.store_sets.items():
         if tenant:
-            print(f"tenant {tenant}:", file=sys.stderr)
+            tell(f"tenant {tenant}:")
         print_stores(store_set)
-    print(f"the server listens on {launch.address}", file=sys.stderr)
+    tell(f"the server listens on {launch.address}")
     if warning := launch.warning:
-        print(f"warning: {warning}", file=sys.stderr)
+        tell(f"warning: {warning}")
     sys.stderr.flush()
     launch.run()
 
@@ -130,7 +131,7 @@ def serve_vllm(
     launch = Launch(model or str(demo.MODEL), passed_on, serving, stores)
     print_stores(launch.store_set)
     if not dry_run and (folder := launch.open_history()):
-        print(f"keeping answers in {folder}", file=sys.stderr)
+        tell(f"keeping answers in {folder}")
     _show(launch, dry_run=dry_run)
     if not dry_run:
         launch.run()
@@ -142,11 +143,10 @@ def _show(launch: Launch, *, dry_run: bool) -> None:
     print(shlex.join(command), file=sys.stdout if dry_run else sys.stderr, flush=True)
     if left_out:
         advice = ": set them where the command runs" if dry_run else ""
-        print(
-            f"note: the printed command leaves out {', '.join(left_out)}{advice}; vLLM reads an API key from "
-            "VLLM_API_KEY in the environment and a hub token from HF_TOKEN",
-            file=sys.stderr,
+        note(
+            f"the printed command leaves out {', '.join(left_out)}{advice}; vLLM reads an API key from "
+            "VLLM_API_KEY in the environment and a hub token from HF_TOKEN"
         )
-    print(launch.endpoint, file=sys.stderr)
+    tell(launch.endpoint)
     if warning := launch.endpoint.warning:
-        print(f"warning: {warning}", file=sys.stderr, flush=True)
+        tell(f"warning: {warning}")

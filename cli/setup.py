@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from dataclasses import fields
 from typing import TYPE_CHECKING, Annotated
 
@@ -14,6 +13,7 @@ from hdtool.cli.command import Option, quiet_libraries, require_model
 from hdtool.cli.options import without
 from hdtool.data.errors import OptionError
 from hdtool.data.input_files import find_inputs
+from hdtool.data.notes import tell
 from hdtool.data.progress import count_of
 from hdtool.runtime.config.building import SetupConfig
 from hdtool.runtime.config.model import ModelConfig
@@ -84,12 +84,12 @@ def setup(
 
         def show(name: str) -> None:
             done = ", done before" if name in folder.stages else ""
-            print(f"{numbers[name]}/{len(numbers)} {stages.titles()[name]}{done}", file=sys.stderr)
+            tell(f"{numbers[name]}/{len(numbers)} {stages.titles()[name]}{done}")
 
         stages.run(show)
         verdict = Verdict(named.name, folder.stages, _options(named))
     print(json.dumps(verdict.to_json(), ensure_ascii=False) if as_json else "\n".join(verdict.lines()))
-    print(f"kept in {folder.path}: {folder.held_out.name} holds the conversations that no store has", file=sys.stderr)
+    tell(f"kept in {folder.path}: {folder.held_out.name} holds the conversations that no store has")
 
 
 def _options(model: ModelConfig) -> tuple[str, ...]:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from hdtool.cli.result_tables import as_columns
 from hdtool.data.errors import StoreError
 from hdtool.data.input_files import find_inputs
+from hdtool.data.notes import tell
 from hdtool.data.progress import abbreviated, count_of, progress_bar
 from hdtool.data.record_counts import Tally
 from hdtool.data.stores.manifest import Manifest, TokenizerFingerprint
@@ -203,7 +204,7 @@ def open_documents(
         yield [*history.sources, *source.sources], documents
     print_left_out(source.tally)
     if on_models and (note := on_models(source.tally.models)):
-        print(note, file=sys.stderr)
+        tell(note)
 
 
 def rankings_for(loading: ModelConfig, tokenizer: TokenizerFingerprint, *, quiet: bool) -> Ints:
@@ -217,8 +218,7 @@ def rankings_for(loading: ModelConfig, tokenizer: TokenizerFingerprint, *, quiet
 def print_left_out(tally: Tally, tolerance: float = 1.0) -> None:
     """Print the records that could not be used. Raises RecordError if their share exceeds the tolerance."""
     tally.check(tolerance)
-    for line in tally.left_out():
-        print(line, file=sys.stderr)
+    tell(*tally.left_out())
 
 
 def print_built(folder: Path, manifest: Manifest, *, as_json: bool) -> None:

@@ -26,6 +26,7 @@ from hdtool.cli.store_output import (
 from hdtool.data.artifact import Artifact, artifacts
 from hdtool.data.errors import OptionError, StoreError, did_you_mean
 from hdtool.data.home import home
+from hdtool.data.notes import note, tell
 from hdtool.data.progress import count_of
 from hdtool.data.stores.home import (
     SHOWN_FINGERPRINT_DIGITS,
@@ -121,11 +122,11 @@ def _remove(names: list[str], items: list[StoredItem], *, yes: bool) -> None:
         if not sys.stdin.isatty():
             raise OptionError("hdtool stores remove asks before it removes, and there is no terminal: give --yes")
         for item in chosen:
-            print(store_in_words(item), file=sys.stderr)
+            tell(store_in_words(item))
         typer.confirm("Remove?" if len(chosen) == 1 else f"Remove these {len(chosen)}?", abort=True, err=True)
     for item in chosen:
         _remove_one(item)
-        print(f"removed {store_in_words(item)}", file=sys.stderr)
+        tell(f"removed {store_in_words(item)}")
 
 
 def _remove_one(item: StoredItem) -> None:
@@ -192,7 +193,7 @@ def add(
     kind = before.kind
     if loading.model is None and not rankings:  # rankings need the model itself
         loading = model_of_store(store, before.tokenizer, before.model)
-        print(f"note: the tokenizer is that of {loading.name}, with which {store} was built", file=sys.stderr)
+        note(f"the tokenizer is that of {loading.name}, with which {store} was built")
     else:
         _check_model(store, before, loading, rankings=rankings)
     tokenizer = load_tokenizer(loading)
@@ -224,9 +225,7 @@ def _check_model(store: Path, manifest: Manifest, loading: ModelConfig, *, ranki
             f"{store} holds answers of {manifest.model.label}, and the rankings of {model.label} do not belong to "
             "them: build a store of that model with hdtool build-model-db"
         )
-    print(
-        f"note: {store} holds answers of {manifest.model.label}, and those of {model.label} are added", file=sys.stderr
-    )
+    note(f"{store} holds answers of {manifest.model.label}, and those of {model.label} are added")
 
 
 def drop(
@@ -260,7 +259,7 @@ def drop(
     dropped = rework.drop(store, source)
     for share in dropped.removed:
         held = f"{count_of(share.records, 'document')}, {count_of(share.tokens, 'token')}"
-        print(f"removed {share.label}: {held}", file=sys.stderr)
+        tell(f"removed {share.label}: {held}")
     print_built(store, dropped.manifest, as_json=as_json)
 
 
@@ -273,6 +272,6 @@ def _drop_conversations(store: Path, source: str | None, days: float | None, *, 
         raise OptionError(f"--older-than must be between 0 and {MAX_AGE_DAYS} days, got {days:g}")
     dropped = drop_conversations(store, source=source, older_than=None if days is None else timedelta(days=days))
     tokens = count_of(sum(conversation.tokens for conversation in dropped), "token")
-    print(f"removed {count_of(len(dropped), 'conversation')}, {tokens}", file=sys.stderr)
+    tell(f"removed {count_of(len(dropped), 'conversation')}, {tokens}")
     shown = description(HistoryStore(store, read_only=True))
     print(json.dumps(shown, ensure_ascii=False) if as_json else "\n".join(history_in_words(shown)))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, replace
@@ -18,6 +17,7 @@ from hdtool.data.errors import ModelError, os_errors_as
 from hdtool.data.file_origins import json_object
 from hdtool.data.file_state import FileState
 from hdtool.data.home import artifact_at_home, artifacts_at_home
+from hdtool.data.notes import note
 from hdtool.data.output_files import OutputFile, sync_to_disk
 
 MANIFEST = "artifact.json"
@@ -144,9 +144,7 @@ def _made(wanted: Artifact, activity: str, make: Make) -> Artifact:
         if kept := wanted.kept():  # another process has made it meanwhile
             return kept
         wanted.manifest.exists()  # raises if hdtool did not write it
-        print(
-            f"note: {activity} {folder}, {'again, as it was damaged' if folder.is_dir() else 'once'}", file=sys.stderr
-        )
+        note(f"{activity} {folder}, {'again, as it was damaged' if folder.is_dir() else 'once'}")
         scratch = TemporaryDirectory(".tmp", f".{folder.name}.", folder.parent, ignore_cleanup_errors=True)
         place = Path(held.enter_context(scratch))
         details, written = make(place), sorted(place.iterdir())

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import stat
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from hdtool.data.errors import HdtoolError
+from hdtool.data.notes import note
 from hdtool.data.output_files import OutputFile
 
 
@@ -49,7 +49,7 @@ def file_lock(
     except Timeout:
         if not waits:
             raise busy from None
-        print(f"note: {busy}: waiting for it", file=sys.stderr)
+        note(f"{busy}: waiting for it")
         lock.acquire(timeout=-1)
     try:
         yield

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -15,6 +14,7 @@ from hdtool.builders.evaluation.recording import RecordedTurn
 from hdtool.builders.evaluation.timing import Stopwatch, timed
 from hdtool.data.answered_questions import AnsweredTurn
 from hdtool.data.errors import HdtoolError, error_reason
+from hdtool.data.notes import note
 from hdtool.runtime.config.measuring import WARM
 from hdtool.runtime.config.model import SamplingConfig
 from hdtool.runtime.core.drafter import Drafter
@@ -106,7 +106,7 @@ def _careful(name: str, new: Callable[[], Reproducing], failed: set[str]) -> Rep
         except HdtoolError:
             raise
         except Exception as error:  # compilers and kernels raise many kinds of errors
-            print(f"note: {name} is left out, because it failed ({error_reason(error)})", file=sys.stderr)
+            note(f"{name} is left out, because it failed ({error_reason(error)})")
             failed.add(name)
             return ()
 

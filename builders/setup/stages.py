@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -31,6 +30,7 @@ from hdtool.builders.stores.sequences import tokenized
 from hdtool.data.conversation_files import ConversationReader, LocatedConversation, canonical_file, canonical_line
 from hdtool.data.documents import Source
 from hdtool.data.errors import ModelError, RecordError
+from hdtool.data.notes import tell
 from hdtool.data.progress import progress_bar
 from hdtool.data.prompts import read_prompts
 from hdtool.data.stores.home import NO_STORE, corpus_index_at_home, model_store_at_home
@@ -250,7 +250,7 @@ class Stages:
             try:
                 held_out.append(self._turns.turns(trace))
             except RecordError as error:  # a template may refuse roles that other templates accept
-                print(f"left out: {error}", file=sys.stderr)
+                tell(f"left out: {error}")
         if not held_out:
             raise RecordError("no held-out conversation can be rebuilt with this model's chat template: try --raw")
         return held_out
@@ -261,8 +261,7 @@ class Stages:
         openings = [opening_hash(located.conversation) for located in logged if located.conversation.answers]
         tally = self._reader.tally
         lines = [*tally.left_out(), note_on_models(tally.models, self._plan.model, self._planned_checkpoint)]
-        for line in filter(None, lines):
-            print(line, file=sys.stderr)
+        tell(*filter(None, lines))
         return openings
 
     def _logged(self, title: str) -> Iterator[LocatedConversation]:
@@ -335,8 +334,7 @@ class Stages:
                 engine=BuildEngine(quiet=self._plan.quiet),
                 check=self._stores.replacement_check(kind),
             )
-        for line in reading.tally.left_out():
-            print(line, file=sys.stderr)
+        tell(*reading.tally.left_out())
         return _described(folder, manifest)
 
     def _measure_passes(self) -> Result:

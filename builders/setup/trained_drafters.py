@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 from hdtool.data.errors import HdtoolError
+from hdtool.data.notes import note
 from hdtool.data.stores.manifest import TokenizerFingerprint
 from hdtool.runtime.config.decoding import (
     DRAFT_MODEL,
@@ -59,7 +59,7 @@ def usable_drafter_methods(decoding: DecodeConfig, loaded: Loaded) -> list[str]:
             trained_drafter(replace(decoding, method=method), loaded.target, tokenizer)
             methods.append(method)
         except HdtoolError as error:
-            print(f"note: {method} is left out: {error}", file=sys.stderr)
+            note(f"{method} is left out: {error}")
     return methods
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -16,6 +15,7 @@ import torch
 from hdtool.data.durable_files import MAX_CACHE_AGE, CachedValue
 from hdtool.data.errors import CostError, OptionError
 from hdtool.data.home import cost_at_home, quick_costs_at_home
+from hdtool.data.notes import note
 from hdtool.data.progress import progress_bar
 from hdtool.runtime.budget.cost_curve import PASS_SIZES, CostCurve, Floats, cost_file, over_nodes
 from hdtool.runtime.config.measuring import CostConfig
@@ -273,5 +273,5 @@ def saved_at_home(target: Target) -> CostCurve | None:
     try:
         return CostCurve.read(path) if path.exists() else None
     except CostError as error:
-        print(f"note: {error}; until then it is measured quickly each time", file=sys.stderr)
+        note(f"{error}; until then it is measured quickly each time")
         return None

@@ -6,7 +6,6 @@ The process keeps the code, and later processes load it. It runs with low priori
 from __future__ import annotations
 
 import os
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -14,6 +13,7 @@ from subprocess import DEVNULL, PIPE, STDOUT, Popen
 from threading import Condition, Thread
 from typing import IO
 
+from hdtool.data.notes import note, tell
 from hdtool.data.processes import isolated_python
 from hdtool.data.progress import progress_bar
 from hdtool.runtime.kernels.code_folder import is_compiled, keeps_code
@@ -61,7 +61,7 @@ class CompileProcess:
                     self._steps[line] += 1
                     self._changed.notify_all()
         if self._process.wait():
-            print(f"note: the process that compiles ahead failed ({reason}): compiling here", file=sys.stderr)
+            note(f"the process that compiles ahead failed ({reason}): compiling here")
         with self._changed:
             self._is_running = False
             self._changed.notify_all()
@@ -96,7 +96,7 @@ class CompileProcess:
             is_compiled = self.wait(part, show)
         if is_compiled:
             seconds = time.monotonic() - began
-            print(f"compiled {NOUNS[part]} for this processor, once: waited {seconds:.0f} s", file=sys.stderr)
+            tell(f"compiled {NOUNS[part]} for this processor, once: waited {seconds:.0f} s")
 
 
 _processes: list[CompileProcess] = []

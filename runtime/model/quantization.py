@@ -13,6 +13,7 @@ import torch
 from torch.nn import Module
 
 from hdtool.data.errors import FamilyError, ModelError, OptionError, install_command
+from hdtool.data.notes import note
 from hdtool.runtime.core.tolerances import HIGH_PRECISION_TOLERANCE, distances
 from hdtool.runtime.kernels.linear import has_plain_weight
 from hdtool.runtime.model.transformers_internals import passes
@@ -134,10 +135,9 @@ def measure_rounding(model: PreTrainedModel, paths: torch.Tensor, at_once: torch
     logits = [out.logits[:, -1] for out in passes(model, paths.split(1, dim=1))]
     rounding = distances(torch.stack(logits, dim=1), at_once).max().item()
     if rounding > HIGH_PRECISION_TOLERANCE:
-        print(
-            f"note: this model rounds its logits by {rounding:.2g} standard deviations: drafts may change "
-            "the choice between two tokens as close as that; hdtool verify counts such near ties",
-            file=sys.stderr,
+        note(
+            f"this model rounds its logits by {rounding:.2g} standard deviations: drafts may change "
+            "the choice between two tokens as close as that; hdtool verify counts such near ties"
         )
     return rounding
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from hdtool.data import demo
 from hdtool.data.errors import OptionError
+from hdtool.data.notes import note
 from hdtool.data.stores.home import (
     NO_STORE,
     corpus_index_at_home,
@@ -192,16 +192,15 @@ def _note_other_models(
     if opened:
         store_model = opened.manifest.model
         if named and store_model and model and store_model != model:
-            print(f"note: {opened.folder} holds answers of {store_model.label}, not of {model.label}", file=sys.stderr)
+            note(f"{opened.folder} holds answers of {store_model.label}, not of {model.label}")
     elif not named and (others := model_stores_at_home(tokenizer, namespace)):
         folder, store_model = others[0]
         more = f", and {len(others) - 1} more" if len(others) > 1 else ""
         whose = f"of {store_model.label}" if store_model else "of a model that it does not name"
         of = model.label if model else "this model, whose files are not known"
-        print(
-            f"note: there is no model store of {of}; {folder} holds answers {whose}{more}: hdtool build-model-db makes "
-            f"its own, --model-db {folder} drafts from that one, --model-db none from none",
-            file=sys.stderr,
+        note(
+            f"there is no model store of {of}; {folder} holds answers {whose}{more}: hdtool build-model-db makes "
+            f"its own, --model-db {folder} drafts from that one, --model-db none from none"
         )
 
 

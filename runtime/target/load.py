@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -16,6 +15,7 @@ import transformers
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedConfig
 
 from hdtool.data.errors import FamilyError, HdtoolError, ModelError, OptionError, command_for_missing, did_you_mean
+from hdtool.data.notes import note
 from hdtool.data.stores.manifest import Checkpoint
 from hdtool.runtime.config.model import BLOCKS, DEVICES, INT8, ModelConfig
 from hdtool.runtime.engines.capture import never
@@ -356,7 +356,7 @@ def _weights(config: ModelConfig, settings: Any, device: torch.device, **placeme
     _set_generation(model, config)
     if quantized and config.dtype != "auto" and model.dtype != dtype:
         computed_in = str(model.dtype).removeprefix("torch.")
-        print(f"note: {name} is quantized and computes in {computed_in}: --dtype has no effect", file=sys.stderr)
+        note(f"{name} is quantized and computes in {computed_in}: --dtype has no effect")
     return model
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from hdtool.data.errors import FamilyError
+from hdtool.data.notes import note
 from hdtool.runtime.caches.slots import Cache
 from hdtool.runtime.core.tolerances import distances, tolerance_of
 from hdtool.runtime.engines.backend import MIN_GROWTH, BackendEngine, StockBackend
@@ -261,8 +261,7 @@ class Target(BackendEngine):
         """Print, at most once, a note that logits were NaN or infinite."""
         if not self._overflow_noted:
             self._overflow_noted = True
-            print(
-                f"note: the model overflowed in {str(self.dtype).removeprefix('torch.')}: logits were NaN or infinite. "
-                "Steps with such logits are decoded without drafts; another --dtype may avoid it",
-                file=sys.stderr,
+            note(
+                f"the model overflowed in {str(self.dtype).removeprefix('torch.')}: logits were NaN or infinite. "
+                "Steps with such logits are decoded without drafts; another --dtype may avoid it"
             )

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import pickle
 import signal
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -20,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from hdtool.data.errors import HdtoolError, ModelError, OptionError
+from hdtool.data.notes import tell
 from hdtool.runtime.caches.slots import Cache
 from hdtool.runtime.core.engine_interface import PassOptions, Verified
 from hdtool.runtime.core.tree import DraftTree
@@ -132,7 +132,7 @@ def follow(load: Load) -> int:
 def _report_late(error: HdtoolError) -> int:
     """Wait, in case torchrun ends this process because the leader failed, then print an error; return the exit code."""
     time.sleep(ERROR_DELAY)
-    print(f"error: process {os.environ['RANK']}: {error}", file=sys.stderr)
+    tell(f"error: process {os.environ['RANK']}: {error}")
     return error.exit_code
 
 

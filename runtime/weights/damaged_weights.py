@@ -7,12 +7,12 @@ download that was interrupted may end in zeros.
 from __future__ import annotations
 
 import math
-import sys
 
 import torch
 
 from hdtool.data.errors import ModelError
 from hdtool.data.home import home
+from hdtool.data.notes import note
 from hdtool.runtime.kernels.compact_weight import expand_compact, is_compact
 from hdtool.runtime.kernels.packed_matrix import MXFP4, PackedExperts, PackedMatrix
 
@@ -49,7 +49,7 @@ class WeightCheck:
         if self._unlikely:
             more = f", and {len(self._unlikely) - 1} more are as unlikely" if len(self._unlikely) > 1 else ""
             found = f"{self._source} may be damaged: {self._unlikely[0]}{more}"
-            print(f"note: {found}: get it again if answers make no sense", file=sys.stderr)
+            note(f"{found}: get it again if answers make no sense")
 
 
 def refuse_damaged_model(model: torch.nn.Module) -> None:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-import sys
 from importlib import metadata
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from hdtool.data.notes import note
 from hdtool.runtime.weights.gguf_file import GGUFFile
 
 GPT_OSS = "gpt-oss"
@@ -69,10 +69,9 @@ def restore_settings(settings: Any, file: GGUFFile) -> None:
             settings.rope_parameters = {**rope, **LLAMA_3, "rope_type": "llama3", "factor": factor}
             return
     what = factors[0] if factors else f"of type {scaling}"
-    print(
-        f"note: {file.path} scales its rotary positions ({what}), which transformers "
-        f"{metadata.version('transformers')} does not read: answers differ from those of the original model",
-        file=sys.stderr,
+    note(
+        f"{file.path} scales its rotary positions ({what}), which transformers "
+        f"{metadata.version('transformers')} does not read: answers differ from those of the original model"
     )
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import json
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
@@ -16,6 +15,7 @@ from tqdm import tqdm
 
 from hdtool.data import demo
 from hdtool.data.errors import HdtoolError, ModelError, did_you_mean, error_reason, require_room
+from hdtool.data.notes import note
 from hdtool.data.progress import ProgressBar, progress_bar
 
 LOG_IN = "run hf auth login, or set HF_TOKEN"
@@ -199,7 +199,7 @@ def _download_weights(name: str, folder: Path) -> None:
                 continue
             size = sum(file.file_size or 0 for file in missing)
             require_room(name, size, folder, "HF_HOME")
-            print(f"note: downloading {name}, once: {size:,} bytes in {folder}", file=sys.stderr)
+            note(f"downloading {name}, once: {size:,} bytes in {folder}")
             with _progress(name, size) as counted:
                 snapshot_download(name, revision=commit, allow_patterns=wanted, tqdm_class=counted)
             if weight_files(folder):

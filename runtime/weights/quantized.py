@@ -6,7 +6,6 @@ layer use Q8_0 with either scheme, because their error reaches every logit.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from importlib import metadata
@@ -21,6 +20,7 @@ from hdtool.data.artifact import Artifact, made_once
 from hdtool.data.errors import ModelError, require_room
 from hdtool.data.gguf_header import GGUF_SUFFIX
 from hdtool.data.home import artifacts_at_home
+from hdtool.data.notes import note
 from hdtool.runtime.kernels.compact_weight import narrowed
 from hdtool.runtime.kernels.experts import WEIGHTS, arrange_experts, matrices_of
 from hdtool.runtime.kernels.gemm import COLUMN_MULTIPLE
@@ -81,10 +81,9 @@ def _write(model: Any, name: str, scheme: str, folder: Path) -> _Quantized:
     quantized = _quantized_weights(model, SCHEMES[scheme], WeightCheck(name))
     if kept := quantized.kept:
         total = len(kept) + len(quantized.kinds)
-        print(
-            f"note: {len(kept)} of {total} matrices stay as they are ({kept[0]}): their columns are no multiple of "
-            f"{COLUMN_MULTIPLE}, their scales fit no float16, or hdtool does not compute their layers",
-            file=sys.stderr,
+        note(
+            f"{len(kept)} of {total} matrices stay as they are ({kept[0]}): their columns are no multiple of "
+            f"{COLUMN_MULTIPLE}, their scales fit no float16, or hdtool does not compute their layers"
         )
     stored = *quantized.blocks.values(), *quantized.rest.values()
     require_room(name, sum(tensor.nbytes for tensor in stored), artifacts_at_home(KIND), "HDTOOL_HOME")

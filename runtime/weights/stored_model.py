@@ -16,6 +16,7 @@ from transformers import GgufConfig
 from hdtool.data.artifact import MANIFEST
 from hdtool.data.errors import OptionError
 from hdtool.data.memory import available_memory
+from hdtool.data.notes import note
 from hdtool.data.progress import progress_bar
 from hdtool.runtime.config.model import INT8, ModelConfig
 from hdtool.runtime.model.quantization import MXFP4, library_of
@@ -57,10 +58,9 @@ def stored_model(config: ModelConfig, settings: Any, quantized: Path | None, *, 
     is_larger = available is not None and store.bytes > available
     store.maps_blocks = is_larger or config.activations == INT8  # int8 matmuls copy blocks into panels
     if is_larger:
-        print(
-            f"note: {config.name} has {store.bytes:,} bytes of weights, and {available:,} bytes of memory are free: "
-            "its blocks stay in the mapped file, which must not be changed meanwhile",
-            file=sys.stderr,
+        note(
+            f"{config.name} has {store.bytes:,} bytes of weights, and {available:,} bytes of memory are free: "
+            "its blocks stay in the mapped file, which must not be changed meanwhile"
         )
     with progress_bar(store.bytes, f"reading {config.name}", unit="B", is_left=False) as bar:
         fill(model, store, _folder(config, quantized), bar, WeightCheck(config.name) if check else None)
@@ -87,7 +87,7 @@ def _store(
 
     file = GGUFFile.open(path)
     if stays_packed and (slow := slow_weights(file)):
-        print(f"note: {config.name}: {slow}", file=sys.stderr)
+        note(f"{config.name}: {slow}")
     return gguf_store(file, settings, model, check=check)
 
 
@@ -136,10 +136,9 @@ def source_for_transformers(config: ModelConfig, settings: Any, quantized: Path 
         yield Source(arguments, folder)
         return
     assert file
-    print(
-        f"note: {file}: transformers {metadata.version('transformers')} reads its weights, which takes longer, and "
-        "expands them",
-        file=sys.stderr,
+    note(
+        f"{file}: transformers {metadata.version('transformers')} reads its weights, which takes longer, and "
+        "expands them"
     )
     with TemporaryDirectory() as place, _bars_on_terminals():
         (Path(place) / file.name).symlink_to(file.resolve())  # alone, as transformers also reads neighboring files

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hdtool.data.errors import error_reason
+from hdtool.data.notes import note
 from hdtool.runtime.caches.kv_cache import KVTensors
 from hdtool.runtime.caches.library_views import IndexedKVCache
 from hdtool.runtime.caches.moves import move_on_device
@@ -135,7 +135,7 @@ class CapturedPasses(Backend):
         """
         stock, facts = self._stock, self._facts
         if reason := not_on_one_device_reason(stock.model) or stock.row_by_row.reason:
-            return _note(f"{NOT_CAPTURED}: {reason}")
+            return note(f"{NOT_CAPTURED}: {reason}")
         self._passes = passes_of(stock, facts)
         steps = StaticSteps(self._passes[0], capture, stock.device, reserved_positions(stock, facts))
         cache.reserve(1, steps.capacity_for(1, context_limit(stock.config, 1)))
@@ -181,7 +181,7 @@ class CapturedPasses(Backend):
             self.steps.use(self._passes[0])
         else:
             self.steps, self._passes, self._lost = None, [], ""
-            _note(f"{NOT_CAPTURED}: {reason}")
+            note(f"{NOT_CAPTURED}: {reason}")
 
     def renew(self) -> None:
         """Release all captured steps, so that they are captured again with the model's current weights."""
@@ -221,7 +221,7 @@ class CapturedPasses(Backend):
                 self._give_up(error_reason(error))
             else:
                 if self._lost:
-                    _note(
+                    note(
                         f"hdtool's own pass is not used for this model, whose steps are slower without it: {self._lost}"
                     )
                     self._lost = ""
@@ -252,9 +252,5 @@ def passes_of(stock: StockModel, facts: ModelFacts) -> list[StepPass]:
         fused = fuse(stock, facts)
     except torch.OutOfMemoryError:
         fused = None
-        _note("there is not enough GPU memory to merge weights for hdtool's own pass, so that steps are slower")
+        note("there is not enough GPU memory to merge weights for hdtool's own pass, so that steps are slower")
     return [*filter(None, [fused]), *library_passes(stock, facts)]
-
-
-def _note(text: str) -> None:
-    print(f"note: {text}", file=sys.stderr)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import gc
-import sys
 from functools import cache
 
 import torch
 
+from hdtool.data.notes import note
 from hdtool.runtime.engines.capture import Capture, Run
 from hdtool.runtime.engines.cuda.waits import waits_refused
 
@@ -141,10 +141,9 @@ def release_memory() -> None:
 @cache
 def note_uncaptured() -> None:
     """Print a note, once."""
-    print(
-        "note: there is not enough GPU memory to capture a step as a CUDA graph: it runs without one, which is slower, "
-        f"and capturing is tried again every {RETRY_AFTER} steps",
-        file=sys.stderr,
+    note(
+        "there is not enough GPU memory to capture a step as a CUDA graph: it runs without one, which is slower, "
+        f"and capturing is tried again every {RETRY_AFTER} steps"
     )
 
 
